@@ -1,0 +1,1 @@
+"""Experiments on magicjax: data, training of the embedded models, launcher, reports."""

@@ -1,0 +1,88 @@
+"""The text that every machine has: the source of Python's standard library.
+
+Modules are held out whole, chosen by a hash of their path, so that no prompt was ever trained on.
+Files of one package follow each other: far context then has something to say.
+"""
+
+import dataclasses
+import hashlib
+import pathlib
+import sysconfig
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+END = "<|endoftext|>"
+SKIPPED = {"test", "tests", "idle_test", "site-packages", "__pycache__", "encodings", "pydoc_data"}
+HELD_OUT_SHARE = 16  # one module in so many is held out
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """One source file: its path below the library's root, and its text."""
+
+    path: str
+    text: str
+
+
+def library(root: str | pathlib.Path | None = None) -> list[Module]:
+    """Returns the modules of the standard library, sorted by path, without tests and tables.
+
+    Raises:
+      FileNotFoundError: `root` holds no Python source.
+    """
+    root = pathlib.Path(root or sysconfig.get_path("stdlib"))
+    paths = sorted(
+        p for p in root.rglob("*.py") if not SKIPPED & set(p.relative_to(root).parts[:-1])
+    )
+    modules = []
+    for path in paths:
+        try:
+            modules.append(Module(path.relative_to(root).as_posix(), path.read_text("utf-8")))
+        except UnicodeDecodeError:
+            continue  # a few library files declare another encoding
+    if not modules:
+        raise FileNotFoundError(
+            f"no Python source below {root}: give the root of a standard library"
+        )
+    return modules
+
+
+def split(modules: list[Module]) -> tuple[list[Module], list[Module]]:
+    """Returns (modules to train on, modules held out), decided by each path's hash alone."""
+
+    def held_out(module: Module) -> bool:
+        digest = hashlib.sha256(module.path.encode()).digest()
+        return int.from_bytes(digest[:4], "big") % HELD_OUT_SHARE == 0
+
+    return [m for m in modules if not held_out(m)], [m for m in modules if held_out(m)]
+
+
+def data_hash(modules: list[Module]) -> str:
+    """Returns the SHA-256 of all paths and texts, which names the data in a model's card."""
+    digest = hashlib.sha256()
+    for module in modules:
+        digest.update(module.path.encode() + b"\0" + module.text.encode() + b"\0")
+    return digest.hexdigest()
+
+
+def train_tokenizer(modules: list[Module], vocab_size: int) -> Tokenizer:
+    """Returns a byte-level BPE of exactly `vocab_size` tokens; token 0 ends a text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((m.text for m in modules), trainer)
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, modules: list[Module]) -> np.ndarray:
+    """Returns one int32 stream: every module's tokens, each followed by the end token."""
+    end = tokenizer.token_to_id(END)
+    encoded = tokenizer.encode_batch([m.text for m in modules])
+    return np.concatenate([np.array([*e.ids, end], np.int32) for e in encoded])

@@ -1,0 +1,204 @@
+"""The trainer: next-token loss on windows of one token stream, in phases of growing context.
+
+Every batch is a function of (seed, step), so a run that was killed and resumed sees the same data
+and ends with the same weights. Attention goes in static chunks of queries, each against the keys
+up to its own end, so that no T x T matrix is ever stored.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Iterator
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jaxtyping import Array, Float, Int
+from tqdm import tqdm
+
+QUERY_CHUNK = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A stretch of training: `steps` batches of `batch` windows of `context` tokens."""
+
+    context: int
+    batch: int
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How a model is trained.
+
+    Attributes:
+      phases: in order; the learning rate runs through all of them.
+      learning_rate: the peak, reached after `warmup` steps, held, then brought to a tenth
+        of itself, linearly, over the last `decay` share of the steps.
+      weight_decay: AdamW's, on matrices only.
+      seed: of initial weights and batches.
+      checkpoint_every: steps between checkpoints.
+    """
+
+    phases: tuple[Phase, ...]
+    learning_rate: float
+    warmup: int = 100
+    decay: float = 0.6
+    weight_decay: float = 0.1
+    seed: int = 0
+    checkpoint_every: int = 100
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
+
+    def phase_at(self, step: int) -> Phase:
+        for phase in self.phases:
+            if step < phase.steps:
+                return phase
+            step -= phase.steps
+        raise ValueError(f"step {step} lies beyond the last phase")
+
+
+def causal_attend(layer: int, q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v):
+    """An `attend` for training: causal, in chunks of queries, scores recomputed backwards."""
+    del layer
+    length, group = q.shape[1], q.shape[2] // k.shape[2]
+    if group > 1:
+        k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+
+    @functools.partial(jax.checkpoint, static_argnums=3)
+    def chunk(q, k, v, start):
+        scores = jnp.einsum("bhtd,bhsd->bhts", q, k, preferred_element_type=jnp.float32)
+        visible = jnp.arange(k.shape[2]) <= start + jnp.arange(q.shape[2])[:, None]
+        scores = jnp.where(visible, scores * q.shape[-1] ** -0.5, -1e30)
+        return jnp.einsum("bhts,bhsd->bhtd", jax.nn.softmax(scores).astype(v.dtype), v)
+
+    outs = []
+    for start in range(0, length, QUERY_CHUNK):
+        end = min(start + QUERY_CHUNK, length)
+        outs.append(chunk(q[:, :, start:end], k[:, :, :end], v[:, :, :end], start))
+    return jnp.concatenate(outs, 2).transpose(0, 2, 1, 3), None
+
+
+def logits_of(model: nn.Module, params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    """Returns the model's logits at every position of `tokens`, from an empty context."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden, _ = model.apply(params, tokens, positions, causal_attend)
+    return model.apply(params, hidden, method="unembed")
+
+
+def init_params(model: nn.Module, seed: int):
+    """Returns freshly initialised parameters (plain arrays, no boxes)."""
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    return nn.meta.unbox(
+        jax.jit(model.init, static_argnums=3)(
+            jax.random.key(seed), tokens, jnp.zeros_like(tokens), causal_attend
+        )
+    )
+
+
+def batches(stream: np.ndarray, schedule: Schedule, first: int) -> Iterator[np.ndarray]:
+    """Yields int32 [batch, context + 1] windows from step `first` on; a function of (seed, step)."""
+    for step in range(first, schedule.steps):
+        phase = schedule.phase_at(step)
+        random = np.random.default_rng((schedule.seed, step))
+        starts = random.integers(0, len(stream) - phase.context, phase.batch)
+        yield np.stack([stream[s : s + phase.context + 1] for s in starts])
+
+
+def optimizer(schedule: Schedule) -> optax.GradientTransformation:
+    decay_steps = max(1, int(schedule.steps * schedule.decay))
+    rate = optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, schedule.learning_rate, schedule.warmup),
+            optax.constant_schedule(schedule.learning_rate),
+            optax.linear_schedule(schedule.learning_rate, schedule.learning_rate / 10, decay_steps),
+        ],
+        [schedule.warmup, max(schedule.warmup, schedule.steps - decay_steps)],
+    )
+    matrices = functools.partial(jax.tree.map, lambda x: x.ndim > 1)
+    adamw = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=schedule.weight_decay, mask=matrices)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def text_loss(model: nn.Module, params, windows: Int[Array, "B T1"]) -> Float[Array, ""]:
+    """Returns the mean next-token loss in nats."""
+    logits = logits_of(model, params, windows[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+
+
+def train(
+    model: nn.Module,
+    stream: np.ndarray,
+    schedule: Schedule,
+    directory: pathlib.Path,
+    *,
+    loss: Callable = text_loss,
+    initial=None,
+    label: str = "train",
+):
+    """Returns the trained parameters; resumes from the newest checkpoint in `directory`.
+
+    Args:
+      model: the module to train.
+      stream: int32 [n], the training tokens.
+      schedule: phases and learning rate.
+      directory: of the checkpoints; it must not hold those of another schedule.
+      loss: (model, params, windows [B, T+1]) -> scalar.
+      initial: parameters to start from instead of fresh ones.
+      label: what the progress bar says.
+    """
+    tx = optimizer(schedule)
+    params = init_params(model, schedule.seed) if initial is None else initial
+    state = {"params": params, "optimizer": tx.init(params), "loss": jnp.zeros(())}
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, windows):
+        value, grads = jax.value_and_grad(functools.partial(loss, model))(state["params"], windows)
+        updates, moments = tx.update(grads, state["optimizer"], state["params"])
+        smooth = jnp.where(state["loss"] == 0, value, 0.98 * state["loss"] + 0.02 * value)
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "optimizer": moments, "loss": smooth}
+
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
+    with ocp.CheckpointManager(pathlib.Path(directory).resolve(), options=options) as manager:
+        first = manager.latest_step() or 0
+        if first:
+            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+            state = manager.restore(first, args=ocp.args.StandardRestore(abstract))
+        bar = tqdm(total=schedule.steps, initial=first, desc=label, unit="step", mininterval=5)
+        for done, windows in enumerate(batches(stream, schedule, first), first + 1):
+            state = step(state, windows)
+            if done % 10 == 0:
+                bar.set_postfix(context=windows.shape[1] - 1, nats=f"{float(state['loss']):.3f}")
+            bar.update()
+            if done % schedule.checkpoint_every == 0 or done == schedule.steps:
+                manager.save(done, args=ocp.args.StandardSave(state))
+        bar.close()
+    return state["params"]
+
+
+def evaluate(
+    model: nn.Module, params, stream: np.ndarray, context: int, limit: int
+) -> tuple[float, float]:
+    """Returns (mean nats a token, share of tokens that greedy decoding would have chosen).
+
+    Windows of `context` tokens follow each other without overlap; at most `limit` tokens count.
+    """
+
+    @jax.jit
+    def score(windows):
+        logits = logits_of(model, params, windows[:, :-1])
+        nats = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
+        return nats.mean(), (logits.argmax(-1) == windows[:, 1:]).mean()
+
+    starts = range(0, min(limit, len(stream) - 1) - context + 1, context)
+    results = [score(stream[None, s : s + context + 1]) for s in starts]
+    nats, hits = np.array(jax.device_get(results)).mean(0)
+    return float(nats), float(hits)

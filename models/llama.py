@@ -1,0 +1,221 @@
+"""The Llama family as one Flax module: LLaMA, TinyLlama, Yi, Mistral, Qwen2, Qwen2.5, Qwen3.
+
+What sets the members apart is configuration only. The module knows nothing of caches, masks or
+trees: every block hands its rotated q, k, v to `attend`, and that closure decides what they see.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from models.rope import Rope, rotate
+from sharding import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, VOCAB
+
+# attend(layer, q [B,T,H,D], k [B,T,K,D], v [B,T,K,D]) -> (out [B,T,H,D], whatever it kept)
+Attend = Callable[[int, Array, Array, Array], tuple[Array, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """Shapes and switches of a Llama-like model (letters as in the architecture notes).
+
+    Attributes:
+      vocab_size: V.
+      hidden_size: E.
+      intermediate_size: F.
+      num_layers: L.
+      num_heads: H query heads.
+      num_kv_heads: K key/value heads; divides H.
+      head_dim: D; need not be E / H.
+      max_positions: the longest context that the model accepts.
+      rope: rotary settings.
+      norm_eps: epsilon of RMSNorm.
+      tie_embeddings: the output matrix is the embedding.
+      qkv_bias: biases on q, k, v (Qwen2).
+      out_bias: bias on the attention's output (Llama's `attention_bias` sets both).
+      mlp_bias: biases in the MLP.
+      qk_norm: RMSNorm over each head of q and k before the rotation (Qwen3).
+      family: the Hugging Face `model_type` it is written back as.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rope: Rope = Rope()
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    family: str = "llama"
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head_dim={self.head_dim} must be even: the rotation pairs its halves"
+            )
+
+
+class RMSNorm(nn.Module):
+    """x over its root mean square, scaled; the mean is taken in float32."""
+
+    size: int
+    eps: float
+    dtype: Any
+    axis: str | None = None
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
+        init = nn.with_logical_partitioning(nn.initializers.ones, (self.axis,))
+        scale = self.param("scale", init, (self.size,), self.dtype)
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
+        return wide.astype(x.dtype) * scale
+
+
+class Projection(nn.Module):
+    """A linear map over the last `len(inputs)` axes, its weight shaped inputs + outputs.
+
+    Attributes:
+      inputs, outputs: (size, logical axis) of each axis that is summed over, and made.
+    """
+
+    inputs: tuple[tuple[int, str], ...]
+    outputs: tuple[tuple[int, str], ...]
+    use_bias: bool
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        shape = tuple(size for size, _ in self.inputs + self.outputs)
+        axes = tuple(axis for _, axis in self.inputs + self.outputs)
+        n = len(self.inputs)
+        scaled = nn.initializers.variance_scaling(
+            1.0, "fan_in", "normal", in_axis=range(n), out_axis=range(n, len(shape))
+        )
+        weight = self.param("weight", nn.with_logical_partitioning(scaled, axes), shape, self.dtype)
+        out = jax.lax.dot_general(
+            x, weight, ((tuple(range(x.ndim - n, x.ndim)), tuple(range(n))), ((), ()))
+        )
+        if self.use_bias:
+            init = nn.with_logical_partitioning(nn.initializers.zeros, axes[n:])
+            out = out + self.param("bias", init, shape[n:], self.dtype)
+        return out
+
+
+class Attention(nn.Module):
+    config: LlamaConfig
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x, positions, attend: Attend, layer: int):
+        c = self.config
+        heads = ((c.num_heads, HEADS), (c.head_dim, HEAD_DIM))
+        kv_heads = ((c.num_kv_heads, KV_HEADS), (c.head_dim, HEAD_DIM))
+        embed = ((c.hidden_size, EMBED),)
+        q = Projection(embed, heads, c.qkv_bias, self.dtype, name="q")(x)
+        k = Projection(embed, kv_heads, c.qkv_bias, self.dtype, name="k")(x)
+        v = Projection(embed, kv_heads, c.qkv_bias, self.dtype, name="v")(x)
+        if c.qk_norm:
+            q = RMSNorm(c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, name="q_norm")(q)
+            k = RMSNorm(c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, name="k_norm")(k)
+        q, k = rotate(q, positions, c.rope), rotate(k, positions, c.rope)
+        out, kept = attend(layer, q, k, v)
+        return Projection(heads, embed, c.out_bias, self.dtype, name="out")(out), kept
+
+
+class SwiGLU(nn.Module):
+    """The gated MLP: down(silu(gate(x)) * up(x))."""
+
+    config: LlamaConfig
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        c = self.config
+        embed, hidden = ((c.hidden_size, EMBED),), ((c.intermediate_size, MLP),)
+        gate = Projection(embed, hidden, c.mlp_bias, self.dtype, name="gate")(x)
+        up = Projection(embed, hidden, c.mlp_bias, self.dtype, name="up")(x)
+        return Projection(hidden, embed, c.mlp_bias, self.dtype, name="down")(nn.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """One layer. A module of its own, so that a slice of stacked weights can be applied as one."""
+
+    config: LlamaConfig
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x, positions, attend: Attend, layer: int):
+        c = self.config
+        normed = RMSNorm(c.hidden_size, c.norm_eps, self.dtype, EMBED, name="attention_norm")(x)
+        out, kept = Attention(c, self.dtype, name="attention")(normed, positions, attend, layer)
+        x = x + out
+        normed = RMSNorm(c.hidden_size, c.norm_eps, self.dtype, EMBED, name="mlp_norm")(x)
+        return x + SwiGLU(c, self.dtype, name="mlp")(normed), kept
+
+
+class Llama(nn.Module):
+    """A Llama-like decoder, used only through `init` and `apply`.
+
+    Attributes:
+      config: shapes and switches.
+      dtype: of parameters and activations; norms and logits are computed in float32 at least.
+    """
+
+    config: LlamaConfig
+    dtype: Any = jnp.float32
+
+    def setup(self):
+        c = self.config
+        init = nn.with_logical_partitioning(nn.initializers.normal(0.02), (VOCAB, EMBED))
+        self.embedding = self.param("embedding", init, (c.vocab_size, c.hidden_size), self.dtype)
+        self.layers = [Block(c, self.dtype) for _ in range(c.num_layers)]
+        self.norm = RMSNorm(c.hidden_size, c.norm_eps, self.dtype, EMBED)
+        if not c.tie_embeddings:
+            init = nn.with_logical_partitioning(nn.initializers.normal(0.02), (VOCAB, EMBED))
+            shape = (c.vocab_size, c.hidden_size)
+            self.unembedding = self.param("unembedding", init, shape, self.dtype)
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend
+    ) -> tuple[Float[Array, "B T E"], tuple]:
+        """Returns (hidden states before the final norm, what `attend` kept of each layer)."""
+        x, kept = self.embed(tokens, positions), []
+        for layer in range(self.config.num_layers):
+            x, of_layer = self.block(x, positions, attend, layer)
+            kept.append(of_layer)
+        if self.is_initializing():
+            self.unembed(x)  # so that `init` makes every parameter
+        return x, tuple(kept)
+
+    def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]):
+        """Returns the input of the first block, [B,T,E]; the rotation needs no positions here."""
+        del positions
+        return jnp.take(self.embedding, tokens, axis=0)
+
+    def block(self, x: Float[Array, "B T E"], positions, attend: Attend, layer: int):
+        """Returns (the output of layer `layer`, what `attend` kept of it)."""
+        with jax.named_scope(f"layer_{layer}"):
+            return self.layers[layer](x, positions, attend, layer)
+
+    def unembed(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
+        """Returns logits, float32 at least, of the given hidden states."""
+        weight = self.embedding if self.config.tie_embeddings else self.unembedding
+        wide = jnp.promote_types(self.dtype, jnp.float32)
+        return jnp.einsum("...e,ve->...v", self.norm(hidden), weight, preferred_element_type=wide)

@@ -1,0 +1,118 @@
+"""Rotary position embeddings: `default`, `linear`, `llama3` and `yarn` scaling.
+
+The rotation splits a head in halves (GPT-NeoX order), as the Hugging Face checkpoints expect.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """The rotary settings of a model, in Hugging Face's words.
+
+    Attributes:
+      theta: the base; pair i of a head of size D turns by theta**(-2i/D) radians a position.
+      kind: one of `KINDS`.
+      factor: by how much the context is stretched (linear, llama3, yarn).
+      original_max_positions: the context before stretching (llama3, yarn).
+      low_freq_factor, high_freq_factor: the band that llama3 interpolates.
+      beta_fast, beta_slow: turns over the original context that bound yarn's ramp.
+      attention_factor: yarn's factor on cosine and sine; None means 0.1 ln(factor) + 1, or the
+        quotient of `mscale` and `mscale_all_dim` where both are given.
+      truncate: round yarn's ramp outwards to whole pairs.
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_positions: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(
+                f"rope kind {self.kind!r} is not supported: it must be one of {', '.join(KINDS)}"
+            )
+        if self.kind in ("llama3", "yarn") and not self.original_max_positions:
+            raise ValueError(f"rope kind {self.kind!r} needs original_max_positions")
+
+
+def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
+    """Returns (radians a position [D/2] float32, factor on cosine and sine)."""
+    inverse = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
+    if rope.kind == "linear":
+        inverse = inverse / rope.factor
+    elif rope.kind == "llama3":
+        inverse = _llama3(rope, inverse)
+    elif rope.kind == "yarn":
+        return _yarn(rope, inverse, head_dim), _yarn_attention_factor(rope)
+    return inverse.astype(np.float32), 1.0
+
+
+def _llama3(rope: Rope, inverse: np.ndarray) -> np.ndarray:
+    """Long waves are stretched, short ones kept, those between blended (Llama 3.1)."""
+    waves = 2 * math.pi / inverse
+    turns = rope.original_max_positions / waves
+    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = (1 - smooth) * inverse / rope.factor + smooth * inverse
+    stretched = np.where(turns < rope.low_freq_factor, inverse / rope.factor, blend)
+    return np.where(turns > rope.high_freq_factor, inverse, stretched)
+
+
+def _yarn(rope: Rope, inverse: np.ndarray, head_dim: int) -> np.ndarray:
+    """Interpolates slow pairs, keeps fast ones, ramps between (arXiv 2309.00071, section 3.2)."""
+
+    def pair_with(turns: float) -> float:
+        return (
+            head_dim
+            * math.log(rope.original_max_positions / (turns * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
+
+    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / max(high - low, 0.001)
+    interpolate = np.clip(ramp, 0, 1)
+    blended = inverse / rope.factor * interpolate + inverse * (1 - interpolate)
+    return blended.astype(np.float32)
+
+
+def _yarn_attention_factor(rope: Rope) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)
+
+
+def rotate(
+    x: Float[Array, "B T H D"], positions: Int[Array, "B T"], rope: Rope
+) -> Float[Array, "B T H D"]:
+    """Returns `x` turned to its absolute positions, in x's dtype; angles are float32."""
+    inverse, factor = frequencies(rope, x.shape[-1])
+    angles = positions[..., None].astype(jnp.float32) * inverse  # [B,T,D/2]
+    cos = (jnp.cos(angles) * factor).astype(x.dtype)[:, :, None]
+    sin = (jnp.sin(angles) * factor).astype(x.dtype)[:, :, None]
+    first, second = jnp.split(x, 2, axis=-1)
+    return jax.lax.concatenate((first * cos - second * sin, second * cos + first * sin), 3)

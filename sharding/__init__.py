@@ -1,0 +1,5 @@
+"""Where arrays live on a device mesh. So far: the names of the logical axes that parameters carry."""
+
+from sharding.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, VOCAB
+
+__all__ = ["EMBED", "HEADS", "HEAD_DIM", "KV_HEADS", "MLP", "VOCAB"]
