@@ -1,0 +1,125 @@
+"""`tree_attention`: the one attention of this project, with its checks and its choice of backend.
+
+Every query sees the committed prefix of its row up to a length, and of the new tokens those that
+its row of the mask allows. A chain, a tree, a prompt chunk and a single token are all that.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import reference, xla
+
+BACKENDS = {"reference": reference.attend, "xla": xla.attend}
+
+
+def choose_backend(backend: str | None = None) -> str:
+    """Returns the name of the backend that `tree_attention` would use.
+
+    Args:
+      backend: a name from BACKENDS, or None to choose by platform.
+
+    Raises:
+      ValueError: the name is unknown.
+    """
+    if backend is None:
+        return "xla"
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown: use one of {sorted(BACKENDS)}, or None")
+    return backend
+
+
+def tree_attention(
+    q: Float[Array, "B T H D"],
+    k_prefix: Float[Array, "B K S D"],
+    v_prefix: Float[Array, "B K S D"],
+    lengths: Int[Array, " B"],
+    k_new: Float[Array, "B N K D"],
+    v_new: Float[Array, "B N K D"],
+    mask: Bool[Array, "T N"] | Bool[Array, "B T N"],
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Array | tuple[Array, Array]:
+    """Returns the attention of T tokens to a committed prefix and to N new tokens, [B, T, H, D].
+
+    Scores are scaled by D**-0.5. Query head h reads key/value head h // (H // K). Sums are kept in
+    float32, or in float64 for float64 inputs; the result has q's dtype.
+
+    Args:
+      q: queries.
+      k_prefix, v_prefix: the committed cache. Slots from `lengths` on are not seen, but their
+        values must be finite (a hidden slot has weight 0, and 0 * NaN is NaN).
+      lengths: live slots of each row, 0 to S.
+      k_new, v_new: keys and values of tokens that are not in the cache.
+      mask: True where a query may see a new token; [T, N] is shared by the rows.
+      return_lse: also return the log-sum-exp of the scaled scores.
+      backend: a name from BACKENDS; None chooses by platform.
+
+    Returns:
+      out, or (out, lse) with lse [B, T, H] in float32 (float64 for float64 inputs). A query that
+      sees nothing gets zeros and EMPTY_LSE, a large negative finite number.
+
+    Raises:
+      ValueError: unknown backend, or shapes or dtypes that do not fit together.
+    """
+    attend = BACKENDS[choose_backend(backend)]
+    _check(q, k_prefix, v_prefix, lengths, k_new, v_new, mask)
+    mask = mask if mask.ndim == 3 else mask[None]
+    with jax.named_scope("tree_attention"):
+        out, lse = attend(q, k_prefix, v_prefix, lengths, k_new, v_new, mask)
+    out = out.astype(q.dtype)
+    return (out, lse) if return_lse else out
+
+
+def _check(q, k_prefix, v_prefix, lengths, k_new, v_new, mask) -> None:
+    """Raises a ValueError that names the first argument that does not fit, and the remedy."""
+    if q.ndim != 4:
+        raise ValueError(f"q has shape {q.shape}: it must be [B, T, H, D]; add the missing axes")
+    if k_prefix.ndim != 4:
+        raise ValueError(
+            f"k_prefix has shape {k_prefix.shape}: it must be [B, K, S, D]; pass one layer's cache"
+        )
+    batch, length, heads, size = q.shape
+    kv_heads, slots = k_prefix.shape[1:3]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"q has H={heads} heads and k_prefix has K={kv_heads}: H must be a multiple of K; "
+            "check num_heads and num_kv_heads, or the sharding of heads"
+        )
+    new = k_new.shape[1] if k_new.ndim == 4 else "N"
+    expected = {
+        "k_prefix": (k_prefix, "[B, K, S, D]", (batch, kv_heads, slots, size)),
+        "v_prefix": (v_prefix, "[B, K, S, D]", (batch, kv_heads, slots, size)),
+        "lengths": (lengths, "[B]", (batch,)),
+        "k_new": (k_new, "[B, N, K, D]", (batch, new, kv_heads, size)),
+        "v_new": (v_new, "[B, N, K, D]", (batch, new, kv_heads, size)),
+    }
+    for name, (x, letters, shape) in expected.items():
+        if x.shape != shape:
+            raise ValueError(
+                f"{name} has shape {x.shape}: beside q {q.shape} and k_prefix {k_prefix.shape} "
+                f"it must be {letters} = {shape}"
+            )
+    if mask.shape not in ((length, new), (batch, length, new)):
+        raise ValueError(
+            f"mask has shape {mask.shape}: it must be [T, N] = {(length, new)} "
+            f"or [B, T, N] = {(batch, length, new)}"
+        )
+    _check_dtypes(q, lengths, mask, k_prefix=k_prefix, v_prefix=v_prefix, k_new=k_new, v_new=v_new)
+
+
+def _check_dtypes(q, lengths, mask, **others) -> None:
+    """Raises a ValueError that names the first argument of a wrong dtype, and the remedy."""
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"q is {q.dtype}: it must be a floating dtype; cast it before the call")
+    for name, x in others.items():
+        if x.dtype != q.dtype:
+            raise ValueError(
+                f"{name} is {x.dtype} and q is {q.dtype}: they must be the same; cast the smaller "
+                "one (usually q and the new tokens, to the cache's dtype)"
+            )
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(f"lengths is {lengths.dtype}: it must be an integer dtype; cast it")
+    if mask.dtype != jnp.bool_:
+        raise ValueError(f"mask is {mask.dtype}: it must be bool; compare it (mask > 0)")

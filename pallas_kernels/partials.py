@@ -1,0 +1,89 @@
+"""Attention over a part of the keys, and how parts are merged into the whole.
+
+A softmax over keys that are held in two places needs no copy that joins them: each place gives a
+sum of values, a maximum and a sum of exponentials, and these three combine exactly.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+# A key that may not be seen scores MASKED; the maximum of a row is never below FLOOR. The gap makes
+# exp(MASKED - maximum) exactly 0 even in a row that sees no key, where a plain maximum would be
+# MASKED itself and every hidden key would count as exp(0) = 1. Both are finite, so that nothing
+# ever computes inf - inf.
+MASKED = -1e30
+FLOOR = -1e29
+
+# The log-sum-exp of a query that sees no key at all: finite, so that merging it needs no special
+# case, and so low that any other part outweighs it.
+EMPTY_LSE = FLOOR
+
+
+class Partial(NamedTuple):
+    """Attention of rows of queries to a part of the keys, not yet divided by its weight.
+
+    Attributes:
+      total: sum over keys of exp(score - peak) * value, [..., D].
+      peak: the largest score, at least FLOOR, [...].
+      weight: sum over keys of exp(score - peak), [...]; 0 if no key is seen.
+    """
+
+    total: Float[Array, "*rows D"]
+    peak: Float[Array, "*rows"]
+    weight: Float[Array, "*rows"]
+
+
+def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """Returns the dtype in which scores and sums are kept: float64 for float64, else float32."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def dot_precision(dtype: jnp.dtype) -> lax.Precision | None:
+    """Returns the precision of dots: without it a GPU would round float32 operands to TF32."""
+    return lax.Precision.HIGHEST if jnp.finfo(dtype).bits >= 32 else None
+
+
+def exponentials(
+    scores: Float[Array, "*rows S"],
+) -> tuple[Float[Array, "*rows S"], Float[Array, "*rows"], Float[Array, "*rows"]]:
+    """Returns exp(scores - peak), peak and weight of scores in which hidden keys are MASKED."""
+    peak = jnp.maximum(scores.max(-1), FLOOR)
+    p = jnp.exp(scores - peak[..., None])
+    return p, peak, p.sum(-1)
+
+
+def join(a: Partial, b: Partial) -> Partial:
+    """Returns the partial over the keys of both, which must be disjoint."""
+    peak = jnp.maximum(a.peak, b.peak)
+    scale_a, scale_b = jnp.exp(a.peak - peak), jnp.exp(b.peak - peak)
+    total = a.total * scale_a[..., None] + b.total * scale_b[..., None]
+    return Partial(total, peak, a.weight * scale_a + b.weight * scale_b)
+
+
+def finish(part: Partial) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
+    """Returns (output, log-sum-exp); zeros and EMPTY_LSE for a row that sees no key."""
+    weight = jnp.where(part.weight == 0, 1, part.weight)
+    return part.total / weight[..., None], part.peak + jnp.log(weight)
+
+
+def merge(
+    out_a: Float[Array, "*rows D"],
+    lse_a: Float[Array, "*rows"],
+    out_b: Float[Array, "*rows D"],
+    lse_b: Float[Array, "*rows"],
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
+    """Returns the attention (out, lse) over two disjoint sets of keys from that over each.
+
+    A part without keys (output 0, EMPTY_LSE) leaves the other as it is; two such parts give
+    another. The merge runs in the wider of float32 and the inputs' dtype.
+    """
+    dtype = accumulator_dtype(jnp.result_type(out_a, out_b, lse_a, lse_b))
+    peak = jnp.maximum(lse_a, lse_b)
+    scale_a, scale_b = jnp.exp(lse_a - peak), jnp.exp(lse_b - peak)
+    weight = scale_a + scale_b
+    total = out_a.astype(dtype) * scale_a[..., None] + out_b.astype(dtype) * scale_b[..., None]
+    empty = peak <= EMPTY_LSE
+    return total / weight[..., None], jnp.where(empty, EMPTY_LSE, peak + jnp.log(weight))

@@ -1,0 +1,52 @@
+"""The definition of tree attention: one softmax over all keys joined, nothing saved, nothing split.
+
+Every other backend is tested against this one; it is written to be read.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.partials import EMPTY_LSE, accumulator_dtype
+
+
+def attend(
+    q: Float[Array, "B T H D"],
+    k_prefix: Float[Array, "B K S D"],
+    v_prefix: Float[Array, "B K S D"],
+    lengths: Int[Array, " B"],
+    k_new: Float[Array, "B N K D"],
+    v_new: Float[Array, "B N K D"],
+    mask: Bool[Array, "#B T N"],
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
+    """Returns (out, lse) in float32, or in float64 for float64 inputs."""
+    dtype = accumulator_dtype(q.dtype)
+    batch, length, heads, size = q.shape
+    kv_heads, slots = k_prefix.shape[1:3]
+
+    def joined(prefix, new):  # [B, S + N, H, D]: each query head beside its own key/value head
+        both = jnp.concatenate([prefix.swapaxes(1, 2), new], axis=1).astype(dtype)
+        return jnp.repeat(both, heads // kv_heads, axis=2)
+
+    live = jnp.arange(slots) < lengths[:, None]  # [B, S]
+    seen = jnp.concatenate(
+        [
+            jnp.broadcast_to(live[:, None], (batch, length, slots)),
+            jnp.broadcast_to(mask, (batch, *mask.shape[1:])),
+        ],
+        axis=-1,
+    )[:, None]  # [B, 1, T, S + N]
+
+    highest = lax.Precision.HIGHEST
+    keys, values = joined(k_prefix, k_new), joined(v_prefix, v_new)
+    scores = jnp.einsum("bthd,bshd->bhts", q.astype(dtype), keys, precision=highest)
+    scores = jnp.where(seen, scores * size**-0.5, -jnp.inf)
+    peak = scores.max(-1, keepdims=True)
+    peak = jnp.where(jnp.isfinite(peak), peak, 0)  # a row that sees nothing: exp(-inf - 0) = 0
+    weights = jnp.exp(scores - peak)
+    total = weights.sum(-1, keepdims=True)
+    some = total > 0
+    probabilities = weights / jnp.where(some, total, 1)
+    out = jnp.einsum("bhts,bshd->bthd", probabilities, values, precision=highest)
+    lse = jnp.where(some, peak + jnp.log(jnp.where(some, total, 1)), EMPTY_LSE)
+    return out, lse[..., 0].swapaxes(1, 2)
