@@ -1,0 +1,50 @@
+# Every command does its own set-up, on a fresh machine too, and starts at once the second time.
+# An environment of your own in .venv is accepted, and only added to.
+#
+#   make test ARGS="-k ring"             arguments for pytest
+#   make demo PYTHON=/path/to/python3    the Python for a new .venv (else the newest one found)
+
+SHELL := bash
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow test-other-end lint format clean
+
+ARGS ?=
+export PYTHON
+
+help: ## list these commands
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+
+setup: ## make .venv with everything for developing
+	@tools/setup_env.sh .venv dev
+
+demo: ## plain against speculative decoding on long text: a table, results/demo/
+	@tools/setup_env.sh .venv experiments
+	@.venv/bin/python -m experiments.launch experiments/configs/demo.yaml
+
+test: ## the test suite
+	@tools/setup_env.sh .venv test
+	@.venv/bin/python -m pytest $(ARGS)
+
+test-slow: ## the tests that take minutes
+	@tools/setup_env.sh .venv test
+	@.venv/bin/python -m pytest -m slow $(ARGS)
+
+test-other-end: ## kernel and loop tests with the other end of the supported range of JAX
+	@tools/setup_env.sh .venv test
+	@tools/test_other_end.sh $(ARGS)
+
+lint: ## formatting, lint and types
+	@tools/setup_env.sh .venv dev
+	.venv/bin/python -m ruff format --check .
+	.venv/bin/python -m ruff check .
+	.venv/bin/python -m mypy
+
+format: ## format the code, and fix what lint can fix by itself
+	@tools/setup_env.sh .venv dev
+	.venv/bin/python -m ruff check --fix .
+	.venv/bin/python -m ruff format .
+
+clean: ## remove the environments, caches and builds (results/ stays)
+	rm -rf .venv .venv-oldest .venv-newest .venv*.lock build dist *.egg-info
+	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

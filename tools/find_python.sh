@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Prints the path of a Python that can make an environment for this project; fails if there is none.
+#
+#   tools/find_python.sh [newest|oldest] [lowest minor version]      e.g.  newest 12
+#
+# Looks on PATH, then where pyenv, uv and Homebrew keep theirs. A name proves nothing (a pyenv shim
+# exists for versions that are not active, and a system Python may come without ensurepip), so a
+# candidate counts only after it has run and shown that it has what an environment needs.
+set -euo pipefail
+
+which_end=${1:-newest}
+lowest=${2:-11}
+highest=14 # raised when JAX has wheels for the next one
+
+# Prints the interpreter behind "$1" if it is a released CPython 3.$2 with all that pip and venv need.
+# An environment is followed back to the Python it was made from, which outlives it.
+usable() {
+    "$1" -I - "$2" 2>/dev/null <<'PYTHON'
+import ctypes, ensurepip, ssl, sys, venv, zlib
+
+good = (
+    sys.implementation.name == "cpython"
+    and sys.version_info[:2] == (3, int(sys.argv[1]))
+    and sys.version_info.releaselevel == "final"
+    and getattr(sys, "_is_gil_enabled", lambda: True)()
+)
+if not good:
+    sys.exit(1)
+print(getattr(sys, "_base_executable", None) or sys.executable)
+PYTHON
+}
+
+candidates() {
+    type -aP "python3.$1" python3 python || true
+    compgen -G "${PYENV_ROOT:-$HOME/.pyenv}/versions/*/bin/python3.$1" || true
+    compgen -G "${UV_PYTHON_INSTALL_DIR:-$HOME/.local/share/uv/python}/*/bin/python3.$1" || true
+    compgen -G "/opt/homebrew/bin/python3.$1" || true
+}
+
+minors=$(seq "$lowest" "$highest")
+if [ "$which_end" = newest ]; then
+    minors=$(seq "$highest" -1 "$lowest")
+fi
+
+for minor in $minors; do
+    while IFS= read -r candidate; do
+        if usable "$candidate" "$minor"; then
+            exit 0
+        fi
+    done < <(candidates "$minor")
+done
+
+echo "no working Python 3.$lowest to 3.$highest with venv and pip found: install one," \
+    "or name it: make PYTHON=/path/to/python3 …" >&2
+exit 1
