@@ -1,0 +1,56 @@
+"""What every test stands on: one device, fixed seeds, float32 unless a test asks for float64."""
+
+import os
+import random
+
+# Tests compare float32 results exactly, on a CPU; JAX_PLATFORMS=cuda,cpu asks for the device.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+
+jax.config.update("jax_enable_x64", False)
+
+# An example may compile, so time limits for one example mean nothing.
+hypothesis.settings.register_profile(
+    "local",
+    deadline=None,
+    max_examples=25,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile(
+    "ci", parent=hypothesis.settings.get_profile("local"), derandomize=True, print_blob=True
+)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_report_header() -> str:
+    return f"jax {jax.__version__} on {jax.default_backend()}"
+
+
+@pytest.fixture(autouse=True)
+def _same_start_for_every_test():
+    """Seeds the global generators, and fails a test that leaves float64 on for the others."""
+    random.seed(0)
+    np.random.seed(0)
+    yield
+    left_on = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", False)
+    assert not left_on, "this test left float64 on: use the fixture `float64`"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_programs_end_with_their_file():
+    """Drops compiled programs after each file: thousands of them in one process exhaust memory."""
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture
+def float64(_same_start_for_every_test):
+    """Turns float64 on for one test: there rounding decides no tie."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
