@@ -1,6 +1,34 @@
 """Decoder models as pure functions of their parameters."""
 
-from models.llama import Attend, Llama, LlamaConfig
+from models.build import (
+    Config,
+    abstract_params,
+    build,
+    count_params,
+    init_params,
+    layer_module,
+)
+from models.huggingface import Checkpoint, load_checkpoint, load_tokenizer, save_checkpoint
+from models.layers import Attend
+from models.llama import Llama, LlamaConfig
+from models.opt import Opt, OptConfig
 from models.rope import Rope
 
-__all__ = ["Attend", "Llama", "LlamaConfig", "Rope"]
+__all__ = [
+    "Attend",
+    "Checkpoint",
+    "Config",
+    "Llama",
+    "LlamaConfig",
+    "Opt",
+    "OptConfig",
+    "Rope",
+    "abstract_params",
+    "build",
+    "count_params",
+    "init_params",
+    "layer_module",
+    "load_checkpoint",
+    "load_tokenizer",
+    "save_checkpoint",
+]

@@ -5,7 +5,6 @@ trees: every block hands its rotated q, k, v to `attend`, and that closure decid
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -13,11 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from models.layers import Attend, Projection, RMSNorm
 from models.rope import Rope, rotate
 from sharding import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, VOCAB
-
-# attend(layer, q [B,T,H,D], k [B,T,K,D], v [B,T,K,D]) -> (out [B,T,H,D], whatever it kept)
-Attend = Callable[[int, Array, Array, Array], tuple[Array, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +38,9 @@ class LlamaConfig:
       mlp_bias: biases in the MLP.
       qk_norm: RMSNorm over each head of q and k before the rotation (Qwen3).
       family: the Hugging Face `model_type` it is written back as.
+      sliding_window: the window that the checkpoint's own layers would apply. Up to so many tokens
+        it changes nothing; beyond them this module would differ, so `max_positions` must not
+        exceed it.
     """
 
     vocab_size: int
@@ -59,6 +59,7 @@ class LlamaConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     family: str = "llama"
+    sliding_window: int | None = None
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -69,53 +70,11 @@ class LlamaConfig:
             raise ValueError(
                 f"head_dim={self.head_dim} must be even: the rotation pairs its halves"
             )
-
-
-class RMSNorm(nn.Module):
-    """x over its root mean square, scaled; the mean is taken in float32."""
-
-    size: int
-    eps: float
-    dtype: Any
-    axis: str | None = None
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
-        init = nn.with_logical_partitioning(nn.initializers.ones, (self.axis,))
-        scale = self.param("scale", init, (self.size,), self.dtype)
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
-        return wide.astype(x.dtype) * scale
-
-
-class Projection(nn.Module):
-    """A linear map over the last `len(inputs)` axes, its weight shaped inputs + outputs.
-
-    Attributes:
-      inputs, outputs: (size, logical axis) of each axis that is summed over, and made.
-    """
-
-    inputs: tuple[tuple[int, str], ...]
-    outputs: tuple[tuple[int, str], ...]
-    use_bias: bool
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        shape = tuple(size for size, _ in self.inputs + self.outputs)
-        axes = tuple(axis for _, axis in self.inputs + self.outputs)
-        n = len(self.inputs)
-        scaled = nn.initializers.variance_scaling(
-            1.0, "fan_in", "normal", in_axis=range(n), out_axis=range(n, len(shape))
-        )
-        weight = self.param("weight", nn.with_logical_partitioning(scaled, axes), shape, self.dtype)
-        out = jax.lax.dot_general(
-            x, weight, ((tuple(range(x.ndim - n, x.ndim)), tuple(range(n))), ((), ()))
-        )
-        if self.use_bias:
-            init = nn.with_logical_partitioning(nn.initializers.zeros, axes[n:])
-            out = out + self.param("bias", init, shape[n:], self.dtype)
-        return out
+        if self.sliding_window is not None and self.max_positions > self.sliding_window:
+            raise ValueError(
+                f"max_positions={self.max_positions} exceeds sliding_window={self.sliding_window}, "
+                f"which is not applied: set max_positions to {self.sliding_window} at most"
+            )
 
 
 class Attention(nn.Module):
@@ -204,12 +163,14 @@ class Llama(nn.Module):
             self.unembed(x)  # so that `init` makes every parameter
         return x, tuple(kept)
 
-    def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]):
+    def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Array:
         """Returns the input of the first block, [B,T,E]; the rotation needs no positions here."""
         del positions
         return jnp.take(self.embedding, tokens, axis=0)
 
-    def block(self, x: Float[Array, "B T E"], positions, attend: Attend, layer: int):
+    def block(
+        self, x: Float[Array, "B T E"], positions: Int[Array, "B T"], attend: Attend, layer: int
+    ) -> tuple[Float[Array, "B T E"], Any]:
         """Returns (the output of layer `layer`, what `attend` kept of it)."""
         with jax.named_scope(f"layer_{layer}"):
             return self.layers[layer](x, positions, attend, layer)

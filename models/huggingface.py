@@ -1,0 +1,352 @@
+"""Checkpoints in Hugging Face's directory format: config.json, safetensors, tokenizer files.
+
+Tensors pass one at a time from the memory-mapped file to where `put` places them, so that reading
+a model needs host memory for its largest tensor only. A round trip is exact to the bit.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import flax.linen as nn
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from models.build import Config, abstract_params, build
+from models.hf_config import read_config, write_config
+from models.hf_tensors import IGNORED, UNEMBEDDING, Tensor, full_name, tensors_of
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+DTYPES = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64}
+
+# put(array, logical axes, one name or None for each axis) -> the array where it should live
+Put = Callable[[np.ndarray, tuple[str | None, ...]], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A model with its weights and the token ids that its makers set.
+
+    Attributes:
+      module: applied as `module.apply(params, tokens, positions, attend)`.
+      params: the variables, `{"params": ...}`, without boxes.
+      eos_token_ids: every token that ends a text; empty where none is set.
+      bos_token_id, pad_token_id: None where not set.
+    """
+
+    module: nn.Module
+    params: Any
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+    @property
+    def config(self) -> Config:
+        return self.module.config
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """Where a tensor lies."""
+
+    file: pathlib.Path
+    name: str  # in the file, which may lack the prefix that `full_name` adds
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def load_checkpoint(
+    path: str | os.PathLike, dtype: Any = None, *, put: Put | None = None
+) -> Checkpoint:
+    """Returns the model in a directory of Hugging Face format.
+
+    Args:
+      path: the directory.
+      dtype: of parameters and activations; None: as stored.
+      put: places a tensor, given its logical axes; None: on the default device.
+
+    Raises FileNotFoundError where files are missing, and ValueError for pickled weights, a config
+    that is not supported, tensors that are missing, unexpected or of another shape (all of them
+    listed), and a dtype that cannot be had.
+    """
+    path = pathlib.Path(path)
+    config = read_config(_read_json(path / "config.json"))
+    stored = _match(config, _scan(path))
+    dtype = _common_dtype(stored) if dtype is None else np.dtype(dtype)
+    if dtype not in map(np.dtype, DTYPES.values()):
+        names = ", ".join(np.dtype(known).name for known in DTYPES.values())
+        raise ValueError(f"dtype={dtype.name} is not supported: it must be one of {names}")
+    if dtype == np.float64 and not jax.config.jax_enable_x64:
+        raise ValueError(
+            "dtype=float64 needs 64-bit mode, or JAX would round to float32: call "
+            'jax.config.update("jax_enable_x64", True), or pass dtype="float32"'
+        )
+    module = build(config, dtype)
+    params = _read_params(module, stored, put or (lambda array, axes: jnp.asarray(array)))
+    return Checkpoint(module, params, **_special_tokens(path))
+
+
+def save_checkpoint(
+    path: str | os.PathLike,
+    module: nn.Module,
+    params: Any,
+    *,
+    eos_token_ids: Sequence[int] = (),
+    bos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+    tokenizer: Any = None,
+    max_shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+) -> None:
+    """Writes a directory of Hugging Face format; it appears whole or not at all.
+
+    Args:
+      path: the directory to make.
+      module, params: as for `apply`; values keep their dtype; boxes are taken off.
+      eos_token_ids, bos_token_id, pad_token_id: for config.json and generation_config.json.
+      tokenizer: anything with `save_pretrained`, written beside the weights.
+      max_shard_bytes: weights beyond it are split over several files with an index.
+      overwrite: replace a directory that exists.
+
+    Raises FileExistsError where `path` exists and `overwrite` is False, ValueError where the
+    parameters are not those of the module or its family cannot express its config.
+    """
+    path = pathlib.Path(path)
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path} exists: choose another path, or pass overwrite=True")
+    values = _named_params(module, params)
+    special = {
+        "bos_token_id": bos_token_id,
+        "eos_token_id": _int_or_list(eos_token_ids),
+        "pad_token_id": pad_token_id,
+    }
+    dtype = values[0][1].dtype.name
+    raw = {**write_config(module.config), **special, "torch_dtype": dtype}
+    with _replacing(path) as partial:
+        _write_json(partial / "config.json", raw)
+        _write_json(partial / "generation_config.json", special)
+        _write_tensors(partial, values, max_shard_bytes)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+
+
+def load_tokenizer(path: str | os.PathLike) -> Any:
+    """Returns the directory's tokenizer (a transformers tokenizer), or None where there is none."""
+    path = pathlib.Path(path)
+    described = (path / "tokenizer_config.json").is_file()
+    if not described and not (path / "tokenizer.json").is_file():
+        return None
+    import transformers  # here, because it takes seconds that a caller without text can spare
+
+    if described:
+        return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: a checkpoint directory must hold it")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _write_json(path: pathlib.Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _special_tokens(path: pathlib.Path) -> dict[str, Any]:
+    """Token ids for `Checkpoint`; generation_config.json goes first, as in Hugging Face."""
+    found = _read_json(path / "config.json")
+    if (path / "generation_config.json").is_file():
+        generation = _read_json(path / "generation_config.json")
+        found |= {key: value for key, value in generation.items() if value is not None}
+    eos = found.get("eos_token_id")
+    eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    rest = {key: found.get(key) for key in ("bos_token_id", "pad_token_id")}
+    return {"eos_token_ids": eos, **rest}
+
+
+def _int_or_list(ids: Sequence[int]) -> int | list[int] | None:
+    ids = [int(i) for i in ids]
+    return ids[0] if len(ids) == 1 else ids or None
+
+
+def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
+    if (path / INDEX).is_file():
+        names = sorted(set(_read_json(path / INDEX)["weight_map"].values()))
+        if missing := [name for name in names if not (path / name).is_file()]:
+            raise FileNotFoundError(f"{path / INDEX} names files that are not there: {missing}")
+        return [path / name for name in names]
+    if (path / SINGLE).is_file():
+        return [path / SINGLE]
+    pickles = sorted(p.name for pattern in PICKLES for p in path.glob(pattern))
+    if pickles:
+        raise ValueError(
+            f"{path} has weights in pickle format only ({', '.join(pickles)}), which can run "
+            "code when read: safetensors only; convert them with save_pretrained of transformers"
+        )
+    raise FileNotFoundError(f"{path} has no weights: it must hold {SINGLE} or {INDEX}")
+
+
+def _scan(path: pathlib.Path) -> dict[str, _Stored]:
+    """Every tensor of the directory by its full name, from the files' headers alone."""
+    found = {}
+    for file in _weight_files(path):
+        with safetensors.safe_open(file, "numpy") as handle:
+            for name in handle.keys():
+                part = handle.get_slice(name)
+                where = _Stored(file, name, part.get_dtype(), tuple(part.get_shape()))
+                found[full_name(name)] = where
+    return found
+
+
+def _shapes(config: Config) -> dict[tuple[str, ...], Any]:
+    """Boxes with shape and logical axes of every parameter, by path."""
+    boxed = abstract_params(build(config))["params"]
+    return flax.traverse_util.flatten_dict(boxed)
+
+
+def _match(config: Config, found: dict[str, _Stored]) -> list[tuple[Tensor, _Stored]]:
+    """Pairs of what the config needs and what the files hold; raises with all that differs."""
+    needed, shapes = {t.name: t for t in tensors_of(config)}, _shapes(config)
+    if config.tie_embeddings:
+        found = _fold_tied(tensors_of(config)[0].name, found)
+    problems = [f"missing {name}" for name in needed if name not in found]
+    for name, where in found.items():
+        if name not in needed:
+            if not IGNORED.fullmatch(name):
+                problems.append(f"unexpected {where.name}")
+            continue
+        expected = needed[name].stored_shape(shapes[needed[name].path].value.shape)
+        if where.shape != expected:
+            problems.append(f"{where.name} has shape {where.shape}, the config makes it {expected}")
+        if where.dtype not in DTYPES:
+            allowed = ", ".join(DTYPES)
+            problems.append(f"{where.name} has dtype {where.dtype}, supported are {allowed}")
+    if problems:
+        raise ValueError(
+            f"the weights do not fit config.json ({len(problems)} problems):\n  "
+            + "\n  ".join(problems)
+        )
+    return [(tensor, found[name]) for name, tensor in needed.items()]
+
+
+def _fold_tied(embedding: str, found: dict[str, _Stored]) -> dict[str, _Stored]:
+    """Leaves one of the two names of a tied matrix, once it is sure that they agree."""
+    found = dict(found)
+    output = found.pop(UNEMBEDDING, None)
+    if output is None:
+        return found
+    other = found.setdefault(embedding, output)
+    same = other is output or np.array_equal(_bits(other), _bits(output))
+    if not same:
+        raise ValueError(
+            f"config.json ties the embeddings, but {output.name} differs from {other.name}: set "
+            "tie_word_embeddings to false to use both, or remove the first"
+        )
+    return found
+
+
+def _read(where: _Stored) -> np.ndarray:
+    with safetensors.safe_open(where.file, "numpy") as handle:
+        return handle.get_tensor(where.name)
+
+
+def _bits(where: _Stored) -> np.ndarray:
+    """The values as bytes, in which NaN equals itself."""
+    return np.ascontiguousarray(_read(where)).view(np.uint8)
+
+
+def _common_dtype(stored: list[tuple[Tensor, _Stored]]) -> np.dtype:
+    names = sorted({where.dtype for _, where in stored})
+    if len(names) > 1:
+        raise ValueError(
+            f"the tensors are stored in several dtypes ({', '.join(names)}), and a model has one: "
+            "pass dtype"
+        )
+    return np.dtype(DTYPES[names[0]])
+
+
+def _read_params(module: nn.Module, stored: list[tuple[Tensor, _Stored]], put: Put) -> Any:
+    shapes, flat = _shapes(module.config), {}
+    handles: dict[pathlib.Path, Any] = {}
+    with contextlib.ExitStack() as stack:
+        for tensor, where in stored:
+            if where.file not in handles:
+                handle = stack.enter_context(safetensors.safe_open(where.file, "numpy"))
+                handles[where.file] = handle
+            box = shapes[tensor.path]
+            values = handles[where.file].get_tensor(where.name)
+            values = tensor.to_parameter(values, box.value.shape)
+            flat[tensor.path] = put(values.astype(module.dtype, copy=False), box.names)
+    return {"params": flax.traverse_util.unflatten_dict(flat)}
+
+
+def _named_params(module: nn.Module, params: Any) -> list[tuple[Tensor, Any]]:
+    """Parameters in the order they are written, once they are sure to be the module's."""
+    shapes = {path: box.value.shape for path, box in _shapes(module.config).items()}
+    flat = flax.traverse_util.flatten_dict(nn.meta.unbox(params)["params"])
+    problems = [f"missing {'/'.join(p)}" for p in shapes if p not in flat]
+    problems += [f"unexpected {'/'.join(p)}" for p in flat if p not in shapes]
+    problems += [
+        f"{'/'.join(p)} has shape {flat[p].shape}, the config makes it {shapes[p]}"
+        for p in shapes
+        if p in flat and tuple(flat[p].shape) != tuple(shapes[p])
+    ]
+    if problems:
+        raise ValueError("the parameters are not the module's:\n  " + "\n  ".join(problems))
+    return [(tensor, flat[tensor.path]) for tensor in tensors_of(module.config)]
+
+
+def _write_tensors(
+    path: pathlib.Path, values: list[tuple[Tensor, Any]], max_shard_bytes: int
+) -> None:
+    shards: list[list[tuple[Tensor, Any]]] = [[]]
+    size = 0
+    for tensor, value in values:
+        if shards[-1] and size + value.nbytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append((tensor, value))
+        size += value.nbytes
+    where = {}
+    for i, shard in enumerate(shards, 1):
+        name = f"model-{i:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
+        arrays = {t.name: t.to_stored(np.asarray(jax.device_get(v))) for t, v in shard}
+        # Hugging Face refuses files that do not say which framework's layout they have.
+        safetensors.numpy.save_file(arrays, path / name, metadata={"format": "pt"})
+        where |= dict.fromkeys(arrays, name)
+    if len(shards) > 1:
+        total = sum(value.nbytes for _, value in values)
+        _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+
+
+@contextlib.contextmanager
+def _replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a directory to fill, which becomes `path` once the body has ended well."""
+    mark = uuid.uuid4().hex[:8]
+    partial = path.parent / f".{path.name}.{mark}.partial"
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if path.exists():
+            old = path.parent / f".{path.name}.{mark}.old"
+            path.rename(old)
+            partial.rename(path)
+            shutil.rmtree(old)
+        else:
+            partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,83 @@
+"""The pieces that every family is made of: norms, linear maps, and the type of `attend`.
+
+Weights keep the axes that they mean (width, heads, head size) instead of flattening them, so that
+one table of logical axes says how each is split over a mesh.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+# attend(layer, q [B,T,H,D], k [B,T,K,D], v [B,T,K,D]) -> (out [B,T,H,D], whatever it kept)
+Attend = Callable[[int, Array, Array, Array], tuple[Array, Any]]
+
+
+class RMSNorm(nn.Module):
+    """x over its root mean square, scaled; the mean is taken in float32."""
+
+    size: int
+    eps: float
+    dtype: Any
+    axis: str | None = None
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
+        init = nn.with_logical_partitioning(nn.initializers.ones, (self.axis,))
+        scale = self.param("scale", init, (self.size,), self.dtype)
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
+        return wide.astype(x.dtype) * scale
+
+
+class LayerNorm(nn.Module):
+    """x less its mean over its standard deviation, scaled and shifted; all of it in float32."""
+
+    size: int
+    eps: float
+    dtype: Any
+    axis: str | None = None
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
+        ones = nn.with_logical_partitioning(nn.initializers.ones, (self.axis,))
+        zeros = nn.with_logical_partitioning(nn.initializers.zeros, (self.axis,))
+        scale = self.param("scale", ones, (self.size,), self.dtype)
+        bias = self.param("bias", zeros, (self.size,), self.dtype)
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = wide - jnp.mean(wide, -1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
+        return (wide * scale + bias).astype(x.dtype)
+
+
+class Projection(nn.Module):
+    """A linear map over the last `len(inputs)` axes, its weight shaped inputs + outputs.
+
+    Attributes:
+      inputs, outputs: (size, logical axis) of each axis that is summed over, and made.
+    """
+
+    inputs: tuple[tuple[int, str | None], ...]
+    outputs: tuple[tuple[int, str | None], ...]
+    use_bias: bool
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        shape = tuple(size for size, _ in self.inputs + self.outputs)
+        axes = tuple(axis for _, axis in self.inputs + self.outputs)
+        n = len(self.inputs)
+        scaled = nn.initializers.variance_scaling(
+            1.0, "fan_in", "normal", in_axis=range(n), out_axis=range(n, len(shape))
+        )
+        weight = self.param("weight", nn.with_logical_partitioning(scaled, axes), shape, self.dtype)
+        out = jax.lax.dot_general(
+            x, weight, ((tuple(range(x.ndim - n, x.ndim)), tuple(range(n))), ((), ()))
+        )
+        if self.use_bias:
+            init = nn.with_logical_partitioning(nn.initializers.zeros, axes[n:])
+            out = out + self.param("bias", init, shape[n:], self.dtype)
+        return out
