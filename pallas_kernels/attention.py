@@ -88,6 +88,8 @@ def _check(q, k_prefix, v_prefix, lengths, k_new, v_new, mask) -> None:
             "check num_heads and num_kv_heads, or the sharding of heads"
         )
     new = k_new.shape[1] if k_new.ndim == 4 else "N"
+    if new == 0:
+        raise ValueError("k_new has N=0 tokens: pass at least one; a masked one changes nothing")
     expected = {
         "k_prefix": (k_prefix, "[B, K, S, D]", (batch, kv_heads, slots, size)),
         "v_prefix": (v_prefix, "[B, K, S, D]", (batch, kv_heads, slots, size)),

@@ -9,7 +9,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.partials import (
-    FLOOR,
     MASKED,
     Partial,
     accumulator_dtype,
@@ -19,10 +18,13 @@ from pallas_kernels.partials import (
     join,
 )
 
+BLOCK = 1024  # slots of a block, where the prefix is read in blocks
+LARGE = 4  # blocks in a cache from which it is worth a branch to read only a part of it
 # Up to this many query rows for a key/value head, one pass over the whole prefix; beyond, blocks,
-# because the scores of all keys at once would outgrow the caches themselves.
-FEW_ROWS = 32
-BLOCK = 1024  # keys in a block of the loop for many rows
+# because the scores of all slots at once would outgrow the caches themselves.
+FEW_ROWS = 48
+# Up to this many rows and this head size, scores in float32 are computed keys first (measured).
+LEFT_ROWS, LEFT_SIZE = 8, 64
 
 
 def attend(
@@ -44,9 +46,7 @@ def attend(
 
     part = _new(rows, k_new, v_new, jnp.repeat(mask, group, axis=1))
     if k_prefix.shape[2]:
-        few = length * group <= FEW_ROWS
-        prefix = _prefix_at_once if few else _prefix_in_blocks
-        part = join(prefix(rows, k_prefix, v_prefix, lengths), part)
+        part = _prefix(rows, k_prefix, v_prefix, lengths, part)
     out, lse = finish(part)
 
     def unpack(x):  # [B, K, T * G, ...] -> [B, T, H, ...]
@@ -74,53 +74,65 @@ def _new(
     return Partial(_dot("bkrn,bnkd->bkrd", p.astype(v.dtype), v), peak, weight)
 
 
-def _prefix_at_once(
+def _block(
     rows: Float[Array, "B K R D"],
     k: Float[Array, "B K S D"],
     v: Float[Array, "B K S D"],
-    lengths: Int[Array, " B"],
+    live: Bool[Array, "B S"],
 ) -> Partial:
-    """Returns attention of a few rows to the live slots, in one pass over all slots."""
-    if rows.shape[2] == 1:
-        scores = _dot("bkrd,bksd->bkrs", rows, k)
-    else:
-        # A CPU multiplies faster with the long operand on the left. The barrier keeps XLA from
+    """Returns attention of the rows to those of the given slots that are live."""
+    count = rows.shape[2]
+    if count == 1 and rows.dtype.itemsize < 4:
+        # A CPU has no matrix-vector product in 16 bits: XLA would convert the cache to float32
+        # first. Two rows make it a matrix product, which reads 16 bits; the second is dropped.
+        rows = jnp.concatenate([rows, rows], axis=2)
+    if rows.dtype == jnp.float32 and 2 <= count <= LEFT_ROWS and rows.shape[3] <= LEFT_SIZE:
+        # With the long operand on the left the product is faster. The barrier keeps XLA from
         # folding the transposition of the result back into the slow order.
         (scores,) = lax.optimization_barrier((_dot("bksd,bkrd->bksr", k, rows),))
         scores = scores.swapaxes(2, 3)
-    live = jnp.arange(k.shape[2]) < lengths[:, None, None, None]
-    scores = jnp.where(live, scores * rows.shape[-1] ** -0.5, MASKED)
+    else:
+        scores = _dot("bkrd,bksd->bkrs", rows, k)
+    scores = jnp.where(live[:, None, None], scores * rows.shape[-1] ** -0.5, MASKED)
     p, peak, weight = exponentials(scores)
-    return Partial(_dot("bkrs,bksd->bkrd", p.astype(v.dtype), v), peak, weight)
+    total = _dot("bkrs,bksd->bkrd", p.astype(v.dtype), v)
+    return Partial(total[:, :, :count], peak[:, :, :count], weight[:, :, :count])
 
 
-def _prefix_in_blocks(
+def _prefix(
     rows: Float[Array, "B K R D"],
     k: Float[Array, "B K S D"],
     v: Float[Array, "B K S D"],
     lengths: Int[Array, " B"],
+    part: Partial,
 ) -> Partial:
-    """Returns attention of many rows to the live slots, block after block up to the longest."""
+    """Returns `part` joined with attention to the live slots.
+
+    Few rows take one pass over all slots: on a CPU a block of the cache cannot be multiplied where
+    it lies, it is copied first. While a large cache is at most half full, and for many rows, blocks
+    up to the longest row are faster all the same, so the work follows what is live.
+    """
     slots = k.shape[2]
     block = min(BLOCK, slots)
-    dtype = accumulator_dtype(rows.dtype)
+    longest = jnp.clip(lengths.max(), 0, slots)
+
+    def at_once(part):
+        return join(part, _block(rows, k, v, jnp.arange(slots) < lengths[:, None]))
 
     def step(i, part):
-        # The last block is moved back to end with the cache; what it repeats is masked.
+        # The last block is moved back to end with the cache; what it repeats is hidden.
         start = jnp.minimum(i * block, slots - block)
         keys = lax.dynamic_slice_in_dim(k, start, block, axis=2)
         values = lax.dynamic_slice_in_dim(v, start, block, axis=2)
         slot = start + jnp.arange(block)
-        live = (slot >= i * block) & (slot < lengths[:, None, None, None])
-        scores = _dot("bkrd,bksd->bkrs", rows, keys) * rows.shape[-1] ** -0.5
-        p, peak, weight = exponentials(jnp.where(live, scores, MASKED))
-        total = _dot("bkrs,bksd->bkrd", p.astype(v.dtype), values)
-        return join(part, Partial(total, peak, weight))
+        live = (slot >= i * block) & (slot < lengths[:, None])
+        return join(part, _block(rows, keys, values, live))
 
-    nothing = Partial(
-        jnp.zeros(rows.shape, dtype),
-        jnp.full(rows.shape[:3], FLOOR, dtype),
-        jnp.zeros(rows.shape[:3], dtype),
-    )
-    blocks = (jnp.clip(lengths.max(), 0, slots) + block - 1) // block
-    return lax.fori_loop(0, blocks, step, nothing)
+    def in_blocks(part):
+        return lax.fori_loop(0, (longest + block - 1) // block, step, part)
+
+    if rows.shape[2] > FEW_ROWS:
+        return in_blocks(part)
+    if slots < LARGE * BLOCK:
+        return at_once(part)
+    return lax.cond(2 * longest > slots, at_once, in_blocks, part)
