@@ -12,9 +12,11 @@ from models.huggingface import Checkpoint, load_checkpoint, load_tokenizer, save
 from models.layers import Attend
 from models.llama import Llama, LlamaConfig
 from models.opt import Opt, OptConfig
+from models.presets import PRESETS, preset
 from models.rope import Rope
 
 __all__ = [
+    "PRESETS",
     "Attend",
     "Checkpoint",
     "Config",
@@ -30,5 +32,6 @@ __all__ = [
     "layer_module",
     "load_checkpoint",
     "load_tokenizer",
+    "preset",
     "save_checkpoint",
 ]

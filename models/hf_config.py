@@ -50,8 +50,17 @@ DEFAULTS = {
         "num_key_value_heads": 8,
         "sliding_window": 4096,
     },
-    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
-    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+    "qwen2": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+    },
+    "qwen3": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "sliding_window": 4096,
+    },
 }
 ARCHITECTURES = {
     "llama": "Llama",
@@ -109,12 +118,10 @@ class _Reader:
         self.raw, self.defaults, self.read = raw, defaults, set()
 
     def get(self, key: str, otherwise: Any = None) -> Any:
-        """Returns the value; a null is a value only where the default itself may be null."""
+        """Returns the value: a key left out has the family's default, a null is `otherwise`."""
         self.read.add(key)
-        if key == "sliding_window" and key in self.raw:
-            return self.raw[key]  # null switches it off; leaving the key out does not
-        value = self.raw.get(key)
-        return self.defaults.get(key, otherwise) if value is None else value
+        value = self.raw[key] if key in self.raw else self.defaults.get(key)
+        return otherwise if value is None else value
 
     def need(self, key: str) -> Any:
         value = self.get(key)
@@ -212,7 +219,7 @@ def _read_window(reader: _Reader, family: str, layers: int) -> int | None:
             )
     if family == "mistral":
         return reader.get("sliding_window")
-    window, first = reader.get("sliding_window", 4096), reader.get("max_window_layers", 28)
+    window, first = reader.get("sliding_window"), reader.get("max_window_layers", 28)
     slides = "sliding_attention" in types if types else first < layers
     return window if reader.get("use_sliding_window", False) and slides else None
 

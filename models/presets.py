@@ -1,0 +1,118 @@
+"""The public hyper-parameters of well-known models, by name.
+
+A preset is a config without weights: for planning, for benchmarks with random weights, and for
+tests. Weights come with their own config.json, which is what counts when a checkpoint is loaded.
+"""
+
+import dataclasses
+import difflib
+from types import MappingProxyType
+
+from models.build import Config
+from models.llama import LlamaConfig
+from models.opt import OptConfig
+from models.rope import Rope
+
+
+def _llama(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: object
+) -> LlamaConfig:
+    settings: dict = {"vocab_size": 32000, "max_positions": 2048, "head_dim": hidden // heads}
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        **{**settings, **more},
+    )
+
+
+def _llama_3(hidden: int, intermediate: int, layers: int, heads: int, factor: float) -> LlamaConfig:
+    rope = Rope(theta=500000.0, kind="llama3", factor=factor, original_max_positions=8192)
+    return _llama(
+        hidden, intermediate, layers, heads, 8, vocab_size=128256, max_positions=131072, rope=rope
+    )
+
+
+def _qwen_2_5(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, eps: float
+) -> LlamaConfig:
+    return _llama(
+        hidden,
+        intermediate,
+        layers,
+        heads,
+        kv_heads,
+        vocab_size=152064,
+        max_positions=131072,
+        rope=Rope(theta=1000000.0),
+        norm_eps=eps,
+        qkv_bias=True,
+        family="qwen2",
+    )
+
+
+def _opt(hidden: int, layers: int, heads: int) -> OptConfig:
+    return OptConfig(
+        vocab_size=50272,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_layers=layers,
+        num_heads=heads,
+        max_positions=2048,
+    )
+
+
+_LLAMA_2_7B = _llama(4096, 11008, 32, 32, 32, max_positions=4096)
+
+PRESETS = MappingProxyType(
+    {
+        "llama-68m": _llama(768, 3072, 2, 12, 12, norm_eps=1e-6),
+        "tinyllama-1.1b": _llama(2048, 5632, 22, 32, 4),
+        "llama-65b": _llama(8192, 22016, 80, 64, 64),
+        "llama-2-7b": _LLAMA_2_7B,
+        "llama-2-7b-32k": dataclasses.replace(
+            _LLAMA_2_7B, max_positions=32768, rope=Rope(kind="linear", factor=8.0)
+        ),
+        "llama-2-13b": _llama(5120, 13824, 40, 40, 40, max_positions=4096),
+        "llama-2-70b": _llama(8192, 28672, 80, 64, 8, max_positions=4096),
+        "llama-3.1-8b": _llama_3(4096, 14336, 32, 32, factor=8.0),
+        "llama-3.1-70b": _llama_3(8192, 28672, 80, 64, factor=8.0),
+        "llama-3.2-1b": dataclasses.replace(
+            _llama_3(2048, 8192, 16, 32, factor=32.0), tie_embeddings=True
+        ),
+        "mistral-7b-v0.3": _llama(
+            4096,
+            14336,
+            32,
+            32,
+            8,
+            vocab_size=32768,
+            max_positions=32768,
+            rope=Rope(theta=1000000.0),
+            family="mistral",
+        ),
+        "qwen2.5-7b": _qwen_2_5(3584, 18944, 28, 28, 4, eps=1e-6),
+        "qwen2.5-14b": _qwen_2_5(5120, 13824, 48, 40, 8, eps=1e-5),
+        "qwen2.5-32b": _qwen_2_5(5120, 27648, 64, 40, 8, eps=1e-5),
+        "opt-125m": _opt(768, 12, 12),
+        "opt-1.3b": _opt(2048, 24, 32),
+        "opt-13b": _opt(5120, 40, 40),
+        "opt-30b": _opt(7168, 48, 56),
+    }
+)
+
+
+def preset(name: str) -> Config:
+    """Returns the config of that name, upper or lower case.
+
+    Raises ValueError for an unknown name, with the nearest one.
+    """
+    key = name.lower()
+    if key not in PRESETS:
+        near = difflib.get_close_matches(key, PRESETS, 1, cutoff=0.0)[0]
+        raise ValueError(
+            f"preset {name!r} does not exist: the nearest is {near!r}; all are {', '.join(PRESETS)}"
+        )
+    return PRESETS[key]

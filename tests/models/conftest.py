@@ -1,0 +1,65 @@
+"""What the tests of models share: attention written out plainly, and the golden models."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+def attend_causally(layer, q, k, v):
+    """An `attend` by the definition, without a cache: each token sees itself and those before."""
+    group = q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
+    future = np.triu(np.ones((q.shape[1], q.shape[1]), bool), 1)
+    weights = jax.nn.softmax(jnp.where(future, -jnp.inf, scores), -1)
+    return jnp.einsum("bhts,bshd->bthd", weights, v), layer
+
+
+def logits_of(module, params, tokens):
+    """Logits [B,T,V] of whole texts, each starting at position 0."""
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    hidden, _ = module.apply(params, tokens, positions, attend_causally)
+    return module.apply(params, hidden, method="unembed")
+
+
+@pytest.fixture(name="attend_causally")
+def _attend_causally():
+    return attend_causally
+
+
+@pytest.fixture(name="logits_of")
+def _logits_of():
+    return logits_of
+
+
+@pytest.fixture(params=sorted(p.name for p in GOLDEN.iterdir()))
+def golden(request):
+    """Each directory of `golden/` in turn."""
+    return GOLDEN / request.param
+
+
+@pytest.fixture
+def tiny():
+    """A module and its random parameters, the smallest with every kind of tensor but a q norm."""
+    config = models.LlamaConfig(
+        vocab_size=19,
+        hidden_size=8,
+        intermediate_size=12,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        max_positions=16,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+    )
+    module = models.build(config)
+    return module, models.init_params(module, 0)

@@ -1,0 +1,87 @@
+"""Makes `golden/`: tiny random models of every family, and the logits Hugging Face gives for them.
+
+Needs torch and transformers, which the tests that read the result do not:
+`python tests/models/make_golden.py`. Norms and biases are random too, or a model that left them
+out would pass.
+"""
+
+import pathlib
+import shutil
+
+import numpy as np
+import torch
+import transformers
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA = {**SHAPE, "intermediate_size": 24, "num_key_value_heads": 2}
+OPT = {**SHAPE, "ffn_dim": 24, "init_std": 0.3}
+ROPE_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "beta_fast": 2.0,
+    "original_max_position_embeddings": 8,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+CASES = {
+    "llama": ("Llama", LLAMA),
+    "llama_gqa": ("Llama", {**LLAMA, "num_attention_heads": 4, "eos_token_id": [2, 3]}),
+    "llama_head_dim": ("Llama", {**LLAMA, "head_dim": 12, "num_key_value_heads": 1}),
+    "llama_linear": ("Llama", {**LLAMA, "rope_parameters": LINEAR}),
+    "llama_llama3": ("Llama", {**LLAMA, "rope_parameters": ROPE_3}),
+    "llama_yarn": ("Llama", {**LLAMA, "rope_parameters": YARN}),
+    "llama_tied": ("Llama", {**LLAMA, "tie_word_embeddings": True}),
+    "llama_bias": ("Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {**LLAMA, "num_key_value_heads": 1, "sliding_window": None}),
+    "mistral_window": ("Mistral", {**LLAMA, "sliding_window": 24}),
+    "qwen2": ("Qwen2", {**LLAMA, "rope_parameters": {**YARN, "attention_factor": 1.25}}),
+    "qwen3": ("Qwen3", {**LLAMA, "head_dim": 16, "num_key_value_heads": 1}),
+    "opt": ("OPT", OPT),
+    "opt_post_norm": ("OPT", {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 8}),
+}
+SHARDED = "llama_gqa"
+
+
+def make(name: str, seed: int) -> None:
+    """Writes golden/<name>: the model, and expected.npz with tokens [B,T] and logits [B,T,V]."""
+    family, settings = CASES[name]
+    torch.manual_seed(seed)
+    config = getattr(transformers, family + "Config")(**settings)
+    model = getattr(transformers, family + "ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+        tokens = torch.randint(0, config.vocab_size, (2, 20))
+        logits = model(tokens).logits
+    folder = GOLDEN / name
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder, max_shard_size="10KB" if name == SHARDED else "1GB")
+    np.savez_compressed(
+        folder / "expected.npz", tokens=tokens.numpy().astype(np.int32), logits=logits.numpy()
+    )
+
+
+if __name__ == "__main__":
+    for seed, case in enumerate(CASES):
+        make(case, seed)

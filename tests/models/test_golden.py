@@ -1,0 +1,111 @@
+"""The models compute what Hugging Face's do, on tiny random models of every family and feature."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import models
+from models.hf_config import read_config
+
+TOLERANCE = 2e-5  # of the largest logit; both sides compute in float32
+
+
+def relative_error(found, expected):
+    return np.abs(np.asarray(found) - expected).max() / np.abs(expected).max()
+
+
+def read(golden):
+    expected = np.load(golden / "expected.npz")
+    return models.load_checkpoint(golden), expected["tokens"], expected["logits"]
+
+
+def test_logits_are_those_of_hugging_face(golden, logits_of, record_property):
+    checkpoint, tokens, expected = read(golden)
+    found = logits_of(checkpoint.module, checkpoint.params, tokens)
+    error = relative_error(found, expected)
+    record_property("relative_error", float(error))
+    assert found.dtype == np.float32
+    assert error < TOLERANCE
+
+
+def test_every_tensor_matters(golden, logits_of):
+    """Negative control: were a tensor left out, or mixed up with another, the logits would show."""
+    checkpoint, tokens, expected = read(golden)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(checkpoint.params)
+    run = jax.jit(lambda params: logits_of(checkpoint.module, params, tokens))
+    for i, (path, leaf) in enumerate(leaves):
+        name = jax.tree_util.keystr(path)
+        values = [value for _, value in leaves]
+        values[i] = leaf * 1.5
+        error = relative_error(run(jax.tree.unflatten(tree, values)), expected)
+        if checkpoint.config.family == "opt" and name.endswith("['k']['bias']"):
+            # Without a rotation, a bias on keys shifts all scores of a query alike.
+            assert error < TOLERANCE, name
+        else:
+            assert error > 20 * TOLERANCE, name
+
+
+def test_a_wrong_setting_is_caught(golden, logits_of):
+    """Negative control: the tolerance tells a setting that was read past."""
+    checkpoint, tokens, expected = read(golden)
+    config = checkpoint.config
+    if config.family == "opt":
+        shifted = dataclasses.replace(config, max_positions=config.max_positions - 1)
+        params = jax.tree.map(lambda leaf: leaf, checkpoint.params)
+        table = params["params"]["position_embedding"]
+        params["params"]["position_embedding"] = table[1:]  # as if the offset were 3
+        wrong = [(shifted, params)]
+    else:
+        scaling = models.Rope(theta=config.rope.theta)
+        other = models.Rope(theta=10 * config.rope.theta)
+        rope = other if scaling == config.rope else scaling
+        wrong = [
+            (dataclasses.replace(config, rope=rope), checkpoint.params),
+            (dataclasses.replace(config, norm_eps=1e-3), checkpoint.params),
+        ]
+    for config, params in wrong:
+        found = logits_of(models.build(config), params, tokens)
+        assert relative_error(found, expected) > 20 * TOLERANCE
+
+
+def test_the_older_spelling_of_rotary_settings_means_the_same(golden):
+    raw = json.loads((golden / "config.json").read_text())
+    if "rope_parameters" not in raw:
+        pytest.skip("OPT has no rotary settings")
+    settings = raw.pop("rope_parameters")
+    old = {**raw, "rope_theta": settings.pop("rope_theta")}
+    kind = settings.pop("rope_type")
+    for key in ("type", "rope_type"):
+        old["rope_scaling"] = None if kind == "default" else {key: kind, **settings}
+        assert read_config(old) == models.load_checkpoint(golden).config
+
+
+def test_a_text_does_not_depend_on_what_follows_it(golden, logits_of):
+    checkpoint, tokens, _ = read(golden)
+    whole = logits_of(checkpoint.module, checkpoint.params, tokens)
+    part = logits_of(checkpoint.module, checkpoint.params, tokens[:, :7])
+    assert relative_error(part, np.asarray(whole[:, :7])) < TOLERANCE
+
+
+def test_hugging_face_agrees_here_and_reads_what_is_written(golden, logits_of, tmp_path):
+    """The same comparison against the installed versions, in both directions."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    checkpoint, tokens, _ = read(golden)
+    tokens = (tokens[:, ::-1] + 1) % checkpoint.config.vocab_size
+    found = logits_of(checkpoint.module, checkpoint.params, tokens)
+    shutil.copytree(golden, tmp_path / "theirs")
+    models.save_checkpoint(
+        tmp_path / "ours", checkpoint.module, checkpoint.params, max_shard_bytes=20_000
+    )
+    for name in ("theirs", "ours"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / name, torch_dtype=torch.float32
+        )
+        with torch.no_grad():
+            theirs = model.eval()(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+        assert relative_error(found, theirs) < TOLERANCE, name

@@ -1,0 +1,192 @@
+"""What every family promises to the decoding loop, whatever its config."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from models.layers import LayerNorm, RMSNorm
+from sharding import axes
+
+LOGICAL = {value for name, value in vars(axes).items() if name.isupper()}
+LLAMA = models.LlamaConfig(
+    vocab_size=19,
+    hidden_size=8,
+    intermediate_size=12,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    max_positions=16,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    qk_norm=True,
+)
+OPT = models.OptConfig(
+    vocab_size=19,
+    hidden_size=8,
+    intermediate_size=12,
+    num_layers=3,
+    num_heads=2,
+    max_positions=16,
+    tie_embeddings=False,
+)
+CONFIGS = {
+    "llama": LLAMA,
+    "llama tied": dataclasses.replace(LLAMA, tie_embeddings=True),
+    "opt": OPT,
+    "opt post-norm": dataclasses.replace(
+        OPT, embedding_size=4, norm_before=False, final_norm=False, tie_embeddings=True
+    ),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def module(request):
+    return models.build(CONFIGS[request.param])
+
+
+def tokens_and_positions(batch=2, length=5):
+    tokens = np.random.default_rng(0).integers(0, 19, (batch, length))
+    return tokens, np.broadcast_to(np.arange(length), (batch, length))
+
+
+def test_every_parameter_names_its_logical_axes(module):
+    leaves = jax.tree_util.tree_leaves_with_path(
+        models.abstract_params(module), is_leaf=lambda x: hasattr(x, "names")
+    )
+    for path, box in leaves:
+        named = [name for name in box.names if name is not None]
+        assert len(box.names) == box.value.ndim, path
+        assert named and set(named) <= LOGICAL, path
+        assert len(set(named)) == len(named), f"{path}: one mesh axis cannot split two axes"
+
+
+def test_init_makes_every_parameter_that_any_method_reads(module, logits_of):
+    made = models.init_params(module)
+    assert jax.tree.structure(made) == jax.tree.structure(
+        jax.tree.map(lambda box: 0, models.abstract_params(module), is_leaf=_is_box)
+    )
+    tokens, _ = tokens_and_positions()
+    assert logits_of(module, made, tokens).shape == (2, 5, 19)
+
+
+def _is_box(x):
+    return hasattr(x, "names")
+
+
+def test_the_call_is_embed_and_then_every_block(module, attend_causally):
+    params = models.init_params(module)
+    tokens, positions = tokens_and_positions()
+    hidden, kept = module.apply(params, tokens, positions, attend_causally)
+    x = module.apply(params, tokens, positions, method="embed")
+    for layer in range(3):
+        x, _ = module.apply(params, x, positions, attend_causally, layer, method="block")
+    np.testing.assert_array_equal(x, hidden)
+    assert kept == (0, 1, 2)  # what `attend_causally` keeps is the layer's number
+
+
+def test_a_layer_runs_alone_on_its_slice_of_the_parameters(module, attend_causally):
+    params = models.init_params(module)
+    _, positions = tokens_and_positions()
+    x = jax.random.normal(jax.random.key(0), (2, 5, 8))
+    whole, _ = module.apply(params, x, positions, attend_causally, 1, method="block")
+    one = {"params": params["params"]["layers_1"]}
+    alone, _ = models.layer_module(module).apply(one, x, positions, attend_causally, 1)
+    np.testing.assert_array_equal(alone, whole)
+
+
+def test_layers_scan_over_stacked_parameters(module, attend_causally):
+    """Offloading streams layers through a scan: the layer's number is traced there."""
+    params = models.init_params(module)
+    tokens, positions = tokens_and_positions()
+    hidden, _ = module.apply(params, tokens, positions, attend_causally)
+    layers = [params["params"][f"layers_{i}"] for i in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+    def step(x, slice_):
+        layer, of_layer = slice_
+        block = models.layer_module(module)
+        x, _ = block.apply({"params": of_layer}, x, positions, attend_causally, layer)
+        return x, None
+
+    x = module.apply(params, tokens, positions, method="embed")
+    x, _ = jax.lax.scan(step, x, (jnp.arange(3), stacked))
+    np.testing.assert_allclose(x, hidden, rtol=0, atol=1e-6 * np.abs(hidden).max())
+
+
+def test_attend_gets_the_shapes_of_the_contract(module):
+    c, seen = module.config, []
+
+    def attend(layer, q, k, v):
+        seen.append((layer, q.shape, k.shape, v.shape))
+        return q, None
+
+    tokens, positions = tokens_and_positions()
+    module.apply(models.init_params(module), tokens, positions, attend)
+    q, k = (2, 5, c.num_heads, c.head_dim), (2, 5, c.num_kv_heads, c.head_dim)
+    assert seen == [(layer, q, k, k) for layer in range(3)]
+
+
+def test_logits_are_float32_even_of_a_bfloat16_model(module):
+    narrow = models.build(module.config, "bfloat16")
+    params = models.init_params(narrow)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"}
+    hidden = jnp.ones((2, 8), jnp.bfloat16)
+    assert narrow.apply(params, hidden, method="unembed").dtype == jnp.float32
+
+
+def test_opt_positions_beyond_the_table_stay_finite():
+    """Tree nodes past the last position are never emitted, but their neighbours attend near."""
+    module = models.build(OPT)
+    params, token = models.init_params(module), np.zeros((1, 1), np.int32)
+    at = [module.apply(params, token, token + i, method="embed") for i in (15, 16, 1000)]
+    np.testing.assert_array_equal(at[0], at[1])
+    np.testing.assert_array_equal(at[0], at[2])
+
+
+def test_norms_are_those_of_the_formula():
+    x = np.random.default_rng(0).normal(3.0, 2.0, (4, 8)).astype(np.float32)
+    rms = RMSNorm(8, 1e-5, jnp.float32)
+    got = rms.apply({"params": {"scale": np.full(8, 2.0, np.float32)}}, x)
+    np.testing.assert_allclose(got, 2 * x / np.sqrt((x * x).mean(-1, keepdims=True)), rtol=1e-5)
+    layer = LayerNorm(8, 1e-5, jnp.float32)
+    ones = np.ones(8, np.float32)
+    got = layer.apply({"params": {"scale": 2 * ones, "bias": 3 * ones}}, x)
+    expected = 2 * (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True) + 3
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
+        ({"head_dim": 5}, "head_dim=5 must be even"),
+        ({"sliding_window": 8}, "max_positions=16 exceeds sliding_window=8"),
+    ],
+)
+def test_llama_sizes_that_do_not_fit_are_errors(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(LLAMA, **change)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_heads": 3}, "hidden_size=8 is not a multiple of num_heads=3"),
+        ({"norm_before": False}, "final_norm=True needs norm_before=True"),
+    ],
+)
+def test_opt_sizes_that_do_not_fit_are_errors(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(OPT, **change)
+
+
+@pytest.mark.parametrize("config", [None, {"vocab_size": 3}])
+def test_only_a_config_can_be_built(config):
+    with pytest.raises(TypeError, match="is not a model config"):
+        models.build(config)

@@ -1,0 +1,74 @@
+"""Presets have the published sizes, and can be used at once."""
+
+import numpy as np
+import pytest
+
+import models
+
+# Parameters as their publishers count them; tied output matrices once.
+PUBLISHED = {
+    "llama-68m": 68_030_208,
+    "tinyllama-1.1b": 1_100_048_384,
+    "llama-65b": 65_285_660_672,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-7b-32k": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "opt-125m": 125_239_296,
+    "opt-1.3b": 1_315_758_080,
+    "opt-13b": 12_853_473_280,
+    "opt-30b": 29_974_540_288,
+}
+
+
+def test_every_preset_has_a_published_size():
+    assert set(models.PRESETS) == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_count_is_the_published_one(name):
+    assert models.count_params(models.preset(name)) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_preset_offers_what_the_decoding_loop_asks_for(name):
+    config = models.preset(name)
+    for attribute in (
+        "vocab_size",
+        "hidden_size",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "max_positions",
+    ):
+        assert getattr(config, attribute) >= 1
+
+
+def test_names_are_read_in_any_case():
+    assert models.preset("OPT-125M") is models.preset("opt-125m")
+
+
+@pytest.mark.parametrize(
+    "wrong, near",
+    [("llama-3-8b", "llama-3.1-8b"), ("opt-120m", "opt-125m"), ("mistral", "mistral-7b-v0.3")],
+)
+def test_an_unknown_name_is_an_error_that_names_the_nearest(wrong, near):
+    with pytest.raises(
+        ValueError, match=f"preset '{wrong}' does not exist: the nearest is '{near}"
+    ):
+        models.preset(wrong)
+
+
+def test_a_preset_runs_with_random_weights(logits_of):
+    module = models.build(models.preset("llama-68m"), "bfloat16")
+    logits = logits_of(module, models.init_params(module), np.zeros((1, 3), np.int32))
+    assert logits.shape == (1, 3, 32000)
+    assert np.isfinite(np.asarray(logits)).all()
