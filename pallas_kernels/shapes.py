@@ -1,0 +1,76 @@
+"""The shapes that attention is tested and timed on, listed once, and random inputs for them."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from pallas_kernels.xla import BLOCK, LARGE
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of one call of `tree_attention`.
+
+    Attributes:
+      batch: B.
+      nodes: T, the queries.
+      new: N, the tokens that are not in the cache.
+      kv_heads: K.
+      group: G, query heads for each key/value head.
+      head_dim: D.
+      slots: S, the capacity of the cache.
+    """
+
+    batch: int
+    nodes: int
+    new: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    slots: int
+
+    def __str__(self) -> str:
+        letters = zip("BTNKGDS", dataclasses.astuple(self), strict=True)
+        return "-".join(f"{letter}{size}" for letter, size in letters)
+
+
+# What each is there for: how many rows (T * G) a key/value head gets decides the path taken.
+SHAPES = (
+    Shape(4, 1, 1, 2, 1, 64, 40),  # plain decoding
+    Shape(4, 5, 5, 2, 1, 64, 40),  # verification of a chain
+    Shape(4, 1, 5, 1, 5, 64, 33),  # a chain's draft level: more new tokens than queries
+    Shape(4, 5, 16, 1, 4, 128, 70),  # a tree's draft level
+    Shape(4, 16, 16, 2, 1, 64, 1),  # a cache of one slot
+    Shape(4, 33, 33, 2, 1, 128, 50),  # verification of a tree
+    Shape(4, 1, 33, 2, 8, 64, 47),
+    Shape(4, 64, 64, 1, 8, 64, 48),  # many rows, less than a block of slots
+    Shape(6, 16, 16, 1, 4, 64, 2 * BLOCK + 300),  # many rows, blocks, and a tail
+    Shape(6, 1, 1, 1, 1, 64, 2 * BLOCK + 300),
+    Shape(6, 5, 5, 1, 1, 64, LARGE * BLOCK + 7),  # few rows, a branch on how full the cache is
+)
+
+
+def bench_shape(
+    batch: int, context: int, kv_heads: int, group: int, head_dim: int, nodes: int
+) -> Shape:
+    """Returns the shape of a verification pass: T = N nodes and a cache of `context` slots."""
+    return Shape(batch, nodes, nodes, kv_heads, group, head_dim, context)
+
+
+def random_inputs(shape: Shape, dtype: jnp.dtype, seed: int = 0) -> dict[str, Array]:
+    """Returns normal q, k_prefix, v_prefix, k_new, v_new of a shape, by argument name."""
+    heads = shape.kv_heads * shape.group
+    sizes = {
+        "q": (shape.batch, shape.nodes, heads, shape.head_dim),
+        "k_prefix": (shape.batch, shape.kv_heads, shape.slots, shape.head_dim),
+        "v_prefix": (shape.batch, shape.kv_heads, shape.slots, shape.head_dim),
+        "k_new": (shape.batch, shape.new, shape.kv_heads, shape.head_dim),
+        "v_new": (shape.batch, shape.new, shape.kv_heads, shape.head_dim),
+    }
+    rng = np.random.default_rng(seed)  # nothing to compile, unlike jax.random
+    drawn = np.float64 if dtype == jnp.float64 else np.float32
+    return {
+        name: jnp.asarray(rng.standard_normal(size, drawn), dtype) for name, size in sizes.items()
+    }

@@ -1,0 +1,262 @@
+"""What tree attention computes: one body of tests for every backend."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import BACKENDS, EMPTY_LSE, choose_backend, merge, tree_attention
+from pallas_kernels.shapes import SHAPES, Shape
+from pallas_kernels.xla import BLOCK, LARGE
+from tests.pallas_kernels.attention_cases import (
+    MASKS,
+    compiled,
+    make_inputs,
+    oracle,
+    relative_error,
+    seen_by_nobody,
+)
+
+# A sum of n random terms in float32 errs by about sqrt(n) * 6e-8 relative to itself: 4e-6 for the
+# 4,100 keys of the longest shape. bf16 keeps 8 bits: each probability, and the result, errs by at
+# most 2^-9 = 2e-3 of itself.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float64": 1e-12}
+
+CASES = [
+    *((shape, "float32") for shape in SHAPES),
+    *((shape, "bfloat16") for shape in SHAPES[::2]),
+]
+
+SMALL = Shape(4, 5, 7, 2, 3, 8, 6)
+
+every_backend = pytest.mark.parametrize("backend", sorted(BACKENDS))
+fast_backends = pytest.mark.parametrize("backend", sorted(set(BACKENDS) - {"reference"}))
+
+
+@every_backend
+@pytest.mark.parametrize("kind", MASKS)
+def test_equals_loops_over_queries_and_keys(backend, kind, float64):
+    inputs = make_inputs(SMALL, jnp.float64, kind)
+    out, lse = compiled(backend)(inputs)
+    assert out.dtype == lse.dtype == jnp.float64
+    wanted_out, wanted_lse = oracle(**inputs)
+    assert relative_error(out, wanted_out) < 1e-12
+    seen = ~seen_by_nobody(inputs)
+    assert relative_error(np.asarray(lse)[seen], wanted_lse[seen]) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"head_of": lambda head: head % 2}, {"scale": 1.0}, {"extra": 1}, {"extra": -1}],
+    ids=["heads interleaved", "no scale", "a slot too many", "a slot too few"],
+)
+def test_a_wrong_rule_would_be_seen(wrong):
+    inputs = make_inputs(SMALL, jnp.float32)
+    out, _ = compiled("reference")(inputs)
+    wrong_out, _ = oracle(**inputs, **wrong)
+    assert relative_error(out, wrong_out) > 100 * TOLERANCE["float32"]
+
+
+@fast_backends
+@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
+def test_equals_the_reference(backend, shape, dtype):
+    for kind in MASKS:
+        inputs = make_inputs(shape, jnp.dtype(dtype), kind)
+        out, lse = compiled(backend)(inputs)
+        wanted_out, wanted_lse = compiled("reference")(inputs)
+        assert out.dtype == inputs["q"].dtype and lse.dtype == jnp.float32
+        assert relative_error(out, wanted_out) < TOLERANCE[dtype], kind
+        seen = ~seen_by_nobody(inputs)
+        np.testing.assert_allclose(lse[seen], wanted_lse[seen], atol=TOLERANCE[dtype])
+
+
+@fast_backends
+@pytest.mark.parametrize("shape", SHAPES[-3:], ids=str)
+def test_equals_the_reference_to_rounding_in_float64(backend, shape, float64):
+    inputs = make_inputs(shape, jnp.float64)
+    out, _ = compiled(backend)(inputs)
+    wanted, _ = compiled("reference")(inputs)
+    assert relative_error(out, wanted) < TOLERANCE["float64"]
+
+
+@fast_backends
+def test_a_half_empty_cache_gives_the_same_by_blocks(backend):
+    inputs = make_inputs(SHAPES[-1], jnp.float32)
+    for longest in (0, 3, BLOCK, BLOCK + 1, 2 * BLOCK + 3, 2 * BLOCK + 4):
+        lengths = [longest, 0, 1, longest // 2, longest, min(longest, 7)]
+        inputs["lengths"] = jnp.asarray(lengths, jnp.int32)
+        out, _ = compiled(backend)(inputs)
+        wanted, _ = compiled("reference")(inputs)
+        assert relative_error(out, wanted) < TOLERANCE["float32"], lengths
+
+
+@every_backend
+@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
+def test_what_lies_in_dead_slots_does_not_matter(backend, shape, dtype):
+    inputs = make_inputs(shape, jnp.dtype(dtype))
+    dead = jnp.arange(shape.slots) >= inputs["lengths"][:, None]
+    dead = dead[:, None, :, None]
+    huge = jnp.asarray(3e38, dtype)
+    poisoned = inputs | {
+        "k_prefix": jnp.where(dead, jnp.nan, inputs["k_prefix"]),
+        "v_prefix": jnp.where(dead, huge, inputs["v_prefix"]),
+    }
+    for clean, dirty in zip(compiled(backend)(inputs), compiled(backend)(poisoned), strict=True):
+        np.testing.assert_array_equal(clean, dirty)
+
+
+@every_backend
+def test_a_query_that_sees_nothing_gets_zeros(backend):
+    inputs = make_inputs(SMALL, jnp.float32)
+    nothing = seen_by_nobody(inputs)
+    assert nothing.any() and not nothing.all()
+    out, lse = compiled(backend)(inputs)
+    assert np.isfinite(out).all() and np.isfinite(lse).all()
+    assert (np.asarray(out)[nothing] == 0).all()
+    np.testing.assert_array_equal(np.asarray(lse)[nothing], np.float32(EMPTY_LSE))
+    assert (np.asarray(lse)[~nothing] > -100).all()
+
+
+@every_backend
+def test_scores_of_any_size_give_finite_results(backend):
+    inputs = make_inputs(SMALL, jnp.float32)
+    inputs["q"] = inputs["q"] * 1e6
+    out, lse = compiled(backend)(inputs)
+    wanted, _ = oracle(**inputs)
+    assert np.isfinite(out).all() and np.isfinite(lse).all()
+    assert relative_error(out, wanted) < 1e-5
+
+
+@every_backend
+def test_a_shared_mask_is_the_same_as_one_for_each_row(backend):
+    inputs = make_inputs(SMALL, jnp.float32, "expansion")
+    shared = inputs | {"mask": inputs["mask"][0]}
+    for a, b in zip(compiled(backend)(inputs), compiled(backend)(shared), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@every_backend
+def test_an_empty_cache_may_have_no_slots(backend):
+    inputs = make_inputs(SMALL, jnp.float32)
+    inputs["lengths"] = jnp.zeros_like(inputs["lengths"])
+    wanted, _ = compiled(backend)(inputs)
+    out, _ = compiled(backend)(
+        inputs | {name: inputs[name][:, :, :0] for name in ("k_prefix", "v_prefix")}
+    )
+    assert relative_error(out, wanted) < TOLERANCE["float32"]
+
+
+@fast_backends
+@settings(max_examples=30)
+@given(data=st.data())
+def test_parts_merged_by_their_log_sum_exp_are_the_whole(backend, data):
+    inputs = make_inputs(SMALL, jnp.float32, seed=data.draw(st.integers(0, 3)))
+    bits = st.lists(st.booleans(), min_size=7, max_size=7)
+    row = np.array([data.draw(bits) for _ in range(SMALL.nodes)])
+    lengths = jnp.asarray([data.draw(st.integers(0, SMALL.slots)) for _ in range(SMALL.batch)])
+    inputs["lengths"] = lengths
+    whole = compiled(backend)(inputs)
+    first = compiled(backend)(inputs | {"mask": inputs["mask"] & row})
+    second = compiled(backend)(
+        inputs | {"mask": inputs["mask"] & ~row, "lengths": jnp.zeros_like(lengths)}
+    )
+    out, lse = merge(*first, *second)
+    assert relative_error(out, whole[0]) < TOLERANCE["float32"]
+    np.testing.assert_allclose(lse, whole[1], atol=1e-5)
+    for merged, wanted in zip(merge(*second, *first), (out, lse), strict=True):
+        np.testing.assert_allclose(merged, wanted, atol=1e-6)
+
+
+@every_backend
+def test_a_prompt_in_chunks_equals_the_prompt_at_once(backend):
+    chunk, chunks = 64, 3
+    shape = Shape(1, chunk * chunks, chunk * chunks, 2, 1, 64, chunk * chunks)
+    whole = make_inputs(shape, jnp.float32, "chain")
+    whole["lengths"] = jnp.zeros(1, jnp.int32)
+    wanted, _ = compiled("reference")(whole)
+
+    cache = {name: jnp.zeros_like(whole[f"{name}_prefix"]) for name in "kv"}
+    found = []
+    for start in range(0, chunk * chunks, chunk):
+        piece = slice(start, start + chunk)
+        new = {name: whole[f"{name}_new"][:, piece] for name in "kv"}
+        inputs = {
+            "q": whole["q"][:, piece],
+            "k_prefix": cache["k"],
+            "v_prefix": cache["v"],
+            "lengths": jnp.asarray([start]),
+            "k_new": new["k"],
+            "v_new": new["v"],
+            "mask": jnp.tri(chunk, dtype=bool),
+        }
+        found.append(compiled(backend)(inputs)[0])
+        for name in "kv":
+            cache[name] = cache[name].at[:, :, piece].set(new[name].swapaxes(1, 2))
+    assert relative_error(jnp.concatenate(found, axis=1), wanted) < TOLERANCE["float32"]
+
+
+@fast_backends
+def test_runs_inside_shard_map(backend):
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spec = jax.sharding.PartitionSpec
+    tokens, cache = spec("data", None, "model"), spec("data", "model")
+    specs = {"q": tokens, "k_new": tokens, "v_new": tokens}
+    specs |= {"k_prefix": cache, "v_prefix": cache, "lengths": spec("data"), "mask": spec("data")}
+    for nodes, slots in ((64, 6), (5, LARGE * BLOCK)):
+        inputs = make_inputs(Shape(2, nodes, nodes, 1, 1, 8, slots), jnp.float32)
+        mapped = jax.jit(
+            jax.shard_map(
+                lambda inputs: tree_attention(**inputs, backend=backend),
+                mesh=mesh,
+                in_specs=(specs,),
+                out_specs=tokens,
+            )
+        )
+        assert relative_error(mapped(inputs), compiled(backend)(inputs)[0]) < 1e-6
+
+
+def test_backend_by_name_and_by_platform():
+    assert choose_backend("reference") == "reference"
+    assert choose_backend() in BACKENDS
+    with pytest.raises(ValueError, match=r"'cuda'.*reference.*xla"):
+        choose_backend("cuda")
+
+
+BAD = {
+    "no batch axis": ({"q": (5, 6, 8)}, r"q has shape \(5, 6, 8\).*B, T, H, D"),
+    "stacked caches": ({"k_prefix": (3, 4, 2, 6, 8)}, r"k_prefix has shape .*one layer"),
+    "heads do not divide": ({"q": (4, 5, 5, 8)}, r"H=5 .*K=2.*multiple"),
+    "other head size": ({"q": (4, 5, 6, 16)}, r"k_prefix has shape .*16"),
+    "caches differ": ({"v_prefix": (4, 2, 7, 8)}, r"v_prefix has shape .*\(4, 2, 6, 8\)"),
+    "scalar length": ({"lengths": ()}, r"lengths has shape \(\).*\[B\] = \(4,\)"),
+    "new heads first": ({"k_new": (4, 2, 7, 8)}, r"k_new has shape .*\[B, N, K, D\]"),
+    "new values shorter": ({"v_new": (4, 6, 2, 8)}, r"v_new has shape .*\(4, 7, 2, 8\)"),
+    "no new tokens": ({"k_new": (4, 0, 2, 8), "v_new": (4, 0, 2, 8)}, r"N=0"),
+    "mask turned": ({"mask": (7, 5)}, r"mask has shape \(7, 5\).*\(5, 7\).*\(4, 5, 7\)"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_wrong_shape_is_named_before_compilation(case):
+    inputs = make_inputs(SMALL, jnp.float32)
+    changes, message = BAD[case]
+    changed = {name: jnp.zeros(size, inputs[name].dtype) for name, size in changes.items()}
+    with pytest.raises(ValueError, match=message):
+        tree_attention(**(inputs | changed))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "message"),
+    [
+        ("q", jnp.int32, "q is int32.*floating"),
+        ("v_prefix", jnp.bfloat16, "v_prefix is bfloat16 and q is float32.*cast"),
+        ("lengths", jnp.float32, "lengths is float32.*integer"),
+        ("mask", jnp.int32, "mask is int32.*bool"),
+    ],
+)
+def test_a_wrong_dtype_is_named_before_compilation(name, dtype, message):
+    inputs = make_inputs(SMALL, jnp.float32)
+    with pytest.raises(ValueError, match=message):
+        tree_attention(**(inputs | {name: inputs[name].astype(dtype)}))

@@ -1,0 +1,104 @@
+"""What the compiled program does with the caches: reads them in place, and only what is live."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from pallas_kernels import tree_attention
+from pallas_kernels.shapes import Shape
+from pallas_kernels.xla import BLOCK, LARGE
+from tests.pallas_kernels.attention_cases import compiled, make_inputs
+
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="reads what XLA makes for a CPU"
+)
+
+SLOTS = LARGE * BLOCK + 64
+NUMBER = r"(?:f|bf|s|u)\d+"
+
+
+def moves_of_a_cache(program: str, shape: tuple[int, ...]) -> list[str]:
+    """Returns the lines of a compiled program that write as many elements as a cache has."""
+    size = int(np.prod(shape))
+    found = []
+    for line in program.splitlines():
+        match = re.search(rf"= {NUMBER}\[([\d,]+)\]\S* (\S+?)\(", line)
+        if match is None or match[2] not in ("copy", "transpose", "convert", "fusion", "slice"):
+            continue
+        if int(np.prod([int(n) for n in match[1].split(",")])) == size:
+            found.append(line.strip())
+    return found
+
+
+@functools.cache
+def program_of(nodes: int, dtype: str):
+    """Returns (compiled program, inputs) of the fast path for T = N nodes."""
+    inputs = make_inputs(Shape(2, nodes, nodes, 2, 1, 64, SLOTS), jnp.dtype(dtype))
+    return compiled("xla").lower(inputs).compile(), inputs
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("nodes", [1, 5, 64])
+def test_no_cache_is_copied(nodes, dtype):
+    program, inputs = program_of(nodes, dtype)
+    cache = inputs["k_prefix"]
+    assert moves_of_a_cache(program.as_text(), cache.shape) == []
+    # Scores, and copies of blocks; a cache converted to float32 would be this much.
+    assert program.memory_analysis().temp_size_in_bytes < 4 * cache.size
+
+
+def test_a_copied_cache_would_be_seen():
+    inputs = make_inputs(Shape(2, 5, 5, 2, 1, 64, SLOTS), jnp.float32)
+    program = compiled("reference").lower(inputs).compile()
+    shape = inputs["k_prefix"].shape
+    joined = (*shape[:2], SLOTS + 5, shape[3])  # the reference appends the new tokens
+    assert moves_of_a_cache(program.as_text(), joined)
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_a_loop_that_commits_to_the_cache_keeps_it_in_place(nodes):
+    shape = Shape(2, nodes, nodes, 2, 1, 64, SLOTS)
+    inputs = make_inputs(shape, jnp.float32, "chain")
+
+    def step(_, carry):
+        k, v, lengths, q = carry
+        new = inputs["k_new"] + q  # depends on the step before, as a real key does
+        out = tree_attention(q, k, v, lengths, new, new, inputs["mask"])
+        # Ties the commit to the attention that reads the old cache, or XLA may copy the cache. A
+        # product with zero is a tie in every version; the barrier is one in newer ones.
+        new = new + 0.0 * out.sum()
+
+        def write(cache, entries, at):
+            return lax.dynamic_update_slice_in_dim(cache, entries.swapaxes(0, 1), at, axis=1)
+
+        commit = jax.vmap(write)
+        return commit(k, new, lengths), commit(v, new, lengths), lengths + 1, out
+
+    def loop(k, v, lengths, q):
+        return lax.fori_loop(0, 3, step, (k, v, lengths, q))
+
+    arguments = (inputs["k_prefix"], inputs["v_prefix"], jnp.asarray([5, 9]), inputs["q"])
+    program = jax.jit(loop, donate_argnums=(0, 1)).lower(*arguments).compile()
+    copies = [
+        line
+        for line in moves_of_a_cache(program.as_text(), inputs["k_prefix"].shape)
+        if " copy(" in line
+    ]
+    assert copies == []
+    assert program.memory_analysis().temp_size_in_bytes < inputs["k_prefix"].nbytes
+
+
+@pytest.mark.parametrize("nodes", [1, 5, 64])
+def test_slots_far_beyond_the_live_ones_are_not_read(nodes):
+    """A NaN value reaches the result even with weight 0, so a finite result was read without it."""
+    program, inputs = program_of(nodes, "float32")
+    values = inputs["v_prefix"].at[:, :, BLOCK:].set(jnp.nan)
+    inputs = inputs | {"v_prefix": values, "lengths": jnp.asarray([3, BLOCK], jnp.int32)}
+    assert np.isfinite(program(inputs)[0]).all()
+    inputs["lengths"] += 1
+    assert np.isnan(program(inputs)[0]).any()
