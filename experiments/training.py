@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Float, Int
+from optax import contrib
 from tqdm import tqdm
 
 QUERY_CHUNK = 256
@@ -37,18 +38,20 @@ class Schedule:
 
     Attributes:
       phases: in order; the learning rate runs through all of them.
-      learning_rate: the peak, reached after `warmup` steps, held, then brought to a tenth
-        of itself, linearly, over the last `decay` share of the steps.
-      weight_decay: AdamW's, on matrices only.
+      learning_rate: Muon's peak (the blocks' matrices), reached after `warmup` steps, held, then
+        brought to a tenth of itself, linearly, over the last `decay` share of the steps.
+      adam_learning_rate: the peak for all other parameters, on the same course.
+      weight_decay: on the blocks' matrices only.
       seed: of initial weights and batches.
       checkpoint_every: steps between checkpoints.
     """
 
     phases: tuple[Phase, ...]
     learning_rate: float
-    warmup: int = 100
+    adam_learning_rate: float = 3e-3
+    warmup: int = 50
     decay: float = 0.6
-    weight_decay: float = 0.1
+    weight_decay: float = 0.05
     seed: int = 0
     checkpoint_every: int = 100
 
@@ -112,19 +115,45 @@ def batches(stream: np.ndarray, schedule: Schedule, first: int) -> Iterator[np.n
         yield np.stack([stream[s : s + phase.context + 1] for s in starts])
 
 
-def optimizer(schedule: Schedule) -> optax.GradientTransformation:
+def rate(schedule: Schedule, peak: float) -> optax.Schedule:
+    """Returns the learning rate by step: up to the peak, held, then down to a tenth of it."""
     decay_steps = max(1, int(schedule.steps * schedule.decay))
-    rate = optax.join_schedules(
+    return optax.join_schedules(
         [
-            optax.linear_schedule(0.0, schedule.learning_rate, schedule.warmup),
-            optax.constant_schedule(schedule.learning_rate),
-            optax.linear_schedule(schedule.learning_rate, schedule.learning_rate / 10, decay_steps),
+            optax.linear_schedule(0.0, peak, schedule.warmup),
+            optax.constant_schedule(peak),
+            optax.linear_schedule(peak, peak / 10, decay_steps),
         ],
         [schedule.warmup, max(schedule.warmup, schedule.steps - decay_steps)],
     )
-    matrices = functools.partial(jax.tree.map, lambda x: x.ndim > 1)
-    adamw = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=schedule.weight_decay, mask=matrices)
-    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def optimizer(schedule: Schedule) -> optax.GradientTransformation:
+    """Returns Muon for the blocks' matrices and Adam for everything else.
+
+    On so few tokens Muon needs about half the steps that AdamW needs. Source: K. Jordan, "Muon".
+    """
+
+    def dimensions(params):
+        """Which axes of a weight are summed over, and which are made; None: Adam."""
+
+        def of(path, weight):
+            if path[-1].key != "weight":
+                return None
+            summed = weight.ndim - 1 if path[-2].key == "out" else 1
+            axes = tuple(range(weight.ndim))
+            return contrib.MuonDimensionNumbers(axes[:summed], axes[summed:])
+
+        return jax.tree_util.tree_map_with_path(of, params)
+
+    muon = contrib.muon(
+        rate(schedule, schedule.learning_rate),
+        adam_learning_rate=rate(schedule, schedule.adam_learning_rate),
+        muon_weight_dimension_numbers=dimensions,
+        weight_decay=schedule.weight_decay,
+        adam_b2=0.95,
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), muon)
 
 
 def text_loss(model: nn.Module, params, windows: Int[Array, "B T1"]) -> Float[Array, ""]:

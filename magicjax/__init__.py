@@ -1,0 +1,44 @@
+"""Long-context speculative decoding in one compiled loop: sparse caches and token trees."""
+
+import importlib.util
+import pathlib
+
+
+def _check_neighbours() -> None:
+    """Raises ImportError if a package of the same name, from elsewhere, hides one of ours."""
+    home = pathlib.Path(__file__).resolve().parent.parent
+    for name in ("models", "sharding", "pallas_kernels"):
+        spec = importlib.util.find_spec(name)
+        if spec is None:
+            raise ImportError(f"magicjax needs the package {name!r} beside it, in {home}")
+        found = pathlib.Path(spec.origin or next(iter(spec.submodule_search_locations)))
+        if home not in found.resolve().parents:
+            raise ImportError(
+                f"{found} hides magicjax's own package {name!r}, which lies in {home}: "
+                "rename that file, or put magicjax's folder first on the path"
+            )
+
+
+_check_neighbours()
+
+from magicjax.drafters import SelfSpeculation, SmallModel  # noqa: E402
+from magicjax.generation import Output, generate, load, stream  # noqa: E402
+from magicjax.model import Model  # noqa: E402
+from magicjax.policies import StreamingLLM  # noqa: E402
+from magicjax.stats import Stats  # noqa: E402
+from magicjax.tree import TokenTree, chain, expansion  # noqa: E402
+
+__all__ = [
+    "Model",
+    "Output",
+    "SelfSpeculation",
+    "SmallModel",
+    "Stats",
+    "StreamingLLM",
+    "TokenTree",
+    "chain",
+    "expansion",
+    "generate",
+    "load",
+    "stream",
+]

@@ -1,0 +1,54 @@
+"""Compiles each program once for each (settings, shapes), counts it, and says how long it took."""
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from magicjax import decode
+
+logger = logging.getLogger("magicjax")
+
+_PROGRAMS: dict[str, tuple[Callable, dict]] = {
+    "start": (decode.start, {}),
+    "decode": (decode.decode, {"donate_argnums": 3}),
+    "step": (decode.step, {"donate_argnums": 3}),
+}
+_compiled: dict[Any, jax.stages.Compiled] = {}
+
+
+@functools.cache
+def _jitted(name: str):
+    function, options = _PROGRAMS[name]
+    return jax.jit(function, static_argnums=0, **options)
+
+
+def program(
+    name: str, settings: decode.Settings, *arguments: Any
+) -> tuple[jax.stages.Compiled, float]:
+    """Returns (the compiled program, seconds spent compiling it: 0 if it was there already).
+
+    Args:
+      name: start, decode or step (`magicjax.decode`); decode and step take over their state's
+        memory: it must not be used again.
+      settings: static.
+      arguments: as they will be passed, arrays or their shapes.
+    """
+    leaves, treedef = jax.tree.flatten(arguments)
+    shapes = tuple((x.shape, str(x.dtype), getattr(x, "sharding", None)) for x in leaves)
+    key = (name, settings, treedef, shapes)
+    if key in _compiled:
+        return _compiled[key], 0.0
+    begin = time.perf_counter()
+    _compiled[key] = _jitted(name).lower(settings, *arguments).compile()
+    seconds = time.perf_counter() - begin
+    logger.info("compiled %s (program %d) in %.1f s", name, len(_compiled), seconds)
+    return _compiled[key], seconds
+
+
+def count() -> int:
+    """Returns how many programs this process has compiled."""
+    return len(_compiled)

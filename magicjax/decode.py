@@ -1,0 +1,188 @@
+"""The loop: propose, score, verify, commit. One `step`, run compiled or one round at a time.
+
+The state is immutable and holds everything that a round reads or writes; `decode` runs rounds in
+one compiled `while_loop` until every row has ended, `step` runs one, for streaming.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from magicjax import cache as caches
+from magicjax import tree as trees
+from magicjax import verify
+from magicjax.attention import attend_to
+from magicjax.cache import KVCache
+from magicjax.drafters.base import Drafter, Proposal, Round
+from magicjax.model import Model
+from magicjax.prefill import prefill_cache
+from magicjax.tree import TokenTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a program is specialised on, besides the shapes of its arguments.
+
+    Attributes:
+      tree: the shape of every round's proposal.
+      capacity: S, the slots of the target's cache.
+      chunk: tokens of a prefill step.
+      max_new_tokens: the longest output of any row.
+      backend: of the attention; None: by platform.
+    """
+
+    tree: TokenTree
+    capacity: int
+    chunk: int
+    max_new_tokens: int
+    backend: str | None = None
+
+
+@struct.dataclass
+class DecodeState:
+    """Everything between two rounds.
+
+    Attributes:
+      cache: the target's; it holds exactly the prompt and the emitted tokens, less the pending one.
+      drafter: the drafter's own state.
+      pending: int32 [B], the newest emitted token, whose keys and values are in no cache yet.
+      output: int32 [B, max_new_tokens + A], emitted tokens; rubbish behind `emitted`.
+      emitted: int32 [B].
+      limits: int32 [B], each row's own max_new_tokens.
+      ended: bool [B].
+      eos: int32 [E], tokens that end a row (E may be 0).
+      histogram: int32 [B, A], how many rounds of the row accepted 0, 1, … A-1 speculated tokens.
+    """
+
+    cache: KVCache
+    drafter: Any
+    pending: Int[Array, "B"]
+    output: Int[Array, "B M"]
+    emitted: Int[Array, "B"]
+    limits: Int[Array, "B"]
+    ended: Bool[Array, "B"]
+    eos: Int[Array, "E"]
+    histogram: Int[Array, "B A"]
+
+
+def start(
+    settings: Settings,
+    target: Model,
+    drafter: Drafter | None,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    limits: Int[Array, "B"],
+    eos: Int[Array, "E"],
+) -> DecodeState:
+    """Returns the state behind the prompts, each row's first token emitted and pending."""
+    cache, last = prefill_cache(target, tokens, lengths, settings)
+    first = target.unembed(last).argmax(-1).astype(jnp.int32)
+    rows, deepest = tokens.shape[0], settings.tree.depth + 1
+    output = jnp.zeros((rows, settings.max_new_tokens + deepest), jnp.int32)
+    emitted = jnp.ones(rows, jnp.int32)
+    return DecodeState(
+        cache=cache,
+        drafter=None if drafter is None else drafter.prefill(target, tokens, cache, settings),
+        pending=first,
+        output=output.at[:, 0].set(first),
+        emitted=emitted,
+        limits=limits,
+        ended=_is_eos(first, eos) | (emitted >= limits),
+        eos=eos,
+        histogram=jnp.zeros((rows, deepest), jnp.int32),
+    )
+
+
+def step(
+    settings: Settings, target: Model, drafter: Drafter | None, state: DecodeState
+) -> DecodeState:
+    """Returns the state after one round: every row that has not ended emits 1 to A tokens."""
+    with jax.named_scope("propose"):
+        if drafter is None:
+            proposal, draft = Proposal(state.pending[:, None], trees.ROOT_ONLY.array), None
+        else:
+            proposal, draft = drafter.propose(
+                target, state.drafter, state.pending, state.cache, settings
+            )
+    with jax.named_scope("score"):
+        positions = state.cache.lengths[:, None] + trees.depths(proposal.parents)
+        mask = jnp.asarray(trees.ancestor_mask(proposal.parents))
+        attend = attend_to(state.cache, mask, settings.backend)
+        hidden, new = target(proposal.tokens, positions, attend)
+        logits = target.unembed(hidden)
+    with jax.named_scope("verify"):
+        verdict = verify.greedy(
+            logits, proposal.tokens, proposal.parents, settings.tree.depth, settings.tree.width
+        )
+        emitting = _emitted_tokens(proposal.tokens, verdict)
+        kept, ended = _cut(emitting, verdict, state)
+    with jax.named_scope("commit"):
+        of_round = Round(verdict.path, kept + caches.zero_after(verdict.bonus), new)
+        return _commit(drafter, state, draft, proposal, of_round, emitting, verdict, ended)
+
+
+def decode(
+    settings: Settings, target: Model, drafter: Drafter | None, state: DecodeState
+) -> DecodeState:
+    """Returns the state when every row has ended: one `while_loop`, no word with the host."""
+    return jax.lax.while_loop(
+        lambda state: ~state.ended.all(),
+        lambda state: step(settings, target, drafter, state),
+        state,
+    )
+
+
+def _is_eos(tokens: Int[Array, "*B"], eos: Int[Array, "E"]) -> Bool[Array, "*B"]:
+    return (tokens[..., None] == eos).any(-1)
+
+
+def _emitted_tokens(tokens: Int[Array, "B N"], verdict: verify.Verdict) -> Int[Array, "B A"]:
+    """Returns what a round would emit: the accepted tokens, then the bonus (to the end).
+
+    A path of nodes 0 2 5 with bonus 9, A = 4, emits [token 2, token 5, 9, 9].
+    """
+    follows = jnp.take_along_axis(tokens, verdict.path[:, 1:], 1)
+    follows = jnp.concatenate([follows, verdict.bonus[:, None]], 1)
+    places = jnp.arange(follows.shape[1])
+    return jnp.where(places < verdict.accepted[:, None], follows, verdict.bonus[:, None])
+
+
+def _cut(
+    emitting: Int[Array, "B A"], verdict: verify.Verdict, state: DecodeState
+) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
+    """Returns (how many of the tokens each row keeps, which rows have ended after that).
+
+    A row keeps all accepted + 1 tokens unless its limit or an EOS among them comes first; a row
+    that had ended keeps none.
+    """
+    places = jnp.arange(emitting.shape[1])
+    ends = _is_eos(emitting, state.eos) & (places <= verdict.accepted[:, None])
+    up_to_eos = jnp.where(ends.any(-1), ends.argmax(-1), verdict.accepted) + 1
+    kept = jnp.minimum(up_to_eos, state.limits - state.emitted)
+    kept = jnp.where(state.ended, 0, kept)
+    saw_eos = (ends & (places < kept[:, None])).any(-1)
+    return kept, state.ended | saw_eos | (state.emitted + kept >= state.limits)
+
+
+def _commit(drafter, state, draft, proposal, of_round, emitting, verdict, ended) -> DecodeState:
+    kept = of_round.kept
+    last = jnp.take_along_axis(emitting, jnp.maximum(kept - 1, 0)[:, None], 1)[:, 0]
+    write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
+    depths = jnp.arange(state.histogram.shape[1])
+    counted = (depths == verdict.accepted[:, None]) & ~state.ended[:, None]
+    of_drafter = state.drafter
+    if drafter is not None:
+        of_drafter = drafter.commit(state.drafter, draft, proposal, of_round)
+    return state.replace(
+        cache=caches.append(state.cache, of_round.new, of_round.path, kept),
+        drafter=of_drafter,
+        pending=jnp.where(kept > 0, last, state.pending),
+        output=write(state.output, emitting, state.emitted),
+        emitted=state.emitted + kept,
+        ended=ended,
+        histogram=state.histogram + counted,
+    )

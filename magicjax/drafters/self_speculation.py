@@ -1,0 +1,55 @@
+"""Self-speculation: the target drafts for itself on a sparse cache (MagicDec)."""
+
+import jax
+from flax import struct
+
+from magicjax import cache as caches
+from magicjax.cache import DraftCache, KVCache
+from magicjax.drafters.base import Proposal, Round
+from magicjax.drafters.levels import draft_tree
+from magicjax.model import Model
+from magicjax.policies import Policy, find
+from magicjax.tree import TokenTree
+
+
+@struct.dataclass
+class SelfSpeculation:
+    """The target itself, reading `budget` entries of its own cache instead of all.
+
+    The entries are gathered from the target's prefill, and each commit brings in the *verified*
+    keys and values, so they never drift. Source: MagicDec (arXiv 2408.11049), section 4.
+
+    Attributes:
+      policy: which tokens of the prompt are pinned: a name, or an object (`magicjax.policies`).
+      budget: C, the slots of the draft cache for each layer and KV head.
+    """
+
+    policy: str | Policy = struct.field(pytree_node=False, default="streaming")
+    budget: int = struct.field(pytree_node=False, default=256)
+
+    def __post_init__(self):
+        object.__setattr__(self, "policy", find(self.policy))
+
+    def check(self, target: Model, tree: TokenTree, context: int) -> None:
+        """Raises ValueError if the budget leaves too small a ring for `tree`."""
+        pinned = self.policy.num_pinned(self.budget)
+        needed = pinned + tree.depth + 1
+        if self.budget < needed:
+            raise ValueError(
+                f"budget={self.budget} leaves too small a ring: it must be at least "
+                f"sinks ({pinned}) + tree depth ({tree.depth}) + 1 = {needed}"
+            )
+
+    def prefill(self, target: Model, tokens: jax.Array, cache: KVCache, settings) -> DraftCache:
+        return caches.gather(cache, self.policy.pins(cache, self.budget), self.budget)
+
+    def propose(self, target: Model, state: DraftCache, root, cache: KVCache, settings):
+        tree = settings.tree
+        tokens, _ = draft_tree(target, state, tree, root, state.count, settings.backend)
+        return Proposal(tokens, tree.array), None
+
+    def commit(self, state: DraftCache, draft, proposal: Proposal, of_round: Round) -> DraftCache:
+        return caches.append_ring(state, of_round.new, of_round.path, of_round.kept)
+
+    def cache_of(self, state: DraftCache) -> DraftCache:
+        return state

@@ -1,0 +1,217 @@
+"""The public calls: `load` a model, `generate` texts, or `stream` them round by round."""
+
+import dataclasses
+import os
+import pathlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+import models
+from magicjax import cache as caches
+from magicjax import compilation
+from magicjax.decode import DecodeState
+from magicjax.drafters import Drafter
+from magicjax.model import Model
+from magicjax.request import Request, prepare
+from magicjax.stats import Stats, acceptance
+from magicjax.tree import TokenTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What `generate` returns.
+
+    Attributes:
+      sequences: for each row, prompt and new tokens, int32.
+      texts: for each row, the new text; None where the target has no tokenizer.
+      tokens: int32 [B, max_new_tokens], the new tokens, padded with the pad token.
+      lengths: int32 [B], how many new tokens each row has.
+      stats: acceptance, counts, times, bytes.
+    """
+
+    sequences: list[Int[np.ndarray, "T"]]
+    texts: list[str] | None
+    tokens: Int[np.ndarray, "B M"]
+    lengths: Int[np.ndarray, "B"]
+    stats: Stats
+
+
+def load(source: str | os.PathLike, dtype: Any = None, *, seed: int = 0) -> Model:
+    """Returns a model from a directory in Hugging Face format, or a preset with random weights.
+
+    Args:
+      source: a directory (config.json, safetensors, tokenizer files), or the name of a preset
+        (`models.PRESETS`), whose weights are drawn at random.
+      dtype: of parameters, caches and activations; None: as stored (presets: bfloat16).
+      seed: of a preset's weights.
+
+    Raises:
+      FileNotFoundError, ValueError: no such directory or preset; a checkpoint that is not whole.
+    """
+    path = pathlib.Path(source)
+    if path.is_dir():
+        checkpoint = models.load_checkpoint(path, dtype)
+        return Model(
+            module=checkpoint.module,
+            params=checkpoint.params,
+            tokenizer=models.load_tokenizer(path),
+            name=path.name,
+            eos_token_ids=checkpoint.eos_token_ids,
+            pad_token_id=checkpoint.pad_token_id,
+        )
+    if os.sep in str(source) or str(source).startswith("."):
+        raise FileNotFoundError(f"{source} is no directory: give one with config.json, or a preset")
+    module = models.build(models.preset(str(source)), "bfloat16" if dtype is None else dtype)
+    return Model(module, models.init_params(module, seed), name=str(source))
+
+
+def generate(
+    target: Model,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    *,
+    drafter: Drafter | None = None,
+    tree: TokenTree | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    do_sample: bool = False,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    backend: str | None = None,
+) -> Output:
+    """Returns the target's own continuation of every prompt, and statistics.
+
+    With a drafter the tokens are the same as without one; only the time differs.
+
+    Args:
+      target: as `load` returns it.
+      prompts: texts, or token ids; rows may differ in length.
+      drafter: who proposes; None: plain decoding, one token a pass.
+      tree: the shape of its proposals; None: chain(4).
+      max_new_tokens: of every row, or one for each row.
+      do_sample: must be False: decoding is greedy.
+      eos_token_id: what ends a row, one or several; None: the target's own; []: nothing.
+      pad_token_id: what fills `tokens` behind a row's end; None: the target's own, else EOS.
+      backend: of the attention (`pallas_kernels.BACKENDS`); None: by platform.
+
+    Raises:
+      ValueError, TypeError: bad input, before anything is compiled: an empty or too long prompt,
+        tokens outside the vocabulary, a tree without a drafter, a drafter that does not fit the
+        target, a budget too small for the tree, an unknown backend.
+    """
+    request = prepare(
+        target,
+        prompts,
+        drafter=drafter,
+        tree=tree,
+        max_new_tokens=max_new_tokens,
+        do_sample=do_sample,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        backend=backend,
+    )
+    programs = compilation.count()
+    start, compiling_start = compilation.program(
+        "start", request.settings, *request.start_arguments
+    )
+    state, prefill_s = _timed(start, *request.start_arguments)
+    arguments = request.target, request.drafter, state
+    decode, compiling_decode = compilation.program("decode", request.settings, *arguments)
+    state, decode_s = _timed(decode, *arguments)
+    return _output(
+        request,
+        state,
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+        compile_s=compiling_start + compiling_decode,
+        compilations=compilation.count() - programs,
+    )
+
+
+def stream(
+    target: Model, prompts: Sequence[str] | Sequence[Sequence[int]], **options: Any
+) -> Iterator[list[Int[np.ndarray, "T"]]]:
+    """Yields, after prefill and after every round, each row's newly emitted tokens.
+
+    The same step as `generate`'s compiled loop, called from Python: same tokens, and a word with
+    the host after each round. The generator's return value is the `Output`.
+
+    Args:
+      target, prompts, options: as for `generate`.
+    """
+    defaults = dict(
+        drafter=None,
+        tree=None,
+        max_new_tokens=128,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=None,
+        backend=None,
+    )
+    unknown = options.keys() - defaults.keys()
+    if unknown:
+        raise TypeError(f"stream() has no option {sorted(unknown)[0]!r}")
+    request = prepare(target, prompts, **(defaults | options))
+    return _stream(request)
+
+
+def _stream(request: Request):
+    programs = compilation.count()
+    start, compile_s = compilation.program("start", request.settings, *request.start_arguments)
+    state, prefill_s = _timed(start, *request.start_arguments)
+    decode_s, told = 0.0, np.zeros(len(request.prompts), np.int32)
+    while True:
+        emitted, output, ended = jax.device_get((state.emitted, state.output, state.ended))
+        yield [row[a:b] for row, a, b in zip(output, told, emitted, strict=True)]
+        told = emitted
+        if ended.all():
+            break
+        arguments = request.target, request.drafter, state
+        step, compiling = compilation.program("step", request.settings, *arguments)
+        state, seconds = _timed(step, *arguments)
+        compile_s, decode_s = compile_s + compiling, decode_s + seconds
+    return _output(
+        request,
+        state,
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+        compile_s=compile_s,
+        compilations=compilation.count() - programs,
+    )
+
+
+def _timed(program, *arguments) -> tuple[DecodeState, float]:
+    begin = time.perf_counter()
+    state = jax.block_until_ready(program(*arguments))
+    return state, time.perf_counter() - begin
+
+
+def _output(request: Request, state: DecodeState, **measured: Any) -> Output:
+    output, emitted, histogram = jax.device_get((state.output, state.emitted, state.histogram))
+    output = output[:, : request.settings.max_new_tokens]
+    inside = np.arange(output.shape[1]) < emitted[:, None]
+    new = [row[:n] for row, n in zip(output, emitted, strict=True)]
+    draft_bytes = 0
+    if request.drafter is not None:
+        draft_bytes = caches.num_bytes(request.drafter.cache_of(state.drafter))
+    counted = acceptance(histogram, emitted, request.settings.tree.num_nodes)
+    decode_s = measured["decode_s"]
+    stats = Stats(
+        **counted,
+        **measured,
+        tokens_per_s=counted["emitted"] / decode_s if decode_s else 0.0,
+        kv_bytes_target=caches.num_bytes(state.cache),
+        kv_bytes_draft=draft_bytes,
+        attention_backend=request.settings.backend,
+    )
+    tokenizer = request.target.tokenizer
+    return Output(
+        sequences=[np.concatenate(pair) for pair in zip(request.prompts, new, strict=True)],
+        texts=None if tokenizer is None else [tokenizer.decode(row) for row in new],
+        tokens=np.where(inside, output, request.pad_token_id).astype(np.int32),
+        lengths=emitted,
+        stats=stats,
+    )

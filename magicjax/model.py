@@ -1,0 +1,57 @@
+"""A model as the loop sees it: a Flax module and its parameters, one pytree."""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+from jaxtyping import Array, Float, Int
+
+from models import Attend
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A model with its parameters, and what users need around it.
+
+    As a pytree it is its parameters, with the module as static data: programs specialise on the
+    architecture and are shared by all weights of that shape. The other fields live on the host
+    and do not pass through `jax.jit`.
+
+    Attributes:
+      module: the Flax module; `module.config` has the shapes.
+      params: its parameters, plain arrays.
+      tokenizer: a Hugging Face tokenizer, or None.
+      name: what to call it in tables.
+      eos_token_ids: tokens that end a text.
+      pad_token_id: what fills the rows that ended, when the user gives none.
+    """
+
+    module: nn.Module
+    params: Any
+    tokenizer: Any = None
+    name: str = ""
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+
+    @property
+    def config(self):
+        return self.module.config
+
+    def tree_flatten(self):
+        return (self.params,), self.module
+
+    @classmethod
+    def tree_unflatten(cls, module, children):
+        return cls(module, *children)
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend
+    ) -> tuple[Float[Array, "B T E"], tuple]:
+        """Returns (hidden states, what `attend` kept of each layer)."""
+        return self.module.apply(self.params, tokens, positions, attend)
+
+    def unembed(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
+        """Returns the logits of some hidden states."""
+        return self.module.apply(self.params, hidden, method="unembed")
