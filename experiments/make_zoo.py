@@ -1,26 +1,45 @@
-"""Makes the embedded models: tokenizer, target, two drafts, each with a card.
+"""Makes the embedded models: tokenizer, target, two drafts, each a directory with a card.
 
-    python -m experiments.make_zoo experiments/recipes/cpu.yaml --work /tmp/zoo --out experiments/zoo
+    python -m experiments.make_zoo experiments/recipes/cpu.yaml --work build/zoo --out zoo
 
-Every stage resumes after a kill: finished ones are read back, the one at work goes on from its
+Every stage resumes after a kill: a finished one is read back, the one at work goes on from its
 newest checkpoint.
 """
 
 import argparse
 import dataclasses
 import pathlib
+import platform
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import numpy as np
 import yaml
 from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
-from experiments import corpus, training
-from models import Llama, LlamaConfig, Rope
+import models
+from experiments import corpus, distill, training
+from models import LlamaConfig, Rope
+
+CONTEXTS = (1024, 2048, 8192)  # of the losses in the cards
+EVALUATED_TOKENS = 65536
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A recipe file, read: shapes and schedules of the target and of the drafts."""
+    """A recipe file, read: shapes and schedules of the target and of the drafts.
+
+    Attributes:
+      vocab_size: of the tokenizer.
+      target, draft: shapes.
+      target_schedule: the target's training.
+      draft_text: the drafts' common training on text.
+      draft_labels: each draft's training on what the target would say.
+      labelled_tokens: how much text the target labels.
+      missed_weight: the second draft's loss weight where the first one missed.
+    """
 
     vocab_size: int
     target: LlamaConfig
@@ -30,6 +49,22 @@ class Recipe:
     draft_labels: training.Schedule
     labelled_tokens: int
     missed_weight: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """The data: tokens to train on, tokens held out, and their bytes.
+
+    Attributes:
+      train, held_out: int32 streams.
+      bytes_per_token: of the held-out text.
+      digest: SHA-256 of all modules.
+    """
+
+    train: np.ndarray
+    held_out: np.ndarray
+    bytes_per_token: float
+    digest: str
 
 
 def read_recipe(path: pathlib.Path) -> Recipe:
@@ -58,37 +93,152 @@ def read_recipe(path: pathlib.Path) -> Recipe:
     )
 
 
-def tokenizer_of(recipe: Recipe, modules: list[corpus.Module], work: pathlib.Path) -> Tokenizer:
-    """Returns the tokenizer, trained once and kept in the work folder."""
+def read_text(recipe: Recipe, work: pathlib.Path) -> tuple[Tokenizer, Text]:
+    """Returns (the tokenizer, trained once and kept in the work folder, the data)."""
+    modules = corpus.library()
+    trained_on, held_out = corpus.split(modules)
     path = work / "tokenizer.json"
     if not path.exists():
-        tokenizer = corpus.train_tokenizer(modules, recipe.vocab_size)
         partial = path.with_suffix(".partial")
-        tokenizer.save(str(partial))
+        corpus.train_tokenizer(trained_on, recipe.vocab_size).save(str(partial))
         partial.rename(path)
-    return Tokenizer.from_file(str(path))
+    tokenizer = Tokenizer.from_file(str(path))
+    unseen = corpus.encode(tokenizer, held_out)
+    size = sum(len(module.text.encode()) for module in held_out)
+    return tokenizer, Text(
+        corpus.encode(tokenizer, trained_on), unseen, size / len(unseen), corpus.data_hash(modules)
+    )
 
 
-def main():
+def make_drafts(recipe: Recipe, target: nn.Module, params, text: Text, work: pathlib.Path) -> list:
+    """Returns the parameters of the two drafts.
+
+    Both start from one small model of the text. The first learns what the target would say; the
+    second too, but what the first one missed counts `missed_weight` times.
+    """
+    module = models.build(recipe.draft)
+    begun = training.train(
+        module, text.train, recipe.draft_text, work / "draft-text", label="draft, text"
+    )
+    tokens = text.train[: recipe.labelled_tokens]
+    labels = distill.choices(target, params, tokens, work / "labels.npy")
+    drafts, weights = [], np.ones(len(labels), np.int32)
+    for name in ("draft-1", "draft-2"):
+        drafts.append(
+            training.train(
+                module,
+                np.stack([tokens[: len(labels)], labels, weights], 1),
+                recipe.draft_labels,
+                work / name,
+                loss=distill.label_loss,
+                initial=begun,
+                label=name,
+            )
+        )
+        chosen = distill.choices(module, drafts[-1], tokens, work / f"{name}-choices.npy")
+        weights = np.where(chosen == labels, 1, int(recipe.missed_weight)).astype(np.int32)
+    return drafts
+
+
+def card(
+    name: str,
+    module: nn.Module,
+    losses: dict[int, float],
+    agreement: float,
+    text: Text,
+    recipe: str,
+) -> str:
+    """Returns a model card in Markdown."""
+    count = models.count_params(module.config)
+    rows = "\n".join(
+        f"| {context} | {nats:.3f} | {nats / np.log(2) / text.bytes_per_token:.3f} |"
+        for context, nats in losses.items()
+    )
+    matches = ""
+    if name != "target":
+        matches = f"\nIts first choice is the target's on {agreement:.1%} of held-out tokens.\n"
+    return f"""# magicjax zoo: {name}
+
+A {count / 1e6:.2f} M parameter Llama, trained on the source of Python {platform.python_version()}'s
+standard library (without tests), for demonstrations and tests of speculative decoding. It writes
+Python-like text and knows nothing.
+
+    python -m experiments.make_zoo {recipe} --work build/zoo --out experiments/zoo
+
+Data: SHA-256 `{text.digest}` over paths and texts; {len(text.train):,} tokens trained on,
+{len(text.held_out):,} held out (whole modules, chosen by a hash of their path).
+
+Held-out loss after rounding to bfloat16, in windows of the given context:
+
+| context | nats a token | bits a byte |
+|---|---|---|
+{rows}
+{matches}"""
+
+
+def export(
+    name: str,
+    module: nn.Module,
+    params,
+    agreement: float,
+    tokenizer: Tokenizer,
+    text: Text,
+    arguments: argparse.Namespace,
+) -> None:
+    """Writes one model, rounded to bfloat16, with tokenizer and card."""
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    losses = {
+        context: training.evaluate(module, widen(rounded), text.held_out, context, EVALUATED_TOKENS)
+        for context in CONTEXTS
+    }
+    path = arguments.out / name
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=corpus.END, pad_token=corpus.END
+    )
+    end = tokenizer.token_to_id(corpus.END)
+    models.save_checkpoint(
+        path,
+        models.build(module.config, jnp.bfloat16),
+        rounded,
+        eos_token_ids=(end,),
+        pad_token_id=end,
+        tokenizer=wrapped,
+        overwrite=True,
+    )
+    written = card(name, module, losses, agreement, text, str(arguments.recipe))
+    (path / "README.md").write_text(written)
+    print(written)
+
+
+def widen(params):
+    """Returns the parameters in float32, whatever they were rounded to."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32), params)
+
+
+def main() -> None:
+    """Runs the recipe named on the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("recipe", type=pathlib.Path)
+    parser.add_argument("recipe", type=pathlib.Path, help="experiments/recipes/*.yaml")
     parser.add_argument("--work", type=pathlib.Path, required=True, help="checkpoints go here")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="models go here")
     arguments = parser.parse_args()
     recipe = read_recipe(arguments.recipe)
     arguments.work.mkdir(parents=True, exist_ok=True)
+    tokenizer, text = read_text(recipe, arguments.work)
 
-    trained_on, held_out = corpus.split(corpus.library())
-    tokenizer = tokenizer_of(recipe, trained_on, arguments.work)
-    stream = corpus.encode(tokenizer, trained_on)
-    unseen = corpus.encode(tokenizer, held_out)
-    target = Llama(recipe.target)
+    target = models.build(recipe.target)
     params = training.train(
-        target, stream, recipe.target_schedule, arguments.work / "target", label="target"
+        target, text.train, recipe.target_schedule, arguments.work / "target", label="target"
     )
-    for context in (1024, 2048, 8192):
-        print(context, training.evaluate(target, params, unseen, context, 65536))
+    export("target", target, params, 1.0, tokenizer, text, arguments)
+    drafts = make_drafts(recipe, target, params, text, arguments.work)
+    draft = models.build(recipe.draft)
+    for number, draft_params in enumerate(drafts, 1):
+        sample = text.held_out[:EVALUATED_TOKENS]
+        agreement = distill.agreement((target, params), (draft, draft_params), sample)
+        export(f"draft-{number}", draft, draft_params, agreement, tokenizer, text, arguments)
 
 
 if __name__ == "__main__":

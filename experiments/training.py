@@ -20,6 +20,8 @@ from jaxtyping import Array, Float, Int
 from optax import contrib
 from tqdm import tqdm
 
+import models
+
 QUERY_CHUNK = 256
 
 
@@ -96,18 +98,8 @@ def logits_of(model: nn.Module, params, tokens: Int[Array, "B T"]) -> Float[Arra
     return model.apply(params, hidden, method="unembed")
 
 
-def init_params(model: nn.Module, seed: int):
-    """Returns freshly initialised parameters (plain arrays, no boxes)."""
-    tokens = jnp.zeros((1, 2), jnp.int32)
-    return nn.meta.unbox(
-        jax.jit(model.init, static_argnums=3)(
-            jax.random.key(seed), tokens, jnp.zeros_like(tokens), causal_attend
-        )
-    )
-
-
 def batches(stream: np.ndarray, schedule: Schedule, first: int) -> Iterator[np.ndarray]:
-    """Yields int32 [batch, context + 1] windows from step `first` on; a function of (seed, step)."""
+    """Yields windows [batch, context + 1, ...] from step `first` on, a function of (seed, step)."""
     for step in range(first, schedule.steps):
         phase = schedule.phase_at(step)
         random = np.random.default_rng((schedule.seed, step))
@@ -176,15 +168,18 @@ def train(
 
     Args:
       model: the module to train.
-      stream: int32 [n], the training tokens.
+      stream: int32 [n], the training tokens, or [n, columns] where the loss wants more of each.
       schedule: phases and learning rate.
       directory: of the checkpoints; it must not hold those of another schedule.
-      loss: (model, params, windows [B, T+1]) -> scalar.
+      loss: (model, params, windows [B, T+1, ...]) -> scalar.
       initial: parameters to start from instead of fresh ones.
       label: what the progress bar says.
     """
     tx = optimizer(schedule)
-    params = init_params(model, schedule.seed) if initial is None else initial
+    if initial is None:
+        params = models.init_params(model, schedule.seed)
+    else:
+        params = jax.tree.map(jnp.copy, initial)  # the step takes over its state's memory
     state = {"params": params, "optimizer": tx.init(params), "loss": jnp.zeros(())}
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -213,21 +208,13 @@ def train(
     return state["params"]
 
 
-def evaluate(
-    model: nn.Module, params, stream: np.ndarray, context: int, limit: int
-) -> tuple[float, float]:
-    """Returns (mean nats a token, share of tokens that greedy decoding would have chosen).
+def evaluate(model: nn.Module, params, stream: np.ndarray, context: int, limit: int) -> float:
+    """Returns the mean loss in nats a token, in windows of `context` tokens without overlap.
 
-    Windows of `context` tokens follow each other without overlap; at most `limit` tokens count.
+    At most `limit` tokens count. Raises ValueError if they do not fill one window.
     """
-
-    @jax.jit
-    def score(windows):
-        logits = logits_of(model, params, windows[:, :-1])
-        nats = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
-        return nats.mean(), (logits.argmax(-1) == windows[:, 1:]).mean()
-
+    score = jax.jit(functools.partial(text_loss, model))
     starts = range(0, min(limit, len(stream) - 1) - context + 1, context)
-    results = [score(stream[None, s : s + context + 1]) for s in starts]
-    nats, hits = np.array(jax.device_get(results)).mean(0)
-    return float(nats), float(hits)
+    if not starts:
+        raise ValueError(f"{min(limit, len(stream))} tokens do not fill a window of {context}")
+    return float(np.mean([score(params, stream[None, s : s + context + 1]) for s in starts]))

@@ -148,7 +148,7 @@ def _limits(max_new_tokens: int | Sequence[int], rows: int) -> np.ndarray:
     each = np.asarray(max_new_tokens)
     if not np.issubdtype(each.dtype, np.integer):
         raise TypeError(f"max_new_tokens={max_new_tokens!r} must be an int, or one for each row")
-    if each.ndim > 1 or each.ndim == 1 and len(each) != rows:
+    if each.ndim > 1 or (each.ndim == 1 and len(each) != rows):
         raise ValueError(
             f"max_new_tokens has shape {each.shape} for {rows} prompts: give one int, or one a row"
         )
