@@ -1,0 +1,174 @@
+"""What an experiment file may say: strict, typed, every field documented.
+
+A setting comes from the defaults here, then from the YAML file, then from the command line; the
+later one wins. A key that does not exist is refused and the nearest one named, because a
+misspelt option that is silently ignored makes a wrong result look like a right one.
+"""
+
+import difflib
+import pathlib
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import pydantic
+import tyro
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from experiments import trees
+
+
+class ConfigError(ValueError):
+    """An experiment's settings are wrong; the message names the key, the value and the remedy."""
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
+Positive = Annotated[int, Field(ge=1)]
+Many = BeforeValidator(_listed)  # one value in a file stands for a list of one
+STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Shapes(BaseModel):
+    """Sizes to measure at: every batch with every context."""
+
+    model_config = STRICT
+
+    batch: Annotated[list[Positive], Many] = Field(
+        [1], min_length=1, description="Rows decoded together."
+    )
+    context: Annotated[list[Positive], Many] = Field(
+        [2048], min_length=1, description="Tokens of each prompt."
+    )
+
+
+class Method(BaseModel):
+    """A way to speculate; lists make one cell of each combination."""
+
+    model_config = STRICT
+
+    draft: Literal["self", "small"] = Field(
+        "self", description="Who drafts: the target itself on a small cache, or a small model."
+    )
+    tree: Annotated[list[str], Many] = Field(
+        ["chain(4)"],
+        min_length=1,
+        description="What is proposed at once: chain(n) or expansion(k1,...,km).",
+    )
+    model: str = Field("", description="Directory of the small model; only with draft=small.")
+    policy: Literal["", "streaming"] = Field(
+        "", description="What a self-speculating draft keeps of the prompt; streaming if not given."
+    )
+    kv_budget: Annotated[list[Positive], Many] = Field(
+        [], description="Cache slots of a self-speculating draft, sinks included; 256 if not given."
+    )
+    sinks: Positive | None = Field(
+        None, description="First tokens that the draft's cache pins; 16 if not given."
+    )
+
+    @model_validator(mode="after")
+    def _fits_the_draft(self) -> "Method":
+        for spec in self.tree:
+            trees.parse(spec)
+        if self.draft == "small":
+            given = [n for n in ("policy", "kv_budget", "sinks") if getattr(self, n)]
+            if given:
+                raise ValueError(f"{', '.join(given)} has no meaning with draft=small: remove it")
+            if not self.model:
+                raise ValueError("draft=small needs the model's directory: set model")
+        elif self.model:
+            raise ValueError(
+                f"model={self.model!r} has no meaning with draft=self, which uses the target: "
+                "remove it, or set draft=small"
+            )
+        return self
+
+
+class Experiment(BaseModel):
+    """Speculative decoding against plain decoding, over batch and context lengths."""
+
+    model_config = STRICT
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = Field(
+        "experiment",
+        description="Folder of the results; a file that gives none lends its own name.",
+    )
+    results: str = Field("results", description="Where the folders of results lie.")
+    target: str = Field("experiments/zoo/target", description="Directory or preset of the target.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Of weights, activations and caches; exactness is shown in float32."
+    )
+    shapes: list[Shapes] = Field([Shapes()], min_length=1, description="Batch sizes and contexts.")
+    methods: list[Method] = Field(
+        [], description="What is compared; plain decoding is always measured beside it."
+    )
+    new_tokens: Annotated[int, Field(ge=8)] = Field(
+        128, description="Tokens generated for each row, at least 8: text is judged by 8-grams."
+    )
+    repeats: Positive = Field(3, description="Timed runs of each cell; the median is reported.")
+    offset: Annotated[int, Field(ge=0)] = Field(
+        512, description="How many tokens before the end of its stretch of text a prompt ends."
+    )
+    agreement_tokens: Annotated[int, Field(ge=0)] = Field(
+        8192, description="Tokens of text on which target and draft are compared; 0 for none."
+    )
+    fresh: bool = Field(False, description="Measure every cell anew, also those that are finished.")
+
+
+def read(path: pathlib.Path) -> Experiment:
+    """Returns the experiment that a YAML file describes.
+
+    Raises:
+      ConfigError: the file is no mapping, has a key that does not exist, or a value out of range.
+    """
+    raw = yaml.safe_load(path.read_text())
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected `key: value` lines, found {type(raw).__name__}")
+    raw.setdefault("name", path.stem)
+    return validate(raw, str(path))
+
+
+def validate(raw: dict, source: str) -> Experiment:
+    """Returns the checked experiment; `source` opens the message if something is wrong."""
+    try:
+        return Experiment.model_validate(raw)
+    except pydantic.ValidationError as error:
+        lines = [_explain(problem) for problem in error.errors()]
+        raise ConfigError("\n".join([f"{source}:", *(f"  {line}" for line in lines)])) from error
+
+
+def from_command_line(arguments: Sequence[str], prog: str) -> Experiment:
+    """Returns the experiment of `[FILE] [--key value ...]`, the latter winning over the file."""
+    arguments = list(arguments)
+    base = Experiment()
+    usage = f"Settings below override those of FILE.\n\nusage: {prog} FILE [OPTIONS]"
+    if arguments and not arguments[0].startswith("-"):
+        base = read(pathlib.Path(arguments.pop(0)))
+    elif "-h" not in arguments and "--help" not in arguments:
+        raise ConfigError(f"no experiment file given: {prog} experiments/configs/demo.yaml")
+    return tyro.cli(  # names what is wrong in an override, and exits with status 2
+        Experiment,
+        default=base,
+        args=arguments,
+        prog=f"{prog} FILE",
+        description=f"{Experiment.__doc__}\n\n{usage}",
+    )
+
+
+def _explain(problem: Any) -> str:
+    """Returns one line for one of pydantic's errors: where, what, and the remedy."""
+    location = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] != "extra_forbidden":
+        return f"{location}={problem['input']!r}: {problem['msg']}".removeprefix("=")
+    known = sorted(_model_at(problem["loc"]).model_fields)
+    nearest = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
+    guess = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return f"{location}: no such key; {guess}(keys: {', '.join(known)})"
+
+
+def _model_at(location: tuple) -> type[BaseModel]:
+    """Returns the model whose key `location` ends in."""
+    models: dict[str, type[BaseModel]] = {"shapes": Shapes, "methods": Method}
+    return models[location[0]] if len(location) > 1 else Experiment

@@ -1,0 +1,114 @@
+import pathlib
+
+import pytest
+
+from experiments import config
+
+CONFIGS = sorted((pathlib.Path(config.__file__).parent / "configs").glob("*.yaml"))
+
+
+def read(tmp_path, text):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    return config.read(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "nearest"),
+    [
+        ("repeets: 3", "repeets", "repeats"),
+        ("shapes: [{batches: 3}]", "shapes.0.batches", "batch"),
+        ("methods: [{draft: self, kv_bugdet: 64}]", "methods.0.kv_bugdet", "kv_budget"),
+    ],
+)
+def test_a_key_that_does_not_exist_is_refused_and_the_nearest_named(tmp_path, text, key, nearest):
+    with pytest.raises(config.ConfigError) as error:
+        read(tmp_path, text)
+    assert f"{key}: no such key; did you mean {nearest!r}?" in str(error.value)
+    assert "mine.yaml" in str(error.value)
+
+
+def test_every_problem_of_a_file_is_named_at_once(tmp_path):
+    with pytest.raises(config.ConfigError) as error:
+        read(tmp_path, "repeats: 0\nnew_tokens: '128'\nshapes: [{batch: 0}]")
+    message = str(error.value)
+    assert (
+        "repeats=0" in message and "new_tokens='128'" in message and "shapes.0.batch.0=0" in message
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("{draft: small}", "draft=small needs the model's directory"),
+        ("{draft: small, model: x, kv_budget: 64}", "kv_budget has no meaning with draft=small"),
+        ("{draft: self, model: x}", "model='x' has no meaning with draft=self"),
+        ("{draft: self, tree: chain(0)}", "tree='chain(0)' is not a tree"),
+        ("{draft: self, tree: 'chain(2,2)'}", "tree='chain(2,2)' is not a tree"),
+        ("{draft: self, tree: ladder(3)}", "tree='ladder(3)' is not a tree"),
+    ],
+)
+def test_options_that_do_not_fit_together_are_refused(tmp_path, method, message):
+    with pytest.raises(config.ConfigError) as error:
+        read(tmp_path, f"methods: [{method}]")
+    assert message in str(error.value)
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("repeats: 5\nnew_tokens: 32\nmethods: [{draft: self, tree: chain(2)}]")
+    overrides = ["--repeats", "7", "--methods.0.tree", "chain(3)", "chain(4)"]
+    experiment = config.from_command_line([str(path), *overrides], "launch")
+    assert experiment.repeats == 7
+    assert experiment.new_tokens == 32
+    assert experiment.offset == config.Experiment().offset
+    assert experiment.methods[0].tree == ["chain(3)", "chain(4)"]
+    assert experiment.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (["--methods.0.model", "x"], "has no meaning with draft=self"),
+        (["--repeats", "0"], "greater than or equal to 1"),
+        (["--repeets", "3"], "--repeats"),
+    ],
+)
+def test_overrides_are_checked_like_the_file(tmp_path, capsys, override, message):
+    path = tmp_path / "mine.yaml"
+    path.write_text("methods: [{draft: self}]")
+    with pytest.raises(SystemExit) as end:
+        config.from_command_line([str(path), *override], "launch")
+    assert end.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_a_run_without_a_file_says_how_to_give_one():
+    with pytest.raises(config.ConfigError, match="no experiment file given: launch"):
+        config.from_command_line([], "launch")
+
+
+def test_help_describes_every_setting(capsys):
+    with pytest.raises(SystemExit) as end:
+        config.from_command_line(["--help"], "launch")
+    assert end.value.code == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "launch FILE" in text
+    for name, field in config.Experiment.model_fields.items():
+        if name not in ("shapes", "methods"):
+            assert field.description in text, name
+
+
+@pytest.mark.parametrize("model", [config.Experiment, config.Method, config.Shapes])
+def test_every_setting_is_documented(model):
+    assert all(field.description for field in model.model_fields.values())
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_the_files_that_come_with_the_project_are_valid(path):
+    assert config.read(path).name == path.stem
+
+
+def test_a_file_that_is_no_mapping_is_refused(tmp_path):
+    with pytest.raises(config.ConfigError, match="expected `key: value` lines, found list"):
+        read(tmp_path, "- 1")

@@ -1,0 +1,60 @@
+import csv
+import json
+import pathlib
+
+import pytest
+
+from experiments import store
+
+ISSUED = (  # the columns that scripts rely on
+    "target, draft, policy, kv_budget, tree, gamma, nodes, dtype, device, batch, context, "
+    "new_tokens, repeat, status, error, tau, acceptance_rate, decode_tok_s, ar_decode_tok_s, "
+    "speedup, exact_match, prefill_s, decode_s, compile_s, kv_mb_target, kv_mb_draft"
+).split(", ")
+
+
+def test_the_summary_opens_with_the_agreed_columns(tmp_path):
+    rows = [{"target": "a, b", "tau": 2.5, "agreement": None, "speedup": float("nan")}]
+    path = store.write_summary(tmp_path, rows)
+    with path.open() as file:
+        reader = csv.DictReader(file)
+        (row,) = reader
+    assert reader.fieldnames[: len(ISSUED)] == ISSUED
+    assert (row["target"], row["tau"], row["agreement"], row["speedup"]) == ("a, b", "2.5", "", "")
+
+
+def test_a_column_that_nobody_declared_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="speed"):
+        store.write_summary(tmp_path, [{"speed": 1.0}])
+
+
+def test_a_record_comes_back_and_one_that_failed_is_to_be_measured_again(tmp_path):
+    record = {"row": {"status": "ok", "tau": 2.5, "agreement": float("nan")}}
+    store.write_record(tmp_path, "good", record)
+    store.write_record(tmp_path, "bad", {"row": {"status": "failed", "error": "why"}})
+    assert store.read_record(tmp_path, "good")["row"] == {
+        "status": "ok",
+        "tau": 2.5,
+        "agreement": None,
+    }
+    assert store.read_record(tmp_path, "bad") is None
+    assert store.read_record(tmp_path, "never") is None
+
+
+@pytest.mark.parametrize("moment", ["write_text", "replace"])
+def test_a_write_that_is_interrupted_leaves_the_old_file_and_no_other(
+    tmp_path, monkeypatch, moment
+):
+    store.write_record(tmp_path, "cell", {"row": {"status": "ok"}, "n": 1})
+    real = pathlib.Path.write_text
+
+    def interrupted(self, *arguments):
+        if moment == "write_text":
+            real(self, '{"half')
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pathlib.Path, moment, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.write_record(tmp_path, "cell", {"row": {"status": "ok"}, "n": 2})
+    assert [p.name for p in (tmp_path / "cells").iterdir()] == ["cell.json"]
+    assert json.loads((tmp_path / "cells" / "cell.json").read_text())["n"] == 1
