@@ -1,0 +1,79 @@
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import exactness, teacher
+
+PROMPTS = np.arange(24, dtype=np.int32).reshape(3, 8)
+PLAIN = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]], np.int32)
+
+
+@pytest.fixture
+def logits(monkeypatch):
+    """Lets a test say what the target's logits are, and see where they were asked for."""
+    asked = []
+
+    def answer(model, tokens, index):
+        asked.append((np.asarray(tokens), int(index[0])))
+        return jnp.asarray(model.logits)[None]
+
+    monkeypatch.setattr(teacher, "logits_at", answer)
+    return asked
+
+
+def target(**logits):
+    values = np.zeros(16, np.float32)
+    for name, value in logits.items():
+        values[int(name[1:])] = value
+    return SimpleNamespace(logits=values)
+
+
+def test_equal_tokens_are_exact_and_need_no_forward(logits):
+    match = exactness.compare(target(), PROMPTS, PLAIN, PLAIN)
+    assert (match.exact, match.ties, logits) == (1.0, 0, [])
+
+
+def test_a_row_that_parts_at_a_tie_counts_as_exact_and_is_counted(logits):
+    found = PLAIN.copy()
+    found[1, 1:] = [11, 0]
+    match = exactness.compare(target(t5=100.0, t11=99.9999), PROMPTS, PLAIN, found)
+    assert (match.exact, match.ties) == (1.0, 1)
+    assert "new token 1: 11 instead of 5" in str(match.divergences[0])
+    tokens, index = logits[0]
+    # the logits that chose new token 1 stand after the prompt and new token 0
+    assert tokens[0, : index + 1].tolist() == [*PROMPTS[1], 4]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"t5": 100.0, "t11": 99.99},  # close, but not a tie
+        {"t5": 100.0, "t6": 100.0, "t11": 3.0},  # a tie, but of other tokens
+    ],
+)
+def test_a_row_that_parts_elsewhere_is_wrong(logits, values):
+    found = PLAIN.copy()
+    found[1, 1] = 11
+    match = exactness.compare(target(**values), PROMPTS, PLAIN, found)
+    assert match.exact == pytest.approx(2 / 3)
+    assert match.ties == 0
+    assert "WRONG" in str(match.divergences[0])
+
+
+def test_a_real_model_is_asked_at_the_right_place(tiny):
+    text = np.random.default_rng(0).integers(0, 64, (1, 12)).astype(np.int32)
+    best = np.asarray(teacher.greedy_tokens(tiny, text))[0, 7]
+    expected, found = text[:, 8:].copy(), text[:, 8:].copy()
+    expected[0, 0], found[0, 0] = best, (best + 1) % 64
+    (divergence,) = exactness.compare(tiny, text[:, :8], expected, found).divergences
+    logits = np.asarray(teacher.logits_at(tiny, text, np.array([7])))[0]
+    gap = (logits[best] - logits[found[0, 0]]) / np.abs(logits).max()
+    assert divergence.margin == pytest.approx(gap, rel=1e-4)
+    assert not divergence.is_tie
+
+
+def test_texts_of_different_shape_are_not_compared():
+    with pytest.raises(ValueError, match="cannot compare"):
+        exactness.compare(target(), PROMPTS, PLAIN, PLAIN[:, :2])

@@ -1,0 +1,85 @@
+"""The chunked, windowed forward against attention under a dense mask."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import teacher
+
+
+def dense_mask(length, sinks, window):
+    """What a draft cache shows: sinks, the `window` newest tokens before, and the token itself.
+
+    With 8 tokens, 2 sinks and a window of 3, query 7 sees 0 1 . . 4 5 6 7.
+    """
+    query, key = np.arange(length)[:, None], np.arange(length)
+    mask = key <= query
+    if window is not None:
+        mask &= (key < sinks) | (query - key <= window)
+    return mask
+
+
+def dense(q, k, v, mask):
+    group = q.shape[2] // k.shape[2]
+    k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
+    scores = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
+    scores = np.where(mask, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("bhts,bshd->bthd", weights, v)
+
+
+def random_qkv(length):
+    random = np.random.default_rng(0)
+    q = random.normal(size=(2, length, 4, 8))
+    k, v = random.normal(size=(2, 2, length, 2, 8))
+    return q, k, v
+
+
+CASES = [
+    (8, 2, 3),
+    (37, 4, 10),  # the last chunk is not full
+    (64, 4, 12),
+    (64, 0, 5),  # no sinks
+    (64, 4, 1),
+    (64, 20, 9),  # more sinks than a chunk holds
+    (40, 4, 100),  # the window covers the text
+    (50, 0, None),  # plain causal
+    (5, 8, 2),  # fewer tokens than sinks
+]
+
+
+@pytest.mark.parametrize(("length", "sinks", "window"), CASES)
+def test_windowed_attention_equals_attention_under_a_dense_mask(monkeypatch, length, sinks, window):
+    monkeypatch.setattr(teacher, "CHUNK", 16)
+    q, k, v = random_qkv(length)
+    attend = teacher.windowed_attend(sinks, window)
+    out, _ = attend(0, *(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
+    wanted = dense(q, k, v, dense_mask(length, sinks, window))
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=2e-6)
+
+
+def test_a_window_off_by_one_would_be_seen():
+    q, k, v = random_qkv(64)
+    attend = teacher.windowed_attend(4, 12)
+    out, _ = attend(0, *(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
+    for sinks, window in ((4, 11), (4, 13), (3, 12), (5, 12)):
+        wrong = dense(q, k, v, dense_mask(64, sinks, window))
+        assert np.abs(out - wrong).max() > 1e-3
+
+
+def test_greedy_tokens_and_logits_agree_with_a_forward_of_each_prefix(monkeypatch, tiny):
+    monkeypatch.setattr(teacher, "CHUNK", 8)
+    text = np.random.default_rng(1).integers(0, 64, (2, 21)).astype(np.int32)
+    greedy = teacher.greedy_tokens(tiny, text)
+    for length in (1, 8, 13, 21):
+        alone = teacher.logits_at(tiny, text[:, :length], np.full(2, length - 1))
+        within = teacher.logits_at(tiny, text, np.full(2, length - 1))
+        np.testing.assert_allclose(alone, within, rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(greedy[:, length - 1], alone.argmax(-1))
+
+
+def test_a_window_over_the_whole_text_agrees_everywhere(tiny):
+    text = np.random.default_rng(2).integers(0, 64, (1, 60)).astype(np.int32)
+    whole = teacher.greedy_tokens(tiny, text)
+    np.testing.assert_array_equal(whole, teacher.greedy_tokens(tiny, text, sinks=4, window=60))
