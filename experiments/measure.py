@@ -1,0 +1,254 @@
+"""Measures a group of cells in turns: plain, A, B, C, plain, A, B, C, ...
+
+The first turn compiles and warms up and is not timed. A cell that fails is recorded with its
+error, and the others go on: one bad setting must not cost a night's grid.
+"""
+
+import contextlib
+import dataclasses
+import os
+import statistics
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+import magicjax
+from experiments import exactness, metrics, prompts, teacher, trees
+from experiments.grid import Cell
+from pallas_kernels import bandwidth
+
+POLICIES = {"streaming": magicjax.StreamingLLM}
+
+
+class Bench:
+    """Models, text and prompts, each made once, when a cell first asks for it."""
+
+    def __init__(self):
+        self._made: dict[tuple, Any] = {}
+
+    def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def model(self, directory: str, dtype: str) -> Any:
+        """Returns the loaded model."""
+        return self._once(
+            ("model", directory, dtype), lambda: magicjax.load(directory, dtype=dtype)
+        )
+
+    def prompts(self, cell: Cell) -> np.ndarray:
+        """Returns int32 [batch, context], the same for all cells of a group."""
+
+        def stream() -> np.ndarray:
+            tokenizer = self.model(cell.target, cell.dtype).tokenizer
+            return prompts.held_out_stream(tokenizer)
+
+        text = self._once(("stream", cell.target), stream)
+        return prompts.cut(text, cell.batch, cell.context, cell.offset)
+
+    def run(self, cell: Cell) -> Any:
+        """Returns the output of one call of `generate` as the cell describes it."""
+        drafter, tree = None, trees.parse(cell.tree).build() if cell.tree else None
+        if cell.draft == "self":
+            policy = POLICIES[cell.policy](cell.sinks)
+            drafter = magicjax.SelfSpeculation(policy=policy, budget=cell.kv_budget)
+        elif cell.draft == "small":
+            drafter = magicjax.SmallModel(self.model(cell.model, cell.dtype))
+        return magicjax.generate(
+            self.model(cell.target, cell.dtype),
+            list(self.prompts(cell)),
+            drafter=drafter,
+            tree=tree,
+            max_new_tokens=cell.new_tokens,
+            do_sample=False,
+            eos_token_id=[],  # every row runs to the end, so all methods emit as much
+        )
+
+    def agreement(self, cell: Cell) -> float | None:
+        """Returns how often target and draft agree on the prompts' text, None if not asked for."""
+        if not cell.agreement_tokens or cell.draft == "none":
+            return None
+        rows = max(1, cell.agreement_tokens // cell.context)
+        text = self.prompts(cell)[:rows]
+        wanted = self._greedy(cell, cell.target, text)
+        if cell.draft == "small":
+            drafted = self._greedy(cell, cell.model, text)
+        else:
+            ring = cell.kv_budget - cell.sinks
+            drafted = self._greedy(cell, cell.target, text, sinks=cell.sinks, window=ring)
+        return metrics.agreement(wanted, drafted)
+
+    def _greedy(self, cell: Cell, directory: str, text: np.ndarray, **view: int) -> np.ndarray:
+        """Returns the best tokens of a model on a group's text; cells of the group share them."""
+        model = self.model(directory, cell.dtype)
+        key = (directory, cell.dtype, cell.batch, cell.context, cell.offset, text.shape)
+        return self._once(
+            ("greedy", *key, *view.items()),
+            lambda: np.asarray(teacher.greedy_tokens(model, text, **view)),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why a cell has no result: one line for the table, the whole trace for its record."""
+
+    error: str
+    trace: str
+
+
+def measure(
+    bench: Bench, group: list[Cell], wanted: list[Cell], tick: Callable[[Cell, int], None]
+) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    """Yields (cell, record) of every wanted cell of a group; its first cell is plain decoding.
+
+    Args:
+      bench: what runs them.
+      group: the cells of one batch and context.
+      wanted: those of the group to report; plain decoding runs in any case.
+      tick: called before each run with the cell and the turn, 0 being the warm-up.
+    """
+    plain = group[0]
+    outputs: dict[Cell, list] = {c: [] for c in group if c == plain or c in wanted}
+    failures: dict[Cell, Failure] = {}
+    for turn in range(plain.repeats + 1):
+        for cell, runs in outputs.items():
+            tick(cell, turn)
+            if not {cell, plain} & failures.keys():
+                with _recorded(cell, failures):
+                    runs.append(bench.run(cell))
+    read_gbs = bandwidth.read_bandwidth() / 1e9
+    for cell in wanted:
+        record: dict[str, Any] = {}
+        if plain in failures and cell != plain:
+            cause = failures[plain]
+            failures[cell] = Failure(f"plain decoding failed: {cause.error}", cause.trace)
+        if cell not in failures:
+            with _recorded(cell, failures):
+                record = _record(bench, cell, outputs[cell], outputs[plain], read_gbs)
+        if cell in failures:
+            record = _failed(cell, failures[cell])
+        yield cell, record
+
+
+@contextlib.contextmanager
+def _recorded(cell: Cell, failures: dict[Cell, Failure]) -> Iterator[None]:
+    """Turns an exception into the cell's failure; an interrupt by the user passes."""
+    try:
+        yield
+    except Exception as error:
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        failures[cell] = Failure(message, traceback.format_exc())
+
+
+def device_name() -> str:
+    """Returns what the measurements ran on, as the tables name it."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return f"cpu, {os.cpu_count()} cores"
+    return device.device_kind
+
+
+def _settings(cell: Cell) -> dict[str, Any]:
+    """Returns the columns that say what was measured."""
+    return {
+        "method": cell.method,
+        "target": cell.target,
+        "draft": cell.draft,
+        "draft_model": cell.model,
+        "policy": cell.policy,
+        "kv_budget": cell.kv_budget or None,
+        "sinks": cell.sinks or None,
+        "tree": cell.tree,
+        "gamma": cell.gamma,
+        "nodes": cell.nodes,
+        "dtype": cell.dtype,
+        "device": device_name(),
+        "batch": cell.batch,
+        "context": cell.context,
+        "new_tokens": cell.new_tokens,
+        "repeat": cell.repeats,
+    }
+
+
+def _failed(cell: Cell, failure: Failure) -> dict[str, Any]:
+    row = _settings(cell) | {"status": "failed", "error": failure.error}
+    return {"row": row, "cell": dataclasses.asdict(cell), "trace": failure.trace}
+
+
+def _record(bench: Bench, cell: Cell, runs: list, plain_runs: list, read_gbs: float) -> dict:
+    """Returns the record of a cell: its row of the summary, and every single run."""
+    warm_up, *timed = runs
+    plain_timed = plain_runs[1:]
+    if any(run.stats.compile_s for run in timed + plain_timed):
+        raise RuntimeError(f"{cell.label}: a timed run compiled again, so its time means nothing")
+    match = _match(bench, cell, runs, plain_runs[0])
+    median = statistics.median
+    rate = median(_rate(run) for run in timed)
+    plain_rate = median(_rate(run) for run in plain_timed)
+    paired = [_rate(a) / _rate(b) for a, b in zip(timed, plain_timed, strict=True)]
+    stats = timed[0].stats
+    target = bench.model(cell.target, cell.dtype)
+    # rounds are summed over rows, and plain decoding's rows all take part in every step
+    step_s = median(run.stats.decode_s * cell.batch / run.stats.rounds for run in plain_timed)
+    moved = metrics.step_bytes(target, cell.batch, cell.context, cell.new_tokens)
+    ar_gbs = moved / step_s / 1e9
+    row = _settings(cell) | {
+        "status": "ok",
+        "error": "",
+        "tau": stats.tau,
+        "acceptance_rate": None if cell.draft == "none" else stats.acceptance_rate,
+        "decode_tok_s": rate,
+        "ar_decode_tok_s": plain_rate,
+        "speedup": rate / plain_rate,
+        "speedup_low": min(paired),
+        "speedup_high": max(paired),
+        "exact_match": match.exact,
+        "ties": match.ties,
+        "prefill_s": median(run.stats.prefill_s for run in timed),
+        "decode_s": median(run.stats.decode_s for run in timed),
+        "compile_s": warm_up.stats.compile_s,
+        "kv_mb_target": stats.kv_bytes_target / 1e6,
+        "kv_mb_draft": stats.kv_bytes_draft / 1e6,
+        "repeated_8grams": metrics.repeated_ngrams(np.asarray(warm_up.tokens)),
+        "agreement": bench.agreement(cell),
+        "rounds": stats.rounds,
+        "ar_gbs": ar_gbs,
+        "read_gbs": read_gbs,
+        "bandwidth_share": ar_gbs / read_gbs,
+        "attention_backend": stats.attention_backend,
+    }
+    return {
+        "row": row,
+        "cell": dataclasses.asdict(cell),
+        "runs": [_run(run) for run in timed],
+        "plain_runs": [_run(run) for run in plain_timed],
+        "acceptance_by_depth": [float(a) for a in stats.acceptance_by_depth],
+        "divergences": [str(d) for d in match.divergences],
+        "texts": list(warm_up.texts),
+    }
+
+
+def _match(bench: Bench, cell: Cell, runs: list, plain: Any) -> exactness.Match:
+    """Returns how the cell's tokens compare with plain decoding's; every run must say the same.
+
+    Raises:
+      RuntimeError: two runs of the cell differ.
+    """
+    first = np.asarray(runs[0].tokens)
+    if any((np.asarray(run.tokens) != first).any() for run in runs):
+        raise RuntimeError(f"{cell.label}: two greedy runs on the same prompts differ")
+    target = bench.model(cell.target, cell.dtype)
+    return exactness.compare(target, bench.prompts(cell), np.asarray(plain.tokens), first)
+
+
+def _rate(run: Any) -> float:
+    return run.stats.emitted / run.stats.decode_s
+
+
+def _run(run: Any) -> dict[str, float]:
+    names = ("prefill_s", "decode_s", "tokens_per_s", "rounds", "emitted", "drafted", "accepted")
+    return {name: float(getattr(run.stats, name)) for name in names}

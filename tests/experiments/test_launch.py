@@ -1,0 +1,166 @@
+"""The launcher's promises, on a bench that answers at once."""
+
+import csv
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from experiments import config, launch, measure
+
+
+def experiment(tmp_path, **changes):
+    settings = {
+        "name": "mine",
+        "results": str(tmp_path),
+        "new_tokens": 16,
+        "shapes": [{"batch": [1, 2], "context": 8}],
+        "methods": [
+            {"draft": "self", "tree": "chain(3)"},
+            {"draft": "small", "model": "draft-1", "tree": "expansion(2,1)"},
+        ],
+    }
+    return config.validate(settings | changes, "test")
+
+
+def console():
+    return Console(file=io.StringIO(), width=200)
+
+
+def summary(tmp_path):
+    with (tmp_path / "mine" / "summary.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_cells_of_a_group_take_turns_and_plain_decoding_opens_each(tmp_path, scripted):
+    bench = scripted()
+    launch.run(experiment(tmp_path, shapes=[{"batch": 1, "context": 8}]), console(), bench)
+    assert [cell.draft for cell in bench.ran] == ["none", "self", "small"] * 4  # 1 + 3 repeats
+
+
+def test_a_run_writes_summary_plot_and_a_record_for_each_cell(tmp_path, scripted):
+    mine, out = experiment(tmp_path), console()
+    launch.publish(mine, launch.run(mine, out, scripted()), out)
+    rows = summary(tmp_path)
+    assert [(r["batch"], r["draft"]) for r in rows] == [
+        (batch, draft) for batch in "12" for draft in ("none", "self", "small")
+    ]
+    assert {r["status"] for r in rows} == {"ok"}
+    self_row = rows[1]
+    assert float(self_row["speedup"]) == 2.0
+    assert float(self_row["decode_tok_s"]) == 32.0
+    assert float(self_row["ar_decode_tok_s"]) == 16.0
+    assert float(self_row["exact_match"]) == 1.0
+    assert float(self_row["compile_s"]) == 3.0
+    assert (self_row["gamma"], self_row["nodes"], self_row["repeat"]) == ("3", "4", "3")
+    assert len(list((tmp_path / "mine" / "cells").glob("*.json"))) == 6
+    assert (tmp_path / "mine" / "speedup.png").read_bytes().startswith(b"\x89PNG")
+    assert "2.00×" in out.file.getvalue()
+
+
+def test_finished_cells_are_not_measured_again_and_their_rows_stay(tmp_path, scripted):
+    mine = experiment(tmp_path)
+    first = launch.run(mine, console(), scripted())
+    again = scripted()
+    second = launch.run(mine, console(), again)
+    assert again.ran == []
+    assert [r["row"] for r in first] == [r["row"] for r in second]
+    anew = scripted()
+    launch.run(experiment(tmp_path, fresh=True), console(), anew)
+    assert len(anew.ran) == 6 * 4
+
+
+def test_what_is_missing_is_measured_beside_plain_decoding(tmp_path, scripted):
+    launch.run(experiment(tmp_path), console(), scripted())
+    more = scripted()
+    methods = [{"draft": "self", "tree": ["chain(3)", "chain(5)"]}]
+    records = launch.run(experiment(tmp_path, methods=methods), console(), more)
+    assert {(cell.draft, cell.tree) for cell in more.ran} == {("none", ""), ("self", "chain(5)")}
+    assert len(records) == 6
+
+
+def test_a_killed_run_keeps_what_was_finished_and_leaves_no_half_record(tmp_path, scripted):
+    def killed(cell):
+        if cell.batch == 2 and cell.draft == "small":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch.run(experiment(tmp_path), console(), scripted(killed))
+    files = list((tmp_path / "mine" / "cells").iterdir())
+    assert len(files) == 3 and all(json.loads(f.read_text())["row"]["batch"] == 1 for f in files)
+    rest = scripted()
+    records = launch.run(experiment(tmp_path), console(), rest)
+    assert {cell.batch for cell in rest.ran} == {2}
+    assert [r["row"]["status"] for r in records] == ["ok"] * 6
+
+
+def test_a_cell_that_fails_is_recorded_with_its_error_and_the_grid_goes_on(tmp_path, scripted):
+    def fails(cell):
+        if cell.draft == "self" and cell.batch == 1:
+            raise ValueError("budget=8 leaves no ring:\n it must be larger")
+
+    mine, out = experiment(tmp_path), console()
+    launch.publish(mine, launch.run(mine, out, scripted(fails)), out)
+    rows = summary(tmp_path)
+    assert [r["status"] for r in rows] == ["ok", "failed", "ok", "ok", "ok", "ok"]
+    assert rows[1]["error"] == "ValueError: budget=8 leaves no ring: it must be larger"
+    assert rows[1]["speedup"] == ""
+    assert "budget=8 leaves no ring" in out.file.getvalue()
+    failed = [
+        record
+        for path in (tmp_path / "mine" / "cells").glob("*.json")
+        if (record := json.loads(path.read_text()))["row"]["status"] == "failed"
+    ]
+    assert len(failed) == 1 and "Traceback" in failed[0]["trace"]
+    repaired = scripted()
+    launch.run(mine, console(), repaired)  # failures are tried again
+    assert {(c.batch, c.draft) for c in repaired.ran} == {(1, "none"), (1, "self")}
+
+
+def test_without_plain_decoding_no_cell_of_its_group_counts(tmp_path, scripted):
+    def fails(cell):
+        if cell.draft == "none" and cell.batch == 2:
+            raise MemoryError("no room")
+
+    records = launch.run(experiment(tmp_path), console(), scripted(fails))
+    assert [r["row"]["status"] for r in records] == ["ok"] * 3 + ["failed"] * 3
+    assert records[4]["row"]["error"] == "plain decoding failed: MemoryError: no room"
+
+
+def test_a_timed_run_that_compiles_is_no_result(tmp_path, scripted):
+    bench = scripted()
+    honest = bench.run
+
+    def run(cell):
+        out = honest(cell)
+        if cell.draft == "small":
+            out.stats.__dict__["compile_s"] = 1.0
+        return out
+
+    bench.run = run
+    rows = [r["row"] for r in launch.run(experiment(tmp_path), console(), bench)]
+    assert [r["status"] for r in rows] == ["ok", "ok", "failed"] * 2
+    assert "a timed run compiled again" in rows[2]["error"]
+
+
+def test_wrong_settings_end_with_status_2_and_a_message(tmp_path, capsys):
+    path = tmp_path / "wrong.yaml"
+    path.write_text("repeets: 3")
+    assert launch.main([str(path)]) == 2
+    assert "did you mean 'repeats'?" in capsys.readouterr().err
+    assert launch.main([str(tmp_path / "absent.yaml")]) == 2
+    assert "absent.yaml" in capsys.readouterr().err
+
+
+def test_a_run_that_is_not_exact_or_failed_ends_with_status_1(tmp_path, scripted, monkeypatch):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"results: {tmp_path}\nnew_tokens: 16\nshapes: [{{context: 8}}]")
+    monkeypatch.setattr(measure, "Bench", scripted)
+    assert launch.main([str(path)]) == 0
+
+    def fails(cell):
+        raise ValueError("no")
+
+    monkeypatch.setattr(measure, "Bench", lambda: scripted(fails))
+    assert launch.main([str(path), "--fresh"]) == 1
