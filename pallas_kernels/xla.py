@@ -110,7 +110,8 @@ def _prefix(
 
     Few rows take one pass over all slots: on a CPU a block of the cache cannot be multiplied where
     it lies, it is copied first. While a large cache is at most half full, and for many rows, blocks
-    up to the longest row are faster all the same, so the work follows what is live.
+    up to the longest row are faster all the same, so the work follows what is live. (Before JAX
+    0.11, XLA for a CPU converts a whole 16-bit cache to float32 to slice it; float32 is not moved.)
     """
     slots = k.shape[2]
     block = min(BLOCK, slots)

@@ -1,0 +1,82 @@
+"""How fast this device reads memory: the floor that every decoding step is held against.
+
+Decoding moves bytes and computes little, so a time means something only beside the time that the
+same bytes take to be read at all.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from pallas_kernels.timing import fastest_seconds
+
+MEBIBYTE = 2**20
+ARRAYS = 4
+# What is read must be far larger than any cache on the way, and on an accelerator long enough to
+# hide the start of a program.
+DEFAULT_BYTES = {"cpu": 256 * MEBIBYTE}
+DEFAULT_BYTES_ELSEWHERE = 4096 * MEBIBYTE
+WIDTH = 64
+
+
+def _sum(x: Array) -> Array:
+    return x.sum()
+
+
+def _maximum(x: Array) -> Array:
+    return x.max()
+
+
+def _row_sums(x: Array) -> Array:
+    return x.reshape(-1, WIDTH * WIDTH).sum(1)
+
+
+def _matrix_vector(x: Array) -> Array:
+    """Returns the products that a query's scores are made of: batched rows times a vector."""
+    rows = x.reshape(16, -1, WIDTH)
+    return jnp.einsum("bsd,bd->bs", rows, jnp.ones((16, WIDTH), x.dtype))
+
+
+KERNELS = {
+    "sum": _sum,
+    "maximum": _maximum,
+    "row sums": _row_sums,
+    "matrix-vector": _matrix_vector,
+}
+
+
+def read_bandwidths(size: int | None = None, *, rounds: int = 7) -> dict[str, float]:
+    """Returns the bytes per second at which each of several simple kernels reads memory.
+
+    Args:
+      size: bytes read by a call; None for enough to overflow the caches of this platform.
+      rounds: how often each kernel is timed; the shortest time counts.
+
+    Raises:
+      ValueError: size is too small to hold a whole number of rows.
+    """
+    if size is None:
+        size = DEFAULT_BYTES.get(jax.default_backend(), DEFAULT_BYTES_ELSEWHERE)
+    count = size // (4 * ARRAYS)  # float32 elements of one array
+    unit = 16 * WIDTH * WIDTH
+    if count < unit:
+        raise ValueError(f"size={size} bytes is too small: it must be at least {4 * ARRAYS * unit}")
+    count -= count % unit
+    arrays = [jnp.full(count, i, jnp.float32) for i in range(ARRAYS)]
+    programs = {
+        name: jax.jit(lambda arrays, kernel=kernel: [kernel(x) for x in arrays])
+        for name, kernel in KERNELS.items()
+    }
+    calls = {name: functools.partial(program, arrays) for name, program in programs.items()}
+    seconds = fastest_seconds(calls, rounds=rounds)
+    return {name: 4 * ARRAYS * count / time for name, time in seconds.items()}
+
+
+def read_bandwidth(size: int | None = None, *, rounds: int = 7) -> float:
+    """Returns the bytes per second that this device reads, by the fastest of several kernels.
+
+    Arguments and errors are those of `read_bandwidths`.
+    """
+    return max(read_bandwidths(size, rounds=rounds).values())

@@ -1,0 +1,63 @@
+"""The benchmark command and the bandwidth it stands on: that they run, and what they report."""
+
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import bench
+from pallas_kernels.bandwidth import read_bandwidth, read_bandwidths
+from pallas_kernels.timing import fastest_seconds
+
+TINY = "--batch 1 --context 64 --kv-heads 1 --head-dim 8 --layers 1 --rounds 1".split()
+
+
+@pytest.fixture
+def small_read(monkeypatch):
+    monkeypatch.setattr(bench, "read_bandwidths", lambda rounds: {"sum": 4e9, "maximum": 2e9})
+
+
+def test_bandwidth_is_that_of_the_fastest_kernel():
+    kernels = read_bandwidths(2**22, rounds=1)
+    assert all(1e6 < rate < 1e14 for rate in kernels.values())
+    assert read_bandwidth(2**22, rounds=1) > 0
+    with pytest.raises(ValueError, match=r"size=64 bytes is too small.*at least"):
+        read_bandwidth(64)
+
+
+def test_each_function_runs_once_uncounted_and_then_in_turn():
+    order = []
+    functions = {name: lambda name=name: order.append(name) or jnp.zeros(()) for name in "ab"}
+    assert set(fastest_seconds(functions, rounds=2, calls=2)) == {"a", "b"}
+    assert "".join(order) == "ab" + 2 * "aabb"
+
+
+def test_writes_a_row_for_each_node_count_and_backend(tmp_path, capsys, small_read):
+    path = tmp_path / "attention.json"
+    assert bench.main([*TINY, "--nodes", "1,3", "--fill", "0.5", "--out", str(path)]) == 0
+    result = json.loads(path.read_text())
+    found = [(row["nodes"], row["backend"]) for row in result["rows"]]
+    assert found == [(1, "reference"), (1, "xla"), (3, "reference"), (3, "xla")]
+    for row in result["rows"]:
+        # Keys and values of half the slots and of the new tokens, 8 numbers of 4 bytes each.
+        assert row["bytes"] == 2 * (32 + row["nodes"]) * 8 * 4
+        rate = row["bytes"] / row["seconds"]
+        assert row["share_of_read_bandwidth"] == pytest.approx(rate / 4e9)
+    assert result["settings"]["context"] == 64
+    assert list(tmp_path.iterdir()) == [path]
+    assert len(capsys.readouterr().out.splitlines()) == 3 + len(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nodes", "1,0"], "0 is less than 1"),
+        (["--nodes", "1,x"], "'x'"),
+        (["--fill", "1.5"], "1.5 is not above 0"),
+        (["--backends", "fast"], "'fast' is unknown"),
+    ],
+)
+def test_wrong_arguments_end_with_a_message(arguments, message, capsys, small_read):
+    with pytest.raises(SystemExit):
+        bench.main([*TINY, *arguments])
+    assert message in capsys.readouterr().err
