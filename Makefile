@@ -2,6 +2,7 @@
 # An environment of your own in .venv is accepted, and only added to.
 #
 #   make test ARGS="-k ring"             arguments for pytest
+#   make test WORKERS=0                  in one process (a debugger, prints); else one for each core
 #   make demo PYTHON=/path/to/python3    the Python for a new .venv (else the newest one found)
 
 SHELL := bash
@@ -9,6 +10,9 @@ SHELL := bash
 .PHONY: help setup demo test test-slow test-other-end lint format clean
 
 ARGS ?=
+WORKERS ?= logical
+# Tests spend their time compiling, which keeps one core busy. Each worker needs about 1 GB.
+PARALLEL := -n $(WORKERS) --maxprocesses 4 --dist worksteal
 export PYTHON
 
 help: ## list these commands
@@ -23,15 +27,15 @@ demo: ## plain against speculative decoding on long text: a table, results/demo/
 
 test: ## the test suite
 	@tools/setup_env.sh .venv test
-	@.venv/bin/python -m pytest $(ARGS)
+	@.venv/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 test-slow: ## the tests that take minutes
 	@tools/setup_env.sh .venv test
-	@.venv/bin/python -m pytest -m slow $(ARGS)
+	@.venv/bin/python -m pytest $(PARALLEL) -m slow $(ARGS)
 
 test-other-end: ## kernel and loop tests with the other end of the supported range of JAX
 	@tools/setup_env.sh .venv test
-	@tools/test_other_end.sh $(ARGS)
+	@tools/test_other_end.sh $(PARALLEL) $(ARGS)
 
 lint: ## formatting, lint and types
 	@tools/setup_env.sh .venv dev
