@@ -46,7 +46,9 @@ def init_boxed(module: nn.Module, key: jax.Array) -> dict[str, Any]:
 
 def init_params(module: nn.Module, seed: int = 0) -> dict[str, Any]:
     """Returns random parameters as plain arrays, ready for `apply`."""
-    return nn.meta.unbox(init_boxed(module, jax.random.key(seed)))
+    # One compiled program: eager initialisers cost seconds of dispatch even in a tiny model.
+    made = jax.jit(lambda key: nn.meta.unbox(init_boxed(module, key)))
+    return made(jax.random.key(seed))
 
 
 def abstract_params(module: nn.Module) -> dict[str, Any]:

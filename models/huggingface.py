@@ -6,6 +6,7 @@ a model needs host memory for its largest tensor only. A round trip is exact to 
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -212,6 +213,7 @@ def _scan(path: pathlib.Path) -> dict[str, _Stored]:
     return found
 
 
+@functools.lru_cache(maxsize=8)  # tracing a model of 80 layers takes a while, and it is read often
 def _shapes(config: Config) -> dict[tuple[str, ...], Any]:
     """Boxes with shape and logical axes of every parameter, by path."""
     boxed = abstract_params(build(config))["params"]

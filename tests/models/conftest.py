@@ -1,5 +1,6 @@
 """What the tests of models share: attention written out plainly, and the golden models."""
 
+import functools
 import pathlib
 
 import jax
@@ -22,9 +23,10 @@ def attend_causally(layer, q, k, v):
     return jnp.einsum("bhts,bshd->bthd", weights, v), layer
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def logits_of(module, params, tokens):
     """Logits [B,T,V] of whole texts, each starting at position 0."""
-    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     hidden, _ = module.apply(params, tokens, positions, attend_causally)
     return module.apply(params, hidden, method="unembed")
 

@@ -1,0 +1,247 @@
+"""config.json is read as Hugging Face reads it; what cannot be honoured is an error."""
+
+import dataclasses
+
+import pytest
+
+import models
+from models.hf_config import read_config, write_config
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+OPT = {
+    "model_type": "opt",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "ffn_dim": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def of_family(family, **more):
+    own = {"model_type": family, "architectures": None, "num_key_value_heads": 2}
+    return {**LLAMA, **own, **more}
+
+
+@pytest.mark.parametrize("name", models.PRESETS)
+def test_every_preset_survives_config_json(name):
+    config = models.preset(name)
+    assert read_config(write_config(config)) == config
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        LLAMA,
+        {**LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        of_family("mistral"),
+        of_family("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=2),
+        of_family("qwen3", attention_bias=True),
+        OPT,
+        {**OPT, "_remove_final_layer_norm": True, "enable_bias": False},
+        {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 16},
+    ],
+)
+def test_every_switch_survives_config_json(raw):
+    config = read_config(raw)
+    assert read_config(write_config(config)) == config
+
+
+def test_defaults_are_those_of_the_family():
+    config = read_config(LLAMA)
+    assert (config.num_kv_heads, config.head_dim, config.norm_eps) == (4, 8, 1e-6)
+    assert (config.rope, config.tie_embeddings) == (models.Rope(), False)
+    assert read_config(of_family("qwen3")).head_dim == 128
+    raw = {**LLAMA, "model_type": "mistral", "architectures": None, "num_attention_heads": 16}
+    assert read_config(raw).num_kv_heads == 8
+    assert read_config(of_family("mistral", num_key_value_heads=None)).num_kv_heads == 4
+    assert read_config(OPT).max_positions == 2048
+    assert read_config(OPT).tie_embeddings
+
+
+def test_biases_are_where_the_family_has_them():
+    def biases(raw):
+        config = read_config(raw)
+        return config.qkv_bias, config.out_bias, config.mlp_bias, config.qk_norm
+
+    assert biases(LLAMA) == (False, False, False, False)
+    assert biases({**LLAMA, "attention_bias": True}) == (True, True, False, False)
+    assert biases({**LLAMA, "mlp_bias": True}) == (False, False, True, False)
+    assert biases(of_family("qwen2")) == (True, False, False, False)
+    assert biases(of_family("qwen3")) == (False, False, False, True)
+
+
+# Sliding windows
+
+
+@pytest.mark.parametrize(
+    "raw, window",
+    [
+        (of_family("mistral", sliding_window=16), 16),
+        (of_family("mistral", sliding_window=None), None),
+        (of_family("mistral", max_position_embeddings=9000), 4096),  # Hugging Face's default
+        (of_family("qwen2", sliding_window=16), None),
+        (
+            of_family(
+                "qwen2",
+                sliding_window=16,
+                use_sliding_window=True,
+                max_window_layers=3,
+            ),
+            16,
+        ),
+        (
+            of_family(
+                "qwen2",
+                sliding_window=16,
+                use_sliding_window=True,
+                max_window_layers=4,
+            ),
+            None,
+        ),
+        (
+            of_family(
+                "qwen3",
+                sliding_window=16,
+                use_sliding_window=True,
+                layer_types=["full_attention"] * 4,
+            ),
+            None,
+        ),
+    ],
+)
+def test_a_window_that_some_layer_applies_limits_the_context(raw, window):
+    config = read_config(raw)
+    assert config.sliding_window == window
+    assert config.max_positions == min(raw["max_position_embeddings"], window or 10**9)
+
+
+# Rotary settings
+
+
+def test_yarn_without_an_original_length_takes_the_context_for_it():
+    raw = {**LLAMA, "rope_scaling": {"type": "yarn", "factor": 4.0}}
+    config = read_config(raw)
+    assert config.rope.original_max_positions == 64
+    assert config.max_positions == 256
+
+
+def test_yarn_that_leaves_the_context_unstretched_still_reaches_its_full_length():
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert read_config({**LLAMA, "rope_scaling": scaling}).max_positions == 256
+
+
+def test_yarn_without_a_factor_takes_it_from_the_lengths():
+    scaling = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16}
+    assert read_config({**LLAMA, "rope_scaling": scaling}).rope.factor == 4.0
+
+
+def test_the_original_length_may_lie_beside_the_rotary_settings():
+    scaling = {"rope_type": "llama3", "factor": 2, "low_freq_factor": 1, "high_freq_factor": 4}
+    raw = {**LLAMA, "original_max_position_embeddings": 32, "rope_scaling": scaling}
+    assert read_config(raw).rope.original_max_positions == 32
+
+
+@pytest.mark.parametrize(
+    "key, settings, message",
+    [
+        ("rope_scaling", {"type": "dynamic", "factor": 2.0}, "type 'dynamic', which is not"),
+        ("rope_scaling", {"type": "linear"}, "of type 'linear' lacks factor"),
+        ("rope_parameters", {"rope_type": "llama3", "factor": 2.0}, "lacks low_freq_factor, high"),
+        ("rope_scaling", {"type": "default", "mrope_section": [1, 2]}, "mrope_section"),
+        ("rope_parameters", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, which is"),
+        ("rope_parameters", {"full_attention": {}, "sliding_attention": {}}, "full_attention={}"),
+    ],
+)
+def test_rotary_settings_that_are_not_supported_are_errors(key, settings, message):
+    with pytest.raises(ValueError, match=message):
+        read_config({**LLAMA, key: settings})
+
+
+def test_two_spellings_that_disagree_are_an_error():
+    raw = {**LLAMA, "rope_parameters": {"rope_theta": 5.0}, "rope_scaling": {"type": "default"}}
+    with pytest.raises(ValueError, match="rope_scaling and rope_parameters disagree"):
+        read_config(raw)
+    assert read_config({**raw, "rope_theta": 5.0}).rope.theta == 5.0
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_scaling_needs_the_original_length(kind):
+    with pytest.raises(ValueError, match=f"rope kind '{kind}' needs original_max_positions"):
+        models.Rope(kind=kind)
+
+
+def test_an_unknown_rope_kind_is_an_error():
+    with pytest.raises(ValueError, match="rope kind 'su' is not supported: it must be one of"):
+        models.Rope(kind="su")
+
+
+# What cannot be honoured
+
+
+@pytest.mark.parametrize(
+    "raw, message",
+    [
+        ({**LLAMA, "model_type": "gemma"}, "model_type='gemma' is not supported: it must be one"),
+        ({}, "model_type=None is not supported"),
+        ({**LLAMA, "architectures": ["LlamaForTokens"]}, "names 'LlamaForTokens': for model_type"),
+        ({**LLAMA, "hidden_act": "gelu"}, "hidden_act='gelu' is not supported: it must be 'silu'"),
+        ({**OPT, "activation_function": "gelu"}, "it must be 'relu'"),
+        ({**OPT, "layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=False"),
+        ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ({**LLAMA, "logit_scale": 0.5}, "logit_scale=0.5 is not known"),
+        ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not"),
+        ({**LLAMA, "rms_norm_epsilon": 1e-5}, "the nearest known key is 'rms_norm_eps'"),
+        (of_family("mistral", mlp_bias=True), "mlp_bias=True is not known"),
+        (
+            of_family("qwen2", layer_types=["chunked_attention"] * 4),
+            "layer_types names 'chunked_attention'",
+        ),
+        ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, "lacks 'hidden_size'"),
+        ({k: v for k, v in OPT.items() if k != "ffn_dim"}, "lacks 'ffn_dim'"),
+        ({**LLAMA, "num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
+    ],
+)
+def test_what_cannot_be_honoured_is_an_error(raw, message):
+    with pytest.raises(ValueError, match=message):
+        read_config(raw)
+
+
+def test_all_such_keys_are_in_one_error():
+    with pytest.raises(ValueError, match=r"hidden_act='gelu'.*logit_scale=2.*Remove such a key"):
+        read_config({**LLAMA, "hidden_act": "gelu", "logit_scale": 2})
+
+
+@pytest.mark.parametrize("key", ["torch_dtype", "initializer_range", "pretraining_tp", "auto_map"])
+def test_keys_that_change_nothing_are_passed_over(key):
+    assert read_config({**LLAMA, key: 1}) == read_config(LLAMA)
+
+
+def test_a_null_asks_for_nothing():
+    assert read_config({**LLAMA, "logit_scale": None}) == read_config(LLAMA)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"qkv_bias": True}, "family='llama' has no word for qkv_bias=True"),
+        ({"qk_norm": True}, "family='llama' has no word for qk_norm=True"),
+        ({"mlp_bias": True, "family": "mistral"}, "has no word for mlp_bias=True"),
+        ({"family": "qwen2"}, "has no word for qkv_bias=False"),
+        ({"family": "opt"}, "family='opt' does not fit LlamaConfig"),
+        ({"family": "gpt2"}, "family='gpt2' does not fit LlamaConfig"),
+    ],
+)
+def test_a_config_that_its_family_cannot_express_is_an_error(change, message):
+    config = dataclasses.replace(read_config(LLAMA), **change)
+    with pytest.raises(ValueError, match=message):
+        write_config(config)

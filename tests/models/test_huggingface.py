@@ -1,0 +1,322 @@
+"""Checkpoints survive a round trip to the bit, and every way they can be broken is named."""
+
+import dataclasses
+import json
+import os
+
+import flax.linen as nn
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import models
+from models import huggingface
+
+
+def assert_identical(found, expected):
+    """The same tree, dtypes and bits; NaN equals itself."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        one, other = np.asarray(one), np.asarray(other)
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+
+
+def edit_json(path, **changes):
+    raw = json.loads(path.read_text())
+    for key, value in changes.items():
+        if value is ...:
+            del raw[key]
+        else:
+            raw[key] = value
+    path.write_text(json.dumps(raw))
+
+
+def edit_tensors(folder, change):
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    change(tensors)
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.fixture
+def saved(tiny, tmp_path):
+    """The directory of the tiny model."""
+    models.save_checkpoint(tmp_path / "model", *tiny)
+    return tmp_path / "model"
+
+
+# Round trips
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shard", [10**9, 3000])
+def test_a_round_trip_is_exact_to_the_bit(golden, tmp_path, dtype, shard):
+    first = models.load_checkpoint(golden, dtype)
+    models.save_checkpoint(tmp_path / "x", first.module, first.params, max_shard_bytes=shard)
+    assert (tmp_path / "x" / huggingface.INDEX).exists() == (shard == 3000)
+    second = models.load_checkpoint(tmp_path / "x")
+    assert second.module == first.module
+    assert_identical(second.params, first.params)
+
+
+def test_what_is_written_are_the_very_tensors_that_were_read(golden, tmp_path):
+    """Names and layout too: a round trip through our own mistakes would also be exact."""
+    checkpoint = models.load_checkpoint(golden)
+    models.save_checkpoint(tmp_path / "x", checkpoint.module, checkpoint.params)
+    theirs = {}
+    for file in golden.glob("*.safetensors"):
+        theirs |= safetensors.numpy.load_file(file)
+    ours = safetensors.numpy.load_file(tmp_path / "x" / "model.safetensors")
+    assert_identical(ours, theirs)
+
+
+def test_special_values_survive(tiny, tmp_path):
+    module, params = tiny
+    odd = np.array([np.nan, -0.0, np.inf, 1e-45] + [1.0] * 4, np.float32)
+    params["params"]["norm"]["scale"] = odd
+    models.save_checkpoint(tmp_path / "x", module, params)
+    assert_identical(models.load_checkpoint(tmp_path / "x").params["params"]["norm"]["scale"], odd)
+
+
+def test_boxed_parameters_can_be_written(tiny, tmp_path):
+    module, params = tiny
+    boxed = jax.tree.map(lambda leaf: nn.LogicallyPartitioned(leaf, (None,) * leaf.ndim), params)
+    models.save_checkpoint(tmp_path / "x", module, boxed)
+    assert_identical(models.load_checkpoint(tmp_path / "x").params, params)
+
+
+def test_dtype_converts_parameters_and_activations(saved, tiny):
+    checkpoint = models.load_checkpoint(saved, "bfloat16")
+    assert checkpoint.module.dtype == ml_dtypes.bfloat16
+    expected = jax.tree.map(lambda x: np.asarray(x).astype(ml_dtypes.bfloat16), tiny[1])
+    assert_identical(checkpoint.params, expected)
+
+
+def test_float64_needs_64_bit_mode(saved):
+    with pytest.raises(ValueError, match="dtype=float64 needs 64-bit mode"):
+        models.load_checkpoint(saved, "float64")
+
+
+def test_float64_is_read_exactly_in_64_bit_mode(saved, tiny, float64):
+    checkpoint = models.load_checkpoint(saved, "float64")
+    expected = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), tiny[1])
+    assert_identical(checkpoint.params, expected)
+
+
+def test_put_places_each_tensor_by_its_logical_axes(saved, tiny):
+    seen = []
+
+    def put(array, axes):
+        seen.append((array.shape, axes))
+        return jax.device_put(array)
+
+    params = tiny[1]
+    assert_identical(models.load_checkpoint(saved, put=put).params, params)
+    assert ((8, 2, 4), ("embed", "heads", "head_dim")) in seen
+    assert len(seen) == len(jax.tree.leaves(params))
+
+
+# Token ids and tokenizers
+
+
+def test_token_ids_come_back(tiny, tmp_path):
+    path = tmp_path / "x"
+    special = {"eos_token_ids": (3, 5), "bos_token_id": 1, "pad_token_id": 0}
+    models.save_checkpoint(path, *tiny, **special)
+    found = models.load_checkpoint(path)
+    assert {name: getattr(found, name) for name in special} == special
+
+
+def test_a_single_eos_is_an_int_in_the_file_and_a_tuple_here(tiny, tmp_path):
+    models.save_checkpoint(tmp_path / "x", *tiny, eos_token_ids=[7])
+    assert json.loads((tmp_path / "x" / "config.json").read_text())["eos_token_id"] == 7
+    assert models.load_checkpoint(tmp_path / "x").eos_token_ids == (7,)
+
+
+def test_generation_config_goes_before_config(saved):
+    edit_json(saved / "config.json", eos_token_id=4, bos_token_id=1)
+    edit_json(saved / "generation_config.json", eos_token_id=[4, 6], bos_token_id=None)
+    found = models.load_checkpoint(saved)
+    assert (found.eos_token_ids, found.bos_token_id, found.pad_token_id) == ((4, 6), 1, None)
+
+
+def test_no_token_ids_are_no_error(saved):
+    (saved / "generation_config.json").unlink()
+    found = models.load_checkpoint(saved)
+    assert (found.eos_token_ids, found.bos_token_id, found.pad_token_id) == ((), None, None)
+
+
+def test_tokenizers_are_read_where_there_is_one(saved, tiny, tmp_path):
+    import tokenizers
+    import transformers
+
+    assert models.load_tokenizer(saved) is None
+    words = tokenizers.models.WordLevel({"<unk>": 0, "a": 1, "b": 2}, "<unk>")
+    plain = tokenizers.Tokenizer(words)
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    plain.save(str(saved / "tokenizer.json"))
+    assert models.load_tokenizer(saved)("b a").input_ids == [2, 1]
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="b")
+    models.save_checkpoint(tmp_path / "x", *tiny, tokenizer=fast)
+    found = models.load_tokenizer(tmp_path / "x")
+    assert (found("b a").input_ids, found.eos_token_id) == ([2, 1], 2)
+
+
+# Harmless variations
+
+
+def test_extra_buffers_and_an_equal_output_matrix_are_fine(golden, tmp_path):
+    checkpoint = models.load_checkpoint(golden)
+    models.save_checkpoint(tmp_path / "x", checkpoint.module, checkpoint.params)
+    embedding = np.asarray(checkpoint.params["params"]["embedding"])
+
+    def add(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+        if checkpoint.config.tie_embeddings:
+            tensors["lm_head.weight"] = embedding.copy()
+
+    edit_tensors(tmp_path / "x", add)
+    assert_identical(models.load_checkpoint(tmp_path / "x").params, checkpoint.params)
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "opt_post_norm"])
+def test_a_tied_matrix_may_be_stored_under_its_other_name(family, tmp_path, request):
+    golden = request.path.parent / "golden" / family
+    checkpoint = models.load_checkpoint(golden)
+    models.save_checkpoint(tmp_path / "x", checkpoint.module, checkpoint.params)
+
+    def rename(tensors):
+        name = next(name for name in tensors if "embed_tokens" in name)
+        tensors["lm_head.weight"] = tensors.pop(name)
+
+    edit_tensors(tmp_path / "x", rename)
+    assert_identical(models.load_checkpoint(tmp_path / "x").params, checkpoint.params)
+
+
+def test_the_prefix_of_a_bare_decoder_may_be_missing(golden, tmp_path):
+    checkpoint = models.load_checkpoint(golden)
+    models.save_checkpoint(tmp_path / "x", checkpoint.module, checkpoint.params)
+
+    def strip(tensors):
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    edit_tensors(tmp_path / "x", strip)
+    assert_identical(models.load_checkpoint(tmp_path / "x").params, checkpoint.params)
+
+
+# Errors on reading
+
+
+def test_all_that_does_not_fit_is_in_one_error(saved):
+    def damage(tensors):
+        del tensors["model.norm.weight"]
+        tensors["model.layers.0.self_attn.extra.weight"] = np.ones(1, np.float32)
+        tensors["model.layers.1.mlp.up_proj.weight"] = np.ones((3, 8), np.float32)
+        tensors["lm_head.weight"] = np.ones((19, 8), np.int8)
+
+    edit_tensors(saved, damage)
+    with pytest.raises(ValueError) as caught:
+        models.load_checkpoint(saved)
+    assert str(caught.value).splitlines() == [
+        "the weights do not fit config.json (4 problems):",
+        "  missing model.norm.weight",
+        "  lm_head.weight has dtype I8, supported are F16, BF16, F32, F64",
+        "  unexpected model.layers.0.self_attn.extra.weight",
+        "  model.layers.1.mlp.up_proj.weight has shape (3, 8), the config makes it (12, 8)",
+    ]
+
+
+def test_a_tied_output_matrix_that_differs_is_an_error(saved):
+    edit_json(saved / "config.json", tie_word_embeddings=True)
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from model\.embed"):
+        models.load_checkpoint(saved)
+
+
+def test_an_output_matrix_that_is_neither_tied_nor_there_is_an_error(saved):
+    edit_tensors(saved, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(ValueError, match=r"missing lm_head\.weight"):
+        models.load_checkpoint(saved)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_pickled_weights_are_refused(saved, name):
+    (saved / "model.safetensors").rename(saved / name)
+    with pytest.raises(ValueError, match=rf"pickle format only \({name}\).*safetensors only"):
+        models.load_checkpoint(saved)
+
+
+def test_a_directory_without_weights_is_an_error(saved):
+    (saved / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no weights: it must hold model\.safetensors"):
+        models.load_checkpoint(saved)
+
+
+def test_a_directory_without_config_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
+        models.load_checkpoint(tmp_path)
+
+
+def test_a_shard_that_is_not_there_is_an_error(tiny, tmp_path):
+    models.save_checkpoint(tmp_path / "x", *tiny, max_shard_bytes=3000)
+    os.remove(min((tmp_path / "x").glob("*.safetensors")))
+    with pytest.raises(FileNotFoundError, match=r"files that are not there: \['model-00001-of-"):
+        models.load_checkpoint(tmp_path / "x")
+
+
+def test_several_stored_dtypes_need_a_choice(saved):
+    def widen(tensors):
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float16)
+
+    edit_tensors(saved, widen)
+    with pytest.raises(ValueError, match=r"several dtypes \(F16, F32\).*pass dtype"):
+        models.load_checkpoint(saved)
+    assert models.load_checkpoint(saved, "float32").module.dtype == np.float32
+
+
+def test_a_dtype_that_is_no_float_is_an_error(saved):
+    with pytest.raises(ValueError, match="dtype=int8 is not supported: it must be one of float16"):
+        models.load_checkpoint(saved, "int8")
+
+
+# Errors on writing
+
+
+def test_a_directory_that_exists_is_kept_unless_told_otherwise(saved, tiny):
+    module, params = tiny
+    with pytest.raises(FileExistsError, match="exists: choose another path, or pass overwrite"):
+        models.save_checkpoint(saved, module, params)
+    other = models.init_params(module, 1)
+    models.save_checkpoint(saved, module, other, overwrite=True)
+    assert_identical(models.load_checkpoint(saved).params, other)
+    assert [p.name for p in saved.parent.iterdir()] == ["model"]
+
+
+def test_a_write_that_fails_leaves_the_old_directory_whole(saved, tiny):
+    class Broken:
+        def save_pretrained(self, path):
+            raise OSError("disk full")
+
+    module, params = tiny
+    other = models.init_params(module, 1)
+    with pytest.raises(OSError, match="disk full"):
+        models.save_checkpoint(saved, module, other, tokenizer=Broken(), overwrite=True)
+    assert_identical(models.load_checkpoint(saved).params, params)
+    assert [p.name for p in saved.parent.iterdir()] == ["model"]
+
+
+def test_parameters_of_another_module_are_an_error(tiny, tmp_path):
+    module, params = tiny
+    config = dataclasses.replace(module.config, num_layers=1, vocab_size=20, tie_embeddings=True)
+    with pytest.raises(ValueError) as caught:
+        models.save_checkpoint(tmp_path / "x", models.build(config), params)
+    message = str(caught.value)
+    assert "unexpected layers_1/mlp/up/weight" in message
+    assert "unexpected unembedding" in message
+    assert "embedding has shape (19, 8), the config makes it (20, 8)" in message
+    del params["params"]["norm"]
+    with pytest.raises(ValueError, match="missing norm/scale"):
+        models.save_checkpoint(tmp_path / "x", module, params)
+    assert not list(tmp_path.iterdir())
