@@ -11,7 +11,7 @@ import json
 import pathlib
 
 from experiments import trees
-from experiments.config import Experiment
+from experiments.config import ConfigError, Experiment
 
 BUDGET, SINKS = 256, 16
 
@@ -72,11 +72,11 @@ def groups(experiment: Experiment) -> list[list[Cell]]:
     """Returns the cells by (batch, context), plain decoding first in each group.
 
     Raises:
-      ValueError: two methods or two shapes are the same.
+      ConfigError: two methods or two shapes are the same.
     """
     shapes = [shape for s in experiment.shapes for shape in itertools.product(s.batch, s.context)]
     if len(set(shapes)) < len(shapes):
-        raise ValueError(f"shapes name a (batch, context) twice: {shapes}")
+        raise ConfigError(f"shapes name a (batch, context) twice: {shapes}")
     return [_group(experiment, batch, context) for batch, context in shapes]
 
 
@@ -112,7 +112,7 @@ def _group(experiment: Experiment, batch: int, context: int) -> list[Cell]:
                 tree=str(trees.parse(spec)),
             )
             if cell in cells:
-                raise ValueError(f"methods name {cell.method!r} twice: remove one")
+                raise ConfigError(f"methods name {cell.method!r} twice: remove one")
             cells.append(cell)
     return cells
 

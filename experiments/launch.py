@@ -74,10 +74,13 @@ def _progress(console: Console) -> Progress:
 
 
 def _announce(console: Console, cell: grid.Cell, record: dict[str, Any]) -> None:
-    """Prints what must not be overlooked: a failure, or where tokens differ."""
-    if record["row"]["status"] != "ok":
-        console.print(f"[red]failed[/] {cell.label}: ", end="")
-        console.print(record["row"]["error"], markup=False)
+    """Prints a finished cell, with what must not be overlooked: its error, or differing tokens."""
+    row = record["row"]
+    if row["status"] == "ok":
+        result = f"{row['decode_tok_s']:.0f} tokens/s, {row['speedup']:.2f}×, τ {row['tau']:.2f}"
+    else:
+        result = f"failed: {row['error']}"
+    console.print(f"{cell.label}: {result}", markup=False, highlight=False)
     for divergence in record.get("divergences", ()):
         console.print(f"{cell.label}: {divergence}", markup=False)
 

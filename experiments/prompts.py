@@ -25,7 +25,7 @@ def held_out_stream(tokenizer: Any, modules: list[corpus.Module] | None = None) 
         raise ValueError("the target has no tokenizer: prompts are made from text")
     stream: list[int] = []
     for module in modules:
-        stream += tokenizer.encode(module.text, add_special_tokens=False)
+        stream += tokenizer.encode(module.text, add_special_tokens=False, verbose=False)
         if tokenizer.eos_token_id is not None:
             stream.append(tokenizer.eos_token_id)
     return np.array(stream, np.int32)

@@ -40,7 +40,7 @@ def test_a_grid_is_the_product_of_its_lists_with_plain_decoding_first_in_each_gr
     ],
 )
 def test_the_same_cell_twice_is_refused(change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(config.ConfigError, match=message):
         grid.groups(config.validate(change, "test"))
 
 

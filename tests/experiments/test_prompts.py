@@ -11,7 +11,7 @@ class Letters:
 
     eos_token_id = 0
 
-    def encode(self, text, add_special_tokens):
+    def encode(self, text, add_special_tokens, verbose):
         assert not add_special_tokens
         return [ord(letter) for letter in text]
 
