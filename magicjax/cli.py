@@ -9,6 +9,7 @@ import magicjax
 from magicjax.generation import Output
 
 DESCRIPTION = "Long-context speculative decoding."
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def parse_tree(text: str) -> magicjax.TokenTree:
@@ -74,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         help="chain:4 (the default), expansion:2,2,1 or parents:-1,0,0,1; needs a drafter",
     )
     generate.add_argument("--max-new-tokens", type=int, default=128)
-    generate.add_argument("--dtype", help="float32, bfloat16, …; the default: as stored")
+    generate.add_argument("--dtype", choices=DTYPES, help="of the models; the default: as stored")
     generate.add_argument("--backend", help="of the attention; the default: by platform")
     generate.add_argument("--show-tree", action="store_true", help="draw the tree first")
     generate.add_argument("--verbose", action="store_true", help="log each compilation")

@@ -71,11 +71,7 @@ def prepare(
         raise ValueError(
             "do_sample=True is not supported: only greedy decoding is, so leave it out"
         )
-    if drafter is None and tree is not None:
-        raise ValueError("a tree needs a drafter: pass drafter=..., or leave the tree out")
-    tree = ROOT_ONLY if drafter is None else tree or DEFAULT_TREE
-    if drafter is not None and tree.num_nodes < 2:
-        raise ValueError("the tree speculates nothing: give it a child, or leave the drafter out")
+    tree = _tree(target, drafter, tree)
     rows = _token_ids(target, prompts)
     limits = _limits(max_new_tokens, len(rows))
     _check_context(target, drafter, tree, rows, limits)
@@ -105,6 +101,34 @@ def prepare(
         eos=jnp.asarray(eos, jnp.int32),
         pad_token_id=_pad(target, pad_token_id, eos),
     )
+
+
+def _tree(target: Model, drafter: Drafter | None, tree: TokenTree | None) -> TokenTree:
+    """Returns the tree that every round proposes, checked to be one that can be drafted."""
+    if drafter is None:
+        if tree is not None:
+            raise ValueError("a tree needs a drafter: pass drafter=..., or leave the tree out")
+        return ROOT_ONLY
+    if not hasattr(drafter, "propose"):
+        raise TypeError(
+            f"drafter is a {type(drafter).__name__}: pass magicjax.SelfSpeculation(...), or wrap "
+            "a model, magicjax.SmallModel(model)"
+        )
+    if tree is None:
+        return DEFAULT_TREE
+    if not isinstance(tree, TokenTree):
+        raise TypeError(
+            f"tree is a {type(tree).__name__}: make one with magicjax.chain, magicjax.expansion "
+            "or magicjax.TokenTree.from_parents"
+        )
+    if tree.num_nodes < 2:
+        raise ValueError("the tree speculates nothing: give it a child, or leave the drafter out")
+    if tree.width > target.config.vocab_size:
+        raise ValueError(
+            f"a node has {tree.width} children and the vocabulary {target.config.vocab_size} "
+            f"tokens: give each node at most {target.config.vocab_size}"
+        )
+    return tree
 
 
 def _round_up(n: int, multiple: int) -> int:
