@@ -1,0 +1,70 @@
+"""The corpus: whole modules are held out, and a text survives the tokenizer byte for byte."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from experiments import corpus, make_zoo
+from experiments.corpus import Module
+
+RECIPES = pathlib.Path(make_zoo.__file__).parent / "recipes"
+
+
+@pytest.fixture(scope="module")
+def modules():
+    return corpus.library()
+
+
+def test_no_module_is_both_trained_on_and_held_out(modules):
+    trained_on, held_out = corpus.split(modules)
+    assert {m.path for m in trained_on}.isdisjoint(m.path for m in held_out)
+    assert len(trained_on) + len(held_out) == len(modules)
+    assert 0.02 < len(held_out) / len(modules) < 0.12
+
+
+def test_a_module_is_held_out_whatever_the_others_are(modules):
+    _, held_out = corpus.split(modules)
+    _, alone = corpus.split(held_out[:1])
+    assert alone == held_out[:1]
+
+
+def test_tests_of_the_library_are_left_out(modules):
+    assert not any({"test", "tests"} & set(m.path.split("/")[:-1]) for m in modules)
+
+
+def test_a_folder_without_source_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no Python source below"):
+        corpus.library(tmp_path)
+
+
+def test_the_hash_sees_paths_and_texts():
+    a = [Module("a.py", "x = 1"), Module("b.py", "")]
+    assert corpus.data_hash(a) == corpus.data_hash(list(a))
+    for changed in ([Module("a.py", "x = 2"), a[1]], [Module("c.py", "x = 1"), a[1]], a[:1]):
+        assert corpus.data_hash(changed) != corpus.data_hash(a)
+
+
+def test_text_survives_the_tokenizer_and_each_module_ends(modules):
+    few = [*modules[:20], Module("odd.py", "é\t'''\r\n\x00 漢")]
+    tokenizer = corpus.train_tokenizer(few, 512)
+    assert tokenizer.get_vocab_size() == 512
+    stream = corpus.encode(tokenizer, few)
+    end = tokenizer.token_to_id(corpus.END)
+    parts = np.split(stream, np.flatnonzero(stream == end) + 1)[:-1]
+    assert [tokenizer.decode(p[:-1].tolist()) for p in parts] == [m.text for m in few]
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.name)
+def test_recipes_are_whole(path):
+    recipe = make_zoo.read_recipe(path)
+    assert recipe.target_schedule.phases[-1].context >= 8192
+    assert recipe.target.num_heads == recipe.target.num_kv_heads  # G = 1
+
+
+def test_an_unknown_key_of_a_recipe_is_an_error(tmp_path):
+    text = (RECIPES / "cpu.yaml").read_text()
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(text + "no_such_key: 1\n")
+    with pytest.raises(TypeError, match="no_such_key"):
+        make_zoo.read_recipe(wrong)

@@ -1,0 +1,137 @@
+"""The trainer: chunked attention is exact, and a killed run ends with the very same weights."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import models
+from experiments import distill, training
+from experiments.training import Phase, Schedule
+from models import LlamaConfig
+
+CONFIG = LlamaConfig(
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    max_positions=64,
+    tie_embeddings=True,
+)
+STREAM = np.random.default_rng(0).integers(0, 40, 500).astype(np.int32)
+SCHEDULE = Schedule(
+    phases=(Phase(context=8, batch=2, steps=4), Phase(context=16, batch=1, steps=3)),
+    learning_rate=0.02,
+    warmup=2,
+    checkpoint_every=2,
+)
+
+
+def same(a, b) -> bool:
+    return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+@pytest.mark.parametrize("length", [5, 8, 13])
+def test_chunked_attention_equals_one_dense_softmax(length, monkeypatch):
+    monkeypatch.setattr(training, "QUERY_CHUNK", 4)
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (2, length, heads, 4))
+        for i, heads in enumerate((4, 2, 2))
+    )
+    out, _ = training.causal_attend(0, q, k, v)
+    k, v = (np.repeat(np.asarray(x), 2, axis=2) for x in (k, v))
+    scores = np.einsum("bthd,bshd->bhts", q, k) / 2
+    scores[..., np.triu(np.ones((length, length), bool), 1)] = -np.inf
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = np.einsum("bhts,bshd->bthd", p / p.sum(-1, keepdims=True), v)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+def test_a_batch_depends_on_seed_and_step_alone():
+    whole = list(training.batches(STREAM, SCHEDULE, 0))
+    assert [b.shape for b in whole] == [(2, 9)] * 4 + [(1, 17)] * 3
+    for resumed, expected in zip(training.batches(STREAM, SCHEDULE, 3), whole[3:], strict=True):
+        np.testing.assert_array_equal(resumed, expected)
+    other = next(training.batches(STREAM, dataclasses.replace(SCHEDULE, seed=1), 0))
+    assert not np.array_equal(other, whole[0])
+
+
+def test_a_killed_run_resumes_to_the_same_weights(tmp_path, monkeypatch):
+    module = models.build(CONFIG)
+    expected = training.train(module, STREAM, SCHEDULE, tmp_path / "whole")
+    drawn = training.batches
+
+    def killed_after_five(*arguments):
+        for count, batch in enumerate(drawn(*arguments)):
+            if count == 5:
+                raise KeyboardInterrupt
+            yield batch
+
+    monkeypatch.setattr(training, "batches", killed_after_five)
+    with pytest.raises(KeyboardInterrupt):
+        training.train(module, STREAM, SCHEDULE, tmp_path / "killed")
+    seen = []
+    monkeypatch.setattr(training, "batches", lambda *a: seen.append(a[2]) or drawn(*a))
+    assert same(training.train(module, STREAM, SCHEDULE, tmp_path / "killed"), expected)
+    assert seen == [4]  # the newest checkpoint, not the beginning
+    other = dataclasses.replace(SCHEDULE, seed=1)
+    assert not same(training.train(module, STREAM, other, tmp_path / "other"), expected)
+
+
+def test_training_lowers_the_loss_and_leaves_its_start_alone(tmp_path):
+    module = models.build(CONFIG)
+    text = np.tile(np.arange(20, dtype=np.int32), 40)  # fully predictable
+    schedule = Schedule((Phase(16, 4, 60),), 0.05, adam_learning_rate=0.03, warmup=5)
+    begun = models.init_params(module, 0)
+    trained = training.train(module, text, schedule, tmp_path, initial=begun)
+    before, after = (training.evaluate(module, p, text, 16, 400) for p in (begun, trained))
+    assert before > 3 and after < 1
+
+
+def test_evaluating_too_short_a_text_says_so():
+    module = models.build(CONFIG)
+    with pytest.raises(ValueError, match="10 tokens do not fill a window of 16"):
+        training.evaluate(module, models.init_params(module), STREAM[:10], 16, 400)
+
+
+def test_the_rate_rises_holds_and_falls_to_a_tenth():
+    schedule = Schedule((Phase(8, 1, 100),), learning_rate=1.0, warmup=10, decay=0.5)
+    rate = training.rate(schedule, 1.0)
+    assert [float(rate(s)) for s in (0, 5, 10, 50)] == pytest.approx([0, 0.5, 1, 1])
+    assert float(rate(75)) == pytest.approx(0.55) and float(rate(100)) == pytest.approx(0.1)
+
+
+def test_labels_weigh_the_loss():
+    module = models.build(CONFIG)
+    params = models.init_params(module, 0)
+    tokens = jnp.asarray(STREAM[:9])[None]
+    labels = jnp.asarray(STREAM[100:109])[None]
+    weights = jnp.array([[1, 4, 1, 1, 4, 1, 1, 1, 9]])
+    logits = training.logits_of(module, params, tokens[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels[:, :-1])
+    expected = (np.asarray(losses[0]) * np.array([1, 4, 1, 1, 4, 1, 1, 1])).sum() / 14
+    loss = distill.label_loss(module, params, jnp.stack([tokens, labels, weights], -1))
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+
+
+def test_choices_are_the_greedy_tokens_and_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(distill, "CONTEXT", 8)
+    module = models.build(CONFIG)
+    params = models.init_params(module, 0)
+    path = tmp_path / "labels.npy"
+    chosen = distill.choices(module, params, STREAM[:20], path)
+    for window in range(2):
+        tokens = jnp.asarray(STREAM[8 * window : 8 * window + 8])[None]
+        expected = training.logits_of(module, params, tokens).argmax(-1)[0]
+        np.testing.assert_array_equal(chosen[8 * window : 8 * window + 8], expected)
+    other = models.init_params(module, 1)
+    np.testing.assert_array_equal(distill.choices(module, other, STREAM[:20], path), chosen)
+    assert distill.agreement((module, params), (module, params), STREAM[:20]) == 1.0
+    with pytest.raises(ValueError, match="3 tokens do not fill a window of 8"):
+        distill.choices(module, params, STREAM[:3])
