@@ -1,6 +1,7 @@
 """Drafts learn what the target would say: its greedy choice at every position of a text."""
 
 import pathlib
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -35,8 +36,8 @@ def choices(
         raise ValueError(f"{len(tokens)} tokens do not fill a window of {CONTEXT}: give more text")
     score = jax.jit(lambda params, window: logits_of(model, params, window).argmax(-1))
     windows = tokens[: count * CONTEXT].reshape(count, 1, CONTEXT)
-    labels = [np.asarray(score(params, w), np.int32) for w in tqdm(windows, desc="labels")]
-    labels = np.concatenate(labels, axis=None)
+    chosen = [np.asarray(score(params, w), np.int32) for w in tqdm(windows, desc="labels")]
+    labels = np.concatenate(chosen, axis=None)
     if path is not None:
         partial = path.with_suffix(".partial.npy")
         np.save(partial, labels)
@@ -52,6 +53,9 @@ def label_loss(model: nn.Module, params, windows: Int[Array, "B T 3"]) -> Float[
     return (losses * weights).sum() / weights.sum().astype(jnp.float32)
 
 
-def agreement(ours: tuple, theirs: tuple, tokens: Int[np.ndarray, "T"]) -> float:
+def agreement(
+    ours: tuple[nn.Module, Any], theirs: tuple[nn.Module, Any], tokens: Int[np.ndarray, "T"]
+) -> float:
     """Returns the share of positions where two models, (module, params) each, choose the same."""
-    return float((choices(*ours, tokens) == choices(*theirs, tokens)).mean())
+    a, b = (choices(module, params, tokens) for module, params in (ours, theirs))
+    return float((a == b).mean())

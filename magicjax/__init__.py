@@ -11,7 +11,7 @@ def _check_neighbours() -> None:
         spec = importlib.util.find_spec(name)
         if spec is None:
             raise ImportError(f"magicjax needs the package {name!r} beside it, in {home}")
-        found = pathlib.Path(spec.origin or next(iter(spec.submodule_search_locations)))
+        found = pathlib.Path(spec.origin or [*(spec.submodule_search_locations or []), name][0])
         if home not in found.resolve().parents:
             raise ImportError(
                 f"{found} hides magicjax's own package {name!r}, which lies in {home}: "

@@ -164,4 +164,4 @@ def append_ring(
 
     k = tuple(write(old, n) for old, (n, _) in zip(cache.k, new))
     v = tuple(write(old, n) for old, (_, n) in zip(cache.v, new))
-    return cache.replace(k=k, v=v, count=cache.count + kept)
+    return DraftCache(k, v, cache.pinned, cache.count + kept)

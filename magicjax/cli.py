@@ -45,8 +45,10 @@ def parse_drafter(text: str, dtype: str | None) -> magicjax.SelfSpeculation | ma
         return magicjax.SmallModel(magicjax.load(rest, dtype))
     policy, _, budget = rest.partition(":")
     if kind == "self" and (budget.isdigit() or not budget):
-        settings = {"policy": policy or "streaming"}
-        return magicjax.SelfSpeculation(**settings | ({"budget": int(budget)} if budget else {}))
+        of_default = magicjax.SelfSpeculation()
+        return magicjax.SelfSpeculation(
+            policy=policy or of_default.policy, budget=int(budget) if budget else of_default.budget
+        )
     raise ValueError(
         f"--drafter {text!r} is not known: write self:streaming:256 (policy and budget) or "
         "small:PATH (a model directory or preset)"

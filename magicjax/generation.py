@@ -205,7 +205,7 @@ def _output(request: Request, state: DecodeState, **measured: Any) -> Output:
         tokens_per_s=counted["emitted"] / decode_s if decode_s else 0.0,
         kv_bytes_target=caches.num_bytes(state.cache),
         kv_bytes_draft=draft_bytes,
-        attention_backend=request.settings.backend,
+        attention_backend=str(request.settings.backend),
     )
     tokenizer = request.target.tokenizer
     return Output(

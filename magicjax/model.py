@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 from jaxtyping import Array, Float, Int
 
+import models
 from models import Attend
 
 
@@ -36,14 +37,14 @@ class Model:
     pad_token_id: int | None = None
 
     @property
-    def config(self):
+    def config(self) -> models.Config:
         return self.module.config
 
-    def tree_flatten(self):
+    def tree_flatten(self) -> tuple[tuple[Any], nn.Module]:
         return (self.params,), self.module
 
     @classmethod
-    def tree_unflatten(cls, module, children):
+    def tree_unflatten(cls, module: nn.Module, children: tuple[Any]) -> "Model":
         return cls(module, *children)
 
     def __call__(

@@ -67,6 +67,12 @@ def prepare(
     """Returns the checked request; see `magicjax.generate` for the arguments and errors."""
     if not isinstance(target, Model):
         raise TypeError(f"target is a {type(target).__name__}: pass what magicjax.load returns")
+    if drafter is not None and not hasattr(drafter, "propose"):
+        raise TypeError(
+            f"drafter={drafter!r} is no drafter: pass SelfSpeculation(...) or SmallModel(...)"
+        )
+    if tree is not None and not isinstance(tree, TokenTree):
+        raise TypeError(f"tree={tree!r} is no TokenTree: pass chain(4), expansion((2, 2, 1)), ...")
     if do_sample:
         raise ValueError(
             "do_sample=True is not supported: only greedy decoding is, so leave it out"
@@ -194,13 +200,11 @@ def _check_context(target, drafter, tree, rows, limits) -> None:
         drafter.check(target, tree, needed[worst])
 
 
-def _eos(target: Model, eos_token_id: int | Sequence[int] | None) -> tuple[int, ...]:
+def _eos(target: Model, eos_token_id: Any) -> tuple[int, ...]:
     if eos_token_id is None:
         return target.eos_token_ids
-    try:
-        ids = (operator.index(eos_token_id),)
-    except TypeError:
-        ids = tuple(operator.index(i) for i in eos_token_id)
+    given = (eos_token_id,) if np.ndim(eos_token_id) == 0 else eos_token_id
+    ids = tuple(operator.index(i) for i in given)
     for i in ids:
         if not 0 <= i < target.config.vocab_size:
             raise ValueError(

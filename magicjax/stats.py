@@ -1,6 +1,7 @@
 """What a run did: acceptance, counts, times, bytes."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -48,7 +49,7 @@ class Stats:
 
 def acceptance(
     histogram: Int[np.ndarray, "B A"], emitted: Int[np.ndarray, "B"], nodes: int
-) -> dict[str, float | int | tuple[float, ...]]:
+) -> dict[str, Any]:
     """Returns the fields of `Stats` that follow from counting.
 
     Args:

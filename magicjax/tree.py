@@ -112,11 +112,11 @@ class TokenTree:
 
     @functools.cached_property
     def node_depths(self) -> np.ndarray:
-        return depths(self.array)
+        return np.asarray(depths(self.array))
 
     @functools.cached_property
     def mask(self) -> np.ndarray:
-        return ancestor_mask(self.array)
+        return np.asarray(ancestor_mask(self.array))
 
     @property
     def depth(self) -> int:
@@ -131,7 +131,7 @@ class TokenTree:
     @functools.cached_property
     def children(self) -> np.ndarray:
         """int32 [N, width], -1 where a node has fewer children."""
-        return children(self.array, max(1, self.width))
+        return np.asarray(children(self.array, max(1, self.width)))
 
     @functools.cached_property
     def levels(self) -> np.ndarray:

@@ -1,6 +1,7 @@
 """A small model with a cache of its own (SpecInfer's SSM, MagicDec's stand-alone draft)."""
 
-import jax
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -41,7 +42,9 @@ class SmallModel:
     model: Model
 
     def check(self, target: Model, tree: TokenTree, context: int) -> None:
-        """Raises ValueError if vocabularies or tokenizers differ, or the context is too long."""
+        """Raises if vocabularies or tokenizers differ, or the context is too long."""
+        if not isinstance(self.model, Model):
+            raise TypeError(f"SmallModel needs what magicjax.load returns, not {self.model!r}")
         ours, theirs = self.model.config.vocab_size, target.config.vocab_size
         if ours != theirs:
             raise ValueError(
@@ -57,12 +60,21 @@ class SmallModel:
                 "use a drafter with a longer context, or a shorter prompt"
             )
 
-    def prefill(self, target: Model, tokens: jax.Array, cache: KVCache, settings):
+    def prefill(
+        self, target: Model, tokens: Int[Array, "B T"], cache: KVCache, settings: Any
+    ) -> SmallModelState:
         own, _ = prefill_cache(self.model, tokens, cache.lengths, settings)
         rows = cache.lengths.shape[0]
         return SmallModelState(own, jnp.zeros(rows, jnp.int32), jnp.zeros(rows, bool))
 
-    def propose(self, target: Model, state: SmallModelState, root, cache: KVCache, settings):
+    def propose(
+        self,
+        target: Model,
+        state: SmallModelState,
+        root: Int[Array, "B"],
+        cache: KVCache,
+        settings: Any,
+    ) -> tuple[Proposal, Any]:
         tokens, drafted = draft_tree(
             self.model,
             state.cache,
@@ -74,7 +86,9 @@ class SmallModel:
         )
         return Proposal(tokens, settings.tree.array), drafted
 
-    def commit(self, state: SmallModelState, draft, proposal: Proposal, of_round: Round):
+    def commit(
+        self, state: SmallModelState, draft: Any, proposal: Proposal, of_round: Round
+    ) -> SmallModelState:
         """Returns the state with the lead, where it was lacking, and the kept nodes that were run.
 
         Only nodes with children were run, so at most the last kept one is lacking now.

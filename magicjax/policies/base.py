@@ -29,11 +29,16 @@ def find(policy: "str | Policy") -> Policy:
 
     Raises:
       ValueError: no such name; the nearest is named.
+      TypeError: neither a name nor a policy.
     """
     from magicjax.policies.streaming import StreamingLLM
 
-    if not isinstance(policy, str):
+    if isinstance(policy, Policy) and not isinstance(policy, type):
         return policy
+    if not isinstance(policy, str):
+        raise TypeError(
+            f"policy={policy!r} is neither a name nor an object with the Policy methods"
+        )
     known = {"streaming": StreamingLLM}
     if policy not in known:
         nearest = difflib.get_close_matches(policy, known, 1, 0.0)[0]
