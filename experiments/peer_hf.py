@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     groups, bench = grid.groups(experiment), measure.Bench()
     peer = Peer(options.peer_python, threads=os.cpu_count() or 1)
     rows: list[dict[str, Any]] = []
-    with tqdm(unit="run") as bar:
+    with tqdm(unit="run", dynamic_ncols=True) as bar:
         for group in groups:
             rows += compare_group(bench, peer, group, settings, bar)
     peer.close()
