@@ -1,0 +1,114 @@
+"""The slow oracle: a Llama and its greedy text in numpy float64, written from the equations.
+
+Nothing here comes from the packages under test but the parameters: no cache, no tree, no chunk, no
+drafter. Each token costs a whole forward over the text so far.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+TIE = 1e-5  # of the largest logit: what float32 may decide either way
+
+
+def _norm(x, scale, eps):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
+
+
+def _rotate(x, theta):
+    """Turns pair (i, i + D/2) of the head at position t by t * theta ** (-2i / D)."""
+    length, _, size = x.shape
+    angles = np.arange(length)[:, None] * theta ** (-np.arange(0, size, 2) / size)
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    a, b = x[..., : size // 2], x[..., size // 2 :]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def _attention(x, weights, config, sees):
+    """Attention of one text, head by head; x [T,E], sees [T,T]."""
+    q, k, v = (np.einsum("te,ehd->thd", x, weights[name]["weight"]) for name in "qkv")
+    q, k = _rotate(q, config.rope.theta), _rotate(k, config.rope.theta)
+    out = np.zeros_like(q)
+    for head in range(config.num_heads):
+        shared = head // (config.num_heads // config.num_kv_heads)
+        scores = q[:, head] @ k[:, shared].T / np.sqrt(config.head_dim)
+        scores[~sees] = -np.inf
+        scores = np.exp(scores - scores.max(-1, keepdims=True))
+        out[:, head] = scores / scores.sum(-1, keepdims=True) @ v[:, shared]
+    return np.einsum("thd,hde->te", out, weights["out"]["weight"])
+
+
+def logits(target, text, sees=None) -> np.ndarray:
+    """Returns the logits after every token of one text, [T,V] in float64.
+
+    Token t sees token s where sees[t, s]; without it, where s <= t. Positions are the places in
+    the text.
+    """
+    config = target.config
+    sees = np.tril(np.ones((len(text), len(text)), bool)) if sees is None else sees
+    params = jax.tree.map(lambda x: np.asarray(x, np.float64), target.params)["params"]
+    x = params["embedding"][np.asarray(text)]
+    for layer in range(config.num_layers):
+        block = params[f"layers_{layer}"]
+        normed = _norm(x, block["attention_norm"]["scale"], config.norm_eps)
+        x = x + _attention(normed, block["attention"], config, sees)
+        normed = _norm(x, block["mlp_norm"]["scale"], config.norm_eps)
+        gate = normed @ block["mlp"]["gate"]["weight"]
+        up = normed @ block["mlp"]["up"]["weight"]
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ block["mlp"]["down"]["weight"]
+    return _norm(x, params["norm"]["scale"], config.norm_eps) @ params["unembedding"].T
+
+
+def greedy(target, prompt, new_tokens: int) -> np.ndarray:
+    """Returns the first `new_tokens` of plain greedy decoding, the text rerun for each."""
+    text = list(prompt)
+    for _ in range(new_tokens):
+        text.append(int(logits(target, text)[-1].argmax()))
+    return np.array(text[len(prompt) :], np.int32)
+
+
+def cut(tokens, eos=(), limit: int | None = None) -> np.ndarray:
+    """Returns the tokens up to the first EOS, included, and at most `limit` of them."""
+    tokens = np.asarray(tokens)[:limit]
+    ends = np.flatnonzero(np.isin(tokens, eos))
+    return tokens[: ends[0] + 1] if ends.size else tokens
+
+
+@dataclasses.dataclass
+class Tally:
+    """Rows that were compared, and those among them that part at a tie."""
+
+    rows: int = 0
+    ties: int = 0
+
+    def compare(self, target, prompts, expected, found, ties_allowed: bool = True) -> None:
+        """Asserts that each row found is the row expected, up to a first tie.
+
+        At a first divergence both tokens must be the target's best to within `TIE` of its largest
+        logit; float32 decides such a tie by rounding, and nothing can be said about what follows.
+        """
+        for prompt, wanted, row in zip(prompts, expected, found, strict=True):
+            self.rows += 1
+            if np.array_equal(wanted, row):
+                continue
+            place, margin = divergence(target, prompt, wanted, row)
+            assert ties_allowed and margin < TIE, (
+                f"after {place} tokens: {row} instead of {wanted}, margin {margin:.1e}"
+            )
+            self.ties += 1
+
+
+def divergence(target, prompt, wanted, found) -> tuple[int, float]:
+    """Returns (where two rows part, how far the worse token is from the best, relative).
+
+    A row that is a mere start of the other parts from it beyond any tie: margin 1.
+    """
+    shared = min(len(wanted), len(found))
+    differing = np.flatnonzero(wanted[:shared] != found[:shared])
+    if not differing.size:
+        return shared, 1.0
+    place = int(differing[0])
+    there = logits(target, [*prompt, *wanted[:place]])[-1]
+    worse = min(there[wanted[place]], there[found[place]])
+    return place, float((there.max() - worse) / np.abs(there).max())

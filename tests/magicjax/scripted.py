@@ -1,0 +1,108 @@
+"""A drafter that knows the plain text and is right exactly as often as its script says."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from magicjax.cache import KVCache
+from magicjax.drafters import Proposal
+from tests.magicjax import tiny
+
+
+@struct.dataclass
+class Scripted:
+    """Follows the Drafter protocol; round r of row b proposes what the script has for it.
+
+    Attributes:
+      text: int32 [B, M], the plain text, longer than any row's limit by the tree's depth.
+      right: which nodes carry the text's own token, bool [B, R, N]; all others carry another.
+      depths: int32 [B, R, N].
+      parents: int32 [B, R, N], a tree for each row and round; None: the settings' tree.
+    """
+
+    text: Int[Array, "B M"]
+    right: Bool[Array, "B R N"]
+    depths: Int[Array, "B R N"]
+    parents: Int[Array, "B R N"] | None
+
+    def check(self, target, tree, context):
+        pass
+
+    def prefill(self, target, tokens, cache, settings):
+        rows = tokens.shape[0]
+        return jnp.ones(rows, jnp.int32), jnp.zeros((), jnp.int32)  # emitted, round
+
+    def propose(self, target, state, root, cache, settings):
+        emitted, now = state
+        right = jnp.take(self.right, now, axis=1)
+        at = emitted[:, None] + jnp.take(self.depths, now, axis=1) - 1
+        told = jnp.take_along_axis(self.text, jnp.minimum(at, self.text.shape[1] - 1), 1)
+        nodes = jnp.arange(right.shape[1])
+        tokens = jnp.where(right, told, (told + 1 + nodes) % tiny.VOCAB)  # never `told` itself
+        tokens = tokens.at[:, 0].set(root)
+        if self.parents is None:
+            return Proposal(tokens, settings.tree.array), None
+        return Proposal(tokens, jnp.take(self.parents, now, axis=1)), None
+
+    def commit(self, state, draft, proposal, of_round):
+        emitted, now = state
+        return emitted + of_round.kept, now + 1
+
+    def cache_of(self, state):
+        return KVCache((), (), state[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """A drafter, and how many tokens each round of each row must accept, [B, R]."""
+
+    drafter: Scripted
+    accepts: np.ndarray
+
+
+def write(rng, text, trees, follow_the_tree: bool) -> Script:
+    """Returns a script in which every round accepts a random number of tokens.
+
+    A random path from the root is right down to a random depth; where it turns is random too, so
+    the right child is any of its siblings. A padding node carries the root's next token: it would
+    be the right one if it were a child of the root.
+
+    Args:
+      rng: numpy's.
+      text: the plain text of each row, [B, M].
+      trees: parents [B, R, N].
+      follow_the_tree: leave the parents to the settings, where one tree is all rows'.
+    """
+    batch, rounds, nodes = trees.shape
+    right, depths = np.zeros((2, batch, rounds, nodes), np.int32)
+    accepts = np.zeros((batch, rounds), np.int32)
+    for row, now in np.ndindex(batch, rounds):
+        parents = trees[row, now]
+        for node in range(1, nodes):
+            depths[row, now, node] = 1 if parents[node] < 0 else depths[row, now, parents[node]] + 1
+        path = [0]
+        while below := [c for c in range(1, nodes) if parents[c] == path[-1]]:
+            path.append(int(rng.choice(below)))
+        accepted = int(rng.integers(0, len(path)))
+        right[row, now, path[1 : accepted + 1]] = 1
+        right[row, now, 1:] |= parents[1:] < 0
+        accepts[row, now] = accepted
+    drafter = Scripted(
+        text=jnp.asarray(text, jnp.int32),
+        right=jnp.asarray(right, bool),
+        depths=jnp.asarray(depths, jnp.int32),
+        parents=None if follow_the_tree else jnp.asarray(trees, jnp.int32),
+    )
+    return Script(drafter, accepts)
+
+
+def play(accepts, limit: int) -> list[int]:
+    """Returns how many tokens each round accepts of one row, until it has `limit` tokens."""
+    emitted, rounds = 1, []
+    while emitted < limit:
+        rounds.append(int(accepts[len(rounds)]))
+        emitted += rounds[-1] + 1
+    return rounds

@@ -1,0 +1,145 @@
+"""No row waits for or disturbs another, streaming is the compiled loop, and programs are shared."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import magicjax
+from magicjax import compilation
+from tests.magicjax import oracle, tiny
+
+COUNTED = (
+    "tau",
+    "acceptance_rate",
+    "acceptance_by_depth",
+    "rounds",
+    "emitted",
+    "drafted",
+    "accepted",
+    "kv_bytes_target",
+    "kv_bytes_draft",
+    "attention_backend",
+)
+# Of a width of 32, as in other tests: the programs for one and for three rows are shared.
+LENGTHS = (17, 30, 23)
+
+
+def rows_alike_in_width() -> list[np.ndarray]:
+    rng = np.random.default_rng(11)
+    return [rng.integers(0, tiny.VOCAB, n).astype(np.int32) for n in LENGTHS]
+
+
+def generate(prompts, kind, tree, **options):
+    drafted = dict(drafter=tiny.drafter(kind), tree=tiny.TREES[tree]) if kind else {}
+    defaults = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
+    return magicjax.generate(tiny.model(), prompts, **defaults | drafted | options)
+
+
+def collect(rounds):
+    """Returns (every round's tokens, the output that streaming ends with)."""
+    told = []
+    while True:
+        try:
+            told.append(next(rounds))
+        except StopIteration as end:
+            return told, end.value
+
+
+@pytest.mark.parametrize(("kind", "tree"), [("self", "2,2,1"), (None, None)])
+def test_a_batch_is_its_rows_one_by_one(kind, tree):
+    prompts = rows_alike_in_width()
+    together = generate(prompts, kind, tree)
+    alone = [generate([prompt], kind, tree) for prompt in prompts]
+    for row, single in zip(tiny.rows_of(together), alone, strict=True):
+        np.testing.assert_array_equal(row, tiny.rows_of(single)[0])
+    for count in ("rounds", "emitted", "accepted", "drafted"):
+        assert getattr(together.stats, count) == sum(getattr(o.stats, count) for o in alone)
+
+
+@pytest.mark.parametrize(("kind", "tree"), [("self", "chain4"), ("near", "irregular")])
+def test_a_row_that_ends_early_changes_nothing_in_the_others(kind, tree):
+    prompts = tiny.prompts(8)
+    whole = tiny.rows_of(generate(prompts, kind, tree))
+    for early in range(8):
+        limits = [tiny.NEW] * 8
+        limits[early] = 1 + early
+        cut = tiny.rows_of(generate(prompts, kind, tree, max_new_tokens=limits))
+        for row, limit, all_of_it in zip(cut, limits, whole, strict=True):
+            np.testing.assert_array_equal(row, all_of_it[:limit])
+
+
+def test_rows_in_another_order_give_the_same_texts_in_that_order():
+    prompts, order = tiny.prompts(8), np.random.default_rng(5).permutation(8)
+    texts = tiny.rows_of(generate(prompts, "self", "irregular"))
+    shuffled = tiny.rows_of(generate([prompts[i] for i in order], "self", "irregular"))
+    for row, i in zip(shuffled, order, strict=True):
+        np.testing.assert_array_equal(row, texts[i])
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree"), [(None, None), ("self", "chain4"), ("near", "irregular")]
+)
+def test_streaming_gives_the_compiled_loops_tokens_and_statistics(kind, tree):
+    drafted = dict(drafter=tiny.drafter(kind), tree=tiny.TREES[tree]) if kind else {}
+    eos = int(tiny.expected(8)[2][7])
+    options = dict(max_new_tokens=tiny.NEW, eos_token_id=eos) | drafted
+    output = magicjax.generate(tiny.model(), tiny.prompts(8), **options)
+    told, streamed = collect(magicjax.stream(tiny.model(), tiny.prompts(8), **options))
+    np.testing.assert_array_equal(streamed.tokens, output.tokens)
+    np.testing.assert_array_equal(streamed.lengths, output.lengths)
+    for field in COUNTED:
+        assert getattr(streamed.stats, field) == getattr(output.stats, field)
+    # What was told round by round stays what it was, and is the whole text of each row.
+    for row, wanted in enumerate(tiny.rows_of(output)):
+        np.testing.assert_array_equal(np.concatenate([part[row] for part in told]), wanted)
+    # The first tokens come from prefill, before any round.
+    assert [len(part) for part in told[0]] == [1] * 8
+
+
+def test_a_second_call_of_the_same_shapes_compiles_nothing():
+    generate(tiny.prompts(8), "self", "chain4")
+    again = generate(tiny.prompts(8, seed=2), "self", "chain4", eos_token_id=3)
+    assert (again.stats.compilations, again.stats.compile_s) == (0, 0.0)
+    limits = list(range(tiny.NEW - 7, tiny.NEW + 1))
+    assert generate(tiny.prompts(8), "self", "chain4", max_new_tokens=limits).stats.compile_s == 0
+    # Weights are no part of a program.
+    other = tiny.model("near")
+    before = compilation.count()
+    magicjax.generate(
+        other,
+        tiny.prompts(8),
+        drafter=tiny.drafter("self"),
+        tree=tiny.TREES["chain4"],
+        max_new_tokens=tiny.NEW,
+        eos_token_id=tiny.NEVER,
+    )
+    assert compilation.count() == before
+
+
+def test_a_new_shape_is_counted_as_compiled():
+    output = generate(tiny.prompts(8), "self", "chain4", max_new_tokens=5)
+    assert output.stats.compilations == 2 and output.stats.compile_s > 0
+
+
+def test_the_output_has_prompts_new_tokens_and_padding():
+    eos, prompts = int(tiny.expected(8)[0][4]), tiny.prompts(8)
+    output = generate(prompts, "self", "chain4", eos_token_id=eos, pad_token_id=9)
+    for i, prompt in enumerate(prompts):
+        new = oracle.cut(tiny.expected(8)[i], eos)
+        assert output.lengths[i] == len(new)
+        np.testing.assert_array_equal(output.sequences[i], np.concatenate([prompt, new]))
+        np.testing.assert_array_equal(output.tokens[i, len(new) :], 9)
+    assert output.texts is None  # this target has no tokenizer
+    padded = generate(prompts, "self", "chain4", eos_token_id=eos)
+    assert padded.tokens[0, output.lengths[0]] == eos  # without a pad token, the EOS pads
+
+
+def test_the_targets_own_eos_and_padding_are_the_default():
+    eos = int(tiny.expected(8)[0][4])
+    target = dataclasses.replace(tiny.model(), eos_token_ids=(eos,), pad_token_id=7)
+    output = magicjax.generate(target, tiny.prompts(8), max_new_tokens=tiny.NEW)
+    wanted = [oracle.cut(row, eos) for row in tiny.expected(8)]
+    for row, of_row in zip(output.tokens, wanted, strict=True):
+        np.testing.assert_array_equal(row[: len(of_row)], of_row)
+        np.testing.assert_array_equal(row[len(of_row) :], 7)

@@ -1,0 +1,148 @@
+"""What the compiled loop does with the caches: it writes them where they lie, and copies none."""
+
+import collections
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import magicjax
+import models
+from magicjax import cache as caches
+from magicjax import compilation, decode
+from magicjax.request import prepare
+from tests.magicjax import tiny
+
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="reads what XLA makes for a CPU"
+)
+
+# A cache that outweighs everything else: 2 rows, 2 heads of 64, 16,384 slots, in 2 layers.
+WIDE = tiny.config(head_dim=64, max_positions=20_000)
+# Caches differ in size, so that each is told apart: the drafter's has one head more.
+SMALL = tiny.config(head_dim=64, max_positions=20_000, num_heads=3, num_kv_heads=3, num_layers=1)
+PROMPT, BUDGET = 16000, 1000
+
+DRAFTS = {
+    "plain": (None, None),
+    "self_chain": ("self", magicjax.chain(4)),
+    "self_tree": ("self", magicjax.expansion((2, 2, 1))),
+    "small_chain": ("small", magicjax.chain(4)),
+    "small_tree": ("small", tiny.TREES["irregular"]),
+}
+MOVES = ("copy", "transpose", "convert", "concatenate", "select", "pad", "broadcast", "reverse")
+
+
+def shaped(config) -> magicjax.Model:
+    """Returns a model of shapes only: compiling needs no weights."""
+    import flax.linen as nn
+
+    module = models.build(config)
+    return magicjax.Model(module, nn.meta.unbox(models.abstract_params(module)))
+
+
+def request_of(name: str):
+    kind, tree = DRAFTS[name]
+    drafter = {
+        None: None,
+        "self": magicjax.SelfSpeculation(budget=BUDGET),
+        "small": magicjax.SmallModel(shaped(SMALL)),
+    }[kind]
+    return prepare(
+        shaped(WIDE),
+        [np.zeros(PROMPT, np.int32), np.zeros(10, np.int32)],
+        drafter=drafter,
+        tree=tree,
+        max_new_tokens=32,
+        do_sample=False,
+        eos_token_id=tiny.NEVER,
+        pad_token_id=None,
+        backend=None,
+    )
+
+
+def state_of(request):
+    """Returns the shapes of the state behind the prompts."""
+    return jax.eval_shape(
+        lambda *arguments: decode.start(request.settings, *arguments), *request.start_arguments
+    )
+
+
+def sizes_of(request, state) -> dict[str, int]:
+    """Returns how many elements one layer's keys have, of each cache in the state."""
+    sizes = {"target": state.cache.k[0].size}
+    if request.drafter is not None:
+        sizes["draft"] = request.drafter.cache_of(state.drafter).k[0].size
+    return sizes
+
+
+def moves(program: str, size: int) -> collections.Counter:
+    """Returns the operations that make an array of so many elements other than by an update."""
+    found = collections.Counter()
+    for line in program.splitlines():
+        match = re.search(r"= \(?\w+\[([\d,]+)\]\S* ([\w-]+)\(", line)
+        if match and int(np.prod([int(n) for n in match[1].split(",")])) == size:
+            if match[2].removesuffix("-start") in MOVES:
+                found[match[2]] += 1
+    return found
+
+
+def decode_program(request, state):
+    """Returns the compiled loop, made without the cache of programs: it may be a wrong one."""
+
+    def loop(target, drafter, state):
+        return decode.decode(request.settings, target, drafter, state)
+
+    compiling = jax.jit(loop, donate_argnums=2).lower(request.target, request.drafter, state)
+    return compiling.compile()
+
+
+def moved_caches(program, sizes: dict[str, int]) -> dict[str, collections.Counter]:
+    """Returns the caches that a program moves, and by which operations."""
+    text = program.as_text()
+    found = {whose: moves(text, size) for whose, size in sizes.items()}
+    return {whose: counted for whose, counted in found.items() if counted}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_the_loop_copies_no_cache_and_needs_little_memory_beside_them(name):
+    request = request_of(name)
+    state = state_of(request)
+    arguments = request.target, request.drafter, state
+    program, _ = compilation.program("decode", request.settings, *arguments)
+    sizes = sizes_of(request, state)
+    assert len(set(sizes.values())) == len(sizes)
+    assert moved_caches(program, sizes) == {}
+    held = caches.num_bytes(state.cache)
+    memory = program.memory_analysis()
+    # Scores of every slot and two blocks of slots; one layer's keys alone are a quarter of it all.
+    assert memory.temp_size_in_bytes < held / 8
+    # The state's memory is taken over, so no second set of caches exists.
+    assert memory.alias_size_in_bytes >= held
+
+
+@pytest.mark.parametrize("name", ["plain", "small_chain"])
+def test_a_commit_that_is_not_tied_to_its_reads_would_be_seen_as_a_copy(name, monkeypatch):
+    """Without the dependence on the round's verdict, XLA writes first and copies the cache."""
+    monkeypatch.setattr(caches, "zero_after", lambda witness: 0)
+    monkeypatch.setattr(decode, "_cut", cut_without_looking)
+    request = request_of(name)
+    state = state_of(request)
+    assert "target" in moved_caches(decode_program(request, state), sizes_of(request, state))
+
+
+def cut_without_looking(emitting, verdict, state):
+    """Keeps one token of each row, whatever the target says."""
+    kept = (~state.ended).astype(state.emitted.dtype)
+    return kept, state.ended | (state.emitted + kept >= state.limits)
+
+
+def test_prefill_holds_no_scores_of_the_whole_prompt():
+    request = request_of("self_chain")
+    program, _ = compilation.program("start", request.settings, *request.start_arguments)
+    rows, width = request.tokens.shape
+    scores = rows * request.target.config.num_heads * width * request.settings.capacity * 4
+    temporaries = program.memory_analysis().temp_size_in_bytes
+    # Chunks of 512 against blocks of 1,024: a thousandth and less is alive at once.
+    assert temporaries < scores / 100

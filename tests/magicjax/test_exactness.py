@@ -1,0 +1,162 @@
+"""Greedy decoding, plain and speculative, gives the oracle's text: over drafters, trees, batches,
+ragged prompts, and wherever a row ends.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from tests.magicjax import oracle, tiny
+
+# Every tree, every drafter with several trees and batch sizes. All pairs of drafter and tree for
+# every batch size are the slow test below.
+CASES = [
+    ("self", "chain1", 1),
+    ("self", "chain4", 8),
+    ("self", "2,2,1", 3),
+    ("self", "irregular", 8),
+    ("near", "chain3", 8),
+    ("near", "1,1,3,1,1,1,1,1", 3),
+    ("near", "irregular", 8),
+    ("near", "chain8", 1),
+    ("same", "chain7", 3),
+    ("same", "2,2,1", 8),
+    ("other", "chain2", 8),
+    ("other", "1,1,3,1,1,1,1,1", 1),
+]
+ALL = [
+    case for case in itertools.product(tiny.DRAFTERS, tiny.TREES, (1, 3, 8)) if case not in CASES
+]
+SEEDS = range(3)
+
+
+@pytest.fixture(scope="module")
+def tally():
+    """Counts the compared rows of this file, and prints them at its end."""
+    counted = oracle.Tally()
+    yield counted
+    print(f"\n{counted.rows} rows compared, {counted.ties} parted at a tie of float32")
+
+
+def check(tally, batch, seed, limits=None, eos=tiny.NEVER, **options) -> None:
+    """Asserts that `generate` gives the oracle's text up to each row's own end."""
+    wanted = [
+        oracle.cut(row, eos, limit)
+        for row, limit in zip(tiny.expected(batch, seed), limits or [tiny.NEW] * batch)
+    ]
+    if limits is not None:
+        options["max_new_tokens"] = limits
+    output = tiny.generate(batch, seed, eos_token_id=eos, **options)
+    tally.compare(tiny.model(), tiny.prompts(batch, seed), wanted, tiny.rows_of(output))
+    return output
+
+
+def check_every_end(tally, batch, **options) -> None:
+    """Checks whole texts, texts that end by each row's own limit, and by an EOS at each offset."""
+    for seed in SEEDS:
+        check(tally, batch, seed, **options)
+    # Limits one apart end their rows in every place of a step. One row keeps the longest, so that
+    # the program is the same.
+    for shift in range(8):
+        limits = [tiny.NEW - (row + shift) % 9 for row in range(batch)]
+        limits[shift % batch] = tiny.NEW
+        check(tally, batch, 0, limits, **options)
+    # The EOS is what one row says at that offset; the others say it earlier, later, or never.
+    for offset in range(tiny.NEW):
+        eos = int(tiny.expected(batch, 0)[offset % batch][offset])
+        check(tally, batch, 0, eos=eos, **options)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_plain_decoding_gives_the_oracles_text_wherever_rows_end(batch, tally):
+    check_every_end(tally, batch)
+
+
+@pytest.mark.parametrize(("kind", "tree", "batch"), CASES)
+def test_speculative_decoding_gives_the_oracles_text_wherever_rows_end(kind, tree, batch, tally):
+    check_every_end(tally, batch, kind=kind, tree=tree)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "tree", "batch"), ALL)
+def test_every_drafter_with_every_tree_and_batch_is_exact(kind, tree, batch, tally):
+    check_every_end(tally, batch, kind=kind, tree=tree)
+
+
+def test_the_drafters_reach_every_branch():
+    """Partial acceptance: the tests above would be easy if all or nothing were accepted."""
+    accepted = {
+        kind: tiny.generate(8, 0, kind, tree).stats.acceptance_by_depth
+        for kind, tree in [("self", "chain4"), ("near", "chain3"), ("same", "2,2,1")]
+    }
+    for kind in ("self", "near"):
+        assert all(0.05 < share < 0.95 for share in accepted[kind]), kind
+    assert accepted["same"] == (1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 7])
+def test_outputs_shorter_than_a_round_are_exact(new_tokens, tally):
+    found = tiny.generate(8, 0, "self", "chain4", max_new_tokens=new_tokens)
+    assert found.tokens.shape == (8, new_tokens)
+    wanted = [row[:new_tokens] for row in tiny.expected(8)]
+    tally.compare(tiny.model(), tiny.prompts(8), wanted, tiny.rows_of(found))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("new_tokens", range(3, 20))
+@pytest.mark.parametrize("tree", ["chain4", "irregular"])
+def test_every_length_of_an_output_is_exact(new_tokens, tree, tally):
+    found = tiny.generate(8, 0, "near", tree, max_new_tokens=new_tokens)
+    wanted = [row[:new_tokens] for row in tiny.expected(8)]
+    tally.compare(tiny.model(), tiny.prompts(8), wanted, tiny.rows_of(found))
+
+
+def test_any_of_several_eos_ends_a_row(tally):
+    texts = tiny.expected(8)
+    eos = [int(texts[0][3]), int(texts[1][6])]
+    found = tiny.generate(8, 0, "self", "chain4", eos_token_id=eos)
+    wanted = [oracle.cut(row, eos) for row in texts]
+    tally.compare(tiny.model(), tiny.prompts(8), wanted, tiny.rows_of(found))
+    assert len({len(row) for row in wanted}) > 2  # rows ended separately
+
+
+def test_without_an_eos_every_row_reaches_its_limit():
+    output = tiny.generate(8, 0, "self", "chain4", eos_token_id=[])
+    assert output.lengths.tolist() == [tiny.NEW] * 8
+
+
+# Negative controls of the comparison itself.
+
+
+def test_the_comparison_catches_a_wrong_token_a_short_row_and_a_tie_that_is_none():
+    prompts, wanted = tiny.prompts(3), tiny.expected(3)
+    wrong = [row.copy() for row in wanted]
+    wrong[1][5] = (wrong[1][5] + 1) % tiny.VOCAB
+    for found in (wrong, [wanted[0], wanted[1][:-1], wanted[2]]):
+        with pytest.raises(AssertionError, match="instead of"):
+            oracle.Tally().compare(tiny.model(), prompts, wanted, found)
+
+
+def test_the_comparison_counts_a_tie_but_not_where_none_is_allowed():
+    target = tiny.model()
+    params = {**target.params["params"]}
+    # Two tokens with the same logits: which one is said is a matter of rounding.
+    params["unembedding"] = np.array(params["unembedding"])
+    prompt, (said, *_) = tiny.prompts(1)[0], tiny.expected(1)[0]
+    twin = (int(said) + 1) % tiny.NEVER
+    params["unembedding"][twin] = params["unembedding"][said]
+    tied = type(target)(target.module, {"params": params})
+    rows = np.array([[said, 0]]), np.array([[twin, 5]])
+    tally = oracle.Tally()
+    tally.compare(tied, [prompt], *rows)
+    assert (tally.rows, tally.ties) == (1, 1)
+    with pytest.raises(AssertionError, match="margin 0.0e"):
+        tally.compare(tied, [prompt], *rows, ties_allowed=False)
+
+
+def test_the_texts_are_varied_enough_to_tell_a_mistake():
+    texts = [row for seed in SEEDS for row in tiny.expected(8, seed)]
+    assert np.mean([len(set(row.tolist())) for row in texts]) > tiny.NEW / 3
+    assert len({row.tobytes() for row in texts}) == len(texts)
+    assert all(tiny.NEVER not in row for row in texts)

@@ -1,0 +1,37 @@
+"""A package of the same name that hides one of magicjax's own is named, not used."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def importing(*path) -> subprocess.CompletedProcess:
+    """Imports magicjax in a fresh process with the given folders first on its path."""
+    folders = [str(folder) for folder in path]
+    code = f"import sys; sys.path[:0] = {folders}; import magicjax"
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=path[0], timeout=300
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("models.py", "models"), ("sharding/__init__.py", "sharding")],
+)
+def test_a_file_that_hides_a_neighbour_is_named_with_the_remedy(file, name, tmp_path):
+    hiding = tmp_path / file
+    hiding.parent.mkdir(exist_ok=True)
+    hiding.write_text("")
+    done = importing(tmp_path, ROOT)
+    assert done.returncode != 0
+    assert f"ImportError: {hiding} hides magicjax's own package '{name}'" in done.stderr
+    assert f"which lies in {ROOT}: rename that file, or put magicjax's folder first" in done.stderr
+
+
+def test_the_same_file_behind_magicjax_on_the_path_does_no_harm(tmp_path):
+    (tmp_path / "models.py").write_text("raise RuntimeError('the wrong file')")
+    assert importing(ROOT, tmp_path).returncode == 0

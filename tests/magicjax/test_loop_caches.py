@@ -1,0 +1,183 @@
+"""After every round, whatever path was accepted, each cache holds what a fresh prefill would."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import magicjax
+from magicjax import compilation, prefill
+from magicjax.request import prepare
+from tests.magicjax import tiny
+
+WIDTH = 64  # of a fresh prefill: every text so far fits
+# Prompts shorter than, of, and just over the budget of 12; the program is that of other tests.
+LENGTHS = (1, 11, 12, 13, 10, 30, 14, 2)
+
+
+def prompts_around_the_budget():
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, tiny.VOCAB, n).astype(np.int32) for n in LENGTHS]
+
+
+def rounds(kind, tree, prompts, dtype):
+    """Yields (request, state as numpy) behind the prompts and after each round."""
+    request = prepare(
+        tiny.model("target", dtype),
+        prompts,
+        drafter=tiny.drafter(kind, dtype) if kind else None,
+        tree=tiny.TREES[tree] if kind else None,
+        max_new_tokens=tiny.NEW,
+        do_sample=False,
+        eos_token_id=tiny.NEVER,
+        pad_token_id=None,
+        backend=None,
+    )
+    start, _ = compilation.program("start", request.settings, *request.start_arguments)
+    state = start(*request.start_arguments)
+    while True:
+        seen = jax.tree.map(np.array, state)  # copies: the next round takes the memory over
+        yield request, seen
+        if seen.ended.all():
+            return
+        arguments = request.target, request.drafter, state
+        state = compilation.program("step", request.settings, *arguments)[0](*arguments)
+
+
+@functools.cache
+def fresh_prefill(capacity: int):
+    settings = types.SimpleNamespace(chunk=WIDTH // 2, capacity=capacity, backend=None)
+
+    @jax.jit
+    def run(model, tokens, lengths):
+        return prefill.prefill_cache(model, tokens, lengths, settings)[0]
+
+    return run
+
+
+def check_cache(cache, model, texts, lengths, tolerance) -> None:
+    """Asserts that the live entries are those of a prefill of each text's first tokens."""
+    tokens = np.zeros((len(texts), WIDTH), np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = text
+    fresh = fresh_prefill(cache.k[0].shape[2])(model, tokens, jnp.asarray(lengths))
+    live = (np.arange(cache.k[0].shape[2]) < lengths[:, None])[:, None, :, None]
+    for found, wanted in zip((*cache.k, *cache.v), (*fresh.k, *fresh.v), strict=True):
+        wanted = np.where(live, wanted, 0)
+        error = np.abs(np.where(live, found, 0) - wanted).max()
+        assert error <= tolerance * np.abs(wanted).max()
+
+
+def positions_held(count: int, pinned, capacity: int) -> dict[int, int]:
+    """Returns which position each live slot of a draft cache must hold."""
+    if count <= capacity:
+        return {position: position for position in range(count)}
+    ring = capacity - len(pinned)
+    newest = range(count - ring, count)
+    slots = {len(pinned) + (p - len(pinned)) % ring: p for p in newest}
+    assert set(pinned).isdisjoint(newest) and len(set(pinned)) == len(pinned)
+    return dict(enumerate(pinned)) | slots
+
+
+def check_draft_cache(draft, cache) -> None:
+    """Asserts that each live slot has the very keys and values that the target verified."""
+    np.testing.assert_array_equal(draft.count, cache.lengths)
+    for layer, pins in enumerate(draft.pinned):
+        for row, head in np.ndindex(*pins.shape[:2]):
+            wanted = positions_held(int(draft.count[row]), pins[row, head].tolist(), tiny.BUDGET)
+            slots, positions = list(wanted), list(wanted.values())
+            for mine, whole in ((draft.k, cache.k), (draft.v, cache.v)):
+                np.testing.assert_array_equal(
+                    mine[layer][row, head, slots], whole[layer][row, head, positions]
+                )
+
+
+def check_every_round(kind, tree, prompts, dtype, tolerance) -> None:
+    accepted = set()
+    for request, state in rounds(kind, tree, prompts, dtype):
+        texts = [
+            np.concatenate([prompt, output[:emitted]])
+            for prompt, output, emitted in zip(prompts, state.output, state.emitted, strict=True)
+        ]
+        # Exactly the emitted tokens, less the pending one.
+        np.testing.assert_array_equal(state.cache.lengths, [len(text) - 1 for text in texts])
+        np.testing.assert_array_equal(state.pending, [text[-1] for text in texts])
+        check_cache(state.cache, request.target, texts, state.cache.lengths, tolerance)
+        accepted |= set(np.flatnonzero(state.histogram.sum(0)).tolist())
+        if kind == "self":
+            check_draft_cache(state.drafter, state.cache)
+        elif kind is not None:
+            own = state.drafter.cache
+            np.testing.assert_array_equal(own.lengths, state.cache.lengths - state.drafter.lacks)
+            check_cache(own, request.drafter.model, texts, own.lengths, tolerance)
+            leaves = [text[-2] for text in texts if len(text) > 1]
+            lacks = state.drafter.lacks
+            np.testing.assert_array_equal(state.drafter.leaf[lacks], np.array(leaves)[lacks])
+    assert kind is None or len(accepted) > 2  # paths of several lengths were committed
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree"), [(None, None), ("self", "irregular"), ("self", "chain4")]
+)
+def test_caches_follow_the_text_round_by_round_around_the_budget(kind, tree):
+    check_every_round(kind, tree, prompts_around_the_budget(), "float32", 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["near", "same"])
+def test_a_small_models_own_cache_follows_the_text_round_by_round(kind):
+    tree = {"near": "irregular", "same": "2,2,1"}[kind]
+    check_every_round(kind, tree, tiny.prompts(8), "float32", 1e-5)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(("kind", "tree"), [("self", "2,2,1"), ("near", "irregular")])
+def test_caches_follow_the_text_to_the_last_bits_of_float64(kind, tree):
+    check_every_round(kind, tree, tiny.prompts(8), "float64", 1e-12)
+
+
+def test_a_cache_with_one_entry_out_of_place_would_be_seen():
+    prompts = prompts_around_the_budget()
+    request, state = next(rounds("self", "chain4", prompts, "float32"))
+    lengths = state.cache.lengths
+    k = [x.copy() for x in state.cache.k]
+    k[1][5, 0, 20] = k[1][5, 0, 19]
+    wrong = state.cache.replace(k=tuple(k))
+    with pytest.raises(AssertionError):
+        check_cache(wrong, request.target, prompts, lengths, 1e-5)
+    draft = [x.copy() for x in state.drafter.k]
+    draft[0][5, 0, tiny.BUDGET - 1] += 1e-6
+    with pytest.raises(AssertionError):
+        check_draft_cache(state.drafter.replace(k=tuple(draft)), state.cache)
+    check_cache(state.cache, request.target, prompts, lengths, 1e-5)
+    check_draft_cache(state.drafter, state.cache)
+
+
+def test_a_prompt_of_several_chunks_fills_the_cache_like_one_chunk():
+    model, prompts = tiny.model(), tiny.prompts(8)
+    tokens = np.zeros((8, WIDTH), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    lengths[0], tokens[0] = WIDTH, np.arange(WIDTH) % tiny.VOCAB  # one row to the very end
+    caches, last = [], []
+    for chunk in (16, WIDTH):
+        settings = types.SimpleNamespace(chunk=chunk, capacity=WIDTH, backend=None)
+        run = jax.jit(functools.partial(prefill.prefill_cache, settings=settings))
+        cache, hidden = run(model, jnp.asarray(tokens), jnp.asarray(lengths))
+        np.testing.assert_array_equal(cache.lengths, lengths)
+        caches.append(cache)
+        last.append(np.asarray(hidden))
+    live = (np.arange(WIDTH) < lengths[:, None])[:, None, :, None]
+    for one, other in zip((*caches[0].k, *caches[0].v), (*caches[1].k, *caches[1].v)):
+        one, other = np.where(live, one, 0), np.where(live, other, 0)
+        assert np.abs(one - other).max() <= 1e-5 * np.abs(other).max()
+    assert np.abs(last[0] - last[1]).max() <= 1e-5 * np.abs(last[1]).max()
+
+
+def test_the_public_names_of_policies_are_the_same_drafter():
+    assert magicjax.SelfSpeculation("streaming") == magicjax.SelfSpeculation(
+        magicjax.StreamingLLM()
+    )

@@ -1,0 +1,36 @@
+"""Statistics from counts, by hand."""
+
+import numpy as np
+import pytest
+
+from magicjax.stats import acceptance
+
+
+def test_statistics_follow_from_the_histogram_and_the_lengths():
+    # Two rows, depth 2: rounds that accepted 0, 1, 2 tokens.
+    histogram = np.array([[1, 0, 2], [0, 1, 0]])
+    emitted = np.array([8, 3])  # the first token of each row is prefill's
+    found = acceptance(histogram, emitted, nodes=5)
+    assert found == {
+        "tau": 9 / 4,
+        "acceptance_rate": 5 / 8,
+        "acceptance_by_depth": (3 / 4, 2 / 4),
+        "rounds": 4,
+        "emitted": 9,
+        "drafted": 16,
+        "accepted": 5,
+    }
+
+
+def test_rows_that_end_with_prefills_token_give_zeros_and_no_error():
+    found = acceptance(np.zeros((2, 3), int), np.array([1, 1]), nodes=3)
+    assert found["tau"] == found["acceptance_rate"] == 0.0
+    assert found["acceptance_by_depth"] == (0.0, 0.0)
+    assert found["rounds"] == found["emitted"] == 0
+
+
+def test_plain_decoding_has_a_tau_of_one_and_no_depths():
+    found = acceptance(np.array([[4], [2]]), np.array([5, 3]), nodes=1)
+    assert found["tau"] == pytest.approx(1.0)
+    assert found["acceptance_by_depth"] == ()
+    assert found["drafted"] == found["accepted"] == 0

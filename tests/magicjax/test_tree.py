@@ -1,0 +1,149 @@
+"""Trees: numpy for a static tree, JAX for a traced tree a row, and the definition agree."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import magicjax
+from magicjax import tree as trees
+from tests.magicjax import tiny
+
+NODES, WIDTH = 11, 4  # one shape, so that the traced functions compile once
+
+
+@st.composite
+def parent_lists(draw, nodes=NODES, padded=True):
+    """Parents before children; with `padded`, some nodes stand for nothing and have no child."""
+    parents, real = [-1], [0]
+    for node in range(1, nodes):
+        if padded and draw(st.integers(0, 4)) == 0:
+            parents.append(-1)
+        else:
+            parents.append(draw(st.sampled_from(real)))
+            real.append(node)
+    return parents
+
+
+def plain_ancestors(parents) -> np.ndarray:
+    sees = np.zeros((len(parents), len(parents)), bool)
+    for node in range(len(parents)):
+        up = node
+        while up >= 0:
+            sees[node, up] = True
+            up = parents[up]
+    return sees
+
+
+def plain_children(parents, width) -> list[list[int]]:
+    below = [[c for c in range(1, len(parents)) if parents[c] == n] for n in range(len(parents))]
+    return [(found + [-1] * width)[:width] for found in below]
+
+
+FUNCTIONS = {
+    "ancestor_mask": (trees.ancestor_mask, plain_ancestors),
+    "depths": (trees.depths, lambda parents: plain_ancestors(parents).sum(1) - 1),
+    "padding": (trees.padding, lambda p: [n > 0 and up < 0 for n, up in enumerate(p)]),
+    "children": (
+        functools.partial(trees.children, width=WIDTH),
+        functools.partial(plain_children, width=WIDTH),
+    ),
+}
+TRACED = {name: jax.jit(function) for name, (function, _) in FUNCTIONS.items()}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@given(rows=st.lists(parent_lists(), min_size=3, max_size=3))
+def test_static_and_traced_trees_follow_the_definition(name, rows):
+    function, definition = FUNCTIONS[name]
+    wanted = np.array([definition(row) for row in rows])
+    traced = TRACED[name](jnp.asarray(rows, jnp.int32))
+    assert isinstance(traced, jax.Array)
+    np.testing.assert_array_equal(traced, wanted)
+    for row, of_row in zip(rows, wanted, strict=True):
+        static = function(np.array(row, np.int32))
+        assert isinstance(static, np.ndarray)  # known when tracing
+        assert static.dtype == traced.dtype
+        np.testing.assert_array_equal(static, of_row)
+
+
+@given(parents=st.integers(1, 40).flatmap(lambda n: parent_lists(n, padded=False)))
+def test_the_properties_of_a_tree_follow_from_its_parents(parents):
+    tree = magicjax.TokenTree.from_parents(parents)
+    sees = plain_ancestors(parents)
+    np.testing.assert_array_equal(tree.mask, sees)
+    np.testing.assert_array_equal(tree.node_depths, sees.sum(1) - 1)
+    assert tree.num_nodes == len(parents)
+    assert tree.depth == sees.sum(1).max() - 1
+    assert tree.width == max(parents.count(n) for n in range(len(parents)))
+    assert tree.children.tolist() == plain_children(parents, max(1, tree.width))
+
+
+@given(parents=st.integers(1, 40).flatmap(lambda n: parent_lists(n, padded=False)))
+def test_levels_list_every_node_with_children_once_at_its_depth(parents):
+    tree = magicjax.TokenTree.from_parents(parents)
+    listed = [[n for n in level if n < tree.num_nodes] for level in tree.levels.tolist()]
+    assert sorted(n for level in listed for n in level) == sorted(set(parents) - {-1})
+    for depth, level in enumerate(listed):
+        assert level  # a level without a node to run would end every path above it
+        assert all(tree.node_depths[n] == depth for n in level)
+
+
+@pytest.mark.parametrize("length", range(1, 9))
+def test_a_chain_is_a_line(length):
+    tree = magicjax.chain(length)
+    assert tree.parents == tuple(range(-1, length))
+    assert (tree.num_nodes, tree.depth, tree.width) == (length + 1, length, 1)
+
+
+def test_an_expansion_gives_each_node_of_a_level_its_children():
+    tree = magicjax.expansion((2, 2, 1))
+    assert tree.parents == (-1, 0, 0, 1, 1, 2, 2, 3, 4, 5, 6)
+    assert (tree.num_nodes, tree.depth, tree.width) == (11, 3, 2)
+    deep = tiny.TREES["1,1,3,1,1,1,1,1"]
+    assert (deep.num_nodes, deep.depth, deep.width) == (1 + 1 + 1 + 3 * 6, 8, 3)
+    assert magicjax.expansion([1, 1, 1]) == magicjax.chain(3)
+
+
+def test_equal_trees_share_a_program_however_they_were_made():
+    made = magicjax.TokenTree.from_parents(np.array([-1, 0, 1]))
+    assert made == magicjax.chain(2) and hash(made) == hash(magicjax.chain(2))
+
+
+def test_a_tree_prints_as_a_drawing():
+    assert str(magicjax.TokenTree.from_parents((-1, 0, 0, 1, 0, 1, 3))) == "\n".join(
+        [
+            "7 nodes, depth 3",
+            "0",
+            "├─1",
+            "│ ├─3",
+            "│ │ └─6",
+            "│ └─5",
+            "├─2",
+            "└─4",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: magicjax.chain(0), r"chain\(0\): a chain speculates at least 1 token"),
+        (lambda: magicjax.chain(256), "257 nodes: at most 256"),
+        (lambda: magicjax.expansion(()), r"expansion\(\): give at least one level"),
+        (lambda: magicjax.expansion((2, 0)), r"expansion\(2, 0\): give at least one level"),
+        (lambda: magicjax.expansion((16, 16)), r"expansion\(16, 16\) has more than 256 nodes"),
+        (lambda: magicjax.TokenTree(()), r"parents=\(\) has no root"),
+        (lambda: magicjax.TokenTree((0, 0)), r"parents=\(0, 0\) has no root"),
+        (lambda: magicjax.TokenTree((-1, 2, 0)), "node 1 has parent 2: .* between 0 and 0"),
+        (lambda: magicjax.TokenTree((-1, 0, 2)), "node 2 has parent 2: .* between 0 and 1"),
+        (lambda: magicjax.TokenTree((-1, 0, -1)), "node 2 has parent -1"),
+    ],
+)
+def test_a_tree_that_cannot_be_is_refused_with_the_remedy(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

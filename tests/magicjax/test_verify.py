@@ -1,0 +1,99 @@
+"""Greedy verification against a slow walk through the tree, one row at a time."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from magicjax import tree as trees
+from magicjax import verify
+from tests.magicjax.test_tree import parent_lists, plain_ancestors
+
+NODES, VOCAB, ROWS = 9, 4, 3  # so few tokens that siblings often carry the same one
+static = jax.jit(verify.greedy, static_argnums=(3, 4))
+
+
+def walk(choice, tokens, parents):
+    """Returns (path, bonus) of one row: on to the first child that carries the node's choice."""
+    node, path = 0, [0]
+    while True:
+        matching = [
+            child
+            for child in range(1, len(parents))
+            if parents[child] == node and tokens[child] == choice[node]
+        ]
+        if not matching:
+            return path, choice[node]
+        node = matching[0]
+        path.append(node)
+
+
+def check(verdict, logits, tokens, rows):
+    for row, parents in enumerate(rows):
+        path, bonus = walk(logits[row].argmax(-1), tokens[row], parents)
+        assert verdict.accepted[row] == len(path) - 1
+        assert verdict.bonus[row] == bonus
+        padded = path + [path[-1]] * (verdict.path.shape[1] - len(path))
+        assert verdict.path[row].tolist() == padded
+
+
+def drawn(seed: int):
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal((ROWS, NODES, VOCAB)).astype(np.float32)
+    return logits, rng.integers(0, VOCAB, (ROWS, NODES)).astype(np.int32)
+
+
+@given(rows=st.lists(parent_lists(NODES), min_size=ROWS, max_size=ROWS), seed=st.integers(0, 999))
+def test_trees_of_each_row_are_walked_as_by_hand_and_padding_never_taken(rows, seed):
+    logits, tokens = drawn(seed)
+    # Any tree of 9 nodes: at most 8 deep and 8 wide.
+    verdict = static(logits, tokens, jnp.asarray(rows, jnp.int32), NODES - 1, NODES - 1)
+    check(verdict, logits, tokens, rows)
+    padding = np.asarray(trees.padding(np.array(rows)))
+    assert not np.take_along_axis(padding, np.asarray(verdict.path), 1).any()
+
+
+@given(parents=parent_lists(NODES, padded=False), seed=st.integers(0, 999))
+def test_a_shared_tree_is_walked_as_by_hand(parents, seed):
+    logits, tokens = drawn(seed)
+    sees = plain_ancestors(parents)
+    depth, width = sees.sum(1).max() - 1, max(parents.count(n) for n in range(NODES))
+    greedy = functools.partial(verify.greedy, depth=int(depth), width=int(width))
+    shared = np.array(parents, np.int32)
+    verdict = greedy(jnp.asarray(logits), jnp.asarray(tokens), shared)
+    check(verdict, logits, tokens, [parents] * ROWS)
+
+
+def logits_that_choose(choices) -> np.ndarray:
+    """Returns logits [1, N, V] whose best token at each node is the given one."""
+    return np.eye(VOCAB, dtype=np.float32)[np.array([choices])]
+
+
+def test_of_siblings_with_the_same_token_the_first_one_is_taken():
+    parents = np.array([-1, 0, 0, 1, 2], np.int32)  # 0 -> 1 -> 3 and 0 -> 2 -> 4
+    tokens = jnp.array([[0, 2, 2, 1, 3]])
+    verdict = verify.greedy(logits_that_choose([2, 3, 3, 0, 0]), tokens, parents, 2, 2)
+    # Node 4 would match behind node 2, but greedy decoding has one path: the first.
+    assert verdict.path.tolist() == [[0, 1, 1]]
+    assert (int(verdict.accepted[0]), int(verdict.bonus[0])) == (1, 3)
+
+
+def test_a_tree_of_a_root_only_gives_the_targets_token():
+    verdict = verify.greedy(
+        logits_that_choose([3]), jnp.array([[1]]), trees.ROOT_ONLY.array, depth=0, width=0
+    )
+    assert verdict.path.tolist() == [[0]]
+    assert (int(verdict.accepted[0]), int(verdict.bonus[0])) == (0, 3)
+
+
+def test_a_padding_node_that_carries_the_right_token_is_not_taken():
+    parents = jnp.array([[-1, -1, 0]])
+    tokens = jnp.array([[0, 2, 1]])
+    verdict = verify.greedy(logits_that_choose([2, 2, 2]), tokens, parents, 2, 2)
+    assert (int(verdict.accepted[0]), int(verdict.bonus[0])) == (0, 2)
+    # The same node as a child of the root is taken, so it is the mark that kept it out.
+    parents = jnp.array([[-1, 0, 0]])
+    assert int(verify.greedy(logits_that_choose([2] * 3), tokens, parents, 2, 2).accepted[0]) == 1

@@ -1,0 +1,131 @@
+"""The tiny models, prompts, trees and drafters that the tests of the loop share.
+
+Programs are compiled once for each (settings, shapes), so prompts of one batch size have the same
+padded width everywhere, and every row has one EOS: a token that no text contains, unless a test
+names another.
+"""
+
+import functools
+
+import jax
+import numpy as np
+
+import magicjax
+import models
+from tests.magicjax import oracle
+
+VOCAB = 48
+NEVER = VOCAB - 1  # its logits are 0 everywhere, so it is never the best
+NEW = 24  # new tokens of a row, unless a test says otherwise
+LENGTHS = (5, 30, 1, 16, 17, 2, 23, 9)  # of the prompts: around the 16 that widths round to
+
+TREES = {
+    **{f"chain{n}": magicjax.chain(n) for n in range(1, 9)},
+    "2,2,1": magicjax.expansion((2, 2, 1)),
+    "1,1,3,1,1,1,1,1": magicjax.expansion((1, 1, 3, 1, 1, 1, 1, 1)),
+    # Childless nodes beside inner ones at every level; siblings need not be neighbours.
+    "irregular": magicjax.TokenTree.from_parents((-1, 0, 0, 1, 0, 1, 3, 5, 7, 6)),
+}
+DRAFTERS = ("self", "other", "same", "near")
+SINKS, BUDGET = 2, 12  # the ring is smaller than most prompts, and wraps while decoding
+
+
+def config(**changes) -> models.LlamaConfig:
+    shapes = dict(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=40,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        max_positions=512,
+    )
+    return models.LlamaConfig(**shapes | changes)
+
+
+def _loud(params, rng, noise: float):
+    """Returns the parameters scaled so that the text depends on its context, and `NEVER` unsaid.
+
+    A random model attends evenly and soon repeats itself; four times the queries make it choose.
+    """
+
+    def change(path, x):
+        names = [key.key for key in path]
+        x = np.asarray(x, np.float64) * (4.0 if "q" in names else 1.0)
+        x = x * (1 + noise * rng.standard_normal(x.shape))
+        if names[-1] == "unembedding":
+            x[NEVER] = 0
+        return x
+
+    return jax.tree_util.tree_map_with_path(change, params)
+
+
+@functools.cache
+def model(kind: str = "target", dtype: str = "float32") -> magicjax.Model:
+    """Returns a model: the `target`, one `near` it (its weights with noise), or an `other`.
+
+    The weights are the same numbers in every dtype.
+    """
+    shape = config(num_layers=1, hidden_size=16, num_kv_heads=4) if kind == "other" else config()
+    drawn = _drawn(shape, 1 if kind == "other" else 0)
+    params = _loud(drawn, np.random.default_rng(7), noise=0.1 if kind == "near" else 0.0)
+    params = jax.tree.map(lambda x: jax.numpy.asarray(x.astype(np.float32), dtype), params)
+    return magicjax.Model(models.build(shape, dtype), params, name=kind)
+
+
+def _drawn(shape, seed):
+    """Returns random parameters, drawn by numpy: the same in 64-bit mode, nothing to compile."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, x):
+        names = [key.key for key in path if hasattr(key, "key")]
+        if names[-1] == "scale":
+            return 1 + 0.1 * rng.standard_normal(x.shape)
+        inputs = {"weight": x.shape[0], "embedding": 1, "unembedding": x.shape[1]}[names[-1]]
+        if "out" in names:
+            inputs = x.shape[0] * x.shape[1]
+        return rng.standard_normal(x.shape) / np.sqrt(inputs)
+
+    import flax.linen as nn
+
+    shapes = nn.meta.unbox(models.abstract_params(models.build(shape)))
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+@functools.cache
+def drafter(kind: str, dtype: str = "float32"):
+    """Returns a drafter by what it is to the target; `same` is the target: all is accepted."""
+    if kind == "self":
+        policy = magicjax.StreamingLLM(sinks=SINKS)
+        return magicjax.SelfSpeculation(policy=policy, budget=BUDGET)
+    return magicjax.SmallModel(model("target" if kind == "same" else kind, dtype))
+
+
+def prompts(batch: int, seed: int = 0) -> list[np.ndarray]:
+    """Returns ragged prompts; one of them has 30 tokens, so that all pad to a width of 32."""
+    rng = np.random.default_rng(seed)
+    lengths = {1: (30,), 3: (1, 30, 17)}.get(batch) or tuple(rng.permutation(LENGTHS)[:batch])
+    assert max(lengths) == 30
+    return [rng.integers(0, VOCAB, n).astype(np.int32) for n in lengths]
+
+
+@functools.cache
+def expected(batch: int, seed: int = 0, new_tokens: int = NEW) -> tuple[np.ndarray, ...]:
+    """Returns the oracle's text behind each of `prompts(batch, seed)`."""
+    target = model()
+    return tuple(oracle.greedy(target, prompt, new_tokens) for prompt in prompts(batch, seed))
+
+
+def rows_of(output: magicjax.Output) -> list[np.ndarray]:
+    """Returns each row's new tokens, without padding."""
+    return [row[:n] for row, n in zip(output.tokens, output.lengths, strict=True)]
+
+
+def generate(batch: int = 8, seed: int = 0, kind: str | None = None, tree=None, **options):
+    """Returns the target's output for `prompts(batch, seed)`; defaults share programs."""
+    dtype = options.pop("dtype", "float32")
+    options = dict(max_new_tokens=NEW, eos_token_id=NEVER) | options
+    if kind is not None:
+        options |= dict(drafter=drafter(kind, dtype), tree=TREES[tree])
+    return magicjax.generate(model("target", dtype), prompts(batch, seed), **options)
