@@ -15,7 +15,7 @@ import tyro
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from experiments import trees
+from magicjax import TokenTree
 
 
 class ConfigError(ValueError):
@@ -53,9 +53,9 @@ class Method(BaseModel):
         "self", description="Who drafts: the target itself on a small cache, or a small model."
     )
     tree: Annotated[list[str], Many] = Field(
-        ["chain(4)"],
+        ["chain:4"],
         min_length=1,
-        description="What is proposed at once: chain(n) or expansion(k1,...,km).",
+        description="What is proposed at once: chain:n, expansion:k1,...,km or parents:-1,....",
     )
     model: str = Field("", description="Directory of the small model; only with draft=small.")
     policy: Literal["", "streaming"] = Field(
@@ -71,7 +71,7 @@ class Method(BaseModel):
     @model_validator(mode="after")
     def _fits_the_draft(self) -> "Method":
         for spec in self.tree:
-            trees.parse(spec)
+            TokenTree.parse(spec)
         if self.draft == "small":
             given = [n for n in ("policy", "kv_budget", "sinks") if getattr(self, n)]
             if given:
@@ -108,8 +108,10 @@ class Experiment(BaseModel):
         128, description="Tokens generated for each row, at least 8: text is judged by 8-grams."
     )
     repeats: Positive = Field(3, description="Timed runs of each cell; the median is reported.")
-    offset: Annotated[int, Field(ge=0)] = Field(
-        512, description="How many tokens before the end of its stretch of text a prompt ends."
+    candidates: Annotated[int, Field(ge=1)] = Field(
+        4,
+        description="Places of the text tried for each row; the rows are those whose plain "
+        "continuation repeats itself least. 1: no choice.",
     )
     agreement_tokens: Annotated[int, Field(ge=0)] = Field(
         8192, description="Tokens of text on which target and draft are compared; 0 for none."

@@ -10,8 +10,8 @@ import itertools
 import json
 import pathlib
 
-from experiments import trees
 from experiments.config import ConfigError, Experiment
+from magicjax import TokenTree
 
 BUDGET, SINKS = 256, 16
 
@@ -27,7 +27,7 @@ class Cell:
       policy: of the draft's cache, else "".
       kv_budget, sinks: of the draft's cache, else 0.
       tree: its name, else "".
-      dtype, batch, context, new_tokens, repeats, offset, agreement_tokens: as in the experiment.
+      dtype, batch, context, new_tokens, repeats, candidates, agreement_tokens: as given.
     """
 
     target: str
@@ -42,16 +42,16 @@ class Cell:
     context: int
     new_tokens: int
     repeats: int
-    offset: int
+    candidates: int
     agreement_tokens: int
 
     @property
     def gamma(self) -> int:
-        return trees.parse(self.tree).build().depth if self.tree else 0
+        return TokenTree.parse(self.tree).depth if self.tree else 0
 
     @property
     def nodes(self) -> int:
-        return trees.parse(self.tree).build().num_nodes if self.tree else 1
+        return TokenTree.parse(self.tree).num_nodes if self.tree else 1
 
     @property
     def method(self) -> str:
@@ -94,7 +94,7 @@ def _group(experiment: Experiment, batch: int, context: int) -> list[Cell]:
         context=context,
         new_tokens=experiment.new_tokens,
         repeats=experiment.repeats,
-        offset=experiment.offset,
+        candidates=experiment.candidates,
         agreement_tokens=experiment.agreement_tokens,
     )
     cells = [plain]
@@ -109,7 +109,7 @@ def _group(experiment: Experiment, batch: int, context: int) -> list[Cell]:
                 policy="" if small else method.policy or "streaming",
                 kv_budget=budget,
                 sinks=0 if small else method.sinks or SINKS,
-                tree=str(trees.parse(spec)),
+                tree=spec,
             )
             if cell in cells:
                 raise ConfigError(f"methods name {cell.method!r} twice: remove one")

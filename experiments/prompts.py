@@ -1,16 +1,17 @@
 """Prompts from modules that no embedded model was trained on.
 
-Held-out modules make one stream of tokens, cut into as many stretches as there are rows. A prompt
-ends `offset` tokens before the end of its stretch, whatever its length, so that rows differ, and
-a longer context is the same place seen with more of what came before.
+Held-out modules make one stream of tokens; prompts are its stretches that end at evenly spaced
+places. Greedy text of a small model soon repeats itself, and a loop is easy to draft. So more
+places are tried than there are rows, and the rows are those whose text repeats itself least.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
-from experiments import corpus
+from experiments import corpus, metrics
 
 
 def held_out_stream(tokenizer: Any, modules: list[corpus.Module] | None = None) -> np.ndarray:
@@ -31,27 +32,40 @@ def held_out_stream(tokenizer: Any, modules: list[corpus.Module] | None = None) 
     return np.array(stream, np.int32)
 
 
-def cut(stream: Int[np.ndarray, " n"], batch: int, context: int, offset: int) -> np.ndarray:
-    """Returns int32 [batch, context], rows that do not overlap.
+def cut(stream: Int[np.ndarray, " n"], count: int, context: int) -> np.ndarray:
+    """Returns int32 [count, context], stretches that end at evenly spaced places.
 
-    With n = 100, batch = 2, context = 30, offset = 10: tokens 10 to 39, and 60 to 89.
+    With n = 100, count = 2, context = 60: they end before tokens 70 and 90. Stretches may overlap;
+    no two are the same.
 
     Raises:
       ValueError: the stream is too short.
     """
-    stretch = len(stream) // batch
-    if context + offset > stretch:
-        fits = len(stream) // (context + offset)
-        longest = stretch - offset
-        remedies = [
-            *([f"a batch of at most {fits}"] if fits else []),
-            *([f"a context of at most {longest}"] if longest > 0 else []),
-            "a longer text",
-        ]
+    room = len(stream) - context
+    if room < count:
         raise ValueError(
-            f"batch={batch} prompts of context={context}, each ending offset={offset} tokens "
-            f"before its stretch does, need {batch * (context + offset)} tokens, but the held-out "
-            f"text has {len(stream)}: choose {' or '.join(remedies)}"
+            f"{count} prompts of context={context} need {context + count} tokens, but the held-out "
+            f"text has {len(stream)}: choose a context of at most {len(stream) - count}, or a "
+            "longer text"
         )
-    ends = (np.arange(batch) + 1) * stretch - offset
+    ends = context + (2 * np.arange(count) + 1) * room // (2 * count)
     return np.stack([stream[end - context : end] for end in ends])
+
+
+def least_repetitive(
+    candidates: Int[np.ndarray, "N T"],
+    batch: int,
+    continue_: Callable[[Int[np.ndarray, "B T"]], Int[np.ndarray, "B M"]],
+) -> Int[np.ndarray, "B T"]:
+    """Returns the `batch` candidates whose continuation repeats itself least, in their order.
+
+    Args:
+      candidates: prompts; N is a multiple of `batch`.
+      batch: how many are wanted, and how many are continued at once.
+      continue_: gives the plain greedy continuation of `batch` prompts.
+    """
+    if len(candidates) == batch:
+        return candidates
+    parts = [continue_(part) for part in np.split(candidates, len(candidates) // batch)]
+    repeated = [metrics.repeated_ngrams(row[None]) for part in parts for row in part]
+    return candidates[np.sort(np.argsort(repeated, kind="stable")[:batch])]

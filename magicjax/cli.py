@@ -12,24 +12,9 @@ DESCRIPTION = "Long-context speculative decoding."
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def parse_tree(text: str) -> magicjax.TokenTree:
-    """Returns the tree that `chain:4`, `expansion:2,2,1` or `parents:-1,0,0,1` describes."""
-    kind, _, numbers = text.partition(":")
-    makers = {
-        "chain": lambda numbers: magicjax.chain(*numbers),
-        "expansion": magicjax.expansion,
-        "parents": magicjax.TokenTree.from_parents,
-    }
+def _tree(text: str) -> magicjax.TokenTree:
     try:
-        values = [int(n) for n in numbers.split(",")]
-    except ValueError:
-        values = []
-    if kind not in makers or not values or (kind == "chain" and len(values) > 1):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no tree: write chain:4, expansion:2,2,1 or parents:-1,0,0,1"
-        )
-    try:
-        return makers[kind](values)
+        return magicjax.TokenTree.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -73,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument(
         "--tree",
-        type=parse_tree,
+        type=_tree,
         help="chain:4 (the default), expansion:2,2,1 or parents:-1,0,0,1; needs a drafter",
     )
     generate.add_argument("--max-new-tokens", type=int, default=128)

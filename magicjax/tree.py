@@ -8,6 +8,7 @@ parent. The functions here take parents as `[N]` or, one tree for each row, as `
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Sequence
 
 import jax
@@ -100,6 +101,23 @@ class TokenTree:
     def from_parents(parents: Sequence[int]) -> "TokenTree":
         """Returns the tree with these parents, node by node, -1 for the root."""
         return TokenTree(tuple(parents))
+
+    @staticmethod
+    def parse(text: str) -> "TokenTree":
+        """Returns the tree written as `chain:4`, `expansion:2,2,1` or `parents:-1,0,0,1`.
+
+        Raises:
+          ValueError: the text is none of these, or the tree is not valid.
+        """
+        match = re.fullmatch(r"(chain|expansion|parents):(-?\d+(?:,-?\d+)*)", text)
+        if match is None or (match[1] == "chain" and "," in match[2]):
+            raise ValueError(
+                f"{text!r} is no tree: write chain:4, expansion:2,2,1 or parents:-1,0,0,1"
+            )
+        numbers = [int(n) for n in match[2].split(",")]
+        if match[1] == "chain":
+            return chain(numbers[0])
+        return expansion(numbers) if match[1] == "expansion" else TokenTree.from_parents(numbers)
 
     @functools.cached_property
     def array(self) -> np.ndarray:

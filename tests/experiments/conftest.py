@@ -44,8 +44,9 @@ class ScriptedBench(measure.Bench):
     def model(self, directory, dtype):
         return self.target
 
-    def prompts(self, cell):
-        return np.arange(cell.batch * cell.context, dtype=np.int32).reshape(cell.batch, -1) % 64
+    def _choice(self, cell):
+        tokens = np.arange(cell.batch * cell.context, dtype=np.int32)
+        return tokens.reshape(cell.batch, -1) % 64, 0.0
 
     def agreement(self, cell):
         return None if cell.draft == "none" else 0.75

@@ -43,9 +43,9 @@ def test_every_problem_of_a_file_is_named_at_once(tmp_path):
         ("{draft: small}", "draft=small needs the model's directory"),
         ("{draft: small, model: x, kv_budget: 64}", "kv_budget has no meaning with draft=small"),
         ("{draft: self, model: x}", "model='x' has no meaning with draft=self"),
-        ("{draft: self, tree: chain(0)}", "tree='chain(0)' is not a tree"),
-        ("{draft: self, tree: 'chain(2,2)'}", "tree='chain(2,2)' is not a tree"),
-        ("{draft: self, tree: ladder(3)}", "tree='ladder(3)' is not a tree"),
+        ("{draft: self, tree: chain:0}", "chain(0): a chain speculates at least 1 token"),
+        ("{draft: self, tree: 'chain:2,2'}", "'chain:2,2' is no tree: write chain:4"),
+        ("{draft: self, tree: ladder:3}", "'ladder:3' is no tree: write chain:4"),
     ],
 )
 def test_options_that_do_not_fit_together_are_refused(tmp_path, method, message):
@@ -56,13 +56,13 @@ def test_options_that_do_not_fit_together_are_refused(tmp_path, method, message)
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text("repeats: 5\nnew_tokens: 32\nmethods: [{draft: self, tree: chain(2)}]")
-    overrides = ["--repeats", "7", "--methods.0.tree", "chain(3)", "chain(4)"]
+    path.write_text("repeats: 5\nnew_tokens: 32\nmethods: [{draft: self, tree: chain:2}]")
+    overrides = ["--repeats", "7", "--methods.0.tree", "chain:3", "chain:4"]
     experiment = config.from_command_line([str(path), *overrides], "launch")
     assert experiment.repeats == 7
     assert experiment.new_tokens == 32
-    assert experiment.offset == config.Experiment().offset
-    assert experiment.methods[0].tree == ["chain(3)", "chain(4)"]
+    assert experiment.candidates == config.Experiment().candidates
+    assert experiment.methods[0].tree == ["chain:3", "chain:4"]
     assert experiment.name == "mine"
 
 

@@ -54,9 +54,9 @@ def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, capsys):
         "agreement_tokens: 96\n"
         "shapes: [{batch: 2, context: 48}]\n"
         "methods:\n"
-        "  - {draft: self, kv_budget: 24, sinks: 4, tree: chain(3)}\n"
-        f"  - {{draft: small, model: {zoo / 'draft'}, tree: 'expansion(2,1)'}}\n"
-        "  - {draft: self, kv_budget: 8, sinks: 4, tree: chain(5)}\n"
+        "  - {draft: self, kv_budget: 24, sinks: 4, tree: chain:3}\n"
+        f"  - {{draft: small, model: {zoo / 'draft'}, tree: 'expansion:2,1'}}\n"
+        "  - {draft: self, kv_budget: 8, sinks: 4, tree: chain:5}\n"
     )
     assert launch.main([str(path)]) == 1  # one cell cannot run
     with (zoo / "results" / "grid" / "summary.csv").open() as file:

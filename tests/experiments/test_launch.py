@@ -17,8 +17,8 @@ def experiment(tmp_path, **changes):
         "new_tokens": 16,
         "shapes": [{"batch": [1, 2], "context": 8}],
         "methods": [
-            {"draft": "self", "tree": "chain(3)"},
-            {"draft": "small", "model": "draft-1", "tree": "expansion(2,1)"},
+            {"draft": "self", "tree": "chain:3"},
+            {"draft": "small", "model": "draft-1", "tree": "expansion:2,1"},
         ],
     }
     return config.validate(settings | changes, "test")
@@ -74,9 +74,9 @@ def test_finished_cells_are_not_measured_again_and_their_rows_stay(tmp_path, scr
 def test_what_is_missing_is_measured_beside_plain_decoding(tmp_path, scripted):
     launch.run(experiment(tmp_path), console(), scripted())
     more = scripted()
-    methods = [{"draft": "self", "tree": ["chain(3)", "chain(5)"]}]
+    methods = [{"draft": "self", "tree": ["chain:3", "chain:5"]}]
     records = launch.run(experiment(tmp_path, methods=methods), console(), more)
-    assert {(cell.draft, cell.tree) for cell in more.ran} == {("none", ""), ("self", "chain(5)")}
+    assert {(cell.draft, cell.tree) for cell in more.ran} == {("none", ""), ("self", "chain:5")}
     assert len(records) == 6
 
 

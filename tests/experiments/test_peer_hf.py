@@ -58,7 +58,7 @@ def test_both_sides_take_turns_and_assistants_only_where_they_can(
     path.write_text(
         f"results: {tmp_path}\nnew_tokens: 16\nrepeats: 2\n"
         "shapes: [{batch: [1, 2], context: 8}]\n"
-        "methods: [{draft: self, tree: chain(3)}, {draft: small, model: d, tree: chain(3)}]\n"
+        "methods: [{draft: self, tree: chain:3}, {draft: small, model: d, tree: chain:3}]\n"
     )
     bench = scripted()
     monkeypatch.setattr(peer_hf.measure, "Bench", lambda: bench)
