@@ -67,12 +67,6 @@ def prepare(
     """Returns the checked request; see `magicjax.generate` for the arguments and errors."""
     if not isinstance(target, Model):
         raise TypeError(f"target is a {type(target).__name__}: pass what magicjax.load returns")
-    if drafter is not None and not hasattr(drafter, "propose"):
-        raise TypeError(
-            f"drafter={drafter!r} is no drafter: pass SelfSpeculation(...) or SmallModel(...)"
-        )
-    if tree is not None and not isinstance(tree, TokenTree):
-        raise TypeError(f"tree={tree!r} is no TokenTree: pass chain(4), expansion((2, 2, 1)), ...")
     if do_sample:
         raise ValueError(
             "do_sample=True is not supported: only greedy decoding is, so leave it out"
