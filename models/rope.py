@@ -114,5 +114,7 @@ def rotate(
     angles = positions[..., None].astype(jnp.float32) * inverse  # [B,T,D/2]
     cos = (jnp.cos(angles) * factor).astype(x.dtype)[:, :, None]
     sin = (jnp.sin(angles) * factor).astype(x.dtype)[:, :, None]
-    first, second = jnp.split(x, 2, axis=-1)
-    return jax.lax.concatenate((first * cos - second * sin, second * cos + first * sin), 3)
+    halves = x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
+    # One fused pass over x: (first, second) * cos + (second, first) * (-sin, sin).
+    signed = jnp.stack([-sin, sin], axis=-2)
+    return (halves * cos[..., None, :] + halves[..., ::-1, :] * signed).reshape(x.shape)
