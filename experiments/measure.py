@@ -74,7 +74,8 @@ class Bench:
 
     def run(self, cell: Cell) -> Any:
         """Returns the output of one call of `generate` as the cell describes it."""
-        drafter, tree = None, magicjax.TokenTree.parse(cell.tree) if cell.tree else None
+        drafter: magicjax.SelfSpeculation | magicjax.SmallModel | None = None
+        tree = magicjax.TokenTree.parse(cell.tree) if cell.tree else None
         if cell.draft == "self":
             policy = POLICIES[cell.policy](cell.sinks)
             drafter = magicjax.SelfSpeculation(policy=policy, budget=cell.kv_budget)

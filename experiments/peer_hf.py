@@ -60,10 +60,17 @@ class Peer:
 
     def __init__(self, python: str, threads: int):
         worker = pathlib.Path(__file__).with_name("peer_worker.py")
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment.pop("PYTHONPATH", None)  # ours would shadow the peer's packages
-        self.process = subprocess.Popen([python, str(worker)], env=environment, **pipes)
+        self.process = subprocess.Popen(
+            [python, str(worker)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None  # both piped
+        self.requests, self.answers = self.process.stdin, self.process.stdout
         self.versions = self.ask("start", threads=threads)
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
@@ -73,9 +80,9 @@ class Peer:
           RuntimeError: the peer failed; its own trace is in the message.
         """
         try:
-            self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-            self.process.stdin.flush()
-            line = self.process.stdout.readline()
+            self.requests.write(json.dumps({"do": do, **arguments}) + "\n")
+            self.requests.flush()
+            line = self.answers.readline()
         except BrokenPipeError:
             line = ""
         if not line:
@@ -90,7 +97,7 @@ class Peer:
 
     def close(self) -> None:
         """Lets the worker end by itself."""
-        self.process.stdin.close()
+        self.requests.close()
         self.process.wait()
 
 

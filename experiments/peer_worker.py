@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+from typing import Any
 
 import torch
 import transformers
@@ -59,7 +60,7 @@ class Worker:
         that is not 0.
         """
         model = self._model(directory)
-        options = {"max_new_tokens": new_tokens, "do_sample": False}
+        options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
         if cache == "static":
             options["cache_implementation"] = "static"
         if compiled:

@@ -32,7 +32,7 @@ HARMLESS = frozenset(
     """.split()
 )
 # Keys that are understood in one setting only, and what that setting is.
-FIXED = {
+FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "activation_function": ("relu",),
     "partial_rotary_factor": (1.0,),
@@ -115,7 +115,8 @@ class _Reader:
     """config.json with a record of what was read, so that what was not can be refused."""
 
     def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]):
-        self.raw, self.defaults, self.read = raw, defaults, set()
+        self.raw, self.defaults = raw, defaults
+        self.read: set[str] = set()
 
     def get(self, key: str, otherwise: Any = None) -> Any:
         """Returns the value: a key left out has the family's default, a null is `otherwise`."""
@@ -180,7 +181,7 @@ def _read_llama(reader: _Reader, family: str) -> LlamaConfig:
     layers = reader.need("num_hidden_layers")
     positions = reader.need("max_position_embeddings")
     rope = _read_rope(reader, positions)
-    if rope.kind == "yarn":
+    if rope.kind == "yarn" and rope.original_max_positions is not None:
         # Qwen2.5 leaves max_position_embeddings at the length before stretching.
         positions = max(positions, int(rope.factor * rope.original_max_positions))
     window = _read_window(reader, family, layers)

@@ -323,7 +323,7 @@ def _write_tensors(
             size = 0
         shards[-1].append((tensor, value))
         size += value.nbytes
-    where = {}
+    where: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         name = f"model-{i:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
         arrays = {t.name: t.to_stored(np.asarray(jax.device_get(v))) for t, v in shard}

@@ -81,6 +81,7 @@ class OptConfig:
         A narrow embedding has no axis name: its projection to E would carry EMBED twice, and one
         mesh axis cannot split two axes of an array.
         """
+        assert self.embedding_size is not None  # `__post_init__` has filled it in
         return self.embedding_size, None if self.projects_embedding else EMBED
 
     @property

@@ -6,6 +6,7 @@ tests. Weights come with their own config.json, which is what counts when a chec
 
 import dataclasses
 import difflib
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from models.build import Config
@@ -66,7 +67,7 @@ def _opt(hidden: int, layers: int, heads: int) -> OptConfig:
 
 _LLAMA_2_7B = _llama(4096, 11008, 32, 32, 32, max_positions=4096)
 
-PRESETS = MappingProxyType(
+PRESETS: Mapping[str, Config] = MappingProxyType(
     {
         "llama-68m": _llama(768, 3072, 2, 12, 12, norm_eps=1e-6),
         "tinyllama-1.1b": _llama(2048, 5632, 22, 32, 4),

@@ -6,7 +6,6 @@ The rotation splits a head in halves (GPT-NeoX order), as the Hugging Face check
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -66,6 +65,7 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
 
 def _llama3(rope: Rope, inverse: np.ndarray) -> np.ndarray:
     """Long waves are stretched, short ones kept, those between blended (Llama 3.1)."""
+    assert rope.original_max_positions is not None  # checked by Rope
     waves = 2 * math.pi / inverse
     turns = rope.original_max_positions / waves
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -76,13 +76,11 @@ def _llama3(rope: Rope, inverse: np.ndarray) -> np.ndarray:
 
 def _yarn(rope: Rope, inverse: np.ndarray, head_dim: int) -> np.ndarray:
     """Interpolates slow pairs, keeps fast ones, ramps between (arXiv 2309.00071, section 3.2)."""
+    assert rope.original_max_positions is not None  # checked by Rope
+    context = rope.original_max_positions
 
     def pair_with(turns: float) -> float:
-        return (
-            head_dim
-            * math.log(rope.original_max_positions / (turns * 2 * math.pi))
-            / (2 * math.log(rope.theta))
-        )
+        return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
     if rope.truncate:

@@ -1,4 +1,4 @@
-"""Where arrays live on a device mesh. So far: the names of the logical axes that parameters carry."""
+"""Where arrays live on a device mesh; so far the names of the axes that parameters carry."""
 
 from sharding.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, VOCAB
 

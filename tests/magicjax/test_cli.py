@@ -184,18 +184,6 @@ def test_bad_arguments_end_with_exit_code_2_and_the_reason(what, directory, run)
     assert compilation.count() == before
 
 
-@pytest.mark.parametrize(
-    ("text", "tree"),
-    [
-        ("chain:4", magicjax.chain(4)),
-        ("expansion:2,2,1", magicjax.expansion((2, 2, 1))),
-        ("parents:-1,0,0,1", magicjax.TokenTree((-1, 0, 0, 1))),
-    ],
-)
-def test_a_tree_is_read_as_it_is_written(text, tree):
-    assert cli.parse_tree(text) == tree
-
-
 def test_a_drafter_is_read_as_it_is_written():
     assert cli.parse_drafter("self:streaming:64", None) == magicjax.SelfSpeculation(budget=64)
     assert cli.parse_drafter("self", None) == magicjax.SelfSpeculation()

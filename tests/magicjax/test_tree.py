@@ -114,6 +114,26 @@ def test_equal_trees_share_a_program_however_they_were_made():
     assert made == magicjax.chain(2) and hash(made) == hash(magicjax.chain(2))
 
 
+@pytest.mark.parametrize(
+    ("text", "tree"),
+    [
+        ("chain:4", magicjax.chain(4)),
+        ("expansion:2,2,1", magicjax.expansion((2, 2, 1))),
+        ("parents:-1,0,0,1", magicjax.TokenTree((-1, 0, 0, 1))),
+    ],
+)
+def test_a_tree_is_read_as_it_is_written(text, tree):
+    assert magicjax.TokenTree.parse(text) == tree
+
+
+@pytest.mark.parametrize(
+    "text", ["", "chain", "chain:", "chain:2,2", "bush:2", "chain:two", "chain:1.5", "chain:2 "]
+)
+def test_a_text_that_is_no_tree_is_refused_with_examples(text):
+    with pytest.raises(ValueError, match="is no tree: write chain:4, expansion:2,2,1 or parents"):
+        magicjax.TokenTree.parse(text)
+
+
 def test_a_tree_prints_as_a_drawing():
     assert str(magicjax.TokenTree.from_parents((-1, 0, 0, 1, 0, 1, 3))) == "\n".join(
         [
