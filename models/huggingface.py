@@ -150,6 +150,8 @@ def load_tokenizer(path: str | os.PathLike) -> Any:
     described = (path / "tokenizer_config.json").is_file()
     if not described and not (path / "tokenizer.json").is_file():
         return None
+    # transformers advises every process without torch to install it; tokenizers need none.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers  # here, because it takes seconds that a caller without text can spare
 
     if described:
