@@ -161,7 +161,8 @@ def _cut(
     """
     places = jnp.arange(emitting.shape[1])
     ends = _is_eos(emitting, state.eos) & (places <= verdict.accepted[:, None])
-    up_to_eos = jnp.where(ends.any(-1), ends.argmax(-1), verdict.accepted) + 1
+    first_eos = ends.argmax(-1).astype(jnp.int32)  # an int64 in 64-bit mode
+    up_to_eos = jnp.where(ends.any(-1), first_eos, verdict.accepted) + 1
     kept = jnp.minimum(up_to_eos, state.limits - state.emitted)
     kept = jnp.where(state.ended, 0, kept)
     saw_eos = (ends & (places < kept[:, None])).any(-1)
