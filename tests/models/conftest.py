@@ -3,6 +3,7 @@
 import functools
 import pathlib
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +42,21 @@ def _logits_of():
     return logits_of
 
 
+def random_params(module, seed=0):
+    """Parameters drawn by numpy, norms and biases too; nothing is compiled, which counts here."""
+    draw = np.random.default_rng(seed)
+
+    def leaf(shape):
+        return jnp.asarray(draw.normal(0.0, 0.5, shape.shape).astype(shape.dtype))
+
+    return jax.tree.map(leaf, nn.meta.unbox(models.abstract_params(module)))
+
+
+@pytest.fixture(name="random_params")
+def _random_params():
+    return random_params
+
+
 @pytest.fixture(params=sorted(p.name for p in GOLDEN.iterdir()))
 def golden(request):
     """Each directory of `golden/` in turn."""
@@ -64,4 +80,4 @@ def tiny():
         mlp_bias=True,
     )
     module = models.build(config)
-    return module, models.init_params(module, 0)
+    return module, random_params(module)

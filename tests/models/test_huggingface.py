@@ -284,23 +284,23 @@ def test_a_dtype_that_is_no_float_is_an_error(saved):
 # Errors on writing
 
 
-def test_a_directory_that_exists_is_kept_unless_told_otherwise(saved, tiny):
+def test_a_directory_that_exists_is_kept_unless_told_otherwise(saved, tiny, random_params):
     module, params = tiny
     with pytest.raises(FileExistsError, match="exists: choose another path, or pass overwrite"):
         models.save_checkpoint(saved, module, params)
-    other = models.init_params(module, 1)
+    other = random_params(module, 1)
     models.save_checkpoint(saved, module, other, overwrite=True)
     assert_identical(models.load_checkpoint(saved).params, other)
     assert [p.name for p in saved.parent.iterdir()] == ["model"]
 
 
-def test_a_write_that_fails_leaves_the_old_directory_whole(saved, tiny):
+def test_a_write_that_fails_leaves_the_old_directory_whole(saved, tiny, random_params):
     class Broken:
         def save_pretrained(self, path):
             raise OSError("disk full")
 
     module, params = tiny
-    other = models.init_params(module, 1)
+    other = random_params(module, 1)
     with pytest.raises(OSError, match="disk full"):
         models.save_checkpoint(saved, module, other, tokenizer=Broken(), overwrite=True)
     assert_identical(models.load_checkpoint(saved).params, params)

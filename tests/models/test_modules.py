@@ -79,8 +79,8 @@ def _is_box(x):
     return hasattr(x, "names")
 
 
-def test_the_call_is_embed_and_then_every_block(module, attend_causally):
-    params = models.init_params(module)
+def test_the_call_is_embed_and_then_every_block(module, attend_causally, random_params):
+    params = random_params(module)
     tokens, positions = tokens_and_positions()
     hidden, kept = module.apply(params, tokens, positions, attend_causally)
     x = module.apply(params, tokens, positions, method="embed")
@@ -90,8 +90,8 @@ def test_the_call_is_embed_and_then_every_block(module, attend_causally):
     assert kept == (0, 1, 2)  # what `attend_causally` keeps is the layer's number
 
 
-def test_a_layer_runs_alone_on_its_slice_of_the_parameters(module, attend_causally):
-    params = models.init_params(module)
+def test_a_layer_runs_alone_on_its_slice_of_the_parameters(module, attend_causally, random_params):
+    params = random_params(module)
     _, positions = tokens_and_positions()
     x = jax.random.normal(jax.random.key(0), (2, 5, 8))
     whole, _ = module.apply(params, x, positions, attend_causally, 1, method="block")
@@ -100,9 +100,9 @@ def test_a_layer_runs_alone_on_its_slice_of_the_parameters(module, attend_causal
     np.testing.assert_array_equal(alone, whole)
 
 
-def test_layers_scan_over_stacked_parameters(module, attend_causally):
+def test_layers_scan_over_stacked_parameters(module, attend_causally, random_params):
     """Offloading streams layers through a scan: the layer's number is traced there."""
-    params = models.init_params(module)
+    params = random_params(module)
     tokens, positions = tokens_and_positions()
     hidden, _ = module.apply(params, tokens, positions, attend_causally)
     layers = [params["params"][f"layers_{i}"] for i in range(3)]
@@ -119,7 +119,7 @@ def test_layers_scan_over_stacked_parameters(module, attend_causally):
     np.testing.assert_allclose(x, hidden, rtol=0, atol=1e-6 * np.abs(hidden).max())
 
 
-def test_attend_gets_the_shapes_of_the_contract(module):
+def test_attend_gets_the_shapes_of_the_contract(module, random_params):
     c, seen = module.config, []
 
     def attend(layer, q, k, v):
@@ -127,23 +127,23 @@ def test_attend_gets_the_shapes_of_the_contract(module):
         return q, None
 
     tokens, positions = tokens_and_positions()
-    module.apply(models.init_params(module), tokens, positions, attend)
+    module.apply(random_params(module), tokens, positions, attend)
     q, k = (2, 5, c.num_heads, c.head_dim), (2, 5, c.num_kv_heads, c.head_dim)
     assert seen == [(layer, q, k, k) for layer in range(3)]
 
 
-def test_logits_are_float32_even_of_a_bfloat16_model(module):
+def test_logits_are_float32_even_of_a_bfloat16_model(module, random_params):
     narrow = models.build(module.config, "bfloat16")
-    params = models.init_params(narrow)
+    params = random_params(narrow)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"}
     hidden = jnp.ones((2, 8), jnp.bfloat16)
     assert narrow.apply(params, hidden, method="unembed").dtype == jnp.float32
 
 
-def test_opt_positions_beyond_the_table_stay_finite():
+def test_opt_positions_beyond_the_table_stay_finite(random_params):
     """Tree nodes past the last position are never emitted, but their neighbours attend near."""
     module = models.build(OPT)
-    params, token = models.init_params(module), np.zeros((1, 1), np.int32)
+    params, token = random_params(module), np.zeros((1, 1), np.int32)
     at = [module.apply(params, token, token + i, method="embed") for i in (15, 16, 1000)]
     np.testing.assert_array_equal(at[0], at[1])
     np.testing.assert_array_equal(at[0], at[2])
