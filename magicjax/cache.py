@@ -84,7 +84,7 @@ def take_path(new: Float[Array, "B N K D"], path: Int[Array, "B A"]) -> Float[Ar
 
 @jax.vmap
 def _write(slots: Float[Array, "K S D"], entries: Float[Array, "K A D"], start: Int[Array, ""]):
-    return jax.lax.dynamic_update_slice(slots, entries, (0, start, 0))
+    return jax.lax.dynamic_update_slice_in_dim(slots, entries, start, axis=1)
 
 
 def append(cache: KVCache, new: tuple, path: Int[Array, "B A"], kept: Int[Array, "B"]) -> KVCache:
