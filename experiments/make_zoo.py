@@ -122,22 +122,23 @@ def make_drafts(recipe: Recipe, target: nn.Module, params, text: Text, work: pat
     )
     tokens = text.train[: recipe.labelled_tokens]
     labels = distill.choices(target, params, tokens, work / "labels.npy")
-    drafts, weights = [], np.ones(len(labels), np.int32)
-    for name in ("draft-1", "draft-2"):
-        drafts.append(
-            training.train(
-                module,
-                np.stack([tokens[: len(labels)], labels, weights], 1),
-                recipe.draft_labels,
-                work / name,
-                loss=distill.label_loss,
-                initial=begun,
-                label=name,
-            )
+
+    def learn(name: str, weights: np.ndarray):
+        columns = np.stack([tokens[: len(labels)], labels, weights], 1)
+        return training.train(
+            module,
+            columns,
+            recipe.draft_labels,
+            work / name,
+            loss=distill.label_loss,
+            initial=begun,
+            label=name,
         )
-        chosen = distill.choices(module, drafts[-1], tokens, work / f"{name}-choices.npy")
-        weights = np.where(chosen == labels, 1, int(recipe.missed_weight)).astype(np.int32)
-    return drafts
+
+    first = learn("draft-1", np.ones_like(labels))
+    chosen = distill.choices(module, first, tokens, work / "draft-1-choices.npy")
+    missed = np.where(chosen == labels, 1, int(recipe.missed_weight)).astype(np.int32)
+    return [first, learn("draft-2", missed)]
 
 
 def card(
