@@ -116,7 +116,10 @@ def check_every_round(kind, tree, prompts, dtype, tolerance) -> None:
             leaves = [text[-2] for text in texts if len(text) > 1]
             lacks = state.drafter.lacks
             np.testing.assert_array_equal(state.drafter.leaf[lacks], np.array(leaves)[lacks])
-    assert kind is None or len(accepted) > 2  # paths of several lengths were committed
+    if kind == "same":
+        assert accepted == {tiny.TREES[tree].depth}  # whole paths, every time
+    elif kind is not None:
+        assert len(accepted) > 2  # paths of several lengths were committed
 
 
 @pytest.mark.parametrize(
