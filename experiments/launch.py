@@ -5,6 +5,8 @@ one JSON for each cell. Finished cells are not measured again, unless settings, 
 or the machine changed.
 """
 
+import functools
+import hashlib
 import itertools
 import pathlib
 import sys
@@ -28,7 +30,19 @@ def surroundings(cell: grid.Cell) -> dict[str, str]:
         "python": ".".join(map(str, sys.version_info[:2])),
         "target": grid.fingerprint(cell.target),
         "model": grid.fingerprint(cell.model) if cell.model else "",
+        "code": _code(),
     }
+
+
+@functools.cache
+def _code() -> str:
+    """Returns a hash of the source: what other code took is no result of this one."""
+    root = pathlib.Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for package in ("magicjax", "models", "pallas_kernels", "sharding", "experiments"):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def run(

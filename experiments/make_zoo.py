@@ -1,6 +1,6 @@
 """Makes the embedded models: tokenizer, target, two drafts, each a directory with a card.
 
-    python -m experiments.make_zoo experiments/recipes/cpu.yaml --work build/zoo --out zoo
+    python -m experiments.make_zoo experiments/recipes/cpu.yaml --work build/zoo --out DIR
 
 Every stage resumes after a kill: a finished one is read back, the one at work goes on from its
 newest checkpoint.
@@ -91,6 +91,23 @@ def read_recipe(path: pathlib.Path) -> Recipe:
         **drafts,
         **raw,
     )
+
+
+def claim(work: pathlib.Path, recipe: Recipe) -> None:
+    """Marks the work folder as this recipe's on this library; its stages are read back as they are.
+
+    Raises:
+      ValueError: it is another's.
+    """
+    claimed = work / "recipe.txt"
+    wanted = f"{recipe}\n{corpus.data_hash(corpus.library())}\n"
+    if not claimed.exists():
+        claimed.write_text(wanted)
+    if claimed.read_text() != wanted:
+        raise ValueError(
+            f"{work} holds stages of another recipe, or of another Python's library: "
+            "use an empty folder, or remove it"
+        )
 
 
 def read_text(recipe: Recipe, work: pathlib.Path) -> tuple[Tokenizer, Text]:
@@ -207,7 +224,9 @@ def export(
         overwrite=True,
     )
     written = card(name, module, losses, agreement, text, str(arguments.recipe))
-    (path / "README.md").write_text(written)
+    partial = path / ".README.partial"
+    partial.write_text(written)
+    partial.rename(path / "README.md")
     print(written)
 
 
@@ -227,6 +246,7 @@ def main() -> None:
     arguments = parser.parse_args()
     recipe = read_recipe(arguments.recipe)
     arguments.work.mkdir(parents=True, exist_ok=True)
+    claim(arguments.work, recipe)
     tokenizer, text = read_text(recipe, arguments.work)
 
     target = models.build(recipe.target)

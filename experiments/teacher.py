@@ -17,8 +17,10 @@ CHUNK = 256
 def windowed_attend(sinks: int, window: int | None):
     """Returns an `attend`: position t sees s <= t if s is a sink or at most `window` before t.
 
-    That is a draft cache's view: `sinks` pinned slots and a ring of `window` tokens, beside the
-    token itself. Without a window it is the plain causal mask.
+    That is what a draft cache shows: `sinks` pinned slots and a ring of `window` tokens, beside the
+    token itself. Here keys and values come from layers with that view; in the loop they are the
+    target's verified ones, so the real draft agrees a little more. Without a window it is the
+    plain causal mask.
     """
 
     def attend(layer: int, q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Array):

@@ -12,7 +12,7 @@ def _check_neighbours() -> None:
         if spec is None:
             raise ImportError(f"magicjax needs the package {name!r} beside it, in {home}")
         found = pathlib.Path(spec.origin or [*(spec.submodule_search_locations or []), name][0])
-        if home not in found.resolve().parents:
+        if found.resolve() != home / name / "__init__.py":
             raise ImportError(
                 f"{found} hides magicjax's own package {name!r}, which lies in {home}: "
                 "rename that file, or put magicjax's folder first on the path"

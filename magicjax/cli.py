@@ -1,12 +1,16 @@
 """The command `magicjax`: so far `magicjax generate`, which streams text and prints statistics."""
 
 import argparse
+import dataclasses
+import functools
 import logging
 import pathlib
 import sys
 
 import magicjax
-from magicjax.generation import Output
+import models
+from magicjax.generation import Output, preset_of
+from magicjax.request import DEFAULT_TREE
 
 DESCRIPTION = "Long-context speculative decoding."
 DTYPES = ("float32", "bfloat16", "float16")
@@ -48,7 +52,10 @@ def _parser() -> argparse.ArgumentParser:
         help="continue a prompt",
         description="Continues a prompt with a model, plainly or by speculative decoding.",
     )
-    generate.add_argument("--target", required=True, help="model directory, or name of a preset")
+    generate.add_argument(
+        "--target", required=True, help="model directory, or a preset (random weights)"
+    )
+    generate.add_argument("--tokenizer", help="directory of the tokenizer, where --target has none")
     source = generate.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="the text to continue")
     source.add_argument("--prompt-file", type=pathlib.Path, help="a file with the text to continue")
@@ -90,14 +97,21 @@ def _generate(arguments: argparse.Namespace) -> None:
     prompt = arguments.prompt
     if arguments.prompt_file is not None:
         prompt = arguments.prompt_file.read_text("utf-8")
+    if not pathlib.Path(arguments.target).is_dir():
+        preset_of(arguments.target)  # no such preset: say so before anything is loaded
+    tokenizer = models.load_tokenizer(arguments.tokenizer or arguments.target)
+    if tokenizer is None:
+        raise ValueError(
+            f"{arguments.tokenizer or arguments.target} has no tokenizer, and text needs one: "
+            "give a directory that has one with --tokenizer"
+        )
     target = magicjax.load(arguments.target, arguments.dtype)
-    if target.tokenizer is None:
-        raise ValueError(f"{arguments.target} has no tokenizer: text needs one; use a directory")
+    target = dataclasses.replace(target, tokenizer=tokenizer)
     drafter = None
     if arguments.drafter is not None:
         drafter = parse_drafter(arguments.drafter, arguments.dtype)
-    if arguments.show_tree and arguments.tree is not None:
-        print(arguments.tree)
+    if arguments.show_tree and drafter is not None:
+        print(arguments.tree or DEFAULT_TREE)
     rounds = magicjax.stream(
         target,
         [prompt],
@@ -114,14 +128,15 @@ def _print_stream(rounds, tokenizer) -> Output:
 
     A character of several tokens is held back until it is whole.
     """
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
     tokens, told = [], ""
     while True:
         try:
             tokens.extend(next(rounds)[0].tolist())
         except StopIteration as end:
-            print(tokenizer.decode(tokens)[len(told) :], flush=True)
+            print(decode(tokens)[len(told) :], flush=True)
             return end.value
-        text = tokenizer.decode(tokens)
+        text = decode(tokens)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             print(text[len(told) :], end="", flush=True)
             told = text

@@ -28,7 +28,7 @@ class Output:
 
     Attributes:
       sequences: for each row, prompt and new tokens, int32.
-      texts: for each row, the new text; None where the target has no tokenizer.
+      texts: for each row, the new text without special tokens; None without a tokenizer.
       tokens: int32 [B, max_new_tokens], the new tokens, padded with the pad token.
       lengths: int32 [B], how many new tokens each row has.
       stats: acceptance, counts, times, bytes.
@@ -64,10 +64,20 @@ def load(source: str | os.PathLike, dtype: Any = None, *, seed: int = 0) -> Mode
             eos_token_ids=checkpoint.eos_token_ids,
             pad_token_id=checkpoint.pad_token_id,
         )
+    module = models.build(preset_of(source), "bfloat16" if dtype is None else dtype)
+    return Model(module, models.init_params(module, seed), name=str(source))
+
+
+def preset_of(source: str | os.PathLike) -> models.Config:
+    """Returns the preset of that name.
+
+    Raises:
+      FileNotFoundError: it is written like a path.
+      ValueError: there is no such preset; the nearest is named.
+    """
     if os.sep in str(source) or str(source).startswith("."):
         raise FileNotFoundError(f"{source} is no directory: give one with config.json, or a preset")
-    module = models.build(models.preset(str(source)), "bfloat16" if dtype is None else dtype)
-    return Model(module, models.init_params(module, seed), name=str(source))
+    return models.preset(str(source))
 
 
 def generate(
@@ -207,10 +217,12 @@ def _output(request: Request, state: DecodeState, **measured: Any) -> Output:
         kv_bytes_draft=draft_bytes,
         attention_backend=str(request.settings.backend),
     )
-    tokenizer = request.target.tokenizer
+    tokenizer, texts = request.target.tokenizer, None
+    if tokenizer is not None:
+        texts = [tokenizer.decode(row, skip_special_tokens=True) for row in new]
     return Output(
         sequences=[np.concatenate(pair) for pair in zip(request.prompts, new, strict=True)],
-        texts=None if tokenizer is None else [tokenizer.decode(row) for row in new],
+        texts=texts,
         tokens=np.where(inside, output, request.pad_token_id).astype(np.int32),
         lengths=emitted,
         stats=stats,

@@ -30,8 +30,8 @@ class Model:
     """
 
     module: nn.Module
-    params: Any
-    tokenizer: Any = None
+    params: Any = dataclasses.field(repr=False)
+    tokenizer: Any = dataclasses.field(default=None, repr=False)
     name: str = ""
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None

@@ -1,6 +1,6 @@
 """From what a user asks to what a program takes: prompts become arrays, and bad input an error.
 
-Every check is here and runs before anything is compiled.
+Every check is here, or in the drafter's `check`, and runs before anything is compiled.
 """
 
 import dataclasses
@@ -182,13 +182,14 @@ def _limits(max_new_tokens: int | Sequence[int], rows: int) -> np.ndarray:
 
 
 def _check_context(target, drafter, tree, rows, limits) -> None:
-    needed = [len(row) + int(limit) + tree.depth + 1 for row, limit in zip(rows, limits)]
+    # A tree may reach beyond the last position, with nodes that the row's end cuts off.
+    needed = [len(row) + int(limit) for row, limit in zip(rows, limits, strict=True)]
     worst = int(np.argmax(needed))
     if needed[worst] > target.config.max_positions:
         raise ValueError(
-            f"prompt {worst} has {len(rows[worst])} tokens; with {limits[worst]} new ones and "
-            f"{tree.depth + 1} of slack it needs {needed[worst]} positions, and the target has "
-            f"{target.config.max_positions}: shorten the prompt or max_new_tokens"
+            f"prompt {worst} has {len(rows[worst])} tokens; with {limits[worst]} new ones it needs "
+            f"{needed[worst]} positions, and the target has {target.config.max_positions}: "
+            "shorten the prompt or max_new_tokens"
         )
     if drafter is not None:
         drafter.check(target, tree, needed[worst])
@@ -210,11 +211,12 @@ def _eos(target: Model, eos_token_id: Any) -> tuple[int, ...]:
 
 def _pad(target: Model, pad_token_id: int | None, eos: tuple[int, ...]) -> int:
     if pad_token_id is not None:
+        pad_token_id = operator.index(pad_token_id)
         if not 0 <= pad_token_id < target.config.vocab_size:
             raise ValueError(
                 f"pad_token_id={pad_token_id} must lie between 0 and {target.config.vocab_size - 1}"
             )
         return pad_token_id
-    if target.pad_token_id is not None:
-        return target.pad_token_id
+    if target.pad_token_id is not None and 0 <= target.pad_token_id < target.config.vocab_size:
+        return target.pad_token_id  # LLaMA-1's config says -1, for none
     return eos[0] if eos else 0

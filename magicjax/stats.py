@@ -17,7 +17,9 @@ class Stats:
       tau: mean acceptance length: tokens emitted per target pass and row, bonus included.
       acceptance_rate: accepted tokens over depth times rounds: of the tokens that a perfect
         drafter would have seen accepted, the share that was.
-      acceptance_by_depth: share of rounds that accepted at least 1, 2, … tokens.
+      acceptance_by_depth: share of rounds that accepted at least 1, 2, … tokens. Acceptance is
+        counted as the verifier decided it, also in a row's last round, which the row's end may
+        cut; tau and emitted count what was emitted.
       rounds: target passes, summed over rows (a row counts until it ends).
       emitted: tokens of the decoding loop, all rows; the first of each row is prefill's.
       drafted: nodes scored besides roots.

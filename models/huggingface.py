@@ -207,11 +207,14 @@ def _scan(path: pathlib.Path) -> dict[str, _Stored]:
     """Every tensor of the directory by its full name, from the files' headers alone."""
     found = {}
     for file in _weight_files(path):
-        with safetensors.safe_open(file, "numpy") as handle:
-            for name in handle.keys():
-                part = handle.get_slice(name)
-                where = _Stored(file, name, part.get_dtype(), tuple(part.get_shape()))
-                found[full_name(name)] = where
+        try:
+            with safetensors.safe_open(file, "numpy") as handle:
+                for name in handle.keys():
+                    part = handle.get_slice(name)
+                    where = _Stored(file, name, part.get_dtype(), tuple(part.get_shape()))
+                    found[full_name(name)] = where
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"{file} is no whole safetensors file: {error}") from error
     return found
 
 

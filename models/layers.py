@@ -16,6 +16,11 @@ from jaxtyping import Array, Float
 Attend = Callable[[int, Array, Array, Array], tuple[Array, Any]]
 
 
+def dot_precision(dtype: Any) -> jax.lax.Precision | None:
+    """Returns the precision of products: without it a GPU would round float32 to TF32."""
+    return jax.lax.Precision.HIGHEST if jnp.finfo(dtype).bits >= 32 else None
+
+
 class RMSNorm(nn.Module):
     """x over its root mean square, scaled; the mean is taken in float32."""
 
@@ -74,9 +79,9 @@ class Projection(nn.Module):
             1.0, "fan_in", "normal", in_axis=range(n), out_axis=range(n, len(shape))
         )
         weight = self.param("weight", nn.with_logical_partitioning(scaled, axes), shape, self.dtype)
-        out = jax.lax.dot_general(
-            x, weight, ((tuple(range(x.ndim - n, x.ndim)), tuple(range(n))), ((), ()))
-        )
+        contracted = tuple(range(x.ndim - n, x.ndim)), tuple(range(n))
+        precision = dot_precision(self.dtype)
+        out = jax.lax.dot_general(x, weight, (contracted, ((), ())), precision=precision)
         if self.use_bias:
             init = nn.with_logical_partitioning(nn.initializers.zeros, axes[n:])
             out = out + self.param("bias", init, shape[n:], self.dtype)

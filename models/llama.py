@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from models.layers import Attend, Projection, RMSNorm
+from models.layers import Attend, Projection, RMSNorm, dot_precision
 from models.rope import Rope, rotate
 from sharding import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, VOCAB
 
@@ -179,4 +179,10 @@ class Llama(nn.Module):
         """Returns logits, float32 at least, of the given hidden states."""
         weight = self.embedding if self.config.tie_embeddings else self.unembedding
         wide = jnp.promote_types(self.dtype, jnp.float32)
-        return jnp.einsum("...e,ve->...v", self.norm(hidden), weight, preferred_element_type=wide)
+        return jnp.einsum(
+            "...e,ve->...v",
+            self.norm(hidden),
+            weight,
+            precision=dot_precision(self.dtype),
+            preferred_element_type=wide,
+        )

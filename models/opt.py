@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from models.layers import Attend, LayerNorm, Projection
+from models.layers import Attend, LayerNorm, Projection, dot_precision
 from sharding import EMBED, HEAD_DIM, HEADS, MLP, VOCAB
 
 NORM_EPS = 1e-5
@@ -189,4 +189,10 @@ class Opt(nn.Module):
         x = self.norm(hidden) if c.final_norm else hidden
         x = self.project_out(x) if c.projects_embedding else x
         wide = jnp.promote_types(self.dtype, jnp.float32)
-        return jnp.einsum("...e,ve->...v", x, weight, preferred_element_type=wide)
+        return jnp.einsum(
+            "...e,ve->...v",
+            x,
+            weight,
+            precision=dot_precision(self.dtype),
+            preferred_element_type=wide,
+        )

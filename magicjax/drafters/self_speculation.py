@@ -1,5 +1,6 @@
 """Self-speculation: the target drafts for itself on a sparse cache (MagicDec)."""
 
+import operator
 from typing import Any
 
 from flax import struct
@@ -31,6 +32,7 @@ class SelfSpeculation:
 
     def __post_init__(self):
         object.__setattr__(self, "policy", find(self.policy))
+        object.__setattr__(self, "budget", operator.index(self.budget))
 
     @property
     def _policy(self) -> Policy:

@@ -95,7 +95,8 @@ def test_plain_decoding_reports_no_acceptance(directory, run):
 class Letters:
     """A tokenizer whose tokens are bytes, so that a character may take several."""
 
-    def decode(self, tokens):
+    def decode(self, tokens, skip_special_tokens):
+        assert skip_special_tokens
         return bytes(tokens).decode("utf-8", "replace")
 
 

@@ -3,6 +3,7 @@
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -30,6 +31,15 @@ def test_a_file_that_hides_a_neighbour_is_named_with_the_remedy(file, name, tmp_
     assert done.returncode != 0
     assert f"ImportError: {hiding} hides magicjax's own package '{name}'" in done.stderr
     assert f"which lies in {ROOT}: rename that file, or put magicjax's folder first" in done.stderr
+
+
+def test_an_environment_inside_the_projects_folder_is_no_neighbour():
+    with tempfile.TemporaryDirectory(dir=ROOT) as folder:
+        hiding = pathlib.Path(folder) / "models" / "__init__.py"
+        hiding.parent.mkdir()
+        hiding.write_text("")
+        done = importing(pathlib.Path(folder), ROOT)
+    assert done.returncode != 0 and f"ImportError: {hiding} hides" in done.stderr
 
 
 def test_the_same_file_behind_magicjax_on_the_path_does_no_harm(tmp_path):
