@@ -85,9 +85,19 @@ def test_an_opt_with_learned_positions_decodes_as_if_rerun_for_each_token(drafti
         assert 0.05 < output.stats.acceptance_rate < 0.95
 
 
-def test_a_text_beyond_learned_positions_is_refused():
+def test_a_text_up_to_the_last_learned_position_is_exact_though_its_tree_reaches_beyond():
+    prompts = [np.arange(40) % tiny.VOCAB, np.arange(3)]
+    wanted = rerun(opt(), prompts, tiny.NEW)
+    for drafting in (
+        {},
+        dict(drafter=magicjax.SmallModel(opt(0.05)), tree=tiny.TREES["irregular"]),
+        dict(drafter=tiny.drafter("self"), tree=tiny.TREES["chain8"]),
+    ):
+        output = magicjax.generate(opt(), prompts, **OPTIONS, **drafting)
+        for row, of_row in zip(tiny.rows_of(output), wanted, strict=True):
+            np.testing.assert_array_equal(row, of_row)
     with pytest.raises(ValueError, match="needs 65 positions, and the target has 64"):
-        magicjax.generate(opt(), [[1] * 40], **OPTIONS)
+        magicjax.generate(opt(), [[1] * 41], **OPTIONS)
 
 
 def test_a_drafter_in_16_bits_leaves_a_float32_text_exact():
