@@ -17,6 +17,8 @@ _PROGRAMS: dict[str, tuple[Callable, dict]] = {
     "decode": (decode.decode, {"donate_argnums": 3}),
     "step": (decode.step, {"donate_argnums": 3}),
 }
+# XLA prefers vectors of 256 bits; where a CPU has 512, they read a cache up to a quarter faster.
+_OPTIONS = {"cpu": {"xla_cpu_prefer_vector_width": 512}}
 _compiled: dict[Any, jax.stages.Compiled] = {}
 
 
@@ -43,7 +45,9 @@ def program(
     if key in _compiled:
         return _compiled[key], 0.0
     begin = time.perf_counter()
-    _compiled[key] = _jitted(name).lower(settings, *arguments).compile()
+    _compiled[key] = (
+        _jitted(name).lower(settings, *arguments).compile(_OPTIONS.get(jax.default_backend()))
+    )
     seconds = time.perf_counter() - begin
     logger.info("compiled %s (program %d) in %.1f s", name, len(_compiled), seconds)
     return _compiled[key], seconds

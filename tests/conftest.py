@@ -30,6 +30,15 @@ def pytest_report_header() -> str:
     return f"jax {jax.__version__} on {jax.default_backend()}"
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Prints how many rows the exactness tests compared, and how many parted at a tie."""
+    reports = [r for rs in terminalreporter.stats.values() for r in rs if hasattr(r, "when")]
+    counted = [p for r in reports if r.when == "teardown" for p in r.user_properties]
+    rows, ties = (sum(n for name, n in counted if name == kind) for kind in ("rows", "ties"))
+    if rows:
+        terminalreporter.write_line(f"{rows} rows compared, {ties} parted at a tie of float32")
+
+
 @pytest.fixture(autouse=True)
 def _same_start_for_every_test():
     """Seeds the global generators, and fails a test that leaves float64 on for the others."""
