@@ -15,7 +15,7 @@ import tyro
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from magicjax import TokenTree
+from magicjax import parse_tree
 
 
 class ConfigError(ValueError):
@@ -71,7 +71,7 @@ class Method(BaseModel):
     @model_validator(mode="after")
     def _fits_the_draft(self) -> "Method":
         for spec in self.tree:
-            TokenTree.parse(spec)
+            parse_tree(spec)
         if self.draft == "small":
             given = [n for n in ("policy", "kv_budget", "sinks") if getattr(self, n)]
             if given:

@@ -11,7 +11,7 @@ import json
 import pathlib
 
 from experiments.config import ConfigError, Experiment
-from magicjax import TokenTree
+from magicjax import parse_tree
 
 BUDGET, SINKS = 256, 16
 
@@ -47,11 +47,11 @@ class Cell:
 
     @property
     def gamma(self) -> int:
-        return TokenTree.parse(self.tree).depth if self.tree else 0
+        return parse_tree(self.tree).depth if self.tree else 0
 
     @property
     def nodes(self) -> int:
-        return TokenTree.parse(self.tree).num_nodes if self.tree else 1
+        return parse_tree(self.tree).num_nodes if self.tree else 1
 
     @property
     def method(self) -> str:

@@ -75,7 +75,7 @@ class Bench:
     def run(self, cell: Cell) -> Any:
         """Returns the output of one call of `generate` as the cell describes it."""
         drafter: magicjax.SelfSpeculation | magicjax.SmallModel | None = None
-        tree = magicjax.TokenTree.parse(cell.tree) if cell.tree else None
+        tree = magicjax.parse_tree(cell.tree) if cell.tree else None
         if cell.draft == "self":
             policy = POLICIES[cell.policy](cell.sinks)
             drafter = magicjax.SelfSpeculation(policy=policy, budget=cell.kv_budget)

@@ -21,14 +21,18 @@ def _check_neighbours() -> None:
 
 _check_neighbours()
 
-from magicjax.drafters import SelfSpeculation, SmallModel  # noqa: E402
+from magicjax.drafters import Ensemble, LookUp, SelfSpeculation, SmallModel  # noqa: E402
 from magicjax.generation import Output, generate, load, stream  # noqa: E402
 from magicjax.model import Model  # noqa: E402
 from magicjax.policies import StreamingLLM  # noqa: E402
+from magicjax.sequoia import expected_tokens, optimal  # noqa: E402
 from magicjax.stats import Stats  # noqa: E402
-from magicjax.tree import TokenTree, chain, expansion  # noqa: E402
+from magicjax.tree import DynamicTree, TokenTree, chain, expansion, parse_tree  # noqa: E402
 
 __all__ = [
+    "DynamicTree",
+    "Ensemble",
+    "LookUp",
     "Model",
     "Output",
     "SelfSpeculation",
@@ -38,7 +42,10 @@ __all__ = [
     "TokenTree",
     "chain",
     "expansion",
+    "expected_tokens",
     "generate",
     "load",
+    "optimal",
+    "parse_tree",
     "stream",
 ]

@@ -16,9 +16,9 @@ DESCRIPTION = "Long-context speculative decoding."
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def _tree(text: str) -> magicjax.TokenTree:
+def _tree(text: str) -> magicjax.TokenTree | magicjax.DynamicTree:
     try:
-        return magicjax.TokenTree.parse(text)
+        return magicjax.parse_tree(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

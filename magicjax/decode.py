@@ -17,10 +17,12 @@ from magicjax import tree as trees
 from magicjax import verify
 from magicjax.attention import attend_to
 from magicjax.cache import KVCache
-from magicjax.drafters.base import Drafter, Proposal, Round
+from magicjax.drafters.base import Drafter, Round
 from magicjax.model import Model
 from magicjax.prefill import prefill_cache
-from magicjax.tree import TokenTree
+from magicjax.proposal import Proposal
+from magicjax.sampling import Purpose, Sampling, sample, uniforms, warp
+from magicjax.tree import Shape, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,18 +30,26 @@ class Settings:
     """What a program is specialised on, besides the shapes of its arguments.
 
     Attributes:
-      tree: the shape of every round's proposal.
+      tree: what the drafter is asked for in every round.
+      shape: the bounds of what it proposes then.
+      verifier: a key of `verify.VERIFIERS`.
       capacity: S, the slots of the target's cache.
       chunk: tokens of a prefill step.
       max_new_tokens: the longest output of any row.
       backend: of the attention; None: by platform.
+      lead: the most committed tokens that a drafter's own cache may lack.
+      index: the drafter's place in an ensemble.
     """
 
-    tree: TokenTree
+    tree: Tree
+    shape: Shape
+    verifier: str
     capacity: int
     chunk: int
     max_new_tokens: int
     backend: str | None = None
+    lead: int = 1
+    index: int = 0
 
 
 @struct.dataclass
@@ -55,7 +65,10 @@ class DecodeState:
       limits: int32 [B], each row's own max_new_tokens.
       ended: bool [B].
       eos: int32 [E], tokens that end a row (E may be 0).
+      sampling: how each row samples; None: greedily.
       histogram: int32 [B, A], how many rounds of the row accepted 0, 1, … A-1 speculated tokens.
+      ranks: int32 [A-1, W], how often a path went on, at each depth, with a node's 1st, 2nd, … try.
+      nodes: int32 [B], how many nodes were proposed, padding and roots aside.
     """
 
     cache: KVCache
@@ -66,7 +79,10 @@ class DecodeState:
     limits: Int[Array, "B"]
     ended: Bool[Array, "B"]
     eos: Int[Array, "E"]
+    sampling: Sampling | None
     histogram: Int[Array, "B A"]
+    ranks: Int[Array, "D W"]
+    nodes: Int[Array, "B"]
 
 
 def start(
@@ -77,11 +93,12 @@ def start(
     lengths: Int[Array, "B"],
     limits: Int[Array, "B"],
     eos: Int[Array, "E"],
+    sampling: Sampling | None,
 ) -> DecodeState:
     """Returns the state behind the prompts, each row's first token emitted and pending."""
     cache, last = prefill_cache(target, tokens, lengths, settings)
-    first = target.unembed(last).argmax(-1).astype(jnp.int32)
-    rows, deepest = tokens.shape[0], settings.tree.depth + 1
+    first = _first_token(target.unembed(last), lengths, sampling)
+    rows, deepest = tokens.shape[0], settings.shape.depth + 1
     output = jnp.zeros((rows, settings.max_new_tokens + deepest), jnp.int32)
     emitted = jnp.ones(rows, jnp.int32)
     return DecodeState(
@@ -93,8 +110,17 @@ def start(
         limits=limits,
         ended=_is_eos(first, eos) | (emitted >= limits),
         eos=eos,
+        sampling=sampling,
         histogram=jnp.zeros((rows, deepest), jnp.int32),
+        ranks=jnp.zeros((deepest - 1, max(1, settings.shape.width)), jnp.int32),
+        nodes=jnp.zeros(rows, jnp.int32),
     )
+
+
+def _first_token(logits, lengths, sampling: Sampling | None) -> Int[Array, "B"]:
+    if sampling is None:
+        return logits.argmax(-1).astype(jnp.int32)
+    return sample(warp(sampling, logits), uniforms(sampling.keys, lengths, Purpose.TARGET))
 
 
 def step(
@@ -106,7 +132,7 @@ def step(
             proposal, draft = Proposal(state.pending[:, None], trees.ROOT_ONLY.array), None
         else:
             proposal, draft = drafter.propose(
-                target, state.drafter, state.pending, state.cache, settings
+                target, state.drafter, state.pending, state.cache, state.sampling, settings
             )
     with jax.named_scope("score"):
         positions = state.cache.lengths[:, None] + trees.depths(proposal.parents)
@@ -115,8 +141,13 @@ def step(
         hidden, new = target(proposal.tokens, positions, attend)
         logits = target.unembed(hidden)
     with jax.named_scope("verify"):
-        verdict = verify.greedy(
-            logits, proposal.tokens, proposal.parents, settings.tree.depth, settings.tree.width
+        verdict = verify.judge(
+            settings.verifier,
+            logits,
+            proposal,
+            settings.shape.depth,
+            state.sampling,
+            state.cache.lengths,
         )
         emitting = _emitted_tokens(proposal.tokens, verdict)
         kept, ended = _cut(emitting, verdict, state)
@@ -175,6 +206,9 @@ def _commit(drafter, state, draft, proposal, of_round, emitting, verdict, ended)
     write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
     depths = jnp.arange(state.histogram.shape[1])
     counted = (depths == verdict.accepted[:, None]) & ~state.ended[:, None]
+    tries = jnp.arange(state.ranks.shape[1])
+    at_rank = (verdict.ranks[..., None] == tries) & ~state.ended[:, None, None]
+    real = jnp.broadcast_to(~trees.padding(proposal.parents), proposal.tokens.shape).sum(-1) - 1
     of_drafter = state.drafter
     if drafter is not None:
         of_drafter = drafter.commit(state.drafter, draft, proposal, of_round)
@@ -186,4 +220,6 @@ def _commit(drafter, state, draft, proposal, of_round, emitting, verdict, ended)
         emitted=state.emitted + kept,
         ended=ended,
         histogram=state.histogram + counted,
+        ranks=state.ranks + at_rank.sum(0, dtype=jnp.int32),
+        nodes=state.nodes + jnp.where(state.ended, 0, real).astype(jnp.int32),
     )

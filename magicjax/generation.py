@@ -19,7 +19,7 @@ from magicjax.drafters import Drafter
 from magicjax.model import Model
 from magicjax.request import Request, prepare
 from magicjax.stats import Stats, acceptance
-from magicjax.tree import TokenTree
+from magicjax.tree import Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,32 +85,49 @@ def generate(
     prompts: Sequence[str] | Sequence[Sequence[int]],
     *,
     drafter: Drafter | None = None,
-    tree: TokenTree | None = None,
+    tree: Tree | None = None,
     max_new_tokens: int | Sequence[int] = 128,
     do_sample: bool = False,
+    temperature: float | Sequence[float] | None = None,
+    top_k: int | Sequence[int] | None = None,
+    top_p: float | Sequence[float] | None = None,
+    seed: int | None = None,
+    verifier: str | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     backend: str | None = None,
 ) -> Output:
     """Returns the target's own continuation of every prompt, and statistics.
 
-    With a drafter the tokens are the same as without one; only the time differs.
+    With a drafter, greedy tokens are the same as without one, and sampled ones have the same joint
+    distribution; only the time differs. A row's text depends on its prompt, its parameters, the
+    seed and its place in `prompts`, not on the other rows.
 
     Args:
       target: as `load` returns it.
       prompts: texts, or token ids; rows may differ in length.
       drafter: who proposes; None: plain decoding, one token a pass.
-      tree: the shape of its proposals; None: chain(4).
+      tree: what it proposes in a round; None: chain(4).
       max_new_tokens: of every row, or one for each row.
-      do_sample: must be False: decoding is greedy.
+      do_sample: draw tokens from the target's distribution, instead of taking the most likely.
+      temperature: with do_sample, logits are divided by it; None: 1. This and the next two apply
+        to target and drafts alike, and may be one number or one for each row.
+      top_k: with do_sample, how many of the most likely tokens can be drawn; None or 0: all.
+      top_p: with do_sample, the most likely tokens whose probabilities reach it can be drawn, of
+        those that top_k left; None or 1: all.
+      seed: with do_sample; the same seed gives the same texts. None: 0.
+      verifier: who decides on drafted tokens. None: greedy, or with do_sample the rule that is
+        exact for how the drafter draws (mss). naive, SpecInfer's baseline, samples the target and
+        follows where a drafted token agrees: the very tokens of plain sampling.
       eos_token_id: what ends a row, one or several; None: the target's own; []: nothing.
       pad_token_id: what fills `tokens` behind a row's end; None: the target's own, else EOS.
       backend: of the attention (`pallas_kernels.BACKENDS`); None: by platform.
 
     Raises:
       ValueError, TypeError: bad input, before anything is compiled: an empty or too long prompt,
-        tokens outside the vocabulary, a tree without a drafter, a drafter that does not fit the
-        target, a budget too small for the tree, an unknown backend.
+        tokens outside the vocabulary, a tree without a drafter, a temperature of 0 or below, a
+        top_p outside (0, 1], a verifier that is not exact for the drafter, a drafter that does not
+        fit the target, a budget too small for the tree, an unknown backend.
     """
     request = prepare(
         target,
@@ -119,6 +136,11 @@ def generate(
         tree=tree,
         max_new_tokens=max_new_tokens,
         do_sample=do_sample,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        verifier=verifier,
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
         backend=backend,
@@ -152,19 +174,10 @@ def stream(
     Args:
       target, prompts, options: as for `generate`.
     """
-    defaults = dict(
-        drafter=None,
-        tree=None,
-        max_new_tokens=128,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=None,
-        backend=None,
-    )
-    unknown = options.keys() - defaults.keys()
+    unknown = options.keys() - (prepare.__kwdefaults__ or {}).keys()
     if unknown:
         raise TypeError(f"stream() has no option {sorted(unknown)[0]!r}")
-    request = prepare(target, prompts, **(defaults | options))
+    request = prepare(target, prompts, **options)
     return _stream(request)
 
 
@@ -200,14 +213,16 @@ def _timed(program, *arguments) -> tuple[DecodeState, float]:
 
 
 def _output(request: Request, state: DecodeState, **measured: Any) -> Output:
-    output, emitted, histogram = jax.device_get((state.output, state.emitted, state.histogram))
+    output, emitted, counters = jax.device_get(
+        (state.output, state.emitted, (state.histogram, state.ranks, state.nodes))
+    )
     output = output[:, : request.settings.max_new_tokens]
     inside = np.arange(output.shape[1]) < emitted[:, None]
     new = [row[:n] for row, n in zip(output, emitted, strict=True)]
     draft_bytes = 0
     if request.drafter is not None:
-        draft_bytes = caches.num_bytes(request.drafter.cache_of(state.drafter))
-    counted = acceptance(histogram, emitted, request.settings.tree.num_nodes)
+        draft_bytes = sum(map(caches.num_bytes, request.drafter.caches(state.drafter)))
+    counted = acceptance(emitted, *counters)
     decode_s = measured["decode_s"]
     stats = Stats(
         **counted,

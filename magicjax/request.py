@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from magicjax.decode import Settings
-from magicjax.drafters import Drafter
+from magicjax.drafters import DRAWINGS, Drafter
 from magicjax.model import Model
-from magicjax.tree import ROOT_ONLY, TokenTree, chain
+from magicjax.sampling import Sampling, row_keys
+from magicjax.tree import MAX_NODES, ROOT_ONLY, DynamicTree, Shape, TokenTree, Tree, chain
+from magicjax.verify import VERIFIERS
 from pallas_kernels import choose_backend
 
 PREFILL_CHUNK = 512
@@ -34,6 +36,7 @@ class Request:
       tokens: int32 [B, T], the prompts, right-padded.
       lengths, limits: int32 [B], of the prompts and of the outputs.
       eos: int32 [E].
+      sampling: how each row samples; None: greedily.
       pad_token_id: what fills rows that ended.
     """
 
@@ -45,45 +48,54 @@ class Request:
     lengths: jax.Array
     limits: jax.Array
     eos: jax.Array
+    sampling: Sampling | None
     pad_token_id: int
 
     @property
     def start_arguments(self) -> tuple:
-        return self.target, self.drafter, self.tokens, self.lengths, self.limits, self.eos
+        of_rows = (self.tokens, self.lengths, self.limits, self.eos, self.sampling)
+        return self.target, self.drafter, *of_rows
 
 
 def prepare(
     target: Model,
     prompts: str | Sequence[Any],
     *,
-    drafter: Drafter | None,
-    tree: TokenTree | None,
-    max_new_tokens: int | Sequence[int],
-    do_sample: bool,
-    eos_token_id: int | Sequence[int] | None,
-    pad_token_id: int | None,
-    backend: str | None,
+    drafter: Drafter | None = None,
+    tree: Tree | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    do_sample: bool = False,
+    temperature: float | Sequence[float] | None = None,
+    top_k: int | Sequence[int] | None = None,
+    top_p: float | Sequence[float] | None = None,
+    seed: int | None = None,
+    verifier: str | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    backend: str | None = None,
 ) -> Request:
     """Returns the checked request; see `magicjax.generate` for the arguments and errors."""
     if not isinstance(target, Model):
         raise TypeError(f"target is a {type(target).__name__}: pass what magicjax.load returns")
-    if do_sample:
-        raise ValueError(
-            "do_sample=True is not supported: only greedy decoding is, so leave it out"
-        )
     tree = _tree(target, drafter, tree)
+    shape = tree.shape if drafter is None else _shape(drafter, tree)
+    verifier = _verifier(drafter, tree, do_sample, verifier)
     rows = _token_ids(target, prompts)
+    sampling = _sampling(do_sample, temperature, top_k, top_p, seed, len(rows))
     limits = _limits(max_new_tokens, len(rows))
-    _check_context(target, drafter, tree, rows, limits)
+    _check_context(target, drafter, tree, shape.depth, rows, limits)
     lengths = np.array([len(row) for row in rows], np.int32)
     chunk = min(PREFILL_CHUNK, _round_up(int(lengths.max()), 16))
     width = _round_up(int(lengths.max()), chunk)
     tokens = np.zeros((len(rows), width), np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
-    longest = int((lengths + limits).max()) + tree.depth + 1
+    # A round writes a whole path at once, and a small model's cache a lead before it.
+    longest = int((lengths + limits).max()) + 2 * shape.depth + 1
     settings = Settings(
         tree=tree,
+        shape=shape,
+        verifier=verifier,
         capacity=_round_up(max(longest, width), CAPACITY_MULTIPLE),
         chunk=chunk,
         max_new_tokens=int(limits.max()),
@@ -99,11 +111,12 @@ def prepare(
         lengths=jnp.asarray(lengths),
         limits=jnp.asarray(limits),
         eos=jnp.asarray(eos, jnp.int32),
+        sampling=sampling,
         pad_token_id=_pad(target, pad_token_id, eos),
     )
 
 
-def _tree(target: Model, drafter: Drafter | None, tree: TokenTree | None) -> TokenTree:
+def _tree(target: Model, drafter: Drafter | None, tree: Tree | None) -> Tree:
     """Returns the tree that every round proposes, checked to be one that can be drafted."""
     if drafter is None:
         if tree is not None:
@@ -116,19 +129,124 @@ def _tree(target: Model, drafter: Drafter | None, tree: TokenTree | None) -> Tok
         )
     if tree is None:
         return DEFAULT_TREE
-    if not isinstance(tree, TokenTree):
+    if not isinstance(tree, TokenTree | DynamicTree):
         raise TypeError(
-            f"tree is a {type(tree).__name__}: make one with magicjax.chain, magicjax.expansion "
-            "or magicjax.TokenTree.from_parents"
+            f"tree is a {type(tree).__name__}: make one with magicjax.chain, magicjax.expansion, "
+            "magicjax.TokenTree.from_parents, magicjax.optimal or magicjax.DynamicTree"
         )
     if tree.num_nodes < 2:
         raise ValueError("the tree speculates nothing: give it a child, or leave the drafter out")
-    if tree.width > target.config.vocab_size:
-        raise ValueError(
-            f"a node has {tree.width} children and the vocabulary {target.config.vocab_size} "
-            f"tokens: give each node at most {target.config.vocab_size}"
-        )
     return tree
+
+
+def _shape(drafter: Drafter, tree: Tree) -> Shape:
+    """Returns the bounds of what the drafter proposes, checked against the cap."""
+    shape = drafter.shape(tree)
+    if shape.num_nodes > MAX_NODES:
+        raise ValueError(
+            f"the drafters propose {shape.num_nodes} nodes together: at most {MAX_NODES} are "
+            "supported; use smaller trees or fewer drafters"
+        )
+    return shape
+
+
+def _verifier(drafter: Drafter | None, tree: Tree, do_sample: bool, verifier: str | None) -> str:
+    """Returns the verifier, checked to be exact for the way children are drawn."""
+    if verifier is not None and verifier not in VERIFIERS:
+        raise ValueError(f"verifier={verifier!r} is unknown: use one of {', '.join(VERIFIERS)}")
+    if not do_sample:
+        if verifier not in (None, "greedy"):
+            raise ValueError(
+                f"verifier={verifier!r} is for sampling: pass do_sample=True, or leave it out"
+            )
+        return "greedy"
+    if verifier == "greedy":
+        raise ValueError(
+            "verifier='greedy' with do_sample=True would accept nothing but the most likely token, "
+            "which is not the target's distribution: leave it out, or use mss or naive"
+        )
+    if drafter is None:
+        if verifier not in (None, "naive"):
+            raise ValueError(f"verifier={verifier!r} needs a drafter: pass one, or leave it out")
+        return "naive"
+    _check_drawings(drafter.drawings(tree), tree, verifier)
+    return "mss" if verifier is None else verifier
+
+
+def _check_drawings(drawings: set[str], tree: Tree, verifier: str | None) -> None:
+    """Raises ValueError unless the verifier keeps the target's distribution for these draws."""
+    unknown = drawings - DRAWINGS.keys()
+    if unknown:
+        raise ValueError(f"draw={unknown.pop()!r} is unknown: use one of {', '.join(DRAWINGS)}")
+    if isinstance(tree, DynamicTree) and drawings != {"top"}:
+        raise ValueError(
+            f"children drawn {min(drawings - {'top'})} in a dynamic tree would be pruned by their "
+            "probability after the draw, which is not exact: use draw='top', or a static tree"
+        )
+    if {"with_replacement", "without_replacement"} <= drawings:
+        raise ValueError(
+            "an ensemble mixes draws with and without replacement, and the rule that is exact for "
+            "one is not for the other: give all drafters the same draw"
+        )
+    if verifier in (None, "mss", "naive"):
+        return  # follows the draws; naive is exact whatever was drafted
+    wrong = [d for d in sorted(drawings) if DRAWINGS[d] != verifier]
+    if wrong:
+        raise ValueError(
+            f"verifier={verifier!r} is not exact for children drawn {wrong[0]!r}: the accepted "
+            f"tokens would not follow the target's distribution; use {DRAWINGS[wrong[0]]!r}, or "
+            "leave the verifier out"
+        )
+
+
+def _sampling(do_sample, temperature, top_k, top_p, seed, rows: int) -> Sampling | None:
+    """Returns each row's parameters and key, checked; None for greedy decoding."""
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    if not do_sample:
+        stray = [name for name, value in given.items() if value is not None]
+        if stray:
+            raise ValueError(
+                f"{stray[0]}={given[stray[0]]!r} has no meaning in greedy decoding: "
+                "pass do_sample=True, or leave it out"
+            )
+        return None
+    temperatures = _for_each_row("temperature", 1.0 if temperature is None else temperature, rows)
+    kept = _for_each_row("top_k", 0 if top_k is None else top_k, rows)
+    mass = _for_each_row("top_p", 1.0 if top_p is None else top_p, rows)
+    _check_each(
+        "temperature",
+        temperatures,
+        (temperatures > 0) & np.isfinite(temperatures),
+        "above 0; for the most likely tokens alone, leave do_sample out",
+    )
+    _check_each(
+        "top_k",
+        kept,
+        (kept >= 0) & (kept == np.round(kept)),
+        "a whole number, 0 (all tokens) or more",
+    )
+    _check_each("top_p", mass, (mass > 0) & (mass <= 1), "above 0 and at most 1")
+    return Sampling(
+        temperature=jnp.asarray(temperatures, jnp.float32),
+        top_k=jnp.asarray(np.minimum(kept, 2**31 - 1), jnp.int32),
+        top_p=jnp.asarray(mass, jnp.float32),
+        keys=row_keys(0 if seed is None else operator.index(seed), jnp.arange(rows)),
+        filtered=bool((kept > 0).any() or (mass < 1).any()),
+    )
+
+
+def _for_each_row(name: str, value: Any, rows: int) -> np.ndarray:
+    each = np.asarray(value, np.float64)
+    if each.ndim > 1 or (each.ndim == 1 and len(each) != rows):
+        raise ValueError(
+            f"{name} has shape {each.shape} for {rows} prompts: give one number, or one a row"
+        )
+    return np.broadcast_to(each, rows)
+
+
+def _check_each(name: str, values: np.ndarray, good: np.ndarray, allowed: str) -> None:
+    if not good.all():
+        raise ValueError(f"{name}={values[~good][0]:g}: it must be {allowed}")
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -181,7 +299,7 @@ def _limits(max_new_tokens: int | Sequence[int], rows: int) -> np.ndarray:
     return np.broadcast_to(each, rows).astype(np.int32)
 
 
-def _check_context(target, drafter, tree, rows, limits) -> None:
+def _check_context(target, drafter, tree, depth, rows, limits) -> None:
     # A tree may reach beyond the last position, with nodes that the row's end cuts off.
     needed = [len(row) + int(limit) for row, limit in zip(rows, limits, strict=True)]
     worst = int(np.argmax(needed))
@@ -192,7 +310,7 @@ def _check_context(target, drafter, tree, rows, limits) -> None:
             "shorten the prompt or max_new_tokens"
         )
     if drafter is not None:
-        drafter.check(target, tree, needed[worst])
+        drafter.check(target, tree, depth, needed[worst])
 
 
 def _eos(target: Model, eos_token_id: Any) -> tuple[int, ...]:

@@ -14,15 +14,23 @@ class Stats:
     Times are wall-clock seconds; compiling is not part of the others.
 
     Attributes:
-      tau: mean acceptance length: tokens emitted per target pass and row, bonus included.
+      tau: mean acceptance length: tokens emitted per target pass and row, bonus included; every
+        pass counts the same (weighted by token).
+      tau_by_request: the same for each row, then averaged; every row counts the same.
       acceptance_rate: accepted tokens over depth times rounds: of the tokens that a perfect
         drafter would have seen accepted, the share that was.
       acceptance_by_depth: share of rounds that accepted at least 1, 2, … tokens. Acceptance is
         counted as the verifier decided it, also in a row's last round, which the row's end may
         cut; tau and emitted count what was emitted.
+      acceptance_if_reached: share of the rounds whose path reached depth 0, 1, … that went on.
+      histogram: how many rounds accepted 0, 1, … tokens.
+      acceptance_by_rank: for each depth, the share of the rounds that reached it which went on
+        with the node's 1st, 2nd, … try: what `magicjax.optimal` makes a tree of. Its cumulated
+        sum is the success rate of the draft's top 1, 2, … choices.
       rounds: target passes, summed over rows (a row counts until it ends).
       emitted: tokens of the decoding loop, all rows; the first of each row is prefill's.
-      drafted: nodes scored besides roots.
+      drafted: nodes proposed besides roots; padding is none.
+      nodes_per_round: of a row, the root included.
       accepted: speculated tokens accepted.
       prefill_s, decode_s: of prefill (first token included), of the loop.
       compile_s: spent compiling in this call.
@@ -33,11 +41,16 @@ class Stats:
     """
 
     tau: float
+    tau_by_request: float
     acceptance_rate: float
     acceptance_by_depth: tuple[float, ...]
+    acceptance_if_reached: tuple[float, ...]
+    acceptance_by_rank: tuple[tuple[float, ...], ...]
+    histogram: tuple[int, ...]
     rounds: int
     emitted: int
     drafted: int
+    nodes_per_round: float
     accepted: int
     prefill_s: float
     decode_s: float
@@ -50,26 +63,38 @@ class Stats:
 
 
 def acceptance(
-    histogram: Int[np.ndarray, "B A"], emitted: Int[np.ndarray, "B"], nodes: int
+    emitted: Int[np.ndarray, "B"],
+    histogram: Int[np.ndarray, "B A"],
+    ranks: Int[np.ndarray, "D W"],
+    nodes: Int[np.ndarray, "B"],
 ) -> dict[str, Any]:
     """Returns the fields of `Stats` that follow from counting.
 
     Args:
-      histogram: rounds of each row that accepted 0, 1, … A-1 tokens.
       emitted: tokens of each row, the first (prefill's) included.
-      nodes: N.
+      histogram: rounds of each row that accepted 0, 1, … A-1 tokens.
+      ranks: how often a path went on, at each depth, with the 1st, 2nd, … try.
+      nodes: proposed in each row, roots aside.
     """
     by_count = np.asarray(histogram).sum(0)
     rounds, depth = int(by_count.sum()), len(by_count) - 1
     accepted = int((by_count * np.arange(depth + 1)).sum())
-    of_loop = int((np.asarray(emitted) - 1).sum())
-    at_least = by_count[::-1].cumsum()[::-1][1:]
+    of_rows, rounds_of_rows = np.asarray(emitted) - 1, np.asarray(histogram).sum(1)
+    ran = rounds_of_rows > 0
+    at_least = by_count[::-1].cumsum()[::-1]
+    reached = np.maximum(at_least, 1)
+    by_rank = np.asarray(ranks) / reached[:-1, None]
     return {
-        "tau": of_loop / rounds if rounds else 0.0,
+        "tau": int(of_rows.sum()) / rounds if rounds else 0.0,
+        "tau_by_request": float((of_rows[ran] / rounds_of_rows[ran]).mean()) if rounds else 0.0,
         "acceptance_rate": accepted / (rounds * depth) if rounds * depth else 0.0,
-        "acceptance_by_depth": tuple(float(n) / max(rounds, 1) for n in at_least),
+        "acceptance_by_depth": tuple(float(n) / max(rounds, 1) for n in at_least[1:]),
+        "acceptance_if_reached": tuple(float(n) for n in at_least[1:] / reached[:-1]),
+        "acceptance_by_rank": tuple(tuple(map(float, row)) for row in by_rank),
+        "histogram": tuple(map(int, by_count)),
         "rounds": rounds,
-        "emitted": of_loop,
-        "drafted": rounds * (nodes - 1),
+        "emitted": int(of_rows.sum()),
+        "drafted": int(np.asarray(nodes).sum()),
+        "nodes_per_round": 1 + int(np.asarray(nodes).sum()) / rounds if rounds else 1.0,
         "accepted": accepted,
     }

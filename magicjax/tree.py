@@ -10,6 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,20 @@ def children(parents: Parents, width: int) -> Int[Array, "*B N W"]:
     return xp.where(chosen.any(-1), chosen.argmax(-1), NO_NODE).astype(xp.int32)
 
 
+class Shape(NamedTuple):
+    """Bounds of every tree that a drafter proposes.
+
+    Attributes:
+      num_nodes: N, the root and padding included.
+      depth: the most edges of a path.
+      width: the most tries below a node.
+    """
+
+    num_nodes: int
+    depth: int
+    width: int
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenTree:
     """A static tree shape, the same for every row and round. Hashable: programs specialise on it.
@@ -102,23 +117,6 @@ class TokenTree:
         """Returns the tree with these parents, node by node, -1 for the root."""
         return TokenTree(tuple(parents))
 
-    @staticmethod
-    def parse(text: str) -> "TokenTree":
-        """Returns the tree written as `chain:4`, `expansion:2,2,1` or `parents:-1,0,0,1`.
-
-        Raises:
-          ValueError: the text is none of these, or the tree is not valid.
-        """
-        match = re.fullmatch(r"(chain|expansion|parents):(-?\d+(?:,-?\d+)*)", text)
-        if match is None or (match[1] == "chain" and "," in match[2]):
-            raise ValueError(
-                f"{text!r} is no tree: write chain:4, expansion:2,2,1 or parents:-1,0,0,1"
-            )
-        numbers = [int(n) for n in match[2].split(",")]
-        if match[1] == "chain":
-            return chain(numbers[0])
-        return expansion(numbers) if match[1] == "expansion" else TokenTree.from_parents(numbers)
-
     @functools.cached_property
     def array(self) -> np.ndarray:
         return np.array(self.parents, np.int32)
@@ -137,6 +135,10 @@ class TokenTree:
         return np.asarray(ancestor_mask(self.array))
 
     @property
+    def shape(self) -> Shape:
+        return Shape(self.num_nodes, self.depth, self.width)
+
+    @property
     def depth(self) -> int:
         """The most tokens that one round can accept."""
         return int(self.node_depths.max())
@@ -150,6 +152,11 @@ class TokenTree:
     def children(self) -> np.ndarray:
         """int32 [N, width], -1 where a node has fewer children."""
         return np.asarray(children(self.array, max(1, self.width)))
+
+    @functools.cached_property
+    def inner(self) -> tuple[int, ...]:
+        """The nodes that have children, in order."""
+        return tuple(sorted(set(self.parents[1:])))
 
     @functools.cached_property
     def levels(self) -> np.ndarray:
@@ -179,6 +186,59 @@ class TokenTree:
         return "\n".join(lines)
 
 
+@dataclasses.dataclass(frozen=True)
+class DynamicTree:
+    """Trees that grow, in each row and round, where the draft is surest (EAGLE-2, DySpec).
+
+    At each depth the `width` most probable nodes get `width` children each: the draft's most
+    likely tokens. Of all of them the `nodes` - 1 of the highest path probability are proposed. So
+    the children are deterministic, which keeps sampling exact; pruning what was drawn would not.
+    Source: EAGLE-2 (arXiv 2406.16858), section 4; there the root's children are counted apart.
+
+    Attributes:
+      nodes: N, the root included: what the target scores.
+      depth: the most edges of a path; the draft runs once for each.
+      width: nodes that are run at each depth, and children of each.
+
+    Raises:
+      ValueError: a bound below its least, or fewer candidates than nodes.
+    """
+
+    nodes: int
+    depth: int
+    width: int
+
+    def __post_init__(self):
+        for name, least in (("nodes", 2), ("depth", 1), ("width", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be at least {least}")
+        if self.nodes > MAX_NODES:
+            raise ValueError(f"nodes={self.nodes}: at most {MAX_NODES} are supported")
+        if self.nodes - 1 > self.candidates:
+            raise ValueError(
+                f"nodes={self.nodes} with depth={self.depth} and width={self.width}: only "
+                f"{self.candidates} nodes are ever drafted; ask for at most {self.candidates + 1}, "
+                "or for more depth or width"
+            )
+
+    @property
+    def candidates(self) -> int:
+        """How many nodes are drafted before the best are chosen."""
+        return self.width + (self.depth - 1) * self.width**2
+
+    @property
+    def num_nodes(self) -> int:
+        return self.nodes
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.nodes, self.depth, self.width)
+
+    def __str__(self) -> str:
+        return f"{self.nodes} nodes, depth {self.depth}, grown where the draft is surest"
+
+
+Tree = TokenTree | DynamicTree
 ROOT_ONLY = TokenTree((NO_NODE,))  # plain decoding
 
 
@@ -214,3 +274,28 @@ def expansion(branches: Sequence[int]) -> TokenTree:
         parents += [node for node in level for _ in range(count)]
         level = list(range(first, len(parents)))
     return TokenTree(tuple(parents))
+
+
+def parse_tree(text: str) -> Tree:
+    """Returns the tree written as chain:4, expansion:2,2,1, parents:-1,0,0,1 or dynamic:16,6,4.
+
+    A dynamic tree's numbers are its nodes, depth and width.
+
+    Raises:
+      ValueError: the text is none of these, or the tree is not valid.
+    """
+    match = re.fullmatch(r"(chain|expansion|parents|dynamic):(-?\d+(?:,-?\d+)*)", text)
+    numbers = [int(n) for n in match[2].split(",")] if match else []
+    kind = match[1] if match else ""
+    if kind == "expansion":
+        return expansion(numbers)
+    if kind == "parents":
+        return TokenTree.from_parents(numbers)
+    if kind == "chain" and len(numbers) == 1:
+        return chain(numbers[0])
+    if kind == "dynamic" and len(numbers) == 3:
+        return DynamicTree(*numbers)
+    raise ValueError(
+        f"{text!r} is no tree: write chain:4, expansion:2,2,1, parents:-1,0,0,1 or dynamic:16,6,4 "
+        "(nodes, depth, width)"
+    )

@@ -1,7 +1,21 @@
-"""Who proposes: the target itself on a sparse cache, or a small model."""
+"""Who proposes: the target on a sparse cache, small models, the text's own past, or several."""
 
-from magicjax.drafters.base import Drafter, Proposal, Round
+from magicjax.drafters.base import DRAWINGS, Drafter, Round
+from magicjax.drafters.ensemble import Ensemble
+from magicjax.drafters.look_up import LookUp
 from magicjax.drafters.self_speculation import SelfSpeculation
 from magicjax.drafters.small_model import SmallModel
+from magicjax.proposal import ONE_HOT, Draws, Proposal
 
-__all__ = ["Drafter", "Proposal", "Round", "SelfSpeculation", "SmallModel"]
+__all__ = [
+    "DRAWINGS",
+    "ONE_HOT",
+    "Drafter",
+    "Draws",
+    "Ensemble",
+    "LookUp",
+    "Proposal",
+    "Round",
+    "SelfSpeculation",
+    "SmallModel",
+]

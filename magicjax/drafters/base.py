@@ -2,27 +2,14 @@
 
 from typing import Any, Protocol
 
-import jax
-import numpy as np
 from flax import struct
 from jaxtyping import Array, Int
 
 from magicjax.cache import KVCache
 from magicjax.model import Model
-from magicjax.tree import TokenTree
-
-
-@struct.dataclass
-class Proposal:
-    """What a drafter proposes for one round.
-
-    Attributes:
-      tokens: int32 [B, N]; node 0 is the row's pending token.
-      parents: of the nodes, [N] where every row has the same tree, else [B, N].
-    """
-
-    tokens: Int[Array, "B N"]
-    parents: jax.Array | np.ndarray
+from magicjax.proposal import Proposal
+from magicjax.sampling import Sampling
+from magicjax.tree import Shape, Tree
 
 
 @struct.dataclass
@@ -43,11 +30,22 @@ class Round:
 class Drafter(Protocol):
     """A pytree: what is static specialises the program, arrays travel with it.
 
-    All but `check` are pure functions, traced into the loop.
+    `check`, `shape` and `drawings` run on the host, before anything is compiled; the others are
+    pure functions, traced into the loop.
     """
 
-    def check(self, target: Model, tree: TokenTree, context: int) -> None:
-        """Raises ValueError if it cannot draft `tree` for `target` in texts of `context` tokens."""
+    def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
+        """Raises ValueError if it cannot draft `tree` for `target` in texts of `context` tokens.
+
+        `depth` is the most edges of a path that it may have to commit; in an ensemble another
+        drafter's tree may be deeper than its own.
+        """
+
+    def shape(self, tree: Tree) -> Shape:
+        """Returns the bounds of what it proposes when asked for `tree`."""
+
+    def drawings(self, tree: Tree) -> set[str]:
+        """Returns the ways in which it draws children under sampling, of `DRAWINGS`."""
 
     def prefill(
         self, target: Model, tokens: Int[Array, "B T"], cache: KVCache, settings: Any
@@ -55,12 +53,29 @@ class Drafter(Protocol):
         """Returns its state behind the prompts, whose keys and values `cache` holds."""
 
     def propose(
-        self, target: Model, state: Any, root: Int[Array, "B"], cache: KVCache, settings: Any
+        self,
+        target: Model,
+        state: Any,
+        root: Int[Array, "B"],
+        cache: KVCache,
+        sampling: Sampling | None,
+        settings: Any,
     ) -> tuple[Proposal, Any]:
-        """Returns (the proposal, whatever `commit` will need of this draft)."""
+        """Returns (the proposal, whatever `commit` will need of this draft).
+
+        `sampling` is None in greedy decoding; else the proposal must tell its draws.
+        """
 
     def commit(self, state: Any, draft: Any, proposal: Proposal, of_round: Round) -> Any:
         """Returns its state behind the tokens that were kept."""
 
-    def cache_of(self, state: Any) -> Any:
-        """Returns the cache within its state, for counting bytes."""
+    def caches(self, state: Any) -> tuple[Any, ...]:
+        """Returns the caches within its state, for counting bytes."""
+
+
+# How children can be drawn under sampling -> the verifier that is exact for it.
+DRAWINGS = {
+    "with_replacement": "mss_with_replacement",
+    "without_replacement": "mss_without_replacement",
+    "top": "one_hot",  # the most likely tokens: nothing is drawn
+}

@@ -1,4 +1,4 @@
-"""Drafting a static tree greedily, level by level, as one `scan`: a chain is levels of width one.
+"""Drafting a static tree level by level, as one `scan`: a chain is levels of width one.
 
 A level runs the nodes of one depth that have children. Their keys and values go to a small block
 beside the committed cache, so nothing is committed and nothing needs to be rolled back.
@@ -7,12 +7,14 @@ beside the committed cache, so nothing is committed and nothing needs to be roll
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from magicjax.attention import attend_level, empty_nodes
-from magicjax.cache import DraftCache, KVCache
-from magicjax.model import Model
-from magicjax.tree import TokenTree
+from magicjax.drafters.running import NOT_RUN, Drafted, Source, run_root_with_lead, with_lead
+from magicjax.proposal import ONE_HOT, Draws, Proposal
+from magicjax.sampling import draw, warp
+from magicjax.tree import NO_NODE, TokenTree
 
 
 def top_tokens(logits: Float[Array, "B T V"], count: int) -> Int[Array, "B T C"]:
@@ -22,74 +24,114 @@ def top_tokens(logits: Float[Array, "B T V"], count: int) -> Int[Array, "B T C"]
     return jax.lax.top_k(logits, count)[1].astype(jnp.int32)
 
 
-def draft_tree(
-    model: Model,
-    cache: KVCache | DraftCache,
-    tree: TokenTree,
-    root: Int[Array, "B"],
-    root_position: Int[Array, "B"],
-    backend: str | None,
-    lead: tuple[Int[Array, "B"], Bool[Array, "B"]] | None = None,
-) -> tuple[Int[Array, "B N"], tuple]:
-    """Returns (the nodes' tokens, keys and values of every node that was run).
+@struct.dataclass
+class _Nodes:
+    """The nodes so far: tokens [B, N], which could be drawn [B, N], and q [B, Q, V] or None."""
 
-    A node's children get its most likely next tokens, in order.
+    tokens: Int[Array, "B N"]
+    live: Bool[Array, "B N"]
+    q: Float[Array, "B Q V"] | None
 
-    Args:
-      model: the drafter's model.
-      cache: its committed prefix.
-      tree: static shape.
-      root: the pending tokens.
-      root_position: their positions in the text.
-      backend: of the attention.
-      lead: (token, whether a row needs it): a committed token whose keys and values the cache
-        lacks. It is run together with the root; its entries are node N of the result.
+
+def draft_levels(source: Source, tree: TokenTree) -> tuple[Proposal, Drafted]:
+    """Returns (the tree with the model's tokens, what was run for it).
+
+    A node's children get its most likely next tokens, or tokens drawn from its distribution.
     """
-    n = tree.num_nodes
-    slots = n if lead is None else n + 1
-    table = np.concatenate([tree.children, np.full((1, tree.children.shape[1]), slots)])
-    table = np.where(table < 0, slots, table)  # children by node; a row for padding; absent: slots
-    levels = jnp.asarray(tree.levels)
+    batch, n = source.root.shape[0], tree.num_nodes
+    slots = n if source.lead is None else n + source.lead.tokens.shape[1]
     sees = jnp.concatenate([jnp.asarray(tree.mask), jnp.zeros((1, n), bool)])
     depth_of = jnp.concatenate([jnp.asarray(tree.node_depths), jnp.zeros(1, jnp.int32)])
-    tokens = jnp.zeros((root.shape[0], n), jnp.int32).at[:, 0].set(root)
-
-    def choose(tokens, hidden, nodes):
-        best = top_tokens(model.unembed(hidden), tree.width)
-        return tokens.at[:, jnp.asarray(table)[nodes]].set(best, mode="drop")
+    choose = _chooser(source, tree)
 
     def run_level(carry, nodes):
-        tokens, drafted = carry
+        drawn, drafted = carry
         mask = sees[nodes]
-        if lead is not None:  # rows that lacked the lead see it, at node N
-            shape = (root.shape[0], *mask.shape)
-            seen = jnp.broadcast_to(lead[1][:, None, None], (*shape[:2], 1))
-            mask = jnp.concatenate([jnp.broadcast_to(mask, shape), seen], -1)
+        if source.lead is not None:
+            mask = with_lead(source.lead, jnp.broadcast_to(mask, (batch, *mask.shape)))
         places = jnp.where(nodes < n, nodes, slots)
-        attend = attend_level(cache, drafted, places, mask, backend)
-        fed = jnp.take(tokens, nodes, axis=1, mode="clip")
-        hidden, drafted = model(fed, root_position[:, None] + depth_of[nodes], attend)
-        return (choose(tokens, hidden, nodes), drafted), None
+        attend = attend_level(source.cache, drafted, places, mask, source.backend)
+        fed = jnp.take(drawn.tokens, nodes, axis=1, mode="clip")
+        positions = source.root_position[:, None] + depth_of[nodes]
+        hidden, drafted = source.model(fed, positions, attend)
+        return (choose(drawn, hidden, nodes), drafted), None
 
-    carry = tokens, empty_nodes(cache, slots)
-    if lead is not None:
-        carry = _run_root_with_lead(model, cache, carry, lead, root_position, choose, backend)
+    carry = _begin(source, tree), empty_nodes(source.cache, slots)
+    levels = jnp.asarray(tree.levels)
+    if source.lead is not None:
+        hidden, drafted = run_root_with_lead(source, carry[1], n)
+        carry = choose(carry[0], hidden, jnp.zeros(1, jnp.int32)), drafted
         levels = levels[1:]
-    (tokens, drafted), _ = jax.lax.scan(run_level, carry, levels)
-    return tokens, drafted
+    (drawn, drafted), _ = jax.lax.scan(run_level, carry, levels)
+    has_run = np.isin(np.arange(n), tree.inner)
+    node_slots = jnp.asarray(np.where(has_run, np.arange(n), NOT_RUN).astype(np.int32))
+    proposal = Proposal(drawn.tokens, tree.array, _draws(source, tree, drawn))
+    return proposal, Drafted(drafted, jnp.broadcast_to(node_slots, (batch, n)))
 
 
-def _run_root_with_lead(model, cache, carry, lead, root_position, choose, backend):
-    """Returns the carry behind the root, run together with the lead: two tokens in one pass."""
-    tokens, drafted = carry
-    lead_token, needed = lead
-    n = tokens.shape[1]
-    columns = jnp.arange(n + 1)
-    sees_lead = jnp.broadcast_to(columns == n, (tokens.shape[0], n + 1))
-    sees_root = (columns == 0) | (sees_lead & needed[:, None])
-    mask = jnp.stack([sees_lead, sees_root], 1)
-    fed = jnp.stack([lead_token, tokens[:, 0]], 1)
-    positions = jnp.maximum(root_position[:, None] - jnp.array([1, 0]), 0)
-    attend = attend_level(cache, drafted, jnp.array([n, 0]), mask, backend)
-    hidden, drafted = model(fed, positions, attend)
-    return choose(tokens, hidden[:, 1:], jnp.zeros(1, jnp.int32)), drafted
+def _begin(source: Source, tree: TokenTree) -> _Nodes:
+    shape = (source.root.shape[0], tree.num_nodes)
+    tokens = jnp.zeros(shape, jnp.int32).at[:, 0].set(source.root)
+    q = None
+    if source.draws:
+        dtype = jnp.promote_types(jax.tree.leaves(source.model.params)[0].dtype, jnp.float32)
+        vocab = source.model.config.vocab_size
+        q = jnp.zeros((shape[0], len(tree.inner), vocab), dtype)
+    return _Nodes(tokens, jnp.ones(shape, bool), q)
+
+
+def _chooser(source: Source, tree: TokenTree):
+    """Returns the function that gives nodes' children their tokens."""
+    n, width = tree.num_nodes, max(1, tree.width)
+    # Children by node, with a row for padding; absent ones are n, beyond the end: dropped.
+    table = np.concatenate([tree.children, np.full((1, width), NO_NODE)])
+    children = jnp.asarray(np.where(table < 0, n, table))
+    place = np.full(n + 1, len(tree.inner))  # of a node's distribution
+    place[list(tree.inner)] = np.arange(len(tree.inner))
+    of_node = jnp.asarray(place)
+
+    def choose(drawn: _Nodes, hidden: Float[Array, "B T E"], nodes: Int[Array, "T"]) -> _Nodes:
+        logits = source.model.unembed(hidden)
+        below = children[nodes]
+        if drawn.q is None:
+            best = top_tokens(logits, width)
+            tokens = drawn.tokens.at[:, below].set(best, mode="drop")
+            return _Nodes(tokens, drawn.live, drawn.q)
+        assert source.sampling is not None
+        q = warp(source.sampling, logits)
+        tokens, live = draw(
+            source.sampling,
+            q,
+            width,
+            source.drawing == "with_replacement",
+            source.root_position,
+            nodes * width,
+            source.index,
+        )
+        return _Nodes(
+            drawn.tokens.at[:, below].set(tokens, mode="drop"),
+            drawn.live.at[:, below].set(live, mode="drop"),
+            drawn.q.at[:, of_node[nodes]].set(q, mode="drop"),
+        )
+
+    return choose
+
+
+def _draws(source: Source, tree: TokenTree, drawn: _Nodes) -> Draws | None:
+    """Returns the draws of a static tree: one for each node but the root, in order."""
+    if source.sampling is None:
+        return None
+    shape = (source.root.shape[0], tree.num_nodes - 1)
+    node = jnp.broadcast_to(jnp.arange(1, tree.num_nodes, dtype=jnp.int32), shape)
+    parent = jnp.broadcast_to(jnp.asarray(tree.array[1:]), shape)
+    if drawn.q is None:
+        q = jnp.zeros((shape[0], 1, source.model.config.vocab_size))
+        return Draws(parent, node, jnp.full_like(node, ONE_HOT), q)
+    q_of = np.searchsorted(tree.inner, tree.array[1:]).astype(np.int32)
+    return Draws(
+        parent=jnp.where(drawn.live[:, 1:], parent, NO_NODE),
+        node=node,
+        q_of=jnp.broadcast_to(jnp.asarray(q_of), shape),
+        q=drawn.q,
+        replacement=source.drawing == "with_replacement",
+    )

@@ -3,17 +3,19 @@
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from magicjax import cache as caches
 from magicjax.cache import KVCache
-from magicjax.drafters.base import Proposal, Round
-from magicjax.drafters.levels import draft_tree
+from magicjax.drafters.base import Round
+from magicjax.drafters.dynamic import draft_tree
+from magicjax.drafters.running import NOT_RUN, Drafted, Lead, Source, check_width, drawing_of
 from magicjax.model import Model
 from magicjax.prefill import prefill_cache
-from magicjax.tree import TokenTree
+from magicjax.proposal import Proposal
+from magicjax.sampling import Sampling
+from magicjax.tree import Shape, Tree
 
 
 @struct.dataclass
@@ -22,13 +24,12 @@ class SmallModelState:
 
     Attributes:
       cache: its own keys and values.
-      leaf: int32 [B], the newest committed token where `lacks`.
-      lacks: whether the cache lacks that token: a leaf that was accepted was never run here.
+      lead: the newest committed tokens that it never ran: a leaf that was accepted, or another
+        drafter's branch.
     """
 
     cache: KVCache
-    leaf: Int[Array, "B"]
-    lacks: Bool[Array, "B"]
+    lead: Lead
 
 
 @struct.dataclass
@@ -37,12 +38,15 @@ class SmallModel:
 
     Attributes:
       model: as `magicjax.load` returns it.
+      draw: how children are drawn under sampling (`DRAWINGS`); None: without replacement, and in
+        a dynamic tree the most likely.
     """
 
     model: Model
+    draw: str | None = struct.field(pytree_node=False, default=None)
 
-    def check(self, target: Model, tree: TokenTree, context: int) -> None:
-        """Raises if vocabularies or tokenizers differ, or the context is too long."""
+    def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
+        """Raises if vocabularies or tokenizers differ, or context or tree are too large."""
         if not isinstance(self.model, Model):
             raise TypeError(f"SmallModel needs what magicjax.load returns, not {self.model!r}")
         ours, theirs = self.model.config.vocab_size, target.config.vocab_size
@@ -51,6 +55,7 @@ class SmallModel:
                 f"the drafter's vocabulary has {ours} tokens and the target's {theirs}: "
                 "they must be the same, so pick a drafter of the target's family"
             )
+        check_width(tree, theirs)
         if self.model.tokenizer is not None and target.tokenizer is not None:
             _check_tokenizers(self.model, target)
         limit = self.model.config.max_positions
@@ -60,12 +65,19 @@ class SmallModel:
                 "use a drafter with a longer context, or a shorter prompt"
             )
 
+    def shape(self, tree: Tree) -> Shape:
+        return tree.shape
+
+    def drawings(self, tree: Tree) -> set[str]:
+        return {drawing_of(self.draw, tree)}
+
     def prefill(
         self, target: Model, tokens: Int[Array, "B T"], cache: KVCache, settings: Any
     ) -> SmallModelState:
         own, _ = prefill_cache(self.model, tokens, cache.lengths, settings)
         rows = cache.lengths.shape[0]
-        return SmallModelState(own, jnp.zeros(rows, jnp.int32), jnp.zeros(rows, bool))
+        nothing = Lead(jnp.zeros((rows, settings.lead), jnp.int32), jnp.zeros(rows, jnp.int32))
+        return SmallModelState(own, nothing)
 
     def propose(
         self,
@@ -73,44 +85,55 @@ class SmallModel:
         state: SmallModelState,
         root: Int[Array, "B"],
         cache: KVCache,
+        sampling: Sampling | None,
         settings: Any,
-    ) -> tuple[Proposal, Any]:
-        tokens, drafted = draft_tree(
-            self.model,
-            state.cache,
-            settings.tree,
-            root,
-            cache.lengths,
-            settings.backend,
-            lead=(state.leaf, state.lacks),
+    ) -> tuple[Proposal, Drafted]:
+        source = Source(
+            model=self.model,
+            cache=state.cache,
+            root=root,
+            root_position=cache.lengths,
+            sampling=sampling,
+            lead=state.lead,
+            drawing=drawing_of(self.draw, settings.tree),
+            backend=settings.backend,
+            index=settings.index,
         )
-        return Proposal(tokens, settings.tree.array), drafted
+        return draft_tree(source, settings.tree)
 
     def commit(
-        self, state: SmallModelState, draft: Any, proposal: Proposal, of_round: Round
+        self, state: SmallModelState, draft: Drafted, proposal: Proposal, of_round: Round
     ) -> SmallModelState:
-        """Returns the state with the lead, where it was lacking, and the kept nodes that were run.
+        """Returns the state with the lead and the kept nodes that were run; the others lead next.
 
-        Only nodes with children were run, so at most the last kept one is lacking now.
+        A node was run only if its parent was, so what was run is the beginning of the path.
         """
         path, kept = of_round.path, of_round.kept
-        n = proposal.tokens.shape[1]
-        childless = jnp.asarray(~np.isin(np.arange(n), proposal.parents))
-        last = jnp.take_along_axis(path, jnp.maximum(kept - 1, 0)[:, None], 1)
-        lacks = childless[last[:, 0]]
-        padded = jnp.concatenate([path, path[:, :1]], 1)
-        led = jnp.concatenate([jnp.full_like(path[:, :1], n), path], 1)
-        entries = jnp.where(state.lacks[:, None], led, padded)
-        count = jnp.where(kept > 0, kept - lacks + state.lacks, 0)
-        leaf = jnp.take_along_axis(proposal.tokens, last, 1)[:, 0]
-        return SmallModelState(
-            caches.append(state.cache, draft, entries, count),
-            jnp.where(kept > 0, leaf, state.leaf),
-            jnp.where(kept > 0, lacks, state.lacks),
+        length, leads = path.shape[1], state.lead.tokens.shape[1]
+        slots = jnp.take_along_axis(draft.slots, path, 1)
+        has_run = (slots != NOT_RUN) & (jnp.arange(length) < kept[:, None])
+        ran = has_run.sum(-1, dtype=jnp.int32)
+        led = state.lead.count
+        first_lead = draft.new[0][0].shape[1] - leads
+        place = jnp.arange(leads + length)
+        behind = jnp.clip(place - led[:, None], 0, length - 1)
+        entries = jnp.maximum(jnp.take_along_axis(slots, behind, 1), 0)
+        entries = jnp.where(place < led[:, None], first_lead + place, entries)
+        count = jnp.where(kept > 0, led + ran, 0)
+        missed = jnp.minimum(ran[:, None] + jnp.arange(leads), length - 1)
+        missed = jnp.take_along_axis(path, missed, 1)
+        lead = Lead(
+            jnp.where(
+                kept[:, None] > 0,
+                jnp.take_along_axis(proposal.tokens, missed, 1),
+                state.lead.tokens,
+            ),
+            jnp.where(kept > 0, kept - ran, led),
         )
+        return SmallModelState(caches.append(state.cache, draft.new, entries, count), lead)
 
-    def cache_of(self, state: SmallModelState) -> KVCache:
-        return state.cache
+    def caches(self, state: SmallModelState) -> tuple[KVCache]:
+        return (state.cache,)
 
 
 def _check_tokenizers(drafter: Model, target: Model) -> None:

@@ -7,7 +7,6 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from magicjax.cache import KVCache
 from magicjax.drafters import Proposal
 from tests.magicjax import tiny
 
@@ -28,14 +27,20 @@ class Scripted:
     depths: Int[Array, "B R N"]
     parents: Int[Array, "B R N"] | None
 
-    def check(self, target, tree, context):
+    def check(self, target, tree, depth, context):
         pass
+
+    def shape(self, tree):
+        return tree.shape
+
+    def drawings(self, tree):
+        return {"top"}
 
     def prefill(self, target, tokens, cache, settings):
         rows = tokens.shape[0]
         return jnp.ones(rows, jnp.int32), jnp.zeros((), jnp.int32)  # emitted, round
 
-    def propose(self, target, state, root, cache, settings):
+    def propose(self, target, state, root, cache, sampling, settings):
         emitted, now = state
         right = jnp.take(self.right, now, axis=1)
         at = emitted[:, None] + jnp.take(self.depths, now, axis=1) - 1
@@ -51,16 +56,19 @@ class Scripted:
         emitted, now = state
         return emitted + of_round.kept, now + 1
 
-    def cache_of(self, state):
-        return KVCache((), (), state[0])
+    def caches(self, state):
+        return ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """A drafter, and how many tokens each round of each row must accept, [B, R]."""
+    """A drafter, and how many tokens each round of each row must accept, [B, R],
+    and the trees, parents [B, R, N].
+    """
 
     drafter: Scripted
     accepts: np.ndarray
+    trees: np.ndarray
 
 
 def write(rng, text, trees, follow_the_tree: bool) -> Script:
@@ -96,7 +104,7 @@ def write(rng, text, trees, follow_the_tree: bool) -> Script:
         depths=jnp.asarray(depths, jnp.int32),
         parents=None if follow_the_tree else jnp.asarray(trees, jnp.int32),
     )
-    return Script(drafter, accepts)
+    return Script(drafter, accepts, trees)
 
 
 def play(accepts, limit: int) -> list[int]:

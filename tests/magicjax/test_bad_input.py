@@ -36,8 +36,8 @@ def small(**changes):
     return dict(drafter=magicjax.SmallModel(short_model(**changes)))
 
 
-def budget(slots, sinks=2):
-    return magicjax.SelfSpeculation(magicjax.StreamingLLM(sinks=sinks), budget=slots)
+def budget(slots, sinks=2, **options):
+    return magicjax.SelfSpeculation(magicjax.StreamingLLM(sinks=sinks), budget=slots, **options)
 
 
 REFUSED = {
@@ -85,8 +85,114 @@ REFUSED = {
     ),
     "pad outside": (dict(pad_token_id=-1), ValueError, "pad_token_id=-1 must lie between 0 and 47"),
     # options
-    "sampling": (dict(do_sample=True), ValueError, "do_sample=True is not supported: only greedy"),
-    "unknown option": (dict(temperature=0.7), TypeError, "temperature"),
+    "unknown option": (dict(temprature=0.7), TypeError, "temprature"),
+    # sampling
+    "temperature without sampling": (
+        dict(temperature=0.7),
+        ValueError,
+        "temperature=0.7 has no meaning in greedy decoding: pass do_sample=True",
+    ),
+    "temperature of zero": (
+        dict(do_sample=True, temperature=0),
+        ValueError,
+        "temperature=0: it must be above 0; for the most likely tokens alone, leave do_sample out",
+    ),
+    "negative temperature": (
+        dict(do_sample=True, temperature=[-1.0]),
+        ValueError,
+        "temperature=-1: it must be above 0",
+    ),
+    "temperatures of other rows": (
+        dict(do_sample=True, temperature=[1.0, 2.0]),
+        ValueError,
+        r"temperature has shape \(2,\) for 1 prompts: give one number, or one a row",
+    ),
+    "top_p of zero": (
+        dict(do_sample=True, top_p=0.0),
+        ValueError,
+        "top_p=0: it must be above 0 and at most 1",
+    ),
+    "top_p above one": (dict(do_sample=True, top_p=1.5), ValueError, "top_p=1.5: it must be"),
+    "negative top_k": (
+        dict(do_sample=True, top_k=-1),
+        ValueError,
+        r"top_k=-1: it must be a whole number, 0 \(all tokens\) or more",
+    ),
+    "half a top_k": (dict(do_sample=True, top_k=2.5), ValueError, "top_k=2.5: .* whole number"),
+    # verifiers
+    "unknown verifier": (
+        dict(do_sample=True, drafter=budget(12), verifier="mms"),
+        ValueError,
+        "verifier='mms' is unknown: use one of greedy, naive, mss",
+    ),
+    "sampling verifier without sampling": (
+        dict(drafter=budget(12), verifier="mss"),
+        ValueError,
+        "verifier='mss' is for sampling: pass do_sample=True, or leave it out",
+    ),
+    "greedy verifier with sampling": (
+        dict(drafter=budget(12), do_sample=True, verifier="greedy"),
+        ValueError,
+        "would accept nothing but the most likely token, .* not the target's distribution",
+    ),
+    "verifier without drafter": (
+        dict(do_sample=True, verifier="mss"),
+        ValueError,
+        "verifier='mss' needs a drafter",
+    ),
+    "rule of other draws": (
+        dict(drafter=budget(12), do_sample=True, verifier="mss_with_replacement"),
+        ValueError,
+        "is not exact for children drawn 'without_replacement': .* use 'mss_without_replacement'",
+    ),
+    "top choices as if drawn": (
+        dict(drafter=budget(12, draw="top"), do_sample=True, verifier="mss_without_replacement"),
+        ValueError,
+        "is not exact for children drawn 'top': .* use 'one_hot'",
+    ),
+    "unknown draw": (
+        dict(drafter=budget(12, draw="beam"), do_sample=True),
+        ValueError,
+        "draw='beam' is unknown: use one of with_replacement, without_replacement, top",
+    ),
+    "dynamic tree of draws": (
+        dict(
+            drafter=budget(12, draw="with_replacement"),
+            tree=magicjax.DynamicTree(4, 2, 2),
+            do_sample=True,
+        ),
+        ValueError,
+        "children drawn with_replacement in a dynamic tree would be pruned .* use draw='top'",
+    ),
+    "mixed draws": (
+        dict(
+            drafter=magicjax.Ensemble(
+                [budget(12, draw="with_replacement"), budget(12, draw="without_replacement")]
+            ),
+            do_sample=True,
+        ),
+        ValueError,
+        "mixes draws with and without replacement, .* give all drafters the same draw",
+    ),
+    # ensembles and look-up
+    "too many nodes together": (
+        dict(
+            drafter=magicjax.Ensemble([budget(200)] * 5),
+            tree=magicjax.chain(60),
+        ),
+        ValueError,
+        "the drafters propose 301 nodes together: at most 256 are supported; use smaller trees",
+    ),
+    "a member of another vocabulary": (
+        dict(drafter=magicjax.Ensemble([budget(12), small(vocab_size=50)["drafter"]])),
+        ValueError,
+        "the drafter's vocabulary has 50 tokens and the target's 48",
+    ),
+    "a look-up of a bush": (
+        dict(drafter=magicjax.LookUp(), tree=magicjax.expansion((2, 2))),
+        ValueError,
+        "a look-up proposes chains, and this tree branches below the root",
+    ),
     "unknown backend": (
         dict(backend="triton"),
         ValueError,
@@ -107,7 +213,7 @@ REFUSED = {
     "branches for a tree": (
         dict(drafter=budget(12), tree=(2, 2, 1)),
         TypeError,
-        r"tree is a tuple: make one with magicjax.chain, magicjax.expansion or .*from_parents",
+        r"tree is a tuple: make one with magicjax.chain, magicjax.expansion, .*from_parents",
     ),
     "more children than tokens": (
         dict(drafter=budget(12), tree=magicjax.expansion((49,))),
@@ -164,6 +270,22 @@ def test_bad_input_is_refused_before_anything_is_compiled(what, call):
         (
             lambda: magicjax.SelfSpeculation("streamin"),
             "policy='streamin' is unknown: did you mean 'streaming'",
+        ),
+        (lambda: magicjax.Ensemble([]), "an ensemble of 0 drafters: give 1 to 64"),
+        (
+            lambda: magicjax.Ensemble([magicjax.Ensemble([magicjax.LookUp()])]),
+            "an ensemble within an ensemble: list all drafters in one",
+        ),
+        (
+            lambda: magicjax.Ensemble([magicjax.LookUp()], [magicjax.chain(2)] * 2),
+            "2 trees for 1 drafters: give one for each",
+        ),
+        (lambda: magicjax.LookUp(min_ngram=0), "min_ngram=0 and max_ngram=4: .* at least 1"),
+        (lambda: magicjax.DynamicTree(1, 2, 2), "nodes=1: it must be at least 2"),
+        (lambda: magicjax.DynamicTree(300, 9, 9), "nodes=300: at most 256 are supported"),
+        (
+            lambda: magicjax.DynamicTree(64, 2, 4),
+            "only 20 nodes are ever drafted; ask for at most 21, or for more depth or width",
         ),
         (lambda: magicjax.load("opt-125"), "preset 'opt-125' does not exist: .* 'opt-125m'"),
     ],

@@ -149,7 +149,7 @@ REFUSED = {
     ),
     "no such tree": (
         ["--target", "DIR", "--prompt", "a", "--tree", "bush:2"],
-        "'bush:2' is no tree: write chain:4, expansion:2,2,1 or parents:-1,0,0,1",
+        "'bush:2' is no tree: write chain:4, expansion:2,2,1, parents:-1,0,0,1 or dynamic:16,6,4",
     ),
     "a tree out of order": (
         ["--target", "DIR", "--prompt", "a", "--tree", "parents:-1,2,0"],

@@ -74,7 +74,7 @@ def sizes_of(request, state) -> dict[str, int]:
     """Returns how many elements one layer's keys have, of each cache in the state."""
     sizes = {"target": state.cache.k[0].size}
     if request.drafter is not None:
-        sizes["draft"] = request.drafter.cache_of(state.drafter).k[0].size
+        sizes["draft"] = request.drafter.caches(state.drafter)[0].k[0].size
     return sizes
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax.drafters.levels import draft_tree, top_tokens
+from magicjax.drafters.levels import draft_levels, top_tokens
+from magicjax.drafters.running import Source
 from tests.magicjax import oracle, tiny
 from tests.magicjax.test_loop_caches import positions_held, prompts_around_the_budget, rounds
 
@@ -19,11 +20,11 @@ from tests.magicjax.test_loop_caches import positions_held, prompts_around_the_b
 @functools.cache
 def proposing(tree: str):
     """Returns one compiled function for each tree: the proposal of a state."""
-    settings = types.SimpleNamespace(tree=tiny.TREES[tree], backend=None)
+    settings = types.SimpleNamespace(tree=tiny.TREES[tree], backend=None, index=0)
 
     @jax.jit
     def propose(drafter, target, state, root, cache):
-        return drafter.propose(target, state, root, cache, settings)[0].tokens
+        return drafter.propose(target, state, root, cache, None, settings)[0].tokens
 
     return propose
 
@@ -78,7 +79,7 @@ def test_a_small_model_drafts_its_own_best_continuations(kind):
                 request.drafter, request.target, state.drafter, state.pending, state.cache
             )
         )
-        lacking += int(state.drafter.lacks.sum())
+        lacking += int((state.drafter.lead.count > 0).sum())
         for row, prompt in enumerate(tiny.prompts(8)):
             text = [*prompt, *state.output[row, : state.emitted[row] - 1]]
 
@@ -119,12 +120,12 @@ def test_drafting_a_level_is_the_same_program_however_deep_the_chain():
     def operations(length):
         tree, target = magicjax.chain(length), tiny.model()
         cache = jax.eval_shape(lambda: _empty(target))
-        run = functools.partial(draft_tree, tree=tree, backend=None)
         root = jnp.zeros(2, jnp.int32)
-        text = jax.jit(
-            lambda model, cache, root: run(model, cache, root=root, root_position=root)
-        ).lower(target, cache, root)
-        return text.as_text().count("dot_general")
+
+        def draft(model, cache, root):
+            return draft_levels(Source(model, cache, root, root, None, None, "top", None, 0), tree)
+
+        return jax.jit(draft).lower(target, cache, root).as_text().count("dot_general")
 
     assert operations(2) == operations(8) > 0
 

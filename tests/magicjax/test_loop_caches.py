@@ -111,11 +111,11 @@ def check_every_round(kind, tree, prompts, dtype, tolerance) -> None:
             check_draft_cache(state.drafter, state.cache)
         elif kind is not None:
             own = state.drafter.cache
-            np.testing.assert_array_equal(own.lengths, state.cache.lengths - state.drafter.lacks)
+            lead = state.drafter.lead
+            np.testing.assert_array_equal(own.lengths, state.cache.lengths - lead.count)
             check_cache(own, request.drafter.model, texts, own.lengths, tolerance)
-            leaves = [text[-2] for text in texts if len(text) > 1]
-            lacks = state.drafter.lacks
-            np.testing.assert_array_equal(state.drafter.leaf[lacks], np.array(leaves)[lacks])
+            for text, tokens, count in zip(texts, lead.tokens, lead.count, strict=True):
+                np.testing.assert_array_equal(tokens[:count], text[len(text) - 1 - count : -1])
     if kind == "same":
         assert accepted == {tiny.TREES[tree].depth}  # whole paths, every time
     elif kind is not None:

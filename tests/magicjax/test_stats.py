@@ -10,27 +10,38 @@ def test_statistics_follow_from_the_histogram_and_the_lengths():
     # Two rows, depth 2: rounds that accepted 0, 1, 2 tokens.
     histogram = np.array([[1, 0, 2], [0, 1, 0]])
     emitted = np.array([8, 3])  # the first token of each row is prefill's
-    found = acceptance(histogram, emitted, nodes=5)
+    # The paths went on 2 times with the first try and once with the second, then with the second.
+    ranks = np.array([[2, 1], [0, 2]])
+    found = acceptance(emitted, histogram, ranks, np.array([12, 3]))
     assert found == {
         "tau": 9 / 4,
+        "tau_by_request": (7 / 3 + 2 / 1) / 2,
+        "acceptance_if_reached": (3 / 4, 2 / 3),
+        "acceptance_by_rank": ((2 / 4, 1 / 4), (0 / 3, 2 / 3)),
+        "histogram": (1, 1, 2),
+        "nodes_per_round": 1 + 15 / 4,
         "acceptance_rate": 5 / 8,
         "acceptance_by_depth": (3 / 4, 2 / 4),
         "rounds": 4,
         "emitted": 9,
-        "drafted": 16,
+        "drafted": 15,
         "accepted": 5,
     }
 
 
 def test_rows_that_end_with_prefills_token_give_zeros_and_no_error():
-    found = acceptance(np.zeros((2, 3), int), np.array([1, 1]), nodes=3)
+    found = acceptance(
+        np.array([1, 1]), np.zeros((2, 3), int), np.zeros((2, 2), int), np.zeros(2, int)
+    )
     assert found["tau"] == found["acceptance_rate"] == 0.0
     assert found["acceptance_by_depth"] == (0.0, 0.0)
     assert found["rounds"] == found["emitted"] == 0
 
 
 def test_plain_decoding_has_a_tau_of_one_and_no_depths():
-    found = acceptance(np.array([[4], [2]]), np.array([5, 3]), nodes=1)
+    found = acceptance(
+        np.array([5, 3]), np.array([[4], [2]]), np.zeros((0, 1), int), np.zeros(2, int)
+    )
     assert found["tau"] == pytest.approx(1.0)
     assert found["acceptance_by_depth"] == ()
     assert found["drafted"] == found["accepted"] == 0

@@ -123,15 +123,15 @@ def test_equal_trees_share_a_program_however_they_were_made():
     ],
 )
 def test_a_tree_is_read_as_it_is_written(text, tree):
-    assert magicjax.TokenTree.parse(text) == tree
+    assert magicjax.parse_tree(text) == tree
 
 
 @pytest.mark.parametrize(
     "text", ["", "chain", "chain:", "chain:2,2", "bush:2", "chain:two", "chain:1.5", "chain:2 "]
 )
 def test_a_text_that_is_no_tree_is_refused_with_examples(text):
-    with pytest.raises(ValueError, match="is no tree: write chain:4, expansion:2,2,1 or parents"):
-        magicjax.TokenTree.parse(text)
+    with pytest.raises(ValueError, match="is no tree: write chain:4, expansion:2,2,1, parents"):
+        magicjax.parse_tree(text)
 
 
 def test_a_tree_prints_as_a_drawing():

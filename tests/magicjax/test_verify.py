@@ -13,7 +13,7 @@ from magicjax import verify
 from tests.magicjax.test_tree import parent_lists, plain_ancestors
 
 NODES, VOCAB, ROWS = 9, 4, 3  # so few tokens that siblings often carry the same one
-static = jax.jit(verify.greedy, static_argnums=(3, 4))
+static = jax.jit(verify.greedy, static_argnums=3)
 
 
 def walk(choice, tokens, parents):
@@ -50,7 +50,7 @@ def drawn(seed: int):
 def test_trees_of_each_row_are_walked_as_by_hand_and_padding_never_taken(rows, seed):
     logits, tokens = drawn(seed)
     # Any tree of 9 nodes: at most 8 deep and 8 wide.
-    verdict = static(logits, tokens, jnp.asarray(rows, jnp.int32), NODES - 1, NODES - 1)
+    verdict = static(logits, tokens, jnp.asarray(rows, jnp.int32), NODES - 1)
     check(verdict, logits, tokens, rows)
     padding = np.asarray(trees.padding(np.array(rows)))
     assert not np.take_along_axis(padding, np.asarray(verdict.path), 1).any()
@@ -60,8 +60,7 @@ def test_trees_of_each_row_are_walked_as_by_hand_and_padding_never_taken(rows, s
 def test_a_shared_tree_is_walked_as_by_hand(parents, seed):
     logits, tokens = drawn(seed)
     sees = plain_ancestors(parents)
-    depth, width = sees.sum(1).max() - 1, max(parents.count(n) for n in range(NODES))
-    greedy = functools.partial(verify.greedy, depth=int(depth), width=int(width))
+    greedy = functools.partial(verify.greedy, depth=int(sees.sum(1).max() - 1))
     shared = np.array(parents, np.int32)
     verdict = greedy(jnp.asarray(logits), jnp.asarray(tokens), shared)
     check(verdict, logits, tokens, [parents] * ROWS)
@@ -75,7 +74,7 @@ def logits_that_choose(choices) -> np.ndarray:
 def test_of_siblings_with_the_same_token_the_first_one_is_taken():
     parents = np.array([-1, 0, 0, 1, 2], np.int32)  # 0 -> 1 -> 3 and 0 -> 2 -> 4
     tokens = jnp.array([[0, 2, 2, 1, 3]])
-    verdict = verify.greedy(logits_that_choose([2, 3, 3, 0, 0]), tokens, parents, 2, 2)
+    verdict = verify.greedy(logits_that_choose([2, 3, 3, 0, 0]), tokens, parents, 2)
     # Node 4 would match behind node 2, but greedy decoding has one path: the first.
     assert verdict.path.tolist() == [[0, 1, 1]]
     assert (int(verdict.accepted[0]), int(verdict.bonus[0])) == (1, 3)
@@ -83,7 +82,7 @@ def test_of_siblings_with_the_same_token_the_first_one_is_taken():
 
 def test_a_tree_of_a_root_only_gives_the_targets_token():
     verdict = verify.greedy(
-        logits_that_choose([3]), jnp.array([[1]]), trees.ROOT_ONLY.array, depth=0, width=0
+        logits_that_choose([3]), jnp.array([[1]]), trees.ROOT_ONLY.array, depth=0
     )
     assert verdict.path.tolist() == [[0]]
     assert (int(verdict.accepted[0]), int(verdict.bonus[0])) == (0, 3)
@@ -92,8 +91,8 @@ def test_a_tree_of_a_root_only_gives_the_targets_token():
 def test_a_padding_node_that_carries_the_right_token_is_not_taken():
     parents = jnp.array([[-1, -1, 0]])
     tokens = jnp.array([[0, 2, 1]])
-    verdict = verify.greedy(logits_that_choose([2, 2, 2]), tokens, parents, 2, 2)
+    verdict = verify.greedy(logits_that_choose([2, 2, 2]), tokens, parents, 2)
     assert (int(verdict.accepted[0]), int(verdict.bonus[0])) == (0, 2)
     # The same node as a child of the root is taken, so it is the mark that kept it out.
     parents = jnp.array([[-1, 0, 0]])
-    assert int(verify.greedy(logits_that_choose([2] * 3), tokens, parents, 2, 2).accepted[0]) == 1
+    assert int(verify.greedy(logits_that_choose([2] * 3), tokens, parents, 2).accepted[0]) == 1

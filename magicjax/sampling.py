@@ -1,0 +1,171 @@
+"""Sampling: one way of warping for target and drafts, and a random number of its own for each use.
+
+A number's key is (seed, request, position, purpose, drafter, draw number), and no two uses share
+one. So a row's text depends on neither its neighbours nor its slot in the batch, a rerun is
+identical, and what the target draws for a position is the same whoever drafts.
+"""
+
+import enum
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+MAX_DRAFTERS = 64
+
+
+class Purpose(enum.IntEnum):
+    """What a random number is for. Target: a token of the text, at that token's own position.
+
+    Draft and accept: keyed by the position of the round's root, which no other round shares.
+    """
+
+    TARGET = 0
+    DRAFT = 1
+    ACCEPT = 2
+
+
+@struct.dataclass
+class Sampling:
+    """How each row samples.
+
+    Attributes:
+      temperature: float32 [B], above 0; logits are divided by it.
+      top_k: int32 [B], how many most likely tokens are kept; 0: all.
+      top_p: float32 [B], in (0, 1]; of what top_k left, the fewest most likely tokens whose
+        probabilities reach top_p are kept; 1: all.
+      keys: [B], each row's key, made of the seed and the request.
+      filtered: static; whether any row uses top_k or top_p, which costs a sort.
+    """
+
+    temperature: Float[Array, "B"]
+    top_k: Int[Array, "B"]
+    top_p: Float[Array, "B"]
+    keys: Array
+    filtered: bool = struct.field(pytree_node=False)
+
+
+def row_keys(seed: int, requests: Int[Array, "B"]) -> Array:
+    """Returns a key for each request id."""
+    return jax.vmap(lambda i: jax.random.fold_in(jax.random.key(seed), i))(requests)
+
+
+def warp(sampling: Sampling, logits: Float[Array, "B *N V"]) -> Float[Array, "B *N V"]:
+    """Returns the probabilities to sample from: temperature, then top_k, then top_p.
+
+    Computed in float32 (float64 for such logits). Tokens that tie with the last one kept are kept
+    too, so the result does not depend on how a sort orders equals.
+    """
+
+    def of_row(x):
+        return x.reshape(-1, *[1] * (logits.ndim - 1))
+
+    dtype = jnp.promote_types(logits.dtype, jnp.float32)
+    scaled = logits.astype(dtype) / of_row(sampling.temperature).astype(dtype)
+    if not sampling.filtered:
+        return jax.nn.softmax(scaled)
+    vocab = logits.shape[-1]
+    top_k = of_row(jnp.where(sampling.top_k == 0, vocab, jnp.minimum(sampling.top_k, vocab)))
+    top_p = of_row(sampling.top_p)
+    ordered = jnp.sort(scaled, descending=True)
+    last = jnp.take_along_axis(ordered, jnp.broadcast_to(top_k - 1, (*ordered.shape[:-1], 1)), -1)
+    ordered = jnp.where(ordered >= last, ordered, -jnp.inf)
+    before = jnp.cumsum(jax.nn.softmax(ordered), -1) - jax.nn.softmax(ordered)
+    kept = (before < top_p).sum(-1, keepdims=True)
+    reached = jnp.take_along_axis(ordered, kept - 1, -1)
+    last = jnp.where(top_p < 1, reached, last)  # at 1, rounding must not cut the tail
+    return jax.nn.softmax(jnp.where(scaled >= last, scaled, -jnp.inf))
+
+
+def uniforms(
+    keys: Array,
+    position: Int[Array, "B *N"],
+    purpose: Purpose,
+    number: Int[Array, "B *N"] | int = 0,
+    drafter: int = 0,
+) -> Float[Array, "B *N"]:
+    """Returns a random number in [0, 1) for each position and draw number.
+
+    Args:
+      keys: [B], of the rows.
+      position: in the row's text (see `Purpose`).
+      purpose: what for.
+      number: which draw it is of this drafter in this round.
+      drafter: its place in an ensemble, below MAX_DRAFTERS.
+    """
+    shape = jnp.broadcast_shapes(position.shape, jnp.shape(number))
+    position = jnp.broadcast_to(position, shape)
+    code = jnp.broadcast_to(number, shape) * MAX_DRAFTERS * len(Purpose)
+    code = code + drafter * len(Purpose) + int(purpose)
+
+    def one(key, position, code):
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, position), code))
+
+    for _ in shape[1:]:
+        one = jax.vmap(one, (None, 0, 0))
+    return jax.vmap(one)(keys, position, code)
+
+
+def sample(probs: Float[Array, "*B V"], uniform: Float[Array, "*B"]) -> Int[Array, "*B"]:
+    """Returns the token at which the cumulated probability passes `uniform`.
+
+    `probs` need not sum to 1. A token of probability 0 is never returned, whatever rounding does
+    to the cumulated sums, unless all are 0.
+    """
+    reached = jnp.where(probs > 0, jnp.cumsum(probs, -1), 0)
+    passed = reached > uniform[..., None] * reached.max(-1, keepdims=True)
+    return passed.argmax(-1).astype(jnp.int32)
+
+
+def without(q: Float[Array, "*B V"], token: Int[Array, "*B"]) -> Float[Array, "*B V"]:
+    """Returns q with one token masked out, renormalised (zeros, if no other was left)."""
+    rest = jnp.where(jnp.arange(q.shape[-1]) == token[..., None], 0, q)
+    mass = rest.sum(-1, keepdims=True)
+    return rest / jnp.where(mass > 0, mass, 1)
+
+
+def draw(
+    sampling: Sampling,
+    q: Float[Array, "B T V"],
+    count: int,
+    replacement: bool,
+    root_position: Int[Array, "B"],
+    number: Int[Array, "T"],
+    drafter: int,
+) -> tuple[Int[Array, "B T C"], Bool[Array, "B T C"]]:
+    """Returns (`count` tokens drawn from each q, in the order drawn; which of them could be drawn).
+
+    Without replacement, a q of fewer tokens than `count` runs out, and the rest are no draws.
+
+    Args:
+      number: the first draw number of each q; a q uses `count` of them.
+      replacement: whether a token can be drawn twice.
+    """
+    tokens, live = [], []
+    at = root_position[:, None]
+    for i in range(count):
+        u = uniforms(sampling.keys, at, Purpose.DRAFT, (number + i)[None], drafter)
+        tokens.append(sample(q, u))
+        live.append(q.max(-1) > 0)
+        if not replacement:
+            q = without(q, tokens[-1])
+    return jnp.stack(tokens, -1), jnp.stack(live, -1)
+
+
+def attempt(
+    p: Float[Array, "*B V"], q: Float[Array, "*B V"], token: Int[Array, "*B"]
+) -> tuple[Float[Array, "*B"], Float[Array, "*B V"]]:
+    """Returns (the probability of accepting `token`, the distribution left if it is rejected).
+
+    The rule of speculative sampling (arXiv 2211.17192): a token drawn from q is accepted with
+    min(1, p / q), else the target's distribution becomes max(p - q, 0), normalised. SpecInfer's
+    multi-step speculative sampling does so for one try after the other. A deterministic try is
+    one whose q is all on it.
+    """
+    p_token = jnp.take_along_axis(p, token[..., None], -1)[..., 0]
+    q_token = jnp.take_along_axis(q, token[..., None], -1)[..., 0]
+    accept = jnp.minimum(p_token / jnp.where(q_token > 0, q_token, 1), 1)
+    left = jnp.maximum(p - q, 0)
+    mass = left.sum(-1, keepdims=True)
+    return accept, jnp.where(mass > 0, left / jnp.where(mass > 0, mass, 1), p)
