@@ -73,6 +73,8 @@ class Stats:
     compile_s: float
     rounds: int
     emitted: int
+    tau_by_request: float = 2.0
+    nodes_per_round: float = 4.0
     acceptance_rate: float = 0.5
     acceptance_by_depth: tuple = (0.8, 0.4)
     drafted: int = 4

@@ -71,6 +71,39 @@ def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, capsys):
     assert 0 <= float(small["agreement"]) <= 1
     assert impossible["status"] == "failed"
     assert "budget=8" in impossible["error"]
+    assert (streaming["verifier"], streaming["draw"], streaming["temperature"]) == (
+        "greedy",
+        "",
+        "",
+    )
     records = (zoo / "results" / "grid" / "cells").glob("*.json")
     assert sum("acceptance_by_depth" in json.loads(p.read_text()) for p in records) == 3
     assert "budget=8" in capsys.readouterr().out
+
+
+def test_a_sampled_grid_compares_with_plain_sampling_of_the_same_parameters(zoo):
+    path = zoo / "sampled.yaml"
+    path.write_text(
+        f"target: {zoo / 'target'}\n"
+        f"results: {zoo / 'results'}\n"
+        "do_sample: true\ntemperature: 0.7\ntop_p: 0.9\nseed: 5\n"
+        "new_tokens: 12\nrepeats: 1\ncandidates: 2\nagreement_tokens: 96\n"
+        "shapes: [{batch: 2, context: 48}]\n"
+        "methods:\n"
+        f"  - {{draft: small, model: {zoo / 'draft'}, tree: 'expansion:2,1', "
+        "verifier: [mss, naive]}\n"
+        f"  - {{draft: ensemble, models: [{zoo / 'draft'}, look_up], tree: chain:2}}\n"
+        "  - {draft: look_up, tree: 'expansion:2,1', verifier: naive}\n"
+    )
+    assert launch.main([str(path)]) == 0
+    with (zoo / "results" / "sampled" / "summary.csv").open() as file:
+        plain, mss, naive, ensemble, look_up = csv.DictReader(file)
+    assert [row["exact_match"] for row in (plain, naive, look_up)] == ["1.0"] * 3
+    assert mss["exact_match"] == ensemble["exact_match"] == ""
+    assert {row["temperature"] for row in (plain, mss)} == {"0.7"}
+    assert (mss["verifier"], mss["draw"], plain["verifier"]) == ("mss", "without_replacement", "")
+    assert (ensemble["nodes"], ensemble["gamma"]) == ("5", "2")
+    assert 1 <= float(ensemble["nodes_per_round"]) <= 5
+    assert float(mss["nodes_per_round"]) == 5
+    assert float(mss["tau_by_request"]) >= 1
+    assert mss["agreement"] and not ensemble["agreement"] and not look_up["agreement"]
