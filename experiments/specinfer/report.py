@@ -254,14 +254,6 @@ def _verifiers(tables: Tables, made: dict[int, Rows]) -> str:
             f"{row['draw'].replace('_', ' ')}: {gain} times the tokens per step of naive "
             f"verification; the paper has {theirs}."
         )
-        if row["draw"] == "top":
-            # Nothing is drawn, so both rules accept a sampled token that is a child.
-            equal = gain.against(1.0) == 0
-            parts.append(
-                f"- {text} With children that are not drawn both rules accept with the same "
-                f"probability, so 1 is expected: {'as found' if equal else 'NOT as found'}."
-            )
-            continue
         if more and where != "within":
             text += f" More, as in the paper, but by a factor {where} its range."
         parts.append("- " + _verdict(more and where == "within", text) + _told(tables, made, tree))

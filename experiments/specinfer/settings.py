@@ -65,9 +65,9 @@ class Tables(BaseModel):
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of weights and caches.")
     context: Positive = Field(512, description="Tokens of each prompt.")
-    new_tokens: Annotated[int, Field(ge=8)] = Field(96, description="Tokens generated for each.")
+    new_tokens: Annotated[int, Field(ge=8)] = Field(64, description="Tokens generated for each.")
     requests: Annotated[int, Field(ge=2)] = Field(
-        24, description="Prompts, each run alone and with its own seed; errors are over these."
+        16, description="Prompts, each run alone and with its own seed; errors are over these."
     )
     probes: Positive = Field(
         8,

@@ -13,7 +13,7 @@ from experiments.specinfer.statistics import mean_and_error, ratio
 from magicjax import parse_tree
 
 DECODINGS = {"greedy": False, "sampled": True}
-DRAWS = ("without_replacement", "with_replacement", "top")
+DRAWS = ("without_replacement", "with_replacement")
 
 Rows = list[dict[str, Any]]
 
