@@ -58,18 +58,18 @@ def write(tables: Tables, made: dict[int, Rows]) -> str:
 
 
 def _opening(tables: Tables) -> str:
-    drafts = ", ".join(map(name_of, tables.drafts))
+    drafts = ", ".join(tables.drafts)
     return (
         "# Token trees against the papers\n\n"
-        f"Target {name_of(tables.target)}, drafts {drafts}, {tables.dtype}, "
+        f"Target {tables.target}, drafts {drafts}, {tables.dtype}, "
         f"{measure.device_name()}, JAX {jax.__version__}. Tables 2 to 5: {tables.requests} "
         f"requests of {tables.context} held-out tokens, {tables.new_tokens} new ones each, run "
         f"alone; sampled ones at temperature {tables.temperature:g}, each with its own seed. "
         "Figures are means over requests (table 1: over stretches of text) ± their standard error; "
         "a gain compares two methods on the same requests, and only what differs counts in its "
-        f"error. A difference counts as clear beyond {CLEAR:g} errors. The paper is SpecInfer "
-        "(arXiv 2305.09781: LLaMA-7B, draft LLaMA-68M, five data sets of prompts) where no other "
-        "is named, and its figures are given as the range over its data sets."
+        f"error. A difference is clear beyond {CLEAR:g} errors; undecided is what is not. The "
+        "paper is SpecInfer (arXiv 2305.09781: LLaMA-7B, draft LLaMA-68M, five data sets of "
+        "prompts) where no other is named, and its figures are the range over its data sets."
     )
 
 
@@ -90,8 +90,10 @@ def _table(columns: dict[str, str], rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def _verdict(follows: bool, why: str) -> str:
-    return f"**{'Follows' if follows else 'Does not follow'} the paper**: {why}"
+def _verdict(sign: int, why: str) -> str:
+    """Returns the text behind its verdict: 1 follows the paper, -1 does not, 0 is undecided."""
+    said = {1: "Follows the paper", 0: "Undecided", -1: "Does not follow the paper"}
+    return f"**{said[sign]}**: {why}"
 
 
 def _estimate(row: dict[str, Any], key: str) -> Estimate:
@@ -138,13 +140,14 @@ def _compared_success(tables: Tables, rows: Rows, kind: str, paper: Rows) -> lis
             f"a rise of {ours.value:.2f}; the paper's data sets have {first_span} and {last_span}, "
             f"a rise of {rise}."
         )
-        if where == "within":
-            line = _verdict(first_span.place(first) == "within", line)
-        else:
-            line = _verdict(False, f"{line} The rise lies {where} theirs.")
-        if first_span.place(first) != "within":
+        begins = first_span.place(first)
+        follows = where == begins == "within"
+        if where != "within":
+            line += f" The rise lies {where} theirs."
+        line = _verdict(1 if follows else -1, line)
+        if begins != "within":
             line += (
-                f" One try alone lies {first_span.place(first)} the paper's range: this draft is "
+                f" One try alone lies {begins} the paper's range: this draft is "
                 f"{'nearer to' if first.value > first_span.high else 'further from'} its target "
                 "than LLaMA-68M is to LLaMA-7B, and all that follows inherits it."
             )
@@ -193,14 +196,14 @@ def _compared_widths(tables: Tables, made: dict[int, Rows], decoding: str) -> st
         f"{last['width']}, {gain} times as many; the paper {levels[0]} and {levels[1]}, "
         f"{theirs} times as many."
     )
-    rises = gain.against(1.0) > 0 and not falls
+    sign = gain.against(1.0)
     if falls:
         text += f" From width {', '.join(falls)} tokens per step fall."
-    elif not rises:
-        text += " No clear rise."
-    elif where != "within":
-        text += f" It rises as in the paper; how much lies {where} the paper's range."
-    text = _verdict(rises and where == "within", text)
+    if where != "within":
+        text += f" How much it rises lies {where} the paper's range."
+    elif sign == 0:
+        text += " No clear rise: more requests would tell."
+    text = _verdict(-1 if falls or where != "within" else sign, text)
     return text + _explained_widths(tables, made, decoding, where)
 
 
@@ -249,14 +252,17 @@ def _verifiers(tables: Tables, made: dict[int, Rows]) -> str:
     theirs = span([row["mss"] / row["naive"] for row in paper])
     for row in _of(rows, verifier="mss"):
         gain = _estimate(row, "gain")
-        where, more = theirs.place(gain), gain.against(1.0) > 0
+        where, sign = theirs.place(gain), gain.against(1.0)
         text = (
             f"{row['draw'].replace('_', ' ')}: {gain} times the tokens per step of naive "
             f"verification; the paper has {theirs}."
         )
-        if more and where != "within":
-            text += f" More, as in the paper, but by a factor {where} its range."
-        parts.append("- " + _verdict(more and where == "within", text) + _told(tables, made, tree))
+        if where != "within":
+            text += f" That lies {where} its range."
+        elif sign == 0:
+            text += " No clear difference: more requests would tell."
+        parts.append("- " + _verdict(sign if where == "within" else -1, text))
+        parts[-1] += _told(tables, made, tree)
     return "\n\n".join(parts)
 
 
@@ -301,7 +307,7 @@ def _ensembles(tables: Tables, made: dict[int, Rows]) -> str:
             f"{best['nodes_per_round']:.1f}: {_estimate(merged, 'gain')} times as many, "
             f"{('no clear difference', 'clearly more', 'clearly fewer')[sign]}."
         )
-        parts.append("- " + _verdict(sign > 0, text) + _covered(tables, made))
+        parts.append("- " + _verdict(sign, text) + _covered(tables, made))
     return "\n\n".join(parts)
 
 
@@ -354,9 +360,8 @@ def _compared_shapes(mine: Rows, rows: Rows, kind: str) -> str:
     signs = [_estimate(row, "gain").against(1.0) for row in mine]
     each = ", ".join(f"{_estimate(row, 'gain')} at {row['size']} nodes" for row in mine)
     text = f"{mine[0]['decoding']}, {kind} over expansion: {each}."
-    follows = min(signs) >= 0 and max(signs) > 0
-    if not follows:
-        text += " " + ("Clearly fewer somewhere." if min(signs) < 0 else "No clear difference.")
+    sign = min(signs) if min(signs) < 0 else max(signs)
+    text += ("", " Clearly more.", " Clearly fewer.")[sign] or " No clear difference."
     if kind == "optimal" and len(mine) > 1:
         grows = mine[-1]["gain"] - mine[0]["gain"]
         error = float(np.hypot(mine[-1]["gain_error"], mine[0]["gain_error"]))
@@ -371,4 +376,4 @@ def _compared_shapes(mine: Rows, rows: Rows, kind: str) -> str:
     if missing:
         told = ", ".join(f"{row['expected'] / base['expected']:.2f}" for row, base in missing)
         text += f" The measured acceptance foretold {told}."
-    return _verdict(follows, text)
+    return _verdict(sign, text)

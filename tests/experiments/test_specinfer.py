@@ -145,20 +145,41 @@ def made(gain, error=0.01):
 
 
 @pytest.mark.parametrize(
-    ("gain", "error", "follows", "said"),
+    ("gain", "error", "verdict", "said"),
     [
-        (1.34, 0.01, True, ""),
-        (1.02, 0.05, False, "No clear rise"),
-        (0.8, 0.01, False, "From width 1 to 5 tokens per step fall"),
-        (1.8, 0.01, False, "lies above the paper's range"),
-        (1.05, 0.01, False, "lies below the paper's range"),
+        (1.34, 0.01, "Follows", ""),
+        (1.15, 0.1, "Undecided", "No clear rise"),
+        (1.02, 0.05, "Does not follow", "lies below the paper's range"),
+        (0.8, 0.01, "Does not follow", "From width 1 to 5 tokens per step fall"),
+        (1.8, 0.01, "Does not follow", "lies above the paper's range"),
     ],
 )
-def test_the_verdict_follows_the_figures(gain, error, follows, said):
+def test_the_verdict_follows_the_figures(gain, error, verdict, said):
     text = report.write(tables(widths=[1, 5]), made(gain, error))
     verdicts = [line for line in text.splitlines() if line.startswith("- **")]
     assert len(verdicts) == 2
-    assert all(line.startswith("- **Follows") == follows and said in line for line in verdicts)
+    assert all(line.startswith(f"- **{verdict}") and said in line for line in verdicts)
+
+
+@pytest.mark.parametrize(
+    ("gains", "verdict"),
+    [
+        ((1.1, 1.2), "Follows"),
+        ((1.0, 1.2), "Follows"),
+        ((1.0, 1.0), "Undecided"),
+        ((0.8, 1.2), "Does not follow"),
+    ],
+)
+def test_a_tree_shape_that_is_clearly_worse_at_any_size_does_not_follow(gains, verdict):
+    rows = [
+        {"decoding": "greedy", "size": size, "kind": kind, "nodes": size, "depth": 3, "tau": 2.0}
+        | {"tau_error": 0.1, "expected": None, "exact": 1.0, "gain": gain, "gain_error": 0.02}
+        for size, of_size in zip((16, 32), gains, strict=True)
+        for kind, gain in (("expansion", 1.0), ("optimal", of_size))
+    ]
+    text = report.write(tables(), {5: rows})
+    (line,) = [line for line in text.splitlines() if line.startswith("- **")]
+    assert line.startswith(f"- **{verdict}")
 
 
 def test_the_papers_figures_are_read_as_numbers():
