@@ -39,11 +39,11 @@ def make(wanted: settings.Tables, bench: measure.Bench) -> dict[int, list[dict[s
             MAKERS[number](wanted, rehearsal)
     directory = pathlib.Path(wanted.results) / wanted.name
     made: dict[int, list[dict[str, Any]]] = {}
-    with tqdm(total=sum(rehearsal.work.values()), unit="request", smoothing=0.05) as bar:
+    with tqdm(total=sum(rehearsal.work.values()), unit="run", smoothing=0.05) as bar:
 
-        def tick(what: str, requests: int) -> None:
+        def tick(what: str, runs_done: int) -> None:
             bar.set_description(what if len(what) < 48 else f"{what[:45]}...", refresh=False)
-            bar.update(requests)
+            bar.update(runs_done)
 
         runner = None
         for number in numbers:

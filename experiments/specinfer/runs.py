@@ -89,7 +89,7 @@ class Runner:
     """Runs cells, or reads what they gave before.
 
     Attributes:
-      tick: called with what is going on, and once more after each request.
+      tick: called with what is going on and how many runs are done, after each of them.
     """
 
     def __init__(self, tables: Tables, bench: measure.Bench, tick: Callable[[str, int], None]):
@@ -100,42 +100,48 @@ class Runner:
 
     def run(self, cell: Cell) -> Result:
         """Returns the cell's result on every request."""
-        raw = self._once(cell, self.requests.prompts, self._measure)
+        runs = len(self.requests.prompts) * runs_of(self.tables, cell)
+        raw = self._once(cell, self.requests.prompts, self._measure, runs)
         return Result(np.array(raw["tau"]), raw["nodes_per_round"], raw["exact"], raw["ties"])
 
     def probe(self, cell: Cell) -> list[list[float]]:
         """Returns the acceptance by depth and rank on the other prompts, all at once."""
-        return self._once(cell, self.requests.probes, self._acceptance)["acceptance"]
+        rows = self.requests.probes
+        return self._once(cell, rows, self._acceptance, len(rows))["acceptance"]
 
-    def _once(self, cell: Cell, rows: np.ndarray, make: Callable[[Cell], dict]) -> dict[str, Any]:
-        digest = hashlib.sha256(rows.tobytes()).hexdigest()[:16]
-        key = grid.key(cell, launch.surroundings(cell) | {"prompts": digest})
+    def _once(
+        self, cell: Cell, rows: np.ndarray, make: Callable[[Cell], dict], runs: int
+    ) -> dict[str, Any]:
+        """Returns what `make` gives, or gave before, for these prompts and as many runs."""
+        asked = {"prompts": hashlib.sha256(rows.tobytes()).hexdigest()[:16], "runs": str(runs)}
+        key = grid.key(cell, launch.surroundings(cell) | asked)
+        if key in self._done:
+            return self._done[key]
         record = None if self.tables.fresh else store.read_record(self.directory, key)
-        made = self._done.get(key) or (record and record["made"])
-        if made is None:
-            made = make(cell)
+        if record is None:
             row = {"status": "ok", "method": cell.method}
-            record = {"row": row, "cell": dataclasses.asdict(cell), "made": made}
+            record = {"row": row, "cell": dataclasses.asdict(cell), "made": make(cell)}
             store.write_record(self.directory, key, record)
         else:
-            self.tick(cell.method, len(rows))
-        self._done[key] = made
-        return made
+            self.tick(cell.method, runs)
+        self._done[key] = record["made"]
+        return record["made"]
 
     def _measure(self, cell: Cell) -> dict[str, Any]:
-        outputs = []
-        for i, row in enumerate(self.requests.prompts):
-            of_request = dataclasses.replace(cell, seed=cell.seed + i) if cell.do_sample else cell
-            outputs.append(self.bench.run(of_request, row[None]))
+        rows, outputs = self.requests.prompts, []
+        for i in range(len(rows) * runs_of(self.tables, cell)):
+            of_run = dataclasses.replace(cell, seed=cell.seed + i) if cell.do_sample else cell
+            outputs.append(self.bench.run(of_run, rows[i % len(rows), None]))
             self.tick(cell.method, 1)
         exact, ties = None, 0
         if not cell.do_sample:
             target = self.bench.model(cell.target, cell.dtype)
             found = np.concatenate([out.tokens for out in outputs])
-            match = exactness.compare(target, self.requests.prompts, self.requests.plain, found)
+            match = exactness.compare(target, rows, self.requests.plain, found)
             exact, ties = match.exact, match.ties
+        taus = np.array([out.stats.tau_by_request for out in outputs])
         return {
-            "tau": [out.stats.tau_by_request for out in outputs],
+            "tau": taus.reshape(-1, len(rows)).mean(0).tolist(),
             "nodes_per_round": float(np.mean([out.stats.nodes_per_round for out in outputs])),
             "exact": exact,
             "ties": ties,
@@ -153,7 +159,7 @@ class Rehearsal:
     """Stands in for a runner: notes which cells are asked for, and finds what is wrong with them.
 
     Attributes:
-      work: how many requests each cell runs.
+      work: how many runs each cell takes.
     """
 
     def __init__(self, tables: Tables, bench: measure.Bench):
@@ -161,7 +167,7 @@ class Rehearsal:
         self.work: dict[Cell, int] = {}
 
     def run(self, cell: Cell) -> Result:
-        self._note(cell, self.tables.requests)
+        self._note(cell, self.tables.requests * runs_of(self.tables, cell))
         return Result(np.arange(1.0, self.tables.requests + 1), 1.0, None, 0)
 
     def probe(self, cell: Cell) -> list[list[float]]:
@@ -169,14 +175,19 @@ class Rehearsal:
         width = parse_trees(cell.tree)[0].shape.width
         return [[0.5**rank for rank in range(1, width + 1)]]
 
-    def _note(self, cell: Cell, requests: int) -> None:
+    def _note(self, cell: Cell, runs: int) -> None:
         """Raises ConfigError, before anything is compiled, if the cell cannot run."""
-        self.work[cell] = requests
+        self.work[cell] = runs
         prompt = np.zeros((1, self.tables.context), np.int32)
         try:
             self.bench.check(cell, prompt)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{cell.method}: {error}") from error
+
+
+def runs_of(tables: Tables, cell: Cell) -> int:
+    """Returns how often each request runs: greedy text is always the same."""
+    return tables.seeds if cell.do_sample else 1
 
 
 def probe_cell(tables: Tables, sampled: bool) -> Cell:

@@ -67,7 +67,10 @@ class Tables(BaseModel):
     context: Positive = Field(512, description="Tokens of each prompt.")
     new_tokens: Annotated[int, Field(ge=8)] = Field(64, description="Tokens generated for each.")
     requests: Annotated[int, Field(ge=2)] = Field(
-        16, description="Prompts, each run alone and with its own seed; errors are over these."
+        16, description="Prompts, each run alone; errors are over these."
+    )
+    seeds: Positive = Field(
+        1, description="Runs of each request under sampling, of which the mean counts."
     )
     probes: Positive = Field(
         8,

@@ -16,7 +16,7 @@ def file(zoo):
     path.write_text(
         f"name: mine\nresults: {zoo / 'results'}\ntables: [1, 4]\n"
         f"target: {zoo / 'target'}\ndrafts: [{zoo / 'draft'}, {zoo / 'target'}]\n"
-        "context: 32\nnew_tokens: 8\nrequests: 2\nprobes: 1\nwindows: 2\nwindow: 64\n"
+        "context: 32\nnew_tokens: 8\nrequests: 2\nseeds: 2\nprobes: 1\nwindows: 2\nwindow: 64\n"
         "widths: [1, 2]\nwidth_tree: 'expansion:1,{k}'\n"
         "merging: {single: 'expansion:4,1', member: 'expansion:2,1'}\n"
         "sizes: [{nodes: 6, expansion: 'expansion:2,1', dynamic: 'dynamic:6,2,3'}]\n"
