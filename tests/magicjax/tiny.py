@@ -44,8 +44,8 @@ def config(**changes) -> models.LlamaConfig:
     return models.LlamaConfig(**shapes | changes)
 
 
-def _loud(params, rng, noise: float):
-    """Returns the parameters scaled so that the text depends on its context, and `NEVER` unsaid.
+def loud(params, rng, noise: float, never: int | None = NEVER):
+    """Returns the parameters scaled so that the text depends on its context, and `never` unsaid.
 
     A random model attends evenly and soon repeats itself; four times the queries make it choose.
     """
@@ -54,8 +54,8 @@ def _loud(params, rng, noise: float):
         names = [key.key for key in path]
         x = np.asarray(x, np.float64) * (4.0 if "q" in names else 1.0)
         x = x * (1 + noise * rng.standard_normal(x.shape))
-        if names[-1] == "unembedding":
-            x[NEVER] = 0
+        if names[-1] == "unembedding" and never is not None:
+            x[never] = 0
         return x
 
     return jax.tree_util.tree_map_with_path(change, params)
@@ -68,13 +68,13 @@ def model(kind: str = "target", dtype: str = "float32") -> magicjax.Model:
     The weights are the same numbers in every dtype.
     """
     shape = config(num_layers=1, hidden_size=16, num_kv_heads=4) if kind == "other" else config()
-    drawn = _drawn(shape, 1 if kind == "other" else 0)
-    params = _loud(drawn, np.random.default_rng(7), noise=0.1 if kind == "near" else 0.0)
+    random = drawn(shape, 1 if kind == "other" else 0)
+    params = loud(random, np.random.default_rng(7), noise=0.1 if kind == "near" else 0.0)
     params = jax.tree.map(lambda x: jax.numpy.asarray(x.astype(np.float32), dtype), params)
     return magicjax.Model(models.build(shape, dtype), params, name=kind)
 
 
-def _drawn(shape, seed):
+def drawn(shape, seed):
     """Returns random parameters, drawn by numpy: the same in 64-bit mode, nothing to compile."""
     rng = np.random.default_rng(seed)
 
