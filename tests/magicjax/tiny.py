@@ -26,7 +26,12 @@ TREES = {
     # Childless nodes beside inner ones at every level; siblings need not be neighbours.
     "irregular": magicjax.TokenTree.from_parents((-1, 0, 0, 1, 0, 1, 3, 5, 7, 6)),
 }
-DRAFTERS = ("self", "other", "same", "near")
+# Trees that not every drafter can be asked for, or that are no shape of their own.
+SPECIAL = {
+    "dynamic": magicjax.DynamicTree(9, 4, 3),
+    "branches": magicjax.expansion((3, 1, 1, 1)),
+}
+DRAFTERS = ("self", "other", "same", "near", "ensemble")
 SINKS, BUDGET = 2, 12  # the ring is smaller than most prompts, and wraps while decoding
 
 
@@ -99,6 +104,10 @@ def drafter(kind: str, dtype: str = "float32"):
     if kind == "self":
         policy = magicjax.StreamingLLM(sinks=SINKS)
         return magicjax.SelfSpeculation(policy=policy, budget=BUDGET)
+    if kind == "look-up":
+        return magicjax.LookUp()
+    if kind == "ensemble":
+        return magicjax.Ensemble([drafter("other", dtype), drafter("near", dtype)])
     return magicjax.SmallModel(model("target" if kind == "same" else kind, dtype))
 
 
@@ -127,5 +136,5 @@ def generate(batch: int = 8, seed: int = 0, kind: str | None = None, tree=None, 
     dtype = options.pop("dtype", "float32")
     options = dict(max_new_tokens=NEW, eos_token_id=NEVER) | options
     if kind is not None:
-        options |= dict(drafter=drafter(kind, dtype), tree=TREES[tree])
+        options |= dict(drafter=drafter(kind, dtype), tree=(TREES | SPECIAL)[tree])
     return magicjax.generate(model("target", dtype), prompts(batch, seed), **options)
