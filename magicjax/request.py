@@ -231,7 +231,8 @@ def _sampling(do_sample, temperature, top_k, top_p, seed, rows: int) -> Sampling
         top_k=jnp.asarray(np.minimum(kept, 2**31 - 1), jnp.int32),
         top_p=jnp.asarray(mass, jnp.float32),
         keys=row_keys(0 if seed is None else operator.index(seed), jnp.arange(rows)),
-        filtered=bool((kept > 0).any() or (mass < 1).any()),
+        top_k_used=bool((kept > 0).any()),
+        top_p_used=bool((mass < 1).any()),
     )
 
 

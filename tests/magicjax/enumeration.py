@@ -47,7 +47,8 @@ class World:
             jnp.full(rows, top_k, jnp.int32),
             jnp.full(rows, top_p),
             sampling_.row_keys(0, jnp.arange(rows)),
-            filtered=top_k > 0 or top_p < 1,
+            top_k_used=top_k > 0,
+            top_p_used=top_p < 1,
         )
 
     @functools.cache  # noqa: B019

@@ -60,7 +60,9 @@ def test_each_row_proposes_the_likeliest_paths(tree, temperature):
         if temperature is not None:
             ones = jnp.ones(8)
             keys = sampling.row_keys(0, jnp.arange(8))
-            warped = sampling.Sampling(ones * temperature, ones.astype(int) * 0, ones, keys, False)
+            warped = sampling.Sampling(
+                ones * temperature, ones.astype(int) * 0, ones, keys, False, False
+            )
         found = proposing(tree)(
             request.drafter, request.target, state.drafter, state.pending, state.cache, warped
         )
@@ -79,7 +81,8 @@ def test_what_the_filters_leave_out_is_padding_and_never_proposed():
     request, state = next(rounds("near", "dynamic", tiny.prompts(8), "float32"))
     ones = jnp.ones(8)
     keys = sampling.row_keys(0, jnp.arange(8))
-    one_token = sampling.Sampling(ones, ones.astype(jnp.int32), ones, keys, True)  # top_k = 1
+    # top_k = 1
+    one_token = sampling.Sampling(ones, ones.astype(jnp.int32), ones, keys, True, False)
     found = proposing(TREE)(
         request.drafter, request.target, state.drafter, state.pending, state.cache, one_token
     )
