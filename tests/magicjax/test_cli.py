@@ -151,12 +151,10 @@ def test_options_are_those_of_generate(what, directory, run):
     assert (code, out) == (0, expected_text(directory, do_sample=True, **options) + "\n")
 
 
-def test_several_drafters_share_one_tree_or_have_one_each(directory, monkeypatch):
+def test_several_drafters_share_one_tree_or_have_one_each():
     def made(*arguments):
-        parsed = cli._parser().parse_args(
-            ["generate", "--target", "t", "--prompt", "p", *arguments]
-        )
-        return cli._speculation(parsed)
+        needed = ("generate", "--target", "t", "--prompt", "p")
+        return cli._speculation(cli._parser().parse_args([*needed, *arguments]))
 
     two = ("--drafter", "self:streaming:32", "--drafter", "look-up")
     members = (magicjax.SelfSpeculation("streaming", 32), magicjax.LookUp())
