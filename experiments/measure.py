@@ -20,6 +20,7 @@ from experiments import exactness, metrics, prompts, teacher
 from experiments.grid import Cell
 from pallas_kernels import bandwidth
 
+PLAIN_FAILED = "plain decoding failed: "  # opens the error of a cell that lacks its comparison
 POLICIES = {"streaming": magicjax.StreamingLLM}
 
 
@@ -148,7 +149,7 @@ def measure(
         record: dict[str, Any] = {}
         if plain in failures and cell != plain:
             cause = failures[plain]
-            failures[cell] = Failure(f"plain decoding failed: {cause.error}", cause.trace)
+            failures[cell] = Failure(PLAIN_FAILED + cause.error, cause.trace)
         if cell not in failures:
             with _recorded(cell, failures):
                 record = _record(bench, cell, outputs[cell], outputs[plain], read_gbs)
