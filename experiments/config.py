@@ -113,8 +113,8 @@ class Method(BaseModel):
                 "draft=small"
             )
         for name in self.verifier:
-            if not VERIFIERS.get(name):
-                known = [known for known, samples in VERIFIERS.items() if samples]
+            known = [known for known in VERIFIERS if known != "greedy"]
+            if name not in known:
                 raise ValueError(f"verifier={name!r} is none that samples: {', '.join(known)}")
         for spec in self.tree:
             self._check_tree(spec)
@@ -212,7 +212,8 @@ def read(path: pathlib.Path) -> Experiment:
     """Returns the experiment that a YAML file describes.
 
     Raises:
-      ConfigError: the file is no mapping, has a key that does not exist, or a value out of range.
+      ConfigError: the file cannot be read, is no YAML or no mapping, has a key that does not
+        exist, or a value out of range.
     """
     raw = read_mapping(path)
     raw.setdefault("name", path.stem)
@@ -220,8 +221,24 @@ def read(path: pathlib.Path) -> Experiment:
 
 
 def read_mapping(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the keys and values of a YAML file; raises ConfigError if it holds anything else."""
-    raw = yaml.safe_load(path.read_text())
+    """Returns the keys and values of a YAML file.
+
+    Raises:
+      ConfigError: the file cannot be read, or is no YAML or no mapping.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ConfigError(f"{path}: {line}{error.problem}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if raw is None:
+        raise ConfigError(f"{path}: the file is empty: write `key: value` lines")
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected `key: value` lines, found {type(raw).__name__}")
     return raw
@@ -249,6 +266,10 @@ def from_command_line(arguments: Sequence[str], prog: str) -> Experiment:
     if arguments and not arguments[0].startswith("-"):
         base = read(pathlib.Path(arguments.pop(0)))
     elif "-h" not in arguments and "--help" not in arguments:
+        files = [a for a in arguments if pathlib.Path(a).is_file()]
+        if files:
+            rest = " ".join(a for a in arguments if a != files[0])
+            raise ConfigError(f"the file must come first: {prog} {files[0]} {rest}")
         raise ConfigError(f"no experiment file given: {prog} experiments/configs/demo.yaml")
     return tyro.cli(  # names what is wrong in an override, and exits with status 2
         Experiment,
@@ -263,8 +284,10 @@ def _explain(kind: type, problem: Any) -> str:
     """Returns one line for one of pydantic's errors: where, what, and the remedy."""
     location = ".".join(str(part) for part in problem["loc"])
     if problem["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
+        whole = isinstance(problem["input"], dict | list)
+        value = "" if whole else f"={problem['input']!r}"
         message = problem["msg"].removeprefix("Value error, ")
-        return f"{location}={problem['input']!r}: {message}" if location else message
+        return f"{location}{value}: {message}".removeprefix(": ")
     known = sorted(_fields_at(kind, problem["loc"][:-1]))
     nearest = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
     guess = f"did you mean {nearest[0]!r}? " if nearest else ""

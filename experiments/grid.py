@@ -211,6 +211,18 @@ def make_drafter(cell: Cell, load: Callable[[str], Any] = lambda directory: None
     return magicjax.Ensemble(tuple(members), trees if len(trees) > 1 else None)
 
 
+def options(cell: Cell, load: Callable[[str], Any]) -> dict[str, Any]:
+    """Returns the options of `magicjax.generate` that a cell describes; `load` as before."""
+    return {
+        "drafter": make_drafter(cell, load),
+        "tree": parse_trees(cell.tree)[0] if cell.tree else None,
+        "max_new_tokens": cell.new_tokens,
+        "verifier": cell.verifier or None,
+        "eos_token_id": [],  # every row runs to the end, so all methods emit as much
+        **cell.sampling,
+    }
+
+
 def key(cell: Cell, surroundings: dict[str, str]) -> str:
     """Returns 16 hexadecimal digits that name the cell's result.
 

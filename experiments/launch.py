@@ -17,7 +17,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from experiments import config, grid, measure, report, store
+from experiments import config, grid, measure, preflight, report, store
 
 PROG = "python -m experiments.launch"
 
@@ -74,10 +74,11 @@ def run(
         for group, cells in zip(groups, wanted, strict=True):
             if not cells:
                 continue
+            told: set[str] = set()
             for cell, record in measure.measure(bench, group, cells, tick):
                 store.write_record(directory, keys[cell], record)
                 records[cell] = record
-                _announce(console, cell, record)
+                _announce(console, cell, record, told)
         progress.update(task, completed=sum(todo), description="done")
     return [records[cell] for group in groups for cell in group]
 
@@ -87,11 +88,16 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, TimeElapsedColumn(), console=console)
 
 
-def _announce(console: Console, cell: grid.Cell, record: dict[str, Any]) -> None:
-    """Prints a finished cell, with what must not be overlooked: its error, or differing tokens."""
+def _announce(console: Console, cell: grid.Cell, record: dict[str, Any], told: set[str]) -> None:
+    """Prints a finished cell, with what must not be overlooked: its error, or differing tokens.
+
+    `told` are the errors of its group so far: one of plain decoding fails all, and is told once.
+    """
     row = record["row"]
     if row["status"] == "ok":
         result = f"{row['decode_tok_s']:.0f} tokens/s, {row['speedup']:.2f}×, τ {row['tau']:.2f}"
+    elif report.is_told(row, told):
+        return
     else:
         result = f"failed: {row['error']}"
     console.print(f"{cell.label}: {result}", markup=False, highlight=False)
@@ -108,7 +114,7 @@ def publish(
     store.write_summary(directory, rows)
     report.plot(rows, directory / "speedup.png", title=experiment.name)
     console.print(report.table(rows, title=experiment.name))
-    for line in report.notes(rows):
+    for line in (*report.LEGEND, *report.notes(rows)):
         console.print(line, markup=False)
     console.print(f"written to {directory}: summary.csv, speedup.png, cells/*.json", markup=False)
     return directory
@@ -123,10 +129,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         experiment = config.from_command_line(
             sys.argv[1:] if arguments is None else arguments, PROG
         )
-        records = run(experiment, console)
-    except (config.ConfigError, FileNotFoundError) as error:
+        preflight.check(experiment)
+    except config.ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    records = run(experiment, console)
     publish(experiment, records, console)
     good = all(r["row"]["status"] == "ok" and report.is_exact(r["row"]) for r in records)
     return 0 if good else 1

@@ -17,10 +17,10 @@ import numpy as np
 
 import magicjax
 from experiments import exactness, metrics, prompts, teacher
-from experiments.config import parse_trees
-from experiments.grid import Cell, make_drafter
-from magicjax.request import prepare
+from experiments.grid import Cell, options
 from pallas_kernels import bandwidth
+
+PLAIN_FAILED = "plain decoding failed: "  # opens the error of a cell that lacks its comparison
 
 
 class Bench:
@@ -81,26 +81,11 @@ class Bench:
 
         `rows` are prompts instead of those that the cell's group shares.
         """
-        rows = self.prompts(cell) if rows is None else rows
-        return magicjax.generate(*self._prompted(cell, rows), **self._asked(cell))
-
-    def check(self, cell: Cell, rows: np.ndarray) -> None:
-        """Raises what `run` would raise for bad input, before anything is compiled."""
-        prepare(*self._prompted(cell, rows), **self._asked(cell))
-
-    def _prompted(self, cell: Cell, rows: np.ndarray) -> tuple[Any, list]:
-        return self.model(cell.target, cell.dtype), list(rows)
-
-    def _asked(self, cell: Cell) -> dict[str, Any]:
-        """Returns the options of `generate` that the cell describes."""
-        return {
-            "drafter": make_drafter(cell, lambda directory: self.model(directory, cell.dtype)),
-            "tree": parse_trees(cell.tree)[0] if cell.tree else None,
-            "max_new_tokens": cell.new_tokens,
-            "verifier": cell.verifier or None,
-            "eos_token_id": [],  # every row runs to the end, so all methods emit as much
-            **cell.sampling,
-        }
+        return magicjax.generate(
+            self.model(cell.target, cell.dtype),
+            list(self.prompts(cell) if rows is None else rows),
+            **options(cell, lambda directory: self.model(directory, cell.dtype)),
+        )
 
     def agreement(self, cell: Cell) -> float | None:
         """Returns how often target and draft agree on the prompts' text.
@@ -162,7 +147,7 @@ def measure(
         record: dict[str, Any] = {}
         if plain in failures and cell != plain:
             cause = failures[plain]
-            failures[cell] = Failure(f"plain decoding failed: {cause.error}", cause.trace)
+            failures[cell] = Failure(PLAIN_FAILED + cause.error, cause.trace)
         if cell not in failures:
             with _recorded(cell, failures):
                 record = _record(bench, cell, outputs[cell], outputs[plain], read_gbs)

@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     try:
         experiment = config.from_command_line(rest, PROG)
-    except (config.ConfigError, FileNotFoundError) as error:
+    except config.ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     settings = [s for s in SETTINGS if options.compiled or not s.compiled]

@@ -1,21 +1,25 @@
 """The results as people read them: a table in the terminal and a plot of the speed-ups."""
 
+import collections
 import pathlib
 from typing import Any
 
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from experiments.measure import PLAIN_FAILED
+
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
+LEGEND = (
+    "speed-up: against plain decoding; τ: tokens emitted a target pass and row; accepted: of those "
+    "that a perfect draft would have had accepted;",
+    "exact: rows equal to plain decoding; agree: how often draft and target choose the same token "
+    "on real text; repeats: 8-grams that stood in the text before",
+)
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
-    """Returns the table that the launcher prints, a section for each (batch, context).
-
-    `accepted`: of the tokens that a perfect draft would have had accepted, the share that was;
-    `agree`: how often draft and target agree on real text; `repeats`: share of 8-grams that stood
-    in the generated text before.
-    """
+    """Returns the table that the launcher prints, a section for each (batch, context); `LEGEND`."""
     out = Table(title=title)
     for name in ("batch", "context", "method"):
         out.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
@@ -44,10 +48,12 @@ def is_exact(row: dict[str, Any]) -> bool:
 def notes(rows: list[dict[str, Any]]) -> list[str]:
     """Returns the lines below the table: bandwidth of plain decoding, ties, failures."""
     lines = []
+    told: dict[Any, set[str]] = collections.defaultdict(set)
     for row in rows:
         at = f"batch {row['batch']}, context {row['context']}"
         if row["status"] != "ok":
-            lines.append(f"{at}, {row['method']} failed: {row['error']}")
+            if not is_told(row, told[_shape(row)]):
+                lines.append(f"{at}, {row['method']} failed: {row['error']}")
         elif row["draft"] == "none":
             lines.append(
                 f"{at}: plain decoding reads {row['ar_gbs']:.1f} GB/s, "
@@ -60,6 +66,15 @@ def notes(rows: list[dict[str, Any]]) -> list[str]:
     if wrong:
         lines.append(f"{wrong} cells are NOT equal to plain decoding")
     return lines
+
+
+def is_told(row: dict[str, Any], told: set[str]) -> bool:
+    """Returns whether a failure is plain decoding's, which `told` holds; adds it otherwise."""
+    cause = row["error"].removeprefix(PLAIN_FAILED)
+    if row["error"] != cause and cause in told:
+        return True
+    told.add(cause)
+    return False
 
 
 def plot(rows: list[dict[str, Any]], path: pathlib.Path, title: str) -> None:

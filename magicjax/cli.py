@@ -1,125 +1,281 @@
-"""The command `magicjax`: so far `magicjax generate`, which streams text and prints statistics."""
+"""The command `magicjax`: so far `magicjax generate`, which streams text and prints statistics.
+
+An option that would be ignored is an error, and errors speak of options, not of Python.
+"""
 
 import argparse
 import dataclasses
+import difflib
 import functools
+import importlib.metadata
 import logging
 import pathlib
+import re
 import sys
+from collections.abc import Sequence
+from typing import NoReturn
 
 import magicjax
 import models
-from magicjax.generation import Output, preset_of
+from magicjax.drafters import DRAWINGS, Drafter
+from magicjax.generation import Output, config_of
 from magicjax.request import DEFAULT_TREE
+from magicjax.tree import Tree
+from magicjax.verify import VERIFIERS
 
 DESCRIPTION = "Long-context speculative decoding."
 DTYPES = ("float32", "bfloat16", "float16")
+DRAFTER = re.compile(
+    r"self(:(?P<policy>\w+)(:(?P<budget>\d+))?)?"
+    r"|small:(?P<path>.+)"
+    r"|(?P<look_up>look-up)(:(?P<ngram>\d+))?"
+)
+DRAFTERS = (
+    "self:streaming:256 (policy and budget), small:PATH (a model directory or preset) or look-up:4 "
+    "(how many of the newest tokens to look for)"
+)
+SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "seed", "verifier")
 
 
-def _tree(text: str) -> magicjax.TokenTree | magicjax.DynamicTree:
+class _Command(argparse.ArgumentParser):
+    """A parser that names the nearest option to one that does not exist, before all else."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        for argument in args:
+            if argument == "--":
+                break
+            name = argument.partition("=")[0]
+            if name.startswith("--") and " " not in argument and not self._knows(name):
+                self._refuse(name)
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self._refuse(unknown[0])
+        return found, unknown
+
+    def _knows(self, name: str) -> bool:
+        return name in self._option_string_actions
+
+    def _refuse(self, name: str) -> NoReturn:
+        nearest = difflib.get_close_matches(name, self._option_string_actions, 1)
+        self.error(f"no such option: {name}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+
+
+def _tree(text: str) -> Tree:
     try:
         return magicjax.parse_tree(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def parse_drafter(text: str, dtype: str | None) -> magicjax.SelfSpeculation | magicjax.SmallModel:
-    """Returns the drafter that `self:streaming:256` or `small:DIRECTORY` describes.
+def _drafter(text: str) -> str:
+    if not DRAFTER.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no drafter: write {DRAFTERS}")
+    return text
+
+
+def make_drafter(text: str, dtype: str | None = None, draw: str | None = None) -> Drafter:
+    """Returns the drafter written as self:streaming:256, small:DIRECTORY or look-up:4.
+
+    Args:
+      text: what stands behind a colon may be left out, but not a small model's directory.
+      dtype: of a small model.
+      draw: how children are drawn under sampling (`DRAWINGS`); a look-up draws none.
 
     Raises:
-      ValueError: neither of them.
+      ValueError, FileNotFoundError: none of them, no such policy, or no such model.
     """
-    kind, _, rest = text.partition(":")
-    if kind == "small" and rest:
-        return magicjax.SmallModel(magicjax.load(rest, dtype))
-    policy, _, budget = rest.partition(":")
-    if kind == "self" and (budget.isdigit() or not budget):
-        of_default = magicjax.SelfSpeculation()
-        return magicjax.SelfSpeculation(
-            policy=policy or of_default.policy, budget=int(budget) if budget else of_default.budget
-        )
-    raise ValueError(
-        f"--drafter {text!r} is not known: write self:streaming:256 (policy and budget) or "
-        "small:PATH (a model directory or preset)"
-    )
+    match = DRAFTER.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no drafter: write {DRAFTERS}")
+    if match["path"]:
+        return magicjax.SmallModel(magicjax.load(match["path"], dtype), draw)
+    if match["look_up"]:
+        return magicjax.LookUp(int(match["ngram"])) if match["ngram"] else magicjax.LookUp()
+    default = magicjax.SelfSpeculation()
+    budget = int(match["budget"]) if match["budget"] else default.budget
+    return magicjax.SelfSpeculation(match["policy"] or default.policy, budget, draw)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="magicjax", description=DESCRIPTION)
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = argparse.ArgumentParser(prog="magicjax", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument(
+        "--version", action="version", version=f"magicjax {importlib.metadata.version('magicjax')}"
+    )
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Command)
     generate = commands.add_parser(
         "generate",
         help="continue a prompt",
         description="Continues a prompt with a model, plainly or by speculative decoding.",
+        allow_abbrev=False,
     )
     generate.add_argument(
-        "--target", required=True, help="model directory, or a preset (random weights)"
+        "--target",
+        required=True,
+        help="model directory, or a preset (random weights; needs --tokenizer)",
     )
     generate.add_argument("--tokenizer", help="directory of the tokenizer, where --target has none")
     source = generate.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="the text to continue")
     source.add_argument("--prompt-file", type=pathlib.Path, help="a file with the text to continue")
-    generate.add_argument(
-        "--drafter",
-        help="self:POLICY:BUDGET (self:streaming:256) or small:PATH; without it: plain decoding",
-    )
-    generate.add_argument(
-        "--tree",
-        type=_tree,
-        help="chain:4 (the default), expansion:2,2,1 or parents:-1,0,0,1; needs a drafter",
-    )
-    generate.add_argument("--max-new-tokens", type=int, default=128)
+    generate.add_argument("--max-new-tokens", type=int, default=128, help="128 if not given")
     generate.add_argument("--dtype", choices=DTYPES, help="of the models; the default: as stored")
     generate.add_argument("--backend", help="of the attention; the default: by platform")
-    generate.add_argument("--show-tree", action="store_true", help="draw the tree first")
     generate.add_argument("--verbose", action="store_true", help="log each compilation")
+    _add_speculation(generate.add_argument_group("speculation"))
+    _add_sampling(generate.add_argument_group("sampling"))
     return parser
+
+
+def _add_speculation(group) -> None:
+    group.add_argument(
+        "--drafter",
+        action="append",
+        type=_drafter,
+        default=[],
+        help=f"{DRAFTERS}; several: an ensemble, its trees merged; none: plain decoding",
+    )
+    group.add_argument(
+        "--tree",
+        action="append",
+        type=_tree,
+        default=[],
+        help="chain:4 (if none is given), expansion:2,2,1, parents:-1,0,0,1 or dynamic:16,6,4 "
+        "(nodes, depth, width); one for all drafters, or one for each",
+    )
+    group.add_argument("--show-tree", action="store_true", help="draw the tree first")
+
+
+def _add_sampling(group) -> None:
+    group.add_argument(
+        "--do-sample", action="store_true", help="draw tokens, instead of taking the most likely"
+    )
+    group.add_argument("--temperature", type=float, help="1 if not given")
+    group.add_argument("--top-k", type=int, help="how many tokens can be drawn; 0: all")
+    group.add_argument("--top-p", type=float, help="probability of the tokens that can be drawn")
+    group.add_argument("--seed", type=int, help="0 if not given; the same seed, the same text")
+    group.add_argument(
+        "--verifier",
+        choices=VERIFIERS,
+        help="who decides on drafted tokens; the default: greedy, or under --do-sample mss",
+    )
+    group.add_argument(
+        "--draw",
+        choices=DRAWINGS,
+        help="how drafters with a model draw a node's children; the default: without_replacement, "
+        "in a dynamic tree top (the most likely)",
+    )
 
 
 def report(output: Output) -> str:
     """Returns the statistics of a run as a few lines of text."""
     stats = output.stats
+    tokens = int(output.lengths.sum())
     lines = [
-        f"{stats.emitted} tokens in {stats.decode_s:.3f} s: {stats.tokens_per_s:.1f} tokens/s "
-        f"({stats.rounds} rounds, attention: {stats.attention_backend})",
-        f"prefill {stats.prefill_s:.3f} s, compiling {stats.compile_s:.1f} s "
-        f"({stats.compilations} programs)",
-        f"KV cache: target {stats.kv_bytes_target / 1e6:.1f} MB, "
-        f"draft {stats.kv_bytes_draft / 1e6:.1f} MB",
+        f"{tokens} tokens, {stats.emitted} of them decoded in {stats.decode_s:.3f} s: "
+        f"{stats.tokens_per_s:.1f} tokens/s ({stats.rounds} rounds, "
+        f"attention: {stats.attention_backend})",
     ]
-    if stats.acceptance_by_depth:
-        depths = "  ".join(f"{d}: {a:.2f}" for d, a in enumerate(stats.acceptance_by_depth, 1))
-        lines.insert(1, f"tau {stats.tau:.2f}; accepted by depth  {depths}")
-    return "\n".join(lines)
+    if not stats.rounds:
+        lines = [f"{tokens} token, from prefill (attention: {stats.attention_backend})"]
+    elif stats.acceptance_by_depth:
+        lines += [
+            f"tau {stats.tau:.2f} tokens a round, of {stats.nodes_per_round:.1f} nodes",
+            f"accepted by depth  {_by_depth(stats.acceptance_by_depth)}",
+            f"  where reached    {_by_depth(stats.acceptance_if_reached)}",
+        ]
+    return "\n".join(
+        [
+            *lines,
+            f"prefill {stats.prefill_s:.3f} s, compiling {stats.compile_s:.1f} s "
+            f"({stats.compilations} programs)",
+            f"KV cache: target {stats.kv_bytes_target / 1e6:.1f} MB, "
+            f"draft {stats.kv_bytes_draft / 1e6:.1f} MB",
+        ]
+    )
 
 
-def _generate(arguments: argparse.Namespace) -> None:
-    prompt = arguments.prompt
-    if arguments.prompt_file is not None:
-        prompt = arguments.prompt_file.read_text("utf-8")
-    if not pathlib.Path(arguments.target).is_dir():
-        preset_of(arguments.target)  # no such preset: say so before anything is loaded
-    tokenizer = models.load_tokenizer(arguments.tokenizer or arguments.target)
+def _by_depth(shares: Sequence[float]) -> str:
+    return "  ".join(f"{depth}: {share:.2f}" for depth, share in enumerate(shares, 1))
+
+
+def _check_used(arguments: argparse.Namespace) -> None:
+    """Raises ValueError if an option that was given would change nothing."""
+    drafters, trees = arguments.drafter, arguments.tree
+    given = {"--tree": trees, "--show-tree": arguments.show_tree, "--draw": arguments.draw}
+    for option, value in given.items():
+        if value and not drafters:
+            raise ValueError(f"{option} needs a --drafter: give one, or leave {option} out")
+    if len(trees) not in (0, 1, max(1, len(drafters))):
+        raise ValueError(
+            f"{len(trees)} --tree for {len(drafters)} --drafter: give one, or one for each drafter"
+        )
+    if not arguments.draw:
+        return
+    if not arguments.do_sample:
+        raise ValueError("--draw is for sampling: pass --do-sample, or leave --draw out")
+    if all(text.startswith("look-up") for text in drafters):
+        raise ValueError("--draw has no meaning for a look-up, which draws nothing: leave it out")
+
+
+def _prompt(arguments: argparse.Namespace) -> str:
+    """Returns the text to continue."""
+    path = arguments.prompt_file
+    if path is None:
+        return arguments.prompt
+    if not path.exists():
+        raise ValueError(f"--prompt-file {path} does not exist")
+    if path.is_dir():
+        raise ValueError(f"--prompt-file {path} is a directory: give a file of text")
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--prompt-file {path} is not UTF-8 text: byte {error.object[error.start]:#04x} "
+            f"at position {error.start}"
+        ) from error
+
+
+def _target(arguments: argparse.Namespace) -> magicjax.Model:
+    """Returns the target with its tokenizer; what is wrong is said before weights are loaded."""
+    config_of(arguments.target)
+    source = arguments.tokenizer or arguments.target
+    tokenizer = models.load_tokenizer(source)
     if tokenizer is None:
         raise ValueError(
-            f"{arguments.tokenizer or arguments.target} has no tokenizer, and text needs one: "
+            f"{source} has no tokenizer, and text needs one: "
             "give a directory that has one with --tokenizer"
         )
     target = magicjax.load(arguments.target, arguments.dtype)
-    target = dataclasses.replace(target, tokenizer=tokenizer)
-    drafter = None
-    if arguments.drafter is not None:
-        drafter = parse_drafter(arguments.drafter, arguments.dtype)
-    if arguments.show_tree and drafter is not None:
-        print(arguments.tree or DEFAULT_TREE)
+    return dataclasses.replace(target, tokenizer=tokenizer)
+
+
+def _speculation(arguments: argparse.Namespace) -> tuple[Drafter | None, Tree | None]:
+    """Returns (the drafter, its tree), as `magicjax.generate` takes them."""
+    trees = arguments.tree
+    drafters = [make_drafter(text, arguments.dtype, arguments.draw) for text in arguments.drafter]
+    if len(drafters) < 2:
+        return next(iter(drafters), None), next(iter(trees), None)
+    if len(trees) < 2:
+        return magicjax.Ensemble(tuple(drafters)), next(iter(trees), None)
+    return magicjax.Ensemble(tuple(drafters), tuple(trees)), None
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    _check_used(arguments)
+    prompt = _prompt(arguments)
+    target = _target(arguments)
+    drafter, tree = _speculation(arguments)
     rounds = magicjax.stream(
         target,
         [prompt],
         drafter=drafter,
-        tree=arguments.tree,
+        tree=tree,
         max_new_tokens=arguments.max_new_tokens,
         backend=arguments.backend,
+        **{name: getattr(arguments, name) for name in SAMPLING},
     )
+    if arguments.show_tree:
+        print(*arguments.tree or [DEFAULT_TREE], sep="\n")
     print(report(_print_stream(rounds, target.tokenizer)), file=sys.stderr)
 
 
@@ -142,16 +298,32 @@ def _print_stream(rounds, tokenizer) -> Output:
             told = text
 
 
+def in_words_of_options(message: str) -> str:
+    """Returns an error of `magicjax.generate` in the command line's words.
+
+    "top_k=-1: ..., pass do_sample=True" becomes "--top-k -1: ..., pass --do-sample".
+    """
+    arguments = r"(max_new_tokens|do_sample|top_k|top_p)\b(=True|=|)"
+    plain_words = r"(temperature|seed|verifier|backend|draw|drafter)(=)"
+
+    def option(match: re.Match) -> str:
+        name, value = (part for part in match.groups() if part is not None)
+        return "--" + name.replace("_", "-") + (" " if value == "=" else "")
+
+    return re.sub(rf"(?<![\w./-])(?:{arguments}|{plain_words})", option, message)
+
+
 def main() -> None:
     """Runs the command line; bad input ends with its message and exit code 2."""
     parser = _parser()
     arguments = parser.parse_args()
     if arguments.verbose:
-        logging.basicConfig(level=logging.INFO)
+        logging.basicConfig()
+        logging.getLogger("magicjax").setLevel(logging.INFO)
     try:
         _generate(arguments)
     except (ValueError, OSError) as error:
-        parser.exit(2, f"magicjax: {error}\n")
+        parser.exit(2, f"magicjax: {in_words_of_options(str(error))}\n")
 
 
 if __name__ == "__main__":

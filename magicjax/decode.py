@@ -32,7 +32,7 @@ class Settings:
     Attributes:
       tree: what the drafter is asked for in every round.
       shape: the bounds of what it proposes then.
-      verifier: a key of `verify.VERIFIERS`.
+      verifier: one of `verify.VERIFIERS`.
       capacity: S, the slots of the target's cache.
       chunk: tokens of a prefill step.
       max_new_tokens: the longest output of any row.

@@ -64,20 +64,25 @@ def load(source: str | os.PathLike, dtype: Any = None, *, seed: int = 0) -> Mode
             eos_token_ids=checkpoint.eos_token_ids,
             pad_token_id=checkpoint.pad_token_id,
         )
-    module = models.build(preset_of(source), "bfloat16" if dtype is None else dtype)
+    module = models.build(config_of(source), "bfloat16" if dtype is None else dtype)
     return Model(module, models.init_params(module, seed), name=str(source))
 
 
-def preset_of(source: str | os.PathLike) -> models.Config:
-    """Returns the preset of that name.
+def config_of(source: str | os.PathLike) -> models.Config:
+    """Returns the config of the model that `load` makes of a source, without its weights.
 
     Raises:
-      FileNotFoundError: it is written like a path.
-      ValueError: there is no such preset; the nearest is named.
+      FileNotFoundError: a directory without config.json; no directory, but written like a path.
+      ValueError: a config that is not supported; neither a directory nor a preset.
     """
+    if pathlib.Path(source).is_dir():
+        return models.load_config(source)
     if os.sep in str(source) or str(source).startswith("."):
         raise FileNotFoundError(f"{source} is no directory: give one with config.json, or a preset")
-    return models.preset(str(source))
+    try:
+        return models.preset(str(source))
+    except ValueError as error:
+        raise ValueError(f"{str(source)!r} is no directory, and {error}") from error
 
 
 def generate(

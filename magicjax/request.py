@@ -132,7 +132,8 @@ def _tree(target: Model, drafter: Drafter | None, tree: Tree | None) -> Tree:
     if not isinstance(tree, TokenTree | DynamicTree):
         raise TypeError(
             f"tree is a {type(tree).__name__}: make one with magicjax.chain, magicjax.expansion, "
-            "magicjax.TokenTree.from_parents, magicjax.optimal or magicjax.DynamicTree"
+            "magicjax.TokenTree.from_parents, magicjax.optimal or magicjax.DynamicTree, or from "
+            "its written form with magicjax.parse_tree"
         )
     if tree.num_nodes < 2:
         raise ValueError("the tree speculates nothing: give it a child, or leave the drafter out")
@@ -231,7 +232,8 @@ def _sampling(do_sample, temperature, top_k, top_p, seed, rows: int) -> Sampling
         top_k=jnp.asarray(np.minimum(kept, 2**31 - 1), jnp.int32),
         top_p=jnp.asarray(mass, jnp.float32),
         keys=row_keys(0 if seed is None else operator.index(seed), jnp.arange(rows)),
-        filtered=bool((kept > 0).any() or (mass < 1).any()),
+        top_k_used=bool((kept > 0).any()),
+        top_p_used=bool((mass < 1).any()),
     )
 
 
@@ -272,9 +274,10 @@ def _token_ids(target: Model, prompts: str | Sequence[Any]) -> list[np.ndarray]:
         if ids.size == 0:
             raise ValueError(f"prompt {i} is empty: it needs at least 1 token")
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            wrap = "; for a batch of one row wrap it: [[5, 6, 7]]" if ids.ndim == 0 else ""
             raise ValueError(
                 f"prompt {i} has shape {ids.shape} and dtype {ids.dtype}: "
-                "it must be text or a list of token ids"
+                f"it must be text or a list of token ids{wrap}"
             )
         outside = ids[(ids < 0) | (ids >= target.config.vocab_size)]
         if outside.size:
@@ -304,10 +307,12 @@ def _check_context(target, drafter, tree, depth, rows, limits) -> None:
     needed = [len(row) + int(limit) for row, limit in zip(rows, limits, strict=True)]
     worst = int(np.argmax(needed))
     if needed[worst] > target.config.max_positions:
+        room = target.config.max_positions - int(limits[worst])
+        fits = f" (to at most {room} tokens)" if room > 0 else ""
         raise ValueError(
             f"prompt {worst} has {len(rows[worst])} tokens; with {limits[worst]} new ones it needs "
             f"{needed[worst]} positions, and the target has {target.config.max_positions}: "
-            "shorten the prompt or max_new_tokens"
+            f"shorten the prompt{fits} or max_new_tokens"
         )
     if drafter is not None:
         drafter.check(target, tree, depth, needed[worst])

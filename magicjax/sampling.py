@@ -36,14 +36,15 @@ class Sampling:
       top_p: float32 [B], in (0, 1]; of what top_k left, the fewest most likely tokens whose
         probabilities reach top_p are kept; 1: all.
       keys: [B], each row's key, made of the seed and the request.
-      filtered: static; whether any row uses top_k or top_p, which costs a sort.
+      top_k_used, top_p_used: static; whether any row uses it, which costs passes over the logits.
     """
 
     temperature: Float[Array, "B"]
     top_k: Int[Array, "B"]
     top_p: Float[Array, "B"]
     keys: Array
-    filtered: bool = struct.field(pytree_node=False)
+    top_k_used: bool = struct.field(pytree_node=False)
+    top_p_used: bool = struct.field(pytree_node=False)
 
 
 def row_keys(seed: int, requests: Int[Array, "B"]) -> Array:
@@ -63,19 +64,40 @@ def warp(sampling: Sampling, logits: Float[Array, "B *N V"]) -> Float[Array, "B 
 
     dtype = jnp.promote_types(logits.dtype, jnp.float32)
     scaled = logits.astype(dtype) / of_row(sampling.temperature).astype(dtype)
-    if not sampling.filtered:
-        return jax.nn.softmax(scaled)
-    vocab = logits.shape[-1]
-    top_k = of_row(jnp.where(sampling.top_k == 0, vocab, jnp.minimum(sampling.top_k, vocab)))
-    top_p = of_row(sampling.top_p)
-    ordered = jnp.sort(scaled, descending=True)
-    last = jnp.take_along_axis(ordered, jnp.broadcast_to(top_k - 1, (*ordered.shape[:-1], 1)), -1)
-    ordered = jnp.where(ordered >= last, ordered, -jnp.inf)
-    before = jnp.cumsum(jax.nn.softmax(ordered), -1) - jax.nn.softmax(ordered)
-    kept = (before < top_p).sum(-1, keepdims=True)
-    reached = jnp.take_along_axis(ordered, kept - 1, -1)
-    last = jnp.where(top_p < 1, reached, last)  # at 1, rounding must not cut the tail
-    return jax.nn.softmax(jnp.where(scaled >= last, scaled, -jnp.inf))
+    if sampling.top_k_used:
+        vocab = logits.shape[-1]
+        count = of_row(jnp.where(sampling.top_k == 0, vocab, jnp.minimum(sampling.top_k, vocab)))
+        scaled = _keep(scaled, jnp.ones_like(scaled), count)
+    p = jax.nn.softmax(scaled)
+    if not sampling.top_p_used:
+        return p
+    mass = of_row(sampling.top_p).astype(dtype)
+    kept = jax.nn.softmax(_keep(scaled, p, mass))
+    return jnp.where(mass < 1, kept, p)  # at 1, rounding must not cut the tail
+
+
+def _keep(
+    scores: Float[Array, "*B V"], weights: Float[Array, "*B V"], wanted: Float[Array, "*B 1"]
+) -> Float[Array, "*B V"]:
+    """Returns the highest scores, as few as weigh `wanted` together, and -inf for the others.
+
+    Without sorting: the score of the last one kept is found bit by bit, the highest first. A pass
+    over the vocabulary for each bit is some five times faster than XLA's sort on a CPU.
+    """
+    bits = jnp.finfo(scores.dtype).bits
+    unsigned = jnp.uint64 if bits == 64 else jnp.uint32
+    raw = jax.lax.bitcast_convert_type(scores, unsigned)
+    top = jnp.asarray(1 << (bits - 1), unsigned)
+    ordered = jnp.where(raw & top, ~raw, raw | top)  # as integers, in the order of the scores
+
+    def set_bit(i, last):
+        higher = last | (top >> i.astype(unsigned))
+        enough = jnp.where(ordered >= higher, weights, 0).sum(-1, keepdims=True) >= wanted
+        return jnp.where(enough, higher, last)
+
+    last = jnp.zeros((*scores.shape[:-1], 1), unsigned)
+    last = jax.lax.fori_loop(0, bits, set_bit, last)
+    return jnp.where(ordered >= last, scores, -jnp.inf)
 
 
 def uniforms(

@@ -9,16 +9,15 @@ from magicjax import tree as trees
 from magicjax.proposal import ONE_HOT, Draws, Proposal
 from magicjax.sampling import Purpose, Sampling, attempt, sample, uniforms, warp, without
 
-# Verifier by name -> whether it samples. The three names that begin with mss are one rule, which
-# follows how each child was drawn; the longer ones insist on it.
-VERIFIERS = {
-    "greedy": False,
-    "naive": True,
-    "mss": True,
-    "mss_with_replacement": True,
-    "mss_without_replacement": True,
-    "one_hot": True,
-}
+# The last four are one rule, which follows how each child was drawn; all but mss insist on a way.
+VERIFIERS = (
+    "greedy",
+    "naive",
+    "mss",
+    "mss_with_replacement",
+    "mss_without_replacement",
+    "one_hot",
+)
 
 
 @struct.dataclass
@@ -46,7 +45,7 @@ def judge(
     sampling: Sampling | None,
     root_position: Int[Array, "B"],
 ) -> Verdict:
-    """Returns the verdict of the verifier of that name (a key of `VERIFIERS`).
+    """Returns the verdict of the verifier of that name (one of `VERIFIERS`).
 
     Args:
       logits: the target's, at every node.
@@ -130,7 +129,7 @@ def _follow(
 
 
 @struct.dataclass
-class _Walk:
+class Walk:
     """Where each row stands in its tree.
 
     Attributes:
@@ -158,6 +157,81 @@ class _Walk:
         return (draws.parent == self.node[:, None]) & later
 
 
+@struct.dataclass
+class Try:
+    """A row's next try, and what becomes of it either way.
+
+    Attributes:
+      trying: bool [B]; a row without open draws has none, and its walk is over.
+      draw: int32 [B], which draw it is.
+      accept: [B], the probability of accepting it.
+      taken, refused: the walk after either.
+    """
+
+    trying: Bool[Array, "B"]
+    draw: Int[Array, "B"]
+    accept: Float[Array, "B"]
+    taken: Walk
+    refused: Walk
+
+
+def begin_walk(logits: Float[Array, "B N V"], depth: int, sampling: Sampling) -> Walk:
+    """Returns the walk that stands on the root."""
+    batch = logits.shape[0]
+    zeros = jnp.zeros(batch, jnp.int32)
+    p = warp(sampling, logits[:, 0])
+    return Walk(
+        node=zeros,
+        tried=zeros - 1,
+        failed=zeros,
+        p=p,
+        q_of=zeros + ONE_HOT,
+        q=jnp.zeros_like(p),
+        path=jnp.zeros((batch, depth + 1), jnp.int32),
+        ranks=jnp.full((batch, depth), -1, jnp.int32),
+        accepted=zeros,
+    )
+
+
+def next_try(
+    walk: Walk,
+    logits: Float[Array, "B N V"],
+    tokens: Int[Array, "B N"],
+    draws: Draws,
+    sampling: Sampling,
+) -> Try:
+    """Returns the first open draw of each row, the rule applied to it, and both ways on."""
+    rows = jnp.arange(tokens.shape[0])
+    open_ = walk.open(draws)
+    draw = open_.argmax(-1).astype(jnp.int32)
+    child, q_of = draws.node[rows, draw], draws.q_of[rows, draw]
+    token = tokens[rows, child]
+    q = draws.q[rows, jnp.maximum(q_of, 0)].astype(walk.p.dtype)
+    if not draws.replacement:
+        q = jnp.where((q_of == walk.q_of)[:, None], walk.q, q)
+    one_hot = jax.nn.one_hot(token, q.shape[-1], dtype=q.dtype)
+    q = jnp.where((q_of == ONE_HOT)[:, None], one_hot, q)
+    accept, rest = attempt(walk.p, q, token)
+    places = jnp.arange(walk.path.shape[1])
+    onward = places > walk.accepted[:, None]
+    here = places[:-1] == walk.accepted[:, None]
+    taken = Walk(
+        node=child,
+        tried=jnp.full_like(walk.tried, -1),
+        failed=jnp.zeros_like(walk.failed),
+        p=warp(sampling, logits[rows, child]),
+        q_of=jnp.full_like(walk.q_of, ONE_HOT),
+        q=walk.q,
+        path=jnp.where(onward, child[:, None], walk.path),
+        ranks=jnp.where(here, walk.failed[:, None], walk.ranks),
+        accepted=walk.accepted + 1,
+    )
+    refused = walk.replace(  # type: ignore[attr-defined]
+        tried=draw, failed=walk.failed + 1, p=rest, q_of=q_of, q=without(q, token)
+    )
+    return Try(open_.any(-1), draw, accept, taken, refused)
+
+
 def mss(
     logits: Float[Array, "B N V"],
     tokens: Int[Array, "B N"],
@@ -173,52 +247,21 @@ def mss(
     of the loop is one try of every row. Source: SpecInfer, algorithm 2 and theorem 4.2; without
     replacement q is renormalised after each try (arXiv 2402.12374).
     """
-    rows = jnp.arange(tokens.shape[0])
 
-    def turn(walk: _Walk) -> _Walk:
-        open_ = walk.open(draws)
-        trying, draw = open_.any(-1), open_.argmax(-1).astype(jnp.int32)
-        child, q_of = draws.node[rows, draw], draws.q_of[rows, draw]
-        token = tokens[rows, child]
-        q = draws.q[rows, jnp.maximum(q_of, 0)]
-        if not draws.replacement:
-            q = jnp.where((q_of == walk.q_of)[:, None], walk.q, q)
-        one_hot = jax.nn.one_hot(token, q.shape[-1], dtype=q.dtype)
-        q = jnp.where((q_of == ONE_HOT)[:, None], one_hot, q)
-        accept, rest = attempt(walk.p, q, token)
-        u = uniforms(sampling.keys, root_position, Purpose.ACCEPT, draw)
-        taken, refused = trying & (u < accept), trying & (u >= accept)
-        here = jnp.arange(depth + 1) == walk.accepted[:, None] + 1
-        here_or_later = jnp.arange(depth + 1) > walk.accepted[:, None]
-        return _Walk(
-            node=jnp.where(taken, child, walk.node),
-            tried=jnp.where(taken, -1, jnp.where(refused, draw, walk.tried)),
-            failed=jnp.where(taken, 0, walk.failed + refused),
-            p=jnp.where(
-                taken[:, None],
-                warp(sampling, logits[rows, child]),
-                jnp.where(refused[:, None], rest, walk.p),
-            ),
-            q_of=jnp.where(taken, ONE_HOT, jnp.where(refused, q_of, walk.q_of)),
-            q=without(q, token),
-            path=jnp.where(taken[:, None] & here_or_later, child[:, None], walk.path),
-            ranks=jnp.where((taken[:, None] & here)[:, 1:], walk.failed[:, None], walk.ranks),
-            accepted=walk.accepted + taken,
-        )
+    def turn(walk: Walk) -> Walk:
+        one = next_try(walk, logits, tokens, draws, sampling)
+        u = uniforms(sampling.keys, root_position, Purpose.ACCEPT, one.draw)
 
-    zeros = jnp.zeros(tokens.shape[0], jnp.int32)
-    p = warp(sampling, logits[:, 0])
-    walk = _Walk(
-        node=zeros,
-        tried=zeros - 1,
-        failed=zeros,
-        p=p,
-        q_of=zeros + ONE_HOT,
-        q=jnp.zeros_like(p),
-        path=jnp.zeros((tokens.shape[0], depth + 1), jnp.int32),
-        ranks=jnp.full((tokens.shape[0], depth), -1, jnp.int32),
-        accepted=zeros,
-    )
+        def choose(old, taken, refused):
+            def of_row(x):
+                return x.reshape(-1, *[1] * (old.ndim - 1))
+
+            new = jnp.where(of_row(u < one.accept), taken, refused)
+            return jnp.where(of_row(one.trying), new, old)
+
+        return jax.tree.map(choose, walk, one.taken, one.refused)
+
+    walk = begin_walk(logits, depth, sampling)
     walk = jax.lax.while_loop(lambda walk: walk.open(draws).any(), turn, walk)
     u = uniforms(sampling.keys, root_position + walk.accepted + 1, Purpose.TARGET)
     return Verdict(walk.path, walk.accepted, sample(walk.p, u), walk.ranks)

@@ -8,7 +8,13 @@ from models.build import (
     init_params,
     layer_module,
 )
-from models.huggingface import Checkpoint, load_checkpoint, load_tokenizer, save_checkpoint
+from models.huggingface import (
+    Checkpoint,
+    load_checkpoint,
+    load_config,
+    load_tokenizer,
+    save_checkpoint,
+)
 from models.layers import Attend
 from models.llama import Llama, LlamaConfig
 from models.opt import Opt, OptConfig
@@ -31,6 +37,7 @@ __all__ = [
     "init_params",
     "layer_module",
     "load_checkpoint",
+    "load_config",
     "load_tokenizer",
     "preset",
     "save_checkpoint",

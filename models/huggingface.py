@@ -84,7 +84,7 @@ def load_checkpoint(
     listed), and a dtype that cannot be had.
     """
     path = pathlib.Path(path)
-    config = read_config(_read_json(path / "config.json"))
+    config = load_config(path)
     stored = _match(config, _scan(path))
     dtype = _common_dtype(stored) if dtype is None else np.dtype(dtype)
     if dtype not in map(np.dtype, DTYPES.values()):
@@ -98,6 +98,14 @@ def load_checkpoint(
     module = build(config, dtype)
     params = _read_params(module, stored, put or (lambda array, axes: jnp.asarray(array)))
     return Checkpoint(module, params, **_special_tokens(path))
+
+
+def load_config(path: str | os.PathLike) -> Config:
+    """Returns the config in a directory of Hugging Face format, reading config.json alone.
+
+    Raises FileNotFoundError where it is missing, and ValueError where it is not supported.
+    """
+    return read_config(_read_json(pathlib.Path(path) / "config.json"))
 
 
 def save_checkpoint(

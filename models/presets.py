@@ -108,12 +108,11 @@ PRESETS: Mapping[str, Config] = MappingProxyType(
 def preset(name: str) -> Config:
     """Returns the config of that name, upper or lower case.
 
-    Raises ValueError for an unknown name, with the nearest one.
+    Raises ValueError for an unknown name, with the nearest one, if one is near.
     """
     key = name.lower()
     if key not in PRESETS:
-        near = difflib.get_close_matches(key, PRESETS, 1, cutoff=0.0)[0]
-        raise ValueError(
-            f"preset {name!r} does not exist: the nearest is {near!r}; all are {', '.join(PRESETS)}"
-        )
+        near = difflib.get_close_matches(key, PRESETS, 1, cutoff=0.6)
+        nearest = f"the nearest is {near[0]!r}; " if near else ""
+        raise ValueError(f"preset {name!r} does not exist: {nearest}all are {', '.join(PRESETS)}")
     return PRESETS[key]

@@ -32,7 +32,7 @@ MAKERS = {2: tables.widths, 3: tables.verifiers, 4: tables.ensembles, 5: tables.
 
 def make(wanted: settings.Tables, bench: measure.Bench) -> dict[int, list[dict[str, Any]]]:
     """Returns the rows of every table that is wanted, by its number; each is written at once."""
-    rehearsal = runs.Rehearsal(wanted, bench)
+    rehearsal = runs.Rehearsal(wanted)
     numbers = sorted(set(wanted.tables))
     for number in numbers:
         if number in MAKERS:
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = settings.read(given.file)
         wanted = wanted.model_copy(update={"fresh": wanted.fresh or given.fresh})
         made = make(wanted, measure.Bench())
-    except (ConfigError, FileNotFoundError) as error:
+    except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     directory = pathlib.Path(wanted.results) / wanted.name

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 import magicjax
-from experiments import exactness, grid, launch, measure, prompts, store
+from experiments import exactness, grid, launch, measure, preflight, prompts, store
 from experiments.config import ConfigError, parse_trees
 from experiments.grid import Cell
 from experiments.specinfer import settings
@@ -162,8 +162,8 @@ class Rehearsal:
       work: how many runs each cell takes.
     """
 
-    def __init__(self, tables: Tables, bench: measure.Bench):
-        self.tables, self.bench = tables, bench
+    def __init__(self, tables: Tables):
+        self.tables = tables
         self.work: dict[Cell, int] = {}
 
     def run(self, cell: Cell) -> Result:
@@ -178,9 +178,8 @@ class Rehearsal:
     def _note(self, cell: Cell, runs: int) -> None:
         """Raises ConfigError, before anything is compiled, if the cell cannot run."""
         self.work[cell] = runs
-        prompt = np.zeros((1, self.tables.context), np.int32)
         try:
-            self.bench.check(cell, prompt)
+            preflight.check_cell(cell)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{cell.method}: {error}") from error
 

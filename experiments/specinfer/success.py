@@ -34,13 +34,7 @@ def rates(tables: Tables, bench: measure.Bench) -> list[dict[str, Any]]:
     ranks, half = tables.widths[-1], tables.window // 2
     measured: dict[tuple[str, str], list[np.ndarray]] = {}
     for number, window in enumerate(text):
-        sampling = Sampling(
-            temperature=jnp.full(1, tables.temperature, jnp.float32),
-            top_k=jnp.zeros(1, jnp.int32),
-            top_p=jnp.ones(1, jnp.float32),
-            keys=row_keys(tables.seed, jnp.array([number])),
-            filtered=False,
-        )
+        sampling = sampling_of(tables.temperature, tables.seed, number)
         p = teacher.logits(target, window[None])[:, half:]
         likely = []
         for directory in tables.drafts:
@@ -53,6 +47,18 @@ def rates(tables: Tables, bench: measure.Bench) -> list[dict[str, Any]]:
             shares = _together(p.argmax(-1), likely, ranks)
             measured.setdefault((together, GREEDY), []).append(shares)
     return [_row(draft, kind, np.stack(of)) for (draft, kind), of in measured.items()]
+
+
+def sampling_of(temperature: float, seed: int, window: int) -> Sampling:
+    """Returns the sampling of a window, one row, at a temperature and of all tokens."""
+    return Sampling(
+        temperature=jnp.full(1, temperature, jnp.float32),
+        top_k=jnp.zeros(1, jnp.int32),
+        top_p=jnp.ones(1, jnp.float32),
+        keys=row_keys(seed, jnp.array([window])),
+        top_k_used=False,
+        top_p_used=False,
+    )
 
 
 def _row(draft: str, kind: str, shares: Float[np.ndarray, "W k"]) -> dict[str, Any]:

@@ -151,6 +151,44 @@ def test_the_files_that_come_with_the_project_are_valid(path):
     assert config.read(path).name == path.stem
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: a\nshapes: [{batch: 1}\nrepeats: 3", "mine.yaml: line 3: "),
+        ("name: 'a", "mine.yaml: line 1: found unexpected end of stream"),
+        ("", "mine.yaml: the file is empty"),
+        ("# nothing\n", "mine.yaml: the file is empty"),
+    ],
+)
+def test_a_file_that_is_no_yaml_is_refused_with_the_line(tmp_path, text, message):
+    with pytest.raises(config.ConfigError, match=message):
+        read(tmp_path, text)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    for path, message in ((tmp_path, "Is a directory"), (tmp_path / "no.yaml", "No such file")):
+        with pytest.raises(config.ConfigError, match=f"{path.name}: {message}"):
+            config.read(path)
+    path = tmp_path / "bytes.yaml"
+    path.write_bytes(b"name: \xff")
+    with pytest.raises(config.ConfigError, match=r"bytes.yaml: not UTF-8 text \(byte 6\)"):
+        config.read(path)
+
+
+def test_a_mapping_with_a_problem_is_not_repeated_in_its_message(tmp_path):
+    with pytest.raises(config.ConfigError) as error:
+        read(tmp_path, "methods: [{draft: small}]")
+    lines = str(error.value).splitlines()
+    assert lines[1] == "  methods.0: draft=small needs the model's directory: set model"
+
+
+def test_a_file_behind_options_is_told_to_come_first(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("repeats: 5")
+    with pytest.raises(config.ConfigError, match=f"must come first: launch {path} --repeats 1$"):
+        config.from_command_line(["--repeats", "1", str(path)], "launch")
+
+
 def test_a_file_that_is_no_mapping_is_refused(tmp_path):
     with pytest.raises(config.ConfigError, match="expected `key: value` lines, found list"):
         read(tmp_path, "- 1")

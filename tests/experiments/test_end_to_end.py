@@ -17,11 +17,10 @@ def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, capsys):
         "methods:\n"
         "  - {draft: self, kv_budget: 24, sinks: 4, tree: chain:3}\n"
         f"  - {{draft: small, model: {zoo / 'draft'}, tree: 'expansion:2,1'}}\n"
-        "  - {draft: self, kv_budget: 8, sinks: 4, tree: chain:5}\n"
     )
-    assert launch.main([str(path)]) == 1  # one cell cannot run
+    assert launch.main([str(path)]) == 0
     with (zoo / "results" / "grid" / "summary.csv").open() as file:
-        plain, streaming, small, impossible = csv.DictReader(file)
+        plain, streaming, small = csv.DictReader(file)
     for row in (plain, streaming, small):
         assert (row["status"], float(row["exact_match"])) == ("ok", 1.0)
         assert float(row["decode_s"]) > 0
@@ -30,8 +29,6 @@ def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, capsys):
     assert int(plain["rounds"]) == 2 * 11  # the first token of each row is the prefill's
     assert float(streaming["kv_mb_draft"]) < float(streaming["kv_mb_target"])
     assert 0 <= float(small["agreement"]) <= 1
-    assert impossible["status"] == "failed"
-    assert "budget=8" in impossible["error"]
     assert (streaming["verifier"], streaming["draw"], streaming["temperature"]) == (
         "greedy",
         "",
@@ -39,7 +36,8 @@ def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, capsys):
     )
     records = (zoo / "results" / "grid" / "cells").glob("*.json")
     assert sum("acceptance_by_depth" in json.loads(p.read_text()) for p in records) == 3
-    assert "budget=8" in capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
+    assert "τ: tokens emitted a target pass and row" in out
 
 
 def test_a_sampled_grid_compares_with_plain_sampling_of_the_same_parameters(zoo):

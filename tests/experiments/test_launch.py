@@ -128,6 +128,30 @@ def test_without_plain_decoding_no_cell_of_its_group_counts(tmp_path, scripted):
     assert records[4]["row"]["error"] == "plain decoding failed: MemoryError: no room"
 
 
+def test_what_failed_plain_decoding_is_told_once_for_all_that_depend_on_it(tmp_path, scripted):
+    def fails(cell):
+        if cell.draft == "none" and cell.batch == 2:
+            raise MemoryError("no room")
+
+    mine, out = experiment(tmp_path), console()
+    records = launch.run(mine, out, scripted(fails))
+    running = out.file.getvalue()
+    launch.publish(mine, records, out)
+    published = out.file.getvalue()[len(running) :]
+    assert running.count("no room") == published.count("no room") == 1
+    assert "batch 2, context 8: plain: failed: MemoryError: no room" in running
+
+
+def test_methods_that_fail_alike_are_each_told(tmp_path, scripted):
+    def fails(cell):
+        if cell.draft != "none" and cell.batch == 2:
+            raise MemoryError("no room")
+
+    out = console()
+    launch.run(experiment(tmp_path), out, scripted(fails))
+    assert out.file.getvalue().count("no room") == 2
+
+
 def test_a_timed_run_that_compiles_is_no_result(tmp_path, scripted):
     bench = scripted()
     honest = bench.run
@@ -151,6 +175,38 @@ def test_wrong_settings_end_with_status_2_and_a_message(tmp_path, capsys):
     assert "did you mean 'repeats'?" in capsys.readouterr().err
     assert launch.main([str(tmp_path / "absent.yaml")]) == 2
     assert "absent.yaml" in capsys.readouterr().err
+
+
+IMPOSSIBLE = {
+    "no such target": ("target: ./none", "target: ./none is no directory"),
+    "no model": ("target: tests", "target: tests/config.json does not exist"),
+    "a preset": ("target: opt-125m", "target: 'opt-125m' is a preset, which has no tokenizer"),
+    "no such draft": (
+        "methods: [{draft: small, model: ./none}]",
+        "model: ./none is no directory",
+    ),
+    "texts too long": (
+        "shapes: [{batch: [1, 2], context: [64, 16300]}]\nnew_tokens: 128",
+        "context 16300: prompt 0 has 16300 tokens; with 128 new ones it needs 16428 positions, and "
+        "the target has 16384",
+    ),
+    "a budget too small": (
+        "methods: [{draft: self, kv_budget: [64, 8], sinks: 4, tree: chain:5}]",
+        "self streaming 8, chain:5: budget=8 leaves too small a ring",
+    ),
+    "a cell twice": ("shapes: [{}, {}]", "shapes name a (batch, context) twice"),
+}
+
+
+@pytest.mark.parametrize("what", IMPOSSIBLE)
+def test_what_cannot_run_is_said_once_before_the_grid_starts(what, tmp_path, capsys, monkeypatch):
+    settings, message = IMPOSSIBLE[what]
+    monkeypatch.setattr(measure, "Bench", lambda: pytest.fail("the grid started"))
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"results: {tmp_path / 'results'}\n{settings}")
+    assert launch.main([str(path)]) == 2
+    assert capsys.readouterr().err.count(message) == 1
+    assert not (tmp_path / "results").exists()
 
 
 def test_a_run_that_is_not_exact_or_failed_ends_with_status_1(tmp_path, scripted, monkeypatch):

@@ -10,7 +10,6 @@ import pytest
 from experiments import config
 from experiments.specinfer import report, settings, success
 from experiments.specinfer.statistics import Estimate, mean_and_error, ratio
-from magicjax.sampling import Sampling, row_keys
 
 FILE = pathlib.Path(config.__file__).parent / "configs" / "specinfer_tables.yaml"
 
@@ -87,14 +86,7 @@ def test_a_figure_lies_outside_a_range_only_beyond_its_error(ours, place):
 def test_success_of_a_window_against_counting_by_hand():
     """With the target as its own draft the first draw is accepted always, and tokens by chance."""
     logits = jax.random.normal(jax.random.key(0), (1, 400, 8)) * 2
-    sampling = Sampling(
-        temperature=jnp.ones(1),
-        top_k=jnp.zeros(1, jnp.int32),
-        top_p=jnp.ones(1),
-        keys=row_keys(0, jnp.arange(1)),
-        filtered=False,
-    )
-    of = success._of_window(sampling, logits, logits, 3)
+    of = success._of_window(success.sampling_of(1.0, 0, 0), logits, logits, 3)
     np.testing.assert_allclose(of[success.MSS], 1, atol=1e-5)
     np.testing.assert_allclose(of[success.GREEDY], 1)
     p = np.sort(np.asarray(jax.nn.softmax(logits)), -1)[0, :, ::-1]
@@ -106,14 +98,7 @@ def test_success_of_a_window_against_counting_by_hand():
 def test_a_draft_that_knows_nothing_succeeds_as_often_as_chance():
     p = jnp.zeros((1, 5, 8)).at[..., 2].set(50.0)  # the target is sure of token 2
     q = jnp.zeros((1, 5, 8))
-    sampling = Sampling(
-        temperature=jnp.ones(1),
-        top_k=jnp.zeros(1, jnp.int32),
-        top_p=jnp.ones(1),
-        keys=row_keys(0, jnp.arange(1)),
-        filtered=False,
-    )
-    of = success._of_window(sampling, p, q, 8)
+    of = success._of_window(success.sampling_of(1.0, 0, 0), p, q, 8)
     np.testing.assert_allclose(of[success.GREEDY], [0, 0, 1, 1, 1, 1, 1, 1])  # ties go by index
     assert float(of[success.MSS][-1]) == pytest.approx(1, abs=1e-5)  # all tokens were tried
     np.testing.assert_allclose(of[success.MSS], of[success.NAIVE], atol=1e-5)

@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from experiments import config, measure
+from experiments import config
 from experiments.specinfer import __main__ as command
 from experiments.specinfer import report, runs, settings
 
@@ -58,7 +58,7 @@ def test_the_command_writes_tables_and_report_and_a_second_run_finds_all_done(
 
 def test_every_table_and_its_report_can_be_made_of_any_figures(file):
     wanted = settings.read(file)
-    stand_in = runs.Rehearsal(wanted, measure.Bench())
+    stand_in = runs.Rehearsal(wanted)
     made = {number: maker(wanted, stand_in) for number, maker in command.MAKERS.items()}
     assert [row["width"] for row in made[2]] == [1, 2] * 2
     assert [row["verifier"] for row in made[3]] == ["naive", "mss"] * 2

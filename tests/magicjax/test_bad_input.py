@@ -50,7 +50,7 @@ REFUSED = {
         ValueError,
         "prompt 0 is text and the target 'target' has no tokenizer: pass token ids",
     ),
-    "no batch": (dict(prompts=[1, 2]), ValueError, r"prompt 0 has shape \(\).*list of token ids"),
+    "no batch": (dict(prompts=[1, 2]), ValueError, r"prompt 0 has shape \(\).*ids; .* wrap it: "),
     "floats": (dict(prompts=[[0.5]]), ValueError, "dtype float64: it must be text or a list"),
     "token too large": (
         dict(prompts=[[1], [0, tiny.VOCAB]]),
@@ -62,7 +62,7 @@ REFUSED = {
         dict(prompts=[[1], [0] * 489], max_new_tokens=24),
         ValueError,
         "prompt 1 has 489 tokens; with 24 new ones it needs 513 positions, and the "
-        "target has 512: shorten the prompt or max_new_tokens",
+        r"target has 512: shorten the prompt \(to at most 488 tokens\) or max_new_tokens",
     ),
     "output too long": (dict(max_new_tokens=511), ValueError, "with 511 new ones .* needs 51"),
     # lengths and ends

@@ -1,6 +1,9 @@
 """The command line on a tiny model directory: what it prints where, and how it refuses."""
 
+import logging
+import pathlib
 import re
+import subprocess
 import sys
 
 import pytest
@@ -68,8 +71,11 @@ def test_it_prints_the_text_and_reports_acceptance_beside_it(directory, run):
     drawing, _, text = out.partition("└─3\n")
     assert drawing.startswith("4 nodes, depth 3\n0\n└─1\n  └─2\n")
     assert text == expected_text(directory) + "\n"
-    assert re.search(r"^\d+ tokens in [\d.]+ s: [\d.]+ tokens/s \(\d+ rounds, .*xla\)$", err, re.M)
-    assert re.search(r"^tau \d\.\d\d; accepted by depth  1: [\d.]+  2: [\d.]+  3: ", err, re.M)
+    first = r"^20 tokens, 19 of them decoded in [\d.]+ s: [\d.]+ tokens/s \(\d+ rounds, .*xla\)$"
+    assert re.search(first, err, re.M)
+    assert re.search(r"^tau \d\.\d\d tokens a round, of 4.0 nodes$", err, re.M)
+    assert re.search(r"^accepted by depth  1: [\d.]+  2: [\d.]+  3: [\d.]+$", err, re.M)
+    assert re.search(r"^  where reached    1: [\d.]+  2: [\d.]+  3: [\d.]+$", err, re.M)
     assert re.search(r"^KV cache: target [\d.]+ MB, draft [\d.]+ MB$", err, re.M)
 
 
@@ -90,6 +96,75 @@ def test_plain_decoding_reports_no_acceptance(directory, run):
     )
     assert (code, out) == (0, expected_text(directory) + "\n")
     assert "accepted by depth" not in err
+
+
+def test_without_a_round_there_is_no_tau(directory, run):
+    code, out, err = run(
+        *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 1),
+        *("--drafter", "look-up", "--tree", "chain:2"),
+    )
+    assert code == 0
+    assert err.startswith("1 token, from prefill (attention: ")
+    assert "tau" not in err
+
+
+SAMPLING = {
+    "plain": ([], {}),
+    "filtered": (
+        ["--temperature", "0.7", "--top-k", "9", "--top-p", "0.9", "--seed", "5"],
+        dict(temperature=0.7, top_k=9, top_p=0.9, seed=5),
+    ),
+    "a verifier and a draw": (
+        [
+            *("--drafter", "self:streaming:32", "--tree", "expansion:2,1"),
+            *("--draw", "with_replacement", "--verifier", "mss_with_replacement"),
+        ],
+        dict(
+            drafter=magicjax.SelfSpeculation("streaming", 32, "with_replacement"),
+            tree=magicjax.expansion((2, 1)),
+            verifier="mss_with_replacement",
+        ),
+    ),
+    "two drafters, a tree each": (
+        [
+            *("--drafter", "self:streaming:32", "--drafter", "look-up:3"),
+            *("--tree", "dynamic:4,2,2", "--tree", "chain:3"),
+        ],
+        dict(
+            drafter=magicjax.Ensemble(
+                (magicjax.SelfSpeculation("streaming", 32), magicjax.LookUp(3)),
+                (magicjax.DynamicTree(4, 2, 2), magicjax.chain(3)),
+            )
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SAMPLING)
+def test_options_are_those_of_generate(what, directory, run):
+    """The very text, which the seed, the rule and the draws decide together."""
+    arguments, options = SAMPLING[what]
+    code, out, err = run(
+        *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20),
+        *("--do-sample", *arguments),
+    )
+    assert (code, out) == (0, expected_text(directory, do_sample=True, **options) + "\n")
+
+
+def test_several_drafters_share_one_tree_or_have_one_each():
+    def made(*arguments):
+        needed = ("generate", "--target", "t", "--prompt", "p")
+        return cli._speculation(cli._parser().parse_args([*needed, *arguments]))
+
+    two = ("--drafter", "self:streaming:32", "--drafter", "look-up")
+    members = (magicjax.SelfSpeculation("streaming", 32), magicjax.LookUp())
+    chain, bush = magicjax.chain(2), magicjax.expansion((2, 1))
+    assert made(*two) == (magicjax.Ensemble(members), None)
+    assert made(*two, "--tree", "chain:2") == (magicjax.Ensemble(members), chain)
+    trees = ("--tree", "expansion:2,1", "--tree", "chain:2")
+    assert made(*two, *trees) == (magicjax.Ensemble(members, (bush, chain)), None)
+    assert made("--drafter", "look-up", "--tree", "chain:2") == (magicjax.LookUp(), chain)
+    assert made() == (None, None)
 
 
 class Letters:
@@ -132,20 +207,102 @@ REFUSED = {
     ),
     "no such directory": (["--target", "./none", "--prompt", "a"], "./none is no directory"),
     "no such preset": (["--target", "opt-125", "--prompt", "a"], "the nearest is 'opt-125m'"),
-    "no such file": (["--target", "DIR", "--prompt-file", "/none"], "No such file"),
+    "nothing of that name": (
+        ["--target", "nosuch", "--prompt", "a"],
+        "'nosuch' is no directory, and preset 'nosuch' does not exist: all are llama-68m,",
+    ),
+    "a directory without a model": (
+        ["--target", "PARENT", "--prompt", "a"],
+        "config.json does not exist: a checkpoint directory must hold it",
+    ),
+    "a preset without a tokenizer": (
+        ["--target", "opt-125m", "--prompt", "a"],
+        "opt-125m has no tokenizer, and text needs one: give a directory that has one with "
+        "--tokenizer",
+    ),
+    "no such file": (
+        ["--target", "DIR", "--prompt-file", "/none"],
+        "--prompt-file /none does not exist",
+    ),
+    "a directory for a file": (
+        ["--target", "DIR", "--prompt-file", "PARENT"],
+        "is a directory: give a file of text",
+    ),
+    "a file of bytes": (
+        ["--target", "DIR", "--prompt-file", "BYTES"],
+        "bytes.bin is not UTF-8 text: byte 0xff at position 2",
+    ),
+    "no such option": (
+        ["--taget", "DIR", "--prompt", "a"],
+        "magicjax generate: error: no such option: --taget; did you mean --target?",
+    ),
+    "half an option": (
+        ["--target", "DIR", "--prompt", "a", "--temp", "2"],
+        "no such option: --temp",
+    ),
+    "a stray word": (["--target", "DIR", "--prompt", "a", "word"], "no such option: word"),
     "no such dtype": (["--target", "DIR", "--prompt", "a", "--dtype", "floaty"], "floaty"),
     "empty prompt": (["--target", "DIR", "--prompt", ""], "prompt 0 is empty"),
     "too long": (
         ["--target", "DIR", "--prompt", "a", "--max-new-tokens", "600"],
-        "the target has 512: shorten the prompt",
+        "the target has 512: shorten the prompt or --max-new-tokens",
     ),
     "no new token": (
         ["--target", "DIR", "--prompt", "a", "--max-new-tokens", "0"],
-        "max_new_tokens=0: it must be at least 1",
+        "--max-new-tokens 0: it must be at least 1",
     ),
     "a tree alone": (
         ["--target", "DIR", "--prompt", "a", "--tree", "chain:2"],
-        "a tree needs a drafter",
+        "--tree needs a --drafter: give one, or leave --tree out",
+    ),
+    "a drawing of no tree": (
+        ["--target", "DIR", "--prompt", "a", "--show-tree"],
+        "--show-tree needs a --drafter",
+    ),
+    "a draw alone": (
+        ["--target", "DIR", "--prompt", "a", "--do-sample", "--draw", "top"],
+        "--draw needs a --drafter",
+    ),
+    "a draw of nothing": (
+        [
+            *("--target", "DIR", "--prompt", "a", "--do-sample"),
+            *("--drafter", "look-up", "--draw", "top"),
+        ],
+        "--draw has no meaning for a look-up",
+    ),
+    "a draw in greedy decoding": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "self", "--draw", "top"],
+        "--draw is for sampling: pass --do-sample",
+    ),
+    "three trees for two drafters": (
+        [
+            *("--target", "DIR", "--prompt", "a", "--drafter", "self", "--drafter", "look-up"),
+            *("--tree", "chain:2") * 3,
+        ],
+        "3 --tree for 2 --drafter: give one, or one for each drafter",
+    ),
+    "a temperature in greedy decoding": (
+        ["--target", "DIR", "--prompt", "a", "--temperature", "0.5"],
+        "--temperature 0.5 has no meaning in greedy decoding: pass --do-sample, or leave it out",
+    ),
+    "a temperature of zero": (
+        ["--target", "DIR", "--prompt", "a", "--do-sample", "--temperature", "0"],
+        "--temperature 0: it must be above 0; for the most likely tokens alone, leave --do-sample",
+    ),
+    "a verifier in greedy decoding": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "self", "--verifier", "mss"],
+        "--verifier 'mss' is for sampling: pass --do-sample",
+    ),
+    "a verifier that is not exact": (
+        [
+            *("--target", "DIR", "--prompt", "a", "--drafter", "self:streaming:64", "--do-sample"),
+            *("--verifier", "mss_with_replacement"),
+        ],
+        "--verifier 'mss_with_replacement' is not exact for children drawn 'without_replacement'",
+    ),
+    "no such draw": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "self", "--draw", "tops"],
+        "argument --draw: invalid choice: 'tops'",
     ),
     "no such tree": (
         ["--target", "DIR", "--prompt", "a", "--tree", "bush:2"],
@@ -157,7 +314,11 @@ REFUSED = {
     ),
     "no such drafter": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "big:DIR"],
-        "write self:streaming:256 (policy and budget) or small:PATH",
+        "'big:DIR' is no drafter: write self:streaming:256 (policy and budget), small:PATH",
+    ),
+    "no such small model": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "small:./none"],
+        "./none is no directory",
     ),
     "no such policy": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "self:streamin:64"],
@@ -169,16 +330,18 @@ REFUSED = {
     ),
     "no such backend": (
         ["--target", "DIR", "--prompt", "a", "--backend", "triton"],
-        "backend='triton' is unknown",
+        "--backend 'triton' is unknown",
     ),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_bad_arguments_end_with_exit_code_2_and_the_reason(what, directory, run):
+def test_bad_arguments_end_with_exit_code_2_and_the_reason(what, directory, run, tmp_path):
     arguments, message = REFUSED[what]
+    paths = {"DIR": directory, "PARENT": directory.parent, "BYTES": tmp_path / "bytes.bin"}
+    paths["BYTES"].write_bytes(b"ab\xff")
     before = compilation.count()
-    code, out, err = run("generate", *(str(directory) if a == "DIR" else a for a in arguments))
+    code, out, err = run("generate", *(paths.get(a, a) for a in arguments))
     assert (code, out) == (2, "")
     assert message in " ".join(err.split())
     assert "Traceback" not in err
@@ -186,5 +349,51 @@ def test_bad_arguments_end_with_exit_code_2_and_the_reason(what, directory, run)
 
 
 def test_a_drafter_is_read_as_it_is_written():
-    assert cli.parse_drafter("self:streaming:64", None) == magicjax.SelfSpeculation(budget=64)
-    assert cli.parse_drafter("self", None) == magicjax.SelfSpeculation()
+    assert cli.make_drafter("self:streaming:64") == magicjax.SelfSpeculation(budget=64)
+    assert cli.make_drafter("self") == magicjax.SelfSpeculation()
+    assert cli.make_drafter("self", draw="top") == magicjax.SelfSpeculation(draw="top")
+    assert cli.make_drafter("look-up") == magicjax.LookUp()
+    assert cli.make_drafter("look-up:7") == magicjax.LookUp(7)
+
+
+@pytest.mark.parametrize("text", ["", "self:", "self:streaming:", "small", "small:", "look-up:a"])
+def test_half_a_drafter_is_none(text):
+    with pytest.raises(ValueError, match="is no drafter: write self:streaming:256"):
+        cli.make_drafter(text)
+
+
+def test_a_prompt_may_begin_with_dashes(directory, run):
+    code, out, err = run(
+        *("generate", "--target", directory, "--prompt=--a", "--max-new-tokens", 600)
+    )
+    assert "prompt 0 has " in err and "no such option" not in err
+
+
+def test_arguments_of_generate_become_options_and_paths_stay():
+    said = "top_k=-1 in ./top_k/max_new_tokens: pass do_sample=True, or leave max_new_tokens out"
+    assert cli.in_words_of_options(said) == (
+        "--top-k -1 in ./top_k/max_new_tokens: pass --do-sample, or leave --max-new-tokens out"
+    )
+
+
+def test_the_version_is_that_of_the_package(run):
+    code, out, err = run("--version")
+    assert code == 0 and re.fullmatch(r"magicjax \d+\.\d+\.\d+\n", out)
+
+
+def test_python_runs_the_package_as_the_command():
+    here = pathlib.Path(magicjax.__file__).parent.parent
+    command = [sys.executable, "-m", "magicjax", "--version"]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=here, check=True)
+    assert ran.stdout.startswith("magicjax ")
+
+
+def test_verbose_logs_this_package_alone(directory, run):
+    code, out, err = run(
+        *("generate", "--target", directory, "--prompt", "a", "--max-new-tokens", "600"),
+        "--verbose",
+    )
+    assert code == 2
+    assert logging.getLogger("magicjax").level == logging.INFO
+    assert logging.getLogger().level == logging.WARNING
+    logging.getLogger("magicjax").setLevel(logging.NOTSET)

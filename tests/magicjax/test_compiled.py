@@ -31,6 +31,12 @@ DRAFTS = {
     "self_tree": ("self", magicjax.expansion((2, 2, 1))),
     "small_chain": ("small", magicjax.chain(4)),
     "small_tree": ("small", tiny.TREES["irregular"]),
+    "self_dynamic": ("self", magicjax.DynamicTree(8, 3, 3)),
+    "small_dynamic": ("small", magicjax.DynamicTree(8, 3, 3)),
+    "ensemble": ("ensemble", magicjax.chain(2)),
+    "plain_sampled": (None, None),
+    "self_sampled": ("self", magicjax.chain(4)),
+    "ensemble_sampled": ("ensemble", magicjax.chain(2)),
 }
 MOVES = ("copy", "transpose", "convert", "concatenate", "select", "pad", "broadcast", "reverse")
 
@@ -45,21 +51,18 @@ def shaped(config) -> magicjax.Model:
 
 def request_of(name: str):
     kind, tree = DRAFTS[name]
-    drafter = {
-        None: None,
-        "self": magicjax.SelfSpeculation(budget=BUDGET),
-        "small": magicjax.SmallModel(shaped(SMALL)),
-    }[kind]
+    own, small = magicjax.SelfSpeculation(budget=BUDGET), magicjax.SmallModel(shaped(SMALL))
+    look_up = magicjax.LookUp()
+    drafters = {"self": own, "small": small, "ensemble": magicjax.Ensemble([own, small, look_up])}
+    drafter = drafters.get(kind)
     return prepare(
         shaped(WIDE),
         [np.zeros(PROMPT, np.int32), np.zeros(10, np.int32)],
         drafter=drafter,
         tree=tree,
         max_new_tokens=32,
-        do_sample=False,
+        do_sample=name.endswith("sampled"),
         eos_token_id=tiny.NEVER,
-        pad_token_id=None,
-        backend=None,
     )
 
 
@@ -74,7 +77,8 @@ def sizes_of(request, state) -> dict[str, int]:
     """Returns how many elements one layer's keys have, of each cache in the state."""
     sizes = {"target": state.cache.k[0].size}
     if request.drafter is not None:
-        sizes["draft"] = request.drafter.caches(state.drafter)[0].k[0].size
+        own = request.drafter.caches(state.drafter)
+        sizes |= {"draft" + "'" * i: cache.k[0].size for i, cache in enumerate(own)}
     return sizes
 
 
@@ -118,7 +122,7 @@ def test_the_loop_copies_no_cache_and_needs_little_memory_beside_them(name):
     held = caches.num_bytes(state.cache)
     memory = program.memory_analysis()
     # Scores of every slot, twice, and two blocks of slots: less than one layer's keys.
-    nodes, (rows, slots) = request.settings.tree.num_nodes, (2, request.settings.capacity)
+    nodes, (rows, slots) = request.settings.shape.num_nodes, (2, request.settings.capacity)
     scores = rows * WIDE.num_heads * nodes * slots * 4
     keys = state.cache.k[0].size * 4
     assert memory.temp_size_in_bytes < 2 * scores + 3e6 < keys

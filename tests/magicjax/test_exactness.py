@@ -22,14 +22,23 @@ CASES = [
     ("near", "chain8", 1),
     ("near", "chain5", 3),
     ("self", "chain6", 1),
+    ("self", "dynamic", 3),
+    ("near", "dynamic", 8),
+    ("ensemble", "2,2,1", 8),
+    ("ensemble", "dynamic", 3),
+    ("look-up", "chain4", 8),
+    ("look-up", "branches", 3),
     ("same", "chain7", 3),
     ("same", "2,2,1", 8),
     ("other", "chain2", 8),
     ("other", "1,1,3,1,1,1,1,1", 1),
 ]
+BATCHES = (1, 3, 8)
 ALL = [
-    case for case in itertools.product(tiny.DRAFTERS, tiny.TREES, (1, 3, 8)) if case not in CASES
+    *itertools.product(tiny.DRAFTERS, [*tiny.TREES, "dynamic"], BATCHES),
+    *itertools.product(["look-up"], ["chain1", "chain4", "chain8", "branches"], BATCHES),
 ]
+ALL = [case for case in ALL if case not in CASES]
 SEEDS = range(3)
 
 

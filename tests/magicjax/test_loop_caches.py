@@ -29,12 +29,9 @@ def rounds(kind, tree, prompts, dtype):
         tiny.model("target", dtype),
         prompts,
         drafter=tiny.drafter(kind, dtype) if kind else None,
-        tree=tiny.TREES[tree] if kind else None,
+        tree=(tiny.TREES | tiny.SPECIAL)[tree] if kind else None,
         max_new_tokens=tiny.NEW,
-        do_sample=False,
         eos_token_id=tiny.NEVER,
-        pad_token_id=None,
-        backend=None,
     )
     start, _ = compilation.program("start", request.settings, *request.start_arguments)
     state = start(*request.start_arguments)
@@ -95,8 +92,19 @@ def check_draft_cache(draft, cache) -> None:
                 )
 
 
+def check_small(state, model, texts, tolerance) -> int:
+    """Checks a small model's cache and lead against the texts; returns the longest lead."""
+    own, lead = state.cache, state.lead
+    behind = [len(text) - 1 for text in texts]
+    np.testing.assert_array_equal(own.lengths, behind - lead.count)
+    check_cache(own, model, texts, own.lengths, tolerance)
+    for text, tokens, count in zip(texts, lead.tokens, lead.count, strict=True):
+        np.testing.assert_array_equal(tokens[:count], text[len(text) - 1 - count : -1])
+    return int(lead.count.max())
+
+
 def check_every_round(kind, tree, prompts, dtype, tolerance) -> None:
-    accepted = set()
+    accepted, longest = set(), 0
     for request, state in rounds(kind, tree, prompts, dtype):
         texts = [
             np.concatenate([prompt, output[:emitted]])
@@ -109,13 +117,15 @@ def check_every_round(kind, tree, prompts, dtype, tolerance) -> None:
         accepted |= set(np.flatnonzero(state.histogram.sum(0)).tolist())
         if kind == "self":
             check_draft_cache(state.drafter, state.cache)
+        elif kind == "ensemble":
+            for member, own in zip(request.drafter.drafters, state.drafter, strict=True):
+                longest = max(longest, check_small(own, member.model, texts, tolerance))
         elif kind is not None:
-            own = state.drafter.cache
-            lead = state.drafter.lead
-            np.testing.assert_array_equal(own.lengths, state.cache.lengths - lead.count)
-            check_cache(own, request.drafter.model, texts, own.lengths, tolerance)
-            for text, tokens, count in zip(texts, lead.tokens, lead.count, strict=True):
-                np.testing.assert_array_equal(tokens[:count], text[len(text) - 1 - count : -1])
+            longest = max(
+                longest, check_small(state.drafter, request.drafter.model, texts, tolerance)
+            )
+    # An accepted leaf was never run; in an ensemble, nothing of the others' branches was.
+    assert longest == {"near": 1, "ensemble": 3}.get(kind, longest)
     if kind == "same":
         assert accepted == {tiny.TREES[tree].depth}  # whole paths, every time
     elif kind is not None:
@@ -129,9 +139,11 @@ def test_caches_follow_the_text_round_by_round_around_the_budget(kind, tree):
     check_every_round(kind, tree, prompts_around_the_budget(), "float32", 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["near", "same"])
-def test_a_small_models_own_cache_follows_the_text_round_by_round(kind):
-    tree = {"near": "irregular", "same": "2,2,1"}[kind]
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [("near", "irregular"), ("near", "dynamic"), ("same", "2,2,1"), ("ensemble", "2,2,1")],
+)
+def test_a_small_models_own_cache_follows_the_text_round_by_round(kind, tree):
     check_every_round(kind, tree, tiny.prompts(8), "float32", 1e-5)
 
 

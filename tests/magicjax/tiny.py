@@ -26,7 +26,12 @@ TREES = {
     # Childless nodes beside inner ones at every level; siblings need not be neighbours.
     "irregular": magicjax.TokenTree.from_parents((-1, 0, 0, 1, 0, 1, 3, 5, 7, 6)),
 }
-DRAFTERS = ("self", "other", "same", "near")
+# Trees that not every drafter can be asked for, or that are no shape of their own.
+SPECIAL = {
+    "dynamic": magicjax.DynamicTree(9, 4, 3),
+    "branches": magicjax.expansion((3, 1, 1, 1)),
+}
+DRAFTERS = ("self", "other", "same", "near", "ensemble")
 SINKS, BUDGET = 2, 12  # the ring is smaller than most prompts, and wraps while decoding
 
 
@@ -44,8 +49,8 @@ def config(**changes) -> models.LlamaConfig:
     return models.LlamaConfig(**shapes | changes)
 
 
-def _loud(params, rng, noise: float):
-    """Returns the parameters scaled so that the text depends on its context, and `NEVER` unsaid.
+def loud(params, rng, noise: float, never: int | None = NEVER):
+    """Returns the parameters scaled so that the text depends on its context, and `never` unsaid.
 
     A random model attends evenly and soon repeats itself; four times the queries make it choose.
     """
@@ -54,8 +59,8 @@ def _loud(params, rng, noise: float):
         names = [key.key for key in path]
         x = np.asarray(x, np.float64) * (4.0 if "q" in names else 1.0)
         x = x * (1 + noise * rng.standard_normal(x.shape))
-        if names[-1] == "unembedding":
-            x[NEVER] = 0
+        if names[-1] == "unembedding" and never is not None:
+            x[never] = 0
         return x
 
     return jax.tree_util.tree_map_with_path(change, params)
@@ -68,13 +73,13 @@ def model(kind: str = "target", dtype: str = "float32") -> magicjax.Model:
     The weights are the same numbers in every dtype.
     """
     shape = config(num_layers=1, hidden_size=16, num_kv_heads=4) if kind == "other" else config()
-    drawn = _drawn(shape, 1 if kind == "other" else 0)
-    params = _loud(drawn, np.random.default_rng(7), noise=0.1 if kind == "near" else 0.0)
+    random = drawn(shape, 1 if kind == "other" else 0)
+    params = loud(random, np.random.default_rng(7), noise=0.1 if kind == "near" else 0.0)
     params = jax.tree.map(lambda x: jax.numpy.asarray(x.astype(np.float32), dtype), params)
     return magicjax.Model(models.build(shape, dtype), params, name=kind)
 
 
-def _drawn(shape, seed):
+def drawn(shape, seed):
     """Returns random parameters, drawn by numpy: the same in 64-bit mode, nothing to compile."""
     rng = np.random.default_rng(seed)
 
@@ -99,6 +104,10 @@ def drafter(kind: str, dtype: str = "float32"):
     if kind == "self":
         policy = magicjax.StreamingLLM(sinks=SINKS)
         return magicjax.SelfSpeculation(policy=policy, budget=BUDGET)
+    if kind == "look-up":
+        return magicjax.LookUp()
+    if kind == "ensemble":
+        return magicjax.Ensemble([drafter("other", dtype), drafter("near", dtype)])
     return magicjax.SmallModel(model("target" if kind == "same" else kind, dtype))
 
 
@@ -127,5 +136,5 @@ def generate(batch: int = 8, seed: int = 0, kind: str | None = None, tree=None, 
     dtype = options.pop("dtype", "float32")
     options = dict(max_new_tokens=NEW, eos_token_id=NEVER) | options
     if kind is not None:
-        options |= dict(drafter=drafter(kind, dtype), tree=TREES[tree])
+        options |= dict(drafter=drafter(kind, dtype), tree=(TREES | SPECIAL)[tree])
     return magicjax.generate(model("target", dtype), prompts(batch, seed), **options)

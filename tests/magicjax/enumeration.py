@@ -1,0 +1,266 @@
+"""The exact output distribution of one round: all draws, and both outcomes of every try.
+
+The rule is the shipped one: `verify.next_try` gives the probability of accepting a draw and the
+walk after either outcome. Here both are followed, each with its weight, where the loop would throw
+dice. Target and drafts are tables: random logits for every text.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from magicjax import sampling as sampling_
+from magicjax import verify
+from magicjax.merging import merge
+from magicjax.proposal import ONE_HOT, Draws, Proposal
+from magicjax.sampling import Sampling
+from magicjax.tree import TokenTree
+
+CHUNK = 1024  # rows of a compiled step
+NOTHING = -1  # the token of a node for which nothing was left to draw
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """A target and drafts over a vocabulary, as random tables (cached as long as the tests run).
+
+    Attributes:
+      vocab: V.
+      warped: temperature, top_k and top_p.
+      seed: of the tables.
+      spread: of the logits.
+    """
+
+    vocab: int
+    warped: tuple[float, int, float] = (1.0, 0, 1.0)
+    seed: int = 0
+    spread: float = 1.5
+
+    def sampling(self, rows: int) -> Sampling:
+        temperature, top_k, top_p = self.warped
+        return Sampling(
+            jnp.full(rows, temperature),
+            jnp.full(rows, top_k, jnp.int32),
+            jnp.full(rows, top_p),
+            sampling_.row_keys(0, jnp.arange(rows)),
+            top_k_used=top_k > 0,
+            top_p_used=top_p < 1,
+        )
+
+    @functools.cache  # noqa: B019
+    def logits(self, who: int, text: tuple[int, ...]) -> np.ndarray:
+        """Returns the logits behind a text: of the target (-1) or a draft, which resembles it."""
+        of_target = np.random.default_rng([self.seed, 99, *text]).normal(0, self.spread, self.vocab)
+        if who < 0:
+            return of_target.astype(np.float32)
+        noise = np.random.default_rng([self.seed, who, *text]).normal(0, self.spread, self.vocab)
+        return (0.5 * of_target + noise).astype(np.float32)
+
+    @functools.cache  # noqa: B019
+    def probs(self, who: int, text: tuple[int, ...]) -> np.ndarray:
+        """Returns the distribution behind a text after the shipped warping."""
+        logits = jnp.asarray(self.logits(who, text))[None]
+        return np.asarray(_warp(self.sampling(1), logits)[0], np.float64)
+
+    def joint(self, length: int) -> dict[tuple[int, ...], float]:
+        """Returns the target's distribution of texts of that length."""
+        found = {(): 1.0}
+        for _ in range(length):
+            found = {
+                (*text, token): mass * p
+                for text, mass in found.items()
+                for token, p in enumerate(self.probs(-1, text))
+            }
+        return found
+
+
+_warp = jax.jit(sampling_.warp)
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A drafter of a world: which tables it drafts from, what tree, and how it draws."""
+
+    who: int
+    tree: TokenTree
+    drawing: str
+
+
+def drawn_trees(world: World, draft: Draft) -> list[tuple[float, tuple[int, ...]]]:
+    """Returns (probability, tokens of the nodes behind the root) of every tree it can draw."""
+    trees = [(1.0, ())]
+    parents = draft.tree.parents
+    for node in range(1, draft.tree.num_nodes):
+        longer = []
+        for mass, tokens in trees:
+            text = text_of(parents, tokens, parents[node])
+            if min(text, default=0) < 0:  # below a node that was not drawn
+                longer.append((mass, (*tokens, NOTHING)))
+                continue
+            q = world.probs(draft.who, text)
+            siblings = [tokens[n - 1] for n in range(1, node) if parents[n] == parents[node]]
+            if draft.drawing == "top":
+                best = int(np.argsort(-q, kind="stable")[len(siblings)])
+                longer.append((mass, (*tokens, best)))
+                continue
+            if draft.drawing == "without_replacement":
+                for sibling in (t for t in siblings if t != NOTHING):
+                    q = np.asarray(sampling_.without(jnp.asarray(q), jnp.asarray(sibling)))
+            longer += [(mass * p, (*tokens, t)) for t, p in enumerate(q) if mass * p > 0]
+            if q.sum() == 0:  # nothing was left to draw
+                longer.append((mass, (*tokens, NOTHING)))
+        trees = longer
+    return trees
+
+
+def text_of(parents, tokens, node: int) -> tuple[int, ...]:
+    """Returns the tokens on the path from the root (not included) to a node."""
+    path = []
+    while node > 0:
+        path.insert(0, tokens[node - 1])
+        node = parents[node]
+    return tuple(path)
+
+
+def propose(world: World, drafts: list[Draft]) -> tuple[np.ndarray, Proposal]:
+    """Returns (weights, a proposal of one row for every combination of the drafts' trees)."""
+    combined = list(itertools.product(*(drawn_trees(world, draft) for draft in drafts)))
+    weights = np.array([np.prod([mass for mass, _ in rows]) for rows in combined])
+    proposals = [
+        _proposal(world, draft, np.array([rows[i][1] for rows in combined]))
+        for i, draft in enumerate(drafts)
+    ]
+    if len(proposals) == 1:
+        return weights, proposals[0]
+    return weights, merge(proposals, max(draft.tree.depth for draft in drafts))[0]
+
+
+def _proposal(world: World, draft: Draft, tokens: np.ndarray) -> Proposal:
+    """Returns a draft's trees as a drafter would propose them."""
+    rows, tree = len(tokens), draft.tree
+    parents = np.broadcast_to(tree.array[1:], tokens.shape)
+    alive = tokens >= 0
+    q_of = np.searchsorted(tree.inner, tree.array[1:])
+    if draft.drawing == "top":
+        q_of = np.full_like(q_of, ONE_HOT)
+    inner = range(len(tree.inner))
+    q = np.array([[_q(world, draft, row, tree.inner[i]) for i in inner] for row in tokens.tolist()])
+    draws = Draws(
+        parent=jnp.asarray(np.where(alive, parents, -1), jnp.int32),
+        node=jnp.broadcast_to(jnp.arange(1, tree.num_nodes, dtype=jnp.int32), tokens.shape),
+        q_of=jnp.broadcast_to(jnp.asarray(q_of, jnp.int32), tokens.shape),
+        q=jnp.asarray(q, jnp.float32),
+        replacement=draft.drawing == "with_replacement",
+    )
+    root = np.zeros((rows, 1), np.int32)
+    joined = np.concatenate([root, np.maximum(tokens, 0)], 1).astype(np.int32)
+    return Proposal(jnp.asarray(joined), tree.array, draws)
+
+
+def _q(world: World, draft: Draft, tokens, node: int) -> np.ndarray:
+    """Returns the draft's distribution at a node; at one that was not drawn, anything."""
+    text = text_of(draft.tree.parents, tokens, node)
+    return world.probs(draft.who, text if min(text, default=0) >= 0 else ())
+
+
+def target_logits(world: World, proposal: Proposal) -> np.ndarray:
+    """Returns the target's logits at every node, [B, N, V]."""
+    tokens = np.asarray(proposal.tokens)
+    parents = np.broadcast_to(np.asarray(proposal.parents), tokens.shape)
+    out = np.zeros((*tokens.shape, world.vocab), np.float32)
+    for row in range(len(tokens)):
+        of_row = tokens[row, 1:].tolist()
+        for node in range(tokens.shape[1]):
+            if node == 0 or parents[row, node] >= 0:
+                out[row, node] = world.logits(-1, text_of(parents[row], of_row, node))
+    return out
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _begin(logits, depth, sampling):
+    return verify.begin_walk(logits, depth, sampling)
+
+
+_next_try = jax.jit(verify.next_try)
+
+
+def emitted(world: World, weights, proposal: Proposal, depth: int, noise: str = "own"):
+    """Returns {tokens emitted by the round: probability}; texts are of 1 to depth + 1 tokens.
+
+    Args:
+      noise: "own" for every try, or "shared" by the tries of a node, which is wrong.
+    """
+    found: dict[tuple[int, ...], float] = {}
+    logits = target_logits(world, proposal)
+    for start in range(0, len(weights), CHUNK):
+        part = slice(start, start + CHUNK)
+        rows = jax.tree.map(
+            lambda x, part=part: np.asarray(x)[part], (proposal.tokens, proposal.draws)
+        )
+        _follow(world, weights[part], logits[part], *rows, depth, noise, found)
+    return found
+
+
+def _follow(world, weights, logits, tokens, draws, depth, noise, found) -> None:
+    """Adds up what the given rows emit, both outcomes of each try followed."""
+    walk = jax.device_get(_begin(logits, depth, world.sampling(len(weights))))
+    state = (weights, np.zeros_like(weights), logits, tokens, draws, walk)
+    while len(state[0]):
+        weights, used, logits, tokens, draws, walk = state
+        one = jax.device_get(_padded_try(world, walk, logits, tokens, draws))
+        for row in np.flatnonzero(~one.trying):
+            _emit(found, weights[row], walk, tokens, row)
+        accept = one.accept.astype(np.float64)
+        if noise == "shared":  # the number is known to be at least `used`
+            accept = np.clip(accept - used, 0, None) / np.maximum(1 - used, 1e-30)
+        taken = one.trying & (weights * accept > 0)
+        refused = one.trying & (weights * (1 - accept) > 0)
+        lowest = np.maximum(used, one.accept)
+        parts = [
+            (weights * accept, np.zeros_like(used), logits, tokens, draws, one.taken),
+            (weights * (1 - accept), lowest, logits, tokens, draws, one.refused),
+        ]
+        kept = [
+            jax.tree.map(lambda x, keep=keep: x[keep], part)
+            for part, keep in zip(parts, (taken, refused), strict=True)
+        ]
+        state = jax.tree.map(lambda a, b: np.concatenate([a, b]), *kept)
+
+
+def _padded_try(world, walk, logits, tokens, draws):
+    """Returns the next try of each row, in a batch of a power of two, to compile little."""
+    rows = len(tokens)
+    size = max(64, 1 << (rows - 1).bit_length())
+    pad = lambda x: np.concatenate([x, np.repeat(x[:1], size - rows, 0)])  # noqa: E731
+    walk, logits, tokens, draws = jax.tree.map(pad, (walk, logits, tokens, draws))
+    one = _next_try(walk, logits, tokens, draws, world.sampling(size))
+    return jax.tree.map(lambda x: x[:rows], one)
+
+
+def _emit(found, weight, walk, tokens, row) -> None:
+    path = walk.path[row, 1 : walk.accepted[row] + 1]
+    text = tuple(tokens[row, path].tolist())
+    p = walk.p[row].astype(np.float64)
+    for token, mass in enumerate(p / p.sum()):
+        found[(*text, token)] = found.get((*text, token), 0.0) + weight * mass
+
+
+def distance(world: World, found: dict, length: int) -> float:
+    """Returns the total variation between the texts found, completed by the target, and its own."""
+    completed = {}
+    for text in sorted(found, key=len):
+        continuations = {text: found[text]}
+        for _ in range(length - len(text)):
+            continuations = {
+                (*prefix, token): mass * p
+                for prefix, mass in continuations.items()
+                for token, p in enumerate(world.probs(-1, prefix))
+            }
+        for whole, mass in continuations.items():
+            completed[whole] = completed.get(whole, 0.0) + mass
+    wanted = world.joint(length)
+    return 0.5 * sum(abs(completed.get(text, 0.0) - mass) for text, mass in wanted.items())

@@ -1,0 +1,111 @@
+"""Dynamic trees are the nodes of the highest path probability that a beam search finds."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import magicjax
+from magicjax import sampling
+from tests.magicjax import oracle, tiny
+from tests.magicjax.test_loop_caches import rounds
+from tests.magicjax.test_merging import sequences
+
+TREE = tiny.SPECIAL["dynamic"]
+
+
+@functools.cache
+def proposing(tree: magicjax.DynamicTree):
+    settings = types.SimpleNamespace(tree=tree, backend=None, index=0)
+
+    @jax.jit
+    def propose(drafter, target, state, root, cache, warped):
+        return drafter.propose(target, state, root, cache, warped, settings)[0]
+
+    return propose
+
+
+def grown(tree, model, text, temperature=1.0) -> dict[tuple[int, ...], float]:
+    """Returns {path: log-probability} of the nodes to expect, by a slow beam search."""
+
+    def logp(path):
+        logits = oracle.logits(model, [*text, *path])[-1] / temperature
+        return logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+
+    found, newest = {}, {(): 0.0}
+    for _ in range(tree.depth):
+        best = sorted(newest, key=newest.get, reverse=True)[: tree.width]
+        level = {}
+        for path in best:
+            p = logp(path)
+            for token in np.argsort(-p)[: tree.width]:
+                level[(*path, int(token))] = newest[path] + p[token]
+        found |= level
+        newest = level
+    kept = sorted(found, key=found.get, reverse=True)[: tree.nodes - 1]
+    return {path: found[path] for path in kept}
+
+
+@pytest.mark.parametrize("temperature", [None, 0.7])
+@pytest.mark.parametrize(
+    "tree", [TREE, magicjax.DynamicTree(4, 5, 1), magicjax.DynamicTree(5, 1, 6)]
+)
+def test_each_row_proposes_the_likeliest_paths(tree, temperature):
+    shapes = set()
+    for request, state in list(rounds("near", "dynamic", tiny.prompts(8), "float32"))[:3]:
+        warped = None
+        if temperature is not None:
+            ones = jnp.ones(8)
+            keys = sampling.row_keys(0, jnp.arange(8))
+            warped = sampling.Sampling(
+                ones * temperature, ones.astype(int) * 0, ones, keys, False, False
+            )
+        found = proposing(tree)(
+            request.drafter, request.target, state.drafter, state.pending, state.cache, warped
+        )
+        assert found.tokens[:, 0].tolist() == state.pending.tolist()
+        for row, prompt in enumerate(tiny.prompts(8)):
+            text = [*prompt, *state.output[row, : state.emitted[row]]]
+            wanted = grown(tree, request.drafter.model, text, temperature or 1.0)
+            parents = np.asarray(found.parents[row])
+            assert all(parents[n] < n for n in range(tree.nodes))
+            assert set(sequences(np.asarray(found.tokens[row]), parents)) == set(wanted)
+            shapes.add(tuple(parents.tolist()))
+    assert len(shapes) > 4 or tree.width == 1 or tree.depth == 1  # rows grow trees of their own
+
+
+def test_what_the_filters_leave_out_is_padding_and_never_proposed():
+    request, state = next(rounds("near", "dynamic", tiny.prompts(8), "float32"))
+    ones = jnp.ones(8)
+    keys = sampling.row_keys(0, jnp.arange(8))
+    # top_k = 1
+    one_token = sampling.Sampling(ones, ones.astype(jnp.int32), ones, keys, True, False)
+    found = proposing(TREE)(
+        request.drafter, request.target, state.drafter, state.pending, state.cache, one_token
+    )
+    parents = np.asarray(found.parents)
+    assert ((parents >= 0).sum(1) == TREE.depth).all()  # a chain is all there is
+    assert (np.asarray(found.draws.parent) == parents[:, 1:]).all()
+
+
+def test_large_trees_of_64_nodes_are_exact():
+    """More than 31 nodes, where a mask no longer fits in the bits of an int32."""
+    wanted = tiny.expected(3)
+    trees = (magicjax.DynamicTree(64, 5, 5), magicjax.expansion((4, 3, 2, 1)))
+    for drafter, tree in zip(("near", "self"), trees, strict=True):
+        assert tree.num_nodes >= 64
+        output = magicjax.generate(
+            tiny.model(),
+            tiny.prompts(3),
+            drafter=tiny.drafter(drafter),
+            tree=tree,
+            max_new_tokens=tiny.NEW,
+            eos_token_id=tiny.NEVER,
+        )
+        tally = oracle.Tally()
+        tally.compare(tiny.model(), tiny.prompts(3), wanted, tiny.rows_of(output))
+        assert output.stats.tau > 1.5
+        assert output.stats.nodes_per_round == tree.num_nodes

@@ -1,0 +1,227 @@
+"""Texts sampled through the whole compiled loop have the target's joint distribution.
+
+Texts of four tokens, with an EOS among them, against the exact joint of a tiny target: 200,000 of
+them for every drafter, tree and verifier in the slow tests, 40,000 for a slice in the others. The
+negative controls break one rule inside the loop and must be seen.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+from flax import struct
+
+import magicjax
+import models
+from tests.magicjax import oracle, tiny
+
+VOCAB, LENGTH, EOS = 5, 4, 0
+PROMPT = [1, 4, 2, 3, 3, 1, 2, 4, 1]
+ROWS, FEW_CALLS, MANY_CALLS = 20_000, 2, 10
+WARPED = dict(temperature=0.8, top_k=4, top_p=0.9)
+PLAIN = dict(temperature=1.0)
+
+
+@functools.cache
+def model(seed: int) -> magicjax.Model:
+    """Returns a random model whose texts depend on all that came before."""
+    shape = tiny.config(
+        vocab_size=VOCAB,
+        num_layers=1,
+        hidden_size=16,
+        num_heads=2,
+        num_kv_heads=1,
+        max_positions=64,
+    )
+    params = tiny.loud(tiny.drawn(shape, seed), np.random.default_rng(seed), noise=0.0, never=None)
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+    return magicjax.Model(models.build(shape), params, name=f"tiny {seed}")
+
+
+def small(seed: int, **options) -> magicjax.SmallModel:
+    return magicjax.SmallModel(model(seed), **options)
+
+
+def self_speculation(**options) -> magicjax.SelfSpeculation:
+    return magicjax.SelfSpeculation(magicjax.StreamingLLM(sinks=1), budget=5, **options)
+
+
+@functools.cache
+def joint(options: tuple[tuple[str, float], ...]) -> dict[tuple[int, ...], float]:
+    """Returns the probability of every text, computed by the oracle and a plain warping."""
+    finished, open_ = {}, {(): 1.0}
+    for _ in range(LENGTH):
+        longer = {}
+        for text, mass in open_.items():
+            logits = oracle.logits(model(0), [*PROMPT, *text])[-1]
+            for token, p in enumerate(warped(logits, **dict(options))):
+                (finished if token == EOS else longer)[(*text, token)] = mass * p
+        open_ = longer
+    return finished | open_
+
+
+def warped(logits, temperature=1.0, top_k=0, top_p=1.0) -> np.ndarray:
+    """Returns the probabilities after temperature, top_k and top_p: the definition, one by one."""
+    p = np.exp((logits - logits.max()) / temperature)
+    best = np.argsort(-p)
+    p[best[top_k or len(p) :]] = 0
+    p /= p.sum()
+    while p.sum() - min(x for x in p if x > 0) >= top_p:
+        p[p == min(x for x in p if x > 0)] = 0
+    return p / p.sum()
+
+
+def sampled(drafter: Any, tree: Any, calls: int, **options) -> dict[tuple[int, ...], int]:
+    """Returns how often each text came out of the loop."""
+    counts: dict[tuple[int, ...], int] = {}
+    for seed in range(calls):
+        output = magicjax.generate(
+            model(0),
+            [PROMPT] * ROWS,
+            drafter=drafter,
+            tree=tree,
+            max_new_tokens=LENGTH,
+            do_sample=True,
+            seed=seed,
+            eos_token_id=EOS,
+            **options,
+        )
+        # A text of fewer tokens than LENGTH has ended by EOS, which is also the padding here.
+        texts, times = np.unique(output.tokens, axis=0, return_counts=True)
+        for text, count in zip(texts.tolist(), times.tolist(), strict=True):
+            key = tuple(text[: text.index(EOS) + 1] if EOS in text else text)
+            counts[key] = counts.get(key, 0) + count
+    return counts
+
+
+def p_value(counts: dict, wanted: dict) -> float:
+    """Returns the chi-square p-value; texts expected fewer than 5 times are one cell."""
+    total = sum(counts.values())
+    impossible = [text for text in counts if wanted.get(text, 0.0) == 0.0]
+    if impossible:
+        return 0.0
+    rare = [text for text, p in wanted.items() if p * total < 5]
+    cells = [(counts.get(text, 0), p * total) for text, p in wanted.items() if p * total >= 5]
+    cells.append((sum(counts.get(t, 0) for t in rare), sum(wanted[t] for t in rare) * total))
+    observed, expected = np.array([cell for cell in cells if cell[1] > 0]).T
+    return float(scipy.stats.chisquare(observed, expected * total / expected.sum()).pvalue)
+
+
+CHAIN, PAIRS, DEEP = magicjax.chain(3), magicjax.expansion((2, 2)), magicjax.expansion((1, 1, 3))
+IRREGULAR = magicjax.TokenTree.from_parents((-1, 0, 0, 1, 0, 1, 3))
+DYNAMIC, BRANCHES = magicjax.DynamicTree(6, 3, 2), magicjax.expansion((2, 1))
+
+
+def ensemble(**options) -> magicjax.Ensemble:
+    return magicjax.Ensemble([small(1, **options), small(2, **options)])
+
+
+SLICE = {
+    "small, 2,2": (small(1), PAIRS, {}),
+    "small top, 1,1,3": (small(1, draw="top"), DEEP, {}),
+    "small, dynamic": (small(1), DYNAMIC, {}),
+    "self with replacement, irregular": (
+        self_speculation(draw="with_replacement"),
+        IRREGULAR,
+        {},
+    ),
+    "ensemble and look-up": (
+        magicjax.Ensemble(
+            [small(1), magicjax.LookUp(), self_speculation()], [PAIRS, CHAIN, BRANCHES]
+        ),
+        CHAIN,
+        {},
+    ),
+}
+ALL = SLICE | {
+    "plain": (None, None, {}),
+    "self, dynamic": (self_speculation(), DYNAMIC, {}),
+    "ensemble, dynamic": (ensemble(), DYNAMIC, {}),
+    "look-up, chain": (magicjax.LookUp(), CHAIN, {}),
+    "look-up, branches": (magicjax.LookUp(), BRANCHES, {}),
+    "look-up, naive": (magicjax.LookUp(), BRANCHES, dict(verifier="naive")),
+}
+ALL |= {
+    f"{who}, {draw}, {name}, {verifier}": (make(draw=draw), tree, dict(verifier=verifier))
+    for who, make in (
+        ("small", functools.partial(small, 1)),
+        ("self", self_speculation),
+        ("ensemble", ensemble),
+    )
+    for draw in ("with_replacement", "without_replacement", "top")
+    for name, tree in (("chain", CHAIN), ("2,2", PAIRS), ("1,1,3", DEEP), ("irregular", IRREGULAR))
+    for verifier in ("mss", "naive")
+}
+
+
+def check(what: str, calls: int) -> None:
+    drafter, tree, options = ALL[what]
+    settings = PLAIN if list(ALL).index(what) % 2 else WARPED
+    p = p_value(
+        sampled(drafter, tree, calls, **settings, **options), joint(tuple(settings.items()))
+    )
+    print(f"{what}, {settings}: p = {p:.3f}")
+    assert p > 0.001
+
+
+@pytest.mark.parametrize("what", SLICE)
+def test_sampled_texts_have_the_targets_joint_distribution(what):
+    check(what, FEW_CALLS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ALL)
+def test_every_drafter_verifier_and_tree_has_the_joint_distribution(what):
+    check(what, MANY_CALLS)
+
+
+@struct.dataclass
+class Broken:
+    """A drafter whose draws are told wrongly."""
+
+    drafter: Any
+    how: str = struct.field(pytree_node=False)
+
+    def __getattr__(self, name):
+        return getattr(self.drafter, name)
+
+    def propose(self, target, state, root, cache, sampling, settings):
+        proposal, draft = self.drafter.propose(target, state, root, cache, sampling, settings)
+        draws, tokens = proposal.draws, proposal.tokens
+        token = jnp.take_along_axis(tokens, draws.node, 1)
+        if self.how == "not renormalised":
+            draws = draws.replace(replacement=True)
+        elif self.how == "repeated tokens skipped":
+            same = (token[:, :, None] == token[:, None]) & (
+                draws.parent[:, :, None] == draws.parent[:, None]
+            )
+            repeated = jnp.tril(same, -1).any(-1)
+            draws = draws.replace(parent=jnp.where(repeated, -1, draws.parent))
+        elif self.how == "pruned":
+            own = draws.q[jnp.arange(len(tokens))[:, None], draws.q_of, token]
+            worst = own == own.min(1, keepdims=True)
+            draws = draws.replace(parent=jnp.where(worst, -1, draws.parent))
+        elif self.how == "top as if drawn":
+            q = jnp.full((len(tokens), 1, VOCAB), 1 / VOCAB)
+            draws = draws.replace(q=q, q_of=jnp.zeros_like(draws.q_of))
+        return proposal.replace(draws=draws), draft
+
+
+@pytest.mark.parametrize(
+    ("how", "draw"),
+    [
+        ("not renormalised", "without_replacement"),
+        ("repeated tokens skipped", "with_replacement"),
+        ("pruned", "with_replacement"),
+        ("top as if drawn", "top"),
+    ],
+)
+def test_a_rule_broken_inside_the_loop_is_seen(how, draw):
+    drafter, tree = Broken(small(1, draw=draw), how), magicjax.expansion((5,))
+    p = p_value(sampled(drafter, tree, FEW_CALLS, **PLAIN), joint(tuple(PLAIN.items())))
+    print(f"{how}: p = {p:.1e}")
+    assert p < 1e-6

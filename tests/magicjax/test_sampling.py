@@ -1,0 +1,193 @@
+"""Warping, drawing, and a random number of its own for each use."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import magicjax
+from magicjax import sampling
+from magicjax.sampling import Purpose, Sampling, attempt, sample, uniforms, warp, without
+from tests.magicjax import tiny
+from tests.magicjax.test_joint import warped
+
+PARAMETERS = [
+    (1.0, 0, 1.0),
+    (0.5, 3, 1.0),
+    (2.0, 0, 0.6),
+    (0.8, 5, 0.7),
+    (1.0, 1, 1.0),
+    (3.0, 99, 0.01),
+]
+
+
+def of_rows(parameters, filtered=True) -> Sampling:
+    temperature, top_k, top_p = map(np.array, zip(*parameters, strict=True))
+    keys = sampling.row_keys(0, jnp.arange(len(parameters)))
+    return Sampling(
+        jnp.asarray(temperature, jnp.float32),
+        jnp.asarray(top_k, jnp.int32),
+        jnp.asarray(top_p, jnp.float32),
+        keys,
+        top_k_used=filtered,
+        top_p_used=filtered,
+    )
+
+
+def test_each_row_is_warped_by_its_own_parameters_as_defined():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        logits = rng.normal(0, 2, (len(PARAMETERS), 3, 9)).astype(np.float32)
+        found = warp(of_rows(PARAMETERS), jnp.asarray(logits))
+        for row, parameters in enumerate(PARAMETERS):
+            for node in range(3):
+                wanted = warped(logits[row, node].astype(np.float64), *parameters)
+                np.testing.assert_allclose(found[row, node], wanted, atol=1e-6)
+
+
+def test_tokens_that_tie_with_the_last_one_kept_are_kept():
+    p = warp(of_rows([(1.0, 2, 1.0)]), jnp.array([[3.0, 1.0, 1.0, 0.0]]))
+    assert (np.asarray(p[0]) > 0).tolist() == [True, True, True, False]
+
+
+def test_filters_that_keep_all_cut_no_tail_and_unused_ones_cost_nothing():
+    logits = jnp.linspace(0, -60, 50)[None]
+    for filtered in (False, True):
+        assert (warp(of_rows([(1.0, 0, 1.0)], filtered), logits) > 0).all()
+    text = jax.jit(warp).lower(of_rows([(1.0, 0, 1.0)], False), logits).as_text()
+    assert "while" not in text
+
+
+@given(seed=st.integers(0, 10_000), cut=st.integers(0, 6))
+def test_a_token_of_no_probability_is_never_sampled(seed, cut):
+    rng = np.random.default_rng(seed)
+    probs = rng.random((64, 7)).astype(np.float32) ** 8
+    probs[:, rng.permutation(7)[:cut]] = 0
+    u = np.concatenate([rng.random(60), [0.0, 1 - 2**-23, 2**-23, 0.5]]).astype(np.float32)
+    tokens = np.asarray(sample(jnp.asarray(probs), jnp.asarray(u)))
+    assert (probs[np.arange(64), tokens] > 0).all()
+
+
+def test_sampling_splits_the_unit_interval_by_probability():
+    probs = jnp.array([0.25, 0.0, 0.5, 0.25])
+    u = (jnp.arange(1000) + 0.5) / 1000
+    counts = np.bincount(sample(jnp.broadcast_to(probs, (1000, 4)), u), minlength=4)
+    assert counts.tolist() == [250, 0, 500, 250]
+
+
+def test_every_use_has_a_number_of_its_own():
+    """Seeds, rows, positions, purposes, drafters and draws: none shares a number with another."""
+    found = []
+    for seed, purpose, drafter in itertools.product(range(2), Purpose, (0, 1, 63)):
+        keys = sampling.row_keys(seed, jnp.arange(3))
+        position = jnp.broadcast_to(jnp.arange(8)[:, None], (3, 8, 20))
+        number = jnp.broadcast_to(jnp.arange(20), position.shape)
+        found.append(np.asarray(uniforms(keys, position, purpose, number, drafter)))
+    numbers = np.concatenate(found, axis=None)
+    # 8640 numbers of 23 bits: about 4 pairs coincide by chance, and thousands if a key is shared.
+    assert len(numbers) - len(np.unique(numbers)) < 20
+    assert abs(numbers.mean() - 0.5) < 0.02
+
+
+def test_theorem_4_3_trying_drafts_accepts_at_least_as_often_as_sampling_the_target():
+    """SpecInfer, theorem 4.3, for one and two tries, on 1,000 random pairs of distributions."""
+    rng = np.random.default_rng(0)
+    p, q = rng.dirichlet(np.full(6, 0.5), (2, 1000))
+    naive_one, naive_two, mss_one, mss_two = np.zeros((4, 1000))
+    for token in range(6):
+        tokens = np.full(1000, token)
+        accept, left = (np.asarray(x) for x in attempt(p, q, tokens))
+        mss_one += q[:, token] * accept
+        naive_one += q[:, token] * p[:, token]
+        rest = np.asarray(without(q, tokens))
+        for second in range(6):
+            both = q[:, token] * rest[:, second]
+            again = np.asarray(attempt(left, rest, np.full(1000, second))[0])
+            mss_two += both * (accept + (1 - accept) * again)
+            naive_two += both * (p[:, token] + p[:, second])
+    assert (mss_one >= naive_one - 1e-6).all() and (mss_two >= naive_two - 1e-6).all()
+    assert (mss_two >= mss_one - 1e-6).all()
+    assert mss_two.mean() > 1.2 * naive_two.mean()
+
+
+def generate(kind=None, tree=None, batch=8, **options):
+    options = dict(do_sample=True, temperature=1.2, top_p=0.95, seed=5) | options
+    options |= dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
+    if kind is not None:
+        options |= dict(drafter=tiny.drafter(kind), tree=(tiny.TREES | tiny.SPECIAL)[tree])
+    return magicjax.generate(tiny.model(), tiny.prompts(batch), **options)
+
+
+CASES = [
+    ("self", "chain4"),
+    ("near", "2,2,1"),
+    ("near", "irregular"),
+    ("other", "1,1,3,1,1,1,1,1"),
+    ("near", "dynamic"),
+    ("ensemble", "2,2,1"),
+    ("look-up", "branches"),
+]
+
+
+@pytest.mark.parametrize(("kind", "tree"), CASES)
+def test_naive_gives_the_very_tokens_of_plain_sampling(kind, tree):
+    plain, found = generate(), generate(kind, tree, verifier="naive")
+    np.testing.assert_array_equal(found.tokens, plain.tokens)
+    assert found.stats.rounds < plain.stats.rounds or kind == "look-up"  # and it does speculate
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", tiny.DRAFTERS)
+@pytest.mark.parametrize("tree", tiny.TREES)
+def test_naive_is_plain_sampling_for_every_drafter_and_tree(kind, tree):
+    found = generate(kind, tree, verifier="naive")
+    np.testing.assert_array_equal(found.tokens, generate().tokens)
+
+
+def test_the_comparison_with_plain_sampling_would_see_another_seed():
+    assert (generate(seed=6).tokens != generate().tokens).any(1).all()
+    assert (generate("near", "2,2,1").tokens != generate().tokens).any()  # mss draws otherwise
+
+
+@pytest.mark.parametrize(("kind", "tree"), [(None, None), ("near", "2,2,1"), ("ensemble", "2,2,1")])
+def test_a_row_depends_on_neither_its_neighbours_nor_their_parameters(kind, tree):
+    prompts = tiny.prompts(8)
+    options = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER, do_sample=True, seed=5)
+    if kind is not None:
+        options |= dict(drafter=tiny.drafter(kind), tree=tiny.TREES[tree])
+    temperatures = np.linspace(0.5, 2, 8)
+    whole = magicjax.generate(tiny.model(), prompts, temperature=temperatures, top_k=9, **options)
+    again = magicjax.generate(tiny.model(), prompts, temperature=temperatures, top_k=9, **options)
+    np.testing.assert_array_equal(whole.tokens, again.tokens)
+    # The same rows beside others that end at once: row r keeps its place, which is its request.
+    limits = [tiny.NEW if row % 2 else 1 for row in range(8)]
+    warm = np.where(np.arange(8) % 2, temperatures, 1.0)
+    kept = np.where(np.arange(8) % 2, 9, 3)
+    other = magicjax.generate(
+        tiny.model(),
+        [p if row % 2 else p[::-1] for row, p in enumerate(prompts)],
+        temperature=warm,
+        top_k=kept,
+        **options | dict(max_new_tokens=limits),
+    )
+    np.testing.assert_array_equal(whole.tokens[1::2], other.tokens[1::2])
+
+
+def test_stream_samples_the_same_tokens():
+    prompts = tiny.prompts(8)
+    options = dict(
+        max_new_tokens=tiny.NEW,
+        eos_token_id=tiny.NEVER,
+        do_sample=True,
+        seed=5,
+        drafter=tiny.drafter("near"),
+        tree=tiny.TREES["2,2,1"],
+    )
+    told = [np.concatenate(row) for row in zip(*magicjax.stream(tiny.model(), prompts, **options))]
+    wanted = tiny.rows_of(magicjax.generate(tiny.model(), prompts, **options))
+    for row, of_row in zip(told, wanted, strict=True):
+        np.testing.assert_array_equal(row, of_row)
