@@ -91,10 +91,22 @@ def _table(columns: dict[str, str], rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def _verdict(sign: int, why: str) -> str:
-    """Returns the text behind its verdict: 1 follows the paper, -1 does not, 0 is undecided."""
-    said = {1: "Follows the paper", 0: "Undecided", -1: "Does not follow the paper"}
-    return f"**{said[sign]}**: {why}"
+def _verdict(sign: int, why: str, where: str = "within") -> str:
+    """Returns the text behind its verdict.
+
+    Args:
+      sign: 1 if the paper's claim holds, -1 if its contrary does, 0 if neither is clear.
+      why: the figures.
+      where: our figure lies against the paper's range.
+    """
+    said = {1: "Follows the paper", 0: "Undecided", -1: "Does not follow the paper"}[sign]
+    if where != "within":
+        said = (
+            "Follows the paper in direction, not in size"
+            if sign > 0
+            else "Does not follow the paper"
+        )
+    return f"**{said}**: {why}"
 
 
 def _estimate(row: dict[str, Any], key: str) -> Estimate:
@@ -142,10 +154,10 @@ def _compared_success(tables: Tables, rows: Rows, kind: str, paper: Rows) -> lis
             f"a rise of {rise}."
         )
         begins = first_span.place(first)
-        follows = where == begins == "within"
+        outside = begins if where == "within" else where
         if where != "within":
             line += f" The rise lies {where} theirs."
-        line = _verdict(1 if follows else -1, line)
+        line = _verdict(ours.against(0.0), line, outside)
         if begins != "within":
             line += (
                 f" One try alone lies {begins} the paper's range: this draft is "
@@ -204,7 +216,7 @@ def _compared_widths(tables: Tables, made: dict[int, Rows], decoding: str) -> st
         text += f" How much it rises lies {where} the paper's range."
     elif sign == 0:
         text += " No clear rise: more requests would tell."
-    text = _verdict(-1 if falls or where != "within" else sign, text)
+    text = _verdict(-1 if falls else sign, text, where)
     return text + _explained_widths(tables, made, decoding, where)
 
 
@@ -255,7 +267,7 @@ def _verifiers(tables: Tables, made: dict[int, Rows]) -> str:
             text += f" That lies {where} its range."
         elif sign == 0:
             text += " No clear difference: more requests would tell."
-        parts.append("- " + _verdict(sign if where == "within" else -1, text))
+        parts.append("- " + _verdict(sign, text, where))
         parts[-1] += _explained_verifiers(tables, made, tree, theirs, where)
     return "\n\n".join(parts)
 
@@ -370,12 +382,14 @@ def _compared_shapes(mine: Rows, rows: Rows, kind: str) -> str:
     each = ", ".join(f"{_estimate(row, 'gain')} at {row['size']} nodes" for row in mine)
     text = f"{mine[0]['decoding']}, {kind} over expansion: {each}."
     sign = min(signs) if min(signs) < 0 else max(signs)
-    text += ("", " Clearly more.", " Clearly fewer.")[sign] or " No clear difference."
+    clear = ", ".join(str(row["size"]) for row, of in zip(mine, signs) if of == sign)
+    how = {1: f"Clearly more at {clear}.", 0: "No clear difference.", -1: f"Fewer at {clear}."}
+    text += f" {how[sign]}"
     if kind == "optimal" and len(mine) > 1:
         grows = mine[-1]["gain"] - mine[0]["gain"]
         error = float(np.hypot(mine[-1]["gain_error"], mine[0]["gain_error"]))
-        how = {1: "grows", 0: "neither clearly grows nor shrinks", -1: "shrinks"}
-        text += f" With size the gain {how[Estimate(grows, error).against(0.0)]}."
+        trend = {1: "grows", 0: "neither clearly grows nor shrinks", -1: "shrinks"}
+        text += f" With size the gain {trend[Estimate(grows, error).against(0.0)]}."
     missing = [
         (row, base)
         for row in mine

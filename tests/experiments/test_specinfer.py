@@ -132,11 +132,12 @@ def made(gain, error=0.01):
 @pytest.mark.parametrize(
     ("gain", "error", "verdict", "said"),
     [
-        (1.34, 0.01, "Follows", ""),
+        (1.34, 0.01, "Follows the paper**", ""),
         (1.15, 0.1, "Undecided", "No clear rise"),
         (1.02, 0.05, "Does not follow", "lies below the paper's range"),
         (0.8, 0.01, "Does not follow", "From width 1 to 5 tokens per step fall"),
-        (1.8, 0.01, "Does not follow", "lies above the paper's range"),
+        (1.05, 0.01, "Follows the paper in direction, not in size", "lies below the paper's range"),
+        (1.8, 0.01, "Follows the paper in direction, not in size", "lies above the paper's range"),
     ],
 )
 def test_the_verdict_follows_the_figures(gain, error, verdict, said):

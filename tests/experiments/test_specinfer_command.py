@@ -70,7 +70,7 @@ def test_every_table_and_its_report_can_be_made_of_any_figures(file):
     text = report.write(wanted, made)
     assert all(f"## Table {number}" in text for number in made)
     # every method emits as much in a rehearsal, so no claim of the papers can hold
-    assert "**Follows" not in text
+    assert "**Follows the paper" not in text
     assert text.count("**Undecided") + text.count("**Does not follow") == 2 + 2 + 2 + 3
 
 
