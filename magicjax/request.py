@@ -170,20 +170,15 @@ def _verifier(drafter: Drafter | None, tree: Tree, do_sample: bool, verifier: st
         if verifier not in (None, "naive"):
             raise ValueError(f"verifier={verifier!r} needs a drafter: pass one, or leave it out")
         return "naive"
-    _check_drawings(drafter.drawings(tree), tree, verifier)
+    _check_drawings(drafter.drawings(tree), verifier)
     return "mss" if verifier is None else verifier
 
 
-def _check_drawings(drawings: set[str], tree: Tree, verifier: str | None) -> None:
+def _check_drawings(drawings: set[str], verifier: str | None) -> None:
     """Raises ValueError unless the verifier keeps the target's distribution for these draws."""
     unknown = drawings - DRAWINGS.keys()
     if unknown:
         raise ValueError(f"draw={unknown.pop()!r} is unknown: use one of {', '.join(DRAWINGS)}")
-    if isinstance(tree, DynamicTree) and drawings != {"top"}:
-        raise ValueError(
-            f"children drawn {min(drawings - {'top'})} in a dynamic tree would be pruned by their "
-            "probability after the draw, which is not exact: use draw='top', or a static tree"
-        )
     if {"with_replacement", "without_replacement"} <= drawings:
         raise ValueError(
             "an ensemble mixes draws with and without replacement, and the rule that is exact for "
