@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from magicjax.decode import Settings
-from magicjax.drafters import DRAWINGS, Drafter
+from magicjax.drafters import DRAWINGS, Drafter, Ensemble
 from magicjax.model import Model
 from magicjax.sampling import Sampling, row_keys
 from magicjax.tree import MAX_NODES, ROOT_ONLY, DynamicTree, Shape, TokenTree, Tree, chain
@@ -127,6 +127,10 @@ def _tree(target: Model, drafter: Drafter | None, tree: Tree | None) -> Tree:
             f"drafter is a {type(drafter).__name__}: pass magicjax.SelfSpeculation(...), or wrap "
             "a model, magicjax.SmallModel(model)"
         )
+    if isinstance(drafter, Ensemble) and drafter.trees is not None:
+        if tree is not None:
+            raise ValueError("the ensemble has a tree for each drafter: leave tree out")
+        return ROOT_ONLY  # which nobody is asked for
     if tree is None:
         return DEFAULT_TREE
     if not isinstance(tree, TokenTree | DynamicTree):

@@ -179,6 +179,11 @@ REFUSED = {
         ValueError,
         "a member's tree speculates nothing: give it a child",
     ),
+    "a tree beside the members' own": (
+        dict(drafter=magicjax.Ensemble([budget(12)], [magicjax.chain(2)]), tree=magicjax.chain(3)),
+        ValueError,
+        "the ensemble has a tree for each drafter: leave tree out",
+    ),
     "mixed draws": (
         dict(
             drafter=magicjax.Ensemble(
