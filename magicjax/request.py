@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from magicjax.decode import Settings
-from magicjax.drafters import DRAWINGS, Drafter
+from magicjax.drafters import DRAWINGS, Drafter, Ensemble
 from magicjax.model import Model
 from magicjax.sampling import Sampling, row_keys
 from magicjax.tree import MAX_NODES, ROOT_ONLY, DynamicTree, Shape, TokenTree, Tree, chain
@@ -127,6 +127,10 @@ def _tree(target: Model, drafter: Drafter | None, tree: Tree | None) -> Tree:
             f"drafter is a {type(drafter).__name__}: pass magicjax.SelfSpeculation(...), or wrap "
             "a model, magicjax.SmallModel(model)"
         )
+    if isinstance(drafter, Ensemble) and drafter.trees is not None:
+        if tree is not None:
+            raise ValueError("the ensemble has a tree for each drafter: leave tree out")
+        return ROOT_ONLY  # which nobody is asked for
     if tree is None:
         return DEFAULT_TREE
     if not isinstance(tree, TokenTree | DynamicTree):
@@ -170,20 +174,15 @@ def _verifier(drafter: Drafter | None, tree: Tree, do_sample: bool, verifier: st
         if verifier not in (None, "naive"):
             raise ValueError(f"verifier={verifier!r} needs a drafter: pass one, or leave it out")
         return "naive"
-    _check_drawings(drafter.drawings(tree), tree, verifier)
+    _check_drawings(drafter.drawings(tree), verifier)
     return "mss" if verifier is None else verifier
 
 
-def _check_drawings(drawings: set[str], tree: Tree, verifier: str | None) -> None:
+def _check_drawings(drawings: set[str], verifier: str | None) -> None:
     """Raises ValueError unless the verifier keeps the target's distribution for these draws."""
     unknown = drawings - DRAWINGS.keys()
     if unknown:
         raise ValueError(f"draw={unknown.pop()!r} is unknown: use one of {', '.join(DRAWINGS)}")
-    if isinstance(tree, DynamicTree) and drawings != {"top"}:
-        raise ValueError(
-            f"children drawn {min(drawings - {'top'})} in a dynamic tree would be pruned by their "
-            "probability after the draw, which is not exact: use draw='top', or a static tree"
-        )
     if {"with_replacement", "without_replacement"} <= drawings:
         raise ValueError(
             "an ensemble mixes draws with and without replacement, and the rule that is exact for "

@@ -52,6 +52,8 @@ class Ensemble:
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         for drafter, own in zip(self.drafters, self._trees(tree), strict=True):
+            if own.num_nodes < 2:
+                raise ValueError(f"a member's tree speculates nothing: give it a child\n{own}")
             drafter.check(target, own, depth, context)
 
     def shape(self, tree: Tree) -> Shape:

@@ -80,10 +80,18 @@ def check_width(tree: Tree, vocab: int) -> None:
 
 
 def drawing_of(draw: str | None, tree: Tree) -> str:
-    """Returns how children of `tree` are drawn; None is the best way that is exact."""
-    if draw is not None:
-        return draw
-    return "top" if isinstance(tree, DynamicTree) else "without_replacement"
+    """Returns how children of `tree` are drawn; None is the best way that is exact.
+
+    Raises:
+      ValueError: drawn children in a dynamic tree.
+    """
+    dynamic = isinstance(tree, DynamicTree)
+    if dynamic and draw not in (None, "top"):
+        raise ValueError(
+            f"children drawn {draw} in a dynamic tree would be pruned by their probability after "
+            "the draw, which is not exact: use draw='top', or a static tree"
+        )
+    return draw or ("top" if dynamic else "without_replacement")
 
 
 def with_lead(lead: Lead, mask: Bool[Array, "B T N"]) -> Bool[Array, "B T N+F"]:

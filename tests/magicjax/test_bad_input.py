@@ -164,6 +164,26 @@ REFUSED = {
         ValueError,
         "children drawn with_replacement in a dynamic tree would be pruned .* use draw='top'",
     ),
+    "dynamic tree of draws in an ensemble": (
+        dict(
+            drafter=magicjax.Ensemble(
+                [budget(12, draw="with_replacement")], [magicjax.DynamicTree(4, 2, 2)]
+            ),
+            do_sample=True,
+        ),
+        ValueError,
+        "children drawn with_replacement in a dynamic tree would be pruned",
+    ),
+    "a member that speculates nothing": (
+        dict(drafter=magicjax.Ensemble([budget(12)], [magicjax.TokenTree((-1,))])),
+        ValueError,
+        "a member's tree speculates nothing: give it a child",
+    ),
+    "a tree beside the members' own": (
+        dict(drafter=magicjax.Ensemble([budget(12)], [magicjax.chain(2)]), tree=magicjax.chain(3)),
+        ValueError,
+        "the ensemble has a tree for each drafter: leave tree out",
+    ),
     "mixed draws": (
         dict(
             drafter=magicjax.Ensemble(

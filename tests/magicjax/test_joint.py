@@ -133,7 +133,7 @@ SLICE = {
         magicjax.Ensemble(
             [small(1), magicjax.LookUp(), self_speculation()], [PAIRS, CHAIN, BRANCHES]
         ),
-        CHAIN,
+        None,
         {},
     ),
 }
