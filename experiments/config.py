@@ -17,7 +17,8 @@ import tyro
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from magicjax import DynamicTree, LookUp, parse_tree
+from magicjax import LookUp, parse_tree
+from magicjax.drafters.running import drawing_of
 from magicjax.tree import Tree
 from magicjax.verify import VERIFIERS
 
@@ -132,12 +133,9 @@ class Method(BaseModel):
         each = trees * len(members) if len(trees) == 1 else trees
         for member, tree in zip(members, each, strict=True):
             if member == LOOK_UP:
-                LookUp().check(None, tree, 0, 0)  # type: ignore[arg-type] # of the tree alone
-            elif isinstance(tree, DynamicTree) and self.draw not in ("", "top"):
-                raise ValueError(
-                    f"draw={self.draw!r} has no meaning with {spec}, which grows from the most "
-                    "likely tokens: remove it, or use a static tree"
-                )
+                LookUp().check(None, tree, 0, 0)  # type: ignore[arg-type] # asks the tree alone
+            else:
+                drawing_of(self.draw or None, tree)
 
 
 def parse_trees(spec: str) -> tuple[Tree, ...]:

@@ -213,9 +213,10 @@ def make_drafter(cell: Cell, load: Callable[[str], Any] = lambda directory: None
 
 def options(cell: Cell, load: Callable[[str], Any]) -> dict[str, Any]:
     """Returns the options of `magicjax.generate` that a cell describes; `load` as before."""
+    trees = parse_trees(cell.tree) if cell.tree else ()
     return {
         "drafter": make_drafter(cell, load),
-        "tree": parse_trees(cell.tree)[0] if cell.tree else None,
+        "tree": trees[0] if len(trees) == 1 else None,  # several are the ensemble's own
         "max_new_tokens": cell.new_tokens,
         "verifier": cell.verifier or None,
         "eos_token_id": [],  # every row runs to the end, so all methods emit as much

@@ -59,7 +59,7 @@ def test_every_problem_of_a_file_is_named_at_once(tmp_path):
             "{draft: ensemble, models: [x, look_up], tree: 'expansion:2,2'}",
             "this tree branches below the root",
         ),
-        ("{draft: self, draw: with_replacement, tree: 'dynamic:8,3,4'}", "has no meaning with dyn"),
+        ("{draft: self, draw: with_replacement, tree: 'dynamic:8,3,4'}", "in a dynamic tree would"),
         ("{draft: self, verifier: greedy}", "verifier='greedy' is none that samples: naive, mss"),
         ("{draft: self, tree: 'dynamic:9,1,2'}", "only 2 nodes are ever drafted"),
         ("{draft: self, tree: chain:0}", "chain(0): a chain speculates at least 1 token"),

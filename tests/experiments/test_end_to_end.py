@@ -51,7 +51,8 @@ def test_a_sampled_grid_compares_with_plain_sampling_of_the_same_parameters(zoo)
         "methods:\n"
         f"  - {{draft: small, model: {zoo / 'draft'}, tree: 'expansion:2,1', "
         "verifier: [mss, naive]}\n"
-        f"  - {{draft: ensemble, models: [{zoo / 'draft'}, look_up], tree: chain:2}}\n"
+        f"  - {{draft: ensemble, models: [{zoo / 'draft'}, look_up], "
+        "tree: 'expansion:1,1 + chain:2'}\n"
         "  - {draft: look_up, tree: 'expansion:2,1', verifier: naive}\n"
     )
     assert launch.main([str(path)]) == 0
