@@ -208,13 +208,17 @@ def train(
     return state["params"]
 
 
+_text_loss = jax.jit(text_loss, static_argnums=0)
+
+
 def evaluate(model: nn.Module, params, stream: np.ndarray, context: int, limit: int) -> float:
     """Returns the mean loss in nats a token, in windows of `context` tokens without overlap.
 
     At most `limit` tokens count. Raises ValueError if they do not fill one window.
     """
-    score = jax.jit(functools.partial(text_loss, model))
     starts = range(0, min(limit, len(stream) - 1) - context + 1, context)
     if not starts:
         raise ValueError(f"{min(limit, len(stream))} tokens do not fill a window of {context}")
-    return float(np.mean([score(params, stream[None, s : s + context + 1]) for s in starts]))
+    return float(
+        np.mean([_text_loss(model, params, stream[None, s : s + context + 1]) for s in starts])
+    )

@@ -55,7 +55,7 @@ def test_text_survives_the_tokenizer_and_each_module_ends(modules):
     assert [tokenizer.decode(p[:-1].tolist()) for p in parts] == [m.text for m in few]
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("?pu.yaml")), ids=lambda p: p.name)
 def test_recipes_are_whole(path):
     recipe = make_zoo.read_recipe(path)
     assert recipe.target_schedule.phases[-1].context >= 8192
