@@ -64,6 +64,8 @@ def test_recipes_are_whole(path):
 
 def test_an_unknown_key_of_a_recipe_is_an_error(tmp_path):
     text = (RECIPES / "cpu.yaml").read_text()
+    drafts = "cpu_drafts.yaml"  # named beside the recipe
+    (tmp_path / drafts).write_text((RECIPES / drafts).read_text())
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(text + "no_such_key: 1\n")
     with pytest.raises(TypeError, match="no_such_key"):
