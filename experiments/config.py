@@ -5,8 +5,10 @@ later one wins. A key that does not exist is refused and the nearest one named, 
 misspelt option that is silently ignored makes a wrong result look like a right one.
 """
 
+import dataclasses
 import difflib
 import pathlib
+import typing
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -26,6 +28,7 @@ def _listed(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
 
 
+Settings = typing.TypeVar("Settings", bound=BaseModel)
 Positive = Annotated[int, Field(ge=1)]
 Many = BeforeValidator(_listed)  # one value in a file stands for a list of one
 STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -126,6 +129,13 @@ def read(path: pathlib.Path) -> Experiment:
       ConfigError: the file cannot be read, is no YAML or no mapping, has a key that does not
         exist, or a value out of range.
     """
+    raw = read_mapping(path)
+    raw.setdefault("name", path.stem)
+    return validate(raw, str(path))
+
+
+def read_mapping(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the keys and values of a YAML file; raises ConfigError if it holds anything else."""
     try:
         raw = yaml.safe_load(path.read_text("utf-8"))
     except OSError as error:
@@ -141,16 +151,20 @@ def read(path: pathlib.Path) -> Experiment:
         raise ConfigError(f"{path}: the file is empty: write `key: value` lines")
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected `key: value` lines, found {type(raw).__name__}")
-    raw.setdefault("name", path.stem)
-    return validate(raw, str(path))
+    return raw
 
 
 def validate(raw: dict, source: str) -> Experiment:
     """Returns the checked experiment; `source` opens the message if something is wrong."""
+    return checked(Experiment, raw, source)
+
+
+def checked(kind: type[Settings], raw: dict, source: str) -> Settings:
+    """Returns settings of a kind, checked; `source` opens the message if something is wrong."""
     try:
-        return Experiment.model_validate(raw)
+        return kind.model_validate(raw)
     except pydantic.ValidationError as error:
-        lines = [_explain(problem) for problem in error.errors()]
+        lines = [_explain(kind, problem) for problem in error.errors()]
         raise ConfigError("\n".join([f"{source}:", *(f"  {line}" for line in lines)])) from error
 
 
@@ -176,21 +190,32 @@ def from_command_line(arguments: Sequence[str], prog: str) -> Experiment:
     )
 
 
-def _explain(problem: Any) -> str:
+def _explain(kind: type, problem: Any) -> str:
     """Returns one line for one of pydantic's errors: where, what, and the remedy."""
     location = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] != "extra_forbidden":
+    if problem["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
         whole = isinstance(problem["input"], dict | list)
         value = "" if whole else f"={problem['input']!r}"
         message = problem["msg"].removeprefix("Value error, ")
-        return f"{location}{value}: {message}".removeprefix(": ")
-    known = sorted(_model_at(problem["loc"]).model_fields)
+        return f"{location}{value}: {message}".removeprefix(": ") if location else message
+    known = sorted(_fields_at(kind, problem["loc"][:-1]))
     nearest = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
     guess = f"did you mean {nearest[0]!r}? " if nearest else ""
     return f"{location}: no such key; {guess}(keys: {', '.join(known)})"
 
 
-def _model_at(location: tuple) -> type[BaseModel]:
-    """Returns the model whose key `location` ends in."""
-    models: dict[str, type[BaseModel]] = {"shapes": Shapes, "methods": Method}
-    return models[location[0]] if len(location) > 1 else Experiment
+def _fields_at(kind: type, location: tuple) -> list[str]:
+    """Returns the keys that exist where `location` leads to from the settings `kind`."""
+    for part in location:
+        if isinstance(part, str):
+            kind = _settings_in(typing.get_type_hints(kind)[part]) or kind
+    if dataclasses.is_dataclass(kind):
+        return [field.name for field in dataclasses.fields(kind)]
+    return list(kind.model_fields)  # type: ignore[attr-defined]
+
+
+def _settings_in(annotation: Any) -> Any:
+    """Returns the settings class within an annotation, `list[Shapes]` or the like; None: none."""
+    if dataclasses.is_dataclass(annotation) or hasattr(annotation, "model_fields"):
+        return annotation
+    return next(filter(None, map(_settings_in, typing.get_args(annotation))), None)
