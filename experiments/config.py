@@ -17,7 +17,10 @@ import tyro
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from magicjax import parse_tree
+from magicjax import LookUp, parse_tree
+from magicjax.drafters.running import drawing_of
+from magicjax.tree import Tree
+from magicjax.verify import VERIFIERS
 
 
 class ConfigError(ValueError):
@@ -47,20 +50,36 @@ class Shapes(BaseModel):
     )
 
 
+LOOK_UP = "look_up"  # as a member of an ensemble, and as a draft of its own
+# What each kind of draft can be told beside its trees.
+TOLD = {
+    "self": {"policy", "kv_budget", "sinks", "draw", "verifier"},
+    "small": {"model", "draw", "verifier"},
+    "look_up": {"verifier"},
+    "ensemble": {"models", "draw", "verifier"},
+}
+
+
 class Method(BaseModel):
     """A way to speculate; lists make one cell of each combination."""
 
     model_config = STRICT
 
-    draft: Literal["self", "small"] = Field(
-        "self", description="Who drafts: the target itself on a small cache, or a small model."
+    draft: Literal["self", "small", "look_up", "ensemble"] = Field(
+        "self",
+        description="Who drafts: the target itself on a small cache, a small model, the text's own "
+        "past, or several of the latter two, their trees merged.",
     )
     tree: Annotated[list[str], Many] = Field(
         ["chain:4"],
         min_length=1,
-        description="What is proposed at once: chain:n, expansion:k1,...,km or parents:-1,....",
+        description="What is proposed at once: chain:n, expansion:k1,...,km, parents:-1,... or "
+        "dynamic:nodes,depth,width; of an ensemble also one for each member, joined by +.",
     )
     model: str = Field("", description="Directory of the small model; only with draft=small.")
+    models: list[str] = Field(
+        [], description=f"An ensemble's members: directories of small models, or {LOOK_UP}."
+    )
     policy: Literal["", "streaming"] = Field(
         "", description="What a self-speculating draft keeps of the prompt; streaming if not given."
     )
@@ -70,23 +89,58 @@ class Method(BaseModel):
     sinks: Positive | None = Field(
         None, description="First tokens that the draft's cache pins; 16 if not given."
     )
+    draw: Literal["", "with_replacement", "without_replacement", "top"] = Field(
+        "",
+        description="How children are drawn under sampling; if not given without replacement, and "
+        "in a dynamic tree the most likely.",
+    )
+    verifier: Annotated[list[str], Many] = Field(
+        [], description="Who decides under sampling; if not given mss, which follows the draw."
+    )
 
     @model_validator(mode="after")
     def _fits_the_draft(self) -> "Method":
-        for spec in self.tree:
-            parse_tree(spec)
-        if self.draft == "small":
-            given = [n for n in ("policy", "kv_budget", "sinks") if getattr(self, n)]
-            if given:
-                raise ValueError(f"{', '.join(given)} has no meaning with draft=small: remove it")
-            if not self.model:
-                raise ValueError("draft=small needs the model's directory: set model")
-        elif self.model:
+        told = ("model", "models", "policy", "kv_budget", "sinks", "draw", "verifier")
+        given = [n for n in told if getattr(self, n) and n not in TOLD[self.draft]]
+        if given:
             raise ValueError(
-                f"model={self.model!r} has no meaning with draft=self, which uses the target: "
-                "remove it, or set draft=small"
+                f"{', '.join(given)} has no meaning with draft={self.draft}: remove it"
             )
+        if self.draft == "small" and not self.model:
+            raise ValueError("draft=small needs the model's directory: set model")
+        if self.draft == "ensemble" and len(self.models) < 2:
+            raise ValueError(
+                f"an ensemble of {len(self.models)} drafts: list at least 2 in models, or set "
+                "draft=small"
+            )
+        for name in self.verifier:
+            known = [known for known in VERIFIERS if known != "greedy"]
+            if name not in known:
+                raise ValueError(f"verifier={name!r} is none that samples: {', '.join(known)}")
+        for spec in self.tree:
+            self._check_tree(spec)
         return self
+
+    def _check_tree(self, spec: str) -> None:
+        """Raises ValueError unless each member, or the only draft, can draft its tree."""
+        members = tuple(self.models) or (self.draft,)
+        trees = parse_trees(spec)
+        if len(trees) not in (1, len(members)):
+            raise ValueError(
+                f"tree={spec!r} has {len(trees)} trees for {len(members)} drafts: "
+                "give one for all, or one for each"
+            )
+        each = trees * len(members) if len(trees) == 1 else trees
+        for member, tree in zip(members, each, strict=True):
+            if member == LOOK_UP:
+                LookUp().check(None, tree, 0, 0)  # type: ignore[arg-type] # asks the tree alone
+            else:
+                drawing_of(self.draw or None, tree)
+
+
+def parse_trees(spec: str) -> tuple[Tree, ...]:
+    """Returns the trees of `chain:3`, or of `expansion:2,1 + chain:3`, one for each member."""
+    return tuple(parse_tree(part.strip()) for part in spec.split("+"))
 
 
 class Experiment(BaseModel):
@@ -110,6 +164,23 @@ class Experiment(BaseModel):
     new_tokens: Annotated[int, Field(ge=8)] = Field(
         128, description="Tokens generated for each row, at least 8: text is judged by 8-grams."
     )
+    do_sample: bool = Field(
+        False, description="Draw tokens from the target's distribution; if not, greedy decoding."
+    )
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="With do_sample, what logits are divided by; 1 if not given."
+    )
+    top_k: Positive | None = Field(
+        None, description="With do_sample, how many tokens can be drawn; all if not given."
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
+        description="With do_sample, the probability that the drawable tokens must reach; 1 if "
+        "not given.",
+    )
+    seed: int | None = Field(
+        None, description="With do_sample, of the random numbers; 0 if not given."
+    )
     repeats: Positive = Field(3, description="Timed runs of each cell; the median is reported.")
     candidates: Annotated[int, Field(ge=1)] = Field(
         4,
@@ -120,6 +191,19 @@ class Experiment(BaseModel):
         8192, description="Tokens of text on which target and draft are compared; 0 for none."
     )
     fresh: bool = Field(False, description="Measure every cell anew, also those that are finished.")
+
+    @model_validator(mode="after")
+    def _sampling_is_asked_for(self) -> "Experiment":
+        """Refuses settings of sampling in greedy decoding, where they would be ignored."""
+        names = ("temperature", "top_k", "top_p", "seed")
+        stray = [n for n in names if getattr(self, n) is not None]
+        for i, method in enumerate(self.methods):
+            stray += [f"methods.{i}.{n}" for n in ("draw", "verifier") if getattr(method, n)]
+        if stray and not self.do_sample:
+            raise ValueError(
+                f"{', '.join(stray)} has no meaning in greedy decoding: set do_sample, or remove it"
+            )
+        return self
 
 
 def read(path: pathlib.Path) -> Experiment:
@@ -135,7 +219,11 @@ def read(path: pathlib.Path) -> Experiment:
 
 
 def read_mapping(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the keys and values of a YAML file; raises ConfigError if it holds anything else."""
+    """Returns the keys and values of a YAML file.
+
+    Raises:
+      ConfigError: the file cannot be read, or is no YAML or no mapping.
+    """
     try:
         raw = yaml.safe_load(path.read_text("utf-8"))
     except OSError as error:
@@ -197,7 +285,7 @@ def _explain(kind: type, problem: Any) -> str:
         whole = isinstance(problem["input"], dict | list)
         value = "" if whole else f"={problem['input']!r}"
         message = problem["msg"].removeprefix("Value error, ")
-        return f"{location}{value}: {message}".removeprefix(": ") if location else message
+        return f"{location}{value}: {message}".removeprefix(": ")
     known = sorted(_fields_at(kind, problem["loc"][:-1]))
     nearest = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
     guess = f"did you mean {nearest[0]!r}? " if nearest else ""

@@ -6,6 +6,7 @@ tie the two texts differ rightly, and nothing can be said.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -70,18 +71,35 @@ def compare(
     found: Int[np.ndarray, "B M"],
 ) -> Match:
     """Returns the comparison of `found` with plain decoding's `expected`, of the same shape."""
-    if expected.shape != found.shape:
-        raise ValueError(
-            f"cannot compare {found.shape} new tokens with {expected.shape} of plain decoding"
-        )
     divergences = []
-    for row in np.flatnonzero((expected != found).any(1)):
-        position = int((expected[row] != found[row]).argmax())
+    for row, position, pair in _partings(expected, found):
         # Causal: one shape for every position, so that the forward compiles once.
         text = np.concatenate([prompts[row], expected[row]])[None]
         at = np.array([prompts.shape[1] + position - 1])
         logits = np.asarray(teacher.logits_at(target, text, at)[0], np.float64)
-        pair = int(expected[row, position]), int(found[row, position])
         margin = (logits.max() - logits[list(pair)].min()) / np.abs(logits).max()
-        divergences.append(Divergence(int(row), position, *pair, float(margin)))
+        divergences.append(Divergence(row, position, *pair, float(margin)))
     return Match(len(expected), tuple(divergences))
+
+
+def compare_sampled(expected: Int[np.ndarray, "B M"], found: Int[np.ndarray, "B M"]) -> Match:
+    """Returns the comparison of two texts sampled with the same random numbers: no ties."""
+    partings = _partings(expected, found)
+    return Match(
+        len(expected), tuple(Divergence(r, at, *pair, math.inf) for r, at, pair in partings)
+    )
+
+
+def _partings(
+    expected: Int[np.ndarray, "B M"], found: Int[np.ndarray, "B M"]
+) -> list[tuple[int, int, tuple[int, int]]]:
+    """Returns (row, position, (token expected, token found)) where each row first differs."""
+    if expected.shape != found.shape:
+        raise ValueError(
+            f"cannot compare {found.shape} new tokens with {expected.shape} of plain decoding"
+        )
+    partings = []
+    for row in np.flatnonzero((expected != found).any(1)).tolist():
+        at = int((expected[row] != found[row]).argmax())
+        partings.append((row, at, (int(expected[row, at]), int(found[row, at]))))
+    return partings

@@ -9,11 +9,17 @@ import hashlib
 import itertools
 import json
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
-from experiments.config import ConfigError, Experiment
-from magicjax import parse_tree
+import magicjax
+from experiments.config import LOOK_UP, ConfigError, Experiment, Method, parse_trees
+from magicjax.drafters import Drafter
+from magicjax.tree import ROOT_ONLY, Shape
 
 BUDGET, SINKS = 256, 16
+VERIFIER = "mss"  # of sampled cells, where none is given
+POLICIES = {"streaming": magicjax.StreamingLLM}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,21 +28,27 @@ class Cell:
 
     Attributes:
       target: directory or preset.
-      draft: "none" (plain decoding), "self" or "small".
-      model: directory of the small model, else "".
+      draft: "none" (plain decoding), "self", "small", "look_up" or "ensemble".
+      models: directory of the small model, or an ensemble's members; else none.
       policy: of the draft's cache, else "".
       kv_budget, sinks: of the draft's cache, else 0.
-      tree: its name, else "".
+      tree: its name, or those of an ensemble's members joined by +; else "".
+      draw: as given, "" for the draft's own way.
+      verifier: of sampled cells, else "".
       dtype, batch, context, new_tokens, repeats, candidates, agreement_tokens: as given.
+      do_sample: whether tokens are drawn; the next four are 0 if not.
+      temperature, top_k, top_p, seed: of sampling.
     """
 
     target: str
     draft: str
-    model: str
+    models: tuple[str, ...]
     policy: str
     kv_budget: int
     sinks: int
     tree: str
+    draw: str
+    verifier: str
     dtype: str
     batch: int
     context: int
@@ -44,23 +56,56 @@ class Cell:
     repeats: int
     candidates: int
     agreement_tokens: int
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+
+    @property
+    def model(self) -> str:
+        """The drafts' directories as one text."""
+        return " + ".join(self.models)
+
+    @property
+    def shape(self) -> Shape:
+        """The bounds of what is proposed in a round."""
+        drafter = make_drafter(self)
+        return ROOT_ONLY.shape if drafter is None else drafter.shape(parse_trees(self.tree)[0])
 
     @property
     def gamma(self) -> int:
-        return parse_tree(self.tree).depth if self.tree else 0
+        return self.shape.depth
 
     @property
     def nodes(self) -> int:
-        return parse_tree(self.tree).num_nodes if self.tree else 1
+        return self.shape.num_nodes
+
+    @property
+    def drawings(self) -> str:
+        """How children are drawn, "" in greedy decoding."""
+        drafter = make_drafter(self)
+        if drafter is None or not self.do_sample:
+            return ""
+        return " + ".join(sorted(drafter.drawings(parse_trees(self.tree)[0])))
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The arguments of `generate` that say how tokens are chosen; none in greedy decoding."""
+        if not self.do_sample:
+            return {}
+        names = ("do_sample", "temperature", "top_k", "top_p", "seed")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def method(self) -> str:
         """The method's name in tables and plots."""
-        if self.draft == "none":
-            return "plain"
-        if self.draft == "self":
-            return f"self {self.policy} {self.kv_budget}, {self.tree}"
-        return f"{pathlib.PurePath(self.model).name}, {self.tree}"
+        who = " + ".join(pathlib.PurePath(m).name for m in self.models)
+        who = {"self": f"self {self.policy} {self.kv_budget}", "look_up": "look-up"}.get(
+            self.draft, who
+        )
+        said = [who, self.tree, self.draw.replace("_", " "), self.verifier]
+        return "plain" if self.draft == "none" else ", ".join(filter(None, said))
 
     @property
     def label(self) -> str:
@@ -84,11 +129,13 @@ def _group(experiment: Experiment, batch: int, context: int) -> list[Cell]:
     plain = Cell(
         target=experiment.target,
         draft="none",
-        model="",
+        models=(),
         policy="",
         kv_budget=0,
         sinks=0,
         tree="",
+        draw="",
+        verifier="",
         dtype=experiment.dtype,
         batch=batch,
         context=context,
@@ -96,25 +143,85 @@ def _group(experiment: Experiment, batch: int, context: int) -> list[Cell]:
         repeats=experiment.repeats,
         candidates=experiment.candidates,
         agreement_tokens=experiment.agreement_tokens,
+        **_sampling(experiment),
     )
     cells = [plain]
     for method in experiment.methods:
-        small = method.draft == "small"
-        budgets = [0] if small else method.kv_budget or [BUDGET]
-        for spec, budget in itertools.product(method.tree, budgets):
-            cell = dataclasses.replace(
-                plain,
-                draft=method.draft,
-                model=method.model,
-                policy="" if small else method.policy or "streaming",
-                kv_budget=budget,
-                sinks=0 if small else method.sinks or SINKS,
-                tree=spec,
-            )
+        for cell in _cells(plain, method):
             if cell in cells:
                 raise ConfigError(f"methods name {cell.method!r} twice: remove one")
             cells.append(cell)
     return cells
+
+
+def _sampling(experiment: Experiment) -> dict[str, Any]:
+    """Returns the cells' settings of sampling, what was not given resolved."""
+    sampled = experiment.do_sample
+    return {
+        "do_sample": sampled,
+        "temperature": float((experiment.temperature or 1.0) if sampled else 0.0),
+        "top_k": experiment.top_k or 0,
+        "top_p": float((experiment.top_p or 1.0) if sampled else 0.0),
+        "seed": experiment.seed or 0,
+    }
+
+
+def _cells(plain: Cell, method: Method) -> list[Cell]:
+    """Returns a method's cells beside those of plain decoding."""
+    own = method.draft == "self"
+    budgets = (method.kv_budget or [BUDGET]) if own else [0]
+    verifiers = (method.verifier or [VERIFIER]) if plain.do_sample else [""]
+    return [
+        dataclasses.replace(
+            plain,
+            draft=method.draft,
+            models=(method.model,) if method.model else tuple(method.models),
+            policy=method.policy or "streaming" if own else "",
+            kv_budget=budget,
+            sinks=method.sinks or SINKS if own else 0,
+            tree=spec,
+            draw=method.draw,
+            verifier=verifier,
+        )
+        for spec, budget, verifier in itertools.product(method.tree, budgets, verifiers)
+    ]
+
+
+def make_drafter(cell: Cell, load: Callable[[str], Any] = lambda directory: None) -> Drafter | None:
+    """Returns who drafts in a cell, None in plain decoding.
+
+    Args:
+      cell: its settings.
+      load: gives the model of a directory. Without it, the drafter can only be asked for the
+        shape and the drawings of its trees.
+    """
+    draw = cell.draw or None
+    if cell.draft == "none":
+        return None
+    if cell.draft == "self":
+        policy = POLICIES[cell.policy](cell.sinks)
+        return magicjax.SelfSpeculation(policy=policy, budget=cell.kv_budget, draw=draw)
+    members = [
+        magicjax.LookUp() if member == LOOK_UP else magicjax.SmallModel(load(member), draw=draw)
+        for member in cell.models or (LOOK_UP,)
+    ]
+    if cell.draft != "ensemble":
+        return members[0]
+    trees = parse_trees(cell.tree)
+    return magicjax.Ensemble(tuple(members), trees if len(trees) > 1 else None)
+
+
+def options(cell: Cell, load: Callable[[str], Any]) -> dict[str, Any]:
+    """Returns the options of `magicjax.generate` that a cell describes; `load` as before."""
+    trees = parse_trees(cell.tree) if cell.tree else ()
+    return {
+        "drafter": make_drafter(cell, load),
+        "tree": trees[0] if len(trees) == 1 else None,  # several are the ensemble's own
+        "max_new_tokens": cell.new_tokens,
+        "verifier": cell.verifier or None,
+        "eos_token_id": [],  # every row runs to the end, so all methods emit as much
+        **cell.sampling,
+    }
 
 
 def key(cell: Cell, surroundings: dict[str, str]) -> str:

@@ -29,7 +29,7 @@ def surroundings(cell: grid.Cell) -> dict[str, str]:
         "jax": jax.__version__,
         "python": ".".join(map(str, sys.version_info[:2])),
         "target": grid.fingerprint(cell.target),
-        "model": grid.fingerprint(cell.model) if cell.model else "",
+        "model": " ".join(grid.fingerprint(model) for model in cell.models),
         "code": _code(),
     }
 
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     records = run(experiment, console)
     publish(experiment, records, console)
-    good = all(r["row"]["status"] == "ok" and r["row"]["exact_match"] == 1.0 for r in records)
+    good = all(r["row"]["status"] == "ok" and report.is_exact(r["row"]) for r in records)
     return 0 if good else 1
 
 

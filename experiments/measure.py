@@ -17,11 +17,10 @@ import numpy as np
 
 import magicjax
 from experiments import exactness, metrics, prompts, teacher
-from experiments.grid import Cell
+from experiments.grid import Cell, options
 from pallas_kernels import bandwidth
 
 PLAIN_FAILED = "plain decoding failed: "  # opens the error of a cell that lacks its comparison
-POLICIES = {"streaming": magicjax.StreamingLLM}
 
 
 class Bench:
@@ -60,7 +59,11 @@ class Bench:
 
         def continue_plainly(rows: np.ndarray) -> np.ndarray:
             out = magicjax.generate(
-                target, list(rows), max_new_tokens=cell.new_tokens, eos_token_id=[]
+                target,
+                list(rows),
+                max_new_tokens=cell.new_tokens,
+                eos_token_id=[],
+                **cell.sampling,
             )
             seconds.append(out.stats.compile_s)
             return out.tokens
@@ -71,30 +74,25 @@ class Bench:
             return chosen, sum(seconds)
 
         key = (cell.target, cell.dtype, cell.batch, cell.context, cell.candidates, cell.new_tokens)
-        return self._once(("prompts", *key), choose)
+        return self._once(("prompts", *key, *cell.sampling.values()), choose)
 
-    def run(self, cell: Cell) -> Any:
-        """Returns the output of one call of `generate` as the cell describes it."""
-        drafter: magicjax.SelfSpeculation | magicjax.SmallModel | None = None
-        tree = magicjax.parse_tree(cell.tree) if cell.tree else None
-        if cell.draft == "self":
-            policy = POLICIES[cell.policy](cell.sinks)
-            drafter = magicjax.SelfSpeculation(policy=policy, budget=cell.kv_budget)
-        elif cell.draft == "small":
-            drafter = magicjax.SmallModel(self.model(cell.model, cell.dtype))
+    def run(self, cell: Cell, rows: np.ndarray | None = None) -> Any:
+        """Returns the output of one call of `generate` as the cell describes it.
+
+        `rows` are prompts instead of those that the cell's group shares.
+        """
         return magicjax.generate(
             self.model(cell.target, cell.dtype),
-            list(self.prompts(cell)),
-            drafter=drafter,
-            tree=tree,
-            max_new_tokens=cell.new_tokens,
-            do_sample=False,
-            eos_token_id=[],  # every row runs to the end, so all methods emit as much
+            list(self.prompts(cell) if rows is None else rows),
+            **options(cell, lambda directory: self.model(directory, cell.dtype)),
         )
 
     def agreement(self, cell: Cell) -> float | None:
-        """Returns how often target and draft agree on the prompts' text, None if not asked for."""
-        if not cell.agreement_tokens or cell.draft == "none":
+        """Returns how often target and draft agree on the prompts' text.
+
+        None if not asked for, or if there is no single model that drafts.
+        """
+        if not cell.agreement_tokens or cell.draft not in ("self", "small"):
             return None
         rows = max(1, cell.agreement_tokens // cell.context)
         text = self.prompts(cell)[:rows]
@@ -184,6 +182,12 @@ def _settings(cell: Cell) -> dict[str, Any]:
         "draft": cell.draft,
         "draft_model": cell.model,
         "policy": cell.policy,
+        "draw": cell.drawings,
+        "verifier": cell.verifier or ("" if cell.draft == "none" else "greedy"),
+        "temperature": cell.temperature or None,
+        "top_k": cell.top_k or None,
+        "top_p": cell.top_p or None,
+        "seed": cell.seed if cell.do_sample else None,
         "kv_budget": cell.kv_budget or None,
         "sinks": cell.sinks or None,
         "tree": cell.tree,
@@ -224,14 +228,16 @@ def _record(bench: Bench, cell: Cell, runs: list, plain_runs: list, read_gbs: fl
         "status": "ok",
         "error": "",
         "tau": stats.tau,
+        "tau_by_request": stats.tau_by_request,
+        "nodes_per_round": stats.nodes_per_round,
         "acceptance_rate": None if cell.draft == "none" else stats.acceptance_rate,
         "decode_tok_s": rate,
         "ar_decode_tok_s": plain_rate,
         "speedup": rate / plain_rate,
         "speedup_low": min(paired),
         "speedup_high": max(paired),
-        "exact_match": match.exact,
-        "ties": match.ties,
+        "exact_match": match.exact if match else None,
+        "ties": match.ties if match else 0,
         "prefill_s": median(run.stats.prefill_s for run in timed),
         "decode_s": median(run.stats.decode_s for run in timed),
         "compile_s": bench.compile_s(cell, runs),
@@ -251,20 +257,26 @@ def _record(bench: Bench, cell: Cell, runs: list, plain_runs: list, read_gbs: fl
         "runs": [_run(run) for run in timed],
         "plain_runs": [_run(run) for run in plain_timed],
         "acceptance_by_depth": [float(a) for a in stats.acceptance_by_depth],
-        "divergences": [str(d) for d in match.divergences],
+        "divergences": [str(d) for d in match.divergences] if match else [],
         "texts": list(warm_up.texts),
     }
 
 
-def _match(bench: Bench, cell: Cell, runs: list, plain: Any) -> exactness.Match:
+def _match(bench: Bench, cell: Cell, runs: list, plain: Any) -> exactness.Match | None:
     """Returns how the cell's tokens compare with plain decoding's; every run must say the same.
+
+    None where only the distribution is the same: naive verification samples the very tokens of
+    plain sampling, the other rules do not.
 
     Raises:
       RuntimeError: two runs of the cell differ.
     """
     first = np.asarray(runs[0].tokens)
     if any((np.asarray(run.tokens) != first).any() for run in runs):
-        raise RuntimeError(f"{cell.label}: two greedy runs on the same prompts differ")
+        raise RuntimeError(f"{cell.label}: two runs on the same prompts differ")
+    if cell.do_sample:
+        comparable = cell.draft == "none" or cell.verifier == "naive"
+        return exactness.compare_sampled(np.asarray(plain.tokens), first) if comparable else None
     target = bench.model(cell.target, cell.dtype)
     return exactness.compare(target, bench.prompts(cell), np.asarray(plain.tokens), first)
 

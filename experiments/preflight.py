@@ -9,13 +9,10 @@ from collections.abc import Iterator
 
 import magicjax
 import models
-from experiments import grid, measure
-from experiments.config import ConfigError, Experiment
-from magicjax.drafters import Drafter
+from experiments import grid
+from experiments.config import LOOK_UP, ConfigError, Experiment
 from magicjax.generation import config_of
 from magicjax.request import prepare
-
-SOURCES = ("target", "model")  # the settings of a cell that name a model; "" names none
 
 
 def check(experiment: Experiment) -> None:
@@ -25,7 +22,9 @@ def check(experiment: Experiment) -> None:
     for the tree, another vocabulary.
     """
     groups = grid.groups(experiment)
-    sources = {(key, getattr(c, key)) for group in groups for c in group for key in SOURCES}
+    cells = [cell for group in groups for cell in group]
+    sources = {("target", cell.target) for cell in cells}
+    sources |= {("model", model) for cell in cells for model in cell.models if model != LOOK_UP}
     problems = [p for key, source in sorted(sources) for p in _of_source(key, source)]
     if not problems:
         problems = [p for group in groups for p in _of_group(group)]
@@ -35,8 +34,6 @@ def check(experiment: Experiment) -> None:
 
 def _of_source(key: str, source: str) -> Iterator[str]:
     """Yields what is wrong with a model that a setting names."""
-    if not source:
-        return
     try:
         _skeleton(source)
     except (ValueError, OSError) as error:
@@ -54,7 +51,7 @@ def _of_group(group: list[grid.Cell]) -> Iterator[str]:
     plain = group[0]
     for cell in group:
         try:
-            _prepare(cell)
+            check_cell(cell)
         except ValueError as error:
             if cell == plain:
                 yield f"context {cell.context}: {error}"
@@ -62,21 +59,9 @@ def _of_group(group: list[grid.Cell]) -> Iterator[str]:
             yield f"{cell.method}: {error}"
 
 
-def _prepare(cell: grid.Cell) -> None:
+def check_cell(cell: grid.Cell) -> None:
     """Raises ValueError if the cell's call of `generate` would, for what is no matter of text."""
-    drafter: Drafter | None = None
-    if cell.draft == "self":
-        policy = measure.POLICIES[cell.policy](cell.sinks)
-        drafter = magicjax.SelfSpeculation(policy=policy, budget=cell.kv_budget)
-    elif cell.draft == "small":
-        drafter = magicjax.SmallModel(_skeleton(cell.model))
-    prepare(
-        _skeleton(cell.target),
-        [[0] * cell.context],
-        drafter=drafter,
-        tree=magicjax.parse_tree(cell.tree) if drafter and cell.tree else None,
-        max_new_tokens=cell.new_tokens,
-    )
+    prepare(_skeleton(cell.target), [[0] * cell.context], **grid.options(cell, _skeleton))
 
 
 @functools.cache

@@ -40,6 +40,11 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
     return out
 
 
+def is_exact(row: dict[str, Any]) -> bool:
+    """Returns whether a finished row's tokens are plain decoding's, as far as that can be asked."""
+    return row["exact_match"] is None or row["exact_match"] == 1.0
+
+
 def notes(rows: list[dict[str, Any]]) -> list[str]:
     """Returns the lines below the table: bandwidth of plain decoding, ties, failures."""
     lines = []
@@ -56,7 +61,7 @@ def notes(rows: list[dict[str, Any]]) -> list[str]:
             )
     good = [row for row in rows if row["status"] == "ok"]
     ties = sum(row["ties"] for row in good)
-    wrong = sum(row["exact_match"] < 1.0 for row in good)
+    wrong = sum(not is_exact(row) for row in good)
     lines.append(f"{ties} rows part from plain decoding at a tie decided by rounding")
     if wrong:
         lines.append(f"{wrong} cells are NOT equal to plain decoding")

@@ -95,6 +95,17 @@ def greedy_tokens(
     return _greedy(model.module, model.params, hidden)
 
 
+def logits(model: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    """Returns the logits after each prefix of `tokens`: all of them, so for short texts."""
+    hidden = _hidden(model.module, model.params, jnp.asarray(tokens), 0, None)
+    return _unembed(model.module, model.params, hidden)
+
+
+@functools.partial(jax.jit, static_argnames=("module",))
+def _unembed(module, params, hidden):
+    return module.apply(params, hidden, method="unembed")
+
+
 def logits_at(
     model: Any, tokens: Int[Array, "B T"], index: Int[Array, " B"]
 ) -> Float[Array, "B V"]:

@@ -1,12 +1,14 @@
-"""Tiny models and a bench that answers at once, so that the launcher's own rules are tested."""
+"""Tiny models, on disk too, and a bench that answers at once, to test the launcher's own rules."""
 
 import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import transformers
 
-from experiments import measure
+import models
+from experiments import corpus, measure
 from models import Llama, LlamaConfig, init_params
 
 
@@ -73,6 +75,8 @@ class Stats:
     compile_s: float
     rounds: int
     emitted: int
+    tau_by_request: float = 2.0
+    nodes_per_round: float = 4.0
     acceptance_rate: float = 0.5
     acceptance_by_depth: tuple = (0.8, 0.4)
     drafted: int = 4
@@ -89,3 +93,39 @@ def scripted(tiny, monkeypatch):
     """Makes a scripted bench; memory bandwidth is a made-up number too."""
     monkeypatch.setattr(measure.bandwidth, "read_bandwidth", lambda: 2e10)
     return lambda fails=lambda cell: None: ScriptedBench(tiny, fails)
+
+
+TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n\n" for i in range(60))
+
+
+@pytest.fixture
+def zoo(tmp_path, monkeypatch):
+    """A target and a draft in Hugging Face format, and held-out text of ten modules."""
+    modules = [corpus.Module(f"m{i}.py", TEXT.replace("x", f"x{i}")) for i in range(160)]
+    _, held_out = corpus.split(modules)
+    assert len(held_out) >= 5
+    monkeypatch.setattr(corpus, "library", lambda: modules)
+    monkeypatch.setattr(measure.bandwidth, "read_bandwidth", lambda: 2e10)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=corpus.train_tokenizer(modules[:5], 300), eos_token=corpus.END
+    )
+    for name, layers, seed in (("target", 2, 0), ("draft", 1, 1)):
+        config = models.LlamaConfig(
+            vocab_size=300,
+            hidden_size=32,
+            intermediate_size=48,
+            num_layers=layers,
+            num_heads=2,
+            num_kv_heads=2,
+            head_dim=16,
+            max_positions=256,
+        )
+        module = models.build(config)
+        models.save_checkpoint(
+            tmp_path / name,
+            module,
+            models.init_params(module, seed),
+            eos_token_ids=(tokenizer.eos_token_id,),
+            tokenizer=tokenizer,
+        )
+    return tmp_path

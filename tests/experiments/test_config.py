@@ -4,7 +4,9 @@ import pytest
 
 from experiments import config
 
-CONFIGS = sorted((pathlib.Path(config.__file__).parent / "configs").glob("*.yaml"))
+FOLDER = pathlib.Path(config.__file__).parent / "configs"
+OTHERS = {"specinfer_tables.yaml"}  # read by a command of their own
+CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if path.name not in OTHERS)
 
 
 def read(tmp_path, text):
@@ -42,7 +44,24 @@ def test_every_problem_of_a_file_is_named_at_once(tmp_path):
     [
         ("{draft: small}", "draft=small needs the model's directory"),
         ("{draft: small, model: x, kv_budget: 64}", "kv_budget has no meaning with draft=small"),
-        ("{draft: self, model: x}", "model='x' has no meaning with draft=self"),
+        ("{draft: self, model: x}", "model has no meaning with draft=self"),
+        ("{draft: look_up, draw: top}", "draw has no meaning with draft=look_up"),
+        ("{draft: small, model: x, models: [y, z]}", "models has no meaning with draft=small"),
+        ("{draft: ensemble}", "an ensemble of 0 drafts: list at least 2 in models"),
+        ("{draft: ensemble, models: [x]}", "an ensemble of 1 drafts"),
+        (
+            "{draft: ensemble, models: [x, y], tree: 'chain:1 + chain:2 + chain:3'}",
+            "has 3 trees for 2 drafts",
+        ),
+        ("{draft: self, tree: 'chain:1 + chain:2'}", "has 2 trees for 1 drafts"),
+        ("{draft: look_up, tree: 'expansion:1,2'}", "this tree branches below the root"),
+        (
+            "{draft: ensemble, models: [x, look_up], tree: 'expansion:2,2'}",
+            "this tree branches below the root",
+        ),
+        ("{draft: self, draw: with_replacement, tree: 'dynamic:8,3,4'}", "in a dynamic tree would"),
+        ("{draft: self, verifier: greedy}", "verifier='greedy' is none that samples: naive, mss"),
+        ("{draft: self, tree: 'dynamic:9,1,2'}", "only 2 nodes are ever drafted"),
         ("{draft: self, tree: chain:0}", "chain(0): a chain speculates at least 1 token"),
         ("{draft: self, tree: 'chain:2,2'}", "'chain:2,2' is no tree: write chain:4"),
         ("{draft: self, tree: ladder:3}", "'ladder:3' is no tree: write chain:4"),
@@ -52,6 +71,29 @@ def test_options_that_do_not_fit_together_are_refused(tmp_path, method, message)
     with pytest.raises(config.ConfigError) as error:
         read(tmp_path, f"methods: [{method}]")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("temperature: 0.5\ntop_k: 3", "temperature, top_k"),
+        ("top_p: 0.5", "top_p"),
+        ("seed: 0", "seed"),
+        ("methods: [{draft: self}, {draft: self, verifier: mss}]", "methods.1.verifier"),
+        ("methods: [{draft: self, draw: top}]", "methods.0.draw"),
+    ],
+)
+def test_settings_of_sampling_are_refused_in_greedy_decoding(tmp_path, text, names):
+    with pytest.raises(config.ConfigError) as error:
+        read(tmp_path, text)
+    assert f"{names} has no meaning in greedy decoding: set do_sample" in str(error.value)
+    read(tmp_path, f"do_sample: true\n{text}")
+
+
+@pytest.mark.parametrize("text", ["temperature: 0", "top_p: 0", "top_p: 1.1", "top_k: 0"])
+def test_parameters_of_sampling_out_of_range_are_refused(tmp_path, text):
+    with pytest.raises(config.ConfigError, match=text.replace(": ", "=")):
+        read(tmp_path, f"do_sample: true\n{text}")
 
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path):

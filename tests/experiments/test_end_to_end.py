@@ -3,46 +3,7 @@
 import csv
 import json
 
-import pytest
-import transformers
-
-import models
-from experiments import corpus, launch, measure
-
-TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n\n" for i in range(60))
-
-
-@pytest.fixture
-def zoo(tmp_path, monkeypatch):
-    """A target and a draft in Hugging Face format, and held-out text of ten modules."""
-    modules = [corpus.Module(f"m{i}.py", TEXT.replace("x", f"x{i}")) for i in range(160)]
-    _, held_out = corpus.split(modules)
-    assert len(held_out) >= 5
-    monkeypatch.setattr(corpus, "library", lambda: modules)
-    monkeypatch.setattr(measure.bandwidth, "read_bandwidth", lambda: 2e10)
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=corpus.train_tokenizer(modules[:5], 300), eos_token=corpus.END
-    )
-    for name, layers, seed in (("target", 2, 0), ("draft", 1, 1)):
-        config = models.LlamaConfig(
-            vocab_size=300,
-            hidden_size=32,
-            intermediate_size=48,
-            num_layers=layers,
-            num_heads=2,
-            num_kv_heads=2,
-            head_dim=16,
-            max_positions=256,
-        )
-        module = models.build(config)
-        models.save_checkpoint(
-            tmp_path / name,
-            module,
-            models.init_params(module, seed),
-            eos_token_ids=(tokenizer.eos_token_id,),
-            tokenizer=tokenizer,
-        )
-    return tmp_path
+from experiments import launch
 
 
 def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, capsys):
@@ -68,7 +29,41 @@ def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, capsys):
     assert int(plain["rounds"]) == 2 * 11  # the first token of each row is the prefill's
     assert float(streaming["kv_mb_draft"]) < float(streaming["kv_mb_target"])
     assert 0 <= float(small["agreement"]) <= 1
+    assert (streaming["verifier"], streaming["draw"], streaming["temperature"]) == (
+        "greedy",
+        "",
+        "",
+    )
     records = (zoo / "results" / "grid" / "cells").glob("*.json")
     assert sum("acceptance_by_depth" in json.loads(p.read_text()) for p in records) == 3
     out = " ".join(capsys.readouterr().out.split())
     assert "τ: tokens emitted a target pass and row" in out
+
+
+def test_a_sampled_grid_compares_with_plain_sampling_of_the_same_parameters(zoo):
+    path = zoo / "sampled.yaml"
+    path.write_text(
+        f"target: {zoo / 'target'}\n"
+        f"results: {zoo / 'results'}\n"
+        "do_sample: true\ntemperature: 0.7\ntop_p: 0.9\nseed: 5\n"
+        "new_tokens: 12\nrepeats: 1\ncandidates: 2\nagreement_tokens: 96\n"
+        "shapes: [{batch: 2, context: 48}]\n"
+        "methods:\n"
+        f"  - {{draft: small, model: {zoo / 'draft'}, tree: 'expansion:2,1', "
+        "verifier: [mss, naive]}\n"
+        f"  - {{draft: ensemble, models: [{zoo / 'draft'}, look_up], "
+        "tree: 'expansion:1,1 + chain:2'}\n"
+        "  - {draft: look_up, tree: 'expansion:2,1', verifier: naive}\n"
+    )
+    assert launch.main([str(path)]) == 0
+    with (zoo / "results" / "sampled" / "summary.csv").open() as file:
+        plain, mss, naive, ensemble, look_up = csv.DictReader(file)
+    assert [row["exact_match"] for row in (plain, naive, look_up)] == ["1.0"] * 3
+    assert mss["exact_match"] == ensemble["exact_match"] == ""
+    assert {row["temperature"] for row in (plain, mss)} == {"0.7"}
+    assert (mss["verifier"], mss["draw"], plain["verifier"]) == ("mss", "without_replacement", "")
+    assert (ensemble["nodes"], ensemble["gamma"]) == ("5", "2")
+    assert 1 <= float(ensemble["nodes_per_round"]) <= 5
+    assert float(mss["nodes_per_round"]) == 5
+    assert float(mss["tau_by_request"]) >= 1
+    assert mss["agreement"] and not ensemble["agreement"] and not look_up["agreement"]

@@ -77,3 +77,12 @@ def test_a_real_model_is_asked_at_the_right_place(tiny):
 def test_texts_of_different_shape_are_not_compared():
     with pytest.raises(ValueError, match="cannot compare"):
         exactness.compare(target(), PROMPTS, PLAIN, PLAIN[:, :2])
+
+
+def test_sampled_texts_are_equal_or_wrong_and_never_tied():
+    found = PLAIN.copy()
+    found[2, 1] = 11
+    match = exactness.compare_sampled(PLAIN, found)
+    assert (match.exact, match.ties) == (pytest.approx(2 / 3), 0)
+    assert "row 2, new token 1: 11 instead of 8" in str(match.divergences[0])
+    assert exactness.compare_sampled(PLAIN, PLAIN).exact == 1.0

@@ -49,7 +49,7 @@ def test_a_key_changes_with_every_setting_and_with_the_surroundings():
     keys = {grid.key(cell, {"device": "a"}), grid.key(cell, {"device": "b"})}
     for field in dataclasses.fields(cell):
         value = getattr(cell, field.name)
-        other = value + 1 if isinstance(value, int) else value + "x"
+        other = (*value, "x") if isinstance(value, tuple) else value + type(value)(1)
         keys.add(grid.key(dataclasses.replace(cell, **{field.name: other}), {"device": "a"}))
     assert len(keys) == 2 + len(dataclasses.fields(cell))
     assert grid.key(cell, {"device": "a"}) == grid.key(cell, {"device": "a"})
@@ -71,6 +71,48 @@ def test_a_fingerprint_names_the_weights_not_the_folder(tmp_path):
 def test_a_tree_has_the_depth_and_nodes_that_its_name_says(name, gamma, nodes):
     cell = dataclasses.replace(grid.groups(EXPERIMENT)[0][1], tree=name)
     assert (cell.gamma, cell.nodes) == (gamma, nodes)
+
+
+SAMPLED = config.validate(
+    {
+        "do_sample": True,
+        "top_p": 0.9,
+        "methods": [
+            {"draft": "self", "tree": ["chain:3", "dynamic:16,6,4"], "verifier": ["mss", "naive"]},
+            {"draft": "look_up", "tree": "expansion:2,1,1"},
+            {
+                "draft": "ensemble",
+                "models": ["zoo/draft-1", "zoo/draft-2", "look_up"],
+                "tree": ["chain:3", "expansion:2,2 + chain:4 + chain:5"],
+            },
+            {"draft": "small", "model": "zoo/draft-1", "draw": "with_replacement"},
+        ],
+    },
+    "test",
+)
+
+
+def test_a_sampled_grid_resolves_its_settings_and_asks_the_drafters_for_their_bounds():
+    (cells,) = grid.groups(SAMPLED)
+    members = "draft-1 + draft-2 + look_up"
+    assert [(c.method, c.gamma, c.nodes, c.drawings) for c in cells] == [
+        ("plain", 0, 1, ""),
+        ("self streaming 256, chain:3, mss", 3, 4, "without_replacement"),
+        ("self streaming 256, chain:3, naive", 3, 4, "without_replacement"),
+        ("self streaming 256, dynamic:16,6,4, mss", 6, 16, "top"),
+        ("self streaming 256, dynamic:16,6,4, naive", 6, 16, "top"),
+        ("look-up, expansion:2,1,1, mss", 3, 7, "top"),
+        (f"{members}, chain:3, mss", 3, 10, "top + without_replacement"),
+        (f"{members}, expansion:2,2 + chain:4 + chain:5, mss", 5, 16, "top + without_replacement"),
+        ("draft-1, chain:4, with replacement, mss", 4, 5, "with_replacement"),
+    ]
+    same = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 0.9, "seed": 0}
+    assert all(cell.sampling == same for cell in cells)
+
+
+def test_a_greedy_cell_gives_generate_no_setting_of_sampling():
+    cells = grid.groups(EXPERIMENT)[0]
+    assert all((c.sampling, c.drawings, c.verifier) == ({}, "", "") for c in cells)
 
 
 def test_plain_decoding_is_a_tree_of_only_a_root():

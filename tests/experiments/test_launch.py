@@ -185,6 +185,14 @@ IMPOSSIBLE = {
         "methods: [{draft: small, model: ./none}]",
         "model: ./none is no directory",
     ),
+    "no such member": (
+        "methods: [{draft: ensemble, models: [./none, look_up], tree: chain:2}]",
+        "model: ./none is no directory",
+    ),
+    "a verifier that is not exact": (
+        "do_sample: true\nmethods: [{draft: self, draw: top, verifier: mss_with_replacement}]",
+        "verifier='mss_with_replacement' is not exact for children drawn 'top'",
+    ),
     "texts too long": (
         "shapes: [{batch: [1, 2], context: [64, 16300]}]\nnew_tokens: 128",
         "context 16300: prompt 0 has 16300 tokens; with 128 new ones it needs 16428 positions, and "

@@ -72,6 +72,7 @@ def test_greedy_tokens_and_logits_agree_with_a_forward_of_each_prefix(monkeypatc
     monkeypatch.setattr(teacher, "CHUNK", 8)
     text = np.random.default_rng(1).integers(0, 64, (2, 21)).astype(np.int32)
     greedy = teacher.greedy_tokens(tiny, text)
+    np.testing.assert_array_equal(greedy, teacher.logits(tiny, text).argmax(-1))
     for length in (1, 8, 13, 21):
         alone = teacher.logits_at(tiny, text[:, :length], np.full(2, length - 1))
         within = teacher.logits_at(tiny, text, np.full(2, length - 1))

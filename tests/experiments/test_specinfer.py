@@ -1,0 +1,173 @@
+"""The tables' promises: like is compared with like, and verdicts follow from the figures."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import config
+from experiments.specinfer import report, settings, success
+from experiments.specinfer.statistics import Estimate, mean_and_error, ratio
+
+FILE = pathlib.Path(config.__file__).parent / "configs" / "specinfer_tables.yaml"
+
+
+def tables(**changes):
+    return config.checked(settings.Tables, changes, "test")
+
+
+def test_the_file_that_comes_with_the_project_is_valid():
+    assert settings.read(FILE).drafts == settings.Tables().drafts
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"widthes": [1, 2]}, "widthes: no such key; did you mean 'widths'?"),
+        ({"merging": {"singel": "x"}}, "merging.singel: no such key; did you mean 'single'?"),
+        ({"drafts": []}, "drafts"),
+        ({"drafts": ["a"]}, "table 4 merges drafts, and drafts lists 1"),
+        ({"width_tree": "expansion:1,1"}, "has no {k} for the width"),
+        ({"widths": [3, 1]}, "widths=[3, 1] must rise"),
+        ({"probe_tree": "dynamic:8,3,3"}, "grows: a static tree is needed"),
+        (
+            {"merging": {"single": "chain:4", "member": "chain:3"}},
+            "the ensemble must not have more",
+        ),
+        (
+            {"sizes": [{"nodes": 8, "expansion": "chain:8", "dynamic": "dynamic:8,3,3"}]},
+            "chain:8 has 9 nodes",
+        ),
+        (
+            {"sizes": [{"nodes": 8, "expansion": "chain:7", "dynamic": "dynamic:7,3,3"}]},
+            "exactly nodes=8",
+        ),
+    ],
+)
+def test_settings_that_compare_unlike_things_are_refused(changes, message):
+    with pytest.raises(config.ConfigError) as error:
+        tables(**changes)
+    assert message in str(error.value)
+
+
+def test_a_directory_without_a_model_is_named_before_anything_is_loaded(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"target: {tmp_path}\n")
+    with pytest.raises(config.ConfigError, match="is no model directory"):
+        settings.read(path)
+
+
+def test_the_trees_of_the_widths_have_spec_infers_shape():
+    assert tables().tree_of_width(4) == "expansion:1,1,4,1,1,1,1,1"
+
+
+def test_a_ratio_of_what_varies_alike_has_no_error():
+    values = np.array([1.0, 3.0, 7.0])
+    assert ratio(2 * values, values) == Estimate(2.0, pytest.approx(0.0, abs=1e-12))
+    noisy = ratio(np.array([1.0, 5.0, 9.0]), values)
+    assert noisy.value == pytest.approx(15 / 11) and noisy.error > 0.05
+
+
+def test_a_mean_has_the_standard_error_of_independent_values():
+    value, error = mean_and_error(np.array([1.0, 2.0, 3.0, 4.0]))
+    assert (value, error) == (2.5, pytest.approx(np.sqrt(5 / 3) / 2))
+
+
+@pytest.mark.parametrize(
+    ("ours", "place"),
+    [((2.0, 0.1), "within"), ((2.4, 0.2), "within"), ((2.4, 0.1), "above"), ((0.5, 0.1), "below")],
+)
+def test_a_figure_lies_outside_a_range_only_beyond_its_error(ours, place):
+    assert report.Span(1.0, 2.1).place(Estimate(*ours)) == place
+
+
+def test_success_of_a_window_against_counting_by_hand():
+    """With the target as its own draft the first draw is accepted always, and tokens by chance."""
+    logits = jax.random.normal(jax.random.key(0), (1, 400, 8)) * 2
+    of = success._of_window(success.sampling_of(1.0, 0, 0), logits, logits, 3)
+    np.testing.assert_allclose(of[success.MSS], 1, atol=1e-5)
+    np.testing.assert_allclose(of[success.GREEDY], 1)
+    p = np.sort(np.asarray(jax.nn.softmax(logits)), -1)[0, :, ::-1]
+    np.testing.assert_allclose(of[success.TOP], p[:, :3].cumsum(-1).mean(0), rtol=1e-5)
+    # one draw of q = p is the token sampled with probability sum p²
+    assert float(of[success.NAIVE][0]) == pytest.approx((p**2).sum(-1).mean(), abs=0.03)
+
+
+def test_a_draft_that_knows_nothing_succeeds_as_often_as_chance():
+    p = jnp.zeros((1, 5, 8)).at[..., 2].set(50.0)  # the target is sure of token 2
+    q = jnp.zeros((1, 5, 8))
+    of = success._of_window(success.sampling_of(1.0, 0, 0), p, q, 8)
+    np.testing.assert_allclose(of[success.GREEDY], [0, 0, 1, 1, 1, 1, 1, 1])  # ties go by index
+    assert float(of[success.MSS][-1]) == pytest.approx(1, abs=1e-5)  # all tokens were tried
+    np.testing.assert_allclose(of[success.MSS], of[success.NAIVE], atol=1e-5)
+
+
+def test_success_together_counts_as_many_tries_of_each_draft():
+    wanted = jnp.array([[1, 2, 3, 9]])
+    first = jnp.array([[[1, 5], [4, 2], [0, 0], [0, 0]]])
+    second = jnp.array([[[0, 0], [0, 0], [3, 0], [0, 0]]])
+    shares = success._together(wanted, [first, second], 2)
+    np.testing.assert_array_equal(shares, [np.nan, 0.5])
+
+
+def made(gain, error=0.01):
+    """Rows of table 2 whose last width gains that much."""
+
+    def row(width, tau, gain, error):
+        known = {"draft": "draft-1", "tree": "", "depth": 8, "nodes": 9, "nodes_per_round": 9.0}
+        known |= {"exact": 1.0, "ties": 0, "requests": 4, "tau": tau, "tau_error": 0.01}
+        return known | {"width": width, "gain": gain, "gain_error": error}
+
+    return {
+        2: [
+            {"decoding": decoding} | row(width, tau, of, err)
+            for decoding in ("greedy", "sampled")
+            for width, tau, of, err in ((1, 2.0, 1.0, 0.0), (5, 2.0 * gain, gain, error))
+        ]
+    }
+
+
+@pytest.mark.parametrize(
+    ("gain", "error", "verdict", "said"),
+    [
+        (1.34, 0.01, "Follows the paper**", ""),
+        (1.15, 0.1, "Undecided", "No clear rise"),
+        (1.02, 0.05, "Does not follow", "lies below the paper's range"),
+        (0.8, 0.01, "Does not follow", "From width 1 to 5 tokens per step fall"),
+        (1.05, 0.01, "Follows the paper in direction, not in size", "lies below the paper's range"),
+        (1.8, 0.01, "Follows the paper in direction, not in size", "lies above the paper's range"),
+    ],
+)
+def test_the_verdict_follows_the_figures(gain, error, verdict, said):
+    text = report.write(tables(widths=[1, 5]), made(gain, error))
+    verdicts = [line for line in text.splitlines() if line.startswith("- **")]
+    assert len(verdicts) == 2
+    assert all(line.startswith(f"- **{verdict}") and said in line for line in verdicts)
+
+
+@pytest.mark.parametrize(
+    ("gains", "verdict"),
+    [
+        ((1.1, 1.2), "Follows"),
+        ((1.0, 1.2), "Follows"),
+        ((1.0, 1.0), "Undecided"),
+        ((0.8, 1.2), "Does not follow"),
+    ],
+)
+def test_a_tree_shape_that_is_clearly_worse_at_any_size_does_not_follow(gains, verdict):
+    rows = [
+        {"decoding": "greedy", "size": size, "kind": kind, "nodes": size, "depth": 3, "tau": 2.0}
+        | {"tau_error": 0.1, "expected": None, "exact": 1.0, "gain": gain, "gain_error": 0.02}
+        for size, of_size in zip((16, 32), gains, strict=True)
+        for kind, gain in (("expansion", 1.0), ("optimal", of_size))
+    ]
+    text = report.write(tables(), {5: rows})
+    (line,) = [line for line in text.splitlines() if line.startswith("- **")]
+    assert line.startswith(f"- **{verdict}")
+
+
+def test_the_papers_figures_are_read_as_numbers():
+    rows = report.published("specinfer_table1_success_rate", decoding="greedy")
+    assert len(rows) == 5 and all(0.6 < row["top1"] < row["top5"] < 0.9 for row in rows)
