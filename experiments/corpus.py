@@ -7,6 +7,7 @@ Files of one package follow each other: far context then has something to say.
 import dataclasses
 import hashlib
 import pathlib
+import platform
 import sysconfig
 
 import numpy as np
@@ -23,6 +24,24 @@ class Module:
 
     path: str
     text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A corpus in tokens: those to train on, those held out, and where they are from.
+
+    Attributes:
+      train, held_out: int32 streams.
+      bytes_per_token: of the held-out text.
+      digest: SHA-256 of all modules.
+      source: what a model's card calls it.
+    """
+
+    train: np.ndarray
+    held_out: np.ndarray
+    bytes_per_token: float
+    digest: str
+    source: str
 
 
 def library(root: str | pathlib.Path | None = None) -> list[Module]:
@@ -81,8 +100,33 @@ def train_tokenizer(modules: list[Module], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, modules: list[Module]) -> np.ndarray:
-    """Returns one int32 stream: every module's tokens, each followed by the end token."""
-    end = tokenizer.token_to_id(END)
-    encoded = tokenizer.encode_batch([m.text for m in modules])
-    return np.concatenate([np.array([*e.ids, end], np.int32) for e in encoded])
+def encode(tokenizer: Tokenizer, modules: list[Module], end: int | None = None) -> np.ndarray:
+    """Returns one int32 stream: every module's tokens, each followed by `end` (None: by `END`)."""
+    end = tokenizer.token_to_id(END) if end is None else end
+    encoded = tokenizer.encode_batch([m.text for m in modules], add_special_tokens=False)
+    parts = [np.array([*e.ids, end], np.int32) for e in encoded]
+    return np.concatenate([np.zeros(0, np.int32), *parts])
+
+
+def read(
+    tokenizer: Tokenizer, end: int | None = None, root: str | pathlib.Path | None = None
+) -> Text:
+    """Returns the tokens of the modules below `root` (None: of the standard library), split."""
+    modules = library(root)
+    trained_on, held_out = split(modules)
+    unseen = encode(tokenizer, held_out, end)
+    size = sum(len(module.text.encode()) for module in held_out)
+    source = (
+        f"the Python source in `{pathlib.Path(root).name}`"
+        if root
+        else (
+            f"the source of Python {platform.python_version()}'s standard library (without tests)"
+        )
+    )
+    return Text(
+        train=encode(tokenizer, trained_on, end),
+        held_out=unseen,
+        bytes_per_token=size / max(1, len(unseen)),
+        digest=data_hash(modules),
+        source=source,
+    )

@@ -154,6 +154,22 @@ def text_loss(model: nn.Module, params, windows: Int[Array, "B T1"]) -> Float[Ar
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
 
 
+@functools.lru_cache(maxsize=4)
+def _step(model: nn.Module, schedule: Schedule, loss: Callable):
+    """Returns (the optimizer, a compiled (state, windows) -> state)."""
+    tx = optimizer(schedule)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, windows):
+        value, grads = jax.value_and_grad(functools.partial(loss, model))(state["params"], windows)
+        updates, moments = tx.update(grads, state["optimizer"], state["params"])
+        smooth = jnp.where(state["loss"] == 0, value, 0.98 * state["loss"] + 0.02 * value)
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "optimizer": moments, "loss": smooth}
+
+    return tx, step
+
+
 def train(
     model: nn.Module,
     stream: np.ndarray,
@@ -175,20 +191,13 @@ def train(
       initial: parameters to start from instead of fresh ones.
       label: what the progress bar says.
     """
-    tx = optimizer(schedule)
+    # Runs that differ in seed and checkpoints only share one compiled step.
+    tx, step = _step(model, dataclasses.replace(schedule, seed=0, checkpoint_every=1), loss)
     if initial is None:
         params = models.init_params(model, schedule.seed)
     else:
         params = jax.tree.map(jnp.copy, initial)  # the step takes over its state's memory
     state = {"params": params, "optimizer": tx.init(params), "loss": jnp.zeros(())}
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, windows):
-        value, grads = jax.value_and_grad(functools.partial(loss, model))(state["params"], windows)
-        updates, moments = tx.update(grads, state["optimizer"], state["params"])
-        smooth = jnp.where(state["loss"] == 0, value, 0.98 * state["loss"] + 0.02 * value)
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "optimizer": moments, "loss": smooth}
 
     options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
     with ocp.CheckpointManager(pathlib.Path(directory).resolve(), options=options) as manager:
@@ -208,13 +217,17 @@ def train(
     return state["params"]
 
 
+_text_loss = jax.jit(text_loss, static_argnums=0)
+
+
 def evaluate(model: nn.Module, params, stream: np.ndarray, context: int, limit: int) -> float:
     """Returns the mean loss in nats a token, in windows of `context` tokens without overlap.
 
     At most `limit` tokens count. Raises ValueError if they do not fill one window.
     """
-    score = jax.jit(functools.partial(text_loss, model))
     starts = range(0, min(limit, len(stream) - 1) - context + 1, context)
     if not starts:
         raise ValueError(f"{min(limit, len(stream))} tokens do not fill a window of {context}")
-    return float(np.mean([score(params, stream[None, s : s + context + 1]) for s in starts]))
+    return float(
+        np.mean([_text_loss(model, params, stream[None, s : s + context + 1]) for s in starts])
+    )

@@ -132,6 +132,10 @@ def test_choices_are_the_greedy_tokens_and_are_kept(tmp_path, monkeypatch):
         np.testing.assert_array_equal(chosen[8 * window : 8 * window + 8], expected)
     other = models.init_params(module, 1)
     np.testing.assert_array_equal(distill.choices(module, other, STREAM[:20], path), chosen)
-    assert distill.agreement((module, params), (module, params), STREAM[:20]) == 1.0
+    best = distill.ranked(module, params, STREAM[:20], 3)
+    assert best.shape == (16, 3)
+    np.testing.assert_array_equal(best[:, 0], chosen)
+    logits = training.logits_of(module, params, jnp.asarray(STREAM[:8])[None])[0]
+    np.testing.assert_array_equal(best[:8], np.argsort(-logits, -1)[:, :3])
     with pytest.raises(ValueError, match="3 tokens do not fill a window of 8"):
         distill.choices(module, params, STREAM[:3])

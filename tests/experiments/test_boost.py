@@ -1,0 +1,354 @@
+"""Boost-tuning: later drafts see what earlier ones miss, and a killed run ends the same."""
+
+import json
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+import transformers
+import yaml
+
+import models
+from experiments import boost, boost_config, boost_report, config, corpus, distill, export, training
+
+ROOT = pathlib.Path(boost.__file__).parent.parent
+RECIPES = pathlib.Path(boost.__file__).parent / "recipes"
+TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n\n" for i in range(12))
+SHAPE = dict(
+    hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8
+)
+WINDOW = 32
+
+
+def write_model(path, tokenizer, vocab_size, seed):
+    module = models.build(models.LlamaConfig(vocab_size=vocab_size, max_positions=64, **SHAPE))
+    models.save_checkpoint(
+        path,
+        module,
+        models.init_params(module, seed),
+        eos_token_ids=(tokenizer.eos_token_id,),
+        tokenizer=tokenizer,
+    )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a corpus, a random target of its own tokens, and small models."""
+    root = tmp_path_factory.mktemp("boost")
+    (root / "corpus").mkdir()
+    for i in range(40):
+        (root / "corpus" / f"m{i}.py").write_text(TEXT.replace("x", f"x{i % 7}"))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=corpus.train_tokenizer(corpus.library(root / "corpus")[:5], 290),
+        eos_token=corpus.END,
+        pad_token=corpus.END,
+    )
+    write_model(root / "target", tokenizer, 290, 0)
+    write_model(root / "small", tokenizer, 290, 1)
+    write_model(root / "stranger", tokenizer, 291, 2)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch):
+    monkeypatch.setattr(distill, "CONTEXT", WINDOW)
+    monkeypatch.setattr(export, "CONTEXTS", (WINDOW,))
+
+
+def settings(place, **changes) -> boost_config.Boosting:
+    schedule = dict(
+        phases=[{"context": 16, "batch": 2, "steps": 6}],
+        learning_rate=0.02,
+        warmup=2,
+        checkpoint_every=2,
+    )
+    raw = dict(
+        target=str(place / "target"),
+        drafts=2,
+        shape=SHAPE,
+        text=schedule,
+        labels=schedule,
+        labelled_tokens=640,
+        corpus=str(place / "corpus"),
+    )
+    raw = {k: v for k, v in (raw | changes).items() if v is not None}
+    return config.checked(boost_config.Boosting, raw, "test")
+
+
+def drafts_in(out: pathlib.Path) -> list[bytes]:
+    return [(out / f"draft-{n}" / "model.safetensors").read_bytes() for n in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def whole(place):
+    """The folder and the figures of a run that nobody disturbed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distill, "CONTEXT", WINDOW)
+        patch.setattr(export, "CONTEXTS", (WINDOW,))
+        out = place / "whole"
+        figures = boost.run(settings(place), out / "work", out, "command", out / "boost.json")
+    return out, figures
+
+
+class Killed(BaseException):
+    """Nothing catches it, as nothing catches a kill."""
+
+
+def kill_at(patch, moment: str, step: int = 0) -> None:
+    """Ends a run when it draws that batch of the named training, or when it writes the result."""
+    drawn, train, ranked, export_ = (
+        *(training.batches, training.train),
+        *(distill.ranked, export.export),
+    )
+    trained = []
+
+    def batches(*arguments):
+        for count, batch in enumerate(drawn(*arguments)):
+            if trained[-1] == moment and count == step:
+                raise Killed
+            yield batch
+
+    def stop_at(name):
+        if name == moment:
+            raise Killed
+
+    patch.setattr(training, "batches", batches)
+    patch.setattr(training, "train", lambda *a, **o: trained.append(o["label"]) or train(*a, **o))
+    patch.setattr(
+        distill, "ranked", lambda *a: stop_at(a[4].stem if a[4] else "figures") or ranked(*a)
+    )
+    patch.setattr(export, "export", lambda *a, **o: stop_at(a[0].parts[-1]) or export_(*a, **o))
+
+
+def test_a_run_killed_again_and_again_ends_with_the_same_drafts(place, whole, tmp_path):
+    given = settings(place)
+    # Of each training too few steps for a checkpoint, then enough for one.
+    moments = [("text", 1), ("text", 5), ("labels", 0), ("1", 0), ("1", 3), ("1-choices", 0)]
+    moments += [("2", 1), ("2", 5), ("figures", 0)]
+    for moment, step in moments:
+        name = moment if moment in ("labels", "figures") else f"draft-{moment}"
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+            kill_at(patch, name, step)
+            boost.run(given, tmp_path / "work", tmp_path / "out", "command")
+    assert not (tmp_path / "out").exists()
+    boost.run(given, tmp_path / "work", tmp_path / "out", "command")
+    first, second = drafts_in(tmp_path / "out")
+    assert [first, second] == drafts_in(whole[0])
+    assert first != second
+
+
+def test_a_process_killed_while_it_tunes_draft_2_ends_with_the_same_drafts(place, whole, tmp_path):
+    shutil.copytree(whole[0] / "work", tmp_path / "work")
+    shutil.rmtree(tmp_path / "work" / "draft-2")
+    given = tmp_path / "boost.yaml"
+    given.write_text(yaml.safe_dump(json.loads(settings(place).model_dump_json())))
+    arguments = [str(given), "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
+    script = f"""
+        import os, signal, sys
+        from experiments import boost, distill, export, training
+        distill.CONTEXT, export.CONTEXTS = {WINDOW}, ({WINDOW},)
+        drawn = training.batches
+        def batches(stream, schedule, first):
+            for count, batch in enumerate(drawn(stream, schedule, first)):
+                if count == 5:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield batch
+        training.batches = batches
+        sys.exit(boost.main({arguments!r}))
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, capture_output=True
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    assert not (tmp_path / "out").exists()
+    assert boost.main(arguments) == 0
+    assert drafts_in(tmp_path / "out") == drafts_in(whole[0])
+
+
+def test_each_draft_is_tuned_on_what_none_before_it_chooses(place, tmp_path, monkeypatch):
+    labels = np.array([5, 6, 7, 8])
+    chosen = {"draft-1": [5, 0, 0, 8], "draft-2": [5, 6, 0, 0]}
+    seen = []
+    monkeypatch.setattr(training, "train", lambda *a, **o: seen.append(a[1]) or o["label"])
+    monkeypatch.setattr(distill, "choices", lambda module, name, *a: np.array(chosen[name]))
+    tokens = np.arange(4)
+    _, shares = boost.tune(
+        settings(place, drafts=3), [None] * 3, [None] * 3, tokens, labels, tmp_path
+    )
+    weights = [stream[:, 2].tolist() for stream in seen]
+    assert weights == [[1, 1, 1, 1], [0, 1, 1, 0], [0, 0, 1, 0]]
+    assert shares == [1, 0.5, 0.25]
+    for stream in seen:  # nothing else changes: every draft reads the whole text
+        np.testing.assert_array_equal(stream[:, :2], np.stack([tokens, labels], 1))
+
+
+def test_when_all_samples_are_matched_the_number_of_drafts_that_suffices_is_named(place, tmp_path):
+    with pytest.raises(config.ConfigError, match=r"draft 3 has no samples left.*set drafts=2"):
+        boost.sample_weights(np.ones(5, bool), 0.0, 3)
+
+
+def test_a_kept_share_is_of_the_matched_samples_alone():
+    matched = np.arange(4000) % 2 == 0
+    weights = boost.sample_weights(matched, 0.25, 2)
+    assert weights[~matched].all()
+    assert weights[matched].mean() == pytest.approx(0.25, abs=0.03)
+    np.testing.assert_array_equal(weights, boost.sample_weights(matched, 0.25, 2))
+
+
+def test_a_dropped_sample_has_no_gradient_and_an_empty_batch_none_at_all():
+    module = models.build(models.LlamaConfig(vocab_size=40, max_positions=64, **SHAPE))
+    params = models.init_params(module, 0)
+    columns = np.random.default_rng(0).integers(0, 40, (1, 9, 3)).astype(np.int32)
+
+    def gradient(weights, labels):
+        columns[0, :, 1], columns[0, :, 2] = labels, weights
+        loss = jax.grad(lambda p: distill.label_loss(module, p, columns))
+        return jax.tree.leaves(loss(params))
+
+    weights, labels = np.array([1, 0, 1, 1, 0, 1, 0, 1, 1]), np.arange(9)
+    expected = gradient(weights, labels)
+    for ours, theirs in zip(gradient(weights, np.where(weights, labels, 30)), expected):
+        np.testing.assert_array_equal(ours, theirs)
+    others = gradient(weights, np.where(weights, 30, labels))
+    assert any((a != b).any() for a, b in zip(others, expected))
+    assert not any(g.any() for g in gradient(np.zeros(9, int), labels))
+
+
+def test_one_more_draft_goes_on_from_those_that_are_there(place, whole, tmp_path, monkeypatch):
+    shutil.copytree(whole[0] / "work", tmp_path / "work")
+    steps = []
+    drawn = training.batches
+    monkeypatch.setattr(training, "batches", lambda *a: steps.append(a[2]) or drawn(*a))
+    boost.run(settings(place, drafts=3), tmp_path / "work", tmp_path / "out", "command")
+    assert steps == [6, 6, 6, 0]  # text and two drafts are read back, the third is tuned
+    assert drafts_in(tmp_path / "out") == drafts_in(whole[0])
+    assert (tmp_path / "out" / "draft-3" / "model.safetensors").exists()
+
+
+def test_a_small_model_from_disk_is_a_beginning_too(place, tmp_path):
+    given = settings(place, start=str(place / "small"), shape=None, text=None, drafts=1)
+    figures = boost.run(given, tmp_path / "work", tmp_path / "out", "command")
+    assert not (tmp_path / "work" / "draft-text").exists()
+    tuned = models.load_checkpoint(tmp_path / "out" / "draft-1")
+    assert tuned.config.vocab_size == 290
+    assert [d["name"] for d in figures["drafts"]] == ["draft-1"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"drafts": 0}, "drafts=0: boost-tuning needs at least one draft"),
+        ({"drafst": 2}, "drafst: no such key; did you mean 'drafts'?"),
+        ({"shape": SHAPE | {"heads": 2}}, "shape.heads: no such key"),
+        ({"labels": {"phases": [], "learning_rate": 0.1}}, "a schedule needs phases"),
+        ({"labels": {"learning_rate": 0.1}}, "Field required"),
+        ({"kept_share": 1.5}, "less than or equal to 1"),
+        ({"shape": None}, "say what the drafts begin from"),
+        ({"start": ["a"], "shape": None}, "have no meaning beside `start`"),
+        ({"start": ["a", "b", "c"], "shape": None, "text": None}, "3 models for drafts=2"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(place, changes, message):
+    with pytest.raises(config.ConfigError) as error:
+        settings(place, **changes)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labelled_tokens": 10**6}, r"corpus has \d+ tokens to train on and .*needs 1000000"),
+        ({"labelled_tokens": 31}, r"labelled_tokens=31 gives 0 tokens .* needs 17"),
+        (
+            {"labels": {"phases": [{"context": 640, "batch": 1, "steps": 1}], "learning_rate": 1}},
+            "gives 640 tokens in windows of 32, and labels with context=640 needs 641",
+        ),
+        (
+            {"labels": {"phases": [{"context": 65, "batch": 1, "steps": 1}], "learning_rate": 1}},
+            "65 tokens is longer than a draft's max_positions=64",
+        ),
+        (
+            {"text": {"phases": [{"context": 10**6, "batch": 1, "steps": 1}], "learning_rate": 1}},
+            r"corpus has \d+ tokens to train on and text with context=1000000 needs 1000001",
+        ),
+        (
+            {"start": ["stranger"], "shape": None, "text": None},
+            "a vocabulary of 291 tokens and the target one of 290",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said_before_anything_is_compiled(
+    place, tmp_path, monkeypatch, changes, message
+):
+    monkeypatch.chdir(place)
+    given = settings(place, **changes)
+    for stage in ("begin", "tune", "learn"):
+        monkeypatch.setattr(boost, stage, None)
+    with pytest.raises(config.ConfigError, match=message):
+        boost.run(given, tmp_path / "work", tmp_path / "out", "command")
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_corpus_without_held_out_text_is_refused(place, tmp_path):
+    (tmp_path / "corpus").mkdir()
+    kept, _ = corpus.split(corpus.library(place / "corpus"))
+    for module in kept:
+        (tmp_path / "corpus" / module.path).write_text(module.text)
+    with pytest.raises(config.ConfigError, match="corpus has 0 held-out tokens"):
+        boost.prepare(settings(place, corpus=str(tmp_path / "corpus")))
+
+
+def test_a_work_folder_of_other_settings_is_refused(place, whole):
+    with pytest.raises(config.ConfigError, match="holds stages of other settings"):
+        boost.run(settings(place, labelled_tokens=320), whole[0] / "work", whole[0], "command")
+
+
+def test_the_command_says_what_is_wrong_and_how_it_ended(place, tmp_path, capsys):
+    path = tmp_path / "wrong.yaml"
+    path.write_text("drafts: 0\n")
+    arguments = [str(path), "--work", str(tmp_path), "--out", str(tmp_path)]
+    assert boost.main(arguments) == 2
+    assert "needs at least one draft" in capsys.readouterr().err
+
+
+def test_coverage_counts_positions_where_any_proposal_is_the_label():
+    labels = np.array([1, 2, 3, 4])
+    firsts = np.array([[1, 9], [9, 2], [3, 3], [9, 8]])
+    np.testing.assert_array_equal(boost_report.covered(labels, firsts), [True, True, True, False])
+
+
+def test_a_difference_comes_with_its_error_over_windows():
+    a, b = np.array([1, 1, 1, 0], bool), np.array([0, 0, 0, 0], bool)
+    found = boost_report.difference(a, b, 2)
+    assert found == {"mean": 0.75, "standard_error": pytest.approx(0.25)}
+
+
+def test_the_figures_are_those_of_the_drafts_on_disk(place, whole):
+    out, figures = whole
+    text = boost.prepare(settings(place)).text.held_out
+    target = models.load_checkpoint(place / "target", np.float32)
+    labels = distill.choices(target.module, target.params, text)
+    drafts = [models.load_checkpoint(out / f"draft-{n}", np.float32) for n in (1, 2)]
+    firsts = [distill.choices(d.module, d.params, text) for d in drafts]
+    assert [d["match"] for d in figures["drafts"]] == [float((f == labels).mean()) for f in firsts]
+    either = float(((firsts[0] == labels) | (firsts[1] == labels)).mean())
+    assert figures["coverage"]["boosted"] == either
+    assert json.loads((out / "boost.json").read_text()) == figures
+    assert f"{either:.1%}" in (out / "draft-2" / "README.md").read_text()
+    assert [d["name"] for d in figures["plain"]] == ["plain-2"]
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*_drafts.yaml")), ids=lambda p: p.name)
+def test_recipes_of_drafts_are_whole(path):
+    assert boost_config.read(path).drafts == 2
+
+
+@pytest.mark.parametrize("model", [boost_config.Boosting, boost_config.Shape])
+def test_every_setting_is_documented(model):
+    assert all(field.description for field in model.model_fields.values())
