@@ -67,7 +67,8 @@ class DecodeState:
       eos: int32 [E], tokens that end a row (E may be 0).
       sampling: how each row samples; None: greedily.
       histogram: int32 [B, A], how many rounds of the row accepted 0, 1, … A-1 speculated tokens.
-      ranks: int32 [A-1, W], how often a path went on, at each depth, with a node's 1st, 2nd, … try.
+      ranks: int32 [A-1, W], how often a path went on, at each depth, with a node's 1st, 2nd, … W-th
+        or later try.
       nodes: int32 [B], how many nodes were proposed, padding and roots aside.
     """
 
@@ -134,6 +135,7 @@ def step(
             proposal, draft = drafter.propose(
                 target, state.drafter, state.pending, state.cache, state.sampling, settings
             )
+        proposal = _without_draws(proposal, state.ended)
     with jax.named_scope("score"):
         positions = state.cache.lengths[:, None] + trees.depths(proposal.parents)
         mask = jnp.asarray(trees.ancestor_mask(proposal.parents))
@@ -165,6 +167,14 @@ def decode(
         lambda state: step(settings, target, drafter, state),
         state,
     )
+
+
+def _without_draws(proposal: Proposal, ended: Bool[Array, "B"]) -> Proposal:
+    """Returns the proposal without the draws of rows that have ended: nobody waits for them."""
+    if proposal.draws is None:
+        return proposal
+    parent = jnp.where(ended[:, None], trees.NO_NODE, proposal.draws.parent)
+    return dataclasses.replace(proposal, draws=dataclasses.replace(proposal.draws, parent=parent))
 
 
 def _is_eos(tokens: Int[Array, "*B"], eos: Int[Array, "E"]) -> Bool[Array, "*B"]:
@@ -207,7 +217,8 @@ def _commit(drafter, state, draft, proposal, of_round, emitting, verdict, ended)
     depths = jnp.arange(state.histogram.shape[1])
     counted = (depths == verdict.accepted[:, None]) & ~state.ended[:, None]
     tries = jnp.arange(state.ranks.shape[1])
-    at_rank = (verdict.ranks[..., None] == tries) & ~state.ended[:, None, None]
+    ranks = jnp.minimum(verdict.ranks, len(tries) - 1)  # folding may have made more tries
+    at_rank = (ranks[..., None] == tries) & ~state.ended[:, None, None]
     real = jnp.broadcast_to(~trees.padding(proposal.parents), proposal.tokens.shape).sum(-1) - 1
     of_drafter = state.drafter
     if drafter is not None:

@@ -8,6 +8,14 @@ from jaxtyping import Array, Float, Int
 ONE_HOT = -1  # as a draw's distribution: the token was not drawn, it was the drafter's only choice
 
 
+# How children can be drawn under sampling -> the verifier that is exact for it.
+DRAWINGS = {
+    "with_replacement": "mss_with_replacement",
+    "without_replacement": "mss_without_replacement",
+    "top": "one_hot",  # the most likely tokens: nothing is drawn
+}
+
+
 @struct.dataclass
 class Draws:
     """How the nodes came about, in the order in which the verifier must try them.

@@ -109,7 +109,7 @@ def prepare(
         prompts=rows,
         tokens=jnp.asarray(tokens),
         lengths=jnp.asarray(lengths),
-        limits=jnp.asarray(limits),
+        limits=jnp.asarray(limits, jnp.int32),
         eos=jnp.asarray(eos, jnp.int32),
         sampling=sampling,
         pad_token_id=_pad(target, pad_token_id, eos),
@@ -122,11 +122,8 @@ def _tree(target: Model, drafter: Drafter | None, tree: Tree | None) -> Tree:
         if tree is not None:
             raise ValueError("a tree needs a drafter: pass drafter=..., or leave the tree out")
         return ROOT_ONLY
-    if not hasattr(drafter, "propose"):
-        raise TypeError(
-            f"drafter is a {type(drafter).__name__}: pass magicjax.SelfSpeculation(...), or wrap "
-            "a model, magicjax.SmallModel(model)"
-        )
+    for one in drafter.drafters if isinstance(drafter, Ensemble) else (drafter,):
+        _check_kind(one)
     if isinstance(drafter, Ensemble) and drafter.trees is not None:
         if tree is not None:
             raise ValueError("the ensemble has a tree for each drafter: leave tree out")
@@ -142,6 +139,16 @@ def _tree(target: Model, drafter: Drafter | None, tree: Tree | None) -> Tree:
     if tree.num_nodes < 2:
         raise ValueError("the tree speculates nothing: give it a child, or leave the drafter out")
     return tree
+
+
+def _check_kind(drafter: Any) -> None:
+    if isinstance(drafter, type):
+        raise TypeError(f"drafter is the class {drafter.__name__}: make one, {drafter.__name__}()")
+    if not hasattr(drafter, "propose"):
+        raise TypeError(
+            f"drafter is a {type(drafter).__name__}: pass magicjax.SelfSpeculation(...), or wrap "
+            "a model, magicjax.SmallModel(model)"
+        )
 
 
 def _shape(drafter: Drafter, tree: Tree) -> Shape:
@@ -180,16 +187,15 @@ def _verifier(drafter: Drafter | None, tree: Tree, do_sample: bool, verifier: st
 
 def _check_drawings(drawings: set[str], verifier: str | None) -> None:
     """Raises ValueError unless the verifier keeps the target's distribution for these draws."""
-    unknown = drawings - DRAWINGS.keys()
-    if unknown:
-        raise ValueError(f"draw={unknown.pop()!r} is unknown: use one of {', '.join(DRAWINGS)}")
+    if verifier == "naive":
+        return  # exact whatever was drafted
     if {"with_replacement", "without_replacement"} <= drawings:
         raise ValueError(
             "an ensemble mixes draws with and without replacement, and the rule that is exact for "
             "one is not for the other: give all drafters the same draw"
         )
-    if verifier in (None, "mss", "naive"):
-        return  # follows the draws; naive is exact whatever was drafted
+    if verifier in (None, "mss"):
+        return  # follows the draws
     wrong = [d for d in sorted(drawings) if DRAWINGS[d] != verifier]
     if wrong:
         raise ValueError(
@@ -210,14 +216,15 @@ def _sampling(do_sample, temperature, top_k, top_p, seed, rows: int) -> Sampling
                 "pass do_sample=True, or leave it out"
             )
         return None
+    least = float(np.finfo(np.float32).tiny)
     temperatures = _for_each_row("temperature", 1.0 if temperature is None else temperature, rows)
     kept = _for_each_row("top_k", 0 if top_k is None else top_k, rows)
     mass = _for_each_row("top_p", 1.0 if top_p is None else top_p, rows)
     _check_each(
         "temperature",
         temperatures,
-        (temperatures > 0) & np.isfinite(temperatures),
-        "above 0; for the most likely tokens alone, leave do_sample out",
+        (np.float32(temperatures) >= least) & np.isfinite(np.float32(temperatures)),
+        "above 0 and finite in float32; for the most likely tokens alone, leave do_sample out",
     )
     _check_each(
         "top_k",
@@ -225,15 +232,23 @@ def _sampling(do_sample, temperature, top_k, top_p, seed, rows: int) -> Sampling
         (kept >= 0) & (kept == np.round(kept)),
         "a whole number, 0 (all tokens) or more",
     )
-    _check_each("top_p", mass, (mass > 0) & (mass <= 1), "above 0 and at most 1")
+    _check_each("top_p", mass, (np.float32(mass) >= least) & (mass <= 1), "above 0 and at most 1")
     return Sampling(
         temperature=jnp.asarray(temperatures, jnp.float32),
         top_k=jnp.asarray(np.minimum(kept, 2**31 - 1), jnp.int32),
         top_p=jnp.asarray(mass, jnp.float32),
-        keys=row_keys(0 if seed is None else operator.index(seed), jnp.arange(rows)),
+        keys=row_keys(_seed(seed), jnp.arange(rows)),
         top_k_used=bool((kept > 0).any()),
         top_p_used=bool((mass < 1).any()),
     )
+
+
+def _seed(seed: Any) -> int:
+    if seed is None:
+        return 0
+    if not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed!r} must be a whole number between 0 and {2**32 - 1}")
+    return int(seed)
 
 
 def _for_each_row(name: str, value: Any, rows: int) -> np.ndarray:
@@ -298,7 +313,7 @@ def _limits(max_new_tokens: int | Sequence[int], rows: int) -> np.ndarray:
         )
     if each.min() < 1:
         raise ValueError(f"max_new_tokens={each.min()}: it must be at least 1")
-    return np.broadcast_to(each, rows).astype(np.int32)
+    return np.broadcast_to(each, rows).astype(np.int64)  # `_check_context` bounds it
 
 
 def _check_context(target, drafter, tree, depth, rows, limits) -> None:

@@ -1,11 +1,13 @@
 """Sampling: one way of warping for target and drafts, and a random number of its own for each use.
 
 A number's key is (seed, request, position, purpose, drafter, draw number), and no two uses share
-one. So a row's text depends on neither its neighbours nor its slot in the batch, a rerun is
-identical, and what the target draws for a position is the same whoever drafts.
+one; the request is the row's place in the user's list. So a row's text does not depend on its
+neighbours, a rerun is identical, and what the target draws for a position is the same whoever
+drafts.
 """
 
 import enum
+import math
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +51,9 @@ class Sampling:
 
 def row_keys(seed: int, requests: Int[Array, "B"]) -> Array:
     """Returns a key for each request id."""
-    return jax.vmap(lambda i: jax.random.fold_in(jax.random.key(seed), i))(requests)
+    # Not JAX's default: under another generator vmapped keys would not give independent numbers.
+    key = jax.random.key(seed, impl="threefry2x32")
+    return jax.vmap(lambda i: jax.random.fold_in(key, i))(requests)
 
 
 def warp(sampling: Sampling, logits: Float[Array, "B *N V"]) -> Float[Array, "B *N V"]:
@@ -63,7 +67,9 @@ def warp(sampling: Sampling, logits: Float[Array, "B *N V"]) -> Float[Array, "B 
         return x.reshape(-1, *[1] * (logits.ndim - 1))
 
     dtype = jnp.promote_types(logits.dtype, jnp.float32)
-    scaled = logits.astype(dtype) / of_row(sampling.temperature).astype(dtype)
+    scaled = logits.astype(dtype)
+    scaled = scaled - scaled.max(-1, keepdims=True)  # or a low temperature would overflow
+    scaled = scaled / of_row(sampling.temperature).astype(dtype)
     if sampling.top_k_used:
         vocab = logits.shape[-1]
         count = of_row(jnp.where(sampling.top_k == 0, vocab, jnp.minimum(sampling.top_k, vocab)))
@@ -86,7 +92,7 @@ def _keep(
     """
     bits = jnp.finfo(scores.dtype).bits
     unsigned = jnp.uint64 if bits == 64 else jnp.uint32
-    raw = jax.lax.bitcast_convert_type(scores, unsigned)
+    raw = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0, scores), unsigned)  # -0.0 is 0.0
     top = jnp.asarray(1 << (bits - 1), unsigned)
     ordered = jnp.where(raw & top, ~raw, raw | top)  # as integers, in the order of the scores
 
@@ -97,6 +103,7 @@ def _keep(
 
     last = jnp.zeros((*scores.shape[:-1], 1), unsigned)
     last = jax.lax.fori_loop(0, bits, set_bit, last)
+    last = jnp.minimum(last, ordered.max(-1, keepdims=True))  # the best is kept in any case
     return jnp.where(ordered >= last, scores, -jnp.inf)
 
 
@@ -106,8 +113,8 @@ def uniforms(
     purpose: Purpose,
     number: Int[Array, "B *N"] | int = 0,
     drafter: int = 0,
-) -> Float[Array, "B *N"]:
-    """Returns a random number in [0, 1) for each position and draw number.
+) -> Float[Array, "B *N 2"]:
+    """Returns two random numbers in [0, 1) for each position and draw number: one draw's worth.
 
     Args:
       keys: [B], of the rows.
@@ -122,20 +129,34 @@ def uniforms(
     code = code + drafter * len(Purpose) + int(purpose)
 
     def one(key, position, code):
-        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, position), code))
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, position), code), (2,))
 
     for _ in shape[1:]:
         one = jax.vmap(one, (None, 0, 0))
     return jax.vmap(one)(keys, position, code)
 
 
-def sample(probs: Float[Array, "*B V"], uniform: Float[Array, "*B"]) -> Int[Array, "*B"]:
-    """Returns the token at which the cumulated probability passes `uniform`.
+def sample(probs: Float[Array, "*B V"], uniform: Float[Array, "*B 2"]) -> Int[Array, "*B"]:
+    """Returns a token drawn from `probs`, which need not sum to 1.
 
-    `probs` need not sum to 1. A token of probability 0 is never returned, whatever rounding does
-    to the cumulated sums, unless all are 0.
+    In two steps, each by its cumulated sums and its own number: a block of tokens, then a token of
+    the block. A single number of 23 bits against the sums of a large vocabulary would be off by
+    some thousandths in all (128k tokens). A token of probability 0 is never returned, whatever
+    rounding does to the sums, unless all are 0.
     """
-    reached = jnp.where(probs > 0, jnp.cumsum(probs, -1), 0)
+    vocab = probs.shape[-1]
+    size = 1 << math.ceil(math.log2(vocab) / 2)
+    blocks = -(-vocab // size)
+    pads = [(0, 0)] * (probs.ndim - 1) + [(0, blocks * size - vocab)]
+    probs = jnp.pad(probs, pads).reshape(*probs.shape[:-1], blocks, size)
+    block = _pick(probs.sum(-1), uniform[..., 0])
+    inside = jnp.take_along_axis(probs, block[..., None, None], -2)[..., 0, :]
+    return (block * size + _pick(inside, uniform[..., 1])).astype(jnp.int32)
+
+
+def _pick(weights: Float[Array, "*B M"], uniform: Float[Array, "*B"]) -> Int[Array, "*B"]:
+    """Returns the first entry at which the cumulated weight passes that share of the whole."""
+    reached = jnp.where(weights > 0, jnp.cumsum(weights, -1), 0)
     passed = reached > uniform[..., None] * reached.max(-1, keepdims=True)
     return passed.argmax(-1).astype(jnp.int32)
 

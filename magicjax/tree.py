@@ -8,6 +8,7 @@ parent. The functions here take parents as `[N]` or, one tree for each row, as `
 import dataclasses
 import functools
 import math
+import operator
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -210,6 +211,7 @@ class DynamicTree:
 
     def __post_init__(self):
         for name, least in (("nodes", 2), ("depth", 1), ("width", 1)):
+            object.__setattr__(self, name, operator.index(getattr(self, name)))
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: it must be at least {least}")
         if self.nodes > MAX_NODES:

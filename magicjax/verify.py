@@ -250,7 +250,7 @@ def mss(
 
     def turn(walk: Walk) -> Walk:
         one = next_try(walk, logits, tokens, draws, sampling)
-        u = uniforms(sampling.keys, root_position, Purpose.ACCEPT, one.draw)
+        u = uniforms(sampling.keys, root_position, Purpose.ACCEPT, one.draw)[..., 0]
 
         def choose(old, taken, refused):
             def of_row(x):

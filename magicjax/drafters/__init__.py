@@ -1,11 +1,11 @@
 """Who proposes: the target on a sparse cache, small models, the text's own past, or several."""
 
-from magicjax.drafters.base import DRAWINGS, Drafter, Round
+from magicjax.drafters.base import Drafter, Round
 from magicjax.drafters.ensemble import Ensemble
 from magicjax.drafters.look_up import LookUp
 from magicjax.drafters.self_speculation import SelfSpeculation
 from magicjax.drafters.small_model import SmallModel
-from magicjax.proposal import ONE_HOT, Draws, Proposal
+from magicjax.proposal import DRAWINGS, ONE_HOT, Draws, Proposal
 
 __all__ = [
     "DRAWINGS",

@@ -71,11 +71,3 @@ class Drafter(Protocol):
 
     def caches(self, state: Any) -> tuple[Any, ...]:
         """Returns the caches within its state, for counting bytes."""
-
-
-# How children can be drawn under sampling -> the verifier that is exact for it.
-DRAWINGS = {
-    "with_replacement": "mss_with_replacement",
-    "without_replacement": "mss_without_replacement",
-    "top": "one_hot",  # the most likely tokens: nothing is drawn
-}

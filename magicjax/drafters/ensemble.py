@@ -14,7 +14,7 @@ from magicjax.merging import merge
 from magicjax.model import Model
 from magicjax.proposal import Proposal
 from magicjax.sampling import MAX_DRAFTERS, Sampling
-from magicjax.tree import Shape, Tree
+from magicjax.tree import DynamicTree, Shape, TokenTree, Tree
 
 
 @struct.dataclass
@@ -29,7 +29,8 @@ class Ensemble:
       trees: each member's tree; None: the one that `generate` is asked for.
 
     Raises:
-      ValueError: no or too many members, an ensemble among them, or as many trees as members not.
+      ValueError: no or too many members, an ensemble among them, or not a tree for each member.
+      TypeError: a tree that is none.
     """
 
     drafters: tuple[Drafter, ...]
@@ -44,6 +45,9 @@ class Ensemble:
             raise ValueError(f"an ensemble of {count} drafters: give 1 to {MAX_DRAFTERS}")
         if any(isinstance(drafter, Ensemble) for drafter in self.drafters):
             raise ValueError("an ensemble within an ensemble: list all drafters in one")
+        for tree in self.trees or ():
+            if not isinstance(tree, TokenTree | DynamicTree):
+                raise TypeError(f"{tree!r} is no tree: magicjax.parse_tree reads one from a text")
         if self.trees is not None and len(self.trees) != count:
             raise ValueError(f"{len(self.trees)} trees for {count} drafters: give one for each")
 

@@ -1,5 +1,6 @@
 """Look-up: the row's own text as the draft, no model (prompt look-up decoding, n-gram matching)."""
 
+import operator
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from magicjax.model import Model
 from magicjax.proposal import ONE_HOT, Draws, Proposal
 from magicjax.sampling import Sampling
 from magicjax.tree import NO_NODE, Shape, TokenTree, Tree
+
+MAX_CHAINS = 64  # the shortest text buffer has as many slots
 
 
 @struct.dataclass
@@ -51,6 +54,8 @@ class LookUp:
     min_ngram: int = struct.field(pytree_node=False, default=1)
 
     def __post_init__(self):
+        for name in ("max_ngram", "min_ngram"):
+            object.__setattr__(self, name, operator.index(getattr(self, name)))
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ValueError(
                 f"min_ngram={self.min_ngram} and max_ngram={self.max_ngram}: "
@@ -58,13 +63,18 @@ class LookUp:
             )
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
-        """Raises ValueError unless the tree is one or several chains below the root."""
+        """Raises ValueError unless the tree is chains below the root, at most `MAX_CHAINS`."""
         if not isinstance(tree, TokenTree) or any(
             tree.parents.count(n) > 1 for n in tree.inner[1:]
         ):
             raise ValueError(
                 f"a look-up proposes chains, and this tree branches below the root: {tree}\n"
                 "use a chain, or an expansion such as 2,1,1"
+            )
+
+        if tree.parents.count(0) > MAX_CHAINS:
+            raise ValueError(
+                f"a look-up of {tree.parents.count(0)} chains: at most {MAX_CHAINS} are supported"
             )
 
     def shape(self, tree: Tree) -> Shape:

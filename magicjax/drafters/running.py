@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Int
 from magicjax.attention import attend_level
 from magicjax.cache import DraftCache, KVCache
 from magicjax.model import Model
+from magicjax.proposal import DRAWINGS
 from magicjax.sampling import Sampling
 from magicjax.tree import DynamicTree, Tree
 
@@ -83,8 +84,10 @@ def drawing_of(draw: str | None, tree: Tree) -> str:
     """Returns how children of `tree` are drawn; None is the best way that is exact.
 
     Raises:
-      ValueError: drawn children in a dynamic tree.
+      ValueError: no such way, or drawn children in a dynamic tree.
     """
+    if draw is not None and draw not in DRAWINGS:
+        raise ValueError(f"draw={draw!r} is unknown: use one of {', '.join(DRAWINGS)}")
     dynamic = isinstance(tree, DynamicTree)
     if dynamic and draw not in (None, "top"):
         raise ValueError(

@@ -47,6 +47,7 @@ class SelfSpeculation:
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         """Raises ValueError if paths of that depth overrun the ring, or `tree` is too wide."""
+        drawing_of(self.draw, tree)
         check_width(tree, target.config.vocab_size)
         pinned = self._policy.num_pinned(self.budget)
         needed = pinned + depth + 1

@@ -55,6 +55,7 @@ class SmallModel:
                 f"the drafter's vocabulary has {ours} tokens and the target's {theirs}: "
                 "they must be the same, so pick a drafter of the target's family"
             )
+        drawing_of(self.draw, tree)
         check_width(tree, theirs)
         if self.model.tokenizer is not None and target.tokenizer is not None:
             _check_tokenizers(self.model, target)

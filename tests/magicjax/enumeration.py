@@ -2,7 +2,9 @@
 
 The rule is the shipped one: `verify.next_try` gives the probability of accepting a draw and the
 walk after either outcome. Here both are followed, each with its weight, where the loop would throw
-dice. Target and drafts are tables: random logits for every text.
+dice; and so are all draws, which here are made by the definition of each way of drawing (what the
+drafters draw is the subject of `test_sampling.py` and `test_joint.py`). Target and drafts are
+tables: random logits for every text.
 """
 
 import dataclasses

@@ -95,7 +95,8 @@ REFUSED = {
     "temperature of zero": (
         dict(do_sample=True, temperature=0),
         ValueError,
-        "temperature=0: it must be above 0; for the most likely tokens alone, leave do_sample out",
+        "temperature=0: it must be above 0 and finite in float32; for the most likely tokens "
+        "alone, leave do_sample out",
     ),
     "negative temperature": (
         dict(do_sample=True, temperature=[-1.0]),
@@ -118,6 +119,22 @@ REFUSED = {
         ValueError,
         r"top_k=-1: it must be a whole number, 0 \(all tokens\) or more",
     ),
+    "top_p of nothing": (
+        dict(do_sample=True, top_p=1e-46),
+        ValueError,
+        "top_p=1e-46: it must be above 0",
+    ),
+    "a temperature that float32 does not know": (
+        dict(do_sample=True, temperature=1e-40),
+        ValueError,
+        "temperature=1e-40: it must be above 0 and finite in float32",
+    ),
+    "a seed beyond 32 bits": (
+        dict(do_sample=True, seed=2**32),
+        ValueError,
+        "seed=4294967296 must be a whole number between 0 and 4294967295",
+    ),
+    "half a seed": (dict(do_sample=True, seed=1.5), ValueError, "seed=1.5 must be a whole number"),
     "half a top_k": (dict(do_sample=True, top_k=2.5), ValueError, "top_k=2.5: .* whole number"),
     # verifiers
     "unknown verifier": (
@@ -151,7 +168,7 @@ REFUSED = {
         "is not exact for children drawn 'top': .* use 'one_hot'",
     ),
     "unknown draw": (
-        dict(drafter=budget(12, draw="beam"), do_sample=True),
+        dict(drafter=budget(12, draw="beam")),
         ValueError,
         "draw='beam' is unknown: use one of with_replacement, without_replacement, top",
     ),
@@ -207,6 +224,26 @@ REFUSED = {
         dict(drafter=magicjax.Ensemble([budget(12), small(vocab_size=50)["drafter"]])),
         ValueError,
         "the drafter's vocabulary has 50 tokens and the target's 48",
+    ),
+    "a class for a drafter": (
+        dict(drafter=magicjax.LookUp),
+        TypeError,
+        r"drafter is the class LookUp: make one, LookUp\(\)",
+    ),
+    "a model in an ensemble": (
+        dict(drafter=magicjax.Ensemble([tiny.model("near")])),
+        TypeError,
+        r"drafter is a Model: .* magicjax.SmallModel\(model\)",
+    ),
+    "a look-up of too many chains": (
+        dict(drafter=magicjax.LookUp(), tree=magicjax.expansion((65,))),
+        ValueError,
+        "a look-up of 65 chains: at most 64 are supported",
+    ),
+    "more tokens than an int32 counts": (
+        dict(max_new_tokens=2**32 + 5),
+        ValueError,
+        "prompt 0 has 3 tokens; with 4294967301 new ones it needs 4294967304 positions",
     ),
     "a look-up of a bush": (
         dict(drafter=magicjax.LookUp(), tree=magicjax.expansion((2, 2))),

@@ -287,7 +287,8 @@ REFUSED = {
     ),
     "a temperature of zero": (
         ["--target", "DIR", "--prompt", "a", "--do-sample", "--temperature", "0"],
-        "--temperature 0: it must be above 0; for the most likely tokens alone, leave --do-sample",
+        "--temperature 0: it must be above 0 and finite in float32; for the most likely tokens "
+        "alone, leave --do-sample out",
     ),
     "a verifier in greedy decoding": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "self", "--verifier", "mss"],

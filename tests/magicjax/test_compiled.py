@@ -61,7 +61,7 @@ def request_of(name: str):
         drafter=drafter,
         tree=tree,
         max_new_tokens=32,
-        do_sample=name.endswith("sampled"),
+        **(dict(do_sample=True, top_k=5, top_p=0.9) if name.endswith("sampled") else {}),
         eos_token_id=tiny.NEVER,
     )
 

@@ -60,7 +60,7 @@ def test_proposals_are_those_of_a_slow_search(branches, most, least):
     assert nothing  # rows without a match propose nothing
 
 
-def test_repeated_text_is_accepted_whole():
+def test_repeated_text_is_proposed_whole():
     """A loop is looked up from its last turn, also where it is shorter than the tree is deep."""
     drafter, tree = magicjax.LookUp(), magicjax.chain(5)
     text = jnp.asarray(np.resize([7, 8, 9], CAPACITY)[None], jnp.int32)
