@@ -32,7 +32,6 @@ import models
 from experiments import (
     boost_config,
     boost_report,
-    config,
     corpus,
     distill,
     export,
@@ -324,7 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = boost_config.read(given.config)
         figures = run(settings, given.work, given.out, command, given.compare)
-    except (config.ConfigError, FileNotFoundError) as error:
+    except (ConfigError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 2
     print(boost_report.table(figures))

@@ -1,6 +1,7 @@
 """What a drafter proposes: a tree of tokens for each row, and how its nodes came about."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
@@ -36,6 +37,19 @@ class Draws:
     q_of: Int[Array, "B J"]
     q: Float[Array, "B Q V"]
     replacement: bool = struct.field(pytree_node=False, default=False)
+
+
+def deterministic_draws(parents: Int[Array, "B J"], vocab: int) -> Draws:
+    """Returns the draws of nodes 1, 2, … of a tree in which nothing was drawn.
+
+    Args:
+      parents: of those nodes; -1: padding.
+      vocab: V.
+    """
+    count = parents.shape[1]
+    node = jnp.broadcast_to(jnp.arange(1, count + 1, dtype=jnp.int32), parents.shape)
+    q = jnp.zeros((parents.shape[0], 1, vocab))
+    return Draws(parents, node, jnp.full_like(node, ONE_HOT), q)
 
 
 @struct.dataclass

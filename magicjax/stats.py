@@ -25,8 +25,9 @@ class Stats:
       acceptance_if_reached: share of the rounds whose path reached depth 0, 1, … that went on.
       histogram: how many rounds accepted 0, 1, … tokens.
       acceptance_by_rank: for each depth, the share of the rounds that reached it which went on
-        with the node's 1st, 2nd, … try: what `magicjax.optimal` makes a tree of. Its cumulated
-        sum is the success rate of the draft's top 1, 2, … choices.
+        with the node's 1st, 2nd, … try (the last: that one or, in merged trees, a later one). It
+        is what `magicjax.optimal` makes a tree of; its cumulated sum is the success rate of the
+        draft's top 1, 2, … choices.
       rounds: target passes, summed over rows (a row counts until it ends).
       emitted: tokens of the decoding loop, all rows; the first of each row is prefill's.
       drafted: nodes proposed besides roots; padding is none.

@@ -75,7 +75,7 @@ class Shape(NamedTuple):
     Attributes:
       num_nodes: N, the root and padding included.
       depth: the most edges of a path.
-      width: the most tries below a node.
+      width: the most tries below a node, before trees are merged.
     """
 
     num_nodes: int

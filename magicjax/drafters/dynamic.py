@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from magicjax.attention import attend_level, empty_nodes
 from magicjax.drafters.levels import draft_levels
 from magicjax.drafters.running import NOT_RUN, Drafted, Source, run_root_with_lead, with_lead
-from magicjax.proposal import ONE_HOT, Draws, Proposal
+from magicjax.proposal import Proposal, deterministic_draws
 from magicjax.sampling import warp
 from magicjax.tree import NO_NODE, DynamicTree, Tree
 
@@ -73,7 +73,7 @@ def grow_tree(source: Source, tree: DynamicTree) -> tuple[Proposal, Drafted]:
             candidates, slot=candidates.slot.at[rows, chosen].set(places)
         )
         below = _newest(tree, depth + 1)
-        return (_add(source, candidates, hidden, best, places, below), sees, drafted), None
+        return (_add(source, candidates, hidden, best, places, below, width), sees, drafted), None
 
     carry = candidates, sees, drafted
     (candidates, _, drafted), _ = jax.lax.scan(run_depth, carry, jnp.arange(1, tree.depth))
@@ -114,11 +114,10 @@ def _add(
     score: Float[Array, "B T"],
     places: Int[Array, "T"],
     at,
-    width: int | None = None,
+    width: int,
 ) -> _Candidates:
     """Returns the candidates with the most likely children of the nodes that were just run."""
     batch, count = score.shape
-    width = count if width is None else width
     logits = source.model.unembed(hidden)
     if source.sampling is None:
         logp = jax.nn.log_softmax(logits.astype(jnp.float32))
@@ -167,8 +166,6 @@ def _choose(source, tree, candidates, entries, drafted) -> tuple[Proposal, Draft
     first = jnp.zeros((batch, 1), jnp.int32)
     draws = None
     if source.sampling is not None:
-        q = jnp.zeros((batch, 1, source.model.config.vocab_size))
-        node = jnp.broadcast_to(number, parent.shape)
-        draws = Draws(parent, node, jnp.full_like(node, ONE_HOT), q)
+        draws = deterministic_draws(parent, source.model.config.vocab_size)
     proposal = Proposal(tokens, jnp.concatenate([first + NO_NODE, parent], 1), draws)
     return proposal, Drafted(drafted, jnp.concatenate([first, slot], 1))

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from magicjax.attention import attend_level, empty_nodes
 from magicjax.drafters.running import NOT_RUN, Drafted, Source, run_root_with_lead, with_lead
-from magicjax.proposal import ONE_HOT, Draws, Proposal
+from magicjax.proposal import Draws, Proposal, deterministic_draws
 from magicjax.sampling import draw, warp
 from magicjax.tree import NO_NODE, TokenTree
 
@@ -122,15 +122,14 @@ def _draws(source: Source, tree: TokenTree, drawn: _Nodes) -> Draws | None:
     if source.sampling is None:
         return None
     shape = (source.root.shape[0], tree.num_nodes - 1)
-    node = jnp.broadcast_to(jnp.arange(1, tree.num_nodes, dtype=jnp.int32), shape)
     parent = jnp.broadcast_to(jnp.asarray(tree.array[1:]), shape)
+    draws = deterministic_draws(parent, source.model.config.vocab_size)
     if drawn.q is None:
-        q = jnp.zeros((shape[0], 1, source.model.config.vocab_size))
-        return Draws(parent, node, jnp.full_like(node, ONE_HOT), q)
+        return draws
     q_of = np.searchsorted(tree.inner, tree.array[1:]).astype(np.int32)
     return Draws(
         parent=jnp.where(drawn.live[:, 1:], parent, NO_NODE),
-        node=node,
+        node=draws.node,
         q_of=jnp.broadcast_to(jnp.asarray(q_of), shape),
         q=drawn.q,
         replacement=source.drawing == "with_replacement",

@@ -13,7 +13,7 @@ from magicjax.cache import KVCache
 from magicjax.drafters.base import Round
 from magicjax.merging import merge
 from magicjax.model import Model
-from magicjax.proposal import ONE_HOT, Draws, Proposal
+from magicjax.proposal import Proposal, deterministic_draws
 from magicjax.sampling import Sampling
 from magicjax.tree import NO_NODE, Shape, TokenTree, Tree
 
@@ -71,7 +71,6 @@ class LookUp:
                 f"a look-up proposes chains, and this tree branches below the root: {tree}\n"
                 "use a chain, or an expansion such as 2,1,1"
             )
-
         if tree.parents.count(0) > MAX_CHAINS:
             raise ValueError(
                 f"a look-up of {tree.parents.count(0)} chains: at most {MAX_CHAINS} are supported"
@@ -109,9 +108,7 @@ class LookUp:
         parents = jnp.where(found[:, branch], jnp.asarray(tree.array[1:]), NO_NODE)
         draws = None
         if sampling is not None:
-            node = jnp.broadcast_to(jnp.arange(1, tree.num_nodes, dtype=jnp.int32), parents.shape)
-            q = jnp.zeros((root.shape[0], 1, target.config.vocab_size))
-            draws = Draws(parents, node, jnp.full_like(node, ONE_HOT), q)
+            draws = deterministic_draws(parents, target.config.vocab_size)
         parents = jnp.concatenate([jnp.full_like(root, NO_NODE)[:, None], parents], 1)
         proposal = Proposal(tokens, parents, draws)
         if branches > 1:  # places that go on alike are one branch
