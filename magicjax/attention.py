@@ -1,24 +1,32 @@
 """The one bridge between models and caches: `attend` closures over a committed prefix."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from magicjax.cache import DraftCache, KVCache
+from magicjax.cache import KVCache
+from magicjax.draft_cache import DraftCache
 from models import Attend
 from pallas_kernels import tree_attention
 
 
-def attend_to(cache: KVCache | DraftCache, mask: Bool[Array, "T T"], backend: str | None) -> Attend:
+def attend_to(
+    cache: KVCache | DraftCache,
+    mask: Bool[Array, "T T"],
+    backend: str | None,
+    watched: bool = False,
+) -> Attend:
     """Returns an `attend` for tokens that see their row's prefix and each other under `mask`.
 
-    It keeps the new keys and values, (k, v) [B,T,K,D] for each layer, and commits nothing.
+    It keeps for each layer ((k, v), None), the new keys and values [B,T,K,D], and commits nothing.
+    Watched, it also keeps the queries and the log-sum-exp of their scores: ((k, v), (q, lse)).
     """
 
     def attend(layer, q, k, v):
-        out = tree_attention(
-            q, cache.k[layer], cache.v[layer], cache.lengths, k, v, mask, backend=backend
-        )
-        return out, (k, v)
+        prefix = cache.k[layer], cache.v[layer], cache.live(layer)
+        out, lse = tree_attention(q, *prefix, k, v, mask, return_lse=True, backend=backend)
+        return out, ((k, v), (q, lse) if watched else None)
 
     return attend
 
@@ -46,19 +54,20 @@ def attend_level(
         k_all, v_all = drafted[layer]
         k_all = k_all.at[:, nodes].set(k.astype(k_all.dtype), mode="drop")
         v_all = v_all.at[:, nodes].set(v.astype(v_all.dtype), mode="drop")
-        out = tree_attention(
-            q, cache.k[layer], cache.v[layer], cache.lengths, k_all, v_all, mask, backend=backend
-        )
+        prefix = cache.k[layer], cache.v[layer], cache.live(layer)
+        out = tree_attention(q, *prefix, k_all, v_all, mask, backend=backend)
         return out, (k_all, v_all)
 
     return attend
 
 
-def empty_nodes(cache: KVCache | DraftCache, nodes: int) -> tuple[tuple[Array, Array], ...]:
+def empty_nodes(
+    cache: KVCache | DraftCache, nodes: int, dtype: Any
+) -> tuple[tuple[Array, Array], ...]:
     """Returns room for the keys and values of `nodes` drafted tokens, zeros, for each layer."""
 
     def room(old):
         batch, heads, _, size = old.shape
-        return jnp.zeros((batch, nodes, heads, size), old.dtype)
+        return jnp.zeros((batch, nodes, heads, size), dtype)
 
     return tuple((room(k), room(v)) for k, v in zip(cache.k, cache.v))

@@ -1,8 +1,10 @@
-"""Key/value caches of fixed shape: the target's, which holds everything, and the sparse draft's.
+"""The key/value cache of fixed shape that holds everything committed.
 
-Both are written in place inside the compiled loop. What makes that legal for XLA is that every
+It is written in place inside the compiled loop. What makes that legal for XLA is that every
 write happens at an index that depends on the round's verdict, and so on every read of the round.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,34 +28,10 @@ class KVCache:
     v: Layers
     lengths: Int[Array, "B"]
 
-
-@struct.dataclass
-class DraftCache:
-    """A sparse view of the committed tokens: C = P + R slots for each layer, row and head.
-
-    A row of count <= C holds every token in order. Beyond that, slots 0..P-1 hold the pinned
-    positions and position p lives in ring slot P + (p - P) mod R for the newest R positions. In
-    order, position p >= P lies in that very slot, so growing past C needs no special case.
-
-    Attributes:
-      k, v: one array [B, K, C, D] for each layer.
-      pinned: which position each pinned slot holds, int32 [B, K, P] for each layer.
-      count: int32 [B], how many tokens the row has committed; min(count, C) slots are live.
-    """
-
-    k: Layers
-    v: Layers
-    pinned: tuple[Int[Array, "B K P"], ...]
-    count: Int[Array, "B"]
-
-    @property
-    def capacity(self) -> int:
-        return self.k[0].shape[2]
-
-    @property
-    def lengths(self) -> Int[Array, "B"]:
+    def live(self, layer: int) -> Int[Array, "B"]:
         """Returns how many slots of each row are live."""
-        return jnp.minimum(self.count, self.capacity)
+        del layer  # all alike
+        return self.lengths
 
 
 def empty(layers: int, batch: int, heads: int, slots: int, head_dim: int, dtype) -> KVCache:
@@ -63,9 +41,9 @@ def empty(layers: int, batch: int, heads: int, slots: int, head_dim: int, dtype)
     return KVCache(k, v, jnp.zeros(batch, jnp.int32))
 
 
-def num_bytes(cache: KVCache | DraftCache) -> int:
+def num_bytes(cache: Any) -> int:
     """Returns the bytes of keys and values (shapes suffice: abstract arrays are fine)."""
-    return sum(x.size * x.dtype.itemsize for x in (*cache.k, *cache.v))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((cache.k, cache.v)))
 
 
 def zero_after(witness: Int[Array, ""]) -> Int[Array, ""]:
@@ -105,63 +83,3 @@ def append(cache: KVCache, new: tuple, path: Int[Array, "B A"], kept: Int[Array,
     k = tuple(_write(old, take_path(n, path), start) for old, (n, _) in zip(cache.k, new))
     v = tuple(_write(old, take_path(n, path), start) for old, (_, n) in zip(cache.v, new))
     return KVCache(k, v, cache.lengths + kept)
-
-
-def slot_of(position: Int[Array, "*B"], pinned: int, capacity: int) -> Int[Array, "*B"]:
-    """Returns the slot of a position that is among the newest R, or of any while all fit.
-
-    P = 2, C = 5: positions 0 1 2 3 4 5 6 7 8 live in slots 0 1 2 3 4 2 3 4 2.
-    """
-    ring = capacity - pinned
-    return jnp.where(position < pinned, position, pinned + (position - pinned) % ring)
-
-
-def gather(cache: KVCache, pinned: tuple[Int[Array, "B K P"], ...], capacity: int) -> DraftCache:
-    """Returns the draft cache of what `cache` holds: the pins and the newest R, or all that fits.
-
-    Args:
-      cache: the target's entries after prefill.
-      pinned: the policy's choice for each layer; read only in rows longer than C, where it must
-        name distinct positions below count - R.
-      capacity: C.
-    """
-    num_pinned = pinned[0].shape[-1]
-    ring = capacity - num_pinned
-    count = cache.lengths[:, None]
-    slots = jnp.arange(ring)
-    # The newest position p < count with (p - P) mod R = slot; for count <= C it is P + slot.
-    newest = count - 1 - (count - 1 - num_pinned - slots) % ring
-    newest = jnp.where(count <= capacity, num_pinned + slots, newest)
-    ks, vs, pins = [], [], []
-    for k, v, chosen in zip(cache.k, cache.v, pinned):
-        in_order = jnp.broadcast_to(jnp.arange(num_pinned), chosen.shape)
-        chosen = jnp.where(count[..., None] <= capacity, in_order, chosen)
-        tail = jnp.broadcast_to(newest[:, None], (*chosen.shape[:2], ring))
-        index = jnp.minimum(jnp.concatenate([chosen, tail], -1), k.shape[2] - 1)[..., None]
-        ks.append(jnp.take_along_axis(k, index, axis=2))
-        vs.append(jnp.take_along_axis(v, index, axis=2))
-        pins.append(chosen.astype(jnp.int32))
-    return DraftCache(tuple(ks), tuple(vs), tuple(pins), cache.lengths)
-
-
-def append_ring(
-    cache: DraftCache, new: tuple, path: Int[Array, "B A"], kept: Int[Array, "B"]
-) -> DraftCache:
-    """Returns the draft cache with the first `kept` nodes of each path at their slots.
-
-    Nothing else is written: a slot that a rejected node would take still holds a live entry.
-    A must not exceed R, or a round would overwrite its own entries.
-    """
-    num_pinned, capacity = cache.pinned[0].shape[-1], cache.capacity
-    steps = jnp.arange(path.shape[1])
-    slots = slot_of(cache.count[:, None] + steps, num_pinned, capacity)
-    slots = jnp.where(steps < kept[:, None], slots, capacity)  # beyond the end: dropped
-    rows = jnp.arange(path.shape[0])[:, None]
-
-    def write(old, nodes):
-        entries = jnp.take_along_axis(nodes, path[:, :, None, None], axis=1)  # [B,A,K,D]
-        return old.at[rows, :, slots].set(entries, mode="drop", unique_indices=False)
-
-    k = tuple(write(old, n) for old, (n, _) in zip(cache.k, new))
-    v = tuple(write(old, n) for old, (_, n) in zip(cache.v, new))
-    return DraftCache(k, v, cache.pinned, cache.count + kept)

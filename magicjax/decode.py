@@ -21,6 +21,7 @@ from magicjax.drafters.base import Drafter, Round
 from magicjax.model import Model
 from magicjax.prefill import prefill_cache
 from magicjax.proposal import Proposal
+from magicjax.queries import Watch
 from magicjax.sampling import Purpose, Sampling, sample, uniforms, warp
 from magicjax.tree import Shape, Tree
 
@@ -97,14 +98,15 @@ def start(
     sampling: Sampling | None,
 ) -> DecodeState:
     """Returns the state behind the prompts, each row's first token emitted and pending."""
-    cache, last = prefill_cache(target, tokens, lengths, settings)
+    watch = Watch() if drafter is None else drafter.watch()
+    cache, last, seen = prefill_cache(target, tokens, lengths, settings, watch)
     first = _first_token(target.unembed(last), lengths, sampling)
     rows, deepest = tokens.shape[0], settings.shape.depth + 1
     output = jnp.zeros((rows, settings.max_new_tokens + deepest), jnp.int32)
     emitted = jnp.ones(rows, jnp.int32)
     return DecodeState(
         cache=cache,
-        drafter=None if drafter is None else drafter.prefill(target, tokens, cache, settings),
+        drafter=None if drafter is None else drafter.prefill(target, tokens, cache, seen, settings),
         pending=first,
         output=output.at[:, 0].set(first),
         emitted=emitted,
@@ -139,8 +141,10 @@ def step(
     with jax.named_scope("score"):
         positions = state.cache.lengths[:, None] + trees.depths(proposal.parents)
         mask = jnp.asarray(trees.ancestor_mask(proposal.parents))
-        attend = attend_to(state.cache, mask, settings.backend)
-        hidden, new = target(proposal.tokens, positions, attend)
+        watched = drafter is not None and drafter.watch().rounds
+        attend = attend_to(state.cache, mask, settings.backend, watched)
+        hidden, scored = target(proposal.tokens, positions, attend)
+        new, queries = zip(*scored, strict=True)
         logits = target.unembed(hidden)
     with jax.named_scope("verify"):
         verdict = verify.judge(
@@ -154,8 +158,10 @@ def step(
         emitting = _emitted_tokens(proposal.tokens, verdict)
         kept, ended = _cut(emitting, verdict, state)
     with jax.named_scope("commit"):
-        of_round = Round(verdict.path, kept + caches.zero_after(verdict.bonus), new)
-        return _commit(drafter, state, draft, proposal, of_round, emitting, verdict, ended)
+        kept = kept + caches.zero_after(verdict.bonus)
+        cache = caches.append(state.cache, new, verdict.path, kept)
+        of_round = Round(verdict.path, kept, new, queries, cache)
+        return _commit(target, drafter, state, draft, proposal, of_round, emitting, verdict, ended)
 
 
 def decode(
@@ -210,7 +216,9 @@ def _cut(
     return kept, state.ended | saw_eos | (state.emitted + kept >= state.limits)
 
 
-def _commit(drafter, state, draft, proposal, of_round, emitting, verdict, ended) -> DecodeState:
+def _commit(
+    target, drafter, state, draft, proposal, of_round, emitting, verdict, ended
+) -> DecodeState:
     kept = of_round.kept
     last = jnp.take_along_axis(emitting, jnp.maximum(kept - 1, 0)[:, None], 1)[:, 0]
     write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
@@ -222,9 +230,9 @@ def _commit(drafter, state, draft, proposal, of_round, emitting, verdict, ended)
     real = jnp.broadcast_to(~trees.padding(proposal.parents), proposal.tokens.shape).sum(-1) - 1
     of_drafter = state.drafter
     if drafter is not None:
-        of_drafter = drafter.commit(state.drafter, draft, proposal, of_round)
+        of_drafter = drafter.commit(target, state.drafter, draft, proposal, of_round)
     return state.replace(
-        cache=caches.append(state.cache, of_round.new, of_round.path, kept),
+        cache=of_round.cache,
         drafter=of_drafter,
         pending=jnp.where(kept > 0, last, state.pending),
         output=write(state.output, emitting, state.emitted),

@@ -226,7 +226,8 @@ def _output(request: Request, state: DecodeState, **measured: Any) -> Output:
     new = [row[:n] for row, n in zip(output, emitted, strict=True)]
     draft_bytes = 0
     if request.drafter is not None:
-        draft_bytes = sum(map(caches.num_bytes, request.drafter.caches(state.drafter)))
+        batch, capacity = len(request.prompts), request.settings.capacity
+        draft_bytes = request.drafter.cache_bytes(request.target, batch, capacity)
     counted = acceptance(emitted, *counters)
     decode_s = measured["decode_s"]
     stats = Stats(

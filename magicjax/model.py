@@ -40,6 +40,11 @@ class Model:
     def config(self) -> models.Config:
         return self.module.config
 
+    @property
+    def dtype(self) -> Any:
+        """The parameters' dtype, which caches and activations have too."""
+        return jax.tree.leaves(self.params)[0].dtype
+
     def tree_flatten(self) -> tuple[tuple[Any], nn.Module]:
         return (self.params,), self.module
 

@@ -13,49 +13,80 @@ from magicjax import cache as caches
 from magicjax.attention import attend_to
 from magicjax.cache import KVCache
 from magicjax.model import Model
+from magicjax.queries import Seen, Watch, no_queries, of_chunk
+from pallas_kernels import prefix_mass
 
 
 def prefill_cache(
-    model: Model, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], settings
-) -> tuple[KVCache, Float[Array, "B E"]]:
-    """Returns (the cache of the prompts, the hidden state of each row's last token).
+    model: Model, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], settings, watch: Watch
+) -> tuple[KVCache, Float[Array, "B E"], Seen]:
+    """Returns (the cache of the prompts, each row's last hidden state, what was watched).
 
     Args:
       model: whose cache it is.
       tokens: right-padded; T is a multiple of the chunk and at most the capacity.
       lengths: of the prompts, at least 1.
       settings: `chunk`, `capacity` and `backend` are read.
+      watch: what to keep of attention.
     """
     config, chunk = model.config, settings.chunk
     batch, width = tokens.shape
     triangle = jnp.tril(jnp.ones((chunk, chunk), bool))
-    dtype = jax.tree.leaves(model.params)[0].dtype
+    dtype = model.dtype
     cache = caches.empty(
         config.num_layers, batch, config.num_kv_heads, settings.capacity, config.head_dim, dtype
     )
 
     def run_chunk(i, carry):
-        cache, last = carry
+        cache, last, seen = carry
         start = i * chunk
         part = jax.lax.dynamic_slice(tokens, (0, start), (batch, chunk))
         positions = jnp.minimum(start + jnp.arange(chunk), config.max_positions - 1)
         cache = cache.replace(lengths=jnp.minimum(start, lengths))
-        hidden, new = model(
-            part,
-            jnp.broadcast_to(positions, part.shape),
-            attend_to(cache, triangle, settings.backend),
-        )
+        attend = attend_to(cache, triangle, settings.backend, watch.window > 0 or watch.total)
+        hidden, kept = model(part, jnp.broadcast_to(positions, part.shape), attend)
+        new, queries = zip(*kept, strict=True)
         at = start + caches.zero_after(hidden[:1, 0].argmax(-1)[0])
         k = tuple(_write(old, n, at) for old, (n, _) in zip(cache.k, new))
         v = tuple(_write(old, n, at) for old, (_, n) in zip(cache.v, new))
         place = jnp.clip(lengths - 1 - start, 0, chunk - 1)
         ends_here = (lengths > start) & (lengths <= start + chunk)
         here = jnp.take_along_axis(hidden, place[:, None, None], 1)[:, 0]
-        return KVCache(k, v, cache.lengths), jnp.where(ends_here[:, None], here, last)
+        seen = _see(seen, queries, k, start, lengths)
+        return KVCache(k, v, cache.lengths), jnp.where(ends_here[:, None], here, last), seen
 
     last = jnp.zeros((batch, config.hidden_size), dtype)
-    cache, last = jax.lax.fori_loop(0, width // chunk, run_chunk, (cache, last))
-    return cache.replace(lengths=lengths), last
+    seen = _nothing_seen(model, cache, watch)
+    cache, last, seen = jax.lax.fori_loop(0, width // chunk, run_chunk, (cache, last, seen))
+    return cache.replace(lengths=lengths), last, seen
+
+
+def _nothing_seen(model: Model, cache: KVCache, watch: Watch) -> Seen:
+    config, batch = model.config, cache.lengths.shape[0]
+    queries = total = None
+    if watch.window:
+        of_layer = no_queries(batch, watch.window, config.num_heads, config.head_dim, model.dtype)
+        queries = (of_layer,) * config.num_layers
+    if watch.total:
+        dtype = jnp.promote_types(model.dtype, jnp.float32)
+        total = tuple(jnp.zeros(k.shape[:3], dtype) for k in cache.k)
+    return Seen(queries, total)
+
+
+def _see(seen: Seen, queries: tuple, keys: tuple, start, lengths: Int[Array, "B"]) -> Seen:
+    """Returns what was watched up to a chunk, its own queries and keys included."""
+    windows, total = seen.queries, seen.total
+    if windows is not None:
+        pairs = zip(windows, queries, strict=True)
+        windows = tuple(of_chunk(old, *new, start, lengths) for old, new in pairs)
+    if total is not None:
+        position = start + jnp.arange(queries[0][0].shape[1])
+        sees = jnp.where(position < lengths[:, None], position + 1, 0)
+        total = tuple(
+            old + prefix_mass(q, k, sees, lse)
+            for old, (q, lse), k in zip(total, queries, keys, strict=True)
+        )
+    return Seen(windows, total)
 
 
 def _write(slots: Float[Array, "B K S D"], new: Float[Array, "B T K D"], start) -> Array:

@@ -8,6 +8,7 @@ from jaxtyping import Array, Int
 from magicjax.cache import KVCache
 from magicjax.model import Model
 from magicjax.proposal import Proposal
+from magicjax.queries import Seen, Watch
 from magicjax.sampling import Sampling
 from magicjax.tree import Shape, Tree
 
@@ -20,11 +21,16 @@ class Round:
       path: int32 [B, A], the accepted nodes of each row, the root first; A is the depth plus 1.
       kept: int32 [B], how many of them became part of the text (0 in a row that had ended).
       new: for each layer the target's k, v [B, N, K, D] of all nodes.
+      queries: for each layer the target's queries [B, N, H, D] and the log-sum-exp of their scores
+        [B, N, H], in a drafter that watches rounds; else None for each layer.
+      cache: the target's, behind the tokens that were kept.
     """
 
     path: Int[Array, "B A"]
     kept: Int[Array, "B"]
     new: tuple[tuple[Array, Array], ...]
+    queries: tuple[tuple[Array, Array] | None, ...]
+    cache: KVCache
 
 
 class Drafter(Protocol):
@@ -47,10 +53,22 @@ class Drafter(Protocol):
     def drawings(self, tree: Tree) -> set[str]:
         """Returns the ways in which it draws children under sampling, of `DRAWINGS`."""
 
+    def watch(self) -> Watch:
+        """Returns what must be kept of the target's attention for it."""
+
+    def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
+        """Returns the bytes of keys and values that it will hold beside the target's.
+
+        `capacity` is S, the slots of a cache that holds everything.
+        """
+
     def prefill(
-        self, target: Model, tokens: Int[Array, "B T"], cache: KVCache, settings: Any
+        self, target: Model, tokens: Int[Array, "B T"], cache: KVCache, seen: Seen, settings: Any
     ) -> Any:
-        """Returns its state behind the prompts, whose keys and values `cache` holds."""
+        """Returns its state behind the prompts, whose keys and values `cache` holds.
+
+        `seen` is what it asked to `watch`, and perhaps more.
+        """
 
     def propose(
         self,
@@ -66,8 +84,7 @@ class Drafter(Protocol):
         `sampling` is None in greedy decoding; else the proposal must tell its draws.
         """
 
-    def commit(self, state: Any, draft: Any, proposal: Proposal, of_round: Round) -> Any:
+    def commit(
+        self, target: Model, state: Any, draft: Any, proposal: Proposal, of_round: Round
+    ) -> Any:
         """Returns its state behind the tokens that were kept."""
-
-    def caches(self, state: Any) -> tuple[Any, ...]:
-        """Returns the caches within its state, for counting bytes."""

@@ -87,7 +87,7 @@ def _newest(tree: DynamicTree, depth):
 
 def _run_root(source: Source, tree: DynamicTree, entries: int, slots: int):
     """Returns (the candidates with the root's children, what was run)."""
-    drafted = empty_nodes(source.cache, slots)
+    drafted = empty_nodes(source.cache, slots, source.model.dtype)
     if source.lead is None:
         mask = jnp.arange(entries) == 0
         attend = attend_level(

@@ -1,6 +1,8 @@
 """Several drafters, their trees merged into one (SpecInfer)."""
 
 import dataclasses
+import functools
+import operator
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from magicjax.drafters.running import NOT_RUN, Drafted
 from magicjax.merging import merge
 from magicjax.model import Model
 from magicjax.proposal import Proposal
+from magicjax.queries import Seen, Watch
 from magicjax.sampling import MAX_DRAFTERS, Sampling
 from magicjax.tree import DynamicTree, Shape, TokenTree, Tree
 
@@ -82,11 +85,17 @@ class Ensemble:
             )
         ]
 
+    def watch(self) -> Watch:
+        return functools.reduce(operator.or_, (drafter.watch() for drafter in self.drafters))
+
+    def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
+        return sum(drafter.cache_bytes(target, batch, capacity) for drafter in self.drafters)
+
     def prefill(
-        self, target: Model, tokens: Int[Array, "B T"], cache: KVCache, settings: Any
+        self, target: Model, tokens: Int[Array, "B T"], cache: KVCache, seen: Seen, settings: Any
     ) -> tuple[Any, ...]:
         members = self._members(settings)
-        return tuple(drafter.prefill(target, tokens, cache, own) for drafter, own in members)
+        return tuple(drafter.prefill(target, tokens, cache, seen, own) for drafter, own in members)
 
     def propose(
         self,
@@ -107,14 +116,15 @@ class Ensemble:
         return merged, tuple(_renumber(d, of, nodes) for d, of in zip(drafts, node_of, strict=True))
 
     def commit(
-        self, state: tuple[Any, ...], draft: tuple[Any, ...], proposal: Proposal, of_round: Round
+        self,
+        target: Model,
+        state: tuple[Any, ...],
+        draft: tuple[Any, ...],
+        proposal: Proposal,
+        of_round: Round,
     ) -> tuple[Any, ...]:
         members = zip(self.drafters, state, draft, strict=True)
-        return tuple(d.commit(own, of_draft, proposal, of_round) for d, own, of_draft in members)
-
-    def caches(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
-        members = zip(self.drafters, state, strict=True)
-        return sum((drafter.caches(own) for drafter, own in members), ())
+        return tuple(d.commit(target, own, of, proposal, of_round) for d, own, of in members)
 
 
 def _renumber(draft: Any, node_of: Int[Array, "B N"], nodes: int) -> Any:

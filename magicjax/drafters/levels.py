@@ -56,7 +56,7 @@ def draft_levels(source: Source, tree: TokenTree) -> tuple[Proposal, Drafted]:
         hidden, drafted = source.model(fed, positions, attend)
         return (choose(drawn, hidden, nodes), drafted), None
 
-    carry = _begin(source, tree), empty_nodes(source.cache, slots)
+    carry = _begin(source, tree), empty_nodes(source.cache, slots, source.model.dtype)
     levels = jnp.asarray(tree.levels)
     if source.lead is not None:
         hidden, drafted = run_root_with_lead(source, carry[1], n)
@@ -74,7 +74,7 @@ def _begin(source: Source, tree: TokenTree) -> _Nodes:
     tokens = jnp.zeros(shape, jnp.int32).at[:, 0].set(source.root)
     q = None
     if source.draws:
-        dtype = jnp.promote_types(jax.tree.leaves(source.model.params)[0].dtype, jnp.float32)
+        dtype = jnp.promote_types(source.model.dtype, jnp.float32)
         vocab = source.model.config.vocab_size
         q = jnp.zeros((shape[0], len(tree.inner), vocab), dtype)
     return _Nodes(tokens, jnp.ones(shape, bool), q)

@@ -14,6 +14,7 @@ from magicjax.drafters.base import Round
 from magicjax.merging import merge
 from magicjax.model import Model
 from magicjax.proposal import Proposal, deterministic_draws
+from magicjax.queries import Seen, Watch
 from magicjax.sampling import Sampling
 from magicjax.tree import NO_NODE, Shape, TokenTree, Tree
 
@@ -82,8 +83,14 @@ class LookUp:
     def drawings(self, tree: Tree) -> set[str]:
         return {"top"}
 
+    def watch(self) -> Watch:
+        return Watch()
+
+    def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
+        return 0
+
     def prefill(
-        self, target: Model, tokens: Int[Array, "B T"], cache: KVCache, settings: Any
+        self, target: Model, tokens: Int[Array, "B T"], cache: KVCache, seen: Seen, settings: Any
     ) -> LookUpState:
         text = jnp.pad(tokens, ((0, 0), (0, settings.capacity - tokens.shape[1])))
         return LookUpState(text, cache.lengths)
@@ -130,14 +137,16 @@ class LookUp:
         return place, best >= 0
 
     def commit(
-        self, state: LookUpState, draft: None, proposal: Proposal, of_round: Round
+        self,
+        target: Model,
+        state: LookUpState,
+        draft: None,
+        proposal: Proposal,
+        of_round: Round,
     ) -> LookUpState:
         tokens = jnp.take_along_axis(proposal.tokens, of_round.path, 1)
         write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
         return LookUpState(write(state.text, tokens, state.count), state.count + of_round.kept)
-
-    def caches(self, state: LookUpState) -> tuple:
-        return ()
 
 
 def _branches(tree: TokenTree) -> np.ndarray:

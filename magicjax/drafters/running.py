@@ -5,7 +5,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from magicjax.attention import attend_level
-from magicjax.cache import DraftCache, KVCache
+from magicjax.cache import KVCache
+from magicjax.draft_cache import DraftCache
 from magicjax.model import Model
 from magicjax.proposal import DRAWINGS
 from magicjax.sampling import Sampling

@@ -1,5 +1,6 @@
 """A small model with a cache of its own (SpecInfer's SSM, MagicDec's stand-alone draft)."""
 
+import operator
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,12 +9,16 @@ from jaxtyping import Array, Int
 
 from magicjax import cache as caches
 from magicjax.cache import KVCache
+from magicjax.draft_cache import DraftCache, append_ring
 from magicjax.drafters.base import Round
 from magicjax.drafters.dynamic import draft_tree
 from magicjax.drafters.running import NOT_RUN, Drafted, Lead, Source, check_width, drawing_of
+from magicjax.drafters.sparse import BUDGET, Sparse
 from magicjax.model import Model
+from magicjax.policies import Full, Policy, find
 from magicjax.prefill import prefill_cache
 from magicjax.proposal import Proposal
+from magicjax.queries import Seen, Watch
 from magicjax.sampling import Sampling
 from magicjax.tree import Shape, Tree
 
@@ -28,22 +33,55 @@ class SmallModelState:
         drafter's branch.
     """
 
-    cache: KVCache
+    cache: KVCache | DraftCache
     lead: Lead
 
 
 @struct.dataclass
 class SmallModel:
-    """A smaller model of the same vocabulary that drafts with its full cache.
+    """A smaller model of the same vocabulary, on its full cache or a sparse one.
+
+    With a policy it prefills in full, keeps `budget` entries of each layer and KV head, and from
+    then on the newest of its own (MagicDec's stand-alone draft, arXiv 2408.11049).
 
     Attributes:
       model: as `magicjax.load` returns it.
       draw: how children are drawn under sampling (`DRAWINGS`); None: without replacement, and in
         a dynamic tree the most likely.
+      policy: which entries of its own cache are pinned, a name or an object; full: all are kept.
+      budget: C, the slots for each layer and KV head with another policy than full; None: 256.
+      kv_dtype: of a sparse cache, as for `SelfSpeculation`.
+
+    Raises:
+      ValueError: an unknown policy; a budget or kv_dtype for a full cache.
+      TypeError: policy is neither a name nor a policy, or budget is no whole number.
     """
 
     model: Model
     draw: str | None = struct.field(pytree_node=False, default=None)
+    policy: Policy | str = struct.field(pytree_node=False, default="full")
+    budget: int | None = struct.field(pytree_node=False, default=None)
+    kv_dtype: str | None = struct.field(pytree_node=False, default=None)
+
+    def __post_init__(self):
+        object.__setattr__(self, "policy", find(self.policy))
+        if self.budget is not None:
+            object.__setattr__(self, "budget", operator.index(self.budget))
+        if isinstance(self.policy, Full):
+            given = [n for n in ("budget", "kv_dtype") if getattr(self, n)]
+            if given:
+                raise ValueError(
+                    f"{given[0]}={getattr(self, given[0])!r}: with policy 'full' the draft keeps "
+                    f"all of its cache; give a policy, or leave {given[0]} out"
+                )
+
+    @property
+    def sparse(self) -> Sparse | None:
+        """How its cache is made sparse; None: it is not."""
+        assert isinstance(self.policy, Policy)  # `__post_init__` has looked it up
+        if isinstance(self.policy, Full):
+            return None
+        return Sparse(self.policy, BUDGET if self.budget is None else self.budget, self.kv_dtype)
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         """Raises if vocabularies or tokenizers differ, or context or tree are too large."""
@@ -65,6 +103,9 @@ class SmallModel:
                 f"prompt and new tokens need {context} positions and the drafter has {limit}: "
                 "use a drafter with a longer context, or a shorter prompt"
             )
+        if self.sparse is not None:
+            # A round commits a path behind a lead, which in an ensemble is as long.
+            self.sparse.check(self.model, 2 * depth + 1, f"2 x tree depth ({depth}) + 1")
 
     def shape(self, tree: Tree) -> Shape:
         return tree.shape
@@ -72,10 +113,23 @@ class SmallModel:
     def drawings(self, tree: Tree) -> set[str]:
         return {drawing_of(self.draw, tree)}
 
+    def watch(self) -> Watch:
+        return Watch()  # of the target's attention; its own is its own business
+
+    def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
+        if self.sparse is not None:
+            return self.sparse.num_bytes(self.model, batch)
+        config = self.model.config
+        entries = 2 * batch * config.num_layers * config.num_kv_heads * capacity
+        return entries * config.head_dim * self.model.dtype.itemsize
+
     def prefill(
-        self, target: Model, tokens: Int[Array, "B T"], cache: KVCache, settings: Any
+        self, target: Model, tokens: Int[Array, "B T"], cache: KVCache, seen: Seen, settings: Any
     ) -> SmallModelState:
-        own, _ = prefill_cache(self.model, tokens, cache.lengths, settings)
+        watch = Watch() if self.sparse is None else self.sparse.watch()
+        own, _, seen = prefill_cache(self.model, tokens, cache.lengths, settings, watch)
+        if self.sparse is not None:
+            own = self.sparse.start(self.model, own, seen)
         rows = cache.lengths.shape[0]
         nothing = Lead(jnp.zeros((rows, settings.lead), jnp.int32), jnp.zeros(rows, jnp.int32))
         return SmallModelState(own, nothing)
@@ -103,7 +157,12 @@ class SmallModel:
         return draft_tree(source, settings.tree)
 
     def commit(
-        self, state: SmallModelState, draft: Drafted, proposal: Proposal, of_round: Round
+        self,
+        target: Model,
+        state: SmallModelState,
+        draft: Drafted,
+        proposal: Proposal,
+        of_round: Round,
     ) -> SmallModelState:
         """Returns the state with the lead and the kept nodes that were run; the others lead next.
 
@@ -131,10 +190,8 @@ class SmallModel:
             ),
             jnp.where(kept > 0, kept - ran, led),
         )
-        return SmallModelState(caches.append(state.cache, draft.new, entries, count), lead)
-
-    def caches(self, state: SmallModelState) -> tuple[KVCache]:
-        return (state.cache,)
+        append = caches.append if self.sparse is None else append_ring
+        return SmallModelState(append(state.cache, draft.new, entries, count), lead)
 
 
 def _check_tokenizers(drafter: Model, target: Model) -> None:

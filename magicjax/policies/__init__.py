@@ -1,6 +1,29 @@
-"""Which tokens of a long text a draft cache pins. A policy picks positions; gathering is shared."""
+"""Which tokens of a long text a draft cache pins. A policy scores entries; gathering is shared."""
 
-from magicjax.policies.base import Policy, find
+from magicjax.policies.attended import H2O, TOVA
+from magicjax.policies.base import Evidence, Policy, Queries, choose
+from magicjax.policies.expected_attention import ExpectedAttention
+from magicjax.policies.find import POLICIES, find
+from magicjax.policies.full import Full
+from magicjax.policies.keys import KeyDiff, KNorm, Random
+from magicjax.policies.snapkv import PyramidKV, SnapKV
 from magicjax.policies.streaming import StreamingLLM
 
-__all__ = ["Policy", "StreamingLLM", "find"]
+__all__ = [
+    "H2O",
+    "POLICIES",
+    "TOVA",
+    "Evidence",
+    "ExpectedAttention",
+    "Full",
+    "KNorm",
+    "KeyDiff",
+    "Policy",
+    "PyramidKV",
+    "Queries",
+    "Random",
+    "SnapKV",
+    "StreamingLLM",
+    "choose",
+    "find",
+]

@@ -1,49 +1,115 @@
-"""What a policy is, and how one is found by its name."""
+"""What a policy is: a class that says how much each committed entry is worth to a draft."""
 
-import difflib
-from typing import Protocol, runtime_checkable
+import dataclasses
+from typing import Any
 
-from jaxtyping import Array, Int
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
 
-from magicjax.cache import KVCache
+from magicjax.queries import Queries
+from pallas_kernels import prefix_mass
 
 
-@runtime_checkable
-class Policy(Protocol):
-    """A frozen, hashable class that chooses the pinned entries of a draft cache."""
+@struct.dataclass
+class Evidence:
+    """What a policy may judge the entries of one layer by.
 
-    def num_pinned(self, budget: int) -> int:
-        """Returns P, how many of the budget's slots are pinned; the others form the ring."""
+    Attributes:
+      keys, values: [B, K, S, D], committed entries, position by position; keys are rotated.
+      candidates: int32 [B], positions below it can be pinned; those from there on are in the ring,
+        or do not exist.
+      queries: the newest `window` queries; None if the policy asked for none.
+      total: float32 [B, K, S], the attention that all queries so far paid to each position, summed
+        over the G heads that share a KV head; None unless the policy accumulates.
+      layer: static; which layer, from 0.
+      config: static; the model's, with `rope` in models that rotate.
+    """
 
-    def pins(self, cache: KVCache, budget: int) -> tuple[Int[Array, "B K P"], ...]:
-        """Returns, for each layer, which positions are pinned in rows longer than the budget.
+    keys: Float[Array, "B K S D"]
+    values: Float[Array, "B K S D"]
+    candidates: Int[Array, "B"]
+    queries: Queries | None
+    total: Float[Array, "B K S"] | None
+    layer: int = struct.field(pytree_node=False)
+    config: Any = struct.field(pytree_node=False)
+
+    def live(self) -> Array:
+        """Returns bool [B, 1, S], which positions can be pinned."""
+        return (jnp.arange(self.keys.shape[2]) < self.candidates[:, None])[:, None]
+
+    def window_mass(self, scaled: bool = True) -> Float[Array, "B K S"]:
+        """Returns the attention that the newest queries paid to each position, float32.
+
+        Summed over the queries and over the G heads that share a KV head.
 
         Args:
-          cache: the target's keys and values after prefill, with lengths [B].
-          budget: C; positions must be distinct and below lengths - (C - P).
+          scaled: divide scores by sqrt(D) before the softmax, as the model does.
         """
+        assert self.queries is not None, "a policy that reads queries must set `window`"
+        q, lse = self.queries.q, self.queries.lse
+        if not scaled:
+            q, lse = q * q.shape[-1] ** 0.5, None
+        return prefix_mass(q, self.keys, self.queries.seen, lse)
 
 
-def find(policy: "str | Policy") -> Policy:
-    """Returns the policy of that name with its default settings, or `policy` itself.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Which entries of a long text a draft cache pins; the rest of it is a ring of the newest.
+
+    A policy of one's own is a frozen dataclass with a `score`; what it gives is checked once, when
+    the first program with it is made.
+
+    Attributes:
+      recent: R, the slots of the ring; None: half the budget.
 
     Raises:
-      ValueError: no such name; the nearest is named.
-      TypeError: neither a name nor a policy.
+      ValueError: recent < 1.
     """
-    from magicjax.policies.streaming import StreamingLLM
 
-    if isinstance(policy, Policy) and not isinstance(policy, type):
-        return policy
-    if not isinstance(policy, str):
-        raise TypeError(
-            f"policy={policy!r} is neither a name nor an object with the Policy methods"
-        )
-    known = {"streaming": StreamingLLM}
-    if policy not in known:
-        nearest = difflib.get_close_matches(policy, known, 1, 0.0)[0]
+    recent: int | None = None
+
+    # What it needs to be shown; class attributes, or fields where users may choose.
+    window = 0  # how many of the newest queries
+    accumulates = False  # the attention of all queries
+
+    def __post_init__(self):
+        if self.recent is not None and self.recent < 1:
+            raise ValueError(f"recent={self.recent}: the ring needs at least 1 slot")
+
+    def score(self, evidence: Evidence) -> Float[Array, "B K S"]:
+        """Returns how much each entry is worth; the highest of the candidates are pinned.
+
+        Of equal ones the earlier are pinned. What stands beyond the candidates is not read.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no `score`")
+
+    def ring(self, budget: int) -> int:
+        """Returns R, the slots of the ring in a cache of `budget` slots."""
+        return (budget + 1) // 2 if self.recent is None else self.recent
+
+    def pinned(self, budget: int, layers: int) -> tuple[int, ...]:
+        """Returns P of each layer; they sum to layers * (budget - R)."""
+        return (budget - self.ring(budget),) * layers
+
+
+def choose(policy: Policy, evidence: Evidence, count: int) -> Int[Array, "B K P"]:
+    """Returns the `count` candidates that the policy scores highest, in order of position.
+
+    Rows with fewer candidates get rubbish in their place; they hold everything in order anyway.
+
+    Raises:
+      ValueError: the scores are not of shape [B, K, S], or not real numbers.
+    """
+    scores = policy.score(evidence)
+    expected = evidence.keys.shape[:3]
+    if scores.shape != expected or not jnp.issubdtype(scores.dtype, jnp.floating):
         raise ValueError(
-            f"policy={policy!r} is unknown: did you mean {nearest!r}? "
-            f"It must be one of {', '.join(sorted(known))}, or an object with the Policy methods"
+            f"{type(policy).__name__}.score gave {scores.dtype}{list(scores.shape)}: it must be "
+            f"one real number for each entry, [B, K, S] = {list(expected)}"
         )
-    return known[policy]()
+    # A score that is not a number is the lowest of all.
+    scores = jnp.where(evidence.live() & ~jnp.isnan(scores), scores, -jnp.inf)
+    _, positions = jax.lax.top_k(scores.astype(jnp.float32), count)
+    return jnp.sort(positions.astype(jnp.int32), axis=-1)

@@ -3,20 +3,20 @@
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float
 
-from magicjax.cache import KVCache
+from magicjax.policies.base import Evidence, Policy
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamingLLM:
+class StreamingLLM(Policy):
     """Pins the first `sinks` positions; everything else of the budget is the ring.
 
     Attributes:
       sinks: P. The paper uses 4, MagicDec 16; it costs little to have more.
 
     Raises:
-      ValueError: sinks < 1.
+      ValueError: sinks < 1, or `recent` given.
     """
 
     sinks: int = 16
@@ -24,13 +24,15 @@ class StreamingLLM:
     def __post_init__(self):
         if self.sinks < 1:
             raise ValueError(f"sinks={self.sinks}: a streaming cache needs at least 1")
+        if self.recent is not None:
+            raise ValueError(
+                f"recent={self.recent}: the ring of a streaming cache is all of the budget but the "
+                "sinks; leave recent out"
+            )
 
-    def num_pinned(self, budget: int) -> int:
-        del budget
-        return self.sinks
+    def ring(self, budget: int) -> int:
+        return budget - self.sinks
 
-    def pins(self, cache: KVCache, budget: int) -> tuple[Int[Array, "B K P"], ...]:
-        del budget
-        shape = (*cache.k[0].shape[:2], self.sinks)
-        first = jnp.broadcast_to(jnp.arange(self.sinks, dtype=jnp.int32), shape)
-        return tuple(first for _ in cache.k)
+    def score(self, evidence: Evidence) -> Float[Array, "B K S"]:
+        earlier_first = -jnp.arange(evidence.keys.shape[2], dtype=jnp.float32)
+        return jnp.broadcast_to(earlier_first, evidence.keys.shape[:3])

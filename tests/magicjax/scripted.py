@@ -8,6 +8,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from magicjax.drafters import Proposal
+from magicjax.queries import Watch
 from tests.magicjax import tiny
 
 
@@ -36,7 +37,13 @@ class Scripted:
     def drawings(self, tree):
         return {"top"}
 
-    def prefill(self, target, tokens, cache, settings):
+    def watch(self):
+        return Watch()
+
+    def cache_bytes(self, target, batch, capacity):
+        return 0
+
+    def prefill(self, target, tokens, cache, seen, settings):
         rows = tokens.shape[0]
         return jnp.ones(rows, jnp.int32), jnp.zeros((), jnp.int32)  # emitted, round
 
@@ -52,12 +59,9 @@ class Scripted:
             return Proposal(tokens, settings.tree.array), None
         return Proposal(tokens, jnp.take(self.parents, now, axis=1)), None
 
-    def commit(self, state, draft, proposal, of_round):
+    def commit(self, target, state, draft, proposal, of_round):
         emitted, now = state
         return emitted + of_round.kept, now + 1
-
-    def caches(self, state):
-        return ()
 
 
 @dataclasses.dataclass(frozen=True)

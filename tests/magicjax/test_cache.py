@@ -3,7 +3,6 @@
 The value of a key tells its row, head and position, so a misplaced entry cannot go unseen.
 """
 
-import functools
 import types
 
 import jax
@@ -13,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magicjax import StreamingLLM
 from magicjax import cache as caches
+from magicjax import draft_cache
 
 ROWS, HEADS, SLOTS, NODES, PATH = 3, 2, 40, 6, 4
 RINGS = ((2, 9), (1, 5), (4, 24))  # (P, C): small, as small as a path allows, hardly wrapping
@@ -61,10 +60,11 @@ def held(count: int, pinned, P: int, C: int) -> dict[int, int]:
     return dict(enumerate(pinned)) | ring
 
 
-def check_draft(draft: caches.DraftCache, counts, P: int, C: int) -> None:
+def check_draft(draft: draft_cache.DraftCache, counts, P: int, C: int) -> None:
     """Asserts that every live slot holds what it should, in both layers, keys and values."""
     assert draft.count.tolist() == list(counts)
-    assert draft.lengths.tolist() == [min(count, C) for count in counts]
+    for layer in range(2):
+        assert draft.live(layer).tolist() == [min(count, C) for count in counts]
     for row, count in enumerate(counts):
         for head in range(HEADS):
             for layer in range(2):
@@ -77,14 +77,17 @@ def check_draft(draft: caches.DraftCache, counts, P: int, C: int) -> None:
                         assert found[slot] == code(position, head, row, layer, value)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+gather_pins = jax.jit(draft_cache.gather, static_argnums=2)
+
+
 def gather(P, C, cache):
-    return caches.gather(cache, StreamingLLM(sinks=P).pins(cache, C), C)
+    """Returns the draft cache that pins the first P."""
+    first = jnp.broadcast_to(jnp.arange(P, dtype=jnp.int32), (ROWS, HEADS, P))
+    return gather_pins(cache, (first, first), C - P)
 
 
-gather_pins = jax.jit(caches.gather, static_argnums=2)
 append = jax.jit(caches.append)
-append_ring = jax.jit(caches.append_ring)
+append_ring = jax.jit(draft_cache.append_ring)
 lengths_of_rows = st.lists(st.integers(1, SLOTS - 1), min_size=ROWS, max_size=ROWS)
 
 
@@ -116,7 +119,7 @@ def test_gathering_keeps_whatever_positions_a_policy_pins(data):
                 st.lists(st.sampled_from(old), min_size=P, max_size=P, unique=True)
             )
         pins.append(jnp.asarray(chosen))
-    draft = gather_pins(full_cache(lengths), tuple(pins), C)
+    draft = gather_pins(full_cache(lengths), tuple(pins), C - P)
     check_draft(draft, lengths, P, C)
     for layer, chosen in enumerate(pins):
         for row in range(ROWS):
@@ -180,7 +183,7 @@ def test_a_commit_that_forgets_the_ring_would_be_seen():
 
 
 def test_slots_of_positions_are_those_of_the_documented_example():
-    assert caches.slot_of(jnp.arange(9), 2, 5).tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 2]
+    assert draft_cache.slot_of(jnp.arange(9), 2, 5).tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 2]
 
 
 def test_bytes_are_counted_from_shapes_alone():

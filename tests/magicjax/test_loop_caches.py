@@ -10,6 +10,7 @@ import pytest
 
 import magicjax
 from magicjax import compilation, prefill
+from magicjax.queries import Watch
 from magicjax.request import prepare
 from tests.magicjax import tiny
 
@@ -52,7 +53,7 @@ def fresh_prefill(capacity: int):
 
     @jax.jit
     def run(model, tokens, lengths):
-        return prefill.prefill_cache(model, tokens, lengths, settings)[0]
+        return prefill.prefill_cache(model, tokens, lengths, settings, Watch())[0]
 
     return run
 
@@ -124,13 +125,13 @@ def check_every_round(kind, tree, prompts, dtype, tolerance, **options) -> None:
         check_cache(state.cache, request.target, texts, state.cache.lengths, tolerance)
         accepted |= set(np.flatnonzero(state.histogram.sum(0)).tolist())
         if kind == "self":
-            check_draft_cache(state.drafter, state.cache)
+            check_draft_cache(state.drafter.cache, state.cache)
         elif kind == "ensemble":
             for member, own in zip(request.drafter.drafters, state.drafter, strict=True):
                 if isinstance(member, magicjax.SmallModel):
                     longest = max(longest, check_small(own, member.model, texts, tolerance))
                 elif isinstance(member, magicjax.SelfSpeculation):
-                    check_draft_cache(own, state.cache)
+                    check_draft_cache(own.cache, state.cache)
                 else:
                     check_text(own, texts)
         elif kind is not None:
@@ -193,12 +194,13 @@ def test_a_cache_with_one_entry_out_of_place_would_be_seen():
     wrong = state.cache.replace(k=tuple(k))
     with pytest.raises(AssertionError):
         check_cache(wrong, request.target, prompts, lengths, 1e-5)
-    draft = [x.copy() for x in state.drafter.k]
+    own = state.drafter.cache
+    draft = [x.copy() for x in own.k]
     draft[0][5, 0, tiny.BUDGET - 1] += 1e-6
     with pytest.raises(AssertionError):
-        check_draft_cache(state.drafter.replace(k=tuple(draft)), state.cache)
+        check_draft_cache(own.replace(k=tuple(draft)), state.cache)
     check_cache(state.cache, request.target, prompts, lengths, 1e-5)
-    check_draft_cache(state.drafter, state.cache)
+    check_draft_cache(own, state.cache)
 
 
 def test_a_prompt_of_several_chunks_fills_the_cache_like_one_chunk():
@@ -211,8 +213,8 @@ def test_a_prompt_of_several_chunks_fills_the_cache_like_one_chunk():
     caches, last = [], []
     for chunk in (16, WIDTH):
         settings = types.SimpleNamespace(chunk=chunk, capacity=WIDTH, backend=None)
-        run = jax.jit(functools.partial(prefill.prefill_cache, settings=settings))
-        cache, hidden = run(model, jnp.asarray(tokens), jnp.asarray(lengths))
+        run = jax.jit(functools.partial(prefill.prefill_cache, settings=settings, watch=Watch()))
+        cache, hidden, _ = run(model, jnp.asarray(tokens), jnp.asarray(lengths))
         np.testing.assert_array_equal(cache.lengths, lengths)
         caches.append(cache)
         last.append(np.asarray(hidden))

@@ -1,0 +1,94 @@
+"""What all drafts on a sparse cache share: policy and budget, checked, and turned into a cache."""
+
+import dataclasses
+
+from magicjax.cache import KVCache
+from magicjax.draft_cache import DraftCache, Pins, gather
+from magicjax.model import Model
+from magicjax.policies import Evidence, Policy, choose
+from magicjax.queries import Seen, Watch, newest
+
+KV_DTYPES = {None: None, "int8": 8, "int4": 4}
+BUDGET = 256  # unless the user says otherwise
+
+
+@dataclasses.dataclass(frozen=True)
+class Sparse:
+    """How much of its context a draft sees.
+
+    Attributes:
+      policy: which entries are pinned.
+      budget: C, slots for each layer and KV head; the layers' mean where a policy tells them apart.
+      kv_dtype: of the entries: int8 or int4, with a scale for each token and head; None: the
+        model's own.
+    """
+
+    policy: Policy
+    budget: int
+    kv_dtype: str | None
+
+    @property
+    def ring(self) -> int:
+        """R, the slots of the ring."""
+        return self.policy.ring(self.budget)
+
+    def check(self, model: Model, needed: int, because: str) -> None:
+        """Raises ValueError if the ring is smaller than `needed`, or there is nothing to pin."""
+        if self.kv_dtype not in KV_DTYPES:
+            names = ", ".join(name for name in KV_DTYPES if name)
+            raise ValueError(f"kv_dtype={self.kv_dtype!r} is unknown: use {names}, or None")
+        if self.kv_dtype == "int4" and model.config.head_dim % 2:
+            raise ValueError(
+                f"kv_dtype='int4' packs two elements in a byte, and heads have "
+                f"{model.config.head_dim}: use int8"
+            )
+        pins = self.budget - self.ring
+        if self.ring < needed:
+            raise ValueError(
+                f"budget={self.budget} leaves too small a ring for the newest tokens: {self.ring} "
+                f"slots beside {pins} pinned ones, and it must have at least {because} = {needed}; "
+                "use a larger budget, fewer pins, or a shallower tree"
+            )
+        if pins < 1:
+            raise ValueError(
+                f"budget={self.budget} leaves nothing to pin beside a ring of {self.ring}: use a "
+                "larger budget, or a smaller `recent`"
+            )
+
+    def watch(self, rounds: bool = False) -> Watch:
+        """Returns what must be seen of attention for the policy to judge."""
+        return Watch(self.policy.window, self.policy.accumulates, rounds)
+
+    def pins(self, model: Model, full: KVCache, seen: Seen) -> Pins:
+        """Returns the policy's choice for each layer."""
+        candidates = (full.lengths - self.ring).clip(0)
+        counts = self.policy.pinned(self.budget, len(full.k))
+        pins = []
+        for layer, (k, v, count) in enumerate(zip(full.k, full.v, counts, strict=True)):
+            evidence = Evidence(
+                keys=k,
+                values=v,
+                candidates=candidates,
+                queries=newest(seen.queries[layer], self.policy.window) if seen.queries else None,
+                total=seen.total[layer] if seen.total else None,
+                layer=layer,
+                config=model.config,
+            )
+            pins.append(choose(self.policy, evidence, count))
+        return tuple(pins)
+
+    def start(self, model: Model, full: KVCache, seen: Seen) -> DraftCache:
+        """Returns the draft cache of what `full` holds."""
+        pins = self.pins(model, full, seen)
+        return gather(full, pins, self.ring, KV_DTYPES[self.kv_dtype])
+
+    def num_bytes(self, model: Model, batch: int) -> int:
+        """Returns the bytes of keys and values of the draft cache, scales included."""
+        config, bits = model.config, KV_DTYPES[self.kv_dtype]
+        if bits is None:
+            of_entry = config.head_dim * model.dtype.itemsize
+        else:
+            of_entry = config.head_dim * bits // 8 + 4  # and a float32 scale
+        pinned = self.policy.pinned(self.budget, config.num_layers)
+        slots = sum(pinned) + config.num_layers * self.ring
+        return 2 * batch * config.num_kv_heads * slots * of_entry

@@ -1,0 +1,93 @@
+"""Expected Attention: what queries yet to come are likely to attend to (arXiv 2510.00636)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from magicjax.policies.base import Evidence, Policy, Queries
+from models.rope import frequencies
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectedAttention(Policy):
+    """Pins the entries of the highest expected attention times the length of their value.
+
+    Queries before their rotation are taken as normal. Their mean and covariance, turned by the mean
+    rotation of the next `future` positions, give the expected exp(score) of every key in closed
+    form; that is averaged over the query heads of a KV head.
+
+    The paper takes the statistics of all of the prompt's queries, here they are those of the newest
+    `window`; and the paper weighs by the value after the output projection, here by the value.
+
+    Attributes:
+      window: W, how many of the newest queries give mean and covariance.
+      future: over how many positions ahead the rotation is averaged.
+      epsilon: added to the expected attention, so that long values count where none is expected.
+      covariance: count the queries' spread, not only their mean.
+
+    Raises:
+      ValueError: window or future < 1, epsilon < 0.
+    """
+
+    window: int = 128
+    future: int = 512
+    epsilon: float = 0.0
+    covariance: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.window < 1 or self.future < 1:
+            raise ValueError(f"window={self.window}, future={self.future}: both must be at least 1")
+        if self.epsilon < 0:
+            raise ValueError(f"epsilon={self.epsilon}: it must be 0 or more")
+
+    def score(self, evidence: Evidence) -> Float[Array, "B K S"]:
+        assert evidence.queries is not None
+        keys = evidence.keys.astype(jnp.float32)
+        batch, heads, _, size = keys.shape
+        mean, spread = self._statistics(evidence.queries, evidence.config)
+        mean = mean.reshape(batch, heads, -1, size)
+        scores = jnp.einsum("bkgd,bksd->bkgs", mean, keys) * size**-0.5
+        if self.covariance:
+            spread = spread.reshape(batch, heads, -1, size, size)
+            turned = jnp.einsum("bkgde,bkse->bkgsd", spread, keys)
+            scores += jnp.einsum("bkgsd,bksd->bkgs", turned, keys) / (2 * size)
+        scores = jnp.where(evidence.live()[:, :, None], scores, -jnp.inf)
+        attention = jax.nn.softmax(scores, axis=-1, where=evidence.live()[:, :, None])
+        length = jnp.linalg.norm(evidence.values.astype(jnp.float32), axis=-1)
+        return (attention + self.epsilon).mean(2) * length
+
+    def _statistics(
+        self, queries: Queries, config
+    ) -> tuple[Float[Array, "B H D"], Float[Array, "B H D D"]]:
+        """Returns mean and covariance of the queries, as future positions will turn them."""
+        q, exists = queries.q.astype(jnp.float32), queries.seen > 0
+        rope = getattr(config, "rope", None)
+        if rope is not None:
+            back = (1 - queries.seen)[..., None, None] * frequencies(rope, q.shape[-1])[0]
+            q = _turn(q, jnp.cos(back), jnp.sin(back))
+        weight = exists / jnp.maximum(exists.sum(-1, keepdims=True), 1)
+        mean = jnp.einsum("bw,bwhd->bhd", weight, q)
+        apart = q - mean[:, None]
+        spread = jnp.einsum("bw,bwhd,bwhe->bhde", weight, apart, apart)
+        if rope is not None:
+            angles = self._angles(queries.seen.max(-1), rope, q.shape[-1])
+            cos, sin = jnp.cos(angles).mean(1)[:, None], jnp.sin(angles).mean(1)[:, None]
+            mean = _turn(mean, cos, sin)
+            # R S R^T: the rows, then the columns.
+            spread = _turn(spread, cos[:, :, None], sin[:, :, None]).swapaxes(-1, -2)
+            spread = _turn(spread, cos[:, :, None], sin[:, :, None])
+        return mean, spread
+
+    def _angles(self, length: Int[Array, "B"], rope, size: int) -> Float[Array, "B T D/2"]:
+        """Returns the angles of the positions length, length + 1, … length + future - 1."""
+        ahead = length[:, None] + jnp.arange(self.future)
+        return ahead[..., None] * frequencies(rope, size)[0]
+
+
+def _turn(x: Float[Array, "*B D"], cos, sin) -> Float[Array, "*B D"]:
+    """Returns x with every pair (i, i + D/2) turned; cos and sin are [*B, D/2]."""
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)

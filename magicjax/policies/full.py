@@ -1,0 +1,18 @@
+"""The control that pins everything: a draft that agrees with its target on every token."""
+
+import dataclasses
+
+from magicjax.policies.base import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Full(Policy):
+    """A control: the draft reads the target's own cache, so it has no budget and no cache.
+
+    Raises:
+      ValueError: recent given.
+    """
+
+    def __post_init__(self):
+        if self.recent is not None:
+            raise ValueError(f"recent={self.recent}: a full cache has no ring; leave recent out")
