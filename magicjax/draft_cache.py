@@ -4,6 +4,9 @@ Like the target's it is of fixed shape and written in place, at places that depe
 verdict.
 """
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -101,7 +104,7 @@ def repin(cache: DraftCache, full: KVCache, pinned: Pins) -> DraftCache:
         ks.append(write(cache.k[layer], _take(full.k[layer], chosen, cache.bits)))
         vs.append(write(cache.v[layer], _take(full.v[layer], chosen, cache.bits)))
         pins.append(chosen)
-    return cache.replace(k=tuple(ks), v=tuple(vs), pinned=tuple(pins))
+    return dataclasses.replace(cache, k=tuple(ks), v=tuple(vs), pinned=tuple(pins))
 
 
 def _in_order_while_all_fits(chosen: Int[Array, "B K P"], count: Int[Array, "B"], ring: int):
@@ -140,7 +143,7 @@ def append_ring(
         num_pinned, capacity = cache.pinned[layer].shape[-1], cache.capacity(layer)
         slots = slot_of(position, num_pinned, capacity)
         slots = jnp.where(steps < kept[:, None], slots, capacity)  # beyond the end: dropped
-        entries = jnp.take_along_axis(nodes, path[:, :, None, None], axis=1)  # [B,A,K,D]
+        entries: Any = jnp.take_along_axis(nodes, path[:, :, None, None], axis=1)  # [B,A,K,D]
         if cache.bits is not None:
             entries = quantize(entries, cache.bits)
         return jax.tree.map(
@@ -152,4 +155,4 @@ def append_ring(
     pairs = enumerate(zip(cache.k, cache.v, new, strict=True))
     written = [(write(i, k, a), write(i, v, b)) for i, (k, v, (a, b)) in pairs]
     k, v = zip(*written, strict=True)
-    return cache.replace(k=k, v=v, count=cache.count + kept)
+    return dataclasses.replace(cache, k=k, v=v, count=cache.count + kept)

@@ -78,7 +78,7 @@ def _see(seen: Seen, queries: tuple, keys: tuple, start, lengths: Int[Array, "B"
     windows, total = seen.queries, seen.total
     if windows is not None:
         pairs = zip(windows, queries, strict=True)
-        windows = tuple(of_chunk(old, *new, start, lengths) for old, new in pairs)
+        windows = tuple(of_chunk(old, new, start, lengths) for old, new in pairs)
     if total is not None:
         position = start + jnp.arange(queries[0][0].shape[1])
         sees = jnp.where(position < lengths[:, None], position + 1, 0)

@@ -68,8 +68,7 @@ def no_queries(batch: int, window: int, heads: int, size: int, dtype) -> Queries
 
 def of_chunk(
     old: Queries,
-    q: Float[Array, "B T H D"],
-    lse: Float[Array, "B T H"],
+    new: tuple[Array, Array],
     start: Int[Array, ""],
     lengths: Int[Array, "B"],
 ) -> Queries:
@@ -77,12 +76,13 @@ def of_chunk(
 
     Args:
       old: the window so far.
-      q, lse: of the chunk's tokens.
+      new: queries [B, T, H, D] of the chunk's tokens, and the log-sum-exp of their scores.
       start: position of the chunk's first token.
       lengths: of the prompts.
     """
     window = old.seen.shape[1]
     position = lengths[:, None] - window + jnp.arange(window)
+    q, lse = new
     place = position - start
     here = (position >= 0) & (place >= 0) & (place < q.shape[1])
     place = jnp.clip(place, 0, q.shape[1] - 1)
@@ -96,8 +96,7 @@ def of_chunk(
 
 def follow(
     old: Queries,
-    q: Float[Array, "B N H D"],
-    lse: Float[Array, "B N H"],
+    new: tuple[Array, Array],
     path: Int[Array, "B A"],
     kept: Int[Array, "B"],
     count: Int[Array, "B"],
@@ -106,7 +105,7 @@ def follow(
 
     Args:
       old: the window before the round.
-      q, lse: of the tree's nodes.
+      new: queries [B, N, H, D] of the tree's nodes, and the log-sum-exp of their scores.
       path, kept: as a round's.
       count: tokens committed before the round.
     """
@@ -120,6 +119,7 @@ def follow(
     def on_path(x):
         return jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), 1)
 
+    q, lse = new
     return Queries(move(old.q, on_path(q)), move(old.lse, on_path(lse)), move(old.seen, seen))
 
 

@@ -104,6 +104,14 @@ def _yarn_attention_factor(rope: Rope) -> float:
     return mscale(1.0)
 
 
+def turn(
+    x: Float[Array, "*B D"], cos: Float[Array, "*B D/2"], sin: Float[Array, "*B D/2"]
+) -> Float[Array, "*B D"]:
+    """Returns `x` with every pair (i, i + D/2) turned, and nothing scaled."""
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+
 def rotate(
     x: Float[Array, "B T H D"], positions: Int[Array, "B T"], rope: Rope
 ) -> Float[Array, "B T H D"]:

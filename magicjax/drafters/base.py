@@ -29,7 +29,7 @@ class Round:
     path: Int[Array, "B A"]
     kept: Int[Array, "B"]
     new: tuple[tuple[Array, Array], ...]
-    queries: tuple[tuple[Array, Array] | None, ...]
+    queries: tuple[Any, ...]
     cache: KVCache
 
 

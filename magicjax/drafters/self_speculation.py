@@ -1,5 +1,6 @@
 """Self-speculation: the target drafts for itself on a sparse cache (MagicDec)."""
 
+import dataclasses
 import operator
 from typing import Any
 
@@ -169,12 +170,12 @@ class SelfSpeculation:
             return None
         own = append_ring(state.cache, of_round.new, of_round.path, of_round.kept)
         if self.refresh_every is None:
-            return state.replace(cache=own)
+            return dataclasses.replace(state, cache=own)
         queries = state.seen.queries
         if queries is not None:
             path, kept, count = of_round.path, of_round.kept, state.cache.count
             pairs = zip(queries, of_round.queries, strict=True)
-            queries = tuple(follow(old, *new, path, kept, count) for old, new in pairs)
+            queries = tuple(follow(old, new, path, kept, count) for old, new in pairs)
         state = SelfSpeculationState(
             own, Seen(queries, state.seen.total), state.added, state.rounds + 1
         )

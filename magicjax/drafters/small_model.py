@@ -14,13 +14,16 @@ from magicjax.drafters.base import Round
 from magicjax.drafters.dynamic import draft_tree
 from magicjax.drafters.running import NOT_RUN, Drafted, Lead, Source, check_width, drawing_of
 from magicjax.drafters.sparse import BUDGET, Sparse
+from magicjax.drafters.windowed import SinkKeys, prefill_window, settle
 from magicjax.model import Model
-from magicjax.policies import Full, Policy, find
+from magicjax.policies import Full, Policy, StreamingLLM, find
 from magicjax.prefill import prefill_cache
 from magicjax.proposal import Proposal
 from magicjax.queries import Seen, Watch
 from magicjax.sampling import Sampling
 from magicjax.tree import Shape, Tree
+
+SINK_POSITIONS = ("text", "in_cache")
 
 
 @struct.dataclass
@@ -31,10 +34,12 @@ class SmallModelState:
       cache: its own keys and values.
       lead: the newest committed tokens that it never ran: a leaf that was accepted, or another
         drafter's branch.
+      sinks: the pinned keys before rotation, if they move with the ring; else None.
     """
 
     cache: KVCache | DraftCache
     lead: Lead
+    sinks: SinkKeys | None
 
 
 @struct.dataclass
@@ -51,9 +56,13 @@ class SmallModel:
       policy: which entries of its own cache are pinned, a name or an object; full: all are kept.
       budget: C, the slots for each layer and KV head with another policy than full; None: 256.
       kv_dtype: of a sparse cache, as for `SelfSpeculation`.
+      sink_positions: "text": pinned entries keep their place in the text. "in_cache": they are
+        moved to just before the ring, so that a draft may read texts longer than its own context;
+        for policy streaming and rotary positions. The prompt is prefilled through the same window.
 
     Raises:
-      ValueError: an unknown policy; a budget or kv_dtype for a full cache.
+      ValueError: an unknown policy or sink_positions; a budget or kv_dtype for a full cache;
+        sink_positions="in_cache" with another policy than streaming, or with a kv_dtype.
       TypeError: policy is neither a name nor a policy, or budget is no whole number.
     """
 
@@ -62,6 +71,7 @@ class SmallModel:
     policy: Policy | str = struct.field(pytree_node=False, default="full")
     budget: int | None = struct.field(pytree_node=False, default=None)
     kv_dtype: str | None = struct.field(pytree_node=False, default=None)
+    sink_positions: str = struct.field(pytree_node=False, default="text")
 
     def __post_init__(self):
         object.__setattr__(self, "policy", find(self.policy))
@@ -74,6 +84,20 @@ class SmallModel:
                     f"{given[0]}={getattr(self, given[0])!r}: with policy 'full' the draft keeps "
                     f"all of its cache; give a policy, or leave {given[0]} out"
                 )
+        if self.sink_positions not in SINK_POSITIONS:
+            raise ValueError(
+                f"sink_positions={self.sink_positions!r} is unknown: use one of "
+                f"{', '.join(SINK_POSITIONS)}"
+            )
+        if self._windowed and (not isinstance(self.policy, StreamingLLM) or self.kv_dtype):
+            raise ValueError(
+                "sink_positions='in_cache' moves the sinks of policy 'streaming', unquantized: "
+                f"it cannot be used with policy={self.policy!r}, kv_dtype={self.kv_dtype!r}"
+            )
+
+    @property
+    def _windowed(self) -> bool:
+        return self.sink_positions == "in_cache"
 
     @property
     def sparse(self) -> Sparse | None:
@@ -97,15 +121,34 @@ class SmallModel:
         check_width(tree, theirs)
         if self.model.tokenizer is not None and target.tokenizer is not None:
             _check_tokenizers(self.model, target)
-        limit = self.model.config.max_positions
-        if context > limit:
-            raise ValueError(
-                f"prompt and new tokens need {context} positions and the drafter has {limit}: "
-                "use a drafter with a longer context, or a shorter prompt"
-            )
+        self._check_positions(context, depth)
         if self.sparse is not None:
             # A round commits a path behind a lead, which in an ensemble is as long.
             self.sparse.check(self.model, 2 * depth + 1, f"2 x tree depth ({depth}) + 1")
+
+    def _check_positions(self, context: int, depth: int) -> None:
+        config = self.model.config
+        limit = config.max_positions
+        if not self._windowed:
+            if context > limit:
+                raise ValueError(
+                    f"prompt and new tokens need {context} positions and the drafter has {limit}: "
+                    "use a drafter with a longer context, a shorter prompt, or policy='streaming' "
+                    "with sink_positions='in_cache'"
+                )
+            return
+        assert self.sparse is not None
+        if getattr(config, "rope", None) is None:
+            raise ValueError(
+                "sink_positions='in_cache' needs a drafter with rotary positions, and this one "
+                f"learned its {limit}: use sink_positions='text' and a context within them"
+            )
+        needed = self.sparse.budget + 2 * depth + 1
+        if needed > limit:
+            raise ValueError(
+                f"budget={self.sparse.budget} and a round need {needed} positions and the drafter "
+                f"has {limit}: use a budget of at most {limit - 2 * depth - 1}"
+            )
 
     def shape(self, tree: Tree) -> Shape:
         return tree.shape
@@ -126,13 +169,21 @@ class SmallModel:
     def prefill(
         self, target: Model, tokens: Int[Array, "B T"], cache: KVCache, seen: Seen, settings: Any
     ) -> SmallModelState:
-        watch = Watch() if self.sparse is None else self.sparse.watch()
-        own, _, seen = prefill_cache(self.model, tokens, cache.lengths, settings, watch)
-        if self.sparse is not None:
-            own = self.sparse.start(self.model, own, seen)
+        own, sinks = self._prefill(tokens, cache.lengths, settings)
         rows = cache.lengths.shape[0]
         nothing = Lead(jnp.zeros((rows, settings.lead), jnp.int32), jnp.zeros(rows, jnp.int32))
-        return SmallModelState(own, nothing)
+        return SmallModelState(own, nothing, sinks)
+
+    def _prefill(
+        self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], settings: Any
+    ) -> tuple[KVCache | DraftCache, SinkKeys | None]:
+        sparse = self.sparse
+        if sparse is not None and self._windowed:
+            sinks = sparse.budget - sparse.ring
+            return prefill_window(self.model, tokens, lengths, settings, sinks, sparse.ring)
+        watch = Watch() if sparse is None else sparse.watch()
+        full, _, seen = prefill_cache(self.model, tokens, lengths, settings, watch)
+        return full if sparse is None else sparse.start(self.model, full, seen), None
 
     def propose(
         self,
@@ -190,8 +241,13 @@ class SmallModel:
             ),
             jnp.where(kept > 0, kept - ran, led),
         )
-        append = caches.append if self.sparse is None else append_ring
-        return SmallModelState(append(state.cache, draft.new, entries, count), lead)
+        own, sinks = state.cache, state.sinks
+        if isinstance(own, KVCache):
+            return SmallModelState(caches.append(own, draft.new, entries, count), lead, sinks)
+        before, own = own.count, append_ring(own, draft.new, entries, count)
+        if sinks is not None:
+            own, sinks = settle(self.model, own, sinks, before)
+        return SmallModelState(own, lead, sinks)
 
 
 def _check_tokenizers(drafter: Model, target: Model) -> None:

@@ -48,10 +48,10 @@ class Evidence:
           scaled: divide scores by sqrt(D) before the softmax, as the model does.
         """
         assert self.queries is not None, "a policy that reads queries must set `window`"
-        q, lse = self.queries.q, self.queries.lse
-        if not scaled:
-            q, lse = q * q.shape[-1] ** 0.5, None
-        return prefix_mass(q, self.keys, self.queries.seen, lse)
+        q, seen = self.queries.q, self.queries.seen
+        if scaled:
+            return prefix_mass(q, self.keys, seen, self.queries.lse)
+        return prefix_mass(q * q.shape[-1] ** 0.5, self.keys, seen)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from magicjax.policies.base import Evidence, Policy, Queries
-from models.rope import frequencies
+from models.rope import frequencies, turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ExpectedAttention(Policy):
         rope = getattr(config, "rope", None)
         if rope is not None:
             back = (1 - queries.seen)[..., None, None] * frequencies(rope, q.shape[-1])[0]
-            q = _turn(q, jnp.cos(back), jnp.sin(back))
+            q = turn(q, jnp.cos(back), jnp.sin(back))
         weight = exists / jnp.maximum(exists.sum(-1, keepdims=True), 1)
         mean = jnp.einsum("bw,bwhd->bhd", weight, q)
         apart = q - mean[:, None]
@@ -75,19 +75,13 @@ class ExpectedAttention(Policy):
         if rope is not None:
             angles = self._angles(queries.seen.max(-1), rope, q.shape[-1])
             cos, sin = jnp.cos(angles).mean(1)[:, None], jnp.sin(angles).mean(1)[:, None]
-            mean = _turn(mean, cos, sin)
+            mean = turn(mean, cos, sin)
             # R S R^T: the rows, then the columns.
-            spread = _turn(spread, cos[:, :, None], sin[:, :, None]).swapaxes(-1, -2)
-            spread = _turn(spread, cos[:, :, None], sin[:, :, None])
+            spread = turn(spread, cos[:, :, None], sin[:, :, None]).swapaxes(-1, -2)
+            spread = turn(spread, cos[:, :, None], sin[:, :, None])
         return mean, spread
 
     def _angles(self, length: Int[Array, "B"], rope, size: int) -> Float[Array, "B T D/2"]:
         """Returns the angles of the positions length, length + 1, … length + future - 1."""
         ahead = length[:, None] + jnp.arange(self.future)
         return ahead[..., None] * frequencies(rope, size)[0]
-
-
-def _turn(x: Float[Array, "*B D"], cos, sin) -> Float[Array, "*B D"]:
-    """Returns x with every pair (i, i + D/2) turned; cos and sin are [*B, D/2]."""
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
