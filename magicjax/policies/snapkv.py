@@ -1,6 +1,7 @@
 """SnapKV: what the newest queries attend to (arXiv 2404.14469), and PyramidKV's budgets for it."""
 
 import dataclasses
+import fractions
 
 import jax.numpy as jnp
 from jax import lax
@@ -83,8 +84,11 @@ class PyramidKV(SnapKV):
         mean = budget - self.ring(budget)
         if layers == 1:
             return (mean,)
-        last = mean / self.beta
-        step = 2 * (mean - last) / (layers - 1)
-        # Rounding the sums, not the terms, keeps the total.
-        ends = [round((i + 1) * (2 * mean - last) - step * i * (i + 1) / 2) for i in range(layers)]
-        return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
+        last = mean / fractions.Fraction(self.beta)
+        line = [last + (mean - last) * 2 * (layers - 1 - i) / (layers - 1) for i in range(layers)]
+        pins = [int(exact) for exact in line]
+        # What rounding down left over goes to those who lost most, so that the total is kept.
+        losers = sorted(range(layers), key=lambda i: (pins[i] - line[i], i))
+        for layer in losers[: layers * mean - sum(pins)]:
+            pins[layer] += 1
+        return tuple(pins)
