@@ -182,15 +182,30 @@ class Experiment(BaseModel):
         None, description="With do_sample, of the random numbers; 0 if not given."
     )
     repeats: Positive = Field(3, description="Timed runs of each cell; the median is reported.")
-    candidates: Annotated[int, Field(ge=1)] = Field(
-        4,
-        description="Places of the text tried for each row; the rows are those whose plain "
-        "continuation repeats itself least. 1: no choice.",
+    prompts: Literal["held_out", "needle", "variable_tracking", "common_words"] = Field(
+        "held_out",
+        description="Stretches of modules that no embedded model was trained on; or a task in the "
+        "manner of RULER: an assignment to find in them, a chain of assignments to follow, or "
+        "words to count; its answers stand beside the texts in each cell's JSON.",
+    )
+    candidates: Positive | None = Field(
+        None,
+        description="With prompts=held_out, places of the text tried for each row; the rows are "
+        "those whose plain continuation repeats itself least. 4 if not given; 1: no choice.",
     )
     agreement_tokens: Annotated[int, Field(ge=0)] = Field(
         8192, description="Tokens of text on which target and draft are compared; 0 for none."
     )
     fresh: bool = Field(False, description="Measure every cell anew, also those that are finished.")
+
+    @model_validator(mode="after")
+    def _there_is_a_choice_of_prompts(self) -> "Experiment":
+        if self.candidates is not None and self.prompts != "held_out":
+            raise ValueError(
+                f"candidates has no meaning with prompts={self.prompts}, whose rows are taken as "
+                "they come: remove it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _sampling_is_asked_for(self) -> "Experiment":

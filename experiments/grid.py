@@ -14,10 +14,12 @@ from typing import Any
 
 import magicjax
 from experiments.config import LOOK_UP, ConfigError, Experiment, Method, parse_trees
+from experiments.prompts import HELD_OUT
 from magicjax.drafters import Drafter
 from magicjax.tree import ROOT_ONLY, Shape
 
 BUDGET, SINKS = 256, 16
+CANDIDATES = 4
 VERIFIER = "mss"  # of sampled cells, where none is given
 POLICIES = {"streaming": magicjax.StreamingLLM}
 
@@ -35,7 +37,8 @@ class Cell:
       tree: its name, or those of an ensemble's members joined by +; else "".
       draw: as given, "" for the draft's own way.
       verifier: of sampled cells, else "".
-      dtype, batch, context, new_tokens, repeats, candidates, agreement_tokens: as given.
+      dtype, batch, context, new_tokens, repeats, prompts, agreement_tokens: as given.
+      candidates: places of the text tried for each row; 1 of synthetic prompts.
       do_sample: whether tokens are drawn; the next four are 0 if not.
       temperature, top_k, top_p, seed: of sampling.
     """
@@ -54,6 +57,7 @@ class Cell:
     context: int
     new_tokens: int
     repeats: int
+    prompts: str
     candidates: int
     agreement_tokens: int
     do_sample: bool
@@ -126,6 +130,7 @@ def groups(experiment: Experiment) -> list[list[Cell]]:
 
 
 def _group(experiment: Experiment, batch: int, context: int) -> list[Cell]:
+    chosen = experiment.prompts == HELD_OUT
     plain = Cell(
         target=experiment.target,
         draft="none",
@@ -141,7 +146,8 @@ def _group(experiment: Experiment, batch: int, context: int) -> list[Cell]:
         context=context,
         new_tokens=experiment.new_tokens,
         repeats=experiment.repeats,
-        candidates=experiment.candidates,
+        prompts=experiment.prompts,
+        candidates=(experiment.candidates or CANDIDATES) if chosen else 1,
         agreement_tokens=experiment.agreement_tokens,
         **_sampling(experiment),
     )

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 import magicjax
-from experiments import exactness, metrics, prompts, teacher
+from experiments import exactness, metrics, prompts, synthetic, teacher
 from experiments.grid import Cell, options
 from pallas_kernels import bandwidth
 
@@ -44,6 +44,12 @@ class Bench:
         """Returns int32 [batch, context], the same for all cells of a group."""
         return self._choice(cell)[0]
 
+    def answers(self, cell: Cell) -> list[tuple[str, ...]]:
+        """Returns the right answer to each prompt; none of held-out text, which asks nothing."""
+        if cell.prompts == prompts.HELD_OUT:
+            return []
+        return [prompt.answer for prompt in self._candidates(cell)]
+
     def compile_s(self, cell: Cell, runs: list) -> float:
         """Returns the seconds spent compiling for a cell, which may have been for its prompts."""
         before = self._choice(cell)[1] if cell.draft == "none" else 0.0
@@ -52,9 +58,6 @@ class Bench:
     def _choice(self, cell: Cell) -> tuple[np.ndarray, float]:
         """Returns (the prompts, seconds spent compiling plain decoding to choose them)."""
         target = self.model(cell.target, cell.dtype)
-        text = self._once(
-            ("stream", cell.target), lambda: prompts.held_out_stream(target.tokenizer)
-        )
         seconds = []
 
         def continue_plainly(rows: np.ndarray) -> np.ndarray:
@@ -69,12 +72,22 @@ class Bench:
             return out.tokens
 
         def choose() -> tuple[np.ndarray, float]:
-            candidates = prompts.cut(text, cell.batch * cell.candidates, cell.context)
+            candidates = np.stack([prompt.tokens for prompt in self._candidates(cell)])
             chosen = prompts.least_repetitive(candidates, cell.batch, continue_plainly)
             return chosen, sum(seconds)
 
-        key = (cell.target, cell.dtype, cell.batch, cell.context, cell.candidates, cell.new_tokens)
+        key = (cell.target, cell.dtype, *_asked(cell), cell.new_tokens)
         return self._once(("prompts", *key, *cell.sampling.values()), choose)
+
+    def _candidates(self, cell: Cell) -> list[synthetic.Prompt]:
+        """Returns the prompts of which a cell's are chosen."""
+        tokenizer = self.model(cell.target, cell.dtype).tokenizer
+        stream = self._once(("stream", cell.target), lambda: prompts.held_out_stream(tokenizer))
+        count = cell.batch * cell.candidates
+        return self._once(
+            ("candidates", cell.target, *_asked(cell)),
+            lambda: prompts.make(cell.prompts, tokenizer, stream, count, cell.context),
+        )
 
     def run(self, cell: Cell, rows: np.ndarray | None = None) -> Any:
         """Returns the output of one call of `generate` as the cell describes it.
@@ -107,11 +120,16 @@ class Bench:
     def _greedy(self, cell: Cell, directory: str, text: np.ndarray, **view: int) -> np.ndarray:
         """Returns the best tokens of a model on a group's text; cells of the group share them."""
         model = self.model(directory, cell.dtype)
-        key = (directory, cell.dtype, cell.batch, cell.context, cell.candidates, text.shape)
+        key = (directory, cell.dtype, *_asked(cell), text.shape)
         return self._once(
             ("greedy", *key, *view.items()),
             lambda: np.asarray(teacher.greedy_tokens(model, text, **view)),
         )
+
+
+def _asked(cell: Cell) -> tuple:
+    """Returns the settings that say which prompts a cell asks for."""
+    return cell.prompts, cell.batch, cell.context, cell.candidates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +215,7 @@ def _settings(cell: Cell) -> dict[str, Any]:
         "device": device_name(),
         "batch": cell.batch,
         "context": cell.context,
+        "prompts": cell.prompts,
         "new_tokens": cell.new_tokens,
         "repeat": cell.repeats,
     }
@@ -259,6 +278,7 @@ def _record(bench: Bench, cell: Cell, runs: list, plain_runs: list, read_gbs: fl
         "acceptance_by_depth": [float(a) for a in stats.acceptance_by_depth],
         "divergences": [str(d) for d in match.divergences] if match else [],
         "texts": list(warm_up.texts),
+        "answers": bench.answers(cell),
     }
 
 

@@ -6,10 +6,13 @@ A model without its weights is enough for the checks that `magicjax.generate` ma
 import functools
 import pathlib
 from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 
 import magicjax
 import models
-from experiments import grid
+from experiments import grid, prompts
 from experiments.config import LOOK_UP, ConfigError, Experiment
 from magicjax.generation import config_of
 from magicjax.request import prepare
@@ -19,7 +22,7 @@ def check(experiment: Experiment) -> None:
     """Raises ConfigError, naming all of them once, if some cells can be known not to run.
 
     A cell twice, a model that does not exist, texts beyond a model's positions, a budget too small
-    for the tree, another vocabulary.
+    for the tree, another vocabulary, prompts that cannot be made.
     """
     groups = grid.groups(experiment)
     cells = [cell for group in groups for cell in group]
@@ -57,6 +60,11 @@ def _of_group(group: list[grid.Cell]) -> Iterator[str]:
                 yield f"context {cell.context}: {error}"
                 return
             yield f"{cell.method}: {error}"
+    try:
+        count = plain.batch * plain.candidates
+        prompts.make(plain.prompts, *_text(plain.target), count, plain.context)
+    except (ValueError, OSError) as error:
+        yield f"prompts: {error}"
 
 
 def check_cell(cell: grid.Cell) -> None:
@@ -68,3 +76,10 @@ def check_cell(cell: grid.Cell) -> None:
 def _skeleton(source: str) -> magicjax.Model:
     """Returns a model without weights."""
     return magicjax.Model(models.build(config_of(source)), params=None, name=source)
+
+
+@functools.cache
+def _text(source: str) -> tuple[Any, np.ndarray]:
+    """Returns (a model's tokenizer, the held-out text in its tokens)."""
+    tokenizer = models.load_tokenizer(source)
+    return tokenizer, prompts.held_out_stream(tokenizer)

@@ -1,8 +1,9 @@
-"""Prompts from modules that no embedded model was trained on.
+"""Prompts from modules that no embedded model was trained on, as they are or with a task in them.
 
 Held-out modules make one stream of tokens; prompts are its stretches that end at evenly spaced
 places. Greedy text of a small model soon repeats itself, and a loop is easy to draft. So more
 places are tried than there are rows, and the rows are those whose text repeats itself least.
+Prompts of synthetic tasks (`synthetic.py`) are taken as they come.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from experiments import corpus, metrics
+from experiments import corpus, metrics, synthetic
+
+HELD_OUT = "held_out"
+SEED = 0  # of the synthetic tasks: the seed of sampling changes no prompt
 
 
 def held_out_stream(tokenizer: Any, modules: list[corpus.Module] | None = None) -> np.ndarray:
@@ -50,6 +54,25 @@ def cut(stream: Int[np.ndarray, " n"], count: int, context: int) -> np.ndarray:
         )
     ends = context + (2 * np.arange(count) + 1) * room // (2 * count)
     return np.stack([stream[end - context : end] for end in ends])
+
+
+def make(
+    kind: str, tokenizer: Any, stream: Int[np.ndarray, " n"], count: int, context: int
+) -> list[synthetic.Prompt]:
+    """Returns `count` prompts of `context` tokens each.
+
+    Args:
+      kind: `held_out`, or the name of a synthetic task.
+      tokenizer, stream: the target's, and the held-out text in its tokens.
+      count, context: how many, and how long.
+
+    Raises:
+      ValueError: the text is too short, or the context too short or too long for the task.
+    """
+    if kind == HELD_OUT:
+        return [synthetic.Prompt(row) for row in cut(stream, count, context)]
+    task = synthetic.TASKS[kind]
+    return [task(tokenizer, stream, context, SEED, row) for row in range(count)]
 
 
 def least_repetitive(

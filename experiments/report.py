@@ -14,7 +14,7 @@ LEGEND = (
     "speed-up: against plain decoding; τ: tokens emitted a target pass and row; accepted: of those "
     "that a perfect draft would have had accepted;",
     "exact: rows equal to plain decoding; agree: how often draft and target choose the same token "
-    "on real text; repeats: 8-grams that stood in the text before",
+    "on the prompts' text; repeats: 8-grams that stood in the text before",
 )
 
 

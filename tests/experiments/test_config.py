@@ -2,7 +2,7 @@ import pathlib
 
 import pytest
 
-from experiments import config
+from experiments import config, prompts, synthetic
 
 FOLDER = pathlib.Path(config.__file__).parent / "configs"
 OTHERS = {"specinfer_tables.yaml"}  # read by a command of their own
@@ -88,6 +88,23 @@ def test_settings_of_sampling_are_refused_in_greedy_decoding(tmp_path, text, nam
         read(tmp_path, text)
     assert f"{names} has no meaning in greedy decoding: set do_sample" in str(error.value)
     read(tmp_path, f"do_sample: true\n{text}")
+
+
+def test_prompts_are_held_out_text_or_any_of_the_tasks(tmp_path):
+    assert read(tmp_path, "repeats: 1").prompts == prompts.HELD_OUT
+    for name in (prompts.HELD_OUT, *synthetic.TASKS):
+        assert read(tmp_path, f"prompts: {name}").prompts == name
+    with pytest.raises(config.ConfigError) as error:
+        read(tmp_path, "prompts: haystack")
+    message = str(error.value)
+    assert "prompts='haystack'" in message
+    assert all(repr(name) in message for name in (prompts.HELD_OUT, *synthetic.TASKS))
+
+
+def test_a_choice_among_prompts_of_a_task_is_refused(tmp_path):
+    with pytest.raises(config.ConfigError, match="candidates has no meaning with prompts=needle"):
+        read(tmp_path, "prompts: needle\ncandidates: 4")
+    read(tmp_path, "candidates: 4")
 
 
 @pytest.mark.parametrize("text", ["temperature: 0", "top_p: 0", "top_p: 1.1", "top_k: 0"])

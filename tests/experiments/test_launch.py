@@ -54,6 +54,7 @@ def test_a_run_writes_summary_plot_and_a_record_for_each_cell(tmp_path, scripted
     assert float(self_row["exact_match"]) == 1.0
     assert float(self_row["compile_s"]) == 3.0
     assert (self_row["gamma"], self_row["nodes"], self_row["repeat"]) == ("3", "4", "3")
+    assert self_row["prompts"] == "held_out"
     assert len(list((tmp_path / "mine" / "cells").glob("*.json"))) == 6
     assert (tmp_path / "mine" / "speedup.png").read_bytes().startswith(b"\x89PNG")
     assert "2.00×" in out.file.getvalue()
@@ -201,6 +202,14 @@ IMPOSSIBLE = {
     "a budget too small": (
         "methods: [{draft: self, kv_budget: [64, 8], sinks: 4, tree: chain:5}]",
         "self streaming 8, chain:5: budget=8 leaves too small a ring",
+    ),
+    "a context too short for the question": (
+        "prompts: variable_tracking\nshapes: [{batch: [1, 2], context: [64, 2048]}]",
+        "prompts: context=64 is too short for variable_tracking: what it asks for",
+    ),
+    "more prompts than the text gives": (
+        "candidates: 1000000",
+        "prompts: 1000000 prompts of context=2048 need 1002048 tokens, but the held-out text has",
     ),
     "a cell twice": ("shapes: [{}, {}]", "shapes name a (batch, context) twice"),
 }

@@ -3,7 +3,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from experiments import corpus, prompts
+import models
+from experiments import config, corpus, grid, measure, prompts, synthetic
 
 
 class Letters:
@@ -71,3 +72,57 @@ def test_a_text_that_is_too_short_is_named_with_what_would_fit():
 def test_a_target_without_tokenizer_is_an_error():
     with pytest.raises(ValueError, match="no tokenizer"):
         prompts.held_out_stream(SimpleNamespace(tokenizer=None).tokenizer)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return models.load_tokenizer("experiments/zoo/target")
+
+
+@pytest.fixture(scope="module")
+def stream(tokenizer):
+    return prompts.held_out_stream(tokenizer)
+
+
+@pytest.mark.parametrize("context", [2048, 32768])
+def test_the_held_out_text_is_enough_for_rows_of_every_context(context, tokenizer, stream):
+    made = prompts.make("held_out", tokenizer, stream, 16, context)
+    assert {prompt.tokens.shape for prompt in made} == {(context,)}
+    assert len({prompt.tokens.tobytes() for prompt in made}) == 16
+    assert {prompt.answer for prompt in made} == {()}
+
+
+def test_rows_of_a_task_are_the_first_ones_whatever_their_count(tokenizer, stream):
+    one, two = (prompts.make("needle", tokenizer, stream, count, 512) for count in (1, 2))
+    np.testing.assert_array_equal(one[0].tokens, two[0].tokens)
+    assert two[0].answer != two[1].answer
+
+
+def bench_of(tokenizer):
+    bench = measure.Bench()
+    bench.model = lambda directory, dtype: SimpleNamespace(tokenizer=tokenizer)
+    return bench
+
+
+@pytest.mark.parametrize("kind", synthetic.TASKS)
+def test_cells_of_a_task_take_its_rows_without_a_choice_and_keep_the_answers(
+    kind, tokenizer, stream
+):
+    shapes = [{"batch": 2, "context": 2048}]
+    experiment = config.validate({"prompts": kind, "shapes": shapes, "methods": [{}]}, "test")
+    bench, made = bench_of(tokenizer), prompts.make(kind, tokenizer, stream, 2, 2048)
+    for cell in grid.groups(experiment)[0]:
+        assert (cell.prompts, cell.candidates) == (kind, 1)
+        np.testing.assert_array_equal(bench.prompts(cell), [p.tokens for p in made])
+        assert bench.answers(cell) == [p.answer for p in made]
+
+
+def test_grids_of_two_kinds_of_prompts_do_not_share_them(tokenizer):
+    bench, rows = bench_of(tokenizer), []
+    for kind in ("held_out", "needle"):
+        raw = {"prompts": kind, "shapes": [{"batch": 1, "context": 256}]}
+        choice = {"candidates": 1} if kind == "held_out" else {}
+        cell = grid.groups(config.validate(raw | choice, "test"))[0][0]
+        rows.append(bench.prompts(cell))
+        assert len(bench.answers(cell)) == (kind == "needle")
+    assert (rows[0] != rows[1]).any()
