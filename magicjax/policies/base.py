@@ -111,5 +111,8 @@ def choose(policy: Policy, evidence: Evidence, count: int) -> Int[Array, "B K P"
         )
     # A score that is not a number is the lowest of all.
     scores = jnp.where(evidence.live() & ~jnp.isnan(scores), scores, -jnp.inf)
-    _, positions = jax.lax.top_k(scores.astype(jnp.float32), count)
-    return jnp.sort(positions.astype(jnp.int32), axis=-1)
+    slots = scores.shape[-1]
+    _, positions = jax.lax.top_k(scores.astype(jnp.float32), min(count, slots))
+    positions = jnp.sort(positions.astype(jnp.int32), axis=-1)
+    # Where there are more pins than slots, every row is in order, and these are not read.
+    return jnp.pad(positions, ((0, 0), (0, 0), (0, max(0, count - slots))))

@@ -189,3 +189,18 @@ def test_prefill_holds_no_scores_of_the_whole_prompt():
     temporaries = program.memory_analysis().temp_size_in_bytes
     # Chunks of 512 against blocks of 1,024: a thousandth and less is alive at once.
     assert temporaries < scores / 100
+
+
+@pytest.mark.parametrize("name", ["plain", "self_chain", "snapkv_refreshed", "int8", "small_sparse"])
+def test_the_programs_arguments_are_the_weights_and_the_caches_that_were_counted(name):
+    request = request_of(name)
+    state = state_of(request)
+    arguments = request.target, request.drafter, state
+    program, _ = compilation.program("decode", request.settings, *arguments)
+    weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[:2]))
+    counted = weights + caches.num_bytes(state.cache)
+    if request.drafter is not None:
+        capacity = request.settings.capacity
+        counted += request.drafter.cache_bytes(request.target, len(request.prompts), capacity)
+    found = program.memory_analysis().argument_size_in_bytes
+    assert abs(found - counted) < 0.05 * counted

@@ -120,6 +120,11 @@ def ensemble(**options) -> magicjax.Ensemble:
     return magicjax.Ensemble([small(1, **options), small(2, **options)])
 
 
+def refreshed(policy: str, **options) -> magicjax.SelfSpeculation:
+    """Returns self-speculation whose pins change while it decodes."""
+    return magicjax.SelfSpeculation(policy, budget=8, refresh_every=1, **options)
+
+
 SLICE = {
     "small, 2,2": (small(1), PAIRS, {}),
     "small top, 1,1,3": (small(1, draw="top"), DEEP, {}),
@@ -134,6 +139,13 @@ SLICE = {
             [small(1), magicjax.LookUp(), self_speculation()], [PAIRS, CHAIN, BRANCHES]
         ),
         None,
+        {},
+    ),
+    "self snapkv refreshed, 2,2": (refreshed("snapkv"), PAIRS, {}),
+    "self h2o refreshed int8, irregular": (refreshed("h2o", kv_dtype="int8"), IRREGULAR, {}),
+    "small keydiff int4, 1,1,3": (
+        small(1, policy=magicjax.policies.KeyDiff(), budget=14, kv_dtype="int4"),
+        DEEP,
         {},
     ),
 }

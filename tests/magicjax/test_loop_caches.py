@@ -87,7 +87,8 @@ def check_draft_cache(draft, cache) -> None:
     np.testing.assert_array_equal(draft.count, cache.lengths)
     for layer, pins in enumerate(draft.pinned):
         for row, head in np.ndindex(*pins.shape[:2]):
-            wanted = positions_held(int(draft.count[row]), pins[row, head].tolist(), tiny.BUDGET)
+            chosen = pins[row, head].tolist()
+            wanted = positions_held(int(draft.count[row]), chosen, draft.capacity(layer))
             slots, positions = list(wanted), list(wanted.values())
             for mine, whole in ((draft.k, cache.k), (draft.v, cache.v)):
                 np.testing.assert_array_equal(

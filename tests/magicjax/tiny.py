@@ -70,11 +70,14 @@ def loud(params, rng, noise: float, never: int | None = NEVER):
 def model(kind: str = "target", dtype: str = "float32") -> magicjax.Model:
     """Returns a model: the `target`, one `near` it (its weights with noise), or an `other`.
 
-    The weights are the same numbers in every dtype.
+    `long`, `long near`: the first two with more positions. The weights are the same numbers in
+    every dtype.
     """
     shape = config(num_layers=1, hidden_size=16, num_kv_heads=4) if kind == "other" else config()
+    if kind.startswith("long"):
+        shape = config(max_positions=4096)
     random = drawn(shape, 1 if kind == "other" else 0)
-    params = loud(random, np.random.default_rng(7), noise=0.1 if kind == "near" else 0.0)
+    params = loud(random, np.random.default_rng(7), noise=0.1 if kind.endswith("near") else 0.0)
     params = jax.tree.map(lambda x: jax.numpy.asarray(x.astype(np.float32), dtype), params)
     return magicjax.Model(models.build(shape, dtype), params, name=kind)
 

@@ -1,0 +1,133 @@
+"""Every policy, budget, refresh and precision of a draft cache leaves the text what it is."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import magicjax
+from magicjax.policies import POLICIES
+from tests.magicjax import oracle, tiny
+from tests.magicjax.test_exactness import tally  # noqa: F401
+
+# A prompt much longer than the largest budget, one of about a budget, and short ones.
+LENGTHS = (700, 512, 130, 33, 7)
+LARGE = 768  # its ring alone holds the longest text
+BUDGETS = (32, 128, 512)
+TREES = {
+    "chain3": magicjax.chain(3),
+    "2,2,1": magicjax.expansion((2, 2, 1)),
+    "dynamic": magicjax.DynamicTree(9, 4, 3),
+}
+REFRESHES, KV_DTYPES = (None, 4), (None, "int8", "int4")
+SPARSE = [name for name in POLICIES if name != "full"]
+ALL = [
+    case
+    for case in itertools.product(SPARSE, BUDGETS, TREES, REFRESHES, KV_DTYPES)
+    if not (case[0] == "streaming" and case[3])
+]
+# Every pair of two settings is in at least one of these.
+SLICE = [
+    ("streaming", 32, "chain3", None, None),
+    ("streaming", 128, "2,2,1", None, "int8"),
+    ("streaming", 512, "dynamic", None, "int4"),
+    ("snapkv", 32, "2,2,1", 4, None),
+    ("snapkv", 128, "dynamic", None, "int4"),
+    ("snapkv", 512, "chain3", 4, "int8"),
+    ("h2o", 32, "dynamic", 4, "int8"),
+    ("h2o", 128, "chain3", 4, None),
+    ("h2o", 512, "2,2,1", None, "int4"),
+    ("tova", 32, "chain3", 4, "int4"),
+    ("tova", 128, "dynamic", None, None),
+    ("tova", 512, "2,2,1", 4, "int8"),
+    ("pyramidkv", 32, "2,2,1", None, "int8"),
+    ("pyramidkv", 128, "chain3", 4, "int4"),
+    ("pyramidkv", 512, "dynamic", 4, None),
+    ("keydiff", 32, "dynamic", None, "int4"),
+    ("keydiff", 128, "2,2,1", 4, "int8"),
+    ("keydiff", 512, "chain3", 4, None),
+    ("knorm", 32, "chain3", None, "int8"),
+    ("knorm", 128, "2,2,1", 4, "int4"),
+    ("knorm", 512, "dynamic", 4, None),
+    ("expected_attention", 32, "2,2,1", 4, "int4"),
+    ("expected_attention", 128, "chain3", None, "int8"),
+    ("expected_attention", 512, "dynamic", 4, None),
+    ("random", 32, "dynamic", 4, None),
+    ("random", 128, "2,2,1", None, "int8"),
+    ("random", 512, "chain3", 4, "int4"),
+]
+
+
+def prompts() -> list[np.ndarray]:
+    rng = np.random.default_rng(5)
+    return [rng.integers(0, tiny.VOCAB, n).astype(np.int32) for n in LENGTHS]
+
+
+def wide() -> magicjax.Model:
+    """Returns the tiny target with room for long prompts."""
+    return tiny.model("long")
+
+
+def run(drafter=None, tree=None, **options):
+    options = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
+    return magicjax.generate(wide(), prompts(), drafter=drafter, tree=tree, **options)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[np.ndarray]:
+    return [oracle.greedy(wide(), prompt, tiny.NEW) for prompt in prompts()]
+
+
+def check(tally, wanted, policy, budget, tree, refresh, kv_dtype) -> None:  # noqa: F811
+    drafter = magicjax.SelfSpeculation(
+        policy_of(policy), budget, refresh_every=refresh, kv_dtype=kv_dtype
+    )
+    output = run(drafter, TREES[tree])
+    tally.compare(wide(), prompts(), wanted, tiny.rows_of(output))
+    print(f"{policy} {budget}, {tree}, refresh {refresh}, {kv_dtype}: tau {output.stats.tau:.2f}")
+
+
+def policy_of(name: str):
+    """Returns the policy; a streaming one whose sinks leave a budget of 32 its ring."""
+    return magicjax.StreamingLLM(sinks=4) if name == "streaming" else name
+
+
+def test_the_slice_has_every_pair_of_settings():
+    assert set(SLICE) <= set(ALL)
+    for one, other in itertools.combinations(range(5), 2):
+        pairs = {(case[one], case[other]) for case in ALL}
+        missing = pairs - {(case[one], case[other]) for case in SLICE}
+        assert not missing, missing
+
+
+@pytest.mark.parametrize("case", SLICE, ids=str)
+def test_policies_budgets_trees_refreshes_and_precisions_are_exact(tally, wanted, case):  # noqa: F811
+    check(tally, wanted, *case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in ALL if case not in SLICE], ids=str)
+def test_every_combination_of_them_is_exact(tally, wanted, case):  # noqa: F811
+    check(tally, wanted, *case)
+
+
+@pytest.mark.parametrize("tree", ["chain3", "2,2,1"])
+@pytest.mark.parametrize("policy", ["streaming", "snapkv", "h2o", "expected_attention"])
+def test_small_models_on_sparse_caches_are_exact(tally, wanted, policy, tree):  # noqa: F811
+    drafter = magicjax.SmallModel(tiny.model("long near"), policy=policy_of(policy), budget=40)
+    output = run(drafter, TREES[tree])
+    tally.compare(wide(), prompts(), wanted, tiny.rows_of(output))
+    assert output.stats.kv_bytes_draft == 5 * 40 * 2 * 2 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize("policy", SPARSE)
+def test_a_budget_that_covers_the_text_accepts_everything(policy):
+    drafter = magicjax.SelfSpeculation(policy_of(policy), 2 * LARGE)
+    output = run(drafter, TREES["chain3"])
+    assert output.stats.acceptance_rate == 1
+
+
+def test_a_full_cache_accepts_everything_and_holds_nothing_of_its_own():
+    output = run(magicjax.SelfSpeculation("full"), TREES["chain3"])
+    assert output.stats.acceptance_rate == 1
+    assert output.stats.kv_bytes_draft == 0
