@@ -1,10 +1,21 @@
 """Attention of new tokens to a committed cache and to each other: arrays in, arrays out.
 
 One entry point, `tree_attention`, serves prefill, decoding, drafting and verification; what tells
-them apart is the shape of q and the mask over the new tokens.
+them apart is the shape of q and the mask over the new tokens. `Quantized` stands for a cache in 8
+or 4 bits.
 """
 
 from pallas_kernels.attention import BACKENDS, choose_backend, tree_attention
 from pallas_kernels.partials import EMPTY_LSE, merge
+from pallas_kernels.quantized import Quantized, dequantize, quantize
 
-__all__ = ["BACKENDS", "EMPTY_LSE", "choose_backend", "merge", "tree_attention"]
+__all__ = [
+    "BACKENDS",
+    "EMPTY_LSE",
+    "Quantized",
+    "choose_backend",
+    "dequantize",
+    "merge",
+    "quantize",
+    "tree_attention",
+]

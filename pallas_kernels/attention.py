@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import reference, xla
+from pallas_kernels.quantized import Quantized
 
 BACKENDS = {"reference": reference.attend, "xla": xla.attend}
 
@@ -31,8 +32,8 @@ def choose_backend(backend: str | None = None) -> str:
 
 def tree_attention(
     q: Float[Array, "B T H D"],
-    k_prefix: Float[Array, "B K S D"],
-    v_prefix: Float[Array, "B K S D"],
+    k_prefix: Float[Array, "B K S D"] | Quantized,
+    v_prefix: Float[Array, "B K S D"] | Quantized,
     lengths: Int[Array, " B"],
     k_new: Float[Array, "B N K D"],
     v_new: Float[Array, "B N K D"],
@@ -49,7 +50,9 @@ def tree_attention(
     Args:
       q: queries.
       k_prefix, v_prefix: the committed cache. Slots from `lengths` on are not seen, but their
-        values must be finite (a hidden slot has weight 0, and 0 * NaN is NaN).
+        values must be finite (a hidden slot has weight 0, and 0 * NaN is NaN). Both may be
+        `Quantized`: they are dequantized as they are read, to q's dtype (`xla`) or to the dtype of
+        the sums (`reference`).
       lengths: live slots of each row, 0 to S.
       k_new, v_new: keys and values of tokens that are not in the cache.
       mask: True where a query may see a new token; [T, N] is shared by the rows.
@@ -90,6 +93,7 @@ def _check(q, k_prefix, v_prefix, lengths, k_new, v_new, mask) -> None:
     new = k_new.shape[1] if k_new.ndim == 4 else "N"
     if new == 0:
         raise ValueError("k_new has N=0 tokens: pass at least one; a masked one changes nothing")
+    _check_quantized(k_prefix, v_prefix)
     expected = {
         "k_prefix": (k_prefix, "[B, K, S, D]", (batch, kv_heads, slots, size)),
         "v_prefix": (v_prefix, "[B, K, S, D]", (batch, kv_heads, slots, size)),
@@ -108,7 +112,32 @@ def _check(q, k_prefix, v_prefix, lengths, k_new, v_new, mask) -> None:
             f"mask has shape {mask.shape}: it must be [T, N] = {(length, new)} "
             f"or [B, T, N] = {(batch, length, new)}"
         )
-    _check_dtypes(q, lengths, mask, k_prefix=k_prefix, v_prefix=v_prefix, k_new=k_new, v_new=v_new)
+    others = {"k_new": k_new, "v_new": v_new}
+    if not isinstance(k_prefix, Quantized):
+        others = {"k_prefix": k_prefix, "v_prefix": v_prefix} | others
+    _check_dtypes(q, lengths, mask, **others)
+
+
+def _check_quantized(k_prefix, v_prefix) -> None:
+    """Raises a ValueError if one of two caches is `Quantized`, or if its parts do not fit."""
+    caches = {"k_prefix": k_prefix, "v_prefix": v_prefix}
+    quantized = [name for name, x in caches.items() if isinstance(x, Quantized)]
+    if len(quantized) == 1:
+        (other,) = set(caches) - set(quantized)
+        raise ValueError(
+            f"{quantized[0]} is Quantized and {other} is not: quantize both or neither"
+        )
+    for name in quantized:
+        x = caches[name]
+        for part, array, shape, dtype in (
+            ("values", x.values, x.values.shape, jnp.int8),
+            ("scales", x.scales, x.shape[:-1], jnp.float32),
+        ):
+            if array.shape != shape or array.dtype != dtype:
+                raise ValueError(
+                    f"{name}.{part} is {array.dtype}{list(array.shape)}: it must be "
+                    f"{jnp.dtype(dtype)}{list(shape)}; write both leaves as `quantize` returns them"
+                )
 
 
 def _check_dtypes(q, lengths, mask, **others) -> None:

@@ -8,12 +8,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.partials import EMPTY_LSE, accumulator_dtype
+from pallas_kernels.quantized import Quantized, dequantize
 
 
 def attend(
     q: Float[Array, "B T H D"],
-    k_prefix: Float[Array, "B K S D"],
-    v_prefix: Float[Array, "B K S D"],
+    k_prefix: Float[Array, "B K S D"] | Quantized,
+    v_prefix: Float[Array, "B K S D"] | Quantized,
     lengths: Int[Array, " B"],
     k_new: Float[Array, "B N K D"],
     v_new: Float[Array, "B N K D"],
@@ -25,6 +26,8 @@ def attend(
     kv_heads, slots = k_prefix.shape[1:3]
 
     def joined(prefix, new):  # [B, S + N, H, D]: each query head beside its own key/value head
+        if isinstance(prefix, Quantized):
+            prefix = dequantize(prefix, dtype)
         both = jnp.concatenate([prefix.swapaxes(1, 2), new], axis=1).astype(dtype)
         return jnp.repeat(both, heads // kv_heads, axis=2)
 

@@ -4,6 +4,9 @@ The committed prefix and the new tokens are attended to separately and joined by
 so the caches are read where they lie: never joined, transposed or copied.
 """
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -17,6 +20,7 @@ from pallas_kernels.partials import (
     finish,
     join,
 )
+from pallas_kernels.quantized import Quantized, dequantize
 
 BLOCK = 1024  # slots of a block, where the prefix is read in blocks
 LARGE = 4  # blocks in a cache from which it is worth a branch to read only a part of it
@@ -30,21 +34,18 @@ PIECE_BYTES = 2 << 20  # of one head's keys: XLA runs a longer matrix-vector pro
 
 def attend(
     q: Float[Array, "B T H D"],
-    k_prefix: Float[Array, "B K S D"],
-    v_prefix: Float[Array, "B K S D"],
+    k_prefix: Float[Array, "B K S D"] | Quantized,
+    v_prefix: Float[Array, "B K S D"] | Quantized,
     lengths: Int[Array, " B"],
     k_new: Float[Array, "B N K D"],
     v_new: Float[Array, "B N K D"],
     mask: Bool[Array, "#B T N"],
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Returns (out, lse) in float32, or in float64 for float64 inputs."""
-    batch, length, heads, size = q.shape
+    batch, length, heads = q.shape[:3]
     kv_heads = k_prefix.shape[1]
     group = heads // kv_heads
-    # All queries of a key/value head become rows of one matrix: its keys are read once for them.
-    rows = q.reshape(batch, length, kv_heads, group, size).swapaxes(1, 2)
-    rows = rows.reshape(batch, kv_heads, length * group, size)
-
+    rows = _rows(q, kv_heads)
     part = _new(rows, k_new, v_new, jnp.repeat(mask, group, axis=1))
     if k_prefix.shape[2]:
         part = _prefix(rows, k_prefix, v_prefix, lengths, part)
@@ -55,6 +56,25 @@ def attend(
         return x.reshape(batch, length, heads, *x.shape[4:])
 
     return unpack(out), unpack(lse)
+
+
+def _rows(x: Float[Array, "B T H *D"], kv_heads: int) -> Float[Array, "B K R *D"]:
+    """Returns all queries of a key/value head as rows of one matrix, R = T * G.
+
+    Its keys are then read once for all of them.
+    """
+    batch, length, heads, *rest = x.shape
+    x = x.reshape(batch, length, kv_heads, heads // kv_heads, *rest).swapaxes(1, 2)
+    return x.reshape(batch, kv_heads, length * heads // kv_heads, *rest)
+
+
+def _needs_two_rows(rows: Float[Array, "B K R D"]) -> bool:
+    """Returns whether a second row, to be dropped, makes the products with a cache faster.
+
+    A CPU has no matrix-vector product in 16 bits: XLA would convert the cache to float32 first. Two
+    rows make it a matrix product, which reads 16 bits.
+    """
+    return rows.shape[2] == 1 and rows.dtype.itemsize < 4
 
 
 def _dot(spec: str, a: Array, b: Array) -> Array:
@@ -77,15 +97,14 @@ def _new(
 
 def _block(
     rows: Float[Array, "B K R D"],
-    k: Float[Array, "B K S D"],
-    v: Float[Array, "B K S D"],
+    k: Float[Array, "B K S D"] | Quantized,
+    v: Float[Array, "B K S D"] | Quantized,
     live: Bool[Array, "B S"],
 ) -> Partial:
     """Returns attention of the rows to those of the given slots that are live."""
     count = rows.shape[2]
-    if count == 1 and rows.dtype.itemsize < 4:
-        # A CPU has no matrix-vector product in 16 bits: XLA would convert the cache to float32
-        # first. Two rows make it a matrix product, which reads 16 bits; the second is dropped.
+    k, v = (dequantize(x, rows.dtype) if isinstance(x, Quantized) else x for x in (k, v))
+    if _needs_two_rows(rows):
         rows = jnp.concatenate([rows, rows], axis=2)
     scores = _scores(rows, k) * rows.shape[-1] ** -0.5
     p, peak, weight = exponentials(jnp.where(live[:, None, None], scores, MASKED))
@@ -130,39 +149,67 @@ def _pieces(x: Float[Array, "B K S D"]) -> Float[Array, "B K P S/P D"]:
 
 def _prefix(
     rows: Float[Array, "B K R D"],
-    k: Float[Array, "B K S D"],
-    v: Float[Array, "B K S D"],
+    k: Float[Array, "B K S D"] | Quantized,
+    v: Float[Array, "B K S D"] | Quantized,
     lengths: Int[Array, " B"],
     part: Partial,
 ) -> Partial:
-    """Returns `part` joined with attention to the live slots.
+    """Returns `part` joined with attention to the live slots."""
+    slots = k.shape[2]
+    longest = jnp.clip(lengths.max(), 0, slots)
+
+    def at_once(part):
+        return join(part, _block(rows, k, v, jnp.arange(slots) < lengths[:, None]))
+
+    def step(start, first, part):
+        slot = start + jnp.arange(min(BLOCK, slots))
+        live = (slot >= first) & (slot < lengths[:, None])
+        return join(part, _block(rows, _cut(k, start), _cut(v, start), live))
+
+    def in_blocks(part):
+        return _for_blocks(step, slots, longest, part)
+
+    # A quantized cache is copied to be dequantized: by blocks, the copy is never of the whole.
+    if isinstance(k, Quantized) and slots > BLOCK:
+        return in_blocks(part)
+    return _faster(at_once, in_blocks, rows, slots, longest, part)
+
+
+def _faster(
+    at_once: Callable, in_blocks: Callable, rows: Array, slots: int, longest: Int[Array, ""], carry
+):
+    """Returns what `at_once` makes of the carry, or `in_blocks`, whichever is faster.
 
     Few rows take one pass over all slots: on a CPU a block of the cache cannot be multiplied where
     it lies, it is copied first. While a large cache is at most half full, and for many rows, blocks
     up to the longest row are faster all the same, so the work follows what is live. (Before JAX
     0.11, XLA for a CPU converts a whole 16-bit cache to float32 to slice it; float32 is not moved.)
     """
-    slots = k.shape[2]
-    block = min(BLOCK, slots)
-    longest = jnp.clip(lengths.max(), 0, slots)
-
-    def at_once(part):
-        return join(part, _block(rows, k, v, jnp.arange(slots) < lengths[:, None]))
-
-    def step(i, part):
-        # The last block is moved back to end with the cache; what it repeats is hidden.
-        start = jnp.minimum(i * block, slots - block)
-        keys = lax.dynamic_slice_in_dim(k, start, block, axis=2)
-        values = lax.dynamic_slice_in_dim(v, start, block, axis=2)
-        slot = start + jnp.arange(block)
-        live = (slot >= i * block) & (slot < lengths[:, None])
-        return join(part, _block(rows, keys, values, live))
-
-    def in_blocks(part):
-        return lax.fori_loop(0, (longest + block - 1) // block, step, part)
-
     if rows.shape[2] > FEW_ROWS:
-        return in_blocks(part)
+        return in_blocks(carry)
     if slots < LARGE * BLOCK:
-        return at_once(part)
-    return lax.cond(2 * longest > slots, at_once, in_blocks, part)
+        return at_once(carry)
+    return lax.cond(2 * longest > slots, at_once, in_blocks, carry)
+
+
+def _for_blocks(step: Callable, slots: int, longest: Int[Array, ""], carry):
+    """Returns the carry after step(start, first, carry) for each block up to the longest row.
+
+    A block begins at slot `start`. Its slots below `first` were in the block before: the last block
+    is moved back, to end with the cache.
+    """
+    block = min(BLOCK, slots)
+
+    def body(i, carry):
+        return step(jnp.minimum(i * block, slots - block), i * block, carry)
+
+    return lax.fori_loop(0, (longest + block - 1) // block, body, carry)
+
+
+def _cut(cache: Float[Array, "B K S D"] | Quantized, start: Int[Array, ""]):
+    """Returns the block of a cache that begins at slot `start`."""
+
+    def cut(leaf):
+        return lax.dynamic_slice_in_dim(leaf, start, min(BLOCK, leaf.shape[2]), axis=2)
+
+    return jax.tree.map(cut, cache)

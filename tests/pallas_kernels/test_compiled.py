@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels import tree_attention
+from pallas_kernels import quantize, tree_attention
 from pallas_kernels.shapes import Shape
 from pallas_kernels.xla import BLOCK, LARGE
 from tests.pallas_kernels.attention_cases import compiled, make_inputs
@@ -105,3 +105,12 @@ def test_slots_far_beyond_the_live_ones_are_not_read(nodes):
     assert np.isfinite(program(inputs)[0]).all()
     inputs["lengths"] += 1
     assert np.isnan(program(inputs)[0]).any()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_large_quantized_cache_is_never_dequantized_as_a_whole(bits):
+    inputs = make_inputs(Shape(2, 2, 2, 1, 1, 64, 2 * SLOTS), jnp.float32)
+    whole = inputs["k_prefix"].nbytes
+    inputs |= {name: quantize(inputs[name], bits) for name in ("k_prefix", "v_prefix")}
+    program = compiled("xla").lower(inputs).compile()
+    assert program.memory_analysis().temp_size_in_bytes < whole // 2
