@@ -15,7 +15,7 @@ BACKENDS = {"reference": reference.attend, "xla": xla.attend}
 
 
 def choose_backend(backend: str | None = None) -> str:
-    """Returns the name of the backend that `tree_attention` would use.
+    """Returns the name of the backend that `tree_attention` and `prefix_mass` would use.
 
     Args:
       backend: a name from BACKENDS, or None to choose by platform.

@@ -1,8 +1,10 @@
 """The definition of tree attention: one softmax over all keys joined, nothing saved, nothing split.
 
-Every other backend is tested against this one; it is written to be read.
+Every other backend is tested against this one; it is written to be read. The mass that slots get
+from that softmax is defined beside it.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -53,3 +55,27 @@ def attend(
     out = jnp.einsum("bhts,bshd->bthd", probabilities, values, precision=highest)
     lse = jnp.where(some, peak + jnp.log(jnp.where(some, total, 1)), EMPTY_LSE)
     return out, lse[..., 0].swapaxes(1, 2)
+
+
+def mass(
+    q: Float[Array, "B T H D"],
+    k_prefix: Float[Array, "B K S D"],
+    seen: Int[Array, "B T"],
+    lse: Float[Array, "B T H"] | None,
+) -> Float[Array, "B K S"]:
+    """Returns the softmax weights of each slot, summed over queries and the heads of a group."""
+    dtype = accumulator_dtype(q.dtype)
+    batch, length, heads, size = q.shape
+    kv_heads, slots = k_prefix.shape[1:3]
+    group = heads // kv_heads
+
+    keys = jnp.repeat(k_prefix.astype(dtype), group, axis=1)  # [B, H, S, D]
+    highest = lax.Precision.HIGHEST
+    scores = jnp.einsum("bthd,bhsd->bhts", q.astype(dtype), keys, precision=highest) * size**-0.5
+    visible = jnp.arange(slots) < seen[:, None, :, None]  # [B, 1, T, S]
+    if lse is None:
+        total = jax.nn.logsumexp(jnp.where(visible, scores, -jnp.inf), axis=-1)  # [B, H, T]
+    else:
+        total = lse.swapaxes(1, 2)
+    weights = jnp.where(visible, jnp.exp(scores - total[..., None]), 0)
+    return weights.reshape(batch, kv_heads, group, length, slots).sum((2, 3))

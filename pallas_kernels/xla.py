@@ -1,7 +1,8 @@
 """Tree attention from XLA's own operations: the fast path on a CPU, and the one for any device.
 
 The committed prefix and the new tokens are attended to separately and joined by their log-sum-exp,
-so the caches are read where they lie: never joined, transposed or copied.
+so the caches are read where they lie: never joined, transposed or copied. The mass of each slot,
+which takes the same scores of the same keys, is computed beside it.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.partials import (
+    EMPTY_LSE,
     MASKED,
     Partial,
     accumulator_dtype,
@@ -56,6 +58,26 @@ def attend(
         return x.reshape(batch, length, heads, *x.shape[4:])
 
     return unpack(out), unpack(lse)
+
+
+def mass(
+    q: Float[Array, "B T H D"],
+    k_prefix: Float[Array, "B K S D"],
+    seen: Int[Array, "B T"],
+    lse: Float[Array, "B T H"] | None,
+) -> Float[Array, "B K S"]:
+    """Returns the softmax weights of each slot, summed over queries and the heads of a group."""
+    kv_heads = k_prefix.shape[1]
+    rows = _rows(q, kv_heads)
+    seen = jnp.repeat(seen, q.shape[2] // kv_heads, axis=1)  # [B, R]
+    if lse is not None:
+        # A row that sees nothing may come with any log-sum-exp, -inf included.
+        lse = jnp.where(seen[:, None] > 0, _rows(lse, kv_heads), 0)  # [B, K, R]
+    if _needs_two_rows(rows):  # the second sees nothing
+        rows = jnp.concatenate([rows, rows], axis=2)
+        seen = jnp.concatenate([seen, jnp.zeros_like(seen)], axis=1)
+        lse = lse if lse is None else jnp.concatenate([lse, jnp.zeros_like(lse)], axis=2)
+    return _mass(rows, k_prefix, seen, lse)
 
 
 def _rows(x: Float[Array, "B T H *D"], kv_heads: int) -> Float[Array, "B K R *D"]:
@@ -213,3 +235,54 @@ def _cut(cache: Float[Array, "B K S D"] | Quantized, start: Int[Array, ""]):
         return lax.dynamic_slice_in_dim(leaf, start, min(BLOCK, leaf.shape[2]), axis=2)
 
     return jax.tree.map(cut, cache)
+
+
+def _mass(
+    rows: Float[Array, "B K R D"],
+    k: Float[Array, "B K S D"],
+    seen: Int[Array, "B R"],
+    lse: Float[Array, "B K R"] | None,
+) -> Float[Array, "B K S"]:
+    """Returns the sum over the rows of their softmax weights.
+
+    Weights of two blocks do not have to be joined as sums of values do, if the log-sum-exp of the
+    whole is known: without it, the blocks are read a first time for it.
+    """
+    slots = k.shape[2]
+    longest = jnp.clip(seen.max(initial=0), 0, slots)
+    limit = seen[:, None, :, None]
+
+    def scores_of(keys, start, first):  # [B, K, R, block], MASKED outside of first <= slot < seen
+        slot = start + jnp.arange(keys.shape[2])
+        scores = _scores(rows, keys) * rows.shape[-1] ** -0.5
+        return jnp.where((slot >= first) & (slot < limit), scores, MASKED)
+
+    def weigh(scores, lse):
+        return jnp.exp(scores - lse[..., None]).sum(2)
+
+    def at_once(_):
+        scores = scores_of(k, 0, 0)
+        return weigh(scores, _log_sum_exp(scores) if lse is None else lse)
+
+    def in_blocks(total):
+        def gather(start, first, lse):
+            return jnp.logaddexp(lse, _log_sum_exp(scores_of(_cut(k, start), start, first)))
+
+        def write(start, first, total):  # what the last block repeats is written again
+            block = weigh(scores_of(_cut(k, start), start, 0), whole)
+            return lax.dynamic_update_slice_in_dim(total, block, start, axis=2)
+
+        whole = lse
+        if whole is None:
+            nothing = jnp.full_like(rows[..., 0], EMPTY_LSE, accumulator_dtype(rows.dtype))
+            whole = _for_blocks(gather, slots, longest, nothing)
+        return _for_blocks(write, slots, longest, total)
+
+    zeros = jnp.zeros_like(k[..., 0], accumulator_dtype(k.dtype))
+    return _faster(at_once, in_blocks, rows, slots, longest, zeros)
+
+
+def _log_sum_exp(scores: Float[Array, "*rows S"]) -> Float[Array, "*rows"]:
+    """Returns the log-sum-exp of scores in which hidden keys are MASKED; EMPTY_LSE for none."""
+    _, peak, weight = exponentials(scores)
+    return peak + jnp.log(jnp.where(weight == 0, 1, weight))
