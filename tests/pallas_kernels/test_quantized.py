@@ -1,0 +1,200 @@
+"""Caches in 8 and 4 bits: what rounding may change, and attention that reads them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from pallas_kernels import BACKENDS, Quantized, dequantize, quantize, tree_attention
+from pallas_kernels.quantized import LARGEST
+from pallas_kernels.shapes import Shape
+from pallas_kernels.xla import BLOCK
+from tests.pallas_kernels.attention_cases import compiled, make_inputs, relative_error
+
+every_bits = pytest.mark.parametrize("bits", sorted(LARGEST))
+every_backend = pytest.mark.parametrize("backend", sorted(BACKENDS))
+SMALL = Shape(4, 5, 7, 2, 3, 8, 6)
+SHAPES = (
+    SMALL,
+    Shape(4, 1, 1, 2, 1, 64, 40),  # one row
+    Shape(4, 16, 16, 1, 4, 64, 70),  # many rows
+    Shape(6, 5, 5, 1, 1, 64, BLOCK + 300),  # few rows, by blocks because it is quantized
+)
+
+
+def random_array(shape, dtype=np.float32, seed=0):
+    """Returns vectors of very different sizes."""
+    rng = np.random.default_rng(seed)
+    size = 10.0 ** rng.uniform(-6, 6, shape[:-1])
+    return jnp.asarray(rng.standard_normal(shape) * size[..., None], dtype)
+
+
+@functools.cache
+def compiled_quantize(bits: int):
+    return jax.jit(lambda x: quantize(x, bits))
+
+
+restore = jax.jit(dequantize, static_argnums=1)
+
+
+@every_bits
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_element_is_off_by_more_than_half_a_step(bits, dtype):
+    x = random_array((3, 2, 50, 16), dtype)
+    quantized = compiled_quantize(bits)(x)
+    scales = np.asarray(quantized.scales, np.float64)
+    x = np.asarray(x, np.float64)
+    np.testing.assert_allclose(scales, np.abs(x).max(-1) / LARGEST[bits], rtol=1e-6)
+    error = np.abs(np.asarray(restore(quantized, jnp.float32), np.float64) - x)
+    # A little more than half: x / scale, at most 127, is rounded to float32 first.
+    assert 0.4 < (error / scales[..., None]).max() <= 0.5 + 127 * 2**-23
+
+
+@every_bits
+def test_whole_steps_are_kept_exactly_in_their_places(bits):
+    largest = LARGEST[bits]
+    x = np.arange(-largest, largest + 1, dtype=np.float32)
+    x = np.stack([np.append(x, 0), np.append(0, x[::-1])]) * 0.25  # both signs in both halves
+    quantized = compiled_quantize(bits)(jnp.asarray(x))
+    np.testing.assert_array_equal(quantized.scales, np.full(2, 0.25, np.float32))
+    np.testing.assert_array_equal(restore(quantized, jnp.float32), x)
+
+
+@every_bits
+def test_a_vector_of_zeros_stays_zeros(bits):
+    x = jnp.zeros((2, 3, 4)).at[0, 0].set(1e-30)
+    quantized = compiled_quantize(bits)(x)
+    assert (np.asarray(quantized.scales).reshape(-1)[1:] == 0).all()
+    for dtype in (jnp.float32, jnp.bfloat16):
+        restored = np.asarray(restore(quantized, dtype), np.float32)
+        np.testing.assert_allclose(restored, x, rtol=0.01)
+        assert (restored.reshape(6, 4)[1:] == 0).all()
+
+
+@every_bits
+def test_stands_for_an_array_of_the_shape_in_fewer_bytes(bits):
+    x = jnp.ones((2, 3, 5, 64), jnp.bfloat16)
+    abstract = jax.eval_shape(lambda x: quantize(x, bits), x)
+    quantized = compiled_quantize(bits)(x)
+    assert abstract.shape == x.shape and abstract.nbytes == quantized.nbytes
+    assert quantized.shape == x.shape and quantized.ndim == 4
+    assert quantized.values.shape == (2, 3, 5, 64 * bits // 8)
+    assert quantized.nbytes == 2 * 3 * 5 * (64 * bits // 8 + 4)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        assert restore(quantized, dtype).dtype == dtype
+
+
+@every_bits
+def test_a_token_is_written_to_both_leaves_alike(bits):
+    cache, entries = random_array((2, 3, 10, 8)), random_array((2, 3, 2, 8), seed=1)
+
+    @jax.jit
+    def commit(cache, entries, at):
+        def write(leaf, new):
+            return lax.dynamic_update_slice_in_dim(leaf, new, at, axis=2)
+
+        return jax.tree.map(write, cache, entries)
+
+    quantized = compiled_quantize(bits)
+    written = commit(quantized(cache), quantized(entries), 4)
+    assert isinstance(written, Quantized)
+    wanted = quantized(cache.at[:, :, 4:6].set(entries))
+    jax.tree.map(np.testing.assert_array_equal, written, wanted)
+    with pytest.raises(ValueError):  # 4 bits written into 8 would be read as other numbers
+        commit(quantized(cache), compiled_quantize(12 - bits)(entries), 4)
+
+
+@pytest.mark.parametrize(
+    ("x", "bits", "message"),
+    [
+        (jnp.ones((2, 8)), 2, r"bits=2.*\[4, 8\]"),
+        (jnp.ones((2, 7)), 4, "odd head size D=7.*bits=8"),
+        (jnp.ones((2, 8), jnp.int32), 8, r"int32\[2, 8\].*floating"),
+        (jnp.ones(()), 8, r"float32\[\].*\[\.\.\., D\]"),
+    ],
+)
+def test_what_cannot_be_quantized_is_named(x, bits, message):
+    with pytest.raises(ValueError, match=message):
+        quantize(x, bits)
+
+
+def quantized_inputs(inputs: dict, bits: int) -> tuple[dict, dict]:
+    """Returns (inputs with quantized caches, inputs with the arrays that these stand for)."""
+    caches = {n: compiled_quantize(bits)(inputs[n]) for n in ("k_prefix", "v_prefix")}
+    dtype = inputs["q"].dtype
+    plain = {name: restore(cache, dtype) for name, cache in caches.items()}
+    return inputs | caches, inputs | plain
+
+
+@every_backend
+@every_bits
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_is_that_to_the_dequantized_arrays(backend, bits, shape):
+    found, plain = quantized_inputs(make_inputs(shape, jnp.float32), bits)
+    out, lse = compiled(backend)(found)
+    wanted_out, wanted_lse = compiled("reference")(plain)
+    assert relative_error(out, wanted_out) < 1e-5
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+def test_attention_in_bf16_differs_by_rounding_alone(shape):
+    found, _ = quantized_inputs(make_inputs(shape, jnp.bfloat16), 4)
+    out, _ = compiled("xla")(found)
+    wanted, _ = compiled("reference")(found)
+    assert out.dtype == jnp.bfloat16
+    assert relative_error(out, wanted) < 1e-2
+
+
+def test_fewer_bits_are_seen_in_the_result():
+    """A negative control: 4 bits change attention, and by far more than 8 bits."""
+    inputs = make_inputs(SHAPES[2], jnp.float32)
+    exact, _ = compiled("reference")(inputs)
+    eight, four = (
+        relative_error(compiled("xla")(quantized_inputs(inputs, bits)[0])[0], exact)
+        for bits in (8, 4)
+    )
+    assert 1e-4 < eight < 2e-2 < four < 0.3
+
+
+@every_backend
+@every_bits
+def test_dead_slots_do_not_matter(backend, bits):
+    inputs, _ = quantized_inputs(make_inputs(SMALL, jnp.float32), bits)
+    dead = (jnp.arange(SMALL.slots) >= inputs["lengths"][:, None])[:, None]  # [B, 1, S]
+
+    def poison(cache):
+        values = jnp.where(dead[..., None], jnp.int8(-128), cache.values)
+        return Quantized(values, jnp.where(dead, jnp.float32(1e30), cache.scales), bits)
+
+    poisoned = inputs | {name: poison(inputs[name]) for name in ("k_prefix", "v_prefix")}
+    for clean, dirty in zip(compiled(backend)(inputs), compiled(backend)(poisoned), strict=True):
+        np.testing.assert_array_equal(clean, dirty)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda k, v: (k, dequantize(v, jnp.float32)), "k_prefix is Quantized and v_prefix is not"),
+        (lambda k, v: (dequantize(k, jnp.float32), v), "v_prefix is Quantized and k_prefix is not"),
+        (lambda k, v: (k, jax.tree.map(lambda x: x[:, :, :5], v)), r"v_prefix has shape .*6, 8\)"),
+        (lambda k, v: (Quantized(k.values, k.scales, 4), v), r"k_prefix has shape .*16\)"),
+        (
+            lambda k, v: (k, Quantized(v.values, v.scales[..., None], 8)),
+            r"v_prefix.scales is float32\[4, 2, 6, 1\].*float32\[4, 2, 6\]",
+        ),
+        (
+            lambda k, v: (k, Quantized(v.values.astype(jnp.int32), v.scales, 8)),
+            r"v_prefix.values is int32.*int8\[4, 2, 6, 8\]",
+        ),
+    ],
+    ids=["only keys", "only values", "shorter", "other bits", "an axis too many", "wide values"],
+)
+def test_caches_that_do_not_fit_are_named(change, message):
+    inputs, _ = quantized_inputs(make_inputs(SMALL, jnp.float32), 8)
+    k, v = change(inputs["k_prefix"], inputs["v_prefix"])
+    with pytest.raises(ValueError, match=message):
+        tree_attention(**(inputs | {"k_prefix": k, "v_prefix": v}))
