@@ -21,10 +21,10 @@ def _check_neighbours() -> None:
 
 _check_neighbours()
 
+from magicjax import policies  # noqa: E402
 from magicjax.drafters import Ensemble, LookUp, SelfSpeculation, SmallModel  # noqa: E402
 from magicjax.generation import Output, generate, load, stream  # noqa: E402
 from magicjax.model import Model  # noqa: E402
-from magicjax import policies  # noqa: E402
 from magicjax.policies import Policy, StreamingLLM  # noqa: E402
 from magicjax.sequoia import expected_tokens, optimal  # noqa: E402
 from magicjax.stats import Stats  # noqa: E402
@@ -49,5 +49,6 @@ __all__ = [
     "load",
     "optimal",
     "parse_tree",
+    "policies",
     "stream",
 ]

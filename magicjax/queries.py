@@ -91,7 +91,11 @@ def of_chunk(
         taken = jnp.take_along_axis(x, place.reshape(*place.shape, *[1] * (x.ndim - 2)), 1)
         return jnp.where(here.reshape(*here.shape, *[1] * (x.ndim - 2)), taken, was)
 
-    return Queries(newer(q, old.q), newer(lse, old.lse), jnp.where(here, position + 1, old.seen))
+    return Queries(
+        newer(q, old.q),
+        newer(lse, old.lse),
+        jnp.where(here, position + 1, old.seen).astype(jnp.int32),
+    )
 
 
 def follow(
@@ -109,7 +113,7 @@ def follow(
       path, kept: as a round's.
       count: tokens committed before the round.
     """
-    seen = count[:, None] + 1 + jnp.arange(path.shape[1])
+    seen = (count[:, None] + 1 + jnp.arange(path.shape[1])).astype(jnp.int32)
     window = kept[:, None] + jnp.arange(old.seen.shape[1])
 
     def move(was, x):

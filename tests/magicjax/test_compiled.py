@@ -191,7 +191,9 @@ def test_prefill_holds_no_scores_of_the_whole_prompt():
     assert temporaries < scores / 100
 
 
-@pytest.mark.parametrize("name", ["plain", "self_chain", "snapkv_refreshed", "int8", "small_sparse"])
+@pytest.mark.parametrize(
+    "name", ["plain", "self_chain", "snapkv_refreshed", "int8", "small_sparse"]
+)
 def test_the_programs_arguments_are_the_weights_and_the_caches_that_were_counted(name):
     request = request_of(name)
     state = state_of(request)

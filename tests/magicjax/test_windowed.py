@@ -1,0 +1,105 @@
+"""Sinks that move with the ring: a draft sees the same wherever in a long text it stands."""
+
+import dataclasses
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import magicjax
+import models
+from magicjax.drafters import windowed
+from magicjax.drafters.levels import draft_levels
+from magicjax.drafters.running import Source
+from tests.magicjax import oracle, tiny
+
+SINKS, RING, SHORT = 3, 9, 40
+
+
+def draft() -> magicjax.Model:
+    """Returns a small model of one layer, whose entries depend on their own token alone."""
+    return tiny.model("other")
+
+
+def drafted(cache, length: int) -> np.ndarray:
+    """Returns the likeliest tokens of a tree behind the text, and so what the draft sees."""
+    source = Source(
+        model=draft(),
+        cache=cache,
+        root=jnp.array([7]),
+        root_position=jnp.array([length]),
+        sampling=None,
+        lead=None,
+        drawing="top",
+        backend=None,
+        index=0,
+    )
+    return np.asarray(draft_levels(source, magicjax.expansion((4, 2)))[0].tokens)
+
+
+def prefilled(text):
+    """Returns the cache behind a text, and the sinks' keys before rotation."""
+    tokens = np.zeros((1, 256), np.int32)
+    tokens[0, : len(text)] = text
+    settings = types.SimpleNamespace(chunk=16, backend=None)
+    length = jnp.array([len(text)])
+    return windowed.prefill_window(draft(), jnp.asarray(tokens), length, settings, SINKS, RING)
+
+
+def scores(cache, length: int) -> np.ndarray:
+    """Returns the products of the newest key with all keys, [K, C], the ring oldest first.
+
+    They depend on distances alone.
+    """
+    keys = np.asarray(cache.k[0])[0]
+    ring = SINKS + (np.arange(length, length + RING) - SINKS) % RING
+    keys = np.concatenate([keys[:, :SINKS], keys[:, ring]], 1)
+    return np.einsum("kd,kcd->kc", keys[:, -1], keys)
+
+
+def test_a_draft_in_a_long_text_sees_what_it_would_see_without_the_middle():
+    rng = np.random.default_rng(0)
+    ends = rng.integers(0, tiny.VOCAB, SINKS), rng.integers(0, tiny.VOCAB, RING)
+    short = np.concatenate(ends)
+    wanted, _ = prefilled(short)
+    for middle in (1, 50, 200):
+        long = np.concatenate([ends[0], rng.integers(0, tiny.VOCAB, middle), ends[1]])
+        cache, _ = prefilled(long)
+        np.testing.assert_array_equal(drafted(cache, len(long)), drafted(wanted, len(short)))
+        found = scores(cache, len(long))
+        np.testing.assert_allclose(found, scores(wanted, len(short)), rtol=1e-4, atol=1e-4)
+
+
+def test_sinks_that_stay_where_they_were_would_be_seen(monkeypatch):
+    monkeypatch.setattr(windowed, "settle", lambda model, cache, raw, before: (cache, raw))
+    with pytest.raises(AssertionError):
+        test_a_draft_in_a_long_text_sees_what_it_would_see_without_the_middle()
+
+
+@pytest.mark.parametrize("tree", ["chain4", "irregular"])
+def test_a_draft_of_short_context_is_exact_in_long_texts(tree):
+    """The draft's positions end long before the text does."""
+    model = tiny.model("other")
+    config = dataclasses.replace(model.config, max_positions=SHORT)
+    short = dataclasses.replace(model, module=models.build(config, "float32"))
+    drafter = magicjax.SmallModel(
+        short, policy=magicjax.StreamingLLM(SINKS), budget=SINKS + 16, sink_positions="in_cache"
+    )
+    prompts = [np.resize(p, 90 + n) for n, p in enumerate(tiny.prompts(3))]
+    options = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
+    output = magicjax.generate(
+        tiny.model(), prompts, drafter=drafter, tree=tiny.TREES[tree], **options
+    )
+    wanted = [oracle.greedy(tiny.model(), prompt, tiny.NEW) for prompt in prompts]
+    oracle.Tally().compare(tiny.model(), prompts, wanted, tiny.rows_of(output))
+    with pytest.raises(ValueError, match="sink_positions='in_cache'"):
+        magicjax.generate(tiny.model(), prompts, drafter=magicjax.SmallModel(short), **options)
+    assert output.stats.kv_bytes_draft == 3 * (SINKS + 16) * 2 * 4 * 8 * 4
+
+
+def test_chunks_of_a_windowed_prefill_fit_ring_and_positions():
+    assert windowed.chunk_of(ring=9, room=100, chunk=512) == 8
+    assert windowed.chunk_of(ring=240, room=100, chunk=512) == 64
+    assert windowed.chunk_of(ring=240, room=4, chunk=48) == 4
+    assert windowed.chunk_of(ring=240, room=400, chunk=48) == 16
