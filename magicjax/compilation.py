@@ -19,7 +19,11 @@ _PROGRAMS: dict[str, tuple[Callable, dict]] = {
 }
 # XLA prefers vectors of 256 bits; where a CPU has 512, they read a cache up to a quarter faster.
 _OPTIONS = {"cpu": {"xla_cpu_prefer_vector_width": 512}}
-_compiled: dict[Any, jax.stages.Compiled] = {}
+# A program holds some 70 maps of memory, and Linux allows a process 65,530 of them: XLA crashes
+# where one more is refused. So a long grid keeps the newest only.
+KEPT = 200
+_compiled: dict[Any, jax.stages.Compiled] = {}  # the least recently used first
+_count = 0
 
 
 @functools.cache
@@ -43,16 +47,20 @@ def program(
     shapes = tuple((x.shape, str(x.dtype), getattr(x, "sharding", None)) for x in leaves)
     key = (name, settings, treedef, shapes)
     if key in _compiled:
+        _compiled[key] = _compiled.pop(key)
         return _compiled[key], 0.0
     begin = time.perf_counter()
-    _compiled[key] = (
-        _jitted(name).lower(settings, *arguments).compile(_OPTIONS.get(jax.default_backend()))
-    )
+    lowered = _jitted(name).lower(settings, *arguments)
+    compiled = _compiled[key] = lowered.compile(_OPTIONS.get(jax.default_backend()))
     seconds = time.perf_counter() - begin
-    logger.info("compiled %s (program %d) in %.1f s", name, len(_compiled), seconds)
-    return _compiled[key], seconds
+    global _count
+    _count += 1
+    logger.info("compiled %s (program %d) in %.1f s", name, _count, seconds)
+    if len(_compiled) > KEPT:
+        del _compiled[next(iter(_compiled))]
+    return compiled, seconds
 
 
 def count() -> int:
     """Returns how many programs this process has compiled."""
-    return len(_compiled)
+    return _count
