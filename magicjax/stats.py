@@ -29,6 +29,8 @@ class Stats:
         is what `magicjax.optimal` makes a tree of; its cumulated sum is the success rate of the
         draft's top 1, 2, … choices.
       rounds: target passes, summed over rows (a row counts until it ends).
+      steps: rounds of the whole batch: of the row that took most. decode_s / steps is the time of
+        one.
       emitted: tokens of the decoding loop, all rows; the first of each row is prefill's.
       drafted: nodes proposed besides roots; padding is none.
       nodes_per_round: of a row, the root included.
@@ -49,6 +51,7 @@ class Stats:
     acceptance_by_rank: tuple[tuple[float, ...], ...]
     histogram: tuple[int, ...]
     rounds: int
+    steps: int
     emitted: int
     drafted: int
     nodes_per_round: float
@@ -94,6 +97,7 @@ def acceptance(
         "acceptance_by_rank": tuple(tuple(map(float, row)) for row in by_rank),
         "histogram": tuple(map(int, by_count)),
         "rounds": rounds,
+        "steps": int(rounds_of_rows.max()),
         "emitted": int(of_rows.sum()),
         "drafted": int(np.asarray(nodes).sum()),
         "nodes_per_round": 1 + int(np.asarray(nodes).sum()) / rounds if rounds else 1.0,

@@ -23,6 +23,7 @@ def test_statistics_follow_from_the_histogram_and_the_lengths():
         "acceptance_rate": 5 / 8,
         "acceptance_by_depth": (3 / 4, 2 / 4),
         "rounds": 4,
+        "steps": 3,
         "emitted": 9,
         "drafted": 15,
         "accepted": 5,
