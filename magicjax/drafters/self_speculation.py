@@ -80,7 +80,8 @@ class SelfSpeculation:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, operator.index(getattr(self, name)))
         if isinstance(self.policy, Full):
-            given = [n for n in ("budget", "refresh_every", "kv_dtype") if getattr(self, n)]
+            names = ("budget", "refresh_every", "kv_dtype")
+            given = [name for name in names if getattr(self, name) is not None]
             if given:
                 raise ValueError(
                     f"{given[0]}={getattr(self, given[0])!r}: with policy 'full' the draft reads "

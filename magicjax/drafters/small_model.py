@@ -78,7 +78,7 @@ class SmallModel:
         if self.budget is not None:
             object.__setattr__(self, "budget", operator.index(self.budget))
         if isinstance(self.policy, Full):
-            given = [n for n in ("budget", "kv_dtype") if getattr(self, n)]
+            given = [n for n in ("budget", "kv_dtype") if getattr(self, n) is not None]
             if given:
                 raise ValueError(
                     f"{given[0]}={getattr(self, given[0])!r}: with policy 'full' the draft keeps "

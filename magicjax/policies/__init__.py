@@ -3,13 +3,14 @@
 from magicjax.policies.attended import H2O, TOVA
 from magicjax.policies.base import Evidence, Policy, Queries, choose
 from magicjax.policies.expected_attention import ExpectedAttention
-from magicjax.policies.find import POLICIES, find
+from magicjax.policies.find import GROUP, POLICIES, find
 from magicjax.policies.full import Full
 from magicjax.policies.keys import KeyDiff, KNorm, Random
 from magicjax.policies.snapkv import PyramidKV, SnapKV
 from magicjax.policies.streaming import StreamingLLM
 
 __all__ = [
+    "GROUP",
     "H2O",
     "POLICIES",
     "TOVA",

@@ -51,9 +51,10 @@ def find(policy: str | Policy) -> Policy:
         nearest = difflib.get_close_matches(policy, known, 1, 0.0)[0]
         raise ValueError(
             f"policy={policy!r} is unknown: did you mean {nearest!r}? It must be one of "
-            f"{', '.join(known)}, or an object of a subclass of magicjax.Policy"
+            f"{', '.join(known)}; packages can register more as entry points of {GROUP!r}"
         )
-    made = installed[policy].load()()
+    loaded = installed[policy].load()
+    made = loaded() if callable(loaded) else loaded
     if not isinstance(made, Policy):
         raise ValueError(
             f"policy={policy!r}: the entry point {installed[policy].value} makes a "

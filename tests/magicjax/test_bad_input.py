@@ -1,13 +1,15 @@
 """Bad input is refused before anything is compiled, by value, limit and remedy."""
 
 import dataclasses
+import importlib.metadata
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import magicjax
 import models
-from magicjax import compilation
+from magicjax import compilation, policies
 from tests.magicjax import tiny
 
 LIMIT = tiny.config().max_positions  # 512
@@ -34,6 +36,23 @@ def with_tokenizer(*words) -> magicjax.Model:
 
 def small(**changes):
     return dict(drafter=magicjax.SmallModel(short_model(**changes)))
+
+
+def opt(num_heads=4) -> magicjax.Model:
+    """Returns a model whose positions are learned; with 16 heads these have one element each."""
+    config = models.OptConfig(
+        vocab_size=tiny.VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_layers=1,
+        num_heads=num_heads,
+        max_positions=LIMIT,
+    )
+    return magicjax.Model(models.build(config), tiny.model().params)
+
+
+def sparse(model=None, **options):
+    return dict(drafter=magicjax.SmallModel(model or tiny.model("near"), **options))
 
 
 def budget(slots, sinks=2, **options):
@@ -285,8 +304,51 @@ REFUSED = {
     "small budget": (
         dict(drafter=budget(6), tree=magicjax.chain(4)),
         ValueError,
-        r"budget=6 leaves too small a ring: it must be at least sinks \(2\) \+ tree depth \(4\) "
-        r"\+ 1 = 7",
+        r"budget=6 leaves too small a ring for the newest tokens: 4 slots beside 2 pinned ones, "
+        r"and it must have at least tree depth \(4\) \+ 1 = 5; use a larger budget",
+    ),
+    "small budget of a policy that chooses": (
+        dict(drafter=magicjax.SelfSpeculation("snapkv", 10), tree=magicjax.chain(5)),
+        ValueError,
+        r"too small a ring for the newest tokens: 5 slots beside 5 .* tree depth \(5\) \+ 1 = 6",
+    ),
+    "small budget of a small model": (
+        sparse(policy="h2o", budget=16) | dict(tree=magicjax.chain(4)),
+        ValueError,
+        r"too small a ring for the newest tokens: 8 slots .* 2 x tree depth \(4\) \+ 1 = 9",
+    ),
+    "as many of the newest as slots": (
+        dict(drafter=magicjax.SelfSpeculation(policies.SnapKV(recent=32), 32)),
+        ValueError,
+        "budget=32 leaves nothing to pin beside a ring of 32: .* a smaller `recent`",
+    ),
+    "more of the newest than slots": (
+        sparse(policy=policies.KNorm(recent=40), budget=32),
+        ValueError,
+        "budget=32 leaves nothing to pin beside a ring of 40",
+    ),
+    "unknown kv_dtype": (
+        dict(drafter=magicjax.SelfSpeculation("snapkv", 64, kv_dtype="int2")),
+        ValueError,
+        "kv_dtype='int2' is unknown: use int8, int4, or None",
+    ),
+    "half a byte": (
+        sparse(opt(num_heads=16), policy="h2o", budget=64, kv_dtype="int4"),
+        ValueError,
+        "kv_dtype='int4' packs two elements in a byte, and heads have 1: use int8",
+    ),
+    "sinks that move without rotation": (
+        sparse(opt(), policy="streaming", budget=64, sink_positions="in_cache"),
+        ValueError,
+        "sink_positions='in_cache' needs a drafter with rotary positions, and this one learned its "
+        "512: use sink_positions='text'",
+    ),
+    "a window beyond the drafter's positions": (
+        sparse(
+            short_model(max_positions=64), policy="streaming", budget=64, sink_positions="in_cache"
+        ),
+        ValueError,
+        "budget=64 and a round need 73 positions and the drafter has 64: .* at most 55",
     ),
     "other vocabulary": (
         small(vocab_size=50),
@@ -328,6 +390,43 @@ def test_bad_input_is_refused_before_anything_is_compiled(what, call):
             lambda: magicjax.SelfSpeculation("streamin"),
             "policy='streamin' is unknown: did you mean 'streaming'",
         ),
+        (
+            lambda: magicjax.SmallModel(None, policy="key_diff"),
+            "policy='key_diff' is unknown: did you mean 'keydiff'.* one of expected_attention, .*"
+            "entry points of 'magicjax.policies'",
+        ),
+        (
+            lambda: magicjax.SelfSpeculation("snapkv", refresh_every=0),
+            "refresh_every=0: it must be at least 1 round; leave it out",
+        ),
+        (
+            lambda: magicjax.SelfSpeculation(refresh_every=4),
+            "refresh_every=4: a streaming cache always pins the first tokens; leave refresh_every",
+        ),
+        (
+            lambda: magicjax.SelfSpeculation("full", 64),
+            "budget=64: with policy 'full' the draft reads the target's own cache; leave budget",
+        ),
+        (lambda: magicjax.SelfSpeculation("full", 0), "budget=0: with policy 'full'"),
+        (
+            lambda: magicjax.SelfSpeculation("full", kv_dtype="int8"),
+            "kv_dtype='int8': with policy 'full' .* leave kv_dtype out",
+        ),
+        (
+            lambda: magicjax.SmallModel(None, budget=64),
+            "budget=64: with policy 'full' the draft keeps all of its cache; give a policy",
+        ),
+        (
+            lambda: magicjax.SmallModel(None, policy="snapkv", sink_positions="in_cache"),
+            "sink_positions='in_cache' moves the sinks of policy 'streaming'.* with policy=SnapKV",
+        ),
+        (
+            lambda: magicjax.SmallModel(None, policy="streaming", sink_positions="cache"),
+            "sink_positions='cache' is unknown: use one of text, in_cache",
+        ),
+        (lambda: policies.SnapKV(recent=0), "recent=0: the ring needs at least 1 slot"),
+        (lambda: magicjax.StreamingLLM(recent=8), "recent=8: the ring of a streaming cache is all"),
+        (lambda: policies.Full(recent=8), "recent=8: a full cache has no ring"),
         (lambda: magicjax.Ensemble([]), "an ensemble of 0 drafters: give 1 to 64"),
         (
             lambda: magicjax.Ensemble([magicjax.Ensemble([magicjax.LookUp()])]),
@@ -352,6 +451,76 @@ def test_a_name_or_number_that_cannot_be_is_refused_at_once(make, message):
     with pytest.raises(ValueError, match=message):
         make()
     assert compilation.count() == before
+
+
+@pytest.mark.parametrize("policy", [policies.SnapKV, None, 3])
+def test_what_is_neither_a_name_nor_a_policy_is_refused(policy):
+    with pytest.raises(TypeError, match="neither a name nor a policy: .* object of a subclass"):
+        magicjax.SelfSpeculation(policy)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored(magicjax.Policy):
+    """A policy whose scores have a shape or dtype that a test names."""
+
+    shape: str = "right"
+
+    def score(self, evidence):
+        norms = jnp.linalg.norm(evidence.keys, axis=-1)
+        return {
+            "right": norms,
+            "indices": norms.argsort(-1),
+            "one head": norms[:, :1],
+            "all elements": evidence.keys,
+        }[self.shape]
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ("indices", r"Scored.score gave int32\[1, 2, \d+\]: it must be one real number for each"),
+        ("one head", r"Scored.score gave float32\[1, 1, \d+\]: .*\[B, K, S\] = \[1, 2, \d+\]"),
+        ("all elements", r"Scored.score gave float32\[1, 2, \d+, 8\]"),
+    ],
+)
+def test_scores_that_are_none_are_refused_by_shape_and_dtype(shape, message):
+    drafter = magicjax.SelfSpeculation(Scored(shape=shape), 16)
+    with pytest.raises(ValueError, match=message):
+        magicjax.generate(tiny.model(), [[1, 2, 3]], drafter=drafter, max_new_tokens=4)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Makes a name an entry point of policies, as another installed package would."""
+
+    def install(name, value):
+        point = importlib.metadata.EntryPoint(name, value, policies.GROUP)
+        asked = {policies.GROUP: [point]}
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: asked.get(group, []))
+
+    return install
+
+
+def test_a_policy_of_another_package_is_found_by_its_name(installed):
+    installed("mine", f"{__name__}:Scored")
+    assert magicjax.SelfSpeculation("mine", 16).policy == Scored()
+    with pytest.raises(ValueError, match="policy='mime' is unknown: did you mean 'mine'"):
+        magicjax.SelfSpeculation("mime")
+
+
+@pytest.mark.parametrize(
+    ("value", "made"),
+    [("magicjax:LookUp", "LookUp"), ("magicjax.policies:POLICIES", "dict"), ("magicjax", "module")],
+)
+def test_an_entry_point_that_is_no_policy_is_refused(installed, value, made):
+    installed("mine", value)
+    with pytest.raises(ValueError, match=f"the entry point {value} makes a {made}: it must name a"):
+        magicjax.SelfSpeculation("mine")
+
+
+def test_names_of_the_library_are_its_own(installed):
+    installed("snapkv", "magicjax:LookUp")
+    assert magicjax.SelfSpeculation("snapkv").policy == policies.SnapKV()
 
 
 @pytest.mark.parametrize("path", ["./nothing", "/nothing/at/all", "some/model"])
