@@ -12,28 +12,36 @@ import logging
 import pathlib
 import re
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import magicjax
 import models
 from magicjax.drafters import DRAWINGS, Drafter
+from magicjax.drafters.small_model import SINK_POSITIONS
+from magicjax.drafters.sparse import KV_DTYPES
 from magicjax.generation import Output, config_of
-from magicjax.request import DEFAULT_TREE
+from magicjax.policies import Full, find
+from magicjax.request import DEFAULT_TREE, prepare
 from magicjax.tree import Tree
 from magicjax.verify import VERIFIERS
 
 DESCRIPTION = "Long-context speculative decoding."
 DTYPES = ("float32", "bfloat16", "float16")
 DRAFTER = re.compile(
-    r"self(:(?P<policy>\w+)(:(?P<budget>\d+))?)?"
-    r"|small:(?P<path>.+)"
+    r"(?P<kind>self|small:(?P<path>.+?))(:(?P<policy>[\w.-]+)(:(?P<budget>\d+))?)?"
     r"|(?P<look_up>look-up)(:(?P<ngram>\d+))?"
 )
 DRAFTERS = (
-    "self:streaming:256 (policy and budget), small:PATH (a model directory or preset) or look-up:4 "
-    "(how many of the newest tokens to look for)"
+    "self:streaming:256 (policy and budget), small:PATH (a model directory or preset), "
+    "small:PATH:streaming:256 or look-up:4 (how many of the newest tokens to look for)"
 )
+# Which drafters an option of the draft's cache is for, if they have a sparse one.
+CACHE = {
+    "refresh_every": ("self",),
+    "kv_dtype": ("self", "small"),
+    "sink_positions": ("small",),
+}
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "seed", "verifier")
 
 
@@ -68,32 +76,72 @@ def _tree(text: str) -> Tree:
 
 
 def _drafter(text: str) -> str:
-    if not DRAFTER.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no drafter: write {DRAFTERS}")
+    """Returns the text, checked to be a drafter's and to name a policy that exists."""
+    try:
+        _parts(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     return text
 
 
-def make_drafter(text: str, dtype: str | None = None, draw: str | None = None) -> Drafter:
-    """Returns the drafter written as self:streaming:256, small:DIRECTORY or look-up:4.
-
-    Args:
-      text: what stands behind a colon may be left out, but not a small model's directory.
-      dtype: of a small model.
-      draw: how children are drawn under sampling (`DRAWINGS`); a look-up draws none.
+def _parts(text: str) -> re.Match:
+    """Returns the parts of a drafter's text.
 
     Raises:
-      ValueError, FileNotFoundError: none of them, no such policy, or no such model.
+      ValueError: it is none, or no such policy.
     """
     match = DRAFTER.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is no drafter: write {DRAFTERS}")
-    if match["path"]:
-        return magicjax.SmallModel(magicjax.load(match["path"], dtype), draw)
+    if match["policy"]:
+        try:
+            find(match["policy"])
+        except ValueError as error:
+            colon = f"; for a directory of that name write {text}:full" if match["path"] else ""
+            raise ValueError(f"{error}{colon}") from error
+    return match
+
+
+def _has_use(text: str, option: str) -> bool:
+    """Returns whether a drafter can use an option of `CACHE`: it has a sparse cache of the kind."""
+    match = _parts(text)
+    kind = "small" if match["path"] else match["kind"]
+    full = isinstance(find(match["policy"]), Full) if match["policy"] else kind != "self"
+    return kind in CACHE[option] and not full
+
+
+def make_drafter(
+    text: str,
+    load: Callable[[str], Any] = magicjax.load,
+    draw: str | None = None,
+    **cache: Any,
+) -> Drafter:
+    """Returns the drafter written as self:snapkv:256, small:DIRECTORY:streaming:256 or look-up:4.
+
+    Args:
+      text: policy and budget may be left out. What stands behind the last colons of a small model
+        is read as policy and budget if it can be: a directory of such a name needs a policy
+        behind it, small:a:b:full.
+      load: gives a small model.
+      draw: how children are drawn under sampling (`DRAWINGS`); a look-up draws none.
+      cache: options of `CACHE`; a drafter that has no use for one is made without it.
+
+    Raises:
+      ValueError, FileNotFoundError: none of them, no such policy, no such model, or options that
+        do not fit together.
+    """
+    match = _parts(text)
     if match["look_up"]:
         return magicjax.LookUp(int(match["ngram"])) if match["ngram"] else magicjax.LookUp()
-    default = magicjax.SelfSpeculation()
-    budget = int(match["budget"]) if match["budget"] else default.budget
-    return magicjax.SelfSpeculation(match["policy"] or default.policy, budget, draw)
+    given = {name: value for name, value in cache.items() if value is not None}
+    said: dict[str, Any] = {name: n for name, n in given.items() if _has_use(text, name)}
+    if match["policy"]:
+        said["policy"] = match["policy"]
+    if match["budget"]:
+        said["budget"] = int(match["budget"])
+    if match["path"]:
+        return magicjax.SmallModel(load(match["path"]), draw, **said)
+    return magicjax.SelfSpeculation(draw=draw, **said)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -141,6 +189,26 @@ def _add_speculation(group) -> None:
         default=[],
         help="chain:4 (if none is given), expansion:2,2,1, parents:-1,0,0,1 or dynamic:16,6,4 "
         "(nodes, depth, width); one for all drafters, or one for each",
+    )
+    sparse = "of drafters with a policy other than full"
+    group.add_argument(
+        "--refresh-every",
+        type=int,
+        metavar="ROUNDS",
+        help="of self:POLICY: after how many rounds the cache's pinned entries are chosen again; "
+        "the default: never",
+    )
+    group.add_argument(
+        "--kv-dtype",
+        choices=[name for name in KV_DTYPES if name],
+        help=f"of the draft's cache, {sparse}; the default: the model's own",
+    )
+    group.add_argument(
+        "--sink-positions",
+        choices=SINK_POSITIONS,
+        help="of small:PATH:streaming: where the pinned first tokens stand, in the text (the "
+        "default) or just before the newest tokens, so that a draft can read texts longer than "
+        "its own context",
     )
     group.add_argument("--show-tree", action="store_true", help="draw the tree first")
 
@@ -201,10 +269,20 @@ def _by_depth(shares: Sequence[float]) -> str:
 def _check_used(arguments: argparse.Namespace) -> None:
     """Raises ValueError if an option that was given would change nothing."""
     drafters, trees = arguments.drafter, arguments.tree
+    cache = [name for name in CACHE if getattr(arguments, name) is not None]
     given = {"--tree": trees, "--show-tree": arguments.show_tree, "--draw": arguments.draw}
-    for option, value in given.items():
-        if value and not drafters:
+    for option in [*(option for option, value in given.items() if value), *map(_option, cache)]:
+        if not drafters:
             raise ValueError(f"{option} needs a --drafter: give one, or leave {option} out")
+    for name in cache:
+        if not any(_has_use(text, name) for text in drafters):
+            kinds = " or ".join(
+                {"self": "self:POLICY", "small": "small:PATH:POLICY"}[kind] for kind in CACHE[name]
+            )
+            raise ValueError(
+                f"{_option(name)} is for the sparse cache of {kinds}, with another policy than "
+                f"full: give such a --drafter, or leave {_option(name)} out"
+            )
     if len(trees) not in (0, 1, max(1, len(drafters))):
         raise ValueError(
             f"{len(trees)} --tree for {len(drafters)} --drafter: give one, or one for each drafter"
@@ -215,6 +293,10 @@ def _check_used(arguments: argparse.Namespace) -> None:
         raise ValueError("--draw is for sampling: pass --do-sample, or leave --draw out")
     if all(text.startswith("look-up") for text in drafters):
         raise ValueError("--draw has no meaning for a look-up, which draws nothing: leave it out")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
@@ -235,8 +317,13 @@ def _prompt(arguments: argparse.Namespace) -> str:
         ) from error
 
 
-def _target(arguments: argparse.Namespace) -> magicjax.Model:
-    """Returns the target with its tokenizer; what is wrong is said before weights are loaded."""
+def _without_weights(source: str) -> magicjax.Model:
+    """Returns as much of a model as `prepare` looks at."""
+    return magicjax.Model(models.build(config_of(source)), params=None, name=source)
+
+
+def _tokenizer(arguments: argparse.Namespace) -> Any:
+    """Returns the target's tokenizer."""
     config_of(arguments.target)
     source = arguments.tokenizer or arguments.target
     tokenizer = models.load_tokenizer(source)
@@ -245,14 +332,16 @@ def _target(arguments: argparse.Namespace) -> magicjax.Model:
             f"{source} has no tokenizer, and text needs one: "
             "give a directory that has one with --tokenizer"
         )
-    target = magicjax.load(arguments.target, arguments.dtype)
-    return dataclasses.replace(target, tokenizer=tokenizer)
+    return tokenizer
 
 
-def _speculation(arguments: argparse.Namespace) -> tuple[Drafter | None, Tree | None]:
+def _speculation(
+    arguments: argparse.Namespace, load: Callable[[str], Any] = magicjax.load
+) -> tuple[Drafter | None, Tree | None]:
     """Returns (the drafter, its tree), as `magicjax.generate` takes them."""
     trees = arguments.tree
-    drafters = [make_drafter(text, arguments.dtype, arguments.draw) for text in arguments.drafter]
+    cache = {name: getattr(arguments, name) for name in CACHE}
+    drafters = [make_drafter(text, load, arguments.draw, **cache) for text in arguments.drafter]
     if len(drafters) < 2:
         return next(iter(drafters), None), next(iter(trees), None)
     if len(trees) < 2:
@@ -262,21 +351,20 @@ def _speculation(arguments: argparse.Namespace) -> tuple[Drafter | None, Tree | 
 
 def _generate(arguments: argparse.Namespace) -> None:
     _check_used(arguments)
-    prompt = _prompt(arguments)
-    target = _target(arguments)
-    drafter, tree = _speculation(arguments)
-    rounds = magicjax.stream(
-        target,
-        [prompt],
-        drafter=drafter,
-        tree=tree,
-        max_new_tokens=arguments.max_new_tokens,
-        backend=arguments.backend,
-        **{name: getattr(arguments, name) for name in SAMPLING},
-    )
+    prompt, tokenizer = _prompt(arguments), _tokenizer(arguments)
+    names = ("max_new_tokens", "backend", *SAMPLING)
+    options = {name: getattr(arguments, name) for name in names}
+
+    def call(of: Callable, load: Callable[[str], magicjax.Model]) -> Any:
+        drafter, tree = _speculation(arguments, load)
+        target = dataclasses.replace(load(arguments.target), tokenizer=tokenizer)
+        return of(target, [prompt], drafter=drafter, tree=tree, **options)
+
+    call(prepare, _without_weights)  # says what is wrong before weights are loaded
+    rounds = call(magicjax.stream, lambda source: magicjax.load(source, arguments.dtype))
     if arguments.show_tree:
         print(*arguments.tree or [DEFAULT_TREE], sep="\n")
-    print(report(_print_stream(rounds, target.tokenizer)), file=sys.stderr)
+    print(report(_print_stream(rounds, tokenizer)), file=sys.stderr)
 
 
 def _print_stream(rounds, tokenizer) -> Output:
@@ -303,7 +391,7 @@ def in_words_of_options(message: str) -> str:
 
     "top_k=-1: ..., pass do_sample=True" becomes "--top-k -1: ..., pass --do-sample".
     """
-    arguments = r"(max_new_tokens|do_sample|top_k|top_p)\b(=True|=|)"
+    arguments = rf"(max_new_tokens|do_sample|top_k|top_p|{'|'.join(CACHE)})\b(=True|=|)"
     plain_words = r"(temperature|seed|verifier|backend|draw|drafter)(=)"
 
     def option(match: re.Match) -> str:

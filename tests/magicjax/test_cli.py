@@ -151,6 +151,46 @@ def test_options_are_those_of_generate(what, directory, run):
     assert (code, out) == (0, expected_text(directory, do_sample=True, **options) + "\n")
 
 
+SPARSE = {
+    "self, refreshed and quantized": (
+        [
+            *("--drafter", "self:snapkv:32", "--tree", "chain:3"),
+            *("--refresh-every", "2", "--kv-dtype", "int8"),
+        ],
+        r"tau .*, draft 0\.0 MB$",
+    ),
+    "self, full": (
+        ["--drafter", "self:full", "--tree", "chain:3"],
+        r"1: 1\.00  2: 1\.00  3: 1\.00",
+    ),
+    "small, sparse": (
+        [
+            *("--drafter", "small:DIR:streaming:48", "--tree", "chain:3"),
+            *("--sink-positions", "in_cache"),
+        ],
+        r"accepted by depth",
+    ),
+    "an option for one of two": (
+        [
+            *("--drafter", "self:h2o:32", "--drafter", "small:DIR", "--tree", "chain:2"),
+            *("--refresh-every", "2", "--kv-dtype", "int4"),
+        ],
+        r"accepted by depth",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SPARSE)
+def test_sparse_caches_give_the_same_text(what, directory, run):
+    arguments, reported = SPARSE[what]
+    code, out, err = run(
+        *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20),
+        *(argument.replace("DIR", str(directory)) for argument in arguments),
+    )
+    assert (code, out) == (0, expected_text(directory) + "\n")
+    assert re.search(reported, err, re.M | re.S)
+
+
 def test_several_drafters_share_one_tree_or_have_one_each():
     def made(*arguments):
         needed = ("generate", "--target", "t", "--prompt", "p")
@@ -270,6 +310,70 @@ REFUSED = {
         ],
         "--draw has no meaning for a look-up",
     ),
+    "a refresh alone": (
+        ["--target", "DIR", "--prompt", "a", "--refresh-every", "4"],
+        "--refresh-every needs a --drafter",
+    ),
+    "a refresh of a full cache": (
+        [
+            *("--target", "DIR", "--prompt", "a", "--drafter", "self:full"),
+            *("--drafter", "small:DIR:snapkv:64", "--refresh-every", "4"),
+        ],
+        "--refresh-every is for the sparse cache of self:POLICY, with another policy than full: "
+        "give such a --drafter, or leave --refresh-every out",
+    ),
+    "a dtype of no cache": (
+        [
+            *("--target", "DIR", "--prompt", "a", "--drafter", "small:DIR", "--drafter", "look-up"),
+            *("--kv-dtype", "int8"),
+        ],
+        "--kv-dtype is for the sparse cache of self:POLICY or small:PATH:POLICY",
+    ),
+    "sinks of no small model": (
+        [
+            *("--target", "DIR", "--prompt", "a", "--drafter", "self:streaming:64"),
+            *("--sink-positions", "text"),
+        ],
+        "--sink-positions is for the sparse cache of small:PATH:POLICY",
+    ),
+    "a refresh of no round": (
+        [
+            *("--target", "DIR", "--prompt", "a", "--drafter", "self:snapkv:64"),
+            *("--refresh-every", "0"),
+        ],
+        "--refresh-every 0: it must be at least 1 round",
+    ),
+    "a refresh of sinks": (
+        [
+            *("--target", "DIR", "--prompt", "a", "--drafter", "self:streaming:64"),
+            *("--refresh-every", "4"),
+        ],
+        "--refresh-every 4: a streaming cache always pins the first tokens; leave --refresh-every "
+        "out",
+    ),
+    "sinks that move with another policy": (
+        [
+            *("--target", "DIR", "--prompt", "a", "--drafter", "small:DIR:snapkv:64"),
+            *("--sink-positions", "in_cache"),
+        ],
+        "--sink-positions 'in_cache' moves the sinks of policy 'streaming'",
+    ),
+    "a budget of a full cache": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "self:full:64"],
+        "budget=64: with policy 'full' the draft reads the target's own cache; leave budget out",
+    ),
+    "no such kv dtype": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "self:snapkv", "--kv-dtype", "int2"],
+        "argument --kv-dtype: invalid choice: 'int2'",
+    ),
+    "no such policy of a small model": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "small:DIR:h20:64"],
+        "argument --drafter: policy='h20' is unknown: did you mean 'h2o'? It must be one of",
+    ),
+    "a directory with a colon": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "small:llama:7b"],
+        "for a directory of that name write small:llama:7b:full",
+    ),
     "a draw in greedy decoding": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "self", "--draw", "top"],
         "--draw is for sampling: pass --do-sample",
@@ -337,12 +441,17 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_bad_arguments_end_with_exit_code_2_and_the_reason(what, directory, run, tmp_path):
+def test_bad_arguments_end_with_exit_code_2_and_the_reason(
+    what, directory, run, tmp_path, monkeypatch
+):
+    """Before anything is compiled, and before weights are loaded."""
     arguments, message = REFUSED[what]
-    paths = {"DIR": directory, "PARENT": directory.parent, "BYTES": tmp_path / "bytes.bin"}
+    paths = {"PARENT": directory.parent, "BYTES": tmp_path / "bytes.bin"}
     paths["BYTES"].write_bytes(b"ab\xff")
+    monkeypatch.setattr(magicjax, "load", lambda *_: pytest.fail("weights were loaded"))
     before = compilation.count()
-    code, out, err = run("generate", *(paths.get(a, a) for a in arguments))
+    filled = (re.sub(r"^(small:)?DIR", rf"\g<1>{directory}", a) for a in arguments)
+    code, out, err = run("generate", *(paths.get(a, a) for a in filled))
     assert (code, out) == (2, "")
     assert message in " ".join(err.split())
     assert "Traceback" not in err
@@ -353,8 +462,42 @@ def test_a_drafter_is_read_as_it_is_written():
     assert cli.make_drafter("self:streaming:64") == magicjax.SelfSpeculation(budget=64)
     assert cli.make_drafter("self") == magicjax.SelfSpeculation()
     assert cli.make_drafter("self", draw="top") == magicjax.SelfSpeculation(draw="top")
+    assert cli.make_drafter("self:full") == magicjax.SelfSpeculation("full")
+    assert cli.make_drafter("self:h2o:9", refresh_every=4, kv_dtype="int8") == (
+        magicjax.SelfSpeculation("h2o", 9, refresh_every=4, kv_dtype="int8")
+    )
     assert cli.make_drafter("look-up") == magicjax.LookUp()
     assert cli.make_drafter("look-up:7") == magicjax.LookUp(7)
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "policy", "budget"),
+    [
+        ("small:opt-125m", "opt-125m", "full", None),
+        ("small:./a/b:snapkv", "./a/b", "snapkv", None),
+        ("small:./a/b:snapkv:64", "./a/b", "snapkv", 64),
+        ("small:./a:b/c", "./a:b/c", "full", None),  # no policy has a slash
+        ("small:./a/b:c:full", "./a/b:c", "full", None),
+        ("small:a:snapkv:64:h2o:32", "a:snapkv:64", "h2o", 32),
+    ],
+)
+def test_a_small_models_policy_stands_behind_its_last_colons(text, path, policy, budget):
+    made = cli.make_drafter(text, lambda source: source)
+    assert made == magicjax.SmallModel(path, policy=policy, budget=budget)
+
+
+def test_options_reach_the_drafters_that_can_use_them():
+    options = dict(refresh_every=4, kv_dtype="int8", sink_positions="text")
+
+    def made(text):
+        return cli.make_drafter(text, lambda source: source, **options)
+
+    assert made("small:d") == magicjax.SmallModel("d")
+    assert made("small:d:h2o") == magicjax.SmallModel("d", policy="h2o", kv_dtype="int8")
+    assert made("self:full") == magicjax.SelfSpeculation("full")
+    assert made("look-up") == magicjax.LookUp()
+    policy = magicjax.policies.TOVA()
+    assert made("self:tova:64") == magicjax.SelfSpeculation(policy, 64, None, 4, "int8")
 
 
 @pytest.mark.parametrize("text", ["", "self:", "self:streaming:", "small", "small:", "look-up:a"])
@@ -372,6 +515,9 @@ def test_a_prompt_may_begin_with_dashes(directory, run):
 
 def test_arguments_of_generate_become_options_and_paths_stay():
     said = "top_k=-1 in ./top_k/max_new_tokens: pass do_sample=True, or leave max_new_tokens out"
+    assert cli.in_words_of_options("refresh_every=0: leave kv_dtype='int8' out") == (
+        "--refresh-every 0: leave --kv-dtype 'int8' out"
+    )
     assert cli.in_words_of_options(said) == (
         "--top-k -1 in ./top_k/max_new_tokens: pass --do-sample, or leave --max-new-tokens out"
     )
