@@ -7,6 +7,7 @@ misspelt option that is silently ignored makes a wrong result look like a right 
 
 import dataclasses
 import difflib
+import itertools
 import pathlib
 import typing
 from collections.abc import Sequence
@@ -17,8 +18,12 @@ import tyro
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from experiments import cache_settings
+from experiments.cache_settings import CacheSettings
 from magicjax import LookUp, parse_tree
 from magicjax.drafters.running import drawing_of
+from magicjax.drafters.sparse import BUDGET
+from magicjax.policies import POLICIES
 from magicjax.tree import Tree
 from magicjax.verify import VERIFIERS
 
@@ -52,9 +57,10 @@ class Shapes(BaseModel):
 
 LOOK_UP = "look_up"  # as a member of an ensemble, and as a draft of its own
 # What each kind of draft can be told beside its trees.
+CACHE = {"policy", "kv_budget", "sinks", "recent", "kv_dtype"}
 TOLD = {
-    "self": {"policy", "kv_budget", "sinks", "draw", "verifier"},
-    "small": {"model", "draw", "verifier"},
+    "self": CACHE | {"refresh_every", "draw", "verifier"},
+    "small": CACHE | {"sink_positions", "model", "draw", "verifier"},
     "look_up": {"verifier"},
     "ensemble": {"models", "draw", "verifier"},
 }
@@ -80,14 +86,38 @@ class Method(BaseModel):
     models: list[str] = Field(
         [], description=f"An ensemble's members: directories of small models, or {LOOK_UP}."
     )
-    policy: Literal["", "streaming"] = Field(
-        "", description="What a self-speculating draft keeps of the prompt; streaming if not given."
+    policy: Annotated[list[str], Many] = Field(
+        [],
+        description=f"What a draft's cache keeps of the prompt: {', '.join(POLICIES)}, or one that "
+        "another package registers; streaming if not given, with draft=small full.",
     )
     kv_budget: Annotated[list[Positive], Many] = Field(
-        [], description="Cache slots of a self-speculating draft, sinks included; 256 if not given."
+        [],
+        description="Slots of a draft's cache for each layer and KV head; with another policy than "
+        f"full {BUDGET} if not given.",
     )
     sinks: Positive | None = Field(
-        None, description="First tokens that the draft's cache pins; 16 if not given."
+        None,
+        description="With policy=streaming, how many of the first tokens are pinned; "
+        f"{cache_settings.SINKS} if not given.",
+    )
+    recent: Positive | None = Field(
+        None,
+        description="With policies that choose their pins, slots for the newest tokens; half the "
+        "budget if not given.",
+    )
+    refresh_every: Annotated[list[Annotated[int, Field(ge=0)]], Many] = Field(
+        [],
+        description="After how many rounds a self-speculating draft chooses its pins again; 0: "
+        "never, as if not given.",
+    )
+    kv_dtype: Annotated[list[Literal["", "int8", "int4"]], Many] = Field(
+        [], description="Of the entries of a draft's cache; empty, or not given: the model's own."
+    )
+    sink_positions: Literal["", "text", "in_cache"] = Field(
+        "",
+        description="Where the sinks of a small draft stand: where they are in the text, as if not "
+        "given, or in_cache, just before the newest tokens; with policy=streaming.",
     )
     draw: Literal["", "with_replacement", "without_replacement", "top"] = Field(
         "",
@@ -100,7 +130,7 @@ class Method(BaseModel):
 
     @model_validator(mode="after")
     def _fits_the_draft(self) -> "Method":
-        told = ("model", "models", "policy", "kv_budget", "sinks", "draw", "verifier")
+        told = dict.fromkeys(name for names in TOLD.values() for name in sorted(names))
         given = [n for n in told if getattr(self, n) and n not in TOLD[self.draft]]
         if given:
             raise ValueError(
@@ -119,7 +149,37 @@ class Method(BaseModel):
                 raise ValueError(f"verifier={name!r} is none that samples: {', '.join(known)}")
         for spec in self.tree:
             self._check_tree(spec)
+        self.caches()
         return self
+
+    def caches(self) -> list[CacheSettings]:
+        """Returns what its draft may keep, one for each combination of the lists.
+
+        Raises:
+          ValueError: an unknown policy, or settings that do not fit together.
+        """
+        if self.draft not in cache_settings.POLICY:
+            return [CacheSettings()]
+        policies = self.policy or [cache_settings.POLICY[self.draft]]
+        cache_settings.check_used(
+            policies, sinks=self.sinks, recent=self.recent, sink_positions=self.sink_positions
+        )
+        budgets, refreshes = self.kv_budget or [0], self.refresh_every or [0]
+        given = [
+            CacheSettings(
+                policy=policy,
+                kv_budget=budget,
+                sinks=self.sinks or 0,
+                recent=self.recent or 0,
+                refresh_every=refresh_every,
+                kv_dtype=kv_dtype,
+                sink_positions=self.sink_positions,
+            )
+            for policy, budget, refresh_every, kv_dtype in itertools.product(
+                policies, budgets, refreshes, self.kv_dtype or [""]
+            )
+        ]
+        return [cache_settings.resolve(self.draft, settings) for settings in given]
 
     def _check_tree(self, spec: str) -> None:
         """Raises ValueError unless each member, or the only draft, can draft its tree."""

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 import magicjax
+from experiments import cache_settings
+from experiments.cache_settings import CacheSettings
 from experiments.config import LOOK_UP, ConfigError, Experiment, Method, parse_trees
 from experiments.prompts import HELD_OUT
 from magicjax.drafters import Drafter
 from magicjax.tree import ROOT_ONLY, Shape
 
-BUDGET, SINKS = 256, 16
 CANDIDATES = 4
 VERIFIER = "mss"  # of sampled cells, where none is given
-POLICIES = {"streaming": magicjax.StreamingLLM}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +32,7 @@ class Cell:
       target: directory or preset.
       draft: "none" (plain decoding), "self", "small", "look_up" or "ensemble".
       models: directory of the small model, or an ensemble's members; else none.
-      policy: of the draft's cache, else "".
-      kv_budget, sinks: of the draft's cache, else 0.
+      cache: what the draft keeps.
       tree: its name, or those of an ensemble's members joined by +; else "".
       draw: as given, "" for the draft's own way.
       verifier: of sampled cells, else "".
@@ -46,9 +45,7 @@ class Cell:
     target: str
     draft: str
     models: tuple[str, ...]
-    policy: str
-    kv_budget: int
-    sinks: int
+    cache: CacheSettings
     tree: str
     draw: str
     verifier: str
@@ -105,9 +102,9 @@ class Cell:
     def method(self) -> str:
         """The method's name in tables and plots."""
         who = " + ".join(pathlib.PurePath(m).name for m in self.models)
-        who = {"self": f"self {self.policy} {self.kv_budget}", "look_up": "look-up"}.get(
-            self.draft, who
-        )
+        who = {"self": "self", "look_up": "look-up"}.get(self.draft, who)
+        if self.draft == "self" or self.cache.kv_budget:
+            who = f"{who} {self.cache.label}"
         said = [who, self.tree, self.draw.replace("_", " "), self.verifier]
         return "plain" if self.draft == "none" else ", ".join(filter(None, said))
 
@@ -135,9 +132,7 @@ def _group(experiment: Experiment, batch: int, context: int) -> list[Cell]:
         target=experiment.target,
         draft="none",
         models=(),
-        policy="",
-        kv_budget=0,
-        sinks=0,
+        cache=CacheSettings(),
         tree="",
         draw="",
         verifier="",
@@ -174,22 +169,18 @@ def _sampling(experiment: Experiment) -> dict[str, Any]:
 
 def _cells(plain: Cell, method: Method) -> list[Cell]:
     """Returns a method's cells beside those of plain decoding."""
-    own = method.draft == "self"
-    budgets = (method.kv_budget or [BUDGET]) if own else [0]
     verifiers = (method.verifier or [VERIFIER]) if plain.do_sample else [""]
     return [
         dataclasses.replace(
             plain,
             draft=method.draft,
             models=(method.model,) if method.model else tuple(method.models),
-            policy=method.policy or "streaming" if own else "",
-            kv_budget=budget,
-            sinks=method.sinks or SINKS if own else 0,
+            cache=cache,
             tree=spec,
             draw=method.draw,
             verifier=verifier,
         )
-        for spec, budget, verifier in itertools.product(method.tree, budgets, verifiers)
+        for spec, cache, verifier in itertools.product(method.tree, method.caches(), verifiers)
     ]
 
 
@@ -204,15 +195,15 @@ def make_drafter(cell: Cell, load: Callable[[str], Any] = lambda directory: None
     draw = cell.draw or None
     if cell.draft == "none":
         return None
-    if cell.draft == "self":
-        policy = POLICIES[cell.policy](cell.sinks)
-        return magicjax.SelfSpeculation(policy=policy, budget=cell.kv_budget, draw=draw)
+    if cell.draft in cache_settings.POLICY:
+        model = load(cell.model) if cell.models else None
+        return cache_settings.drafter(cell.draft, cell.cache, model, draw)
+    if cell.draft == "look_up":
+        return magicjax.LookUp()
     members = [
         magicjax.LookUp() if member == LOOK_UP else magicjax.SmallModel(load(member), draw=draw)
-        for member in cell.models or (LOOK_UP,)
+        for member in cell.models
     ]
-    if cell.draft != "ensemble":
-        return members[0]
     trees = parse_trees(cell.tree)
     return magicjax.Ensemble(tuple(members), trees if len(trees) > 1 else None)
 

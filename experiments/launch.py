@@ -30,6 +30,7 @@ def surroundings(cell: grid.Cell) -> dict[str, str]:
         "python": ".".join(map(str, sys.version_info[:2])),
         "target": grid.fingerprint(cell.target),
         "model": " ".join(grid.fingerprint(model) for model in cell.models),
+        "policy": cell.cache.source,
         "code": _code(),
     }
 

@@ -103,18 +103,16 @@ class Bench:
     def agreement(self, cell: Cell) -> float | None:
         """Returns how often target and draft agree on the prompts' text.
 
-        None if not asked for, or if there is no single model that drafts.
+        None if not asked for, if there is no single model that drafts, or if what it sees of the
+        text is not known before the text: that of full and streaming caches is.
         """
-        if not cell.agreement_tokens or cell.draft not in ("self", "small"):
+        view = _view(cell)
+        if not cell.agreement_tokens or view is None:
             return None
         rows = max(1, cell.agreement_tokens // cell.context)
         text = self.prompts(cell)[:rows]
         wanted = self._greedy(cell, cell.target, text)
-        if cell.draft == "small":
-            drafted = self._greedy(cell, cell.model, text)
-        else:
-            ring = cell.kv_budget - cell.sinks
-            drafted = self._greedy(cell, cell.target, text, sinks=cell.sinks, window=ring)
+        drafted = self._greedy(cell, cell.model or cell.target, text, **view)
         return metrics.agreement(wanted, drafted)
 
     def _greedy(self, cell: Cell, directory: str, text: np.ndarray, **view: int) -> np.ndarray:
@@ -125,6 +123,20 @@ class Bench:
             ("greedy", *key, *view.items()),
             lambda: np.asarray(teacher.greedy_tokens(model, text, **view)),
         )
+
+
+def _view(cell: Cell) -> dict[str, int] | None:
+    """Returns what a cell's draft sees of a text, as `teacher.greedy_tokens` asks; None: unknown.
+
+    Also unknown where entries or positions are not those of the text: quantized, or sinks that
+    move.
+    """
+    cache = cell.cache
+    if cell.draft not in ("self", "small") or cache.kv_dtype or cache.sink_positions == "in_cache":
+        return None
+    if cache.policy == "streaming":
+        return {"sinks": cache.sinks, "window": cache.kv_budget - cache.sinks}
+    return {} if cache.policy in ("", "full") else None
 
 
 def _asked(cell: Cell) -> tuple:
@@ -199,15 +211,19 @@ def _settings(cell: Cell) -> dict[str, Any]:
         "target": cell.target,
         "draft": cell.draft,
         "draft_model": cell.model,
-        "policy": cell.policy,
+        "policy": cell.cache.policy,
         "draw": cell.drawings,
         "verifier": cell.verifier or ("" if cell.draft == "none" else "greedy"),
         "temperature": cell.temperature or None,
         "top_k": cell.top_k or None,
         "top_p": cell.top_p or None,
         "seed": cell.seed if cell.do_sample else None,
-        "kv_budget": cell.kv_budget or None,
-        "sinks": cell.sinks or None,
+        "kv_budget": cell.cache.kv_budget or None,
+        "sinks": cell.cache.sinks or None,
+        "recent": cell.cache.recent or None,
+        "refresh_every": cell.cache.refresh_every or None,
+        "kv_dtype": cell.cache.kv_dtype,
+        "sink_positions": cell.cache.sink_positions,
         "tree": cell.tree,
         "gamma": cell.gamma,
         "nodes": cell.nodes,
@@ -239,8 +255,7 @@ def _record(bench: Bench, cell: Cell, runs: list, plain_runs: list, read_gbs: fl
     paired = [_rate(a) / _rate(b) for a, b in zip(timed, plain_timed, strict=True)]
     stats = timed[0].stats
     target = bench.model(cell.target, cell.dtype)
-    # rounds are summed over rows, and plain decoding's rows all take part in every step
-    step_s = median(run.stats.decode_s * cell.batch / run.stats.rounds for run in plain_timed)
+    step_s = median(run.stats.decode_s / run.stats.steps for run in plain_timed)
     moved = metrics.step_bytes(target, cell.batch, cell.context, cell.new_tokens)
     ar_gbs = moved / step_s / 1e9
     row = _settings(cell) | {
@@ -265,6 +280,8 @@ def _record(bench: Bench, cell: Cell, runs: list, plain_runs: list, read_gbs: fl
         "repeated_8grams": metrics.repeated_ngrams(np.asarray(warm_up.tokens)),
         "agreement": bench.agreement(cell),
         "rounds": stats.rounds,
+        "steps": stats.steps,
+        "round_ms": 1e3 * median(run.stats.decode_s / run.stats.steps for run in timed),
         "ar_gbs": ar_gbs,
         "read_gbs": read_gbs,
         "bandwidth_share": ar_gbs / read_gbs,
@@ -306,5 +323,6 @@ def _rate(run: Any) -> float:
 
 
 def _run(run: Any) -> dict[str, float]:
-    names = ("prefill_s", "decode_s", "tokens_per_s", "rounds", "emitted", "drafted", "accepted")
+    times, counts = ("prefill_s", "decode_s", "tokens_per_s"), ("rounds", "steps", "emitted")
+    names = (*times, *counts, "drafted", "accepted")
     return {name: float(getattr(run.stats, name)) for name in names}

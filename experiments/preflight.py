@@ -12,7 +12,7 @@ import numpy as np
 
 import magicjax
 import models
-from experiments import grid, prompts
+from experiments import cache_settings, grid, prompts
 from experiments.config import LOOK_UP, ConfigError, Experiment
 from magicjax.generation import config_of
 from magicjax.request import prepare
@@ -59,7 +59,7 @@ def _of_group(group: list[grid.Cell]) -> Iterator[str]:
             if cell == plain:
                 yield f"context {cell.context}: {error}"
                 return
-            yield f"{cell.method}: {error}"
+            yield f"{cell.method}: {cache_settings.in_words_of_keys(str(error))}"
     try:
         count = plain.batch * plain.candidates
         prompts.make(plain.prompts, *_text(plain.target), count, plain.context)

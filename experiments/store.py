@@ -21,7 +21,8 @@ COLUMNS = (
     *("speedup_low", "speedup_high", "ties", "repeated_8grams", "agreement", "rounds"),
     *("ar_gbs", "read_gbs", "bandwidth_share", "method", "draft_model", "sinks"),
     *("attention_backend", "verifier", "draw", "temperature", "top_k", "top_p", "seed"),
-    *("tau_by_request", "nodes_per_round", "prompts"),
+    *("tau_by_request", "nodes_per_round", "prompts", "refresh_every", "kv_dtype"),
+    *("sink_positions", "recent", "steps", "round_ms"),
 )
 
 

@@ -63,6 +63,7 @@ class ScriptedBench(measure.Bench):
             decode_s=1.0 if cell.draft == "none" else 0.5,
             compile_s=3.0 if warm_up else 0.0,
             rounds=cell.batch * cell.new_tokens,
+            steps=cell.new_tokens,
             emitted=cell.batch * cell.new_tokens,
         )
         return SimpleNamespace(tokens=tokens, stats=stats, texts=["text"] * cell.batch)
@@ -74,6 +75,7 @@ class Stats:
     decode_s: float
     compile_s: float
     rounds: int
+    steps: int
     emitted: int
     tau_by_request: float = 2.0
     nodes_per_round: float = 4.0

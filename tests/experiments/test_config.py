@@ -1,3 +1,4 @@
+import importlib.metadata
 import pathlib
 
 import pytest
@@ -43,7 +44,48 @@ def test_every_problem_of_a_file_is_named_at_once(tmp_path):
     ("method", "message"),
     [
         ("{draft: small}", "draft=small needs the model's directory"),
-        ("{draft: small, model: x, kv_budget: 64}", "kv_budget has no meaning with draft=small"),
+        (
+            "{draft: small, model: x, kv_budget: 64}",
+            "kv_budget=64: with policy 'full' the draft keeps all of its cache; give a policy, or "
+            "leave kv_budget out",
+        ),
+        ("{draft: self, policy: sanpkv}", "policy='sanpkv' is unknown: did you mean 'snapkv'?"),
+        ("{draft: self, policy: [h2o, snap]}", "policy='snap' is unknown: did you mean 'snapkv'?"),
+        ("{draft: look_up, policy: snapkv}", "policy has no meaning with draft=look_up"),
+        (
+            "{draft: self, policy: full, kv_budget: 64}",
+            "kv_budget=64: with policy 'full' the draft reads the target's own cache; leave "
+            "kv_budget out",
+        ),
+        ("{draft: self, policy: [snapkv, full], kv_dtype: int8}", "leave kv_dtype out"),
+        (
+            "{draft: self, refresh_every: 4}",
+            "refresh_every=4: a streaming cache always pins the first tokens; leave refresh_every "
+            "out, or use another policy",
+        ),
+        ("{draft: self, policy: h2o, refresh_every: -1}", "greater than or equal to 0"),
+        (
+            "{draft: small, model: x, policy: h2o, refresh_every: 4}",
+            "refresh_every has no meaning with draft=small",
+        ),
+        ("{draft: self, kv_dtype: int2}", "methods.0.kv_dtype.0='int2'"),
+        ("{draft: self, sink_positions: text}", "sink_positions has no meaning with draft=self"),
+        (
+            "{draft: small, model: x, sink_positions: text}",
+            "sink_positions has no meaning with policy=full: remove it, or set policy=streaming",
+        ),
+        (
+            "{draft: small, model: x, policy: [streaming, h2o], sink_positions: in_cache}",
+            "sink_positions='in_cache' moves the sinks of policy 'streaming'",
+        ),
+        (
+            "{draft: self, policy: [h2o, tova], sinks: 4}",
+            "sinks has no meaning with policy=h2o, tova: remove it, or set policy=streaming",
+        ),
+        (
+            "{draft: self, recent: 32}",
+            "recent has no meaning with policy=streaming: remove it, or set a policy that chooses",
+        ),
         ("{draft: self, model: x}", "model has no meaning with draft=self"),
         ("{draft: look_up, draw: top}", "draw has no meaning with draft=look_up"),
         ("{draft: small, model: x, models: [y, z]}", "models has no meaning with draft=small"),
@@ -105,6 +147,15 @@ def test_a_choice_among_prompts_of_a_task_is_refused(tmp_path):
     with pytest.raises(config.ConfigError, match="candidates has no meaning with prompts=needle"):
         read(tmp_path, "prompts: needle\ncandidates: 4")
     read(tmp_path, "candidates: 4")
+
+
+def test_a_policy_of_another_package_is_known_by_its_name(tmp_path, monkeypatch):
+    point = importlib.metadata.EntryPoint("mine", "magicjax.policies:KNorm", "magicjax.policies")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point])
+    method = read(tmp_path, "methods: [{draft: self, policy: [mine, h2o]}]").methods[0]
+    assert [cache.policy for cache in method.caches()] == ["mine", "h2o"]
+    with pytest.raises(config.ConfigError, match="policy='mini' is unknown: did you mean 'mine'"):
+        read(tmp_path, "methods: [{draft: self, policy: mini}]")
 
 
 @pytest.mark.parametrize("text", ["temperature: 0", "top_p: 0", "top_p: 1.1", "top_k: 0"])

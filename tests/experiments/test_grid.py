@@ -2,7 +2,9 @@ import dataclasses
 
 import pytest
 
-from experiments import config, grid
+import magicjax
+from experiments import cache_settings, config, grid, measure
+from magicjax import policies
 
 EXPERIMENT = config.validate(
     {
@@ -44,14 +46,24 @@ def test_the_same_cell_twice_is_refused(change, message):
         grid.groups(config.validate(change, "test"))
 
 
+def others(value):
+    """Returns values beside `value`, differing in one setting each."""
+    if isinstance(value, cache_settings.CacheSettings):
+        fields = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+        return [
+            dataclasses.replace(value, **{name: other}) for name, x in fields for other in others(x)
+        ]
+    return [(*value, "x") if isinstance(value, tuple) else value + type(value)(1)]
+
+
 def test_a_key_changes_with_every_setting_and_with_the_surroundings():
     cell = grid.groups(EXPERIMENT)[0][1]
     keys = {grid.key(cell, {"device": "a"}), grid.key(cell, {"device": "b"})}
     for field in dataclasses.fields(cell):
-        value = getattr(cell, field.name)
-        other = (*value, "x") if isinstance(value, tuple) else value + type(value)(1)
-        keys.add(grid.key(dataclasses.replace(cell, **{field.name: other}), {"device": "a"}))
-    assert len(keys) == 2 + len(dataclasses.fields(cell))
+        for other in others(getattr(cell, field.name)):
+            keys.add(grid.key(dataclasses.replace(cell, **{field.name: other}), {"device": "a"}))
+    settings = len(dataclasses.fields(cell)) - 1 + len(dataclasses.fields(cell.cache))
+    assert len(keys) == 2 + settings
     assert grid.key(cell, {"device": "a"}) == grid.key(cell, {"device": "a"})
 
 
@@ -118,3 +130,82 @@ def test_a_greedy_cell_gives_generate_no_setting_of_sampling():
 def test_plain_decoding_is_a_tree_of_only_a_root():
     plain = grid.groups(EXPERIMENT)[0][0]
     assert (plain.gamma, plain.nodes, plain.tree) == (0, 1, "")
+
+
+def cells_of(*methods):
+    return grid.groups(config.validate({"methods": list(methods)}, "test"))[0][1:]
+
+
+def test_policies_budgets_refreshes_and_dtypes_make_a_cell_of_each_combination():
+    cells = cells_of(
+        {"draft": "self", "policy": ["h2o", "snapkv"], "kv_budget": 64, "refresh_every": [0, 4]},
+        {"draft": "self", "policy": ["streaming", "tova"], "kv_dtype": ["", "int8"], "recent": 9},
+        {"draft": "self", "policy": "full", "tree": "chain:3"},
+        {"draft": "small", "model": "zoo/draft-1", "policy": ["streaming", "knorm", "full"]},
+        {"draft": "small", "model": "draft-1", "policy": "streaming", "sink_positions": "in_cache"},
+        {
+            "draft": "self",
+            "policy": "snapkv",
+            "refresh_every": 4,
+            "kv_dtype": "int4",
+        },
+    )
+    assert [cell.method for cell in cells] == [
+        "self h2o 64, chain:4",
+        "self h2o 64 refresh 4, chain:4",
+        "self snapkv 64, chain:4",
+        "self snapkv 64 refresh 4, chain:4",
+        "self streaming 256, chain:4",
+        "self streaming 256 int8, chain:4",
+        "self tova 256 recent 9, chain:4",
+        "self tova 256 recent 9 int8, chain:4",
+        "self full, chain:3",
+        "draft-1 streaming 256, chain:4",
+        "draft-1 knorm 256, chain:4",
+        "draft-1, chain:4",
+        "draft-1 streaming 256 in cache, chain:4",
+        "self snapkv 256 refresh 4 int4, chain:4",
+    ]
+
+
+def test_a_cell_makes_the_drafter_that_its_settings_say():
+    def made(**method):
+        (cell,) = cells_of(method)
+        return grid.make_drafter(cell, lambda directory: directory)
+
+    assert made(draft="self", policy="snapkv", refresh_every=4, kv_dtype="int8") == (
+        magicjax.SelfSpeculation("snapkv", 256, refresh_every=4, kv_dtype="int8")
+    )
+    assert made(draft="self", kv_budget=64, sinks=4, refresh_every=0, kv_dtype="") == (
+        magicjax.SelfSpeculation(magicjax.StreamingLLM(sinks=4), 64)
+    )
+    assert made(draft="self", policy="full") == magicjax.SelfSpeculation("full")
+    assert made(draft="small", model="d") == magicjax.SmallModel("d")
+    policy = policies.TOVA(recent=8)
+    assert made(draft="small", model="d", policy="tova", recent=8, kv_dtype="int4") == (
+        magicjax.SmallModel("d", policy=policy, budget=256, kv_dtype="int4")
+    )
+    assert made(draft="small", model="d", policy="streaming", sink_positions="in_cache") == (
+        magicjax.SmallModel("d", policy="streaming", budget=256, sink_positions="in_cache")
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "view"),
+    [
+        ({"draft": "self", "sinks": 4}, {"sinks": 4, "window": 252}),
+        ({"draft": "small", "model": "d", "policy": "streaming"}, {"sinks": 16, "window": 240}),
+        ({"draft": "small", "model": "d"}, {}),
+        ({"draft": "self", "policy": "full"}, {}),
+        ({"draft": "self", "kv_dtype": "int8"}, None),
+        ({"draft": "self", "policy": "snapkv"}, None),
+        (
+            {"draft": "small", "model": "d", "policy": "streaming", "sink_positions": "in_cache"},
+            None,
+        ),
+        ({"draft": "look_up"}, None),
+    ],
+)
+def test_agreement_is_asked_only_where_the_view_of_the_text_is_known(method, view):
+    (cell,) = cells_of(method)
+    assert measure._view(cell) == view

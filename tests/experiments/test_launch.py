@@ -1,8 +1,11 @@
 """The launcher's promises, on a bench that answers at once."""
 
 import csv
+import importlib.metadata
+import importlib.util
 import io
 import json
+import sys
 
 import pytest
 from rich.console import Console
@@ -54,10 +57,54 @@ def test_a_run_writes_summary_plot_and_a_record_for_each_cell(tmp_path, scripted
     assert float(self_row["exact_match"]) == 1.0
     assert float(self_row["compile_s"]) == 3.0
     assert (self_row["gamma"], self_row["nodes"], self_row["repeat"]) == ("3", "4", "3")
+    assert float(self_row["round_ms"]) == 500 / 16
     assert self_row["prompts"] == "held_out"
     assert len(list((tmp_path / "mine" / "cells").glob("*.json"))) == 6
     assert (tmp_path / "mine" / "speedup.png").read_bytes().startswith(b"\x89PNG")
     assert "2.00×" in out.file.getvalue()
+
+
+def test_a_row_says_what_the_drafts_cache_keeps(tmp_path, scripted):
+    methods = [
+        {"draft": "self", "policy": "snapkv", "refresh_every": [0, 4], "kv_dtype": ["", "int8"]},
+        {"draft": "self", "policy": "full"},
+        {"draft": "small", "model": "draft-1", "policy": "streaming", "sink_positions": "in_cache"},
+    ]
+    mine = experiment(tmp_path, methods=methods, shapes=[{"batch": 1, "context": 8}])
+    launch.publish(mine, launch.run(mine, console(), scripted()), console())
+    names = ("policy", "kv_budget", "refresh_every", "kv_dtype", "sink_positions", "sinks")
+    assert [tuple(row[name] for name in names) for row in summary(tmp_path)] == [
+        ("", "", "", "", "", ""),
+        ("snapkv", "256", "", "", "", ""),
+        ("snapkv", "256", "", "int8", "", ""),
+        ("snapkv", "256", "4", "", "", ""),
+        ("snapkv", "256", "4", "int8", "", ""),
+        ("full", "", "", "", "", ""),
+        ("streaming", "256", "", "", "in_cache", "16"),
+    ]
+
+
+def test_a_result_does_not_outlive_the_code_of_a_policy_of_another_package(
+    tmp_path, scripted, monkeypatch
+):
+    code = "import magicjax\nclass Mine(magicjax.Policy): pass\n"
+    source = tmp_path / "mine_policy.py"
+
+    def install(text):
+        source.write_text(text)
+        spec = importlib.util.spec_from_file_location("mine_policy", source)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "mine_policy", module)
+        spec.loader.exec_module(module)
+
+    point = importlib.metadata.EntryPoint("mine", "mine_policy:Mine", "magicjax.policies")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point])
+    for text, measured in ((code, 4), (code, 0), (code + "# another\n", 4)):
+        install(text)
+        bench = scripted()
+        mine = experiment(tmp_path, methods=[{"draft": "self", "policy": "mine"}])
+        launch.run(mine, console(), bench)
+        assert len({(c.batch, c.draft) for c in bench.ran}) == measured
 
 
 def test_finished_cells_are_not_measured_again_and_their_rows_stay(tmp_path, scripted):
@@ -201,7 +248,17 @@ IMPOSSIBLE = {
     ),
     "a budget too small": (
         "methods: [{draft: self, kv_budget: [64, 8], sinks: 4, tree: chain:5}]",
-        "self streaming 8, chain:5: budget=8 leaves too small a ring",
+        "self streaming 8 sinks 4, chain:5: kv_budget=8 leaves too small a ring",
+    ),
+    "more of the newest tokens than slots": (
+        "methods: [{draft: self, policy: snapkv, kv_budget: 64, recent: 64}]",
+        "self snapkv 64 recent 64, chain:4: kv_budget=64 leaves nothing to pin beside a ring of 64",
+    ),
+    "a small draft's budget too small": (
+        "methods: [{draft: small, model: experiments/zoo/draft-1, policy: streaming, "
+        "kv_budget: 24}]",
+        "draft-1 streaming 24, chain:4: kv_budget=24 leaves too small a ring for the newest "
+        "tokens: 8 slots beside 16 pinned ones, and it must have at least 2 x tree depth (4) + 1",
     ),
     "a context too short for the question": (
         "prompts: variable_tracking\nshapes: [{batch: [1, 2], context: [64, 2048]}]",
