@@ -1,0 +1,158 @@
+"""Does a draft cache go stale? Acceptance by quarter of long outputs.
+
+`python -m experiments.long_outputs` samples outputs several times as long as the ring and prints,
+for each draft, how much of what it drafted was accepted in each quarter. Beside the drafts of this
+project stands a static one, whose cache stays as it was behind the prompt (as MagicDec's SnapKV
+drafts do): what a ring that follows the text is worth. Outputs are sampled, because greedy ones of
+a small model soon loop, and a loop is easy to draft.
+"""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import tyro
+from flax import struct
+from jaxtyping import Int
+from tqdm import tqdm
+
+import magicjax
+from experiments import prompts, store
+
+QUARTERS = 4
+
+
+@dataclasses.dataclass
+class Settings:
+    """Acceptance by quarter of long outputs, of drafts that follow the text and one that does not.
+
+    Attributes:
+      target: directory of the target.
+      results: folder for the CSV and the plot.
+      budget: slots of every draft cache, for each layer and KV head.
+      sinks: pinned tokens of the streaming cache; its ring is the rest of the budget.
+      rings: output length, in rings of the streaming cache.
+      batch: rows decoded together; more rows, less noise.
+      context: tokens of each prompt.
+      tree: what is drafted.
+      refresh_every: rounds between refreshes, in the row that refreshes.
+      temperature: of the sampling.
+      seed: of the sampling.
+    """
+
+    target: str = "experiments/zoo/target"
+    results: str = "results/long_outputs"
+    budget: int = 128
+    sinks: int = 16
+    rings: int = 4
+    batch: int = 64
+    context: int = 1024
+    tree: str = "chain:3"
+    refresh_every: int = 8
+    temperature: float = 1.0
+    seed: int = 0
+
+
+@struct.dataclass
+class StaticSelfSpeculation(magicjax.SelfSpeculation):
+    """A control: its cache stays as it was behind the prompt."""
+
+    def commit(self, target, state, draft, proposal, of_round):
+        return state
+
+
+def drafts(settings: Settings) -> dict[str, magicjax.SelfSpeculation]:
+    """Returns the drafts to compare, by name."""
+    streaming, budget = magicjax.StreamingLLM(settings.sinks), settings.budget
+    return {
+        "streaming": magicjax.SelfSpeculation(streaming, budget),
+        "snapkv": magicjax.SelfSpeculation("snapkv", budget),
+        f"snapkv, refreshed every {settings.refresh_every}": magicjax.SelfSpeculation(
+            "snapkv", budget, refresh_every=settings.refresh_every
+        ),
+        "streaming, static": StaticSelfSpeculation(streaming, budget),
+        "snapkv, static": StaticSelfSpeculation("snapkv", budget),
+    }
+
+
+def by_quarter(
+    emitted: list[Int[np.ndarray, "B"]], depth: int, new_tokens: int
+) -> tuple[list[float], list[int]]:
+    """Returns (the share of drafted tokens that was accepted, how many were drafted) by quarter.
+
+    A round counts in the quarter of the output in which it begins. Of a row's last round nothing is
+    counted: the limit may have cut it.
+
+    Args:
+      emitted: tokens of each row after prefill and after every round.
+      depth: how many tokens a round drafts.
+      new_tokens: length of the outputs.
+    """
+    accepted, drafted = np.zeros(QUARTERS, int), np.zeros(QUARTERS, int)
+    for before, after in zip(emitted, emitted[1:], strict=False):
+        going = after < new_tokens
+        quarter = (before * QUARTERS // new_tokens)[going]
+        np.add.at(accepted, quarter, (after - before - 1)[going])
+        np.add.at(drafted, quarter, depth)
+    return (accepted / drafted).tolist(), drafted.tolist()
+
+
+def measure(
+    target: magicjax.Model, drafter: Any, rows: list[Int[np.ndarray, "T"]], settings: Settings
+) -> dict[str, float]:
+    """Returns one draft's acceptance by quarter, as a row of the table."""
+    tree = magicjax.parse_tree(settings.tree)
+    new_tokens = settings.rings * (settings.budget - settings.sinks)
+    emitted, count = [], np.zeros(len(rows), int)
+    rounds = magicjax.stream(
+        target,
+        rows,
+        drafter=drafter,
+        tree=tree,
+        max_new_tokens=new_tokens,
+        do_sample=True,
+        temperature=settings.temperature,
+        seed=settings.seed,
+        eos_token_id=[],
+    )
+    for new in rounds:
+        count = count + [len(row) for row in new]
+        emitted.append(count)
+    share, drafted = by_quarter(emitted, tree.depth, new_tokens)
+    names = [f"quarter {i + 1}" for i in range(QUARTERS)]
+    return dict(zip(names, share, strict=True)) | {"drafted, least": min(drafted)}
+
+
+def plot(table: pd.DataFrame, path: pathlib.Path) -> None:
+    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    for name, row in table.iterrows():
+        line = "--" if "static" in str(name) else "-"
+        axes.plot(range(1, QUARTERS + 1), row.iloc[:QUARTERS], line, marker="o", label=name)
+    axes.set(xlabel="quarter of the output", ylabel="drafted tokens accepted", ylim=(0, 1))
+    axes.set_xticks(range(1, QUARTERS + 1))
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(settings: Settings) -> None:
+    target = magicjax.load(settings.target, dtype="float32")
+    stream = prompts.held_out_stream(target.tokenizer)
+    rows = list(prompts.cut(stream, settings.batch, settings.context))
+    found = {}
+    for name, drafter in tqdm(drafts(settings).items(), unit="draft"):
+        found[name] = measure(target, drafter, rows, settings)
+    table = pd.DataFrame(found).T.rename_axis("draft")
+    folder = pathlib.Path(settings.results)
+    folder.mkdir(parents=True, exist_ok=True)
+    store.write_text(folder / "long_outputs.csv", table.round(4).to_csv())
+    plot(table, folder / "long_outputs.png")
+    print(table.round(3).to_string())
+    print(f"written to {folder}: long_outputs.csv, long_outputs.png")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings))
