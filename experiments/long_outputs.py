@@ -127,6 +127,7 @@ def measure(
 
 
 def plot(table: pd.DataFrame, path: pathlib.Path) -> None:
+    """Draws the table: a line for each draft, broken for those that stay as they were."""
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
     for name, row in table.iterrows():
         line = "--" if "static" in str(name) else "-"
@@ -139,6 +140,7 @@ def plot(table: pd.DataFrame, path: pathlib.Path) -> None:
 
 
 def main(settings: Settings) -> None:
+    """Measures every draft, prints the table, writes it and its plot."""
     target = magicjax.load(settings.target, dtype="float32")
     stream = prompts.held_out_stream(target.tokenizer)
     rows = list(prompts.cut(stream, settings.batch, settings.context))

@@ -27,6 +27,9 @@ else
 fi
 
 PYTHON=$python tools/setup_env.sh "$env" test "$pin"
-# Not the distributions: minutes of statistics on functions that the other tests run here as well.
-"$env/bin/python" -m pytest tests/pallas_kernels tests/magicjax \
-    --ignore=tests/magicjax/test_joint.py --ignore=tests/magicjax/test_exact_sampling.py "$@"
+# What a version of JAX can break: kernels, programs, exactness, caches, random numbers. Not what
+# runs on the host before anything is compiled, nor minutes of statistics on the same functions.
+loop=tests/magicjax
+"$env/bin/python" -m pytest tests/pallas_kernels $loop/test_exactness.py $loop/test_scripted.py \
+    $loop/test_loop_caches.py $loop/test_compiled.py $loop/test_sampling.py \
+    $loop/test_policies.py $loop/test_windowed.py "$@"

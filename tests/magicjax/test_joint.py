@@ -142,14 +142,14 @@ SLICE = {
         {},
     ),
     "self snapkv refreshed, 2,2": (refreshed("snapkv"), PAIRS, {}),
+}
+ALL = SLICE | {
     "self h2o refreshed int8, irregular": (refreshed("h2o", kv_dtype="int8"), IRREGULAR, {}),
     "small keydiff int4, 1,1,3": (
         small(1, policy=magicjax.policies.KeyDiff(), budget=14, kv_dtype="int4"),
         DEEP,
         {},
     ),
-}
-ALL = SLICE | {
     "plain": (None, None, {}),
     "self, dynamic": (self_speculation(), DYNAMIC, {}),
     "ensemble, dynamic": (ensemble(), DYNAMIC, {}),

@@ -43,8 +43,9 @@ def fresh_pins(request, texts, counts):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("tree", ["chain4", "irregular"])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    ("name", "tree"), zip(POLICIES, ["chain4", "irregular"] * (len(POLICIES) // 2), strict=True)
+)
 def test_refreshed_pins_are_those_of_a_fresh_prefill(name, tree, monkeypatch):
     every = 2
     drafter = magicjax.SelfSpeculation(POLICIES[name], BUDGET, refresh_every=every)

@@ -111,8 +111,9 @@ def test_every_combination_of_them_is_exact(tally, wanted, case):  # noqa: F811
     check(tally, wanted, *case)
 
 
-@pytest.mark.parametrize("tree", ["chain3", "2,2,1"])
-@pytest.mark.parametrize("policy", ["streaming", "snapkv", "h2o", "expected_attention"])
+@pytest.mark.parametrize(
+    ("policy", "tree"), [("streaming", "chain3"), ("snapkv", "2,2,1"), ("h2o", "dynamic")]
+)
 def test_small_models_on_sparse_caches_are_exact(tally, wanted, policy, tree):  # noqa: F811
     drafter = magicjax.SmallModel(tiny.model("long near"), policy=policy_of(policy), budget=40)
     output = run(drafter, TREES[tree])
@@ -120,7 +121,7 @@ def test_small_models_on_sparse_caches_are_exact(tally, wanted, policy, tree):  
     assert output.stats.kv_bytes_draft == 5 * 40 * 2 * 2 * 2 * 8 * 4
 
 
-@pytest.mark.parametrize("policy", SPARSE)
+@pytest.mark.parametrize("policy", ["streaming", "snapkv", "pyramidkv", "random"])
 def test_a_budget_that_covers_the_text_accepts_everything(policy):
     drafter = magicjax.SelfSpeculation(policy_of(policy), 2 * LARGE)
     output = run(drafter, TREES["chain3"])
