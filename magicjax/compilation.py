@@ -14,8 +14,8 @@ logger = logging.getLogger("magicjax")
 
 _PROGRAMS: dict[str, tuple[Callable, dict]] = {
     "start": (decode.start, {}),
-    "decode": (decode.decode, {"donate_argnums": 3}),
-    "step": (decode.step, {"donate_argnums": 3}),
+    "decode": (decode.decode, {"donate_argnums": 2}),
+    "step": (decode.step, {"donate_argnums": 2}),
 }
 # XLA prefers vectors of 256 bits; where a CPU has 512, they read a cache up to a quarter faster.
 _OPTIONS = {"cpu": {"xla_cpu_prefer_vector_width": 512}}
@@ -24,12 +24,6 @@ _OPTIONS = {"cpu": {"xla_cpu_prefer_vector_width": 512}}
 KEPT = 200
 _compiled: dict[Any, jax.stages.Compiled] = {}  # the least recently used first
 _count = 0
-
-
-@functools.cache
-def _jitted(name: str):
-    function, options = _PROGRAMS[name]
-    return jax.jit(function, static_argnums=0, **options)
 
 
 def program(
@@ -50,7 +44,9 @@ def program(
         _compiled[key] = _compiled.pop(key)
         return _compiled[key], 0.0
     begin = time.perf_counter()
-    lowered = _jitted(name).lower(settings, *arguments)
+    function, options = _PROGRAMS[name]
+    # A function of its own, so that nothing in JAX holds the program when it is dropped here.
+    lowered = jax.jit(functools.partial(function, settings), **options).lower(*arguments)
     compiled = _compiled[key] = lowered.compile(_OPTIONS.get(jax.default_backend()))
     seconds = time.perf_counter() - begin
     global _count

@@ -1,6 +1,7 @@
 """The public calls: `load` a model, `generate` texts, or `stream` them round by round."""
 
 import dataclasses
+import logging
 import os
 import pathlib
 import time
@@ -12,7 +13,6 @@ import numpy as np
 from jaxtyping import Int
 
 import models
-from magicjax import cache as caches
 from magicjax import compilation
 from magicjax.decode import DecodeState
 from magicjax.drafters import Drafter
@@ -20,6 +20,8 @@ from magicjax.model import Model
 from magicjax.request import Request, prepare
 from magicjax.stats import Stats, acceptance
 from magicjax.tree import Tree
+
+logger = logging.getLogger("magicjax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +152,7 @@ def generate(
         pad_token_id=pad_token_id,
         backend=backend,
     )
+    _tell_bytes(request)
     programs = compilation.count()
     start, compiling_start = compilation.program(
         "start", request.settings, *request.start_arguments
@@ -187,6 +190,7 @@ def stream(
 
 
 def _stream(request: Request):
+    _tell_bytes(request)
     programs = compilation.count()
     start, compile_s = compilation.program("start", request.settings, *request.start_arguments)
     state, prefill_s = _timed(start, *request.start_arguments)
@@ -211,6 +215,12 @@ def _stream(request: Request):
     )
 
 
+def _tell_bytes(request: Request) -> None:
+    """Logs, before anything is allocated, how much the caches will take."""
+    of_target, of_draft = request.kv_bytes
+    logger.info("KV cache: target %.1f MB, draft %.1f MB", of_target / 1e6, of_draft / 1e6)
+
+
 def _timed(program, *arguments) -> tuple[DecodeState, float]:
     begin = time.perf_counter()
     state = jax.block_until_ready(program(*arguments))
@@ -224,18 +234,15 @@ def _output(request: Request, state: DecodeState, **measured: Any) -> Output:
     output = output[:, : request.settings.max_new_tokens]
     inside = np.arange(output.shape[1]) < emitted[:, None]
     new = [row[:n] for row, n in zip(output, emitted, strict=True)]
-    draft_bytes = 0
-    if request.drafter is not None:
-        batch, capacity = len(request.prompts), request.settings.capacity
-        draft_bytes = request.drafter.cache_bytes(request.target, batch, capacity)
+    of_target, of_draft = request.kv_bytes
     counted = acceptance(emitted, *counters)
     decode_s = measured["decode_s"]
     stats = Stats(
         **counted,
         **measured,
         tokens_per_s=counted["emitted"] / decode_s if decode_s else 0.0,
-        kv_bytes_target=caches.num_bytes(state.cache),
-        kv_bytes_draft=draft_bytes,
+        kv_bytes_target=of_target,
+        kv_bytes_draft=of_draft,
         attention_backend=str(request.settings.backend),
     )
     tokenizer, texts = request.target.tokenizer, None

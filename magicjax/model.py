@@ -45,6 +45,12 @@ class Model:
         """The parameters' dtype, which caches and activations have too."""
         return jax.tree.leaves(self.params)[0].dtype
 
+    def kv_bytes(self, batch: int, slots: int) -> int:
+        """Returns the bytes of keys and values of so many rows and slots, in the model's dtype."""
+        c = self.config
+        entries = batch * slots * c.num_layers * c.num_kv_heads
+        return 2 * entries * c.head_dim * self.dtype.itemsize
+
     def tree_flatten(self) -> tuple[tuple[Any], nn.Module]:
         return (self.params,), self.module
 

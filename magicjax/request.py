@@ -56,6 +56,15 @@ class Request:
         of_rows = (self.tokens, self.lengths, self.limits, self.eos, self.sampling)
         return self.target, self.drafter, *of_rows
 
+    @property
+    def kv_bytes(self) -> tuple[int, int]:
+        """The bytes of keys and values that (target, drafter) will hold; nothing is allocated."""
+        batch, capacity = len(self.prompts), self.settings.capacity
+        draft = 0
+        if self.drafter is not None:
+            draft = self.drafter.cache_bytes(self.target, batch, capacity)
+        return self.target.kv_bytes(batch, capacity), draft
+
 
 def prepare(
     target: Model,

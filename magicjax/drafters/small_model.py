@@ -162,9 +162,7 @@ class SmallModel:
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
         if self.sparse is not None:
             return self.sparse.num_bytes(self.model, batch)
-        config = self.model.config
-        entries = 2 * batch * config.num_layers * config.num_kv_heads * capacity
-        return entries * config.head_dim * self.model.dtype.itemsize
+        return self.model.kv_bytes(batch, capacity)
 
     def prefill(
         self, target: Model, tokens: Int[Array, "B T"], cache: KVCache, seen: Seen, settings: Any

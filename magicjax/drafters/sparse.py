@@ -85,10 +85,8 @@ class Sparse:
     def num_bytes(self, model: Model, batch: int) -> int:
         """Returns the bytes of keys and values of the draft cache, scales included."""
         config, bits = model.config, KV_DTYPES[self.kv_dtype]
+        # The layers' budgets differ, but their mean is the budget.
         if bits is None:
-            of_entry = config.head_dim * model.dtype.itemsize
-        else:
-            of_entry = config.head_dim * bits // 8 + 4  # and a float32 scale
-        pinned = self.policy.pinned(self.budget, config.num_layers)
-        slots = sum(pinned) + config.num_layers * self.ring
-        return 2 * batch * config.num_kv_heads * slots * of_entry
+            return model.kv_bytes(batch, self.budget)
+        of_entry = config.head_dim * bits // 8 + 4  # and a float32 scale
+        return 2 * batch * config.num_layers * config.num_kv_heads * self.budget * of_entry
