@@ -17,6 +17,7 @@ from tests.magicjax import oracle
 VOCAB = 48
 NEVER = VOCAB - 1  # its logits are 0 everywhere, so it is never the best
 NEW = 24  # new tokens of a row, unless a test says otherwise
+SOURCE = "def add(first, second):\n    return first + second — été\n"  # a text to continue
 LENGTHS = (5, 30, 1, 16, 17, 2, 23, 9)  # of the prompts: around the 16 that widths round to
 
 TREES = {

@@ -1,0 +1,250 @@
+"""How the command line refuses: in its own words, before weights are loaded."""
+
+import re
+
+import pytest
+
+import magicjax
+from magicjax import cli, compilation
+
+REFUSED = {
+    "no target": (["--prompt", "a"], "the following arguments are required: --target"),
+    "no prompt": (["--target", "DIR"], "one of the arguments --prompt --prompt-file is required"),
+    "two prompts": (
+        ["--target", "DIR", "--prompt", "a", "--prompt-file", "b"],
+        "not allowed with argument",
+    ),
+    "no such directory": (["--target", "./none", "--prompt", "a"], "./none is no directory"),
+    "no such preset": (["--target", "opt-125", "--prompt", "a"], "the nearest is 'opt-125m'"),
+    "nothing of that name": (
+        ["--target", "nosuch", "--prompt", "a"],
+        "'nosuch' is no directory, and preset 'nosuch' does not exist: all are llama-68m,",
+    ),
+    "a directory without a model": (
+        ["--target", "PARENT", "--prompt", "a"],
+        "config.json does not exist: a checkpoint directory must hold it",
+    ),
+    "a preset without a tokenizer": (
+        ["--target", "opt-125m", "--prompt", "a"],
+        "opt-125m has no tokenizer, and text needs one: give a directory that has one with "
+        "--tokenizer",
+    ),
+    "no such file": (
+        ["--target", "DIR", "--prompt-file", "/none"],
+        "--prompt-file /none does not exist",
+    ),
+    "a directory for a file": (
+        ["--target", "DIR", "--prompt-file", "PARENT"],
+        "is a directory: give a file of text",
+    ),
+    "a file of bytes": (
+        ["--target", "DIR", "--prompt-file", "BYTES"],
+        "bytes.bin is not UTF-8 text: byte 0xff at position 2",
+    ),
+    "no such option": (
+        ["--taget", "DIR", "--prompt", "a"],
+        "magicjax generate: error: no such option: --taget; did you mean --target?",
+    ),
+    "half an option": (
+        ["--target", "DIR", "--prompt", "a", "--temp", "2"],
+        "no such option: --temp",
+    ),
+    "a stray word": (["--target", "DIR", "--prompt", "a", "word"], "no such option: word"),
+    "no such dtype": (["--target", "DIR", "--prompt", "a", "--dtype", "floaty"], "floaty"),
+    "empty prompt": (["--target", "DIR", "--prompt", ""], "prompt 0 is empty"),
+    "too long": (
+        ["--target", "DIR", "--prompt", "a", "--max-new-tokens", "600"],
+        "the target has 512: shorten the prompt or --max-new-tokens",
+    ),
+    "no new token": (
+        ["--target", "DIR", "--prompt", "a", "--max-new-tokens", "0"],
+        "--max-new-tokens 0: it must be at least 1",
+    ),
+    "a tree alone": (
+        ["--target", "DIR", "--prompt", "a", "--tree", "chain:2"],
+        "--tree needs a --drafter: give one, or leave --tree out",
+    ),
+    "a drawing of no tree": (
+        ["--target", "DIR", "--prompt", "a", "--show-tree"],
+        "--show-tree needs a --drafter",
+    ),
+    "a draw alone": (
+        ["--target", "DIR", "--prompt", "a", "--do-sample", "--draw", "top"],
+        "--draw needs a --drafter",
+    ),
+    "a draw of nothing": (
+        [
+            *("--target", "DIR", "--prompt", "a", "--do-sample"),
+            *("--drafter", "look-up", "--draw", "top"),
+        ],
+        "--draw has no meaning for a look-up",
+    ),
+    "a refresh alone": (
+        ["--target", "DIR", "--prompt", "a", "--refresh-every", "4"],
+        "--refresh-every needs a --drafter",
+    ),
+    "a refresh of a full cache": (
+        [
+            *("--target", "DIR", "--prompt", "a", "--drafter", "self:full"),
+            *("--drafter", "small:DIR:snapkv:64", "--refresh-every", "4"),
+        ],
+        "--refresh-every is for the sparse cache of self:POLICY, with another policy than full: "
+        "give such a --drafter, or leave --refresh-every out",
+    ),
+    "a dtype of no cache": (
+        [
+            *("--target", "DIR", "--prompt", "a", "--drafter", "small:DIR", "--drafter", "look-up"),
+            *("--kv-dtype", "int8"),
+        ],
+        "--kv-dtype is for the sparse cache of self:POLICY or small:PATH:POLICY",
+    ),
+    "sinks of no small model": (
+        [
+            *("--target", "DIR", "--prompt", "a", "--drafter", "self:streaming:64"),
+            *("--sink-positions", "text"),
+        ],
+        "--sink-positions is for the sparse cache of small:PATH:POLICY",
+    ),
+    "a refresh of no round": (
+        [
+            *("--target", "DIR", "--prompt", "a", "--drafter", "self:snapkv:64"),
+            *("--refresh-every", "0"),
+        ],
+        "--refresh-every 0: it must be at least 1 round",
+    ),
+    "a refresh of sinks": (
+        [
+            *("--target", "DIR", "--prompt", "a", "--drafter", "self:streaming:64"),
+            *("--refresh-every", "4"),
+        ],
+        "--refresh-every 4: a streaming cache always pins the first tokens; leave --refresh-every "
+        "out",
+    ),
+    "sinks that move with another policy": (
+        [
+            *("--target", "DIR", "--prompt", "a", "--drafter", "small:DIR:snapkv:64"),
+            *("--sink-positions", "in_cache"),
+        ],
+        "--sink-positions 'in_cache' moves the sinks of policy 'streaming'",
+    ),
+    "a budget of a full cache": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "self:full:64"],
+        "budget=64: with policy 'full' the draft reads the target's own cache; leave budget out",
+    ),
+    "no such kv dtype": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "self:snapkv", "--kv-dtype", "int2"],
+        "argument --kv-dtype: invalid choice: 'int2'",
+    ),
+    "no such policy of a small model": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "small:DIR:h20:64"],
+        "argument --drafter: policy='h20' is unknown: did you mean 'h2o'? It must be one of",
+    ),
+    "a directory with a colon": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "small:llama:7b"],
+        "for a directory of that name write small:llama:7b:full",
+    ),
+    "a draw in greedy decoding": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "self", "--draw", "top"],
+        "--draw is for sampling: pass --do-sample",
+    ),
+    "three trees for two drafters": (
+        [
+            *("--target", "DIR", "--prompt", "a", "--drafter", "self", "--drafter", "look-up"),
+            *("--tree", "chain:2") * 3,
+        ],
+        "3 --tree for 2 --drafter: give one, or one for each drafter",
+    ),
+    "a temperature in greedy decoding": (
+        ["--target", "DIR", "--prompt", "a", "--temperature", "0.5"],
+        "--temperature 0.5 has no meaning in greedy decoding: pass --do-sample, or leave it out",
+    ),
+    "a temperature of zero": (
+        ["--target", "DIR", "--prompt", "a", "--do-sample", "--temperature", "0"],
+        "--temperature 0: it must be above 0 and finite in float32; for the most likely tokens "
+        "alone, leave --do-sample out",
+    ),
+    "a verifier in greedy decoding": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "self", "--verifier", "mss"],
+        "--verifier 'mss' is for sampling: pass --do-sample",
+    ),
+    "a verifier that is not exact": (
+        [
+            *("--target", "DIR", "--prompt", "a", "--drafter", "self:streaming:64", "--do-sample"),
+            *("--verifier", "mss_with_replacement"),
+        ],
+        "--verifier 'mss_with_replacement' is not exact for children drawn 'without_replacement'",
+    ),
+    "no such draw": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "self", "--draw", "tops"],
+        "argument --draw: invalid choice: 'tops'",
+    ),
+    "no such tree": (
+        ["--target", "DIR", "--prompt", "a", "--tree", "bush:2"],
+        "'bush:2' is no tree: write chain:4, expansion:2,2,1, parents:-1,0,0,1 or dynamic:16,6,4",
+    ),
+    "a tree out of order": (
+        ["--target", "DIR", "--prompt", "a", "--tree", "parents:-1,2,0"],
+        "node 1 has parent 2",
+    ),
+    "no such drafter": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "big:DIR"],
+        "'big:DIR' is no drafter: write self:streaming:256 (policy and budget), small:PATH",
+    ),
+    "no such small model": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "small:./none"],
+        "./none is no directory",
+    ),
+    "no such policy": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "self:streamin:64"],
+        "did you mean 'streaming'",
+    ),
+    "a budget too small": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "self:streaming:8"],
+        "budget=8 leaves too small a ring",
+    ),
+    "no such backend": (
+        ["--target", "DIR", "--prompt", "a", "--backend", "triton"],
+        "--backend 'triton' is unknown",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_arguments_end_with_exit_code_2_and_the_reason(
+    what, directory, run, tmp_path, monkeypatch
+):
+    """Before anything is compiled, and before weights are loaded."""
+    arguments, message = REFUSED[what]
+    paths = {"PARENT": directory.parent, "BYTES": tmp_path / "bytes.bin"}
+    paths["BYTES"].write_bytes(b"ab\xff")
+    monkeypatch.setattr(magicjax, "load", lambda *_: pytest.fail("weights were loaded"))
+    before = compilation.count()
+    filled = (re.sub(r"^(small:)?DIR", rf"\g<1>{directory}", a) for a in arguments)
+    code, out, err = run("generate", *(paths.get(a, a) for a in filled))
+    assert (code, out) == (2, "")
+    assert message in " ".join(err.split())
+    assert "Traceback" not in err
+    assert compilation.count() == before
+
+
+@pytest.mark.parametrize("text", ["", "self:", "self:streaming:", "small", "small:", "look-up:a"])
+def test_half_a_drafter_is_none(text):
+    with pytest.raises(ValueError, match="is no drafter: write self:streaming:256"):
+        cli.make_drafter(text)
+
+
+def test_a_prompt_may_begin_with_dashes(directory, run):
+    code, out, err = run(
+        *("generate", "--target", directory, "--prompt=--a", "--max-new-tokens", 600)
+    )
+    assert "prompt 0 has " in err and "no such option" not in err
+
+
+def test_arguments_of_generate_become_options_and_paths_stay():
+    said = "top_k=-1 in ./top_k/max_new_tokens: pass do_sample=True, or leave max_new_tokens out"
+    assert cli.in_words_of_options("refresh_every=0: leave kv_dtype='int8' out") == (
+        "--refresh-every 0: leave --kv-dtype 'int8' out"
+    )
+    assert cli.in_words_of_options(said) == (
+        "--top-k -1 in ./top_k/max_new_tokens: pass --do-sample, or leave --max-new-tokens out"
+    )
