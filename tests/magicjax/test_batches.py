@@ -1,7 +1,9 @@
 """No row waits for or disturbs another, streaming is the compiled loop, and programs are shared."""
 
 import dataclasses
+import gc
 
+import jax
 import numpy as np
 import pytest
 
@@ -120,6 +122,20 @@ def test_a_second_call_of_the_same_shapes_compiles_nothing():
 def test_a_new_shape_is_counted_as_compiled():
     output = generate(tiny.prompts(8), "self", "chain4", max_new_tokens=5)
     assert output.stats.compilations == 2 and output.stats.compile_s > 0
+
+
+def test_programs_that_are_no_longer_kept_are_freed(monkeypatch):
+    """XLA crashes where a process holds too many: a long grid must be able to let them go."""
+    monkeypatch.setattr(compilation, "KEPT", 2)
+    live = jax.devices()[0].client.live_executables
+    for limit in (6, 7):
+        generate(tiny.prompts(8), "self", "chain4", max_new_tokens=limit)
+    gc.collect()
+    before = len(live())
+    for limit in (8, 9, 10):
+        generate(tiny.prompts(8), "self", "chain4", max_new_tokens=limit)
+    gc.collect()
+    assert len(live()) == before
 
 
 def test_the_output_has_prompts_new_tokens_and_padding():

@@ -40,6 +40,7 @@ DRAFTS = {
     "ensemble_sampled": ("ensemble", magicjax.chain(2)),
     "snapkv_refreshed": ("snapkv", magicjax.chain(4)),
     "h2o_refreshed": ("h2o", magicjax.expansion((2, 2, 1))),
+    "pyramidkv": ("pyramidkv", magicjax.chain(4)),
     "int8": ("int8", magicjax.chain(4)),
     "int4_refreshed": ("int4", magicjax.chain(4)),
     "small_sparse": ("sparse", magicjax.chain(4)),
@@ -65,6 +66,7 @@ def request_of(name: str):
         "ensemble": magicjax.Ensemble([own, small, look_up]),
         "snapkv": magicjax.SelfSpeculation("snapkv", BUDGET, refresh_every=4),
         "h2o": magicjax.SelfSpeculation("h2o", BUDGET, refresh_every=4),
+        "pyramidkv": magicjax.SelfSpeculation("pyramidkv", BUDGET),
         "int8": magicjax.SelfSpeculation("streaming", BUDGET, kv_dtype="int8"),
         "int4": magicjax.SelfSpeculation("keydiff", BUDGET, refresh_every=2, kv_dtype="int4"),
         "sparse": magicjax.SmallModel(small.model, policy="snapkv", budget=BUDGET),
@@ -191,18 +193,26 @@ def test_prefill_holds_no_scores_of_the_whole_prompt():
     assert temporaries < scores / 100
 
 
+@pytest.mark.parametrize("name", DRAFTS)
+def test_bytes_counted_beforehand_are_those_of_the_caches(name):
+    request = request_of(name)
+    state = state_of(request)
+    own = filter(is_cache, jax.tree.leaves(state.drafter, is_leaf=is_cache))
+    assert request.kv_bytes == (
+        caches.num_bytes(state.cache),
+        sum(caches.num_bytes(cache) for cache in own),
+    )
+
+
 @pytest.mark.parametrize(
     "name", ["plain", "self_chain", "snapkv_refreshed", "int8", "small_sparse"]
 )
-def test_the_programs_arguments_are_the_weights_and_the_caches_that_were_counted(name):
+def test_a_programs_arguments_are_the_weights_and_the_caches(name):
     request = request_of(name)
-    state = state_of(request)
-    arguments = request.target, request.drafter, state
+    arguments = request.target, request.drafter, state_of(request)
     program, _ = compilation.program("decode", request.settings, *arguments)
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[:2]))
-    counted = weights + caches.num_bytes(state.cache)
-    if request.drafter is not None:
-        capacity = request.settings.capacity
-        counted += request.drafter.cache_bytes(request.target, len(request.prompts), capacity)
+    counted = weights + sum(request.kv_bytes)
     found = program.memory_analysis().argument_size_in_bytes
+    print(f"{name}: {found:,} bytes of arguments, {counted:,} counted")
     assert abs(found - counted) < 0.05 * counted
