@@ -147,7 +147,7 @@ def append_ring(
         if cache.bits is not None:
             entries = quantize(entries, cache.bits)
         return jax.tree.map(
-            lambda x, put: x.at[rows, :, slots].set(put, mode="drop", unique_indices=False),
+            lambda x, put: x.at[rows, :, slots].set(put, mode="drop"),
             old,
             entries,
         )

@@ -30,7 +30,7 @@ class SelfSpeculationState:
 
     Attributes:
       cache: what the draft sees.
-      seen: what the policy will be shown at the next refresh; nothing if there is none.
+      seen: what the policy will be shown at the next refresh; nothing if none is to come.
       added: int32 [B], up to which position the queries are in `seen.total`.
       rounds: int32 [], how many rounds there were.
     """
@@ -98,6 +98,13 @@ class SelfSpeculation:
                     f"refresh_every={self.refresh_every}: a streaming cache always pins the first "
                     "tokens; leave refresh_every out, or use another policy"
                 )
+            assert isinstance(self.policy, Policy)  # looked up above
+            if self.policy.accumulates and not self.policy.window:
+                raise ValueError(
+                    f"refresh_every={self.refresh_every}: {type(self.policy).__name__} accumulates "
+                    "attention and has window=0, so that a refresh would add none; give it a "
+                    "window, or leave refresh_every out"
+                )
 
     @property
     def sparse(self) -> Sparse | None:
@@ -132,6 +139,7 @@ class SelfSpeculation:
     ) -> SelfSpeculationState | None:
         if self.sparse is None:
             return None
+        seen = self.sparse.own(seen)
         own = self.sparse.start(target, cache, seen)
         if self.refresh_every is None:
             seen = Seen(None, None)

@@ -161,7 +161,10 @@ class SmallModel:
 
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
         if self.sparse is not None:
-            return self.sparse.num_bytes(self.model, batch)
+            # Sinks that move are kept a second time, as keys before rotation.
+            sinks = self.sparse.budget - self.sparse.ring if self._windowed else 0
+            kept_twice = self.model.kv_bytes(batch, sinks) // 2
+            return self.sparse.num_bytes(self.model, batch) + kept_twice
         return self.model.kv_bytes(batch, capacity)
 
     def prefill(

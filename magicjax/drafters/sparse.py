@@ -54,13 +54,32 @@ class Sparse:
                 f"budget={self.budget} leaves nothing to pin beside a ring of {self.ring}: use a "
                 "larger budget, or a smaller `recent`"
             )
+        self._check_pins(model.config.num_layers)
 
-    def watch(self, rounds: bool = False) -> Watch:
+    def _check_pins(self, layers: int) -> None:
+        """Raises ValueError unless the policy's own split of the budget is one."""
+        pinned = self.policy.pinned(self.budget, layers)
+        wanted = layers * (self.budget - self.ring)
+        if len(pinned) != layers or min(pinned) < 0 or sum(pinned) != wanted:
+            raise ValueError(
+                f"{type(self.policy).__name__}.pinned({self.budget}, {layers}) gave {pinned}: it "
+                f"must give {layers} numbers, none below 0, with the sum {wanted}"
+            )
+
+    def watch(self, refreshes: bool = False) -> Watch:
         """Returns what must be seen of attention for the policy to judge."""
-        return Watch(self.policy.window, self.policy.accumulates, rounds)
+        window, total = self.policy.window, self.policy.accumulates
+        return Watch(window, total, rounds=refreshes and window > 0)
+
+    def own(self, seen: Seen) -> Seen:
+        """Returns what the policy asked for, of what an ensemble's members asked for together."""
+        queries, window = seen.queries, self.policy.window
+        if queries is not None:
+            queries = tuple(newest(of_layer, window) for of_layer in queries) if window else None
+        return Seen(queries, seen.total if self.policy.accumulates else None)
 
     def pins(self, model: Model, full: KVCache, seen: Seen) -> Pins:
-        """Returns the policy's choice for each layer."""
+        """Returns the policy's choice for each layer, by its `own` part of what was seen."""
         candidates = (full.lengths - self.ring).clip(0)
         counts = self.policy.pinned(self.budget, len(full.k))
         pins = []
@@ -69,7 +88,7 @@ class Sparse:
                 keys=k,
                 values=v,
                 candidates=candidates,
-                queries=newest(seen.queries[layer], self.policy.window) if seen.queries else None,
+                queries=seen.queries[layer] if seen.queries else None,
                 total=seen.total[layer] if seen.total else None,
                 layer=layer,
                 config=model.config,

@@ -21,14 +21,17 @@ from models.rope import frequencies, turn
 SinkKeys = tuple[Float[Array, "B K P D"], ...]
 
 
-def chunk_of(ring: int, room: int, chunk: int) -> int:
-    """Returns how many tokens a step of the prefill may have.
+LARGEST_CHUNK = 256
 
-    The largest power of two that divides `chunk`, that the ring holds, and whose tokens see no
-    farther back than `room` beyond the cache.
+
+def chunk_of(ring: int, room: int) -> int:
+    """Returns how many tokens a step of the prefill has.
+
+    The largest power of two that the ring holds, and whose tokens see no farther back than `room`
+    beyond the cache. What a token sees depends on it, so it must not depend on other rows.
     """
     size = 1
-    while 2 * size <= min(ring, room) and chunk % (2 * size) == 0:
+    while 2 * size <= min(ring, room, LARGEST_CHUNK):
         size *= 2
     return size
 
@@ -48,14 +51,15 @@ def prefill_window(
 
     Args:
       model: with rotary positions.
-      tokens: right-padded; T is a multiple of the chunk.
+      tokens: right-padded.
       lengths: of the prompts.
-      settings: `chunk` and `backend` are read.
+      settings: `backend` is read.
       sinks, ring: P and R.
     """
     config, batch = model.config, tokens.shape[0]
     room = config.max_positions - sinks - ring
-    chunk = chunk_of(ring, room, settings.chunk)
+    chunk = chunk_of(ring, room)
+    tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
     shape = batch, config.num_kv_heads, sinks + ring, config.head_dim
     k, v = (tuple(jnp.zeros(shape, model.dtype) for _ in range(config.num_layers)) for _ in "kv")
     in_order = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.int32), (*shape[:2], sinks))
@@ -71,7 +75,8 @@ def prefill_window(
         positions = jnp.broadcast_to(start + jnp.arange(chunk), part.shape)
         hidden, kept = model(part, positions, attend_to(cache, triangle, settings.backend))
         new = tuple(pair for pair, _ in kept)
-        count = jnp.clip(lengths - start, 0, chunk) + caches.zero_after(hidden[0, 0].argmax(-1))
+        witness = hidden[0, 0].argmax(-1).astype(jnp.int32)  # an int64 in 64-bit mode
+        count = jnp.clip(lengths - start, 0, chunk) + caches.zero_after(witness)
         return settle(model, append_ring(cache, new, path, count), raw, cache.count)
 
     return jax.lax.fori_loop(0, tokens.shape[1] // chunk, run_chunk, (cache, raw))

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
@@ -66,6 +67,7 @@ class Policy:
 
     Raises:
       ValueError: recent < 1.
+      TypeError: a field that is a whole number is given another.
     """
 
     recent: int | None = None
@@ -75,6 +77,12 @@ class Policy:
     accumulates = False  # the attention of all queries
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            # A number of tokens is whole; 32.0 would fail deep in a program.
+            if field.type in ("int", int, "int | None", int | None):
+                value = getattr(self, field.name)
+                if value is not None and not isinstance(value, int | np.integer):
+                    raise TypeError(f"{field.name}={value!r}: it must be a whole number")
         if self.recent is not None and self.recent < 1:
             raise ValueError(f"recent={self.recent}: the ring needs at least 1 slot")
 

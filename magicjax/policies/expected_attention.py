@@ -40,8 +40,8 @@ class ExpectedAttention(Policy):
         super().__post_init__()
         if self.window < 1 or self.future < 1:
             raise ValueError(f"window={self.window}, future={self.future}: both must be at least 1")
-        if self.epsilon < 0:
-            raise ValueError(f"epsilon={self.epsilon}: it must be 0 or more")
+        if not 0 <= self.epsilon < float("inf"):
+            raise ValueError(f"epsilon={self.epsilon}: it must be 0 or more, and finite")
 
     def score(self, evidence: Evidence) -> Float[Array, "B K S"]:
         assert evidence.queries is not None

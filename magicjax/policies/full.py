@@ -14,5 +14,6 @@ class Full(Policy):
     """
 
     def __post_init__(self):
+        super().__post_init__()
         if self.recent is not None:
             raise ValueError(f"recent={self.recent}: a full cache has no ring; leave recent out")

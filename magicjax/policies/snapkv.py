@@ -70,15 +70,15 @@ class PyramidKV(SnapKV):
       beta: how many times the mean the pins of the last layer are fewer; 1: all layers alike.
 
     Raises:
-      ValueError: beta < 1, or what SnapKV refuses.
+      ValueError: beta < 1 or not finite, or what SnapKV refuses.
     """
 
     beta: float = 20.0
 
     def __post_init__(self):
         super().__post_init__()
-        if self.beta < 1:
-            raise ValueError(f"beta={self.beta}: the last layer cannot have more than the mean")
+        if not 1 <= self.beta < float("inf"):
+            raise ValueError(f"beta={self.beta}: it must be a number from 1 on, and finite")
 
     def pinned(self, budget: int, layers: int) -> tuple[int, ...]:
         mean = budget - self.ring(budget)

@@ -22,6 +22,7 @@ class StreamingLLM(Policy):
     sinks: int = 16
 
     def __post_init__(self):
+        super().__post_init__()
         if self.sinks < 1:
             raise ValueError(f"sinks={self.sinks}: a streaming cache needs at least 1")
         if self.recent is not None:

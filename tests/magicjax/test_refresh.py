@@ -44,7 +44,8 @@ def fresh_pins(request, texts, counts):
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
-    ("name", "tree"), zip(POLICIES, ["chain4", "irregular"] * (len(POLICIES) // 2), strict=True)
+    ("name", "tree"),
+    list(zip(POLICIES, ["chain4", "irregular"] * (len(POLICIES) // 2), strict=True)),
 )
 def test_refreshed_pins_are_those_of_a_fresh_prefill(name, tree, monkeypatch):
     every = 2

@@ -9,9 +9,11 @@ import pytest
 
 import magicjax
 import models
+from magicjax import compilation
 from magicjax.drafters import windowed
 from magicjax.drafters.levels import draft_levels
 from magicjax.drafters.running import Source
+from magicjax.request import prepare
 from tests.magicjax import oracle, tiny
 
 SINKS, RING, SHORT = 3, 9, 40
@@ -95,11 +97,43 @@ def test_a_draft_of_short_context_is_exact_in_long_texts(tree):
     oracle.Tally().compare(tiny.model(), prompts, wanted, tiny.rows_of(output))
     with pytest.raises(ValueError, match="sink_positions='in_cache'"):
         magicjax.generate(tiny.model(), prompts, drafter=magicjax.SmallModel(short), **options)
-    assert output.stats.kv_bytes_draft == 3 * (SINKS + 16) * 2 * 4 * 8 * 4
+    assert output.stats.kv_bytes_draft == 3 * (2 * (SINKS + 16) + SINKS) * 4 * 8 * 4
 
 
 def test_chunks_of_a_windowed_prefill_fit_ring_and_positions():
-    assert windowed.chunk_of(ring=9, room=100, chunk=512) == 8
-    assert windowed.chunk_of(ring=240, room=100, chunk=512) == 64
-    assert windowed.chunk_of(ring=240, room=4, chunk=48) == 4
-    assert windowed.chunk_of(ring=240, room=400, chunk=48) == 16
+    assert windowed.chunk_of(ring=9, room=100) == 8
+    assert windowed.chunk_of(ring=240, room=100) == 64
+    assert windowed.chunk_of(ring=240, room=4) == 4
+    assert windowed.chunk_of(ring=4000, room=9000) == windowed.LARGEST_CHUNK
+
+
+def test_what_a_draft_sees_does_not_depend_on_the_rows_beside_it():
+    """A chunk's tokens see all of it, so its size must be the draft's own."""
+    drafter = magicjax.SmallModel(
+        tiny.model("near"), policy="streaming", budget=64, sink_positions="in_cache"
+    )
+    prompt, longer = np.resize(tiny.prompts(1)[0], 128), np.resize(tiny.prompts(1)[0], 300)
+    caches = []
+    for prompts in ([prompt], [prompt, longer]):
+        request = prepare(
+            tiny.model(), prompts, drafter=drafter, max_new_tokens=4, eos_token_id=tiny.NEVER
+        )
+        start, _ = compilation.program("start", request.settings, *request.start_arguments)
+        caches.append(start(*request.start_arguments).drafter.cache)
+    alone, beside = caches
+    for one, other in zip((*alone.k, *alone.v), (*beside.k, *beside.v), strict=True):
+        np.testing.assert_allclose(one[0], other[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("float64")
+def test_sinks_move_in_64_bit_mode_too():
+    model = tiny.model("near", "float64")
+    drafter = magicjax.SmallModel(
+        model, policy=magicjax.StreamingLLM(SINKS), budget=19, sink_positions="in_cache"
+    )
+    options = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
+    target, prompts = tiny.model("target", "float64"), tiny.prompts(3)
+    found = magicjax.generate(target, prompts, drafter=drafter, **options)
+    np.testing.assert_array_equal(
+        found.tokens, magicjax.generate(target, prompts, **options).tokens
+    )
