@@ -45,7 +45,21 @@ def fresh_pins(request, texts, counts):
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
     ("name", "tree"),
-    list(zip(POLICIES, ["chain4", "irregular"] * (len(POLICIES) // 2), strict=True)),
+    [
+        ("snapkv", "chain4"),
+        ("h2o", "irregular"),
+        ("keydiff", "chain4"),
+        ("expected", "irregular"),
+        *(
+            pytest.param(name, tree, marks=pytest.mark.slow)
+            for name, tree in (
+                ("pyramidkv", "irregular"),
+                ("tova", "chain4"),
+                ("knorm", "irregular"),
+                ("random", "irregular"),
+            )
+        ),
+    ],
 )
 def test_refreshed_pins_are_those_of_a_fresh_prefill(name, tree, monkeypatch):
     every = 2
