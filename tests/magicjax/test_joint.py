@@ -127,13 +127,7 @@ def refreshed(policy: str, **options) -> magicjax.SelfSpeculation:
 
 SLICE = {
     "small, 2,2": (small(1), PAIRS, {}),
-    "small top, 1,1,3": (small(1, draw="top"), DEEP, {}),
     "small, dynamic": (small(1), DYNAMIC, {}),
-    "self with replacement, irregular": (
-        self_speculation(draw="with_replacement"),
-        IRREGULAR,
-        {},
-    ),
     "ensemble and look-up": (
         magicjax.Ensemble(
             [small(1), magicjax.LookUp(), self_speculation()], [PAIRS, CHAIN, BRANCHES]
@@ -144,6 +138,12 @@ SLICE = {
     "self snapkv refreshed, 2,2": (refreshed("snapkv"), PAIRS, {}),
 }
 ALL = SLICE | {
+    "small top, 1,1,3": (small(1, draw="top"), DEEP, {}),
+    "self with replacement, irregular": (
+        self_speculation(draw="with_replacement"),
+        IRREGULAR,
+        {},
+    ),
     "self h2o refreshed int8, irregular": (refreshed("h2o", kv_dtype="int8"), IRREGULAR, {}),
     "small keydiff int4, 1,1,3": (
         small(1, policy=magicjax.policies.KeyDiff(), budget=14, kv_dtype="int4"),
