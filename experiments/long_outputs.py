@@ -2,9 +2,9 @@
 
 `python -m experiments.long_outputs` samples outputs several times as long as the ring and prints,
 for each draft, how much of what it drafted was accepted in each quarter. Beside the drafts of this
-project stands a static one, whose cache stays as it was behind the prompt (as MagicDec's SnapKV
-drafts do): what a ring that follows the text is worth. Outputs are sampled, because greedy ones of
-a small model soon loop, and a loop is easy to draft.
+project stands a static one, whose cache stays as it was behind the prompt: what a ring that follows
+the text is worth. Outputs are sampled, because greedy ones of a small model soon loop, and loops
+are easy to draft.
 """
 
 import dataclasses
@@ -81,7 +81,7 @@ def drafts(settings: Settings) -> dict[str, magicjax.SelfSpeculation]:
 def by_quarter(
     emitted: list[Int[np.ndarray, "B"]], depth: int, new_tokens: int
 ) -> tuple[list[float], list[int]]:
-    """Returns (the share of drafted tokens that was accepted, how many were drafted) by quarter.
+    """Returns (the accepted share of what was drafted, NaN of nothing; how much was) by quarter.
 
     A round counts in the quarter of the output in which it begins. Of a row's last round nothing is
     counted: the limit may have cut it.
@@ -97,7 +97,8 @@ def by_quarter(
         quarter = (before * QUARTERS // new_tokens)[going]
         np.add.at(accepted, quarter, (after - before - 1)[going])
         np.add.at(drafted, quarter, depth)
-    return (accepted / drafted).tolist(), drafted.tolist()
+    share = np.divide(accepted, drafted, out=np.full(QUARTERS, np.nan), where=drafted > 0)
+    return share.tolist(), drafted.tolist()
 
 
 def measure(

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-import magicjax
 import models
 from experiments import cache_settings, grid, prompts
 from experiments.config import LOOK_UP, ConfigError, Experiment
-from magicjax.generation import config_of
+from magicjax.generation import skeleton
 from magicjax.request import prepare
+
+_skeleton = functools.cache(skeleton)
 
 
 def check(experiment: Experiment) -> None:
@@ -70,12 +71,6 @@ def _of_group(group: list[grid.Cell]) -> Iterator[str]:
 def check_cell(cell: grid.Cell) -> None:
     """Raises ValueError if the cell's call of `generate` would, for what is no matter of text."""
     prepare(_skeleton(cell.target), [[0] * cell.context], **grid.options(cell, _skeleton))
-
-
-@functools.cache
-def _skeleton(source: str) -> magicjax.Model:
-    """Returns a model without weights."""
-    return magicjax.Model(models.build(config_of(source)), params=None, name=source)
 
 
 @functools.cache

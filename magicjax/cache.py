@@ -4,8 +4,6 @@ It is written in place inside the compiled loop. What makes that legal for XLA i
 write happens at an index that depends on the round's verdict, and so on every read of the round.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -39,11 +37,6 @@ def empty(layers: int, batch: int, heads: int, slots: int, head_dim: int, dtype)
     shape = (batch, heads, slots, head_dim)
     k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(layers)) for _ in "kv")
     return KVCache(k, v, jnp.zeros(batch, jnp.int32))
-
-
-def num_bytes(cache: Any) -> int:
-    """Returns the bytes of keys and values (shapes suffice: abstract arrays are fine)."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((cache.k, cache.v)))
 
 
 def zero_after(witness: Int[Array, ""]) -> Int[Array, ""]:

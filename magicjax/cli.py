@@ -20,7 +20,7 @@ import models
 from magicjax.drafters import DRAWINGS, Drafter
 from magicjax.drafters.small_model import SINK_POSITIONS
 from magicjax.drafters.sparse import KV_DTYPES
-from magicjax.generation import Output, config_of
+from magicjax.generation import Output, config_of, skeleton
 from magicjax.policies import Full, find
 from magicjax.request import DEFAULT_TREE, prepare
 from magicjax.tree import Tree
@@ -168,7 +168,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--max-new-tokens", type=int, default=128, help="128 if not given")
     generate.add_argument("--dtype", choices=DTYPES, help="of the models; the default: as stored")
     generate.add_argument("--backend", help="of the attention; the default: by platform")
-    generate.add_argument("--verbose", action="store_true", help="log each compilation")
+    generate.add_argument(
+        "--verbose", action="store_true", help="log each compilation, and the bytes of caches"
+    )
     _add_speculation(generate.add_argument_group("speculation"))
     _add_sampling(generate.add_argument_group("sampling"))
     return parser
@@ -317,11 +319,6 @@ def _prompt(arguments: argparse.Namespace) -> str:
         ) from error
 
 
-def _without_weights(source: str) -> magicjax.Model:
-    """Returns as much of a model as `prepare` looks at."""
-    return magicjax.Model(models.build(config_of(source)), params=None, name=source)
-
-
 def _tokenizer(arguments: argparse.Namespace) -> Any:
     """Returns the target's tokenizer."""
     config_of(arguments.target)
@@ -360,7 +357,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         target = dataclasses.replace(load(arguments.target), tokenizer=tokenizer)
         return of(target, [prompt], drafter=drafter, tree=tree, **options)
 
-    call(prepare, _without_weights)  # says what is wrong before weights are loaded
+    call(prepare, skeleton)  # says what is wrong before weights are loaded
     rounds = call(magicjax.stream, lambda source: magicjax.load(source, arguments.dtype))
     if arguments.show_tree:
         print(*arguments.tree or [DEFAULT_TREE], sep="\n")

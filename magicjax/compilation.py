@@ -19,8 +19,8 @@ _PROGRAMS: dict[str, tuple[Callable, dict]] = {
 }
 # XLA prefers vectors of 256 bits; where a CPU has 512, they read a cache up to a quarter faster.
 _OPTIONS = {"cpu": {"xla_cpu_prefer_vector_width": 512}}
-# A program holds some 70 maps of memory, and Linux allows a process 65,530 of them: XLA crashes
-# where one more is refused. So a long grid keeps the newest only.
+# On a CPU a program holds some 185 maps of memory, and Linux allows a process 65,530 of them: XLA
+# crashes where one more is refused. So a long grid keeps the newest only.
 KEPT = 200
 _compiled: dict[Any, jax.stages.Compiled] = {}  # the least recently used first
 _count = 0

@@ -70,6 +70,14 @@ def load(source: str | os.PathLike, dtype: Any = None, *, seed: int = 0) -> Mode
     return Model(module, models.init_params(module, seed), name=str(source))
 
 
+def skeleton(source: str | os.PathLike) -> Model:
+    """Returns the model that `load` makes of a source, without weights, tokenizer and end tokens.
+
+    It is enough for `magicjax.request.prepare`, which says what is wrong before weights are loaded.
+    """
+    return Model(models.build(config_of(source)), params=None, name=str(source))
+
+
 def config_of(source: str | os.PathLike) -> models.Config:
     """Returns the config of the model that `load` makes of a source, without its weights.
 

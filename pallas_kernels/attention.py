@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import reference, xla
+from pallas_kernels.checks import check_dtypes, check_heads, check_shapes
 from pallas_kernels.quantized import Quantized
 
 BACKENDS = {"reference": reference.attend, "xla": xla.attend}
@@ -77,19 +78,9 @@ def tree_attention(
 
 def _check(q, k_prefix, v_prefix, lengths, k_new, v_new, mask) -> None:
     """Raises a ValueError that names the first argument that does not fit, and the remedy."""
-    if q.ndim != 4:
-        raise ValueError(f"q has shape {q.shape}: it must be [B, T, H, D]; add the missing axes")
-    if k_prefix.ndim != 4:
-        raise ValueError(
-            f"k_prefix has shape {k_prefix.shape}: it must be [B, K, S, D]; pass one layer's cache"
-        )
-    batch, length, heads, size = q.shape
+    check_heads(q, k_prefix)
+    batch, length, _, size = q.shape
     kv_heads, slots = k_prefix.shape[1:3]
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(
-            f"q has H={heads} heads and k_prefix has K={kv_heads}: H must be a multiple of K; "
-            "check num_heads and num_kv_heads, or the sharding of heads"
-        )
     new = k_new.shape[1] if k_new.ndim == 4 else "N"
     if new == 0:
         raise ValueError("k_new has N=0 tokens: pass at least one; a masked one changes nothing")
@@ -101,12 +92,7 @@ def _check(q, k_prefix, v_prefix, lengths, k_new, v_new, mask) -> None:
         "k_new": (k_new, "[B, N, K, D]", (batch, new, kv_heads, size)),
         "v_new": (v_new, "[B, N, K, D]", (batch, new, kv_heads, size)),
     }
-    for name, (x, letters, shape) in expected.items():
-        if x.shape != shape:
-            raise ValueError(
-                f"{name} has shape {x.shape}: beside q {q.shape} and k_prefix {k_prefix.shape} "
-                f"it must be {letters} = {shape}"
-            )
+    check_shapes(q, k_prefix, expected)
     if mask.shape not in ((length, new), (batch, length, new)):
         raise ValueError(
             f"mask has shape {mask.shape}: it must be [T, N] = {(length, new)} "
@@ -115,7 +101,9 @@ def _check(q, k_prefix, v_prefix, lengths, k_new, v_new, mask) -> None:
     others = {"k_new": k_new, "v_new": v_new}
     if not isinstance(k_prefix, Quantized):
         others = {"k_prefix": k_prefix, "v_prefix": v_prefix} | others
-    _check_dtypes(q, lengths, mask, **others)
+    check_dtypes(q, others, {"lengths": lengths})
+    if mask.dtype != jnp.bool_:
+        raise ValueError(f"mask is {mask.dtype}: it must be bool; compare it (mask > 0)")
 
 
 def _check_quantized(k_prefix, v_prefix) -> None:
@@ -138,19 +126,3 @@ def _check_quantized(k_prefix, v_prefix) -> None:
                     f"{name}.{part} is {array.dtype}{list(array.shape)}: it must be "
                     f"{jnp.dtype(dtype)}{list(shape)}; write both leaves as `quantize` returns them"
                 )
-
-
-def _check_dtypes(q, lengths, mask, **others) -> None:
-    """Raises a ValueError that names the first argument of a wrong dtype, and the remedy."""
-    if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise ValueError(f"q is {q.dtype}: it must be a floating dtype; cast it before the call")
-    for name, x in others.items():
-        if x.dtype != q.dtype:
-            raise ValueError(
-                f"{name} is {x.dtype} and q is {q.dtype}: they must be the same; cast the smaller "
-                "one (usually q and the new tokens, to the cache's dtype)"
-            )
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"lengths is {lengths.dtype}: it must be an integer dtype; cast it")
-    if mask.dtype != jnp.bool_:
-        raise ValueError(f"mask is {mask.dtype}: it must be bool; compare it (mask > 0)")

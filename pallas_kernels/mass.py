@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import reference, xla
 from pallas_kernels.attention import choose_backend
+from pallas_kernels.checks import check_dtypes, check_heads, check_shapes
 from pallas_kernels.partials import accumulator_dtype
 from pallas_kernels.quantized import Quantized
 
@@ -62,40 +63,17 @@ def _check(q, k_prefix, seen, lse) -> None:
             "k_prefix is Quantized: the mass is taken on the keys of the target, which never are; "
             "pass those, or dequantize(k_prefix, q.dtype)"
         )
-    if q.ndim != 4:
-        raise ValueError(f"q has shape {q.shape}: it must be [B, T, H, D]; add the missing axes")
-    if k_prefix.ndim != 4:
-        raise ValueError(
-            f"k_prefix has shape {k_prefix.shape}: it must be [B, K, S, D]; pass one layer's cache"
-        )
+    check_heads(q, k_prefix)
     batch, length, heads, size = q.shape
     kv_heads, slots = k_prefix.shape[1:3]
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(
-            f"q has H={heads} heads and k_prefix has K={kv_heads}: H must be a multiple of K; "
-            "check num_heads and num_kv_heads, or the sharding of heads"
-        )
     expected = {
         "k_prefix": (k_prefix, "[B, K, S, D]", (batch, kv_heads, slots, size)),
         "seen": (seen, "[B, T]", (batch, length)),
     }
     if lse is not None:
         expected["lse"] = (lse, "[B, T, H]", (batch, length, heads))
-    for name, (x, letters, shape) in expected.items():
-        if x.shape != shape:
-            raise ValueError(
-                f"{name} has shape {x.shape}: beside q {q.shape} and k_prefix {k_prefix.shape} "
-                f"it must be {letters} = {shape}"
-            )
-    if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise ValueError(f"q is {q.dtype}: it must be a floating dtype; cast it before the call")
-    if k_prefix.dtype != q.dtype:
-        raise ValueError(
-            f"k_prefix is {k_prefix.dtype} and q is {q.dtype}: they must be the same; cast the "
-            "smaller one (usually q, to the cache's dtype)"
-        )
-    if not jnp.issubdtype(seen.dtype, jnp.integer):
-        raise ValueError(f"seen is {seen.dtype}: it must be an integer dtype; cast it")
+    check_shapes(q, k_prefix, expected)
+    check_dtypes(q, {"k_prefix": k_prefix}, {"seen": seen})
     wide = accumulator_dtype(q.dtype)
     if lse is not None and lse.dtype != wide:
         raise ValueError(

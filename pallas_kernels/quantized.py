@@ -38,11 +38,6 @@ class Quantized:
     def ndim(self) -> int:
         return self.values.ndim
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of values and scales."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in (self.values, self.scales))
-
 
 def quantize(x: Float[Array, "*leading D"], bits: int) -> Quantized:
     """Returns x rounded to integers of 8 or 4 bits times a scale for each vector of D.

@@ -14,9 +14,9 @@ from magicjax.draft_cache import DraftCache, append_ring, repin
 from magicjax.drafters.base import Round
 from magicjax.drafters.dynamic import draft_tree
 from magicjax.drafters.running import Source, check_width, drawing_of
-from magicjax.drafters.sparse import BUDGET, Sparse
+from magicjax.drafters.sparse import Sparse, resolve, sparse_of
 from magicjax.model import Model
-from magicjax.policies import Full, Policy, StreamingLLM, find
+from magicjax.policies import Policy, StreamingLLM
 from magicjax.proposal import Proposal
 from magicjax.queries import Queries, Seen, Watch, follow
 from magicjax.sampling import Sampling
@@ -75,19 +75,9 @@ class SelfSpeculation:
     kv_dtype: str | None = struct.field(pytree_node=False, default=None)
 
     def __post_init__(self):
-        object.__setattr__(self, "policy", find(self.policy))
-        for name in ("budget", "refresh_every"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, operator.index(getattr(self, name)))
-        if isinstance(self.policy, Full):
-            names = ("budget", "refresh_every", "kv_dtype")
-            given = [name for name in names if getattr(self, name) is not None]
-            if given:
-                raise ValueError(
-                    f"{given[0]}={getattr(self, given[0])!r}: with policy 'full' the draft reads "
-                    f"the target's own cache; leave {given[0]} out"
-                )
+        resolve(self, "reads the target's own cache", "refresh_every")
         if self.refresh_every is not None:
+            object.__setattr__(self, "refresh_every", operator.index(self.refresh_every))
             if self.refresh_every < 1:
                 raise ValueError(
                     f"refresh_every={self.refresh_every}: it must be at least 1 round; leave it "
@@ -98,7 +88,7 @@ class SelfSpeculation:
                     f"refresh_every={self.refresh_every}: a streaming cache always pins the first "
                     "tokens; leave refresh_every out, or use another policy"
                 )
-            assert isinstance(self.policy, Policy)  # looked up above
+            assert isinstance(self.policy, Policy)  # `resolve` has looked it up
             if self.policy.accumulates and not self.policy.window:
                 raise ValueError(
                     f"refresh_every={self.refresh_every}: {type(self.policy).__name__} accumulates "
@@ -109,10 +99,7 @@ class SelfSpeculation:
     @property
     def sparse(self) -> Sparse | None:
         """How its cache is made sparse; None: it reads the target's own."""
-        assert isinstance(self.policy, Policy)  # `__post_init__` has looked it up
-        if isinstance(self.policy, Full):
-            return None
-        return Sparse(self.policy, BUDGET if self.budget is None else self.budget, self.kv_dtype)
+        return sparse_of(self)
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         """Raises ValueError if paths of that depth overrun the ring, or `tree` is too wide."""

@@ -1,6 +1,5 @@
 """A small model with a cache of its own (SpecInfer's SSM, MagicDec's stand-alone draft)."""
 
-import operator
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,10 +12,10 @@ from magicjax.draft_cache import DraftCache, append_ring
 from magicjax.drafters.base import Round
 from magicjax.drafters.dynamic import draft_tree
 from magicjax.drafters.running import NOT_RUN, Drafted, Lead, Source, check_width, drawing_of
-from magicjax.drafters.sparse import BUDGET, Sparse
+from magicjax.drafters.sparse import Sparse, resolve, sparse_of
 from magicjax.drafters.windowed import SinkKeys, prefill_window, settle
 from magicjax.model import Model
-from magicjax.policies import Full, Policy, StreamingLLM, find
+from magicjax.policies import Policy, StreamingLLM
 from magicjax.prefill import prefill_cache
 from magicjax.proposal import Proposal
 from magicjax.queries import Seen, Watch
@@ -74,16 +73,7 @@ class SmallModel:
     sink_positions: str = struct.field(pytree_node=False, default="text")
 
     def __post_init__(self):
-        object.__setattr__(self, "policy", find(self.policy))
-        if self.budget is not None:
-            object.__setattr__(self, "budget", operator.index(self.budget))
-        if isinstance(self.policy, Full):
-            given = [n for n in ("budget", "kv_dtype") if getattr(self, n) is not None]
-            if given:
-                raise ValueError(
-                    f"{given[0]}={getattr(self, given[0])!r}: with policy 'full' the draft keeps "
-                    f"all of its cache; give a policy, or leave {given[0]} out"
-                )
+        resolve(self, "keeps all of its cache")
         if self.sink_positions not in SINK_POSITIONS:
             raise ValueError(
                 f"sink_positions={self.sink_positions!r} is unknown: use one of "
@@ -102,10 +92,7 @@ class SmallModel:
     @property
     def sparse(self) -> Sparse | None:
         """How its cache is made sparse; None: it is not."""
-        assert isinstance(self.policy, Policy)  # `__post_init__` has looked it up
-        if isinstance(self.policy, Full):
-            return None
-        return Sparse(self.policy, BUDGET if self.budget is None else self.budget, self.kv_dtype)
+        return sparse_of(self)
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         """Raises if vocabularies or tokenizers differ, or context or tree are too large."""

@@ -1,15 +1,50 @@
 """What all drafts on a sparse cache share: policy and budget, checked, and turned into a cache."""
 
 import dataclasses
+import operator
+from typing import Any
 
 from magicjax.cache import KVCache
 from magicjax.draft_cache import DraftCache, Pins, gather
 from magicjax.model import Model
-from magicjax.policies import Evidence, Policy, choose
+from magicjax.policies import Evidence, Full, Policy, choose, find
 from magicjax.queries import Seen, Watch, newest
 
 KV_DTYPES = {None: None, "int8": 8, "int4": 4}
 BUDGET = 256  # unless the user says otherwise
+
+
+def resolve(drafter: Any, full_reads: str, *unused: str) -> None:
+    """Turns a drafter's policy into an object and its budget into an int, and checks both.
+
+    Args:
+      drafter: with `policy`, `budget`, `kv_dtype`; frozen, and still in the making.
+      full_reads: what the draft does with policy 'full', for the error.
+      unused: fields that mean nothing then, besides budget and kv_dtype.
+
+    Raises:
+      ValueError: an unknown policy, or a full cache with something that it has no use for.
+      TypeError: the policy is neither a name nor an object, or the budget is no whole number.
+    """
+    object.__setattr__(drafter, "policy", find(drafter.policy))
+    if drafter.budget is not None:
+        object.__setattr__(drafter, "budget", operator.index(drafter.budget))
+    if isinstance(drafter.policy, Full):
+        for name in ("budget", *unused, "kv_dtype"):
+            value = getattr(drafter, name)
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value!r}: with policy 'full' the draft {full_reads}; give another "
+                    f"policy, or leave {name} out"
+                )
+
+
+def sparse_of(drafter: Any) -> "Sparse | None":
+    """Returns how the cache of a drafter that was `resolve`d is made sparse; None: it is not."""
+    if isinstance(drafter.policy, Full):
+        return None
+    budget = BUDGET if drafter.budget is None else drafter.budget
+    return Sparse(drafter.policy, budget, drafter.kv_dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,7 +54,6 @@ class ExpectedAttention(Policy):
             spread = spread.reshape(batch, heads, -1, size, size)
             turned = jnp.einsum("bkgde,bkse->bkgsd", spread, keys)
             scores += jnp.einsum("bkgsd,bksd->bkgs", turned, keys) / (2 * size)
-        scores = jnp.where(evidence.live()[:, :, None], scores, -jnp.inf)
         attention = jax.nn.softmax(scores, axis=-1, where=evidence.live()[:, :, None])
         length = jnp.linalg.norm(evidence.values.astype(jnp.float32), axis=-1)
         return (attention + self.epsilon).mean(2) * length

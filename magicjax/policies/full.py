@@ -7,7 +7,9 @@ from magicjax.policies.base import Policy
 
 @dataclasses.dataclass(frozen=True)
 class Full(Policy):
-    """A control: the draft reads the target's own cache, so it has no budget and no cache.
+    """A control: nothing is left out, so there is no budget.
+
+    Self-speculation reads the target's own cache then, and a small model keeps all of its own.
 
     Raises:
       ValueError: recent given.

@@ -26,7 +26,8 @@ class KeyDiff(Policy):
     """Pins the keys least like the others: lowest cosine similarity to the mean direction.
 
     The mean is that of the candidates' unit keys, for each row and KV head. Source: KeyDiff
-    (arXiv 2504.15364), which evicts block by block; here the choice is made once for the prompt.
+    (arXiv 2504.15364), which evicts block by block; here the choice is made once for
+    the prompt, and at every refresh.
     """
 
     def score(self, evidence: Evidence) -> Float[Array, "B K S"]:

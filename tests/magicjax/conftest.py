@@ -1,4 +1,4 @@
-"""The command line in this process, and a model directory for it."""
+"""Exact rows counted, the command line in this process, and a model directory for it."""
 
 import sys
 
@@ -6,7 +6,7 @@ import pytest
 
 import models
 from magicjax import cli
-from tests.magicjax import tiny
+from tests.magicjax import oracle, tiny
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +32,15 @@ def directory(tmp_path_factory):
         path, module, models.init_params(module, 0), eos_token_ids=[0], tokenizer=wrapped
     )
     return path
+
+
+@pytest.fixture
+def tally(record_property):
+    """Counts the rows a test compares; the sums stand at the end of pytest's output."""
+    counted = oracle.Tally()
+    yield counted
+    record_property("rows", counted.rows)
+    record_property("ties", counted.ties)
 
 
 @pytest.fixture

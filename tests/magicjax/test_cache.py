@@ -3,8 +3,6 @@
 The value of a key tells its row, head and position, so a misplaced entry cannot go unseen.
 """
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -184,9 +182,3 @@ def test_a_commit_that_forgets_the_ring_would_be_seen():
 
 def test_slots_of_positions_are_those_of_the_documented_example():
     assert draft_cache.slot_of(jnp.arange(9), 2, 5).tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 2]
-
-
-def test_bytes_are_counted_from_shapes_alone():
-    cache = jax.eval_shape(lambda: caches.empty(3, 2, 2, 10, 4, jnp.bfloat16))
-    assert caches.num_bytes(cache) == 2 * 3 * (2 * 2 * 10 * 4) * 2
-    assert caches.num_bytes(types.SimpleNamespace(k=(), v=())) == 0

@@ -129,7 +129,8 @@ REFUSED = {
     ),
     "a budget of a full cache": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "self:full:64"],
-        "budget=64: with policy 'full' the draft reads the target's own cache; leave budget out",
+        "budget=64: with policy 'full' the draft reads the target's own cache; give another "
+        "policy, or leave budget out",
     ),
     "no such kv dtype": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "self:snapkv", "--kv-dtype", "int2"],

@@ -42,15 +42,6 @@ ALL = [case for case in ALL if case not in CASES]
 SEEDS = range(3)
 
 
-@pytest.fixture
-def tally(record_property):
-    """Counts the rows a test compares; the sums stand at the end of pytest's output."""
-    counted = oracle.Tally()
-    yield counted
-    record_property("rows", counted.rows)
-    record_property("ties", counted.ties)
-
-
 def check(tally, batch, seed, limits=None, eos=tiny.NEVER, **options) -> None:
     """Asserts that `generate` gives the oracle's text up to each row's own end."""
     wanted = [

@@ -8,7 +8,6 @@ import pytest
 import magicjax
 from magicjax.policies import POLICIES
 from tests.magicjax import oracle, tiny
-from tests.magicjax.test_exactness import tally  # noqa: F401
 
 # A prompt much longer than the largest budget, one of about a budget, and short ones.
 LENGTHS = (700, 512, 130, 33, 7)
@@ -80,7 +79,7 @@ def wanted() -> list[np.ndarray]:
     return [oracle.greedy(wide(), prompt, tiny.NEW) for prompt in prompts()]
 
 
-def check(tally, wanted, policy, budget, tree, refresh, kv_dtype) -> None:  # noqa: F811
+def check(tally, wanted, policy, budget, tree, refresh, kv_dtype) -> None:
     drafter = magicjax.SelfSpeculation(
         policy_of(policy), budget, refresh_every=refresh, kv_dtype=kv_dtype
     )
@@ -103,30 +102,26 @@ def test_the_slice_has_every_pair_of_settings():
 
 
 @pytest.mark.parametrize("case", QUICK, ids=str)
-def test_policies_budgets_trees_refreshes_and_precisions_are_exact_one_by_one(
-    tally,  # noqa: F811
-    wanted,
-    case,
-):
+def test_every_policy_is_exact(tally, wanted, case):
     check(tally, wanted, *case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in SLICE if case not in QUICK], ids=str)
-def test_policies_budgets_trees_refreshes_and_precisions_are_exact(tally, wanted, case):  # noqa: F811
+def test_every_pair_of_settings_is_exact(tally, wanted, case):
     check(tally, wanted, *case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in ALL if case not in SLICE], ids=str)
-def test_every_combination_of_them_is_exact(tally, wanted, case):  # noqa: F811
+def test_every_combination_of_settings_is_exact(tally, wanted, case):
     check(tally, wanted, *case)
 
 
 @pytest.mark.parametrize(
     ("policy", "tree"), [("streaming", "chain3"), ("snapkv", "2,2,1"), ("h2o", "dynamic")]
 )
-def test_small_models_on_sparse_caches_are_exact(tally, wanted, policy, tree):  # noqa: F811
+def test_small_models_on_sparse_caches_are_exact(tally, wanted, policy, tree):
     drafter = magicjax.SmallModel(tiny.model("long near"), policy=policy_of(policy), budget=40)
     output = run(drafter, TREES[tree])
     tally.compare(wide(), prompts(), wanted, tiny.rows_of(output))
