@@ -13,7 +13,8 @@ from magicjax import decode
 logger = logging.getLogger("magicjax")
 
 _PROGRAMS: dict[str, tuple[Callable, dict]] = {
-    "start": (decode.start, {}),
+    "prefill": (decode.prefill, {}),
+    "start": (decode.start, {"donate_argnums": 2}),
     "decode": (decode.decode, {"donate_argnums": 2}),
     "step": (decode.step, {"donate_argnums": 2}),
 }
@@ -27,13 +28,13 @@ _count = 0
 
 
 def program(
-    name: str, settings: decode.Settings, *arguments: Any
+    name: str, settings: decode.Settings | decode.PrefillSettings, *arguments: Any
 ) -> tuple[jax.stages.Compiled, float]:
     """Returns (the compiled program, seconds spent compiling it: 0 if it was there already).
 
     Args:
-      name: start, decode or step (`magicjax.decode`); decode and step take over their state's
-        memory: it must not be used again.
+      name: prefill, start, decode or step (`magicjax.decode`); start takes over the memory of the
+        cache, decode and step that of their state: it must not be used again.
       settings: static.
       arguments: as they will be passed, arrays or their shapes.
     """

@@ -1,7 +1,8 @@
 """The loop: propose, score, verify, commit. One `step`, run compiled or one round at a time.
 
-The state is immutable and holds everything that a round reads or writes; `decode` runs rounds in
-one compiled `while_loop` until every row has ended, `step` runs one, for streaming.
+`prefill` runs the target over the prompts, and `start` makes the state of that. The state is
+immutable and holds everything that a round reads or writes; `decode` runs rounds in one compiled
+`while_loop` until every row has ended, `step` runs one, for streaming.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from magicjax.drafters.base import Drafter, Round
 from magicjax.model import Model
 from magicjax.prefill import prefill_cache
 from magicjax.proposal import Proposal
-from magicjax.queries import Watch
+from magicjax.queries import Seen, Watch
 from magicjax.sampling import Purpose, Sampling, sample, uniforms, warp
 from magicjax.tree import Shape, Tree
 
@@ -51,6 +52,34 @@ class Settings:
     backend: str | None = None
     lead: int = 1
     index: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillSettings:
+    """What `prefill` is specialised on: nothing of trees, so that all of them share a program.
+
+    Attributes:
+      capacity, chunk, backend: as in `Settings`.
+      watch: what the drafter wants to be shown of attention.
+    """
+
+    capacity: int
+    chunk: int
+    backend: str | None
+    watch: Watch
+
+
+@struct.dataclass
+class Prefilled:
+    """What the target made of the prompts, besides its cache.
+
+    Attributes:
+      first: int32 [B], each row's first new token.
+      seen: what was watched.
+    """
+
+    first: Int[Array, "B"]
+    seen: Seen
 
 
 @struct.dataclass
@@ -87,20 +116,31 @@ class DecodeState:
     nodes: Int[Array, "B"]
 
 
+def prefill(
+    settings: PrefillSettings,
+    target: Model,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    sampling: Sampling | None,
+) -> tuple[KVCache, Prefilled]:
+    """Returns (the target's cache of the prompts, what else it made of them)."""
+    cache, last, seen = prefill_cache(target, tokens, lengths, settings, settings.watch)
+    return cache, Prefilled(_first_token(target.unembed(last), lengths, sampling), seen)
+
+
 def start(
     settings: Settings,
     target: Model,
     drafter: Drafter | None,
+    cache: KVCache,
+    prefilled: Prefilled,
     tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
     limits: Int[Array, "B"],
     eos: Int[Array, "E"],
     sampling: Sampling | None,
 ) -> DecodeState:
     """Returns the state behind the prompts, each row's first token emitted and pending."""
-    watch = Watch() if drafter is None else drafter.watch()
-    cache, last, seen = prefill_cache(target, tokens, lengths, settings, watch)
-    first = _first_token(target.unembed(last), lengths, sampling)
+    first, seen = prefilled.first, prefilled.seen
     rows, deepest = tokens.shape[0], settings.shape.depth + 1
     output = jnp.zeros((rows, settings.max_new_tokens + deepest), jnp.int32)
     emitted = jnp.ones(rows, jnp.int32)

@@ -162,10 +162,7 @@ def generate(
     )
     _tell_bytes(request)
     programs = compilation.count()
-    start, compiling_start = compilation.program(
-        "start", request.settings, *request.start_arguments
-    )
-    state, prefill_s = _timed(start, *request.start_arguments)
+    state, prefill_s, compiling_start = start(request)
     arguments = request.target, request.drafter, state
     decode, compiling_decode = compilation.program("decode", request.settings, *arguments)
     state, decode_s = _timed(decode, *arguments)
@@ -200,8 +197,7 @@ def stream(
 def _stream(request: Request):
     _tell_bytes(request)
     programs = compilation.count()
-    start, compile_s = compilation.program("start", request.settings, *request.start_arguments)
-    state, prefill_s = _timed(start, *request.start_arguments)
+    state, prefill_s, compile_s = start(request)
     decode_s, told = 0.0, np.zeros(len(request.prompts), np.int32)
     while True:
         emitted, output, ended = jax.device_get((state.emitted, state.output, state.ended))
@@ -223,16 +219,27 @@ def _stream(request: Request):
     )
 
 
+def start(request: Request) -> tuple[DecodeState, float, float]:
+    """Returns (the state behind the prompts, seconds that took, seconds of compiling)."""
+    settings, arguments = request.prefill_settings, request.prefill_arguments
+    prefill, compiling_prefill = compilation.program("prefill", settings, *arguments)
+    prefilled, prefill_s = _timed(prefill, *arguments)
+    arguments = request.start_arguments(*prefilled)
+    start, compiling_start = compilation.program("start", request.settings, *arguments)
+    state, start_s = _timed(start, *arguments)
+    return state, prefill_s + start_s, compiling_prefill + compiling_start
+
+
 def _tell_bytes(request: Request) -> None:
     """Logs, before anything is allocated, how much the caches will take."""
     of_target, of_draft = request.kv_bytes
     logger.info("KV cache: target %.1f MB, draft %.1f MB", of_target / 1e6, of_draft / 1e6)
 
 
-def _timed(program, *arguments) -> tuple[DecodeState, float]:
+def _timed(program, *arguments) -> tuple[Any, float]:
     begin = time.perf_counter()
-    state = jax.block_until_ready(program(*arguments))
-    return state, time.perf_counter() - begin
+    results = jax.block_until_ready(program(*arguments))
+    return results, time.perf_counter() - begin
 
 
 def _output(request: Request, state: DecodeState, **measured: Any) -> Output:

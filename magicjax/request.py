@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from magicjax.decode import Settings
+from magicjax.cache import KVCache
+from magicjax.decode import Prefilled, PrefillSettings, Settings
 from magicjax.drafters import DRAWINGS, Drafter, Ensemble
 from magicjax.model import Model
+from magicjax.queries import Watch
 from magicjax.sampling import Sampling, row_keys
 from magicjax.tree import MAX_NODES, ROOT_ONLY, DynamicTree, Shape, TokenTree, Tree, chain
 from magicjax.verify import VERIFIERS
@@ -52,9 +54,25 @@ class Request:
     pad_token_id: int
 
     @property
-    def start_arguments(self) -> tuple:
-        of_rows = (self.tokens, self.lengths, self.limits, self.eos, self.sampling)
-        return self.target, self.drafter, *of_rows
+    def prefill_settings(self) -> PrefillSettings:
+        """What the program `prefill` is specialised on."""
+        watch = Watch() if self.drafter is None else self.drafter.watch()
+        return PrefillSettings(
+            capacity=self.settings.capacity,
+            chunk=self.settings.chunk,
+            backend=self.settings.backend,
+            watch=dataclasses.replace(watch, rounds=False),  # a matter of later rounds
+        )
+
+    @property
+    def prefill_arguments(self) -> tuple:
+        """What the program `prefill` takes."""
+        return self.target, self.tokens, self.lengths, self.sampling
+
+    def start_arguments(self, cache: KVCache, prefilled: Prefilled) -> tuple:
+        """Returns what the program `start` takes, behind what `prefill` returned."""
+        of_rows = self.tokens, self.limits, self.eos, self.sampling
+        return self.target, self.drafter, cache, prefilled, *of_rows
 
     @property
     def kv_bytes(self) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """What the compiled loop does with the caches: it writes them where they lie, and copies none."""
 
 import collections
+import functools
 import re
 
 import jax
@@ -85,9 +86,10 @@ def request_of(name: str):
 
 def state_of(request):
     """Returns the shapes of the state behind the prompts."""
-    return jax.eval_shape(
-        lambda *arguments: decode.start(request.settings, *arguments), *request.start_arguments
-    )
+    prefill = functools.partial(decode.prefill, request.prefill_settings)
+    start = functools.partial(decode.start, request.settings)
+    prefilled = jax.eval_shape(prefill, *request.prefill_arguments)
+    return jax.eval_shape(start, *request.start_arguments(*prefilled))
 
 
 def is_cache(x) -> bool:
@@ -190,7 +192,9 @@ def cut_without_looking(emitting, verdict, state):
 
 def test_prefill_holds_no_scores_of_the_whole_prompt():
     request = request_of("self_chain")
-    program, _ = compilation.program("start", request.settings, *request.start_arguments)
+    program, _ = compilation.program(
+        "prefill", request.prefill_settings, *request.prefill_arguments
+    )
     rows, width = request.tokens.shape
     scores = rows * request.target.config.num_heads * width * request.settings.capacity * 4
     temporaries = program.memory_analysis().temp_size_in_bytes

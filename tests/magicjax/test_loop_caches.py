@@ -10,6 +10,7 @@ import pytest
 
 import magicjax
 from magicjax import compilation, prefill
+from magicjax.generation import start
 from magicjax.queries import Watch
 from magicjax.request import prepare
 from tests.magicjax import tiny
@@ -35,8 +36,7 @@ def rounds(kind, tree, prompts, dtype, **options):
         eos_token_id=tiny.NEVER,
         **options,
     )
-    start, _ = compilation.program("start", request.settings, *request.start_arguments)
-    state = start(*request.start_arguments)
+    state = start(request)[0]
     while True:
         # Copies: the next round takes the memory over. Keys are no numbers, and nobody asks.
         seen = jax.tree.map(np.array, state.replace(sampling=None))

@@ -9,10 +9,10 @@ import pytest
 
 import magicjax
 import models
-from magicjax import compilation
 from magicjax.drafters import windowed
 from magicjax.drafters.levels import draft_levels
 from magicjax.drafters.running import Source
+from magicjax.generation import start
 from magicjax.request import prepare
 from tests.magicjax import oracle, tiny
 
@@ -118,8 +118,7 @@ def test_what_a_draft_sees_does_not_depend_on_the_rows_beside_it():
         request = prepare(
             tiny.model(), prompts, drafter=drafter, max_new_tokens=4, eos_token_id=tiny.NEVER
         )
-        start, _ = compilation.program("start", request.settings, *request.start_arguments)
-        caches.append(start(*request.start_arguments).drafter.cache)
+        caches.append(start(request)[0].drafter.cache)
     alone, beside = caches
     for one, other in zip((*alone.k, *alone.v), (*beside.k, *beside.v), strict=True):
         np.testing.assert_allclose(one[0], other[0], rtol=1e-4, atol=1e-4)
