@@ -241,7 +241,11 @@ class Experiment(BaseModel):
     seed: int | None = Field(
         None, description="With do_sample, of the random numbers; 0 if not given."
     )
-    repeats: Positive = Field(3, description="Timed runs of each cell; the median is reported.")
+    repeats: Annotated[int, Field(ge=0)] = Field(
+        3,
+        description="Timed runs of each cell; the median is reported. 0: one run, not timed, for "
+        "what does not depend on the machine, such as acceptance.",
+    )
     prompts: Literal["held_out", "needle", "variable_tracking", "common_words"] = Field(
         "held_out",
         description="Stretches of modules that no embedded model was trained on; or a task in the "

@@ -1,7 +1,7 @@
 """Runs an experiment: python -m experiments.launch experiments/configs/demo.yaml [--key value]
 
-Expands the grid, measures each cell, prints a table, and writes `summary.csv`, `speedup.png` and
-one JSON for each cell. Finished cells are not measured again, unless settings, weights, versions
+Expands the grid, measures each cell, prints a table, and writes `summary.csv`, plots and one JSON
+for each cell. Finished cells are not measured again, unless settings, weights, versions
 or the machine changed.
 """
 
@@ -17,7 +17,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from experiments import config, grid, measure, preflight, report, store
+from experiments import config, grid, measure, plots, preflight, report, store
 
 PROG = "python -m experiments.launch"
 
@@ -96,7 +96,9 @@ def _announce(console: Console, cell: grid.Cell, record: dict[str, Any], told: s
     """
     row = record["row"]
     if row["status"] == "ok":
-        result = f"{row['decode_tok_s']:.0f} tokens/s, {row['speedup']:.2f}×, τ {row['tau']:.2f}"
+        result = f"τ {row['tau']:.2f}"
+        if row["speedup"] is not None:
+            result = f"{row['decode_tok_s']:.0f} tokens/s, {row['speedup']:.2f}×, {result}"
     elif report.is_told(row, told):
         return
     else:
@@ -113,11 +115,11 @@ def publish(
     directory = pathlib.Path(experiment.results) / experiment.name
     rows = [record["row"] for record in records]
     store.write_summary(directory, rows)
-    report.plot(rows, directory / "speedup.png", title=experiment.name)
+    written = ["summary.csv", *plots.write(rows, directory, experiment.name), "cells/*.json"]
     console.print(report.table(rows, title=experiment.name))
     for line in (*report.LEGEND, *report.notes(rows)):
         console.print(line, markup=False)
-    console.print(f"written to {directory}: summary.csv, speedup.png, cells/*.json", markup=False)
+    console.print(f"written to {directory}: {', '.join(written)}", markup=False)
     return directory
 
 

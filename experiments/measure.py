@@ -1,7 +1,8 @@
 """Measures a group of cells in turns: plain, A, B, C, plain, A, B, C, ...
 
-The first turn compiles and warms up and is not timed. A cell that fails is recorded with its
-error, and the others go on: one bad setting must not cost a night's grid.
+The first turn compiles and warms up and is not timed; a grid without repeats has no other, and
+learns what does not depend on time. A cell that fails is recorded with its error, and the others go
+on: one bad setting must not cost a night's grid.
 """
 
 import contextlib
@@ -157,6 +158,8 @@ def measure(
 ) -> Iterator[tuple[Cell, dict[str, Any]]]:
     """Yields (cell, record) of every wanted cell of a group; its first cell is plain decoding.
 
+    A cell is yielded as soon as its last run has ended.
+
     Args:
       bench: what runs them.
       group: the cells of one batch and context.
@@ -166,24 +169,34 @@ def measure(
     plain = group[0]
     outputs: dict[Cell, list] = {c: [] for c in group if c == plain or c in wanted}
     failures: dict[Cell, Failure] = {}
+    read_gbs = bandwidth.read_bandwidth() / 1e9 if plain.repeats else None
     for turn in range(plain.repeats + 1):
         for cell, runs in outputs.items():
             tick(cell, turn)
             if not {cell, plain} & failures.keys():
                 with _recorded(cell, failures):
                     runs.append(bench.run(cell))
-    read_gbs = bandwidth.read_bandwidth() / 1e9
-    for cell in wanted:
-        record: dict[str, Any] = {}
-        if plain in failures and cell != plain:
-            cause = failures[plain]
-            failures[cell] = Failure(PLAIN_FAILED + cause.error, cause.trace)
-        if cell not in failures:
-            with _recorded(cell, failures):
-                record = _record(bench, cell, outputs[cell], outputs[plain], read_gbs)
-        if cell in failures:
-            record = _failed(cell, failures[cell])
-        yield cell, record
+            if turn == plain.repeats and cell in wanted:
+                yield cell, _finished(bench, cell, outputs, plain, failures, read_gbs)
+
+
+def _finished(
+    bench: Bench,
+    cell: Cell,
+    outputs: dict[Cell, list],
+    plain: Cell,
+    failures: dict[Cell, Failure],
+    read_gbs: float | None,
+) -> dict[str, Any]:
+    """Returns the record of a cell whose runs have ended, or why it has none."""
+    record: dict[str, Any] = {}
+    if plain in failures and cell != plain:
+        cause = failures[plain]
+        failures[cell] = Failure(PLAIN_FAILED + cause.error, cause.trace)
+    if cell not in failures:
+        with _recorded(cell, failures):
+            record = _record(bench, cell, outputs[cell], outputs[plain], read_gbs)
+    return _failed(cell, failures[cell]) if cell in failures else record
 
 
 @contextlib.contextmanager
@@ -242,22 +255,16 @@ def _failed(cell: Cell, failure: Failure) -> dict[str, Any]:
     return {"row": row, "cell": dataclasses.asdict(cell), "trace": failure.trace}
 
 
-def _record(bench: Bench, cell: Cell, runs: list, plain_runs: list, read_gbs: float) -> dict:
+def _record(
+    bench: Bench, cell: Cell, runs: list, plain_runs: list, read_gbs: float | None
+) -> dict[str, Any]:
     """Returns the record of a cell: its row of the summary, and every single run."""
     warm_up, *timed = runs
     plain_timed = plain_runs[1:]
     if any(run.stats.compile_s for run in timed + plain_timed):
         raise RuntimeError(f"{cell.label}: a timed run compiled again, so its time means nothing")
     match = _match(bench, cell, runs, plain_runs[0])
-    median = statistics.median
-    rate = median(_rate(run) for run in timed)
-    plain_rate = median(_rate(run) for run in plain_timed)
-    paired = [_rate(a) / _rate(b) for a, b in zip(timed, plain_timed, strict=True)]
-    stats = timed[0].stats
-    target = bench.model(cell.target, cell.dtype)
-    step_s = median(run.stats.decode_s / run.stats.steps for run in plain_timed)
-    moved = metrics.step_bytes(target, cell.batch, cell.context, cell.new_tokens)
-    ar_gbs = moved / step_s / 1e9
+    stats = warm_up.stats
     row = _settings(cell) | {
         "status": "ok",
         "error": "",
@@ -265,15 +272,8 @@ def _record(bench: Bench, cell: Cell, runs: list, plain_runs: list, read_gbs: fl
         "tau_by_request": stats.tau_by_request,
         "nodes_per_round": stats.nodes_per_round,
         "acceptance_rate": None if cell.draft == "none" else stats.acceptance_rate,
-        "decode_tok_s": rate,
-        "ar_decode_tok_s": plain_rate,
-        "speedup": rate / plain_rate,
-        "speedup_low": min(paired),
-        "speedup_high": max(paired),
         "exact_match": match.exact if match else None,
         "ties": match.ties if match else 0,
-        "prefill_s": median(run.stats.prefill_s for run in timed),
-        "decode_s": median(run.stats.decode_s for run in timed),
         "compile_s": bench.compile_s(cell, runs),
         "kv_mb_target": stats.kv_bytes_target / 1e6,
         "kv_mb_draft": stats.kv_bytes_draft / 1e6,
@@ -281,12 +281,9 @@ def _record(bench: Bench, cell: Cell, runs: list, plain_runs: list, read_gbs: fl
         "agreement": bench.agreement(cell),
         "rounds": stats.rounds,
         "steps": stats.steps,
-        "round_ms": 1e3 * median(run.stats.decode_s / run.stats.steps for run in timed),
-        "ar_gbs": ar_gbs,
-        "read_gbs": read_gbs,
-        "bandwidth_share": ar_gbs / read_gbs,
         "attention_backend": stats.attention_backend,
     }
+    row |= _times(bench, cell, timed, plain_timed, read_gbs)
     return {
         "row": row,
         "cell": dataclasses.asdict(cell),
@@ -296,6 +293,41 @@ def _record(bench: Bench, cell: Cell, runs: list, plain_runs: list, read_gbs: fl
         "divergences": [str(d) for d in match.divergences] if match else [],
         "texts": list(warm_up.texts),
         "answers": bench.answers(cell),
+    }
+
+
+TIMES = (
+    *("decode_tok_s", "ar_decode_tok_s", "speedup", "speedup_low", "speedup_high", "prefill_s"),
+    *("decode_s", "round_ms", "ar_gbs", "read_gbs", "bandwidth_share"),
+)
+
+
+def _times(
+    bench: Bench, cell: Cell, timed: list, plain_timed: list, read_gbs: float | None
+) -> dict[str, float | None]:
+    """Returns the columns that say how long a cell took; None in all if nothing was timed."""
+    if read_gbs is None:
+        return dict.fromkeys(TIMES)
+    median = statistics.median
+    rate = median(_rate(run) for run in timed)
+    plain_rate = median(_rate(run) for run in plain_timed)
+    paired = [_rate(a) / _rate(b) for a, b in zip(timed, plain_timed, strict=True)]
+    target = bench.model(cell.target, cell.dtype)
+    step_s = median(run.stats.decode_s / run.stats.steps for run in plain_timed)
+    moved = metrics.step_bytes(target, cell.batch, cell.context, cell.new_tokens)
+    ar_gbs = moved / step_s / 1e9
+    return {
+        "decode_tok_s": rate,
+        "ar_decode_tok_s": plain_rate,
+        "speedup": rate / plain_rate,
+        "speedup_low": min(paired),
+        "speedup_high": max(paired),
+        "prefill_s": median(run.stats.prefill_s for run in timed),
+        "decode_s": median(run.stats.decode_s for run in timed),
+        "round_ms": 1e3 * median(run.stats.decode_s / run.stats.steps for run in timed),
+        "ar_gbs": ar_gbs,
+        "read_gbs": read_gbs,
+        "bandwidth_share": ar_gbs / read_gbs,
     }
 
 

@@ -1,15 +1,12 @@
-"""The results as people read them: a table in the terminal and a plot of the speed-ups."""
+"""The results as people read them in the terminal."""
 
 import collections
-import pathlib
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from experiments.measure import PLAIN_FAILED
 
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
 LEGEND = (
     "speed-up: against plain decoding; τ: tokens emitted a target pass and row; accepted: of those "
     "that a perfect draft would have had accepted;",
@@ -28,7 +25,7 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
         out.add_column(name, justify="right")
     for i, row in enumerate(rows):
         start = [str(row["batch"]), str(row["context"]), row["method"]]
-        end = i + 1 == len(rows) or _shape(rows[i + 1]) != _shape(row)
+        end = i + 1 == len(rows) or shape(rows[i + 1]) != shape(row)
         if row["status"] != "ok":
             out.add_row(*start, "[red]failed[/]", end_section=end)
             continue
@@ -52,9 +49,9 @@ def notes(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         at = f"batch {row['batch']}, context {row['context']}"
         if row["status"] != "ok":
-            if not is_told(row, told[_shape(row)]):
+            if not is_told(row, told[shape(row)]):
                 lines.append(f"{at}, {row['method']} failed: {row['error']}")
-        elif row["draft"] == "none":
+        elif row["draft"] == "none" and row["ar_gbs"] is not None:
             lines.append(
                 f"{at}: plain decoding reads {row['ar_gbs']:.1f} GB/s, "
                 f"{row['bandwidth_share']:.0%} of the {row['read_gbs']:.1f} GB/s measured here"
@@ -77,56 +74,6 @@ def is_told(row: dict[str, Any], told: set[str]) -> bool:
     return False
 
 
-def plot(rows: list[dict[str, Any]], path: pathlib.Path, title: str) -> None:
-    """Writes the plot: speed-up by (batch, context), a bar for each method, τ above it.
-
-    Whiskers span the single repeats, each against the plain run beside it.
-    """
-    drawn = [row for row in rows if row["status"] == "ok" and row["draft"] != "none"]
-    shapes = list(dict.fromkeys(_shape(row) for row in rows))
-    methods = list(dict.fromkeys(row["method"] for row in drawn))
-    figure = Figure(
-        figsize=(max(6.4, 1.2 + 0.75 * len(shapes) * (len(methods) + 0.6)), 4.4),
-        layout="constrained",
-    )
-    axes = figure.subplots()
-    width = 0.8 / max(1, len(methods))
-    for i, name in enumerate(methods):
-        mine = [row for row in drawn if row["method"] == name]
-        x = [shapes.index(_shape(row)) + (i - (len(methods) - 1) / 2) * width for row in mine]
-        height = [row["speedup"] for row in mine]
-        whiskers = (
-            [max(0.0, row["speedup"] - row["speedup_low"]) for row in mine],
-            [max(0.0, row["speedup_high"] - row["speedup"]) for row in mine],
-        )
-        axes.bar(x, height, width * 0.92, label=name, color=COLOURS[i % len(COLOURS)], zorder=2)
-        axes.errorbar(x, height, whiskers, fmt="none", ecolor="#444444", capsize=3, zorder=3)
-        for at, row in zip(x, mine, strict=True):
-            top = max(row["speedup"], row["speedup_high"])
-            label = f"{row['speedup']:.2f}×\nτ {row['tau']:.1f}"
-            axes.annotate(
-                label,
-                (at, top),
-                (0, 4),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8,
-                zorder=5,
-                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.5},
-            )
-    axes.axhline(1.0, color="black", linestyle="--", linewidth=1, zorder=4, label="plain decoding")
-    axes.set_xticks(range(len(shapes)), [f"batch {b}\ncontext {c:,}" for b, c in shapes])
-    axes.set_xlim(-0.5, max(1, len(shapes)) - 0.5)
-    axes.set_ylim(0, 1.2 * max([1.0, *(max(r["speedup"], r["speedup_high"]) for r in drawn)]))
-    axes.set_ylabel("speed-up over plain decoding")
-    axes.set_title(f"{title}: {rows[0]['dtype']}, {rows[0]['device']}" if rows else title)
-    axes.grid(axis="y", alpha=0.3, zorder=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, dpi=150, format="png")
-    partial.replace(path)
-
-
-def _shape(row: dict[str, Any]) -> tuple[int, int]:
+def shape(row: dict[str, Any]) -> tuple[int, int]:
+    """Returns (batch, context)."""
     return row["batch"], row["context"]

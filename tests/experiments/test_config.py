@@ -33,10 +33,12 @@ def test_a_key_that_does_not_exist_is_refused_and_the_nearest_named(tmp_path, te
 
 def test_every_problem_of_a_file_is_named_at_once(tmp_path):
     with pytest.raises(config.ConfigError) as error:
-        read(tmp_path, "repeats: 0\nnew_tokens: '128'\nshapes: [{batch: 0}]")
+        read(tmp_path, "repeats: -1\nnew_tokens: '128'\nshapes: [{batch: 0}]")
     message = str(error.value)
     assert (
-        "repeats=0" in message and "new_tokens='128'" in message and "shapes.0.batch.0=0" in message
+        "repeats=-1" in message
+        and "new_tokens='128'" in message
+        and "shapes.0.batch.0=0" in message
     )
 
 
@@ -46,16 +48,16 @@ def test_every_problem_of_a_file_is_named_at_once(tmp_path):
         ("{draft: small}", "draft=small needs the model's directory"),
         (
             "{draft: small, model: x, kv_budget: 64}",
-            "kv_budget=64: with policy 'full' the draft keeps all of its cache; give a policy, or "
-            "leave kv_budget out",
+            "kv_budget=64: with policy 'full' the draft keeps all of its cache; give another "
+            "policy, or leave kv_budget out",
         ),
         ("{draft: self, policy: sanpkv}", "policy='sanpkv' is unknown: did you mean 'snapkv'?"),
         ("{draft: self, policy: [h2o, snap]}", "policy='snap' is unknown: did you mean 'snapkv'?"),
         ("{draft: look_up, policy: snapkv}", "policy has no meaning with draft=look_up"),
         (
             "{draft: self, policy: full, kv_budget: 64}",
-            "kv_budget=64: with policy 'full' the draft reads the target's own cache; leave "
-            "kv_budget out",
+            "kv_budget=64: with policy 'full' the draft reads the target's own cache; give "
+            "another policy, or leave kv_budget out",
         ),
         ("{draft: self, policy: [snapkv, full], kv_dtype: int8}", "leave kv_dtype out"),
         (
@@ -180,7 +182,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
     ("override", "message"),
     [
         (["--methods.0.model", "x"], "has no meaning with draft=self"),
-        (["--repeats", "0"], "greater than or equal to 1"),
+        (["--repeats", "-1"], "greater than or equal to 0"),
         (["--repeets", "3"], "--repeats"),
     ],
 )

@@ -64,6 +64,32 @@ def test_a_run_writes_summary_plot_and_a_record_for_each_cell(tmp_path, scripted
     assert "2.00×" in out.file.getvalue()
 
 
+def test_without_repeats_every_cell_runs_once_and_nothing_is_timed(tmp_path, scripted):
+    bench, out = scripted(), console()
+    methods = [{"draft": "self", "policy": ["snapkv", "h2o"], "kv_budget": [8, 16]}]
+    mine = experiment(tmp_path, repeats=0, methods=methods)
+    folder = launch.publish(mine, launch.run(mine, out, bench), out)
+    assert len(bench.ran) == len(set(bench.ran)) == 2 * (1 + 4)
+    for row in summary(tmp_path):
+        assert (row["status"], row["exact_match"]) == ("ok", "1.0")
+        assert row["tau"] and not any(row[name] for name in measure.TIMES if name in row)
+    assert not (folder / "speedup.png").exists()
+    assert (folder / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+    assert "acceptance.png" in out.file.getvalue()
+
+
+def test_a_plot_of_an_earlier_grid_does_not_stay_beside_other_results(tmp_path, scripted):
+    methods = [{"draft": "self", "kv_budget": [8, 16]}]
+    for changes, plots in (
+        ({"methods": methods}, {"speedup.png", "acceptance.png"}),
+        ({"methods": methods, "repeats": 0}, {"acceptance.png"}),
+        ({}, {"speedup.png"}),
+    ):
+        mine = experiment(tmp_path, **changes)
+        folder = launch.publish(mine, launch.run(mine, console(), scripted()), console())
+        assert {path.name for path in folder.glob("*.png")} == plots
+
+
 def test_a_row_says_what_the_drafts_cache_keeps(tmp_path, scripted):
     methods = [
         {"draft": "self", "policy": "snapkv", "refresh_every": [0, 4], "kv_dtype": ["", "int8"]},
@@ -141,6 +167,21 @@ def test_a_killed_run_keeps_what_was_finished_and_leaves_no_half_record(tmp_path
     records = launch.run(experiment(tmp_path), console(), rest)
     assert {cell.batch for cell in rest.ran} == {2}
     assert [r["row"]["status"] for r in records] == ["ok"] * 6
+
+
+def test_a_run_killed_in_the_last_turn_keeps_the_cells_that_had_ended(tmp_path, scripted):
+    calls = []
+
+    def killed(cell):
+        calls.append(cell)
+        if len(calls) == 4 * 3:  # the last cell's last run
+            raise KeyboardInterrupt
+
+    one = {"shapes": [{"batch": 1, "context": 8}]}
+    with pytest.raises(KeyboardInterrupt):
+        launch.run(experiment(tmp_path, **one), console(), scripted(killed))
+    files = (tmp_path / "mine" / "cells").iterdir()
+    assert {json.loads(f.read_text())["row"]["draft"] for f in files} == {"none", "self"}
 
 
 def test_a_cell_that_fails_is_recorded_with_its_error_and_the_grid_goes_on(tmp_path, scripted):

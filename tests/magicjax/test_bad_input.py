@@ -403,7 +403,7 @@ def test_bad_input_is_refused_before_anything_is_compiled(what, call):
         ),
         (
             lambda: magicjax.SelfSpeculation("full", 64),
-            "budget=64: with policy 'full' the draft reads the target's own cache; leave budget",
+            "budget=64: with policy 'full' the draft reads the target's own cache; give another",
         ),
         (lambda: magicjax.SelfSpeculation("full", 0), "budget=0: with policy 'full'"),
         (
@@ -412,7 +412,7 @@ def test_bad_input_is_refused_before_anything_is_compiled(what, call):
         ),
         (
             lambda: magicjax.SmallModel(None, budget=64),
-            "budget=64: with policy 'full' the draft keeps all of its cache; give a policy",
+            "budget=64: with policy 'full' the draft keeps all of its cache; give another policy",
         ),
         (
             lambda: magicjax.SmallModel(None, policy="snapkv", sink_positions="in_cache"),
