@@ -5,6 +5,10 @@ for each draft, how much of what it drafted was accepted in each quarter. Beside
 project stands a static one, whose cache stays as it was behind the prompt: what a ring that follows
 the text is worth. Outputs are sampled, because greedy ones of a small model soon loop, and loops
 are easy to draft.
+
+Sampled text drifts away from what the models were trained on, and becomes harder to draft whatever
+the cache. So each draft that follows the text is also measured with caches made anew at the start
+of every quarter, by a prefill of the same text: what is lost beyond that is lost to a stale cache.
 """
 
 import dataclasses
@@ -23,6 +27,7 @@ import magicjax
 from experiments import prompts, store
 
 QUARTERS = 4
+ANEW = "anew each quarter"
 
 
 @dataclasses.dataclass
@@ -78,60 +83,90 @@ def drafts(settings: Settings) -> dict[str, magicjax.SelfSpeculation]:
     }
 
 
-def by_quarter(
-    emitted: list[Int[np.ndarray, "B"]], depth: int, new_tokens: int
+def by_part(
+    emitted: list[Int[np.ndarray, "B"]], depth: int, new_tokens: int, parts: int
 ) -> tuple[list[float], list[int]]:
-    """Returns (the accepted share of what was drafted, NaN of nothing; how much was) by quarter.
+    """Returns (the accepted share of what was drafted, NaN of nothing; how much was) by part.
 
-    A round counts in the quarter of the output in which it begins. Of a row's last round nothing is
+    A round counts in the part of the output in which it begins. Of a row's last round nothing is
     counted: the limit may have cut it.
 
     Args:
       emitted: tokens of each row after prefill and after every round.
       depth: how many tokens a round drafts.
       new_tokens: length of the outputs.
+      parts: into how many equal parts they are cut.
     """
-    accepted, drafted = np.zeros(QUARTERS, int), np.zeros(QUARTERS, int)
+    accepted, drafted = np.zeros(parts, int), np.zeros(parts, int)
     for before, after in zip(emitted, emitted[1:], strict=False):
         going = after < new_tokens
-        quarter = (before * QUARTERS // new_tokens)[going]
-        np.add.at(accepted, quarter, (after - before - 1)[going])
-        np.add.at(drafted, quarter, depth)
-    share = np.divide(accepted, drafted, out=np.full(QUARTERS, np.nan), where=drafted > 0)
+        part = (before * parts // new_tokens)[going]
+        np.add.at(accepted, part, (after - before - 1)[going])
+        np.add.at(drafted, part, depth)
+    share = np.divide(accepted, drafted, out=np.full(parts, np.nan), where=drafted > 0)
     return share.tolist(), drafted.tolist()
 
 
-def measure(
-    target: magicjax.Model, drafter: Any, rows: list[Int[np.ndarray, "T"]], settings: Settings
-) -> dict[str, float]:
-    """Returns one draft's acceptance by quarter, as a row of the table."""
-    tree = magicjax.parse_tree(settings.tree)
-    new_tokens = settings.rings * (settings.budget - settings.sinks)
-    emitted, count = [], np.zeros(len(rows), int)
+def run(
+    target: magicjax.Model, drafter: Any, rows: list, new_tokens: int, settings: Settings
+) -> tuple[list[Int[np.ndarray, "B"]], list[Int[np.ndarray, "T"]]]:
+    """Returns (tokens of each row after prefill and every round, prompts and outputs)."""
+    emitted: list[np.ndarray] = []
+    count = np.zeros(len(rows), int)
     rounds = magicjax.stream(
         target,
         rows,
         drafter=drafter,
-        tree=tree,
+        tree=magicjax.parse_tree(settings.tree),
         max_new_tokens=new_tokens,
         do_sample=True,
         temperature=settings.temperature,
         seed=settings.seed,
         eos_token_id=[],
     )
-    for new in rounds:
-        count = count + [len(row) for row in new]
+    while True:
+        try:
+            count = count + [len(row) for row in next(rounds)]
+        except StopIteration as end:
+            return emitted, end.value.sequences
         emitted.append(count)
-    share, drafted = by_quarter(emitted, tree.depth, new_tokens)
+
+
+def measure(
+    name: str, target: magicjax.Model, drafter: Any, rows: list, settings: Settings
+) -> dict[str, dict[str, float]]:
+    """Returns rows of the table by name: one draft's acceptance by quarter.
+
+    Of a draft that follows the text there is a second row: of the same texts, with caches made anew
+    at the beginning of each quarter.
+    """
+    depth = magicjax.parse_tree(settings.tree).depth
+    new_tokens = settings.rings * (settings.budget - settings.sinks)
+    emitted, texts = run(target, drafter, rows, new_tokens, settings)
+    found = {name: _row(*by_part(emitted, depth, new_tokens, QUARTERS))}
+    if isinstance(drafter, StaticSelfSpeculation):
+        return found
+    length = new_tokens // QUARTERS
+    shares: list[float] = []
+    drafted: list[int] = []
+    for i in range(QUARTERS):
+        begun = [text[: settings.context + i * length] for text in texts]
+        emitted, _ = run(target, drafter, begun, length, settings)
+        share, count = by_part(emitted, depth, length, 1)
+        shares, drafted = shares + share, drafted + count
+    return found | {f"{name}, {ANEW}": _row(shares, drafted)}
+
+
+def _row(share: list[float], drafted: list[int]) -> dict[str, float]:
     names = [f"quarter {i + 1}" for i in range(QUARTERS)]
     return dict(zip(names, share, strict=True)) | {"drafted, least": min(drafted)}
 
 
 def plot(table: pd.DataFrame, path: pathlib.Path) -> None:
-    """Draws the table: a line for each draft, broken for those that stay as they were."""
+    """Draws the table: a line for each draft, dashed for static ones, dotted for new caches."""
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
     for name, row in table.iterrows():
-        line = "--" if "static" in str(name) else "-"
+        line = "--" if "static" in str(name) else ":" if ANEW in str(name) else "-"
         axes.plot(range(1, QUARTERS + 1), row.iloc[:QUARTERS], line, marker="o", label=name)
     axes.set(xlabel="quarter of the output", ylabel="drafted tokens accepted", ylim=(0, 1))
     axes.set_xticks(range(1, QUARTERS + 1))
@@ -145,9 +180,9 @@ def main(settings: Settings) -> None:
     target = magicjax.load(settings.target, dtype="float32")
     stream = prompts.held_out_stream(target.tokenizer)
     rows = list(prompts.cut(stream, settings.batch, settings.context))
-    found = {}
+    found: dict[str, dict[str, float]] = {}
     for name, drafter in tqdm(drafts(settings).items(), unit="draft"):
-        found[name] = measure(target, drafter, rows, settings)
+        found |= measure(name, target, drafter, rows, settings)
     table = pd.DataFrame(found).T.rename_axis("draft")
     folder = pathlib.Path(settings.results)
     folder.mkdir(parents=True, exist_ok=True)

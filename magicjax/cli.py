@@ -21,7 +21,7 @@ from magicjax.drafters import DRAWINGS, Drafter
 from magicjax.drafters.small_model import SINK_POSITIONS
 from magicjax.drafters.sparse import KV_DTYPES
 from magicjax.generation import Output, config_of, skeleton
-from magicjax.policies import Full, find
+from magicjax.policies import Full, StreamingLLM, find
 from magicjax.request import DEFAULT_TREE, prepare
 from magicjax.tree import Tree
 from magicjax.verify import VERIFIERS
@@ -36,11 +36,11 @@ DRAFTERS = (
     "self:streaming:256 (policy and budget), small:PATH (a model directory or preset), "
     "small:PATH:streaming:256 or look-up:4 (how many of the newest tokens to look for)"
 )
-# Which drafters an option of the draft's cache is for, if they have a sparse one.
+# Options of the draft's cache, and which drafters they are for.
 CACHE = {
-    "refresh_every": ("self",),
-    "kv_dtype": ("self", "small"),
-    "sink_positions": ("small",),
+    "refresh_every": "self:POLICY, with another policy than streaming or full",
+    "kv_dtype": "self:POLICY or small:PATH:POLICY, with another policy than full",
+    "sink_positions": "small:PATH:streaming",
 }
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "seed", "verifier")
 
@@ -103,11 +103,17 @@ def _parts(text: str) -> re.Match:
 
 
 def _has_use(text: str, option: str) -> bool:
-    """Returns whether a drafter can use an option of `CACHE`: it has a sparse cache of the kind."""
+    """Returns whether a drafter is one of those that an option of `CACHE` is for."""
     match = _parts(text)
-    kind = "small" if match["path"] else match["kind"]
-    full = isinstance(find(match["policy"]), Full) if match["policy"] else kind != "self"
-    return kind in CACHE[option] and not full
+    if match["look_up"]:
+        return False
+    policy = find(match["policy"] or ("full" if match["path"] else "streaming"))
+    streams = isinstance(policy, StreamingLLM)
+    return {
+        "refresh_every": not match["path"] and not streams,
+        "kv_dtype": True,
+        "sink_positions": bool(match["path"]) and streams,
+    }[option] and not isinstance(policy, Full)
 
 
 def make_drafter(
@@ -278,12 +284,9 @@ def _check_used(arguments: argparse.Namespace) -> None:
             raise ValueError(f"{option} needs a --drafter: give one, or leave {option} out")
     for name in cache:
         if not any(_has_use(text, name) for text in drafters):
-            kinds = " or ".join(
-                {"self": "self:POLICY", "small": "small:PATH:POLICY"}[kind] for kind in CACHE[name]
-            )
             raise ValueError(
-                f"{_option(name)} is for the sparse cache of {kinds}, with another policy than "
-                f"full: give such a --drafter, or leave {_option(name)} out"
+                f"{_option(name)} is for the sparse cache of {CACHE[name]}: give such a --drafter, "
+                f"or leave {_option(name)} out"
             )
     if len(trees) not in (0, 1, max(1, len(drafters))):
         raise ValueError(

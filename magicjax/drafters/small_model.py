@@ -130,11 +130,14 @@ class SmallModel:
                 "sink_positions='in_cache' needs a drafter with rotary positions, and this one "
                 f"learned its {limit}: use sink_positions='text' and a context within them"
             )
-        needed = self.sparse.budget + 2 * depth + 1
+        of_round = 2 * depth + 1
+        needed, most = self.sparse.budget + of_round, limit - of_round
         if needed > limit:
+            fits = self.sparse.policy.ring(most) >= of_round  # as `Sparse.check` will ask
+            remedy = f"use a budget of at most {most}" if fits else "use a shallower tree"
             raise ValueError(
                 f"budget={self.sparse.budget} and a round need {needed} positions and the drafter "
-                f"has {limit}: use a budget of at most {limit - 2 * depth - 1}"
+                f"has {limit}: {remedy}"
             )
 
     def shape(self, tree: Tree) -> Shape:

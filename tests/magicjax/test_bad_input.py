@@ -348,6 +348,13 @@ REFUSED = {
         ValueError,
         "budget=64 and a round need 73 positions and the drafter has 64: .* at most 55",
     ),
+    "a window that no budget makes small enough": (
+        sparse(
+            short_model(max_positions=24), policy="streaming", budget=64, sink_positions="in_cache"
+        ),
+        ValueError,
+        "budget=64 and a round need 73 positions and the drafter has 24: use a shallower tree",
+    ),
     "other vocabulary": (
         small(vocab_size=50),
         ValueError,

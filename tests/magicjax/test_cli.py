@@ -130,7 +130,7 @@ SPARSE = {
     ),
     "an option for one of two": (
         [
-            *("--drafter", "self:h2o:32", "--drafter", "small:DIR", "--tree", "chain:2"),
+            *("--drafter", "self:h2o:32", "--drafter", "self:streaming:32", "--tree", "chain:2"),
             *("--refresh-every", "2", "--kv-dtype", "int4"),
         ],
         r"accepted by depth",

@@ -88,8 +88,8 @@ REFUSED = {
             *("--target", "DIR", "--prompt", "a", "--drafter", "self:full"),
             *("--drafter", "small:DIR:snapkv:64", "--refresh-every", "4"),
         ],
-        "--refresh-every is for the sparse cache of self:POLICY, with another policy than full: "
-        "give such a --drafter, or leave --refresh-every out",
+        "--refresh-every is for the sparse cache of self:POLICY, with another policy than "
+        "streaming or full: give such a --drafter, or leave --refresh-every out",
     ),
     "a dtype of no cache": (
         [
@@ -103,7 +103,7 @@ REFUSED = {
             *("--target", "DIR", "--prompt", "a", "--drafter", "self:streaming:64"),
             *("--sink-positions", "text"),
         ],
-        "--sink-positions is for the sparse cache of small:PATH:POLICY",
+        "--sink-positions is for the sparse cache of small:PATH:streaming: give such a --drafter",
     ),
     "a refresh of no round": (
         [
@@ -117,15 +117,15 @@ REFUSED = {
             *("--target", "DIR", "--prompt", "a", "--drafter", "self:streaming:64"),
             *("--refresh-every", "4"),
         ],
-        "--refresh-every 4: a streaming cache always pins the first tokens; leave --refresh-every "
-        "out",
+        "--refresh-every is for the sparse cache of self:POLICY, with another policy than "
+        "streaming or full: give such a --drafter, or leave --refresh-every out",
     ),
     "sinks that move with another policy": (
         [
             *("--target", "DIR", "--prompt", "a", "--drafter", "small:DIR:snapkv:64"),
             *("--sink-positions", "in_cache"),
         ],
-        "--sink-positions 'in_cache' moves the sinks of policy 'streaming'",
+        "--sink-positions is for the sparse cache of small:PATH:streaming: give such a --drafter",
     ),
     "a budget of a full cache": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "self:full:64"],
