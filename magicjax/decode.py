@@ -200,7 +200,7 @@ def step(
     with jax.named_scope("commit"):
         kept = kept + caches.zero_after(verdict.bonus)
         cache = caches.append(state.cache, new, verdict.path, kept)
-        of_round = Round(verdict.path, kept, new, queries, cache)
+        of_round = Round(verdict.path, kept, new, queries, cache, settings.backend)
         return _commit(target, drafter, state, draft, proposal, of_round, emitting, verdict, ended)
 
 

@@ -52,7 +52,7 @@ def prefill_cache(
         place = jnp.clip(lengths - 1 - start, 0, chunk - 1)
         ends_here = (lengths > start) & (lengths <= start + chunk)
         here = jnp.take_along_axis(hidden, place[:, None, None], 1)[:, 0]
-        seen = _see(seen, queries, k, start, lengths)
+        seen = _see(seen, queries, k, start, lengths, settings.backend)
         return KVCache(k, v, cache.lengths), jnp.where(ends_here[:, None], here, last), seen
 
     last = jnp.zeros((batch, config.hidden_size), dtype)
@@ -73,7 +73,9 @@ def _nothing_seen(model: Model, cache: KVCache, watch: Watch) -> Seen:
     return Seen(queries, total)
 
 
-def _see(seen: Seen, queries: tuple, keys: tuple, start, lengths: Int[Array, "B"]) -> Seen:
+def _see(
+    seen: Seen, queries: tuple, keys: tuple, start, lengths: Int[Array, "B"], backend: str | None
+) -> Seen:
     """Returns what was watched up to a chunk, its own queries and keys included."""
     windows, total = seen.queries, seen.total
     if windows is not None:
@@ -83,7 +85,7 @@ def _see(seen: Seen, queries: tuple, keys: tuple, start, lengths: Int[Array, "B"
         position = start + jnp.arange(queries[0][0].shape[1])
         sees = jnp.where(position < lengths[:, None], position + 1, 0)
         total = tuple(
-            old + prefix_mass(q, k, sees, lse)
+            old + prefix_mass(q, k, sees, lse, backend=backend)
             for old, (q, lse), k in zip(total, queries, keys, strict=True)
         )
     return Seen(windows, total)

@@ -24,6 +24,7 @@ class Round:
       queries: for each layer the target's queries [B, N, H, D] and the log-sum-exp of their scores
         [B, N, H], in a drafter that watches rounds; else None for each layer.
       cache: the target's, behind the tokens that were kept.
+      backend: static; of the attention, and of what else reads the target's cache.
     """
 
     path: Int[Array, "B A"]
@@ -31,6 +32,7 @@ class Round:
     new: tuple[tuple[Array, Array], ...]
     queries: tuple[Any, ...]
     cache: KVCache
+    backend: str | None = struct.field(pytree_node=False)
 
 
 class Drafter(Protocol):

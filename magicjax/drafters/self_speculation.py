@@ -127,7 +127,7 @@ class SelfSpeculation:
         if self.sparse is None:
             return None
         seen = self.sparse.own(seen)
-        own = self.sparse.start(target, cache, seen)
+        own = self.sparse.start(target, cache, seen, settings.backend)
         if self.refresh_every is None:
             seen = Seen(None, None)
         return SelfSpeculationState(own, seen, cache.lengths, jnp.zeros((), jnp.int32))
@@ -176,20 +176,20 @@ class SelfSpeculation:
             own, Seen(queries, state.seen.total), state.added, state.rounds + 1
         )
         due = state.rounds % self.refresh_every == 0
-        return jax.lax.cond(due, lambda s: self._refresh(target, s, of_round.cache), _same, state)
+        return jax.lax.cond(due, lambda s: self._refresh(target, s, of_round), _same, state)
 
     def _refresh(
-        self, target: Model, state: SelfSpeculationState, full: KVCache
+        self, target: Model, state: SelfSpeculationState, of_round: Round
     ) -> SelfSpeculationState:
         """Returns the state with pins by what was seen up to now."""
-        seen, sparse = state.seen, self.sparse
+        seen, sparse, full, backend = state.seen, self.sparse, of_round.cache, of_round.backend
         assert sparse is not None
         if seen.total is not None:
             assert seen.queries is not None
             layers = zip(seen.total, seen.queries, full.k, strict=True)
-            total = tuple(old + _unadded_mass(q, k, state.added) for old, q, k in layers)
+            total = tuple(old + _unadded_mass(q, k, state.added, backend) for old, q, k in layers)
             seen = Seen(seen.queries, total)
-        pins = sparse.pins(target, full, seen)
+        pins = sparse.pins(target, full, seen, backend)
         return SelfSpeculationState(
             repin(state.cache, full, pins), seen, full.lengths, state.rounds
         )
@@ -200,8 +200,8 @@ def _same(state: SelfSpeculationState) -> SelfSpeculationState:
 
 
 def _unadded_mass(
-    queries: Queries, keys: Float[Array, "B K S D"], added: Int[Array, "B"]
+    queries: Queries, keys: Float[Array, "B K S D"], added: Int[Array, "B"], backend: str | None
 ) -> Float[Array, "B K S"]:
     """Returns the attention of those queries of the window that stand at `added` or later."""
     seen = jnp.where(queries.seen > added[:, None], queries.seen, 0)
-    return prefix_mass(queries.q, keys, seen, queries.lse)
+    return prefix_mass(queries.q, keys, seen, queries.lse, backend=backend)

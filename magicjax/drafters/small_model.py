@@ -174,7 +174,9 @@ class SmallModel:
             return prefill_window(self.model, tokens, lengths, settings, sinks, sparse.ring)
         watch = Watch() if sparse is None else sparse.watch()
         full, _, seen = prefill_cache(self.model, tokens, lengths, settings, watch)
-        return full if sparse is None else sparse.start(self.model, full, seen), None
+        if sparse is None:
+            return full, None
+        return sparse.start(self.model, full, seen, settings.backend), None
 
     def propose(
         self,

@@ -113,7 +113,7 @@ class Sparse:
             queries = tuple(newest(of_layer, window) for of_layer in queries) if window else None
         return Seen(queries, seen.total if self.policy.accumulates else None)
 
-    def pins(self, model: Model, full: KVCache, seen: Seen) -> Pins:
+    def pins(self, model: Model, full: KVCache, seen: Seen, backend: str | None) -> Pins:
         """Returns the policy's choice for each layer, by its `own` part of what was seen."""
         candidates = (full.lengths - self.ring).clip(0)
         counts = self.policy.pinned(self.budget, len(full.k))
@@ -127,13 +127,14 @@ class Sparse:
                 total=seen.total[layer] if seen.total else None,
                 layer=layer,
                 config=model.config,
+                backend=backend,
             )
             pins.append(choose(self.policy, evidence, count))
         return tuple(pins)
 
-    def start(self, model: Model, full: KVCache, seen: Seen) -> DraftCache:
+    def start(self, model: Model, full: KVCache, seen: Seen, backend: str | None) -> DraftCache:
         """Returns the draft cache of what `full` holds."""
-        pins = self.pins(model, full, seen)
+        pins = self.pins(model, full, seen, backend)
         return gather(full, pins, self.ring, KV_DTYPES[self.kv_dtype])
 
     def num_bytes(self, model: Model, batch: int) -> int:

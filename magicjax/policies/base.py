@@ -26,6 +26,7 @@ class Evidence:
         over the G heads that share a KV head; None unless the policy accumulates.
       layer: static; which layer, from 0.
       config: static; the model's, with `rope` in models that rotate.
+      backend: static; of `prefix_mass`, None: by platform.
     """
 
     keys: Float[Array, "B K S D"]
@@ -35,6 +36,7 @@ class Evidence:
     total: Float[Array, "B K S"] | None
     layer: int = struct.field(pytree_node=False)
     config: Any = struct.field(pytree_node=False)
+    backend: str | None = struct.field(pytree_node=False, default=None)
 
     def live(self) -> Array:
         """Returns bool [B, 1, S], which positions can be pinned."""
@@ -51,8 +53,8 @@ class Evidence:
         assert self.queries is not None, "a policy that reads queries must set `window`"
         q, seen = self.queries.q, self.queries.seen
         if scaled:
-            return prefix_mass(q, self.keys, seen, self.queries.lse)
-        return prefix_mass(q * q.shape[-1] ** 0.5, self.keys, seen)
+            return prefix_mass(q, self.keys, seen, self.queries.lse, backend=self.backend)
+        return prefix_mass(q * q.shape[-1] ** 0.5, self.keys, seen, backend=self.backend)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

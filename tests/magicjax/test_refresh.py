@@ -37,7 +37,7 @@ def fresh_pins(request, texts, counts):
     @jax.jit
     def pick(model, tokens, lengths):
         cache, _, seen = prefill.prefill_cache(model, tokens, lengths, settings, sparse.watch())
-        return sparse.pins(model, cache, seen)
+        return sparse.pins(model, cache, seen, None)
 
     return jax.tree.map(np.array, pick(request.target, jnp.asarray(tokens), jnp.asarray(counts)))
 

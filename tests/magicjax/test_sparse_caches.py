@@ -7,6 +7,7 @@ import pytest
 
 import magicjax
 from magicjax.policies import POLICIES
+from pallas_kernels import attention, mass
 from tests.magicjax import oracle, tiny
 
 # A prompt much longer than the largest budget, one of about a budget, and short ones.
@@ -126,6 +127,19 @@ def test_small_models_on_sparse_caches_are_exact(tally, wanted, policy, tree):
     output = run(drafter, TREES[tree])
     tally.compare(wide(), prompts(), wanted, tiny.rows_of(output))
     assert output.stats.kv_bytes_draft == 5 * 40 * 2 * 2 * 2 * 8 * 4
+
+
+def test_the_backend_that_was_asked_for_is_used_wherever_a_cache_is_read(
+    tally, wanted, monkeypatch
+):
+    def other(*arguments):
+        pytest.fail("another backend was used")
+
+    monkeypatch.setitem(mass.MASS_BACKENDS, "xla", other)
+    monkeypatch.setitem(attention.BACKENDS, "xla", other)
+    drafter = magicjax.SelfSpeculation("h2o", 48, refresh_every=2)
+    output = run(drafter, TREES["chain3"], backend="reference")
+    tally.compare(wide(), prompts(), wanted, tiny.rows_of(output))
 
 
 @pytest.mark.parametrize("policy", ["streaming", "snapkv", "pyramidkv", "random"])
