@@ -1,7 +1,9 @@
 """What every test stands on: one device, fixed seeds, float32 unless a test asks for float64."""
 
 import os
+import pathlib
 import random
+import shutil
 
 # Tests compare float32 results exactly, on a CPU; JAX_PLATFORMS=cuda,cpu asks for the device.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -12,6 +14,13 @@ import numpy as np
 import pytest
 
 jax.config.update("jax_enable_x64", False)
+
+# Most of the time goes into compiling: what one worker, or an earlier run, has compiled is read.
+PROGRAMS = pathlib.Path(__file__).parent.parent / ".pytest_cache" / "programs"
+LARGEST = 1e9  # bytes that the folder may have when a run starts
+jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # An example may compile, so time limits for one example mean nothing.
 hypothesis.settings.register_profile(
@@ -24,6 +33,13 @@ hypothesis.settings.register_profile(
     "ci", parent=hypothesis.settings.get_profile("local"), derandomize=True, print_blob=True
 )
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begins anew with a folder of programs that has grown too large."""
+    first = not hasattr(config, "workerinput")  # and not one of several workers
+    if first and sum(path.stat().st_size for path in PROGRAMS.glob("*")) > LARGEST:
+        shutil.rmtree(PROGRAMS)
 
 
 def pytest_report_header() -> str:

@@ -97,8 +97,8 @@ def is_cache(x) -> bool:
 
 
 def num_bytes(cache) -> int:
-    """Returns the bytes of keys and values."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves((cache.k, cache.v)))
+    """Returns the bytes of keys and values, arrays or their shapes."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((cache.k, cache.v)))
 
 
 def sizes_of(request, state) -> dict[str, int]:
