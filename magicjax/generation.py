@@ -160,7 +160,7 @@ def generate(
         pad_token_id=pad_token_id,
         backend=backend,
     )
-    _tell_bytes(request)
+    _tell(request)
     programs = compilation.count()
     state, prefill_s, compiling_start = start(request)
     arguments = request.target, request.drafter, state
@@ -195,7 +195,7 @@ def stream(
 
 
 def _stream(request: Request):
-    _tell_bytes(request)
+    _tell(request)
     programs = compilation.count()
     state, prefill_s, compile_s = start(request)
     decode_s, told = 0.0, np.zeros(len(request.prompts), np.int32)
@@ -230,10 +230,11 @@ def start(request: Request) -> tuple[DecodeState, float, float]:
     return state, prefill_s + start_s, compiling_prefill + compiling_start
 
 
-def _tell_bytes(request: Request) -> None:
-    """Logs, before anything is allocated, how much the caches will take."""
+def _tell(request: Request) -> None:
+    """Logs, before anything is allocated, what the caches will take and who reads them."""
     of_target, of_draft = request.kv_bytes
     logger.info("KV cache: target %.1f MB, draft %.1f MB", of_target / 1e6, of_draft / 1e6)
+    logger.info("attention: %s", request.settings.backend)
 
 
 def _timed(program, *arguments) -> tuple[Any, float]:

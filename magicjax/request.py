@@ -14,7 +14,7 @@ import numpy as np
 
 from magicjax.cache import KVCache
 from magicjax.decode import Prefilled, PrefillSettings, Settings
-from magicjax.drafters import DRAWINGS, Drafter, Ensemble
+from magicjax.drafters import DRAWINGS, Drafter, Ensemble, SmallModel
 from magicjax.model import Model
 from magicjax.queries import Watch
 from magicjax.sampling import Sampling, row_keys
@@ -126,7 +126,7 @@ def prepare(
         capacity=_round_up(max(longest, width), CAPACITY_MULTIPLE),
         chunk=chunk,
         max_new_tokens=int(limits.max()),
-        backend=choose_backend(backend),
+        backend=_backend(backend, target, drafter),
     )
     eos = _eos(target, eos_token_id)
     return Request(
@@ -141,6 +141,20 @@ def prepare(
         sampling=sampling,
         pad_token_id=_pad(target, pad_token_id, eos),
     )
+
+
+def _backend(backend: str | None, target: Model, drafter: Drafter | None) -> str:
+    """Returns the one backend of the attention of all models; None: one that serves them all."""
+    drafters = drafter.drafters if isinstance(drafter, Ensemble) else (drafter,)
+    models = [target, *(d.model for d in drafters if isinstance(d, SmallModel))]
+    device = jax.devices()[0]
+    chosen = {
+        choose_backend(
+            backend, None if m.params is None else m.dtype, m.config.head_dim, device
+        )  # a skeleton has no dtype
+        for m in models
+    }
+    return chosen.pop() if len(chosen) == 1 else "xla"
 
 
 def _tree(target: Model, drafter: Drafter | None, tree: Tree | None) -> Tree:

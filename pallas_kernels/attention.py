@@ -4,30 +4,55 @@ Every query sees the committed prefix of its row up to a length, and of the new 
 its row of the mask allows. A chain, a tree, a prompt chunk and a single token are all that.
 """
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import reference, xla
+from pallas_kernels import mosaic, reference, xla
 from pallas_kernels.checks import check_dtypes, check_heads, check_shapes
 from pallas_kernels.quantized import Quantized
 
-BACKENDS = {"reference": reference.attend, "xla": xla.attend}
+BACKENDS: dict[str, Callable[..., tuple[Array, Array]]] = {
+    "reference": reference.attend,
+    "xla": xla.attend,
+    "mosaic": mosaic.attend,
+    "mosaic_interpreted": functools.partial(mosaic.attend, interpreted=True),
+}
 
 
-def choose_backend(backend: str | None = None) -> str:
+def choose_backend(
+    backend: str | None = None,
+    dtype: jnp.dtype | None = None,
+    head_dim: int | None = None,
+    device: jax.Device | None = None,
+) -> str:
     """Returns the name of the backend that `tree_attention` and `prefix_mass` would use.
 
     Args:
-      backend: a name from BACKENDS, or None to choose by platform.
+      backend: a name from BACKENDS, or None to choose: mosaic on an NVIDIA Hopper GPU, for what it
+        serves, else xla.
+      dtype, head_dim: of the queries; None: anything.
+      device: where it is to run; None: JAX's first one if there is a choice, and else anywhere.
 
     Raises:
-      ValueError: the name is unknown.
+      ValueError: the name is unknown, or that backend does not serve this; it says which would.
     """
     if backend is None:
-        return "xla"
+        device = jax.devices()[0] if device is None else device
+        return "xla" if mosaic.why_not(dtype, head_dim, device) else "mosaic"
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown: use one of {sorted(BACKENDS)}, or None")
+    if backend == "mosaic":
+        reason = mosaic.why_not(dtype, head_dim, device)
+    elif backend == "mosaic_interpreted":
+        reason = mosaic.why_not(dtype, head_dim) or mosaic.why_not_interpreted()
+    else:
+        return backend
+    if reason:
+        raise ValueError(f"backend={backend!r} {reason}; use backend='xla', or None")
     return backend
 
 
@@ -67,8 +92,8 @@ def tree_attention(
     Raises:
       ValueError: unknown backend, or shapes or dtypes that do not fit together.
     """
-    attend = BACKENDS[choose_backend(backend)]
     _check(q, k_prefix, v_prefix, lengths, k_new, v_new, mask)
+    attend = BACKENDS[choose_backend(backend, q.dtype, q.shape[3])]
     mask = mask if mask.ndim == 3 else mask[None]
     with jax.named_scope("tree_attention"):
         out, lse = attend(q, k_prefix, v_prefix, lengths, k_new, v_new, mask)

@@ -14,7 +14,12 @@ from pallas_kernels.checks import check_dtypes, check_heads, check_shapes
 from pallas_kernels.partials import accumulator_dtype
 from pallas_kernels.quantized import Quantized
 
-MASS_BACKENDS = {"reference": reference.mass, "xla": xla.mass}
+MASS_BACKENDS = {
+    "reference": reference.mass,
+    "xla": xla.mass,
+    "mosaic": xla.mass,  # reads the keys alone, and rarely: not worth a kernel
+    "mosaic_interpreted": xla.mass,
+}
 
 
 def prefix_mass(

@@ -87,3 +87,17 @@ def merge(
     total = out_a.astype(dtype) * scale_a[..., None] + out_b.astype(dtype) * scale_b[..., None]
     empty = peak <= EMPTY_LSE
     return total / weight[..., None], jnp.where(empty, EMPTY_LSE, peak + jnp.log(weight))
+
+
+def merge_parts(
+    out: Float[Array, "C *rows D"], lse: Float[Array, "C *rows"]
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
+    """Returns the attention (out, lse) over C disjoint sets of keys from that over each."""
+    if out.shape[0] == 1:
+        return out[0], lse[0]
+    peak = lse.max(0)
+    scale = jnp.exp(lse - peak)
+    weight = scale.sum(0)
+    total = (out * scale[..., None]).sum(0)
+    lse = jnp.where(peak <= EMPTY_LSE, EMPTY_LSE, peak + jnp.log(weight))
+    return total / weight[..., None], lse

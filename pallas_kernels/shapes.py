@@ -51,6 +51,23 @@ SHAPES = (
     Shape(6, 5, 5, 1, 1, 64, LARGE * BLOCK + 7),  # few rows, a branch on how full the cache is
 )
 
+# The same for the kernel for NVIDIA Hopper, whose blocks have 64 slots and whose tiles 64 rows.
+HOPPER_SHAPES = (
+    Shape(6, 1, 1, 2, 4, 128, 165),  # plain decoding
+    Shape(6, 5, 5, 1, 5, 64, 165),  # verification of a chain
+    Shape(6, 1, 5, 1, 4, 64, 165),  # a chain's draft level
+    Shape(6, 16, 16, 1, 8, 128, 165),  # verification of a tree, two tiles
+    Shape(6, 5, 5, 2, 4, 256, 130),  # warpgroups that share the columns of the values
+    Shape(6, 33, 33, 1, 5, 64, 40),  # less than a block of slots, an odd number of tiles
+    Shape(6, 70, 70, 1, 1, 64, 1),  # more new tokens than a block
+)
+HOPPER_GRID = tuple(
+    Shape(6, nodes, nodes, 1, group, head_dim, 165)
+    for group in (1, 4, 5, 8)
+    for nodes in (1, 5, 16, 33, 64)
+    for head_dim in (64, 128)
+)
+
 
 def bench_shape(
     batch: int, context: int, kv_heads: int, group: int, head_dim: int, nodes: int

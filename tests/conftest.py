@@ -7,6 +7,7 @@ import shutil
 
 # Tests compare float32 results exactly, on a CPU; JAX_PLATFORMS=cuda,cpu asks for the device.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("NPROC", "8")  # threads of XLA's, enough for kernels to be interpreted
 
 import hypothesis
 import jax

@@ -13,14 +13,14 @@ from pallas_kernels.xla import BLOCK
 MASKS = ("chain", "expansion", "random")
 
 
-def edge_lengths(shape: Shape) -> np.ndarray:
+def edge_lengths(shape: Shape, block: int = BLOCK) -> np.ndarray:
     """Returns lengths [B] at the edges: empty, one, around a block's end, full."""
     slots = shape.slots
-    if slots > BLOCK:
-        edges = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, slots]
+    if slots > block:
+        edges = [0, 1, block - 1, block, block + 1, slots]
     else:
         edges = [0, 1, slots // 2, slots]
-    return np.asarray(edges[: shape.batch], np.int32)
+    return np.resize(np.asarray(edges, np.int32), shape.batch)
 
 
 def make_mask(kind: str, shape: Shape) -> np.ndarray:

@@ -31,8 +31,8 @@ CASES = [
 
 SMALL = Shape(4, 5, 7, 2, 3, 8, 6)
 
-every_backend = pytest.mark.parametrize("backend", sorted(BACKENDS))
-fast_backends = pytest.mark.parametrize("backend", sorted(set(BACKENDS) - {"reference"}))
+every_backend = pytest.mark.parametrize("backend", ["reference", "xla"])
+fast_backends = pytest.mark.parametrize("backend", ["xla"])
 
 
 @every_backend

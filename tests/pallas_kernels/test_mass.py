@@ -33,8 +33,8 @@ CASES = [
     *((shape, "bfloat16") for shape in (SHAPES[0], *SHAPES[-3:-1])),
 ]
 
-every_backend = pytest.mark.parametrize("backend", sorted(BACKENDS))
-fast_backends = pytest.mark.parametrize("backend", sorted(set(BACKENDS) - {"reference"}))
+every_backend = pytest.mark.parametrize("backend", ["reference", "xla"])
+fast_backends = pytest.mark.parametrize("backend", ["xla"])
 
 
 def make_inputs(shape: Shape, dtype, fill: float = 1.0) -> dict:

@@ -1,0 +1,51 @@
+"""The attention's backend: chosen before anything is compiled, used everywhere, reported."""
+
+import jax
+import numpy as np
+import pytest
+
+import magicjax
+import models
+from pallas_kernels import mosaic
+from tests.magicjax import tiny
+
+
+def wide(dtype: str) -> magicjax.Model:
+    """Returns a model with heads of 64, as the kernel for NVIDIA Hopper takes them."""
+    module = models.build(tiny.config(head_dim=64, num_layers=1), dtype)
+    return magicjax.Model(module, models.init_params(module, 0))
+
+
+def generate(target, backend, **options):
+    prompts = [np.arange(1, 21, dtype=np.int32), np.arange(5, 10, dtype=np.int32)]
+    options = dict(max_new_tokens=5, eos_token_id=tiny.NEVER) | options
+    return magicjax.generate(target, prompts, backend=backend, **options)
+
+
+@pytest.mark.skipif(
+    mosaic.why_not_interpreted() is not None, reason=str(mosaic.why_not_interpreted())
+)
+@pytest.mark.parametrize("tree", [magicjax.chain(2), magicjax.expansion((2, 1))], ids=str)
+def test_the_loop_decodes_with_the_interpreted_kernel_as_with_xla(tree):
+    target = wide("bfloat16")
+    drafter = magicjax.SelfSpeculation("snapkv", 16, refresh_every=2)
+    outputs = {
+        backend: generate(target, backend, drafter=drafter, tree=tree)
+        for backend in ("xla", "mosaic_interpreted")
+    }
+    wanted, found = outputs.values()
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    assert [o.stats.attention_backend for o in outputs.values()] == list(outputs)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about machines without a GPU")
+def test_a_kernel_for_another_device_is_refused_and_none_is_chosen_unasked():
+    assert generate(wide("bfloat16"), None).stats.attention_backend == "xla"
+    with pytest.raises(ValueError, match="backend='mosaic' runs on NVIDIA Hopper GPUs .* is cpu"):
+        generate(wide("bfloat16"), "mosaic")
+
+
+def test_a_drafter_that_the_kernel_does_not_serve_is_refused():
+    target, small = wide("bfloat16"), tiny.model("near", "bfloat16")
+    with pytest.raises(ValueError, match="takes head sizes 64, 128, 256, not 8; use backend='xla'"):
+        generate(target, "mosaic_interpreted", drafter=magicjax.SmallModel(small))

@@ -1,0 +1,262 @@
+"""The kernel for NVIDIA Hopper, without one: interpreted, lowered, and its choices."""
+
+import functools
+import types
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from pallas_kernels import (
+    choose_backend,
+    dequantize,
+    hopper,
+    hopper_config,
+    mosaic,
+    quantize,
+    tree_attention,
+)
+from pallas_kernels.hopper_config import Config
+from pallas_kernels.shapes import HOPPER_GRID, HOPPER_SHAPES, Shape
+from tests.pallas_kernels.attention_cases import (
+    MASKS,
+    compiled,
+    edge_lengths,
+    make_inputs,
+    relative_error,
+    seen_by_nobody,
+)
+
+# bf16 keeps 8 bits. The weights are rounded before they meet the values, and two results are
+# rounded at their end: each errs by at most 2^-9 of itself. A log-sum-exp stays in float32: its
+# error is that of a sum of D products, D * 2^-24 of the largest score, which is below 8 here.
+TOLERANCE = {"bfloat16": 3 * 2**-9, "float16": 3 * 2**-12}
+LSE_TOLERANCE = 1e-4
+
+interpreted = pytest.mark.skipif(
+    mosaic.why_not_interpreted() is not None, reason=str(mosaic.why_not_interpreted())
+)
+
+
+def inputs_of(shape: Shape, kind: str = "random", dtype: str = "bfloat16") -> dict:
+    inputs = make_inputs(shape, jnp.dtype(dtype), kind)
+    return inputs | {"lengths": jnp.asarray(edge_lengths(shape, Config().block))}
+
+
+def check(inputs: dict, backend: str = "mosaic_interpreted") -> None:
+    """Asserts that the kernel gives what the definition says."""
+    found, found_lse = jax.jit(
+        lambda inputs: tree_attention(**inputs, return_lse=True, backend=backend)
+    )(inputs)
+    wanted, wanted_lse = compiled("reference")(inputs)
+    assert found.dtype == inputs["q"].dtype and found_lse.dtype == jnp.float32
+    assert relative_error(found, wanted) < TOLERANCE[inputs["q"].dtype.name]
+    seen = ~seen_by_nobody(inputs)
+    np.testing.assert_allclose(found_lse[seen], wanted_lse[seen], atol=LSE_TOLERANCE)
+    np.testing.assert_array_equal(found_lse[~seen], wanted_lse[~seen])
+    assert (np.asarray(found)[~seen] == 0).all()
+
+
+@interpreted
+@pytest.mark.parametrize("shape", HOPPER_SHAPES, ids=str)
+def test_equals_the_reference(shape):
+    check(inputs_of(shape))
+
+
+@interpreted
+@pytest.mark.parametrize("kind", MASKS[:2])
+def test_a_mask_that_rows_share_is_enough(kind):
+    inputs = inputs_of(HOPPER_SHAPES[1], kind)
+    check(inputs | {"mask": inputs["mask"][0]})
+
+
+@interpreted
+def test_float16_keeps_more_bits():
+    check(inputs_of(HOPPER_SHAPES[1], dtype="float16"))
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("shape", HOPPER_GRID, ids=str)
+def test_equals_the_reference_on_every_shape(shape, kind):
+    check(inputs_of(shape, kind))
+
+
+CONFIGS = {
+    "three splits": Config(splits=3),
+    "as many splits as blocks": Config(splits=7, stages=2),
+    "turns": Config(key_groups=2, stages=6),
+    "turns and splits": Config(splits=2, key_groups=2),
+    "two tiles": Config(row_groups=2),
+    "two tiles and splits": Config(splits=3, row_groups=2, stages=2),
+    "wide blocks": Config(splits=2, block=128, stages=2),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_way_to_divide_the_work_gives_the_same(name, monkeypatch):
+    monkeypatch.setattr(mosaic, "choose_config", lambda *sizes: CONFIGS[name])
+    shape = Shape(6, 17, 17, 1, 5, 64, 420)
+    inputs = inputs_of(shape)
+    check(inputs | {"lengths": jnp.asarray([0, 63, 64, 65, 400, 420], jnp.int32)})
+
+
+@interpreted
+def test_what_lies_in_dead_slots_does_not_matter():
+    inputs = inputs_of(HOPPER_SHAPES[1])
+    dead = jnp.arange(inputs["k_prefix"].shape[2]) >= inputs["lengths"][:, None]
+    dead = dead[:, None, :, None]
+    huge = jnp.asarray(3e38, jnp.bfloat16)
+    poisoned = inputs | {
+        "k_prefix": jnp.where(dead, jnp.nan, inputs["k_prefix"]),
+        "v_prefix": jnp.where(dead, huge, inputs["v_prefix"]),
+    }
+    pairs = (compiled("mosaic_interpreted")(x) for x in (inputs, poisoned))
+    for clean, dirty in zip(*pairs, strict=True):
+        np.testing.assert_array_equal(clean, dirty)
+
+
+@interpreted
+def test_a_quantized_prefix_is_read_as_it_stands():
+    inputs = inputs_of(HOPPER_SHAPES[1])
+    quantized = {name: quantize(inputs[name], 8) for name in ("k_prefix", "v_prefix")}
+    plain = {name: dequantize(x, jnp.bfloat16) for name, x in quantized.items()}
+    pairs = (compiled("mosaic_interpreted")(inputs | x) for x in (quantized, plain))
+    for found, wanted in zip(*pairs, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+RACING = {
+    "plain decoding": (HOPPER_SHAPES[0], {"splits": 2, "key_groups": 2, "stages": 2}),
+    "a chain": (HOPPER_SHAPES[1], {"key_groups": 2, "stages": 2}),
+    "a tree": (HOPPER_SHAPES[3], {"row_groups": 2, "stages": 2}),
+    "shared columns": (HOPPER_SHAPES[4], {"stages": 2}),
+}
+
+
+def run_detecting_races(monkeypatch, shape: Shape, **config) -> None:
+    monkeypatch.setattr(mosaic, "choose_config", lambda *sizes: Config(**config))
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        check(inputs_of(shape), backend="mosaic")
+
+
+@interpreted
+@pytest.mark.parametrize("kind", RACING)
+def test_no_warpgroup_reads_what_another_still_writes(kind, monkeypatch):
+    shape, config = RACING[kind]
+    run_detecting_races(monkeypatch, shape, **config)
+
+
+@interpreted
+def test_a_producer_that_does_not_wait_would_be_seen(monkeypatch):
+    produce = hopper._produce
+
+    def hasty(*arguments):
+        with monkeypatch.context() as patched:
+            patched.setattr(plgpu, "barrier_wait", lambda barrier: None)
+            produce(*arguments)
+
+    monkeypatch.setattr(hopper, "_produce", hasty)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="check_write"):
+        run_detecting_races(monkeypatch, Shape(6, 1, 1, 1, 1, 64, 600), stages=2)
+
+
+def lowered(shape: Shape) -> str:
+    """Returns the module that a CUDA compiler would be given, made on any machine."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    call = jax.jit(functools.partial(tree_attention, backend="mosaic"))
+    inputs = inputs_of(shape)
+    names = ("q", "k_prefix", "v_prefix", "lengths", "k_new", "v_new", "mask")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        exported = export.export(
+            call,
+            platforms=["cuda"],
+            disabled_checks=[export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")],
+        )(*(inputs[name] for name in names))
+    return exported.mlir_module()
+
+
+@pytest.mark.parametrize("shape", [HOPPER_SHAPES[i] for i in (0, 3, 4)], ids=str)
+def test_lowers_for_cuda_on_a_machine_without_it(shape):
+    assert "mosaic_gpu" in lowered(shape)
+
+
+SIZES = [
+    (heads, rows, slots, head_dim)
+    for heads in (1, 8, 128, 1024)
+    for rows in (1, 4, 64, 65, 512, 4096)
+    for slots in (1, 64, 8192, 131072)
+    for head_dim in mosaic.HEAD_DIMS
+]
+
+
+def test_every_choice_of_work_fits_the_device():
+    for heads, rows, slots, head_dim in SIZES:
+        config = hopper_config.choose_config(heads, rows, slots, head_dim, 132)
+        assert config.shared_bytes(head_dim) <= hopper_config.SHARED_BYTES
+        assert config.groups(head_dim) < hopper_config.WARPGROUPS
+        assert config.stages >= 2 and config.splits >= 1
+        assert config.splits == 1 or slots // config.splits >= config.block
+
+
+@pytest.mark.parametrize(("heads", "slots"), [(8, 131072), (128, 32768), (512, 8192)])
+def test_the_work_is_spread_over_the_device(heads, slots):
+    """At the sizes that matter no more than a tenth of the multiprocessors' time is idle."""
+    splits = hopper_config.choose_config(heads, 16, slots, 128, 132).splits
+    waves = -(-heads * splits // 132)
+    assert heads * splits / (132 * waves) > 0.9
+
+
+CPU, HOPPER = (
+    types.SimpleNamespace(device_kind="cpu"),
+    types.SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0"),
+)
+A100 = types.SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "device", "chosen"),
+    [
+        ("bfloat16", 128, HOPPER, "mosaic"),
+        ("float16", 64, HOPPER, "mosaic"),
+        ("float32", 128, HOPPER, "xla"),
+        ("bfloat16", 80, HOPPER, "xla"),
+        ("bfloat16", 128, A100, "xla"),
+        ("bfloat16", 128, CPU, "xla"),
+    ],
+)
+def test_the_backend_is_chosen_by_device_dtype_and_head_size(dtype, head_dim, device, chosen):
+    assert choose_backend(None, jnp.dtype(dtype), head_dim, device) == chosen
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "device", "message"),
+    [
+        ("float32", 128, HOPPER, "takes bfloat16 and float16, not float32; use backend='xla'"),
+        ("bfloat16", 96, HOPPER, "takes head sizes 64, 128, 256, not 96; use backend='xla'"),
+        ("bfloat16", 128, A100, r"runs on NVIDIA Hopper .*9\.0.* and this is NVIDIA A100; use"),
+        ("bfloat16", 128, CPU, "runs on .* and this is cpu; use backend='xla', or None"),
+    ],
+)
+def test_what_the_kernel_does_not_serve_is_refused(dtype, head_dim, device, message):
+    with pytest.raises(ValueError, match=f"backend='mosaic' {message}"):
+        choose_backend("mosaic", jnp.dtype(dtype), head_dim, device)
+
+
+@interpreted
+def test_too_few_threads_are_an_error_and_no_endless_wait(monkeypatch):
+    monkeypatch.setenv("NPROC", "2")
+    with pytest.raises(ValueError, match="needs 8 threads of XLA's, and there are 2: set NPROC=8"):
+        choose_backend("mosaic_interpreted")
+
+
+def test_a_call_that_the_kernel_does_not_serve_is_refused_before_it_is_compiled():
+    inputs = make_inputs(Shape(1, 1, 1, 1, 1, 64, 8), jnp.float32)
+    with pytest.raises(ValueError, match="backend='mosaic' takes bfloat16 and float16"):
+        tree_attention(**inputs, backend="mosaic")
