@@ -48,11 +48,11 @@ def fresh_pins(request, texts, counts):
     [
         ("snapkv", "chain4"),
         ("h2o", "irregular"),
-        ("keydiff", "chain4"),
         ("expected", "irregular"),
         *(
             pytest.param(name, tree, marks=pytest.mark.slow)
             for name, tree in (
+                ("keydiff", "chain4"),
                 ("pyramidkv", "irregular"),
                 ("tova", "chain4"),
                 ("knorm", "irregular"),
