@@ -69,10 +69,20 @@ def state_of(request: Request) -> decode.DecodeState:
 
 
 def mesh_of(device: str, gpus: int) -> Mesh:
-    """Returns a mesh of GPUs that are not here; rows are divided among them."""
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology=f"1x1x{gpus}", target_config=DEVICES[device].read_text()
-    )
+    """Returns a mesh of GPUs that are not here; rows are divided among them.
+
+    Raises:
+      ValueError: the CUDA compiler is not installed.
+    """
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology=f"1x1x{gpus}", target_config=DEVICES[device].read_text()
+        )
+    except NotImplementedError as error:
+        raise ValueError(
+            "the CUDA compiler is not installed here: run `make ahead`, which makes an environment "
+            "that has it"
+        ) from error
     return Mesh(np.array(topology.devices), ("data",))
 
 
@@ -117,7 +127,7 @@ def _is_cache(x: Any) -> bool:
 
 
 def _copied_sizes(text: str) -> Iterator[int]:
-    for match in re.finditer(r"= \(?\w+\[([\d,]+)\]\S* copy(?:-start)?\(", text):
+    for match in re.finditer(r"= \(?\w+\[([\d,]+)\][^=\n]* copy(?:-start)?\(", text):
         yield int(np.prod([int(n) for n in match[1].split(",")]))
 
 
