@@ -13,7 +13,7 @@ import pathlib
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -86,30 +86,41 @@ def mesh_of(device: str, gpus: int) -> Mesh:
     return Mesh(np.array(topology.devices), ("data",))
 
 
-def compile_loop(request: Request, mesh: Mesh) -> jax.stages.Compiled:
-    """Returns the program of all rounds; every device decodes rows of its own."""
-    state = state_of(request)
+def compile_ahead(program: str, request: Request, mesh: Mesh) -> jax.stages.Compiled:
+    """Returns the program `prefill`, or `decode`, all rounds; devices have rows of their own."""
+    function: Callable
+    arguments: tuple
+    if program == "prefill":
+        function = functools.partial(decode.prefill, request.prefill_settings)
+        arguments = request.prefill_arguments
+    else:
+        function = functools.partial(decode.decode, request.settings)
+        arguments = request.target, request.drafter, state_of(request)
+    donated = () if program == "prefill" else (2,)
     batch = request.tokens.shape[0]
-    # What has an axis of rows is divided; the tokens that end a row, and counters, are not.
-    of_state = jax.tree.map(
-        lambda x: PartitionSpec("data") if x.shape[:1] == (batch,) else PartitionSpec(), state
-    ).replace(eos=PartitionSpec(), ranks=PartitionSpec())
-    everywhere = jax.tree.map(lambda x: PartitionSpec(), (request.target, request.drafter))
-    specs = (*everywhere, of_state)
-    loop = jax.shard_map(
-        functools.partial(decode.decode, request.settings),
-        mesh=mesh,
-        in_specs=specs,
-        out_specs=of_state,
-        check_vma=False,
+    specs = tuple(_specs(argument, batch) for argument in arguments)
+    made = jax.eval_shape(function, *arguments)
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=specs, out_specs=_specs(made, batch), check_vma=False
     )
-    arguments = (request.target, request.drafter, state)
     placed = jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
         arguments,
         specs,
     )
-    return jax.jit(loop, donate_argnums=2).lower(*placed).compile()
+    return jax.jit(mapped, donate_argnums=donated).lower(*placed).compile()
+
+
+def _specs(argument: Any, batch: int) -> Any:
+    """Returns how an argument is divided: what has an axis of rows by rows, weights not at all."""
+    if argument is None or isinstance(argument, Model) or hasattr(argument, "propose"):
+        return jax.tree.map(lambda x: PartitionSpec(), argument)
+    specs = jax.tree.map(
+        lambda x: PartitionSpec("data") if x.shape[:1] == (batch,) else PartitionSpec(), argument
+    )
+    if isinstance(argument, decode.DecodeState):  # whose sizes may happen to be that of the batch
+        specs = specs.replace(eos=PartitionSpec(), ranks=PartitionSpec())
+    return specs
 
 
 def copied_caches(program: jax.stages.Compiled, request: Request, gpus: int) -> dict[str, int]:
@@ -127,7 +138,8 @@ def _is_cache(x: Any) -> bool:
 
 
 def _copied_sizes(text: str) -> Iterator[int]:
-    for match in re.finditer(r"= \(?\w+\[([\d,]+)\][^=\n]* copy(?:-start)?\(", text):
+    """Yields the sizes of arrays that are copied; zeros that fill a new one are no copy."""
+    for match in re.finditer(r"= \(?\w+\[([\d,]+)\][^=\n]* copy(?:-start)?\((?!%broadcast)", text):
         yield int(np.prod([int(n) for n in match[1].split(",")]))
 
 
@@ -162,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--backend", choices=("mosaic", "xla"), default="mosaic")
+    parser.add_argument("--program", choices=("decode", "prefill"), default="decode")
     parser.add_argument("--device", choices=sorted(DEVICES), default="h200")
     parser.add_argument("--gpus", type=int, default=1, help="rows are divided among them")
     return parser
@@ -183,17 +196,19 @@ def main() -> int:
         except (ValueError, OSError) as error:
             parser.error(str(error))
         begin = time.perf_counter()
-        program = compile_loop(request, mesh)
+        program = compile_ahead(options.program, request, mesh)
         seconds = time.perf_counter() - begin
         found = kernels(pathlib.Path(folder))
     memory, (of_target, of_draft) = program.memory_analysis(), request.kv_bytes
     assert memory is not None  # every GPU compiler gives one
     gb = 1e9 * options.gpus
-    print(f"{options.gpus} x {options.device}: compiled in {seconds:.1f} s; on each device")
-    print(f"  arguments   {memory.argument_size_in_bytes / 1e9:8.3f} GB, of which caches")
-    print(f"    target    {of_target / gb:8.3f} GB")
-    print(f"    draft     {of_draft / gb:8.3f} GB")
-    print(f"  temporaries {memory.temp_size_in_bytes / 1e9:8.3f} GB")
+    what = f"{options.program} for {options.gpus} x {options.device}"
+    print(f"{what}: compiled in {seconds:.1f} s; on each device")
+    print(f"  arguments      {memory.argument_size_in_bytes / 1e9:8.3f} GB")
+    print(f"  results        {memory.output_size_in_bytes / 1e9:8.3f} GB")
+    print(f"  temporaries    {memory.temp_size_in_bytes / 1e9:8.3f} GB")
+    print(f"  cache, target  {of_target / gb:8.3f} GB")
+    print(f"  cache, draft   {of_draft / gb:8.3f} GB")
     copies = copied_caches(program, request, options.gpus)
     print("  copies of a cache: " + ", ".join(f"{name} {n}" for name, n in copies.items()))
     for kernel in found:

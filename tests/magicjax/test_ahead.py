@@ -47,6 +47,7 @@ def test_copies_are_told_from_other_operations_by_name_and_size():
       %copy.1 = bf16[2,8,64,16]{3,2,1,0} copy(%p.1)
       %copy-start = (bf16[4,4]{1,0}, bf16[4,4]{1,0}, u32[]) copy-start(%p.2)
       %copied = f32[2,2]{1,0} fusion(%p.3), calls=%copy
+      %copy.2 = bf16[7,7]{1,0} copy(%broadcast.21)
     """
     assert list(ahead._copied_sizes(text)) == [2 * 8 * 64 * 16, 16]
 
