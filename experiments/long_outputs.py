@@ -137,8 +137,9 @@ def measure(
 ) -> dict[str, dict[str, float]]:
     """Returns rows of the table by name: one draft's acceptance by quarter.
 
-    Of a draft that follows the text there is a second row: of the same texts, with caches made anew
-    at the beginning of each quarter.
+    Of a draft that follows the text there is a second row: each quarter sampled again, behind the
+    same text, with caches made anew. It counts all rounds but those that the quarter's end cuts, so
+    those are longer than the first row's by the share of long rounds that were cut.
     """
     depth = magicjax.parse_tree(settings.tree).depth
     new_tokens = settings.rings * (settings.budget - settings.sinks)

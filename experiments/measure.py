@@ -19,6 +19,7 @@ import numpy as np
 import magicjax
 from experiments import exactness, metrics, prompts, synthetic, teacher
 from experiments.grid import Cell, options
+from magicjax import costs
 from pallas_kernels import bandwidth
 
 PLAIN_FAILED = "plain decoding failed: "  # opens the error of a cell that lacks its comparison
@@ -314,7 +315,7 @@ def _times(
     paired = [_rate(a) / _rate(b) for a, b in zip(timed, plain_timed, strict=True)]
     target = bench.model(cell.target, cell.dtype)
     step_s = median(run.stats.decode_s / run.stats.steps for run in plain_timed)
-    moved = metrics.step_bytes(target, cell.batch, cell.context, cell.new_tokens)
+    moved = costs.step_bytes(target, cell.batch, cell.context, cell.new_tokens)
     ar_gbs = moved / step_s / 1e9
     return {
         "decode_tok_s": rate,

@@ -219,6 +219,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     settings = [s for s in SETTINGS if options.compiled or not s.compiled]
     groups, bench = grid.groups(experiment), measure.Bench()
+    if experiment.repeats < 1:
+        print("repeats=0: a comparison of times needs at least 1", file=sys.stderr)
+        return 2
     peer = Peer(options.peer_python, threads=os.cpu_count() or 1)
     rows: list[dict[str, Any]] = []
     with tqdm(unit="run", dynamic_ncols=True) as bar:

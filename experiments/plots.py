@@ -19,7 +19,7 @@ def write(rows: list[dict[str, Any]], directory: pathlib.Path, title: str) -> li
     """
     drawn = [row for row in rows if row["status"] == "ok" and row["draft"] != "none"]
     figures = {}
-    if not drawn or drawn[0]["speedup"] is not None:
+    if drawn and drawn[0]["speedup"] is not None:
         figures["speedup.png"] = speedups(rows, drawn, title)
     if len({row["kv_budget"] for row in drawn} - {None}) > 1:
         figures["acceptance.png"] = acceptance(drawn, title)
@@ -85,11 +85,13 @@ def speedups(rows: list[dict[str, Any]], drawn: list[dict[str, Any]], title: str
 _TOLD = {
     "draft": "{}",
     "draft_model": "{}",
+    "sinks": "{} sinks",
     "refresh_every": "refreshed/{}",
     "kv_dtype": "{}",
     "recent": "recent {}",
     "sink_positions": "{}",
     "tree": "{}",
+    "draw": "{}",
     "verifier": "{}",
 }
 

@@ -25,10 +25,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import models
 from magicjax import cache, decode, draft_cache
 from magicjax.cli import make_drafter
+from magicjax.drafters import SmallModel
 from magicjax.generation import skeleton
 from magicjax.model import Model
 from magicjax.request import Request, prepare
 from magicjax.tree import parse_tree
+from pallas_kernels import choose_backend
 
 DEVICES = {path.stem: path for path in (pathlib.Path(__file__).parent / "devices").glob("*.txtpb")}
 REPORT = re.compile(r"Used (\d+) registers")
@@ -56,6 +58,9 @@ def request_of(options: argparse.Namespace) -> Request:
         eos_token_id=[],
         backend="xla",  # this machine's own; the device's is set below
     )
+    drafts = [drafter.model] if isinstance(drafter, SmallModel) else []
+    for model in (request.target, *drafts):
+        choose_backend(options.backend, model.dtype, model.config.head_dim)
     settings = dataclasses.replace(request.settings, backend=options.backend)
     return dataclasses.replace(request, settings=settings)
 

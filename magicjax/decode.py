@@ -56,7 +56,9 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class PrefillSettings:
-    """What `prefill` is specialised on: nothing of trees, so that all of them share a program.
+    """What `prefill` is specialised on: nothing of trees, so that they share a program.
+
+    (But for the capacity: a deeper tree may need 64 slots more.)
 
     Attributes:
       capacity, chunk, backend: as in `Settings`.

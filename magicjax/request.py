@@ -144,17 +144,12 @@ def prepare(
 
 
 def _backend(backend: str | None, target: Model, drafter: Drafter | None) -> str:
-    """Returns the one backend of the attention of all models; None: one that serves them all."""
+    """Returns the backend of the attention, checked to serve all models."""
     drafters = drafter.drafters if isinstance(drafter, Ensemble) else (drafter,)
-    models = [target, *(d.model for d in drafters if isinstance(d, SmallModel))]
-    device = jax.devices()[0]
-    chosen = {
-        choose_backend(
-            backend, None if m.params is None else m.dtype, m.config.head_dim, device
-        )  # a skeleton has no dtype
-        for m in models
-    }
-    return chosen.pop() if len(chosen) == 1 else "xla"
+    for model in (target, *(d.model for d in drafters if isinstance(d, SmallModel))):
+        dtype = None if model.params is None else model.dtype  # of a skeleton it is not known
+        choose_backend(backend, dtype, model.config.head_dim, jax.devices()[0])
+    return choose_backend(backend)
 
 
 def _tree(target: Model, drafter: Drafter | None, tree: Tree | None) -> Tree:

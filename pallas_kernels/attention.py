@@ -32,17 +32,16 @@ def choose_backend(
     """Returns the name of the backend that `tree_attention` and `prefix_mass` would use.
 
     Args:
-      backend: a name from BACKENDS, or None to choose: mosaic on an NVIDIA Hopper GPU, for what it
-        serves, else xla.
-      dtype, head_dim: of the queries; None: anything.
-      device: where it is to run; None: JAX's first one if there is a choice, and else anywhere.
+      backend: a name from BACKENDS, or None for xla, which serves everything. (mosaic has yet to
+        run on a GPU: only who asks for it gets it.)
+      dtype, head_dim: of the queries; None: not asked.
+      device: where it is to run; None: not asked.
 
     Raises:
       ValueError: the name is unknown, or that backend does not serve this; it says which would.
     """
     if backend is None:
-        device = jax.devices()[0] if device is None else device
-        return "xla" if mosaic.why_not(dtype, head_dim, device) else "mosaic"
+        return "xla"
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown: use one of {sorted(BACKENDS)}, or None")
     if backend == "mosaic":

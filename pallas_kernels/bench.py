@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import BACKENDS, choose_backend, tree_attention
+from pallas_kernels import mosaic
+from pallas_kernels.attention import choose_backend, tree_attention
 from pallas_kernels.bandwidth import read_bandwidths
 from pallas_kernels.shapes import Shape, bench_shape, random_inputs
 from pallas_kernels.timing import fastest_seconds
@@ -49,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", default="1,2,4,5,8", help="query nodes T, separated by commas")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument(
-        "--backends", default="all", help="names separated by commas, or 'all'; see BACKENDS"
+        "--backends", default="all", help="names separated by commas, or 'all' that serve it here"
     )
     parser.add_argument(
         "--layers", type=_positive, default=4, help="caches read in turn, to overflow the CPU's"
@@ -103,6 +104,14 @@ def measure(
     return {name: {"seconds": time / layers, "bytes": size} for name, time in seconds.items()}
 
 
+def _backends(names: str, dtype: jnp.dtype, head_dim: int, device: jax.Device) -> list[str]:
+    """Returns the backends of that name; of `all` those that serve such a call at full speed."""
+    if names != "all":
+        return [choose_backend(name, dtype, head_dim, device) for name in names.split(",")]
+    mosaic_too = mosaic.why_not(dtype, head_dim, device) is None
+    return ["reference", "xla"] + ["mosaic"] * mosaic_too
+
+
 def write_json(path: str, content: Any) -> None:
     """Writes a JSON file under a temporary name first, so that a kill leaves no half of one."""
     partial = f"{path}.{os.getpid()}.partial"
@@ -120,13 +129,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nodes = [_positive(text) for text in options.nodes.split(",")]
     except (ValueError, argparse.ArgumentTypeError) as error:
         parser.error(f"--nodes {options.nodes}: {error}")
-    names = list(BACKENDS) if options.backends == "all" else options.backends.split(",")
+    device, dtype = jax.devices()[0], jnp.dtype(options.dtype)
     try:
-        backends = [choose_backend(name) for name in names]
+        backends = _backends(options.backends, dtype, options.head_dim, device)
     except ValueError as error:
         parser.error(f"--backends: {error}")
 
-    device = jax.devices()[0]
     bandwidths = read_bandwidths(rounds=options.rounds)
     bandwidth = max(bandwidths.values())
     print(f"{device.device_kind}, jax {jax.__version__}, default {choose_backend()}")
@@ -144,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         measured = measure(
             shape,
-            jnp.dtype(options.dtype),
+            dtype,
             backends,
             fill=options.fill,
             layers=options.layers,

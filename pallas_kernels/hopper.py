@@ -5,8 +5,8 @@ brings blocks of keys and values into shared memory by TMA, as far ahead as ther
 compute warpgroups multiply them (wgmma) and keep a running softmax. What the parts give is merged
 outside, by log-sum-exp.
 
-It is bound by memory: the prefix's keys and values are read once for every `row_groups` tiles of 64
-rows, and nothing of the size of the scores leaves the chip.
+Decoding with it is bound by memory: keys and values of the prefix are read once for every
+`row_groups` tiles of 64 rows, and nothing of the size of the scores leaves the chip.
 """
 
 import dataclasses
@@ -22,10 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.hopper_config import ROWS, WIDEST, Config, column_groups
+from pallas_kernels.hopper_config import ROWS, WARPGROUPS, WIDEST, Config, column_groups
 from pallas_kernels.partials import FLOOR, MASKED
 
 LOG2E = math.log2(math.e)
+# Of each thread: 128 * (40 + 2 * 232) are just less than the 65,536 that a multiprocessor has.
+PRODUCER_REGISTERS, COMPUTE_REGISTERS = 40, 232
 
 
 def flash(
@@ -53,6 +55,11 @@ def flash(
       interpreted: run in Pallas's interpreter.
     """
     (batch, heads, rows, size), groups = q.shape, config.groups(q.shape[3])
+    if groups + 1 != WARPGROUPS and not interpreted:
+        raise ValueError(
+            f"{config} has {groups} compute warpgroups: it must have {WARPGROUPS - 1}, for which "
+            "the registers are divided"
+        )
     parts = config.splits * config.key_groups
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
     shared = functools.partial(plgpu.SMEM, dtype=q.dtype, transforms=tiled)
@@ -68,8 +75,9 @@ def flash(
             jax.ShapeDtypeStruct((parts, batch, heads, rows, size), jnp.float32),
             jax.ShapeDtypeStruct((parts, batch, heads, rows), jnp.float32),
         ],
-        grid=(rows // (ROWS * config.row_groups), config.splits, heads, batch),
-        grid_names=("tile", "split", "head", "row"),
+        # The last name runs fastest, so that tiles that read the same keys are neighbours in time.
+        grid=(batch, heads, config.splits, rows // (ROWS * config.row_groups)),
+        grid_names=("row", "head", "split", "tile"),
         num_threads=groups + 1,
         thread_name="warpgroup",
         scratch_types=[
@@ -127,13 +135,13 @@ def _kernel(config, q, k, v, lengths, k_new, v_new, bias, out, lse, *scratch) ->
 
     @pl.when(warpgroup == groups)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         entries = ((k, k_new, k_s, k_bar, k_free), (v, v_new, v_s, v_bar, v_free))
         _produce(config, part, q, q_s, q_bar, entries)
 
     @pl.when(warpgroup < groups)
     def _():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         mine = lax.rem(warpgroup, config.row_groups)
         rest = lax.div(warpgroup, config.row_groups)
         turn, column = lax.rem(rest, config.key_groups), lax.div(rest, config.key_groups)

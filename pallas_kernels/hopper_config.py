@@ -7,9 +7,9 @@ import jax
 
 ROWS = 64  # of a wgmma tile
 WIDEST = 128  # value columns that one warpgroup accumulates; more would not fit its registers
-TILE = 8  # rows of an array that TMA takes as one
+TILE = 8  # rows of a tile in shared memory, and so of what is copied there
 WARPGROUPS = 3  # of a block, the producer included: more have too few registers each
-SHARED_BYTES = 227 * 1024  # of a block
+SHARED_BYTES = 226 * 1024  # of a block, less something for barriers
 MULTIPROCESSORS = 132  # of H100 and H200 SXM, where the device does not say
 MOST_STAGES = 6
 
@@ -27,7 +27,7 @@ class Config:
         waited on by the same warpgroups every time.
 
     Raises:
-      ValueError: stages is no multiple of key_groups.
+      ValueError: stages is no multiple of key_groups, or block none of 64.
     """
 
     splits: int = 1
@@ -41,6 +41,9 @@ class Config:
             raise ValueError(
                 f"stages={self.stages} must be a multiple of key_groups={self.key_groups}"
             )
+
+        if self.block % ROWS:
+            raise ValueError(f"block={self.block} must be a multiple of {ROWS}")
 
     def groups(self, head_dim: int) -> int:
         """Returns the number of compute warpgroups."""
@@ -89,6 +92,8 @@ def choose_config(heads: int, rows: int, slots: int, head_dim: int, multiprocess
         waves = -(-blocks * splits // multiprocessors)
         return waves * (-(-slots // (splits * config.block)) + 4)
 
-    most = max(1, slots // (4 * config.block))
-    splits = min(range(1, min(most, multiprocessors) + 1), key=cost)
+    most = min(max(1, slots // (4 * config.block)), multiprocessors)
+    least = min(map(cost, range(1, most + 1)))
+    # The fewest that are nearly the best: each writes results of its own, in float32.
+    splits = next(n for n in range(1, most + 1) if cost(n) <= 1.05 * least)
     return dataclasses.replace(config, splits=splits)

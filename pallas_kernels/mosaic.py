@@ -49,7 +49,8 @@ def why_not_interpreted() -> str | None:
     """
     if jax.__version_info__ < (0, 11):
         return f"needs JAX 0.11 or newer, and this is {jax.__version__}"
-    threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)  # as XLA's CPU client counts
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = int(os.environ.get("NPROC") or usable or 1)  # as XLA's CPU client counts
     if threads < INTERPRETER_THREADS:
         return (
             f"needs {INTERPRETER_THREADS} threads of XLA's, and there are {threads}: set "
@@ -99,9 +100,9 @@ def attend(
         config,
         interpreted,
     )
-    out, lse = merge_parts(out, lse)
-    out = out[:, :, : length * group].reshape(batch, kv_heads, length, group, size)
-    lse = lse[:, :, : length * group].reshape(batch, kv_heads, length, group)
+    out, lse = merge_parts(out[..., : length * group, :], lse[..., : length * group])
+    out = out.reshape(batch, kv_heads, length, group, size)
+    lse = lse.reshape(batch, kv_heads, length, group)
     return (
         out.swapaxes(1, 2).reshape(batch, length, heads, size),
         lse.swapaxes(1, 2).reshape(batch, length, heads),

@@ -1,0 +1,45 @@
+"""Bytes that a step must read, counted by hand."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from magicjax import costs
+from models import Llama, abstract_params
+from tests.magicjax import tiny
+
+
+def test_bytes_of_a_step_are_those_of_the_weights_it_reads_and_of_live_keys_and_values():
+    model = tiny.model()
+    c = model.config
+    layer = (
+        2 * c.hidden_size * c.num_heads * c.head_dim  # q, out
+        + 2 * c.hidden_size * c.num_kv_heads * c.head_dim  # k, v
+        + 3 * c.hidden_size * c.intermediate_size
+        + 2 * c.hidden_size  # norms
+    )
+    weights = 4 * (c.num_layers * layer + c.hidden_size + c.vocab_size * c.hidden_size)
+    assert costs.weight_bytes(model) == weights  # the input embedding is looked up, not read
+    kv = 4 * 2 * c.num_layers * c.num_kv_heads * c.head_dim
+    assert costs.kv_bytes_per_token(model) == kv
+    # 3 new tokens after 10: the steps read 10, 11 and 12 tokens of each of 2 rows
+    assert costs.step_bytes(model, 2, 10, 3) == weights + 2 * 11 * kv
+
+
+def test_a_tied_embedding_is_read_once_and_half_precision_halves_the_bytes():
+    untied = tiny.model()
+    config = dataclasses.replace(untied.config, tie_embeddings=True)
+    sizes = []
+    for dtype in (jnp.float32, jnp.bfloat16):
+        params = jax.tree.map(
+            lambda leaf: np.zeros(leaf.shape, leaf.dtype),
+            nn.unbox(abstract_params(Llama(config, dtype))),
+        )
+        model = SimpleNamespace(params=params, config=config)
+        sizes.append((costs.weight_bytes(model), costs.kv_bytes_per_token(model)))
+    assert sizes[0][0] == costs.weight_bytes(untied)
+    assert sizes[0] == (2 * sizes[1][0], 2 * sizes[1][1])
