@@ -191,6 +191,14 @@ def main() -> int:
     options = parser.parse_args()
     if options.batch % options.gpus:
         parser.error(f"--batch {options.batch} must be a multiple of --gpus {options.gpus}")
+    if options.context <= options.max_new_tokens:
+        parser.error(
+            f"--context {options.context} must hold more than --max-new-tokens "
+            f"{options.max_new_tokens}"
+        )
+    hopper = "cuda_compute_capability { major: 9 " in DEVICES[options.device].read_text()
+    if options.backend == "mosaic" and not hopper:
+        parser.error(f"--backend mosaic is for Hopper, not {options.device}: use --backend xla")
     with tempfile.TemporaryDirectory() as folder:
         # Read by the compiler when the first kernel is lowered.
         dump = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTXAS": "1"}

@@ -52,11 +52,19 @@ def test_copies_are_told_from_other_operations_by_name_and_size():
     assert list(ahead._copied_sizes(text)) == [2 * 8 * 64 * 16, 16]
 
 
-def test_a_batch_that_does_not_divide_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["ahead", "--batch", "3", "--gpus", "2"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch", "3", "--gpus", "2"], "--batch 3 must be a multiple of --gpus 2"),
+        (["--device", "a100"], "--backend mosaic is for Hopper, not a100: use --backend xla"),
+        (["--context", "64"], "--context"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["ahead", *arguments])
     with pytest.raises(SystemExit):
         ahead.main()
-    assert "--batch 3 must be a multiple of --gpus 2" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_without_the_compiler_the_error_says_how_to_get_it(monkeypatch, capsys):
