@@ -165,13 +165,13 @@ def _row(share: list[float], drafted: list[int]) -> dict[str, float]:
 
 def plot(table: pd.DataFrame, path: pathlib.Path) -> None:
     """Draws the table: a line for each draft, dashed for static ones, dotted for new caches."""
-    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8.4, 3.6), layout="constrained")
     for name, row in table.iterrows():
         line = "--" if "static" in str(name) else ":" if ANEW in str(name) else "-"
         axes.plot(range(1, QUARTERS + 1), row.iloc[:QUARTERS], line, marker="o", label=name)
     axes.set(xlabel="quarter of the output", ylabel="drafted tokens accepted", ylim=(0, 1))
     axes.set_xticks(range(1, QUARTERS + 1))
-    axes.legend(fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
