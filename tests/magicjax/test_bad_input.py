@@ -270,7 +270,7 @@ REFUSED = {
     "unknown backend": (
         dict(backend="triton"),
         ValueError,
-        r"backend='triton' is unknown: use one of \['reference', 'xla'\], or None",
+        r"backend='triton' is unknown: use one of \['mosaic', .*'xla'\], or None",
     ),
     "another target": (dict(target="gpt"), TypeError, "target is a str: pass what magicjax.load"),
     # trees and drafters
