@@ -77,12 +77,13 @@ def tree_attention(
       k_prefix, v_prefix: the committed cache. Slots from `lengths` on are not seen, but their
         values must be finite (a hidden slot has weight 0, and 0 * NaN is NaN). Both may be
         `Quantized`: they are dequantized as they are read, to q's dtype (`xla`) or to the dtype of
-        the sums (`reference`).
+        the sums (`reference`); `mosaic` multiplies integers of 8 bits as they are, and scores and
+        weights by their scales.
       lengths: live slots of each row, 0 to S.
       k_new, v_new: keys and values of tokens that are not in the cache.
       mask: True where a query may see a new token; [T, N] is shared by the rows.
       return_lse: also return the log-sum-exp of the scaled scores.
-      backend: a name from BACKENDS; None chooses by platform.
+      backend: a name from BACKENDS; None: xla.
 
     Returns:
       out, or (out, lse) with lse [B, T, H] in float32 (float64 for float64 inputs). A query that

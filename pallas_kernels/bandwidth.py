@@ -1,16 +1,19 @@
-"""How fast this device reads memory: the floor that every decoding step is held against.
+"""How fast this device moves memory: the floor that every decoding step is held against.
 
 Decoding moves bytes and computes little, so a time means something only beside the time that the
-same bytes take to be read at all.
+same bytes take to be moved at all. On a CPU that is the time of reading them: a cache that is only
+read must not be held against writes, which are dearer there. GPUs are commonly judged by a copy,
+bytes read plus bytes written, and both are given.
 """
 
 import functools
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.timing import fastest_seconds
+from pallas_kernels.timing import calls_in_a_row, fastest_seconds
 
 MEBIBYTE = 2**20
 ARRAYS = 4
@@ -47,16 +50,14 @@ KERNELS = {
 }
 
 
-def read_bandwidths(size: int | None = None, *, rounds: int = 7) -> dict[str, float]:
-    """Returns the bytes per second at which each of several simple kernels reads memory.
+# Each reads its argument and writes as much.
+COPIES = {"copy": jnp.copy, "negation": jnp.negative}
 
-    Args:
-      size: bytes read by a call; None for enough to overflow the caches of this platform.
-      rounds: how often each kernel is timed; the shortest time counts.
 
-    Raises:
-      ValueError: size is too small to hold a whole number of rows.
-    """
+def _moved(
+    kernels: Mapping[str, Callable[[Array], Array]], passes: int, size: int | None, rounds: int
+) -> dict[str, float]:
+    """Returns the bytes per second of kernels that go over memory so many times."""
     if size is None:
         size = DEFAULT_BYTES.get(jax.default_backend(), DEFAULT_BYTES_ELSEWHERE)
     count = size // (4 * ARRAYS)  # float32 elements of one array
@@ -67,11 +68,32 @@ def read_bandwidths(size: int | None = None, *, rounds: int = 7) -> dict[str, fl
     arrays = [jnp.full(count, i, jnp.float32) for i in range(ARRAYS)]
     programs = {
         name: jax.jit(lambda arrays, kernel=kernel: [kernel(x) for x in arrays])
-        for name, kernel in KERNELS.items()
+        for name, kernel in kernels.items()
     }
     calls = {name: functools.partial(program, arrays) for name, program in programs.items()}
-    seconds = fastest_seconds(calls, rounds=rounds)
-    return {name: 4 * ARRAYS * count / time for name, time in seconds.items()}
+    seconds = fastest_seconds(calls, rounds=rounds, calls=calls_in_a_row())
+    return {name: passes * 4 * ARRAYS * count / time for name, time in seconds.items()}
+
+
+def read_bandwidths(size: int | None = None, *, rounds: int = 7) -> dict[str, float]:
+    """Returns the bytes per second at which each of several simple kernels reads memory.
+
+    Args:
+      size: bytes read by a call; None for enough to overflow the caches of this platform.
+      rounds: how often each kernel is timed; the shortest time counts.
+
+    Raises:
+      ValueError: size is too small to hold a whole number of rows.
+    """
+    return _moved(KERNELS, 1, size, rounds)
+
+
+def copy_bandwidths(size: int | None = None, *, rounds: int = 7) -> dict[str, float]:
+    """Returns the bytes per second, read plus written, at which memory is copied in several ways.
+
+    Arguments and errors are those of `read_bandwidths`.
+    """
+    return _moved(COPIES, 2, size, rounds)
 
 
 def read_bandwidth(size: int | None = None, *, rounds: int = 7) -> float:
@@ -80,3 +102,11 @@ def read_bandwidth(size: int | None = None, *, rounds: int = 7) -> float:
     Arguments and errors are those of `read_bandwidths`.
     """
     return max(read_bandwidths(size, rounds=rounds).values())
+
+
+def copy_bandwidth(size: int | None = None, *, rounds: int = 7) -> float:
+    """Returns the bytes per second, read plus written, of the fastest way to copy memory.
+
+    Arguments and errors are those of `read_bandwidths`.
+    """
+    return max(copy_bandwidths(size, rounds=rounds).values())

@@ -45,7 +45,7 @@ def prefix_mass(
       lse: log-sum-exp of each query's scaled scores over everything that it saw, as
         `tree_attention` returns it. None: over the slots seen, computed here for one more read of
         the keys.
-      backend: a name from BACKENDS; None chooses by platform.
+      backend: a name from BACKENDS; None: xla.
 
     Returns:
       [B, K, S] in float32 (float64 for float64 inputs), exactly 0 at slots that no query sees.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.hopper_config import ROWS, TILE, choose_config, multiprocessors
+from pallas_kernels.hopper_config import ROWS, TILE, WIDEST, choose_config, multiprocessors
 from pallas_kernels.partials import MASKED, merge_parts
 from pallas_kernels.quantized import Quantized, dequantize
 
@@ -47,8 +47,8 @@ def why_not_interpreted() -> str | None:
     Each warpgroup holds one of XLA's threads while it waits for another: with too few of them all
     wait for ever.
     """
-    if jax.__version_info__ < (0, 11):
-        return f"needs JAX 0.11 or newer, and this is {jax.__version__}"
+    if jax.__version_info__ < (0, 12):  # 0.11 demands that someone waits at the end of a barrier
+        return f"needs JAX 0.12 or newer, and this is {jax.__version__}"
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = int(os.environ.get("NPROC") or usable or 1)  # as XLA's CPU client counts
     if threads < INTERPRETER_THREADS:
@@ -71,32 +71,38 @@ def attend(
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Returns (out, lse) in float32, as `tree_attention` describes them.
 
-    A quantized prefix is dequantized first, in a pass of its own, and one whose slots are no
-    multiple of 8, or fewer than 64, is padded: a copy, so use such numbers of slots. With
-    `interpreted` the kernel runs in Pallas's interpreter, on any device: slowly, to see what it
-    computes.
+    A prefix in 8 bits is read so beside queries in bf16 with heads of 64 or 128; another quantized
+    one (4 bits, float16, heads of 256) is dequantized first, in a pass of its own. A prefix whose
+    slots are no multiple of 8, or fewer than 64, is padded: a copy, so use such numbers of slots.
+    With `interpreted` the kernel runs in Pallas's interpreter, on any device: slowly, to see what
+    it computes.
     """
     from pallas_kernels.hopper import flash  # half a second, for those who use it
 
     batch, length, heads, size = q.shape
-    k_prefix, v_prefix = _plain(k_prefix, q.dtype), _plain(v_prefix, q.dtype)
+    quantized = reads_integers(k_prefix, q.dtype)
+    if not quantized:
+        k_prefix, v_prefix = _plain(k_prefix, q.dtype), _plain(v_prefix, q.dtype)
     kv_heads, slots = k_prefix.shape[1:3]
     group = heads // kv_heads
-    config = choose_config(batch * kv_heads, length * group, slots, size, multiprocessors())
-    whole_rows = _round_up(length * group, ROWS * config.row_groups)
+    config = choose_config(
+        batch * kv_heads, length * group, slots, size, multiprocessors(), quantized
+    )
+    whole_tiles = _round_up(length * group, ROWS * config.row_groups)
     whole_new = _round_up(k_new.shape[1], config.block)
     whole_slots = max(config.block, _round_up(slots, TILE))
     rows = q.reshape(batch, length, kv_heads, group, size).swapaxes(1, 2)
-    rows = _pad(rows.reshape(batch, kv_heads, length * group, size), 2, whole_rows)
+    rows = rows.reshape(batch, kv_heads, length * group, size)
+    k_prefix, v_prefix = jax.tree.map(lambda x: _pad(x, 2, whole_slots), (k_prefix, v_prefix))
     bias = jnp.repeat(jnp.where(mask, 0.0, MASKED).astype(jnp.float32), group, axis=1)
     out, lse = flash(
-        rows,
-        _pad(k_prefix, 2, whole_slots),
-        _pad(v_prefix, 2, whole_slots),
+        _pad(rows, 2, _round_up(length * group, TILE)),
+        k_prefix,
+        v_prefix,
         lengths.astype(jnp.int32),
-        _pad(k_new.swapaxes(1, 2), 2, whole_new),
-        _pad(v_new.swapaxes(1, 2), 2, whole_new),
-        _pad(_pad(bias, 1, whole_rows, MASKED), 2, whole_new, MASKED),
+        _pad(k_new.swapaxes(1, 2), 2, _round_up(k_new.shape[1], TILE)),
+        _pad(v_new.swapaxes(1, 2), 2, _round_up(v_new.shape[1], TILE)),
+        _pad(_pad(bias, 1, whole_tiles, MASKED), 2, whole_new, MASKED),
         config,
         interpreted,
     )
@@ -107,6 +113,17 @@ def attend(
         out.swapaxes(1, 2).reshape(batch, length, heads, size),
         lse.swapaxes(1, 2).reshape(batch, length, heads),
     )
+
+
+def reads_integers(entries: Array | Quantized, dtype: jnp.dtype) -> bool:
+    """Returns whether the kernel reads such a prefix as it stands, in integers.
+
+    In float16 a weight times a scale could be too small a number, and with heads of 256 there is
+    no shared memory left for what is converted.
+    """
+    if not isinstance(entries, Quantized) or entries.bits != 8:
+        return False
+    return dtype == jnp.bfloat16 and entries.shape[-1] <= WIDEST
 
 
 def _plain(entries: Array | Quantized, dtype: jnp.dtype) -> Array:

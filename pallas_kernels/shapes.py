@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -68,6 +69,14 @@ HOPPER_GRID = tuple(
     for head_dim in (64, 128)
 )
 
+# The same once more, for a look in a minute.
+SMALL_SHAPES = (HOPPER_SHAPES[1], HOPPER_SHAPES[3])
+
+# Full sizes, timed and checked on a GPU: a layer of llama-3.1-8b at (batch, slots), as T = N nodes.
+FULL_SIZES = ((16, 32768), (1, 131072), (64, 8192))
+FULL_NODES = (1, 5, 16)  # plain decoding, a chain of 4, a tree
+FULL_HEADS = (8, 4, 128)  # K, G, D
+
 
 def bench_shape(
     batch: int, context: int, kv_heads: int, group: int, head_dim: int, nodes: int
@@ -76,18 +85,52 @@ def bench_shape(
     return Shape(batch, nodes, nodes, kv_heads, group, head_dim, context)
 
 
+PRESETS = {
+    "hopper": tuple(
+        bench_shape(batch, slots, *FULL_HEADS, nodes)
+        for batch, slots in FULL_SIZES
+        for nodes in FULL_NODES
+    ),
+}
+
+
+def _sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Returns the sizes of q, k_prefix, v_prefix, k_new, v_new, by argument name."""
+    prefix = (shape.batch, shape.kv_heads, shape.slots, shape.head_dim)
+    new = (shape.batch, shape.new, shape.kv_heads, shape.head_dim)
+    queries = (shape.batch, shape.nodes, shape.kv_heads * shape.group, shape.head_dim)
+    return {"q": queries, "k_prefix": prefix, "v_prefix": prefix, "k_new": new, "v_new": new}
+
+
+def tree_mask(nodes: int) -> np.ndarray:
+    """Returns bool [T, T], the ancestors of each node of a tree with two children for each."""
+    seen = np.eye(nodes, dtype=bool)
+    for node in range(1, nodes):
+        seen[node] |= seen[(node - 1) // 2]
+    return seen
+
+
 def random_inputs(shape: Shape, dtype: jnp.dtype, seed: int = 0) -> dict[str, Array]:
     """Returns normal q, k_prefix, v_prefix, k_new, v_new of a shape, by argument name."""
-    heads = shape.kv_heads * shape.group
-    sizes = {
-        "q": (shape.batch, shape.nodes, heads, shape.head_dim),
-        "k_prefix": (shape.batch, shape.kv_heads, shape.slots, shape.head_dim),
-        "v_prefix": (shape.batch, shape.kv_heads, shape.slots, shape.head_dim),
-        "k_new": (shape.batch, shape.new, shape.kv_heads, shape.head_dim),
-        "v_new": (shape.batch, shape.new, shape.kv_heads, shape.head_dim),
-    }
     rng = np.random.default_rng(seed)  # nothing to compile, unlike jax.random
     drawn = np.float64 if dtype == jnp.float64 else np.float32
     return {
-        name: jnp.asarray(rng.standard_normal(size, drawn), dtype) for name, size in sizes.items()
+        name: jnp.asarray(rng.standard_normal(size, drawn), dtype)
+        for name, size in _sizes(shape).items()
     }
+
+
+def device_inputs(shape: Shape, dtype: jnp.dtype, seed: int = 0) -> dict[str, Array]:
+    """Returns the same as `random_inputs`, drawn on the device: gigabytes in milliseconds."""
+    keys = jax.random.split(jax.random.key(seed), 5)
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    return {name: draw(key, size, dtype) for key, (name, size) in zip(keys, _sizes(shape).items())}
+
+
+def attentive(inputs: dict[str, Array]) -> dict[str, Array]:
+    """Returns the inputs with scores of new tokens raised by 9, so that each outweighs thousands.
+
+    A query's few new tokens then count beside a long prefix: who hides the wrong ones is far off.
+    """
+    lift = 3 * inputs["q"].shape[-1] ** -0.25  # of each number: D * lift^2 / sqrt(D) = 9
+    return inputs | {name: inputs[name] + lift for name in ("q", "k_new")}

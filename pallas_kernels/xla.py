@@ -26,8 +26,8 @@ from pallas_kernels.quantized import Quantized, dequantize
 
 BLOCK = 1024  # slots of a block, where the prefix is read in blocks
 LARGE = 4  # blocks in a cache from which it is worth a branch to read only a part of it
-# Up to this many query rows for a key/value head, one pass over the whole prefix; beyond, blocks,
-# because the scores of all slots at once would outgrow the caches themselves.
+# Up to this many query rows for a key/value head, one pass over the whole prefix on a CPU; beyond,
+# blocks, because the scores of all slots at once would outgrow the caches themselves.
 FEW_ROWS = 48
 # Up to this many rows and this head size, scores in float32 are computed keys first (measured).
 LEFT_ROWS, LEFT_SIZE = 8, 64
@@ -202,16 +202,25 @@ def _faster(
 ):
     """Returns what `at_once` makes of the carry, or `in_blocks`, whichever is faster.
 
-    Few rows take one pass over all slots: on a CPU a block of the cache cannot be multiplied where
-    it lies, it is copied first. While a large cache is at most half full, and for many rows, blocks
-    up to the longest row are faster all the same, so the work follows what is live. (Before JAX
-    0.11, XLA for a CPU converts a whole 16-bit cache to float32 to slice it; float32 is not moved.)
+    Few rows take one pass over all slots on a CPU: there a block of the cache cannot be multiplied
+    where it lies, it is copied first. While a large cache is at most half full, and for many rows,
+    blocks up to the longest row are faster all the same, so the work follows what is live. (Before
+    JAX 0.11, XLA for a CPU converts a whole 16-bit cache to float32 to slice it; float32 is not
+    moved.) Elsewhere a cache of several blocks is always read by blocks, because the scores of all
+    slots, in float32, would be written to memory and read again. What counts is the platform that
+    the program is lowered for, which need not be the one that it is made on.
     """
     if rows.shape[2] > FEW_ROWS:
         return in_blocks(carry)
-    if slots < LARGE * BLOCK:
+    if slots <= BLOCK:
         return at_once(carry)
-    return lax.cond(2 * longest > slots, at_once, in_blocks, carry)
+
+    def on_a_cpu(carry):
+        if slots < LARGE * BLOCK:
+            return at_once(carry)
+        return lax.cond(2 * longest > slots, at_once, in_blocks, carry)
+
+    return lax.platform_dependent(carry, cpu=on_a_cpu, default=in_blocks)
 
 
 def _for_blocks(step: Callable, slots: int, longest: Int[Array, ""], carry):

@@ -1,12 +1,18 @@
 """The benchmark command and the bandwidth it stands on: that they run, and what they report."""
 
 import json
+import types
 
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import bench
-from pallas_kernels.bandwidth import read_bandwidth, read_bandwidths
+from pallas_kernels import bench, shapes
+from pallas_kernels.bandwidth import (
+    copy_bandwidth,
+    copy_bandwidths,
+    read_bandwidth,
+    read_bandwidths,
+)
 from pallas_kernels.timing import fastest_seconds
 
 TINY = "--batch 1 --context 64 --kv-heads 1 --head-dim 8 --layers 1 --rounds 1".split()
@@ -15,12 +21,14 @@ TINY = "--batch 1 --context 64 --kv-heads 1 --head-dim 8 --layers 1 --rounds 1".
 @pytest.fixture
 def small_read(monkeypatch):
     monkeypatch.setattr(bench, "read_bandwidths", lambda rounds: {"sum": 4e9, "maximum": 2e9})
+    monkeypatch.setattr(bench, "copy_bandwidths", lambda rounds: {"copy": 8e9, "negation": 1e9})
 
 
 def test_bandwidth_is_that_of_the_fastest_kernel():
     kernels = read_bandwidths(2**22, rounds=1)
     assert all(1e6 < rate < 1e14 for rate in kernels.values())
-    assert read_bandwidth(2**22, rounds=1) > 0
+    assert read_bandwidth(2**22, rounds=1) > 0 and copy_bandwidth(2**22, rounds=1) > 0
+    assert all(1e6 < rate < 1e14 for rate in copy_bandwidths(2**22, rounds=1).values())
     with pytest.raises(ValueError, match=r"size=64 bytes is too small.*at least"):
         read_bandwidth(64)
 
@@ -43,9 +51,29 @@ def test_writes_a_row_for_each_node_count_and_backend(tmp_path, capsys, small_re
         assert row["bytes"] == 2 * (32 + row["nodes"]) * 8 * 4
         rate = row["bytes"] / row["seconds"]
         assert row["share_of_read_bandwidth"] == pytest.approx(rate / 4e9)
+        assert row["share_of_copy_bandwidth"] == pytest.approx(rate / 8e9)
     assert result["settings"]["context"] == 64
     assert list(tmp_path.iterdir()) == [path]
-    assert len(capsys.readouterr().out.splitlines()) == 3 + len(found)
+    assert len(capsys.readouterr().out.splitlines()) == 4 + len(found)
+
+
+def test_a_peer_stands_beside_ours_or_says_why_not(tmp_path, capsys, small_read):
+    path = tmp_path / "attention.json"
+    arguments = ["--nodes", "3", "--backends", "xla", "--peers", "jax.nn xla,jax.nn cudnn"]
+    assert bench.main([*TINY, *arguments, "--out", str(path)]) == 0
+    ours, xla, cudnn = json.loads(path.read_text())["rows"]
+    assert [row["backend"] for row in (ours, xla, cudnn)] == ["xla", "jax.nn xla", "jax.nn cudnn"]
+    assert xla["seconds"] > 0 and xla["bytes"] == ours["bytes"]
+    assert cudnn["why"] == "needs an NVIDIA GPU with cuDNN" and "seconds" not in cudnn
+    assert "needs an NVIDIA GPU with cuDNN" in capsys.readouterr().out
+
+
+def test_the_backend_meant_for_a_device_is_one_that_serves_it():
+    cpu = types.SimpleNamespace(device_kind="cpu")
+    hopper = types.SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
+    assert bench.best_backend(jnp.dtype("bfloat16"), 128, hopper) == "mosaic"
+    assert bench.best_backend(jnp.dtype("float32"), 128, hopper) == "xla"
+    assert bench.best_backend(jnp.dtype("bfloat16"), 128, cpu) == "xla"
 
 
 @pytest.mark.parametrize(
@@ -55,9 +83,23 @@ def test_writes_a_row_for_each_node_count_and_backend(tmp_path, capsys, small_re
         (["--nodes", "1,x"], "'x'"),
         (["--fill", "1.5"], "1.5 is not above 0"),
         (["--backends", "fast"], "'fast' is unknown"),
+        (["--peers", "flash"], "'flash' is unknown: use jax.nn xla"),
+        (["--preset", "hopper"], "--preset has its own --batch"),
     ],
 )
 def test_wrong_arguments_end_with_a_message(arguments, message, capsys, small_read):
     with pytest.raises(SystemExit):
         bench.main([*TINY, *arguments])
     assert message in capsys.readouterr().err
+
+
+def test_a_peer_that_fails_when_it_is_timed_leaves_our_own_figures(monkeypatch):
+    def fails(*arguments):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(bench.peers, "why_not", lambda *arguments: None)
+    monkeypatch.setattr(bench.peers, "make", fails)
+    shape = shapes.bench_shape(1, 64, 1, 1, 64, 2)
+    found = bench.measure(shape, jnp.float32, ["xla"], others=["jax.nn xla"], layers=1, rounds=1)
+    assert found["xla"]["seconds"] > 0
+    assert found["jax.nn xla"]["why"] == "failed with all layers: RuntimeError: no memory"

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from jax import export, lax
 
 from pallas_kernels import prefix_mass, quantize, tree_attention
 from pallas_kernels.shapes import Shape
@@ -141,6 +141,38 @@ def test_the_mass_of_many_rows_never_has_all_scores_at_once(given):
 
     assert temporary("xla") < scores // 2
     assert temporary("reference") >= scores
+
+
+def lowered_sizes(platform: str, function, *arguments) -> set[int]:
+    """Returns the sizes of the float32 arrays of a program that is lowered for a platform."""
+    module = export.export(jax.jit(function), platforms=[platform])(*arguments).mlir_module()
+    shapes = re.findall(r"tensor<([\dx]+)xf32>", module)
+    return {int(np.prod([int(n) for n in shape.split("x")])) for shape in shapes}
+
+
+def decoding(nodes: int) -> tuple:
+    """Returns shapes for `tree_attention`: batch 16, a context of 32,768, few rows for a head."""
+    heads, slots, size, shape = 8, 32768, 128, jax.ShapeDtypeStruct
+    q = shape((16, nodes, 4 * heads, size), jnp.bfloat16)
+    cache = shape((16, heads, slots, size), jnp.bfloat16)
+    new = shape((16, nodes, heads, size), jnp.bfloat16)
+    return q, cache, cache, shape((16,), jnp.int32), new, new, shape((nodes, nodes), jnp.bool_)
+
+
+@pytest.mark.parametrize("nodes", [1, 5])
+@pytest.mark.parametrize("what", ["attention", "mass"])
+def test_only_a_cpu_is_given_all_scores_at_once(what, nodes):
+    """What counts is the platform the program is for: here it is made on a CPU for both."""
+    arguments = decoding(nodes)
+    function = functools.partial(tree_attention, backend="xla")
+    if what == "mass":
+        arguments = (*arguments[:2], jax.ShapeDtypeStruct((16, nodes), jnp.int32))
+        function = prefix_mass
+    rows, caches, slots = 4 * nodes, 16 * 8, 32768
+    scores, block = caches * rows * slots, caches * rows * BLOCK
+    on_cpu, on_gpu = (lowered_sizes(p, function, *arguments) for p in ("cpu", "cuda"))
+    assert scores in on_cpu
+    assert block in on_gpu and max(on_gpu) <= max(block, caches * slots)  # the mass of each slot
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -1,17 +1,21 @@
 """The kernel for NVIDIA Hopper, without one: interpreted, lowered, and its choices."""
 
+import dataclasses
 import functools
+import itertools
 import types
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
+from jax import export, lax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import (
+    Quantized,
     choose_backend,
     dequantize,
     hopper,
@@ -20,7 +24,9 @@ from pallas_kernels import (
     quantize,
     tree_attention,
 )
+from pallas_kernels.check import LSE_TOLERANCE, TOLERANCE
 from pallas_kernels.hopper_config import Config
+from pallas_kernels.partials import MASKED
 from pallas_kernels.shapes import HOPPER_GRID, HOPPER_SHAPES, Shape
 from tests.pallas_kernels.attention_cases import (
     MASKS,
@@ -30,12 +36,6 @@ from tests.pallas_kernels.attention_cases import (
     relative_error,
     seen_by_nobody,
 )
-
-# bf16 keeps 8 bits. The weights are rounded before they meet the values, and two results are
-# rounded at their end: each errs by at most 2^-9 of itself. A log-sum-exp stays in float32: its
-# error is that of a sum of D products, D * 2^-24 of the largest score, which is below 8 here.
-TOLERANCE = {"bfloat16": 3 * 2**-9, "float16": 3 * 2**-12}
-LSE_TOLERANCE = 1e-4
 
 interpreted = pytest.mark.skipif(
     mosaic.why_not_interpreted() is not None, reason=str(mosaic.why_not_interpreted())
@@ -122,12 +122,74 @@ def test_what_lies_in_dead_slots_does_not_matter():
         np.testing.assert_array_equal(clean, dirty)
 
 
+def quantized(inputs: dict, bits: int = 8) -> dict:
+    return inputs | {name: quantize(inputs[name], bits) for name in ("k_prefix", "v_prefix")}
+
+
+# Integers of 8 bits are exact in bf16, and scales stay in float32, so nothing is rounded but what
+# is rounded without them: weights (here times a scale) and results. The same bound holds.
 @interpreted
-def test_a_quantized_prefix_is_read_as_it_stands():
-    inputs = inputs_of(HOPPER_SHAPES[1])
-    quantized = {name: quantize(inputs[name], 8) for name in ("k_prefix", "v_prefix")}
-    plain = {name: dequantize(x, jnp.bfloat16) for name, x in quantized.items()}
-    pairs = (compiled("mosaic_interpreted")(inputs | x) for x in (quantized, plain))
+@pytest.mark.parametrize("shape", [HOPPER_SHAPES[i] for i in (0, 1, 3, 5)], ids=str)
+def test_8_bits_equal_the_reference_on_the_same_integers(shape):
+    check(quantized(inputs_of(shape)))
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", HOPPER_GRID, ids=str)
+def test_8_bits_equal_the_reference_on_every_shape(shape):
+    check(quantized(inputs_of(shape)))
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["turns and splits", "two tiles and splits"])
+def test_every_way_to_divide_8_bits_gives_the_same(name, monkeypatch):
+    monkeypatch.setattr(mosaic, "choose_config", lambda *sizes: CONFIGS[name])
+    inputs = inputs_of(Shape(6, 17, 17, 1, 5, 64, 420))
+    lengths = jnp.asarray([0, 63, 64, 65, 400, 420], jnp.int32)
+    check(quantized(inputs) | {"lengths": lengths})
+
+
+@interpreted
+def test_scales_of_the_other_array_would_be_seen(monkeypatch):
+    flash = hopper.flash
+
+    def swapped(q, k, v, *rest):
+        k, v = (dataclasses.replace(x, scales=y.scales) for x, y in ((k, v), (v, k)))
+        return flash(q, k, v, *rest)
+
+    inputs = quantized(inputs_of(HOPPER_SHAPES[1]))
+    monkeypatch.setattr(hopper, "flash", swapped)
+    with pytest.raises(AssertionError):
+        check(inputs)
+
+
+@interpreted
+def test_what_lies_in_dead_slots_of_8_bits_does_not_matter():
+    inputs = quantized(inputs_of(HOPPER_SHAPES[1]))
+    dead = (jnp.arange(inputs["k_prefix"].shape[2]) >= inputs["lengths"][:, None])[:, None]
+    poisoned = inputs | {
+        name: Quantized(
+            jnp.where(dead[..., None], jnp.int8(-128), inputs[name].values),
+            jnp.where(dead, jnp.float32(1e30), inputs[name].scales),
+            8,
+        )
+        for name in ("k_prefix", "v_prefix")
+    }
+    pairs = (compiled("mosaic_interpreted")(x) for x in (inputs, poisoned))
+    for clean, dirty in zip(*pairs, strict=True):
+        np.testing.assert_array_equal(clean, dirty)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("index", "dtype", "bits"), [(1, "bfloat16", 4), (1, "float16", 8), (4, "bfloat16", 8)]
+)
+def test_what_the_kernel_cannot_read_is_made_numbers_first(index, dtype, bits):
+    inputs = inputs_of(HOPPER_SHAPES[index], dtype=dtype)
+    integers = quantized(inputs, bits)
+    plain = {name: dequantize(integers[name], dtype) for name in ("k_prefix", "v_prefix")}
+    pairs = (compiled("mosaic_interpreted")(x) for x in (integers, inputs | plain))
     for found, wanted in zip(*pairs, strict=True):
         np.testing.assert_array_equal(found, wanted)
 
@@ -140,17 +202,25 @@ RACING = {
 }
 
 
-def run_detecting_races(monkeypatch, shape: Shape, **config) -> None:
+def run_detecting_races(monkeypatch, inputs: dict, **config) -> None:
     monkeypatch.setattr(mosaic, "choose_config", lambda *sizes: Config(**config))
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        check(inputs_of(shape), backend="mosaic")
+        check(inputs, backend="mosaic")
 
 
 @interpreted
 @pytest.mark.parametrize("kind", RACING)
 def test_no_warpgroup_reads_what_another_still_writes(kind, monkeypatch):
     shape, config = RACING[kind]
-    run_detecting_races(monkeypatch, shape, **config)
+    run_detecting_races(monkeypatch, inputs_of(shape), **config)
+
+
+@interpreted
+@pytest.mark.parametrize("groups", ["key_groups", "row_groups"])
+def test_no_warpgroup_reads_8_bits_that_another_still_writes(groups, monkeypatch):
+    shape = Shape(2, 70, 70, 1, 1, 64, 330)  # 70 new tokens: two blocks, and two tiles of rows
+    inputs = quantized(inputs_of(shape))
+    run_detecting_races(monkeypatch, inputs, stages=2, **{groups: 2})
 
 
 @interpreted
@@ -164,14 +234,53 @@ def test_a_producer_that_does_not_wait_would_be_seen(monkeypatch):
 
     monkeypatch.setattr(hopper, "_produce", hasty)
     with pytest.raises(jax.errors.JaxRuntimeError, match="check_write"):
-        run_detecting_races(monkeypatch, Shape(6, 1, 1, 1, 1, 64, 600), key_groups=2, stages=2)
+        inputs = inputs_of(Shape(6, 1, 1, 1, 1, 64, 600))
+        run_detecting_races(monkeypatch, inputs, key_groups=2, stages=2)
 
 
-def lowered(shape: Shape) -> str:
+def written(rows: int, **config) -> tuple:
+    """Returns the results of the kernel itself; what it does not write, the interpreter left NaN.
+
+    The rows of the batch have lengths at all edges and see no new token.
+    """
+    shape = Shape(6, rows, 64, 1, 1, 64, 165)
+    inputs = inputs_of(shape)
+    tiles = -(-rows // 64) * 64
+    new = (inputs[name].swapaxes(1, 2) for name in ("k_new", "v_new"))
+    bias = jnp.full((1, tiles, 64), MASKED)
+    prefix = (inputs[name] for name in ("k_prefix", "v_prefix", "lengths"))
+    return hopper.flash(
+        inputs["q"].swapaxes(1, 2), *prefix, *new, bias, Config(**config), interpreted=True
+    )
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [8, 72])
+def test_every_row_of_every_part_is_written_and_no_more_rows(rows):
+    out, lse = written(rows, splits=3, key_groups=2)
+    assert out.shape == (6, 6, 1, rows, 64)
+    assert np.isfinite(out).all() and np.isfinite(lse).all()
+
+
+@interpreted
+def test_a_tile_that_is_not_written_would_be_seen(monkeypatch):
+    copy = plgpu.copy_smem_to_gmem
+
+    def careless(*arguments):
+        @pl.when(lax.axis_index("tile") == 0)
+        def _():
+            copy(*arguments)
+
+    monkeypatch.setattr(plgpu, "copy_smem_to_gmem", careless)
+    out, _ = written(72)
+    assert np.isfinite(out[..., :64, :]).all() and np.isnan(out[..., 64:, :]).all()
+
+
+def lowered(shape: Shape, bits: int | None = None) -> str:
     """Returns the module that a CUDA compiler would be given, made on any machine."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     call = jax.jit(functools.partial(tree_attention, backend="mosaic"))
-    inputs = inputs_of(shape)
+    inputs = inputs_of(shape) if bits is None else quantized(inputs_of(shape), bits)
     names = ("q", "k_prefix", "v_prefix", "lengths", "k_new", "v_new", "mask")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         exported = export.export(
@@ -187,6 +296,15 @@ def test_lowers_for_cuda_on_a_machine_without_it(shape):
     assert "mosaic_gpu" in lowered(shape)
 
 
+@pytest.mark.parametrize("shape", [HOPPER_SHAPES[i] for i in (0, 1, 3)], ids=str)
+def test_only_4_bits_are_made_numbers_before_the_kernel(shape):
+    """With 8 bits the program makes no array of a prefix's size in 16 bits: the kernel reads it."""
+    slots = -(-shape.slots // 8) * 8
+    prefix = f"tensor<{shape.batch}x{shape.kv_heads}x{slots}x{shape.head_dim}xbf16>"
+    assert prefix not in lowered(shape, 8)
+    assert prefix in lowered(shape, 4)
+
+
 SIZES = [
     (heads, rows, slots, head_dim)
     for heads in (1, 8, 128, 1024)
@@ -197,9 +315,11 @@ SIZES = [
 
 
 def test_every_choice_of_work_fits_the_device():
-    for heads, rows, slots, head_dim in SIZES:
-        config = hopper_config.choose_config(heads, rows, slots, head_dim, 132)
-        assert config.shared_bytes(head_dim) <= hopper_config.SHARED_BYTES
+    for (*sizes, slots, head_dim), quantized in itertools.product(SIZES, (False, True)):
+        if quantized and head_dim > hopper_config.WIDEST:
+            continue
+        config = hopper_config.choose_config(*sizes, slots, head_dim, 132, quantized)
+        assert config.shared_bytes(head_dim, quantized) <= hopper_config.SHARED_BYTES
         assert config.groups(head_dim) < hopper_config.WARPGROUPS
         assert config.stages >= 2 and config.splits >= 1
         assert config.splits == 1 or slots // config.splits >= config.block
