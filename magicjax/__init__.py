@@ -29,6 +29,7 @@ from magicjax.policies import Policy, StreamingLLM  # noqa: E402
 from magicjax.sequoia import expected_tokens, optimal  # noqa: E402
 from magicjax.stats import Stats  # noqa: E402
 from magicjax.tree import DynamicTree, TokenTree, chain, expansion, parse_tree  # noqa: E402
+from sharding import make_mesh  # noqa: E402
 
 __all__ = [
     "DynamicTree",
@@ -47,6 +48,7 @@ __all__ = [
     "expected_tokens",
     "generate",
     "load",
+    "make_mesh",
     "optimal",
     "parse_tree",
     "policies",

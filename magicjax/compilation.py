@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from magicjax import decode
+from magicjax import decode, placing
 
 logger = logging.getLogger("magicjax")
 
@@ -45,9 +45,7 @@ def program(
         _compiled[key] = _compiled.pop(key)
         return _compiled[key], 0.0
     begin = time.perf_counter()
-    function, options = _PROGRAMS[name]
-    # A function of its own, so that nothing in JAX holds the program when it is dropped here.
-    lowered = jax.jit(functools.partial(function, settings), **options).lower(*arguments)
+    lowered = jitted(name, settings, arguments).lower(*arguments)
     compiled = _compiled[key] = lowered.compile(_OPTIONS.get(jax.default_backend()))
     seconds = time.perf_counter() - begin
     global _count
@@ -56,6 +54,30 @@ def program(
     if len(_compiled) > KEPT:
         del _compiled[next(iter(_compiled))]
     return compiled, seconds
+
+
+def jitted(name: str, settings: decode.Settings | decode.PrefillSettings, arguments: tuple) -> Any:
+    """Returns the program of that name before it is lowered; see `program`."""
+    function, options = _PROGRAMS[name]
+    # A function of its own, so that nothing in JAX holds the program when it is dropped.
+    run: Callable = functools.partial(function, settings)
+    if settings.mesh is not None:
+        run = placing.on_mesh(
+            run, settings.mesh, arguments, result_shapes(name, settings, arguments)
+        )
+    return jax.jit(run, **options)
+
+
+def result_shapes(
+    name: str, settings: decode.Settings | decode.PrefillSettings, arguments: tuple
+) -> Any:
+    """Returns what a program gives back, as shapes (for a mesh with shardings); nothing runs."""
+    if name in ("decode", "step"):
+        return arguments[2]  # a round gives back a state like the one it took
+    run = functools.partial(_PROGRAMS[name][0], settings)
+    if settings.mesh is None:
+        return jax.eval_shape(run, *arguments)
+    return placing.result_shapes(run, settings.mesh, arguments)
 
 
 def count() -> int:

@@ -25,6 +25,7 @@ from magicjax.proposal import Proposal
 from magicjax.queries import Seen, Watch
 from magicjax.sampling import Purpose, Sampling, sample, uniforms, warp
 from magicjax.tree import Shape, Tree
+from sharding import AnyMesh, collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +39,10 @@ class Settings:
       capacity: S, the slots of the target's cache.
       chunk: tokens of a prefill step.
       max_new_tokens: the longest output of any row.
-      backend: of the attention; None: by platform.
+      backend: of the attention; None: xla.
       lead: the most committed tokens that a drafter's own cache may lack.
       index: the drafter's place in an ensemble.
+      mesh: of devices, factored; None: one device.
     """
 
     tree: Tree
@@ -52,6 +54,7 @@ class Settings:
     backend: str | None = None
     lead: int = 1
     index: int = 0
+    mesh: AnyMesh | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +64,7 @@ class PrefillSettings:
     (But for the capacity: a deeper tree may need 64 slots more.)
 
     Attributes:
-      capacity, chunk, backend: as in `Settings`.
+      capacity, chunk, backend, mesh: as in `Settings`.
       watch: what the drafter wants to be shown of attention.
     """
 
@@ -69,6 +72,7 @@ class PrefillSettings:
     chunk: int
     backend: str | None
     watch: Watch
+    mesh: AnyMesh | None = None
 
 
 @struct.dataclass
@@ -99,8 +103,8 @@ class DecodeState:
       eos: int32 [E], tokens that end a row (E may be 0).
       sampling: how each row samples; None: greedily.
       histogram: int32 [B, A], how many rounds of the row accepted 0, 1, … A-1 speculated tokens.
-      ranks: int32 [A-1, W], how often a path went on, at each depth, with a node's 1st, 2nd, … W-th
-        or later try.
+      ranks: int32 [B, A, W], how often the row's path went on, from each depth, with a node's 1st,
+        2nd, … W-th or later try; 0 from the deepest.
       nodes: int32 [B], how many nodes were proposed, padding and roots aside.
     """
 
@@ -114,7 +118,7 @@ class DecodeState:
     eos: Int[Array, "E"]
     sampling: Sampling | None
     histogram: Int[Array, "B A"]
-    ranks: Int[Array, "D W"]
+    ranks: Int[Array, "B A W"]
     nodes: Int[Array, "B"]
 
 
@@ -127,7 +131,7 @@ def prefill(
 ) -> tuple[KVCache, Prefilled]:
     """Returns (the target's cache of the prompts, what else it made of them)."""
     cache, last, seen = prefill_cache(target, tokens, lengths, settings, settings.watch)
-    return cache, Prefilled(_first_token(target.unembed(last), lengths, sampling), seen)
+    return cache, Prefilled(_first_token(target, last, lengths, sampling), seen)
 
 
 def start(
@@ -157,15 +161,17 @@ def start(
         eos=eos,
         sampling=sampling,
         histogram=jnp.zeros((rows, deepest), jnp.int32),
-        ranks=jnp.zeros((deepest - 1, max(1, settings.shape.width)), jnp.int32),
+        ranks=jnp.zeros((rows, deepest, max(1, settings.shape.width)), jnp.int32),
         nodes=jnp.zeros(rows, jnp.int32),
     )
 
 
-def _first_token(logits, lengths, sampling: Sampling | None) -> Int[Array, "B"]:
+def _first_token(target: Model, hidden, lengths, sampling: Sampling | None) -> Int[Array, "B"]:
+    logits, over = target.unembed(hidden), target.split.axes
     if sampling is None:
-        return logits.argmax(-1).astype(jnp.int32)
-    return sample(warp(sampling, logits), uniforms(sampling.keys, lengths, Purpose.TARGET))
+        return collectives.argmax(logits, over)
+    u = uniforms(sampling.keys, lengths, Purpose.TARGET)
+    return sample(warp(sampling, logits, over), u, over)
 
 
 def step(
@@ -196,6 +202,7 @@ def step(
             settings.shape.depth,
             state.sampling,
             state.cache.lengths,
+            target.split.axes,
         )
         emitting = _emitted_tokens(proposal.tokens, verdict)
         kept, ended = _cut(emitting, verdict, state)
@@ -266,7 +273,7 @@ def _commit(
     write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
     depths = jnp.arange(state.histogram.shape[1])
     counted = (depths == verdict.accepted[:, None]) & ~state.ended[:, None]
-    tries = jnp.arange(state.ranks.shape[1])
+    tries = jnp.arange(state.ranks.shape[2])
     ranks = jnp.minimum(verdict.ranks, len(tries) - 1)  # folding may have made more tries
     at_rank = (ranks[..., None] == tries) & ~state.ended[:, None, None]
     real = jnp.broadcast_to(~trees.padding(proposal.parents), proposal.tokens.shape).sum(-1) - 1
@@ -281,6 +288,6 @@ def _commit(
         emitted=state.emitted + kept,
         ended=ended,
         histogram=state.histogram + counted,
-        ranks=state.ranks + at_rank.sum(0, dtype=jnp.int32),
+        ranks=state.ranks.at[:, : at_rank.shape[1]].add(at_rank),
         nodes=state.nodes + jnp.where(state.ended, 0, real).astype(jnp.int32),
     )

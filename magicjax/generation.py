@@ -10,10 +10,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Int
 
 import models
-from magicjax import compilation
+from magicjax import compilation, placing
 from magicjax.decode import DecodeState
 from magicjax.drafters import Drafter
 from magicjax.model import Model
@@ -43,7 +44,14 @@ class Output:
     stats: Stats
 
 
-def load(source: str | os.PathLike, dtype: Any = None, *, seed: int = 0) -> Model:
+def load(
+    source: str | os.PathLike,
+    dtype: Any = None,
+    *,
+    seed: int = 0,
+    mesh: Mesh | None = None,
+    shards: int | None = None,
+) -> Model:
     """Returns a model from a directory in Hugging Face format, or a preset with random weights.
 
     Args:
@@ -51,13 +59,22 @@ def load(source: str | os.PathLike, dtype: Any = None, *, seed: int = 0) -> Mode
         (`models.PRESETS`), whose weights are drawn at random.
       dtype: of parameters, caches and activations; None: as stored (presets: bfloat16).
       seed: of a preset's weights.
+      mesh: of devices (`make_mesh`): every device gets its part, and none the whole.
+      shards: over how many devices of the mesh's `model` axis a small draft is divided, and then
+        held several times; None: all. 1: every device has all of it.
 
     Raises:
-      FileNotFoundError, ValueError: no such directory or preset; a checkpoint that is not whole.
+      FileNotFoundError, ValueError: no such directory or preset; a checkpoint that is not whole; a
+        mesh over which the model does not divide.
     """
     path = pathlib.Path(source)
+    if shards is not None and mesh is None:
+        raise ValueError(f"shards={shards} says how a mesh is used: pass mesh, or leave it out")
+    place = None
+    if mesh is not None:
+        place = placing.parameter_shardings(models.build(config_of(source)), shards, mesh)
     if path.is_dir():
-        checkpoint = models.load_checkpoint(path, dtype)
+        checkpoint = models.load_checkpoint(path, dtype, place=place)
         return Model(
             module=checkpoint.module,
             params=checkpoint.params,
@@ -65,17 +82,20 @@ def load(source: str | os.PathLike, dtype: Any = None, *, seed: int = 0) -> Mode
             name=path.name,
             eos_token_ids=checkpoint.eos_token_ids,
             pad_token_id=checkpoint.pad_token_id,
+            shards=shards,
         )
     module = models.build(config_of(source), "bfloat16" if dtype is None else dtype)
-    return Model(module, models.init_params(module, seed), name=str(source))
+    params = models.init_params(module, seed, place)
+    return Model(module, params, name=str(source), shards=shards)
 
 
-def skeleton(source: str | os.PathLike) -> Model:
+def skeleton(source: str | os.PathLike, *, shards: int | None = None) -> Model:
     """Returns the model that `load` makes of a source, without weights, tokenizer and end tokens.
 
     It is enough for `magicjax.request.prepare`, which says what is wrong before weights are loaded.
     """
-    return Model(models.build(config_of(source)), params=None, name=str(source))
+    module = models.build(config_of(source))
+    return Model(module, params=None, name=str(source), shards=shards)
 
 
 def config_of(source: str | os.PathLike) -> models.Config:
@@ -111,6 +131,7 @@ def generate(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     backend: str | None = None,
+    mesh: Mesh | None = None,
 ) -> Output:
     """Returns the target's own continuation of every prompt, and statistics.
 
@@ -136,13 +157,16 @@ def generate(
         follows where a drafted token agrees: the very tokens of plain sampling.
       eos_token_id: what ends a row, one or several; None: the target's own; []: nothing.
       pad_token_id: what fills `tokens` behind a row's end; None: the target's own, else EOS.
-      backend: of the attention (`pallas_kernels.BACKENDS`); None: by platform.
+      backend: of the attention (`pallas_kernels.BACKENDS`); None: xla.
+      mesh: of devices (`magicjax.make_mesh`); None: one device. Models that were loaded for it
+        (`load(..., mesh=mesh)`) lie where they should, others are moved in every call.
 
     Raises:
       ValueError, TypeError: bad input, before anything is compiled: an empty or too long prompt,
         tokens outside the vocabulary, a tree without a drafter, a temperature of 0 or below, a
         top_p outside (0, 1], a verifier that is not exact for the drafter, a drafter that does not
-        fit the target, a budget too small for the tree, an unknown backend.
+        fit the target, a budget too small for the tree, an unknown backend, a mesh over which
+        models or rows do not divide.
     """
     request = prepare(
         target,
@@ -159,13 +183,14 @@ def generate(
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
         backend=backend,
+        mesh=mesh,
     )
     _tell(request)
     programs = compilation.count()
     state, prefill_s, compiling_start = start(request)
     arguments = request.target, request.drafter, state
-    decode, compiling_decode = compilation.program("decode", request.settings, *arguments)
-    state, decode_s = _timed(decode, *arguments)
+    loop, compiling_decode = compilation.program("decode", request.settings, *arguments)
+    state, decode_s = _timed(loop, *arguments)
     return _output(
         request,
         state,
@@ -187,7 +212,7 @@ def stream(
     Args:
       target, prompts, options: as for `generate`.
     """
-    unknown = options.keys() - (prepare.__kwdefaults__ or {}).keys()
+    unknown = options.keys() - (prepare.__kwdefaults__ or {}).keys() | (options.keys() & {"put"})
     if unknown:
         raise TypeError(f"stream() has no option {sorted(unknown)[0]!r}")
     request = prepare(target, prompts, **options)
@@ -225,9 +250,17 @@ def start(request: Request) -> tuple[DecodeState, float, float]:
     prefill, compiling_prefill = compilation.program("prefill", settings, *arguments)
     prefilled, prefill_s = _timed(prefill, *arguments)
     arguments = request.start_arguments(*prefilled)
-    start, compiling_start = compilation.program("start", request.settings, *arguments)
-    state, start_s = _timed(start, *arguments)
+    starting, compiling_start = compilation.program("start", request.settings, *arguments)
+    state, start_s = _timed(starting, *arguments)
     return state, prefill_s + start_s, compiling_prefill + compiling_start
+
+
+def state_shapes(request: Request) -> DecodeState:
+    """Returns the shapes of the state behind the prompts; nothing runs, nothing is allocated."""
+    settings, arguments = request.prefill_settings, request.prefill_arguments
+    prefilled = compilation.result_shapes("prefill", settings, arguments)
+    arguments = request.start_arguments(*prefilled)
+    return compilation.result_shapes("start", request.settings, arguments)
 
 
 def _tell(request: Request) -> None:

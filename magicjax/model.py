@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 import models
 from models import Attend
+from sharding import Split, collectives
 
 
 @jax.tree_util.register_pytree_node_class
@@ -27,6 +28,8 @@ class Model:
       name: what to call it in tables.
       eos_token_ids: tokens that end a text.
       pad_token_id: what fills the rows that ended, when the user gives none.
+      shards: static too; how many devices of a mesh's `model` axis it is divided over; None: all.
+        A small draft may do with fewer, and is then held several times.
     """
 
     module: nn.Module
@@ -35,6 +38,7 @@ class Model:
     name: str = ""
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    shards: int | None = None
 
     @property
     def config(self) -> models.Config:
@@ -51,12 +55,36 @@ class Model:
         entries = batch * slots * c.num_layers * c.num_kv_heads
         return 2 * entries * c.head_dim * self.dtype.itemsize
 
-    def tree_flatten(self) -> tuple[tuple[Any], nn.Module]:
-        return (self.params,), self.module
+    @property
+    def split(self) -> Split:
+        """How it is divided: only inside a program for a mesh is that not the default."""
+        return self.module.split
+
+    @property
+    def own_heads(self) -> int:
+        """The query heads that this device has."""
+        return self.config.num_heads // self.split.shards
+
+    @property
+    def own_kv_heads(self) -> int:
+        """The KV heads that this device has."""
+        return self.config.num_kv_heads // self.split.kv_shards
+
+    @property
+    def own_vocab(self) -> int:
+        """The tokens of which this device has the logits."""
+        return self.config.vocab_size // self.split.shards
+
+    def of_all_queries(self, x: Array) -> Array:
+        """Returns the sum of what this device's query heads paid to its KV heads, and others'."""
+        return collectives.total(x, self.split.replica_axes)
+
+    def tree_flatten(self) -> tuple[tuple[Any], tuple[nn.Module, int | None]]:
+        return (self.params,), (self.module, self.shards)
 
     @classmethod
-    def tree_unflatten(cls, module: nn.Module, children: tuple[Any]) -> "Model":
-        return cls(module, *children)
+    def tree_unflatten(cls, static: tuple[nn.Module, int | None], children: tuple) -> "Model":
+        return cls(module=static[0], params=children[0], shards=static[1])
 
     def __call__(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend
@@ -65,5 +93,5 @@ class Model:
         return self.module.apply(self.params, tokens, positions, attend)
 
     def unembed(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
-        """Returns the logits of some hidden states."""
+        """Returns the logits of some hidden states; of a divided model, this device's part."""
         return self.module.apply(self.params, hidden, method="unembed")

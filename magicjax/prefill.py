@@ -34,7 +34,7 @@ def prefill_cache(
     triangle = jnp.tril(jnp.ones((chunk, chunk), bool))
     dtype = model.dtype
     cache = caches.empty(
-        config.num_layers, batch, config.num_kv_heads, settings.capacity, config.head_dim, dtype
+        config.num_layers, batch, model.own_kv_heads, settings.capacity, config.head_dim, dtype
     )
 
     def run_chunk(i, carry):
@@ -52,7 +52,7 @@ def prefill_cache(
         place = jnp.clip(lengths - 1 - start, 0, chunk - 1)
         ends_here = (lengths > start) & (lengths <= start + chunk)
         here = jnp.take_along_axis(hidden, place[:, None, None], 1)[:, 0]
-        seen = _see(seen, queries, k, start, lengths, settings.backend)
+        seen = _see(model, seen, queries, k, start, lengths, settings.backend)
         return KVCache(k, v, cache.lengths), jnp.where(ends_here[:, None], here, last), seen
 
     last = jnp.zeros((batch, config.hidden_size), dtype)
@@ -65,7 +65,7 @@ def _nothing_seen(model: Model, cache: KVCache, watch: Watch) -> Seen:
     config, batch = model.config, cache.lengths.shape[0]
     queries = total = None
     if watch.window:
-        of_layer = no_queries(batch, watch.window, config.num_heads, config.head_dim, model.dtype)
+        of_layer = no_queries(batch, watch.window, model.own_heads, config.head_dim, model.dtype)
         queries = (of_layer,) * config.num_layers
     if watch.total:
         dtype = jnp.promote_types(model.dtype, jnp.float32)
@@ -74,7 +74,13 @@ def _nothing_seen(model: Model, cache: KVCache, watch: Watch) -> Seen:
 
 
 def _see(
-    seen: Seen, queries: tuple, keys: tuple, start, lengths: Int[Array, "B"], backend: str | None
+    model: Model,
+    seen: Seen,
+    queries: tuple,
+    keys: tuple,
+    start,
+    lengths: Int[Array, "B"],
+    backend: str | None,
 ) -> Seen:
     """Returns what was watched up to a chunk, its own queries and keys included."""
     windows, total = seen.queries, seen.total
@@ -85,7 +91,7 @@ def _see(
         position = start + jnp.arange(queries[0][0].shape[1])
         sees = jnp.where(position < lengths[:, None], position + 1, 0)
         total = tuple(
-            old + prefix_mass(q, k, sees, lse, backend=backend)
+            old + model.of_all_queries(prefix_mass(q, k, sees, lse, backend=backend))
             for old, (q, lse), k in zip(total, queries, keys, strict=True)
         )
     return Seen(windows, total)

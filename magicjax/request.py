@@ -5,24 +5,28 @@ Every check is here, or in the drafter's `check`, and runs before anything is co
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
+from magicjax import placing
 from magicjax.cache import KVCache
 from magicjax.decode import Prefilled, PrefillSettings, Settings
-from magicjax.drafters import DRAWINGS, Drafter, Ensemble, SmallModel
+from magicjax.drafters import DRAWINGS, Drafter, Ensemble
 from magicjax.model import Model
 from magicjax.queries import Watch
 from magicjax.sampling import Sampling, row_keys
 from magicjax.tree import MAX_NODES, ROOT_ONLY, DynamicTree, Shape, TokenTree, Tree, chain
 from magicjax.verify import VERIFIERS
 from pallas_kernels import choose_backend
+from sharding import DATA, AnyMesh, factored
 
-PREFILL_CHUNK = 512
+PREFILL_CHUNK = 512  # tokens of a row in a prefill step
+PREFILL_TOKENS = 8192  # of a device's rows together: enough to keep it busy, few to hold
 CAPACITY_MULTIPLE = 64  # so that contexts of nearly the same length share a program
 DEFAULT_TREE = chain(4)
 
@@ -62,6 +66,7 @@ class Request:
             chunk=self.settings.chunk,
             backend=self.settings.backend,
             watch=dataclasses.replace(watch, rounds=False),  # a matter of later rounds
+            mesh=self.settings.mesh,
         )
 
     @property
@@ -100,8 +105,14 @@ def prepare(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     backend: str | None = None,
+    mesh: AnyMesh | None = None,
+    put: Callable = jax.device_put,
 ) -> Request:
-    """Returns the checked request; see `magicjax.generate` for the arguments and errors."""
+    """Returns the checked request; see `magicjax.generate` for the arguments and errors.
+
+    `put(array, sharding)` gives an array in its place on the mesh; a target without parameters, a
+    skeleton, is only checked.
+    """
     if not isinstance(target, Model):
         raise TypeError(f"target is a {type(target).__name__}: pass what magicjax.load returns")
     tree = _tree(target, drafter, tree)
@@ -112,7 +123,8 @@ def prepare(
     limits = _limits(max_new_tokens, len(rows))
     _check_context(target, drafter, tree, shape.depth, rows, limits)
     lengths = np.array([len(row) for row in rows], np.int32)
-    chunk = min(PREFILL_CHUNK, _round_up(int(lengths.max()), 16))
+    groups = 1 if mesh is None else factored(mesh).shape[DATA]
+    chunk = min(prefill_chunk(-(-len(rows) // groups)), _round_up(int(lengths.max()), 16))
     width = _round_up(int(lengths.max()), chunk)
     tokens = np.zeros((len(rows), width), np.int32)
     for row, ids in zip(tokens, rows, strict=True):
@@ -129,7 +141,7 @@ def prepare(
         backend=_backend(backend, target, drafter),
     )
     eos = _eos(target, eos_token_id)
-    return Request(
+    request = Request(
         settings=settings,
         target=target,
         drafter=drafter,
@@ -141,12 +153,45 @@ def prepare(
         sampling=sampling,
         pad_token_id=_pad(target, pad_token_id, eos),
     )
+    if mesh is None:
+        placing.check_on_one(target, drafter)
+        return request
+    placing.check(mesh, target, drafter, len(rows))
+    return request if target.params is None else _placed(request, mesh, put)
+
+
+def _placed(request: Request, mesh: AnyMesh, put: Callable) -> Request:
+    """Returns the request with all its arrays where the mesh wants them."""
+    mesh = factored(mesh)
+    rows = NamedSharding(mesh, placing.ROWS)
+
+    def of_rows(x):
+        return jax.tree.map(lambda leaf: put(leaf, rows), x)
+
+    return dataclasses.replace(
+        request,
+        settings=dataclasses.replace(request.settings, mesh=mesh),
+        target=placing.place_model(request.target, mesh, put),
+        drafter=placing.place_drafter(request.drafter, mesh, put),
+        tokens=of_rows(request.tokens),
+        lengths=of_rows(request.lengths),
+        limits=of_rows(request.limits),
+        sampling=of_rows(request.sampling),
+        eos=put(request.eos, NamedSharding(mesh, placing.EVERYWHERE)),
+    )
+
+
+def prefill_chunk(rows: int) -> int:
+    """Returns the tokens of a row in a prefill step, a power of two; `rows` are a device's."""
+    chunk = PREFILL_CHUNK
+    while chunk > 16 and chunk * rows > PREFILL_TOKENS:
+        chunk //= 2
+    return chunk
 
 
 def _backend(backend: str | None, target: Model, drafter: Drafter | None) -> str:
     """Returns the backend of the attention, checked to serve all models."""
-    drafters = drafter.drafters if isinstance(drafter, Ensemble) else (drafter,)
-    for model in (target, *(d.model for d in drafters if isinstance(d, SmallModel))):
+    for model in (target, *placing.models_of(drafter)):
         dtype = None if model.params is None else model.dtype  # of a skeleton it is not known
         choose_backend(backend, dtype, model.config.head_dim, jax.devices()[0])
     return choose_backend(backend)

@@ -14,6 +14,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from sharding import collectives
+from sharding.collectives import Over
+
 MAX_DRAFTERS = 64
 
 
@@ -56,11 +59,17 @@ def row_keys(seed: int, requests: Int[Array, "B"]) -> Array:
     return jax.vmap(lambda i: jax.random.fold_in(key, i))(requests)
 
 
-def warp(sampling: Sampling, logits: Float[Array, "B *N V"]) -> Float[Array, "B *N V"]:
+def warp(
+    sampling: Sampling, logits: Float[Array, "B *N V"], over: Over = ()
+) -> Float[Array, "B *N V"]:
     """Returns the probabilities to sample from: temperature, then top_k, then top_p.
 
     Computed in float32 (float64 for such logits). Tokens that tie with the last one kept are kept
     too, so the result does not depend on how a sort orders equals.
+
+    Args:
+      logits: of all tokens, or this device's part of them.
+      over: the mesh axes that divide the vocabulary, here and in the functions below.
     """
 
     def of_row(x):
@@ -68,22 +77,26 @@ def warp(sampling: Sampling, logits: Float[Array, "B *N V"]) -> Float[Array, "B 
 
     dtype = jnp.promote_types(logits.dtype, jnp.float32)
     scaled = logits.astype(dtype)
-    scaled = scaled - scaled.max(-1, keepdims=True)  # or a low temperature would overflow
+    highest = collectives.highest(scaled.max(-1, keepdims=True), over)
+    scaled = scaled - highest  # or a low temperature would overflow
     scaled = scaled / of_row(sampling.temperature).astype(dtype)
     if sampling.top_k_used:
-        vocab = logits.shape[-1]
+        vocab = logits.shape[-1] * collectives.devices(over)
         count = of_row(jnp.where(sampling.top_k == 0, vocab, jnp.minimum(sampling.top_k, vocab)))
-        scaled = _keep(scaled, jnp.ones_like(scaled), count)
-    p = jax.nn.softmax(scaled)
+        scaled = _keep(scaled, jnp.ones_like(scaled), count, over)
+    p = collectives.softmax(scaled, over)
     if not sampling.top_p_used:
         return p
     mass = of_row(sampling.top_p).astype(dtype)
-    kept = jax.nn.softmax(_keep(scaled, p, mass))
+    kept = collectives.softmax(_keep(scaled, p, mass, over), over)
     return jnp.where(mass < 1, kept, p)  # at 1, rounding must not cut the tail
 
 
 def _keep(
-    scores: Float[Array, "*B V"], weights: Float[Array, "*B V"], wanted: Float[Array, "*B 1"]
+    scores: Float[Array, "*B V"],
+    weights: Float[Array, "*B V"],
+    wanted: Float[Array, "*B 1"],
+    over: Over,
 ) -> Float[Array, "*B V"]:
     """Returns the highest scores, as few as weigh `wanted` together, and -inf for the others.
 
@@ -98,12 +111,13 @@ def _keep(
 
     def set_bit(i, last):
         higher = last | (top >> i.astype(unsigned))
-        enough = jnp.where(ordered >= higher, weights, 0).sum(-1, keepdims=True) >= wanted
-        return jnp.where(enough, higher, last)
+        weight = jnp.where(ordered >= higher, weights, 0).sum(-1, keepdims=True)
+        return jnp.where(collectives.total(weight, over) >= wanted, higher, last)
 
     last = jnp.zeros((*scores.shape[:-1], 1), unsigned)
     last = jax.lax.fori_loop(0, bits, set_bit, last)
-    last = jnp.minimum(last, ordered.max(-1, keepdims=True))  # the best is kept in any case
+    best = collectives.highest(ordered.max(-1, keepdims=True), over)
+    last = jnp.minimum(last, best)  # the best is kept in any case
     return jnp.where(ordered >= last, scores, -jnp.inf)
 
 
@@ -136,22 +150,39 @@ def uniforms(
     return jax.vmap(one)(keys, position, code)
 
 
-def sample(probs: Float[Array, "*B V"], uniform: Float[Array, "*B 2"]) -> Int[Array, "*B"]:
+def shares(vocab: int) -> int:
+    """Returns into how many equal shares `sample` cuts a vocabulary: those of 2, 4, 8, 16 devices.
+
+    As many as can be, up to 16, whether or not there are devices: the same token is drawn anyhow.
+    """
+    return math.gcd(vocab, 16)
+
+
+def sample(
+    probs: Float[Array, "*B V"], uniform: Float[Array, "*B 2"], over: Over = ()
+) -> Int[Array, "*B"]:
     """Returns a token drawn from `probs`, which need not sum to 1.
 
     In two steps, each by its cumulated sums and its own number: a block of tokens, then a token of
     the block. A single number of 23 bits against the sums of a large vocabulary would be off by
-    some thousandths in all (128k tokens). A token of probability 0 is never returned, whatever
-    rounding does to the sums, unless all are 0.
+    some thousandths in all (128k tokens). Blocks are as long as there are blocks, about, and none
+    reaches over the end of a share. A token of probability 0 is never returned, whatever rounding
+    does to the sums, unless all are 0.
     """
-    vocab = probs.shape[-1]
+    vocab = probs.shape[-1] * collectives.devices(over)
+    share, count = vocab // shares(vocab), shares(vocab) // collectives.devices(over)
     size = 1 << math.ceil(math.log2(vocab) / 2)
-    blocks = -(-vocab // size)
-    pads = [(0, 0)] * (probs.ndim - 1) + [(0, blocks * size - vocab)]
-    probs = jnp.pad(probs, pads).reshape(*probs.shape[:-1], blocks, size)
-    block = _pick(probs.sum(-1), uniform[..., 0])
-    inside = jnp.take_along_axis(probs, block[..., None, None], -2)[..., 0, :]
-    return (block * size + _pick(inside, uniform[..., 1])).astype(jnp.int32)
+    blocks = -(-share // size)  # of a share
+    pads = [(0, 0)] * probs.ndim + [(0, blocks * size - share)]
+    probs = jnp.pad(probs.reshape(*probs.shape[:-1], count, share), pads)
+    probs = probs.reshape(*probs.shape[:-2], count * blocks, size)
+    block = _pick(collectives.joined(probs.sum(-1), over), uniform[..., 0])
+    here = block - collectives.place(over) * count * blocks
+    mine = (here >= 0) & (here < count * blocks)
+    here = here.clip(0, count * blocks - 1)[..., None, None]
+    inside = jnp.take_along_axis(probs, here, -2)[..., 0, :]
+    picked = collectives.total(jnp.where(mine, _pick(inside, uniform[..., 1]), 0), over)
+    return (block // blocks * share + block % blocks * size + picked).astype(jnp.int32)
 
 
 def _pick(weights: Float[Array, "*B M"], uniform: Float[Array, "*B"]) -> Int[Array, "*B"]:
@@ -161,10 +192,12 @@ def _pick(weights: Float[Array, "*B M"], uniform: Float[Array, "*B"]) -> Int[Arr
     return passed.argmax(-1).astype(jnp.int32)
 
 
-def without(q: Float[Array, "*B V"], token: Int[Array, "*B"]) -> Float[Array, "*B V"]:
+def without(
+    q: Float[Array, "*B V"], token: Int[Array, "*B"], over: Over = ()
+) -> Float[Array, "*B V"]:
     """Returns q with one token masked out, renormalised (zeros, if no other was left)."""
-    rest = jnp.where(jnp.arange(q.shape[-1]) == token[..., None], 0, q)
-    mass = rest.sum(-1, keepdims=True)
+    rest = jnp.where(collectives.places(q, over) == token[..., None], 0, q)
+    mass = collectives.total(rest.sum(-1, keepdims=True), over)
     return rest / jnp.where(mass > 0, mass, 1)
 
 
@@ -176,6 +209,7 @@ def draw(
     root_position: Int[Array, "B"],
     number: Int[Array, "T"],
     drafter: int,
+    over: Over = (),
 ) -> tuple[Int[Array, "B T C"], Bool[Array, "B T C"]]:
     """Returns (`count` tokens drawn from each q, in the order drawn; which of them could be drawn).
 
@@ -189,15 +223,15 @@ def draw(
     at = root_position[:, None]
     for i in range(count):
         u = uniforms(sampling.keys, at, Purpose.DRAFT, (number + i)[None], drafter)
-        tokens.append(sample(q, u))
-        live.append(q.max(-1) > 0)
+        tokens.append(sample(q, u, over))
+        live.append(collectives.highest(q.max(-1), over) > 0)
         if not replacement:
-            q = without(q, tokens[-1])
+            q = without(q, tokens[-1], over)
     return jnp.stack(tokens, -1), jnp.stack(live, -1)
 
 
 def attempt(
-    p: Float[Array, "*B V"], q: Float[Array, "*B V"], token: Int[Array, "*B"]
+    p: Float[Array, "*B V"], q: Float[Array, "*B V"], token: Int[Array, "*B"], over: Over = ()
 ) -> tuple[Float[Array, "*B"], Float[Array, "*B V"]]:
     """Returns (the probability of accepting `token`, the distribution left if it is rejected).
 
@@ -206,9 +240,8 @@ def attempt(
     multi-step speculative sampling does so for one try after the other. A deterministic try is
     one whose q is all on it.
     """
-    p_token = jnp.take_along_axis(p, token[..., None], -1)[..., 0]
-    q_token = jnp.take_along_axis(q, token[..., None], -1)[..., 0]
+    p_token, q_token = collectives.at(p, token, over), collectives.at(q, token, over)
     accept = jnp.minimum(p_token / jnp.where(q_token > 0, q_token, 1), 1)
     left = jnp.maximum(p - q, 0)
-    mass = left.sum(-1, keepdims=True)
+    mass = collectives.total(left.sum(-1, keepdims=True), over)
     return accept, jnp.where(mass > 0, left / jnp.where(mass > 0, mass, 1), p)

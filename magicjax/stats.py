@@ -69,7 +69,7 @@ class Stats:
 def acceptance(
     emitted: Int[np.ndarray, "B"],
     histogram: Int[np.ndarray, "B A"],
-    ranks: Int[np.ndarray, "D W"],
+    ranks: Int[np.ndarray, "B A W"],
     nodes: Int[np.ndarray, "B"],
 ) -> dict[str, Any]:
     """Returns the fields of `Stats` that follow from counting.
@@ -77,7 +77,7 @@ def acceptance(
     Args:
       emitted: tokens of each row, the first (prefill's) included.
       histogram: rounds of each row that accepted 0, 1, … A-1 tokens.
-      ranks: how often a path went on, at each depth, with the 1st, 2nd, … try.
+      ranks: how often each row's path went on, from each depth, with the 1st, 2nd, … try.
       nodes: proposed in each row, roots aside.
     """
     by_count = np.asarray(histogram).sum(0)
@@ -87,7 +87,7 @@ def acceptance(
     ran = rounds_of_rows > 0
     at_least = by_count[::-1].cumsum()[::-1]
     reached = np.maximum(at_least, 1)
-    by_rank = np.asarray(ranks) / reached[:-1, None]
+    by_rank = np.asarray(ranks).sum(0)[:-1] / reached[:-1, None]
     return {
         "tau": int(of_rows.sum()) / rounds if rounds else 0.0,
         "tau_by_request": float((of_rows[ran] / rounds_of_rows[ran]).mean()) if rounds else 0.0,

@@ -8,6 +8,8 @@ from jaxtyping import Array, Bool, Float, Int
 from magicjax import tree as trees
 from magicjax.proposal import ONE_HOT, Draws, Proposal
 from magicjax.sampling import Purpose, Sampling, attempt, sample, uniforms, warp, without
+from sharding import collectives
+from sharding.collectives import Over
 
 # The last four are one rule, which follows how each child was drawn; all but mss insist on a way.
 VERIFIERS = (
@@ -44,6 +46,7 @@ def judge(
     depth: int,
     sampling: Sampling | None,
     root_position: Int[Array, "B"],
+    over: Over = (),
 ) -> Verdict:
     """Returns the verdict of the verifier of that name (one of `VERIFIERS`).
 
@@ -53,15 +56,16 @@ def judge(
       depth: the most edges of a path.
       sampling: of the rows; None for greedy.
       root_position: of the rows' pending tokens.
+      over: the mesh axes that divide the vocabulary of logits and drafts; so in all functions here.
     """
     if verifier == "greedy":
-        return greedy(logits, proposal.tokens, proposal.parents, depth)
+        return greedy(logits, proposal.tokens, proposal.parents, depth, over)
     assert sampling is not None
     if verifier == "naive":
         tokens, parents = proposal.tokens, proposal.parents
-        return naive(logits, tokens, parents, depth, sampling, root_position)
+        return naive(logits, tokens, parents, depth, sampling, root_position, over)
     assert proposal.draws is not None
-    return mss(logits, proposal.tokens, proposal.draws, depth, sampling, root_position)
+    return mss(logits, proposal.tokens, proposal.draws, depth, sampling, root_position, over)
 
 
 def greedy(
@@ -69,6 +73,7 @@ def greedy(
     tokens: Int[Array, "B N"],
     parents: trees.Parents,
     depth: int,
+    over: Over = (),
 ) -> Verdict:
     """Returns the path that greedy decoding takes through the tree.
 
@@ -81,7 +86,7 @@ def greedy(
       parents: of the nodes, [N] or [B, N].
       depth: the most edges of a path.
     """
-    return _follow(logits.argmax(-1).astype(jnp.int32), tokens, parents, depth)
+    return _follow(collectives.argmax(logits, over), tokens, parents, depth)
 
 
 def naive(
@@ -91,6 +96,7 @@ def naive(
     depth: int,
     sampling: Sampling,
     root_position: Int[Array, "B"],
+    over: Over = (),
 ) -> Verdict:
     """Returns the path of tokens that the target samples, each followed where a child carries it.
 
@@ -98,7 +104,8 @@ def naive(
     """
     following = root_position[:, None] + jnp.asarray(trees.depths(parents)) + 1
     u = uniforms(sampling.keys, jnp.broadcast_to(following, tokens.shape), Purpose.TARGET)
-    return _follow(sample(warp(sampling, logits), u), tokens, parents, depth)
+    choice = sample(warp(sampling, logits, over), u, over)
+    return _follow(choice, tokens, parents, depth)
 
 
 def _follow(
@@ -175,11 +182,13 @@ class Try:
     refused: Walk
 
 
-def begin_walk(logits: Float[Array, "B N V"], depth: int, sampling: Sampling) -> Walk:
+def begin_walk(
+    logits: Float[Array, "B N V"], depth: int, sampling: Sampling, over: Over = ()
+) -> Walk:
     """Returns the walk that stands on the root."""
     batch = logits.shape[0]
     zeros = jnp.zeros(batch, jnp.int32)
-    p = warp(sampling, logits[:, 0])
+    p = warp(sampling, logits[:, 0], over)
     return Walk(
         node=zeros,
         tried=zeros - 1,
@@ -199,6 +208,7 @@ def next_try(
     tokens: Int[Array, "B N"],
     draws: Draws,
     sampling: Sampling,
+    over: Over = (),
 ) -> Try:
     """Returns the first open draw of each row, the rule applied to it, and both ways on."""
     rows = jnp.arange(tokens.shape[0])
@@ -209,9 +219,9 @@ def next_try(
     q = draws.q[rows, jnp.maximum(q_of, 0)].astype(walk.p.dtype)
     if not draws.replacement:
         q = jnp.where((q_of == walk.q_of)[:, None], walk.q, q)
-    one_hot = jax.nn.one_hot(token, q.shape[-1], dtype=q.dtype)
+    one_hot = (collectives.places(q, over) == token[:, None]).astype(q.dtype)
     q = jnp.where((q_of == ONE_HOT)[:, None], one_hot, q)
-    accept, rest = attempt(walk.p, q, token)
+    accept, rest = attempt(walk.p, q, token, over)
     places = jnp.arange(walk.path.shape[1])
     onward = places > walk.accepted[:, None]
     here = places[:-1] == walk.accepted[:, None]
@@ -219,7 +229,7 @@ def next_try(
         node=child,
         tried=jnp.full_like(walk.tried, -1),
         failed=jnp.zeros_like(walk.failed),
-        p=warp(sampling, logits[rows, child]),
+        p=warp(sampling, logits[rows, child], over),
         q_of=jnp.full_like(walk.q_of, ONE_HOT),
         q=walk.q,
         path=jnp.where(onward, child[:, None], walk.path),
@@ -227,7 +237,7 @@ def next_try(
         accepted=walk.accepted + 1,
     )
     refused = walk.replace(  # type: ignore[attr-defined]
-        tried=draw, failed=walk.failed + 1, p=rest, q_of=q_of, q=without(q, token)
+        tried=draw, failed=walk.failed + 1, p=rest, q_of=q_of, q=without(q, token, over)
     )
     return Try(open_.any(-1), draw, accept, taken, refused)
 
@@ -239,6 +249,7 @@ def mss(
     depth: int,
     sampling: Sampling,
     root_position: Int[Array, "B"],
+    over: Over = (),
 ) -> Verdict:
     """Returns a path of the target's own joint distribution: multi-step speculative sampling.
 
@@ -249,7 +260,7 @@ def mss(
     """
 
     def turn(walk: Walk) -> Walk:
-        one = next_try(walk, logits, tokens, draws, sampling)
+        one = next_try(walk, logits, tokens, draws, sampling, over)
         u = uniforms(sampling.keys, root_position, Purpose.ACCEPT, one.draw)[..., 0]
 
         def choose(old, taken, refused):
@@ -261,7 +272,7 @@ def mss(
 
         return jax.tree.map(choose, walk, one.taken, one.refused)
 
-    walk = begin_walk(logits, depth, sampling)
+    walk = begin_walk(logits, depth, sampling, over)
     walk = jax.lax.while_loop(lambda walk: walk.open(draws).any(), turn, walk)
     u = uniforms(sampling.keys, root_position + walk.accepted + 1, Purpose.TARGET)
-    return Verdict(walk.path, walk.accepted, sample(walk.p, u), walk.ranks)
+    return Verdict(walk.path, walk.accepted, sample(walk.p, u, over), walk.ranks)

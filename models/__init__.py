@@ -2,6 +2,7 @@
 
 from models.build import (
     Config,
+    Place,
     abstract_params,
     build,
     count_params,
@@ -30,6 +31,7 @@ __all__ = [
     "LlamaConfig",
     "Opt",
     "OptConfig",
+    "Place",
     "Rope",
     "abstract_params",
     "build",

@@ -1,5 +1,6 @@
 """From a config to a module and its parameters, for every family alike."""
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 from models.llama import Block, Llama, LlamaConfig
 from models.opt import Opt, OptBlock, OptConfig
 
+# place(logical axes, one name or None for each axis) -> where the parameter should lie
+Place = Callable[[tuple[str | None, ...]], jax.sharding.Sharding]
 Config = LlamaConfig | OptConfig
 # Both offer vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads,
 # head_dim, max_positions, tie_embeddings and family.
@@ -35,7 +38,7 @@ def layer_module(module: nn.Module) -> nn.Module:
     (x [B,T,E], positions [B,T], attend, layer). Scans over stacked weights use it.
     """
     block = Block if isinstance(module.config, LlamaConfig) else OptBlock
-    return block(module.config, module.dtype)
+    return block(module.config, module.dtype, module.split)
 
 
 def init_boxed(module: nn.Module, key: jax.Array) -> dict[str, Any]:
@@ -44,11 +47,27 @@ def init_boxed(module: nn.Module, key: jax.Array) -> dict[str, Any]:
     return module.init(key, tokens, tokens, lambda layer, q, k, v: (q, None))
 
 
-def init_params(module: nn.Module, seed: int = 0) -> dict[str, Any]:
-    """Returns random parameters as plain arrays, ready for `apply`."""
+def init_params(module: nn.Module, seed: int = 0, place: Place | None = None) -> dict[str, Any]:
+    """Returns random parameters as plain arrays, ready for `apply`.
+
+    Args:
+      module: whose.
+      seed: of the random numbers.
+      place: where each lies, by the logical names of its axes; None: on the default device.
+    """
+    if place is not None:
+        shardings = jax.tree.map(
+            lambda box: place(box.names), abstract_params(module), is_leaf=_boxed
+        )
+        init = jax.jit(lambda key: nn.meta.unbox(init_boxed(module, key)), out_shardings=shardings)
+        return init(jax.random.key(seed))
     # Not under jit: that would compile every layer's initialisers again (12 tiny layers take 20 s
     # instead of 3), where eager calls compile each shape once.
     return nn.meta.unbox(init_boxed(module, jax.random.key(seed)))
+
+
+def _boxed(x: Any) -> bool:
+    return isinstance(x, nn.LogicallyPartitioned)
 
 
 def abstract_params(module: nn.Module) -> dict[str, Any]:

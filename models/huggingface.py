@@ -1,7 +1,8 @@
 """Checkpoints in Hugging Face's directory format: config.json, safetensors, tokenizer files.
 
-Tensors pass one at a time from the memory-mapped file to where `put` places them, so that reading
-a model needs host memory for its largest tensor only. A round trip is exact to the bit.
+Tensors are mapped into memory and copied part by part to where they should lie, so that reading a
+model needs little memory of the host beside what its own devices hold. A round trip is exact to
+the bit.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import os
 import pathlib
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -24,7 +25,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from models.build import Config, abstract_params, build
+from models.build import Config, Place, abstract_params, build
 from models.hf_config import read_config, write_config
 from models.hf_tensors import IGNORED, UNEMBEDDING, Tensor, full_name, tensors_of
 
@@ -32,9 +33,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64}
-
-# put(array, logical axes, one name or None for each axis) -> the array where it should live
-Put = Callable[[np.ndarray, tuple[str | None, ...]], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,14 +68,15 @@ class _Stored:
 
 
 def load_checkpoint(
-    path: str | os.PathLike, dtype: Any = None, *, put: Put | None = None
+    path: str | os.PathLike, dtype: Any = None, *, place: Place | None = None
 ) -> Checkpoint:
     """Returns the model in a directory of Hugging Face format.
 
     Args:
       path: the directory.
       dtype: of parameters and activations; None: as stored.
-      put: places a tensor, given its logical axes; None: on the default device.
+      place: where each tensor lies, by the logical names of its axes; a device, and a process, is
+        given its own part only. None: on the default device.
 
     Raises FileNotFoundError where files are missing, and ValueError for pickled weights, a config
     that is not supported, tensors that are missing, unexpected or of another shape (all of them
@@ -96,7 +95,7 @@ def load_checkpoint(
             'jax.config.update("jax_enable_x64", True), or pass dtype="float32"'
         )
     module = build(config, dtype)
-    params = _read_params(module, stored, put or (lambda array, axes: jnp.asarray(array)))
+    params = _read_params(module, stored, place)
     return Checkpoint(module, params, **_special_tokens(path))
 
 
@@ -294,19 +293,53 @@ def _common_dtype(stored: list[tuple[Tensor, _Stored]]) -> np.dtype:
     return np.dtype(DTYPES[names[0]])
 
 
-def _read_params(module: nn.Module, stored: list[tuple[Tensor, _Stored]], put: Put) -> Any:
+def _read_params(
+    module: nn.Module, stored: list[tuple[Tensor, _Stored]], place: Place | None
+) -> Any:
     shapes, flat = _shapes(module.config), {}
-    handles: dict[pathlib.Path, Any] = {}
-    with contextlib.ExitStack() as stack:
-        for tensor, where in stored:
-            if where.file not in handles:
-                handle = stack.enter_context(safetensors.safe_open(where.file, "numpy"))
-                handles[where.file] = handle
-            box = shapes[tensor.path]
-            values = handles[where.file].get_tensor(where.name)
-            values = tensor.to_parameter(values, box.value.shape)
-            flat[tensor.path] = put(values.astype(module.dtype, copy=False), box.names)
+    files: dict[pathlib.Path, dict[str, np.ndarray]] = {}
+    for tensor, where in stored:
+        if where.file not in files:
+            files[where.file] = _mapped(where.file)
+        box = shapes[tensor.path]
+        values = tensor.to_parameter(files[where.file][where.name], box.value.shape)
+        flat[tensor.path] = _put(values, module.dtype, place and place(box.names))
     return {"params": flax.traverse_util.unflatten_dict(flat)}
+
+
+def _mapped(file: pathlib.Path) -> dict[str, np.ndarray]:
+    """Returns a file's tensors by name, mapped into memory: what is not looked at is not read.
+
+    The library gives no views. The format: the header's length in 8 bytes, the header as JSON with
+    each tensor's dtype, shape and bytes, and the tensors.
+    """
+    with open(file, "rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+    raw = np.memmap(file, np.uint8, "r", offset=8 + size)
+    header.pop("__metadata__", None)
+    return {
+        name: raw[slice(*entry["data_offsets"])]
+        .view(DTYPES[entry["dtype"]])
+        .reshape(entry["shape"])
+        for name, entry in header.items()
+        if entry["dtype"] in DTYPES
+    }
+
+
+def _put(values: np.ndarray, dtype: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    """Returns an array of the values; of a device's part, a copy, and of nothing else.
+
+    An array that JAX may keep as it is would still be the file: what is written there later would
+    change the model.
+    """
+    if sharding is None:
+        return jnp.array(values, dtype)
+
+    def part(index):
+        return np.array(values[index], dtype, order="C")
+
+    return jax.make_array_from_callback(values.shape, sharding, part)
 
 
 def _named_params(module: nn.Module, params: Any) -> list[tuple[Tensor, Any]]:

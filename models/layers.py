@@ -10,7 +10,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+
+from sharding import Split, collectives
 
 # attend(layer, q [B,T,H,D], k [B,T,K,D], v [B,T,K,D]) -> (out [B,T,H,D], whatever it kept)
 Attend = Callable[[int, Array, Array, Array], tuple[Array, Any]]
@@ -63,12 +65,14 @@ class Projection(nn.Module):
 
     Attributes:
       inputs, outputs: (size, logical axis) of each axis that is summed over, and made.
+      over: mesh axes that divide what is summed over.
     """
 
     inputs: tuple[tuple[int, str | None], ...]
     outputs: tuple[tuple[int, str | None], ...]
     use_bias: bool
     dtype: Any
+    over: tuple[str, ...] = ()
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -82,7 +86,20 @@ class Projection(nn.Module):
         contracted = tuple(range(x.ndim - n, x.ndim)), tuple(range(n))
         precision = dot_precision(self.dtype)
         out = jax.lax.dot_general(x, weight, (contracted, ((), ())), precision=precision)
+        out = collectives.total(out, self.over)
         if self.use_bias:
             init = nn.with_logical_partitioning(nn.initializers.zeros, axes[n:])
             out = out + self.param("bias", init, shape[n:], self.dtype)
         return out
+
+
+def look_up(
+    table: Float[Array, "V E"], tokens: Int[Array, "*B"], split: Split
+) -> Float[Array, "*B E"]:
+    """Returns the rows of an embedding, of which a device may have a part: one sum over devices."""
+    if not split.axes:
+        return jnp.take(table, tokens, axis=0)
+    own = tokens - collectives.place(split.axes) * table.shape[0]
+    mine = (own >= 0) & (own < table.shape[0])
+    rows = jnp.take(table, own.clip(0, table.shape[0] - 1), axis=0)
+    return collectives.total(jnp.where(mine[..., None], rows, 0), split.axes)

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from models.layers import Attend, Projection, RMSNorm, dot_precision
+from models.layers import Attend, Projection, RMSNorm, dot_precision, look_up
 from models.rope import Rope, rotate
-from sharding import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, VOCAB
+from sharding import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, VOCAB, Split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +80,14 @@ class LlamaConfig:
 class Attention(nn.Module):
     config: LlamaConfig
     dtype: Any
+    split: Split = Split()
 
     @nn.compact
     def __call__(self, x, positions, attend: Attend, layer: int):
         c = self.config
-        heads = ((c.num_heads, HEADS), (c.head_dim, HEAD_DIM))
-        kv_heads = ((c.num_kv_heads, KV_HEADS), (c.head_dim, HEAD_DIM))
+        heads = ((c.num_heads // self.split.shards, HEADS), (c.head_dim, HEAD_DIM))
+        of_kv = c.num_kv_heads // self.split.kv_shards
+        kv_heads = ((of_kv, KV_HEADS), (c.head_dim, HEAD_DIM))
         embed = ((c.hidden_size, EMBED),)
         q = Projection(embed, heads, c.qkv_bias, self.dtype, name="q")(x)
         k = Projection(embed, kv_heads, c.qkv_bias, self.dtype, name="k")(x)
@@ -95,7 +97,8 @@ class Attention(nn.Module):
             k = RMSNorm(c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, name="k_norm")(k)
         q, k = rotate(q, positions, c.rope), rotate(k, positions, c.rope)
         out, kept = attend(layer, q, k, v)
-        return Projection(heads, embed, c.out_bias, self.dtype, name="out")(out), kept
+        over = self.split.axes
+        return Projection(heads, embed, c.out_bias, self.dtype, over, name="out")(out), kept
 
 
 class SwiGLU(nn.Module):
@@ -103,14 +106,17 @@ class SwiGLU(nn.Module):
 
     config: LlamaConfig
     dtype: Any
+    split: Split = Split()
 
     @nn.compact
     def __call__(self, x):
         c = self.config
-        embed, hidden = ((c.hidden_size, EMBED),), ((c.intermediate_size, MLP),)
+        embed = ((c.hidden_size, EMBED),)
+        hidden = ((c.intermediate_size // self.split.shards, MLP),)
         gate = Projection(embed, hidden, c.mlp_bias, self.dtype, name="gate")(x)
         up = Projection(embed, hidden, c.mlp_bias, self.dtype, name="up")(x)
-        return Projection(hidden, embed, c.mlp_bias, self.dtype, name="down")(nn.silu(gate) * up)
+        down = Projection(hidden, embed, c.mlp_bias, self.dtype, self.split.axes, name="down")
+        return down(nn.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -118,15 +124,17 @@ class Block(nn.Module):
 
     config: LlamaConfig
     dtype: Any
+    split: Split = Split()
 
     @nn.compact
     def __call__(self, x, positions, attend: Attend, layer: int):
         c = self.config
         normed = RMSNorm(c.hidden_size, c.norm_eps, self.dtype, EMBED, name="attention_norm")(x)
-        out, kept = Attention(c, self.dtype, name="attention")(normed, positions, attend, layer)
+        attention = Attention(c, self.dtype, self.split, name="attention")
+        out, kept = attention(normed, positions, attend, layer)
         x = x + out
         normed = RMSNorm(c.hidden_size, c.norm_eps, self.dtype, EMBED, name="mlp_norm")(x)
-        return x + SwiGLU(c, self.dtype, name="mlp")(normed), kept
+        return x + SwiGLU(c, self.dtype, self.split, name="mlp")(normed), kept
 
 
 class Llama(nn.Module):
@@ -135,20 +143,23 @@ class Llama(nn.Module):
     Attributes:
       config: shapes and switches.
       dtype: of parameters and activations; norms and logits are computed in float32 at least.
+      split: of which parameters this device has a part. Then it runs inside `jax.shard_map`, and
+        its logits are this device's part of the vocabulary.
     """
 
     config: LlamaConfig
     dtype: Any = jnp.float32
+    split: Split = Split()
 
     def setup(self):
         c = self.config
         init = nn.with_logical_partitioning(nn.initializers.normal(0.02), (VOCAB, EMBED))
-        self.embedding = self.param("embedding", init, (c.vocab_size, c.hidden_size), self.dtype)
-        self.layers = [Block(c, self.dtype) for _ in range(c.num_layers)]
+        shape = (c.vocab_size // self.split.shards, c.hidden_size)
+        self.embedding = self.param("embedding", init, shape, self.dtype)
+        self.layers = [Block(c, self.dtype, self.split) for _ in range(c.num_layers)]
         self.norm = RMSNorm(c.hidden_size, c.norm_eps, self.dtype, EMBED)
         if not c.tie_embeddings:
             init = nn.with_logical_partitioning(nn.initializers.normal(0.02), (VOCAB, EMBED))
-            shape = (c.vocab_size, c.hidden_size)
             self.unembedding = self.param("unembedding", init, shape, self.dtype)
 
     def __call__(
@@ -166,7 +177,7 @@ class Llama(nn.Module):
     def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Array:
         """Returns the input of the first block, [B,T,E]; the rotation needs no positions here."""
         del positions
-        return jnp.take(self.embedding, tokens, axis=0)
+        return look_up(self.embedding, tokens, self.split)
 
     def block(
         self, x: Float[Array, "B T E"], positions: Int[Array, "B T"], attend: Attend, layer: int

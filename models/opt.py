@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from models.layers import Attend, LayerNorm, Projection, dot_precision
-from sharding import EMBED, HEAD_DIM, HEADS, MLP, VOCAB
+from models.layers import Attend, LayerNorm, Projection, dot_precision, look_up
+from sharding import EMBED, HEAD_DIM, HEADS, MLP, VOCAB, Split
 
 NORM_EPS = 1e-5
 # The first rows of the table belonged to padding in the code that OPT was trained with.
@@ -94,16 +94,19 @@ class OptBlock(nn.Module):
 
     config: OptConfig
     dtype: Any
+    split: Split = Split()
 
     @nn.compact
     def __call__(self, x, positions, attend: Attend, layer: int):
         del positions  # `embed` has added them
         c = self.config
-        embed, hidden = ((c.hidden_size, EMBED),), ((c.intermediate_size, MLP),)
-        heads = ((c.num_heads, HEADS), (c.head_dim, HEAD_DIM))
+        embed, shards = ((c.hidden_size, EMBED),), self.split.shards
+        hidden = ((c.intermediate_size // shards, MLP),)
+        heads = ((c.num_heads // shards, HEADS), (c.head_dim, HEAD_DIM))
 
         def project(name, inputs, outputs):
-            return Projection(inputs, outputs, c.use_bias, self.dtype, name=name)
+            over = () if inputs == embed else self.split.axes
+            return Projection(inputs, outputs, c.use_bias, self.dtype, over, name=name)
 
         def norm(name):
             return LayerNorm(c.hidden_size, NORM_EPS, self.dtype, EMBED, name=name)
@@ -125,17 +128,21 @@ class Opt(nn.Module):
     Attributes:
       config: shapes and switches.
       dtype: of parameters and activations; norms and logits are computed in float32 at least.
+      split: of which parameters this device has a part. Then it runs inside `jax.shard_map`, and
+        its logits are this device's part of the vocabulary.
     """
 
     config: OptConfig
     dtype: Any = jnp.float32
+    split: Split = Split()
 
     def setup(self):
         c = self.config
         width, axis = c.embedding_axis
         normal = nn.initializers.normal(0.02)
         init = nn.with_logical_partitioning(normal, (VOCAB, axis))
-        self.embedding = self.param("embedding", init, (c.vocab_size, width), self.dtype)
+        vocab = (c.vocab_size // self.split.shards, width)
+        self.embedding = self.param("embedding", init, vocab, self.dtype)
         init = nn.with_logical_partitioning(normal, (None, EMBED))
         shape = (c.max_positions + POSITION_OFFSET, c.hidden_size)
         self.position_embedding = self.param("position_embedding", init, shape, self.dtype)
@@ -143,12 +150,12 @@ class Opt(nn.Module):
             inner, outer = ((c.hidden_size, EMBED),), ((width, axis),)
             self.project_in = Projection(outer, inner, False, self.dtype)
             self.project_out = Projection(inner, outer, False, self.dtype)
-        self.layers = [OptBlock(c, self.dtype) for _ in range(c.num_layers)]
+        self.layers = [OptBlock(c, self.dtype, self.split) for _ in range(c.num_layers)]
         if c.final_norm:
             self.norm = LayerNorm(c.hidden_size, NORM_EPS, self.dtype, EMBED)
         if not c.tie_embeddings:
             init = nn.with_logical_partitioning(normal, (VOCAB, axis))
-            self.unembedding = self.param("unembedding", init, (c.vocab_size, width), self.dtype)
+            self.unembedding = self.param("unembedding", init, vocab, self.dtype)
 
     def __call__(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend
@@ -169,7 +176,7 @@ class Opt(nn.Module):
         they compile; what still gets here is padding and tree nodes that will not be emitted, and
         those must be finite: 0 attention times NaN is NaN for their neighbours.
         """
-        x = jnp.take(self.embedding, tokens, axis=0)
+        x = look_up(self.embedding, tokens, self.split)
         if self.config.projects_embedding:
             x = self.project_in(x)
         rows = positions + POSITION_OFFSET

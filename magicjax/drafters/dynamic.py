@@ -13,6 +13,7 @@ from magicjax.drafters.running import NOT_RUN, Drafted, Source, run_root_with_le
 from magicjax.proposal import Proposal, deterministic_draws
 from magicjax.sampling import warp
 from magicjax.tree import NO_NODE, DynamicTree, Tree
+from sharding import collectives
 
 
 @struct.dataclass
@@ -118,13 +119,13 @@ def _add(
 ) -> _Candidates:
     """Returns the candidates with the most likely children of the nodes that were just run."""
     batch, count = score.shape
-    logits = source.model.unembed(hidden)
+    logits, over = source.model.unembed(hidden), source.model.split.axes
     if source.sampling is None:
-        logp = jax.nn.log_softmax(logits.astype(jnp.float32))
+        logp = collectives.log_softmax(logits.astype(jnp.float32), over)
     else:
         # At most 0 in spite of rounding: a child must not look likelier than its parent.
-        logp = jnp.minimum(jnp.log(warp(source.sampling, logits)), 0).astype(jnp.float32)
-    best, tokens = jax.lax.top_k(logp, width)
+        logp = jnp.minimum(jnp.log(warp(source.sampling, logits, over)), 0).astype(jnp.float32)
+    best, tokens = collectives.top_k(logp, width, over)
     parent = jnp.broadcast_to(places[None, :, None], tokens.shape)
 
     def put(old, new):
@@ -166,6 +167,6 @@ def _choose(source, tree, candidates, entries, drafted) -> tuple[Proposal, Draft
     first = jnp.zeros((batch, 1), jnp.int32)
     draws = None
     if source.sampling is not None:
-        draws = deterministic_draws(parent, source.model.config.vocab_size)
+        draws = deterministic_draws(parent, source.target.own_vocab)
     proposal = Proposal(tokens, jnp.concatenate([first + NO_NODE, parent], 1), draws)
     return proposal, Drafted(drafted, jnp.concatenate([first, slot], 1))

@@ -15,13 +15,15 @@ from magicjax.drafters.running import NOT_RUN, Drafted, Source, run_root_with_le
 from magicjax.proposal import Draws, Proposal, deterministic_draws
 from magicjax.sampling import draw, warp
 from magicjax.tree import NO_NODE, TokenTree
+from sharding import collectives
+from sharding.collectives import Over
 
 
-def top_tokens(logits: Float[Array, "B T V"], count: int) -> Int[Array, "B T C"]:
-    """Returns the `count` most likely tokens, best first."""
+def top_tokens(logits: Float[Array, "B T V"], count: int, over: Over) -> Int[Array, "B T C"]:
+    """Returns the `count` most likely tokens, best first; `over` divides the vocabulary."""
     if count == 1:  # argmax reads the logits once; top_k sorts
-        return logits.argmax(-1, keepdims=True).astype(jnp.int32)
-    return jax.lax.top_k(logits, count)[1].astype(jnp.int32)
+        return collectives.argmax(logits, over)[..., None]
+    return collectives.top_k(logits, count, over)[1].astype(jnp.int32)
 
 
 @struct.dataclass
@@ -75,8 +77,7 @@ def _begin(source: Source, tree: TokenTree) -> _Nodes:
     q = None
     if source.draws:
         dtype = jnp.promote_types(source.model.dtype, jnp.float32)
-        vocab = source.model.config.vocab_size
-        q = jnp.zeros((shape[0], len(tree.inner), vocab), dtype)
+        q = jnp.zeros((shape[0], len(tree.inner), source.target.own_vocab), dtype)
     return _Nodes(tokens, jnp.ones(shape, bool), q)
 
 
@@ -91,14 +92,14 @@ def _chooser(source: Source, tree: TokenTree):
     of_node = jnp.asarray(place)
 
     def choose(drawn: _Nodes, hidden: Float[Array, "B T E"], nodes: Int[Array, "T"]) -> _Nodes:
-        logits = source.model.unembed(hidden)
+        logits, over = source.model.unembed(hidden), source.model.split.axes
         below = children[nodes]
         if drawn.q is None:
-            best = top_tokens(logits, width)
+            best = top_tokens(logits, width, over)
             tokens = drawn.tokens.at[:, below].set(best, mode="drop")
             return _Nodes(tokens, drawn.live, drawn.q)
         assert source.sampling is not None
-        q = warp(source.sampling, logits)
+        q = warp(source.sampling, logits, over)
         tokens, live = draw(
             source.sampling,
             q,
@@ -107,7 +108,9 @@ def _chooser(source: Source, tree: TokenTree):
             source.root_position,
             nodes * width,
             source.index,
+            over,
         )
+        q = collectives.narrowed(q, over, source.target.split.axes)
         return _Nodes(
             drawn.tokens.at[:, below].set(tokens, mode="drop"),
             drawn.live.at[:, below].set(live, mode="drop"),
@@ -123,7 +126,7 @@ def _draws(source: Source, tree: TokenTree, drawn: _Nodes) -> Draws | None:
         return None
     shape = (source.root.shape[0], tree.num_nodes - 1)
     parent = jnp.broadcast_to(jnp.asarray(tree.array[1:]), shape)
-    draws = deterministic_draws(parent, source.model.config.vocab_size)
+    draws = deterministic_draws(parent, source.target.own_vocab)
     if drawn.q is None:
         return draws
     q_of = np.searchsorted(tree.inner, tree.array[1:]).astype(np.int32)

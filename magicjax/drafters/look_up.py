@@ -115,7 +115,7 @@ class LookUp:
         parents = jnp.where(found[:, branch], jnp.asarray(tree.array[1:]), NO_NODE)
         draws = None
         if sampling is not None:
-            draws = deterministic_draws(parents, target.config.vocab_size)
+            draws = deterministic_draws(parents, target.own_vocab)
         parents = jnp.concatenate([jnp.full_like(root, NO_NODE)[:, None], parents], 1)
         proposal = Proposal(tokens, parents, draws)
         if branches > 1:  # places that go on alike are one branch

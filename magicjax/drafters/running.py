@@ -47,6 +47,7 @@ class Source:
 
     Attributes:
       model: the drafter's model.
+      target: whose verifier will read the draft distributions, in its own division.
       cache: its committed prefix.
       root, root_position: int32 [B], the pending tokens and their positions in the text.
       sampling: of the rows; None: greedy.
@@ -57,6 +58,7 @@ class Source:
     """
 
     model: Model
+    target: Model
     cache: KVCache | DraftCache
     root: Int[Array, "B"]
     root_position: Int[Array, "B"]

@@ -143,6 +143,7 @@ class SelfSpeculation:
     ) -> tuple[Proposal, None]:
         source = Source(
             model=target,
+            target=target,
             cache=cache if state is None else state.cache,
             root=root,
             root_position=cache.lengths,
@@ -187,7 +188,10 @@ class SelfSpeculation:
         if seen.total is not None:
             assert seen.queries is not None
             layers = zip(seen.total, seen.queries, full.k, strict=True)
-            total = tuple(old + _unadded_mass(q, k, state.added, backend) for old, q, k in layers)
+            total = tuple(
+                old + target.of_all_queries(_unadded_mass(q, k, state.added, backend))
+                for old, q, k in layers
+            )
             seen = Seen(seen.queries, total)
         pins = sparse.pins(target, full, seen, backend)
         return SelfSpeculationState(

@@ -189,6 +189,7 @@ class SmallModel:
     ) -> tuple[Proposal, Drafted]:
         source = Source(
             model=self.model,
+            target=target,
             cache=state.cache,
             root=root,
             root_position=cache.lengths,

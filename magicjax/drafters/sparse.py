@@ -127,6 +127,7 @@ class Sparse:
                 total=seen.total[layer] if seen.total else None,
                 layer=layer,
                 config=model.config,
+                split=model.split,
                 backend=backend,
             )
             pins.append(choose(self.policy, evidence, count))

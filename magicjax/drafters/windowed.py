@@ -60,7 +60,7 @@ def prefill_window(
     room = config.max_positions - sinks - ring
     chunk = chunk_of(ring, room)
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
-    shape = batch, config.num_kv_heads, sinks + ring, config.head_dim
+    shape = batch, model.own_kv_heads, sinks + ring, config.head_dim
     k, v = (tuple(jnp.zeros(shape, model.dtype) for _ in range(config.num_layers)) for _ in "kv")
     in_order = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.int32), (*shape[:2], sinks))
     cache = DraftCache(k, v, (in_order,) * config.num_layers, jnp.zeros(batch, jnp.int32))

@@ -49,4 +49,4 @@ class TOVA(Policy):
 
     def score(self, evidence: Evidence) -> Float[Array, "B K S"]:
         mass = evidence.window_mass()
-        return jnp.broadcast_to(mass.mean(1, keepdims=True), mass.shape)
+        return jnp.broadcast_to(evidence.mean_of_heads(mass), mass.shape)

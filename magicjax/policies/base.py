@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from magicjax.queries import Queries
 from pallas_kernels import prefix_mass
+from sharding import Split, collectives
 
 
 @struct.dataclass
@@ -26,7 +27,9 @@ class Evidence:
         over the G heads that share a KV head; None unless the policy accumulates.
       layer: static; which layer, from 0.
       config: static; the model's, with `rope` in models that rotate.
-      backend: static; of `prefix_mass`, None: by platform.
+      split: static; how the model is divided over devices. K and H are those of this device; what
+        goes over all heads, or over the query heads of a KV head, must be summed over devices.
+      backend: static; of `prefix_mass`; None: xla.
     """
 
     keys: Float[Array, "B K S D"]
@@ -36,6 +39,7 @@ class Evidence:
     total: Float[Array, "B K S"] | None
     layer: int = struct.field(pytree_node=False)
     config: Any = struct.field(pytree_node=False)
+    split: Split = struct.field(pytree_node=False, default=Split())
     backend: str | None = struct.field(pytree_node=False, default=None)
 
     def live(self) -> Array:
@@ -53,8 +57,15 @@ class Evidence:
         assert self.queries is not None, "a policy that reads queries must set `window`"
         q, seen = self.queries.q, self.queries.seen
         if scaled:
-            return prefix_mass(q, self.keys, seen, self.queries.lse, backend=self.backend)
-        return prefix_mass(q * q.shape[-1] ** 0.5, self.keys, seen, backend=self.backend)
+            mass = prefix_mass(q, self.keys, seen, self.queries.lse, backend=self.backend)
+        else:
+            mass = prefix_mass(q * q.shape[-1] ** 0.5, self.keys, seen, backend=self.backend)
+        return collectives.total(mass, self.split.replica_axes)
+
+    def mean_of_heads(self, x: Float[Array, "B K S"]) -> Float[Array, "B 1 S"]:
+        """Returns the mean over all KV heads of the model."""
+        mean = x.mean(1, keepdims=True)
+        return collectives.total(mean, self.split.kv_axes) / self.split.kv_shards
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from magicjax.policies.base import Evidence, Policy, Queries
 from models.rope import frequencies, turn
+from sharding import collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,9 @@ class ExpectedAttention(Policy):
             scores += jnp.einsum("bkgsd,bksd->bkgs", turned, keys) / (2 * size)
         attention = jax.nn.softmax(scores, axis=-1, where=evidence.live()[:, :, None])
         length = jnp.linalg.norm(evidence.values.astype(jnp.float32), axis=-1)
-        return (attention + self.epsilon).mean(2) * length
+        split = evidence.split
+        attention = collectives.total(attention.mean(2), split.replica_axes)
+        return (attention * split.kv_shards / split.shards + self.epsilon) * length
 
     def _statistics(
         self, queries: Queries, config

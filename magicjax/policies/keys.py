@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from magicjax.policies.base import Evidence, Policy
+from sharding import collectives
 
 
 def _norms(x: Float[Array, "*B D"]) -> Float[Array, "*B"]:
@@ -63,8 +64,12 @@ class Random(Policy):
     seed: int = 0
 
     def score(self, evidence: Evidence) -> Float[Array, "B K S"]:
-        heads, slots = evidence.keys.shape[1:3]
+        (own, slots), split = evidence.keys.shape[1:3], evidence.split
+        heads = own * split.kv_shards
         key = jax.random.fold_in(jax.random.key(self.seed, impl="threefry2x32"), evidence.layer)
         # Drawn position by position, so that a larger cache does not change the numbers.
         of_position = jax.vmap(lambda p: jax.random.uniform(jax.random.fold_in(key, p), (heads,)))
-        return jnp.broadcast_to(of_position(jnp.arange(slots)).T, evidence.keys.shape[:3])
+        numbers = of_position(jnp.arange(slots)).T  # of all heads, on whatever device they are
+        first = collectives.place(split.kv_axes) * own
+        numbers = jax.lax.dynamic_slice_in_dim(numbers, first, own)
+        return jnp.broadcast_to(numbers, evidence.keys.shape[:3])

@@ -105,17 +105,29 @@ def test_float64_is_read_exactly_in_64_bit_mode(saved, tiny, float64):
     assert_identical(checkpoint.params, expected)
 
 
-def test_put_places_each_tensor_by_its_logical_axes(saved, tiny):
+def test_each_tensor_is_placed_by_its_logical_axes(saved, tiny):
     seen = []
 
-    def put(array, axes):
-        seen.append((array.shape, axes))
-        return jax.device_put(array)
+    def place(axes):
+        seen.append(axes)
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     params = tiny[1]
-    assert_identical(models.load_checkpoint(saved, put=put).params, params)
-    assert ((8, 2, 4), ("embed", "heads", "head_dim")) in seen
+    assert_identical(models.load_checkpoint(saved, place=place).params, params)
+    assert ("embed", "heads", "head_dim") in seen
     assert len(seen) == len(jax.tree.leaves(params))
+
+
+def test_a_model_is_no_longer_its_file(tiny, tmp_path):
+    module, params = tiny
+    models.save_checkpoint(tmp_path / "x", module, params)
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    loaded = [models.load_checkpoint(tmp_path / "x", place=p) for p in (None, lambda axes: one)]
+    file = tmp_path / "x" / "model.safetensors"
+    with open(file, "r+b") as stream:
+        stream.write(b"\0" * file.stat().st_size)
+    for checkpoint in loaded:
+        assert_identical(checkpoint.params, params)
 
 
 # Token ids and tokenizers

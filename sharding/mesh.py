@@ -1,0 +1,131 @@
+"""The mesh: `data` divides the rows of a batch, `model` divides the target.
+
+Inside, the `model` axis is one axis for each of its prime factors, the first varying slowest. A
+model that is divided over fewer devices (a small draft), or KV heads that are fewer than the
+devices, take the first of these axes and are the same along the others. So 8 devices can hold 8
+parts of a target, 2 of its KV heads four times each, and a draft of 4 parts twice.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+DATA, MODEL = "data", "model"
+AnyMesh = Mesh | AbstractMesh  # an abstract one is enough for shapes
+
+
+def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Returns a mesh of data * model devices with the axes `data` and `model`.
+
+    Neighbours along `model` talk in every layer, those along `data` never.
+
+    Args:
+      data: groups of devices, each with rows of its own and a whole target.
+      model: devices of a group, each with a part of the target's heads, MLP and vocabulary.
+      devices: which ones; None: the first of all.
+
+    Raises:
+      ValueError: a number below 1, or more devices than there are.
+    """
+    if data < 1 or model < 1:
+        raise ValueError(f"mesh data={data},model={model}: both must be at least 1")
+    found = list(jax.devices() if devices is None else devices)
+    if data * model > len(found):
+        raise ValueError(
+            f"mesh data={data},model={model} needs {data * model} devices, and there are "
+            f"{len(found)}: use fewer, or on a CPU start Python with "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={data * model}"
+        )
+    chosen = np.array(found[: data * model]).reshape(data, model)
+    return Mesh(chosen, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
+
+
+def parse_mesh(text: str) -> tuple[int, int]:
+    """Returns (data, model) of a mesh that is written `data=2,model=4`; one left out is 1.
+
+    Raises:
+      ValueError: it is written otherwise.
+    """
+    sizes = {DATA: 1, MODEL: 1}
+    parts = [re.fullmatch(r"(\w+)=(\d+)", part) for part in text.split(",")]
+    names = [part[1] for part in parts if part]
+    if len(names) < len(parts) or len(set(names)) < len(names) or set(names) - set(sizes):
+        raise ValueError(f"{text!r} is no mesh: write data=2,model=4, or one of them alone")
+    sizes |= {part[1]: int(part[2]) for part in parts if part}
+    if min(sizes.values()) < 1:
+        raise ValueError(f"mesh {text}: both numbers must be at least 1")
+    return sizes[DATA], sizes[MODEL]
+
+
+def abstract_mesh(data: int = 1, model: int = 1) -> AbstractMesh:
+    """Returns a factored mesh of no devices at all, for shapes."""
+    sizes = (data, *prime_factors(model))
+    return AbstractMesh(sizes, _names(len(sizes)), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _names(count: int) -> tuple[str, ...]:
+    return (DATA, *(f"{MODEL}_{i}" for i in range(count - 1)))
+
+
+@functools.cache
+def factored(mesh: AnyMesh) -> Any:
+    """Returns the mesh with an axis for each prime factor of `model`: model_0, model_1, …
+
+    Raises:
+      TypeError: it is no mesh.
+      ValueError: the mesh has other axes than `data` and `model`, and is not factored.
+    """
+    if not isinstance(mesh, AnyMesh):
+        raise TypeError(f"mesh={mesh!r} is no mesh: make one with magicjax.make_mesh(data, model)")
+    automatic = all(kind == AxisType.Auto for kind in mesh.axis_types)
+    if automatic and mesh.axis_names == _names(len(mesh.axis_names)):
+        return mesh
+    if not set(mesh.axis_names) <= {DATA, MODEL}:
+        raise ValueError(
+            f"the mesh has the axes {', '.join(map(str, mesh.axis_names))}: it must have data and "
+            "model, as magicjax.make_mesh makes it"
+        )
+    order = [mesh.axis_names.index(name) for name in (DATA, MODEL) if name in mesh.axis_names]
+    devices = mesh.devices.transpose(order)
+    factors = prime_factors(mesh.shape.get(MODEL, 1))
+    names = _names(1 + len(factors))
+    devices = devices.reshape(mesh.shape.get(DATA, 1), *factors)
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def model_axes(mesh: AnyMesh) -> dict[str, int]:
+    """Returns the axes of a factored mesh that `model` became, with their sizes, in order."""
+    return {str(name): size for name, size in mesh.shape.items() if name != DATA}
+
+
+def first_axes(mesh: AnyMesh, count: int) -> tuple[str, ...]:
+    """Returns the first axes of `model` that have `count` devices together.
+
+    Raises:
+      ValueError: no such number of the first axes has; it names the numbers that can be had.
+    """
+    axes = model_axes(mesh)
+    products = np.cumprod([1, *axes.values()]).tolist()
+    if count not in products:
+        raise ValueError(
+            f"{count} parts cannot be laid over model={math.prod(axes.values())} devices: use one "
+            f"of {', '.join(map(str, products))}"
+        )
+    return tuple(axes)[: products.index(count)]
+
+
+def prime_factors(n: int) -> list[int]:
+    """Returns the prime factors of n, ascending."""
+    factors, factor = [], 2
+    while n > 1:
+        while n % factor == 0:
+            factors.append(factor)
+            n //= factor
+        factor += 1
+    return factors

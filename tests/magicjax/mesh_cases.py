@@ -1,0 +1,311 @@
+"""What is run on eight devices and on one, and compared; each function runs in their process."""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+import magicjax
+import models
+from magicjax import compilation, generation, hlo, placing
+from magicjax.request import prepare
+from sharding import DATA, collectives, make_mesh, model_axes
+from tests.magicjax import oracle, tiny
+
+MESHES = ((1, 8), (2, 4), (4, 2), (8, 1))
+SIZES = dict(num_heads=8, head_dim=8, intermediate_size=48, vocab_size=64)
+SAMPLED = dict(do_sample=True, seed=3, temperature=0.8)
+
+
+def self_speculation(policy="streaming", **options):
+    return lambda kv_heads, shards: magicjax.SelfSpeculation(policy, budget=24, **options)
+
+
+def small(**options):
+    return lambda kv_heads, shards: magicjax.SmallModel(draft(kv_heads, shards), **options)
+
+
+def several(kv_heads, shards):
+    drafters = magicjax.SelfSpeculation(budget=24), magicjax.SmallModel(draft(kv_heads, shards))
+    return magicjax.Ensemble((*drafters, magicjax.LookUp()))
+
+
+def look_up(kv_heads, shards):
+    return magicjax.LookUp()
+
+
+def nobody(kv_heads, shards):
+    return None
+
+
+TREE = magicjax.expansion((2, 2))
+OPT = 0  # in place of a number of KV heads: another family, all of whose 8 heads are KV heads
+# Name: (drafter, tree, options of generate, KV heads of the target).
+CASES = {
+    "plain": (nobody, None, {}, 8),
+    "plain sampled": (nobody, None, SAMPLED | dict(top_k=20, top_p=0.9), 4),
+    "self": (self_speculation(), magicjax.chain(3), {}, 8),
+    "self sampled": (self_speculation(), magicjax.chain(3), SAMPLED, 4),
+    "snapkv": (self_speculation("snapkv", refresh_every=4), TREE, {}, 2),
+    "h2o int8": (self_speculation("h2o", refresh_every=4, kv_dtype="int8"), TREE, {}, 4),
+    "tova sampled": (self_speculation("tova", refresh_every=4), TREE, SAMPLED, 2),
+    "expected attention sampled": (
+        self_speculation("expected_attention"),
+        magicjax.chain(3),
+        SAMPLED,
+        1,
+    ),
+    "dynamic": (self_speculation(), magicjax.DynamicTree(8, 3, 2), {}, 2),
+    "dynamic sampled": (small(), magicjax.DynamicTree(8, 3, 2), SAMPLED, 8),
+    "small": (small(), TREE, {}, 8),
+    "small sparse": (small(policy="streaming", budget=32), magicjax.chain(4), {}, 1),
+    "small sampled": (small(), TREE, SAMPLED | dict(top_k=20, top_p=0.9), 8),
+    "small with replacement": (small(draw="with_replacement"), TREE, SAMPLED, 4),
+    "small by the top": (small(draw="top"), TREE, SAMPLED, 2),
+    "naive": (small(), TREE, SAMPLED | dict(verifier="naive"), 4),
+    "several": (several, magicjax.chain(3), {}, 4),
+    "several sampled": (several, magicjax.chain(3), SAMPLED, 2),
+    "look-up": (look_up, magicjax.chain(4), {}, 4),
+    "random sampled": (self_speculation("random"), magicjax.chain(3), SAMPLED, 8),
+    "sinks in the cache": (
+        small(policy="streaming", budget=32, sink_positions="in_cache"),
+        magicjax.chain(3),
+        {},
+        2,
+    ),
+    "OPT": (self_speculation("snapkv"), TREE, {}, OPT),
+    "OPT sampled": (small(), magicjax.chain(3), SAMPLED, OPT),
+}
+
+
+@functools.cache
+def target(kv_heads: int) -> magicjax.Model:
+    return _model(kv_heads, noise=0.0)
+
+
+@functools.cache
+def draft(kv_heads: int, shards: int | None) -> magicjax.Model:
+    """Returns a model near the target, so that about half of what it drafts is accepted."""
+    return dataclasses.replace(_model(kv_heads, noise=0.2), shards=shards)
+
+
+def _model(kv_heads: int, noise: float) -> magicjax.Model:
+    shape = tiny.config(**SIZES, num_kv_heads=kv_heads or 8)
+    if kv_heads == OPT:
+        shape = models.OptConfig(
+            vocab_size=64,
+            hidden_size=64,
+            intermediate_size=48,
+            num_layers=2,
+            num_heads=8,
+            max_positions=512,
+        )
+    params = models.init_params(models.build(shape), 0)
+    if kv_heads != OPT:
+        params = tiny.drawn(shape, 0)
+    params = tiny.loud(params, np.random.default_rng(7), noise, never=None)
+    params = jax.tree.map(lambda x: jax.numpy.asarray(np.asarray(x, np.float32)), params)
+    return magicjax.Model(models.build(shape), params)
+
+
+def generate(case: str, mesh: tuple[int, int] | None, shards: int | None = None, **more):
+    drafter, tree, options, kv_heads = CASES[case]
+    return magicjax.generate(
+        target(kv_heads),
+        prompts(),
+        drafter=drafter(kv_heads, None if mesh is None else shards),
+        tree=tree,
+        max_new_tokens=[20, 9, 24, 16, 24, 24, 3, 24],
+        eos_token_id=63,
+        mesh=None if mesh is None else make_mesh(*mesh),
+        **options | more,
+    )
+
+
+def prompts() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 63, n).astype(np.int32) for n in (5, 40, 1, 16, 47, 30, 23, 9)]
+
+
+@functools.cache
+def on_one(case: str) -> magicjax.Output:
+    return generate(case, None)
+
+
+def compare(case: str, mesh: list[int], shards: int | None) -> dict:
+    """Returns how many rows were compared, and how many parted at a tie; fails for any other."""
+    of_one, of_eight = on_one(case), generate(case, tuple(mesh), shards)
+    tally = oracle.Tally()
+    wanted, found = tiny.rows_of(of_one), tiny.rows_of(of_eight)
+    sampled = CASES[case][2].get("do_sample", False)
+    tally.compare(target(CASES[case][3]), prompts(), wanted, found, ties_allowed=not sampled)
+    if not tally.ties:
+        for field in ("tau", "acceptance_by_depth", "acceptance_by_rank", "rounds", "drafted"):
+            one, eight = getattr(of_one.stats, field), getattr(of_eight.stats, field)
+            assert np.allclose(one, eight), (field, one, eight)
+    return dict(rows=tally.rows, ties=tally.ties)
+
+
+def compare_streamed(case: str, mesh: list[int]) -> bool:
+    """Returns whether the text comes out the same round by round."""
+    drafter, tree, options, kv_heads = CASES[case]
+    options = options | dict(mesh=make_mesh(*mesh), max_new_tokens=12, eos_token_id=[])
+    stream = magicjax.stream(
+        target(kv_heads), prompts(), drafter=drafter(kv_heads, None), tree=tree, **options
+    )
+    rounds = list(stream)
+    rows = [np.concatenate(parts) for parts in zip(*rounds, strict=True)]
+    del options["mesh"]
+    whole = magicjax.generate(
+        target(kv_heads), prompts(), drafter=drafter(kv_heads, None), tree=tree, **options
+    )
+    return all(map(np.array_equal, rows, tiny.rows_of(whole)))
+
+
+def differs_without_sums() -> bool:
+    """Returns whether the text changes where devices keep their sums to themselves."""
+    compilation._compiled.clear()
+    with contextlib.ExitStack() as stack:
+        stack.callback(compilation._compiled.clear)
+        stack.callback(setattr, collectives, "total", collectives.total)
+        collectives.total = lambda x, over: x
+        found = generate("self", (1, 8))
+    return not np.array_equal(found.tokens, on_one("self").tokens)
+
+
+def exchanged(case: str, mesh: list[int]) -> dict:
+    """Returns what a step exchanges, and what it copies, beside the size of a device's caches."""
+    drafter, tree, options, kv_heads = CASES[case]
+    request = prepare(
+        target(kv_heads),
+        prompts(),
+        drafter=drafter(kv_heads, None),
+        tree=tree,
+        max_new_tokens=24,
+        eos_token_id=[],
+        mesh=make_mesh(*mesh),
+        **options,
+    )
+    state = generation.state_shapes(request)
+    arguments = request.target, request.drafter, state
+    program, _ = compilation.program("decode", request.settings, *arguments)
+    text = program.as_text()
+    keys = state.cache.k[0]
+    return dict(
+        collectives={c.kind: c.count for c in hlo.collectives(text)},
+        largest=hlo.largest_collective(text),
+        keys=int(np.prod(keys.sharding.shard_shape(keys.shape))),
+        copied=list(hlo.copied_sizes(text)),
+    )
+
+
+def functions_of_a_divided_axis(devices: int) -> list[str]:
+    """Returns the functions of `collectives` that differ from what they are of the whole axis."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from sharding import factored
+
+    mesh = factored(make_mesh(1, devices))
+    over = tuple(model_axes(mesh))
+    rng = np.random.default_rng(devices)
+    x = rng.integers(0, 9, (3, 4, 48)).astype(np.float32)  # many equal ones
+    index = rng.integers(0, 48, (3, 4)).astype(np.int32)
+    wide = PartitionSpec(None, None, over)
+    functions = {
+        "argmax": (lambda x, i, over: collectives.argmax(x, over), PartitionSpec()),
+        "top_k": (lambda x, i, over: collectives.top_k(x, 11, over), PartitionSpec()),
+        "at": (lambda x, i, over: collectives.at(x, i, over), PartitionSpec()),
+        "joined": (lambda x, i, over: collectives.joined(x, over), PartitionSpec()),
+        "softmax": (lambda x, i, over: collectives.softmax(x, over), wide),
+        "log_softmax": (lambda x, i, over: collectives.log_softmax(x, over), wide),
+        "places": (lambda x, i, over: x * 0 + collectives.places(x, over), wide),
+    }
+    differing = []
+    for name, (function, spec) in functions.items():
+        mapped = jax.shard_map(
+            functools.partial(function, over=over),
+            mesh=mesh,
+            in_specs=(wide, PartitionSpec()),
+            out_specs=spec,
+            check_vma=False,
+        )
+        given = jax.device_put(x, NamedSharding(mesh, wide)), index
+        found, wanted = jax.jit(mapped)(*given), function(jax.numpy.asarray(x), index, over=())
+        same = jax.tree.map(lambda a, b: bool(np.allclose(a, b, atol=1e-6)), found, wanted)
+        if not all(jax.tree.leaves(same)):
+            differing.append(name)
+    return differing
+
+
+def narrowed() -> bool:
+    """Returns whether a part of a coarse division is cut into the parts of a finer one."""
+    from jax.sharding import PartitionSpec
+
+    from sharding import factored
+
+    mesh = factored(make_mesh(1, 8))
+    x = np.arange(16.0)[None]
+    cut = jax.shard_map(
+        lambda x: collectives.narrowed(x, ("model_0",), ("model_0", "model_1", "model_2")),
+        mesh=mesh,
+        in_specs=PartitionSpec(None, "model_0"),
+        out_specs=PartitionSpec(None, ("model_0", "model_1", "model_2")),
+        check_vma=False,
+    )
+    return bool(np.array_equal(cut(x), x))
+
+
+def loaded(path: str, mesh: list[int]) -> dict:
+    """Returns how a checkpoint's parameters lie on a mesh."""
+    model = magicjax.load(path, mesh=make_mesh(*mesh))
+    whole = magicjax.load(path)
+    leaves = jax.tree.leaves(model.params)
+    same = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), model.params, whole.params)
+    on_device = collections.Counter()
+    for part in (part for x in leaves for part in x.addressable_shards):
+        on_device[part.device] += part.data.nbytes
+    share = sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in leaves)
+    return dict(
+        same=all(jax.tree.leaves(same)),
+        most=max(on_device.values()),
+        share=share,
+        whole=sum(x.nbytes for x in leaves),
+    )
+
+
+def refusals(path: str) -> list[str]:
+    """Returns what is said of models that lie on a mesh that is not passed, and of other meshes."""
+    placed = magicjax.load(path, mesh=make_mesh(1, 8))
+    alone, said = target(4), []
+    for given, options in (
+        (placed, {}),
+        (alone, dict(drafter=magicjax.SmallModel(placed), tree=magicjax.chain(2))),
+        (alone, dict(mesh=(1, 8))),
+    ):
+        try:
+            magicjax.generate(given, [[1, 2]], max_new_tokens=2, **options)
+        except (TypeError, ValueError) as error:
+            said.append(str(error))
+    return said
+
+
+def with_explicit_axes() -> bool:
+    """Returns whether a mesh as JAX makes it, with explicit axes, gives the text of one device."""
+    mesh = jax.make_mesh((8,), ("data",))
+    options = dict(max_new_tokens=6, eos_token_id=[])
+    found = magicjax.generate(target(4), prompts(), mesh=mesh, **options)
+    return bool(
+        np.array_equal(found.tokens, magicjax.generate(target(4), prompts(), **options).tokens)
+    )
+
+
+def reseeded(mesh: list[int]) -> bool:
+    """Returns whether a preset's random weights are the same on a mesh and on one device."""
+    module = models.build(target(4).config)
+    place = placing.parameter_shardings(module, None, make_mesh(*mesh))
+    on_mesh, alone = models.init_params(module, 5, place), models.init_params(module, 5)
+    same = jax.tree.map(lambda a, b: bool(np.allclose(a, b, atol=1e-6)), on_mesh, alone)
+    return all(jax.tree.leaves(same)) and DATA in make_mesh(*mesh).axis_names

@@ -1,0 +1,222 @@
+"""On a mesh of eight devices a text is the same as on one, and devices exchange what they must."""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import magicjax
+import models
+from magicjax import placing
+from sharding import abstract_mesh, make_mesh
+from tests.eight_devices import Eight
+from tests.magicjax import mesh_cases, tiny
+
+MESHES = mesh_cases.MESHES
+# What differs most, each kind on a mesh that divides it; all pairs are the slow test.
+QUICK = [
+    ("plain sampled", (4, 2)),
+    ("self", (1, 8)),
+    ("self sampled", (2, 4)),
+    ("snapkv", (1, 8)),
+    ("h2o int8", (4, 2)),
+    ("tova sampled", (1, 8)),
+    ("random sampled", (2, 4)),
+    ("dynamic sampled", (8, 1)),
+    ("small with replacement", (2, 4)),
+    ("sinks in the cache", (1, 8)),
+    ("several sampled", (2, 4)),
+    ("look-up", (8, 1)),
+    ("OPT", (1, 8)),
+]
+ALL = [pair for pair in itertools.product(mesh_cases.CASES, MESHES) if pair not in QUICK]
+
+
+@pytest.fixture(scope="module")
+def eight():
+    process = Eight()
+    yield process
+    process.close()
+
+
+def shards_of(mesh) -> int | None:
+    """Returns how many parts the draft has on a mesh."""
+    return 2 if mesh[1] > 4 else None
+
+
+def check(eight, record_property, case, mesh):
+    counted = eight(mesh_cases.compare, case=case, mesh=mesh, shards=shards_of(mesh))
+    assert counted["rows"] == 8
+    for name, n in counted.items():
+        record_property(name, n)
+
+
+@pytest.mark.parametrize(("case", "mesh"), QUICK)
+def test_a_mesh_gives_the_text_of_one_device(eight, record_property, case, mesh):
+    check(eight, record_property, case, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "mesh"), ALL)
+def test_every_mesh_gives_the_text_of_one_device(eight, record_property, case, mesh):
+    check(eight, record_property, case, mesh)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("case", ["small", "small sampled"])
+def test_a_draft_may_be_divided_over_fewer_devices(eight, case, shards):
+    assert eight(mesh_cases.compare, case=case, mesh=(1, 8), shards=shards)["rows"] == 8
+
+
+def test_a_stream_gives_the_same_text(eight):
+    assert eight(mesh_cases.compare_streamed, case="snapkv", mesh=(2, 4))
+
+
+def test_without_sums_over_devices_the_text_is_another(eight):
+    assert eight(mesh_cases.differs_without_sums)
+
+
+def test_a_step_exchanges_two_sums_a_layer_and_what_the_vocabulary_needs(eight):
+    found = eight(mesh_cases.exchanged, case="self", mesh=(1, 8))
+    layers, passes = 2, 1 + 3  # the target's over the tree, and one for each drafted token
+    assert found["collectives"]["all-reduce"] == passes * (2 * layers + 1)  # and the embedding's
+    assert set(found["collectives"]) <= {"all-reduce", "all-gather"}
+    # The best logit of each device, and where it is.
+    assert found["collectives"]["all-gather"] <= passes * 2
+    assert found["largest"] < found["keys"]
+    assert found["keys"] not in found["copied"]
+
+
+def test_rows_of_different_groups_of_devices_never_meet(eight):
+    assert not eight(mesh_cases.exchanged, case="self", mesh=(8, 1))["collectives"]
+
+
+@pytest.mark.parametrize("devices", [2, 4, 6, 8])
+def test_an_axis_that_is_divided_gives_what_the_whole_gives(eight, devices):
+    assert eight(mesh_cases.functions_of_a_divided_axis, devices=devices) == []
+
+
+def test_a_coarse_part_is_cut_into_finer_ones(eight):
+    assert eight(mesh_cases.narrowed)
+
+
+@pytest.mark.parametrize("mesh", [(1, 8), (2, 4)])
+def test_a_checkpoint_goes_to_devices_in_parts(eight, tmp_path, mesh):
+    model = mesh_cases.target(4)
+    models.save_checkpoint(tmp_path / "x", model.module, model.params)
+    found = eight(mesh_cases.loaded, path=str(tmp_path / "x"), mesh=mesh)
+    assert found["same"]
+    assert found["most"] == found["share"] < found["whole"]
+
+
+def test_a_preset_has_the_same_weights_on_a_mesh(eight):
+    assert eight(mesh_cases.reseeded, mesh=(2, 4))
+
+
+# Bad input; it needs no devices.
+
+
+def refused(**changes):
+    """Returns the error for a target of other sizes on 8 devices that are not here."""
+    shape = tiny.config(**mesh_cases.SIZES | dict(num_kv_heads=4) | changes)
+    with pytest.raises(ValueError) as error:
+        placing.split_of(shape, None, abstract_mesh(1, 8))
+    return str(error.value)
+
+
+def test_heads_that_do_not_divide_are_refused_with_the_numbers_that_do():
+    message = refused(num_heads=12, num_kv_heads=4)
+    assert "12 query heads are no multiple of 8" in message and "1, 2, 4" in message
+
+
+def test_kv_heads_that_do_not_divide_are_refused():
+    assert "3 KV heads" in refused(num_heads=24, num_kv_heads=3, intermediate_size=96)
+
+
+def test_an_mlp_that_does_not_divide_is_refused():
+    assert "36 MLP units" in refused(intermediate_size=36)
+
+
+def test_a_vocabulary_that_does_not_divide_is_refused():
+    assert "60 tokens" in refused(vocab_size=60)
+
+
+def test_a_vocabulary_is_divided_as_tokens_are_drawn():
+    shape = tiny.config(**mesh_cases.SIZES | dict(num_kv_heads=6, num_heads=6))
+    with pytest.raises(ValueError, match="model=3 .*16 shares of the vocabulary of 96.*1, 2, 4, 8"):
+        shape = dataclasses.replace(shape, vocab_size=96)
+        placing.split_of(shape, None, abstract_mesh(1, 3))
+
+
+def test_a_model_that_is_not_divided_may_have_any_vocabulary():
+    shape = tiny.config(**mesh_cases.SIZES | dict(num_kv_heads=4, vocab_size=65))
+    assert placing.split_of(shape, None, abstract_mesh(8, 1)).shards == 1
+    assert placing.split_of(shape, 1, abstract_mesh(1, 8)).shards == 1
+
+
+def test_kv_heads_are_held_in_groups_along_the_last_factors():
+    shape = tiny.config(**mesh_cases.SIZES | dict(num_heads=6, num_kv_heads=3))
+    with pytest.raises(
+        ValueError, match="3 KV heads are no multiple of 6, and .* must be 1, 2 of them"
+    ):
+        placing.split_of(shape, None, abstract_mesh(1, 6))
+
+
+def test_models_and_meshes_that_do_not_belong_together_are_refused(eight, tmp_path):
+    model = mesh_cases.target(4)
+    models.save_checkpoint(tmp_path / "x", model.module, model.params)
+    said = eight(mesh_cases.refusals, path=str(tmp_path / "x"))
+    assert ["lies on 8 devices: pass the mesh" in message for message in said] == [
+        True,
+        True,
+        False,
+    ]
+    assert "make one with magicjax.make_mesh" in said[2]
+
+
+def test_a_mesh_with_explicit_axes_serves_too(eight):
+    assert eight(mesh_cases.with_explicit_axes)
+
+
+def test_more_devices_than_there_are_is_an_error_that_says_how_to_get_them():
+    with pytest.raises(ValueError, match="needs 16 devices, and there are 1.*device_count=16"):
+        make_mesh(2, 8)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (1, -1)])
+def test_a_mesh_has_at_least_one_device(sizes):
+    with pytest.raises(ValueError, match="at least 1"):
+        make_mesh(*sizes)
+
+
+def test_prompts_must_divide_over_the_groups():
+    with pytest.raises(ValueError, match=r"3 prompts do not divide over data=4.*such as 4"):
+        placing.check(abstract_mesh(4, 1), mesh_cases.target(4), None, 3)
+
+
+def test_a_target_is_divided_over_all_of_the_axis():
+    whole = dataclasses.replace(mesh_cases.target(4), shards=2)
+    with pytest.raises(ValueError, match="the target has shards=2"):
+        magicjax.generate(whole, [[1, 2]], mesh=make_mesh())
+
+
+def test_a_mesh_of_one_device_changes_nothing():
+    target, prompts = tiny.model(), tiny.prompts(3)
+    options = dict(max_new_tokens=8, eos_token_id=[])
+    plain = magicjax.generate(target, prompts, **options)
+    found = magicjax.generate(target, prompts, mesh=make_mesh(), **options)
+    assert np.array_equal(plain.tokens, found.tokens)
+
+
+def test_a_mesh_has_other_axes():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    with pytest.raises(ValueError, match="axes x: it must have data and model"):
+        magicjax.generate(tiny.model(), [[1, 2]], mesh=mesh)
+
+
+def test_shards_without_a_mesh_mean_nothing(tmp_path):
+    with pytest.raises(ValueError, match="shards=2 says how a mesh is used"):
+        magicjax.load(tmp_path, shards=2)
