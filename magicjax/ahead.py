@@ -1,232 +1,301 @@
 """Compiles the loop for GPUs that are not here, and reads what became of it.
 
-`make ahead ARGS="--target llama-3.1-8b --batch 16 --context 32768"` prints the memory, the copies
-of caches (there must be none), and for every kernel its registers, spills and shared memory. It
-needs no GPU and no NVIDIA library, only the wheels of the extra `aot`.
+`magicjax fit` runs it in a process that has the CUDA compiler; it needs no GPU and no NVIDIA
+library.
 """
 
 import argparse
 import dataclasses
 import functools
+import json
 import os
 import pathlib
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 import models
-from magicjax import cache, decode, draft_cache
-from magicjax.cli import make_drafter
-from magicjax.drafters import SmallModel
-from magicjax.generation import skeleton
+from magicjax import compilation, hlo, placing
+from magicjax.cache import KVCache
+from magicjax.decode import DecodeState
+from magicjax.draft_cache import DraftCache
+from magicjax.drafters.written import make_drafter
+from magicjax.generation import skeleton, state_shapes
 from magicjax.model import Model
 from magicjax.request import Request, prepare
 from magicjax.tree import parse_tree
 from pallas_kernels import choose_backend
+from sharding import DATA, MODEL, AnyMesh
 
 DEVICES = {path.stem: path for path in (pathlib.Path(__file__).parent / "devices").glob("*.txtpb")}
-REPORT = re.compile(r"Used (\d+) registers")
+PROGRAMS = ("prefill", "start", "decode")
+REGISTERS = re.compile(r"Used (\d+) registers")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 SHARED = re.compile(r"smem_scratch_bytes=(\d+)")
 
 
-def abstract_model(source: str, dtype: str) -> Model:
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is to be run, as the command line says it.
+
+    Attributes:
+      target, drafter, tree, dtype: as for `magicjax generate`; drafter "": plain decoding; tree
+        "": the default.
+      kv_dtype: of the draft's sparse cache; None: the model's own.
+      draft_shards: devices that a small draft is divided over; None: all of `model`.
+      batch: rows, of all devices together.
+      context: tokens of a row, new ones included.
+      max_new_tokens: how many of them are new.
+      device: a name in `devices/`, or the path of a description.
+      data, model: of the mesh.
+      backend: of the attention; None: mosaic on Hopper, else xla.
+    """
+
+    target: str
+    drafter: str
+    tree: str
+    batch: int
+    context: int
+    device: str
+    data: int = 1
+    model: int = 1
+    max_new_tokens: int = 128
+    dtype: str = "bfloat16"
+    backend: str | None = None
+    draft_shards: int | None = None
+    kv_dtype: str | None = None
+
+    @property
+    def attention(self) -> str:
+        """The backend that is used."""
+        return self.backend or ("mosaic" if is_hopper(self.device) else "xla")
+
+
+def description(device: str) -> str:
+    """Returns what XLA must know of a device: one of `DEVICES`, or a file like theirs.
+
+    XLA's own descriptions of GPUs, which have the same fields, are a place to start from.
+
+    Raises:
+      ValueError: no such device.
+    """
+    if device in DEVICES:
+        return DEVICES[device].read_text()
+    if device.endswith(".txtpb") and pathlib.Path(device).is_file():
+        return pathlib.Path(device).read_text()
+    raise ValueError(
+        f"device={device} is unknown: use {', '.join(sorted(DEVICES))}, or the path of a "
+        "description like theirs, NAME.txtpb"
+    )
+
+
+def is_hopper(device: str) -> bool:
+    """Returns whether a device can run the mosaic backend."""
+    return bool(re.search(r"cuda_compute_capability\s*\{\s*major:\s*9\b", description(device)))
+
+
+def memory_of(device: str) -> int:
+    """Returns the bytes of a device's memory.
+
+    Raises:
+      ValueError: its description does not say.
+    """
+    found = re.search(r"device_memory_size: (\d+)", description(device))
+    if found is None:
+        raise ValueError(f"device={device} says no device_memory_size: add it to its description")
+    return int(found[1])
+
+
+def abstract_model(source: str, dtype: str, shards: int | None = None) -> Model:
     """Returns a model whose parameters are shapes: nothing is allocated."""
     module = models.build(skeleton(source).config, dtype)
-    return Model(module, nn.meta.unbox(models.abstract_params(module)), name=source)
+    params = nn.meta.unbox(models.abstract_params(module))
+    return Model(module, params, name=source, shards=shards)
 
 
-def request_of(options: argparse.Namespace) -> Request:
-    """Returns the request of the whole batch, every prompt of the full context."""
-    load = functools.partial(abstract_model, dtype=options.dtype)
-    drafter = make_drafter(options.drafter, load) if options.drafter else None
-    rows = np.zeros((options.batch, options.context - options.max_new_tokens), np.int32)
+def request_of(load: Workload, mesh: AnyMesh) -> Request:
+    """Returns the request of the whole batch, its arrays as shapes in their places on the mesh.
+
+    Raises:
+      ValueError: what `prepare` refuses, and sizes that do not divide over the mesh.
+    """
+    model = functools.partial(abstract_model, dtype=load.dtype)
+    small = functools.partial(model, shards=load.draft_shards)
+    drafter = make_drafter(load.drafter, small, kv_dtype=load.kv_dtype) if load.drafter else None
+    if load.kv_dtype and getattr(drafter, "kv_dtype", None) is None:
+        raise ValueError(
+            f"kv_dtype={load.kv_dtype} is of a draft's sparse cache, and drafter={load.drafter!r} "
+            "has none: leave it out, or draft with self:streaming:512"
+        )
+    if load.batch < 1:
+        raise ValueError(f"batch={load.batch} must be at least 1")
+    if load.draft_shards is not None and not placing.models_of(drafter):
+        raise ValueError(
+            f"draft_shards={load.draft_shards} is for small models, and drafter={load.drafter!r} "
+            "has none: leave it out"
+        )
+    if load.tree and not drafter:
+        raise ValueError(f"tree={load.tree} needs a drafter: give one, or leave tree out")
+    if load.context <= load.max_new_tokens:
+        raise ValueError(
+            f"context={load.context} must hold more than max_new_tokens={load.max_new_tokens}"
+        )
+
+    def shape(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    rows = np.zeros((load.batch, load.context - load.max_new_tokens), np.int32)
     request = prepare(
-        load(options.target),
+        model(load.target),
         list(rows),
         drafter=drafter,
-        tree=parse_tree(options.tree) if drafter else None,
-        max_new_tokens=options.max_new_tokens,
+        tree=parse_tree(load.tree) if load.tree else None,
+        max_new_tokens=load.max_new_tokens,
         eos_token_id=[],
         backend="xla",  # this machine's own; the device's is set below
+        mesh=mesh,
+        put=shape,
     )
-    drafts = [drafter.model] if isinstance(drafter, SmallModel) else []
-    for model in (request.target, *drafts):
-        choose_backend(options.backend, model.dtype, model.config.head_dim)
-    settings = dataclasses.replace(request.settings, backend=options.backend)
+    for one in (request.target, *placing.models_of(drafter)):
+        if load.attention == "mosaic" and not is_hopper(load.device):
+            raise ValueError(f"backend=mosaic is for Hopper, not {load.device}: use backend=xla")
+        choose_backend(load.attention, one.dtype, one.config.head_dim)
+    settings = dataclasses.replace(request.settings, backend=load.attention)
     return dataclasses.replace(request, settings=settings)
 
 
-def state_of(request: Request) -> decode.DecodeState:
-    """Returns the shapes of the state behind the prompts."""
-    prefill = functools.partial(decode.prefill, request.prefill_settings)
-    start = functools.partial(decode.start, request.settings)
-    prefilled = jax.eval_shape(prefill, *request.prefill_arguments)
-    return jax.eval_shape(start, *request.start_arguments(*prefilled))
-
-
-def mesh_of(device: str, gpus: int) -> Mesh:
-    """Returns a mesh of GPUs that are not here; rows are divided among them.
+def mesh_of(load: Workload) -> Mesh:
+    """Returns a mesh of GPUs that are not here.
 
     Raises:
       ValueError: the CUDA compiler is not installed.
     """
+    count = load.data * load.model
     try:
         topology = topologies.get_topology_desc(
-            platform="cuda", topology=f"1x1x{gpus}", target_config=DEVICES[device].read_text()
+            platform="cuda",
+            topology=f"1x1x{count}",
+            target_config=description(load.device),
         )
-    except NotImplementedError as error:
-        raise ValueError(
-            "the CUDA compiler is not installed here: run `make ahead`, which makes an environment "
-            "that has it"
-        ) from error
-    return Mesh(np.array(topology.devices), ("data",))
+    except NotImplementedError as error:  # what JAX raises for a platform without a plugin
+        raise ValueError("the CUDA compiler is not installed here: use `magicjax fit`") from error
+    return Mesh(np.array(topology.devices).reshape(load.data, load.model), (DATA, MODEL))
 
 
-def compile_ahead(program: str, request: Request, mesh: Mesh) -> jax.stages.Compiled:
-    """Returns the program `prefill`, or `decode`, all rounds; devices have rows of their own."""
-    function: Callable
-    arguments: tuple
-    if program == "prefill":
-        function = functools.partial(decode.prefill, request.prefill_settings)
-        arguments = request.prefill_arguments
-    else:
-        function = functools.partial(decode.decode, request.settings)
-        arguments = request.target, request.drafter, state_of(request)
-    donated = () if program == "prefill" else (2,)
-    batch = request.tokens.shape[0]
-    specs = tuple(_specs(argument, batch) for argument in arguments)
-    made = jax.eval_shape(function, *arguments)
-    mapped = jax.shard_map(
-        function, mesh=mesh, in_specs=specs, out_specs=_specs(made, batch), check_vma=False
-    )
-    placed = jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
-        arguments,
-        specs,
-    )
-    return jax.jit(mapped, donate_argnums=donated).lower(*placed).compile()
+def compile_ahead(program: str, request: Request) -> jax.stages.Compiled:
+    """Returns the program `prefill`, `start`, or `decode`, all rounds."""
+    settings: Any = request.prefill_settings
+    arguments: tuple = request.prefill_arguments
+    if program != "prefill":
+        prefilled = compilation.result_shapes("prefill", settings, arguments)
+        settings = request.settings
+        arguments = request.start_arguments(*prefilled)
+    if program == "decode":
+        state = compilation.result_shapes("start", settings, arguments)
+        arguments = request.target, request.drafter, state
+    return compilation.jitted(program, settings, arguments).lower(*arguments).compile()
 
 
-def _specs(argument: Any, batch: int) -> Any:
-    """Returns how an argument is divided: what has an axis of rows by rows, weights not at all."""
-    if argument is None or isinstance(argument, Model) or hasattr(argument, "propose"):
-        return jax.tree.map(lambda x: PartitionSpec(), argument)
-    specs = jax.tree.map(
-        lambda x: PartitionSpec("data") if x.shape[:1] == (batch,) else PartitionSpec(), argument
-    )
-    if isinstance(argument, decode.DecodeState):  # whose sizes may happen to be that of the batch
-        specs = specs.replace(eos=PartitionSpec(), ranks=PartitionSpec())
-    return specs
+def cache_sizes(request: Request) -> dict[str, set[int]]:
+    """Returns how many elements a device's part of one layer's keys has, by cache."""
+    caches = caches_of(state_shapes(request))
+    names = ["target", *(f"draft {i}" for i in range(1, len(caches)))]
+    return {
+        name: {int(np.prod(x.sharding.shard_shape(x.shape))) for x in jax.tree.leaves(cache.k)}
+        for name, cache in zip(names, caches, strict=True)
+    }
 
 
-def copied_caches(program: jax.stages.Compiled, request: Request, gpus: int) -> dict[str, int]:
-    """Returns how many operations copy an array as large as one layer's keys, by cache."""
-    state = state_of(request)
-    drafts = filter(_is_cache, jax.tree.leaves(state.drafter, is_leaf=_is_cache))
-    caches = {"target": state.cache} | {f"draft {i}": c for i, c in enumerate(drafts, 1)}
-    sizes = {name: jax.tree.leaves(c.k)[0].size // gpus for name, c in caches.items()}
-    copied = list(_copied_sizes(program.as_text() or ""))
-    return {name: copied.count(size) for name, size in sizes.items()}
+def caches_of(state: DecodeState) -> list[KVCache | DraftCache]:
+    """Returns the target's cache, then those of drafts."""
+    leaves = jax.tree.leaves(state.drafter, is_leaf=_is_cache)
+    return [state.cache, *filter(_is_cache, leaves)]
 
 
 def _is_cache(x: Any) -> bool:
-    return isinstance(x, cache.KVCache | draft_cache.DraftCache)
+    return isinstance(x, KVCache | DraftCache)
 
 
-def _copied_sizes(text: str) -> Iterator[int]:
-    """Yields the sizes of arrays that are copied; zeros that fill a new one are no copy."""
-    for match in re.finditer(r"= \(?\w+\[([\d,]+)\][^=\n]* copy(?:-start)?\((?!%broadcast)", text):
-        yield int(np.prod([int(n) for n in match[1].split(",")]))
+def report(
+    program: str, request: Request, sizes: dict[str, set[int]], folder: pathlib.Path
+) -> dict[str, Any]:
+    """Returns what a device needs for the program, and what is in it.
+
+    Args:
+      program: of `PROGRAMS`.
+      request: its arrays as shapes on a mesh.
+      sizes: its `cache_sizes`.
+      folder: to which the compiler dumps kernels; those that are there already are of no interest.
+    """
+    before = set(folder.iterdir())
+    begin = time.perf_counter()
+    compiled = compile_ahead(program, request)
+    seconds = time.perf_counter() - begin
+    dumped = sorted(set(folder.iterdir()) - before)
+    memory, text = compiled.memory_analysis(), compiled.as_text() or ""
+    assert memory is not None  # every GPU compiler gives one
+    copied = list(hlo.copied_sizes(text))
+    return {
+        "seconds to compile": seconds,
+        "argument bytes": memory.argument_size_in_bytes,
+        "new result bytes": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "temporary bytes": memory.temp_size_in_bytes,
+        "copies of a cache": {
+            name: sum(copied.count(size) for size in of_cache) for name, of_cache in sizes.items()
+        },
+        "largest exchange": hlo.largest_collective(text),
+        "collectives": [dataclasses.asdict(c) for c in hlo.collectives(text)],
+        "kernels": kernels(dumped),
+        "shared bytes of kernels": shared_bytes(dumped),
+    }
 
 
-def kernels(folder: pathlib.Path) -> list[dict[str, int]]:
-    """Returns registers, spilled bytes and shared memory of each kernel that was dumped."""
-    found = []
-    for report in sorted(folder.glob("*.ptxas")):
-        text = report.read_text(errors="replace")
-        resources = report.with_suffix(".resources.txt")
-        shared = SHARED.search(resources.read_text()) if resources.exists() else None
-        found.append(
-            {
-                "registers": max((int(n) for n in REPORT.findall(text)), default=0),
-                "spilled bytes": sum(int(a) + int(b) for a, b in SPILLS.findall(text)),
-                "shared bytes": int(shared[1]) if shared else 0,
-            }
-        )
-    return found
+def kernels(dumped: Sequence[pathlib.Path]) -> list[dict[str, int]]:
+    """Returns registers and spilled bytes of each kernel that was dumped."""
+    texts = [path.read_text(errors="replace") for path in dumped if path.suffix == ".ptxas"]
+    return [
+        {
+            "registers": max((int(n) for n in REGISTERS.findall(text)), default=0),
+            "spilled bytes": sum(int(a) + int(b) for a, b in SPILLS.findall(text)),
+        }
+        for text in texts
+    ]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m magicjax.ahead",
-        description="Compiles the loop for GPUs that are not here, and reads what became of it.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--target", default="llama-3.1-8b", help="preset or model directory")
-    parser.add_argument("--drafter", default="self:streaming:512", help="empty: plain decoding")
-    parser.add_argument("--tree", default="chain:4")
-    parser.add_argument("--batch", type=int, default=16, help="rows on each GPU together")
-    parser.add_argument("--context", type=int, default=32768, help="prompt and new tokens")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--backend", choices=("mosaic", "xla"), default="mosaic")
-    parser.add_argument("--program", choices=("decode", "prefill"), default="decode")
-    parser.add_argument("--device", choices=sorted(DEVICES), default="h200")
-    parser.add_argument("--gpus", type=int, default=1, help="rows are divided among them")
-    return parser
+def shared_bytes(dumped: Sequence[pathlib.Path]) -> list[int]:
+    """Returns the sizes of shared memory that kernels which were dumped have, each once.
+
+    Kernels are lowered more often than they are compiled, so their files are counted otherwise, and
+    no size can be told to be that of a report.
+    """
+    texts = [path.read_text() for path in dumped if path.name.endswith(".resources.txt")]
+    return sorted({int(match[1]) for match in map(SHARED.search, texts) if match})
 
 
-def main() -> int:
-    """Returns 0, or 1 if a kernel spills or a cache is copied."""
-    parser = _parser()
-    options = parser.parse_args()
-    if options.batch % options.gpus:
-        parser.error(f"--batch {options.batch} must be a multiple of --gpus {options.gpus}")
-    if options.context <= options.max_new_tokens:
-        parser.error(
-            f"--context {options.context} must hold more than --max-new-tokens "
-            f"{options.max_new_tokens}"
-        )
-    hopper = "cuda_compute_capability { major: 9 " in DEVICES[options.device].read_text()
-    if options.backend == "mosaic" and not hopper:
-        parser.error(f"--backend mosaic is for Hopper, not {options.device}: use --backend xla")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes the reports of all programs of a workload, given as JSON, to a file."""
+    parser = argparse.ArgumentParser(prog="python -m magicjax.ahead", description=__doc__)
+    parser.add_argument("workload", help="a Workload's fields, as JSON")
+    parser.add_argument("out", help="the JSON file to write")
+    options = parser.parse_args(arguments)
+    load = Workload(**json.loads(options.workload))
+    request = request_of(load, mesh_of(load))
     with tempfile.TemporaryDirectory() as folder:
         # Read by the compiler when the first kernel is lowered.
-        dump = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTXAS": "1"}
-        os.environ.update(dump | {"MOSAIC_GPU_DUMP_PTX": "1"})
-        try:
-            request = request_of(options)
-            mesh = mesh_of(options.device, options.gpus)
-        except (ValueError, OSError) as error:
-            parser.error(str(error))
-        begin = time.perf_counter()
-        program = compile_ahead(options.program, request, mesh)
-        seconds = time.perf_counter() - begin
-        found = kernels(pathlib.Path(folder))
-    memory, (of_target, of_draft) = program.memory_analysis(), request.kv_bytes
-    assert memory is not None  # every GPU compiler gives one
-    gb = 1e9 * options.gpus
-    what = f"{options.program} for {options.gpus} x {options.device}"
-    print(f"{what}: compiled in {seconds:.1f} s; on each device")
-    print(f"  arguments      {memory.argument_size_in_bytes / 1e9:8.3f} GB")
-    print(f"  results        {memory.output_size_in_bytes / 1e9:8.3f} GB")
-    print(f"  temporaries    {memory.temp_size_in_bytes / 1e9:8.3f} GB")
-    print(f"  cache, target  {of_target / gb:8.3f} GB")
-    print(f"  cache, draft   {of_draft / gb:8.3f} GB")
-    copies = copied_caches(program, request, options.gpus)
-    print("  copies of a cache: " + ", ".join(f"{name} {n}" for name, n in copies.items()))
-    for kernel in found:
-        print("  kernel: " + ", ".join(f"{name} {value}" for name, value in kernel.items()))
-    return int(any(copies.values()) or any(kernel["spilled bytes"] for kernel in found))
+        os.environ |= {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTXAS": "1"}
+        os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
+        sizes = cache_sizes(request)
+        found = {name: report(name, request, sizes, pathlib.Path(folder)) for name in PROGRAMS}
+    pathlib.Path(options.out).write_text(json.dumps(found), encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,161 @@
+"""The bytes that a workload takes on each device, counted from shapes; nothing is compiled."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from magicjax import placing
+from magicjax.ahead import Workload, caches_of, request_of
+from magicjax.cache import KVCache
+from magicjax.drafters import Ensemble, SmallModel
+from magicjax.generation import state_shapes
+from magicjax.model import Model
+from magicjax.request import Request
+from pallas_kernels.xla import BLOCK
+from sharding import abstract_mesh
+
+FLOAT32 = 4
+SCORES = 8  # arrays of the `xla` backend's scores that are there at the same time
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """Of each device.
+
+    Attributes:
+      weights, draft_weights: of the target, and of small drafts.
+      target_kv, draft_kv: caches.
+      rest: prompts, outputs, counters, what else a drafter holds.
+      prefill, start, decode: temporaries of the programs, roughly: of the arrays that are certainly
+        there, without what XLA adds. In `start` small drafts read the prompts, one that is to have
+        a sparse cache into a full one.
+      per_context_token: more bytes for one more token of context.
+      positions: the most tokens of a row that all models accept.
+    """
+
+    weights: int
+    draft_weights: int
+    target_kv: int
+    draft_kv: int
+    rest: int
+    prefill: int
+    start: int
+    decode: int
+    per_context_token: float
+    positions: int
+
+    @property
+    def resident(self) -> int:
+        """What is there all the time."""
+        return self.weights + self.draft_weights + self.target_kv + self.draft_kv + self.rest
+
+
+def count(load: Workload) -> Bytes:
+    """Returns the bytes of a workload.
+
+    Raises:
+      ValueError: what `ahead.request_of` refuses.
+    """
+    request = request_of(load, abstract_mesh(load.data, load.model))
+    state = state_shapes(request)
+    drafts = placing.models_of(request.drafter)
+    target_kv = bytes_of((state.cache.k, state.cache.v))
+    caches = caches_of(state)[1:]
+    draft_kv = sum(bytes_of((cache.k, cache.v)) for cache in caches)
+    # A draft that keeps everything grows with the context, one of fixed size does not.
+    full = [cache for cache in caches if isinstance(cache, KVCache)]
+    read_first = sum(_read_first(draft, request) for draft in drafts)
+    growing = target_kv + sum(bytes_of((cache.k, cache.v)) for cache in full) + read_first
+    prompts = bytes_of((request.tokens, request.lengths, request.limits))
+    everything = bytes_of(state)
+    tokens = rows_of(request) * request.settings.chunk
+    return Bytes(
+        weights=bytes_of(request.target.params),
+        draft_weights=sum(bytes_of(draft.params) for draft in drafts),
+        target_kv=target_kv,
+        draft_kv=draft_kv,
+        rest=everything - target_kv - draft_kv + prompts,
+        prefill=_activations(request.target, request, tokens, 1),
+        start=read_first
+        + max((_activations(draft, request, tokens, 1) for draft in drafts), default=0),
+        decode=_activations(
+            request.target,
+            request,
+            rows_of(request) * request.settings.shape.num_nodes,
+            request.settings.shape.num_nodes,
+        ),
+        per_context_token=growing / request.settings.capacity,
+        positions=min(
+            model.config.max_positions for model in (request.target, *_reading_all(request))
+        ),
+    )
+
+
+def bytes_of(tree: Any) -> int:
+    """Returns the bytes of a device's part of arrays, or of shapes with their shardings."""
+    return sum(
+        int(np.prod(x.sharding.shard_shape(x.shape))) * _item(x.dtype)
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def rows_of(request: Request) -> int:
+    """Returns the rows of a device."""
+    return request.lengths.sharding.shard_shape(request.lengths.shape)[0]
+
+
+def _item(dtype: Any) -> int:
+    return 8 if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else np.dtype(dtype).itemsize
+
+
+def _reading_all(request: Request) -> list[Model]:
+    """Returns the small drafts that read texts no longer than their positions."""
+    return [one.model for one in _small(request) if one.sink_positions == "text"]
+
+
+def _small(request: Request) -> list[SmallModel]:
+    drafter = request.drafter
+    drafters = drafter.drafters if isinstance(drafter, Ensemble) else (drafter,)
+    return [one for one in drafters if isinstance(one, SmallModel)]
+
+
+def _read_first(draft: Model, request: Request) -> int:
+    """Returns the bytes of a full cache that a draft fills first, if it is to have a sparse one."""
+    (small,) = [one for one in _small(request) if one.model is draft]
+    if small.sparse is None or small.sink_positions != "text":
+        return 0
+    mesh = request.settings.mesh
+    assert mesh is not None  # `request_of` has placed it
+    split = placing.split_of(draft.config, draft.shards, mesh)
+    return draft.kv_bytes(rows_of(request), request.settings.capacity) // split.kv_shards
+
+
+def _activations(model: Model, request: Request, tokens: int, logits: int) -> int:
+    """Returns the bytes of the largest arrays of a pass that are there at the same time.
+
+    They are the new keys and values of all layers; of one layer the hidden states, as they are, in
+    float32 for the norm, normed, and before and behind the sum over devices, beside the MLP's two
+    halves and their product, or the queries, the attention's parts in float32 and a block's scores;
+    and float32 logits, twice.
+
+    Args:
+      model: that runs.
+      request: whose mesh it runs on.
+      tokens: of a device's rows together.
+      logits: how many tokens of a row get logits.
+    """
+    c, mesh = model.config, request.settings.mesh
+    assert mesh is not None  # `request_of` has placed it
+    split = placing.split_of(c, model.shards, mesh)
+    item = model.dtype.itemsize
+    hidden = c.hidden_size * (4 * item + FLOAT32)
+    mlp = item * 3 * c.intermediate_size // split.shards
+    attention = (2 * item + 2 * FLOAT32) * c.num_heads * c.head_dim // split.shards
+    if request.settings.backend == "xla":  # several arrays of a block's scores (measured: 8 to 12)
+        slots = min(BLOCK, request.settings.capacity)
+        attention += SCORES * FLOAT32 * slots * c.num_heads // split.shards
+    new = 2 * item * c.num_layers * c.num_kv_heads * c.head_dim // split.kv_shards
+    of_logits = 2 * FLOAT32 * rows_of(request) * logits * c.vocab_size // split.shards
+    return tokens * (hidden + max(mlp, attention) + new) + of_logits

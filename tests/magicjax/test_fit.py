@@ -1,0 +1,108 @@
+"""`magicjax fit` says what a device holds, and whether it fits; the compiler is not asked."""
+
+import json
+
+import numpy as np
+import pytest
+
+from magicjax import ahead, estimate, fit
+from models import count_params, preset
+
+ARGUMENTS = ["fit", "--target", "llama-3.1-8b", "--drafter", "self:streaming:512", "--analytic"]
+LOAD = ["--batch", "128", "--context", "32768", "--device", "h200", "--mesh", "model=8"]
+
+
+def test_bytes_are_those_of_the_model_and_its_caches():
+    load = ahead.Workload(
+        "llama-3.1-8b", "self:streaming:512", "chain:4", 128, 32768, "h200", model=8
+    )
+    counted = estimate.count(load)
+    norms = (2 * 32 + 1) * 4096  # which every device has whole
+    assert counted.weights == 2 * ((count_params(preset("llama-3.1-8b")) - norms) // 8 + norms)
+    slots = 32768 + 64  # the tree's slack, rounded up
+    assert counted.target_kv == 128 * slots * 131072 // 8
+    assert counted.draft_kv == 128 * 512 * 131072 // 8
+    assert counted.per_context_token == counted.target_kv / slots
+
+
+def test_it_prints_what_each_device_holds(run):
+    code, out, _ = run(*ARGUMENTS, *LOAD)
+    assert code == 0
+    assert "ESTIMATE, counted from shapes, not compiled: as was asked" in out
+    assert "target KV                   68.854 GB" in out and "fits: " in out
+
+
+@pytest.mark.slow
+def test_the_largest_batch_and_context_are_the_last_that_fit(run):
+    def ask(batch, context):
+        code, out, _ = run(
+            *ARGUMENTS, "--device", "h200", "--mesh", "model=8", "--json",
+            "--batch", batch, "--context", context,
+        )  # fmt: skip
+        return code, json.loads(out)
+
+    _, found = ask(128, 32768)
+    most, longest = found["largest batch"], found["largest context"]
+    assert ask(most, 32768)[1]["fits"] and ask(most + 8, 32768)[0] == fit.DOES_NOT_FIT
+    assert abs(ask(1, 32768)[1]["largest batch"] - most) <= 1
+    assert ask(128, longest - 200)[1]["fits"] and ask(128, longest + 2000)[0] == fit.DOES_NOT_FIT
+
+
+def test_no_context_is_longer_than_the_positions_of_the_target(run):
+    _, out, _ = run(*ARGUMENTS, "--batch", 1, "--context", 1024, *LOAD[4:], "--json")
+    assert json.loads(out)["largest context"] == preset("llama-3.1-8b").max_positions
+
+
+def test_a_small_draft_reads_the_prompts_into_a_full_cache_first():
+    load = ahead.Workload(
+        "llama-3.1-8b", "small:llama-3.2-1b:streaming:512", "", 128, 32768, "h200", 2, 4
+    )
+    counted = estimate.count(load)
+    full = 64 * (32768 + 64) * 2 * 16 * 8 * 64 * 2 // 4
+    assert counted.draft_kv < full / 50 and counted.start > full
+
+
+def test_what_does_not_fit_ends_with_3_and_says_by_how_much(run):
+    code, out, _ = run(*ARGUMENTS, *LOAD[:4], "--device", "h100", "--mesh", "model=4")
+    assert code == fit.DOES_NOT_FIT == 3
+    sizes = {
+        line[2:26].strip(): float(line[26:].split()[0])
+        for line in out.splitlines()
+        if line.startswith("  ")
+    }
+    over = sizes["total"] - sizes["usable"]
+    assert over > 0 and f"DOES NOT FIT: {over:.2f}"[:-1] in out
+
+
+def test_rows_go_in_multiples_of_the_groups(run):
+    _, out, _ = run(*ARGUMENTS, *LOAD[:-1], "data=4,model=2", "--json")
+    found = json.loads(out)
+    assert found["largest batch"] % 4 == 0
+    sizes = found["bytes on each device"]
+    total = sum(sizes[name] for name in ("weights", "target KV", "draft KV", "other state"))
+    temporary = max(sizes["temporaries of prefill"], sizes["temporaries of decode"])
+    assert np.isclose(sizes["total"], total + temporary)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "b300"], "--device b300 is unknown: use a100, h100, h200"),
+        (["--mesh", "model=3"], "does not divide the model"),
+        (["--mesh", "pipe=3"], "'pipe=3' is no mesh: write data=2,model=4"),
+        (["--batch", "0"], "--batch 0 must be at least 1"),
+        (["--target", "llama-9"], "llama-9"),
+    ],
+)
+def test_bad_input_is_an_error_before_anything_is_compiled(run, arguments, message):
+    code, _, errors = run(*ARGUMENTS, *LOAD, *arguments)
+    assert code == 2 and message in errors
+
+
+def test_where_the_compiler_cannot_be_had_the_estimate_says_so(run, monkeypatch):
+    def fails():
+        raise OSError("no network")
+
+    monkeypatch.setattr(fit, "_compiler", fails)
+    code, out, _ = run(*[a for a in ARGUMENTS if a != "--analytic"], *LOAD)
+    assert code == 0 and "the CUDA compiler could not be fetched (no network)" in out
