@@ -7,7 +7,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo ahead test test-slow test-other-end lint format clean
+.PHONY: help setup demo gpu test test-slow test-other-end lint format clean
 
 ARGS ?=
 WORKERS ?= logical
@@ -25,9 +25,8 @@ demo: ## plain against speculative decoding on long text: a table, results/demo/
 	@tools/setup_env.sh .venv experiments
 	@.venv/bin/python -m experiments.launch experiments/configs/demo.yaml
 
-ahead: ## compile the loop for GPUs that are not here: memory, copies, registers and spills
-	@tools/setup_env.sh .venv-aot aot
-	@JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 .venv-aot/bin/python -m magicjax.ahead $(ARGS)
+gpu: ## measure everything that needs an NVIDIA GPU, with the python3 that has JAX for it
+	@$(or $(PYTHON),python3) -m experiments.measure_gpu $(ARGS)
 
 test: ## the test suite
 	@tools/setup_env.sh .venv test
@@ -53,6 +52,6 @@ format: ## format the code, and fix what lint can fix by itself
 	.venv/bin/python -m ruff format .
 
 clean: ## remove the environments, caches and builds (results/ stays)
-	rm -rf .venv .venv-oldest .venv-newest .venv-aot .venv*.lock build dist *.egg-info
+	rm -rf .venv .venv-oldest .venv-newest .venv*.lock build dist *.egg-info
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -155,7 +155,10 @@ def compare_group(
             )
             runs[name].append(call(*arguments))
             bar.update()
-    target, wanted = bench.model(plain.target, plain.dtype), runs["ours plain"][0].tokens
+    target, wanted = (
+        bench.model(plain.target, plain.dtype, plain.devices),
+        runs["ours plain"][0].tokens,
+    )
     rows = []
     for name, (_, *timed) in runs.items():
         match = exactness.compare(target, prompts, wanted, timed[0].tokens)
