@@ -1,0 +1,45 @@
+"""What a step of decoding costs: bytes and FLOPs of its parts, and the time they take on a device.
+
+`floors` counts what a loaded model must read at the least; `work` counts all parts of a step from a
+config alone; `device` has what a device can do, `profile` what was measured of the one at hand;
+`rounds` makes times of both.
+"""
+
+from magicjax.costs.device import DEVICES, Device, Machine, find_device
+from magicjax.costs.floors import kv_bytes_per_token, step_bytes, weight_bytes
+from magicjax.costs.profile import load_profile, save_profile
+from magicjax.costs.rounds import (
+    Draft,
+    RoundCost,
+    draft_step,
+    plain_step,
+    round_cost,
+    seconds,
+    verification,
+)
+from magicjax.costs.work import Part, Sizes, check_heads, memory_bytes, pass_parts, sizes_of
+
+__all__ = [
+    "DEVICES",
+    "Device",
+    "Draft",
+    "Machine",
+    "Part",
+    "RoundCost",
+    "Sizes",
+    "check_heads",
+    "draft_step",
+    "find_device",
+    "kv_bytes_per_token",
+    "load_profile",
+    "memory_bytes",
+    "pass_parts",
+    "plain_step",
+    "round_cost",
+    "save_profile",
+    "seconds",
+    "sizes_of",
+    "step_bytes",
+    "verification",
+    "weight_bytes",
+]

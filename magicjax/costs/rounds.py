@@ -1,0 +1,167 @@
+"""Times of steps and rounds: each part takes the longer of its bytes and its FLOPs, and parts add.
+
+speed-up = tokens of a round x T_target / (depth x T_draft + T_verify(N) + what a round adds)
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from magicjax.costs.device import Device, Machine
+from magicjax.costs.work import Part, Sizes, memory_bytes, pass_parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """What drafts: a model on a cache, or nothing that costs time.
+
+    Attributes:
+      sizes: of the model; None: a look-up.
+      budget: slots of its cache for each layer and KV head; None: all of the context.
+      bits: of an entry's elements, 8 or 4; None: the model's own dtype.
+    """
+
+    sizes: Sizes | None
+    budget: int | None = None
+    bits: int | None = None
+
+    def slots(self, context: int) -> int:
+        """Returns the slots that a draft step reads."""
+        return context if self.budget is None else min(self.budget, context)
+
+    def machine(self, machine: Machine) -> Machine:
+        """Returns what it runs on: as many of a group's devices as divide its KV heads."""
+        assert self.sizes is not None, "a look-up runs nowhere"
+        return dataclasses.replace(machine, model=math.gcd(self.sizes.num_kv_heads, machine.model))
+
+    def memory(self, machine: Machine, batch: int, context: int, shared: bool) -> float:
+        """Returns the bytes it takes on one device beside its target.
+
+        Args:
+          machine: the target's.
+          batch, context: B, and the tokens of a row.
+          shared: its weights are the target's, and without a budget its cache too.
+        """
+        if self.sizes is None or (shared and self.budget is None):
+            return 0.0
+        own = dataclasses.replace(self.sizes, attention=0, mlp=0, unembedding=0, small=0, tables=0)
+        sizes = own if shared else self.sizes
+        slots = context if self.budget is None else self.budget
+        per_slot = self.sizes.draft_kv_bytes(self.bits)
+        return memory_bytes(sizes, self.machine(machine), batch, slots, per_slot)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundCost:
+    """Seconds of a round of speculation, and of the plain step beside it.
+
+    Attributes:
+      target: T_target, a step of plain decoding.
+      draft: T_draft, one level of a draft.
+      verify: T_verify(N).
+      depth: levels drafted in a round.
+      rest: what a round adds.
+      parts: seconds by "draft", "verify" and "round", and their parts: ("draft", "MLP").
+    """
+
+    target: float
+    draft: float
+    verify: float
+    depth: int
+    rest: float
+    parts: Mapping[tuple[str, str], float]
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole round."""
+        return self.depth * self.draft + self.verify + self.rest
+
+    def speed_up(self, tokens: float) -> float:
+        """Returns the speed-up if a round emits so many tokens."""
+        return tokens * self.target / self.total
+
+
+def seconds(parts: Mapping[str, Part], device: Device) -> dict[str, float]:
+    """Returns the seconds of each part."""
+    return {
+        name: max(part.bytes / device.reached_bandwidth, part.flops / device.reached_matrix_rate)
+        + part.messages * device.collective_seconds
+        + part.sent / device.reached_link
+        + part.layers * device.layer_seconds
+        + part.steps * device.step_seconds
+        for name, part in parts.items()
+    }
+
+
+def plain_step(sizes: Sizes, machine: Machine, batch: int, context: int) -> dict[str, float]:
+    """Returns the seconds of each part of a step of plain decoding; T_target is their sum."""
+    return seconds(pass_parts(sizes, machine, batch, 1, context), machine.device)
+
+
+def verification(
+    sizes: Sizes, machine: Machine, batch: int, context: int, nodes: int
+) -> dict[str, float]:
+    """Returns the seconds of each part of a pass over N nodes; T_verify(N) is their sum."""
+    return seconds(pass_parts(sizes, machine, batch, nodes, context), machine.device)
+
+
+def draft_step(
+    draft: Draft, machine: Machine, batch: int, context: int, width: int = 1
+) -> dict[str, float]:
+    """Returns the seconds of each part of drafting one level; T_draft is their sum.
+
+    Args:
+      draft: who drafts; a look-up takes no time.
+      machine: the target's; a small model whose KV heads it does not divide runs on fewer of a
+        group's devices, each time on the same rows.
+      width: nodes of the level that have children.
+    """
+    if draft.sizes is None:
+        return {}
+    per_slot = draft.sizes.draft_kv_bytes(draft.bits)
+    slots = draft.slots(context)
+    own = draft.machine(machine)
+    parts = pass_parts(draft.sizes, own, batch, width, slots, per_slot)
+    return seconds(parts, machine.device)
+
+
+def round_cost(
+    target: Sizes,
+    draft: Draft,
+    machine: Machine,
+    batch: int,
+    context: int,
+    nodes: int,
+    depth: int,
+    width: int = 1,
+) -> RoundCost:
+    """Returns what a round costs.
+
+    Args:
+      target: the model whose output is kept.
+      draft: who proposes.
+      machine: what both run on.
+      batch, context: B, and the tokens of a row's cache.
+      nodes: N, the root included.
+      depth: levels drafted; a chain of gamma tokens has gamma.
+      width: nodes that a level of the draft runs, the most of any level; 1 of a chain.
+
+    Raises:
+      ValueError: fewer than one row, node or level, or heads that the devices do not divide.
+    """
+    if depth < 1:
+        raise ValueError(f"depth={depth} leaves nothing to draft: give at least 1")
+    plain = plain_step(target, machine, batch, context)
+    drafted = draft_step(draft, machine, batch, context, width)
+    verified = verification(target, machine, batch, context, nodes)
+    rest = machine.device.round_seconds
+    parts = {("draft", name): depth * time for name, time in drafted.items()}
+    parts |= {("verify", name): time for name, time in verified.items()}
+    return RoundCost(
+        target=sum(plain.values()),
+        draft=sum(drafted.values()),
+        verify=sum(verified.values()),
+        depth=depth,
+        rest=rest,
+        parts=parts | {("round", "selection, commit, host"): rest},
+    )

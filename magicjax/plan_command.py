@@ -1,0 +1,278 @@
+"""`magicjax plan`: which drafter, budget and tree pay on a machine, given measured acceptance."""
+
+import argparse
+import json
+from typing import Any
+
+from magicjax import acceptance, costs, planner
+from magicjax.drafters.sparse import BUDGET
+from magicjax.drafters.written import parts
+from magicjax.generation import config_of
+from magicjax.policies import Full, StreamingLLM, find
+from magicjax.tree import TokenTree, chain
+from sharding import parse_mesh
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def add(commands: Any) -> None:
+    """Adds the sub-command to those of `magicjax`."""
+    parser = commands.add_parser(
+        "plan",
+        help="what speculation is worth on a machine, foretold",
+        description="Foretells which drafter, budget and tree pay most on a machine, or that none "
+        "does. Acceptance must be measured and given; nothing is loaded or run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--target", required=True, help="preset or model directory")
+    parser.add_argument("--batch", type=int, required=True, help="rows")
+    parser.add_argument("--context", type=int, required=True, help="tokens of each row")
+    parser.add_argument(
+        "--device",
+        required=True,
+        help=f"{', '.join(costs.DEVICES)}, or a profile that `magicjax calibrate` wrote",
+    )
+    parser.add_argument(
+        "--mesh",
+        default="model=1",
+        help="data=2,model=4: rows and heads are divided among devices; one if not given",
+    )
+    parser.add_argument(
+        "--acceptance",
+        help="measured: 0.8, by rank 0.6,0.2,0.1, or a .csv or .json table with the columns "
+        "policy, budget, context, acceptance",
+    )
+    parser.add_argument(
+        "--drafter",
+        help="whose acceptance a number is: self:streaming:512, small:llama-3.2-1b:streaming:512 "
+        f"or look-up; self:streaming:{BUDGET} if not given. A table names its drafters",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of models and caches")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints the plan.
+
+    Raises:
+      ValueError, OSError: what `magicjax` prints before it ends.
+    """
+    machine = machine_of(arguments)
+    target = _sizes(arguments.target, arguments.dtype)
+    _check_dtype(arguments.dtype, machine.device)
+    _check_context(arguments.target, arguments.context)
+    candidates, sources = candidates_of(arguments, target)
+    found = planner.plan(target, candidates, machine, arguments.batch, arguments.context)
+    if arguments.json:
+        print(json.dumps(as_json(arguments, machine, found, sources), indent=2))
+    else:
+        print(as_text(arguments, machine, found, sources))
+
+
+def machine_of(arguments: argparse.Namespace) -> costs.Machine:
+    """Returns the machine of --device and --mesh."""
+    data, model = parse_mesh(arguments.mesh)
+    return costs.Machine(device_of(arguments.device), data, model)
+
+
+def device_of(name: str) -> costs.Device:
+    """Returns the preset of that name, or the device of a profile.
+
+    Raises:
+      ValueError, FileNotFoundError: neither, or a profile of another device.
+    """
+    if name.endswith(".json"):
+        return costs.load_profile(name)
+    return costs.find_device(name)
+
+
+def _check_dtype(dtype: str, device: costs.Device) -> None:
+    """Raises ValueError if the device's rates are not those of the dtype."""
+    itemsize = {"bfloat16": 2, "float16": 2, "float32": 4}
+    if itemsize[dtype] != itemsize[device.dtype]:
+        raise ValueError(
+            f"--dtype {dtype}: the rates of {device.name} are those of {device.dtype}; plan with "
+            f"--dtype {device.dtype}, or calibrate the device with `magicjax calibrate --dtype "
+            f"{dtype}`"
+        )
+
+
+def _check_context(source: str, context: int) -> None:
+    limit = config_of(source).max_positions
+    if context > limit:
+        raise ValueError(
+            f"--context {context} is more than the {limit} positions of {source}: use a shorter one"
+        )
+
+
+def _sizes(source: str, dtype: str) -> costs.Sizes:
+    return costs.sizes_of(config_of(source), dtype, source)
+
+
+def candidates_of(
+    arguments: argparse.Namespace, target: costs.Sizes
+) -> tuple[list[planner.Candidate], dict[str, str]]:
+    """Returns (ways to draft, where the acceptance of each comes from).
+
+    Raises:
+      ValueError: no acceptance, or a drafter that could not run.
+    """
+    given = arguments.acceptance
+    if given is None:
+        raise ValueError(f"--acceptance is missing, and is never assumed: {acceptance.HOW}")
+    drafter = arguments.drafter or f"self:streaming:{BUDGET}"
+    if given.endswith((".csv", ".json")):
+        if arguments.drafter:
+            raise ValueError(
+                f"--drafter says whose a number is, and the table {given} names its own drafters: "
+                "leave --drafter out"
+            )
+        measured = acceptance.read_table(given, arguments.target)
+    else:
+        measured = [acceptance.from_text(given, drafter)]
+    at_context = acceptance.at_context(measured, arguments.context)
+    found = [
+        candidate(name, table, target, arguments.dtype, arguments.context)
+        for name, (table, _) in at_context.items()
+    ]
+    return found, {name: source for name, (_, source) in at_context.items()}
+
+
+def candidate(
+    name: str, table: acceptance.Table, target: costs.Sizes, dtype: str, context: int
+) -> planner.Candidate:
+    """Returns the drafter of that name as a way to draft.
+
+    Args:
+      name: as commands write it.
+      table: its acceptance.
+      target, dtype, context: what it drafts for.
+
+    Raises:
+      ValueError: its vocabulary is another, the context too long for it, or its budget too small.
+    """
+    rates = tuple(tuple(map(float, row)) for row in table)
+    written = parts(name)
+    if written["look_up"]:
+        return planner.Candidate(name, costs.Draft(None), rates, shared=False)
+    path = written["path"]
+    policy = find(written["policy"] or ("full" if path else "streaming"))
+    sizes = _sizes(path, dtype) if path else target
+    if sizes.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"{name}: its vocabulary has {sizes.vocab_size} tokens and the target's "
+            f"{target.vocab_size}: they must be the same, so pick a drafter of its family"
+        )
+    if isinstance(policy, Full):
+        if path:
+            _check_context(path, context)
+        return planner.Candidate(name, costs.Draft(sizes), rates, shared=not path)
+    if path and not isinstance(policy, StreamingLLM):
+        _check_context(path, context)  # streaming can go on beyond it, --sink-positions in_cache
+    budget = int(written["budget"] or BUDGET)
+    ring = policy.ring(budget)
+    # A round of a small model commits a path behind a lead as long.
+    deepest = min(planner.MAX_DEPTH, (ring - 1) // 2 if path else ring - 1)
+    if deepest < 1 or ring >= budget:
+        raise ValueError(
+            f"{name}: a budget of {budget} leaves {ring} slots for the newest tokens and "
+            f"{budget - ring} to pin: use a larger one"
+        )
+    draft = costs.Draft(sizes, budget)
+    return planner.Candidate(name, draft, rates, deepest=deepest, shared=not path)
+
+
+def written_tree(tree: TokenTree) -> str:
+    """Returns the tree as commands write it."""
+    if tree == chain(tree.depth):
+        return f"chain:{tree.depth}"
+    return "parents:" + ",".join(map(str, tree.parents))
+
+
+def as_json(
+    arguments: argparse.Namespace,
+    machine: costs.Machine,
+    found: planner.Plan,
+    sources: dict[str, str],
+) -> dict[str, Any]:
+    """Returns the plan as numbers; times are in milliseconds."""
+    return {
+        "target": arguments.target,
+        "dtype": arguments.dtype,
+        "device": machine.device.name,
+        "mesh": {"data": machine.data, "model": machine.model},
+        "batch": arguments.batch,
+        "context": arguments.context,
+        "speculate": found.pays,
+        "plain": {
+            "t_target_ms": 1e3 * found.target,
+            "tokens_per_s": arguments.batch / found.target,
+        },
+        "best": _prediction(found.best, sources),
+        "runner_up": _prediction(found.runner_up, sources) if found.runner_up else None,
+        "break_even_acceptance": found.break_even,
+        "too_large": list(found.too_large),
+    }
+
+
+def _prediction(p: planner.Prediction, sources: dict[str, str]) -> dict[str, Any]:
+    written = parts(p.drafter)
+    return {
+        "drafter": p.drafter,
+        "policy": written["policy"],
+        "budget": int(written["budget"]) if written["budget"] else None,
+        "tree": written_tree(p.tree),
+        "acceptance_from": sources[p.drafter],
+        "tokens_per_round": p.tokens,
+        "t_draft_ms": 1e3 * p.cost.draft,
+        "t_verify_ms": 1e3 * p.cost.verify,
+        "round_ms": 1e3 * p.cost.total,
+        "speed_up": p.speed_up,
+        "tokens_per_s": p.tokens_per_s,
+        "ms_per_token": 1e3 * p.seconds_per_token,
+    }
+
+
+def as_text(
+    arguments: argparse.Namespace,
+    machine: costs.Machine,
+    found: planner.Plan,
+    sources: dict[str, str],
+) -> str:
+    """Returns the plan as a few lines."""
+    best = found.best
+    mesh = f"data={machine.data},model={machine.model}"
+    lines = [
+        f"{arguments.target}, {arguments.dtype}, batch {arguments.batch}, context "
+        f"{arguments.context}, on {machine.devices} x {machine.device.name} ({mesh})",
+        f"plain decoding: T_target {1e3 * found.target:.2f} ms, "
+        f"{arguments.batch / found.target:,.0f} tokens/s",
+        _line("best" if found.pays else "off; the least slow", best),
+    ]
+    if found.runner_up:
+        lines.append(_line("runner-up", found.runner_up))
+    lines.append(f"acceptance of {best.drafter}: {sources[best.drafter]}")
+    if found.break_even is None:
+        lines.append(f"break-even: none, {best.drafter} would not pay if all it drafts were right")
+    else:
+        pays = "pays" if found.pays else "would pay"
+        lines.append(
+            f"break-even: a chain of {best.drafter} {pays} from acceptance "
+            f"{found.break_even:.2f} on"
+        )
+    if found.too_large:
+        lines.append(f"does not fit into memory: {', '.join(found.too_large)}")
+    if not found.pays:
+        lines.append("Speculation does not pay here: decode plainly.")
+    return "\n".join(lines)
+
+
+def _line(what: str, p: planner.Prediction) -> str:
+    return (
+        f"{what}: {p.drafter}, {written_tree(p.tree)}: speed-up {p.speed_up:.2f}, "
+        f"{p.tokens_per_s:,.0f} tokens/s, {1e3 * p.seconds_per_token:.2f} ms a token\n"
+        f"    {p.tokens:.2f} tokens a round of {1e3 * p.cost.total:.2f} ms: "
+        f"{p.cost.depth} x T_draft {1e3 * p.cost.draft:.2f}, T_verify({p.tree.num_nodes}) "
+        f"{1e3 * p.cost.verify:.2f}, the rest {1e3 * p.cost.rest:.2f}"
+    )

@@ -1,0 +1,241 @@
+"""The cost model: counted by hand, growing with what it must grow with, and its refusals."""
+
+import dataclasses
+import json
+import math
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+import models
+from magicjax import costs
+from magicjax.costs import Device, Draft, Machine, Part, round_cost
+from tests.magicjax import tiny
+
+UNIT = Device(
+    "unit",
+    bandwidth=1.0,
+    matrix_rate=1.0,
+    memory=1.0,
+    link=1.0,
+    bandwidth_efficiency=1.0,
+    matrix_efficiency=1.0,
+    link_efficiency=1.0,
+    collective_seconds=0.0,
+    layer_seconds=0.0,
+    round_seconds=0.0,
+)
+LLAMA = costs.sizes_of(models.preset("llama-3.1-8b"), "bfloat16", "llama-3.1-8b")
+SMALL = costs.sizes_of(models.preset("llama-3.2-1b"), "bfloat16", "llama-3.2-1b")
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b", "llama-3.2-1b", "qwen2.5-7b", "opt-125m"])
+def test_every_parameter_is_counted_once(name):
+    config = models.preset(name)
+    s = costs.sizes_of(config)
+    total = s.attention + s.mlp + s.unembedding + s.small + s.tables
+    assert total == models.count_params(config)
+
+
+def test_a_config_alone_says_what_a_loaded_model_reads():
+    model = tiny.model()
+    s = costs.sizes_of(model.config, "float32")
+    assert s.weight_bytes == costs.weight_bytes(model)
+    assert s.kv_bytes == costs.kv_bytes_per_token(model)
+
+
+def test_the_work_of_a_pass_is_what_one_counts_by_hand():
+    """Llama-3.1-8B, 4 nodes of each of 2 rows against 100 slots, on 2 devices."""
+    parts = costs.pass_parts(LLAMA, Machine(UNIT, model=2), 2, 4, 100)
+    layers, width, heads, kv_heads, head, mlp, vocabulary = 32, 4096, 32, 8, 128, 14336, 128256
+    attention = layers * 2 * width * (heads + kv_heads) * head
+    norms = (2 * layers + 1) * width
+    assert parts["projections"] == Part(bytes=attention, flops=2 * attention * 8 / 2)
+    assert parts["MLP"].bytes == layers * 3 * width * mlp + norms
+    assert parts["MLP"].flops == 2 * layers * 3 * width * mlp * 8 / 2
+    per_token = 2 * layers * kv_heads * head * 2
+    assert per_token == 131072
+    assert parts["attention"].bytes == (2 * 100 + 8) * per_token / 2
+    # scores and values, 2 FLOPs each, for every node against 100 slots and 4 nodes
+    assert parts["attention"].flops == 2 * 2 * 8 * layers * heads * head * 104 / 2
+    assert parts["logits"] == Part(bytes=vocabulary * width, flops=2 * vocabulary * width * 8 / 2)
+    assert parts["selection"] == Part(bytes=2 * 4 * 8 * vocabulary / 2, messages=1)
+    # 64 all-reduces of 8 hidden states; in a ring of two each device sends them once
+    assert parts["collectives"] == Part(messages=64, sent=64 * 8 * width * 2)
+    assert parts["overhead"] == Part(layers=32, steps=1)
+
+
+def test_one_device_sends_nothing():
+    parts = costs.pass_parts(LLAMA, Machine(UNIT), 2, 4, 100)
+    assert not any(part.messages or part.sent for part in parts.values())
+    alone = dataclasses.replace(UNIT, link=None)
+    assert costs.seconds(parts, alone) == costs.seconds(parts, UNIT)
+
+
+def test_a_part_takes_the_longer_of_its_bytes_and_its_flops_and_all_else_adds():
+    assert costs.seconds({"a": Part(bytes=3, flops=2)}, UNIT) == {"a": 3}
+    assert costs.seconds({"a": Part(bytes=2, flops=3)}, UNIT) == {"a": 3}
+    device = dataclasses.replace(
+        UNIT,
+        link=4.0,
+        link_efficiency=0.5,
+        bandwidth_efficiency=0.5,
+        matrix_efficiency=0.25,
+        collective_seconds=10.0,
+        layer_seconds=100.0,
+        step_seconds=1000.0,
+    )
+    part = Part(bytes=3, flops=1, messages=2, sent=4, layers=3, steps=1)
+    assert costs.seconds({"a": part}, device) == {"a": 3 / 0.5 + 20 + 4 / 2 + 300 + 1000}
+
+
+def test_a_round_is_its_drafts_its_verification_and_what_it_adds():
+    device = costs.find_device("h100")
+    machine, where = Machine(device, model=8), (16, 32000)
+    cost = round_cost(LLAMA, Draft(SMALL, 512), machine, *where, 5, 4)
+    drafted = costs.draft_step(Draft(SMALL, 512), machine, *where)
+    assert cost.draft == sum(drafted.values())
+    assert cost.verify == sum(costs.verification(LLAMA, machine, *where, 5).values())
+    assert cost.target == sum(costs.plain_step(LLAMA, machine, *where).values())
+    assert cost.total == 4 * cost.draft + cost.verify + device.round_seconds
+    assert math.isclose(sum(cost.parts.values()), cost.total)
+    assert cost.speed_up(3.0) == 3 * cost.target / cost.total
+
+
+def test_a_quantized_draft_cache_is_read_with_its_scales():
+    assert LLAMA.draft_kv_bytes(None) == 131072
+    assert LLAMA.draft_kv_bytes(8) == 2 * 32 * 8 * (128 + 4)
+    assert LLAMA.draft_kv_bytes(4) == 2 * 32 * 8 * (64 + 4)
+
+
+def test_a_look_up_takes_no_time_and_no_memory():
+    machine = Machine(costs.find_device("h100"))
+    assert round_cost(LLAMA, Draft(None), machine, 1, 1000, 5, 4).draft == 0
+    assert Draft(None).memory(machine, 1, 1000, False) == 0
+
+
+def test_a_draft_whose_heads_do_not_divide_runs_on_fewer_devices():
+    twelve = costs.sizes_of(models.preset("llama-68m"))  # 12 KV heads
+    assert Draft(twelve).machine(Machine(UNIT, data=2, model=8)) == Machine(UNIT, 2, 4)
+
+
+def test_memory_is_weights_caches_and_what_a_draft_adds():
+    machine = Machine(UNIT, model=2)
+    weights = 2 * models.count_params(models.preset("llama-3.1-8b"))
+    both = costs.memory_bytes(LLAMA, machine, 3, 100, LLAMA.kv_bytes)
+    assert both == (weights + 3 * 100 * 131072) / 2
+    assert Draft(LLAMA, 64).memory(machine, 3, 100, shared=True) == 3 * 64 * 131072 / 2
+    assert Draft(LLAMA).memory(machine, 3, 100, shared=True) == 0  # the target's own cache
+    own = Draft(SMALL).memory(machine, 3, 100, shared=False)
+    assert own == costs.memory_bytes(SMALL, machine, 3, 100, SMALL.kv_bytes)
+
+
+@st.composite
+def places(draw):
+    device = costs.DEVICES[draw(st.sampled_from(sorted(costs.DEVICES)))]
+    tile = draw(st.sampled_from([1, 4]))
+    machine = Machine(
+        dataclasses.replace(device, tile=tile),
+        draw(st.sampled_from([1, 2])),
+        draw(st.sampled_from([1, 2, 4, 8])),
+    )
+    batch, context = draw(st.integers(1, 300)), draw(st.integers(1, 100_000))
+    return machine, batch, context, draw(st.integers(1, 70))
+
+
+@given(places(), st.integers(1, 50))
+@settings(deadline=None)
+def test_a_pass_never_gets_cheaper_with_more_rows_slots_or_nodes(place, more):
+    machine, batch, context, nodes = place
+
+    def total(b, s, n):
+        return sum(costs.verification(LLAMA, machine, b, s, n).values())
+
+    base = total(batch, context, nodes)
+    assert total(batch + machine.data * more, context, nodes) > base
+    assert total(batch, context + more, nodes) > base
+    assert total(batch, context, nodes + more) > base
+    drafted = [
+        sum(costs.draft_step(Draft(LLAMA, budget), machine, batch, context).values())
+        for budget in (more, more + 50)
+    ]
+    assert drafted[0] <= drafted[1] <= total(batch, context, 1)
+
+
+@given(places())
+@settings(deadline=None)
+def test_the_target_drafting_for_itself_on_all_it_knows_never_pays(place):
+    """Its speed-up is below 1 even if every token is accepted."""
+    machine, batch, context, nodes = place
+    cost = round_cost(LLAMA, Draft(LLAMA), machine, batch, context, nodes + 1, nodes)
+    assert cost.draft == pytest.approx(cost.target)
+    assert cost.speed_up(nodes + 1) < 1
+
+
+def test_a_tile_makes_flops_jump():
+    """With tiles of 4 rows, 5 nodes cost what 8 do, where FLOPs decide."""
+    slow = Machine(dataclasses.replace(UNIT, matrix_rate=1e-6, tile=4))
+    nodes = (1, 4, 5, 8, 9)
+    times = [costs.verification(LLAMA, slow, 1, 1, n)["projections"] for n in nodes]
+    assert times[0] == pytest.approx(times[1]) and times[2] == pytest.approx(times[3])
+    assert times[2] == pytest.approx(2 * times[1]) and times[4] == pytest.approx(3 * times[1])
+
+
+def test_a_profile_comes_back_as_it_was(tmp_path):
+    path = tmp_path / "here.json"
+    costs.save_profile(path, UNIT, {"rows": []})
+    assert costs.load_profile(path) == UNIT
+    assert [p.name for p in tmp_path.iterdir()] == ["here.json"]
+
+
+@pytest.mark.parametrize("key", ["device", "jax", "magicjax"])
+def test_a_profile_of_elsewhere_is_refused_with_the_command_that_renews_it(tmp_path, key):
+    path = tmp_path / "here.json"
+    costs.save_profile(path, UNIT, {})
+    content = json.loads(path.read_text())
+    content["surroundings"][key] = "another"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"another.*magicjax calibrate --out {path}"):
+        costs.load_profile(path)
+
+
+@pytest.mark.parametrize("text", ["{}", "no", '{"surroundings": {}, "device": {"a": 1}}'])
+def test_what_is_no_profile_is_refused(tmp_path, text):
+    path = tmp_path / "here.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="is no profile"):
+        costs.load_profile(path)
+
+
+REFUSED = {
+    "no device": (lambda: Machine(UNIT, model=0), "model=0 leaves no device"),
+    "no link": (
+        lambda: Machine(dataclasses.replace(UNIT, link=None), model=2),
+        "model=2: the link between devices of unit is not known",
+    ),
+    "an efficiency": (
+        lambda: dataclasses.replace(UNIT, link_efficiency=1.5),
+        "link_efficiency=1.5 must lie above 0",
+    ),
+    "a rate": (lambda: dataclasses.replace(UNIT, bandwidth=0.0), "bandwidth=0.0 must be positive"),
+    "a time": (
+        lambda: dataclasses.replace(UNIT, round_seconds=-1.0),
+        "round_seconds=-1.0 must not be negative",
+    ),
+    "a device": (lambda: costs.find_device("H10"), "the nearest is 'h100'; all are a100"),
+    "no row": (lambda: costs.pass_parts(LLAMA, Machine(UNIT), 0, 1, 1), "batch=0"),
+    "no node": (lambda: costs.pass_parts(LLAMA, Machine(UNIT), 1, 0, 1), "nodes=0"),
+    "heads": (
+        lambda: costs.pass_parts(LLAMA, Machine(UNIT, model=3), 1, 1, 1),
+        "model=3 does not divide the 8 KV heads of llama-3.1-8b: use one of 1, 2, 4, 8",
+    ),
+    "no level": (lambda: round_cost(LLAMA, Draft(None), Machine(UNIT), 1, 1, 1, 0), "depth=0"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_settings_are_refused(what):
+    call, message = REFUSED[what]
+    with pytest.raises(ValueError, match=message):
+        call()

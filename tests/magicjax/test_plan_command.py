@@ -1,0 +1,198 @@
+"""`magicjax plan`: what it prints, as text and as JSON, and how it refuses."""
+
+import json
+import re
+
+import pytest
+
+from magicjax import costs, plan_command
+from magicjax.tree import chain, expansion
+
+WHERE = ("--target", "llama-3.1-8b", "--batch", 64, "--context", 32000)
+H100 = ("--device", "h100", "--mesh", "model=8")
+
+
+def test_it_says_what_is_best_what_comes_next_and_from_where_it_pays(run):
+    code, out, err = run("plan", *WHERE, *H100, "--acceptance", 0.81)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == (
+        "llama-3.1-8b, bfloat16, batch 64, context 32000, on 8 x h100 (data=1,model=8)"
+    )
+    assert re.match(r"plain decoding: T_target [\d.]+ ms, [\d,]+ tokens/s", lines[1])
+    assert re.match(r"best: self:streaming:256, chain:\d+: speed-up [\d.]+, [\d,]+ tok", lines[2])
+    assert re.match(r"    [\d.]+ tokens a round of [\d.]+ ms: \d x T_draft [\d.]+, T_ver", lines[3])
+    assert lines[4].startswith("runner-up: self:streaming:256, chain:")
+    assert lines[6] == "acceptance of self:streaming:256: as given"
+    assert re.match(r"break-even: a chain of self:streaming:256 pays from acceptance 0", lines[7])
+
+
+def planned(run, *arguments):
+    code, out, err = run("plan", *arguments, "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def test_json_has_the_same_numbers_and_they_belong_together(run):
+    found = planned(run, *WHERE, *H100, "--acceptance", 0.81, "--drafter", "self:snapkv:1024")
+    best, plain = found["best"], found["plain"]
+    assert (best["drafter"], best["policy"], best["budget"]) == ("self:snapkv:1024", "snapkv", 1024)
+    assert found["speculate"] is True and found["mesh"] == {"data": 1, "model": 8}
+    gamma = int(best["tree"].removeprefix("chain:"))
+    assert best["tokens_per_round"] == pytest.approx(sum(0.81**i for i in range(gamma + 1)))
+    rest = best["round_ms"] - gamma * best["t_draft_ms"] - best["t_verify_ms"]
+    assert rest == pytest.approx(1e3 * costs.find_device("h100").round_seconds)
+    speed_up = best["tokens_per_round"] * plain["t_target_ms"] / best["round_ms"]
+    assert best["speed_up"] == pytest.approx(speed_up)
+    assert best["tokens_per_s"] / plain["tokens_per_s"] == pytest.approx(speed_up)
+    assert 0 < found["break_even_acceptance"] < 0.81
+
+
+def test_it_is_off_where_it_does_not_pay(run):
+    where = ("--target", "llama-3.1-8b", "--batch", 64, "--context", 1000)
+    code, out, _ = run("plan", *where, *H100, "--acceptance", 0.84)
+    assert code == 0
+    assert "\noff; the least slow: self:streaming:256" in out
+    assert out.endswith("Speculation does not pay here: decode plainly.\n")
+    found = planned(run, *where, *H100, "--acceptance", 0.84)
+    assert found["speculate"] is False and found["best"]["speed_up"] < 1
+
+
+@pytest.fixture
+def table(tmp_path):
+    path = tmp_path / "table.csv"
+    rows = ["streaming,512,8000,0.8", "streaming,512,32000,0.7", "snapkv,2048,32000,0.85"]
+    path.write_text("\n".join(["policy,budget,context,acceptance", *rows]))
+    return path
+
+
+def test_a_table_is_searched_for_policy_and_budget(run, table):
+    found = planned(run, *WHERE, *H100, "--acceptance", table)
+    assert found["best"]["drafter"] == "self:snapkv:2048"
+    assert found["runner_up"]["drafter"] == "self:streaming:512"
+    assert found["best"]["acceptance_from"] == "measured at 32000"
+    shorter = planned(run, *WHERE[:-1], 16000, *H100, "--acceptance", table)
+    sources = {
+        shorter[which]["drafter"]: shorter[which]["acceptance_from"]
+        for which in ("best", "runner_up")
+    }
+    assert sources == {
+        "self:streaming:512": "between those measured at 8000 and 32000",
+        "self:snapkv:2048": "not measured at 16000: that of 32000",
+    }
+
+
+def test_ranks_give_trees_that_generate_takes(run):
+    small = ("--drafter", "small:llama-3.2-1b:streaming:512")
+    found = planned(run, *WHERE, *H100, "--acceptance", "0.5,0.3,0.1", *small)
+    assert found["best"]["tree"].startswith("parents:-1,0,0")
+    assert plan_command.written_tree(chain(3)) == "chain:3"
+    assert plan_command.written_tree(expansion((2, 1))) == "parents:-1,0,0,1,2"
+
+
+def test_a_small_model_that_streams_may_draft_beyond_its_own_positions(run):
+    where = ("--target", "llama-2-7b-32k", "--batch", 1, "--context", 4096, "--device", "h100")
+    small = ("--drafter", "small:llama-68m:streaming:256")
+    assert planned(run, *where, "--acceptance", 0.8, *small)["speculate"] is True
+
+
+def test_a_mesh_divides_rows_and_heads(run):
+    by_mesh = planned(run, *WHERE, "--device", "H100", "--mesh", "model=8", "--acceptance", 0.8)
+    both = planned(run, *WHERE, "--device", "h100", "--mesh", "data=2,model=4", "--acceptance", 0.8)
+    assert both["mesh"] == {"data": 2, "model": 4}
+    assert both["plain"]["t_target_ms"] != by_mesh["plain"]["t_target_ms"]
+
+
+def test_a_calibrated_device_is_taken_from_its_profile(run, tmp_path):
+    path = tmp_path / "mine.json"
+    costs.save_profile(path, costs.find_device("h200"), {})
+    mine = planned(run, *WHERE, "--device", path, "--mesh", "model=8", "--acceptance", 0.8)
+    assert mine == planned(
+        run, *WHERE, "--device", "h200", "--mesh", "model=8", "--acceptance", 0.8
+    )
+
+
+REFUSED = {
+    "no acceptance": ((*WHERE, *H100), "--acceptance is missing, and is never assumed: give a"),
+    "too much": ((*WHERE, *H100, "--acceptance", 1.2), "is 1.2: give probabilities, from 0 to 1"),
+    "too little": ((*WHERE, *H100, "--acceptance", -0.1), "is -0.1: give probabilities"),
+    "a device": (
+        (*WHERE, "--device", "h10", "--acceptance", 0.8),
+        "device 'h10' does not exist: the nearest is 'h100'; all are a100,",
+    ),
+    "a preset": (
+        ("--target", "llama-3.1-8", *WHERE[2:], *H100, "--acceptance", 0.8),
+        "the nearest is 'llama-3.1-8b'",
+    ),
+    "heads": (
+        (*WHERE, "--device", "h100", "--mesh", "model=3", "--acceptance", 0.8),
+        "model=3 does not divide the 8 KV heads of llama-3.1-8b",
+    ),
+    "no device": (
+        (*WHERE, "--device", "h100", "--mesh", "model=0", "--acceptance", 0.8),
+        "mesh model=0: both numbers must be at least 1",
+    ),
+    "a mesh": (
+        (*WHERE, "--device", "h100", "--mesh", "heads=8", "--acceptance", 0.8),
+        "'heads=8' is no mesh: write data=2,model=4",
+    ),
+    "memory": (
+        ("--target", "llama-3.1-8b", "--batch", 400, "--context", 32000, *H100, "--acceptance", 1),
+        "--batch 400 at --context 32000 needs 211.7 GB on each of 8 h100, which have 80 GB: at "
+        "most 148 rows fit",
+    ),
+    "context": (
+        (*WHERE[:-1], 200000, *H100, "--acceptance", 0.8),
+        "--context 200000 is more than the 131072 positions of llama-3.1-8b",
+    ),
+    "no row": (
+        ("--target", "llama-3.1-8b", "--batch", 0, "--context", 9, *H100, "--acceptance", 0.8),
+        "--batch 0 must be at least 1",
+    ),
+    "a drafter": (
+        (*WHERE, *H100, "--acceptance", 0.8, "--drafter", "slef"),
+        "'slef' is no drafter: write self:streaming:256",
+    ),
+    "another vocabulary": (
+        (*WHERE, *H100, "--acceptance", 0.8, "--drafter", "small:llama-68m:streaming:256"),
+        "its vocabulary has 32000 tokens and the target's 128256",
+    ),
+    "a small model's context": (
+        (
+            *("--target", "llama-2-7b-32k", "--batch", 1, "--context", 4096, *H100),
+            *("--acceptance", 0.8, "--drafter", "small:llama-68m:snapkv:256"),
+        ),
+        "--context 4096 is more than the 2048 positions of llama-68m",
+    ),
+    "a small budget": (
+        (*WHERE, *H100, "--acceptance", 0.8, "--drafter", "self:streaming:16"),
+        "a budget of 16 leaves 0 slots for the newest tokens",
+    ),
+    "a dtype": (
+        (*WHERE, *H100, "--acceptance", 0.8, "--dtype", "float32"),
+        "the rates of h100 are those of bfloat16; plan with --dtype bfloat16, or calibrate",
+    ),
+    "a drafter beside a table": (
+        (*WHERE, *H100, "--acceptance", "TABLE", "--drafter", "self:snapkv:256"),
+        "names its own drafters: leave --drafter out",
+    ),
+    "no table": (
+        (*WHERE, *H100, "--acceptance", "none.csv"),
+        "the table of acceptance none.csv does not exist",
+    ),
+    "no profile": (
+        (*WHERE, "--device", "none.json", "--acceptance", 0.8),
+        "the profile none.json does not exist: measure this one with `magicjax calibrate",
+    ),
+    "no option": ((*WHERE, *H100, "--acceptence", 0.8), "did you mean --acceptance?"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_questions_are_refused_in_words_of_options(what, run, table):
+    arguments, message = REFUSED[what]
+    given = [table if argument == "TABLE" else argument for argument in arguments]
+    code, out, err = run("plan", *given)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
