@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 import tyro
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from experiments import cache_settings
 from experiments.cache_settings import CacheSettings
@@ -26,6 +26,7 @@ from magicjax.drafters.sparse import BUDGET
 from magicjax.policies import POLICIES
 from magicjax.tree import Tree
 from magicjax.verify import VERIFIERS
+from sharding import parse_mesh
 
 
 class ConfigError(ValueError):
@@ -34,6 +35,12 @@ class ConfigError(ValueError):
 
 def _listed(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
+
+
+def _mesh(text: str) -> str:
+    if text:
+        parse_mesh(text)
+    return text
 
 
 Settings = typing.TypeVar("Settings", bound=BaseModel)
@@ -216,6 +223,11 @@ class Experiment(BaseModel):
     target: str = Field("experiments/zoo/target", description="Directory or preset of the target.")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Of weights, activations and caches; exactness is shown in float32."
+    )
+    mesh: Annotated[str, AfterValidator(_mesh)] = Field(
+        "",
+        description="Devices, such as data=2,model=4: rows are divided among groups of them, and "
+        "models among those of a group; one device if not given.",
     )
     shapes: list[Shapes] = Field([Shapes()], min_length=1, description="Batch sizes and contexts.")
     methods: list[Method] = Field(

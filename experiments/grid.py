@@ -12,6 +12,8 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from jax.sharding import Mesh
+
 import magicjax
 from experiments import cache_settings
 from experiments.cache_settings import CacheSettings
@@ -19,6 +21,7 @@ from experiments.config import LOOK_UP, ConfigError, Experiment, Method, parse_t
 from experiments.prompts import HELD_OUT
 from magicjax.drafters import Drafter
 from magicjax.tree import ROOT_ONLY, Shape
+from sharding import parse_mesh
 
 CANDIDATES = 4
 VERIFIER = "mss"  # of sampled cells, where none is given
@@ -36,7 +39,7 @@ class Cell:
       tree: its name, or those of an ensemble's members joined by +; else "".
       draw: as given, "" for the draft's own way.
       verifier: of sampled cells, else "".
-      dtype, batch, context, new_tokens, repeats, prompts, agreement_tokens: as given.
+      dtype, mesh, batch, context, new_tokens, repeats, prompts, agreement_tokens: as given.
       candidates: places of the text tried for each row; 1 of synthetic prompts.
       do_sample: whether tokens are drawn; the next four are 0 if not.
       temperature, top_k, top_p, seed: of sampling.
@@ -50,6 +53,7 @@ class Cell:
     draw: str
     verifier: str
     dtype: str
+    mesh: str
     batch: int
     context: int
     new_tokens: int
@@ -99,6 +103,11 @@ class Cell:
         return {name: getattr(self, name) for name in names}
 
     @property
+    def devices(self) -> Mesh | None:
+        """The mesh; None: one device."""
+        return magicjax.make_mesh(*parse_mesh(self.mesh)) if self.mesh else None
+
+    @property
     def method(self) -> str:
         """The method's name in tables and plots."""
         who = " + ".join(pathlib.PurePath(m).name for m in self.models)
@@ -137,6 +146,7 @@ def _group(experiment: Experiment, batch: int, context: int) -> list[Cell]:
         draw="",
         verifier="",
         dtype=experiment.dtype,
+        mesh=experiment.mesh,
         batch=batch,
         context=context,
         new_tokens=experiment.new_tokens,
@@ -217,6 +227,7 @@ def options(cell: Cell, load: Callable[[str], Any]) -> dict[str, Any]:
         "max_new_tokens": cell.new_tokens,
         "verifier": cell.verifier or None,
         "eos_token_id": [],  # every row runs to the end, so all methods emit as much
+        "mesh": cell.devices,
         **cell.sampling,
     }
 

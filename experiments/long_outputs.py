@@ -138,8 +138,8 @@ def measure(
     """Returns rows of the table by name: one draft's acceptance by quarter.
 
     Of a draft that follows the text there is a second row: each quarter sampled again, behind the
-    same text, with caches made anew. It counts all rounds but those that the quarter's end cuts, so
-    those are longer than the first row's by the share of long rounds that were cut.
+    same text, with caches made anew. The last round before a quarter's end is not counted there,
+    and a long round is likelier to be the last, so these shares are a little low.
     """
     depth = magicjax.parse_tree(settings.tree).depth
     new_tokens = settings.rings * (settings.budget - settings.sinks)

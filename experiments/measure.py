@@ -15,12 +15,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 import magicjax
 from experiments import exactness, metrics, prompts, synthetic, teacher
 from experiments.grid import Cell, options
-from magicjax import costs
+from magicjax import costs, placing
 from pallas_kernels import bandwidth
+from sharding import factored
 
 PLAIN_FAILED = "plain decoding failed: "  # opens the error of a cell that lacks its comparison
 
@@ -36,10 +38,11 @@ class Bench:
             self._made[key] = make()
         return self._made[key]
 
-    def model(self, directory: str, dtype: str) -> Any:
+    def model(self, directory: str, dtype: str, mesh: Mesh | None = None) -> Any:
         """Returns the loaded model."""
         return self._once(
-            ("model", directory, dtype), lambda: magicjax.load(directory, dtype=dtype)
+            ("model", directory, dtype, mesh),
+            lambda: magicjax.load(directory, dtype=dtype, mesh=mesh),
         )
 
     def prompts(self, cell: Cell) -> np.ndarray:
@@ -59,7 +62,7 @@ class Bench:
 
     def _choice(self, cell: Cell) -> tuple[np.ndarray, float]:
         """Returns (the prompts, seconds spent compiling plain decoding to choose them)."""
-        target = self.model(cell.target, cell.dtype)
+        target = self.model(cell.target, cell.dtype, cell.devices)
         seconds = []
 
         def continue_plainly(rows: np.ndarray) -> np.ndarray:
@@ -68,6 +71,7 @@ class Bench:
                 list(rows),
                 max_new_tokens=cell.new_tokens,
                 eos_token_id=[],
+                mesh=cell.devices,
                 **cell.sampling,
             )
             seconds.append(out.stats.compile_s)
@@ -83,7 +87,7 @@ class Bench:
 
     def _candidates(self, cell: Cell) -> list[synthetic.Prompt]:
         """Returns the prompts of which a cell's are chosen."""
-        tokenizer = self.model(cell.target, cell.dtype).tokenizer
+        tokenizer = self.model(cell.target, cell.dtype, cell.devices).tokenizer
         stream = self._once(("stream", cell.target), lambda: prompts.held_out_stream(tokenizer))
         count = cell.batch * cell.candidates
         return self._once(
@@ -97,9 +101,9 @@ class Bench:
         `rows` are prompts instead of those that the cell's group shares.
         """
         return magicjax.generate(
-            self.model(cell.target, cell.dtype),
+            self.model(cell.target, cell.dtype, cell.devices),
             list(self.prompts(cell) if rows is None else rows),
-            **options(cell, lambda directory: self.model(directory, cell.dtype)),
+            **options(cell, lambda directory: self.model(directory, cell.dtype, cell.devices)),
         )
 
     def agreement(self, cell: Cell) -> float | None:
@@ -119,7 +123,7 @@ class Bench:
 
     def _greedy(self, cell: Cell, directory: str, text: np.ndarray, **view: int) -> np.ndarray:
         """Returns the best tokens of a model on a group's text; cells of the group share them."""
-        model = self.model(directory, cell.dtype)
+        model = self.model(directory, cell.dtype, cell.devices)
         key = (directory, cell.dtype, *_asked(cell), text.shape)
         return self._once(
             ("greedy", *key, *view.items()),
@@ -303,6 +307,17 @@ TIMES = (
 )
 
 
+def _moved(target: Any, cell: Cell) -> float:
+    """Returns the bytes that all devices together read in an average step of plain decoding."""
+    weights = costs.weight_bytes(target)
+    entries = costs.step_bytes(target, cell.batch, cell.context, cell.new_tokens) - weights
+    if not cell.devices:
+        return weights + entries
+    split = placing.split_of(target.config, None, factored(cell.devices))
+    # Every group has the weights, and KV heads may be held several times.
+    return cell.devices.shape["data"] * weights + entries * split.shards / split.kv_shards
+
+
 def _times(
     bench: Bench, cell: Cell, timed: list, plain_timed: list, read_gbs: float | None
 ) -> dict[str, float | None]:
@@ -313,10 +328,12 @@ def _times(
     rate = median(_rate(run) for run in timed)
     plain_rate = median(_rate(run) for run in plain_timed)
     paired = [_rate(a) / _rate(b) for a, b in zip(timed, plain_timed, strict=True)]
-    target = bench.model(cell.target, cell.dtype)
+    target = bench.model(cell.target, cell.dtype, cell.devices)
     step_s = median(run.stats.decode_s / run.stats.steps for run in plain_timed)
-    moved = costs.step_bytes(target, cell.batch, cell.context, cell.new_tokens)
+    moved = _moved(target, cell)
     ar_gbs = moved / step_s / 1e9
+    if cell.devices and jax.default_backend() != "cpu":  # devices on a CPU share its memory
+        read_gbs *= cell.devices.size
     return {
         "decode_tok_s": rate,
         "ar_decode_tok_s": plain_rate,
@@ -347,7 +364,7 @@ def _match(bench: Bench, cell: Cell, runs: list, plain: Any) -> exactness.Match 
     if cell.do_sample:
         comparable = cell.draft == "none" or cell.verifier == "naive"
         return exactness.compare_sampled(np.asarray(plain.tokens), first) if comparable else None
-    target = bench.model(cell.target, cell.dtype)
+    target = bench.model(cell.target, cell.dtype, cell.devices)
     return exactness.compare(target, bench.prompts(cell), np.asarray(plain.tokens), first)
 
 

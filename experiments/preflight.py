@@ -70,7 +70,9 @@ def _of_group(group: list[grid.Cell]) -> Iterator[str]:
 
 def check_cell(cell: grid.Cell) -> None:
     """Raises ValueError if the cell's call of `generate` would, for what is no matter of text."""
-    prepare(_skeleton(cell.target), [[0] * cell.context], **grid.options(cell, _skeleton))
+    prepare(
+        _skeleton(cell.target), [[0] * cell.context] * cell.batch, **grid.options(cell, _skeleton)
+    )
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The command `magicjax`: so far `magicjax generate`, which streams text and prints statistics.
+"""The command `magicjax`, and its sub-command `generate`, which streams text and its statistics.
 
 An option that would be ignored is an error, and errors speak of options, not of Python.
 """
@@ -7,7 +7,6 @@ import argparse
 import dataclasses
 import difflib
 import functools
-import importlib.metadata
 import logging
 import pathlib
 import re
@@ -17,31 +16,20 @@ from typing import Any, NoReturn
 
 import magicjax
 import models
+from magicjax import calibrate, fit, plan_command
 from magicjax.drafters import DRAWINGS, Drafter
 from magicjax.drafters.small_model import SINK_POSITIONS
 from magicjax.drafters.sparse import KV_DTYPES
+from magicjax.drafters.written import CACHE, DRAFTERS, has_use, make_drafter, parts
 from magicjax.generation import Output, config_of, skeleton
-from magicjax.policies import Full, StreamingLLM, find
 from magicjax.request import DEFAULT_TREE, prepare
 from magicjax.tree import Tree
 from magicjax.verify import VERIFIERS
+from magicjax.version import version
+from sharding import parse_mesh
 
 DESCRIPTION = "Long-context speculative decoding."
 DTYPES = ("float32", "bfloat16", "float16")
-DRAFTER = re.compile(
-    r"(?P<kind>self|small:(?P<path>.+?))(:(?P<policy>[\w.-]+)(:(?P<budget>\d+))?)?"
-    r"|(?P<look_up>look-up)(:(?P<ngram>\d+))?"
-)
-DRAFTERS = (
-    "self:streaming:256 (policy and budget), small:PATH (a model directory or preset), "
-    "small:PATH:streaming:256 or look-up:4 (how many of the newest tokens to look for)"
-)
-# Options of the draft's cache, and which drafters they are for.
-CACHE = {
-    "refresh_every": "self:POLICY, with another policy than streaming or full",
-    "kv_dtype": "self:POLICY or small:PATH:POLICY, with another policy than full",
-    "sink_positions": "small:PATH:streaming",
-}
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "seed", "verifier")
 
 
@@ -78,83 +66,15 @@ def _tree(text: str) -> Tree:
 def _drafter(text: str) -> str:
     """Returns the text, checked to be a drafter's and to name a policy that exists."""
     try:
-        _parts(text)
+        parts(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
 
 
-def _parts(text: str) -> re.Match:
-    """Returns the parts of a drafter's text.
-
-    Raises:
-      ValueError: it is none, or no such policy.
-    """
-    match = DRAFTER.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{text!r} is no drafter: write {DRAFTERS}")
-    if match["policy"]:
-        try:
-            find(match["policy"])
-        except ValueError as error:
-            colon = f"; for a directory of that name write {text}:full" if match["path"] else ""
-            raise ValueError(f"{error}{colon}") from error
-    return match
-
-
-def _has_use(text: str, option: str) -> bool:
-    """Returns whether a drafter is one of those that an option of `CACHE` is for."""
-    match = _parts(text)
-    if match["look_up"]:
-        return False
-    policy = find(match["policy"] or ("full" if match["path"] else "streaming"))
-    streams = isinstance(policy, StreamingLLM)
-    return {
-        "refresh_every": not match["path"] and not streams,
-        "kv_dtype": True,
-        "sink_positions": bool(match["path"]) and streams,
-    }[option] and not isinstance(policy, Full)
-
-
-def make_drafter(
-    text: str,
-    load: Callable[[str], Any] = magicjax.load,
-    draw: str | None = None,
-    **cache: Any,
-) -> Drafter:
-    """Returns the drafter written as self:snapkv:256, small:DIRECTORY:streaming:256 or look-up:4.
-
-    Args:
-      text: policy and budget may be left out. What stands behind the last colons of a small model
-        is read as policy and budget if it can be: a directory of such a name needs a policy
-        behind it, small:a:b:full.
-      load: gives a small model.
-      draw: how children are drawn under sampling (`DRAWINGS`); a look-up draws none.
-      cache: options of `CACHE`; a drafter that has no use for one is made without it.
-
-    Raises:
-      ValueError, FileNotFoundError: none of them, no such policy, no such model, or options that
-        do not fit together.
-    """
-    match = _parts(text)
-    if match["look_up"]:
-        return magicjax.LookUp(int(match["ngram"])) if match["ngram"] else magicjax.LookUp()
-    given = {name: value for name, value in cache.items() if value is not None}
-    said: dict[str, Any] = {name: n for name, n in given.items() if _has_use(text, name)}
-    if match["policy"]:
-        said["policy"] = match["policy"]
-    if match["budget"]:
-        said["budget"] = int(match["budget"])
-    if match["path"]:
-        return magicjax.SmallModel(load(match["path"]), draw, **said)
-    return magicjax.SelfSpeculation(draw=draw, **said)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="magicjax", description=DESCRIPTION, allow_abbrev=False)
-    parser.add_argument(
-        "--version", action="version", version=f"magicjax {importlib.metadata.version('magicjax')}"
-    )
+    parser.add_argument("--version", action="version", version=f"magicjax {version()}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Command)
     generate = commands.add_parser(
         "generate",
@@ -173,12 +93,21 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--prompt-file", type=pathlib.Path, help="a file with the text to continue")
     generate.add_argument("--max-new-tokens", type=int, default=128, help="128 if not given")
     generate.add_argument("--dtype", choices=DTYPES, help="of the models; the default: as stored")
-    generate.add_argument("--backend", help="of the attention; the default: by platform")
+    generate.add_argument("--backend", help="of the attention; xla if not given")
+    generate.add_argument(
+        "--mesh",
+        metavar="data=1,model=8",
+        help="divide the target's heads, MLP and vocabulary over devices; one prompt needs data=1",
+    )
     generate.add_argument(
         "--verbose", action="store_true", help="log each compilation, and the bytes of caches"
     )
     _add_speculation(generate.add_argument_group("speculation"))
     _add_sampling(generate.add_argument_group("sampling"))
+    generate.set_defaults(run=_generate)
+    plan_command.add(commands)
+    fit.add(commands)
+    calibrate.add(commands)
     return parser
 
 
@@ -217,6 +146,13 @@ def _add_speculation(group) -> None:
         help="of small:PATH:streaming: where the pinned first tokens stand, in the text (the "
         "default) or just before the newest tokens, so that a draft can read texts longer than "
         "its own context",
+    )
+    group.add_argument(
+        "--draft-shards",
+        type=int,
+        metavar="N",
+        help="of small:PATH under --mesh: over how many devices of `model` it is divided, and then "
+        "held several times; the default: all",
     )
     group.add_argument("--show-tree", action="store_true", help="draw the tree first")
 
@@ -283,11 +219,16 @@ def _check_used(arguments: argparse.Namespace) -> None:
         if not drafters:
             raise ValueError(f"{option} needs a --drafter: give one, or leave {option} out")
     for name in cache:
-        if not any(_has_use(text, name) for text in drafters):
+        if not any(has_use(text, name) for text in drafters):
             raise ValueError(
                 f"{_option(name)} is for the sparse cache of {CACHE[name]}: give such a --drafter, "
                 f"or leave {_option(name)} out"
             )
+    if arguments.draft_shards is not None:
+        if not arguments.mesh:
+            raise ValueError("--draft-shards says how a --mesh is used: give one, or leave it out")
+        if not any(parts(text)["path"] for text in drafters):
+            raise ValueError("--draft-shards is for small:PATH: give one, or leave it out")
     if len(trees) not in (0, 1, max(1, len(drafters))):
         raise ValueError(
             f"{len(trees)} --tree for {len(drafters)} --drafter: give one, or one for each drafter"
@@ -336,7 +277,7 @@ def _tokenizer(arguments: argparse.Namespace) -> Any:
 
 
 def _speculation(
-    arguments: argparse.Namespace, load: Callable[[str], Any] = magicjax.load
+    arguments: argparse.Namespace, load: Callable[[str], Any]
 ) -> tuple[Drafter | None, Tree | None]:
     """Returns (the drafter, its tree), as `magicjax.generate` takes them."""
     trees = arguments.tree
@@ -355,13 +296,17 @@ def _generate(arguments: argparse.Namespace) -> None:
     names = ("max_new_tokens", "backend", *SAMPLING)
     options = {name: getattr(arguments, name) for name in names}
 
-    def call(of: Callable, load: Callable[[str], magicjax.Model]) -> Any:
-        drafter, tree = _speculation(arguments, load)
+    mesh = magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None
+
+    def call(of: Callable, load: Callable[..., magicjax.Model]) -> Any:
+        small = functools.partial(load, shards=arguments.draft_shards)
+        drafter, tree = _speculation(arguments, small)
         target = dataclasses.replace(load(arguments.target), tokenizer=tokenizer)
-        return of(target, [prompt], drafter=drafter, tree=tree, **options)
+        return of(target, [prompt], drafter=drafter, tree=tree, mesh=mesh, **options)
 
     call(prepare, skeleton)  # says what is wrong before weights are loaded
-    rounds = call(magicjax.stream, lambda source: magicjax.load(source, arguments.dtype))
+    load = functools.partial(magicjax.load, dtype=arguments.dtype, mesh=mesh)
+    rounds = call(magicjax.stream, load)
     if arguments.show_tree:
         print(*arguments.tree or [DEFAULT_TREE], sep="\n")
     print(report(_print_stream(rounds, tokenizer)), file=sys.stderr)
@@ -392,7 +337,8 @@ def in_words_of_options(message: str) -> str:
     "top_k=-1: ..., pass do_sample=True" becomes "--top-k -1: ..., pass --do-sample".
     """
     arguments = rf"(max_new_tokens|do_sample|top_k|top_p|{'|'.join(CACHE)})\b(=True|=|)"
-    plain_words = r"(temperature|seed|verifier|backend|draw|drafter)(=)"
+    plain_words = "temperature|seed|verifier|backend|draw|drafter|batch|context|device|mesh|tree"
+    plain_words = rf"({plain_words}|draft_shards)(=)"
 
     def option(match: re.Match) -> str:
         name, value = (part for part in match.groups() if part is not None)
@@ -405,13 +351,15 @@ def main() -> None:
     """Runs the command line; bad input ends with its message and exit code 2."""
     parser = _parser()
     arguments = parser.parse_args()
-    if arguments.verbose:
+    if getattr(arguments, "verbose", False):
         logging.basicConfig()
         logging.getLogger("magicjax").setLevel(logging.INFO)
     try:
-        _generate(arguments)
+        code = arguments.run(arguments)
     except (ValueError, OSError) as error:
         parser.exit(2, f"magicjax: {in_words_of_options(str(error))}\n")
+    if code:  # only `fit` has a code of its own
+        sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ class Runner:
             self.tick(cell.method, 1)
         exact, ties = None, 0
         if not cell.do_sample:
-            target = self.bench.model(cell.target, cell.dtype)
+            target = self.bench.model(cell.target, cell.dtype, cell.devices)
             found = np.concatenate([out.tokens for out in outputs])
             match = exactness.compare(target, rows, self.requests.plain, found)
             exact, ties = match.exact, match.ties

@@ -43,7 +43,7 @@ class ScriptedBench(measure.Bench):
         super().__init__()
         self.target, self.fails, self.ran = target, fails, []
 
-    def model(self, directory, dtype):
+    def model(self, directory, dtype, mesh=None):
         return self.target
 
     def _choice(self, cell):

@@ -262,3 +262,9 @@ def test_a_file_behind_options_is_told_to_come_first(tmp_path):
 def test_a_file_that_is_no_mapping_is_refused(tmp_path):
     with pytest.raises(config.ConfigError, match="expected `key: value` lines, found list"):
         read(tmp_path, "- 1")
+
+
+def test_a_mesh_is_written_as_on_the_command_line(tmp_path):
+    assert read(tmp_path, "mesh: data=2,model=4").mesh == "data=2,model=4"
+    with pytest.raises(config.ConfigError, match="'pipe=2' is no mesh: write data=2,model=4"):
+        read(tmp_path, "mesh: pipe=2")

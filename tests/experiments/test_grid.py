@@ -209,3 +209,13 @@ def test_a_cell_makes_the_drafter_that_its_settings_say():
 def test_agreement_is_asked_only_where_the_view_of_the_text_is_known(method, view):
     (cell,) = cells_of(method)
     assert measure._view(cell) == view
+
+
+def test_a_mesh_reaches_the_call():
+    experiment = config.Experiment(mesh="data=1,model=1")
+    (plain,) = grid.groups(experiment)[0]
+    mesh = grid.options(plain, lambda directory: directory)["mesh"]
+    assert mesh.shape == {"data": 1, "model": 1}
+    (alone,) = grid.groups(config.Experiment())[0]
+    assert grid.options(alone, lambda directory: directory)["mesh"] is None
+    assert grid.key(plain, {}) != grid.key(alone, {})

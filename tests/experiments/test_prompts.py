@@ -100,7 +100,7 @@ def test_rows_of_a_task_are_the_first_ones_whatever_their_count(tokenizer, strea
 
 def bench_of(tokenizer):
     bench = measure.Bench()
-    bench.model = lambda directory, dtype: SimpleNamespace(tokenizer=tokenizer)
+    bench.model = lambda directory, dtype, mesh: SimpleNamespace(tokenizer=tokenizer)
     return bench
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import magicjax
 from magicjax import cli
+from magicjax.drafters.written import make_drafter
 from tests.magicjax import tiny
 
 PROMPT = tiny.SOURCE
@@ -152,7 +153,8 @@ def test_sparse_caches_give_the_same_text(what, directory, run):
 def test_several_drafters_share_one_tree_or_have_one_each():
     def made(*arguments):
         needed = ("generate", "--target", "t", "--prompt", "p")
-        return cli._speculation(cli._parser().parse_args([*needed, *arguments]))
+        found = cli._parser().parse_args([*needed, *arguments])
+        return cli._speculation(found, magicjax.load)
 
     two = ("--drafter", "self:streaming:32", "--drafter", "look-up")
     members = (magicjax.SelfSpeculation("streaming", 32), magicjax.LookUp())
@@ -197,15 +199,15 @@ def test_a_character_of_several_tokens_is_printed_when_it_is_whole(capsys):
 
 
 def test_a_drafter_is_read_as_it_is_written():
-    assert cli.make_drafter("self:streaming:64") == magicjax.SelfSpeculation(budget=64)
-    assert cli.make_drafter("self") == magicjax.SelfSpeculation()
-    assert cli.make_drafter("self", draw="top") == magicjax.SelfSpeculation(draw="top")
-    assert cli.make_drafter("self:full") == magicjax.SelfSpeculation("full")
-    assert cli.make_drafter("self:h2o:9", refresh_every=4, kv_dtype="int8") == (
+    assert make_drafter("self:streaming:64", magicjax.load) == magicjax.SelfSpeculation(budget=64)
+    assert make_drafter("self", magicjax.load) == magicjax.SelfSpeculation()
+    assert make_drafter("self", magicjax.load, draw="top") == magicjax.SelfSpeculation(draw="top")
+    assert make_drafter("self:full", magicjax.load) == magicjax.SelfSpeculation("full")
+    assert make_drafter("self:h2o:9", magicjax.load, refresh_every=4, kv_dtype="int8") == (
         magicjax.SelfSpeculation("h2o", 9, refresh_every=4, kv_dtype="int8")
     )
-    assert cli.make_drafter("look-up") == magicjax.LookUp()
-    assert cli.make_drafter("look-up:7") == magicjax.LookUp(7)
+    assert make_drafter("look-up", magicjax.load) == magicjax.LookUp()
+    assert make_drafter("look-up:7", magicjax.load) == magicjax.LookUp(7)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +222,7 @@ def test_a_drafter_is_read_as_it_is_written():
     ],
 )
 def test_a_small_models_policy_stands_behind_its_last_colons(text, path, policy, budget):
-    made = cli.make_drafter(text, lambda source: source)
+    made = make_drafter(text, lambda source: source)
     assert made == magicjax.SmallModel(path, policy=policy, budget=budget)
 
 
@@ -228,7 +230,7 @@ def test_options_reach_the_drafters_that_can_use_them():
     options = dict(refresh_every=4, kv_dtype="int8", sink_positions="text")
 
     def made(text):
-        return cli.make_drafter(text, lambda source: source, **options)
+        return make_drafter(text, lambda source: source, **options)
 
     assert made("small:d") == magicjax.SmallModel("d")
     assert made("small:d:h2o") == magicjax.SmallModel("d", policy="h2o", kv_dtype="int8")

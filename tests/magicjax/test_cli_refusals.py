@@ -6,6 +6,7 @@ import pytest
 
 import magicjax
 from magicjax import cli, compilation
+from magicjax.drafters.written import make_drafter
 
 REFUSED = {
     "no target": (["--prompt", "a"], "the following arguments are required: --target"),
@@ -231,7 +232,7 @@ def test_bad_arguments_end_with_exit_code_2_and_the_reason(
 @pytest.mark.parametrize("text", ["", "self:", "self:streaming:", "small", "small:", "look-up:a"])
 def test_half_a_drafter_is_none(text):
     with pytest.raises(ValueError, match="is no drafter: write self:streaming:256"):
-        cli.make_drafter(text)
+        make_drafter(text, magicjax.load)
 
 
 def test_a_prompt_may_begin_with_dashes(directory, run):

@@ -1,7 +1,6 @@
 """What the compiled loop does with the caches: it writes them where they lie, and copies none."""
 
 import collections
-import functools
 import re
 
 import jax
@@ -14,6 +13,7 @@ import models
 from magicjax import cache as caches
 from magicjax import compilation, decode, draft_cache
 from magicjax.drafters import self_speculation
+from magicjax.generation import state_shapes
 from magicjax.request import prepare
 from tests.magicjax import tiny
 
@@ -84,14 +84,6 @@ def request_of(name: str):
     )
 
 
-def state_of(request):
-    """Returns the shapes of the state behind the prompts."""
-    prefill = functools.partial(decode.prefill, request.prefill_settings)
-    start = functools.partial(decode.start, request.settings)
-    prefilled = jax.eval_shape(prefill, *request.prefill_arguments)
-    return jax.eval_shape(start, *request.start_arguments(*prefilled))
-
-
 def is_cache(x) -> bool:
     return isinstance(x, caches.KVCache | draft_cache.DraftCache)
 
@@ -142,7 +134,7 @@ def moved_caches(program, sizes: dict[str, int]) -> dict[str, collections.Counte
 @pytest.mark.parametrize("name", DRAFTS)
 def test_the_loop_copies_no_cache_and_needs_little_memory_beside_them(name):
     request = request_of(name)
-    state = state_of(request)
+    state = state_shapes(request)
     arguments = request.target, request.drafter, state
     program, _ = compilation.program("decode", request.settings, *arguments)
     sizes = sizes_of(request, state)
@@ -167,7 +159,7 @@ def test_a_commit_that_is_not_tied_to_its_reads_would_be_seen_as_a_copy(monkeypa
     monkeypatch.setattr(caches, "zero_after", lambda witness: 0)
     monkeypatch.setattr(decode, "_cut", cut_without_looking)
     request = request_of("plain")
-    state = state_of(request)
+    state = state_shapes(request)
     assert "target" in moved_caches(decode_program(request, state), sizes_of(request, state))
 
 
@@ -180,7 +172,7 @@ def test_a_ring_that_shifts_its_entries_would_be_seen_as_a_move(monkeypatch):
 
     monkeypatch.setattr(self_speculation, "append_ring", shift)
     request = request_of("self_chain")
-    state = state_of(request)
+    state = state_shapes(request)
     assert "draft" in moved_caches(decode_program(request, state), sizes_of(request, state))
 
 
@@ -208,7 +200,7 @@ COUNTED = ("plain", "small_tree", "ensemble", "h2o_refreshed", "pyramidkv", "int
 @pytest.mark.parametrize("name", COUNTED)
 def test_bytes_counted_beforehand_are_those_of_the_caches(name):
     request = request_of(name)
-    state = state_of(request)
+    state = state_shapes(request)
     own = filter(is_cache, jax.tree.leaves(state.drafter, is_leaf=is_cache))
     assert request.kv_bytes == (
         num_bytes(state.cache),
@@ -221,7 +213,7 @@ def test_bytes_counted_beforehand_are_those_of_the_caches(name):
 )
 def test_a_programs_arguments_are_the_weights_and_the_caches(name):
     request = request_of(name)
-    arguments = request.target, request.drafter, state_of(request)
+    arguments = request.target, request.drafter, state_shapes(request)
     program, _ = compilation.program("decode", request.settings, *arguments)
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[:2]))
     counted = weights + sum(request.kv_bytes)

@@ -110,8 +110,8 @@ def test_self_speculation_drafts_through_its_pins_and_its_newest_tokens_only():
 
 def test_the_best_tokens_come_best_first():
     logits = jnp.array([[[0.1, 3.0, 2.0, -1.0], [5.0, 0.0, 4.0, 4.5]]])
-    assert top_tokens(logits, 1).tolist() == [[[1], [0]]]
-    assert top_tokens(logits, 3).tolist() == [[[1, 2, 0], [0, 3, 2]]]
+    assert top_tokens(logits, 1, ()).tolist() == [[[1], [0]]]
+    assert top_tokens(logits, 3, ()).tolist() == [[[1, 2, 0], [0, 3, 2]]]
 
 
 def test_drafting_a_level_is_the_same_program_however_deep_the_chain():
@@ -123,7 +123,9 @@ def test_drafting_a_level_is_the_same_program_however_deep_the_chain():
         root = jnp.zeros(2, jnp.int32)
 
         def draft(model, cache, root):
-            return draft_levels(Source(model, cache, root, root, None, None, "top", None, 0), tree)
+            return draft_levels(
+                Source(model, model, cache, root, root, None, None, "top", None, 0), tree
+            )
 
         return jax.jit(draft).lower(target, cache, root).as_text().count("dot_general")
 

@@ -1,11 +1,14 @@
 """A package of the same name that hides one of magicjax's own is named, not used."""
 
+import importlib.metadata
 import pathlib
 import subprocess
 import sys
 import tempfile
 
 import pytest
+
+from magicjax.version import version
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -45,3 +48,12 @@ def test_an_environment_inside_the_projects_folder_is_no_neighbour():
 def test_the_same_file_behind_magicjax_on_the_path_does_no_harm(tmp_path):
     (tmp_path / "models.py").write_text("raise RuntimeError('the wrong file')")
     assert importing(ROOT, tmp_path).returncode == 0
+
+
+def test_a_checkout_that_is_not_installed_has_a_version_too(monkeypatch):
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    assert version() == importlib.metadata.version("magicjax")
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    assert version() == "0"

@@ -11,7 +11,7 @@ def test_statistics_follow_from_the_histogram_and_the_lengths():
     histogram = np.array([[1, 0, 2], [0, 1, 0]])
     emitted = np.array([8, 3])  # the first token of each row is prefill's
     # The paths went on 2 times with the first try and once with the second, then with the second.
-    ranks = np.array([[2, 1], [0, 2]])
+    ranks = np.array([[[2, 0], [0, 2], [0, 0]], [[0, 1], [0, 0], [0, 0]]])
     found = acceptance(emitted, histogram, ranks, np.array([12, 3]))
     assert found == {
         "tau": 9 / 4,
@@ -32,7 +32,7 @@ def test_statistics_follow_from_the_histogram_and_the_lengths():
 
 def test_rows_that_end_with_prefills_token_give_zeros_and_no_error():
     found = acceptance(
-        np.array([1, 1]), np.zeros((2, 3), int), np.zeros((2, 2), int), np.zeros(2, int)
+        np.array([1, 1]), np.zeros((2, 3), int), np.zeros((2, 3, 2), int), np.zeros(2, int)
     )
     assert found["tau"] == found["acceptance_rate"] == 0.0
     assert found["acceptance_by_depth"] == (0.0, 0.0)

@@ -28,6 +28,7 @@ def drafted(cache, length: int) -> np.ndarray:
     """Returns the likeliest tokens of a tree behind the text, and so what the draft sees."""
     source = Source(
         model=draft(),
+        target=draft(),
         cache=cache,
         root=jnp.array([7]),
         root_position=jnp.array([length]),
