@@ -22,8 +22,10 @@ def _check_neighbours() -> None:
 _check_neighbours()
 
 from magicjax import policies  # noqa: E402
+from magicjax.auto import Auto, Choice, choose_drafter  # noqa: E402
 from magicjax.drafters import Ensemble, LookUp, SelfSpeculation, SmallModel  # noqa: E402
-from magicjax.generation import Output, generate, load, stream  # noqa: E402
+from magicjax.execution import Output  # noqa: E402
+from magicjax.generation import generate, load, stream  # noqa: E402
 from magicjax.model import Model  # noqa: E402
 from magicjax.policies import Policy, StreamingLLM  # noqa: E402
 from magicjax.sequoia import expected_tokens, optimal  # noqa: E402
@@ -32,6 +34,8 @@ from magicjax.tree import DynamicTree, TokenTree, chain, expansion, parse_tree  
 from sharding import make_mesh  # noqa: E402
 
 __all__ = [
+    "Auto",
+    "Choice",
     "DynamicTree",
     "Ensemble",
     "LookUp",
@@ -44,6 +48,7 @@ __all__ = [
     "StreamingLLM",
     "TokenTree",
     "chain",
+    "choose_drafter",
     "expansion",
     "expected_tokens",
     "generate",

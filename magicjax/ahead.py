@@ -28,7 +28,8 @@ from magicjax.cache import KVCache
 from magicjax.decode import DecodeState
 from magicjax.draft_cache import DraftCache
 from magicjax.drafters.written import make_drafter
-from magicjax.generation import skeleton, state_shapes
+from magicjax.execution import state_shapes
+from magicjax.generation import skeleton
 from magicjax.model import Model
 from magicjax.request import Request, prepare
 from magicjax.tree import parse_tree

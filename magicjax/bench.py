@@ -29,7 +29,8 @@ from jaxtyping import Array, Float, Int
 from magicjax import bench_peer, compilation, costs, decode
 from magicjax.drafters import Drafter, SelfSpeculation
 from magicjax.drafters.base import Round
-from magicjax.generation import load, state_shapes
+from magicjax.execution import state_shapes
+from magicjax.generation import load
 from magicjax.model import Model
 from magicjax.proposal import Proposal
 from magicjax.queries import Watch
@@ -147,19 +148,30 @@ def _filled(shape: tuple[int, ...], dtype: Any) -> Array:
 
 def state_of(request: Request) -> decode.DecodeState:
     """Returns a state with caches of random numbers that hold the whole context."""
-    state = jax.tree.map(lambda x: _filled(x.shape, x.dtype), state_shapes(request))
+    shapes = state_shapes(request)
+    held = drafter_state_of(request, shapes)
+    state = jax.tree.map(
+        lambda x: _filled(x.shape, x.dtype), dataclasses.replace(shapes, drafter=None)
+    )
+    return state.replace(
+        cache=state.cache.replace(lengths=jnp.array(request.lengths)),
+        drafter=held,
+        emitted=jnp.ones_like(request.lengths),
+        limits=jnp.array(request.limits),
+        rounds_left=jnp.int32(decode.ALL_ROUNDS),
+    )
+
+
+def drafter_state_of(request: Request, shapes: decode.DecodeState) -> Any:
+    """Returns the drafter's part of such a state."""
     lengths = request.lengths
 
-    def counted(x: Array) -> Array:  # a step takes over each array, so none may stand twice
-        holds = x.shape == lengths.shape and x.dtype == jnp.int32
-        return jnp.array(lengths) if holds else x
+    def filled(path: tuple, x: jax.ShapeDtypeStruct) -> Array:
+        # A step takes over each array, so none may stand twice. A lead is empty.
+        counts = x.shape == lengths.shape and x.dtype == jnp.int32 and "lead" not in str(path)
+        return jnp.array(lengths) if counts else _filled(x.shape, x.dtype)
 
-    return state.replace(
-        cache=state.cache.replace(lengths=jnp.array(lengths)),
-        drafter=jax.tree.map(counted, state.drafter),
-        emitted=jnp.ones_like(lengths),
-        limits=jnp.array(request.limits),
-    )
+    return jax.tree_util.tree_map_with_path(filled, shapes.drafter)
 
 
 def seconds_per_step(request: Request, steps: int) -> float:

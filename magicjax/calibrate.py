@@ -1,10 +1,10 @@
 """`magicjax calibrate`: measures this device, and fits the constants that plans are made with.
 
-Read bandwidth and the rate of matrix products are measured by themselves. Plain steps, passes over
-n nodes and whole rounds are timed on a small grid (`magicjax.bench`), and the shares of those two
-rates that decoding reaches, the time of a layer and that of a round are what fits them best. A
-draft's time is within its round's: alone it would be a difference, and mostly noise where drafts
-are cheap. Links between devices are not measured.
+Plain steps, passes over n nodes and whole rounds are timed on a small grid of batches and contexts
+(`magicjax.step_times`). Plans of that model are made from these times. For others, read bandwidth
+and the rate of matrix products are measured by themselves, and the shares of them that decoding
+reaches, the time of a layer and that of a round are what fits the times best. Links between devices
+are not measured.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,10 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from magicjax import bench, costs
+from magicjax import bench, costs, step_times
+from magicjax.candidates import draft_of
 from magicjax.costs.profile import device_kind
 from magicjax.costs.work import Part
+from magicjax.drafters import Drafter
+from magicjax.drafters.written import DRAFTERS, make_drafter
 from magicjax.generation import load
+from magicjax.step_times import StepTimes
+from magicjax.tree import chain
 from pallas_kernels.bandwidth import read_bandwidth
 from pallas_kernels.timing import fastest_seconds
 
@@ -32,6 +37,8 @@ MATRIX_SIZE_ELSEWHERE = 8192
 EFFICIENCIES = np.geomspace(0.02, 1.0, 80)
 TILES = (1, 2, 4, 8)
 DTYPES = ("bfloat16", "float16", "float32")
+BUDGETS = (64, 256, 1024)
+SHORTEST = 1e-7  # seconds: what a difference of two times is taken for where noise made it negative
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,38 +73,55 @@ def matrix_rate(dtype: str, *, rounds: int = 5) -> float:
     return 2 * size**3 / fastest_seconds({"product": product}, rounds=rounds)["product"]
 
 
-def timed_grid(
-    setup: bench.Setup,
-    batches: Sequence[int],
-    contexts: Sequence[int],
-    nodes: Sequence[int],
-    budgets: Sequence[int],
-    *,
-    gamma: int,
-    turns: int,
+def rows_of(
+    batch: int, context: int, times: StepTimes, budgets: Mapping[str, int], gamma: int
 ) -> list[Timed]:
-    """Returns plain steps, passes and rounds, timed at every batch and context.
+    """Returns what the constants are fitted to: plain steps, passes, rounds of the target's drafts.
 
-    All are timed in several turns, and the shortest time counts: a busy moment meets one turn.
+    Args:
+      batch, context, times: of one place of the grid.
+      budgets: of the drafters that are the target itself, by name.
+      gamma: tokens that they drafted in a round.
     """
-    shortest: dict[tuple[int, int, int, int | None], float] = {}
+    rows = [Timed(batch, context, n, None, seconds) for n, seconds in times.passes.items()]
+    rows += [
+        Timed(batch, context, gamma + 1, budget, times.rounds[name])
+        for name, budget in budgets.items()
+    ]
+    return rows
 
-    def time(batch: int, context: int, n: int, budget: int | None, *, seconds: float) -> None:
-        place = batch, context, n, budget
-        shortest[place] = min(seconds, shortest.get(place, np.inf))
 
-    for _, batch, context in itertools.product(range(turns), batches, contexts):
-        times = bench.measure(setup, batch, context, nodes, budgets, [gamma])
-        time(batch, context, 1, None, seconds=times.target)
-        for n, seconds in times.verify.items():
-            time(batch, context, n, None, seconds=seconds)
-        for (budget, _), seconds in times.draft.items():
-            whole = times.verify[gamma + 1] + gamma * seconds
-            time(batch, context, gamma + 1, budget, seconds=whole)
-    return sorted(
-        (Timed(*place, seconds) for place, seconds in shortest.items()),
-        key=lambda row: (row.batch, row.context, row.budget or 0, row.nodes),
-    )
+def steps_of(
+    sizes: costs.Sizes,
+    drafts: Mapping[str, costs.Draft],
+    times: Mapping[tuple[int, int], StepTimes],
+) -> tuple[costs.Steps, ...]:
+    """Returns what was timed as tables, by model.
+
+    Args:
+      sizes: the target's.
+      drafts: by name.
+      times: of each batch and context.
+    """
+    batches, contexts = (tuple(sorted(set(axis))) for axis in zip(*times, strict=True))
+    nodes = tuple(sorted(next(iter(times.values())).passes))
+    places = itertools.product(batches, contexts, nodes)
+    passes = [times[batch, context].passes[n] for batch, context, n in places]
+    found = [costs.Steps(sizes.key, costs.PASS, batches, contexts, nodes, tuple(passes))]
+    # A level's time by model and slots; what has a budget costs the same at every context.
+    levels: dict[str, dict[tuple[int, int], list[float]]] = {}
+    for (batch, context), of_place in times.items():
+        for name, seconds in of_place.drafts.items():
+            draft = drafts[name]
+            if draft.sizes is not None:
+                at = batch, draft.slots(context)
+                levels.setdefault(draft.sizes.key, {}).setdefault(at, []).append(seconds)
+    for key, table in levels.items():
+        slots = tuple(sorted({at[1] for at in table}))
+        medians = (np.median(table[at]) for at in itertools.product(batches, slots))
+        found_of_model = tuple(max(float(seconds), SHORTEST) for seconds in medians)
+        found.append(costs.Steps(key, costs.DRAFT, batches, slots, (1,), found_of_model))
+    return tuple(found)
 
 
 def fit(
@@ -198,19 +222,28 @@ def add(commands: Any) -> None:
         "calibrate",
         help="measure this device for `magicjax plan`",
         description="Times the parts of decoding on this device, fits the constants of the cost "
-        "model, and writes them as a profile for `magicjax plan --device FILE.json`.",
+        "model, and writes both as a profile, for `magicjax plan --device FILE.json` and "
+        "`drafter='auto'`. Of the model that was timed, and its drafts, plans are made from the "
+        "times themselves; of others from the constants.",
         allow_abbrev=False,
     )
-    parser.add_argument("--out", required=True, help="the profile, a .json file")
+    parser.add_argument("--out", help="the profile, a .json file; the default is where auto looks")
     parser.add_argument("--target", default="llama-3.2-1b", help="preset or model directory")
+    parser.add_argument(
+        "--drafter",
+        nargs="+",
+        help=f"what is timed: {DRAFTERS}; the target on budgets of "
+        f"{', '.join(map(str, BUDGETS))} if not given",
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--context", type=int, nargs="+", default=[1024, 4096])
-    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4, 5, 8], help="of T_verify")
-    parser.add_argument("--budget", type=int, nargs="+", default=[64, 256], help="of T_draft")
-    parser.add_argument("--gamma", type=int, default=3, help="drafted tokens of a round")
-    parser.add_argument("--steps", type=int, default=5, help="timed in a turn; the median counts")
-    parser.add_argument("--turns", type=int, default=3, help="the shortest turn counts")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--context", type=int, nargs="+", default=[1024, 4096, 8192])
+    parser.add_argument(
+        "--nodes", type=int, nargs="+", default=[2, 3, 4, 5, 6, 9], help="of T_verify"
+    )
+    parser.add_argument("--gamma", type=int, default=8, help="drafted tokens of a timed round")
+    parser.add_argument("--turns", type=int, default=9, help="of all that is timed; medians count")
+    parser.add_argument("--backend", help="of the attention; xla if not given")
     parser.set_defaults(run=run)
 
 
@@ -220,52 +253,81 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
       ValueError, OSError: what `magicjax` prints before it ends.
     """
-    if not arguments.out.endswith(".json"):
-        raise ValueError(f"--out {arguments.out}: a profile is a .json file")
-    for name, least in (
-        ("batch", 1),
-        ("context", 1),
-        ("nodes", 2),
-        ("gamma", 1),
-        ("steps", 1),
-        ("turns", 1),
-    ):
+    out = arguments.out or costs.default_profile()
+    if not str(out).endswith(".json"):
+        raise ValueError(f"--out {out}: a profile is a .json file")
+    least = {"batch": 1, "context": 1, "nodes": 2, "gamma": 1, "turns": 1}
+    for name, allowed in least.items():
         lowest = np.min(getattr(arguments, name))
-        if lowest < least:
-            raise ValueError(f"--{name} {lowest} must be at least {least}")
+        if lowest < allowed:
+            raise ValueError(f"--{name} {lowest} must be at least {allowed}")
     target = load(arguments.target, dtype=arguments.dtype)
-    setup = bench.Setup(target, steps=arguments.steps)
-    for context in arguments.context:
-        bench.request_of(setup, 1, context, None, None)  # says what is wrong before measuring
+    setup = bench.Setup(target, arguments.backend)
+    drafters = _drafters(arguments)
+    deepest = max(*arguments.nodes, arguments.gamma + 1) - 1
+    for drafter in (None, *drafters.values()):
+        for context in arguments.context:  # says what is wrong before measuring
+            tree = None if drafter is None else chain(deepest)
+            bench.request_of(setup, 1, context, drafter, tree)
+    sizes = costs.sizes_of(target.config, arguments.dtype, arguments.target)
+    drafts = {name: draft_of(drafter, sizes, arguments.dtype) for name, drafter in drafters.items()}
+    device = _device(arguments.dtype)
+    times, rows = {}, []
+    for batch, context, found in step_times.grid(
+        setup,
+        sorted(set(arguments.batch)),
+        sorted(set(arguments.context)),
+        arguments.nodes,
+        drafters,
+        arguments.gamma,
+        arguments.turns,
+    ):
+        times[batch, context] = found
+        budgets = {
+            name: draft.slots(context) for name, draft in drafts.items() if draft.sizes == sizes
+        }
+        rows += rows_of(batch, context, found, budgets, arguments.gamma)
+        print(_progress(batch, context, found), flush=True)
+    device, foretold = fit(sizes, rows, device)
+    device = dataclasses.replace(device, measured=steps_of(sizes, drafts, times))
+    print(_constants(device, rows, foretold))
+    about = {name: getattr(arguments, name) for name in ("target", "backend", "gamma", "turns")}
+    costs.save_profile(out, device, about)
+    print(f"written to {out}")
+
+
+def _drafters(arguments: argparse.Namespace) -> dict[str, Drafter]:
+    """Returns the drafters that are timed, by name."""
+    shortest = min(arguments.context)
+    names = arguments.drafter or [f"self:streaming:{n}" for n in BUDGETS if n <= shortest]
+    make = functools.partial(load, dtype=arguments.dtype)
+    return {name: make_drafter(name, make) for name in names}
+
+
+def _device(dtype: str) -> costs.Device:
+    """Returns this device, with the rates that are measured by themselves."""
     device = costs.Device(
         name=device_kind(),
         bandwidth=read_bandwidth(),
-        matrix_rate=matrix_rate(arguments.dtype),
+        matrix_rate=matrix_rate(dtype),
         memory=memory_of_device(),
         link=None,
-        dtype=arguments.dtype,
+        dtype=dtype,
     )
     print(
         f"{device.name}: reads {device.bandwidth / 1e9:.1f} GB/s, multiplies "
         f"{device.matrix_rate / 1e12:.3g} TFLOP/s in {device.dtype}",
         flush=True,
     )
-    grid = arguments.batch, arguments.context, arguments.nodes, arguments.budget
-    rows = timed_grid(setup, *grid, gamma=arguments.gamma, turns=arguments.turns)
-    sizes = costs.sizes_of(target.config, arguments.dtype, arguments.target)
-    device, times = fit(sizes, rows, device)
-    for row, seconds in zip(rows, times, strict=True):
-        print(_line(row, seconds))
-    print(_constants(device, rows, times))
-    measured = [dataclasses.asdict(row) for row in rows]
-    costs.save_profile(arguments.out, device, {"target": arguments.target, "rows": measured})
-    print(f"written to {arguments.out}")
+    return device
 
 
-def _line(row: Timed, seconds: float) -> str:
+def _progress(batch: int, context: int, times: StepTimes) -> str:
+    passes = "  ".join(f"{n}: {1e3 * s:.2f}" for n, s in times.passes.items())
+    drafts = "  ".join(f"{name}: {1e3 * s:.2f}" for name, s in times.drafts.items())
     return (
-        f"batch {row.batch:3}  context {row.context:6}  {row.name:11} {1e3 * row.seconds:9.3f} ms, "
-        f"fitted {1e3 * seconds:9.3f} {seconds / row.seconds - 1:+7.1%}"
+        f"batch {batch}, context {context}: ms of a pass by nodes  {passes}\n"
+        f"    ms of a drafted token  {drafts}"
     )
 
 
@@ -275,8 +337,8 @@ def _constants(
     measured = np.array([row.seconds for row in rows])
     errors = np.abs(times / measured - 1)
     return (
-        f"bandwidth x {device.bandwidth_efficiency:.2f}, matrices x "
+        f"constants for other models: bandwidth x {device.bandwidth_efficiency:.2f}, matrices x "
         f"{device.matrix_efficiency:.2f}, {1e6 * device.layer_seconds:.1f} us a layer, "
         f"{1e3 * device.round_seconds:.3f} ms a round, FLOPs in steps of {device.tile} tokens; "
-        f"errors: mean {errors.mean():.1%}, largest {errors.max():.1%}"
+        f"beside what was timed they err by {errors.mean():.1%}, at most {errors.max():.1%}"
     )

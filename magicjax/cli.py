@@ -21,7 +21,8 @@ from magicjax.drafters import DRAWINGS, Drafter
 from magicjax.drafters.small_model import SINK_POSITIONS
 from magicjax.drafters.sparse import KV_DTYPES
 from magicjax.drafters.written import CACHE, DRAFTERS, has_use, make_drafter, parts
-from magicjax.generation import Output, config_of, skeleton
+from magicjax.execution import Output
+from magicjax.generation import config_of, skeleton
 from magicjax.request import DEFAULT_TREE, prepare
 from magicjax.tree import Tree
 from magicjax.verify import VERIFIERS

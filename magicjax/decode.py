@@ -2,7 +2,7 @@
 
 `prefill` runs the target over the prompts, and `start` makes the state of that. The state is
 immutable and holds everything that a round reads or writes; `decode` runs rounds in one compiled
-`while_loop` until every row has ended, `step` runs one, for streaming.
+`while_loop` until every row has ended, or as many as are left; `step` runs one, for streaming.
 """
 
 import dataclasses
@@ -26,6 +26,8 @@ from magicjax.queries import Seen, Watch
 from magicjax.sampling import Purpose, Sampling, sample, uniforms, warp
 from magicjax.tree import Shape, Tree
 from sharding import AnyMesh, collectives
+
+ALL_ROUNDS = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,16 @@ class Settings:
     lead: int = 1
     index: int = 0
     mesh: AnyMesh | None = None
+
+    def with_tree(self, tree: Tree) -> "Settings":
+        """Returns the settings for another tree of one drafter, no deeper and no wider.
+
+        Without a child nothing is drafted, and the drafter only keeps up with the text.
+        """
+        rule = self.verifier
+        if tree.num_nodes == 1 and rule != "greedy":
+            rule = "naive"  # nothing was drawn that a rule could judge
+        return dataclasses.replace(self, tree=tree, shape=tree.shape, verifier=rule)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +118,7 @@ class DecodeState:
       ranks: int32 [B, A, W], how often the row's path went on, from each depth, with a node's 1st,
         2nd, … W-th or later try; 0 from the deepest.
       nodes: int32 [B], how many nodes were proposed, padding and roots aside.
+      rounds_left: int32 [], how many rounds `decode` may still run.
     """
 
     cache: KVCache
@@ -120,6 +133,7 @@ class DecodeState:
     histogram: Int[Array, "B A"]
     ranks: Int[Array, "B A W"]
     nodes: Int[Array, "B"]
+    rounds_left: Int[Array, ""]
 
 
 def prefill(
@@ -163,6 +177,7 @@ def start(
         histogram=jnp.zeros((rows, deepest), jnp.int32),
         ranks=jnp.zeros((rows, deepest, max(1, settings.shape.width)), jnp.int32),
         nodes=jnp.zeros(rows, jnp.int32),
+        rounds_left=jnp.full((), ALL_ROUNDS, jnp.int32),
     )
 
 
@@ -216,9 +231,13 @@ def step(
 def decode(
     settings: Settings, target: Model, drafter: Drafter | None, state: DecodeState
 ) -> DecodeState:
-    """Returns the state when every row has ended: one `while_loop`, no word with the host."""
+    """Returns the state when every row has ended, or no round is left.
+
+    It is one `while_loop`, without a word with the host. Where the state was made for a deeper
+    tree, a shallower one may run on it.
+    """
     return jax.lax.while_loop(
-        lambda state: ~state.ended.all(),
+        lambda state: ~state.ended.all() & (state.rounds_left > 0),
         lambda state: step(settings, target, drafter, state),
         state,
     )
@@ -290,4 +309,5 @@ def _commit(
         histogram=state.histogram + counted,
         ranks=state.ranks.at[:, : at_rank.shape[1]].add(at_rank),
         nodes=state.nodes + jnp.where(state.ended, 0, real).astype(jnp.int32),
+        rounds_left=state.rounds_left - 1,
     )

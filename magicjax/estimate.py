@@ -10,7 +10,7 @@ from magicjax import placing
 from magicjax.ahead import Workload, caches_of, request_of
 from magicjax.cache import KVCache
 from magicjax.drafters import Ensemble, SmallModel
-from magicjax.generation import state_shapes
+from magicjax.execution import state_shapes
 from magicjax.model import Model
 from magicjax.request import Request
 from pallas_kernels.xla import BLOCK

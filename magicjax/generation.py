@@ -1,12 +1,9 @@
 """The public calls: `load` a model, `generate` texts, or `stream` them round by round."""
 
-import dataclasses
-import logging
 import os
 import pathlib
-import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -14,34 +11,13 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 import models
-from magicjax import compilation, placing
-from magicjax.decode import DecodeState
+from magicjax import auto, compilation, placing
+from magicjax.auto import Auto, Choice
 from magicjax.drafters import Drafter
+from magicjax.execution import Output, output_of, run, start, tell, timed
 from magicjax.model import Model
 from magicjax.request import Request, prepare
-from magicjax.stats import Stats, acceptance
 from magicjax.tree import Tree
-
-logger = logging.getLogger("magicjax")
-
-
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """What `generate` returns.
-
-    Attributes:
-      sequences: for each row, prompt and new tokens, int32.
-      texts: for each row, the new text without special tokens; None without a tokenizer.
-      tokens: int32 [B, max_new_tokens], the new tokens, padded with the pad token.
-      lengths: int32 [B], how many new tokens each row has.
-      stats: acceptance, counts, times, bytes.
-    """
-
-    sequences: list[Int[np.ndarray, "T"]]
-    texts: list[str] | None
-    tokens: Int[np.ndarray, "B M"]
-    lengths: Int[np.ndarray, "B"]
-    stats: Stats
 
 
 def load(
@@ -119,7 +95,7 @@ def generate(
     target: Model,
     prompts: Sequence[str] | Sequence[Sequence[int]],
     *,
-    drafter: Drafter | None = None,
+    drafter: Drafter | Auto | Choice | Literal["auto"] | None = None,
     tree: Tree | None = None,
     max_new_tokens: int | Sequence[int] = 128,
     do_sample: bool = False,
@@ -142,7 +118,9 @@ def generate(
     Args:
       target: as `load` returns it.
       prompts: texts, or token ids; rows may differ in length.
-      drafter: who proposes; None: plain decoding, one token a pass.
+      drafter: who proposes; None: plain decoding, one token a pass. "auto" tries drafters on these
+        prompts and plans which of them pays, if any (`magicjax.Auto` says how); the output's
+        `choice` can be given as a drafter later.
       tree: what it proposes in a round; None: chain(4).
       max_new_tokens: of every row, or one for each row.
       do_sample: draw tokens from the target's distribution, instead of taking the most likely.
@@ -168,10 +146,7 @@ def generate(
         fit the target, a budget too small for the tree, an unknown backend, a mesh over which
         models or rows do not divide.
     """
-    request = prepare(
-        target,
-        prompts,
-        drafter=drafter,
+    options: dict[str, Any] = dict(
         tree=tree,
         max_new_tokens=max_new_tokens,
         do_sample=do_sample,
@@ -185,13 +160,14 @@ def generate(
         backend=backend,
         mesh=mesh,
     )
-    _tell(request)
+    if isinstance(drafter, Auto | Choice | str):
+        return auto.generate(target, prompts, drafter, options)
+    request = prepare(target, prompts, drafter=drafter, **options)
+    tell(request)
     programs = compilation.count()
     state, prefill_s, compiling_start = start(request)
-    arguments = request.target, request.drafter, state
-    loop, compiling_decode = compilation.program("decode", request.settings, *arguments)
-    state, decode_s = _timed(loop, *arguments)
-    return _output(
+    state, decode_s, compiling_decode = run(request, request.settings, state)
+    return output_of(
         request,
         state,
         prefill_s=prefill_s,
@@ -215,12 +191,18 @@ def stream(
     unknown = options.keys() - (prepare.__kwdefaults__ or {}).keys() | (options.keys() & {"put"})
     if unknown:
         raise TypeError(f"stream() has no option {sorted(unknown)[0]!r}")
+    drafter = options.get("drafter")
+    if isinstance(drafter, Auto | str):
+        given = {name: value for name, value in options.items() if name != "drafter"}
+        drafter = auto.choose_drafter(target, prompts, drafter, **given)
+    if isinstance(drafter, Choice):
+        options |= {"drafter": drafter.drafter, "tree": drafter.tree}
     request = prepare(target, prompts, **options)
     return _stream(request)
 
 
 def _stream(request: Request):
-    _tell(request)
+    tell(request)
     programs = compilation.count()
     state, prefill_s, compile_s = start(request)
     decode_s, told = 0.0, np.zeros(len(request.prompts), np.int32)
@@ -232,75 +214,13 @@ def _stream(request: Request):
             break
         arguments = request.target, request.drafter, state
         step, compiling = compilation.program("step", request.settings, *arguments)
-        state, seconds = _timed(step, *arguments)
+        state, seconds = timed(step, *arguments)
         compile_s, decode_s = compile_s + compiling, decode_s + seconds
-    return _output(
+    return output_of(
         request,
         state,
         prefill_s=prefill_s,
         decode_s=decode_s,
         compile_s=compile_s,
         compilations=compilation.count() - programs,
-    )
-
-
-def start(request: Request) -> tuple[DecodeState, float, float]:
-    """Returns (the state behind the prompts, seconds that took, seconds of compiling)."""
-    settings, arguments = request.prefill_settings, request.prefill_arguments
-    prefill, compiling_prefill = compilation.program("prefill", settings, *arguments)
-    prefilled, prefill_s = _timed(prefill, *arguments)
-    arguments = request.start_arguments(*prefilled)
-    starting, compiling_start = compilation.program("start", request.settings, *arguments)
-    state, start_s = _timed(starting, *arguments)
-    return state, prefill_s + start_s, compiling_prefill + compiling_start
-
-
-def state_shapes(request: Request) -> DecodeState:
-    """Returns the shapes of the state behind the prompts; nothing runs, nothing is allocated."""
-    settings, arguments = request.prefill_settings, request.prefill_arguments
-    prefilled = compilation.result_shapes("prefill", settings, arguments)
-    arguments = request.start_arguments(*prefilled)
-    return compilation.result_shapes("start", request.settings, arguments)
-
-
-def _tell(request: Request) -> None:
-    """Logs, before anything is allocated, what the caches will take and who reads them."""
-    of_target, of_draft = request.kv_bytes
-    logger.info("KV cache: target %.1f MB, draft %.1f MB", of_target / 1e6, of_draft / 1e6)
-    logger.info("attention: %s", request.settings.backend)
-
-
-def _timed(program, *arguments) -> tuple[Any, float]:
-    begin = time.perf_counter()
-    results = jax.block_until_ready(program(*arguments))
-    return results, time.perf_counter() - begin
-
-
-def _output(request: Request, state: DecodeState, **measured: Any) -> Output:
-    output, emitted, counters = jax.device_get(
-        (state.output, state.emitted, (state.histogram, state.ranks, state.nodes))
-    )
-    output = output[:, : request.settings.max_new_tokens]
-    inside = np.arange(output.shape[1]) < emitted[:, None]
-    new = [row[:n] for row, n in zip(output, emitted, strict=True)]
-    of_target, of_draft = request.kv_bytes
-    counted = acceptance(emitted, *counters)
-    decode_s = measured["decode_s"]
-    stats = Stats(
-        **counted,
-        **measured,
-        tokens_per_s=counted["emitted"] / decode_s if decode_s else 0.0,
-        kv_bytes_target=of_target,
-        kv_bytes_draft=of_draft,
-        attention_backend=str(request.settings.backend),
-    )
-    tokenizer, texts = request.target.tokenizer, None
-    if tokenizer is not None:
-        texts = [tokenizer.decode(row, skip_special_tokens=True) for row in new]
-    return Output(
-        sequences=[np.concatenate(pair) for pair in zip(request.prompts, new, strict=True)],
-        texts=texts,
-        tokens=np.where(inside, output, request.pad_token_id).astype(np.int32),
-        lengths=emitted,
-        stats=stats,
     )

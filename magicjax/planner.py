@@ -29,6 +29,9 @@ class Candidate:
       acceptance: [depths, ranks], as `magicjax.optimal` takes it.
       deepest: the deepest tree that it can draft.
       shared: it is the target itself, so its weights are there already.
+      tokens: measured ones of a round of a chain, by its depth from 1 on; of deeper chains and of
+        trees, or if there are none, they follow from `acceptance`.
+      scale: measured time of a round, over what the cost model foretells.
     """
 
     name: str
@@ -36,6 +39,8 @@ class Candidate:
     acceptance: Acceptance
     deepest: int = MAX_DEPTH
     shared: bool = True
+    tokens: tuple[float, ...] = ()
+    scale: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +102,12 @@ class Plan:
 
 
 def plan(
-    target: Sizes, candidates: Sequence[Candidate], machine: Machine, batch: int, context: int
+    target: Sizes,
+    candidates: Sequence[Candidate],
+    machine: Machine,
+    batch: int,
+    context: int,
+    scale: float = 1.0,
 ) -> Plan:
     """Returns what is foretold to be fastest.
 
@@ -109,6 +119,7 @@ def plan(
       candidates: ways to draft.
       machine: what all run on.
       batch, context: B, and the tokens of each row's cache.
+      scale: measured T_target, over what the cost model foretells.
 
     Raises:
       ValueError: no candidate, a batch or context below 1, heads that the machine does not divide,
@@ -129,7 +140,7 @@ def plan(
             "devices"
         )
     of_each = [
-        sorted(predictions(target, c, machine, batch, context), key=lambda p: -p.speed_up)
+        sorted(predictions(target, c, machine, batch, context, scale), key=lambda p: -p.speed_up)
         for c in fit
     ]
     of_each.sort(key=lambda found: -found[0].speed_up)
@@ -139,28 +150,42 @@ def plan(
     return Plan(
         best=best,
         runner_up=next(iter(others), None),
-        break_even=break_even(target, winner, machine, batch, context),
+        break_even=break_even(target, winner, machine, batch, context, scale),
         target=best.cost.target,
         too_large=too_large,
     )
 
 
 def predictions(
-    target: Sizes, candidate: Candidate, machine: Machine, batch: int, context: int
+    target: Sizes,
+    candidate: Candidate,
+    machine: Machine,
+    batch: int,
+    context: int,
+    scale: float = 1.0,
 ) -> Iterator[Prediction]:
-    """Yields a prediction for every tree that is tried."""
+    """Yields a prediction for every tree that is tried; see `plan`."""
     for tree, tokens in _trees(candidate.acceptance, candidate.deepest):
-        cost = round_cost(
-            target,
-            candidate.draft,
-            machine,
-            batch,
-            context,
-            tree.num_nodes,
-            tree.depth,
-            tree.levels.shape[1],
-        )
+        if tree.depth <= len(candidate.tokens) and tree == chain(tree.depth):
+            tokens = candidate.tokens[tree.depth - 1]
+        cost = cost_of(target, candidate, machine, batch, context, tree, scale)
         yield Prediction(candidate.name, tree, tokens, cost, batch)
+
+
+def cost_of(
+    target: Sizes,
+    candidate: Candidate,
+    machine: Machine,
+    batch: int,
+    context: int,
+    tree: TokenTree,
+    scale: float = 1.0,
+) -> RoundCost:
+    """Returns what a round of a candidate costs, set right by what was measured; see `plan`."""
+    where = machine, batch, context
+    width = tree.levels.shape[1]
+    cost = round_cost(target, candidate.draft, *where, tree.num_nodes, tree.depth, width)
+    return cost.scaled(scale, candidate.scale)
 
 
 @functools.lru_cache(maxsize=256)
@@ -179,7 +204,12 @@ def _trees(acceptance: Acceptance, deepest: int) -> tuple[tuple[TokenTree, float
 
 
 def break_even(
-    target: Sizes, candidate: Candidate, machine: Machine, batch: int, context: int
+    target: Sizes,
+    candidate: Candidate,
+    machine: Machine,
+    batch: int,
+    context: int,
+    scale: float = 1.0,
 ) -> float | None:
     """Returns the lowest acceptance at which some chain is no slower than plain decoding.
 
@@ -187,7 +217,7 @@ def break_even(
     """
     found = []
     for depth in range(1, candidate.deepest + 1):
-        cost = round_cost(target, candidate.draft, machine, batch, context, depth + 1, depth)
+        cost = cost_of(target, candidate, machine, batch, context, chain(depth), scale)
         rate = rate_of(cost.total / cost.target, depth)
         if rate is not None:
             found.append(rate)
@@ -207,6 +237,17 @@ def rate_of(tokens: float, depth: int) -> float | None:
         below = sum(middle**i for i in range(depth + 1)) < tokens
         low, high = (middle, high) if below else (low, middle)
     return high
+
+
+def most_speed_up(
+    target: Sizes, candidate: Candidate, machine: Machine, batch: int, context: int
+) -> float:
+    """Returns the speed-up of its best chain if every token that it drafts were right."""
+    where = machine, batch, context
+    return max(
+        cost_of(target, candidate, *where, chain(depth)).speed_up(depth + 1)
+        for depth in range(1, candidate.deepest + 1)
+    )
 
 
 def check_fits(target: Sizes, machine: Machine, batch: int, context: int) -> float:

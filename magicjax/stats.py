@@ -1,6 +1,7 @@
 """What a run did: acceptance, counts, times, bytes."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,8 @@ class Stats:
       tokens_per_s: emitted / decode_s.
       kv_bytes_target, kv_bytes_draft: allocated keys and values.
       attention_backend: which backend computed the attention.
+      plan_s: of `drafter="auto"`: spent on trials of drafters, compiling aside.
+      depths: of `drafter="auto"`: the depth of the tree in each call of the loop; 0: plain.
     """
 
     tau: float
@@ -64,6 +67,8 @@ class Stats:
     kv_bytes_target: int
     kv_bytes_draft: int
     attention_backend: str
+    plan_s: float = 0.0
+    depths: tuple[int, ...] = ()
 
 
 def acceptance(
@@ -71,6 +76,7 @@ def acceptance(
     histogram: Int[np.ndarray, "B A"],
     ranks: Int[np.ndarray, "B A W"],
     nodes: Int[np.ndarray, "B"],
+    calls: Sequence[tuple[int, Int[np.ndarray, "B A"]]] = (),
 ) -> dict[str, Any]:
     """Returns the fields of `Stats` that follow from counting.
 
@@ -79,21 +85,27 @@ def acceptance(
       histogram: rounds of each row that accepted 0, 1, … A-1 tokens.
       ranks: how often each row's path went on, from each depth, with the 1st, 2nd, … try.
       nodes: proposed in each row, roots aside.
+      calls: (depth of the tree, histogram) of each part of the run, where trees differed.
     """
     by_count = np.asarray(histogram).sum(0)
-    rounds, depth = int(by_count.sum()), len(by_count) - 1
-    accepted = int((by_count * np.arange(depth + 1)).sum())
+    rounds, deepest = int(by_count.sum()), len(by_count) - 1
+    accepted = int((by_count * np.arange(deepest + 1)).sum())
     of_rows, rounds_of_rows = np.asarray(emitted) - 1, np.asarray(histogram).sum(1)
     ran = rounds_of_rows > 0
-    at_least = by_count[::-1].cumsum()[::-1]
-    reached = np.maximum(at_least, 1)
-    by_rank = np.asarray(ranks).sum(0)[:-1] / reached[:-1, None]
+    at_least = _at_least(by_count)
+    tried, perfect = np.zeros(deepest, int), 0  # rounds that could go on; what all would accept
+    for depth, counted in calls or [(deepest, histogram)]:
+        of_call = np.asarray(counted).sum(0)
+        tried[:depth] += _at_least(of_call)[:depth]
+        perfect += depth * int(of_call.sum())
+    reached = np.maximum(tried, 1)
+    by_rank = np.asarray(ranks).sum(0)[:-1] / reached[:, None]
     return {
         "tau": int(of_rows.sum()) / rounds if rounds else 0.0,
         "tau_by_request": float((of_rows[ran] / rounds_of_rows[ran]).mean()) if rounds else 0.0,
-        "acceptance_rate": accepted / (rounds * depth) if rounds * depth else 0.0,
+        "acceptance_rate": accepted / perfect if perfect else 0.0,
         "acceptance_by_depth": tuple(float(n) / max(rounds, 1) for n in at_least[1:]),
-        "acceptance_if_reached": tuple(float(n) for n in at_least[1:] / reached[:-1]),
+        "acceptance_if_reached": tuple(float(n) for n in at_least[1:] / reached),
         "acceptance_by_rank": tuple(tuple(map(float, row)) for row in by_rank),
         "histogram": tuple(map(int, by_count)),
         "rounds": rounds,
@@ -103,3 +115,8 @@ def acceptance(
         "nodes_per_round": 1 + int(np.asarray(nodes).sum()) / rounds if rounds else 1.0,
         "accepted": accepted,
     }
+
+
+def _at_least(by_count: Int[np.ndarray, "A"]) -> Int[np.ndarray, "A"]:
+    """Returns how many rounds accepted at least 0, 1, … tokens."""
+    return by_count[::-1].cumsum()[::-1]

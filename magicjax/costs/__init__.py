@@ -1,13 +1,14 @@
 """What a step of decoding costs: bytes and FLOPs of its parts, and the time they take on a device.
 
 `floors` counts what a loaded model must read at the least; `work` counts all parts of a step from a
-config alone; `device` has what a device can do, `profile` what was measured of the one at hand;
-`rounds` makes times of both.
+config alone; `device` has what a device can do, `measured` steps that were timed on it, `profile`
+the file of both for the device at hand; `rounds` makes times of all that.
 """
 
 from magicjax.costs.device import DEVICES, Device, Machine, find_device
 from magicjax.costs.floors import kv_bytes_per_token, step_bytes, weight_bytes
-from magicjax.costs.profile import load_profile, save_profile
+from magicjax.costs.measured import DRAFT, PASS, Steps
+from magicjax.costs.profile import default_profile, load_profile, save_profile
 from magicjax.costs.rounds import (
     Draft,
     RoundCost,
@@ -21,13 +22,17 @@ from magicjax.costs.work import Part, Sizes, check_heads, memory_bytes, pass_par
 
 __all__ = [
     "DEVICES",
+    "DRAFT",
+    "PASS",
     "Device",
     "Draft",
     "Machine",
     "Part",
     "RoundCost",
     "Sizes",
+    "Steps",
     "check_heads",
+    "default_profile",
     "draft_step",
     "find_device",
     "kv_bytes_per_token",

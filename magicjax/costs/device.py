@@ -26,6 +26,8 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from magicjax.costs.measured import Steps
+
 GB = 1e9
 
 
@@ -46,6 +48,7 @@ class Device:
       step_seconds: of a pass through a model, beside its layers.
       round_seconds: of a round of speculation beside drafts and verification.
       tile: the new tokens of a row cost FLOPs in multiples of this many.
+      measured: steps that were timed on it, each model's with one device.
 
     Raises:
       ValueError: a rate that is not positive, or an efficiency outside (0, 1].
@@ -65,11 +68,14 @@ class Device:
     step_seconds: float = 0.0
     round_seconds: float = 0.86e-3
     tile: int = 1
+    measured: tuple[Steps, ...] = ()
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in ("name", "dtype") or (field.name == "link" and value is None):
+            if field.name in ("name", "dtype", "measured") or (
+                field.name == "link" and value is None
+            ):
                 continue
             if field.name.endswith("_efficiency"):
                 if not 0 < value <= 1:
@@ -79,6 +85,11 @@ class Device:
                     raise ValueError(f"{field.name}={value} must not be negative")
             elif not value > 0:
                 raise ValueError(f"{field.name}={value} must be positive")
+
+    def steps(self, model: str, kind: str) -> Steps | None:
+        """Returns what was timed of a model (`Sizes.key`); None: nothing."""
+        found = (s for s in self.measured if (s.model, s.kind) == (model, kind))
+        return next(found, None)
 
     @property
     def reached_bandwidth(self) -> float:

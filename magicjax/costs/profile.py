@@ -15,7 +15,15 @@ from typing import Any
 import jax
 
 from magicjax.costs.device import Device
+from magicjax.costs.measured import Steps
 from magicjax.version import version
+
+
+def default_profile() -> pathlib.Path:
+    """Returns where `magicjax calibrate` writes the profile of this device, and `auto` looks."""
+    name = re.sub(r"[^a-z0-9]+", "-", device_kind().lower()).strip("-")
+    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(cache) / "magicjax" / f"profile-{name}.json"
 
 
 def surroundings() -> dict[str, str]:
@@ -52,6 +60,7 @@ def save_profile(path: str | os.PathLike, device: Device, measured: Any) -> None
         "device": dataclasses.asdict(device),
         "measured": measured,
     }
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     partial.replace(path)
@@ -70,8 +79,10 @@ def load_profile(path: str | os.PathLike) -> Device:
         raise FileNotFoundError(f"the profile {path} does not exist: {renew}")
     try:
         content = json.loads(path.read_text("utf-8"))
-        device, valid = Device(**content["device"]), content["surroundings"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        given = dict(content["device"])
+        steps = tuple(Steps(**each) for each in given.pop("measured"))
+        device, valid = Device(**given, measured=steps), content["surroundings"]
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no profile of a device ({error!r}): {renew}") from error
     here = surroundings()
     if valid != here:

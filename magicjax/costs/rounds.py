@@ -5,10 +5,13 @@ speed-up = tokens of a round x T_target / (depth x T_draft + T_verify(N) + what 
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from magicjax.costs.device import Device, Machine
+from magicjax.costs.measured import DRAFT, PASS, Steps
 from magicjax.costs.work import Part, Sizes, memory_bytes, pass_parts
+
+REST = "selection, commit, host"  # what a round adds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +83,17 @@ class RoundCost:
         """Returns the speed-up if a round emits so many tokens."""
         return tokens * self.target / self.total
 
+    def scaled(self, target: float, round_: float) -> "RoundCost":
+        """Returns the cost with the time of a plain step, and that of a round, so much longer."""
+        return RoundCost(
+            target=target * self.target,
+            draft=round_ * self.draft,
+            verify=round_ * self.verify,
+            depth=self.depth,
+            rest=round_ * self.rest,
+            parts={name: round_ * seconds for name, seconds in self.parts.items()},
+        )
+
 
 def seconds(parts: Mapping[str, Part], device: Device) -> dict[str, float]:
     """Returns the seconds of each part."""
@@ -95,14 +109,19 @@ def seconds(parts: Mapping[str, Part], device: Device) -> dict[str, float]:
 
 def plain_step(sizes: Sizes, machine: Machine, batch: int, context: int) -> dict[str, float]:
     """Returns the seconds of each part of a step of plain decoding; T_target is their sum."""
-    return seconds(pass_parts(sizes, machine, batch, 1, context), machine.device)
+    return _target_pass(sizes, machine, batch, context, 1)
 
 
 def verification(
     sizes: Sizes, machine: Machine, batch: int, context: int, nodes: int
 ) -> dict[str, float]:
-    """Returns the seconds of each part of a pass over N nodes; T_verify(N) is their sum."""
-    return seconds(pass_parts(sizes, machine, batch, nodes, context), machine.device)
+    """Returns the seconds of each part of a pass over N nodes; T_verify(N) is their sum.
+
+    Where a profile has timed passes of this model, all parts are scaled to what was measured.
+    """
+    parts = _target_pass(sizes, machine, batch, context, nodes)
+    parts.pop(REST, None)
+    return parts
 
 
 def draft_step(
@@ -118,11 +137,49 @@ def draft_step(
     """
     if draft.sizes is None:
         return {}
-    per_slot = draft.sizes.draft_kv_bytes(draft.bits)
-    slots = draft.slots(context)
-    own = draft.machine(machine)
-    parts = pass_parts(draft.sizes, own, batch, width, slots, per_slot)
-    return seconds(parts, machine.device)
+    sizes, per_slot = draft.sizes, draft.sizes.draft_kv_bytes(draft.bits)
+    own, slots = draft.machine(machine), draft.slots(context)
+
+    def foretold(batch: int, slots: float, width: int) -> dict[str, float]:
+        return seconds(pass_parts(sizes, own, batch, width, slots, per_slot), machine.device)
+
+    steps = machine.device.steps(sizes.key, DRAFT)
+    return _set_right(steps, foretold, own.rows(batch), slots, width, own)
+
+
+def _target_pass(
+    sizes: Sizes, machine: Machine, batch: int, context: int, nodes: int
+) -> dict[str, float]:
+    """Returns the seconds of each part, and of more than one node of what a round adds."""
+    rest = {REST: machine.device.round_seconds}
+
+    def foretold(batch: int, slots: float, nodes: int) -> dict[str, float]:
+        parts = seconds(pass_parts(sizes, machine, batch, nodes, slots), machine.device)
+        return parts | (rest if nodes > 1 else {})
+
+    steps = machine.device.steps(sizes.key, PASS)
+    return _set_right(steps, foretold, machine.rows(batch), context, nodes, machine)
+
+
+def _set_right(
+    steps: Steps | None,
+    foretold: Callable[[int, float, int], dict[str, float]],
+    rows: int,
+    slots: float,
+    nodes: int,
+    machine: Machine,
+) -> dict[str, float]:
+    """Returns foretold parts, scaled by what was timed of the rows of one device."""
+    parts = foretold(rows * machine.data, slots, nodes)
+    if steps is None:
+        return parts
+    ratio = steps.ratio(
+        lambda *place: sum(foretold(place[0] * machine.data, *place[1:]).values()),
+        rows,
+        max(slots, 1),
+        nodes,
+    )
+    return {name: ratio * time for name, time in parts.items()}
 
 
 def round_cost(
@@ -153,8 +210,8 @@ def round_cost(
         raise ValueError(f"depth={depth} leaves nothing to draft: give at least 1")
     plain = plain_step(target, machine, batch, context)
     drafted = draft_step(draft, machine, batch, context, width)
-    verified = verification(target, machine, batch, context, nodes)
-    rest = machine.device.round_seconds
+    verified = _target_pass(target, machine, batch, context, nodes)
+    rest = verified.pop(REST, 0.0)
     parts = {("draft", name): depth * time for name, time in drafted.items()}
     parts |= {("verify", name): time for name, time in verified.items()}
     return RoundCost(
@@ -163,5 +220,5 @@ def round_cost(
         verify=sum(verified.values()),
         depth=depth,
         rest=rest,
-        parts=parts | {("round", "selection, commit, host"): rest},
+        parts=parts | {("round", REST): rest},
     )

@@ -47,6 +47,12 @@ class Sizes:
     itemsize: int
 
     @property
+    def key(self) -> str:
+        """Names all sizes: two models with the same key cost the same."""
+        numbers = dataclasses.astuple(self)[1:]
+        return "-".join(map(str, numbers))
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a pass reads: all but tables of which it reads a few rows."""
         return self.itemsize * (self.attention + self.mlp + self.unembedding + self.small)

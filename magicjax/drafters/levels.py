@@ -66,6 +66,7 @@ def draft_levels(source: Source, tree: TokenTree) -> tuple[Proposal, Drafted]:
         levels = levels[1:]
     (drawn, drafted), _ = jax.lax.scan(run_level, carry, levels)
     has_run = np.isin(np.arange(n), tree.inner)
+    has_run[0] |= source.lead is not None  # of a tree without children too
     node_slots = jnp.asarray(np.where(has_run, np.arange(n), NOT_RUN).astype(np.int32))
     proposal = Proposal(drawn.tokens, tree.array, _draws(source, tree, drawn))
     return proposal, Drafted(drafted, jnp.broadcast_to(node_slots, (batch, n)))

@@ -106,6 +106,8 @@ class LookUp:
     ) -> tuple[Proposal, None]:
         tree = settings.tree
         rows, branches = jnp.arange(root.shape[0])[:, None], tree.parents.count(0)
+        if not branches:
+            return Proposal(root[:, None], tree.array), None
         text = state.text.at[rows[:, 0], state.count].set(root)
         place, found = self._places(text, state.count, branches)
         branch, depth = _branches(tree), tree.node_depths[1:]

@@ -10,7 +10,7 @@ import numpy as np
 
 import magicjax
 import models
-from magicjax import compilation, generation, hlo, placing
+from magicjax import compilation, execution, hlo, placing
 from magicjax.request import prepare
 from sharding import DATA, collectives, make_mesh, model_axes
 from tests.magicjax import oracle, tiny
@@ -189,7 +189,7 @@ def exchanged(case: str, mesh: list[int]) -> dict:
         mesh=make_mesh(*mesh),
         **options,
     )
-    state = generation.state_shapes(request)
+    state = execution.state_shapes(request)
     arguments = request.target, request.drafter, state
     program, _ = compilation.program("decode", request.settings, *arguments)
     text = program.as_text()

@@ -2,14 +2,14 @@
 
 import dataclasses
 import itertools
-import json
 
 import numpy as np
 import pytest
 
 import models
-from magicjax import bench, calibrate, costs
+from magicjax import calibrate, costs
 from magicjax.calibrate import Timed, foretold
+from magicjax.step_times import StepTimes
 
 SIZES = costs.sizes_of(models.preset("llama-68m"), "float32", "llama-68m")
 MEASURED = costs.Device("here", 2e10, 1e11, 1e10, None, "float32", round_seconds=0.0)
@@ -24,7 +24,7 @@ TRUE = dataclasses.replace(
 )
 
 
-def rows_of(device):
+def rows_that(device):
     places = itertools.product((1, 8), (512, 8192))
     steps = [(1, None), (2, None), (4, None), (5, None), (9, None), (4, 64), (4, 256)]
     rows = [Timed(*place, *step, 1.0) for place in places for step in steps]
@@ -32,7 +32,7 @@ def rows_of(device):
 
 
 def test_constants_are_found_again_in_the_times_that_they_make():
-    rows = rows_of(TRUE)
+    rows = rows_that(TRUE)
     found, times = calibrate.fit(SIZES, rows, MEASURED)
     for field in dataclasses.fields(found):
         true = getattr(TRUE, field.name)
@@ -44,7 +44,7 @@ def test_constants_are_found_again_in_the_times_that_they_make():
 
 def test_without_steps_of_tokens_the_same_times_cannot_be_fitted(monkeypatch):
     monkeypatch.setattr(calibrate, "TILES", (1,))
-    rows = rows_of(TRUE)
+    rows = rows_that(TRUE)
     _, times = calibrate.fit(SIZES, rows, MEASURED)
     assert np.abs(times / [row.seconds for row in rows] - 1).max() > 0.05
 
@@ -71,21 +71,47 @@ def test_a_round_is_fitted_as_its_drafts_and_its_pass():
     assert plain == pytest.approx(cost.target)
 
 
-def test_of_several_turns_the_shortest_time_counts(monkeypatch):
-    turns = iter(
-        [
-            bench.Times(target=3.0, verify={2: 5.0, 4: 7.0}, draft={(64, 3): 1.0}),
-            bench.Times(target=4.0, verify={2: 4.0, 4: 8.0}, draft={(64, 3): 0.5}),
-        ]
+TIMES = {
+    (batch, context): StepTimes(
+        passes={n: batch * context * n for n in (1, 2, 4)},
+        drafts={"self": 2.0 * batch, "small": context + batch, "streaming": 0.5 * batch + context},
+        rounds={"self": 9.0, "small": 8.0, "streaming": 7.0},
     )
-    monkeypatch.setattr(bench, "measure", lambda *arguments: next(turns))
-    grid = [2], [512], [2], [64]
-    rows = calibrate.timed_grid(None, *grid, gamma=3, turns=2)
-    assert rows == [
-        Timed(2, 512, 1, None, 3.0),
-        Timed(2, 512, 2, None, 4.0),
-        Timed(2, 512, 4, None, 7.0),
-        Timed(2, 512, 4, 64, 9.5),  # 8 + 3 x 0.5, less than 7 + 3 x 1
+    for batch in (1, 4)
+    for context in (512, 1024)
+}
+SMALL = costs.sizes_of(models.preset("tinyllama-1.1b"), "float32", "tinyllama-1.1b")
+DRAFTS = {
+    "self": costs.Draft(SIZES, 64),
+    "small": costs.Draft(SMALL),
+    "streaming": costs.Draft(SMALL, 256),
+}
+
+
+def test_what_was_timed_becomes_a_table_for_each_model():
+    passes, own, small = calibrate.steps_of(SIZES, DRAFTS, TIMES)
+    assert (passes.model, passes.kind, passes.nodes) == (SIZES.key, costs.PASS, (1, 2, 4))
+    assert dict(zip(passes.grid, passes.seconds, strict=True))[4, 512, 2] == 4 * 512 * 2
+    assert (own.model, own.slots, own.seconds) == (SIZES.key, (64,), (2.0, 8.0))
+    # With a budget the context does not matter, and the contexts' median counts.
+    assert (small.model, small.batches, small.slots) == (SMALL.key, (1, 4), (256, 512, 1024))
+    assert small.seconds == (768.5, 513, 1025, 770.0, 516, 1028)
+
+
+def test_a_difference_that_noise_made_negative_is_next_to_nothing():
+    noisy = {
+        place: dataclasses.replace(times, drafts={"self": -1.0}) for place, times in TIMES.items()
+    }
+    *_, own = calibrate.steps_of(SIZES, DRAFTS, noisy)
+    assert own.seconds == (calibrate.SHORTEST,) * 2
+
+
+def test_constants_are_fitted_to_passes_and_to_rounds_of_the_target_itself():
+    rows = calibrate.rows_of(4, 512, TIMES[4, 512], {"self": 64}, 3)
+    assert rows[1:] == [
+        Timed(4, 512, 2, None, 4096),
+        Timed(4, 512, 4, None, 8192),
+        Timed(4, 512, 4, 64, 9.0),
     ]
     assert [row.name for row in rows] == ["plain", "verify 2", "verify 4", "round 64"]
 
@@ -99,13 +125,21 @@ def quick(monkeypatch):
 @pytest.mark.usefixtures("quick")
 def test_a_profile_is_written_and_serves_a_plan_here(directory, tmp_path, run):
     out = tmp_path / "here.json"
-    grid = ("--batch", 1, "--context", 64, "--nodes", 2, "--budget", 32, "--gamma", 1)
+    grid = ("--batch", 1, "--context", 64, "--nodes", 2, "--drafter", "self:streaming:32")
     where = ("--target", directory, "--dtype", "float32")
-    code, said, err = run("calibrate", *where, "--out", out, *grid, "--steps", 1, "--turns", 1)
+    code, said, err = run("calibrate", *where, "--out", out, *grid, "--gamma", 1, "--turns", 1)
     assert (code, err) == (0, "")
-    assert "plain" in said and "round 32" in said and f"written to {out}" in said
-    assert len(json.loads(out.read_text())["measured"]["rows"]) == 3
+    assert "ms of a pass by nodes  1:" in said and "self:streaming:32:" in said
+    assert f"written to {out}" in said
     device = costs.load_profile(out)
+    passes, draft = device.measured
+    assert (passes.nodes, draft.slots) == ((1, 2), (32,))
+    # A plan for the very place that was timed foretells what was timed.
+    sizes = costs.sizes_of(models.load_config(directory), "float32")
+    cost = costs.round_cost(sizes, costs.Draft(sizes, 32), costs.Machine(device), 1, 64, 2, 1)
+    assert cost.target == pytest.approx(passes.seconds[0])
+    assert cost.verify + cost.rest == pytest.approx(passes.seconds[1])
+    assert cost.draft == pytest.approx(draft.seconds[0])
     assert (device.bandwidth, device.matrix_rate, device.link) == (1e10, 1e11, None)
     plan = ("plan", *where, "--batch", 2, "--context", 64, "--device", out, "--acceptance", 0.8)
     code, said, err = run(*plan, "--drafter", "self:streaming:32")
@@ -125,6 +159,23 @@ REFUSED = {
     "no profile": (["--out", "here.txt"], "--out here.txt: a profile is a .json file"),
     "one node": (["--out", "a.json", "--nodes", "1"], "--nodes 1 must be at least 2"),
     "no turn": (["--out", "a.json", "--turns", "0"], "--turns 0 must be at least 1"),
+    "a drafter": (
+        ["--out", "a.json", "--target", "DIR", "--drafter", "slef"],
+        "'slef' is no drafter",
+    ),
+    "a budget": (
+        [
+            "--out",
+            "a.json",
+            "--target",
+            "DIR",
+            "--context",
+            "100",
+            "--drafter",
+            "self:streaming:20",
+        ],
+        "too small a ring",
+    ),
     "no model": (["--out", "a.json", "--target", "lama"], "is no directory"),
     "too long": (
         ["--out", "a.json", "--target", "DIR", "--context", "100", "9000"],

@@ -13,7 +13,7 @@ import models
 from magicjax import cache as caches
 from magicjax import compilation, decode, draft_cache
 from magicjax.drafters import self_speculation
-from magicjax.generation import state_shapes
+from magicjax.execution import state_shapes
 from magicjax.request import prepare
 from tests.magicjax import tiny
 

@@ -10,7 +10,7 @@ import pytest
 
 import magicjax
 from magicjax import compilation, prefill
-from magicjax.generation import start
+from magicjax.execution import start
 from magicjax.queries import Watch
 from magicjax.request import prepare
 from tests.magicjax import tiny

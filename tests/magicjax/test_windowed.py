@@ -12,7 +12,7 @@ import models
 from magicjax.drafters import windowed
 from magicjax.drafters.levels import draft_levels
 from magicjax.drafters.running import Source
-from magicjax.generation import start
+from magicjax.execution import start
 from magicjax.request import prepare
 from tests.magicjax import oracle, tiny
 

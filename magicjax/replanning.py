@@ -1,0 +1,99 @@
+"""Planning the depth of a chain anew between calls of the loop, by what was accepted and timed.
+
+A controller knows what a round of each depth is foretold to take. After every call it learns how
+many tokens were accepted and how long the rounds took, forgets half of what it knew before, and
+says with which depth the next call should run. It changes only for a gain that is more than noise.
+At depth 0 nothing is drafted and so nothing is learned: from time to time it tries depth 1 for one
+call, after twice as long a pause each time that did not pay.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+HYSTERESIS = 0.05  # what must be gained by a change of depth
+KEPT = 0.5  # of what was counted, from call to call
+PRIOR = 16  # rounds that the acceptance of the trial weighs
+FIRST_PAUSE, LONGEST_PAUSE = 2, 64  # calls at depth 0 before it tries again
+
+
+@dataclasses.dataclass
+class Controller:
+    """Chooses the depth of the next call.
+
+    Attributes:
+      seconds: foretold, of a round by depth; depth 0 is plain decoding.
+      rates: how often a token was accepted if all before it were, by depth, before the run.
+      depth: of the next call.
+    """
+
+    seconds: Mapping[int, float]
+    rates: Sequence[float]
+    depth: int
+
+    def __post_init__(self):
+        deepest = max(self.seconds)
+        known = [float(rate) for rate in self.rates[:deepest]] or [0.0]
+        rates = np.array(known + [known[-1]] * (deepest - len(known)))
+        self._tried = np.full(deepest, float(PRIOR))
+        self._went = PRIOR * rates
+        self._ratio = dict.fromkeys(self.seconds, 1.0)
+        self._pause, self._waited = FIRST_PAUSE, 0
+
+    def learn(self, accepted: npt.ArrayLike, seconds: float, rounds: int) -> None:
+        """Learns from a call that ran at `depth`, and chooses the next one.
+
+        Args:
+          accepted: rounds of all rows that accepted 0, 1, ... tokens.
+          seconds: of the call.
+          rounds: of it.
+        """
+        ran, counts = self.depth, np.asarray(accepted, float)
+        if rounds:
+            self._learn_time(ran, seconds / rounds)
+        if ran:
+            at_least = counts[::-1].cumsum()[::-1]
+            self._tried *= KEPT
+            self._went *= KEPT
+            self._tried[:ran] += at_least[:ran]
+            self._went[:ran] += at_least[1 : ran + 1]
+        self.depth = self._choose(ran)
+
+    def _learn_time(self, depth: int, seconds: float) -> None:
+        """Times of depths that have not run yet are taken to be off by as much as this one's."""
+        new = seconds / self.seconds[depth]
+        changed = new / self._ratio[depth]
+        kind = [d for d in self.seconds if (d == 0) == (depth == 0)]
+        for other in kind:
+            self._ratio[other] *= changed
+        self._ratio[depth] = new
+
+    def tokens_per_second(self, depth: int) -> float:
+        """Returns what a row is now expected to emit at a depth."""
+        # Where few rounds got so deep, the rate of all depths together says more.
+        pooled = self._went.sum() / self._tried.sum()
+        rates = (self._went + pooled) / (self._tried + 1)
+        tokens = 1 + np.cumprod(rates[:depth]).sum()
+        return float(tokens / (self.seconds[depth] * self._ratio[depth]))
+
+    def _choose(self, ran: int) -> int:
+        expected = {depth: self.tokens_per_second(depth) for depth in self.seconds}
+        best = max(expected, key=lambda depth: expected[depth])
+        if expected[best] < (1 + HYSTERESIS) * expected[ran]:
+            best = ran
+        if 0 not in self.seconds:
+            return best
+        if ran != 0:
+            if best == 0:
+                self._waited = 0
+            else:
+                self._pause = FIRST_PAUSE
+            return best
+        # Nothing new is known of acceptance: only time decides when to look again.
+        self._waited += 1
+        if self._waited < self._pause:
+            return 0
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        return min(depth for depth in self.seconds if depth)

@@ -1,0 +1,166 @@
+"""A short trial of a drafter on the user's own prompts: what is accepted, and how long rounds take.
+
+All drafters try on the cache that one prefill made: each runs some rounds, then the lengths are set
+back. Nothing of a trial is kept but its counts.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from magicjax import execution
+from magicjax.cache import KVCache
+from magicjax.decode import DecodeState, Prefilled
+from magicjax.drafters import Drafter
+from magicjax.request import Request
+from magicjax.stats import acceptance
+from magicjax.tree import ROOT_ONLY, Tree
+
+ROUNDS = 8  # of a timed call; the first call loads the program, and its time does not count
+RUNS = 100  # of what is to come, drawn from what was counted
+FEW = 8  # rounds of all rows together that stand beside each row's own
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What was measured of a drafter, or of plain decoding.
+
+    Attributes:
+      name: of the drafter, as commands write it; "" of plain decoding.
+      seconds: of a round of all rows.
+      rounds: of each row, on average.
+      acceptance: [depths, ranks], as `magicjax.optimal` takes it.
+      tokens: of a round of a chain, by its depth from 1 on: of the row that needs most rounds.
+    """
+
+    name: str
+    seconds: float
+    rounds: float
+    acceptance: tuple[tuple[float, ...], ...] = ()
+    tokens: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass
+class Behind:
+    """What came of the prompts: every trial begins here, and leaves it as it was.
+
+    Attributes:
+      cache: the target's, whose memory trials take over and give back.
+      prefilled: what else was made of the prompts.
+    """
+
+    cache: KVCache
+    prefilled: Prefilled
+
+    def state(self, request: Request) -> tuple[DecodeState, float]:
+        """Returns (a request's state behind the prompts, seconds of compiling)."""
+        state, _, compiling = execution.begin(request, self.cache, self.prefilled)
+        return state, compiling
+
+    def take_back(self, state: DecodeState, request: Request) -> None:
+        """Takes the cache back from a state that is no longer needed."""
+        lengths = jax.device_put(np.asarray(request.lengths), state.cache.lengths.sharding)
+        self.cache = dataclasses.replace(state.cache, lengths=lengths)
+
+
+def behind_prompts(request: Request, drafters: Sequence[Drafter]) -> tuple[Behind, float, float]:
+    """Returns (what came of the prompts, for all drafters, seconds, seconds of compiling)."""
+    settings = request.prefill_settings
+    watch = settings.watch
+    for drafter in drafters:
+        watch |= dataclasses.replace(drafter.watch(), rounds=False)
+    settings = dataclasses.replace(settings, watch=watch)
+    found, seconds, compiling = execution.prefill(request, settings)
+    return Behind(*found), seconds, compiling
+
+
+def run_trial(
+    request: Request, name: str, behind: Behind, rounds: int, plain: bool = False
+) -> tuple[Trial, float]:
+    """Returns (what was measured, seconds of compiling).
+
+    Args:
+      request: with the drafter, and the tree that it is tried with.
+      name: of the drafter.
+      behind: the prompts.
+      rounds: at most; of each row.
+      plain: try the target alone.
+    """
+    tree = request.settings.tree
+    if plain:
+        request, tree = dataclasses.replace(request, drafter=None), ROOT_ONLY
+    settings = request.settings.with_tree(tree)
+    state, compile_s = behind.state(request)
+    times: list[float] = []
+    while (before := _steps(state)) < rounds:
+        wanted = min(ROUNDS, rounds - before)
+        state, seconds, compiling = execution.run(request, settings, state, wanted)
+        compile_s += compiling
+        if _steps(state) == before:  # all rows have ended
+            break
+        times.append(seconds / (_steps(state) - before))
+    counts = jax.device_get((state.emitted, state.histogram, state.ranks, state.nodes))
+    behind.take_back(state, request)
+    return _trial(request, name, tree, counts, statistics.median(times[1:] or times)), compile_s
+
+
+def _steps(state: DecodeState) -> int:
+    return int(np.asarray(state.histogram).sum(1).max())
+
+
+def _trial(
+    request: Request, name: str, tree: Tree, counts: tuple[Any, ...], seconds: float
+) -> Trial:
+    histogram = counts[1]
+    rounds = float(histogram.sum(1).mean())
+    if tree.num_nodes == 1:
+        return Trial(name, seconds, rounds)
+    counted = acceptance(*counts)
+    table = tuple(row for row in counted["acceptance_by_rank"])
+    tokens: tuple[float, ...] = ()
+    if tree.shape.width == 1:
+        limits = np.asarray(request.limits)
+        tokens = slowest_tokens(histogram, int(limits.max()) - 1)
+    return Trial(name, seconds, rounds, _reached(table, counted["histogram"]), tokens)
+
+
+def _reached(
+    table: Sequence[Sequence[float]], histogram: Sequence[int]
+) -> tuple[tuple[float, ...], ...]:
+    """Returns the depths that some round reached; the first in any case."""
+    reached = [sum(histogram[depth:]) > 0 for depth in range(len(table))]
+    return tuple(tuple(row) for row, some in zip(table, reached, strict=True) if some)
+
+
+def slowest_tokens(histogram: Int[np.ndarray, "B A"], wanted: int) -> tuple[float, ...]:
+    """Returns the tokens of a round of chains of depth 1, 2, ..., of the row that is done last.
+
+    A round of a chain of g accepts what a longer one would have, and at most g. Rounds to come are
+    drawn from those of the row, and a few of all rows together, until it has all its tokens; the
+    batch takes as many rounds as its slowest row.
+
+    Args:
+      histogram: rounds of each row that accepted 0, 1, ... tokens of the longest chain.
+      wanted: tokens of each row.
+    """
+    rng = np.random.default_rng(0)
+    deepest = histogram.shape[1] - 1
+    pooled = histogram.sum(0) / max(histogram.sum(), 1)
+    shares = histogram + FEW * pooled
+    shares = shares / shares.sum(1, keepdims=True)
+    wanted = max(wanted, 1)
+    draws = np.stack([rng.choice(deepest + 1, (RUNS, wanted), p=row) for row in shares], axis=1)
+    return tuple(
+        wanted / _rounds(1 + np.minimum(draws, depth), wanted) for depth in range(1, deepest + 1)
+    )
+
+
+def _rounds(tokens: Int[np.ndarray, "runs B M"], wanted: int) -> float:
+    """Returns the rounds until every row has all it wants, the mean of all runs."""
+    enough = tokens.cumsum(2) >= wanted
+    return float((enough.argmax(2) + 1).max(1).mean())

@@ -1,0 +1,97 @@
+"""Steps that were timed set the roofline right: exactly where they were, smoothly between."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+import models
+from magicjax import costs
+from magicjax.costs import Draft, Machine, Steps
+
+SIZES = costs.sizes_of(models.preset("llama-68m"), "float32", "llama-68m")
+SMALL = costs.sizes_of(models.preset("tinyllama-1.1b"), "float32", "tinyllama-1.1b")
+HERE = costs.Device("here", 2e10, 1e11, 1e10, None, "float32", round_seconds=1e-3)
+RNG = np.random.default_rng(0)
+PASSES = Steps(
+    SIZES.key, costs.PASS, (1, 4), (512, 2048), (1, 2, 5), tuple(RNG.uniform(0.01, 0.1, 12))
+)
+LEVELS = Steps(SIZES.key, costs.DRAFT, (1, 4), (64, 256), (1,), (1e-3, 2e-3, 3e-3, 5e-3))
+MACHINE = Machine(dataclasses.replace(HERE, measured=(PASSES, LEVELS)))
+
+
+def cost(batch, context, budget, nodes, machine=MACHINE, sizes=SIZES):
+    return costs.round_cost(sizes, Draft(sizes, budget), machine, batch, context, nodes, nodes - 1)
+
+
+def test_where_steps_were_timed_they_are_foretold_as_timed():
+    timed = dict(zip(PASSES.grid, PASSES.seconds, strict=True))
+    levels = dict(zip(LEVELS.grid, LEVELS.seconds, strict=True))
+    for batch, context, nodes in PASSES.grid:
+        if nodes == 1:
+            continue
+        for budget in LEVELS.slots:
+            found = cost(batch, context, budget, nodes)
+            assert found.target == pytest.approx(timed[batch, context, 1])
+            assert found.verify + found.rest == pytest.approx(timed[batch, context, nodes])
+            assert found.draft == pytest.approx(levels[batch, budget, 1])
+            assert sum(found.parts.values()) == pytest.approx(found.total)
+
+
+def test_between_them_the_ratio_is_that_of_the_neighbours_in_logarithms():
+    plain = Machine(HERE)
+    ratios = [
+        cost(batch, context, 64, 2).target / cost(batch, context, 64, 2, plain).target
+        for batch, context in [(1, 512), (1, 2048), (4, 512), (4, 2048)]
+    ]
+    middle = cost(2, 1024, 64, 2).target / cost(2, 1024, 64, 2, plain).target
+    assert middle == pytest.approx(np.exp(np.mean(np.log(ratios))))
+
+
+def test_beyond_them_it_is_that_of_the_nearest():
+    plain = Machine(HERE)
+    for outside, nearest in [((9, 9000), (4, 2048)), ((1, 100), (1, 512))]:
+        ratio = cost(*outside, 64, 2).target / cost(*outside, 64, 2, plain).target
+        assert ratio == pytest.approx(
+            cost(*nearest, 64, 2).target / cost(*nearest, 64, 2, plain).target
+        )
+
+
+def test_other_models_are_foretold_by_the_constants_alone():
+    found, wanted = (cost(2, 1024, 64, 3, machine, SMALL) for machine in (MACHINE, Machine(HERE)))
+    assert found == wanted
+
+
+def test_rows_of_one_device_are_looked_up_where_rows_are_divided():
+    divided = dataclasses.replace(MACHINE, data=4)
+    assert cost(16, 512, 64, 2, divided) == cost(4, 512, 64, 2)
+
+
+def test_a_ratio_that_is_no_measurement_is_not_believed():
+    wild = dataclasses.replace(LEVELS, seconds=(1e-9, 1e-9, 1e9, 1e9))
+    machine = Machine(dataclasses.replace(HERE, measured=(wild,)))
+    for batch, factor in [(1, 1 / 20), (4, 20)]:
+        wanted = factor * cost(batch, 512, 64, 2, Machine(HERE)).draft
+        assert cost(batch, 512, 64, 2, machine).draft == pytest.approx(wanted)
+
+
+def test_a_profile_keeps_them(tmp_path):
+    costs.save_profile(tmp_path / "a" / "here.json", MACHINE.device, {})
+    assert costs.load_profile(tmp_path / "a" / "here.json") == MACHINE.device
+
+
+WRONG = {
+    "an axis": (dict(batches=(4, 1)), "batches=(4, 1) must be whole numbers"),
+    "no axis": (dict(slots=()), "slots=() must be"),
+    "a kind": (dict(kind="step"), "kind='step' must be 'pass' or 'draft'"),
+    "too few": (dict(seconds=(1.0,)), "1 seconds for 4 steps"),
+    "no time": (dict(seconds=(1.0, 1.0, 0.0, 1.0)), "seconds=0.0 must be positive"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_steps_that_are_no_table_are_refused(what):
+    changes, message = WRONG[what]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dataclasses.replace(LEVELS, **changes)
