@@ -18,11 +18,13 @@ import tyro
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+import magicjax
 from experiments import cache_settings
 from experiments.cache_settings import CacheSettings
 from magicjax import LookUp, parse_tree
 from magicjax.drafters.running import drawing_of
 from magicjax.drafters.sparse import BUDGET
+from magicjax.drafters.written import parts
 from magicjax.policies import POLICIES
 from magicjax.tree import Tree
 from magicjax.verify import VERIFIERS
@@ -70,7 +72,9 @@ TOLD = {
     "small": CACHE | {"sink_positions", "model", "draw", "verifier"},
     "look_up": {"verifier"},
     "ensemble": {"models", "draw", "verifier"},
+    "auto": {"drafters", "profile", "verifier"},
 }
+AUTO_TREE = "chain:8"  # that drafts are tried with, if not given
 
 
 class Method(BaseModel):
@@ -78,16 +82,28 @@ class Method(BaseModel):
 
     model_config = STRICT
 
-    draft: Literal["self", "small", "look_up", "ensemble"] = Field(
+    draft: Literal["self", "small", "look_up", "ensemble", "auto"] = Field(
         "self",
         description="Who drafts: the target itself on a small cache, a small model, the text's own "
-        "past, or several of the latter two, their trees merged.",
+        "past, or several of the latter two, their trees merged; auto: whichever pays most after "
+        "a trial of some, plain decoding if none does.",
+    )
+    drafters: list[str] = Field(
+        [],
+        description="With draft=auto, what is tried, as commands write it: self:streaming:256, "
+        "small:DIRECTORY:streaming:256, look-up:4; several caches of the target if not given.",
+    )
+    profile: str = Field(
+        "",
+        description="With draft=auto, the device: a file that `magicjax calibrate` wrote, or one "
+        "of its presets; where calibrate writes if not given.",
     )
     tree: Annotated[list[str], Many] = Field(
         ["chain:4"],
         min_length=1,
         description="What is proposed at once: chain:n, expansion:k1,...,km, parents:-1,... or "
-        "dynamic:nodes,depth,width; of an ensemble also one for each member, joined by +.",
+        "dynamic:nodes,depth,width; of an ensemble also one for each member, joined by +; with "
+        f"draft=auto what drafts are tried with, {AUTO_TREE} if not given.",
     )
     model: str = Field("", description="Directory of the small model; only with draft=small.")
     models: list[str] = Field(
@@ -156,8 +172,16 @@ class Method(BaseModel):
                 raise ValueError(f"verifier={name!r} is none that samples: {', '.join(known)}")
         for spec in self.tree:
             self._check_tree(spec)
+        for text in self.drafters:
+            parts(text)
         self.caches()
         return self
+
+    @property
+    def trees(self) -> list[str]:
+        """What is proposed, one cell for each."""
+        given = self.draft != "auto" or "tree" in self.model_fields_set
+        return self.tree if given else [AUTO_TREE]
 
     def caches(self) -> list[CacheSettings]:
         """Returns what its draft may keep, one for each combination of the lists.
@@ -199,7 +223,9 @@ class Method(BaseModel):
             )
         each = trees * len(members) if len(trees) == 1 else trees
         for member, tree in zip(members, each, strict=True):
-            if member == LOOK_UP:
+            if member == "auto":
+                magicjax.Auto(tree=tree)
+            elif member == LOOK_UP:
                 LookUp().check(None, tree, 0, 0)  # type: ignore[arg-type] # asks the tree alone
             else:
                 drawing_of(self.draw or None, tree)

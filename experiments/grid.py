@@ -19,7 +19,8 @@ from experiments import cache_settings
 from experiments.cache_settings import CacheSettings
 from experiments.config import LOOK_UP, ConfigError, Experiment, Method, parse_trees
 from experiments.prompts import HELD_OUT
-from magicjax.drafters import Drafter
+from magicjax.drafters import written
+from magicjax.drafters.written import parts
 from magicjax.tree import ROOT_ONLY, Shape
 from sharding import parse_mesh
 
@@ -33,8 +34,10 @@ class Cell:
 
     Attributes:
       target: directory or preset.
-      draft: "none" (plain decoding), "self", "small", "look_up" or "ensemble".
-      models: directory of the small model, or an ensemble's members; else none.
+      draft: "none" (plain decoding), "self", "small", "look_up", "ensemble" or "auto".
+      models: directory of the small model, an ensemble's members, or the small models that "auto"
+        tries; else none.
+      drafters, profile: what "auto" tries, as commands write it, and its device; as given.
       cache: what the draft keeps.
       tree: its name, or those of an ensemble's members joined by +; else "".
       draw: as given, "" for the draft's own way.
@@ -48,6 +51,8 @@ class Cell:
     target: str
     draft: str
     models: tuple[str, ...]
+    drafters: tuple[str, ...]
+    profile: str
     cache: CacheSettings
     tree: str
     draw: str
@@ -75,8 +80,12 @@ class Cell:
     @property
     def shape(self) -> Shape:
         """The bounds of what is proposed in a round."""
-        drafter = make_drafter(self)
-        return ROOT_ONLY.shape if drafter is None else drafter.shape(parse_trees(self.tree)[0])
+        if self.draft == "none":
+            return ROOT_ONLY.shape
+        tree = parse_trees(self.tree)[0]
+        if self.draft == "auto":
+            return tree.shape
+        return make_drafter(self).shape(tree)
 
     @property
     def gamma(self) -> int:
@@ -89,10 +98,9 @@ class Cell:
     @property
     def drawings(self) -> str:
         """How children are drawn, "" in greedy decoding."""
-        drafter = make_drafter(self)
-        if drafter is None or not self.do_sample:
+        if self.draft in ("none", "auto") or not self.do_sample:
             return ""
-        return " + ".join(sorted(drafter.drawings(parse_trees(self.tree)[0])))
+        return " + ".join(sorted(make_drafter(self).drawings(parse_trees(self.tree)[0])))
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -111,7 +119,8 @@ class Cell:
     def method(self) -> str:
         """The method's name in tables and plots."""
         who = " + ".join(pathlib.PurePath(m).name for m in self.models)
-        who = {"self": "self", "look_up": "look-up"}.get(self.draft, who)
+        names = {"self": "self", "look_up": "look-up", "auto": "auto"}
+        who = names.get(self.draft, who)
         if self.draft == "self" or self.cache.kv_budget:
             who = f"{who} {self.cache.label}"
         said = [who, self.tree, self.draw.replace("_", " "), self.verifier]
@@ -141,6 +150,8 @@ def _group(experiment: Experiment, batch: int, context: int) -> list[Cell]:
         target=experiment.target,
         draft="none",
         models=(),
+        drafters=(),
+        profile="",
         cache=CacheSettings(),
         tree="",
         draw="",
@@ -180,22 +191,26 @@ def _sampling(experiment: Experiment) -> dict[str, Any]:
 def _cells(plain: Cell, method: Method) -> list[Cell]:
     """Returns a method's cells beside those of plain decoding."""
     verifiers = (method.verifier or [VERIFIER]) if plain.do_sample else [""]
+    models = (method.model,) if method.model else tuple(method.models)
+    tried = (parts(text)["path"] for text in method.drafters)
     return [
         dataclasses.replace(
             plain,
             draft=method.draft,
-            models=(method.model,) if method.model else tuple(method.models),
+            models=models or tuple(dict.fromkeys(path for path in tried if path)),
+            drafters=tuple(method.drafters),
+            profile=method.profile,
             cache=cache,
             tree=spec,
             draw=method.draw,
             verifier=verifier,
         )
-        for spec, cache, verifier in itertools.product(method.tree, method.caches(), verifiers)
+        for spec, cache, verifier in itertools.product(method.trees, method.caches(), verifiers)
     ]
 
 
-def make_drafter(cell: Cell, load: Callable[[str], Any] = lambda directory: None) -> Drafter | None:
-    """Returns who drafts in a cell, None in plain decoding.
+def make_drafter(cell: Cell, load: Callable[[str], Any] = lambda directory: None) -> Any:
+    """Returns who drafts in a cell, None in plain decoding; of "auto" how to choose.
 
     Args:
       cell: its settings.
@@ -210,6 +225,10 @@ def make_drafter(cell: Cell, load: Callable[[str], Any] = lambda directory: None
         return cache_settings.drafter(cell.draft, cell.cache, model, draw)
     if cell.draft == "look_up":
         return magicjax.LookUp()
+    if cell.draft == "auto":
+        tried = [written.make_drafter(text, load) for text in cell.drafters]
+        tree = parse_trees(cell.tree)[0]
+        return magicjax.Auto(tried or None, cell.profile or None, tree=tree)
     members = [
         magicjax.LookUp() if member == LOOK_UP else magicjax.SmallModel(load(member), draw=draw)
         for member in cell.models
@@ -223,7 +242,8 @@ def options(cell: Cell, load: Callable[[str], Any]) -> dict[str, Any]:
     trees = parse_trees(cell.tree) if cell.tree else ()
     return {
         "drafter": make_drafter(cell, load),
-        "tree": trees[0] if len(trees) == 1 else None,  # several are the ensemble's own
+        # Several are the ensemble's own, and "auto" has it.
+        "tree": trees[0] if len(trees) == 1 and cell.draft != "auto" else None,
         "max_new_tokens": cell.new_tokens,
         "verifier": cell.verifier or None,
         "eos_token_id": [],  # every row runs to the end, so all methods emit as much

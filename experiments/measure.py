@@ -21,6 +21,7 @@ import magicjax
 from experiments import exactness, metrics, prompts, synthetic, teacher
 from experiments.grid import Cell, options
 from magicjax import costs, placing
+from magicjax.plan_command import written_tree
 from pallas_kernels import bandwidth
 from sharding import factored
 
@@ -100,11 +101,18 @@ class Bench:
 
         `rows` are prompts instead of those that the cell's group shares.
         """
-        return magicjax.generate(
-            self.model(cell.target, cell.dtype, cell.devices),
-            list(self.prompts(cell) if rows is None else rows),
-            **options(cell, lambda directory: self.model(directory, cell.dtype, cell.devices)),
-        )
+        target = self.model(cell.target, cell.dtype, cell.devices)
+        text = list(self.prompts(cell) if rows is None else rows)
+        given = options(cell, lambda directory: self.model(directory, cell.dtype, cell.devices))
+        if cell.draft == "auto":
+            given["drafter"] = self.choice(cell, target, text, given)
+        return magicjax.generate(target, text, **given)
+
+    def choice(
+        self, cell: Cell, target: Any, text: list[np.ndarray], given: dict[str, Any]
+    ) -> magicjax.Choice:
+        """Returns what "auto" chose in a cell, once for all its runs."""
+        return self._once(("choice", cell), lambda: magicjax.choose_drafter(target, text, **given))
 
     def agreement(self, cell: Cell) -> float | None:
         """Returns how often target and draft agree on the prompts' text.
@@ -286,6 +294,7 @@ def _record(
         "agreement": bench.agreement(cell),
         "rounds": stats.rounds,
         "steps": stats.steps,
+        "chosen": _chosen(warm_up.choice),
         "attention_backend": stats.attention_backend,
     }
     row |= _times(bench, cell, timed, plain_timed, read_gbs)
@@ -299,6 +308,13 @@ def _record(
         "texts": list(warm_up.texts),
         "answers": bench.answers(cell),
     }
+
+
+def _chosen(choice: magicjax.Choice | None) -> str:
+    """Returns what "auto" chose, as the tables name it; "" of other methods."""
+    if choice is None:
+        return ""
+    return choice.name if choice.tree is None else f"{choice.name}, {written_tree(choice.tree)}"
 
 
 TIMES = (

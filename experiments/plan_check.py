@@ -21,7 +21,9 @@ from jaxtyping import Int
 import magicjax
 from experiments import prompts, store
 from magicjax import execution
+from magicjax.auto import run_choice
 from magicjax.candidates import name_of
+from magicjax.decode import DecodeState
 from magicjax.drafters.written import make_drafter
 from magicjax.request import Request, prepare
 from magicjax.tree import ROOT_ONLY, chain
@@ -29,6 +31,7 @@ from magicjax.trial import behind_prompts
 
 PLAIN = "plain"
 Way = tuple[str, int]  # a drafter's name and a depth
+AUTO: Way = ("auto", 0)
 
 
 @dataclasses.dataclass
@@ -54,16 +57,15 @@ class Settings:
         "self:streaming:64",
         "self:streaming:256",
         "self:streaming:1024",
-        "self:snapkv:256",
         "small:experiments/zoo/draft-1",
         "small:experiments/zoo/draft-1:streaming:256",
         "look-up:4",
     )
-    depths: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
+    depths: tuple[int, ...] = (1, 2, 4, 6)
     batch: tuple[int, ...] = (1, 4, 8, 16)
     context: tuple[int, ...] = (1024, 4096, 8192)
     new_tokens: int = 96
-    turns: int = 7
+    turns: int = 11
 
 
 class Cell:
@@ -91,20 +93,31 @@ class Cell:
 
         Raises RuntimeError if the text is not that of plain decoding.
         """
-        request, behind = self._request(way), self.behind
-        state, _ = behind.state(request)
+        request = self._request(way)
+        state, _ = self.behind.state(request)
         state, seconds, _ = execution.run(request, request.settings, state)
+        self._ended(request, state, way)
+        return seconds
+
+    def auto_seconds(self, choice: magicjax.Choice) -> float:
+        """Returns the seconds of the loop that `drafter="auto"` runs."""
+        request = self._request((PLAIN, 0) if choice.drafter is None else (choice.name, 0))
+        state, _ = self.behind.state(request)
+        state, _, seconds, _ = run_choice(request, choice, state)
+        self._ended(request, state, AUTO)
+        return seconds
+
+    def _ended(self, request: Request, state: DecodeState, way: Way) -> None:
         text = np.asarray(state.output)[:, : request.settings.max_new_tokens]
-        behind.take_back(state, request)
+        self.behind.take_back(state, request)
         self.text = text if self.text is None else self.text
         if (text != self.text).any():
-            raise RuntimeError(f"{way} gives another text than plain decoding")
-        return seconds
+            raise RuntimeError(f"{_words(way)} gives another text than plain decoding")
 
     def _request(self, way: Way) -> Request:
         name, depth = way
         request = self.requests[name]
-        if name == PLAIN:
+        if not depth:
             return request
         return dataclasses.replace(request, settings=request.settings.with_tree(chain(depth)))
 
@@ -112,42 +125,36 @@ class Cell:
 def measure(settings: Settings, target: magicjax.Model, drafters: list, rows: list) -> dict:
     """Returns what was chosen and measured in a cell."""
     auto = magicjax.Auto(drafters, device=settings.profile, tree=chain(max(settings.depths)))
-    options = {"max_new_tokens": settings.new_tokens, "eos_token_id": []}
-    output = magicjax.generate(target, rows, drafter=auto, **options)
-    choice = output.choice
     cell = Cell(settings, target, drafters, rows)
+    choice = magicjax.choose_drafter(target, rows, auto, **cell.options)
     plain = min(cell.seconds((PLAIN, 0)) for _ in range(3))
     grid = {
-        (name, depth): plain / min(cell.seconds((name, depth)) for _ in range(2))
+        (name, depth): plain / cell.seconds((name, depth))
         for name in cell.drafters
         for depth in settings.depths
     }
     fastest = sorted(grid, key=lambda way: -grid[way])[:3]
     planned = _planned(choice)
-    again = dict.fromkeys([(PLAIN, 0), *([planned] if planned else []), *fastest])
-    times: dict[Way, list[float]] = {way: [] for way in again}
+    ways = dict.fromkeys([(PLAIN, 0), *([planned] if planned else []), *fastest])
+    times: dict[Way, list[float]] = {way: [] for way in (*ways, AUTO)}
     for _ in range(settings.turns + 1):
-        for way in times:
-            times[way].append(cell.seconds(way))
+        for way, found in times.items():
+            found.append(cell.auto_seconds(choice) if way == AUTO else cell.seconds(way))
     speed_ups = {
         way: statistics.median(np.divide(times[PLAIN, 0][1:], found[1:]))
         for way, found in times.items()
     }
-    del cell
-    ratios = _auto_ratios(target, rows, choice, options, settings.turns)
     best = max(fastest, key=lambda way: speed_ups[way])
-    foretold = choice.plan.best.speed_up if planned else None
+    on = planned is not None and choice.drafter is not None
     return {
-        "chosen": _words(planned) if planned and choice.drafter else "off",
+        "chosen": _words(planned) if planned and on else "off",
         "planned": _words(planned) if planned else None,
-        "foretold": foretold,
+        "foretold": choice.plan.best.speed_up if choice.plan else None,
         "measured": speed_ups[planned] if planned else None,
         "best": _words(best),
         "best_speed_up": speed_ups[best],
-        "chosen_speed_up": speed_ups[planned] if planned and choice.drafter else 1.0,
-        "auto_speed_up": statistics.median(ratios),
-        "depths": list(output.stats.depths),
-        "plan_s": output.stats.plan_s,
+        "chosen_speed_up": speed_ups[planned] if planned and on else 1.0,
+        "auto_speed_up": speed_ups[AUTO],
         "again": {_words(way): speed for way, speed in speed_ups.items()},
         "grid": {_words(way): speed for way, speed in grid.items()},
         "trials": [dataclasses.asdict(trial) for trial in choice.trials],
@@ -162,21 +169,9 @@ def _planned(choice: magicjax.Choice) -> Way | None:
     return choice.plan.best.drafter, choice.plan.best.tree.depth
 
 
-def _auto_ratios(
-    target: magicjax.Model, rows: list, choice: Any, options: dict[str, Any], turns: int
-) -> list[float]:
-    """Returns plain decoding's seconds over those of auto, in turns."""
-    ratios = []
-    for _ in range(turns):
-        plain = magicjax.generate(target, rows, **options).stats.decode_s
-        auto = magicjax.generate(target, rows, drafter=choice, **options).stats.decode_s
-        ratios.append(plain / auto)
-    return ratios[1:] or ratios
-
-
 def _words(way: Way) -> str:
     name, depth = way
-    return name if name == PLAIN else f"{name}, chain:{depth}"
+    return f"{name}, chain:{depth}" if depth else name
 
 
 def row_of(batch: int, context: int, found: dict[str, Any]) -> dict[str, Any]:

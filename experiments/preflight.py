@@ -13,6 +13,7 @@ import numpy as np
 import models
 from experiments import cache_settings, grid, prompts
 from experiments.config import LOOK_UP, ConfigError, Experiment
+from magicjax import auto
 from magicjax.generation import skeleton
 from magicjax.request import prepare
 
@@ -70,7 +71,8 @@ def _of_group(group: list[grid.Cell]) -> Iterator[str]:
 
 def check_cell(cell: grid.Cell) -> None:
     """Raises ValueError if the cell's call of `generate` would, for what is no matter of text."""
-    prepare(
+    check = auto.check if cell.draft == "auto" else prepare
+    check(
         _skeleton(cell.target), [[0] * cell.context] * cell.batch, **grid.options(cell, _skeleton)
     )
 

@@ -22,7 +22,7 @@ COLUMNS = (
     *("ar_gbs", "read_gbs", "bandwidth_share", "method", "draft_model", "sinks"),
     *("attention_backend", "verifier", "draw", "temperature", "top_k", "top_p", "seed"),
     *("tau_by_request", "nodes_per_round", "prompts", "refresh_every", "kv_dtype"),
-    *("sink_positions", "recent", "steps", "round_ms"),
+    *("sink_positions", "recent", "steps", "round_ms", "chosen"),
 )
 
 

@@ -1,13 +1,14 @@
 """`drafter="auto"`: tries drafters on the user's prompts, plans with that, and runs what is best.
 
 First all candidates that could pay run a short trial on the prompts; the planner takes acceptance
-and times from it, and from a profile of the device what other depths and trees would cost. Then the
-best runs, or plain decoding where none pays. Between calls of the loop the depth of a chain is
-planned anew.
+and times from it, and from a profile of the device what other depths and trees would cost. The best
+few of the plan are timed again beside plain decoding, in turns. Then the fastest runs, or plain
+decoding where none pays. Between calls of the loop the depth of a chain is planned anew.
 """
 
 import dataclasses
 import logging
+import math
 import os
 import statistics
 import time
@@ -26,6 +27,7 @@ from magicjax.replanning import Controller
 from magicjax.request import Request, prepare
 from magicjax.tree import ROOT_ONLY, TokenTree, chain
 from magicjax.trial import Behind, Trial, behind_prompts, run_trial
+from magicjax.turns import Variant, take_turns
 from sharding import DATA, MODEL, AnyMesh
 
 logger = logging.getLogger("magicjax")
@@ -35,6 +37,7 @@ DEPTHS = (1, 2, 4, 8)  # among which the depth is planned anew, beside the plan'
 LEAST_ROUNDS = 32
 LEAST_GAIN = 1.03  # below, plain decoding is chosen: plans err by more
 MARGIN = 1.15  # what a plan without a trial may be off by
+FINALISTS, TURNS = 3, 11  # of the run-off
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,20 +139,25 @@ class Choice:
 
 
 def choose_drafter(
-    target: Model, prompts: Any, auto: Auto | str = "auto", **options: Any
+    target: Model, prompts: Any, drafter: Auto | str = "auto", **options: Any
 ) -> Choice:
     """Returns what `generate(..., drafter="auto")` would run, after trials on the prompts.
 
     Args:
-      target, prompts, options: as for `magicjax.generate`, without drafter and tree.
-      auto: how to choose.
+      target, prompts, options: as for `magicjax.generate`.
+      drafter: how to choose.
 
     Raises:
       ValueError, TypeError: bad input, also a drafter that cannot draft for these prompts.
       FileNotFoundError: the device has no profile.
     """
-    choice, *_ = _choose(_question(target, prompts, _how(auto), options))
+    choice, *_ = _choose(_question(target, prompts, _how(drafter), options))
     return choice
+
+
+def check(target: Model, prompts: Any, drafter: Auto, **options: Any) -> None:
+    """Raises what `choose_drafter` would before anything runs; a skeleton of a target will do."""
+    _question(target, prompts, drafter, options)
 
 
 def _how(auto: Auto | str) -> Auto:
@@ -227,7 +235,8 @@ def _question(target: Model, prompts: Any, auto: Auto, options: dict[str, Any]) 
         for name, drafter in named.items()
     }
     question = _Question(auto, named, requests, machine)
-    _check_dtype(question)
+    if target.params is not None:  # of a skeleton it is not known
+        _check_dtype(question)
     return question
 
 
@@ -283,6 +292,7 @@ def _choose(question: _Question) -> tuple[Choice, Behind, dict[str, float]]:
         ways.add(found, beside)
         trials.append(found)
         spent += compiling
+    spent += ways.run_off(behind)
     choice = ways.choice(tuple(trials), skipped)
     logger.info("%s", choice)
     plan_s = time.perf_counter() - begin - spent
@@ -301,6 +311,8 @@ class _Ways:
         self.plain = [plain.seconds]
         self.best = 1.0
         self.found: list[planner.Candidate] = []
+        self.finalists: list[planner.Prediction] = []
+        self.plan: planner.Plan | None = None
 
     @property
     def _where(self) -> tuple[costs.Machine, int, int]:
@@ -331,7 +343,15 @@ class _Ways:
     @property
     def scale(self) -> float:
         """Measured T_target, over what is foretold."""
-        return statistics.median(self.plain) / self.foretold
+        return self._believed(statistics.median(self.plain) / self.foretold)
+
+    def _believed(self, ratio: float) -> float:
+        """Returns by how much times are set right by a trial's, which are few and in no turns.
+
+        A profile that has timed the model is a second measurement, and weighs as much.
+        """
+        device, key = self.question.machine.device, self.question.sizes.key
+        return ratio if device.steps(key, costs.PASS) is None else math.sqrt(ratio)
 
     def add(self, found: Trial, beside: Trial) -> None:
         """Adds what a trial measured, and plain steps beside it."""
@@ -339,28 +359,83 @@ class _Ways:
         target, tree = self.question.sizes, self.question.auto.tree
         way = self._candidate(found.name, found.acceptance, tokens=found.tokens)
         foretold = planner.cost_of(target, way, *self._where, tree).total
-        way = dataclasses.replace(way, scale=found.seconds / foretold)
+        way = dataclasses.replace(way, scale=self._believed(found.seconds / foretold))
         self.found.append(way)
         predictions = planner.predictions(target, way, *self._where, self.scale)
         self.best = max(self.best, *(p.speed_up for p in predictions))
 
+    def run_off(self, behind: Behind) -> float:
+        """Times the best of the plan again beside plain decoding, in turns, and plans with that.
+
+        The best of many predictions is likely one that errs upwards.
+
+        Returns:
+          Seconds of compiling.
+        """
+        if not self.found:
+            return 0.0
+        target, question = self.question.sizes, self.question
+        plan = planner.plan(target, self.found, *self._where, self.scale)
+        best_of_each = [
+            max(
+                planner.predictions(target, way, *self._where, self.scale),
+                key=lambda prediction: prediction.speed_up,
+            )
+            for way in self.found
+        ]
+        self.finalists = sorted(best_of_each, key=lambda p: -p.speed_up)[:FINALISTS]
+        variants, compile_s, state = [], 0.0, None
+        for prediction in (None, *self.finalists):
+            request = (
+                question.request if prediction is None else question.requests[prediction.drafter]
+            )
+            drafter = None if prediction is None else request.drafter
+            tree = ROOT_ONLY if prediction is None else prediction.tree
+            own = dataclasses.replace(request, drafter=drafter)
+            state, compiling = behind.state(own)
+            settings = request.settings.with_tree(tree)
+            compile_s += compiling + _compile(own, settings, state)
+            variants.append(Variant(own, settings, state.drafter))
+            behind.take_back(state, request)
+        assert state is not None
+        state = dataclasses.replace(state, cache=behind.cache)
+        state = take_turns(variants, state, TURNS)
+        behind.take_back(state, question.request)
+        plain, *rest = ([*variant.seconds] for variant in variants)
+        self.plan = self._measured(plan, plain, rest)
+        return compile_s
+
+    def _measured(
+        self, plan: planner.Plan, plain: list[float], rounds: list[list[float]]
+    ) -> planner.Plan:
+        """Returns the plan with what the run-off measured of its best."""
+        target = statistics.median(plain)
+        timed = []
+        for prediction, seconds in zip(self.finalists, rounds, strict=True):
+            ratio = statistics.median(np.divide(seconds, plain))  # of each turn
+            cost = prediction.cost
+            cost = cost.scaled(target / cost.target, ratio * target / cost.total)
+            timed.append(dataclasses.replace(prediction, cost=cost))
+        best, *others = sorted(timed, key=lambda p: -p.speed_up)
+        runner_up = others[0] if others else plan.runner_up
+        return dataclasses.replace(plan, best=best, runner_up=runner_up, target=target)
+
     def choice(self, trials: tuple[Trial, ...], skipped: dict[str, str]) -> Choice:
         """Returns what is best of all that was tried."""
-        auto, target = self.question.auto, self.question.sizes
-        if not self.found:
-            return Choice(None, None, None, trials, skipped, {}, auto)
-        plan = planner.plan(target, self.found, *self._where, self.scale)
-        best = plan.best
-        if best.speed_up < LEAST_GAIN:
+        auto, target, plan = self.question.auto, self.question.sizes, self.plan
+        if plan is None or plan.best.speed_up < LEAST_GAIN:
             return Choice(None, None, plan, trials, skipped, {}, auto)
-        drafter = self.question.drafters[best.drafter]
+        best = plan.best
         way = next(way for way in self.found if way.name == best.drafter)
         seconds = {}
         if best.tree == chain(best.tree.depth):
             depths = {best.tree.depth, *(d for d in DEPTHS if d <= way.deepest)}
+            scale = best.cost.total / planner.cost_of(target, way, *self._where, best.tree).total
             seconds = {0: plan.target} | {
-                d: planner.cost_of(target, way, *self._where, chain(d)).total for d in depths
+                d: scale * planner.cost_of(target, way, *self._where, chain(d)).total
+                for d in depths
             }
+        drafter = self.question.drafters[best.drafter]
         return Choice(drafter, best.tree, plan, trials, skipped, seconds, auto)
 
 
@@ -380,7 +455,7 @@ def generate(
         request = _of_choice(question, choice)
         state, compiling = behind.state(request)
         times["compile_s"] += compiling
-    state, calls, decode_s, compiling = _run(request, choice, state)
+    state, calls, decode_s, compiling = run_choice(request, choice, state)
     times["compile_s"] += compiling
     output = execution.output_of(
         request,
@@ -421,10 +496,16 @@ def _replans(choice: Choice, sampling: bool) -> bool:
     return bool(choice.seconds) and (not sampling if wanted is None else wanted)
 
 
-def _run(
+def run_choice(
     request: Request, choice: Choice, state: DecodeState
 ) -> tuple[DecodeState, list[Call], float, float]:
-    """Returns (the state when all rows have ended, calls, seconds, seconds of compiling)."""
+    """Returns (the state when all rows have ended, calls, seconds, seconds of compiling).
+
+    Args:
+      request: with the choice's drafter.
+      choice: what to run.
+      state: of the request, behind the prompts.
+    """
     if choice.drafter is None or not _replans(choice, request.sampling is not None):
         depth = request.settings.shape.depth
         state, seconds, compiling = execution.run(request, request.settings, state)

@@ -51,12 +51,13 @@ class Synthetic:
     Attributes:
       inner: a draft that runs too, for its cost; what it proposes is dropped. None: none runs.
       text: int32 [B, M], prompts and their plain continuations, or nothing of interest.
-      rate: how often a token is right, given that those before it are.
+      rate: how often a token is right, given that those before it are; one number, or one for each
+        position of the text.
     """
 
     inner: Drafter | None
     text: Int[Array, "B M"]
-    rate: Float[Array, ""]
+    rate: Float[Array, "*M"]
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         if self.inner is not None:
@@ -89,7 +90,8 @@ class Synthetic:
         # A number for each row and position, the same however the round came there.
         key = jax.random.key(0, impl="threefry2x32")
         draw = jax.vmap(jax.vmap(lambda r, p: jax.random.uniform(_fold(key, r, p)), (None, 0)))
-        right = draw(jnp.arange(places.shape[0]), places) < self.rate
+        rate = jnp.broadcast_to(self.rate, self.text.shape[1:])[places]
+        right = draw(jnp.arange(places.shape[0]), places) < rate
         vocabulary = target.config.vocab_size
         tokens = jnp.where(right, following, (following + 1) % vocabulary)
         # 0, but the compiler must run the draft to know it.

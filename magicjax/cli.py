@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import magicjax
 import models
 from magicjax import calibrate, fit, plan_command
+from magicjax.auto import check as check_auto
 from magicjax.drafters import DRAWINGS, Drafter
 from magicjax.drafters.small_model import SINK_POSITIONS
 from magicjax.drafters.sparse import KV_DTYPES
@@ -31,6 +32,7 @@ from sharding import parse_mesh
 
 DESCRIPTION = "Long-context speculative decoding."
 DTYPES = ("float32", "bfloat16", "float16")
+AUTO = "auto"
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "seed", "verifier")
 
 
@@ -65,12 +67,19 @@ def _tree(text: str) -> Tree:
 
 
 def _drafter(text: str) -> str:
-    """Returns the text, checked to be a drafter's and to name a policy that exists."""
+    """Returns the text, checked to be a drafter's and to name a policy that exists, or "auto"."""
     try:
-        parts(text)
+        if text != AUTO:
+            parts(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
+
+
+def _candidate(text: str) -> str:
+    if text == AUTO:
+        raise argparse.ArgumentTypeError(f"{AUTO} cannot try itself: write {DRAFTERS}")
+    return _drafter(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -118,7 +127,21 @@ def _add_speculation(group) -> None:
         action="append",
         type=_drafter,
         default=[],
-        help=f"{DRAFTERS}; several: an ensemble, its trees merged; none: plain decoding",
+        help=f"{DRAFTERS}; several: an ensemble, its trees merged; none: plain decoding; {AUTO}: "
+        "tries some on the prompt, and takes what pays most, if anything does",
+    )
+    group.add_argument(
+        "--candidate",
+        action="append",
+        type=_candidate,
+        default=[],
+        help=f"what --drafter {AUTO} tries, written like a drafter; several: one after the other; "
+        "the default: the target on caches of 64, 256 and 1,024 slots, and a look-up",
+    )
+    group.add_argument(
+        "--profile",
+        help=f"of this device, for --drafter {AUTO}: a file that `magicjax calibrate` wrote, or "
+        "one of its presets; the default: where calibrate writes",
     )
     group.add_argument(
         "--tree",
@@ -214,11 +237,26 @@ def _by_depth(shares: Sequence[float]) -> str:
 def _check_used(arguments: argparse.Namespace) -> None:
     """Raises ValueError if an option that was given would change nothing."""
     drafters, trees = arguments.drafter, arguments.tree
+    if AUTO in drafters:
+        drafters = arguments.candidate
+        for option, given in {"--tree": trees, "--show-tree": arguments.show_tree}.items():
+            if given:
+                raise ValueError(f"--drafter {AUTO} chooses the tree: leave {option} out")
+        if len(arguments.drafter) > 1:
+            raise ValueError(f"--drafter {AUTO} stands alone: name what it tries with --candidate")
+    else:
+        for option, given in {
+            "--candidate": arguments.candidate,
+            "--profile": arguments.profile,
+        }.items():
+            if given:
+                raise ValueError(f"{option} is for --drafter {AUTO}: give that, or leave it out")
     cache = [name for name in CACHE if getattr(arguments, name) is not None]
     given = {"--tree": trees, "--show-tree": arguments.show_tree, "--draw": arguments.draw}
     for option in [*(option for option, value in given.items() if value), *map(_option, cache)]:
         if not drafters:
-            raise ValueError(f"{option} needs a --drafter: give one, or leave {option} out")
+            kind = "--candidate" if AUTO in arguments.drafter else "--drafter"
+            raise ValueError(f"{option} needs a {kind}: give one, or leave {option} out")
     for name in cache:
         if not any(has_use(text, name) for text in drafters):
             raise ValueError(
@@ -279,11 +317,14 @@ def _tokenizer(arguments: argparse.Namespace) -> Any:
 
 def _speculation(
     arguments: argparse.Namespace, load: Callable[[str], Any]
-) -> tuple[Drafter | None, Tree | None]:
+) -> tuple[Drafter | magicjax.Auto | None, Tree | None]:
     """Returns (the drafter, its tree), as `magicjax.generate` takes them."""
     trees = arguments.tree
     cache = {name: getattr(arguments, name) for name in CACHE}
-    drafters = [make_drafter(text, load, arguments.draw, **cache) for text in arguments.drafter]
+    texts = arguments.candidate if AUTO in arguments.drafter else arguments.drafter
+    drafters = [make_drafter(text, load, arguments.draw, **cache) for text in texts]
+    if AUTO in arguments.drafter:
+        return magicjax.Auto(drafters or None, arguments.profile), None
     if len(drafters) < 2:
         return next(iter(drafters), None), next(iter(trees), None)
     if len(trees) < 2:
@@ -299,15 +340,20 @@ def _generate(arguments: argparse.Namespace) -> None:
 
     mesh = magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None
 
-    def call(of: Callable, load: Callable[..., magicjax.Model]) -> Any:
+    def made(load: Callable[..., magicjax.Model]) -> tuple[magicjax.Model, dict[str, Any]]:
         small = functools.partial(load, shards=arguments.draft_shards)
         drafter, tree = _speculation(arguments, small)
         target = dataclasses.replace(load(arguments.target), tokenizer=tokenizer)
-        return of(target, [prompt], drafter=drafter, tree=tree, mesh=mesh, **options)
+        return target, options | {"drafter": drafter, "tree": tree, "mesh": mesh}
 
-    call(prepare, skeleton)  # says what is wrong before weights are loaded
-    load = functools.partial(magicjax.load, dtype=arguments.dtype, mesh=mesh)
-    rounds = call(magicjax.stream, load)
+    target, given = made(skeleton)
+    check = check_auto if isinstance(given["drafter"], magicjax.Auto) else prepare
+    check(target, [prompt], **given)  # says what is wrong before weights are loaded
+    target, given = made(functools.partial(magicjax.load, dtype=arguments.dtype, mesh=mesh))
+    if isinstance(given["drafter"], magicjax.Auto):
+        given["drafter"] = magicjax.choose_drafter(target, [prompt], **given)
+        print(given["drafter"], file=sys.stderr)
+    rounds = magicjax.stream(target, [prompt], **given)
     if arguments.show_tree:
         print(*arguments.tree or [DEFAULT_TREE], sep="\n")
     print(report(_print_stream(rounds, tokenizer)), file=sys.stderr)

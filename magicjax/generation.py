@@ -193,8 +193,7 @@ def stream(
         raise TypeError(f"stream() has no option {sorted(unknown)[0]!r}")
     drafter = options.get("drafter")
     if isinstance(drafter, Auto | str):
-        given = {name: value for name, value in options.items() if name != "drafter"}
-        drafter = auto.choose_drafter(target, prompts, drafter, **given)
+        drafter = auto.choose_drafter(target, prompts, **options)
     if isinstance(drafter, Choice):
         options |= {"drafter": drafter.drafter, "tree": drafter.tree}
     request = prepare(target, prompts, **options)
