@@ -9,19 +9,22 @@ import shutil
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "8")  # threads of XLA's, enough for kernels to be interpreted
 
+# Most of the time goes into compiling: what another worker, a process that a test starts, or an
+# earlier run has compiled is read, down to the smallest operation: that takes a sixth of the time.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(
+    pathlib.Path(__file__).parent.parent / ".pytest_cache" / "programs"
+)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
 import hypothesis
 import jax
 import numpy as np
 import pytest
 
-jax.config.update("jax_enable_x64", False)
-
-# Most of the time goes into compiling: what one worker, or an earlier run, has compiled is read.
-PROGRAMS = pathlib.Path(__file__).parent.parent / ".pytest_cache" / "programs"
+PROGRAMS = pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
 LARGEST = 1e9  # bytes that the folder may have when a run starts
-jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.config.update("jax_enable_x64", False)
 
 # An example may compile, so time limits for one example mean nothing.
 hypothesis.settings.register_profile(

@@ -48,8 +48,6 @@ def main() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr  # what functions print is no answer
     import jax
 
-    from tests import conftest  # noqa: F401, for the programs that earlier runs have compiled
-
     assert jax.device_count() == COUNT
     for line in sys.stdin:
         module, name, arguments = json.loads(line)
