@@ -40,10 +40,14 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begins anew with a folder of programs that has grown too large."""
+    """Begins anew with a folder of programs that has grown too large, and has quick ones made."""
     first = not hasattr(config, "workerinput")  # and not one of several workers
     if first and sum(path.stat().st_size for path in PROGRAMS.glob("*")) > LARGEST:
         shutil.rmtree(PROGRAMS)
+    # Half of the time to compile goes into LLVM's optimizations of code that runs once. The slow
+    # tests compute more, and have them; `XLA_FLAGS= make test` runs the quick ones with them too.
+    if config.option.markexpr == "not slow" and os.environ["JAX_PLATFORMS"] == "cpu":
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 
 def pytest_report_header() -> str:
