@@ -1,5 +1,6 @@
 """A refresh picks the entries that the policy would pick behind a fresh prefill of the text."""
 
+import functools
 import types
 
 import jax
@@ -25,20 +26,25 @@ POLICIES = {
 }
 
 
-def fresh_pins(request, texts, counts):
-    """Returns the policy's choice behind a prefill of each text's first tokens."""
-    tokens = np.zeros((len(texts), loop.WIDTH), np.int32)
-    for row, text in zip(tokens, texts, strict=True):
-        row[: len(text)] = text
-    capacity = request.settings.capacity
+@functools.cache
+def picking(sparse, capacity: int):
+    """Returns a compiled choice of pins behind a prefill, one for all rounds of a test."""
     settings = types.SimpleNamespace(chunk=loop.WIDTH // 2, capacity=capacity, backend=None)
-    sparse = request.drafter.sparse
 
     @jax.jit
     def pick(model, tokens, lengths):
         cache, _, seen = prefill.prefill_cache(model, tokens, lengths, settings, sparse.watch())
         return sparse.pins(model, cache, seen, None)
 
+    return pick
+
+
+def fresh_pins(request, texts, counts):
+    """Returns the policy's choice behind a prefill of each text's first tokens."""
+    tokens = np.zeros((len(texts), loop.WIDTH), np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = text
+    pick = picking(request.drafter.sparse, request.settings.capacity)
     return jax.tree.map(np.array, pick(request.target, jnp.asarray(tokens), jnp.asarray(counts)))
 
 

@@ -40,10 +40,10 @@ def of_rows(parameters, filtered=True) -> Sampling:
 
 
 def test_each_row_is_warped_by_its_own_parameters_as_defined():
-    rng = np.random.default_rng(0)
+    rng, warping = np.random.default_rng(0), jax.jit(warp)
     for _ in range(20):
         logits = rng.normal(0, 2, (len(PARAMETERS), 3, 9)).astype(np.float32)
-        found = warp(of_rows(PARAMETERS), jnp.asarray(logits))
+        found = np.asarray(warping(of_rows(PARAMETERS), jnp.asarray(logits)))
         for row, parameters in enumerate(PARAMETERS):
             for node in range(3):
                 wanted = warped(logits[row, node].astype(np.float64), *parameters)
@@ -174,12 +174,17 @@ def test_theorem_4_3_trying_drafts_accepts_at_least_as_often_as_sampling_the_tar
     assert mss_two.mean() > 1.2 * naive_two.mean()
 
 
-def generate(kind=None, tree=None, batch=8, **options):
-    options = dict(do_sample=True, temperature=1.2, top_p=0.95, seed=5) | options
-    options |= dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
+def options_of(kind=None, tree=None, **options):
+    """Returns options of `generate` that use every filter, so that all tests share programs."""
+    options = dict(do_sample=True, temperature=1.2, top_k=30, top_p=0.95, seed=5) | options
+    options = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
     if kind is not None:
         options |= dict(drafter=tiny.drafter(kind), tree=(tiny.TREES | tiny.SPECIAL)[tree])
-    return magicjax.generate(tiny.model(), tiny.prompts(batch), **options)
+    return options
+
+
+def generate(kind=None, tree=None, **options):
+    return magicjax.generate(tiny.model(), tiny.prompts(8), **options_of(kind, tree, **options))
 
 
 CASES = [
@@ -220,39 +225,26 @@ def test_the_comparison_with_plain_sampling_would_see_another_seed():
     ],
 )
 def test_a_row_depends_on_neither_its_neighbours_nor_their_parameters(kind, tree):
-    prompts = tiny.prompts(8)
-    options = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER, do_sample=True, seed=5)
-    if kind is not None:
-        options |= dict(drafter=tiny.drafter(kind), tree=tiny.TREES[tree])
     temperatures = np.linspace(0.5, 2, 8)
-    whole = magicjax.generate(tiny.model(), prompts, temperature=temperatures, top_k=9, **options)
-    again = magicjax.generate(tiny.model(), prompts, temperature=temperatures, top_k=9, **options)
+    whole = generate(kind, tree, temperature=temperatures, top_k=9)
+    again = generate(kind, tree, temperature=temperatures, top_k=9)
     np.testing.assert_array_equal(whole.tokens, again.tokens)
     # The same rows beside others that end at once: row r keeps its place, which is its request.
-    limits = [tiny.NEW if row % 2 else 1 for row in range(8)]
-    warm = np.where(np.arange(8) % 2, temperatures, 1.0)
-    kept = np.where(np.arange(8) % 2, 9, 3)
-    other = magicjax.generate(
-        tiny.model(),
-        [p if row % 2 else p[::-1] for row, p in enumerate(prompts)],
-        temperature=warm,
-        top_k=kept,
-        **options | dict(max_new_tokens=limits),
+    kept = np.arange(8) % 2 == 1
+    others = dict(
+        temperature=np.where(kept, temperatures, 1.0),
+        top_k=np.where(kept, 9, 3),
+        top_p=np.where(kept, 0.95, 0.5),
+        max_new_tokens=[tiny.NEW if row % 2 else 1 for row in range(8)],
     )
+    prompts = [p if row % 2 else p[::-1] for row, p in enumerate(tiny.prompts(8))]
+    other = magicjax.generate(tiny.model(), prompts, **options_of(kind, tree, **others))
     np.testing.assert_array_equal(whole.tokens[1::2], other.tokens[1::2])
 
 
 def test_stream_samples_the_same_tokens():
-    prompts = tiny.prompts(8)
-    options = dict(
-        max_new_tokens=tiny.NEW,
-        eos_token_id=tiny.NEVER,
-        do_sample=True,
-        seed=5,
-        drafter=tiny.drafter("near"),
-        tree=tiny.TREES["2,2,1"],
-    )
-    told = [np.concatenate(row) for row in zip(*magicjax.stream(tiny.model(), prompts, **options))]
-    wanted = tiny.rows_of(magicjax.generate(tiny.model(), prompts, **options))
-    for row, of_row in zip(told, wanted, strict=True):
+    options = options_of("near", "2,2,1")
+    rounds = magicjax.stream(tiny.model(), tiny.prompts(8), **options)
+    told = [np.concatenate(row) for row in zip(*rounds)]
+    for row, of_row in zip(told, tiny.rows_of(generate("near", "2,2,1")), strict=True):
         np.testing.assert_array_equal(row, of_row)
