@@ -1,6 +1,7 @@
 """What is asked of the compiler for GPUs that are not here, and read out of its programs."""
 
 import dataclasses
+import types
 
 import jax
 import pytest
@@ -16,6 +17,18 @@ def request_of(**changes):
     return ahead.request_of(load, abstract_mesh(load.data, load.model))
 
 
+@pytest.fixture
+def two_layers(monkeypatch):
+    """Cuts every model to two layers: the others' caches are the same, and take long to trace."""
+    whole = ahead.skeleton
+
+    def cut(source):
+        config = dataclasses.replace(whole(source).config, num_layers=2)
+        return types.SimpleNamespace(config=config)
+
+    monkeypatch.setattr(ahead, "skeleton", cut)
+
+
 def test_a_model_too_large_for_this_machine_is_described_without_its_arrays():
     request = request_of()
     assert request.settings.backend == "mosaic"
@@ -28,6 +41,7 @@ def test_a_model_too_large_for_this_machine_is_described_without_its_arrays():
     assert state.drafter.cache.k[0].shape == (16, 8, 512, 64)
 
 
+@pytest.mark.usefixtures("two_layers")
 def test_on_a_mesh_every_device_has_its_rows_and_heads():
     request = request_of(data=2, model=4)
     slots = request.settings.capacity
@@ -37,11 +51,13 @@ def test_on_a_mesh_every_device_has_its_rows_and_heads():
     }
 
 
+@pytest.mark.usefixtures("two_layers")
 def test_a_small_draft_may_be_divided_less_than_the_target():
     request = request_of(drafter="small:llama-3.2-1b:streaming:512", model=8, draft_shards=2)
     assert ahead.cache_sizes(request)["draft 1"] == {16 * 4 * 512 * 64}
 
 
+@pytest.mark.usefixtures("two_layers")
 def test_the_draft_cache_can_be_in_integers():
     keys = ahead.state_shapes(request_of(kv_dtype="int8")).drafter.cache.k[0]
     assert keys.values.dtype == "int8" and keys.shape == (16, 8, 512, 64)
