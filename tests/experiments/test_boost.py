@@ -126,11 +126,18 @@ def kill_at(patch, moment: str, step: int = 0) -> None:
     patch.setattr(export, "export", lambda *a, **o: stop_at(a[0].parts[-1]) or export_(*a, **o))
 
 
-def test_a_run_killed_again_and_again_ends_with_the_same_drafts(place, whole, tmp_path):
+# A moment of each kind; a training with enough steps for a checkpoint, and one with too few.
+FEW = [("text", 5), ("labels", 0), ("1-choices", 0), ("2", 1), ("figures", 0)]
+# Of each training too few steps for a checkpoint, then enough for one.
+EVERY = [("text", 1), ("text", 5), ("labels", 0), ("1", 0), ("1", 3), ("1-choices", 0)]
+EVERY += [("2", 1), ("2", 5), ("figures", 0)]
+
+
+@pytest.mark.parametrize(
+    "moments", [FEW, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["few", "every"]
+)
+def test_a_run_killed_again_and_again_ends_with_the_same_drafts(place, whole, tmp_path, moments):
     given = settings(place)
-    # Of each training too few steps for a checkpoint, then enough for one.
-    moments = [("text", 1), ("text", 5), ("labels", 0), ("1", 0), ("1", 3), ("1-choices", 0)]
-    moments += [("2", 1), ("2", 5), ("figures", 0)]
     for moment, step in moments:
         name = moment if moment in ("labels", "figures") else f"draft-{moment}"
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
@@ -205,11 +212,11 @@ def test_a_dropped_sample_has_no_gradient_and_an_empty_batch_none_at_all():
     module = models.build(models.LlamaConfig(vocab_size=40, max_positions=64, **SHAPE))
     params = models.init_params(module, 0)
     columns = np.random.default_rng(0).integers(0, 40, (1, 9, 3)).astype(np.int32)
+    of_columns = jax.jit(jax.grad(lambda p, columns: distill.label_loss(module, p, columns)))
 
     def gradient(weights, labels):
         columns[0, :, 1], columns[0, :, 2] = labels, weights
-        loss = jax.grad(lambda p: distill.label_loss(module, p, columns))
-        return jax.tree.leaves(loss(params))
+        return jax.tree.leaves(of_columns(params, columns.copy()))
 
     weights, labels = np.array([1, 0, 1, 1, 0, 1, 0, 1, 1]), np.arange(9)
     expected = gradient(weights, labels)
