@@ -46,6 +46,8 @@ DRAFTS = {
     "int4_refreshed": ("int4", magicjax.chain(4)),
     "small_sparse": ("sparse", magicjax.chain(4)),
 }
+# Of these others have every part: a tree, a small model, a growing tree, sampling.
+PARTS = ("self_tree", "small_chain", "self_dynamic", "self_sampled")
 MOVES = ("copy", "transpose", "convert", "concatenate", "select", "pad", "broadcast", "reverse")
 
 
@@ -131,7 +133,10 @@ def moved_caches(program, sizes: dict[str, int]) -> dict[str, collections.Counte
     return {whose: counted for whose, counted in found.items() if counted}
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in PARTS else name for name in DRAFTS],
+)
 def test_the_loop_copies_no_cache_and_needs_little_memory_beside_them(name):
     request = request_of(name)
     state = state_shapes(request)

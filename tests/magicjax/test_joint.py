@@ -2,7 +2,8 @@
 
 Texts of four tokens, with an EOS among them, against the exact joint of a tiny target: 200,000 of
 them for every drafter, tree and verifier in the slow tests, 40,000 for a slice in the others. The
-negative controls break one rule inside the loop and must be seen.
+negative controls break one rule inside the loop and must be seen; `test_exact_sampling` has each of
+them outside the loop.
 """
 
 import functools
@@ -227,9 +228,9 @@ class Broken:
     ("how", "draw"),
     [
         ("not renormalised", "without_replacement"),
-        ("repeated tokens skipped", "with_replacement"),
+        pytest.param("repeated tokens skipped", "with_replacement", marks=pytest.mark.slow),
         ("pruned", "with_replacement"),
-        ("top as if drawn", "top"),
+        pytest.param("top as if drawn", "top", marks=pytest.mark.slow),
     ],
 )
 def test_a_rule_broken_inside_the_loop_is_seen(how, draw):

@@ -142,7 +142,10 @@ def test_the_backend_that_was_asked_for_is_used_wherever_a_cache_is_read(
     tally.compare(wide(), prompts(), wanted, tiny.rows_of(output))
 
 
-@pytest.mark.parametrize("policy", ["streaming", "snapkv", "pyramidkv", "random"])
+@pytest.mark.parametrize(
+    "policy",
+    ["streaming", "snapkv", "pyramidkv", pytest.param("random", marks=pytest.mark.slow)],
+)
 def test_a_budget_that_covers_the_text_accepts_everything(policy):
     drafter = magicjax.SelfSpeculation(policy_of(policy), 2 * LARGE)
     output = run(drafter, TREES["chain3"])
