@@ -26,7 +26,7 @@ def directory(tmp_path_factory):
     )
     trained.train_from_iterator([tiny.SOURCE * 3], trainer)
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<end>")
-    module = models.build(tiny.config(vocab_size=len(wrapped)))
+    module = models.build(tiny.config(vocab_size=len(wrapped), num_layers=1))
     path = tmp_path_factory.mktemp("models") / "tiny"
     models.save_checkpoint(
         path, module, models.init_params(module, 0), eos_token_ids=[0], tokenizer=wrapped

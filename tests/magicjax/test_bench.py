@@ -120,7 +120,7 @@ def test_hugging_face_stands_beside_ours_or_says_why_not(directory, tmp_path, mo
 
     monkeypatch.setattr(bench.bench_peer, "ask", ask)
     model = ["--target", str(directory), "--dtype", "float32", "--steps", "1", "--out", str(out)]
-    shape = ["--batch", "1", "2", "--context", "64", "--nodes", "2", "--budget", "32"]
+    shape = [*SHAPE, "--batch", "1", "2"]  # that of the other test's programs, and one more
     assert bench.main([*model, *shape, "--gamma", "1", "--rate", "--hugging-face"]) == 0
     assert asked == [(str(directory), "float32", batch, 64, "cpu") for batch in (1, 2)]
     rows = [r for r in json.loads(out.read_text())["rows"] if r["part"] == "hugging face"]
