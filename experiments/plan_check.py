@@ -137,9 +137,12 @@ def measure(settings: Settings, target: magicjax.Model, drafters: list, rows: li
     planned = _planned(choice)
     ways = dict.fromkeys([(PLAIN, 0), *([planned] if planned else []), *fastest])
     times: dict[Way, list[float]] = {way: [] for way in (*ways, AUTO)}
+    order = np.random.default_rng(0)
     for _ in range(settings.turns + 1):
-        for way, found in times.items():
-            found.append(cell.auto_seconds(choice) if way == AUTO else cell.seconds(way))
+        for i in order.permutation(len(times)):  # what runs before has a share in a time
+            way = list(times)[i]
+            seconds = cell.auto_seconds(choice) if way == AUTO else cell.seconds(way)
+            times[way].append(seconds)
     speed_ups = {
         way: statistics.median(np.divide(times[PLAIN, 0][1:], found[1:]))
         for way, found in times.items()

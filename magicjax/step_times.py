@@ -51,7 +51,7 @@ def step_times(
       turns: in which each variant is called once; medians are returned.
     """
     deepest = max(*nodes, gamma + 1)
-    setup = dataclasses.replace(setup, new_tokens=2 * ROUNDS * deepest)  # rows never end
+    setup = dataclasses.replace(setup, new_tokens=ROUNDS * deepest + 1)  # rows never end
     request = bench.request_of(setup, batch, context, _free(batch), chain(deepest - 1))
     state = bench.state_of(request)
     variants: dict[int | str, Variant] = {1: _variant(request, None, None, ROOT_ONLY)}

@@ -64,7 +64,7 @@ class Behind:
 
     def take_back(self, state: DecodeState, request: Request) -> None:
         """Takes the cache back from a state that is no longer needed."""
-        lengths = jax.device_put(np.asarray(request.lengths), state.cache.lengths.sharding)
+        lengths = jax.device_put(np.array(request.lengths), state.cache.lengths.sharding)
         self.cache = dataclasses.replace(state.cache, lengths=lengths)
 
 

@@ -18,8 +18,8 @@ from magicjax.decode import DecodeState, Settings
 from magicjax.execution import timed, with_rounds
 from magicjax.request import Request
 
-ROUNDS = 8  # of a timed call, of steps that are short
-CALL_SECONDS = 0.05  # of longer steps as many rounds as take so long, at least 2
+ROUNDS = 16  # of a timed call, of steps that are short
+CALL_SECONDS = 0.1  # of longer steps as many rounds as take so long, at least 2
 
 
 @dataclasses.dataclass
@@ -53,18 +53,20 @@ def take_turns(variants: Sequence[Variant], state: DecodeState, turns: int) -> D
     state = dataclasses.replace(state, drafter=None)
     counters, held = _counters(state), [_counters(variant.drafter) for variant in variants]
     rounds = [2] * len(variants)
+    order = np.random.default_rng(0)
     for turn in range(turns + 1):
-        for i, variant in enumerate(variants):
+        for i in order.permutation(len(variants)):  # what runs before has a share in a time
+            variant = variants[i]
             own = _set_back(variant.drafter, held[i])
             own = dataclasses.replace(_set_back(state, counters), drafter=own)
             state, seconds = _call(variant, with_rounds(own, rounds[i]))
             variant.drafter = state.drafter
+            seconds /= rounds[i] - int(state.rounds_left)  # rows may all end before
             state = dataclasses.replace(state, drafter=None)
             if turn:
-                variant.seconds.append(seconds / rounds[i])
+                variant.seconds.append(seconds)
             else:
-                seconds = max(seconds / rounds[i], 1e-6)
-                rounds[i] = max(2, min(ROUNDS, round(CALL_SECONDS / seconds)))
+                rounds[i] = max(2, min(ROUNDS, round(CALL_SECONDS / max(seconds, 1e-6))))
     return state
 
 
@@ -77,10 +79,18 @@ def _call(variant: Variant, state: DecodeState) -> tuple[DecodeState, float]:
 
 def _counters(tree: Any) -> list[np.ndarray | None]:
     """Returns copies of all that is not keys, values or text: it is set back after each call."""
-    return [np.asarray(x) if x.ndim < 3 else None for x in jax.tree.leaves(tree)]
+
+    def counts(x: jax.Array) -> bool:
+        return x.ndim < 3 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+    return [np.array(x) if counts(x) else None for x in jax.tree.leaves(tree)]
 
 
 def _set_back(tree: Any, counters: Sequence[np.ndarray | None]) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
-    leaves = [x if c is None else jnp.array(c) for x, c in zip(leaves, counters, strict=True)]
+    leaves = [
+        # A copy, because a program takes over its memory.
+        x if count is None else jax.device_put(count.copy(), x.sharding)
+        for x, count in zip(leaves, counters, strict=True)
+    ]
     return jax.tree.unflatten(treedef, leaves)

@@ -66,7 +66,8 @@ class ScriptedBench(measure.Bench):
             steps=cell.new_tokens,
             emitted=cell.batch * cell.new_tokens,
         )
-        return SimpleNamespace(tokens=tokens, stats=stats, texts=["text"] * cell.batch)
+        texts = ["text"] * cell.batch
+        return SimpleNamespace(tokens=tokens, stats=stats, texts=texts, choice=None)
 
 
 @dataclasses.dataclass(frozen=True)

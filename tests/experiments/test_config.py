@@ -108,6 +108,10 @@ def test_every_problem_of_a_file_is_named_at_once(tmp_path):
         ("{draft: self, tree: 'dynamic:9,1,2'}", "only 2 nodes are ever drafted"),
         ("{draft: self, tree: chain:0}", "chain(0): a chain speculates at least 1 token"),
         ("{draft: self, tree: 'chain:2,2'}", "'chain:2,2' is no tree: write chain:4"),
+        ("{draft: self, drafters: [look-up]}", "drafters has no meaning with draft=self"),
+        ("{draft: auto, policy: snapkv}", "policy has no meaning with draft=auto"),
+        ("{draft: auto, drafters: [slef]}", "'slef' is no drafter: write self:streaming:256"),
+        ("{draft: auto, tree: 'dynamic:9,4,3'}", "must be a static tree"),
         ("{draft: self, tree: ladder:3}", "'ladder:3' is no tree: write chain:4"),
     ],
 )

@@ -4,6 +4,7 @@ import csv
 import json
 
 from experiments import launch
+from magicjax import costs
 
 
 def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, capsys):
@@ -38,6 +39,31 @@ def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, capsys):
     assert sum("acceptance_by_depth" in json.loads(p.read_text()) for p in records) == 3
     out = " ".join(capsys.readouterr().out.split())
     assert "τ: tokens emitted a target pass and row" in out
+
+
+def test_auto_is_a_method_like_the_others_and_says_what_it_chose(zoo):
+    profile = zoo / "here.json"
+    costs.save_profile(profile, costs.Device("here", 2e10, 1e11, 1e10, None, "float32"), {})
+    path = zoo / "auto.yaml"
+    path.write_text(
+        f"target: {zoo / 'target'}\n"
+        f"results: {zoo / 'results'}\n"
+        "new_tokens: 12\nrepeats: 1\ncandidates: 1\nagreement_tokens: 0\n"
+        "shapes: [{batch: 2, context: 48}]\n"
+        "methods:\n"
+        f"  - {{draft: auto, profile: {profile}, tree: chain:3,\n"
+        f"     drafters: ['self:streaming:24', 'small:{zoo / 'draft'}', look-up]}}\n"
+    )
+    assert launch.main([str(path)]) == 0
+    with (zoo / "results" / "auto" / "summary.csv").open() as file:
+        plain, auto = csv.DictReader(file)
+    assert (auto["method"], auto["status"], float(auto["exact_match"])) == (
+        "auto, chain:3",
+        "ok",
+        1.0,
+    )
+    names = {"off", "self:streaming:24", "small:draft:full", "look-up:4"}
+    assert auto["chosen"].split(",")[0] in names and plain["chosen"] == ""
 
 
 def test_a_sampled_grid_compares_with_plain_sampling_of_the_same_parameters(zoo):

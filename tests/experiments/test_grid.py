@@ -1,4 +1,5 @@
 import dataclasses
+import types
 
 import pytest
 
@@ -219,3 +220,24 @@ def test_a_mesh_reaches_the_call():
     (alone,) = grid.groups(config.Experiment())[0]
     assert grid.options(alone, lambda directory: directory)["mesh"] is None
     assert grid.key(plain, {}) != grid.key(alone, {})
+
+
+def test_auto_tries_what_it_is_told_to_with_the_tree_it_is_told_to():
+    methods = [
+        {"draft": "auto"},
+        {"draft": "auto", "drafters": ["small:a/b:streaming:64", "look-up"], "tree": "chain:4"},
+    ]
+    experiment = config.validate({"methods": methods}, "test")
+    _, usual, told = grid.groups(experiment)[0]
+    assert (usual.method, told.method) == ("auto, chain:8", "auto, chain:4")
+    assert (usual.models, told.models) == ((), ("a/b",))
+    assert (told.gamma, told.nodes, told.drawings) == (4, 5, "")
+    loaded = []
+
+    def load(path):
+        loaded.append(path)
+        return types.SimpleNamespace(name=path)
+
+    auto = grid.options(told, load)["drafter"]
+    assert (loaded, auto.tree, auto.device) == (["a/b"], magicjax.chain(4), None)
+    assert [type(d).__name__ for d in auto.drafters] == ["SmallModel", "LookUp"]

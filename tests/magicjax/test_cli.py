@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import magicjax
-from magicjax import cli
+from magicjax import cli, costs
 from magicjax.drafters.written import make_drafter
 from tests.magicjax import tiny
 
@@ -47,6 +47,20 @@ def test_a_small_model_and_a_prompt_from_a_file_give_the_same_text(directory, ru
     )
     assert (code, out) == (0, expected_text(directory) + "\n")
     assert "1: 1.00  2: 1.00" in err  # the drafter is the target
+
+
+def test_auto_tells_what_it_tried_and_gives_the_same_text(directory, run, tmp_path):
+    profile = tmp_path / "here.json"
+    device = costs.Device("here", 2e10, 1e11, 1e10, None, "float32", round_seconds=0.0)
+    costs.save_profile(profile, device, {})
+    code, out, err = run(
+        *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20),
+        *("--drafter", "auto", "--candidate", "look-up", "--profile", profile),
+    )
+    assert (code, out) == (0, expected_text(directory) + "\n")
+    assert re.search(r"^tried plain decoding: [\d.]+ ms a round$", err, re.M)
+    assert re.search(r"^tried look-up:4: [\d.]+ ms a round, accepted ", err, re.M)
+    assert re.search(r"^(chosen|off; the least slow is) look-up:4, depth \d, ", err, re.M)
 
 
 def test_plain_decoding_reports_no_acceptance(directory, run):

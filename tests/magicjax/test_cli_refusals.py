@@ -80,6 +80,40 @@ REFUSED = {
         ],
         "--draw has no meaning for a look-up",
     ),
+    "auto beside another": (
+        [
+            *("--target", "DIR", "--prompt", "a", "--drafter", "auto"),
+            *("--drafter", "look-up"),
+        ],
+        "--drafter auto stands alone: name what it tries with --candidate",
+    ),
+    "a tree of auto": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "auto", "--tree", "chain:2"],
+        "--drafter auto chooses the tree: leave --tree out",
+    ),
+    "a candidate of another": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "look-up", "--candidate", "look-up"],
+        "--candidate is for --drafter auto",
+    ),
+    "auto tries itself": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "auto", "--candidate", "auto"],
+        "auto cannot try itself: write self:streaming:256",
+    ),
+    "no profile": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "auto", "--profile", "no.json"],
+        "the profile no.json does not exist: measure this one with `magicjax calibrate",
+    ),
+    "a candidate that cannot draft": (
+        [
+            *("--target", "DIR", "--prompt", "a", "--drafter", "auto", "--profile", "h100"),
+            *("--candidate", "self:streaming:20"),
+        ],
+        "budget=20 leaves too small a ring",
+    ),
+    "an option of no candidate": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "auto", "--kv-dtype", "int8"],
+        "--kv-dtype needs a --candidate",
+    ),
     "a refresh alone": (
         ["--target", "DIR", "--prompt", "a", "--refresh-every", "4"],
         "--refresh-every needs a --drafter",

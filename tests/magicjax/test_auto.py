@@ -1,0 +1,219 @@
+"""`drafter="auto"`: the same text, the choice that costs and acceptance ask for, clear refusals."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+import magicjax
+from magicjax import auto, costs
+from magicjax.auto import Auto
+from magicjax.candidates import sizes_of_model
+from magicjax.turns import take_turns
+from tests.magicjax import tiny
+
+TREE = tiny.TREES["chain4"]
+# A pass of the tiny target takes 2 ms, a round 0.1 ms more, and a draft as long as its budget says.
+LEVELS = {12: 2e-4, 16: 3e-3}
+HERE = costs.Device(
+    *("here", 2e10, 1e11, 1e10, None, "float32"),
+    layer_seconds=1e-3,
+    round_seconds=1e-4,
+    measured=(
+        costs.Steps(
+            sizes_of_model(tiny.model(), None).key,
+            *(costs.DRAFT, (8,), tuple(LEVELS), (1,), tuple(LEVELS.values())),
+        ),
+    ),
+)
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """A profile of this device."""
+    path = tmp_path / "here.json"
+    costs.save_profile(path, HERE, {})
+    return path
+
+
+@pytest.fixture
+def foretold(monkeypatch):
+    """Makes every measured time the one that is foretold, so that nothing depends on noise."""
+
+    def trial(request, name, behind, rounds, plain=False):
+        found, compiling = run_trial(request, name, behind, rounds, plain)
+        drafter = None if plain else request.drafter
+        return dataclasses.replace(found, seconds=seconds(drafter, TREE.depth)), compiling
+
+    def turns(variants, state, count):
+        state = take_turns(variants, state, 1)
+        for variant in variants:
+            drafter, depth = variant.request.drafter, variant.settings.shape.depth
+            variant.seconds[:] = [seconds(drafter, depth)]
+        return state
+
+    run_trial = auto.run_trial
+    monkeypatch.setattr(auto, "run_trial", trial)
+    monkeypatch.setattr(auto, "take_turns", turns)
+
+
+def seconds(drafter, depth: int) -> float:
+    """Returns what a round takes; of no drafter a plain step."""
+    if drafter is None:
+        return 2e-3
+    level = 0.0 if isinstance(drafter, magicjax.LookUp) else 1e-3
+    return depth * LEVELS.get(getattr(drafter, "budget", None), level) + 2.1e-3
+
+
+def generate(drafter, **options):
+    given = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
+    return magicjax.generate(tiny.model(), tiny.prompts(8), drafter=drafter, **given)
+
+
+def drafters(*kinds):
+    made = {
+        "cheap": tiny.drafter("self"),
+        "dear": magicjax.SelfSpeculation("snapkv", budget=16),
+        "other": tiny.drafter("other"),
+        "look-up": magicjax.LookUp(),
+    }
+    return [made[kind] for kind in kinds]
+
+
+@pytest.mark.usefixtures("foretold")
+def test_the_text_is_the_same_and_the_choice_is_used_again(profile, tally):
+    how = Auto(drafters("other", "cheap", "look-up"), profile, tree=TREE, trial_rounds=4)
+    first = generate(how)
+    tally.compare(tiny.model(), tiny.prompts(8), tiny.expected(8), tiny.rows_of(first))
+    assert first.choice.name == "self:streaming:12"
+    tried = {trial.name for trial in first.choice.trials} | {*first.choice.skipped}
+    assert tried == {"", "self:streaming:12", auto.name_of(how.drafters[0]), "look-up:4"}
+    assert first.stats.plan_s > 0 and first.stats.depths[0] == first.choice.tree.depth
+    again = generate(first.choice)
+    tally.compare(tiny.model(), tiny.prompts(8), tiny.expected(8), tiny.rows_of(again))
+    assert again.choice is first.choice and again.stats.plan_s == 0
+
+
+@pytest.mark.usefixtures("foretold")
+def test_where_nothing_pays_it_decodes_plainly(profile):
+    found = generate(Auto(drafters("dear", "other"), profile, tree=TREE, trial_rounds=4))
+    assert found.choice.drafter is None and found.choice.name == "off"
+    assert found.choice.plan is not None and not found.choice.plan.pays
+    assert "at most 0.79 times" in found.choice.skipped["self:snapkv:16"]
+    assert found.stats.depths == (0,) and found.stats.tau == 1.0
+    np.testing.assert_array_equal(found.tokens, generate(None).tokens)
+    assert "off; the least slow is" in str(found.choice)
+
+
+@pytest.mark.usefixtures("foretold")
+def test_under_sampling_the_depth_is_not_planned_anew_unless_asked_for(profile):
+    how = Auto(drafters("cheap"), profile, tree=TREE, trial_rounds=4)
+    sampling = dict(do_sample=True, seed=1)
+    first, again = (generate(how, **sampling) for _ in range(2))
+    assert len(first.stats.depths) == 1
+    given = dict(drafter=first.choice.drafter, tree=first.choice.tree)
+    plain = generate(**given, **sampling)
+    np.testing.assert_array_equal(first.tokens, plain.tokens)
+    np.testing.assert_array_equal(first.tokens, again.tokens)
+    asked = generate(dataclasses.replace(how, replan=True), **sampling)
+    assert auto._replans(asked.choice, True)
+
+
+@pytest.mark.usefixtures("foretold")
+def test_a_stream_runs_what_was_chosen(profile):
+    how = Auto(drafters("cheap"), profile, tree=TREE, trial_rounds=4)
+    given = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
+    rounds = magicjax.stream(tiny.model(), tiny.prompts(8), drafter=how, **given)
+    first = next(rounds)
+    assert [len(row) for row in first] == [1] * 8
+    whole = [np.concatenate(rows) for rows in zip(first, *rounds, strict=True)]
+    for row, wanted in zip(whole, tiny.expected(8), strict=True):
+        np.testing.assert_array_equal(row, wanted)
+
+
+def test_what_cannot_pay_even_if_all_were_right_is_not_tried(profile):
+    """A target of one layer whose draft is itself: no draft step is cheaper than a plain one."""
+    slow = dataclasses.replace(HERE, round_seconds=1e3)
+    costs.save_profile(profile, slow, {})
+    found = generate(Auto(drafters("cheap", "dear"), profile, tree=TREE, trial_rounds=4))
+    assert found.choice.name == "off" and found.choice.plan is None
+    assert [trial.name for trial in found.choice.trials] == [""]
+    assert all("at most 0.00 times" in why for why in found.choice.skipped.values())
+    assert "no drafter could pay here" in str(found.choice)
+
+
+def test_only_what_fits_the_prompts_is_tried_if_nothing_is_named():
+    names = [
+        [auto.name_of(drafter) for drafter in auto._usual(shortest, magicjax.chain(8))]
+        for shortest in (10, 100, 5000)
+    ]
+    streams = ["self:streaming:64", "self:streaming:256", "self:streaming:1024"]
+    snaps = ["self:snapkv:64", "self:snapkv:256", "self:snapkv:1024"]
+    assert names == [
+        ["look-up:4"],
+        ["look-up:4", streams[0], snaps[0]],
+        ["look-up:4", *streams, *snaps],
+    ]
+
+
+def test_names_and_costs_are_those_of_the_drafter():
+    sizes = sizes_of_model(tiny.model(), None)
+    small = magicjax.SmallModel(tiny.model("near"), policy="streaming", budget=40, kv_dtype="int8")
+    draft = auto.candidate_of(small, sizes, None, [[0.5]]).draft
+    assert (draft.budget, draft.bits) == (40, 8)
+    assert auto.name_of(small) == f"small:{tiny.model('near').name}:streaming:40"
+    assert auto.name_of(tiny.drafter("near")).endswith(":full")
+    assert auto.candidate_of(tiny.drafter("near"), sizes, None, [[0.5]]).draft.budget is None
+    assert auto.candidate_of(magicjax.LookUp(), sizes, None, [[0.5]]).draft.sizes is None
+
+
+REFUSED = {
+    "a text": (lambda p: "automatic", {}, "drafter='automatic': of texts only 'auto' is one"),
+    "a tree": (lambda p: Auto(device=p), dict(tree=TREE), "drafter='auto' chooses the tree itself"),
+    "two of a name": (
+        lambda p: Auto([*drafters("cheap"), *drafters("cheap")], p),
+        {},
+        "two of the drafters have one name: self:streaming:12",
+    ),
+    "a budget": (
+        lambda p: Auto(drafters("cheap"), p, tree=magicjax.chain(16)),
+        {},
+        "budget=12 leaves",
+    ),
+    "a device": (lambda p: Auto(device="h10"), {}, "device 'h10' does not exist: the nearest is"),
+    "a dtype": (lambda p: Auto(device="h100"), {}, "the rates of h100 are those of bfloat16"),
+    "no file": (lambda p: Auto(device="no.json"), {}, "magicjax calibrate --out no.json"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_requests_are_refused_before_anything_runs(what, profile, monkeypatch):
+    monkeypatch.setattr(auto, "behind_prompts", None)
+    make, options, message = REFUSED[what]
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
+        generate(make(profile), **options)
+
+
+WRONG = {
+    "none": (dict(drafters=[]), "give at least one to try"),
+    "an ensemble": (dict(drafters=[tiny.drafter("ensemble")]), "Ensemble cannot be planned with"),
+    "no rounds": (dict(trial_rounds=0), "trial_rounds=0 must be at least 1"),
+    "short calls": (dict(rounds=8), "rounds=8: a call of the loop has at least 32"),
+    "no tree": (dict(tree=magicjax.DynamicTree(9, 4, 3)), "must be a static tree"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_ways_to_choose_are_refused(what):
+    given, message = WRONG[what]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Auto(**given)
+
+
+def test_without_a_profile_it_says_how_to_measure_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="magicjax calibrate --out .*profile-.*json"):
+        generate("auto")
+    costs.save_profile(costs.default_profile(), HERE, {})
+    assert auto.device_of(None) == HERE

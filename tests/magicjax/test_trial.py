@@ -1,0 +1,70 @@
+"""What a trial counts becomes tokens of rounds to come, and leaves the prompts' cache as it was."""
+
+import jax
+import numpy as np
+import pytest
+
+import magicjax
+from magicjax import execution
+from magicjax.request import prepare
+from magicjax.trial import behind_prompts, run_trial, slowest_tokens
+from tests.magicjax import tiny
+
+TREE = tiny.TREES["chain4"]
+
+
+def request_of(drafter, **options):
+    given = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
+    return prepare(tiny.model(), tiny.prompts(8), drafter=drafter, tree=TREE, **given)
+
+
+def test_trials_of_several_drafters_leave_the_cache_as_the_prompts_made_it():
+    drafters = [
+        tiny.drafter("self"),
+        magicjax.SelfSpeculation("snapkv", budget=16),
+        tiny.drafter("near"),
+    ]
+    requests = [request_of(drafter) for drafter in drafters]
+    behind, _, _ = behind_prompts(requests[0], drafters)
+    before = jax.tree.map(np.array, behind.cache)
+    found = [run_trial(request, "it", behind, 5)[0] for request in requests]
+    run_trial(requests[0], "", behind, 5, plain=True)
+    for layer in range(2):
+        for row, length in enumerate(before.lengths):
+            kept = np.asarray(behind.cache.k[layer])[row, :, :length]
+            np.testing.assert_array_equal(kept, before.k[layer][row, :, :length])
+    np.testing.assert_array_equal(behind.cache.lengths, before.lengths)
+    # Each is what the same rounds behind a prefill of its own give.
+    for request, trial in zip(requests, found, strict=True):
+        state, *_ = execution.start(request)
+        state, *_ = execution.run(request, request.settings, state, 5)
+        counted = np.asarray(state.histogram).sum(0)
+        reached = counted[::-1].cumsum()[::-1]
+        assert trial.rounds == np.asarray(state.histogram).sum(1).mean()
+        for depth, rates in enumerate(trial.acceptance):
+            assert rates == pytest.approx([reached[depth + 1] / reached[depth]])
+
+
+def test_a_trial_that_reaches_the_end_of_all_rows_stops_there():
+    drafter = tiny.drafter("same")
+    request = request_of(drafter, max_new_tokens=8)
+    behind, _, _ = behind_prompts(request, [drafter])
+    trial, _ = run_trial(request, "it", behind, 50)
+    assert trial.rounds == 2  # 7 tokens, 5 a round
+    assert trial.seconds > 0
+
+
+def test_tokens_of_the_slowest_row_are_those_of_long_runs():
+    """Two rows that always accept 0 and 4 of 4: the first decides, whatever the depth."""
+    histogram = np.array([[10_000, 0, 0, 0, 0], [0, 0, 0, 0, 10_000]])
+    np.testing.assert_allclose(slowest_tokens(histogram, 40), 1.0, rtol=0.01)
+    alone = slowest_tokens(histogram[1:], 60)
+    np.testing.assert_allclose(alone, [2, 3, 4, 5], rtol=0.01)
+
+
+def test_tokens_of_a_round_are_the_mean_of_many_in_one_row():
+    rng = np.random.default_rng(0)
+    accepted = rng.integers(0, 4, 5000)
+    histogram = np.bincount(accepted, minlength=4)[None]
+    wanted = [1 + np.minimum(accepted, depth).mean() for depth in (1, 2, 3)]
+    np.testing.assert_allclose(slowest_tokens(histogram, 3000), wanted, rtol=0.02)
