@@ -65,7 +65,7 @@ class Settings:
     batch: tuple[int, ...] = (1, 4, 8, 16)
     context: tuple[int, ...] = (1024, 4096, 8192)
     new_tokens: int = 96
-    turns: int = 11
+    turns: int = 7
 
 
 class Cell:

@@ -70,10 +70,11 @@ class Study:
         return next(c for c in self.candidates(context) if c.name == self.drafter)
 
     def fits(self, batch: int, context: int) -> bool:
-        """Returns whether the target fits into memory."""
-        per_token = self.target.kv_bytes
-        need = costs.memory_bytes(self.target, self.machine, batch, context, per_token)
-        return need <= self.machine.device.memory
+        """Returns whether the target and some draft fit into memory."""
+        where = self.machine, batch, context
+        need = costs.memory_bytes(self.target, *where, self.target.kv_bytes)
+        left = self.machine.device.memory - need
+        return any(c.draft.memory(*where, c.shared) <= left for c in self.candidates(context))
 
     def contexts(self) -> list[int]:
         """Returns the contexts at which at least one row fits."""

@@ -282,6 +282,9 @@ def _choose(question: _Question) -> tuple[Choice, Behind, dict[str, float]]:
     plain, spent = run_trial(question.request, "", behind, rounds, plain=True)
     ways, trials, skipped = _Ways(question, plain), [plain], {}
     for name in ways.most_promising_first():
+        if not plain.rounds:
+            skipped[name] = "all rows ended with prefill's token"
+            continue
         if why := ways.cannot_win(name):
             skipped[name] = why
             continue

@@ -7,7 +7,16 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from magicjax.costs import Draft, Machine, RoundCost, Sizes, check_heads, memory_bytes, round_cost
+from magicjax.costs import (
+    Draft,
+    Machine,
+    RoundCost,
+    Sizes,
+    check_heads,
+    kv_shards,
+    memory_bytes,
+    round_cost,
+)
 from magicjax.sequoia import checked_acceptance, expected_tokens, optimal
 from magicjax.tree import TokenTree, chain
 
@@ -261,7 +270,8 @@ def check_fits(target: Sizes, machine: Machine, batch: int, context: int) -> flo
     if need <= memory:
         return memory - need
     weights = memory_bytes(target, machine, batch, 0, 0)
-    rows = math.floor((memory - weights) * machine.model / (context * target.kv_bytes))
+    shards = kv_shards(target, machine)
+    rows = math.floor((memory - weights) * shards / (context * target.kv_bytes))
     remedy = (
         f"at most {rows * machine.data} rows fit; use a smaller batch or more devices"
         if rows > 0

@@ -32,7 +32,7 @@ class Trial:
 
     Attributes:
       name: of the drafter, as commands write it; "" of plain decoding.
-      seconds: of a round of all rows.
+      seconds: of a round of all rows; 0: no row had one.
       rounds: of each row, on average.
       acceptance: [depths, ranks], as `magicjax.optimal` takes it.
       tokens: of a round of a chain, by its depth from 1 on: of the row that needs most rounds.
@@ -106,7 +106,8 @@ def run_trial(
         times.append(seconds / (_steps(state) - before))
     counts = jax.device_get((state.emitted, state.histogram, state.ranks, state.nodes))
     behind.take_back(state, request)
-    return _trial(request, name, tree, counts, statistics.median(times[1:] or times)), compile_s
+    seconds = statistics.median(times[1:] or times or [0.0])
+    return _trial(request, name, tree, counts, seconds), compile_s
 
 
 def _steps(state: DecodeState) -> int:

@@ -18,7 +18,15 @@ from magicjax.costs.rounds import (
     seconds,
     verification,
 )
-from magicjax.costs.work import Part, Sizes, check_heads, memory_bytes, pass_parts, sizes_of
+from magicjax.costs.work import (
+    Part,
+    Sizes,
+    check_heads,
+    kv_shards,
+    memory_bytes,
+    pass_parts,
+    sizes_of,
+)
 
 __all__ = [
     "DEVICES",
@@ -36,6 +44,7 @@ __all__ = [
     "draft_step",
     "find_device",
     "kv_bytes_per_token",
+    "kv_shards",
     "load_profile",
     "memory_bytes",
     "pass_parts",

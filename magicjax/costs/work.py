@@ -144,7 +144,7 @@ def pass_parts(
       slot_bytes: of keys and values of one slot in all layers; None: the model's own.
 
     Raises:
-      ValueError: no row, node or slot, or heads that `machine.model` does not divide.
+      ValueError: no row, node or slot, or KV heads that do not go with `machine.model`.
     """
     for name, value, least in (("batch", batch, 1), ("nodes", nodes, 1), ("slots", slots, 0)):
         if value < least:
@@ -166,7 +166,10 @@ def pass_parts(
     return {
         "projections": linear(sizes.attention),
         "MLP": linear(sizes.mlp, sizes.small),
-        "attention": Part(bytes=(rows * slots * per_slot + new) / g, flops=4 * padded * scores / g),
+        "attention": Part(
+            bytes=(rows * slots * per_slot + new) / kv_shards(sizes, machine),
+            flops=4 * padded * scores / g,
+        ),
         "logits": linear(sizes.unembedding),
         "selection": Part(
             bytes=LOGIT_PASSES * LOGIT_BYTES * tokens * sizes.vocab_size / g, messages=int(g > 1)
@@ -181,14 +184,29 @@ def memory_bytes(
 ) -> float:
     """Returns the bytes that weights and a cache of `slots` slots a row take on one device."""
     weights = sizes.weight_bytes + sizes.itemsize * sizes.tables
-    return (weights + machine.rows(batch) * slots * slot_bytes) / machine.model
+    cache = machine.rows(batch) * slots * slot_bytes
+    return weights / machine.model + cache / kv_shards(sizes, machine)
+
+
+def kv_shards(sizes: Sizes, machine: Machine) -> int:
+    """Returns over how many devices of a group keys and values are divided.
+
+    Where there are fewer KV heads than devices, several devices hold the same ones.
+    """
+    return min(sizes.num_kv_heads, machine.model)
 
 
 def check_heads(sizes: Sizes, machine: Machine) -> None:
-    """Raises ValueError if the devices of a group do not divide the model's heads."""
+    """Raises ValueError if a group's devices cannot share the heads.
+
+    Where there are more devices than KV heads, several hold the same ones.
+    """
     heads = sizes.num_kv_heads
-    if heads % machine.model:
-        fit = [n for n in range(1, heads + 1) if heads % n == 0]
+    in_groups = machine.model % heads == 0 and sizes.num_heads % machine.model == 0
+    if heads % machine.model and not in_groups:
+        groups = range(heads, sizes.num_heads + 1, heads)
+        fit = [n for n in range(1, heads) if heads % n == 0]
+        fit += [n for n in groups if sizes.num_heads % n == 0]
         raise ValueError(
             f"model={machine.model} does not divide the {heads} KV heads of {sizes.name}: "
             f"use one of {', '.join(map(str, fit))}, and `data` for the other devices"

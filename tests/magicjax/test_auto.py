@@ -143,6 +143,12 @@ def test_what_cannot_pay_even_if_all_were_right_is_not_tried(profile):
     assert "no drafter could pay here" in str(found.choice)
 
 
+def test_rows_that_end_with_prefills_token_need_no_trial(profile):
+    found = generate(Auto(drafters("cheap"), profile, tree=TREE), max_new_tokens=1)
+    assert found.choice.skipped == {"self:streaming:12": "all rows ended with prefill's token"}
+    np.testing.assert_array_equal(found.tokens, generate(None, max_new_tokens=1).tokens)
+
+
 def test_only_what_fits_the_prompts_is_tried_if_nothing_is_named():
     names = [
         [auto.name_of(drafter) for drafter in auto._usual(shortest, magicjax.chain(8))]

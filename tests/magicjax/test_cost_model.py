@@ -120,6 +120,20 @@ def test_a_draft_whose_heads_do_not_divide_runs_on_fewer_devices():
     assert Draft(twelve).machine(Machine(UNIT, data=2, model=8)) == Machine(UNIT, 2, 4)
 
 
+def test_devices_beyond_the_kv_heads_hold_the_same_ones():
+    eight, sixteen = (
+        costs.pass_parts(LLAMA, Machine(UNIT, model=g), 2, 1, 100)["attention"] for g in (8, 16)
+    )
+    assert sixteen.bytes == eight.bytes and sixteen.flops == eight.flops / 2
+    cache = [
+        costs.memory_bytes(LLAMA, Machine(UNIT, model=g), 3, n, 131072)
+        for g in (8, 16)
+        for n in (0, 9)
+    ]
+    assert cache[1] - cache[0] == cache[3] - cache[2] == 3 * 9 * 131072 / 8
+    assert cache[2] == cache[0] / 2
+
+
 def test_memory_is_weights_caches_and_what_a_draft_adds():
     machine = Machine(UNIT, model=2)
     weights = 2 * models.count_params(models.preset("llama-3.1-8b"))
@@ -228,7 +242,7 @@ REFUSED = {
     "no node": (lambda: costs.pass_parts(LLAMA, Machine(UNIT), 1, 0, 1), "nodes=0"),
     "heads": (
         lambda: costs.pass_parts(LLAMA, Machine(UNIT, model=3), 1, 1, 1),
-        "model=3 does not divide the 8 KV heads of llama-3.1-8b: use one of 1, 2, 4, 8",
+        "model=3 does not divide the 8 KV heads of llama-3.1-8b: use one of 1, 2, 4, 8, 16, 32",
     ),
     "no level": (lambda: round_cost(LLAMA, Draft(None), Machine(UNIT), 1, 1, 1, 0), "depth=0"),
 }
