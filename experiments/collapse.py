@@ -20,9 +20,10 @@ import tyro
 import magicjax
 from experiments import prompts, store
 from magicjax import costs, execution, planner
-from magicjax.auto import DEPTHS, device_of, run_replanned
+from magicjax.auto import run_replanned
 from magicjax.bench import Synthetic
 from magicjax.candidates import candidate_of, sizes_of_model
+from magicjax.choosing import DEPTHS
 from magicjax.decode import DecodeState
 from magicjax.replanning import Controller
 from magicjax.request import Request, prepare
@@ -90,7 +91,9 @@ class Runs:
     def _foretold(self) -> dict[int, float]:
         """Returns the seconds of a round by depth, foretold from the profile."""
         settings, sizes = self.settings, sizes_of_model(self.target, None)
-        where = costs.Machine(device_of(settings.profile)), settings.batch, settings.context
+        profile = settings.profile
+        device = costs.device_of(profile) if profile else costs.this_device()
+        where = costs.Machine(device), settings.batch, settings.context
         way = candidate_of(self.inner, sizes, None, [[settings.rate]])
         depths = sorted({settings.depth, *DEPTHS})
         found = {d: planner.cost_of(sizes, way, *where, chain(d)).total for d in depths}

@@ -317,7 +317,7 @@ def study_of(options: argparse.Namespace) -> Study:
     Raises:
       ValueError, FileNotFoundError: no such target, device or table, or no acceptance.
     """
-    machine = costs.Machine(plan_command.device_of(options.device), model=options.gpus)
+    machine = costs.Machine(costs.device_of(options.device), model=options.gpus)
     config = config_of(options.target)
     if options.acceptance:
         measured = acceptance.read_table(options.acceptance, options.target)

@@ -262,12 +262,12 @@ def run(arguments: argparse.Namespace) -> None:
         if lowest < allowed:
             raise ValueError(f"--{name} {lowest} must be at least {allowed}")
     target = load(arguments.target, dtype=arguments.dtype)
-    setup = bench.Setup(target, arguments.backend)
+    deepest = max(*arguments.nodes, arguments.gamma + 1)
+    setup = bench.Setup(target, arguments.backend, step_times.new_tokens(deepest))
     drafters = _drafters(arguments)
-    deepest = max(*arguments.nodes, arguments.gamma + 1) - 1
     for drafter in (None, *drafters.values()):
         for context in arguments.context:  # says what is wrong before measuring
-            tree = None if drafter is None else chain(deepest)
+            tree = None if drafter is None else chain(deepest - 1)
             bench.request_of(setup, 1, context, drafter, tree)
     sizes = costs.sizes_of(target.config, arguments.dtype, arguments.target)
     drafts = {name: draft_of(drafter, sizes, arguments.dtype) for name, drafter in drafters.items()}

@@ -84,6 +84,12 @@ def run(
     return *timed(program, *arguments), compiling
 
 
+def compile_loop(request: Request, settings: Settings, state: DecodeState) -> float:
+    """Returns the seconds spent compiling what `run` will run; 0 if it was there already."""
+    arguments = request.target, request.drafter, state
+    return compilation.program("decode", settings, *arguments)[1]
+
+
 def with_rounds(state: DecodeState, rounds: int) -> DecodeState:
     """Returns the state with so many rounds left for `decode`."""
     left = jax.device_put(np.int32(rounds), state.rounds_left.sharding)

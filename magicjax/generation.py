@@ -1,5 +1,6 @@
 """The public calls: `load` a model, `generate` texts, or `stream` them round by round."""
 
+import dataclasses
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -186,21 +187,20 @@ def stream(
     the host after each round. The generator's return value is the `Output`.
 
     Args:
-      target, prompts, options: as for `generate`.
+      target, prompts, options: as for `generate`. A drafter that is to be chosen is, in a prefill
+        of its own, and then drafts the tree that was planned: nothing is planned anew.
     """
     unknown = options.keys() - (prepare.__kwdefaults__ or {}).keys() | (options.keys() & {"put"})
     if unknown:
         raise TypeError(f"stream() has no option {sorted(unknown)[0]!r}")
     drafter = options.get("drafter")
-    if isinstance(drafter, Auto | str):
-        drafter = auto.choose_drafter(target, prompts, **options)
-    if isinstance(drafter, Choice):
-        options |= {"drafter": drafter.drafter, "tree": drafter.tree}
-    request = prepare(target, prompts, **options)
-    return _stream(request)
+    if isinstance(drafter, Auto | Choice | str):
+        choice, request = auto.fixed(target, prompts, **options)
+        return _stream(request, choice)
+    return _stream(prepare(target, prompts, **options))
 
 
-def _stream(request: Request):
+def _stream(request: Request, choice: Choice | None = None):
     tell(request)
     programs = compilation.count()
     state, prefill_s, compile_s = start(request)
@@ -215,7 +215,7 @@ def _stream(request: Request):
         step, compiling = compilation.program("step", request.settings, *arguments)
         state, seconds = timed(step, *arguments)
         compile_s, decode_s = compile_s + compiling, decode_s + seconds
-    return output_of(
+    output = output_of(
         request,
         state,
         prefill_s=prefill_s,
@@ -223,3 +223,4 @@ def _stream(request: Request):
         compile_s=compile_s,
         compilations=compilation.count() - programs,
     )
+    return dataclasses.replace(output, choice=choice)

@@ -73,18 +73,7 @@ def run(arguments: argparse.Namespace) -> None:
 def machine_of(arguments: argparse.Namespace) -> costs.Machine:
     """Returns the machine of --device and --mesh."""
     data, model = parse_mesh(arguments.mesh)
-    return costs.Machine(device_of(arguments.device), data, model)
-
-
-def device_of(name: str) -> costs.Device:
-    """Returns the preset of that name, or the device of a profile.
-
-    Raises:
-      ValueError, FileNotFoundError: neither, or a profile of another device.
-    """
-    if name.endswith(".json"):
-        return costs.load_profile(name)
-    return costs.find_device(name)
+    return costs.Machine(costs.device_of(arguments.device), data, model)
 
 
 def _check_dtype(dtype: str, device: costs.Device) -> None:

@@ -1,10 +1,10 @@
 """Planning the depth of a chain anew between calls of the loop, by what was accepted and timed.
 
 A controller knows what a round of each depth is foretold to take. After every call it learns how
-many tokens were accepted and how long the rounds took, forgets half of what it knew before, and
-says with which depth the next call should run. It changes only for a gain that is more than noise.
-At depth 0 nothing is drafted and so nothing is learned: from time to time it tries depth 1 for one
-call, after twice as long a pause each time that did not pay.
+many tokens were accepted and how long the rounds took, forgets half of what was accepted before,
+and says with which depth the next call should run. It changes only for a gain that is more than
+noise. At depth 0 nothing is drafted and so nothing is learned: from time to time it tries the least
+depth for one call, after twice as long a pause each time that did not pay.
 """
 
 import dataclasses
@@ -40,7 +40,8 @@ class Controller:
         self._tried = np.full(deepest, float(PRIOR))
         self._went = PRIOR * rates
         self._ratio = dict.fromkeys(self.seconds, 1.0)
-        self._pause, self._waited = FIRST_PAUSE, 0
+        self._calls = dict.fromkeys(self.seconds, 0)
+        self._pause, self._waited, self._probes = FIRST_PAUSE, 0, False
 
     def learn(self, accepted: npt.ArrayLike, seconds: float, rounds: int) -> None:
         """Learns from a call that ran at `depth`, and chooses the next one.
@@ -62,13 +63,21 @@ class Controller:
         self.depth = self._choose(ran)
 
     def _learn_time(self, depth: int, seconds: float) -> None:
-        """Times of depths that have not run yet are taken to be off by as much as this one's."""
-        new = seconds / self.seconds[depth]
-        changed = new / self._ratio[depth]
-        kind = [d for d in self.seconds if (d == 0) == (depth == 0)]
-        for other in kind:
-            self._ratio[other] *= changed
-        self._ratio[depth] = new
+        """Sets the foretold times right by a round's.
+
+        The first call of a depth loads its program, so its time says nothing. The second says
+        what this depth takes, and by how much those of its kind (with a draft, or without) that
+        have not been timed are likely off. Later ones say how fast the machine is now, for all.
+        """
+        self._calls[depth] += 1
+        if self._calls[depth] == 1:
+            return
+        changed = seconds / self.seconds[depth] / self._ratio[depth]
+        again = self._calls[depth] > 2
+        for other in self.seconds:
+            alike = (other == 0) == (depth == 0) and self._calls[other] < 2
+            if again or alike or other == depth:
+                self._ratio[other] *= changed
 
     def tokens_per_second(self, depth: int) -> float:
         """Returns what a row is now expected to emit at a depth."""
@@ -80,15 +89,16 @@ class Controller:
 
     def _choose(self, ran: int) -> int:
         expected = {depth: self.tokens_per_second(depth) for depth in self.seconds}
+        stays = 0 if self._probes else ran  # a trial from depth 0 must gain something to go on
+        self._probes = False
         best = max(expected, key=lambda depth: expected[depth])
-        if expected[best] < (1 + HYSTERESIS) * expected[ran]:
-            best = ran
+        if expected[best] < (1 + HYSTERESIS) * expected[stays]:
+            best = stays
         if 0 not in self.seconds:
             return best
         if ran != 0:
-            if best == 0:
-                self._waited = 0
-            else:
+            self._waited = 0
+            if best != 0:
                 self._pause = FIRST_PAUSE
             return best
         # Nothing new is known of acceptance: only time decides when to look again.
@@ -96,4 +106,5 @@ class Controller:
         if self._waited < self._pause:
             return 0
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._probes = True
         return min(depth for depth in self.seconds if depth)

@@ -51,7 +51,7 @@ def step_times(
       turns: in which each variant is called once; medians are returned.
     """
     deepest = max(*nodes, gamma + 1)
-    setup = dataclasses.replace(setup, new_tokens=ROUNDS * deepest + 1)  # rows never end
+    setup = dataclasses.replace(setup, new_tokens=new_tokens(deepest))
     request = bench.request_of(setup, batch, context, _free(batch), chain(deepest - 1))
     state = bench.state_of(request)
     variants: dict[int | str, Variant] = {1: _variant(request, None, None, ROOT_ONLY)}
@@ -71,6 +71,11 @@ def step_times(
         },
         rounds={name: statistics.median(variants[name].seconds) for name in drafters},
     )
+
+
+def new_tokens(nodes: int) -> int:
+    """Returns how long outputs must be, so that no row ends in a call with so many nodes."""
+    return ROUNDS * nodes + 1
 
 
 def _free(batch: int) -> Drafter:

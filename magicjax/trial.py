@@ -18,11 +18,13 @@ from magicjax.cache import KVCache
 from magicjax.decode import DecodeState, Prefilled
 from magicjax.drafters import Drafter
 from magicjax.request import Request
+from magicjax.sampling import Sampling
 from magicjax.stats import acceptance
 from magicjax.tree import ROOT_ONLY, Tree
 
+OF_TRIALS = 2**31 - 1  # no position is as high
 ROUNDS = 8  # of a timed call; the first call loads the program, and its time does not count
-RUNS = 100  # of what is to come, drawn from what was counted
+RUNS, LONGEST = 64, 512  # of what is to come, drawn from what was counted, and their tokens
 FEW = 8  # rounds of all rows together that stand beside each row's own
 
 
@@ -95,6 +97,7 @@ def run_trial(
     if plain:
         request, tree = dataclasses.replace(request, drafter=None), ROOT_ONLY
     settings = request.settings.with_tree(tree)
+    request = dataclasses.replace(request, sampling=_own_numbers(request.sampling))
     state, compile_s = behind.state(request)
     times: list[float] = []
     while (before := _steps(state)) < rounds:
@@ -108,6 +111,14 @@ def run_trial(
     behind.take_back(state, request)
     seconds = statistics.median(times[1:] or times or [0.0])
     return _trial(request, name, tree, counts, seconds), compile_s
+
+
+def _own_numbers(sampling: Sampling | None) -> Sampling | None:
+    """Returns other random numbers than those of the run: what it draws must not decide how."""
+    if sampling is None:
+        return None
+    keys = jax.vmap(lambda key: jax.random.fold_in(key, OF_TRIALS))(sampling.keys)
+    return dataclasses.replace(sampling, keys=jax.device_put(keys, sampling.keys.sharding))
 
 
 def _steps(state: DecodeState) -> int:
@@ -125,8 +136,8 @@ def _trial(
     table = tuple(row for row in counted["acceptance_by_rank"])
     tokens: tuple[float, ...] = ()
     if tree.shape.width == 1:
-        limits = np.asarray(request.limits)
-        tokens = slowest_tokens(histogram, int(limits.max()) - 1)
+        ran = histogram.sum(1) > 0
+        tokens = slowest_tokens(histogram[ran], np.asarray(request.limits)[ran] - 1)
     return Trial(name, seconds, rounds, _reached(table, counted["histogram"]), tokens)
 
 
@@ -138,30 +149,36 @@ def _reached(
     return tuple(tuple(row) for row, some in zip(table, reached, strict=True) if some)
 
 
-def slowest_tokens(histogram: Int[np.ndarray, "B A"], wanted: int) -> tuple[float, ...]:
-    """Returns the tokens of a round of chains of depth 1, 2, ..., of the row that is done last.
+def slowest_tokens(
+    histogram: Int[np.ndarray, "B A"], wanted: Int[np.ndarray, "B"]
+) -> tuple[float, ...]:
+    """Returns the tokens of a round of chains of depth 1, 2, ..., where the longest row ends last.
 
     A round of a chain of g accepts what a longer one would have, and at most g. Rounds to come are
     drawn from those of the row, and a few of all rows together, until it has all its tokens; the
-    batch takes as many rounds as its slowest row.
+    batch takes as many rounds as its slowest row, and plain decoding as the longest has tokens.
+    Long outputs are as short ones, in proportion.
 
     Args:
       histogram: rounds of each row that accepted 0, 1, ... tokens of the longest chain.
-      wanted: tokens of each row.
+      wanted: tokens of each row, at least 1.
     """
     rng = np.random.default_rng(0)
     deepest = histogram.shape[1] - 1
-    pooled = histogram.sum(0) / max(histogram.sum(), 1)
+    wanted = np.ceil(wanted * min(1.0, LONGEST / wanted.max())).astype(int)
+    pooled = histogram.sum(0) / histogram.sum()
     shares = histogram + FEW * pooled
     shares = shares / shares.sum(1, keepdims=True)
-    wanted = max(wanted, 1)
-    draws = np.stack([rng.choice(deepest + 1, (RUNS, wanted), p=row) for row in shares], axis=1)
+    shape = RUNS, int(wanted.max())
+    draws = np.stack([rng.choice(deepest + 1, shape, p=row) for row in shares], axis=1)
+    draws = draws.astype(np.int16)
+    longest = float(wanted.max())
     return tuple(
-        wanted / _rounds(1 + np.minimum(draws, depth), wanted) for depth in range(1, deepest + 1)
+        longest / _rounds(1 + np.minimum(draws, depth), wanted) for depth in range(1, deepest + 1)
     )
 
 
-def _rounds(tokens: Int[np.ndarray, "runs B M"], wanted: int) -> float:
+def _rounds(tokens: Int[np.ndarray, "runs B M"], wanted: Int[np.ndarray, "B"]) -> float:
     """Returns the rounds until every row has all it wants, the mean of all runs."""
-    enough = tokens.cumsum(2) >= wanted
+    enough = tokens.cumsum(2, dtype=np.int16) >= wanted[:, None]
     return float((enough.argmax(2) + 1).max(1).mean())

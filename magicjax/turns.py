@@ -78,7 +78,10 @@ def _call(variant: Variant, state: DecodeState) -> tuple[DecodeState, float]:
 
 
 def _counters(tree: Any) -> list[np.ndarray | None]:
-    """Returns copies of all that is not keys, values or text: it is set back after each call."""
+    """Returns copies of lengths, texts and other small arrays: they are set back after each call.
+
+    What stays as calls left it (keys, values, positions of a ring) decides about no time.
+    """
 
     def counts(x: jax.Array) -> bool:
         return x.ndim < 3 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

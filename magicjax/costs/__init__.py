@@ -8,7 +8,13 @@ the file of both for the device at hand; `rounds` makes times of all that.
 from magicjax.costs.device import DEVICES, Device, Machine, find_device
 from magicjax.costs.floors import kv_bytes_per_token, step_bytes, weight_bytes
 from magicjax.costs.measured import DRAFT, PASS, Steps
-from magicjax.costs.profile import default_profile, load_profile, save_profile
+from magicjax.costs.profile import (
+    default_profile,
+    device_of,
+    load_profile,
+    save_profile,
+    this_device,
+)
 from magicjax.costs.rounds import (
     Draft,
     RoundCost,
@@ -41,6 +47,7 @@ __all__ = [
     "Steps",
     "check_heads",
     "default_profile",
+    "device_of",
     "draft_step",
     "find_device",
     "kv_bytes_per_token",
@@ -54,6 +61,7 @@ __all__ = [
     "seconds",
     "sizes_of",
     "step_bytes",
+    "this_device",
     "verification",
     "weight_bytes",
 ]

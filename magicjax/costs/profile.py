@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from magicjax.costs.device import Device
+from magicjax.costs.device import Device, find_device
 from magicjax.costs.measured import Steps
 from magicjax.version import version
 
@@ -24,6 +24,22 @@ def default_profile() -> pathlib.Path:
     name = re.sub(r"[^a-z0-9]+", "-", device_kind().lower()).strip("-")
     cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(cache) / "magicjax" / f"profile-{name}.json"
+
+
+def device_of(name: str | os.PathLike) -> Device:
+    """Returns the device of a profile, a .json file, or the preset of that name.
+
+    Raises:
+      ValueError, FileNotFoundError: neither, or a profile of another device.
+    """
+    if str(name).endswith(".json"):
+        return load_profile(name)
+    return find_device(str(name))
+
+
+def this_device() -> Device:
+    """Returns the device of the profile where calibrate writes it; raises as `load_profile`."""
+    return load_profile(default_profile())
 
 
 def surroundings() -> dict[str, str]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax import auto, costs
+from magicjax import auto, candidates, choosing, costs
 from magicjax.auto import Auto
 from magicjax.candidates import sizes_of_model
 from magicjax.turns import take_turns
@@ -53,9 +53,9 @@ def foretold(monkeypatch):
             variant.seconds[:] = [seconds(drafter, depth)]
         return state
 
-    run_trial = auto.run_trial
-    monkeypatch.setattr(auto, "run_trial", trial)
-    monkeypatch.setattr(auto, "take_turns", turns)
+    run_trial = choosing.run_trial
+    monkeypatch.setattr(choosing, "run_trial", trial)
+    monkeypatch.setattr(choosing, "take_turns", turns)
 
 
 def seconds(drafter, depth: int) -> float:
@@ -64,6 +64,13 @@ def seconds(drafter, depth: int) -> float:
         return 2e-3
     level = 0.0 if isinstance(drafter, magicjax.LookUp) else 1e-3
     return depth * LEVELS.get(getattr(drafter, "budget", None), level) + 2.1e-3
+
+
+@pytest.fixture
+def short_calls(monkeypatch):
+    """Calls of two rounds, because the outputs here are short."""
+    run = auto.run_replanned
+    monkeypatch.setattr(auto, "run_replanned", lambda *given: run(*given[:-1], 2))
 
 
 def generate(drafter, **options):
@@ -82,14 +89,16 @@ def drafters(*kinds):
 
 
 @pytest.mark.usefixtures("foretold")
-def test_the_text_is_the_same_and_the_choice_is_used_again(profile, tally):
-    how = Auto(drafters("other", "cheap", "look-up"), profile, tree=TREE, trial_rounds=4)
+def test_the_text_is_the_same_and_the_choice_is_used_again(profile, tally, short_calls):
+    how = Auto(drafters("other", "cheap", "look-up"), profile, tree=TREE, trial_rounds=16)
     first = generate(how)
     tally.compare(tiny.model(), tiny.prompts(8), tiny.expected(8), tiny.rows_of(first))
     assert first.choice.name == "self:streaming:12"
     tried = {trial.name for trial in first.choice.trials} | {*first.choice.skipped}
-    assert tried == {"", "self:streaming:12", auto.name_of(how.drafters[0]), "look-up:4"}
+    assert tried == {"", "self:streaming:12", candidates.name_of(how.drafters[0]), "look-up:4"}
     assert first.stats.plan_s > 0 and first.stats.depths[0] == first.choice.tree.depth
+    assert len(first.stats.depths) > 2
+    assert {*first.choice.foretold} <= tried
     again = generate(first.choice)
     tally.compare(tiny.model(), tiny.prompts(8), tiny.expected(8), tiny.rows_of(again))
     assert again.choice is first.choice and again.stats.plan_s == 0
@@ -97,7 +106,7 @@ def test_the_text_is_the_same_and_the_choice_is_used_again(profile, tally):
 
 @pytest.mark.usefixtures("foretold")
 def test_where_nothing_pays_it_decodes_plainly(profile):
-    found = generate(Auto(drafters("dear", "other"), profile, tree=TREE, trial_rounds=4))
+    found = generate(Auto(drafters("dear", "other"), profile, tree=TREE, trial_rounds=16))
     assert found.choice.drafter is None and found.choice.name == "off"
     assert found.choice.plan is not None and not found.choice.plan.pays
     assert "at most 0.79 times" in found.choice.skipped["self:snapkv:16"]
@@ -107,8 +116,8 @@ def test_where_nothing_pays_it_decodes_plainly(profile):
 
 
 @pytest.mark.usefixtures("foretold")
-def test_under_sampling_the_depth_is_not_planned_anew_unless_asked_for(profile):
-    how = Auto(drafters("cheap"), profile, tree=TREE, trial_rounds=4)
+def test_under_sampling_the_depth_is_not_planned_anew_unless_asked_for(profile, short_calls):
+    how = Auto(drafters("cheap"), profile, tree=TREE, trial_rounds=16)
     sampling = dict(do_sample=True, seed=1)
     first, again = (generate(how, **sampling) for _ in range(2))
     assert len(first.stats.depths) == 1
@@ -116,27 +125,57 @@ def test_under_sampling_the_depth_is_not_planned_anew_unless_asked_for(profile):
     plain = generate(**given, **sampling)
     np.testing.assert_array_equal(first.tokens, plain.tokens)
     np.testing.assert_array_equal(first.tokens, again.tokens)
+    assert len(first.stats.depths) == 1  # and planned anew, which changes after two rounds:
     asked = generate(dataclasses.replace(how, replan=True), **sampling)
-    assert auto._replans(asked.choice, True)
+    assert len(asked.stats.depths) > 1
+
+
+@pytest.mark.usefixtures("foretold")
+@pytest.mark.parametrize("verifier", ["mss", "naive"])
+def test_a_verifier_is_for_those_that_draft(profile, verifier):
+    """Plain decoding has none, neither in trials nor as what is chosen."""
+    sampling = dict(do_sample=True, seed=1, verifier=verifier)
+    for tried in (None, drafters("dear")):
+        found = generate(Auto(tried, profile, tree=TREE, trial_rounds=16), **sampling)
+        again = generate(found.choice, **sampling)
+        if found.choice.drafter is None:
+            plain = generate(None, **sampling | {"verifier": None})
+            np.testing.assert_array_equal(found.tokens, plain.tokens)
+            np.testing.assert_array_equal(again.tokens, plain.tokens)
 
 
 @pytest.mark.usefixtures("foretold")
 def test_a_stream_runs_what_was_chosen(profile):
-    how = Auto(drafters("cheap"), profile, tree=TREE, trial_rounds=4)
+    how = Auto(drafters("cheap"), profile, tree=TREE, trial_rounds=16)
     given = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
     rounds = magicjax.stream(tiny.model(), tiny.prompts(8), drafter=how, **given)
     first = next(rounds)
     assert [len(row) for row in first] == [1] * 8
-    whole = [np.concatenate(rows) for rows in zip(first, *rounds, strict=True)]
+    whole = [[row] for row in first]
+    while True:
+        try:
+            for row, more in zip(whole, next(rounds), strict=True):
+                row.append(more)
+        except StopIteration as end:
+            output = end.value
+            break
     for row, wanted in zip(whole, tiny.expected(8), strict=True):
-        np.testing.assert_array_equal(row, wanted)
+        np.testing.assert_array_equal(np.concatenate(row), wanted)
+    assert output.choice.name == "self:streaming:12"
+    for again in (how, output.choice):
+        wrong = dict(drafter=again, tree=TREE)
+        with pytest.raises(ValueError, match="leave tree out"):
+            magicjax.stream(tiny.model(), tiny.prompts(8), **given, **wrong)
+    with pytest.raises(ValueError, match="a stream has one tree"):
+        anew = dataclasses.replace(how, replan=True)
+        magicjax.stream(tiny.model(), tiny.prompts(8), **given, drafter=anew)
 
 
 def test_what_cannot_pay_even_if_all_were_right_is_not_tried(profile):
     """A target of one layer whose draft is itself: no draft step is cheaper than a plain one."""
     slow = dataclasses.replace(HERE, round_seconds=1e3)
     costs.save_profile(profile, slow, {})
-    found = generate(Auto(drafters("cheap", "dear"), profile, tree=TREE, trial_rounds=4))
+    found = generate(Auto(drafters("cheap", "dear"), profile, tree=TREE, trial_rounds=16))
     assert found.choice.name == "off" and found.choice.plan is None
     assert [trial.name for trial in found.choice.trials] == [""]
     assert all("at most 0.00 times" in why for why in found.choice.skipped.values())
@@ -149,9 +188,20 @@ def test_rows_that_end_with_prefills_token_need_no_trial(profile):
     np.testing.assert_array_equal(found.tokens, generate(None, max_new_tokens=1).tokens)
 
 
+def test_what_leaves_no_room_is_not_tried_and_a_target_that_does_not_fit_is_refused(profile):
+    sizes, context = sizes_of_model(tiny.model(), None), 24  # the mean of the rows, half-way
+    need = costs.memory_bytes(sizes, costs.Machine(HERE), 8, context, sizes.kv_bytes) + 1
+    costs.save_profile(profile, dataclasses.replace(HERE, memory=need), {})
+    found = generate(Auto(drafters("cheap"), profile, tree=TREE, trial_rounds=16))
+    assert "GB on each device, and the target leaves" in found.choice.skipped["self:streaming:12"]
+    costs.save_profile(profile, dataclasses.replace(HERE, memory=1.0), {})
+    with pytest.raises(ValueError, match="not one row fits"):
+        generate(Auto(drafters("cheap"), profile, tree=TREE))
+
+
 def test_only_what_fits_the_prompts_is_tried_if_nothing_is_named():
     names = [
-        [auto.name_of(drafter) for drafter in auto._usual(shortest, magicjax.chain(8))]
+        [candidates.name_of(drafter) for drafter in choosing.usual(shortest)]
         for shortest in (10, 100, 5000)
     ]
     streams = ["self:streaming:64", "self:streaming:256", "self:streaming:1024"]
@@ -166,12 +216,12 @@ def test_only_what_fits_the_prompts_is_tried_if_nothing_is_named():
 def test_names_and_costs_are_those_of_the_drafter():
     sizes = sizes_of_model(tiny.model(), None)
     small = magicjax.SmallModel(tiny.model("near"), policy="streaming", budget=40, kv_dtype="int8")
-    draft = auto.candidate_of(small, sizes, None, [[0.5]]).draft
+    draft = candidates.candidate_of(small, sizes, None, [[0.5]]).draft
     assert (draft.budget, draft.bits) == (40, 8)
-    assert auto.name_of(small) == f"small:{tiny.model('near').name}:streaming:40"
-    assert auto.name_of(tiny.drafter("near")).endswith(":full")
-    assert auto.candidate_of(tiny.drafter("near"), sizes, None, [[0.5]]).draft.budget is None
-    assert auto.candidate_of(magicjax.LookUp(), sizes, None, [[0.5]]).draft.sizes is None
+    assert candidates.name_of(small) == f"small:{tiny.model('near').name}:streaming:40"
+    assert candidates.name_of(tiny.drafter("near")).endswith(":full")
+    assert candidates.candidate_of(tiny.drafter("near"), sizes, None, [[0.5]]).draft.budget is None
+    assert candidates.candidate_of(magicjax.LookUp(), sizes, None, [[0.5]]).draft.sizes is None
 
 
 REFUSED = {
@@ -181,6 +231,11 @@ REFUSED = {
         lambda p: Auto([*drafters("cheap"), *drafters("cheap")], p),
         {},
         "two of the drafters have one name: self:streaming:12",
+    ),
+    "none of the usual": (
+        lambda p: Auto(device=p, tree=magicjax.TokenTree.from_parents((-1, 0, 1, 1))),
+        {},
+        "none of the usual drafters fits: a look-up proposes chains",
     ),
     "a budget": (
         lambda p: Auto(drafters("cheap"), p, tree=magicjax.chain(16)),
@@ -195,7 +250,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_bad_requests_are_refused_before_anything_runs(what, profile, monkeypatch):
-    monkeypatch.setattr(auto, "behind_prompts", None)
+    monkeypatch.setattr(choosing, "behind_prompts", None)
     make, options, message = REFUSED[what]
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
         generate(make(profile), **options)
@@ -204,7 +259,7 @@ def test_bad_requests_are_refused_before_anything_runs(what, profile, monkeypatc
 WRONG = {
     "none": (dict(drafters=[]), "give at least one to try"),
     "an ensemble": (dict(drafters=[tiny.drafter("ensemble")]), "Ensemble cannot be planned with"),
-    "no rounds": (dict(trial_rounds=0), "trial_rounds=0 must be at least 1"),
+    "few rounds": (dict(trial_rounds=8), "trial_rounds=8 must be at least 16: the first 8 load"),
     "short calls": (dict(rounds=8), "rounds=8: a call of the loop has at least 32"),
     "no tree": (dict(tree=magicjax.DynamicTree(9, 4, 3)), "must be a static tree"),
 }
@@ -222,4 +277,4 @@ def test_without_a_profile_it_says_how_to_measure_one(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="magicjax calibrate --out .*profile-.*json"):
         generate("auto")
     costs.save_profile(costs.default_profile(), HERE, {})
-    assert auto.device_of(None) == HERE
+    assert costs.this_device() == HERE

@@ -57,9 +57,44 @@ def test_a_trial_that_reaches_the_end_of_all_rows_stops_there():
 def test_tokens_of_the_slowest_row_are_those_of_long_runs():
     """Two rows that always accept 0 and 4 of 4: the first decides, whatever the depth."""
     histogram = np.array([[10_000, 0, 0, 0, 0], [0, 0, 0, 0, 10_000]])
-    np.testing.assert_allclose(slowest_tokens(histogram, 40), 1.0, rtol=0.01)
-    alone = slowest_tokens(histogram[1:], 60)
+    np.testing.assert_allclose(slowest_tokens(histogram, np.array([40, 40])), 1.0, rtol=0.01)
+    alone = slowest_tokens(histogram[1:], np.array([60]))
     np.testing.assert_allclose(alone, [2, 3, 4, 5], rtol=0.01)
+    # A slow row that wants little does not hold the others up.
+    few = slowest_tokens(histogram, np.array([12, 60]))
+    np.testing.assert_allclose(few, [2, 3, 4, 5], rtol=0.01)
+
+
+def test_a_trial_draws_other_numbers_than_the_run():
+    """The naive text of a run is that of plain sampling; a trial's must be another, in every row.
+
+    What a trial drew decides what runs: with the run's own numbers, drafts that happen to be right
+    would be chosen, and the text would lean towards them.
+    """
+    drafter = tiny.drafter("near")
+    request = request_of(drafter, do_sample=True, seed=3, verifier="naive")
+    behind, _, _ = behind_prompts(request, [drafter])
+    states = []
+    run = execution.run
+
+    def kept(*given):
+        found = run(*given)
+        states.append(np.array(found[0].output))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(execution, "run", kept)
+        run_trial(request, "it", behind, 50)
+    state, _ = behind.state(request)
+    state, *_ = execution.run(request, request.settings, state)
+    of_run = np.asarray(state.output)[:, : tiny.NEW]
+    given = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER, do_sample=True, seed=3)
+    plain = magicjax.generate(tiny.model(), tiny.prompts(8), **given)
+    for row, (length, wanted) in enumerate(zip(plain.lengths, plain.tokens, strict=True)):
+        np.testing.assert_array_equal(of_run[row, :length], wanted[:length])
+        if length > 4:
+            assert (states[-1][row, 1:length] != wanted[1:length]).any()
+    np.testing.assert_array_equal(states[-1][:, 0], of_run[:, 0])  # prefill's, of both
 
 
 def test_tokens_of_a_round_are_the_mean_of_many_in_one_row():
@@ -67,4 +102,4 @@ def test_tokens_of_a_round_are_the_mean_of_many_in_one_row():
     accepted = rng.integers(0, 4, 5000)
     histogram = np.bincount(accepted, minlength=4)[None]
     wanted = [1 + np.minimum(accepted, depth).mean() for depth in (1, 2, 3)]
-    np.testing.assert_allclose(slowest_tokens(histogram, 3000), wanted, rtol=0.02)
+    np.testing.assert_allclose(slowest_tokens(histogram, np.array([3000])), wanted, rtol=0.02)

@@ -1,0 +1,342 @@
+"""Chooses a drafter: trials on the prompts, a plan of what came of them, a run-off of the best.
+
+Nothing that is drawn here decides about what is drawn in the run: trials have their own numbers.
+"""
+
+import dataclasses
+import logging
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from magicjax import costs, execution, planner
+from magicjax.candidates import candidate_of, name_of, sizes_of_model
+from magicjax.choice import Auto, Choice
+from magicjax.drafters import Drafter, LookUp, SelfSpeculation
+from magicjax.model import Model
+from magicjax.request import Request, prepare
+from magicjax.tree import ROOT_ONLY, chain
+from magicjax.trial import Behind, Trial, behind_prompts, run_trial
+from magicjax.turns import Variant, take_turns
+from sharding import DATA, factored
+
+logger = logging.getLogger("magicjax")
+
+BUDGETS = (64, 256, 1024)
+DEPTHS = (1, 2, 4, 8)  # among which the depth is planned anew, beside the plan's own
+LEAST_GAIN = 1.03  # below, plain decoding is chosen: plans err by more
+MARGIN = 1.15  # what a plan without a trial may be off by
+FINALISTS, TURNS = 3, 11  # of the run-off
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A checked call.
+
+    Attributes:
+      auto: how to choose.
+      requests: of each candidate by its name, with the tree of the trial.
+      machine: what they run on.
+    """
+
+    auto: Auto
+    requests: dict[str, Request]
+    machine: costs.Machine
+
+    @property
+    def request(self) -> Request:
+        """The first; what is no matter of drafters is the same in all."""
+        return next(iter(self.requests.values()))
+
+    @property
+    def target(self) -> Model:
+        return self.request.target
+
+    @property
+    def sizes(self) -> costs.Sizes:
+        return sizes_of_model(self.target, None)
+
+    def drafter(self, name: str) -> Drafter:
+        """Returns a candidate."""
+        drafter = self.requests[name].drafter
+        assert drafter is not None
+        return drafter
+
+    @property
+    def where(self) -> tuple[costs.Machine, int, int]:
+        """The machine, the rows, and the tokens of a row half-way through its output."""
+        request = self.request
+        tokens = np.asarray(request.lengths) + np.asarray(request.limits) / 2
+        return self.machine, len(request.prompts), int(tokens.mean())
+
+
+def question(target: Model, prompts: Any, auto: Auto, options: dict[str, Any]) -> Question:
+    """Returns the checked call; nothing has run.
+
+    Args:
+      target: a skeleton will do, to be checked only.
+      prompts, options: as for `magicjax.generate`, without drafter.
+      auto: how to choose.
+
+    Raises:
+      ValueError, TypeError, FileNotFoundError: as for `magicjax.choose_drafter`.
+    """
+    if options.get("tree") is not None:
+        raise ValueError("drafter='auto' chooses the tree itself: leave tree out")
+    options = {name: value for name, value in options.items() if name != "tree"}
+    device = costs.this_device() if auto.device is None else costs.device_of(auto.device)
+    # A verifier is for the drafters, which are yet to come.
+    plain = prepare(target, prompts, **options | {"verifier": None})
+    requests = _requests(plain, prompts, auto, options)
+    mesh = options.get("mesh")
+    shape = {DATA: 1} if mesh is None else factored(mesh).shape
+    devices = 1 if mesh is None else mesh.size
+    machine = costs.Machine(device, shape[DATA], devices // shape[DATA])
+    found = Question(auto, requests, machine)
+    if target.params is not None:  # of a skeleton the dtype is not known
+        _check_dtype(found)
+        planner.check_fits(found.sizes, *found.where)
+    return found
+
+
+def _requests(
+    plain: Request, prompts: Any, auto: Auto, options: dict[str, Any]
+) -> dict[str, Request]:
+    """Returns the request of each candidate, by name; the target is placed on a mesh once."""
+
+    def request(drafter: Drafter) -> Request:
+        return prepare(plain.target, prompts, drafter=drafter, tree=auto.tree, **options)
+
+    if auto.drafters is not None:
+        names = [name_of(drafter) for drafter in auto.drafters]
+        if len({*names}) < len(names):
+            raise ValueError(
+                f"two of the drafters have one name: {', '.join(names)}; a plan could not tell "
+                "them apart"
+            )
+        return dict(zip(names, map(request, auto.drafters), strict=True))
+    found, refusal = {}, None
+    for drafter in usual(int(np.asarray(plain.lengths).min())):
+        try:  # nobody named it, so it need not fit these options
+            found[name_of(drafter)] = request(drafter)
+        except ValueError as error:
+            refusal = error
+    if not found:
+        raise ValueError(f"none of the usual drafters fits: {refusal}") from refusal
+    return found
+
+
+def usual(shortest: int) -> list[Drafter]:
+    """Returns the drafters that are tried if the user names none; `shortest` is of the prompts."""
+    found: list[Drafter] = [
+        SelfSpeculation(policy=policy, budget=budget)
+        for policy in ("streaming", "snapkv")
+        for budget in BUDGETS
+        if budget < shortest
+    ]
+    return [LookUp(), *found]
+
+
+def _check_dtype(question: Question) -> None:
+    device, sizes = question.machine.device, question.sizes
+    itemsize = np.dtype(device.dtype).itemsize
+    if sizes.itemsize != itemsize:
+        raise ValueError(
+            f"the rates of {device.name} are those of {device.dtype}, and the target is in "
+            f"{question.target.dtype}: measure it with `magicjax calibrate --dtype "
+            f"{question.target.dtype}`"
+        )
+
+
+def choose(question: Question) -> tuple[Choice, Behind, dict[str, float]]:
+    """Returns (the choice, what came of the prompts, seconds by name in `Stats`)."""
+    rounds = question.auto.trial_rounds
+    drafters = [question.drafter(name) for name in question.requests]
+    behind, prefill_s, compile_s = behind_prompts(question.request, drafters)
+    begin = time.perf_counter()
+    plain, spent = run_trial(question.request, "", behind, rounds, plain=True)
+    ways, trials, skipped = Ways(question, plain), [plain], {}
+    for name in ways.most_promising_first():
+        why = ways.cannot_win(name) if plain.rounds else "all rows ended with prefill's token"
+        if why:
+            skipped[name] = why
+            continue
+        found, compiling = run_trial(question.requests[name], name, behind, rounds)
+        # Plain steps again beside it, so that a busy moment of the machine meets both.
+        beside, _ = run_trial(question.request, "", behind, rounds, plain=True)
+        logger.info("tried %s: %.2f ms a round", name, 1e3 * found.seconds)
+        ways.add(found, beside)
+        trials.append(found)
+        spent += compiling
+    spent += ways.run_off(behind)
+    choice = ways.choice(tuple(trials), skipped)
+    logger.info("%s", choice)
+    plan_s = time.perf_counter() - begin - spent
+    return choice, behind, {
+        "prefill_s": prefill_s, "compile_s": compile_s + spent, "plan_s": plan_s,
+    }  # fmt: skip
+
+
+class Ways:
+    """The ways to draft that were tried so far, as the planner takes them."""
+
+    def __init__(self, question: Question, plain: Trial):
+        self.question = question
+        self.free = planner.check_fits(question.sizes, *question.where)
+        self.foretold = sum(costs.plain_step(question.sizes, *question.where).values())
+        self.plain = [plain.seconds]
+        self.best = 1.0
+        self.found: list[planner.Candidate] = []
+        self.finalists: list[planner.Prediction] = []
+        self.plan: planner.Plan | None = None
+
+    def _candidate(
+        self, name: str, acceptance: Sequence[Sequence[float]] = ((1.0,),), **measured: Any
+    ) -> planner.Candidate:
+        drafter = self.question.drafter(name)
+        if isinstance(drafter, LookUp):  # only trees that branch at the root, so only chains
+            acceptance = [row[:1] for row in acceptance]
+        found = candidate_of(drafter, self.question.sizes, None, acceptance, **measured)
+        return dataclasses.replace(found, deepest=min(found.deepest, self.question.auto.tree.depth))
+
+    def _most(self, name: str) -> float:
+        return planner.most_speed_up(
+            self.question.sizes, self._candidate(name), *self.question.where
+        )
+
+    def most_promising_first(self) -> list[str]:
+        """Returns the drafters' names, by the speed-up if all they drafted were right."""
+        return sorted(self.question.requests, key=lambda name: -self._most(name))
+
+    def cannot_win(self, name: str) -> str:
+        """Returns why a trial would be in vain; "" if it might not."""
+        way = self._candidate(name)
+        need = way.draft.memory(*self.question.where, way.shared)
+        if need > self.free:
+            return (
+                f"it needs {need / 1e9:.2f} GB on each device, and the target leaves "
+                f"{self.free / 1e9:.2f}"
+            )
+        most = self._most(name)
+        if most * MARGIN >= max(self.best, LEAST_GAIN):
+            return ""
+        return f"at most {most:.2f} times as fast as plain decoding if all it drafts were right"
+
+    @property
+    def scale(self) -> float:
+        """Measured T_target, over what is foretold."""
+        return self._believed(statistics.median(self.plain) / self.foretold)
+
+    def _believed(self, ratio: float) -> float:
+        """Returns by how much times are set right by a trial's, which are few and in no turns.
+
+        A profile that has timed the model is a second measurement, and weighs as much.
+        """
+        device, key = self.question.machine.device, self.question.sizes.key
+        return ratio if device.steps(key, costs.PASS) is None else math.sqrt(ratio)
+
+    def add(self, found: Trial, beside: Trial) -> None:
+        """Adds what a trial measured, and plain steps beside it."""
+        self.plain.append(beside.seconds)
+        target, tree = self.question.sizes, self.question.auto.tree
+        way = self._candidate(found.name, found.acceptance, tokens=found.tokens)
+        foretold = planner.cost_of(target, way, *self.question.where, tree).total
+        way = dataclasses.replace(way, scale=self._believed(found.seconds / foretold))
+        self.found.append(way)
+        predictions = planner.predictions(target, way, *self.question.where, self.scale)
+        self.best = max(self.best, *(p.speed_up for p in predictions))
+
+    def run_off(self, behind: Behind) -> float:
+        """Times the best of the plan again beside plain decoding, in turns, and plans with that.
+
+        The best of many predictions is likely one that errs upwards.
+
+        Returns:
+          Seconds of compiling.
+        """
+        if not self.found:
+            return 0.0
+        target, question = self.question.sizes, self.question
+        plan = planner.plan(target, self.found, *self.question.where, self.scale)
+        best_of_each = [
+            max(
+                planner.predictions(target, way, *self.question.where, self.scale),
+                key=lambda prediction: prediction.speed_up,
+            )
+            for way in self.found
+        ]
+        self.finalists = sorted(best_of_each, key=lambda p: -p.speed_up)[:FINALISTS]
+        variants, compile_s, state = [], 0.0, None
+        for prediction in (None, *self.finalists):
+            request = (
+                question.request if prediction is None else question.requests[prediction.drafter]
+            )
+            drafter = None if prediction is None else request.drafter
+            tree = ROOT_ONLY if prediction is None else prediction.tree
+            own = dataclasses.replace(request, drafter=drafter)
+            state, compiling = behind.state(own)
+            settings = request.settings.with_tree(tree)
+            compile_s += compiling + execution.compile_loop(own, settings, state)
+            variants.append(Variant(own, settings, state.drafter))
+            behind.take_back(state, request)
+        assert state is not None
+        state = dataclasses.replace(state, cache=behind.cache)
+        state = take_turns(variants, state, TURNS)
+        behind.take_back(state, question.request)
+        plain, *rest = ([*variant.seconds] for variant in variants)
+        self.plan = self._measured(plan, plain, rest)
+        return compile_s
+
+    @property
+    def _foretold(self) -> dict[str, float]:
+        return {prediction.drafter: prediction.speed_up for prediction in self.finalists}
+
+    def _measured(
+        self, plan: planner.Plan, plain: list[float], rounds: list[list[float]]
+    ) -> planner.Plan:
+        """Returns the plan with what the run-off measured of its best."""
+        target = statistics.median(plain)
+        timed = []
+        for prediction, seconds in zip(self.finalists, rounds, strict=True):
+            ratio = statistics.median(np.divide(seconds, plain))  # of each turn
+            cost = prediction.cost
+            cost = cost.scaled(target / cost.target, ratio * target / cost.total)
+            timed.append(dataclasses.replace(prediction, cost=cost))
+        best, *others = sorted(timed, key=lambda p: -p.speed_up)
+        where, way = self.question.where, self._way(best.drafter)
+        scale = target / self.foretold
+        return dataclasses.replace(
+            plan,
+            best=best,
+            runner_up=others[0] if others else plan.runner_up,
+            break_even=planner.break_even(self.question.sizes, way, *where, scale),
+            target=target,
+        )
+
+    def _way(self, name: str) -> planner.Candidate:
+        return next(way for way in self.found if way.name == name)
+
+    def choice(self, trials: tuple[Trial, ...], skipped: dict[str, str]) -> Choice:
+        """Returns what is best of all that was tried."""
+        auto, target, plan = self.question.auto, self.question.sizes, self.plan
+        if plan is None or plan.best.speed_up < LEAST_GAIN:
+            return Choice(None, None, plan, trials, skipped, {}, self._foretold, auto)
+        best = plan.best
+        way = self._way(best.drafter)
+        seconds = {}
+        if best.tree == chain(best.tree.depth):
+            depths = {best.tree.depth, *(d for d in DEPTHS if d <= way.deepest)}
+            scale = (
+                best.cost.total
+                / planner.cost_of(target, way, *self.question.where, best.tree).total
+            )
+            seconds = {0: plan.target} | {
+                d: scale * planner.cost_of(target, way, *self.question.where, chain(d)).total
+                for d in depths
+            }
+        drafter = self.question.drafter(best.drafter)
+        return Choice(drafter, best.tree, plan, trials, skipped, seconds, self._foretold, auto)
