@@ -50,14 +50,14 @@ class Settings:
     target: str = "experiments/zoo/target"
     profile: str | None = None
     results: str = "results/collapse"
-    batch: int = 4
+    batch: int = 1
     context: int = 4096
-    new_tokens: int = 1024
+    new_tokens: int = 512
     budget: int = 256
     depth: int = 4
     rate: float = 0.95
     rounds: int = 32
-    turns: int = 7
+    turns: int = 5
 
 
 class Runs:

@@ -54,10 +54,10 @@ def fresh_pins(request, texts, counts):
     [
         ("snapkv", "chain4"),
         ("h2o", "irregular"),
-        ("expected", "irregular"),
         *(
             pytest.param(name, tree, marks=pytest.mark.slow)
             for name, tree in (
+                ("expected", "irregular"),
                 ("keydiff", "chain4"),
                 ("pyramidkv", "irregular"),
                 ("tova", "chain4"),
