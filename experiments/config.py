@@ -91,7 +91,8 @@ class Method(BaseModel):
     drafters: list[str] = Field(
         [],
         description="With draft=auto, what is tried, as commands write it: self:streaming:256, "
-        "small:DIRECTORY:streaming:256, look-up:4; several caches of the target if not given.",
+        "small:DIRECTORY:streaming:256, look-up:4; several caches of the target and a look-up if "
+        "not given.",
     )
     profile: str = Field(
         "",

@@ -58,12 +58,6 @@ class Timed:
     budget: int | None
     seconds: float
 
-    @property
-    def name(self) -> str:
-        if self.nodes == 1:
-            return "plain"
-        return f"verify {self.nodes}" if self.budget is None else f"round {self.budget}"
-
 
 def matrix_rate(dtype: str, *, rounds: int = 5) -> float:
     """Returns the FLOP a second of a product of two large matrices on this device."""

@@ -1,14 +1,17 @@
 """`magicjax plan`: which drafter, budget and tree pay on a machine, given measured acceptance."""
 
 import argparse
+import dataclasses
 import json
 from typing import Any
 
 from magicjax import acceptance, costs, planner
+from magicjax.candidates import candidate_of, deepest_of
+from magicjax.drafters import SmallModel
 from magicjax.drafters.sparse import BUDGET
-from magicjax.drafters.written import parts
-from magicjax.generation import config_of
-from magicjax.policies import Full, StreamingLLM, find
+from magicjax.drafters.written import make_drafter, parts
+from magicjax.generation import config_of, skeleton
+from magicjax.policies import StreamingLLM
 from magicjax.tree import TokenTree, chain
 from sharding import parse_mesh
 
@@ -141,35 +144,24 @@ def candidate(
     Raises:
       ValueError: its vocabulary is another, the context too long for it, or its budget too small.
     """
-    rates = tuple(tuple(map(float, row)) for row in table)
-    written = parts(name)
-    if written["look_up"]:
-        return planner.Candidate(name, costs.Draft(None), rates, shared=False)
-    path = written["path"]
-    policy = find(written["policy"] or ("full" if path else "streaming"))
-    sizes = _sizes(path, dtype) if path else target
-    if sizes.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"{name}: its vocabulary has {sizes.vocab_size} tokens and the target's "
-            f"{target.vocab_size}: they must be the same, so pick a drafter of its family"
-        )
-    if isinstance(policy, Full):
-        if path:
-            _check_context(path, context)
-        return planner.Candidate(name, costs.Draft(sizes), rates, shared=not path)
-    if path and not isinstance(policy, StreamingLLM):
-        _check_context(path, context)  # streaming can go on beyond it, --sink-positions in_cache
-    budget = int(written["budget"] or BUDGET)
-    ring = policy.ring(budget)
-    # A round of a small model commits a path behind a lead as long.
-    deepest = min(planner.MAX_DEPTH, (ring - 1) // 2 if path else ring - 1)
-    if deepest < 1 or ring >= budget:
-        raise ValueError(
-            f"{name}: a budget of {budget} leaves {ring} slots for the newest tokens and "
-            f"{budget - ring} to pin: use a larger one"
-        )
-    draft = costs.Draft(sizes, budget)
-    return planner.Candidate(name, draft, rates, deepest=deepest, shared=not path)
+    drafter = make_drafter(name, skeleton)
+    if isinstance(drafter, SmallModel):
+        vocabulary = drafter.model.config.vocab_size
+        if vocabulary != target.vocab_size:
+            raise ValueError(
+                f"{name}: its vocabulary has {vocabulary} tokens and the target's "
+                f"{target.vocab_size}: they must be the same, so pick a drafter of its family"
+            )
+        if not isinstance(drafter.policy, StreamingLLM):  # it can, --sink-positions in_cache
+            _check_context(drafter.model.name, context)
+    if (sparse := getattr(drafter, "sparse", None)) is not None:
+        pins = sparse.budget - sparse.ring
+        if deepest_of(drafter) < 1 or pins < 1:
+            raise ValueError(
+                f"{name}: a budget of {sparse.budget} leaves {sparse.ring} slots for the newest "
+                f"tokens and {pins} to pin: use a larger one"
+            )
+    return dataclasses.replace(candidate_of(drafter, target, dtype, table.tolist()), name=name)
 
 
 def written_tree(tree: TokenTree) -> str:

@@ -42,7 +42,7 @@ class Stats:
       tokens_per_s: emitted / decode_s.
       kv_bytes_target, kv_bytes_draft: allocated keys and values.
       attention_backend: which backend computed the attention.
-      plan_s: of `drafter="auto"`: spent on trials of drafters, compiling aside.
+      plan_s: of `drafter="auto"` in `generate`: spent on trials and the run-off, compiling aside.
       depths: of `drafter="auto"`: the depth of the tree in each call of the loop; 0: plain.
     """
 

@@ -133,12 +133,13 @@ def _trial(
     if tree.num_nodes == 1:
         return Trial(name, seconds, rounds)
     counted = acceptance(*counts)
-    table = tuple(row for row in counted["acceptance_by_rank"])
     tokens: tuple[float, ...] = ()
     if tree.shape.width == 1:
         ran = histogram.sum(1) > 0
         tokens = slowest_tokens(histogram[ran], np.asarray(request.limits)[ran] - 1)
-    return Trial(name, seconds, rounds, _reached(table, counted["histogram"]), tokens)
+    return Trial(
+        name, seconds, rounds, _reached(counted["acceptance_by_rank"], counted["histogram"]), tokens
+    )
 
 
 def _reached(

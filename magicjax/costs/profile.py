@@ -67,8 +67,8 @@ def save_profile(path: str | os.PathLike, device: Device, measured: Any) -> None
 
     Args:
       path: of the .json file.
-      device: the constants.
-      measured: what they were fitted to, for readers.
+      device: the constants, and the steps that were timed.
+      measured: how, for readers.
     """
     path = pathlib.Path(path)
     content = {
