@@ -17,7 +17,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from experiments import config, grid, measure, plots, preflight, report, store
+from experiments import config, grid, measure, plots, preflight, store, terminal
 
 PROG = "python -m experiments.launch"
 
@@ -99,7 +99,7 @@ def _announce(console: Console, cell: grid.Cell, record: dict[str, Any], told: s
         result = f"τ {row['tau']:.2f}"
         if row["speedup"] is not None:
             result = f"{row['decode_tok_s']:.0f} tokens/s, {row['speedup']:.2f}×, {result}"
-    elif report.is_told(row, told):
+    elif terminal.is_told(row, told):
         return
     else:
         result = f"failed: {row['error']}"
@@ -116,8 +116,8 @@ def publish(
     rows = [record["row"] for record in records]
     store.write_summary(directory, rows)
     written = ["summary.csv", *plots.write(rows, directory, experiment.name), "cells/*.json"]
-    console.print(report.table(rows, title=experiment.name))
-    for line in (*report.LEGEND, *report.notes(rows)):
+    console.print(terminal.table(rows, title=experiment.name))
+    for line in (*terminal.LEGEND, *terminal.notes(rows)):
         console.print(line, markup=False)
     console.print(f"written to {directory}: {', '.join(written)}", markup=False)
     return directory
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     records = run(experiment, console)
     publish(experiment, records, console)
-    good = all(r["row"]["status"] == "ok" and report.is_exact(r["row"]) for r in records)
+    good = all(r["row"]["status"] == "ok" and terminal.is_exact(r["row"]) for r in records)
     return 0 if good else 1
 
 
