@@ -2,8 +2,9 @@
 
 `python -m experiments.plan_check` goes through batches and contexts. In each it lets the planner
 choose: what it foretells from the profile and its trials is one column, what it expects after its
-run-off another. Then it measures every drafter with every depth on the same prompts, and
-times the fastest three, the plan's own pick and plain decoding again, taking turns, so that noise
+run-off another. Then it measures every drafter with every depth on the same prompts: the rounds of
+a whole run, which are the same on any machine, and the time of a round, in turns with plain
+decoding. The fastest three and the plan's own pick are timed again, with more turns, so that noise
 picks no winner. The last columns are `auto` itself, its depth planned anew as it goes, against
 plain decoding. Every cell is written when it is done; a run that was stopped goes on.
 """
@@ -12,6 +13,7 @@ import dataclasses
 import json
 import pathlib
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from magicjax.drafters.written import make_drafter
 from magicjax.request import Request, prepare
 from magicjax.tree import ROOT_ONLY, chain
 from magicjax.trial import behind_prompts
+from magicjax.turns import Variant, take_turns
 
 PLAIN = "plain"
 Way = tuple[str, int]  # a drafter's name and a depth
@@ -48,7 +51,8 @@ class Settings:
       batch: rows.
       context: tokens of each prompt.
       new_tokens: of each row.
-      turns: in which the fastest are timed again.
+      turns: in which the fastest are timed again; all of the grid in a quarter of them, and auto
+        and plain decoding in a third, whole runs each.
     """
 
     target: str = "experiments/zoo/target"
@@ -66,7 +70,7 @@ class Settings:
     batch: tuple[int, ...] = (1, 4, 8, 16)
     context: tuple[int, ...] = (1024, 4096, 8192)
     new_tokens: int = 96
-    turns: int = 7
+    turns: int = 60
 
 
 class Cell:
@@ -89,20 +93,65 @@ class Cell:
         self.behind, _, _ = behind_prompts(first, drafters)
         self.text: Int[np.ndarray, "B M"] | None = None
 
-    def seconds(self, way: Way) -> float:
-        """Returns the seconds of the loop, from the prompts to the last token.
+    def steps(self, way: Way) -> int:
+        """Returns the rounds of the loop, from the prompts to the last token of the last row.
 
         Raises RuntimeError if the text is not that of plain decoding.
         """
+        state, _ = self._run(way)
+        return int(np.asarray(state.histogram).sum(1).max())
+
+    def ratios(self, ways: Sequence[Way], turns: int) -> dict[Way, float]:
+        """Returns how long a round takes, over a round of plain decoding: a median over turns.
+
+        What a turn calls takes a fraction of a second: a machine that is slow for seconds at a
+        time, because others use it too, is so for all of a turn.
+        """
+        variants, state = [], None
+        for way in ((PLAIN, 0), *ways):
+            deep = dataclasses.replace(
+                self.requests[way[0]], settings=self.requests[ways[0][0]].settings
+            )
+            state, _ = self.behind.state(deep)  # one for all, so as deep as the deepest
+            settings = self._request(way).settings
+            execution.compile_loop(deep, settings, state)
+            variants.append(Variant(deep, settings, state.drafter))
+            self.behind.take_back(state, deep)
+        assert state is not None
+        state = dataclasses.replace(state, cache=self.behind.cache)
+        state = take_turns(variants, state, turns)
+        self.behind.take_back(state, self.requests[PLAIN])
+        plain, *rest = (variant.seconds for variant in variants)
+        return {
+            way: statistics.median(np.divide(seconds, plain))
+            for way, seconds in zip(ways, rest, strict=True)
+        }
+
+    def auto_speed_up(self, choice: magicjax.Choice, turns: int) -> float:
+        """Returns the speed-up of what `drafter="auto"` runs: a median over pairs of whole runs.
+
+        Where it is off, it runs the very program of plain decoding, and has none.
+        """
+        if choice.drafter is None:
+            return 1.0
+        found = []
+        for turn in range(turns + 1):
+            pair = {}
+            for auto in (True, False) if turn % 2 else (False, True):
+                pair[auto] = self._auto(choice) if auto else self._run((PLAIN, 0))[1]
+            found.append(pair[False] / pair[True])
+        return statistics.median(found[1:])
+
+    def _run(self, way: Way) -> tuple[DecodeState, float]:
         request = self._request(way)
         state, _ = self.behind.state(request)
         state, seconds, _ = execution.run(request, request.settings, state)
         self._ended(request, state, way)
-        return seconds
+        return state, seconds
 
-    def auto_seconds(self, choice: magicjax.Choice) -> float:
+    def _auto(self, choice: magicjax.Choice) -> float:
         """Returns the seconds of the loop that `drafter="auto"` runs."""
-        request = self._request((PLAIN, 0) if choice.drafter is None else (choice.name, 0))
+        request = self._request((choice.name, 0))
         state, _ = self.behind.state(request)
         state, _, seconds, _ = run_choice(request, choice, state)
         self._ended(request, state, AUTO)
@@ -128,39 +177,34 @@ def measure(settings: Settings, target: magicjax.Model, drafters: list, rows: li
     auto = magicjax.Auto(drafters, device=settings.profile, tree=chain(max(settings.depths)))
     cell = Cell(settings, target, drafters, rows)
     choice = magicjax.choose_drafter(target, rows, auto, **cell.options)
-    plain = min(cell.seconds((PLAIN, 0)) for _ in range(3))
-    grid = {
-        (name, depth): plain / cell.seconds((name, depth))
-        for name in cell.drafters
-        for depth in settings.depths
-    }
+    steps = {(PLAIN, 0): cell.steps((PLAIN, 0))}
+
+    def speed_ups(ways: Sequence[Way], turns: int) -> dict[Way, float]:
+        steps.update((way, cell.steps(way)) for way in ways if way not in steps)
+        ratios = cell.ratios(ways, turns)
+        return {way: steps[PLAIN, 0] / (steps[way] * ratios[way]) for way in ways}
+
+    grid: dict[Way, float] = {}
+    for name in cell.drafters:
+        grid |= speed_ups([(name, depth) for depth in settings.depths], settings.turns // 4)
     fastest = sorted(grid, key=lambda way: -grid[way])[:3]
     planned = _planned(choice)
-    ways = dict.fromkeys([(PLAIN, 0), *([planned] if planned else []), *fastest])
-    times: dict[Way, list[float]] = {way: [] for way in (*ways, AUTO)}
-    order = np.random.default_rng(0)
-    for _ in range(settings.turns + 1):
-        for i in order.permutation(len(times)):  # what runs before has a share in a time
-            way = list(times)[i]
-            seconds = cell.auto_seconds(choice) if way == AUTO else cell.seconds(way)
-            times[way].append(seconds)
-    speed_ups = {
-        way: statistics.median(np.divide(times[PLAIN, 0][1:], found[1:]))
-        for way, found in times.items()
-    }
-    best = max(fastest, key=lambda way: speed_ups[way])
+    ways = list(dict.fromkeys([*([planned] if planned else []), *fastest]))
+    again = speed_ups(ways, settings.turns)
+    best = max(fastest, key=lambda way: again[way])
     on = planned is not None and choice.drafter is not None
     return {
         "chosen": _words(planned) if planned and on else "off",
         "planned": _words(planned) if planned else None,
         "foretold": choice.foretold[planned[0]] if planned else None,
         "expected": choice.plan.best.speed_up if choice.plan else None,
-        "measured": speed_ups[planned] if planned else None,
+        "measured": again[planned] if planned else None,
         "best": _words(best),
-        "best_speed_up": speed_ups[best],
-        "chosen_speed_up": speed_ups[planned] if planned and on else 1.0,
-        "auto_speed_up": speed_ups[AUTO],
-        "again": {_words(way): speed for way, speed in speed_ups.items()},
+        "best_speed_up": again[best],
+        "chosen_speed_up": again[planned] if planned and on else 1.0,
+        "auto_speed_up": cell.auto_speed_up(choice, settings.turns // 3),
+        "again": {_words(way): speed for way, speed in again.items()},
+        "steps": {_words(way): count for way, count in steps.items()},
         "grid": {_words(way): speed for way, speed in grid.items()},
         "trials": [dataclasses.asdict(trial) for trial in choice.trials],
         "skipped": choice.skipped,
@@ -223,7 +267,6 @@ def summary(table: pd.DataFrame) -> str:
 def main(settings: Settings) -> None:
     """Measures the cells that are not there yet, prints the table and writes it."""
     target = magicjax.load(settings.target, dtype="float32")
-    stream = prompts.held_out_stream(target.tokenizer)
     folder, rows = pathlib.Path(settings.results), []
 
     def load(path: str) -> magicjax.Model:
@@ -235,8 +278,8 @@ def main(settings: Settings) -> None:
             path = folder / "cells" / f"{batch}-{context}.json"
             if not path.exists():
                 fit = [d for d in drafters if (getattr(d, "budget", None) or 0) < context]
-                text = list(prompts.cut(stream, batch, context))
-                found = measure(settings, target, fit, text)
+                made = prompts.make(prompts.STDLIB, target.tokenizer, "", batch, context)
+                found = measure(settings, target, fit, [prompt.tokens for prompt in made])
                 store.write_text(path, json.dumps(found, indent=1) + "\n")
             rows.append(row_of(batch, context, json.loads(path.read_text())))
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()})

@@ -30,7 +30,8 @@ BUDGETS = (64, 256, 1024)
 DEPTHS = (1, 2, 4, 8)  # among which the depth is planned anew, beside the plan's own
 LEAST_GAIN = 1.03  # below, plain decoding is chosen: plans err by more
 MARGIN = 1.15  # what a plan without a trial may be off by
-FINALISTS, TURNS = 3, 11  # of the run-off
+FINALISTS = 3
+TURNS, RUN_OFF_S = 11, 5.0  # of the run-off; of short rounds as many turns as take so long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,7 +286,7 @@ class Ways:
             behind.take_back(state, request)
         assert state is not None
         state = dataclasses.replace(state, cache=behind.cache)
-        state = take_turns(variants, state, TURNS)
+        state = take_turns(variants, state, TURNS, RUN_OFF_S)
         behind.take_back(state, question.request)
         plain, *rest = ([*variant.seconds] for variant in variants)
         self.plan = self._measured(plan, plain, rest)

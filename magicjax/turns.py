@@ -39,13 +39,16 @@ class Variant:
     seconds: list[float] = dataclasses.field(default_factory=list)
 
 
-def take_turns(variants: Sequence[Variant], state: DecodeState, turns: int) -> DecodeState:
+def take_turns(
+    variants: Sequence[Variant], state: DecodeState, turns: int, seconds: float = 0.0
+) -> DecodeState:
     """Calls each variant once a turn, after a first turn that is not counted.
 
     Args:
       variants: what is timed; `seconds` of each is added to.
       state: as deep as the deepest variant, whose memory is taken over.
-      turns: how many.
+      turns: how many, at least.
+      seconds: go on until so many have been spent.
 
     Returns:
       A state with the target's cache.
@@ -54,19 +57,22 @@ def take_turns(variants: Sequence[Variant], state: DecodeState, turns: int) -> D
     counters, held = _counters(state), [_counters(variant.drafter) for variant in variants]
     rounds = [2] * len(variants)
     order = np.random.default_rng(0)
-    for turn in range(turns + 1):
+    turn, spent = 0, 0.0
+    while turn <= turns or spent < seconds:
         for i in order.permutation(len(variants)):  # what runs before has a share in a time
             variant = variants[i]
             own = _set_back(variant.drafter, held[i])
             own = dataclasses.replace(_set_back(state, counters), drafter=own)
-            state, seconds = _call(variant, with_rounds(own, rounds[i]))
+            state, took = _call(variant, with_rounds(own, rounds[i]))
+            spent += took
             variant.drafter = state.drafter
-            seconds /= rounds[i] - int(state.rounds_left)  # rows may all end before
+            took /= rounds[i] - int(state.rounds_left)  # rows may all end before
             state = dataclasses.replace(state, drafter=None)
             if turn:
-                variant.seconds.append(seconds)
+                variant.seconds.append(took)
             else:
-                rounds[i] = max(2, min(ROUNDS, round(CALL_SECONDS / max(seconds, 1e-6))))
+                rounds[i] = max(2, min(ROUNDS, round(CALL_SECONDS / max(took, 1e-6))))
+        turn += 1
     return state
 
 

@@ -46,7 +46,7 @@ def foretold(monkeypatch):
         drafter = None if plain else request.drafter
         return dataclasses.replace(found, seconds=seconds(drafter, TREE.depth)), compiling
 
-    def turns(variants, state, count):
+    def turns(variants, state, count, least_seconds):
         state = take_turns(variants, state, 1)
         for variant in variants:
             drafter, depth = variant.request.drafter, variant.settings.shape.depth

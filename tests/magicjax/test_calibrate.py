@@ -139,7 +139,8 @@ def test_a_profile_is_written_and_serves_a_plan_here(directory, tmp_path, run):
     cost = costs.round_cost(sizes, costs.Draft(sizes, 32), costs.Machine(device), 1, 64, 2, 1)
     assert cost.target == pytest.approx(passes.seconds[0])
     assert cost.verify + cost.rest == pytest.approx(passes.seconds[1])
-    assert cost.draft == pytest.approx(draft.seconds[0])
+    if draft.seconds[0] > calibrate.SHORTEST:  # else noise ate it, and bytes say how short it is
+        assert cost.draft == pytest.approx(draft.seconds[0])
     assert (device.bandwidth, device.matrix_rate, device.link) == (1e10, 1e11, None)
     plan = ("plan", *where, "--batch", 2, "--context", 64, "--device", out, "--acceptance", 0.8)
     code, said, err = run(*plan, "--drafter", "self:streaming:32")
