@@ -49,7 +49,7 @@ def collectives(text: str) -> list[Collective]:
     A loop of unknown length counts once: of `decode`, that is one step. One of known length counts
     as often as it runs, such as that over the levels of a draft.
     """
-    bodies, entry = _computations(text)
+    bodies, entry = computations(text)
 
     def within(name: str) -> collections.Counter:  # (kind, what) -> count or bytes
         found: collections.Counter = collections.Counter()
@@ -84,7 +84,7 @@ def largest_collective(text: str) -> int:
     return max(sizes)
 
 
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+def computations(text: str) -> tuple[dict[str, list[str]], str]:
     """Returns (the lines of each computation, the name of the main one)."""
     bodies: dict[str, list[str]] = {}
     entry, lines = "", []

@@ -27,6 +27,7 @@ from magicjax.tree import chain
 from pallas_kernels.bench import write_json
 
 CLASSES = ("attention", "matrix products", "rest")
+MOST_EVENTS = 1_000_000  # of a trace as JSON: XLA leaves out what came later
 OPCODE = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (?:\(.*?\)|\S+) ([\w\-]+)\(")
 COMPUTATION = re.compile(r"(?:ENTRY )?%([\w.\-]+) \(.*\{$")
 SCOPE = re.compile(r'op_name="([^"]*)"')
@@ -99,13 +100,20 @@ def read_trace(folder: str) -> dict[str, Any]:
     """Returns the one trace that lies in a folder of `jax.profiler.trace`.
 
     Raises:
-      ValueError: there is none, or more than one.
+      ValueError: there is none, or more than one, or it is full, and so its end is missing.
     """
     paths = glob.glob(os.path.join(folder, "**", "*.trace.json.gz"), recursive=True)
     if len(paths) != 1:
         raise ValueError(f"{folder} holds {len(paths)} files *.trace.json.gz: it must be one")
     with gzip.open(paths[0], "rt", encoding="utf-8") as file:
-        return json.load(file)
+        trace = json.load(file)
+    events = sum(event.get("ph") == "X" for event in trace["traceEvents"])
+    if events >= MOST_EVENTS:
+        raise ValueError(
+            f"the trace has {events} events, and XLA writes no more than {MOST_EVENTS}: its end is "
+            "missing; trace fewer rounds or new tokens"
+        )
+    return trace
 
 
 def events_of(trace: dict[str, Any], module: str, on_cpu: bool) -> list[Event]:
@@ -187,6 +195,27 @@ def summarize(events: Iterable[Event], operations: dict[str, str | None]) -> dic
     }
 
 
+def traced(text: str, run: Callable[[], Any]) -> tuple[Any, dict[str, Any], list[Event]]:
+    """Returns (what `run` returns, the trace of it, what ran of a compiled program).
+
+    Args:
+      text: of the program that `run` calls.
+      run: called without arguments; returns when the program has ended.
+
+    Raises:
+      ValueError: this platform's trace does not name operations, or the trace is full.
+    """
+    match = re.match(r"HloModule ([\w.\-]+)", text)
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # calls of Python, which would be most of a CPU's trace
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            result = run()
+        trace = read_trace(folder)
+    module, on_cpu = match[1] if match else "", jax.default_backend() == "cpu"
+    return result, trace, events_of(trace, module, on_cpu)
+
+
 def profile(program: jax.stages.Compiled, run: Callable[[], Any]) -> dict[str, Any]:
     """Returns the summary of one run of a compiled program.
 
@@ -195,15 +224,10 @@ def profile(program: jax.stages.Compiled, run: Callable[[], Any]) -> dict[str, A
       run: called without arguments; returns JAX arrays.
 
     Raises:
-      ValueError: this platform's trace does not name operations.
+      ValueError: this platform's trace does not name operations, or the trace is full.
     """
     text = program.as_text() or ""
-    match = re.match(r"HloModule ([\w.\-]+)", text)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(run())
-        module, on_cpu = match[1] if match else "", jax.default_backend() == "cpu"
-        events = events_of(read_trace(folder), module, on_cpu)
+    _, _, events = traced(text, lambda: jax.block_until_ready(run()))
     return summarize(events, class_of_operations(text))
 
 

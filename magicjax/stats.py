@@ -25,6 +25,7 @@ class Stats:
         cut; tau and emitted count what was emitted.
       acceptance_if_reached: share of the rounds whose path reached depth 0, 1, … that went on.
       histogram: how many rounds accepted 0, 1, … tokens.
+      histogram_by_request: the same of each row; its sum is the row's rounds.
       acceptance_by_rank: for each depth, the share of the rounds that reached it which went on
         with the node's 1st, 2nd, … try (the last: that one or, in merged trees, a later one). It
         is what `magicjax.optimal` makes a tree of; its cumulated sum is the success rate of the
@@ -53,6 +54,7 @@ class Stats:
     acceptance_if_reached: tuple[float, ...]
     acceptance_by_rank: tuple[tuple[float, ...], ...]
     histogram: tuple[int, ...]
+    histogram_by_request: tuple[tuple[int, ...], ...]
     rounds: int
     steps: int
     emitted: int
@@ -108,6 +110,7 @@ def acceptance(
         "acceptance_if_reached": tuple(float(n) for n in at_least[1:] / reached),
         "acceptance_by_rank": tuple(tuple(map(float, row)) for row in by_rank),
         "histogram": tuple(map(int, by_count)),
+        "histogram_by_request": tuple(tuple(map(int, row)) for row in np.asarray(histogram)),
         "rounds": rounds,
         "steps": int(rounds_of_rows.max()),
         "emitted": int(of_rows.sum()),

@@ -10,6 +10,7 @@ from magicjax.costs.floors import kv_bytes_per_token, step_bytes, weight_bytes
 from magicjax.costs.measured import DRAFT, PASS, Steps
 from magicjax.costs.profile import (
     default_profile,
+    device_kind,
     device_of,
     load_profile,
     save_profile,
@@ -47,6 +48,7 @@ __all__ = [
     "Steps",
     "check_heads",
     "default_profile",
+    "device_kind",
     "device_of",
     "draft_step",
     "find_device",

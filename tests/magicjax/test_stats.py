@@ -19,6 +19,7 @@ def test_statistics_follow_from_the_histogram_and_the_lengths():
         "acceptance_if_reached": (3 / 4, 2 / 3),
         "acceptance_by_rank": ((2 / 4, 1 / 4), (0 / 3, 2 / 3)),
         "histogram": (1, 1, 2),
+        "histogram_by_request": ((1, 0, 2), (0, 1, 0)),
         "nodes_per_round": 1 + 15 / 4,
         "acceptance_rate": 5 / 8,
         "acceptance_by_depth": (3 / 4, 2 / 4),
