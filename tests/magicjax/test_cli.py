@@ -49,6 +49,7 @@ def test_a_small_model_and_a_prompt_from_a_file_give_the_same_text(directory, ru
     assert "1: 1.00  2: 1.00" in err  # the drafter is the target
 
 
+@pytest.mark.slow
 def test_auto_tells_what_it_tried_and_gives_the_same_text(directory, run, tmp_path):
     profile = tmp_path / "here.json"
     device = costs.Device("here", 2e10, 1e11, 1e10, None, "float32", round_seconds=0.0)

@@ -48,11 +48,13 @@ def test_the_largest_batch_and_context_are_the_last_that_fit(run):
     assert ask(128, longest - 200)[1]["fits"] and ask(128, longest + 2000)[0] == fit.DOES_NOT_FIT
 
 
+@pytest.mark.slow
 def test_no_context_is_longer_than_the_positions_of_the_target(run):
     _, out, _ = run(*ARGUMENTS, "--batch", 1, "--context", 1024, *LOAD[4:], "--json")
     assert json.loads(out)["largest context"] == preset("llama-3.1-8b").max_positions
 
 
+@pytest.mark.slow
 def test_a_small_draft_reads_the_prompts_into_a_full_cache_first():
     load = ahead.Workload(
         "llama-3.1-8b", "small:llama-3.2-1b:streaming:512", "", 128, 32768, "h200", 2, 4
@@ -74,6 +76,7 @@ def test_what_does_not_fit_ends_with_3_and_says_by_how_much(run):
     assert over > 0 and f"DOES NOT FIT: {over:.2f}"[:-1] in out
 
 
+@pytest.mark.slow
 def test_rows_go_in_multiples_of_the_groups(run):
     _, out, _ = run(*ARGUMENTS, *LOAD[:-1], "data=4,model=2", "--json")
     found = json.loads(out)

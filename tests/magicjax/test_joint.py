@@ -128,7 +128,6 @@ def refreshed(policy: str, **options) -> magicjax.SelfSpeculation:
 
 SLICE = {
     "small, 2,2": (small(1), PAIRS, {}),
-    "small, dynamic": (small(1), DYNAMIC, {}),
     "ensemble and look-up": (
         magicjax.Ensemble(
             [small(1), magicjax.LookUp(), self_speculation()], [PAIRS, CHAIN, BRANCHES]
@@ -136,9 +135,10 @@ SLICE = {
         None,
         {},
     ),
-    "self snapkv refreshed, 2,2": (refreshed("snapkv"), PAIRS, {}),
 }
 ALL = SLICE | {
+    "small, dynamic": (small(1), DYNAMIC, {}),
+    "self snapkv refreshed, 2,2": (refreshed("snapkv"), PAIRS, {}),
     "small top, 1,1,3": (small(1, draw="top"), DEEP, {}),
     "self with replacement, irregular": (
         self_speculation(draw="with_replacement"),

@@ -204,7 +204,8 @@ def texts_of(drafter) -> dict[tuple[int, ...], int]:
     return counted
 
 
-@pytest.mark.parametrize("kind", ["small", pytest.param("self", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["small", "self"])
 def test_the_sampled_text_keeps_the_targets_joint_distribution(kind):
     drafter = test_joint.small(1) if kind == "small" else test_joint.self_speculation()
     wanted = test_joint.joint(tuple(test_joint.PLAIN.items()))
