@@ -66,8 +66,10 @@ class Runs:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.target = magicjax.load(settings.target, dtype="float32")
-        stream = prompts.held_out_stream(self.target.tokenizer)
-        rows = list(prompts.cut(stream, settings.batch, settings.context))
+        made = prompts.make(
+            prompts.STDLIB, self.target.tokenizer, "", settings.batch, settings.context
+        )
+        rows = [prompt.tokens for prompt in made]
         plain = magicjax.generate(
             self.target, rows, max_new_tokens=settings.new_tokens, eos_token_id=[]
         )

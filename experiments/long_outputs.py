@@ -179,8 +179,8 @@ def plot(table: pd.DataFrame, path: pathlib.Path) -> None:
 def main(settings: Settings) -> None:
     """Measures every draft, prints the table, writes it and its plot."""
     target = magicjax.load(settings.target, dtype="float32")
-    stream = prompts.held_out_stream(target.tokenizer)
-    rows = list(prompts.cut(stream, settings.batch, settings.context))
+    made = prompts.make(prompts.STDLIB, target.tokenizer, "", settings.batch, settings.context)
+    rows = [prompt.tokens for prompt in made]
     found: dict[str, dict[str, float]] = {}
     for name, drafter in tqdm(drafts(settings).items(), unit="draft"):
         found |= measure(name, target, drafter, rows, settings)

@@ -1,10 +1,17 @@
-from types import SimpleNamespace
+"""What every kind of prompts promises, with tokenizers that behave differently."""
+
+import json
+import math
 
 import numpy as np
 import pytest
 
-import models
-from experiments import config, corpus, grid, measure, prompts, synthetic
+from experiments import corpus, prompts
+from experiments.prompts import ruler, stretches
+from experiments.prompts.prompt import encode, opening
+from tests.experiments import prompt_cases
+
+MADE = [kind for kind in prompts.KINDS if kind != prompts.RANDOM]
 
 
 class Letters:
@@ -12,24 +19,176 @@ class Letters:
 
     eos_token_id = 0
 
-    def encode(self, text, add_special_tokens, verbose):
-        assert not add_special_tokens
+    def encode(self, text, add_special_tokens=True, **options):
         return [ord(letter) for letter in text]
 
 
-def test_the_stream_is_the_modules_in_order_each_with_an_end():
-    modules = [corpus.Module("a.py", "ab"), corpus.Module("b.py", "c")]
-    stream = prompts.held_out_stream(Letters(), modules)
-    np.testing.assert_array_equal(stream, [97, 98, 0, 99, 0])
+TOKENIZERS = {
+    "embedded": prompt_cases.embedded,
+    "letters": prompt_cases.letters,
+    "spaced": prompt_cases.spaced,
+}
+
+
+@pytest.fixture
+def short_library(monkeypatch):
+    """Makes the standard library a part of its held-out modules, which is read in a moment."""
+    modules = prompt_cases.short_library()
+    monkeypatch.setattr(corpus, "library", lambda: modules)
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS)
+def tokenizer(request):
+    return TOKENIZERS[request.param]()
+
+
+def prose(name, lines):
+    """Returns a text of numbered lines, in which no stretch comes twice."""
+    return "".join(f"Line {i} of {name} says that {i * i} is no prime.\n" for i in range(lines))
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """Returns a path for each kind that needs one, of small files in the public formats."""
+    root = tmp_path_factory.mktemp("data")
+    (root / "texts" / "more").mkdir(parents=True)
+    (root / "texts" / "a.txt").write_text(prose("a", 600))
+    lines = [json.dumps({"text": prose(f"j{i}", 100)}) for i in range(3)]
+    (root / "texts" / "more" / "b.jsonl").write_text("\n".join(lines) + "\n")
+    (root / "books").mkdir()
+    for i in range(5):
+        (root / "books" / f"{1000 + i}.txt").write_text(prose(f"book {i}", 600))
+    (root / "tasks").mkdir()
+    for task in ("hotpotqa", "gov_report"):
+        records = [
+            {
+                "input": f"What is {i}?" if task == "hotpotqa" else "",
+                "context": prose(f"{task} {i}", 400 + 50 * i),
+                "answers": [f"answer {i}", "none"],
+                "all_classes": None,
+                "_id": f"{i}",
+            }
+            for i in range(4)
+        ]
+        (root / "tasks" / f"{task}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    paragraphs = [
+        {
+            "context": prose(f"paragraph {i}", 4),
+            "qas": [{"question": f"Who is {i}?", "id": f"{i}", "answers": [{"text": "Line"}]}],
+        }
+        for i in range(8)
+    ]
+    data = [
+        {"title": "t", "paragraphs": paragraphs[:4]},
+        {"title": "u", "paragraphs": paragraphs[4:]},
+    ]
+    (root / "squad.json").write_text(json.dumps({"data": data}))
+    return {
+        "files": str(root / "texts"),
+        "pg19": str(root / "books"),
+        "longbench": str(root / "tasks"),
+        "qa": str(root / "squad.json"),
+    }
+
+
+@pytest.mark.usefixtures("short_library")
+@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("context", [4096, 4097])
+def test_prompts_of_every_kind_have_exactly_the_asked_length_and_differ(
+    kind, context, tokenizer, paths
+):
+    made = prompts.make(kind, tokenizer, paths.get(kind, ""), 4, context)
+    assert len(made) == 4
+    assert {(p.tokens.shape, p.tokens.dtype) for p in made} == {((context,), np.dtype(np.int32))}
+    assert len({p.tokens.tobytes() for p in made}) == 4
+
+
+@pytest.mark.usefixtures("short_library")
+@pytest.mark.parametrize("kind", MADE)
+def test_prompts_begin_as_the_tokenizer_begins_and_hold_no_special_token_by_accident(
+    kind, tokenizer, paths
+):
+    begin = opening(tokenizer)
+    ends = {tokenizer.bos_token_id, tokenizer.eos_token_id}
+    for prompt in prompts.make(kind, tokenizer, paths.get(kind, ""), 3, 4096):
+        assert prompt.tokens[: len(begin)].tolist() == begin
+        rest = prompt.tokens[len(begin) :]
+        if kind in (prompts.STDLIB, "files"):  # only between texts
+            assert np.isin(rest, list(ends)).mean() < 0.01
+        else:
+            assert not np.isin(rest, list(ends)).any()
+
+
+@pytest.fixture(scope="module")
+def twins():
+    """Returns two tokenizers that are alike."""
+    return prompt_cases.letters(), prompt_cases.letters()
+
+
+@pytest.mark.usefixtures("short_library")
+@pytest.mark.parametrize("kind", MADE)
+def test_prompts_are_the_same_each_time_and_others_with_another_seed(kind, paths, twins):
+    path = paths.get(kind, "")
+    first, again, other = (
+        [p.tokens for p in prompts.make(kind, tokenizer, path, 3, 4096, seed)]
+        for tokenizer, seed in ((twins[0], 0), (twins[1], 0), (twins[0], 1))
+    )
+    np.testing.assert_array_equal(first, again)
+    assert any((a != b).any() for a, b in zip(first, other))
+
+
+@pytest.mark.usefixtures("short_library")
+@pytest.mark.parametrize("kind", [k for k in MADE if k not in ("stdlib", "files")])
+def test_the_first_prompts_are_the_same_whatever_their_count(kind, paths, twins):
+    one, three = (prompts.make(kind, twins[0], paths.get(kind, ""), n, 4096) for n in (1, 3))
+    np.testing.assert_array_equal(one[0].tokens, three[0].tokens)
+
+
+@pytest.mark.parametrize("context", [2048, 32768])
+def test_the_held_out_text_is_enough_for_rows_of_every_context(context):
+    made = prompts.make("stdlib", TOKENIZERS["embedded"](), "", 16, context)
+    assert {prompt.tokens.shape for prompt in made} == {(context,)}
+    assert len({prompt.tokens.tobytes() for prompt in made}) == 16
+    assert {prompt.answer for prompt in made} == {()}
+
+
+def test_what_looks_like_a_special_token_is_text(tmp_path, tokenizer):
+    said = " ".join([tokenizer.eos_token, "<s>"]) + " 1 2 3"
+    (tmp_path / "a.txt").write_text(said * 300)
+    whole = encode(tokenizer, said)
+    assert tokenizer.eos_token_id in tokenizer.encode(said, add_special_tokens=False)
+    assert not {tokenizer.eos_token_id, tokenizer.bos_token_id} & set(whole)
+    (prompt,) = prompts.make("files", tokenizer, str(tmp_path / "a.txt"), 1, 300)
+    begin = opening(tokenizer)
+    assert not np.isin(prompt.tokens[len(begin) :], tokenizer.all_special_ids).any()
+
+
+def test_what_a_tokenizer_puts_before_a_text_is_known_and_what_it_puts_behind_left_out():
+    assert opening(TOKENIZERS["embedded"]()) == []
+    assert opening(prompt_cases.letters()) == [1]
+    spaced = prompt_cases.spaced()
+    assert opening(spaced) == [spaced.bos_token_id]
+
+
+def test_the_stream_is_the_texts_in_order_each_with_an_end():
+    np.testing.assert_array_equal(stretches.stream(Letters(), ["ab", "c"]), [97, 98, 0, 99, 0])
 
 
 def test_prompts_come_from_held_out_modules_only(monkeypatch):
     modules = [corpus.Module(f"{i}.py", chr(200 + i)) for i in range(200)]
     monkeypatch.setattr(corpus, "library", lambda: modules)
     trained_on, held_out = corpus.split(modules)
-    stream = set(prompts.held_out_stream(Letters()).tolist()) - {0}
+    stream = set(prompts.stdlib_stream(Letters()).tolist()) - {0}
     assert stream == {ord(m.text) for m in held_out}
     assert not stream & {ord(m.text) for m in trained_on}
+
+
+def test_the_held_out_stream_is_made_once_for_each_tokenizer(monkeypatch):
+    tokenizer, reads = Letters(), []
+    monkeypatch.setattr(corpus, "library", lambda: reads.append(1) or [corpus.Module("a", "b")])
+    assert prompts.stdlib_stream(tokenizer) is prompts.stdlib_stream(tokenizer)
+    prompts.stdlib_stream(Letters())
+    assert len(reads) == 2
 
 
 def test_stretches_are_of_the_asked_length_the_same_each_time_and_apart():
@@ -39,6 +198,24 @@ def test_stretches_are_of_the_asked_length_the_same_each_time_and_apart():
     np.testing.assert_array_equal(rows, prompts.cut(stream, 2, 60))
     many = prompts.cut(stream, 40, 60)
     assert many.shape == (40, 60) and len({tuple(row) for row in many}) == 40
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_seed_moves_stretches_and_keeps_them_apart_and_inside(seed):
+    stream = np.arange(100, dtype=np.int32)
+    rows = prompts.cut(stream, 40, 60, seed)  # as many as there are places
+    np.testing.assert_array_equal(rows, rows[:, :1] + np.arange(60))
+    assert len(set(rows[:, 0])) == 40
+    long = np.arange(10_060, dtype=np.int32)
+    few = prompts.cut(long, 2, 60, seed)
+    assert few[1, 0] - few[0, 0] == 5000
+    assert seed == 0 or (few != prompts.cut(long, 2, 60)).any()
+
+
+def test_what_every_prompt_begins_with_counts_as_a_part_of_its_context():
+    rows = prompts.cut(np.arange(100, dtype=np.int32), 2, 60, begin=[7, 8])
+    assert rows.shape == (2, 60)
+    assert rows[:, :2].tolist() == [[7, 8], [7, 8]] and (np.diff(rows[:, 2:]) == 1).all()
 
 
 def test_the_rows_are_those_that_repeat_themselves_least():
@@ -60,69 +237,79 @@ def test_without_a_choice_nothing_is_generated():
 
 
 def test_a_text_that_is_too_short_is_named_with_what_would_fit():
-    stream = np.zeros(1000, np.int32)
+    stream = np.arange(1000, dtype=np.int32)
     with pytest.raises(ValueError) as error:
         prompts.cut(stream, count=4, context=997)
     message = str(error.value)
     assert "4 prompts of context=997 need 1001 tokens" in message and "has 1000" in message
     assert "a context of at most 996" in message
     prompts.cut(stream, 4, 996)
+    with pytest.raises(ValueError, match="a context of at most 998, or"):
+        prompts.cut(stream, 4, 999, begin=[7, 8])
+    prompts.cut(stream, 4, 998, begin=[7, 8])
+
+
+def test_prompts_that_are_copies_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("again " * 500)
+    with pytest.raises(ValueError, match=r"prompts \d+ and \d+ of files are the same 50 tokens"):
+        prompts.make("files", prompt_cases.letters(), str(tmp_path / "a.txt"), 11, 50)
 
 
 def test_a_target_without_tokenizer_is_an_error():
+    for kind in ("stdlib", "needle"):
+        with pytest.raises(ValueError, match="no tokenizer"):
+            prompts.make(kind, None, "", 1, 2048)
     with pytest.raises(ValueError, match="no tokenizer"):
-        prompts.held_out_stream(SimpleNamespace(tokenizer=None).tokenizer)
+        prompts.stdlib_stream(None)
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return models.load_tokenizer("experiments/zoo/target")
+@pytest.mark.parametrize("wrong", [dict(count=0), dict(context=0), dict(seed=-1)])
+def test_numbers_out_of_range_are_refused(wrong):
+    with pytest.raises(ValueError, match="at least 1, the seed at least 0"):
+        prompts.make("stdlib", Letters(), "", **dict(count=1, context=64, seed=0) | wrong)
 
 
-@pytest.fixture(scope="module")
-def stream(tokenizer):
-    return prompts.held_out_stream(tokenizer)
+def test_a_context_of_special_tokens_alone_is_refused():
+    with pytest.raises(ValueError, match="context=1 has no room for text: the tokenizer puts 1"):
+        prompts.make("stdlib", prompt_cases.letters(), "", 1, 1)
 
 
-@pytest.mark.parametrize("context", [2048, 32768])
-def test_the_held_out_text_is_enough_for_rows_of_every_context(context, tokenizer, stream):
-    made = prompts.make("held_out", tokenizer, stream, 16, context)
-    assert {prompt.tokens.shape for prompt in made} == {(context,)}
-    assert len({prompt.tokens.tobytes() for prompt in made}) == 16
-    assert {prompt.answer for prompt in made} == {()}
+def test_random_prompts_are_drawn_from_the_whole_vocabulary_and_are_the_same_each_time():
+    made, again, other = (prompts.random(50, 3, 400, seed) for seed in (0, 0, 1))
+    for prompt, same, another in zip(made, again, other):
+        assert (prompt.tokens.shape, prompt.tokens.dtype) == ((400,), np.dtype(np.int32))
+        assert set(prompt.tokens.tolist()) == set(range(50))
+        np.testing.assert_array_equal(prompt.tokens, same.tokens)
+        assert (prompt.tokens != another.tokens).any()
+    assert len({prompt.tokens.tobytes() for prompt in made}) == 3
+    np.testing.assert_array_equal(prompts.random(50, 1, 400, 0)[0].tokens, made[0].tokens)
 
 
-def test_rows_of_a_task_are_the_first_ones_whatever_their_count(tokenizer, stream):
-    one, two = (prompts.make("needle", tokenizer, stream, count, 512) for count in (1, 2))
-    np.testing.assert_array_equal(one[0].tokens, two[0].tokens)
-    assert two[0].answer != two[1].answer
+def test_random_prompts_are_not_made_from_text():
+    prompts.check("random", "")
+    with pytest.raises(ValueError, match="random takes no path"):
+        prompts.check("random", "a.txt")
+    with pytest.raises(ValueError, match=r"random prompts need no tokenizer: call prompts.random"):
+        prompts.make("random", Letters(), "", 1, 64)
 
 
-def bench_of(tokenizer):
-    bench = measure.Bench()
-    bench.model = lambda directory, dtype, mesh: SimpleNamespace(tokenizer=tokenizer)
-    return bench
+def test_the_score_is_the_share_of_answers_in_the_text():
+    prompt = prompts.Prompt(np.zeros(1, np.int32), ("Alpha", "beta", "gamma", "delta"))
+    assert prompts.score(prompt, "ALPHA, then Beta") == 0.5
+    assert prompts.score(prompt, "") == 0.0
+    assert prompts.score(prompt, "alpha beta gamma delta") == 1.0
 
 
-@pytest.mark.parametrize("kind", synthetic.TASKS)
-def test_cells_of_a_task_take_its_rows_without_a_choice_and_keep_the_answers(
-    kind, tokenizer, stream
-):
-    shapes = [{"batch": 2, "context": 2048}]
-    experiment = config.validate({"prompts": kind, "shapes": shapes, "methods": [{}]}, "test")
-    bench, made = bench_of(tokenizer), prompts.make(kind, tokenizer, stream, 2, 2048)
-    for cell in grid.groups(experiment)[0]:
-        assert (cell.prompts, cell.candidates) == (kind, 1)
-        np.testing.assert_array_equal(bench.prompts(cell), [p.tokens for p in made])
-        assert bench.answers(cell) == [p.answer for p in made]
+def test_of_alternatives_one_answer_is_enough():
+    prompt = prompts.Prompt(np.zeros(1, np.int32), ("Alpha", "beta"), alternatives=True)
+    assert prompts.score(prompt, "it is beta") == 1.0
+    assert prompts.score(prompt, "it is gamma") == 0.0
 
 
-def test_grids_of_two_kinds_of_prompts_do_not_share_them(tokenizer):
-    bench, rows = bench_of(tokenizer), []
-    for kind in ("held_out", "needle"):
-        raw = {"prompts": kind, "shapes": [{"batch": 1, "context": 256}]}
-        choice = {"candidates": 1} if kind == "held_out" else {}
-        cell = grid.groups(config.validate(raw | choice, "test"))[0][0]
-        rows.append(bench.prompts(cell))
-        assert len(bench.answers(cell)) == (kind == "needle")
-    assert (rows[0] != rows[1]).any()
+def test_what_asks_nothing_has_no_score():
+    assert math.isnan(prompts.score(prompts.Prompt(np.zeros(1, np.int32)), "text"))
+
+
+def test_the_kinds_are_texts_longbench_the_tasks_and_random_tokens():
+    assert prompts.KINDS == (*prompts.TEXTS, "longbench", *ruler.TASKS, "random")
+    assert prompts.TEXTS == ("stdlib", "files", "pg19")

@@ -1,0 +1,236 @@
+"""Every answer is found again in the decoded prompt, by readers that know nothing of its making."""
+
+import collections
+import re
+
+import numpy as np
+import pytest
+
+from experiments import corpus, prompts
+from experiments.prompts import needles, ruler, word_lists
+from tests.experiments import prompt_cases
+
+TOKENIZERS = {
+    "embedded": prompt_cases.embedded,
+    "spaced": prompt_cases.spaced,  # a space and <s> before every text
+}
+
+
+@pytest.fixture
+def short_library(monkeypatch):
+    """Makes the standard library a part of its held-out modules, which is read in a moment."""
+    modules = prompt_cases.short_library()
+    monkeypatch.setattr(corpus, "library", lambda: modules)
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS)
+def tokenizer(request):
+    return TOKENIZERS[request.param]()
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    return TOKENIZERS["embedded"]()
+
+
+def lines_of(tokenizer, tokens):
+    """Returns the lines that tokens say, without spaces around them."""
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    return [line.strip() for line in text.split("\n")]
+
+
+def assignments(lines):
+    """Returns (name, what is assigned to it) of every line that is an assignment."""
+    found = (re.fullmatch(r"([A-Z]{5}) = ([1-9]+|[A-Z]{5})", line) for line in lines)
+    return [match.groups() for match in found if match]
+
+
+def read_needles(lines):
+    """Returns the values of the names in the question's comment."""
+    asked = set(re.findall(r"\b[A-Z]{5}\b", lines[-2]))
+    return {value for name, value in assignments(lines[:-2]) if name in asked}
+
+
+def read_variable_tracking(lines):
+    assert lines[-1] == "variables = ["
+    value = re.fullmatch(r"# All variables above whose value is (\d+):", lines[-2]).group(1)
+    held = {}
+    for name, source in assignments(lines[:-2]):
+        if source.isdigit() or source in held:
+            held[name] = held.get(source, source)
+    return {name for name, of in held.items() if of == value}
+
+
+def read_words(lines):
+    assert lines[0] == 'words = """' and lines[-1] == "answer = ["
+    asked = int(re.search(r"\d+", lines[-2]).group())
+    listed = [line for line in lines[1:-3] if line != "..."]
+    counts = collections.Counter(listed).most_common()
+    assert counts[asked - 1][1] > counts[asked][1]
+    return {word for word, _ in counts[:asked]}
+
+
+READERS = {
+    **dict.fromkeys(needles.NEEDLES, read_needles),
+    "variable_tracking": read_variable_tracking,
+    "common_words": read_words,
+    "frequent_words": read_words,
+}
+TASKS = pytest.mark.parametrize("task", READERS)
+pytestmark = pytest.mark.usefixtures("short_library")
+
+
+def test_every_task_but_questions_about_a_file_is_read_again_here():
+    assert {*READERS, "qa"} == set(ruler.TASKS)
+
+
+@TASKS
+@pytest.mark.parametrize("context", [3200, 4096, 4097, 32768])
+def test_a_prompt_is_exactly_as_long_as_asked_and_its_answer_is_in_it(task, context, tokenizer):
+    (prompt,) = prompts.make(task, tokenizer, "", 1, context)
+    assert (prompt.tokens.shape, prompt.tokens.dtype) == ((context,), np.int32)
+    read = READERS[task](lines_of(tokenizer, prompt.tokens))
+    assert read == set(prompt.answer) and len(read) == len(prompt.answer)
+
+
+@TASKS
+def test_every_row_has_an_answer_of_its_own_and_gives_it(task, tokenizer):
+    rows = prompts.make(task, tokenizer, "", 6, 3200)
+    for prompt in rows:
+        assert READERS[task](lines_of(tokenizer, prompt.tokens)) == set(prompt.answer)
+    assert len({prompt.answer for prompt in rows}) == len(rows)
+
+
+@TASKS
+def test_a_tokenizer_without_spaces_and_lines_can_be_asked_too(task):
+    tokenizer = prompt_cases.letters()
+    for prompt in prompts.make(task, tokenizer, "", 3, 4096):
+        text = tokenizer.decode(prompt.tokens, skip_special_tokens=True).replace(" ", "")
+        assert all(answer in text for answer in prompt.answer)
+        if task in needles.NEEDLES:
+            assert all(re.search(f"[A-Z]{{5}}={answer}", text) for answer in prompt.answer)
+
+
+@TASKS
+def test_the_shortest_context_that_the_error_names_is_enough_for_all_rows(task, tokenizer):
+    with pytest.raises(ValueError, match=f"context=20 is too short for {task}") as error:
+        prompts.make(task, tokenizer, "", 5, 20)
+    least = int(re.search(r"at least (\d+)", str(error.value)).group(1))
+    for prompt in prompts.make(task, tokenizer, "", 5, least):
+        assert READERS[task](lines_of(tokenizer, prompt.tokens)) == set(prompt.answer)
+    with pytest.raises(ValueError, match="too short"):
+        prompts.make(task, tokenizer, "", 5, least - 1)
+
+
+def test_the_kinds_of_needles_hide_and_ask_for_as_many_as_they_say(embedded):
+    counted = {}
+    for task in needles.NEEDLES:
+        (prompt,) = prompts.make(task, embedded, "", 1, 2048)
+        found = assignments(lines_of(embedded, prompt.tokens)[:-2])
+        counted[task] = (len({name for name, _ in found}), len(found), len(prompt.answer))
+    assert counted == {
+        "needle": (1, 1, 1),
+        "needle_multikey": (4, 4, 1),
+        "needle_multivalue": (1, 4, 4),
+        "needle_multiquery": (4, 4, 4),
+    }
+
+
+def test_needles_lie_at_all_depths(tokenizer):
+    depths = []
+    for prompt in prompts.make("needle", tokenizer, "", 20, 2048):
+        text = tokenizer.decode(prompt.tokens)
+        depths.append(re.search(r"^ ?[A-Z]{5} = \d{7}$", text, re.M).start() / len(text))
+    assert min(depths) < 0.2 and max(depths) > 0.8
+
+
+def test_needles_lie_at_all_depths_of_a_text_without_line_breaks(tmp_path, embedded):
+    path = tmp_path / "a.txt"
+    path.write_text(" ".join(f"number {i}" for i in range(3000)))
+    depths = []
+    for prompt in prompts.make("needle", embedded, str(path), 20, 2048):
+        text = embedded.decode(prompt.tokens)
+        depths.append(re.search(r"^[A-Z]{5} = \d{7}$", text, re.M).start() / len(text))
+    assert len({round(depth, 1) for depth in depths}) > 5
+
+
+def test_two_chains_are_scattered_among_each_other_and_only_one_is_asked_for(embedded):
+    (prompt,) = prompts.make("variable_tracking", embedded, "", 1, 2048)
+    lines = lines_of(embedded, prompt.tokens)
+    held = [name for name, _ in assignments(lines[:-2])]
+    assert len(set(held)) == 10 and len(prompt.answer) == 5
+    assert read_variable_tracking([*lines[:-2][::-1], *lines[-2:]]) != set(prompt.answer)
+    asked = [name in prompt.answer for name in held]
+    assert asked not in (sorted(asked), sorted(asked)[::-1])
+
+
+def test_the_readers_find_no_answer_where_none_was_hidden(embedded):
+    (filler,) = prompts.make("stdlib", embedded, "", 1, 8192)
+    for task in (*needles.NEEDLES, "variable_tracking"):
+        (prompt,) = prompts.make(task, embedded, "", 1, 8192)
+        asked = lines_of(embedded, prompt.tokens)[-2:]
+        assert READERS[task]([*lines_of(embedded, filler.tokens), *asked]) == set()
+
+
+def test_words_stand_in_shares_of_a_zipf_distribution_behind_the_noise(embedded):
+    (prompt,) = prompts.make("frequent_words", embedded, "", 1, 8192)
+    lines = lines_of(embedded, prompt.tokens)[1:-3]
+    counts = collections.Counter(lines)
+    assert counts["..."] == max(counts.values())
+    wanted = [counts["..."] / rank**2 for rank in (2, 3, 4)]
+    assert [counts[word] for word in prompt.answer] == pytest.approx(wanted, abs=1)
+
+
+def test_a_context_longer_than_the_haystack_reads_it_again(tmp_path, embedded):
+    path = tmp_path / "a.txt"
+    path.write_text("x = 1\ny = 2\n" * 20)
+    (prompt,) = prompts.make("needle", embedded, str(path), 1, 2048)
+    assert len(prompt.tokens) == 2048
+    assert read_needles(lines_of(embedded, prompt.tokens)) == set(prompt.answer)
+
+
+def test_words_of_a_short_haystack_occur_more_often_in_a_long_context(tmp_path, embedded):
+    path = tmp_path / "a.txt"
+    letters = "abcdefgh"
+    path.write_text(" ".join(f"word{a}{b}" for a in letters for b in letters))
+    (prompt,) = prompts.make("common_words", embedded, str(path), 1, 32768)
+    lines = lines_of(embedded, prompt.tokens)
+    counts = collections.Counter(lines[1:-3])
+    factor = counts[prompt.answer[0]] // word_lists.TIMES
+    assert factor > 1
+    assert {counts[word] for word in prompt.answer} == {word_lists.TIMES * factor}
+    others = [count for word, count in counts.items() if word not in prompt.answer]
+    assert max(others) <= word_lists.RARE_TIMES * factor
+    assert read_words(lines) == set(prompt.answer)
+
+
+def test_a_haystack_with_too_few_words_to_count_is_refused(tmp_path, embedded):
+    path = tmp_path / "a.txt"
+    path.write_text("these are only some words, too few for that task " * 20)
+    with pytest.raises(ValueError, match="the haystack has 6 words .* give a longer text"):
+        prompts.make("common_words", embedded, str(path), 1, 2048)
+
+
+def test_the_haystack_is_the_text_that_is_given(tmp_path, embedded):
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"Sentence {i} of my own text.\n" for i in range(500)))
+    (prompt,) = prompts.make("needle", embedded, str(path), 1, 1024)
+    lines = lines_of(embedded, prompt.tokens)
+    own = [line for line in lines if re.fullmatch(r"Sentence \d+ of my own text\.", line)]
+    assert len(own) > 20
+    path.write_text("".join(f"Another sentence, {i}.\n" for i in range(500)))
+    (prompt,) = prompts.make("needle", embedded, str(path), 1, 1024)
+    assert any("Another" in line for line in lines_of(embedded, prompt.tokens))
+
+
+def test_a_haystack_that_holds_every_word_to_hide_is_refused(tmp_path, embedded, monkeypatch):
+    monkeypatch.setattr(needles, "NAME", 1)
+    path = tmp_path / "a.txt"
+    path.write_text("ABCDEFGHIJKLMNOPQRSTUVWXYZ" * 10)
+    with pytest.raises(ValueError, match="holds nearly every word of 1 letters"):
+        prompts.make("needle", embedded, str(path), 1, 1024)
+
+
+def test_a_tokenizer_that_cannot_write_the_words_is_refused():
+    with pytest.raises(ValueError, match="cannot write 'ABC.*plain text"):
+        prompts.make("needle", prompt_cases.words(), "", 1, 1024)
