@@ -1,0 +1,239 @@
+"""Trackers are told what the results have, say before the grid what they lack, and never end it."""
+
+import importlib.machinery
+import logging
+import struct
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from experiments import store, tracking
+
+ROWS = [
+    {"method": "plain", "batch": 1, "context": 64, "tau": 1.0, "status": "ok", "error": ""},
+    {"method": "self", "batch": 1, "context": 64, "tau": np.float32(2.5), "speedup": None},
+]
+
+
+def test_no_tracker_is_told_nothing(tmp_path):
+    tracker = tracking.open([], "demo", tmp_path, {})
+    tracker.cell(ROWS[0], 0)
+    tracker.artifacts([tmp_path / "summary.csv"])
+    tracker.close("ok")
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_unknown_name_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match=r"track='wand' is no tracker; did you mean 'wandb'\?"):
+        tracking.check(["wand"])
+    with pytest.raises(ValueError, match=r"no tracker; \(trackers: wandb, tensorboard\)"):
+        tracking.check(["mlflow"])
+
+
+def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch, tmp_path):
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs the package wandb.*magicjax\[tracking\]"):
+        tracking.open(["wandb"], "demo", tmp_path, {})
+
+
+def test_the_settings_are_columns_of_the_summary():
+    assert set(tracking.SETTINGS) <= set(store.COLUMNS)
+
+
+class FakeRun:
+    def __init__(self, options):
+        self.options = options
+        self.logged, self.kept, self.summary, self.exit_code = [], [], {}, None
+
+    def log(self, row, step=None):
+        self.logged.append((step, row))
+
+    def log_artifact(self, artifact):
+        self.kept.append(artifact)
+
+    def finish(self, exit_code):
+        self.exit_code = exit_code
+
+
+class FakeArtifact:
+    def __init__(self, name, type):
+        self.name, self.type, self.files = name, type, []
+
+    def add_file(self, path):
+        self.files.append(path)
+
+    def add_dir(self, path, name):
+        self.files.append(path)
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A module that has of wandb what is used, and its runs."""
+    module = types.ModuleType("wandb")
+    module.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    module.runs = []
+
+    def init(**options):
+        module.runs.append(FakeRun(options))
+        return module.runs[-1]
+
+    module.init = init
+    module.Artifact = FakeArtifact
+    module.Table = lambda **said: said
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    return module
+
+
+def test_wandb_is_told_settings_cells_files_and_the_end(wandb, tmp_path):
+    (tmp_path / "summary.csv").write_text("batch\n1\n")
+    (tmp_path / "cells").mkdir()
+    tracker = tracking.open(["wandb", "wandb"], "a demo", tmp_path, {"batch": [1, 2]})
+    for step, row in enumerate(ROWS):
+        tracker.cell(row, step)
+    tracker.artifacts([tmp_path / "summary.csv", tmp_path / "cells"])
+    tracker.close("ok")
+    (run,) = wandb.runs
+    assert run.options["config"] == {"batch": [1, 2]}
+    assert (run.options["name"], run.options["project"]) == ("a demo", "magicjax")
+    assert run.logged[0] == (0, {key: x for key, x in ROWS[0].items() if key != "error"})
+    assert run.logged[1] == (1, {key: x for key, x in ROWS[1].items() if x is not None})
+    table = run.logged[2][1]["cells"]
+    assert table["columns"] == ["method", "batch", "context", "tau", "status"]
+    assert table["data"][1] == ["self", 1, 64, 2.5, None]
+    assert run.kept[0].name == "a-demo-results" and len(run.kept[0].files) == 2
+    assert run.exit_code == 0 and run.summary == {"status": "ok"}
+
+
+def test_an_experiment_that_failed_is_a_run_that_failed(wandb, tmp_path):
+    tracking.open(["wandb"], "demo", tmp_path, {}).close("failed")
+    assert wandb.runs[0].exit_code == 1 and wandb.runs[0].summary == {"status": "failed"}
+
+
+def test_a_tracker_that_cannot_start_is_an_error_and_the_others_are_closed(
+    wandb, monkeypatch, tmp_path
+):
+    closed = []
+
+    class Other(Recorder):
+        def close(self, status):
+            closed.append(status)
+
+    def init(**options):
+        raise RuntimeError("no api key")
+
+    wandb.init = init
+    monkeypatch.setitem(tracking.WRITERS, "tensorboard", lambda *said: Other())
+    monkeypatch.setattr(tracking, "check", lambda names: None)
+    with pytest.raises(ValueError, match="no api key; log in .* or set WANDB_MODE=offline"):
+        tracking.open(["tensorboard", "wandb"], "demo", tmp_path, {})
+    assert closed == ["failed"]
+
+
+class Recorder:
+    def __init__(self):
+        self.told = []
+
+    def cell(self, row, step):
+        self.told.append(step)
+
+    def artifacts(self, paths):
+        self.told.append([path.name for path in paths])
+
+    def close(self, status):
+        self.told.append(status)
+
+
+class Broken(Recorder):
+    def cell(self, row, step):
+        super().cell(row, step)
+        raise OSError("disk full")
+
+
+def test_a_tracker_that_fails_is_reported_once_and_switched_off_and_the_others_go_on(caplog):
+    good, broken = Recorder(), Broken()
+    tracker = tracking.Tracker({"wandb": broken, "tensorboard": good})
+    with caplog.at_level(logging.ERROR):
+        for step in range(3):
+            tracker.cell({}, step)
+        tracker.artifacts(["results/plot.png"])
+        tracker.close("ok")
+    assert broken.told == [0]
+    assert good.told == [0, 1, 2, ["plot.png"], "ok"]
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "wandb failed and is switched off" in message and "OSError: disk full" in message
+
+
+def test_an_interrupt_is_no_failure_of_a_tracker():
+    class Interrupted(Recorder):
+        def cell(self, row, step):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tracking.Tracker({"wandb": Interrupted()}).cell({}, 0)
+
+
+def events(path):
+    """Yields the events of a file: a length of 8 bytes, its sum of 4, the event, its sum."""
+    from tensorboardX.proto import event_pb2
+
+    content, at = path.read_bytes(), 0
+    while at < len(content):
+        (length,) = struct.unpack_from("<Q", content, at)
+        event = event_pb2.Event()
+        event.ParseFromString(content[at + 12 : at + 12 + length])
+        yield event
+        at += 16 + length
+
+
+def values(folder):
+    """Returns {tag: (step, value)} of the event files that lie in a folder."""
+    found = [e for path in sorted(folder.glob("events.*")) for e in events(path)]
+    return {v.tag: (e.step, v) for e in found for v in e.summary.value}
+
+
+def test_tensorboard_has_a_run_for_each_cell_with_settings_and_results(tmp_path):
+    pytest.importorskip("tensorboardX")
+    import matplotlib.pyplot as plt
+
+    plt.imsave(tmp_path / "plot.png", np.zeros((4, 5, 3)))
+    (tmp_path / "summary.csv").write_text("batch,context\n1,64\n")
+    tracker = tracking.open(["tensorboard"], "demo", tmp_path, {"batch": [1]})
+    for step, row in enumerate(ROWS):
+        tracker.cell(row, step)
+    tracker.artifacts([tmp_path / "plot.png", tmp_path / "summary.csv"])
+    tracker.close("ok")
+
+    folder = tmp_path / "tensorboard"
+    second = values(folder / "0001")
+    step, tau = second["tau"]
+    assert step == 1 and tau.simple_value == 2.5
+    (started,) = [v for tag, (_, v) in second.items() if tag.endswith("session_start_info")]
+    said = started.metadata.plugin_data.content
+    assert b"method" in said and b"self" in said and b"context" in said
+    assert "batch" not in second and "speedup" not in second
+    whole = values(folder)
+    (picture,) = [v for tag, (_, v) in whole.items() if tag.startswith("plot.png")]
+    assert (picture.image.height, picture.image.width) == (4, 5)
+    texts = {
+        tag.split("/")[0]: v.tensor.string_val[0]
+        for tag, (_, v) in whole.items()
+        if v.tensor.string_val
+    }
+    assert b"1,64" in texts["summary.csv"] and texts["status"] == b"ok"
+
+
+def test_wandb_itself_keeps_a_run_without_an_account(monkeypatch, tmp_path):
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install 'magicjax[tracking]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    (tmp_path / "summary.csv").write_text("batch\n1\n")
+    tracker = tracking.open(["wandb"], "demo", tmp_path, {"batch": [1]})
+    for step, row in enumerate(ROWS):
+        tracker.cell(row, step)
+    tracker.artifacts([tmp_path / "summary.csv"])
+    assert "wandb" in tracker.writers  # it has not failed
+    tracker.close("ok")
+    assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
