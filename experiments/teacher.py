@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 CHUNK = 256
 
@@ -113,3 +113,43 @@ def logits_at(
     hidden = _hidden(model.module, model.params, jnp.asarray(tokens), 0, None)
     at = jnp.take_along_axis(hidden, jnp.asarray(index)[:, None, None], axis=1)[:, 0]
     return model.module.apply(model.params, at, method="unembed")
+
+
+def log_probs_of(
+    model: Any,
+    tokens: Int[Array, "B T"],
+    index: Int[Array, "B W"],
+    following: Int[Array, "B W"],
+) -> tuple[Float[Array, "B W"], Bool[Array, "B W"]]:
+    """Returns (log-probabilities of given tokens, whether each is the most likely one).
+
+    Args:
+      model: a loaded model, of which `module` and `params` are used.
+      tokens: the text.
+      index: positions in it; only their logits are made, a chunk at a time.
+      following: what is asked about: each stands behind `tokens[row, :index + 1]`.
+    """
+    hidden = _hidden(model.module, model.params, jnp.asarray(tokens), 0, None)
+    return _scored(model.module, model.params, hidden, jnp.asarray(index), jnp.asarray(following))
+
+
+@functools.partial(jax.jit, static_argnames=("module",))
+def _scored(module, params, hidden, index, following):
+    def of_chunk(part):
+        at, wanted = part
+        chosen = jnp.take_along_axis(hidden, at[..., None], axis=1)
+        logits = module.apply(params, chosen, method="unembed")
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        own = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
+        return own - jax.nn.logsumexp(logits, axis=-1), logits.argmax(-1) == wanted
+
+    batch, width = index.shape
+    chunk = min(CHUNK, width)
+    count = -(-width // chunk)
+    padding = ((0, 0), (0, count * chunk - width))
+    parts = (
+        jnp.moveaxis(jnp.pad(x, padding).reshape(batch, count, chunk), 1, 0)
+        for x in (index, following)
+    )
+    out = jax.lax.map(of_chunk, tuple(parts))
+    return tuple(jnp.moveaxis(x, 0, 1).reshape(batch, -1)[:, :width] for x in out)
