@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from experiments import cost_tables
-from experiments.plots import COLOURS
+from experiments.figures import COLOURS
 from magicjax import acceptance, costs, plan_command, planner
 from magicjax.generation import config_of
 

@@ -5,29 +5,36 @@ from typing import Any
 
 from rich.table import Table
 
-from experiments.measure import PLAIN_FAILED
+from experiments.axes import VARIED
 
 LEGEND = (
     "speed-up: against plain decoding; τ: tokens emitted a target pass and row; accepted: of those "
     "that a perfect draft would have had accepted;",
-    "exact: rows equal to plain decoding; agree: how often draft and target choose the same token "
+    "exact: rows equal to plain decoding; agree: how often draft and target choose one token "
     "on the prompts' text; repeats: 8-grams that stood in the text before",
 )
+
+
+# Columns of the settings that a grid can vary.
+OTHERS = [{"repeats": "repeat"}.get(name, name) for name in VARIED[:]]
+OTHERS = [name for name in OTHERS if name not in ("batch", "context")]
+FAILED = {"memory": "out of memory", "timeout": "too slow", "crash": "died"}
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
     """Returns the table that the launcher prints, a section for each (batch, context); `LEGEND`."""
     out = Table(title=title)
-    for name in ("batch", "context", "method"):
+    others = varying(rows)
+    for name in ("batch", "context", *others, "method"):
         out.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     headings = ("tok/s", "speed-up", "τ", "accepted", "exact", "agree", "repeats")
     for name in headings:
         out.add_column(name, justify="right")
     for i, row in enumerate(rows):
-        start = [str(row["batch"]), str(row["context"]), row["method"]]
+        start = [str(row[name]) for name in ("batch", "context", *others, "method")]
         end = i + 1 == len(rows) or shape(rows[i + 1]) != shape(row)
         if row["status"] != "ok":
-            out.add_row(*start, "[red]failed[/]", end_section=end)
+            out.add_row(*start, f"[red]{FAILED.get(row['status'], 'failed')}[/]", end_section=end)
             continue
         formats = {"decode_tok_s": "{:.0f}", "speedup": "{:.2f}×", "tau": "{:.2f}"}
         formats |= {"acceptance_rate": "{:.3f}", "exact_match": "{:.3f}", "agreement": "{:.3f}"}
@@ -35,6 +42,13 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
         cells = ("–" if row[k] is None else f.format(row[k]) for k, f in formats.items())
         out.add_row(*start, *cells, end_section=end)
     return out
+
+
+def varying(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns the columns beside batch and context in which a grid's combinations differ."""
+    names = [name for name in OTHERS if len({row.get(name) for row in rows}) > 1]
+    # Of plain text and of tasks there are as many candidates as there must be.
+    return [name for name in names if name != "candidates" or "prompts" not in names]
 
 
 def is_exact(row: dict[str, Any]) -> bool:
@@ -45,12 +59,13 @@ def is_exact(row: dict[str, Any]) -> bool:
 def notes(rows: list[dict[str, Any]]) -> list[str]:
     """Returns the lines below the table: bandwidth of plain decoding, ties, failures."""
     lines = []
-    told: dict[Any, set[str]] = collections.defaultdict(set)
+    told: dict[tuple, set[str]] = collections.defaultdict(set)
     for row in rows:
         at = f"batch {row['batch']}, context {row['context']}"
         if row["status"] != "ok":
-            if not is_told(row, told[shape(row)]):
+            if row["error"] not in told[shape(row)]:  # what all of a group share is told once
                 lines.append(f"{at}, {row['method']} failed: {row['error']}")
+            told[shape(row)].add(row["error"])
         elif row["draft"] == "none" and row["ar_gbs"] is not None:
             lines.append(
                 f"{at}: plain decoding reads {row['ar_gbs']:.1f} GB/s, "
@@ -65,15 +80,6 @@ def notes(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def is_told(row: dict[str, Any], told: set[str]) -> bool:
-    """Returns whether a failure is plain decoding's, which `told` holds; adds it otherwise."""
-    cause = row["error"].removeprefix(PLAIN_FAILED)
-    if row["error"] != cause and cause in told:
-        return True
-    told.add(cause)
-    return False
-
-
-def shape(row: dict[str, Any]) -> tuple[int, int]:
-    """Returns (batch, context)."""
-    return row["batch"], row["context"]
+def shape(row: dict[str, Any]) -> tuple:
+    """Returns (batch, context, ...): what the cells of a group share."""
+    return row["batch"], row["context"], *(row.get(name) for name in OTHERS)

@@ -1,0 +1,184 @@
+"""The page of a folder of results: everything that is there, and what is not."""
+
+import shutil
+
+import pytest
+import yaml
+
+from experiments import config, grid, report, results_folder, store
+from experiments.measure import TIMES
+
+METHODS = [
+    {"draft": "self", "kv_budget": [64, 256], "tree": "chain:3"},
+    {"draft": "small", "model": "somewhere/draft-1", "tree": "expansion:2,1"},
+]
+FAILED = {(4, 96, "small"): ("memory", "out of memory: the process held 3 GB")}
+
+
+def fill(directory, batches=(1, 4), contexts=(64, 96), faster=1.0, failed=FAILED):
+    """Writes a folder of results: a cell is faster the larger its batch and context are."""
+    axes = {"batch": list(batches), "context": list(contexts)}
+    experiment = config.Experiment(grid=axes, methods=METHODS)
+    settings = experiment.model_dump(mode="json", exclude_unset=True)
+    store.write_experiment(directory, settings, "mine.yaml")
+    for cell in (cell for group in grid.groups(experiment) for cell in group):
+        folder = store.cell_folder(directory, grid.key(cell))
+        store.write_cell(folder, grid.resolved(cell))
+        if (why := failed.get((cell.batch, cell.context, cell.draft))) is not None:
+            store.write_failure(folder, *why)
+            continue
+        speed = 1.0 if cell.draft == "none" else faster * cell.batch * cell.context / 128
+        row = dict.fromkeys(store.COLUMNS) | grid.columns(cell)
+        row |= dict.fromkeys(TIMES, 1.0) | {"status": "ok", "error": "", "tau": 2.0, "ties": 0}
+        row |= {"speedup": speed, "speedup_low": speed * 0.9, "speedup_high": speed * 1.1}
+        row |= {"decode_tok_s": 100 * speed, "exact_match": 1.0, "acceptance_rate": 0.5}
+        row |= {f"{name}_s": 0.1 for name in ("draft", "score", "verify", "commit", "rest", "host")}
+        curves = {"acceptance_by_depth": [0.7, 0.4], "acceptance_if_reached": [0.7, 0.6]}
+        env = {"device": "a machine", "date": "today", "made_by": {"jax": "0", "target": "hash"}}
+        requests = [{"request": i, "tokens": [cell.batch, i]} for i in range(cell.batch)]
+        store.write_result(folder, env, {"row": row} | curves, requests)
+    return directory
+
+
+def test_a_page_holds_every_cell_the_pictures_and_what_was_asked_for(tmp_path):
+    folder = fill(tmp_path / "mine")
+    written = report.write(folder)
+    assert written == [
+        "report.html",
+        "speedup_map.png",
+        "speedup.png",
+        "tau.png",
+        "acceptance.png",
+        "depth.png",
+        "phases.png",
+        "throughput.png",
+    ]
+    page = (folder / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 7 and 'src="http' not in page
+    assert page.count("<tr>") == 1 + 16 and "15 of 16 cells gave a result" in page
+    assert "out of memory: out of memory: the process held 3 GB" in page
+    assert "a machine" in page and "kv_budget" in page and "mean acceptance length" in page
+    for name in written[1:]:
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_of_an_earlier_report_does_not_stay(tmp_path):
+    folder = fill(tmp_path / "mine")
+    report.write(folder)
+    one = [cell.key for cell in results_folder.read(folder).cells if cell.row["batch"] == 1][:3]
+    assert "throughput.png" not in report.write(folder, one)
+    assert not (folder / "throughput.png").exists()
+
+
+def test_folders_of_two_machines_are_merged_by_copying_their_cells(tmp_path):
+    first = fill(tmp_path / "first", batches=(1,))
+    second = fill(tmp_path / "second", batches=(4,))
+    for path in (second / "cells").iterdir():
+        shutil.copytree(path, first / "cells" / path.name)
+    found = results_folder.read(first)
+    assert len(found.cells) == 16 and {row["batch"] for row in found.rows} == {1, 4}
+
+
+def test_two_folders_are_compared_cell_by_cell(tmp_path, capsys):
+    mine = fill(tmp_path / "mine")
+    other = fill(tmp_path / "other", batches=(4,), contexts=(64, 96, 128), faster=0.5, failed={})
+    path = next(iter((other / "cells").glob("*/requests.jsonl")))
+    path.write_text(path.read_text().replace("[4, 1]", "[5, 1]"))
+    assert report.main(mine, other) == 0
+    lines = (mine / "comparison.csv").read_text().splitlines()
+    assert len(lines) == 1 + 16 + 4  # those of a context that only one has, too
+    table = report.pd.read_csv(mine / "comparison.csv")
+    both = table.dropna(subset=["tok/s ratio"])
+    assert len(both) == 7 and set(both["tok/s ratio"]) == {1.0, 2.0}
+    assert both["same_tokens"].astype(str).value_counts().to_dict() == {"True": 6, "False": 1}
+    assert (mine / "comparison.png").exists() and "same_tokens" in capsys.readouterr().out
+
+
+def broken(tmp_path, how):
+    folder = fill(tmp_path / "mine", batches=(1,), contexts=(64,))
+    if how == "nothing":
+        return tmp_path / "none"
+    if how == "old":
+        path = folder / "experiment.yaml"
+        path.write_text(path.read_text().replace("format: 2", "format: 1"))
+    if how == "empty":
+        shutil.rmtree(folder / "cells")
+    if how == "half":
+        next((folder / "cells").glob("*/metrics.json")).write_text('{"row": ')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("nothing", "is no folder of results"),
+        ("old", "of another version of magicjax (format 1, and this one reads format 2)"),
+        ("empty", "has no cell that has ended"),
+        ("half", "metrics.json is no JSON"),
+    ],
+)
+def test_a_folder_that_cannot_be_read_is_told(tmp_path, capsys, how, message):
+    assert report.main(broken(tmp_path, how)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_written_in_a_config_stays_text(tmp_path):
+    folder = fill(tmp_path / "mine", batches=(1,), contexts=(64,))
+    path = folder / "experiment.yaml"
+    known = yaml.safe_load(path.read_text())
+    known["config"]["target"] = "<script>"
+    path.write_text(yaml.safe_dump(known))
+    report.write(folder)
+    assert "<script>" not in (folder / "report.html").read_text()
+
+
+def test_every_column_of_the_page_is_one_of_the_summary():
+    assert set(report.COLUMNS) <= set(store.COLUMNS)
+
+
+def test_a_failed_cell_reads_as_such(tmp_path):
+    folder = fill(tmp_path / "mine")
+    (row,) = (row for row in results_folder.read(folder).rows if row["status"] != "ok")
+    assert (row["status"], row["method"], row["batch"]) == ("memory", "draft-1, expansion:2,1", 4)
+
+
+def change(folder, what, **columns):
+    """Changes the columns of the cells whose settings have the values in `what`."""
+    for cell in results_folder.read(folder).cells:
+        if cell.metrics and what.items() <= cell.row.items():
+            metrics = cell.metrics | {"row": cell.metrics["row"] | columns}
+            metrics |= {name: columns[name] for name in cell.metrics if name in columns}
+            store.write_json(cell.folder / store.METRICS, metrics)
+
+
+def test_cells_that_were_not_timed_are_in_no_picture_of_speed(tmp_path):
+    folder = fill(tmp_path / "mine", failed={})
+    change(folder, {"batch": 1}, **dict.fromkeys(TIMES))
+    assert "speedup_map.png" in report.write(folder)
+    change(folder, {}, **dict.fromkeys(TIMES))
+    assert not {"speedup_map.png", "speedup.png", "throughput.png"} & {*report.write(folder)}
+
+
+def test_curves_of_different_depths_are_averaged_as_far_as_they_go(tmp_path):
+    folder = fill(tmp_path / "mine", failed={})
+    change(folder, {"batch": 4}, acceptance_by_depth=[0.5], acceptance_if_reached=[])
+    curves = report._curves(results_folder.read(folder).cells)["draft-1, expansion:2,1"]
+    assert curves == ([0.7, 0.6], [pytest.approx(0.6), 0.4])
+    assert "depth.png" in report.write(folder)
+
+
+def test_where_more_than_batch_and_context_differs_no_picture_hides_it(tmp_path):
+    folder = fill(tmp_path / "mine", failed={})
+    change(folder, {"batch": 4}, dtype="bfloat16")
+    written = report.write(folder)
+    assert not {"speedup_map.png", "speedup.png", "throughput.png"} & {*written}
+    assert "Cells differ in dtype too" in (folder / "report.html").read_text()
+
+
+def test_a_page_made_again_has_the_order_of_the_summary(tmp_path):
+    folder = fill(tmp_path / "mine", failed={})
+    cells = results_folder.read(folder).cells[::-1]
+    store.write_summary(folder, [cell.row for cell in cells[3:]])
+    again = [cell.key for cell in results_folder.read(folder).cells]
+    assert again[:-3] == [cell.key for cell in cells[3:]]
+    assert {*again[-3:]} == {cell.key for cell in cells[:3]}
