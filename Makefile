@@ -7,7 +7,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo gpu test test-slow test-other-end lint format clean
+.PHONY: help setup demo notebooks gpu test test-slow test-other-end lint format clean
 
 ARGS ?=
 WORKERS ?= logical
@@ -24,6 +24,10 @@ setup: ## make .venv with everything for developing
 demo: ## plain against speculative decoding on long text: a table, results/demo/
 	@tools/setup_env.sh .venv experiments
 	@.venv/bin/python -m experiments.launch experiments/configs/demo.yaml
+
+notebooks: ## run the notebooks, and store them with their outputs
+	@tools/setup_env.sh .venv notebooks
+	@.venv/bin/python -m experiments.notebooks $(ARGS)
 
 gpu: ## measure everything that needs an NVIDIA GPU, with the python3 that has JAX for it
 	@$(or $(PYTHON),python3) -m experiments.measure_gpu $(ARGS)

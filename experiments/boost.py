@@ -40,7 +40,7 @@ from experiments import (
     training,
 )
 from experiments.boost_config import Boosting
-from experiments.config import ConfigError
+from experiments.fields import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from experiments import config
-from experiments.config import STRICT, Many, Positive
+from experiments.fields import STRICT, Many, Positive, checked, read_mapping
 from experiments.training import Schedule
 
 
@@ -96,4 +95,4 @@ def read(path: pathlib.Path) -> Boosting:
     Raises:
       ConfigError: the file is no mapping, has a key that does not exist, or a value out of range.
     """
-    return config.checked(Boosting, config.read_mapping(path), str(path))
+    return checked(Boosting, read_mapping(path), str(path))

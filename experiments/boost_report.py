@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from experiments import distill, store
-from experiments import measure as measuring
+from experiments.surroundings import device_name
 
 Model = tuple[nn.Module, Any]  # (module, parameters)
 
@@ -78,7 +78,7 @@ def measure(
     ]
     single, name = max(singles, key=lambda pair: pair[0].mean())
     figures: dict[str, Any] = {
-        "device": measuring.device_name(),
+        "device": device_name(),
         "held_out_tokens": len(labels),
         "drafts": tuned,
         "plain": others,

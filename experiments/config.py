@@ -1,42 +1,25 @@
 """What an experiment file may say: strict, typed, every field documented.
 
-A setting comes from the defaults here, then from the YAML file, then from the command line; the
-later one wins. A key that does not exist is refused and the nearest one named, because a
-misspelt option that is silently ignored makes a wrong result look like a right one.
+A setting comes from the defaults here, then from the YAML file that `base` names, then from the
+file itself, then from the command line; the later one wins.
 """
 
-import dataclasses
 import difflib
-import itertools
 import pathlib
-import typing
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-import pydantic
 import tyro
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-import magicjax
-from experiments import cache_settings
-from experiments.cache_settings import CacheSettings
-from magicjax import LookUp, parse_tree
-from magicjax.drafters.running import drawing_of
-from magicjax.drafters.sparse import BUDGET
-from magicjax.drafters.written import parts
-from magicjax.policies import POLICIES
-from magicjax.tree import Tree
-from magicjax.verify import VERIFIERS
+from experiments import axes, prompts
+from experiments.fields import STRICT, ConfigError, Positive, checked, read_mapping
+from experiments.method import Method
 from sharding import parse_mesh
 
-
-class ConfigError(ValueError):
-    """An experiment's settings are wrong; the message names the key, the value and the remedy."""
-
-
-def _listed(value: Any) -> Any:
-    return value if isinstance(value, list) else [value]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 def _mesh(text: str) -> str:
@@ -45,204 +28,39 @@ def _mesh(text: str) -> str:
     return text
 
 
-Settings = typing.TypeVar("Settings", bound=BaseModel)
-Positive = Annotated[int, Field(ge=1)]
-Many = BeforeValidator(_listed)  # one value in a file stands for a list of one
-STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
+def _kind_of_prompts(name: str) -> str:
+    if name not in prompts.KINDS:
+        near = difflib.get_close_matches(name, prompts.KINDS, n=1, cutoff=0.5)
+        guess = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"no such prompts; {guess}(there are {', '.join(prompts.KINDS)})")
+    return name
 
 
-class Shapes(BaseModel):
-    """Sizes to measure at: every batch with every context."""
-
-    model_config = STRICT
-
-    batch: Annotated[list[Positive], Many] = Field(
-        [1], min_length=1, description="Rows decoded together."
-    )
-    context: Annotated[list[Positive], Many] = Field(
-        [2048], min_length=1, description="Tokens of each prompt."
-    )
-
-
-LOOK_UP = "look_up"  # as a member of an ensemble, and as a draft of its own
-# What each kind of draft can be told beside its trees.
-CACHE = {"policy", "kv_budget", "sinks", "recent", "kv_dtype"}
-TOLD = {
-    "self": CACHE | {"refresh_every", "draw", "verifier"},
-    "small": CACHE | {"sink_positions", "model", "draw", "verifier"},
-    "look_up": {"verifier"},
-    "ensemble": {"models", "draw", "verifier"},
-    "auto": {"drafters", "profile", "verifier"},
-}
-AUTO_TREE = "chain:8"  # that drafts are tried with, if not given
-
-
-class Method(BaseModel):
-    """A way to speculate; lists make one cell of each combination."""
+class Slurm(BaseModel):
+    """What a cell's job asks SLURM for; what is not given is the cluster's default."""
 
     model_config = STRICT
 
-    draft: Literal["self", "small", "look_up", "ensemble", "auto"] = Field(
-        "self",
-        description="Who drafts: the target itself on a small cache, a small model, the text's own "
-        "past, or several of the latter two, their trees merged; auto: whichever pays most after "
-        "a trial of some, plain decoding if none does.",
+    cluster: Literal["slurm", "local", "debug"] = Field(
+        "slurm",
+        description="slurm; or, to try it without, submitit's local (processes) or debug.",
     )
-    drafters: list[str] = Field(
-        [],
-        description="With draft=auto, what is tried, as commands write it: self:streaming:256, "
-        "small:DIRECTORY:streaming:256, look-up:4; several caches of the target and a look-up if "
-        "not given.",
-    )
-    profile: str = Field(
-        "",
-        description="With draft=auto, the device: a file that `magicjax calibrate` wrote, or one "
-        "of its presets; where calibrate writes if not given.",
-    )
-    tree: Annotated[list[str], Many] = Field(
-        ["chain:4"],
-        min_length=1,
-        description="What is proposed at once: chain:n, expansion:k1,...,km, parents:-1,... or "
-        "dynamic:nodes,depth,width; of an ensemble also one for each member, joined by +; with "
-        f"draft=auto what drafts are tried with, {AUTO_TREE} if not given.",
-    )
-    model: str = Field("", description="Directory of the small model; only with draft=small.")
-    models: list[str] = Field(
-        [], description=f"An ensemble's members: directories of small models, or {LOOK_UP}."
-    )
-    policy: Annotated[list[str], Many] = Field(
-        [],
-        description=f"What a draft's cache keeps of the prompt: {', '.join(POLICIES)}, or one that "
-        "another package registers; streaming if not given, with draft=small full.",
-    )
-    kv_budget: Annotated[list[Positive], Many] = Field(
-        [],
-        description="Slots of a draft's cache for each layer and KV head; with another policy than "
-        f"full {BUDGET} if not given.",
-    )
-    sinks: Positive | None = Field(
-        None,
-        description="With policy=streaming, how many of the first tokens are pinned; "
-        f"{cache_settings.SINKS} if not given.",
-    )
-    recent: Positive | None = Field(
-        None,
-        description="With policies that choose their pins, slots for the newest tokens; half the "
-        "budget if not given.",
-    )
-    refresh_every: Annotated[list[Annotated[int, Field(ge=0)]], Many] = Field(
-        [],
-        description="After how many rounds a self-speculating draft chooses its pins again; 0: "
-        "never, as if not given.",
-    )
-    kv_dtype: Annotated[list[Literal["", "int8", "int4"]], Many] = Field(
-        [], description="Of the entries of a draft's cache; empty, or not given: the model's own."
-    )
-    sink_positions: Literal["", "text", "in_cache"] = Field(
-        "",
-        description="Where the sinks of a small draft stand: where they are in the text, as if not "
-        "given, or in_cache, just before the newest tokens; with policy=streaming.",
-    )
-    draw: Literal["", "with_replacement", "without_replacement", "top"] = Field(
-        "",
-        description="How children are drawn under sampling; if not given without replacement, and "
-        "in a dynamic tree the most likely.",
-    )
-    verifier: Annotated[list[str], Many] = Field(
-        [], description="Who decides under sampling; if not given mss, which follows the draw."
-    )
-
-    @model_validator(mode="after")
-    def _fits_the_draft(self) -> "Method":
-        told = dict.fromkeys(name for names in TOLD.values() for name in sorted(names))
-        given = [n for n in told if getattr(self, n) and n not in TOLD[self.draft]]
-        if given:
-            raise ValueError(
-                f"{', '.join(given)} has no meaning with draft={self.draft}: remove it"
-            )
-        if self.draft == "small" and not self.model:
-            raise ValueError("draft=small needs the model's directory: set model")
-        if self.draft == "ensemble" and len(self.models) < 2:
-            raise ValueError(
-                f"an ensemble of {len(self.models)} drafts: list at least 2 in models, or set "
-                "draft=small"
-            )
-        for name in self.verifier:
-            known = [known for known in VERIFIERS if known != "greedy"]
-            if name not in known:
-                raise ValueError(f"verifier={name!r} is none that samples: {', '.join(known)}")
-        for spec in self.tree:
-            self._check_tree(spec)
-        for text in self.drafters:
-            parts(text)
-        self.caches()
-        return self
-
-    @property
-    def trees(self) -> list[str]:
-        """What is proposed, one cell for each."""
-        given = self.draft != "auto" or "tree" in self.model_fields_set
-        return self.tree if given else [AUTO_TREE]
-
-    def caches(self) -> list[CacheSettings]:
-        """Returns what its draft may keep, one for each combination of the lists.
-
-        Raises:
-          ValueError: an unknown policy, or settings that do not fit together.
-        """
-        if self.draft not in cache_settings.POLICY:
-            return [CacheSettings()]
-        policies = self.policy or [cache_settings.POLICY[self.draft]]
-        cache_settings.check_used(
-            policies, sinks=self.sinks, recent=self.recent, sink_positions=self.sink_positions
-        )
-        budgets, refreshes = self.kv_budget or [0], self.refresh_every or [0]
-        given = [
-            CacheSettings(
-                policy=policy,
-                kv_budget=budget,
-                sinks=self.sinks or 0,
-                recent=self.recent or 0,
-                refresh_every=refresh_every,
-                kv_dtype=kv_dtype,
-                sink_positions=self.sink_positions,
-            )
-            for policy, budget, refresh_every, kv_dtype in itertools.product(
-                policies, budgets, refreshes, self.kv_dtype or [""]
-            )
-        ]
-        return [cache_settings.resolve(self.draft, settings) for settings in given]
-
-    def _check_tree(self, spec: str) -> None:
-        """Raises ValueError unless each member, or the only draft, can draft its tree."""
-        members = tuple(self.models) or (self.draft,)
-        trees = parse_trees(spec)
-        if len(trees) not in (1, len(members)):
-            raise ValueError(
-                f"tree={spec!r} has {len(trees)} trees for {len(members)} drafts: "
-                "give one for all, or one for each"
-            )
-        each = trees * len(members) if len(trees) == 1 else trees
-        for member, tree in zip(members, each, strict=True):
-            if member == "auto":
-                magicjax.Auto(tree=tree)
-            elif member == LOOK_UP:
-                LookUp().check(None, tree, 0, 0)  # type: ignore[arg-type] # asks the tree alone
-            else:
-                drawing_of(self.draw or None, tree)
-
-
-def parse_trees(spec: str) -> tuple[Tree, ...]:
-    """Returns the trees of `chain:3`, or of `expansion:2,1 + chain:3`, one for each member."""
-    return tuple(parse_tree(part.strip()) for part in spec.split("+"))
+    partition: str = Field("", description="Queue.")
+    account: str = Field("", description="Who pays.")
+    gpus: Annotated[int, Field(ge=0)] = Field(1, description="GPUs of a job.")
+    cpus: Positive | None = Field(None, description="CPU cores of a job.")
+    memory_gb: Amount | None = Field(None, description="Main memory of a job.")
+    minutes: Positive = Field(120, description="Time limit of a job.")
+    at_once: Positive = Field(16, description="Jobs that run at the same time, at most.")
+    setup: list[str] = Field([], description="Shell commands before a job, e.g. module load cuda.")
 
 
 class Experiment(BaseModel):
-    """Speculative decoding against plain decoding, over batch and context lengths."""
+    """Speculative decoding against plain decoding; one cell, or a grid of them."""
 
     model_config = STRICT
 
-    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = Field(
+    name: Annotated[str, Field(pattern=r"^[\w-][\w.-]*$")] = Field(
         "experiment",
         description="Folder of the results; a file that gives none lends its own name.",
     )
@@ -256,7 +74,8 @@ class Experiment(BaseModel):
         description="Devices, such as data=2,model=4: rows are divided among groups of them, and "
         "models among those of a group; one device if not given.",
     )
-    shapes: list[Shapes] = Field([Shapes()], min_length=1, description="Batch sizes and contexts.")
+    batch: Positive = Field(1, description="Rows decoded together.")
+    context: Positive = Field(2048, description="Tokens of each prompt.")
     methods: list[Method] = Field(
         [], description="What is compared; plain decoding is always measured beside it."
     )
@@ -266,13 +85,13 @@ class Experiment(BaseModel):
     do_sample: bool = Field(
         False, description="Draw tokens from the target's distribution; if not, greedy decoding."
     )
-    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+    temperature: Amount | None = Field(
         None, description="With do_sample, what logits are divided by; 1 if not given."
     )
     top_k: Positive | None = Field(
         None, description="With do_sample, how many tokens can be drawn; all if not given."
     )
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
+    top_p: Fraction | None = Field(
         None,
         description="With do_sample, the probability that the drawable tokens must reach; 1 if "
         "not given.",
@@ -285,28 +104,114 @@ class Experiment(BaseModel):
         description="Timed runs of each cell; the median is reported. 0: one run, not timed, for "
         "what does not depend on the machine, such as acceptance.",
     )
-    prompts: Literal["held_out", "needle", "variable_tracking", "common_words"] = Field(
-        "held_out",
-        description="Stretches of modules that no embedded model was trained on; or a task in the "
-        "manner of RULER: an assignment to find in them, a chain of assignments to follow, or "
-        "words to count; its answers stand beside the texts in each cell's JSON.",
+    prompts: Annotated[str, AfterValidator(_kind_of_prompts)] = Field(
+        "stdlib",
+        description="stdlib: modules of Python's library that no embedded model was trained on; "
+        "files, pg19, longbench: from prompt_path; random: tokens drawn evenly, for models without "
+        f"weights; or a task in the manner of RULER. All: {', '.join(prompts.KINDS)}.",
+    )
+    prompt_path: str = Field(
+        "",
+        description="With prompts=files, a text, a .jsonl or a folder of them; with pg19, "
+        "longbench and qa the local copy; with other tasks the text around them, stdlib's if "
+        "not given.",
+    )
+    prompt_seed: Annotated[int, Field(ge=0)] = Field(
+        0, description="Of the prompts; the same for every method."
     )
     candidates: Positive | None = Field(
         None,
-        description="With prompts=held_out, places of the text tried for each row; the rows are "
+        description="With prompts=stdlib, files or pg19, places tried for each row; the rows are "
         "those whose plain continuation repeats itself least. 4 if not given; 1: no choice.",
     )
     agreement_tokens: Annotated[int, Field(ge=0)] = Field(
-        8192, description="Tokens of text on which target and draft are compared; 0 for none."
+        8192,
+        description="Tokens of the prompts on which target and draft are compared, at most; the "
+        "second half of each counts. 0: none.",
     )
+    phases: bool = Field(
+        True,
+        description="Trace one more run of each timed cell, to see how its time divides into "
+        "draft, target, verification and commit.",
+    )
+
+    grid: Annotated[dict[str, list[Any]], tyro.conf.Suppress] = Field(
+        {}, description="Axes: names of settings above, each with its values; every combination."
+    )
+    zip: Annotated[list[dict[str, list[Any]]], tyro.conf.Suppress] = Field(
+        [], description="Axes that go together: lists of one length, the first with the first, ..."
+    )
+    exclude: Annotated[list[dict[str, Any]], tyro.conf.Suppress] = Field(
+        [],
+        description="Cells that are left out: those in which every named setting has the value, or "
+        "one of the values; also draft, policy, kv_budget, tree and what else a cell has.",
+    )
+
+    launcher: Literal["local", "slurm", "ray"] = Field(
+        "local", description="Where cells run: on this machine, as SLURM jobs, or on a Ray cluster."
+    )
+    slurm: Slurm = Field(Slurm(), description="Of launcher=slurm.")
+    ray_address: str = Field(
+        "",
+        description="Of launcher=ray: the cluster's; one on this machine is started if not given.",
+    )
+    jobs: Positive | None = Field(
+        None,
+        description="Cells that run at once, with launcher=local or ray; one for each GPU if not "
+        "given, and without a GPU one. Cells that run beside others on a CPU are slower.",
+    )
+    memory_limit_gb: Amount | None = Field(
+        None,
+        description="Main memory of a cell's process; one that takes more is ended and recorded as "
+        "failed. No limit if not given.",
+    )
+    timeout_minutes: Amount | None = Field(
+        None, description="Time of a cell; then it is ended and recorded as failed."
+    )
+    stale: Literal["refuse", "redo", "keep"] = Field(
+        "refuse",
+        description="What becomes of finished cells that other code, versions or weights made.",
+    )
+    impossible: Literal["refuse", "record"] = Field(
+        "refuse",
+        description="Where it can be known that some cells cannot run: refuse the whole grid, or "
+        "record them as failed and run the others.",
+    )
+    retry_failed: bool = Field(False, description="Try failed cells again.")
     fresh: bool = Field(False, description="Measure every cell anew, also those that are finished.")
+    dry_run: bool = Field(
+        False, description="List the cells, with memory and time as estimated, and run none."
+    )
+    limit: Positive | None = Field(None, description="Run so many cells at most.")
+    fraction: Fraction | None = Field(
+        None, description="Run this share of the cells, evenly spaced, for a first look."
+    )
+    profile: bool = Field(
+        False,
+        description="Keep a Perfetto trace of each cell that runs (ui.perfetto.dev opens it).",
+    )
+    track: list[Literal["wandb", "tensorboard"]] = Field(
+        [], description="Also tell results to wandb or TensorBoard, while the grid runs."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _several_values_are_an_axis(cls, given: Any) -> Any:
+        for name in axes.VARIED:
+            if isinstance(given, dict) and isinstance(given.get(name), list):
+                raise ValueError(f"{name}: several values are an axis: grid: {{{name}: [...]}}")
+        return given
 
     @model_validator(mode="after")
     def _there_is_a_choice_of_prompts(self) -> "Experiment":
-        if self.candidates is not None and self.prompts != "held_out":
+        if self.candidates is not None and self.prompts not in prompts.TEXTS:
             raise ValueError(
                 f"candidates has no meaning with prompts={self.prompts}, whose rows are taken as "
                 "they come: remove it"
+            )
+        if self.prompts == prompts.RANDOM and self.agreement_tokens and self.methods:
+            raise ValueError(
+                "agreement_tokens has no meaning with prompts=random, no text: set it to 0"
             )
         return self
 
@@ -317,111 +222,138 @@ class Experiment(BaseModel):
         stray = [n for n in names if getattr(self, n) is not None]
         for i, method in enumerate(self.methods):
             stray += [f"methods.{i}.{n}" for n in ("draw", "verifier") if getattr(method, n)]
-        if stray and not self.do_sample:
+        sampled = self.do_sample or "do_sample" in axes.names(self.grid, self.zip)
+        if stray and not sampled:
             raise ValueError(
                 f"{', '.join(stray)} has no meaning in greedy decoding: set do_sample, or remove it"
             )
         return self
 
+    @model_validator(mode="after")
+    def _launcher_uses_what_is_set(self) -> "Experiment":
+        stray = []
+        if self.launcher != "slurm" and self.slurm != Slurm():
+            stray.append("slurm")
+        if self.launcher != "ray" and self.ray_address:
+            stray.append("ray_address")
+        if self.launcher == "slurm" and self.jobs is not None:
+            stray.append("jobs")
+        if self.slurm.cluster != "slurm":
+            of_jobs = ("partition", "account", "cpus", "memory_gb", "setup")
+            given = [f"slurm.{name}" for name in of_jobs if getattr(self.slurm, name)]
+            if given:
+                raise ValueError(
+                    f"{', '.join(given)} has no meaning with slurm.cluster={self.slurm.cluster}: "
+                    "remove it"
+                )
+        if stray:
+            raise ValueError(
+                f"{', '.join(stray)} has no meaning with launcher={self.launcher}: remove it"
+                + (", or set slurm.at_once" if stray == ["jobs"] else "")
+            )
+        return self
+
 
 def read(path: pathlib.Path) -> Experiment:
-    """Returns the experiment that a YAML file describes.
+    """Returns the experiment that a YAML file describes, on top of the file that its `base` names.
 
     Raises:
-      ConfigError: the file cannot be read, is no YAML or no mapping, has a key that does not
-        exist, or a value out of range.
+      ConfigError: a file cannot be read, is no YAML or no mapping, has a key that does not exist,
+        or a value out of range; or is its own base.
     """
-    raw = read_mapping(path)
+    raw = _with_base(path, ())
     raw.setdefault("name", path.stem)
-    return validate(raw, str(path))
+    return checked(Experiment, raw, str(path))
 
 
-def read_mapping(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the keys and values of a YAML file.
+def _with_base(path: pathlib.Path, above: tuple[pathlib.Path, ...]) -> dict[str, Any]:
+    """Returns a file's keys and values; its base, beside it, gives those that it lacks."""
+    if path.resolve() in above:
+        raise ConfigError(f"{path}: is its own base, by way of {above[-1].name}: remove one `base`")
+    raw = read_mapping(path)
+    base = raw.pop("base", None)
+    if base is None:
+        return raw
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: base={base!r}: give the path of one file")
+    under = _with_base(path.parent / base, (*above, path.resolve()))
+    under.pop("name", None)  # a name is a folder's, which two experiments cannot share
+    return under | raw
 
-    Raises:
-      ConfigError: the file cannot be read, or is no YAML or no mapping.
+
+def from_command_line(arguments: Sequence[str], prog: str) -> tuple[Experiment, str]:
+    """Returns (the experiment of `[FILE] [--key value ...]`, the file).
+
+    What the command line sets wins over the file: `--grid.batch 1 2` over the file's axis, and
+    `--batch 1` over both.
     """
-    try:
-        raw = yaml.safe_load(path.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    except yaml.MarkedYAMLError as error:
-        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise ConfigError(f"{path}: {line}{error.problem}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if raw is None:
-        raise ConfigError(f"{path}: the file is empty: write `key: value` lines")
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected `key: value` lines, found {type(raw).__name__}")
-    return raw
-
-
-def validate(raw: dict, source: str) -> Experiment:
-    """Returns the checked experiment; `source` opens the message if something is wrong."""
-    return checked(Experiment, raw, source)
-
-
-def checked(kind: type[Settings], raw: dict, source: str) -> Settings:
-    """Returns settings of a kind, checked; `source` opens the message if something is wrong."""
-    try:
-        return kind.model_validate(raw)
-    except pydantic.ValidationError as error:
-        lines = [_explain(kind, problem) for problem in error.errors()]
-        raise ConfigError("\n".join([f"{source}:", *(f"  {line}" for line in lines)])) from error
-
-
-def from_command_line(arguments: Sequence[str], prog: str) -> Experiment:
-    """Returns the experiment of `[FILE] [--key value ...]`, the latter winning over the file."""
     arguments = list(arguments)
-    base = Experiment()
-    usage = f"Settings below override those of FILE.\n\nusage: {prog} FILE [OPTIONS]"
+    base, source = Experiment(), ""
+    usage = (
+        "Settings below override those of FILE.  --grid.AXIS VALUE [VALUE ...] gives an axis of "
+        f"the grid values.\n\nusage: {prog} FILE [OPTIONS]"
+    )
     if arguments and not arguments[0].startswith("-"):
-        base = read(pathlib.Path(arguments.pop(0)))
+        source = arguments.pop(0)
+        base = read(pathlib.Path(source))
     elif "-h" not in arguments and "--help" not in arguments:
         files = [a for a in arguments if pathlib.Path(a).is_file()]
         if files:
-            rest = " ".join(a for a in arguments if a != files[0])
-            raise ConfigError(f"the file must come first: {prog} {files[0]} {rest}")
+            others = " ".join(a for a in arguments if a != files[0])
+            raise ConfigError(f"the file must come first: {prog} {files[0]} {others}")
         raise ConfigError(f"no experiment file given: {prog} experiments/configs/demo.yaml")
-    return tyro.cli(  # names what is wrong in an override, and exits with status 2
+    grid, rest = _axes(arguments)
+    base = _with_axes(base, grid, rest)
+    experiment = tyro.cli(  # names what is wrong in an override, and exits with status 2
         Experiment,
         default=base,
-        args=arguments,
+        args=rest,
         prog=f"{prog} FILE",
         description=f"{Experiment.__doc__}\n\n{usage}",
     )
+    return experiment, source
 
 
-def _explain(kind: type, problem: Any) -> str:
-    """Returns one line for one of pydantic's errors: where, what, and the remedy."""
-    location = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
-        whole = isinstance(problem["input"], dict | list)
-        value = "" if whole else f"={problem['input']!r}"
-        message = problem["msg"].removeprefix("Value error, ")
-        return f"{location}{value}: {message}".removeprefix(": ")
-    known = sorted(_fields_at(kind, problem["loc"][:-1]))
-    nearest = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
-    guess = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return f"{location}: no such key; {guess}(keys: {', '.join(known)})"
+def _axes(arguments: list[str]) -> tuple[dict[str, list[Any]], list[str]]:
+    """Returns (the axes that a command line gives, the other arguments)."""
+    grid: dict[str, list[Any]] = {}
+    rest: list[str] = []
+    open_axis = None
+    for argument in arguments:
+        if argument.startswith("--grid."):
+            name, _, value = argument.removeprefix("--grid.").partition("=")
+            open_axis = name.replace("-", "_")
+            grid[open_axis] = [_value(open_axis, value)] if value else []
+        elif open_axis is None or argument.startswith("--"):
+            open_axis = None
+            rest.append(argument)
+        else:
+            grid[open_axis].append(_value(open_axis, argument))
+    return grid, rest
 
 
-def _fields_at(kind: type, location: tuple) -> list[str]:
-    """Returns the keys that exist where `location` leads to from the settings `kind`."""
-    for part in location:
-        if isinstance(part, str):
-            kind = _settings_in(typing.get_type_hints(kind)[part]) or kind
-    if dataclasses.is_dataclass(kind):
-        return [field.name for field in dataclasses.fields(kind)]
-    return list(kind.model_fields)  # type: ignore[attr-defined]
+def _value(axis: str, text: str) -> Any:
+    """Returns a value as YAML reads it; raises ConfigError if it is none."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--grid.{axis} {text}: no value as YAML has them") from error
 
 
-def _settings_in(annotation: Any) -> Any:
-    """Returns the settings class within an annotation, `list[Shapes]` or the like; None: none."""
-    if dataclasses.is_dataclass(annotation) or hasattr(annotation, "model_fields"):
-        return annotation
-    return next(filter(None, map(_settings_in, typing.get_args(annotation))), None)
+def _with_axes(base: Experiment, grid: dict[str, list[Any]], rest: list[str]) -> Experiment:
+    """Returns the file's experiment, its axes replaced by those of the command line.
+
+    An axis whose setting the command line gives one value is none any more.
+    """
+    options = [a.split("=")[0].removeprefix("--") for a in rest if a.startswith("--")]
+    fixed = {option.removeprefix("no-").replace("-", "_") for option in options}
+    if twice := sorted(fixed & grid.keys()):
+        raise ConfigError(f"--{twice[0]} and --grid.{twice[0]} are both given: remove one")
+    gone = fixed | grid.keys()
+    axes_left = {name: values for name, values in base.grid.items() if name not in fixed} | grid
+    zips = [{n: values for n, values in axes.items() if n not in gone} for axes in base.zip]
+    changes = {"grid": axes_left, "zip": [axes for axes in zips if axes]}
+    if changes == {"grid": base.grid, "zip": base.zip}:
+        return base
+    given = {name: getattr(base, name) for name in base.model_fields_set}
+    return checked(Experiment, given | changes, "command line")

@@ -1,7 +1,6 @@
 """From an experiment to its cells: what is measured once, and the key its result is kept under.
 
-Cells of one batch and context form a group. They share prompts and the measurement of plain
-decoding, and are timed in turns, so that a machine that slows down slows all of them.
+Cells that differ in the method alone form a group: they share prompts, and plain decoding opens it.
 """
 
 import dataclasses
@@ -9,16 +8,18 @@ import hashlib
 import itertools
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jax.sharding import Mesh
 
 import magicjax
-from experiments import cache_settings
+from experiments import axes, cache_settings, store
 from experiments.cache_settings import CacheSettings
-from experiments.config import LOOK_UP, ConfigError, Experiment, Method, parse_trees
-from experiments.prompts import HELD_OUT
+from experiments.config import Experiment
+from experiments.fields import ConfigError
+from experiments.method import LOOK_UP, Method, parse_trees
+from experiments.prompts import TEXTS
 from magicjax.drafters import written
 from magicjax.drafters.written import parts
 from magicjax.tree import ROOT_ONLY, Shape
@@ -42,8 +43,9 @@ class Cell:
       tree: its name, or those of an ensemble's members joined by +; else "".
       draw: as given, "" for the draft's own way.
       verifier: of sampled cells, else "".
-      dtype, mesh, batch, context, new_tokens, repeats, prompts, agreement_tokens: as given.
-      candidates: places of the text tried for each row; 1 of synthetic prompts.
+      dtype, mesh, batch, context, new_tokens, repeats, agreement_tokens, phases: as given.
+      prompts, prompt_path, prompt_seed: as given.
+      candidates: places of the text tried for each row; 1 of prompts that are taken as they come.
       do_sample: whether tokens are drawn; the next four are 0 if not.
       temperature, top_k, top_p, seed: of sampling.
     """
@@ -64,8 +66,11 @@ class Cell:
     new_tokens: int
     repeats: int
     prompts: str
+    prompt_path: str
+    prompt_seed: int
     candidates: int
     agreement_tokens: int
+    phases: bool
     do_sample: bool
     temperature: float
     top_k: int
@@ -133,19 +138,108 @@ class Cell:
 
 
 def groups(experiment: Experiment) -> list[list[Cell]]:
-    """Returns the cells by (batch, context), plain decoding first in each group.
+    """Returns the cells, a group for each combination of the axes, plain decoding first.
 
     Raises:
-      ConfigError: two methods or two shapes are the same.
+      ConfigError: the axes are wrong, two cells are the same, `exclude` names what a cell does not
+        have, matches none or leaves none.
     """
-    shapes = [shape for s in experiment.shapes for shape in itertools.product(s.batch, s.context)]
-    if len(set(shapes)) < len(shapes):
-        raise ConfigError(f"shapes name a (batch, context) twice: {shapes}")
-    return [_group(experiment, batch, context) for batch, context in shapes]
+    found = [_group(one) for one in axes.expand(experiment)]
+    every = [cell for group in found for cell in group]
+    twice = next((cell for i, cell in enumerate(every) if cell in every[:i]), None)
+    if twice is not None:
+        raise ConfigError(f"{twice.label}: two combinations of the grid are this cell: remove one")
+    left_out = {cell for where in experiment.exclude for cell in _excluded(where, every)}
+    found = [[cell for cell in group if cell not in left_out] for group in found]
+    if not any(found):
+        raise ConfigError("exclude leaves no cell of the grid: remove a line of it")
+    return [group for group in found if group]
 
 
-def _group(experiment: Experiment, batch: int, context: int) -> list[Cell]:
-    chosen = experiment.prompts == HELD_OUT
+def _excluded(where: dict[str, Any], cells: Iterable[Cell]) -> list[Cell]:
+    """Returns the cells that a line of `exclude` means.
+
+    Raises:
+      ConfigError: it names what no cell has, or no cell is so.
+    """
+    known = sorted({*facts(next(iter(cells)))})
+    for name in where:
+        if name not in known:
+            raise ConfigError(f"exclude: {axes.unknown(name, known)}")
+    wanted = {n: value if isinstance(value, list) else [value] for n, value in where.items()}
+    out = [c for c in cells if all(facts(c)[name] in values for name, values in wanted.items())]
+    if not out:
+        raise ConfigError(f"exclude: no cell has {where}: remove the line, or mend a value")
+    return out
+
+
+def facts(cell: Cell) -> dict[str, Any]:
+    """Returns a cell's settings by name, those of the draft's cache among them, and its method."""
+    settings = {f.name: getattr(cell, f.name) for f in dataclasses.fields(cell)}
+    cache = dataclasses.asdict(settings.pop("cache"))
+    for name in ("models", "drafters"):  # lists, which values of an axis cannot be told from
+        del settings[name]
+    return settings | cache | {"model": cell.model, "method": cell.method}
+
+
+def resolved(cell: Cell) -> dict[str, Any]:
+    """Returns what `restored` makes the cell of again: plain values, as YAML and JSON have them."""
+    return json.loads(json.dumps(dataclasses.asdict(cell)))
+
+
+def restored(settings: dict[str, Any]) -> Cell:
+    """Returns the cell of `resolved` settings."""
+    lists = {name: tuple(settings[name]) for name in ("models", "drafters")}
+    return Cell(**settings | lists | {"cache": CacheSettings(**settings["cache"])})
+
+
+def plain_of(cell: Cell) -> Cell:
+    """Returns plain decoding of the same prompts."""
+    none = {"draft": "none", "models": (), "drafters": (), "profile": "", "cache": CacheSettings()}
+    return dataclasses.replace(cell, **none, tree="", draw="", verifier="")
+
+
+def columns(cell: Cell) -> dict[str, Any]:
+    """Returns the columns that say what was measured."""
+    return {
+        "method": cell.method,
+        "target": cell.target,
+        "draft": cell.draft,
+        "draft_model": cell.model,
+        "policy": cell.cache.policy,
+        "draw": cell.drawings,
+        "verifier": cell.verifier or ("" if cell.draft == "none" else "greedy"),
+        "temperature": cell.temperature or None,
+        "top_k": cell.top_k or None,
+        "top_p": cell.top_p or None,
+        "seed": cell.seed if cell.do_sample else None,
+        "kv_budget": cell.cache.kv_budget or None,
+        "sinks": cell.cache.sinks or None,
+        "recent": cell.cache.recent or None,
+        "refresh_every": cell.cache.refresh_every or None,
+        "kv_dtype": cell.cache.kv_dtype,
+        "sink_positions": cell.cache.sink_positions,
+        "tree": cell.tree,
+        "gamma": cell.gamma,
+        "nodes": cell.nodes,
+        "dtype": cell.dtype,
+        "batch": cell.batch,
+        "context": cell.context,
+        "prompts": cell.prompts,
+        "prompt_path": cell.prompt_path,
+        "candidates": cell.candidates,
+        "agreement_tokens": cell.agreement_tokens,
+        "phases": cell.phases,
+        "drafters": " ".join(cell.drafters),
+        "profile": cell.profile,
+        "prompt_seed": cell.prompt_seed,
+        "mesh": cell.mesh,
+        "new_tokens": cell.new_tokens,
+        "repeat": cell.repeats,
+    }
+
+
+def _group(experiment: Experiment) -> list[Cell]:
     plain = Cell(
         target=experiment.target,
         draft="none",
@@ -158,13 +252,16 @@ def _group(experiment: Experiment, batch: int, context: int) -> list[Cell]:
         verifier="",
         dtype=experiment.dtype,
         mesh=experiment.mesh,
-        batch=batch,
-        context=context,
+        batch=experiment.batch,
+        context=experiment.context,
         new_tokens=experiment.new_tokens,
         repeats=experiment.repeats,
         prompts=experiment.prompts,
-        candidates=(experiment.candidates or CANDIDATES) if chosen else 1,
+        prompt_path=experiment.prompt_path,
+        prompt_seed=experiment.prompt_seed,
+        candidates=(experiment.candidates or CANDIDATES) if experiment.prompts in TEXTS else 1,
         agreement_tokens=experiment.agreement_tokens,
+        phases=experiment.phases,
         **_sampling(experiment),
     )
     cells = [plain]
@@ -172,6 +269,11 @@ def _group(experiment: Experiment, batch: int, context: int) -> list[Cell]:
         for cell in _cells(plain, method):
             if cell in cells:
                 raise ConfigError(f"methods name {cell.method!r} twice: remove one")
+            if cell.method in [other.method for other in cells]:
+                raise ConfigError(
+                    f"two methods are called {cell.method!r} in tables and pictures: give their "
+                    "models' folders different names, or each an experiment of its own"
+                )
             cells.append(cell)
     return cells
 
@@ -252,14 +354,14 @@ def options(cell: Cell, load: Callable[[str], Any]) -> dict[str, Any]:
     }
 
 
-def key(cell: Cell, surroundings: dict[str, str]) -> str:
+def key(cell: Cell, surroundings: dict[str, str] | None = None) -> str:
     """Returns 16 hexadecimal digits that name the cell's result.
 
-    `surroundings` is what else a result depends on (device, versions, weights): when that
-    changes, the old result no longer counts as finished.
+    `surroundings` is what else a result depends on (device, versions, weights), where results of
+    others are kept under other names.
     """
-    resolved = json.dumps([dataclasses.asdict(cell), surroundings], sort_keys=True)
-    return hashlib.sha256(resolved.encode()).hexdigest()[:16]
+    known = json.dumps([resolved(cell), surroundings], sort_keys=True)
+    return store.digest(known)
 
 
 def fingerprint(directory: str) -> str:

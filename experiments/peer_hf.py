@@ -23,7 +23,10 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from experiments import config, exactness, grid, measure, store
+from experiments import config, exactness, grid, store
+from experiments.bench import Bench
+from experiments.fields import ConfigError
+from experiments.surroundings import device_name
 
 PROG = "python -m experiments.peer_hf --peer-python PATH"
 
@@ -110,7 +113,7 @@ class Run:
     prefill_s: float
 
 
-def ours(bench: measure.Bench, cell: grid.Cell) -> Run:
+def ours(bench: Bench, cell: grid.Cell) -> Run:
     """Returns a run of ours."""
     out = bench.run(cell)
     rate = out.stats.emitted / out.stats.decode_s
@@ -136,7 +139,7 @@ def theirs(peer: Peer, setting: Setting, cell: grid.Cell, prompts: list, assista
 
 
 def compare_group(
-    bench: measure.Bench, peer: Peer, group: list[grid.Cell], settings: Sequence[Setting], bar: tqdm
+    bench: Bench, peer: Peer, group: list[grid.Cell], settings: Sequence[Setting], bar: tqdm
 ) -> list[dict[str, Any]]:
     """Returns a row for each of our cells and each of the peer's settings that fits the batch."""
     plain = group[0]
@@ -216,12 +219,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options, rest = parser.parse_known_args(arguments)
     try:
-        experiment = config.from_command_line(rest, PROG)
-    except config.ConfigError as error:
+        experiment, _ = config.from_command_line(rest, PROG)
+    except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     settings = [s for s in SETTINGS if options.compiled or not s.compiled]
-    groups, bench = grid.groups(experiment), measure.Bench()
+    groups, bench = grid.groups(experiment), Bench()
     if experiment.repeats < 1:
         print("repeats=0: a comparison of times needs at least 1", file=sys.stderr)
         return 2
@@ -232,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows += compare_group(bench, peer, group, settings, bar)
     peer.close()
     directory = pathlib.Path(experiment.results) / experiment.name
-    about = {"peer": peer.versions, "device": measure.device_name(), "rows": rows}
+    about = {"peer": peer.versions, "device": device_name(), "rows": rows}
     store.write_text(directory / "peer.json", json.dumps(about, indent=1) + "\n")
     Console().print(table(rows))
     print(f"peer: torch {peer.versions['torch']}, transformers {peer.versions['transformers']}")

@@ -14,7 +14,9 @@ ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = {"pallas_kernels": 0, "sharding": 0, "models": 1, "magicjax": 2, "experiments": 3}
 CORE = [package for package, floor in FLOORS.items() if floor < 3]
 # A bare GPU image has none of these, and the core runs there. torch is needed nowhere.
-NOT_IN_CORE = {"pydantic", "tyro", "yaml", "pandas", "matplotlib", "rich", "tqdm", "torch"}
+NOT_IN_CORE = {"pydantic", "tyro", "yaml", "pandas", "matplotlib", "rich", "tqdm", "torch"} | {
+    *("wandb", "tensorboardX", "lm_eval")
+}
 MOST_LINES = 500
 
 

@@ -52,8 +52,9 @@ fi
 
 # Each extra contains the smaller ones.
 case $extra in
-    dev) covered="experiments test dev" ;;
-    test) covered="experiments test" ;;
+    dev) covered="experiments notebooks test dev" ;;
+    test) covered="experiments notebooks test" ;;
+    notebooks) covered="experiments notebooks" ;;
     *) covered=$extra ;;
 esac
 rm -f "$unfinished"

@@ -14,8 +14,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments import measure, store
-from experiments.config import ConfigError
+from experiments import store
+from experiments.bench import Bench
+from experiments.fields import ConfigError
+from experiments.grid import Cell
 from experiments.specinfer import report, runs, settings, success, tables
 
 PROG = "python -m experiments.specinfer"
@@ -30,16 +32,20 @@ NAMES = {
 MAKERS = {2: tables.widths, 3: tables.verifiers, 4: tables.ensembles, 5: tables.shapes}
 
 
-def make(wanted: settings.Tables, bench: measure.Bench) -> dict[int, list[dict[str, Any]]]:
-    """Returns the rows of every table that is wanted, by its number; each is written at once."""
+def rehearse(wanted: settings.Tables) -> dict[Cell, int]:
+    """Returns how many runs each cell takes; raises ConfigError if one cannot run."""
     rehearsal = runs.Rehearsal(wanted)
-    numbers = sorted(set(wanted.tables))
-    for number in numbers:
-        if number in MAKERS:
-            MAKERS[number](wanted, rehearsal)
+    for number in sorted(set(wanted.tables) & MAKERS.keys()):
+        MAKERS[number](wanted, rehearsal)
+    return rehearsal.work
+
+
+def make(wanted: settings.Tables, bench: Bench) -> dict[int, list[dict[str, Any]]]:
+    """Returns the rows of every table that is wanted, by its number; each is written at once."""
+    work, numbers = rehearse(wanted), sorted(set(wanted.tables))
     directory = pathlib.Path(wanted.results) / wanted.name
     made: dict[int, list[dict[str, Any]]] = {}
-    with tqdm(total=sum(rehearsal.work.values()), unit="run", smoothing=0.05) as bar:
+    with tqdm(total=sum(work.values()), unit="run", smoothing=0.05) as bar:
 
         def tick(what: str, runs_done: int) -> None:
             bar.set_description(what if len(what) < 48 else f"{what[:45]}...", refresh=False)
@@ -70,11 +76,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=PROG, description=(__doc__ or "").split("\n\n", 1)[1])
     parser.add_argument("file", type=pathlib.Path, help="settings, a YAML file")
     parser.add_argument("--fresh", action="store_true", help="measure also what is finished")
+    parser.add_argument("--dry-run", action="store_true", help="list the runs, and make none")
     given = parser.parse_args(arguments)
     try:
         wanted = settings.read(given.file)
         wanted = wanted.model_copy(update={"fresh": wanted.fresh or given.fresh})
-        made = make(wanted, measure.Bench())
+        if given.dry_run:
+            work = rehearse(wanted)
+            for cell, count in work.items():
+                print(f"{cell.method}{' sampled' if cell.do_sample else ''}: {count} runs")
+            print(f"{len(work)} cells, {sum(work.values())} requests to run")
+            return 0
+        made = make(wanted, Bench())
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

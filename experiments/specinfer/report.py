@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 import magicjax
-from experiments import measure
 from experiments.specinfer.settings import Tables
 from experiments.specinfer.statistics import CLEAR, Estimate, name_of
 from experiments.specinfer.success import GREEDY, KINDS, MSS, NAIVE
+from experiments.surroundings import device_name
 from magicjax import parse_tree
 
 REFERENCE = pathlib.Path(__file__).parent.parent / "reference"
@@ -62,7 +62,7 @@ def _opening(tables: Tables) -> str:
     return (
         "# Token trees against the papers\n\n"
         f"Target {tables.target}, drafts {drafts}, {tables.dtype}, "
-        f"{measure.device_name()}, JAX {jax.__version__}. Tables 2 to 5: {tables.requests} "
+        f"{device_name()}, JAX {jax.__version__}. Tables 2 to 5: {tables.requests} "
         f"requests of {tables.context} held-out tokens, {tables.new_tokens} new ones each, run "
         f"alone; sampled ones at temperature {tables.temperature:g}, {tables.seeds} run(s) each, "
         "all of other seeds. "

@@ -14,9 +14,11 @@ import numpy as np
 from jaxtyping import Float, Int
 
 import magicjax
-from experiments import exactness, grid, launch, measure, preflight, prompts, store
-from experiments.config import ConfigError, parse_trees
+from experiments import exactness, grid, preflight, prompts, store, surroundings
+from experiments.bench import Bench
+from experiments.fields import ConfigError
 from experiments.grid import Cell
+from experiments.method import parse_trees
 from experiments.specinfer import settings
 from experiments.specinfer.settings import Tables
 
@@ -52,14 +54,14 @@ class Requests(NamedTuple):
     probes: Int[np.ndarray, "P T"]
 
 
-def choose(tables: Tables, bench: measure.Bench) -> Requests:
+def choose(tables: Tables, bench: Bench) -> Requests:
     """Returns the requests: stretches of held-out text whose plain text loops least.
 
     Raises:
       ConfigError: the text is too short for stretches that do not overlap.
     """
     cell = settings.plain(tables, sampled=False)
-    stream = prompts.held_out_stream(bench.model(tables.target, tables.dtype).tokenizer)
+    stream = prompts.stdlib_stream(bench.model(tables.target, tables.dtype).tokenizer)
     count = tables.requests + tables.probes
     tried = count * tables.candidates
     if tried * tables.context > len(stream):
@@ -92,7 +94,7 @@ class Runner:
       tick: called with what is going on and how many runs are done, after each of them.
     """
 
-    def __init__(self, tables: Tables, bench: measure.Bench, tick: Callable[[str, int], None]):
+    def __init__(self, tables: Tables, bench: Bench, tick: Callable[[str, int], None]):
         self.tables, self.bench, self.tick = tables, bench, tick
         self.directory = pathlib.Path(tables.results) / tables.name
         self.requests = choose(tables, bench)
@@ -114,7 +116,7 @@ class Runner:
     ) -> dict[str, Any]:
         """Returns what `make` gives, or gave before, for these prompts and as many runs."""
         asked = {"prompts": hashlib.sha256(rows.tobytes()).hexdigest()[:16], "runs": str(runs)}
-        key = grid.key(cell, launch.surroundings(cell) | asked)
+        key = grid.key(cell, surroundings.of(cell) | {"device": surroundings.device_name()} | asked)
         if key in self._done:
             return self._done[key]
         record = None if self.tables.fresh else store.read_record(self.directory, key)

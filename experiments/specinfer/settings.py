@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from experiments import config, grid
-from experiments.config import STRICT, ConfigError, Positive
+from experiments.fields import STRICT, ConfigError, Positive, checked, read_mapping
 from experiments.grid import Cell
 from magicjax import DynamicTree, TokenTree, parse_tree
 
@@ -152,7 +152,7 @@ def read(path: pathlib.Path) -> Tables:
     Raises:
       ConfigError: a key that does not exist, a value out of range, a directory that is not there.
     """
-    tables = config.checked(Tables, config.read_mapping(path), str(path))
+    tables = checked(Tables, read_mapping(path), str(path))
     for directory in (tables.target, *tables.drafts):
         if not (pathlib.Path(directory) / "config.json").is_file():
             raise ConfigError(f"{path}: {directory} is no model directory: it has no config.json")
@@ -164,7 +164,8 @@ def plain(tables: Tables, sampled: bool) -> Cell:
     experiment = config.Experiment(
         target=tables.target,
         dtype=tables.dtype,
-        shapes=[config.Shapes(batch=[1], context=[tables.context])],
+        batch=1,
+        context=tables.context,
         new_tokens=tables.new_tokens,
         do_sample=sampled,
         temperature=tables.temperature if sampled else None,

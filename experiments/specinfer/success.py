@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from experiments import measure, prompts, teacher
+from experiments import prompts, teacher
+from experiments.bench import Bench
 from experiments.specinfer.settings import Tables
 from experiments.specinfer.statistics import mean_and_error, name_of
 from magicjax.sampling import Sampling, attempt, draw, row_keys, warp, without
@@ -27,10 +28,10 @@ KINDS = {
 }
 
 
-def rates(tables: Tables, bench: measure.Bench) -> list[dict[str, Any]]:
+def rates(tables: Tables, bench: Bench) -> list[dict[str, Any]]:
     """Returns a row for each draft and kind, and for the drafts' most likely tokens together."""
     target = bench.model(tables.target, tables.dtype)
-    text = prompts.cut(prompts.held_out_stream(target.tokenizer), tables.windows, tables.window)
+    text = prompts.cut(prompts.stdlib_stream(target.tokenizer), tables.windows, tables.window)
     ranks, half = tables.widths[-1], tables.window // 2
     measured: dict[tuple[str, str], list[np.ndarray]] = {}
     for number, window in enumerate(text):

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 import models
-from experiments import corpus, measure
+from experiments import bench, corpus, launchers, measure, report, worker
 from models import Llama, LlamaConfig, init_params
 
 
@@ -30,7 +30,7 @@ def tiny():
     return SimpleNamespace(module=module, params=params, config=config, tokenizer=None)
 
 
-class ScriptedBench(measure.Bench):
+class ScriptedBench(bench.Bench):
     """A bench whose runs are made up: plain decoding takes 1 s, everything else half of it.
 
     Attributes:
@@ -46,9 +46,9 @@ class ScriptedBench(measure.Bench):
     def model(self, directory, dtype, mesh=None):
         return self.target
 
-    def _choice(self, cell):
+    def prompts(self, cell):
         tokens = np.arange(cell.batch * cell.context, dtype=np.int32)
-        return tokens.reshape(cell.batch, -1) % 64, 0.0
+        return tokens.reshape(cell.batch, -1) % 64
 
     def agreement(self, cell):
         return None if cell.draft == "none" else 0.75
@@ -58,12 +58,16 @@ class ScriptedBench(measure.Bench):
         warm_up = cell not in self.ran
         self.ran.append(cell)
         tokens = np.tile(np.arange(cell.new_tokens, dtype=np.int32), (cell.batch, 1))
+        counted = (
+            (cell.new_tokens - 1, 0) if cell.draft == "none" else (1, cell.new_tokens // 2 - 1)
+        )
         stats = Stats(
             tau=1.0 if cell.draft == "none" else 2.0,
             decode_s=1.0 if cell.draft == "none" else 0.5,
             compile_s=3.0 if warm_up else 0.0,
-            rounds=cell.batch * cell.new_tokens,
-            steps=cell.new_tokens,
+            rounds=cell.batch * sum(counted),
+            steps=sum(counted),
+            histogram_by_request=(counted,) * cell.batch,
             emitted=cell.batch * cell.new_tokens,
         )
         texts = ["text"] * cell.batch
@@ -78,10 +82,13 @@ class Stats:
     rounds: int
     steps: int
     emitted: int
+    histogram_by_request: tuple
+    histogram: tuple = (1, 2)
     tau_by_request: float = 2.0
     nodes_per_round: float = 4.0
     acceptance_rate: float = 0.5
     acceptance_by_depth: tuple = (0.8, 0.4)
+    acceptance_if_reached: tuple = (0.8, 0.5)
     drafted: int = 4
     accepted: int = 2
     prefill_s: float = 0.25
@@ -91,10 +98,43 @@ class Stats:
     attention_backend: str = "xla"
 
 
+class Here:
+    """A launcher that measures in this process, on one bench.
+
+    Attributes:
+      bench: None: each cell makes its own.
+      before: called with each folder before its cell is measured.
+    """
+
+    def __init__(self, bench=None, before=lambda folder: None):
+        self.bench, self.before = bench, before
+
+    def run(self, folders, limits, stop):
+        for folder in folders:
+            if stop.no_more:
+                return
+            self.before(folder)
+            worker.measure_cell(folder, self.bench, limits.profile)
+            yield folder
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Makes every launcher one that measures in this process."""
+
+    def use(bench=None, before=lambda folder: None):
+        launcher = Here(bench, before)
+        monkeypatch.setattr(launchers, "make", lambda experiment, devices: launcher)
+
+    return use
+
+
 @pytest.fixture
 def scripted(tiny, monkeypatch):
-    """Makes a scripted bench; memory bandwidth is a made-up number too."""
+    """Makes a scripted bench; bandwidth, phases and pictures are made up too."""
     monkeypatch.setattr(measure.bandwidth, "read_bandwidth", lambda: 2e10)
+    monkeypatch.setattr(measure, "_phases", lambda bench, cell, folder: ({"draft": 0.25}, ""))
+    monkeypatch.setattr(report, "write", lambda directory, keys: ["report.html"])
     return lambda fails=lambda cell: None: ScriptedBench(tiny, fails)
 
 

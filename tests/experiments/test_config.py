@@ -3,7 +3,7 @@ import pathlib
 
 import pytest
 
-from experiments import config, prompts, synthetic
+from experiments import config, fields, method, prompts
 
 FOLDER = pathlib.Path(config.__file__).parent / "configs"
 OTHERS = {"specinfer_tables.yaml"}  # read by a command of their own
@@ -20,26 +20,23 @@ def read(tmp_path, text):
     ("text", "key", "nearest"),
     [
         ("repeets: 3", "repeets", "repeats"),
-        ("shapes: [{batches: 3}]", "shapes.0.batches", "batch"),
+        ("batches: 3", "batches", "batch"),
+        ("slurm: {minuts: 3}", "slurm.minuts", "minutes"),
         ("methods: [{draft: self, kv_bugdet: 64}]", "methods.0.kv_bugdet", "kv_budget"),
     ],
 )
 def test_a_key_that_does_not_exist_is_refused_and_the_nearest_named(tmp_path, text, key, nearest):
-    with pytest.raises(config.ConfigError) as error:
+    with pytest.raises(fields.ConfigError) as error:
         read(tmp_path, text)
     assert f"{key}: no such key; did you mean {nearest!r}?" in str(error.value)
     assert "mine.yaml" in str(error.value)
 
 
 def test_every_problem_of_a_file_is_named_at_once(tmp_path):
-    with pytest.raises(config.ConfigError) as error:
-        read(tmp_path, "repeats: -1\nnew_tokens: '128'\nshapes: [{batch: 0}]")
+    with pytest.raises(fields.ConfigError) as error:
+        read(tmp_path, "repeats: -1\nnew_tokens: '128'\nbatch: 0")
     message = str(error.value)
-    assert (
-        "repeats=-1" in message
-        and "new_tokens='128'" in message
-        and "shapes.0.batch.0=0" in message
-    )
+    assert "repeats=-1" in message and "new_tokens='128'" in message and "batch=0" in message
 
 
 @pytest.mark.parametrize(
@@ -116,7 +113,7 @@ def test_every_problem_of_a_file_is_named_at_once(tmp_path):
     ],
 )
 def test_options_that_do_not_fit_together_are_refused(tmp_path, method, message):
-    with pytest.raises(config.ConfigError) as error:
+    with pytest.raises(fields.ConfigError) as error:
         read(tmp_path, f"methods: [{method}]")
     assert message in str(error.value)
 
@@ -132,25 +129,25 @@ def test_options_that_do_not_fit_together_are_refused(tmp_path, method, message)
     ],
 )
 def test_settings_of_sampling_are_refused_in_greedy_decoding(tmp_path, text, names):
-    with pytest.raises(config.ConfigError) as error:
+    with pytest.raises(fields.ConfigError) as error:
         read(tmp_path, text)
     assert f"{names} has no meaning in greedy decoding: set do_sample" in str(error.value)
     read(tmp_path, f"do_sample: true\n{text}")
 
 
-def test_prompts_are_held_out_text_or_any_of_the_tasks(tmp_path):
-    assert read(tmp_path, "repeats: 1").prompts == prompts.HELD_OUT
-    for name in (prompts.HELD_OUT, *synthetic.TASKS):
+def test_prompts_are_text_or_any_of_the_tasks(tmp_path):
+    assert read(tmp_path, "repeats: 1").prompts == prompts.STDLIB
+    for name in prompts.KINDS:
         assert read(tmp_path, f"prompts: {name}").prompts == name
-    with pytest.raises(config.ConfigError) as error:
+    with pytest.raises(fields.ConfigError) as error:
         read(tmp_path, "prompts: haystack")
     message = str(error.value)
     assert "prompts='haystack'" in message
-    assert all(repr(name) in message for name in (prompts.HELD_OUT, *synthetic.TASKS))
+    assert all(name in message for name in prompts.KINDS)
 
 
 def test_a_choice_among_prompts_of_a_task_is_refused(tmp_path):
-    with pytest.raises(config.ConfigError, match="candidates has no meaning with prompts=needle"):
+    with pytest.raises(fields.ConfigError, match="candidates has no meaning with prompts=needle"):
         read(tmp_path, "prompts: needle\ncandidates: 4")
     read(tmp_path, "candidates: 4")
 
@@ -160,13 +157,13 @@ def test_a_policy_of_another_package_is_known_by_its_name(tmp_path, monkeypatch)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point])
     method = read(tmp_path, "methods: [{draft: self, policy: [mine, h2o]}]").methods[0]
     assert [cache.policy for cache in method.caches()] == ["mine", "h2o"]
-    with pytest.raises(config.ConfigError, match="policy='mini' is unknown: did you mean 'mine'"):
+    with pytest.raises(fields.ConfigError, match="policy='mini' is unknown: did you mean 'mine'"):
         read(tmp_path, "methods: [{draft: self, policy: mini}]")
 
 
 @pytest.mark.parametrize("text", ["temperature: 0", "top_p: 0", "top_p: 1.1", "top_k: 0"])
 def test_parameters_of_sampling_out_of_range_are_refused(tmp_path, text):
-    with pytest.raises(config.ConfigError, match=text.replace(": ", "=")):
+    with pytest.raises(fields.ConfigError, match=text.replace(": ", "=")):
         read(tmp_path, f"do_sample: true\n{text}")
 
 
@@ -174,7 +171,8 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
     path = tmp_path / "mine.yaml"
     path.write_text("repeats: 5\nnew_tokens: 32\nmethods: [{draft: self, tree: chain:2}]")
     overrides = ["--repeats", "7", "--methods.0.tree", "chain:3", "chain:4"]
-    experiment = config.from_command_line([str(path), *overrides], "launch")
+    experiment, source = config.from_command_line([str(path), *overrides], "launch")
+    assert source == str(path)
     assert experiment.repeats == 7
     assert experiment.new_tokens == 32
     assert experiment.candidates == config.Experiment().candidates
@@ -200,7 +198,7 @@ def test_overrides_are_checked_like_the_file(tmp_path, capsys, override, message
 
 
 def test_a_run_without_a_file_says_how_to_give_one():
-    with pytest.raises(config.ConfigError, match="no experiment file given: launch"):
+    with pytest.raises(fields.ConfigError, match="no experiment file given: launch"):
         config.from_command_line([], "launch")
 
 
@@ -211,11 +209,11 @@ def test_help_describes_every_setting(capsys):
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "launch FILE" in text
     for name, field in config.Experiment.model_fields.items():
-        if name not in ("shapes", "methods"):
+        if name not in ("grid", "zip", "exclude", "methods", "slurm"):
             assert field.description in text, name
 
 
-@pytest.mark.parametrize("model", [config.Experiment, config.Method, config.Shapes])
+@pytest.mark.parametrize("model", [config.Experiment, config.Slurm, method.Method])
 def test_every_setting_is_documented(model):
     assert all(field.description for field in model.model_fields.values())
 
@@ -228,29 +226,29 @@ def test_the_files_that_come_with_the_project_are_valid(path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("name: a\nshapes: [{batch: 1}\nrepeats: 3", "mine.yaml: line 3: "),
+        ("name: a\nexclude: [{batch: 1}\nrepeats: 3", "mine.yaml: line 3: "),
         ("name: 'a", "mine.yaml: line 1: found unexpected end of stream"),
         ("", "mine.yaml: the file is empty"),
         ("# nothing\n", "mine.yaml: the file is empty"),
     ],
 )
 def test_a_file_that_is_no_yaml_is_refused_with_the_line(tmp_path, text, message):
-    with pytest.raises(config.ConfigError, match=message):
+    with pytest.raises(fields.ConfigError, match=message):
         read(tmp_path, text)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     for path, message in ((tmp_path, "Is a directory"), (tmp_path / "no.yaml", "No such file")):
-        with pytest.raises(config.ConfigError, match=f"{path.name}: {message}"):
+        with pytest.raises(fields.ConfigError, match=f"{path.name}: {message}"):
             config.read(path)
     path = tmp_path / "bytes.yaml"
     path.write_bytes(b"name: \xff")
-    with pytest.raises(config.ConfigError, match=r"bytes.yaml: not UTF-8 text \(byte 6\)"):
+    with pytest.raises(fields.ConfigError, match=r"bytes.yaml: not UTF-8 text \(byte 6\)"):
         config.read(path)
 
 
 def test_a_mapping_with_a_problem_is_not_repeated_in_its_message(tmp_path):
-    with pytest.raises(config.ConfigError) as error:
+    with pytest.raises(fields.ConfigError) as error:
         read(tmp_path, "methods: [{draft: small}]")
     lines = str(error.value).splitlines()
     assert lines[1] == "  methods.0: draft=small needs the model's directory: set model"
@@ -259,16 +257,16 @@ def test_a_mapping_with_a_problem_is_not_repeated_in_its_message(tmp_path):
 def test_a_file_behind_options_is_told_to_come_first(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("repeats: 5")
-    with pytest.raises(config.ConfigError, match=f"must come first: launch {path} --repeats 1$"):
+    with pytest.raises(fields.ConfigError, match=f"must come first: launch {path} --repeats 1$"):
         config.from_command_line(["--repeats", "1", str(path)], "launch")
 
 
 def test_a_file_that_is_no_mapping_is_refused(tmp_path):
-    with pytest.raises(config.ConfigError, match="expected `key: value` lines, found list"):
+    with pytest.raises(fields.ConfigError, match="expected `key: value` lines, found list"):
         read(tmp_path, "- 1")
 
 
 def test_a_mesh_is_written_as_on_the_command_line(tmp_path):
     assert read(tmp_path, "mesh: data=2,model=4").mesh == "data=2,model=4"
-    with pytest.raises(config.ConfigError, match="'pipe=2' is no mesh: write data=2,model=4"):
+    with pytest.raises(fields.ConfigError, match="'pipe=2' is no mesh: write data=2,model=4"):
         read(tmp_path, "mesh: pipe=2")

@@ -7,26 +7,26 @@ from experiments import launch
 from magicjax import costs
 
 
-def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, capsys):
+def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, here, capsys):
+    here()
     path = zoo / "grid.yaml"
     path.write_text(
         f"target: {zoo / 'target'}\n"
         f"results: {zoo / 'results'}\n"
         "new_tokens: 12\n"
         "agreement_tokens: 96\n"
-        "shapes: [{batch: 2, context: 48}]\n"
+        "batch: 2\ncontext: 48\n"
         "methods:\n"
         "  - {draft: self, kv_budget: 24, sinks: 4, tree: chain:3}\n"
         f"  - {{draft: small, model: {zoo / 'draft'}, tree: 'expansion:2,1'}}\n"
     )
-    assert launch.main([str(path)]) == 0
+    assert launch.main([str(path), "--profile"]) == 0
     with (zoo / "results" / "grid" / "summary.csv").open() as file:
         plain, streaming, small = csv.DictReader(file)
     for row in (plain, streaming, small):
         assert (row["status"], float(row["exact_match"])) == ("ok", 1.0)
         assert float(row["decode_s"]) > 0
-        assert float(row["compile_s"]) > 0
-    assert float(plain["tau"]) == 1.0
+    assert float(plain["tau"]) == 1.0 and float(plain["compile_s"]) > 0
     assert int(plain["rounds"]) == 2 * 11  # the first token of each row is the prefill's
     assert float(streaming["kv_mb_draft"]) < float(streaming["kv_mb_target"])
     assert 0 <= float(small["agreement"]) <= 1
@@ -35,13 +35,21 @@ def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, capsys):
         "",
         "",
     )
-    records = (zoo / "results" / "grid" / "cells").glob("*.json")
-    assert sum("acceptance_by_depth" in json.loads(p.read_text()) for p in records) == 3
+    folder = zoo / "results" / "grid"
+    records = [json.loads(path.read_text()) for path in folder.glob("cells/*/metrics.json")]
+    assert sum("acceptance_by_depth" in record for record in records) == 3
+    for row in (streaming, small):  # the loop of plain decoding is too small to be told apart
+        spent = ("draft_s", "score_s", "verify_s", "commit_s", "host_s")
+        assert all(float(row[name]) > 0 for name in spent)
+    assert len(list(folder.glob("cells/*/trace.perfetto.json.gz"))) == 3
+    prompts = [path.read_text() for path in folder.glob("prompts/*.json")]
+    assert len(prompts) == 1  # chosen once for all cells of a group
     out = " ".join(capsys.readouterr().out.split())
     assert "τ: tokens emitted a target pass and row" in out
 
 
-def test_auto_is_a_method_like_the_others_and_says_what_it_chose(zoo):
+def test_auto_is_a_method_like_the_others_and_says_what_it_chose(zoo, here):
+    here()
     profile = zoo / "here.json"
     costs.save_profile(profile, costs.Device("here", 2e10, 1e11, 1e10, None, "float32"), {})
     path = zoo / "auto.yaml"
@@ -49,7 +57,7 @@ def test_auto_is_a_method_like_the_others_and_says_what_it_chose(zoo):
         f"target: {zoo / 'target'}\n"
         f"results: {zoo / 'results'}\n"
         "new_tokens: 12\nrepeats: 1\ncandidates: 1\nagreement_tokens: 0\n"
-        "shapes: [{batch: 2, context: 48}]\n"
+        "batch: 2\ncontext: 48\n"
         "methods:\n"
         f"  - {{draft: auto, profile: {profile}, tree: chain:3,\n"
         f"     drafters: ['self:streaming:24', 'small:{zoo / 'draft'}', look-up]}}\n"
@@ -66,14 +74,15 @@ def test_auto_is_a_method_like_the_others_and_says_what_it_chose(zoo):
     assert auto["chosen"].split(",")[0] in names and plain["chosen"] == ""
 
 
-def test_a_sampled_grid_compares_with_plain_sampling_of_the_same_parameters(zoo):
+def test_a_sampled_grid_compares_with_plain_sampling_of_the_same_parameters(zoo, here):
+    here()
     path = zoo / "sampled.yaml"
     path.write_text(
         f"target: {zoo / 'target'}\n"
         f"results: {zoo / 'results'}\n"
         "do_sample: true\ntemperature: 0.7\ntop_p: 0.9\nseed: 5\n"
         "new_tokens: 12\nrepeats: 1\ncandidates: 2\nagreement_tokens: 96\n"
-        "shapes: [{batch: 2, context: 48}]\n"
+        "batch: 2\ncontext: 48\n"
         "methods:\n"
         f"  - {{draft: small, model: {zoo / 'draft'}, tree: 'expansion:2,1', "
         "verifier: [mss, naive]}\n"

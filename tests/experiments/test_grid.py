@@ -4,12 +4,13 @@ import types
 import pytest
 
 import magicjax
-from experiments import cache_settings, config, grid, measure
+from experiments import bench, cache_settings, config, fields, grid
 from magicjax import policies
 
-EXPERIMENT = config.validate(
+EXPERIMENT = fields.checked(
+    config.Experiment,
     {
-        "shapes": [{"batch": [1, 4], "context": 2048}, {"batch": 4, "context": 8192}],
+        "zip": [{"batch": [1, 4, 4], "context": [2048, 2048, 8192]}],
         "methods": [
             {"draft": "self", "kv_budget": [128, 256], "tree": ["chain:3", "chain:7"]},
             {"draft": "small", "model": "somewhere/draft-1", "tree": "expansion:2,2,1"},
@@ -37,14 +38,13 @@ def test_a_grid_is_the_product_of_its_lists_with_plain_decoding_first_in_each_gr
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"shapes": [{"batch": [1, 1]}]}, "twice"),
         ({"methods": [{"draft": "self", "tree": ["chain:3", "chain:3"]}]}, "twice: remove one"),
         ({"methods": [{"draft": "self"}, {"draft": "self", "sinks": 16}]}, "twice: remove one"),
     ],
 )
 def test_the_same_cell_twice_is_refused(change, message):
-    with pytest.raises(config.ConfigError, match=message):
-        grid.groups(config.validate(change, "test"))
+    with pytest.raises(fields.ConfigError, match=message):
+        grid.groups(fields.checked(config.Experiment, change, "test"))
 
 
 def others(value):
@@ -86,7 +86,8 @@ def test_a_tree_has_the_depth_and_nodes_that_its_name_says(name, gamma, nodes):
     assert (cell.gamma, cell.nodes) == (gamma, nodes)
 
 
-SAMPLED = config.validate(
+SAMPLED = fields.checked(
+    config.Experiment,
     {
         "do_sample": True,
         "top_p": 0.9,
@@ -134,7 +135,7 @@ def test_plain_decoding_is_a_tree_of_only_a_root():
 
 
 def cells_of(*methods):
-    return grid.groups(config.validate({"methods": list(methods)}, "test"))[0][1:]
+    return grid.groups(fields.checked(config.Experiment, {"methods": list(methods)}, "test"))[0][1:]
 
 
 def test_policies_budgets_refreshes_and_dtypes_make_a_cell_of_each_combination():
@@ -209,7 +210,7 @@ def test_a_cell_makes_the_drafter_that_its_settings_say():
 )
 def test_agreement_is_asked_only_where_the_view_of_the_text_is_known(method, view):
     (cell,) = cells_of(method)
-    assert measure._view(cell) == view
+    assert bench._view(cell) == view
 
 
 def test_a_mesh_reaches_the_call():
@@ -227,7 +228,7 @@ def test_auto_tries_what_it_is_told_to_with_the_tree_it_is_told_to():
         {"draft": "auto"},
         {"draft": "auto", "drafters": ["small:a/b:streaming:64", "look-up"], "tree": "chain:4"},
     ]
-    experiment = config.validate({"methods": methods}, "test")
+    experiment = fields.checked(config.Experiment, {"methods": methods}, "test")
     _, usual, told = grid.groups(experiment)[0]
     assert (usual.method, told.method) == ("auto, chain:8", "auto, chain:4")
     assert (usual.models, told.models) == ((), ("a/b",))

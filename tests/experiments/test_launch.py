@@ -3,32 +3,45 @@
 import csv
 import importlib.metadata
 import importlib.util
-import io
 import json
+import pathlib
+import subprocess
 import sys
 
 import pytest
-from rich.console import Console
+import yaml
 
-from experiments import config, launch, measure
+from experiments import config, estimates, grid, launch, launchers, preflight, store, surroundings
+from experiments.measure import TIMES
+from experiments.specinfer import __main__ as specinfer
+
+SETTINGS = {
+    "name": "mine",
+    "new_tokens": 16,
+    "context": 8,
+    "grid": {"batch": [1, 2]},
+    "methods": [
+        {"draft": "self", "tree": "chain:3"},
+        {"draft": "small", "model": "draft-1", "tree": "expansion:2,1"},
+    ],
+}
 
 
-def experiment(tmp_path, **changes):
-    settings = {
-        "name": "mine",
-        "results": str(tmp_path),
-        "new_tokens": 16,
-        "shapes": [{"batch": [1, 2], "context": 8}],
-        "methods": [
-            {"draft": "self", "tree": "chain:3"},
-            {"draft": "small", "model": "draft-1", "tree": "expansion:2,1"},
-        ],
-    }
-    return config.validate(settings | changes, "test")
+@pytest.fixture
+def start(tmp_path, monkeypatch, scripted, here):
+    """Starts the launcher on a file of these settings, and returns its exit status."""
+    monkeypatch.setattr(preflight, "check", lambda groups, record=False: {})
+    monkeypatch.setattr(estimates, "of", lambda cell, on_gpu: estimates.Estimate(1, 60))
+    monkeypatch.setattr(surroundings, "code", lambda: "this code")
 
+    def start(*arguments, bench=None, before=lambda folder: None, file="mine.yaml", **changes):
+        path = tmp_path / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(yaml.safe_dump(SETTINGS | {"results": str(tmp_path)} | changes))
+        here(bench or scripted(), before)
+        return launch.main([str(path), *arguments])
 
-def console():
-    return Console(file=io.StringIO(), width=200)
+    return start
 
 
 def summary(tmp_path):
@@ -36,68 +49,76 @@ def summary(tmp_path):
         return list(csv.DictReader(file))
 
 
-def test_cells_of_a_group_take_turns_and_plain_decoding_opens_each(tmp_path, scripted):
+def folders(tmp_path, name):
+    return {path.parent.name for path in (tmp_path / "mine" / "cells").glob(f"*/{name}")}
+
+
+def test_a_cell_takes_turns_with_plain_decoding_which_opens_each(start, scripted):
     bench = scripted()
-    launch.run(experiment(tmp_path, shapes=[{"batch": 1, "context": 8}]), console(), bench)
-    assert [cell.draft for cell in bench.ran] == ["none", "self", "small"] * 4  # 1 + 3 repeats
+    assert start(bench=bench, grid={}) == 0
+    plain, mine, small = (["none"], ["none", "self"], ["none", "small"])
+    assert [cell.draft for cell in bench.ran] == plain * 4 + mine * 4 + small * 4  # 1 + 3 repeats
 
 
-def test_a_run_writes_summary_plot_and_a_record_for_each_cell(tmp_path, scripted):
-    mine, out = experiment(tmp_path), console()
-    launch.publish(mine, launch.run(mine, out, scripted()), out)
+def test_a_run_writes_a_summary_and_a_folder_for_each_cell(start, tmp_path, capsys):
+    assert start() == 0
     rows = summary(tmp_path)
     assert [(r["batch"], r["draft"]) for r in rows] == [
         (batch, draft) for batch in "12" for draft in ("none", "self", "small")
     ]
     assert {r["status"] for r in rows} == {"ok"}
-    self_row = rows[1]
-    assert float(self_row["speedup"]) == 2.0
-    assert float(self_row["decode_tok_s"]) == 32.0
-    assert float(self_row["ar_decode_tok_s"]) == 16.0
-    assert float(self_row["exact_match"]) == 1.0
-    assert float(self_row["compile_s"]) == 3.0
-    assert (self_row["gamma"], self_row["nodes"], self_row["repeat"]) == ("3", "4", "3")
-    assert float(self_row["round_ms"]) == 500 / 16
-    assert self_row["prompts"] == "held_out"
-    assert len(list((tmp_path / "mine" / "cells").glob("*.json"))) == 6
-    assert (tmp_path / "mine" / "speedup.png").read_bytes().startswith(b"\x89PNG")
-    assert "2.00×" in out.file.getvalue()
+    row = rows[4]
+    figures = {
+        "speedup": 2.0,
+        "decode_tok_s": 64.0,
+        "ar_decode_tok_s": 32.0,
+        "decode_tok_s_user": 32.0,
+        "decode_tok_s_device": 64.0,
+        "exact_match": 1.0,
+        "noise_match": 1.0,
+        "compile_s": 3.0,
+        "ttft_s": 0.25,
+        "round_ms": 1e3 * 0.5 / 8,
+        "tpot_ms_p50": 1e3 * 0.5 / 16,
+        "draft_s": 0.25,
+    }
+    assert {name: float(row[name]) for name in figures} == figures
+    assert (row["gamma"], row["nodes"], row["repeat"], row["prompts"]) == ("3", "4", "3", "stdlib")
+    assert "2.00×" in capsys.readouterr().out
+
+    folder = tmp_path / "mine" / "cells" / row["key"]
+    cell = grid.restored(yaml.safe_load((folder / "config.yaml").read_text()))
+    assert grid.key(cell) == folder.name
+    env = json.loads((folder / "env.json").read_text())
+    assert env["made_by"]["code"] == "this code" and env["device"] == row["device"]
+    requests = [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
+    assert [r["request"] for r in requests] == [0, 1]
+    assert requests[0]["tokens"] == list(range(16)) and requests[0]["exact"] is True
+    assert (requests[0]["rounds"], requests[0]["tau"], requests[0]["histogram"]) == (
+        8,
+        15 / 8,
+        [1, 7],
+    )
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert len(metrics["runs"]) == 3 and metrics["acceptance_if_reached"] == [0.8, 0.5]
 
 
-def test_without_repeats_every_cell_runs_once_and_nothing_is_timed(tmp_path, scripted):
-    bench, out = scripted(), console()
-    methods = [{"draft": "self", "policy": ["snapkv", "h2o"], "kv_budget": [8, 16]}]
-    mine = experiment(tmp_path, repeats=0, methods=methods)
-    folder = launch.publish(mine, launch.run(mine, out, bench), out)
-    assert len(bench.ran) == len(set(bench.ran)) == 2 * (1 + 4)
+def test_without_repeats_every_cell_runs_once_and_nothing_is_timed(start, scripted, tmp_path):
+    bench = scripted()
+    assert start(bench=bench, repeats=0) == 0
+    assert [cell.draft for cell in bench.ran] == ["none", "none", "self", "none", "small"] * 2
     for row in summary(tmp_path):
         assert (row["status"], row["exact_match"]) == ("ok", "1.0")
-        assert row["tau"] and not any(row[name] for name in measure.TIMES if name in row)
-    assert not (folder / "speedup.png").exists()
-    assert (folder / "acceptance.png").read_bytes().startswith(b"\x89PNG")
-    assert "acceptance.png" in out.file.getvalue()
+        assert row["tau"] and not any(row[n] for n in TIMES if n in row)
 
 
-def test_a_plot_of_an_earlier_grid_does_not_stay_beside_other_results(tmp_path, scripted):
-    methods = [{"draft": "self", "kv_budget": [8, 16]}]
-    for changes, plots in (
-        ({"methods": methods}, {"speedup.png", "acceptance.png"}),
-        ({"methods": methods, "repeats": 0}, {"acceptance.png"}),
-        ({}, {"speedup.png"}),
-    ):
-        mine = experiment(tmp_path, **changes)
-        folder = launch.publish(mine, launch.run(mine, console(), scripted()), console())
-        assert {path.name for path in folder.glob("*.png")} == plots
-
-
-def test_a_row_says_what_the_drafts_cache_keeps(tmp_path, scripted):
+def test_a_row_says_what_the_drafts_cache_keeps(start, tmp_path):
     methods = [
         {"draft": "self", "policy": "snapkv", "refresh_every": [0, 4], "kv_dtype": ["", "int8"]},
         {"draft": "self", "policy": "full"},
         {"draft": "small", "model": "draft-1", "policy": "streaming", "sink_positions": "in_cache"},
     ]
-    mine = experiment(tmp_path, methods=methods, shapes=[{"batch": 1, "context": 8}])
-    launch.publish(mine, launch.run(mine, console(), scripted()), console())
+    start(methods=methods, grid={})
     names = ("policy", "kv_budget", "refresh_every", "kv_dtype", "sink_positions", "sinks")
     assert [tuple(row[name] for name in names) for row in summary(tmp_path)] == [
         ("", "", "", "", "", ""),
@@ -110,8 +131,38 @@ def test_a_row_says_what_the_drafts_cache_keeps(tmp_path, scripted):
     ]
 
 
+def test_finished_cells_are_not_measured_again(start, scripted, tmp_path):
+    start()
+    first = summary(tmp_path)
+    again = scripted()
+    assert start(bench=again) == 0
+    assert not again.ran and summary(tmp_path) == first
+    more = scripted()
+    start(bench=more, grid={"batch": [1, 2, 4]})
+    assert {cell.batch for cell in more.ran} == {4} and len(summary(tmp_path)) == 9
+    fresh = scripted()
+    start("--fresh", bench=fresh)
+    assert len(set(fresh.ran)) == 6
+
+
+def test_results_of_other_code_are_refused_kept_or_measured_again(
+    start, scripted, tmp_path, monkeypatch, capsys
+):
+    start()
+    monkeypatch.setattr(surroundings, "code", lambda: "other code")
+    before = {p: p.read_bytes() for p in (tmp_path / "mine").rglob("*") if p.is_file()}
+    assert start() == 2
+    message = capsys.readouterr().err
+    assert "6 of 6 cells" in message and "code this code -> other code" in message
+    assert "--stale redo" in message and "--stale keep" in message
+    assert before == {p: p.read_bytes() for p in (tmp_path / "mine").rglob("*") if p.is_file()}
+    kept, redone = scripted(), scripted()
+    assert start("--stale", "keep", bench=kept) == 0 and not kept.ran
+    assert start("--stale", "redo", bench=redone) == 0 and len(set(redone.ran)) == 6
+
+
 def test_a_result_does_not_outlive_the_code_of_a_policy_of_another_package(
-    tmp_path, scripted, monkeypatch
+    start, scripted, tmp_path, monkeypatch
 ):
     code = "import magicjax\nclass Mine(magicjax.Policy): pass\n"
     source = tmp_path / "mine_policy.py"
@@ -125,123 +176,64 @@ def test_a_result_does_not_outlive_the_code_of_a_policy_of_another_package(
 
     point = importlib.metadata.EntryPoint("mine", "mine_policy:Mine", "magicjax.policies")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point])
-    for text, measured in ((code, 4), (code, 0), (code + "# another\n", 4)):
+    for text, measured in ((code, True), (code, False), (code + "# another\n", True)):
         install(text)
         bench = scripted()
-        mine = experiment(tmp_path, methods=[{"draft": "self", "policy": "mine"}])
-        launch.run(mine, console(), bench)
-        assert len({(c.batch, c.draft) for c in bench.ran}) == measured
+        methods = [{"draft": "self", "policy": "mine"}]
+        assert start("--stale", "redo", bench=bench, grid={}, methods=methods) == 0
+        assert ("self" in {cell.draft for cell in bench.ran}) == measured
 
 
-def test_finished_cells_are_not_measured_again_and_their_rows_stay(tmp_path, scripted):
-    mine = experiment(tmp_path)
-    first = launch.run(mine, console(), scripted())
-    again = scripted()
-    second = launch.run(mine, console(), again)
-    assert again.ran == []
-    assert [r["row"] for r in first] == [r["row"] for r in second]
-    anew = scripted()
-    launch.run(experiment(tmp_path, fresh=True), console(), anew)
-    assert len(anew.ran) == 6 * 4
-
-
-def test_what_is_missing_is_measured_beside_plain_decoding(tmp_path, scripted):
-    launch.run(experiment(tmp_path), console(), scripted())
-    more = scripted()
-    methods = [{"draft": "self", "tree": ["chain:3", "chain:5"]}]
-    records = launch.run(experiment(tmp_path, methods=methods), console(), more)
-    assert {(cell.draft, cell.tree) for cell in more.ran} == {("none", ""), ("self", "chain:5")}
-    assert len(records) == 6
-
-
-def test_a_killed_run_keeps_what_was_finished_and_leaves_no_half_record(tmp_path, scripted):
+def test_a_killed_run_keeps_what_was_finished_and_goes_on(start, scripted, tmp_path):
     def killed(cell):
         if cell.batch == 2 and cell.draft == "small":
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        launch.run(experiment(tmp_path), console(), scripted(killed))
-    files = list((tmp_path / "mine" / "cells").iterdir())
-    assert len(files) == 3 and all(json.loads(f.read_text())["row"]["batch"] == 1 for f in files)
+    assert start(bench=scripted(killed)) == 130
+    assert len(folders(tmp_path, "metrics.json")) == 5
+    assert not folders(tmp_path, "failure.json")
     rest = scripted()
-    records = launch.run(experiment(tmp_path), console(), rest)
-    assert {cell.batch for cell in rest.ran} == {2}
-    assert [r["row"]["status"] for r in records] == ["ok"] * 6
+    assert start(bench=rest) == 0
+    assert {(cell.batch, cell.draft) for cell in rest.ran} == {(2, "none"), (2, "small")}
+    assert len(summary(tmp_path)) == 6
 
 
-def test_a_run_killed_in_the_last_turn_keeps_the_cells_that_had_ended(tmp_path, scripted):
-    calls = []
-
-    def killed(cell):
-        calls.append(cell)
-        if len(calls) == 4 * 3:  # the last cell's last run
-            raise KeyboardInterrupt
-
-    one = {"shapes": [{"batch": 1, "context": 8}]}
-    with pytest.raises(KeyboardInterrupt):
-        launch.run(experiment(tmp_path, **one), console(), scripted(killed))
-    files = (tmp_path / "mine" / "cells").iterdir()
-    assert {json.loads(f.read_text())["row"]["draft"] for f in files} == {"none", "self"}
-
-
-def test_a_cell_that_fails_is_recorded_with_its_error_and_the_grid_goes_on(tmp_path, scripted):
+def test_a_cell_that_fails_is_recorded_and_the_grid_goes_on(start, scripted, tmp_path, capsys):
     def fails(cell):
         if cell.draft == "self" and cell.batch == 1:
             raise ValueError("budget=8 leaves no ring:\n it must be larger")
+        if cell.draft == "small" and cell.batch == 1:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    mine, out = experiment(tmp_path), console()
-    launch.publish(mine, launch.run(mine, out, scripted(fails)), out)
+    assert start(bench=scripted(fails)) == 1
     rows = summary(tmp_path)
-    assert [r["status"] for r in rows] == ["ok", "failed", "ok", "ok", "ok", "ok"]
+    assert [r["status"] for r in rows] == ["ok", "failed", "memory", "ok", "ok", "ok"]
     assert rows[1]["error"] == "ValueError: budget=8 leaves no ring: it must be larger"
-    assert rows[1]["speedup"] == ""
-    assert "budget=8 leaves no ring" in out.file.getvalue()
-    failed = [
-        record
-        for path in (tmp_path / "mine" / "cells").glob("*.json")
-        if (record := json.loads(path.read_text()))["row"]["status"] == "failed"
-    ]
-    assert len(failed) == 1 and "Traceback" in failed[0]["trace"]
+    assert rows[1]["speedup"] == "" and rows[1]["policy"] == "streaming"
+    assert capsys.readouterr().out.count("budget=8 leaves no ring") == 2  # running, and at the end
+    failure = tmp_path / "mine" / "cells" / rows[1]["key"] / "failure.json"
+    assert "Traceback" in json.loads(failure.read_text())["trace"]
+
+    left = scripted()
+    assert start(bench=left) == 1 and not left.ran
     repaired = scripted()
-    launch.run(mine, console(), repaired)  # failures are tried again
-    assert {(c.batch, c.draft) for c in repaired.ran} == {(1, "none"), (1, "self")}
+    assert start("--retry-failed", bench=repaired) == 0
+    assert {(c.batch, c.draft) for c in repaired.ran} == {(1, "none"), (1, "self"), (1, "small")}
+    assert not folders(tmp_path, "failure.json")
 
 
-def test_without_plain_decoding_no_cell_of_its_group_counts(tmp_path, scripted):
+def test_a_failure_that_many_cells_share_is_told_once_for_a_group(start, scripted, capsys):
     def fails(cell):
-        if cell.draft == "none" and cell.batch == 2:
+        if cell.batch == 2:
             raise MemoryError("no room")
 
-    records = launch.run(experiment(tmp_path), console(), scripted(fails))
-    assert [r["row"]["status"] for r in records] == ["ok"] * 3 + ["failed"] * 3
-    assert records[4]["row"]["error"] == "plain decoding failed: MemoryError: no room"
+    start(bench=scripted(fails))
+    said = capsys.readouterr().out
+    assert said.count("no room") == 2  # running, and at the end
+    assert "batch 2, context 8: plain: memory: MemoryError: no room" in said
 
 
-def test_what_failed_plain_decoding_is_told_once_for_all_that_depend_on_it(tmp_path, scripted):
-    def fails(cell):
-        if cell.draft == "none" and cell.batch == 2:
-            raise MemoryError("no room")
-
-    mine, out = experiment(tmp_path), console()
-    records = launch.run(mine, out, scripted(fails))
-    running = out.file.getvalue()
-    launch.publish(mine, records, out)
-    published = out.file.getvalue()[len(running) :]
-    assert running.count("no room") == published.count("no room") == 1
-    assert "batch 2, context 8: plain: failed: MemoryError: no room" in running
-
-
-def test_methods_that_fail_alike_are_each_told(tmp_path, scripted):
-    def fails(cell):
-        if cell.draft != "none" and cell.batch == 2:
-            raise MemoryError("no room")
-
-    out = console()
-    launch.run(experiment(tmp_path), out, scripted(fails))
-    assert out.file.getvalue().count("no room") == 2
-
-
-def test_a_timed_run_that_compiles_is_no_result(tmp_path, scripted):
+def test_a_timed_run_that_compiles_is_no_result(start, scripted, tmp_path):
     bench = scripted()
     honest = bench.run
 
@@ -252,9 +244,105 @@ def test_a_timed_run_that_compiles_is_no_result(tmp_path, scripted):
         return out
 
     bench.run = run
-    rows = [r["row"] for r in launch.run(experiment(tmp_path), console(), bench)]
-    assert [r["status"] for r in rows] == ["ok", "ok", "failed"] * 2
-    assert "a timed run compiled again" in rows[2]["error"]
+    assert start(bench=bench) == 1
+    assert [r["status"] for r in summary(tmp_path)] == ["ok", "ok", "failed"] * 2
+    assert "a timed run compiled again" in summary(tmp_path)[2]["error"]
+
+
+def test_runs_that_differ_are_no_result(start, scripted, tmp_path):
+    bench = scripted()
+    honest, count = bench.run, iter(range(100))
+
+    def run(cell):
+        out = honest(cell)
+        if cell.draft == "self":
+            out.tokens[0, -1] += next(count)
+        return out
+
+    bench.run = run
+    assert start(bench=bench, grid={}) == 1
+    assert "two runs on the same prompts differ" in summary(tmp_path)[1]["error"]
+
+
+def test_a_part_of_a_grid_can_be_run(start, scripted, tmp_path):
+    some = scripted()
+    assert start("--limit", "2", bench=some) == 0
+    assert [(r["batch"], r["draft"]) for r in summary(tmp_path)] == [("1", "none"), ("1", "self")]
+    start("--fraction", "0.34", bench=scripted())
+    assert len(summary(tmp_path)) == 3  # every third cell: one is there already
+    assert start(bench=scripted()) == 0 and len(summary(tmp_path)) == 6
+
+
+def test_a_dry_run_lists_the_cells_and_writes_nothing(start, tmp_path, capsys):
+    assert start("--dry-run") == 0
+    said = capsys.readouterr().out
+    assert (
+        said.count("to do") == 6 and "6 to run, one after the other on this CPU about 6 min" in said
+    )
+    assert not (tmp_path / "mine").exists()
+
+
+def test_one_folder_belongs_to_one_file_and_one_version(start, tmp_path, capsys):
+    assert start() == 0
+    assert start(file="other/mine.yaml") == 2
+    message = capsys.readouterr().err
+    assert "two experiments cannot have one name" in message and "other/mine.yaml" in message
+    path = tmp_path / "mine" / "experiment.yaml"
+    path.write_text(path.read_text().replace("format: 2", "format: 1"))
+    assert start() == 2
+    assert "of another version of magicjax (format 1" in capsys.readouterr().err
+    path.unlink()
+    assert start() == 2
+    assert "no experiment.yaml" in capsys.readouterr().err
+
+
+def test_two_launchers_do_not_fill_one_folder(start, capsys):
+    status = []
+
+    def again(folder):
+        if not status:
+            status.append(None)
+            status[0] = start()
+
+    assert start(before=again) == 0
+    assert status == [2]
+    assert "is being filled by another launcher" in capsys.readouterr().err
+
+
+def test_half_written_files_of_a_killed_process_are_removed(start, tmp_path):
+    folder = tmp_path / "mine" / "cells" / "0123"
+    folder.mkdir(parents=True)
+    store.write_experiment(tmp_path / "mine", {}, str(tmp_path / "mine.yaml"))
+    (folder / ".metrics.json.77.partial").write_text("{")
+    assert start() == 0
+    assert not list((tmp_path / "mine").rglob("*.partial"))
+
+
+def test_the_first_interrupt_lets_running_cells_end_and_the_second_does_not():
+    stop, said = launchers.Stop(), []
+    with stop.on_signals(said.append):
+        assert not stop.no_more
+        launchers.signal.raise_signal(launchers.signal.SIGINT)
+        assert stop.no_more and not stop.now()
+        launchers.signal.raise_signal(launchers.signal.SIGINT)
+        assert stop.now()
+    assert said == [
+        "no more cells are begun; once more ends those that run",
+        "ending what runs; finished cells are kept",
+    ]
+
+
+def test_an_interrupted_run_reports_what_is_finished_and_says_so(start, tmp_path):
+    calls = []
+
+    def interrupt(folder):
+        calls.append(folder)
+        if len(calls) == 2:
+            launchers.signal.raise_signal(launchers.signal.SIGINT)
+
+    assert start(before=interrupt) == 130
+    assert len(summary(tmp_path)) == 2
+    assert start() == 0 and len(summary(tmp_path)) == 6
 
 
 def test_wrong_settings_end_with_status_2_and_a_message(tmp_path, capsys):
@@ -283,7 +371,7 @@ IMPOSSIBLE = {
         "verifier='mss_with_replacement' is not exact for children drawn 'top'",
     ),
     "texts too long": (
-        "shapes: [{batch: [1, 2], context: [64, 16300]}]\nnew_tokens: 128",
+        "grid: {batch: [1, 2], context: [64, 16300]}\nnew_tokens: 128",
         "context 16300: prompt 0 has 16300 tokens; with 128 new ones it needs 16428 positions, and "
         "the target has 16384",
     ),
@@ -302,21 +390,24 @@ IMPOSSIBLE = {
         "tokens: 8 slots beside 16 pinned ones, and it must have at least 2 x tree depth (4) + 1",
     ),
     "a context too short for the question": (
-        "prompts: variable_tracking\nshapes: [{batch: [1, 2], context: [64, 2048]}]",
-        "prompts: context=64 is too short for variable_tracking: what it asks for",
+        "prompts: variable_tracking\ngrid: {batch: [1, 2], context: [64, 2048]}",
+        "context=64 is too short for variable_tracking: what it asks for",
     ),
-    "more prompts than the text gives": (
-        "candidates: 1000000",
-        "prompts: 1000000 prompts of context=2048 need 1002048 tokens, but the held-out text has",
+    "more prompts than the text gives": ("candidates: 1000000", "1000000 prompts"),
+    "prompts that are nowhere": (
+        "prompts: files\nprompt_path: ./none.txt",
+        "./none.txt",
     ),
-    "a cell twice": ("shapes: [{}, {}]", "shapes name a (batch, context) twice"),
+    "a cell twice": ("methods: [{draft: self}, {draft: self}]", "twice: remove one"),
+    "an empty grid": ("grid: {batch: []}", "the axis batch has no values, so the grid is empty"),
+    "an axis that is none": ("grid: {bacth: [1]}", "did you mean 'batch'?"),
 }
 
 
 @pytest.mark.parametrize("what", IMPOSSIBLE)
-def test_what_cannot_run_is_said_once_before_the_grid_starts(what, tmp_path, capsys, monkeypatch):
+def test_what_cannot_run_is_said_once_before_the_grid_starts(what, tmp_path, capsys, here):
     settings, message = IMPOSSIBLE[what]
-    monkeypatch.setattr(measure, "Bench", lambda: pytest.fail("the grid started"))
+    here(before=lambda folder: pytest.fail("the grid started"))
     path = tmp_path / "mine.yaml"
     path.write_text(f"results: {tmp_path / 'results'}\n{settings}")
     assert launch.main([str(path)]) == 2
@@ -324,14 +415,39 @@ def test_what_cannot_run_is_said_once_before_the_grid_starts(what, tmp_path, cap
     assert not (tmp_path / "results").exists()
 
 
-def test_a_run_that_is_not_exact_or_failed_ends_with_status_1(tmp_path, scripted, monkeypatch):
+def test_cells_that_cannot_run_are_recorded_where_that_was_asked_for(
+    tmp_path, capsys, here, scripted
+):
+    here(scripted())
     path = tmp_path / "mine.yaml"
-    path.write_text(f"results: {tmp_path}\nnew_tokens: 16\nshapes: [{{context: 8}}]")
-    monkeypatch.setattr(measure, "Bench", scripted)
-    assert launch.main([str(path)]) == 0
+    path.write_text(
+        f"results: {tmp_path}\nimpossible: record\nrepeats: 1\ncontext: 320\n"
+        "methods: [{draft: self, kv_budget: [64, 8], sinks: 4, tree: chain:5}]"
+    )
+    assert launch.main([str(path)]) == 1
+    assert [row["status"] for row in summary(tmp_path)] == ["ok", "ok", "config"]
+    assert "kv_budget=8 leaves too small a ring" in summary(tmp_path)[2]["error"]
+    assert "kv_budget=8 leaves too small a ring" in capsys.readouterr().out
+    path.write_text(f"results: {tmp_path / 'x'}\nimpossible: record\ncontext: 99999\n")
+    assert launch.main([str(path)]) == 2  # nothing is left to run
 
-    def fails(cell):
-        raise ValueError("no")
 
-    monkeypatch.setattr(measure, "Bench", lambda: scripted(fails))
-    assert launch.main([str(path), "--fresh"]) == 1
+SHIPPED = pathlib.Path(config.__file__).parent / "configs"
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_shipped_files_can_be_run(path, capsys, tmp_path):
+    """One is for eight devices, which only a process of its own has."""
+    arguments = ["--dry-run"]
+    if path.stem != "specinfer_tables":
+        arguments += ["--results", str(tmp_path)]  # not what was measured here before
+    if path.stem == "magicdec_tables":
+        command = [sys.executable, "-m", "experiments.launch", str(path), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        said = done.stdout
+    else:
+        module = specinfer if path.stem == "specinfer_tables" else launch
+        assert module.main([str(path), *arguments]) == 0
+        said = capsys.readouterr().out
+    assert "to run" in said

@@ -7,7 +7,7 @@ import pytest
 
 from experiments import config, grid, peer_hf
 
-CELL = grid.groups(config.validate({"shapes": [{"batch": 2, "context": 8}]}, "test"))[0][0]
+CELL = grid.groups(config.Experiment(batch=2, context=8))[0][0]
 
 
 class ScriptedPeer:
@@ -57,11 +57,11 @@ def test_both_sides_take_turns_and_assistants_only_where_they_can(
     path = tmp_path / "peer.yaml"
     path.write_text(
         f"results: {tmp_path}\nnew_tokens: 16\nrepeats: 2\n"
-        "shapes: [{batch: [1, 2], context: 8}]\n"
+        "context: 8\ngrid: {batch: [1, 2]}\n"
         "methods: [{draft: self, tree: chain:3}, {draft: small, model: d, tree: chain:3}]\n"
     )
     bench = scripted()
-    monkeypatch.setattr(peer_hf.measure, "Bench", lambda: bench)
+    monkeypatch.setattr(peer_hf, "Bench", lambda: bench)
     monkeypatch.setattr(peer_hf, "Peer", EchoingPeer)
     assert peer_hf.main(["--peer-python", "python", str(path)]) == 0
     assert [cell.draft for cell in bench.ran] == ["none", "self", "small"] * 6

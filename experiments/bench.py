@@ -1,0 +1,170 @@
+"""Runs cells: models, text and prompts, made once for all cells of a process."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+import magicjax
+from experiments import metrics, prompts, store, teacher
+from experiments.grid import Cell, fingerprint, options, plain_of
+from experiments.prompts import RANDOM, TEXTS, Prompt
+from experiments.surroundings import code
+
+
+class Bench:
+    """Models, text and prompts, each made once, when a cell first asks for it.
+
+    Attributes:
+      chosen: a folder for the prompts that were chosen among candidates, which other processes need
+        not choose again; None: they are not kept.
+      choosing_s: seconds spent compiling plain decoding to choose prompts.
+    """
+
+    def __init__(self, chosen: pathlib.Path | None = None):
+        self.chosen, self.choosing_s = chosen, 0.0
+        self._made: dict[tuple, Any] = {}
+
+    def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def model(self, directory: str, dtype: str, mesh: Mesh | None = None) -> Any:
+        """Returns the loaded model."""
+        return self._once(
+            ("model", directory, dtype, mesh),
+            lambda: magicjax.load(directory, dtype=dtype, mesh=mesh),
+        )
+
+    def prompts(self, cell: Cell) -> np.ndarray:
+        """Returns int32 [batch, context], the same for all cells of a group."""
+        key = (cell.target, cell.dtype, *_asked(cell), cell.new_tokens, *cell.sampling.values())
+        return self._once(("prompts", *key), lambda: self._choose(cell))
+
+    def tasks(self, cell: Cell) -> list[Prompt]:
+        """Returns each row's prompt with its right answer; none of text that asks nothing."""
+        if cell.prompts in (*TEXTS, RANDOM):
+            return []
+        return self._candidates(cell)
+
+    def _choose(self, cell: Cell) -> np.ndarray:
+        """Returns the prompts, from the folder where they were chosen before."""
+        if cell.candidates == 1:
+            return np.stack([prompt.tokens for prompt in self._candidates(cell)])
+        plain = dataclasses.asdict(dataclasses.replace(plain_of(cell), repeats=0))
+        text = prompts.fingerprint(cell.prompts, cell.prompt_path)
+        source = [plain, fingerprint(cell.target), text, sys.version_info[:2], code()]
+        name = store.digest(json.dumps(source))
+        if self.chosen is None:
+            return self._least_repetitive(cell)
+        path = self.chosen / f"{name}.json"
+        with store.locked(self.chosen / f"{name}.lock"):  # of cells at once, one chooses
+            if not path.exists():
+                store.write_text(path, json.dumps(self._least_repetitive(cell).tolist()) + "\n")
+        return np.array(json.loads(path.read_text()), np.int32)
+
+    def _least_repetitive(self, cell: Cell) -> np.ndarray:
+        """Returns the prompts whose plain continuation repeats itself least."""
+        target = self.model(cell.target, cell.dtype, cell.devices)
+
+        def continue_plainly(rows: np.ndarray) -> np.ndarray:
+            out = magicjax.generate(
+                target,
+                list(rows),
+                max_new_tokens=cell.new_tokens,
+                eos_token_id=[],
+                mesh=cell.devices,
+                **cell.sampling,
+            )
+            self.choosing_s += out.stats.compile_s
+            return out.tokens
+
+        candidates = np.stack([prompt.tokens for prompt in self._candidates(cell)])
+        return prompts.least_repetitive(candidates, cell.batch, continue_plainly)
+
+    def _candidates(self, cell: Cell) -> list[Prompt]:
+        """Returns the prompts of which a cell's are chosen."""
+        model = self.model(cell.target, cell.dtype, cell.devices)
+        many = cell.batch * cell.candidates, cell.context, cell.prompt_seed
+
+        def make() -> list[Prompt]:
+            if cell.prompts == RANDOM:
+                return prompts.random(model.config.vocab_size, *many)
+            return prompts.make(cell.prompts, model.tokenizer, cell.prompt_path, *many)
+
+        return self._once(("candidates", cell.target, *_asked(cell)), make)
+
+    def run(self, cell: Cell, rows: np.ndarray | None = None) -> Any:
+        """Returns the output of one call of `generate` as the cell describes it.
+
+        `rows` are prompts instead of those that the cell's group shares.
+        """
+        target, text, given = self.call(cell, rows)
+        return magicjax.generate(target, text, **given)
+
+    def call(
+        self, cell: Cell, rows: np.ndarray | None = None
+    ) -> tuple[Any, list[np.ndarray], dict[str, Any]]:
+        """Returns (target, prompts, options) of the cell's call of `generate`; `rows` as before."""
+        target = self.model(cell.target, cell.dtype, cell.devices)
+        text = list(self.prompts(cell) if rows is None else rows)
+        given = options(cell, lambda directory: self.model(directory, cell.dtype, cell.devices))
+        if cell.draft == "auto":
+            given["drafter"] = self.choice(cell, target, text, given)
+        return target, text, given
+
+    def choice(
+        self, cell: Cell, target: Any, text: list[np.ndarray], given: dict[str, Any]
+    ) -> magicjax.Choice:
+        """Returns what "auto" chose in a cell, once for all its runs."""
+        return self._once(("choice", cell), lambda: magicjax.choose_drafter(target, text, **given))
+
+    def agreement(self, cell: Cell) -> float | None:
+        """Returns how often target and draft agree on the prompts' text.
+
+        None if not asked for, if there is no single model that drafts, or if what it sees of the
+        text is not known before the text: that of full and streaming caches is.
+        """
+        view = _view(cell)
+        if not cell.agreement_tokens or view is None:
+            return None
+        rows = max(1, cell.agreement_tokens // cell.context)
+        text = self.prompts(cell)[:rows]
+        wanted = self._greedy(cell, cell.target, text)
+        drafted = self._greedy(cell, cell.model or cell.target, text, **view)
+        return metrics.agreement(wanted, drafted)
+
+    def _greedy(self, cell: Cell, directory: str, text: np.ndarray, **view: int) -> np.ndarray:
+        """Returns the best tokens of a model on a group's text; cells of the group share them."""
+        model = self.model(directory, cell.dtype, cell.devices)
+        key = (directory, cell.dtype, *_asked(cell), text.shape)
+        return self._once(
+            ("greedy", *key, *view.items()),
+            lambda: np.asarray(teacher.greedy_tokens(model, text, **view)),
+        )
+
+
+def _view(cell: Cell) -> dict[str, int] | None:
+    """Returns what a cell's draft sees of a text, as `teacher.greedy_tokens` asks; None: unknown.
+
+    Also unknown where entries or positions are not those of the text: quantized, or sinks that
+    move.
+    """
+    cache = cell.cache
+    if cell.draft not in ("self", "small") or cache.kv_dtype or cache.sink_positions == "in_cache":
+        return None
+    if cache.policy == "streaming":
+        return {"sinks": cache.sinks, "window": cache.kv_budget - cache.sinks}
+    return {} if cache.policy in ("", "full") else None
+
+
+def _asked(cell: Cell) -> tuple:
+    """Returns the settings that say which prompts a cell asks for."""
+    where = cell.prompts, cell.prompt_path, cell.prompt_seed
+    return *where, cell.batch, cell.context, cell.candidates

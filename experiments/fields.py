@@ -1,0 +1,93 @@
+"""What all settings of experiments share: strictness, kinds of fields, and errors that help.
+
+A key that does not exist is refused and the nearest one named, because a misspelt option that is
+silently ignored makes a wrong result look like a right one.
+"""
+
+import dataclasses
+import difflib
+import pathlib
+import typing
+from typing import Annotated, Any
+
+import pydantic
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class ConfigError(ValueError):
+    """An experiment's settings are wrong; the message names the key, the value and the remedy."""
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
+Settings = typing.TypeVar("Settings", bound=BaseModel)
+Positive = Annotated[int, Field(ge=1)]
+Many = BeforeValidator(_listed)  # one value in a file stands for a list of one
+STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def read_mapping(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the keys and values of a YAML file.
+
+    Raises:
+      ConfigError: the file cannot be read, or is no YAML or no mapping.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ConfigError(f"{path}: {line}{error.problem}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if raw is None:
+        raise ConfigError(f"{path}: the file is empty: write `key: value` lines")
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected `key: value` lines, found {type(raw).__name__}")
+    return raw
+
+
+def checked(kind: type[Settings], raw: dict, source: str) -> Settings:
+    """Returns settings of a kind, checked; `source` opens the message if something is wrong."""
+    try:
+        return kind.model_validate(raw)
+    except pydantic.ValidationError as error:
+        lines = [_explain(kind, problem) for problem in error.errors()]
+        raise ConfigError("\n".join([f"{source}:", *(f"  {line}" for line in lines)])) from error
+
+
+def _explain(kind: type, problem: Any) -> str:
+    """Returns one line for one of pydantic's errors: where, what, and the remedy."""
+    location = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
+        whole = isinstance(problem["input"], dict | list)
+        value = "" if whole else f"={problem['input']!r}"
+        message = problem["msg"].removeprefix("Value error, ")
+        return f"{location}{value}: {message}".removeprefix(": ")
+    known = sorted(_fields_at(kind, problem["loc"][:-1]))
+    nearest = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
+    guess = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return f"{location}: no such key; {guess}(keys: {', '.join(known)})"
+
+
+def _fields_at(kind: type, location: tuple) -> list[str]:
+    """Returns the keys that exist where `location` leads to from the settings `kind`."""
+    for part in location:
+        if isinstance(part, str):
+            kind = _settings_in(typing.get_type_hints(kind)[part]) or kind
+    if dataclasses.is_dataclass(kind):
+        return [field.name for field in dataclasses.fields(kind)]
+    return list(kind.model_fields)  # type: ignore[attr-defined]
+
+
+def _settings_in(annotation: Any) -> Any:
+    """Returns the settings class within an annotation, `list[Shapes]` or the like; None: none."""
+    if dataclasses.is_dataclass(annotation) or hasattr(annotation, "model_fields"):
+        return annotation
+    return next(filter(None, map(_settings_in, typing.get_args(annotation))), None)

@@ -1,0 +1,66 @@
+"""What cells of a group share, and what they do not."""
+
+import pathlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import models
+from experiments import bench, config, grid, method, prompts
+
+TARGET = pathlib.Path("experiments/zoo/target")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return models.load_tokenizer(TARGET)
+
+
+@pytest.fixture
+def mine(tokenizer, tmp_path):
+    made = bench.Bench(tmp_path)
+    shape = SimpleNamespace(vocab_size=300)
+    made.model = lambda *which: SimpleNamespace(tokenizer=tokenizer, config=shape)
+    return made
+
+
+def cells(**settings):
+    return grid.groups(config.Experiment(methods=[method.Method()], **settings))[0]
+
+
+@pytest.mark.parametrize("kind", ["needle", "variable_tracking", "common_words"])
+def test_cells_of_a_task_take_its_rows_without_a_choice_and_know_the_answers(kind, tokenizer, mine):
+    made = prompts.make(kind, tokenizer, "", 2, 2048, 3)
+    for cell in cells(prompts=kind, batch=2, context=2048, prompt_seed=3):
+        assert (cell.prompts, cell.candidates) == (kind, 1)
+        np.testing.assert_array_equal(mine.prompts(cell), [p.tokens for p in made])
+        assert [task.answer for task in mine.tasks(cell)] == [p.answer for p in made]
+
+
+def test_grids_of_two_kinds_of_prompts_do_not_share_them(mine):
+    text = cells(prompts="stdlib", candidates=1, context=256)[0]
+    task = cells(prompts="needle", context=256)[0]
+    drawn = cells(prompts="random", agreement_tokens=0, context=256)[0]
+    assert not mine.tasks(text) and not mine.tasks(drawn) and len(mine.tasks(task)) == 1
+    rows = [mine.prompts(cell).tobytes() for cell in (text, task, drawn)]
+    assert len(set(rows)) == 3
+
+
+def test_a_choice_among_texts_is_kept_until_the_text_changes(mine, tmp_path, monkeypatch):
+    path = tmp_path / "text.txt"
+    chosen = []
+
+    def choose(candidates, batch, continue_):
+        chosen.append(len(candidates))
+        return candidates[:batch]
+
+    monkeypatch.setattr(bench.prompts, "least_repetitive", choose)
+    for word in ("one", "two"):
+        path.write_text("".join(f"{i} {word} {i * i}\n" for i in range(900)))
+        asked = dict(prompts="files", prompt_path=str(path), context=64, batch=2)
+        for cell in cells(**asked):
+            again = bench.Bench(mine.chosen)
+            again.model = mine.model
+            assert again.prompts(cell).shape == (2, 64)
+    assert chosen == [8, 8]  # once for the cells of each text

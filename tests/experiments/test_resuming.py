@@ -1,0 +1,162 @@
+"""Grids in processes of their own: killed and resumed, on other launchers, dying in parts."""
+
+import csv
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from experiments import grid, store
+from experiments.measure import TIMES
+
+SPEND = {*TIMES, "compile_s", "memory_mb", "wall_s", "draft_s", "score_s", "verify_s"}
+SPEND |= {"commit_s", "rest_s", "host_s"}
+COMMAND = (sys.executable, "-m", "experiments.launch")
+ENVIRONMENT = os.environ | {"XLA_FLAGS": ""}
+
+
+def write(zoo, name, **changes):
+    """Returns the path of a file with tiny models, having written a text for it."""
+    text = "".join(f"def f{i}(x):\n    return x + {i}\n\n\n" for i in range(900))
+    (zoo / "text.txt").write_text(text)
+    settings = {
+        "target": str(zoo / "target"),
+        "results": str(zoo / "results"),
+        "prompts": "files",
+        "prompt_path": str(zoo / "text.txt"),
+        "context": 48,
+        "new_tokens": 12,
+        "repeats": 1,
+        "agreement_tokens": 0,
+        "phases": False,
+        "methods": [{"draft": "self", "kv_budget": 24, "sinks": 4, "tree": "chain:3"}],
+    }
+    path = zoo / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(settings | changes))
+    return path
+
+
+def launch(path, *arguments):
+    return subprocess.run([*COMMAND, str(path), *arguments], env=ENVIRONMENT, check=False)
+
+
+def computed(directory):
+    """Returns what the cells computed, times aside: their rows, tokens and histograms."""
+    with (directory / "summary.csv").open() as file:
+        rows = {row["key"]: row for row in csv.DictReader(file)}
+    found = {}
+    for key, row in rows.items():
+        lines = (directory / "cells" / key / "requests.jsonl").read_text().splitlines()
+        requests = [json.loads(line) for line in lines]
+        kept = {name: value for name, value in row.items() if name not in SPEND}
+        asked = ("request", "tokens", "tau", "histogram", "exact")
+        found[key] = kept, [[request[name] for name in asked] for request in requests]
+    return found
+
+
+def whole_files(directory):
+    """Asserts that every file of a folder of results can be read, and returns the finished."""
+    for path in directory.rglob("*"):
+        if path.suffix == ".json":
+            json.loads(path.read_text())
+        if path.suffix == ".jsonl":
+            [json.loads(line) for line in path.read_text().splitlines()]
+        if path.suffix == ".yaml":
+            yaml.safe_load(path.read_text())
+    return {p.parent.name: p.stat().st_mtime_ns for p in directory.glob(f"cells/*/{store.METRICS}")}
+
+
+@pytest.mark.slow
+def test_a_grid_that_is_killed_ten_times_ends_as_one_that_is_not(zoo):
+    axes = {"batch": [1, 2, 3, 4], "context": [48, 56, 64]}
+    path, unbroken = write(zoo, "killed", grid=axes), write(zoo, "unbroken", grid=axes)
+    assert launch(unbroken).returncode == 0
+    wanted = computed(zoo / "results" / "unbroken")
+    assert len(wanted) == 24
+    chance, finished, kills = random.Random(0), {}, 0
+    directory = zoo / "results" / "killed"
+    while kills < 10:
+        running = subprocess.Popen([*COMMAND, str(path)], env=ENVIRONMENT)
+        time.sleep(chance.uniform(4, 30))
+        if running.poll() is not None:
+            assert kills >= 5, "it was done too early: the moments were too late"
+            break
+        running.send_signal(signal.SIGKILL)
+        running.wait()
+        kills += 1
+        now = whole_files(directory)
+        assert finished.items() <= now.items(), "a finished cell was lost, or run twice"
+        finished = now
+        print(f"kill {kills}: {len(finished)} of 24 cells are finished")
+    assert launch(path).returncode == 0
+    assert finished.items() <= whole_files(directory).items()
+    assert not list(directory.rglob("*.partial"))
+    assert computed(directory) == wanted
+
+
+def test_cells_run_in_processes_that_may_die_and_the_exit_status_tells(zoo):
+    method = {"draft": "self", "kv_budget": [24, 8], "sinks": 4, "tree": "chain:5"}
+    path = write(
+        zoo, "dying", impossible="record", repeats=0, grid={"batch": [1, 2]}, methods=[method]
+    )
+    killer = zoo / "sitecustomize.py"  # the second cell's process kills itself
+    killer.write_text(
+        "import os, sys, pathlib, threading, time\n"
+        "def wait():\n"
+        "    time.sleep(1)\n"
+        "    os.kill(os.getpid(), 11)\n"
+        "folder = pathlib.Path(sys.orig_argv[-1] if len(sys.orig_argv) > 3 else '.')\n"
+        "config = folder / 'config.yaml'\n"
+        "if config.exists() and 'draft: self' in config.read_text() and "
+        "'batch: 2' in config.read_text():\n"
+        "    threading.Thread(target=wait, daemon=True).start()\n"
+    )
+    paths = os.pathsep.join([str(zoo), str(pathlib.Path(grid.__file__).parent.parent)])
+    done = subprocess.run(
+        [*COMMAND, str(path)], env=ENVIRONMENT | {"PYTHONPATH": paths}, check=False
+    )
+    assert done.returncode == 1
+    with (zoo / "results" / "dying" / "summary.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["status"] for row in rows] == ["ok", "ok", "config", "ok", "crash", "config"]
+    assert rows[4]["error"] == "the process was killed by SIGSEGV"
+    assert "kv_budget=8 leaves too small a ring" in rows[5]["error"]
+
+
+@pytest.mark.slow
+def test_a_cell_beyond_the_memory_limit_is_recorded_and_the_others_are_measured(zoo):
+    """The limit lies between what a small cell takes and what a large one does."""
+    assert launch(write(zoo, "free", grid={"batch": [1, 1500]}, methods=[])).returncode == 0
+    with (zoo / "results" / "free" / "summary.csv").open() as file:
+        small, large = (float(row["memory_mb"]) / 1e3 for row in csv.DictReader(file))
+    limit = (small + large) / 2
+    path = write(zoo, "tight", grid={"batch": [1, 1500]}, methods=[], memory_limit_gb=limit)
+    assert launch(path).returncode == 1
+    with (zoo / "results" / "tight" / "summary.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["status"] for row in rows] == ["ok", "memory"]
+    assert "out of memory: the process held" in rows[1]["error"]
+
+
+@pytest.mark.slow
+def test_slurms_local_executor_and_ray_give_the_summary_of_this_machine(zoo):
+    pytest.importorskip("submitit")
+    found = {}
+    for name, arguments in (
+        ("here", ()),
+        ("slurm", ("--launcher", "slurm", "--slurm.cluster", "local")),
+        ("ray", ("--launcher", "ray")),
+    ):
+        if name == "ray":
+            pytest.importorskip("ray")
+        assert launch(write(zoo, name, grid={"batch": [1, 2]}), *arguments).returncode == 0
+        found[name] = computed(zoo / "results" / name)
+    assert len(found["here"]) == 4
+    assert found["here"] == found["slurm"] == found["ray"]
