@@ -19,7 +19,7 @@ from magicjax.choice import Auto, Choice
 from magicjax.drafters import Drafter, LookUp, SelfSpeculation
 from magicjax.model import Model
 from magicjax.request import Request, prepare
-from magicjax.tree import ROOT_ONLY, chain
+from magicjax.tree import ROOT_ONLY, TokenTree, chain
 from magicjax.trial import Behind, Trial, behind_prompts, run_trial
 from magicjax.turns import Variant, take_turns
 from sharding import DATA, factored
@@ -194,6 +194,7 @@ class Ways:
         self.found: list[planner.Candidate] = []
         self.finalists: list[planner.Prediction] = []
         self.plan: planner.Plan | None = None
+        self.timed: dict[tuple[str, TokenTree], float] = {}  # a round, over a plain step
 
     def _candidate(
         self, name: str, acceptance: Sequence[Sequence[float]] = ((1.0,),), **measured: Any
@@ -254,7 +255,9 @@ class Ways:
     def run_off(self, behind: Behind) -> float:
         """Times the best of the plan again beside plain decoding, in turns, and plans with that.
 
-        The best of many predictions is likely one that errs upwards.
+        The best of many predictions is likely one that errs upwards. First each of the best
+        drafters has the tree that is foretold to serve it best; then the fastest has chains of
+        other depths beside it, those among which the depth is planned anew later.
 
         Returns:
           Seconds of compiling.
@@ -262,17 +265,39 @@ class Ways:
         if not self.found:
             return 0.0
         target, question = self.question.sizes, self.question
-        plan = planner.plan(target, self.found, *self.question.where, self.scale)
-        best_of_each = [
-            max(
-                planner.predictions(target, way, *self.question.where, self.scale),
-                key=lambda prediction: prediction.speed_up,
-            )
-            for way in self.found
-        ]
-        self.finalists = sorted(best_of_each, key=lambda p: -p.speed_up)[:FINALISTS]
+        plan = planner.plan(target, self.found, *question.where, self.scale)
+        best_of_each = [max(self._predictions(way), key=_speed_up) for way in self.found]
+        self.finalists = sorted(best_of_each, key=_speed_up, reverse=True)[:FINALISTS]
+        self.plan, compile_s = self._timed(behind, plan, self.finalists)
+        chains = self._chains(self.plan.best)
+        way = self._way(self.plan.best.drafter)
+        beside = [p for p in self._predictions(way) if p.tree in chains]
+        if len(beside) > 1:
+            runner_up = self.plan.runner_up
+            self.plan, compiling = self._timed(behind, self.plan, beside)
+            self.plan = dataclasses.replace(self.plan, runner_up=runner_up)
+            compile_s += compiling
+        return compile_s
+
+    def _chains(self, best: planner.Prediction) -> list[TokenTree]:
+        """Returns the chains among which the depth is planned anew; none if a tree is best."""
+        if best.tree != chain(best.tree.depth):
+            return []
+        deepest = self._way(best.drafter).deepest
+        depths = {best.tree.depth, *(depth for depth in DEPTHS if depth <= deepest)}
+        return [chain(depth) for depth in sorted(depths)]
+
+    def _predictions(self, way: planner.Candidate) -> list[planner.Prediction]:
+        target, question = self.question.sizes, self.question
+        return list(planner.predictions(target, way, *question.where, self.scale))
+
+    def _timed(
+        self, behind: Behind, plan: planner.Plan, wanted: Sequence[planner.Prediction]
+    ) -> tuple[planner.Plan, float]:
+        """Returns (the plan with what turns of some ways measured, seconds of compiling)."""
+        question = self.question
         variants, compile_s, state = [], 0.0, None
-        for prediction in (None, *self.finalists):
+        for prediction in (None, *wanted):
             request = (
                 question.request if prediction is None else question.requests[prediction.drafter]
             )
@@ -289,24 +314,28 @@ class Ways:
         state = take_turns(variants, state, TURNS, RUN_OFF_S)
         behind.take_back(state, question.request)
         plain, *rest = ([*variant.seconds] for variant in variants)
-        self.plan = self._measured(plan, plain, rest)
-        return compile_s
+        return self._measured(plan, wanted, plain, rest), compile_s
 
     @property
     def _foretold(self) -> dict[str, float]:
         return {prediction.drafter: prediction.speed_up for prediction in self.finalists}
 
     def _measured(
-        self, plan: planner.Plan, plain: list[float], rounds: list[list[float]]
+        self,
+        plan: planner.Plan,
+        wanted: Sequence[planner.Prediction],
+        plain: list[float],
+        rounds: list[list[float]],
     ) -> planner.Plan:
-        """Returns the plan with what the run-off measured of its best."""
+        """Returns the plan with what turns measured of some ways, beside plain decoding."""
         target = statistics.median(plain)
         timed = []
-        for prediction, seconds in zip(self.finalists, rounds, strict=True):
+        for prediction, seconds in zip(wanted, rounds, strict=True):
             ratio = statistics.median(np.divide(seconds, plain))  # of each turn
             cost = prediction.cost
             cost = cost.scaled(target / cost.target, ratio * target / cost.total)
             timed.append(dataclasses.replace(prediction, cost=cost))
+        self.timed |= {(p.drafter, p.tree): p.cost.total / target for p in timed}
         best, *others = sorted(timed, key=lambda p: -p.speed_up)
         where, way = self.question.where, self._way(best.drafter)
         scale = target / self.foretold
@@ -323,21 +352,16 @@ class Ways:
 
     def choice(self, trials: tuple[Trial, ...], skipped: dict[str, str]) -> Choice:
         """Returns what is best of all that was tried."""
-        auto, target, plan = self.question.auto, self.question.sizes, self.plan
+        auto, plan = self.question.auto, self.plan
         if plan is None or plan.best.speed_up < LEAST_GAIN:
             return Choice(None, None, plan, trials, skipped, {}, self._foretold, auto)
-        best = plan.best
-        way = self._way(best.drafter)
-        seconds = {}
-        if best.tree == chain(best.tree.depth):
-            depths = {best.tree.depth, *(d for d in DEPTHS if d <= way.deepest)}
-            scale = (
-                best.cost.total
-                / planner.cost_of(target, way, *self.question.where, best.tree).total
-            )
-            seconds = {0: plan.target} | {
-                d: scale * planner.cost_of(target, way, *self.question.where, chain(d)).total
-                for d in depths
-            }
+        best, seconds = plan.best, {}
+        if chains := self._chains(best):
+            of_depth = {one.depth: self.timed[best.drafter, one] * plan.target for one in chains}
+            seconds = {0: plan.target} | of_depth
         drafter = self.question.drafter(best.drafter)
         return Choice(drafter, best.tree, plan, trials, skipped, seconds, self._foretold, auto)
+
+
+def _speed_up(prediction: planner.Prediction) -> float:
+    return prediction.speed_up
