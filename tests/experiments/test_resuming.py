@@ -133,12 +133,15 @@ def test_cells_run_in_processes_that_may_die_and_the_exit_status_tells(zoo):
 @pytest.mark.slow
 def test_a_cell_beyond_the_memory_limit_is_recorded_and_the_others_are_measured(zoo):
     """The limit lies between what a small cell takes and what a large one does."""
-    assert launch(write(zoo, "free", grid={"batch": [1, 1500]}, methods=[])).returncode == 0
+    sizes = [{"batch": [1, 8], "context": [256, 8192]}]
+    settings = {"target": "experiments/zoo/target", "prompts": "random", "prompt_path": ""}
+    settings |= {"zip": sizes, "methods": [], "repeats": 0, "new_tokens": 32}
+    assert launch(write(zoo, "free", **settings)).returncode == 0
     with (zoo / "results" / "free" / "summary.csv").open() as file:
         small, large = (float(row["memory_mb"]) / 1e3 for row in csv.DictReader(file))
+    assert large > 1.5 * small
     limit = (small + large) / 2
-    path = write(zoo, "tight", grid={"batch": [1, 1500]}, methods=[], memory_limit_gb=limit)
-    assert launch(path).returncode == 1
+    assert launch(write(zoo, "tight", **settings, memory_limit_gb=limit)).returncode == 1
     with (zoo / "results" / "tight" / "summary.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["status"] for row in rows] == ["ok", "memory"]
