@@ -133,9 +133,8 @@ EVERY = [("text", 1), ("text", 5), ("labels", 0), ("1", 0), ("1", 3), ("1-choice
 EVERY += [("2", 1), ("2", 5), ("figures", 0)]
 
 
-@pytest.mark.parametrize(
-    "moments", [FEW, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["few", "every"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", [FEW, EVERY], ids=["few", "every"])
 def test_a_run_killed_again_and_again_ends_with_the_same_drafts(place, whole, tmp_path, moments):
     given = settings(place)
     for moment, step in moments:

@@ -142,7 +142,9 @@ def test_8_bits_equal_the_reference_on_every_shape(shape):
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["turns and splits", "two tiles and splits"])
+@pytest.mark.parametrize(
+    "name", ["turns and splits", pytest.param("two tiles and splits", marks=pytest.mark.slow)]
+)
 def test_every_way_to_divide_8_bits_gives_the_same(name, monkeypatch):
     monkeypatch.setattr(mosaic, "choose_config", lambda *sizes: CONFIGS[name])
     inputs = inputs_of(Shape(6, 17, 17, 1, 5, 64, 420))
@@ -183,7 +185,12 @@ def test_what_lies_in_dead_slots_of_8_bits_does_not_matter():
 
 @interpreted
 @pytest.mark.parametrize(
-    ("index", "dtype", "bits"), [(1, "bfloat16", 4), (1, "float16", 8), (4, "bfloat16", 8)]
+    ("index", "dtype", "bits"),
+    [
+        (1, "bfloat16", 4),
+        pytest.param(1, "float16", 8, marks=pytest.mark.slow),
+        pytest.param(4, "bfloat16", 8, marks=pytest.mark.slow),
+    ],
 )
 def test_what_the_kernel_cannot_read_is_made_numbers_first(index, dtype, bits):
     inputs = inputs_of(HOPPER_SHAPES[index], dtype=dtype)
