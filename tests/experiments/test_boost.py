@@ -149,6 +149,7 @@ def test_a_run_killed_again_and_again_ends_with_the_same_drafts(place, whole, tm
     assert first != second
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_it_tunes_draft_2_ends_with_the_same_drafts(place, whole, tmp_path):
     shutil.copytree(whole[0] / "work", tmp_path / "work")
     shutil.rmtree(tmp_path / "work" / "draft-2")

@@ -3,6 +3,8 @@
 import csv
 import json
 
+import pytest
+
 from experiments import launch
 from magicjax import costs
 
@@ -74,6 +76,7 @@ def test_auto_is_a_method_like_the_others_and_says_what_it_chose(zoo, here):
     assert auto["chosen"].split(",")[0] in names and plain["chosen"] == ""
 
 
+@pytest.mark.slow
 def test_a_sampled_grid_compares_with_plain_sampling_of_the_same_parameters(zoo, here):
     here()
     path = zoo / "sampled.yaml"

@@ -30,6 +30,7 @@ def read(path):
         return list(csv.DictReader(lines))
 
 
+@pytest.mark.slow
 def test_the_command_writes_tables_and_report_and_a_second_run_finds_all_done(
     file, capsys, monkeypatch
 ):

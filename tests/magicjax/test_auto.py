@@ -12,6 +12,7 @@ from magicjax.auto import Auto
 from magicjax.candidates import sizes_of_model
 from magicjax.turns import take_turns
 from tests.magicjax import tiny
+from tests.quick import quick
 
 TREE = tiny.TREES["chain4"]
 # A pass of the tiny target takes 2 ms, a round 0.1 ms more, and a draft as long as its budget says.
@@ -116,6 +117,7 @@ def test_where_nothing_pays_it_decodes_plainly(profile):
 
 
 @pytest.mark.usefixtures("foretold")
+@pytest.mark.slow
 def test_under_sampling_the_depth_is_not_planned_anew_unless_asked_for(profile, short_calls):
     how = Auto(drafters("cheap"), profile, tree=TREE, trial_rounds=16)
     sampling = dict(do_sample=True, seed=1)
@@ -131,7 +133,7 @@ def test_under_sampling_the_depth_is_not_planned_anew_unless_asked_for(profile, 
 
 
 @pytest.mark.usefixtures("foretold")
-@pytest.mark.parametrize("verifier", ["mss", "naive"])
+@pytest.mark.parametrize("verifier", quick(["mss", "naive"], "naive"))
 def test_a_verifier_is_for_those_that_draft(profile, verifier):
     """Plain decoding has none, neither in trials nor as what is chosen."""
     sampling = dict(do_sample=True, seed=1, verifier=verifier)

@@ -125,6 +125,7 @@ def test_another_tree_is_counted_as_compiled_but_not_the_targets_prefill():
     assert output.stats.compilations == 2 and output.stats.compile_s > 0
 
 
+@pytest.mark.slow
 def test_programs_that_are_no_longer_kept_are_freed(monkeypatch):
     """XLA crashes where a process holds too many: a long grid must be able to let them go."""
     monkeypatch.setattr(compilation, "KEPT", 2)

@@ -12,6 +12,7 @@ import magicjax
 from magicjax import cli, costs
 from magicjax.drafters.written import make_drafter
 from tests.magicjax import tiny
+from tests.quick import quick
 
 PROMPT = tiny.SOURCE
 
@@ -114,7 +115,7 @@ SAMPLING = {
 }
 
 
-@pytest.mark.parametrize("what", SAMPLING)
+@pytest.mark.parametrize("what", quick(SAMPLING, "filtered", "two drafters, a tree each"))
 def test_options_are_those_of_generate(what, directory, run):
     """The very text, which the seed, the rule and the draws decide together."""
     arguments, options = SAMPLING[what]

@@ -16,6 +16,7 @@ from magicjax.drafters import self_speculation
 from magicjax.execution import state_shapes
 from magicjax.request import prepare
 from tests.magicjax import tiny
+from tests.quick import quick
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="reads what XLA makes for a CPU"
@@ -47,7 +48,10 @@ DRAFTS = {
     "small_sparse": ("sparse", magicjax.chain(4)),
 }
 # Of these others have every part: a tree, a small model, a growing tree, sampling.
-PARTS = ("self_tree", "small_chain", "self_dynamic", "self_sampled")
+PARTS = (
+    *("self_tree", "small_chain", "small_dynamic", "self_dynamic", "self_sampled"),
+    *("ensemble", "ensemble_sampled"),
+)
 MOVES = ("copy", "transpose", "convert", "concatenate", "select", "pad", "broadcast", "reverse")
 
 
@@ -135,7 +139,7 @@ def moved_caches(program, sizes: dict[str, int]) -> dict[str, collections.Counte
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow) if name in PARTS else name for name in DRAFTS],
+    quick(DRAFTS, *(name for name in DRAFTS if name not in PARTS)),
 )
 def test_the_loop_copies_no_cache_and_needs_little_memory_beside_them(name):
     request = request_of(name)

@@ -91,6 +91,7 @@ def test_what_the_filters_leave_out_is_padding_and_never_proposed():
     assert (np.asarray(found.draws.parent) == parents[:, 1:]).all()
 
 
+@pytest.mark.slow
 def test_large_trees_of_64_nodes_are_exact():
     """More than 31 nodes, where a mask no longer fits in the bits of an int32."""
     wanted = tiny.expected(3)

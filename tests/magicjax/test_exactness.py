@@ -9,29 +9,22 @@ import pytest
 
 from tests.magicjax import oracle, tiny
 
-# Every tree, every drafter with several trees and batch sizes. All pairs of drafter and tree for
-# every batch size are the slow test below.
+# Every kind of tree, every drafter, every batch size. All pairs of drafter and tree for every batch
+# size are the slow test below.
 CASES = [
     ("self", "chain1", 1),
     ("self", "chain4", 8),
     ("self", "2,2,1", 3),
     ("self", "irregular", 8),
-    ("near", "chain3", 8),
-    ("near", "1,1,3,1,1,1,1,1", 3),
     ("near", "irregular", 8),
-    ("near", "chain8", 1),
-    ("near", "chain5", 3),
     ("self", "chain6", 1),
     ("self", "dynamic", 3),
     ("near", "dynamic", 8),
     ("ensemble", "2,2,1", 8),
-    ("ensemble", "dynamic", 3),
     ("look-up", "chain4", 8),
     ("look-up", "branches", 3),
-    ("same", "chain7", 3),
     ("same", "2,2,1", 8),
     ("other", "chain2", 8),
-    ("other", "1,1,3,1,1,1,1,1", 1),
 ]
 BATCHES = (1, 3, 8)
 ALL = [

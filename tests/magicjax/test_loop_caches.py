@@ -14,6 +14,7 @@ from magicjax.execution import start
 from magicjax.queries import Watch
 from magicjax.request import prepare
 from tests.magicjax import tiny
+from tests.quick import quick
 
 WIDTH = 64  # of a fresh prefill: every text so far fits
 # Prompts shorter than, of, and just over the budget of 12; the program is that of other tests.
@@ -167,7 +168,7 @@ def test_a_small_models_own_cache_follows_the_text_round_by_round(kind, tree):
     ("kind", "tree", "draw"),
     [
         ("near", "2,2,1", "with_replacement"),
-        ("ensemble", "own trees", "without_replacement"),
+        pytest.param("ensemble", "own trees", "without_replacement", marks=pytest.mark.slow),
         pytest.param("near", "2,2,1", "without_replacement", marks=pytest.mark.slow),
         pytest.param("ensemble", "own trees", "with_replacement", marks=pytest.mark.slow),
     ],
@@ -188,7 +189,9 @@ def test_caches_follow_sampled_texts_of_drawn_and_folded_trees(kind, tree, draw,
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(("kind", "tree"), [("self", "2,2,1"), ("near", "irregular")])
+@pytest.mark.parametrize(
+    ("kind", "tree"), quick([("self", "2,2,1"), ("near", "irregular")], ("near", "irregular"))
+)
 def test_caches_follow_the_text_to_the_last_bits_of_float64(kind, tree):
     check_every_round(kind, tree, tiny.prompts(8), "float64", 1e-12)
 

@@ -14,19 +14,16 @@ from magicjax import placing
 from sharding import abstract_mesh, make_mesh
 from tests.eight_devices import Eight
 from tests.magicjax import mesh_cases, tiny
+from tests.quick import quick
 
 MESHES = mesh_cases.MESHES
 # What differs most, each kind on a mesh that divides it; all pairs are the slow test.
 QUICK = [
-    ("plain sampled", (4, 2)),
-    ("self", (1, 8)),
     ("self sampled", (2, 4)),
     ("snapkv", (1, 8)),
     ("h2o int8", (4, 2)),
-    ("dynamic sampled", (8, 1)),
     ("sinks in the cache", (1, 8)),
     ("several sampled", (2, 4)),
-    ("look-up", (8, 1)),
     ("OPT", (1, 8)),
 ]
 ALL = [pair for pair in itertools.product(mesh_cases.CASES, MESHES) if pair not in QUICK]
@@ -62,8 +59,10 @@ def test_every_mesh_gives_the_text_of_one_device(eight, record_property, case, m
     check(eight, record_property, case, mesh)
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("case", ["small", "small sampled"])
+@pytest.mark.parametrize(
+    ("case", "shards"),
+    quick(itertools.product(["small", "small sampled"], [1, 2]), ("small sampled", 2)),
+)
 def test_a_draft_may_be_divided_over_fewer_devices(eight, case, shards):
     assert eight(mesh_cases.compare, case=case, mesh=(1, 8), shards=shards)["rows"] == 8
 

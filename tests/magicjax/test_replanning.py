@@ -12,6 +12,7 @@ from magicjax.replanning import FIRST_PAUSE, HYSTERESIS, Controller
 from magicjax.request import prepare
 from tests.magicjax import test_joint, tiny
 from tests.magicjax.test_loop_caches import fresh_prefill
+from tests.quick import quick
 
 SECONDS = {0: 1.0, 1: 1.3, 2: 1.6, 4: 2.2}
 
@@ -132,7 +133,7 @@ def replanned(kind: str, rounds: int = 2, depths=DEPTHS, **options):
     return request, state, calls, controller
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", quick(DRAFTERS, "near", "look-up", "snapkv refreshed"))
 def test_the_greedy_text_is_the_same_at_whatever_depths(kind, tally):
     request, state, calls, controller = replanned(kind)
     found = list(np.asarray(state.output)[:, : tiny.NEW])
@@ -143,7 +144,7 @@ def test_the_greedy_text_is_the_same_at_whatever_depths(kind, tally):
         assert not accepted[depth + 1 :].any()
 
 
-@pytest.mark.parametrize("kind", ["near", "look-up"])
+@pytest.mark.parametrize("kind", quick(["near", "look-up"], "look-up"))
 def test_under_naive_verification_it_is_the_very_text_of_plain_sampling(kind):
     sampling = dict(do_sample=True, seed=3)
     _, state, _, _ = replanned(kind, verifier="naive", **sampling)

@@ -15,6 +15,7 @@ from magicjax import sampling
 from magicjax.sampling import Purpose, Sampling, attempt, sample, uniforms, warp, without
 from tests.magicjax import tiny
 from tests.magicjax.test_joint import warped
+from tests.quick import quick
 
 PARAMETERS = [
     (1.0, 0, 1.0),
@@ -196,7 +197,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "tree"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "tree"), quick(CASES, ("near", "2,2,1"), ("near", "dynamic"), ("look-up", "branches"))
+)
 def test_naive_gives_the_very_tokens_of_plain_sampling(kind, tree):
     plain, found = generate(), generate(kind, tree, verifier="naive")
     np.testing.assert_array_equal(found.tokens, plain.tokens)

@@ -9,6 +9,7 @@ import magicjax
 from magicjax.policies import POLICIES
 from pallas_kernels import attention, mass
 from tests.magicjax import oracle, tiny
+from tests.quick import quick
 
 # A prompt much longer than the largest budget, one of about a budget, and short ones.
 LENGTHS = (700, 512, 130, 33, 7)
@@ -120,7 +121,8 @@ def test_every_combination_of_settings_is_exact(tally, wanted, case):
 
 
 @pytest.mark.parametrize(
-    ("policy", "tree"), [("streaming", "chain3"), ("snapkv", "2,2,1"), ("h2o", "dynamic")]
+    ("policy", "tree"),
+    quick([("streaming", "chain3"), ("snapkv", "2,2,1"), ("h2o", "dynamic")], ("h2o", "dynamic")),
 )
 def test_small_models_on_sparse_caches_are_exact(tally, wanted, policy, tree):
     drafter = magicjax.SmallModel(tiny.model("long near"), policy=policy_of(policy), budget=40)
@@ -143,8 +145,7 @@ def test_the_backend_that_was_asked_for_is_used_wherever_a_cache_is_read(
 
 
 @pytest.mark.parametrize(
-    "policy",
-    ["streaming", "snapkv", "pyramidkv", pytest.param("random", marks=pytest.mark.slow)],
+    "policy", quick(["streaming", "snapkv", "pyramidkv", "random"], "pyramidkv")
 )
 def test_a_budget_that_covers_the_text_accepts_everything(policy):
     drafter = magicjax.SelfSpeculation(policy_of(policy), 2 * LARGE)

@@ -126,6 +126,7 @@ def test_what_a_draft_sees_does_not_depend_on_the_rows_beside_it():
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.slow
 def test_sinks_move_in_64_bit_mode_too():
     model = tiny.model("near", "float64")
     drafter = magicjax.SmallModel(

@@ -36,6 +36,7 @@ from tests.pallas_kernels.attention_cases import (
     relative_error,
     seen_by_nobody,
 )
+from tests.quick import quick
 
 interpreted = pytest.mark.skipif(
     mosaic.why_not_interpreted() is not None, reason=str(mosaic.why_not_interpreted())
@@ -61,14 +62,17 @@ def check(inputs: dict, backend: str = "mosaic_interpreted") -> None:
     assert (np.asarray(found)[~seen] == 0).all()
 
 
+SHAPES = [HOPPER_SHAPES[i] for i in (0, 3, 4)]  # one token, many of them, the widest heads
+
+
 @interpreted
-@pytest.mark.parametrize("shape", HOPPER_SHAPES, ids=str)
+@pytest.mark.parametrize("shape", quick(HOPPER_SHAPES, *SHAPES), ids=str)
 def test_equals_the_reference(shape):
     check(inputs_of(shape))
 
 
 @interpreted
-@pytest.mark.parametrize("kind", MASKS[:2])
+@pytest.mark.parametrize("kind", quick(MASKS[:2], "expansion"))
 def test_a_mask_that_rows_share_is_enough(kind):
     inputs = inputs_of(HOPPER_SHAPES[1], kind)
     check(inputs | {"mask": inputs["mask"][0]})
@@ -99,7 +103,7 @@ CONFIGS = {
 
 
 @interpreted
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", quick(CONFIGS, "turns and splits", "two tiles and splits"))
 def test_every_way_to_divide_the_work_gives_the_same(name, monkeypatch):
     monkeypatch.setattr(mosaic, "choose_config", lambda *sizes: CONFIGS[name])
     shape = Shape(6, 17, 17, 1, 5, 64, 420)
@@ -129,7 +133,9 @@ def quantized(inputs: dict, bits: int = 8) -> dict:
 # Integers of 8 bits are exact in bf16, and scales stay in float32, so nothing is rounded but what
 # is rounded without them: weights (here times a scale) and results. The same bound holds.
 @interpreted
-@pytest.mark.parametrize("shape", [HOPPER_SHAPES[i] for i in (0, 1, 3, 5)], ids=str)
+@pytest.mark.parametrize(
+    "shape", quick([HOPPER_SHAPES[i] for i in (0, 1, 3, 5)], HOPPER_SHAPES[3]), ids=str
+)
 def test_8_bits_equal_the_reference_on_the_same_integers(shape):
     check(quantized(inputs_of(shape)))
 
@@ -216,7 +222,7 @@ def run_detecting_races(monkeypatch, inputs: dict, **config) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("kind", RACING)
+@pytest.mark.parametrize("kind", quick(RACING, "plain decoding", "a tree"))
 def test_no_warpgroup_reads_what_another_still_writes(kind, monkeypatch):
     shape, config = RACING[kind]
     run_detecting_races(monkeypatch, inputs_of(shape), **config)
@@ -262,7 +268,7 @@ def written(rows: int, **config) -> tuple:
 
 
 @interpreted
-@pytest.mark.parametrize("rows", [8, 72])
+@pytest.mark.parametrize("rows", quick([8, 72], 72))
 def test_every_row_of_every_part_is_written_and_no_more_rows(rows):
     out, lse = written(rows, splits=3, key_groups=2)
     assert out.shape == (6, 6, 1, rows, 64)
