@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from magicjax import execution
 from magicjax.cache import KVCache
 from magicjax.decode import DecodeState, Prefilled
-from magicjax.drafters import Drafter
+from magicjax.drafters import Drafter, LookUp
 from magicjax.request import Request
 from magicjax.sampling import Sampling
 from magicjax.stats import acceptance
@@ -100,8 +100,11 @@ def run_trial(
     request = dataclasses.replace(request, sampling=_own_numbers(request.sampling))
     state, compile_s = behind.state(request)
     times: list[float] = []
+    half = np.array(state.histogram)
     while (before := _steps(state)) < rounds:
         wanted = min(ROUNDS, rounds - before)
+        if before <= rounds // 2:
+            half = np.array(state.histogram)
         state, seconds, compiling = execution.run(request, settings, state, wanted)
         compile_s += compiling
         if _steps(state) == before:  # all rows have ended
@@ -110,7 +113,7 @@ def run_trial(
     counts = jax.device_get((state.emitted, state.histogram, state.ranks, state.nodes))
     behind.take_back(state, request)
     seconds = statistics.median(times[1:] or times or [0.0])
-    return _trial(request, name, tree, counts, seconds), compile_s
+    return _trial(request, name, tree, counts, half, seconds), compile_s
 
 
 def _own_numbers(sampling: Sampling | None) -> Sampling | None:
@@ -126,17 +129,25 @@ def _steps(state: DecodeState) -> int:
 
 
 def _trial(
-    request: Request, name: str, tree: Tree, counts: tuple[Any, ...], seconds: float
+    request: Request,
+    name: str,
+    tree: Tree,
+    counts: tuple[Any, ...],
+    half: Int[np.ndarray, "B A"],
+    seconds: float,
 ) -> Trial:
-    histogram = counts[1]
+    emitted, histogram = counts[:2]
     rounds = float(histogram.sum(1).mean())
     if tree.num_nodes == 1:
         return Trial(name, seconds, rounds)
     counted = acceptance(*counts)
     tokens: tuple[float, ...] = ()
     if tree.shape.width == 1:
-        ran = histogram.sum(1) > 0
-        tokens = slowest_tokens(histogram[ran], np.asarray(request.limits)[ran] - 1)
+        ran, limits = histogram.sum(1) > 0, np.asarray(request.limits)
+        expected = histogram
+        if isinstance(request.drafter, LookUp):
+            expected = to_the_end(histogram, half, limits - emitted)
+        tokens = slowest_tokens(expected[ran], limits[ran] - 1)
     return Trial(
         name, seconds, rounds, _reached(counted["acceptance_by_rank"], counted["histogram"]), tokens
     )
@@ -150,8 +161,30 @@ def _reached(
     return tuple(tuple(row) for row, some in zip(table, reached, strict=True) if some)
 
 
+def to_the_end(
+    histogram: Int[np.ndarray, "B A"], half: Int[np.ndarray, "B A"], left: Int[np.ndarray, "B"]
+) -> Float[np.ndarray, "B A"]:
+    """Returns a trial's rounds with those that would follow, up to the end of each row.
+
+    They are taken to be like the rounds of the trial's second half, the row's and a few of all rows
+    together: a look-up finds more, the more text there is to find it in.
+
+    Args:
+      histogram: rounds of the trial that accepted 0, 1, ... tokens.
+      half: those of its first half.
+      left: tokens of each row behind the trial.
+    """
+    recent = histogram - half
+    if not recent.any():
+        recent = histogram
+    shares = recent + FEW * recent.sum(0) / recent.sum()
+    shares = shares / shares.sum(1, keepdims=True)
+    tokens = shares @ (1 + np.arange(histogram.shape[1]))
+    return histogram + shares * (np.maximum(left, 0) / tokens)[:, None]
+
+
 def slowest_tokens(
-    histogram: Int[np.ndarray, "B A"], wanted: Int[np.ndarray, "B"]
+    histogram: Float[np.ndarray, "B A"], wanted: Int[np.ndarray, "B"]
 ) -> tuple[float, ...]:
     """Returns the tokens of a round of chains of depth 1, 2, ..., where the longest row ends last.
 
