@@ -27,6 +27,7 @@ from magicjax.drafters import Ensemble, LookUp, SelfSpeculation, SmallModel  # n
 from magicjax.execution import Output  # noqa: E402
 from magicjax.generation import generate, load, stream  # noqa: E402
 from magicjax.model import Model  # noqa: E402
+from magicjax.offloading import offload  # noqa: E402
 from magicjax.policies import Policy, StreamingLLM  # noqa: E402
 from magicjax.sequoia import expected_tokens, optimal  # noqa: E402
 from magicjax.stats import Stats  # noqa: E402
@@ -54,6 +55,7 @@ __all__ = [
     "generate",
     "load",
     "make_mesh",
+    "offload",
     "optimal",
     "parse_tree",
     "policies",

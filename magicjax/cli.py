@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import magicjax
 import models
-from magicjax import calibrate, fit, plan_command
+from magicjax import calibrate, fit, offloading, plan_command
 from magicjax.auto import check as check_auto
 from magicjax.drafters import DRAWINGS, Drafter
 from magicjax.drafters.small_model import SINK_POSITIONS
@@ -109,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="data=1,model=8",
         help="divide the target's heads, MLP and vocabulary over devices; one prompt needs data=1",
     )
+    offloading.add_option(generate)
     generate.add_argument(
         "--verbose", action="store_true", help="log each compilation, and the bytes of caches"
     )
@@ -340,16 +341,19 @@ def _generate(arguments: argparse.Namespace) -> None:
 
     mesh = magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None
 
-    def made(load: Callable[..., magicjax.Model]) -> tuple[magicjax.Model, dict[str, Any]]:
+    def made(
+        load: Callable[..., magicjax.Model], **of_target: Any
+    ) -> tuple[magicjax.Model, dict[str, Any]]:
         small = functools.partial(load, shards=arguments.draft_shards)
         drafter, tree = _speculation(arguments, small)
-        target = dataclasses.replace(load(arguments.target), tokenizer=tokenizer)
+        target = dataclasses.replace(load(arguments.target, **of_target), tokenizer=tokenizer)
         return target, options | {"drafter": drafter, "tree": tree, "mesh": mesh}
 
     target, given = made(skeleton)
     check = check_auto if isinstance(given["drafter"], magicjax.Auto) else prepare
     check(target, [prompt], **given)  # says what is wrong before weights are loaded
-    target, given = made(functools.partial(magicjax.load, dtype=arguments.dtype, mesh=mesh))
+    load = functools.partial(magicjax.load, dtype=arguments.dtype, mesh=mesh)
+    target, given = made(load, offload=arguments.offload)
     if isinstance(given["drafter"], magicjax.Auto):
         given["drafter"] = magicjax.choose_drafter(target, [prompt], **given)
         print(given["drafter"], file=sys.stderr)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from magicjax import decode, placing
+from magicjax import decode, offloading, placing
 
 logger = logging.getLogger("magicjax")
 
@@ -46,7 +46,7 @@ def program(
         return _compiled[key], 0.0
     begin = time.perf_counter()
     lowered = jitted(name, settings, arguments).lower(*arguments)
-    compiled = _compiled[key] = lowered.compile(_OPTIONS.get(jax.default_backend()))
+    compiled = _compiled[key] = lowered.compile(options_of(jax.default_backend(), arguments))
     seconds = time.perf_counter() - begin
     global _count
     _count += 1
@@ -54,6 +54,16 @@ def program(
     if len(_compiled) > KEPT:
         del _compiled[next(iter(_compiled))]
     return compiled, seconds
+
+
+def options_of(platform: str, arguments: tuple) -> dict[str, Any]:
+    """Returns XLA's options for a program with these arguments, of which those that stream weights
+    need some of their own.
+    """
+    options = offloading.xla_options(platform, arguments)
+    if options:
+        logger.info("offload: compiled with %s", options)
+    return _OPTIONS.get(platform, {}) | options
 
 
 def jitted(name: str, settings: decode.Settings | decode.PrefillSettings, arguments: tuple) -> Any:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 import models
-from magicjax import auto, compilation, placing
+from magicjax import auto, compilation, offloading, placing
 from magicjax.auto import Auto, Choice
 from magicjax.drafters import Drafter
 from magicjax.execution import Output, output_of, run, start, tell, timed
@@ -28,6 +28,7 @@ def load(
     seed: int = 0,
     mesh: Mesh | None = None,
     shards: int | None = None,
+    offload: bool | Literal["int8"] = False,
 ) -> Model:
     """Returns a model from a directory in Hugging Face format, or a preset with random weights.
 
@@ -39,31 +40,42 @@ def load(
       mesh: of devices (`make_mesh`): every device gets its part, and none the whole.
       shards: over how many devices of the mesh's `model` axis a small draft is divided, and then
         held several times; None: all. 1: every device has all of it.
+      offload: keep the blocks' weights in host memory, and stream them to the device in every pass:
+        for models that the device cannot hold. "int8": quantized for each output channel, so that
+        less is streamed; the weights are not quite the same then.
 
     Raises:
       FileNotFoundError, ValueError: no such directory or preset; a checkpoint that is not whole; a
-        mesh over which the model does not divide.
+        mesh over which the model does not divide; host memory that is too small.
     """
-    path = pathlib.Path(source)
+    path, int8 = pathlib.Path(source), offloading.wants_int8(offload)
     if shards is not None and mesh is None:
         raise ValueError(f"shards={shards} says how a mesh is used: pass mesh, or leave it out")
     place = None
     if mesh is not None:
         place = placing.parameter_shardings(models.build(config_of(source)), shards, mesh)
+    blocks = None
     if path.is_dir():
-        checkpoint = models.load_checkpoint(path, dtype, place=place)
+        checkpoint = models.load_checkpoint(path, dtype, place=place, mapped_blocks=bool(offload))
+        module, params = checkpoint.module, checkpoint.params
+        if offload:
+            params, layers = models.split_blocks(params)
+            blocks = offloading.stack(module, layers, int8, place)
         return Model(
-            module=checkpoint.module,
-            params=checkpoint.params,
+            module=module,
+            params=params,
             tokenizer=models.load_tokenizer(path),
             name=path.name,
             eos_token_ids=checkpoint.eos_token_ids,
             pad_token_id=checkpoint.pad_token_id,
             shards=shards,
+            blocks=blocks,
         )
     module = models.build(config_of(source), "bfloat16" if dtype is None else dtype)
-    params = models.init_params(module, seed, place)
-    return Model(module, params, name=str(source), shards=shards)
+    params = models.init_params(module, seed, place, blocks=not offload)
+    if offload:
+        blocks = offloading.stack(module, models.init_blocks(module, seed), int8, place)
+    return Model(module, params, name=str(source), shards=shards, blocks=blocks)
 
 
 def skeleton(source: str | os.PathLike, *, shards: int | None = None) -> Model:

@@ -1,13 +1,14 @@
 """A model as the loop sees it: a Flax module and its parameters, one pytree."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 from jaxtyping import Array, Float, Int
 
 import models
+from magicjax.offloading import is_int8, run_blocks
 from models import Attend
 from sharding import Split, collectives
 
@@ -17,9 +18,9 @@ from sharding import Split, collectives
 class Model:
     """A model with its parameters, and what users need around it.
 
-    As a pytree it is its parameters, with the module as static data: programs specialise on the
-    architecture and are shared by all weights of that shape. The other fields live on the host
-    and do not pass through `jax.jit`.
+    As a pytree it is its parameters and blocks, with the module as static data: programs specialise
+    on the architecture and are shared by all weights of that shape. The other fields live on the
+    host and do not pass through `jax.jit`.
 
     Attributes:
       module: the Flax module; `module.config` has the shapes.
@@ -30,6 +31,8 @@ class Model:
       pad_token_id: what fills the rows that ended, when the user gives none.
       shards: static too; how many devices of a mesh's `model` axis it is divided over; None: all.
         A small draft may do with fewer, and is then held several times.
+      blocks: the blocks' weights in host memory (`magicjax.offload`), which `params` then lacks;
+        None: everything is on the device.
     """
 
     module: nn.Module
@@ -39,6 +42,7 @@ class Model:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     shards: int | None = None
+    blocks: Any = dataclasses.field(default=None, repr=False)
 
     @property
     def config(self) -> models.Config:
@@ -48,6 +52,11 @@ class Model:
     def dtype(self) -> Any:
         """The parameters' dtype, which caches and activations have too."""
         return jax.tree.leaves(self.params)[0].dtype
+
+    @property
+    def offload(self) -> bool | Literal["int8"]:
+        """Where its blocks are, as `magicjax.load` takes it."""
+        return "int8" if is_int8(self.blocks) else self.blocks is not None
 
     def kv_bytes(self, batch: int, slots: int) -> int:
         """Returns the bytes of keys and values of so many rows and slots, in the model's dtype."""
@@ -79,18 +88,22 @@ class Model:
         """Returns the sum of what this device's query heads paid to its KV heads, and others'."""
         return collectives.total(x, self.split.replica_axes)
 
-    def tree_flatten(self) -> tuple[tuple[Any], tuple[nn.Module, int | None]]:
-        return (self.params,), (self.module, self.shards)
+    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[nn.Module, int | None]]:
+        return (self.params, self.blocks), (self.module, self.shards)
 
     @classmethod
     def tree_unflatten(cls, static: tuple[nn.Module, int | None], children: tuple) -> "Model":
-        return cls(module=static[0], params=children[0], shards=static[1])
+        params, blocks = children
+        return cls(module=static[0], params=params, shards=static[1], blocks=blocks)
 
     def __call__(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend
     ) -> tuple[Float[Array, "B T E"], tuple]:
         """Returns (hidden states, what `attend` kept of each layer)."""
-        return self.module.apply(self.params, tokens, positions, attend)
+        if self.blocks is None:
+            return self.module.apply(self.params, tokens, positions, attend)
+        x = self.module.apply(self.params, tokens, positions, method="embed")
+        return run_blocks(self.module, self.blocks, x, positions, attend)
 
     def unembed(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
         """Returns the logits of some hidden states; of a divided model, this device's part."""

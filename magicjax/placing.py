@@ -16,6 +16,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import models
+from magicjax import offloading
 from magicjax.model import Model
 from magicjax.sampling import shares
 from sharding import DATA, AnyMesh, Split, factored, first_axes, split_over
@@ -90,13 +91,18 @@ def parameter_shardings(module: nn.Module, shards: int | None, mesh: AnyMesh) ->
 def place_model(model: Model, mesh: AnyMesh, put: Callable = jax.device_put) -> Model:
     """Returns the model with its parameters where the mesh wants them; those that are stay."""
     place = parameter_shardings(model.module, model.shards, mesh)
+    boxes, blocks = _boxes(model.module), model.blocks
+    if blocks is not None:
+        boxes = models.split_blocks(boxes)[0]
+        wanted = offloading.shapes(model.module, offloading.is_int8(blocks), place)
+        blocks = jax.tree.map(lambda x, shape: put(x, shape.sharding), blocks, wanted)
     params = jax.tree.map(
         lambda box, x: put(x, place(box.names)),
-        _boxes(model.module),
+        boxes,
         model.params,
         is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned),
     )
-    return dataclasses.replace(model, params=params)
+    return dataclasses.replace(model, params=params, blocks=blocks)
 
 
 @functools.lru_cache(maxsize=32)  # tracing a model takes a third of a second, or more
@@ -107,7 +113,7 @@ def _boxes(module: nn.Module) -> Any:
 def check_on_one(target: Model, drafter: Any) -> None:
     """Raises ValueError if a model lies on several devices, and no mesh was given."""
     for model in (target, *models_of(drafter)):
-        for leaf in jax.tree.leaves(model.params):
+        for leaf in jax.tree.leaves(model):
             count = len(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else 1
             if count > 1:
                 raise ValueError(

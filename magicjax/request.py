@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from magicjax import placing
+from magicjax import offloading, placing
 from magicjax.cache import KVCache
 from magicjax.decode import Prefilled, PrefillSettings, Settings
 from magicjax.drafters import DRAWINGS, Drafter, Ensemble
@@ -153,6 +153,8 @@ def prepare(
         sampling=sampling,
         pad_token_id=_pad(target, pad_token_id, eos),
     )
+    if target.blocks is not None:
+        offloading.check_caches(target, sum(request.kv_bytes))
     if mesh is None:
         placing.check_on_one(target, drafter)
         return request

@@ -4,10 +4,13 @@ from models.build import (
     Config,
     Place,
     abstract_params,
+    block_params,
     build,
     count_params,
+    init_blocks,
     init_params,
     layer_module,
+    split_blocks,
 )
 from models.huggingface import (
     Checkpoint,
@@ -34,8 +37,10 @@ __all__ = [
     "Place",
     "Rope",
     "abstract_params",
+    "block_params",
     "build",
     "count_params",
+    "init_blocks",
     "init_params",
     "layer_module",
     "load_checkpoint",
@@ -43,4 +48,5 @@ __all__ = [
     "load_tokenizer",
     "preset",
     "save_checkpoint",
+    "split_blocks",
 ]

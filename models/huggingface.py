@@ -25,7 +25,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from models.build import Config, Place, abstract_params, build
+from models.build import BLOCK, Config, Place, abstract_params, build
 from models.hf_config import read_config, write_config
 from models.hf_tensors import IGNORED, UNEMBEDDING, Tensor, full_name, tensors_of
 
@@ -68,7 +68,11 @@ class _Stored:
 
 
 def load_checkpoint(
-    path: str | os.PathLike, dtype: Any = None, *, place: Place | None = None
+    path: str | os.PathLike,
+    dtype: Any = None,
+    *,
+    place: Place | None = None,
+    mapped_blocks: bool = False,
 ) -> Checkpoint:
     """Returns the model in a directory of Hugging Face format.
 
@@ -77,6 +81,8 @@ def load_checkpoint(
       dtype: of parameters and activations; None: as stored.
       place: where each tensor lies, by the logical names of its axes; a device, and a process, is
         given its own part only. None: on the default device.
+      mapped_blocks: leave the blocks' parameters where they are, as numpy arrays of the files, in
+        the files' dtype: nothing of them is read yet.
 
     Raises FileNotFoundError where files are missing, and ValueError for pickled weights, a config
     that is not supported, tensors that are missing, unexpected or of another shape (all of them
@@ -95,7 +101,7 @@ def load_checkpoint(
             'jax.config.update("jax_enable_x64", True), or pass dtype="float32"'
         )
     module = build(config, dtype)
-    params = _read_params(module, stored, place)
+    params = _read_params(module, stored, place, mapped_blocks)
     return Checkpoint(module, params, **_special_tokens(path))
 
 
@@ -294,16 +300,22 @@ def _common_dtype(stored: list[tuple[Tensor, _Stored]]) -> np.dtype:
 
 
 def _read_params(
-    module: nn.Module, stored: list[tuple[Tensor, _Stored]], place: Place | None
+    module: nn.Module,
+    stored: list[tuple[Tensor, _Stored]],
+    place: Place | None,
+    mapped_blocks: bool,
 ) -> Any:
-    shapes, flat = _shapes(module.config), {}
+    shapes, flat = _shapes(module.config), dict[tuple[str, ...], Any]()
     files: dict[pathlib.Path, dict[str, np.ndarray]] = {}
     for tensor, where in stored:
         if where.file not in files:
             files[where.file] = _mapped(where.file)
         box = shapes[tensor.path]
         values = tensor.to_parameter(files[where.file][where.name], box.value.shape)
-        flat[tensor.path] = _put(values, module.dtype, place and place(box.names))
+        if mapped_blocks and tensor.path[0].startswith(BLOCK):
+            flat[tensor.path] = values
+        else:
+            flat[tensor.path] = _put(values, module.dtype, place and place(box.names))
     return {"params": flax.traverse_util.unflatten_dict(flat)}
 
 

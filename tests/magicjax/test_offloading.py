@@ -1,0 +1,307 @@
+"""Blocks streamed from host memory give the text of blocks on the device, two layers at a time."""
+
+import dataclasses
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import magicjax
+import models
+from magicjax import compilation, offloading
+from magicjax.execution import state_shapes
+from magicjax.request import prepare
+from sharding import host
+from tests.magicjax import tiny
+
+DEEP = tiny.config(num_layers=4)  # so that a scan has several steps
+OPT = models.OptConfig(
+    vocab_size=tiny.VOCAB,
+    hidden_size=32,
+    intermediate_size=40,
+    num_layers=3,
+    num_heads=4,
+    max_positions=512,
+)
+TREE = magicjax.expansion((2, 2, 1))
+SAMPLED = dict(do_sample=True, seed=3, temperature=0.8)
+
+
+@functools.cache
+def model(shape) -> magicjax.Model:
+    """Returns a model whose text depends on its context."""
+    params = models.init_params(models.build(shape), 0)
+    params = tiny.loud(params, np.random.default_rng(7), 0.05)
+    params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float32)), params)
+    return magicjax.Model(models.build(shape), params, name="deep")
+
+
+@functools.cache
+def offloaded(shape, int8: bool = False) -> magicjax.Model:
+    return offloading.offload(model(shape), int8)
+
+
+def resident(target: magicjax.Model) -> magicjax.Model:
+    """Returns an offloaded model with the very weights it streams, on the device."""
+    blocks = offloading.expand(jax.device_get(target.blocks), target.dtype)
+    params = dict(target.params["params"])
+    for layer in range(target.config.num_layers):
+        params[f"layers_{layer}"] = jax.tree.map(lambda x, i=layer: jnp.asarray(x[i]), blocks)
+    return dataclasses.replace(target, params={"params": params}, blocks=None)
+
+
+def text(target: magicjax.Model, **options) -> np.ndarray:
+    options = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
+    return magicjax.generate(target, tiny.prompts(3), **options).tokens
+
+
+DRAFTS = {
+    "plain": {},
+    "plain sampled": SAMPLED,
+    "self": dict(drafter=magicjax.SelfSpeculation(budget=24), tree=TREE),
+    "refreshed": dict(drafter=magicjax.SelfSpeculation("snapkv", budget=64, refresh_every=2)),
+    "look-up": dict(drafter=magicjax.LookUp()),
+    "dynamic": dict(
+        drafter=magicjax.SelfSpeculation(budget=24), tree=magicjax.DynamicTree(9, 4, 3)
+    ),
+    "small sampled": dict(drafter=magicjax.SmallModel(tiny.model("near")), tree=TREE) | SAMPLED,
+}
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_an_offloaded_model_says_what_the_resident_one_says(draft):
+    np.testing.assert_array_equal(
+        text(offloaded(DEEP), **DRAFTS[draft]), text(model(DEEP), **DRAFTS[draft])
+    )
+
+
+@pytest.mark.parametrize("draft", ["plain", "self"])
+def test_so_does_one_of_another_family(draft):
+    options = dict(eos_token_id=[]) | DRAFTS[draft]
+    np.testing.assert_array_equal(text(offloaded(OPT), **options), text(model(OPT), **options))
+
+
+def test_one_layer_needs_no_scan():
+    shape = tiny.config(num_layers=1)
+    np.testing.assert_array_equal(text(offloaded(shape)), text(model(shape)))
+
+
+def test_a_small_draft_can_be_offloaded_too():
+    small = dataclasses.replace(tiny.model("near"))
+    options = dict(tree=TREE)
+    streamed = text(model(DEEP), drafter=magicjax.SmallModel(offloading.offload(small)), **options)
+    np.testing.assert_array_equal(
+        streamed, text(model(DEEP), drafter=magicjax.SmallModel(small), **options)
+    )
+
+
+@pytest.mark.parametrize("draft", ["self", "small sampled"])
+def test_speculation_on_int8_weights_says_what_plain_decoding_on_them_says(draft):
+    target, sampled = offloaded(DEEP, int8=True), SAMPLED if "sampled" in draft else {}
+    drafted = text(target, **DRAFTS[draft], **({"verifier": "naive"} if sampled else {}))
+    plain = text(target, **sampled)
+    np.testing.assert_array_equal(drafted, plain)
+    np.testing.assert_array_equal(plain, text(resident(target), **sampled))
+    assert (plain != text(model(DEEP), **sampled)).any()  # the weights are others
+
+
+def test_int8_is_off_by_half_a_step_of_its_channel():
+    weight = np.random.default_rng(0).standard_normal((6, 3, 4)).astype(np.float32)
+    weight[:, 1, 2] = 0  # a channel of nothing
+    weight[:, 0, 0] *= 1000  # and one that is much larger than the others
+    values, scales = offloading.quantize(weight, (1, 3, 4))
+    assert values.dtype == np.int8 and scales.shape == (1, 3, 4)
+    error = np.abs(values * scales - weight)
+    assert (error <= scales / 2 * (1 + 1e-6)).all()
+    assert (values[:, 1, 2] == 0).all()
+    of_tensor = np.abs(weight).max() / 127  # a scale for all of it: what this is better than
+    assert np.abs(np.rint(weight / of_tensor) * of_tensor - weight).max() > 100 * scales[0, 2, 3]
+
+
+def test_logits_of_int8_weights_are_within_the_bound():
+    """Rounding a weight to steps of s is off by s / 2 at most, anywhere in that range alike.
+
+    To first order it moves a logit by J, its derivative, times that. So a logit moves by the sum of
+    |J| s / 2 at most, and as errors are independent, by about the root of the sum of J^2 s^2 / 12.
+    """
+    shape, positions = tiny.config(num_layers=2), jnp.arange(12)[None]
+    whole, streamed = model(shape), offloaded(shape, int8=True)
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, tiny.VOCAB, (1, 12)), jnp.int32)
+
+    def logits(model):
+        return model.unembed(model(tokens, positions, causal)[0]).ravel()
+
+    slopes = jax.jacrev(logits)(whole).params["params"]
+    most, variance = 0, 0
+    for layer in range(2):
+        of_layer = jax.tree.leaves_with_path(slopes[f"layers_{layer}"])
+        stacked = jax.tree.leaves(jax.device_get(streamed.blocks), is_leaf=offloading.is_weight)
+        for (_, slope), leaf in zip(of_layer, stacked, strict=True):
+            if offloading.is_weight(leaf):
+                step = np.abs(np.asarray(slope, np.float64)) * leaf.scales[layer]
+                summed = tuple(range(1, step.ndim))
+                most, variance = most + step.sum(summed) / 2, variance + (step**2).sum(summed) / 12
+    error = np.abs(np.asarray(logits(streamed)) - np.asarray(logits(whole)))
+    assert (error <= most).all()
+    assert (error <= 6 * np.sqrt(variance)).all()
+    # And it is no smaller than that: half of the steps, or twice, would be seen.
+    assert 0.7 < np.sqrt((error**2).mean() / variance.mean()) < 1.4
+
+
+def causal(layer, q, k, v):
+    """Attention of a text to itself, without a cache."""
+    group = q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
+    seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1)
+    return jnp.einsum("bhts,bshd->bthd", weights, v), None
+
+
+# What is on the device, read from compiled programs. Layers outweigh everything else.
+HEAVY = tiny.config(num_layers=6, hidden_size=256, intermediate_size=1024)
+OF_LAYER = 4 * (256 * (4 + 2 * 2 + 4) * 8 + 3 * 256 * 1024 + 2 * 256)
+
+
+def shaped(int8: bool = False) -> magicjax.Model:
+    module = models.build(HEAVY)
+    rest, _ = models.split_blocks(nn.meta.unbox(models.abstract_params(module)))
+    return magicjax.Model(module, rest, blocks=offloading.shapes(module, int8))
+
+
+def loop(target, drafter=None, tree=None):
+    """Returns the compiled loop."""
+    request = prepare(
+        target,
+        [np.zeros(20, np.int32)],
+        drafter=drafter,
+        tree=tree,
+        max_new_tokens=tiny.NEW,
+        eos_token_id=[],
+        backend="xla",
+        put=None,
+    )
+    state = state_shapes(request)
+    return compilation.program("decode", request.settings, target, request.drafter, state)[0]
+
+
+def streamed_bytes(compiled, **draft) -> int:
+    """Returns the temporary memory beyond that of the loop of the same model on the device."""
+    module = models.build(HEAVY)
+    resident = magicjax.Model(module, nn.meta.unbox(models.abstract_params(module)))
+    found = [
+        one.memory_analysis().temp_size_in_bytes for one in (compiled, loop(resident, **draft))
+    ]
+    return found[0] - found[1]
+
+
+@pytest.mark.parametrize("draft", [{}, DRAFTS["self"]], ids=["plain", "self"])
+def test_no_more_than_two_layers_are_on_the_device(draft):
+    compiled = loop(shaped(), **draft)
+    assert OF_LAYER < streamed_bytes(compiled, **draft) <= 2 * OF_LAYER
+    of_blocks = stacks(compiled.as_text())
+    assert len(of_blocks) == 9 and all("S(5)" in found for found in of_blocks)
+
+
+def test_a_third_layer_would_be_seen(monkeypatch):
+    monkeypatch.setattr(host, "_zero_after", lambda x: 0)  # so nothing keeps fetches in their order
+    compiled = loop(dataclasses.replace(shaped(), shards=1))  # a program of its own
+    assert streamed_bytes(compiled) > 2.5 * OF_LAYER
+
+
+def stacks(text: str) -> list[str]:
+    """Returns a program's arguments that have a matrix of all layers; S(5) is host memory."""
+    layout = re.search(r"entry_computation_layout={\((.*?)\)->", text)[1]
+    return re.findall(rf"f32\[{HEAVY.num_layers},[\d,]+\]{{[^}}]*}}", layout)
+
+
+def test_a_checkpoint_is_loaded_without_its_blocks(directory):
+    whole, streamed = (
+        magicjax.load(directory, offload=offload, dtype="float32") for offload in (False, True)
+    )
+    layers = models.split_blocks(whole.params)[1]
+    for i, layer in enumerate(layers):
+        jax.tree.map(
+            lambda a, b, i=i: np.testing.assert_array_equal(a[i], b), streamed.blocks, layer
+        )
+    assert (
+        streamed.params.keys() == whole.params.keys()
+        and "layers_0" not in streamed.params["params"]
+    )
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(streamed.blocks)} == {host.HOST}
+    assert (whole.offload, streamed.offload) == (False, True)
+    assert magicjax.load(directory, offload="int8").offload == "int8"
+
+
+def test_a_presets_blocks_are_drawn_layer_by_layer():
+    target = magicjax.load("llama-68m", "float32", offload=True)
+    weight = np.asarray(target.blocks["mlp"]["up"]["weight"])
+    assert weight.shape == (2, 768, 3072)
+    assert weight.std() == pytest.approx(768**-0.5, rel=0.02)
+    assert (weight[0] != weight[1]).any()
+
+
+def test_a_machine_without_the_memory_is_refused_before_anything_is_loaded():
+    module = models.build(models.preset("llama-3.1-70b"), "bfloat16")
+    with pytest.raises(
+        ValueError, match=r"offload needs 17\d.\d GB of host memory, .* 24.0 GB are"
+    ):
+        offloading.check_host_memory(module, False, available=int(24e9))
+    with pytest.raises(ValueError, match=r"offload needs \d\d.\d GB of host memory"):
+        offloading.check_host_memory(module, True, available=int(24e9))
+    offloading.check_host_memory(module, False, available=int(300e9))
+
+
+class Lacking:
+    """A device without pinned memory."""
+
+    def addressable_memories(self):
+        return []
+
+    def __str__(self):
+        return "tpu:0"
+
+
+def test_a_platform_without_pinned_memory_is_refused():
+    with pytest.raises(ValueError, match="pinned_host, and tpu:0 has none: load the model without"):
+        host.check_host([Lacking()])
+
+
+def test_what_is_no_way_to_offload_is_refused(directory):
+    with pytest.raises(ValueError, match="offload='int4' is unknown: use True, 'int8', or False"):
+        magicjax.load(directory, offload="int4")
+    with pytest.raises(ValueError, match="the model 'deep' is offloaded already"):
+        magicjax.offload(offloaded(DEEP))
+
+
+def test_caches_that_do_not_fit_are_refused_and_a_model_that_would_fit_is_told(monkeypatch, caplog):
+    monkeypatch.setattr(offloading, "device_memory", lambda: 50_000)
+    target = magicjax.offload(model(DEEP))
+    with pytest.raises(ValueError, match="caches stay on the device; use fewer or shorter prompts"):
+        text(target)
+    assert "would fit" not in caplog.text
+    monkeypatch.setattr(offloading, "device_memory", lambda: 10_000_000)
+    target = magicjax.offload(model(DEEP))
+    assert "offload: all 0.00 GB of the model would fit the device's 0.01 GB" in caplog.text
+    text(target)
+
+
+def test_options_of_the_compiler_are_set_for_programs_that_stream_and_told(caplog):
+    arguments = (offloaded(DEEP), jnp.zeros(3))
+    assert offloading.xla_options("gpu", arguments) == offloading.XLA_OPTIONS["gpu"]
+    assert offloading.xla_options("gpu", (model(DEEP),)) == {}
+    with caplog.at_level("INFO", "magicjax"):
+        found = compilation.options_of("gpu", arguments)
+    assert found["xla_gpu_enable_latency_hiding_scheduler"] is True
+    assert "xla_gpu_enable_latency_hiding_scheduler" in caplog.text
+
+
+def test_the_command_streams_and_says_the_same(directory, run):
+    ask = ("generate", "--target", directory, "--prompt", tiny.SOURCE, "--max-new-tokens", 12)
+    assert run(*ask, "--offload")[:2] == run(*ask)[:2]
+    code, _, err = run(*ask, "--offload", "int4")
+    assert code == 2 and "'int4' is unknown: leave it out, or write int8" in err
