@@ -23,7 +23,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 import models
-from magicjax import compilation, hlo, placing
+from magicjax import compilation, hlo, offloading, placing
 from magicjax.cache import KVCache
 from magicjax.decode import DecodeState
 from magicjax.draft_cache import DraftCache
@@ -51,6 +51,7 @@ class Workload:
       target, drafter, tree, dtype: as for `magicjax generate`; drafter "": plain decoding; tree
         "": the default.
       kv_dtype: of the draft's sparse cache; None: the model's own.
+      offload: the target's blocks are in host memory, as for `magicjax.load`.
       draft_shards: devices that a small draft is divided over; None: all of `model`.
       batch: rows, of all devices together.
       context: tokens of a row, new ones included.
@@ -73,6 +74,7 @@ class Workload:
     backend: str | None = None
     draft_shards: int | None = None
     kv_dtype: str | None = None
+    offload: bool | str = False
 
     @property
     def attention(self) -> str:
@@ -115,11 +117,18 @@ def memory_of(device: str) -> int:
     return int(found[1])
 
 
-def abstract_model(source: str, dtype: str, shards: int | None = None) -> Model:
+def abstract_model(
+    source: str, dtype: str, shards: int | None = None, offload: bool | str = False
+) -> Model:
     """Returns a model whose parameters are shapes: nothing is allocated."""
-    module = models.build(skeleton(source).config, dtype)
+    module, blocks = models.build(skeleton(source).config, dtype), None
     params = nn.meta.unbox(models.abstract_params(module))
-    return Model(module, params, name=source, shards=shards)
+    if offload:
+        params, blocks = (
+            models.split_blocks(params)[0],
+            offloading.shapes(module, offload == "int8"),
+        )
+    return Model(module, params, name=source, shards=shards, blocks=blocks)
 
 
 def request_of(load: Workload, mesh: AnyMesh) -> Request:
@@ -155,7 +164,7 @@ def request_of(load: Workload, mesh: AnyMesh) -> Request:
 
     rows = np.zeros((load.batch, load.context - load.max_new_tokens), np.int32)
     request = prepare(
-        model(load.target),
+        model(load.target, offload=load.offload),
         list(rows),
         drafter=drafter,
         tree=parse_tree(load.tree) if load.tree else None,
@@ -202,7 +211,8 @@ def compile_ahead(program: str, request: Request) -> jax.stages.Compiled:
     if program == "decode":
         state = compilation.result_shapes("start", settings, arguments)
         arguments = request.target, request.drafter, state
-    return compilation.jitted(program, settings, arguments).lower(*arguments).compile()
+    options = offloading.xla_options("gpu", arguments)
+    return compilation.jitted(program, settings, arguments).lower(*arguments).compile(options)
 
 
 def cache_sizes(request: Request) -> dict[str, set[int]]:
@@ -249,6 +259,8 @@ def report(
         "argument bytes": memory.argument_size_in_bytes,
         "new result bytes": memory.output_size_in_bytes - memory.alias_size_in_bytes,
         "temporary bytes": memory.temp_size_in_bytes,
+        "argument bytes in host memory": memory.host_argument_size_in_bytes,
+        "temporary bytes in host memory": memory.host_temp_size_in_bytes,
         "copies of a cache": {
             name: sum(copied.count(size) for size in of_cache) for name, of_cache in sizes.items()
         },

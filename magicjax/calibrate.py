@@ -29,7 +29,7 @@ from magicjax.drafters.written import DRAFTERS, make_drafter
 from magicjax.generation import load
 from magicjax.step_times import StepTimes
 from magicjax.tree import chain
-from pallas_kernels.bandwidth import read_bandwidth
+from pallas_kernels.bandwidth import host_bandwidth, read_bandwidth
 from pallas_kernels.timing import fastest_seconds
 
 MATRIX_SIZE = {"cpu": 2048}
@@ -306,11 +306,15 @@ def _device(dtype: str) -> costs.Device:
         matrix_rate=matrix_rate(dtype),
         memory=memory_of_device(),
         link=None,
+        host_link=host_bandwidth(),
+        host_link_efficiency=1.0,  # it is measured as it is used
+        fetches_beside=jax.default_backend() != "cpu",
         dtype=dtype,
     )
     print(
         f"{device.name}: reads {device.bandwidth / 1e9:.1f} GB/s, multiplies "
-        f"{device.matrix_rate / 1e12:.3g} TFLOP/s in {device.dtype}",
+        f"{device.matrix_rate / 1e12:.3g} TFLOP/s in {device.dtype}, fetches from its host "
+        + (f"{device.host_link / 1e9:.1f} GB/s" if device.host_link else "nothing"),
         flush=True,
     )
     return device

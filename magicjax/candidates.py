@@ -16,7 +16,9 @@ from magicjax.policies import POLICIES
 def sizes_of_model(model: Model, dtype: Any) -> costs.Sizes:
     """Returns the sizes of a model; `dtype` of a skeleton, which has none."""
     own = dtype if model.params is None else model.dtype
-    return costs.sizes_of(model.config, str(np.dtype(own)), model.name or "the model")
+    return costs.sizes_of(
+        model.config, str(np.dtype(own)), model.name or "the model", model.offload
+    )
 
 
 def name_of(drafter: Drafter) -> str:

@@ -25,7 +25,10 @@ class Bytes:
     """Of each device.
 
     Attributes:
-      weights, draft_weights: of the target, and of small drafts.
+      weights, draft_weights: of the target, and of small drafts; of an offloaded target without
+        its blocks.
+      streamed: two layers of an offloaded target, the one that computes and the next.
+      host: of its blocks, in host memory.
       target_kv, draft_kv: caches.
       rest: prompts, outputs, counters, what else a drafter holds.
       prefill, start, decode: temporaries of the programs, roughly: of the arrays that are certainly
@@ -37,6 +40,8 @@ class Bytes:
 
     weights: int
     draft_weights: int
+    streamed: int
+    host: int
     target_kv: int
     draft_kv: int
     rest: int
@@ -49,7 +54,8 @@ class Bytes:
     @property
     def resident(self) -> int:
         """What is there all the time."""
-        return self.weights + self.draft_weights + self.target_kv + self.draft_kv + self.rest
+        weights = self.weights + self.draft_weights + self.streamed
+        return weights + self.target_kv + self.draft_kv + self.rest
 
 
 def count(load: Workload) -> Bytes:
@@ -71,9 +77,12 @@ def count(load: Workload) -> Bytes:
     prompts = bytes_of((request.tokens, request.lengths, request.limits))
     everything = bytes_of(state)
     tokens = rows_of(request) * request.settings.chunk
+    host = bytes_of(request.target.blocks)
     return Bytes(
         weights=bytes_of(request.target.params),
         draft_weights=sum(bytes_of(draft.params) for draft in drafts),
+        streamed=2 * host // request.target.config.num_layers,
+        host=host,
         target_kv=target_kv,
         draft_kv=draft_kv,
         rest=everything - target_kv - draft_kv + prompts,

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from magicjax import offloading
 from magicjax.drafters.sparse import BUDGET
 
 GB = 1e9
@@ -49,6 +50,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128, help="128 if not given")
     parser.add_argument("--device", required=True, help="a100, h100, h200, or a description's path")
     parser.add_argument("--mesh", default="model=1", help="data=2,model=4; one GPU if not given")
+    offloading.add_option(parser)
     parser.add_argument("--kv-dtype", choices=("int8", "int4"), help="of the draft's sparse cache")
     parser.add_argument("--draft-shards", type=int, help="GPUs a small draft is divided over")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
@@ -98,7 +100,9 @@ def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict
     temporary = {name: getattr(counted, name) for name in ("prefill", "start", "decode")}
     if compiled is not None:
         temporary = {name: of["temporary bytes"] for name, of in compiled.items()}
-    total = counted.resident + max(temporary.values())
+    # What the compiler counts has the layers that are streamed in its temporaries.
+    resident = counted.resident - (counted.streamed if compiled is not None else 0)
+    total = resident + max(temporary.values())
     usable = int(USABLE * memory)
     most_context = load.context + math.floor((usable - total) / counted.per_context_token)
     found = {
@@ -106,6 +110,7 @@ def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict
         "bytes on each device": {
             "weights": counted.weights,
             "draft weights": counted.draft_weights,
+            "two layers, streamed": counted.streamed if compiled is None else 0,
             "target KV": counted.target_kv,
             "draft KV": counted.draft_kv,
             "other state": counted.rest,
@@ -113,6 +118,7 @@ def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict
             "total": total,
             "usable": usable,
             "memory": memory,
+            "in host memory": counted.host,
         },
         "fits": total <= usable,
         "largest batch": most_rows(load, counted, temporary, usable),
@@ -142,7 +148,8 @@ def most_rows(load: Any, counted: Any, temporary: dict[str, int], usable: int) -
             temporary["start"] * rows / asked,
             temporary["decode"] * rows / asked,
         )
-        return counted.weights + counted.draft_weights + rows * of_row + transient
+        weights = counted.weights + counted.draft_weights + counted.streamed
+        return weights + rows * of_row + transient
 
     fewest, most = 0, max(1, int(usable / of_row))
     while fewest < most:
@@ -161,7 +168,7 @@ def as_text(found: dict[str, Any]) -> str:
         f"{load['target']}, {load['drafter'] or 'plain decoding'}, {load['batch']} rows of "
         f"{load['context']} tokens in {load['dtype']}, on {load['data'] * load['model']} x "
         f"{load['device']} (data={load['data']}, model={load['model']}), "
-        f"attention {load['backend']}"
+        f"attention {load['backend']}{offloading.in_words(load['offload'])}"
     )
     lines = [title, "on each device:"]
     if "estimate" in found:

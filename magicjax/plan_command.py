@@ -5,7 +5,7 @@ import dataclasses
 import json
 from typing import Any
 
-from magicjax import acceptance, costs, planner
+from magicjax import acceptance, costs, offloading, planner
 from magicjax.candidates import candidate_of, deepest_of
 from magicjax.drafters import SmallModel
 from magicjax.drafters.sparse import BUDGET
@@ -51,6 +51,7 @@ def add(commands: Any) -> None:
         f"or look-up; self:streaming:{BUDGET} if not given. A table names its drafters",
     )
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of models and caches")
+    offloading.add_option(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -62,7 +63,9 @@ def run(arguments: argparse.Namespace) -> None:
       ValueError, OSError: what `magicjax` prints before it ends.
     """
     machine = machine_of(arguments)
-    target = _sizes(arguments.target, arguments.dtype)
+    target = costs.sizes_of(
+        config_of(arguments.target), arguments.dtype, arguments.target, arguments.offload
+    )
     _check_dtype(arguments.dtype, machine.device)
     _check_context(arguments.target, arguments.context)
     candidates, sources = candidates_of(arguments, target)
@@ -96,10 +99,6 @@ def _check_context(source: str, context: int) -> None:
         raise ValueError(
             f"--context {context} is more than the {limit} positions of {source}: use a shorter one"
         )
-
-
-def _sizes(source: str, dtype: str) -> costs.Sizes:
-    return costs.sizes_of(config_of(source), dtype, source)
 
 
 def candidates_of(
@@ -183,6 +182,7 @@ def as_json(
         "dtype": arguments.dtype,
         "device": machine.device.name,
         "mesh": {"data": machine.data, "model": machine.model},
+        "offload": arguments.offload,
         "batch": arguments.batch,
         "context": arguments.context,
         "speculate": found.pays,
@@ -226,7 +226,8 @@ def as_text(
     mesh = f"data={machine.data},model={machine.model}"
     lines = [
         f"{arguments.target}, {arguments.dtype}, batch {arguments.batch}, context "
-        f"{arguments.context}, on {machine.devices} x {machine.device.name} ({mesh})",
+        f"{arguments.context}, on {machine.devices} x {machine.device.name} ({mesh})"
+        + offloading.in_words(arguments.offload),
         f"plain decoding: T_target {1e3 * found.target:.2f} ms, "
         f"{arguments.batch / found.target:,.0f} tokens/s",
         _line("best" if found.pays else "off; the least slow", best),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from pallas_kernels.timing import calls_in_a_row, fastest_seconds
@@ -22,6 +23,7 @@ ARRAYS = 4
 DEFAULT_BYTES = {"cpu": 256 * MEBIBYTE}
 DEFAULT_BYTES_ELSEWHERE = 4096 * MEBIBYTE
 WIDTH = 64
+HOST = "pinned_host"
 
 
 def _sum(x: Array) -> Array:
@@ -94,6 +96,23 @@ def copy_bandwidths(size: int | None = None, *, rounds: int = 7) -> dict[str, fl
     Arguments and errors are those of `read_bandwidths`.
     """
     return _moved(COPIES, 2, size, rounds)
+
+
+def host_bandwidth(size: int | None = None, *, rounds: int = 7) -> float | None:
+    """Returns the bytes per second of a copy from pinned host memory to the device.
+
+    None: the device cannot read such memory. Arguments are those of `read_bandwidths`.
+    """
+    device = jax.local_devices()[0]
+    if HOST not in (memory.kind for memory in device.addressable_memories()):
+        return None
+    if size is None:
+        size = DEFAULT_BYTES.get(jax.default_backend(), DEFAULT_BYTES_ELSEWHERE)
+    place = jax.sharding.SingleDeviceSharding(device, memory_kind=HOST)
+    array = jax.device_put(np.ones(size // 4, np.float32), place)
+    fetch = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Device))
+    seconds = fastest_seconds({"fetch": functools.partial(fetch, array)}, rounds=rounds)
+    return array.nbytes / seconds["fetch"]
 
 
 def read_bandwidth(size: int | None = None, *, rounds: int = 7) -> float:

@@ -12,6 +12,8 @@ can be foretold from its datasheet. How each was chosen:
   to 4 MB, as decoding has, reach 0.31 of a link, by which steps grow with the batch; and a round
   takes 0.86 ms beside drafts and verification (choosing tokens, the host; by themselves the
   published rows say 0.56 to 1.01 ms).
+- `host_link_efficiency` 0.80: copies from pinned memory reach 25 GB/s of PCIe 4.0's 32 and about 52
+  of 5.0's 64; not measured by this project.
 - `collective_seconds` 20 us is what a small all-reduce within a node is known to take. The table
   fixes only its sum with `layer_seconds`.
 
@@ -41,6 +43,8 @@ class Device:
       matrix_rate: FLOP a second of matrix products in `dtype`, dense.
       memory: bytes.
       link: bytes a second to its neighbours, each way; None: not known, so it works alone.
+      host_link: bytes a second from the host's memory; None: not known, so nothing is offloaded.
+      fetches_beside: whether it computes while it fetches from there; a CPU does both itself.
       dtype: of `matrix_rate`; models in another dtype cannot be foretold.
       bandwidth_efficiency, matrix_efficiency, link_efficiency: the shares of them that are reached.
       collective_seconds: of an all-reduce of nothing.
@@ -59,10 +63,13 @@ class Device:
     matrix_rate: float
     memory: float
     link: float | None
+    host_link: float | None = None
+    fetches_beside: bool = True
     dtype: str = "bfloat16"
     bandwidth_efficiency: float = 0.90
     matrix_efficiency: float = 0.80
     link_efficiency: float = 0.31
+    host_link_efficiency: float = 0.80
     collective_seconds: float = 20e-6
     layer_seconds: float = 46e-6
     step_seconds: float = 0.0
@@ -73,8 +80,8 @@ class Device:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in ("name", "dtype", "measured") or (
-                field.name == "link" and value is None
+            if field.name in ("name", "dtype", "fetches_beside", "measured") or (
+                field.name in ("link", "host_link") and value is None
             ):
                 continue
             if field.name.endswith("_efficiency"):
@@ -105,22 +112,37 @@ class Device:
             return math.inf
         return self.link * self.link_efficiency
 
+    @property
+    def reached_host_link(self) -> float:
+        """Bytes a second from the host's memory.
 
-# NVIDIA's datasheets: memory bandwidth, dense bfloat16, memory, half of the link's two-way rate.
+        Raises:
+          ValueError: it is not known.
+        """
+        if self.host_link is None:
+            raise ValueError(
+                f"the link between {self.name} and its host is not known, so an offloaded model "
+                "cannot be foretold: calibrate the device anew, or give host_link"
+            )
+        return self.host_link * self.host_link_efficiency
+
+
+# NVIDIA's datasheets: memory bandwidth, dense bfloat16, memory, half of the link's two-way rate,
+# and PCIe with 16 lanes to the host, 32 GB/s each way of version 4.0 and 64 GB/s of 5.0.
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
         device.name: device
         for device in (
             # A100 80GB SXM: 2,039 GB/s, 312 TFLOP/s, NVLink 600 GB/s both ways together.
-            Device("a100", 2039 * GB, 312e12, 80 * GB, 300 * GB),
+            Device("a100", 2039 * GB, 312e12, 80 * GB, 300 * GB, 32 * GB),
             # H100 SXM5: 3.35 TB/s, 989 TFLOP/s without sparsity, NVLink 900 GB/s.
-            Device("h100", 3350 * GB, 989e12, 80 * GB, 450 * GB),
+            Device("h100", 3350 * GB, 989e12, 80 * GB, 450 * GB, 64 * GB),
             # H200 SXM: 4.8 TB/s, otherwise an H100 with 141 GB.
-            Device("h200", 4800 * GB, 989e12, 141 * GB, 450 * GB),
+            Device("h200", 4800 * GB, 989e12, 141 * GB, 450 * GB, 64 * GB),
             # L40: 864 GB/s, 181 TFLOP/s without sparsity, PCIe 4.0 x16, 64 GB/s both ways.
-            Device("l40", 864 * GB, 181e12, 48 * GB, 32 * GB),
+            Device("l40", 864 * GB, 181e12, 48 * GB, 32 * GB, 32 * GB),
             # A10: 600 GB/s, 125 TFLOP/s, PCIe 4.0 x16.
-            Device("a10", 600 * GB, 125e12, 24 * GB, 32 * GB),
+            Device("a10", 600 * GB, 125e12, 24 * GB, 32 * GB, 32 * GB),
         )
     }
 )

@@ -9,13 +9,13 @@ def weight_bytes(model: Any) -> int:
     """Returns the bytes of weights that one decoding step must read.
 
     Tables of which a step reads only a few rows are left out: positions, and an embedding that is
-    not the output matrix too.
+    not the output matrix too. Weights that it must fetch from the host count like others.
     """
     looked_up = {"position_embedding"} | (set() if model.config.tie_embeddings else {"embedding"})
     return sum(
         leaf.nbytes
-        for path, leaf in jax.tree_util.tree_leaves_with_path(model.params)
-        if path[-1].key not in looked_up
+        for path, leaf in jax.tree_util.tree_leaves_with_path((model.params, model.blocks))
+        if getattr(path[-1], "key", "") not in looked_up
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from magicjax.costs.device import Device, Machine
 from magicjax.costs.measured import DRAFT, PASS, Steps
-from magicjax.costs.work import Part, Sizes, memory_bytes, pass_parts
+from magicjax.costs.work import BLOCKS, HOST, Part, Sizes, memory_bytes, pass_parts
 
 REST = "selection, commit, host"  # what a round adds
 
@@ -96,8 +96,13 @@ class RoundCost:
 
 
 def seconds(parts: Mapping[str, Part], device: Device) -> dict[str, float]:
-    """Returns the seconds of each part."""
-    return {
+    """Returns the seconds of each part.
+
+    A layer is fetched from the host while the one before it computes, where the device can do both.
+    So the link counts with the first layer, and with what every other one takes longer than a layer
+    to compute.
+    """
+    found = {
         name: max(part.bytes / device.reached_bandwidth, part.flops / device.reached_matrix_rate)
         + part.messages * device.collective_seconds
         + part.sent / device.reached_link
@@ -105,6 +110,12 @@ def seconds(parts: Mapping[str, Part], device: Device) -> dict[str, float]:
         + part.steps * device.step_seconds
         for name, part in parts.items()
     }
+    if HOST in parts:
+        layers = sum(part.layers for part in parts.values())
+        fetching = parts[HOST].fetched / device.reached_host_link / layers
+        computing = sum(found[name] for name in BLOCKS) / layers if device.fetches_beside else 0.0
+        found[HOST] = fetching + (layers - 1) * max(0.0, fetching - computing)
+    return found
 
 
 def plain_step(sizes: Sizes, machine: Machine, batch: int, context: int) -> dict[str, float]:

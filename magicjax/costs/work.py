@@ -6,6 +6,7 @@ the whole context, verification n = N nodes, a draft n = 1 on its budget.
 
 import dataclasses
 import functools
+from typing import Literal
 
 import flax.linen as nn
 import jax
@@ -15,6 +16,8 @@ from magicjax.costs.device import Machine
 
 LOGIT_BYTES = 4  # float32
 LOGIT_PASSES = 2  # written once, and read once to choose a token
+BLOCKS = ("projections", "MLP", "attention", "collectives", "overhead")  # a layer's parts
+HOST = "host link"  # the part that is fetched from the host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Sizes:
       small: of norms and biases.
       tables: of what a pass looks up few rows of: positions, an embedding that is no output matrix.
       itemsize: bytes of an element, of weights and caches alike.
+      streamed: bytes of an element of the blocks' weights in host memory, from which every pass
+        fetches them; 0: they are on the device.
     """
 
     name: str
@@ -45,12 +50,18 @@ class Sizes:
     small: int
     tables: int
     itemsize: int
+    streamed: int = 0
 
     @property
     def key(self) -> str:
         """Names all sizes: two models with the same key cost the same."""
-        numbers = dataclasses.astuple(self)[1:]
-        return "-".join(map(str, numbers))
+        *numbers, streamed = dataclasses.astuple(self)[1:]
+        return "-".join(map(str, numbers)) + (f"-streamed-{streamed}" if streamed else "")
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes that a pass fetches from the host (int8 matrices' scales and norms left out)."""
+        return self.streamed * (self.attention + self.mlp)
 
     @property
     def weight_bytes(self) -> int:
@@ -70,8 +81,16 @@ class Sizes:
 
 
 @functools.lru_cache(maxsize=64)
-def sizes_of(config: models.Config, dtype: str = "bfloat16", name: str = "the model") -> Sizes:
-    """Returns the sizes of a model, counted in the shapes of its own parameters."""
+def sizes_of(
+    config: models.Config,
+    dtype: str = "bfloat16",
+    name: str = "the model",
+    offload: bool | Literal["int8"] = False,
+) -> Sizes:
+    """Returns the sizes of a model, counted in the shapes of its own parameters.
+
+    `offload` is as for `magicjax.load`.
+    """
     module = models.build(config, dtype)
     params = nn.meta.unbox(models.abstract_params(module))
     counted = dict.fromkeys(("attention", "mlp", "unembedding", "small", "tables"), 0)
@@ -97,6 +116,7 @@ def sizes_of(config: models.Config, dtype: str = "bfloat16", name: str = "the mo
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         itemsize=itemsize,
+        streamed=1 if offload == "int8" else itemsize * bool(offload),
         **counted,
     )
 
@@ -110,6 +130,7 @@ class Part:
       flops: of matrix products.
       messages: collectives.
       sent: bytes that it sends in them.
+      fetched: bytes from the host's memory.
       layers: whose kernels must be started.
       steps: passes that must be started.
     """
@@ -118,6 +139,7 @@ class Part:
     flops: float = 0.0
     messages: int = 0
     sent: float = 0.0
+    fetched: float = 0.0
     layers: int = 0
     steps: int = 0
 
@@ -163,6 +185,7 @@ def pass_parts(
     scores = sizes.num_layers * sizes.num_heads * sizes.head_dim * (slots + nodes)
     hidden = tokens * sizes.hidden_size * sizes.itemsize
     messages = 2 * sizes.num_layers if g > 1 else 0
+    fetched = {HOST: Part(fetched=sizes.streamed_bytes / g)} if sizes.streamed else {}
     return {
         "projections": linear(sizes.attention),
         "MLP": linear(sizes.mlp, sizes.small),
@@ -176,6 +199,7 @@ def pass_parts(
         ),
         "collectives": Part(messages=messages, sent=messages * 2 * (g - 1) / g * hidden),
         "overhead": Part(layers=sizes.num_layers, steps=1),
+        **fetched,
     }
 
 
@@ -183,7 +207,10 @@ def memory_bytes(
     sizes: Sizes, machine: Machine, batch: int, slots: int, slot_bytes: float
 ) -> float:
     """Returns the bytes that weights and a cache of `slots` slots a row take on one device."""
-    weights = sizes.weight_bytes + sizes.itemsize * sizes.tables
+    weights: float = sizes.weight_bytes + sizes.itemsize * sizes.tables
+    if sizes.streamed:  # two layers, the one that computes and the next
+        blocks = sizes.attention + sizes.mlp
+        weights += 2 * sizes.streamed * blocks / sizes.num_layers - sizes.itemsize * blocks
     cache = machine.rows(batch) * slots * slot_bytes
     return weights / machine.model + cache / kv_shards(sizes, machine)
 
