@@ -5,7 +5,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jax.sharding import Mesh
@@ -35,16 +35,24 @@ class Bench:
             self._made[key] = make()
         return self._made[key]
 
-    def model(self, directory: str, dtype: str, mesh: Mesh | None = None) -> Any:
-        """Returns the loaded model."""
+    def model(self, directory: str, dtype: str, mesh: Mesh | None = None, offload: str = "") -> Any:
+        """Returns the loaded model; `offload` is written as in a configuration."""
+        way: bool | Literal["int8"] = "int8" if offload == "int8" else bool(offload)
         return self._once(
-            ("model", directory, dtype, mesh),
-            lambda: magicjax.load(directory, dtype=dtype, mesh=mesh),
+            ("model", directory, dtype, mesh, offload),
+            lambda: magicjax.load(directory, dtype=dtype, mesh=mesh, offload=way),
         )
+
+    def target(self, cell: Cell) -> Any:
+        """Returns the cell's target."""
+        return self.model(cell.target, cell.dtype, cell.devices, cell.offload)
 
     def prompts(self, cell: Cell) -> np.ndarray:
         """Returns int32 [batch, context], the same for all cells of a group."""
-        key = (cell.target, cell.dtype, *_asked(cell), cell.new_tokens, *cell.sampling.values())
+        key = (
+            *(cell.target, cell.dtype, cell.offload, *_asked(cell)),
+            *(cell.new_tokens, *cell.sampling.values()),
+        )
         return self._once(("prompts", *key), lambda: self._choose(cell))
 
     def tasks(self, cell: Cell) -> list[Prompt]:
@@ -71,7 +79,7 @@ class Bench:
 
     def _least_repetitive(self, cell: Cell) -> np.ndarray:
         """Returns the prompts whose plain continuation repeats itself least."""
-        target = self.model(cell.target, cell.dtype, cell.devices)
+        target = self.target(cell)
 
         def continue_plainly(rows: np.ndarray) -> np.ndarray:
             out = magicjax.generate(
@@ -90,7 +98,7 @@ class Bench:
 
     def _candidates(self, cell: Cell) -> list[Prompt]:
         """Returns the prompts of which a cell's are chosen."""
-        model = self.model(cell.target, cell.dtype, cell.devices)
+        model = self.target(cell)
         many = cell.batch * cell.candidates, cell.context, cell.prompt_seed
 
         def make() -> list[Prompt]:
@@ -112,7 +120,7 @@ class Bench:
         self, cell: Cell, rows: np.ndarray | None = None
     ) -> tuple[Any, list[np.ndarray], dict[str, Any]]:
         """Returns (target, prompts, options) of the cell's call of `generate`; `rows` as before."""
-        target = self.model(cell.target, cell.dtype, cell.devices)
+        target = self.target(cell)
         text = list(self.prompts(cell) if rows is None else rows)
         given = options(cell, lambda directory: self.model(directory, cell.dtype, cell.devices))
         if cell.draft == "auto":
@@ -136,14 +144,17 @@ class Bench:
             return None
         rows = max(1, cell.agreement_tokens // cell.context)
         text = self.prompts(cell)[:rows]
-        wanted = self._greedy(cell, cell.target, text)
-        drafted = self._greedy(cell, cell.model or cell.target, text, **view)
+        wanted = self._greedy(cell, "", text)
+        drafted = self._greedy(cell, cell.model, text, **view)
         return metrics.agreement(wanted, drafted)
 
-    def _greedy(self, cell: Cell, directory: str, text: np.ndarray, **view: int) -> np.ndarray:
-        """Returns the best tokens of a model on a group's text; cells of the group share them."""
-        model = self.model(directory, cell.dtype, cell.devices)
-        key = (directory, cell.dtype, *_asked(cell), text.shape)
+    def _greedy(self, cell: Cell, small: str, text: np.ndarray, **view: int) -> np.ndarray:
+        """Returns the best tokens of a model on a group's text; cells of the group share them.
+
+        `small` is the model's directory; "": the target.
+        """
+        model = self.model(small, cell.dtype, cell.devices) if small else self.target(cell)
+        key = (small or cell.target, cell.dtype, cell.offload, *_asked(cell), text.shape)
         return self._once(
             ("greedy", *key, *view.items()),
             lambda: np.asarray(teacher.greedy_tokens(model, text, **view)),

@@ -69,6 +69,11 @@ class Experiment(BaseModel):
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Of weights, activations and caches; exactness is shown in float32."
     )
+    offload: Literal["", "yes", "int8"] = Field(
+        "",
+        description="yes: the target's weights are streamed from host memory, layer by layer; "
+        "int8: quantized there. If not given they are on the device.",
+    )
     mesh: Annotated[str, AfterValidator(_mesh)] = Field(
         "",
         description="Devices, such as data=2,model=4: rows are divided among groups of them, and "

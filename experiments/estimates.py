@@ -6,6 +6,7 @@ compiling. It is good enough to tell a coffee from a night.
 
 import dataclasses
 import functools
+from typing import Literal
 
 from experiments import grid
 from experiments.method import LOOK_UP
@@ -17,6 +18,7 @@ from sharding import parse_mesh
 
 START_S = 20.0  # imports, weights, compiling, of each cell
 CPU_FLOPS = 5e10
+LINK = 1e10  # bytes a second, of a CPU's devices and of its copies
 GPU = costs.find_device("h100")
 
 
@@ -35,10 +37,11 @@ class Estimate:
 
 def of(cell: grid.Cell, on_gpu: bool) -> Estimate:
     """Returns what a cell will take; `on_gpu`: where it will run."""
-    target = _sizes(cell.target, cell.dtype)
+    target = _sizes(cell.target, cell.dtype, cell.offload)
     shape = parse_mesh(cell.mesh) if cell.mesh else (1, 1)
     device = dataclasses.replace(GPU, dtype=cell.dtype) if on_gpu else _cpu(cell.dtype)
-    machine = Machine(dataclasses.replace(device, link=device.link or 1e10), *shape)
+    links = {"link": device.link or LINK, "host_link": device.host_link or LINK}
+    machine = Machine(dataclasses.replace(device, **links), *shape)
     slots = cell.context + cell.new_tokens
     models = [_sizes(path, cell.dtype) for path in cell.models if path != LOOK_UP]
     bits = {"": None, "int8": 8, "int4": 4}[cell.cache.kv_dtype]
@@ -61,8 +64,9 @@ def of(cell: grid.Cell, on_gpu: bool) -> Estimate:
 
 
 @functools.cache
-def _sizes(source: str, dtype: str) -> Sizes:
-    return costs.sizes_of(skeleton(source).config, dtype, source)
+def _sizes(source: str, dtype: str, offload: str = "") -> Sizes:
+    way: bool | Literal["int8"] = "int8" if offload == "int8" else bool(offload)
+    return costs.sizes_of(skeleton(source).config, dtype, source, way)
 
 
 def _weights(sizes: Sizes) -> float:

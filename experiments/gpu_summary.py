@@ -83,6 +83,12 @@ def targets(parts: dict[str, Any]) -> list[Target]:
         ratio = loop[name] / loop["by its parts"] if loop else None
         what = f"synthetic 0.8, gamma 4: {name} over Omega T_T / (gamma T_D + T_V)"
         found.append(_at_least(what, 0.9, ratio))
+    for r in _rows(parts, "offload", table="link"):
+        what = f"link to the host, share of a plain copy, {r['target']}, B={r['batch']}"
+        found.append(_at_least(what, 0.8, r["share"]))
+    for r in _rows(parts, "offload", table="speed-up", width=3):
+        what = f"synthetic acceptance: speed-up, both offloaded, {r['target']}, B={r['batch']}"
+        found.append(_at_least(what, 2.6, r["speed-up"]))
     return found
 
 

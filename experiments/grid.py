@@ -60,6 +60,7 @@ class Cell:
     draw: str
     verifier: str
     dtype: str
+    offload: str
     mesh: str
     batch: int
     context: int
@@ -223,6 +224,7 @@ def columns(cell: Cell) -> dict[str, Any]:
         "gamma": cell.gamma,
         "nodes": cell.nodes,
         "dtype": cell.dtype,
+        "offload": cell.offload,
         "batch": cell.batch,
         "context": cell.context,
         "prompts": cell.prompts,
@@ -251,6 +253,7 @@ def _group(experiment: Experiment) -> list[Cell]:
         draw="",
         verifier="",
         dtype=experiment.dtype,
+        offload=experiment.offload,
         mesh=experiment.mesh,
         batch=experiment.batch,
         context=experiment.context,

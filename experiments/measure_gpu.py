@@ -44,6 +44,8 @@ class Plan:
       steps: timed rounds.
       check, tune: arguments of the two commands.
       tests: files of tests.
+      offloaded: (target, draft) of decoding with the target's weights in host memory.
+      offload: arguments of its command.
     """
 
     target: str = "llama-3.1-8b"
@@ -61,6 +63,12 @@ class Plan:
     check: tuple = ()
     tune: tuple = ("--seconds", "400")
     tests: tuple = ("mosaic", "tuned", "check", "peers", "bench")
+    offloaded: tuple = (
+        ("llama-2-7b", "llama-68m"),
+        ("opt-13b", "opt-125m"),
+        ("opt-30b", "opt-125m"),
+    )
+    offload: tuple = ()
 
 
 SMOKE = Plan(
@@ -79,6 +87,8 @@ SMOKE = Plan(
     check=("--backend", "xla", "--small"),
     tune=("--list", "--shape", "2,512,2,4,128,5"),
     tests=("tuned",),
+    offloaded=(("experiments/zoo/target", "experiments/zoo/draft-1"),),
+    offload=("--batch", "1", "--nodes", "1", "4", "--turns", "1"),
 )
 
 
@@ -137,6 +147,10 @@ def parts(plan: Plan) -> list[Part]:
             grid = ("--nodes", str(gamma + 1), "--gamma", str(gamma), *rates, *steps)
             name = f"grid-{batch}x{context}-gamma{gamma}"
             found.append(Part(name, ("magicjax.bench", *model, *shape, *grid)))
+    for target, draft in plan.offloaded:
+        pair = ("--target", target, "--draft", draft, "--dtype", plan.dtype)
+        name = f"offload-{pathlib.PurePath(target).name}"
+        found.append(Part(name, ("experiments.offloading", *pair, *plan.offload)))
     return found
 
 

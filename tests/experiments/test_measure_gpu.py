@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from experiments import gpu_summary, measure_gpu
+from experiments import gpu_summary, measure_gpu, offloading
 from experiments.measure_gpu import SMOKE, Part, Plan, parts
 from magicjax import bench, profiling
 from pallas_kernels import bench as attention_bench
@@ -97,7 +97,7 @@ def _lives(pid: int) -> bool:
 
 def test_full_and_trial_runs_have_the_same_kinds_of_parts():
     kinds = [{part.name.split("-")[0] for part in parts(plan)} for plan in (Plan(), SMOKE)]
-    wanted = "tests check tune attention decoding profile grid".split()
+    wanted = "tests check tune attention decoding profile grid offload".split()
     assert kinds[0] == kinds[1] == set(wanted)
     names = [part.name for part in parts(Plan())]
     assert len(set(names)) == len(names)
@@ -109,6 +109,7 @@ COMMANDS = {
     "pallas_kernels.tune": tune,
     "magicjax.bench": bench,
     "magicjax.profiling": profiling,
+    "experiments.offloading": offloading,
 }
 
 
@@ -128,6 +129,7 @@ def test_every_command_takes_its_arguments(plan, monkeypatch):
         (tune, "key_of"),
         (tune.mosaic, "why_not"),
         (bench, "load"),
+        (offloading.magicjax, "load"),
         (bench, "_theirs"),
     ):
         monkeypatch.setattr(module, name, reached)
