@@ -106,7 +106,6 @@ def test_speculation_on_int8_weights_says_what_plain_decoding_on_them_says(draft
     plain = text(target, **sampled)
     np.testing.assert_array_equal(drafted, plain)
     np.testing.assert_array_equal(plain, text(resident(target), **sampled))
-    assert (plain != text(model(DEEP), **sampled)).any()  # the weights are others
 
 
 def test_int8_is_off_by_half_a_step_of_its_channel():
