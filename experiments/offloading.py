@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ import magicjax
 from magicjax import costs
 from magicjax.bench import Setup
 from magicjax.generation import config_of
+from magicjax.offloading import in_words
 from magicjax.sequoia import expected_tokens, optimal
 from magicjax.step_times import step_times
 from magicjax.tree import ROOT_ONLY
@@ -36,7 +37,7 @@ WIDTHS = (1, 2, 3, 4, 5)
 DTYPES = ("bfloat16", "float16", "float32")
 DRAFT = "draft"
 REFERENCE = pathlib.Path(__file__).parent / "reference"
-PAPER = "the paper, against FlexGen: 2.6 to 3.5"
+PAPER = "the paper, offloaded, against FlexGen: 2.6 to 3.5"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,6 +71,9 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the models")
     found.add_argument("--int8", action="store_true", help="the blocks are quantized on the host")
+    found.add_argument(
+        "--resident", action="store_true", help="beside it the same with all weights on the device"
+    )
     found.add_argument("--turns", type=int, default=5, help="each pass is timed once in each; 5")
     found.add_argument(
         "--foretell",
@@ -136,10 +140,14 @@ def measured(options: argparse.Namespace, target: magicjax.Model, draft: str, ba
 
 
 def foretold(
-    options: argparse.Namespace, source: str, draft: str, device: costs.Device, batch: int
+    options: argparse.Namespace,
+    source: str,
+    draft: str,
+    device: costs.Device,
+    batch: int,
+    offload: bool | Literal["int8"],
 ) -> Times:
     """Returns times by the cost terms."""
-    offload = "int8" if options.int8 else True
     target = costs.sizes_of(config_of(source), options.dtype, source, offload)
     small = costs.Draft(costs.sizes_of(config_of(draft), options.dtype, draft))
     where = costs.Machine(device), batch, options.context
@@ -241,6 +249,24 @@ def as_table(rows: list[dict[str, float]]) -> str:
     )
 
 
+def ways(options: argparse.Namespace) -> list[bool | Literal["int8"]]:
+    """Returns where the weights are, as `magicjax.load` takes it."""
+    offload: bool | Literal["int8"] = "int8" if options.int8 else True
+    return [offload, False] if options.resident else [offload]
+
+
+def timed_rows(
+    options: argparse.Namespace, source: str, draft: str, offload: bool | Literal["int8"]
+) -> list[dict[str, Any]]:
+    """Returns the rows of a target on this device."""
+    target = magicjax.load(source, options.dtype, offload=offload)
+    timed = {b: measured(options, target, draft, b) for b in options.batch}
+    copy, link = host_bandwidth(), []
+    if offload and copy:
+        link = [{"batch": b} | link_rate(target, timed[b], copy) for b in timed]
+    return rows_of(options, timed, link)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command."""
     command = parser()
@@ -251,25 +277,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     rows: list[dict[str, Any]] = []
     for source, draft in zip(options.target, options.draft, strict=True):
-        title = f"{source}, {options.dtype}, context {options.context}, offloaded"
-        title += " as int8" if options.int8 else ""
-        for name in options.foretell:
-            device = costs.device_of(name)
-            timed = {b: foretold(options, source, draft, device, b) for b in options.batch}
-            found = rows_of(options, timed, [])
-            show(f"{title}, FORETOLD for one {device.name} ({PAPER})", found)
-            rows += [{"target": source, "foretold for": device.name} | row for row in found]
-        if not options.foretell:
-            target = magicjax.load(source, options.dtype, offload="int8" if options.int8 else True)
-            copy = host_bandwidth()
-            assert copy is not None  # or the model could not have been loaded
-            timed = {b: measured(options, target, draft, b) for b in options.batch}
-            link = [{"batch": b} | link_rate(target, timed[b], copy) for b in timed]
-            found = rows_of(options, timed, link)
-            show(f"{title}, timed on {costs.device_kind()} ({PAPER})", found)
-            rows += [{"target": source} | row for row in found]
-        if options.out:
-            write_json(options.out, {"jax": jax.__version__, "rows": rows})
+        for offload in ways(options):
+            title = f"{source}, {options.dtype}, context {options.context}"
+            title += in_words(offload) or ", on the device"
+            for name in options.foretell:
+                device = costs.device_of(name)
+                timed = {
+                    b: foretold(options, source, draft, device, b, offload) for b in options.batch
+                }
+                found = rows_of(options, timed, [])
+                show(f"{title}, FORETOLD for one {device.name} ({PAPER})", found)
+                about = {"target": source, "offload": offload, "foretold for": device.name}
+                rows += [about | row for row in found]
+            if not options.foretell:
+                found = timed_rows(options, source, draft, offload)
+                show(f"{title}, timed on {costs.device_kind()} ({PAPER})", found)
+                rows += [{"target": source, "offload": offload} | row for row in found]
+            if options.out:
+                write_json(options.out, {"jax": jax.__version__, "rows": rows})
 
 
 if __name__ == "__main__":

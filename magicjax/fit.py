@@ -118,7 +118,9 @@ def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict
             "total": total,
             "usable": usable,
             "memory": memory,
-            "in host memory": counted.host,
+            "in host memory": counted.host
+            if compiled is None
+            else max(of["argument bytes in host memory"] for of in compiled.values()),
         },
         "fits": total <= usable,
         "largest batch": most_rows(load, counted, temporary, usable),

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Int
 
 HOST = "pinned_host"
@@ -29,7 +30,11 @@ def in_host_memory(sharding: jax.sharding.Sharding | None = None) -> jax.shardin
     """Returns the place in host memory beside one on devices; None: beside the default device."""
     if sharding is None:
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return sharding.with_memory_kind(HOST)
+    found = sharding.with_memory_kind(HOST)
+    if found.memory_kind != HOST:  # JAX forgets it where devices are only described
+        assert isinstance(sharding, NamedSharding)
+        found = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=HOST)
+    return found
 
 
 def stream(
