@@ -20,6 +20,7 @@ help: ## list these commands
 
 setup: ## make .venv with everything for developing
 	@tools/setup_env.sh .venv dev
+	@echo "Ready: source .venv/bin/activate"
 
 demo: ## plain against speculative decoding on long text: a table, results/demo/
 	@tools/setup_env.sh .venv experiments

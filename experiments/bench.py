@@ -43,7 +43,7 @@ class Bench:
             lambda: magicjax.load(directory, dtype=dtype, mesh=mesh, offload=way),
         )
 
-    def target(self, cell: Cell) -> Any:
+    def target_of(self, cell: Cell) -> Any:
         """Returns the cell's target."""
         return self.model(cell.target, cell.dtype, cell.devices, cell.offload)
 
@@ -79,7 +79,7 @@ class Bench:
 
     def _least_repetitive(self, cell: Cell) -> np.ndarray:
         """Returns the prompts whose plain continuation repeats itself least."""
-        target = self.target(cell)
+        target = self.target_of(cell)
 
         def continue_plainly(rows: np.ndarray) -> np.ndarray:
             out = magicjax.generate(
@@ -98,7 +98,7 @@ class Bench:
 
     def _candidates(self, cell: Cell) -> list[Prompt]:
         """Returns the prompts of which a cell's are chosen."""
-        model = self.target(cell)
+        model = self.target_of(cell)
         many = cell.batch * cell.candidates, cell.context, cell.prompt_seed
 
         def make() -> list[Prompt]:
@@ -120,7 +120,7 @@ class Bench:
         self, cell: Cell, rows: np.ndarray | None = None
     ) -> tuple[Any, list[np.ndarray], dict[str, Any]]:
         """Returns (target, prompts, options) of the cell's call of `generate`; `rows` as before."""
-        target = self.target(cell)
+        target = self.target_of(cell)
         text = list(self.prompts(cell) if rows is None else rows)
         given = options(cell, lambda directory: self.model(directory, cell.dtype, cell.devices))
         if cell.draft == "auto":
@@ -153,7 +153,7 @@ class Bench:
 
         `small` is the model's directory; "": the target.
         """
-        model = self.model(small, cell.dtype, cell.devices) if small else self.target(cell)
+        model = self.model(small, cell.dtype, cell.devices) if small else self.target_of(cell)
         key = (small or cell.target, cell.dtype, cell.offload, *_asked(cell), text.shape)
         return self._once(
             ("greedy", *key, *view.items()),

@@ -275,6 +275,8 @@ def _with_base(path: pathlib.Path, above: tuple[pathlib.Path, ...]) -> dict[str,
     """Returns a file's keys and values; its base, beside it, gives those that it lacks."""
     if path.resolve() in above:
         raise ConfigError(f"{path}: is its own base, by way of {above[-1].name}: remove one `base`")
+    if above and not path.exists():
+        raise ConfigError(f"{above[-1].name}: base={path}: there is no such file")
     raw = read_mapping(path)
     base = raw.pop("base", None)
     if base is None:

@@ -170,7 +170,10 @@ def _excluded(where: dict[str, Any], cells: Iterable[Cell]) -> list[Cell]:
     wanted = {n: value if isinstance(value, list) else [value] for n, value in where.items()}
     out = [c for c in cells if all(facts(c)[name] in values for name, values in wanted.items())]
     if not out:
-        raise ConfigError(f"exclude: no cell has {where}: remove the line, or mend a value")
+        raise ConfigError(
+            f"exclude: no cell has {where}: remove the line, mend a value, or, if it is a base's, "
+            "write exclude: [] to drop what that leaves out"
+        )
     return out
 
 

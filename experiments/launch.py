@@ -197,6 +197,10 @@ def publish(whole: Grid, console: Console) -> list[dict[str, Any]]:
     for line in (*terminal.LEGEND, *terminal.notes(rows)):
         console.print(line, markup=False)
     console.print(f"written to {whole.directory}: {', '.join(written)}, cells/", markup=False)
+    if left := len(whole.cells) - len(rows):
+        console.print(
+            f"{left} of {len(whole.cells)} cells are still to do: the same command goes on"
+        )
     return rows
 
 

@@ -211,7 +211,7 @@ def _times(
     rate = median(_rate(run) for run in timed)
     plain_rate = median(_rate(run) for run in plain_timed)
     paired = [_rate(a) / _rate(b) for a, b in zip(timed, plain_timed, strict=True)]
-    target = bench.target(cell)
+    target = bench.target_of(cell)
     step_s = median(run.stats.decode_s / run.stats.steps for run in plain_timed)
     moved = _moved(target, cell)
     latencies = np.concatenate([_tpot(run) for run in timed])
@@ -253,7 +253,7 @@ def _match(bench: Bench, cell: Cell, runs: list, plain_runs: list) -> exactness.
     if cell.do_sample:
         comparable = cell.draft == "none" or cell.verifier == "naive"
         return exactness.compare_sampled(plain, first) if comparable else None
-    target = bench.target(cell)
+    target = bench.target_of(cell)
     return exactness.compare(target, bench.prompts(cell), plain, first)
 
 

@@ -174,7 +174,7 @@ class Cell:
 
 def measure(settings: Settings, target: magicjax.Model, drafters: list, rows: list) -> dict:
     """Returns what was chosen and measured in a cell."""
-    auto = magicjax.Auto(drafters, device=settings.profile, tree=chain(max(settings.depths)))
+    auto = magicjax.Auto(drafters, profile=settings.profile, tree=chain(max(settings.depths)))
     cell = Cell(settings, target, drafters, rows)
     choice = magicjax.choose_drafter(target, rows, auto, **cell.options)
     steps = {(PLAIN, 0): cell.steps((PLAIN, 0))}

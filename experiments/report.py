@@ -107,7 +107,8 @@ PICTURES = {
     "acceptance.png": "Share of drafted tokens accepted, by the slots of a draft's cache.",
     "depth.png": "How far rounds go down the tree, averaged over the cells of a method.",
     "phases.png": "Where the time of a round goes, in one traced run of each cell.",
-    "throughput.png": "Throughput of the batch against latency of one user; numbers are batches.",
+    "throughput.png": "Throughput of the batch against latency of one user, of each cell's own "
+    "runs (a speed-up is against plain runs in the same process); numbers are batches.",
 }
 MOST_SHAPES = 6  # of bars; more are a map's
 

@@ -42,7 +42,7 @@ COLUMNS = (
     *("draft_s", "score_s", "verify_s", "commit_s", "rest_s", "host_s", "memory_mb"),
     *("tau_by_request", "block_efficiency", "nodes_per_round", "rounds", "steps", "round_ms"),
     *("repeated_8grams", "agreement", "score", "ar_gbs", "read_gbs", "bandwidth_share"),
-    *("method", "draft_model", "mesh", "sinks", "recent", "refresh_every", "kv_dtype"),
+    *("method", "draft_model", "mesh", "offload", "sinks", "recent", "refresh_every", "kv_dtype"),
     *("sink_positions", "verifier", "draw", "temperature", "top_k", "top_p", "seed"),
     *("prompts", "prompt_path", "prompt_seed", "candidates", "agreement_tokens", "phases"),
     *("drafters", "profile", "attention_backend", "chosen", "wall_s", "key"),

@@ -61,16 +61,16 @@ def windowed_attend(sinks: int, window: int | None):
     return attend
 
 
-@functools.partial(jax.jit, static_argnames=("module", "sinks", "window"))
-def _hidden(module, params, tokens, sinks, window):
+@functools.partial(jax.jit, static_argnames=("sinks", "window"))
+def _hidden(model, tokens, sinks, window):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return module.apply(params, tokens, positions, windowed_attend(sinks, window))[0]
+    return model(tokens, positions, windowed_attend(sinks, window))[0]
 
 
-@functools.partial(jax.jit, static_argnames=("module",))
-def _greedy(module, params, hidden):
+@jax.jit
+def _greedy(model, hidden):
     def of_chunk(part):
-        return module.apply(params, part, method="unembed").argmax(-1).astype(jnp.int32)
+        return model.unembed(part).argmax(-1).astype(jnp.int32)
 
     batch, length, width = hidden.shape
     chunk = min(CHUNK, length)
@@ -87,32 +87,32 @@ def greedy_tokens(
     """Returns the most likely token after each prefix of `tokens`, seen through a window or whole.
 
     Args:
-      model: a loaded model, of which `module` and `params` are used.
+      model: a loaded model.
       tokens: the text.
       sinks, window: as in `windowed_attend`.
     """
-    hidden = _hidden(model.module, model.params, jnp.asarray(tokens), sinks, window)
-    return _greedy(model.module, model.params, hidden)
+    hidden = _hidden(model, jnp.asarray(tokens), sinks, window)
+    return _greedy(model, hidden)
 
 
 def logits(model: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
     """Returns the logits after each prefix of `tokens`: all of them, so for short texts."""
-    hidden = _hidden(model.module, model.params, jnp.asarray(tokens), 0, None)
-    return _unembed(model.module, model.params, hidden)
+    hidden = _hidden(model, jnp.asarray(tokens), 0, None)
+    return _unembed(model, hidden)
 
 
-@functools.partial(jax.jit, static_argnames=("module",))
-def _unembed(module, params, hidden):
-    return module.apply(params, hidden, method="unembed")
+@jax.jit
+def _unembed(model, hidden):
+    return model.unembed(hidden)
 
 
 def logits_at(
     model: Any, tokens: Int[Array, "B T"], index: Int[Array, " B"]
 ) -> Float[Array, "B V"]:
     """Returns the logits after `tokens[row, :index[row] + 1]`; what stands beyond is not seen."""
-    hidden = _hidden(model.module, model.params, jnp.asarray(tokens), 0, None)
+    hidden = _hidden(model, jnp.asarray(tokens), 0, None)
     at = jnp.take_along_axis(hidden, jnp.asarray(index)[:, None, None], axis=1)[:, 0]
-    return model.module.apply(model.params, at, method="unembed")
+    return _unembed(model, at)
 
 
 def log_probs_of(
@@ -124,21 +124,21 @@ def log_probs_of(
     """Returns (log-probabilities of given tokens, whether each is the most likely one).
 
     Args:
-      model: a loaded model, of which `module` and `params` are used.
+      model: a loaded model.
       tokens: the text.
       index: positions in it; only their logits are made, a chunk at a time.
       following: what is asked about: each stands behind `tokens[row, :index + 1]`.
     """
-    hidden = _hidden(model.module, model.params, jnp.asarray(tokens), 0, None)
-    return _scored(model.module, model.params, hidden, jnp.asarray(index), jnp.asarray(following))
+    hidden = _hidden(model, jnp.asarray(tokens), 0, None)
+    return _scored(model, hidden, jnp.asarray(index), jnp.asarray(following))
 
 
-@functools.partial(jax.jit, static_argnames=("module",))
-def _scored(module, params, hidden, index, following):
+@jax.jit
+def _scored(model, hidden, index, following):
     def of_chunk(part):
         at, wanted = part
         chosen = jnp.take_along_axis(hidden, at[..., None], axis=1)
-        logits = module.apply(params, chosen, method="unembed")
+        logits = model.unembed(chosen)
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         own = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
         return own - jax.nn.logsumexp(logits, axis=-1), logits.argmax(-1) == wanted

@@ -8,10 +8,12 @@ from rich.table import Table
 from experiments.axes import VARIED
 
 LEGEND = (
-    "speed-up: against plain decoding; τ: tokens emitted a target pass and row; accepted: of those "
-    "that a perfect draft would have had accepted;",
-    "exact: rows equal to plain decoding; agree: how often draft and target choose one token "
-    "on the prompts' text; repeats: 8-grams that stood in the text before",
+    "speed-up: against runs of plain decoding in the cell's own process, taken in turns (the plain "
+    "row is another process, so rows' tok/s may differ otherwise);",
+    "τ: tokens emitted a target pass and row; accepted: of those that a perfect draft would have "
+    "had accepted; exact: rows equal to plain decoding;",
+    "agree: how often draft and target choose one token on the prompts' text (–: what such a draft "
+    "sees is not known beforehand); repeats: 8-grams that stood in the text before",
 )
 
 
@@ -27,7 +29,9 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
     others = varying(rows)
     for name in ("batch", "context", *others, "method"):
         out.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
-    headings = ("tok/s", "speed-up", "τ", "accepted", "exact", "agree", "repeats")
+    headings = ["tok/s", "speed-up", "τ", "accepted", "exact", "agree", "repeats"]
+    if tasks := any(row.get("score") is not None for row in rows):
+        headings.append("score")
     for name in headings:
         out.add_column(name, justify="right")
     for i, row in enumerate(rows):
@@ -38,7 +42,7 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
             continue
         formats = {"decode_tok_s": "{:.0f}", "speedup": "{:.2f}×", "tau": "{:.2f}"}
         formats |= {"acceptance_rate": "{:.3f}", "exact_match": "{:.3f}", "agreement": "{:.3f}"}
-        formats |= {"repeated_8grams": "{:.3f}"}
+        formats |= {"repeated_8grams": "{:.3f}"} | ({"score": "{:.3f}"} if tasks else {})
         cells = ("–" if row[k] is None else f.format(row[k]) for k, f in formats.items())
         out.add_row(*start, *cells, end_section=end)
     return out
@@ -72,6 +76,12 @@ def notes(rows: list[dict[str, Any]]) -> list[str]:
                 f"{row['bandwidth_share']:.0%} of the {row['read_gbs']:.1f} GB/s measured here"
             )
     good = [row for row in rows if row["status"] == "ok"]
+    for row in good:
+        if row.get("phases") and row["repeat"] and row.get("score_s") is None:
+            lines.append(
+                f"batch {row['batch']}, context {row['context']}, {row['method']}: its run could "
+                "not be traced, so it is not in phases.png (phases_error in its metrics.json)"
+            )
     ties = sum(row["ties"] for row in good)
     wrong = sum(not is_exact(row) for row in good)
     lines.append(f"{ties} rows part from plain decoding at a tie decided by rounding")

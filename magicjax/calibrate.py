@@ -311,10 +311,11 @@ def _device(dtype: str) -> costs.Device:
         fetches_beside=jax.default_backend() != "cpu",
         dtype=dtype,
     )
+    link = device.host_link if device.fetches_beside else None  # a CPU has none
     print(
         f"{device.name}: reads {device.bandwidth / 1e9:.1f} GB/s, multiplies "
-        f"{device.matrix_rate / 1e12:.3g} TFLOP/s in {device.dtype}, fetches from its host "
-        + (f"{device.host_link / 1e9:.1f} GB/s" if device.host_link else "nothing"),
+        f"{device.matrix_rate / 1e12:.3g} TFLOP/s in {device.dtype}"
+        + (f", fetches {link / 1e9:.1f} GB/s from its host" if link else ""),
         flush=True,
     )
     return device

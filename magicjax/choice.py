@@ -21,10 +21,10 @@ class Auto:
     Attributes:
       drafters: what is tried; None: the target on streaming and SnapKV caches of 64, 256 and 1,024
         slots, where the prompts are longer, and a look-up.
-      device: whose costs are planned with: a profile that `magicjax calibrate` wrote, or the name
-        of a preset (`magicjax.costs.DEVICES`); None: the profile of this device, where calibrate
-        writes it if it is not told otherwise. A profile knows no link between devices, so that
-        models divided over several need a preset.
+      profile: of the device, with whose costs is planned: a file that `magicjax calibrate` wrote,
+        or the name of a preset (`magicjax.costs.DEVICES`); None: the profile of this device, where
+        calibrate writes it if it is not told otherwise. A profile knows no link between devices, so
+        that models divided over several need a preset.
       trial_rounds: of each drafter.
       tree: that drafters are tried with. No deeper one is planned. With one that branches, optimal
         trees are planned too, because it tells how often later choices are accepted.
@@ -41,7 +41,7 @@ class Auto:
     """
 
     drafters: Sequence[Drafter] | None = None
-    device: str | os.PathLike | None = None
+    profile: str | os.PathLike | None = None
     trial_rounds: int = 32
     tree: TokenTree = chain(8)
     replan: bool | None = None

@@ -89,7 +89,7 @@ def question(target: Model, prompts: Any, auto: Auto, options: dict[str, Any]) -
     if options.get("tree") is not None:
         raise ValueError("drafter='auto' chooses the tree itself: leave tree out")
     options = {name: value for name, value in options.items() if name != "tree"}
-    device = costs.this_device() if auto.device is None else costs.device_of(auto.device)
+    device = costs.this_device() if auto.profile is None else costs.device_of(auto.profile)
     # A verifier is for the drafters, which are yet to come.
     plain = prepare(target, prompts, **options | {"verifier": None})
     requests = _requests(plain, prompts, auto, options)
@@ -226,7 +226,10 @@ class Ways:
         most = self._most(name)
         if most * MARGIN >= max(self.best, LEAST_GAIN):
             return ""
-        return f"at most {most:.2f} times as fast as plain decoding if all it drafts were right"
+        return (
+            f"at most {most:.2f} times as fast as plain decoding if all it drafts were right, and "
+            f"{max(self.best, LEAST_GAIN) / MARGIN:.2f} is the least that could win"
+        )
 
     @property
     def scale(self) -> float:

@@ -54,6 +54,10 @@ class _Command(argparse.ArgumentParser):
     def _knows(self, name: str) -> bool:
         return name in self._option_string_actions
 
+    def error(self, message: str) -> NoReturn:
+        """Ends with the message alone: all options are many lines, and --help has them."""
+        self.exit(2, f"{self.prog}: error: {message} (--help lists all options)\n")
+
     def _refuse(self, name: str) -> NoReturn:
         nearest = difflib.get_close_matches(name, self._option_string_actions, 1)
         self.error(f"no such option: {name}" + (f"; did you mean {nearest[0]}?" if nearest else ""))

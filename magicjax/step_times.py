@@ -66,7 +66,7 @@ def step_times(
     return StepTimes(
         passes={n: statistics.median(v.seconds) for n, v in variants.items() if isinstance(n, int)},
         drafts={
-            name: statistics.median(np.subtract(variants[name].seconds, base)) / gamma
+            name: max(0.0, statistics.median(np.subtract(variants[name].seconds, base)) / gamma)
             for name in drafters
         },
         rounds={name: statistics.median(variants[name].seconds) for name in drafters},

@@ -38,7 +38,7 @@ if ! "$env/bin/python" -m pip --version >/dev/null 2>&1; then
     "$env/bin/python" -m ensurepip --upgrade
 fi
 
-echo "Installing magicjax[$extra] $* into $env (minutes the first time) …"
+echo "Installing magicjax[$extra] ${*:+$* }into $env (minutes the first time) …"
 quiet=--quiet
 if [ -t 1 ]; then
     quiet= # somebody is watching: show what pip does

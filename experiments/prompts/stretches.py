@@ -140,8 +140,8 @@ def cut(
         most = len(stream) - count + len(begin)
         remedy = f"choose a context of at most {most}, or give" if most > len(begin) else "give"
         raise ValueError(
-            f"{count} prompts of context={context} need {length + count} tokens, but the text has "
-            f"{len(stream)}: {remedy} a longer text"
+            f"{count} prompts (rows times candidates) of context={context} need {length + count} "
+            f"tokens, but the text has {len(stream)}: {remedy} a longer text"
         )
     shift = (0.5 + seed * GOLDEN) % 1.0
     ends = length + ((np.arange(count) + shift) * room / count).astype(int)

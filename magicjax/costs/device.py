@@ -63,6 +63,7 @@ class Device:
     matrix_rate: float
     memory: float
     link: float | None
+    _: dataclasses.KW_ONLY
     host_link: float | None = None
     fetches_beside: bool = True
     dtype: str = "bfloat16"
@@ -134,15 +135,15 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
         device.name: device
         for device in (
             # A100 80GB SXM: 2,039 GB/s, 312 TFLOP/s, NVLink 600 GB/s both ways together.
-            Device("a100", 2039 * GB, 312e12, 80 * GB, 300 * GB, 32 * GB),
+            Device("a100", 2039 * GB, 312e12, 80 * GB, 300 * GB, host_link=32 * GB),
             # H100 SXM5: 3.35 TB/s, 989 TFLOP/s without sparsity, NVLink 900 GB/s.
-            Device("h100", 3350 * GB, 989e12, 80 * GB, 450 * GB, 64 * GB),
+            Device("h100", 3350 * GB, 989e12, 80 * GB, 450 * GB, host_link=64 * GB),
             # H200 SXM: 4.8 TB/s, otherwise an H100 with 141 GB.
-            Device("h200", 4800 * GB, 989e12, 141 * GB, 450 * GB, 64 * GB),
+            Device("h200", 4800 * GB, 989e12, 141 * GB, 450 * GB, host_link=64 * GB),
             # L40: 864 GB/s, 181 TFLOP/s without sparsity, PCIe 4.0 x16, 64 GB/s both ways.
-            Device("l40", 864 * GB, 181e12, 48 * GB, 32 * GB, 32 * GB),
+            Device("l40", 864 * GB, 181e12, 48 * GB, 32 * GB, host_link=32 * GB),
             # A10: 600 GB/s, 125 TFLOP/s, PCIe 4.0 x16.
-            Device("a10", 600 * GB, 125e12, 24 * GB, 32 * GB, 32 * GB),
+            Device("a10", 600 * GB, 125e12, 24 * GB, 32 * GB, host_link=32 * GB),
         )
     }
 )

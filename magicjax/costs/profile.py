@@ -90,7 +90,7 @@ def load_profile(path: str | os.PathLike) -> Device:
       ValueError: no profile, or one of another device or version.
     """
     path = pathlib.Path(path)
-    renew = f"measure this one with `magicjax calibrate --out {path}`"
+    renew = f"measure this one with `magicjax calibrate --target YOUR_TARGET --out {path}`"
     if not path.is_file():
         raise FileNotFoundError(f"the profile {path} does not exist: {renew}")
     try:

@@ -124,7 +124,7 @@ class Sparse:
                 values=v,
                 candidates=candidates,
                 queries=seen.queries[layer] if seen.queries else None,
-                total=seen.total[layer] if seen.total else None,
+                accumulated=seen.total[layer] if seen.total else None,
                 layer=layer,
                 config=model.config,
                 split=model.split,

@@ -33,7 +33,6 @@ class H2O(Policy):
             raise ValueError(f"window={self.window}: it must be at least 1 query")
 
     def score(self, evidence: Evidence) -> Float[Array, "B K S"]:
-        assert evidence.total is not None
         return evidence.total
 
 

@@ -23,8 +23,9 @@ class Evidence:
       candidates: int32 [B], positions below it can be pinned; those from there on are in the ring,
         or do not exist.
       queries: the newest `window` queries; None if the policy asked for none.
-      total: float32 [B, K, S], the attention that all queries so far paid to each position, summed
-        over the G heads that share a KV head; None unless the policy accumulates.
+      accumulated: float32 [B, K, S], the attention that all queries so far paid to each position,
+        summed over the G heads that share a KV head; None unless the policy accumulates. Read it
+        as `total`.
       layer: static; which layer, from 0.
       config: static; the model's, with `rope` in models that rotate.
       split: static; how the model is divided over devices. K and H are those of this device; what
@@ -36,7 +37,7 @@ class Evidence:
     values: Float[Array, "B K S D"]
     candidates: Int[Array, "B"]
     queries: Queries | None
-    total: Float[Array, "B K S"] | None
+    accumulated: Float[Array, "B K S"] | None
     layer: int = struct.field(pytree_node=False)
     config: Any = struct.field(pytree_node=False)
     split: Split = struct.field(pytree_node=False, default=Split())
@@ -46,6 +47,16 @@ class Evidence:
         """Returns bool [B, 1, S], which positions can be pinned."""
         return (jnp.arange(self.keys.shape[2]) < self.candidates[:, None])[:, None]
 
+    @property
+    def total(self) -> Float[Array, "B K S"]:
+        """The attention that all queries so far paid to each position.
+
+        Raises ValueError if the policy did not ask for it.
+        """
+        if self.accumulated is None:
+            raise ValueError("a policy that reads `evidence.total` must set accumulates = True")
+        return self.accumulated
+
     def window_mass(self, scaled: bool = True) -> Float[Array, "B K S"]:
         """Returns the attention that the newest queries paid to each position, float32.
 
@@ -54,7 +65,8 @@ class Evidence:
         Args:
           scaled: divide scores by sqrt(D) before the softmax, as the model does.
         """
-        assert self.queries is not None, "a policy that reads queries must set `window`"
+        if self.queries is None:
+            raise ValueError("a policy that reads `evidence.queries` must set `window`")
         q, seen = self.queries.q, self.queries.seen
         if scaled:
             mass = prefix_mass(q, self.keys, seen, self.queries.lse, backend=self.backend)

@@ -38,6 +38,8 @@ def find(policy: str | Policy) -> Policy:
     """
     if isinstance(policy, Policy):
         return policy
+    if isinstance(policy, type) and issubclass(policy, Policy):
+        raise TypeError(f"policy={policy.__name__} is a class: give an object, {policy.__name__}()")
     if not isinstance(policy, str):
         raise TypeError(
             f"policy={policy!r} is neither a name nor a policy: give one of {', '.join(POLICIES)}, "

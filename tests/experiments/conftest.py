@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import transformers
 
+import magicjax
 import models
 from experiments import bench, corpus, launchers, measure, report, worker
 from models import Llama, LlamaConfig, init_params
@@ -27,7 +28,7 @@ def tiny():
     )
     module = Llama(config)
     params = init_params(module, seed=3)
-    return SimpleNamespace(module=module, params=params, config=config, tokenizer=None)
+    return magicjax.Model(module, params)
 
 
 class ScriptedBench(bench.Bench):
@@ -43,7 +44,7 @@ class ScriptedBench(bench.Bench):
         super().__init__()
         self.target, self.fails, self.ran = target, fails, []
 
-    def model(self, directory, dtype, mesh=None):
+    def model(self, directory, dtype, mesh=None, offload=""):
         return self.target
 
     def prompts(self, cell):

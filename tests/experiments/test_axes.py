@@ -110,7 +110,7 @@ def test_a_base_gives_what_a_file_lacks_but_not_its_name(tmp_path):
 def test_a_base_that_is_no_file_or_the_file_itself_is_refused(tmp_path):
     with pytest.raises(fields.ConfigError, match="top.yaml: is its own base, by way of other.yaml"):
         read(tmp_path, top="base: other.yaml", other="base: top.yaml")
-    with pytest.raises(fields.ConfigError, match="none.yaml: No such file"):
+    with pytest.raises(fields.ConfigError, match="none.yaml: there is no such file"):
         read(tmp_path, top="base: none.yaml")
     with pytest.raises(fields.ConfigError, match=r"base=\['a.yaml'\]: give the path of one file"):
         read(tmp_path, top="base: [a.yaml]")

@@ -53,7 +53,7 @@ def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, here, capsys):
 def test_auto_is_a_method_like_the_others_and_says_what_it_chose(zoo, here):
     here()
     profile = zoo / "here.json"
-    costs.save_profile(profile, costs.Device("here", 2e10, 1e11, 1e10, None, "float32"), {})
+    costs.save_profile(profile, costs.Device("here", 2e10, 1e11, 1e10, None, dtype="float32"), {})
     path = zoo / "auto.yaml"
     path.write_text(
         f"target: {zoo / 'target'}\n"

@@ -240,5 +240,5 @@ def test_auto_tries_what_it_is_told_to_with_the_tree_it_is_told_to():
         return types.SimpleNamespace(name=path)
 
     auto = grid.options(told, load)["drafter"]
-    assert (loaded, auto.tree, auto.device) == (["a/b"], magicjax.chain(4), None)
+    assert (loaded, auto.tree, auto.profile) == (["a/b"], magicjax.chain(4), None)
     assert [type(d).__name__ for d in auto.drafters] == ["SmallModel", "LookUp"]

@@ -18,7 +18,8 @@ TREE = tiny.TREES["chain4"]
 # A pass of the tiny target takes 2 ms, a round 0.1 ms more, and a draft as long as its budget says.
 LEVELS = {12: 2e-4, 16: 3e-3}
 HERE = costs.Device(
-    *("here", 2e10, 1e11, 1e10, None, "float32"),
+    *("here", 2e10, 1e11, 1e10, None),
+    dtype="float32",
     layer_seconds=1e-3,
     round_seconds=1e-4,
     measured=(
@@ -228,14 +229,18 @@ def test_names_and_costs_are_those_of_the_drafter():
 
 REFUSED = {
     "a text": (lambda p: "automatic", {}, "drafter='automatic': of texts only 'auto' is one"),
-    "a tree": (lambda p: Auto(device=p), dict(tree=TREE), "drafter='auto' chooses the tree itself"),
+    "a tree": (
+        lambda p: Auto(profile=p),
+        dict(tree=TREE),
+        "drafter='auto' chooses the tree itself",
+    ),
     "two of a name": (
         lambda p: Auto([*drafters("cheap"), *drafters("cheap")], p),
         {},
         "two of the drafters have one name: self:streaming:12",
     ),
     "none of the usual": (
-        lambda p: Auto(device=p, tree=magicjax.TokenTree.from_parents((-1, 0, 1, 1))),
+        lambda p: Auto(profile=p, tree=magicjax.TokenTree.from_parents((-1, 0, 1, 1))),
         {},
         "none of the usual drafters fits: a look-up proposes chains",
     ),
@@ -244,9 +249,13 @@ REFUSED = {
         {},
         "budget=12 leaves",
     ),
-    "a device": (lambda p: Auto(device="h10"), {}, "device 'h10' does not exist: the nearest is"),
-    "a dtype": (lambda p: Auto(device="h100"), {}, "the rates of h100 are those of bfloat16"),
-    "no file": (lambda p: Auto(device="no.json"), {}, "magicjax calibrate --out no.json"),
+    "a device": (lambda p: Auto(profile="h10"), {}, "device 'h10' does not exist: the nearest is"),
+    "a dtype": (lambda p: Auto(profile="h100"), {}, "the rates of h100 are those of bfloat16"),
+    "no file": (
+        lambda p: Auto(profile="no.json"),
+        {},
+        "magicjax calibrate --target YOUR_TARGET --out no.json",
+    ),
 }
 
 
@@ -276,7 +285,9 @@ def test_wrong_ways_to_choose_are_refused(what):
 
 def test_without_a_profile_it_says_how_to_measure_one(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="magicjax calibrate --out .*profile-.*json"):
+    with pytest.raises(
+        FileNotFoundError, match="magicjax calibrate --target YOUR_TARGET --out .*profile-.*json"
+    ):
         generate("auto")
     costs.save_profile(costs.default_profile(), HERE, {})
     assert costs.this_device() == HERE

@@ -12,7 +12,7 @@ from magicjax.calibrate import Timed, foretold
 from magicjax.step_times import StepTimes
 
 SIZES = costs.sizes_of(models.preset("llama-68m"), "float32", "llama-68m")
-MEASURED = costs.Device("here", 2e10, 1e11, 1e10, None, "float32", round_seconds=0.0)
+MEASURED = costs.Device("here", 2e10, 1e11, 1e10, None, dtype="float32", round_seconds=0.0)
 # Shares that the search can name exactly.
 TRUE = dataclasses.replace(
     MEASURED,

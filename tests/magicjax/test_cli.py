@@ -53,7 +53,7 @@ def test_a_small_model_and_a_prompt_from_a_file_give_the_same_text(directory, ru
 @pytest.mark.slow
 def test_auto_tells_what_it_tried_and_gives_the_same_text(directory, run, tmp_path):
     profile = tmp_path / "here.json"
-    device = costs.Device("here", 2e10, 1e11, 1e10, None, "float32", round_seconds=0.0)
+    device = costs.Device("here", 2e10, 1e11, 1e10, None, dtype="float32", round_seconds=0.0)
     costs.save_profile(profile, device, {})
     code, out, err = run(
         *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20),

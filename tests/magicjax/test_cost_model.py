@@ -210,7 +210,9 @@ def test_a_profile_of_elsewhere_is_refused_with_the_command_that_renews_it(tmp_p
     content = json.loads(path.read_text())
     content["surroundings"][key] = "another"
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=f"another.*magicjax calibrate --out {path}"):
+    with pytest.raises(
+        ValueError, match=f"another.*magicjax calibrate --target YOUR_TARGET --out {path}"
+    ):
         costs.load_profile(path)
 
 

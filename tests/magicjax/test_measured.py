@@ -12,7 +12,7 @@ from magicjax.costs import Draft, Machine, Steps
 
 SIZES = costs.sizes_of(models.preset("llama-68m"), "float32", "llama-68m")
 SMALL = costs.sizes_of(models.preset("tinyllama-1.1b"), "float32", "tinyllama-1.1b")
-HERE = costs.Device("here", 2e10, 1e11, 1e10, None, "float32", round_seconds=1e-3)
+HERE = costs.Device("here", 2e10, 1e11, 1e10, None, dtype="float32", round_seconds=1e-3)
 RNG = np.random.default_rng(0)
 PASSES = Steps(
     SIZES.key, costs.PASS, (1, 4), (512, 2048), (1, 2, 5), tuple(RNG.uniform(0.01, 0.1, 12))

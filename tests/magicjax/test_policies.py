@@ -98,7 +98,7 @@ def evidence(rows, policy: Policy, config, ring: int, layer: int = 0, rng=None) 
         values=jnp.asarray(values),
         candidates=jnp.asarray(candidates),
         queries=queries,
-        total=total,
+        accumulated=total,
         layer=layer,
         config=config,
     )
