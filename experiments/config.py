@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 import yaml
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
 from experiments import axes, prompts
 from experiments.fields import STRICT, ConfigError, Positive, checked, read_mapping
@@ -34,6 +34,11 @@ def _kind_of_prompts(name: str) -> str:
         guess = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"no such prompts; {guess}(there are {', '.join(prompts.KINDS)})")
     return name
+
+
+def _yes_or_no(value: Any) -> Any:
+    """Returns what YAML makes a truth value of as it was written."""
+    return {True: "yes", False: ""}.get(value, value) if isinstance(value, bool) else value
 
 
 class Slurm(BaseModel):
@@ -69,7 +74,7 @@ class Experiment(BaseModel):
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Of weights, activations and caches; exactness is shown in float32."
     )
-    offload: Literal["", "yes", "int8"] = Field(
+    offload: Annotated[Literal["", "yes", "int8"], BeforeValidator(_yes_or_no)] = Field(
         "",
         description="yes: the target's weights are streamed from host memory, layer by layer; "
         "int8: quantized there. If not given they are on the device.",

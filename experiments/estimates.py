@@ -75,4 +75,6 @@ def _weights(sizes: Sizes) -> float:
 
 @functools.cache
 def _cpu(dtype: str) -> Device:
-    return Device("cpu", bandwidth.read_bandwidth(), CPU_FLOPS, 1e12, None, dtype=dtype)
+    return Device(
+        "cpu", bandwidth.read_bandwidth(), CPU_FLOPS, 1e12, None, dtype=dtype, fetches_beside=False
+    )

@@ -87,7 +87,7 @@ def targets(parts: dict[str, Any]) -> list[Target]:
         what = f"link to the host, share of a plain copy, {r['target']}, B={r['batch']}"
         found.append(_at_least(what, 0.8, r["share"]))
     for r in _rows(parts, "offload", table="speed-up", width=3):
-        what = f"synthetic acceptance: speed-up, both offloaded, {r['target']}, B={r['batch']}"
+        what = f"synthetic acceptance: speed-up, target offloaded, {r['target']}, B={r['batch']}"
         found.append(_at_least(what, 2.6, r["speed-up"]))
     return found
 

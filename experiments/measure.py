@@ -234,7 +234,8 @@ def _times(
         "round_ms": 1e3 * median(run.stats.decode_s / run.stats.steps for run in timed),
         "ar_gbs": ar_gbs,
         "read_gbs": read_gbs,
-        "bandwidth_share": ar_gbs / read_gbs,
+        # Of weights that come over a link the share would say nothing.
+        "bandwidth_share": None if cell.offload else ar_gbs / read_gbs,
     }
 
 

@@ -22,10 +22,11 @@ import jax
 import numpy as np
 
 import magicjax
-from magicjax import costs
+from magicjax import costs, planner
 from magicjax.bench import Setup
 from magicjax.generation import config_of
 from magicjax.offloading import in_words
+from magicjax.plan_command import check_context, check_dtype
 from magicjax.sequoia import expected_tokens, optimal
 from magicjax.step_times import step_times
 from magicjax.tree import ROOT_ONLY
@@ -151,6 +152,10 @@ def foretold(
     target = costs.sizes_of(config_of(source), options.dtype, source, offload)
     small = costs.Draft(costs.sizes_of(config_of(draft), options.dtype, draft))
     where = costs.Machine(device), batch, options.context
+    check_dtype(options.dtype, device)
+    for name in (source, draft):
+        check_context(name, options.context)
+    planner.check_fits(target, *where)
     passes = {n: sum(costs.verification(target, *where, n).values()) for n in wanted_nodes(options)}
     passes[1] = sum(costs.plain_step(target, *where).values())
     return Times(passes, sum(costs.draft_step(small, *where).values()))
@@ -275,8 +280,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command.error(
             f"{len(options.draft)} --draft for {len(options.target)} --target: give one for each"
         )
+    try:
+        run(options)
+    except ValueError as error:
+        command.error(str(error))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints and writes what was asked for; raises ValueError for what cannot be."""
     rows: list[dict[str, Any]] = []
     for source, draft in zip(options.target, options.draft, strict=True):
+        sizes = [config_of(name).vocab_size for name in (source, draft)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"{draft} has {sizes[1]} tokens, and {source} {sizes[0]}: pick another"
+            )
         for offload in ways(options):
             title = f"{source}, {options.dtype}, context {options.context}"
             title += in_words(offload) or ", on the device"

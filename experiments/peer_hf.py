@@ -159,7 +159,7 @@ def compare_group(
             runs[name].append(call(*arguments))
             bar.update()
     target, wanted = (
-        bench.model(plain.target, plain.dtype, plain.devices),
+        bench.target_of(plain),
         runs["ours plain"][0].tokens,
     )
     rows = []

@@ -70,7 +70,7 @@ def notes(rows: list[dict[str, Any]]) -> list[str]:
             if row["error"] not in told[shape(row)]:  # what all of a group share is told once
                 lines.append(f"{at}, {row['method']} failed: {row['error']}")
             told[shape(row)].add(row["error"])
-        elif row["draft"] == "none" and row["ar_gbs"] is not None:
+        elif row["draft"] == "none" and row["bandwidth_share"] is not None:
             lines.append(
                 f"{at}: plain decoding reads {row['ar_gbs']:.1f} GB/s, "
                 f"{row['bandwidth_share']:.0%} of the {row['read_gbs']:.1f} GB/s measured here"

@@ -126,7 +126,7 @@ def abstract_model(
     if offload:
         params, blocks = (
             models.split_blocks(params)[0],
-            offloading.shapes(module, offload == "int8"),
+            offloading.shapes(module, offloading.wants_int8(offload)),
         )
     return Model(module, params, name=source, shards=shards, blocks=blocks)
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from magicjax import placing
+from magicjax import offloading, placing
 from magicjax.ahead import Workload, caches_of, request_of
 from magicjax.cache import KVCache
 from magicjax.drafters import Ensemble, SmallModel
@@ -81,7 +81,7 @@ def count(load: Workload) -> Bytes:
     return Bytes(
         weights=bytes_of(request.target.params),
         draft_weights=sum(bytes_of(draft.params) for draft in drafts),
-        streamed=2 * host // request.target.config.num_layers,
+        streamed=offloading.two_layers(host, request.target.config.num_layers),
         host=host,
         target_kv=target_kv,
         draft_kv=draft_kv,

@@ -99,10 +99,11 @@ def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict
     """
     temporary = {name: getattr(counted, name) for name in ("prefill", "start", "decode")}
     if compiled is not None:
-        temporary = {name: of["temporary bytes"] for name, of in compiled.items()}
-    # What the compiler counts has the layers that are streamed in its temporaries.
-    resident = counted.resident - (counted.streamed if compiled is not None else 0)
-    total = resident + max(temporary.values())
+        # They have the layers that are streamed in them, which do not grow with the rows.
+        temporary = {
+            name: max(0, of["temporary bytes"] - counted.streamed) for name, of in compiled.items()
+        }
+    total = counted.resident + max(temporary.values())
     usable = int(USABLE * memory)
     most_context = load.context + math.floor((usable - total) / counted.per_context_token)
     found = {
@@ -110,7 +111,7 @@ def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict
         "bytes on each device": {
             "weights": counted.weights,
             "draft weights": counted.draft_weights,
-            "two layers, streamed": counted.streamed if compiled is None else 0,
+            "two layers, streamed": counted.streamed,
             "target KV": counted.target_kv,
             "draft KV": counted.draft_kv,
             "other state": counted.rest,

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import flax.linen as nn
@@ -170,10 +170,10 @@ def stack(module: nn.Module, layers: Iterable[Any], int8: bool, place: Place | N
       place: where a parameter lies on devices, by its logical axes; None: on the default one.
 
     Raises:
-      ValueError: too little host memory, or none that devices can read; nothing was loaded then.
+      ValueError: too little host memory, or none that devices can read; no block was loaded then.
     """
     host.check_host()
-    check_host_memory(module, int8)
+    check_host_memory(module, int8, place)
     tell(module, int8)
     wanted, treedef = jax.tree.flatten(shapes(module, int8, place), is_leaf=is_weight)
     rooms: list[Any] = [jax.tree.map(lambda s: np.empty(s.shape, s.dtype), w) for w in wanted]
@@ -224,16 +224,20 @@ def _bytes(shape: jax.ShapeDtypeStruct) -> int:
     return int(np.prod(shape.shape)) * np.dtype(shape.dtype).itemsize
 
 
-def check_host_memory(module: nn.Module, int8: bool, available: int | None = None) -> None:
+def check_host_memory(
+    module: nn.Module, int8: bool, place: Place | None = None, available: int | None = None
+) -> None:
     """Raises ValueError if the blocks' weights cannot be loaded into host memory.
 
     Args:
-      module, int8: as for `stack`.
+      module, int8, place: as for `stack`.
       available: bytes; None: what the system says, and where it says nothing, no check.
     """
     available = free_host_memory() if available is None else available
-    sizes = [_bytes(leaf) for leaf in jax.tree.leaves(shapes(module, int8))]
-    needed = sum(sizes) + max(sizes)
+    leaves = jax.tree.leaves(shapes(module, int8, place))
+    # Groups of devices along `data` have a copy each.
+    sizes = [_of_a_device(x) * len(x.sharding.addressable_devices) for x in leaves]
+    needed = sum(sizes) + max(map(_bytes, leaves))
     if available is not None and needed > available:
         remedy = "" if int8 else ", offload='int8', which needs about half of bfloat16's bytes,"
         raise ValueError(
@@ -250,9 +254,11 @@ def free_host_memory() -> int | None:
         lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
         free.append(1024 * int(next(x for x in lines if x.startswith("MemAvailable")).split()[1]))
     group = pathlib.Path("/sys/fs/cgroup")  # of a container; "max" is no limit
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, KeyError):
         limit = int((group / "memory.max").read_text())
-        free.append(limit - int((group / "memory.current").read_text()))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached = int(stat["inactive_file"]) + int(stat["active_file"])  # pages of files, given up
+        free.append(limit - int((group / "memory.current").read_text()) + cached)
     return min(free, default=None)
 
 
@@ -296,7 +302,7 @@ def tell(module: nn.Module, int8: bool) -> None:
     logger.info(
         "offload: %.2f GB of weights in host memory, %.1f MB of them on the device at a time",
         size / GB,
-        2 * size / module.config.num_layers / 1e6,
+        two_layers(size, module.config.num_layers) / 1e6,
     )
     limit = device_memory()
     whole = sum(_bytes(leaf) for leaf in jax.tree.leaves(models.abstract_params(module)))
@@ -315,30 +321,47 @@ def device_memory() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
-def check_caches(model: "Model", kv_bytes: int) -> None:
-    """Raises ValueError if the caches do not fit the device beside what an offloaded model needs.
+def check_caches(target: "Model", drafts: Sequence["Model"], kv_bytes: int) -> None:
+    """Raises ValueError if the caches do not fit a device beside what an offloaded model needs.
 
     Args:
-      model: that is offloaded.
+      target: that is offloaded, where it will run; of one that is only described nothing is said.
+      drafts: small models.
       kv_bytes: of all caches, on all devices together.
     """
-    limit = device_memory()
-    if limit is None:
+    limit, leaves = device_memory(), jax.tree.leaves((target, tuple(drafts)))
+    if limit is None or not all(isinstance(leaf, jax.Array) for leaf in leaves):
         return
-    limit *= len(jax.tree.leaves(model.params)[0].sharding.device_set)
-    blocks = sum(_bytes(leaf) for leaf in jax.tree.leaves(model.blocks))
-    resident = sum(_bytes(leaf) for leaf in jax.tree.leaves(model.params))
-    resident += 2 * blocks // model.config.num_layers
-    if resident + kv_bytes > limit:
+    devices = len(leaves[0].sharding.device_set)
+    resident = _of_a_device((target.params, [draft.params for draft in drafts]))
+    resident += two_layers(_of_a_device(target.blocks), target.config.num_layers)
+    if resident + kv_bytes / devices > limit:
         raise ValueError(
-            f"caches of {kv_bytes / GB:.1f} GB and {resident / GB:.1f} GB of weights do not fit "
-            f"the device's {limit / GB:.1f} GB: offload moves the blocks' weights to the host, and "
-            "caches stay on the device; use fewer or shorter prompts, or more devices"
+            f"caches of {kv_bytes / devices / GB:.1f} GB and {resident / GB:.1f} GB of weights do "
+            f"not fit the device's {limit / GB:.1f} GB: offload moves the blocks' weights to the "
+            "host, and caches stay on the device; use fewer or shorter prompts, or more devices"
         )
+
+
+def two_layers(blocks: int, layers: int) -> int:
+    """Returns the bytes of all blocks that are on the device: a layer's that computes, the next."""
+    return min(2, layers) * blocks // layers
+
+
+def _of_a_device(tree: Any) -> int:
+    """Returns the bytes of a device's part of arrays, or of shapes with their places."""
+    return sum(
+        int(np.prod(x.sharding.shard_shape(x.shape))) * np.dtype(x.dtype).itemsize
+        for x in jax.tree.leaves(tree)
+    )
 
 
 def xla_options(platform: str, *arguments: Any) -> dict[str, Any]:
     """Returns the compiler's options for a program with these arguments."""
     leaves = jax.tree.leaves(arguments)
-    streamed = any(getattr(leaf.sharding, "memory_kind", None) == host.HOST for leaf in leaves)
+    streamed = any(_kind(leaf) == host.HOST for leaf in leaves)
     return XLA_OPTIONS.get(platform, {}) if streamed else {}
+
+
+def _kind(leaf: Any) -> str | None:
+    return getattr(getattr(leaf, "sharding", None), "memory_kind", None)

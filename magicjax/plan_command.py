@@ -66,8 +66,8 @@ def run(arguments: argparse.Namespace) -> None:
     target = costs.sizes_of(
         config_of(arguments.target), arguments.dtype, arguments.target, arguments.offload
     )
-    _check_dtype(arguments.dtype, machine.device)
-    _check_context(arguments.target, arguments.context)
+    check_dtype(arguments.dtype, machine.device)
+    check_context(arguments.target, arguments.context)
     candidates, sources = candidates_of(arguments, target)
     found = planner.plan(target, candidates, machine, arguments.batch, arguments.context)
     if arguments.json:
@@ -82,7 +82,7 @@ def machine_of(arguments: argparse.Namespace) -> costs.Machine:
     return costs.Machine(costs.device_of(arguments.device), data, model)
 
 
-def _check_dtype(dtype: str, device: costs.Device) -> None:
+def check_dtype(dtype: str, device: costs.Device) -> None:
     """Raises ValueError if the device's rates are not those of the dtype."""
     itemsize = {"bfloat16": 2, "float16": 2, "float32": 4}
     if itemsize[dtype] != itemsize[device.dtype]:
@@ -93,7 +93,8 @@ def _check_dtype(dtype: str, device: costs.Device) -> None:
         )
 
 
-def _check_context(source: str, context: int) -> None:
+def check_context(source: str, context: int) -> None:
+    """Raises ValueError if a model has fewer positions than the context."""
     limit = config_of(source).max_positions
     if context > limit:
         raise ValueError(
@@ -152,7 +153,7 @@ def candidate(
                 f"{target.vocab_size}: they must be the same, so pick a drafter of its family"
             )
         if not isinstance(drafter.policy, StreamingLLM):  # it can, --sink-positions in_cache
-            _check_context(drafter.model.name, context)
+            check_context(drafter.model.name, context)
     if (sparse := getattr(drafter, "sparse", None)) is not None:
         pins = sparse.budget - sparse.ring
         if deepest_of(drafter) < 1 or pins < 1:

@@ -153,13 +153,15 @@ def prepare(
         sampling=sampling,
         pad_token_id=_pad(target, pad_token_id, eos),
     )
-    if target.blocks is not None:
-        offloading.check_caches(target, sum(request.kv_bytes))
     if mesh is None:
         placing.check_on_one(target, drafter)
-        return request
-    placing.check(mesh, target, drafter, len(rows))
-    return request if target.params is None else _placed(request, mesh, put)
+    else:
+        placing.check(mesh, target, drafter, len(rows))
+        request = request if target.params is None else _placed(request, mesh, put)
+    if target.blocks is not None:
+        drafts = placing.models_of(drafter)
+        offloading.check_caches(request.target, drafts, sum(request.kv_bytes))
+    return request
 
 
 def _placed(request: Request, mesh: AnyMesh, put: Callable) -> Request:

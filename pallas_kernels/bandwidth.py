@@ -23,7 +23,7 @@ ARRAYS = 4
 DEFAULT_BYTES = {"cpu": 256 * MEBIBYTE}
 DEFAULT_BYTES_ELSEWHERE = 4096 * MEBIBYTE
 WIDTH = 64
-HOST = "pinned_host"
+HOST, PIECES = "pinned_host", 16
 
 
 def _sum(x: Array) -> Array:
@@ -99,7 +99,7 @@ def copy_bandwidths(size: int | None = None, *, rounds: int = 7) -> dict[str, fl
 
 
 def host_bandwidth(size: int | None = None, *, rounds: int = 7) -> float | None:
-    """Returns the bytes per second of a copy from pinned host memory to the device.
+    """Returns the bytes per second of copies from pinned host memory to the device, piece by piece.
 
     None: the device cannot read such memory. Arguments are those of `read_bandwidths`.
     """
@@ -109,8 +109,17 @@ def host_bandwidth(size: int | None = None, *, rounds: int = 7) -> float | None:
     if size is None:
         size = DEFAULT_BYTES.get(jax.default_backend(), DEFAULT_BYTES_ELSEWHERE)
     place = jax.sharding.SingleDeviceSharding(device, memory_kind=HOST)
-    array = jax.device_put(np.ones(size // 4, np.float32), place)
-    fetch = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Device))
+    array = jax.device_put(np.ones((PIECES, size // 4 // PIECES), np.float32), place)
+
+    @jax.jit
+    def fetch(pieces):
+        def body(i, old):
+            del old  # each piece lands where the one before lay
+            piece = jax.lax.dynamic_index_in_dim(pieces, i, 0, keepdims=False)
+            return jax.device_put(piece, jax.memory.Space.Device)
+
+        return jax.lax.fori_loop(0, PIECES, body, jnp.zeros(pieces.shape[1], pieces.dtype))
+
     seconds = fastest_seconds({"fetch": functools.partial(fetch, array)}, rounds=rounds)
     return array.nbytes / seconds["fetch"]
 

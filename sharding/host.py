@@ -90,8 +90,6 @@ def stream(
 
 
 def _zero_after(x: Array) -> Int[Array, ""]:
-    """Returns 0, in a way that makes it depend on x, floating.
-
-    (If x is not a number it is 1, and then nothing that is computed matters.)
-    """
-    return jnp.isnan(x.ravel()[0]).astype(jnp.int32)
+    """Returns 0, in a way that makes it depend on x, floating: no number is infinite and none."""
+    first = x.ravel()[0]
+    return (jnp.isnan(first) & jnp.isinf(first)).astype(jnp.int32)

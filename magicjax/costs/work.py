@@ -13,6 +13,7 @@ import jax
 
 import models
 from magicjax.costs.device import Machine
+from magicjax.offloading import wants_int8
 
 LOGIT_BYTES = 4  # float32
 LOGIT_PASSES = 2  # written once, and read once to choose a token
@@ -116,7 +117,7 @@ def sizes_of(
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         itemsize=itemsize,
-        streamed=1 if offload == "int8" else itemsize * bool(offload),
+        streamed=1 if wants_int8(offload) else itemsize * bool(offload),
         **counted,
     )
 
@@ -210,7 +211,8 @@ def memory_bytes(
     weights: float = sizes.weight_bytes + sizes.itemsize * sizes.tables
     if sizes.streamed:  # two layers, the one that computes and the next
         blocks = sizes.attention + sizes.mlp
-        weights += 2 * sizes.streamed * blocks / sizes.num_layers - sizes.itemsize * blocks
+        held = min(2, sizes.num_layers) * sizes.streamed * blocks / sizes.num_layers
+        weights += held - sizes.itemsize * blocks
     cache = machine.rows(batch) * slots * slot_bytes
     return weights / machine.model + cache / kv_shards(sizes, machine)
 

@@ -88,8 +88,8 @@ def test_the_plan_knows_of_it(run):
     ask = ("plan", *where, "--acceptance", 0.7, "--drafter", "look-up")
     code, out, _ = run(*ask, "--offload")
     assert code == 0 and "on 1 x h200 (data=1,model=1), offloaded\n" in out
-    assert "T_target 4" in out.splitlines()[1]  # 25 GB over some 51 GB/s
-    assert "T_target 4" not in run(*ask)[1].splitlines()[1]
+    assert "T_target 49" in out.splitlines()[1]  # ms: 25 GB over some 51 GB/s
+    assert "T_target 49" not in run(*ask)[1].splitlines()[1]
 
 
 def test_fit_counts_what_lies_where(run):

@@ -12,10 +12,11 @@ import pytest
 
 import magicjax
 import models
-from magicjax import compilation, offloading
+from magicjax import ahead, compilation, estimate, fit, offloading
 from magicjax.execution import state_shapes
 from magicjax.request import prepare
 from sharding import host
+from tests.eight_devices import Eight
 from tests.magicjax import tiny
 
 DEEP = tiny.config(num_layers=4)  # so that a scan has several steps
@@ -304,3 +305,56 @@ def test_the_command_streams_and_says_the_same(directory, run):
     assert run(*ask, "--offload")[:2] == run(*ask)[:2]
     code, _, err = run(*ask, "--offload", "int4")
     assert code == 2 and "'int4' is unknown: leave it out, or write int8" in err
+
+
+def test_a_row_that_is_no_number_changes_nothing_in_the_others():
+    """What orders the fetches must not be moved by it, or all rows get another layer's weights."""
+    rows = [np.asarray([9, 5, 5]), np.asarray([7, 3, 2])]
+
+    def poisoned(target):
+        table = np.array(target.params["params"]["embedding"])
+        table[9] = np.nan
+        inner = target.params["params"] | {"embedding": jnp.asarray(table)}
+        return dataclasses.replace(target, params={"params": inner})
+
+    options = dict(max_new_tokens=8, eos_token_id=[])
+    found = magicjax.generate(poisoned(offloaded(DEEP)), rows, **options).tokens[1]
+    np.testing.assert_array_equal(found, magicjax.generate(model(DEEP), rows, **options).tokens[1])
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_fit_counts_the_streamed_layers_once(int8):
+    load = ahead.Workload("opt-125m", "", "", 4, 1024, "h100", offload="int8" if int8 else True)
+    counted = estimate.count(load)
+    of = {"temporary bytes": counted.streamed + 10**6, "argument bytes in host memory": 7}
+    names = {"prefill": of, "start": of | {"temporary bytes": 0}, "decode": of}
+    found = fit.summary(load, counted, names, 10**10)
+    sizes = found["bytes on each device"]
+    assert sizes["total"] == counted.resident + 10**6 and sizes["in host memory"] == 7
+    per_row = (counted.target_kv + counted.rest) / 4 + 10**6 / 4
+    assert found["largest batch"] == pytest.approx((0.95e10 - counted.weights) / per_row, rel=0.05)
+
+
+def on_mesh(data: int, model: int, int8: bool) -> list:
+    """Runs in a process of eight devices."""
+    from tests.magicjax import mesh_cases
+
+    mesh = magicjax.make_mesh(data, model)
+    target = magicjax.offload(mesh_cases.target(4), int8)
+    drafter = magicjax.SelfSpeculation(budget=24)
+    options = dict(drafter=drafter, tree=magicjax.chain(3), max_new_tokens=12, eos_token_id=[])
+    found = magicjax.generate(target, mesh_cases.prompts(), mesh=mesh, **options)
+    return [
+        found.tokens.tolist(),
+        magicjax.generate(target, mesh_cases.prompts(), **options).tokens.tolist(),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "model"), [(1, 4), (2, 2), (4, 1)])
+@pytest.mark.parametrize("int8", [False, True])
+def test_on_a_mesh_every_device_streams_its_part(data, model, int8):
+    process = Eight()
+    found, wanted = process(on_mesh, data=data, model=model, int8=int8)
+    process.close()
+    assert found == wanted
