@@ -241,7 +241,10 @@ def test_a_text_that_is_too_short_is_named_with_what_would_fit():
     with pytest.raises(ValueError) as error:
         prompts.cut(stream, count=4, context=997)
     message = str(error.value)
-    assert "4 prompts of context=997 need 1001 tokens" in message and "has 1000" in message
+    assert (
+        "4 prompts (rows times candidates) of context=997 need 1001 tokens" in message
+        and "has 1000" in message
+    )
     assert "a context of at most 996" in message
     prompts.cut(stream, 4, 996)
     with pytest.raises(ValueError, match="a context of at most 998, or"):

@@ -11,10 +11,15 @@ from magicjax import policies
 from tests.magicjax import tiny
 
 
-@pytest.mark.parametrize("policy", [policies.SnapKV, None, 3])
+@pytest.mark.parametrize("policy", [None, 3])
 def test_what_is_neither_a_name_nor_a_policy_is_refused(policy):
     with pytest.raises(TypeError, match="neither a name nor a policy: .* object of a subclass"):
         magicjax.SelfSpeculation(policy)
+
+
+def test_a_class_in_place_of_a_policy_is_refused_with_what_to_write():
+    with pytest.raises(TypeError, match=r"policy=SnapKV is a class: give an object, SnapKV\(\)"):
+        magicjax.SelfSpeculation(policies.SnapKV)
 
 
 @dataclasses.dataclass(frozen=True)
