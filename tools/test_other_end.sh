@@ -32,7 +32,11 @@ PYTHON=$python tools/setup_env.sh "$env" test "$pin"
 # the tests leave them alone: these programs are compiled with the optimizations that users get.
 export XLA_FLAGS=${XLA_FLAGS-}
 loop=tests/magicjax
-"$env/bin/python" -m pytest tests/pallas_kernels $loop/test_exactness.py $loop/test_compiled.py \
+exact=$loop/test_exactness.py::test_speculative_decoding_gives_the_oracles_text_wherever_rows_end
+"$env/bin/python" -m pytest tests/pallas_kernels $loop/test_compiled.py \
+    "$loop/test_exactness.py::test_plain_decoding_gives_the_oracles_text_wherever_rows_end[8]" \
+    "$exact[self-2,2,1-3]" "$exact[near-irregular-8]" "$exact[near-dynamic-8]" \
+    "$exact[ensemble-2,2,1-8]" \
     "$loop/test_mesh.py::test_a_draft_may_be_divided_over_fewer_devices[small sampled-2]" \
     $loop/test_mesh.py::test_a_stream_gives_the_same_text \
     $loop/test_mesh.py::test_a_step_exchanges_two_sums_a_layer_and_what_the_vocabulary_needs "$@"

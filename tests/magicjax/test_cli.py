@@ -115,7 +115,7 @@ SAMPLING = {
 }
 
 
-@pytest.mark.parametrize("what", quick(SAMPLING, "filtered", "two drafters, a tree each"))
+@pytest.mark.parametrize("what", quick(SAMPLING, "filtered", "plain"))
 def test_options_are_those_of_generate(what, directory, run):
     """The very text, which the seed, the rule and the draws decide together."""
     arguments, options = SAMPLING[what]

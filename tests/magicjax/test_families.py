@@ -85,6 +85,7 @@ def test_an_opt_with_learned_positions_decodes_as_if_rerun_for_each_token(drafti
         assert 0.05 < output.stats.acceptance_rate < 0.95
 
 
+@pytest.mark.slow
 def test_a_text_up_to_the_last_learned_position_is_exact_though_its_tree_reaches_beyond():
     prompts = [np.arange(40) % tiny.VOCAB, np.arange(3)]
     wanted = rerun(opt(), prompts, tiny.NEW)

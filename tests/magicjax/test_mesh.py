@@ -23,7 +23,6 @@ QUICK = [
     ("snapkv", (1, 8)),
     ("h2o int8", (4, 2)),
     ("sinks in the cache", (1, 8)),
-    ("several sampled", (2, 4)),
     ("OPT", (1, 8)),
 ]
 ALL = [pair for pair in itertools.product(mesh_cases.CASES, MESHES) if pair not in QUICK]

@@ -18,6 +18,7 @@ from magicjax.request import prepare
 from sharding import host
 from tests.eight_devices import Eight
 from tests.magicjax import tiny
+from tests.quick import quick
 
 DEEP = tiny.config(num_layers=4)  # so that a scan has several steps
 OPT = models.OptConfig(
@@ -73,14 +74,14 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", quick(DRAFTS, "plain", "self", "refreshed", "small sampled"))
 def test_an_offloaded_model_says_what_the_resident_one_says(draft):
     np.testing.assert_array_equal(
         text(offloaded(DEEP), **DRAFTS[draft]), text(model(DEEP), **DRAFTS[draft])
     )
 
 
-@pytest.mark.parametrize("draft", ["plain", "self"])
+@pytest.mark.parametrize("draft", quick(["plain", "self"], "self"))
 def test_so_does_one_of_another_family(draft):
     options = dict(eos_token_id=[]) | DRAFTS[draft]
     np.testing.assert_array_equal(text(offloaded(OPT), **options), text(model(OPT), **options))
@@ -100,7 +101,7 @@ def test_a_small_draft_can_be_offloaded_too():
     )
 
 
-@pytest.mark.parametrize("draft", ["self", "small sampled"])
+@pytest.mark.parametrize("draft", quick(["self", "small sampled"], "self"))
 def test_speculation_on_int8_weights_says_what_plain_decoding_on_them_says(draft):
     target, sampled = offloaded(DEEP, int8=True), SAMPLED if "sampled" in draft else {}
     drafted = text(target, **DRAFTS[draft], **({"verifier": "naive"} if sampled else {}))

@@ -133,7 +133,7 @@ def replanned(kind: str, rounds: int = 2, depths=DEPTHS, **options):
     return request, state, calls, controller
 
 
-@pytest.mark.parametrize("kind", quick(DRAFTERS, "near", "look-up", "snapkv refreshed"))
+@pytest.mark.parametrize("kind", quick(DRAFTERS, "look-up", "snapkv refreshed"))
 def test_the_greedy_text_is_the_same_at_whatever_depths(kind, tally):
     request, state, calls, controller = replanned(kind)
     found = list(np.asarray(state.output)[:, : tiny.NEW])
