@@ -39,7 +39,7 @@ def test_a_tied_embedding_is_read_once_and_half_precision_halves_the_bytes():
             lambda leaf: np.zeros(leaf.shape, leaf.dtype),
             nn.unbox(abstract_params(Llama(config, dtype))),
         )
-        model = SimpleNamespace(params=params, config=config)
+        model = SimpleNamespace(params=params, blocks=None, config=config)
         sizes.append((costs.weight_bytes(model), costs.kv_bytes_per_token(model)))
     assert sizes[0][0] == costs.weight_bytes(untied)
     assert sizes[0] == (2 * sizes[1][0], 2 * sizes[1][1])
