@@ -35,17 +35,22 @@ class Bench:
             self._made[key] = make()
         return self._made[key]
 
-    def model(self, directory: str, dtype: str, mesh: Mesh | None = None, offload: str = "") -> Any:
-        """Returns the loaded model; `offload` is written as in a configuration."""
-        way: bool | Literal["int8"] = "int8" if offload == "int8" else bool(offload)
+    def model(
+        self,
+        directory: str,
+        dtype: str,
+        mesh: Mesh | None = None,
+        offload: bool | Literal["int8"] = False,
+    ) -> Any:
+        """Returns the loaded model."""
         return self._once(
             ("model", directory, dtype, mesh, offload),
-            lambda: magicjax.load(directory, dtype=dtype, mesh=mesh, offload=way),
+            lambda: magicjax.load(directory, dtype=dtype, mesh=mesh, offload=offload),
         )
 
     def target_of(self, cell: Cell) -> Any:
         """Returns the cell's target."""
-        return self.model(cell.target, cell.dtype, cell.devices, cell.offload)
+        return self.model(cell.target, cell.dtype, cell.devices, cell.offloaded)
 
     def prompts(self, cell: Cell) -> np.ndarray:
         """Returns int32 [batch, context], the same for all cells of a group."""

@@ -37,7 +37,7 @@ class Estimate:
 
 def of(cell: grid.Cell, on_gpu: bool) -> Estimate:
     """Returns what a cell will take; `on_gpu`: where it will run."""
-    target = _sizes(cell.target, cell.dtype, cell.offload)
+    target = _sizes(cell.target, cell.dtype, cell.offloaded)
     shape = parse_mesh(cell.mesh) if cell.mesh else (1, 1)
     device = dataclasses.replace(GPU, dtype=cell.dtype) if on_gpu else _cpu(cell.dtype)
     links = {"link": device.link or LINK, "host_link": device.host_link or LINK}
@@ -64,9 +64,8 @@ def of(cell: grid.Cell, on_gpu: bool) -> Estimate:
 
 
 @functools.cache
-def _sizes(source: str, dtype: str, offload: str = "") -> Sizes:
-    way: bool | Literal["int8"] = "int8" if offload == "int8" else bool(offload)
-    return costs.sizes_of(skeleton(source).config, dtype, source, way)
+def _sizes(source: str, dtype: str, offload: bool | Literal["int8"] = False) -> Sizes:
+    return costs.sizes_of(skeleton(source).config, dtype, source, offload)
 
 
 def _weights(sizes: Sizes) -> float:

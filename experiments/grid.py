@@ -9,7 +9,7 @@ import itertools
 import json
 import pathlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 from jax.sharding import Mesh
 
@@ -115,6 +115,11 @@ class Cell:
             return {}
         names = ("do_sample", "temperature", "top_k", "top_p", "seed")
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def offloaded(self) -> bool | Literal["int8"]:
+        """Where the target's weights are, as `magicjax.load` takes it."""
+        return "int8" if self.offload == "int8" else self.offload == "yes"
 
     @property
     def devices(self) -> Mesh | None:

@@ -158,10 +158,7 @@ def compare_group(
             )
             runs[name].append(call(*arguments))
             bar.update()
-    target, wanted = (
-        bench.target_of(plain),
-        runs["ours plain"][0].tokens,
-    )
+    target, wanted = bench.target_of(plain), runs["ours plain"][0].tokens
     rows = []
     for name, (_, *timed) in runs.items():
         match = exactness.compare(target, prompts, wanted, timed[0].tokens)

@@ -124,10 +124,8 @@ def abstract_model(
     module, blocks = models.build(skeleton(source).config, dtype), None
     params = nn.meta.unbox(models.abstract_params(module))
     if offload:
-        params, blocks = (
-            models.split_blocks(params)[0],
-            offloading.shapes(module, offloading.wants_int8(offload)),
-        )
+        params, _ = models.split_blocks(params)
+        blocks = offloading.shapes(module, offloading.wants_int8(offload))
     return Model(module, params, name=source, shards=shards, blocks=blocks)
 
 

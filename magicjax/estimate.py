@@ -1,10 +1,6 @@
 """The bytes that a workload takes on each device, counted from shapes; nothing is compiled."""
 
 import dataclasses
-from typing import Any
-
-import jax
-import numpy as np
 
 from magicjax import offloading, placing
 from magicjax.ahead import Workload, caches_of, request_of
@@ -14,7 +10,7 @@ from magicjax.execution import state_shapes
 from magicjax.model import Model
 from magicjax.request import Request
 from pallas_kernels.xla import BLOCK
-from sharding import abstract_mesh
+from sharding import abstract_mesh, part_bytes
 
 FLOAT32 = 4
 SCORES = 8  # arrays of the `xla` backend's scores that are there at the same time
@@ -67,20 +63,20 @@ def count(load: Workload) -> Bytes:
     request = request_of(load, abstract_mesh(load.data, load.model))
     state = state_shapes(request)
     drafts = placing.models_of(request.drafter)
-    target_kv = bytes_of((state.cache.k, state.cache.v))
+    target_kv = part_bytes((state.cache.k, state.cache.v))
     caches = caches_of(state)[1:]
-    draft_kv = sum(bytes_of((cache.k, cache.v)) for cache in caches)
+    draft_kv = sum(part_bytes((cache.k, cache.v)) for cache in caches)
     # A draft that keeps everything grows with the context, one of fixed size does not.
     full = [cache for cache in caches if isinstance(cache, KVCache)]
     read_first = sum(_read_first(draft, request) for draft in drafts)
-    growing = target_kv + sum(bytes_of((cache.k, cache.v)) for cache in full) + read_first
-    prompts = bytes_of((request.tokens, request.lengths, request.limits))
-    everything = bytes_of(state)
+    growing = target_kv + sum(part_bytes((cache.k, cache.v)) for cache in full) + read_first
+    prompts = part_bytes((request.tokens, request.lengths, request.limits))
+    everything = part_bytes(state)
     tokens = rows_of(request) * request.settings.chunk
-    host = bytes_of(request.target.blocks)
+    host = part_bytes(request.target.blocks)
     return Bytes(
-        weights=bytes_of(request.target.params),
-        draft_weights=sum(bytes_of(draft.params) for draft in drafts),
+        weights=part_bytes(request.target.params),
+        draft_weights=sum(part_bytes(draft.params) for draft in drafts),
         streamed=offloading.two_layers(host, request.target.config.num_layers),
         host=host,
         target_kv=target_kv,
@@ -102,21 +98,9 @@ def count(load: Workload) -> Bytes:
     )
 
 
-def bytes_of(tree: Any) -> int:
-    """Returns the bytes of a device's part of arrays, or of shapes with their shardings."""
-    return sum(
-        int(np.prod(x.sharding.shard_shape(x.shape))) * _item(x.dtype)
-        for x in jax.tree.leaves(tree)
-    )
-
-
 def rows_of(request: Request) -> int:
     """Returns the rows of a device."""
     return request.lengths.sharding.shard_shape(request.lengths.shape)[0]
-
-
-def _item(dtype: Any) -> int:
-    return 8 if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else np.dtype(dtype).itemsize
 
 
 def _reading_all(request: Request) -> list[Model]:

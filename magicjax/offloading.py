@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 import models
 from models import Attend, Place
-from sharding import HEADS, host
+from sharding import HEADS, host, part_bytes
 
 if TYPE_CHECKING:
     from magicjax.model import Model
@@ -77,7 +77,7 @@ def run_blocks(
       blocks: as `stack` makes them, or a device's part.
       x: the first block's input.
       positions: of the tokens.
-      attend: for a layer whose number is an int; which it is is chosen where it is known.
+      attend: for a layer whose number is an int; a traced number chooses among all layers'.
     """
     block, layers = models.layer_module(module), module.config.num_layers
 
@@ -236,7 +236,7 @@ def check_host_memory(
     available = free_host_memory() if available is None else available
     leaves = jax.tree.leaves(shapes(module, int8, place))
     # Groups of devices along `data` have a copy each.
-    sizes = [_of_a_device(x) * len(x.sharding.addressable_devices) for x in leaves]
+    sizes = [part_bytes(x) * len(x.sharding.addressable_devices) for x in leaves]
     needed = sum(sizes) + max(map(_bytes, leaves))
     if available is not None and needed > available:
         remedy = "" if int8 else ", offload='int8', which needs about half of bfloat16's bytes,"
@@ -333,8 +333,8 @@ def check_caches(target: "Model", drafts: Sequence["Model"], kv_bytes: int) -> N
     if limit is None or not all(isinstance(leaf, jax.Array) for leaf in leaves):
         return
     devices = len(leaves[0].sharding.device_set)
-    resident = _of_a_device((target.params, [draft.params for draft in drafts]))
-    resident += two_layers(_of_a_device(target.blocks), target.config.num_layers)
+    resident = part_bytes((target.params, [draft.params for draft in drafts]))
+    resident += two_layers(part_bytes(target.blocks), target.config.num_layers)
     if resident + kv_bytes / devices > limit:
         raise ValueError(
             f"caches of {kv_bytes / devices / GB:.1f} GB and {resident / GB:.1f} GB of weights do "
@@ -346,14 +346,6 @@ def check_caches(target: "Model", drafts: Sequence["Model"], kv_bytes: int) -> N
 def two_layers(blocks: int, layers: int) -> int:
     """Returns the bytes of all blocks that are on the device: a layer's that computes, the next."""
     return min(2, layers) * blocks // layers
-
-
-def _of_a_device(tree: Any) -> int:
-    """Returns the bytes of a device's part of arrays, or of shapes with their places."""
-    return sum(
-        int(np.prod(x.sharding.shard_shape(x.shape))) * np.dtype(x.dtype).itemsize
-        for x in jax.tree.leaves(tree)
-    )
 
 
 def xla_options(platform: str, *arguments: Any) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def prepare(
         placing.check(mesh, target, drafter, len(rows))
         request = request if target.params is None else _placed(request, mesh, put)
     if target.blocks is not None:
-        drafts = placing.models_of(drafter)
+        drafts = placing.models_of(request.drafter)
         offloading.check_caches(request.target, drafts, sum(request.kv_bytes))
     return request
 

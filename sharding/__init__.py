@@ -13,7 +13,7 @@ from sharding.mesh import (
     model_axes,
     parse_mesh,
 )
-from sharding.split import Split, split_over
+from sharding.split import Split, part_bytes, split_over
 
 __all__ = [
     "DATA",
@@ -33,5 +33,6 @@ __all__ = [
     "make_mesh",
     "model_axes",
     "parse_mesh",
+    "part_bytes",
     "split_over",
 ]

@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -50,6 +52,18 @@ class Split:
             None: (),
         }
         return PartitionSpec(*(table[name] or None for name in names))
+
+
+def part_bytes(tree: Any) -> int:
+    """Returns the bytes of a device's part of arrays, or of shapes with their shardings."""
+    return sum(
+        int(np.prod(x.sharding.shard_shape(x.shape))) * _item_bytes(x.dtype)
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def _item_bytes(dtype: Any) -> int:
+    return 8 if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else np.dtype(dtype).itemsize
 
 
 def split_over(

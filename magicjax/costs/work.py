@@ -13,7 +13,7 @@ import jax
 
 import models
 from magicjax.costs.device import Machine
-from magicjax.offloading import wants_int8
+from magicjax.offloading import two_layers, wants_int8
 
 LOGIT_BYTES = 4  # float32
 LOGIT_PASSES = 2  # written once, and read once to choose a token
@@ -208,10 +208,10 @@ def memory_bytes(
     sizes: Sizes, machine: Machine, batch: int, slots: int, slot_bytes: float
 ) -> float:
     """Returns the bytes that weights and a cache of `slots` slots a row take on one device."""
-    weights: float = sizes.weight_bytes + sizes.itemsize * sizes.tables
+    weights = sizes.weight_bytes + sizes.itemsize * sizes.tables
     if sizes.streamed:  # two layers, the one that computes and the next
         blocks = sizes.attention + sizes.mlp
-        held = min(2, sizes.num_layers) * sizes.streamed * blocks / sizes.num_layers
+        held = two_layers(sizes.streamed * blocks, sizes.num_layers)
         weights += held - sizes.itemsize * blocks
     cache = machine.rows(batch) * slots * slot_bytes
     return weights / machine.model + cache / kv_shards(sizes, machine)

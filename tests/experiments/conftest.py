@@ -44,7 +44,7 @@ class ScriptedBench(bench.Bench):
         super().__init__()
         self.target, self.fails, self.ran = target, fails, []
 
-    def model(self, directory, dtype, mesh=None, offload=""):
+    def model(self, directory, dtype, mesh=None, offload=False):
         return self.target
 
     def prompts(self, cell):

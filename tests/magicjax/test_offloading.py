@@ -93,7 +93,7 @@ def test_one_layer_needs_no_scan():
 
 
 def test_a_small_draft_can_be_offloaded_too():
-    small = dataclasses.replace(tiny.model("near"))
+    small = tiny.model("near")
     options = dict(tree=TREE)
     streamed = text(model(DEEP), drafter=magicjax.SmallModel(offloading.offload(small)), **options)
     np.testing.assert_array_equal(
