@@ -14,6 +14,7 @@ from typing import Any
 
 from magicjax.ahead import PROGRAMS
 from pallas_kernels.bench import write_json
+from sharding import MeshSize
 
 OUT = pathlib.Path(__file__).parent / "results" / "fit"
 SELF, SMALL = "self:streaming:512", "small:llama-3.2-1b:streaming:512"
@@ -88,10 +89,11 @@ def _line(found: dict[str, Any]) -> str:
     over = gb["total"] - gb["usable"]
     apart = found["estimated"] / sizes["total"] - 1
     copies = sum(sum(p["copies of a cache"].values()) for p in found["programs"].values())
-    mesh = ", ".join(f"{axis}={load[axis]}" for axis in ("data", "model") if load[axis] > 1)
+    size = MeshSize(load["data"], load["model"], load.get("stage", 1))
+    mesh = ", ".join(f"{axis}={n}" for axis, n in size._asdict().items() if n > 1)
     cells = (
         f"{load['target']}, {load['drafter'] or 'plain'}, {load['batch']} x {load['context']}",
-        f"{load['data'] * load['model']} {load['device']}" + (f" ({mesh})" if mesh else ""),
+        f"{size.devices} {load['device']}" + (f" ({mesh})" if mesh else ""),
         f"{gb['weights'] + gb['draft weights']:.2f}",
         f"{gb['target KV']:.2f}",
         f"{gb['draft KV']:.2f}",

@@ -5,7 +5,6 @@ Expands the grid, measures each cell in a process of its own, prints a table, an
 again: a run that was stopped, by whatever, goes on.
 """
 
-import functools
 import os
 import pathlib
 import sys
@@ -319,7 +318,7 @@ def _leave_the_devices_alone(cells: Sequence[grid.Cell]) -> int:
     Cells run in other processes, which need all of the devices' memory; what is checked here needs
     as many devices, of any kind.
     """
-    needed = max(functools.reduce(int.__mul__, parse_mesh(c.mesh)) if c.mesh else 1 for c in cells)
+    needed = max(parse_mesh(c.mesh).devices if c.mesh else 1 for c in cells)
     jax.config.update("jax_platforms", "cpu")
     if needed > 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", needed)

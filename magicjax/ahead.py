@@ -34,7 +34,7 @@ from magicjax.model import Model
 from magicjax.request import Request, prepare
 from magicjax.tree import parse_tree
 from pallas_kernels import choose_backend
-from sharding import DATA, MODEL, AnyMesh
+from sharding import STAGE, AnyMesh, MeshSize, make_mesh
 
 DEVICES = {path.stem: path for path in (pathlib.Path(__file__).parent / "devices").glob("*.txtpb")}
 PROGRAMS = ("prefill", "start", "decode")
@@ -57,7 +57,8 @@ class Workload:
       context: tokens of a row, new ones included.
       max_new_tokens: how many of them are new.
       device: a name in `devices/`, or the path of a description.
-      data, model: of the mesh.
+      data, model, stage: of the mesh.
+      micro_batches: of a mesh with stages; None: as many as are fastest.
       backend: of the attention; None: mosaic on Hopper, else xla.
     """
 
@@ -69,12 +70,18 @@ class Workload:
     device: str
     data: int = 1
     model: int = 1
+    stage: int = 1
+    micro_batches: int | None = None
     max_new_tokens: int = 128
     dtype: str = "bfloat16"
     backend: str | None = None
     draft_shards: int | None = None
     kv_dtype: str | None = None
     offload: bool | str = False
+
+    @property
+    def mesh_size(self) -> MeshSize:
+        return MeshSize(self.data, self.model, self.stage)
 
     @property
     def attention(self) -> str:
@@ -170,6 +177,7 @@ def request_of(load: Workload, mesh: AnyMesh) -> Request:
         eos_token_id=[],
         backend="xla",  # this machine's own; the device's is set below
         mesh=mesh,
+        micro_batches=load.micro_batches,
         put=shape,
     )
     for one in (request.target, *placing.models_of(drafter)):
@@ -186,16 +194,15 @@ def mesh_of(load: Workload) -> Mesh:
     Raises:
       ValueError: the CUDA compiler is not installed.
     """
-    count = load.data * load.model
     try:
         topology = topologies.get_topology_desc(
             platform="cuda",
-            topology=f"1x1x{count}",
+            topology=f"1x1x{load.mesh_size.devices}",
             target_config=description(load.device),
         )
     except NotImplementedError as error:  # what JAX raises for a platform without a plugin
         raise ValueError("the CUDA compiler is not installed here: use `magicjax fit`") from error
-    return Mesh(np.array(topology.devices).reshape(load.data, load.model), (DATA, MODEL))
+    return make_mesh(*load.mesh_size, devices=topology.devices)
 
 
 def compile_ahead(program: str, request: Request) -> jax.stages.Compiled:
@@ -251,7 +258,10 @@ def report(
     dumped = sorted(set(folder.iterdir()) - before)
     memory, text = compiled.memory_analysis(), compiled.as_text() or ""
     assert memory is not None  # every GPU compiler gives one
-    copied = list(hlo.copied_sizes(text))
+    copied, mesh = list(hlo.copied_sizes(text)), request.settings.mesh
+    assert mesh is not None  # `request_of` has placed it
+    stages = mesh.shape[STAGE]
+    of_stage = mesh.size // stages if stages > 1 else None
     return {
         "seconds to compile": seconds,
         "argument bytes": memory.argument_size_in_bytes,
@@ -263,7 +273,7 @@ def report(
             name: sum(copied.count(size) for size in of_cache) for name, of_cache in sizes.items()
         },
         "largest exchange": hlo.largest_collective(text),
-        "collectives": [dataclasses.asdict(c) for c in hlo.collectives(text)],
+        "collectives": [dataclasses.asdict(c) for c in hlo.collectives(text, of_stage)],
         "kernels": kernels(dumped),
         "shared bytes of kernels": shared_bytes(dumped),
     }

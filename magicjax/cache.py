@@ -4,6 +4,8 @@ It is written in place inside the compiled loop. What makes that legal for XLA i
 write happens at an index that depends on the round's verdict, and so on every read of the round.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -20,11 +22,16 @@ class KVCache:
       k, v: one array [B, K, S, D] for each layer.
       lengths: int32 [B]; a row's live entries are its first `lengths` slots. What lies beyond is
         finite rubbish that the next commits overwrite.
+      stages: static; how many pipeline stages have layers of their own in it. Outside of a program
+        for a mesh the rows of k and v are then those of all stages (`magicjax.stages`).
     """
 
     k: Layers
     v: Layers
     lengths: Int[Array, "B"]
+    stages: int = struct.field(pytree_node=False, default=1)
+
+    of_layers = ("k", "v")
 
     def live(self, layer: int) -> Int[Array, "B"]:
         """Returns how many slots of each row are live."""
@@ -32,11 +39,13 @@ class KVCache:
         return self.lengths
 
 
-def empty(layers: int, batch: int, heads: int, slots: int, head_dim: int, dtype) -> KVCache:
+def empty(
+    layers: int, batch: int, heads: int, slots: int, head_dim: int, dtype, stages: int = 1
+) -> KVCache:
     """Returns a cache of zeros; zeros, because a dead slot must be finite."""
     shape = (batch, heads, slots, head_dim)
     k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(layers)) for _ in "kv")
-    return KVCache(k, v, jnp.zeros(batch, jnp.int32))
+    return KVCache(k, v, jnp.zeros(batch, jnp.int32), stages)
 
 
 def zero_after(witness: Int[Array, ""]) -> Int[Array, ""]:
@@ -75,4 +84,4 @@ def append(cache: KVCache, new: tuple, path: Int[Array, "B A"], kept: Int[Array,
     start = cache.lengths + zero_after(kept)
     k = tuple(_write(old, take_path(n, path), start) for old, (n, _) in zip(cache.k, new))
     v = tuple(_write(old, take_path(n, path), start) for old, (_, n) in zip(cache.v, new))
-    return KVCache(k, v, cache.lengths + kept)
+    return dataclasses.replace(cache, k=k, v=v, lengths=cache.lengths + kept)

@@ -22,7 +22,7 @@ from magicjax.request import Request, prepare
 from magicjax.tree import ROOT_ONLY, TokenTree, chain
 from magicjax.trial import Behind, Trial, behind_prompts, run_trial
 from magicjax.turns import Variant, take_turns
-from sharding import DATA, factored
+from sharding import DATA, STAGE, factored
 
 logger = logging.getLogger("magicjax")
 
@@ -94,8 +94,13 @@ def question(target: Model, prompts: Any, auto: Auto, options: dict[str, Any]) -
     plain = prepare(target, prompts, **options | {"verifier": None})
     requests = _requests(plain, prompts, auto, options)
     mesh = options.get("mesh")
-    shape = {DATA: 1} if mesh is None else factored(mesh).shape
+    shape = {DATA: 1, STAGE: 1} if mesh is None else factored(mesh).shape
     devices = 1 if mesh is None else mesh.size
+    if shape[STAGE] > 1:
+        raise ValueError(
+            f"drafter='auto' on stage={shape[STAGE]}: the cost model knows no stages; name a "
+            "drafter, or use a mesh without stages"
+        )
     machine = costs.Machine(device, shape[DATA], devices // shape[DATA])
     found = Question(auto, requests, machine)
     if target.params is not None:  # of a skeleton the dtype is not known

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int
 from magicjax import cache as caches
 from magicjax import tree as trees
 from magicjax import verify
-from magicjax.attention import attend_to
+from magicjax.attention import AttendTo
 from magicjax.cache import KVCache
 from magicjax.drafters.base import Drafter, Round
 from magicjax.model import Model
@@ -25,7 +25,7 @@ from magicjax.proposal import Proposal
 from magicjax.queries import Seen, Watch
 from magicjax.sampling import Purpose, Sampling, sample, uniforms, warp
 from magicjax.tree import Shape, Tree
-from sharding import AnyMesh, collectives
+from sharding import AnyMesh, collectives, pipeline
 
 ALL_ROUNDS = 2**31 - 1
 
@@ -205,7 +205,7 @@ def step(
         positions = state.cache.lengths[:, None] + trees.depths(proposal.parents)
         mask = jnp.asarray(trees.ancestor_mask(proposal.parents))
         watched = drafter is not None and drafter.watch().rounds
-        attend = attend_to(state.cache, mask, settings.backend, watched)
+        attend = AttendTo(state.cache, mask, settings.backend, watched)
         hidden, scored = target(proposal.tokens, positions, attend)
         new, queries = zip(*scored, strict=True)
         logits = target.unembed(hidden)
@@ -236,11 +236,14 @@ def decode(
     It is one `while_loop`, without a word with the host. Where the state was made for a deeper
     tree, a shallower one may run on it.
     """
-    return jax.lax.while_loop(
-        lambda state: ~state.ended.all() & (state.rounds_left > 0),
-        lambda state: step(settings, target, drafter, state),
-        state,
-    )
+
+    def goes_on(state):
+        running = ~state.ended.all()
+        if target.stages > 1:
+            running = pipeline.anywhere(running)
+        return running & (state.rounds_left > 0)
+
+    return jax.lax.while_loop(goes_on, lambda state: step(settings, target, drafter, state), state)
 
 
 def _without_draws(proposal: Proposal, ended: Bool[Array, "B"]) -> Proposal:

@@ -32,6 +32,7 @@ class DraftCache:
       pinned: which position each pinned slot holds, int32 [B, K, P] for each layer.
       count: int32 [B], how many tokens the row has committed; min(count, C) slots are live.
       bits: static; of an entry's elements, 8 or 4; None: the model's own dtype.
+      stages: static; as in a `KVCache`.
     """
 
     k: tuple[Array | Quantized, ...]
@@ -39,6 +40,9 @@ class DraftCache:
     pinned: Pins
     count: Int[Array, "B"]
     bits: int | None = struct.field(pytree_node=False, default=None)
+    stages: int = struct.field(pytree_node=False, default=1)
+
+    of_layers = ("k", "v", "pinned")
 
     def capacity(self, layer: int) -> int:
         """Returns C."""
@@ -82,7 +86,7 @@ def gather(cache: KVCache, pinned: Pins, ring: int, bits: int | None = None) -> 
         ks.append(_take(k, index, bits))
         vs.append(_take(v, index, bits))
         pins.append(chosen)
-    return DraftCache(tuple(ks), tuple(vs), tuple(pins), cache.lengths, bits)
+    return DraftCache(tuple(ks), tuple(vs), tuple(pins), cache.lengths, bits, cache.stages)
 
 
 def repin(cache: DraftCache, full: KVCache, pinned: Pins) -> DraftCache:

@@ -32,6 +32,7 @@ class Bytes:
         a sparse cache into a full one.
       per_context_token: more bytes for one more token of context.
       positions: the most tokens of a row that all models accept.
+      micro_batches: in how many parts the rows go through the stages.
     """
 
     weights: int
@@ -46,6 +47,7 @@ class Bytes:
     decode: int
     per_context_token: float
     positions: int
+    micro_batches: int
 
     @property
     def resident(self) -> int:
@@ -60,7 +62,7 @@ def count(load: Workload) -> Bytes:
     Raises:
       ValueError: what `ahead.request_of` refuses.
     """
-    request = request_of(load, abstract_mesh(load.data, load.model))
+    request = request_of(load, abstract_mesh(*load.mesh_size))
     state = state_shapes(request)
     drafts = placing.models_of(request.drafter)
     target_kv = part_bytes((state.cache.k, state.cache.v))
@@ -95,6 +97,7 @@ def count(load: Workload) -> Bytes:
         positions=min(
             model.config.max_positions for model in (request.target, *_reading_all(request))
         ),
+        micro_batches=request.target.micro_batches,
     )
 
 
@@ -150,5 +153,10 @@ def _activations(model: Model, request: Request, tokens: int, logits: int) -> in
         slots = min(BLOCK, request.settings.capacity)
         attention += SCORES * FLOAT32 * slots * c.num_heads // split.shards
     new = 2 * item * c.num_layers * c.num_kv_heads * c.head_dim // split.kv_shards
+    if model.stages > 1:  # a micro-batch's, and what was kept of as many as there are turns
+        turns = model.micro_batches + model.stages - 1
+        new = new * turns // (model.stages * model.micro_batches)
+        hidden, mlp, attention = (x // model.micro_batches for x in (hidden, mlp, attention))
+        hidden += turns * c.hidden_size * item // model.micro_batches
     of_logits = 2 * FLOAT32 * rows_of(request) * logits * c.vocab_size // split.shards
     return tokens * (hidden + max(mlp, attention) + new) + of_logits

@@ -15,6 +15,7 @@ from magicjax.cache import KVCache
 from magicjax.decode import ALL_ROUNDS, DecodeState, Prefilled, PrefillSettings, Settings
 from magicjax.request import Request
 from magicjax.stats import Stats, acceptance
+from sharding import processes
 
 logger = logging.getLogger("magicjax")
 
@@ -92,7 +93,7 @@ def compile_loop(request: Request, settings: Settings, state: DecodeState) -> fl
 
 def with_rounds(state: DecodeState, rounds: int) -> DecodeState:
     """Returns the state with so many rounds left for `decode`."""
-    left = jax.device_put(np.int32(rounds), state.rounds_left.sharding)
+    left = processes.put(np.int32(rounds), state.rounds_left.sharding)
     return dataclasses.replace(state, rounds_left=left)
 
 
@@ -128,7 +129,7 @@ def output_of(
       calls: depth and histogram of the calls of the loop, where their trees differed.
       measured: the fields of `Stats` that are no matter of counting.
     """
-    output, emitted, histogram, ranks, nodes = jax.device_get(
+    output, emitted, histogram, ranks, nodes = processes.fetch(
         (state.output, state.emitted, state.histogram, state.ranks, state.nodes)
     )
     output = output[:, : request.settings.max_new_tokens]

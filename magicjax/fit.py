@@ -20,6 +20,7 @@ import jax
 
 from magicjax import offloading
 from magicjax.drafters.sparse import BUDGET
+from sharding import MeshSize
 
 GB = 1e9
 # What the CUDA context, NCCL's buffers and a fragmented heap keep for themselves.
@@ -49,7 +50,14 @@ def add(commands: Any) -> None:
     parser.add_argument("--context", type=int, required=True, help="tokens of a row, new ones too")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="128 if not given")
     parser.add_argument("--device", required=True, help="a100, h100, h200, or a description's path")
-    parser.add_argument("--mesh", default="model=1", help="data=2,model=4; one GPU if not given")
+    parser.add_argument(
+        "--mesh",
+        default="model=1",
+        help="data=2,model=4, or with pipeline stages stage=2,model=4; one GPU if not given",
+    )
+    parser.add_argument(
+        "--micro-batches", type=int, help="of stages; the default: as many as are fastest"
+    )
     offloading.add_option(parser)
     parser.add_argument("--kv-dtype", choices=("int8", "int4"), help="of the draft's sparse cache")
     parser.add_argument("--draft-shards", type=int, help="GPUs a small draft is divided over")
@@ -73,10 +81,10 @@ def run(arguments: argparse.Namespace) -> int:
     from magicjax import ahead, estimate  # they take a while, and no other command needs them
     from sharding import parse_mesh
 
-    data, model = parse_mesh(arguments.mesh)
+    mesh = parse_mesh(arguments.mesh)
     fields = {field.name for field in dataclasses.fields(ahead.Workload)}
     said = {name: value for name, value in vars(arguments).items() if name in fields}
-    load = ahead.Workload(**said | {"data": data, "model": model})
+    load = ahead.Workload(**said | mesh._asdict())
     counted = estimate.count(load)
     compiled, why_not = None, "as was asked"
     if not arguments.analytic:
@@ -107,7 +115,8 @@ def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict
     usable = int(USABLE * memory)
     most_context = load.context + math.floor((usable - total) / counted.per_context_token)
     found = {
-        "workload": dataclasses.asdict(load) | {"backend": load.attention},
+        "workload": dataclasses.asdict(load)
+        | {"backend": load.attention, "micro_batches": counted.micro_batches},
         "bytes on each device": {
             "weights": counted.weights,
             "draft weights": counted.draft_weights,
@@ -167,10 +176,12 @@ def most_rows(load: Any, counted: Any, temporary: dict[str, int], usable: int) -
 def as_text(found: dict[str, Any]) -> str:
     """Returns the report as lines of text."""
     load, sizes = found["workload"], found["bytes on each device"]
+    mesh = MeshSize(load["data"], load["model"], load["stage"])
+    in_parts = f", {load['micro_batches']} micro-batches" if mesh.stage > 1 else ""
     title = (
         f"{load['target']}, {load['drafter'] or 'plain decoding'}, {load['batch']} rows of "
-        f"{load['context']} tokens in {load['dtype']}, on {load['data'] * load['model']} x "
-        f"{load['device']} (data={load['data']}, model={load['model']}), "
+        f"{load['context']} tokens in {load['dtype']}, on {mesh.devices} x {load['device']} "
+        f"({mesh}{in_parts}), "
         f"attention {load['backend']}{offloading.in_words(load['offload'])}"
     )
     lines = [title, "on each device:"]
@@ -194,6 +205,7 @@ def as_text(found: dict[str, Any]) -> str:
 def _program(program: dict[str, Any], often: str) -> list[str]:
     lines = [
         f"  {c['kind']}: {c['count']} {often}, {c['bytes'] / 1e6:.3g} MB"
+        + (" between stages" if c["between"] else "")
         for c in program["collectives"]
     ] or ["  nothing is exchanged"]
     copies = ", ".join(f"{name} {n}" for name, n in program["copies of a cache"].items())

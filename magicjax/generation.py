@@ -6,19 +6,20 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
 import models
 from magicjax import auto, compilation, offloading, placing
+from magicjax import stages as in_stages
 from magicjax.auto import Auto, Choice
 from magicjax.drafters import Drafter
 from magicjax.execution import Output, output_of, run, start, tell, timed
 from magicjax.model import Model
 from magicjax.request import Request, prepare
 from magicjax.tree import Tree
+from sharding import STAGE, factored, processes
 
 
 def load(
@@ -28,6 +29,7 @@ def load(
     seed: int = 0,
     mesh: Mesh | None = None,
     shards: int | None = None,
+    stages: int | None = None,
     offload: bool | Literal["int8"] = False,
 ) -> Model:
     """Returns a model from a directory in Hugging Face format, or a preset with random weights.
@@ -40,6 +42,8 @@ def load(
       mesh: of devices (`make_mesh`): every device gets its part, and none the whole.
       shards: over how many devices of the mesh's `model` axis a small draft is divided, and then
         held several times; None: all. 1: every device has all of it.
+      stages: over how many stages of the mesh its layers are divided: None: all, as a target's are;
+        1: every stage has all of them, as of a small draft.
       offload: keep the blocks' weights in host memory, and stream them to the device in every pass:
         for models that the device cannot hold. "int8": quantized for each output channel, so that
         less is streamed; the weights are not quite the same then.
@@ -51,31 +55,77 @@ def load(
     path, int8 = pathlib.Path(source), offloading.wants_int8(offload)
     if shards is not None and mesh is None:
         raise ValueError(f"shards={shards} says how a mesh is used: pass mesh, or leave it out")
-    place = None
+    place, blocks = None, None
     if mesh is not None:
         place = placing.parameter_shardings(models.build(config_of(source)), shards, mesh)
-    blocks = None
+    divided = _stages(stages, shards, mesh)
+    if divided > 1:
+        return _load_in_stages(source, dtype, seed, mesh, divided, offload)
     if path.is_dir():
         checkpoint = models.load_checkpoint(path, dtype, place=place, mapped_blocks=bool(offload))
         module, params = checkpoint.module, checkpoint.params
         if offload:
             params, layers = models.split_blocks(params)
             blocks = offloading.stack(module, layers, int8, place)
-        return Model(
-            module=module,
-            params=params,
-            tokenizer=models.load_tokenizer(path),
-            name=path.name,
-            eos_token_ids=checkpoint.eos_token_ids,
-            pad_token_id=checkpoint.pad_token_id,
-            shards=shards,
-            blocks=blocks,
-        )
+        return _of_checkpoint(path, checkpoint, params=params, shards=shards, blocks=blocks)
     module = models.build(config_of(source), "bfloat16" if dtype is None else dtype)
     params = models.init_params(module, seed, place, blocks=not offload)
     if offload:
         blocks = offloading.stack(module, models.init_blocks(module, seed), int8, place)
     return Model(module, params, name=str(source), shards=shards, blocks=blocks)
+
+
+def _stages(stages: int | None, shards: int | None, mesh: Mesh | None) -> int:
+    """Returns over how many stages a model's layers are divided, checked."""
+    of_mesh = 1 if mesh is None else factored(mesh).shape[STAGE]
+    if stages is not None and mesh is None:
+        raise ValueError(f"stages={stages} says how a mesh is used: pass mesh, or leave it out")
+    if stages not in (None, 1, of_mesh):
+        raise ValueError(
+            f"stages={stages}, and the mesh has {of_mesh}: a target is divided over all of them, "
+            "leave stages out; every one has all of a small draft, stages=1"
+        )
+    if shards is not None and stages is None:
+        return 1  # only a small draft has shards
+    return of_mesh if stages is None else stages
+
+
+def _load_in_stages(
+    source: str | os.PathLike, dtype: Any, seed: int, mesh: Any, stages: int, offload: Any
+) -> Model:
+    """Returns a target whose layers are divided over stages; each process loads its own part."""
+    if offload:
+        raise ValueError(
+            f"offload={offload!r} on a mesh with stages is not supported: stages hold their "
+            "layers; leave offload out, or use a mesh without stages"
+        )
+    path, config = pathlib.Path(source), config_of(source)
+    in_stages.check(config.num_layers, stages)
+    place = placing.parameter_shardings(models.build(config), None, mesh)
+
+    def wanted(module):
+        return in_stages.shardings(module, stages, factored(mesh), place)
+
+    if not path.is_dir():
+        module = models.build(config, "bfloat16" if dtype is None else dtype)
+        params = in_stages.init_params(module, seed, wanted(module), stages)
+        return Model(module, params, name=str(source), stages=stages)
+    checkpoint = models.load_checkpoint(path, dtype, place=place, mapped_blocks=True)
+    module = checkpoint.module
+    params = in_stages.load_params(checkpoint.params, wanted(module), stages, module.dtype)
+    return _of_checkpoint(path, checkpoint, params=params, stages=stages)
+
+
+def _of_checkpoint(path: pathlib.Path, checkpoint: models.Checkpoint, **fields: Any) -> Model:
+    """Returns the model of a checkpoint, with what users need around it."""
+    return Model(
+        module=checkpoint.module,
+        tokenizer=models.load_tokenizer(path),
+        name=path.name,
+        eos_token_ids=checkpoint.eos_token_ids,
+        pad_token_id=checkpoint.pad_token_id,
+        **fields,
+    )
 
 
 def skeleton(source: str | os.PathLike, *, shards: int | None = None) -> Model:
@@ -121,6 +171,7 @@ def generate(
     pad_token_id: int | None = None,
     backend: str | None = None,
     mesh: Mesh | None = None,
+    micro_batches: int | None = None,
 ) -> Output:
     """Returns the target's own continuation of every prompt, and statistics.
 
@@ -151,6 +202,9 @@ def generate(
       backend: of the attention (`pallas_kernels.BACKENDS`); None: xla.
       mesh: of devices (`magicjax.make_mesh`); None: one device. Models that were loaded for it
         (`load(..., mesh=mesh)`) lie where they should, others are moved in every call.
+      micro_batches: in how many parts the rows of a group of devices go through the stages of such
+        a mesh, so that stages work at the same time; a divisor of the rows. None: as many as make
+        a pass fastest, by the bytes that it reads.
 
     Raises:
       ValueError, TypeError: bad input, before anything is compiled: an empty or too long prompt,
@@ -172,6 +226,7 @@ def generate(
         pad_token_id=pad_token_id,
         backend=backend,
         mesh=mesh,
+        micro_batches=micro_batches,
     )
     if isinstance(drafter, Auto | Choice | str):
         return auto.generate(target, prompts, drafter, options)
@@ -218,7 +273,7 @@ def _stream(request: Request, choice: Choice | None = None):
     state, prefill_s, compile_s = start(request)
     decode_s, told = 0.0, np.zeros(len(request.prompts), np.int32)
     while True:
-        emitted, output, ended = jax.device_get((state.emitted, state.output, state.ended))
+        emitted, output, ended = processes.fetch((state.emitted, state.output, state.ended))
         yield [row[a:b] for row, a, b in zip(output, told, emitted, strict=True)]
         told = emitted
         if ended.all():

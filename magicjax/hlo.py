@@ -19,6 +19,13 @@ ARRAY = re.compile(r"\b(pred|[a-z]+\d+)[a-z\d]*\[([\d,]*)\]")
 CALLED = re.compile(r"(?:body|to_apply|calls)=%?([\w.\-]+)")
 EITHER = re.compile(r"(?:true|false)_computation=%?([\w.\-]+)")
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+# Who takes part: {{0,1},{2,3}} listed, [2,2]<=[4] and [2,2]<=[2,2]T(1,0) counted, or by axes,
+# mesh['a'=2,'b'=2] {'b'}.
+LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
+INNER = re.compile(r"\{([\d, ]+)\}")
+IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+SIZE, NAME = re.compile(r"'(\w+)'=(\d+)"), re.compile(r"'(\w+)'")
+MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 
 
@@ -30,11 +37,13 @@ class Collective:
       kind: as XLA calls it.
       count: how often.
       bytes: what a device has of it afterwards, of all of them together.
+      between: whether it goes between groups of devices, such as stages or hosts.
     """
 
     kind: str
     count: int
     bytes: int
+    between: bool = False
 
 
 def copied_sizes(text: str) -> Iterator[int]:
@@ -43,21 +52,26 @@ def copied_sizes(text: str) -> Iterator[int]:
         yield int(np.prod([int(n) for n in match[1].split(",")]))
 
 
-def collectives(text: str) -> list[Collective]:
+def collectives(text: str, group: int | None = None) -> list[Collective]:
     """Returns what devices exchange when the program runs, by kind.
 
     A loop of unknown length counts once: of `decode`, that is one step. One of known length counts
     as often as it runs, such as that over the levels of a draft.
+
+    Args:
+      text: of the program.
+      group: what goes between the first so many devices, the next, and so on, is told apart.
     """
     bodies, entry = computations(text)
 
-    def within(name: str) -> collections.Counter:  # (kind, what) -> count or bytes
+    def within(name: str) -> collections.Counter:  # (kind, between, what) -> count or bytes
         found: collections.Counter = collections.Counter()
         for line in bodies[name]:
             match = COLLECTIVE.search(line)
             if match:
-                found[match[1], "count"] += 1
-                found[match[1], "bytes"] += _result_bytes(line[: match.start()], match[0])
+                kind = match[1], group is not None and _goes_between(line, group)
+                found[*kind, "count"] += 1
+                found[*kind, "bytes"] += _result_bytes(line[: match.start()], match[0])
                 continue
             trips = TRIPS.search(line)
             times = int(trips[1]) if trips else 1
@@ -70,8 +84,31 @@ def collectives(text: str) -> list[Collective]:
         return found
 
     found = within(entry)
-    kinds = sorted({kind for kind, _ in found})
-    return [Collective(kind, found[kind, "count"], found[kind, "bytes"]) for kind in kinds]
+    kinds = sorted({(kind, between) for kind, between, _ in found})
+    return [
+        Collective(kind, found[kind, between, "count"], found[kind, between, "bytes"], between)
+        for kind, between in kinds
+    ]
+
+
+def _goes_between(line: str, group: int) -> bool:
+    """Returns whether devices of different groups take part in one exchange of a collective."""
+    if mesh := MESH.search(line):
+        sizes = {name: int(size) for name, size in SIZE.findall(mesh[1])}
+        within = [list(sizes).index(name) for name in NAME.findall(mesh[2])]
+        others = [axis for axis in range(len(sizes)) if axis not in within]
+        devices = np.arange(np.prod([*sizes.values()])).reshape([*sizes.values()])
+        count = np.prod([devices.shape[axis] for axis in within], dtype=int)
+        sets = devices.transpose(others + within).reshape(-1, count).tolist()
+    elif iota := IOTA.search(line):
+        shape, axes = ([int(n) for n in iota[i].split(",")] for i in (1, 2))
+        order = [int(n) for n in iota[3].split(",")] if iota[3] else range(len(axes))
+        sets = np.arange(np.prod(axes)).reshape(axes).transpose(order).reshape(shape).tolist()
+    elif listed := LISTED.search(line):
+        sets = [[int(n) for n in one.split(",")] for one in INNER.findall(listed[1])]
+    else:
+        return True  # of all devices
+    return any(len({device // group for device in one}) > 1 for one in sets)
 
 
 def largest_collective(text: str) -> int:

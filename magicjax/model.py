@@ -8,9 +8,9 @@ import jax
 from jaxtyping import Array, Float, Int
 
 import models
-from magicjax.offloading import is_int8, run_blocks
+from magicjax import offloading, stages
 from models import Attend
-from sharding import Split, collectives
+from sharding import Split, collectives, pipeline
 
 
 @jax.tree_util.register_pytree_node_class
@@ -31,6 +31,9 @@ class Model:
       pad_token_id: what fills the rows that ended, when the user gives none.
       shards: static too; how many devices of a mesh's `model` axis it is divided over; None: all.
         A small draft may do with fewer, and is then held several times.
+      stages: static too; over how many pipeline stages of a mesh its blocks are divided, and their
+        parameters stacked (`magicjax.stages`).
+      micro_batches: static too; in how many parts a batch goes through the stages.
       blocks: the blocks' weights in host memory (`magicjax.offload`), which `params` then lacks;
         None: everything is on the device.
     """
@@ -42,6 +45,8 @@ class Model:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     shards: int | None = None
+    stages: int = 1
+    micro_batches: int = 1
     blocks: Any = dataclasses.field(default=None, repr=False)
 
     @property
@@ -56,7 +61,7 @@ class Model:
     @property
     def offload(self) -> bool | Literal["int8"]:
         """Where its blocks are, as `magicjax.load` takes it."""
-        return "int8" if is_int8(self.blocks) else self.blocks is not None
+        return "int8" if offloading.is_int8(self.blocks) else self.blocks is not None
 
     def kv_bytes(self, batch: int, slots: int) -> int:
         """Returns the bytes of keys and values of so many rows and slots, in the model's dtype."""
@@ -88,23 +93,47 @@ class Model:
         """Returns the sum of what this device's query heads paid to its KV heads, and others'."""
         return collectives.total(x, self.split.replica_axes)
 
-    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[nn.Module, int | None]]:
-        return (self.params, self.blocks), (self.module, self.shards)
+    @property
+    def first_layer(self) -> Int[Array, ""] | int:
+        """The number of this device's first layer."""
+        return pipeline.place() * self.config.num_layers if self.stages > 1 else 0
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
+        static = self.module, self.shards, self.stages, self.micro_batches
+        return (self.params, self.blocks), static
 
     @classmethod
-    def tree_unflatten(cls, static: tuple[nn.Module, int | None], children: tuple) -> "Model":
-        params, blocks = children
-        return cls(module=static[0], params=params, shards=static[1], blocks=blocks)
+    def tree_unflatten(cls, static: tuple[Any, ...], children: tuple) -> "Model":
+        (module, shards, stages, micro_batches), (params, blocks) = static, children
+        return cls(
+            module=module,
+            params=params,
+            shards=shards,
+            stages=stages,
+            micro_batches=micro_batches,
+            blocks=blocks,
+        )
 
     def __call__(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend
     ) -> tuple[Float[Array, "B T E"], tuple]:
-        """Returns (hidden states, what `attend` kept of each layer)."""
-        if self.blocks is None:
+        """Returns (hidden states, what `attend` kept of each layer).
+
+        Of a model in stages they are those of this stage's last layer, and of its own layers.
+        """
+        if self.blocks is None and self.stages == 1:
             return self.module.apply(self.params, tokens, positions, attend)
         x = self.module.apply(self.params, tokens, positions, method="embed")
-        return run_blocks(self.module, self.blocks, x, positions, attend)
+        if self.stages > 1:
+            return stages.run_blocks(self, x, positions, attend)
+        return offloading.run_blocks(self.module, self.blocks, x, positions, attend)
 
     def unembed(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
-        """Returns the logits of some hidden states; of a divided model, this device's part."""
+        """Returns the logits of some hidden states; of a divided model, this device's part.
+
+        Of a model in stages they are the same on every stage: the last one's hidden states go to
+        all.
+        """
+        if self.stages > 1:
+            hidden = stages.from_last(self, hidden)
         return self.module.apply(self.params, hidden, method="unembed")

@@ -1,9 +1,10 @@
 """Programs for a mesh of devices: where every argument lies, and who runs what.
 
 A program for a mesh is the program for one device, run on each device's part: of rows by `data`, of
-models by `model` (`sharding.Split`). Only a model's sums and the choices over its vocabulary speak
-with other devices; what they give is the same on all devices of a group, so all of them take the
-same decisions. Rows of different groups never meet: a group whose rows have ended is done.
+models by `model` (`sharding.Split`), of the target's layers by `stage` (`magicjax.stages`). Only a
+model's sums, the choices over its vocabulary and what goes from stage to stage speak with other
+devices; what is decided is the same on all devices of a group, so all of them take the same
+decisions. Rows of different groups never meet: a group whose rows have ended is done.
 """
 
 import dataclasses
@@ -16,10 +17,23 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import models
-from magicjax import offloading
+from magicjax import offloading, stages
+from magicjax.cache import KVCache
+from magicjax.draft_cache import DraftCache
 from magicjax.model import Model
+from magicjax.queries import Seen
 from magicjax.sampling import shares
-from sharding import DATA, AnyMesh, Split, factored, first_axes, split_over
+from sharding import (
+    DATA,
+    STAGE,
+    AnyMesh,
+    Split,
+    factored,
+    first_axes,
+    processes,
+    split_over,
+    undivided,
+)
 
 ROWS, EVERYWHERE = PartitionSpec(DATA), PartitionSpec()
 
@@ -48,10 +62,12 @@ def split_of(config: models.Config, shards: int | None, mesh: AnyMesh) -> Split:
     return split
 
 
-def check(mesh: AnyMesh, target: Model, drafter: Any, batch: int) -> None:
+def check(
+    mesh: AnyMesh, target: Model, drafter: Any, batch: int, micro_batches: int | None = None
+) -> None:
     """Raises ValueError unless target, drafts and rows divide over the mesh."""
     mesh = factored(mesh)
-    groups = mesh.shape[DATA]
+    groups, count = mesh.shape[DATA], mesh.shape[STAGE]
     if batch % groups:
         raise ValueError(
             f"{batch} prompts do not divide over data={groups} groups of devices: give a multiple "
@@ -69,6 +85,29 @@ def check(mesh: AnyMesh, target: Model, drafter: Any, batch: int) -> None:
             what = "the target" if model is target else f"the drafter {model.name or ''}".strip()
             hint = "" if model is target else "; a draft can do with fewer shards, also with 1"
             raise ValueError(f"{what}: {error}{hint}") from error
+        if model is not target and model.stages > 1:
+            raise ValueError(
+                f"the drafter {model.name or ''} lies on {model.stages} stages, as only a target "
+                "may: load it with stages=1, and every stage has all of it"
+            )
+    try:
+        stages.check(target.config.num_layers, count)
+    except ValueError as error:
+        raise ValueError(f"the target: {error}") from error
+    if target.stages not in (1, count):
+        raise ValueError(
+            f"the target lies on {target.stages} stages, and the mesh has {count}: pass the mesh "
+            "that it was loaded for"
+        )
+    if count > 1 and target.blocks is not None:
+        raise ValueError(
+            f"stage={count} of an offloaded target is not supported: stages hold their layers; "
+            "leave offload out, or use a mesh without stages"
+        )
+    stages.check_micro_batches(micro_batches, batch // groups, count)
+    for one in getattr(drafter, "drafters", (drafter,)):
+        if not models_of(one):  # of a small model all layers are on every stage
+            stages.check_policy(one, target.config.num_layers, count)
 
 
 def models_of(tree: Any) -> list[Model]:
@@ -88,8 +127,11 @@ def parameter_shardings(module: nn.Module, shards: int | None, mesh: AnyMesh) ->
     return lambda names: NamedSharding(mesh, split.spec(names))
 
 
-def place_model(model: Model, mesh: AnyMesh, put: Callable = jax.device_put) -> Model:
-    """Returns the model with its parameters where the mesh wants them; those that are stay."""
+def place_model(model: Model, mesh: AnyMesh, put: Callable = processes.put) -> Model:
+    """Returns the model with its parameters where the mesh wants them; those that are stay.
+
+    Every stage gets all of its layers, as of a draft.
+    """
     place = parameter_shardings(model.module, model.shards, mesh)
     boxes, blocks = _boxes(model.module), model.blocks
     if blocks is not None:
@@ -105,6 +147,23 @@ def place_model(model: Model, mesh: AnyMesh, put: Callable = jax.device_put) -> 
     return dataclasses.replace(model, params=params, blocks=blocks)
 
 
+def place_target(
+    target: Model, mesh: AnyMesh, micro_batches: int, put: Callable = processes.put
+) -> Model:
+    """Returns what `place_model` does of a target, whose layers are divided over the stages."""
+    mesh = factored(mesh)
+    count = mesh.shape[STAGE]
+    if count == 1:
+        return place_model(target, mesh, put)
+    place = parameter_shardings(target.module, target.shards, mesh)
+    wanted = stages.shardings(target.module, count, mesh, place)
+    if target.stages == count:
+        params = jax.tree.map(put, target.params, wanted)
+    else:
+        params = stages.place_params(target.params, wanted, count, put)
+    return dataclasses.replace(target, params=params, stages=count, micro_batches=micro_batches)
+
+
 @functools.lru_cache(maxsize=32)  # tracing a model takes a third of a second, or more
 def _boxes(module: nn.Module) -> Any:
     return models.abstract_params(module)
@@ -113,6 +172,11 @@ def _boxes(module: nn.Module) -> Any:
 def check_on_one(target: Model, drafter: Any) -> None:
     """Raises ValueError if a model lies on several devices, and no mesh was given."""
     for model in (target, *models_of(drafter)):
+        if model.stages > 1:
+            raise ValueError(
+                f"the model {model.name!r} lies on {model.stages} stages: pass the mesh that it "
+                "was loaded for"
+            )
         for leaf in jax.tree.leaves(model):
             count = len(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else 1
             if count > 1:
@@ -122,7 +186,7 @@ def check_on_one(target: Model, drafter: Any) -> None:
                 )
 
 
-def place_drafter(drafter: Any, mesh: AnyMesh, put: Callable = jax.device_put) -> Any:
+def place_drafter(drafter: Any, mesh: AnyMesh, put: Callable = processes.put) -> Any:
     """Returns the drafter with its models in their places; other arrays are everywhere."""
     everywhere = NamedSharding(factored(mesh), EVERYWHERE)
 
@@ -149,16 +213,42 @@ def on_mesh(
 def result_shapes(function: Callable, mesh: AnyMesh, arguments: tuple) -> Any:
     """Returns what the function gives back, as shapes with their shardings; nothing runs.
 
-    Where a device's part of an array is smaller than the array, there the array is divided.
+    Where a device's part of an array is smaller than it would be on a mesh that divides nothing but
+    layers, there the array is divided. What is held layer by layer has the rows of all stages.
     """
-    whole = jax.eval_shape(function, *arguments)
-    part = jax.eval_shape(_mapped(function, mesh, arguments)(out_specs=EVERYWHERE), *arguments)
+    plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+    whole, part = (
+        jax.eval_shape(_mapped(function, on, arguments)(out_specs=EVERYWHERE), *plain)
+        for on in (undivided(mesh), mesh)
+    )
 
-    def shape(whole, part):
-        sharding = NamedSharding(mesh, _spec(mesh, whole.shape, part.shape))
-        return jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=sharding)
+    def shape(whole, part, count=1):
+        spec, (rows, *others) = _spec(mesh, whole.shape, part.shape), whole.shape or (None,)
+        if count == 1:
+            sizes = whole.shape
+        else:
+            spec, sizes = PartitionSpec((STAGE, DATA), *spec[1:]), (count * rows, *others)
+        return jax.ShapeDtypeStruct(sizes, whole.dtype, sharding=NamedSharding(mesh, spec))
 
-    return jax.tree.map(shape, whole, part)
+    def of_node(whole, part):
+        found = jax.tree.map(shape, whole, part)
+        if not _in_stages(whole):
+            return found
+        of_layers = {
+            name: jax.tree.map(
+                functools.partial(shape, count=whole.stages),
+                getattr(whole, name),
+                getattr(part, name),
+            )
+            for name in whole.of_layers
+        }
+        return dataclasses.replace(found, **of_layers)
+
+    return jax.tree.map(of_node, whole, part, is_leaf=_in_stages)
+
+
+def _in_stages(x: Any) -> bool:
+    return isinstance(x, KVCache | DraftCache | Seen) and x.stages > 1
 
 
 def _mapped(function: Callable, mesh: AnyMesh, arguments: tuple) -> Callable:
@@ -179,7 +269,10 @@ def _as_part(argument: Any, mesh: AnyMesh) -> Any:
     def divide(leaf):
         if not _is_model(leaf):
             return leaf
-        split = split_of(leaf.config, leaf.shards, mesh)
+        if leaf.stages > 1:
+            leaf = stages.own_part(leaf)
+        undivided = all(size == 1 for name, size in mesh.shape.items() if name != STAGE)
+        split = Split() if undivided else split_of(leaf.config, leaf.shards, mesh)
         return dataclasses.replace(leaf, module=leaf.module.clone(split=split))
 
     return jax.tree.map(divide, argument, is_leaf=_is_model)

@@ -78,8 +78,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 def machine_of(arguments: argparse.Namespace) -> costs.Machine:
     """Returns the machine of --device and --mesh."""
-    data, model = parse_mesh(arguments.mesh)
-    return costs.Machine(costs.device_of(arguments.device), data, model)
+    mesh = parse_mesh(arguments.mesh)
+    if mesh.stage > 1:
+        raise ValueError(f"--mesh {arguments.mesh}: the cost model knows no stages; leave them out")
+    return costs.Machine(costs.device_of(arguments.device), mesh.data, mesh.model)
 
 
 def check_dtype(dtype: str, device: costs.Device) -> None:

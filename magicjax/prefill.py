@@ -5,12 +5,14 @@ prompt is ever stored. Padded tokens are seen by padded tokens only, and their e
 the row's length, where later commits overwrite them.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from magicjax import cache as caches
-from magicjax.attention import attend_to
+from magicjax.attention import AttendTo
 from magicjax.cache import KVCache
 from magicjax.model import Model
 from magicjax.queries import Seen, Watch, no_queries, of_chunk
@@ -34,7 +36,13 @@ def prefill_cache(
     triangle = jnp.tril(jnp.ones((chunk, chunk), bool))
     dtype = model.dtype
     cache = caches.empty(
-        config.num_layers, batch, model.own_kv_heads, settings.capacity, config.head_dim, dtype
+        config.num_layers,
+        batch,
+        model.own_kv_heads,
+        settings.capacity,
+        config.head_dim,
+        dtype,
+        model.stages,
     )
 
     def run_chunk(i, carry):
@@ -43,7 +51,7 @@ def prefill_cache(
         part = jax.lax.dynamic_slice(tokens, (0, start), (batch, chunk))
         positions = jnp.minimum(start + jnp.arange(chunk), config.max_positions - 1)
         cache = cache.replace(lengths=jnp.minimum(start, lengths))
-        attend = attend_to(cache, triangle, settings.backend, watch.window > 0 or watch.total)
+        attend = AttendTo(cache, triangle, settings.backend, watch.window > 0 or watch.total)
         hidden, kept = model(part, jnp.broadcast_to(positions, part.shape), attend)
         new, queries = zip(*kept, strict=True)
         at = start + caches.zero_after(hidden[:1, 0].argmax(-1)[0])
@@ -53,7 +61,7 @@ def prefill_cache(
         ends_here = (lengths > start) & (lengths <= start + chunk)
         here = jnp.take_along_axis(hidden, place[:, None, None], 1)[:, 0]
         seen = _see(model, seen, queries, k, start, lengths, settings.backend)
-        return KVCache(k, v, cache.lengths), jnp.where(ends_here[:, None], here, last), seen
+        return cache.replace(k=k, v=v), jnp.where(ends_here[:, None], here, last), seen
 
     last = jnp.zeros((batch, config.hidden_size), dtype)
     seen = _nothing_seen(model, cache, watch)
@@ -70,7 +78,7 @@ def _nothing_seen(model: Model, cache: KVCache, watch: Watch) -> Seen:
     if watch.total:
         dtype = jnp.promote_types(model.dtype, jnp.float32)
         total = tuple(jnp.zeros(k.shape[:3], dtype) for k in cache.k)
-    return Seen(queries, total)
+    return Seen(queries, total, model.stages)
 
 
 def _see(
@@ -94,7 +102,7 @@ def _see(
             old + model.of_all_queries(prefix_mass(q, k, sees, lse, backend=backend))
             for old, (q, lse), k in zip(total, queries, keys, strict=True)
         )
-    return Seen(windows, total)
+    return dataclasses.replace(seen, queries=windows, total=total)
 
 
 def _write(slots: Float[Array, "B K S D"], new: Float[Array, "B T K D"], start) -> Array:

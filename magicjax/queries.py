@@ -51,10 +51,14 @@ class Seen:
     Attributes:
       queries: for each layer; None if no window was asked for.
       total: float32 [B, K, S] for each layer, summed over the G heads of a KV head; or None.
+      stages: static; as in a cache.
     """
 
     queries: tuple[Queries, ...] | None
     total: tuple[Float[Array, "B K S"], ...] | None
+    stages: int = struct.field(pytree_node=False, default=1)
+
+    of_layers = ("queries", "total")
 
 
 def no_queries(batch: int, window: int, heads: int, size: int, dtype) -> Queries:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from magicjax import offloading, placing
+from magicjax import offloading, placing, stages
 from magicjax.cache import KVCache
 from magicjax.decode import Prefilled, PrefillSettings, Settings
 from magicjax.drafters import DRAWINGS, Drafter, Ensemble
@@ -23,7 +23,7 @@ from magicjax.sampling import Sampling, row_keys
 from magicjax.tree import MAX_NODES, ROOT_ONLY, DynamicTree, Shape, TokenTree, Tree, chain
 from magicjax.verify import VERIFIERS
 from pallas_kernels import choose_backend
-from sharding import DATA, AnyMesh, factored
+from sharding import DATA, STAGE, AnyMesh, factored, processes
 
 PREFILL_CHUNK = 512  # tokens of a row in a prefill step
 PREFILL_TOKENS = 8192  # of a device's rows together: enough to keep it busy, few to hold
@@ -106,7 +106,8 @@ def prepare(
     pad_token_id: int | None = None,
     backend: str | None = None,
     mesh: AnyMesh | None = None,
-    put: Callable = jax.device_put,
+    micro_batches: int | None = None,
+    put: Callable = processes.put,
 ) -> Request:
     """Returns the checked request; see `magicjax.generate` for the arguments and errors.
 
@@ -154,19 +155,23 @@ def prepare(
         pad_token_id=_pad(target, pad_token_id, eos),
     )
     if mesh is None:
+        stages.check_micro_batches(micro_batches, len(rows), 1)
         placing.check_on_one(target, drafter)
     else:
-        placing.check(mesh, target, drafter, len(rows))
-        request = request if target.params is None else _placed(request, mesh, put)
+        placing.check(mesh, target, drafter, len(rows), micro_batches)
+        if target.params is not None:
+            request = _placed(request, mesh, micro_batches, put)
     if target.blocks is not None:
         drafts = placing.models_of(request.drafter)
         offloading.check_caches(request.target, drafts, sum(request.kv_bytes))
     return request
 
 
-def _placed(request: Request, mesh: AnyMesh, put: Callable) -> Request:
+def _placed(request: Request, mesh: AnyMesh, micro_batches: int | None, put: Callable) -> Request:
     """Returns the request with all its arrays where the mesh wants them."""
     mesh = factored(mesh)
+    if micro_batches is None:
+        micro_batches = _micro_batches(request, mesh)
     rows = NamedSharding(mesh, placing.ROWS)
 
     def of_rows(x):
@@ -175,7 +180,7 @@ def _placed(request: Request, mesh: AnyMesh, put: Callable) -> Request:
     return dataclasses.replace(
         request,
         settings=dataclasses.replace(request.settings, mesh=mesh),
-        target=placing.place_model(request.target, mesh, put),
+        target=placing.place_target(request.target, mesh, micro_batches, put),
         drafter=placing.place_drafter(request.drafter, mesh, put),
         tokens=of_rows(request.tokens),
         lengths=of_rows(request.lengths),
@@ -183,6 +188,15 @@ def _placed(request: Request, mesh: AnyMesh, put: Callable) -> Request:
         sampling=of_rows(request.sampling),
         eos=put(request.eos, NamedSharding(mesh, placing.EVERYWHERE)),
     )
+
+
+def _micro_batches(request: Request, mesh: AnyMesh) -> int:
+    """Returns in how many parts the rows of a group of devices go through the stages."""
+    groups, target = mesh.shape[DATA], request.target
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(target.params))
+    caches = target.kv_bytes(len(request.prompts), request.settings.capacity) // groups
+    rows = len(request.prompts) // groups
+    return stages.best_micro_batches(rows, mesh.shape[STAGE], weights, caches)
 
 
 def prefill_chunk(rows: int) -> int:

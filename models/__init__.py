@@ -1,6 +1,7 @@
 """Decoder models as pure functions of their parameters."""
 
 from models.build import (
+    BLOCK,
     Config,
     Place,
     abstract_params,
@@ -8,6 +9,7 @@ from models.build import (
     build,
     count_params,
     init_blocks,
+    init_boxed,
     init_params,
     layer_module,
     split_blocks,
@@ -26,6 +28,7 @@ from models.presets import PRESETS, preset
 from models.rope import Rope
 
 __all__ = [
+    "BLOCK",
     "PRESETS",
     "Attend",
     "Checkpoint",
@@ -41,6 +44,7 @@ __all__ = [
     "build",
     "count_params",
     "init_blocks",
+    "init_boxed",
     "init_params",
     "layer_module",
     "load_checkpoint",

@@ -64,6 +64,7 @@ def tree_attention(
     v_new: Float[Array, "B N K D"],
     mask: Bool[Array, "T N"] | Bool[Array, "B T N"],
     *,
+    first_row: Int[Array, ""] | int | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Array | tuple[Array, Array]:
@@ -82,6 +83,8 @@ def tree_attention(
       lengths: live slots of each row, 0 to S.
       k_new, v_new: keys and values of tokens that are not in the cache.
       mask: True where a query may see a new token; [T, N] is shared by the rows.
+      first_row: the caches have more rows than the queries, whose own are the B from this one on:
+        they are read where they lie. None: as many.
       return_lse: also return the log-sum-exp of the scaled scores.
       backend: a name from BACKENDS; None: xla.
 
@@ -92,27 +95,29 @@ def tree_attention(
     Raises:
       ValueError: unknown backend, or shapes or dtypes that do not fit together.
     """
-    _check(q, k_prefix, v_prefix, lengths, k_new, v_new, mask)
+    _check(q, k_prefix, v_prefix, lengths, k_new, v_new, mask, first_row is not None)
     attend = BACKENDS[choose_backend(backend, q.dtype, q.shape[3])]
     mask = mask if mask.ndim == 3 else mask[None]
     with jax.named_scope("tree_attention"):
-        out, lse = attend(q, k_prefix, v_prefix, lengths, k_new, v_new, mask)
+        out, lse = attend(q, k_prefix, v_prefix, lengths, k_new, v_new, mask, first_row)
     out = out.astype(q.dtype)
     return (out, lse) if return_lse else out
 
 
-def _check(q, k_prefix, v_prefix, lengths, k_new, v_new, mask) -> None:
+def _check(q, k_prefix, v_prefix, lengths, k_new, v_new, mask, more_rows: bool) -> None:
     """Raises a ValueError that names the first argument that does not fit, and the remedy."""
     check_heads(q, k_prefix)
     batch, length, _, size = q.shape
-    kv_heads, slots = k_prefix.shape[1:3]
+    rows, kv_heads, slots = k_prefix.shape[:3]
+    if not more_rows or rows < batch:
+        rows = batch
     new = k_new.shape[1] if k_new.ndim == 4 else "N"
     if new == 0:
         raise ValueError("k_new has N=0 tokens: pass at least one; a masked one changes nothing")
     _check_quantized(k_prefix, v_prefix)
     expected = {
-        "k_prefix": (k_prefix, "[B, K, S, D]", (batch, kv_heads, slots, size)),
-        "v_prefix": (v_prefix, "[B, K, S, D]", (batch, kv_heads, slots, size)),
+        "k_prefix": (k_prefix, "[B, K, S, D]", (rows, kv_heads, slots, size)),
+        "v_prefix": (v_prefix, "[B, K, S, D]", (rows, kv_heads, slots, size)),
         "lengths": (lengths, "[B]", (batch,)),
         "k_new": (k_new, "[B, N, K, D]", (batch, new, kv_heads, size)),
         "v_new": (v_new, "[B, N, K, D]", (batch, new, kv_heads, size)),

@@ -36,7 +36,7 @@ def flash(
     q: Float[Array, "B K R D"],
     k: Float[Array, "B K S D"] | Quantized,
     v: Float[Array, "B K S D"] | Quantized,
-    lengths: Int[Array, "B"],
+    lengths: Int[Array, "B+1"],
     k_new: Float[Array, "B K N D"],
     v_new: Float[Array, "B K N D"],
     bias: Float[Array, "X M L"],
@@ -52,7 +52,8 @@ def flash(
         64 * row_groups.
       k, v: the prefix; S is at least a block and a multiple of 8. `Quantized` in 8 bits (q in bf16,
         D at most 128), it is read so: the integers become bf16 on the chip, which is exact.
-      lengths: live slots of each row.
+      lengths: live slots of each row; then, which row of the prefix is the queries' first: it may
+        have more rows than they.
       k_new, v_new: new tokens; N is a multiple of 8. L is N rounded up to whole blocks.
       bias: float32, added to the scores of new tokens: 0 or MASKED; X is B or 1.
       config: how to divide the work.
@@ -169,12 +170,14 @@ class _Part:
 
     Attributes:
       row, head: of the batch, and the KV head.
+      prefix_row: of the prefix.
       begin, end: of the prefix.
       steps: blocks of keys of the prefix, 0 or more.
       total: the same with those of new tokens, which the first split takes.
     """
 
     row: Any
+    prefix_row: Any
     head: Any
     begin: Any
     end: Any
@@ -190,7 +193,8 @@ def _part_of(config: Config, lengths: Any, new_tokens: int) -> _Part:
     end = jnp.minimum(begin + of_split, length)
     steps = pl.cdiv(jnp.maximum(end - begin, 0), block)
     total = steps + jnp.where(split == 0, pl.cdiv(new_tokens, block), 0)
-    return _Part(row, lax.axis_index("head"), begin, end, steps, total)
+    first = lengths[lengths.shape[0] - 1]
+    return _Part(row, first + row, lax.axis_index("head"), begin, end, steps, total)
 
 
 def _kernel(config, q, lengths, new, bias, k, v, out, lse, scratch: _Scratch) -> None:
@@ -252,8 +256,8 @@ def _produce(config: Config, part: _Part, prefix, rings, new, new_rings) -> None
     """Brings block after block of keys and values, as places become free."""
     block, slots = config.block, prefix[0][0].shape[2]
 
-    def bring(i, first, at, sources, rings):
-        """Brings block i into rings whose first block was `first`."""
+    def bring(i, first, at, row, sources, rings):
+        """Brings block i, of a row, into rings whose first block was `first`."""
         for source, ring in zip(sources, rings, strict=True):
             places = ring.entries.shape[0]
             place = lax.rem(i, places)
@@ -264,18 +268,18 @@ def _produce(config: Config, part: _Part, prefix, rings, new, new_rings) -> None
 
             for array, shared in zip(source, (ring.entries, ring.scales), strict=True):
                 if array is not None:
-                    piece = array.at[part.row, part.head, pl.ds(at, block)]
+                    piece = array.at[row, part.head, pl.ds(at, block)]
                     plgpu.copy_gmem_to_smem(piece, shared.at[place], ring.loaded.at[place])
 
     def bring_prefix(i, carry):
         at = jnp.minimum(part.begin + i * block, slots - block)  # never beyond the cache
-        bring(i, 0, at, prefix, rings)
+        bring(i, 0, at, part.prefix_row, prefix, rings)
         return carry
 
     def bring_new(i, carry):
         sources = [(array, None) for array in new]
         first = part.steps if new_rings else 0
-        bring(i, first, (i - part.steps) * block, sources, new_rings or rings)
+        bring(i, first, (i - part.steps) * block, part.row, sources, new_rings or rings)
         return carry
 
     lax.fori_loop(0, part.steps, bring_prefix, None)

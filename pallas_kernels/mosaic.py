@@ -67,6 +67,7 @@ def attend(
     k_new: Float[Array, "B N K D"],
     v_new: Float[Array, "B N K D"],
     mask: Bool[Array, "X T N"],
+    first_row: Int[Array, ""] | int | None = None,
     interpreted: bool = False,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Returns (out, lse) in float32, as `tree_attention` describes them.
@@ -99,7 +100,7 @@ def attend(
         _pad(rows, 2, _round_up(length * group, TILE)),
         k_prefix,
         v_prefix,
-        lengths.astype(jnp.int32),
+        jnp.append(lengths, 0 if first_row is None else first_row).astype(jnp.int32),
         _pad(k_new.swapaxes(1, 2), 2, _round_up(k_new.shape[1], TILE)),
         _pad(v_new.swapaxes(1, 2), 2, _round_up(v_new.shape[1], TILE)),
         _pad(_pad(bias, 1, whole_tiles, MASKED), 2, whole_new, MASKED),

@@ -21,10 +21,15 @@ def attend(
     k_new: Float[Array, "B N K D"],
     v_new: Float[Array, "B N K D"],
     mask: Bool[Array, "#B T N"],
+    first_row: Int[Array, ""] | int | None = None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Returns (out, lse) in float32, or in float64 for float64 inputs."""
     dtype = accumulator_dtype(q.dtype)
     batch, length, heads, size = q.shape
+    if first_row is not None:
+        k_prefix, v_prefix = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, first_row, batch), (k_prefix, v_prefix)
+        )
     kv_heads, slots = k_prefix.shape[1:3]
 
     def joined(prefix, new):  # [B, S + N, H, D]: each query head beside its own key/value head

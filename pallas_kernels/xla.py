@@ -42,6 +42,7 @@ def attend(
     k_new: Float[Array, "B N K D"],
     v_new: Float[Array, "B N K D"],
     mask: Bool[Array, "#B T N"],
+    first_row: Int[Array, ""] | int | None = None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Returns (out, lse) in float32, or in float64 for float64 inputs."""
     batch, length, heads = q.shape[:3]
@@ -50,7 +51,7 @@ def attend(
     rows = _rows(q, kv_heads)
     part = _new(rows, k_new, v_new, jnp.repeat(mask, group, axis=1))
     if k_prefix.shape[2]:
-        part = _prefix(rows, k_prefix, v_prefix, lengths, part)
+        part = _prefix(rows, k_prefix, v_prefix, lengths, part, first_row)
     out, lse = finish(part)
 
     def unpack(x):  # [B, K, T * G, ...] -> [B, T, H, ...]
@@ -175,8 +176,10 @@ def _prefix(
     v: Float[Array, "B K S D"] | Quantized,
     lengths: Int[Array, " B"],
     part: Partial,
+    first_row: Int[Array, ""] | int | None,
 ) -> Partial:
     """Returns `part` joined with attention to the live slots."""
+    own = None if first_row is None else (first_row, rows.shape[0])
     slots = k.shape[2]
     longest = jnp.clip(lengths.max(), 0, slots)
 
@@ -186,13 +189,14 @@ def _prefix(
     def step(start, first, part):
         slot = start + jnp.arange(min(BLOCK, slots))
         live = (slot >= first) & (slot < lengths[:, None])
-        return join(part, _block(rows, _cut(k, start), _cut(v, start), live))
+        return join(part, _block(rows, _cut(k, start, own), _cut(v, start, own), live))
 
     def in_blocks(part):
         return _for_blocks(step, slots, longest, part)
 
     # A quantized cache is copied to be dequantized: by blocks, the copy is never of the whole.
-    if isinstance(k, Quantized) and slots > BLOCK:
+    # Likewise rows of a larger one, which nobody can multiply where they lie.
+    if own is not None or (isinstance(k, Quantized) and slots > BLOCK):
         return in_blocks(part)
     return _faster(at_once, in_blocks, rows, slots, longest, part)
 
@@ -237,11 +241,20 @@ def _for_blocks(step: Callable, slots: int, longest: Int[Array, ""], carry):
     return lax.fori_loop(0, (longest + block - 1) // block, body, carry)
 
 
-def _cut(cache: Float[Array, "B K S D"] | Quantized, start: Int[Array, ""]):
-    """Returns the block of a cache that begins at slot `start`."""
+def _cut(
+    cache: Float[Array, "B K S D"] | Quantized,
+    start: Int[Array, ""],
+    rows: tuple[Int[Array, ""] | int, int] | None = None,
+):
+    """Returns the block of a cache that begins at slot `start`, of (the first row, how many)."""
 
     def cut(leaf):
-        return lax.dynamic_slice_in_dim(leaf, start, min(BLOCK, leaf.shape[2]), axis=2)
+        if rows is None:
+            return lax.dynamic_slice_in_dim(leaf, start, min(BLOCK, leaf.shape[2]), axis=2)
+        first, count = rows
+        at = (first, 0, start, *[0] * (leaf.ndim - 3))
+        size = (count, leaf.shape[1], min(BLOCK, leaf.shape[2]), *leaf.shape[3:])
+        return lax.dynamic_slice(leaf, tuple(map(jnp.int32, at)), size)
 
     return jax.tree.map(cut, cache)
 

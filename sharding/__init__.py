@@ -1,17 +1,20 @@
 """Where arrays live on a device mesh: axes and their names, one table, and sums over devices."""
 
-from sharding import collectives
+from sharding import collectives, pipeline, processes
 from sharding.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, VOCAB
 from sharding.mesh import (
     DATA,
     MODEL,
+    STAGE,
     AnyMesh,
+    MeshSize,
     abstract_mesh,
     factored,
     first_axes,
     make_mesh,
     model_axes,
     parse_mesh,
+    undivided,
 )
 from sharding.split import Split, part_bytes, split_over
 
@@ -23,8 +26,10 @@ __all__ = [
     "KV_HEADS",
     "MLP",
     "MODEL",
+    "STAGE",
     "VOCAB",
     "AnyMesh",
+    "MeshSize",
     "Split",
     "abstract_mesh",
     "collectives",
@@ -34,5 +39,8 @@ __all__ = [
     "model_axes",
     "parse_mesh",
     "part_bytes",
+    "pipeline",
+    "processes",
     "split_over",
+    "undivided",
 ]

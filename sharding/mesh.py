@@ -1,4 +1,4 @@
-"""The mesh: `data` divides the rows of a batch, `model` divides the target.
+"""The mesh: `stage` divides the target by layers, `data` the rows of a batch, `model` each layer.
 
 Inside, the `model` axis is one axis for each of its prime factors, the first varying slowest. A
 model that is divided over fewer devices (a small draft), or KV heads that are fewer than the
@@ -10,67 +10,97 @@ import functools
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-DATA, MODEL = "data", "model"
+STAGE, DATA, MODEL = "stage", "data", "model"
+AXES = (STAGE, DATA, MODEL)  # the first varies slowest: stages are the farthest apart
 AnyMesh = Mesh | AbstractMesh  # an abstract one is enough for shapes
 
 
-def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns a mesh of data * model devices with the axes `data` and `model`.
+class MeshSize(NamedTuple):
+    """How many devices there are along each axis, in the order in which `make_mesh` takes them."""
 
-    Neighbours along `model` talk in every layer, those along `data` never.
+    data: int = 1
+    model: int = 1
+    stage: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.model * self.stage
+
+    def __str__(self) -> str:
+        stages = f"{STAGE}={self.stage}," if self.stage != 1 else ""
+        return f"{stages}{DATA}={self.data},{MODEL}={self.model}"
+
+
+def make_mesh(
+    data: int = 1, model: int = 1, stage: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """Returns a mesh of stage * data * model devices with axes of these names.
+
+    Neighbours along `model` talk in every layer, those along `stage` once in every pass, and those
+    along `data` never. So where several processes share the devices, `stage` and then `data` goes
+    across them: devices are taken process by process.
 
     Args:
       data: groups of devices, each with rows of its own and a whole target.
       model: devices of a group, each with a part of the target's heads, MLP and vocabulary.
+      stage: pipeline stages, each with a part of the target's layers.
       devices: which ones; None: the first of all.
 
     Raises:
       ValueError: a number below 1, or more devices than there are.
     """
-    if data < 1 or model < 1:
-        raise ValueError(f"mesh data={data},model={model}: both must be at least 1")
+    size = MeshSize(data, model, stage)
+    if min(size) < 1:
+        raise ValueError(f"mesh {size}: every number must be at least 1")
     found = list(jax.devices() if devices is None else devices)
-    if data * model > len(found):
+    if size.devices > len(found):
         raise ValueError(
-            f"mesh data={data},model={model} needs {data * model} devices, and there are "
-            f"{len(found)}: use fewer, or on a CPU start Python with "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={data * model}"
+            f"mesh {size} needs {size.devices} devices, and there are {len(found)}: use fewer, or "
+            "on a CPU start Python with "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={size.devices}"
         )
-    chosen = np.array(found[: data * model]).reshape(data, model)
-    return Mesh(chosen, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
+    chosen = np.array(found[: size.devices]).reshape(stage, data, model)
+    return Mesh(chosen, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def parse_mesh(text: str) -> tuple[int, int]:
-    """Returns (data, model) of a mesh that is written `data=2,model=4`; one left out is 1.
+def parse_mesh(text: str) -> MeshSize:
+    """Returns the size of a mesh that is written `stage=2,data=2,model=2`; one left out is 1.
 
     Raises:
       ValueError: it is written otherwise.
     """
-    sizes = {DATA: 1, MODEL: 1}
     parts = [re.fullmatch(r"(\w+)=(\d+)", part) for part in text.split(",")]
     names = [part[1] for part in parts if part]
-    if len(names) < len(parts) or len(set(names)) < len(names) or set(names) - set(sizes):
-        raise ValueError(f"{text!r} is no mesh: write data=2,model=4, or one of them alone")
-    sizes |= {part[1]: int(part[2]) for part in parts if part}
-    if min(sizes.values()) < 1:
-        raise ValueError(f"mesh {text}: both numbers must be at least 1")
-    return sizes[DATA], sizes[MODEL]
+    if len(names) < len(parts) or len(set(names)) < len(names) or set(names) - set(AXES):
+        raise ValueError(
+            f"{text!r} is no mesh: write stage=2,data=2,model=2, or some of them alone"
+        )
+    size = MeshSize(**{part[1]: int(part[2]) for part in parts if part})
+    if min(size) < 1:
+        raise ValueError(f"mesh {text}: every number must be at least 1")
+    return size
 
 
-def abstract_mesh(data: int = 1, model: int = 1) -> AbstractMesh:
+def abstract_mesh(data: int = 1, model: int = 1, stage: int = 1) -> AbstractMesh:
     """Returns a factored mesh of no devices at all, for shapes."""
-    sizes = (data, *prime_factors(model))
+    sizes = (stage, data, *prime_factors(model))
     return AbstractMesh(sizes, _names(len(sizes)), axis_types=(AxisType.Auto,) * len(sizes))
 
 
+def undivided(mesh: AnyMesh) -> AbstractMesh:
+    """Returns a factored mesh of the same axes with one group of one device in every stage."""
+    sizes = (mesh.shape[STAGE], *[1] * (len(mesh.axis_names) - 1))
+    return AbstractMesh(sizes, mesh.axis_names, axis_types=mesh.axis_types)
+
+
 def _names(count: int) -> tuple[str, ...]:
-    return (DATA, *(f"{MODEL}_{i}" for i in range(count - 1)))
+    return (STAGE, DATA, *(f"{MODEL}_{i}" for i in range(count - 2)))
 
 
 @functools.cache
@@ -79,29 +109,29 @@ def factored(mesh: AnyMesh) -> Any:
 
     Raises:
       TypeError: it is no mesh.
-      ValueError: the mesh has other axes than `data` and `model`, and is not factored.
+      ValueError: the mesh has other axes than `stage`, `data`, `model`, and is not factored.
     """
     if not isinstance(mesh, AnyMesh):
         raise TypeError(f"mesh={mesh!r} is no mesh: make one with magicjax.make_mesh(data, model)")
     automatic = all(kind == AxisType.Auto for kind in mesh.axis_types)
     if automatic and mesh.axis_names == _names(len(mesh.axis_names)):
         return mesh
-    if not set(mesh.axis_names) <= {DATA, MODEL}:
+    if not set(mesh.axis_names) <= set(AXES):
         raise ValueError(
-            f"the mesh has the axes {', '.join(map(str, mesh.axis_names))}: it must have data and "
-            "model, as magicjax.make_mesh makes it"
+            f"the mesh has the axes {', '.join(map(str, mesh.axis_names))}: it must have "
+            f"{', '.join(AXES)} or some of them, as magicjax.make_mesh makes it"
         )
-    order = [mesh.axis_names.index(name) for name in (DATA, MODEL) if name in mesh.axis_names]
+    order = [mesh.axis_names.index(name) for name in AXES if name in mesh.axis_names]
     devices = mesh.devices.transpose(order)
     factors = prime_factors(mesh.shape.get(MODEL, 1))
-    names = _names(1 + len(factors))
-    devices = devices.reshape(mesh.shape.get(DATA, 1), *factors)
+    names = _names(2 + len(factors))
+    devices = devices.reshape(mesh.shape.get(STAGE, 1), mesh.shape.get(DATA, 1), *factors)
     return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def model_axes(mesh: AnyMesh) -> dict[str, int]:
     """Returns the axes of a factored mesh that `model` became, with their sizes, in order."""
-    return {str(name): size for name, size in mesh.shape.items() if name != DATA}
+    return {str(name): size for name, size in mesh.shape.items() if name not in (STAGE, DATA)}
 
 
 def first_axes(mesh: AnyMesh, count: int) -> tuple[str, ...]:

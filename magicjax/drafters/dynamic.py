@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from magicjax.attention import attend_level, empty_nodes
+from magicjax.attention import AttendLevel, empty_nodes
 from magicjax.drafters.levels import draft_levels
 from magicjax.drafters.running import NOT_RUN, Drafted, Source, run_root_with_lead, with_lead
 from magicjax.proposal import Proposal, deterministic_draws
@@ -65,7 +65,7 @@ def grow_tree(source: Source, tree: DynamicTree) -> tuple[Proposal, Drafted]:
         own = above | jnp.eye(entries, dtype=bool)[places]
         sees = sees.at[:, places].set(own)
         mask = own if source.lead is None else with_lead(source.lead, own)
-        attend = attend_level(source.cache, drafted, places, mask, source.backend)
+        attend = AttendLevel(source.cache, drafted, places, mask, source.backend)
         fed = jnp.take_along_axis(candidates.tokens, chosen, 1)
         positions = jnp.broadcast_to(source.root_position[:, None] + depth, fed.shape)
         hidden, drafted = source.model(fed, positions, attend)
@@ -91,7 +91,7 @@ def _run_root(source: Source, tree: DynamicTree, entries: int, slots: int):
     drafted = empty_nodes(source.cache, slots, source.model.dtype)
     if source.lead is None:
         mask = jnp.arange(entries) == 0
-        attend = attend_level(
+        attend = AttendLevel(
             source.cache, drafted, jnp.zeros(1, jnp.int32), mask[None], source.backend
         )
         hidden, drafted = source.model(source.root[:, None], source.root_position[:, None], attend)

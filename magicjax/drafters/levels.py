@@ -10,7 +10,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from magicjax.attention import attend_level, empty_nodes
+from magicjax.attention import AttendLevel, empty_nodes
 from magicjax.drafters.running import NOT_RUN, Drafted, Source, run_root_with_lead, with_lead
 from magicjax.proposal import Draws, Proposal, deterministic_draws
 from magicjax.sampling import draw, warp
@@ -52,7 +52,7 @@ def draft_levels(source: Source, tree: TokenTree) -> tuple[Proposal, Drafted]:
         if source.lead is not None:
             mask = with_lead(source.lead, jnp.broadcast_to(mask, (batch, *mask.shape)))
         places = jnp.where(nodes < n, nodes, slots)
-        attend = attend_level(source.cache, drafted, places, mask, source.backend)
+        attend = AttendLevel(source.cache, drafted, places, mask, source.backend)
         fed = jnp.take(drawn.tokens, nodes, axis=1, mode="clip")
         positions = source.root_position[:, None] + depth_of[nodes]
         hidden, drafted = source.model(fed, positions, attend)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from magicjax.attention import attend_level
+from magicjax.attention import AttendLevel
 from magicjax.cache import KVCache
 from magicjax.draft_cache import DraftCache
 from magicjax.model import Model
@@ -127,6 +127,6 @@ def run_root_with_lead(source: Source, drafted: tuple, nodes: int) -> tuple[Arra
     # Padding of the lead must not leave the positions either.
     positions = jnp.clip(source.root_position[:, None] + behind, 0, source.root_position[:, None])
     places = jnp.concatenate([nodes + steps, jnp.zeros(1, jnp.int32)])
-    attend = attend_level(source.cache, drafted, places, mask, source.backend)
+    attend = AttendLevel(source.cache, drafted, places, mask, source.backend)
     hidden, drafted = source.model(fed, positions, attend)
     return hidden[:, -1:], drafted

@@ -173,9 +173,8 @@ class SelfSpeculation:
             path, kept, count = of_round.path, of_round.kept, state.cache.count
             pairs = zip(queries, of_round.queries, strict=True)
             queries = tuple(follow(old, new, path, kept, count) for old, new in pairs)
-        state = SelfSpeculationState(
-            own, Seen(queries, state.seen.total), state.added, state.rounds + 1
-        )
+        seen = dataclasses.replace(state.seen, queries=queries)
+        state = SelfSpeculationState(own, seen, state.added, state.rounds + 1)
         due = state.rounds % self.refresh_every == 0
         return jax.lax.cond(due, lambda s: self._refresh(target, s, of_round), _same, state)
 
@@ -192,7 +191,7 @@ class SelfSpeculation:
                 old + target.of_all_queries(_unadded_mass(q, k, state.added, backend))
                 for old, q, k in layers
             )
-            seen = Seen(seen.queries, total)
+            seen = dataclasses.replace(seen, total=total)
         pins = sparse.pins(target, full, seen, backend)
         return SelfSpeculationState(
             repin(state.cache, full, pins), seen, full.lengths, state.rounds

@@ -111,7 +111,8 @@ class Sparse:
         queries, window = seen.queries, self.policy.window
         if queries is not None:
             queries = tuple(newest(of_layer, window) for of_layer in queries) if window else None
-        return Seen(queries, seen.total if self.policy.accumulates else None)
+        total = seen.total if self.policy.accumulates else None
+        return dataclasses.replace(seen, queries=queries, total=total)
 
     def pins(self, model: Model, full: KVCache, seen: Seen, backend: str | None) -> Pins:
         """Returns the policy's choice for each layer, by its `own` part of what was seen."""
@@ -125,7 +126,7 @@ class Sparse:
                 candidates=candidates,
                 queries=seen.queries[layer] if seen.queries else None,
                 accumulated=seen.total[layer] if seen.total else None,
-                layer=layer,
+                layer=model.first_layer + layer,
                 config=model.config,
                 split=model.split,
                 backend=backend,

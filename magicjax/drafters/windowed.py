@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from magicjax import cache as caches
-from magicjax.attention import attend_to
+from magicjax.attention import AttendTo
 from magicjax.draft_cache import DraftCache, append_ring
 from magicjax.model import Model
 from models.rope import frequencies, turn
@@ -73,7 +73,7 @@ def prefill_window(
         start = i * chunk
         part = jax.lax.dynamic_slice(tokens, (0, start), (batch, chunk))
         positions = jnp.broadcast_to(start + jnp.arange(chunk), part.shape)
-        hidden, kept = model(part, positions, attend_to(cache, triangle, settings.backend))
+        hidden, kept = model(part, positions, AttendTo(cache, triangle, settings.backend))
         new = tuple(pair for pair, _ in kept)
         witness = hidden[0, 0].argmax(-1).astype(jnp.int32)  # an int64 in 64-bit mode
         count = jnp.clip(lengths - start, 0, chunk) + caches.zero_after(witness)

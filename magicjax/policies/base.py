@@ -26,7 +26,7 @@ class Evidence:
       accumulated: float32 [B, K, S], the attention that all queries so far paid to each position,
         summed over the G heads that share a KV head; None unless the policy accumulates. Read it
         as `total`.
-      layer: static; which layer, from 0.
+      layer: static; which layer, from 0; traced where layers are divided over stages.
       config: static; the model's, with `rope` in models that rotate.
       split: static; how the model is divided over devices. K and H are those of this device; what
         goes over all heads, or over the query heads of a KV head, must be summed over devices.
@@ -38,7 +38,7 @@ class Evidence:
     candidates: Int[Array, "B"]
     queries: Queries | None
     accumulated: Float[Array, "B K S"] | None
-    layer: int = struct.field(pytree_node=False)
+    layer: Int[Array, ""] | int = struct.field(pytree_node=False)
     config: Any = struct.field(pytree_node=False)
     split: Split = struct.field(pytree_node=False, default=Split())
     backend: str | None = struct.field(pytree_node=False, default=None)

@@ -208,7 +208,7 @@ def test_a_mesh_of_one_device_changes_nothing():
 
 def test_a_mesh_has_other_axes():
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
-    with pytest.raises(ValueError, match="axes x: it must have data and model"):
+    with pytest.raises(ValueError, match="axes x: it must have stage, data, model or some of them"):
         magicjax.generate(tiny.model(), [[1, 2]], mesh=mesh)
 
 

@@ -261,10 +261,9 @@ def written(rows: int, **config) -> tuple:
     tiles = -(-rows // 64) * 64
     new = (inputs[name].swapaxes(1, 2) for name in ("k_new", "v_new"))
     bias = jnp.full((1, tiles, 64), MASKED)
-    prefix = (inputs[name] for name in ("k_prefix", "v_prefix", "lengths"))
-    return hopper.flash(
-        inputs["q"].swapaxes(1, 2), *prefix, *new, bias, Config(**config), interpreted=True
-    )
+    k, v, lengths = (inputs[name] for name in ("k_prefix", "v_prefix", "lengths"))
+    q, lengths = inputs["q"].swapaxes(1, 2), jnp.append(lengths, 0)
+    return hopper.flash(q, k, v, lengths, *new, bias, Config(**config), interpreted=True)
 
 
 @interpreted
