@@ -89,18 +89,18 @@ def question(target: Model, prompts: Any, auto: Auto, options: dict[str, Any]) -
     if options.get("tree") is not None:
         raise ValueError("drafter='auto' chooses the tree itself: leave tree out")
     options = {name: value for name, value in options.items() if name != "tree"}
-    device = costs.this_device() if auto.profile is None else costs.device_of(auto.profile)
-    # A verifier is for the drafters, which are yet to come.
-    plain = prepare(target, prompts, **options | {"verifier": None})
-    requests = _requests(plain, prompts, auto, options)
     mesh = options.get("mesh")
     shape = {DATA: 1, STAGE: 1} if mesh is None else factored(mesh).shape
-    devices = 1 if mesh is None else mesh.size
     if shape[STAGE] > 1:
         raise ValueError(
             f"drafter='auto' on stage={shape[STAGE]}: the cost model knows no stages; name a "
             "drafter, or use a mesh without stages"
         )
+    device = costs.this_device() if auto.profile is None else costs.device_of(auto.profile)
+    # A verifier is for the drafters, which are yet to come.
+    plain = prepare(target, prompts, **options | {"verifier": None})
+    requests = _requests(plain, prompts, auto, options)
+    devices = 1 if mesh is None else mesh.size
     machine = costs.Machine(device, shape[DATA], devices // shape[DATA])
     found = Question(auto, requests, machine)
     if target.params is not None:  # of a skeleton the dtype is not known

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -82,24 +83,24 @@ CASES = {
 
 
 @functools.cache
-def target(kv_heads: int) -> magicjax.Model:
-    return _model(kv_heads, noise=0.0)
+def target(kv_heads: int, layers: int = 2) -> magicjax.Model:
+    return _model(kv_heads, 0.0, layers)
 
 
 @functools.cache
 def draft(kv_heads: int, shards: int | None) -> magicjax.Model:
     """Returns a model near the target, so that about half of what it drafts is accepted."""
-    return dataclasses.replace(_model(kv_heads, noise=0.2), shards=shards)
+    return dataclasses.replace(_model(kv_heads, 0.2, 2), shards=shards)
 
 
-def _model(kv_heads: int, noise: float) -> magicjax.Model:
-    shape = tiny.config(**SIZES, num_kv_heads=kv_heads or 8)
+def _model(kv_heads: int, noise: float, layers: int) -> magicjax.Model:
+    shape = tiny.config(**SIZES, num_kv_heads=kv_heads or 8, num_layers=layers)
     if kv_heads == OPT:
         shape = models.OptConfig(
             vocab_size=64,
             hidden_size=64,
             intermediate_size=48,
-            num_layers=2,
+            num_layers=layers,
             num_heads=8,
             max_positions=512,
         )
@@ -111,10 +112,13 @@ def _model(kv_heads: int, noise: float) -> magicjax.Model:
     return magicjax.Model(models.build(shape), params)
 
 
-def generate(case: str, mesh: tuple[int, int] | None, shards: int | None = None, **more):
+def generate(
+    case: str, mesh: Sequence[int] | None, shards: int | None = None, layers: int = 2, **more
+):
+    """Returns what a case gives on a mesh of (data, model, stage); None: on one device."""
     drafter, tree, options, kv_heads = CASES[case]
     return magicjax.generate(
-        target(kv_heads),
+        target(kv_heads, layers),
         prompts(),
         drafter=drafter(kv_heads, None if mesh is None else shards),
         tree=tree,
@@ -131,17 +135,18 @@ def prompts() -> list[np.ndarray]:
 
 
 @functools.cache
-def on_one(case: str) -> magicjax.Output:
-    return generate(case, None)
+def on_one(case: str, layers: int = 2) -> magicjax.Output:
+    return generate(case, None, layers=layers)
 
 
-def compare(case: str, mesh: list[int], shards: int | None) -> dict:
+def compare(case: str, mesh: list[int], shards: int | None, layers: int = 2, **more) -> dict:
     """Returns how many rows were compared, and how many parted at a tie; fails for any other."""
-    of_one, of_eight = on_one(case), generate(case, tuple(mesh), shards)
+    of_one, of_eight = on_one(case, layers), generate(case, mesh, shards, layers, **more)
     tally = oracle.Tally()
     wanted, found = tiny.rows_of(of_one), tiny.rows_of(of_eight)
     sampled = CASES[case][2].get("do_sample", False)
-    tally.compare(target(CASES[case][3]), prompts(), wanted, found, ties_allowed=not sampled)
+    model = target(CASES[case][3], layers)
+    tally.compare(model, prompts(), wanted, found, ties_allowed=not sampled)
     if not tally.ties:
         for field in ("tau", "acceptance_by_depth", "acceptance_by_rank", "rounds", "drafted"):
             one, eight = getattr(of_one.stats, field), getattr(of_eight.stats, field)

@@ -51,6 +51,21 @@ def compiled(backend: str):
     return jax.jit(lambda inputs: tree_attention(**inputs, return_lse=True, backend=backend))
 
 
+@functools.cache
+def compiled_of_rows(backend: str):
+    """Returns `compiled`, with the number of the first row as a second argument."""
+    call = functools.partial(tree_attention, return_lse=True, backend=backend)
+    return jax.jit(lambda inputs, first: call(**inputs, first_row=first))
+
+
+def some_rows(inputs: dict, first: int, count: int) -> dict:
+    """Returns the inputs of some rows, beside the caches of all."""
+    own = {
+        name: x[first : first + count] for name, x in inputs.items() if not name.endswith("prefix")
+    }
+    return inputs | own
+
+
 def relative_error(found, wanted) -> float:
     """Returns the norm of the difference over the norm of what is wanted, in float64."""
     found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)

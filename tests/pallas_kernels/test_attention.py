@@ -7,16 +7,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import BACKENDS, EMPTY_LSE, choose_backend, merge, tree_attention
+from pallas_kernels import (
+    BACKENDS,
+    EMPTY_LSE,
+    choose_backend,
+    merge,
+    quantize,
+    tree_attention,
+)
 from pallas_kernels.shapes import SHAPES, Shape
 from pallas_kernels.xla import BLOCK, LARGE
 from tests.pallas_kernels.attention_cases import (
     MASKS,
     compiled,
+    compiled_of_rows,
     make_inputs,
     oracle,
     relative_error,
     seen_by_nobody,
+    some_rows,
 )
 
 # A sum of n random terms in float32 errs by about sqrt(n) * 6e-8 relative to itself: 4e-6 for the
@@ -127,6 +136,33 @@ def test_scores_of_any_size_give_finite_results(backend):
     wanted, _ = oracle(**inputs)
     assert np.isfinite(out).all() and np.isfinite(lse).all()
     assert relative_error(out, wanted) < 1e-5
+
+
+LONG = Shape(4, 2, 4, 2, 3, 8, BLOCK + 100)
+
+
+@every_backend
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("shape", [SMALL, LONG], ids=str)
+def test_rows_of_a_larger_cache_are_those_that_were_meant(backend, shape, bits):
+    inputs = make_inputs(shape, jnp.float32)
+    if bits:
+        inputs |= {name: quantize(inputs[name], bits) for name in ("k_prefix", "v_prefix")}
+    out, lse = compiled(backend)(inputs)
+    for first, count in ((0, 2), (1, 2), (3, 1)):
+        found = compiled_of_rows(backend)(some_rows(inputs, first, count), first)
+        for part, whole in zip(found, (out, lse), strict=True):
+            whole = whole[first : first + count]
+            assert relative_error(part, whole) < TOLERANCE["float32"], (first, count)
+        wrong, _ = compiled_of_rows(backend)(some_rows(inputs, first, count), (first + 1) % 3)
+        assert relative_error(wrong, out[first : first + count]) > 100 * TOLERANCE["float32"]
+
+
+def test_a_cache_of_fewer_rows_than_queries_is_refused():
+    inputs = make_inputs(SMALL, jnp.float32)
+    inputs["k_prefix"] = inputs["k_prefix"][:2]
+    with pytest.raises(ValueError, match=r"k_prefix has shape \(2, "):
+        tree_attention(**inputs, first_row=0)
 
 
 @every_backend

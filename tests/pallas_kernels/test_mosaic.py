@@ -31,10 +31,12 @@ from pallas_kernels.shapes import HOPPER_GRID, HOPPER_SHAPES, Shape
 from tests.pallas_kernels.attention_cases import (
     MASKS,
     compiled,
+    compiled_of_rows,
     edge_lengths,
     make_inputs,
     relative_error,
     seen_by_nobody,
+    some_rows,
 )
 from tests.quick import quick
 
@@ -109,6 +111,16 @@ def test_every_way_to_divide_the_work_gives_the_same(name, monkeypatch):
     shape = Shape(6, 17, 17, 1, 5, 64, 420)
     inputs = inputs_of(shape)
     check(inputs | {"lengths": jnp.asarray([0, 63, 64, 65, 400, 420], jnp.int32)})
+
+
+@interpreted
+@pytest.mark.parametrize("bits", quick([None, 8], None))
+def test_rows_of_a_larger_cache_are_those_that_were_meant(bits):
+    inputs = inputs_of(Shape(4, 17, 17, 1, 5, 64, 165))
+    inputs = quantized(inputs) if bits else inputs
+    out, _ = compiled("mosaic_interpreted")(inputs)
+    found, _ = compiled_of_rows("mosaic_interpreted")(some_rows(inputs, 1, 2), 1)
+    np.testing.assert_array_equal(found, out[1:3])
 
 
 @interpreted

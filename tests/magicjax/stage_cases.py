@@ -1,0 +1,177 @@
+"""What is run on a mesh with stages; each function runs in a process of eight devices."""
+
+import functools
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+import magicjax
+from magicjax import compilation, execution, hlo
+from magicjax.request import prepare
+from sharding import DATA, STAGE, factored, make_mesh, pipeline
+from tests.magicjax import mesh_cases, tiny
+
+
+def exchanged(case: str, mesh: list[int], micro_batches: int, layers: int) -> dict:
+    """Returns what a step sends between stages and within them, and what it copies."""
+    drafter, tree, options, kv_heads = mesh_cases.CASES[case]
+    request = prepare(
+        mesh_cases.target(kv_heads, layers),
+        mesh_cases.prompts(),
+        drafter=drafter(kv_heads, None),
+        tree=tree,
+        max_new_tokens=24,
+        eos_token_id=[],
+        mesh=make_mesh(*mesh),
+        micro_batches=micro_batches,
+        **options,
+    )
+    state = execution.state_shapes(request)
+    arguments = request.target, request.drafter, state
+    program, _ = compilation.program("decode", request.settings, *arguments)
+    text, keys = program.as_text(), state.cache.k[0]
+    found = hlo.collectives(text, mesh[0] * mesh[1])
+    return dict(
+        between={c.kind: [c.count, c.bytes] for c in found if c.between},
+        within=sorted({c.kind for c in found if not c.between}),
+        keys=int(np.prod(keys.sharding.shard_shape(keys.shape))),
+        copied=list(hlo.copied_sizes(text)),
+        dtype=request.target.dtype.itemsize,
+    )
+
+
+def schedule(stages: int, micro_batches: int, seconds: float) -> dict:
+    """Returns which stage worked on what, and the share of the time in which stages were idle.
+
+    Their work is to sleep, so as many stages as there are devices work at the same time.
+    """
+    worked, guard = [], threading.Lock()
+
+    def sleep(stage, first):
+        begin = time.perf_counter()
+        time.sleep(seconds)
+        with guard:
+            worked.append((int(stage), int(first), begin, time.perf_counter()))
+        return np.float32(1)
+
+    def run(x, first):
+        first = jnp.int32(0) if first is None else first
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        one = jax.pure_callback(sleep, shape, jax.lax.axis_index(STAGE), first)
+        return x + one, (x,)
+
+    def whole(x):
+        out, (came,) = pipeline.pipelined(run, x, micro_batches)
+        return pipeline.from_last(out), came[None]
+
+    mesh = factored(make_mesh(1, 1, stages))
+    mapped = jax.shard_map(
+        whole,
+        mesh=mesh,
+        in_specs=PartitionSpec(DATA),
+        out_specs=(PartitionSpec(DATA), PartitionSpec(STAGE, DATA)),
+        check_vma=False,
+    )
+    x = jnp.arange(8.0)[:, None]
+    program = jax.jit(mapped)
+    jax.block_until_ready(program(x))
+    worked.clear()
+    out, came = jax.block_until_ready(program(x))
+    busy = sum(end - begin for _, _, begin, end in worked)
+    span = max(end for *_, end in worked) - min(begin for _, _, begin, _ in worked)
+    return dict(
+        worked=sorted((stage, first) for stage, first, *_ in worked),
+        out=np.asarray(out)[:, 0].tolist(),
+        came=np.asarray(came)[..., 0].tolist(),
+        idle=1 - busy / (stages * span),
+    )
+
+
+def loaded(path: str, mesh: list[int]) -> dict:
+    """Returns how a checkpoint lies on a mesh with stages, and whether its text is the same."""
+    on = make_mesh(*mesh)
+    model, whole = magicjax.load(path, mesh=on), magicjax.load(path)
+    draft = magicjax.load(path, mesh=on, stages=1)
+    prompts = mesh_cases.prompts()
+    options = dict(max_new_tokens=8, eos_token_id=[], tree=magicjax.chain(2))
+    found = magicjax.generate(
+        model, prompts, drafter=magicjax.SmallModel(draft), mesh=on, **options
+    )
+    alone = magicjax.generate(whole, prompts, drafter=magicjax.SmallModel(whole), **options)
+    layers = [name for name in model.params["params"] if name.startswith("layers_")]
+    return dict(
+        same=all(map(np.array_equal, tiny.rows_of(found), tiny.rows_of(alone))),
+        tau=found.stats.tau,
+        slots=len(layers),
+        first=list(model.params["params"]["layers_0"]["mlp"]["up"]["weight"].shape),
+    )
+
+
+def refusals(path: str) -> list[str]:
+    """Returns what is said of stages that do not fit."""
+    two, four = make_mesh(1, 1, 2), make_mesh(1, 1, 4)
+    placed, alone = magicjax.load(path, mesh=two), mesh_cases.target(4)
+    prompts, said = mesh_cases.prompts(), []
+    small = functools.partial(dict, tree=magicjax.chain(2))
+    self_speculation = functools.partial(magicjax.SelfSpeculation, budget=24)
+    for given, options in (
+        (alone, dict(mesh=four)),
+        (alone, dict(mesh=two, micro_batches=3)),
+        (alone, dict(mesh=make_mesh(2, 4), micro_batches=2)),
+        (alone, dict(micro_batches=2)),
+        (placed, {}),
+        (placed, dict(mesh=make_mesh(1, 2))),
+        (alone, small(mesh=two, drafter=magicjax.SmallModel(placed))),
+        (alone, small(mesh=two, drafter=self_speculation("pyramidkv"))),
+        (alone, dict(mesh=two, drafter="auto")),
+        (magicjax.offload(alone), dict(mesh=two)),
+    ):
+        try:
+            magicjax.generate(given, prompts, max_new_tokens=2, **options)
+        except (TypeError, ValueError) as error:
+            said.append(str(error))
+    for options in (dict(mesh=two, offload=True), dict(stages=1), dict(mesh=two, stages=3)):
+        try:
+            magicjax.load(path, **options)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def differs(what: str) -> bool:
+    """Returns whether the text changes where stages or micro-batches are mistaken."""
+    from magicjax import attention, stages
+
+    wrong = {
+        # Every micro-batch reads the first rows of the caches.
+        "rows": (attention, "tree_attention", _of_first_rows(attention.tree_attention)),
+        # What the first stage's layers gave is taken to be the last hidden states.
+        "last": (stages, "from_last", lambda model, hidden: _from_first(hidden)),
+    }
+    module, name, mistaken = wrong[what]
+    right = getattr(module, name)
+    compilation._compiled.clear()
+    try:
+        setattr(module, name, mistaken)
+        found = mesh_cases.generate("self", (1, 1, 2), micro_batches=4)
+    finally:
+        setattr(module, name, right)
+        compilation._compiled.clear()
+    return not np.array_equal(found.tokens, mesh_cases.on_one("self").tokens)
+
+
+def _from_first(hidden):
+    of_first = jnp.where(jax.lax.axis_index(STAGE) == 0, hidden, jnp.zeros_like(hidden))
+    return jax.lax.psum(of_first, STAGE)
+
+
+def _of_first_rows(tree_attention):
+    def mistaken(*arguments, first_row=None, **options):
+        first_row = first_row if first_row is None else jnp.zeros_like(first_row)
+        return tree_attention(*arguments, first_row=first_row, **options)
+
+    return mistaken

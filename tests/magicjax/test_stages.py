@@ -1,0 +1,150 @@
+"""Pipeline stages give the text of one device, in a schedule, and exchange activations alone."""
+
+import itertools
+
+import pytest
+
+import models
+from magicjax import stages
+from sharding import pipeline
+from tests.eight_devices import Eight
+from tests.magicjax import mesh_cases, stage_cases
+
+# (data, model, stage), micro-batches, layers of the target.
+QUICK = [
+    ("self sampled", (1, 2, 4), 4, 4),
+    ("snapkv", (2, 2, 2), 2, 2),
+    ("small sampled", (1, 4, 2), 8, 2),
+    ("OPT", (2, 1, 2), None, 2),
+]
+SHAPES = (((1, 1, 2), 1, 2), ((2, 2, 2), 4, 2), ((1, 2, 4), 2, 4), ((1, 1, 8), 8, 8))
+ALL = [(case, *shape) for case, shape in itertools.product(mesh_cases.CASES, SHAPES)]
+
+
+@pytest.fixture(scope="module")
+def eight():
+    process = Eight()
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path, model = tmp_path_factory.mktemp("model") / "target", mesh_cases.target(4)
+    models.save_checkpoint(path, model.module, model.params)
+    return path
+
+
+def check(eight, record_property, case, mesh, micro_batches, layers):
+    counted = eight(
+        mesh_cases.compare,
+        case=case,
+        mesh=mesh,
+        shards=None,
+        layers=layers,
+        micro_batches=micro_batches,
+    )
+    assert counted["rows"] == 8
+    for name, n in counted.items():
+        record_property(name, n)
+
+
+@pytest.mark.parametrize(("case", "mesh", "micro_batches", "layers"), QUICK)
+def test_stages_give_the_text_of_one_device(
+    eight, record_property, case, mesh, micro_batches, layers
+):
+    check(eight, record_property, case, mesh, micro_batches, layers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "mesh", "micro_batches", "layers"), ALL)
+def test_all_stages_give_the_text_of_one_device(
+    eight, record_property, case, mesh, micro_batches, layers
+):
+    check(eight, record_property, case, mesh, micro_batches, layers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["rows", "last"])
+def test_stages_that_are_mistaken_would_be_seen(eight, what):
+    assert eight(stage_cases.differs, what=what)
+
+
+@pytest.mark.parametrize(("count", "micro_batches"), [(2, 1), (2, 4), (4, 2), (8, 8)])
+def test_every_stage_works_on_every_micro_batch_once(eight, count, micro_batches):
+    found = eight(stage_cases.schedule, stages=count, micro_batches=micro_batches, seconds=0)
+    rows = 8 // micro_batches
+    wanted = itertools.product(range(count), range(0, 8, rows))
+    assert [tuple(pair) for pair in found["worked"]] == list(wanted)
+    assert found["out"] == [row + count for row in range(8)]
+    assert found["came"] == [[row + stage for row in range(8)] for stage in range(count)]
+
+
+def test_the_share_of_idle_turns():
+    assert pipeline.idle_share(1, 5) == 0
+    assert pipeline.idle_share(4, 1) == 3 / 4
+    assert pipeline.idle_share(4, 12) == 3 / 15
+
+
+def test_between_stages_only_activations_travel(eight):
+    rows, turns, depth, nodes, width = 8, 4 + 2 - 1, 3, 4, 32
+    found = eight(stage_cases.exchanged, case="self", mesh=(1, 4, 2), micro_batches=4, layers=2)
+    # Each device sends its quarter of a micro-batch's hidden states in every turn, of each level
+    # of the draft and of the tree; then the last stage's go to all.
+    tokens, item = depth + nodes, found["dtype"]
+    passes = depth + 1
+    of_pass = rows // 4 * tokens * width // 4 * item
+    assert found["between"]["collective-permute"] == [passes * turns, turns * of_pass]
+    assert found["between"]["all-reduce"] == [passes, rows * tokens * width // 4 * item]
+    assert set(found["between"]) == {"collective-permute", "all-reduce"}
+    assert found["keys"] not in found["copied"]
+
+
+def test_without_a_model_axis_nothing_is_exchanged_within_a_stage(eight):
+    found = eight(stage_cases.exchanged, case="plain", mesh=(1, 1, 2), micro_batches=1, layers=2)
+    assert found["within"] == []
+    assert found["keys"] not in found["copied"]
+
+
+def test_a_checkpoint_is_loaded_stage_by_stage(eight, checkpoint):
+    found = eight(stage_cases.loaded, path=str(checkpoint), mesh=(1, 2, 2))
+    assert found["same"] and found["slots"] == 1
+    assert found["first"] == [2, 32, 48]
+    assert found["tau"] == pytest.approx(7 / 3)  # the draft is the target: 3 + 3 + 1 of 7 tokens
+
+
+def test_refusals(eight, checkpoint):
+    said = eight(stage_cases.refusals, path=str(checkpoint))
+    wanted = [
+        "the target: stage=4 does not divide its 2 layers: use 2",
+        "micro_batches=3 does not divide the 8 rows of a group of devices: use one of 1, 2, 4, 8",
+        "micro_batches=2 is for a mesh with stages",
+        "micro_batches=2 is for a mesh with stages",
+        "lies on 2 stages: pass the mesh that it was loaded for",
+        "lies on 2 stages, and the mesh has 1",
+        "load it with stages=1",
+        "PyramidKV gives layers budgets of their own",
+        "the cost model knows no stages",
+        "stage=2 of an offloaded target is not supported",
+        "offload=True on a mesh with stages is not supported",
+        "stages=1 says how a mesh is used",
+        "stages=3, and the mesh has 2",
+    ]
+    assert len(said) == len(wanted)
+    for text, part in zip(said, wanted, strict=True):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("layers", "count", "nearest"), [(80, 3, "2 or 4"), (7, 2, "1 or 7"), (2, 4, "2")]
+)
+def test_layers_that_do_not_divide(layers, count, nearest):
+    with pytest.raises(ValueError, match=f"stage={count} .* {layers} layers: use {nearest}$"):
+        stages.check(layers, count)
+
+
+def test_few_micro_batches_where_weights_are_read_and_many_where_caches_are():
+    assert stages.best_micro_batches(8, 2, weights=100, caches=1) == 1
+    assert stages.best_micro_batches(8, 2, weights=1, caches=100) == 8
+    # (M + 3) (9 + 48 / M) is least at M = 4.
+    assert stages.best_micro_batches(8, 4, weights=9, caches=48) == 4
