@@ -20,8 +20,18 @@ from experiments.method import Method
 
 # Settings that make a cell another cell.
 VARIED = (
-    *("target", "dtype", "mesh", "batch", "context", "new_tokens", "do_sample", "temperature"),
-    *("top_k", "top_p", "seed", "repeats", "prompts", "prompt_path", "prompt_seed", "candidates"),
+    *("target", "dtype", "mesh", "micro_batches", "batch", "context", "new_tokens", "do_sample"),
+    *(
+        "temperature",
+        "top_k",
+        "top_p",
+        "seed",
+        "repeats",
+        "prompts",
+        "prompt_path",
+        "prompt_seed",
+        "candidates",
+    ),
     *("agreement_tokens", "phases"),
 )
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -15,6 +16,7 @@ from experiments import metrics, prompts, store, teacher
 from experiments.grid import Cell, fingerprint, options, plain_of
 from experiments.prompts import RANDOM, TEXTS, Prompt
 from experiments.surroundings import code
+from sharding import processes
 
 
 class Bench:
@@ -41,16 +43,33 @@ class Bench:
         dtype: str,
         mesh: Mesh | None = None,
         offload: bool | Literal["int8"] = False,
+        stages: int | None = None,
     ) -> Any:
         """Returns the loaded model."""
         return self._once(
-            ("model", directory, dtype, mesh, offload),
-            lambda: magicjax.load(directory, dtype=dtype, mesh=mesh, offload=offload),
+            ("model", directory, dtype, mesh, offload, stages),
+            lambda: magicjax.load(
+                directory, dtype=dtype, mesh=mesh, offload=offload, stages=stages
+            ),
         )
+
+    def draft(self, directory: str, cell: Cell) -> Any:
+        """Returns a small model of a cell, of which every stage has all layers."""
+        return self.model(directory, cell.dtype, cell.devices, stages=1 if cell.devices else None)
 
     def target_of(self, cell: Cell) -> Any:
         """Returns the cell's target."""
         return self.model(cell.target, cell.dtype, cell.devices, cell.offloaded)
+
+    def read_by(self, directory: str, cell: Cell) -> Any:
+        """Returns a model that reads a text in one pass: the cell's target, or a small one.
+
+        Where the cell's is divided over stages or processes, it is one of this process's own.
+        """
+        devices = cell.devices
+        if devices and (devices.shape["stage"] > 1 or jax.process_count() > 1):
+            return self.model(directory, cell.dtype)
+        return self.target_of(cell) if directory == cell.target else self.draft(directory, cell)
 
     def prompts(self, cell: Cell) -> np.ndarray:
         """Returns int32 [batch, context], the same for all cells of a group."""
@@ -77,10 +96,23 @@ class Bench:
         if self.chosen is None:
             return self._least_repetitive(cell)
         path = self.chosen / f"{name}.json"
+        if jax.process_count() > 1:
+            return self._choose_together(cell, path)
         with store.locked(self.chosen / f"{name}.lock"):  # of cells at once, one chooses
             if not path.exists():
                 store.write_text(path, json.dumps(self._least_repetitive(cell).tolist()) + "\n")
         return np.array(json.loads(path.read_text()), np.int32)
+
+    def _choose_together(self, cell: Cell, path: pathlib.Path) -> np.ndarray:
+        """Returns the prompts that all processes choose, or rank 0 knows of; it alone writes."""
+        first = jax.process_index() == 0
+        known = json.loads(path.read_text()) if first and path.exists() else None
+        known = processes.of_first(known)
+        if known is None:
+            known = processes.of_first(self._least_repetitive(cell).tolist())
+            if first:
+                store.write_text(path, json.dumps(known) + "\n")
+        return np.array(known, np.int32)
 
     def _least_repetitive(self, cell: Cell) -> np.ndarray:
         """Returns the prompts whose plain continuation repeats itself least."""
@@ -127,7 +159,7 @@ class Bench:
         """Returns (target, prompts, options) of the cell's call of `generate`; `rows` as before."""
         target = self.target_of(cell)
         text = list(self.prompts(cell) if rows is None else rows)
-        given = options(cell, lambda directory: self.model(directory, cell.dtype, cell.devices))
+        given = options(cell, lambda directory: self.draft(directory, cell))
         if cell.draft == "auto":
             given["drafter"] = self.choice(cell, target, text, given)
         return target, text, given
@@ -158,7 +190,7 @@ class Bench:
 
         `small` is the model's directory; "": the target.
         """
-        model = self.model(small, cell.dtype, cell.devices) if small else self.target_of(cell)
+        model = self.read_by(small or cell.target, cell)
         key = (small or cell.target, cell.dtype, cell.offload, *_asked(cell), text.shape)
         return self._once(
             ("greedy", *key, *view.items()),

@@ -82,7 +82,13 @@ class Experiment(BaseModel):
     mesh: Annotated[str, AfterValidator(_mesh)] = Field(
         "",
         description="Devices, such as data=2,model=4: rows are divided among groups of them, and "
-        "models among those of a group; one device if not given.",
+        "models among those of a group; with stage=2 also the target's layers; one device if not "
+        "given.",
+    )
+    micro_batches: Positive | None = Field(
+        None,
+        description="Of a mesh with stages: in how many parts the rows of a group of devices go "
+        "through them; as many as make a pass fastest if not given.",
     )
     batch: Positive = Field(1, description="Rows decoded together.")
     context: Positive = Field(2048, description="Tokens of each prompt.")
@@ -155,6 +161,20 @@ class Experiment(BaseModel):
         [],
         description="Cells that are left out: those in which every named setting has the value, or "
         "one of the values; also draft, policy, kv_budget, tree and what else a cell has.",
+    )
+
+    coordinator: str = Field(
+        "",
+        description="HOST:PORT of rank 0, where many processes, on one host or several, run every "
+        "cell together; each starts this launcher. Told by srun and, on one host, mpirun.",
+    )
+    processes: Positive | None = Field(
+        None, description="How many they are. Told by srun and mpirun."
+    )
+    rank: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="Which of them this is, from 0, which alone writes results. Told by srun, "
+        "mpirun and Kubernetes.",
     )
 
     launcher: Literal["local", "slurm", "ray"] = Field(

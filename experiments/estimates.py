@@ -14,7 +14,7 @@ from magicjax import costs
 from magicjax.costs import Device, Machine, Sizes
 from magicjax.generation import skeleton
 from pallas_kernels import bandwidth
-from sharding import parse_mesh
+from sharding import MeshSize, parse_mesh
 
 START_S = 20.0  # imports, weights, compiling, of each cell
 CPU_FLOPS = 5e10
@@ -38,10 +38,10 @@ class Estimate:
 def of(cell: grid.Cell, on_gpu: bool) -> Estimate:
     """Returns what a cell will take; `on_gpu`: where it will run."""
     target = _sizes(cell.target, cell.dtype, cell.offloaded)
-    shape = parse_mesh(cell.mesh) if cell.mesh else (1, 1)
+    mesh = parse_mesh(cell.mesh) if cell.mesh else MeshSize()
     device = dataclasses.replace(GPU, dtype=cell.dtype) if on_gpu else _cpu(cell.dtype)
     links = {"link": device.link or LINK, "host_link": device.host_link or LINK}
-    machine = Machine(dataclasses.replace(device, **links), *shape)
+    machine = Machine(dataclasses.replace(device, **links), mesh.data, mesh.model)
     slots = cell.context + cell.new_tokens
     models = [_sizes(path, cell.dtype) for path in cell.models if path != LOOK_UP]
     bits = {"": None, "int8": 8, "int4": 4}[cell.cache.kv_dtype]
@@ -53,7 +53,7 @@ def of(cell: grid.Cell, on_gpu: bool) -> Estimate:
         kept += cell.batch * cell.cache.kv_budget * target.draft_kv_bytes(bits)
     step = sum(costs.plain_step(target, machine, cell.batch, cell.context).values())
     pass_flops = 2 * (target.attention + target.mlp) * cell.batch * cell.context
-    prefill = pass_flops / (device.matrix_rate * shape[0] * shape[1])
+    prefill = pass_flops / (device.matrix_rate * mesh.data * mesh.model)
     ways = 1 if cell.draft == "none" else 2  # plain decoding runs beside it
     runs = ways * (cell.repeats + 1) + cell.phases
     if cell.draft == "none" and cell.candidates > 1:

@@ -44,6 +44,7 @@ class Cell:
       draw: as given, "" for the draft's own way.
       verifier: of sampled cells, else "".
       dtype, mesh, batch, context, new_tokens, repeats, agreement_tokens, phases: as given.
+      micro_batches: as given; 0: as many as are fastest.
       prompts, prompt_path, prompt_seed: as given.
       candidates: places of the text tried for each row; 1 of prompts that are taken as they come.
       do_sample: whether tokens are drawn; the next four are 0 if not.
@@ -62,6 +63,7 @@ class Cell:
     dtype: str
     offload: str
     mesh: str
+    micro_batches: int
     batch: int
     context: int
     new_tokens: int
@@ -244,6 +246,7 @@ def columns(cell: Cell) -> dict[str, Any]:
         "profile": cell.profile,
         "prompt_seed": cell.prompt_seed,
         "mesh": cell.mesh,
+        "micro_batches": cell.micro_batches or None,
         "new_tokens": cell.new_tokens,
         "repeat": cell.repeats,
     }
@@ -263,6 +266,7 @@ def _group(experiment: Experiment) -> list[Cell]:
         dtype=experiment.dtype,
         offload=experiment.offload,
         mesh=experiment.mesh,
+        micro_batches=experiment.micro_batches or 0,
         batch=experiment.batch,
         context=experiment.context,
         new_tokens=experiment.new_tokens,
@@ -361,6 +365,7 @@ def options(cell: Cell, load: Callable[[str], Any]) -> dict[str, Any]:
         "verifier": cell.verifier or None,
         "eos_token_id": [],  # every row runs to the end, so all methods emit as much
         "mesh": cell.devices,
+        "micro_batches": cell.micro_batches or None,
         **cell.sampling,
     }
 

@@ -28,6 +28,7 @@ from experiments import (
     store,
     surroundings,
     terminal,
+    together,
     tracking,
 )
 from experiments.cell_process import Limits
@@ -35,7 +36,7 @@ from experiments.fields import ConfigError
 from sharding import parse_mesh
 
 PROG = "python -m experiments.launch"
-INTERRUPTED = 130
+INTERRUPTED = together.INTERRUPTED
 
 
 class Grid:
@@ -244,34 +245,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
         experiment, source = config.from_command_line(
             sys.argv[1:] if arguments is None else arguments, PROG
         )
-        whole = Grid(experiment)
-        source = _place(source)
-        store.check_folder(whole.directory, source)
-        jobs_on_gpu = experiment.launcher == "slurm" and experiment.slurm.gpus > 0
-        jobs_on_gpu = experiment.launcher == "slurm" and experiment.slurm.gpus > 0
-        on_gpu = jobs_on_gpu or bool(launchers.gpus())
-        devices = _leave_the_devices_alone(whole.cells)
-        whole.bad = preflight.check(whole.groups, experiment.impossible == "record")
-        known = {c: estimates.of(c, on_gpu) for c in whole.cells if c not in whole.bad}
-        known |= dict.fromkeys(whole.bad, estimates.Estimate(0.0, 0.0))
-        if experiment.dry_run:
-            dry_run(whole, console, known, on_gpu)
-            return 0
-        tracking.check(experiment.track)
-        with store.locked(whole.directory / ".lock", wait=False) as alone:
-            if not alone:
-                raise ConfigError(
-                    f"{whole.directory} is being filled by another launcher: wait for it, or give "
-                    "another --name"
-                )
-            launcher = launchers.make(experiment, devices)
-            return _whole_run(whole, source, console, launcher, known)
+        who = together.find(experiment)
+        if who is None:
+            return _launch(experiment, source, console)
+        with together.joined(who, experiment):
+            if who.rank > 0:
+                return together.follow()
+            here = together.Here()
+            with together.leading(here):
+                return _launch(experiment, source, console, here)
     except (ConfigError, tracking.TrackingError) as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; what is finished is kept", file=sys.stderr)
         return INTERRUPTED
+
+
+def _launch(
+    experiment: config.Experiment,
+    source: str,
+    console: Console,
+    here: launchers.Launcher | None = None,
+) -> int:
+    """Returns the exit status of an experiment; `here`: cells run in this process, among others."""
+    whole = Grid(experiment)
+    source = _place(source)
+    store.check_folder(whole.directory, source)
+    jobs_on_gpu = experiment.launcher == "slurm" and experiment.slurm.gpus > 0
+    on_gpu = jobs_on_gpu or bool(launchers.gpus())
+    devices = 0 if here else _leave_the_devices_alone(whole.cells)
+    whole.bad = preflight.check(whole.groups, experiment.impossible == "record")
+    known = {c: estimates.of(c, on_gpu) for c in whole.cells if c not in whole.bad}
+    known |= dict.fromkeys(whole.bad, estimates.Estimate(0.0, 0.0))
+    if experiment.dry_run:
+        dry_run(whole, console, known, on_gpu)
+        return 0
+    tracking.check(experiment.track)
+    with store.locked(whole.directory / ".lock", wait=False) as alone:
+        if not alone:
+            raise ConfigError(
+                f"{whole.directory} is being filled by another launcher: wait for it, or give "
+                "another --name"
+            )
+        launcher = here or launchers.make(experiment, devices)
+        return _whole_run(whole, source, console, launcher, known)
 
 
 def _place(source: str) -> str:
@@ -290,7 +308,9 @@ def _whole_run(
     """Returns the exit status of a run that has the folder to itself."""
     wanted = whole.wanted()  # refuses stale cells before anything is written
     store.remove_partials(whole.directory)
-    settings = whole.experiment.model_dump(mode="json", exclude_unset=True)
+    settings = whole.experiment.model_dump(
+        mode="json", exclude_unset=True, exclude=set(together.SETTINGS)
+    )
     store.write_experiment(whole.directory, settings, source)
     for cell, problem in whole.bad.items():
         store.write_cell(whole.folders[cell], grid.resolved(cell))

@@ -4,15 +4,19 @@ An option that would be ignored is an error, and errors speak of options, not of
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import functools
 import logging
+import os
 import pathlib
 import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
+
+import jax
 
 import magicjax
 import models
@@ -28,7 +32,7 @@ from magicjax.request import DEFAULT_TREE, prepare
 from magicjax.tree import Tree
 from magicjax.verify import VERIFIERS
 from magicjax.version import version
-from sharding import parse_mesh
+from sharding import parse_mesh, processes
 
 DESCRIPTION = "Long-context speculative decoding."
 DTYPES = ("float32", "bfloat16", "float16")
@@ -110,9 +114,11 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--backend", help="of the attention; xla if not given")
     generate.add_argument(
         "--mesh",
-        metavar="data=1,model=8",
-        help="divide the target's heads, MLP and vocabulary over devices; one prompt needs data=1",
+        metavar="stage=1,data=1,model=8",
+        help="divide the target's heads, MLP and vocabulary over devices (model), and its layers "
+        "(stage); one prompt needs data=1",
     )
+    _add_processes(generate.add_argument_group("many processes"))
     offloading.add_option(generate)
     generate.add_argument(
         "--verbose", action="store_true", help="log each compilation, and the bytes of caches"
@@ -124,6 +130,31 @@ def _parser() -> argparse.ArgumentParser:
     fit.add(commands)
     calibrate.add(commands)
     return parser
+
+
+def _add_processes(group) -> None:
+    group.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="of rank 0, where processes on one host or several generate together; each is started "
+        "with the same options. Told by srun and, on one host, by mpirun",
+    )
+    group.add_argument(
+        "--processes", type=int, metavar="N", help="how many they are. Told by srun and mpirun"
+    )
+    group.add_argument(
+        "--rank",
+        type=int,
+        metavar="I",
+        help="which of them this is, from 0, which prints. Told by srun, mpirun and Kubernetes",
+    )
+    group.add_argument(
+        "--join-seconds",
+        type=float,
+        default=processes.SECONDS,
+        metavar="S",
+        help=f"for which they wait for each other; {processes.SECONDS} if not given",
+    )
 
 
 def _add_speculation(group) -> None:
@@ -339,6 +370,34 @@ def _speculation(
 
 def _generate(arguments: argparse.Namespace) -> None:
     _check_used(arguments)
+    who = processes.find(arguments.coordinator, arguments.processes, arguments.rank)
+    if who is None:
+        _generate_here(arguments)
+        return
+    if AUTO in arguments.drafter:
+        raise ValueError(
+            f"--drafter {AUTO} decides by measured times, which differ between {who.count} "
+            "processes: name the drafter"
+        )
+    prompt, stray = _prompt(arguments), ("run", "rank", "coordinator", "prompt", "prompt_file")
+    run = {name: str(value) for name, value in vars(arguments).items() if name not in stray}
+    processes.join(who, run | {"prompt": prompt, "version": version()}, arguments.join_seconds)
+    with processes.leaving():
+        devices = parse_mesh(arguments.mesh).devices if arguments.mesh else 1
+        if devices != jax.device_count():
+            raise ValueError(
+                f"mesh={arguments.mesh} has {devices} devices, and the {who.count} processes have "
+                f"{jax.device_count()}: give a mesh of all of them"
+            )
+        with contextlib.ExitStack() as stack:
+            if who.rank > 0:
+                nowhere = stack.enter_context(open(os.devnull, "w"))
+                stack.enter_context(contextlib.redirect_stdout(nowhere))
+                stack.enter_context(contextlib.redirect_stderr(nowhere))
+            _generate_here(arguments)
+
+
+def _generate_here(arguments: argparse.Namespace) -> None:
     prompt, tokenizer = _prompt(arguments), _tokenizer(arguments)
     names = ("max_new_tokens", "backend", *SAMPLING)
     options = {name: getattr(arguments, name) for name in names}
@@ -349,6 +408,8 @@ def _generate(arguments: argparse.Namespace) -> None:
         load: Callable[..., magicjax.Model], **of_target: Any
     ) -> tuple[magicjax.Model, dict[str, Any]]:
         small = functools.partial(load, shards=arguments.draft_shards)
+        if mesh is not None and load is not skeleton:
+            small = functools.partial(small, stages=1)
         drafter, tree = _speculation(arguments, small)
         target = dataclasses.replace(load(arguments.target, **of_target), tokenizer=tokenizer)
         return target, options | {"drafter": drafter, "tree": tree, "mesh": mesh}

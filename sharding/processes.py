@@ -7,6 +7,7 @@ before it starts, over sockets that then stay open: who waits for whom, what dif
 lost is said in a sentence.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import json
@@ -196,6 +197,31 @@ def leave() -> None:
             line.send({"said": _BYE})
 
 
+def _end(status: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+@contextlib.contextmanager
+def leaving(refusals: tuple[type[BaseException], ...] = (ValueError, OSError)):
+    """Leaves the others in the end; after an error they see at once that this process is lost.
+
+    The process's exit status is then 1, and 2 after one of `refusals`.
+    """
+    try:
+        yield
+    except BaseException as error:
+        # At exit JAX would wait for the others, and end with a stack trace.
+        atexit.register(_end, 2 if isinstance(error, refusals) else 1)
+        _leaving.set()
+        for line in _lines.values():
+            with contextlib.suppress(OSError):
+                line.connection.shutdown(socket.SHUT_RDWR)
+        raise
+    leave()
+
+
 def _await_others(who: Processes, run: dict, until: float, seconds: float) -> str:
     """Returns the address of JAX's service, when all ranks have come to this one, rank 0."""
     came: dict[int, tuple[_Line, dict]] = {}
@@ -205,9 +231,6 @@ def _await_others(who: Processes, run: dict, until: float, seconds: float) -> st
             listening.settimeout(max(until - time.monotonic(), 0.01))
             try:
                 line = _Line(listening.accept()[0])
-                line.connection.settimeout(10)
-                said = line.receive()
-                rank = int(said["rank"])
             except TimeoutError:
                 missing = [str(r) for r in range(1, who.count) if r not in came]
                 problem = (
@@ -215,6 +238,10 @@ def _await_others(who: Processes, run: dict, until: float, seconds: float) -> st
                     f"within {seconds:g} s: start every rank with the same coordinator"
                 )
                 break
+            try:
+                line.connection.settimeout(10)
+                said = line.receive()
+                rank = int(said["rank"])
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # somebody else's
             if rank in came or not 0 < rank < who.count:
@@ -233,7 +260,7 @@ def _await_others(who: Processes, run: dict, until: float, seconds: float) -> st
     for rank, (line, _) in came.items():
         with contextlib.suppress(OSError):
             line.send({"problem": problem, "service": service})
-            line.connection.settimeout(None)
+            _keep(line.connection)
         _lines[rank] = line
     if problem:
         _lines.clear()
