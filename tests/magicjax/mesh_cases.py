@@ -281,6 +281,17 @@ def loaded(path: str, mesh: list[int]) -> dict:
     )
 
 
+def loaded_here(path: str, mesh: list[int]) -> dict:
+    """Returns the bytes of a checkpoint that this process's devices have, and all of them once."""
+    leaves = jax.tree.leaves(magicjax.load(path, mesh=make_mesh(*mesh)).params)
+    parts = {
+        (i, str(part.index)): part.data.nbytes
+        for i, leaf in enumerate(leaves)
+        for part in leaf.addressable_shards
+    }
+    return dict(here=sum(parts.values()), all=sum(leaf.nbytes for leaf in leaves))
+
+
 def refusals(path: str) -> list[str]:
     """Returns what is said of models that lie on a mesh that is not passed, and of other meshes."""
     placed = magicjax.load(path, mesh=make_mesh(1, 8))

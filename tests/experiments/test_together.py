@@ -1,0 +1,146 @@
+"""The launcher in two processes: one summary, one that writes, and nothing lost with a process."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pandas as pd
+import pytest
+
+from experiments import together
+from experiments.config import Experiment
+from experiments.fields import ConfigError
+from sharding.processes import LOST
+from tests.two_processes import environment, free_port
+
+CONFIG = """
+name: two
+results: {results}
+mesh: stage=2,data=2,model=2
+batch: 4
+new_tokens: 8
+repeats: 1
+agreement_tokens: 0
+phases: false
+candidates: 2
+methods:
+  - {{draft: self, kv_budget: 32, tree: chain:2}}
+grid:
+  context: [64, 96, 128]
+"""
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Returns what starts the launcher in both processes, whose results lie in `tmp_path`."""
+    path, started = tmp_path / "two.yaml", []
+    path.write_text(CONFIG.format(results=tmp_path / "results"))
+
+    def launch(*options: str, of_second: tuple[str, ...] = ()) -> list[subprocess.Popen]:
+        shared = ("--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", *options)
+        both = []
+        for rank, own in enumerate(((), of_second)):
+            command = [sys.executable, "-m", "experiments.launch", str(path), *shared, *own]
+            both.append(
+                subprocess.Popen(
+                    [*command, "--rank", str(rank)],
+                    stdout=(tmp_path / f"out-{rank}").open("a"),
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    cwd=ROOT,
+                    env=environment(),
+                )
+            )
+        started.extend(both)
+        return both
+
+    yield launch
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def finished(results: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(results.glob("two/cells/*/metrics.json"))
+
+
+def await_cells(results: pathlib.Path, count: int, both: list[subprocess.Popen]) -> None:
+    until = time.monotonic() + 300
+    while len(finished(results)) < count:
+        assert time.monotonic() < until
+        assert all(process.poll() is None for process in both)
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_process_ends_the_run_and_the_next_one_goes_on(launch, tmp_path, lost):
+    results = tmp_path / "results"
+    both = launch()
+    await_cells(results, 2, both)
+    both[lost].send_signal(signal.SIGKILL)
+    begin = time.monotonic()
+    _, said = both[1 - lost].communicate(timeout=60)
+    assert time.monotonic() - begin < 60
+    assert both[1 - lost].returncode == LOST
+    assert f"rank {1 - lost} of 2: rank {lost} was lost" in said
+    kept = {path: path.stat().st_mtime_ns for path in finished(results)}
+    assert 2 <= len(kept) < 6
+    assert not list(results.glob("two/cells/*/failure.json"))  # none is blamed for it
+
+    again = launch()
+    for process in again:
+        _, said = process.communicate(timeout=300)
+        assert process.returncode == 0, said
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    summary = pd.read_csv(results / "two" / "summary.csv")
+    assert len(summary) == len(finished(results)) == 6
+    assert (summary.status == "ok").all() and (summary.exact_match == 1).all()
+    for path in finished(results):
+        assert json.loads((path.parent / "env.json").read_text())["devices"] == 8
+
+
+@pytest.mark.slow
+def test_ranks_that_are_to_run_something_else_stop_at_once(launch, tmp_path):
+    both = launch(of_second=("--new-tokens", "16", "--seed", "1", "--do-sample"))
+    for process in both:
+        _, said = process.communicate(timeout=100)
+        assert process.returncode == 2
+        assert "rank 1 is to run something else: settings.new_tokens is 16 there and 8 in" in said
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.slow
+def test_a_mesh_of_fewer_devices_is_refused_by_both(launch):
+    for process in launch("--mesh", "model=4"):
+        _, said = process.communicate(timeout=100)
+        assert process.returncode == 2
+        assert "mesh='model=4' has 4 devices, and the 2 processes have 8" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"memory_limit_gb": 3.0}, "memory_limit_gb: 2 processes run every cell together"),
+        ({"jobs": 2, "timeout_minutes": 1.0}, "timeout_minutes, jobs: 2 processes"),
+        ({"launcher": "slurm"}, "launcher: 2 processes"),
+        ({"methods": [{"draft": "auto"}]}, "auto decides by measured times"),
+        ({"rank": 7}, "rank=7 of 2 processes"),
+    ],
+)
+def test_what_many_processes_do_not_do_is_refused(given, message, monkeypatch):
+    for name in os.environ:
+        if name.startswith(("SLURM_", "OMPI_")):
+            monkeypatch.delenv(name)
+    settings = {"coordinator": "localhost:9", "processes": 2, "rank": 0} | given
+    with pytest.raises(ConfigError, match=message):
+        together.find(Experiment(**settings))
+
+
+def test_one_process_is_not_among_others():
+    assert together.find(Experiment()) is None

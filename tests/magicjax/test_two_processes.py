@@ -1,0 +1,55 @@
+"""Two processes of four devices each give the text of one: data, model or stages across them."""
+
+import itertools
+
+import pytest
+
+import models
+from tests.magicjax import mesh_cases
+from tests.two_processes import Two
+
+# (data, model, stage): devices are given process by process, to stages, then data, then model.
+ACROSS = {"data": (2, 4, 1), "model": (1, 8, 1), "stage": (2, 2, 2)}
+QUICK = [("self sampled", "stage")]
+CASES = ("plain", "self", "self sampled", "snapkv", "small sampled", "several")
+ALL = [pair for pair in itertools.product(CASES, ACROSS) if pair not in QUICK]
+
+
+@pytest.fixture(scope="module")
+def two():
+    processes = Two()
+    yield processes
+    processes.close()
+
+
+def check(two, record_property, case, axis):
+    counted = two(mesh_cases.compare, case=case, mesh=ACROSS[axis], shards=None)
+    assert counted["rows"] == 8
+    for name, n in counted.items():
+        record_property(name, n)
+
+
+@pytest.mark.parametrize(("case", "axis"), QUICK)
+def test_two_processes_give_the_text_of_one(two, record_property, case, axis):
+    check(two, record_property, case, axis)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "axis"), ALL)
+def test_every_axis_may_go_across_processes(two, record_property, case, axis):
+    check(two, record_property, case, axis)
+
+
+@pytest.mark.slow
+def test_text_comes_round_by_round(two):
+    assert two(mesh_cases.compare_streamed, case="self", mesh=ACROSS["stage"])
+
+
+@pytest.mark.slow
+def test_each_process_loads_its_own_part(two, tmp_path):
+    path, model = tmp_path / "target", mesh_cases.target(4)
+    models.save_checkpoint(path, model.module, model.params)
+    for axis in ("stage", "model"):
+        found = two(mesh_cases.loaded_here, path=str(path), mesh=ACROSS[axis])
+        # Blocks are divided, and the embeddings: over `model` only.
+        assert found["here"] < found["all"] * (0.75 if axis == "stage" else 0.6)
