@@ -241,7 +241,11 @@ def _is_cache(x: Any) -> bool:
 
 
 def report(
-    program: str, request: Request, sizes: dict[str, set[int]], folder: pathlib.Path
+    program: str,
+    request: Request,
+    sizes: dict[str, set[int]],
+    folder: pathlib.Path,
+    group: int | None = None,
 ) -> dict[str, Any]:
     """Returns what a device needs for the program, and what is in it.
 
@@ -250,6 +254,7 @@ def report(
       request: its arrays as shapes on a mesh.
       sizes: its `cache_sizes`.
       folder: to which the compiler dumps kernels; those that are there already are of no interest.
+      group: devices of a host, between which exchanges are told apart; None: of a stage.
     """
     before = set(folder.iterdir())
     begin = time.perf_counter()
@@ -260,8 +265,8 @@ def report(
     assert memory is not None  # every GPU compiler gives one
     copied, mesh = list(hlo.copied_sizes(text)), request.settings.mesh
     assert mesh is not None  # `request_of` has placed it
-    stages = mesh.shape[STAGE]
-    of_stage = mesh.size // stages if stages > 1 else None
+    if group is None and mesh.shape[STAGE] > 1:
+        group = mesh.size // mesh.shape[STAGE]
     return {
         "seconds to compile": seconds,
         "argument bytes": memory.argument_size_in_bytes,
@@ -273,7 +278,7 @@ def report(
             name: sum(copied.count(size) for size in of_cache) for name, of_cache in sizes.items()
         },
         "largest exchange": hlo.largest_collective(text),
-        "collectives": [dataclasses.asdict(c) for c in hlo.collectives(text, of_stage)],
+        "collectives": [dataclasses.asdict(c) for c in hlo.collectives(text, group)],
         "kernels": kernels(dumped),
         "shared bytes of kernels": shared_bytes(dumped),
     }
@@ -302,10 +307,12 @@ def shared_bytes(dumped: Sequence[pathlib.Path]) -> list[int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the reports of all programs of a workload, given as JSON, to a file."""
+    """Writes the reports of a workload's programs, given as JSON, to a file."""
     parser = argparse.ArgumentParser(prog="python -m magicjax.ahead", description=__doc__)
     parser.add_argument("workload", help="a Workload's fields, as JSON")
     parser.add_argument("out", help="the JSON file to write")
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS)
+    parser.add_argument("--group", type=int, help="devices of a host; of a stage if not given")
     options = parser.parse_args(arguments)
     load = Workload(**json.loads(options.workload))
     request = request_of(load, mesh_of(load))
@@ -314,7 +321,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ |= {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTXAS": "1"}
         os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
         sizes = cache_sizes(request)
-        found = {name: report(name, request, sizes, pathlib.Path(folder)) for name in PROGRAMS}
+        found = {
+            name: report(name, request, sizes, pathlib.Path(folder), options.group)
+            for name in options.programs
+        }
     pathlib.Path(options.out).write_text(json.dumps(found), encoding="utf-8")
     return 0
 

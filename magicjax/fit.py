@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     counted = estimate.count(load)
     compiled, why_not = None, "as was asked"
     if not arguments.analytic:
-        compiled, why_not = _compiled(load)
+        compiled, why_not = compile_apart(load)
     found = summary(load, counted, compiled, ahead.memory_of(load.device))
     if compiled is None:
         found["estimate"] = f"counted from shapes, not compiled: {why_not}"
@@ -218,8 +218,16 @@ def _program(program: dict[str, Any], often: str) -> list[str]:
     return lines
 
 
-def _compiled(load: Any) -> tuple[dict[str, Any] | None, str]:
-    """Returns (what the compiler said, ""), or (None, why it could not be had)."""
+def compile_apart(load: Any, *options: str) -> tuple[dict[str, Any] | None, str]:
+    """Returns (what the compiler said, ""), or (None, why it could not be had).
+
+    Args:
+      load: an `ahead.Workload`.
+      options: of `python -m magicjax.ahead`.
+
+    Raises:
+      ValueError: the compiler failed.
+    """
     try:
         wheels = _compiler()
     except (OSError, subprocess.CalledProcessError) as error:
@@ -234,7 +242,7 @@ def _compiled(load: Any) -> tuple[dict[str, Any] | None, str]:
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "report.json"
         code = json.dumps(dataclasses.asdict(load))
-        command = [sys.executable, "-m", "magicjax.ahead", code, str(out)]
+        command = [sys.executable, "-m", "magicjax.ahead", code, str(out), *options]
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if ran.returncode:
             raise ValueError(f"compiling failed:\n{ran.stderr[-4000:]}")

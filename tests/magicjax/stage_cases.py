@@ -1,18 +1,15 @@
 """What is run on a mesh with stages; each function runs in a process of eight devices."""
 
 import functools
-import threading
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 import magicjax
 from magicjax import compilation, execution, hlo
 from magicjax.request import prepare
-from sharding import DATA, STAGE, factored, make_mesh, pipeline
+from sharding import STAGE, make_mesh
 from tests.magicjax import mesh_cases, tiny
 
 
@@ -41,53 +38,6 @@ def exchanged(case: str, mesh: list[int], micro_batches: int, layers: int) -> di
         keys=int(np.prod(keys.sharding.shard_shape(keys.shape))),
         copied=list(hlo.copied_sizes(text)),
         dtype=request.target.dtype.itemsize,
-    )
-
-
-def schedule(stages: int, micro_batches: int, seconds: float) -> dict:
-    """Returns which stage worked on what, and the share of the time in which stages were idle.
-
-    Their work is to sleep, so as many stages as there are devices work at the same time.
-    """
-    worked, guard = [], threading.Lock()
-
-    def sleep(stage, first):
-        begin = time.perf_counter()
-        time.sleep(seconds)
-        with guard:
-            worked.append((int(stage), int(first), begin, time.perf_counter()))
-        return np.float32(1)
-
-    def run(x, first):
-        first = jnp.int32(0) if first is None else first
-        shape = jax.ShapeDtypeStruct((), jnp.float32)
-        one = jax.pure_callback(sleep, shape, jax.lax.axis_index(STAGE), first)
-        return x + one, (x,)
-
-    def whole(x):
-        out, (came,) = pipeline.pipelined(run, x, micro_batches)
-        return pipeline.from_last(out), came[None]
-
-    mesh = factored(make_mesh(1, 1, stages))
-    mapped = jax.shard_map(
-        whole,
-        mesh=mesh,
-        in_specs=PartitionSpec(DATA),
-        out_specs=(PartitionSpec(DATA), PartitionSpec(STAGE, DATA)),
-        check_vma=False,
-    )
-    x = jnp.arange(8.0)[:, None]
-    program = jax.jit(mapped)
-    jax.block_until_ready(program(x))
-    worked.clear()
-    out, came = jax.block_until_ready(program(x))
-    busy = sum(end - begin for _, _, begin, end in worked)
-    span = max(end for *_, end in worked) - min(begin for _, _, begin, _ in worked)
-    return dict(
-        worked=sorted((stage, first) for stage, first, *_ in worked),
-        out=np.asarray(out)[:, 0].tolist(),
-        came=np.asarray(came)[..., 0].tolist(),
-        idle=1 - busy / (stages * span),
     )
 
 

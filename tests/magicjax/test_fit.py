@@ -92,7 +92,7 @@ def test_rows_go_in_multiples_of_the_groups(run):
     [
         (["--device", "b300"], "--device b300 is unknown: use a100, h100, h200"),
         (["--mesh", "model=3"], "does not divide the model"),
-        (["--mesh", "pipe=3"], "'pipe=3' is no mesh: write data=2,model=4"),
+        (["--mesh", "pipe=3"], "'pipe=3' is no mesh: write stage=2,data=2,model=2"),
         (["--batch", "0"], "--batch 0 must be at least 1"),
         (["--target", "llama-9"], "llama-9"),
     ],

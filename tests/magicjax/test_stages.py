@@ -70,16 +70,6 @@ def test_stages_that_are_mistaken_would_be_seen(eight, what):
     assert eight(stage_cases.differs, what=what)
 
 
-@pytest.mark.parametrize(("count", "micro_batches"), [(2, 1), (2, 4), (4, 2), (8, 8)])
-def test_every_stage_works_on_every_micro_batch_once(eight, count, micro_batches):
-    found = eight(stage_cases.schedule, stages=count, micro_batches=micro_batches, seconds=0)
-    rows = 8 // micro_batches
-    wanted = itertools.product(range(count), range(0, 8, rows))
-    assert [tuple(pair) for pair in found["worked"]] == list(wanted)
-    assert found["out"] == [row + count for row in range(8)]
-    assert found["came"] == [[row + stage for row in range(8)] for stage in range(count)]
-
-
 def test_the_share_of_idle_turns():
     assert pipeline.idle_share(1, 5) == 0
     assert pipeline.idle_share(4, 1) == 3 / 4
