@@ -134,7 +134,7 @@ REFUSED = {
     ),
     "a mesh": (
         (*WHERE, "--device", "h100", "--mesh", "heads=8", "--acceptance", 0.8),
-        "'heads=8' is no mesh: write data=2,model=4",
+        "'heads=8' is no mesh: write stage=2,data=2,model=2",
     ),
     "memory": (
         ("--target", "llama-3.1-8b", "--batch", 400, "--context", 32000, *H100, "--acceptance", 1),
