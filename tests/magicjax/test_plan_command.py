@@ -130,7 +130,7 @@ REFUSED = {
     ),
     "no device": (
         (*WHERE, "--device", "h100", "--mesh", "model=0", "--acceptance", 0.8),
-        "mesh model=0: both numbers must be at least 1",
+        "mesh model=0: every number must be at least 1",
     ),
     "a mesh": (
         (*WHERE, "--device", "h100", "--mesh", "heads=8", "--acceptance", 0.8),
