@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from magicjax import bench, costs, step_times
+from magicjax import bench, costs, offloading, step_times
 from magicjax.candidates import draft_of
 from magicjax.costs.profile import device_kind
 from magicjax.costs.work import Part
@@ -230,6 +230,7 @@ def add(commands: Any) -> None:
         f"{', '.join(map(str, BUDGETS))} if not given",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    offloading.add_option(parser)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--context", type=int, nargs="+", default=[1024, 4096, 8192])
     parser.add_argument(
@@ -255,7 +256,7 @@ def run(arguments: argparse.Namespace) -> None:
         lowest = np.min(getattr(arguments, name))
         if lowest < allowed:
             raise ValueError(f"--{name} {lowest} must be at least {allowed}")
-    target = load(arguments.target, dtype=arguments.dtype)
+    target = load(arguments.target, dtype=arguments.dtype, offload=arguments.offload)
     deepest = max(*arguments.nodes, arguments.gamma + 1)
     setup = bench.Setup(target, arguments.backend, step_times.new_tokens(deepest))
     drafters = _drafters(arguments)
@@ -263,7 +264,9 @@ def run(arguments: argparse.Namespace) -> None:
         for context in arguments.context:  # says what is wrong before measuring
             tree = None if drafter is None else chain(deepest - 1)
             bench.request_of(setup, 1, context, drafter, tree)
-    sizes = costs.sizes_of(target.config, arguments.dtype, arguments.target)
+    sizes = costs.sizes_of(
+        target.config, arguments.dtype, arguments.target, arguments.offload
+    )
     drafts = {name: draft_of(drafter, sizes, arguments.dtype) for name, drafter in drafters.items()}
     device = _device(arguments.dtype)
     times, rows = {}, []
@@ -285,7 +288,8 @@ def run(arguments: argparse.Namespace) -> None:
     device, foretold = fit(sizes, rows, device)
     device = dataclasses.replace(device, measured=steps_of(sizes, drafts, times))
     print(_constants(device, rows, foretold))
-    about = {name: getattr(arguments, name) for name in ("target", "backend", "gamma", "turns")}
+    names = ("target", "offload", "backend", "gamma", "turns")
+    about = {name: getattr(arguments, name) for name in names}
     costs.save_profile(out, device, about)
     print(f"written to {out}")
 

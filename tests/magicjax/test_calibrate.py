@@ -123,10 +123,11 @@ def quick(monkeypatch):
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_profile_is_written_and_serves_a_plan_here(directory, tmp_path, run):
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_profile_is_written_and_serves_a_plan_here(directory, tmp_path, run, offload):
     out = tmp_path / "here.json"
     grid = ("--batch", 1, "--context", 64, "--nodes", 2, "--drafter", "self:streaming:32")
-    where = ("--target", directory, "--dtype", "float32")
+    where = ("--target", directory, "--dtype", "float32", *["--offload"] * offload)
     code, said, err = run("calibrate", *where, "--out", out, *grid, "--gamma", 1, "--turns", 1)
     assert (code, err) == (0, "")
     assert "ms of a pass by nodes  1:" in said and "self:streaming:32:" in said
@@ -135,7 +136,8 @@ def test_a_profile_is_written_and_serves_a_plan_here(directory, tmp_path, run):
     passes, draft = device.measured
     assert (passes.nodes, draft.slots) == ((1, 2), (32,))
     # A plan for the very place that was timed foretells what was timed.
-    sizes = costs.sizes_of(models.load_config(directory), "float32")
+    sizes = costs.sizes_of(models.load_config(directory), "float32", offload=offload)
+    assert passes.model == sizes.key and ("streamed" in sizes.key) == offload
     cost = costs.round_cost(sizes, costs.Draft(sizes, 32), costs.Machine(device), 1, 64, 2, 1)
     assert cost.target == pytest.approx(passes.seconds[0])
     assert cost.verify + cost.rest == pytest.approx(passes.seconds[1])
