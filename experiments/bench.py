@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Callable
@@ -16,7 +17,11 @@ from experiments import metrics, prompts, store, teacher
 from experiments.grid import Cell, fingerprint, options, plain_of
 from experiments.prompts import RANDOM, TEXTS, Prompt
 from experiments.surroundings import code
+from magicjax import costs, offloading
+from magicjax.generation import config_of
 from sharding import processes
+
+ROOM = 0.7  # of a device's memory, for a model that reads a text
 
 
 class Bench:
@@ -64,11 +69,15 @@ class Bench:
     def read_by(self, directory: str, cell: Cell) -> Any:
         """Returns a model that reads a text in one pass: the cell's target, or a small one.
 
-        Where the cell's is divided over stages or processes, it is one of this process's own.
+        Where the cell's is divided over stages or processes, it is one on a device of this
+        process's own; None if it does not fit there.
         """
         devices = cell.devices
         if devices and (devices.shape["stage"] > 1 or jax.process_count() > 1):
-            return self.model(directory, cell.dtype)
+            sizes = costs.sizes_of(config_of(directory), cell.dtype)
+            weights = sizes.weight_bytes + sizes.itemsize * sizes.tables
+            room = offloading.device_memory() or offloading.free_host_memory() or math.inf
+            return self.model(directory, cell.dtype) if weights < ROOM * room else None
         return self.target_of(cell) if directory == cell.target else self.draft(directory, cell)
 
     def prompts(self, cell: Cell) -> np.ndarray:
@@ -173,14 +182,17 @@ class Bench:
     def agreement(self, cell: Cell) -> float | None:
         """Returns how often target and draft agree on the prompts' text.
 
-        None if not asked for, if there is no single model that drafts, or if what it sees of the
-        text is not known before the text: that of full and streaming caches is.
+        None if not asked for, if there is no single model that drafts, if what it sees of the text
+        is not known before the text (that of full and streaming caches is), or if the target lies
+        on several stages or processes and does not fit one device.
         """
         view = _view(cell)
         if not cell.agreement_tokens or view is None:
             return None
         rows = max(1, cell.agreement_tokens // cell.context)
         text = self.prompts(cell)[:rows]
+        if self.read_by(cell.target, cell) is None:
+            return None
         wanted = self._greedy(cell, "", text)
         drafted = self._greedy(cell, cell.model, text, **view)
         return metrics.agreement(wanted, drafted)

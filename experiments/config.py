@@ -17,6 +17,7 @@ from experiments import axes, prompts
 from experiments.fields import STRICT, ConfigError, Positive, checked, read_mapping
 from experiments.method import Method
 from sharding import parse_mesh
+from sharding.processes import SECONDS as JOIN_SECONDS
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -175,6 +176,10 @@ class Experiment(BaseModel):
         None,
         description="Which of them this is, from 0, which alone writes results. Told by srun, "
         "mpirun and Kubernetes.",
+    )
+
+    join_seconds: Amount = Field(
+        JOIN_SECONDS, description="For which many processes wait for each other."
     )
 
     launcher: Literal["local", "slurm", "ray"] = Field(

@@ -252,8 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if who.rank > 0:
                 return together.follow()
             here = together.Here()
-            with together.leading(here):
-                return _launch(experiment, source, console, here)
+            return together.lead(here, lambda: _launch(experiment, source, console, here))
     except (ConfigError, tracking.TrackingError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -13,25 +13,24 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import yaml
 
-from experiments import grid, measure, surroundings, worker
+from experiments import grid, measure, surroundings, tracking, worker
 from experiments.bench import Bench
 from experiments.cell_process import Limits
 from experiments.config import Experiment
 from experiments.fields import ConfigError
 from experiments.launchers import Stop
-from sharding import processes
+from sharding import parse_mesh, processes
 
-SETTINGS = ("coordinator", "processes", "rank")
-# What a process of its own would be needed for.
-_ALONE = ("memory_limit_gb", "timeout_minutes", "jobs")
+SETTINGS = ("coordinator", "processes", "rank", "join_seconds")
+# What a process of its own would be needed for, or one that is traced beside others.
+_ALONE = ("memory_limit_gb", "timeout_minutes", "jobs", "profile")
 INTERRUPTED = 130
-_GRACE_S = 10  # for rank 0 to record a failure that is all processes' before they end
 
 
 def find(experiment: Experiment) -> processes.Processes | None:
@@ -48,7 +47,7 @@ def find(experiment: Experiment) -> processes.Processes | None:
         raise ConfigError(str(error)) from error
     if who is None:
         return None
-    stray = [name for name in _ALONE if getattr(experiment, name) is not None]
+    stray = [name for name in _ALONE if getattr(experiment, name)]
     if experiment.launcher != "local":
         stray.append("launcher")
     if stray:
@@ -72,9 +71,12 @@ def joined(who: processes.Processes, experiment: Experiment) -> Iterator[None]:
     Raises:
       ConfigError: some are missing or twice, or they are to run something else.
     """
-    settings = experiment.model_dump(mode="json", exclude={"rank", "coordinator"})
+    settings = experiment.model_dump(mode="json", exclude=set(SETTINGS))
+    reads = _models_and_prompts(experiment)
+    made_by = {name: surroundings.of(cell) for name, cell in reads.items()}
     try:
-        processes.join(who, {"settings": settings, "code": surroundings.code()})
+        run = {"settings": settings, "made_by": made_by}
+        processes.join(who, run, experiment.join_seconds)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     with processes.leaving((ConfigError,)):
@@ -82,10 +84,16 @@ def joined(who: processes.Processes, experiment: Experiment) -> Iterator[None]:
         yield
 
 
+def _models_and_prompts(experiment: Experiment) -> dict[str, grid.Cell]:
+    """Returns a cell of each that reads other files, by what it reads."""
+    cells = [cell for group in grid.groups(experiment) for cell in group]
+    return {" ".join((c.target, *c.models, c.prompts, c.prompt_path)): c for c in cells}
+
+
 def _check_devices(experiment: Experiment) -> None:
     """Raises ConfigError unless every cell's mesh has all devices of all processes."""
     for cell in (cell for group in grid.groups(experiment) for cell in group):
-        size = cell.devices.size if cell.devices else 1
+        size = parse_mesh(cell.mesh).devices if cell.mesh else 1
         if size != jax.device_count():
             raise ConfigError(
                 f"mesh={cell.mesh!r} has {size} devices, and the {jax.process_count()} processes "
@@ -97,7 +105,7 @@ class Here:
     """Rank 0's launcher: runs cells in this process, and tells the others to run them too.
 
     Attributes:
-      failed: whether a cell failed; the others may have ended then, or wait where nobody comes.
+      failed: whether a cell failed, in this process alone or in all: nobody knows.
     """
 
     def __init__(self) -> None:
@@ -126,17 +134,18 @@ def _end_when_asked(stop: Stop) -> None:
     os._exit(INTERRUPTED)
 
 
-@contextlib.contextmanager
-def leading(here: Here) -> Iterator[None]:
-    """Lets the others end when rank 0 has nothing more for them, or cannot begin."""
+def lead(here: Here, launch: Callable[[], int]) -> int:
+    """Returns the exit status of rank 0's launcher, which the others end with too."""
     try:
-        yield
-    except ConfigError:
-        if not here.failed:
-            processes.of_first({"cell": None})
-        raise
-    if not here.failed:
-        processes.of_first({"cell": None})
+        status = launch()
+    except (ConfigError, tracking.TrackingError) as error:
+        print(error, file=sys.stderr)
+        status = 2
+    if here.failed:
+        processes.abandon(status)
+    else:
+        processes.of_first({"cell": None, "status": status})
+    return status
 
 
 def follow() -> int:
@@ -146,13 +155,13 @@ def follow() -> int:
     while True:
         told = processes.of_first(None)
         if told["cell"] is None:
-            return 0
+            return told["status"]
         bench = bench or Bench(pathlib.Path(told["prompts"]))
         cell = grid.restored(told["cell"])
         try:
             measure.measure(bench, cell)
         except Exception as error:
-            processes.await_loss()
+            processes.await_loss(error)  # of which it may be a part
             print(f"{cell.label}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            time.sleep(_GRACE_S)
-            raise ConfigError("a cell failed here, which ends all processes") from error
+            processes.abandon(1)
+            return 1

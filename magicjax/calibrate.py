@@ -264,9 +264,7 @@ def run(arguments: argparse.Namespace) -> None:
         for context in arguments.context:  # says what is wrong before measuring
             tree = None if drafter is None else chain(deepest - 1)
             bench.request_of(setup, 1, context, drafter, tree)
-    sizes = costs.sizes_of(
-        target.config, arguments.dtype, arguments.target, arguments.offload
-    )
+    sizes = costs.sizes_of(target.config, arguments.dtype, arguments.target, arguments.offload)
     drafts = {name: draft_of(drafter, sizes, arguments.dtype) for name, drafter in drafters.items()}
     device = _device(arguments.dtype)
     times, rows = {}, []

@@ -151,7 +151,6 @@ def _add_processes(group) -> None:
     group.add_argument(
         "--join-seconds",
         type=float,
-        default=processes.SECONDS,
         metavar="S",
         help=f"for which they wait for each other; {processes.SECONDS} if not given",
     )
@@ -372,6 +371,8 @@ def _generate(arguments: argparse.Namespace) -> None:
     _check_used(arguments)
     who = processes.find(arguments.coordinator, arguments.processes, arguments.rank)
     if who is None:
+        if arguments.join_seconds is not None:
+            raise ValueError("--join-seconds is for many processes: leave it out")
         _generate_here(arguments)
         return
     if AUTO in arguments.drafter:
@@ -379,9 +380,11 @@ def _generate(arguments: argparse.Namespace) -> None:
             f"--drafter {AUTO} decides by measured times, which differ between {who.count} "
             "processes: name the drafter"
         )
-    prompt, stray = _prompt(arguments), ("run", "rank", "coordinator", "prompt", "prompt_file")
+    prompt = _prompt(arguments)
+    stray = ("run", "rank", "coordinator", "join_seconds", "prompt", "prompt_file")
     run = {name: str(value) for name, value in vars(arguments).items() if name not in stray}
-    processes.join(who, run | {"prompt": prompt, "version": version()}, arguments.join_seconds)
+    run |= {"prompt": prompt, "version": version(), "config": str(config_of(arguments.target))}
+    processes.join(who, run, arguments.join_seconds or processes.SECONDS)
     with processes.leaving():
         devices = parse_mesh(arguments.mesh).devices if arguments.mesh else 1
         if devices != jax.device_count():

@@ -184,9 +184,11 @@ def start(
 def _first_token(target: Model, hidden, lengths, sampling: Sampling | None) -> Int[Array, "B"]:
     logits, over = target.unembed(hidden), target.split.axes
     if sampling is None:
-        return collectives.argmax(logits, over)
-    u = uniforms(sampling.keys, lengths, Purpose.TARGET)
-    return sample(warp(sampling, logits, over), u, over)
+        first = collectives.argmax(logits, over)
+    else:
+        u = uniforms(sampling.keys, lengths, Purpose.TARGET)
+        first = sample(warp(sampling, logits, over), u, over)
+    return pipeline.of_first(first) if target.stages > 1 else first
 
 
 def step(
@@ -200,6 +202,8 @@ def step(
             proposal, draft = drafter.propose(
                 target, state.drafter, state.pending, state.cache, state.sampling, settings
             )
+        if target.stages > 1:
+            proposal = _of_first_stage(proposal)
         proposal = _without_draws(proposal, state.ended)
     with jax.named_scope("score"):
         positions = state.cache.lengths[:, None] + trees.depths(proposal.parents)
@@ -219,6 +223,8 @@ def step(
             state.cache.lengths,
             target.split.axes,
         )
+        if target.stages > 1:
+            verdict = pipeline.of_first(verdict)
         emitting = _emitted_tokens(proposal.tokens, verdict)
         kept, ended = _cut(emitting, verdict, state)
     with jax.named_scope("commit"):
@@ -244,6 +250,15 @@ def decode(
         return running & (state.rounds_left > 0)
 
     return jax.lax.while_loop(goes_on, lambda state: step(settings, target, drafter, state), state)
+
+
+def _of_first_stage(proposal: Proposal) -> Proposal:
+    """Returns what the first stage proposes, whose tokens are those that the target reads."""
+    if proposal.parents.ndim == 1:  # the same for all
+        tokens = pipeline.of_first(proposal.tokens)
+        return dataclasses.replace(proposal, tokens=tokens)
+    tokens, parents = pipeline.of_first((proposal.tokens, jnp.asarray(proposal.parents)))
+    return dataclasses.replace(proposal, tokens=tokens, parents=parents)
 
 
 def _without_draws(proposal: Proposal, ended: Bool[Array, "B"]) -> Proposal:

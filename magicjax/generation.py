@@ -42,8 +42,8 @@ def load(
       mesh: of devices (`make_mesh`): every device gets its part, and none the whole.
       shards: over how many devices of the mesh's `model` axis a small draft is divided, and then
         held several times; None: all. 1: every device has all of it.
-      stages: over how many stages of the mesh its layers are divided: None: all, as a target's are;
-        1: every stage has all of them, as of a small draft.
+      stages: over how many stages of the mesh its layers are divided; None: all, as a target's are,
+        but of a model with `shards`. 1: every stage has all of them, as of a small draft.
       offload: keep the blocks' weights in host memory, and stream them to the device in every pass:
         for models that the device cannot hold. "int8": quantized for each output channel, so that
         less is streamed; the weights are not quite the same then.

@@ -107,7 +107,7 @@ def _goes_between(line: str, group: int) -> bool:
     elif listed := LISTED.search(line):
         sets = [[int(n) for n in one.split(",")] for one in INNER.findall(listed[1])]
     else:
-        return True  # of all devices
+        return True  # of all devices, of which there are several groups
     return any(len({device // group for device in one}) > 1 for one in sets)
 
 

@@ -18,13 +18,13 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from magicjax import auto, compilation, execution, hlo, profiling
 from magicjax.auto import Auto, Choice
 from magicjax.model import Model
 from magicjax.profiling import NAMES, OF_CONTROL, OPCODE, SCOPE, Event
 from magicjax.request import Request, prepare
+from sharding import processes
 
 PHASES = ("draft", "score", "verify", "commit")
 SCOPES = dict(zip(("propose", "score", "verify", "commit"), PHASES, strict=True))
@@ -114,7 +114,7 @@ def trace(
     spans = timeline(events, of_operation, control)
     if folder is not None:
         write(pathlib.Path(folder) / FILE, with_track(found, slices(spans)))
-    return _summary(spans, wall_s, int(np.asarray(state.histogram).sum(1).max()))
+    return _summary(spans, wall_s, int(processes.fetch(state.histogram).sum(1).max()))
 
 
 def _request(target: Model, prompts: Sequence[Any], options: dict[str, Any]) -> Request:

@@ -84,7 +84,8 @@ def tree_attention(
       k_new, v_new: keys and values of tokens that are not in the cache.
       mask: True where a query may see a new token; [T, N] is shared by the rows.
       first_row: the caches have more rows than the queries, whose own are the B from this one on:
-        they are read where they lie. None: as many.
+        they are read where they lie. They must all exist: beyond the last row nothing is checked.
+        None: as many.
       return_lse: also return the log-sum-exp of the scaled scores.
       backend: a name from BACKENDS; None: xla.
 

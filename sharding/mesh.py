@@ -38,7 +38,11 @@ class MeshSize(NamedTuple):
 
 
 def make_mesh(
-    data: int = 1, model: int = 1, stage: int = 1, devices: Sequence[jax.Device] | None = None
+    data: int = 1,
+    model: int = 1,
+    stage: int = 1,
+    *,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
     """Returns a mesh of stage * data * model devices with axes of these names.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
@@ -59,6 +60,13 @@ def pipelined(
         del own, first
         return held
 
+    def work_or_rest(busy, *given):
+        return lax.cond(busy, work, rest, *given)
+
+    def work_anyway(busy, own, first, held):
+        new = work(own, first, held)
+        return jax.tree.map(lambda found, held: jnp.where(busy, found, held), new, held)
+
     shapes = jax.eval_shape(work, x[:rows], jnp.int32(0), None)
 
     def turn(carry, t):
@@ -69,11 +77,12 @@ def pipelined(
         first = (jnp.clip(micro, 0, micro_batches - 1) * rows).astype(jnp.int32)
         own = jnp.where(stage == 0, lax.dynamic_slice_in_dim(x, first, rows), came)
         busy = (micro >= 0) & (micro < micro_batches)
-        # Who rests puts back what it holds: a micro-batch's result stays where it is.
-        held = jax.tree.map(lambda of_batch: lax.dynamic_slice_in_dim(of_batch, first, rows), found)
-        new = lax.cond(busy, work, rest, own, first, held)
+        # Who rests puts back what it holds: a micro-batch's result stays where it is. A GPU's host
+        # would have to read who does: it works in vain instead, beside those that must.
+        held = jax.tree.map(lambda whole: lax.dynamic_slice_in_dim(whole, first, rows), found)
+        new = lax.platform_dependent(busy, own, first, held, cpu=work_or_rest, default=work_anyway)
         found = jax.tree.map(
-            lambda of_batch, rows: lax.dynamic_update_slice_in_dim(of_batch, rows, first, 0),
+            lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, first, 0),
             found,
             new,
         )
@@ -93,6 +102,20 @@ def anywhere(x: Bool[Array, ""]) -> Bool[Array, ""]:
     What goes from stage to stage does so in one step of all devices, which must take as many.
     """
     return lax.pmax(x.astype(jnp.int32), DATA) > 0
+
+
+def of_first(tree: Any) -> Any:
+    """Returns, on every stage, the first one's int32 arrays: what one stage decided, all do.
+
+    All stages decide by the same numbers, but each has them from sums over its own devices, which
+    need not round alike.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    joined = jnp.concatenate([leaf.ravel() for leaf in leaves])
+    joined = lax.psum(jnp.where(place() == 0, joined, 0), STAGE)
+    ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
+    parts = [x.reshape(leaf.shape) for x, leaf in zip(jnp.split(joined, ends), leaves, strict=True)]
+    return jax.tree.unflatten(treedef, parts)
 
 
 def from_last(x: Array, over: collectives.Over = ()) -> Array:

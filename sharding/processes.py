@@ -28,7 +28,10 @@ SECONDS = 120  # for which the ranks wait for each other
 LOST = 4  # the exit status where another process was lost
 _HEARTBEAT_S = 30
 _POLL_S = 0.2
-_BYE = "bye"
+_NOTICE_S = 1.0  # in which the loss of another process is seen
+_GRACE_S = 10.0  # for a process to come upon the error that another one has told
+_BYE, _ENDED, _LOST = "bye", "ended", "lost"  # what processes tell each other
+_PORTS = 61440  # the first of 4,096 that are taken where nobody gives one
 _LONGEST = 1 << 24  # bytes of a message
 
 
@@ -56,7 +59,7 @@ class Processes:
             raise ValueError(
                 f"rank={self.rank} of {self.count} processes: ranks go from 0 to {self.count - 1}"
             )
-        if not re.fullmatch(r".+:\d+", self.coordinator) or self._port > 65535:
+        if not re.fullmatch(r".+:\d+", self.coordinator) or not 0 < self._port <= 65535:
             raise ValueError(
                 f"coordinator={self.coordinator!r} is no address: write HOST:PORT, of rank 0"
             )
@@ -79,18 +82,20 @@ def find(
 ) -> Processes | None:
     """Returns this process among others; None: it is the only one.
 
-    What is not given is what SLURM (srun), Open MPI (mpirun) or a Kubernetes Job of completion
+    What is not given is what Open MPI (mpirun), SLURM (srun) or a Kubernetes Job of completion
     mode Indexed say. Open MPI says where rank 0 is on a single host only, Kubernetes says nothing
-    but the rank.
+    but the rank. A count of 1 alone: the only one, whatever they say.
 
     Raises:
       ValueError: some of the three are known and others are not, or they are none.
     """
-    found = _of_environment(environment)
+    if count == 1 and coordinator is None and rank in (None, 0):
+        return None
+    found, alone = _of_environment(environment), rank is None
     coordinator = coordinator or found.get("coordinator")
     count = found.get("count") if count is None else count
     rank = found.get("rank") if rank is None else rank
-    if coordinator is None and count in (None, 1):
+    if coordinator is None and count is None and alone:
         return None
     known = {"coordinator": coordinator, "processes": count, "rank": rank}
     missing = [name for name, value in known.items() if value is None]
@@ -110,25 +115,24 @@ def _of_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     def number(name: str) -> int | None:
         return int(environment[name]) if environment.get(name, "").isdigit() else None
 
-    if number("SLURM_NTASKS") and number("SLURM_PROCID") is not None:
-        nodes = environment.get("SLURM_STEP_NODELIST", "")  # of srun: a batch script has none
-        first = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
-        if first is None:
-            return {}
-        port = 61440 + (number("SLURM_JOB_ID") or 0) % 4096
-        where = f"{first[1]}{first[2] or ''}:{port}"
-        count = number("SLURM_STEP_NUM_TASKS") or number("SLURM_NTASKS")
-        if count == 1:
-            return {}
-        return {"coordinator": where, "count": count, "rank": number("SLURM_PROCID")}
-    if count := number("OMPI_COMM_WORLD_SIZE"):
+    # mpirun may itself run under SLURM, whose variables then say nothing of its ranks.
+    count = number("OMPI_COMM_WORLD_SIZE")
+    if count is not None:
         if count == 1:
             return {}
         found: dict[str, Any] = {"count": count, "rank": number("OMPI_COMM_WORLD_RANK")}
         if number("OMPI_COMM_WORLD_LOCAL_SIZE") == count:
             job = environment.get("OMPI_MCA_ess_base_jobid") or environment.get("PMIX_NAMESPACE")
-            found["coordinator"] = f"127.0.0.1:{61440 + sum(map(ord, job or '')) % 4096}"
+            found["coordinator"] = f"127.0.0.1:{_PORTS + sum(map(ord, job or '')) % 4096}"
         return found
+    # The nodes of a step: a batch script itself, which srun has not started, has none.
+    nodes = environment.get("SLURM_STEP_NODELIST", "")
+    first = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
+    count = number("SLURM_STEP_NUM_TASKS") or number("SLURM_NTASKS")
+    if first and number("SLURM_PROCID") is not None and count not in (None, 1):
+        step = 61 * (number("SLURM_JOB_ID") or 0) + (number("SLURM_STEP_ID") or 0)
+        where = f"{first[1]}{first[2] or ''}:{_PORTS + step % 4096}"
+        return {"coordinator": where, "count": count, "rank": number("SLURM_PROCID")}
     if (rank := number("JOB_COMPLETION_INDEX")) is not None:
         return {"rank": rank}
     return {}
@@ -156,7 +160,9 @@ class _Line:
 
 
 _lines: dict[int, _Line] = {}  # to rank 0, or of rank 0 to all others
-_leaving = threading.Event()
+_leaving = threading.Event()  # what becomes of the others is no matter any more
+_failing = threading.Event()  # this process ends with an error of its own
+_erring = threading.Event()  # this process has met an error, its own or another's
 
 
 def join(who: Processes, run: Mapping[str, Any], seconds: float = SECONDS) -> None:
@@ -187,17 +193,43 @@ def join(who: Processes, run: Mapping[str, Any], seconds: float = SECONDS) -> No
         heartbeat_timeout_seconds=_HEARTBEAT_S,
         shutdown_timeout_seconds=_HEARTBEAT_S,
     )
+    multihost_utils.sync_global_devices("joined")  # connects all of them, while all are here
 
 
 def leave() -> None:
     """Says goodbye: what the others see of this process's end is then no loss."""
     _leaving.set()
-    for line in _lines.values():
-        with contextlib.suppress(OSError):
-            line.send({"said": _BYE})
+    _tell({"said": _BYE})
+
+
+def abandon(status: int) -> None:
+    """Tells the others of an error, which they may have too, or else wait where nobody comes.
+
+    They end within seconds, and this process does with `status` when it exits, without JAX, which
+    would wait for them and end with a stack trace.
+    """
+    _failing.set()
+    _erring.set()
+    _tell({"said": _ENDED})
+    atexit.register(_end, status)
+
+
+def _tell(message: dict[str, Any], but: int | None = None) -> None:
+    for rank, line in _lines.items():
+        if rank != but:
+            with contextlib.suppress(OSError):
+                line.send(message)
 
 
 def _end(status: int) -> None:
+    """Ends this process; rank 0, whose end JAX would end the others for, after they have."""
+    until = time.monotonic() + _GRACE_S + 2 * _NOTICE_S
+    for rank, line in _lines.items():
+        with contextlib.suppress(OSError):
+            while rank > 0:  # it is rank 0 that has lines to the others
+                line.connection.settimeout(max(until - time.monotonic(), 0.01))
+                if not line.connection.recv(1 << 16):
+                    break
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -205,21 +237,19 @@ def _end(status: int) -> None:
 
 @contextlib.contextmanager
 def leaving(refusals: tuple[type[BaseException], ...] = (ValueError, OSError)):
-    """Leaves the others in the end; after an error they see at once that this process is lost.
+    """Leaves the others in the end; after an error it tells them (`abandon`).
 
-    The process's exit status is then 1, and 2 after one of `refusals`.
+    The process's exit status is then 1, 2 after one of `refusals`, or 130 after Ctrl-C.
     """
     try:
         yield
     except BaseException as error:
-        # At exit JAX would wait for the others, and end with a stack trace.
-        atexit.register(_end, 2 if isinstance(error, refusals) else 1)
-        _leaving.set()
-        for line in _lines.values():
-            with contextlib.suppress(OSError):
-                line.connection.shutdown(socket.SHUT_RDWR)
+        await_loss(error)
+        interrupted = isinstance(error, KeyboardInterrupt)
+        abandon(130 if interrupted else 2 if isinstance(error, refusals) else 1)
         raise
-    leave()
+    if not _failing.is_set():
+        leave()
 
 
 def _await_others(who: Processes, run: dict, until: float, seconds: float) -> str:
@@ -241,7 +271,7 @@ def _await_others(who: Processes, run: dict, until: float, seconds: float) -> st
             try:
                 line.connection.settimeout(10)
                 said = line.receive()
-                rank = int(said["rank"])
+                rank, _ = int(said["rank"]), said["run"]
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # somebody else's
             if rank in came or not 0 < rank < who.count:
@@ -256,7 +286,7 @@ def _await_others(who: Processes, run: dict, until: float, seconds: float) -> st
                 came[rank] = line, said
     for rank, (_, said) in sorted(came.items()):
         problem = problem or _difference(rank, said["run"], run)
-    service = f"{who.address[0]}:{_free_port()}"
+    service = f"{who.coordinator.rpartition(':')[0]}:{_free_port()}"
     for rank, (line, _) in came.items():
         with contextlib.suppress(OSError):
             line.send({"problem": problem, "service": service})
@@ -304,15 +334,17 @@ def _report(who: Processes, run: dict, until: float, seconds: float) -> str:
             line.send({"rank": who.rank, "host": socket.gethostname(), "run": run})
             line.connection.settimeout(max(until - time.monotonic(), 0.01) + 10)
             said = line.receive()
-        except OSError as error:
+            problem, service = said["problem"], said["service"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"rank 0 at {who.coordinator} does not go on ({error}): see what it says"
+                f"{who.coordinator} does not answer as rank 0 does ({error!r}): see what it says, "
+                "or whether another program has that port"
             ) from error
-        if said["problem"]:
-            raise ValueError(said["problem"])
+        if problem:
+            raise ValueError(problem)
         _keep(line.connection)
         _lines[0] = line
-        return said["service"]
+        return service
     raise ValueError(
         f"nobody answers at {who.coordinator} within {seconds:g} s ({problem}): start rank 0 "
         "there, and see that this host can reach it"
@@ -349,31 +381,49 @@ def _difference(rank: int, its: Any, ours: Any) -> str | None:
 def _watch(who: Processes, rank: int) -> None:
     """Ends this process when another one is lost; rank 0 sees all, and all others see it."""
     try:
-        said = _lines[rank].receive()
-    except OSError:
-        said = {"said": "lost", "rank": rank}
-    if said["said"] == _BYE or _leaving.is_set():
+        told = _lines[rank].receive()
+        said, lost = told["said"], told.get("rank", rank)
+    except (OSError, ValueError):
+        said, lost = _LOST, rank
+    if said == _BYE or _leaving.is_set():
         return
-    lost = said["rank"]
+    if said == _ENDED:
+        _erring.wait(_GRACE_S)  # this process may be about to say the same
+        if _failing.is_set():
+            return
     if who.rank == 0:
-        for other, line in _lines.items():
-            if other != rank:
-                with contextlib.suppress(OSError):
-                    line.send({"said": "lost", "rank": lost})
-    sys.stdout.flush()
+        _tell({"said": _LOST, "rank": lost}, but=rank)
+    how = "ended with an error" if said == _ENDED else "was lost"
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
     print(
-        f"rank {who.rank} of {who.count}: rank {lost} was lost, so this process ends too; "
+        f"rank {who.rank} of {who.count}: rank {lost} {how}, so this process ends too; "
         f"what is finished is kept: see what rank {lost} said, and start all of them again",
-        file=sys.stderr,
+        file=sys.__stderr__,
         flush=True,
     )
     os._exit(LOST)
 
 
-def await_loss(seconds: float = 2 * _POLL_S) -> None:
-    """Waits a little, where an error may be due to a process that was lost: then it ends here."""
-    if _lines:
-        time.sleep(seconds)
+def await_loss(error: BaseException) -> None:
+    """Waits a little, where an error may be due to a process that was lost: then this one ends.
+
+    Args:
+      error: that was met, and of which this process will end, unless it is one of those with which
+        the runtime says that another does not answer.
+    """
+    if not _lines:
+        return
+    if not _of_others(error):
+        _failing.set()
+    _erring.set()
+    time.sleep(_NOTICE_S)
+
+
+def _of_others(error: BaseException) -> bool:
+    """Returns whether an error may say that another process does not answer."""
+    text = str(error)
+    return any(word in text for word in ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED"))
 
 
 def fetch(tree: Any) -> Any:
@@ -391,9 +441,16 @@ def fetch(tree: Any) -> Any:
 
 
 def put(x: Any, sharding: jax.sharding.Sharding) -> Any:
-    """Returns an array of this process where it should lie; each process puts its own part."""
-    if sharding.is_fully_addressable or (isinstance(x, jax.Array) and x.sharding == sharding):
+    """Returns an array where it should lie; each process puts its own part.
+
+    All processes must call it, and have the same array.
+    """
+    if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:  # it lies on all processes
+        if x.sharding.is_equivalent_to(sharding, x.ndim):
+            return x
+        return jax.jit(lambda x: x, out_shardings=sharding)(x)
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         data, impl = np.asarray(jax.random.key_data(x)), jax.random.key_impl(x)
         return jax.random.wrap_key_data(put(data, sharding), impl=impl)

@@ -268,5 +268,7 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path):
 
 def test_a_mesh_is_written_as_on_the_command_line(tmp_path):
     assert read(tmp_path, "mesh: data=2,model=4").mesh == "data=2,model=4"
-    with pytest.raises(fields.ConfigError, match="'pipe=2' is no mesh: write stage=2,data=2,model=2"):
+    with pytest.raises(
+        fields.ConfigError, match="'pipe=2' is no mesh: write stage=2,data=2,model=2"
+    ):
         read(tmp_path, "mesh: pipe=2")

@@ -85,7 +85,10 @@ def test_between_stages_only_activations_travel(eight):
     passes = depth + 1
     of_pass = rows // 4 * tokens * width // 4 * item
     assert found["between"]["collective-permute"] == [passes * turns, turns * of_pass]
-    assert found["between"]["all-reduce"] == [passes, rows * tokens * width // 4 * item]
+    # And what the first stage proposes and decides: tokens; path, accepted, bonus, ranks.
+    decided = rows * nodes * 4 + rows * (nodes + 1 + 1 + depth) * 4
+    states = rows * tokens * width // 4 * item
+    assert found["between"]["all-reduce"] == [passes + 2, states + decided]
     assert set(found["between"]) == {"collective-permute", "all-reduce"}
     assert found["keys"] not in found["copied"]
 

@@ -35,15 +35,22 @@ SLURM = {
 )
 def test_slurm_tells_all(nodes, first):
     found = find(environment=SLURM | {"SLURM_STEP_NODELIST": nodes})
-    assert found == Processes(f"{first}:{61440 + 70000 % 4096}", 16, 5)
+    assert found == Processes(f"{first}:{61440 + 61 * 70000 % 4096}", 16, 5)
 
 
 def test_a_job_without_srun_or_of_one_task_is_one_process():
     without = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}
     assert find(environment=without) is None
+    # mpirun in a batch script has ranks of its own.
+    ranks = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}
+    for of_slurm in (without, SLURM):
+        assert find("here:1", environment=of_slurm | ranks) == Processes("here:1", 4, 3)
     assert find(environment=SLURM | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}) is None
     assert find(environment={}) is None
     assert find(count=1, environment={}) is None
+    assert find(count=1, environment=SLURM) is None  # as was asked
+    other = find(environment=SLURM | {"SLURM_STEP_ID": "1"})
+    assert other is not None and other != find(environment=SLURM)  # meets at another port
 
 
 def test_open_mpi_tells_ranks_and_on_one_host_all():
@@ -75,6 +82,9 @@ def test_what_is_given_wins_over_what_a_cluster_tells():
         (("a:1", 2, -1), "rank=-1 of 2"),
         (("a", 2, 0), "coordinator='a' is no address"),
         (("a:70000", 2, 0), "coordinator='a:70000' is no address"),
+        (("a:0", 2, 0), "coordinator='a:0' is no address"),
+        ((None, None, 3), "rank=3, and coordinator and processes not given"),
+        ((None, 1, 5), "processes=1, rank=5, and coordinator not given"),
         (("a:1", None, None), "coordinator=a:1, and processes and rank not given"),
         ((None, 2, 0), "processes=2, rank=0, and coordinator not given"),
     ],
@@ -187,6 +197,28 @@ def _connect(address):
             time.sleep(0.02)
 
 
+def test_another_program_at_the_port_is_not_taken_for_rank_0(monkeypatch):
+    monkeypatch.setattr(processes, "_lines", {})
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        where = Processes(f"127.0.0.1:{other.getsockname()[1]}", 2, 1)
+        comes = Rank(where, {}, 5.0)
+        with contextlib.closing(other.accept()[0]) as connection:
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            comes.join()
+    assert "does not answer as rank 0 does" in comes.result
+
+
+def test_an_address_of_ipv6_keeps_its_brackets(monkeypatch):
+    monkeypatch.setattr(processes, "_lines", {})
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this host has no IPv6")
+    where = Processes(f"[::1]:{free_port()}", 2, 0)
+    assert where.address[0] == "::1"
+    leads, comes = Rank(where, {}, 5.0), Rank(dataclasses.replace(where, rank=1), {}, 5.0)
+    leads.join(), comes.join()
+    assert leads.result == comes.result and leads.result.startswith("[::1]:")
+
+
 def test_two_coordinators_cannot_have_one_port():
     with socket.create_server(("", 0)) as taken:
         where = Processes(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0)
@@ -194,12 +226,54 @@ def test_two_coordinators_cannot_have_one_port():
             processes.join(where, {}, 1)
 
 
+FAILS = """
+import sys, time
+import numpy as np
+from sharding import processes
+where, rank, fails, how = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+processes.join(processes.Processes(where, 2, rank), {}, 60)
+with processes.leaving():
+    if str(rank) in fails:
+        raise {"refusal": ValueError, "error": RuntimeError, "stop": KeyboardInterrupt}[how]("told")
+    print(processes.of_first(1))  # nobody comes
+"""
+
+
+@pytest.mark.parametrize(
+    ("fails", "how", "statuses"),
+    [
+        ("01", "refusal", (2, 2)),
+        ("01", "error", (1, 1)),
+        ("0", "stop", (130, processes.LOST)),
+        ("1", "refusal", (processes.LOST, 2)),
+    ],
+)
+def test_an_error_ends_all_processes_and_each_says_its_own(fails, how, statuses):
+    where = f"127.0.0.1:{free_port()}"
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAILS, where, str(rank), fails, how],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank, process in enumerate(both):
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == statuses[rank], said
+        if str(rank) in fails:
+            assert "told" in said
+        else:
+            assert f"rank {1 - rank} ended with an error" in said
+        assert "Check failure stack trace" not in said
+
+
 ALONE = """
 import sys, time
 from sharding import processes
 where, rank = sys.argv[1], int(sys.argv[2])
 processes.join(processes.Processes(where, 3, rank), {}, 60)
-print("joined", flush=True)
+print("joined", file=sys.stderr, flush=True)
 time.sleep(600)
 """
 
@@ -210,7 +284,7 @@ def test_a_process_that_is_killed_is_named_by_all_others_at_once(lost):
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", ALONE, where, str(rank)],
-            stdout=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,  # Gloo's
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -218,7 +292,7 @@ def test_a_process_that_is_killed_is_named_by_all_others_at_once(lost):
     ]
     try:
         for process in ranks:
-            assert process.stdout.readline() == "joined\n"
+            assert process.stderr.readline() == "joined\n"
         ranks[lost].kill()
         begin = time.monotonic()
         for rank, process in enumerate(ranks):
