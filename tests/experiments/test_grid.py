@@ -217,7 +217,7 @@ def test_a_mesh_reaches_the_call():
     experiment = config.Experiment(mesh="data=1,model=1")
     (plain,) = grid.groups(experiment)[0]
     mesh = grid.options(plain, lambda directory: directory)["mesh"]
-    assert mesh.shape == {"data": 1, "model": 1}
+    assert mesh.shape == {"stage": 1, "data": 1, "model": 1}
     (alone,) = grid.groups(config.Experiment())[0]
     assert grid.options(alone, lambda directory: directory)["mesh"] is None
     assert grid.key(plain, {}) != grid.key(alone, {})

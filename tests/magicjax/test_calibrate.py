@@ -10,6 +10,7 @@ import models
 from magicjax import calibrate, costs
 from magicjax.calibrate import Timed, foretold
 from magicjax.step_times import StepTimes
+from tests.quick import quick
 
 SIZES = costs.sizes_of(models.preset("llama-68m"), "float32", "llama-68m")
 MEASURED = costs.Device("here", 2e10, 1e11, 1e10, None, dtype="float32", round_seconds=0.0)
@@ -117,13 +118,13 @@ def test_constants_are_fitted_to_passes_and_to_rounds_of_the_target_itself():
 
 
 @pytest.fixture
-def quick(monkeypatch):
+def rates(monkeypatch):
     monkeypatch.setattr(calibrate, "read_bandwidth", lambda: 1e10)
     monkeypatch.setattr(calibrate, "matrix_rate", lambda dtype: 1e11)
 
 
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.usefixtures("rates")
+@pytest.mark.parametrize("offload", quick([False, True], False))
 def test_a_profile_is_written_and_serves_a_plan_here(directory, tmp_path, run, offload):
     out = tmp_path / "here.json"
     grid = ("--batch", 1, "--context", 64, "--nodes", 2, "--drafter", "self:streaming:32")
