@@ -32,6 +32,8 @@ _NOTICE_S = 1.0  # in which the loss of another process is seen
 _GRACE_S = 10.0  # for a process to come upon the error that another one has told
 _BYE, _ENDED, _LOST = "bye", "ended", "lost"  # what processes tell each other
 _PORTS = 61440  # the first of 4,096 that are taken where nobody gives one
+# What the runtime's errors say where another process does not answer.
+_OF_OTHERS = ("Gloo", "NCCL", "Connection", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 _LONGEST = 1 << 24  # bytes of a message
 
 
@@ -389,8 +391,8 @@ def _watch(who: Processes, rank: int) -> None:
         return
     if said == _ENDED:
         _erring.wait(_GRACE_S)  # this process may be about to say the same
-        if _failing.is_set():
-            return
+    if _failing.is_set():  # it says what it has to say, and ends by itself
+        return
     if who.rank == 0:
         _tell({"said": _LOST, "rank": lost}, but=rank)
     how = "ended with an error" if said == _ENDED else "was lost"
@@ -423,7 +425,7 @@ def await_loss(error: BaseException) -> None:
 def _of_others(error: BaseException) -> bool:
     """Returns whether an error may say that another process does not answer."""
     text = str(error)
-    return any(word in text for word in ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED"))
+    return any(word in text for word in _OF_OTHERS)
 
 
 def fetch(tree: Any) -> Any:

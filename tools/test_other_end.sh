@@ -39,4 +39,6 @@ exact=$loop/test_exactness.py::test_speculative_decoding_gives_the_oracles_text_
     "$exact[ensemble-2,2,1-8]" \
     "$loop/test_mesh.py::test_a_draft_may_be_divided_over_fewer_devices[small sampled-2]" \
     $loop/test_mesh.py::test_a_stream_gives_the_same_text \
+    "$loop/test_stages.py::test_stages_give_the_text_of_one_device[snapkv-mesh1-None-2]" \
+    tests/sharding/test_processes.py::test_a_process_that_is_killed_is_named_by_all_others_at_once \
     $loop/test_mesh.py::test_a_step_exchanges_two_sums_a_layer_and_what_the_vocabulary_needs "$@"
