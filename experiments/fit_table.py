@@ -30,6 +30,8 @@ WORKLOADS = (
     ("llama-3.1-8b", 128, 32768, "h200", "data=2,model=4", SMALL, "expansion:2,2,1"),
     ("llama-3.1-8b", 16, 32768, "h200", "model=1", "", "chain:4"),
     ("llama-2-7b-32k", 8, 8192, "a100", "model=2", "self:snapkv:512", "expansion:4,2,1"),
+    ("llama-65b", 16, 2048, "h100", "stage=2,model=4", SELF, "chain:4"),
+    ("llama-3.1-70b", 16, 8192, "h100", "stage=2,model=4", SELF, "chain:4"),
 )
 
 
@@ -78,14 +80,20 @@ HEAD = (
 )
 
 
+def _sent(collectives: list[dict[str, Any]]) -> str:
+    count, size = (sum(c[name] for c in collectives) for name in ("count", "bytes"))
+    return f"{count} ({size / 1e6:.1f} MB)"
+
+
 def _line(found: dict[str, Any]) -> str:
     load, sizes = found["workload"], found["bytes on each device"]
     gb = {name: size / 1e9 for name, size in sizes.items()}
     decode = found["programs"]["decode"]
-    sums = [c for c in decode["collectives"] if c["kind"] == "all-reduce"]
-    exchanged = "none"
-    if sums:
-        exchanged = f"{sums[0]['count']} ({sums[0]['bytes'] / 1e6:.1f} MB)"
+    between = [c for c in decode["collectives"] if c.get("between")]
+    sums = [c for c in decode["collectives"] if c["kind"] == "all-reduce" and c not in between]
+    exchanged = _sent(sums) if sums else "none"
+    if between:
+        exchanged += f"; between stages {_sent(between)}"
     over = gb["total"] - gb["usable"]
     apart = found["estimated"] / sizes["total"] - 1
     copies = sum(sum(p["copies of a cache"].values()) for p in found["programs"].values())
