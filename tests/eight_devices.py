@@ -11,6 +11,7 @@ import pathlib
 import subprocess
 import sys
 import traceback
+from typing import TextIO
 
 COUNT = 8
 
@@ -44,10 +45,15 @@ class Eight:
         self.process.wait(60)
 
 
-def serve(devices: int) -> None:
-    """Answers lines until there are none; this process must have so many devices."""
+def taken_output() -> TextIO:
+    """Returns where answers go; what else is printed, by functions or by Gloo, is none."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what functions print, or Gloo, is no answer
+    os.dup2(2, 1)
+    return answers
+
+
+def serve(devices: int, answers: TextIO) -> None:
+    """Answers lines until there are none; this process must have so many devices."""
     import jax
 
     assert jax.device_count() == devices
@@ -61,4 +67,4 @@ def serve(devices: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(COUNT)
+    serve(COUNT, taken_output())

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 
-from tests.eight_devices import serve
+from tests.eight_devices import serve, taken_output
 
 COUNT, DEVICES = 2, 4
 
@@ -69,11 +69,12 @@ class Two:
 
 def main() -> None:
     coordinator, rank = sys.argv[1], int(sys.argv[2])
+    answers = taken_output()
     from sharding import processes
 
     processes.join(processes.Processes(coordinator, COUNT, rank), {})
     with processes.leaving():
-        serve(COUNT * DEVICES)
+        serve(COUNT * DEVICES, answers)
 
 
 if __name__ == "__main__":
