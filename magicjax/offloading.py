@@ -155,7 +155,9 @@ def shapes(module: nn.Module, int8: bool, place: Place | None = None) -> Any:
         unsummed = (None,) * summed + names[summed:]
         return Int8Weight(stacked(value.shape, jnp.int8, names), stacked(*of_scales, unsummed))
 
-    return jax.tree_util.tree_map_with_path(shape, models.block_params(module), is_leaf=_boxed)
+    return jax.tree_util.tree_map_with_path(
+        shape, models.block_params(module), is_leaf=models.is_boxed
+    )
 
 
 def stack(module: nn.Module, layers: Iterable[Any], int8: bool, place: Place | None = None) -> Any:
@@ -193,10 +195,6 @@ def _summed(path: tuple, names: tuple[str | None, ...]) -> int:
     if path[-1].key != "weight":
         return 0
     return 2 if names[0] == HEADS else 1  # heads and their elements are summed over together
-
-
-def _boxed(x: Any) -> bool:
-    return isinstance(x, nn.LogicallyPartitioned)
 
 
 def quantize(

@@ -142,7 +142,7 @@ def place_model(model: Model, mesh: AnyMesh, put: Callable = processes.put) -> M
         lambda box, x: put(x, place(box.names)),
         boxes,
         model.params,
-        is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned),
+        is_leaf=models.is_boxed,
     )
     return dataclasses.replace(model, params=params, blocks=blocks)
 

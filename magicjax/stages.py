@@ -2,9 +2,9 @@
 
 SpecInfer serves its largest model so, over two nodes (arXiv 2305.09781, section 6.2). Every pass of
 the target goes through the stages in micro-batches: prefill, drafts of self-speculation, and
-verification. All else is the same on every stage: embeddings, small models, look-ups, and what is
-decided on the last stage's hidden states, which all of them get. So between stages only activations
-travel.
+verification. All else runs on every stage: embeddings, small models, look-ups, and what is decided
+on the last stage's hidden states, which all of them get. So between stages travel activations, and
+the few integers that the first stage has decided for all.
 
 What belongs to single layers is held stage by stage. Slot i of stage s is layer s * L/S + i: a
 parameter is [S, ...] of all stages, a cache's [B, K, slots, D] is [S * B, K, slots, D].
@@ -137,7 +137,7 @@ def arrange(params: Any, stages: int, stacked: Callable[[Sequence[Any]], Any]) -
     for slot in range(own):
         of_stages = layers[slot::own]
         rest["params"][f"{models.BLOCK}{slot}"] = jax.tree.map(
-            lambda *values: stacked(values), *of_stages, is_leaf=_boxed
+            lambda *values: stacked(values), *of_stages, is_leaf=models.is_boxed
         )
     return rest
 
@@ -149,15 +149,11 @@ def names(module: nn.Module, stages: int) -> Any:
         return (STAGE, *boxes[0].names)
 
     boxes = arrange(models.abstract_params(module), stages, stacked)
-    return jax.tree.map(lambda x: x.names if _boxed(x) else x, boxes, is_leaf=_named)
-
-
-def _boxed(x: Any) -> bool:
-    return isinstance(x, nn.LogicallyPartitioned)
+    return jax.tree.map(lambda x: x.names if models.is_boxed(x) else x, boxes, is_leaf=_named)
 
 
 def _named(x: Any) -> bool:
-    return _boxed(x) or isinstance(x, tuple)
+    return models.is_boxed(x) or isinstance(x, tuple)
 
 
 def shardings(module: nn.Module, stages: int, mesh: AnyMesh, place: Place) -> Any:

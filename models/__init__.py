@@ -11,6 +11,7 @@ from models.build import (
     init_blocks,
     init_boxed,
     init_params,
+    is_boxed,
     layer_module,
     split_blocks,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "init_blocks",
     "init_boxed",
     "init_params",
+    "is_boxed",
     "layer_module",
     "load_checkpoint",
     "load_config",

@@ -96,7 +96,7 @@ def init_params(
             return params if blocks else split_blocks(params)[0]
 
         shapes = jax.eval_shape(init, jax.random.key(0))
-        shardings = place and jax.tree.map(lambda box: place(box.names), shapes, is_leaf=_boxed)
+        shardings = place and jax.tree.map(lambda box: place(box.names), shapes, is_leaf=is_boxed)
         made = jax.jit(lambda key: nn.meta.unbox(init(key)), out_shardings=shardings)
         return made(jax.random.key(seed))
     # Not under jit: that would compile every layer's initialisers again (12 tiny layers take 20 s
@@ -104,7 +104,8 @@ def init_params(
     return nn.meta.unbox(init_boxed(module, jax.random.key(seed)))
 
 
-def _boxed(x: Any) -> bool:
+def is_boxed(x: Any) -> bool:
+    """Returns whether it is a parameter in a box with the names of its axes."""
     return isinstance(x, nn.LogicallyPartitioned)
 
 
