@@ -153,10 +153,10 @@ def _activations(model: Model, request: Request, tokens: int, logits: int) -> in
         slots = min(BLOCK, request.settings.capacity)
         attention += SCORES * FLOAT32 * slots * c.num_heads // split.shards
     new = 2 * item * c.num_layers * c.num_kv_heads * c.head_dim // split.kv_shards
-    if model.stages > 1:  # a micro-batch's, and what was kept of as many as there are turns
-        turns = model.micro_batches + model.stages - 1
-        new = new * turns // (model.stages * model.micro_batches)
-        hidden, mlp, attention = (x // model.micro_batches for x in (hidden, mlp, attention))
-        hidden += turns * c.hidden_size * item // model.micro_batches
+    if model.stages > 1:  # what a stage keeps of all rows, and of a micro-batch once more
+        parts = model.micro_batches
+        new = new * (parts + 1) // (parts * model.stages)
+        hidden, mlp, attention = (x // parts for x in (hidden, mlp, attention))
+        hidden += c.hidden_size * item * (parts + 1) // parts
     of_logits = 2 * FLOAT32 * rows_of(request) * logits * c.vocab_size // split.shards
     return tokens * (hidden + max(mlp, attention) + new) + of_logits
