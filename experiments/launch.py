@@ -236,7 +236,8 @@ def _duration(seconds: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status.
 
-    0; 1 if a cell failed or is not exact; 2 for wrong settings; 130 if the user ended it.
+    0; 1 if a cell failed or is not exact; 2 for wrong settings; 130 if the user ended it. Among
+    many processes 4 if another one was lost (`sharding.processes`).
     """
     console = Console()
     if not console.is_terminal:

@@ -457,7 +457,8 @@ def in_words_of_options(message: str) -> str:
     """
     arguments = rf"(max_new_tokens|do_sample|top_k|top_p|{'|'.join(CACHE)})\b(=True|=|)"
     plain_words = "temperature|seed|verifier|backend|draw|drafter|batch|context|device|mesh|tree"
-    plain_words = rf"({plain_words}|draft_shards)(=)"
+    plain_words += "|draft_shards|micro_batches|coordinator|processes|rank"
+    plain_words = rf"({plain_words})(=)"
 
     def option(match: re.Match) -> str:
         name, value = (part for part in match.groups() if part is not None)

@@ -1,4 +1,7 @@
-"""Where arrays live on a device mesh: axes and their names, one table, and sums over devices."""
+"""Where arrays live on a device mesh: axes and their names, one table, sums over devices.
+
+And what goes on across it: pipelines of stages, and processes that share it.
+"""
 
 from sharding import collectives, pipeline, processes
 from sharding.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, VOCAB

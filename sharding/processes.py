@@ -93,11 +93,11 @@ def find(
     """
     if count == 1 and coordinator is None and rank in (None, 0):
         return None
-    found, alone = _of_environment(environment), rank is None
+    found, nothing_given = _of_environment(environment), (coordinator, count, rank) == (None,) * 3
     coordinator = coordinator or found.get("coordinator")
     count = found.get("count") if count is None else count
     rank = found.get("rank") if rank is None else rank
-    if coordinator is None and count is None and alone:
+    if nothing_given and count is None:
         return None
     known = {"coordinator": coordinator, "processes": count, "rank": rank}
     missing = [name for name, value in known.items() if value is None]
