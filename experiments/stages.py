@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec
 
 from experiments import store
 from magicjax import fit
-from magicjax.ahead import Workload
-from sharding import DATA, STAGE, MeshSize, factored, make_mesh, pipeline
+from magicjax.ahead import Workload, request_of
+from sharding import DATA, STAGE, MeshSize, abstract_mesh, factored, make_mesh, pipeline
 
 OUT = pathlib.Path(__file__).parent / "results" / "stages"
 ROWS = 8
@@ -110,18 +110,15 @@ def idle_table(seconds: float) -> list[dict[str, Any]]:
     return rows
 
 
-def between_hosts(axis: str, nodes: int) -> dict[str, Any]:
-    """Returns what a decoding step sends between nodes, of 8 rows for each of them.
+def workload(axis: str, nodes: int) -> Workload:
+    """Returns a decoding step of 8 rows for each node.
 
     Args:
       axis: of `ACROSS`.
       nodes: of eight GPUs.
-
-    Raises:
-      ValueError: the compiler cannot be had, or failed.
     """
     mesh = ACROSS[axis](nodes)
-    load = Workload(
+    return Workload(
         target=TARGET,
         drafter=DRAFTER,
         tree="chain:4",
@@ -131,6 +128,15 @@ def between_hosts(axis: str, nodes: int) -> dict[str, Any]:
         micro_batches=nodes if axis == "stage" else None,
         **mesh._asdict(),
     )
+
+
+def between_hosts(axis: str, nodes: int) -> dict[str, Any]:
+    """Returns what a decoding step sends between nodes; arguments as for `workload`.
+
+    Raises:
+      ValueError: the compiler cannot be had, or failed.
+    """
+    load = workload(axis, nodes)
     found, why_not = fit.compile_apart(load, "--programs", "decode", "--group", str(GPUS))
     if found is None:
         raise ValueError(why_not)
@@ -139,7 +145,7 @@ def between_hosts(axis: str, nodes: int) -> dict[str, Any]:
     row = {
         "across": axis,
         "nodes": nodes,
-        "mesh": str(mesh),
+        "mesh": str(load.mesh_size),
         "rows": load.batch,
         "messages": sum(one["count"] for one in sent),
         "MB to a host": arriving / 1e6,
@@ -167,10 +173,12 @@ def hosts_table(out: pathlib.Path) -> list[dict[str, Any]]:
             row = store.read_record(out, name)
             if row is None:
                 try:
-                    row = between_hosts(axis, nodes)
+                    load = workload(axis, nodes)
+                    request_of(load, abstract_mesh(*load.mesh_size))
                 except ValueError as error:  # that many devices do not divide it
-                    print(f"{name}: {str(error).strip().splitlines()[-1]}", flush=True)
+                    print(f"{name}: {error}", flush=True)
                     continue
+                row = between_hosts(axis, nodes)
                 store.write_record(out, name, row)
             print(row, flush=True)
             rows.append(row)

@@ -5,14 +5,6 @@ import itertools
 import pytest
 
 from experiments import stages, store
-from tests.eight_devices import Eight
-
-
-@pytest.fixture(scope="module")
-def eight():
-    process = Eight()
-    yield process
-    process.close()
 
 
 @pytest.mark.parametrize(("count", "micro_batches"), [(2, 1), (2, 4), (4, 2), (8, 8)])
@@ -50,18 +42,28 @@ def test_what_was_compiled_is_not_compiled_again(tmp_path, monkeypatch, capsys):
 
     def compile_apart(load, *options):
         asked.append(load)
-        if load.model > 8:
-            raise ValueError("model=16 does not divide")
         return compiled, ""
 
+    def request_of(load, mesh):
+        if load.model > 8:
+            raise ValueError(f"model={load.model} does not divide")
+
     monkeypatch.setattr(stages.fit, "compile_apart", compile_apart)
+    monkeypatch.setattr(stages, "request_of", request_of)
     stages.main(["hosts", "--out", str(tmp_path)])
-    assert len(asked) == 9
+    assert len(asked) == 6
     row = store.read_record(tmp_path, "stage-2")
     assert row["messages"] == 3 and row["MB to a host"] == 0.008
     assert row["ms at 100 Gb/s"] == pytest.approx(0.00064)
     assert asked[0].batch == 16 and asked[0].micro_batches == 2
     assert "model-2: model=16 does not divide" in capsys.readouterr().out
     stages.main(["hosts", "--out", str(tmp_path)])
-    assert len(asked) == 9 + 3
+    assert len(asked) == 6
     assert (tmp_path / "hosts.md").read_text().count("\n") == 2 + 6
+
+
+def test_a_compiler_that_fails_is_no_row_that_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "request_of", lambda load, mesh: None)
+    monkeypatch.setattr(stages.fit, "compile_apart", lambda *given: (None, "no network"))
+    with pytest.raises(ValueError, match="no network"):
+        stages.main(["hosts", "--out", str(tmp_path)])
