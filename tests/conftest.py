@@ -22,6 +22,8 @@ import jax
 import numpy as np
 import pytest
 
+from tests.eight_devices import Eight
+
 PROGRAMS = pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
 LARGEST = 1e9  # bytes that the folder may have when a run starts
 jax.config.update("jax_enable_x64", False)
@@ -87,3 +89,11 @@ def float64(_same_start_for_every_test):
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", False)
+
+
+@pytest.fixture(scope="module")
+def eight():
+    """A process with eight devices, which runs functions of the tests."""
+    process = Eight()
+    yield process
+    process.close()

@@ -154,6 +154,14 @@ def compare(case: str, mesh: list[int], shards: int | None, layers: int = 2, **m
     return dict(rows=tally.rows, ties=tally.ties)
 
 
+def check(process, record_property, **arguments):
+    """Compares in another process, and records for the summary what was counted."""
+    counted = process(compare, **arguments)
+    assert counted["rows"] == len(prompts())
+    for name, n in counted.items():
+        record_property(name, n)
+
+
 def compare_streamed(case: str, mesh: list[int]) -> bool:
     """Returns whether the text comes out the same round by round."""
     drafter, tree, options, kv_heads = CASES[case]

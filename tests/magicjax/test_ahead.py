@@ -153,6 +153,30 @@ ENTRY %main (p: f32[4,8]) -> f32[4,8] {
 """
 
 
+@pytest.mark.parametrize(
+    ("who", "between"),
+    [
+        ("replica_groups={{0,1},{2,3}}", False),
+        ("replica_groups={{0,2},{1,3}}", True),
+        ("replica_groups=[2,2]<=[4]", False),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", True),
+        ("replica_groups=mesh['stage'=2,'model'=2] {'model'}", False),
+        ("replica_groups=mesh['stage'=2,'model'=2] {'stage'}", True),
+        ("source_target_pairs={{0,1},{2,3}}", False),
+        ("source_target_pairs={{0,2},{1,3}}", True),
+        ("replica_groups={}", True),
+    ],
+)
+def test_what_goes_between_groups_of_devices_is_told_apart(who, between):
+    """Of four devices, two in each group."""
+    line = f"  %x = f32[4]{{0}} all-reduce(%p), {who}, to_apply=%sum"
+    program = f"ENTRY %main (p: f32[4]) -> f32[4] {{\n{line}\n}}\n"
+    (found,) = hlo.collectives(program, 2)
+    assert (found.count, found.bytes, found.between) == (1, 16, between)
+    (found,) = hlo.collectives(program)
+    assert not found.between
+
+
 def test_what_is_exchanged_is_counted_as_often_as_it_runs():
     counted = {c.kind: (c.count, c.bytes) for c in hlo.collectives(PROGRAM)}
     assert counted == {

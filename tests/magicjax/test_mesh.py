@@ -12,7 +12,6 @@ import magicjax
 import models
 from magicjax import placing
 from sharding import abstract_mesh, make_mesh
-from tests.eight_devices import Eight
 from tests.magicjax import mesh_cases, tiny
 from tests.quick import quick
 
@@ -28,34 +27,22 @@ QUICK = [
 ALL = [pair for pair in itertools.product(mesh_cases.CASES, MESHES) if pair not in QUICK]
 
 
-@pytest.fixture(scope="module")
-def eight():
-    process = Eight()
-    yield process
-    process.close()
-
-
 def shards_of(mesh) -> int | None:
     """Returns how many parts the draft has on a mesh."""
     return 2 if mesh[1] > 4 else None
 
 
-def check(eight, record_property, case, mesh):
-    counted = eight(mesh_cases.compare, case=case, mesh=mesh, shards=shards_of(mesh))
-    assert counted["rows"] == 8
-    for name, n in counted.items():
-        record_property(name, n)
-
-
 @pytest.mark.parametrize(("case", "mesh"), QUICK)
 def test_a_mesh_gives_the_text_of_one_device(eight, record_property, case, mesh):
-    check(eight, record_property, case, mesh)
+    shards = shards_of(mesh)
+    mesh_cases.check(eight, record_property, case=case, mesh=mesh, shards=shards)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "mesh"), ALL)
 def test_every_mesh_gives_the_text_of_one_device(eight, record_property, case, mesh):
-    check(eight, record_property, case, mesh)
+    shards = shards_of(mesh)
+    mesh_cases.check(eight, record_property, case=case, mesh=mesh, shards=shards)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pytest
 import models
 from magicjax import stages
 from sharding import pipeline
-from tests.eight_devices import Eight
 from tests.magicjax import mesh_cases, stage_cases
 
 # (data, model, stage), micro-batches, layers of the target.
@@ -23,38 +22,18 @@ ALL = [(case, *shape) for case, shape in itertools.product(mesh_cases.CASES, SHA
 
 
 @pytest.fixture(scope="module")
-def eight():
-    process = Eight()
-    yield process
-    process.close()
-
-
-@pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path, model = tmp_path_factory.mktemp("model") / "target", mesh_cases.target(4)
     models.save_checkpoint(path, model.module, model.params)
     return path
 
 
-def check(eight, record_property, case, mesh, micro_batches, layers):
-    counted = eight(
-        mesh_cases.compare,
-        case=case,
-        mesh=mesh,
-        shards=None,
-        layers=layers,
-        micro_batches=micro_batches,
-    )
-    assert counted["rows"] == 8
-    for name, n in counted.items():
-        record_property(name, n)
-
-
 @pytest.mark.parametrize(("case", "mesh", "micro_batches", "layers"), QUICK)
 def test_stages_give_the_text_of_one_device(
     eight, record_property, case, mesh, micro_batches, layers
 ):
-    check(eight, record_property, case, mesh, micro_batches, layers)
+    how = dict(mesh=mesh, shards=None, layers=layers, micro_batches=micro_batches)
+    mesh_cases.check(eight, record_property, case=case, **how)
 
 
 @pytest.mark.slow
@@ -62,7 +41,8 @@ def test_stages_give_the_text_of_one_device(
 def test_all_stages_give_the_text_of_one_device(
     eight, record_property, case, mesh, micro_batches, layers
 ):
-    check(eight, record_property, case, mesh, micro_batches, layers)
+    how = dict(mesh=mesh, shards=None, layers=layers, micro_batches=micro_batches)
+    mesh_cases.check(eight, record_property, case=case, **how)
 
 
 @pytest.mark.slow

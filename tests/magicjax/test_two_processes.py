@@ -22,22 +22,17 @@ def two():
     processes.close()
 
 
-def check(two, record_property, case, axis):
-    counted = two(mesh_cases.compare, case=case, mesh=ACROSS[axis], shards=None)
-    assert counted["rows"] == 8
-    for name, n in counted.items():
-        record_property(name, n)
-
-
 @pytest.mark.parametrize(("case", "axis"), QUICK)
 def test_two_processes_give_the_text_of_one(two, record_property, case, axis):
-    check(two, record_property, case, axis)
+    mesh = ACROSS[axis]
+    mesh_cases.check(two, record_property, case=case, mesh=mesh, shards=None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "axis"), ALL)
 def test_every_axis_may_go_across_processes(two, record_property, case, axis):
-    check(two, record_property, case, axis)
+    mesh = ACROSS[axis]
+    mesh_cases.check(two, record_property, case=case, mesh=mesh, shards=None)
 
 
 @pytest.mark.slow
