@@ -97,7 +97,7 @@ def _line(found: dict[str, Any]) -> str:
     over = gb["total"] - gb["usable"]
     apart = found["estimated"] / sizes["total"] - 1
     copies = sum(sum(p["copies of a cache"].values()) for p in found["programs"].values())
-    size = MeshSize(load["data"], load["model"], load.get("stage", 1))
+    size = MeshSize(load["data"], load["model"], load.get("stage", 1))  # some reports are older
     mesh = ", ".join(f"{axis}={n}" for axis, n in size._asdict().items() if n > 1)
     cells = (
         f"{load['target']}, {load['drafter'] or 'plain'}, {load['batch']} x {load['context']}",

@@ -160,7 +160,7 @@ def follow() -> int:
         cell = grid.restored(told["cell"])
         try:
             measure.measure(bench, cell)
-        except Exception as error:
+        except Exception as error:  # whatever it was, rank 0 cannot go on without this process
             processes.await_loss(error)  # of which it may be a part
             print(f"{cell.label}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             processes.abandon(1)

@@ -131,7 +131,7 @@ def open(
     for name in wanted:
         try:
             tracker.writers[name] = WRITERS[name](experiment_name, pathlib.Path(directory), config)
-        except Exception as error:
+        except Exception as error:  # another library's: told with the remedy
             tracker.close("failed")
             raise TrackingError(
                 f"track={name!r} cannot start: {type(error).__name__}: {error}; {REMEDIES[name]}, "

@@ -50,7 +50,7 @@ def measure_cell(folder: pathlib.Path, bench: Any = None, profile: bool = False)
     try:
         bench = bench or measure.Bench(folder.parent.parent / "prompts")
         found = measure.measure(bench, cell, folder if profile else None)
-    except Exception as error:
+    except Exception as error:  # it is the cell's result, and its process has no other
         processes.await_loss(error)  # of whose loss it may be a part
         line = f"{type(error).__name__}: {error}"
         store.write_json(folder / "env.json", env)

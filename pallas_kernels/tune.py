@@ -131,8 +131,7 @@ def _time(timer: Any, config: Config, by_rule: bool) -> dict[str, Any]:
     """Returns the seconds, or why a configuration cannot be used; the rule's own must be usable."""
     try:
         seconds = timer.seconds(config)
-    # More registers or memory than there are, sizes that the compiler does not take, or its faults.
-    except Exception as error:
+    except Exception as error:  # too little memory, sizes refused, or the compiler's own faults
         if by_rule:
             raise
         # A fault of the device stays: what is timed after it in this process would fail too.
