@@ -92,7 +92,8 @@ class Times:
     """Seconds at one batch.
 
     Attributes:
-      passes: of the target, by new tokens of a row; 1: plain decoding.
+      passes: of the target, by new tokens of a row, with all that a round adds but the draft; 1:
+        plain decoding.
       draft: of drafting one level.
     """
 
@@ -156,7 +157,8 @@ def foretold(
     for name in (source, draft):
         check_context(name, options.context)
     planner.check_fits(target, *where)
-    passes = {n: sum(costs.verification(target, *where, n).values()) for n in wanted_nodes(options)}
+    rounds = {n: costs.round_cost(target, small, *where, n, 1) for n in wanted_nodes(options)}
+    passes = {n: cost.verify + cost.rest for n, cost in rounds.items()}
     passes[1] = sum(costs.plain_step(target, *where).values())
     return Times(passes, sum(costs.draft_step(small, *where).values()))
 
