@@ -20,7 +20,7 @@ from magicjax.drafters import Drafter, LookUp, SelfSpeculation
 from magicjax.model import Model
 from magicjax.request import Request, prepare
 from magicjax.tree import ROOT_ONLY, TokenTree, chain
-from magicjax.trial import Behind, Trial, behind_prompts, run_trial
+from magicjax.trial import Behind, Trial, behind_prompts, counted_again, run_trial
 from magicjax.turns import Variant, take_turns
 from sharding import DATA, STAGE, factored
 
@@ -178,6 +178,7 @@ def choose(question: Question) -> tuple[Choice, Behind, dict[str, float]]:
         ways.add(found, beside)
         trials.append(found)
         spent += compiling
+    trials = [ways.counted_again(found, behind) for found in trials]
     spent += ways.run_off(behind)
     choice = ways.choice(tuple(trials), skipped)
     logger.info("%s", choice)
@@ -259,6 +260,18 @@ class Ways:
         self.found.append(way)
         predictions = planner.predictions(target, way, *self.question.where, self.scale)
         self.best = max(self.best, *(p.speed_up for p in predictions))
+
+    def counted_again(self, found: Trial, behind: Behind) -> Trial:
+        """Returns a trial with what is accepted on all text that is known now; see `trial`."""
+        if not found.name:
+            return found
+        found = counted_again(found, self.question.requests[found.name], behind)
+        way = self._candidate(found.name, found.acceptance, tokens=found.tokens)
+        self.found = [
+            dataclasses.replace(way, scale=old.scale) if old.name == way.name else old
+            for old in self.found
+        ]
+        return found
 
     def run_off(self, behind: Behind) -> float:
         """Times the best of the plan again beside plain decoding, in turns, and plans with that.

@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from magicjax import execution
 from magicjax.cache import KVCache
 from magicjax.decode import DecodeState, Prefilled
 from magicjax.drafters import Drafter, LookUp
+from magicjax.known_text import FEW, KnownText, look_up_counts
 from magicjax.request import Request
 from magicjax.sampling import Sampling
 from magicjax.stats import acceptance
@@ -25,7 +26,6 @@ from magicjax.tree import ROOT_ONLY, Tree
 OF_TRIALS = 2**31 - 1  # no position is as high
 ROUNDS = 8  # of a timed call; the first call loads the program, and its time does not count
 RUNS, LONGEST = 64, 512  # of what is to come, drawn from what was counted, and their tokens
-FEW = 8  # rounds of all rows together that stand beside each row's own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +54,12 @@ class Behind:
     Attributes:
       cache: the target's, whose memory trials take over and give back.
       prefilled: what else was made of the prompts.
+      text: what trials came to.
     """
 
     cache: KVCache
     prefilled: Prefilled
+    text: KnownText
 
     def state(self, request: Request) -> tuple[DecodeState, float]:
         """Returns (a request's state behind the prompts, seconds of compiling)."""
@@ -77,8 +79,10 @@ def behind_prompts(request: Request, drafters: Sequence[Drafter]) -> tuple[Behin
     for drafter in drafters:
         watch |= dataclasses.replace(drafter.watch(), rounds=False)
     settings = dataclasses.replace(settings, watch=watch)
-    found, seconds, compiling = execution.prefill(request, settings)
-    return Behind(*found), seconds, compiling
+    (cache, prefilled), seconds, compiling = execution.prefill(request, settings)
+    limits, first = jax.device_get((request.limits, prefilled.first))
+    text = KnownText(request.prompts, limits, [*first[:, None]], [*map(int, limits)])
+    return Behind(cache, prefilled, text), seconds, compiling
 
 
 def run_trial(
@@ -100,20 +104,36 @@ def run_trial(
     request = dataclasses.replace(request, sampling=_own_numbers(request.sampling))
     state, compile_s = behind.state(request)
     times: list[float] = []
-    half = np.array(state.histogram)
     while (before := _steps(state)) < rounds:
         wanted = min(ROUNDS, rounds - before)
-        if before <= rounds // 2:
-            half = np.array(state.histogram)
         state, seconds, compiling = execution.run(request, settings, state, wanted)
         compile_s += compiling
         if _steps(state) == before:  # all rows have ended
             break
         times.append(seconds / (_steps(state) - before))
     counts = jax.device_get((state.emitted, state.histogram, state.ranks, state.nodes))
+    behind.text.learn(*jax.device_get((state.output, state.emitted, state.ended)))
     behind.take_back(state, request)
     seconds = statistics.median(times[1:] or times or [0.0])
-    return _trial(request, name, tree, counts, half, seconds), compile_s
+    return counted_again(_trial(request, name, tree, counts, seconds), request, behind), compile_s
+
+
+def counted_again(found: Trial, request: Request, behind: Behind) -> Trial:
+    """Returns a trial with what is accepted on the text that is known by now: of a look-up.
+
+    Args:
+      found: of plain decoding or any drafter.
+      request: of it.
+      behind: whose text.
+    """
+    if not found.name or not isinstance(request.drafter, LookUp):
+        return found
+    histogram, tokens = look_up_counts(request.drafter, behind.text, request.settings.shape.depth)
+    if not histogram.any():  # less text than a chain is long
+        return found
+    at_least = histogram[::-1].cumsum()[::-1]
+    rates = [(float(rate),) for rate in at_least[1:] / np.maximum(at_least[:-1], 1)]
+    return dataclasses.replace(found, acceptance=_reached(rates, histogram), tokens=tokens)
 
 
 def _own_numbers(sampling: Sampling | None) -> Sampling | None:
@@ -133,10 +153,9 @@ def _trial(
     name: str,
     tree: Tree,
     counts: tuple[Any, ...],
-    half: Int[np.ndarray, "B A"],
     seconds: float,
 ) -> Trial:
-    emitted, histogram = counts[:2]
+    histogram = counts[1]
     rounds = float(histogram.sum(1).mean())
     if tree.num_nodes == 1:
         return Trial(name, seconds, rounds)
@@ -144,10 +163,7 @@ def _trial(
     tokens: tuple[float, ...] = ()
     if tree.shape.width == 1:
         ran, limits = histogram.sum(1) > 0, np.asarray(request.limits)
-        expected = histogram
-        if isinstance(request.drafter, LookUp):
-            expected = to_the_end(histogram, half, limits - emitted)
-        tokens = slowest_tokens(expected[ran], limits[ran] - 1)
+        tokens = slowest_tokens(histogram[ran], limits[ran] - 1)
     return Trial(
         name, seconds, rounds, _reached(counted["acceptance_by_rank"], counted["histogram"]), tokens
     )
@@ -161,30 +177,8 @@ def _reached(
     return tuple(tuple(row) for row, some in zip(table, reached, strict=True) if some)
 
 
-def to_the_end(
-    histogram: Int[np.ndarray, "B A"], half: Int[np.ndarray, "B A"], left: Int[np.ndarray, "B"]
-) -> Float[np.ndarray, "B A"]:
-    """Returns a trial's rounds with those that would follow, up to the end of each row.
-
-    They are taken to be like the rounds of the trial's second half, the row's and a few of all rows
-    together: a look-up finds more, the more text there is to find it in.
-
-    Args:
-      histogram: rounds of the trial that accepted 0, 1, ... tokens.
-      half: those of its first half.
-      left: tokens of each row behind the trial.
-    """
-    recent = histogram - half
-    if not recent.any():
-        recent = histogram
-    shares = recent + FEW * recent.sum(0) / recent.sum()
-    shares = shares / shares.sum(1, keepdims=True)
-    tokens = shares @ (1 + np.arange(histogram.shape[1]))
-    return histogram + shares * (np.maximum(left, 0) / tokens)[:, None]
-
-
 def slowest_tokens(
-    histogram: Float[np.ndarray, "B A"], wanted: Int[np.ndarray, "B"]
+    histogram: Int[np.ndarray, "B A"], wanted: Int[np.ndarray, "B"]
 ) -> tuple[float, ...]:
     """Returns the tokens of a round of chains of depth 1, 2, ..., where the longest row ends last.
 

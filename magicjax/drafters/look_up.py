@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from magicjax.cache import KVCache
 from magicjax.drafters.base import Round
@@ -105,24 +105,36 @@ class LookUp:
         settings: Any,
     ) -> tuple[Proposal, None]:
         tree = settings.tree
-        rows, branches = jnp.arange(root.shape[0])[:, None], tree.parents.count(0)
-        if not branches:
+        if tree.num_nodes == 1:
             return Proposal(root[:, None], tree.array), None
-        text = state.text.at[rows[:, 0], state.count].set(root)
-        place, found = self._places(text, state.count, branches)
-        branch, depth = _branches(tree), tree.node_depths[1:]
-        period = state.count[:, None] + 1 - place[:, branch]
-        at = place[:, branch] + (depth - 1) % jnp.maximum(period, 1)
-        tokens = jnp.concatenate([root[:, None], jnp.take_along_axis(text, at, 1)], 1)
-        parents = jnp.where(found[:, branch], jnp.asarray(tree.array[1:]), NO_NODE)
+        text = state.text.at[jnp.arange(root.shape[0]), state.count].set(root)
+        below, found = self.chains(text, state.count, tree)
+        tokens = jnp.concatenate([root[:, None], below], 1)
+        parents = jnp.where(found, jnp.asarray(tree.array[1:]), NO_NODE)
         draws = None
         if sampling is not None:
             draws = deterministic_draws(parents, target.own_vocab)
         parents = jnp.concatenate([jnp.full_like(root, NO_NODE)[:, None], parents], 1)
         proposal = Proposal(tokens, parents, draws)
-        if branches > 1:  # places that go on alike are one branch
+        if tree.parents.count(0) > 1:  # places that go on alike are one branch
             proposal, _ = merge([proposal], tree.depth)
         return proposal, None
+
+    def chains(
+        self, text: Int[Array, "B S"], newest: Int[Array, "B"], tree: TokenTree
+    ) -> tuple[Int[Array, "B D"], Bool[Array, "B D"]]:
+        """Returns (the tokens of a tree's D = N - 1 nodes below the root, which of them there are).
+
+        Args:
+          text: of each row; rubbish behind its newest token.
+          newest: the slot of that token, which is the root.
+          tree: chains below the root.
+        """
+        place, found = self._places(text, newest, tree.parents.count(0))
+        branch, depth = _branches(tree), tree.node_depths[1:]
+        period = newest[:, None] + 1 - place[:, branch]
+        at = place[:, branch] + (depth - 1) % jnp.maximum(period, 1)
+        return jnp.take_along_axis(text, at, 1), found[:, branch]
 
     def _places(self, text, count, branches: int):
         """Returns (where the continuations begin [B, branches], whether there is such a place)."""

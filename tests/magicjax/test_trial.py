@@ -7,7 +7,7 @@ import pytest
 import magicjax
 from magicjax import execution
 from magicjax.request import prepare
-from magicjax.trial import behind_prompts, run_trial, slowest_tokens, to_the_end
+from magicjax.trial import behind_prompts, run_trial, slowest_tokens
 from tests.magicjax import tiny
 
 TREE = tiny.TREES["chain4"]
@@ -52,24 +52,6 @@ def test_a_trial_that_reaches_the_end_of_all_rows_stops_there():
     trial, _ = run_trial(request, "it", behind, 50)
     assert trial.rounds == 2  # 7 tokens, 5 a round
     assert trial.seconds > 0
-
-
-def test_rounds_behind_a_trial_are_like_its_second_half():
-    """A row that accepted nothing, then everything, has 60 tokens left: 12 more rounds of 5."""
-    half = np.array([[4, 0, 0, 0, 0]])
-    histogram = np.array([[4, 0, 0, 0, 4]])
-    found = to_the_end(histogram, half, np.array([60]))
-    np.testing.assert_allclose(found, [[4, 0, 0, 0, 16]])
-    np.testing.assert_allclose(to_the_end(histogram, half, np.array([-1])), histogram)
-    # Where the trial ended in its first half, that is all there is to go by.
-    np.testing.assert_allclose(to_the_end(half, half, np.array([60])), [[64, 0, 0, 0, 0]])
-
-
-def test_rows_that_have_ended_learn_of_the_others_and_need_no_more():
-    histogram = np.array([[0, 0, 2], [4, 0, 4]])
-    half = np.array([[0, 0, 2], [4, 0, 0]])
-    found = to_the_end(histogram, half, np.array([0, 30]))
-    np.testing.assert_allclose(found, [[0, 0, 2], [4, 0, 14]])
 
 
 def test_tokens_of_the_slowest_row_are_those_of_long_runs():

@@ -1,0 +1,117 @@
+"""What a look-up would accept on known text is what it accepts when it runs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import magicjax
+import models
+from magicjax import execution
+from magicjax.known_text import KnownText, Rounds, accepted_ahead, look_up_counts, rounds_of
+from magicjax.request import prepare
+from magicjax.trial import behind_prompts, counted_again, run_trial
+from tests.magicjax import tiny
+
+NEW, DEPTH = 64, 4
+LOOK_UP = magicjax.LookUp(max_ngram=3)
+
+
+@functools.cache
+def repeating() -> magicjax.Model:
+    """A model that attends evenly, and so comes to repeat itself."""
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tiny.drawn(tiny.config(), 3))
+    return magicjax.Model(models.build(tiny.config()), params)
+
+
+def request_of(drafter, depth=DEPTH):
+    options = dict(max_new_tokens=[NEW, 40, 1, *[NEW] * 5], eos_token_id=tiny.NEVER)
+    tree = magicjax.chain(depth)
+    return prepare(repeating(), tiny.prompts(8), drafter=drafter, tree=tree, **options)
+
+
+@functools.cache
+def run(depth: int):
+    """Returns (the text of all rows, how many tokens, rounds of each row)."""
+    request = request_of(LOOK_UP, depth)
+    state, *_ = execution.start(request)
+    state, *_ = execution.run(request, request.settings, state)
+    return np.array(state.output), np.array(state.emitted), np.array(state.histogram).sum(1)
+
+
+def known(counts, ended=False) -> KnownText:
+    """Returns text of which so many tokens of each row are known."""
+    output, emitted, _ = run(DEPTH)
+    prompts = tiny.prompts(8)
+    text = KnownText(prompts, emitted, [output[row, :1] for row in range(8)], [*map(int, emitted)])
+    counts = np.minimum(counts, emitted)
+    text.learn(output, counts, np.broadcast_to(ended, 8))
+    return text
+
+
+def test_rounds_that_are_counted_are_those_that_run():
+    text = known(NEW)
+    ahead = accepted_ahead(LOOK_UP, text, DEPTH)
+    histogram, tokens = look_up_counts(LOOK_UP, text, DEPTH)
+    rounds = np.array([run(depth)[2] for depth in range(1, DEPTH + 1)])
+    for depth, of_rows in enumerate(rounds, 1):
+        found = [rounds_of(a, depth, w) for a, w in zip(ahead, text.wanted, strict=True)]
+        assert [len(row.accepted) for row in found] == of_rows.tolist()
+        assert not any(row.left for row in found)
+        assert tokens[depth - 1] == pytest.approx((NEW - 1) / of_rows.max())
+    assert histogram.sum() == rounds[-1].sum()
+    assert (histogram > 0).all()  # nothing, all, and whatever is between
+
+
+@pytest.mark.parametrize("count", [5, 6, 23, 40, 63])
+def test_of_a_part_of_the_text_only_rounds_are_counted_whose_end_is_known(count):
+    whole, part = known(NEW), known(count)
+    of_whole = accepted_ahead(LOOK_UP, whole, DEPTH)
+    of_part = accepted_ahead(LOOK_UP, part, DEPTH)
+    for row, wanted in enumerate(whole.wanted):
+        every = rounds_of(of_whole[row], DEPTH, wanted)
+        found = rounds_of(of_part[row], DEPTH, wanted)
+        assert found.accepted == every.accepted[: len(found.accepted)]
+        emitted = 1 + sum(found.accepted) + len(found.accepted)
+        assert found.left == max(0, wanted - emitted)  # the last round may end the row early
+        assert len(part.new[row]) == wanted or emitted > count - DEPTH
+    assert look_up_counts(LOOK_UP, part, DEPTH)[0].sum() > 0
+
+
+def test_what_is_to_come_is_like_the_later_half_of_what_is_known(monkeypatch):
+    """Chains of 1: a row accepts nothing, then everything; another knows nothing of itself."""
+    rows = [np.array([0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1]), np.array([0])]
+    monkeypatch.setattr("magicjax.known_text.accepted_ahead", lambda *given: rows)
+    text = KnownText([], np.array([101, 51]), [], [101, 51])
+    # The first: 4 rounds of 1 and 4 of 2 tokens are known, 88 tokens are left, 2 a round.
+    assert rounds_of(rows[0], 1, 101) == Rounds((0, 0, 0, 0, 1, 1, 1, 1), 88)
+    histogram, tokens = look_up_counts(LOOK_UP, text, 1)
+    assert histogram.tolist() == [4, 4]
+    assert tokens == (100 / (8 + 44),)
+
+
+def test_the_longest_text_of_each_row_is_kept_and_where_it_ends():
+    text = KnownText([], np.array([9, 9]), [np.array([5]), np.array([6])], [9, 9])
+    output = np.arange(20).reshape(2, 10)
+    text.learn(output, np.array([3, 1]), np.array([False, False]))
+    assert [new.tolist() for new in text.new] == [[0, 1, 2], [6]]
+    text.learn(output + 1, np.array([2, 4]), np.array([True, True]))
+    assert [new.tolist() for new in text.new] == [[0, 1, 2], [11, 12, 13, 14]]
+    assert text.wanted == [9, 4]
+    text.learn(output, np.array([3, 9]), np.array([False, True]))
+    assert text.wanted == [9, 9]
+
+
+def test_a_look_up_is_judged_by_the_longest_text_of_any_trial():
+    other = magicjax.SmallModel(repeating())  # all it drafts is right
+    requests = {"look-up": request_of(LOOK_UP), "other": request_of(other)}
+    behind, _, _ = behind_prompts(requests["other"], [LOOK_UP, other])
+    alone, _ = run_trial(requests["look-up"], "look-up", behind, 4)
+    long, _ = run_trial(requests["other"], "other", behind, 20)
+    found = counted_again(alone, requests["look-up"], behind)
+    steps = [run(depth)[2].max() for depth in range(1, DEPTH + 1)]
+    assert found.tokens == pytest.approx([(NEW - 1) / n for n in steps])
+    assert found.tokens != alone.tokens and found.seconds == alone.seconds
+    assert counted_again(long, requests["other"], behind) is long
