@@ -178,18 +178,20 @@ def pass_parts(
     padded = rows * machine.device.tile * -(-nodes // machine.device.tile)
     per_slot = sizes.kv_bytes if slot_bytes is None else slot_bytes
     new = tokens * sizes.kv_bytes  # of the new tokens themselves, written
+    int8 = 0 < sizes.streamed < sizes.itemsize
+    expanded = sizes.streamed + sizes.itemsize if int8 else 0  # bytes read and written before
 
-    def linear(elements: int, extra: int = 0) -> Part:
-        read = sizes.itemsize * (elements + extra)
-        return Part(bytes=read / g, flops=2 * elements * padded / g)
+    def linear(elements: int, extra: int = 0, before: int = 0) -> Part:
+        moved = sizes.itemsize * (elements + extra) + before * elements
+        return Part(bytes=moved / g, flops=2 * elements * padded / g)
 
     scores = sizes.num_layers * sizes.num_heads * sizes.head_dim * (slots + nodes)
     hidden = tokens * sizes.hidden_size * sizes.itemsize
     messages = 2 * sizes.num_layers if g > 1 else 0
     fetched = {HOST: Part(fetched=sizes.streamed_bytes / g)} if sizes.streamed else {}
     return {
-        "projections": linear(sizes.attention),
-        "MLP": linear(sizes.mlp, sizes.small),
+        "projections": linear(sizes.attention, before=expanded),
+        "MLP": linear(sizes.mlp, sizes.small, expanded),
         "attention": Part(
             bytes=(rows * slots * per_slot + new) / kv_shards(sizes, machine),
             flops=4 * padded * scores / g,

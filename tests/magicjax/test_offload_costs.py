@@ -51,6 +51,12 @@ def test_a_cpu_fetches_and_computes_one_after_the_other():
     assert sum(found.values()) == pytest.approx(sum(resident.values()) + fetching)
 
 
+def test_int8_is_read_and_written_whole_before_it_is_multiplied():
+    device = dataclasses.replace(H200, host_link=1e15)
+    more = sum(seconds(INT8, device).values()) - sum(seconds(STREAMED, device).values())
+    assert more == pytest.approx((1 + 2) * BLOCKS / device.reached_bandwidth, rel=1e-3)
+
+
 def test_trees_pay_more_and_larger_ones():
     """Sixteen nodes cost next to nothing beside the stream, also where they cost something else."""
     l40 = costs.find_device("l40")
