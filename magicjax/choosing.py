@@ -178,7 +178,9 @@ def choose(question: Question) -> tuple[Choice, Behind, dict[str, float]]:
         ways.add(found, beside)
         trials.append(found)
         spent += compiling
-    trials = [ways.counted_again(found, behind) for found in trials]
+    for i, found in enumerate(trials):
+        trials[i], compiling = ways.counted_again(found, behind)
+        spent += compiling
     spent += ways.run_off(behind)
     choice = ways.choice(tuple(trials), skipped)
     logger.info("%s", choice)
@@ -261,17 +263,17 @@ class Ways:
         predictions = planner.predictions(target, way, *self.question.where, self.scale)
         self.best = max(self.best, *(p.speed_up for p in predictions))
 
-    def counted_again(self, found: Trial, behind: Behind) -> Trial:
-        """Returns a trial with what is accepted on all text that is known now; see `trial`."""
+    def counted_again(self, found: Trial, behind: Behind) -> tuple[Trial, float]:
+        """Returns what `trial.counted_again` does, of a trial that was added."""
         if not found.name:
-            return found
-        found = counted_again(found, self.question.requests[found.name], behind)
-        way = self._candidate(found.name, found.acceptance, tokens=found.tokens)
+            return found, 0.0
+        again, compile_s = counted_again(found, self.question.requests[found.name], behind)
+        way = self._candidate(again.name, again.acceptance, tokens=again.tokens)
         self.found = [
             dataclasses.replace(way, scale=old.scale) if old.name == way.name else old
             for old in self.found
         ]
-        return found
+        return again, compile_s
 
     def run_off(self, behind: Behind) -> float:
         """Times the best of the plan again beside plain decoding, in turns, and plans with that.

@@ -9,14 +9,17 @@ from typing import Any
 import jax
 
 from magicjax import decode, offloading, placing
+from magicjax.drafters import look_up
 
 logger = logging.getLogger("magicjax")
 
+Settings = decode.Settings | decode.PrefillSettings | look_up.Search
 _PROGRAMS: dict[str, tuple[Callable, dict]] = {
     "prefill": (decode.prefill, {}),
     "start": (decode.start, {"donate_argnums": 2}),
     "decode": (decode.decode, {"donate_argnums": 2}),
     "step": (decode.step, {"donate_argnums": 2}),
+    "look-up": (look_up.accepted, {}),
 }
 # XLA prefers vectors of 256 bits; where a CPU has 512, they read a cache up to a quarter faster.
 _OPTIONS = {"cpu": {"xla_cpu_prefer_vector_width": 512}}
@@ -27,14 +30,12 @@ _compiled: dict[Any, jax.stages.Compiled] = {}  # the least recently used first
 _count = 0
 
 
-def program(
-    name: str, settings: decode.Settings | decode.PrefillSettings, *arguments: Any
-) -> tuple[jax.stages.Compiled, float]:
+def program(name: str, settings: Settings, *arguments: Any) -> tuple[jax.stages.Compiled, float]:
     """Returns (the compiled program, seconds spent compiling it: 0 if it was there already).
 
     Args:
-      name: prefill, start, decode or step (`magicjax.decode`); start takes over the memory of the
-        cache, decode and step that of their state: it must not be used again.
+      name: prefill, start, decode or step (`magicjax.decode`), or look-up; start takes over the
+        memory of the cache, decode and step that of their state: it must not be used again.
       settings: static.
       arguments: as they will be passed, arrays or their shapes.
     """
@@ -66,7 +67,7 @@ def options_of(platform: str, arguments: tuple) -> dict[str, Any]:
     return _OPTIONS.get(platform, {}) | options
 
 
-def jitted(name: str, settings: decode.Settings | decode.PrefillSettings, arguments: tuple) -> Any:
+def jitted(name: str, settings: Settings, arguments: tuple) -> Any:
     """Returns the program of that name before it is lowered; see `program`."""
     function, options = _PROGRAMS[name]
     # A function of its own, so that nothing in JAX holds the program when it is dropped.
@@ -78,9 +79,7 @@ def jitted(name: str, settings: decode.Settings | decode.PrefillSettings, argume
     return jax.jit(run, **options)
 
 
-def result_shapes(
-    name: str, settings: decode.Settings | decode.PrefillSettings, arguments: tuple
-) -> Any:
+def result_shapes(name: str, settings: Settings, arguments: tuple) -> Any:
     """Returns what a program gives back, as shapes (for a mesh with shardings); nothing runs."""
     if name in ("decode", "step"):
         return arguments[2]  # a round gives back a state like the one it took

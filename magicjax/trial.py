@@ -1,7 +1,7 @@
 """A short trial of a drafter on the user's own prompts: what is accepted, and how long rounds take.
 
 All drafters try on the cache that one prefill made: each runs some rounds, then the lengths are set
-back. Nothing of a trial is kept but its counts.
+back. Of a trial its counts are kept, and its text, on which look-ups are judged (`known_text`).
 """
 
 import dataclasses
@@ -11,26 +11,28 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Int
 
 from magicjax import execution
 from magicjax.cache import KVCache
 from magicjax.decode import DecodeState, Prefilled
 from magicjax.drafters import Drafter, LookUp
-from magicjax.known_text import FEW, KnownText, look_up_counts
+from magicjax.known_text import KnownText, look_up_counts
 from magicjax.request import Request
 from magicjax.sampling import Sampling
 from magicjax.stats import acceptance
+from magicjax.to_come import slowest_tokens
 from magicjax.tree import ROOT_ONLY, Tree
 
 OF_TRIALS = 2**31 - 1  # no position is as high
 ROUNDS = 8  # of a timed call; the first call loads the program, and its time does not count
-RUNS, LONGEST = 64, 512  # of what is to come, drawn from what was counted, and their tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
     """What was measured of a drafter, or of plain decoding.
+
+    A look-up's acceptance and tokens are those of chains on all text that is known; its seconds and
+    rounds are its own.
 
     Attributes:
       name: of the drafter, as commands write it; "" of plain decoding.
@@ -49,7 +51,7 @@ class Trial:
 
 @dataclasses.dataclass
 class Behind:
-    """What came of the prompts: every trial begins here, and leaves it as it was.
+    """What came of the prompts: every trial begins here, and leaves the cache as it was.
 
     Attributes:
       cache: the target's, whose memory trials take over and give back.
@@ -115,11 +117,13 @@ def run_trial(
     behind.text.learn(*jax.device_get((state.output, state.emitted, state.ended)))
     behind.take_back(state, request)
     seconds = statistics.median(times[1:] or times or [0.0])
-    return counted_again(_trial(request, name, tree, counts, seconds), request, behind), compile_s
+    found, compiling = counted_again(_trial(request, name, tree, counts, seconds), request, behind)
+    return found, compile_s + compiling
 
 
-def counted_again(found: Trial, request: Request, behind: Behind) -> Trial:
-    """Returns a trial with what is accepted on the text that is known by now: of a look-up.
+def counted_again(found: Trial, request: Request, behind: Behind) -> tuple[Trial, float]:
+    """Returns (a look-up's trial with what is accepted on all text that is known; another's as it
+    is, seconds of compiling).
 
     Args:
       found: of plain decoding or any drafter.
@@ -127,13 +131,14 @@ def counted_again(found: Trial, request: Request, behind: Behind) -> Trial:
       behind: whose text.
     """
     if not found.name or not isinstance(request.drafter, LookUp):
-        return found
-    histogram, tokens = look_up_counts(request.drafter, behind.text, request.settings.shape.depth)
-    if not histogram.any():  # less text than a chain is long
-        return found
-    at_least = histogram[::-1].cumsum()[::-1]
-    rates = [(float(rate),) for rate in at_least[1:] / np.maximum(at_least[:-1], 1)]
-    return dataclasses.replace(found, acceptance=_reached(rates, histogram), tokens=tokens)
+        return found, 0.0
+    depth = request.settings.shape.depth
+    histogram, tokens, compile_s = look_up_counts(request.drafter, behind.text, depth)
+    if histogram.any():
+        at_least = histogram[::-1].cumsum()[::-1]
+        rates = [(float(rate),) for rate in at_least[1:] / np.maximum(at_least[:-1], 1)]
+        found = dataclasses.replace(found, acceptance=_reached(rates, histogram.tolist()))
+    return dataclasses.replace(found, tokens=tokens or found.tokens), compile_s
 
 
 def _own_numbers(sampling: Sampling | None) -> Sampling | None:
@@ -175,38 +180,3 @@ def _reached(
     """Returns the depths that some round reached; the first in any case."""
     reached = [sum(histogram[depth:]) > 0 for depth in range(len(table))]
     return tuple(tuple(row) for row, some in zip(table, reached, strict=True) if some)
-
-
-def slowest_tokens(
-    histogram: Int[np.ndarray, "B A"], wanted: Int[np.ndarray, "B"]
-) -> tuple[float, ...]:
-    """Returns the tokens of a round of chains of depth 1, 2, ..., where the longest row ends last.
-
-    A round of a chain of g accepts what a longer one would have, and at most g. Rounds to come are
-    drawn from those of the row, and a few of all rows together, until it has all its tokens; the
-    batch takes as many rounds as its slowest row, and plain decoding as the longest has tokens.
-    Long outputs are as short ones, in proportion.
-
-    Args:
-      histogram: rounds of each row that accepted 0, 1, ... tokens of the longest chain.
-      wanted: tokens of each row, at least 1.
-    """
-    rng = np.random.default_rng(0)
-    deepest = histogram.shape[1] - 1
-    wanted = np.ceil(wanted * min(1.0, LONGEST / wanted.max())).astype(int)
-    pooled = histogram.sum(0) / histogram.sum()
-    shares = histogram + FEW * pooled
-    shares = shares / shares.sum(1, keepdims=True)
-    shape = RUNS, int(wanted.max())
-    draws = np.stack([rng.choice(deepest + 1, shape, p=row) for row in shares], axis=1)
-    draws = draws.astype(np.int16)
-    longest = float(wanted.max())
-    return tuple(
-        longest / _rounds(1 + np.minimum(draws, depth), wanted) for depth in range(1, deepest + 1)
-    )
-
-
-def _rounds(tokens: Int[np.ndarray, "runs B M"], wanted: Int[np.ndarray, "B"]) -> float:
-    """Returns the rounds until every row has all it wants, the mean of all runs."""
-    enough = tokens.cumsum(2, dtype=np.int16) >= wanted[:, None]
-    return float((enough.argmax(2) + 1).max(1).mean())

@@ -1,5 +1,6 @@
 """Look-up: the row's own text as the draft, no model (prompt look-up decoding, n-gram matching)."""
 
+import dataclasses
 import operator
 from typing import Any
 
@@ -16,7 +17,7 @@ from magicjax.model import Model
 from magicjax.proposal import Proposal, deterministic_draws
 from magicjax.queries import Seen, Watch
 from magicjax.sampling import Sampling
-from magicjax.tree import NO_NODE, Shape, TokenTree, Tree
+from magicjax.tree import NO_NODE, Shape, TokenTree, Tree, chain
 
 MAX_CHAINS = 64  # the shortest text buffer has as many slots
 
@@ -161,6 +162,45 @@ class LookUp:
         tokens = jnp.take_along_axis(proposal.tokens, of_round.path, 1)
         write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
         return LookUpState(write(state.text, tokens, state.count), state.count + of_round.kept)
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """What `accepted` is specialised on.
+
+    Attributes:
+      look_up, depth: who drafts, and how long chains.
+      places: behind which it does, from each prompt's end on.
+      mesh: none.
+    """
+
+    look_up: LookUp
+    depth: int
+    places: int
+    mesh: None = None
+
+
+def accepted(
+    search: Search, text: Int[Array, "B S"], begins: Int[Array, "B"], ends: Int[Array, "B"]
+) -> Int[Array, "P B"]:
+    """Returns how many tokens of a chain behind each place are those that follow it in the text.
+
+    Args:
+      search: static.
+      text: prompts and what came behind them; S is a chain longer than both.
+      begins: where the prompts end; the first place is the token there.
+      ends: where the text does.
+    """
+    tree, rows = chain(search.depth), jnp.arange(text.shape[0])[:, None]
+
+    def count(place: Int[Array, ""]) -> Int[Array, "B"]:
+        newest = jnp.minimum(begins + place, ends - 1)
+        tokens, found = search.look_up.chains(text, newest, tree)
+        behind = newest[:, None] + tree.node_depths[1:]
+        right = (tokens == text[rows, behind]) & found & (behind < ends[:, None])
+        return jnp.cumprod(right, axis=1).sum(1)
+
+    return jax.lax.map(count, jnp.arange(search.places))
 
 
 def _branches(tree: TokenTree) -> np.ndarray:

@@ -7,7 +7,7 @@ import pytest
 import magicjax
 from magicjax import execution
 from magicjax.request import prepare
-from magicjax.trial import behind_prompts, run_trial, slowest_tokens
+from magicjax.trial import behind_prompts, run_trial
 from tests.magicjax import tiny
 
 TREE = tiny.TREES["chain4"]
@@ -54,17 +54,6 @@ def test_a_trial_that_reaches_the_end_of_all_rows_stops_there():
     assert trial.seconds > 0
 
 
-def test_tokens_of_the_slowest_row_are_those_of_long_runs():
-    """Two rows that always accept 0 and 4 of 4: the first decides, whatever the depth."""
-    histogram = np.array([[10_000, 0, 0, 0, 0], [0, 0, 0, 0, 10_000]])
-    np.testing.assert_allclose(slowest_tokens(histogram, np.array([40, 40])), 1.0, rtol=0.01)
-    alone = slowest_tokens(histogram[1:], np.array([60]))
-    np.testing.assert_allclose(alone, [2, 3, 4, 5], rtol=0.01)
-    # A slow row that wants little does not hold the others up.
-    few = slowest_tokens(histogram, np.array([12, 60]))
-    np.testing.assert_allclose(few, [2, 3, 4, 5], rtol=0.01)
-
-
 def test_a_trial_draws_other_numbers_than_the_run():
     """The naive text of a run is that of plain sampling; a trial's must be another, in every row.
 
@@ -95,11 +84,3 @@ def test_a_trial_draws_other_numbers_than_the_run():
         if length > 4:
             assert (states[-1][row, 1:length] != wanted[1:length]).any()
     np.testing.assert_array_equal(states[-1][:, 0], of_run[:, 0])  # prefill's, of both
-
-
-def test_tokens_of_a_round_are_the_mean_of_many_in_one_row():
-    rng = np.random.default_rng(0)
-    accepted = rng.integers(0, 4, 5000)
-    histogram = np.bincount(accepted, minlength=4)[None]
-    wanted = [1 + np.minimum(accepted, depth).mean() for depth in (1, 2, 3)]
-    np.testing.assert_allclose(slowest_tokens(histogram, np.array([3000])), wanted, rtol=0.02)
