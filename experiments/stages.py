@@ -130,13 +130,15 @@ def workload(axis: str, nodes: int) -> Workload:
     )
 
 
-def between_hosts(axis: str, nodes: int) -> dict[str, Any]:
-    """Returns what a decoding step sends between nodes; arguments as for `workload`.
+def between_hosts(axis: str, nodes: int, load: Workload) -> dict[str, Any]:
+    """Returns what a decoding step sends between nodes.
+
+    Args:
+      axis, nodes, load: as for `workload`, and what it returns.
 
     Raises:
       ValueError: the compiler cannot be had, or failed.
     """
-    load = workload(axis, nodes)
     found, why_not = fit.compile_apart(load, "--programs", "decode", "--group", str(GPUS))
     if found is None:
         raise ValueError(why_not)
@@ -172,13 +174,13 @@ def hosts_table(out: pathlib.Path) -> list[dict[str, Any]]:
             name = f"{axis}-{nodes}"
             row = store.read_record(out, name)
             if row is None:
+                load = workload(axis, nodes)
                 try:
-                    load = workload(axis, nodes)
                     request_of(load, abstract_mesh(*load.mesh_size))
                 except ValueError as error:  # that many devices do not divide it
                     print(f"{name}: {error}", flush=True)
                     continue
-                row = between_hosts(axis, nodes)
+                row = between_hosts(axis, nodes, load)
                 store.write_record(out, name, row)
             print(row, flush=True)
             rows.append(row)

@@ -1,11 +1,13 @@
 """What the command about weights in host memory makes of times, and that it runs."""
 
+import dataclasses
 import json
 
 import pytest
 
 from experiments import offloading
 from experiments.offloading import Times
+from magicjax import costs
 
 
 def options(*arguments):
@@ -50,6 +52,17 @@ def test_foretold_speed_ups_are_tokens_of_a_round_where_the_link_is_all(capsys, 
     assert {row["batch"] for row in rows} == {1, 16}
     for row in rows:
         assert 0.97 * tokens[row["width"]] < row["speed-up"] < tokens[row["width"]]
+
+
+def test_what_a_round_adds_is_foretold_with_it():
+    device = costs.find_device("a10")
+    slow = dataclasses.replace(device, round_seconds=device.round_seconds + 1)
+    quick, slow = (
+        offloading.foretold(options(), "opt-13b", "opt-125m", found, 1, True)
+        for found in (device, slow)
+    )
+    assert slow.passes[1] == quick.passes[1] and slow.draft == quick.draft
+    assert slow.passes[9] == pytest.approx(quick.passes[9] + 1)
 
 
 def test_each_target_needs_a_draft(capsys):
