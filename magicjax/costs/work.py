@@ -178,11 +178,11 @@ def pass_parts(
     padded = rows * machine.device.tile * -(-nodes // machine.device.tile)
     per_slot = sizes.kv_bytes if slot_bytes is None else slot_bytes
     new = tokens * sizes.kv_bytes  # of the new tokens themselves, written
-    int8 = 0 < sizes.streamed < sizes.itemsize
-    expanded = sizes.streamed + sizes.itemsize if int8 else 0  # bytes read and written before
+    # int8 is read and written as the dtype's numbers, which the products then read.
+    expansion = sizes.streamed + sizes.itemsize if 0 < sizes.streamed < sizes.itemsize else 0
 
-    def linear(elements: int, extra: int = 0, before: int = 0) -> Part:
-        moved = sizes.itemsize * (elements + extra) + before * elements
+    def linear(elements: int, small: int = 0, expansion: int = 0) -> Part:
+        moved = sizes.itemsize * (elements + small) + expansion * elements
         return Part(bytes=moved / g, flops=2 * elements * padded / g)
 
     scores = sizes.num_layers * sizes.num_heads * sizes.head_dim * (slots + nodes)
@@ -190,8 +190,8 @@ def pass_parts(
     messages = 2 * sizes.num_layers if g > 1 else 0
     fetched = {HOST: Part(fetched=sizes.streamed_bytes / g)} if sizes.streamed else {}
     return {
-        "projections": linear(sizes.attention, before=expanded),
-        "MLP": linear(sizes.mlp, sizes.small, expanded),
+        "projections": linear(sizes.attention, expansion=expansion),
+        "MLP": linear(sizes.mlp, sizes.small, expansion),
         "attention": Part(
             bytes=(rows * slots * per_slot + new) / kv_shards(sizes, machine),
             flops=4 * padded * scores / g,
