@@ -164,7 +164,7 @@ def choose(question: Question) -> tuple[Choice, Behind, dict[str, float]]:
     drafters = [question.drafter(name) for name in question.requests]
     behind, prefill_s, compile_s = behind_prompts(question.request, drafters)
     begin = time.perf_counter()
-    plain, spent = run_trial(question.request, "", behind, rounds, plain=True)
+    plain, spent = run_trial(question.request, "", behind, rounds, ROOT_ONLY)
     ways, trials, skipped = Ways(question, plain), [plain], {}
     for name in ways.most_promising_first():
         why = ways.cannot_win(name) if plain.rounds else "all rows ended with prefill's token"
@@ -173,7 +173,7 @@ def choose(question: Question) -> tuple[Choice, Behind, dict[str, float]]:
             continue
         found, compiling = run_trial(question.requests[name], name, behind, rounds)
         # Plain steps again beside it, so that a busy moment of the machine meets both.
-        beside, _ = run_trial(question.request, "", behind, rounds, plain=True)
+        beside, _ = run_trial(question.request, "", behind, rounds, ROOT_ONLY)
         logger.info("tried %s: %.2f ms a round", name, 1e3 * found.seconds)
         ways.add(found, beside)
         trials.append(found)
@@ -203,6 +203,7 @@ class Ways:
         self.finalists: list[planner.Prediction] = []
         self.plan: planner.Plan | None = None
         self.timed: dict[tuple[str, TokenTree], float] = {}  # a round, over a plain step
+        self.tokens: dict[tuple[str, TokenTree], float] = {}  # of a round, in a trial of the tree
 
     def _candidate(
         self, name: str, acceptance: Sequence[Sequence[float]] = ((1.0,),), **measured: Any
@@ -260,6 +261,7 @@ class Ways:
         foretold = planner.cost_of(target, way, *self.question.where, tree).total
         way = dataclasses.replace(way, scale=self._believed(found.seconds / foretold))
         self.found.append(way)
+        self.tokens[found.name, tree] = found.of_tree
         predictions = planner.predictions(target, way, *self.question.where, self.scale)
         self.best = max(self.best, *(p.speed_up for p in predictions))
 
@@ -278,7 +280,8 @@ class Ways:
     def run_off(self, behind: Behind) -> float:
         """Times the best of the plan again beside plain decoding, in turns, and plans with that.
 
-        The best of many predictions is likely one that errs upwards. First each of the best
+        The best of many predictions is likely one that errs upwards, so each of them is also tried
+        with its own tree, for the tokens of its rounds. First each of the best
         drafters has the tree that is foretold to serve it best; then the fastest has chains of
         other depths beside it, those among which the depth is planned anew later.
 
@@ -337,7 +340,29 @@ class Ways:
         state = take_turns(variants, state, TURNS, RUN_OFF_S)
         behind.take_back(state, question.request)
         plain, *rest = ([*variant.seconds] for variant in variants)
-        return self._measured(plan, wanted, plain, rest), compile_s
+        tried = []
+        for prediction in wanted:
+            again, compiling = self._with_own_tokens(behind, prediction)
+            tried.append(again)
+            compile_s += compiling
+        return self._measured(plan, tried, plain, rest), compile_s
+
+    def _with_own_tokens(
+        self, behind: Behind, prediction: planner.Prediction
+    ) -> tuple[planner.Prediction, float]:
+        """Returns (the prediction with tokens of a trial of its very tree, seconds of compiling).
+
+        A look-up's are counted on more text than a trial's. What is kept is used again.
+        """
+        name, tree = prediction.drafter, prediction.tree
+        request, compiling = self.question.requests[name], 0.0
+        if isinstance(request.drafter, LookUp):
+            return prediction, compiling
+        if (name, tree) not in self.tokens:
+            rounds = self.question.auto.trial_rounds
+            found, compiling = run_trial(request, name, behind, rounds, tree)
+            self.tokens[name, tree] = found.of_tree
+        return dataclasses.replace(prediction, tokens=self.tokens[name, tree]), compiling
 
     @property
     def _foretold(self) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from magicjax import execution
 from magicjax.cache import KVCache
@@ -20,8 +21,8 @@ from magicjax.known_text import KnownText, look_up_counts
 from magicjax.request import Request
 from magicjax.sampling import Sampling
 from magicjax.stats import acceptance
-from magicjax.to_come import slowest_tokens
-from magicjax.tree import ROOT_ONLY, Tree
+from magicjax.to_come import slowest_rounds, slowest_tokens
+from magicjax.tree import Tree
 
 OF_TRIALS = 2**31 - 1  # no position is as high
 ROUNDS = 8  # of a timed call; the first call loads the program, and its time does not count
@@ -40,6 +41,8 @@ class Trial:
       rounds: of each row, on average.
       acceptance: [depths, ranks], as `magicjax.optimal` takes it.
       tokens: of a round of a chain, by its depth from 1 on: of the row that needs most rounds.
+      of_tree: the same of the tree that was tried: the trial's own rounds, and those that would
+        follow to the end. 0 of plain decoding.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Trial:
     rounds: float
     acceptance: tuple[tuple[float, ...], ...] = ()
     tokens: tuple[float, ...] = ()
+    of_tree: float = 0.0
 
 
 @dataclasses.dataclass
@@ -88,20 +92,21 @@ def behind_prompts(request: Request, drafters: Sequence[Drafter]) -> tuple[Behin
 
 
 def run_trial(
-    request: Request, name: str, behind: Behind, rounds: int, plain: bool = False
+    request: Request, name: str, behind: Behind, rounds: int, tree: Tree | None = None
 ) -> tuple[Trial, float]:
     """Returns (what was measured, seconds of compiling).
 
     Args:
-      request: with the drafter, and the tree that it is tried with.
+      request: with the drafter.
       name: of the drafter.
       behind: the prompts.
       rounds: at most; of each row.
-      plain: try the target alone.
+      tree: that it is tried with, no deeper than the request's; None: that one. `ROOT_ONLY`: the
+        target is tried alone.
     """
-    tree = request.settings.tree
-    if plain:
-        request, tree = dataclasses.replace(request, drafter=None), ROOT_ONLY
+    tree = tree or request.settings.tree
+    if tree.num_nodes == 1:
+        request = dataclasses.replace(request, drafter=None)
     settings = request.settings.with_tree(tree)
     request = dataclasses.replace(request, sampling=_own_numbers(request.sampling))
     state, compile_s = behind.state(request)
@@ -114,10 +119,13 @@ def run_trial(
             break
         times.append(seconds / (_steps(state) - before))
     counts = jax.device_get((state.emitted, state.histogram, state.ranks, state.nodes))
-    behind.text.learn(*jax.device_get((state.output, state.emitted, state.ended)))
+    output, ended = jax.device_get((state.output, state.ended))
+    behind.text.learn(output, counts[0], ended)
     behind.take_back(state, request)
     seconds = statistics.median(times[1:] or times or [0.0])
-    found, compiling = counted_again(_trial(request, name, tree, counts, seconds), request, behind)
+    lengths = np.where(ended, counts[0], np.asarray(request.limits))
+    found = _trial(name, tree, counts, lengths, seconds)
+    found, compiling = counted_again(found, request, behind)
     return found, compile_s + compiling
 
 
@@ -154,23 +162,27 @@ def _steps(state: DecodeState) -> int:
 
 
 def _trial(
-    request: Request,
     name: str,
     tree: Tree,
     counts: tuple[Any, ...],
+    wanted: Int[np.ndarray, "B"],
     seconds: float,
 ) -> Trial:
-    histogram = counts[1]
-    rounds = float(histogram.sum(1).mean())
-    if tree.num_nodes == 1:
-        return Trial(name, seconds, rounds)
+    """Returns the trial; `wanted` are all tokens of each row, as far as is known."""
+    emitted, histogram = counts[0], counts[1][:, : tree.depth + 1]
+    rounds = histogram.sum(1)
+    found = Trial(name, seconds, float(rounds.mean()))
+    ran = rounds > 0
+    if tree.num_nodes == 1 or not ran.any():
+        return found
     counted = acceptance(*counts)
-    tokens: tuple[float, ...] = ()
-    if tree.shape.width == 1:
-        ran, limits = histogram.sum(1) > 0, np.asarray(request.limits)
-        tokens = slowest_tokens(histogram[ran], limits[ran] - 1)
-    return Trial(
-        name, seconds, rounds, _reached(counted["acceptance_by_rank"], counted["histogram"]), tokens
+    steps = slowest_rounds(rounds[ran], (wanted - emitted)[ran], histogram[ran])
+    chain_tokens = slowest_tokens(histogram[ran], wanted[ran] - 1) if tree.shape.width == 1 else ()
+    return dataclasses.replace(
+        found,
+        acceptance=_reached(counted["acceptance_by_rank"], counted["histogram"]),
+        tokens=chain_tokens,
+        of_tree=float((wanted.max() - 1) / steps),
     )
 
 

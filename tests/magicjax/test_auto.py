@@ -10,6 +10,8 @@ import magicjax
 from magicjax import auto, candidates, choosing, costs
 from magicjax.auto import Auto
 from magicjax.candidates import sizes_of_model
+from magicjax.known_text import KnownText, look_up_counts
+from magicjax.tree import ROOT_ONLY
 from magicjax.turns import take_turns
 from tests.magicjax import tiny
 from tests.quick import quick
@@ -43,9 +45,9 @@ def profile(tmp_path):
 def foretold(monkeypatch):
     """Makes every measured time the one that is foretold, so that nothing depends on noise."""
 
-    def trial(request, name, behind, rounds, plain=False):
-        found, compiling = run_trial(request, name, behind, rounds, plain)
-        drafter = None if plain else request.drafter
+    def trial(request, name, behind, rounds, tree=None):
+        found, compiling = run_trial(request, name, behind, rounds, tree)
+        drafter = None if tree is ROOT_ONLY else request.drafter
         return dataclasses.replace(found, seconds=seconds(drafter, TREE.depth)), compiling
 
     def turns(variants, state, count, least_seconds):
@@ -101,6 +103,10 @@ def test_the_text_is_the_same_and_the_choice_is_used_again(profile, tally, short
     assert first.stats.plan_s > 0 and first.stats.depths[0] == first.choice.tree.depth
     assert len(first.stats.depths) > 2
     assert {*first.choice.foretold} <= tried
+    # The look-up was tried first, and is judged on what the last trial came to: all text.
+    text = KnownText([*tiny.prompts(8)], np.full(8, tiny.NEW), [*tiny.expected(8)], [tiny.NEW] * 8)
+    judged = next(trial for trial in first.choice.trials if trial.name == "look-up:4")
+    assert judged.tokens == look_up_counts(magicjax.LookUp(), text, TREE.depth)[1]
     again = generate(first.choice)
     tally.compare(tiny.model(), tiny.prompts(8), tiny.expected(8), tiny.rows_of(again))
     assert again.choice is first.choice and again.stats.plan_s == 0

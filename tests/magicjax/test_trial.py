@@ -7,6 +7,7 @@ import pytest
 import magicjax
 from magicjax import execution
 from magicjax.request import prepare
+from magicjax.tree import ROOT_ONLY
 from magicjax.trial import behind_prompts, run_trial
 from tests.magicjax import tiny
 
@@ -28,7 +29,7 @@ def test_trials_of_several_drafters_leave_the_cache_as_the_prompts_made_it():
     behind, _, _ = behind_prompts(requests[0], drafters)
     before = jax.tree.map(np.array, behind.cache)
     found = [run_trial(request, "it", behind, 5)[0] for request in requests]
-    run_trial(requests[0], "", behind, 5, plain=True)
+    run_trial(requests[0], "", behind, 5, ROOT_ONLY)
     for layer in range(2):
         for row, length in enumerate(before.lengths):
             kept = np.asarray(behind.cache.k[layer])[row, :, :length]
@@ -52,6 +53,20 @@ def test_a_trial_that_reaches_the_end_of_all_rows_stops_there():
     trial, _ = run_trial(request, "it", behind, 50)
     assert trial.rounds == 2  # 7 tokens, 5 a round
     assert trial.seconds > 0
+    assert trial.of_tree == 7 / 2
+
+
+def test_tokens_of_a_trial_with_a_shallower_tree_are_those_of_a_run_with_it():
+    """All rows end in the trial, so its rounds are what such a run takes: nothing is drawn."""
+    drafter = tiny.drafter("near")
+    request = request_of(drafter)
+    behind, _, _ = behind_prompts(request, [drafter])
+    for tree in (TREE, tiny.TREES["chain2"]):
+        trial, _ = run_trial(request, "it", behind, 50, tree)
+        given = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER, drafter=drafter, tree=tree)
+        steps = magicjax.generate(tiny.model(), tiny.prompts(8), **given).stats.steps
+        assert trial.of_tree == pytest.approx((tiny.NEW - 1) / steps)
+        assert len(trial.tokens) == tree.depth
 
 
 def test_a_trial_draws_other_numbers_than_the_run():
