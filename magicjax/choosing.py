@@ -270,6 +270,8 @@ class Ways:
         if not found.name:
             return found, 0.0
         again, compile_s = counted_again(found, self.question.requests[found.name], behind)
+        if again is found:
+            return found, compile_s
         way = self._candidate(again.name, again.acceptance, tokens=again.tokens)
         self.found = [
             dataclasses.replace(way, scale=old.scale) if old.name == way.name else old
@@ -281,9 +283,9 @@ class Ways:
         """Times the best of the plan again beside plain decoding, in turns, and plans with that.
 
         The best of many predictions is likely one that errs upwards, so each of them is also tried
-        with its own tree, for the tokens of its rounds. First each of the best
-        drafters has the tree that is foretold to serve it best; then the fastest has chains of
-        other depths beside it, those among which the depth is planned anew later.
+        with its own tree, for the tokens of its rounds. First each of the best drafters has the
+        tree that is foretold to serve it best; then the fastest has chains of other depths beside
+        it, those among which the depth is planned anew later.
 
         Returns:
           Seconds of compiling.

@@ -23,7 +23,6 @@ from magicjax.costs.rounds import (
     plain_step,
     round_cost,
     seconds,
-    verification,
 )
 from magicjax.costs.work import (
     Part,
@@ -64,6 +63,5 @@ __all__ = [
     "sizes_of",
     "step_bytes",
     "this_device",
-    "verification",
     "weight_bytes",
 ]

@@ -123,18 +123,6 @@ def plain_step(sizes: Sizes, machine: Machine, batch: int, context: int) -> dict
     return _target_pass(sizes, machine, batch, context, 1)
 
 
-def verification(
-    sizes: Sizes, machine: Machine, batch: int, context: int, nodes: int
-) -> dict[str, float]:
-    """Returns the seconds of each part of a pass over N nodes; T_verify(N) is their sum.
-
-    Where a profile has timed passes of this model, all parts are scaled to what was measured.
-    """
-    parts = _target_pass(sizes, machine, batch, context, nodes)
-    parts.pop(REST, None)
-    return parts
-
-
 def draft_step(
     draft: Draft, machine: Machine, batch: int, context: int, width: int = 1
 ) -> dict[str, float]:
@@ -161,7 +149,10 @@ def draft_step(
 def _target_pass(
     sizes: Sizes, machine: Machine, batch: int, context: int, nodes: int
 ) -> dict[str, float]:
-    """Returns the seconds of each part, and of more than one node of what a round adds."""
+    """Returns the seconds of each part, and of more than one node of what a round adds.
+
+    Where a profile has timed passes of this model, all are scaled to what was measured.
+    """
     rest = {REST: machine.device.round_seconds}
 
     def foretold(batch: int, slots: float, nodes: int) -> dict[str, float]:

@@ -178,11 +178,12 @@ def pass_parts(
     padded = rows * machine.device.tile * -(-nodes // machine.device.tile)
     per_slot = sizes.kv_bytes if slot_bytes is None else slot_bytes
     new = tokens * sizes.kv_bytes  # of the new tokens themselves, written
-    # int8 is read and written as the dtype's numbers, which the products then read.
-    expansion = sizes.streamed + sizes.itemsize if 0 < sizes.streamed < sizes.itemsize else 0
+    of_block = sizes.itemsize  # bytes moved for an element
+    if 0 < sizes.streamed < sizes.itemsize:  # int8: first read, and written as the dtype's numbers
+        of_block += sizes.streamed + sizes.itemsize
 
-    def linear(elements: int, small: int = 0, expansion: int = 0) -> Part:
-        moved = sizes.itemsize * (elements + small) + expansion * elements
+    def linear(elements: int, moved: int, small: int = 0) -> Part:
+        moved = moved * elements + sizes.itemsize * small
         return Part(bytes=moved / g, flops=2 * elements * padded / g)
 
     scores = sizes.num_layers * sizes.num_heads * sizes.head_dim * (slots + nodes)
@@ -190,13 +191,13 @@ def pass_parts(
     messages = 2 * sizes.num_layers if g > 1 else 0
     fetched = {HOST: Part(fetched=sizes.streamed_bytes / g)} if sizes.streamed else {}
     return {
-        "projections": linear(sizes.attention, expansion=expansion),
-        "MLP": linear(sizes.mlp, sizes.small, expansion),
+        "projections": linear(sizes.attention, of_block),
+        "MLP": linear(sizes.mlp, of_block, sizes.small),
         "attention": Part(
             bytes=(rows * slots * per_slot + new) / kv_shards(sizes, machine),
             flops=4 * padded * scores / g,
         ),
-        "logits": linear(sizes.unembedding),
+        "logits": linear(sizes.unembedding, sizes.itemsize),
         "selection": Part(
             bytes=LOGIT_PASSES * LOGIT_BYTES * tokens * sizes.vocab_size / g, messages=int(g > 1)
         ),

@@ -96,7 +96,8 @@ def test_a_round_is_its_drafts_its_verification_and_what_it_adds():
     cost = round_cost(LLAMA, Draft(SMALL, 512), machine, *where, 5, 4)
     drafted = costs.draft_step(Draft(SMALL, 512), machine, *where)
     assert cost.draft == sum(drafted.values())
-    assert cost.verify == sum(costs.verification(LLAMA, machine, *where, 5).values())
+    parts = costs.pass_parts(LLAMA, machine, where[0], 5, where[1])
+    assert cost.verify == sum(costs.seconds(parts, device).values())
     assert cost.target == sum(costs.plain_step(LLAMA, machine, *where).values())
     assert cost.total == 4 * cost.draft + cost.verify + device.round_seconds
     assert math.isclose(sum(cost.parts.values()), cost.total)
@@ -164,7 +165,7 @@ def test_a_pass_never_gets_cheaper_with_more_rows_slots_or_nodes(place, more):
     machine, batch, context, nodes = place
 
     def total(b, s, n):
-        return sum(costs.verification(LLAMA, machine, b, s, n).values())
+        return round_cost(LLAMA, Draft(SMALL), machine, b, s, n, 1).verify
 
     base = total(batch, context, nodes)
     assert total(batch + machine.data * more, context, nodes) > base
@@ -191,7 +192,8 @@ def test_a_tile_makes_flops_jump():
     """With tiles of 4 rows, 5 nodes cost what 8 do, where FLOPs decide."""
     slow = Machine(dataclasses.replace(UNIT, matrix_rate=1e-6, tile=4))
     nodes = (1, 4, 5, 8, 9)
-    times = [costs.verification(LLAMA, slow, 1, 1, n)["projections"] for n in nodes]
+    rounds = [round_cost(LLAMA, Draft(SMALL), slow, 1, 1, n, 1) for n in nodes]
+    times = [cost.parts["verify", "projections"] for cost in rounds]
     assert times[0] == pytest.approx(times[1]) and times[2] == pytest.approx(times[3])
     assert times[2] == pytest.approx(2 * times[1]) and times[4] == pytest.approx(3 * times[1])
 
