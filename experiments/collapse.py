@@ -182,6 +182,8 @@ def main(settings: Settings) -> None:
         print(f"{name:10} {seconds:.3f} s")
     print(f"ideal      {found['ideal']:.3f} s: the fixed depth's first half, and half of plain")
     print(f"depths of the calls planned anew: {' '.join(map(str, found['depths']))}")
+    of_plain = found["seconds"]["anew"] / found["seconds"]["plain"]
+    print(f"planned anew / plain: {of_plain:.2f}")
     print(
         f"lost to the collapse: fixed {found['loss']['fixed']:.3f} s, planned anew "
         f"{found['loss']['anew']:.3f} s, {found['share']:.0%} of that (synthetic acceptance; the "

@@ -25,8 +25,9 @@ import magicjax
 from magicjax import costs, planner
 from magicjax.bench import Setup
 from magicjax.generation import config_of
+from magicjax.model import DTYPES
 from magicjax.offloading import in_words
-from magicjax.plan_command import check_context, check_dtype
+from magicjax.plan_command import check_context
 from magicjax.sequoia import expected_tokens, optimal
 from magicjax.step_times import step_times
 from magicjax.tree import ROOT_ONLY
@@ -35,7 +36,6 @@ from pallas_kernels.bench import best_backend, write_json
 
 DEPTH = 8  # of the paper's trees, <1,1,w,1,1,1,1,1>
 WIDTHS = (1, 2, 3, 4, 5)
-DTYPES = ("bfloat16", "float16", "float32")
 DRAFT = "draft"
 REFERENCE = pathlib.Path(__file__).parent / "reference"
 PAPER = "the paper, offloaded, against FlexGen: 2.6 to 3.5"
@@ -153,7 +153,7 @@ def foretold(
     target = costs.sizes_of(config_of(source), options.dtype, source, offload)
     small = costs.Draft(costs.sizes_of(config_of(draft), options.dtype, draft))
     where = costs.Machine(device), batch, options.context
-    check_dtype(options.dtype, device)
+    costs.check_dtype(device, options.dtype)
     for name in (source, draft):
         check_context(name, options.context)
     planner.check_fits(target, *where)

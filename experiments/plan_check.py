@@ -6,24 +6,27 @@ run-off another. Then it measures every drafter with every depth on the same pro
 a whole run, which are the same on any machine, and the time of a round, in turns with plain
 decoding. The fastest three and the plan's own pick are timed again, with more turns, so that noise
 picks no winner. The last columns are `auto` itself, its depth planned anew as it goes, against
-plain decoding. Every cell is written when it is done; a run that was stopped goes on.
+plain decoding. Every cell is written when it is done; a run that was stopped goes on, if settings,
+profile and code are the same.
 """
 
 import dataclasses
 import json
 import pathlib
 import statistics
+import sys
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import pandas as pd
 import tyro
 from jaxtyping import Int
 
 import magicjax
-from experiments import prompts, store
-from magicjax import execution
+from experiments import prompts, store, surroundings
+from magicjax import costs, execution
 from magicjax.auto import run_choice
 from magicjax.candidates import name_of
 from magicjax.decode import DecodeState
@@ -31,7 +34,7 @@ from magicjax.drafters.written import make_drafter
 from magicjax.request import Request, prepare
 from magicjax.tree import ROOT_ONLY, chain
 from magicjax.trial import behind_prompts
-from magicjax.turns import Variant, take_turns
+from magicjax.turns import take_turns, variants_of
 
 PLAIN = "plain"
 Way = tuple[str, int]  # a drafter's name and a depth
@@ -107,18 +110,9 @@ class Cell:
         What a turn calls takes a fraction of a second: a machine that is slow for seconds at a
         time, because others use it too, is so for all of a turn.
         """
-        variants, state = [], None
-        for way in ((PLAIN, 0), *ways):
-            deep = dataclasses.replace(
-                self.requests[way[0]], settings=self.requests[ways[0][0]].settings
-            )
-            state, _ = self.behind.state(deep)  # one for all, so as deep as the deepest
-            settings = self._request(way).settings
-            execution.compile_loop(deep, settings, state)
-            variants.append(Variant(deep, settings, state.drafter))
-            self.behind.take_back(state, deep)
-        assert state is not None
-        state = dataclasses.replace(state, cache=self.behind.cache)
+        deep = [(self.requests[name], chain(depth)) for name, depth in ways]
+        plain_too = dataclasses.replace(deep[0][0], drafter=None)  # one state for all
+        variants, state, _ = variants_of(self.behind, [(plain_too, ROOT_ONLY), *deep])
         state = take_turns(variants, state, turns)
         self.behind.take_back(state, self.requests[PLAIN])
         plain, *rest = (variant.seconds for variant in variants)
@@ -264,10 +258,44 @@ def summary(table: pd.DataFrame) -> str:
     )
 
 
+def made_by(settings: Settings) -> dict[str, Any]:
+    """Returns what cells of one folder have in common."""
+    profile = _profile_of(settings)
+    common = dataclasses.asdict(settings)
+    for name in ("profile", "results", "batch", "context"):
+        del common[name]
+    return json.loads(json.dumps(common)) | {
+        "profile": store.digest(profile.read_text()),
+        "device": costs.device_kind(),
+        "jax": jax.__version__,
+        "code": surroundings.code(),
+    }
+
+
+def _profile_of(settings: Settings) -> pathlib.Path:
+    return pathlib.Path(settings.profile or costs.default_profile())
+
+
+def check_folder(folder: pathlib.Path, made: dict[str, Any]) -> None:
+    """Writes what makes a folder's cells; raises ValueError if something else made those there."""
+    known = store.read_json(folder / "made_by.json")
+    if known is None and (folder / "cells").exists():
+        known = {}
+    if known is not None and known != made:
+        other = [name for name in made if known.get(name) != made[name]]
+        raise ValueError(
+            f"{folder} has cells that were made with another {', '.join(other)}: give another "
+            "--results, or remove them"
+        )
+    store.write_json(folder / "made_by.json", made)
+
+
 def main(settings: Settings) -> None:
     """Measures the cells that are not there yet, prints the table and writes it."""
-    target = magicjax.load(settings.target, dtype="float32")
     folder, rows = pathlib.Path(settings.results), []
+    costs.load_profile(_profile_of(settings))
+    check_folder(folder, made_by(settings))
+    target = magicjax.load(settings.target, dtype="float32")
 
     def load(path: str) -> magicjax.Model:
         return magicjax.load(path, dtype="float32")
@@ -290,4 +318,7 @@ def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Settings))
+    try:
+        main(tyro.cli(Settings))
+    except (ValueError, OSError) as error:  # bad input: in one line
+        sys.exit(f"plan_check: {error}")

@@ -22,6 +22,7 @@ from experiments import cost_tables
 from experiments.figures import COLOURS
 from magicjax import acceptance, costs, plan_command, planner
 from magicjax.generation import config_of
+from magicjax.model import DTYPES
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000)
@@ -72,9 +73,10 @@ class Study:
     def fits(self, batch: int, context: int) -> bool:
         """Returns whether the target and some draft fit into memory."""
         where = self.machine, batch, context
-        need = costs.memory_bytes(self.target, *where, self.target.kv_bytes)
-        left = self.machine.device.memory - need
-        return any(c.draft.memory(*where, c.shared) <= left for c in self.candidates(context))
+        left = planner.left_of_device(self.target, *where)
+        return left >= 0 and any(
+            c.draft.memory(*where, c.shared) <= left for c in self.candidates(context)
+        )
 
     def contexts(self) -> list[int]:
         """Returns the contexts at which at least one row fits."""
@@ -350,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", default=cost_tables.TARGET, help="preset or model directory")
     parser.add_argument("--device", default="a100", help=", ".join(costs.DEVICES))
     parser.add_argument("--gpus", type=int, default=8, help="devices that share heads")
-    parser.add_argument("--dtype", choices=plan_command.DTYPES, default="bfloat16")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--acceptance", help="a table as `magicjax plan` takes it")
     parser.add_argument("--drafter", help="of pictures of a single one; the table's first")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory")

@@ -75,16 +75,15 @@ def read_table(path: str | pathlib.Path, target: str) -> list[Measured]:
     if not path.is_file():
         raise FileNotFoundError(f"the table of acceptance {path} does not exist: {HOW}")
     rows = _rows(path)
-    names = {str(row.get("model", row.get("target", target))).lower() for row in rows}
-    rows = [
-        r for r in rows if str(r.get("model", r.get("target", target))).lower() == target.lower()
-    ]
-    if not rows:
+    of_row = [str(row.get("model", row.get("target", target))).lower() for row in rows]
+    names = {*of_row}
+    numbered = [(i, row) for i, row in enumerate(rows, 1) if of_row[i - 1] == target.lower()]
+    if not numbered:
         raise ValueError(
             f"{path} has no row of {target}, only of {', '.join(sorted(names)) or 'nothing'}: "
             "acceptance of one target says nothing about another, so measure this one"
         )
-    found = [_measured(row, f"{path}, row {i}") for i, row in enumerate(rows, 1)]
+    found = [_measured(row, f"{path}, row {i}") for i, row in numbered]
     places = [(m.drafter, m.context) for m in found]
     for place in places:
         if places.count(place) > 1:

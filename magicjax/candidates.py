@@ -83,9 +83,12 @@ def candidate_of(
 
     Args:
       drafter, target, dtype: as for `draft_of`.
-      acceptance: [depths, ranks], as `magicjax.optimal` takes it.
+      acceptance: [depths, ranks], as `magicjax.optimal` takes it; of a look-up only the first rank
+        counts, because its trees branch at the root alone, and only chains are planned.
       measured: what else a trial has measured of it, fields of `Candidate`.
     """
+    if isinstance(drafter, LookUp):
+        acceptance = [row[:1] for row in acceptance]
     return Candidate(
         name=name_of(drafter),
         draft=draft_of(drafter, target, dtype),

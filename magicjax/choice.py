@@ -104,7 +104,9 @@ class Choice:
         if self.plan is None:
             return "\n".join([*lines, "off: no drafter could pay here"])
         best = self.plan.best
-        what = "chosen" if self.drafter is not None else "off; the least slow is"
+        what = "chosen"
+        if self.drafter is None:
+            what = "off, the gain is too small:" if self.plan.pays else "off; the least slow is"
         lines.append(
             f"{what} {best.drafter}, depth {best.tree.depth}, {best.tree.num_nodes} nodes: "
             f"expected speed-up {best.speed_up:.2f}"

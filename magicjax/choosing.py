@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from magicjax import costs, execution, planner
+from magicjax import costs, planner
 from magicjax.candidates import candidate_of, name_of, sizes_of_model
 from magicjax.choice import Auto, Choice
 from magicjax.drafters import Drafter, LookUp, SelfSpeculation
@@ -21,7 +21,7 @@ from magicjax.model import Model
 from magicjax.request import Request, prepare
 from magicjax.tree import ROOT_ONLY, TokenTree, chain
 from magicjax.trial import Behind, Trial, behind_prompts, counted_again, run_trial
-from magicjax.turns import Variant, take_turns
+from magicjax.turns import take_turns, variants_of
 from sharding import DATA, STAGE, factored
 
 logger = logging.getLogger("magicjax")
@@ -42,11 +42,13 @@ class Question:
       auto: how to choose.
       requests: of each candidate by its name, with the tree of the trial.
       machine: what they run on.
+      refused: usual drafters that the options do not allow, each with the reason.
     """
 
     auto: Auto
     requests: dict[str, Request]
     machine: costs.Machine
+    refused: dict[str, str]
 
     @property
     def request(self) -> Request:
@@ -74,6 +76,11 @@ class Question:
         tokens = np.asarray(request.lengths) + np.asarray(request.limits) / 2
         return self.machine, len(request.prompts), int(tokens.mean())
 
+    @property
+    def allocated(self) -> tuple[costs.Machine, int, int]:
+        """The machine, the rows, and the slots that caches have for each of them."""
+        return self.machine, len(self.request.prompts), self.request.settings.capacity
+
 
 def question(target: Model, prompts: Any, auto: Auto, options: dict[str, Any]) -> Question:
     """Returns the checked call; nothing has run.
@@ -99,20 +106,23 @@ def question(target: Model, prompts: Any, auto: Auto, options: dict[str, Any]) -
     device = costs.this_device() if auto.profile is None else costs.device_of(auto.profile)
     # A verifier is for the drafters, which are yet to come.
     plain = prepare(target, prompts, **options | {"verifier": None})
-    requests = _requests(plain, prompts, auto, options)
+    requests, refused = _requests(plain, prompts, auto, options)
     devices = 1 if mesh is None else mesh.size
     machine = costs.Machine(device, shape[DATA], devices // shape[DATA])
-    found = Question(auto, requests, machine)
+    found = Question(auto, requests, machine, refused)
     if target.params is not None:  # of a skeleton the dtype is not known
-        _check_dtype(found)
-        planner.check_fits(found.sizes, *found.where)
+        costs.check_dtype(device, str(target.dtype))
+        planner.check_fits(found.sizes, *found.allocated)
     return found
 
 
 def _requests(
     plain: Request, prompts: Any, auto: Auto, options: dict[str, Any]
-) -> dict[str, Request]:
-    """Returns the request of each candidate, by name; the target is placed on a mesh once."""
+) -> tuple[dict[str, Request], dict[str, str]]:
+    """Returns (the request of each candidate, why others have none), both by name.
+
+    The target is placed on a mesh once.
+    """
 
     def request(drafter: Drafter) -> Request:
         return prepare(plain.target, prompts, drafter=drafter, tree=auto.tree, **options)
@@ -124,16 +134,17 @@ def _requests(
                 f"two of the drafters have one name: {', '.join(names)}; a plan could not tell "
                 "them apart"
             )
-        return dict(zip(names, map(request, auto.drafters), strict=True))
-    found, refusal = {}, None
+        return dict(zip(names, map(request, auto.drafters), strict=True)), {}
+    found, refused = {}, {}
     for drafter in usual(int(np.asarray(plain.lengths).min())):
         try:  # nobody named it, so it need not fit these options
             found[name_of(drafter)] = request(drafter)
         except ValueError as error:
-            refusal = error
+            refused[name_of(drafter)] = str(error)
     if not found:
-        raise ValueError(f"none of the usual drafters fits: {refusal}") from refusal
-    return found
+        name, why = next(iter(refused.items()))
+        raise ValueError(f"none of the usual drafters fits; {name}: {why}")
+    return found, refused
 
 
 def usual(shortest: int) -> list[Drafter]:
@@ -147,17 +158,6 @@ def usual(shortest: int) -> list[Drafter]:
     return [LookUp(), *found]
 
 
-def _check_dtype(question: Question) -> None:
-    device, sizes = question.machine.device, question.sizes
-    itemsize = np.dtype(device.dtype).itemsize
-    if sizes.itemsize != itemsize:
-        raise ValueError(
-            f"the rates of {device.name} are those of {device.dtype}, and the target is in "
-            f"{question.target.dtype}: measure it with `magicjax calibrate --dtype "
-            f"{question.target.dtype}`"
-        )
-
-
 def choose(question: Question) -> tuple[Choice, Behind, dict[str, float]]:
     """Returns (the choice, what came of the prompts, seconds by name in `Stats`)."""
     rounds = question.auto.trial_rounds
@@ -165,7 +165,7 @@ def choose(question: Question) -> tuple[Choice, Behind, dict[str, float]]:
     behind, prefill_s, compile_s = behind_prompts(question.request, drafters)
     begin = time.perf_counter()
     plain, spent = run_trial(question.request, "", behind, rounds, ROOT_ONLY)
-    ways, trials, skipped = Ways(question, plain), [plain], {}
+    ways, trials, skipped = Ways(question, plain), [plain], dict(question.refused)
     for name in ways.most_promising_first():
         why = ways.cannot_win(name) if plain.rounds else "all rows ended with prefill's token"
         if why:
@@ -195,7 +195,7 @@ class Ways:
 
     def __init__(self, question: Question, plain: Trial):
         self.question = question
-        self.free = planner.check_fits(question.sizes, *question.where)
+        self.free = planner.check_fits(question.sizes, *question.allocated)
         self.foretold = sum(costs.plain_step(question.sizes, *question.where).values())
         self.plain = [plain.seconds]
         self.best = 1.0
@@ -209,8 +209,6 @@ class Ways:
         self, name: str, acceptance: Sequence[Sequence[float]] = ((1.0,),), **measured: Any
     ) -> planner.Candidate:
         drafter = self.question.drafter(name)
-        if isinstance(drafter, LookUp):  # only trees that branch at the root, so only chains
-            acceptance = [row[:1] for row in acceptance]
         found = candidate_of(drafter, self.question.sizes, None, acceptance, **measured)
         return dataclasses.replace(found, deepest=min(found.deepest, self.question.auto.tree.depth))
 
@@ -219,14 +217,18 @@ class Ways:
             self.question.sizes, self._candidate(name), *self.question.where
         )
 
+    def _need(self, name: str) -> float:
+        """Returns the bytes that a drafter takes on each device beside the target."""
+        way = self._candidate(name)
+        return way.draft.memory(*self.question.allocated, way.shared)
+
     def most_promising_first(self) -> list[str]:
         """Returns the drafters' names, by the speed-up if all they drafted were right."""
         return sorted(self.question.requests, key=lambda name: -self._most(name))
 
     def cannot_win(self, name: str) -> str:
         """Returns why a trial would be in vain; "" if it might not."""
-        way = self._candidate(name)
-        need = way.draft.memory(*self.question.where, way.shared)
+        need = self._need(name)
         if need > self.free:
             return (
                 f"it needs {need / 1e9:.2f} GB on each device, and the target leaves "
@@ -245,13 +247,17 @@ class Ways:
         """Measured T_target, over what is foretold."""
         return self._believed(statistics.median(self.plain) / self.foretold)
 
-    def _believed(self, ratio: float) -> float:
+    def _believed(self, ratio: float, draft: costs.Draft | None = None) -> float:
         """Returns by how much times are set right by a trial's, which are few and in no turns.
 
-        A profile that has timed the model is a second measurement, and weighs as much.
+        A profile that has timed the target, and what drafts, is a second measurement, and weighs as
+        much.
         """
-        device, key = self.question.machine.device, self.question.sizes.key
-        return ratio if device.steps(key, costs.PASS) is None else math.sqrt(ratio)
+        timed = [(self.question.sizes, costs.PASS)]
+        if draft is not None and draft.sizes is not None:
+            timed.append((draft.sizes, costs.DRAFT))
+        steps = [self.question.machine.device.steps(sizes.key, kind) for sizes, kind in timed]
+        return ratio if None in steps else math.sqrt(ratio)
 
     def add(self, found: Trial, beside: Trial) -> None:
         """Adds what a trial measured, and plain steps beside it."""
@@ -259,7 +265,7 @@ class Ways:
         target, tree = self.question.sizes, self.question.auto.tree
         way = self._candidate(found.name, found.acceptance, tokens=found.tokens)
         foretold = planner.cost_of(target, way, *self.question.where, tree).total
-        way = dataclasses.replace(way, scale=self._believed(found.seconds / foretold))
+        way = dataclasses.replace(way, scale=self._believed(found.seconds / foretold, way.draft))
         self.found.append(way)
         self.tokens[found.name, tree] = found.of_tree
         predictions = planner.predictions(target, way, *self.question.where, self.scale)
@@ -295,7 +301,7 @@ class Ways:
         target, question = self.question.sizes, self.question
         plan = planner.plan(target, self.found, *question.where, self.scale)
         best_of_each = [max(self._predictions(way), key=_speed_up) for way in self.found]
-        self.finalists = sorted(best_of_each, key=_speed_up, reverse=True)[:FINALISTS]
+        self.finalists = self._that_fit_together(sorted(best_of_each, key=_speed_up, reverse=True))
         self.plan, compile_s = self._timed(behind, plan, self.finalists)
         chains = self._chains(self.plan.best)
         way = self._way(self.plan.best.drafter)
@@ -306,6 +312,18 @@ class Ways:
             self.plan = dataclasses.replace(self.plan, runner_up=runner_up)
             compile_s += compiling
         return compile_s
+
+    def _that_fit_together(
+        self, best_first: Sequence[planner.Prediction]
+    ) -> list[planner.Prediction]:
+        """Returns the first few whose caches and weights fit beside each other."""
+        found: list[planner.Prediction] = []
+        left = self.free
+        for prediction in best_first:
+            if len(found) < FINALISTS and (need := self._need(prediction.drafter)) <= left:
+                found.append(prediction)
+                left -= need
+        return found
 
     def _chains(self, best: planner.Prediction) -> list[TokenTree]:
         """Returns the chains among which the depth is planned anew; none if a tree is best."""
@@ -323,24 +341,11 @@ class Ways:
         self, behind: Behind, plan: planner.Plan, wanted: Sequence[planner.Prediction]
     ) -> tuple[planner.Plan, float]:
         """Returns (the plan with what turns of some ways measured, seconds of compiling)."""
-        question = self.question
-        variants, compile_s, state = [], 0.0, None
-        for prediction in (None, *wanted):
-            request = (
-                question.request if prediction is None else question.requests[prediction.drafter]
-            )
-            drafter = None if prediction is None else request.drafter
-            tree = ROOT_ONLY if prediction is None else prediction.tree
-            own = dataclasses.replace(request, drafter=drafter)
-            state, compiling = behind.state(own)
-            settings = request.settings.with_tree(tree)
-            compile_s += compiling + execution.compile_loop(own, settings, state)
-            variants.append(Variant(own, settings, state.drafter))
-            behind.take_back(state, request)
-        assert state is not None
-        state = dataclasses.replace(state, cache=behind.cache)
+        alone = dataclasses.replace(self.question.request, drafter=None)
+        ways = [(self.question.requests[p.drafter], p.tree) for p in wanted]
+        variants, state, compile_s = variants_of(behind, [(alone, ROOT_ONLY), *ways])
         state = take_turns(variants, state, TURNS, RUN_OFF_S)
-        behind.take_back(state, question.request)
+        behind.take_back(state, alone)
         plain, *rest = ([*variant.seconds] for variant in variants)
         tried = []
         for prediction in wanted:
@@ -387,13 +392,16 @@ class Ways:
             timed.append(dataclasses.replace(prediction, cost=cost))
         self.timed |= {(p.drafter, p.tree): p.cost.total / target for p in timed}
         best, *others = sorted(timed, key=lambda p: -p.speed_up)
-        where, way = self.question.where, self._way(best.drafter)
-        scale = target / self.foretold
+        sizes, where, way = self.question.sizes, self.question.where, self._way(best.drafter)
+        foretold = planner.cost_of(
+            sizes, dataclasses.replace(way, scale=1.0), *where, best.tree
+        ).total
+        way = dataclasses.replace(way, scale=best.cost.total / foretold)
         return dataclasses.replace(
             plan,
             best=best,
             runner_up=others[0] if others else plan.runner_up,
-            break_even=planner.break_even(self.question.sizes, way, *where, scale),
+            break_even=planner.break_even(sizes, way, *where, target / self.foretold),
             target=target,
         )
 

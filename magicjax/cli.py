@@ -28,6 +28,7 @@ from magicjax.drafters.sparse import KV_DTYPES
 from magicjax.drafters.written import CACHE, DRAFTERS, has_use, make_drafter, parts
 from magicjax.execution import Output
 from magicjax.generation import config_of, skeleton
+from magicjax.model import DTYPES
 from magicjax.request import DEFAULT_TREE, prepare
 from magicjax.tree import Tree
 from magicjax.verify import VERIFIERS
@@ -35,7 +36,6 @@ from magicjax.version import version
 from sharding import parse_mesh, processes
 
 DESCRIPTION = "Long-context speculative decoding."
-DTYPES = ("float32", "bfloat16", "float16")
 AUTO = "auto"
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "seed", "verifier")
 

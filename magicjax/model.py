@@ -12,6 +12,8 @@ from magicjax import offloading, stages
 from models import Attend
 from sharding import Split, collectives, pipeline
 
+DTYPES = ("bfloat16", "float16", "float32")  # that commands take
+
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)

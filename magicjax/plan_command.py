@@ -11,11 +11,10 @@ from magicjax.drafters import SmallModel
 from magicjax.drafters.sparse import BUDGET
 from magicjax.drafters.written import make_drafter, parts
 from magicjax.generation import config_of, skeleton
+from magicjax.model import DTYPES
 from magicjax.policies import StreamingLLM
 from magicjax.tree import TokenTree, chain
 from sharding import parse_mesh
-
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 def add(commands: Any) -> None:
@@ -66,14 +65,18 @@ def run(arguments: argparse.Namespace) -> None:
     target = costs.sizes_of(
         config_of(arguments.target), arguments.dtype, arguments.target, arguments.offload
     )
-    check_dtype(arguments.dtype, machine.device)
+    costs.check_dtype(machine.device, arguments.dtype)
     check_context(arguments.target, arguments.context)
     candidates, sources = candidates_of(arguments, target)
-    found = planner.plan(target, candidates, machine, arguments.batch, arguments.context)
+    where = machine, arguments.batch, arguments.context
+    found = planner.plan(target, candidates, *where)
+    best = next(way for way in candidates if way.name == found.best.drafter)
+    tree = found.best.tree
+    times = costs.sources(target, best.draft, *where, tree.num_nodes, tree.levels.shape[1])
     if arguments.json:
-        print(json.dumps(as_json(arguments, machine, found, sources), indent=2))
+        print(json.dumps(as_json(arguments, machine, found, sources, times), indent=2))
     else:
-        print(as_text(arguments, machine, found, sources))
+        print(as_text(arguments, machine, found, sources, times))
 
 
 def machine_of(arguments: argparse.Namespace) -> costs.Machine:
@@ -82,17 +85,6 @@ def machine_of(arguments: argparse.Namespace) -> costs.Machine:
     if mesh.stage > 1:
         raise ValueError(f"--mesh {arguments.mesh}: the cost model knows no stages; leave them out")
     return costs.Machine(costs.device_of(arguments.device), mesh.data, mesh.model)
-
-
-def check_dtype(dtype: str, device: costs.Device) -> None:
-    """Raises ValueError if the device's rates are not those of the dtype."""
-    itemsize = {"bfloat16": 2, "float16": 2, "float32": 4}
-    if itemsize[dtype] != itemsize[device.dtype]:
-        raise ValueError(
-            f"--dtype {dtype}: the rates of {device.name} are those of {device.dtype}; plan with "
-            f"--dtype {device.dtype}, or calibrate the device with `magicjax calibrate --dtype "
-            f"{dtype}`"
-        )
 
 
 def check_context(source: str, context: int) -> None:
@@ -178,8 +170,13 @@ def as_json(
     machine: costs.Machine,
     found: planner.Plan,
     sources: dict[str, str],
+    times: dict[str, str],
 ) -> dict[str, Any]:
-    """Returns the plan as numbers; times are in milliseconds."""
+    """Returns the plan as numbers; times are in milliseconds.
+
+    `sources` says of each drafter where its acceptance comes from, `times` where those of the best
+    plan do.
+    """
     return {
         "target": arguments.target,
         "dtype": arguments.dtype,
@@ -195,6 +192,7 @@ def as_json(
         },
         "best": _prediction(found.best, sources),
         "runner_up": _prediction(found.runner_up, sources) if found.runner_up else None,
+        "times_from": times,
         "break_even_acceptance": found.break_even,
         "too_large": list(found.too_large),
     }
@@ -223,8 +221,9 @@ def as_text(
     machine: costs.Machine,
     found: planner.Plan,
     sources: dict[str, str],
+    times: dict[str, str],
 ) -> str:
-    """Returns the plan as a few lines."""
+    """Returns the plan as a few lines; arguments as for `as_json`."""
     best = found.best
     mesh = f"data={machine.data},model={machine.model}"
     lines = [
@@ -238,6 +237,7 @@ def as_text(
     if found.runner_up:
         lines.append(_line("runner-up", found.runner_up))
     lines.append(f"acceptance of {best.drafter}: {sources[best.drafter]}")
+    lines.append("times: " + ", ".join(f"{name} {source}" for name, source in times.items()))
     if found.break_even is None:
         lines.append(f"break-even: none, {best.drafter} would not pay if all it drafts were right")
     else:

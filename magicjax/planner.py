@@ -259,16 +259,20 @@ def most_speed_up(
     )
 
 
+def left_of_device(target: Sizes, machine: Machine, batch: int, context: int) -> float:
+    """Returns the bytes that the target leaves free on each device; negative: it does not fit."""
+    return machine.device.memory - memory_bytes(target, machine, batch, context, target.kv_bytes)
+
+
 def check_fits(target: Sizes, machine: Machine, batch: int, context: int) -> float:
     """Returns the bytes that the target leaves free on each device.
 
     Raises ValueError if it does not fit at all, with the most rows that do, or cannot be divided.
     """
     check_heads(target, machine)
+    if (left := left_of_device(target, machine, batch, context)) >= 0:
+        return left
     memory = machine.device.memory
-    need = memory_bytes(target, machine, batch, context, target.kv_bytes)
-    if need <= memory:
-        return memory - need
     weights = memory_bytes(target, machine, batch, 0, 0)
     shards = kv_shards(target, machine)
     rows = math.floor((memory - weights) * shards / (context * target.kv_bytes))
@@ -278,7 +282,7 @@ def check_fits(target: Sizes, machine: Machine, batch: int, context: int) -> flo
         else "not one row fits; use more devices"
     )
     raise ValueError(
-        f"batch={batch} at context={context} needs {need / 1e9:.1f} GB on each of "
+        f"batch={batch} at context={context} needs {(memory - left) / 1e9:.1f} GB on each of "
         f"{machine.devices} {machine.device.name}, which have {memory / 1e9:.0f} GB: {remedy}"
     )
 

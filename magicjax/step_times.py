@@ -3,7 +3,6 @@
 import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +12,7 @@ from magicjax.drafters import Drafter
 from magicjax.execution import state_shapes
 from magicjax.request import Request
 from magicjax.tree import ROOT_ONLY, Tree, chain
-from magicjax.turns import ROUNDS, Variant, take_turns
+from magicjax.turns import ROUNDS, Held, Variant, take_turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +53,13 @@ def step_times(
     setup = dataclasses.replace(setup, new_tokens=new_tokens(deepest))
     request = bench.request_of(setup, batch, context, _free(batch), chain(deepest - 1))
     state = bench.state_of(request)
-    variants: dict[int | str, Variant] = {1: _variant(request, None, None, ROOT_ONLY)}
+    variants: dict[int | str, Variant] = {1: _variant(request, None, Held(None), ROOT_ONLY)}
+    free = Held(state.drafter)
     for n in sorted({*nodes, gamma + 1}):
-        variants[n] = _variant(request, request.drafter, state.drafter, chain(n - 1))
+        variants[n] = _variant(request, request.drafter, free, chain(n - 1))
     for name, drafter in drafters.items():
         own = bench.request_of(setup, batch, context, drafter, chain(deepest - 1))
-        held = bench.drafter_state_of(own, state_shapes(own))
+        held = Held(bench.drafter_state_of(own, state_shapes(own)))
         variants[name] = _variant(own, drafter, held, chain(gamma))
     take_turns(list(variants.values()), state, turns)
     base = variants[gamma + 1].seconds
@@ -83,7 +83,7 @@ def _free(batch: int) -> Drafter:
     return bench.Synthetic(None, jnp.zeros((batch, 1), jnp.int32), jnp.float32(1))
 
 
-def _variant(request: Request, drafter: Drafter | None, held: Any, tree: Tree) -> Variant:
+def _variant(request: Request, drafter: Drafter | None, held: Held, tree: Tree) -> Variant:
     request = dataclasses.replace(request, drafter=drafter)
     return Variant(request, request.settings.with_tree(tree), held)
 

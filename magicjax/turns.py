@@ -15,11 +15,20 @@ import numpy as np
 
 from magicjax import compilation
 from magicjax.decode import DecodeState, Settings
-from magicjax.execution import timed, with_rounds
+from magicjax.execution import compile_loop, timed, with_rounds
 from magicjax.request import Request
+from magicjax.tree import Tree
+from magicjax.trial import Behind
 
 ROUNDS = 16  # of a timed call, of steps that are short
 CALL_SECONDS = 0.1  # of longer steps as many rounds as take so long, at least 2
+
+
+@dataclasses.dataclass
+class Held:
+    """What a drafter holds; it is handed on from turn to turn, among all variants that have it."""
+
+    state: Any
 
 
 @dataclasses.dataclass
@@ -29,14 +38,46 @@ class Variant:
     Attributes:
       request: with the drafter, or without.
       settings: of the program.
-      drafter: what the drafter holds; it is handed on from turn to turn.
+      held: by the drafter.
       seconds: of a round, of each turn.
     """
 
     request: Request
     settings: Settings
-    drafter: Any
+    held: Held
     seconds: list[float] = dataclasses.field(default_factory=list)
+
+
+def variants_of(
+    behind: Behind, ways: Sequence[tuple[Request, Tree]]
+) -> tuple[list[Variant], DecodeState, float]:
+    """Returns (the variants, compiled, a state for all of them, seconds of compiling).
+
+    Variants of one drafter share what it holds: it is there once, and where in memory it lies makes
+    no difference between them.
+
+    Args:
+      behind: the prompts, whose cache is in the state until it is taken back.
+      ways: requests for the same tree's shape, each with the tree of its own that it runs; the same
+        object drafts in all variants of a drafter.
+    """
+    held: dict[int, Held] = {}
+    variants, compile_s, state = [], 0.0, None
+    for request, tree in ways:
+        drafter = id(request.drafter)
+        if drafter not in held:
+            if state is not None:
+                behind.take_back(state, request)
+            state, compiling = behind.state(request)
+            held[drafter] = Held(state.drafter)
+            compile_s += compiling
+        assert state is not None
+        state = dataclasses.replace(state, drafter=held[drafter].state)
+        settings = request.settings.with_tree(tree)
+        compile_s += compile_loop(request, settings, state)
+        variants.append(Variant(request, settings, held[drafter]))
+    assert state is not None, "no way to decode"
+    return variants, state, compile_s
 
 
 def take_turns(
@@ -54,18 +95,18 @@ def take_turns(
       A state with the target's cache.
     """
     state = dataclasses.replace(state, drafter=None)
-    counters, held = _counters(state), [_counters(variant.drafter) for variant in variants]
+    counters, of_held = _counters(state), [_counters(variant.held.state) for variant in variants]
     rounds = [2] * len(variants)
     order = np.random.default_rng(0)
     turn, spent = 0, 0.0
     while turn <= turns or spent < seconds:
         for i in order.permutation(len(variants)):  # what runs before has a share in a time
             variant = variants[i]
-            own = _set_back(variant.drafter, held[i])
+            own = _set_back(variant.held.state, of_held[i])
             own = dataclasses.replace(_set_back(state, counters), drafter=own)
             state, took = _call(variant, with_rounds(own, rounds[i]))
             spent += took
-            variant.drafter = state.drafter
+            variant.held.state = state.drafter
             took /= rounds[i] - int(state.rounds_left)  # rows may all end before
             state = dataclasses.replace(state, drafter=None)
             if turn:

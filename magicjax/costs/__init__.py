@@ -5,7 +5,7 @@ config alone; `device` has what a device can do, `measured` steps that were time
 the file of both for the device at hand; `rounds` makes times of all that.
 """
 
-from magicjax.costs.device import DEVICES, Device, Machine, find_device
+from magicjax.costs.device import DEVICES, Device, Machine, check_dtype, find_device
 from magicjax.costs.floors import kv_bytes_per_token, step_bytes, weight_bytes
 from magicjax.costs.measured import DRAFT, PASS, Steps
 from magicjax.costs.profile import (
@@ -23,6 +23,7 @@ from magicjax.costs.rounds import (
     plain_step,
     round_cost,
     seconds,
+    sources,
 )
 from magicjax.costs.work import (
     Part,
@@ -45,6 +46,7 @@ __all__ = [
     "RoundCost",
     "Sizes",
     "Steps",
+    "check_dtype",
     "check_heads",
     "default_profile",
     "device_kind",
@@ -61,6 +63,7 @@ __all__ = [
     "save_profile",
     "seconds",
     "sizes_of",
+    "sources",
     "step_bytes",
     "this_device",
     "weight_bytes",

@@ -49,7 +49,6 @@ class Device:
       bandwidth_efficiency, matrix_efficiency, link_efficiency: the shares of them that are reached.
       collective_seconds: of an all-reduce of nothing.
       layer_seconds: of a layer beside its bytes and FLOPs: starting its kernels.
-      step_seconds: of a pass through a model, beside its layers.
       round_seconds: of a round of speculation beside drafts and verification.
       tile: the new tokens of a row cost FLOPs in multiples of this many.
       measured: steps that were timed on it, each model's with one device.
@@ -73,7 +72,6 @@ class Device:
     host_link_efficiency: float = 0.80
     collective_seconds: float = 20e-6
     layer_seconds: float = 46e-6
-    step_seconds: float = 0.0
     round_seconds: float = 0.86e-3
     tile: int = 1
     measured: tuple[Steps, ...] = ()
@@ -163,6 +161,16 @@ def find_device(name: str) -> Device:
             "of a profile that `magicjax calibrate` wrote"
         )
     return DEVICES[key]
+
+
+def check_dtype(device: Device, dtype: str) -> None:
+    """Raises ValueError if the device's rates are not those of numbers as large as the dtype's."""
+    if dtype[-2:] != device.dtype[-2:]:  # bits
+        raise ValueError(
+            f"the rates of {device.name} are those of {device.dtype}, and the models are in "
+            f"{dtype}: use {device.dtype}, or measure the device with `magicjax calibrate --dtype "
+            f"{dtype}`"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

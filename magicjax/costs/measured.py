@@ -16,7 +16,7 @@ import numpy as np
 from scipy.interpolate import RegularGridInterpolator
 
 PASS, DRAFT = "pass", "draft"
-WIDEST = 20.0  # a ratio beyond it, or below its inverse, is no measurement
+LEAST = 0.05  # a ratio below is no measurement: the difference of two times that noise ate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +67,17 @@ class Steps:
     ) -> float:
         """Returns measured / foretold seconds at a place.
 
+        Where a time is so much shorter than foretold that it must be noise, it says nothing, and
+        the ratio there is 1.
+
         Args:
           foretold: seconds of (batch, slots, nodes) by the roofline.
           batch, slots, nodes: the place.
         """
         ratios = np.array(
             [s / foretold(*place) for s, place in zip(self.seconds, self.grid, strict=True)]
-        ).clip(1 / WIDEST, WIDEST)
+        )
+        ratios[ratios < LEAST] = 1.0
         place = [
             np.log(np.clip(at, axis[0], axis[-1]))
             for at, axis in zip((batch, slots, nodes), self._axes, strict=True)
@@ -85,6 +89,13 @@ class Steps:
         logs = [np.log(self._axes[i]) for i in kept]
         at = np.array([place[i] for i in kept])
         return float(np.exp(RegularGridInterpolator(logs, table)(at)[0]))
+
+    def knows(self, batch: int, slots: float, nodes: int) -> str:
+        """Returns "timed", "between" or "beyond": where a place lies among those that were."""
+        place = list(zip((batch, slots, nodes), self._axes, strict=True))
+        if all(at in axis for at, axis in place):
+            return "timed"
+        return "between" if all(axis[0] <= at <= axis[-1] for at, axis in place) else "beyond"
 
     @functools.cached_property
     def _axes(self) -> tuple[tuple[int, ...], ...]:

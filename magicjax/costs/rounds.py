@@ -9,7 +9,15 @@ from collections.abc import Callable, Mapping
 
 from magicjax.costs.device import Device, Machine
 from magicjax.costs.measured import DRAFT, PASS, Steps
-from magicjax.costs.work import BLOCKS, HOST, Part, Sizes, memory_bytes, pass_parts
+from magicjax.costs.work import (
+    BLOCKS,
+    HOST,
+    Part,
+    Sizes,
+    divides,
+    memory_bytes,
+    pass_parts,
+)
 
 REST = "selection, commit, host"  # what a round adds
 
@@ -33,8 +41,10 @@ class Draft:
         return context if self.budget is None else min(self.budget, context)
 
     def machine(self, machine: Machine) -> Machine:
-        """Returns what it runs on: as many of a group's devices as divide its KV heads."""
+        """Returns what it runs on: the target's devices, or as many as its KV heads allow."""
         assert self.sizes is not None, "a look-up runs nowhere"
+        if divides(self.sizes, machine):
+            return machine
         return dataclasses.replace(machine, model=math.gcd(self.sizes.num_kv_heads, machine.model))
 
     def memory(self, machine: Machine, batch: int, context: int, shared: bool) -> float:
@@ -107,7 +117,6 @@ def seconds(parts: Mapping[str, Part], device: Device) -> dict[str, float]:
         + part.messages * device.collective_seconds
         + part.sent / device.reached_link
         + part.layers * device.layer_seconds
-        + part.steps * device.step_seconds
         for name, part in parts.items()
     }
     if HOST in parts:
@@ -140,10 +149,13 @@ def draft_step(
     own, slots = draft.machine(machine), draft.slots(context)
 
     def foretold(batch: int, slots: float, width: int) -> dict[str, float]:
-        return seconds(pass_parts(sizes, own, batch, width, slots, per_slot), machine.device)
+        return seconds(pass_parts(sizes, own, batch, width, slots), machine.device)
 
+    # Times are of caches in the model's own dtype.
     steps = machine.device.steps(sizes.key, DRAFT)
-    return _set_right(steps, foretold, own.rows(batch), slots, width, own)
+    ratio = _ratio(steps, foretold, own.rows(batch), slots, width, own)
+    parts = seconds(pass_parts(sizes, own, batch, width, slots, per_slot), machine.device)
+    return {name: ratio * time for name, time in parts.items()}
 
 
 def _target_pass(
@@ -160,28 +172,53 @@ def _target_pass(
         return parts | (rest if nodes > 1 else {})
 
     steps = machine.device.steps(sizes.key, PASS)
-    return _set_right(steps, foretold, machine.rows(batch), context, nodes, machine)
+    ratio = _ratio(steps, foretold, machine.rows(batch), context, nodes, machine)
+    return {name: ratio * time for name, time in foretold(batch, context, nodes).items()}
 
 
-def _set_right(
+def _ratio(
     steps: Steps | None,
     foretold: Callable[[int, float, int], dict[str, float]],
     rows: int,
     slots: float,
     nodes: int,
     machine: Machine,
-) -> dict[str, float]:
-    """Returns foretold parts, scaled by what was timed of the rows of one device."""
-    parts = foretold(rows * machine.data, slots, nodes)
+) -> float:
+    """Returns by how much parts are scaled: by what was timed of the rows of one device."""
     if steps is None:
-        return parts
-    ratio = steps.ratio(
+        return 1.0
+    return steps.ratio(
         lambda *place: sum(foretold(place[0] * machine.data, *place[1:]).values()),
         rows,
         max(slots, 1),
         nodes,
     )
-    return {name: ratio * time for name, time in parts.items()}
+
+
+def sources(
+    target: Sizes, draft: Draft, machine: Machine, batch: int, context: int, nodes: int, width: int
+) -> dict[str, str]:
+    """Returns where T_target, T_verify and T_draft come from; the arguments are `round_cost`'s.
+
+    "timed", "between those timed" or "beyond those timed" of a profile that has timed the model,
+    "constants" of the device otherwise; a look-up has no T_draft.
+    """
+
+    def source(sizes: Sizes, kind: str, on: Machine, slots: int, nodes: int) -> str:
+        steps = machine.device.steps(sizes.key, kind)
+        if steps is None:
+            return "constants"
+        known = steps.knows(on.rows(batch), slots, nodes)
+        return known if known == "timed" else f"{known} those timed"
+
+    found = {
+        "T_target": source(target, PASS, machine, context, 1),
+        "T_verify": source(target, PASS, machine, context, nodes),
+    }
+    if draft.sizes is not None:
+        own = draft.machine(machine)
+        found["T_draft"] = source(draft.sizes, DRAFT, own, draft.slots(context), width)
+    return found
 
 
 def round_cost(

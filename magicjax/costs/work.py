@@ -133,7 +133,6 @@ class Part:
       sent: bytes that it sends in them.
       fetched: bytes from the host's memory.
       layers: whose kernels must be started.
-      steps: passes that must be started.
     """
 
     bytes: float = 0.0
@@ -142,7 +141,6 @@ class Part:
     sent: float = 0.0
     fetched: float = 0.0
     layers: int = 0
-    steps: int = 0
 
 
 def pass_parts(
@@ -202,7 +200,7 @@ def pass_parts(
             bytes=LOGIT_PASSES * LOGIT_BYTES * tokens * sizes.vocab_size / g, messages=int(g > 1)
         ),
         "collectives": Part(messages=messages, sent=messages * 2 * (g - 1) / g * hidden),
-        "overhead": Part(layers=sizes.num_layers, steps=1),
+        "overhead": Part(layers=sizes.num_layers),
         **fetched,
     }
 
@@ -228,14 +226,19 @@ def kv_shards(sizes: Sizes, machine: Machine) -> int:
     return min(sizes.num_kv_heads, machine.model)
 
 
-def check_heads(sizes: Sizes, machine: Machine) -> None:
-    """Raises ValueError if a group's devices cannot share the heads.
+def divides(sizes: Sizes, machine: Machine) -> bool:
+    """Returns whether a group's devices can share the heads.
 
     Where there are more devices than KV heads, several hold the same ones.
     """
+    heads, group = sizes.num_kv_heads, machine.model
+    return heads % group == 0 or (group % heads == 0 and sizes.num_heads % group == 0)
+
+
+def check_heads(sizes: Sizes, machine: Machine) -> None:
+    """Raises ValueError if a group's devices cannot share the heads, with the numbers that can."""
     heads = sizes.num_kv_heads
-    in_groups = machine.model % heads == 0 and sizes.num_heads % machine.model == 0
-    if heads % machine.model and not in_groups:
+    if not divides(sizes, machine):
         groups = range(heads, sizes.num_heads + 1, heads)
         fit = [n for n in range(1, heads) if heads % n == 0]
         fit += [n for n in groups if sizes.num_heads % n == 0]

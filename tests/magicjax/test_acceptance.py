@@ -80,6 +80,10 @@ REFUSED = {
         "row 1: budget missing; columns are policy, context, acceptance",
     ),
     "too much": ([GOOD, GOOD | {"context": 1, "acceptance": 1.5}], "row 2: .*is 1.5"),
+    "beside another's": (
+        [GOOD | {"model": "other"}, GOOD | {"model": "ours", "context": 0}],
+        "row 2: context=0",
+    ),
     "no policy": ([GOOD | {"policy": "streeming"}], "row 1: .*did you mean 'streaming'"),
     "no context": ([GOOD | {"context": "long"}], "row 1: .*'long'"),
     "context 0": ([GOOD | {"context": 0}], "context=0 must be at least 1"),

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax import auto, candidates, choosing, costs
+from magicjax import auto, candidates, choosing, costs, planner
 from magicjax.auto import Auto
 from magicjax.candidates import sizes_of_model
 from magicjax.known_text import KnownText, look_up_counts
 from magicjax.tree import ROOT_ONLY
+from magicjax.trial import Trial
 from magicjax.turns import take_turns
 from tests.magicjax import tiny
 from tests.quick import quick
@@ -198,14 +199,47 @@ def test_rows_that_end_with_prefills_token_need_no_trial(profile):
 
 
 def test_what_leaves_no_room_is_not_tried_and_a_target_that_does_not_fit_is_refused(profile):
-    sizes, context = sizes_of_model(tiny.model(), None), 24  # the mean of the rows, half-way
-    need = costs.memory_bytes(sizes, costs.Machine(HERE), 8, context, sizes.kv_bytes) + 1
+    sizes, slots = sizes_of_model(tiny.model(), None), 64  # of the longest row at its end, rounded
+    need = costs.memory_bytes(sizes, costs.Machine(HERE), 8, slots, sizes.kv_bytes) + 1
     costs.save_profile(profile, dataclasses.replace(HERE, memory=need), {})
     found = generate(Auto(drafters("cheap"), profile, tree=TREE, trial_rounds=16))
     assert "GB on each device, and the target leaves" in found.choice.skipped["self:streaming:12"]
     costs.save_profile(profile, dataclasses.replace(HERE, memory=1.0), {})
     with pytest.raises(ValueError, match="not one row fits"):
         generate(Auto(drafters("cheap"), profile, tree=TREE))
+
+
+def asked(how):
+    given = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
+    return choosing.question(tiny.model(), tiny.prompts(8), how, given)
+
+
+def test_finalists_fit_beside_each_other(profile):
+    def ways_and_finalists(memory):
+        costs.save_profile(profile, dataclasses.replace(HERE, memory=memory), {})
+        question = asked(Auto(drafters("cheap", "other"), profile, tree=TREE))
+        ways = choosing.Ways(question, Trial("", 1e-3, 1.0))
+        best_first = [
+            next(planner.predictions(question.sizes, ways._candidate(name), *question.where))
+            for name in question.requests
+        ]
+        return ways, [p.drafter for p in ways._that_fit_together(best_first)]
+
+    ways, both = ways_and_finalists(1e9)
+    assert len(both) == 2
+    need = 1e9 - ways.free + sum(ways._need(name) for name in both)
+    assert ways_and_finalists(need + 1)[1] == both
+    assert ways_and_finalists(need - 1)[1] == both[:1]
+
+
+def test_usual_drafters_that_options_do_not_allow_are_told_with_the_reason(profile, monkeypatch):
+    monkeypatch.setattr(choosing, "usual", lambda shortest: drafters("look-up", "cheap"))
+    branches = magicjax.TokenTree.from_parents((-1, 0, 1, 1))
+    question = asked(Auto(profile=profile, tree=branches))
+    assert [*question.requests] == ["self:streaming:12"]
+    assert "a look-up proposes chains" in question.refused["look-up:4"]
+    found = generate(Auto(profile=profile, tree=branches, trial_rounds=16))
+    assert found.choice.skipped["look-up:4"] == question.refused["look-up:4"]
 
 
 def test_only_what_fits_the_prompts_is_tried_if_nothing_is_named():
@@ -248,7 +282,7 @@ REFUSED = {
     "none of the usual": (
         lambda p: Auto(profile=p, tree=magicjax.TokenTree.from_parents((-1, 0, 1, 1))),
         {},
-        "none of the usual drafters fits: a look-up proposes chains",
+        "none of the usual drafters fits; look-up:4: a look-up proposes chains",
     ),
     "a budget": (
         lambda p: Auto(drafters("cheap"), p, tree=magicjax.chain(16)),

@@ -68,12 +68,29 @@ def test_rows_of_one_device_are_looked_up_where_rows_are_divided():
     assert cost(16, 512, 64, 2, divided) == cost(4, 512, 64, 2)
 
 
-def test_a_ratio_that_is_no_measurement_is_not_believed():
-    wild = dataclasses.replace(LEVELS, seconds=(1e-9, 1e-9, 1e9, 1e9))
-    machine = Machine(dataclasses.replace(HERE, measured=(wild,)))
-    for batch, factor in [(1, 1 / 20), (4, 20)]:
-        wanted = factor * cost(batch, 512, 64, 2, Machine(HERE)).draft
-        assert cost(batch, 512, 64, 2, machine).draft == pytest.approx(wanted)
+def test_a_time_that_noise_ate_says_nothing():
+    lost = dataclasses.replace(LEVELS, seconds=(1e-9, 1e-9, 1e9, 1e9))
+    machine = Machine(dataclasses.replace(HERE, measured=(lost,)))
+    by_constants = cost(1, 512, 64, 2, Machine(HERE)).draft
+    assert cost(1, 512, 64, 2, machine).draft == pytest.approx(by_constants)
+    assert cost(4, 512, 64, 2, machine).draft == pytest.approx(1e9)  # long is what it took
+
+
+def test_a_quantized_draft_saves_the_share_of_its_bytes():
+    """Only caches of the model's own dtype are timed."""
+    whole, eight = (Draft(SIZES, 256, bits) for bits in (None, 8))
+    timed, constants = (
+        [sum(costs.draft_step(draft, machine, 4, 2048).values()) for draft in (whole, eight)]
+        for machine in (MACHINE, Machine(HERE))
+    )
+    assert timed[0] == pytest.approx(5e-3)
+    assert timed[1] / timed[0] == pytest.approx(constants[1] / constants[0]) and timed[1] < timed[0]
+
+
+def test_a_table_says_whether_a_place_was_timed():
+    assert PASSES.knows(4, 512, 2) == "timed"
+    assert PASSES.knows(2, 512, 2) == PASSES.knows(4, 600.5, 4) == "between"
+    assert PASSES.knows(4, 512, 6) == PASSES.knows(8, 512, 2) == "beyond"
 
 
 def test_a_profile_keeps_them(tmp_path):

@@ -1,10 +1,12 @@
 """`magicjax plan`: what it prints, as text and as JSON, and how it refuses."""
 
+import dataclasses
 import json
 import re
 
 import pytest
 
+import models
 from magicjax import costs, plan_command
 from magicjax.tree import chain, expansion
 
@@ -24,7 +26,8 @@ def test_it_says_what_is_best_what_comes_next_and_from_where_it_pays(run):
     assert re.match(r"    [\d.]+ tokens a round of [\d.]+ ms: \d x T_draft [\d.]+, T_ver", lines[3])
     assert lines[4].startswith("runner-up: self:streaming:256, chain:")
     assert lines[6] == "acceptance of self:streaming:256: as given"
-    assert re.match(r"break-even: a chain of self:streaming:256 pays from acceptance 0", lines[7])
+    assert lines[7] == "times: T_target constants, T_verify constants, T_draft constants"
+    assert re.match(r"break-even: a chain of self:streaming:256 pays from acceptance 0", lines[8])
 
 
 def planned(run, *arguments):
@@ -90,6 +93,12 @@ def test_ranks_give_trees_that_generate_takes(run):
     assert plan_command.written_tree(expansion((2, 1))) == "parents:-1,0,0,1,2"
 
 
+def test_of_a_look_up_only_chains_are_planned(run):
+    found = planned(run, *WHERE, *H100, "--acceptance", "0.5,0.3,0.1", "--drafter", "look-up")
+    assert found["best"]["tree"].startswith("chain:")
+    assert found["times_from"] == {"T_target": "constants", "T_verify": "constants"}
+
+
 def test_a_small_model_that_streams_may_draft_beyond_its_own_positions(run):
     where = ("--target", "llama-2-7b-32k", "--batch", 1, "--context", 4096, "--device", "h100")
     small = ("--drafter", "small:llama-68m:streaming:256")
@@ -110,6 +119,24 @@ def test_a_calibrated_device_is_taken_from_its_profile(run, tmp_path):
     assert mine == planned(
         run, *WHERE, "--device", "h200", "--mesh", "model=8", "--acceptance", 0.8
     )
+
+
+def test_it_says_whether_times_were_measured_there(run, tmp_path):
+    sizes = costs.sizes_of(models.preset("llama-68m"), "bfloat16", "llama-68m")
+    passes = costs.Steps(sizes.key, costs.PASS, (1, 4), (1024,), (1, 2), (1e-3, 2e-3) * 2)
+    drafts = costs.Steps(sizes.key, costs.DRAFT, (1, 4), (64,), (1,), (1e-4, 1e-4))
+    device = dataclasses.replace(costs.find_device("h200"), measured=(passes, drafts))
+    costs.save_profile(tmp_path / "mine.json", device, {})
+
+    def times(batch):
+        where = ("--target", "llama-68m", "--batch", batch, "--context", 1024)
+        # Where nothing is accepted a chain of 1 is the least slow.
+        given = ("--device", tmp_path / "mine.json", "--acceptance", 0)
+        return planned(run, *where, *given, "--drafter", "self:streaming:64")["times_from"]
+
+    assert times(4) == dict.fromkeys(["T_target", "T_verify", "T_draft"], "timed")
+    assert set(times(2).values()) == {"between those timed"}
+    assert set(times(8).values()) == {"beyond those timed"}
 
 
 REFUSED = {
@@ -170,7 +197,7 @@ REFUSED = {
     ),
     "a dtype": (
         (*WHERE, *H100, "--acceptance", 0.8, "--dtype", "float32"),
-        "the rates of h100 are those of bfloat16; plan with --dtype bfloat16, or calibrate",
+        "the rates of h100 are those of bfloat16, and the models are in float32: use bfloat16, or",
     ),
     "a drafter beside a table": (
         (*WHERE, *H100, "--acceptance", "TABLE", "--drafter", "self:snapkv:256"),
