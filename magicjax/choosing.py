@@ -21,7 +21,7 @@ from magicjax.model import Model
 from magicjax.request import Request, prepare
 from magicjax.tree import ROOT_ONLY, TokenTree, chain
 from magicjax.trial import Behind, Trial, behind_prompts, counted_again, run_trial
-from magicjax.turns import take_turns, variants_of
+from magicjax.turns import Variant, take_turns, variants_of
 from sharding import DATA, STAGE, factored
 
 logger = logging.getLogger("magicjax")
@@ -32,6 +32,7 @@ LEAST_GAIN = 1.03  # below, plain decoding is chosen: plans err by more
 MARGIN = 1.15  # what a plan without a trial may be off by
 FINALISTS = 3
 TURNS, RUN_OFF_S = 11, 5.0  # of the run-off; of short rounds as many turns as take so long
+MORE_TURNS, NEAR = 20, 0.08  # of those that are so much slower than the fastest, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,18 +342,26 @@ class Ways:
         self, behind: Behind, plan: planner.Plan, wanted: Sequence[planner.Prediction]
     ) -> tuple[planner.Plan, float]:
         """Returns (the plan with what turns of some ways measured, seconds of compiling)."""
+        tried, of_trials = [], 0.0
+        for prediction in wanted:
+            again, compiling = self._with_own_tokens(behind, prediction)
+            tried.append(again)
+            of_trials += compiling
         alone = dataclasses.replace(self.question.request, drafter=None)
         ways = [(self.question.requests[p.drafter], p.tree) for p in wanted]
         variants, state, compile_s = variants_of(behind, [(alone, ROOT_ONLY), *ways])
         state = take_turns(variants, state, TURNS, RUN_OFF_S)
+        plain, *rest = variants
+        of_first = [p.tokens / _ratio(plain, own) for p, own in zip(tried, rest, strict=True)]
+        near = [
+            own
+            for own, speed_up in zip(rest, of_first, strict=True)
+            if speed_up >= (1 - NEAR) * max(of_first)
+        ]
+        if len(near) > 1:
+            state = take_turns([plain, *near], state, MORE_TURNS)
         behind.take_back(state, alone)
-        plain, *rest = ([*variant.seconds] for variant in variants)
-        tried = []
-        for prediction in wanted:
-            again, compiling = self._with_own_tokens(behind, prediction)
-            tried.append(again)
-            compile_s += compiling
-        return self._measured(plan, tried, plain, rest), compile_s
+        return self._measured(plan, tried, plain, rest), of_trials + compile_s
 
     def _with_own_tokens(
         self, behind: Behind, prediction: planner.Prediction
@@ -379,15 +388,14 @@ class Ways:
         self,
         plan: planner.Plan,
         wanted: Sequence[planner.Prediction],
-        plain: list[float],
-        rounds: list[list[float]],
+        plain: Variant,
+        rounds: Sequence[Variant],
     ) -> planner.Plan:
         """Returns the plan with what turns measured of some ways, beside plain decoding."""
-        target = statistics.median(plain)
+        target = statistics.median(plain.seconds)
         timed = []
-        for prediction, seconds in zip(wanted, rounds, strict=True):
-            ratio = statistics.median(np.divide(seconds, plain))  # of each turn
-            cost = prediction.cost
+        for prediction, variant in zip(wanted, rounds, strict=True):
+            ratio, cost = _ratio(plain, variant), prediction.cost
             cost = cost.scaled(target / cost.target, ratio * target / cost.total)
             timed.append(dataclasses.replace(prediction, cost=cost))
         self.timed |= {(p.drafter, p.tree): p.cost.total / target for p in timed}
@@ -419,6 +427,11 @@ class Ways:
             seconds = {0: plan.target} | of_depth
         drafter = self.question.drafter(best.drafter)
         return Choice(drafter, best.tree, plan, trials, skipped, seconds, self._foretold, auto)
+
+
+def _ratio(plain: Variant, other: Variant) -> float:
+    """Returns how long a round takes over a plain step: a median over the turns of both."""
+    return statistics.median(np.divide(other.seconds, plain.seconds[: len(other.seconds)]))
 
 
 def _speed_up(prediction: planner.Prediction) -> float:

@@ -86,13 +86,13 @@ def take_turns(
     """Calls each variant once a turn, after a first turn that is not counted.
 
     Args:
-      variants: what is timed; `seconds` of each is added to.
+      variants: what is timed; `seconds` of each is added to, and what drafters hold is set back.
       state: as deep as the deepest variant, whose memory is taken over.
       turns: how many, at least.
       seconds: go on until so many have been spent.
 
     Returns:
-      A state with the target's cache.
+      The state as it was, with the target's cache, for more turns.
     """
     state = dataclasses.replace(state, drafter=None)
     counters, of_held = _counters(state), [_counters(variant.held.state) for variant in variants]
@@ -114,7 +114,9 @@ def take_turns(
             else:
                 rounds[i] = max(2, min(ROUNDS, round(CALL_SECONDS / max(took, 1e-6))))
         turn += 1
-    return state
+    for variant, back in zip(variants, of_held, strict=True):
+        variant.held.state = _set_back(variant.held.state, back)
+    return _set_back(state, counters)
 
 
 def _call(variant: Variant, state: DecodeState) -> tuple[DecodeState, float]:

@@ -51,7 +51,7 @@ def foretold(monkeypatch):
         drafter = None if tree is ROOT_ONLY else request.drafter
         return dataclasses.replace(found, seconds=seconds(drafter, TREE.depth)), compiling
 
-    def turns(variants, state, count, least_seconds):
+    def turns(variants, state, count, least_seconds=0.0):
         state = take_turns(variants, state, 1)
         for variant in variants:
             drafter, depth = variant.request.drafter, variant.settings.shape.depth
@@ -212,6 +212,28 @@ def test_what_leaves_no_room_is_not_tried_and_a_target_that_does_not_fit_is_refu
 def asked(how):
     given = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
     return choosing.question(tiny.model(), tiny.prompts(8), how, given)
+
+
+@pytest.mark.usefixtures("foretold")
+def test_those_that_are_near_run_off_longer_and_a_turn_leaves_no_trace(profile, monkeypatch):
+    """The second time only what was within NEAR of the fastest; the text stays the oracle's."""
+    ran = []
+
+    def turns(variants, state, count, least_seconds=0.0):
+        ran.append([variant.settings.shape.depth for variant in variants])
+        return of_fixture(variants, state, count, least_seconds)
+
+    of_fixture = choosing.take_turns
+    monkeypatch.setattr(choosing, "take_turns", turns)
+    monkeypatch.setattr(choosing, "NEAR", 0.99)
+    how = Auto(drafters("cheap"), profile, tree=TREE, trial_rounds=16)
+    found = generate(how)
+    assert ran[1:] == [[0, 1, 2, 4]] * 2  # the one finalist, then its chains, all of them near
+    monkeypatch.setattr(choosing, "NEAR", 0.0)
+    assert generate(how).choice.tree == found.choice.tree
+    assert ran[3:] == [ran[0], [0, 1, 2, 4]]
+    for row, wanted in zip(tiny.rows_of(found), tiny.expected(8), strict=True):
+        np.testing.assert_array_equal(row, wanted)
 
 
 def test_finalists_fit_beside_each_other(profile):
