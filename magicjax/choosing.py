@@ -27,7 +27,7 @@ from sharding import DATA, STAGE, factored
 logger = logging.getLogger("magicjax")
 
 BUDGETS = (64, 256, 1024)
-DEPTHS = (1, 2, 4, 8)  # among which the depth is planned anew, beside the plan's own
+DEPTHS = (1, 2, 4, 6, 8)  # among which the depth is planned anew, beside the plan's own
 LEAST_GAIN = 1.03  # below, plain decoding is chosen: plans err by more
 MARGIN = 1.15  # what a plan without a trial may be off by
 FINALISTS = 3
