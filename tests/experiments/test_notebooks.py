@@ -15,6 +15,7 @@ import pytest
 
 from experiments.notebooks import __main__ as command
 from experiments.notebooks import pictures, running
+from tests.quick import quick
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 NAMES = [path.stem for path in running.find()]
@@ -31,7 +32,7 @@ def clone(tmp_path):
     return made
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick(NAMES, "quick_start", "tree_step_by_step"))
 def test_a_notebook_runs_in_a_fresh_clone_and_uses_its_code(name, clone):
     path = clone / "experiments" / "notebooks" / f"{name}.ipynb"
     notebook = running.read(path)
