@@ -278,10 +278,8 @@ def _profile_of(settings: Settings) -> pathlib.Path:
 
 def check_folder(folder: pathlib.Path, made: dict[str, Any]) -> None:
     """Writes what makes a folder's cells; raises ValueError if something else made those there."""
-    known = store.read_json(folder / "made_by.json")
-    if known is None and (folder / "cells").exists():
-        known = {}
-    if known is not None and known != made:
+    known = store.read_json(folder / "made_by.json") or {}
+    if (folder / "cells").exists() and known != made:
         other = [name for name in made if known.get(name) != made[name]]
         raise ValueError(
             f"{folder} has cells that were made with another {', '.join(other)}: give another "
@@ -291,10 +289,16 @@ def check_folder(folder: pathlib.Path, made: dict[str, Any]) -> None:
 
 
 def main(settings: Settings) -> None:
-    """Measures the cells that are not there yet, prints the table and writes it."""
+    """Measures the cells that are not there yet, prints the table and writes it.
+
+    A profile or a folder that will not do ends it with one line, before anything is loaded.
+    """
     folder, rows = pathlib.Path(settings.results), []
-    costs.load_profile(_profile_of(settings))
-    check_folder(folder, made_by(settings))
+    try:
+        costs.load_profile(_profile_of(settings))
+        check_folder(folder, made_by(settings))
+    except (ValueError, OSError) as error:
+        sys.exit(f"plan_check: {error}")
     target = magicjax.load(settings.target, dtype="float32")
 
     def load(path: str) -> magicjax.Model:
@@ -318,7 +322,4 @@ def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Settings))
-    except (ValueError, OSError) as error:  # bad input: in one line
-        sys.exit(f"plan_check: {error}")
+    main(tyro.cli(Settings))

@@ -76,11 +76,11 @@ def read_table(path: str | pathlib.Path, target: str) -> list[Measured]:
         raise FileNotFoundError(f"the table of acceptance {path} does not exist: {HOW}")
     rows = _rows(path)
     of_row = [str(row.get("model", row.get("target", target))).lower() for row in rows]
-    names = {*of_row}
-    numbered = [(i, row) for i, row in enumerate(rows, 1) if of_row[i - 1] == target.lower()]
+    each = enumerate(zip(rows, of_row, strict=True), 1)
+    numbered = [(i, row) for i, (row, name) in each if name == target.lower()]
     if not numbered:
         raise ValueError(
-            f"{path} has no row of {target}, only of {', '.join(sorted(names)) or 'nothing'}: "
+            f"{path} has no row of {target}, only of {', '.join(sorted({*of_row})) or 'nothing'}: "
             "acceptance of one target says nothing about another, so measure this one"
         )
     found = [_measured(row, f"{path}, row {i}") for i, row in numbered]

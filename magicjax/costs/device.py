@@ -19,7 +19,8 @@ can be foretold from its datasheet. How each was chosen:
 
 So three numbers come from 12 rows of one device, none from a single row, and none from MagicDec's
 table 1, which tests them on other devices and fewer of them (`python -m experiments.cost_tables`).
-`magicjax calibrate` fits them to the device at hand, all but those of links.
+`magicjax calibrate` fits them to the device at hand, all but those of links, from a model
+that is on it and not offloaded.
 """
 
 import dataclasses

@@ -1,4 +1,7 @@
-"""The notebooks run in a fresh clone, are stored with outputs, and draw what they say they draw."""
+"""The notebooks run in a fresh clone, are stored with outputs, and draw what they say they draw.
+
+The quick suite runs two of them.
+"""
 
 import json
 import pathlib

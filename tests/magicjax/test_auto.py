@@ -104,6 +104,8 @@ def test_the_text_is_the_same_and_the_choice_is_used_again(profile, tally, short
     assert first.stats.plan_s > 0 and first.stats.depths[0] == first.choice.tree.depth
     assert len(first.stats.depths) > 2
     assert {*first.choice.foretold} <= tried
+    unsure = dataclasses.replace(first.choice, drafter=None)  # what gains, but less than it must
+    assert "off, the gain is too small: self:streaming:12" in str(unsure)
     # The look-up was tried first, and is judged on what the last trial came to: all text.
     text = KnownText([*tiny.prompts(8)], np.full(8, tiny.NEW), [*tiny.expected(8)], [tiny.NEW] * 8)
     judged = next(trial for trial in first.choice.trials if trial.name == "look-up:4")
