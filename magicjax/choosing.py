@@ -173,7 +173,7 @@ def choose(question: Question) -> tuple[Choice, Behind, dict[str, float]]:
             skipped[name] = why
             continue
         found, compiling = run_trial(question.requests[name], name, behind, rounds)
-        # Plain steps again beside it, so that a busy moment of the machine meets both.
+        # Plain steps again behind it, so that a busy moment of the machine meets both.
         beside, _ = run_trial(question.request, "", behind, rounds, ROOT_ONLY)
         logger.info("tried %s: %.2f ms a round", name, 1e3 * found.seconds)
         ways.add(found, beside)
@@ -200,7 +200,7 @@ class Ways:
         self.foretold = sum(costs.plain_step(question.sizes, *question.where).values())
         self.plain = [plain.seconds]
         self.best = 1.0
-        self.found: list[planner.Candidate] = []
+        self.found: list[planner.Candidate] = []  # `scale` is that of rounds, over that of plain
         self.finalists: list[planner.Prediction] = []
         self.plan: planner.Plan | None = None
         self.timed: dict[tuple[str, TokenTree], float] = {}  # a round, over a plain step
@@ -261,16 +261,21 @@ class Ways:
         return ratio if None in steps else math.sqrt(ratio)
 
     def add(self, found: Trial, beside: Trial) -> None:
-        """Adds what a trial measured, and plain steps beside it."""
+        """Adds what a trial measured, and plain steps behind it.
+
+        What counts is how long its rounds take over the plain steps before and behind them: the
+        machine may be busy, and by the next trial be so no more.
+        """
+        around = math.sqrt(self.plain[-1] * beside.seconds)
         self.plain.append(beside.seconds)
         target, tree = self.question.sizes, self.question.auto.tree
         way = self._candidate(found.name, found.acceptance, tokens=found.tokens)
         foretold = planner.cost_of(target, way, *self.question.where, tree).total
-        way = dataclasses.replace(way, scale=self._believed(found.seconds / foretold, way.draft))
+        ratio = (found.seconds / around) / (foretold / self.foretold)
+        way = dataclasses.replace(way, scale=self._believed(ratio, way.draft))
         self.found.append(way)
         self.tokens[found.name, tree] = found.of_tree
-        predictions = planner.predictions(target, way, *self.question.where, self.scale)
-        self.best = max(self.best, *(p.speed_up for p in predictions))
+        self.best = max(self.best, *map(_speed_up, self._predictions(way)))
 
     def counted_again(self, found: Trial, behind: Behind) -> tuple[Trial, float]:
         """Returns what `trial.counted_again` does, of a trial that was added."""
@@ -300,7 +305,7 @@ class Ways:
         if not self.found:
             return 0.0
         target, question = self.question.sizes, self.question
-        plan = planner.plan(target, self.found, *question.where, self.scale)
+        plan = planner.plan(target, [*map(self._scaled, self.found)], *question.where, self.scale)
         best_of_each = [max(self._predictions(way), key=_speed_up) for way in self.found]
         self.finalists = self._that_fit_together(sorted(best_of_each, key=_speed_up, reverse=True))
         self.plan, compile_s = self._timed(behind, plan, self.finalists)
@@ -336,7 +341,10 @@ class Ways:
 
     def _predictions(self, way: planner.Candidate) -> list[planner.Prediction]:
         target, question = self.question.sizes, self.question
-        return list(planner.predictions(target, way, *question.where, self.scale))
+        return list(planner.predictions(target, self._scaled(way), *question.where, self.scale))
+
+    def _scaled(self, way: planner.Candidate) -> planner.Candidate:
+        return dataclasses.replace(way, scale=way.scale * self.scale)
 
     def _timed(
         self, behind: Behind, plan: planner.Plan, wanted: Sequence[planner.Prediction]

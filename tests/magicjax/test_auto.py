@@ -238,6 +238,25 @@ def test_those_that_are_near_run_off_longer_and_a_turn_leaves_no_trace(profile, 
         np.testing.assert_array_equal(row, wanted)
 
 
+def test_a_trial_in_a_busy_moment_foretells_what_it_does_in_a_quiet_one(profile):
+    """The machine is three times as slow for one drafter's trial, and for all trials after it."""
+    question = asked(Auto(drafters("cheap", "other"), profile, tree=TREE))
+
+    def foretold(*busy, seconds=5e-3):
+        ways = choosing.Ways(question, Trial("", busy[0] * 2e-3, 1.0))
+        for name, before, after in zip(question.requests, busy, busy[1:], strict=False):
+            slow = (before * after) ** 0.5
+            found = Trial(name, slow * seconds, 1.0, ((0.9,),), (1.9,), 1.9)
+            ways.add(found, Trial("", after * 2e-3, 1.0))
+        return [p.speed_up for way in ways.found for p in ways._predictions(way)]
+
+    quiet = foretold(1, 1, 1)
+    for busy in ((3, 3, 1), (1, 3, 3), (1, 1, 3), (3, 3, 3)):
+        assert foretold(*busy) == pytest.approx(quiet)
+    slower = foretold(1, 1, 1, seconds=15e-3)  # a drafter that is slow by itself
+    assert all(found < 0.7 * before for found, before in zip(slower, quiet, strict=True))
+
+
 def test_finalists_fit_beside_each_other(profile):
     def ways_and_finalists(memory):
         costs.save_profile(profile, dataclasses.replace(HERE, memory=memory), {})
