@@ -152,7 +152,7 @@ def run_choice(
     assert choice.tree is not None
     trial = next(trial for trial in choice.trials if trial.name == choice.name)
     rates = [row[0] for row in trial.acceptance]  # of a chain
-    controller = Controller(choice.seconds, rates, choice.tree.depth)
+    controller = Controller(choice.seconds, rates, choice.tree.depth, trial.tokens)
     return run_replanned(request, list(choice.seconds), controller, state, choice.auto.rounds)
 
 

@@ -2,9 +2,10 @@
 
 A controller knows what a round of each depth is foretold to take. After every call it learns how
 many tokens were accepted and how long the rounds took, forgets half of what was accepted before,
-and says with which depth the next call should run. It changes only for a gain that is more than
-noise. At depth 0 nothing is drafted and so nothing is learned: from time to time it tries the least
-depth for one call, after twice as long a pause each time that did not pay.
+and says with which depth the next call should run: the one that soonest ends the row that needs
+most rounds, for which the others wait. It changes only for a gain that is more than noise. At depth
+0 nothing is drafted and so nothing is learned: from time to time it tries the least depth for one
+call, after twice as long a pause each time that did not pay.
 """
 
 import dataclasses
@@ -27,16 +28,22 @@ class Controller:
       seconds: foretold, of a round by depth; depth 0 is plain decoding.
       rates: how often a token was accepted if all before it were, by depth, before the run.
       depth: of the next call.
+      tokens: foretold with these rates, of a round of the row that needs most rounds, by depth from
+        1 on; (): rows are alike.
     """
 
     seconds: Mapping[int, float]
     rates: Sequence[float]
     depth: int
+    tokens: Sequence[float] = ()
 
     def __post_init__(self):
         deepest = max(self.seconds)
-        known = [float(rate) for rate in self.rates[:deepest]] or [0.0]
-        rates = np.array(known + [known[-1]] * (deepest - len(known)))
+        rates = _filled(self.rates or [0.0], deepest)
+        accepted = np.cumprod(rates).cumsum()
+        self._share = np.ones(deepest)  # of what rows accept on average, in the slowest
+        if self.tokens and accepted[0] > 0:
+            self._share = (_filled(self.tokens, deepest) - 1) / accepted
         self._tried = np.full(deepest, float(PRIOR))
         self._went = PRIOR * rates
         self._ratio = dict.fromkeys(self.seconds, 1.0)
@@ -80,11 +87,11 @@ class Controller:
                 self._ratio[other] *= changed
 
     def tokens_per_second(self, depth: int) -> float:
-        """Returns what a row is now expected to emit at a depth."""
+        """Returns what the row that needs most rounds is now expected to emit at a depth."""
         # Where few rounds got so deep, the rate of all depths together says more.
         pooled = self._went.sum() / self._tried.sum()
         rates = (self._went + pooled) / (self._tried + 1)
-        tokens = 1 + np.cumprod(rates[:depth]).sum()
+        tokens = 1 + np.cumprod(rates[:depth]).sum() * (self._share[depth - 1] if depth else 0)
         return float(tokens / (self.seconds[depth] * self._ratio[depth]))
 
     def _choose(self, ran: int) -> int:
@@ -108,3 +115,8 @@ class Controller:
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         self._probes = True
         return min(depth for depth in self.seconds if depth)
+
+
+def _filled(known: Sequence[float], count: int) -> np.ndarray:
+    """Returns so many numbers, the last one again where no more are known."""
+    return np.array([*known, *[known[-1]] * count][:count], float)

@@ -59,6 +59,23 @@ def test_a_depth_changes_only_for_more_than_noise(more, changes):
     assert (0 in follow(controller, [rate] * 4, seconds)) == changes
 
 
+def test_the_row_that_needs_most_rounds_decides():
+    """On average rows gain by deeper chains; the row for which all wait does not."""
+    seconds, rates = {0: 1.0, 1: 1.4, 2: 1.6, 4: 2.1}, [0.55, 0.8, 0.9, 0.9]
+    tokens = [1.48, 1.83, 1.9, 2.16]  # the others have 1.55, 1.99, 2.39, 2.74
+    alike, unlike = Controller(seconds, rates, 2), Controller(seconds, rates, 2, tokens)
+    assert follow(alike, [0.75] * 4, seconds)[1:] == [4] * 3
+    assert follow(unlike, [0.75] * 4, seconds) == [2] * 4
+    # What all accept less of, it accepts less of: then nothing pays, but it looks again.
+    assert follow(unlike, [0.1] * 12, seconds)[-1] == 0
+    assert follow(unlike, [0.9] * 60, seconds)[-1] == 2
+
+
+def test_a_trial_that_accepted_nothing_says_nothing_about_the_slowest_row():
+    controller = Controller(SECONDS, [0.0], 0, [1.0, 1.0])
+    assert follow(controller, [0.9] * 20)[-1] == 4
+
+
 def test_measured_times_set_the_foretold_ones_right():
     """Rounds that take twice as long as was foretold, at every depth, do not pay any more."""
     controller = Controller(SECONDS, [0.7], 2)
