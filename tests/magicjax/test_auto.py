@@ -15,7 +15,6 @@ from magicjax.tree import ROOT_ONLY
 from magicjax.trial import Trial
 from magicjax.turns import take_turns
 from tests.magicjax import tiny
-from tests.quick import quick
 
 TREE = tiny.TREES["chain4"]
 # A pass of the tiny target takes 2 ms, a round 0.1 ms more, and a draft as long as its budget says.
@@ -143,7 +142,8 @@ def test_under_sampling_the_depth_is_not_planned_anew_unless_asked_for(profile, 
 
 
 @pytest.mark.usefixtures("foretold")
-@pytest.mark.parametrize("verifier", quick(["mss", "naive"], "naive"))
+@pytest.mark.slow
+@pytest.mark.parametrize("verifier", ["mss", "naive"])
 def test_a_verifier_is_for_those_that_draft(profile, verifier):
     """Plain decoding has none, neither in trials nor as what is chosen."""
     sampling = dict(do_sample=True, seed=1, verifier=verifier)

@@ -16,15 +16,15 @@ from tests.magicjax import mesh_cases, tiny
 from tests.quick import quick
 
 MESHES = mesh_cases.MESHES
-# What differs most, each kind on a mesh that divides it; all pairs are the slow test.
-QUICK = [
+# What differs most, each kind on a mesh that divides it; all pairs are another test.
+FEW = [
     ("self sampled", (2, 4)),
     ("snapkv", (1, 8)),
     ("h2o int8", (4, 2)),
     ("sinks in the cache", (1, 8)),
     ("OPT", (1, 8)),
 ]
-ALL = [pair for pair in itertools.product(mesh_cases.CASES, MESHES) if pair not in QUICK]
+ALL = [pair for pair in itertools.product(mesh_cases.CASES, MESHES) if pair not in FEW]
 
 
 def shards_of(mesh) -> int | None:
@@ -32,7 +32,7 @@ def shards_of(mesh) -> int | None:
     return 2 if mesh[1] > 4 else None
 
 
-@pytest.mark.parametrize(("case", "mesh"), QUICK)
+@pytest.mark.parametrize(("case", "mesh"), quick(FEW, *FEW[:2]))
 def test_a_mesh_gives_the_text_of_one_device(eight, record_property, case, mesh):
     shards = shards_of(mesh)
     mesh_cases.check(eight, record_property, case=case, mesh=mesh, shards=shards)
@@ -45,14 +45,14 @@ def test_every_mesh_gives_the_text_of_one_device(eight, record_property, case, m
     mesh_cases.check(eight, record_property, case=case, mesh=mesh, shards=shards)
 
 
-@pytest.mark.parametrize(
-    ("case", "shards"),
-    quick(itertools.product(["small", "small sampled"], [1, 2]), ("small sampled", 2)),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["small", "small sampled"])
+@pytest.mark.parametrize("shards", [1, 2])
 def test_a_draft_may_be_divided_over_fewer_devices(eight, case, shards):
     assert eight(mesh_cases.compare, case=case, mesh=(1, 8), shards=shards)["rows"] == 8
 
 
+@pytest.mark.slow
 def test_a_stream_gives_the_same_text(eight):
     assert eight(mesh_cases.compare_streamed, case="snapkv", mesh=(2, 4))
 

@@ -74,14 +74,14 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize("draft", quick(DRAFTS, "plain", "self", "refreshed", "small sampled"))
+@pytest.mark.parametrize("draft", quick(DRAFTS, "plain", "self"))
 def test_an_offloaded_model_says_what_the_resident_one_says(draft):
     np.testing.assert_array_equal(
         text(offloaded(DEEP), **DRAFTS[draft]), text(model(DEEP), **DRAFTS[draft])
     )
 
 
-@pytest.mark.parametrize("draft", quick(["plain", "self"], "self"))
+@pytest.mark.parametrize("draft", quick(["plain", "self"], "plain"))
 def test_so_does_one_of_another_family(draft):
     options = dict(eos_token_id=[]) | DRAFTS[draft]
     np.testing.assert_array_equal(text(offloaded(OPT), **options), text(model(OPT), **options))

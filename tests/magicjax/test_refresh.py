@@ -53,10 +53,10 @@ def fresh_pins(request, texts, counts):
     ("name", "tree"),
     [
         ("snapkv", "chain4"),
-        ("h2o", "irregular"),
         *(
             pytest.param(name, tree, marks=pytest.mark.slow)
             for name, tree in (
+                ("h2o", "irregular"),
                 ("expected", "irregular"),
                 ("keydiff", "chain4"),
                 ("pyramidkv", "irregular"),

@@ -8,9 +8,10 @@ import models
 from magicjax import stages
 from sharding import pipeline
 from tests.magicjax import mesh_cases, stage_cases
+from tests.quick import quick
 
 # (data, model, stage), micro-batches, layers of the target.
-QUICK = [("self sampled", (1, 2, 4), 4, 4), ("snapkv", (2, 2, 2), None, 2)]
+FEW = [("self sampled", (1, 2, 4), 4, 4), ("snapkv", (2, 2, 2), None, 2)]
 SHAPES = (
     ((1, 1, 2), 1, 2),
     ((1, 4, 2), 8, 2),
@@ -28,7 +29,7 @@ def checkpoint(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(("case", "mesh", "micro_batches", "layers"), QUICK)
+@pytest.mark.parametrize(("case", "mesh", "micro_batches", "layers"), quick(FEW, FEW[1]))
 def test_stages_give_the_text_of_one_device(
     eight, record_property, case, mesh, micro_batches, layers
 ):
@@ -80,6 +81,7 @@ def test_without_a_model_axis_nothing_is_exchanged_within_a_stage(eight):
     assert found["keys"] not in found["copied"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_loaded_stage_by_stage(eight, checkpoint):
     found = eight(stage_cases.loaded, path=str(checkpoint), mesh=(1, 2, 2))
     assert found["same"] and found["slots"] == 1

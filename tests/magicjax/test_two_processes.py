@@ -6,13 +6,13 @@ import pytest
 
 import models
 from tests.magicjax import mesh_cases
+from tests.quick import quick
 from tests.two_processes import Two
 
 # (data, model, stage): devices are given process by process, to stages, then data, then model.
 ACROSS = {"data": (2, 4, 1), "model": (1, 8, 1), "stage": (2, 2, 2)}
-QUICK = [("self sampled", "stage")]
 CASES = ("plain", "self", "self sampled", "snapkv", "small sampled", "several")
-ALL = [pair for pair in itertools.product(CASES, ACROSS) if pair not in QUICK]
+ALL = [*itertools.product(CASES, ACROSS)]
 
 
 @pytest.fixture(scope="module")
@@ -22,15 +22,8 @@ def two():
     processes.close()
 
 
-@pytest.mark.parametrize(("case", "axis"), QUICK)
+@pytest.mark.parametrize(("case", "axis"), quick(ALL, ("plain", "model")))
 def test_two_processes_give_the_text_of_one(two, record_property, case, axis):
-    mesh = ACROSS[axis]
-    mesh_cases.check(two, record_property, case=case, mesh=mesh, shards=None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "axis"), ALL)
-def test_every_axis_may_go_across_processes(two, record_property, case, axis):
     mesh = ACROSS[axis]
     mesh_cases.check(two, record_property, case=case, mesh=mesh, shards=None)
 
