@@ -1,6 +1,6 @@
 """The notebooks run in a fresh clone, are stored with outputs, and draw what they say they draw.
 
-The quick suite runs the first of them.
+The quick suite runs `quick_start` alone.
 """
 
 import json
