@@ -152,7 +152,7 @@ def run_choice(
     assert choice.tree is not None
     trial = next(trial for trial in choice.trials if trial.name == choice.name)
     rates = [row[0] for row in trial.acceptance]  # of a chain
-    controller = Controller(choice.seconds, rates, choice.tree.depth, trial.tokens)
+    controller = Controller(choice.seconds, rates, choice.tree.depth)
     return run_replanned(request, list(choice.seconds), controller, state, choice.auto.rounds)
 
 
@@ -175,12 +175,14 @@ def run_replanned(
     )
     calls: list[Call] = []
     counted, decode_s = np.zeros(state.histogram.shape, np.int32), 0.0
-    while not np.asarray(state.ended).all():
+    limits, ended = np.asarray(request.limits), np.array(state.ended)
+    while not ended.all():
         depth = controller.depth
         state, seconds, _ = execution.run(request, variants[depth], state, rounds)
-        histogram = np.array(state.histogram)
+        histogram, emitted, ended = map(np.array, (state.histogram, state.emitted, state.ended))
         of_call = histogram - counted
         counted, decode_s = histogram, decode_s + seconds
         calls.append((depth, of_call))
-        controller.learn(of_call.sum(0), seconds, int(of_call.sum(1).max()))
+        left = np.where(ended, 0, limits - emitted)
+        controller.learn(of_call, left, seconds, int(of_call.sum(1).max()))
     return state, calls, decode_s, compile_s

@@ -1,11 +1,11 @@
 """Planning the depth of a chain anew between calls of the loop, by what was accepted and timed.
 
-A controller knows what a round of each depth is foretold to take. After every call it learns how
-many tokens were accepted and how long the rounds took, forgets half of what was accepted before,
-and says with which depth the next call should run: the one that soonest ends the row that needs
-most rounds, for which the others wait. It changes only for a gain that is more than noise. At depth
-0 nothing is drafted and so nothing is learned: from time to time it tries the least depth for one
-call, after twice as long a pause each time that did not pay.
+A controller knows what a round of each depth is foretold to take. After every call it learns what
+each row accepted and still wants, and how long the rounds took; it forgets half of what was
+accepted before, and says with which depth the next call should run: the one that soonest ends all
+rows, which is when the row that needs most rounds ends. It changes only for a gain that is more
+than noise. At depth 0 nothing is drafted and so nothing is learned: from time to time it tries the
+least depth for one call, after twice as long a pause each time that did not pay.
 """
 
 import dataclasses
@@ -13,10 +13,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from jaxtyping import Float
+
+from magicjax.to_come import FEW
 
 HYSTERESIS = 0.05  # what must be gained by a change of depth
 KEPT = 0.5  # of what was counted, from call to call
-PRIOR = 16  # rounds that the acceptance of the trial weighs
+PRIOR = 16  # rounds of all rows that the acceptance of the trial weighs
 FIRST_PAUSE, LONGEST_PAUSE = 2, 64  # calls at depth 0 before it tries again
 
 
@@ -28,45 +31,45 @@ class Controller:
       seconds: foretold, of a round by depth; depth 0 is plain decoding.
       rates: how often a token was accepted if all before it were, by depth, before the run.
       depth: of the next call.
-      tokens: foretold with these rates, of a round of the row that needs most rounds, by depth from
-        1 on; (): rows are alike.
     """
 
     seconds: Mapping[int, float]
     rates: Sequence[float]
     depth: int
-    tokens: Sequence[float] = ()
 
     def __post_init__(self):
         deepest = max(self.seconds)
-        rates = _filled(self.rates or [0.0], deepest)
-        accepted = np.cumprod(rates).cumsum()
-        self._share = np.ones(deepest)  # of what rows accept on average, in the slowest
-        if self.tokens and accepted[0] > 0:
-            self._share = (_filled(self.tokens, deepest) - 1) / accepted
-        self._tried = np.full(deepest, float(PRIOR))
-        self._went = PRIOR * rates
+        self._prior, self._rates = float(PRIOR), _filled(self.rates or [0.0], deepest)
+        # [B, deepest]; of how many rows nobody knows before the first call.
+        self._tried = np.zeros((1, deepest))
+        self._went = np.zeros((1, deepest))
+        self._left = np.ones(1)
         self._ratio = dict.fromkeys(self.seconds, 1.0)
         self._calls = dict.fromkeys(self.seconds, 0)
         self._pause, self._waited, self._probes = FIRST_PAUSE, 0, False
 
-    def learn(self, accepted: npt.ArrayLike, seconds: float, rounds: int) -> None:
+    def learn(
+        self, accepted: npt.ArrayLike, left: npt.ArrayLike, seconds: float, rounds: int
+    ) -> None:
         """Learns from a call that ran at `depth`, and chooses the next one.
 
         Args:
-          accepted: rounds of all rows that accepted 0, 1, ... tokens.
+          accepted: [B, A], rounds of each row that accepted 0, 1, ... tokens.
+          left: [B], tokens that each row may still emit; 0 of those that have ended.
           seconds: of the call.
           rounds: of it.
         """
         ran, counts = self.depth, np.asarray(accepted, float)
+        self._left = np.asarray(left, float)
         if rounds:
             self._learn_time(ran, seconds / rounds)
         if ran:
-            at_least = counts[::-1].cumsum()[::-1]
-            self._tried *= KEPT
-            self._went *= KEPT
-            self._tried[:ran] += at_least[:ran]
-            self._went[:ran] += at_least[1 : ran + 1]
+            at_least = counts[:, ::-1].cumsum(1)[:, ::-1]
+            tried, went = np.zeros((2, len(counts), self._rates.size))
+            tried[:, :ran], went[:, :ran] = at_least[:, :ran], at_least[:, 1 : ran + 1]
+            self._prior *= KEPT
+            self._tried = KEPT * self._tried + tried
+            self._went = KEPT * self._went + went
         self.depth = self._choose(ran)
 
     def _learn_time(self, depth: int, seconds: float) -> None:
@@ -86,20 +89,27 @@ class Controller:
             if again or alike or other == depth:
                 self._ratio[other] *= changed
 
-    def tokens_per_second(self, depth: int) -> float:
-        """Returns what the row that needs most rounds is now expected to emit at a depth."""
-        # Where few rounds got so deep, the rate of all depths together says more.
-        pooled = self._went.sum() / self._tried.sum()
-        rates = (self._went + pooled) / (self._tried + 1)
-        tokens = 1 + np.cumprod(rates[:depth]).sum() * (self._share[depth - 1] if depth else 0)
-        return float(tokens / (self.seconds[depth] * self._ratio[depth]))
+    def tokens(self, depth: int) -> Float[np.ndarray, "B"]:
+        """Returns what each row is now expected to emit in a round of a depth."""
+        tried = self._prior + self._tried.sum(0)
+        went = self._prior * self._rates + self._went.sum(0)
+        # Where few rounds got so deep, the rate of all depths together says more; and a few rounds
+        # of all rows together stand beside each row's own.
+        of_all = (went + went.sum() / tried.sum()) / (tried + 1)
+        rates = (self._went + FEW * of_all) / (self._tried + FEW)
+        return 1 + np.cumprod(rates[:, :depth], axis=1).sum(1)
+
+    def seconds_left(self, depth: int) -> float:
+        """Returns when all rows are now expected to have ended, if a depth is kept."""
+        rounds = (self._left / self.tokens(depth)).max()
+        return float(rounds * self.seconds[depth] * self._ratio[depth])
 
     def _choose(self, ran: int) -> int:
-        expected = {depth: self.tokens_per_second(depth) for depth in self.seconds}
+        expected = {depth: self.seconds_left(depth) for depth in self.seconds}
         stays = 0 if self._probes else ran  # a trial from depth 0 must gain something to go on
         self._probes = False
-        best = max(expected, key=lambda depth: expected[depth])
-        if expected[best] < (1 + HYSTERESIS) * expected[stays]:
+        best = min(expected, key=lambda depth: expected[depth])
+        if expected[stays] <= (1 + HYSTERESIS) * expected[best]:
             best = stays
         if 0 not in self.seconds:
             return best
