@@ -198,7 +198,7 @@ class Ways:
         self.question = question
         self.free = planner.check_fits(question.sizes, *question.allocated)
         self.foretold = sum(costs.plain_step(question.sizes, *question.where).values())
-        self.plain = [plain.seconds]
+        self.before = plain.seconds  # a plain step, when it was last timed
         self.best = 1.0
         self.found: list[planner.Candidate] = []  # `scale` is that of rounds, over that of plain
         self.finalists: list[planner.Prediction] = []
@@ -243,19 +243,14 @@ class Ways:
             f"{max(self.best, LEAST_GAIN) / MARGIN:.2f} is the least that could win"
         )
 
-    @property
-    def scale(self) -> float:
-        """Measured T_target, over what is foretold."""
-        return self._believed(statistics.median(self.plain) / self.foretold)
-
-    def _believed(self, ratio: float, draft: costs.Draft | None = None) -> float:
+    def _believed(self, ratio: float, draft: costs.Draft) -> float:
         """Returns by how much times are set right by a trial's, which are few and in no turns.
 
         A profile that has timed the target, and what drafts, is a second measurement, and weighs as
         much.
         """
         timed = [(self.question.sizes, costs.PASS)]
-        if draft is not None and draft.sizes is not None:
+        if draft.sizes is not None:
             timed.append((draft.sizes, costs.DRAFT))
         steps = [self.question.machine.device.steps(sizes.key, kind) for sizes, kind in timed]
         return ratio if None in steps else math.sqrt(ratio)
@@ -263,11 +258,11 @@ class Ways:
     def add(self, found: Trial, beside: Trial) -> None:
         """Adds what a trial measured, and plain steps behind it.
 
-        What counts is how long its rounds take over the plain steps before and behind them: the
-        machine may be busy, and by the next trial be so no more.
+        What counts is how long its rounds take over the plain steps before and behind them (their
+        geometric mean): the machine may be busy with others, and by the next trial be so no more.
         """
-        around = math.sqrt(self.plain[-1] * beside.seconds)
-        self.plain.append(beside.seconds)
+        around = math.sqrt(self.before * beside.seconds)
+        self.before = beside.seconds
         target, tree = self.question.sizes, self.question.auto.tree
         way = self._candidate(found.name, found.acceptance, tokens=found.tokens)
         foretold = planner.cost_of(target, way, *self.question.where, tree).total
@@ -305,7 +300,7 @@ class Ways:
         if not self.found:
             return 0.0
         target, question = self.question.sizes, self.question
-        plan = planner.plan(target, [*map(self._scaled, self.found)], *question.where, self.scale)
+        plan = planner.plan(target, self.found, *question.where)
         best_of_each = [max(self._predictions(way), key=_speed_up) for way in self.found]
         self.finalists = self._that_fit_together(sorted(best_of_each, key=_speed_up, reverse=True))
         self.plan, compile_s = self._timed(behind, plan, self.finalists)
@@ -341,10 +336,7 @@ class Ways:
 
     def _predictions(self, way: planner.Candidate) -> list[planner.Prediction]:
         target, question = self.question.sizes, self.question
-        return list(planner.predictions(target, self._scaled(way), *question.where, self.scale))
-
-    def _scaled(self, way: planner.Candidate) -> planner.Candidate:
-        return dataclasses.replace(way, scale=way.scale * self.scale)
+        return list(planner.predictions(target, way, *question.where))
 
     def _timed(
         self, behind: Behind, plan: planner.Plan, wanted: Sequence[planner.Prediction]
