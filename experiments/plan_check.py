@@ -279,7 +279,7 @@ def _profile_of(settings: Settings) -> pathlib.Path:
 def check_folder(folder: pathlib.Path, made: dict[str, Any]) -> None:
     """Writes what makes a folder's cells; raises ValueError if something else made those there."""
     known = store.read_json(folder / "made_by.json") or {}
-    if (folder / "cells").exists() and known != made:
+    if any((folder / "cells").glob("*.json")) and known != made:
         other = [name for name in made if known.get(name) != made[name]]
         raise ValueError(
             f"{folder} has cells that were made with another {', '.join(other)}: give another "
@@ -291,20 +291,20 @@ def check_folder(folder: pathlib.Path, made: dict[str, Any]) -> None:
 def main(settings: Settings) -> None:
     """Measures the cells that are not there yet, prints the table and writes it.
 
-    A profile or a folder that will not do ends it with one line, before anything is loaded.
+    What was given and will not do ends it with one line; profile and folder before any loading.
     """
-    folder, rows = pathlib.Path(settings.results), []
-    try:
-        costs.load_profile(_profile_of(settings))
-        check_folder(folder, made_by(settings))
-    except (ValueError, OSError) as error:
-        sys.exit(f"plan_check: {error}")
-    target = magicjax.load(settings.target, dtype="float32")
 
     def load(path: str) -> magicjax.Model:
         return magicjax.load(path, dtype="float32")
 
-    drafters = [make_drafter(text, load) for text in settings.drafters]
+    folder, rows = pathlib.Path(settings.results), []
+    try:
+        costs.load_profile(_profile_of(settings))
+        check_folder(folder, made_by(settings))
+        target = load(settings.target)
+        drafters = [make_drafter(text, load) for text in settings.drafters]
+    except (ValueError, OSError) as error:
+        sys.exit(f"plan_check: {error}")
     for context in settings.context:
         for batch in settings.batch:
             path = folder / "cells" / f"{batch}-{context}.json"

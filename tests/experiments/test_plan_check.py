@@ -57,11 +57,14 @@ def settings(tmp_path):
 def test_cells_that_were_made_otherwise_are_not_mixed(settings, tmp_path):
     folder, made = tmp_path / "results", plan_check.made_by(settings)
     plan_check.check_folder(folder, made)
+    other = plan_check.made_by(dataclasses.replace(settings, turns=4, depths=(1, 2)))
+    plan_check.check_folder(folder, other)  # there is no cell yet
+    plan_check.check_folder(folder, made)
     (folder / "cells").mkdir()
+    (folder / "cells" / "1-1024.json").write_text("{}")
     plan_check.check_folder(folder, made)  # a second run goes on
     more = dataclasses.replace(settings, batch=(2,), context=(512,))
     assert plan_check.made_by(more) == made
-    other = plan_check.made_by(dataclasses.replace(settings, turns=4, depths=(1, 2)))
     with pytest.raises(ValueError, match="another depths, turns: give another --results"):
         plan_check.check_folder(folder, other)
     costs.save_profile(settings.profile, costs.find_device("h100"), {})
@@ -71,13 +74,21 @@ def test_cells_that_were_made_otherwise_are_not_mixed(settings, tmp_path):
 
 def test_cells_of_which_nothing_is_known_are_not_gone_on_with(settings, tmp_path):
     (tmp_path / "results" / "cells").mkdir(parents=True)
+    (tmp_path / "results" / "cells" / "1-1024.json").write_text("{}")
     with pytest.raises(ValueError, match="another target, drafters"):
         plan_check.check_folder(tmp_path / "results", plan_check.made_by(settings))
 
 
-def test_a_profile_that_is_not_there_is_refused_before_anything_is_loaded(settings):
+def test_a_profile_that_is_not_there_is_refused_before_anything_is_loaded(settings, monkeypatch):
+    monkeypatch.setattr(plan_check.magicjax, "load", None)
     missing = dataclasses.replace(settings, profile="no.json")
     with pytest.raises(
         SystemExit, match=r"the profile no\.json does not exist.*magicjax calibrate"
     ):
         plan_check.main(missing)
+
+
+def test_a_target_or_a_drafter_that_is_not_there_ends_it_with_one_line(settings):
+    for wrong, said in (({"target": "no/such"}, "no/such"), ({"drafters": ("selv",)}, "selv")):
+        with pytest.raises(SystemExit, match=said):
+            plan_check.main(dataclasses.replace(settings, **wrong))
