@@ -16,7 +16,7 @@ from tests.magicjax import mesh_cases, tiny
 from tests.quick import quick
 
 MESHES = mesh_cases.MESHES
-# What differs most, each kind on a mesh that divides it; all pairs are another test.
+# What differs most, each kind on a mesh that divides it; all other pairs are another test.
 FEW = [
     ("self sampled", (2, 4)),
     ("snapkv", (1, 8)),
