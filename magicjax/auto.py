@@ -152,7 +152,8 @@ def run_choice(
     assert choice.tree is not None
     trial = next(trial for trial in choice.trials if trial.name == choice.name)
     rates = [row[0] for row in trial.acceptance]  # of a chain
-    controller = Controller(choice.seconds, rates, choice.tree.depth)
+    known = choice.auto.trial_rounds
+    controller = Controller(choice.seconds, rates, choice.tree.depth, known)
     return run_replanned(request, list(choice.seconds), controller, state, choice.auto.rounds)
 
 

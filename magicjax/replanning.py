@@ -31,11 +31,15 @@ class Controller:
       seconds: foretold, of a round by depth; depth 0 is plain decoding.
       rates: how often a token was accepted if all before it were, by depth, before the run.
       depth: of the next call.
+      known: rounds of each row, from the first, that were planned with: the trial's. What they
+        accept is no news, and calls within them keep the depth. (A row's next rounds need not be
+        like these: the plan is of a whole run.)
     """
 
     seconds: Mapping[int, float]
     rates: Sequence[float]
     depth: int
+    known: int = 0
 
     def __post_init__(self):
         deepest = max(self.seconds)
@@ -44,6 +48,7 @@ class Controller:
         self._tried = np.zeros((1, deepest))
         self._went = np.zeros((1, deepest))
         self._left = np.ones(1)
+        self._rounds = 0  # so far
         self._ratio = dict.fromkeys(self.seconds, 1.0)
         self._calls = dict.fromkeys(self.seconds, 0)
         self._pause, self._waited, self._probes = FIRST_PAUSE, 0, False
@@ -61,8 +66,11 @@ class Controller:
         """
         ran, counts = self.depth, np.asarray(accepted, float)
         self._left = np.asarray(left, float)
+        self._rounds += rounds
         if rounds:
             self._learn_time(ran, seconds / rounds)
+        if self._rounds <= self.known:
+            return
         if ran:
             at_least = counts[:, ::-1].cumsum(1)[:, ::-1]
             tried, went = np.zeros((2, len(counts), self._rates.size))

@@ -131,6 +131,11 @@ def test_rows_of_all_kinds_end_about_as_soon_as_at_the_best_fixed_depth(merged):
     assert (max(over) < 0.1) != merged, over  # by the average some batch waits for its slowest row
 
 
+def test_what_the_trial_saw_is_no_news():
+    controller = Controller(FLAT, [0.84], 2, known=64)
+    assert follow(controller, [0.0] * 3 + [0.84] * 3, FLAT) == [2, 2, 2, 0, 0, 1]
+
+
 def test_a_trial_that_accepted_nothing_is_soon_forgotten():
     controller = Controller(SECONDS, [0.0], 0)
     assert follow(controller, [0.9] * 20)[-1] == 4
