@@ -147,7 +147,7 @@ class Cell:
         """Returns the seconds of the loop that `drafter="auto"` runs."""
         request = self._request((choice.name, 0))
         state, _ = self.behind.state(request)
-        state, _, seconds, _ = run_choice(request, choice, state)
+        state, _, seconds, _ = run_choice(request, choice, state, tried=True)
         self._ended(request, state, AUTO)
         return seconds
 
@@ -291,7 +291,8 @@ def check_folder(folder: pathlib.Path, made: dict[str, Any]) -> None:
 def main(settings: Settings) -> None:
     """Measures the cells that are not there yet, prints the table and writes it.
 
-    What was given and will not do ends it with one line; profile and folder before any loading.
+    A profile, folder, target or drafter that will not do ends it with one line; the first two
+    before anything is loaded.
     """
 
     def load(path: str) -> magicjax.Model:

@@ -78,7 +78,7 @@ def generate(
         state, compiling = behind.state(request)
         del behind  # and what was watched for drafters that do not run
         times["compile_s"] += compiling
-    state, calls, decode_s, compiling = run_choice(request, choice, state)
+    state, calls, decode_s, compiling = run_choice(request, choice, state, choice is not auto)
     times["compile_s"] += compiling
     output = execution.output_of(
         request,
@@ -136,7 +136,7 @@ def _replans(choice: Choice, sampling: bool) -> bool:
 
 
 def run_choice(
-    request: Request, choice: Choice, state: DecodeState
+    request: Request, choice: Choice, state: DecodeState, tried: bool
 ) -> tuple[DecodeState, list[Call], float, float]:
     """Returns (the state when all rows have ended, calls, seconds, seconds of compiling).
 
@@ -144,6 +144,7 @@ def run_choice(
       request: with the choice's drafter.
       choice: what to run.
       state: of the request, behind the prompts.
+      tried: whether the choice comes from trials on these very prompts.
     """
     if choice.drafter is None or not _replans(choice, request.sampling is not None):
         depth = request.settings.shape.depth
@@ -152,9 +153,11 @@ def run_choice(
     assert choice.tree is not None
     trial = next(trial for trial in choice.trials if trial.name == choice.name)
     rates = [row[0] for row in trial.acceptance]  # of a chain
-    known = choice.auto.trial_rounds
+    rounds, known = choice.auto.rounds, 0
+    if tried and request.sampling is None:  # else the trials' texts were others
+        known = max(choice.auto.trial_rounds, rounds)
     controller = Controller(choice.seconds, rates, choice.tree.depth, known)
-    return run_replanned(request, list(choice.seconds), controller, state, choice.auto.rounds)
+    return run_replanned(request, list(choice.seconds), controller, state, rounds)
 
 
 def run_replanned(

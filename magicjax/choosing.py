@@ -404,12 +404,19 @@ class Ways:
         foretold = planner.cost_of(
             sizes, dataclasses.replace(way, scale=1.0), *where, best.tree
         ).total
-        way = dataclasses.replace(way, scale=best.cost.total / foretold)
+        measured = best.cost.total / target
+        way = dataclasses.replace(way, scale=measured / (foretold / self.foretold))
+        runner_up = plan.runner_up
+        if others:
+            runner_up = others[0]
+        elif runner_up is not None:  # it was not timed
+            now = target / runner_up.cost.target
+            runner_up = dataclasses.replace(runner_up, cost=runner_up.cost.scaled(now, now))
         return dataclasses.replace(
             plan,
             best=best,
-            runner_up=others[0] if others else plan.runner_up,
-            break_even=planner.break_even(sizes, way, *where, target / self.foretold),
+            runner_up=runner_up,
+            break_even=planner.break_even(sizes, way, *where),
             target=target,
         )
 

@@ -116,7 +116,6 @@ def plan(
     machine: Machine,
     batch: int,
     context: int,
-    scale: float = 1.0,
 ) -> Plan:
     """Returns what is foretold to be fastest.
 
@@ -128,7 +127,6 @@ def plan(
       candidates: ways to draft.
       machine: what all run on.
       batch, context: B, and the tokens of each row's cache.
-      scale: measured T_target, over what the cost model foretells.
 
     Raises:
       ValueError: no candidate, a batch or context below 1, heads that the machine does not divide,
@@ -149,7 +147,7 @@ def plan(
             "devices"
         )
     of_each = [
-        sorted(predictions(target, c, machine, batch, context, scale), key=lambda p: -p.speed_up)
+        sorted(predictions(target, c, machine, batch, context), key=lambda p: -p.speed_up)
         for c in fit
     ]
     of_each.sort(key=lambda found: -found[0].speed_up)
@@ -159,7 +157,7 @@ def plan(
     return Plan(
         best=best,
         runner_up=next(iter(others), None),
-        break_even=break_even(target, winner, machine, batch, context, scale),
+        break_even=break_even(target, winner, machine, batch, context),
         target=best.cost.target,
         too_large=too_large,
     )
@@ -171,13 +169,12 @@ def predictions(
     machine: Machine,
     batch: int,
     context: int,
-    scale: float = 1.0,
 ) -> Iterator[Prediction]:
     """Yields a prediction for every tree that is tried; see `plan`."""
     for tree, tokens in _trees(candidate.acceptance, candidate.deepest):
         if tree.depth <= len(candidate.tokens) and tree == chain(tree.depth):
             tokens = candidate.tokens[tree.depth - 1]
-        cost = cost_of(target, candidate, machine, batch, context, tree, scale)
+        cost = cost_of(target, candidate, machine, batch, context, tree)
         yield Prediction(candidate.name, tree, tokens, cost, batch)
 
 
@@ -188,13 +185,12 @@ def cost_of(
     batch: int,
     context: int,
     tree: TokenTree,
-    scale: float = 1.0,
 ) -> RoundCost:
     """Returns what a round of a candidate costs, set right by what was measured; see `plan`."""
     where = machine, batch, context
     width = tree.levels.shape[1]
     cost = round_cost(target, candidate.draft, *where, tree.num_nodes, tree.depth, width)
-    return cost.scaled(scale, candidate.scale)
+    return cost.scaled(1.0, candidate.scale)
 
 
 @functools.lru_cache(maxsize=256)
@@ -218,7 +214,6 @@ def break_even(
     machine: Machine,
     batch: int,
     context: int,
-    scale: float = 1.0,
 ) -> float | None:
     """Returns the lowest acceptance at which some chain is no slower than plain decoding.
 
@@ -226,7 +221,7 @@ def break_even(
     """
     found = []
     for depth in range(1, candidate.deepest + 1):
-        cost = cost_of(target, candidate, machine, batch, context, chain(depth), scale)
+        cost = cost_of(target, candidate, machine, batch, context, chain(depth))
         rate = rate_of(cost.total / cost.target, depth)
         if rate is not None:
             found.append(rate)

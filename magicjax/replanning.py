@@ -1,11 +1,12 @@
 """Planning the depth of a chain anew between calls of the loop, by what was accepted and timed.
 
-A controller knows what a round of each depth is foretold to take. After every call it learns what
-each row accepted and still wants, and how long the rounds took; it forgets half of what was
-accepted before, and says with which depth the next call should run: the one that soonest ends all
-rows, which is when the row that needs most rounds ends. It changes only for a gain that is more
-than noise. At depth 0 nothing is drafted and so nothing is learned: from time to time it tries the
-least depth for one call, after twice as long a pause each time that did not pay.
+A controller knows what a round of each depth is foretold to take. After every call, behind rounds
+that a trial saw, it learns what each row accepted and still wants, and how long the rounds took; it
+forgets half of what was accepted before, and says with which depth the next call should run: the
+one that soonest ends all rows, which is when the row that needs most rounds ends. It changes only
+for a gain that is more than noise. At depth 0 nothing is drafted and so nothing is learned: from
+time to time it tries the least depth for one call, after twice as long a pause each time that did
+not pay (also when the rows have ended that gained nothing).
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from magicjax.to_come import FEW
 
 HYSTERESIS = 0.05  # what must be gained by a change of depth
 KEPT = 0.5  # of what was counted, from call to call
-PRIOR = 16  # rounds of all rows that the acceptance of the trial weighs
+PRIOR = 16  # rounds that the trial's acceptance weighs among those of all rows together
 FIRST_PAUSE, LONGEST_PAUSE = 2, 64  # calls at depth 0 before it tries again
 
 
@@ -31,9 +32,9 @@ class Controller:
       seconds: foretold, of a round by depth; depth 0 is plain decoding.
       rates: how often a token was accepted if all before it were, by depth, before the run.
       depth: of the next call.
-      known: rounds of each row, from the first, that were planned with: the trial's. What they
-        accept is no news, and calls within them keep the depth. (A row's next rounds need not be
-        like these: the plan is of a whole run.)
+      known: rounds of each row, from the first, that were planned with: those of a trial on this
+        very text. What they accept is no news, and calls within them keep the depth. (A row's next
+        rounds need not be like these: the plan is of a whole run.)
     """
 
     seconds: Mapping[int, float]
@@ -56,7 +57,7 @@ class Controller:
     def learn(
         self, accepted: npt.ArrayLike, left: npt.ArrayLike, seconds: float, rounds: int
     ) -> None:
-        """Learns from a call that ran at `depth`, and chooses the next one.
+        """Learns from a call that ran at `depth`, and chooses the next one; see `known`.
 
         Args:
           accepted: [B, A], rounds of each row that accepted 0, 1, ... tokens.

@@ -134,6 +134,8 @@ def test_rows_of_all_kinds_end_about_as_soon_as_at_the_best_fixed_depth(merged):
 def test_what_the_trial_saw_is_no_news():
     controller = Controller(FLAT, [0.84], 2, known=64)
     assert follow(controller, [0.0] * 3 + [0.84] * 3, FLAT) == [2, 2, 2, 0, 0, 1]
+    controller = Controller(FLAT, [0.84], 2, known=64)  # nor is it counted later
+    assert follow(controller, [0.0] * 2 + [0.84] * 3, FLAT) == [2, 2, 2, 4, 4]
 
 
 def test_a_trial_that_accepted_nothing_is_soon_forgotten():
@@ -199,16 +201,19 @@ DRAFTERS = {
 DEPTHS = (3, 0, 1, 0, 2)
 
 
-def replanned(kind: str, rounds: int = 2, depths=DEPTHS, **options):
-    request = prepare(
+def request_of(kind: str, **options):
+    given = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
+    return prepare(
         tiny.model(),
         tiny.prompts(8),
         drafter=DRAFTERS[kind](),
         tree=tiny.TREES["chain3"],
-        max_new_tokens=tiny.NEW,
-        eos_token_id=tiny.NEVER,
-        **options,
+        **given,
     )
+
+
+def replanned(kind: str, rounds: int = 2, depths=DEPTHS, **options):
+    request = request_of(kind, **options)
     state = execution.start(request)[0]
     controller = Cycle(depths)
     state, calls, _, _ = run_replanned(request, sorted({*depths}), controller, state, rounds)
@@ -230,6 +235,31 @@ def test_the_greedy_text_is_the_same_at_whatever_depths(kind, tally):
         assert not accepted[:, depth + 1 :].any()
         emitted = emitted + of_call @ (1 + np.arange(of_call.shape[1]))
         np.testing.assert_array_equal(left, np.maximum(tiny.NEW - emitted, 0))
+
+
+def test_rows_that_end_early_want_nothing_more():
+    """The end of one row's text is a token that others never come to, or come to later."""
+    texts = tiny.expected(8)
+    eos = int(texts[0][4])
+    _, state, _, controller = replanned("look-up", eos_token_id=[eos])
+    ended = [eos in row for row in np.array(texts).tolist()]
+    assert ended[0] and not all(ended)
+    *_, (_, _, left, _) = controller.learned
+    assert not left.any() and np.asarray(state.ended).all()
+    early = [left[0] for _, _, left, _ in controller.learned[4:]]
+    assert early and not any(early)
+
+
+@pytest.mark.parametrize(
+    ("kind", "known", "second"), [("other", 0, 0), ("near", 0, 1), ("other", 4, 3)]
+)
+def test_in_the_loop_depths_follow_what_the_first_call_accepted(kind, known, second):
+    """Its time is not believed. Nothing of one drafter's is accepted, of the other's a little."""
+    request = request_of(kind)
+    state = execution.start(request)[0]
+    controller = Controller({0: 1.0, 1: 1.3, 3: 1.9}, [0.9], 3, known)
+    _, calls, _, _ = run_replanned(request, (0, 1, 3), controller, state, 4)
+    assert [depth for depth, _ in calls][:2] == [3, second]
 
 
 @pytest.mark.slow
