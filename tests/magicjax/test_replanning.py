@@ -111,11 +111,7 @@ def times_of(rates, rng, merged=False) -> dict:
             controller.learn(histogram, left, ran * FLAT[depth], ran)
         return total
 
-    class Fixed(Cycle):
-        def __init__(self, depth):
-            super().__init__([depth])
-
-    fixed = min(np.mean([time(Fixed(depth)) for _ in range(8)]) for depth in FLAT)
+    fixed = min(np.mean([time(Cycle([depth])) for _ in range(8)]) for depth in FLAT)
     anew = np.mean([time(Controller(FLAT, [np.mean(rates)], 2)) for _ in range(8)])
     return {"best fixed": fixed, "anew": anew}
 
@@ -238,7 +234,7 @@ def test_the_greedy_text_is_the_same_at_whatever_depths(kind, tally):
 
 
 def test_rows_that_end_early_want_nothing_more():
-    """The end of one row's text is a token that others never come to, or come to later."""
+    """The end of the text is a token of the first row's that some others never come to."""
     texts = tiny.expected(8)
     eos = int(texts[0][4])
     _, state, _, controller = replanned("look-up", eos_token_id=[eos])
