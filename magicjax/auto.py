@@ -155,7 +155,7 @@ def run_choice(
     rates = [row[0] for row in trial.acceptance]  # of a chain
     rounds, known = choice.auto.rounds, 0
     if tried and request.sampling is None:  # else the trials' texts were others
-        known = max(choice.auto.trial_rounds, rounds)
+        known = max(choice.auto.trial_rounds, rounds)  # whole calls
     controller = Controller(choice.seconds, rates, choice.tree.depth, known)
     return run_replanned(request, list(choice.seconds), controller, state, rounds)
 

@@ -186,7 +186,7 @@ def cost_of(
     context: int,
     tree: TokenTree,
 ) -> RoundCost:
-    """Returns what a round of a candidate costs, set right by what was measured; see `plan`."""
+    """Returns what a round of a candidate costs, set right by the candidate's `scale`."""
     where = machine, batch, context
     width = tree.levels.shape[1]
     cost = round_cost(target, candidate.draft, *where, tree.num_nodes, tree.depth, width)

@@ -48,7 +48,6 @@ class Controller:
         # [B, deepest]; of how many rows nobody knows before the first call.
         self._tried = np.zeros((1, deepest))
         self._went = np.zeros((1, deepest))
-        self._left = np.ones(1)
         self._rounds = 0  # so far
         self._ratio = dict.fromkeys(self.seconds, 1.0)
         self._calls = dict.fromkeys(self.seconds, 0)
@@ -66,7 +65,6 @@ class Controller:
           rounds: of it.
         """
         ran, counts = self.depth, np.asarray(accepted, float)
-        self._left = np.asarray(left, float)
         self._rounds += rounds
         if rounds:
             self._learn_time(ran, seconds / rounds)
@@ -79,7 +77,7 @@ class Controller:
             self._prior *= KEPT
             self._tried = KEPT * self._tried + tried
             self._went = KEPT * self._went + went
-        self.depth = self._choose(ran)
+        self.depth = self._choose(ran, np.asarray(left, float))
 
     def _learn_time(self, depth: int, seconds: float) -> None:
         """Sets the foretold times right by a round's.
@@ -108,13 +106,13 @@ class Controller:
         rates = (self._went + FEW * of_all) / (self._tried + FEW)
         return 1 + np.cumprod(rates[:, :depth], axis=1).sum(1)
 
-    def seconds_left(self, depth: int) -> float:
+    def _seconds_left(self, depth: int, left: Float[np.ndarray, "B"]) -> float:
         """Returns when all rows are now expected to have ended, if a depth is kept."""
-        rounds = (self._left / self.tokens(depth)).max()
+        rounds = (left / self.tokens(depth)).max()
         return float(rounds * self.seconds[depth] * self._ratio[depth])
 
-    def _choose(self, ran: int) -> int:
-        expected = {depth: self.seconds_left(depth) for depth in self.seconds}
+    def _choose(self, ran: int, left: Float[np.ndarray, "B"]) -> int:
+        expected = {depth: self._seconds_left(depth, left) for depth in self.seconds}
         stays = 0 if self._probes else ran  # a trial from depth 0 must gain something to go on
         self._probes = False
         best = min(expected, key=lambda depth: expected[depth])
