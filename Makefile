@@ -31,7 +31,7 @@ notebooks: ## run the notebooks, and store them with their outputs
 	@.venv/bin/python -m experiments.notebooks $(ARGS)
 
 gpu: ## measure everything that needs an NVIDIA GPU, with the python3 that has JAX for it
-	@$(or $(PYTHON),python3) -m experiments.measure_gpu $(ARGS)
+	@$(or $(PYTHON),python3) -m experiments.studies.measure_gpu $(ARGS)
 
 test: ## the test suite
 	@tools/setup_env.sh .venv test

@@ -16,27 +16,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from experiments import (
-    axes,
-    config,
-    estimates,
-    grid,
-    launchers,
-    preflight,
-    report,
-    results_folder,
-    store,
-    surroundings,
-    terminal,
-    together,
-    tracking,
-)
-from experiments.cell_process import Limits
-from experiments.fields import ConfigError
+from experiments.report import page, results_folder, terminal
+from experiments.runner import estimates, launchers, multihost, preflight, provenance, tracking
+from experiments.runner.cell_process import Limits
+from experiments.schema import axes, config, grid, store
+from experiments.schema.fields import ConfigError
 from sharding import parse_mesh
 
 PROG = "python -m experiments.launch"
-INTERRUPTED = together.INTERRUPTED
+INTERRUPTED = multihost.INTERRUPTED
 
 
 class Grid:
@@ -100,7 +88,7 @@ class Grid:
             env = store.read_json(self.folders[cell] / "env.json")
             if env is None or self.state(cell) != "finished":
                 continue
-            now = surroundings.of(cell)
+            now = provenance.of(cell)
             if changed := [n for n in now if env["made_by"].get(n) != now[n]]:
                 stale[cell] = ", ".join(f"{n} {env['made_by'].get(n)} -> {now[n]}" for n in changed)
         if stale and self.experiment.stale == "refuse":
@@ -192,7 +180,7 @@ def publish(whole: Grid, console: Console) -> list[dict[str, Any]]:
         console.print("no cell has ended: nothing to report")
         return []
     store.write_summary(whole.directory, rows)
-    written = ["summary.csv", *report.write(whole.directory, [row["key"] for row in rows])]
+    written = ["summary.csv", *page.write(whole.directory, [row["key"] for row in rows])]
     console.print(terminal.table(rows, title=whole.experiment.name))
     for line in (*terminal.LEGEND, *terminal.notes(rows)):
         console.print(line, markup=False)
@@ -246,14 +234,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         experiment, source = config.from_command_line(
             sys.argv[1:] if arguments is None else arguments, PROG
         )
-        who = together.find(experiment)
+        who = multihost.find(experiment)
         if who is None:
             return _launch(experiment, source, console)
-        with together.joined(who, experiment):
+        with multihost.joined(who, experiment):
             if who.rank > 0:
-                return together.follow()
-            here = together.Here()
-            return together.lead(here, lambda: _launch(experiment, source, console, here))
+                return multihost.follow()
+            here = multihost.Here()
+            return multihost.lead(here, lambda: _launch(experiment, source, console, here))
     except (ConfigError, tracking.TrackingError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -309,7 +297,7 @@ def _whole_run(
     wanted = whole.wanted()  # refuses stale cells before anything is written
     store.remove_partials(whole.directory)
     settings = whole.experiment.model_dump(
-        mode="json", exclude_unset=True, exclude=set(together.SETTINGS)
+        mode="json", exclude_unset=True, exclude=set(multihost.SETTINGS)
     )
     store.write_experiment(whole.directory, settings, source)
     for cell, problem in whole.bad.items():

@@ -22,16 +22,16 @@ def _check_neighbours() -> None:
 _check_neighbours()
 
 from magicjax import policies  # noqa: E402
-from magicjax.auto import Auto, Choice, choose_drafter  # noqa: E402
+from magicjax.autotune.auto import Auto, Choice, choose_drafter  # noqa: E402
+from magicjax.decoding.runner import Output  # noqa: E402
+from magicjax.decoding.stats import Stats  # noqa: E402
 from magicjax.drafters import Ensemble, LookUp, SelfSpeculation, SmallModel  # noqa: E402
-from magicjax.execution import Output  # noqa: E402
 from magicjax.generation import generate, load, stream  # noqa: E402
 from magicjax.model import Model  # noqa: E402
-from magicjax.offloading import offload  # noqa: E402
+from magicjax.parallel.offloading import offload  # noqa: E402
 from magicjax.policies import Policy, StreamingLLM  # noqa: E402
-from magicjax.sequoia import expected_tokens, optimal  # noqa: E402
-from magicjax.stats import Stats  # noqa: E402
-from magicjax.tree import DynamicTree, TokenTree, chain, expansion, parse_tree  # noqa: E402
+from magicjax.trees.sequoia import expected_tokens, optimal  # noqa: E402
+from magicjax.trees.token_tree import DynamicTree, TokenTree, chain, expansion, parse_tree  # noqa: E402
 from sharding import make_mesh  # noqa: E402
 
 __all__ = [

@@ -1,6 +1,6 @@
 """`python -m magicjax` is the command `magicjax`."""
 
-from magicjax.cli import main
+from magicjax.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -11,14 +11,16 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 import models
-from magicjax import auto, compilation, offloading, placing
-from magicjax import stages as in_stages
-from magicjax.auto import Auto, Choice
+from magicjax import placement
+from magicjax.autotune import auto
+from magicjax.autotune.auto import Auto, Choice
+from magicjax.decoding import program_cache
+from magicjax.decoding.request import Request, prepare
+from magicjax.decoding.runner import Output, output_of, run, start, tell, timed
 from magicjax.drafters import Drafter
-from magicjax.execution import Output, output_of, run, start, tell, timed
 from magicjax.model import Model
-from magicjax.request import Request, prepare
-from magicjax.tree import Tree
+from magicjax.parallel import offloading, pipeline_stages
+from magicjax.trees.token_tree import Tree
 from sharding import STAGE, factored, processes
 
 
@@ -57,7 +59,7 @@ def load(
         raise ValueError(f"shards={shards} says how a mesh is used: pass mesh, or leave it out")
     place, blocks = None, None
     if mesh is not None:
-        place = placing.parameter_shardings(models.build(config_of(source)), shards, mesh)
+        place = placement.parameter_shardings(models.build(config_of(source)), shards, mesh)
     divided = _stages(stages, shards, mesh)
     if divided > 1:
         return _load_in_stages(source, dtype, seed, mesh, divided, offload)
@@ -100,19 +102,19 @@ def _load_in_stages(
             "layers; leave offload out, or use a mesh without stages"
         )
     path, config = pathlib.Path(source), config_of(source)
-    in_stages.check(config.num_layers, stages)
-    place = placing.parameter_shardings(models.build(config), None, mesh)
+    pipeline_stages.check(config.num_layers, stages)
+    place = placement.parameter_shardings(models.build(config), None, mesh)
 
     def wanted(module):
-        return in_stages.shardings(module, stages, factored(mesh), place)
+        return pipeline_stages.shardings(module, stages, factored(mesh), place)
 
     if not path.is_dir():
         module = models.build(config, "bfloat16" if dtype is None else dtype)
-        params = in_stages.init_params(module, seed, wanted(module), stages)
+        params = pipeline_stages.init_params(module, seed, wanted(module), stages)
         return Model(module, params, name=str(source), stages=stages)
     checkpoint = models.load_checkpoint(path, dtype, place=place, mapped_blocks=True)
     module = checkpoint.module
-    params = in_stages.load_params(checkpoint.params, wanted(module), stages, module.dtype)
+    params = pipeline_stages.load_params(checkpoint.params, wanted(module), stages, module.dtype)
     return _of_checkpoint(path, checkpoint, params=params, stages=stages)
 
 
@@ -131,7 +133,8 @@ def _of_checkpoint(path: pathlib.Path, checkpoint: models.Checkpoint, **fields: 
 def skeleton(source: str | os.PathLike, *, shards: int | None = None) -> Model:
     """Returns the model that `load` makes of a source, without weights, tokenizer and end tokens.
 
-    It is enough for `magicjax.request.prepare`, which says what is wrong before weights are loaded.
+    It is enough for `magicjax.decoding.request.prepare`, which says what is wrong before weights
+    are loaded.
     """
     module = models.build(config_of(source))
     return Model(module, params=None, name=str(source), shards=shards)
@@ -232,7 +235,7 @@ def generate(
         return auto.generate(target, prompts, drafter, options)
     request = prepare(target, prompts, drafter=drafter, **options)
     tell(request)
-    programs = compilation.count()
+    programs = program_cache.count()
     state, prefill_s, compiling_start = start(request)
     state, decode_s, compiling_decode = run(request, request.settings, state)
     return output_of(
@@ -241,7 +244,7 @@ def generate(
         prefill_s=prefill_s,
         decode_s=decode_s,
         compile_s=compiling_start + compiling_decode,
-        compilations=compilation.count() - programs,
+        compilations=program_cache.count() - programs,
     )
 
 
@@ -269,7 +272,7 @@ def stream(
 
 def _stream(request: Request, choice: Choice | None = None):
     tell(request)
-    programs = compilation.count()
+    programs = program_cache.count()
     state, prefill_s, compile_s = start(request)
     decode_s, told = 0.0, np.zeros(len(request.prompts), np.int32)
     while True:
@@ -279,7 +282,7 @@ def _stream(request: Request, choice: Choice | None = None):
         if ended.all():
             break
         arguments = request.target, request.drafter, state
-        step, compiling = compilation.program("step", request.settings, *arguments)
+        step, compiling = program_cache.program("step", request.settings, *arguments)
         state, seconds = timed(step, *arguments)
         compile_s, decode_s = compile_s + compiling, decode_s + seconds
     output = output_of(
@@ -288,6 +291,6 @@ def _stream(request: Request, choice: Choice | None = None):
         prefill_s=prefill_s,
         decode_s=decode_s,
         compile_s=compile_s,
-        compilations=compilation.count() - programs,
+        compilations=program_cache.count() - programs,
     )
     return dataclasses.replace(output, choice=choice)

@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 import models
-from magicjax import offloading, stages
+from magicjax.parallel import offloading, pipeline_stages
 from models import Attend
 from sharding import Split, collectives, pipeline
 
@@ -34,7 +34,7 @@ class Model:
       shards: static too; how many devices of a mesh's `model` axis it is divided over; None: all.
         A small draft may do with fewer, and is then held several times.
       stages: static too; over how many pipeline stages of a mesh its blocks are divided, and their
-        parameters stacked (`magicjax.stages`).
+        parameters stacked (`magicjax.parallel.pipeline_stages`).
       micro_batches: static too; in how many parts a batch goes through the stages.
       blocks: the blocks' weights in host memory (`magicjax.offload`), which `params` then lacks;
         None: everything is on the device.
@@ -127,7 +127,7 @@ class Model:
             return self.module.apply(self.params, tokens, positions, attend)
         x = self.module.apply(self.params, tokens, positions, method="embed")
         if self.stages > 1:
-            return stages.run_blocks(self, x, positions, attend)
+            return pipeline_stages.run_blocks(self, x, positions, attend)
         return offloading.run_blocks(self.module, self.blocks, x, positions, attend)
 
     def unembed(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
@@ -137,5 +137,5 @@ class Model:
         all.
         """
         if self.stages > 1:
-            hidden = stages.from_last(self, hidden)
+            hidden = pipeline_stages.from_last(self, hidden)
         return self.module.apply(self.params, hidden, method="unembed")

@@ -6,8 +6,8 @@ that each slot of a cache got, and `Quantized` stands for a cache in 8 or 4 bits
 """
 
 from pallas_kernels.attention import BACKENDS, choose_backend, tree_attention
-from pallas_kernels.mass import prefix_mass
-from pallas_kernels.partials import EMPTY_LSE, merge
+from pallas_kernels.attention_mass import prefix_mass
+from pallas_kernels.lse_merge import EMPTY_LSE, merge
 from pallas_kernels.quantized import Quantized, dequantize, quantize
 
 __all__ = [

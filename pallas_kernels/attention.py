@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import mosaic, reference, xla
-from pallas_kernels.checks import check_dtypes, check_heads, check_shapes
+from pallas_kernels import reference, xla
+from pallas_kernels.argument_checks import check_dtypes, check_heads, check_shapes
+from pallas_kernels.mosaic_gpu import mosaic
 from pallas_kernels.quantized import Quantized
 
 BACKENDS: dict[str, Callable[..., tuple[Array, Array]]] = {

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.partials import EMPTY_LSE, accumulator_dtype
+from pallas_kernels.lse_merge import EMPTY_LSE, accumulator_dtype
 from pallas_kernels.quantized import Quantized, dequantize
 
 

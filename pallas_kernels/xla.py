@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.partials import (
+from pallas_kernels.lse_merge import (
     EMPTY_LSE,
     MASKED,
     Partial,

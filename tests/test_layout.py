@@ -113,7 +113,7 @@ def test_every_folder_of_code_is_a_package_and_gets_installed():
     ("path", "text", "offences"),
     [
         ("models/a.py", "import magicjax", 1),
-        ("models/a.py", "def f():\n    from magicjax.tree import chain", 1),
+        ("models/a.py", "def f():\n    from magicjax.trees.token_tree import chain", 1),
         ("models/a/b.py", "import jax, experiments.launch as launch", 1),
         ("magicjax/a.py", "import importlib\nimportlib.import_module('experiments.launch')", 1),
         ("sharding/a.py", "from pallas_kernels import tree_attention", 1),

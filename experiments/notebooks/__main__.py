@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import nbformat
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
-from experiments import store
 from experiments.notebooks import running
+from experiments.schema import store
 
 PROG = "python -m experiments.notebooks"
 

@@ -14,7 +14,7 @@ from matplotlib.colors import CenteredNorm, Colormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from magicjax.tree import NO_NODE, depths
+from magicjax.trees.token_tree import NO_NODE, depths
 
 ACCEPTED, BONUS, REFUSED = "#0072B2", "#D55E00", "#999999"
 ABSENT = "#DDDDDD"

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from experiments import corpus, metrics
-from experiments.prompts import sources
+from experiments.prompts import corpus, metrics, sources
 from experiments.prompts.prompt import Prompt, encode, join, opening, tokens_of
 
 GOLDEN = 0.6180339887498949  # its multiples, without the whole part, fill [0, 1) evenly

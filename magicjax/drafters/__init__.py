@@ -2,10 +2,10 @@
 
 from magicjax.drafters.base import Drafter, Round
 from magicjax.drafters.ensemble import Ensemble
-from magicjax.drafters.look_up import LookUp
+from magicjax.drafters.prompt_lookup import LookUp
 from magicjax.drafters.self_speculation import SelfSpeculation
 from magicjax.drafters.small_model import SmallModel
-from magicjax.proposal import DRAWINGS, ONE_HOT, Draws, Proposal
+from magicjax.trees.proposal import DRAWINGS, ONE_HOT, Draws, Proposal
 
 __all__ = [
     "DRAWINGS",

@@ -5,12 +5,12 @@ from typing import Any, Protocol
 from flax import struct
 from jaxtyping import Array, Int
 
-from magicjax.cache import KVCache
+from magicjax.kv_cache.attention_stats import Seen, Watch
+from magicjax.kv_cache.full_cache import KVCache
 from magicjax.model import Model
-from magicjax.proposal import Proposal
-from magicjax.queries import Seen, Watch
-from magicjax.sampling import Sampling
-from magicjax.tree import Shape, Tree
+from magicjax.trees.proposal import Proposal
+from magicjax.trees.token_tree import Shape, Tree
+from magicjax.verification.sampling import Sampling
 
 
 @struct.dataclass

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from magicjax.cache import KVCache
 from magicjax.drafters.base import Drafter, Round
-from magicjax.drafters.running import NOT_RUN, Drafted
-from magicjax.merging import merge
+from magicjax.drafters.draft_pass import NOT_RUN, Drafted
+from magicjax.kv_cache.attention_stats import Seen, Watch
+from magicjax.kv_cache.full_cache import KVCache
 from magicjax.model import Model
-from magicjax.proposal import Proposal
-from magicjax.queries import Seen, Watch
-from magicjax.sampling import MAX_DRAFTERS, Sampling
-from magicjax.tree import DynamicTree, Shape, TokenTree, Tree
+from magicjax.trees.merge import merge
+from magicjax.trees.proposal import Proposal
+from magicjax.trees.token_tree import DynamicTree, Shape, TokenTree, Tree
+from magicjax.verification.sampling import MAX_DRAFTERS, Sampling
 
 
 @struct.dataclass

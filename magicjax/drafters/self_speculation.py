@@ -9,18 +9,18 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from magicjax.cache import KVCache
-from magicjax.draft_cache import DraftCache, append_ring, repin
 from magicjax.drafters.base import Round
-from magicjax.drafters.dynamic import draft_tree
-from magicjax.drafters.running import Source, check_width, drawing_of
+from magicjax.drafters.draft_pass import Source, check_width, drawing_of
+from magicjax.drafters.dynamic_tree import draft_tree
 from magicjax.drafters.sparse import Sparse, resolve, sparse_of
+from magicjax.kv_cache.attention_stats import Queries, Seen, Watch, follow
+from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.sparse_cache import DraftCache, append_ring, repin
 from magicjax.model import Model
 from magicjax.policies import Policy, StreamingLLM
-from magicjax.proposal import Proposal
-from magicjax.queries import Queries, Seen, Watch, follow
-from magicjax.sampling import Sampling
-from magicjax.tree import Shape, Tree
+from magicjax.trees.proposal import Proposal
+from magicjax.trees.token_tree import Shape, Tree
+from magicjax.verification.sampling import Sampling
 from pallas_kernels import prefix_mass
 
 

@@ -6,21 +6,21 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from magicjax import cache as caches
-from magicjax.cache import KVCache
-from magicjax.draft_cache import DraftCache, append_ring
 from magicjax.drafters.base import Round
-from magicjax.drafters.dynamic import draft_tree
-from magicjax.drafters.running import NOT_RUN, Drafted, Lead, Source, check_width, drawing_of
+from magicjax.drafters.draft_pass import NOT_RUN, Drafted, Lead, Source, check_width, drawing_of
+from magicjax.drafters.dynamic_tree import draft_tree
+from magicjax.drafters.sink_rotation import SinkKeys, prefill_window, settle
 from magicjax.drafters.sparse import Sparse, resolve, sparse_of
-from magicjax.drafters.windowed import SinkKeys, prefill_window, settle
+from magicjax.kv_cache import full_cache
+from magicjax.kv_cache.attention_stats import Seen, Watch
+from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.prefill import prefill_cache
+from magicjax.kv_cache.sparse_cache import DraftCache, append_ring
 from magicjax.model import Model
 from magicjax.policies import Policy, StreamingLLM
-from magicjax.prefill import prefill_cache
-from magicjax.proposal import Proposal
-from magicjax.queries import Seen, Watch
-from magicjax.sampling import Sampling
-from magicjax.tree import Shape, Tree
+from magicjax.trees.proposal import Proposal
+from magicjax.trees.token_tree import Shape, Tree
+from magicjax.verification.sampling import Sampling
 
 SINK_POSITIONS = ("text", "in_cache")
 
@@ -237,7 +237,7 @@ class SmallModel:
         )
         own, sinks = state.cache, state.sinks
         if isinstance(own, KVCache):
-            return SmallModelState(caches.append(own, draft.new, entries, count), lead, sinks)
+            return SmallModelState(full_cache.append(own, draft.new, entries, count), lead, sinks)
         before, own = own.count, append_ring(own, draft.new, entries, count)
         if sinks is not None:
             own, sinks = settle(self.model, own, sinks, before)

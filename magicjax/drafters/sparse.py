@@ -4,11 +4,11 @@ import dataclasses
 import operator
 from typing import Any
 
-from magicjax.cache import KVCache
-from magicjax.draft_cache import DraftCache, Pins, gather
+from magicjax.kv_cache.attention_stats import Seen, Watch, newest
+from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.sparse_cache import DraftCache, Pins, gather
 from magicjax.model import Model
 from magicjax.policies import Evidence, Full, Policy, choose, find
-from magicjax.queries import Seen, Watch, newest
 
 KV_DTYPES = {None: None, "int8": 8, "int4": 4}
 BUDGET = 256  # unless the user says otherwise

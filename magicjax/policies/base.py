@@ -9,7 +9,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from magicjax.queries import Queries
+from magicjax.kv_cache.attention_stats import Queries
 from pallas_kernels import prefix_mass
 from sharding import Split, collectives
 

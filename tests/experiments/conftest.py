@@ -9,7 +9,9 @@ import transformers
 
 import magicjax
 import models
-from experiments import bench, corpus, launchers, measure, report, worker
+from experiments.prompts import corpus
+from experiments.report import page
+from experiments.runner import launchers, measure, worker, workload
 from models import Llama, LlamaConfig, init_params
 
 
@@ -31,7 +33,7 @@ def tiny():
     return magicjax.Model(module, params)
 
 
-class ScriptedBench(bench.Bench):
+class ScriptedBench(workload.Bench):
     """A bench whose runs are made up: plain decoding takes 1 s, everything else half of it.
 
     Attributes:
@@ -135,7 +137,7 @@ def scripted(tiny, monkeypatch):
     """Makes a scripted bench; bandwidth, phases and pictures are made up too."""
     monkeypatch.setattr(measure.bandwidth, "read_bandwidth", lambda: 2e10)
     monkeypatch.setattr(measure, "_phases", lambda bench, cell, folder: ({"draft": 0.25}, ""))
-    monkeypatch.setattr(report, "write", lambda directory, keys: ["report.html"])
+    monkeypatch.setattr(page, "write", lambda directory, keys: ["report.html"])
     return lambda fails=lambda cell: None: ScriptedBench(tiny, fails)
 
 

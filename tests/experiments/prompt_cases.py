@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 
 import models
-from experiments import corpus
+from experiments.prompts import corpus
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 NAMED = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments import axes, config, fields, grid
+from experiments.schema import axes, config, fields, grid
 
 
 def cells(**settings):

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 import models
-from experiments import bench, config, grid, method, prompts
+from experiments import prompts
+from experiments.runner import workload
+from experiments.schema import config, grid, method
 
 TARGET = pathlib.Path("experiments/zoo/target")
 
@@ -19,7 +21,7 @@ def tokenizer():
 
 @pytest.fixture
 def mine(tokenizer, tmp_path):
-    made = bench.Bench(tmp_path)
+    made = workload.Bench(tmp_path)
     shape = SimpleNamespace(vocab_size=300)
     made.model = lambda *which: SimpleNamespace(tokenizer=tokenizer, config=shape)
     return made
@@ -55,12 +57,12 @@ def test_a_choice_among_texts_is_kept_until_the_text_changes(mine, tmp_path, mon
         chosen.append(len(candidates))
         return candidates[:batch]
 
-    monkeypatch.setattr(bench.prompts, "least_repetitive", choose)
+    monkeypatch.setattr(workload.prompts, "least_repetitive", choose)
     for word in ("one", "two"):
         path.write_text("".join(f"{i} {word} {i * i}\n" for i in range(900)))
         asked = dict(prompts="files", prompt_path=str(path), context=64, batch=2)
         for cell in cells(**asked):
-            again = bench.Bench(mine.chosen)
+            again = workload.Bench(mine.chosen)
             again.model = mine.model
             assert again.prompts(cell).shape == (2, 64)
     assert chosen == [8, 8]  # once for the cells of each text

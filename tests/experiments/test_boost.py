@@ -15,10 +15,12 @@ import transformers
 import yaml
 
 import models
-from experiments import boost, boost_config, boost_report, config, corpus, distill, export, training
+from experiments.prompts import corpus
+from experiments.schema import config
+from experiments.training import boost, boost_config, boost_report, distill, export, trainer
 
-ROOT = pathlib.Path(boost.__file__).parent.parent
-RECIPES = pathlib.Path(boost.__file__).parent / "recipes"
+ROOT = pathlib.Path(boost.__file__).parents[2]
+RECIPES = pathlib.Path(boost.__file__).parents[1] / "recipes"
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n\n" for i in range(12))
 SHAPE = dict(
     hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8
@@ -103,7 +105,7 @@ class Killed(BaseException):
 def kill_at(patch, moment: str, step: int = 0) -> None:
     """Ends a run when it draws that batch of the named training, or when it writes the result."""
     drawn, train, ranked, export_ = (
-        *(training.batches, training.train),
+        *(trainer.batches, trainer.train),
         *(distill.ranked, export.export),
     )
     trained = []
@@ -118,8 +120,8 @@ def kill_at(patch, moment: str, step: int = 0) -> None:
         if name == moment:
             raise Killed
 
-    patch.setattr(training, "batches", batches)
-    patch.setattr(training, "train", lambda *a, **o: trained.append(o["label"]) or train(*a, **o))
+    patch.setattr(trainer, "batches", batches)
+    patch.setattr(trainer, "train", lambda *a, **o: trained.append(o["label"]) or train(*a, **o))
     patch.setattr(
         distill, "ranked", lambda *a: stop_at(a[4].stem if a[4] else "figures") or ranked(*a)
     )
@@ -182,7 +184,7 @@ def test_each_draft_is_tuned_on_what_none_before_it_chooses(place, tmp_path, mon
     labels = np.array([5, 6, 7, 8])
     chosen = {"draft-1": [5, 0, 0, 8], "draft-2": [5, 6, 0, 0]}
     seen = []
-    monkeypatch.setattr(training, "train", lambda *a, **o: seen.append(a[1]) or o["label"])
+    monkeypatch.setattr(trainer, "train", lambda *a, **o: seen.append(a[1]) or o["label"])
     monkeypatch.setattr(distill, "choices", lambda module, name, *a: np.array(chosen[name]))
     tokens = np.arange(4)
     _, shares = boost.tune(
@@ -230,8 +232,8 @@ def test_a_dropped_sample_has_no_gradient_and_an_empty_batch_none_at_all():
 def test_one_more_draft_goes_on_from_those_that_are_there(place, whole, tmp_path, monkeypatch):
     shutil.copytree(whole[0] / "work", tmp_path / "work")
     steps = []
-    drawn = training.batches
-    monkeypatch.setattr(training, "batches", lambda *a: steps.append(a[2]) or drawn(*a))
+    drawn = trainer.batches
+    monkeypatch.setattr(trainer, "batches", lambda *a: steps.append(a[2]) or drawn(*a))
     boost.run(settings(place, drafts=3), tmp_path / "work", tmp_path / "out", "command")
     assert steps == [6, 6, 6, 0]  # text and two drafts are read back, the third is tuned
     assert drafts_in(tmp_path / "out") == drafts_in(whole[0])

@@ -10,8 +10,9 @@ import time
 import psutil
 import pytest
 
-from experiments import cell_process, store, worker
-from experiments.cell_process import Limits
+from experiments.runner import cell_process, worker
+from experiments.runner.cell_process import Limits
+from experiments.schema import store
 
 FREE = Limits()
 
@@ -88,7 +89,7 @@ def test_a_worker_ends_with_the_process_that_started_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, pathlib, sys, time\n"
-        "from experiments.worker import watch_parent\n"
+        "from experiments.runner.worker import watch_parent\n"
         "watch_parent()\n"
         f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n"
         "time.sleep(120)\n"
@@ -134,7 +135,7 @@ def test_a_worker_does_not_measure_a_finished_cell_a_second_time(tmp_path):
     folder = tmp_path / "cell"
     store.write_cell(folder, {})
     store.write_json(folder / store.METRICS, {"row": {}})
-    command = [sys.executable, "-m", "experiments.worker", str(folder)]
+    command = [sys.executable, "-m", "experiments.runner.worker", str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         assert process.wait() == 0
     assert json.loads((folder / store.METRICS).read_text()) == {"row": {}}

@@ -3,9 +3,10 @@ import pathlib
 
 import pytest
 
-from experiments import config, fields, method, prompts
+from experiments import prompts
+from experiments.schema import config, fields, method
 
-FOLDER = pathlib.Path(config.__file__).parent / "configs"
+FOLDER = pathlib.Path(config.__file__).parents[1] / "configs"
 OTHERS = {"specinfer_tables.yaml"}  # read by a command of their own
 CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if path.name not in OTHERS)
 

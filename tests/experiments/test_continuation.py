@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import magicjax
-from experiments import continuation
-from experiments.continuation import continue_until
-from magicjax import compilation
-from magicjax.request import prepare
+from experiments.lm_eval import continuation
+from experiments.lm_eval.continuation import continue_until
+from magicjax.decoding import program_cache
+from magicjax.decoding.request import prepare
 
 NEW = 40
 OPTIONS = {
@@ -87,10 +87,10 @@ def test_what_is_sampled_depends_on_the_prompts_number_and_not_on_the_batch(targ
 def test_prompts_of_similar_lengths_share_their_programs(target):
     ids = prompts_of(target)[0]
     continue_until(target, [ids[:64], ids[:30]], ["\n"], max_new_tokens=8, rows=2)
-    before = compilation.count()
+    before = program_cache.count()
     continue_until(target, [ids[:33]], [], max_new_tokens=8, rows=2)
     continue_until(target, [ids[:50], ids[:3]], ["x"], max_new_tokens=8, rows=2)
-    assert compilation.count() == before
+    assert program_cache.count() == before
 
 
 def test_a_prompt_may_fill_the_models_positions(target):

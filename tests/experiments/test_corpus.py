@@ -5,10 +5,11 @@ import pathlib
 import numpy as np
 import pytest
 
-from experiments import corpus, make_zoo
-from experiments.corpus import Module
+from experiments.prompts import corpus
+from experiments.prompts.corpus import Module
+from experiments.training import make_zoo
 
-RECIPES = pathlib.Path(make_zoo.__file__).parent / "recipes"
+RECIPES = pathlib.Path(make_zoo.__file__).parents[1] / "recipes"
 
 
 @pytest.fixture(scope="module")

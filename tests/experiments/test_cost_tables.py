@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from experiments import cost_tables
-from magicjax import costs
+from experiments.studies import cost_tables
+from magicjax import cost_model
 
 
 def errors(rows, column):
@@ -40,22 +40,22 @@ def test_speed_ups_of_magicdec_table_1_on_other_devices():
 def test_all_devices_share_one_set_of_constants():
     shared = [
         field.name
-        for field in dataclasses.fields(costs.Device)
+        for field in dataclasses.fields(cost_model.Device)
         if field.default is not dataclasses.MISSING and field.name != "host_link"  # a datasheet's
     ]
     assert {"bandwidth_efficiency", "layer_seconds", "round_seconds"} <= {*shared}
     for name in shared:
-        assert len({getattr(device, name) for device in costs.DEVICES.values()}) == 1
+        assert len({getattr(device, name) for device in cost_model.DEVICES.values()}) == 1
 
 
 def test_the_share_of_bandwidth_that_plain_decoding_reaches_follows_from_the_batch():
     """0.50 at 16 rows, 0.62 at 32 and 0.71 to 0.79 from 64 on, on 8 H100 (MagicDec)."""
-    machine = costs.Machine(costs.find_device("h100"), model=8)
+    machine = cost_model.Machine(cost_model.find_device("h100"), model=8)
     target = cost_tables.sizes("llama-3.1-8b")
 
     def share(batch):
         moved = target.weight_bytes + batch * 32_000 * target.kv_bytes
-        seconds = sum(costs.plain_step(target, machine, batch, 32_000).values())
+        seconds = sum(cost_model.plain_step(target, machine, batch, 32_000).values())
         return moved / seconds / (8 * 3350e9)
 
     assert share(16) == pytest.approx(0.50, abs=0.03)
@@ -74,7 +74,7 @@ def test_a_model_without_fixed_times_fails_the_same_bounds(monkeypatch):
                 collective_seconds=0.0,
                 round_seconds=0.0,
             )
-            for name, device in costs.DEVICES.items()
+            for name, device in cost_model.DEVICES.items()
         }
         monkeypatch.setattr(cost_tables.costs, "find_device", bare.__getitem__)
         assert errors(cost_tables.table6(), "gamma_t_draft_ms").mean() > 0.10
@@ -86,7 +86,7 @@ def test_fitted_constants_lie_where_the_errors_of_table_6_are_smallest(name, mon
     def squares(factor):
         scaled = {
             key: dataclasses.replace(device, **{name: factor * getattr(device, name)})
-            for key, device in costs.DEVICES.items()
+            for key, device in cost_model.DEVICES.items()
         }
         monkeypatch.setattr(cost_tables.costs, "find_device", scaled.__getitem__)
         return sum(e**2 for row in cost_tables.table6() for e in row.errors.values())

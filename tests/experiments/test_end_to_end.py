@@ -6,7 +6,7 @@ import json
 import pytest
 
 from experiments import launch
-from magicjax import costs
+from magicjax import cost_model
 
 
 def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, here, capsys):
@@ -53,7 +53,9 @@ def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, here, capsys):
 def test_auto_is_a_method_like_the_others_and_says_what_it_chose(zoo, here):
     here()
     profile = zoo / "here.json"
-    costs.save_profile(profile, costs.Device("here", 2e10, 1e11, 1e10, None, dtype="float32"), {})
+    cost_model.save_profile(
+        profile, cost_model.Device("here", 2e10, 1e11, 1e10, None, dtype="float32"), {}
+    )
     path = zoo / "auto.yaml"
     path.write_text(
         f"target: {zoo / 'target'}\n"

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import exactness, teacher
+from experiments.runner import exactness, teacher
 
 PROMPTS = np.arange(24, dtype=np.int32).reshape(3, 8)
 PLAIN = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]], np.int32)

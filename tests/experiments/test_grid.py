@@ -4,7 +4,8 @@ import types
 import pytest
 
 import magicjax
-from experiments import bench, cache_settings, config, fields, grid
+from experiments.runner import workload
+from experiments.schema import cache_settings, config, fields, grid
 from magicjax import policies
 
 EXPERIMENT = fields.checked(
@@ -210,7 +211,7 @@ def test_a_cell_makes_the_drafter_that_its_settings_say():
 )
 def test_agreement_is_asked_only_where_the_view_of_the_text_is_known(method, view):
     (cell,) = cells_of(method)
-    assert bench._view(cell) == view
+    assert workload._view(cell) == view
 
 
 def test_a_mesh_reaches_the_call():

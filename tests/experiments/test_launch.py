@@ -11,9 +11,11 @@ import sys
 import pytest
 import yaml
 
-from experiments import config, estimates, grid, launch, launchers, preflight, store, surroundings
-from experiments.measure import TIMES
-from experiments.specinfer import __main__ as specinfer
+from experiments import launch
+from experiments.runner import estimates, launchers, preflight, provenance
+from experiments.runner.measure import TIMES
+from experiments.schema import config, grid, store
+from experiments.studies.specinfer import __main__ as specinfer
 
 SETTINGS = {
     "name": "mine",
@@ -32,7 +34,7 @@ def start(tmp_path, monkeypatch, scripted, here):
     """Starts the launcher on a file of these settings, and returns its exit status."""
     monkeypatch.setattr(preflight, "check", lambda groups, record=False: {})
     monkeypatch.setattr(estimates, "of", lambda cell, on_gpu: estimates.Estimate(1, 60))
-    monkeypatch.setattr(surroundings, "code", lambda: "this code")
+    monkeypatch.setattr(provenance, "code", lambda: "this code")
 
     def start(*arguments, bench=None, before=lambda folder: None, file="mine.yaml", **changes):
         path = tmp_path / file
@@ -149,7 +151,7 @@ def test_results_of_other_code_are_refused_kept_or_measured_again(
     start, scripted, tmp_path, monkeypatch, capsys
 ):
     start()
-    monkeypatch.setattr(surroundings, "code", lambda: "other code")
+    monkeypatch.setattr(provenance, "code", lambda: "other code")
     before = {p: p.read_bytes() for p in (tmp_path / "mine").rglob("*") if p.is_file()}
     assert start() == 2
     message = capsys.readouterr().err
@@ -432,7 +434,7 @@ def test_cells_that_cannot_run_are_recorded_where_that_was_asked_for(
     assert launch.main([str(path)]) == 2  # nothing is left to run
 
 
-SHIPPED = pathlib.Path(config.__file__).parent / "configs"
+SHIPPED = pathlib.Path(config.__file__).parents[1] / "configs"
 
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.yaml")), ids=lambda path: path.stem)

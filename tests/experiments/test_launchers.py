@@ -6,9 +6,10 @@ import time
 
 import pytest
 
-from experiments import cell_process, config, launchers
-from experiments.cell_process import Limits
-from experiments.fields import ConfigError
+from experiments.runner import cell_process, launchers
+from experiments.runner.cell_process import Limits
+from experiments.schema import config
+from experiments.schema.fields import ConfigError
 
 FOLDERS = [pathlib.Path(f"cell-{i}") for i in range(5)]
 

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from experiments import likelihood, teacher
-from experiments.likelihood import bucket, log_likelihoods
+from experiments.lm_eval import likelihood
+from experiments.lm_eval.likelihood import bucket, log_likelihoods
+from experiments.runner import teacher
 from tests.magicjax import oracle
 from tests.magicjax import tiny as tinies
 

@@ -11,8 +11,9 @@ pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'ma
 from lm_eval.api.instance import Instance
 
 import magicjax
-from experiments import lm_eval_adapter, teacher
-from experiments.lm_eval_adapter import MagicJaxLM, options_of, speculation
+from experiments.lm_eval import adapter
+from experiments.lm_eval.adapter import MagicJaxLM, options_of, speculation
+from experiments.runner import teacher
 
 SPECULATIVE = dict(drafter="self:streaming:64", tree="chain:3")
 TEXT = "def f1(x1):\n    return x1 + 1\n\n\n"
@@ -178,8 +179,8 @@ def test_drafters_and_trees_are_written_without_commas():
 def test_the_harness_makes_the_model_from_its_own_arguments(directory):
     from lm_eval.api.registry import get_model
 
-    lm_eval_adapter.register()
-    lm_eval_adapter.register()  # again does no harm
+    adapter.register()
+    adapter.register()  # again does no harm
     text = f"target={directory},dtype=float32,drafter=self:streaming:64,tree=chain:2"
     given = {"batch_size": 3, "max_batch_size": None, "device": "cuda:0"}  # its own default
     lm = get_model("magicjax").create_from_arg_string(text, given)
@@ -221,7 +222,7 @@ def test_the_command_scores_alike_with_and_without_a_drafter(directory, tmp_path
         command += ["--model_args", f"target={directory},dtype=float32{drafting}"]
         command += ["--tasks", ",".join(names), "--include_path", str(folder)]
         monkeypatch.setattr("sys.argv", [*command, "--output_path", str(out), "--log_samples"])
-        lm_eval_adapter.main()
+        adapter.main()
         (results,) = out.rglob("results_*.json")
         samples = [path.read_text() for path in sorted(out.rglob("samples_*generate*.jsonl"))]
         answers = [json.loads(line)["resps"] for line in samples[0].splitlines()]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from experiments import long_outputs
+from experiments.studies import long_outputs
 
 
 def test_a_round_counts_in_the_quarter_in_which_it_begins():

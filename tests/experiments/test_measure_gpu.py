@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from experiments import gpu_summary, measure_gpu, offloading
-from experiments.measure_gpu import SMOKE, Part, Plan, parts
-from magicjax import bench, profiling
-from pallas_kernels import bench as attention_bench
-from pallas_kernels import check, tune
+from experiments.studies import gpu_summary, measure_gpu, offloading
+from experiments.studies.measure_gpu import SMOKE, Part, Plan, parts
+from magicjax.benchmarks import bench, profile_ops
+from pallas_kernels.benchmarks import bench as attention_bench
+from pallas_kernels.benchmarks import tune, validate
 
 ABOUT = {"device": "NVIDIA H200", "python": "3.12.3", "smoke": False}
 
@@ -73,7 +73,7 @@ def test_a_part_that_writes_leaves_its_result(folder):
     assert "failed" not in found and "Config(" in found["printed"]
 
 
-SMOKE_TUNE = ("pallas_kernels.tune", "--list", "--shape", "1,64,1,1,64,1")
+SMOKE_TUNE = ("pallas_kernels.benchmarks.tune", "--list", "--shape", "1,64,1,1,64,1")
 
 
 def test_a_part_that_is_stopped_leaves_no_process_of_its_own():
@@ -104,12 +104,12 @@ def test_full_and_trial_runs_have_the_same_kinds_of_parts():
 
 
 COMMANDS = {
-    "pallas_kernels.bench": attention_bench,
-    "pallas_kernels.check": check,
-    "pallas_kernels.tune": tune,
-    "magicjax.bench": bench,
-    "magicjax.profiling": profiling,
-    "experiments.offloading": offloading,
+    "pallas_kernels.benchmarks.bench": attention_bench,
+    "pallas_kernels.benchmarks.validate": validate,
+    "pallas_kernels.benchmarks.tune": tune,
+    "magicjax.benchmarks.bench": bench,
+    "magicjax.benchmarks.profile_ops": profile_ops,
+    "experiments.studies.offloading": offloading,
 }
 
 
@@ -125,7 +125,7 @@ def test_every_command_takes_its_arguments(plan, monkeypatch):
     # The first thing that each does behind its arguments.
     for module, name in (
         (attention_bench, "_backends"),
-        (check, "choose_backend"),
+        (validate, "choose_backend"),
         (tune, "key_of"),
         (tune.mosaic, "why_not"),
         (bench, "load"),

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from experiments import metrics
+from experiments.prompts import metrics
 
 
 def test_repeated_ngrams_of_a_text_counted_by_hand():

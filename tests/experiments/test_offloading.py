@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from experiments import offloading
-from experiments.offloading import Times
-from magicjax import costs
+from experiments.studies import offloading
+from experiments.studies.offloading import Times
+from magicjax import cost_model
 
 
 def options(*arguments):
@@ -55,7 +55,7 @@ def test_foretold_speed_ups_are_tokens_of_a_round_where_the_link_is_all(capsys, 
 
 
 def test_what_a_round_adds_is_foretold_with_it():
-    device = costs.find_device("a10")
+    device = cost_model.find_device("a10")
     slow = dataclasses.replace(device, round_seconds=device.round_seconds + 1)
     quick, slow = (
         offloading.foretold(options(), "opt-13b", "opt-125m", found, 1, True)

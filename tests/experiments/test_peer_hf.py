@@ -5,7 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from experiments import config, grid, peer_hf
+from experiments.schema import config, grid
+from experiments.studies import hf_baseline
 
 CELL = grid.groups(config.Experiment(batch=2, context=8))[0][0]
 
@@ -21,8 +22,8 @@ class ScriptedPeer:
 
 def test_the_peers_rate_leaves_out_its_prefill():
     peer = ScriptedPeer([(4.0, 1), (5.0, 3), (6.0, 5)])
-    setting = peer_hf.SETTINGS[0]
-    run = peer_hf.theirs(peer, setting, CELL, [[0] * 8] * 2, assistant="")
+    setting = hf_baseline.SETTINGS[0]
+    run = hf_baseline.theirs(peer, setting, CELL, [[0] * 8] * 2, assistant="")
     assert run.tokens_per_s == 2 * 4 / 2.0  # two rows, tokens 2 to 5, in two seconds
     assert run.prefill_s == 4.0
     np.testing.assert_array_equal(run.tokens, [[1, 2, 3]] * 2)
@@ -32,7 +33,7 @@ def test_the_peers_rate_leaves_out_its_prefill():
 @pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is here")
 def test_a_python_without_torch_is_named_as_the_reason():
     with pytest.raises(RuntimeError, match="it needs torch and transformers"):
-        peer_hf.Peer(sys.executable, threads=1)
+        hf_baseline.Peer(sys.executable, threads=1)
 
 
 class EchoingPeer:
@@ -61,9 +62,9 @@ def test_both_sides_take_turns_and_assistants_only_where_they_can(
         "methods: [{draft: self, tree: chain:3}, {draft: small, model: d, tree: chain:3}]\n"
     )
     bench = scripted()
-    monkeypatch.setattr(peer_hf, "Bench", lambda: bench)
-    monkeypatch.setattr(peer_hf, "Peer", EchoingPeer)
-    assert peer_hf.main(["--peer-python", "python", str(path)]) == 0
+    monkeypatch.setattr(hf_baseline, "Bench", lambda: bench)
+    monkeypatch.setattr(hf_baseline, "Peer", EchoingPeer)
+    assert hf_baseline.main(["--peer-python", "python", str(path)]) == 0
     assert [cell.draft for cell in bench.ran] == ["none", "self", "small"] * 6
     rows = json.loads((tmp_path / "peer" / "peer.json").read_text())["rows"]
     theirs = ["HF static cache", "HF dynamic cache"]
@@ -84,5 +85,5 @@ def test_the_table_measures_everything_by_the_peers_static_cache():
         common | {"what": "ours plain", "tok_s": 300.0},
         common | {"what": "HF static cache", "tok_s": 200.0},
     ]
-    over = peer_hf.table(rows).columns[4]
+    over = hf_baseline.table(rows).columns[4]
     assert list(over.cells) == ["1.50×", "1.00×"]

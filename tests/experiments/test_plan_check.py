@@ -6,8 +6,8 @@ import re
 import pandas as pd
 import pytest
 
-from experiments import plan_check
-from magicjax import costs
+from experiments.studies import plan_check
+from magicjax import cost_model
 
 FOUND = {
     "chosen": "self:streaming:64, chain:4",
@@ -50,7 +50,7 @@ def test_what_was_never_planned_is_no_error():
 @pytest.fixture
 def settings(tmp_path):
     profile = tmp_path / "here.json"
-    costs.save_profile(profile, costs.find_device("h200"), {})
+    cost_model.save_profile(profile, cost_model.find_device("h200"), {})
     return plan_check.Settings(profile=str(profile), results=str(tmp_path / "results"))
 
 
@@ -67,7 +67,7 @@ def test_cells_that_were_made_otherwise_are_not_mixed(settings, tmp_path):
     assert plan_check.made_by(more) == made
     with pytest.raises(ValueError, match="another depths, turns: give another --results"):
         plan_check.check_folder(folder, other)
-    costs.save_profile(settings.profile, costs.find_device("h100"), {})
+    cost_model.save_profile(settings.profile, cost_model.find_device("h100"), {})
     with pytest.raises(ValueError, match=re.escape("another profile: give")):
         plan_check.check_folder(folder, plan_check.made_by(settings))
 

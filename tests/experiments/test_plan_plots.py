@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments import cost_tables, plan_plots
+from experiments.studies import cost_tables, plan_plots
 from magicjax import planner
 
 

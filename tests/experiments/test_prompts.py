@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from experiments import corpus, prompts
-from experiments.prompts import ruler, stretches
+from experiments import prompts
+from experiments.prompts import corpus, ruler, stretches
 from experiments.prompts.prompt import encode, opening
 from tests.experiments import prompt_cases
 

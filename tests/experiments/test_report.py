@@ -5,8 +5,9 @@ import shutil
 import pytest
 import yaml
 
-from experiments import config, grid, report, results_folder, store
-from experiments.measure import TIMES
+from experiments.report import page, results_folder
+from experiments.runner.measure import TIMES
+from experiments.schema import config, grid, store
 
 METHODS = [
     {"draft": "self", "kv_budget": [64, 256], "tree": "chain:3"},
@@ -42,7 +43,7 @@ def fill(directory, batches=(1, 4), contexts=(64, 96), faster=1.0, failed=FAILED
 
 def test_a_page_holds_every_cell_the_pictures_and_what_was_asked_for(tmp_path):
     folder = fill(tmp_path / "mine")
-    written = report.write(folder)
+    written = page.write(folder)
     assert written == [
         "report.html",
         "speedup_map.png",
@@ -53,8 +54,8 @@ def test_a_page_holds_every_cell_the_pictures_and_what_was_asked_for(tmp_path):
         "phases.png",
         "throughput.png",
     ]
-    page = (folder / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 7 and 'src="http' not in page
+    html = (folder / "report.html").read_text()
+    assert html.count("data:image/png;base64,") == 7 and 'src="http' not in page
     assert page.count("<tr>") == 1 + 16 and "15 of 16 cells gave a result" in page
     assert "out of memory: out of memory: the process held 3 GB" in page
     assert "a machine" in page and "kv_budget" in page and "mean acceptance length" in page
@@ -64,9 +65,9 @@ def test_a_page_holds_every_cell_the_pictures_and_what_was_asked_for(tmp_path):
 
 def test_a_picture_of_an_earlier_report_does_not_stay(tmp_path):
     folder = fill(tmp_path / "mine")
-    report.write(folder)
+    page.write(folder)
     one = [cell.key for cell in results_folder.read(folder).cells if cell.row["batch"] == 1][:3]
-    assert "throughput.png" not in report.write(folder, one)
+    assert "throughput.png" not in page.write(folder, one)
     assert not (folder / "throughput.png").exists()
 
 
@@ -84,10 +85,10 @@ def test_two_folders_are_compared_cell_by_cell(tmp_path, capsys):
     other = fill(tmp_path / "other", batches=(4,), contexts=(64, 96, 128), faster=0.5, failed={})
     path = next(iter((other / "cells").glob("*/requests.jsonl")))
     path.write_text(path.read_text().replace("[4, 1]", "[5, 1]"))
-    assert report.main(mine, other) == 0
+    assert page.main(mine, other) == 0
     lines = (mine / "comparison.csv").read_text().splitlines()
     assert len(lines) == 1 + 16 + 4  # those of a context that only one has, too
-    table = report.pd.read_csv(mine / "comparison.csv")
+    table = page.pd.read_csv(mine / "comparison.csv")
     both = table.dropna(subset=["tok/s ratio"])
     assert len(both) == 7 and set(both["tok/s ratio"]) == {1.0, 2.0}
     assert both["same_tokens"].astype(str).value_counts().to_dict() == {"True": 6, "False": 1}
@@ -118,7 +119,7 @@ def broken(tmp_path, how):
     ],
 )
 def test_a_folder_that_cannot_be_read_is_told(tmp_path, capsys, how, message):
-    assert report.main(broken(tmp_path, how)) == 2
+    assert page.main(broken(tmp_path, how)) == 2
     assert message in capsys.readouterr().err
 
 
@@ -128,12 +129,12 @@ def test_what_is_written_in_a_config_stays_text(tmp_path):
     known = yaml.safe_load(path.read_text())
     known["config"]["target"] = "<script>"
     path.write_text(yaml.safe_dump(known))
-    report.write(folder)
+    page.write(folder)
     assert "<script>" not in (folder / "report.html").read_text()
 
 
 def test_every_column_of_the_page_is_one_of_the_summary():
-    assert set(report.COLUMNS) <= set(store.COLUMNS)
+    assert set(page.COLUMNS) <= set(store.COLUMNS)
 
 
 def test_a_failed_cell_reads_as_such(tmp_path):
@@ -154,23 +155,23 @@ def change(folder, what, **columns):
 def test_cells_that_were_not_timed_are_in_no_picture_of_speed(tmp_path):
     folder = fill(tmp_path / "mine", failed={})
     change(folder, {"batch": 1}, **dict.fromkeys(TIMES))
-    assert "speedup_map.png" in report.write(folder)
+    assert "speedup_map.png" in page.write(folder)
     change(folder, {}, **dict.fromkeys(TIMES))
-    assert not {"speedup_map.png", "speedup.png", "throughput.png"} & {*report.write(folder)}
+    assert not {"speedup_map.png", "speedup.png", "throughput.png"} & {*page.write(folder)}
 
 
 def test_curves_of_different_depths_are_averaged_as_far_as_they_go(tmp_path):
     folder = fill(tmp_path / "mine", failed={})
     change(folder, {"batch": 4}, acceptance_by_depth=[0.5], acceptance_if_reached=[])
-    curves = report._curves(results_folder.read(folder).cells)["draft-1, expansion:2,1"]
+    curves = page._curves(results_folder.read(folder).cells)["draft-1, expansion:2,1"]
     assert curves == ([0.7, 0.6], [pytest.approx(0.6), 0.4])
-    assert "depth.png" in report.write(folder)
+    assert "depth.png" in page.write(folder)
 
 
 def test_where_more_than_batch_and_context_differs_no_picture_hides_it(tmp_path):
     folder = fill(tmp_path / "mine", failed={})
     change(folder, {"batch": 4}, dtype="bfloat16")
-    written = report.write(folder)
+    written = page.write(folder)
     assert not {"speedup_map.png", "speedup.png", "throughput.png"} & {*written}
     assert "Cells differ in dtype too" in (folder / "report.html").read_text()
 

@@ -13,8 +13,8 @@ import time
 import pytest
 import yaml
 
-from experiments import grid, store
-from experiments.measure import TIMES
+from experiments.runner.measure import TIMES
+from experiments.schema import grid, store
 
 SPEND = {*TIMES, "compile_s", "memory_mb", "wall_s", "draft_s", "score_s", "verify_s"}
 SPEND |= {"commit_s", "rest_s", "host_s"}
@@ -118,7 +118,7 @@ def test_cells_run_in_processes_that_may_die_and_the_exit_status_tells(zoo):
         "'batch: 2' in config.read_text():\n"
         "    threading.Thread(target=wait, daemon=True).start()\n"
     )
-    paths = os.pathsep.join([str(zoo), str(pathlib.Path(grid.__file__).parent.parent)])
+    paths = os.pathsep.join([str(zoo), str(pathlib.Path(grid.__file__).parents[2])])
     done = subprocess.run(
         [*COMMAND, str(path)], env=ENVIRONMENT | {"PYTHONPATH": paths}, check=False
     )

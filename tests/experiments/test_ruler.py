@@ -6,8 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from experiments import corpus, prompts
-from experiments.prompts import needles, ruler, word_lists
+from experiments import prompts
+from experiments.prompts import corpus, needles, ruler, word_lists
 from tests.experiments import prompt_cases
 
 TOKENIZERS = {

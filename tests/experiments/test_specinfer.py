@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import config
-from experiments.specinfer import report, settings, success
-from experiments.specinfer.statistics import Estimate, mean_and_error, ratio
+from experiments.schema import config
+from experiments.studies.specinfer import report, settings, success
+from experiments.studies.specinfer.statistics import Estimate, mean_and_error, ratio
 
-FILE = pathlib.Path(config.__file__).parent / "configs" / "specinfer_tables.yaml"
+FILE = pathlib.Path(config.__file__).parents[1] / "configs" / "specinfer_tables.yaml"
 
 
 def tables(**changes):

@@ -4,9 +4,9 @@ import csv
 
 import pytest
 
-from experiments import config
-from experiments.specinfer import __main__ as command
-from experiments.specinfer import report, runs, settings
+from experiments.schema import config
+from experiments.studies.specinfer import __main__ as command
+from experiments.studies.specinfer import report, runs, settings
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from experiments import stages, store
+from experiments.schema import store
+from experiments.studies import stages
 
 
 @pytest.mark.parametrize(("count", "micro_batches"), [(2, 1), (2, 4), (4, 2), (8, 8)])

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from experiments import store
+from experiments.schema import store
 
 ISSUED = (  # the columns that scripts rely on
     "target, draft, policy, kv_budget, tree, gamma, nodes, dtype, device, batch, context, "

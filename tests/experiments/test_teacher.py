@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import teacher
+from experiments.runner import teacher
 
 
 def dense_mask(length, sinks, window):

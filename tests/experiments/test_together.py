@@ -11,9 +11,9 @@ import time
 import pandas as pd
 import pytest
 
-from experiments import together
-from experiments.config import Experiment
-from experiments.fields import ConfigError
+from experiments.runner import multihost
+from experiments.schema.config import Experiment
+from experiments.schema.fields import ConfigError
 from sharding.processes import LOST
 from tests.two_processes import environment, free_port
 
@@ -216,8 +216,8 @@ def test_what_many_processes_do_not_do_is_refused(given, message, monkeypatch):
             monkeypatch.delenv(name)
     settings = {"coordinator": "localhost:9", "processes": 2, "rank": 0} | given
     with pytest.raises(ConfigError, match=message):
-        together.find(Experiment(**settings))
+        multihost.find(Experiment(**settings))
 
 
 def test_one_process_is_not_among_others():
-    assert together.find(Experiment()) is None
+    assert multihost.find(Experiment()) is None

@@ -9,7 +9,8 @@ import types
 import numpy as np
 import pytest
 
-from experiments import store, tracking
+from experiments.runner import tracking
+from experiments.schema import store
 
 ROWS = [
     {"method": "plain", "batch": 1, "context": 64, "tau": 1.0, "status": "ok", "error": ""},

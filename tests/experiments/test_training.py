@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import models
-from experiments import distill, training
-from experiments.training import Phase, Schedule
+from experiments.training import distill, trainer
+from experiments.training.trainer import Phase, Schedule
 from models import LlamaConfig
 
 CONFIG = LlamaConfig(
@@ -39,12 +39,12 @@ def same(a, b) -> bool:
 
 @pytest.mark.parametrize("length", [5, 8, 13])
 def test_chunked_attention_equals_one_dense_softmax(length, monkeypatch):
-    monkeypatch.setattr(training, "QUERY_CHUNK", 4)
+    monkeypatch.setattr(trainer, "QUERY_CHUNK", 4)
     q, k, v = (
         jax.random.normal(jax.random.key(i), (2, length, heads, 4))
         for i, heads in enumerate((4, 2, 2))
     )
-    out, _ = training.causal_attend(0, q, k, v)
+    out, _ = trainer.causal_attend(0, q, k, v)
     k, v = (np.repeat(np.asarray(x), 2, axis=2) for x in (k, v))
     scores = np.einsum("bthd,bshd->bhts", q, k) / 2
     scores[..., np.triu(np.ones((length, length), bool), 1)] = -np.inf
@@ -54,18 +54,18 @@ def test_chunked_attention_equals_one_dense_softmax(length, monkeypatch):
 
 
 def test_a_batch_depends_on_seed_and_step_alone():
-    whole = list(training.batches(STREAM, SCHEDULE, 0))
+    whole = list(trainer.batches(STREAM, SCHEDULE, 0))
     assert [b.shape for b in whole] == [(2, 9)] * 4 + [(1, 17)] * 3
-    for resumed, expected in zip(training.batches(STREAM, SCHEDULE, 3), whole[3:], strict=True):
+    for resumed, expected in zip(trainer.batches(STREAM, SCHEDULE, 3), whole[3:], strict=True):
         np.testing.assert_array_equal(resumed, expected)
-    other = next(training.batches(STREAM, dataclasses.replace(SCHEDULE, seed=1), 0))
+    other = next(trainer.batches(STREAM, dataclasses.replace(SCHEDULE, seed=1), 0))
     assert not np.array_equal(other, whole[0])
 
 
 def test_a_killed_run_resumes_to_the_same_weights(tmp_path, monkeypatch):
     module = models.build(CONFIG)
-    expected = training.train(module, STREAM, SCHEDULE, tmp_path / "whole")
-    drawn = training.batches
+    expected = trainer.train(module, STREAM, SCHEDULE, tmp_path / "whole")
+    drawn = trainer.batches
 
     def killed_after_five(*arguments):
         for count, batch in enumerate(drawn(*arguments)):
@@ -73,15 +73,15 @@ def test_a_killed_run_resumes_to_the_same_weights(tmp_path, monkeypatch):
                 raise KeyboardInterrupt
             yield batch
 
-    monkeypatch.setattr(training, "batches", killed_after_five)
+    monkeypatch.setattr(trainer, "batches", killed_after_five)
     with pytest.raises(KeyboardInterrupt):
-        training.train(module, STREAM, SCHEDULE, tmp_path / "killed")
+        trainer.train(module, STREAM, SCHEDULE, tmp_path / "killed")
     seen = []
-    monkeypatch.setattr(training, "batches", lambda *a: seen.append(a[2]) or drawn(*a))
-    assert same(training.train(module, STREAM, SCHEDULE, tmp_path / "killed"), expected)
+    monkeypatch.setattr(trainer, "batches", lambda *a: seen.append(a[2]) or drawn(*a))
+    assert same(trainer.train(module, STREAM, SCHEDULE, tmp_path / "killed"), expected)
     assert seen == [4]  # the newest checkpoint, not the beginning
     other = dataclasses.replace(SCHEDULE, seed=1)
-    assert not same(training.train(module, STREAM, other, tmp_path / "other"), expected)
+    assert not same(trainer.train(module, STREAM, other, tmp_path / "other"), expected)
 
 
 def test_training_lowers_the_loss_and_leaves_its_start_alone(tmp_path):
@@ -89,20 +89,20 @@ def test_training_lowers_the_loss_and_leaves_its_start_alone(tmp_path):
     text = np.tile(np.arange(20, dtype=np.int32), 40)  # fully predictable
     schedule = Schedule((Phase(16, 4, 60),), 0.05, adam_learning_rate=0.03, warmup=5)
     begun = models.init_params(module, 0)
-    trained = training.train(module, text, schedule, tmp_path, initial=begun)
-    before, after = (training.evaluate(module, p, text, 16, 400) for p in (begun, trained))
+    trained = trainer.train(module, text, schedule, tmp_path, initial=begun)
+    before, after = (trainer.evaluate(module, p, text, 16, 400) for p in (begun, trained))
     assert before > 3 and after < 1
 
 
 def test_evaluating_too_short_a_text_says_so():
     module = models.build(CONFIG)
     with pytest.raises(ValueError, match="10 tokens do not fill a window of 16"):
-        training.evaluate(module, models.init_params(module), STREAM[:10], 16, 400)
+        trainer.evaluate(module, models.init_params(module), STREAM[:10], 16, 400)
 
 
 def test_the_rate_rises_holds_and_falls_to_a_tenth():
     schedule = Schedule((Phase(8, 1, 100),), learning_rate=1.0, warmup=10, decay=0.5)
-    rate = training.rate(schedule, 1.0)
+    rate = trainer.rate(schedule, 1.0)
     assert [float(rate(s)) for s in (0, 5, 10, 50)] == pytest.approx([0, 0.5, 1, 1])
     assert float(rate(75)) == pytest.approx(0.55) and float(rate(100)) == pytest.approx(0.1)
 
@@ -113,7 +113,7 @@ def test_labels_weigh_the_loss():
     tokens = jnp.asarray(STREAM[:9])[None]
     labels = jnp.asarray(STREAM[100:109])[None]
     weights = jnp.array([[1, 4, 1, 1, 4, 1, 1, 1, 9]])
-    logits = training.logits_of(module, params, tokens[:, :-1])
+    logits = trainer.logits_of(module, params, tokens[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels[:, :-1])
     expected = (np.asarray(losses[0]) * np.array([1, 4, 1, 1, 4, 1, 1, 1])).sum() / 14
     loss = distill.label_loss(module, params, jnp.stack([tokens, labels, weights], -1))
@@ -128,14 +128,14 @@ def test_choices_are_the_greedy_tokens_and_are_kept(tmp_path, monkeypatch):
     chosen = distill.choices(module, params, STREAM[:20], path)
     for window in range(2):
         tokens = jnp.asarray(STREAM[8 * window : 8 * window + 8])[None]
-        expected = training.logits_of(module, params, tokens).argmax(-1)[0]
+        expected = trainer.logits_of(module, params, tokens).argmax(-1)[0]
         np.testing.assert_array_equal(chosen[8 * window : 8 * window + 8], expected)
     other = models.init_params(module, 1)
     np.testing.assert_array_equal(distill.choices(module, other, STREAM[:20], path), chosen)
     best = distill.ranked(module, params, STREAM[:20], 3)
     assert best.shape == (16, 3)
     np.testing.assert_array_equal(best[:, 0], chosen)
-    logits = training.logits_of(module, params, jnp.asarray(STREAM[:8])[None])[0]
+    logits = trainer.logits_of(module, params, jnp.asarray(STREAM[:8])[None])[0]
     np.testing.assert_array_equal(best[:8], np.argsort(-logits, -1)[:, :3])
     with pytest.raises(ValueError, match="3 tokens do not fill a window of 8"):
         distill.choices(module, params, STREAM[:3])

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import models
-from magicjax import cli
+from magicjax.cli import main
 from tests.magicjax import oracle, tiny
 
 
@@ -51,7 +51,7 @@ def run(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["magicjax", *map(str, arguments)])
         code = 0
         try:
-            cli.main()
+            main.main()
         except SystemExit as end:
             code = end.code
         return code, *capsys.readouterr()

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from magicjax import sampling as sampling_
-from magicjax import verify
-from magicjax.merging import merge
-from magicjax.proposal import ONE_HOT, Draws, Proposal
-from magicjax.sampling import Sampling
-from magicjax.tree import TokenTree
+from magicjax.trees.merge import merge
+from magicjax.trees.proposal import ONE_HOT, Draws, Proposal
+from magicjax.trees.token_tree import TokenTree
+from magicjax.verification import sampling as sampling_
+from magicjax.verification import verify
+from magicjax.verification.sampling import Sampling
 
 CHUNK = 1024  # rows of a compiled step
 NOTHING = -1  # the token of a node for which nothing was left to draw

@@ -11,8 +11,10 @@ import numpy as np
 
 import magicjax
 import models
-from magicjax import compilation, execution, hlo, placing
-from magicjax.request import prepare
+from magicjax import placement
+from magicjax.aot import hlo
+from magicjax.decoding import program_cache, runner
+from magicjax.decoding.request import prepare
 from sharding import DATA, collectives, make_mesh, model_axes
 from tests.magicjax import oracle, tiny
 
@@ -180,9 +182,9 @@ def compare_streamed(case: str, mesh: list[int]) -> bool:
 
 def differs_without_sums() -> bool:
     """Returns whether the text changes where devices keep their sums to themselves."""
-    compilation._compiled.clear()
+    program_cache._compiled.clear()
     with contextlib.ExitStack() as stack:
-        stack.callback(compilation._compiled.clear)
+        stack.callback(program_cache._compiled.clear)
         stack.callback(setattr, collectives, "total", collectives.total)
         collectives.total = lambda x, over: x
         found = generate("self", (1, 8))
@@ -202,9 +204,9 @@ def exchanged(case: str, mesh: list[int]) -> dict:
         mesh=make_mesh(*mesh),
         **options,
     )
-    state = execution.state_shapes(request)
+    state = runner.state_shapes(request)
     arguments = request.target, request.drafter, state
-    program, _ = compilation.program("decode", request.settings, *arguments)
+    program, _ = program_cache.program("decode", request.settings, *arguments)
     text = program.as_text()
     keys = state.cache.k[0]
     return dict(
@@ -329,7 +331,7 @@ def with_explicit_axes() -> bool:
 def reseeded(mesh: list[int]) -> bool:
     """Returns whether a preset's random weights are the same on a mesh and on one device."""
     module = models.build(target(4).config)
-    place = placing.parameter_shardings(module, None, make_mesh(*mesh))
+    place = placement.parameter_shardings(module, None, make_mesh(*mesh))
     on_mesh, alone = models.init_params(module, 5, place), models.init_params(module, 5)
     same = jax.tree.map(lambda a, b: bool(np.allclose(a, b, atol=1e-6)), on_mesh, alone)
     return all(jax.tree.leaves(same)) and DATA in make_mesh(*mesh).axis_names

@@ -8,7 +8,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from magicjax.drafters import Proposal
-from magicjax.queries import Watch
+from magicjax.kv_cache.attention_stats import Watch
 from tests.magicjax import tiny
 
 

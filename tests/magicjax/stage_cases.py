@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import magicjax
-from magicjax import compilation, execution, hlo
-from magicjax.request import prepare
+from magicjax.aot import hlo
+from magicjax.decoding import program_cache, runner
+from magicjax.decoding.request import prepare
 from sharding import STAGE, make_mesh
 from tests.magicjax import mesh_cases, tiny
 
@@ -27,9 +28,9 @@ def exchanged(case: str, mesh: list[int], micro_batches: int, layers: int) -> di
         micro_batches=micro_batches,
         **options,
     )
-    state = execution.state_shapes(request)
+    state = runner.state_shapes(request)
     arguments = request.target, request.drafter, state
-    program, _ = compilation.program("decode", request.settings, *arguments)
+    program, _ = program_cache.program("decode", request.settings, *arguments)
     text, keys = program.as_text(), state.cache.k[0]
     found = hlo.collectives(text, mesh[0] * mesh[1])
     return dict(
@@ -94,23 +95,24 @@ def refusals(path: str) -> list[str]:
 
 def differs(what: str) -> bool:
     """Returns whether the text changes where stages or micro-batches are mistaken."""
-    from magicjax import attention, stages
+    from magicjax.kv_cache import attend
+    from magicjax.parallel import pipeline_stages
 
     wrong = {
         # Every micro-batch reads the first rows of the caches.
-        "rows": (attention, "tree_attention", _of_first_rows(attention.tree_attention)),
+        "rows": (attend, "tree_attention", _of_first_rows(attend.tree_attention)),
         # What the first stage's layers gave is taken to be the last hidden states.
-        "last": (stages, "from_last", lambda model, hidden: _from_first(hidden)),
+        "last": (pipeline_stages, "from_last", lambda model, hidden: _from_first(hidden)),
     }
     module, name, mistaken = wrong[what]
     right = getattr(module, name)
-    compilation._compiled.clear()
+    program_cache._compiled.clear()
     try:
         setattr(module, name, mistaken)
         found = mesh_cases.generate("self", (1, 1, 2), micro_batches=4)
     finally:
         setattr(module, name, right)
-        compilation._compiled.clear()
+        program_cache._compiled.clear()
     return not np.array_equal(found.tokens, mesh_cases.on_one("self").tokens)
 
 

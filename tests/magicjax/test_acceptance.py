@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from magicjax.acceptance import Measured, at_context, from_text, read_table
+from magicjax.planner.acceptance import Measured, at_context, from_text, read_table
 
 
 def write(path, rows):

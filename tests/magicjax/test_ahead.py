@@ -6,27 +6,27 @@ import types
 import jax
 import pytest
 
-from magicjax import ahead, hlo
+from magicjax.aot import aot_compile, hlo
 from sharding import abstract_mesh
 
-LOAD = ahead.Workload("llama-3.2-1b", "self:streaming:512", "chain:4", 16, 32768, "h200")
+LOAD = aot_compile.Workload("llama-3.2-1b", "self:streaming:512", "chain:4", 16, 32768, "h200")
 
 
 def request_of(**changes):
     load = dataclasses.replace(LOAD, **changes)
-    return ahead.request_of(load, abstract_mesh(load.data, load.model))
+    return aot_compile.request_of(load, abstract_mesh(load.data, load.model))
 
 
 @pytest.fixture
 def two_layers(monkeypatch):
     """Cuts every model to two layers: the others' caches are the same, and take long to trace."""
-    whole = ahead.skeleton
+    whole = aot_compile.skeleton
 
     def cut(source):
         config = dataclasses.replace(whole(source).config, num_layers=2)
         return types.SimpleNamespace(config=config)
 
-    monkeypatch.setattr(ahead, "skeleton", cut)
+    monkeypatch.setattr(aot_compile, "skeleton", cut)
 
 
 def test_a_model_too_large_for_this_machine_is_described_without_its_arrays():
@@ -34,7 +34,7 @@ def test_a_model_too_large_for_this_machine_is_described_without_its_arrays():
     assert request.settings.backend == "mosaic"
     leaves = jax.tree.leaves(request.target.params)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-    state = ahead.state_shapes(request)
+    state = aot_compile.state_shapes(request)
     slots = request.settings.capacity
     assert 32768 <= slots < 32768 + 128
     assert state.cache.k[0].shape == (16, 8, slots, 64) and len(state.cache.k) == 16
@@ -45,7 +45,7 @@ def test_a_model_too_large_for_this_machine_is_described_without_its_arrays():
 def test_on_a_mesh_every_device_has_its_rows_and_heads():
     request = request_of(data=2, model=4)
     slots = request.settings.capacity
-    assert ahead.cache_sizes(request) == {
+    assert aot_compile.cache_sizes(request) == {
         "target": {8 * 2 * slots * 64},
         "draft 1": {8 * 2 * 512 * 64},
     }
@@ -54,12 +54,12 @@ def test_on_a_mesh_every_device_has_its_rows_and_heads():
 @pytest.mark.usefixtures("two_layers")
 def test_a_small_draft_may_be_divided_less_than_the_target():
     request = request_of(drafter="small:llama-3.2-1b:streaming:512", model=8, draft_shards=2)
-    assert ahead.cache_sizes(request)["draft 1"] == {16 * 4 * 512 * 64}
+    assert aot_compile.cache_sizes(request)["draft 1"] == {16 * 4 * 512 * 64}
 
 
 @pytest.mark.usefixtures("two_layers")
 def test_the_draft_cache_can_be_in_integers():
-    keys = ahead.state_shapes(request_of(kv_dtype="int8")).drafter.cache.k[0]
+    keys = aot_compile.state_shapes(request_of(kv_dtype="int8")).drafter.cache.k[0]
     assert keys.values.dtype == "int8" and keys.shape == (16, 8, 512, 64)
 
 
@@ -86,13 +86,13 @@ def test_what_cannot_be_compiled_is_refused(changes, message):
 
 def test_a_device_may_be_described_in_a_file(tmp_path):
     own = tmp_path / "own.txtpb"
-    own.write_text(ahead.DEVICES["h200"].read_text().replace("150000000000", "160000000000"))
-    assert ahead.memory_of(str(own)) == 160_000_000_000 and ahead.is_hopper(str(own))
+    own.write_text(aot_compile.DEVICES["h200"].read_text().replace("150000000000", "160000000000"))
+    assert aot_compile.memory_of(str(own)) == 160_000_000_000 and aot_compile.is_hopper(str(own))
     own.write_text("cuda_compute_capability {\n  major: 9\n  minor: 0\n}")
-    assert ahead.is_hopper(str(own))
+    assert aot_compile.is_hopper(str(own))
     own.write_text("")
     with pytest.raises(ValueError, match="says no device_memory_size"):
-        ahead.memory_of(str(own))
+        aot_compile.memory_of(str(own))
 
 
 def test_kernels_are_read_from_what_the_compiler_dumped(tmp_path):
@@ -101,7 +101,7 @@ def test_kernels_are_read_from_what_the_compiler_dumped(tmp_path):
         "    16 bytes stack frame, 12 bytes spill stores, 40 bytes spill loads\n"
         "ptxas info    : Used 232 registers, used 16 barriers, 1 bytes smem\n"
     )
-    assert ahead.kernels([dumped]) == [{"registers": 232, "spilled bytes": 52}]
+    assert aot_compile.kernels([dumped]) == [{"registers": 232, "spilled bytes": 52}]
 
 
 def test_each_size_of_shared_memory_is_read_once(tmp_path):
@@ -109,7 +109,7 @@ def test_each_size_of_shared_memory_is_read_once(tmp_path):
     for name, size in {"a": 231424, "a_1": 200704, "a_2": 231424}.items():
         paths.append(tmp_path / f"{name}.resources.txt")
         paths[-1].write_text(f"Resources(smem_scratch_bytes={size}, ...)")
-    assert ahead.shared_bytes(paths) == [200704, 231424]
+    assert aot_compile.shared_bytes(paths) == [200704, 231424]
 
 
 def test_copies_are_told_from_other_operations_by_name_and_size():

@@ -7,27 +7,29 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax import auto, candidates, choosing, costs, planner
-from magicjax.auto import Auto
-from magicjax.candidates import sizes_of_model
-from magicjax.known_text import KnownText, look_up_counts
-from magicjax.tree import ROOT_ONLY
-from magicjax.trial import Trial
-from magicjax.turns import take_turns
+from magicjax import cost_model, planner
+from magicjax.autotune import auto, search
+from magicjax.autotune.auto import Auto
+from magicjax.autotune.known_text import KnownText, look_up_counts
+from magicjax.autotune.trial import Trial
+from magicjax.decoding.paired_timing import take_turns
+from magicjax.planner import candidates
+from magicjax.planner.candidates import sizes_of_model
+from magicjax.trees.token_tree import ROOT_ONLY
 from tests.magicjax import tiny
 
 TREE = tiny.TREES["chain4"]
 # A pass of the tiny target takes 2 ms, a round 0.1 ms more, and a draft as long as its budget says.
 LEVELS = {12: 2e-4, 16: 3e-3}
-HERE = costs.Device(
+HERE = cost_model.Device(
     *("here", 2e10, 1e11, 1e10, None),
     dtype="float32",
     layer_seconds=1e-3,
     round_seconds=1e-4,
     measured=(
-        costs.Steps(
+        cost_model.Steps(
             sizes_of_model(tiny.model(), None).key,
-            *(costs.DRAFT, (8,), tuple(LEVELS), (1,), tuple(LEVELS.values())),
+            *(cost_model.DRAFT, (8,), tuple(LEVELS), (1,), tuple(LEVELS.values())),
         ),
     ),
 )
@@ -37,7 +39,7 @@ HERE = costs.Device(
 def profile(tmp_path):
     """A profile of this device."""
     path = tmp_path / "here.json"
-    costs.save_profile(path, HERE, {})
+    cost_model.save_profile(path, HERE, {})
     return path
 
 
@@ -57,9 +59,9 @@ def foretold(monkeypatch):
             variant.seconds[:] = [seconds(drafter, depth)]
         return state
 
-    run_trial = choosing.run_trial
-    monkeypatch.setattr(choosing, "run_trial", trial)
-    monkeypatch.setattr(choosing, "take_turns", turns)
+    run_trial = search.run_trial
+    monkeypatch.setattr(search, "run_trial", trial)
+    monkeypatch.setattr(search, "take_turns", turns)
 
 
 def seconds(drafter, depth: int) -> float:
@@ -185,7 +187,7 @@ def test_a_stream_runs_what_was_chosen(profile):
 def test_what_cannot_pay_even_if_all_were_right_is_not_tried(profile):
     """A target of one layer whose draft is itself: no draft step is cheaper than a plain one."""
     slow = dataclasses.replace(HERE, round_seconds=1e3)
-    costs.save_profile(profile, slow, {})
+    cost_model.save_profile(profile, slow, {})
     found = generate(Auto(drafters("cheap", "dear"), profile, tree=TREE, trial_rounds=16))
     assert found.choice.name == "off" and found.choice.plan is None
     assert [trial.name for trial in found.choice.trials] == [""]
@@ -201,18 +203,18 @@ def test_rows_that_end_with_prefills_token_need_no_trial(profile):
 
 def test_what_leaves_no_room_is_not_tried_and_a_target_that_does_not_fit_is_refused(profile):
     sizes, slots = sizes_of_model(tiny.model(), None), 64  # of the longest row at its end, rounded
-    need = costs.memory_bytes(sizes, costs.Machine(HERE), 8, slots, sizes.kv_bytes) + 1
-    costs.save_profile(profile, dataclasses.replace(HERE, memory=need), {})
+    need = cost_model.memory_bytes(sizes, cost_model.Machine(HERE), 8, slots, sizes.kv_bytes) + 1
+    cost_model.save_profile(profile, dataclasses.replace(HERE, memory=need), {})
     found = generate(Auto(drafters("cheap"), profile, tree=TREE, trial_rounds=16))
     assert "GB on each device, and the target leaves" in found.choice.skipped["self:streaming:12"]
-    costs.save_profile(profile, dataclasses.replace(HERE, memory=1.0), {})
+    cost_model.save_profile(profile, dataclasses.replace(HERE, memory=1.0), {})
     with pytest.raises(ValueError, match="not one row fits"):
         generate(Auto(drafters("cheap"), profile, tree=TREE))
 
 
 def asked(how):
     given = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
-    return choosing.question(tiny.model(), tiny.prompts(8), how, given)
+    return search.question(tiny.model(), tiny.prompts(8), how, given)
 
 
 @pytest.mark.usefixtures("foretold")
@@ -224,13 +226,13 @@ def test_those_that_are_near_run_off_longer_and_a_turn_leaves_no_trace(profile, 
         ran.append([variant.settings.shape.depth for variant in variants])
         return of_fixture(variants, state, count, least_seconds)
 
-    of_fixture = choosing.take_turns
-    monkeypatch.setattr(choosing, "take_turns", turns)
-    monkeypatch.setattr(choosing, "NEAR", 0.99)
+    of_fixture = search.take_turns
+    monkeypatch.setattr(search, "take_turns", turns)
+    monkeypatch.setattr(search, "NEAR", 0.99)
     how = Auto(drafters("cheap"), profile, tree=TREE, trial_rounds=16)
     found = generate(how)
     assert ran[1:] == [[0, 1, 2, 4]] * 2  # the one finalist, then its chains, all of them near
-    monkeypatch.setattr(choosing, "NEAR", 0.0)
+    monkeypatch.setattr(search, "NEAR", 0.0)
     assert generate(how).choice.tree == found.choice.tree
     assert ran[3:] == [ran[0], [0, 1, 2, 4]]
     for row, wanted in zip(tiny.rows_of(found), tiny.expected(8), strict=True):
@@ -246,7 +248,7 @@ def test_a_busy_moment_of_the_machine_misleads_a_trial_little(profile):
 
     def foretold(*busy, seconds=5e-3):
         """Busy are plain steps, the first trial, plain steps, the second, plain steps."""
-        ways = choosing.Ways(question, Trial("", busy[0] * 2e-3, 1.0))
+        ways = search.Ways(question, Trial("", busy[0] * 2e-3, 1.0))
         for name, slow, after in zip(question.requests, busy[1::2], busy[2::2], strict=True):
             found = Trial(name, slow * seconds, 1.0, ((0.9,),), (1.9,), 1.9)
             ways.add(found, Trial("", after * 2e-3, 1.0))
@@ -266,9 +268,9 @@ def test_a_busy_moment_of_the_machine_misleads_a_trial_little(profile):
 
 def test_finalists_fit_beside_each_other(profile):
     def ways_and_finalists(memory):
-        costs.save_profile(profile, dataclasses.replace(HERE, memory=memory), {})
+        cost_model.save_profile(profile, dataclasses.replace(HERE, memory=memory), {})
         question = asked(Auto(drafters("cheap", "other"), profile, tree=TREE))
-        ways = choosing.Ways(question, Trial("", 1e-3, 1.0))
+        ways = search.Ways(question, Trial("", 1e-3, 1.0))
         best_first = [
             next(planner.predictions(question.sizes, ways._candidate(name), *question.where))
             for name in question.requests
@@ -283,7 +285,7 @@ def test_finalists_fit_beside_each_other(profile):
 
 
 def test_usual_drafters_that_options_do_not_allow_are_told_with_the_reason(profile, monkeypatch):
-    monkeypatch.setattr(choosing, "usual", lambda shortest: drafters("look-up", "cheap"))
+    monkeypatch.setattr(search, "usual", lambda shortest: drafters("look-up", "cheap"))
     branches = magicjax.TokenTree.from_parents((-1, 0, 1, 1))
     question = asked(Auto(profile=profile, tree=branches))
     assert [*question.requests] == ["self:streaming:12"]
@@ -294,7 +296,7 @@ def test_usual_drafters_that_options_do_not_allow_are_told_with_the_reason(profi
 
 def test_only_what_fits_the_prompts_is_tried_if_nothing_is_named():
     names = [
-        [candidates.name_of(drafter) for drafter in choosing.usual(shortest)]
+        [candidates.name_of(drafter) for drafter in search.usual(shortest)]
         for shortest in (10, 100, 5000)
     ]
     streams = ["self:streaming:64", "self:streaming:256", "self:streaming:1024"]
@@ -351,7 +353,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_bad_requests_are_refused_before_anything_runs(what, profile, monkeypatch):
-    monkeypatch.setattr(choosing, "behind_prompts", None)
+    monkeypatch.setattr(search, "behind_prompts", None)
     make, options, message = REFUSED[what]
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
         generate(make(profile), **options)
@@ -379,5 +381,5 @@ def test_without_a_profile_it_says_how_to_measure_one(tmp_path, monkeypatch):
         FileNotFoundError, match="magicjax calibrate --target YOUR_TARGET --out .*profile-.*json"
     ):
         generate("auto")
-    costs.save_profile(costs.default_profile(), HERE, {})
-    assert costs.this_device() == HERE
+    cost_model.save_profile(cost_model.default_profile(), HERE, {})
+    assert cost_model.this_device() == HERE

@@ -6,7 +6,7 @@ import pytest
 
 import magicjax
 import models
-from pallas_kernels import mosaic
+from pallas_kernels.mosaic_gpu import mosaic
 from tests.magicjax import tiny
 
 

@@ -7,7 +7,8 @@ import pytest
 
 import magicjax
 import models
-from magicjax import compilation, policies
+from magicjax import policies
+from magicjax.decoding import program_cache
 from tests.magicjax import tiny
 
 LIMIT = tiny.config().max_positions  # 512
@@ -381,10 +382,10 @@ REFUSED = {
 def test_bad_input_is_refused_before_anything_is_compiled(what, call):
     options, error, message = REFUSED[what]
     options = dict(target=tiny.model(), prompts=[[1, 2, 3]], max_new_tokens=4) | options
-    before = compilation.count()
+    before = program_cache.count()
     with pytest.raises(error, match=message):
         call(options.pop("target"), options.pop("prompts"), **options)
-    assert compilation.count() == before
+    assert program_cache.count() == before
 
 
 @pytest.mark.parametrize(
@@ -452,10 +453,10 @@ def test_bad_input_is_refused_before_anything_is_compiled(what, call):
     ],
 )
 def test_a_name_or_number_that_cannot_be_is_refused_at_once(make, message):
-    before = compilation.count()
+    before = program_cache.count()
     with pytest.raises(ValueError, match=message):
         make()
-    assert compilation.count() == before
+    assert program_cache.count() == before
 
 
 @pytest.mark.parametrize("path", ["./nothing", "/nothing/at/all", "some/model"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax import compilation
+from magicjax.decoding import program_cache
 from tests.magicjax import oracle, tiny
 
 COUNTED = (
@@ -107,7 +107,7 @@ def test_a_second_call_of_the_same_shapes_compiles_nothing():
     assert generate(tiny.prompts(8), "self", "chain4", max_new_tokens=limits).stats.compile_s == 0
     # Weights are no part of a program.
     other = tiny.model("near")
-    before = compilation.count()
+    before = program_cache.count()
     magicjax.generate(
         other,
         tiny.prompts(8),
@@ -116,7 +116,7 @@ def test_a_second_call_of_the_same_shapes_compiles_nothing():
         max_new_tokens=tiny.NEW,
         eos_token_id=tiny.NEVER,
     )
-    assert compilation.count() == before
+    assert program_cache.count() == before
 
 
 def test_another_tree_is_counted_as_compiled_but_not_the_targets_prefill():
@@ -128,7 +128,7 @@ def test_another_tree_is_counted_as_compiled_but_not_the_targets_prefill():
 @pytest.mark.slow
 def test_programs_that_are_no_longer_kept_are_freed(monkeypatch):
     """XLA crashes where a process holds too many: a long grid must be able to let them go."""
-    monkeypatch.setattr(compilation, "KEPT", 2)
+    monkeypatch.setattr(program_cache, "KEPT", 2)
     live = jax.devices()[0].client.live_executables
     for limit in (6, 7):
         generate(tiny.prompts(8), "self", "chain4", max_new_tokens=limit)

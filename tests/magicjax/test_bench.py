@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax import bench
+from magicjax.benchmarks import bench
 from tests.magicjax import tiny
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from magicjax import bench_peer
+from magicjax.benchmarks import hf_baseline
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def installed(monkeypatch):
 
 
 def ask(directory):
-    return bench_peer.ask(str(directory), "float32", 2, 16, "cpu")
+    return hf_baseline.ask(str(directory), "float32", 2, 16, "cpu")
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers"])
@@ -43,7 +43,7 @@ def test_the_answer_of_the_other_process_or_how_it_ended(result, found, director
     monkeypatch.setattr(subprocess, "run", call)
     assert ask(directory) == (found if isinstance(found, dict) else {"why": found})
     ((command, options),) = calls
-    assert command[:3] == [sys.executable, "-m", "magicjax.bench_peer"]
+    assert command[:3] == [sys.executable, "-m", "magicjax.benchmarks.hf_baseline"]
     assert options["env"]["JAX_PLATFORMS"] == "cpu"  # JAX there must leave the memory to torch
 
 
@@ -53,7 +53,7 @@ def test_one_that_takes_too_long_is_given_up(directory, monkeypatch):
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr(subprocess, "run", call)
-    assert ask(directory) == {"why": f"took longer than {bench_peer.SECONDS} s"}
+    assert ask(directory) == {"why": f"took longer than {hf_baseline.SECONDS} s"}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magicjax import cache as caches
-from magicjax import draft_cache
+from magicjax.kv_cache import full_cache, sparse_cache
 
 ROWS, HEADS, SLOTS, NODES, PATH = 3, 2, 40, 6, 4
 RINGS = ((2, 9), (1, 5), (4, 24))  # (P, C): small, as small as a path allows, hardly wrapping
@@ -22,7 +21,7 @@ def code(position, head=0, row=0, layer=0, value=0):
     return ((layer * 2 + value) * ROWS + row) * HEADS * 1000.0 + head * 1000 + position
 
 
-def full_cache(lengths) -> caches.KVCache:
+def positions_cache(lengths) -> full_cache.KVCache:
     """Returns two layers whose live slots hold their own position, and whose dead ones hold -1."""
     lengths = jnp.asarray(lengths, jnp.int32)
 
@@ -31,7 +30,7 @@ def full_cache(lengths) -> caches.KVCache:
         live = slot < np.asarray(lengths)[:, None, None]
         return jnp.asarray(np.where(live, code(slot, head, row, index, value), -1.0))[..., None]
 
-    return caches.KVCache(
+    return full_cache.KVCache(
         tuple(layer(i, 0) for i in range(2)), tuple(layer(i, 1) for i in range(2)), lengths
     )
 
@@ -58,7 +57,7 @@ def held(count: int, pinned, P: int, C: int) -> dict[int, int]:
     return dict(enumerate(pinned)) | ring
 
 
-def check_draft(draft: draft_cache.DraftCache, counts, P: int, C: int) -> None:
+def check_draft(draft: sparse_cache.DraftCache, counts, P: int, C: int) -> None:
     """Asserts that every live slot holds what it should, in both layers, keys and values."""
     assert draft.count.tolist() == list(counts)
     for layer in range(2):
@@ -75,7 +74,7 @@ def check_draft(draft: draft_cache.DraftCache, counts, P: int, C: int) -> None:
                         assert found[slot] == code(position, head, row, layer, value)
 
 
-gather_pins = jax.jit(draft_cache.gather, static_argnums=2)
+gather_pins = jax.jit(sparse_cache.gather, static_argnums=2)
 
 
 def gather(P, C, cache):
@@ -84,15 +83,15 @@ def gather(P, C, cache):
     return gather_pins(cache, (first, first), C - P)
 
 
-append = jax.jit(caches.append)
-append_ring = jax.jit(draft_cache.append_ring)
+append = jax.jit(full_cache.append)
+append_ring = jax.jit(sparse_cache.append_ring)
 lengths_of_rows = st.lists(st.integers(1, SLOTS - 1), min_size=ROWS, max_size=ROWS)
 
 
 @given(ring=st.sampled_from(RINGS), lengths=lengths_of_rows)
 def test_gathering_keeps_the_sinks_and_the_newest_or_all_that_fits(ring, lengths):
     P, C = ring
-    draft = gather(P, C, full_cache(lengths))
+    draft = gather(P, C, positions_cache(lengths))
     check_draft(draft, lengths, P, C)
     assert all(np.array_equal(np.asarray(p)[0, 0], np.arange(P)) for p in draft.pinned)
 
@@ -101,7 +100,7 @@ def test_gathering_keeps_the_sinks_and_the_newest_or_all_that_fits(ring, lengths
 def test_prompts_around_the_budget_are_gathered_right(edge):
     for P, C in RINGS:
         lengths = [C + edge] * ROWS
-        check_draft(gather(P, C, full_cache(lengths)), lengths, P, C)
+        check_draft(gather(P, C, positions_cache(lengths)), lengths, P, C)
 
 
 @given(st.data())
@@ -117,7 +116,7 @@ def test_gathering_keeps_whatever_positions_a_policy_pins(data):
                 st.lists(st.sampled_from(old), min_size=P, max_size=P, unique=True)
             )
         pins.append(jnp.asarray(chosen))
-    draft = gather_pins(full_cache(lengths), tuple(pins), C - P)
+    draft = gather_pins(positions_cache(lengths), tuple(pins), C - P)
     check_draft(draft, lengths, P, C)
     for layer, chosen in enumerate(pins):
         for row in range(ROWS):
@@ -147,7 +146,7 @@ def positions_of(counts, paths) -> np.ndarray:
 @given(ring=st.sampled_from(RINGS), lengths=lengths_of_rows, played=rounds())
 def test_every_commit_leaves_the_pins_and_the_newest_in_the_ring(ring, lengths, played):
     P, C = ring
-    draft, counts = gather(P, C, full_cache(lengths)), np.array(lengths)
+    draft, counts = gather(P, C, positions_cache(lengths)), np.array(lengths)
     for paths, kept in played:
         new = nodes_at(positions_of(counts, paths))
         draft = append_ring(draft, new, jnp.asarray(paths), jnp.asarray(kept))
@@ -157,7 +156,7 @@ def test_every_commit_leaves_the_pins_and_the_newest_in_the_ring(ring, lengths, 
 
 @given(lengths=st.lists(st.integers(1, 8), min_size=ROWS, max_size=ROWS), played=rounds())
 def test_the_targets_cache_holds_the_kept_nodes_in_order(lengths, played):
-    cache, counts = full_cache(lengths), np.array(lengths)
+    cache, counts = positions_cache(lengths), np.array(lengths)
     for paths, kept in played:
         new = nodes_at(positions_of(counts, paths))
         cache = append(cache, new, jnp.asarray(paths), jnp.asarray(kept))
@@ -173,7 +172,7 @@ def test_the_targets_cache_holds_the_kept_nodes_in_order(lengths, played):
 def test_a_commit_that_forgets_the_ring_would_be_seen():
     P, C = RINGS[0]
     lengths = [C + 3] * ROWS
-    draft = gather(P, C, full_cache(lengths))
+    draft = gather(P, C, positions_cache(lengths))
     new = nodes_at(positions_of(lengths, [[0, 1, 2, 3]] * ROWS))
     k = tuple(old.at[:, :, C - 1].set(n[:, 0]) for old, (n, _) in zip(draft.k, new))
     with pytest.raises(AssertionError):
@@ -181,4 +180,4 @@ def test_a_commit_that_forgets_the_ring_would_be_seen():
 
 
 def test_slots_of_positions_are_those_of_the_documented_example():
-    assert draft_cache.slot_of(jnp.arange(9), 2, 5).tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 2]
+    assert sparse_cache.slot_of(jnp.arange(9), 2, 5).tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 2]

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 import models
-from magicjax import calibrate, costs
-from magicjax.calibrate import Timed, foretold
-from magicjax.step_times import StepTimes
+from magicjax import cost_model
+from magicjax.benchmarks.step_times import StepTimes
+from magicjax.cli import calibrate
+from magicjax.cli.calibrate import Timed, foretold
 from tests.quick import quick
 
-SIZES = costs.sizes_of(models.preset("llama-68m"), "float32", "llama-68m")
-MEASURED = costs.Device("here", 2e10, 1e11, 1e10, None, dtype="float32", round_seconds=0.0)
+SIZES = cost_model.sizes_of(models.preset("llama-68m"), "float32", "llama-68m")
+MEASURED = cost_model.Device("here", 2e10, 1e11, 1e10, None, dtype="float32", round_seconds=0.0)
 # Shares that the search can name exactly.
 TRUE = dataclasses.replace(
     MEASURED,
@@ -64,8 +65,8 @@ def test_no_time_is_ever_fitted_as_negative():
 
 def test_a_round_is_fitted_as_its_drafts_and_its_pass():
     round_s = foretold(SIZES, Timed(2, 512, 4, 64, 1.0), TRUE)
-    cost = costs.round_cost(
-        SIZES, costs.Draft(SIZES, 64), costs.Machine(TRUE), 2, 512, nodes=4, depth=3
+    cost = cost_model.round_cost(
+        SIZES, cost_model.Draft(SIZES, 64), cost_model.Machine(TRUE), 2, 512, nodes=4, depth=3
     )
     assert round_s == pytest.approx(cost.total)
     plain = foretold(SIZES, Timed(2, 512, 1, None, 1.0), TRUE)
@@ -81,17 +82,17 @@ TIMES = {
     for batch in (1, 4)
     for context in (512, 1024)
 }
-SMALL = costs.sizes_of(models.preset("tinyllama-1.1b"), "float32", "tinyllama-1.1b")
+SMALL = cost_model.sizes_of(models.preset("tinyllama-1.1b"), "float32", "tinyllama-1.1b")
 DRAFTS = {
-    "self": costs.Draft(SIZES, 64),
-    "small": costs.Draft(SMALL),
-    "streaming": costs.Draft(SMALL, 256),
+    "self": cost_model.Draft(SIZES, 64),
+    "small": cost_model.Draft(SMALL),
+    "streaming": cost_model.Draft(SMALL, 256),
 }
 
 
 def test_what_was_timed_becomes_a_table_for_each_model():
     passes, own, small = calibrate.steps_of(SIZES, DRAFTS, TIMES)
-    assert (passes.model, passes.kind, passes.nodes) == (SIZES.key, costs.PASS, (1, 2, 4))
+    assert (passes.model, passes.kind, passes.nodes) == (SIZES.key, cost_model.PASS, (1, 2, 4))
     assert dict(zip(passes.grid, passes.seconds, strict=True))[4, 512, 2] == 4 * 512 * 2
     assert (own.model, own.slots, own.seconds) == (SIZES.key, (64,), (2.0, 8.0))
     # With a budget the context does not matter, and the contexts' median counts.
@@ -133,21 +134,23 @@ def test_a_profile_is_written_and_serves_a_plan_here(directory, tmp_path, run, o
     assert (code, err) == (0, "")
     assert "ms of a pass by nodes  1:" in said and "self:streaming:32:" in said
     assert f"written to {out}" in said
-    device = costs.load_profile(out)
+    device = cost_model.load_profile(out)
     passes, draft = device.measured
     assert (passes.nodes, draft.slots) == ((1, 2), (32,))
     # A plan for the very place that was timed foretells what was timed.
-    sizes = costs.sizes_of(models.load_config(directory), "float32", offload=offload)
+    sizes = cost_model.sizes_of(models.load_config(directory), "float32", offload=offload)
     assert passes.model == sizes.key and ("streamed" in sizes.key) == offload
-    cost = costs.round_cost(sizes, costs.Draft(sizes, 32), costs.Machine(device), 1, 64, 2, 1)
+    cost = cost_model.round_cost(
+        sizes, cost_model.Draft(sizes, 32), cost_model.Machine(device), 1, 64, 2, 1
+    )
     assert cost.target == pytest.approx(passes.seconds[0])
     assert cost.verify + cost.rest == pytest.approx(passes.seconds[1])
     if draft.seconds[0] > calibrate.SHORTEST:
         assert cost.draft == pytest.approx(draft.seconds[0])
     else:  # noise ate it, and bytes say how short it is
         assert "self:streaming:32: lost in noise" in said
-        constants = costs.Machine(dataclasses.replace(device, measured=()))
-        by_bytes = costs.draft_step(costs.Draft(sizes, 32), constants, 1, 64)
+        constants = cost_model.Machine(dataclasses.replace(device, measured=()))
+        by_bytes = cost_model.draft_step(cost_model.Draft(sizes, 32), constants, 1, 64)
         assert cost.draft == pytest.approx(sum(by_bytes.values()))
     assert ("constants for other models are not fitted" in said) == offload
     assert (device.bandwidth, device.matrix_rate, device.link) == (1e10, 1e11, None)

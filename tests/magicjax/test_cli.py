@@ -9,8 +9,9 @@ import sys
 import pytest
 
 import magicjax
-from magicjax import cli, costs
-from magicjax.drafters.written import make_drafter
+from magicjax import cost_model
+from magicjax.cli import main
+from magicjax.drafters.spec import make_drafter
 from tests.magicjax import tiny
 from tests.quick import quick
 
@@ -53,8 +54,8 @@ def test_a_small_model_and_a_prompt_from_a_file_give_the_same_text(directory, ru
 @pytest.mark.slow
 def test_auto_tells_what_it_tried_and_gives_the_same_text(directory, run, tmp_path):
     profile = tmp_path / "here.json"
-    device = costs.Device("here", 2e10, 1e11, 1e10, None, dtype="float32", round_seconds=0.0)
-    costs.save_profile(profile, device, {})
+    device = cost_model.Device("here", 2e10, 1e11, 1e10, None, dtype="float32", round_seconds=0.0)
+    cost_model.save_profile(profile, device, {})
     code, out, err = run(
         *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20),
         *("--drafter", "auto", "--candidate", "look-up", "--profile", profile),
@@ -169,8 +170,8 @@ def test_sparse_caches_give_the_same_text(what, directory, run):
 def test_several_drafters_share_one_tree_or_have_one_each():
     def made(*arguments):
         needed = ("generate", "--target", "t", "--prompt", "p")
-        found = cli._parser().parse_args([*needed, *arguments])
-        return cli._speculation(found, magicjax.load)
+        found = main._parser().parse_args([*needed, *arguments])
+        return main._speculation(found, magicjax.load)
 
     two = ("--drafter", "self:streaming:32", "--drafter", "look-up")
     members = (magicjax.SelfSpeculation("streaming", 32), magicjax.LookUp())
@@ -210,7 +211,7 @@ def test_a_character_of_several_tokens_is_printed_when_it_is_whole(capsys):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", Screen())
-        assert cli._print_stream(rounds(), Letters()) == "the output"
+        assert main._print_stream(rounds(), Letters()) == "the output"
     assert [text for text in shown if text] == ["n", "é", "!", "\n"]
 
 

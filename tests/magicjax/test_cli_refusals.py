@@ -5,8 +5,9 @@ import re
 import pytest
 
 import magicjax
-from magicjax import cli, compilation
-from magicjax.drafters.written import make_drafter
+from magicjax.cli import main
+from magicjax.decoding import program_cache
+from magicjax.drafters.spec import make_drafter
 
 REFUSED = {
     "no target": (["--prompt", "a"], "the following arguments are required: --target"),
@@ -254,13 +255,13 @@ def test_bad_arguments_end_with_exit_code_2_and_the_reason(
     paths = {"PARENT": directory.parent, "BYTES": tmp_path / "bytes.bin"}
     paths["BYTES"].write_bytes(b"ab\xff")
     monkeypatch.setattr(magicjax, "load", lambda *_: pytest.fail("weights were loaded"))
-    before = compilation.count()
+    before = program_cache.count()
     filled = (re.sub(r"^(small:)?DIR", rf"\g<1>{directory}", a) for a in arguments)
     code, out, err = run("generate", *(paths.get(a, a) for a in filled))
     assert (code, out) == (2, "")
     assert message in " ".join(err.split())
     assert "Traceback" not in err
-    assert compilation.count() == before
+    assert program_cache.count() == before
 
 
 @pytest.mark.parametrize("text", ["", "self:", "self:streaming:", "small", "small:", "look-up:a"])
@@ -278,9 +279,9 @@ def test_a_prompt_may_begin_with_dashes(directory, run):
 
 def test_arguments_of_generate_become_options_and_paths_stay():
     said = "top_k=-1 in ./top_k/max_new_tokens: pass do_sample=True, or leave max_new_tokens out"
-    assert cli.in_words_of_options("refresh_every=0: leave kv_dtype='int8' out") == (
+    assert main.in_words_of_options("refresh_every=0: leave kv_dtype='int8' out") == (
         "--refresh-every 0: leave --kv-dtype 'int8' out"
     )
-    assert cli.in_words_of_options(said) == (
+    assert main.in_words_of_options(said) == (
         "--top-k -1 in ./top_k/max_new_tokens: pass --do-sample, or leave --max-new-tokens out"
     )

@@ -10,11 +10,11 @@ import pytest
 
 import magicjax
 import models
-from magicjax import cache as caches
-from magicjax import compilation, decode, draft_cache
+from magicjax.decoding import loop, program_cache
+from magicjax.decoding.request import prepare
+from magicjax.decoding.runner import state_shapes
 from magicjax.drafters import self_speculation
-from magicjax.execution import state_shapes
-from magicjax.request import prepare
+from magicjax.kv_cache import full_cache, sparse_cache
 from tests.magicjax import tiny
 from tests.quick import quick
 
@@ -91,7 +91,7 @@ def request_of(name: str):
 
 
 def is_cache(x) -> bool:
-    return isinstance(x, caches.KVCache | draft_cache.DraftCache)
+    return isinstance(x, full_cache.KVCache | sparse_cache.DraftCache)
 
 
 def num_bytes(cache) -> int:
@@ -124,7 +124,7 @@ def decode_program(request, state):
     """Returns the compiled loop, made without the cache of programs: it may be a wrong one."""
 
     def loop(target, drafter, state):
-        return decode.decode(request.settings, target, drafter, state)
+        return loop.decode(request.settings, target, drafter, state)
 
     compiling = jax.jit(loop, donate_argnums=2).lower(request.target, request.drafter, state)
     return compiling.compile()
@@ -145,7 +145,7 @@ def test_the_loop_copies_no_cache_and_needs_little_memory_beside_them(name):
     request = request_of(name)
     state = state_shapes(request)
     arguments = request.target, request.drafter, state
-    program, _ = compilation.program("decode", request.settings, *arguments)
+    program, _ = program_cache.program("decode", request.settings, *arguments)
     sizes = sizes_of(request, state)
     assert len(set(sizes.values())) == len(sizes)
     moved = moved_caches(program, sizes)
@@ -165,8 +165,8 @@ def test_the_loop_copies_no_cache_and_needs_little_memory_beside_them(name):
 
 def test_a_commit_that_is_not_tied_to_its_reads_would_be_seen_as_a_copy(monkeypatch):
     """Without the dependence on the round's verdict, XLA writes first and copies the cache."""
-    monkeypatch.setattr(caches, "zero_after", lambda witness: 0)
-    monkeypatch.setattr(decode, "_cut", cut_without_looking)
+    monkeypatch.setattr(full_cache, "zero_after", lambda witness: 0)
+    monkeypatch.setattr(loop, "_cut", cut_without_looking)
     request = request_of("plain")
     state = state_shapes(request)
     assert "target" in moved_caches(decode_program(request, state), sizes_of(request, state))
@@ -193,7 +193,7 @@ def cut_without_looking(emitting, verdict, state):
 
 def test_prefill_holds_no_scores_of_the_whole_prompt():
     request = request_of("self_chain")
-    program, _ = compilation.program(
+    program, _ = program_cache.program(
         "prefill", request.prefill_settings, *request.prefill_arguments
     )
     rows, width = request.tokens.shape
@@ -223,7 +223,7 @@ def test_bytes_counted_beforehand_are_those_of_the_caches(name):
 def test_a_programs_arguments_are_the_weights_and_the_caches(name):
     request = request_of(name)
     arguments = request.target, request.drafter, state_shapes(request)
-    program, _ = compilation.program("decode", request.settings, *arguments)
+    program, _ = program_cache.program("decode", request.settings, *arguments)
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[:2]))
     counted = weights + sum(request.kv_bytes)
     found = program.memory_analysis().argument_size_in_bytes

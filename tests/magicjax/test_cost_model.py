@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 
 import models
-from magicjax import costs
-from magicjax.costs import Device, Draft, Machine, Part, round_cost
+from magicjax import cost_model
+from magicjax.cost_model import Device, Draft, Machine, Part, round_cost
 from tests.magicjax import tiny
 
 UNIT = Device(
@@ -26,28 +26,28 @@ UNIT = Device(
     layer_seconds=0.0,
     round_seconds=0.0,
 )
-LLAMA = costs.sizes_of(models.preset("llama-3.1-8b"), "bfloat16", "llama-3.1-8b")
-SMALL = costs.sizes_of(models.preset("llama-3.2-1b"), "bfloat16", "llama-3.2-1b")
+LLAMA = cost_model.sizes_of(models.preset("llama-3.1-8b"), "bfloat16", "llama-3.1-8b")
+SMALL = cost_model.sizes_of(models.preset("llama-3.2-1b"), "bfloat16", "llama-3.2-1b")
 
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "llama-3.2-1b", "qwen2.5-7b", "opt-125m"])
 def test_every_parameter_is_counted_once(name):
     config = models.preset(name)
-    s = costs.sizes_of(config)
+    s = cost_model.sizes_of(config)
     total = s.attention + s.mlp + s.unembedding + s.small + s.tables
     assert total == models.count_params(config)
 
 
 def test_a_config_alone_says_what_a_loaded_model_reads():
     model = tiny.model()
-    s = costs.sizes_of(model.config, "float32")
-    assert s.weight_bytes == costs.weight_bytes(model)
-    assert s.kv_bytes == costs.kv_bytes_per_token(model)
+    s = cost_model.sizes_of(model.config, "float32")
+    assert s.weight_bytes == cost_model.weight_bytes(model)
+    assert s.kv_bytes == cost_model.kv_bytes_per_token(model)
 
 
 def test_the_work_of_a_pass_is_what_one_counts_by_hand():
     """Llama-3.1-8B, 4 nodes of each of 2 rows against 100 slots, on 2 devices."""
-    parts = costs.pass_parts(LLAMA, Machine(UNIT, model=2), 2, 4, 100)
+    parts = cost_model.pass_parts(LLAMA, Machine(UNIT, model=2), 2, 4, 100)
     layers, width, heads, kv_heads, head, mlp, vocabulary = 32, 4096, 32, 8, 128, 14336, 128256
     attention = layers * 2 * width * (heads + kv_heads) * head
     norms = (2 * layers + 1) * width
@@ -67,15 +67,15 @@ def test_the_work_of_a_pass_is_what_one_counts_by_hand():
 
 
 def test_one_device_sends_nothing():
-    parts = costs.pass_parts(LLAMA, Machine(UNIT), 2, 4, 100)
+    parts = cost_model.pass_parts(LLAMA, Machine(UNIT), 2, 4, 100)
     assert not any(part.messages or part.sent for part in parts.values())
     alone = dataclasses.replace(UNIT, link=None)
-    assert costs.seconds(parts, alone) == costs.seconds(parts, UNIT)
+    assert cost_model.seconds(parts, alone) == cost_model.seconds(parts, UNIT)
 
 
 def test_a_part_takes_the_longer_of_its_bytes_and_its_flops_and_all_else_adds():
-    assert costs.seconds({"a": Part(bytes=3, flops=2)}, UNIT) == {"a": 3}
-    assert costs.seconds({"a": Part(bytes=2, flops=3)}, UNIT) == {"a": 3}
+    assert cost_model.seconds({"a": Part(bytes=3, flops=2)}, UNIT) == {"a": 3}
+    assert cost_model.seconds({"a": Part(bytes=2, flops=3)}, UNIT) == {"a": 3}
     device = dataclasses.replace(
         UNIT,
         link=4.0,
@@ -86,18 +86,18 @@ def test_a_part_takes_the_longer_of_its_bytes_and_its_flops_and_all_else_adds():
         layer_seconds=100.0,
     )
     part = Part(bytes=3, flops=1, messages=2, sent=4, layers=3)
-    assert costs.seconds({"a": part}, device) == {"a": 3 / 0.5 + 20 + 4 / 2 + 300}
+    assert cost_model.seconds({"a": part}, device) == {"a": 3 / 0.5 + 20 + 4 / 2 + 300}
 
 
 def test_a_round_is_its_drafts_its_verification_and_what_it_adds():
-    device = costs.find_device("h100")
+    device = cost_model.find_device("h100")
     machine, where = Machine(device, model=8), (16, 32000)
     cost = round_cost(LLAMA, Draft(SMALL, 512), machine, *where, 5, 4)
-    drafted = costs.draft_step(Draft(SMALL, 512), machine, *where)
+    drafted = cost_model.draft_step(Draft(SMALL, 512), machine, *where)
     assert cost.draft == sum(drafted.values())
-    parts = costs.pass_parts(LLAMA, machine, where[0], 5, where[1])
-    assert cost.verify == sum(costs.seconds(parts, device).values())
-    assert cost.target == sum(costs.plain_step(LLAMA, machine, *where).values())
+    parts = cost_model.pass_parts(LLAMA, machine, where[0], 5, where[1])
+    assert cost.verify == sum(cost_model.seconds(parts, device).values())
+    assert cost.target == sum(cost_model.plain_step(LLAMA, machine, *where).values())
     assert cost.total == 4 * cost.draft + cost.verify + device.round_seconds
     assert math.isclose(sum(cost.parts.values()), cost.total)
     assert cost.speed_up(3.0) == 3 * cost.target / cost.total
@@ -110,13 +110,13 @@ def test_a_quantized_draft_cache_is_read_with_its_scales():
 
 
 def test_a_look_up_takes_no_time_and_no_memory():
-    machine = Machine(costs.find_device("h100"))
+    machine = Machine(cost_model.find_device("h100"))
     assert round_cost(LLAMA, Draft(None), machine, 1, 1000, 5, 4).draft == 0
     assert Draft(None).memory(machine, 1, 1000, False) == 0
 
 
 def test_a_draft_whose_heads_do_not_divide_runs_on_fewer_devices():
-    twelve = costs.sizes_of(models.preset("llama-68m"))  # 12 KV heads
+    twelve = cost_model.sizes_of(models.preset("llama-68m"))  # 12 KV heads
     assert Draft(twelve).machine(Machine(UNIT, data=2, model=8)) == Machine(UNIT, 2, 4)
     in_groups = Machine(UNIT, model=16)  # 8 KV heads, each held by two
     assert Draft(LLAMA, 64).machine(in_groups) == Draft(SMALL).machine(in_groups) == in_groups
@@ -124,11 +124,12 @@ def test_a_draft_whose_heads_do_not_divide_runs_on_fewer_devices():
 
 def test_devices_beyond_the_kv_heads_hold_the_same_ones():
     eight, sixteen = (
-        costs.pass_parts(LLAMA, Machine(UNIT, model=g), 2, 1, 100)["attention"] for g in (8, 16)
+        cost_model.pass_parts(LLAMA, Machine(UNIT, model=g), 2, 1, 100)["attention"]
+        for g in (8, 16)
     )
     assert sixteen.bytes == eight.bytes and sixteen.flops == eight.flops / 2
     cache = [
-        costs.memory_bytes(LLAMA, Machine(UNIT, model=g), 3, n, 131072)
+        cost_model.memory_bytes(LLAMA, Machine(UNIT, model=g), 3, n, 131072)
         for g in (8, 16)
         for n in (0, 9)
     ]
@@ -139,17 +140,17 @@ def test_devices_beyond_the_kv_heads_hold_the_same_ones():
 def test_memory_is_weights_caches_and_what_a_draft_adds():
     machine = Machine(UNIT, model=2)
     weights = 2 * models.count_params(models.preset("llama-3.1-8b"))
-    both = costs.memory_bytes(LLAMA, machine, 3, 100, LLAMA.kv_bytes)
+    both = cost_model.memory_bytes(LLAMA, machine, 3, 100, LLAMA.kv_bytes)
     assert both == (weights + 3 * 100 * 131072) / 2
     assert Draft(LLAMA, 64).memory(machine, 3, 100, shared=True) == 3 * 64 * 131072 / 2
     assert Draft(LLAMA).memory(machine, 3, 100, shared=True) == 0  # the target's own cache
     own = Draft(SMALL).memory(machine, 3, 100, shared=False)
-    assert own == costs.memory_bytes(SMALL, machine, 3, 100, SMALL.kv_bytes)
+    assert own == cost_model.memory_bytes(SMALL, machine, 3, 100, SMALL.kv_bytes)
 
 
 @st.composite
 def places(draw):
-    device = costs.DEVICES[draw(st.sampled_from(sorted(costs.DEVICES)))]
+    device = cost_model.DEVICES[draw(st.sampled_from(sorted(cost_model.DEVICES)))]
     tile = draw(st.sampled_from([1, 4]))
     machine = Machine(
         dataclasses.replace(device, tile=tile),
@@ -173,7 +174,7 @@ def test_a_pass_never_gets_cheaper_with_more_rows_slots_or_nodes(place, more):
     assert total(batch, context + more, nodes) > base
     assert total(batch, context, nodes + more) > base
     drafted = [
-        sum(costs.draft_step(Draft(LLAMA, budget), machine, batch, context).values())
+        sum(cost_model.draft_step(Draft(LLAMA, budget), machine, batch, context).values())
         for budget in (more, more + 50)
     ]
     assert drafted[0] <= drafted[1] <= total(batch, context, 1)
@@ -201,22 +202,22 @@ def test_a_tile_makes_flops_jump():
 
 def test_a_profile_comes_back_as_it_was(tmp_path):
     path = tmp_path / "here.json"
-    costs.save_profile(path, UNIT, {"rows": []})
-    assert costs.load_profile(path) == UNIT
+    cost_model.save_profile(path, UNIT, {"rows": []})
+    assert cost_model.load_profile(path) == UNIT
     assert [p.name for p in tmp_path.iterdir()] == ["here.json"]
 
 
 @pytest.mark.parametrize("key", ["device", "jax", "magicjax"])
 def test_a_profile_of_elsewhere_is_refused_with_the_command_that_renews_it(tmp_path, key):
     path = tmp_path / "here.json"
-    costs.save_profile(path, UNIT, {})
+    cost_model.save_profile(path, UNIT, {})
     content = json.loads(path.read_text())
     content["surroundings"][key] = "another"
     path.write_text(json.dumps(content))
     with pytest.raises(
         ValueError, match=f"another.*magicjax calibrate --target YOUR_TARGET --out {path}"
     ):
-        costs.load_profile(path)
+        cost_model.load_profile(path)
 
 
 @pytest.mark.parametrize("text", ["{}", "no", '{"surroundings": {}, "device": {"a": 1}}'])
@@ -224,7 +225,7 @@ def test_what_is_no_profile_is_refused(tmp_path, text):
     path = tmp_path / "here.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="is no profile"):
-        costs.load_profile(path)
+        cost_model.load_profile(path)
 
 
 REFUSED = {
@@ -242,11 +243,11 @@ REFUSED = {
         lambda: dataclasses.replace(UNIT, round_seconds=-1.0),
         "round_seconds=-1.0 must not be negative",
     ),
-    "a device": (lambda: costs.find_device("H10"), "the nearest is 'h100'; all are a100"),
-    "no row": (lambda: costs.pass_parts(LLAMA, Machine(UNIT), 0, 1, 1), "batch=0"),
-    "no node": (lambda: costs.pass_parts(LLAMA, Machine(UNIT), 1, 0, 1), "nodes=0"),
+    "a device": (lambda: cost_model.find_device("H10"), "the nearest is 'h100'; all are a100"),
+    "no row": (lambda: cost_model.pass_parts(LLAMA, Machine(UNIT), 0, 1, 1), "batch=0"),
+    "no node": (lambda: cost_model.pass_parts(LLAMA, Machine(UNIT), 1, 0, 1), "nodes=0"),
     "heads": (
-        lambda: costs.pass_parts(LLAMA, Machine(UNIT, model=3), 1, 1, 1),
+        lambda: cost_model.pass_parts(LLAMA, Machine(UNIT, model=3), 1, 1, 1),
         "model=3 does not divide the 8 KV heads of llama-3.1-8b: use one of 1, 2, 4, 8, 16, 32",
     ),
     "no level": (lambda: round_cost(LLAMA, Draft(None), Machine(UNIT), 1, 1, 1, 0), "depth=0"),

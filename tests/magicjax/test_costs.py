@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from magicjax import costs
+from magicjax import cost_model
 from models import Llama, abstract_params
 from tests.magicjax import tiny
 
@@ -23,11 +23,11 @@ def test_bytes_of_a_step_are_those_of_the_weights_it_reads_and_of_live_keys_and_
         + 2 * c.hidden_size  # norms
     )
     weights = 4 * (c.num_layers * layer + c.hidden_size + c.vocab_size * c.hidden_size)
-    assert costs.weight_bytes(model) == weights  # the input embedding is looked up, not read
+    assert cost_model.weight_bytes(model) == weights  # the input embedding is looked up, not read
     kv = 4 * 2 * c.num_layers * c.num_kv_heads * c.head_dim
-    assert costs.kv_bytes_per_token(model) == kv
+    assert cost_model.kv_bytes_per_token(model) == kv
     # 3 new tokens after 10: the steps read 10, 11 and 12 tokens of each of 2 rows
-    assert costs.step_bytes(model, 2, 10, 3) == weights + 2 * 11 * kv
+    assert cost_model.step_bytes(model, 2, 10, 3) == weights + 2 * 11 * kv
 
 
 def test_a_tied_embedding_is_read_once_and_half_precision_halves_the_bytes():
@@ -40,6 +40,6 @@ def test_a_tied_embedding_is_read_once_and_half_precision_halves_the_bytes():
             nn.unbox(abstract_params(Llama(config, dtype))),
         )
         model = SimpleNamespace(params=params, blocks=None, config=config)
-        sizes.append((costs.weight_bytes(model), costs.kv_bytes_per_token(model)))
-    assert sizes[0][0] == costs.weight_bytes(untied)
+        sizes.append((cost_model.weight_bytes(model), cost_model.kv_bytes_per_token(model)))
+    assert sizes[0][0] == cost_model.weight_bytes(untied)
     assert sizes[0] == (2 * sizes[1][0], 2 * sizes[1][1])

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax.drafters.levels import draft_levels, top_tokens
-from magicjax.drafters.running import Source
+from magicjax.drafters.draft_pass import Source
+from magicjax.drafters.static_tree import draft_levels, top_tokens
 from tests.magicjax import oracle, tiny
 from tests.magicjax.test_loop_caches import positions_held, prompts_around_the_budget, rounds
 
@@ -133,6 +133,6 @@ def test_drafting_a_level_is_the_same_program_however_deep_the_chain():
 
 
 def _empty(target):
-    from magicjax import cache as caches
+    from magicjax.kv_cache import full_cache
 
-    return caches.empty(target.config.num_layers, 2, 2, 16, target.config.head_dim, jnp.float32)
+    return full_cache.empty(target.config.num_layers, 2, 2, 16, target.config.head_dim, jnp.float32)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax import sampling
+from magicjax.verification import sampling
 from tests.magicjax import oracle, tiny
 from tests.magicjax.test_loop_caches import rounds
 from tests.magicjax.test_merging import sequences

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from magicjax import ahead, estimate, fit
+from magicjax.aot import aot_compile, memory_estimate
+from magicjax.cli import fit
 from models import count_params, preset
 
 ARGUMENTS = ["fit", "--target", "llama-3.1-8b", "--drafter", "self:streaming:512", "--analytic"]
@@ -13,10 +14,10 @@ LOAD = ["--batch", "128", "--context", "32768", "--device", "h200", "--mesh", "m
 
 
 def test_bytes_are_those_of_the_model_and_its_caches():
-    load = ahead.Workload(
+    load = aot_compile.Workload(
         "llama-3.1-8b", "self:streaming:512", "chain:4", 128, 32768, "h200", model=8
     )
-    counted = estimate.count(load)
+    counted = memory_estimate.count(load)
     norms = (2 * 32 + 1) * 4096  # which every device has whole
     assert counted.weights == 2 * ((count_params(preset("llama-3.1-8b")) - norms) // 8 + norms)
     slots = 32768 + 64  # the tree's slack, rounded up
@@ -56,10 +57,10 @@ def test_no_context_is_longer_than_the_positions_of_the_target(run):
 
 @pytest.mark.slow
 def test_a_small_draft_reads_the_prompts_into_a_full_cache_first():
-    load = ahead.Workload(
+    load = aot_compile.Workload(
         "llama-3.1-8b", "small:llama-3.2-1b:streaming:512", "", 128, 32768, "h200", 2, 4
     )
-    counted = estimate.count(load)
+    counted = memory_estimate.count(load)
     full = 64 * (32768 + 64) * 2 * 16 * 8 * 64 * 2 // 4
     assert counted.draft_kv < full / 50 and counted.start > full
 

@@ -9,10 +9,16 @@ import pytest
 
 import magicjax
 import models
-from magicjax import execution
-from magicjax.known_text import KnownText, Rounds, accepted_ahead, look_up_counts, rounds_of
-from magicjax.request import prepare
-from magicjax.trial import behind_prompts, counted_again, run_trial
+from magicjax.autotune.known_text import (
+    KnownText,
+    Rounds,
+    accepted_ahead,
+    look_up_counts,
+    rounds_of,
+)
+from magicjax.autotune.trial import behind_prompts, counted_again, run_trial
+from magicjax.decoding import runner
+from magicjax.decoding.request import prepare
 from tests.magicjax import tiny
 
 NEW, DEPTH = 64, 4
@@ -36,8 +42,8 @@ def request_of(drafter, depth=DEPTH, eos=tiny.NEVER):
 def run(depth: int, eos: int | tuple[int, ...] = tiny.NEVER):
     """Returns (the text of all rows, how many tokens, rounds of each row by what they accepted)."""
     request = request_of(LOOK_UP, depth, eos)
-    state, *_ = execution.start(request)
-    state, *_ = execution.run(request, request.settings, state)
+    state, *_ = runner.start(request)
+    state, *_ = runner.run(request, request.settings, state)
     return np.array(state.output), np.array(state.emitted), np.array(state.histogram)
 
 
@@ -106,7 +112,7 @@ def test_of_a_part_of_the_text_only_rounds_are_counted_whose_end_is_known(count)
 def test_what_is_to_come_is_like_the_later_half_of_what_is_known(monkeypatch):
     """Chains of 1: a row accepts nothing, then everything; another knows nothing of itself."""
     rows = [np.array([0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1]), np.array([0])]
-    monkeypatch.setattr("magicjax.known_text.accepted_ahead", lambda *given: (rows, 0.0))
+    monkeypatch.setattr("magicjax.autotune.known_text.accepted_ahead", lambda *given: (rows, 0.0))
     text = KnownText([], np.array([101, 51]), [], [101, 51])
     # The first: 4 rounds of 1 and 4 of 2 tokens are known, 88 tokens are left, 2 a round.
     assert rounds_of(rows[0], 1, 101) == Rounds((0, 0, 0, 0, 1, 1, 1, 1), 8, 88)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax.drafters.look_up import LookUpState
+from magicjax.drafters.prompt_lookup import LookUpState
 from tests.magicjax.test_merging import sequences
 
 CAPACITY = 64

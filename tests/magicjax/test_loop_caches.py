@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax import compilation, prefill
-from magicjax.execution import start
-from magicjax.queries import Watch
-from magicjax.request import prepare
+from magicjax.decoding import program_cache
+from magicjax.decoding.request import prepare
+from magicjax.decoding.runner import start
+from magicjax.kv_cache import prefill
+from magicjax.kv_cache.attention_stats import Watch
 from tests.magicjax import tiny
 from tests.quick import quick
 
@@ -45,7 +46,7 @@ def rounds(kind, tree, prompts, dtype, **options):
         if seen.ended.all():
             return
         arguments = request.target, request.drafter, state
-        state = compilation.program("step", request.settings, *arguments)[0](*arguments)
+        state = program_cache.program("step", request.settings, *arguments)[0](*arguments)
 
 
 @functools.cache

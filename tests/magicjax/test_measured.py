@@ -7,22 +7,24 @@ import numpy as np
 import pytest
 
 import models
-from magicjax import costs
-from magicjax.costs import Draft, Machine, Steps
+from magicjax import cost_model
+from magicjax.cost_model import Draft, Machine, Steps
 
-SIZES = costs.sizes_of(models.preset("llama-68m"), "float32", "llama-68m")
-SMALL = costs.sizes_of(models.preset("tinyllama-1.1b"), "float32", "tinyllama-1.1b")
-HERE = costs.Device("here", 2e10, 1e11, 1e10, None, dtype="float32", round_seconds=1e-3)
+SIZES = cost_model.sizes_of(models.preset("llama-68m"), "float32", "llama-68m")
+SMALL = cost_model.sizes_of(models.preset("tinyllama-1.1b"), "float32", "tinyllama-1.1b")
+HERE = cost_model.Device("here", 2e10, 1e11, 1e10, None, dtype="float32", round_seconds=1e-3)
 RNG = np.random.default_rng(0)
 PASSES = Steps(
-    SIZES.key, costs.PASS, (1, 4), (512, 2048), (1, 2, 5), tuple(RNG.uniform(0.01, 0.1, 12))
+    SIZES.key, cost_model.PASS, (1, 4), (512, 2048), (1, 2, 5), tuple(RNG.uniform(0.01, 0.1, 12))
 )
-LEVELS = Steps(SIZES.key, costs.DRAFT, (1, 4), (64, 256), (1,), (1e-3, 2e-3, 3e-3, 5e-3))
+LEVELS = Steps(SIZES.key, cost_model.DRAFT, (1, 4), (64, 256), (1,), (1e-3, 2e-3, 3e-3, 5e-3))
 MACHINE = Machine(dataclasses.replace(HERE, measured=(PASSES, LEVELS)))
 
 
 def cost(batch, context, budget, nodes, machine=MACHINE, sizes=SIZES):
-    return costs.round_cost(sizes, Draft(sizes, budget), machine, batch, context, nodes, nodes - 1)
+    return cost_model.round_cost(
+        sizes, Draft(sizes, budget), machine, batch, context, nodes, nodes - 1
+    )
 
 
 def test_where_steps_were_timed_they_are_foretold_as_timed():
@@ -80,7 +82,7 @@ def test_a_quantized_draft_saves_the_share_of_its_bytes():
     """Only caches of the model's own dtype are timed."""
     whole, eight = (Draft(SIZES, 256, bits) for bits in (None, 8))
     timed, constants = (
-        [sum(costs.draft_step(draft, machine, 4, 2048).values()) for draft in (whole, eight)]
+        [sum(cost_model.draft_step(draft, machine, 4, 2048).values()) for draft in (whole, eight)]
         for machine in (MACHINE, Machine(HERE))
     )
     assert timed[0] == pytest.approx(5e-3)
@@ -94,8 +96,8 @@ def test_a_table_says_whether_a_place_was_timed():
 
 
 def test_a_profile_keeps_them(tmp_path):
-    costs.save_profile(tmp_path / "a" / "here.json", MACHINE.device, {})
-    assert costs.load_profile(tmp_path / "a" / "here.json") == MACHINE.device
+    cost_model.save_profile(tmp_path / "a" / "here.json", MACHINE.device, {})
+    assert cost_model.load_profile(tmp_path / "a" / "here.json") == MACHINE.device
 
 
 WRONG = {

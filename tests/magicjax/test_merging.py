@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magicjax.merging import merge
-from magicjax.proposal import ONE_HOT, Draws, Proposal
+from magicjax.trees.merge import merge
+from magicjax.trees.proposal import ONE_HOT, Draws, Proposal
 from tests.magicjax.test_tree import parent_lists
 
 SIZES, VOCAB, ROWS, DEPTH = (5, 7, 4), 2, 3, 6  # two tokens: prefixes are often shared

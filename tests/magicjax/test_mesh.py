@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 import magicjax
 import models
-from magicjax import placing
+from magicjax import placement
 from sharding import abstract_mesh, make_mesh
 from tests.magicjax import mesh_cases, tiny
 from tests.quick import quick
@@ -105,7 +105,7 @@ def refused(**changes):
     """Returns the error for a target of other sizes on 8 devices that are not here."""
     shape = tiny.config(**mesh_cases.SIZES | dict(num_kv_heads=4) | changes)
     with pytest.raises(ValueError) as error:
-        placing.split_of(shape, None, abstract_mesh(1, 8))
+        placement.split_of(shape, None, abstract_mesh(1, 8))
     return str(error.value)
 
 
@@ -130,13 +130,13 @@ def test_a_vocabulary_is_divided_as_tokens_are_drawn():
     shape = tiny.config(**mesh_cases.SIZES | dict(num_kv_heads=6, num_heads=6))
     with pytest.raises(ValueError, match="model=3 .*16 shares of the vocabulary of 96.*1, 2, 4, 8"):
         shape = dataclasses.replace(shape, vocab_size=96)
-        placing.split_of(shape, None, abstract_mesh(1, 3))
+        placement.split_of(shape, None, abstract_mesh(1, 3))
 
 
 def test_a_model_that_is_not_divided_may_have_any_vocabulary():
     shape = tiny.config(**mesh_cases.SIZES | dict(num_kv_heads=4, vocab_size=65))
-    assert placing.split_of(shape, None, abstract_mesh(8, 1)).shards == 1
-    assert placing.split_of(shape, 1, abstract_mesh(1, 8)).shards == 1
+    assert placement.split_of(shape, None, abstract_mesh(8, 1)).shards == 1
+    assert placement.split_of(shape, 1, abstract_mesh(1, 8)).shards == 1
 
 
 def test_kv_heads_are_held_in_groups_along_the_last_factors():
@@ -144,7 +144,7 @@ def test_kv_heads_are_held_in_groups_along_the_last_factors():
     with pytest.raises(
         ValueError, match="3 KV heads are no multiple of 6, and .* must be 1, 2 of them"
     ):
-        placing.split_of(shape, None, abstract_mesh(1, 6))
+        placement.split_of(shape, None, abstract_mesh(1, 6))
 
 
 def test_models_and_meshes_that_do_not_belong_together_are_refused(eight, tmp_path):
@@ -176,7 +176,7 @@ def test_a_mesh_has_at_least_one_device(sizes):
 
 def test_prompts_must_divide_over_the_groups():
     with pytest.raises(ValueError, match=r"3 prompts do not divide over data=4.*such as 4"):
-        placing.check(abstract_mesh(4, 1), mesh_cases.target(4), None, 3)
+        placement.check(abstract_mesh(4, 1), mesh_cases.target(4), None, 3)
 
 
 def test_a_target_is_divided_over_all_of_the_axis():

@@ -5,20 +5,21 @@ import dataclasses
 import pytest
 
 import models
-from magicjax import costs, estimate
-from magicjax.ahead import Workload
-from magicjax.costs import Device, Machine
+from magicjax import cost_model
+from magicjax.aot import memory_estimate
+from magicjax.aot.aot_compile import Workload
+from magicjax.cost_model import Device, Machine
 
 CONFIG = models.preset("opt-13b")
-RESIDENT = costs.sizes_of(CONFIG, "bfloat16", "opt-13b")
-STREAMED = costs.sizes_of(CONFIG, "bfloat16", "opt-13b", True)
-INT8 = costs.sizes_of(CONFIG, "bfloat16", "opt-13b", "int8")
-H200 = costs.find_device("h200")
+RESIDENT = cost_model.sizes_of(CONFIG, "bfloat16", "opt-13b")
+STREAMED = cost_model.sizes_of(CONFIG, "bfloat16", "opt-13b", True)
+INT8 = cost_model.sizes_of(CONFIG, "bfloat16", "opt-13b", "int8")
+H200 = cost_model.find_device("h200")
 BLOCKS = RESIDENT.attention + RESIDENT.mlp
 
 
-def seconds(sizes: costs.Sizes, device: Device, nodes: int = 1) -> dict[str, float]:
-    return costs.seconds(costs.pass_parts(sizes, Machine(device), 1, nodes, 128), device)
+def seconds(sizes: cost_model.Sizes, device: Device, nodes: int = 1) -> dict[str, float]:
+    return cost_model.seconds(cost_model.pass_parts(sizes, Machine(device), 1, nodes, 128), device)
 
 
 def test_a_pass_fetches_every_layer_once():
@@ -30,7 +31,7 @@ def test_a_pass_fetches_every_layer_once():
 def test_a_slow_link_is_all_that_counts_but_for_the_last_layer():
     found, resident = seconds(STREAMED, H200), seconds(RESIDENT, H200)
     fetching = STREAMED.streamed_bytes / H200.reached_host_link
-    computing = sum(resident[name] for name in costs.work.BLOCKS)
+    computing = sum(resident[name] for name in cost_model.work.BLOCKS)
     whole = sum(resident.values())
     assert fetching > 10 * computing
     # The first layer's fetch and the last layer's work have nothing beside them.
@@ -59,7 +60,7 @@ def test_int8_is_read_and_written_whole_before_it_is_multiplied():
 
 def test_trees_pay_more_and_larger_ones():
     """Sixteen nodes cost next to nothing beside the stream, also where they cost something else."""
-    l40 = costs.find_device("l40")
+    l40 = cost_model.find_device("l40")
 
     def nodes_for_a_tenth(sizes):
         plain = sum(seconds(sizes, l40).values())
@@ -71,14 +72,14 @@ def test_trees_pay_more_and_larger_ones():
 
 def test_memory_has_two_layers_in_place_of_all():
     machine = Machine(H200)
-    whole = costs.memory_bytes(RESIDENT, machine, 1, 128, RESIDENT.kv_bytes)
-    streamed = costs.memory_bytes(STREAMED, machine, 1, 128, STREAMED.kv_bytes)
+    whole = cost_model.memory_bytes(RESIDENT, machine, 1, 128, RESIDENT.kv_bytes)
+    streamed = cost_model.memory_bytes(STREAMED, machine, 1, 128, STREAMED.kv_bytes)
     assert whole - streamed == pytest.approx(2 * BLOCKS * (1 - 2 / 40))
 
 
 def test_bytes_from_shapes_are_those_of_the_model():
-    small = costs.sizes_of(models.preset("opt-125m"))
-    counted = estimate.count(Workload("opt-125m", "", "", 1, 1024, "h200", offload=True))
+    small = cost_model.sizes_of(models.preset("opt-125m"))
+    counted = memory_estimate.count(Workload("opt-125m", "", "", 1, 1024, "h200", offload=True))
     assert counted.host == pytest.approx(2 * (small.attention + small.mlp), rel=2e-3)  # and norms
     assert counted.streamed == 2 * counted.host // 12
 

@@ -12,9 +12,12 @@ import pytest
 
 import magicjax
 import models
-from magicjax import ahead, compilation, estimate, fit, offloading
-from magicjax.execution import state_shapes
-from magicjax.request import prepare
+from magicjax.aot import aot_compile, memory_estimate
+from magicjax.cli import fit
+from magicjax.decoding import program_cache
+from magicjax.decoding.request import prepare
+from magicjax.decoding.runner import state_shapes
+from magicjax.parallel import offloading
 from sharding import host
 from tests.eight_devices import Eight
 from tests.magicjax import tiny
@@ -187,7 +190,7 @@ def loop(target, drafter=None, tree=None):
         put=None,
     )
     state = state_shapes(request)
-    return compilation.program("decode", request.settings, target, request.drafter, state)[0]
+    return program_cache.program("decode", request.settings, target, request.drafter, state)[0]
 
 
 def streamed_bytes(compiled, **draft) -> int:
@@ -296,7 +299,7 @@ def test_options_of_the_compiler_are_set_for_programs_that_stream_and_told(caplo
     assert offloading.xla_options("gpu", arguments) == offloading.XLA_OPTIONS["gpu"]
     assert offloading.xla_options("gpu", (model(DEEP),)) == {}
     with caplog.at_level("INFO", "magicjax"):
-        found = compilation.options_of("gpu", arguments)
+        found = program_cache.options_of("gpu", arguments)
     assert found["xla_gpu_enable_latency_hiding_scheduler"] is True
     assert "xla_gpu_enable_latency_hiding_scheduler" in caplog.text
 
@@ -325,8 +328,10 @@ def test_a_row_that_is_no_number_changes_nothing_in_the_others():
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_fit_counts_the_streamed_layers_once(int8):
-    load = ahead.Workload("opt-125m", "", "", 4, 1024, "h100", offload="int8" if int8 else True)
-    counted = estimate.count(load)
+    load = aot_compile.Workload(
+        "opt-125m", "", "", 4, 1024, "h100", offload="int8" if int8 else True
+    )
+    counted = memory_estimate.count(load)
     of = {"temporary bytes": counted.streamed + 10**6, "argument bytes in host memory": 7}
     names = {"prefill": of, "start": of | {"temporary bytes": 0}, "decode": of}
     found = fit.summary(load, counted, names, 10**10)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax import phases
-from magicjax.phases import PHASES, Span
-from magicjax.profiling import Event
+from magicjax.benchmarks import profile_phases
+from magicjax.benchmarks.profile_ops import Event
+from magicjax.benchmarks.profile_phases import PHASES, Span
 from tests.magicjax import tiny
 
 PROGRAM = """HloModule jit_decode, is_scheduled=true
@@ -44,7 +44,7 @@ ENTRY %main (p: f32[2,4]) -> f32[2,4] {
 
 
 def test_a_program_says_which_phase_its_operations_are_of():
-    found, control = phases.phases_of_operations(PROGRAM)
+    found, control = profile_phases.phases_of_operations(PROGRAM)
     assert control == {"while.1", "while.2"}
     wanted = {
         "while.2": "draft",
@@ -62,12 +62,12 @@ def test_a_program_says_which_phase_its_operations_are_of():
 
 def test_what_only_a_phase_reads_is_of_that_phase():
     program = PROGRAM.replace("copy(%get-tuple-element.1)\n  %tuple.1", "copy(%k)\n  %tuple.1")
-    found, _ = phases.phases_of_operations(program)
+    found, _ = profile_phases.phases_of_operations(program)
     assert found["made_for_the_draft"] == "draft"  # through the tuple that the loop is given
 
 
 def test_without_a_drafter_nothing_is_drafted():
-    found, _ = phases.phases_of_operations(PROGRAM, drafting=False)
+    found, _ = profile_phases.phases_of_operations(PROGRAM, drafting=False)
     assert found["inside"] == "score" and "draft" not in found.values()
 
 
@@ -76,7 +76,7 @@ OF = {"draw": "draft", "dot": "score", "argmax": "verify", "loop": "draft"}
 
 def timeline(*events, control=("while", "loop")):
     ran = [Event(name, name, begin, end) for name, begin, end in events]
-    return phases.timeline(ran, OF, set(control))
+    return profile_phases.timeline(ran, OF, set(control))
 
 
 def seconds(spans):
@@ -123,7 +123,7 @@ def test_every_instant_counts_once_whatever_overlaps():
 
 def test_a_phase_is_one_slice_until_another_begins():
     spans = timeline(("draw", 0, 2), ("other", 2, 3), ("draw", 4, 6), ("dot", 6, 9))
-    assert phases.slices(spans) == [Span(0, 6, "draft"), Span(6, 9, "score")]
+    assert profile_phases.slices(spans) == [Span(0, 6, "draft"), Span(6, 9, "score")]
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def speculative(folder):
 
 def traced(folder=None, **options):
     options |= dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
-    return phases.trace(tiny.model(), tiny.prompts(3), folder, **options)
+    return profile_phases.trace(tiny.model(), tiny.prompts(3), folder, **options)
 
 
 def test_a_drafting_loop_has_time_in_every_phase_and_no_more_than_its_wall_time(speculative):
@@ -150,13 +150,13 @@ def test_a_drafting_loop_has_time_in_every_phase_and_no_more_than_its_wall_time(
 
 def test_the_phases_add_up_to_the_loops_wall_time(monkeypatch):
     taken = []
-    real = phases.execution.timed
+    real = profile_phases.execution.timed
 
     def timed(*arguments):
         taken.append(real(*arguments))
         return taken[-1]
 
-    monkeypatch.setattr(phases.execution, "timed", timed)
+    monkeypatch.setattr(profile_phases.execution, "timed", timed)
     plain = traced(rounds=4)
     assert plain.wall_s == pytest.approx(taken[-1][1]) and plain.rounds == 4
 

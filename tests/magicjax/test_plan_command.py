@@ -7,8 +7,9 @@ import re
 import pytest
 
 import models
-from magicjax import costs, plan_command
-from magicjax.tree import chain, expansion
+from magicjax import cost_model
+from magicjax.cli import plan
+from magicjax.trees.token_tree import chain, expansion
 
 WHERE = ("--target", "llama-3.1-8b", "--batch", 64, "--context", 32000)
 H100 = ("--device", "h100", "--mesh", "model=8")
@@ -44,7 +45,7 @@ def test_json_has_the_same_numbers_and_they_belong_together(run):
     gamma = int(best["tree"].removeprefix("chain:"))
     assert best["tokens_per_round"] == pytest.approx(sum(0.81**i for i in range(gamma + 1)))
     rest = best["round_ms"] - gamma * best["t_draft_ms"] - best["t_verify_ms"]
-    assert rest == pytest.approx(1e3 * costs.find_device("h100").round_seconds)
+    assert rest == pytest.approx(1e3 * cost_model.find_device("h100").round_seconds)
     speed_up = best["tokens_per_round"] * plain["t_target_ms"] / best["round_ms"]
     assert best["speed_up"] == pytest.approx(speed_up)
     assert best["tokens_per_s"] / plain["tokens_per_s"] == pytest.approx(speed_up)
@@ -89,8 +90,8 @@ def test_ranks_give_trees_that_generate_takes(run):
     small = ("--drafter", "small:llama-3.2-1b:streaming:512")
     found = planned(run, *WHERE, *H100, "--acceptance", "0.5,0.3,0.1", *small)
     assert found["best"]["tree"].startswith("parents:-1,0,0")
-    assert plan_command.written_tree(chain(3)) == "chain:3"
-    assert plan_command.written_tree(expansion((2, 1))) == "parents:-1,0,0,1,2"
+    assert plan.written_tree(chain(3)) == "chain:3"
+    assert plan.written_tree(expansion((2, 1))) == "parents:-1,0,0,1,2"
 
 
 def test_of_a_look_up_only_chains_are_planned(run):
@@ -114,7 +115,7 @@ def test_a_mesh_divides_rows_and_heads(run):
 
 def test_a_calibrated_device_is_taken_from_its_profile(run, tmp_path):
     path = tmp_path / "mine.json"
-    costs.save_profile(path, costs.find_device("h200"), {})
+    cost_model.save_profile(path, cost_model.find_device("h200"), {})
     mine = planned(run, *WHERE, "--device", path, "--mesh", "model=8", "--acceptance", 0.8)
     assert mine == planned(
         run, *WHERE, "--device", "h200", "--mesh", "model=8", "--acceptance", 0.8
@@ -122,11 +123,11 @@ def test_a_calibrated_device_is_taken_from_its_profile(run, tmp_path):
 
 
 def test_it_says_whether_times_were_measured_there(run, tmp_path):
-    sizes = costs.sizes_of(models.preset("llama-68m"), "bfloat16", "llama-68m")
-    passes = costs.Steps(sizes.key, costs.PASS, (1, 4), (1024,), (1, 2), (1e-3, 2e-3) * 2)
-    drafts = costs.Steps(sizes.key, costs.DRAFT, (1, 4), (64,), (1,), (1e-4, 1e-4))
-    device = dataclasses.replace(costs.find_device("h200"), measured=(passes, drafts))
-    costs.save_profile(tmp_path / "mine.json", device, {})
+    sizes = cost_model.sizes_of(models.preset("llama-68m"), "bfloat16", "llama-68m")
+    passes = cost_model.Steps(sizes.key, cost_model.PASS, (1, 4), (1024,), (1, 2), (1e-3, 2e-3) * 2)
+    drafts = cost_model.Steps(sizes.key, cost_model.DRAFT, (1, 4), (64,), (1,), (1e-4, 1e-4))
+    device = dataclasses.replace(cost_model.find_device("h200"), measured=(passes, drafts))
+    cost_model.save_profile(tmp_path / "mine.json", device, {})
 
     def times(batch):
         where = ("--target", "llama-68m", "--batch", batch, "--context", 1024)

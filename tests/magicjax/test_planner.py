@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 
 import models
-from magicjax import costs, planner
-from magicjax.costs import Draft, Machine, round_cost
+from magicjax import cost_model, planner
+from magicjax.cost_model import Draft, Machine, round_cost
 from magicjax.planner import Candidate, plan
-from magicjax.sequoia import expected_tokens, optimal
-from magicjax.tree import chain
+from magicjax.trees.sequoia import expected_tokens, optimal
+from magicjax.trees.token_tree import chain
 
-LLAMA = costs.sizes_of(models.preset("llama-3.1-8b"), "bfloat16", "llama-3.1-8b")
-SMALL = costs.sizes_of(models.preset("llama-3.2-1b"), "bfloat16", "llama-3.2-1b")
-H100 = Machine(costs.find_device("h100"), model=8)
+LLAMA = cost_model.sizes_of(models.preset("llama-3.1-8b"), "bfloat16", "llama-3.1-8b")
+SMALL = cost_model.sizes_of(models.preset("llama-3.2-1b"), "bfloat16", "llama-3.2-1b")
+H100 = Machine(cost_model.find_device("h100"), model=8)
 rates = st.floats(0.0, 1.0)
 
 
@@ -111,7 +111,7 @@ def test_tokens_a_second_and_latency_say_the_same_as_the_speed_up():
 
 
 def test_what_does_not_fit_is_left_out_or_refused():
-    small = Machine(costs.find_device("h100"), model=1)
+    small = Machine(cost_model.find_device("h100"), model=1)
     huge = Candidate("self:streaming:60000", Draft(LLAMA, 60_000), ((0.9,),))
     found = plan(LLAMA, [own(512, 0.5), huge], small, 10, 32_000)
     assert found.too_large == ("self:streaming:60000",)
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_left_out_or_refused():
     with pytest.raises(ValueError, match="at most 15 rows fit; use a smaller batch"):
         plan(LLAMA, [own(512, 0.5)], small, 16, 32_000)
     plan(LLAMA, [own(16, 0.5)], small, 15, 32_000)
-    a10 = Machine(costs.find_device("a10"), model=1)
+    a10 = Machine(cost_model.find_device("a10"), model=1)
     with pytest.raises(ValueError, match="not one row fits; use more devices"):
         plan(LLAMA, [own(512, 0.5)], a10, 1, 100_000)
 
@@ -142,7 +142,7 @@ def test_bad_questions_are_refused(arguments, message):
 
 
 def test_the_turn_lies_where_both_batches_gain_the_same():
-    machine = Machine(costs.find_device("a100"), model=8)
+    machine = Machine(cost_model.find_device("a100"), model=8)
     turn = planner.inflection(LLAMA, own(512, 1.0), machine, 3, (1, 256))
 
     def gain(context):

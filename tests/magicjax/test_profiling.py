@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from magicjax import profiling
-from magicjax.profiling import Event
+from magicjax.benchmarks import profile_ops
+from magicjax.benchmarks.profile_ops import Event
 
 PROGRAM = """HloModule jit_decode, is_scheduled=true
 
@@ -44,7 +44,7 @@ CLASSES = {
 
 
 def test_a_program_says_what_its_operations_are():
-    found = profiling.class_of_operations(PROGRAM)
+    found = profile_ops.class_of_operations(PROGRAM)
     assert {name: found[name] for name in CLASSES} == CLASSES
 
 
@@ -78,9 +78,9 @@ GPU = {
 
 
 def test_a_gpus_kernels_are_summed_by_class_with_the_gaps_between_them():
-    events = profiling.events_of(GPU, "jit_decode", on_cpu=False)
+    events = profile_ops.events_of(GPU, "jit_decode", on_cpu=False)
     assert events[0].kernel == "mosaic_gpu_kernel" and len(events) == 5
-    found = profiling.summarize(events, profiling.class_of_operations(PROGRAM))
+    found = profile_ops.summarize(events, profile_ops.class_of_operations(PROGRAM))
     microseconds = {name: round(1e6 * x) for name, x in found["seconds"].items()}
     assert microseconds == {
         "whole": 120,
@@ -97,41 +97,41 @@ def test_a_gpus_kernels_are_summed_by_class_with_the_gaps_between_them():
 
 def test_kernels_side_by_side_are_no_gap_and_are_not_busy_twice():
     events = [Event("a", "a", 0, 10), Event("b", "b", 2, 4), Event("c", "c", 12, 20)]
-    seconds = profiling.summarize(events, {})["seconds"]
+    seconds = profile_ops.summarize(events, {})["seconds"]
     assert seconds["busy"] == pytest.approx(18e-6) and seconds["idle"] == pytest.approx(2e-6)
     assert seconds["rest"] == pytest.approx(20e-6)
 
 
 def test_a_kernel_without_an_operation_is_known_by_its_name():
     names = ("mosaic_gpu_flash", "cutlass_80_gemm", "nvjet_hsh", "wrapped_add")
-    found = [profiling.class_of(Event("", name, 0, 1), {}) for name in names]
+    found = [profile_ops.class_of(Event("", name, 0, 1), {}) for name in names]
     assert found == ["attention", "matrix products", "matrix products", "rest"]
 
 
 def test_a_trace_of_another_program_is_refused():
     cpu = {"traceEvents": [meta(2, "/host:CPU"), ran(2, 1, 0, 5, "dot", hlo_op="dot")]}
-    assert len(profiling.events_of(cpu, "jit_decode", on_cpu=True)) == 1
+    assert len(profile_ops.events_of(cpu, "jit_decode", on_cpu=True)) == 1
     with pytest.raises(ValueError, match=r"no event of jit_other: it has \['jit_decode'\] on"):
-        profiling.events_of(cpu, "jit_other", on_cpu=True)
+        profile_ops.events_of(cpu, "jit_other", on_cpu=True)
     with pytest.raises(ValueError, match="the trace has no device, only .*CUPTI"):
-        profiling.events_of(cpu, "jit_decode", on_cpu=False)
+        profile_ops.events_of(cpu, "jit_decode", on_cpu=False)
 
 
 def test_a_folder_holds_one_trace(tmp_path):
     with pytest.raises(ValueError, match="holds 0 files"):
-        profiling.read_trace(str(tmp_path))
+        profile_ops.read_trace(str(tmp_path))
     folder = tmp_path / "plugins" / "profile"
     folder.mkdir(parents=True)
     with gzip.open(folder / "vm.trace.json.gz", "wt") as file:
         json.dump(GPU, file)
-    assert profiling.read_trace(str(tmp_path)) == GPU
+    assert profile_ops.read_trace(str(tmp_path)) == GPU
 
 
 def test_a_real_program_is_profiled():
     x = jnp.ones((256, 256))
     body = lambda i, x: jnp.tanh(x @ x)  # noqa: E731
     program = jax.jit(lambda x: jax.lax.fori_loop(0, 20, body, x)).lower(x).compile()
-    found = profiling.profile(program, lambda: program(x))
+    found = profile_ops.profile(program, lambda: program(x))
     assert found["seconds"]["matrix products"] > 0
     assert found["seconds"]["attention"] == 0
     assert 0 <= found["seconds"]["idle"] < found["seconds"]["whole"]
@@ -141,7 +141,7 @@ def test_the_command_prints_and_writes_both_loops(directory, tmp_path, capsys):
     out = tmp_path / "profile.json"
     shape = ["--batch", "2", "--context", "64", "--budget", "32", "--gamma", "2"]
     model = ["--target", str(directory), "--dtype", "float32", "--out", str(out)]
-    assert profiling.main([*model, *shape, "--new-tokens", "12", "--rate", "1.0"]) == 0
+    assert profile_ops.main([*model, *shape, "--new-tokens", "12", "--rate", "1.0"]) == 0
     plain, speculative = json.loads(out.read_text())["rows"]
     assert (plain["loop"], plain["rounds"]) == ("plain", 11)
     assert (speculative["loop"], speculative["rounds"]) == ("speculative", 4)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax import prefill
+from magicjax.kv_cache import prefill
 from tests.magicjax import test_loop_caches as loop
 from tests.magicjax import tiny
 

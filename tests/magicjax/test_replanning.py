@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax import execution
-from magicjax.auto import run_replanned
-from magicjax.replanning import FIRST_PAUSE, HYSTERESIS, Controller
-from magicjax.request import prepare
+from magicjax.autotune.auto import run_replanned
+from magicjax.autotune.depth_controller import FIRST_PAUSE, HYSTERESIS, Controller
+from magicjax.decoding import runner
+from magicjax.decoding.request import prepare
 from tests.magicjax import test_joint, tiny
 from tests.magicjax.test_loop_caches import fresh_prefill
 from tests.quick import quick
@@ -209,7 +209,7 @@ def request_of(kind: str, **options):
 
 def replanned(kind: str, rounds: int = 2, depths=DEPTHS, **options):
     request = request_of(kind, **options)
-    state = execution.start(request)[0]
+    state = runner.start(request)[0]
     controller = Cycle(depths)
     state, calls, _, _ = run_replanned(request, sorted({*depths}), controller, state, rounds)
     return request, state, calls, controller
@@ -251,7 +251,7 @@ def test_rows_that_end_early_want_nothing_more():
 def test_in_the_loop_depths_follow_what_the_first_call_accepted(kind, known, second):
     """Its time is not believed. Nothing of one drafter's is accepted, of the other's a little."""
     request = request_of(kind)
-    state = execution.start(request)[0]
+    state = runner.start(request)[0]
     controller = Controller({0: 1.0, 1: 1.3, 3: 1.9}, [0.9], 3, known)
     _, calls, _, _ = run_replanned(request, (0, 1, 3), controller, state, 4)
     assert [depth for depth, _ in calls][:2] == [3, second]
@@ -312,7 +312,7 @@ def texts_of(drafter) -> dict[tuple[int, ...], int]:
             seed=seed,
             eos_token_id=test_joint.EOS,
         )
-        state = execution.start(request)[0]
+        state = runner.start(request)[0]
         state, *_ = run_replanned(request, (0, 1, 2, 3), ByCount((2,)), state, 1)
         lengths = np.asarray(state.emitted)
         for row, length in zip(np.asarray(state.output).tolist(), lengths, strict=True):

@@ -11,8 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import magicjax
-from magicjax import sampling
-from magicjax.sampling import Purpose, Sampling, attempt, sample, uniforms, warp, without
+from magicjax.verification import sampling
+from magicjax.verification.sampling import (
+    Purpose,
+    Sampling,
+    attempt,
+    sample,
+    uniforms,
+    warp,
+    without,
+)
 from tests.magicjax import tiny
 from tests.magicjax.test_joint import warped
 from tests.quick import quick

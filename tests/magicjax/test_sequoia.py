@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax.sequoia import expected_tokens, optimal
-from magicjax.tree import MAX_NODES, TokenTree
+from magicjax.trees.sequoia import expected_tokens, optimal
+from magicjax.trees.token_tree import MAX_NODES, TokenTree
 
 SMALL = 7  # nodes up to which every tree is tried
 EXACT = 1e-12

@@ -7,7 +7,7 @@ import pytest
 
 import magicjax
 from magicjax.policies import POLICIES
-from pallas_kernels import attention, mass
+from pallas_kernels import attention, attention_mass
 from tests.magicjax import oracle, tiny
 from tests.quick import quick
 
@@ -137,7 +137,7 @@ def test_the_backend_that_was_asked_for_is_used_wherever_a_cache_is_read(
     def other(*arguments):
         pytest.fail("another backend was used")
 
-    monkeypatch.setitem(mass.MASS_BACKENDS, "xla", other)
+    monkeypatch.setitem(attention_mass.MASS_BACKENDS, "xla", other)
     monkeypatch.setitem(attention.BACKENDS, "xla", other)
     drafter = magicjax.SelfSpeculation("h2o", 48, refresh_every=2)
     output = run(drafter, TREES["chain3"], backend="reference")

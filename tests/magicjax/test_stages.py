@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 import models
-from magicjax import stages
+from magicjax.parallel import pipeline_stages
 from sharding import pipeline
 from tests.magicjax import mesh_cases, stage_cases
 from tests.quick import quick
@@ -116,11 +116,11 @@ def test_refusals(eight, checkpoint):
 )
 def test_layers_that_do_not_divide(layers, count, nearest):
     with pytest.raises(ValueError, match=f"stage={count} .* {layers} layers: use {nearest}$"):
-        stages.check(layers, count)
+        pipeline_stages.check(layers, count)
 
 
 def test_few_micro_batches_where_weights_are_read_and_many_where_caches_are():
-    assert stages.best_micro_batches(8, 2, weights=100, caches=1) == 1
-    assert stages.best_micro_batches(8, 2, weights=1, caches=100) == 8
+    assert pipeline_stages.best_micro_batches(8, 2, weights=100, caches=1) == 1
+    assert pipeline_stages.best_micro_batches(8, 2, weights=1, caches=100) == 8
     # (M + 3) (9 + 48 / M) is least at M = 4.
-    assert stages.best_micro_batches(8, 4, weights=9, caches=48) == 4
+    assert pipeline_stages.best_micro_batches(8, 4, weights=9, caches=48) == 4

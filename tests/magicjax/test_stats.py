@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from magicjax.stats import acceptance
+from magicjax.decoding.stats import acceptance
 
 
 def test_statistics_follow_from_the_histogram_and_the_lengths():

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from magicjax.to_come import drawn, slowest_rounds, slowest_tokens
+from magicjax.autotune.to_come import drawn, slowest_rounds, slowest_tokens
 
 
 def test_tokens_of_the_slowest_row_are_those_of_long_runs():

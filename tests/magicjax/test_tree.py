@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import magicjax
-from magicjax import tree as trees
+from magicjax.trees import token_tree
 from tests.magicjax import tiny
 
 NODES, WIDTH = 11, 4  # one shape, so that the traced functions compile once
@@ -45,11 +45,11 @@ def plain_children(parents, width) -> list[list[int]]:
 
 
 FUNCTIONS = {
-    "ancestor_mask": (trees.ancestor_mask, plain_ancestors),
-    "depths": (trees.depths, lambda parents: plain_ancestors(parents).sum(1) - 1),
-    "padding": (trees.padding, lambda p: [n > 0 and up < 0 for n, up in enumerate(p)]),
+    "ancestor_mask": (token_tree.ancestor_mask, plain_ancestors),
+    "depths": (token_tree.depths, lambda parents: plain_ancestors(parents).sum(1) - 1),
+    "padding": (token_tree.padding, lambda p: [n > 0 and up < 0 for n, up in enumerate(p)]),
     "children": (
-        functools.partial(trees.children, width=WIDTH),
+        functools.partial(token_tree.children, width=WIDTH),
         functools.partial(plain_children, width=WIDTH),
     ),
 }

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax import execution
-from magicjax.request import prepare
-from magicjax.tree import ROOT_ONLY
-from magicjax.trial import behind_prompts, run_trial
+from magicjax.autotune.trial import behind_prompts, run_trial
+from magicjax.decoding import runner
+from magicjax.decoding.request import prepare
+from magicjax.trees.token_tree import ROOT_ONLY
 from tests.magicjax import tiny
 
 TREE = tiny.TREES["chain4"]
@@ -37,8 +37,8 @@ def test_trials_of_several_drafters_leave_the_cache_as_the_prompts_made_it():
     np.testing.assert_array_equal(behind.cache.lengths, before.lengths)
     # Each is what the same rounds behind a prefill of its own give.
     for request, trial in zip(requests, found, strict=True):
-        state, *_ = execution.start(request)
-        state, *_ = execution.run(request, request.settings, state, 5)
+        state, *_ = runner.start(request)
+        state, *_ = runner.run(request, request.settings, state, 5)
         counted = np.asarray(state.histogram).sum(0)
         reached = counted[::-1].cumsum()[::-1]
         assert trial.rounds == np.asarray(state.histogram).sum(1).mean()
@@ -79,7 +79,7 @@ def test_a_trial_draws_other_numbers_than_the_run():
     request = request_of(drafter, do_sample=True, seed=3, verifier="naive")
     behind, _, _ = behind_prompts(request, [drafter])
     states = []
-    run = execution.run
+    run = runner.run
 
     def kept(*given):
         found = run(*given)
@@ -87,10 +87,10 @@ def test_a_trial_draws_other_numbers_than_the_run():
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(execution, "run", kept)
+        patch.setattr(runner, "run", kept)
         run_trial(request, "it", behind, 50)
     state, _ = behind.state(request)
-    state, *_ = execution.run(request, request.settings, state)
+    state, *_ = runner.run(request, request.settings, state)
     of_run = np.asarray(state.output)[:, : tiny.NEW]
     given = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER, do_sample=True, seed=3)
     plain = magicjax.generate(tiny.model(), tiny.prompts(8), **given)

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magicjax import tree as trees
-from magicjax import verify
+from magicjax.trees import token_tree
+from magicjax.verification import verify
 from tests.magicjax.test_tree import parent_lists, plain_ancestors
 
 NODES, VOCAB, ROWS = 9, 4, 3  # so few tokens that siblings often carry the same one
@@ -52,7 +52,7 @@ def test_trees_of_each_row_are_walked_as_by_hand_and_padding_never_taken(rows, s
     # Any tree of 9 nodes: at most 8 deep and 8 wide.
     verdict = static(logits, tokens, jnp.asarray(rows, jnp.int32), NODES - 1)
     check(verdict, logits, tokens, rows)
-    padding = np.asarray(trees.padding(np.array(rows)))
+    padding = np.asarray(token_tree.padding(np.array(rows)))
     assert not np.take_along_axis(padding, np.asarray(verdict.path), 1).any()
 
 
@@ -82,7 +82,7 @@ def test_of_siblings_with_the_same_token_the_first_one_is_taken():
 
 def test_a_tree_of_a_root_only_gives_the_targets_token():
     verdict = verify.greedy(
-        logits_that_choose([3]), jnp.array([[1]]), trees.ROOT_ONLY.array, depth=0
+        logits_that_choose([3]), jnp.array([[1]]), token_tree.ROOT_ONLY.array, depth=0
     )
     assert verdict.path.tolist() == [[0]]
     assert (int(verdict.accepted[0]), int(verdict.bonus[0])) == (0, 3)

@@ -9,11 +9,11 @@ import pytest
 
 import magicjax
 import models
-from magicjax.drafters import windowed
-from magicjax.drafters.levels import draft_levels
-from magicjax.drafters.running import Source
-from magicjax.execution import start
-from magicjax.request import prepare
+from magicjax.decoding.request import prepare
+from magicjax.decoding.runner import start
+from magicjax.drafters import sink_rotation
+from magicjax.drafters.draft_pass import Source
+from magicjax.drafters.static_tree import draft_levels
 from tests.magicjax import oracle, tiny
 
 SINKS, RING, SHORT = 3, 9, 40
@@ -47,7 +47,7 @@ def prefilled(text):
     tokens[0, : len(text)] = text
     settings = types.SimpleNamespace(chunk=16, backend=None)
     length = jnp.array([len(text)])
-    return windowed.prefill_window(draft(), jnp.asarray(tokens), length, settings, SINKS, RING)
+    return sink_rotation.prefill_window(draft(), jnp.asarray(tokens), length, settings, SINKS, RING)
 
 
 def scores(cache, length: int) -> np.ndarray:
@@ -75,7 +75,7 @@ def test_a_draft_in_a_long_text_sees_what_it_would_see_without_the_middle():
 
 
 def test_sinks_that_stay_where_they_were_would_be_seen(monkeypatch):
-    monkeypatch.setattr(windowed, "settle", lambda model, cache, raw, before: (cache, raw))
+    monkeypatch.setattr(sink_rotation, "settle", lambda model, cache, raw, before: (cache, raw))
     with pytest.raises(AssertionError):
         test_a_draft_in_a_long_text_sees_what_it_would_see_without_the_middle()
 
@@ -102,10 +102,10 @@ def test_a_draft_of_short_context_is_exact_in_long_texts(tree):
 
 
 def test_chunks_of_a_windowed_prefill_fit_ring_and_positions():
-    assert windowed.chunk_of(ring=9, room=100) == 8
-    assert windowed.chunk_of(ring=240, room=100) == 64
-    assert windowed.chunk_of(ring=240, room=4) == 4
-    assert windowed.chunk_of(ring=4000, room=9000) == windowed.LARGEST_CHUNK
+    assert sink_rotation.chunk_of(ring=9, room=100) == 8
+    assert sink_rotation.chunk_of(ring=240, room=100) == 64
+    assert sink_rotation.chunk_of(ring=240, room=4) == 4
+    assert sink_rotation.chunk_of(ring=4000, room=9000) == sink_rotation.LARGEST_CHUNK
 
 
 def test_what_a_draft_sees_does_not_depend_on_the_rows_beside_it():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import EMPTY_LSE, tree_attention
-from pallas_kernels.shapes import Shape, random_inputs
+from pallas_kernels.benchmarks.shapes import Shape, random_inputs
 from pallas_kernels.xla import BLOCK
 
 MASKS = ("chain", "expansion", "random")

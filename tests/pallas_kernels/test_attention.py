@@ -15,7 +15,7 @@ from pallas_kernels import (
     quantize,
     tree_attention,
 )
-from pallas_kernels.shapes import SHAPES, Shape
+from pallas_kernels.benchmarks.shapes import SHAPES, Shape
 from pallas_kernels.xla import BLOCK, LARGE
 from tests.pallas_kernels.attention_cases import (
     MASKS,

@@ -6,14 +6,14 @@ import types
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import bench, shapes
-from pallas_kernels.bandwidth import (
+from pallas_kernels.benchmarks import bench, shapes
+from pallas_kernels.benchmarks.bandwidth import (
     copy_bandwidth,
     copy_bandwidths,
     read_bandwidth,
     read_bandwidths,
 )
-from pallas_kernels.timing import fastest_seconds
+from pallas_kernels.benchmarks.timing import fastest_seconds
 
 TINY = "--batch 1 --context 64 --kv-heads 1 --head-dim 8 --layers 1 --rounds 1".split()
 

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import check
-from pallas_kernels.shapes import FULL_HEADS, FULL_SIZES, Shape
+from pallas_kernels.benchmarks import validate
+from pallas_kernels.benchmarks.shapes import FULL_HEADS, FULL_SIZES, Shape
 
-CASE = check.Case(Shape(4, 3, 3, 2, 2, 64, 96), "bfloat16")
+CASE = validate.Case(Shape(4, 3, 3, 2, 2, 64, 96), "bfloat16")
 LENGTHS = np.array([96, 0, 1, 64], np.int32)
 
 
 def test_full_sizes_in_both_dtypes_and_a_quantized_one():
-    full = check.cases(small=False)
+    full = validate.cases(small=False)
     sizes = {(case.shape.batch, case.shape.slots) for case in full}
     assert sizes == set(FULL_SIZES) and {case.dtype for case in full} == {"bfloat16", "float16"}
     assert all(case.shape.nodes == 16 and case.shape.head_dim == FULL_HEADS[2] for case in full)
@@ -24,16 +24,16 @@ def test_full_sizes_in_both_dtypes_and_a_quantized_one():
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
 def test_every_batch_meets_every_awkward_length(batch):
-    sets = list(check.lengths_of(Shape(batch, 1, 1, 1, 1, 64, 300)))
+    sets = list(validate.lengths_of(Shape(batch, 1, 1, 1, 1, 64, 300)))
     assert all(len(lengths) == batch for lengths in sets)
     assert {300, 0, 1, 63, 64, 65, 151, 299} == set(np.concatenate(sets).tolist())
 
 
 @pytest.mark.parametrize("bits", [0, 8])
 def test_what_is_right_passes(bits):
-    case = check.Case(CASE.shape, CASE.dtype, bits)
-    found = check.errors(case, "xla", LENGTHS)
-    assert check.passed(case, found), found
+    case = validate.Case(CASE.shape, CASE.dtype, bits)
+    found = validate.errors(case, "xla", LENGTHS)
+    assert validate.passed(case, found), found
     assert 0 < found["error"] and found["bytes filled with NaN"] > 0
 
 
@@ -57,7 +57,7 @@ WRONG = {
     ),
     "a log-sum-exp in powers of two": (lambda i, out, lse: (out, lse * 1.44), "lse error"),
 }
-right = check.tree_attention
+right = validate.tree_attention
 
 
 @pytest.mark.parametrize("kind", WRONG)
@@ -69,11 +69,11 @@ def test_what_is_wrong_does_not(kind, monkeypatch):
         result = right(**inputs, **options, backend=backend)
         return result if backend == "reference" else change(inputs, *result)
 
-    monkeypatch.setattr(check, "tree_attention", wrong)
-    check._row.clear_cache()
-    found = check.errors(CASE, "xla", LENGTHS)
-    assert not check.passed(CASE, found)
-    good = check.errors(CASE, "reference", LENGTHS)
+    monkeypatch.setattr(validate, "tree_attention", wrong)
+    validate._row.clear_cache()
+    found = validate.errors(CASE, "xla", LENGTHS)
+    assert not validate.passed(CASE, found)
+    good = validate.errors(CASE, "reference", LENGTHS)
     assert not found[told_by] <= 10 * good[told_by]
 
 
@@ -88,24 +88,24 @@ def test_bits_that_move_between_calls_are_a_fault(monkeypatch):
         noise = jax.pure_callback(lambda: np.float32(1e-7 * next(calls)), place)
         return out, lse + noise
 
-    monkeypatch.setattr(check, "tree_attention", moving)
-    found = check.errors(CASE, "xla", LENGTHS)
-    assert found["moved"] and not check.passed(CASE, found)
+    monkeypatch.setattr(validate, "tree_attention", moving)
+    found = validate.errors(CASE, "xla", LENGTHS)
+    assert found["moved"] and not validate.passed(CASE, found)
 
 
 def test_the_command_writes_what_it_found_and_ends_with_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(check, "cases", lambda small: [CASE])
+    monkeypatch.setattr(validate, "cases", lambda small: [CASE])
     path = tmp_path / "check.json"
-    assert check.main(["--backend", "xla", "--small", "--out", str(path)]) == 0
+    assert validate.main(["--backend", "xla", "--small", "--out", str(path)]) == 0
     result = json.loads(path.read_text())
     assert result["passed"] and all(row["passed"] for row in result["rows"])
     assert capsys.readouterr().out.count("pass  ") == len(result["rows"]) == 2
-    monkeypatch.setattr(check, "TOLERANCE", {"bfloat16": 0.0})
-    assert check.main(["--backend", "xla", "--out", str(path)]) == 1
+    monkeypatch.setattr(validate, "TOLERANCE", {"bfloat16": 0.0})
+    assert validate.main(["--backend", "xla", "--out", str(path)]) == 1
     assert not json.loads(path.read_text())["passed"]
 
 
 def test_a_backend_that_does_not_serve_this_device_ends_with_a_message(capsys):
     with pytest.raises(SystemExit):
-        check.main(["--backend", "mosaic"])
+        validate.main(["--backend", "mosaic"])
     assert "runs on NVIDIA Hopper GPUs" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 from jax import export, lax
 
 from pallas_kernels import prefix_mass, quantize, tree_attention
-from pallas_kernels.shapes import Shape
+from pallas_kernels.benchmarks.shapes import Shape
 from pallas_kernels.xla import BLOCK, LARGE
 from tests.pallas_kernels.attention_cases import compiled, make_inputs
 

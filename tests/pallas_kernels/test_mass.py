@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import BACKENDS, EMPTY_LSE, prefix_mass, quantize, xla
-from pallas_kernels.mass import MASS_BACKENDS
-from pallas_kernels.shapes import Shape, random_inputs
+from pallas_kernels.attention_mass import MASS_BACKENDS
+from pallas_kernels.benchmarks.shapes import Shape, random_inputs
 from pallas_kernels.xla import BLOCK, FEW_ROWS, LARGE
 from tests.pallas_kernels import attention_cases
 from tests.pallas_kernels.attention_cases import relative_error

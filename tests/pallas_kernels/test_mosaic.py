@@ -14,20 +14,12 @@ import pytest
 from jax import export, lax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels import (
-    Quantized,
-    choose_backend,
-    dequantize,
-    hopper,
-    hopper_config,
-    mosaic,
-    quantize,
-    tree_attention,
-)
-from pallas_kernels.check import LSE_TOLERANCE, TOLERANCE
-from pallas_kernels.hopper_config import Config
-from pallas_kernels.partials import MASKED
-from pallas_kernels.shapes import HOPPER_GRID, HOPPER_SHAPES, Shape
+from pallas_kernels import Quantized, choose_backend, dequantize, quantize, tree_attention
+from pallas_kernels.benchmarks.shapes import HOPPER_GRID, HOPPER_SHAPES, Shape
+from pallas_kernels.benchmarks.validate import LSE_TOLERANCE, TOLERANCE
+from pallas_kernels.lse_merge import MASKED
+from pallas_kernels.mosaic_gpu import hopper, hopper_config, mosaic
+from pallas_kernels.mosaic_gpu.hopper_config import Config
 from tests.pallas_kernels.attention_cases import (
     MASKS,
     compiled,

@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 
 from pallas_kernels import Quantized, dequantize, quantize, tree_attention
+from pallas_kernels.benchmarks.shapes import Shape
 from pallas_kernels.quantized import LARGEST
-from pallas_kernels.shapes import Shape
 from pallas_kernels.xla import BLOCK
 from tests.pallas_kernels.attention_cases import compiled, make_inputs, relative_error
 

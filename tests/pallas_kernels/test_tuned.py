@@ -7,10 +7,11 @@ import types
 import jax
 import pytest
 
-from pallas_kernels import hopper_config, tune, tuned
-from pallas_kernels.hopper_config import Config, candidates, config_by_rule
-from pallas_kernels.shapes import PRESETS, bench_shape
-from pallas_kernels.tuned import Key, nearest
+from pallas_kernels.benchmarks import tune
+from pallas_kernels.benchmarks.shapes import PRESETS, bench_shape
+from pallas_kernels.mosaic_gpu import hopper_config, tuned
+from pallas_kernels.mosaic_gpu.hopper_config import Config, candidates, config_by_rule
+from pallas_kernels.mosaic_gpu.tuned import Key, nearest
 
 DEVICE = "NVIDIA H200"
 KEY = Key(heads=128, rows=20, slots=32768, head_dim=128)

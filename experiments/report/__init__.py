@@ -1,0 +1,1 @@
+"""Tables, figures and the self-contained report page of a folder of results."""

@@ -1,0 +1,10 @@
+"""`python -m experiments.report FOLDER` makes the report page of a folder of results."""
+
+import sys
+
+import tyro
+
+from experiments.report import page
+
+if __name__ == "__main__":
+    sys.exit(tyro.cli(page.main, description=page.__doc__))

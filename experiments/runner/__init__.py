@@ -1,0 +1,1 @@
+"""Runs the cells of a grid: launchers, worker processes, measurement and provenance."""

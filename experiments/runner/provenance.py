@@ -1,0 +1,75 @@
+"""What a result depends on beside its settings, and where it was made."""
+
+import datetime
+import functools
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+import sys
+from typing import Any
+
+import jax
+
+from experiments import prompts
+from experiments.schema.grid import Cell, fingerprint
+from magicjax import cost_model
+
+
+def of(cell: Cell) -> dict[str, str]:
+    """Returns what makes another result of the same settings, the machine aside."""
+    return {
+        "jax": jax.__version__,
+        "python": ".".join(map(str, sys.version_info[:2])),
+        "target": _of_model(cell.target),
+        "model": " ".join(_of_model(model) for model in cell.models),
+        "policy": cell.cache.source,
+        "prompts": _of_prompts(cell.prompts, cell.prompt_path),
+        "code": code(),
+    }
+
+
+def environment(cell: Cell) -> dict[str, Any]:
+    """Returns what a cell's `env.json` says."""
+    devices = jax.devices()
+    return {
+        "made_by": of(cell),
+        "device": device_name(),
+        "devices": len(devices),
+        "processor": cost_model.device_kind(),
+        "system": platform.platform(),
+        "versions": {name: _version(name) for name in ("magicjax", "jax", "jaxlib", "flax")},
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def device_name() -> str:
+    """Returns what the measurements ran on, as the tables name it."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return f"cpu, {os.cpu_count()} cores"
+    return device.device_kind
+
+
+_of_prompts = functools.cache(prompts.fingerprint)
+_of_model = functools.cache(fingerprint)
+
+
+@functools.cache
+def code() -> str:
+    """Returns a hash of the source: what other code took is no result of this one."""
+    root = pathlib.Path(__file__).resolve().parents[2]
+    digest = hashlib.sha256()
+    for package in ("magicjax", "models", "pallas_kernels", "sharding", "experiments"):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,1 @@
+"""What an experiment's config may say, and the layout of its results."""

@@ -1,0 +1,1 @@
+"""Measurements that are run once for a table; nothing else imports them."""

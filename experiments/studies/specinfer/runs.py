@@ -1,0 +1,205 @@
+"""Runs a cell on every request, one at a time, so that each has its own tokens per step.
+
+A finished cell lies on disk under a key of its settings, prompts, weights and code; a run that was
+killed goes on behind it.
+"""
+
+import dataclasses
+import hashlib
+import pathlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+import magicjax
+from experiments import prompts
+from experiments.runner import exactness, preflight, provenance
+from experiments.runner.workload import Bench
+from experiments.schema import grid, store
+from experiments.schema.fields import ConfigError
+from experiments.schema.grid import Cell
+from experiments.schema.method import parse_trees
+from experiments.studies.specinfer import settings
+from experiments.studies.specinfer.settings import Tables
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a cell's requests made of it.
+
+    Attributes:
+      tau: [R], tokens per step of each request, the bonus included.
+      nodes_per_round: mean over requests, the root included.
+      exact: share of requests with plain decoding's tokens; None under sampling.
+      ties: requests that part from it at a tie decided by rounding.
+    """
+
+    tau: Float[np.ndarray, "R"]
+    nodes_per_round: float
+    exact: float | None
+    ties: int
+
+
+class Requests(NamedTuple):
+    """Prompts: those that count, and others to learn acceptance from.
+
+    Attributes:
+      prompts: int32 [R, T].
+      plain: int32 [R, M], their greedy continuations by plain decoding.
+      probes: int32 [P, T].
+    """
+
+    prompts: Int[np.ndarray, "R T"]
+    plain: Int[np.ndarray, "R M"]
+    probes: Int[np.ndarray, "P T"]
+
+
+def choose(tables: Tables, bench: Bench) -> Requests:
+    """Returns the requests: stretches of held-out text whose plain text loops least.
+
+    Raises:
+      ConfigError: the text is too short for stretches that do not overlap.
+    """
+    cell = settings.plain(tables, sampled=False)
+    stream = prompts.stdlib_stream(bench.model(tables.target, tables.dtype).tokenizer)
+    count = tables.requests + tables.probes
+    tried = count * tables.candidates
+    if tried * tables.context > len(stream):
+        raise ConfigError(
+            f"{tried} stretches (requests and probes, times candidates) of context="
+            f"{tables.context} do not fit into the {len(stream)} held-out tokens without "
+            "overlap: use fewer or shorter ones"
+        )
+    said: dict[bytes, np.ndarray] = {}
+
+    def continue_plainly(rows: np.ndarray) -> np.ndarray:
+        tokens = np.asarray(bench.run(cell, rows).tokens)
+        said.update((row.tobytes(), of) for row, of in zip(rows, tokens, strict=True))
+        return tokens
+
+    cut = prompts.cut(stream, tried, tables.context)
+    chosen = prompts.least_repetitive(cut, count, continue_plainly)
+    if not said:
+        continue_plainly(chosen)
+    # Probes from all over the text: of 4, every other one of 8.
+    probes = np.arange(tables.probes) * count // tables.probes
+    rest = np.delete(chosen, probes, 0)
+    return Requests(rest, np.stack([said[row.tobytes()] for row in rest]), chosen[probes])
+
+
+class Runner:
+    """Runs cells, or reads what they gave before.
+
+    Attributes:
+      tick: called with what is going on and how many runs are done, after each of them.
+    """
+
+    def __init__(self, tables: Tables, bench: Bench, tick: Callable[[str, int], None]):
+        self.tables, self.bench, self.tick = tables, bench, tick
+        self.directory = pathlib.Path(tables.results) / tables.name
+        self.requests = choose(tables, bench)
+        self._done: dict[str, dict[str, Any]] = {}
+
+    def run(self, cell: Cell) -> Result:
+        """Returns the cell's result on every request."""
+        runs = len(self.requests.prompts) * runs_of(self.tables, cell)
+        raw = self._once(cell, self.requests.prompts, self._measure, runs)
+        return Result(np.array(raw["tau"]), raw["nodes_per_round"], raw["exact"], raw["ties"])
+
+    def probe(self, cell: Cell) -> list[list[float]]:
+        """Returns the acceptance by depth and rank on the other prompts, all at once."""
+        rows = self.requests.probes
+        return self._once(cell, rows, self._acceptance, len(rows))["acceptance"]
+
+    def _once(
+        self, cell: Cell, rows: np.ndarray, make: Callable[[Cell], dict], runs: int
+    ) -> dict[str, Any]:
+        """Returns what `make` gives, or gave before, for these prompts and as many runs."""
+        asked = {"prompts": hashlib.sha256(rows.tobytes()).hexdigest()[:16], "runs": str(runs)}
+        key = grid.key(cell, provenance.of(cell) | {"device": provenance.device_name()} | asked)
+        if key in self._done:
+            return self._done[key]
+        record = None if self.tables.fresh else store.read_record(self.directory, key)
+        if record is None:
+            row = {"status": "ok", "method": cell.method}
+            record = {"row": row, "cell": dataclasses.asdict(cell), "made": make(cell)}
+            store.write_record(self.directory, key, record)
+        else:
+            self.tick(cell.method, runs)
+        self._done[key] = record["made"]
+        return record["made"]
+
+    def _measure(self, cell: Cell) -> dict[str, Any]:
+        rows, outputs = self.requests.prompts, []
+        for i in range(len(rows) * runs_of(self.tables, cell)):
+            of_run = dataclasses.replace(cell, seed=cell.seed + i) if cell.do_sample else cell
+            outputs.append(self.bench.run(of_run, rows[i % len(rows), None]))
+            self.tick(cell.method, 1)
+        exact, ties = None, 0
+        if not cell.do_sample:
+            target = self.bench.model(cell.target, cell.dtype, cell.devices)
+            found = np.concatenate([out.tokens for out in outputs])
+            match = exactness.compare(target, rows, self.requests.plain, found)
+            exact, ties = match.exact, match.ties
+        taus = np.array([out.stats.tau_by_request for out in outputs])
+        return {
+            "tau": taus.reshape(-1, len(rows)).mean(0).tolist(),
+            "nodes_per_round": float(np.mean([out.stats.nodes_per_round for out in outputs])),
+            "exact": exact,
+            "ties": ties,
+            "decode_s": sum(out.stats.decode_s for out in outputs),
+            "compile_s": sum(out.stats.compile_s for out in outputs),
+        }
+
+    def _acceptance(self, cell: Cell) -> dict[str, Any]:
+        stats = self.bench.run(cell, self.requests.probes).stats
+        self.tick(cell.method, len(self.requests.probes))
+        return {"acceptance": [list(ranks) for ranks in stats.acceptance_by_rank]}
+
+
+class Rehearsal:
+    """Stands in for a runner: notes which cells are asked for, and finds what is wrong with them.
+
+    Attributes:
+      work: how many runs each cell takes.
+    """
+
+    def __init__(self, tables: Tables):
+        self.tables = tables
+        self.work: dict[Cell, int] = {}
+
+    def run(self, cell: Cell) -> Result:
+        self._note(cell, self.tables.requests * runs_of(self.tables, cell))
+        return Result(np.arange(1.0, self.tables.requests + 1), 1.0, None, 0)
+
+    def probe(self, cell: Cell) -> list[list[float]]:
+        self._note(cell, self.tables.probes)
+        width = parse_trees(cell.tree)[0].shape.width
+        return [[0.5**rank for rank in range(1, width + 1)]]
+
+    def _note(self, cell: Cell, runs: int) -> None:
+        """Raises ConfigError, before anything is compiled, if the cell cannot run."""
+        self.work[cell] = runs
+        try:
+            preflight.check_cell(cell)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{cell.method}: {error}") from error
+
+
+def runs_of(tables: Tables, cell: Cell) -> int:
+    """Returns how often each request runs: greedy text is always the same."""
+    return tables.seeds if cell.do_sample else 1
+
+
+def probe_cell(tables: Tables, sampled: bool) -> Cell:
+    """Returns the cell with the wide tree of the first draft."""
+    cell = settings.speculative(tables, sampled, tables.drafts[:1], tables.probe_tree)
+    return dataclasses.replace(cell, batch=tables.probes)
+
+
+def optimal_tree(tables: Tables, acceptance: list[list[float]], nodes: int) -> str:
+    """Returns the tree of `nodes` nodes that pays most, as a config writes it."""
+    tree = magicjax.optimal(acceptance, nodes, tables.optimal_depth)
+    return "parents:" + ",".join(map(str, tree.parents))

@@ -1,0 +1,113 @@
+"""Tables 2 to 5: which cells are compared, and the rows that come of them.
+
+Every function takes a runner, or a rehearsal of one, and returns one row for each cell.
+"""
+
+from typing import Any
+
+import magicjax
+from experiments.schema.grid import Cell
+from experiments.studies.specinfer.runs import Rehearsal, Result, Runner, optimal_tree, probe_cell
+from experiments.studies.specinfer.settings import Tables, speculative
+from experiments.studies.specinfer.statistics import mean_and_error, ratio
+from magicjax import parse_tree
+
+DECODINGS = {"greedy": False, "sampled": True}
+DRAWS = ("without_replacement", "with_replacement")
+
+Rows = list[dict[str, Any]]
+
+
+def widths(tables: Tables, runner: Runner | Rehearsal) -> Rows:
+    """Returns table 2: tokens per step by the width of one level, and the gain over the least."""
+    rows = []
+    for decoding, sampled in DECODINGS.items():
+        results = []
+        for width in tables.widths:
+            cell = speculative(tables, sampled, tables.drafts[:1], tables.tree_of_width(width))
+            results.append(runner.run(cell))
+            row = {"decoding": decoding, "width": width} | _row(cell, results[-1])
+            rows.append(row | _gain(results[-1], results[0]))
+    return rows
+
+
+def verifiers(tables: Tables, runner: Runner | Rehearsal) -> Rows:
+    """Returns table 3: naive against multi-step verification of the same draws."""
+    rows = []
+    tree, draft = tables.tree_of_width(tables.widths[-1]), tables.drafts[:1]
+    for draw in DRAWS:
+        given = "" if draw == DRAWS[0] else draw  # the default: the cell of table 2
+        naive = runner.run(speculative(tables, True, draft, tree, given, "naive"))
+        cell = speculative(tables, True, draft, tree, given)
+        mss = runner.run(cell)
+        for verifier, result in (("naive", naive), ("mss", mss)):
+            row = {"draw": draw, "verifier": verifier} | _row(cell, result)
+            rows.append(row | _gain(result, naive))
+    return rows
+
+
+def ensembles(tables: Tables, runner: Runner | Rehearsal) -> Rows:
+    """Returns table 4: each draft alone, and all merged in no more nodes."""
+    rows = []
+    for decoding, sampled in DECODINGS.items():
+        cells = [speculative(tables, sampled, [d], tables.merging.single) for d in tables.drafts]
+        cells.append(speculative(tables, sampled, tables.drafts, tables.merging.member))
+        results = [runner.run(cell) for cell in cells]
+        best = max(results[:-1], key=lambda result: result.tau.mean())
+        for cell, result in zip(cells, results, strict=True):
+            kind = "merged" if result is results[-1] else "single"
+            row = {"decoding": decoding, "kind": kind} | _row(cell, result)
+            rows.append(row | _gain(result, best))
+    return rows
+
+
+def shapes(tables: Tables, runner: Runner | Rehearsal) -> Rows:
+    """Returns table 5: static, optimal and growing trees of the same size."""
+    rows = []
+    for decoding, sampled in DECODINGS.items():
+        acceptance = runner.probe(probe_cell(tables, sampled))
+        for size in tables.sizes:
+            trees = {
+                "expansion": size.expansion,
+                "optimal": optimal_tree(tables, acceptance, size.nodes),
+            }
+            if not sampled:
+                trees["dynamic"] = size.dynamic
+            results = []
+            for kind, tree in trees.items():
+                cell = speculative(tables, sampled, tables.drafts[:1], tree)
+                results.append(runner.run(cell))
+                row = {"decoding": decoding, "size": size.nodes, "kind": kind}
+                row |= _row(cell, results[-1]) | _gain(results[-1], results[0])
+                rows.append(row | {"expected": _expected(tree, acceptance)})
+    return rows
+
+
+def _expected(tree: str, acceptance: list[list[float]]) -> float | None:
+    """Returns the tokens per step that the acceptance foretells, None if it has too few ranks."""
+    static = parse_tree(tree)
+    if isinstance(static, magicjax.DynamicTree) or static.width > len(acceptance[0]):
+        return None
+    return magicjax.expected_tokens(static, acceptance)
+
+
+def _row(cell: Cell, result: Result) -> dict[str, Any]:
+    tau = mean_and_error(result.tau)
+    return {
+        "draft": cell.method.split(",")[0],
+        "tree": cell.tree,
+        "depth": cell.gamma,
+        "nodes": cell.nodes,
+        "nodes_per_round": result.nodes_per_round,
+        "tau": tau.value,
+        "tau_error": tau.error,
+        "exact": result.exact,
+        "ties": result.ties,
+        "requests": len(result.tau),
+    }
+
+
+def _gain(result: Result, base: Result) -> dict[str, float]:
+    """Returns how much more tokens per step there are than in `base`, on the same requests."""
+    gain = ratio(result.tau, base.tau)
+    return {"gain": gain.value, "gain_error": gain.error}

@@ -1,0 +1,1 @@
+"""Training and boost-tuning of the small models in `experiments/zoo`."""

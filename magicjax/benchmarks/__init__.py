@@ -1,0 +1,1 @@
+"""Commands that time steps, rounds and operations of the loop."""

@@ -1,0 +1,70 @@
+"""What a step of decoding costs: bytes and FLOPs of its parts, and the time they take on a device.
+
+`floors` counts what a loaded model must read at the least; `work` counts all parts of a step from a
+config alone; `device` has what a device can do, `measured` steps that were timed on it, `profile`
+the file of both for the device at hand; `rounds` makes times of all that.
+"""
+
+from magicjax.cost_model.device import DEVICES, Device, Machine, check_dtype, find_device
+from magicjax.cost_model.floors import kv_bytes_per_token, step_bytes, weight_bytes
+from magicjax.cost_model.measured import DRAFT, PASS, Steps
+from magicjax.cost_model.profile import (
+    default_profile,
+    device_kind,
+    device_of,
+    load_profile,
+    save_profile,
+    this_device,
+)
+from magicjax.cost_model.rounds import (
+    Draft,
+    RoundCost,
+    draft_step,
+    plain_step,
+    round_cost,
+    seconds,
+    sources,
+)
+from magicjax.cost_model.work import (
+    Part,
+    Sizes,
+    check_heads,
+    kv_shards,
+    memory_bytes,
+    pass_parts,
+    sizes_of,
+)
+
+__all__ = [
+    "DEVICES",
+    "DRAFT",
+    "PASS",
+    "Device",
+    "Draft",
+    "Machine",
+    "Part",
+    "RoundCost",
+    "Sizes",
+    "Steps",
+    "check_dtype",
+    "check_heads",
+    "default_profile",
+    "device_kind",
+    "device_of",
+    "draft_step",
+    "find_device",
+    "kv_bytes_per_token",
+    "kv_shards",
+    "load_profile",
+    "memory_bytes",
+    "pass_parts",
+    "plain_step",
+    "round_cost",
+    "save_profile",
+    "seconds",
+    "sizes_of",
+    "sources",
+    "step_bytes",
+    "this_device",
+    "weight_bytes",
+]

@@ -1,0 +1,162 @@
+"""The sparse cache of a draft: in each layer, row and KV head some pinned entries, and a ring.
+
+Like the target's it is of fixed shape and written in place, at places that depend on the round's
+verdict.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Int
+
+from magicjax.kv_cache.full_cache import KVCache
+from pallas_kernels import Quantized, quantize
+
+Pins = tuple[Int[Array, "B K P"], ...]
+
+
+@struct.dataclass
+class DraftCache:
+    """A sparse view of the committed tokens: C = P + R slots for each layer, row and head.
+
+    A row of count <= C holds every token in order. Beyond that, slots 0..P-1 hold the pinned
+    positions and position p lives in ring slot P + (p - P) mod R for the newest R positions. In
+    order, position p >= P lies in that very slot, so growing past C needs no special case. P may
+    differ by layer, R does not.
+
+    Attributes:
+      k, v: one array [B, K, C, D] for each layer, or `Quantized`.
+      pinned: which position each pinned slot holds, int32 [B, K, P] for each layer.
+      count: int32 [B], how many tokens the row has committed; min(count, C) slots are live.
+      bits: static; of an entry's elements, 8 or 4; None: the model's own dtype.
+      stages: static; as in a `KVCache`.
+    """
+
+    k: tuple[Array | Quantized, ...]
+    v: tuple[Array | Quantized, ...]
+    pinned: Pins
+    count: Int[Array, "B"]
+    bits: int | None = struct.field(pytree_node=False, default=None)
+    stages: int = struct.field(pytree_node=False, default=1)
+
+    of_layers = ("k", "v", "pinned")
+
+    def capacity(self, layer: int) -> int:
+        """Returns C."""
+        return self.k[layer].shape[2]
+
+    def live(self, layer: int) -> Int[Array, "B"]:
+        """Returns how many slots of each row are live."""
+        return jnp.minimum(self.count, self.capacity(layer))
+
+
+def slot_of(position: Int[Array, "*B"], pinned: int, capacity: int) -> Int[Array, "*B"]:
+    """Returns the slot of a position that is among the newest R, or of any while all fit.
+
+    P = 2, C = 5: positions 0 1 2 3 4 5 6 7 8 live in slots 0 1 2 3 4 2 3 4 2.
+    """
+    ring = capacity - pinned
+    return jnp.where(position < pinned, position, pinned + (position - pinned) % ring)
+
+
+def gather(cache: KVCache, pinned: Pins, ring: int, bits: int | None = None) -> DraftCache:
+    """Returns the draft cache of what `cache` holds: the pins and the newest R, or all that fits.
+
+    Args:
+      cache: all entries, after prefill.
+      pinned: the policy's choice for each layer; read only in rows longer than C, where it must
+        name distinct positions below count - R.
+      ring: R.
+      bits: 8 or 4 to quantize the entries; None: as they are.
+    """
+    count = cache.lengths[:, None]
+    slots = jnp.arange(ring)
+    ks, vs, pins = [], [], []
+    for k, v, chosen in zip(cache.k, cache.v, pinned, strict=True):
+        num_pinned = chosen.shape[-1]
+        # The newest position p < count with (p - P) mod R = slot; for count <= C it is P + slot.
+        newest = count - 1 - (count - 1 - num_pinned - slots) % ring
+        newest = jnp.where(count <= num_pinned + ring, num_pinned + slots, newest)
+        chosen = _in_order_while_all_fits(chosen, cache.lengths, ring)
+        tail = jnp.broadcast_to(newest[:, None], (*chosen.shape[:2], ring))
+        index = jnp.concatenate([chosen, tail], -1)
+        ks.append(_take(k, index, bits))
+        vs.append(_take(v, index, bits))
+        pins.append(chosen)
+    return DraftCache(tuple(ks), tuple(vs), tuple(pins), cache.lengths, bits, cache.stages)
+
+
+def repin(cache: DraftCache, full: KVCache, pinned: Pins) -> DraftCache:
+    """Returns the draft cache with other pins, read from the full cache; the ring stays.
+
+    Args:
+      cache: as it is.
+      full: all entries, as many as the draft cache has committed.
+      pinned: as for `gather`.
+    """
+    ks, vs, pins = [], [], []
+    for layer, chosen in enumerate(pinned):
+        count = chosen.shape[-1]
+        chosen = _in_order_while_all_fits(chosen, cache.count, cache.capacity(layer) - count)
+
+        def write(old, entries, count=count):
+            return jax.tree.map(lambda x, new: x.at[:, :, :count].set(new), old, entries)
+
+        ks.append(write(cache.k[layer], _take(full.k[layer], chosen, cache.bits)))
+        vs.append(write(cache.v[layer], _take(full.v[layer], chosen, cache.bits)))
+        pins.append(chosen)
+    return dataclasses.replace(cache, k=tuple(ks), v=tuple(vs), pinned=tuple(pins))
+
+
+def _in_order_while_all_fits(chosen: Int[Array, "B K P"], count: Int[Array, "B"], ring: int):
+    """Returns the pins of long rows, and 0, 1, … P-1 in rows that the cache holds whole."""
+    in_order = jnp.arange(chosen.shape[-1], dtype=jnp.int32)
+    fits = count[:, None, None] <= chosen.shape[-1] + ring
+    return jnp.where(fits, in_order, chosen).astype(jnp.int32)
+
+
+def _take(entries: Array, index: Int[Array, "B K C"], bits: int | None) -> Array | Quantized:
+    """Returns the entries [B, K, S, D] at some positions; those beyond S are rubbish."""
+    index = jnp.minimum(index, entries.shape[2] - 1)[..., None]
+    taken = jnp.take_along_axis(entries, index, axis=2)
+    return taken if bits is None else quantize(taken, bits)
+
+
+def append_ring(
+    cache: DraftCache, new: tuple, path: Int[Array, "B A"], kept: Int[Array, "B"]
+) -> DraftCache:
+    """Returns the draft cache with the first `kept` nodes of each path at their slots.
+
+    Nothing else is written: a slot that a rejected node would take still holds a live entry.
+    A must not exceed R, or a round would overwrite its own entries.
+
+    Args:
+      cache: before the round.
+      new: for each layer the pair k, v [B, N, K, D] of the nodes.
+      path: node ids.
+      kept: how many to keep, int32 [B], 0..A.
+    """
+    steps = jnp.arange(path.shape[1])
+    rows = jnp.arange(path.shape[0])[:, None]
+    position = cache.count[:, None] + steps
+
+    def write(layer, old, nodes):
+        num_pinned, capacity = cache.pinned[layer].shape[-1], cache.capacity(layer)
+        slots = slot_of(position, num_pinned, capacity)
+        slots = jnp.where(steps < kept[:, None], slots, capacity)  # beyond the end: dropped
+        entries: Any = jnp.take_along_axis(nodes, path[:, :, None, None], axis=1)  # [B,A,K,D]
+        if cache.bits is not None:
+            entries = quantize(entries, cache.bits)
+        return jax.tree.map(
+            lambda x, put: x.at[rows, :, slots].set(put, mode="drop"),
+            old,
+            entries,
+        )
+
+    pairs = enumerate(zip(cache.k, cache.v, new, strict=True))
+    written = [(write(i, k, a), write(i, v, b)) for i, (k, v, (a, b)) in pairs]
+    k, v = zip(*written, strict=True)
+    return dataclasses.replace(cache, k=k, v=v, count=cache.count + kept)

@@ -1,0 +1,1 @@
+"""Where a model's layers lie: host memory (offloading) or pipeline stages."""

@@ -1,0 +1,1 @@
+"""Token trees: what a round drafts, how trees are merged, and which tree is best."""

@@ -1,0 +1,1 @@
+"""Verifiers and sampling: which drafted tokens the target accepts."""

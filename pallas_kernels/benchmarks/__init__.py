@@ -1,0 +1,1 @@
+"""Commands that time, tune and validate attention kernels on a device."""

@@ -1,0 +1,150 @@
+"""The `mosaic` backend of `tree_attention`: arrays to and from the kernel for NVIDIA Hopper.
+
+The G heads that share a KV head read the same keys, so their rows, T * G of them, are packed into
+tiles of 64: one pass over the prefix serves all.
+"""
+
+import os
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.lse_merge import MASKED, merge_parts
+from pallas_kernels.mosaic_gpu.hopper_config import (
+    ROWS,
+    TILE,
+    WIDEST,
+    choose_config,
+    multiprocessors,
+)
+from pallas_kernels.quantized import Quantized, dequantize
+
+DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+HEAD_DIMS = (64, 128, 256)
+CAPABILITY = "9.0"
+INTERPRETER_THREADS = 8
+
+
+def why_not(
+    dtype: jnp.dtype | None = None, head_dim: int | None = None, device: jax.Device | None = None
+) -> str | None:
+    """Returns why the kernel cannot serve a call, or None if it can.
+
+    Args:
+      dtype, head_dim: of the queries; None: not asked.
+      device: where it is to run; None: not asked.
+    """
+    if dtype is not None and jnp.dtype(dtype) not in DTYPES:
+        return f"takes {' and '.join(d.name for d in DTYPES)}, not {jnp.dtype(dtype).name}"
+    if head_dim is not None and head_dim not in HEAD_DIMS:
+        return f"takes head sizes {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
+    if device is None or getattr(device, "compute_capability", None) == CAPABILITY:
+        return None
+    return (
+        f"runs on NVIDIA Hopper GPUs (compute capability {CAPABILITY}), and this is "
+        f"{device.device_kind}"
+    )
+
+
+def why_not_interpreted() -> str | None:
+    """Returns why the kernel cannot be interpreted here, or None if it can.
+
+    Each warpgroup holds one of XLA's threads while it waits for another: with too few of them all
+    wait for ever.
+    """
+    if jax.__version_info__ < (0, 12):  # 0.11 demands that someone waits at the end of a barrier
+        return f"needs JAX 0.12 or newer, and this is {jax.__version__}"
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = int(os.environ.get("NPROC") or usable or 1)  # as XLA's CPU client counts
+    if threads < INTERPRETER_THREADS:
+        return (
+            f"needs {INTERPRETER_THREADS} threads of XLA's, and there are {threads}: set "
+            f"NPROC={INTERPRETER_THREADS} in the environment before JAX starts"
+        )
+    return None
+
+
+def attend(
+    q: Float[Array, "B T H D"],
+    k_prefix: Float[Array, "B K S D"] | Quantized,
+    v_prefix: Float[Array, "B K S D"] | Quantized,
+    lengths: Int[Array, "B"],
+    k_new: Float[Array, "B N K D"],
+    v_new: Float[Array, "B N K D"],
+    mask: Bool[Array, "X T N"],
+    first_row: Int[Array, ""] | int | None = None,
+    interpreted: bool = False,
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
+    """Returns (out, lse) in float32, as `tree_attention` describes them.
+
+    A prefix in 8 bits is read so beside queries in bf16 with heads of 64 or 128; another quantized
+    one (4 bits, float16, heads of 256) is dequantized first, in a pass of its own. A prefix whose
+    slots are no multiple of 8, or fewer than 64, is padded: a copy, so use such numbers of slots.
+    With `interpreted` the kernel runs in Pallas's interpreter, on any device: slowly, to see what
+    it computes.
+    """
+    from pallas_kernels.mosaic_gpu.hopper import flash  # half a second, for those who use it
+
+    batch, length, heads, size = q.shape
+    quantized = reads_integers(k_prefix, q.dtype)
+    if not quantized:
+        k_prefix, v_prefix = _plain(k_prefix, q.dtype), _plain(v_prefix, q.dtype)
+    kv_heads, slots = k_prefix.shape[1:3]
+    group = heads // kv_heads
+    config = choose_config(
+        batch * kv_heads, length * group, slots, size, multiprocessors(), quantized
+    )
+    whole_tiles = _round_up(length * group, ROWS * config.row_groups)
+    whole_new = _round_up(k_new.shape[1], config.block)
+    whole_slots = max(config.block, _round_up(slots, TILE))
+    rows = q.reshape(batch, length, kv_heads, group, size).swapaxes(1, 2)
+    rows = rows.reshape(batch, kv_heads, length * group, size)
+    k_prefix, v_prefix = jax.tree.map(lambda x: _pad(x, 2, whole_slots), (k_prefix, v_prefix))
+    bias = jnp.repeat(jnp.where(mask, 0.0, MASKED).astype(jnp.float32), group, axis=1)
+    out, lse = flash(
+        _pad(rows, 2, _round_up(length * group, TILE)),
+        k_prefix,
+        v_prefix,
+        jnp.append(lengths, 0 if first_row is None else first_row).astype(jnp.int32),
+        _pad(k_new.swapaxes(1, 2), 2, _round_up(k_new.shape[1], TILE)),
+        _pad(v_new.swapaxes(1, 2), 2, _round_up(v_new.shape[1], TILE)),
+        _pad(_pad(bias, 1, whole_tiles, MASKED), 2, whole_new, MASKED),
+        config,
+        interpreted,
+    )
+    out, lse = merge_parts(out[..., : length * group, :], lse[..., : length * group])
+    out = out.reshape(batch, kv_heads, length, group, size)
+    lse = lse.reshape(batch, kv_heads, length, group)
+    return (
+        out.swapaxes(1, 2).reshape(batch, length, heads, size),
+        lse.swapaxes(1, 2).reshape(batch, length, heads),
+    )
+
+
+def reads_integers(entries: Array | Quantized, dtype: jnp.dtype) -> bool:
+    """Returns whether the kernel reads such a prefix as it stands, in integers.
+
+    In float16 a weight times a scale could be too small a number, and with heads of 256 there is
+    no shared memory left for what is converted.
+    """
+    if not isinstance(entries, Quantized) or entries.bits != 8:
+        return False
+    return dtype == jnp.bfloat16 and entries.shape[-1] <= WIDEST
+
+
+def _plain(entries: Array | Quantized, dtype: jnp.dtype) -> Array:
+    return dequantize(entries, dtype) if isinstance(entries, Quantized) else entries
+
+
+def _pad(x: Array, axis: int, size: int, value: float = 0.0) -> Array:
+    """Returns x with an axis padded to a size."""
+    if x.shape[axis] == size:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths, constant_values=value)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-max(n, 1) // multiple) * multiple
