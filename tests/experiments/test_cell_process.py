@@ -95,7 +95,8 @@ def test_a_worker_ends_with_the_process_that_started_it(tmp_path):
         "time.sleep(120)\n"
     )
     code = (
-        "import pathlib, sys; from experiments import cell_process, store\n"
+        "import pathlib, sys; from experiments.runner import cell_process\n"
+        "from experiments.schema import store\n"
         f"cell_process.WORKER = (sys.executable, {str(script)!r})\n"
         f"folder = pathlib.Path({str(tmp_path / 'cell')!r})\n"
         "store.write_cell(folder, {}); cell_process.run(folder)\n"

@@ -76,7 +76,7 @@ def test_a_model_without_fixed_times_fails_the_same_bounds(monkeypatch):
             )
             for name, device in cost_model.DEVICES.items()
         }
-        monkeypatch.setattr(cost_tables.costs, "find_device", bare.__getitem__)
+        monkeypatch.setattr(cost_tables.cost_model, "find_device", bare.__getitem__)
         assert errors(cost_tables.table6(), "gamma_t_draft_ms").mean() > 0.10
         assert errors(cost_tables.table6(), "speedup").mean() > 0.08
 
@@ -88,7 +88,7 @@ def test_fitted_constants_lie_where_the_errors_of_table_6_are_smallest(name, mon
             key: dataclasses.replace(device, **{name: factor * getattr(device, name)})
             for key, device in cost_model.DEVICES.items()
         }
-        monkeypatch.setattr(cost_tables.costs, "find_device", scaled.__getitem__)
+        monkeypatch.setattr(cost_tables.cost_model, "find_device", scaled.__getitem__)
         return sum(e**2 for row in cost_tables.table6() for e in row.errors.values())
 
     assert squares(1.0) < min(squares(0.85), squares(1.15))

@@ -55,10 +55,10 @@ def test_a_page_holds_every_cell_the_pictures_and_what_was_asked_for(tmp_path):
         "throughput.png",
     ]
     html = (folder / "report.html").read_text()
-    assert html.count("data:image/png;base64,") == 7 and 'src="http' not in page
-    assert page.count("<tr>") == 1 + 16 and "15 of 16 cells gave a result" in page
-    assert "out of memory: out of memory: the process held 3 GB" in page
-    assert "a machine" in page and "kv_budget" in page and "mean acceptance length" in page
+    assert html.count("data:image/png;base64,") == 7 and 'src="http' not in html
+    assert html.count("<tr>") == 1 + 16 and "15 of 16 cells gave a result" in html
+    assert "out of memory: out of memory: the process held 3 GB" in html
+    assert "a machine" in html and "kv_budget" in html and "mean acceptance length" in html
     for name in written[1:]:
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
 

@@ -118,7 +118,7 @@ def test_hugging_face_stands_beside_ours_or_says_why_not(directory, tmp_path, mo
         asked.append(question)
         return {"ms": 1e6} if len(asked) == 1 else {"why": "torch is not installed"}
 
-    monkeypatch.setattr(bench.bench_peer, "ask", ask)
+    monkeypatch.setattr(bench.hf_baseline, "ask", ask)
     model = ["--target", str(directory), "--dtype", "float32", "--steps", "1", "--out", str(out)]
     shape = [*SHAPE, "--batch", "1", "2"]  # that of the other test's programs, and one more
     assert bench.main([*model, *shape, "--gamma", "1", "--rate", "--hugging-face"]) == 0

@@ -123,10 +123,10 @@ def moves(program: str, size: int) -> collections.Counter:
 def decode_program(request, state):
     """Returns the compiled loop, made without the cache of programs: it may be a wrong one."""
 
-    def loop(target, drafter, state):
+    def run(target, drafter, state):
         return loop.decode(request.settings, target, drafter, state)
 
-    compiling = jax.jit(loop, donate_argnums=2).lower(request.target, request.drafter, state)
+    compiling = jax.jit(run, donate_argnums=2).lower(request.target, request.drafter, state)
     return compiling.compile()
 
 

@@ -150,13 +150,13 @@ def test_a_drafting_loop_has_time_in_every_phase_and_no_more_than_its_wall_time(
 
 def test_the_phases_add_up_to_the_loops_wall_time(monkeypatch):
     taken = []
-    real = profile_phases.execution.timed
+    real = profile_phases.runner.timed
 
     def timed(*arguments):
         taken.append(real(*arguments))
         return taken[-1]
 
-    monkeypatch.setattr(profile_phases.execution, "timed", timed)
+    monkeypatch.setattr(profile_phases.runner, "timed", timed)
     plain = traced(rounds=4)
     assert plain.wall_s == pytest.approx(taken[-1][1]) and plain.rounds == 4
 

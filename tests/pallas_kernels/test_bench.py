@@ -97,8 +97,8 @@ def test_a_peer_that_fails_when_it_is_timed_leaves_our_own_figures(monkeypatch):
     def fails(*arguments):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(bench.peers, "why_not", lambda *arguments: None)
-    monkeypatch.setattr(bench.peers, "make", fails)
+    monkeypatch.setattr(bench.baselines, "why_not", lambda *arguments: None)
+    monkeypatch.setattr(bench.baselines, "make", fails)
     shape = shapes.bench_shape(1, 64, 1, 1, 64, 2)
     found = bench.measure(shape, jnp.float32, ["xla"], others=["jax.nn xla"], layers=1, rounds=1)
     assert found["xla"]["seconds"] > 0
