@@ -1,8 +1,8 @@
 """Runs an experiment: python -m experiments.launch experiments/configs/demo.yaml [--key value]
 
-Expands the grid, measures each cell in a process of its own, prints a table, and writes
-`summary.csv`, a report with pictures, and a folder for each cell. Finished cells are not measured
-again: a run that was stopped, by whatever, goes on.
+Expands the grid, measures each cell in a separate process, prints a table, and writes
+`summary.csv`, a report with figures, and a folder for each cell. Finished cells are not measured
+again, so rerunning the command resumes an interrupted run.
 """
 
 import os
@@ -19,7 +19,7 @@ from rich.table import Table
 from experiments.report import page, results_folder, terminal
 from experiments.runner import estimates, launchers, multihost, preflight, provenance, tracking
 from experiments.runner.cell_process import Limits
-from experiments.schema import axes, config, grid, store
+from experiments.schema import columns, config, grid, store
 from experiments.schema.fields import ConfigError
 from sharding import parse_mesh
 
@@ -28,14 +28,15 @@ INTERRUPTED = multihost.INTERRUPTED
 
 
 class Grid:
-    """An experiment's cells and their folders.
+    """The cells of an experiment and their folders.
 
     Attributes:
-      bad: the cells that are known not to run, and why; filled in after they were checked.
-      experiment, directory: what is run, and the folder of its results.
-      groups, cells: in the grid's order.
-      folders: of the cells.
-      labels: their names in messages, with every setting that varies.
+      experiment: the settings.
+      directory: the folder of the results.
+      groups, cells: in the order of the grid.
+      invalid: the cells that cannot run, each with the reason; set after the preflight check.
+      folders: one per cell.
+      labels: names of the cells in messages, with every setting that varies.
     """
 
     def __init__(self, experiment: config.Experiment):
@@ -43,12 +44,11 @@ class Grid:
         self.directory = pathlib.Path(experiment.results) / experiment.name
         self.groups = grid.groups(experiment)
         self.cells = [cell for group in self.groups for cell in group]
-        self.bad: dict[grid.Cell, str] = {}
+        self.invalid: dict[grid.Cell, str] = {}
         self.folders = {
             cell: store.cell_folder(self.directory, grid.key(cell)) for cell in self.cells
         }
-
-        varied = [axis for axis in axes.VARIED if axis not in ("batch", "context")]
+        varied = [axis for axis in columns.AXES if axis not in ("batch", "context")]
         named = [axis for axis in varied if len({getattr(c, axis) for c in self.cells}) > 1]
         self.labels = {
             cell: ", ".join([cell.label, *(f"{axis}={getattr(cell, axis)}" for axis in named)])
@@ -62,25 +62,25 @@ class Grid:
             return "finished"
         return "failed" if (folder / store.FAILURE).exists() else "to do"
 
-    def wanted(self) -> list[grid.Cell]:
-        """Returns the cells to run now.
+    def pending(self) -> list[grid.Cell]:
+        """Returns the cells to measure in this run.
 
         Raises:
-          ConfigError: finished cells are stale, and it was not said what becomes of them.
+          ConfigError: finished cells are stale and `stale` is "refuse".
         """
-        given = self.experiment
-        cells = [cell for cell in self.cells if cell not in self.bad]
-        if given.fraction is not None:
-            count = max(1, round(given.fraction * len(cells)))
+        settings = self.experiment
+        cells = [cell for cell in self.cells if cell not in self.invalid]
+        if settings.fraction is not None:
+            count = max(1, round(settings.fraction * len(cells)))
             cells = [cells[i * len(cells) // count] for i in range(count)]
-        states = {cell: self.state(cell) for cell in cells}
-        again = set(cells) if given.fresh else self._stale(cells)
-        if given.retry_failed:
-            again |= {cell for cell in cells if states[cell] == "failed"}
-        return [c for c in cells if c in again or states[c] == "to do"][: given.limit]
+        repeated = set(cells) if settings.fresh else self._stale(cells)
+        if settings.retry_failed:
+            repeated |= {cell for cell in cells if self.state(cell) == "failed"}
+        selected = [c for c in cells if c in repeated or self.state(c) == "to do"]
+        return selected[: settings.limit]
 
     def _stale(self, cells: Sequence[grid.Cell]) -> set[grid.Cell]:
-        """Returns the finished cells that are to be measured again because of what made them."""
+        """Returns the finished cells to measure again because their provenance has changed."""
         if self.experiment.stale == "keep":
             return set()
         stale: dict[grid.Cell, str] = {}
@@ -88,65 +88,64 @@ class Grid:
             env = store.read_json(self.folders[cell] / "env.json")
             if env is None or self.state(cell) != "finished":
                 continue
-            now = provenance.of(cell)
-            if changed := [n for n in now if env["made_by"].get(n) != now[n]]:
-                stale[cell] = ", ".join(f"{n} {env['made_by'].get(n)} -> {now[n]}" for n in changed)
+            before, now = env["made_by"], provenance.of(cell)
+            if changed := [name for name in now if before.get(name) != now[name]]:
+                stale[cell] = ", ".join(f"{n} {before.get(n)} -> {now[n]}" for n in changed)
         if stale and self.experiment.stale == "refuse":
             first, changed_first = next(iter(stale.items()))
             raise ConfigError(
                 f"{len(stale)} of {len(cells)} cells in {self.directory} were measured with other "
                 f"code, versions or models ({self.labels[first]}: {changed_first}): --stale redo "
-                "measures them again, --stale keep counts them as finished, another --name leaves "
-                "them"
+                "measures them again, --stale keep counts them as finished, another --name starts "
+                "a new folder"
             )
         return set(stale)
 
 
 def run(
     whole: Grid,
-    wanted: Sequence[grid.Cell],
+    pending: Sequence[grid.Cell],
     console: Console,
     launcher: launchers.Launcher,
     tracker: tracking.Tracker,
     seconds: dict[grid.Cell, float],
     stop: launchers.Stop,
 ) -> None:
-    """Runs the cells that are wanted.
+    """Measures cells.
 
     Args:
       whole: the grid.
-      wanted: some of its cells, of which earlier results go.
-      console: for lines and progress.
-      launcher: where cells run.
-      tracker: is told of each that ended.
-      seconds: estimated, of each cell: progress counts them.
-      stop: the user's wish to end.
+      pending: the cells to measure; their earlier results are removed.
+      console: for messages and progress.
+      launcher: runs the cells.
+      tracker: logs each finished cell.
+      seconds: estimated time per cell, for the progress bar.
+      stop: requests of the user to stop.
     """
-    given = whole.experiment
-    told: dict[grid.Cell, set[str]] = {}
-    if len(wanted) < len(whole.cells):
-        console.print(f"{len(wanted)} of {len(whole.cells)} cells are to do in {whole.directory}")
-    cell_of = {}
-    for cell in wanted:
+    settings = whole.experiment
+    printed: dict[grid.Cell, set[str]] = {}
+    if len(pending) < len(whole.cells):
+        console.print(f"{len(pending)} of {len(whole.cells)} cells are to do in {whole.directory}")
+    cells = {}
+    for cell in pending:
         folder = whole.folders[cell].resolve()
         store.write_cell(folder, grid.resolved(cell))
         if whole.state(cell) != "to do":
             store.clear(folder)
-        cell_of[folder] = cell
-    limits = Limits(given.memory_limit_gb, given.timeout_minutes, given.profile)
+        cells[folder] = cell
+    limits = Limits(settings.memory_limit_gb, settings.timeout_minutes, settings.profile)
+    total = sum(seconds[cell] for cell in pending)
     with _progress(console) as progress:
-        task = progress.add_task(
-            "", total=sum(seconds[c] for c in wanted), count=len(wanted), done=0
-        )
-        for i, folder in enumerate(launcher.run(list(cell_of), limits, stop), 1):
-            cell = cell_of[folder]
-            progress.update(task, advance=seconds[cell], done=i)
+        task = progress.add_task("", total=total, count=len(pending), done=0)
+        for step, folder in enumerate(launcher.run(list(cells), limits, stop), 1):
+            cell = cells[folder]
+            progress.update(task, advance=seconds[cell], done=step)
             row = results_folder.row_of(folder)
             if row is None:
-                continue  # the user ended it
-            of_group = told.setdefault(grid.plain_of(cell), set())
-            _announce(progress.console, whole.labels[cell], row, of_group)
-            tracker.cell(row, i)
+                continue  # the user has stopped it
+            errors = printed.setdefault(grid.plain_of(cell), set())
+            _print_cell(progress.console, whole.labels[cell], row, errors)
+            tracker.cell(row, step)
 
 
 def _progress(console: Console) -> Progress:
@@ -154,27 +153,24 @@ def _progress(console: Console) -> Progress:
     return Progress(count, BarColumn(), TimeRemainingColumn(), TextColumn("left"), console=console)
 
 
-def _announce(console: Console, label: str, row: dict[str, Any], told: set[str]) -> None:
-    """Prints a finished cell, with what must not be overlooked.
-
-    `told` are the errors of its group so far: the same one is told once.
-    """
+def _print_cell(console: Console, label: str, row: dict[str, Any], printed: set[str]) -> None:
+    """Prints the result of a cell; an error in `printed`, those of its group, is not repeated."""
     if row["status"] == "ok":
         result = f"τ {row['tau']:.2f}"
         if row["speedup"] is not None:
             result = f"{row['decode_tok_s']:.0f} tokens/s, {row['speedup']:.2f}×, {result}"
         if not terminal.is_exact(row):
             result += f", NOT equal to plain decoding ({row['exact_match']:.3f} of the rows)"
-    elif row["error"] in told:
+    elif row["error"] in printed:
         return
     else:
-        told.add(row["error"])
+        printed.add(row["error"])
         result = f"{row['status']}: {row['error']}"
     console.print(f"{label}: {result}", markup=False, highlight=False)
 
 
 def publish(whole: Grid, console: Console) -> list[dict[str, Any]]:
-    """Returns the rows of the cells that have ended, having written the summary and the report."""
+    """Writes the summary and the report; returns the rows of the cells that have ended."""
     rows = [row for folder in whole.folders.values() if (row := results_folder.row_of(folder))]
     if not rows:
         console.print("no cell has ended: nothing to report")
@@ -187,7 +183,7 @@ def publish(whole: Grid, console: Console) -> list[dict[str, Any]]:
     console.print(f"written to {whole.directory}: {', '.join(written)}, cells/", markup=False)
     if left := len(whole.cells) - len(rows):
         console.print(
-            f"{left} of {len(whole.cells)} cells are still to do: the same command goes on"
+            f"{left} of {len(whole.cells)} cells are still to do: rerun the command to resume"
         )
     return rows
 
@@ -195,24 +191,24 @@ def publish(whole: Grid, console: Console) -> list[dict[str, Any]]:
 def dry_run(
     whole: Grid, console: Console, known: dict[grid.Cell, estimates.Estimate], on_gpu: bool
 ) -> None:
-    """Prints the cells, what they will take, and which are done."""
+    """Prints the cells, their state, and estimates of memory and time."""
     table = Table(title=f"{whole.experiment.name}: {len(whole.cells)} cells")
-    for name in ("key", "cell", "state", "memory, GB", "time, about"):
-        table.add_column(name, justify="right" if "," in name else "left", no_wrap=name == "key")
+    for name in ("key", "cell", "state", "memory (GB)", "time (estimate)"):
+        table.add_column(name, justify="right" if "(" in name else "left", no_wrap=name == "key")
     for cell in whole.cells:
-        about = known[cell]
+        estimate = known[cell]
         table.add_row(
             whole.folders[cell].name[:8],
             whole.labels[cell],
             whole.state(cell),
-            f"{about.memory_gb:.2f}",
-            _duration(about.seconds),
+            f"{estimate.memory_gb:.2f}",
+            _duration(estimate.seconds),
         )
     console.print(table)
-    wanted = whole.wanted()
-    total = sum(known[cell].seconds for cell in wanted)
-    where = "on GPUs" if on_gpu else "on this CPU"
-    console.print(f"{len(wanted)} to run, one after the other {where} about {_duration(total)}")
+    pending = whole.pending()
+    total = _duration(sum(known[cell].seconds for cell in pending))
+    processor = "on GPUs" if on_gpu else "on this CPU"
+    console.print(f"{len(pending)} to run, sequentially {processor} about {total}")
 
 
 def _duration(seconds: float) -> str:
@@ -224,29 +220,29 @@ def _duration(seconds: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status.
 
-    0; 1 if a cell failed or is not exact; 2 for wrong settings; 130 if the user ended it. Among
-    many processes 4 if another one was lost (`sharding.processes`).
+    0; 1 if a cell failed or is not exact; 2 for invalid settings; 130 if the user stopped the run.
+    In a multi-process run 4 if another process was lost (`sharding.processes`).
     """
     console = Console()
     if not console.is_terminal:
-        console = Console(width=140)  # a log file has no width of its own
+        console = Console(width=140)  # for log files
     try:
         experiment, source = config.from_command_line(
             sys.argv[1:] if arguments is None else arguments, PROG
         )
-        who = multihost.find(experiment)
+        who = multihost.detect(experiment)
         if who is None:
             return _launch(experiment, source, console)
         with multihost.joined(who, experiment):
             if who.rank > 0:
                 return multihost.follow()
-            here = multihost.Here()
-            return multihost.lead(here, lambda: _launch(experiment, source, console, here))
+            launcher = multihost.InProcess()
+            return multihost.lead(launcher, lambda: _launch(experiment, source, console, launcher))
     except (ConfigError, tracking.TrackingError) as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; what is finished is kept", file=sys.stderr)
+        print("interrupted; finished cells are kept", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -254,77 +250,77 @@ def _launch(
     experiment: config.Experiment,
     source: str,
     console: Console,
-    here: launchers.Launcher | None = None,
+    in_process: launchers.Launcher | None = None,
 ) -> int:
-    """Returns the exit status of an experiment; `here`: cells run in this process, among others."""
+    """Returns the exit status of an experiment; `in_process` runs cells in a multi-process run."""
     whole = Grid(experiment)
-    source = _place(source)
+    source = _normalized(source)
     store.check_folder(whole.directory, source)
     jobs_on_gpu = experiment.launcher == "slurm" and experiment.slurm.gpus > 0
     on_gpu = jobs_on_gpu or bool(launchers.gpus())
-    devices = 0 if here else _leave_the_devices_alone(whole.cells)
-    whole.bad = preflight.check(whole.groups, experiment.impossible == "record")
-    known = {c: estimates.of(c, on_gpu) for c in whole.cells if c not in whole.bad}
-    known |= dict.fromkeys(whole.bad, estimates.Estimate(0.0, 0.0))
+    devices = 0 if in_process else _use_only_cpu(whole.cells)
+    whole.invalid = preflight.check(whole.groups, experiment.impossible == "record")
+    known = {c: estimates.of(c, on_gpu) for c in whole.cells if c not in whole.invalid}
+    known |= dict.fromkeys(whole.invalid, estimates.Estimate(0.0, 0.0))
     if experiment.dry_run:
         dry_run(whole, console, known, on_gpu)
         return 0
     tracking.check(experiment.track)
-    with store.locked(whole.directory / ".lock", wait=False) as alone:
-        if not alone:
+    with store.locked(whole.directory / ".lock", wait=False) as acquired:
+        if not acquired:
             raise ConfigError(
-                f"{whole.directory} is being filled by another launcher: wait for it, or give "
-                "another --name"
+                f"{whole.directory} is in use by another launcher: wait for it, or give another "
+                "--name"
             )
-        launcher = here or launchers.make(experiment, devices)
-        return _whole_run(whole, source, console, launcher, known)
+        launcher = in_process or launchers.make(experiment, devices)
+        return _measure(whole, source, console, launcher, known)
 
 
-def _place(source: str) -> str:
-    """Returns one name of a file, however it was given: below the working folder a relative one."""
-    path, here = pathlib.Path(source).resolve(), pathlib.Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+def _normalized(source: str) -> str:
+    """Returns the path of a file, relative if it is below the working directory."""
+    path, directory = pathlib.Path(source).resolve(), pathlib.Path.cwd()
+    return str(path.relative_to(directory) if path.is_relative_to(directory) else path)
 
 
-def _whole_run(
+def _measure(
     whole: Grid,
     source: str,
     console: Console,
     launcher: launchers.Launcher,
     known: dict[grid.Cell, estimates.Estimate],
 ) -> int:
-    """Returns the exit status of a run that has the folder to itself."""
-    wanted = whole.wanted()  # refuses stale cells before anything is written
+    """Returns the exit status of a run that holds the folder's lock."""
+    pending = whole.pending()  # refuses stale cells before anything is written
     store.remove_partials(whole.directory)
     settings = whole.experiment.model_dump(
         mode="json", exclude_unset=True, exclude=set(multihost.SETTINGS)
     )
     store.write_experiment(whole.directory, settings, source)
-    for cell, problem in whole.bad.items():
+    for cell, problem in whole.invalid.items():
         store.write_cell(whole.folders[cell], grid.resolved(cell))
         store.write_failure(whole.folders[cell], "config", problem)
         console.print(f"{whole.labels[cell]} cannot run: {problem}", markup=False)
     tracker = tracking.open(
         list(whole.experiment.track), whole.experiment.name, whole.directory, settings
     )
-    seconds = {cell: about.seconds for cell, about in known.items()}
+    seconds = {cell: estimate.seconds for cell, estimate in known.items()}
     stop = launchers.Stop()
     with stop.on_signals(console.print):
-        run(whole, wanted, console, launcher, tracker, seconds, stop)
+        run(whole, pending, console, launcher, tracker, seconds, stop)
         rows = publish(whole, console)
-    good = all(row["status"] == "ok" and terminal.is_exact(row) for row in rows)
-    good &= all(whole.state(cell) == "finished" for cell in wanted)
-    status = INTERRUPTED if stop.no_more else 0 if good else 1
+    passed = all(row["status"] == "ok" and terminal.is_exact(row) for row in rows)
+    passed &= all(whole.state(cell) == "finished" for cell in pending)
+    status = INTERRUPTED if stop.no_more else 0 if passed else 1
     tracker.artifacts(sorted(whole.directory.glob("*.*")))
-    tracker.close("interrupted" if stop.no_more else "ok" if good else "failed")
+    tracker.close({INTERRUPTED: "interrupted", 0: "ok", 1: "failed"}[status])
     return status
 
 
-def _leave_the_devices_alone(cells: Sequence[grid.Cell]) -> int:
-    """Returns how many devices a cell needs, having turned this process to the CPU.
+def _use_only_cpu(cells: Sequence[grid.Cell]) -> int:
+    """Restricts this process to the CPU; returns how many devices a cell needs.
 
-    Cells run in other processes, which need all of the devices' memory; what is checked here needs
-    as many devices, of any kind.
+    Cells run in other processes, which need all memory of the accelerators. The preflight check
+    needs the same number of devices, of any kind.
     """
     needed = max(parse_mesh(c.mesh).devices if c.mesh else 1 for c in cells)
     jax.config.update("jax_platforms", "cpu")

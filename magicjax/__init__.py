@@ -1,21 +1,21 @@
-"""Long-context speculative decoding in one compiled loop: sparse caches and token trees."""
+"""Lossless speculative decoding for long contexts: sparse KV caches and token trees."""
 
 import importlib.util
 import pathlib
 
 
 def _check_neighbours() -> None:
-    """Raises ImportError if a package of the same name, from elsewhere, hides one of ours."""
+    """Raises ImportError if another package of the same name shadows one of magicjax's."""
     home = pathlib.Path(__file__).resolve().parent.parent
     for name in ("models", "sharding", "pallas_kernels"):
         spec = importlib.util.find_spec(name)
         if spec is None:
-            raise ImportError(f"magicjax needs the package {name!r} beside it, in {home}")
-        found = pathlib.Path(spec.origin or [*(spec.submodule_search_locations or []), name][0])
-        if found.resolve() != home / name / "__init__.py":
+            raise ImportError(f"magicjax requires the package {name!r} in {home}")
+        path = pathlib.Path(spec.origin or [*(spec.submodule_search_locations or []), name][0])
+        if path.resolve() != home / name / "__init__.py":
             raise ImportError(
-                f"{found} hides magicjax's own package {name!r}, which lies in {home}: "
-                "rename that file, or put magicjax's folder first on the path"
+                f"{path} shadows the package {name!r} of magicjax in {home}: rename that file, or "
+                "put magicjax's folder first on the path"
             )
 
 
@@ -25,10 +25,10 @@ from magicjax import policies  # noqa: E402
 from magicjax.autotune.auto import Auto, Choice, choose_drafter  # noqa: E402
 from magicjax.decoding.runner import Output  # noqa: E402
 from magicjax.decoding.stats import Stats  # noqa: E402
-from magicjax.drafters import Ensemble, LookUp, SelfSpeculation, SmallModel  # noqa: E402
-from magicjax.generation import generate, load, stream  # noqa: E402
+from magicjax.drafters import Ensemble, PromptLookup, SelfSpeculation, SmallModel  # noqa: E402
+from magicjax.generation import generate, stream  # noqa: E402
+from magicjax.loading import load, offload  # noqa: E402
 from magicjax.model import Model  # noqa: E402
-from magicjax.parallel.offloading import offload  # noqa: E402
 from magicjax.policies import Policy, StreamingLLM  # noqa: E402
 from magicjax.trees.sequoia import expected_tokens, optimal  # noqa: E402
 from magicjax.trees.token_tree import DynamicTree, TokenTree, chain, expansion, parse_tree  # noqa: E402
@@ -39,10 +39,10 @@ __all__ = [
     "Choice",
     "DynamicTree",
     "Ensemble",
-    "LookUp",
     "Model",
     "Output",
     "Policy",
+    "PromptLookup",
     "SelfSpeculation",
     "SmallModel",
     "Stats",

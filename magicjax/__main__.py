@@ -1,4 +1,4 @@
-"""`python -m magicjax` is the command `magicjax`."""
+"""`python -m magicjax` runs the command `magicjax`."""
 
 from magicjax.cli.main import main
 

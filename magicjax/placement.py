@@ -1,15 +1,15 @@
-"""Programs for a mesh of devices: where every argument lies, and who runs what.
+"""Programs for a mesh of devices: the sharding of every argument and result.
 
-A program for a mesh is the program for one device, run on each device's part: of rows by `data`, of
-models by `model` (`sharding.Split`), of the target's layers by `stage`
-(`magicjax.parallel.pipeline_stages`). Only a
-model's sums, the choices over its vocabulary and what goes from stage to stage speak with other
-devices; what is decided is the same on all devices of a group, so all of them take the same
-decisions. Rows of different groups never meet: a group whose rows have ended is done.
+A program for a mesh is the program for one device, run on each device's part: `data` divides rows,
+`model` divides models (`sharding.Split`), and `stage` divides the target's layers
+(`magicjax.parallel.pipeline_stages`). Devices communicate in a model's all-reduces, in choices over
+its vocabulary, and from stage to stage. Decisions are equal on all devices of a group. Groups do
+not communicate: a group whose rows have ended stops.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,97 +18,146 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import models
-from magicjax.kv_cache.attention_stats import Seen
-from magicjax.kv_cache.full_cache import KVCache
-from magicjax.kv_cache.sparse_cache import DraftCache
 from magicjax.model import Model
 from magicjax.parallel import offloading, pipeline_stages
+from magicjax.parallel.layouts import Pipelined
 from magicjax.verification.sampling import shares
 from sharding import (
+    BATCH,
     DATA,
     STAGE,
     AnyMesh,
     Split,
     factored,
-    first_axes,
+    part_bytes,
     processes,
     split_over,
-    undivided,
 )
 
 ROWS, EVERYWHERE = PartitionSpec(DATA), PartitionSpec()
+GB = 1e9
 
 
 def split_of(config: models.Config, shards: int | None, mesh: AnyMesh) -> Split:
-    """Returns how a model is divided over a mesh.
+    """Returns the division of a model over a mesh.
 
     Args:
       config: the model's.
-      shards: parts; None: as many as the mesh's `model` axis has devices.
+      shards: number of parts; None: the size of the mesh's `model` axis.
       mesh: factored.
 
     Raises:
-      ValueError: heads, MLP or vocabulary do not divide, or the axis has no such parts.
+      ValueError: heads, MLP or vocabulary do not divide, or the axis does not have such parts.
     """
     c = config
     sizes = c.num_heads, c.num_kv_heads, c.intermediate_size, c.vocab_size
     split = split_over(mesh, *sizes, shards)
     if shares(c.vocab_size) % split.shards:
-        fits = [n for n in (1, 2, 4, 8, 16) if shares(c.vocab_size) % n == 0]
+        valid = [n for n in (1, 2, 4, 8, 16) if shares(c.vocab_size) % n == 0]
         raise ValueError(
             f"model={split.shards} does not divide the {shares(c.vocab_size)} shares of the "
             f"vocabulary of {c.vocab_size} in which tokens are sampled: use one of "
-            f"{', '.join(map(str, fits))}"
+            f"{', '.join(map(str, valid))}"
         )
     return split
 
 
-def check(
+def validate(
     mesh: AnyMesh, target: Model, drafter: Any, batch: int, micro_batches: int | None = None
 ) -> None:
     """Raises ValueError unless target, drafts and rows divide over the mesh."""
     mesh = factored(mesh)
-    groups, count = mesh.shape[DATA], mesh.shape[STAGE]
+    groups, stages = mesh.shape[DATA], mesh.shape[STAGE]
     if batch % groups:
         raise ValueError(
-            f"{batch} prompts do not divide over data={groups} groups of devices: give a multiple "
+            f"{batch} prompts do not divide over data={groups} groups of devices: pass a multiple "
             f"of {groups}, such as {-(-batch // groups) * groups}"
         )
+    _validate_target(target, mesh)
+    for model in models_of(drafter):
+        label = f"the drafter {model.name or ''}".strip()
+        _validate_split(model, mesh, label, "; a draft may have fewer shards, down to 1")
+        if model.layout.stages > 1:
+            raise ValueError(
+                f"{label} has {model.layout.stages} stages, and only a target may have several: "
+                "load it with stages=1"
+            )
+    pipeline_stages.validate_micro_batches(micro_batches, batch // groups, stages)
+    for member in getattr(drafter, "drafters", (drafter,)):
+        if not models_of(member):  # all layers of a small model are on every stage
+            pipeline_stages.validate_policy(member, target.config.num_layers, stages)
+
+
+def _validate_target(target: Model, mesh: AnyMesh) -> None:
+    stages = mesh.shape[STAGE]
     if target.shards is not None:
         raise ValueError(
-            f"the target has shards={target.shards}: it is always divided over the whole of "
-            "`model`; shards is for small models"
+            f"the target has shards={target.shards}: a target is always divided over all of "
+            "`model`; use shards for small models"
         )
-    for model in (target, *models_of(drafter)):
-        try:
-            split_of(model.config, model.shards, mesh)
-        except ValueError as error:
-            what = "the target" if model is target else f"the drafter {model.name or ''}".strip()
-            hint = "" if model is target else "; a draft can do with fewer shards, also with 1"
-            raise ValueError(f"{what}: {error}{hint}") from error
-        if model is not target and model.stages > 1:
-            raise ValueError(
-                f"the drafter {model.name or ''} lies on {model.stages} stages, as only a target "
-                "may: load it with stages=1, and every stage has all of it"
-            )
+    _validate_split(target, mesh, "the target")
     try:
-        pipeline_stages.check(target.config.num_layers, count)
+        pipeline_stages.validate_layers(target.config.num_layers, stages)
     except ValueError as error:
         raise ValueError(f"the target: {error}") from error
-    if target.stages not in (1, count):
+    if target.layout.stages not in (1, stages):
         raise ValueError(
-            f"the target lies on {target.stages} stages, and the mesh has {count}: pass the mesh "
-            "that it was loaded for"
+            f"the target has {target.layout.stages} stages, and the mesh has {stages}: pass the "
+            "mesh that it was loaded for"
         )
-    if count > 1 and target.blocks is not None:
+    if stages > 1 and target.offload:
         raise ValueError(
-            f"stage={count} of an offloaded target is not supported: stages hold their layers; "
-            "leave offload out, or use a mesh without stages"
+            f"stage={stages} with an offloaded target is not supported: load it without offload, "
+            "or use a mesh without stages"
         )
-    pipeline_stages.check_micro_batches(micro_batches, batch // groups, count)
-    for one in getattr(drafter, "drafters", (drafter,)):
-        if not models_of(one):  # of a small model all layers are on every stage
-            pipeline_stages.check_policy(one, target.config.num_layers, count)
+
+
+def _validate_split(model: Model, mesh: AnyMesh, label: str, hint: str = "") -> None:
+    try:
+        split_of(model.config, model.shards, mesh)
+    except ValueError as error:
+        raise ValueError(f"{label}: {error}{hint}") from error
+
+
+def validate_single_device(target: Model, drafter: Any) -> None:
+    """Raises ValueError if a model is on several devices; for requests without a mesh."""
+    for model in (target, *models_of(drafter)):
+        counts = [
+            len(leaf.sharding.device_set)
+            for leaf in jax.tree.leaves(model)
+            if isinstance(leaf, jax.Array)
+        ]
+        for count, unit in ((model.layout.stages, "stages"), (max(counts, default=1), "devices")):
+            if count > 1:
+                raise ValueError(
+                    f"the model {model.name!r} is on {count} {unit}: pass the mesh that it was "
+                    "loaded for"
+                )
+
+
+def validate_offloaded_caches(target: Model, drafter: Any, kv_bytes: int) -> None:
+    """Raises ValueError if caches do not fit the device's memory beside an offloaded target.
+
+    Models that are only shapes, and devices that do not report their memory, are not validated.
+
+    Args:
+      target: offloaded, on its devices.
+      drafter: whose models' parameters are resident.
+      kv_bytes: bytes of all caches on all devices.
+    """
+    limit, drafts = offloading.device_memory(), models_of(drafter)
+    leaves = jax.tree.leaves((target, drafts))
+    if limit is None or not all(isinstance(leaf, jax.Array) for leaf in leaves):
+        return
+    caches = kv_bytes / len(leaves[0].sharding.device_set)
+    resident = part_bytes((target.params, [draft.params for draft in drafts]))
+    resident += offloading.two_layers(part_bytes(target.layout), target.config.num_layers)
+    if resident + caches > limit:
+        raise ValueError(
+            f"caches of {caches / GB:.1f} GB and {resident / GB:.1f} GB of weights do not fit the "
+            f"device's {limit / GB:.1f} GB: offload moves the blocks' weights to the host, and "
+            "caches stay on the device; use fewer or shorter prompts, or more devices"
+        )
 
 
 def models_of(tree: Any) -> list[Model]:
@@ -121,78 +170,47 @@ def _is_model(x: Any) -> bool:
     return isinstance(x, Model)
 
 
-def parameter_shardings(module: nn.Module, shards: int | None, mesh: AnyMesh) -> models.Place:
-    """Returns what tells a parameter's place by the logical names of its axes."""
+def parameter_shardings(module: nn.Module, shards: int | None, mesh: AnyMesh) -> models.ShardingFn:
+    """Returns a function from a parameter's logical axes to its sharding."""
     mesh = factored(mesh)
     split = split_of(module.config, shards, mesh)
     return lambda names: NamedSharding(mesh, split.spec(names))
 
 
-def place_model(model: Model, mesh: AnyMesh, put: Callable = processes.put) -> Model:
-    """Returns the model with its parameters where the mesh wants them; those that are stay.
-
-    Every stage gets all of its layers, as of a draft.
-    """
-    place = parameter_shardings(model.module, model.shards, mesh)
-    boxes, blocks = _boxes(model.module), model.blocks
-    if blocks is not None:
-        boxes = models.split_blocks(boxes)[0]
-        wanted = offloading.shapes(model.module, offloading.is_int8(blocks), place)
-        blocks = jax.tree.map(lambda x, shape: put(x, shape.sharding), blocks, wanted)
+def shard_model(model: Model, mesh: AnyMesh, put: Callable = processes.put) -> Model:
+    """Returns the model with its parameters sharded over the mesh, in its layout."""
+    module, layout = model.module, model.layout
+    sharding_of = parameter_shardings(module, model.shards, mesh)
     params = jax.tree.map(
-        lambda box, x: put(x, place(box.names)),
-        boxes,
+        lambda box, x: put(x, sharding_of(box.names)),
+        layout.abstract_params(module),
         model.params,
         is_leaf=models.is_boxed,
     )
-    return dataclasses.replace(model, params=params, blocks=blocks)
+    layout = layout.shard(module, sharding_of, put)
+    return dataclasses.replace(model, params=params, layout=layout)
 
 
-def place_target(
+def shard_target(
     target: Model, mesh: AnyMesh, micro_batches: int, put: Callable = processes.put
 ) -> Model:
-    """Returns what `place_model` does of a target, whose layers are divided over the stages."""
-    mesh = factored(mesh)
-    count = mesh.shape[STAGE]
-    if count == 1:
-        return place_model(target, mesh, put)
-    place = parameter_shardings(target.module, target.shards, mesh)
-    wanted = pipeline_stages.shardings(target.module, count, mesh, place)
-    if target.stages == count:
-        params = jax.tree.map(put, target.params, wanted)
-    else:
-        params = pipeline_stages.place_params(target.params, wanted, count, put)
-    return dataclasses.replace(target, params=params, stages=count, micro_batches=micro_batches)
+    """Returns the target as `shard_model` does, its layers divided over the mesh's stages."""
+    stages = factored(mesh).shape[STAGE]
+    if stages > 1:
+        params = target.params
+        if target.layout.stages == 1:
+            params = pipeline_stages.stack_layers(params, stages)
+        layout = Pipelined(stages, micro_batches)
+        target = dataclasses.replace(target, params=params, layout=layout)
+    return shard_model(target, mesh, put)
 
 
-@functools.lru_cache(maxsize=32)  # tracing a model takes a third of a second, or more
-def _boxes(module: nn.Module) -> Any:
-    return models.abstract_params(module)
-
-
-def check_on_one(target: Model, drafter: Any) -> None:
-    """Raises ValueError if a model lies on several devices, and no mesh was given."""
-    for model in (target, *models_of(drafter)):
-        if model.stages > 1:
-            raise ValueError(
-                f"the model {model.name!r} lies on {model.stages} stages: pass the mesh that it "
-                "was loaded for"
-            )
-        for leaf in jax.tree.leaves(model):
-            count = len(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else 1
-            if count > 1:
-                raise ValueError(
-                    f"the model {model.name!r} lies on {count} devices: pass the mesh that it was "
-                    "loaded for"
-                )
-
-
-def place_drafter(drafter: Any, mesh: AnyMesh, put: Callable = processes.put) -> Any:
-    """Returns the drafter with its models in their places; other arrays are everywhere."""
-    everywhere = NamedSharding(factored(mesh), EVERYWHERE)
+def shard_drafter(drafter: Any, mesh: AnyMesh, put: Callable = processes.put) -> Any:
+    """Returns the drafter with its models sharded over the mesh, and other arrays replicated."""
+    replicated = NamedSharding(factored(mesh), EVERYWHERE)
 
     def place(leaf):
-        return place_model(leaf, mesh, put) if _is_model(leaf) else put(leaf, everywhere)
+        return shard_model(leaf, mesh, put) if _is_model(leaf) else put(leaf, replicated)
 
     return jax.tree.map(place, drafter, is_leaf=_is_model)
 
@@ -200,94 +218,71 @@ def place_drafter(drafter: Any, mesh: AnyMesh, put: Callable = processes.put) ->
 def on_mesh(
     function: Callable, mesh: AnyMesh, arguments: tuple, results: Any
 ) -> Callable[..., Any]:
-    """Returns the function, run on each device's part of its arguments.
+    """Returns the function, mapped over each device's part of its arguments.
 
     Args:
-      function: of what one device holds.
+      function: takes and returns the arrays of one device.
       mesh: factored.
-      arguments: as they will be passed, arrays or shapes, each with a sharding over the mesh.
-      results: of what the function gives back, likewise (`result_shapes`).
+      arguments: arrays or shapes, each with a sharding over the mesh.
+      results: the shapes and shardings of what the function returns (`result_shapes`).
     """
     return _mapped(function, mesh, arguments)(out_specs=_specs(results))
 
 
 def result_shapes(function: Callable, mesh: AnyMesh, arguments: tuple) -> Any:
-    """Returns what the function gives back, as shapes with their shardings; nothing runs.
+    """Returns the shapes and shardings of what the function returns; runs nothing.
 
-    Where a device's part of an array is smaller than it would be on a mesh that divides nothing but
-    layers, there the array is divided. What is held layer by layer has the rows of all stages.
+    A field's metadata declares the logical axes of its arrays (`sharding.logical_axes`); a field
+    without it has those of the enclosing field, at the outermost level (BATCH,). The nearest
+    enclosing attribute `split` maps them to mesh axes.
     """
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
-    whole, part = (
-        jax.eval_shape(_mapped(function, on, arguments)(out_specs=EVERYWHERE), *plain)
-        for on in (undivided(mesh), mesh)
-    )
-
-    def shape(whole, part, count=1):
-        spec, (rows, *others) = _spec(mesh, whole.shape, part.shape), whole.shape or (None,)
-        if count == 1:
-            sizes = whole.shape
-        else:
-            spec, sizes = PartitionSpec((STAGE, DATA), *spec[1:]), (count * rows, *others)
-        return jax.ShapeDtypeStruct(sizes, whole.dtype, sharding=NamedSharding(mesh, spec))
-
-    def of_node(whole, part):
-        found = jax.tree.map(shape, whole, part)
-        if not _in_stages(whole):
-            return found
-        of_layers = {
-            name: jax.tree.map(
-                functools.partial(shape, count=whole.stages),
-                getattr(whole, name),
-                getattr(part, name),
-            )
-            for name in whole.of_layers
-        }
-        return dataclasses.replace(found, **of_layers)
-
-    return jax.tree.map(of_node, whole, part, is_leaf=_in_stages)
+    local = jax.eval_shape(_mapped(function, mesh, arguments)(out_specs=EVERYWHERE), *plain)
+    return _global_shapes(local, mesh, (BATCH,), Split())
 
 
-def _in_stages(x: Any) -> bool:
-    return isinstance(x, KVCache | DraftCache | Seen) and x.stages > 1
+def _global_shapes(node: Any, mesh: AnyMesh, axes: tuple, split: Split) -> Any:
+    if isinstance(node, jax.ShapeDtypeStruct):
+        spec = split.spec((*axes, *[None] * len(node.shape))[: len(node.shape)])
+        return _global_shape(node, NamedSharding(mesh, spec))
+    split = getattr(node, "split", split)
+    fields = dataclasses.fields(node) if dataclasses.is_dataclass(node) else ()
+    declared = {field.name: field.metadata.get("axes", axes) for field in fields}
+
+    def child(path, x):
+        return _global_shapes(x, mesh, declared.get(getattr(path[0], "name", ""), axes), split)
+
+    return jax.tree_util.tree_map_with_path(child, node, is_leaf=lambda x: x is not node)
+
+
+def _global_shape(local: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    sizes = list(local.shape)
+    for axis, names in enumerate(sharding.spec):
+        names = (names,) if isinstance(names, str) else names or ()
+        sizes[axis] *= math.prod(sharding.mesh.shape[name] for name in names)
+    return jax.ShapeDtypeStruct(tuple(sizes), local.dtype, sharding=sharding)
 
 
 def _mapped(function: Callable, mesh: AnyMesh, arguments: tuple) -> Callable:
-    def of_part(*parts):
-        return function(*(_as_part(part, mesh) for part in parts))
+    def run_local(*parts):
+        return function(*(_local_models(part, mesh) for part in parts))
 
     specs = _specs(arguments)
-    return functools.partial(jax.shard_map, of_part, mesh=mesh, in_specs=specs, check_vma=False)
+    return functools.partial(jax.shard_map, run_local, mesh=mesh, in_specs=specs, check_vma=False)
 
 
 def _specs(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding.spec, tree)
 
 
-def _as_part(argument: Any, mesh: AnyMesh) -> Any:
-    """Returns the argument with its models made for a device's part of their parameters."""
+def _local_models(argument: Any, mesh: AnyMesh) -> Any:
+    """Returns the argument with modules for a device's part of their parameters."""
 
-    def divide(leaf):
+    def localize(leaf):
         if not _is_model(leaf):
             return leaf
-        if leaf.stages > 1:
-            leaf = pipeline_stages.own_part(leaf)
-        undivided = all(size == 1 for name, size in mesh.shape.items() if name != STAGE)
-        split = Split() if undivided else split_of(leaf.config, leaf.shards, mesh)
-        return dataclasses.replace(leaf, module=leaf.module.clone(split=split))
+        module = leaf.module.clone(split=split_of(leaf.config, leaf.shards, mesh))
+        module, params = leaf.layout.local_part(module, leaf.params)
+        return dataclasses.replace(leaf, module=module, params=params)
 
-    return jax.tree.map(divide, argument, is_leaf=_is_model)
-
-
-def _spec(mesh: AnyMesh, whole: tuple[int, ...], part: tuple[int, ...]) -> PartitionSpec:
-    """Returns how an array is divided, by its shape and that of a device's part.
-
-    Axis 0 is one of rows wherever it is divided, any other is one of heads or the vocabulary.
-    """
-    names: list[Any] = []
-    for axis, (size, own) in enumerate(zip(whole, part, strict=True)):
-        if size == own:
-            names.append(None)
-        else:
-            names.append(DATA if axis == 0 else first_axes(mesh, size // own))
-    return PartitionSpec(*names)
+    return jax.tree.map(localize, argument, is_leaf=_is_model)

@@ -4,7 +4,7 @@ import importlib.metadata
 
 
 def version() -> str:
-    """Returns the version that is installed; "0" of a checkout that is run without installation."""
+    """Returns the installed version, or "0" for a checkout that is not installed."""
     try:
         return importlib.metadata.version("magicjax")
     except importlib.metadata.PackageNotFoundError:

@@ -3,7 +3,7 @@
 from models.build import (
     BLOCK,
     Config,
-    Place,
+    ShardingFn,
     abstract_params,
     block_params,
     build,
@@ -38,8 +38,8 @@ __all__ = [
     "LlamaConfig",
     "Opt",
     "OptConfig",
-    "Place",
     "Rope",
+    "ShardingFn",
     "abstract_params",
     "block_params",
     "build",

@@ -1,7 +1,7 @@
-"""Between Hugging Face's config.json and this package's configs, in both directions.
+"""Converts between Hugging Face's config.json and this package's configs.
 
-A key is honoured, known to change nothing here, or an error: a setting that is read past would
-show up much later, as a model that is slightly wrong.
+Every key is read, known to have no effect on inference, or an error. An ignored setting would
+result in a model that is slightly wrong.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from models.llama import LlamaConfig
 from models.opt import OptConfig
 from models.rope import Rope
 
-# Keys that say nothing about what the forward pass computes at inference.
+# Keys without effect on the forward pass at inference.
 HARMLESS = frozenset(
     """
     _attn_implementation _flash_attn_2_enabled _name_or_path activation_dropout architectures
@@ -31,7 +31,7 @@ HARMLESS = frozenset(
     torchscript transformers_version typical_p use_bfloat16 use_cache
     """.split()
 )
-# Keys that are understood in one setting only, and what that setting is.
+# Keys of which only some values are supported, and those values.
 FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "activation_function": ("relu",),
@@ -42,7 +42,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "pruned_heads": ({},),
 }
-# What Hugging Face takes for a key that config.json leaves out.
+# Hugging Face's defaults of keys that config.json omits.
 DEFAULTS = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {
@@ -82,7 +82,7 @@ ROPE_KEYS = {
     "mscale_all_dim": "mscale_all_dim",
     "truncate": "truncate",
 }
-# Which of them a kind of scaling reads, and which it cannot do without.
+# The keys that each kind of scaling reads, and those that it requires.
 ROPE_READS = {
     "default": (),
     "linear": ("factor",),
@@ -112,14 +112,14 @@ ROPE_NEEDS = {
 
 
 class _Reader:
-    """config.json with a record of what was read, so that what was not can be refused."""
+    """config.json, with a record of the keys that were read, to refuse the others."""
 
     def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]):
         self.raw, self.defaults = raw, defaults
         self.read: set[str] = set()
 
     def get(self, key: str, otherwise: Any = None) -> Any:
-        """Returns the value: a key left out has the family's default, a null is `otherwise`."""
+        """Returns the value; an omitted key has the family's default, and null is `otherwise`."""
         self.read.add(key)
         value = self.raw[key] if key in self.raw else self.defaults.get(key)
         return otherwise if value is None else value
@@ -130,8 +130,8 @@ class _Reader:
             raise ValueError(f"config.json lacks {key!r}, which has no default: add it")
         return value
 
-    def refuse_the_rest(self) -> None:
-        """Raises ValueError for every key that was not read and is not known to be harmless."""
+    def refuse_unread(self) -> None:
+        """Raises ValueError if a key was not read and may have an effect; lists all such keys."""
         problems = []
         for key, value in sorted(self.raw.items()):
             if value is None or key in self.read or key in HARMLESS:
@@ -146,17 +146,17 @@ class _Reader:
             problems.append(f"{key}={value!r} is not known{hint}")
         if problems:
             raise ValueError(
-                "config.json asks for what this package cannot honour: "
+                "config.json has settings that are not supported: "
                 + "; ".join(problems)
                 + ". Remove such a key only if the model computes the same without it"
             )
 
 
 def read_config(raw: Mapping[str, Any]) -> Config:
-    """Returns the config that the contents of a config.json describe.
+    """Returns the config of a config.json's contents.
 
-    Raises ValueError for an unknown `model_type`, for a key that is missing, unknown or set to
-    what is not supported, and for sizes that do not fit each other.
+    Raises ValueError for an unknown `model_type`, missing or unknown keys, unsupported values, and
+    inconsistent sizes.
     """
     family = raw.get("model_type")
     if family not in ARCHITECTURES:
@@ -172,7 +172,7 @@ def read_config(raw: Mapping[str, Any]) -> Config:
     reader = _Reader(raw, DEFAULTS.get(family, {}))
     reader.read.add("model_type")
     config = _read_opt(reader) if family == "opt" else _read_llama(reader, family)
-    reader.refuse_the_rest()
+    reader.refuse_unread()
     return config
 
 
@@ -182,7 +182,7 @@ def _read_llama(reader: _Reader, family: str) -> LlamaConfig:
     positions = reader.need("max_position_embeddings")
     rope = _read_rope(reader, positions)
     if rope.kind == "yarn" and rope.original_max_positions is not None:
-        # Qwen2.5 leaves max_position_embeddings at the length before stretching.
+        # In Qwen2.5, max_position_embeddings is the length before scaling.
         positions = max(positions, int(rope.factor * rope.original_max_positions))
     window = _read_window(reader, family, layers)
     attention_bias = family in ("llama", "qwen3") and reader.get("attention_bias", False)
@@ -208,7 +208,7 @@ def _read_llama(reader: _Reader, family: str) -> LlamaConfig:
 
 
 def _read_window(reader: _Reader, family: str, layers: int) -> int | None:
-    """The sliding window that some layer applies, or None."""
+    """Returns the sliding window that some layer applies, or None."""
     if family == "llama":
         return None
     types = reader.get("layer_types", ())
@@ -226,17 +226,17 @@ def _read_window(reader: _Reader, family: str, layers: int) -> int | None:
 
 
 def _read_rope(reader: _Reader, positions: int) -> Rope:
-    """The rotary settings, from `rope_parameters` (transformers 5) or the two older keys."""
+    """Returns the rotary settings of `rope_parameters` (transformers 5) or the two older keys."""
     theta = reader.get("rope_theta", 10000.0)
     original = reader.get("original_max_position_embeddings")
-    found = {
+    parsed = {
         key: _parse_rope(key, value, theta, original, positions)
         for key in ("rope_scaling", "rope_parameters")
         if (value := reader.get(key)) is not None
     }
-    if len(set(found.values())) > 1:
-        raise ValueError(f"rope_scaling and rope_parameters disagree: {found}; keep one of them")
-    return next(iter(found.values()), Rope(theta=float(theta)))
+    if len(set(parsed.values())) > 1:
+        raise ValueError(f"rope_scaling and rope_parameters disagree: {parsed}; keep one of them")
+    return next(iter(parsed.values()), Rope(theta=float(theta)))
 
 
 def _parse_rope(
@@ -250,7 +250,7 @@ def _parse_rope(
             + ", ".join(ROPE_READS)
         )
     theta = settings.pop("rope_theta", theta)
-    settings.pop("finetuned", None)  # how the model was made, not what it computes
+    settings.pop("finetuned", None)  # no effect on inference
     partial = settings.pop("partial_rotary_factor", 1.0)
     if partial != 1.0:
         raise ValueError(
@@ -267,7 +267,7 @@ def _parse_rope(
     if kind == "yarn":
         settings.setdefault(
             "factor", positions / settings["original_max_position_embeddings"]
-        )  # DeepSeek's way of writing it
+        )  # DeepSeek omits the factor
     if missing := [name for name in ROPE_NEEDS[kind] if name not in settings]:
         raise ValueError(f"{key} of type {kind!r} lacks {', '.join(missing)}")
     fields = {ROPE_KEYS[name]: settings[name] for name in ROPE_READS[kind] if name in settings}
@@ -293,9 +293,9 @@ def _read_opt(reader: _Reader) -> OptConfig:
 
 
 def write_config(config: Config) -> dict[str, Any]:
-    """Returns the contents of the config.json that `read_config` turns back into `config`.
+    """Returns the contents of a config.json from which `read_config` returns `config`.
 
-    Raises ValueError where the config's family has no word for one of its switches.
+    Raises ValueError if the config's family cannot express one of its settings.
     """
     write: Callable[[Any], dict[str, Any]] = (
         _write_opt if isinstance(config, OptConfig) else _write_llama
@@ -320,7 +320,7 @@ def write_config(config: Config) -> dict[str, Any]:
         names = [f.name for f in dataclasses.fields(config)]
         lost = [n for n in names if getattr(config, n) != getattr(back, n)]
         values = ", ".join(f"{n}={getattr(config, n)!r}" for n in lost)
-        raise ValueError(f"family={config.family!r} has no word for {values}: change the family")
+        raise ValueError(f"family={config.family!r} cannot express {values}: change the family")
     return raw
 
 
@@ -340,7 +340,7 @@ def _write_llama(c: LlamaConfig) -> dict[str, Any]:
     if c.family == "mistral":
         raw["sliding_window"] = c.sliding_window
     if c.family in ("qwen2", "qwen3"):
-        # Which layers slide makes no difference up to `max_positions`.
+        # Up to `max_positions` it makes no difference which layers have the window.
         raw["use_sliding_window"] = c.sliding_window is not None
         raw["sliding_window"] = c.sliding_window
         raw["max_window_layers"] = 0 if c.sliding_window is not None else c.num_layers
@@ -348,7 +348,7 @@ def _write_llama(c: LlamaConfig) -> dict[str, Any]:
 
 
 def _write_rope(rope: Rope) -> dict[str, Any]:
-    """Both spellings: transformers 5 reads either, older versions the last two keys."""
+    """Returns both spellings; versions before transformers 5 read only the last two keys."""
     values = {name: getattr(rope, ROPE_KEYS[name]) for name in ROPE_READS[rope.kind]}
     settings = {
         "rope_type": rope.kind,

@@ -1,8 +1,7 @@
 """Checkpoints in Hugging Face's directory format: config.json, safetensors, tokenizer files.
 
-Tensors are mapped into memory and copied part by part to where they should lie, so that reading a
-model needs little memory of the host beside what its own devices hold. A round trip is exact to
-the bit.
+Files are memory-mapped, and each device receives only its part of every tensor, so that reading a
+model needs little host memory. A round trip is bit-exact.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from models.build import BLOCK, Config, Place, abstract_params, build
+from models.build import BLOCK, Config, ShardingFn, abstract_params, build
 from models.hf_config import read_config, write_config
 from models.hf_tensors import IGNORED, UNEMBEDDING, Tensor, full_name, tensors_of
 
@@ -37,13 +36,13 @@ DTYPES = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A model with its weights and the token ids that its makers set.
+    """A model with its weights and special tokens.
 
     Attributes:
       module: applied as `module.apply(params, tokens, positions, attend)`.
-      params: the variables, `{"params": ...}`, without boxes.
-      eos_token_ids: every token that ends a text; empty where none is set.
-      bos_token_id, pad_token_id: None where not set.
+      params: the variables, `{"params": ...}`, unboxed.
+      eos_token_ids: tokens that end a text; may be empty.
+      bos_token_id, pad_token_id: None if not set.
     """
 
     module: nn.Module
@@ -59,10 +58,10 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """Where a tensor lies."""
+    """A tensor in a file."""
 
     file: pathlib.Path
-    name: str  # in the file, which may lack the prefix that `full_name` adds
+    name: str  # in the file, perhaps without the prefix that `full_name` adds
     dtype: str
     shape: tuple[int, ...]
 
@@ -71,7 +70,7 @@ def load_checkpoint(
     path: str | os.PathLike,
     dtype: Any = None,
     *,
-    place: Place | None = None,
+    sharding_of: ShardingFn | None = None,
     mapped_blocks: bool = False,
 ) -> Checkpoint:
     """Returns the model in a directory of Hugging Face format.
@@ -79,14 +78,13 @@ def load_checkpoint(
     Args:
       path: the directory.
       dtype: of parameters and activations; None: as stored.
-      place: where each tensor lies, by the logical names of its axes; a device, and a process, is
-        given its own part only. None: on the default device.
-      mapped_blocks: leave the blocks' parameters where they are, as numpy arrays of the files, in
-        the files' dtype: nothing of them is read yet.
+      sharding_of: the sharding of a parameter, by its logical axes; each device and process reads
+        only its part. None: the default device.
+      mapped_blocks: return the blocks' parameters as memory-mapped numpy arrays, in the files'
+        dtype, without reading them.
 
-    Raises FileNotFoundError where files are missing, and ValueError for pickled weights, a config
-    that is not supported, tensors that are missing, unexpected or of another shape (all of them
-    listed), and a dtype that cannot be had.
+    Raises FileNotFoundError for missing files, and ValueError for pickled weights, an unsupported
+    config or dtype, and missing, unexpected or wrongly shaped tensors, which it lists.
     """
     path = pathlib.Path(path)
     config = load_config(path)
@@ -101,14 +99,14 @@ def load_checkpoint(
             'jax.config.update("jax_enable_x64", True), or pass dtype="float32"'
         )
     module = build(config, dtype)
-    params = _read_params(module, stored, place, mapped_blocks)
+    params = _read_params(module, stored, sharding_of, mapped_blocks)
     return Checkpoint(module, params, **_special_tokens(path))
 
 
 def load_config(path: str | os.PathLike) -> Config:
-    """Returns the config in a directory of Hugging Face format, reading config.json alone.
+    """Returns the config in a directory of Hugging Face format; reads only config.json.
 
-    Raises FileNotFoundError where it is missing, and ValueError where it is not supported.
+    Raises FileNotFoundError if it is missing, and ValueError if it is not supported.
     """
     return read_config(_read_json(pathlib.Path(path) / "config.json"))
 
@@ -125,18 +123,18 @@ def save_checkpoint(
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
 ) -> None:
-    """Writes a directory of Hugging Face format; it appears whole or not at all.
+    """Writes a directory of Hugging Face format, atomically.
 
     Args:
-      path: the directory to make.
-      module, params: as for `apply`; values keep their dtype; boxes are taken off.
+      path: the directory to create.
+      module, params: as for `apply`; values keep their dtype and are unboxed.
       eos_token_ids, bos_token_id, pad_token_id: for config.json and generation_config.json.
-      tokenizer: anything with `save_pretrained`, written beside the weights.
-      max_shard_bytes: weights beyond it are split over several files with an index.
-      overwrite: replace a directory that exists.
+      tokenizer: an object with `save_pretrained`.
+      max_shard_bytes: larger weights are split over several files with an index.
+      overwrite: replace an existing directory.
 
-    Raises FileExistsError where `path` exists and `overwrite` is False, ValueError where the
-    parameters are not those of the module or its family cannot express its config.
+    Raises FileExistsError if `path` exists and `overwrite` is False, and ValueError if the
+    parameters are not the module's, or its family cannot express its config.
     """
     path = pathlib.Path(path)
     if path.exists() and not overwrite:
@@ -158,14 +156,14 @@ def save_checkpoint(
 
 
 def load_tokenizer(path: str | os.PathLike) -> Any:
-    """Returns the directory's tokenizer (a transformers tokenizer), or None where there is none."""
+    """Returns the directory's transformers tokenizer, or None if there is none."""
     path = pathlib.Path(path)
     described = (path / "tokenizer_config.json").is_file()
     if not described and not (path / "tokenizer.json").is_file():
         return None
-    # transformers advises every process without torch to install it; tokenizers need none.
+    # Without torch, transformers recommends installing it, but tokenizers do not need it.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import transformers  # here, because it takes seconds that a caller without text can spare
+    import transformers  # takes seconds to import, and is needed only for text
 
     if described:
         return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
@@ -183,15 +181,15 @@ def _write_json(path: pathlib.Path, value: Any) -> None:
 
 
 def _special_tokens(path: pathlib.Path) -> dict[str, Any]:
-    """Token ids for `Checkpoint`; generation_config.json goes first, as in Hugging Face."""
-    found = _read_json(path / "config.json")
+    """Returns token ids for `Checkpoint`; generation_config.json has precedence."""
+    settings = _read_json(path / "config.json")
     if (path / "generation_config.json").is_file():
         generation = _read_json(path / "generation_config.json")
-        found |= {key: value for key, value in generation.items() if value is not None}
-    eos = found.get("eos_token_id")
+        settings |= {key: value for key, value in generation.items() if value is not None}
+    eos = settings.get("eos_token_id")
     eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    rest = {key: found.get(key) for key in ("bos_token_id", "pad_token_id")}
-    return {"eos_token_ids": eos, **rest}
+    others = {key: settings.get(key) for key in ("bos_token_id", "pad_token_id")}
+    return {"eos_token_ids": eos, **others}
 
 
 def _int_or_list(ids: Sequence[int]) -> int | list[int] | None:
@@ -203,80 +201,80 @@ def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
     if (path / INDEX).is_file():
         names = sorted(set(_read_json(path / INDEX)["weight_map"].values()))
         if missing := [name for name in names if not (path / name).is_file()]:
-            raise FileNotFoundError(f"{path / INDEX} names files that are not there: {missing}")
+            raise FileNotFoundError(f"{path / INDEX} names files that do not exist: {missing}")
         return [path / name for name in names]
     if (path / SINGLE).is_file():
         return [path / SINGLE]
     pickles = sorted(p.name for pattern in PICKLES for p in path.glob(pattern))
     if pickles:
         raise ValueError(
-            f"{path} has weights in pickle format only ({', '.join(pickles)}), which can run "
-            "code when read: safetensors only; convert them with save_pretrained of transformers"
+            f"{path} has only weights in pickle format ({', '.join(pickles)}), which can execute "
+            "code: convert them to safetensors with save_pretrained of transformers"
         )
     raise FileNotFoundError(f"{path} has no weights: it must hold {SINGLE} or {INDEX}")
 
 
 def _scan(path: pathlib.Path) -> dict[str, _Stored]:
-    """Every tensor of the directory by its full name, from the files' headers alone."""
-    found = {}
+    """Returns all tensors by full name; reads only the files' headers."""
+    stored = {}
     for file in _weight_files(path):
         try:
             with safetensors.safe_open(file, "numpy") as handle:
                 for name in handle.keys():
                     part = handle.get_slice(name)
                     where = _Stored(file, name, part.get_dtype(), tuple(part.get_shape()))
-                    found[full_name(name)] = where
+                    stored[full_name(name)] = where
         except safetensors.SafetensorError as error:
-            raise ValueError(f"{file} is no whole safetensors file: {error}") from error
-    return found
+            raise ValueError(f"{file} is not a complete safetensors file: {error}") from error
+    return stored
 
 
-@functools.lru_cache(maxsize=8)  # tracing a model of 80 layers takes a while, and it is read often
+@functools.lru_cache(maxsize=8)  # tracing a model of 80 layers is slow
 def _shapes(config: Config) -> dict[tuple[str, ...], Any]:
-    """Boxes with shape and logical axes of every parameter, by path."""
+    """Returns boxes with shape and logical axes of every parameter, by path."""
     boxed = abstract_params(build(config))["params"]
     return flax.traverse_util.flatten_dict(boxed)
 
 
-def _match(config: Config, found: dict[str, _Stored]) -> list[tuple[Tensor, _Stored]]:
-    """Pairs of what the config needs and what the files hold; raises with all that differs."""
+def _match(config: Config, stored: dict[str, _Stored]) -> list[tuple[Tensor, _Stored]]:
+    """Returns each tensor of the config with its place in the files; raises with all mismatches."""
     needed, shapes = {t.name: t for t in tensors_of(config)}, _shapes(config)
     if config.tie_embeddings:
-        found = _fold_tied(tensors_of(config)[0].name, found)
-    problems = [f"missing {name}" for name in needed if name not in found]
-    for name, where in found.items():
+        stored = _fold_tied(tensors_of(config)[0].name, stored)
+    problems = [f"missing {name}" for name in needed if name not in stored]
+    for name, where in stored.items():
         if name not in needed:
             if not IGNORED.fullmatch(name):
                 problems.append(f"unexpected {where.name}")
             continue
         expected = needed[name].stored_shape(shapes[needed[name].path].value.shape)
         if where.shape != expected:
-            problems.append(f"{where.name} has shape {where.shape}, the config makes it {expected}")
+            problems.append(f"{where.name} has shape {where.shape}, expected {expected}")
         if where.dtype not in DTYPES:
             allowed = ", ".join(DTYPES)
-            problems.append(f"{where.name} has dtype {where.dtype}, supported are {allowed}")
+            problems.append(f"{where.name} has dtype {where.dtype}, supported: {allowed}")
     if problems:
         raise ValueError(
-            f"the weights do not fit config.json ({len(problems)} problems):\n  "
+            f"the weights do not match config.json ({len(problems)} problems):\n  "
             + "\n  ".join(problems)
         )
-    return [(tensor, found[name]) for name, tensor in needed.items()]
+    return [(tensor, stored[name]) for name, tensor in needed.items()]
 
 
-def _fold_tied(embedding: str, found: dict[str, _Stored]) -> dict[str, _Stored]:
-    """Leaves one of the two names of a tied matrix, once it is sure that they agree."""
-    found = dict(found)
-    output = found.pop(UNEMBEDDING, None)
+def _fold_tied(embedding: str, stored: dict[str, _Stored]) -> dict[str, _Stored]:
+    """Returns the tensors with only one of the two names of a tied matrix; both must be equal."""
+    stored = dict(stored)
+    output = stored.pop(UNEMBEDDING, None)
     if output is None:
-        return found
-    other = found.setdefault(embedding, output)
+        return stored
+    other = stored.setdefault(embedding, output)
     same = other is output or np.array_equal(_bits(other), _bits(output))
     if not same:
         raise ValueError(
             f"config.json ties the embeddings, but {output.name} differs from {other.name}: set "
             "tie_word_embeddings to false to use both, or remove the first"
         )
-    return found
+    return stored
 
 
 def _read(where: _Stored) -> np.ndarray:
@@ -285,7 +283,7 @@ def _read(where: _Stored) -> np.ndarray:
 
 
 def _bits(where: _Stored) -> np.ndarray:
-    """The values as bytes, in which NaN equals itself."""
+    """Returns the values as bytes, in which NaN equals itself."""
     return np.ascontiguousarray(_read(where)).view(np.uint8)
 
 
@@ -293,8 +291,7 @@ def _common_dtype(stored: list[tuple[Tensor, _Stored]]) -> np.dtype:
     names = sorted({where.dtype for _, where in stored})
     if len(names) > 1:
         raise ValueError(
-            f"the tensors are stored in several dtypes ({', '.join(names)}), and a model has one: "
-            "pass dtype"
+            f"the tensors have several dtypes ({', '.join(names)}): pass dtype to convert them"
         )
     return np.dtype(DTYPES[names[0]])
 
@@ -302,7 +299,7 @@ def _common_dtype(stored: list[tuple[Tensor, _Stored]]) -> np.dtype:
 def _read_params(
     module: nn.Module,
     stored: list[tuple[Tensor, _Stored]],
-    place: Place | None,
+    sharding_of: ShardingFn | None,
     mapped_blocks: bool,
 ) -> Any:
     shapes, flat = _shapes(module.config), dict[tuple[str, ...], Any]()
@@ -315,15 +312,15 @@ def _read_params(
         if mapped_blocks and tensor.path[0].startswith(BLOCK):
             flat[tensor.path] = values
         else:
-            flat[tensor.path] = _put(values, module.dtype, place and place(box.names))
+            flat[tensor.path] = _put(values, module.dtype, sharding_of and sharding_of(box.names))
     return {"params": flax.traverse_util.unflatten_dict(flat)}
 
 
 def _mapped(file: pathlib.Path) -> dict[str, np.ndarray]:
-    """Returns a file's tensors by name, mapped into memory: what is not looked at is not read.
+    """Returns a file's tensors by name as memory-mapped views, which `safetensors` does not offer.
 
-    The library gives no views. The format: the header's length in 8 bytes, the header as JSON with
-    each tensor's dtype, shape and bytes, and the tensors.
+    The format: the header's length in 8 bytes, the header as JSON with each tensor's dtype, shape
+    and byte range, and the tensors.
     """
     with open(file, "rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
@@ -340,10 +337,9 @@ def _mapped(file: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def _put(values: np.ndarray, dtype: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    """Returns an array of the values; of a device's part, a copy, and of nothing else.
+    """Returns a device array; each device's part is copied.
 
-    An array that JAX may keep as it is would still be the file: what is written there later would
-    change the model.
+    Without a copy JAX may alias the memory map: later writes to the file would change the model.
     """
     if sharding is None:
         return jnp.array(values, dtype)
@@ -355,13 +351,13 @@ def _put(values: np.ndarray, dtype: Any, sharding: jax.sharding.Sharding | None)
 
 
 def _named_params(module: nn.Module, params: Any) -> list[tuple[Tensor, Any]]:
-    """Parameters in the order they are written, once they are sure to be the module's."""
+    """Returns the parameters in file order; raises unless they are the module's."""
     shapes = {path: box.value.shape for path, box in _shapes(module.config).items()}
     flat = flax.traverse_util.flatten_dict(nn.meta.unbox(params)["params"])
     problems = [f"missing {'/'.join(p)}" for p in shapes if p not in flat]
     problems += [f"unexpected {'/'.join(p)}" for p in flat if p not in shapes]
     problems += [
-        f"{'/'.join(p)} has shape {flat[p].shape}, the config makes it {shapes[p]}"
+        f"{'/'.join(p)} has shape {flat[p].shape}, expected {shapes[p]}"
         for p in shapes
         if p in flat and tuple(flat[p].shape) != tuple(shapes[p])
     ]
@@ -385,7 +381,7 @@ def _write_tensors(
     for i, shard in enumerate(shards, 1):
         name = f"model-{i:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
         arrays = {t.name: t.to_stored(np.asarray(jax.device_get(v))) for t, v in shard}
-        # Hugging Face refuses files that do not say which framework's layout they have.
+        # Hugging Face requires the framework's name in the metadata.
         safetensors.numpy.save_file(arrays, path / name, metadata={"format": "pt"})
         where |= dict.fromkeys(arrays, name)
     if len(shards) > 1:
@@ -395,7 +391,7 @@ def _write_tensors(
 
 @contextlib.contextmanager
 def _replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a directory to fill, which becomes `path` once the body has ended well."""
+    """Yields a temporary directory, which replaces `path` if the body succeeds."""
     mark = uuid.uuid4().hex[:8]
     partial = path.parent / f".{path.name}.{mark}.partial"
     partial.mkdir(parents=True)

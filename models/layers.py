@@ -1,7 +1,7 @@
-"""The pieces that every family is made of: norms, linear maps, and the type of `attend`.
+"""Layers that all families share: norms, linear maps, and the type of `attend`.
 
-Weights keep the axes that they mean (width, heads, head size) instead of flattening them, so that
-one table of logical axes says how each is split over a mesh.
+Weights keep their logical axes (width, heads, head size) unflattened, so that one table of logical
+axes determines their sharding.
 """
 
 from collections.abc import Callable
@@ -14,17 +14,17 @@ from jaxtyping import Array, Float, Int
 
 from sharding import Split, collectives
 
-# attend(layer, q [B,T,H,D], k [B,T,K,D], v [B,T,K,D]) -> (out [B,T,H,D], whatever it kept)
+# attend(layer, q [B,T,H,D], k [B,T,K,D], v [B,T,K,D]) -> (out [B,T,H,D], what to keep)
 Attend = Callable[[int, Array, Array, Array], tuple[Array, Any]]
 
 
 def dot_precision(dtype: Any) -> jax.lax.Precision | None:
-    """Returns the precision of products: without it a GPU would round float32 to TF32."""
+    """Returns the precision of products; by default a GPU would round float32 to TF32."""
     return jax.lax.Precision.HIGHEST if jnp.finfo(dtype).bits >= 32 else None
 
 
 class RMSNorm(nn.Module):
-    """x over its root mean square, scaled; the mean is taken in float32."""
+    """x divided by its root mean square, scaled; the mean is computed in float32."""
 
     size: int
     eps: float
@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """x less its mean over its standard deviation, scaled and shifted; all of it in float32."""
+    """x minus its mean, divided by its standard deviation, scaled and shifted, in float32."""
 
     size: int
     eps: float
@@ -64,15 +64,15 @@ class Projection(nn.Module):
     """A linear map over the last `len(inputs)` axes, its weight shaped inputs + outputs.
 
     Attributes:
-      inputs, outputs: (size, logical axis) of each axis that is summed over, and made.
-      over: mesh axes that divide what is summed over.
+      inputs, outputs: (size, logical axis) of each contracted axis, and of each output axis.
+      axis_names: mesh axes that divide the contracted axes.
     """
 
     inputs: tuple[tuple[int, str | None], ...]
     outputs: tuple[tuple[int, str | None], ...]
     use_bias: bool
     dtype: Any
-    over: tuple[str, ...] = ()
+    axis_names: tuple[str, ...] = ()
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -86,20 +86,20 @@ class Projection(nn.Module):
         contracted = tuple(range(x.ndim - n, x.ndim)), tuple(range(n))
         precision = dot_precision(self.dtype)
         out = jax.lax.dot_general(x, weight, (contracted, ((), ())), precision=precision)
-        out = collectives.total(out, self.over)
+        out = collectives.psum(out, self.axis_names)
         if self.use_bias:
             init = nn.with_logical_partitioning(nn.initializers.zeros, axes[n:])
             out = out + self.param("bias", init, shape[n:], self.dtype)
         return out
 
 
-def look_up(
+def embedding_lookup(
     table: Float[Array, "V E"], tokens: Int[Array, "*B"], split: Split
 ) -> Float[Array, "*B E"]:
-    """Returns the rows of an embedding, of which a device may have a part: one sum over devices."""
+    """Returns rows of an embedding; an all-reduce combines the parts of several shards."""
     if not split.axes:
         return jnp.take(table, tokens, axis=0)
-    own = tokens - collectives.place(split.axes) * table.shape[0]
-    mine = (own >= 0) & (own < table.shape[0])
-    rows = jnp.take(table, own.clip(0, table.shape[0] - 1), axis=0)
-    return collectives.total(jnp.where(mine[..., None], rows, 0), split.axes)
+    local = tokens - collectives.axis_index(split.axes) * table.shape[0]
+    is_local = (local >= 0) & (local < table.shape[0])
+    rows = jnp.take(table, local.clip(0, table.shape[0] - 1), axis=0)
+    return collectives.psum(jnp.where(is_local[..., None], rows, 0), split.axes)

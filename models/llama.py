@@ -1,7 +1,7 @@
 """The Llama family as one Flax module: LLaMA, TinyLlama, Yi, Mistral, Qwen2, Qwen2.5, Qwen3.
 
-What sets the members apart is configuration only. The module knows nothing of caches, masks or
-trees: every block hands its rotated q, k, v to `attend`, and that closure decides what they see.
+Members differ only in their configuration. The module is independent of caches, masks and trees:
+each block passes its rotated q, k, v to `attend`, which determines the visible positions.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from models.layers import Attend, Projection, RMSNorm, dot_precision, look_up
+from models.layers import Attend, Projection, RMSNorm, dot_precision, embedding_lookup
 from models.rope import Rope, rotate
 from sharding import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, VOCAB, Split
 
@@ -32,15 +32,14 @@ class LlamaConfig:
       max_positions: the longest context that the model accepts.
       rope: rotary settings.
       norm_eps: epsilon of RMSNorm.
-      tie_embeddings: the output matrix is the embedding.
+      tie_embeddings: use the embedding as the output matrix.
       qkv_bias: biases on q, k, v (Qwen2).
       out_bias: bias on the attention's output (Llama's `attention_bias` sets both).
       mlp_bias: biases in the MLP.
       qk_norm: RMSNorm over each head of q and k before the rotation (Qwen3).
-      family: the Hugging Face `model_type` it is written back as.
-      sliding_window: the window that the checkpoint's own layers would apply. Up to so many tokens
-        it changes nothing; beyond them this module would differ, so `max_positions` must not
-        exceed it.
+      family: the Hugging Face `model_type` in config.json.
+      sliding_window: the attention window of the checkpoint's layers, which this module does not
+        apply. It makes no difference up to that many tokens, so `max_positions` must not exceed it.
     """
 
     vocab_size: int
@@ -73,7 +72,7 @@ class LlamaConfig:
         if self.sliding_window is not None and self.max_positions > self.sliding_window:
             raise ValueError(
                 f"max_positions={self.max_positions} exceeds sliding_window={self.sliding_window}, "
-                f"which is not applied: set max_positions to {self.sliding_window} at most"
+                f"which is not applied: use max_positions of at most {self.sliding_window}"
             )
 
 
@@ -86,8 +85,7 @@ class Attention(nn.Module):
     def __call__(self, x, positions, attend: Attend, layer: int):
         c = self.config
         heads = ((c.num_heads // self.split.shards, HEADS), (c.head_dim, HEAD_DIM))
-        of_kv = c.num_kv_heads // self.split.kv_shards
-        kv_heads = ((of_kv, KV_HEADS), (c.head_dim, HEAD_DIM))
+        kv_heads = ((c.num_kv_heads // self.split.kv_shards, KV_HEADS), (c.head_dim, HEAD_DIM))
         embed = ((c.hidden_size, EMBED),)
         q = Projection(embed, heads, c.qkv_bias, self.dtype, name="q")(x)
         k = Projection(embed, kv_heads, c.qkv_bias, self.dtype, name="k")(x)
@@ -97,8 +95,8 @@ class Attention(nn.Module):
             k = RMSNorm(c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, name="k_norm")(k)
         q, k = rotate(q, positions, c.rope), rotate(k, positions, c.rope)
         out, kept = attend(layer, q, k, v)
-        over = self.split.axes
-        return Projection(heads, embed, c.out_bias, self.dtype, over, name="out")(out), kept
+        axis_names = self.split.axes
+        return Projection(heads, embed, c.out_bias, self.dtype, axis_names, name="out")(out), kept
 
 
 class SwiGLU(nn.Module):
@@ -120,7 +118,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer. A module of its own, so that a slice of stacked weights can be applied as one."""
+    """One layer; a separate module, so that it can be applied to a slice of stacked weights."""
 
     config: LlamaConfig
     dtype: Any
@@ -142,9 +140,9 @@ class Llama(nn.Module):
 
     Attributes:
       config: shapes and switches.
-      dtype: of parameters and activations; norms and logits are computed in float32 at least.
-      split: of which parameters this device has a part. Then it runs inside `jax.shard_map`, and
-        its logits are this device's part of the vocabulary.
+      dtype: of parameters and activations; norms and logits use at least float32.
+      split: the division over devices. With several shards the module runs inside `jax.shard_map`,
+        on this device's part of the parameters, and returns its part of the logits.
     """
 
     config: LlamaConfig
@@ -165,29 +163,29 @@ class Llama(nn.Module):
     def __call__(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend
     ) -> tuple[Float[Array, "B T E"], tuple]:
-        """Returns (hidden states before the final norm, what `attend` kept of each layer)."""
+        """Returns hidden states before the final norm, and what `attend` kept of each layer."""
         x, kept = self.embed(tokens, positions), []
         for layer in range(self.config.num_layers):
-            x, of_layer = self.block(x, positions, attend, layer)
-            kept.append(of_layer)
+            x, layer_kept = self.block(x, positions, attend, layer)
+            kept.append(layer_kept)
         if self.is_initializing():
-            self.unembed(x)  # so that `init` makes every parameter
+            self.unembed(x)  # so that `init` creates every parameter
         return x, tuple(kept)
 
     def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Array:
-        """Returns the input of the first block, [B,T,E]; the rotation needs no positions here."""
+        """Returns the first block's input, [B,T,E]; rotary positions are applied in attention."""
         del positions
-        return look_up(self.embedding, tokens, self.split)
+        return embedding_lookup(self.embedding, tokens, self.split)
 
     def block(
         self, x: Float[Array, "B T E"], positions: Int[Array, "B T"], attend: Attend, layer: int
     ) -> tuple[Float[Array, "B T E"], Any]:
-        """Returns (the output of layer `layer`, what `attend` kept of it)."""
+        """Returns the output of one layer, and what `attend` kept of it."""
         with jax.named_scope(f"layer_{layer}"):
             return self.layers[layer](x, positions, attend, layer)
 
     def unembed(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
-        """Returns logits, float32 at least, of the given hidden states."""
+        """Returns the logits of hidden states, at least float32."""
         weight = self.embedding if self.config.tie_embeddings else self.unembedding
         wide = jnp.promote_types(self.dtype, jnp.float32)
         return jnp.einsum(

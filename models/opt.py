@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from models.layers import Attend, LayerNorm, Projection, dot_precision, look_up
+from models.layers import Attend, LayerNorm, Projection, dot_precision, embedding_lookup
 from sharding import EMBED, HEAD_DIM, HEADS, MLP, VOCAB, Split
 
 NORM_EPS = 1e-5
-# The first rows of the table belonged to padding in the code that OPT was trained with.
+# In OPT's training code the first rows of the table are for padding.
 POSITION_OFFSET = 2
 
 
@@ -30,14 +30,14 @@ class OptConfig:
       intermediate_size: F.
       num_layers: L.
       num_heads: H; divides E.
-      max_positions: rows of the position table, less its offset of 2.
-      embedding_size: width of the token embedding; None becomes E. Another width is projected to E
-        after the embedding and back before the logits (OPT-350m).
-      norm_before: norms come before attention and MLP; False is OPT-350m, after each sum.
-      final_norm: a norm before the logits; only with `norm_before`.
-      use_bias: biases in every linear map of the blocks.
-      tie_embeddings: the output matrix is the embedding.
-      family: the Hugging Face `model_type` it is written back as.
+      max_positions: rows of the position table minus its offset of 2.
+      embedding_size: width of the token embedding; None: E. Other widths are projected to E after
+        the embedding and back before the logits (OPT-350m).
+      norm_before: norms come before attention and MLP; False: after each sum (OPT-350m).
+      final_norm: a norm before the logits; requires `norm_before`.
+      use_bias: biases in all linear maps of the blocks.
+      tie_embeddings: use the embedding as the output matrix.
+      family: the Hugging Face `model_type` in config.json.
     """
 
     vocab_size: int
@@ -62,8 +62,8 @@ class OptConfig:
             )
         if self.final_norm and not self.norm_before:
             raise ValueError(
-                "final_norm=True needs norm_before=True: a model with norms after each sum has "
-                "no norm before its logits; set final_norm=False"
+                "final_norm=True requires norm_before=True: a model with norms after each sum has "
+                "none before its logits; use final_norm=False"
             )
 
     @property
@@ -81,7 +81,7 @@ class OptConfig:
         A narrow embedding has no axis name: its projection to E would carry EMBED twice, and one
         mesh axis cannot split two axes of an array.
         """
-        assert self.embedding_size is not None  # `__post_init__` has filled it in
+        assert self.embedding_size is not None  # set in `__post_init__`
         return self.embedding_size, None if self.projects_embedding else EMBED
 
     @property
@@ -90,7 +90,7 @@ class OptConfig:
 
 
 class OptBlock(nn.Module):
-    """One layer. A module of its own, so that a slice of stacked weights can be applied as one."""
+    """One layer; a separate module, so that it can be applied to a slice of stacked weights."""
 
     config: OptConfig
     dtype: Any
@@ -98,15 +98,15 @@ class OptBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x, positions, attend: Attend, layer: int):
-        del positions  # `embed` has added them
+        del positions  # added in `embed`
         c = self.config
         embed, shards = ((c.hidden_size, EMBED),), self.split.shards
         hidden = ((c.intermediate_size // shards, MLP),)
         heads = ((c.num_heads // shards, HEADS), (c.head_dim, HEAD_DIM))
 
         def project(name, inputs, outputs):
-            over = () if inputs == embed else self.split.axes
-            return Projection(inputs, outputs, c.use_bias, self.dtype, over, name=name)
+            axis_names = () if inputs == embed else self.split.axes
+            return Projection(inputs, outputs, c.use_bias, self.dtype, axis_names, name=name)
 
         def norm(name):
             return LayerNorm(c.hidden_size, NORM_EPS, self.dtype, EMBED, name=name)
@@ -127,9 +127,9 @@ class Opt(nn.Module):
 
     Attributes:
       config: shapes and switches.
-      dtype: of parameters and activations; norms and logits are computed in float32 at least.
-      split: of which parameters this device has a part. Then it runs inside `jax.shard_map`, and
-        its logits are this device's part of the vocabulary.
+      dtype: of parameters and activations; norms and logits use at least float32.
+      split: the division over devices. With several shards the module runs inside `jax.shard_map`,
+        on this device's part of the parameters, and returns its part of the logits.
     """
 
     config: OptConfig
@@ -160,23 +160,23 @@ class Opt(nn.Module):
     def __call__(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend
     ) -> tuple[Float[Array, "B T E"], tuple]:
-        """Returns (hidden states before the final norm, what `attend` kept of each layer)."""
+        """Returns hidden states before the final norm, and what `attend` kept of each layer."""
         x, kept = self.embed(tokens, positions), []
         for layer in range(self.config.num_layers):
-            x, of_layer = self.block(x, positions, attend, layer)
-            kept.append(of_layer)
+            x, layer_kept = self.block(x, positions, attend, layer)
+            kept.append(layer_kept)
         if self.is_initializing():
-            self.unembed(x)  # so that `init` makes every parameter
+            self.unembed(x)  # so that `init` creates every parameter
         return x, tuple(kept)
 
     def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Array:
-        """Returns the input of the first block, [B,T,E]: token and position embeddings.
+        """Returns the first block's input, [B,T,E]: token and position embeddings.
 
-        Positions beyond the table read its last row. Callers refuse contexts that long before
-        they compile; what still gets here is padding and tree nodes that will not be emitted, and
-        those must be finite: 0 attention times NaN is NaN for their neighbours.
+        Positions beyond the table read its last row. Only padding and tree nodes that are never
+        emitted have such positions, because longer contexts are refused before compilation. They
+        must be finite, as 0 attention times NaN is NaN for other tokens.
         """
-        x = look_up(self.embedding, tokens, self.split)
+        x = embedding_lookup(self.embedding, tokens, self.split)
         if self.config.projects_embedding:
             x = self.project_in(x)
         rows = positions + POSITION_OFFSET
@@ -185,12 +185,12 @@ class Opt(nn.Module):
     def block(
         self, x: Float[Array, "B T E"], positions: Int[Array, "B T"], attend: Attend, layer: int
     ) -> tuple[Float[Array, "B T E"], Any]:
-        """Returns (the output of layer `layer`, what `attend` kept of it)."""
+        """Returns the output of one layer, and what `attend` kept of it."""
         with jax.named_scope(f"layer_{layer}"):
             return self.layers[layer](x, positions, attend, layer)
 
     def unembed(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
-        """Returns logits, float32 at least, of the given hidden states."""
+        """Returns the logits of hidden states, at least float32."""
         c = self.config
         weight = self.embedding if c.tie_embeddings else self.unembedding
         x = self.norm(hidden) if c.final_norm else hidden

@@ -1,7 +1,7 @@
 """The public hyper-parameters of well-known models, by name.
 
-A preset is a config without weights: for planning, for benchmarks with random weights, and for
-tests. Weights come with their own config.json, which is what counts when a checkpoint is loaded.
+A preset is a config without weights, for planning, benchmarks with random weights, and tests.
+Checkpoints have their own config.json.
 """
 
 import dataclasses
@@ -106,9 +106,9 @@ PRESETS: Mapping[str, Config] = MappingProxyType(
 
 
 def preset(name: str) -> Config:
-    """Returns the config of that name, upper or lower case.
+    """Returns the config of a preset; case is ignored.
 
-    Raises ValueError for an unknown name, with the nearest one, if one is near.
+    Raises ValueError for an unknown name, and suggests the nearest one.
     """
     key = name.lower()
     if key not in PRESETS:

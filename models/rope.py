@@ -1,6 +1,6 @@
 """Rotary position embeddings: `default`, `linear`, `llama3` and `yarn` scaling.
 
-The rotation splits a head in halves (GPT-NeoX order), as the Hugging Face checkpoints expect.
+The rotation splits a head in halves (GPT-NeoX order), as Hugging Face checkpoints do.
 """
 
 import dataclasses
@@ -15,18 +15,18 @@ KINDS = ("default", "linear", "llama3", "yarn")
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """The rotary settings of a model, in Hugging Face's words.
+    """The rotary settings of a model, with Hugging Face's terms.
 
     Attributes:
-      theta: the base; pair i of a head of size D turns by theta**(-2i/D) radians a position.
+      theta: the base; pair i of a head of size D rotates by theta**(-2i/D) radians per position.
       kind: one of `KINDS`.
-      factor: by how much the context is stretched (linear, llama3, yarn).
-      original_max_positions: the context before stretching (llama3, yarn).
-      low_freq_factor, high_freq_factor: the band that llama3 interpolates.
-      beta_fast, beta_slow: turns over the original context that bound yarn's ramp.
-      attention_factor: yarn's factor on cosine and sine; None means 0.1 ln(factor) + 1, or the
-        quotient of `mscale` and `mscale_all_dim` where both are given.
-      truncate: round yarn's ramp outwards to whole pairs.
+      factor: ratio of the scaled to the original context (linear, llama3, yarn).
+      original_max_positions: the original context (llama3, yarn).
+      low_freq_factor, high_freq_factor: bounds of the band that llama3 interpolates.
+      beta_fast, beta_slow: rotations over the original context that bound yarn's ramp.
+      attention_factor: yarn's factor on cosine and sine; None: 0.1 ln(factor) + 1, or with `mscale`
+        and `mscale_all_dim` the ratio of their factors.
+      truncate: round the bounds of yarn's ramp outwards to integers.
     """
 
     theta: float = 10000.0
@@ -52,7 +52,7 @@ class Rope:
 
 
 def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
-    """Returns (radians a position [D/2] float32, factor on cosine and sine)."""
+    """Returns radians per position, float32 [D/2], and the factor on cosine and sine."""
     inverse = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
     if rope.kind == "linear":
         inverse = inverse / rope.factor
@@ -64,23 +64,23 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
 
 
 def _llama3(rope: Rope, inverse: np.ndarray) -> np.ndarray:
-    """Long waves are stretched, short ones kept, those between blended (Llama 3.1)."""
-    assert rope.original_max_positions is not None  # checked by Rope
-    waves = 2 * math.pi / inverse
-    turns = rope.original_max_positions / waves
-    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    """Interpolates long wavelengths, keeps short ones, blends those between (Llama 3.1)."""
+    assert rope.original_max_positions is not None  # validated by Rope
+    wavelengths = 2 * math.pi / inverse
+    rotations = rope.original_max_positions / wavelengths
+    smooth = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = (1 - smooth) * inverse / rope.factor + smooth * inverse
-    stretched = np.where(turns < rope.low_freq_factor, inverse / rope.factor, blend)
-    return np.where(turns > rope.high_freq_factor, inverse, stretched)
+    stretched = np.where(rotations < rope.low_freq_factor, inverse / rope.factor, blend)
+    return np.where(rotations > rope.high_freq_factor, inverse, stretched)
 
 
 def _yarn(rope: Rope, inverse: np.ndarray, head_dim: int) -> np.ndarray:
-    """Interpolates slow pairs, keeps fast ones, ramps between (arXiv 2309.00071, section 3.2)."""
-    assert rope.original_max_positions is not None  # checked by Rope
+    """Interpolates slow pairs, keeps fast ones, blends between (arXiv 2309.00071, section 3.2)."""
+    assert rope.original_max_positions is not None  # validated by Rope
     context = rope.original_max_positions
 
-    def pair_with(turns: float) -> float:
-        return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def pair_with(rotations: float) -> float:
+        return head_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
     if rope.truncate:
@@ -107,7 +107,7 @@ def _yarn_attention_factor(rope: Rope) -> float:
 def turn(
     x: Float[Array, "*B D"], cos: Float[Array, "*B D/2"], sin: Float[Array, "*B D/2"]
 ) -> Float[Array, "*B D"]:
-    """Returns `x` with every pair (i, i + D/2) turned, and nothing scaled."""
+    """Returns x with every pair (i, i + D/2) rotated, without scaling."""
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
@@ -115,7 +115,7 @@ def turn(
 def rotate(
     x: Float[Array, "B T H D"], positions: Int[Array, "B T"], rope: Rope
 ) -> Float[Array, "B T H D"]:
-    """Returns `x` turned to its absolute positions, in x's dtype; angles are float32."""
+    """Returns x rotated by its absolute positions, in x's dtype; angles are float32."""
     inverse, factor = frequencies(rope, x.shape[-1])
     angles = positions[..., None].astype(jnp.float32) * inverse  # [B,T,D/2]
     cos = (jnp.cos(angles) * factor).astype(x.dtype)[:, :, None]

@@ -1,8 +1,8 @@
-"""Attention of new tokens to a committed cache and to each other: arrays in, arrays out.
+"""Attention of new tokens to a committed cache and to each other.
 
-One entry point, `tree_attention`, serves prefill, decoding, drafting and verification; what tells
-them apart is the shape of q and the mask over the new tokens. `prefix_mass` gives the attention
-that each slot of a cache got, and `Quantized` stands for a cache in 8 or 4 bits.
+`tree_attention` serves prefill, decoding, drafting and verification, which differ in the shape of q
+and in the mask over the new tokens. `prefix_mass` returns the attention that each slot of a cache
+received. `Quantized` represents a cache in 8 or 4 bits.
 """
 
 from pallas_kernels.attention import BACKENDS, choose_backend, tree_attention

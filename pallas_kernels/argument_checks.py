@@ -1,4 +1,4 @@
-"""Checks that calls of this package share: each names the argument, the limit and the remedy."""
+"""Argument checks of this package's functions; errors name the argument, limit and remedy."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,24 +25,24 @@ def check_heads(q: Any, k_prefix: Any) -> None:
 def check_shapes(
     q: Any, k_prefix: Any, expected: Mapping[str, tuple[Any, str, tuple[int, ...]]]
 ) -> None:
-    """Raises ValueError at the first of {name: (array, axes in letters, shape)} that differs."""
+    """Raises ValueError at the first array that differs from its (array, axis letters, shape)."""
     for name, (x, letters, shape) in expected.items():
         if x.shape != shape:
             raise ValueError(
-                f"{name} has shape {x.shape}: beside q {q.shape} and k_prefix {k_prefix.shape} "
+                f"{name} has shape {x.shape}: with q {q.shape} and k_prefix {k_prefix.shape} "
                 f"it must be {letters} = {shape}"
             )
 
 
 def check_dtypes(q: Any, floating: Mapping[str, Any], integers: Mapping[str, Any]) -> None:
-    """Raises ValueError unless q is floating, others have its dtype, and integers are integers."""
+    """Raises ValueError unless q is floating, `floating` has its dtype, and `integers` are ints."""
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q is {q.dtype}: it must be a floating dtype; cast it before the call")
     for name, x in floating.items():
         if x.dtype != q.dtype:
             raise ValueError(
                 f"{name} is {x.dtype} and q is {q.dtype}: they must be the same; cast the smaller "
-                "one (usually q and new tokens, to the cache's dtype)"
+                "one (usually q and the new tokens, to the dtype of the cache)"
             )
     for name, x in integers.items():
         if not jnp.issubdtype(x.dtype, jnp.integer):

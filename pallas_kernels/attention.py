@@ -1,7 +1,7 @@
-"""`tree_attention`: the one attention of this project, with its checks and its choice of backend.
+"""`tree_attention`: attention to a committed prefix and to new tokens, on a choice of backends.
 
-Every query sees the committed prefix of its row up to a length, and of the new tokens those that
-its row of the mask allows. A chain, a tree, a prompt chunk and a single token are all that.
+A query sees the committed prefix of its row up to a length, and the new tokens that its row of the
+mask allows. Chains, trees, prompt chunks and single tokens are special cases.
 """
 
 import functools
@@ -30,25 +30,26 @@ def choose_backend(
     head_dim: int | None = None,
     device: jax.Device | None = None,
 ) -> str:
-    """Returns the name of the backend that `tree_attention` and `prefix_mass` would use.
+    """Returns the name of the backend that `tree_attention` and `prefix_mass` use.
 
     Args:
-      backend: a name from BACKENDS, or None for xla, which serves everything. (mosaic has yet to
-        run on a GPU: only who asks for it gets it.)
-      dtype, head_dim: of the queries; None: not asked.
-      device: where it is to run; None: not asked.
+      backend: a name from BACKENDS; None: xla, which supports everything. (mosaic has yet to run
+        on a GPU, so it is never the default.)
+      dtype, head_dim: of the queries; None: not checked.
+      device: that runs the program; None: not checked.
 
     Raises:
-      ValueError: the name is unknown, or that backend does not serve this; it says which would.
+      ValueError: the backend is unknown or does not support the call.
     """
     if backend is None:
         return "xla"
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown: use one of {sorted(BACKENDS)}, or None")
     if backend == "mosaic":
-        reason = mosaic.why_not(dtype, head_dim, device)
+        reason = mosaic.unsupported_reason(dtype, head_dim, device)
     elif backend == "mosaic_interpreted":
-        reason = mosaic.why_not(dtype, head_dim) or mosaic.why_not_interpreted()
+        reason = mosaic.unsupported_reason(dtype, head_dim)
+        reason = reason or mosaic.interpreter_unsupported_reason()
     else:
         return backend
     if reason:
@@ -71,31 +72,31 @@ def tree_attention(
 ) -> Array | tuple[Array, Array]:
     """Returns the attention of T tokens to a committed prefix and to N new tokens, [B, T, H, D].
 
-    Scores are scaled by D**-0.5. Query head h reads key/value head h // (H // K). Sums are kept in
-    float32, or in float64 for float64 inputs; the result has q's dtype.
+    Scores are scaled by D**-0.5. Query head h reads key/value head h // (H // K). Sums are
+    accumulated in float32, or in float64 for float64 inputs; the result has q's dtype.
 
     Args:
       q: queries.
       k_prefix, v_prefix: the committed cache. Slots from `lengths` on are not seen, but their
         values must be finite (a hidden slot has weight 0, and 0 * NaN is NaN). Both may be
-        `Quantized`: they are dequantized as they are read, to q's dtype (`xla`) or to the dtype of
-        the sums (`reference`); `mosaic` multiplies integers of 8 bits as they are, and scores and
-        weights by their scales.
+        `Quantized`: they are dequantized when they are read, to q's dtype (`xla`) or to the
+        accumulator dtype (`reference`). `mosaic` multiplies 8-bit integers directly and applies
+        their scales to scores and weights.
       lengths: live slots of each row, 0 to S.
       k_new, v_new: keys and values of tokens that are not in the cache.
       mask: True where a query may see a new token; [T, N] is shared by the rows.
-      first_row: the caches have more rows than the queries, whose own are the B from this one on:
-        they are read where they lie. They must all exist: beyond the last row nothing is checked.
-        None: as many.
+      first_row: set if the caches have more rows than the queries: the queries belong to the B
+        rows from this one on, which are read in place. The caller guarantees that they exist.
+        None: the caches have B rows.
       return_lse: also return the log-sum-exp of the scaled scores.
       backend: a name from BACKENDS; None: xla.
 
     Returns:
       out, or (out, lse) with lse [B, T, H] in float32 (float64 for float64 inputs). A query that
-      sees nothing gets zeros and EMPTY_LSE, a large negative finite number.
+      sees no key gets zeros and EMPTY_LSE, a large negative finite number.
 
     Raises:
-      ValueError: unknown backend, or shapes or dtypes that do not fit together.
+      ValueError: unknown backend, or inconsistent shapes or dtypes.
     """
     _check(q, k_prefix, v_prefix, lengths, k_new, v_new, mask, first_row is not None)
     attend = BACKENDS[choose_backend(backend, q.dtype, q.shape[3])]
@@ -106,16 +107,16 @@ def tree_attention(
     return (out, lse) if return_lse else out
 
 
-def _check(q, k_prefix, v_prefix, lengths, k_new, v_new, mask, more_rows: bool) -> None:
-    """Raises a ValueError that names the first argument that does not fit, and the remedy."""
+def _check(q, k_prefix, v_prefix, lengths, k_new, v_new, mask, has_more_rows: bool) -> None:
+    """Raises ValueError at the first inconsistent argument."""
     check_heads(q, k_prefix)
     batch, length, _, size = q.shape
     rows, kv_heads, slots = k_prefix.shape[:3]
-    if not more_rows or rows < batch:
+    if not has_more_rows or rows < batch:
         rows = batch
     new = k_new.shape[1] if k_new.ndim == 4 else "N"
     if new == 0:
-        raise ValueError("k_new has N=0 tokens: pass at least one; a masked one changes nothing")
+        raise ValueError("k_new has N=0 tokens: pass at least one; a masked token has no effect")
     _check_quantized(k_prefix, v_prefix)
     expected = {
         "k_prefix": (k_prefix, "[B, K, S, D]", (rows, kv_heads, slots, size)),
@@ -130,16 +131,16 @@ def _check(q, k_prefix, v_prefix, lengths, k_new, v_new, mask, more_rows: bool) 
             f"mask has shape {mask.shape}: it must be [T, N] = {(length, new)} "
             f"or [B, T, N] = {(batch, length, new)}"
         )
-    others = {"k_new": k_new, "v_new": v_new}
+    floating = {"k_new": k_new, "v_new": v_new}
     if not isinstance(k_prefix, Quantized):
-        others = {"k_prefix": k_prefix, "v_prefix": v_prefix} | others
-    check_dtypes(q, others, {"lengths": lengths})
+        floating = {"k_prefix": k_prefix, "v_prefix": v_prefix} | floating
+    check_dtypes(q, floating, {"lengths": lengths})
     if mask.dtype != jnp.bool_:
         raise ValueError(f"mask is {mask.dtype}: it must be bool; compare it (mask > 0)")
 
 
 def _check_quantized(k_prefix, v_prefix) -> None:
-    """Raises a ValueError if one of two caches is `Quantized`, or if its parts do not fit."""
+    """Raises ValueError if only one cache is `Quantized`, or its leaves are inconsistent."""
     caches = {"k_prefix": k_prefix, "v_prefix": v_prefix}
     quantized = [name for name, x in caches.items() if isinstance(x, Quantized)]
     if len(quantized) == 1:

@@ -1,7 +1,7 @@
-"""`prefix_mass`: the attention that queries pay to each slot of a cache, with its checks.
+"""`prefix_mass`: the attention that queries pay to each slot of a cache.
 
-The softmax weights that `tree_attention` never keeps, summed over queries: what a policy needs to
-choose the slots worth keeping.
+Policies choose the slots to keep by these sums of softmax weights, which `tree_attention` does not
+return.
 """
 
 import jax
@@ -17,7 +17,7 @@ from pallas_kernels.quantized import Quantized
 MASS_BACKENDS = {
     "reference": reference.mass,
     "xla": xla.mass,
-    "mosaic": xla.mass,  # has no kernel of its own for this
+    "mosaic": xla.mass,  # there is no Mosaic kernel for the mass
     "mosaic_interpreted": xla.mass,
 }
 
@@ -32,26 +32,24 @@ def prefix_mass(
 ) -> Float[Array, "B K S"]:
     """Returns the attention paid to each slot, summed over T queries and G = H/K heads, [B, K, S].
 
-    A query adds exp(q.k * D**-0.5 - lse) to each slot that it sees: its softmax weight, a number
-    from 0 to 1. So a row of the result sums to T * G where `lse` is of these slots alone, and to
-    less where the queries saw other keys as well. Sums are kept in float32, or in float64 for
-    float64 inputs, and are returned so.
+    A query adds its softmax weight exp(q.k * D**-0.5 - lse), a number from 0 to 1, to each slot
+    that it sees. A row of the result sums to T * G if `lse` covers these slots only, and to less if
+    the queries also saw other keys. Sums are in float32, or in float64 for float64 inputs.
 
     Args:
       q: queries. Head h reads key/value head h // (H // K), as in `tree_attention`.
-      k_prefix: keys of the cache. What lies in a slot that no query sees does not matter.
-      seen: query t of row b sees slots 0 to seen[b, t] - 1. A query with 0 adds nothing, whatever
-        its lse; a chunk of a prompt, or padding, is told by this too.
-      lse: log-sum-exp of each query's scaled scores over everything that it saw, as
-        `tree_attention` returns it. None: over the slots seen, computed here for one more read of
-        the keys.
+      k_prefix: keys of the cache. Slots that no query sees may hold anything.
+      seen: query t of row b sees slots 0 to seen[b, t] - 1. A query with 0, such as padding, adds
+        nothing, whatever its lse.
+      lse: log-sum-exp of each query's scaled scores over all keys that it saw, as `tree_attention`
+        returns it. None: over the slots seen; computing it reads the keys once more.
       backend: a name from BACKENDS; None: xla.
 
     Returns:
       [B, K, S] in float32 (float64 for float64 inputs), exactly 0 at slots that no query sees.
 
     Raises:
-      ValueError: unknown backend, or shapes or dtypes that do not fit together.
+      ValueError: unknown backend, or inconsistent shapes or dtypes.
     """
     mass = MASS_BACKENDS[choose_backend(backend)]
     _check(q, k_prefix, seen, lse)
@@ -62,11 +60,11 @@ def prefix_mass(
 
 
 def _check(q, k_prefix, seen, lse) -> None:
-    """Raises a ValueError that names the first argument that does not fit, and the remedy."""
+    """Raises ValueError at the first inconsistent argument."""
     if isinstance(k_prefix, Quantized):
         raise ValueError(
-            "k_prefix is Quantized: the mass is taken on the keys of the target, which never are; "
-            "pass those, or dequantize(k_prefix, q.dtype)"
+            "k_prefix is Quantized, which is not supported: pass the target's keys, or "
+            "dequantize(k_prefix, q.dtype)"
         )
     check_heads(q, k_prefix)
     batch, length, heads, size = q.shape
@@ -82,6 +80,6 @@ def _check(q, k_prefix, seen, lse) -> None:
     wide = accumulator_dtype(q.dtype)
     if lse is not None and lse.dtype != wide:
         raise ValueError(
-            f"lse is {lse.dtype}: beside q in {q.dtype} it must be {wide}; pass what "
-            "tree_attention(..., return_lse=True) returns, not rounded"
+            f"lse is {lse.dtype}: with q in {q.dtype} it must be {wide}; pass the result of "
+            "tree_attention(..., return_lse=True) without a cast"
         )

@@ -1,7 +1,7 @@
-"""Attention over a part of the keys, and how parts are merged into the whole.
+"""Merges attention over disjoint sets of keys.
 
-A softmax over keys that are held in two places needs no copy that joins them: each place gives a
-sum of values, a maximum and a sum of exponentials, and these three combine exactly.
+A softmax over keys in two arrays needs no concatenation: each array yields a sum of values, a
+maximum and a sum of exponentials, and these combine exactly.
 """
 
 from typing import NamedTuple
@@ -10,20 +10,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-# A key that may not be seen scores MASKED; the maximum of a row is never below FLOOR. The gap makes
+# A hidden key scores MASKED, and the maximum of a row is at least FLOOR. The gap makes
 # exp(MASKED - maximum) exactly 0 even in a row that sees no key, where a plain maximum would be
-# MASKED itself and every hidden key would count as exp(0) = 1. Both are finite, so that nothing
-# ever computes inf - inf.
+# MASKED and every hidden key would count as exp(0) = 1. Both are finite, which avoids inf - inf.
 MASKED = -1e30
 FLOOR = -1e29
 
-# The log-sum-exp of a query that sees no key at all: finite, so that merging it needs no special
-# case, and so low that any other part outweighs it.
+# The log-sum-exp of a query that sees no key: finite, so that merging needs no special case, and so
+# low that any other part outweighs it.
 EMPTY_LSE = FLOOR
 
 
 class Partial(NamedTuple):
-    """Attention of rows of queries to a part of the keys, not yet divided by its weight.
+    """Unnormalized attention of rows of queries to some of the keys.
 
     Attributes:
       total: sum over keys of exp(score - peak) * value, [..., D].
@@ -37,26 +36,26 @@ class Partial(NamedTuple):
 
 
 def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """Returns the dtype in which scores and sums are kept: float64 for float64, else float32."""
+    """Returns the dtype of scores and sums: float64 for float64, else float32."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def dot_precision(dtype: jnp.dtype) -> lax.Precision | None:
-    """Returns the precision of dots: without it a GPU would round float32 operands to TF32."""
+    """Returns the precision of dots, so that GPUs do not round float32 operands to TF32."""
     return lax.Precision.HIGHEST if jnp.finfo(dtype).bits >= 32 else None
 
 
 def exponentials(
     scores: Float[Array, "*rows S"],
 ) -> tuple[Float[Array, "*rows S"], Float[Array, "*rows"], Float[Array, "*rows"]]:
-    """Returns exp(scores - peak), peak and weight of scores in which hidden keys are MASKED."""
+    """Returns exp(scores - peak), peak and weight; hidden keys score MASKED."""
     peak = jnp.maximum(scores.max(-1), FLOOR)
     p = jnp.exp(scores - peak[..., None])
     return p, peak, p.sum(-1)
 
 
 def join(a: Partial, b: Partial) -> Partial:
-    """Returns the partial over the keys of both, which must be disjoint."""
+    """Returns the partial over the union of two disjoint sets of keys."""
     peak = jnp.maximum(a.peak, b.peak)
     scale_a, scale_b = jnp.exp(a.peak - peak), jnp.exp(b.peak - peak)
     total = a.total * scale_a[..., None] + b.total * scale_b[..., None]
@@ -64,7 +63,7 @@ def join(a: Partial, b: Partial) -> Partial:
 
 
 def finish(part: Partial) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
-    """Returns (output, log-sum-exp); zeros and EMPTY_LSE for a row that sees no key."""
+    """Returns the output and log-sum-exp; zeros and EMPTY_LSE for a row that sees no key."""
     weight = jnp.where(part.weight == 0, 1, part.weight)
     return part.total / weight[..., None], part.peak + jnp.log(weight)
 
@@ -75,10 +74,10 @@ def merge(
     out_b: Float[Array, "*rows D"],
     lse_b: Float[Array, "*rows"],
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
-    """Returns the attention (out, lse) over two disjoint sets of keys from that over each.
+    """Returns the attention (out, lse) over the union of two disjoint sets of keys.
 
-    A part without keys (output 0, EMPTY_LSE) leaves the other as it is; two such parts give
-    another. The merge runs in the wider of float32 and the inputs' dtype.
+    A part without keys (output 0, EMPTY_LSE) does not change the other; merging two such parts
+    returns such a part. The merge runs in the wider of float32 and the inputs' dtype.
     """
     dtype = accumulator_dtype(jnp.result_type(out_a, out_b, lse_a, lse_b))
     peak = jnp.maximum(lse_a, lse_b)
@@ -92,7 +91,7 @@ def merge(
 def merge_parts(
     out: Float[Array, "C *rows D"], lse: Float[Array, "C *rows"]
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
-    """Returns the attention (out, lse) over C disjoint sets of keys from that over each."""
+    """Returns the attention (out, lse) over the union of C disjoint sets of keys."""
     if out.shape[0] == 1:
         return out[0], lse[0]
     peak = lse.max(0)

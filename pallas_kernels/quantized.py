@@ -1,7 +1,7 @@
 """`Quantized`: keys or values in 8 or 4 bits, with one scale for each token and head.
 
-A decoding step reads the whole cache and computes little, so a cache of half the bytes is read in
-half the time. Scales that stand beside their token let a token be written or moved by itself.
+A decoding step is bound by reading the cache, so half the bytes take half the time. Because each
+token has its scale, tokens can be written and moved independently.
 """
 
 import dataclasses
@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8
 
-LARGEST = {8: 127, 4: 7}  # of the integers, by bits; symmetric, so -128 and -8 are not used
+LARGEST = {8: 127, 4: 7}  # integer by bits; the range is symmetric, without -128 and -8
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """An array [..., D] whose last axis is held in integers; the leaves share the leading axes.
+    """An array [..., D] stored as integers with a scale for each vector of D.
 
     Attributes:
       values: [..., D] in 8 bits. In 4 bits [..., D/2]: byte i has element i in its lower half and
         element D/2 + i in its upper half.
-      scales: what a step of the integers is worth, [...].
+      scales: the value of an integer step, [...].
       bits: 8 or 4.
     """
 
@@ -31,7 +31,7 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array that this stands for, [..., D]."""
+        """The shape of the dequantized array, [..., D]."""
         return (*self.values.shape[:-1], self.values.shape[-1] * 8 // self.bits)
 
     @property
@@ -40,13 +40,13 @@ class Quantized:
 
 
 def quantize(x: Float[Array, "*leading D"], bits: int) -> Quantized:
-    """Returns x rounded to integers of 8 or 4 bits times a scale for each vector of D.
+    """Returns x quantized to 8 or 4 bits with a scale for each vector of D.
 
-    The scale is max|x| / 127 (8 bits) or max|x| / 7 (4 bits), in float32; an element is off by at
-    most half of it. A vector of zeros stays zeros. x must be finite.
+    The scale is max|x| / 127 (8 bits) or max|x| / 7 (4 bits), in float32; the error of an element
+    is at most half of it. A vector of zeros stays zeros. x must be finite.
 
     Raises:
-      ValueError: other bits, an x that is no floating array, or an odd D with 4 bits.
+      ValueError: unsupported bits, x is not a floating array, or D is odd with 4 bits.
     """
     if bits not in LARGEST:
         raise ValueError(f"bits={bits} is not supported: use one of {sorted(LARGEST)}")
@@ -54,7 +54,8 @@ def quantize(x: Float[Array, "*leading D"], bits: int) -> Quantized:
         raise ValueError(f"x is {x.dtype}{list(x.shape)}: it must be a floating array [..., D]")
     if bits == 4 and x.shape[-1] % 2:
         raise ValueError(
-            f"x has an odd head size D={x.shape[-1]}, and 4 bits go two to a byte: use bits=8"
+            f"x has an odd head size D={x.shape[-1]}, but a byte stores two elements of 4 bits: "
+            "use bits=8"
         )
     x = x.astype(jnp.float32)
     largest = LARGEST[bits]
@@ -68,9 +69,9 @@ def quantize(x: Float[Array, "*leading D"], bits: int) -> Quantized:
 
 
 def dequantize(quantized: Quantized, dtype: jnp.dtype) -> Float[Array, "*leading D"]:
-    """Returns the array that `quantized` stands for; the product is rounded to dtype once."""
+    """Returns the dequantized array; the product is rounded to dtype once."""
     values = quantized.values
-    if quantized.bits == 4:  # shifting an int8 to the right repeats its sign
+    if quantized.bits == 4:  # a right shift of an int8 extends its sign
         values = jnp.concatenate([(values << 4) >> 4, values >> 4], axis=-1)
     wide = jnp.promote_types(dtype, jnp.float32)
     return (values.astype(wide) * quantized.scales[..., None].astype(wide)).astype(dtype)

@@ -1,7 +1,6 @@
-"""The definition of tree attention: one softmax over all keys joined, nothing saved, nothing split.
+"""The definition of tree attention and of the mass of slots: one softmax over all keys.
 
-Every other backend is tested against this one; it is written to be read. The mass that slots get
-from that softmax is defined beside it.
+Every other backend is tested against this one, which is written for readability.
 """
 
 import jax
@@ -32,7 +31,7 @@ def attend(
         )
     kv_heads, slots = k_prefix.shape[1:3]
 
-    def joined(prefix, new):  # [B, S + N, H, D]: each query head beside its own key/value head
+    def concatenated(prefix, new):  # [B, S + N, H, D]
         if isinstance(prefix, Quantized):
             prefix = dequantize(prefix, dtype)
         both = jnp.concatenate([prefix.swapaxes(1, 2), new], axis=1).astype(dtype)
@@ -48,17 +47,17 @@ def attend(
     )[:, None]  # [B, 1, T, S + N]
 
     highest = lax.Precision.HIGHEST
-    keys, values = joined(k_prefix, k_new), joined(v_prefix, v_new)
+    keys, values = concatenated(k_prefix, k_new), concatenated(v_prefix, v_new)
     scores = jnp.einsum("bthd,bshd->bhts", q.astype(dtype), keys, precision=highest)
     scores = jnp.where(seen, scores * size**-0.5, -jnp.inf)
     peak = scores.max(-1, keepdims=True)
-    peak = jnp.where(jnp.isfinite(peak), peak, 0)  # a row that sees nothing: exp(-inf - 0) = 0
+    peak = jnp.where(jnp.isfinite(peak), peak, 0)  # a row that sees no key: exp(-inf - 0) = 0
     weights = jnp.exp(scores - peak)
     total = weights.sum(-1, keepdims=True)
-    some = total > 0
-    probabilities = weights / jnp.where(some, total, 1)
+    nonempty = total > 0
+    probabilities = weights / jnp.where(nonempty, total, 1)
     out = jnp.einsum("bhts,bshd->bthd", probabilities, values, precision=highest)
-    lse = jnp.where(some, peak + jnp.log(jnp.where(some, total, 1)), EMPTY_LSE)
+    lse = jnp.where(nonempty, peak + jnp.log(jnp.where(nonempty, total, 1)), EMPTY_LSE)
     return out, lse[..., 0].swapaxes(1, 2)
 
 

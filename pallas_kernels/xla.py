@@ -1,8 +1,8 @@
-"""Tree attention from XLA's own operations: the fast path on a CPU, and the one for any device.
+"""Tree attention in XLA operations, for any device.
 
-The committed prefix and the new tokens are attended to separately and joined by their log-sum-exp,
-so the caches are read where they lie: never joined, transposed or copied. The mass of each slot,
-which takes the same scores of the same keys, is computed beside it.
+Attention to the committed prefix and to the new tokens is computed separately and merged by
+log-sum-exp, so the caches are read in place: never concatenated, transposed or copied. The mass of
+each slot uses the same scores.
 """
 
 from collections.abc import Callable
@@ -24,14 +24,14 @@ from pallas_kernels.lse_merge import (
 )
 from pallas_kernels.quantized import Quantized, dequantize
 
-BLOCK = 1024  # slots of a block, where the prefix is read in blocks
-LARGE = 4  # blocks in a cache from which it is worth a branch to read only a part of it
-# Up to this many query rows for a key/value head, one pass over the whole prefix on a CPU; beyond,
-# blocks, because the scores of all slots at once would outgrow the caches themselves.
+BLOCK = 1024  # slots of a block, if the prefix is read in blocks
+LARGE = 4  # blocks of a cache for which a branch that reads only some of them is faster
+# With at most this many query rows per key/value head, a CPU takes one pass over the whole prefix.
+# With more rows the scores of all slots would be larger than the caches, so it takes blocks.
 FEW_ROWS = 48
-# Up to this many rows and this head size, scores in float32 are computed keys first (measured).
-LEFT_ROWS, LEFT_SIZE = 8, 64
-PIECE_BYTES = 2 << 20  # of one head's keys: XLA runs a longer matrix-vector product on one core
+# Up to this many rows and this head size, float32 scores are faster with the keys as left operand.
+KEYS_LEFT_ROWS, KEYS_LEFT_SIZE = 8, 64
+PIECE_BYTES = 2 << 20  # XLA runs a longer matrix-vector product of one head on one core
 
 
 def attend(
@@ -48,10 +48,10 @@ def attend(
     batch, length, heads = q.shape[:3]
     kv_heads = k_prefix.shape[1]
     group = heads // kv_heads
-    rows = _rows(q, kv_heads)
-    part = _new(rows, k_new, v_new, jnp.repeat(mask, group, axis=1))
+    rows = _grouped_rows(q, kv_heads)
+    part = _attend_new(rows, k_new, v_new, jnp.repeat(mask, group, axis=1))
     if k_prefix.shape[2]:
-        part = _prefix(rows, k_prefix, v_prefix, lengths, part, first_row)
+        part = _attend_prefix(rows, k_prefix, v_prefix, lengths, part, first_row)
     out, lse = finish(part)
 
     def unpack(x):  # [B, K, T * G, ...] -> [B, T, H, ...]
@@ -69,22 +69,22 @@ def mass(
 ) -> Float[Array, "B K S"]:
     """Returns the softmax weights of each slot, summed over queries and the heads of a group."""
     kv_heads = k_prefix.shape[1]
-    rows = _rows(q, kv_heads)
+    rows = _grouped_rows(q, kv_heads)
     seen = jnp.repeat(seen, q.shape[2] // kv_heads, axis=1)  # [B, R]
     if lse is not None:
-        # A row that sees nothing may come with any log-sum-exp, -inf included.
-        lse = jnp.where(seen[:, None] > 0, _rows(lse, kv_heads), 0)  # [B, K, R]
-    if _needs_two_rows(rows):  # the second sees nothing
+        # A row that sees no slot may have any log-sum-exp, including -inf.
+        lse = jnp.where(seen[:, None] > 0, _grouped_rows(lse, kv_heads), 0)  # [B, K, R]
+    if _needs_two_rows(rows):  # the second sees no slot
         rows = jnp.concatenate([rows, rows], axis=2)
         seen = jnp.concatenate([seen, jnp.zeros_like(seen)], axis=1)
         lse = lse if lse is None else jnp.concatenate([lse, jnp.zeros_like(lse)], axis=2)
     return _mass(rows, k_prefix, seen, lse)
 
 
-def _rows(x: Float[Array, "B T H *D"], kv_heads: int) -> Float[Array, "B K R *D"]:
-    """Returns all queries of a key/value head as rows of one matrix, R = T * G.
+def _grouped_rows(x: Float[Array, "B T H *D"], kv_heads: int) -> Float[Array, "B K R *D"]:
+    """Returns the queries of each key/value head as rows of one matrix, R = T * G.
 
-    Its keys are then read once for all of them.
+    The keys are then read once for all of them.
     """
     batch, length, heads, *rest = x.shape
     x = x.reshape(batch, length, kv_heads, heads // kv_heads, *rest).swapaxes(1, 2)
@@ -92,76 +92,78 @@ def _rows(x: Float[Array, "B T H *D"], kv_heads: int) -> Float[Array, "B K R *D"
 
 
 def _needs_two_rows(rows: Float[Array, "B K R D"]) -> bool:
-    """Returns whether a second row, to be dropped, makes the products with a cache faster.
+    """Returns whether a second row, whose result is dropped, makes products with a cache faster.
 
-    A CPU has no matrix-vector product in 16 bits: XLA would convert the cache to float32 first. Two
-    rows make it a matrix product, which reads 16 bits.
+    On a CPU XLA converts the operands of a 16-bit matrix-vector product to float32 first. With two
+    rows it is a matrix product, which reads 16 bits.
     """
     return rows.shape[2] == 1 and rows.dtype.itemsize < 4
 
 
 def _dot(spec: str, a: Array, b: Array) -> Array:
-    """Returns the einsum, accumulated in float32 at least."""
+    """Returns the einsum, accumulated at least in float32."""
     dtype = accumulator_dtype(a.dtype)
     return jnp.einsum(spec, a, b, precision=dot_precision(a.dtype), preferred_element_type=dtype)
 
 
-def _new(
+def _attend_new(
     rows: Float[Array, "B K R D"],
     k: Float[Array, "B N K D"],
     v: Float[Array, "B N K D"],
     mask: Bool[Array, "#B R N"],
 ) -> Partial:
-    """Returns attention to the new tokens, under the mask."""
+    """Returns the attention to the new tokens under the mask."""
     scores = _dot("bkrd,bnkd->bkrn", rows, k) * rows.shape[-1] ** -0.5
     p, peak, weight = exponentials(jnp.where(mask[:, None], scores, MASKED))
     return Partial(_dot("bkrn,bnkd->bkrd", p.astype(v.dtype), v), peak, weight)
 
 
-def _block(
+def _attend_slots(
     rows: Float[Array, "B K R D"],
     k: Float[Array, "B K S D"] | Quantized,
     v: Float[Array, "B K S D"] | Quantized,
     live: Bool[Array, "B S"],
 ) -> Partial:
-    """Returns attention of the rows to those of the given slots that are live."""
+    """Returns the attention of the rows to the live slots of k and v."""
     count = rows.shape[2]
     k, v = (dequantize(x, rows.dtype) if isinstance(x, Quantized) else x for x in (k, v))
     if _needs_two_rows(rows):
         rows = jnp.concatenate([rows, rows], axis=2)
     scores = _scores(rows, k) * rows.shape[-1] ** -0.5
     p, peak, weight = exponentials(jnp.where(live[:, None, None], scores, MASKED))
-    total = _weigh(p.astype(v.dtype), v)
+    total = _weighted_sum(p.astype(v.dtype), v)
     return Partial(total[:, :, :count], peak[:, :, :count], weight[:, :, :count])
 
 
 def _scores(rows: Float[Array, "B K R D"], k: Float[Array, "B K S D"]) -> Float[Array, "B K R S"]:
-    """Returns rows times keys, in the order that reads the keys fastest."""
+    """Returns rows times keys, in the operand order that is fastest."""
     count = rows.shape[2]
     if count == 1:
-        scores = _dot("bkrd,bkpsd->bkprs", rows, _pieces(k))
+        scores = _dot("bkrd,bkpsd->bkprs", rows, _in_pieces(k))
         return scores.reshape(*rows.shape[:3], k.shape[2])
-    if rows.dtype == jnp.float32 and count <= LEFT_ROWS and rows.shape[3] <= LEFT_SIZE:
-        # With the long operand on the left the product is faster. The barrier keeps XLA from
+    if rows.dtype == jnp.float32 and count <= KEYS_LEFT_ROWS and rows.shape[3] <= KEYS_LEFT_SIZE:
+        # The product is faster with the long operand on the left. The barrier prevents XLA from
         # folding the transposition of the result back into the slow order.
         (scores,) = lax.optimization_barrier((_dot("bksd,bkrd->bksr", k, rows),))
         return scores.swapaxes(2, 3)
     return _dot("bkrd,bksd->bkrs", rows, k)
 
 
-def _weigh(p: Float[Array, "B K R S"], v: Float[Array, "B K S D"]) -> Float[Array, "B K R D"]:
-    """Returns the sum of the values, each weighed by p."""
+def _weighted_sum(
+    p: Float[Array, "B K R S"], v: Float[Array, "B K S D"]
+) -> Float[Array, "B K R D"]:
+    """Returns the sum of the values weighted by p."""
     if p.shape[2] == 1:
-        v = _pieces(v)
+        v = _in_pieces(v)
         return _dot("bkprs,bkpsd->bkprd", p.reshape(*v.shape[:3], 1, v.shape[3]), v).sum(2)
     return _dot("bkrs,bksd->bkrd", p, v)
 
 
-def _pieces(x: Float[Array, "B K S D"]) -> Float[Array, "B K P S/P D"]:
-    """Returns a view in P equal pieces along S, each at most PIECE_BYTES if S divides so.
+def _in_pieces(x: Float[Array, "B K S D"]) -> Float[Array, "B K P S/P D"]:
+    """Returns a view in P equal pieces along S, of at most PIECE_BYTES if S is divisible.
 
-    The cache is read where it lies; the pieces only become items of a batch, which all cores share.
-    S = 8448 and D = 64 in float32 (2.2 MB a head) takes two pieces: 15.5 ms became 8.1.
+    The cache is not copied. The pieces are items of a batch, over which XLA parallelizes:
+    S = 8448 and D = 64 in float32 (2.2 MB a head), in two pieces, takes 8.1 instead of 15.5 ms.
     """
     batch, heads, slots, size = x.shape
     pieces = 1
@@ -170,7 +172,7 @@ def _pieces(x: Float[Array, "B K S D"]) -> Float[Array, "B K P S/P D"]:
     return x.reshape(batch, heads, pieces, slots // pieces, size)
 
 
-def _prefix(
+def _attend_prefix(
     rows: Float[Array, "B K R D"],
     k: Float[Array, "B K S D"] | Quantized,
     v: Float[Array, "B K S D"] | Quantized,
@@ -178,41 +180,40 @@ def _prefix(
     part: Partial,
     first_row: Int[Array, ""] | int | None,
 ) -> Partial:
-    """Returns `part` joined with attention to the live slots."""
-    own = None if first_row is None else (first_row, rows.shape[0])
+    """Returns `part` merged with the attention to the live slots."""
+    row_range = None if first_row is None else (first_row, rows.shape[0])
     slots = k.shape[2]
     longest = jnp.clip(lengths.max(), 0, slots)
 
     def at_once(part):
-        return join(part, _block(rows, k, v, jnp.arange(slots) < lengths[:, None]))
+        return join(part, _attend_slots(rows, k, v, jnp.arange(slots) < lengths[:, None]))
 
     def step(start, first, part):
         slot = start + jnp.arange(min(BLOCK, slots))
         live = (slot >= first) & (slot < lengths[:, None])
-        return join(part, _block(rows, _cut(k, start, own), _cut(v, start, own), live))
+        keys, values = (_slice_block(x, start, row_range) for x in (k, v))
+        return join(part, _attend_slots(rows, keys, values, live))
 
     def in_blocks(part):
-        return _for_blocks(step, slots, longest, part)
+        return _loop_over_blocks(step, slots, longest, part)
 
-    # A quantized cache is copied to be dequantized: by blocks, the copy is never of the whole.
-    # Likewise rows of a larger one, which nobody can multiply where they lie.
-    if own is not None or (isinstance(k, Quantized) and slots > BLOCK):
+    # Dequantized caches, and selected rows of a cache, are copies: blocks keep them small.
+    if row_range is not None or (isinstance(k, Quantized) and slots > BLOCK):
         return in_blocks(part)
-    return _faster(at_once, in_blocks, rows, slots, longest, part)
+    return _once_or_in_blocks(at_once, in_blocks, rows, slots, longest, part)
 
 
-def _faster(
+def _once_or_in_blocks(
     at_once: Callable, in_blocks: Callable, rows: Array, slots: int, longest: Int[Array, ""], carry
 ):
-    """Returns what `at_once` makes of the carry, or `in_blocks`, whichever is faster.
+    """Returns at_once(carry) or in_blocks(carry), whichever is faster.
 
-    Few rows take one pass over all slots on a CPU: there a block of the cache cannot be multiplied
-    where it lies, it is copied first. While a large cache is at most half full, and for many rows,
-    blocks up to the longest row are faster all the same, so the work follows what is live. (Before
-    JAX 0.11, XLA for a CPU converts a whole 16-bit cache to float32 to slice it; float32 is not
-    moved.) Elsewhere a cache of several blocks is always read by blocks, because the scores of all
-    slots, in float32, would be written to memory and read again. What counts is the platform that
-    the program is lowered for, which need not be the one that it is made on.
+    On a CPU, few rows take one pass over all slots, because XLA copies a block before it multiplies
+    it. For many rows, and while a large cache is at most half full, blocks up to the longest row
+    are faster. (Before JAX 0.11, XLA for a CPU converts a whole 16-bit cache to float32 to slice
+    it.) On other platforms a cache of several blocks is always read in blocks, because the float32
+    scores of all slots would be written to memory and read again. The platform is the one that the
+    program is lowered for.
     """
     if rows.shape[2] > FEW_ROWS:
         return in_blocks(carry)
@@ -227,11 +228,11 @@ def _faster(
     return lax.platform_dependent(carry, cpu=on_a_cpu, default=in_blocks)
 
 
-def _for_blocks(step: Callable, slots: int, longest: Int[Array, ""], carry):
+def _loop_over_blocks(step: Callable, slots: int, longest: Int[Array, ""], carry):
     """Returns the carry after step(start, first, carry) for each block up to the longest row.
 
-    A block begins at slot `start`. Its slots below `first` were in the block before: the last block
-    is moved back, to end with the cache.
+    A block begins at slot `start`. The last block is moved back to end with the cache; its slots
+    below `first` belong to the previous block.
     """
     block = min(BLOCK, slots)
 
@@ -241,22 +242,22 @@ def _for_blocks(step: Callable, slots: int, longest: Int[Array, ""], carry):
     return lax.fori_loop(0, (longest + block - 1) // block, body, carry)
 
 
-def _cut(
+def _slice_block(
     cache: Float[Array, "B K S D"] | Quantized,
     start: Int[Array, ""],
-    rows: tuple[Int[Array, ""] | int, int] | None = None,
+    row_range: tuple[Int[Array, ""] | int, int] | None = None,
 ):
-    """Returns the block of a cache that begins at slot `start`, of (the first row, how many)."""
+    """Returns the block of a cache that begins at a slot, of the rows (first, count)."""
 
-    def cut(leaf):
-        if rows is None:
+    def slice_leaf(leaf):
+        if row_range is None:
             return lax.dynamic_slice_in_dim(leaf, start, min(BLOCK, leaf.shape[2]), axis=2)
-        first, count = rows
-        at = (first, 0, start, *[0] * (leaf.ndim - 3))
+        first, count = row_range
+        indices = (first, 0, start, *[0] * (leaf.ndim - 3))
         size = (count, leaf.shape[1], min(BLOCK, leaf.shape[2]), *leaf.shape[3:])
-        return lax.dynamic_slice(leaf, tuple(map(jnp.int32, at)), size)
+        return lax.dynamic_slice(leaf, tuple(map(jnp.int32, indices)), size)
 
-    return jax.tree.map(cut, cache)
+    return jax.tree.map(slice_leaf, cache)
 
 
 def _mass(
@@ -265,46 +266,50 @@ def _mass(
     seen: Int[Array, "B R"],
     lse: Float[Array, "B K R"] | None,
 ) -> Float[Array, "B K S"]:
-    """Returns the sum over the rows of their softmax weights.
+    """Returns the softmax weights of each slot, summed over the rows.
 
-    Weights of two blocks do not have to be joined as sums of values do, if the log-sum-exp of the
-    whole is known: without it, the blocks are read a first time for it.
+    The weights of a block need the log-sum-exp of all slots. If it is not known, a first pass over
+    the blocks computes it.
     """
     slots = k.shape[2]
     longest = jnp.clip(seen.max(initial=0), 0, slots)
     limit = seen[:, None, :, None]
 
-    def scores_of(keys, start, first):  # [B, K, R, block], MASKED outside of first <= slot < seen
+    def masked_scores(
+        keys, start, first
+    ):  # [B, K, R, block], MASKED outside of first <= slot < seen
         slot = start + jnp.arange(keys.shape[2])
         scores = _scores(rows, keys) * rows.shape[-1] ** -0.5
         return jnp.where((slot >= first) & (slot < limit), scores, MASKED)
 
-    def weigh(scores, lse):
+    def weights(scores, lse):
         return jnp.exp(scores - lse[..., None]).sum(2)
 
     def at_once(_):
-        scores = scores_of(k, 0, 0)
-        return weigh(scores, _log_sum_exp(scores) if lse is None else lse)
+        scores = masked_scores(k, 0, 0)
+        return weights(scores, _log_sum_exp(scores) if lse is None else lse)
 
     def in_blocks(total):
         def gather(start, first, lse):
-            return jnp.logaddexp(lse, _log_sum_exp(scores_of(_cut(k, start), start, first)))
+            return jnp.logaddexp(
+                lse, _log_sum_exp(masked_scores(_slice_block(k, start), start, first))
+            )
 
-        def write(start, first, total):  # what the last block repeats is written again
-            block = weigh(scores_of(_cut(k, start), start, 0), whole)
+        def write(start, first, total):  # the overlap of the last block is written twice
+            block = weights(masked_scores(_slice_block(k, start), start, 0), whole)
             return lax.dynamic_update_slice_in_dim(total, block, start, axis=2)
 
         whole = lse
         if whole is None:
-            nothing = jnp.full_like(rows[..., 0], EMPTY_LSE, accumulator_dtype(rows.dtype))
-            whole = _for_blocks(gather, slots, longest, nothing)
-        return _for_blocks(write, slots, longest, total)
+            empty = jnp.full_like(rows[..., 0], EMPTY_LSE, accumulator_dtype(rows.dtype))
+            whole = _loop_over_blocks(gather, slots, longest, empty)
+        return _loop_over_blocks(write, slots, longest, total)
 
     zeros = jnp.zeros_like(k[..., 0], accumulator_dtype(k.dtype))
-    return _faster(at_once, in_blocks, rows, slots, longest, zeros)
+    return _once_or_in_blocks(at_once, in_blocks, rows, slots, longest, zeros)
 
 
 def _log_sum_exp(scores: Float[Array, "*rows S"]) -> Float[Array, "*rows"]:
-    """Returns the log-sum-exp of scores in which hidden keys are MASKED; EMPTY_LSE for none."""
+    """Returns the log-sum-exp of scores with MASKED keys; EMPTY_LSE if all are MASKED."""
     _, peak, weight = exponentials(scores)
     return peak + jnp.log(jnp.where(weight == 0, 1, weight))

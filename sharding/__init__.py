@@ -1,10 +1,18 @@
-"""Where arrays live on a device mesh: axes and their names, one table, sums over devices.
-
-And what goes on across it: pipelines of stages, and processes that share it.
-"""
+"""Device meshes: axis names, shardings, collectives, pipelines, and processes that share a mesh."""
 
 from sharding import collectives, pipeline, processes
-from sharding.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, VOCAB
+from sharding.axes import (
+    BATCH,
+    EMBED,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    LAYER_BATCH,
+    MLP,
+    STAGES,
+    VOCAB,
+    logical_axes,
+)
 from sharding.mesh import (
     DATA,
     MODEL,
@@ -13,23 +21,24 @@ from sharding.mesh import (
     MeshSize,
     abstract_mesh,
     factored,
-    first_axes,
     make_mesh,
     model_axes,
     parse_mesh,
-    undivided,
 )
 from sharding.split import Split, part_bytes, split_over
 
 __all__ = [
+    "BATCH",
     "DATA",
     "EMBED",
     "HEADS",
     "HEAD_DIM",
     "KV_HEADS",
+    "LAYER_BATCH",
     "MLP",
     "MODEL",
     "STAGE",
+    "STAGES",
     "VOCAB",
     "AnyMesh",
     "MeshSize",
@@ -37,7 +46,7 @@ __all__ = [
     "abstract_mesh",
     "collectives",
     "factored",
-    "first_axes",
+    "logical_axes",
     "make_mesh",
     "model_axes",
     "parse_mesh",
@@ -45,5 +54,4 @@ __all__ = [
     "pipeline",
     "processes",
     "split_over",
-    "undivided",
 ]

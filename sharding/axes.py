@@ -1,12 +1,26 @@
-"""Logical axis names: what an axis of a parameter *means*, so that one table can say where it goes.
+"""Logical axis names: the meaning of an array's axis.
 
-Models name axes, never mesh axes. A change of the mesh, or of what is split over it, is then a
-change of one table and of no model.
+Models and states name logical axes, never mesh axes; the table in `sharding.split` maps them to a
+mesh. A change of the mesh, or of what is divided over it, changes that table and no model.
 """
 
+# Axes of parameters; HEADS and KV_HEADS also of caches.
 EMBED = "embed"  # model width E
 HEADS = "heads"  # query heads H
 KV_HEADS = "kv_heads"  # key/value heads K
 HEAD_DIM = "head_dim"  # head size D
 MLP = "mlp"  # hidden width F of the MLP
 VOCAB = "vocab"  # vocabulary V
+STAGES = "stages"  # pipeline stages S, of parameters stacked by stage
+
+# Axes of the state between programs.
+BATCH = "batch"  # rows B
+LAYER_BATCH = "layer_batch"  # rows of a per-layer array; with pipeline stages, S * B
+
+
+def logical_axes(*names: str | None) -> dict[str, tuple[str | None, ...]]:
+    """Returns the metadata of a dataclass field that declares the logical axes of its arrays.
+
+    Axes without a name, and those beyond the last name, are replicated.
+    """
+    return {"axes": names}

@@ -1,8 +1,8 @@
-"""Sums and choices along an axis of an array that is divided over devices.
+"""Reductions and selections along an array axis that is divided over devices.
 
-Each takes `over`, the mesh axes that divide the last axis of the array (the first varies slowest),
-and gives what the same function of the undivided array would; with () that is what it is. What
-travels is a number or a few for each row, never the array.
+Each function takes `axis_names`, the mesh axes that divide the last axis of the array (the first
+varies slowest), and returns the result for the undivided array. With (), it runs on one device.
+Devices exchange a few numbers per row, never the array.
 """
 
 import jax
@@ -10,104 +10,109 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-Over = tuple[str, ...]
+AxisNames = tuple[str, ...]
 
 
-def devices(over: Over) -> int:
-    """Returns how many devices divide the axis, an int."""
-    return lax.psum(1, over) if over else 1
+def axis_size(axis_names: AxisNames) -> int:
+    """Returns the number of devices that divide the axis, an int."""
+    return lax.psum(1, axis_names) if axis_names else 1
 
 
-def place(over: Over) -> Int[Array, ""] | int:
-    """Returns which part of the axis this device has, from 0."""
-    return lax.axis_index(over) if over else 0
+def axis_index(axis_names: AxisNames) -> Int[Array, ""] | int:
+    """Returns the index of this device's part of the axis."""
+    return lax.axis_index(axis_names) if axis_names else 0
 
 
-def total(x: Array, over: Over) -> Array:
-    """Returns the sum of x over the devices, elementwise."""
-    return lax.psum(x, over) if over else x
+def psum(x: Array, axis_names: AxisNames) -> Array:
+    """Returns the elementwise sum of x over the devices."""
+    return lax.psum(x, axis_names) if axis_names else x
 
 
-def highest(x: Array, over: Over) -> Array:
-    """Returns the maximum of x over the devices, elementwise."""
-    return lax.pmax(x, over) if over else x
+def pmax(x: Array, axis_names: AxisNames) -> Array:
+    """Returns the elementwise maximum of x over the devices."""
+    return lax.pmax(x, axis_names) if axis_names else x
 
 
-def joined(x: Float[Array, "*B M"], over: Over) -> Float[Array, "*B N"]:
-    """Returns the parts of all devices side by side: N = M * devices."""
-    return lax.all_gather(x, over, axis=x.ndim - 1, tiled=True) if over else x
+def all_gather(x: Float[Array, "*B M"], axis_names: AxisNames) -> Float[Array, "*B N"]:
+    """Returns the concatenated parts of all devices: N = M * devices."""
+    return lax.all_gather(x, axis_names, axis=x.ndim - 1, tiled=True) if axis_names else x
 
 
-def argmax(x: Float[Array, "*B V"], over: Over) -> Int[Array, "*B"]:
-    """Returns the place of the maximum in the whole axis; the first, of equal ones."""
+def argmax(x: Float[Array, "*B V"], axis_names: AxisNames) -> Int[Array, "*B"]:
+    """Returns the global index of the maximum; of equal elements, the first."""
     at = x.argmax(-1).astype(jnp.int32)
-    if not over:
+    if not axis_names:
         return at
-    best = joined(x.max(-1, keepdims=True), over)
-    at = joined((at + place(over) * x.shape[-1])[..., None], over)
+    best = all_gather(x.max(-1, keepdims=True), axis_names)
+    at = all_gather((at + axis_index(axis_names) * x.shape[-1])[..., None], axis_names)
     return jnp.take_along_axis(at, best.argmax(-1, keepdims=True), -1)[..., 0]
 
 
 def top_k(
-    x: Float[Array, "*B V"], count: int, over: Over
+    x: Float[Array, "*B V"], count: int, axis_names: AxisNames
 ) -> tuple[Float[Array, "*B C"], Int[Array, "*B C"]]:
-    """Returns the `count` highest and their places in the whole axis, best first.
+    """Returns the `count` largest elements and their global indices, in descending order.
 
-    Of equal ones the first comes first.
+    Of equal elements, the first comes first.
     """
     best, at = lax.top_k(x, min(count, x.shape[-1]))
-    if not over:
+    if not axis_names:
         return best, at
-    best, at = joined(best, over), joined(at + place(over) * x.shape[-1], over)
+    best, at = (
+        all_gather(best, axis_names),
+        all_gather(at + axis_index(axis_names) * x.shape[-1], axis_names),
+    )
     best, chosen = lax.top_k(best, count)
     return best, jnp.take_along_axis(at, chosen, -1)
 
 
-def at(x: Float[Array, "*B V"], index: Int[Array, "*B"], over: Over) -> Float[Array, "*B"]:
-    """Returns the element at a place of the whole axis."""
-    if not over:
+def take_global(
+    x: Float[Array, "*B V"], index: Int[Array, "*B"], axis_names: AxisNames
+) -> Float[Array, "*B"]:
+    """Returns the elements at global indices."""
+    if not axis_names:
         return jnp.take_along_axis(x, index[..., None], -1)[..., 0]
-    own = index - place(over) * x.shape[-1]
-    found = jnp.take_along_axis(x, own.clip(0, x.shape[-1] - 1)[..., None], -1)[..., 0]
-    return total(jnp.where((own >= 0) & (own < x.shape[-1]), found, 0), over)
+    local = index - axis_index(axis_names) * x.shape[-1]
+    taken = jnp.take_along_axis(x, local.clip(0, x.shape[-1] - 1)[..., None], -1)[..., 0]
+    return psum(jnp.where((local >= 0) & (local < x.shape[-1]), taken, 0), axis_names)
 
 
-def places(x: Float[Array, "*B V"], over: Over) -> Int[Array, "V"]:
-    """Returns where this device's part lies in the whole axis."""
-    return place(over) * x.shape[-1] + jnp.arange(x.shape[-1])
+def global_indices(x: Float[Array, "*B V"], axis_names: AxisNames) -> Int[Array, "V"]:
+    """Returns the global indices of this device's part."""
+    return axis_index(axis_names) * x.shape[-1] + jnp.arange(x.shape[-1])
 
 
-def narrowed(x: Float[Array, "*B V"], over: Over, finer: Over) -> Array:
-    """Returns this device's part under a finer division, of its part under `over`.
+def local_slice(x: Float[Array, "*B V"], axis_names: AxisNames, finer: AxisNames) -> Array:
+    """Returns this device's part of x under a finer division.
 
     Args:
-      x: the part.
-      over: the first axes of `finer`.
+      x: this device's part under `axis_names`.
+      axis_names: the first axes of `finer`.
       finer: the axes of the finer division.
 
     Raises:
-      ValueError: `finer` does not begin with `over`.
+      ValueError: `finer` does not begin with `axis_names`.
     """
-    if finer[: len(over)] != over:
-        raise ValueError(f"{finer} does not divide further what {over} divides")
-    rest = finer[len(over) :]
-    size = x.shape[-1] // devices(rest)
-    if not rest:
+    if finer[: len(axis_names)] != axis_names:
+        raise ValueError(f"{finer} is not a finer division than {axis_names}")
+    added = finer[len(axis_names) :]
+    size = x.shape[-1] // axis_size(added)
+    if not added:
         return x
-    return lax.dynamic_slice_in_dim(x, place(rest) * size, size, x.ndim - 1)
+    return lax.dynamic_slice_in_dim(x, axis_index(added) * size, size, x.ndim - 1)
 
 
-def softmax(x: Float[Array, "*B V"], over: Over) -> Float[Array, "*B V"]:
+def softmax(x: Float[Array, "*B V"], axis_names: AxisNames) -> Float[Array, "*B V"]:
     """Returns the softmax over the whole axis."""
-    if not over:
+    if not axis_names:
         return jax.nn.softmax(x)
-    shifted = jnp.exp(x - highest(x.max(-1, keepdims=True), over))
-    return shifted / total(shifted.sum(-1, keepdims=True), over)
+    shifted = jnp.exp(x - pmax(x.max(-1, keepdims=True), axis_names))
+    return shifted / psum(shifted.sum(-1, keepdims=True), axis_names)
 
 
-def log_softmax(x: Float[Array, "*B V"], over: Over) -> Float[Array, "*B V"]:
+def log_softmax(x: Float[Array, "*B V"], axis_names: AxisNames) -> Float[Array, "*B V"]:
     """Returns the logarithm of the softmax over the whole axis."""
-    if not over:
+    if not axis_names:
         return jax.nn.log_softmax(x)
-    shifted = x - highest(x.max(-1, keepdims=True), over)
-    return shifted - jnp.log(total(jnp.exp(shifted).sum(-1, keepdims=True), over))
+    shifted = x - pmax(x.max(-1, keepdims=True), axis_names)
+    return shifted - jnp.log(psum(jnp.exp(shifted).sum(-1, keepdims=True), axis_names))

@@ -1,9 +1,9 @@
 """The mesh: `stage` divides the target by layers, `data` the rows of a batch, `model` each layer.
 
-Inside, the `model` axis is one axis for each of its prime factors, the first varying slowest. A
-model that is divided over fewer devices (a small draft), or KV heads that are fewer than the
-devices, take the first of these axes and are the same along the others. So 8 devices can hold 8
-parts of a target, 2 of its KV heads four times each, and a draft of 4 parts twice.
+A factored mesh has one axis for each prime factor of `model`, the first varying slowest. A model
+with fewer shards (a small draft), and KV heads that are fewer than the devices, are divided over
+the first of these axes and replicated along the others. 8 devices can hold 8 parts of a target, 2
+KV heads four times each, and a draft of 4 parts twice.
 """
 
 import functools
@@ -17,12 +17,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 STAGE, DATA, MODEL = "stage", "data", "model"
-AXES = (STAGE, DATA, MODEL)  # the first varies slowest: stages are the farthest apart
-AnyMesh = Mesh | AbstractMesh  # an abstract one is enough for shapes
+AXES = (STAGE, DATA, MODEL)  # the first varies slowest: stages are farthest apart
+AnyMesh = Mesh | AbstractMesh  # an abstract mesh suffices for shapes
 
 
 class MeshSize(NamedTuple):
-    """How many devices there are along each axis, in the order in which `make_mesh` takes them."""
+    """The number of devices along each axis, in the order of `make_mesh`'s arguments."""
 
     data: int = 1
     model: int = 1
@@ -46,44 +46,44 @@ def make_mesh(
 ) -> Mesh:
     """Returns a mesh of stage * data * model devices with axes of these names.
 
-    Neighbours along `model` talk in every layer, those along `stage` once in every pass, and those
-    along `data` never. So where several processes share the devices, `stage` and then `data` goes
-    across them: devices are taken process by process.
+    Devices along `model` communicate in every layer, those along `stage` once in every pass, and
+    those along `data` never. With several processes, `stage` and then `data` therefore cross
+    process boundaries: devices are taken process by process.
 
     Args:
-      data: groups of devices, each with rows of its own and a whole target.
-      model: devices of a group, each with a part of the target's heads, MLP and vocabulary.
-      stage: pipeline stages, each with a part of the target's layers.
-      devices: which ones; None: the first of all.
+      data: number of device groups, each with its own rows and a whole target.
+      model: number of devices that divide the target's heads, MLP and vocabulary.
+      stage: number of pipeline stages, which divide the target's layers.
+      devices: the devices; None: the first ones.
 
     Raises:
-      ValueError: a number below 1, or more devices than there are.
+      ValueError: a number below 1, or more devices than are available.
     """
     size = MeshSize(data, model, stage)
     if min(size) < 1:
         raise ValueError(f"mesh {size}: every number must be at least 1")
-    found = list(jax.devices() if devices is None else devices)
-    if size.devices > len(found):
+    available = list(jax.devices() if devices is None else devices)
+    if size.devices > len(available):
         raise ValueError(
-            f"mesh {size} needs {size.devices} devices, and there are {len(found)}: use fewer, or "
-            "on a CPU start Python with "
+            f"mesh {size} needs {size.devices} devices, and there are {len(available)}: use fewer, "
+            "or on a CPU start Python with "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={size.devices}"
         )
-    chosen = np.array(found[: size.devices]).reshape(stage, data, model)
+    chosen = np.array(available[: size.devices]).reshape(stage, data, model)
     return Mesh(chosen, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def parse_mesh(text: str) -> MeshSize:
-    """Returns the size of a mesh that is written `stage=2,data=2,model=2`; one left out is 1.
+    """Returns the size of a mesh in the form `stage=2,data=2,model=2`; omitted axes are 1.
 
     Raises:
-      ValueError: it is written otherwise.
+      ValueError: the text has another form.
     """
     parts = [re.fullmatch(r"(\w+)=(\d+)", part) for part in text.split(",")]
     names = [part[1] for part in parts if part]
     if len(names) < len(parts) or len(set(names)) < len(names) or set(names) - set(AXES):
         raise ValueError(
-            f"{text!r} is no mesh: write stage=2,data=2,model=2, or some of them alone"
+            f"{text!r} is not a valid mesh: use stage=2,data=2,model=2, or some of these"
         )
     size = MeshSize(**{part[1]: int(part[2]) for part in parts if part})
     if min(size) < 1:
@@ -92,15 +92,9 @@ def parse_mesh(text: str) -> MeshSize:
 
 
 def abstract_mesh(data: int = 1, model: int = 1, stage: int = 1) -> AbstractMesh:
-    """Returns a factored mesh of no devices at all, for shapes."""
+    """Returns a factored mesh without devices, for shapes."""
     sizes = (stage, data, *prime_factors(model))
     return AbstractMesh(sizes, _names(len(sizes)), axis_types=(AxisType.Auto,) * len(sizes))
-
-
-def undivided(mesh: AnyMesh) -> AbstractMesh:
-    """Returns a factored mesh of the same axes with one group of one device in every stage."""
-    sizes = (mesh.shape[STAGE], *[1] * (len(mesh.axis_names) - 1))
-    return AbstractMesh(sizes, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def _names(count: int) -> tuple[str, ...]:
@@ -109,21 +103,23 @@ def _names(count: int) -> tuple[str, ...]:
 
 @functools.cache
 def factored(mesh: AnyMesh) -> Any:
-    """Returns the mesh with an axis for each prime factor of `model`: model_0, model_1, …
+    """Returns the mesh with one axis per prime factor of `model`: model_0, model_1, …
 
     Raises:
-      TypeError: it is no mesh.
-      ValueError: the mesh has other axes than `stage`, `data`, `model`, and is not factored.
+      TypeError: the argument is not a mesh.
+      ValueError: the mesh has axes other than `stage`, `data`, `model`, and is not factored.
     """
     if not isinstance(mesh, AnyMesh):
-        raise TypeError(f"mesh={mesh!r} is no mesh: make one with magicjax.make_mesh(data, model)")
+        raise TypeError(
+            f"mesh={mesh!r} is not a mesh: make one with magicjax.make_mesh(data, model)"
+        )
     automatic = all(kind == AxisType.Auto for kind in mesh.axis_types)
     if automatic and mesh.axis_names == _names(len(mesh.axis_names)):
         return mesh
     if not set(mesh.axis_names) <= set(AXES):
         raise ValueError(
             f"the mesh has the axes {', '.join(map(str, mesh.axis_names))}: it must have "
-            f"{', '.join(AXES)} or some of them, as magicjax.make_mesh makes it"
+            f"{', '.join(AXES)} or some of them, as those of magicjax.make_mesh"
         )
     order = [mesh.axis_names.index(name) for name in AXES if name in mesh.axis_names]
     devices = mesh.devices.transpose(order)
@@ -134,22 +130,22 @@ def factored(mesh: AnyMesh) -> Any:
 
 
 def model_axes(mesh: AnyMesh) -> dict[str, int]:
-    """Returns the axes of a factored mesh that `model` became, with their sizes, in order."""
+    """Returns the factored axes of `model` with their sizes, in order."""
     return {str(name): size for name, size in mesh.shape.items() if name not in (STAGE, DATA)}
 
 
 def first_axes(mesh: AnyMesh, count: int) -> tuple[str, ...]:
-    """Returns the first axes of `model` that have `count` devices together.
+    """Returns the first factored axes of `model` with a product of `count`.
 
     Raises:
-      ValueError: no such number of the first axes has; it names the numbers that can be had.
+      ValueError: there are no such axes; the message lists the valid counts.
     """
     axes = model_axes(mesh)
     products = np.cumprod([1, *axes.values()]).tolist()
     if count not in products:
         raise ValueError(
-            f"{count} parts cannot be laid over model={math.prod(axes.values())} devices: use one "
-            f"of {', '.join(map(str, products))}"
+            f"model={math.prod(axes.values())} devices cannot hold {count} parts: use one of "
+            f"{', '.join(map(str, products))}"
         )
     return tuple(axes)[: products.index(count)]
 

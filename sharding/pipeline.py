@@ -1,10 +1,10 @@
-"""A pipeline: stages of devices, each with a part of a model's layers, that work at the same time.
+"""Pipeline parallelism: stages of devices run a model's layers on micro-batches at the same time.
 
-A batch goes through the stages in micro-batches: in turn t, stage s has micro-batch t - s. So of M
-micro-batches and S stages every stage is idle in S - 1 of M + S - 1 turns (GPipe, arXiv
-1811.06965). From a stage to the next goes what a micro-batch's last layer there gave, once a turn.
-Devices of a stage that have the same send a part each, and join what they get: between stages,
-which may be between hosts, everything goes once.
+In step t, stage s runs micro-batch t - s. With M micro-batches and S stages, every stage is idle in
+S - 1 of M + S - 1 steps (GPipe, arXiv 1811.06965). In each step a stage sends the output of its
+last layer to the next stage. Devices of a stage with replicated activations each send a part and
+all-gather what they receive, so that everything crosses between stages, which may be on different
+hosts, once.
 """
 
 from collections.abc import Callable
@@ -19,107 +19,110 @@ from jaxtyping import Array, Bool, Int
 from sharding import collectives
 from sharding.mesh import DATA, STAGE
 
-# run(x [rows, ...], its first row in the batch; None: it is the whole) -> (what goes to the next
-# stage, of x's shape; what is kept, arrays whose first axis is the rows)
+# run(x [rows, ...], index of its first row; None: x is the whole batch) -> (the next stage's input,
+# of x's shape; what to keep, arrays whose first axis is the rows)
 Run = Callable[[Array, Int[Array, ""] | None], tuple[Array, Any]]
 
 
-def place() -> Int[Array, ""]:
-    """Returns which stage this device belongs to, from 0."""
+def stage_index() -> Int[Array, ""]:
+    """Returns the index of this device's stage."""
     return lax.axis_index(STAGE)
 
 
 def idle_share(stages: int, micro_batches: int) -> float:
-    """Returns the share of the turns in which a stage has nothing to do."""
+    """Returns the share of steps in which a stage is idle."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
 def pipelined(
-    run: Run, x: Array, micro_batches: int, over: collectives.Over = ()
+    run: Run, x: Array, micro_batches: int, axis_names: collectives.AxisNames = ()
 ) -> tuple[Array, Any]:
-    """Returns (this stage's output of the whole batch, what it kept of it).
+    """Returns this stage's output for the whole batch, and what it kept.
 
-    The output is the model's on the last stage alone (`from_last`).
+    Only the last stage's output is the model's (`broadcast_from_last`).
 
     Args:
-      run: this stage's layers; it may speak with devices of its own stage.
-      x: [B, ...], what the first stage gets; of the others it is not read.
+      run: this stage's layers; may use collectives within its stage.
+      x: [B, ...], the first stage's input; other stages do not read it.
       micro_batches: M, which divides B.
-      over: the axes along which devices of a stage have the same x, and divide its last axis.
+      axis_names: mesh axes along which x is replicated and its last axis can be divided.
     """
     stages: int = lax.psum(1, STAGE)
-    stage = place()
+    stage = stage_index()
     rows = x.shape[0] // micro_batches
-    onward = [(s, s + 1) for s in range(stages - 1)]
+    to_next = [(s, s + 1) for s in range(stages - 1)]
 
-    def work(own, first, held):
-        del held
-        return run(own, None if micro_batches == 1 else first)
+    def work(part, first, previous):
+        del previous
+        return run(part, None if micro_batches == 1 else first)
 
-    def rest(own, first, held):
-        del own, first
-        return held
+    def idle(part, first, previous):
+        del part, first
+        return previous
 
-    def work_or_rest(busy, *given):
-        return lax.cond(busy, work, rest, *given)
+    def work_or_idle(busy, *operands):
+        return lax.cond(busy, work, idle, *operands)
 
-    def work_anyway(busy, own, first, held):
-        new = work(own, first, held)
-        return jax.tree.map(lambda found, held: jnp.where(busy, found, held), new, held)
+    def work_always(busy, part, first, previous):
+        new = work(part, first, previous)
+        return jax.tree.map(lambda new, old: jnp.where(busy, new, old), new, previous)
 
     shapes = jax.eval_shape(work, x[:rows], jnp.int32(0), None)
 
-    def turn(carry, t):
-        before, found = carry
-        part = lax.ppermute(collectives.narrowed(before, (), over), STAGE, onward)
-        came = collectives.joined(part, over)
-        micro = t - stage
-        first = (jnp.clip(micro, 0, micro_batches - 1) * rows).astype(jnp.int32)
-        own = jnp.where(stage == 0, lax.dynamic_slice_in_dim(x, first, rows), came)
-        busy = (micro >= 0) & (micro < micro_batches)
-        # Who rests puts back what it holds: a micro-batch's result stays where it is. A GPU's host
-        # would have to read who does: it works in vain instead, beside those that must.
-        held = jax.tree.map(lambda whole: lax.dynamic_slice_in_dim(whole, first, rows), found)
-        new = lax.platform_dependent(busy, own, first, held, cpu=work_or_rest, default=work_anyway)
-        found = jax.tree.map(
-            lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, first, 0),
-            found,
-            new,
+    def step(carry, t):
+        sent, results = carry
+        part = lax.ppermute(collectives.local_slice(sent, (), axis_names), STAGE, to_next)
+        received = collectives.all_gather(part, axis_names)
+        micro_batch = t - stage
+        first = (jnp.clip(micro_batch, 0, micro_batches - 1) * rows).astype(jnp.int32)
+        part = jnp.where(stage == 0, lax.dynamic_slice_in_dim(x, first, rows), received)
+        busy = (micro_batch >= 0) & (micro_batch < micro_batches)
+        # An idle stage writes back what it reads, so that a finished result stays. On a GPU `cond`
+        # would synchronise with the host: there an idle stage computes and discards the result.
+        previous = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, rows), results)
+        operands = busy, part, first, previous
+        new = lax.platform_dependent(*operands, cpu=work_or_idle, default=work_always)
+        results = jax.tree.map(
+            lambda x, part: lax.dynamic_update_slice_in_dim(x, part, first, 0), results, new
         )
-        return (new[0], found), None
+        return (new[0], results), None
 
-    nothing = jax.tree.map(
+    zeros = jax.tree.map(
         lambda shape: jnp.zeros((micro_batches * rows, *shape.shape[1:]), shape.dtype), shapes
     )
-    turns = jnp.arange(micro_batches + stages - 1, dtype=jnp.int32)
-    (_, found), _ = lax.scan(turn, (jnp.zeros_like(x[:rows]), nothing), turns)
-    return found
+    steps = jnp.arange(micro_batches + stages - 1, dtype=jnp.int32)
+    (_, results), _ = lax.scan(step, (jnp.zeros_like(x[:rows]), zeros), steps)
+    return results
 
 
-def anywhere(x: Bool[Array, ""]) -> Bool[Array, ""]:
-    """Returns whether it holds in any group of rows.
+def any_data_group(x: Bool[Array, ""]) -> Bool[Array, ""]:
+    """Returns whether x holds in any group of rows.
 
-    What goes from stage to stage does so in one step of all devices, which must take as many.
+    A collective permute between stages involves all devices, so that all groups must run the same
+    number of steps.
     """
     return lax.pmax(x.astype(jnp.int32), DATA) > 0
 
 
-def of_first(tree: Any) -> Any:
-    """Returns, on every stage, the first one's int32 arrays: what one stage decided, all do.
+def broadcast_from_first(tree: Any) -> Any:
+    """Returns the first stage's int32 arrays on every stage; numpy arrays are constants and stay.
 
-    All stages decide by the same numbers, but each has them from sums over its own devices, which
-    need not round alike.
+    All stages compute decisions from the same numbers, but from all-reduces over different devices,
+    whose rounding may differ.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    joined = jnp.concatenate([leaf.ravel() for leaf in leaves])
-    joined = lax.psum(jnp.where(place() == 0, joined, 0), STAGE)
-    ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
-    parts = [x.reshape(leaf.shape) for x, leaf in zip(jnp.split(joined, ends), leaves, strict=True)]
-    return jax.tree.unflatten(treedef, parts)
+    traced = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    joined = jnp.concatenate([leaf.ravel() for leaf in traced])
+    joined = lax.psum(jnp.where(stage_index() == 0, joined, 0), STAGE)
+    parts = iter(jnp.split(joined, np.cumsum([leaf.size for leaf in traced])[:-1]))
+    received = [
+        next(parts).reshape(leaf.shape) if isinstance(leaf, jax.Array) else leaf for leaf in leaves
+    ]
+    return jax.tree.unflatten(treedef, received)
 
 
-def from_last(x: Array, over: collectives.Over = ()) -> Array:
-    """Returns, on every stage, what the last one has; `over` as in `pipelined`."""
-    last, part = lax.psum(1, STAGE) - 1, collectives.narrowed(x, (), over)
-    part = jnp.where(place() == last, part, jnp.zeros_like(part))
-    return collectives.joined(lax.psum(part, STAGE), over)
+def broadcast_from_last(x: Array, axis_names: collectives.AxisNames = ()) -> Array:
+    """Returns the last stage's x on every stage; `axis_names` as in `pipelined`."""
+    last, part = lax.psum(1, STAGE) - 1, collectives.local_slice(x, (), axis_names)
+    part = jnp.where(stage_index() == last, part, jnp.zeros_like(part))
+    return collectives.all_gather(lax.psum(part, STAGE), axis_names)

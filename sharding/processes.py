@@ -1,10 +1,14 @@
-"""Many processes, on one host or several: how they find each other, and notice that one is lost.
+"""Multi-process runs: discovery of this process's rank, start of JAX's runtime, loss of a process.
 
-JAX's own multi-host runtime is the engine: after `join`, `jax.devices()` are those of all
-processes, and a program for their mesh runs on all of them, if all of them call it. JAX ends a
-process with a stack trace where another does not come, comes twice, or is lost. So the ranks meet
-before it starts, over sockets that then stay open: who waits for whom, what differs, and who was
-lost is said in a sentence.
+After `join`, `jax.devices()` lists the devices of all processes, and every process must run the
+same programs on their mesh.
+
+JAX's coordination service cannot report failures in Python. In JAX 0.12 a missing or duplicate rank
+ends `jax.distributed.initialize` with SIGABRT, and the log does not name the rank. A lost process
+aborts all others after the heartbeat timeout, a lost rank 0 immediately, also with
+`jax_enable_recoverability`; an exception in one process leaves the others in a collective. So the
+ranks first meet over TCP connections to rank 0 and compare their settings. The connections stay
+open, and a connection that closes reports the loss of its process.
 """
 
 import atexit
@@ -18,36 +22,35 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-SECONDS = 120  # for which the ranks wait for each other
-LOST = 4  # the exit status where another process was lost
+JOIN_SECONDS = 120  # timeout of `join`
+LOST = 4  # exit status after the loss of another process
 _HEARTBEAT_S = 30
-_POLL_S = 0.2
-_NOTICE_S = 1.0  # in which the loss of another process is seen
-_GRACE_S = 10.0  # for a process to come upon the error that another one has told
-_BYE, _ENDED, _LOST = "bye", "ended", "lost"  # what processes tell each other
-_PORTS = 61440  # the first of 4,096 that are taken where nobody gives one
-# What the runtime's errors say where another process does not answer.
-_OF_OTHERS = ("Gloo", "NCCL", "Connection", "UNAVAILABLE", "DEADLINE_EXCEEDED")
-_LONGEST = 1 << 24  # bytes of a message
+_RETRY_S = 0.2
+_NOTICE_S = 1.0  # within which the loss of another process is detected
+_GRACE_S = 10.0  # for a process to raise the error that another process has reported
+_FIRST_PORT = 61440  # default ports: 4,096 from here
+# Words in the runtime's errors when another process does not answer.
+_PEER_ERRORS = ("Gloo", "NCCL", "Connection", "UNAVAILABLE", "DEADLINE_EXCEEDED")
+_MESSAGE_BYTES = 1 << 24  # longest message
 
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """Who this process is among others.
+    """The position of this process in a multi-process run.
 
     Attributes:
-      coordinator: HOST:PORT, where rank 0 listens.
-      count: of all processes.
-      rank: this one's, 0 to count - 1.
+      coordinator: HOST:PORT at which rank 0 listens.
+      count: the number of processes.
+      rank: of this process, 0 to count - 1.
 
     Raises:
-      ValueError: no such rank, a count below 2, or no such address.
+      ValueError: a count below 2, a rank out of range, or a malformed address.
     """
 
     coordinator: str
@@ -56,135 +59,131 @@ class Processes:
 
     def __post_init__(self):
         if self.count < 2:
-            raise ValueError(f"processes={self.count}: give 2 or more, or leave it out for one")
+            raise ValueError(f"processes={self.count} is too small: give 2 or more, or omit it")
         if not 0 <= self.rank < self.count:
             raise ValueError(
-                f"rank={self.rank} of {self.count} processes: ranks go from 0 to {self.count - 1}"
+                f"rank={self.rank} is out of range: {self.count} processes have the ranks 0 to "
+                f"{self.count - 1}"
             )
-        if not re.fullmatch(r".+:\d+", self.coordinator) or not 0 < self._port <= 65535:
+        if not re.fullmatch(r".+:\d+", self.coordinator) or not 0 < self.address[1] <= 65535:
             raise ValueError(
-                f"coordinator={self.coordinator!r} is no address: write HOST:PORT, of rank 0"
+                f"coordinator={self.coordinator!r} is not an address: give HOST:PORT of rank 0"
             )
-
-    @property
-    def _port(self) -> int:
-        return int(self.coordinator.rpartition(":")[2])
 
     @property
     def address(self) -> tuple[str, int]:
-        """(host, port) of the coordinator."""
-        return self.coordinator.rpartition(":")[0].strip("[]"), self._port
+        """Host and port of the coordinator."""
+        host, _, port = self.coordinator.rpartition(":")
+        return host.strip("[]"), int(port)
 
 
-def find(
+def detect(
     coordinator: str | None = None,
     count: int | None = None,
     rank: int | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Processes | None:
-    """Returns this process among others; None: it is the only one.
+    """Returns the position of this process in a multi-process run, or None if it runs alone.
 
-    What is not given is what Open MPI (mpirun), SLURM (srun) or a Kubernetes Job of completion
-    mode Indexed say. Open MPI says where rank 0 is on a single host only, Kubernetes says nothing
-    but the rank. A count of 1 alone: the only one, whatever they say.
+    Omitted arguments are read from the variables of Open MPI (mpirun), SLURM (srun) or a Kubernetes
+    Job with completion mode Indexed. Open MPI sets a coordinator only on a single host, Kubernetes
+    sets only the rank. count=1 without the other arguments ignores these variables.
 
     Raises:
-      ValueError: some of the three are known and others are not, or they are none.
+      ValueError: only some of the three values are known, or `Processes` rejects them.
     """
     if count == 1 and coordinator is None and rank in (None, 0):
         return None
-    found, nothing_given = _of_environment(environment), (coordinator, count, rank) == (None,) * 3
-    coordinator = coordinator or found.get("coordinator")
-    count = found.get("count") if count is None else count
-    rank = found.get("rank") if rank is None else rank
-    if nothing_given and count is None:
+    arguments = {"coordinator": coordinator, "processes": count, "rank": rank}
+    chosen = {name: value for name, value in arguments.items() if value is not None}
+    values = _cluster(environment) | chosen
+    if not chosen and "processes" not in values:
         return None
-    known = {"coordinator": coordinator, "processes": count, "rank": rank}
-    missing = [name for name, value in known.items() if value is None]
-    if missing:
-        given = ", ".join(f"{name}={value}" for name, value in known.items() if value is not None)
+    if missing := [name for name in arguments if name not in values]:
+        known = ", ".join(f"{name}={value}" for name, value in values.items())
         raise ValueError(
-            f"{given}, and {' and '.join(missing)} not given, nor told by SLURM, Open MPI or "
-            "Kubernetes: processes find each other by all of coordinator, processes and rank"
+            f"{' and '.join(missing)} missing ({known}): give coordinator, processes and rank, or "
+            "start the processes with srun, mpirun or an Indexed Kubernetes Job"
         )
-    assert coordinator is not None and count is not None and rank is not None
-    return Processes(coordinator, int(count), int(rank))
+    return Processes(values["coordinator"], int(values["processes"]), int(values["rank"]))
 
 
-def _of_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Returns what a cluster says of this process."""
+def _cluster(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Returns those of coordinator, processes and rank that the cluster's variables define."""
 
     def number(name: str) -> int | None:
         return int(environment[name]) if environment.get(name, "").isdigit() else None
 
-    # mpirun may itself run under SLURM, whose variables then say nothing of its ranks.
-    count = number("OMPI_COMM_WORLD_SIZE")
-    if count is not None:
-        if count == 1:
-            return {}
-        found: dict[str, Any] = {"count": count, "rank": number("OMPI_COMM_WORLD_RANK")}
+    def port(seed: int) -> int:
+        return _FIRST_PORT + seed % 4096
+
+    # mpirun may run inside a SLURM job, whose variables then do not describe mpirun's ranks.
+    if (count := number("OMPI_COMM_WORLD_SIZE")) is not None:
+        values: dict[str, Any] = {"processes": count, "rank": number("OMPI_COMM_WORLD_RANK")}
         if number("OMPI_COMM_WORLD_LOCAL_SIZE") == count:
             job = environment.get("OMPI_MCA_ess_base_jobid") or environment.get("PMIX_NAMESPACE")
-            found["coordinator"] = f"127.0.0.1:{_PORTS + sum(map(ord, job or '')) % 4096}"
-        return found
-    # The nodes of a step: a batch script itself, which srun has not started, has none.
-    nodes = environment.get("SLURM_STEP_NODELIST", "")
-    first = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
+            values["coordinator"] = f"127.0.0.1:{port(sum(map(ord, job or '')))}"
+        return values if count > 1 else {}
+    # A batch script that srun did not start has no node list of a step.
+    node = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", environment.get("SLURM_STEP_NODELIST", ""))
     count = number("SLURM_STEP_NUM_TASKS") or number("SLURM_NTASKS")
-    if first and number("SLURM_PROCID") is not None and count not in (None, 1):
+    rank = number("SLURM_PROCID")
+    if node and rank is not None and count not in (None, 1):
         step = 61 * (number("SLURM_JOB_ID") or 0) + (number("SLURM_STEP_ID") or 0)
-        where = f"{first[1]}{first[2] or ''}:{_PORTS + step % 4096}"
-        return {"coordinator": where, "count": count, "rank": number("SLURM_PROCID")}
-    if (rank := number("JOB_COMPLETION_INDEX")) is not None:
-        return {"rank": rank}
-    return {}
+        address = f"{node[1]}{node[2] or ''}:{port(step)}"
+        return {"coordinator": address, "processes": count, "rank": rank}
+    rank = number("JOB_COMPLETION_INDEX")
+    return {} if rank is None else {"rank": rank}
 
 
-@dataclasses.dataclass
-class _Line:
-    """A connection over which lines of JSON go."""
+class _Peer:
+    """A connection to another process that carries one JSON value per line."""
 
-    connection: socket.socket
-    rest: bytes = b""
+    def __init__(self, connection: socket.socket):
+        self.connection, self._lines = connection, connection.makefile("rb")
 
     def send(self, value: Any) -> None:
         self.connection.sendall(json.dumps(value).encode() + b"\n")
 
     def receive(self) -> Any:
-        """Returns the next line. Raises OSError if the connection ends or is silent."""
-        while b"\n" not in self.rest:
-            more = self.connection.recv(1 << 16)
-            if not more or len(self.rest) > _LONGEST:
-                raise ConnectionError("the connection has ended")
-            self.rest += more
-        line, _, self.rest = self.rest.partition(b"\n")
+        """Returns the next value; raises OSError or ValueError if the connection ends first."""
+        line = self._lines.readline(_MESSAGE_BYTES)
+        if not line.endswith(b"\n"):
+            raise ConnectionError("the connection is closed")
         return json.loads(line)
 
+    def keep_alive(self) -> None:
+        """Lets the connection end within half a minute of the other host."""
+        self.connection.settimeout(None)
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+            if hasattr(socket, name):
+                self.connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
-_lines: dict[int, _Line] = {}  # to rank 0, or of rank 0 to all others
-_leaving = threading.Event()  # what becomes of the others is no matter any more
-_failing = threading.Event()  # this process ends with an error of its own
-_erring = threading.Event()  # this process has met an error, its own or another's
+
+_peers: dict[int, _Peer] = {}  # in rank 0: all other ranks; elsewhere: rank 0
+_leaving = threading.Event()  # this process has finished
+_failing = threading.Event()  # this process ends with its own error
+_error_seen = threading.Event()  # this process has met an error, its own or due to another process
 
 
-def join(who: Processes, run: Mapping[str, Any], seconds: float = SECONDS) -> None:
-    """Returns when all processes are there, agree, and JAX knows all of their devices.
+def join(who: Processes, run: Mapping[str, Any], seconds: float = JOIN_SECONDS) -> None:
+    """Waits for all processes, checks that they agree, and starts JAX's distributed runtime.
 
-    From then on a process whose companion is lost ends with a sentence and status `LOST`.
+    If another process is lost later, this one prints which and exits with status `LOST`.
 
     Args:
       who: this process.
-      run: what all of them must agree on, as JSON has it.
-      seconds: for which they wait for each other.
+      run: JSON values that must be equal in all processes.
+      seconds: the timeout.
 
     Raises:
-      ValueError: ranks are missing or twice, nobody answers at the coordinator's address, or
-        what is to be run differs, and where. It is raised in every process that is there.
+      ValueError: in every process that has arrived: ranks are missing or duplicate, rank 0 does
+        not answer, or `run` differs.
     """
     agreed = json.loads(json.dumps(dict(run) | {"jax": jax.__version__, "processes": who.count}))
-    meet = _await_others if who.rank == 0 else _report
-    service = meet(who, agreed, time.monotonic() + seconds, seconds)
-    for rank in _lines:
+    service = (_gather if who.rank == 0 else _report)(who, agreed, seconds)
+    for rank in _peers:
         threading.Thread(target=_watch, args=(who, rank), daemon=True).start()
     jax.distributed.initialize(
         service,
@@ -195,53 +194,181 @@ def join(who: Processes, run: Mapping[str, Any], seconds: float = SECONDS) -> No
         heartbeat_timeout_seconds=_HEARTBEAT_S,
         shutdown_timeout_seconds=_HEARTBEAT_S,
     )
-    multihost_utils.sync_global_devices("joined")  # connects all of them, while all are here
+    multihost_utils.sync_global_devices("joined")  # opens all connections while all processes live
 
 
-def leave() -> None:
-    """Says goodbye: what the others see of this process's end is then no loss."""
-    _leaving.set()
-    _tell({"said": _BYE})
-
-
-def abandon(status: int) -> None:
-    """Tells the others of an error, which they may have too, or else wait where nobody comes.
-
-    They end within seconds, and this process does with `status` when it exits, without JAX, which
-    would wait for them and end with a stack trace.
-    """
-    _failing.set()
-    _erring.set()
-    _tell({"said": _ENDED})
-    atexit.register(_end, status)
-
-
-def _tell(message: dict[str, Any], but: int | None = None) -> None:
-    for rank, line in _lines.items():
-        if rank != but:
-            with contextlib.suppress(OSError):
-                line.send(message)
-
-
-def _end(status: int) -> None:
-    """Ends this process; rank 0, whose end JAX would end the others for, after they have."""
-    until = time.monotonic() + _GRACE_S + 2 * _NOTICE_S
-    for rank, line in _lines.items():
+def _gather(who: Processes, run: dict, seconds: float) -> str:
+    """Waits in rank 0 for all other ranks; returns the address of JAX's coordination service."""
+    deadline = time.monotonic() + seconds
+    runs: dict[int, Any] = {}
+    arrived: list[tuple[int, _Peer]] = []
+    problem = ""
+    with _listen(who) as listener:
+        while len(runs) < who.count - 1 and not problem:
+            if (hello := _accept(listener, deadline)) is None:
+                missing = ", ".join(str(r) for r in range(1, who.count) if r not in runs)
+                problem = (
+                    f"rank {missing} of {who.count} did not connect to {who.coordinator} within "
+                    f"{seconds:g} s: start every rank with the same coordinator"
+                )
+                break
+            rank, its_run, peer = hello
+            arrived.append((rank, peer))
+            if rank in runs:
+                problem = f"two processes have rank {rank}: give every process its own rank"
+            elif not 0 < rank < who.count:
+                problem = (
+                    f"rank {rank} connected to {who.coordinator}, where rank 0 expects "
+                    f"{who.count} processes: give all ranks the same number of processes"
+                )
+            runs[rank] = its_run
+    for rank in sorted(runs):
+        problem = problem or _difference(rank, runs[rank], run)
+    with socket.create_server(("", 0)) as free:
+        service = f"{who.coordinator.rpartition(':')[0]}:{free.getsockname()[1]}"
+    for _, peer in arrived:
         with contextlib.suppress(OSError):
-            while rank > 0:  # it is rank 0 that has lines to the others
-                line.connection.settimeout(max(until - time.monotonic(), 0.01))
-                if not line.connection.recv(1 << 16):
+            peer.send({"problem": problem, "service": service})
+            peer.keep_alive()
+    if problem:
+        raise ValueError(problem)
+    _peers.update(arrived)
+    return service
+
+
+def _listen(who: Processes) -> socket.socket:
+    """Returns the socket at which rank 0 accepts the other ranks."""
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    try:
+        return socket.create_server(("", who.address[1]), family=family, dualstack_ipv6=dual)
+    except OSError as error:
+        raise ValueError(
+            f"coordinator={who.coordinator}: rank 0 cannot listen at this port ({error}): stop the "
+            "other rank 0, or give another port"
+        ) from error
+
+
+def _accept(listener: socket.socket, deadline: float) -> tuple[int, Any, _Peer] | None:
+    """Returns rank, run and connection of the next process, None at the deadline.
+
+    Connections of other programs are ignored.
+    """
+    while (left := deadline - time.monotonic()) > 0:
+        listener.settimeout(left)
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            peer = _Peer(listener.accept()[0])
+            peer.connection.settimeout(10)
+            hello = peer.receive()
+            return int(hello["rank"]), hello["run"], peer
+    return None
+
+
+def _report(who: Processes, run: dict, seconds: float) -> str:
+    """Connects to rank 0; returns the address of JAX's coordination service."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            peer = _Peer(socket.create_connection(who.address, timeout=10))
+            break
+        except OSError as error:  # rank 0 may start later
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"rank 0 does not answer at {who.coordinator} within {seconds:g} s ({error}): "
+                    "start rank 0 on that host, and check that this host can reach it"
+                ) from error
+            time.sleep(_RETRY_S)
+    try:
+        peer.send({"rank": who.rank, "run": run})
+        peer.connection.settimeout(max(deadline - time.monotonic(), 0) + 10)
+        reply = peer.receive()
+        problem, service = reply["problem"], reply["service"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{who.coordinator} does not answer like rank 0 ({error!r}): see the output of rank 0, "
+            "or give a port that no other program uses"
+        ) from error
+    if problem:
+        raise ValueError(problem)
+    peer.keep_alive()
+    _peers[0] = peer
+    return service
+
+
+def _difference(rank: int, its_run: Any, run: Any) -> str:
+    """Returns where the run of a rank differs from that of rank 0, or an empty string."""
+    differences = []
+
+    def compare(path: str, a: Any, b: Any) -> None:
+        if isinstance(a, dict) and isinstance(b, dict):
+            for name in dict.fromkeys((*a, *b)):
+                compare(f"{path}.{name}" if path else name, a.get(name), b.get(name))
+        elif a != b:
+            differences.append(f"{path} is {a!r} there and {b!r} in rank 0")
+
+    compare("", its_run, run)
+    if not differences:
+        return ""
+    more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
+    return f"rank {rank} has different settings: {'; '.join(differences[:3])}{more}"
+
+
+def _watch(who: Processes, rank: int) -> None:
+    """Exits when another process fails or is lost; rank 0 tells the others, which watch rank 0."""
+    try:
+        message = _peers[rank].receive()
+    except (OSError, ValueError):
+        message = {"event": "lost", "rank": None}
+    event, culprit = message["event"], rank if message["rank"] is None else message["rank"]
+    if event == "left" or _leaving.is_set():
+        return
+    if event == "failed":
+        _error_seen.wait(_GRACE_S)  # this process may be about to raise the same error
+    if _failing.is_set():  # this process reports its own error and exits
+        return
+    if who.rank == 0:
+        _send("lost", culprit)
+    how = "ended with an error" if event == "failed" else "was lost"
+    print(
+        f"rank {who.rank} of {who.count}: rank {culprit} {how}, so this process exits too. "
+        f"Finished results are kept: see the output of rank {culprit}, and rerun all processes",
+        file=sys.__stderr__,
+        flush=True,
+    )
+    _exit(LOST)
+
+
+def _send(event: str, culprit: int | None = None) -> None:
+    """Sends an event about `culprit`, by default this process, to all peers but the culprit."""
+    for rank, peer in _peers.items():
+        if rank != culprit:
+            with contextlib.suppress(OSError):
+                peer.send({"event": event, "rank": culprit})
+
+
+def _exit(status: int) -> NoReturn:
+    """Exits without JAX's shutdown barrier, which would wait for lost processes and then abort.
+
+    Rank 0 exits last: the end of JAX's service, which it runs, aborts the others.
+    """
+    deadline = time.monotonic() + _GRACE_S + 2 * _NOTICE_S
+    for rank, peer in _peers.items():
+        with contextlib.suppress(OSError):
+            while rank > 0:  # until the other process closes the connection
+                peer.connection.settimeout(max(deadline - time.monotonic(), 0.01))
+                if not peer.connection.recv(1 << 16):
                     break
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(status)
 
 
 @contextlib.contextmanager
 def leaving(refusals: tuple[type[BaseException], ...] = (ValueError, OSError)):
-    """Leaves the others in the end; after an error it tells them (`abandon`).
+    """Calls `leave` at the end, or `abandon` after an error.
 
-    The process's exit status is then 1, 2 after one of `refusals`, or 130 after Ctrl-C.
+    The exit status after an error is 1, 2 for one of `refusals`, and 130 after Ctrl-C.
     """
     try:
         yield
@@ -254,202 +381,58 @@ def leaving(refusals: tuple[type[BaseException], ...] = (ValueError, OSError)):
         leave()
 
 
-def _await_others(who: Processes, run: dict, until: float, seconds: float) -> str:
-    """Returns the address of JAX's service, when all ranks have come to this one, rank 0."""
-    came: dict[int, tuple[_Line, dict]] = {}
-    problem = None
-    with _listening(who) as listening:
-        while len(came) < who.count - 1 and not problem:
-            listening.settimeout(max(until - time.monotonic(), 0.01))
-            try:
-                line = _Line(listening.accept()[0])
-            except TimeoutError:
-                missing = [str(r) for r in range(1, who.count) if r not in came]
-                problem = (
-                    f"rank {', '.join(missing)} of {who.count} did not come to {who.coordinator} "
-                    f"within {seconds:g} s: start every rank with the same coordinator"
-                )
-                break
-            try:
-                line.connection.settimeout(10)
-                said = line.receive()
-                rank, _ = int(said["rank"]), said["run"]
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # somebody else's
-            if rank in came or not 0 < rank < who.count:
-                problem = (
-                    f"rank {rank} came to {who.coordinator}, and this is rank 0 of {who.count}: "
-                    "give every process a rank of its own, and the same number of processes"
-                )
-                if rank in came:
-                    problem = f"two of the processes are rank {rank}: {problem}"
-                came[-1] = line, said  # so that it is told too
-            else:
-                came[rank] = line, said
-    for rank, (_, said) in sorted(came.items()):
-        problem = problem or _difference(rank, said["run"], run)
-    service = f"{who.coordinator.rpartition(':')[0]}:{_free_port()}"
-    for rank, (line, _) in came.items():
-        with contextlib.suppress(OSError):
-            line.send({"problem": problem, "service": service})
-            _keep(line.connection)
-        _lines[rank] = line
-    if problem:
-        _lines.clear()
-        raise ValueError(problem)
-    return service
+def leave() -> None:
+    """Reports that this process has finished, so that the others do not report its loss."""
+    _leaving.set()
+    _send("left")
 
 
-@contextlib.contextmanager
-def _listening(who: Processes):
-    """Yields the socket at which rank 0 awaits the others."""
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    try:
-        listening = socket.create_server(
-            ("", who.address[1]), family=family, dualstack_ipv6=family == socket.AF_INET6
-        )
-    except OSError as error:
-        raise ValueError(
-            f"coordinator={who.coordinator}: rank 0 cannot listen there ({error}): is another "
-            "rank 0 running? give another port"
-        ) from error
-    with listening:
-        yield listening
+def abandon(status: int) -> None:
+    """Reports an error to the other processes; this one exits with `status` when Python ends.
 
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as free:
-        return free.getsockname()[1]
-
-
-def _report(who: Processes, run: dict, until: float, seconds: float) -> str:
-    """Returns the address of JAX's service, when rank 0 has given it."""
-    problem: Exception | str = ""
-    while time.monotonic() < until:
-        try:
-            line = _Line(socket.create_connection(who.address, timeout=10))
-        except OSError as error:  # rank 0 is not there yet
-            problem = error
-            time.sleep(_POLL_S)
-            continue
-        try:
-            line.send({"rank": who.rank, "host": socket.gethostname(), "run": run})
-            line.connection.settimeout(max(until - time.monotonic(), 0.01) + 10)
-            said = line.receive()
-            problem, service = said["problem"], said["service"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{who.coordinator} does not answer as rank 0 does ({error!r}): see what it says, "
-                "or whether another program has that port"
-            ) from error
-        if problem:
-            raise ValueError(problem)
-        _keep(line.connection)
-        _lines[0] = line
-        return service
-    raise ValueError(
-        f"nobody answers at {who.coordinator} within {seconds:g} s ({problem}): start rank 0 "
-        "there, and see that this host can reach it"
-    )
-
-
-def _keep(connection: socket.socket) -> None:
-    """Makes the connection end within half a minute of its other end's host."""
-    connection.settimeout(None)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _difference(rank: int, its: Any, ours: Any) -> str | None:
-    """Returns where what a rank is to run differs from what rank 0 is to, or None."""
-    found = []
-
-    def compare(path: str, a: Any, b: Any) -> None:
-        if isinstance(a, dict) and isinstance(b, dict):
-            for name in dict.fromkeys((*a, *b)):
-                compare(f"{path}.{name}" if path else name, a.get(name), b.get(name))
-        elif a != b:
-            found.append(f"{path} is {a!r} there and {b!r} in rank 0")
-
-    compare("", its, ours)
-    if not found:
-        return None
-    more = f", and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"rank {rank} is to run something else: {'; '.join(found[:3])}{more}"
-
-
-def _watch(who: Processes, rank: int) -> None:
-    """Ends this process when another one is lost; rank 0 sees all, and all others see it."""
-    try:
-        told = _lines[rank].receive()
-        said, lost = told["said"], told.get("rank", rank)
-    except (OSError, ValueError):
-        said, lost = _LOST, rank
-    if said == _BYE or _leaving.is_set():
-        return
-    if said == _ENDED:
-        _erring.wait(_GRACE_S)  # this process may be about to say the same
-    if _failing.is_set():  # it says what it has to say, and ends by itself
-        return
-    if who.rank == 0:
-        _tell({"said": _LOST, "rank": lost}, but=rank)
-    how = "ended with an error" if said == _ENDED else "was lost"
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-    print(
-        f"rank {who.rank} of {who.count}: rank {lost} {how}, so this process ends too; "
-        f"what is finished is kept: see what rank {lost} said, and start all of them again",
-        file=sys.__stderr__,
-        flush=True,
-    )
-    os._exit(LOST)
+    The others exit within seconds, with their own error if they raise one.
+    """
+    _failing.set()
+    _error_seen.set()
+    _send("failed")
+    atexit.register(_exit, status)
 
 
 def await_loss(error: BaseException) -> None:
-    """Waits a little, where an error may be due to a process that was lost: then this one ends.
+    """Gives `_watch` time to exit if `error` may be due to the loss of another process.
 
-    Args:
-      error: that was met, and of which this process will end, unless it is one of those with which
-        the runtime says that another does not answer.
+    Any other error counts as this process's own, which it reports itself.
     """
-    if not _lines:
+    if not _peers:
         return
-    if not _of_others(error):
+    if not any(word in str(error) for word in _PEER_ERRORS):
         _failing.set()
-    _erring.set()
+    _error_seen.set()
     time.sleep(_NOTICE_S)
 
 
-def _of_others(error: BaseException) -> bool:
-    """Returns whether an error may say that another process does not answer."""
-    text = str(error)
-    return any(word in text for word in _OF_OTHERS)
-
-
 def fetch(tree: Any) -> Any:
-    """Returns arrays as numpy's, also those that lie on other processes' devices.
+    """Returns arrays as NumPy arrays, also those on devices of other processes.
 
     All processes must call it.
     """
 
-    def whole(x):
+    def fetch_one(x):
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
             return np.asarray(x)
         return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
-    return jax.tree.map(whole, tree)
+    return jax.tree.map(fetch_one, tree)
 
 
 def put(x: Any, sharding: jax.sharding.Sharding) -> Any:
-    """Returns an array where it should lie; each process puts its own part.
+    """Returns an array with a sharding, of which each process transfers its own part.
 
-    All processes must call it, and have the same array.
+    All processes must call it with the same array.
     """
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:  # it lies on all processes
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
         if x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
         return jax.jit(lambda x: x, out_shardings=sharding)(x)
@@ -460,12 +443,11 @@ def put(x: Any, sharding: jax.sharding.Sharding) -> Any:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def of_first(value: Any) -> Any:
-    """Returns rank 0's value, which JSON must be able to write; all processes must call it."""
+def broadcast_from_rank0(value: Any) -> Any:
+    """Returns the JSON value of rank 0. All processes must call it."""
     if jax.process_count() == 1:
         return value
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
-    padded = np.zeros(size, np.uint8)
-    padded[: min(size, text.size)] = text[:size]
+    padded = np.resize(text, size)
     return json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8)))

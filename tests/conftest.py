@@ -1,16 +1,16 @@
-"""What every test stands on: one device, fixed seeds, float32 unless a test asks for float64."""
+"""Common settings of all tests: one device, fixed seeds, float32 unless a test uses float64."""
 
 import os
 import pathlib
 import random
 import shutil
 
-# Tests compare float32 results exactly, on a CPU; JAX_PLATFORMS=cuda,cpu asks for the device.
+# Tests compare float32 results exactly on a CPU; JAX_PLATFORMS=cuda,cpu uses a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("NPROC", "8")  # threads of XLA's, enough for kernels to be interpreted
+os.environ.setdefault("NPROC", "8")  # XLA threads, enough for interpreted kernels
 
-# Most of the time goes into compiling: what another worker, a process that a test starts, or an
-# earlier run has compiled is read, down to the smallest operation: that takes a sixth of the time.
+# Most of the time is compilation. Programs compiled by other workers, subprocesses and earlier runs
+# are read from a cache, even the smallest ones.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(
     pathlib.Path(__file__).parent.parent / ".pytest_cache" / "programs"
 )
@@ -25,10 +25,10 @@ import pytest
 from tests.eight_devices import Eight
 
 PROGRAMS = pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
-LARGEST = 1e9  # bytes that the folder may have when a run starts
+LARGEST = 1e9  # maximum bytes of the cache when a run starts
 jax.config.update("jax_enable_x64", False)
 
-# An example may compile, so time limits for one example mean nothing.
+# An example may compile, so time limits for one example are meaningless.
 hypothesis.settings.register_profile(
     "local",
     deadline=None,
@@ -42,12 +42,12 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begins anew with a folder of programs that has grown too large, and has quick ones made."""
-    first = not hasattr(config, "workerinput")  # and not one of several workers
-    if first and sum(path.stat().st_size for path in PROGRAMS.glob("*")) > LARGEST:
+    """Empties a program cache that is too large, and disables optimizations for quick tests."""
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker and sum(path.stat().st_size for path in PROGRAMS.glob("*")) > LARGEST:
         shutil.rmtree(PROGRAMS)
-    # Half of the time to compile goes into LLVM's optimizations of code that runs once. The slow
-    # tests compute more, and have them; `XLA_FLAGS= make test` runs the quick ones with them too.
+    # Half of the compile time is LLVM optimization of code that runs once. Slow tests compute more
+    # and keep it; `XLA_FLAGS= make test` keeps it for quick tests too.
     if config.option.markexpr == "not slow" and os.environ["JAX_PLATFORMS"] == "cpu":
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
@@ -57,35 +57,35 @@ def pytest_report_header() -> str:
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Prints how many rows the exactness tests compared, and how many parted at a tie."""
+    """Prints the number of rows that exactness tests compared, and of ties."""
     reports = [r for rs in terminalreporter.stats.values() for r in rs if hasattr(r, "when")]
     counted = [p for r in reports if r.when == "teardown" for p in r.user_properties]
     rows, ties = (sum(n for name, n in counted if name == kind) for kind in ("rows", "ties"))
     if rows:
-        terminalreporter.write_line(f"{rows} rows compared, {ties} parted at a tie of float32")
+        terminalreporter.write_line(f"{rows} rows compared, {ties} differ at a tie in float32")
 
 
 @pytest.fixture(autouse=True)
-def _same_start_for_every_test():
-    """Seeds the global generators, and fails a test that leaves float64 on for the others."""
+def _seed_and_check_float64():
+    """Seeds the global generators, and fails a test that leaves float64 enabled."""
     random.seed(0)
     np.random.seed(0)
     yield
     left_on = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", False)
-    assert not left_on, "this test left float64 on: use the fixture `float64`"
+    assert not left_on, "this test left float64 enabled: use the fixture `float64`"
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _compiled_programs_end_with_their_file():
+def _clear_compiled_programs():
     """Drops compiled programs after each file: thousands of them in one process exhaust memory."""
     yield
     jax.clear_caches()
 
 
 @pytest.fixture
-def float64(_same_start_for_every_test):
-    """Turns float64 on for one test: there rounding decides no tie."""
+def float64(_seed_and_check_float64):
+    """Enables float64 for one test, so that rounding decides no ties."""
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", False)
@@ -93,7 +93,7 @@ def float64(_same_start_for_every_test):
 
 @pytest.fixture(scope="module")
 def eight():
-    """A process with eight devices, which runs functions of the tests."""
+    """A process with eight devices that runs functions of the tests."""
     process = Eight()
     yield process
     process.close()

@@ -1,7 +1,7 @@
-"""A process with eight CPU devices that runs functions of the tests, so that others keep one.
+"""A process with eight CPU devices that runs test functions; the tests themselves have one device.
 
-`python -m tests.eight_devices` reads lines of JSON, [module, function, arguments], and answers each
-with [result, null] or [null, traceback].
+`python -m tests.eight_devices` reads JSON lines [module, function, arguments] and answers each with
+[result, null] or [null, traceback].
 """
 
 import importlib
@@ -17,7 +17,7 @@ COUNT = 8
 
 
 class Eight:
-    """The process, and a way to call functions in it; what they take and give is JSON."""
+    """Calls functions in the process; arguments and results are JSON."""
 
     def __init__(self):
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={COUNT}"
@@ -35,7 +35,7 @@ class Eight:
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
-        assert answer, f"the process with {COUNT} devices died of {line}"
+        assert answer, f"the process with {COUNT} devices died in {line}"
         result, failure = json.loads(answer)
         assert failure is None, failure
         return result
@@ -45,15 +45,15 @@ class Eight:
         self.process.wait(60)
 
 
-def taken_output() -> TextIO:
-    """Returns where answers go; what else is printed, by functions or by Gloo, is none."""
+def redirect_stdout() -> TextIO:
+    """Returns stdout for answers; all other output of functions and Gloo goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
 
 
 def serve(devices: int, answers: TextIO) -> None:
-    """Answers lines until there are none; this process must have so many devices."""
+    """Answers lines until stdin ends; the process must have this number of devices."""
     import jax
 
     assert jax.device_count() == devices
@@ -61,10 +61,10 @@ def serve(devices: int, answers: TextIO) -> None:
         module, name, arguments = json.loads(line)
         try:
             answer = getattr(importlib.import_module(module), name)(**arguments), None
-        except Exception:  # told to whoever asked, whose test fails with it
+        except Exception:  # raised in the calling test
             answer = None, traceback.format_exc()
         print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    serve(COUNT, taken_output())
+    serve(COUNT, redirect_stdout())

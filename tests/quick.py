@@ -1,4 +1,4 @@
-"""Which cases of a test the quick suite runs; the others wait for `make test-slow`."""
+"""Selects the cases of a test for the quick suite; `make test-slow` runs the others."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,9 +7,9 @@ import pytest
 
 
 def quick(cases: Iterable[Any], *chosen: Any) -> list[Any]:
-    """Returns the cases as parameters, with those that were not chosen marked slow.
+    """Returns the cases as parameters; those that are not chosen are marked slow.
 
-    Fails where one of the chosen is no case, so that a renamed case does not go missing.
+    Fails if a chosen case does not exist, for example after a rename.
     """
     cases = list(cases)
     assert all(case in cases for case in chosen), [case for case in chosen if case not in cases]

@@ -1,49 +1,149 @@
-"""The rules of the layout, read from the sources: who may import whom, and how long a file may be.
+"""Rules of the layout: import levels, import cycles, sizes of files and folders, and wording.
 
-Each rule is a function from sources to a list of offences, so that it can be shown to catch one.
+Each rule is a function from sources to a list of offences, so that a test can show that it catches
+one.
 """
 
 import ast
+import collections
+import graphlib
 import pathlib
+import re
+import subprocess
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-FLOORS = {"pallas_kernels": 0, "sharding": 0, "models": 1, "magicjax": 2, "experiments": 3}
-CORE = [package for package, floor in FLOORS.items() if floor < 3]
-# A bare GPU image has none of these, and the core runs there. torch is needed nowhere.
+PACKAGES = ("pallas_kernels", "sharding", "models", "magicjax", "experiments")
+CORE = PACKAGES[:-1]
+DIVIDED = ("magicjax", "experiments")  # their sub-packages and top modules are units of their own
+
+# Units from the lowest level to the highest. A module imports only units of lower levels and
+# modules of its own unit; units of one level do not import each other.
+LEVELS = (
+    ("pallas_kernels", "sharding"),
+    ("models",),
+    ("magicjax.version", "magicjax.hlo", "magicjax.files", "magicjax.suggest"),
+    ("magicjax.trees",),
+    ("magicjax.settings", "magicjax.parallel", "magicjax.verification"),
+    ("magicjax.model",),
+    ("magicjax.kv_cache",),
+    ("magicjax.policies",),
+    ("magicjax.drafters",),
+    ("magicjax.placement",),
+    ("magicjax.decoding",),
+    ("magicjax.loading", "magicjax.cost_model"),
+    ("magicjax.planner", "magicjax.aot"),
+    ("magicjax.autotune",),
+    ("magicjax.generation",),
+    ("magicjax",),  # the public names
+    ("magicjax.benchmarks",),
+    ("magicjax.cli",),
+    ("magicjax.__main__",),
+    ("experiments",),
+    ("experiments.prompts",),
+    ("experiments.schema",),
+    ("experiments.runner",),
+    ("experiments.report",),
+    ("experiments.training", "experiments.lm_eval"),
+    ("experiments.launch",),
+    ("experiments.notebooks", "experiments.studies"),
+)
+LEVEL = {unit: level for level, units in enumerate(LEVELS) for unit in units}
+
+# The core runs on a bare GPU image, which has none of these. Nothing needs torch.
 NOT_IN_CORE = {"pydantic", "tyro", "yaml", "pandas", "matplotlib", "rich", "tqdm", "torch"} | {
-    *("wandb", "tensorboardX", "lm_eval")
+    *("wandb", "tensorboardX", "lm_eval", "optax", "orbax")
 }
-MOST_LINES = 500
+MAX_LINES = 500
+MAX_MODULES = 12  # in one folder, besides __init__ and __main__
+
+BANNED = (
+    *("foretold", "foretell", "anew", "rubbish", "a word with the host", "in turns"),
+    *("leave it out", "made numbers again", "have a say", "look-up", "kv_budget", "speed-up"),
+)
+BANNED_WORDS = re.compile(
+    "|".join(rf"\b{re.escape(word)}".replace(r"\ ", r"\s+") for word in BANNED), re.IGNORECASE
+)
 
 
-def sources(folders: list[str]) -> Iterator[tuple[str, str]]:
+def sources(folders: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yields (path below the root, text) of every Python file in the folders."""
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
             yield path.relative_to(ROOT).as_posix(), path.read_text("utf-8")
 
 
-def imported(node: ast.AST) -> list[str]:
-    """Returns the top-level packages that one statement or call imports from outside its own."""
+def module_name(path: str) -> str:
+    """Returns the dotted name of a file: "a/b.py" is a.b, and "a/__init__.py" is a."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imported(node: ast.AST, path: str) -> list[str]:
+    """Returns the dotted names that one statement or call imports, `from a import b` as a.b."""
     match node:
         case ast.Import(names=names):
-            return [alias.name.split(".")[0] for alias in names]
-        case ast.ImportFrom(module=str(module), level=0):
-            return [module.split(".")[0]]
+            return [alias.name for alias in names]
+        case ast.ImportFrom(module=module, names=names, level=up):
+            folders = path.split("/")[:-up] if up else []
+            return [".".join([*folders, *filter(None, [module]), alias.name]) for alias in names]
         case ast.Call(
             func=ast.Attribute(attr="import_module") | ast.Name(id="import_module" | "__import__"),
             args=[ast.Constant(value=str(module)), *_],
         ):
-            return [module.split(".")[0]]
+            return [module]
+    return []
+
+
+def unit_of(module: str) -> str:
+    """Returns the unit of a module: two parts of its name in a divided package, else one."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] in DIVIDED else parts[0]
+
+
+def imported_unit(name: str) -> str:
+    """Returns the unit that an imported name is from; public names are the package's own."""
+    unit = unit_of(name)
+    return unit if unit in LEVEL else unit.split(".")[0]
+
+
+def wrong_levels(path: str, text: str) -> list[str]:
+    """Returns the imports of a file, in functions too, that do not go down."""
+    unit = unit_of(module_name(path))
+    if unit not in LEVEL:
+        return [f"{path}: {unit} has no level"]
+    return [
+        f"{path}:{node.lineno}: {unit} imports {other}"
+        for node in ast.walk(ast.parse(text))
+        for name in imported(node, path)
+        if (other := imported_unit(name)) in LEVEL and other != unit and LEVEL[other] >= LEVEL[unit]
+    ]
+
+
+def import_cycle(files: Mapping[str, str]) -> list[str]:
+    """Returns the modules of one import cycle, [] if there is none."""
+    modules = {module_name(path) for path in files}
+    graph = {
+        module_name(path): {
+            target
+            for node in ast.walk(ast.parse(text))
+            for name in imported(node, path)
+            if (target := name if name in modules else name.rpartition(".")[0]) in modules
+        }
+        - {module_name(path)}
+        for path, text in files.items()
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
     return []
 
 
 def run_on_import(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes that run when the module is imported: not functions, nor TYPE_CHECKING."""
+    """Yields the nodes that run when a module is imported: no functions, no TYPE_CHECKING."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
@@ -53,60 +153,99 @@ def run_on_import(tree: ast.AST) -> Iterator[ast.AST]:
         yield from run_on_import(node)
 
 
-def wrong_floors(path: str, text: str) -> list[str]:
-    """Returns the imports that go up, or to another room of the same floor, anywhere in a file."""
-    room = path.split("/")[0]
-    return [
-        f"{path}:{node.lineno}: {room} imports {package}"
-        for node in ast.walk(ast.parse(text))
-        for package in imported(node)
-        if package in FLOORS and package != room and FLOORS[package] >= FLOORS[room]
-    ]
-
-
 def heavy_imports(path: str, text: str) -> list[str]:
-    """Returns what a core file imports, as soon as it is imported, that a bare image has not."""
+    """Returns the packages missing on a bare image that a file imports when it is imported."""
     return [
         f"{path}:{node.lineno}: imports {package}"
         for node in run_on_import(ast.parse(text))
-        for package in imported(node)
-        if package in NOT_IN_CORE
+        for name in imported(node, path)
+        if (package := name.split(".")[0]) in NOT_IN_CORE
     ]
 
 
 def too_long(path: str, text: str) -> list[str]:
-    """Returns a line for a file with more than `MOST_LINES` lines."""
+    """Returns a line for a file with more than `MAX_LINES` lines."""
     lines = len(text.splitlines())
-    return [f"{path}: {lines} lines, at most {MOST_LINES}"] if lines > MOST_LINES else []
+    return [f"{path}: {lines} lines, at most {MAX_LINES}"] if lines > MAX_LINES else []
 
 
-def without_init(paths: list[str]) -> list[str]:
-    """Returns the folders of code without an `__init__.py`: an installation leaves them out."""
+def too_full(paths: Sequence[str]) -> list[str]:
+    """Returns the folders with more than `MAX_MODULES` modules."""
+    names = [path.rpartition("/") for path in paths]
+    counts = collections.Counter(
+        folder for folder, _, name in names if name not in ("__init__.py", "__main__.py")
+    )
+    return [f"{folder}: {n} modules" for folder, n in counts.items() if n > MAX_MODULES]
+
+
+def without_init(paths: Sequence[str]) -> list[str]:
+    """Returns the folders of code without an `__init__.py`, which an installation omits."""
     folders = {path.rpartition("/")[0] for path in paths}
     return sorted(folder for folder in folders if f"{folder}/__init__.py" not in paths)
 
 
-def test_an_import_goes_down_and_never_between_rooms_of_one_floor():
-    assert [o for path, text in sources([*FLOORS]) for o in wrong_floors(path, text)] == []
+def banned_words(path: str, text: str) -> list[str]:
+    """Returns the banned words in a text, with their lines."""
+    return [
+        f"{path}:{text.count(chr(10), 0, match.start()) + 1}: {match.group()!r}"
+        for match in BANNED_WORDS.finditer(text)
+    ]
 
 
-def test_the_core_imports_nothing_that_a_bare_gpu_image_lacks():
-    assert [o for path, text in sources(CORE) for o in heavy_imports(path, text)] == []
+def texts() -> Iterator[tuple[str, str]]:
+    """Yields (path, text) of the repository's code, documents, configs and notebooks."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    for path in sorted(filter(None, listed.stdout.split("\0"))):
+        skipped = path.startswith("experiments/results/") or path == "tests/test_layout.py"
+        if path.endswith((".py", ".md", ".yaml", ".ipynb")) and not skipped:
+            if (ROOT / path).is_file():  # not a file that was just deleted
+                yield path, (ROOT / path).read_text("utf-8")
 
 
-def test_no_file_is_longer_than_one_subject_needs():
-    assert [o for path, text in sources([*FLOORS, "tests"]) for o in too_long(path, text)] == []
+def test_imports_go_down():
+    offences = [o for path, text in sources(PACKAGES) for o in wrong_levels(path, text)]
+    assert not offences, "\n".join(offences)
 
 
-def test_every_folder_of_code_is_a_package_and_gets_installed():
-    assert without_init([path for path, _ in sources([*FLOORS])]) == []
+def test_no_modules_import_each_other_in_a_cycle():
+    assert import_cycle(dict(sources(PACKAGES))) == []
+
+
+def test_the_core_imports_only_what_a_bare_gpu_image_has():
+    offences = [o for path, text in sources(CORE) for o in heavy_imports(path, text)]
+    assert not offences, "\n".join(offences)
+
+
+def test_no_file_has_more_than_500_lines():
+    offences = [o for path, text in sources([*PACKAGES, "tests"]) for o in too_long(path, text)]
+    assert not offences, "\n".join(offences)
+
+
+def test_no_folder_has_more_than_12_modules():
+    assert too_full([path for path, _ in sources(PACKAGES)]) == []
+
+
+def test_every_folder_of_code_is_a_package_and_is_installed():
+    assert without_init([path for path, _ in sources(PACKAGES)]) == []
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert {name for name in settings["packages"]["find"]["include"] if "*" not in name} == {
-        *FLOORS
-    }
+    included = {name for name in settings["packages"]["find"]["include"] if "*" not in name}
+    assert included == {*PACKAGES}
 
 
-# Negative controls: every rule catches what it is there for, and lets pass what is right.
+def test_no_text_has_banned_words():
+    if not (ROOT / ".git").exists():
+        pytest.skip("the files are listed by git")
+    offences = [o for path, text in texts() for o in banned_words(path, text)]
+    assert not offences, "\n".join(offences)
+
+
+# Negative controls: every rule catches an offence and passes what is right.
 
 
 @pytest.mark.parametrize(
@@ -115,18 +254,48 @@ def test_every_folder_of_code_is_a_package_and_gets_installed():
         ("models/a.py", "import magicjax", 1),
         ("models/a.py", "def f():\n    from magicjax.trees.token_tree import chain", 1),
         ("models/a/b.py", "import jax, experiments.launch as launch", 1),
-        ("magicjax/a.py", "import importlib\nimportlib.import_module('experiments.launch')", 1),
+        ("magicjax/cli/a.py", "import importlib\nimportlib.import_module('experiments.launch')", 1),
         ("sharding/a.py", "from pallas_kernels import tree_attention", 1),
         ("pallas_kernels/a.py", "try:\n    import sharding\nexcept ImportError:\n    pass", 1),
         ("sharding/a.py", "import models\nimport magicjax", 2),
-        ("magicjax/a.py", "import models, sharding, pallas_kernels\nfrom magicjax import b", 0),
-        ("experiments/a.py", "import magicjax\nfrom models import Llama", 0),
+        ("magicjax/trees/a.py", "from magicjax.decoding import loop", 1),
+        ("magicjax/trees/a.py", "from magicjax import verification", 1),
+        ("magicjax/trees/a.py", "from magicjax import chain", 1),
+        ("magicjax/trees/a.py", "def f():\n    from ..decoding import loop", 1),
+        (
+            "magicjax/kv_cache/a.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import magicjax.policies",
+            1,
+        ),
+        ("magicjax/loading.py", "from magicjax.cost_model import work", 1),
+        ("magicjax/unheard_of.py", "", 1),
+        ("experiments/schema/a.py", "from experiments.runner import worker", 1),
+        ("experiments/launch.py", "import experiments.studies.collapse", 1),
+        ("magicjax/cli/a.py", "import models, sharding, pallas_kernels\nimport magicjax", 0),
+        ("magicjax/drafters/a.py", "from magicjax.trees import merge\nfrom . import base", 0),
+        ("magicjax/drafters/__init__.py", "from magicjax.drafters import base", 0),
+        ("experiments/studies/a.py", "import magicjax\nfrom models import Llama", 0),
+        ("experiments/runner/a.py", "from experiments import prompts", 0),
         ("models/a.py", "from . import magicjax\nfrom .experiments import b", 0),
         ("models/a.py", "import magicjax_extras", 0),
     ],
 )
-def test_the_rule_of_floors_catches_what_goes_up_or_across(path, text, offences):
-    assert len(wrong_floors(path, text)) == offences
+def test_the_rule_of_levels_catches_imports_that_go_up_or_across(path, text, offences):
+    assert len(wrong_levels(path, text)) == offences
+
+
+@pytest.mark.parametrize(
+    ("files", "cycle"),
+    [
+        ({"a/__init__.py": "", "a/b.py": "import a.c", "a/c.py": "from a import b"}, True),
+        ({"a/b.py": "from a.c import x", "a/c.py": "def f():\n    from .b import y"}, True),
+        ({"a/__init__.py": "from a.b import x", "a/b.py": "from a import y"}, True),
+        ({"a/__init__.py": "from a.b import x", "a/b.py": "import a.c", "a/c.py": ""}, False),
+        ({"a/b.py": "import a.b\nimport jax", "a/c.py": "from a import b"}, False),
+    ],
+)
+def test_the_rule_of_cycles_finds_modules_that_import_each_other(files, cycle):
+    assert bool(import_cycle(files)) == cycle
 
 
 @pytest.mark.parametrize(
@@ -147,8 +316,14 @@ def test_the_rule_of_the_core_catches_imports_that_run_at_once(text, offences):
 
 
 def test_the_rule_of_length_counts_lines():
-    assert too_long("magicjax/a.py", "x = 0\n" * MOST_LINES) == []
-    assert len(too_long("magicjax/a.py", "x = 0\n" * (MOST_LINES + 1))) == 1
+    assert too_long("magicjax/a.py", "x = 0\n" * MAX_LINES) == []
+    assert len(too_long("magicjax/a.py", "x = 0\n" * (MAX_LINES + 1))) == 1
+
+
+def test_the_rule_of_folders_counts_modules():
+    paths = ["a/__init__.py", "a/__main__.py", *(f"a/{i}.py" for i in range(MAX_MODULES))]
+    assert too_full([*paths, "a/b/c.py"]) == []
+    assert too_full([*paths, "a/c.py"]) == [f"a: {MAX_MODULES + 1} modules"]
 
 
 def test_the_rule_of_packages_names_the_folder_without_init():
@@ -157,6 +332,19 @@ def test_the_rule_of_packages_names_the_folder_without_init():
     assert without_init([*paths, "models/vision/clip.py"]) == ["models/vision"]
 
 
+@pytest.mark.parametrize(
+    ("text", "offences"),
+    [
+        *((f"It is {word}.", 1) for word in BANNED),
+        ("Measured in\n    turns, and compiled Anew.", 2),
+        ("prompt lookup, the speedup, turn, janew", 0),
+    ],
+)
+def test_the_rule_of_words_ignores_case_and_line_breaks(text, offences):
+    assert len(banned_words("README.md", text)) == offences
+
+
 def test_the_rules_read_real_files():
-    paths = [path for path, _ in sources([*FLOORS, "tests"])]
+    paths = [path for path, _ in sources([*PACKAGES, "tests"])]
     assert "models/__init__.py" in paths and "tests/test_layout.py" in paths
+    assert {unit_of(module_name(path)) for path in paths} > {"models", "magicjax.trees"}

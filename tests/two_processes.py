@@ -1,7 +1,7 @@
-"""Two processes of four CPU devices each that run functions of the tests together.
+"""Two processes with four CPU devices each that run functions of the tests.
 
-`python -m tests.two_processes COORDINATOR RANK` joins the other, and then reads lines as
-`tests.eight_devices` does.
+`python -m tests.two_processes COORDINATOR RANK` joins the other process and then reads lines like
+`tests.eight_devices`.
 """
 
 import json
@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 
-from tests.eight_devices import serve, taken_output
+from tests.eight_devices import redirect_stdout, serve
 
 COUNT, DEVICES = 2, 4
 
@@ -22,13 +22,13 @@ def free_port() -> int:
 
 
 def environment() -> dict[str, str]:
-    """Returns that of a process with its devices."""
+    """Returns the environment of a process with four CPU devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     return os.environ | {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu", "NPROC": "4"}
 
 
 class Two:
-    """Both processes, and a way to call functions in them; what they take and give is JSON."""
+    """Both processes; calls run a function in them with JSON arguments and results."""
 
     def __init__(self):
         coordinator = f"127.0.0.1:{free_port()}"
@@ -69,7 +69,7 @@ class Two:
 
 def main() -> None:
     coordinator, rank = sys.argv[1], int(sys.argv[2])
-    answers = taken_output()
+    answers = redirect_stdout()
     from sharding import processes
 
     processes.join(processes.Processes(coordinator, COUNT, rank), {})

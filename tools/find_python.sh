@@ -1,19 +1,18 @@
 #!/usr/bin/env bash
-# Prints the path of a Python that can make an environment for this project; fails if there is none.
+# Prints the path of a Python that can create an environment for this project, or fails.
 #
 #   tools/find_python.sh [newest|oldest] [lowest minor version]      e.g.  newest 12
 #
-# Looks on PATH, then where pyenv, uv and Homebrew keep theirs. A name proves nothing (a pyenv shim
-# exists for versions that are not active, and a system Python may come without ensurepip), so a
-# candidate counts only after it has run and shown that it has what an environment needs.
+# Searches PATH, then the folders of pyenv, uv and Homebrew. Every candidate is run, because pyenv
+# shims exist for inactive versions and a system Python may lack ensurepip.
 set -euo pipefail
 
 which_end=${1:-newest}
 lowest=${2:-11}
-highest=14 # raised when JAX has wheels for the next one
+highest=14 # increase when JAX has wheels for the next version
 
-# Prints the interpreter behind "$1" if it is a released CPython 3.$2 with all that pip and venv need.
-# An environment is followed back to the Python it was made from, which outlives it.
+# Prints the base interpreter of "$1" if it is a released CPython 3.$2 with all that pip and venv need.
+# For an environment, this is the Python it was created from.
 usable() {
     "$1" -I - "$2" 2>/dev/null <<'PYTHON'
 import ctypes, ensurepip, ssl, sys, venv, zlib
@@ -51,5 +50,5 @@ for minor in $minors; do
 done
 
 echo "no working Python 3.$lowest to 3.$highest with venv and pip found: install one," \
-    "or name it: make PYTHON=/path/to/python3 …" >&2
+    "or choose one: make PYTHON=/path/to/python3 …" >&2
 exit 1

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Makes an environment, or completes the one that is there, with one of this project's extras.
+# Creates an environment, or completes an existing one, with one of this project's extras.
 #
 #   tools/setup_env.sh <folder> <extra> [requirement ...]      e.g.  .venv test
 #
-# Takes a moment when nothing is to be done: a stamp in the environment holds what was asked for,
-# pyproject.toml included, and is written last, so that an interrupted set-up is no finished one.
-# PYTHON names the interpreter for a new environment; the default is the newest one found.
+# A stamp in the environment records the request, including pyproject.toml. It is written last, so an
+# interrupted setup is repeated and a finished one returns immediately.
+# PYTHON is the interpreter for a new environment; the default is the newest one found.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,7 +13,7 @@ env=$1
 extra=$2
 shift 2
 
-# Two set-ups of one environment at the same time wait for each other, where flock exists.
+# A lock serializes concurrent setups of one environment, where flock exists.
 if command -v flock >/dev/null; then
     exec 9>"$env.lock"
     flock 9
@@ -25,12 +25,12 @@ if "$env/bin/python" -c "" 2>/dev/null && [ "$(cat "$stamp" 2>/dev/null)" = "$re
     exit 0
 fi
 
-# A new environment is marked until its first set-up has ended; one that is still marked, or whose
-# Python is gone, is made again from nothing. Any other that is already there is only added to.
+# A new environment is marked until its first setup finishes. One that is still marked, or whose
+# Python is missing, is created again. Packages are only added to any other environment.
 unfinished=$env/.unfinished
 if [ -e "$unfinished" ] || ! "$env/bin/python" -c "" 2>/dev/null; then
     python=${PYTHON:-$(tools/find_python.sh newest)}
-    echo "Making $env with $("$python" --version) …"
+    echo "Creating $env with $("$python" --version) …"
     "$python" -m venv --clear "$env"
     touch "$unfinished"
 fi
@@ -38,15 +38,15 @@ if ! "$env/bin/python" -m pip --version >/dev/null 2>&1; then
     "$env/bin/python" -m ensurepip --upgrade
 fi
 
-echo "Installing magicjax[$extra] ${*:+$* }into $env (minutes the first time) …"
+echo "Installing magicjax[$extra] ${*:+$* }into $env (takes minutes the first time) …"
 quiet=--quiet
 if [ -t 1 ]; then
-    quiet= # somebody is watching: show what pip does
+    quiet= # a terminal: show pip's output
 fi
 "$env/bin/python" -m pip install $quiet --no-input --disable-pip-version-check -e ".[$extra]" "$@" ||
     {
         echo "The installation failed. If $("$env/bin/python" --version) is too new for some" \
-            "package, remove $env and name an older one: make PYTHON=/path/to/python3 …" >&2
+            "package, remove $env and choose an older one: make PYTHON=/path/to/python3 …" >&2
         exit 1
     }
 

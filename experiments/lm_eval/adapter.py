@@ -1,8 +1,8 @@
-"""A target with any drafter as a model of lm-evaluation-harness.
+"""A model of lm-evaluation-harness: a target with any drafter.
 
-Greedy texts are plain decoding's and likelihoods the target's own, so scores must not depend on the
-drafter. `python -m experiments.lm_eval.adapter --model magicjax ...` is the harness's own command
-line with this model known to it; its versions that look for plugins know it without that.
+Greedy texts equal plain decoding's and likelihoods are the target's, so scores do not depend on the
+drafter. `python -m experiments.lm_eval run --model magicjax ...` is the harness's command line with
+this model registered. Versions of the harness with plugins register it themselves.
 """
 
 import dataclasses
@@ -34,20 +34,20 @@ except ModuleNotFoundError as error:
 logger = logging.getLogger("magicjax.experiments")
 
 NAME = "magicjax"
-UNSAID_DEVICE = "cuda:0"  # the harness's default, whatever the machine
+DEFAULT_DEVICE = "cuda:0"  # of the harness, on every machine
 SAMPLING = ("temperature", "top_k", "top_p")
-# Options that ask for what happens anyway, as some tasks write them.
+# Options that some tasks set to their defaults.
 NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1, "use_cache": True}
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a task asks of a continuation.
+    """Generation options of a task.
 
     Attributes:
       until: stop strings.
-      max_new_tokens: of each row.
-      sampling: arguments of `magicjax.generate`; none in greedy decoding.
+      max_new_tokens: new tokens per row.
+      sampling: sampling arguments of `magicjax.generate`; empty for greedy decoding.
     """
 
     until: tuple[str, ...]
@@ -55,27 +55,27 @@ class Options:
     sampling: dict[str, Any]
 
 
-def options_of(asked: dict[str, Any], max_new_tokens: int) -> Options:
-    """Returns a task's generation options, read as the harness's own models read them.
+def parse_options(gen_kwargs: dict[str, Any], max_new_tokens: int) -> Options:
+    """Returns a task's generation options, interpreted like the harness's models do.
 
     Args:
-      asked: the harness's gen_kwargs. Without `do_sample`, a temperature above 0 is sampling. In
-        greedy decoding `temperature`, `top_k` and `top_p` have no meaning.
-      max_new_tokens: where it does not say.
+      gen_kwargs: the harness's options. Without `do_sample`, a temperature above 0 means sampling.
+        In greedy decoding `temperature`, `top_k` and `top_p` have no effect.
+      max_new_tokens: the default.
 
     Raises:
-      ValueError: an option that is not supported.
+      ValueError: an option is not supported.
     """
-    said = {name: value for name, value in asked.items() if value is not None}
-    given: dict[str, Any] = dict(normalize_gen_kwargs(said, max_new_tokens))
-    until, limit = given.pop("until"), given.pop("max_gen_toks")
-    sampled = given.pop("do_sample") and given.get("temperature") != 0
-    sampling = {name: given.pop(name) for name in SAMPLING if name in given}
-    for name, value in given.items():
+    set_options = {name: value for name, value in gen_kwargs.items() if value is not None}
+    remaining: dict[str, Any] = dict(normalize_gen_kwargs(set_options, max_new_tokens))
+    until, limit = remaining.pop("until"), remaining.pop("max_gen_toks")
+    sampled = remaining.pop("do_sample") and remaining.get("temperature") != 0
+    sampling = {name: remaining.pop(name) for name in SAMPLING if name in remaining}
+    for name, value in remaining.items():
         if name not in NEUTRAL or value != NEUTRAL[name]:
             known = ", ".join(("until", "max_gen_toks", "do_sample", *SAMPLING))
             raise ValueError(
-                f"gen_kwargs {name}={value!r} is not supported: leave it out (known: {known})"
+                f"gen_kwargs {name}={value!r} is not supported: omit it (supported: {known})"
             )
     return Options(tuple(until), limit, sampling | {"do_sample": True} if sampled else {})
 
@@ -83,52 +83,53 @@ def options_of(asked: dict[str, Any], max_new_tokens: int) -> Options:
 def speculation(
     drafter: str | None, tree: str | None, load: Any
 ) -> tuple[magicjax.Ensemble | Any | None, Tree | None]:
-    """Returns (drafter, tree) as `magicjax.generate` takes them.
+    """Returns the `drafter` and `tree` arguments of `magicjax.generate`.
 
     Args:
-      drafter: as commands write it, self:streaming:256; several joined by +, an ensemble.
-      tree: as commands write it, with / for a comma, which parts the harness's arguments:
-        expansion:2/2/1. One for all drafters, or one for each, joined by +.
-      load: gives the model of a directory.
+      drafter: a specification such as self:streaming:256; several joined by + make an ensemble.
+      tree: a specification with / instead of commas, which separate the harness's arguments, such
+        as expansion:2/2/1. One for all drafters, or one per drafter joined by +.
+      load: loads the model in a directory.
 
     Raises:
-      ValueError: none of them, or not as many trees as drafters.
+      ValueError: a specification is invalid, or the numbers of trees and drafters differ.
     """
     trees = (
         [magicjax.parse_tree(text.replace("/", ",")) for text in tree.split("+")] if tree else []
     )
     if drafter is None:
         if trees:
-            raise ValueError(f"tree={tree} needs a drafter: give one, or leave the tree out")
+            raise ValueError(f"tree={tree} needs a drafter: give one, or omit the tree")
         return None, None
     if drafter == "auto":
-        raise ValueError("drafter=auto chooses for speed, which is not measured here: name one")
-    made = tuple(make_drafter(text, load) for text in drafter.split("+"))
-    if len(made) == 1 and len(trees) < 2:
-        return made[0], trees[0] if trees else None
-    if len(trees) < 2:
-        return magicjax.Ensemble(made), trees[0] if trees else None
-    return magicjax.Ensemble(made, tuple(trees)), None
+        raise ValueError(
+            "drafter=auto depends on timings, which are not measured here: name a drafter"
+        )
+    members = tuple(make_drafter(text, load) for text in drafter.split("+"))
+    if len(trees) > 1:
+        return magicjax.Ensemble(members, tuple(trees)), None
+    single = members[0] if len(members) == 1 else magicjax.Ensemble(members)
+    return single, trees[0] if trees else None
 
 
 class MagicJaxLM(TemplateLM):
-    """The harness's view of a target that decodes speculatively.
+    """A target with speculative decoding as a model of the harness.
 
     Args:
       target: a directory in Hugging Face format, or a loaded model; with a tokenizer.
-      drafter, tree: who proposes what, as in `speculation`; None: plain decoding.
-      dtype: of the models; None: as stored.
-      backend: of the attention; None: xla.
-      batch_size: rows of every batch.
-      max_gen_toks: new tokens where a task does not say.
-      max_length: of prompt and new text; None: the target's positions. Longer prompts lose their
-        beginning, as the harness does it, with a warning.
-      seed: of sampling.
-      max_batch_size: refused, as is an automatic batch_size.
-      device: what JAX has chosen, or what the harness says if it was not told.
+      drafter, tree: see `speculation`; None for plain decoding.
+      dtype: dtype of the models; None for the stored one.
+      backend: attention backend; None for xla.
+      batch_size: rows per batch.
+      max_gen_toks: default number of new tokens.
+      max_length: maximal length of prompt and new text; None for the target's positions. Longer
+        prompts are truncated at the beginning with a warning, as in the harness.
+      seed: sampling seed.
+      max_batch_size: not supported, nor is an automatic batch_size.
+      device: the device that JAX uses, or the harness's default.
 
     Raises:
-      ValueError: an argument that is not supported, or a target without a tokenizer.
+      ValueError: an argument is not supported, or the target has no tokenizer.
     """
 
     def __init__(
@@ -146,13 +147,15 @@ class MagicJaxLM(TemplateLM):
         device: str | None = None,
     ) -> None:
         super().__init__()
-        here = jax.default_backend()
-        if device not in (None, UNSAID_DEVICE, here):
-            raise ValueError(f"device={device!r}: JAX has chosen {here}; set JAX_PLATFORMS instead")
+        backend_device = jax.default_backend()
+        if device not in (None, DEFAULT_DEVICE, backend_device):
+            raise ValueError(
+                f"device={device!r}: JAX uses {backend_device}; set JAX_PLATFORMS instead"
+            )
         if max_batch_size is not None or not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise ValueError(
-                f"batch_size={batch_size!r}, max_batch_size={max_batch_size!r}: give a whole "
-                "number of rows, at least 1, as batch_size alone"
+                f"batch_size={batch_size!r}, max_batch_size={max_batch_size!r}: give batch_size as "
+                "a whole number of at least 1, and omit max_batch_size"
             )
 
         def load(source: str) -> magicjax.Model:
@@ -161,7 +164,7 @@ class MagicJaxLM(TemplateLM):
         self.target = load(target) if isinstance(target, str) else target
         self.tokenizer = self.target.tokenizer
         if self.tokenizer is None:
-            raise ValueError(f"target={target} has no tokenizer: give a directory that has one")
+            raise ValueError(f"target={target} has no tokenizer: give a directory with one")
         self.drafter, self.tree = speculation(drafter, tree, load)
         self.attention, self.batch_size, self.seed = backend, int(batch_size), int(seed)
         positions = self.target.config.max_positions
@@ -169,7 +172,8 @@ class MagicJaxLM(TemplateLM):
         self.max_length = positions if max_length is None else int(max_length)
         if not 1 <= self.max_length <= positions:
             raise ValueError(
-                f"max_length={max_length}: the target has {positions} positions: give 1 to that"
+                f"max_length={max_length} is out of range: give 1 to {positions}, the positions of "
+                "the target"
             )
 
     @property
@@ -178,28 +182,28 @@ class MagicJaxLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has no context: the first token, or else the end's."""
-        first = self.tokenizer.bos_token_id
-        return self.eot_token_id if first is None else first
+        """The token before a text without context: the BOS token, or else the EOS token."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
-        """Returns the tokens of a text, by default with those that the tokenizer itself adds.
+        """Returns the tokens of a text.
 
-        A chat template has written the first token already.
+        Special tokens are added by default, unless a chat template has added the BOS token.
         """
-        first = self.tokenizer.bos_token
+        bos = self.tokenizer.bos_token
         if add_special_tokens is None:
-            add_special_tokens = not (first and string.startswith(first))
+            add_special_tokens = not (bos and string.startswith(bos))
         return self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"]
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Returns the history as the tokenizer's template writes it."""
+        """Returns the history formatted with the tokenizer's chat template."""
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -212,24 +216,25 @@ class MagicJaxLM(TemplateLM):
         requests: Sequence[tuple[Any, list[int], list[int]]],
         disable_tqdm: bool = False,
     ) -> list[tuple[float, bool]]:
-        """Returns (log-probability of the continuation, whether it is greedy) of each request.
+        """Returns the log-probability of each continuation, and whether it is greedy.
 
-        A request is (its arguments, None within a longer text, tokens of context, continuation).
+        A request has its arguments (None for a window of a longer text) and the tokens of context
+        and continuation.
         """
-        # The last token is asked about, and not read.
+        # The last token is scored, but not an input.
         pairs = [
             (self._newest(context, self.max_length + 1 - len(continuation)), continuation)
             for _, context, continuation in requests
         ]
         scored = log_likelihoods(self.target, pairs, self.batch_size, progress=not disable_tqdm)
-        found = [(likelihood.log, likelihood.greedy) for likelihood in scored]
-        for (asked, _, _), answer in zip(requests, found, strict=True):
-            if asked is not None:
-                self.cache_hook.add_partial("loglikelihood", asked, answer)
-        return found
+        answers = [(likelihood.log, likelihood.greedy) for likelihood in scored]
+        for (arguments, _, _), answer in zip(requests, answers, strict=True):
+            if arguments is not None:
+                self.cache_hook.add_partial("loglikelihood", arguments, answer)
+        return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Returns the log-probability of each text, every token with as much context as fits."""
+        """Returns the log-probability of each text; each token has as much context as fits."""
         windows = [
             [
                 (None, *make_disjoint_window(window))
@@ -243,26 +248,26 @@ class MagicJaxLM(TemplateLM):
             for request in requests
         ]
         flat = list(itertools.chain.from_iterable(windows))
-        found = iter(self._loglikelihood_tokens(flat, disable_tqdm=disable_tqdm))
-        sums = [sum(log for log, _ in itertools.islice(found, len(own))) for own in windows]
+        scored = iter(self._loglikelihood_tokens(flat, disable_tqdm=disable_tqdm))
+        sums = [sum(log for log, _ in itertools.islice(scored, len(part))) for part in windows]
         for request, total in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return sums
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Returns each request's new text, before its first stop string."""
+        """Returns the new text of each request up to its first stop string."""
         texts: list[str] = [""] * len(requests)
-        alike: dict[str, list[int]] = {}  # requests by their options
+        groups: dict[str, list[int]] = {}  # indices of requests by their options
         for i, request in enumerate(requests):
-            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
         emitted = rounds = 0
         with tqdm(total=len(requests), disable=disable_tqdm) as progress:
-            for asked, numbers in alike.items():
-                options = options_of(json.loads(asked), self.max_gen_toks)
-                prompts = {i: self._prompt(requests[i].args[0], options) for i in numbers}
-                numbers.sort(key=lambda i: -len(prompts[i]))  # a batch's lengths are similar
-                for start in range(0, len(numbers), self.batch_size):
-                    part = numbers[start : start + self.batch_size]
+            for gen_kwargs, indices in groups.items():
+                options = parse_options(json.loads(gen_kwargs), self.max_gen_toks)
+                prompts = {i: self._prompt(requests[i].args[0], options) for i in indices}
+                indices.sort(key=lambda i: -len(prompts[i]))  # similar lengths in a batch
+                for start in range(0, len(indices), self.batch_size):
+                    part = indices[start : start + self.batch_size]
                     done = self._continue([prompts[i] for i in part], part, options)
                     emitted, rounds = emitted + done.emitted, rounds + done.rounds
                     for i, text in zip(part, done.texts, strict=True):
@@ -272,14 +277,14 @@ class MagicJaxLM(TemplateLM):
         logger.info("%d texts, τ %.2f", len(texts), emitted / rounds if rounds else 0.0)
         return texts
 
-    def _continue(self, prompts: list[list[int]], numbers: list[int], options: Options) -> Any:
+    def _continue(self, prompts: list[list[int]], indices: list[int], options: Options) -> Any:
         return continue_until(
             self.target,
             prompts,
             options.until,
             max_new_tokens=options.max_new_tokens,
             rows=self.batch_size,
-            places=numbers,
+            indices=indices,
             drafter=self.drafter,
             tree=self.tree,
             backend=self.attention,
@@ -291,22 +296,21 @@ class MagicJaxLM(TemplateLM):
         tokens = self.tok_encode(text) or [self.prefix_token_id]
         return self._newest(tokens, self.max_length - options.max_new_tokens)
 
-    def _newest(self, tokens: list[int], most: int) -> list[int]:
-        """Returns the newest tokens of a context that has room for `most`."""
-        if most < 1:
+    def _newest(self, tokens: list[int], limit: int) -> list[int]:
+        """Returns the last `limit` tokens of a context."""
+        if limit < 1:
             raise ValueError(
-                f"max_length={self.max_length} leaves no room for a context: the task's "
-                f"continuation takes {self.max_length - most} tokens; ask for fewer new tokens"
+                f"max_length={self.max_length} is too small: the task's continuation takes "
+                f"{self.max_length - limit} tokens: request fewer new tokens"
             )
-        if len(tokens) > most:
-            logger.warning(
-                "a context of %d tokens loses its first %d", len(tokens), len(tokens) - most
-            )
-        return tokens[-most:]
+        if len(tokens) > limit:
+            excess = len(tokens) - limit
+            logger.warning("truncated the first %d of %d context tokens", excess, len(tokens))
+        return tokens[-limit:]
 
 
 def register() -> None:
-    """Makes the model known to the harness by its name, where no plugin has."""
+    """Registers the model with the harness, unless a plugin has done so."""
     try:
         registry.get_model(NAME)
     except (KeyError, ValueError):
@@ -314,12 +318,8 @@ def register() -> None:
 
 
 def main() -> None:
-    """Runs the harness's own command line."""
+    """Runs the harness's command line."""
     from lm_eval.__main__ import cli_evaluate
 
     register()
     cli_evaluate()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
-"""Texts continued until a stop string: the compiled loop in calls of a few rounds.
+"""Generation up to a stop string: the compiled loop in calls of a few rounds.
 
-The loop knows tokens, not strings. So the host looks at the text between calls, ends when every row
-has met a stop string or ended, and cuts what stands behind it. Prompts of similar lengths share a
-shape, so that few programs are compiled for a whole benchmark.
+The loop compares tokens, not strings. The host therefore decodes the text between calls, stops when
+every row has ended or contains a stop string, and truncates the text there. Prompts of similar
+lengths share a shape, so that a benchmark compiles few programs.
 """
 
 import dataclasses
@@ -22,17 +22,17 @@ from magicjax.model import Model
 from magicjax.trees.token_tree import Tree
 from magicjax.verification.sampling import row_keys
 
-ROUNDS = 16  # of a call: a word with the host costs less than a round that nobody needs
+ROUNDS = 16  # per call: host synchronisation against rounds after the last stop string
 
 
 @dataclasses.dataclass(frozen=True)
 class Continued:
-    """What came of a batch of prompts.
+    """The result of a batch of prompts.
 
     Attributes:
-      texts: the new text of each, before its first stop string.
-      emitted: new tokens of all rows, prefill's aside and those behind a stop string included.
-      rounds: of all rows; emitted / rounds is τ.
+      texts: the new text of each prompt up to its first stop string.
+      emitted: new tokens of all rows without prefill's, including those after a stop string.
+      rounds: rounds of all rows; emitted / rounds is τ.
     """
 
     texts: list[str]
@@ -47,58 +47,54 @@ def continue_until(
     *,
     max_new_tokens: int,
     rows: int | None = None,
-    places: Sequence[int] | None = None,
+    indices: Sequence[int] | None = None,
     drafter: Drafter | None = None,
     tree: Tree | None = None,
     backend: str | None = None,
     seed: int = 0,
     **sampling: Any,
 ) -> Continued:
-    """Returns the texts behind the prompts: those of `magicjax.generate`, up to a stop string.
+    """Returns the texts of `magicjax.generate`, each up to its first stop string.
 
     Args:
-      target: with a tokenizer.
+      target: a model with a tokenizer.
       prompts: token ids of each row.
-      until: stop strings; none of them is in the texts.
-      max_new_tokens: of each row.
-      rows: of the batch; None: as many as prompts. With more, rows are filled up and dropped, so
-        that a last batch needs no program of its own.
-      places: numbers of the prompts, which with the seed decide what is sampled: that depends on
-        no neighbour, and not on the batch. None: 0, 1, ….
-      drafter, tree, backend: as for `magicjax.generate`.
-      seed: with do_sample.
-      sampling: do_sample, temperature, top_k, top_p, as for `magicjax.generate`.
+      until: stop strings, excluded from the texts.
+      max_new_tokens: new tokens per row.
+      rows: rows of the batch with padding; None for the number of prompts.
+      indices: an index per prompt that, with the seed, determines its samples independently of the
+        batch. None for 0, 1, ….
+      drafter, tree, backend, seed, sampling: as in `magicjax.generate`.
 
     Raises:
-      ValueError, TypeError: bad input, as for `magicjax.generate`; a target without a tokenizer.
+      ValueError, TypeError: invalid input, see `magicjax.generate`; a target without a tokenizer.
     """
     if target.tokenizer is None:
-        raise ValueError(f"the target {target.name!r} has no tokenizer: stop strings are text")
-    missing = (rows or len(prompts)) - len(prompts)
-    if missing < 0:
-        raise ValueError(f"rows={rows} hold no {len(prompts)} prompts: give as many, or more")
-    if sampling.get("do_sample"):
-        sampling["seed"] = seed
+        raise ValueError(f"the target {target.name!r} has no tokenizer: stop strings need one")
+    padding = (rows or len(prompts)) - len(prompts)
+    if padding < 0:
+        raise ValueError(f"rows={rows} is too small: give at least {len(prompts)}, one per prompt")
+    sampling |= {"seed": seed} if sampling.get("do_sample") else {}
     request = prepare(
         target,
-        [*prompts, *[prompts[0]] * missing],
+        [*prompts, *[prompts[0]] * padding],
         drafter=drafter,
         tree=tree,
-        max_new_tokens=[max_new_tokens] * len(prompts) + [1] * missing,
+        max_new_tokens=[max_new_tokens] * len(prompts) + [1] * padding,
         backend=backend,
         **sampling,
     )
     request = in_bucket(request)
-    if request.sampling is not None and places is not None:
-        keys = row_keys(seed, jnp.array([*places, *[0] * missing]))
+    if request.sampling is not None and indices is not None:
+        keys = row_keys(seed, jnp.array([*indices, *[0] * padding]))
         drawn = dataclasses.replace(request.sampling, keys=keys)
         request = dataclasses.replace(request, sampling=drawn)
     return _continued(request, len(prompts), [stop for stop in until if stop])
 
 
 def _continued(request: Request, count: int, until: Sequence[str]) -> Continued:
-    """Returns what comes of a request's first `count` rows."""
-    state, _, _ = runner.start(request)
+    """Returns the result of a request's first `count` rows."""
+    state, _, _ = runner.prefill_and_init(request)
     while True:
         state, _, _ = runner.run(request, request.settings, state, ROUNDS)
         arrays = (state.output, state.emitted, state.ended, state.histogram)
@@ -111,22 +107,22 @@ def _continued(request: Request, count: int, until: Sequence[str]) -> Continued:
 
 
 def _text(request: Request, tokens: Int[np.ndarray, "n"]) -> str:
-    """Returns the text of a row's new tokens, without the token that ended it."""
+    """Returns the text of a row's new tokens without a final EOS token."""
     if np.isin(tokens[-1], np.asarray(request.eos)):
         tokens = tokens[:-1]
     return request.target.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def _first_stop(text: str, until: Sequence[str]) -> int:
-    """Returns where the first stop string begins; the text's length if there is none."""
-    return min((at for stop in until if (at := text.find(stop)) >= 0), default=len(text))
+    """Returns the index of the first stop string, or the length of the text."""
+    return min((i for stop in until if (i := text.find(stop)) >= 0), default=len(text))
 
 
 def in_bucket(request: Request) -> Request:
     """Returns the request in a shape that prompts of similar lengths share.
 
-    Prompts are padded to a power of two, and the capacity follows from that: of 700 tokens and 900
-    both become 1,024. What comes out of them stays the same.
+    Prompts are padded to a power of two, 700 and 900 tokens to 1,024, and the capacity follows from
+    that. The output does not change.
     """
     settings = request.settings
     rows, positions = len(request.prompts), request.target.config.max_positions

@@ -1,4 +1,1 @@
-"""Notebooks that show the parts at work, what draws their pictures, and what keeps them runnable.
-
-`python -m experiments.notebooks` runs all of them and stores them with their outputs.
-"""
+"""Example notebooks; `python -m experiments.notebooks` runs them and stores their outputs."""

@@ -1,8 +1,7 @@
 """Runs the notebooks and stores them with their outputs: python -m experiments.notebooks [NAME ...]
 
-Without names all of them run, each in a kernel of its own, and are stored in place: with outputs,
-without what differs between two runs. With --check they run too, but nothing is written, and what
-is stored already must be fit to be stored.
+Runs all notebooks if no name is given, each in its own kernel, and stores them in place, without
+output that differs between runs. --check runs them without writing, and checks the stored outputs.
 """
 
 import argparse
@@ -14,36 +13,37 @@ import nbformat
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
 from experiments.notebooks import running
-from experiments.schema import store
+from magicjax.files import write_atomically
 
 PROG = "python -m experiments.notebooks"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0; 1 if a notebook fails or is not fit to be stored; 2: no such."""
+    """Returns the exit status: 0; 1 if a notebook fails or has problems; 2 for unknown names."""
     parser = argparse.ArgumentParser(prog=PROG, description=(__doc__ or "").split("\n\n", 1)[1])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="notebooks; all if not given")
-    parser.add_argument("--check", action="store_true", help="run them, and write nothing")
-    given = parser.parse_args(arguments)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="notebooks (default: all)")
+    parser.add_argument("--check", action="store_true", help="run without writing")
+    options = parser.parse_args(arguments)
     try:
-        paths = running.find(given.names)
+        paths = running.find(options.names)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     failed = 0
     for path in paths:
         before = time.perf_counter()
-        wrong = running.unfit(running.read(path)) if given.check else []
+        problems = running.problems(running.read(path)) if options.check else []
         try:
             notebook = running.cleaned(running.execute(path))
         except (CellExecutionError, CellTimeoutError) as error:
-            wrong.append(str(error))
+            problems.append(str(error))
         else:
-            wrong += [] if given.check else running.unfit(notebook)
-            if not given.check and not wrong:
-                store.write_text(path, nbformat.writes(notebook) + "\n")
-        print(f"{path.stem}: {time.perf_counter() - before:.0f} s", *wrong, sep="\n  ", flush=True)
-        failed += bool(wrong)
+            problems += [] if options.check else running.problems(notebook)
+            if not options.check and not problems:
+                write_atomically(path, nbformat.writes(notebook) + "\n")
+        seconds = time.perf_counter() - before
+        print(f"{path.stem}: {seconds:.0f} s", *problems, sep="\n  ", flush=True)
+        failed += bool(problems)
     return 1 if failed else 0
 
 

@@ -1,7 +1,7 @@
-"""Running a notebook, and what is stored of it: outputs, but nothing that differs between runs.
+"""Runs notebooks and removes what differs between runs before they are stored.
 
-A notebook runs in a kernel of its own, which starts in the notebook's folder as Jupyter's does.
-Its first cell finds the clone that it lies in, so a copy of the repository runs its own code.
+Each notebook runs in its own kernel, started in the notebook's folder as in Jupyter. The first cell
+finds the clone that contains the notebook, so a copy of the repository runs its own code.
 """
 
 import json
@@ -15,9 +15,9 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 
 FOLDER = pathlib.Path(__file__).resolve().parent
-TIMEOUT = 600  # seconds that a cell may take
-UNSTORED = "unstored"  # tag of cells that print what differs between runs, such as times
-# Without ipywidgets, a package that is imported on the way warns that it has no progress bars.
+TIMEOUT = 600  # seconds per cell
+UNSTORED = "unstored"  # tag of cells whose output differs between runs, such as times
+# Without ipywidgets, an imported package warns about missing progress bars.
 QUIET = {"PYTHONWARNINGS": "ignore:IProgress not found"}
 KEPT_METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -26,44 +26,44 @@ KEPT_METADATA = {
 
 
 def find(names: Sequence[str] = (), folder: pathlib.Path = FOLDER) -> list[pathlib.Path]:
-    """Returns the notebooks of these names, without `.ipynb` or with it; without names, all.
+    """Returns the notebooks with these names, with or without `.ipynb`; without names, all.
 
     Raises:
-      ValueError: no notebook has that name.
+      ValueError: a name is unknown.
     """
     known = {path.stem: path for path in sorted(folder.glob("*.ipynb"))}
-    wanted = [name.removesuffix(".ipynb") for name in names] or list(known)
-    for name in wanted:
+    stems = [name.removesuffix(".ipynb") for name in names] or list(known)
+    for name in stems:
         if name not in known:
             raise ValueError(f"there is no notebook {name!r}: choose from {', '.join(known)}")
-    return [known[name] for name in wanted]
+    return [known[name] for name in stems]
 
 
 def read(path: pathlib.Path) -> NotebookNode:
-    """Returns a notebook as it is stored.
+    """Returns a stored notebook.
 
     Raises:
-      ValueError: the file is no notebook, or not of version 4.
+      ValueError: the file is not a notebook of version 4.
     """
     text = path.read_text("utf-8")
     try:
         raw = json.loads(text)
         version = raw.get("nbformat") if isinstance(raw, dict) else None
         if version != 4:
-            raise ValueError(f"its format is version {version}, and only 4 is read: convert it")
+            raise ValueError(f"nbformat={version} is not 4: convert it")
         nbformat.validate(nbformat.from_dict(raw))
     except (ValueError, nbformat.ValidationError) as error:
-        raise ValueError(f"{path} is no notebook: {error}") from error
+        raise ValueError(f"{path} is not a valid notebook: {error}") from error
     return nbformat.reads(text, as_version=4)
 
 
 def execute(path: pathlib.Path) -> NotebookNode:
-    """Returns the notebook with the outputs of a run of it; the file is left as it is.
+    """Runs a notebook and returns it with its outputs; the file does not change.
 
     Raises:
-      nbclient.exceptions.CellExecutionError: a cell raised, with the cell and its traceback.
+      nbclient.exceptions.CellExecutionError: a cell raised an exception.
       nbclient.exceptions.CellTimeoutError: a cell took more than `TIMEOUT` seconds.
-      ValueError: the file is no notebook.
+      ValueError: the file is not a notebook.
     """
     notebook = read(path)
     client = NotebookClient(
@@ -79,10 +79,9 @@ def execute(path: pathlib.Path) -> NotebookNode:
 
 
 def cleaned(notebook: NotebookNode) -> NotebookNode:
-    """Returns what is stored of a notebook that ran.
+    """Returns a notebook to be stored.
 
-    Left out are the numbers of executions, metadata but for tags, and all outputs of cells with
-    the tag `unstored`.
+    Without execution counts, metadata except tags, and the outputs of cells tagged `unstored`.
     """
     notebook = nbformat.from_dict(notebook)
     notebook.metadata = nbformat.from_dict(KEPT_METADATA)
@@ -98,7 +97,7 @@ def cleaned(notebook: NotebookNode) -> NotebookNode:
 
 
 def _stored(output: NotebookNode) -> NotebookNode:
-    """Returns an output without its number and metadata."""
+    """Returns an output without its execution count and metadata."""
     output = nbformat.from_dict(output)
     if "execution_count" in output:
         output.execution_count = None
@@ -107,24 +106,24 @@ def _stored(output: NotebookNode) -> NotebookNode:
     return output
 
 
-def unfit(notebook: NotebookNode) -> list[str]:
-    """Returns what is wrong with a stored notebook, a line each; nothing is run.
+def problems(notebook: NotebookNode) -> list[str]:
+    """Returns the problems of a stored notebook, a line each, without running it.
 
-    It must be as `cleaned` leaves it, have run (some cell has an output), without warnings, and say
-    nothing of the machine that it ran on: no path to the clone or to the user's home.
+    A stored notebook is cleaned, has outputs and no warnings, and contains no path of the machine
+    that it ran on: neither of the clone nor of the user's home.
     """
-    wrong = []
+    lines = []
     if nbformat.writes(cleaned(notebook)) != nbformat.writes(notebook):
-        wrong.append("it has metadata or numbers that differ between runs")
+        lines.append("it has metadata or execution counts that differ between runs")
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     if not any(cell.outputs for cell in code):
-        wrong.append("it has no outputs")
+        lines.append("it has no outputs")
     for number, cell in enumerate(notebook.cells):
         for output in cell.get("outputs", ()):
             if output.get("name") == "stderr":
-                wrong.append(f"cell {number} wrote to stderr: {output.text.strip()}")
-        said = nbformat.v4.writes(nbformat.v4.new_notebook(cells=[cell]))
-        for place in {str(FOLDER.parent.parent), str(pathlib.Path.home())} - {"/"}:
-            if place in said:
-                wrong.append(f"cell {number} names {place}, a path of one machine")
-    return wrong
+                lines.append(f"cell {number} wrote to stderr: {output.text.strip()}")
+        text = nbformat.v4.writes(nbformat.v4.new_notebook(cells=[cell]))
+        for folder in {str(FOLDER.parent.parent), str(pathlib.Path.home())} - {"/"}:
+            if folder in text:
+                lines.append(f"cell {number} contains {folder}, a path of one machine")
+    return lines

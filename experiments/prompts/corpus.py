@@ -1,7 +1,7 @@
-"""The text that every machine has: the source of Python's standard library.
+"""The source of Python's standard library, a text that every machine has.
 
-Modules are held out whole, chosen by a hash of their path, so that no prompt was ever trained on.
-Files of one package follow each other: far context then has something to say.
+Whole modules are held out, chosen by a hash of their path, so that prompts contain no training
+text. Files of a package are adjacent, so that distant context is informative.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END = "<|endoftext|>"
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "__pycache__", "encodings", "pydoc_data"}
-HELD_OUT_SHARE = 16  # one module in so many is held out
+HELD_OUT_SHARE = 16  # one module in 16 is held out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Module:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A corpus in tokens: those to train on, those held out, and where they are from.
+    """A tokenized corpus.
 
     Attributes:
-      train, held_out: int32 streams.
+      train, held_out: int32 tokens.
       bytes_per_token: of the held-out text.
       digest: SHA-256 of all modules.
-      source: what a model's card calls it.
+      source: its name in model cards.
     """
 
     train: np.ndarray
@@ -48,7 +48,7 @@ def library(root: str | pathlib.Path | None = None) -> list[Module]:
     """Returns the modules of the standard library, sorted by path, without tests and tables.
 
     Raises:
-      FileNotFoundError: `root` holds no Python source.
+      FileNotFoundError: `root` contains no Python source.
     """
     root = pathlib.Path(root or sysconfig.get_path("stdlib"))
     paths = sorted(
@@ -59,7 +59,7 @@ def library(root: str | pathlib.Path | None = None) -> list[Module]:
         try:
             modules.append(Module(path.relative_to(root).as_posix(), path.read_text("utf-8")))
         except UnicodeDecodeError:
-            continue  # a few library files declare another encoding
+            continue  # some library files declare another encoding
     if not modules:
         raise FileNotFoundError(
             f"no Python source below {root}: give the root of a standard library"
@@ -68,7 +68,7 @@ def library(root: str | pathlib.Path | None = None) -> list[Module]:
 
 
 def split(modules: list[Module]) -> tuple[list[Module], list[Module]]:
-    """Returns (modules to train on, modules held out), decided by each path's hash alone."""
+    """Returns (training modules, held-out modules), split by the hash of each path."""
 
     def held_out(module: Module) -> bool:
         digest = hashlib.sha256(module.path.encode()).digest()
@@ -78,7 +78,7 @@ def split(modules: list[Module]) -> tuple[list[Module], list[Module]]:
 
 
 def data_hash(modules: list[Module]) -> str:
-    """Returns the SHA-256 of all paths and texts, which names the data in a model's card."""
+    """Returns the SHA-256 of all paths and texts, which identifies the data in model cards."""
     digest = hashlib.sha256()
     for module in modules:
         digest.update(module.path.encode() + b"\0" + module.text.encode() + b"\0")
@@ -114,7 +114,7 @@ def read(
     """Returns the tokens of the modules below `root` (None: of the standard library), split."""
     modules = library(root)
     trained_on, held_out = split(modules)
-    unseen = encode(tokenizer, held_out, end)
+    held_out_tokens = encode(tokenizer, held_out, end)
     size = sum(len(module.text.encode()) for module in held_out)
     source = (
         f"the Python source in `{pathlib.Path(root).name}`"
@@ -125,8 +125,8 @@ def read(
     )
     return Text(
         train=encode(tokenizer, trained_on, end),
-        held_out=unseen,
-        bytes_per_token=size / max(1, len(unseen)),
+        held_out=held_out_tokens,
+        bytes_per_token=size / max(1, len(held_out_tokens)),
         digest=data_hash(modules),
         source=source,
     )

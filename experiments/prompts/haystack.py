@@ -1,7 +1,6 @@
-"""What RULER's tasks share: a text to hide things in, words that are not in it, and the room left.
+"""The haystack of RULER's tasks: a text to hide lines in, and words that it does not contain.
 
-RULER (arXiv 2404.06654) hides what a question asks for in a long text of no interest. Real text is
-a better haystack than generated lines, which repeat themselves: drafts would be flattered.
+Real text is a better haystack than generated lines, which repeat and are easy to draft.
 """
 
 import dataclasses
@@ -14,26 +13,26 @@ from jaxtyping import Bool, Int
 
 from experiments.prompts.prompt import encode
 
-NEAR = 64  # tokens within which a hidden line moves to the next line break
-TRIES = 1000  # random words drawn before it is said that the text has them all
+NEAR = 64  # a hidden line moves to the next line break within this many tokens
+TRIES = 1000  # random words drawn before giving up
 
 
 class TooShortError(Exception):
-    """A prompt is too short for its task; `least` is the length that would do, in tokens."""
+    """A prompt is too short for its task; `needed` is the smallest length, in tokens."""
 
-    def __init__(self, least: int):
-        super().__init__(f"at least {least} tokens")
-        self.least = least
+    def __init__(self, needed: int):
+        super().__init__(f"at least {needed} tokens")
+        self.needed = needed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Haystack:
-    """A text, and its tokens without any special one.
+    """A text and its tokens, without special tokens.
 
     Attributes:
       tokens: int32 [n].
       breaks: bool [n], whether a token begins with a line break.
-      text: what they say.
+      text: the decoded text.
     """
 
     tokens: Int[np.ndarray, "n"]
@@ -41,16 +40,16 @@ class Haystack:
     text: str
 
 
-def of_texts(tokenizer: Any, texts: Iterable[str]) -> Haystack:
-    """Returns the haystack that the texts make, one behind the other.
+def from_texts(tokenizer: Any, texts: Iterable[str]) -> Haystack:
+    """Returns the haystack of the concatenated texts.
 
     Raises:
-      ValueError: there is no text.
+      ValueError: the texts are empty.
     """
     texts = list(texts)
     tokens = np.array([t for text in texts for t in encode(tokenizer, text)], np.int32)
     if not len(tokens):
-        raise ValueError("there is no text to hide anything in: give files with text")
+        raise ValueError("the haystack is empty: give files with text")
     starts = [t for t in np.unique(tokens) if tokenizer.decode([int(t)]).startswith("\n")]
     return Haystack(tokens, np.isin(tokens, starts), "\n".join(texts))
 
@@ -60,28 +59,28 @@ def hide(
     room: int,
     rng: np.random.Generator,
     hidden: Sequence[list[int]],
-    asked: list[int],
+    question: list[int],
 ) -> Int[np.ndarray, "T"]:
-    """Returns int32 tokens: a stretch of the haystack with lines hidden in it, and the question.
+    """Returns int32 tokens: `room` tokens of the haystack with hidden lines, then the question.
 
-    The stretch has `room` tokens, and goes on at the haystack's start where that ends. The lines
-    keep their order, and lie at random depths: at the line break or end that follows, if near.
+    The haystack wraps around at its end. The lines keep their order and are at random depths,
+    moved to the next line break, or the end, if it is near.
     """
-    at = (rng.integers(len(haystack.tokens)) + np.arange(room)) % len(haystack.tokens)
-    places = np.sort(rng.choice(room + 1, len(hidden), replace=room + 1 < len(hidden)))
-    breaks = np.append(np.flatnonzero(haystack.breaks[at]), room)
-    following = breaks[np.searchsorted(breaks, places)]
-    places = np.where(following - places <= NEAR, following, places)
-    head, *rest = np.split(haystack.tokens[at], places)
-    parts = [part for pair in zip(hidden, rest, strict=True) for part in pair]
-    return np.concatenate([head, *parts, asked]).astype(np.int32)
+    indices = (rng.integers(len(haystack.tokens)) + np.arange(room)) % len(haystack.tokens)
+    depths = np.sort(rng.choice(room + 1, len(hidden), replace=room + 1 < len(hidden)))
+    breaks = np.append(np.flatnonzero(haystack.breaks[indices]), room)
+    following = breaks[np.searchsorted(breaks, depths)]
+    depths = np.where(following - depths <= NEAR, following, depths)
+    head, *filler = np.split(haystack.tokens[indices], depths)
+    parts = [part for pair in zip(hidden, filler, strict=True) for part in pair]
+    return np.concatenate([head, *parts, question]).astype(np.int32)
 
 
 def room_beside(length: int, *needed: list[int]) -> int:
-    """Returns how many of a prompt's tokens are left beside the needed ones, at least 1.
+    """Returns how many of a prompt's tokens remain beside the needed ones, at least 1.
 
     Raises:
-      TooShortError: none is.
+      TooShortError: none remain.
     """
     taken = sum(map(len, needed))
     if length <= taken:
@@ -89,35 +88,33 @@ def room_beside(length: int, *needed: list[int]) -> int:
     return length - taken
 
 
-def fresh(
+def new_words(
     rng: np.random.Generator, tokenizer: Any, alphabet: str, length: int, count: int, text: str
 ) -> list[str]:
-    """Returns random words of one length, no two the same, none to be found in the text.
+    """Returns different random words of one length that do not occur in the text.
 
     Raises:
-      ValueError: the text has nearly all words of that length, or the tokenizer cannot write them.
+      ValueError: the text contains nearly all such words, or the tokenizer cannot encode them.
     """
-    if not writes(tokenizer, alphabet):
-        read = tokenizer.decode(encode(tokenizer, alphabet))
+    if not round_trips(tokenizer, alphabet):
+        decoded = tokenizer.decode(encode(tokenizer, alphabet))
         raise ValueError(
-            f"the tokenizer cannot write {alphabet!r}, which reads as {read!r}, and the task needs "
-            "words of these letters: choose prompts that are plain text"
+            f"the tokenizer decodes {alphabet!r} as {decoded!r}, and the task needs words of these "
+            "letters: choose prompts of plain text"
         )
-    found: dict[str, None] = {}
+    words: dict[str, None] = {}
     for _ in range(TRIES + 2 * count):
         word = "".join(rng.choice(list(alphabet), length))
         if word not in text:
-            found[word] = None
-        if len(found) == count:
-            break
-    else:
-        raise ValueError(
-            f"the haystack holds nearly every word of {length} letters of {alphabet!r}, so none "
-            "can be hidden in it: give another one"
-        )
-    return list(found)
+            words[word] = None
+        if len(words) == count:
+            return list(words)
+    raise ValueError(
+        f"the haystack contains nearly every word of {length} letters of {alphabet!r}: use another "
+        "haystack"
+    )
 
 
-def writes(tokenizer: Any, word: str) -> bool:
-    """Returns whether a word can be read again from its tokens, spaces aside."""
+def round_trips(tokenizer: Any, word: str) -> bool:
+    """Returns whether encoding and decoding preserve a word, except for white space."""
     return re.sub(r"\s", "", tokenizer.decode(encode(tokenizer, word))) == word

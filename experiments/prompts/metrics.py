@@ -1,7 +1,4 @@
-"""Numbers that a speed-up must be read with.
-
-Does the text loop, do the models agree?
-"""
+"""Statistics needed to interpret a speedup: repetition of the text, agreement of the models."""
 
 import numpy as np
 from jaxtyping import Int
@@ -10,14 +7,14 @@ from jaxtyping import Int
 def repeated_ngrams(tokens: Int[np.ndarray, "B M"], n: int = 8) -> float:
     """Returns the share of n-grams that occurred before in the same row.
 
-    A text that loops flatters every draft. Of `a b a b a b` the 2-grams are ab, ba, ab, ba, ab:
-    three of five occurred before.
+    Repetitive text is easy to draft. The 2-grams of `a b a b a b` are ab, ba, ab, ba, ab: three of
+    five occurred before.
 
     Raises:
       ValueError: the rows are shorter than n.
     """
     if tokens.shape[1] < n:
-        raise ValueError(f"{tokens.shape[1]} new tokens hold no {n}-gram: generate at least {n}")
+        raise ValueError(f"{tokens.shape[1]} new tokens contain no {n}-gram: generate at least {n}")
     repeated = total = 0
     for row in tokens.tolist():
         grams = [tuple(row[i : i + n]) for i in range(len(row) - n + 1)]
@@ -26,11 +23,11 @@ def repeated_ngrams(tokens: Int[np.ndarray, "B M"], n: int = 8) -> float:
     return repeated / total
 
 
-def agreement(wanted: Int[np.ndarray, "B T"], drafted: Int[np.ndarray, "B T"]) -> float:
-    """Returns the share of positions at which the draft's best token is the target's.
+def agreement(target: Int[np.ndarray, "B T"], draft: Int[np.ndarray, "B T"]) -> float:
+    """Returns the share of positions at which the draft's greedy token is the target's.
 
-    Both are teacher-forced on real text (`teacher.greedy_tokens`). Only the second half counts:
-    near the start even a small cache holds everything.
+    Both are teacher-forced on the same text (`teacher.greedy_tokens`). Only the second half counts,
+    because near the start even a small cache holds everything.
     """
-    half = wanted.shape[1] // 2
-    return float((np.asarray(wanted)[:, half:] == np.asarray(drafted)[:, half:]).mean())
+    half = target.shape[1] // 2
+    return float((np.asarray(target)[:, half:] == np.asarray(draft)[:, half:]).mean())

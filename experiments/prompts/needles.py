@@ -1,11 +1,10 @@
-"""RULER's tasks of finding and following: assignments hidden in a haystack.
+"""RULER's retrieval and tracking tasks: assignments hidden in a haystack.
 
-The embedded models know nothing but Python's source. So what is hidden are assignments, and a
-question is a comment and the beginning of its answer, for the model to go on.
+The embedded models are trained on Python source, so the hidden lines are assignments. The question
+is a comment followed by the beginning of its answer, for the model to continue.
 
-Every task takes (tokenizer, haystack, length, seed, row) and returns a prompt of exactly `length`
-tokens, always the same for the same arguments. Filler gives way to reach the length, never the
-question or what it asks for.
+Every task is a function (tokenizer, haystack, length, seed, row) -> prompt of exactly `length`
+tokens, deterministic in its arguments. Only the filler is cut to reach the length.
 """
 
 import dataclasses
@@ -13,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from experiments.prompts.haystack import Haystack, fresh, hide, room_beside
+from experiments.prompts.haystack import Haystack, hide, new_words, room_beside
 from experiments.prompts.prompt import Prompt, encode
 
 LETTERS, DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "123456789"
 NAME = 5  # letters of a variable
 NEEDLE_DIGITS, CHAIN_DIGITS = 7, 5
-CHAINS, HOPS = 2, 4  # one chain is asked for; a hop is an assignment from the variable before
+CHAINS, HOPS = 2, 4  # one chain is asked for; a hop assigns the previous variable
 
 
 @dataclasses.dataclass(frozen=True)
 class Needles:
-    """How many variables are assigned to, how often each, and of how many the values are asked."""
+    """Number of variables, of values for each, and of variables that are asked for."""
 
     names: int = 1
     values: int = 1
@@ -42,26 +41,27 @@ NEEDLES = {
 def needle(
     kind: str, tokenizer: Any, haystack: Haystack, length: int, seed: int, row: int
 ) -> Prompt:
-    """Returns a prompt that asks for the values of assignments at random places (RULER, §3).
+    """Returns a prompt that asks for the values of assignments at random depths (RULER, §3).
 
     Raises:
-      TooShortError: there is no room for the assignments and the question.
+      TooShortError: the assignments and the question do not fit.
     """
-    rng, how = np.random.default_rng([seed, row]), NEEDLES[kind]
-    names = fresh(rng, tokenizer, LETTERS, NAME, how.names, haystack.text)
-    count = how.names * how.values
-    values = fresh(rng, tokenizer, DIGITS, NEEDLE_DIGITS, count, haystack.text)
-    lines = [f"\n{name} = {value}\n" for name, value in zip(names * how.values, values)]
-    hidden = [encode(tokenizer, lines[i]) for i in rng.permutation(count)]
-    chosen = names[: how.asked]
-    answer = tuple(value for name, value in zip(names * how.values, values) if name in chosen)
-    asked = encode(tokenizer, _question(chosen, len(answer)))
-    room = room_beside(length, *hidden, asked)
-    return Prompt(hide(haystack, room, rng, hidden, asked), answer)
+    rng, counts = np.random.default_rng([seed, row]), NEEDLES[kind]
+    names = new_words(rng, tokenizer, LETTERS, NAME, counts.names, haystack.text)
+    total = counts.names * counts.values
+    values = new_words(rng, tokenizer, DIGITS, NEEDLE_DIGITS, total, haystack.text)
+    pairs = list(zip(names * counts.values, values, strict=True))
+    lines = [encode(tokenizer, f"\n{name} = {value}\n") for name, value in pairs]
+    hidden = [lines[i] for i in rng.permutation(total)]
+    asked = names[: counts.asked]
+    answer = tuple(value for name, value in pairs if name in asked)
+    question = encode(tokenizer, _question(asked, len(answer)))
+    room = room_beside(length, *hidden, question)
+    return Prompt(hide(haystack, room, rng, hidden, question), answer)
 
 
 def _question(names: list[str], values: int) -> str:
-    """Returns what asks for the values of the names, and begins the answer."""
+    """Returns a question for the values of the names, and the beginning of its answer."""
     if values == 1:
         return f"\n# The value of {names[0]}, which was assigned above:\n{names[0]} ="
     if len(names) == 1:
@@ -72,25 +72,25 @@ def _question(names: list[str], values: int) -> str:
 def variable_tracking(
     tokenizer: Any, haystack: Haystack, length: int, seed: int, row: int
 ) -> Prompt:
-    """Returns a prompt that asks which variables hold a value, handed on in a chain (RULER, §3).
+    """Returns a prompt that asks which variables of a chain hold a value (RULER, §3).
 
-    `A = 12345`, `B = A`, `C = B`, ... lie in this order at random places, among them another chain
-    with another value.
+    `A = 12345`, `B = A`, `C = B`, ... are hidden in this order at random depths, interleaved with
+    another chain for another value.
 
     Raises:
-      TooShortError: there is no room for the assignments and the question.
+      TooShortError: the assignments and the question do not fit.
     """
     rng, text = np.random.default_rng([seed, row]), haystack.text
-    drawn = fresh(rng, tokenizer, LETTERS, NAME, CHAINS * (HOPS + 1), text)
+    drawn = new_words(rng, tokenizer, LETTERS, NAME, CHAINS * (HOPS + 1), text)
     names = np.reshape(drawn, (CHAINS, -1)).tolist()
-    values = fresh(rng, tokenizer, DIGITS, CHAIN_DIGITS, CHAINS, text)
+    values = new_words(rng, tokenizer, DIGITS, CHAIN_DIGITS, CHAINS, text)
     chains = [
         [f"{name} = {source}" for name, source in zip(chain, [value, *chain])]
         for chain, value in zip(names, values)
     ]
-    turns = rng.permutation(np.repeat(np.arange(CHAINS), HOPS + 1))
-    hidden = [encode(tokenizer, f"\n{chains[turn].pop(0)}\n") for turn in turns]
-    question = f"\n# All variables above whose value is {values[0]}:\nvariables = ["
-    asked = encode(tokenizer, question)
-    room = room_beside(length, *hidden, asked)
-    return Prompt(hide(haystack, room, rng, hidden, asked), tuple(names[0]))
+    order = rng.permutation(np.repeat(np.arange(CHAINS), HOPS + 1))
+    hidden = [encode(tokenizer, f"\n{chains[chain].pop(0)}\n") for chain in order]
+    asked = f"\n# All variables above whose value is {values[0]}:\nvariables = ["
+    question = encode(tokenizer, asked)
+    room = room_beside(length, *hidden, question)
+    return Prompt(hide(haystack, room, rng, hidden, question), tuple(names[0]))

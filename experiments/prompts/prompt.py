@@ -1,4 +1,4 @@
-"""What a prompt is, how text becomes its tokens, and how well a text answers it."""
+"""The prompt type, encoding of text, and the score of an answer."""
 
 import dataclasses
 import functools
@@ -13,13 +13,13 @@ PROBE = "x"  # any short text
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A prompt and the right answer to its question.
+    """A prompt and its correct answer.
 
     Attributes:
       tokens: int32 [T].
-      answer: every text that a right answer holds, in any order; none if nothing is asked.
-      alternatives: whether one of these texts is enough.
-      source: which of many texts it is from, a file's name and an id; "" of one long text.
+      answer: texts that a correct answer contains, in any order; empty if nothing is asked.
+      alternatives: whether one of these texts suffices.
+      source: file name and record of the text; "" for one long text.
     """
 
     tokens: Int[np.ndarray, "T"]
@@ -29,48 +29,45 @@ class Prompt:
 
 
 def score(prompt: Prompt, text: str) -> float:
-    """Returns the share of the prompt's answers that stand in the text, in capitals or not.
+    """Returns the share of the prompt's answers in the text, ignoring case (RULER's string match).
 
-    RULER's string match: where the answers are alternatives, one of them is all. NaN if nothing is
-    asked.
+    One of several alternatives gives 1. NaN if nothing is asked.
     """
     if not prompt.answer:
         return math.nan
-    said = text.casefold()
-    found = [answer.casefold() in said for answer in prompt.answer]
-    return float(any(found)) if prompt.alternatives else sum(found) / len(found)
+    matches = [answer.casefold() in text.casefold() for answer in prompt.answer]
+    return float(any(matches)) if prompt.alternatives else sum(matches) / len(matches)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Returns the text's tokens and no other: what looks like a special token is text too."""
+    """Returns the tokens of a text, without special tokens; their text is encoded as text."""
     return tokenizer.encode(
         text, add_special_tokens=False, split_special_tokens=True, verbose=False
     )
 
 
 @functools.lru_cache(maxsize=512)
-def tokens_of(tokenizer: Any, text: str) -> Int[np.ndarray, " n"]:
-    """Returns int32 [n]: `encode`, kept for prompts of another length from the same text."""
+def encode_cached(tokenizer: Any, text: str) -> Int[np.ndarray, " n"]:
+    """Returns `encode` as int32 [n], cached for prompts of other lengths from the same text."""
     return np.array(encode(tokenizer, text), np.int32)
 
 
-def opening(tokenizer: Any) -> list[int]:
-    """Returns the special tokens that a tokenizer puts before every text, often one or none.
+def leading_tokens(tokenizer: Any) -> list[int]:
+    """Returns the special tokens that a tokenizer puts before a text, usually one or none.
 
-    What it puts behind a text is left out: a prompt is there to go on.
+    Special tokens after a text are omitted, because a model continues a prompt.
     """
     plain = encode(tokenizer, PROBE)
     whole = tokenizer.encode(PROBE, split_special_tokens=True, verbose=False)
-    starts = range(len(whole) - len(plain) + 1)
-    first = next((s for s in starts if whole[s : s + len(plain)] == plain), None)
-    if first is None:
-        raise ValueError(
-            f"the tokenizer makes {plain} of {PROBE!r}, and {whole} with special tokens, where the "
-            "former is not to be found: prompts need one that only puts tokens around a text"
-        )
-    return whole[:first]
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return whole[:start]
+    raise ValueError(
+        f"the tokenizer encodes {PROBE!r} as {plain}, and as {whole} with special tokens, which "
+        "does not contain the former: use a tokenizer that only adds tokens around a text"
+    )
 
 
-def join(begin: list[int], tokens: Int[np.ndarray, " n"]) -> Int[np.ndarray, "T"]:
-    """Returns int32: the tokens behind those that every prompt begins with."""
-    return np.concatenate([np.array(begin, np.int32), tokens.astype(np.int32)])
+def join(leading: list[int], tokens: Int[np.ndarray, " n"]) -> Int[np.ndarray, "T"]:
+    """Returns int32: the leading tokens, then the others."""
+    return np.concatenate([np.array(leading, np.int32), tokens.astype(np.int32)])

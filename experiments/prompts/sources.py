@@ -1,6 +1,6 @@
-"""The files that prompts are made from: which they are, what is in them, and what is wrong.
+"""The files that prompts are made from: finding, checking, reading.
 
-A file is named in every complaint about it, with the line where it has lines.
+Every error names the file, and the line if the file has records.
 """
 
 import hashlib
@@ -12,22 +12,22 @@ from typing import Any
 STDLIB, FILES, PG19, LONGBENCH, QA = "stdlib", "files", "pg19", "longbench", "qa"
 RANDOM = "random"
 SUFFIXES = {PG19: (".txt", ".jsonl"), LONGBENCH: (".jsonl",), QA: (".json",)}  # others: any
-TEMPLATES = "dataset2prompt.json"  # LongBench's name for the wording of its tasks
-BEGINNING = 4096  # characters of a file that a check reads
+TEMPLATES = "dataset2prompt.json"  # LongBench's file of prompt templates
+BEGINNING = 4096  # characters of a file that `check` reads
 
 
 def files(kind: str, path: str) -> list[pathlib.Path]:
-    """Returns the files that prompts of a kind are made from, sorted by path; none without a path.
+    """Returns the files of a kind of prompts, sorted by path; none without a path.
 
-    A folder stands for the files below it with the kind's suffix, hidden ones left out.
+    A folder stands for all files below it with the kind's suffix, except hidden ones.
 
     Raises:
-      ValueError: there are none, or the kind has no use for them.
+      ValueError: there are none, or the file has another suffix.
     """
     if not path:
         return []
     root, suffixes = pathlib.Path(path), SUFFIXES.get(kind, ())
-    known = " or ".join(suffixes) or "visible"
+    expected = " or ".join(suffixes) or "visible"
     if root.is_dir() and kind != QA:
         found = [
             file
@@ -35,30 +35,29 @@ def files(kind: str, path: str) -> list[pathlib.Path]:
             if file.is_file()
             and not any(part.startswith(".") for part in file.relative_to(root).parts)
             and (not suffixes or file.suffix in suffixes)
+            and not (kind == LONGBENCH and _is_copy(file))
         ]
-        if kind == LONGBENCH:  # LongBench-E asks about the same texts again
-            found = [f for f in found if not _is_copy(f)]
         if not found:
-            raise ValueError(f"there is no {known} file in {path}, from which {kind} reads")
+            raise ValueError(f"{path} contains no {expected} file, which {kind} needs")
         return found
     if not root.is_file():
-        what = "is a folder" if root.is_dir() else "does not exist"
+        problem = "is a folder" if root.is_dir() else "does not exist"
         raise ValueError(
-            f"{path} {what}: {kind} reads from a file{'' if kind == QA else ' or folder'}"
+            f"{path} {problem}: {kind} reads a file{'' if kind == QA else ' or folder'}"
         )
     if suffixes and root.suffix not in suffixes:
-        raise ValueError(f"{path} is no {known} file, and {kind} reads no other")
+        raise ValueError(f"{path} is not a {expected} file, which {kind} needs")
     return [root]
 
 
 def check(kind: str, path: str) -> None:
-    """Raises ValueError if the files are empty, or the first one does not begin as it should."""
+    """Raises ValueError if all files are empty, or the first one has another format."""
     found = files(kind, path)
     if not any(file.stat().st_size for file in found):
         raise ValueError(f"{path} is empty: {kind} needs text")
     first = found[0]
     if first.suffix == ".jsonl":
-        for number, line in _lines(first):
+        for number, line in lines(first):
             record = parse(first, number, line)
             for name in ("context", "input") if kind == LONGBENCH else ("text",):
                 field(record, name, first, number)
@@ -66,16 +65,16 @@ def check(kind: str, path: str) -> None:
     beginning = read(first, BEGINNING).lstrip()
     if kind == QA and not beginning.startswith("{"):
         raise ValueError(
-            f"{path} begins with {beginning[:20]!r}: a file in SQuAD's format is a JSON object, "
-            'and begins with {"data": ...'
+            f"{path} begins with {beginning[:20]!r}: a file in SQuAD's format is a JSON object "
+            'that begins with {"data": ...'
         )
 
 
 def fingerprint(kind: str, path: str) -> str:
-    """Returns 16 hexadecimal digits that name the content of a kind's files; "" if it has none.
+    """Returns a hash of the content of a kind's files, 16 hexadecimal digits; "" without files.
 
     Raises:
-      ValueError: as `files`, or one cannot be read.
+      ValueError: as `files`, or a file cannot be read.
     """
     found = files(kind, path)
     if kind == LONGBENCH:
@@ -95,58 +94,62 @@ def fingerprint(kind: str, path: str) -> str:
 
 
 def texts(file: pathlib.Path) -> Iterator[tuple[str, str]]:
-    """Yields (source, text) of a file: of each line's field `text` (.jsonl), or all of it.
+    """Yields (source, text): the field `text` of each line of a .jsonl file, or a whole file.
 
     Raises:
-      ValueError: the file is no UTF-8 text, or a line no JSON object with that field.
+      ValueError: the file is not UTF-8 text, or a line is not a JSON object with that field.
     """
     if file.suffix != ".jsonl":
         text = read(file)
         if text.strip():
             yield file.name, text
         return
-    for number, line in _lines(file):
+    for number, line in lines(file):
         text = field(parse(file, number, line), "text", file, number)
         if text.strip():
             yield f"{file.name}:{number}", text
 
 
-def lines(file: pathlib.Path) -> list[tuple[int, str]]:
-    """Returns (number, line) of a .jsonl file's lines, empty ones left out.
+def lines(file: pathlib.Path) -> Iterator[tuple[int, str]]:
+    """Yields (number, line) of a file's lines that are not empty.
 
     Raises:
-      ValueError: the file is no UTF-8 text.
-    """
-    return list(_lines(file))
-
-
-def read(file: pathlib.Path, most: int = -1) -> str:
-    """Returns a file's text, or its first `most` characters.
-
-    Raises:
-      ValueError: it is no UTF-8 text, or cannot be read.
+      ValueError: the file is not UTF-8 text, or cannot be read.
     """
     try:
         with file.open(encoding="utf-8-sig") as text:
-            return text.read(most)
-    except UnicodeDecodeError as error:
-        raise _no_text(file) from error
-    except OSError as error:
-        raise ValueError(f"{file}: {error.strerror}") from error
+            for number, line in enumerate(text, 1):
+                if line.strip():
+                    yield number, line
+    except (UnicodeDecodeError, OSError) as error:
+        raise _unreadable(file, error) from error
+
+
+def read(file: pathlib.Path, limit: int = -1) -> str:
+    """Returns a file's text, or its first `limit` characters.
+
+    Raises:
+      ValueError: the file is not UTF-8 text, or cannot be read.
+    """
+    try:
+        with file.open(encoding="utf-8-sig") as text:
+            return text.read(limit)
+    except (UnicodeDecodeError, OSError) as error:
+        raise _unreadable(file, error) from error
 
 
 def parse(file: pathlib.Path, number: int, line: str) -> dict[str, Any]:
     """Returns the JSON object on a line.
 
     Raises:
-      ValueError: there is none.
+      ValueError: the line is not a JSON object.
     """
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{file}:{number}: no JSON ({error.msg} at character {error.pos + 1}): each line of a "
-            ".jsonl file is a JSON object"
+            f"{file}:{number}: invalid JSON ({error.msg} at character {error.pos + 1}): each line "
+            "of a .jsonl file is a JSON object"
         ) from error
     if not isinstance(record, dict):
         raise ValueError(
@@ -157,10 +160,10 @@ def parse(file: pathlib.Path, number: int, line: str) -> dict[str, Any]:
 
 
 def field(record: dict[str, Any], name: str, file: pathlib.Path, number: int) -> str:
-    """Returns a record's text of a name.
+    """Returns a text field of a record.
 
     Raises:
-      ValueError: it has none, or none that is text.
+      ValueError: the field is missing or not text.
     """
     if name not in record:
         raise ValueError(
@@ -168,34 +171,24 @@ def field(record: dict[str, Any], name: str, file: pathlib.Path, number: int) ->
         )
     text = record[name]
     if not isinstance(text, str):
-        raise ValueError(f"{file}:{number}: {name}={text!r} must be text")
+        raise ValueError(f"{file}:{number}: {name}={text!r} must be a string")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{file}:{number}: {name} has half a character, {text[error.start]!r}, at "
-            f"{error.start}: it is no valid Unicode"
+            f"{file}:{number}: {name} is not valid Unicode: a single surrogate "
+            f"{text[error.start]!r} at {error.start}"
         ) from error
     return text
 
 
-def _lines(file: pathlib.Path) -> Iterator[tuple[int, str]]:
-    try:
-        with file.open(encoding="utf-8-sig") as text:
-            for number, line in enumerate(text, 1):
-                if line.strip():
-                    yield number, line
-    except UnicodeDecodeError as error:
-        raise _no_text(file) from error
-    except OSError as error:
-        raise ValueError(f"{file}: {error.strerror}") from error
-
-
-def _no_text(file: pathlib.Path) -> ValueError:
-    return ValueError(f"{file} is no UTF-8 text: convert it, or take it out of the folder")
+def _unreadable(file: pathlib.Path, error: UnicodeDecodeError | OSError) -> ValueError:
+    if isinstance(error, OSError):
+        return ValueError(f"{file}: {error.strerror}")
+    return ValueError(f"{file} is not UTF-8 text: convert it, or remove it from the folder")
 
 
 def _is_copy(file: pathlib.Path) -> bool:
-    """Returns whether a task file is LongBench-E's, and LongBench's own lies beside it."""
+    """Returns whether a file is LongBench-E's and LongBench's file of that task is beside it."""
     name = file.stem
     return name.endswith("_e") and file.with_stem(name.removesuffix("_e")).is_file()

@@ -1,7 +1,7 @@
-"""RULER's tasks of counting: long lists of words, of which the most frequent are asked for.
+"""RULER's counting tasks: long lists of words that ask for the most frequent ones.
 
-Their text is the list itself, and rare words fill it. A list is written one word a line, and each
-line encoded by itself, so that a word has the same tokens wherever it stands.
+Rare words fill a list to its length. Every line is one word and is encoded separately, so a word
+has the same tokens everywhere.
 """
 
 import bisect
@@ -14,67 +14,74 @@ from typing import Any
 
 import numpy as np
 
-from experiments.prompts.haystack import Haystack, TooShortError, fresh, room_beside, writes
+from experiments.prompts.haystack import (
+    Haystack,
+    TooShortError,
+    new_words,
+    room_beside,
+    round_trips,
+)
 from experiments.prompts.prompt import Prompt, encode
 
-COMMON, TIMES = 10, 30  # so many words, each so many times
-RARE_TIMES = TIMES // 3  # the most that any other word occurs
-FREQUENT, LETTERS = 3, 6  # so many coded words are asked for; letters of one
-ALPHA = 2.0  # of the zipf distribution: the word of rank k has a share of k ** -ALPHA / zeta(ALPHA)
-NOISE = "..."  # the word of rank 1, which is not asked for
-# From so many words on, the last word asked for occurs more often than the next: 74 of them are 2.8
-# of rank 4 and 1.8 of rank 5.
+COMMON, TIMES = 10, 30  # number of common words, occurrences of each
+RARE_TIMES = TIMES // 3  # maximum occurrences of any other word
+FREQUENT, LETTERS = 3, 6  # number of coded words in the answer, letters of a coded word
+ALPHA = 2.0  # Zipf exponent: the share of rank k is k ** -ALPHA / zeta(ALPHA)
+NOISE = "..."  # the word of rank 1, not part of the answer
+# Fewest words for which the last word of the answer is more frequent than the next one: of 74 words
+# 2.8 have rank 4 and 1.8 have rank 5.
 FEWEST = 74
-RANKS, WORDS_A_RANK = 50, 50  # at least so many ranks, and more in longer lists
+RANKS, WORDS_PER_RANK = 50, 50  # at least 50 ranks, more in longer lists
 
 START = 'words = """\n'
 
 
 def common_words(tokenizer: Any, haystack: Haystack, length: int, seed: int, row: int) -> Prompt:
-    """Returns a prompt that asks for the words most frequent in a long list (RULER, §3).
+    """Returns a prompt that asks for the most frequent words of a long list (RULER, §3).
 
-    The words are from the haystack. `COMMON` of them occur `TIMES` times, like RULER's, and the
-    others at most `RARE_TIMES`; where the others are too few for a long prompt, all occur more
-    often, by the same factor.
+    The words are from the haystack. As in RULER, `COMMON` of them occur `TIMES` times, the others
+    at most `RARE_TIMES`. If the others do not fill a long prompt, all counts are multiplied by the
+    same factor.
 
     Raises:
-      TooShortError: there is no room for the common words and the question.
+      TooShortError: the common words and the question do not fit.
       ValueError: the haystack has too few words.
     """
     rng, lines = np.random.default_rng([seed, row]), _lines(tokenizer, haystack)
     words = rng.permutation(sorted(lines)).tolist()
     common, others = words[:COMMON], words[COMMON:]
-    start, end = encode(tokenizer, START), _asked(tokenizer, f"{COMMON} most common of these words")
+    start = encode(tokenizer, START)
+    end = _question(tokenizer, f"{COMMON} most common of these words")
     once = sum(len(lines[word]) for word in common) * TIMES
     most = sum(len(lines[word]) for word in others) * RARE_TIMES
     if most < once:
         raise ValueError(
-            f"the haystack has {len(words)} words of four letters a to z or more, and common_words "
-            f"needs about {4 * COMMON}: give a longer text"
+            f"the haystack has {len(words)} words of four or more letters a to z, and common_words "
+            f"needs about {4 * COMMON}: use a longer text"
         )
     factor = max(1, math.ceil((length - len(start) - len(end)) / (once + most)))
     entries = [lines[word] for word in common] * (TIMES * factor)
     room = room_beside(length, start, end, *entries)
     rare = itertools.cycle([lines[word] for word in others])
-    return Prompt(_listed(start, entries, rare, room, end, rng), tuple(common))
+    return Prompt(_list_tokens(start, entries, rare, room, end, rng), tuple(common))
 
 
 def frequent_words(tokenizer: Any, haystack: None, length: int, seed: int, row: int) -> Prompt:
-    """Returns a prompt that asks for the words most frequent in a coded text (RULER, §3).
+    """Returns a prompt that asks for the most frequent words of a coded text (RULER, §3).
 
-    Words of random letters occur as often as a zipf distribution says; the most frequent "word" is
-    `NOISE`, and the `FREQUENT` ones behind it are asked for.
+    Words of random letters follow a Zipf distribution. The most frequent word is `NOISE`; the
+    answer is the next `FREQUENT` words.
 
     Raises:
-      TooShortError: there is no room for so many words that the ones asked for stand out.
+      TooShortError: the list is too short to distinguish the answer from the other words.
     """
     del haystack
     rng = np.random.default_rng([seed, row])
-    ranks = max(RANKS, length // WORDS_A_RANK)
-    coded = fresh(rng, tokenizer, "abcdefghijklmnopqrstuvwxyz", LETTERS, ranks - 1, "")
+    ranks = max(RANKS, length // WORDS_PER_RANK)
+    coded = new_words(rng, tokenizer, "abcdefghijklmnopqrstuvwxyz", LETTERS, ranks - 1, "")
     lines = [encode(tokenizer, f"{word}\n") for word in (NOISE, *coded)]
     start = encode(tokenizer, START)
-    end = _asked(tokenizer, f"{FREQUENT} most frequent of these words, dots aside")
+    end = _question(tokenizer, f"{FREQUENT} most frequent of these words, dots aside")
     sizes = np.array([len(line) for line in lines])
     shares = np.arange(1, ranks + 1) ** -ALPHA
     shares /= math.pi**2 / 6  # zeta(2)
@@ -92,15 +99,15 @@ def frequent_words(tokenizer: Any, haystack: None, length: int, seed: int, row: 
     times = counts(words)
     entries = [lines[rank] for rank in np.repeat(np.arange(ranks), times)]
     rare = itertools.cycle([line for line, count in zip(lines, times) if not count])
-    tokens = _listed(start, entries, rare, room - taken(words), end, rng)
+    tokens = _list_tokens(start, entries, rare, room - taken(words), end, rng)
     return Prompt(tokens, tuple(coded[:FREQUENT]))
 
 
-def _asked(tokenizer: Any, what: str) -> list[int]:
+def _question(tokenizer: Any, what: str) -> list[int]:
     return encode(tokenizer, f'""".split()\n# The {what}:\nanswer = [')
 
 
-def _listed(
+def _list_tokens(
     start: list[int],
     entries: list[list[int]],
     rare: Iterator[list[int]],
@@ -108,9 +115,9 @@ def _listed(
     end: list[int],
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """Returns int32 tokens: the entries, and rare ones in the room left, in random order.
+    """Returns int32 tokens: the entries and, in the remaining room, rare lines in random order.
 
-    The first of the list is a rare one cut to what is left: its end is a rare word too.
+    The first line of the list is the end of a rare line, cut to the length.
     """
     entries = list(entries)
     while len(line := next(rare)) < room:
@@ -123,6 +130,6 @@ def _listed(
 
 @functools.lru_cache(maxsize=4)
 def _lines(tokenizer: Any, haystack: Haystack) -> dict[str, list[int]]:
-    """Returns the haystack's words that the tokenizer can write, each with its line's tokens."""
+    """Returns the line of each word of the haystack that the tokenizer preserves, as tokens."""
     words = sorted(set(re.findall(r"\b[a-z]{4,}\b", haystack.text)))
-    return {word: encode(tokenizer, f"{word}\n") for word in words if writes(tokenizer, word)}
+    return {word: encode(tokenizer, f"{word}\n") for word in words if round_trips(tokenizer, word)}

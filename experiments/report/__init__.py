@@ -1,1 +1,1 @@
-"""Tables, figures and the self-contained report page of a folder of results."""
+"""Tables, figures and a self-contained HTML page of a folder of results."""

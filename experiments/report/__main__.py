@@ -1,4 +1,4 @@
-"""`python -m experiments.report FOLDER` makes the report page of a folder of results."""
+"""`python -m experiments.report FOLDER` writes the report of a folder of results."""
 
 import sys
 

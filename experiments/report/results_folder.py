@@ -1,4 +1,4 @@
-"""Reads a folder of results, which may have been merged from several machines'."""
+"""Reads a folder of results, which may hold cells of several machines."""
 
 import csv
 import dataclasses
@@ -9,20 +9,21 @@ from typing import Any
 import yaml
 
 from experiments.schema import grid, store
+from experiments.schema.columns import COLUMNS
 from experiments.schema.fields import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
 class CellResult:
-    """What a cell's folder holds.
+    """The content of a cell's folder.
 
     Attributes:
       key: the folder's name.
-      config: the cell's settings, all resolved.
-      env: device, versions and code; empty where the process died.
-      row: its line of the summary; of a failed cell with its status and error.
-      metrics: acceptance by depth, single runs, phases; empty of a failed cell.
-      folder: where the rest lies.
+      config: the cell's resolved settings.
+      env: device, versions and code; empty if the process died.
+      row: its line of the summary; for a failed cell with status and error.
+      metrics: acceptance by depth, single runs, phases; empty for a failed cell.
+      folder: the folder.
     """
 
     key: str
@@ -44,8 +45,8 @@ class Results:
 
     Attributes:
       directory: the folder.
-      experiment: what was asked for.
-      cells: that have ended, in the order of the summary, those that it lacks behind it.
+      experiment: the content of `experiment.yaml`.
+      cells: cells with a result or a failure, first those of the summary in its order.
     """
 
     directory: pathlib.Path
@@ -59,58 +60,47 @@ class Results:
 
 
 def row_of(folder: pathlib.Path) -> dict[str, Any] | None:
-    """Returns a cell's line of the summary, None if it has not ended.
+    """Returns a cell's line of the summary, None without a result or a failure.
 
     Raises:
-      ConfigError: a file of it is no JSON.
+      ConfigError: a file is not valid JSON.
     """
     if metrics := _json(folder / store.METRICS):
-        return dict.fromkeys(store.COLUMNS) | metrics["row"] | {"key": folder.name}
+        return dict.fromkeys(COLUMNS) | metrics["row"] | {"key": folder.name}
     if failure := _json(folder / store.FAILURE):
         status = "failed" if failure["kind"] == "error" else failure["kind"]
         row = {"status": status, "error": failure["error"], "key": folder.name}
-        return dict.fromkeys(store.COLUMNS) | _settings(folder) | failure["row"] | row
+        settings = grid.columns(grid.restored(_config(folder)))
+        return dict.fromkeys(COLUMNS) | settings | failure["row"] | row
     return None
-
-
-def _settings(folder: pathlib.Path) -> dict[str, Any]:
-    """Returns the columns that a cell's settings say."""
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    return grid.columns(grid.restored(config))
 
 
 def read(directory: pathlib.Path, keys: list[str] | None = None) -> Results:
     """Returns a folder of results.
 
     Args:
-      directory: with `experiment.yaml` and `cells`.
-      keys: of the cells, in their order; None: all that are there, the summary's first.
+      directory: a folder with `experiment.yaml` and `cells`.
+      keys: keys of the cells, in order; None: all cells, first those of the summary.
 
     Raises:
-      ConfigError: there is no such folder, it is of another format or has no cell that has ended,
-        or a file is broken.
+      ConfigError: the folder does not exist, has another format, has no finished cell, or has a
+        broken file.
     """
     path = directory / "experiment.yaml"
     if not path.exists():
-        raise ConfigError(f"{directory} is no folder of results: it has no experiment.yaml")
-    known = yaml.safe_load(path.read_text())
-    found = known.get("format") if isinstance(known, dict) else None
-    if found != store.FORMAT:
-        raise ConfigError(
-            f"{directory} holds results of another version of magicjax (format {found}, and this "
-            f"one reads format {store.FORMAT}): read it with that version, or measure again"
-        )
+        raise ConfigError(f"{directory} is not a folder of results: it has no experiment.yaml")
+    experiment = store.read_experiment(path, "read it with that version, or measure again")
     if keys is None:
-        there = sorted(path.name for path in (directory / "cells").glob("*") if path.is_dir())
-        keys = list(dict.fromkeys([*_listed(directory), *there]))
+        existing = sorted(path.name for path in (directory / "cells").glob("*") if path.is_dir())
+        keys = list(dict.fromkeys([*_summary_keys(directory), *existing]))
     cells = [cell for key in keys if (cell := _cell(store.cell_folder(directory, key)))]
     if not cells:
-        raise ConfigError(f"{directory} has no cell that has ended: let the launcher run first")
-    return Results(directory, known, cells)
+        raise ConfigError(f"{directory} has no finished cell: run the launcher first")
+    return Results(directory, experiment, cells)
 
 
-def _listed(directory: pathlib.Path) -> list[str]:
-    """Returns the keys in the summary, as far as their cells are there."""
+def _summary_keys(directory: pathlib.Path) -> list[str]:
+    """Returns the keys of the summary's cells, if their folders exist."""
     path = directory / "summary.csv"
     if not path.exists():
         return []
@@ -123,10 +113,13 @@ def _cell(folder: pathlib.Path) -> CellResult | None:
     row = row_of(folder)
     if row is None:
         return None
-    config = yaml.safe_load((folder / "config.yaml").read_text())
     metrics = _json(folder / store.METRICS) or {}
     env = _json(folder / "env.json") or {}
-    return CellResult(folder.name, config, env, row, metrics, folder)
+    return CellResult(folder.name, _config(folder), env, row, metrics, folder)
+
+
+def _config(folder: pathlib.Path) -> dict[str, Any]:
+    return yaml.safe_load((folder / "config.yaml").read_text())
 
 
 def _json(path: pathlib.Path) -> dict[str, Any] | None:
@@ -134,5 +127,5 @@ def _json(path: pathlib.Path) -> dict[str, Any] | None:
         return store.read_json(path)
     except ValueError as error:
         raise ConfigError(
-            f"{path} is no JSON ({error}): remove its folder, and run again"
+            f"{path} is not valid JSON ({error}): remove its folder, and run again"
         ) from error

@@ -1,95 +1,103 @@
-"""The results as people read them in the terminal."""
+"""The results as tables and notes in the terminal."""
 
-import collections
 from typing import Any
 
 from rich.table import Table
 
-from experiments.schema.axes import VARIED
+from experiments.schema.columns import columns_of
+from experiments.schema.config import Experiment
 
 LEGEND = (
-    "speed-up: against runs of plain decoding in the cell's own process, taken in turns (the plain "
-    "row is another process, so rows' tok/s may differ otherwise);",
-    "τ: tokens emitted a target pass and row; accepted: of those that a perfect draft would have "
-    "had accepted; exact: rows equal to plain decoding;",
-    "agree: how often draft and target choose one token on the prompts' text (–: what such a draft "
-    "sees is not known beforehand); repeats: 8-grams that stood in the text before",
+    "speedup: over plain decoding in the cell's own process, with interleaved runs (the plain row "
+    "is a process of its own, so its tok/s may differ);",
+    "τ: tokens emitted per target pass and row; accepted: accepted tokens / (depth × rounds); "
+    "exact: rows equal to plain decoding;",
+    "agree: how often draft and target predict the same token on the prompts' text (–: unknown for "
+    "this draft); repeats: 8-grams that occurred before in the text",
 )
+FORMATS = {
+    "tok/s": ("decode_tok_s", "{:.0f}"),
+    "speedup": ("speedup", "{:.2f}×"),
+    "τ": ("tau", "{:.2f}"),
+    "accepted": ("acceptance_rate", "{:.3f}"),
+    "exact": ("exact_match", "{:.3f}"),
+    "agree": ("agreement", "{:.3f}"),
+    "repeats": ("repeated_8grams", "{:.3f}"),
+    "score": ("score", "{:.3f}"),
+}
+# The columns of axes, apart from batch and context.
+OTHERS = [name for name in columns_of(Experiment).values() if name not in ("batch", "context")]
+FAILED = {"memory": "out of memory", "timeout": "too slow", "crash": "crashed"}
 
 
-# Columns of the settings that a grid can vary.
-OTHERS = [{"repeats": "repeat"}.get(name, name) for name in VARIED[:]]
-OTHERS = [name for name in OTHERS if name not in ("batch", "context")]
-FAILED = {"memory": "out of memory", "timeout": "too slow", "crash": "died"}
+def failure(row: dict[str, Any]) -> str:
+    """Returns why a row has no result, in short."""
+    return FAILED.get(row["status"], "failed")
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
-    """Returns the table that the launcher prints, a section for each (batch, context); `LEGEND`."""
+    """Returns the launcher's table, one section per (batch, context); `LEGEND` explains it."""
     out = Table(title=title)
-    others = varying(rows)
-    for name in ("batch", "context", *others, "method"):
+    names = ("batch", "context", *varying(rows), "method")
+    for name in names:
         out.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
-    headings = ["tok/s", "speed-up", "τ", "accepted", "exact", "agree", "repeats"]
-    if tasks := any(row.get("score") is not None for row in rows):
-        headings.append("score")
-    for name in headings:
-        out.add_column(name, justify="right")
+    formats = dict(FORMATS)
+    if all(row.get("score") is None for row in rows):
+        del formats["score"]
+    for heading in formats:
+        out.add_column(heading, justify="right")
     for i, row in enumerate(rows):
-        start = [str(row[name]) for name in ("batch", "context", *others, "method")]
+        cells = [f"[red]{failure(row)}[/]"]
+        if row["status"] == "ok":
+            cells = ["–" if row[n] is None else f.format(row[n]) for n, f in formats.values()]
         end = i + 1 == len(rows) or shape(rows[i + 1]) != shape(row)
-        if row["status"] != "ok":
-            out.add_row(*start, f"[red]{FAILED.get(row['status'], 'failed')}[/]", end_section=end)
-            continue
-        formats = {"decode_tok_s": "{:.0f}", "speedup": "{:.2f}×", "tau": "{:.2f}"}
-        formats |= {"acceptance_rate": "{:.3f}", "exact_match": "{:.3f}", "agreement": "{:.3f}"}
-        formats |= {"repeated_8grams": "{:.3f}"} | ({"score": "{:.3f}"} if tasks else {})
-        cells = ("–" if row[k] is None else f.format(row[k]) for k, f in formats.items())
-        out.add_row(*start, *cells, end_section=end)
+        out.add_row(*(str(row[name]) for name in names), *cells, end_section=end)
     return out
 
 
 def varying(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns the columns beside batch and context in which a grid's combinations differ."""
+    """Returns the columns in which a grid's combinations differ, apart from batch and context."""
     names = [name for name in OTHERS if len({row.get(name) for row in rows}) > 1]
-    # Of plain text and of tasks there are as many candidates as there must be.
+    # The kind of prompts determines the number of candidates.
     return [name for name in names if name != "candidates" or "prompts" not in names]
 
 
 def is_exact(row: dict[str, Any]) -> bool:
-    """Returns whether a finished row's tokens are plain decoding's, as far as that can be asked."""
-    return row["exact_match"] is None or row["exact_match"] == 1.0
+    """Returns whether a finished row has plain decoding's tokens, or cannot be compared."""
+    return row["exact_match"] in (None, 1.0)
 
 
 def notes(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns the lines below the table: bandwidth of plain decoding, ties, failures."""
-    lines = []
-    told: dict[tuple, set[str]] = collections.defaultdict(set)
+    """Returns the lines below the table: bandwidth of plain decoding, failures, ties."""
+    lines, errors = [], set()
     for row in rows:
-        at = f"batch {row['batch']}, context {row['context']}"
+        where = f"batch {row['batch']}, context {row['context']}"
         if row["status"] != "ok":
-            if row["error"] not in told[shape(row)]:  # what all of a group share is told once
-                lines.append(f"{at}, {row['method']} failed: {row['error']}")
-            told[shape(row)].add(row["error"])
+            if (shape(row), row["error"]) not in errors:  # once for all cells of a group
+                lines.append(f"{where}, {row['method']} failed: {row['error']}")
+            errors.add((shape(row), row["error"]))
         elif row["draft"] == "none" and row["bandwidth_share"] is not None:
             lines.append(
-                f"{at}: plain decoding reads {row['ar_gbs']:.1f} GB/s, "
-                f"{row['bandwidth_share']:.0%} of the {row['read_gbs']:.1f} GB/s measured here"
+                f"{where}: plain decoding reads {row['ar_gbs']:.1f} GB/s, "
+                f"{row['bandwidth_share']:.0%} of the measured {row['read_gbs']:.1f} GB/s"
             )
-    good = [row for row in rows if row["status"] == "ok"]
-    for row in good:
-        if row.get("phases") and row["repeat"] and row.get("score_s") is None:
-            lines.append(
-                f"batch {row['batch']}, context {row['context']}, {row['method']}: its run could "
-                "not be traced, so it is not in phases.png (phases_error in its metrics.json)"
-            )
-    ties = sum(row["ties"] for row in good)
-    wrong = sum(not is_exact(row) for row in good)
-    lines.append(f"{ties} rows part from plain decoding at a tie decided by rounding")
-    if wrong:
-        lines.append(f"{wrong} cells are NOT equal to plain decoding")
-    return lines
+    finished = [row for row in rows if row["status"] == "ok"]
+    untraced = [
+        f"batch {row['batch']}, context {row['context']}, {row['method']}: not in phases.png, "
+        "because its run was not traced (see phases_error in its metrics.json)"
+        for row in finished
+        if row.get("phases") and row["repeat"] and row.get("score_s") is None
+    ]
+    ties = sum(row["ties"] for row in finished)
+    wrong = sum(not is_exact(row) for row in finished)
+    return [
+        *lines,
+        *untraced,
+        f"{ties} rows diverge from plain decoding at a tie decided by rounding",
+        *([f"{wrong} cells are NOT equal to plain decoding"] if wrong else []),
+    ]
 
 
 def shape(row: dict[str, Any]) -> tuple:
-    """Returns (batch, context, ...): what the cells of a group share."""
+    """Returns (batch, context, ...), equal for the cells of a group."""
     return row["batch"], row["context"], *(row.get(name) for name in OTHERS)

@@ -1,6 +1,6 @@
-"""Runs a cell's process and watches it: what it dies of is the cell's result.
+"""Runs and monitors the process of a cell; a crash is recorded as the cell's failure.
 
-This function is what SLURM's and Ray's jobs run too, so a cell is the same wherever it runs.
+SLURM jobs and Ray tasks call the same function as the local launcher.
 """
 
 import dataclasses
@@ -17,18 +17,18 @@ import psutil
 from experiments.schema import store
 
 POLL_S = 0.2
-ASKED = (signal.SIGTERM, signal.SIGINT)  # somebody, or the cluster, ended it: it is still to do
+STOPPED = (signal.SIGTERM, signal.SIGINT)  # by a user or the cluster: the cell stays to do
 WORKER = (sys.executable, "-m", "experiments.runner.worker")
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a cell may take, and what is kept of it.
+    """Limits of a cell's process.
 
     Attributes:
-      memory_gb: main memory of its process; None: no limit.
-      minutes: None: no limit.
-      profile: whether a trace is kept.
+      memory_gb: main memory; None for no limit.
+      minutes: running time; None for no limit.
+      profile: whether the process writes a trace.
     """
 
     memory_gb: float | None = None
@@ -40,31 +40,31 @@ def run(
     folder: pathlib.Path,
     limits: Limits = Limits(),
     environment: dict[str, str] | None = None,
-    ended: Callable[[], bool] = lambda: False,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Measures a cell that is not finished in a process of its own.
+    """Measures an unfinished cell in a new process.
 
-    Afterwards its folder holds a result or a failure; neither where somebody ended it.
+    Afterwards the folder holds a result or a failure, or neither if the cell was stopped.
 
     Args:
-      folder: the cell's, with its `config.yaml`.
-      limits: beyond which it is ended, which is a failure.
-      environment: variables beside this process's own.
-      ended: whether the user has asked for the end.
+      folder: the cell's folder, with its `config.yaml`.
+      limits: the process is killed beyond these, which is a failure.
+      environment: variables added to those of this process.
+      stopped: returns whether the user wants the process to end.
     """
     command = [*WORKER, str(folder.resolve())]
     command += ["--profile"] if limits.profile else []
     with (folder / "worker.log").open("w") as log:
         process = subprocess.Popen(
             command,
-            stdin=subprocess.PIPE,  # closes when this process dies, and the worker with it
+            stdin=subprocess.PIPE,  # closes when this process ends; the worker then exits
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=os.environ | programs() | (environment or {}),
-            start_new_session=True,  # Ctrl-C is for the launcher, which ends its workers in order
+            env=os.environ | compilation_cache() | (environment or {}),
+            start_new_session=True,  # the launcher handles Ctrl-C
         )
         try:
-            failure = _watch(process, limits, ended)
+            failure = _watch(process, limits, stopped)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -72,27 +72,25 @@ def run(
             assert process.stdin is not None
             process.stdin.close()
     done = (folder / store.METRICS).exists() or (folder / store.FAILURE).exists()
-    if done or ended() or (failure is None and -process.returncode in ASKED):
+    if done or stopped() or (failure is None and -process.returncode in STOPPED):
         return
-    kind, error = failure or ("crash", _death(process.returncode))
+    kind, error = failure or ("crash", _exit_reason(process.returncode))
     trace = (folder / "worker.log").read_text(errors="replace")[-20_000:]
     store.write_failure(folder, kind, error, trace)
 
 
 def _watch(
-    process: subprocess.Popen, limits: Limits, ended: Callable[[], bool]
+    process: subprocess.Popen, limits: Limits, stopped: Callable[[], bool]
 ) -> tuple[str, str] | None:
-    """Returns (kind, error) if the process took too much; None: it has ended, or shall end."""
+    """Returns kind and error when the process exceeds a limit, None when it ends or is stopped."""
     started, watched = time.monotonic(), psutil.Process(process.pid)
-    while process.poll() is None and not ended():
+    while process.poll() is None and not stopped():
         if limits.minutes and time.monotonic() - started > 60 * limits.minutes:
-            return "timeout", f"ended after {limits.minutes:g} minutes (timeout_minutes)"
-        taken = _memory(watched) / 1e9
-        if limits.memory_gb and taken > limits.memory_gb:
-            return "memory", (
-                f"out of memory: the process held {taken:.2f} GB, and memory_limit_gb is "
-                f"{limits.memory_gb:g}"
-            )
+            return "timeout", f"killed after timeout_minutes={limits.minutes:g}"
+        used = _memory(watched) / 1e9
+        if limits.memory_gb and used > limits.memory_gb:
+            limit = f"memory_limit_gb={limits.memory_gb:g}"
+            return "memory", f"out of memory: the process used {used:.2f} GB, more than {limit}"
         try:
             process.wait(POLL_S)
         except subprocess.TimeoutExpired:
@@ -101,27 +99,27 @@ def _watch(
 
 
 def _memory(process: psutil.Process) -> int:
-    """Returns the bytes a process holds, 0 of one that has ended."""
+    """Returns the resident bytes of a process, 0 if it has ended."""
     try:
         return process.memory_info().rss
     except psutil.NoSuchProcess:
         return 0
 
 
-def _death(status: int) -> str:
-    """Returns what an exit status says of a process that left no result."""
+def _exit_reason(status: int) -> str:
+    """Returns why a process without a result ended."""
     if status >= 0:
-        return f"the process ended with status {status} and left no result"
-    known = {number.value: number.name for number in signal.Signals}
-    name = known.get(-status, f"signal {-status}")
-    hint = ", as systems do that have run out of memory" if name == "SIGKILL" else ""
+        return f"the process exited with status {status} without a result"
+    names = {number.value: number.name for number in signal.Signals}
+    name = names.get(-status, f"signal {-status}")
+    hint = "; the system may have run out of memory" if name == "SIGKILL" else ""
     return f"the process was killed by {name}{hint}"
 
 
-def programs() -> dict[str, str]:
-    """Returns the environment in which processes share what they have compiled.
+def compilation_cache() -> dict[str, str]:
+    """Returns the variables with which processes share compiled programs.
 
-    One folder for each kind of machine: a program for one CPU need not run on another.
+    Each kind of machine has a separate folder: a program for one CPU may not run on another.
     """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return {}
@@ -133,7 +131,7 @@ def programs() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Returns what tells machines apart whose compiled programs differ."""
+    """Returns a description that differs between machines whose compiled programs differ."""
     path = pathlib.Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else [os.uname().machine]
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))

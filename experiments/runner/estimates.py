@@ -1,7 +1,7 @@
-"""What a cell will take, roughly, before anything of it runs: memory, and time.
+"""Estimates memory and time of a cell before it runs.
 
-The cost model's plain steps over the rates of this machine, and a constant for starting and
-compiling. It is good enough to tell a coffee from a night.
+The time is the cost model's plain steps at the rates of this machine, plus a constant for starting
+and compiling: an order of magnitude.
 """
 
 import dataclasses
@@ -9,26 +9,26 @@ import functools
 from typing import Literal
 
 from experiments.schema import grid
-from experiments.schema.method import LOOK_UP
+from experiments.schema.method import PROMPT_LOOKUP
 from magicjax import cost_model
 from magicjax.cost_model import Device, Machine, Sizes
-from magicjax.generation import skeleton
+from magicjax.loading import skeleton
 from pallas_kernels.benchmarks import bandwidth
 from sharding import MeshSize, parse_mesh
 
-START_S = 20.0  # imports, weights, compiling, of each cell
+START_S = 20.0  # of each cell: imports, weights, compiling
 CPU_FLOPS = 5e10
-LINK = 1e10  # bytes a second, of a CPU's devices and of its copies
+LINK = 1e10  # bytes per second between the devices of a CPU, and of its copies
 GPU = cost_model.find_device("h100")
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Of a cell.
+    """The cost of a cell.
 
     Attributes:
-      memory_gb: weights and caches, of all devices together.
-      seconds: from its start to its end.
+      memory_gb: weights and caches on all devices.
+      seconds: from start to end.
     """
 
     memory_gb: float
@@ -36,31 +36,39 @@ class Estimate:
 
 
 def of(cell: grid.Cell, on_gpu: bool) -> Estimate:
-    """Returns what a cell will take; `on_gpu`: where it will run."""
+    """Returns the estimate of a cell on a GPU or a CPU."""
     target = _sizes(cell.target, cell.dtype, cell.offloaded)
+    return Estimate(_num_bytes(cell, target) / 1e9, _seconds(cell, target, on_gpu))
+
+
+def _num_bytes(cell: grid.Cell, target: Sizes) -> float:
+    """Returns the bytes of weights and caches."""
+    slots = cell.context + cell.new_tokens
+    bits = {"": None, "int8": 8, "int4": 4}[cell.kv_dtype]
+    total = _weights(target) + cell.batch * slots * target.kv_bytes
+    for path in cell.models:
+        if path != PROMPT_LOOKUP:
+            sizes = _sizes(path, cell.dtype)
+            total += _weights(sizes)
+            total += cell.batch * (cell.budget or slots) * sizes.draft_kv_bytes(bits)
+    if cell.draft == "self":
+        total += cell.batch * (cell.budget or 0) * target.draft_kv_bytes(bits)
+    return total
+
+
+def _seconds(cell: grid.Cell, target: Sizes, on_gpu: bool) -> float:
     mesh = parse_mesh(cell.mesh) if cell.mesh else MeshSize()
     device = dataclasses.replace(GPU, dtype=cell.dtype) if on_gpu else _cpu(cell.dtype)
     links = {"link": device.link or LINK, "host_link": device.host_link or LINK}
     machine = Machine(dataclasses.replace(device, **links), mesh.data, mesh.model)
-    slots = cell.context + cell.new_tokens
-    models = [_sizes(path, cell.dtype) for path in cell.models if path != LOOK_UP]
-    bits = {"": None, "int8": 8, "int4": 4}[cell.cache.kv_dtype]
-    kept = 0.0
-    for sizes in models:
-        kept += _weights(sizes)
-        kept += cell.batch * (cell.cache.kv_budget or slots) * sizes.draft_kv_bytes(bits)
-    if cell.draft == "self":
-        kept += cell.batch * cell.cache.kv_budget * target.draft_kv_bytes(bits)
     step = sum(cost_model.plain_step(target, machine, cell.batch, cell.context).values())
-    pass_flops = 2 * (target.attention + target.mlp) * cell.batch * cell.context
-    prefill = pass_flops / (device.matrix_rate * mesh.data * mesh.model)
-    ways = 1 if cell.draft == "none" else 2  # plain decoding runs beside it
-    runs = ways * (cell.repeats + 1) + cell.phases
+    flops = 2 * (target.attention + target.mlp) * cell.batch * cell.context
+    prefill = flops / (device.matrix_rate * mesh.data * mesh.model)
+    methods = 1 if cell.draft == "none" else 2  # plain decoding runs beside the cell
+    runs = methods * (cell.repeats + 1) + cell.phases
     if cell.draft == "none" and cell.candidates > 1:
         runs += cell.candidates  # to choose the prompts of a group
-    seconds = START_S + runs * (prefill + cell.new_tokens * step)
-    kept += _weights(target) + cell.batch * slots * target.kv_bytes
-    return Estimate(kept / 1e9, seconds)
+    return START_S + runs * (prefill + cell.new_tokens * step)
 
 
 @functools.cache
@@ -74,6 +82,5 @@ def _weights(sizes: Sizes) -> float:
 
 @functools.cache
 def _cpu(dtype: str) -> Device:
-    return Device(
-        "cpu", bandwidth.read_bandwidth(), CPU_FLOPS, 1e12, None, dtype=dtype, fetches_beside=False
-    )
+    rate = bandwidth.read_bandwidth()
+    return Device("cpu", rate, CPU_FLOPS, 1e12, None, dtype=dtype, overlaps_fetch=False)

@@ -1,8 +1,8 @@
-"""Are a speculative run's tokens those of plain greedy decoding?
+"""Compares the tokens of a speculative run with those of plain greedy decoding.
 
-Equal means equal, with one exception that is counted: where two rows first part, both tokens may
-be the best to within rounding. A teacher-forced forward of the target decides that. Beyond such a
-tie the two texts differ rightly, and nothing can be said.
+Tokens are equal or wrong, with one exception that is counted: where a row first diverges, both
+tokens may be the best up to rounding. A teacher-forced forward of the target decides that. After
+such a tie the two texts rightly differ, and nothing more can be compared.
 """
 
 import dataclasses
@@ -14,18 +14,18 @@ from jaxtyping import Int
 
 from experiments.runner import teacher
 
-TIE = 1e-5  # of the largest logit
+TIE = 1e-5  # relative to the largest logit
 
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """Where a row first leaves plain decoding.
+    """Where a row first differs from plain decoding.
 
     Attributes:
-      row: of the batch.
-      position: among the new tokens.
-      expected, found: plain decoding's token and the other.
-      margin: how far the worse of the two lies below the best logit, over the largest logit.
+      row: index in the batch.
+      position: index among the new tokens.
+      expected, found: plain decoding's token and the other one.
+      margin: difference of the best logit and the lower one of the two, relative to the largest.
     """
 
     row: int
@@ -48,14 +48,14 @@ class Divergence:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """How a run compares with plain decoding, row by row."""
+    """How the rows of a run compare with plain decoding's."""
 
     rows: int
     divergences: tuple[Divergence, ...]
 
     @property
     def ties(self) -> int:
-        """Rows that part from plain decoding at a tie."""
+        """Rows that diverge at a tie."""
         return sum(d.is_tie for d in self.divergences)
 
     @property
@@ -70,36 +70,37 @@ def compare(
     expected: Int[np.ndarray, "B M"],
     found: Int[np.ndarray, "B M"],
 ) -> Match:
-    """Returns the comparison of `found` with plain decoding's `expected`, of the same shape."""
+    """Returns how `found` compares with plain decoding's `expected`."""
     divergences = []
-    for row, position, pair in _partings(expected, found):
-        # Causal: one shape for every position, so that the forward compiles once.
+    for row, position, tokens in _first_differences(expected, found):
+        # One shape for every position, so that the forward compiles once; attention is causal.
         text = np.concatenate([prompts[row], expected[row]])[None]
-        at = np.array([prompts.shape[1] + position - 1])
-        logits = np.asarray(teacher.logits_at(target, text, at)[0], np.float64)
-        margin = (logits.max() - logits[list(pair)].min()) / np.abs(logits).max()
-        divergences.append(Divergence(row, position, *pair, float(margin)))
+        index = np.array([prompts.shape[1] + position - 1])
+        logits = np.asarray(teacher.logits_at(target, text, index)[0], np.float64)
+        margin = (logits.max() - logits[list(tokens)].min()) / np.abs(logits).max()
+        divergences.append(Divergence(row, position, *tokens, float(margin)))
     return Match(len(expected), tuple(divergences))
 
 
 def compare_sampled(expected: Int[np.ndarray, "B M"], found: Int[np.ndarray, "B M"]) -> Match:
-    """Returns the comparison of two texts sampled with the same random numbers: no ties."""
-    partings = _partings(expected, found)
+    """Returns how tokens sampled with the same random numbers compare; there are no ties."""
+    differences = _first_differences(expected, found)
     return Match(
-        len(expected), tuple(Divergence(r, at, *pair, math.inf) for r, at, pair in partings)
+        len(expected),
+        tuple(Divergence(row, at, *tokens, math.inf) for row, at, tokens in differences),
     )
 
 
-def _partings(
+def _first_differences(
     expected: Int[np.ndarray, "B M"], found: Int[np.ndarray, "B M"]
 ) -> list[tuple[int, int, tuple[int, int]]]:
-    """Returns (row, position, (token expected, token found)) where each row first differs."""
+    """Returns (row, position, (expected, found token)) of the first difference of each row."""
     if expected.shape != found.shape:
         raise ValueError(
             f"cannot compare {found.shape} new tokens with {expected.shape} of plain decoding"
         )
-    partings = []
+    differences = []
     for row in np.flatnonzero((expected != found).any(1)).tolist():
         at = int((expected[row] != found[row]).argmax())
-        partings.append((row, at, (int(expected[row, at]), int(found[row, at]))))
-    return partings
+        differences.append((row, at, (int(expected[row, at]), int(found[row, at]))))
+    return differences

@@ -1,7 +1,7 @@
-"""Where cells run: on this machine, as SLURM jobs, or on a Ray cluster.
+"""Launchers run cells on this machine, as SLURM jobs, or on a Ray cluster.
 
-Each launcher takes the cells' folders and yields them as they end. A folder then holds a result or
-a failure; neither if the user asked for the end before it was begun, or while it ran.
+Each launcher takes the folders of cells and yields them as the cells end. A folder then holds a
+result or a failure, or neither if the user stopped the run before or during this cell.
 """
 
 import collections
@@ -15,7 +15,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from experiments.runner import cell_process
@@ -28,37 +28,38 @@ POLL_S = 1.0
 
 
 class Stop:
-    """What Ctrl-C asks for: at first that nothing new begins, then that what runs ends.
+    """Requests to stop: the first lets running cells finish, the second stops them.
 
     Attributes:
-      asked: how often it was pressed.
+      requests: how many requests were made.
     """
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.requests = 0
 
-    def ask(self, times: int = 1) -> None:
-        """Asks for the end."""
-        self.asked += times
+    def request(self, count: int = 1) -> None:
+        """Adds requests."""
+        self.requests += count
 
     @property
     def no_more(self) -> bool:
-        return self.asked > 0
+        """Whether no further cell may start."""
+        return self.requests > 0
 
     def now(self) -> bool:
-        """Returns whether running cells are to end."""
-        return self.asked > 1
+        """Returns whether running cells must stop."""
+        return self.requests > 1
 
     @contextlib.contextmanager
-    def on_signals(self, tell: Any) -> Iterator[None]:
-        """Lets SIGINT ask once each time, and SIGTERM at once for the end; `tell` prints a line."""
+    def on_signals(self, report: Callable[[str], Any]) -> Iterator[None]:
+        """Counts SIGINT as one request and SIGTERM as two; calls `report` with a message."""
 
         def interrupted(number: int, frame: Any) -> None:
-            self.ask(2 if number == signal.SIGTERM else 1)
+            self.request(2 if number == signal.SIGTERM else 1)
             if self.now():
-                tell("ending what runs; finished cells are kept")
+                report("stopping the running cells; finished cells are kept")
             else:
-                tell("no more cells are begun; once more ends those that run")
+                report("no further cells start; interrupt again to stop the running cells")
 
         numbers = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.signal(number, interrupted) for number in numbers}
@@ -70,7 +71,7 @@ class Stop:
 
 
 class Launcher(Protocol):
-    """Runs cells somewhere."""
+    """Runs cells."""
 
     def run(
         self, folders: Sequence[pathlib.Path], limits: Limits, stop: Stop
@@ -79,14 +80,10 @@ class Launcher(Protocol):
 
 
 def make(experiment: Experiment, devices: int) -> Launcher:
-    """Returns the launcher that an experiment asks for.
-
-    Args:
-      experiment: its settings.
-      devices: that a cell needs.
+    """Returns the launcher of an experiment, for cells that need `devices` devices.
 
     Raises:
-      ConfigError: a package is missing, or this machine has too few GPUs.
+      ConfigError: a package is missing, or there are too few GPUs.
     """
     if experiment.launcher == "slurm":
         return Slurm(experiment, devices)
@@ -96,11 +93,11 @@ def make(experiment: Experiment, devices: int) -> Launcher:
 
 
 def gpus() -> list[str]:
-    """Returns the NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """Returns the NVIDIA GPUs visible to this process, as in CUDA_VISIBLE_DEVICES."""
     if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:  # CUDA ends the list at the first name of none, such as -1
+    if visible is not None:  # CUDA ends the list at the first invalid name, such as -1
         names = [name.strip() for name in visible.split(",")]
         return list(itertools.takewhile(lambda name: name and not name.startswith("-"), names))
     if not shutil.which("nvidia-smi"):
@@ -111,31 +108,31 @@ def gpus() -> list[str]:
 
 
 class Local:
-    """Processes on this machine: one after the other, or as many as there are GPUs for."""
+    """Processes on this machine: one at a time on a CPU, or as many as its GPUs allow."""
 
     def __init__(self, names: Sequence[str], devices: int, jobs: int | None):
-        """Makes a launcher.
+        """Checks the devices.
 
         Args:
-          names: of the GPUs; none: cells run on the CPU.
-          devices: that each cell gets: as many as the largest mesh of the grid has.
-          jobs: cells at once; None: as many as there are GPUs for, and one on a CPU.
+          names: names of the GPUs; if empty, cells run on the CPU.
+          devices: devices of each cell, those of the largest mesh in the grid.
+          jobs: concurrent cells; None for as many as the GPUs allow, one on a CPU.
 
         Raises:
-          ConfigError: there are fewer devices than that needs.
+          ConfigError: there are too few devices.
         """
         flag = "host_platform_device_count"
         if devices > max(1, len(names)) and flag not in os.environ.get("XLA_FLAGS", ""):
             raise ConfigError(
-                f"mesh: a cell needs {devices} devices, and this machine has {len(names)} GPUs; "
-                f"on a CPU it can be tried with XLA_FLAGS=--xla_force_{flag}={devices}"
+                f"mesh: a cell needs {devices} devices, but this machine has {len(names)} GPUs; "
+                f"to try it on a CPU, set XLA_FLAGS=--xla_force_{flag}={devices}"
             )
         self.free, self.devices = collections.deque(names), devices if names else 0
         most = len(names) // devices if names else jobs or 1
         if jobs is not None and jobs > most:
             raise ConfigError(
-                f"jobs={jobs}: {len(names)} GPUs are enough for {most} cells of {devices} at once: "
-                f"set jobs to at most {most}, or leave it out"
+                f"jobs={jobs} is too large: {len(names)} GPUs allow {most} concurrent cells of "
+                f"{devices}: give at most {most}, or omit it"
             )
         self.jobs = jobs or most
 
@@ -149,34 +146,34 @@ class Local:
             try:
                 while waiting or running:
                     while waiting and len(running) < self.jobs and not stop.no_more:
-                        taken = [self.free.popleft() for _ in range(self.devices)]
-                        seen = {"CUDA_VISIBLE_DEVICES": ",".join(taken)} if taken else {}
+                        names = [self.free.popleft() for _ in range(self.devices)]
+                        variables = {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else {}
                         folder = waiting.popleft()
-                        begun = pool.submit(cell_process.run, folder, limits, seen, stop.now)
-                        running[begun] = folder, taken
+                        arguments = folder, limits, variables, stop.now
+                        running[pool.submit(cell_process.run, *arguments)] = folder, names
                     if not running:
                         return
                     done, _ = concurrent.futures.wait(
                         running, POLL_S, concurrent.futures.FIRST_COMPLETED
                     )
                     for future in done:
-                        folder, taken = running.pop(future)
-                        self.free.extend(taken)
+                        folder, names = running.pop(future)
+                        self.free.extend(names)
                         future.result()
                         yield folder
             finally:
-                if running:  # the caller has left: what runs ends, and nothing is lost but that
-                    stop.ask(2)
+                if running:  # the caller has left the loop
+                    stop.request(2)
 
 
 class Slurm:
-    """SLURM jobs, through submitit: an array of one job for each cell.
+    """SLURM jobs through submitit: a job array with one job per cell.
 
-    The folder of results must be seen by all nodes.
+    All nodes must see the folder of results.
     """
 
     def __init__(self, experiment: Experiment, devices: int):
-        """Makes a launcher; raises ConfigError without submitit, without SLURM, or GPUs enough."""
+        """Raises ConfigError if submitit or SLURM is missing, or `slurm.gpus` is too small."""
         try:
             import submitit
         except ImportError as error:
@@ -184,19 +181,19 @@ class Slurm:
         slurm = experiment.slurm
         if slurm.cluster == "slurm" and 0 < slurm.gpus < devices:
             raise ConfigError(
-                f"mesh: a cell needs {devices} devices, and slurm.gpus is {slurm.gpus}: set it to "
+                f"mesh: a cell needs {devices} devices, but slurm.gpus is {slurm.gpus}: set it to "
                 f"{devices}"
             )
         if slurm.cluster == "slurm" and not shutil.which("sbatch"):
             raise ConfigError(
-                "launcher=slurm: this machine has no `sbatch`: start it where SLURM is, or try it "
-                "with --slurm.cluster local"
+                "launcher=slurm: this machine has no `sbatch`: run it on a SLURM login node, or "
+                "try it with --slurm.cluster local"
             )
         logs = pathlib.Path(experiment.results) / experiment.name / "jobs"
         self.executor = submitit.AutoExecutor(folder=logs, cluster=slurm.cluster)
         self.executor.update_parameters(name=experiment.name, timeout_min=slurm.minutes)
         if slurm.cluster == "slurm":
-            asked = {
+            options = {
                 "slurm_partition": slurm.partition or None,
                 "slurm_account": slurm.account or None,
                 "slurm_gpus_per_node": slurm.gpus or None,
@@ -205,22 +202,21 @@ class Slurm:
                 "slurm_array_parallelism": slurm.at_once,
                 "slurm_setup": slurm.setup or None,
             }
-            self.executor.update_parameters(**{k: v for k, v in asked.items() if v is not None})
+            self.executor.update_parameters(**{k: v for k, v in options.items() if v is not None})
         self.at_once = slurm.at_once if slurm.cluster == "slurm" else 1
 
     def run(
         self, folders: Sequence[pathlib.Path], limits: Limits, stop: Stop
     ) -> Iterator[pathlib.Path]:
-        """Yields the folders as their cells end; a job that SLURM ended is a failure."""
+        """Yields the folders as their cells end; a job that SLURM killed is a failure."""
         waiting = collections.deque(folder.resolve() for folder in folders)
         jobs: dict[Any, pathlib.Path] = {}
         try:
             while waiting or jobs:
-                if not stop.no_more and waiting and (self._all_at_once or not jobs):
-                    some = [
-                        waiting.popleft() for _ in range(len(waiting) if self._all_at_once else 1)
-                    ]
-                    jobs |= dict(zip(self._submit(some, limits), some))
+                if not stop.no_more and waiting and (self.at_once > 1 or not jobs):
+                    count = len(waiting) if self.at_once > 1 else 1
+                    batch = [waiting.popleft() for _ in range(count)]
+                    jobs |= dict(zip(self._submit(batch, limits), batch))
                 if stop.no_more:
                     for job in [job for job in jobs if job.state == "PENDING"]:
                         job.cancel()
@@ -245,28 +241,29 @@ class Slurm:
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
             raise ConfigError(f"SLURM refused the jobs: {error}") from error
 
-    @property
-    def _all_at_once(self) -> bool:
-        return self.at_once > 1
-
 
 def _check_job(folder: pathlib.Path, job: Any) -> None:
-    """Records a job that ended without a result: a node that died, a limit of the cluster."""
-    if (folder / store.METRICS).exists() or (folder / store.FAILURE).exists():
+    """Records the failure of a job without a result, such as a lost node or a cluster limit."""
+    if _has_ended(folder):
         return
     error = job.exception()
-    said = f"{type(error).__name__}: {error}" if error else "the job left no result"
-    store.write_failure(folder, "crash", said.splitlines()[0], said)
+    message = f"{type(error).__name__}: {error}" if error else "the job ended without a result"
+    store.write_failure(folder, "crash", message.splitlines()[0], message)
+
+
+def _has_ended(folder: pathlib.Path) -> bool:
+    """Returns whether a cell has a result or a failure."""
+    return (folder / store.METRICS).exists() or (folder / store.FAILURE).exists()
 
 
 class Ray:
-    """Tasks on a Ray cluster. The folder of results must be seen by all nodes."""
+    """Tasks on a Ray cluster. All nodes must see the folder of results."""
 
     def __init__(self, experiment: Experiment, devices: int):
-        """Makes a launcher, connected to the cluster.
+        """Connects to the cluster.
 
         Raises:
-          ConfigError: ray is missing, the cluster does not answer, or no node has GPUs enough.
+          ConfigError: ray is missing, the cluster does not answer, or all nodes have too few GPUs.
         """
         try:
             import ray
@@ -282,22 +279,22 @@ class Ray:
         if any(gpus):
             if max(gpus) < devices:
                 raise ConfigError(
-                    f"mesh: a cell needs {devices} GPUs, and no node of the cluster has more than "
+                    f"mesh: a cell needs {devices} GPUs, but the nodes of the cluster have at most "
                     f"{max(gpus)}"
                 )
-            self.needs = {"num_gpus": devices, "num_cpus": 1}
+            self.resources = {"num_gpus": devices, "num_cpus": 1}
             most = sum(count // devices for count in gpus)
-        else:  # a cell takes a CPU for itself, unless more are asked for
+        else:  # one cell per node, unless `jobs` sets more
             most = len(nodes)
-            self.needs = {"num_cpus": 1}
+            self.resources = {"num_cpus": 1}
         self.ray, self.jobs = ray, experiment.jobs or most
 
     def run(
         self, folders: Sequence[pathlib.Path], limits: Limits, stop: Stop
     ) -> Iterator[pathlib.Path]:
-        """Yields the folders as their cells end; a task that died is a failure."""
+        """Yields the folders as their cells end; a task that crashed is a failure."""
         ray = self.ray
-        task = ray.remote(max_retries=0, **self.needs)(cell_process.run)
+        task = ray.remote(max_retries=0, **self.resources)(cell_process.run)
         waiting = collections.deque(folder.resolve() for folder in folders)
         running: dict[Any, pathlib.Path] = {}
         try:
@@ -319,11 +316,11 @@ class Ray:
 
 
 def _check_task(ray: Any, folder: pathlib.Path, reference: Any) -> None:
-    """Records a task that ended without a result, unless the user has taken it back."""
+    """Records the failure of a task without a result, unless the user has cancelled it."""
     try:
         ray.get(reference)
     except ray.exceptions.TaskCancelledError:
         return
     except ray.exceptions.RayError as error:
-        if not ((folder / store.METRICS).exists() or (folder / store.FAILURE).exists()):
+        if not _has_ended(folder):
             store.write_failure(folder, "crash", str(error).splitlines()[0], str(error))

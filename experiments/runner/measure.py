@@ -1,7 +1,7 @@
-"""Measures a cell in turns with plain decoding of the same prompts: plain, cell, plain, cell, ...
+"""Measures a cell; its runs are interleaved with plain decoding of the same prompts.
 
-The first turn compiles and warms up and is not timed; a cell without repeats has no other, and
-learns what does not depend on time. After the timed turns one more run is traced.
+The first run of each compiles, and is not timed. A cell with repeats=0 has no other runs. After the
+timed runs one more is traced.
 """
 
 import dataclasses
@@ -21,277 +21,293 @@ from experiments.prompts import metrics
 from experiments.runner import exactness
 from experiments.runner.provenance import device_name
 from experiments.runner.workload import Bench
+from experiments.schema.columns import (
+    Acceptance,
+    Exactness,
+    Phases,
+    Resources,
+    Status,
+    Times,
+    row_of,
+)
 from experiments.schema.grid import Cell, columns, plain_of
 from magicjax import cost_model, placement
 from magicjax.benchmarks import profile_phases
-from magicjax.cli.plan import written_tree
+from magicjax.cli.plan import tree_spec
 from pallas_kernels.benchmarks import bandwidth
 from sharding import factored
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a cell gave: its metrics, and a line for each request."""
+    """The result of a cell.
+
+    Attributes:
+      metrics: content of `metrics.json`.
+      requests: a line of `requests.jsonl` for each row.
+    """
 
     metrics: dict[str, Any]
     requests: list[dict[str, Any]]
 
 
 def measure(bench: Bench, cell: Cell, folder: pathlib.Path | None = None) -> Measured:
-    """Returns what a cell gave.
+    """Returns the result of a cell.
 
     Args:
-      bench: what runs it.
+      bench: the models and prompts.
       cell: its settings.
-      folder: for a trace; None: none is kept.
+      folder: where to keep a trace; None: no trace is kept.
 
     Raises:
-      RuntimeError: two runs of the cell differ, or a timed one compiled.
+      RuntimeError: two runs of the cell differ, or a timed run compiled.
     """
     plain = plain_of(cell)
-    outputs: dict[Cell, list] = {plain: [], cell: []}  # one, if the cell is plain decoding
+    outputs: dict[Cell, list] = {plain: [], cell: []}  # one entry if the cell is plain decoding
     read_gbs = bandwidth.read_bandwidth() / 1e9 if cell.repeats else None
-    for turn in range(cell.repeats + 1):
-        for one, runs in outputs.items():
-            print(f"{one.label}: {f'run {turn}' if turn else 'compiles'}", flush=True)
-            runs.append(bench.run(one))
-    return _measured(bench, cell, outputs[cell], outputs[plain], read_gbs, folder)
-
-
-def _measured(
-    bench: Bench,
-    cell: Cell,
-    runs: list,
-    plain_runs: list,
-    read_gbs: float | None,
-    folder: pathlib.Path | None,
-) -> Measured:
-    """Returns what the runs of a cell, and plain decoding's beside them, come to."""
-    warm_up, *timed = runs
-    plain_timed = plain_runs[1:]
-    if any(run.stats.compile_s for run in timed + plain_timed):
-        raise RuntimeError(f"{cell.label}: a timed run compiled again, so its time means nothing")
+    for repeat in range(cell.repeats + 1):
+        for each, runs in outputs.items():
+            print(f"{each.label}: {f'run {repeat}' if repeat else 'compiling'}", flush=True)
+            runs.append(bench.run(each))
+    runs, plain_runs = outputs[cell], outputs[plain]
+    if any(run.stats.compile_s for run in runs[1:] + plain_runs[1:]):
+        raise RuntimeError(f"{cell.label}: a timed run compiled, so its time is invalid")
     match = _match(bench, cell, runs, plain_runs)
-    stats = warm_up.stats
     requests = _requests(bench, cell, runs, match)
-    spent, untraced = _phases(bench, cell, folder) if timed else ({}, "")
-    scores = [request["score"] for request in requests if request["score"] is not None]
-    first = min(match.divergences, key=lambda d: d.position, default=None) if match else None
-    row = columns(cell) | {
-        "device": device_name(),
-        "status": "ok",
-        "error": "",
-        "tau": stats.tau,
-        "tau_by_request": stats.tau_by_request,
-        "block_efficiency": 1 + stats.accepted / stats.rounds,
-        "nodes_per_round": stats.nodes_per_round,
-        "acceptance_rate": None if cell.draft == "none" else stats.acceptance_rate,
-        "exact_match": match.exact if match else None,
-        "noise_match": _same(plain_runs),
-        "ties": match.ties if match else 0,
-        "first_divergence": first.position if first else None,
-        "top2_margin": first.margin if first else None,
-        "score": statistics.mean(scores) if scores else None,
-        "compile_s": sum(run.stats.compile_s for run in runs) + bench.choosing_s,
-        "kv_mb_target": stats.kv_bytes_target / 1e6,
-        "kv_mb_draft": stats.kv_bytes_draft / 1e6,
-        "repeated_8grams": metrics.repeated_ngrams(np.asarray(warm_up.tokens)),
-        "agreement": bench.agreement(cell),
-        "rounds": stats.rounds,
-        "steps": stats.steps,
-        "chosen": _chosen(warm_up.choice),
-        "attention_backend": stats.attention_backend,
-        "memory_mb": _peak_memory() / 1e6,
-    }
-    row |= _times(bench, cell, timed, plain_timed, read_gbs)
-    row |= {f"{name}_s": seconds for name, seconds in spent.items()}
-    found = {
+    seconds, phases_error = _phases(bench, cell, folder) if cell.repeats else ({}, "")
+    row = columns(cell) | row_of(
+        Status(device=device_name(), status="ok", error=""),
+        _times(bench, cell, runs[1:], plain_runs[1:], read_gbs) if read_gbs else Times(),
+        _acceptance(bench, cell, runs[0], requests),
+        _exactness(match, plain_runs),
+        Phases(**{f"{name}_s": s for name, s in seconds.items()}),
+        _resources(bench, runs),
+    )
+    stats = runs[0].stats
+    content = {
         "row": row,
-        "runs": [_run(run) for run in timed],
-        "plain_runs": [_run(run) for run in plain_timed],
+        "runs": [_run(run) for run in runs[1:]],
+        "plain_runs": [_run(run) for run in plain_runs[1:]],
         "histogram": list(stats.histogram),
         "acceptance_by_depth": list(stats.acceptance_by_depth),
         "acceptance_if_reached": list(stats.acceptance_if_reached),
-        "phases": spent,
-        "phases_error": untraced,
+        "phases": seconds,
+        "phases_error": phases_error,
         "divergences": [str(d) for d in match.divergences] if match else [],
     }
-    return Measured(found, requests)
-
-
-def _requests(
-    bench: Bench, cell: Cell, runs: list, match: exactness.Match | None
-) -> list[dict[str, Any]]:
-    """Returns a line for each row of the batch: what it gave, how it was accepted, how fast."""
-    out, tasks = runs[0], bench.tasks(cell)
-    parted = {d.row: d for d in match.divergences} if match else {}
-    latencies = np.median([_tpot(run) for run in runs[1:]], 0) if runs[1:] else None
-    lines = []
-    for i, counted in enumerate(out.stats.histogram_by_request):
-        parting, task = parted.get(i), tasks[i] if tasks else None
-        text = out.texts[i] if out.texts else None
-        scored = task is not None and task.answer and text is not None
-        lines.append(
-            {
-                "request": i,
-                "tokens": np.asarray(out.tokens)[i].tolist(),
-                "text": text,
-                "answer": list(task.answer) if task else [],
-                "source": task.source if task else "",
-                "score": prompts.score(task, text) if scored else None,
-                "rounds": sum(counted),
-                "tau": (cell.new_tokens - 1) / sum(counted),
-                "histogram": list(counted),
-                "exact": (parting is None or parting.is_tie) if match else None,
-                "first_divergence": parting.position if parting else None,
-                "top2_margin": parting.margin if parting else None,
-                "tpot_ms": float(latencies[i]) if latencies is not None else None,
-            }
-        )
-    return lines
-
-
-def _chosen(choice: magicjax.Choice | None) -> str:
-    """Returns what "auto" chose, as the tables name it; "" of other methods."""
-    if choice is None:
-        return ""
-    return choice.name if choice.tree is None else f"{choice.name}, {written_tree(choice.tree)}"
-
-
-def _phases(bench: Bench, cell: Cell, folder: pathlib.Path | None) -> tuple[dict[str, float], str]:
-    """Returns (seconds of each phase in the first rounds of one more run, why there are none).
-
-    A device that cannot be traced is no reason to lose what was measured, unless a trace was asked
-    for. There are none either of a loop so small that XLA makes one operation of it.
-    """
-    if not (cell.phases or folder):
-        return {}, ""
-    target, text, given = bench.call(cell)
-    try:
-        found = profile_phases.trace(target, text, folder, **given).seconds
-    except ValueError as error:
-        if folder:
-            raise
-        print(f"{cell.label}: not traced: {error}", flush=True)
-        return {}, str(error)
-    return (found, "") if found["score"] else ({}, "the loop is one operation of the trace")
-
-
-def _peak_memory() -> float:
-    """Returns the most bytes held so far, of a GPU, or of this process if devices do not tell."""
-    of_device = [device.memory_stats() for device in jax.local_devices()]
-    if all(of_device):
-        return float(max(stats["peak_bytes_in_use"] for stats in of_device))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(peak if sys.platform == "darwin" else peak * 1024)
-
-
-TIMES = (
-    *("decode_tok_s", "ar_decode_tok_s", "speedup", "speedup_low", "speedup_high", "prefill_s"),
-    *("decode_s", "round_ms", "ar_gbs", "read_gbs", "bandwidth_share", "ttft_s", "tpot_ms_p50"),
-    *("tpot_ms_p99", "decode_tok_s_user", "decode_tok_s_device"),
-)
-
-
-def _in_stages(cell: Cell) -> bool:
-    return cell.devices is not None and cell.devices.shape["stage"] > 1
-
-
-def _moved(target: Any, cell: Cell) -> float:
-    """Returns the bytes that all devices together read in an average step of plain decoding."""
-    weights = cost_model.weight_bytes(target)
-    entries = cost_model.step_bytes(target, cell.batch, cell.context, cell.new_tokens) - weights
-    if not cell.devices:
-        return weights + entries
-    split = placement.split_of(target.config, None, factored(cell.devices))
-    # Every group has the weights, and KV heads may be held several times.
-    return cell.devices.shape["data"] * weights + entries * split.shards / split.kv_shards
-
-
-def _times(
-    bench: Bench, cell: Cell, timed: list, plain_timed: list, read_gbs: float | None
-) -> dict[str, float | None]:
-    """Returns the columns that say how long a cell took; None in all if nothing was timed."""
-    if read_gbs is None:
-        return dict.fromkeys(TIMES)
-    median = statistics.median
-    rate = median(_rate(run) for run in timed)
-    plain_rate = median(_rate(run) for run in plain_timed)
-    paired = [_rate(a) / _rate(b) for a, b in zip(timed, plain_timed, strict=True)]
-    target = bench.target_of(cell)
-    step_s = median(run.stats.decode_s / run.stats.steps for run in plain_timed)
-    moved = _moved(target, cell)
-    latencies = np.concatenate([_tpot(run) for run in timed])
-    ar_gbs = moved / step_s / 1e9
-    if cell.devices and jax.default_backend() != "cpu":  # devices on a CPU share its memory
-        read_gbs *= cell.devices.size
-    return {
-        "decode_tok_s": rate,
-        "ar_decode_tok_s": plain_rate,
-        "speedup": rate / plain_rate,
-        "speedup_low": min(paired),
-        "speedup_high": max(paired),
-        "decode_tok_s_user": rate / cell.batch,
-        "decode_tok_s_device": rate / (cell.devices.size if cell.devices else 1),
-        "ttft_s": median(run.stats.prefill_s for run in timed),
-        "tpot_ms_p50": float(np.percentile(latencies, 50)),
-        "tpot_ms_p99": float(np.percentile(latencies, 99)),
-        "prefill_s": median(run.stats.prefill_s for run in timed),
-        "decode_s": median(run.stats.decode_s for run in timed),
-        "round_ms": 1e3 * median(run.stats.decode_s / run.stats.steps for run in timed),
-        "ar_gbs": ar_gbs,
-        "read_gbs": read_gbs,
-        # Of weights that come over a link the share would say nothing, nor of stages, which read
-        # theirs once for every micro-batch.
-        "bandwidth_share": None if cell.offload or _in_stages(cell) else ar_gbs / read_gbs,
-    }
-
-
-def _match(bench: Bench, cell: Cell, runs: list, plain_runs: list) -> exactness.Match | None:
-    """Returns how the cell's tokens compare with plain decoding's; every run must say the same.
-
-    None where only the distribution is the same: naive verification samples the very tokens of
-    plain sampling, the other rules do not.
-
-    Raises:
-      RuntimeError: two runs of the cell differ, where those of plain decoding do not.
-    """
-    if _same(runs) < 1 and _same(plain_runs) == 1:
-        raise RuntimeError(f"{cell.label}: two runs on the same prompts differ")
-    plain, first = np.asarray(plain_runs[0].tokens), np.asarray(runs[0].tokens)
-    if cell.do_sample:
-        comparable = cell.draft == "none" or cell.verifier == "naive"
-        return exactness.compare_sampled(plain, first) if comparable else None
-    if np.array_equal(plain, first):
-        return exactness.Match(len(plain), ())
-    target = bench.read_by(cell.target, cell)
-    if target is None:  # who could say whether they part at a tie
-        return exactness.compare_sampled(plain, first)
-    return exactness.compare(target, bench.prompts(cell), plain, first)
-
-
-def _same(runs: Sequence[Any]) -> float:
-    """Returns the share of rows whose tokens are the same in all runs."""
-    tokens = np.stack([np.asarray(run.tokens) for run in runs])
-    return float((tokens == tokens[0]).all((0, 2)).mean())
-
-
-def _tpot(run: Any) -> np.ndarray:
-    """Returns [batch], ms for each token of a row after its first.
-
-    All rows decode in one compiled loop, each round taking as long for every row: a row that needs
-    fewer rounds is done earlier.
-    """
-    rounds = np.array([sum(counted) for counted in run.stats.histogram_by_request])
-    round_ms = 1e3 * run.stats.decode_s / run.stats.steps
-    return round_ms * rounds / (run.stats.emitted / len(rounds))
-
-
-def _rate(run: Any) -> float:
-    return run.stats.emitted / run.stats.decode_s
+    return Measured(content, requests)
 
 
 def _run(run: Any) -> dict[str, float]:
     times, counts = ("prefill_s", "decode_s", "tokens_per_s"), ("rounds", "steps", "emitted")
     names = (*times, *counts, "drafted", "accepted")
     return {name: float(getattr(run.stats, name)) for name in names}
+
+
+def _acceptance(
+    bench: Bench, cell: Cell, run: Any, requests: Sequence[dict[str, Any]]
+) -> Acceptance:
+    stats = run.stats
+    scores = [request["score"] for request in requests if request["score"] is not None]
+    return Acceptance(
+        tau=stats.tau,
+        tau_by_request=stats.tau_by_request,
+        block_efficiency=1 + stats.accepted / stats.rounds,
+        acceptance_rate=None if cell.draft == "none" else stats.acceptance_rate,
+        nodes_per_round=stats.nodes_per_round,
+        rounds=stats.rounds,
+        steps=stats.steps,
+        repeated_8grams=metrics.repeated_ngrams(np.asarray(run.tokens)),
+        agreement=bench.agreement(cell),
+        score=statistics.mean(scores) if scores else None,
+        chosen=_chosen(run.choice),
+    )
+
+
+def _chosen(choice: magicjax.Choice | None) -> str:
+    """Returns the name of the drafter and tree that "auto" chose, "" for other methods."""
+    if choice is None:
+        return ""
+    return choice.name if choice.tree is None else f"{choice.name}, {tree_spec(choice.tree)}"
+
+
+def _exactness(match: exactness.Match | None, plain_runs: Sequence[Any]) -> Exactness:
+    noise_match = _equal_rows(plain_runs)
+    if match is None:
+        return Exactness(noise_match=noise_match, ties=0)
+    first = min(match.divergences, key=lambda d: d.position, default=None)
+    return Exactness(
+        exact_match=match.exact,
+        noise_match=noise_match,
+        ties=match.ties,
+        first_divergence=first.position if first else None,
+        top2_margin=first.margin if first else None,
+    )
+
+
+def _resources(bench: Bench, runs: Sequence[Any]) -> Resources:
+    stats = runs[0].stats
+    return Resources(
+        compile_s=sum(run.stats.compile_s for run in runs) + bench.choosing_s,
+        kv_mb_target=stats.kv_bytes_target / 1e6,
+        kv_mb_draft=stats.kv_bytes_draft / 1e6,
+        memory_mb=_peak_memory() / 1e6,
+        attention_backend=stats.attention_backend,
+    )
+
+
+def _peak_memory() -> float:
+    """Returns the peak bytes in use: of a GPU, or of this process if devices do not report it."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    if all(stats):
+        return float(max(device["peak_bytes_in_use"] for device in stats))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak if sys.platform == "darwin" else peak * 1024)
+
+
+def _requests(
+    bench: Bench, cell: Cell, runs: Sequence[Any], match: exactness.Match | None
+) -> list[dict[str, Any]]:
+    """Returns a line for each row of the batch: its tokens, acceptance and latency."""
+    output, tasks = runs[0], bench.tasks(cell)
+    divergences = {d.row: d for d in match.divergences} if match else {}
+    latencies = np.median([_tpot(run) for run in runs[1:]], 0) if runs[1:] else None
+    lines = []
+    for i, histogram in enumerate(output.stats.histogram_by_request):
+        divergence, task = divergences.get(i), tasks[i] if tasks else None
+        text = output.texts[i] if output.texts else None
+        scored = task is not None and task.answer and text is not None
+        lines.append(
+            {
+                "request": i,
+                "tokens": np.asarray(output.tokens)[i].tolist(),
+                "text": text,
+                "answer": list(task.answer) if task else [],
+                "source": task.source if task else "",
+                "score": prompts.score(task, text) if scored else None,
+                "rounds": sum(histogram),
+                "tau": (cell.new_tokens - 1) / sum(histogram),
+                "histogram": list(histogram),
+                "exact": (divergence is None or divergence.is_tie) if match else None,
+                "first_divergence": divergence.position if divergence else None,
+                "top2_margin": divergence.margin if divergence else None,
+                "tpot_ms": float(latencies[i]) if latencies is not None else None,
+            }
+        )
+    return lines
+
+
+def _phases(bench: Bench, cell: Cell, folder: pathlib.Path | None) -> tuple[dict[str, float], str]:
+    """Returns (seconds of each phase in the first rounds of one more run, why there are none).
+
+    A device that cannot be traced is an error only if a trace was asked for. A loop so small that
+    XLA makes one operation of it has no phases.
+    """
+    if not (cell.phases or folder):
+        return {}, ""
+    target, text, arguments = bench.call(cell)
+    try:
+        seconds = profile_phases.trace(target, text, folder, **arguments).seconds
+    except ValueError as error:
+        if folder:
+            raise
+        print(f"{cell.label}: not traced: {error}", flush=True)
+        return {}, str(error)
+    return (seconds, "") if seconds["score"] else ({}, "the loop is one operation of the trace")
+
+
+def _times(
+    bench: Bench,
+    cell: Cell,
+    runs: Sequence[Any],
+    plain_runs: Sequence[Any],
+    read_gbs: float,
+) -> Times:
+    """Returns the times of the timed runs; `read_gbs` is the measured bandwidth of a device."""
+    median = statistics.median
+    rate = median(_rate(run) for run in runs)
+    plain_rate = median(_rate(run) for run in plain_runs)
+    ratios = [_rate(a) / _rate(b) for a, b in zip(runs, plain_runs, strict=True)]
+    step_s = median(run.stats.decode_s / run.stats.steps for run in plain_runs)
+    latencies = np.concatenate([_tpot(run) for run in runs])
+    ar_gbs = _step_bytes(bench.target_of(cell), cell) / step_s / 1e9
+    devices = cell.devices.size if cell.devices else 1
+    if jax.default_backend() != "cpu":  # devices on a CPU share its memory
+        read_gbs *= devices
+    # Offloaded weights come over a link, and stages read theirs once for every micro-batch.
+    whole = not cell.offload and not (cell.devices and cell.devices.shape["stage"] > 1)
+    return Times(
+        decode_tok_s=rate,
+        decode_tok_s_user=rate / cell.batch,
+        decode_tok_s_device=rate / devices,
+        ar_decode_tok_s=plain_rate,
+        speedup=rate / plain_rate,
+        speedup_low=min(ratios),
+        speedup_high=max(ratios),
+        ttft_s=median(run.stats.prefill_s for run in runs),
+        tpot_ms_p50=float(np.percentile(latencies, 50)),
+        tpot_ms_p99=float(np.percentile(latencies, 99)),
+        prefill_s=median(run.stats.prefill_s for run in runs),
+        decode_s=median(run.stats.decode_s for run in runs),
+        round_ms=1e3 * median(run.stats.decode_s / run.stats.steps for run in runs),
+        ar_gbs=ar_gbs,
+        read_gbs=read_gbs,
+        bandwidth_share=ar_gbs / read_gbs if whole else None,
+    )
+
+
+def _step_bytes(target: Any, cell: Cell) -> float:
+    """Returns the bytes that all devices read in an average step of plain decoding."""
+    weights = cost_model.weight_bytes(target)
+    entries = cost_model.step_bytes(target, cell.batch, cell.context, cell.new_tokens) - weights
+    if not cell.devices:
+        return weights + entries
+    split = placement.split_of(target.config, None, factored(cell.devices))
+    # Every data shard has the weights, and KV heads may be replicated.
+    return cell.devices.shape["data"] * weights + entries * split.shards / split.kv_shards
+
+
+def _match(
+    bench: Bench, cell: Cell, runs: Sequence[Any], plain_runs: Sequence[Any]
+) -> exactness.Match | None:
+    """Returns how the cell's tokens compare with plain decoding's.
+
+    None if only the distribution is the same: naive verification samples the tokens of plain
+    sampling, other verifiers do not.
+
+    Raises:
+      RuntimeError: two runs of the cell differ, but those of plain decoding do not.
+    """
+    if _equal_rows(runs) < 1 and _equal_rows(plain_runs) == 1:
+        raise RuntimeError(f"{cell.label}: two runs on the same prompts differ")
+    plain, found = np.asarray(plain_runs[0].tokens), np.asarray(runs[0].tokens)
+    if cell.do_sample:
+        comparable = cell.draft == "none" or cell.verifier == "naive"
+        return exactness.compare_sampled(plain, found) if comparable else None
+    if np.array_equal(plain, found):
+        return exactness.Match(len(plain), ())
+    target = bench.read_by(cell.target, cell)
+    if target is None:  # no model can decide whether a divergence is a tie
+        return exactness.compare_sampled(plain, found)
+    return exactness.compare(target, bench.prompts(cell), plain, found)
+
+
+def _equal_rows(runs: Sequence[Any]) -> float:
+    """Returns the share of rows with the same tokens in all runs."""
+    tokens = np.stack([np.asarray(run.tokens) for run in runs])
+    return float((tokens == tokens[0]).all((0, 2)).mean())
+
+
+def _tpot(run: Any) -> np.ndarray:
+    """Returns [batch], ms per token of a row after its first.
+
+    All rows decode in one compiled loop, and a round takes the same time for every row; a row that
+    needs fewer rounds finishes earlier.
+    """
+    rounds = np.array([sum(histogram) for histogram in run.stats.histogram_by_request])
+    round_ms = 1e3 * run.stats.decode_s / run.stats.steps
+    return round_ms * rounds / (run.stats.emitted / len(rounds))
+
+
+def _rate(run: Any) -> float:
+    return run.stats.emitted / run.stats.decode_s

@@ -1,6 +1,6 @@
-"""What cannot run is said before the grid starts, not after hours: from config.json, no weights.
+"""Finds cells that cannot run before the grid starts, from config.json alone, without weights.
 
-A model without its weights is enough for the checks that `magicjax.generate` makes of every call.
+A model without weights suffices for the checks that `magicjax.generate` makes of every call.
 """
 
 import functools
@@ -9,62 +9,53 @@ from collections.abc import Iterator, Sequence
 
 import models
 from experiments import prompts
-from experiments.schema import cache_settings, grid
+from experiments.schema import grid
 from experiments.schema.fields import ConfigError
-from experiments.schema.method import LOOK_UP
+from experiments.schema.method import PROMPT_LOOKUP
 from magicjax.autotune import auto
 from magicjax.decoding.request import Request, prepare
-from magicjax.generation import skeleton
+from magicjax.loading import skeleton
 
 _skeleton = functools.cache(skeleton)
+_tokenizer = functools.cache(models.load_tokenizer)
 
 
 def check(groups: Sequence[Sequence[grid.Cell]], record: bool = False) -> dict[grid.Cell, str]:
-    """Returns the cells that can be known not to run, and why; none unless `record`.
+    """Returns the cells that cannot run, with the reasons; empty unless `record`.
 
     Args:
-      groups: of the grid.
-      record: go on with the others, if there are any.
+      groups: the groups of the grid.
+      record: whether to return such cells if others can run, instead of raising.
 
     Raises:
-      ConfigError: naming all of them once: a model that does not exist, texts beyond a model's
-        positions, a budget too small for the tree, another vocabulary, prompts that cannot be made.
+      ConfigError: each problem once: a missing model, texts longer than a model's positions, a
+        budget too small for the tree, a different vocabulary, prompts that cannot be made.
     """
     cells = [cell for group in groups for cell in group]
     sources = {("target", cell.target) for cell in cells}
-    sources |= {("model", model) for cell in cells for model in cell.models if model != LOOK_UP}
-    missing = [problem for key, source in sorted(sources) for problem in _of_source(key, source)]
-    missing += (
-        [
-            problem
-            for cell in {_asked(cell): cell for cell in cells}.values()
-            for problem in _of_prompts(cell)
-        ]
-        if not missing
-        else []
-    )
-    if missing:
-        raise ConfigError("\n".join(dict.fromkeys(missing)))
-    bad = {cell: problem for group in groups for cell, problem in _of_group(group)}
-    if bad and not (record and len(bad) < len(cells)):
-        raise ConfigError("\n".join(dict.fromkeys(bad.values())))
-    return bad
+    sources |= {("model", m) for cell in cells for m in cell.models if m != PROMPT_LOOKUP}
+    problems = [p for key, source in sorted(sources) for p in _check_source(key, source)]
+    if not problems:
+        texts = {(cell.target, cell.prompts, cell.prompt_path): cell for cell in cells}
+        problems = [problem for cell in texts.values() for problem in _check_prompts(cell)]
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    failing = {cell: problem for group in groups for cell, problem in _check_group(group)}
+    if failing and not (record and len(failing) < len(cells)):
+        raise ConfigError("\n".join(dict.fromkeys(failing.values())))
+    return failing
 
 
-def _of_source(key: str, source: str) -> Iterator[str]:
-    """Yields what is wrong with a model that a setting names."""
+def _check_source(key: str, source: str) -> Iterator[str]:
+    """Yields the problem of a model that the setting `key` names."""
     try:
         _skeleton(source)
     except (ValueError, OSError) as error:
         yield f"{key}: {error}"
 
 
-def _asked(cell: grid.Cell) -> tuple:
-    return cell.target, cell.prompts, cell.prompt_path
-
-
-def _of_prompts(cell: grid.Cell) -> Iterator[str]:
-    """Yields what is wrong with where a cell's prompts come from."""
+def _check_prompts(cell: grid.Cell) -> Iterator[str]:
+    """Yields the problems of the source of a cell's prompts."""
     try:
         prompts.check(cell.prompts, cell.prompt_path)
     except (ValueError, OSError) as error:
@@ -72,18 +63,18 @@ def _of_prompts(cell: grid.Cell) -> Iterator[str]:
     if cell.prompts != prompts.RANDOM and not pathlib.Path(cell.target).is_dir():
         yield (
             f"target: {cell.target!r} is a preset, which has no tokenizer, and prompts are made "
-            "from text: give a directory, or set prompts=random"
+            "from text: set a directory, or prompts=random"
         )
 
 
-def _of_group(group: Sequence[grid.Cell]) -> Iterator[tuple[grid.Cell, str]]:
-    """Yields the cells of a group that cannot run, and why; plain decoding's reason is all's."""
+def _check_group(group: Sequence[grid.Cell]) -> Iterator[tuple[grid.Cell, str]]:
+    """Yields (cell, reason) of cells that cannot run; if plain decoding cannot, of all cells."""
     first = group[0]
     try:
         check_cell(grid.plain_of(first))
         if first.prompts != prompts.RANDOM:
-            many = first.batch * first.candidates, first.context, first.prompt_seed
-            prompts.make(first.prompts, _tokenizer(first.target), first.prompt_path, *many)
+            size = first.batch * first.candidates, first.context, first.prompt_seed
+            prompts.make(first.prompts, _tokenizer(first.target), first.prompt_path, *size)
     except (ValueError, OSError) as error:
         for cell in group:
             yield cell, f"context {first.context}: {error}"
@@ -92,22 +83,17 @@ def _of_group(group: Sequence[grid.Cell]) -> Iterator[tuple[grid.Cell, str]]:
         try:
             check_cell(cell)
         except (ValueError, OSError) as error:
-            yield cell, f"{cell.method}: {cache_settings.in_words_of_keys(str(error))}"
+            yield cell, f"{cell.method}: {error}"
 
 
 def check_cell(cell: grid.Cell) -> Request | None:
-    """Returns the request of the cell's call of `generate`, without text; of "auto" None.
+    """Returns the request of the cell's call of `generate`, without text; None for "auto".
 
     Raises:
-      ValueError: it would raise that too.
+      ValueError: the call would raise it too.
     """
     text, options = [[0] * cell.context] * cell.batch, grid.options(cell, _skeleton)
     if cell.draft == "auto":
         auto.check(_skeleton(cell.target), text, **options)
         return None
     return prepare(_skeleton(cell.target), text, **options)
-
-
-@functools.cache
-def _tokenizer(source: str) -> object:
-    return models.load_tokenizer(source)

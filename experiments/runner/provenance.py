@@ -1,4 +1,4 @@
-"""What a result depends on beside its settings, and where it was made."""
+"""Provenance of a result: code, versions, files and machine, beside its settings."""
 
 import datetime
 import functools
@@ -13,25 +13,25 @@ from typing import Any
 import jax
 
 from experiments import prompts
-from experiments.schema.grid import Cell, fingerprint
+from experiments.schema.grid import Cell, fingerprint, policy_fingerprint
 from magicjax import cost_model
 
 
 def of(cell: Cell) -> dict[str, str]:
-    """Returns what makes another result of the same settings, the machine aside."""
+    """Returns what a result depends on beside its settings and the machine."""
     return {
         "jax": jax.__version__,
         "python": ".".join(map(str, sys.version_info[:2])),
-        "target": _of_model(cell.target),
-        "model": " ".join(_of_model(model) for model in cell.models),
-        "policy": cell.cache.source,
-        "prompts": _of_prompts(cell.prompts, cell.prompt_path),
+        "target": _model_fingerprint(cell.target),
+        "model": " ".join(map(_model_fingerprint, cell.models)),
+        "policy": policy_fingerprint(cell.policy),
+        "prompts": _prompts_fingerprint(cell.prompts, cell.prompt_path),
         "code": code(),
     }
 
 
 def environment(cell: Cell) -> dict[str, Any]:
-    """Returns what a cell's `env.json` says."""
+    """Returns the content of a cell's `env.json`."""
     devices = jax.devices()
     return {
         "made_by": of(cell),
@@ -46,20 +46,20 @@ def environment(cell: Cell) -> dict[str, Any]:
 
 
 def device_name() -> str:
-    """Returns what the measurements ran on, as the tables name it."""
+    """Returns the name of this machine's device in tables."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         return f"cpu, {os.cpu_count()} cores"
     return device.device_kind
 
 
-_of_prompts = functools.cache(prompts.fingerprint)
-_of_model = functools.cache(fingerprint)
+_prompts_fingerprint = functools.cache(prompts.fingerprint)
+_model_fingerprint = functools.cache(fingerprint)
 
 
 @functools.cache
 def code() -> str:
-    """Returns a hash of the source: what other code took is no result of this one."""
+    """Returns a hash of the project's source code."""
     root = pathlib.Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for package in ("magicjax", "models", "pallas_kernels", "sharding", "experiments"):

@@ -1,11 +1,10 @@
-"""An experiment told to wandb or TensorBoard while it runs, for those who keep their results there.
+"""Logs a running experiment to Weights & Biases or TensorBoard.
 
-The folder of results stays the truth: a tracker is told what is written there anyway. So one that
-fails while the grid runs is switched off, and the grid goes on.
+The folder of results holds the same data. A tracker that fails during the run is therefore switched
+off, and the run continues.
 """
 
 import dataclasses
-import difflib
 import importlib
 import importlib.util
 import json
@@ -17,27 +16,25 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from experiments.schema import columns
+from magicjax.suggest import did_you_mean
+
 logger = logging.getLogger("magicjax.experiments")
 
 PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboardX"}
 EXTRA = "tracking"
-# Columns of a row that say what was measured; TensorBoard keeps them apart from what came of it.
-SETTINGS = (
-    *("method", "target", "draft", "draft_model", "policy", "draw", "verifier", "temperature"),
-    *("top_k", "top_p", "seed", "kv_budget", "sinks", "recent", "refresh_every", "kv_dtype"),
-    *("sink_positions", "tree", "gamma", "nodes", "dtype", "device", "batch", "context"),
-    *("prompts", "new_tokens", "repeat"),
-)
+# Columns that TensorBoard lists as settings, not results.
+SETTINGS = (*columns.SETTINGS, "device")
 TEXTS = (".csv", ".json", ".md", ".txt", ".yaml", ".yml")
-LONGEST_TEXT = 200_000  # bytes of a file that TensorBoard is given as text
+LONGEST_TEXT = 200_000  # bytes of the longest file that is logged to TensorBoard as text
 
 
 class TrackingError(ValueError):
-    """A tracker that cannot be used; the message names the remedy."""
+    """A tracker is not usable; the message names the remedy."""
 
 
 class Writer(Protocol):
-    """One of the services; what it raises is the tracker's matter."""
+    """A tracking service. `Tracker` handles its exceptions."""
 
     def cell(self, row: dict[str, Any], step: int) -> None: ...
 
@@ -48,43 +45,43 @@ class Writer(Protocol):
 
 @dataclasses.dataclass
 class Tracker:
-    """Tells every service that is switched on; without one it does nothing.
+    """Logs to all services in use.
 
     Attributes:
-      writers: the services, by name. One that raises is reported once and dropped.
+      writers: the services by name. One that raises is reported and removed.
     """
 
     writers: dict[str, Writer]
 
     def cell(self, row: dict[str, Any], step: int) -> None:
-        """Tells a finished cell.
+        """Logs a finished cell.
 
         Args:
-          row: its columns, as in the summary; those that are None or "" are left out.
-          step: its place in the grid; steps must not go back.
+          row: its columns as in the summary; None and "" are skipped.
+          step: its index, which must not decrease.
         """
-        said = {key: value for key, value in row.items() if value is not None and value != ""}
-        self._tell(lambda writer: writer.cell(said, step))
+        values = {key: value for key, value in row.items() if value is not None and value != ""}
+        self._log(lambda writer: writer.cell(values, step))
 
     def artifacts(self, paths: Iterable[str | os.PathLike]) -> None:
-        """Tells files of results: wandb keeps them, TensorBoard shows pictures and short texts."""
-        found = [pathlib.Path(path) for path in paths]
-        self._tell(lambda writer: writer.artifacts(found))
+        """Logs result files: wandb stores them, TensorBoard shows images and short texts."""
+        files = [pathlib.Path(path) for path in paths]
+        self._log(lambda writer: writer.artifacts(files))
 
     def close(self, status: str) -> None:
         """Ends the services' runs; `status` other than "ok" marks them as failed."""
-        self._tell(lambda writer: writer.close(status))
+        self._log(lambda writer: writer.close(status))
         self.writers.clear()
 
-    def _tell(self, tell: Callable[[Writer], None]) -> None:
+    def _log(self, log: Callable[[Writer], None]) -> None:
         for name, writer in list(self.writers.items()):
             try:
-                tell(writer)
-            except Exception as error:  # a grid of many hours must not end with its diary
+                log(writer)
+            except Exception as error:  # any error of the service must not end the run
                 del self.writers[name]
                 logger.error(
-                    "tracking by %s failed and is switched off; the experiment goes on, and its "
-                    "results are in its folder. %s: %s",
+                    "tracking with %s failed and is switched off; the experiment continues, and "
+                    "its results are in its folder. %s: %s",
                     name,
                     type(error).__name__,
                     error,
@@ -92,18 +89,16 @@ class Tracker:
 
 
 def check(names: Iterable[str]) -> None:
-    """Raises TrackingError for a name that is no tracker, or whose package is not installed."""
+    """Raises TrackingError for an unknown tracker, or one whose package is not installed."""
     for name in names:
         if name not in PACKAGES:
-            nearest = difflib.get_close_matches(name, PACKAGES, 1)
-            guess = f"did you mean {nearest[0]!r}? " if nearest else ""
-            raise TrackingError(
-                f"track={name!r} is no tracker; {guess}(trackers: {', '.join(PACKAGES)})"
-            )
+            known = ", ".join(PACKAGES)
+            hint = did_you_mean(name, PACKAGES)
+            raise TrackingError(f"track={name!r} is not a tracker ({known}){hint}")
         if importlib.util.find_spec(PACKAGES[name]) is None:
             raise TrackingError(
                 f"track={name!r} needs the package {PACKAGES[name]}, which is not installed: "
-                f"pip install 'magicjax[{EXTRA}]', or leave it out"
+                f"pip install 'magicjax[{EXTRA}]', or omit it"
             )
 
 
@@ -113,35 +108,35 @@ def open(
     directory: str | os.PathLike,
     config: dict[str, Any],
 ) -> Tracker:
-    """Returns a tracker, its services' runs begun: to be called before the grid starts.
+    """Starts a run in each service and returns the tracker.
 
     Args:
-      names: `wandb`, `tensorboard`, or none. wandb needs no account with WANDB_MODE=offline;
-        WANDB_PROJECT names its project, magicjax if it is not set.
-      experiment_name: of the run.
-      directory: of the results; TensorBoard's files lie in `tensorboard/`, wandb's in `wandb/`.
-      config: the experiment's settings, of values that JSON can say.
+      names: `wandb`, `tensorboard`, both or neither. With WANDB_MODE=offline wandb needs no
+        account; WANDB_PROJECT sets its project, by default magicjax.
+      experiment_name: name of the run.
+      directory: folder of the results; TensorBoard writes to `tensorboard/`, wandb to `wandb/`.
+      config: the experiment's settings as JSON values.
 
     Raises:
-      TrackingError: what `check` raises, or a service that cannot start.
+      TrackingError: see `check`, or a service cannot start.
     """
-    wanted = dict.fromkeys(names)
-    check(wanted)
+    unique = dict.fromkeys(names)
+    check(unique)
     tracker = Tracker({})
-    for name in wanted:
+    for name in unique:
         try:
             tracker.writers[name] = WRITERS[name](experiment_name, pathlib.Path(directory), config)
-        except Exception as error:  # another library's: told with the remedy
+        except Exception as error:  # the services raise their own types
             tracker.close("failed")
             raise TrackingError(
                 f"track={name!r} cannot start: {type(error).__name__}: {error}; {REMEDIES[name]}, "
-                "or leave it out"
+                "or omit it"
             ) from error
     return tracker
 
 
 class Wandb:
-    """A run of Weights & Biases: a step for each cell, and all cells as one table at the end."""
+    """A run of Weights & Biases: a step per cell, and a table of all cells at the end."""
 
     def __init__(self, name: str, directory: pathlib.Path, config: dict[str, Any]):
         self._wandb = importlib.import_module("wandb")
@@ -160,7 +155,7 @@ class Wandb:
         self._run.log(row, step=step)
 
     def artifacts(self, paths: Sequence[pathlib.Path]) -> None:
-        # Names of artifacts have letters, digits, dashes, dots and underscores only.
+        # Artifact names allow letters, digits, dashes, dots and underscores.
         name = re.sub(r"[^\w.-]", "-", self._name, flags=re.ASCII)
         artifact = self._wandb.Artifact(f"{name}-results", type="results")
         for path in paths:
@@ -181,7 +176,7 @@ class Wandb:
 
 
 class TensorBoard:
-    """TensorBoard's event files: a run for each cell, which the HParams tab lists as a table."""
+    """TensorBoard event files: a run per cell, listed in the HParams tab."""
 
     def __init__(self, name: str, directory: pathlib.Path, config: dict[str, Any]):
         module = importlib.import_module("tensorboardX")
@@ -190,7 +185,7 @@ class TensorBoard:
         self._writer.add_text("config", _as_code(json.dumps(config, indent=1, default=str)))
 
     def cell(self, row: dict[str, Any], step: int) -> None:
-        # Its protocol knows no numbers of numpy's kinds.
+        # The event format does not accept NumPy scalars.
         plain = {key: float(x) if _is_number(x) else str(x) for key, x in row.items()}
         results = {key: x for key, x in plain.items() if key not in SETTINGS and _is_number(x)}
         settings = {key: x for key, x in plain.items() if key not in results}
@@ -215,7 +210,7 @@ class TensorBoard:
 
 
 def _as_code(text: str) -> str:
-    """Returns the text as a block of code in markdown, where every line is indented."""
+    """Returns the text as an indented Markdown code block."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
@@ -225,6 +220,6 @@ def _is_number(value: Any) -> bool:
 
 WRITERS: dict[str, Callable[..., Writer]] = {"wandb": Wandb, "tensorboard": TensorBoard}
 REMEDIES = {
-    "wandb": "log in by `wandb login`, or set WANDB_MODE=offline",
-    "tensorboard": "choose a folder of results that can be written",
+    "wandb": "run `wandb login`, or set WANDB_MODE=offline",
+    "tensorboard": "choose a writable folder of results",
 }

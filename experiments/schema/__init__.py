@@ -1,1 +1,1 @@
-"""What an experiment's config may say, and the layout of its results."""
+"""The settings of an experiment, its cells, and the layout of its results."""

@@ -1,11 +1,10 @@
-"""What all settings of experiments share: strictness, kinds of fields, and errors that help.
+"""Strict settings from YAML files, and error messages that name the key, the value, and the remedy.
 
-A key that does not exist is refused and the nearest one named, because a misspelt option that is
-silently ignored makes a wrong result look like a right one.
+Unknown keys are errors, because a misspelt option that is silently ignored makes a wrong result
+look like a right one.
 """
 
 import dataclasses
-import difflib
 import pathlib
 import typing
 from typing import Annotated, Any
@@ -14,9 +13,11 @@ import pydantic
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from magicjax.suggest import did_you_mean
+
 
 class ConfigError(ValueError):
-    """An experiment's settings are wrong; the message names the key, the value and the remedy."""
+    """An experiment's settings are wrong; the message names the key, the value, and the remedy."""
 
 
 def _listed(value: Any) -> Any:
@@ -25,15 +26,26 @@ def _listed(value: Any) -> Any:
 
 Settings = typing.TypeVar("Settings", bound=BaseModel)
 Positive = Annotated[int, Field(ge=1)]
-Many = BeforeValidator(_listed)  # one value in a file stands for a list of one
+Many = BeforeValidator(_listed)  # a single value in a file is a list of one
 STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Strict(BaseModel):
+    """Settings without coercion and unknown keys; docstrings below fields are their help."""
+
+    model_config = STRICT | ConfigDict(use_attribute_docstrings=True)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for field in cls.model_fields.values():
+            field.description = field.description and " ".join(field.description.split())
 
 
 def read_mapping(path: pathlib.Path) -> dict[str, Any]:
     """Returns the keys and values of a YAML file.
 
     Raises:
-      ConfigError: the file cannot be read, or is no YAML or no mapping.
+      ConfigError: the file cannot be read, is not valid YAML, or does not hold a mapping.
     """
     try:
         raw = yaml.safe_load(path.read_text("utf-8"))
@@ -54,7 +66,16 @@ def read_mapping(path: pathlib.Path) -> dict[str, Any]:
 
 
 def checked(kind: type[Settings], raw: dict, source: str) -> Settings:
-    """Returns settings of a kind, checked; `source` opens the message if something is wrong."""
+    """Returns validated settings.
+
+    Args:
+      kind: the pydantic model.
+      raw: keys and values.
+      source: where they come from; it starts the error message.
+
+    Raises:
+      ConfigError: every problem of `raw`, one line each.
+    """
     try:
         return kind.model_validate(raw)
     except pydantic.ValidationError as error:
@@ -63,21 +84,20 @@ def checked(kind: type[Settings], raw: dict, source: str) -> Settings:
 
 
 def _explain(kind: type, problem: Any) -> str:
-    """Returns one line for one of pydantic's errors: where, what, and the remedy."""
+    """Returns one line for one of pydantic's errors: key, value, and remedy."""
     location = ".".join(str(part) for part in problem["loc"])
     if problem["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
-        whole = isinstance(problem["input"], dict | list)
-        value = "" if whole else f"={problem['input']!r}"
+        compound = isinstance(problem["input"], dict | list)
+        value = "" if compound else f"={problem['input']!r}"
         message = problem["msg"].removeprefix("Value error, ")
         return f"{location}{value}: {message}".removeprefix(": ")
     known = sorted(_fields_at(kind, problem["loc"][:-1]))
-    nearest = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
-    guess = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return f"{location}: no such key; {guess}(keys: {', '.join(known)})"
+    hint = did_you_mean(str(problem["loc"][-1]), known)
+    return f"{location}: no such key{hint} (keys: {', '.join(known)})"
 
 
 def _fields_at(kind: type, location: tuple) -> list[str]:
-    """Returns the keys that exist where `location` leads to from the settings `kind`."""
+    """Returns the keys of the settings that `location` leads to from the settings `kind`."""
     for part in location:
         if isinstance(part, str):
             kind = _settings_in(typing.get_type_hints(kind)[part]) or kind
@@ -87,7 +107,7 @@ def _fields_at(kind: type, location: tuple) -> list[str]:
 
 
 def _settings_in(annotation: Any) -> Any:
-    """Returns the settings class within an annotation, `list[Shapes]` or the like; None: none."""
+    """Returns the settings class within an annotation such as `list[Shapes]`, None without one."""
     if dataclasses.is_dataclass(annotation) or hasattr(annotation, "model_fields"):
         return annotation
     return next(filter(None, map(_settings_in, typing.get_args(annotation))), None)

@@ -1,189 +1,248 @@
-"""A way to speculate, as an experiment file says it: who drafts, what, on which cache."""
+"""A method of speculation, as an experiment file describes it: drafter, tree, cache, verifier."""
 
+import dataclasses
 import itertools
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 import magicjax
-from experiments.schema import cache_settings
-from experiments.schema.cache_settings import CacheSettings
-from experiments.schema.fields import STRICT, Many, Positive
-from magicjax import LookUp, parse_tree
-from magicjax.drafters.draft_pass import drawing_of
+from experiments.schema.fields import Many, Positive, Strict
+from experiments.schema.settings import Policies, declared, setting
+from magicjax import PromptLookup, parse_tree
+from magicjax.drafters import spec
+from magicjax.drafters.draft_pass import resolve_draw_method
 from magicjax.drafters.sparse import BUDGET
-from magicjax.drafters.spec import parts
-from magicjax.policies import POLICIES
+from magicjax.policies import POLICIES, Full, StreamingLLM, find
 from magicjax.trees.token_tree import Tree
 from magicjax.verification.verify import VERIFIERS
 
-LOOK_UP = "look_up"  # as a member of an ensemble, and as a draft of its own
-# What each kind of draft can be told beside its trees.
-CACHE = {"policy", "kv_budget", "sinks", "recent", "kv_dtype"}
-TOLD = {
-    "self": CACHE | {"refresh_every", "draw", "verifier"},
-    "small": CACHE | {"sink_positions", "model", "draw", "verifier"},
-    "look_up": {"verifier"},
-    "ensemble": {"models", "draw", "verifier"},
-    "auto": {"drafters", "profile", "verifier"},
-}
-TREE, AUTO_TREE = "chain:4", "chain:8"  # if not given; the latter is what drafts are tried with
+PROMPT_LOOKUP = "prompt_lookup"  # a draft, and a member of an ensemble
+CACHED = ("self", "small")  # drafts with a cache of their own
+DRAFTS = (*CACHED, PROMPT_LOOKUP, "ensemble", "auto")
+SAMPLING_VERIFIERS = tuple(name for name in VERIFIERS if name != "greedy")
+STREAMING = Policies("policy=streaming", lambda name: isinstance(find(name), StreamingLLM))
+SPARSE = Policies("policy=streaming", lambda name: not isinstance(find(name), Full))
+PINNING = Policies(
+    "a policy that chooses its pins", lambda name: not isinstance(find(name), Full | StreamingLLM)
+)
 
 
-class Method(BaseModel):
-    """A way to speculate; lists make one cell of each combination."""
+class Method(Strict):
+    """A method of speculation; lists make one cell of each combination."""
 
-    model_config = STRICT
-
-    draft: Literal["self", "small", "look_up", "ensemble", "auto"] = Field(
-        "self",
-        description="Who drafts: the target itself on a small cache, a small model, the text's own "
-        "past, or several of the latter two, their trees merged; auto: whichever pays most after "
-        "a trial of some, plain decoding if none does.",
+    draft: Literal["self", "small", "prompt_lookup", "ensemble", "auto"] = "self"
+    """The drafter: the target on a sparse cache (self), a small model, prompt lookup, an ensemble
+    of small models and prompt lookup, whose trees are merged, or auto: the fastest after a short
+    trial, plain decoding if none is faster."""
+    drafters: list[str] = setting([], drafters=("auto",), argument="")
+    """With draft=auto, the drafters to try, in the syntax of the command line: self:streaming:256,
+    small:DIRECTORY:streaming:256, prompt-lookup:4. If not set: several caches of the target, and
+    prompt lookup."""
+    profile: str = setting("", drafters=("auto",), argument="")
+    """With draft=auto, the device: a file of `magicjax calibrate` or a preset. If not set: the file
+    that calibrate writes."""
+    tree: Annotated[list[str], Many] = setting(
+        "", many=True, default="chain:4", defaults={"auto": "chain:8"}, drafters=DRAFTS, argument=""
     )
-    drafters: list[str] = Field(
-        [],
-        description="With draft=auto, what is tried, as commands write it: self:streaming:256, "
-        "small:DIRECTORY:streaming:256, look-up:4; several caches of the target and a look-up if "
-        "not given.",
-    )
-    profile: str = Field(
+    """What a round proposes: chain:n, expansion:k1,...,km, parents:-1,... or
+    dynamic:nodes,depth,width; for an ensemble one tree, or one for each member joined by +. With
+    draft=auto, the tree of the trials. If not set: chain:4, with draft=auto chain:8."""
+    model: str = setting("", drafters=("small",), argument="", in_cell=False)
+    """Directory of the small model, with draft=small."""
+    models: list[str] = setting([], drafters=("ensemble",), argument="", column="draft_model")
+    """Members of an ensemble: directories of small models, or prompt_lookup."""
+    policy: Annotated[list[str], Many] = setting(
         "",
-        description="With draft=auto, the device: a file that `magicjax calibrate` wrote, or one "
-        "of its presets; where calibrate writes if not given.",
+        many=True,
+        default="streaming",
+        defaults={"small": "full"},
+        drafters=CACHED,
+        help=f"What a draft's cache keeps of the prompt: {', '.join(POLICIES)}, or a policy that "
+        "another package registers. If not set: streaming, with draft=small full.",
     )
-    tree: Annotated[list[str], Many] = Field(
-        [],
-        description="What is proposed at once: chain:n, expansion:k1,...,km, parents:-1,... or "
-        "dynamic:nodes,depth,width; of an ensemble also one for each member, joined by +; "
-        f"{TREE} if not given. With draft=auto what drafts are tried with, {AUTO_TREE} if not "
-        "given.",
+    budget: Annotated[list[Positive], Many] = setting(
+        None, many=True, default=BUDGET, drafters=CACHED, policies=SPARSE
     )
-    model: str = Field("", description="Directory of the small model; only with draft=small.")
-    models: list[str] = Field(
-        [], description=f"An ensemble's members: directories of small models, or {LOOK_UP}."
-    )
-    policy: Annotated[list[str], Many] = Field(
-        [],
-        description=f"What a draft's cache keeps of the prompt: {', '.join(POLICIES)}, or one that "
-        "another package registers; streaming if not given, with draft=small full.",
-    )
-    kv_budget: Annotated[list[Positive], Many] = Field(
-        [],
-        description="Slots of a draft's cache for each layer and KV head; with another policy than "
-        f"full {BUDGET} if not given.",
-    )
-    sinks: Positive | None = Field(
+    """Slots of a draft's cache for each layer and KV head. If not set: 256, except with
+    policy=full."""
+    sinks: Positive | None = setting(
         None,
-        description="With policy=streaming, how many of the first tokens are pinned; "
-        f"{cache_settings.SINKS} if not given.",
+        default=StreamingLLM().sinks,
+        drafters=CACHED,
+        policies=STREAMING,
+        argument="policy",
+        label="sinks {}",
     )
-    recent: Positive | None = Field(
+    """With policy=streaming, how many of the first tokens are pinned. If not set: 16."""
+    recent: Positive | None = setting(
+        None, drafters=CACHED, policies=PINNING, argument="policy", label="recent {}"
+    )
+    """With policies that choose their pins, slots for the newest tokens. If not set: half of the
+    budget."""
+    refresh_every: Annotated[list[Annotated[int, Field(ge=0)]], Many] = setting(
+        None, many=True, drafters=("self",), label="refresh {}"
+    )
+    """Rounds between two choices of the pins. If not set: 0, the pins are chosen once."""
+    kv_dtype: Annotated[list[Literal["", "int8", "int4"]], Many] = setting(
+        "", many=True, drafters=CACHED, label="{}"
+    )
+    """Type of the entries of a draft's cache. If not set: the model's own."""
+    sink_positions: Literal["", "text", "in_cache"] = setting(
+        "", default="text", drafters=("small",), policies=SPARSE, label="in cache"
+    )
+    """Positions of a small model's sinks, with policy=streaming: text, as in the prompt, or
+    in_cache, directly before the newest tokens. If not set: text."""
+    max_ngram: Annotated[list[Positive], Many] = setting(
         None,
-        description="With policies that choose their pins, slots for the newest tokens; half the "
-        "budget if not given.",
+        many=True,
+        default=PromptLookup().max_ngram,
+        drafters=(PROMPT_LOOKUP,),
+        label="ngram {}",
     )
-    refresh_every: Annotated[list[Annotated[int, Field(ge=0)]], Many] = Field(
-        [],
-        description="After how many rounds a self-speculating draft chooses its pins again; 0: "
-        "never, as if not given.",
+    """Newest tokens that prompt lookup searches for, at most. If not set: 4."""
+    draw: Literal["", "with_replacement", "without_replacement", "top"] = setting(
+        "", drafters=(*CACHED, "ensemble"), sampled=True
     )
-    kv_dtype: Annotated[list[Literal["", "int8", "int4"]], Many] = Field(
-        [], description="Of the entries of a draft's cache; empty, or not given: the model's own."
-    )
-    sink_positions: Literal["", "text", "in_cache"] = Field(
+    """How children are drawn under sampling. If not set: without_replacement, in a dynamic tree
+    top."""
+    verifier: Annotated[list[str], Many] = setting(
         "",
-        description="Where the sinks of a small draft stand: where they are in the text, as if not "
-        "given, or in_cache, just before the newest tokens; with policy=streaming.",
-    )
-    draw: Literal["", "with_replacement", "without_replacement", "top"] = Field(
-        "",
-        description="How children are drawn under sampling; if not given without replacement, and "
-        "in a dynamic tree the most likely.",
-    )
-    verifier: Annotated[list[str], Many] = Field(
-        [], description="Who decides under sampling; if not given mss, which follows the draw."
+        many=True,
+        default="mss",
+        drafters=DRAFTS,
+        sampled=True,
+        argument="",
+        help=f"Verification under sampling: {', '.join(SAMPLING_VERIFIERS)}. If not set: mss, "
+        "which follows the draw.",
     )
 
     @model_validator(mode="after")
-    def _fits_the_draft(self) -> "Method":
-        told = dict.fromkeys(name for names in TOLD.values() for name in sorted(names))
-        given = [n for n in told if getattr(self, n) and n not in TOLD[self.draft]]
-        if given:
-            raise ValueError(
-                f"{', '.join(given)} has no meaning with draft={self.draft}: remove it"
-            )
+    def _check(self) -> "Method":
+        stray = [
+            name
+            for name, known in declared(Method).items()
+            if getattr(self, name) and self.draft not in known.drafters
+        ]
+        if stray:
+            raise ValueError(f"{', '.join(stray)} has no effect with draft={self.draft}: remove it")
         if self.draft == "small" and not self.model:
             raise ValueError("draft=small needs the model's directory: set model")
         if self.draft == "ensemble" and len(self.models) < 2:
             raise ValueError(
-                f"an ensemble of {len(self.models)} drafts: list at least 2 in models, or set "
+                f"models lists {len(self.models)} members of an ensemble: list at least 2, or set "
                 "draft=small"
             )
         for name in self.verifier:
-            known = [known for known in VERIFIERS if known != "greedy"]
-            if name not in known:
-                raise ValueError(f"verifier={name!r} is none that samples: {', '.join(known)}")
-        for spec in self.trees:
-            self._check_tree(spec)
-        for text in self.drafters:
-            parts(text)
-        self.caches()
+            if name not in SAMPLING_VERIFIERS:
+                known = ", ".join(SAMPLING_VERIFIERS)
+                raise ValueError(f"verifier={name!r} does not verify sampled tokens: use {known}")
+        self._check_policies()
+        for options in self.options(sampled=True):
+            self._check_tree(options["tree"])
+            if self.draft != "auto":  # which needs the models of its drafters
+                make_drafter(self.draft, options)
         return self
 
-    @property
-    def trees(self) -> list[str]:
-        """What is proposed, one cell for each."""
-        return self.tree or [AUTO_TREE if self.draft == "auto" else TREE]
+    def _check_policies(self) -> None:
+        """Raises ValueError if a single value has no effect with any policy of the method."""
+        known = declared(Method)
+        policies = self.policy or [known["policy"].resolve(None, self.draft)]
+        for name, option in known.items():
+            suits: Any = option.policies
+            if suits is None or option.many or not getattr(self, name):
+                continue
+            if not any(map(suits.include, policies)):
+                raise ValueError(
+                    f"{name} has no effect with policy={', '.join(policies)}: remove it, or set "
+                    f"{suits.remedy}"
+                )
 
-    def caches(self) -> list[CacheSettings]:
-        """Returns what its draft may keep, one for each combination of the lists.
-
-        Raises:
-          ValueError: an unknown policy, or settings that do not fit together.
-        """
-        if self.draft not in cache_settings.POLICY:
-            return [CacheSettings()]
-        policies = self.policy or [cache_settings.POLICY[self.draft]]
-        cache_settings.check_used(
-            policies, sinks=self.sinks, recent=self.recent, sink_positions=self.sink_positions
-        )
-        budgets, refreshes = self.kv_budget or [0], self.refresh_every or [0]
-        given = [
-            CacheSettings(
-                policy=policy,
-                kv_budget=budget,
-                sinks=self.sinks or 0,
-                recent=self.recent or 0,
-                refresh_every=refresh_every,
-                kv_dtype=kv_dtype,
-                sink_positions=self.sink_positions,
-            )
-            for policy, budget, refresh_every, kv_dtype in itertools.product(
-                policies, budgets, refreshes, self.kv_dtype or [""]
-            )
-        ]
-        return [cache_settings.resolve(self.draft, settings) for settings in given]
-
-    def _check_tree(self, spec: str) -> None:
-        """Raises ValueError unless each member, or the only draft, can draft its tree."""
+    def _check_tree(self, text: str) -> None:
+        """Raises ValueError unless each member, or the only drafter, can draft its tree."""
         members = tuple(self.models) or (self.draft,)
-        trees = parse_trees(spec)
+        trees = parse_trees(text)
         if len(trees) not in (1, len(members)):
             raise ValueError(
-                f"tree={spec!r} has {len(trees)} trees for {len(members)} drafts: "
-                "give one for all, or one for each"
+                f"tree={text!r} has {len(trees)} trees for {len(members)} drafters: give one for "
+                "all, or one for each"
             )
         each = trees * len(members) if len(trees) == 1 else trees
         for member, tree in zip(members, each, strict=True):
             if member == "auto":
                 magicjax.Auto(tree=tree)
-            elif member == LOOK_UP:
-                LookUp().check(None, tree, 0, 0)  # type: ignore[arg-type] # asks the tree alone
+            elif member == PROMPT_LOOKUP:
+                PromptLookup().check(None, tree, 0, 0)  # type: ignore[arg-type] # checks the tree
             else:
-                drawing_of(self.draw or None, tree)
+                resolve_draw_method(self.draw or None, tree)
+
+    def options(self, sampled: bool) -> list[dict[str, Any]]:
+        """Returns the resolved options of each cell, by name; `sampled`: under sampling.
+
+        Raises:
+          ValueError: an unknown policy or drafter.
+        """
+        known = declared(Method)
+        tried = (spec.parts(text)["path"] for text in self.drafters)
+        paths = tuple(dict.fromkeys(path for path in tried if path))
+        lists = [
+            (getattr(self, name) or [None]) if option.many else [getattr(self, name)]
+            for name, option in known.items()
+        ]
+        cells = []
+        for values in itertools.product(*lists):
+            chosen = dict(zip(known, values, strict=True))
+            policy = known["policy"].resolve(chosen["policy"], self.draft)
+            cell = {
+                name: known[name].resolve(value, self.draft, policy, sampled)
+                for name, value in chosen.items()
+            }
+            model = cell.pop("model")
+            cells.append(cell | {"models": (model,) if model else cell["models"] or paths})
+        return cells
 
 
-def parse_trees(spec: str) -> tuple[Tree, ...]:
+def make_drafter(
+    draft: str, options: Mapping[str, Any], load: Callable[[str], Any] = lambda directory: None
+) -> Any:
+    """Returns the drafter of a cell, None for plain decoding, `magicjax.Auto` for "auto".
+
+    Args:
+      draft: "none" or a method's `draft`.
+      options: the cell's options of `Method`.
+      load: returns the model of a directory. The default suffices for the shapes of trees and how
+        their children are drawn.
+
+    Raises:
+      ValueError: options that do not fit together.
+    """
+
+    def arguments(kind: str) -> dict[str, Any]:
+        names = [name for name, option in declared(Method).items() if option.argument == kind]
+        return {name: options[name] for name in names if options[name] not in (None, "")}
+
+    if draft == "none":
+        return None
+    taken, trees = arguments("drafter"), parse_trees(options["tree"])
+    if draft == "auto":
+        tried = [spec.make_drafter(text, load) for text in options["drafters"]]
+        return magicjax.Auto(tried or None, options["profile"] or None, tree=trees[0])
+    if draft == PROMPT_LOOKUP:
+        return PromptLookup(**taken)
+    if draft == "ensemble":
+        members = tuple(
+            PromptLookup() if path == PROMPT_LOOKUP else magicjax.SmallModel(load(path), **taken)
+            for path in options["models"]
+        )
+        return magicjax.Ensemble(members, trees if len(trees) > 1 else None)
+    policy: Any = find(taken.pop("policy", "full"))
+    taken["policy"] = dataclasses.replace(policy, **arguments("policy"))
+    if draft == "self":
+        return magicjax.SelfSpeculation(**taken)
+    return magicjax.SmallModel(load(options["models"][0]), **taken)
+
+
+def parse_trees(text: str) -> tuple[Tree, ...]:
     """Returns the trees of `chain:3`, or of `expansion:2,1 + chain:3`, one for each member."""
-    return tuple(parse_tree(part.strip()) for part in spec.split("+"))
+    return tuple(parse_tree(part.strip()) for part in text.split("+"))

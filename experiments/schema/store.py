@@ -1,16 +1,16 @@
-"""Results on disk, written whole or not at all: a kill never leaves half a file.
+"""Results on disk; every file is complete or absent.
 
-    results/NAME/experiment.yaml        what was asked for, and the format of the folder
-                 summary.csv            a line for each cell
-                 cells/KEY/config.yaml  the cell, every setting resolved; KEY is its hash
+    results/NAME/experiment.yaml        the experiment, and the format of the folder
+                 summary.csv            one line per cell
+                 cells/KEY/config.yaml  the resolved settings of the cell; KEY is their hash
                            env.json     device, versions, code: what else the result depends on
-                           requests.jsonl   a line for each row: tokens, acceptance, answer
+                           requests.jsonl   one line per row: tokens, acceptance, answer
                            metrics.json     the line of the summary, single runs; written last
-                           failure.json     instead of the two: why there is no result
-                           worker.log       what the cell's process said
+                           failure.json     instead of these two: why there is no result
+                           worker.log       output of the cell's process
 
-A cell is finished when its `metrics.json` is there. Folders of several machines are merged by
-copying their `cells` together: a cell has the same key everywhere.
+A cell is finished if its `metrics.json` exists. To merge folders of several machines, copy their
+`cells` into one folder: a cell has the same key everywhere.
 """
 
 import contextlib
@@ -19,65 +19,23 @@ import hashlib
 import io
 import json
 import math
-import os
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import yaml
 
+from experiments.schema.columns import COLUMNS
 from experiments.schema.fields import ConfigError
+from magicjax.files import write_atomically
 
-FORMAT = 2  # of a folder of results
+FORMAT = 3  # of a folder of results
 METRICS, FAILURE = "metrics.json", "failure.json"
-
-COLUMNS = (
-    *("target", "draft", "policy", "kv_budget", "tree", "gamma", "nodes", "dtype", "device"),
-    *("batch", "context", "new_tokens", "repeat", "status", "error", "tau", "acceptance_rate"),
-    *("decode_tok_s", "ar_decode_tok_s", "speedup", "exact_match", "prefill_s", "decode_s"),
-    *("compile_s", "kv_mb_target", "kv_mb_draft"),
-    # beyond the columns that every run of the project shares
-    *("speedup_low", "speedup_high", "noise_match", "ties", "first_divergence", "top2_margin"),
-    *("ttft_s", "tpot_ms_p50", "tpot_ms_p99", "decode_tok_s_user", "decode_tok_s_device"),
-    *("draft_s", "score_s", "verify_s", "commit_s", "rest_s", "host_s", "memory_mb"),
-    *("tau_by_request", "block_efficiency", "nodes_per_round", "rounds", "steps", "round_ms"),
-    *("repeated_8grams", "agreement", "score", "ar_gbs", "read_gbs", "bandwidth_share"),
-    *(
-        "method",
-        "draft_model",
-        "mesh",
-        "micro_batches",
-        "offload",
-        "sinks",
-        "recent",
-        "refresh_every",
-        "kv_dtype",
-    ),
-    *("sink_positions", "verifier", "draw", "temperature", "top_k", "top_p", "seed"),
-    *("prompts", "prompt_path", "prompt_seed", "candidates", "agreement_tokens", "phases"),
-    *("drafters", "profile", "attention_backend", "chosen", "wall_s", "key"),
-)
-
-
-def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a file whole: to a temporary name in the same folder, then renamed."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file whole, as `write_text` does."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
-    """Writes a JSON file whole; numbers that are not are null."""
-    write_text(path, json.dumps(finite(value), indent=1, allow_nan=False) + "\n")
+    """Writes a JSON file; NaN and infinity become null."""
+    write_atomically(path, json.dumps(finite(value), indent=1, allow_nan=False) + "\n")
 
 
 def cell_folder(directory: pathlib.Path, key: str) -> pathlib.Path:
@@ -86,12 +44,12 @@ def cell_folder(directory: pathlib.Path, key: str) -> pathlib.Path:
 
 
 def write_cell(folder: pathlib.Path, settings: dict[str, Any]) -> None:
-    """Makes a cell's folder, with its settings."""
-    write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
+    """Creates a cell's folder with its settings."""
+    write_atomically(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
 
 
 def clear(folder: pathlib.Path) -> None:
-    """Removes what an earlier measurement of a cell left, its verdict first."""
+    """Removes the files of an earlier measurement of a cell, its result first."""
     for name in (METRICS, FAILURE):
         (folder / name).unlink(missing_ok=True)
     for path in folder.iterdir():
@@ -102,10 +60,10 @@ def clear(folder: pathlib.Path) -> None:
 def write_result(
     folder: pathlib.Path, env: dict[str, Any], metrics: dict[str, Any], requests: Sequence[dict]
 ) -> None:
-    """Writes what a cell gave; its metrics last, which say that it is finished."""
+    """Writes the result of a cell; the metrics last, because they mark it as finished."""
     write_json(folder / "env.json", env)
     lines = [json.dumps(finite(request), allow_nan=False) + "\n" for request in requests]
-    write_text(folder / "requests.jsonl", "".join(lines))
+    write_atomically(folder / "requests.jsonl", "".join(lines))
     write_json(folder / METRICS, metrics)
 
 
@@ -115,10 +73,10 @@ def write_failure(
     """Writes why a cell has no result.
 
     Args:
-      folder: the cell's.
-      kind: "memory", "timeout", "crash", "error", or "config" of one that was never begun.
+      folder: the cell's folder.
+      kind: "memory", "timeout", "crash", "error", or "config" for a cell that did not start.
       error: one line.
-      trace: the whole of it.
+      trace: the traceback or log.
       row: the columns that are known.
     """
     failure = {"kind": kind, "error": " ".join(error.split()), "trace": trace, "row": row or {}}
@@ -126,60 +84,70 @@ def write_failure(
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any] | None:
-    """Returns what a JSON file holds, None if there is none."""
+    """Returns the content of a JSON file, None if it does not exist."""
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def write_experiment(directory: pathlib.Path, settings: dict[str, Any], source: str) -> None:
-    """Writes what was asked for, beside the format of the folder."""
-    known = {"format": FORMAT, "source": source, "config": settings}
-    write_text(directory / "experiment.yaml", yaml.safe_dump(known, sort_keys=False))
+    """Writes the experiment and the format of the folder."""
+    content = {"format": FORMAT, "source": source, "config": settings}
+    write_atomically(directory / "experiment.yaml", yaml.safe_dump(content, sort_keys=False))
 
 
 def check_folder(directory: pathlib.Path, source: str) -> None:
-    """Checks that a folder of results can be gone on with.
+    """Checks that an experiment can resume in a folder of results.
 
     Raises:
-      ConfigError: it is of another format, or belongs to another experiment file.
+      ConfigError: the folder has another format, or belongs to another experiment file.
     """
     path = directory / "experiment.yaml"
-    remedy = "give another --name, or move the folder away"
+    remedy = "use another --name, or move the folder away"
     if not path.exists():
         if directory.is_dir() and ((directory / "cells").exists() or any(directory.glob("*.csv"))):
             raise ConfigError(
-                f"{directory} holds results of another version of magicjax (no experiment.yaml, "
-                f"and this one writes format {FORMAT}): {remedy}"
+                f"{directory} holds results of another version of magicjax (no experiment.yaml; "
+                f"this version writes format {FORMAT}): {remedy}"
             )
         return
-    known = yaml.safe_load(path.read_text())
-    found = known.get("format") if isinstance(known, dict) else None
+    experiment = read_experiment(path, remedy)
+    if experiment["source"] != source:
+        raise ConfigError(
+            f"{directory} belongs to {experiment['source'] or 'no file'}, and this is {source}: "
+            f"experiments must have different names; {remedy}"
+        )
+
+
+def read_experiment(path: pathlib.Path, remedy: str) -> dict[str, Any]:
+    """Returns the content of `experiment.yaml`.
+
+    Raises:
+      ConfigError: the folder has another format; the message ends with `remedy`.
+    """
+    content = yaml.safe_load(path.read_text())
+    found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
         raise ConfigError(
-            f"{directory} holds results of another version of magicjax (format {found}, and this "
-            f"one writes format {FORMAT}): {remedy}"
+            f"{path.parent} holds results of another version of magicjax (format {found}; this "
+            f"version uses format {FORMAT}): {remedy}"
         )
-    if known["source"] != source:
-        raise ConfigError(
-            f"{directory} belongs to {known['source'] or 'no file'}, and this is {source}: two "
-            f"experiments cannot have one name; {remedy}"
-        )
+    return content
 
 
 def digest(text: str) -> str:
-    """Returns 16 hexadecimal digits that stand for a text."""
+    """Returns a hash of a text, 16 hexadecimal digits."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager
 def locked(path: pathlib.Path, wait: bool = True) -> Iterator[bool]:
-    """Keeps other processes out, where the system has such locks; it ends with the process.
+    """Locks out other processes, on systems with file locks; the lock ends with the process.
 
     Args:
-      path: of the lock's file, whose folder is made.
-      wait: for the process that has it.
+      path: the file of the lock; its folder is created.
+      wait: whether to wait for the process that holds the lock.
 
     Yields:
-      Whether it could be had.
+      Whether this process holds the lock.
     """
     try:
         import fcntl
@@ -197,34 +165,34 @@ def locked(path: pathlib.Path, wait: bool = True) -> Iterator[bool]:
 
 
 def remove_partials(directory: pathlib.Path) -> None:
-    """Removes what killed processes left half written."""
+    """Removes incomplete files of killed processes."""
     for partial in directory.rglob(".*.partial"):
         partial.unlink(missing_ok=True)
 
 
 def write_record(directory: pathlib.Path, key: str, record: dict[str, Any]) -> None:
-    """Writes a record of a command that has no cells' folders as `cells/<key>.json`."""
+    """Writes `cells/<key>.json`, for commands without a folder per cell."""
     write_json(directory / "cells" / f"{key}.json", record)
 
 
 def read_record(directory: pathlib.Path, key: str) -> dict[str, Any] | None:
-    """Returns what `write_record` wrote, or None."""
+    """Returns a record of `write_record`, None if it does not exist."""
     return read_json(directory / "cells" / f"{key}.json")
 
 
 def write_summary(directory: pathlib.Path, rows: list[dict[str, Any]]) -> pathlib.Path:
-    """Returns the path of `summary.csv`, written with one line for each row."""
+    """Writes `summary.csv`, one line per row, and returns its path."""
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, COLUMNS, restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(finite(rows))
     path = directory / "summary.csv"
-    write_text(path, buffer.getvalue())
+    write_atomically(path, buffer.getvalue())
     return path
 
 
 def finite(value: Any) -> Any:
-    """Returns the value with NaN and infinity as None, which JSON and CSV can say."""
+    """Returns the value with None for NaN and infinity, which JSON and CSV do not have."""
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

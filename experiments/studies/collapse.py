@@ -1,18 +1,16 @@
-"""What planning the depth anew is worth where acceptance collapses half-way.
+"""The value of an adaptive depth when acceptance collapses halfway through the output.
 
 `python -m experiments.studies.collapse` decodes a text with **synthetic acceptance**: a draft on a
-small
-cache of the target runs as it would, but proposes the target's own next tokens, in the first half
-of the output right at a given rate, in the second half never. A fixed depth goes on paying for
-drafts; the loop that plans anew between its calls stops. Ideal would be the fixed depth in the
-first half and plain decoding in the second. All are timed in turns.
+small cache of the target runs at full cost, but proposes the target's own next tokens. In the first
+half of the output each is correct at a given rate, in the second half none is. A fixed depth keeps
+paying for drafts; an adaptive depth falls back to plain decoding. The ideal is the fixed depth in
+the first half and plain decoding in the second. All runs are interleaved.
 """
 
 import dataclasses
 import json
 import pathlib
 import statistics
-from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,34 +18,34 @@ import tyro
 
 import magicjax
 from experiments import prompts
-from experiments.schema import store
 from magicjax import cost_model, planner
-from magicjax.autotune.auto import run_replanned
-from magicjax.autotune.depth_controller import Controller
+from magicjax.autotune.auto import run_adaptive
+from magicjax.autotune.depth_controller import DepthController
 from magicjax.autotune.search import DEPTHS
-from magicjax.autotune.trial import Behind, behind_prompts
 from magicjax.benchmarks.bench import Synthetic
 from magicjax.decoding import runner
 from magicjax.decoding.loop import DecodeState
-from magicjax.decoding.request import Request, prepare
-from magicjax.planner.candidates import candidate_of, sizes_of_model
+from magicjax.decoding.paired_timing import PrefilledPrompts
+from magicjax.decoding.request import prepare
+from magicjax.files import write_atomically
+from magicjax.planner.candidates import make_candidate, model_sizes
 from magicjax.trees.token_tree import ROOT_ONLY, chain
 
 
 @dataclasses.dataclass
 class Settings:
-    """A draft whose acceptance collapses half-way, at a fixed depth and planned anew.
+    """A draft whose acceptance collapses halfway, at a fixed and an adaptive depth.
 
     Attributes:
       target: directory of the target.
-      profile: of this device; None: where `magicjax calibrate` writes it.
+      profile: of this device; None: the default file of `magicjax calibrate`.
       results: folder.
       batch, context, new_tokens: of the prompts and outputs.
       budget: slots of the draft's cache.
-      depth: of the chain that is fixed, and of the first calls.
-      rate: of the first half.
-      rounds: of a call.
-      turns: of the timing.
+      depth: of the fixed chain, and of the first adaptive calls.
+      rate: acceptance rate in the first half.
+      rounds: per call.
+      repeats: of the timing.
     """
 
     target: str = "experiments/zoo/target"
@@ -60,11 +58,11 @@ class Settings:
     depth: int = 4
     rate: float = 0.95
     rounds: int = 32
-    turns: int = 5
+    repeats: int = 5
 
 
 class Runs:
-    """The prompts, read once, and the loops that run behind them."""
+    """The prompts after one prefill, and the runs that start from there."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -90,107 +88,99 @@ class Runs:
             eos_token_id=[],
         )
         self.text = text[:, settings.context :]
-        self.behind: Behind = behind_prompts(self.request, [drafter])[0]
-        self.seconds = self._foretold()
+        self.prefilled, *_ = PrefilledPrompts.create(self.request, [drafter])
+        self.round_seconds = self._predicted()
 
-    def _foretold(self) -> dict[int, float]:
-        """Returns the seconds of a round by depth, foretold from the profile."""
-        settings, sizes = self.settings, sizes_of_model(self.target, None)
+    def _predicted(self) -> dict[int, float]:
+        """Returns the seconds per round by depth, predicted from the profile."""
+        settings, sizes = self.settings, model_sizes(self.target, None)
         profile = settings.profile
         device = cost_model.device_of(profile) if profile else cost_model.this_device()
-        where = cost_model.Machine(device), settings.batch, settings.context
-        way = candidate_of(self.inner, sizes, None, [[settings.rate]])
+        workload = cost_model.Machine(device), settings.batch, settings.context
+        candidate = make_candidate(self.inner, sizes, None, [[settings.rate]])
         depths = sorted({settings.depth, *DEPTHS})
-        found = {d: planner.cost_of(sizes, way, *where, chain(d)).total for d in depths}
-        return {0: sum(cost_model.plain_step(sizes, *where).values())} | found
+        costs = {d: planner.cost_of(sizes, candidate, *workload, chain(d)) for d in depths}
+        return {0: costs[depths[0]].target} | {d: cost.total for d, cost in costs.items()}
 
-    def _run(self, run: Callable[[Request, DecodeState], tuple]) -> tuple[float, list[int]]:
-        state, _ = self.behind.state(self.request)
-        state, calls, seconds = run(self.request, state)
-        found = np.asarray(state.output)[:, : self.settings.new_tokens]
+    def _start(self) -> DecodeState:
+        return self.prefilled.start(self.request)[0]
+
+    def _finish(self, state: DecodeState) -> None:
+        """Makes the prompts usable again; raises RuntimeError unless the text is exact."""
+        output = np.asarray(state.output)[:, : self.settings.new_tokens]
         ended = np.asarray(state.ended).all()
-        self.behind.take_back(state, self.request)
-        if ended and (found != self.text).any():
-            raise RuntimeError("the text is not that of plain decoding")
-        return seconds, calls
+        self.prefilled = self.prefilled.reset(state)
+        if ended and (output != self.text).any():
+            raise RuntimeError("the text differs from that of plain decoding")
 
     def fixed(self, depth: int) -> float:
         """Returns the seconds at a depth; 0: plain decoding."""
-
-        def run(request: Request, state: DecodeState) -> tuple:
-            tree = chain(depth) if depth else ROOT_ONLY
-            state, seconds, _ = runner.run(request, request.settings.with_tree(tree), state)
-            return state, [], seconds
-
-        return self._run(run)[0]
+        tree = chain(depth) if depth else ROOT_ONLY
+        settings = self.request.settings.with_tree(tree)
+        state, seconds, _ = runner.run(self.request, settings, self._start())
+        self._finish(state)
+        return seconds
 
     def first_half(self) -> float:
-        """Returns the seconds of the first half at the fixed depth, by tokens."""
+        """Returns the seconds of the first half of the tokens at the fixed depth."""
+        settings = self.request.settings.with_tree(chain(self.settings.depth))
+        state, total = self._start(), 0.0
+        while float(np.asarray(state.emitted).mean()) < self.settings.new_tokens / 2:
+            state, seconds, _ = runner.run(self.request, settings, state, 4)
+            total += seconds
+        self._finish(state)
+        return total
 
-        def run(request: Request, state: DecodeState) -> tuple:
-            settings = request.settings.with_tree(chain(self.settings.depth))
-            seconds, half = 0.0, self.settings.new_tokens / 2
-            while float(np.asarray(state.emitted).mean()) < half:
-                state, more, _ = runner.run(request, settings, state, 4)
-                seconds += more
-            return state, [], seconds
-
-        return self._run(run)[0]
-
-    def replanned(self) -> tuple[float, list[int]]:
-        """Returns (the seconds of the loop that plans anew, the depth of each call)."""
-
-        def run(request: Request, state: DecodeState) -> tuple:
-            settings = self.settings
-            controller = Controller(self.seconds, [settings.rate], settings.depth)
-            depths = list(self.seconds)
-            state, calls, seconds, _ = run_replanned(
-                request, depths, controller, state, settings.rounds
-            )
-            return state, [depth for depth, _ in calls], seconds
-
-        return self._run(run)
+    def adaptive(self) -> tuple[float, list[int]]:
+        """Returns (the seconds with an adaptive depth, the depth of each call)."""
+        settings, seconds = self.settings, self.round_seconds
+        controller = DepthController.create(seconds, [settings.rate], settings.depth)
+        state, calls, total, _ = run_adaptive(
+            self.request, list(seconds), controller, self._start(), settings.rounds
+        )
+        self._finish(state)
+        return total, [depth for depth, _ in calls]
 
 
 def measure(settings: Settings) -> dict:
-    """Returns the medians of the turns, and what each way loses beside the ideal."""
+    """Returns median times, and what each run loses compared with the ideal."""
     runs = Runs(settings)
-    times: dict[str, list[float]] = {name: [] for name in ("plain", "fixed", "anew", "first half")}
-    for _ in range(settings.turns + 1):
+    names = ("plain", "fixed", "first half", "adaptive")
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(settings.repeats + 1):
         times["plain"].append(runs.fixed(0))
         times["fixed"].append(runs.fixed(settings.depth))
         times["first half"].append(runs.first_half())
-        seconds, depths = runs.replanned()
-        times["anew"].append(seconds)
-    of_turns = {name: np.array(found[1:]) for name, found in times.items()}
-    ideal = of_turns["first half"] + of_turns["plain"] / 2
-    losses = {name: of_turns[name] - ideal for name in ("fixed", "anew")}
+        seconds, depths = runs.adaptive()
+        times["adaptive"].append(seconds)
+    repeats = {name: np.array(each[1:]) for name, each in times.items()}
+    ideal = repeats["first half"] + repeats["plain"] / 2
+    losses = {name: repeats[name] - ideal for name in ("fixed", "adaptive")}
     return {
         "settings": dataclasses.asdict(settings) | {"profile": None, "results": None},
-        "seconds": {name: float(np.median(found)) for name, found in of_turns.items()},
+        "seconds": {name: float(np.median(seconds)) for name, seconds in repeats.items()},
         "ideal": float(np.median(ideal)),
         "loss": {name: float(np.median(loss)) for name, loss in losses.items()},
-        "share": statistics.median(losses["anew"] / losses["fixed"]),
+        "share": statistics.median(losses["adaptive"] / losses["fixed"]),
         "depths": depths,
     }
 
 
 def main(settings: Settings) -> None:
-    """Measures, prints and writes."""
-    found = measure(settings)
-    store.write_text(
-        pathlib.Path(settings.results) / "collapse.json", json.dumps(found, indent=1) + "\n"
-    )
-    for name, seconds in found["seconds"].items():
+    """Measures, prints and writes a JSON file."""
+    results = measure(settings)
+    path = pathlib.Path(settings.results) / "collapse.json"
+    write_atomically(path, json.dumps(results, indent=1) + "\n")
+    for name, seconds in results["seconds"].items():
         print(f"{name:10} {seconds:.3f} s")
-    print(f"ideal      {found['ideal']:.3f} s: the fixed depth's first half, and half of plain")
-    print(f"depths of the calls planned anew: {' '.join(map(str, found['depths']))}")
-    of_plain = found["seconds"]["anew"] / found["seconds"]["plain"]
-    print(f"planned anew / plain: {of_plain:.2f}")
+    print(f"{'ideal':10} {results['ideal']:.3f} s: first half of fixed, then half of plain")
+    print(f"depth of each adaptive call: {' '.join(map(str, results['depths']))}")
+    ratio = results["seconds"]["adaptive"] / results["seconds"]["plain"]
+    print(f"adaptive / plain: {ratio:.2f}")
     print(
-        f"lost to the collapse: fixed {found['loss']['fixed']:.3f} s, planned anew "
-        f"{found['loss']['anew']:.3f} s, {found['share']:.0%} of that (synthetic acceptance; the "
-        "text is that of plain decoding)"
+        f"loss compared with the ideal: fixed {results['loss']['fixed']:.3f} s, adaptive "
+        f"{results['loss']['adaptive']:.3f} s ({results['share']:.0%} of fixed). Acceptance is "
+        "synthetic; the text is that of plain decoding."
     )
 
 

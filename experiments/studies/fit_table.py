@@ -1,7 +1,7 @@
-"""What well-known workloads take on eight GPUs: `python -m experiments.studies.fit_table`.
+"""Memory of well-known workloads on eight GPUs: `python -m experiments.studies.fit_table`.
 
-Runs `magicjax fit` for each of them, which compiles the real loop for the GPUs, and writes its
-report and a table in Markdown. A workload that is there already is not compiled again.
+Runs `magicjax fit` for each workload, which compiles the real loop for the GPUs, and writes its
+report and a Markdown table. A workload with a report is not compiled again.
 """
 
 import argparse
@@ -13,7 +13,8 @@ import sys
 from typing import Any
 
 from magicjax.aot.aot_compile import PROGRAMS
-from pallas_kernels.benchmarks.bench import write_json
+from magicjax.benchmarks.tables import markdown_table
+from magicjax.files import write_atomically
 from sharding import MeshSize
 
 OUT = pathlib.Path(__file__).parents[1] / "results" / "fit"
@@ -36,72 +37,71 @@ WORKLOADS = (
 
 
 def main() -> int:
-    """Returns 0 after printing the table."""
+    """Prints and writes the table; returns 0."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.studies.fit_table", description=__doc__
     )
     parser.add_argument("--out", type=pathlib.Path, default=OUT, help="folder of the reports")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    lines = [_line(_found(options.out, workload)) for workload in WORKLOADS]
-    table = "\n".join([*HEAD, *lines]) + "\n"
+    table = markdown_table(HEADER, [_row(_report(options.out, each)) for each in WORKLOADS])
     print(table)
-    (options.out / "table.md").write_text(table, encoding="utf-8")
+    write_atomically(options.out / "table.md", table + "\n")
     return 0
 
 
-def _found(out: pathlib.Path, workload: tuple) -> dict[str, Any]:
-    """Returns the compiled report of a workload, with the estimate's total beside it."""
+def _report(out: pathlib.Path, workload: tuple) -> dict[str, Any]:
+    """Returns the report of a workload, with the total of the estimate as `estimated`."""
     name = "_".join(re.sub(r"[^\w.-]", "-", str(part)) for part in workload if part)
     path = out / f"{name}.json"
     if not path.is_file():
         print(f"compiling {name} …", file=sys.stderr, flush=True)
-        write_json(str(path), _fit(workload))
-    counted = _fit(workload, "--analytic")["bytes on each device"]["total"]
-    return json.loads(path.read_text()) | {"estimated": counted}
+        write_atomically(path, json.dumps(_fit(workload), indent=1) + "\n")
+    estimate = _fit(workload, "--analytic")["bytes on each device"]["total"]
+    return json.loads(path.read_text()) | {"estimated": estimate}
 
 
-def _fit(workload: tuple, *more: str) -> dict[str, Any]:
+def _fit(workload: tuple, *options: str) -> dict[str, Any]:
     target, batch, context, device, mesh, drafter, tree = workload
     command = [sys.executable, "-m", "magicjax", "fit", "--target", target, "--batch", str(batch)]
-    command += ["--context", str(context), "--device", device, "--mesh", mesh, "--json", *more]
+    command += ["--context", str(context), "--device", device, "--mesh", mesh, "--json", *options]
     command += ["--drafter", drafter, "--tree", tree] if drafter else []
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if ran.returncode not in (0, 3):
-        raise RuntimeError(f"{' '.join(command)} failed; see above")
-    found = json.loads(ran.stdout)
-    if not more and "estimate" in found:
-        raise RuntimeError(f"nothing was compiled: {found['estimate']}")
-    return found
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if process.returncode not in (0, 3):
+        raise RuntimeError(f"{' '.join(command)} failed: see its output above")
+    report = json.loads(process.stdout)
+    if not options and "estimate" in report:
+        raise RuntimeError(f"nothing was compiled: {report['estimate']}")
+    return report
 
 
-HEAD = (
-    "| target, rows x context | on | weights | target KV | draft | prefill, start, decode | total "
-    "| of | | estimate | all-reduce a step | copies |",
-    "|---|---|---|---|---|---|---|---|---|---|---|---|",
+HEADER = (
+    *("target, rows x context", "devices", "weights", "target KV", "draft KV"),
+    *("prefill, start, decode", "total", "usable", "fits", "estimate", "all-reduce per step"),
+    "cache copies",
 )
 
 
-def _sent(collectives: list[dict[str, Any]]) -> str:
+def _traffic(collectives: list[dict[str, Any]]) -> str:
     count, size = (sum(c[name] for c in collectives) for name in ("count", "bytes"))
     return f"{count} ({size / 1e6:.1f} MB)"
 
 
-def _line(found: dict[str, Any]) -> str:
-    load, sizes = found["workload"], found["bytes on each device"]
+def _row(report: dict[str, Any]) -> tuple[str, ...]:
+    load, sizes = report["workload"], report["bytes on each device"]
     gb = {name: size / 1e9 for name, size in sizes.items()}
-    decode = found["programs"]["decode"]
+    decode = report["programs"]["decode"]
     between = [c for c in decode["collectives"] if c.get("between")]
     sums = [c for c in decode["collectives"] if c["kind"] == "all-reduce" and c not in between]
-    exchanged = _sent(sums) if sums else "none"
+    traffic = _traffic(sums) if sums else "none"
     if between:
-        exchanged += f"; between stages {_sent(between)}"
-    over = gb["total"] - gb["usable"]
-    apart = found["estimated"] / sizes["total"] - 1
-    copies = sum(sum(p["copies of a cache"].values()) for p in found["programs"].values())
-    size = MeshSize(load["data"], load["model"], load.get("stage", 1))  # some reports are older
+        traffic += f"; between stages {_traffic(between)}"
+    excess = gb["total"] - gb["usable"]
+    difference = report["estimated"] / sizes["total"] - 1
+    copies = sum(sum(p["copies of a cache"].values()) for p in report["programs"].values())
+    # Older reports have no stage.
+    size = MeshSize(load["data"], load["model"], load.get("stage", 1))
     mesh = ", ".join(f"{axis}={n}" for axis, n in size._asdict().items() if n > 1)
-    cells = (
+    return (
         f"{load['target']}, {load['drafter'] or 'plain'}, {load['batch']} x {load['context']}",
         f"{size.devices} {load['device']}" + (f" ({mesh})" if mesh else ""),
         f"{gb['weights'] + gb['draft weights']:.2f}",
@@ -110,12 +110,11 @@ def _line(found: dict[str, Any]) -> str:
         ", ".join(f"{gb[f'temporaries of {name}']:.2f}" for name in PROGRAMS),
         f"{gb['total']:.2f}",
         f"{gb['usable']:.1f}",
-        "fits" if found["fits"] else f"**{over:.2f} too much**",
-        f"{apart:+.1%}",
-        exchanged,
+        "fits" if report["fits"] else f"**{excess:.2f} too much**",
+        f"{difference:+.1%}",
+        traffic,
         str(copies),
     )
-    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Times our decoding against Hugging Face transformers' `generate` on the same models and prompts.
+"""Times magicjax and Hugging Face transformers' `generate` on the same models and prompts.
 
-    python -m experiments.studies.hf_baseline --peer-python PATH experiments/configs/peer.yaml
-    [--key value]
+    python -m experiments.studies.hf_baseline FILE --baseline-python PYTHON [--key value]
 
-PATH is a Python with torch and transformers; it runs `peer_worker.py` and nothing else of ours.
-Both sides take turns, greedy, in float32. Decoding alone is timed on either side: theirs from the
-first call of a stopping criterion, when the prompt is done, to the last.
+PYTHON has torch and transformers; it runs `hf_baseline_worker.py`. Runs of both are interleaved,
+greedy, in float32, and only decoding is timed: of transformers from the first call of a stopping
+criterion, after prefill, to the last.
 """
 
 import argparse
@@ -16,33 +15,35 @@ import pathlib
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from experiments.runner import exactness
 from experiments.runner.provenance import device_name
 from experiments.runner.workload import Bench
-from experiments.schema import config, grid, store
+from experiments.schema import config, grid
 from experiments.schema.fields import ConfigError
+from magicjax.benchmarks.tables import markdown_table
+from magicjax.files import write_atomically
 
-PROG = "python -m experiments.studies.hf_baseline --peer-python PATH"
+PROG = "python -m experiments.studies.hf_baseline"
+PLAIN, STATIC = "magicjax plain", "HF static cache"
+HEADER = ("batch", "context", "method", "tok/s", "over static", "prefill s", "equal", "ties")
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A way for the peer to generate.
+    """Options of transformers' `generate`.
 
     Attributes:
       name: in the table.
       cache: "static" or "dynamic", the library's default.
       compiled: through torch.compile.
       assistant_tokens: None for plain decoding; 0 for an assistant with the library's settings,
-        else how many tokens it drafts at a time. Only for one row, the library's limit.
+        else the tokens it drafts at a time. The library supports assistants for one row only.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("HF static cache", "static"),
+    Setting(STATIC, "static"),
     Setting("HF static cache, compiled", "static", compiled=True),
     Setting("HF dynamic cache", "dynamic"),
     Setting("HF assisted, its settings", "dynamic", assistant_tokens=0),
@@ -60,13 +61,13 @@ SETTINGS = (
 )
 
 
-class Peer:
-    """The other interpreter, which answers one request at a time."""
+class Baseline:
+    """A process of the other interpreter, which answers one request at a time."""
 
     def __init__(self, python: str, threads: int):
         worker = pathlib.Path(__file__).with_name("hf_baseline_worker.py")
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        environment.pop("PYTHONPATH", None)  # ours would shadow the peer's packages
+        environment.pop("PYTHONPATH", None)  # ours would shadow the other interpreter's packages
         self.process = subprocess.Popen(
             [python, str(worker)],
             env=environment,
@@ -76,56 +77,58 @@ class Peer:
         )
         assert self.process.stdin is not None and self.process.stdout is not None  # both piped
         self.requests, self.answers = self.process.stdin, self.process.stdout
-        self.versions = self.ask("start", threads=threads)
+        self.versions = self.request("start", threads=threads)
 
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+    def request(self, method: str, **arguments: Any) -> dict[str, Any]:
         """Returns the answer to a request.
 
         Raises:
-          RuntimeError: the peer failed; its own trace is in the message.
+          RuntimeError: the worker failed; the message has its traceback.
         """
         try:
-            self.requests.write(json.dumps({"do": do, **arguments}) + "\n")
+            self.requests.write(json.dumps({"method": method, **arguments}) + "\n")
             self.requests.flush()
             line = self.answers.readline()
         except BrokenPipeError:
             line = ""
         if not line:
             raise RuntimeError(
-                f"the peer's Python ended with status {self.process.wait()}: it needs torch and "
-                "transformers; what it printed stands above"
+                f"the baseline's Python exited with status {self.process.wait()}: it needs torch "
+                "and transformers; see its output above"
             )
         answer = json.loads(line)
         if "error" in answer:
-            raise RuntimeError(f"the peer failed: {answer['error']}\n{answer['trace']}")
+            raise RuntimeError(f"the baseline failed: {answer['error']}\n{answer['trace']}")
         return answer
 
     def close(self) -> None:
-        """Lets the worker end by itself."""
+        """Waits for the worker to exit."""
         self.requests.close()
         self.process.wait()
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One timed call, on either side: new tokens [B, M], and the rate of decoding alone."""
+    """One timed call: new tokens [B, M], and the rate of decoding without prefill."""
 
     tokens: np.ndarray
     tokens_per_s: float
     prefill_s: float
 
 
-def ours(bench: Bench, cell: grid.Cell) -> Run:
-    """Returns a run of ours."""
+def run_magicjax(bench: Bench, cell: grid.Cell) -> Run:
+    """Returns a run of a cell."""
     out = bench.run(cell)
     rate = out.stats.emitted / out.stats.decode_s
     return Run(np.asarray(out.tokens), rate, out.stats.prefill_s)
 
 
-def theirs(peer: Peer, setting: Setting, cell: grid.Cell, prompts: list, assistant: str) -> Run:
-    """Returns a run of the peer's; its decoding is what lies between the first and last note."""
+def run_baseline(
+    baseline: Baseline, setting: Setting, cell: grid.Cell, prompts: list, assistant: str
+) -> Run:
+    """Returns a run of transformers; decoding lies between the first and the last time stamp."""
     assisted = setting.assistant_tokens is not None
-    answer = peer.ask(
+    answer = baseline.request(
         "generate",
         directory=str(pathlib.Path(cell.target).resolve()),
         prompts=prompts,
@@ -135,43 +138,49 @@ def theirs(peer: Peer, setting: Setting, cell: grid.Cell, prompts: list, assista
         assistant=str(pathlib.Path(assistant).resolve()) if assisted else "",
         assistant_tokens=setting.assistant_tokens or 0,
     )
-    (begin, first), (end, last) = answer["notes"][0], answer["notes"][-1]
+    (begin, first), (end, last) = answer["stamps"][0], answer["stamps"][-1]
     rate = cell.batch * (last - first) / (end - begin)
     return Run(np.array(answer["tokens"], np.int32), rate, begin)
 
 
 def compare_group(
-    bench: Bench, peer: Peer, group: list[grid.Cell], settings: Sequence[Setting], bar: tqdm
+    bench: Bench,
+    baseline: Baseline,
+    group: list[grid.Cell],
+    settings: Sequence[Setting],
+    bar: tqdm,
 ) -> list[dict[str, Any]]:
-    """Returns a row for each of our cells and each of the peer's settings that fits the batch."""
+    """Returns a row for each cell and for each of the settings that supports the batch."""
     plain = group[0]
     prompts = bench.prompts(plain)
     assistants = [cell.model for cell in group if cell.draft == "small"]
-    calls: dict[str, Any] = {f"ours {cell.method}": (ours, bench, cell) for cell in group}
+    calls: dict[str, tuple[Callable[..., Run], Any]] = {
+        f"magicjax {cell.method}": (run_magicjax, (bench, cell)) for cell in group
+    }
     for setting in settings:
         if setting.assistant_tokens is None or (plain.batch == 1 and assistants):
             draft = assistants[0] if assistants else ""
-            calls[setting.name] = (theirs, peer, setting, plain, prompts.tolist(), draft)
+            arguments = (baseline, setting, plain, prompts.tolist(), draft)
+            calls[setting.name] = (run_baseline, arguments)
     runs: dict[str, list[Run]] = {name: [] for name in calls}
-    for turn in range(plain.repeats + 1):  # the first compiles and warms up
-        for name, (call, *arguments) in calls.items():
-            bar.set_description(
-                f"batch {plain.batch}, context {plain.context}, turn {turn}: {name}"
-            )
+    for repeat in range(plain.repeats + 1):  # repeat 0 compiles and warms up
+        for name, (call, arguments) in calls.items():
+            shape = f"batch {plain.batch}, context {plain.context}"
+            bar.set_description(f"{shape}, repeat {repeat}: {name}")
             runs[name].append(call(*arguments))
             bar.update()
-    target, wanted = bench.target_of(plain), runs["ours plain"][0].tokens
+    target, expected = bench.target_of(plain), runs[PLAIN][0].tokens
     rows = []
     for name, (_, *timed) in runs.items():
-        match = exactness.compare(target, prompts, wanted, timed[0].tokens)
+        match = exactness.compare(target, prompts, expected, timed[0].tokens)
         rows.append(
             {
                 "batch": plain.batch,
                 "context": plain.context,
-                "what": name,
+                "method": name,
                 "tok_s": statistics.median(run.tokens_per_s for run in timed),
                 "prefill_s": statistics.median(run.prefill_s for run in timed),
-                "equal": float((timed[0].tokens == wanted).all(1).mean()),
+                "equal": float((timed[0].tokens == expected).all(1).mean()),
                 "ties": match.ties,
                 "divergences": [str(d) for d in match.divergences],
                 "runs_tok_s": [run.tokens_per_s for run in timed],
@@ -180,65 +189,48 @@ def compare_group(
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """Returns the comparison; `over static` divides by the peer's plain static-cache decoding."""
-    out = Table(title="decoding beside Hugging Face transformers, float32, greedy")
-    for name in ("batch", "context", "what", "tok/s", "over static", "prefill s", "equal", "ties"):
-        out.add_column(name, justify="left" if name == "what" else "right")
-    for i, row in enumerate(rows):
-        shape = row["batch"], row["context"]
-        (static,) = (
-            r["tok_s"]
+def table(rows: list[dict[str, Any]]) -> str:
+    """Returns the comparison; `over static` divides by transformers with a static cache."""
+    static = {(r["batch"], r["context"]): r["tok_s"] for r in rows if r["method"] == STATIC}
+    return markdown_table(
+        HEADER,
+        (
+            [r["batch"], r["context"], r["method"], f"{r['tok_s']:.1f}"]
+            + [f"{r['tok_s'] / static[r['batch'], r['context']]:.2f}×", f"{r['prefill_s']:.2f}"]
+            + [f"{r['equal']:.3f}", r["ties"]]
             for r in rows
-            if (r["batch"], r["context"]) == shape and r["what"] == "HF static cache"
-        )
-        out.add_row(
-            *map(str, shape),
-            row["what"],
-            f"{row['tok_s']:.1f}",
-            f"{row['tok_s'] / static:.2f}×",
-            f"{row['prefill_s']:.2f}",
-            f"{row['equal']:.3f}",
-            str(row["ties"]),
-            end_section=i + 1 == len(rows)
-            or (rows[i + 1]["batch"], rows[i + 1]["context"]) != shape,
-        )
-    return out
+        ),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 if the settings are wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.studies.hf_baseline", description=__doc__, allow_abbrev=False
-    )
+    """Returns the exit status: 0, or 2 if the settings are invalid."""
+    parser = argparse.ArgumentParser(prog=PROG, description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--peer-python", required=True, help="a Python with torch, transformers")
-    parser.add_argument(
-        "--compiled", action="store_true", help="also time theirs through torch.compile"
-    )
-    options, rest = parser.parse_known_args(arguments)
+    python_help = "a Python with torch and transformers"
+    parser.add_argument("--baseline-python", required=True, help=python_help)
+    parser.add_argument("--compiled", action="store_true", help="also time torch.compile")
+    options, overrides = parser.parse_known_args(arguments)
     try:
-        experiment, _ = config.from_command_line(rest, PROG)
+        experiment, _ = config.from_command_line(overrides, PROG)
+        if experiment.repeats < 1:
+            raise ConfigError("repeats=0 times nothing: choose at least 1")
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     settings = [s for s in SETTINGS if options.compiled or not s.compiled]
-    groups, bench = grid.groups(experiment), Bench()
-    if experiment.repeats < 1:
-        print("repeats=0: a comparison of times needs at least 1", file=sys.stderr)
-        return 2
-    peer = Peer(options.peer_python, threads=os.cpu_count() or 1)
+    bench, baseline = Bench(), Baseline(options.baseline_python, threads=os.cpu_count() or 1)
     rows: list[dict[str, Any]] = []
     with tqdm(unit="run", dynamic_ncols=True) as bar:
-        for group in groups:
-            rows += compare_group(bench, peer, group, settings, bar)
-    peer.close()
-    directory = pathlib.Path(experiment.results) / experiment.name
-    about = {"peer": peer.versions, "device": device_name(), "rows": rows}
-    store.write_text(directory / "peer.json", json.dumps(about, indent=1) + "\n")
-    Console().print(table(rows))
-    print(f"peer: torch {peer.versions['torch']}, transformers {peer.versions['transformers']}")
-    print(f"written to {directory / 'peer.json'}")
+        for group in grid.groups(experiment):
+            rows += compare_group(bench, baseline, group, settings, bar)
+    baseline.close()
+    path = pathlib.Path(experiment.results) / experiment.name / "hf_baseline.json"
+    record = {"versions": baseline.versions, "device": device_name(), "rows": rows}
+    write_atomically(path, json.dumps(record, indent=1) + "\n")
+    print(table(rows))
+    print(f"torch {baseline.versions['torch']}, transformers {baseline.versions['transformers']}")
+    print(f"wrote {path}")
     return 0
 
 

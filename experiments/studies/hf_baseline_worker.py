@@ -1,17 +1,17 @@
-"""Generates with Hugging Face transformers, for `experiments.studies.hf_baseline`, in another
-environment.
+"""Generates with Hugging Face transformers, for `experiments.studies.hf_baseline`.
 
-Run by an interpreter that has torch and transformers and nothing of this project. Requests come
-as JSON lines on stdin, answers leave as JSON lines on stdout; whatever libraries print goes to
-stderr.
+Runs in an environment with torch and transformers, without this project. Reads requests as JSON
+lines from stdin and writes answers as JSON lines to stdout; output of libraries goes to stderr.
 """
 
 import copy
+import functools
 import json
 import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,101 +20,96 @@ from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteri
 
 
 class Stopwatch(StoppingCriteria):
-    """Never stops anything; notes when how many tokens stood there.
+    """Never stops generation; records (time, tokens) after every step.
 
-    Called first when the prompt is done and the first tokens are out, so that what lies between
-    its first and its last note is decoding alone.
+    The first call follows prefill and the first token, so the time between the first and the last
+    stamp is decoding alone.
     """
 
     def __init__(self):
-        self.notes: list[tuple[float, int]] = []
+        self.stamps: list[tuple[float, int]] = []
 
     def __call__(self, input_ids, scores, **kwargs):
-        self.notes.append((time.perf_counter(), input_ids.shape[1]))
+        self.stamps.append((time.perf_counter(), input_ids.shape[1]))
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-class Worker:
-    """Holds the loaded models; one method for each request."""
+def start(threads: int) -> dict:
+    """Sets the number of threads and returns the versions."""
+    torch.set_num_threads(threads)
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
 
-    def __init__(self):
-        self.models = {}
 
-    def start(self, threads: int) -> dict:
-        """Returns the versions, having set the number of threads."""
-        torch.set_num_threads(threads)
-        return {"torch": torch.__version__, "transformers": transformers.__version__}
+@functools.cache
+def load(directory: str) -> Any:
+    """Returns a model in float32 that does not stop at end tokens."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
 
-    def generate(
-        self,
-        directory: str,
-        prompts: list[list[int]],
-        new_tokens: int,
-        cache: str,
-        compiled: bool = False,
-        assistant: str = "",
-        assistant_tokens: int = 0,
-    ) -> dict:
-        """Returns new tokens and the stopwatch's notes, of one greedy call of `generate`.
 
-        An assistant drafts with the library's own settings, or `assistant_tokens` at a time if
-        that is not 0.
-        """
-        model = self._model(directory)
-        options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
-        if cache == "static":
-            options["cache_implementation"] = "static"
-        if compiled:
-            options["compile_config"] = transformers.CompileConfig(fullgraph=False)
-            options["compile_config"]._compile_all_devices = True
-        if assistant:
-            drafter = self._model(assistant)
-            kept = drafter.generation_config
-            drafter.generation_config = copy.deepcopy(kept)
-            if assistant_tokens:
-                drafter.generation_config.num_assistant_tokens = assistant_tokens
-                drafter.generation_config.num_assistant_tokens_schedule = "constant"
-                drafter.generation_config.assistant_confidence_threshold = 0.0
-            options["assistant_model"] = drafter
-        tokens = torch.tensor(prompts)
-        watch = Stopwatch()
-        begin = time.perf_counter()
-        with torch.inference_mode():
-            out = model.generate(
-                tokens,
-                attention_mask=torch.ones_like(tokens),
-                stopping_criteria=StoppingCriteriaList([watch]),
-                **options,
-            )
-        end = time.perf_counter()
-        if assistant:
-            drafter.generation_config = kept
-        return {
-            "tokens": out[:, tokens.shape[1] :].tolist(),
-            "notes": [(at - begin, length - tokens.shape[1]) for at, length in watch.notes],
-            "total_s": end - begin,
-        }
+def generate(
+    directory: str,
+    prompts: list[list[int]],
+    new_tokens: int,
+    cache: str,
+    compiled: bool = False,
+    assistant: str = "",
+    assistant_tokens: int = 0,
+) -> dict:
+    """Returns the new tokens and time stamps of one greedy call of `generate`.
 
-    def _model(self, directory: str):
-        """Returns a model in float32 that goes on past end tokens."""
-        if directory not in self.models:
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-            model.generation_config.eos_token_id = None
-            model.generation_config.pad_token_id = 0
-            self.models[directory] = model
-        return self.models[directory]
+    With `assistant_tokens`=0, an assistant drafts with the library's default settings.
+    """
+    model = load(directory)
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
+    if cache == "static":
+        options["cache_implementation"] = "static"
+    if compiled:
+        options["compile_config"] = transformers.CompileConfig(fullgraph=False)
+        options["compile_config"]._compile_all_devices = True
+    if assistant:
+        drafter = load(assistant)
+        defaults = drafter.generation_config
+        drafter.generation_config = copy.deepcopy(defaults)
+        if assistant_tokens:
+            drafter.generation_config.num_assistant_tokens = assistant_tokens
+            drafter.generation_config.num_assistant_tokens_schedule = "constant"
+            drafter.generation_config.assistant_confidence_threshold = 0.0
+        options["assistant_model"] = drafter
+    tokens = torch.tensor(prompts)
+    watch = Stopwatch()
+    begin = time.perf_counter()
+    with torch.inference_mode():
+        out = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            stopping_criteria=StoppingCriteriaList([watch]),
+            **options,
+        )
+    end = time.perf_counter()
+    if assistant:
+        drafter.generation_config = defaults
+    return {
+        "tokens": out[:, tokens.shape[1] :].tolist(),
+        "stamps": [(at - begin, length - tokens.shape[1]) for at, length in watch.stamps],
+        "total_s": end - begin,
+    }
+
+
+METHODS: dict[str, Callable[..., dict]] = {"start": start, "generate": generate}
 
 
 def main():
-    """Answers requests until stdin ends; an error is an answer too, with its trace."""
+    """Answers requests until stdin ends; an exception is answered with its traceback."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    worker = Worker()
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            answer = getattr(worker, request.pop("do"))(**request)
-        except Exception as error:  # the driver raises it again on its side
+            answer = METHODS[request.pop("method")](**request)
+        except Exception as error:  # raised again by `hf_baseline`
             answer = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         print(json.dumps(answer), file=answers, flush=True)
 

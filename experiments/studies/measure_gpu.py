@@ -1,9 +1,8 @@
 """Measures everything that needs a GPU, in parts: `python -m experiments.studies.measure_gpu`.
 
-Needs jax, flax and transformers, no installation, and is run from the root of a checkout. A part
-that is in the results already is not run again, so a run that was cut short goes on with the next
-call; nor is one that failed, unless with --again, because most failures come again.
-Results: `measurements.json`, and of it `summary.md`, with each target beside what was reached.
+Needs jax, flax and transformers but no installation; run it from the root of a checkout. Parts with
+results, including failed ones, are not run again without --again, so rerunning the command resumes
+an interrupted run. Writes `measurements.json`, and `summary.md` with targets and figures.
 """
 
 import argparse
@@ -21,31 +20,33 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.studies import gpu_summary
+from magicjax.files import write_atomically
 from pallas_kernels.benchmarks.shapes import FULL_HEADS, FULL_NODES, FULL_SIZES
+from pallas_kernels.mosaic_gpu.tuned import slug
 
 ROOT = pathlib.Path(__file__).parents[2]
-UNFINISHED = 3  # of pallas_kernels.benchmarks.tune, whose time ran out
+UNFINISHED = 3  # exit status of pallas_kernels.benchmarks.tune if time runs out
 OUT_OF_TIME = "ran out of time"
-TAIL = 4000  # characters of a part's output that are kept
+TAIL = 4000  # characters of a part's output that are stored
+MAX_SECONDS = 480  # of a part
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is measured, at full size or to see that every part works.
+    """What is measured, at full size or as a trial of every part.
 
     Attributes:
-      target, dtype, backend: of the model; backend "": the one meant for the device.
-      attention: (batch, slots) of attention alone; heads: K, G, D; backends: of ours.
-      decoding: (batch, context) of decoding; the first is profiled too.
+      target, dtype, backend: of the model; backend "": the best for the device.
+      attention: (batch, slots) of attention alone; heads: K, G, D; backends: names.
+      decoding: (batch, context) of decoding; the first is also profiled.
       grid: (batch, context, gammas) of synthetic acceptance.
-      budget: of the draft's cache.
-      rates: of synthetic acceptance.
-      new_tokens: of a loop with it.
-      steps: timed rounds.
-      check, tune: arguments of the two commands.
-      tests: files of tests.
+      budget: slots of the draft cache.
+      rates: synthetic acceptance rates.
+      new_tokens: per row of a loop with synthetic acceptance.
+      repeats: timed calls.
+      validate, tune, offload: arguments of these commands.
+      tests: names of test files.
       offloaded: (target, draft) of decoding with the target's weights in host memory.
-      offload: arguments of its command.
     """
 
     target: str = "llama-3.1-8b"
@@ -59,16 +60,16 @@ class Plan:
     budget: int = 512
     rates: tuple = (0.6, 0.8, 0.9)
     new_tokens: int = 384
-    steps: int = 10
-    check: tuple = ()
-    tune: tuple = ("--seconds", "400")
-    tests: tuple = ("mosaic", "tuned", "check", "peers", "bench")
+    repeats: int = 10
+    validate: str = ""
+    tune: str = "--seconds 400"
+    tests: tuple = ("mosaic", "tuned", "validate", "baselines", "bench")
     offloaded: tuple = (
         ("llama-2-7b", "llama-68m"),
         ("opt-13b", "opt-125m"),
         ("opt-30b", "opt-125m"),
     )
-    offload: tuple = ()
+    offload: str = ""
 
 
 SMOKE = Plan(
@@ -83,25 +84,25 @@ SMOKE = Plan(
     budget=64,
     rates=(0.8,),
     new_tokens=48,
-    steps=2,
-    check=("--backend", "xla", "--small"),
-    tune=("--list", "--shape", "2,512,2,4,128,5"),
+    repeats=2,
+    validate="--backend xla --small",
+    tune="--list --shape 2,512,2,4,128,5",
     tests=("tuned",),
     offloaded=(("experiments/zoo/target", "experiments/zoo/draft-1"),),
-    offload=("--batch", "1", "--nodes", "1", "4", "--turns", "1"),
+    offload="--batch 1 --nodes 1 4 --repeats 1",
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A command of minutes.
+    """A command that takes minutes.
 
     Attributes:
       name: in the results.
-      command: behind `python -m`.
-      memory: share of the device's memory that JAX takes; the rest is for torch.
+      command: arguments of `python -m`.
+      memory: fraction of the device's memory for JAX; torch needs the remainder.
       platform: JAX's; "": the device.
-      writes: it takes --out; what others print is kept.
+      writes: whether it takes --out; the output of other commands is stored.
     """
 
     name: str
@@ -112,66 +113,60 @@ class Part:
 
 
 def parts(plan: Plan) -> list[Part]:
-    """Returns the parts in the order of running."""
-    tests = [f"tests/pallas_kernels/test_{name}.py" for name in plan.tests]
-    # conftest.py needs hypothesis, which a bare image lacks, and these tests do not.
-    pytest = ("pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *tests)
-    found = [
-        Part("tests", pytest, platform="cpu", writes=False),
-        Part("check", ("pallas_kernels.benchmarks.validate", *plan.check)),
-        Part("tune", ("pallas_kernels.benchmarks.tune", *plan.tune), writes=False),
-        # What was found fastest is held against the definition too.
-        Part("check-tuned", ("pallas_kernels.benchmarks.validate", *plan.check)),
-    ]
-    sizes = zip(("--kv-heads", "--group", "--head-dim"), map(str, plan.heads))
-    heads = [word for pair in sizes for word in pair]
-    for (batch, slots), nodes in itertools.product(plan.attention, map(str, FULL_NODES)):
-        shape: tuple[str, ...] = ("--batch", str(batch), "--context", str(slots), *heads)
-        how = ("--nodes", nodes, "--dtype", plan.dtype, "--backends", plan.backends)
-        command = ("pallas_kernels.benchmarks.bench", *shape, *how, "--peers", "all")
-        found.append(Part(f"attention-{batch}x{slots}-nodes{nodes}", command, memory=0.6))
-    model = ["--target", plan.target, "--dtype", plan.dtype]
-    model += ["--backend", plan.backend] if plan.backend else []
-    steps = ("--steps", str(plan.steps))
+    """Returns the parts in the order of execution."""
+    chosen: list[Part] = []
+
+    def add(name: str, command: str, **options: Any) -> None:
+        chosen.append(Part(name, tuple(command.split()), **options))
+
+    # conftest.py needs hypothesis, which these tests do not and a bare image lacks.
+    tests = " ".join(f"tests/pallas_kernels/test_{name}.py" for name in plan.tests)
+    pytest = f"pytest -q --noconftest -p no:cacheprovider {tests}"
+    add("tests", pytest, platform="cpu", writes=False)
+    add("validate", f"pallas_kernels.benchmarks.validate {plan.validate}")
+    add("tune", f"pallas_kernels.benchmarks.tune {plan.tune}", writes=False)
+    add("validate-tuned", f"pallas_kernels.benchmarks.validate {plan.validate}")
+    kv_heads, group, size = plan.heads
+    attention = f"pallas_kernels.benchmarks.bench --kv-heads {kv_heads} --group {group}"
+    attention += f" --head-dim {size} --dtype {plan.dtype} --backends {plan.backends}"
+    for (batch, slots), nodes in itertools.product(plan.attention, FULL_NODES):
+        command = f"{attention} --batch {batch} --context {slots} --nodes {nodes} --baselines all"
+        add(f"attention-{batch}x{slots}-nodes{nodes}", command, memory=0.6)
+    model = f"--target {plan.target} --dtype {plan.dtype} --budget {plan.budget}"
+    model += f" --backend {plan.backend}" if plan.backend else ""
+    bench = f"magicjax.benchmarks.bench {model} --repeats {plan.repeats}"
     for i, (batch, context) in enumerate(plan.decoding):
-        shape = ("--batch", str(batch), "--context", str(context), "--budget", str(plan.budget))
-        timed = ("--nodes", "5", "17", "--gamma", "4", "--rate", *steps, "--hugging-face")
-        name = f"{batch}x{context}"
-        found.append(
-            Part(f"decoding-{name}", ("magicjax.benchmarks.bench", *model, *shape, *timed))
-        )
+        shape, name = f"--batch {batch} --context {context}", f"{batch}x{context}"
+        timed = "--nodes 5 17 --gamma 4 --rate --hugging-face"
+        add(f"decoding-{name}", f"{bench} {shape} {timed}")
         if i == 0:
-            found.append(
-                Part(f"profile-{name}", ("magicjax.benchmarks.profile_ops", *model, *shape))
-            )
-    rates = ("--rate", *map(str, plan.rates), "--new-tokens", str(plan.new_tokens))
+            add(f"profile-{name}", f"magicjax.benchmarks.profile_ops {model} {shape}")
+    loop = f"--rate {' '.join(map(str, plan.rates))} --new-tokens {plan.new_tokens}"
     for batch, context, gammas in plan.grid:
-        shape = ("--batch", str(batch), "--context", str(context), "--budget", str(plan.budget))
         for gamma in gammas:
-            grid = ("--nodes", str(gamma + 1), "--gamma", str(gamma), *rates, *steps)
-            name = f"grid-{batch}x{context}-gamma{gamma}"
-            found.append(Part(name, ("magicjax.benchmarks.bench", *model, *shape, *grid)))
+            shape = f"--batch {batch} --context {context} --nodes {gamma + 1} --gamma {gamma}"
+            add(f"grid-{batch}x{context}-gamma{gamma}", f"{bench} {shape} {loop}")
     for target, draft in plan.offloaded:
-        pair = ("--target", target, "--draft", draft, "--dtype", plan.dtype)
-        name = f"offload-{pathlib.PurePath(target).name}"
-        found.append(Part(name, ("experiments.studies.offloading", *pair, *plan.offload)))
-    return found
+        pair = f"--target {target} --draft {draft} --dtype {plan.dtype} {plan.offload}"
+        name = pathlib.PurePath(target).name
+        add(f"offload-{name}", f"experiments.studies.offloading {pair}")
+    return chosen
 
 
 def run(part: Part, seconds: float) -> dict[str, Any]:
-    """Returns what came of a part: its command, seconds, and result, or how it failed.
+    """Runs a part and returns its command, seconds, and result or failure.
 
     Args:
       part: to run.
-      seconds: after which it is stopped.
+      seconds: time limit.
     """
     environment = os.environ | {
         "XLA_PYTHON_CLIENT_MEM_FRACTION": str(part.memory),
         "PYTHONPATH": str(ROOT),
         "PYTHONUNBUFFERED": "1",
-        "NPROC": "8",  # threads of XLA's, enough for kernels to be interpreted
+        "NPROC": "8",  # XLA threads, which the kernel's interpreter needs
     }
-    # A part that was cut short finds its programs compiled.
+    # An interrupted part reuses its compiled programs.
     programs = pathlib.Path(tempfile.gettempdir()) / "magicjax-programs"
     environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(programs))
     if part.platform:
@@ -181,25 +176,25 @@ def run(part: Part, seconds: float) -> dict[str, Any]:
         command = ["-m", *part.command, *(["--out", str(out)] if part.writes else [])]
         begin = time.monotonic()
         status, printed = _call([sys.executable, *command], environment, seconds)
-        found = {
+        outcome: dict[str, Any] = {
             "command": " ".join(["python", "-m", *part.command]),
             "seconds": time.monotonic() - begin,
         }
         done = status == 0
         if not done:
             stopped = status is None or (status == UNFINISHED and part.name == "tune")
-            found["failed"] = OUT_OF_TIME if stopped else f"status {status}"
+            outcome["failed"] = OUT_OF_TIME if stopped else f"status {status}"
         if out.exists():
-            found["result"] = json.loads(out.read_text())
+            outcome["result"] = json.loads(out.read_text())
         if not part.writes or not done:
-            found["printed"] = printed[-TAIL:]
-    return found
+            outcome["printed"] = printed[-TAIL:]
+    return outcome
 
 
 def _call(
     command: list[str], environment: dict[str, str], seconds: float
 ) -> tuple[int | None, str]:
-    """Returns (status, None if it had to be stopped; what it printed), and shows it too."""
+    """Runs a command and returns its status, None after the time limit, and its output."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
@@ -209,7 +204,7 @@ def _call(
             status: int | None = process.wait(seconds)
         except subprocess.TimeoutExpired:
             status = None
-            # Its own processes too: one that is left would keep the device's memory.
+            # Kill its children too, which would keep the device's memory.
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         log.seek(0)
@@ -219,66 +214,59 @@ def _call(
 
 
 def device() -> str:
-    """Returns the name of the device, asked in a process that ends and frees it."""
-    found = subprocess.run(
+    """Returns the name of the device, from a process that releases it."""
+    process = subprocess.run(
         [sys.executable, "-c", "import jax; print(jax.devices()[0].device_kind)"],
         env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
         capture_output=True,
         text=True,
         check=True,
     )
-    return found.stdout.strip()
-
-
-def write(path: pathlib.Path, text: str) -> None:
-    """Writes a file under a temporary name first, so that a kill leaves no half of one."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(text, "utf-8")
-    os.replace(partial, path)
+    return process.stdout.strip()
 
 
 def measure(
     chosen: Sequence[Part], folder: pathlib.Path, *, again: bool, minutes: float, about: dict
 ) -> bool:
-    """Returns whether every part is done, having run those that were not.
+    """Runs the parts without results; returns whether every part has succeeded.
 
     Args:
       chosen: parts, in order.
       folder: of the results.
-      again: run those too that are there.
-      minutes: begin no part after so many, and stop the one that runs 8 minutes.
-      about: of the device.
+      again: also run parts with results.
+      minutes: no part starts after this time; a part stops after `MAX_SECONDS`.
+      about: the device.
     """
     path = folder / "measurements.json"
-    kept = json.loads(path.read_text()) if path.exists() else {}
-    found = {"about": about, "parts": kept.get("parts", {})}
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    results = {"about": about, "parts": stored.get("parts", {})}
     end = time.monotonic() + 60 * minutes
     for part in chosen:
-        there = found["parts"].get(part.name, {"failed": OUT_OF_TIME})
-        if not again and there.get("failed") != OUT_OF_TIME:
-            print(f"--- {part.name}: there already, {there.get('failed', 'done')}")
+        outcome = results["parts"].get(part.name, {"failed": OUT_OF_TIME})
+        if not again and outcome.get("failed") != OUT_OF_TIME:
+            print(f"--- {part.name}: already {outcome.get('failed', 'done')}")
             continue
         left = end - time.monotonic()
         if left <= 0:
-            print(f"--- {part.name}: no time left; call again to go on")
+            print(f"--- {part.name}: no time left; rerun the command to resume")
             continue
         print(f"--- {part.name}: python -m {' '.join(part.command)}", flush=True)
-        found["parts"][part.name] = run(part, min(left, 480))
-        write(path, json.dumps(found, indent=1) + "\n")
-        write(folder / "summary.md", gpu_summary.summary(found))
-    results = [found["parts"].get(part.name, {"failed": ""}) for part in chosen]
-    return not any("failed" in result for result in results)
+        results["parts"][part.name] = run(part, min(left, MAX_SECONDS))
+        write_atomically(path, json.dumps(results, indent=1) + "\n")
+        write_atomically(folder / "summary.md", gpu_summary.summary(results))
+    outcomes = [results["parts"].get(part.name, {"failed": ""}) for part in chosen]
+    return not any("failed" in outcome for outcome in outcomes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 if every part is done and none failed, else 1."""
+    """Returns 0 if every part has succeeded, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.studies.measure_gpu", description=__doc__.split("\n", 1)[0]
     )
-    parser.add_argument("--again", action="store_true", help="also parts that are there already")
-    parser.add_argument("--only", nargs="+", default=[], help="parts whose name begins so")
-    parser.add_argument("--minutes", type=float, default=1e6, help="begin nothing new after")
-    parser.add_argument("--smoke", action="store_true", help="tiny, on any machine: does it work?")
+    parser.add_argument("--again", action="store_true", help="also run parts with results")
+    parser.add_argument("--only", nargs="+", default=[], help="prefixes of part names")
+    parser.add_argument("--minutes", type=float, default=1e6, help="start no part after this")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, on any machine")
     parser.add_argument("--out", help="folder; default: experiments/results/<device>")
     options = parser.parse_args(arguments)
     every = parts(SMOKE if options.smoke else Plan())
@@ -286,13 +274,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not chosen:
         parser.error(f"--only {options.only}: parts are {', '.join(p.name for p in every)}")
     name = device()
-    where = "results/smoke" if options.smoke else f"experiments/results/{gpu_summary.slug(name)}"
-    folder = pathlib.Path(options.out) if options.out else ROOT / where
-    folder.mkdir(parents=True, exist_ok=True)
+    default = "results/smoke" if options.smoke else f"experiments/results/{slug(name)}"
+    folder = pathlib.Path(options.out) if options.out else ROOT / default
     about = {"device": name, "python": sys.version.split()[0], "smoke": options.smoke}
-    limits = {"again": options.again, "minutes": options.minutes}
-    done = measure(chosen, folder, about=about, **limits)
-    print(f"written to {folder}")
+    done = measure(chosen, folder, again=options.again, minutes=options.minutes, about=about)
+    print(f"wrote {folder}")
     return 0 if done else 1
 
 

@@ -1,24 +1,22 @@
-"""Boost-tuning (SpecInfer, arXiv 2305.09781, section 3): drafts that cover each other's misses.
+"""Boost-tuning (SpecInfer, arXiv 2305.09781, section 3): draft models with complementary choices.
 
-    python -m experiments.training.boost experiments/recipes/cpu_drafts.yaml --work build/zoo --out
-    DIR
+    python -m experiments.training.boost RECIPE_drafts.yaml --work build/zoo --out DIR
 
-The target labels a text with its greedy choices. Draft 1 is tuned on all of them, draft 2 on those
-that draft 1 does not choose, draft 3 on those that neither does, and so on. Together their first
-choices, merged into one token tree, hold more of the target's tokens than those of a single draft.
+The target labels a text with its greedy tokens. Draft 1 is tuned on all labels, draft 2 on those
+that draft 1 does not predict, draft 3 on those that neither predicts, and so on. Merged into one
+token tree, their top-1 tokens contain more of the target's tokens than a single draft's.
 
-A sample here is a position: what stands before it is the prompt, and the target's one next token
-is the label. The paper's sample is a prompt with the target's whole continuation, and it drops the
-prompts whose continuation a draft matches from end to end. With positions every window of text is
-still read by every draft, and matched positions have no weight in its loss, so no label is
-lost because its neighbour was matched, or kept because its neighbour was not.
+A sample is a position of the text; its label is the target's next token. In the paper a sample is a
+prompt with the target's whole continuation, and a prompt is dropped if a draft matches all of it.
+With positions, every draft reads the whole text, and matched positions have weight 0 in its loss.
 
-Every stage resumes after a kill and ends with the same weights: a finished one is read back, the
-one at work goes on from its newest checkpoint.
+Every stage resumes after a kill and ends with the same weights: finished stages are read from the
+work folder, and the current one continues from its newest checkpoint.
 """
 
 import argparse
 import dataclasses
+import json
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -31,22 +29,23 @@ from jaxtyping import Bool, Int
 
 import models
 from experiments.prompts import corpus
-from experiments.schema import grid, store
+from experiments.schema import grid
 from experiments.schema.fields import ConfigError
 from experiments.training import boost_config, boost_report, distill, export, trainer
 from experiments.training.boost_config import Boosting
+from magicjax.files import write_atomically
 
 
 @dataclasses.dataclass(frozen=True)
 class Material:
-    """What boost-tuning works on, loaded and checked.
+    """Models and text of boost-tuning, loaded and checked.
 
     Attributes:
-      target: labels the text; float32.
-      tokenizer: the target's, of transformers.
-      text: what is labelled, and what is held out.
-      modules: one for each draft.
-      starts: parameters that each draft begins from; None: to be trained on the text.
+      target: the model that labels the text, in float32.
+      tokenizer: the target's transformers tokenizer.
+      text: training and held-out text.
+      modules: one per draft.
+      starts: initial parameters of each draft; None to train them on the text first.
     """
 
     target: models.Checkpoint
@@ -57,20 +56,20 @@ class Material:
 
 
 def prepare(settings: Boosting) -> Material:
-    """Returns models and text; nothing has been compiled by then.
+    """Loads models and text, without compiling anything.
 
     Raises:
-      ConfigError: they do not fit each other; the message names what is there and what is needed.
+      ConfigError: models, text and settings do not fit each other.
       FileNotFoundError: a directory is missing.
     """
     target = models.load_checkpoint(settings.target, jnp.float32)
     tokenizer = models.load_tokenizer(settings.target)
     if tokenizer is None or tokenizer.eos_token_id is None:
-        raise ConfigError(f"{settings.target} has no tokenizer with an end token: text needs one")
+        raise ConfigError(f"{settings.target} has no tokenizer with an end token: add one")
     if settings.shape:
         if not isinstance(target.config, models.LlamaConfig):
             raise ConfigError(
-                "shape makes a Llama, and the target is none: name small models under `start`"
+                "shape makes a Llama, but the target is not one: give small models as `start`"
             )
         shape = dataclasses.replace(target.config, **settings.shape.model_dump())
         modules, starts = [models.build(shape)] * settings.drafts, None
@@ -84,41 +83,41 @@ def prepare(settings: Boosting) -> Material:
 
 
 def _start(path: str, target: models.Checkpoint, tokenizer: Any) -> models.Checkpoint:
-    """Returns the small model in a directory; raises ConfigError if its tokens are others."""
+    """Loads a small model; raises ConfigError unless it has the target's vocabulary."""
     small = models.load_checkpoint(path, jnp.float32)
-    ours, theirs = small.config.vocab_size, target.config.vocab_size
-    if ours != theirs:
+    size, target_size = small.config.vocab_size, target.config.vocab_size
+    if size != target_size:
         raise ConfigError(
-            f"{path} has a vocabulary of {ours} tokens and the target one of {theirs}: a draft "
-            "must speak the target's tokens"
+            f"{path} has a vocabulary of {size} tokens, but the target's has {target_size}: a "
+            "draft must have the target's vocabulary"
         )
-    own = models.load_tokenizer(path)
-    if own is not None and own.get_vocab() != tokenizer.get_vocab():
-        raise ConfigError(f"{path} numbers its tokens otherwise than the target: use its tokenizer")
+    small_tokenizer = models.load_tokenizer(path)
+    if small_tokenizer is not None and small_tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(f"{path} has other token ids than the target: use the target's tokenizer")
     return small
 
 
 def check_sizes(settings: Boosting, text: corpus.Text, max_positions: int) -> None:
-    """Raises ConfigError where the text is too short, or a window too long for a draft."""
-    has, wants = len(text.train), settings.labelled_tokens
-    if has < wants:
+    """Raises ConfigError if the text is too short, or a window too long for a draft."""
+    available, labelled = len(text.train), settings.labelled_tokens
+    if available < labelled:
         raise ConfigError(
-            f"the corpus has {has} tokens to train on and labelled_tokens={wants} needs {wants}: "
+            f"labelled_tokens={labelled} is too large: the corpus has {available} training tokens: "
             "give more text, or lower labelled_tokens"
         )
-    whole = wants // distill.CONTEXT * distill.CONTEXT
+    used = labelled // distill.CONTEXT * distill.CONTEXT
     longest = max(phase.context for phase in settings.labels.phases)
-    if whole < longest + 1:
+    if used < longest + 1:
         raise ConfigError(
-            f"labelled_tokens={wants} gives {whole} tokens in windows of {distill.CONTEXT}, and "
+            f"labelled_tokens={labelled} gives {used} tokens in windows of {distill.CONTEXT}, but "
             f"labels with context={longest} needs {longest + 1}: raise labelled_tokens"
         )
     contexts = [longest, distill.CONTEXT]
     if settings.text:
         contexts += [phase.context for phase in settings.text.phases]
-        if has < max(contexts) + 1:
+        if available < max(contexts) + 1:
             raise ConfigError(
-                f"the corpus has {has} tokens to train on and text with "
+                f"the corpus has {available} training tokens, but text with "
                 f"context={max(contexts)} needs {max(contexts) + 1}: give more text"
             )
     if max(contexts) > max_positions:
@@ -129,29 +128,26 @@ def check_sizes(settings: Boosting, text: corpus.Text, max_positions: int) -> No
     needed = max(c for c in (*export.CONTEXTS, distill.CONTEXT) if c <= max_positions) + 1
     if len(text.held_out) < needed:
         raise ConfigError(
-            f"the corpus has {len(text.held_out)} held-out tokens and the cards need {needed}: "
-            "give more modules"
+            f"the corpus has {len(text.held_out)} held-out tokens, but the model cards need "
+            f"{needed}: give more modules"
         )
 
 
 def claim(settings: Boosting, material: Material, work: pathlib.Path) -> None:
-    """Marks the work folder as that of these settings, models and text; its stages are read back.
+    """Records settings, models and text in the work folder, whose stages belong to them.
 
-    How many drafts are tuned is left out: one more may follow those that are there.
+    The number of drafts is not recorded, so that a later run can add drafts.
 
     Raises:
-      ConfigError: it is another's.
+      ConfigError: the folder belongs to others.
     """
-    free = {"target", "start", "corpus", "drafts"}  # told by their contents, or free to change
+    free = {"target", "start", "corpus", "drafts"}  # paths, recorded by content, and the number
     starts = [grid.fingerprint(path) for path in settings.start]
-    wanted = (
+    record = (
         f"{settings.model_dump_json(exclude=free)}\n"
         f"{grid.fingerprint(settings.target)} {starts}\n{material.text.digest}\n"
     )
-    claimed = work / "boost.txt"
-    if not claimed.exists():
-        store.write_text(claimed, wanted)
-    if claimed.read_text() != wanted:
+    if not export.claim(work / "boost.txt", record):
         raise ConfigError(
             f"{work} holds stages of other settings, models or text: use an empty folder, or "
             "remove it"
@@ -161,17 +157,17 @@ def claim(settings: Boosting, material: Material, work: pathlib.Path) -> None:
 def sample_weights(
     matched: Bool[np.ndarray, "M"], kept_share: float, seed: int
 ) -> Int[np.ndarray, "M"]:
-    """Returns 1 for each sample a draft is tuned on: those not matched, and a share of the others.
+    """Returns 1 for samples without a match and for a random share of the others, else 0.
 
     Raises:
-      ConfigError: none is left.
+      ConfigError: all weights are 0.
     """
     kept = np.random.default_rng(seed).random(len(matched)) < kept_share
     weights = (~matched | kept).astype(np.int32)
     if not weights.any():
         raise ConfigError(
-            f"draft {seed} has no samples left: the {seed - 1} before it match all {len(matched)}; "
-            f"set drafts={seed - 1}"
+            f"draft {seed} has no samples: the {seed - 1} drafts before it match all "
+            f"{len(matched)}: set drafts={seed - 1}"
         )
     return weights
 
@@ -185,7 +181,7 @@ def learn(
     samples: tuple[np.ndarray, np.ndarray, np.ndarray],
     work: pathlib.Path,
 ):
-    """Returns the parameters of one draft, tuned on samples (token, label, weight), each [M]."""
+    """Returns the parameters of one draft tuned on (tokens, labels, weights), each [M]."""
     schedule = dataclasses.replace(settings.labels, seed=settings.labels.seed + number - 1)
     return trainer.train(
         module,
@@ -206,7 +202,7 @@ def tune(
     labels: Int[np.ndarray, "M"],
     work: pathlib.Path,
 ) -> tuple[list[Any], list[float]]:
-    """Returns (each draft's parameters, the share of samples each was tuned on)."""
+    """Returns the parameters of each draft, and the share of samples that it is tuned on."""
     matched = np.zeros(len(labels), bool)
     tuned, shares = [], []
     for number, (module, start) in enumerate(zip(modules, starts), 1):
@@ -222,7 +218,7 @@ def tune(
 
 
 def begin(settings: Boosting, material: Material, work: pathlib.Path) -> list[Any]:
-    """Returns the parameters each draft is tuned from, having trained them on text if need be."""
+    """Returns the initial parameters of each draft, trained on the text if none are given."""
     if material.starts is not None:
         return material.starts
     assert settings.text is not None
@@ -243,14 +239,14 @@ def run(
     command: str,
     compare: pathlib.Path | None = None,
 ) -> dict[str, Any]:
-    """Returns the figures on held-out text, having written the drafts to `out`/draft-1, -2, ...
+    """Tunes drafts and writes them to `out`/draft-1, -2, ...; returns figures on held-out text.
 
     Args:
-      settings: what is done.
-      work: checkpoints and labels; a killed run goes on from here.
-      out: where the drafts go.
-      command: what the cards say makes them.
-      compare: a JSON file for the figures; then drafts 2, 3, ... are tuned on all samples as well.
+      settings: the settings.
+      work: folder of checkpoints and labels, from which a killed run resumes.
+      out: folder of the drafts.
+      command: the command line named in the model cards.
+      compare: JSON file for the figures. If set, drafts 2, 3, ... are also tuned on all samples.
 
     Raises:
       ConfigError, FileNotFoundError: see `prepare`, `claim` and `sample_weights`.
@@ -265,58 +261,50 @@ def run(
     )
     tokens = tokens[: len(labels)]
     tuned, shares = tune(settings, modules, starts, tokens, labels, work)
-    plain = []
-    if compare is not None:
-        samples = tokens, labels, np.ones_like(labels)
-        plain = [
-            learn(f"plain-{n}", n, settings, modules[n - 1], starts[n - 1], samples, work)
-            for n in range(2, settings.drafts + 1)
-        ]
+    samples = tokens, labels, np.ones_like(labels)
+    plain = [
+        learn(f"plain-{n}", n, settings, modules[n - 1], starts[n - 1], samples, work)
+        for n in (range(2, settings.drafts + 1) if compare else ())
+    ]
     figures = boost_report.measure(
         (material.target.module, material.target.params),
         list(zip(modules, starts)),
-        [(m, export.widened(export.rounded(p))) for m, p in zip(modules, tuned)],
-        [(m, export.widened(export.rounded(p))) for m, p in zip(modules[1:], plain)],
+        [(m, export.as_stored(p)) for m, p in zip(modules, tuned)],
+        [(m, export.as_stored(p)) for m, p in zip(modules[1:], plain)],
         material.text.held_out,
     )
     for draft, share in zip(figures["drafts"], shares):
         draft["samples"] = share
     for number, (module, params) in enumerate(zip(modules, tuned), 1):
-        export.export(
-            out / f"draft-{number}",
-            module,
-            params,
-            material.tokenizer,
-            material.text,
-            command=command,
-            note=boost_report.note(figures, number),
-        )
+        note = boost_report.note(figures, number)
+        path, tokenizer, text = out / f"draft-{number}", material.tokenizer, material.text
+        export.export(path, module, params, tokenizer, text, command=command, note=note)
     if compare is not None:
-        boost_report.write(compare, figures)
+        write_atomically(compare, json.dumps(figures, indent=1) + "\n")
     return figures
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 for wrong settings."""
+    """Returns the exit status: 0, or 2 for invalid settings."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.training.boost",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", type=pathlib.Path, help="experiments/recipes/*_drafts.yaml")
-    parser.add_argument("--work", type=pathlib.Path, required=True, help="checkpoints go here")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="drafts go here")
+    parser.add_argument("--work", type=pathlib.Path, required=True, help="folder of checkpoints")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of the drafts")
     parser.add_argument(
         "--compare",
         type=pathlib.Path,
         metavar="FILE.json",
-        help="also tune drafts 2, 3, ... without boosting, and write the comparison here",
+        help="also tune drafts 2, 3, ... without boosting, and write the comparison to this file",
     )
-    given = parser.parse_args(arguments)
-    command = f"{parser.prog} {given.config} --work {given.work} --out {given.out}"
+    options = parser.parse_args(arguments)
+    command = f"{parser.prog} {options.config} --work {options.work} --out {options.out}"
     try:
-        settings = boost_config.read(given.config)
-        figures = run(settings, given.work, given.out, command, given.compare)
+        settings = boost_config.read(options.config)
+        figures = run(settings, options.work, options.out, command, options.compare)
     except (ConfigError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""What a boost-tuning file may say: strict, typed, every field documented."""
+"""The settings of a boost-tuning file: strict, typed, documented."""
 
 import dataclasses
 import pathlib
@@ -11,7 +11,7 @@ from experiments.training.trainer import Schedule
 
 
 class Shape(BaseModel):
-    """Sizes of a draft; everything else of it (vocabulary, positions, rotation) is the target's."""
+    """Sizes of a draft; vocabulary, positions and rotary embedding are the target's."""
 
     model_config = STRICT
 
@@ -24,75 +24,73 @@ class Shape(BaseModel):
 
 
 class Boosting(BaseModel):
-    """A target, the text it labels, and how many drafts are tuned on the labels in which way."""
+    """A target, the text that it labels, and the drafts tuned on the labels."""
 
-    # Not strict as a whole: schedules are dataclasses, which YAML gives as mappings and lists.
+    # Not strict: schedules are dataclasses, which YAML represents as mappings and lists.
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     target: str = Field(description="Directory of the target, which labels the text.")
     drafts: int = Field(
-        description="How many drafts are tuned, each on what the earlier ones miss."
+        description="Number of drafts, each tuned on the labels that the earlier ones miss."
     )
     start: Annotated[list[str], Many] = Field(
         [],
-        description="Directories of the small models to tune: one for all drafts, or one for each.",
+        description="Directories of small models to tune: one for all drafts, or one per draft.",
     )
     shape: Shape | None = Field(
         None,
-        description="Instead of `start`: sizes of a model that is first trained on text.",
+        description="Instead of `start`: sizes of a model that is first trained on the text.",
     )
-    text: Schedule | None = Field(None, description="That first training, on the text itself.")
+    text: Schedule | None = Field(None, description="Schedule of that training.")
     labels: Schedule = Field(
-        description="Each draft's tuning on the target's choices; the n-th draft adds n-1 to the "
-        "seed."
+        description="Schedule of each draft's tuning on the labels; draft n adds n-1 to the seed."
     )
-    labelled_tokens: Positive = Field(description="How much of the text the target labels.")
+    labelled_tokens: Positive = Field(description="Number of tokens that the target labels.")
     kept_share: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="Share of the samples matched by earlier drafts that a later one keeps; "
-        "0 drops all of them, as in SpecInfer.",
+        description="Share of the samples matched by earlier drafts that a later draft keeps; 0 as "
+        "in SpecInfer.",
     )
     corpus: str = Field(
-        "", description="Folder of Python source; not given: Python's standard library."
+        "", description="Folder of Python source; by default Python's standard library."
     )
 
     @field_validator("drafts")
     @classmethod
-    def _some(cls, drafts: int) -> int:
+    def _at_least_one(cls, drafts: int) -> int:
         if drafts < 1:
-            raise ValueError("boost-tuning needs at least one draft: set drafts to 1 or more")
+            raise ValueError("boost-tuning needs at least 1 draft")
         return drafts
 
     @field_validator("text", "labels")
     @classmethod
-    def _some_steps(cls, schedule: Schedule | None) -> Schedule | None:
+    def _has_steps(cls, schedule: Schedule | None) -> Schedule | None:
         if schedule and min((min(dataclasses.astuple(p)) for p in schedule.phases), default=0) < 1:
-            raise ValueError("a schedule needs phases, each of one context, batch and step or more")
+            raise ValueError("a schedule needs phases with context, batch and steps of at least 1")
         return schedule
 
     @model_validator(mode="after")
-    def _one_beginning(self) -> "Boosting":
+    def _one_initial_model(self) -> "Boosting":
         if bool(self.start) == (self.shape is not None and self.text is not None):
             raise ValueError(
-                "say what the drafts begin from: either `start`, directories of small models, or "
-                "both `shape` and `text`, to train one"
+                "the drafts need initial models: give either `start`, or both `shape` and `text`"
             )
         if self.start and (self.shape or self.text):
-            raise ValueError("`shape` and `text` have no meaning beside `start`: remove them")
+            raise ValueError("`shape` and `text` have no effect with `start`: remove them")
         if self.start and len(self.start) not in (1, self.drafts):
             raise ValueError(
-                f"start names {len(self.start)} models for drafts={self.drafts}: give one for "
-                "all drafts, or one for each"
+                f"start has {len(self.start)} models for drafts={self.drafts}: give one for all "
+                "drafts, or one per draft"
             )
         return self
 
 
 def read(path: pathlib.Path) -> Boosting:
-    """Returns the settings in a YAML file.
+    """Reads settings from a YAML file.
 
     Raises:
-      ConfigError: the file is no mapping, has a key that does not exist, or a value out of range.
+      ConfigError: the file is not a mapping, has an unknown key, or a value out of range.
     """
     return checked(Boosting, read_mapping(path), str(path))

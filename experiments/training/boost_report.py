@@ -1,12 +1,10 @@
-"""What boost-tuning brought, on held-out text: how much of the target's choices the drafts cover.
+"""Results of boost-tuning: the share of the target's tokens that the drafts propose.
 
-Two drafts' first choices are two nodes below every node of a token tree, and so are one draft's two
-likeliest tokens, for one small model less to run. So the drafts together are set beside the best
-single one with as many tokens, and beside drafts of which each was tuned on everything.
+The top-1 tokens of N drafts add N children to a node of a token tree, and so do the top-N tokens of
+one draft, with N - 1 fewer models to run. The report therefore compares the boost-tuned drafts with
+the top N of the best single draft, and with N drafts that are each tuned on all samples.
 """
 
-import json
-import pathlib
 from typing import Any
 
 import flax.linen as nn
@@ -14,7 +12,6 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from experiments.runner.provenance import device_name
-from experiments.schema import store
 from experiments.training import distill
 
 Model = tuple[nn.Module, Any]  # (module, parameters)
@@ -23,12 +20,12 @@ Model = tuple[nn.Module, Any]  # (module, parameters)
 def covered(
     labels: Int[np.ndarray, "M"], proposed: Int[np.ndarray, "M N"]
 ) -> Bool[np.ndarray, "M"]:
-    """Returns where the label is among the N proposed tokens."""
+    """Returns whether each label is among the N proposed tokens."""
     return (proposed == labels[:, None]).any(1)
 
 
 def difference(a: Bool[np.ndarray, "M"], b: Bool[np.ndarray, "M"], window: int) -> dict[str, float]:
-    """Returns the mean of a - b and its standard error over windows of text (0 for one window)."""
+    """Returns the mean of a - b and its standard error over windows (0 for a single window)."""
     by_window = (a.astype(float) - b).reshape(-1, window).mean(1)
     count = len(by_window)
     error = by_window.std(ddof=1) / np.sqrt(count) if count > 1 else 0.0
@@ -42,42 +39,33 @@ def measure(
     plain: list[Model],
     tokens: Int[np.ndarray, "T"],
 ) -> dict[str, Any]:
-    """Returns shares of held-out positions at which the target's greedy token is proposed.
+    """Returns the shares of held-out positions at which the target's greedy token is proposed.
 
     Args:
-      target: whose tokens count.
-      starts: what each draft was before tuning.
-      drafts: boost-tuned, in their order; N of them.
-      plain: the second and later ones tuned on all samples instead; empty: not compared.
+      target: the model whose tokens are the labels.
+      starts: each draft before tuning.
+      drafts: the N boost-tuned drafts in order.
+      plain: drafts 2, 3, ... tuned on all samples instead; may be empty.
       tokens: held-out text, read in windows of `distill.CONTEXT`.
     """
     labels = distill.choices(*target, tokens)
-    before = {  # drafts may share one beginning
+    before = {  # drafts may share their initial parameters
         id(start[1]): float((distill.choices(*start, tokens) == labels).mean())
         for start in {id(s[1]): s for s in starts}.values()
     }
 
-    def rows(kind: str, ranks: list[np.ndarray], first: int) -> list[dict[str, Any]]:
-        return [
-            {
-                "name": f"{kind}-{number}",
-                "match_before": before[id(starts[number - 1][1])],
-                "match": float((best[:, 0] == labels).mean()),
-                "top_n": float(covered(labels, best).mean()),
-            }
-            for number, best in enumerate(ranks, first)
-        ]
+    def row(name: str, number: int, best: np.ndarray) -> dict[str, Any]:
+        shared = {"name": f"{name}-{number}", "match_before": before[id(starts[number - 1][1])]}
+        return shared | _matches(labels, best)
 
     ranked = [distill.ranked(*model, tokens, len(drafts)) for model in drafts]
     ranked_plain = [distill.ranked(*model, tokens, len(drafts)) for model in plain]
-    tuned, others = rows("draft", ranked, 1), rows("plain", ranked_plain, 2)
+    tuned = [row("draft", number, best) for number, best in enumerate(ranked, 1)]
+    others = [row("plain", number, best) for number, best in enumerate(ranked_plain, 2)]
     firsts = np.stack([r[:, 0] for r in ranked], 1)
     boosted = covered(labels, firsts)
-    singles = [
-        (covered(labels, best), row["name"])
-        for best, row in zip(ranked + ranked_plain, tuned + others)
-    ]
-    single, name = max(singles, key=lambda pair: pair[0].mean())
+    best_row, best = max(zip(tuned + others, ranked + ranked_plain), key=lambda x: x[0]["top_n"])
+    single = covered(labels, best)
     figures: dict[str, Any] = {
         "device": device_name(),
         "held_out_tokens": len(labels),
@@ -85,7 +73,7 @@ def measure(
         "plain": others,
         "coverage": {
             "boosted": float(boosted.mean()),
-            "best_single": {"name": name, "share": float(single.mean())},
+            "best_single": {"name": best_row["name"], "share": best_row["top_n"]},
         },
         "boosted_less_single": difference(boosted, single, distill.CONTEXT),
     }
@@ -96,14 +84,20 @@ def measure(
     return figures
 
 
+def _matches(labels: Int[np.ndarray, "M"], best: Int[np.ndarray, "M N"]) -> dict[str, float]:
+    """Returns the shares of labels that are the top-1 token, and among the top N."""
+    match = float((best[:, 0] == labels).mean())
+    return {"match": match, "top_n": float(covered(labels, best).mean())}
+
+
 def table(figures: dict[str, Any]) -> str:
-    """Returns the figures as two Markdown tables: each draft's matches, and what they cover."""
+    """Returns two Markdown tables: the matches of each draft, and the coverage of all."""
     count = len(figures["drafts"])
     lines = [
         f"Share of {figures['held_out_tokens']:,} held-out positions at which the target's greedy "
         "token is proposed:",
         "",
-        f"| draft | samples | first choice, before | after | top {count} |",
+        f"| draft | samples | top 1, before | top 1, after | top {count} |",
         "|---|---|---|---|---|",
     ]
     for draft in figures["drafts"] + figures["plain"]:
@@ -115,15 +109,15 @@ def table(figures: dict[str, Any]) -> str:
     single = coverage["best_single"]
     lines += [
         "",
-        f"| {count} tokens at each position | covered | boosted less this |",
+        f"| {count} tokens per position | coverage | boost-tuned minus this |",
         "|---|---|---|",
-        f"| first choices of {count} boost-tuned drafts | {coverage['boosted']:.1%} | |",
-        f"| the {count} likeliest of {single['name']}, the best single one | "
+        f"| top 1 of {count} boost-tuned drafts | {coverage['boosted']:.1%} | |",
+        f"| top {count} of {single['name']}, the best single draft | "
         f"{single['share']:.1%} | {_signed(figures['boosted_less_single'])} |",
     ]
     if "unboosted" in coverage:
         lines.append(
-            f"| first choices of {count} drafts, each tuned on all samples | "
+            f"| top 1 of {count} drafts, each tuned on all samples | "
             f"{coverage['unboosted']:.1%} | {_signed(figures['boosted_less_unboosted'])} |"
         )
     return "\n".join(lines) + "\n"
@@ -134,12 +128,7 @@ def _signed(value: dict[str, float]) -> str:
 
 
 def note(figures: dict[str, Any], number: int) -> str:
-    """Returns what the card of draft `number` says of its tuning, in Markdown."""
-    which = "all samples" if number == 1 else "the samples that the drafts before it do not match"
+    """Returns the section about tuning in the model card of draft `number`, in Markdown."""
+    which = "all samples" if number == 1 else "the samples that earlier drafts do not match"
     plain = "`plain` drafts are tuned on all samples, for comparison. " if figures["plain"] else ""
     return f"Boost-tuned (SpecInfer, section 3) on {which}. {plain}{table(figures)}"
-
-
-def write(path: pathlib.Path, figures: dict[str, Any]) -> None:
-    """Writes the figures as JSON, whole or not at all."""
-    store.write_text(path, json.dumps(figures, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Writes trained models for others to load: Hugging Face format, with tokenizer and a card."""
+"""Writes trained models in Hugging Face format, with tokenizer and model card."""
 
 import pathlib
 from typing import Any
@@ -10,21 +10,21 @@ import numpy as np
 
 import models
 from experiments.prompts import corpus
-from experiments.schema import store
 from experiments.training import trainer
+from magicjax.files import write_atomically
 
-CONTEXTS = (1024, 2048, 8192)  # of the losses in the cards
+CONTEXTS = (1024, 2048, 8192)  # contexts of the losses in the model cards
 EVALUATED_TOKENS = 65536
 
 
 def rounded(params):
-    """Returns the parameters in bfloat16, as they are stored."""
+    """Returns the parameters in bfloat16, the stored dtype."""
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
 
 
-def widened(params):
-    """Returns the parameters in float32, whatever they were rounded to."""
-    return jax.tree.map(lambda x: x.astype(jnp.float32), params)
+def as_stored(params):
+    """Returns the parameters in float32 after rounding to the stored dtype."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32), rounded(params))
 
 
 def card(
@@ -35,10 +35,7 @@ def card(
     command: str,
     note: str,
 ) -> str:
-    """Returns a model card in Markdown: what it is, the command that makes it, losses by context.
-
-    `note` comes last, in Markdown.
-    """
+    """Returns a model card in Markdown: description, command, losses by context, and `note`."""
     count = models.count_params(module.config)
     rows = "\n".join(
         f"| {context} | {nats:.3f} | {nats / np.log(2) / text.bytes_per_token:.3f} |"
@@ -47,17 +44,17 @@ def card(
     return f"""# magicjax zoo: {name}
 
 A {count / 1e6:.2f} M parameter model, trained on {text.source},
-for demonstrations and tests of speculative decoding. It writes Python-like text and knows nothing.
+for demonstrations and tests of speculative decoding. It generates text that resembles Python.
 
     {command}
 
 Data: SHA-256 `{text.digest}` over paths and texts;
-{len(text.train):,} tokens trained on, {len(text.held_out):,} held out (whole modules, chosen by a
+{len(text.train):,} training tokens, {len(text.held_out):,} held out (whole modules, selected by a
 hash of their path).
 
 Held-out loss after rounding to bfloat16, in windows of the given context:
 
-| context | nats a token | bits a byte |
+| context | nats per token | bits per byte |
 |---|---|---|
 {rows}
 {note and chr(10) + note}"""
@@ -76,15 +73,16 @@ def export(
     """Writes one model, rounded to bfloat16, with tokenizer and card.
 
     Args:
-      path: the directory; its name is the model's.
+      path: the directory, named like the model.
       module, params: the model.
       tokenizer: a transformers tokenizer with an end token.
-      text: what it was trained and is evaluated on.
+      text: training and evaluation text.
       command, note: see `card`.
     """
     stored = rounded(params)
+    widened = as_stored(params)
     losses = {
-        context: trainer.evaluate(module, widened(stored), text.held_out, context, EVALUATED_TOKENS)
+        context: trainer.evaluate(module, widened, text.held_out, context, EVALUATED_TOKENS)
         for context in CONTEXTS
         if context <= module.config.max_positions
     }
@@ -97,6 +95,13 @@ def export(
         tokenizer=tokenizer,
         overwrite=True,
     )
-    written = card(path.name, module, losses, text, command, note)
-    store.write_text(path / "README.md", written)
-    print(written)
+    text_card = card(path.name, module, losses, text, command, note)
+    write_atomically(path / "README.md", text_card)
+    print(text_card)
+
+
+def claim(path: pathlib.Path, record: str) -> bool:
+    """Writes `record` to a new file; returns whether the file holds it."""
+    if not path.exists():
+        write_atomically(path, record)
+    return path.read_text() == record

@@ -1,11 +1,10 @@
-"""Makes the embedded models: tokenizer, target, two drafts, each a directory with a card.
+"""Trains the embedded models: tokenizer, target and two drafts, each in a directory with a card.
 
     python -m experiments.training.make_zoo experiments/recipes/cpu.yaml --work build/zoo --out DIR
 
-The drafts are boost-tuned (`experiments/training/boost.py`, which makes them alone from a target
-that is
-there). Every stage resumes after a kill: a finished one is read back, the one at work goes on from
-its newest checkpoint.
+The drafts are boost-tuned; `experiments.training.boost` makes them for an existing target. Every
+stage resumes after a kill: finished stages are read from the work folder, and the current one
+continues from its newest checkpoint.
 """
 
 import argparse
@@ -19,20 +18,20 @@ from transformers import PreTrainedTokenizerFast
 
 import models
 from experiments.prompts import corpus
-from experiments.schema import store
 from experiments.training import boost, boost_config, boost_report, export, trainer
+from magicjax.files import write_atomically
 from models import LlamaConfig, Rope
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A recipe file, read: shape and schedule of the target, and how the drafts are made.
+    """The content of a recipe file.
 
     Attributes:
-      vocab_size: of the tokenizer.
-      target: shape.
-      target_schedule: the target's training.
-      drafts: settings of the drafts; their target is the one made here.
+      vocab_size: size of the tokenizer's vocabulary.
+      target: shape of the target.
+      target_schedule: schedule of the target's training.
+      drafts: settings of the drafts, whose target is replaced by the one trained here.
     """
 
     vocab_size: int
@@ -42,7 +41,7 @@ class Recipe:
 
 
 def read_recipe(path: pathlib.Path) -> Recipe:
-    """Returns the recipe in a YAML file; an unknown or missing key is an error."""
+    """Reads a recipe from a YAML file; an unknown or missing key is an error."""
     raw = yaml.safe_load(path.read_text())
     shared = dict(
         vocab_size=raw["vocab_size"],
@@ -65,51 +64,50 @@ def read_recipe(path: pathlib.Path) -> Recipe:
 
 
 def claim(work: pathlib.Path, recipe: Recipe) -> None:
-    """Marks the work folder as this target's on this library; its stages are read back as they are.
+    """Records target and standard library in the work folder, whose stages belong to them.
 
     Raises:
-      ValueError: it is another's.
+      ValueError: the folder belongs to others.
     """
-    claimed = work / "recipe.txt"
     digest = corpus.data_hash(corpus.library())
-    wanted = f"{recipe.vocab_size} {recipe.target}\n{recipe.target_schedule}\n{digest}\n"
-    if not claimed.exists():
-        store.write_text(claimed, wanted)
-    if claimed.read_text() != wanted:
+    record = f"{recipe.vocab_size} {recipe.target}\n{recipe.target_schedule}\n{digest}\n"
+    if not export.claim(work / "recipe.txt", record):
         raise ValueError(
-            f"{work} holds stages of another recipe, or of another Python's library: "
+            f"{work} holds stages of another recipe or another Python version: "
             "use an empty folder, or remove it"
         )
 
 
 def make_tokenizer(vocab_size: int, work: pathlib.Path) -> PreTrainedTokenizerFast:
-    """Returns the tokenizer, trained once and kept in the work folder."""
+    """Returns the tokenizer, trained once and stored in the work folder."""
     path = work / "tokenizer.json"
     if not path.exists():
         modules, _ = corpus.split(corpus.library())
-        store.write_text(path, corpus.train_tokenizer(modules, vocab_size).to_str(pretty=True))
+        write_atomically(path, corpus.train_tokenizer(modules, vocab_size).to_str(pretty=True))
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_file(str(path)), eos_token=corpus.END, pad_token=corpus.END
     )
 
 
 def main() -> None:
-    """Runs the recipe named on the command line."""
+    """Runs the recipe of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.training.make_zoo",
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("recipe", type=pathlib.Path, help="experiments/recipes/*.yaml")
-    parser.add_argument("--work", type=pathlib.Path, required=True, help="checkpoints go here")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="models go here")
+    parser.add_argument("--work", type=pathlib.Path, required=True, help="folder of checkpoints")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of the models")
     arguments = parser.parse_args()
     recipe = read_recipe(arguments.recipe)
     arguments.work.mkdir(parents=True, exist_ok=True)
     claim(arguments.work, recipe)
     tokenizer = make_tokenizer(recipe.vocab_size, arguments.work)
     text = corpus.read(tokenizer.backend_tokenizer)
-    boost.check_sizes(recipe.drafts, text, recipe.target.max_positions)  # now, not an hour later
+    boost.check_sizes(
+        recipe.drafts, text, recipe.target.max_positions
+    )  # before the target is trained
 
     target = models.build(recipe.target)
     params = trainer.train(

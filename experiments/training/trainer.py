@@ -1,8 +1,8 @@
-"""The trainer: next-token loss on windows of one token stream, in phases of growing context.
+"""Training: next-token loss on windows of a token stream, in phases of growing context.
 
-Every batch is a function of (seed, step), so a run that was killed and resumed sees the same data
-and ends with the same weights. Attention goes in static chunks of queries, each against the keys
-up to its own end, so that no T x T matrix is ever stored.
+Every batch is a function of seed and step, so a resumed run reads the same data and ends with the
+same weights. Attention processes static chunks of queries, each with the keys up to its end, so
+that no T x T matrix is stored.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ QUERY_CHUNK = 256
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A stretch of training: `steps` batches of `batch` windows of `context` tokens."""
+    """A phase of training: `steps` batches of `batch` windows of `context` tokens."""
 
     context: int
     batch: int
@@ -36,15 +36,15 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How a model is trained.
+    """The schedule of a training run.
 
     Attributes:
-      phases: in order; the learning rate runs through all of them.
-      learning_rate: Muon's peak (the blocks' matrices), reached after `warmup` steps, held, then
-        brought to a tenth of itself, linearly, over the last `decay` share of the steps.
-      adam_learning_rate: the peak for all other parameters, on the same course.
-      weight_decay: on the blocks' matrices only.
-      seed: of initial weights and batches.
+      phases: phases in order, under one learning rate schedule.
+      learning_rate: peak of Muon, for the matrices of the blocks. It is reached after `warmup`
+        steps and decays linearly to a tenth over the last `decay` share of the steps.
+      adam_learning_rate: peak of Adam, for all other parameters, with the same schedule.
+      weight_decay: for the matrices of the blocks only.
+      seed: seed of initial weights and batches.
       checkpoint_every: steps between checkpoints.
     """
 
@@ -66,11 +66,11 @@ class Schedule:
             if step < phase.steps:
                 return phase
             step -= phase.steps
-        raise ValueError(f"step {step} lies beyond the last phase")
+        raise ValueError(f"step {step} is after the last phase")
 
 
 def causal_attend(layer: int, q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v):
-    """An `attend` for training: causal, in chunks of queries, scores recomputed backwards."""
+    """Causal `attend` in chunks of queries, whose backward pass recomputes the scores."""
     del layer
     length, group = q.shape[1], q.shape[2] // k.shape[2]
     if group > 1:
@@ -92,14 +92,14 @@ def causal_attend(layer: int, q: Float[Array, "B T H D"], k: Float[Array, "B T K
 
 
 def logits_of(model: nn.Module, params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-    """Returns the model's logits at every position of `tokens`, from an empty context."""
+    """Returns the model's logits at every position of `tokens`."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     hidden, _ = model.apply(params, tokens, positions, causal_attend)
     return model.apply(params, hidden, method="unembed")
 
 
 def batches(stream: np.ndarray, schedule: Schedule, first: int) -> Iterator[np.ndarray]:
-    """Yields windows [batch, context + 1, ...] from step `first` on, a function of (seed, step)."""
+    """Yields windows [batch, context + 1, ...] from step `first` on."""
     for step in range(first, schedule.steps):
         phase = schedule.phase_at(step)
         random = np.random.default_rng((schedule.seed, step))
@@ -108,7 +108,7 @@ def batches(stream: np.ndarray, schedule: Schedule, first: int) -> Iterator[np.n
 
 
 def rate(schedule: Schedule, peak: float) -> optax.Schedule:
-    """Returns the learning rate by step: up to the peak, held, then down to a tenth of it."""
+    """Returns the learning rate schedule: warmup, constant, linear decay to a tenth."""
     decay_steps = max(1, int(schedule.steps * schedule.decay))
     return optax.join_schedules(
         [
@@ -121,22 +121,22 @@ def rate(schedule: Schedule, peak: float) -> optax.Schedule:
 
 
 def optimizer(schedule: Schedule) -> optax.GradientTransformation:
-    """Returns Muon for the blocks' matrices and Adam for everything else.
+    """Returns Muon for the matrices of the blocks and Adam for all other parameters.
 
-    On so few tokens Muon needs about half the steps that AdamW needs. Source: K. Jordan, "Muon".
+    On few tokens Muon needs about half the steps of AdamW. Source: K. Jordan, "Muon".
     """
 
     def dimensions(params):
-        """Which axes of a weight are summed over, and which are made; None: Adam."""
+        """Returns the input and output axes of each weight, None for Adam."""
 
-        def of(path, weight):
+        def weight_dimensions(path, weight):
             if path[-1].key != "weight":
                 return None
-            summed = weight.ndim - 1 if path[-2].key == "out" else 1
+            inputs = weight.ndim - 1 if path[-2].key == "out" else 1
             axes = tuple(range(weight.ndim))
-            return contrib.MuonDimensionNumbers(axes[:summed], axes[summed:])
+            return contrib.MuonDimensionNumbers(axes[:inputs], axes[inputs:])
 
-        return jax.tree_util.tree_map_with_path(of, params)
+        return jax.tree_util.tree_map_with_path(weight_dimensions, params)
 
     muon = contrib.muon(
         rate(schedule, schedule.learning_rate),
@@ -156,7 +156,7 @@ def text_loss(model: nn.Module, params, windows: Int[Array, "B T1"]) -> Float[Ar
 
 @functools.lru_cache(maxsize=4)
 def _step(model: nn.Module, schedule: Schedule, loss: Callable):
-    """Returns (the optimizer, a compiled (state, windows) -> state)."""
+    """Returns the optimizer and the compiled step (state, windows) -> state."""
     tx = optimizer(schedule)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -184,19 +184,19 @@ def train(
 
     Args:
       model: the module to train.
-      stream: int32 [n], the training tokens, or [n, columns] where the loss wants more of each.
+      stream: int32 [n], the training tokens, or [n, columns] if the loss needs more per token.
       schedule: phases and learning rate.
-      directory: of the checkpoints; it must not hold those of another schedule.
+      directory: folder of the checkpoints, which must not hold those of another schedule.
       loss: (model, params, windows [B, T+1, ...]) -> scalar.
-      initial: parameters to start from instead of fresh ones.
-      label: what the progress bar says.
+      initial: initial parameters; None for random ones.
+      label: label of the progress bar.
     """
-    # Runs that differ in seed and checkpoints only share one compiled step.
+    # Runs that differ only in seed and checkpoint interval share one compiled step.
     tx, step = _step(model, dataclasses.replace(schedule, seed=0, checkpoint_every=1), loss)
     if initial is None:
         params = models.init_params(model, schedule.seed)
     else:
-        params = jax.tree.map(jnp.copy, initial)  # the step takes over its state's memory
+        params = jax.tree.map(jnp.copy, initial)  # the step donates its state
     state = {"params": params, "optimizer": tx.init(params), "loss": jnp.zeros(())}
 
     options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
@@ -221,13 +221,13 @@ _text_loss = jax.jit(text_loss, static_argnums=0)
 
 
 def evaluate(model: nn.Module, params, stream: np.ndarray, context: int, limit: int) -> float:
-    """Returns the mean loss in nats a token, in windows of `context` tokens without overlap.
+    """Returns the mean loss in nats per token over disjoint windows of `context` tokens.
 
-    At most `limit` tokens count. Raises ValueError if they do not fill one window.
+    At most `limit` tokens are used. Raises ValueError if they are fewer than one window.
     """
     starts = range(0, min(limit, len(stream) - 1) - context + 1, context)
     if not starts:
-        raise ValueError(f"{min(limit, len(stream))} tokens do not fill a window of {context}")
+        raise ValueError(f"{min(limit, len(stream))} tokens are fewer than a window of {context}")
     return float(
         np.mean([_text_loss(model, params, stream[None, s : s + context + 1]) for s in starts])
     )

@@ -1,7 +1,6 @@
-"""Compiles the loop for GPUs that are not here, and reads what became of it.
+"""Compiles the loop ahead of time for absent GPUs and reports on the compiled programs.
 
-`magicjax fit` runs it in a process that has the CUDA compiler; it needs no GPU and no NVIDIA
-library.
+`magicjax fit` runs it in a process that has the CUDA compiler. No GPU or NVIDIA library is needed.
 """
 
 import argparse
@@ -23,18 +22,18 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 import models
-from magicjax import placement
-from magicjax.aot import hlo
+from magicjax import hlo, placement
 from magicjax.decoding import program_cache
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.request import Request, prepare
 from magicjax.decoding.runner import state_shapes
 from magicjax.drafters.spec import make_drafter
-from magicjax.generation import skeleton
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.kv_cache.sparse_cache import DraftCache
+from magicjax.loading import skeleton
 from magicjax.model import Model
 from magicjax.parallel import offloading
+from magicjax.parallel.layouts import Layout, Offloaded, Resident
 from magicjax.trees.token_tree import parse_tree
 from pallas_kernels import choose_backend
 from sharding import STAGE, AnyMesh, MeshSize, make_mesh
@@ -42,7 +41,7 @@ from sharding import STAGE, AnyMesh, MeshSize, make_mesh
 DEVICES = {
     path.stem: path for path in (pathlib.Path(__file__).parents[1] / "devices").glob("*.txtpb")
 }
-PROGRAMS = ("prefill", "start", "decode")
+PROGRAMS = ("prefill", "init", "decode")
 REGISTERS = re.compile(r"Used (\d+) registers")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 SHARED = re.compile(r"smem_scratch_bytes=(\d+)")
@@ -50,21 +49,21 @@ SHARED = re.compile(r"smem_scratch_bytes=(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is to be run, as the command line says it.
+    """A workload, in the terms of the command line.
 
     Attributes:
       target, drafter, tree, dtype: as for `magicjax generate`; drafter "": plain decoding; tree
         "": the default.
-      kv_dtype: of the draft's sparse cache; None: the model's own.
+      kv_dtype: of the draft's sparse cache; None: the model's dtype.
       offload: the target's blocks are in host memory, as for `magicjax.load`.
-      draft_shards: devices that a small draft is divided over; None: all of `model`.
-      batch: rows, of all devices together.
-      context: tokens of a row, new ones included.
-      max_new_tokens: how many of them are new.
+      draft_shards: devices over which a draft model is sharded; None: all of `model`.
+      batch: rows on all devices.
+      context: tokens per row, including new ones.
+      max_new_tokens: new tokens per row.
       device: a name in `devices/`, or the path of a description.
-      data, model, stage: of the mesh.
-      micro_batches: of a mesh with stages; None: as many as are fastest.
-      backend: of the attention; None: mosaic on Hopper, else xla.
+      data, model, stage: sizes of the mesh.
+      micro_batches: of a mesh with stages; None: the fastest number.
+      backend: attention backend; None: mosaic on Hopper, else xla.
     """
 
     target: str
@@ -90,17 +89,15 @@ class Workload:
 
     @property
     def attention(self) -> str:
-        """The backend that is used."""
+        """The attention backend of the compiled programs."""
         return self.backend or ("mosaic" if is_hopper(self.device) else "xla")
 
 
 def description(device: str) -> str:
-    """Returns what XLA must know of a device: one of `DEVICES`, or a file like theirs.
-
-    XLA's own descriptions of GPUs, which have the same fields, are a place to start from.
+    """Returns XLA's description of a device: one of `DEVICES`, or a file in the same format.
 
     Raises:
-      ValueError: no such device.
+      ValueError: the device is unknown.
     """
     if device in DEVICES:
         return DEVICES[device].read_text()
@@ -108,65 +105,60 @@ def description(device: str) -> str:
         return pathlib.Path(device).read_text()
     raise ValueError(
         f"device={device} is unknown: use {', '.join(sorted(DEVICES))}, or the path of a "
-        "description like theirs, NAME.txtpb"
+        "description, NAME.txtpb"
     )
 
 
 def is_hopper(device: str) -> bool:
-    """Returns whether a device can run the mosaic backend."""
+    """Returns whether a device supports the mosaic backend."""
     return bool(re.search(r"cuda_compute_capability\s*\{\s*major:\s*9\b", description(device)))
 
 
-def memory_of(device: str) -> int:
+def device_memory_bytes(device: str) -> int:
     """Returns the bytes of a device's memory.
 
     Raises:
-      ValueError: its description does not say.
+      ValueError: its description has no memory size.
     """
-    found = re.search(r"device_memory_size: (\d+)", description(device))
-    if found is None:
-        raise ValueError(f"device={device} says no device_memory_size: add it to its description")
-    return int(found[1])
+    match = re.search(r"device_memory_size: (\d+)", description(device))
+    if match is None:
+        raise ValueError(f"device={device} has no device_memory_size: add it to its description")
+    return int(match[1])
 
 
 def abstract_model(
     source: str, dtype: str, shards: int | None = None, offload: bool | str = False
 ) -> Model:
-    """Returns a model whose parameters are shapes: nothing is allocated."""
-    module, blocks = models.build(skeleton(source).config, dtype), None
+    """Returns a model whose parameters are shapes."""
+    module = models.build(skeleton(source).config, dtype)
+    layout: Layout = Resident()
     params = nn.meta.unbox(models.abstract_params(module))
     if offload:
         params, _ = models.split_blocks(params)
-        blocks = offloading.shapes(module, offloading.wants_int8(offload))
-    return Model(module, params, name=source, shards=shards, blocks=blocks)
+        int8 = offloading.validate_offload(offload) == "int8"
+        layout = Offloaded(offloading.shapes(module, int8))
+    return Model(module, params, name=source, shards=shards, layout=layout)
 
 
-def request_of(load: Workload, mesh: AnyMesh) -> Request:
-    """Returns the request of the whole batch, its arrays as shapes in their places on the mesh.
+def abstract_request(load: Workload, mesh: AnyMesh) -> Request:
+    """Returns the request of the whole batch, with sharded shapes as arrays.
 
     Raises:
-      ValueError: what `prepare` refuses, and sizes that do not divide over the mesh.
+      ValueError: the workload is invalid, or its sizes do not divide over the mesh.
     """
+    _check(load)
     model = functools.partial(abstract_model, dtype=load.dtype)
     small = functools.partial(model, shards=load.draft_shards)
     drafter = make_drafter(load.drafter, small, kv_dtype=load.kv_dtype) if load.drafter else None
     if load.kv_dtype and getattr(drafter, "kv_dtype", None) is None:
         raise ValueError(
-            f"kv_dtype={load.kv_dtype} is of a draft's sparse cache, and drafter={load.drafter!r} "
-            "has none: leave it out, or draft with self:streaming:512"
+            f"kv_dtype={load.kv_dtype} applies to sparse draft caches, and "
+            f"drafter={load.drafter!r} has none: omit kv_dtype, or use self:streaming:512"
         )
-    if load.batch < 1:
-        raise ValueError(f"batch={load.batch} must be at least 1")
     if load.draft_shards is not None and not placement.models_of(drafter):
         raise ValueError(
-            f"draft_shards={load.draft_shards} is for small models, and drafter={load.drafter!r} "
-            "has none: leave it out"
-        )
-    if load.tree and not drafter:
-        raise ValueError(f"tree={load.tree} needs a drafter: give one, or leave tree out")
-    if load.context <= load.max_new_tokens:
-        raise ValueError(
-            f"context={load.context} must hold more than max_new_tokens={load.max_new_tokens}"
+            f"draft_shards={load.draft_shards} applies to draft models, and "
+            f"drafter={load.drafter!r} has none: omit draft_shards"
         )
 
     def shape(x, sharding):
@@ -180,21 +172,32 @@ def request_of(load: Workload, mesh: AnyMesh) -> Request:
         tree=parse_tree(load.tree) if load.tree else None,
         max_new_tokens=load.max_new_tokens,
         eos_token_id=[],
-        backend="xla",  # this machine's own; the device's is set below
+        backend="xla",  # for this machine; set for the device below
         mesh=mesh,
         micro_batches=load.micro_batches,
         put=shape,
     )
-    for one in (request.target, *placement.models_of(drafter)):
-        if load.attention == "mosaic" and not is_hopper(load.device):
-            raise ValueError(f"backend=mosaic is for Hopper, not {load.device}: use backend=xla")
-        choose_backend(load.attention, one.dtype, one.config.head_dim)
+    for each in (request.target, *placement.models_of(drafter)):
+        choose_backend(load.attention, each.dtype, each.config.head_dim)
     settings = dataclasses.replace(request.settings, backend=load.attention)
     return dataclasses.replace(request, settings=settings)
 
 
-def mesh_of(load: Workload) -> Mesh:
-    """Returns a mesh of GPUs that are not here.
+def _check(load: Workload) -> None:
+    if load.batch < 1:
+        raise ValueError(f"batch={load.batch} must be at least 1")
+    if load.tree and not load.drafter:
+        raise ValueError(f"tree={load.tree} needs a drafter: add one, or omit tree")
+    if load.context <= load.max_new_tokens:
+        raise ValueError(
+            f"context={load.context} must be larger than max_new_tokens={load.max_new_tokens}"
+        )
+    if load.attention == "mosaic" and not is_hopper(load.device):
+        raise ValueError(f"backend=mosaic needs Hopper, not {load.device}: use backend=xla")
+
+
+def topology_mesh(load: Workload) -> Mesh:
+    """Returns a mesh of the workload's GPUs, which need not be present.
 
     Raises:
       ValueError: the CUDA compiler is not installed.
@@ -205,29 +208,29 @@ def mesh_of(load: Workload) -> Mesh:
             topology=f"1x1x{load.mesh_size.devices}",
             target_config=description(load.device),
         )
-    except NotImplementedError as error:  # what JAX raises for a platform without a plugin
+    except NotImplementedError as error:  # JAX has no plugin for the platform
         raise ValueError("the CUDA compiler is not installed here: use `magicjax fit`") from error
     return make_mesh(*load.mesh_size, devices=topology.devices)
 
 
 def compile_ahead(program: str, request: Request) -> jax.stages.Compiled:
-    """Returns the program `prefill`, `start`, or `decode`, all rounds."""
+    """Compiles one of `PROGRAMS` for the devices of a request's mesh."""
     settings: Any = request.prefill_settings
     arguments: tuple = request.prefill_arguments
     if program != "prefill":
         prefilled = program_cache.result_shapes("prefill", settings, arguments)
         settings = request.settings
-        arguments = request.start_arguments(*prefilled)
+        arguments = request.init_arguments(*prefilled)
     if program == "decode":
-        state = program_cache.result_shapes("start", settings, arguments)
+        state = program_cache.result_shapes("init", settings, arguments)
         arguments = request.target, request.drafter, state
     options = offloading.xla_options("gpu", arguments)
     return program_cache.jitted(program, settings, arguments).lower(*arguments).compile(options)
 
 
 def cache_sizes(request: Request) -> dict[str, set[int]]:
-    """Returns how many elements a device's part of one layer's keys has, by cache."""
-    caches = caches_of(state_shapes(request))
+    """Returns the number of elements of a layer's keys on one device, by cache."""
+    caches = all_caches(state_shapes(request))
     names = ["target", *(f"draft {i}" for i in range(1, len(caches)))]
     return {
         name: {int(np.prod(x.sharding.shard_shape(x.shape))) for x in jax.tree.leaves(cache.k)}
@@ -235,14 +238,14 @@ def cache_sizes(request: Request) -> dict[str, set[int]]:
     }
 
 
-def caches_of(state: DecodeState) -> list[KVCache | DraftCache]:
-    """Returns the target's cache, then those of drafts."""
-    leaves = jax.tree.leaves(state.drafter, is_leaf=_is_cache)
-    return [state.cache, *filter(_is_cache, leaves)]
+def all_caches(state: DecodeState) -> list[KVCache | DraftCache]:
+    """Returns the target's cache, then those of drafters."""
 
+    def is_cache(x: Any) -> bool:
+        return isinstance(x, KVCache | DraftCache)
 
-def _is_cache(x: Any) -> bool:
-    return isinstance(x, KVCache | DraftCache)
+    leaves = jax.tree.leaves(state.drafter, is_leaf=is_cache)
+    return [state.cache, *filter(is_cache, leaves)]
 
 
 def report(
@@ -252,14 +255,15 @@ def report(
     folder: pathlib.Path,
     group: int | None = None,
 ) -> dict[str, Any]:
-    """Returns what a device needs for the program, and what is in it.
+    """Compiles a program and returns its memory, collectives, cache copies and kernels.
 
     Args:
       program: of `PROGRAMS`.
-      request: its arrays as shapes on a mesh.
+      request: with sharded shapes as arrays.
       sizes: its `cache_sizes`.
-      folder: to which the compiler dumps kernels; those that are there already are of no interest.
-      group: devices of a host, between which exchanges are told apart; None: of a stage.
+      folder: to which the compiler dumps kernels; existing files are ignored.
+      group: number of devices of a host, between which collectives are counted separately; None:
+        of a stage.
     """
     before = set(folder.iterdir())
     begin = time.perf_counter()
@@ -267,9 +271,9 @@ def report(
     seconds = time.perf_counter() - begin
     dumped = sorted(set(folder.iterdir()) - before)
     memory, text = compiled.memory_analysis(), compiled.as_text() or ""
-    assert memory is not None  # every GPU compiler gives one
+    assert memory is not None  # every GPU compiler returns it
     copied, mesh = list(hlo.copied_sizes(text)), request.settings.mesh
-    assert mesh is not None  # `request_of` has placed it
+    assert mesh is not None  # `abstract_request` sets it
     if group is None and mesh.shape[STAGE] > 1:
         group = mesh.size // mesh.shape[STAGE]
     return {
@@ -280,7 +284,7 @@ def report(
         "argument bytes in host memory": memory.host_argument_size_in_bytes,
         "temporary bytes in host memory": memory.host_temp_size_in_bytes,
         "copies of a cache": {
-            name: sum(copied.count(size) for size in of_cache) for name, of_cache in sizes.items()
+            name: sum(copied.count(size) for size in elements) for name, elements in sizes.items()
         },
         "largest exchange": hlo.largest_collective(text),
         "collectives": [dataclasses.asdict(c) for c in hlo.collectives(text, group)],
@@ -290,7 +294,7 @@ def report(
 
 
 def kernels(dumped: Sequence[pathlib.Path]) -> list[dict[str, int]]:
-    """Returns registers and spilled bytes of each kernel that was dumped."""
+    """Returns the registers and spilled bytes of each dumped kernel."""
     texts = [path.read_text(errors="replace") for path in dumped if path.suffix == ".ptxas"]
     return [
         {
@@ -302,35 +306,34 @@ def kernels(dumped: Sequence[pathlib.Path]) -> list[dict[str, int]]:
 
 
 def shared_bytes(dumped: Sequence[pathlib.Path]) -> list[int]:
-    """Returns the sizes of shared memory that kernels which were dumped have, each once.
+    """Returns the distinct sizes of shared memory of the dumped kernels.
 
-    Kernels are lowered more often than they are compiled, so their files are counted otherwise, and
-    no size can be told to be that of a report.
+    Kernels are lowered more often than compiled, so these files do not correspond to `kernels`.
     """
     texts = [path.read_text() for path in dumped if path.name.endswith(".resources.txt")]
     return sorted({int(match[1]) for match in map(SHARED.search, texts) if match})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the reports of a workload's programs, given as JSON, to a file."""
+    """Writes the reports of a workload's programs to a JSON file."""
     parser = argparse.ArgumentParser(prog="python -m magicjax.aot.aot_compile", description=__doc__)
     parser.add_argument("workload", help="a Workload's fields, as JSON")
     parser.add_argument("out", help="the JSON file to write")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS)
-    parser.add_argument("--group", type=int, help="devices of a host; of a stage if not given")
+    parser.add_argument("--group", type=int, help="devices of a host; default: of a stage")
     options = parser.parse_args(arguments)
     load = Workload(**json.loads(options.workload))
-    request = request_of(load, mesh_of(load))
+    request = abstract_request(load, topology_mesh(load))
     with tempfile.TemporaryDirectory() as folder:
-        # Read by the compiler when the first kernel is lowered.
+        # The compiler reads these when it lowers the first kernel.
         os.environ |= {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTXAS": "1"}
         os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
         sizes = cache_sizes(request)
-        found = {
+        reports = {
             name: report(name, request, sizes, pathlib.Path(folder), options.group)
             for name in options.programs
         }
-    pathlib.Path(options.out).write_text(json.dumps(found), encoding="utf-8")
+    pathlib.Path(options.out).write_text(json.dumps(reports), encoding="utf-8")
     return 0
 
 

@@ -1,9 +1,7 @@
-"""`drafter="auto"`: tries drafters on the user's prompts, plans with that, and runs what is best.
+"""`drafter="auto"`: searches for the fastest drafter on the user's prompts, and runs it.
 
-First all candidates that could pay run a short trial on the prompts; the planner takes acceptance
-and times from it, and from a profile of the device what other depths and trees would cost. The best
-few of the plan are timed again beside plain decoding, in turns. Then the fastest runs, or plain
-decoding where none pays. Between calls of the loop the depth of a chain is planned anew.
+`magicjax.autotune.search` chooses by trials, a plan and a timed comparison. This module runs the
+choice from the same prefill, and adapts the depth of a chain between calls of the loop.
 """
 
 import dataclasses
@@ -13,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from magicjax.autotune.choice import Auto, Choice
-from magicjax.autotune.depth_controller import Controller
-from magicjax.autotune.search import Question, choose, question
+from magicjax.autotune.depth_controller import DepthController
+from magicjax.autotune.search import choose, make_problem
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.request import Request, prepare
@@ -22,69 +20,49 @@ from magicjax.decoding.runner import Call, Output
 from magicjax.model import Model
 from magicjax.trees.token_tree import ROOT_ONLY, chain
 
+Started = tuple[DecodeState, float, float]  # what `runner.prefill_and_init` returns
+
 
 def choose_drafter(
     target: Model, prompts: Any, drafter: Auto | str = "auto", **options: Any
 ) -> Choice:
-    """Returns what `generate(..., drafter="auto")` would run, after trials on the prompts.
+    """Returns the choice of `generate(..., drafter="auto")`, after trials on the prompts.
 
     Args:
       target, prompts, options: as for `magicjax.generate`.
-      drafter: how to choose.
+      drafter: the settings.
 
     Raises:
-      ValueError, TypeError: bad input, also a drafter that cannot draft for these prompts.
+      ValueError, TypeError: bad input, also a drafter that does not support these options.
       FileNotFoundError: the device has no profile.
     """
-    choice, *_ = choose(question(target, prompts, _how(drafter), options))
+    choice, *_ = choose(make_problem(target, prompts, _settings(drafter), options))
     return choice
 
 
 def check(target: Model, prompts: Any, drafter: Auto, **options: Any) -> None:
-    """Raises what `choose_drafter` would before anything runs; a skeleton of a target will do."""
-    question(target, prompts, drafter, options)
-
-
-def _how(auto: Auto | str) -> Auto:
-    """Returns how to choose; "auto" is `Auto()`.
-
-    Raises ValueError for another text.
-    """
-    if isinstance(auto, Auto):
-        return auto
-    if auto != "auto":
-        raise ValueError(
-            f"drafter={auto!r}: of texts only 'auto' is one; pass magicjax.SelfSpeculation(...), "
-            "or wrap a model, magicjax.SmallModel(model)"
-        )
-    return Auto()
+    """Raises the errors of `choose_drafter` before anything runs; the target may be a skeleton."""
+    make_problem(target, prompts, drafter, options)
 
 
 def generate(
-    target: Model, prompts: Any, auto: Auto | Choice | str, options: dict[str, Any]
+    target: Model, prompts: Any, drafter: Auto | Choice | str, options: dict[str, Any]
 ) -> Output:
-    """Returns what `magicjax.generate` does, for a drafter that is to be chosen, or was."""
+    """Returns the output of `magicjax.generate` with a drafter to choose, or with a choice."""
     programs = program_cache.count()
-    if isinstance(auto, Choice):
-        request = _request(target, prompts, auto, options)
-        runner.tell(request)
-        state, prefill_s, compile_s = runner.start(request)
-        choice, times = auto, {"prefill_s": prefill_s, "compile_s": compile_s, "plan_s": 0.0}
-    else:
-        asked = question(target, prompts, _how(auto), options)
-        choice, behind, times = choose(asked)
-        request = _of_choice(asked, choice)
-        runner.tell(request)
-        state, compiling = behind.state(request)
-        del behind  # and what was watched for drafters that do not run
-        times["compile_s"] += compiling
-    state, calls, decode_s, compiling = run_choice(request, choice, state, choice is not auto)
-    times["compile_s"] += compiling
+    choice, request, started, plan_s = _resolve(target, prompts, drafter, options, adaptive=True)
+    runner.log_request(request)
+    state, prefill_s, compile_s = started or runner.prefill_and_init(request)
+    del started  # the loop donates the state
+    searched = choice is not drafter
+    state, calls, decode_s, loop_compile_s = run_choice(request, choice, state, searched)
     output = runner.output_of(
         request,
         state,
         calls,
-        **times,
+        prefill_s=prefill_s,
+        compile_s=compile_s + loop_compile_s,
+        plan_s=plan_s,
         decode_s=decode_s,
         depths=tuple(depth for depth, _ in calls),
         compilations=program_cache.count() - programs,
@@ -92,99 +70,126 @@ def generate(
     return dataclasses.replace(output, choice=choice)
 
 
-def fixed(
+def prepare_stream(
     target: Model, prompts: Any, drafter: Auto | Choice | str, **options: Any
-) -> tuple[Choice, Request]:
-    """Returns (what is chosen, or was, its request with the planned tree).
+) -> tuple[Request, Choice, Started | None]:
+    """Returns (the request, the choice, the state after the search's prefill, with its times).
 
-    Raises ValueError if depths are to be planned anew, beside what `choose_drafter` raises.
+    The tree is fixed. The state is None for a reused choice: nothing has run.
+
+    Raises:
+      ValueError: `adaptive_depth` is set; also the errors of `choose_drafter`.
     """
-    how = drafter.auto if isinstance(drafter, Choice) else _how(drafter)
-    if how.replan:
-        raise ValueError("replan=True: a stream has one tree; leave it out, or use generate")
-    if not isinstance(drafter, Choice):
-        drafter = choose_drafter(target, prompts, how, **options)
-    once = dataclasses.replace(drafter, seconds={})  # of no other depths
-    return drafter, _request(target, prompts, once, options)
+    auto = drafter.auto if isinstance(drafter, Choice) else _settings(drafter)
+    if auto.adaptive_depth:
+        raise ValueError("adaptive_depth=True: a stream has a fixed tree; omit it, or use generate")
+    choice, request, started, _ = _resolve(target, prompts, drafter, options, adaptive=False)
+    return request, choice, started
 
 
-def _request(target: Model, prompts: Any, choice: Choice, options: dict[str, Any]) -> Request:
-    """Returns the request of a choice that was made before."""
+def _settings(auto: Auto | str) -> Auto:
+    """Returns the settings; raises ValueError for a string other than "auto"."""
+    if isinstance(auto, Auto):
+        return auto
+    if auto != "auto":
+        raise ValueError(
+            f"drafter={auto!r} is not supported: the only string is 'auto'; pass "
+            "magicjax.SelfSpeculation(...), or wrap a model, magicjax.SmallModel(model)"
+        )
+    return Auto()
+
+
+def _resolve(
+    target: Model,
+    prompts: Any,
+    drafter: Auto | Choice | str,
+    options: dict[str, Any],
+    adaptive: bool,
+) -> tuple[Choice, Request, Started | None, float]:
+    """Returns (the choice, its request, the state after a search, seconds of planning)."""
+    if isinstance(drafter, Choice):
+        return drafter, _reused_request(target, prompts, drafter, options, adaptive), None, 0.0
+    problem = make_problem(target, prompts, _settings(drafter), options)
+    choice, prefilled, times = choose(problem)
+    if choice.drafter is None:
+        request = dataclasses.replace(problem.request, drafter=None)
+    else:
+        request = problem.requests[choice.name]
+    if not (adaptive and _is_adaptive(choice, request.sampling is not None)):
+        settings = request.settings.with_tree(choice.tree or ROOT_ONLY)
+        request = dataclasses.replace(request, settings=settings)
+    state, compile_s = prefilled.start(request)
+    started = state, times["prefill_s"], times["compile_s"] + compile_s
+    return choice, request, started, times["plan_s"]
+
+
+def _reused_request(
+    target: Model, prompts: Any, choice: Choice, options: dict[str, Any], adaptive: bool
+) -> Request:
     if options.get("tree") is not None:
-        raise ValueError("a choice has its own tree: leave tree out")
-    options = {name: value for name, value in options.items() if name != "tree"}
+        raise ValueError("a Choice has its own tree: omit tree")
     if choice.drafter is None:  # a verifier is for drafters
-        return prepare(target, prompts, **options | {"verifier": None})
-    tree = choice.auto.tree if _replans(choice, bool(options.get("do_sample"))) else choice.tree
-    return prepare(target, prompts, drafter=choice.drafter, tree=tree, **options)
+        return prepare(target, prompts, **options | {"verifier": None, "tree": None})
+    deepest = adaptive and _is_adaptive(choice, bool(options.get("do_sample")))
+    tree = choice.auto.tree if deepest else choice.tree
+    return prepare(target, prompts, **options | {"drafter": choice.drafter, "tree": tree})
 
 
-def _of_choice(question: Question, choice: Choice) -> Request:
-    """Returns the request of the chosen drafter, of a state as deep as it will need."""
-    if choice.drafter is None or choice.tree is None:
-        plain = question.request.settings.with_tree(ROOT_ONLY)
-        return dataclasses.replace(question.request, drafter=None, settings=plain)
-    request = question.requests[choice.name]
-    if _replans(choice, request.sampling is not None):
-        return request
-    return dataclasses.replace(request, settings=request.settings.with_tree(choice.tree))
-
-
-def _replans(choice: Choice, sampling: bool) -> bool:
-    wanted = choice.auto.replan
-    return bool(choice.seconds) and (not sampling if wanted is None else wanted)
+def _is_adaptive(choice: Choice, sampled: bool) -> bool:
+    adaptive = choice.auto.adaptive_depth
+    return bool(choice.round_seconds) and (not sampled if adaptive is None else adaptive)
 
 
 def run_choice(
-    request: Request, choice: Choice, state: DecodeState, tried: bool
+    request: Request, choice: Choice, state: DecodeState, searched: bool
 ) -> tuple[DecodeState, list[Call], float, float]:
-    """Returns (the state when all rows have ended, calls, seconds, seconds of compiling).
+    """Returns (the state when all rows have ended, calls, seconds, compile seconds).
 
     Args:
-      request: with the choice's drafter.
-      choice: what to run.
-      state: of the request, behind the prompts.
-      tried: whether the choice comes from trials on these very prompts.
+      request: of the choice.
+      choice: what runs.
+      state: after prefill.
+      searched: whether the choice is from trials on these prompts.
     """
-    if choice.drafter is None or not _replans(choice, request.sampling is not None):
+    sampled = request.sampling is not None
+    if not _is_adaptive(choice, sampled):
         depth = request.settings.shape.depth
-        state, seconds, compiling = runner.run(request, request.settings, state)
-        return state, [(depth, np.asarray(state.histogram))], seconds, compiling
+        state, seconds, compile_s = runner.run(request, request.settings, state)
+        return state, [(depth, np.asarray(state.histogram))], seconds, compile_s
     assert choice.tree is not None
     trial = next(trial for trial in choice.trials if trial.name == choice.name)
-    rates = [row[0] for row in trial.acceptance]  # of a chain
-    rounds, known = choice.auto.rounds, 0
-    if tried and request.sampling is None:  # else the trials' texts were others
-        known = max(choice.auto.trial_rounds, rounds)  # whole calls
-    controller = Controller(choice.seconds, rates, choice.tree.depth, known)
-    return run_replanned(request, list(choice.seconds), controller, state, rounds)
+    rates = [by_rank[0] for by_rank in trial.acceptance]
+    rounds, known = choice.auto.rounds_per_call, 0
+    if searched and not sampled:  # a sampled trial has another text
+        known = max(choice.auto.trial_rounds, rounds)
+    controller = DepthController.create(choice.round_seconds, rates, choice.tree.depth, known)
+    return run_adaptive(request, list(choice.round_seconds), controller, state, rounds)
 
 
-def run_replanned(
+def run_adaptive(
     request: Request, depths: Sequence[int], controller: Any, state: DecodeState, rounds: int
 ) -> tuple[DecodeState, list[Call], float, float]:
-    """Returns (the state when all rows have ended, calls, seconds, seconds of compiling).
+    """Returns (the state when all rows have ended, calls, seconds, compile seconds).
 
     Args:
-      request: with a drafter, of the state.
-      depths: among which the controller chooses; all are compiled before the first call. At 0
-        nothing is drafted.
-      controller: its `depth` is that of the next call, from which it is made to `learn`.
-      state: as deep as the deepest.
-      rounds: of a call.
+      request: with a drafter.
+      depths: that the controller selects from, compiled before the first call. At depth 0 nothing
+        is drafted.
+      controller: a `DepthController`, or an object with its `depth` and `update`.
+      state: after prefill, as deep as the deepest.
+      rounds: per call.
     """
-    variants = {d: request.settings.with_tree(chain(d) if d else ROOT_ONLY) for d in depths}
-    compile_s = sum(runner.compile_loop(request, settings, state) for settings in variants.values())
+    settings = {d: request.settings.with_tree(chain(d) if d else ROOT_ONLY) for d in depths}
+    compile_s = sum(runner.compile_loop(request, one, state) for one in settings.values())
     calls: list[Call] = []
-    counted, decode_s = np.zeros(state.histogram.shape, np.int32), 0.0
+    total, decode_s = np.zeros(state.histogram.shape, np.int32), 0.0
     limits, ended = np.asarray(request.limits), np.array(state.ended)
     while not ended.all():
         depth = controller.depth
-        state, seconds, _ = runner.run(request, variants[depth], state, rounds)
-        histogram, emitted, ended = map(np.array, (state.histogram, state.emitted, state.ended))
-        of_call = histogram - counted
-        counted, decode_s = histogram, decode_s + seconds
-        calls.append((depth, of_call))
+        state, seconds, _ = runner.run(request, settings[depth], state, rounds)
+        new_total, emitted, ended = map(np.array, (state.histogram, state.emitted, state.ended))
+        histogram, total, decode_s = new_total - total, new_total, decode_s + seconds
+        calls.append((depth, histogram))
         left = np.where(ended, 0, limits - emitted)
-        controller.learn(of_call, left, seconds, int(of_call.sum(1).max()))
+        controller = controller.update(histogram, left, seconds, int(histogram.sum(1).max()))
     return state, calls, decode_s, compile_s

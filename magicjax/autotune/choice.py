@@ -1,4 +1,4 @@
-"""What users say of `drafter="auto"`, and what came of it."""
+"""The settings of `drafter="auto"`, and the choice it makes."""
 
 import dataclasses
 import os
@@ -10,87 +10,93 @@ from magicjax.drafters import Drafter
 from magicjax.planner.candidates import name_of
 from magicjax.trees.token_tree import TokenTree, chain
 
-LEAST_ROUNDS = 32
-LEAST_TRIAL = 2 * ROUNDS
+MIN_ROUNDS_PER_CALL = 32
+MIN_TRIAL_ROUNDS = 2 * ROUNDS
 
 
 @dataclasses.dataclass(frozen=True)
 class Auto:
-    """How `drafter="auto"` chooses.
+    """Settings of `drafter="auto"`.
+
+    Each candidate runs a short trial on the prompts. The planner combines the trials' acceptance
+    and times with a profile of the device. The three best candidates are timed against plain
+    decoding, and the fastest runs, or plain decoding if none is at least 3 % faster.
+
+    The choice depends on timings and can differ between runs. Sampled text follows the target's
+    distribution in any case, but with a given seed it depends on the choice, and with
+    `adaptive_depth` also on every depth. For reproducible text, pass the returned `Choice` as
+    `drafter` without `adaptive_depth`, or use verifier="naive".
+
+    Limits: trials see only the first `trial_rounds` rounds. They do not see gains that appear later
+    in the text; prompt lookup, for example, improves with text length. A choice is for a batch and
+    context similar to those of the prompts. Meshes with pipeline stages are not supported.
 
     Attributes:
-      drafters: what is tried; None: the target on streaming and SnapKV caches of 64, 256 and 1,024
-        slots, where the prompts are longer, and a look-up.
-      profile: of the device, with whose costs is planned: a file that `magicjax calibrate` wrote,
-        or the name of a preset (`magicjax.cost_model.DEVICES`); None: the profile of this device,
-        where
-        calibrate writes it if it is not told otherwise. A profile knows no link between devices, so
-        that models divided over several need a preset.
-      trial_rounds: of each drafter.
-      tree: that drafters are tried with. No deeper one is planned. With one that branches, optimal
-        trees are planned too, because it tells how often later choices are accepted.
-      replan: whether the depth of a chain is planned anew; None: in greedy decoding.
-      rounds: of a call of the loop, after which it is.
-
-    Under sampling the distribution stays the target's, whatever is chosen and however often: trials
-    have random numbers of their own. But times have a say in the choice, and with `replan` in every
-    depth: another run may choose otherwise, and then give another text of the same seed. A `Choice`
-    used again without `replan` gives the same; and so does verifier="naive" in any case.
+      drafters: the candidates; None: prompt lookup, and self-speculation with streaming and SnapKV
+        caches of 64, 256 and 1,024 slots, as far as the prompts are longer.
+      profile: of the device: a file from `magicjax calibrate`, or the name of a preset
+        (`magicjax.cost_model.DEVICES`). None: the file that calibrate writes by default. A
+        calibrated profile has no link between devices, so tensor parallelism needs a preset.
+      trial_rounds: rounds of each trial.
+      tree: of the trials; no deeper tree is planned. A tree with branches also measures acceptance
+        by rank, and the planner then considers optimal trees as well as chains.
+      adaptive_depth: whether the depth of a chain adapts during the run; None: in greedy decoding.
+      rounds_per_call: rounds between two changes of the depth.
 
     Raises:
-      ValueError: no drafter, too few rounds, or a tree without a child.
+      ValueError: no drafter, one that the planner does not support, too few rounds, or a tree that
+        is not static or has no child.
     """
 
     drafters: Sequence[Drafter] | None = None
     profile: str | os.PathLike | None = None
     trial_rounds: int = 32
     tree: TokenTree = chain(8)
-    replan: bool | None = None
-    rounds: int = LEAST_ROUNDS
+    adaptive_depth: bool | None = None
+    rounds_per_call: int = MIN_ROUNDS_PER_CALL
 
     def __post_init__(self):
         if self.drafters is not None:
             object.__setattr__(self, "drafters", tuple(self.drafters))
             if not self.drafters:
-                raise ValueError("Auto(drafters=()): give at least one to try, or leave it out")
+                raise ValueError("drafters=() is empty: give at least one, or omit drafters")
             for drafter in self.drafters:
                 name_of(drafter)
-        if self.trial_rounds < LEAST_TRIAL:
+        if self.trial_rounds < MIN_TRIAL_ROUNDS:
             raise ValueError(
-                f"trial_rounds={self.trial_rounds} must be at least {LEAST_TRIAL}: the first "
-                f"{LEAST_TRIAL // 2} load the program, and their time means nothing"
+                f"trial_rounds={self.trial_rounds} is too small: at least {MIN_TRIAL_ROUNDS}; the "
+                f"first {ROUNDS} load the program and are not timed"
             )
-        if self.rounds < LEAST_ROUNDS:
+        if self.rounds_per_call < MIN_ROUNDS_PER_CALL:
             raise ValueError(
-                f"rounds={self.rounds}: a call of the loop has at least {LEAST_ROUNDS}, or the "
-                "words with the host would be felt"
+                f"rounds_per_call={self.rounds_per_call} is too small: at least "
+                f"{MIN_ROUNDS_PER_CALL}, so that host synchronisation costs little"
             )
         if not isinstance(self.tree, TokenTree) or self.tree.num_nodes < 2:
-            raise ValueError("Auto(tree=...) must be a static tree with at least one child")
+            raise ValueError(f"tree={self.tree!r} must be a static tree with at least one child")
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What was chosen; passed as `drafter`, it is used again without trials.
+    """The result of `drafter="auto"`. Pass it as `drafter` to reuse it without trials.
 
     Attributes:
-      drafter, tree: what speculates; None: plain decoding is faster.
-      plan: the planner's answer; None: nothing was tried, because nothing could have paid. Its
-        times are those of the run-off, where the best were timed beside plain decoding.
-      foretold: the speed-up of each of them before that, from the profile and the trials.
-      trials: what was measured, plain decoding first.
-      skipped: drafters that were not tried, each with the reason.
-      seconds: foretold of a round, by depth, for planning the depth anew.
-      auto: how it was chosen.
+      drafter, tree: the fastest; None: plain decoding is faster.
+      timed: the timed drafters and trees, the fastest first, with measured tokens and costs.
+      trials: measurements, plain decoding first.
+      skipped: the reason for each candidate without a trial.
+      round_seconds: per round by depth, for `Auto.adaptive_depth`; empty if a tree was chosen.
+      predicted_speedup: of each finalist, before the comparison.
+      auto: the settings.
     """
 
     drafter: Drafter | None
     tree: TokenTree | None
-    plan: planner.Plan | None
+    timed: tuple[planner.Prediction, ...]
     trials: tuple[Trial, ...]
     skipped: dict[str, str]
-    seconds: dict[int, float]
-    foretold: dict[str, float]
+    round_seconds: dict[int, float]
+    predicted_speedup: dict[str, float]
     auto: Auto
 
     @property
@@ -99,26 +105,26 @@ class Choice:
         return "off" if self.drafter is None else name_of(self.drafter)
 
     def __str__(self) -> str:
-        """A few lines that say what was measured and chosen."""
-        lines = [_line(trial) for trial in self.trials]
-        lines += [f"not tried {name}: {why}" for name, why in self.skipped.items()]
-        if self.plan is None:
-            return "\n".join([*lines, "off: no drafter could pay here"])
-        best = self.plan.best
-        what = "chosen"
-        if self.drafter is None:
-            what = "off, the gain is too small:" if self.plan.pays else "off; the least slow is"
-        lines.append(
-            f"{what} {best.drafter}, depth {best.tree.depth}, {best.tree.num_nodes} nodes: "
-            f"expected speed-up {best.speed_up:.2f}"
-        )
-        if other := self.plan.runner_up:
-            lines.append(f"next {other.drafter}, depth {other.tree.depth}: {other.speed_up:.2f}")
-        return "\n".join(lines)
+        """Returns the measurements and the choice as lines of text."""
+        lines = [_trial_line(trial) for trial in self.trials]
+        lines += [f"skipped {name}: {reason}" for name, reason in self.skipped.items()]
+        if not self.timed:
+            return "\n".join([*lines, "chosen: plain decoding; no drafter was timed"])
+        best, *others = self.timed
+        off = "plain decoding; the fastest drafter is " if self.drafter is None else ""
+        lines.append(f"chosen: {off}{self._line(best)}")
+        runner_up = [other for other in others if other.drafter != best.drafter][:1]
+        return "\n".join([*lines, *(f"runner-up: {self._line(other)}" for other in runner_up)])
+
+    def _line(self, timed: planner.Prediction) -> str:
+        line = f"{timed.drafter}, depth {timed.tree.depth}, {timed.tree.num_nodes} nodes"
+        if timed.drafter in self.predicted_speedup:
+            line += f", predicted speedup {self.predicted_speedup[timed.drafter]:.2f}"
+        return f"{line}, measured {timed.speedup:.2f}"
 
 
-def _line(trial: Trial) -> str:
-    line = f"tried {trial.name or 'plain decoding'}: {1e3 * trial.seconds:.2f} ms a round"
+def _trial_line(trial: Trial) -> str:
     if not trial.name:
-        return line
-    return f"{line}, accepted {'  '.join(f'{sum(row):.2f}' for row in trial.acceptance)}"
+        return f"plain decoding: {1e3 * trial.seconds:.2f} ms per step"
+    rates = " ".join(f"{sum(row):.2f}" for row in trial.acceptance)
+    return f"{trial.name}: {1e3 * trial.seconds:.2f} ms per round, acceptance by depth {rates}"

@@ -1,12 +1,9 @@
-"""Planning the depth of a chain anew between calls of the loop, by what was accepted and timed.
+"""Adapts the depth of a chain between calls of the loop, from counted acceptance and measured time.
 
-A controller knows what a round of each depth is foretold to take. After every call, behind rounds
-that a trial saw, it learns what each row accepted and still wants, and how long the rounds took; it
-forgets half of what was accepted before, and says with which depth the next call should run: the
-one that soonest ends all rows, which is when the row that needs most rounds ends. It changes only
-for a gain that is more than noise. At depth 0 nothing is drafted and so nothing is learned: from
-time to time it tries the least depth for one call, after twice as long a pause each time that did
-not pay (also when the rows have ended that gained nothing).
+After each call the controller estimates for every depth when all rows will have ended, and selects
+the depth that ends soonest. It changes the depth only for a gain above `HYSTERESIS`. At depth 0,
+plain decoding, nothing is drafted and no acceptance is counted; it then probes the smallest depth
+for one call, and doubles the pause after each probe without a gain.
 """
 
 import dataclasses
@@ -16,124 +13,132 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float
 
-from magicjax.autotune.to_come import FEW
+from magicjax.autotune.trial import Table, row_rates, row_tokens, tried_and_accepted
 
-HYSTERESIS = 0.05  # what must be gained by a change of depth
-KEPT = 0.5  # of what was counted, from call to call
-PRIOR = 16  # rounds that the trial's acceptance weighs among those of all rows together
-FIRST_PAUSE, LONGEST_PAUSE = 2, 64  # calls at depth 0 before it tries again
+HYSTERESIS = 0.05  # the least relative gain for a change of depth
+DECAY = 0.5  # weight of earlier calls' counts, per call
+PRIOR_ROUNDS = 16  # weight of the trial's rates, in rounds of the whole batch
+FIRST_PAUSE, LONGEST_PAUSE = 2, 64  # calls at depth 0 before a probe
 
 
-@dataclasses.dataclass
-class Controller:
-    """Chooses the depth of the next call.
+@dataclasses.dataclass(frozen=True)
+class DepthController:
+    """The state of the controller; `create` makes the first one, `update` the next one.
 
     Attributes:
-      seconds: foretold, of a round by depth; depth 0 is plain decoding.
-      rates: how often a token was accepted if all before it were, by depth, before the run.
       depth: of the next call.
-      known: rounds of each row, from the first, that were planned with: those of a trial on this
-        very text. What they accept is no news, and calls within them keep the depth. (A row's next
-        rounds need not be like these: the plan is of a whole run.)
+      seconds: per round by depth: predicted, then corrected by measured times.
+      rates: [D], the trial's acceptance rates by depth.
+      known_rounds: rounds of each row that a trial on the same text has already counted. They are
+        not counted again, and calls within them keep the depth: the plan is for the whole run.
+      rounds: so far.
+      prior_rounds: weight of `rates`.
+      tried, accepted: [B, D], decayed counts of each row.
+      calls: by depth.
+      pause, waited: calls at depth 0 before the next probe, and since the last one.
+      probing: whether the next call is a probe.
     """
 
-    seconds: Mapping[int, float]
-    rates: Sequence[float]
     depth: int
-    known: int = 0
+    seconds: Mapping[int, float]
+    rates: Float[np.ndarray, "D"]
+    known_rounds: int
+    tried: Table
+    accepted: Table
+    calls: Mapping[int, int]
+    rounds: int = 0
+    prior_rounds: float = PRIOR_ROUNDS
+    pause: int = FIRST_PAUSE
+    waited: int = 0
+    probing: bool = False
 
-    def __post_init__(self):
-        deepest = max(self.seconds)
-        self._prior, self._rates = float(PRIOR), _filled(self.rates or [0.0], deepest)
-        # [B, deepest]; of how many rows nobody knows before the first call.
-        self._tried = np.zeros((1, deepest))
-        self._went = np.zeros((1, deepest))
-        self._rounds = 0  # so far
-        self._ratio = dict.fromkeys(self.seconds, 1.0)
-        self._calls = dict.fromkeys(self.seconds, 0)
-        self._pause, self._waited, self._probes = FIRST_PAUSE, 0, False
-
-    def learn(
-        self, accepted: npt.ArrayLike, left: npt.ArrayLike, seconds: float, rounds: int
-    ) -> None:
-        """Learns from a call that ran at `depth`, and chooses the next one; see `known`.
+    @classmethod
+    def create(
+        cls, seconds: Mapping[int, float], rates: Sequence[float], depth: int, known_rounds: int = 0
+    ) -> "DepthController":
+        """Returns the controller before the first call.
 
         Args:
-          accepted: [B, A], rounds of each row that accepted 0, 1, ... tokens.
-          left: [B], tokens that each row may still emit; 0 of those that have ended.
+          seconds: per round, predicted for each depth to choose from.
+          rates: acceptance rates by depth, given that all tokens before are accepted; the last one
+            also stands for deeper tokens. Empty: 0.
+          depth: of the first call.
+          known_rounds: see the class.
+        """
+        deepest = max(seconds)
+        rates = list(rates) or [0.0]
+        padded = np.array([*rates, *[rates[-1]] * deepest][:deepest], float)
+        nothing = np.zeros((1, deepest))
+        return cls(
+            *(depth, dict(seconds), padded, known_rounds, nothing, nothing),
+            calls=dict.fromkeys(seconds, 0),
+        )
+
+    def update(
+        self, histogram: npt.ArrayLike, left: npt.ArrayLike, seconds: float, rounds: int
+    ) -> "DepthController":
+        """Returns the controller after a call at `depth`.
+
+        Args:
+          histogram: [B, A], rounds of each row that accepted 0, 1, ... tokens.
+          left: [B], tokens that each row may still emit; 0 if it has ended.
           seconds: of the call.
-          rounds: of it.
+          rounds: of the call.
         """
-        ran, counts = self.depth, np.asarray(accepted, float)
-        self._rounds += rounds
+        new = dataclasses.replace(self, rounds=self.rounds + rounds)
         if rounds:
-            self._learn_time(ran, seconds / rounds)
-        if self._rounds <= self.known:
-            return
-        if ran:
-            at_least = counts[:, ::-1].cumsum(1)[:, ::-1]
-            tried, went = np.zeros((2, len(counts), self._rates.size))
-            tried[:, :ran], went[:, :ran] = at_least[:, :ran], at_least[:, 1 : ran + 1]
-            self._prior *= KEPT
-            self._tried = KEPT * self._tried + tried
-            self._went = KEPT * self._went + went
-        self.depth = self._choose(ran, np.asarray(left, float))
+            new = new._with_time(seconds / rounds)
+        if new.rounds <= self.known_rounds:
+            return new
+        if self.depth:
+            tried, accepted = tried_and_accepted(histogram, self.depth, self.rates.size)
+            new = dataclasses.replace(
+                new,
+                prior_rounds=DECAY * self.prior_rounds,
+                tried=DECAY * self.tried + tried,
+                accepted=DECAY * self.accepted + accepted,
+            )
+        return new._with_next_depth(np.asarray(left, float))
 
-    def _learn_time(self, depth: int, seconds: float) -> None:
-        """Sets the foretold times right by a round's.
+    def _with_time(self, seconds: float) -> "DepthController":
+        """Returns the controller with seconds per round corrected by those of a call.
 
-        The first call of a depth loads its program, so its time says nothing. The second says
-        what this depth takes, and by how much those of its kind (with a draft, or without) that
-        have not been timed are likely off. Later ones say how fast the machine is now, for all.
+        The first call at a depth loads its program and is not counted. The second also corrects
+        depths of its kind (with or without a draft) that have no time of their own. Later calls
+        measure changes of the machine and correct all depths.
         """
-        self._calls[depth] += 1
-        if self._calls[depth] == 1:
-            return
-        changed = seconds / self.seconds[depth] / self._ratio[depth]
-        again = self._calls[depth] > 2
-        for other in self.seconds:
-            alike = (other == 0) == (depth == 0) and self._calls[other] < 2
-            if again or alike or other == depth:
-                self._ratio[other] *= changed
+        calls = dict(self.calls) | {self.depth: self.calls[self.depth] + 1}
+        if calls[self.depth] == 1:
+            return dataclasses.replace(self, calls=calls)
+
+        def is_corrected(other: int) -> bool:
+            same_kind = (other == 0) == (self.depth == 0)
+            untimed = calls[other] < 2
+            return other == self.depth or calls[self.depth] > 2 or (same_kind and untimed)
+
+        factor = seconds / self.seconds[self.depth]
+        corrected = {d: s * (factor if is_corrected(d) else 1.0) for d, s in self.seconds.items()}
+        return dataclasses.replace(self, calls=calls, seconds=corrected)
 
     def tokens(self, depth: int) -> Float[np.ndarray, "B"]:
-        """Returns what each row is now expected to emit in a round of a depth."""
-        tried = self._prior + self._tried.sum(0)
-        went = self._prior * self._rates + self._went.sum(0)
-        # Where few rounds got so deep, the rate of all depths together says more; and a few rounds
-        # of all rows together stand beside each row's own.
-        of_all = (went + went.sum() / tried.sum()) / (tried + 1)
-        rates = (self._went + FEW * of_all) / (self._tried + FEW)
-        return 1 + np.cumprod(rates[:, :depth], axis=1).sum(1)
+        """Returns the expected tokens of each row's round at a depth."""
+        rates = row_rates(self.tried, self.accepted, self.rates, self.prior_rounds)
+        return row_tokens(rates, depth)
 
-    def _seconds_left(self, depth: int, left: Float[np.ndarray, "B"]) -> float:
-        """Returns when all rows are now expected to have ended, if a depth is kept."""
-        rounds = (left / self.tokens(depth)).max()
-        return float(rounds * self.seconds[depth] * self._ratio[depth])
-
-    def _choose(self, ran: int, left: Float[np.ndarray, "B"]) -> int:
-        expected = {depth: self._seconds_left(depth, left) for depth in self.seconds}
-        stays = 0 if self._probes else ran  # a trial from depth 0 must gain something to go on
-        self._probes = False
-        best = min(expected, key=lambda depth: expected[depth])
-        if expected[stays] <= (1 + HYSTERESIS) * expected[best]:
-            best = stays
+    def _with_next_depth(self, left: Float[np.ndarray, "B"]) -> "DepthController":
+        remaining = {d: (left / self.tokens(d)).max() * s for d, s in self.seconds.items()}
+        current = 0 if self.probing else self.depth  # a probe must gain something to continue
+        best = min(remaining, key=lambda depth: remaining[depth])
+        if remaining[current] <= (1 + HYSTERESIS) * remaining[best]:
+            best = current
         if 0 not in self.seconds:
-            return best
-        if ran != 0:
-            self._waited = 0
-            if best != 0:
-                self._pause = FIRST_PAUSE
-            return best
-        # Nothing new is known of acceptance: only time decides when to look again.
-        self._waited += 1
-        if self._waited < self._pause:
-            return 0
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        self._probes = True
-        return min(depth for depth in self.seconds if depth)
-
-
-def _filled(known: Sequence[float], count: int) -> np.ndarray:
-    """Returns so many numbers, the last one again where no more are known."""
-    return np.array([*known, *[known[-1]] * count][:count], float)
+            return dataclasses.replace(self, depth=best)
+        if self.depth:
+            pause = FIRST_PAUSE if best else self.pause
+            return dataclasses.replace(self, depth=best, pause=pause, waited=0, probing=False)
+        # A call at depth 0 counts no acceptance, so only a probe leads to another depth.
+        if self.waited + 1 < self.pause:
+            return dataclasses.replace(self, waited=self.waited + 1)
+        smallest = min(depth for depth in self.seconds if depth)
+        pause = min(2 * self.pause, LONGEST_PAUSE)
+        return dataclasses.replace(self, depth=smallest, pause=pause, probing=True)

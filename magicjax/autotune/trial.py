@@ -1,159 +1,93 @@
-"""A short trial of a drafter on the user's own prompts: what is accepted, and how long rounds take.
+"""A short trial of one drafter on the user's prompts: acceptance and seconds per round.
 
-All drafters try on the cache that one prefill made: each runs some rounds, then the lengths are set
-back. Of a trial its counts are kept, and its text, on which look-ups are judged (`known_text`).
+A batch ends with its slowest row, so rates are counted per row. One row has few rounds, so a few
+rounds of the whole batch are added to its counts.
 """
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Int
+import numpy.typing as npt
+from jaxtyping import Float
 
-from magicjax.autotune.known_text import KnownText, look_up_counts
-from magicjax.autotune.to_come import slowest_rounds, slowest_tokens
 from magicjax.decoding import runner
-from magicjax.decoding.loop import DecodeState, Prefilled
+from magicjax.decoding.loop import DecodeState
+from magicjax.decoding.paired_timing import PrefilledPrompts
 from magicjax.decoding.request import Request
 from magicjax.decoding.stats import acceptance
-from magicjax.drafters import Drafter, LookUp
-from magicjax.kv_cache.full_cache import KVCache
 from magicjax.trees.token_tree import Tree
 from magicjax.verification.sampling import Sampling
 
-OF_TRIALS = 2**31 - 1  # no position is as high
-ROUNDS = 8  # of a timed call; the first call loads the program, and its time does not count
+TRIAL_KEYS = 2**31 - 1  # folded into the keys of trials; no position is as high
+ROUNDS = 8  # of a timed call; the first call loads the program and is not counted
+POOLED_ROUNDS = 8  # rounds of the whole batch that are added to each row's counts
+
+Table = Float[np.ndarray, "B D"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What was measured of a drafter, or of plain decoding.
+    """Measurements of one drafter, or of plain decoding.
 
-    A look-up's acceptance and tokens are those of chains on all text that is known; its seconds and
-    rounds are its own.
+    Tokens per round are those of the row that needs the most rounds to its end.
 
     Attributes:
-      name: of the drafter, as commands write it; "" of plain decoding.
-      seconds: of a round of all rows; 0: no row had one.
-      rounds: of each row, on average.
-      acceptance: [depths, ranks], as `magicjax.optimal` takes it.
-      tokens: of a round of a chain, by its depth from 1 on: of the row that needs most rounds.
-      of_tree: the same of the tree that was tried: the trial's own rounds, and those that would
-        follow to the end. 0 of plain decoding.
+      name: the drafter as commands write it; "" for plain decoding.
+      seconds: per round of the batch; 0 if no row ran a round.
+      rounds: mean over rows.
+      acceptance: [depths, ranks], the format of `magicjax.optimal`.
+      chain_tokens: tokens per round of chains of depth 1, 2, ...; empty unless a chain ran.
+      tree_tokens: tokens per round of the tree that ran.
     """
 
     name: str
     seconds: float
     rounds: float
     acceptance: tuple[tuple[float, ...], ...] = ()
-    tokens: tuple[float, ...] = ()
-    of_tree: float = 0.0
-
-
-@dataclasses.dataclass
-class Behind:
-    """What came of the prompts: every trial begins here, and leaves the cache as it was.
-
-    Attributes:
-      cache: the target's, whose memory trials take over and give back.
-      prefilled: what else was made of the prompts.
-      text: what trials came to.
-    """
-
-    cache: KVCache
-    prefilled: Prefilled
-    text: KnownText
-
-    def state(self, request: Request) -> tuple[DecodeState, float]:
-        """Returns (a request's state behind the prompts, seconds of compiling)."""
-        state, _, compiling = runner.begin(request, self.cache, self.prefilled)
-        return state, compiling
-
-    def take_back(self, state: DecodeState, request: Request) -> None:
-        """Takes the cache back from a state that is no longer needed."""
-        lengths = jax.device_put(np.array(request.lengths), state.cache.lengths.sharding)
-        self.cache = dataclasses.replace(state.cache, lengths=lengths)
-
-
-def behind_prompts(request: Request, drafters: Sequence[Drafter]) -> tuple[Behind, float, float]:
-    """Returns (what came of the prompts, for all drafters, seconds, seconds of compiling)."""
-    settings = request.prefill_settings
-    watch = settings.watch
-    for drafter in drafters:
-        watch |= dataclasses.replace(drafter.watch(), rounds=False)
-    settings = dataclasses.replace(settings, watch=watch)
-    (cache, prefilled), seconds, compiling = runner.prefill(request, settings)
-    limits, first = jax.device_get((request.limits, prefilled.first))
-    text = KnownText(request.prompts, limits, [*first[:, None]], [*map(int, limits)])
-    return Behind(cache, prefilled, text), seconds, compiling
+    chain_tokens: tuple[float, ...] = ()
+    tree_tokens: float = 0.0
 
 
 def run_trial(
-    request: Request, name: str, behind: Behind, rounds: int, tree: Tree | None = None
-) -> tuple[Trial, float]:
-    """Returns (what was measured, seconds of compiling).
+    request: Request, name: str, prefilled: PrefilledPrompts, rounds: int, tree: Tree | None = None
+) -> tuple[Trial, PrefilledPrompts, float]:
+    """Returns (the trial, the prompts for the next run, compile seconds).
+
+    A sampled trial draws random numbers of its own. With those of the run, a drafter whose tokens
+    happen to match would be chosen, and the text would be biased towards its drafts.
 
     Args:
       request: with the drafter.
       name: of the drafter.
-      behind: the prompts.
-      rounds: at most; of each row.
-      tree: that it is tried with, no deeper than the request's; None: that one. `ROOT_ONLY`: the
-        target is tried alone.
+      prefilled: the prompts; their cache is donated.
+      rounds: of each row, at most.
+      tree: no deeper than the request's; None: the request's. `ROOT_ONLY`: plain decoding.
     """
     tree = tree or request.settings.tree
     if tree.num_nodes == 1:
         request = dataclasses.replace(request, drafter=None)
     settings = request.settings.with_tree(tree)
-    request = dataclasses.replace(request, sampling=_own_numbers(request.sampling))
-    state, compile_s = behind.state(request)
+    request = dataclasses.replace(request, sampling=_fold_in_trial(request.sampling))
+    state, compile_s = prefilled.start(request)
     times: list[float] = []
     while (before := _steps(state)) < rounds:
-        wanted = min(ROUNDS, rounds - before)
-        state, seconds, compiling = runner.run(request, settings, state, wanted)
+        state, seconds, compiling = runner.run(
+            request, settings, state, min(ROUNDS, rounds - before)
+        )
         compile_s += compiling
         if _steps(state) == before:  # all rows have ended
             break
         times.append(seconds / (_steps(state) - before))
-    counts = jax.device_get((state.emitted, state.histogram, state.ranks, state.nodes))
-    output, ended = jax.device_get((state.output, state.ended))
-    behind.text.learn(output, counts[0], ended)
-    behind.take_back(state, request)
-    seconds = statistics.median(times[1:] or times or [0.0])
-    lengths = np.where(ended, counts[0], np.asarray(request.limits))
-    found = _trial(name, tree, counts, lengths, seconds)
-    found, compiling = counted_again(found, request, behind)
-    return found, compile_s + compiling
+    trial = _measured(name, tree, state, statistics.median(times[1:] or times or [0.0]))
+    return trial, prefilled.reset(state), compile_s
 
 
-def counted_again(found: Trial, request: Request, behind: Behind) -> tuple[Trial, float]:
-    """Returns (a look-up's trial with what is accepted on all text that is known; another's as it
-    is, seconds of compiling).
-
-    Args:
-      found: of plain decoding or any drafter.
-      request: of it.
-      behind: whose text.
-    """
-    if not found.name or not isinstance(request.drafter, LookUp):
-        return found, 0.0
-    depth = request.settings.shape.depth
-    histogram, tokens, compile_s = look_up_counts(request.drafter, behind.text, depth)
-    if histogram.any():
-        at_least = histogram[::-1].cumsum()[::-1]
-        rates = [(float(rate),) for rate in at_least[1:] / np.maximum(at_least[:-1], 1)]
-        found = dataclasses.replace(found, acceptance=_reached(rates, histogram.tolist()))
-    return dataclasses.replace(found, tokens=tokens or found.tokens), compile_s
-
-
-def _own_numbers(sampling: Sampling | None) -> Sampling | None:
-    """Returns other random numbers than those of the run: what it draws must not decide how."""
+def _fold_in_trial(sampling: Sampling | None) -> Sampling | None:
     if sampling is None:
         return None
-    keys = jax.vmap(lambda key: jax.random.fold_in(key, OF_TRIALS))(sampling.keys)
+    keys = jax.vmap(lambda key: jax.random.fold_in(key, TRIAL_KEYS))(sampling.keys)
     return dataclasses.replace(sampling, keys=jax.device_put(keys, sampling.keys.sharding))
 
 
@@ -161,34 +95,64 @@ def _steps(state: DecodeState) -> int:
     return int(np.asarray(state.histogram).sum(1).max())
 
 
-def _trial(
-    name: str,
-    tree: Tree,
-    counts: tuple[Any, ...],
-    wanted: Int[np.ndarray, "B"],
-    seconds: float,
-) -> Trial:
-    """Returns the trial; `wanted` are all tokens of each row, as far as is known."""
-    emitted, histogram = counts[0], counts[1][:, : tree.depth + 1]
+def _measured(name: str, tree: Tree, state: DecodeState, seconds: float) -> Trial:
+    names = ("emitted", "histogram", "ranks", "nodes", "limits", "ended")
+    *counts, limits, ended = jax.device_get([getattr(state, field) for field in names])
+    emitted, histogram = counts[:2]
     rounds = histogram.sum(1)
-    found = Trial(name, seconds, float(rounds.mean()))
-    ran = rounds > 0
+    trial = Trial(name, seconds, float(rounds.mean()))
+    ran = rounds > 0  # the other rows ended with prefill's token
     if tree.num_nodes == 1 or not ran.any():
-        return found
-    counted = acceptance(*counts)
-    steps = slowest_rounds(rounds[ran], (wanted - emitted)[ran], histogram[ran])
-    chain_tokens = slowest_tokens(histogram[ran], wanted[ran] - 1) if tree.shape.width == 1 else ()
+        return trial
+    lengths = np.where(ended, emitted, limits)[ran]
+    tried, accepted = tried_and_accepted(histogram[ran], tree.depth, tree.depth)
+    rates = row_rates(tried, accepted)
+
+    def batch_tokens(steps: np.ndarray) -> float:
+        return float((lengths.max() - 1) / steps.max())
+
+    depths = range(1, tree.depth + 1) if tree.shape.width == 1 else ()
+    left = lengths - emitted[ran]
+    table = acceptance(*counts)["acceptance_by_rank"]
+    reached = max(1, np.count_nonzero(tried.sum(0)))
     return dataclasses.replace(
-        found,
-        acceptance=_reached(counted["acceptance_by_rank"], counted["histogram"]),
-        tokens=chain_tokens,
-        of_tree=float((wanted.max() - 1) / steps),
+        trial,
+        acceptance=table[:reached],
+        chain_tokens=tuple(batch_tokens((lengths - 1) / row_tokens(rates, d)) for d in depths),
+        tree_tokens=batch_tokens(rounds[ran] + left / row_tokens(rates, tree.depth)),
     )
 
 
-def _reached(
-    table: Sequence[Sequence[float]], histogram: Sequence[int]
-) -> tuple[tuple[float, ...], ...]:
-    """Returns the depths that some round reached; the first in any case."""
-    reached = [sum(histogram[depth:]) > 0 for depth in range(len(table))]
-    return tuple(tuple(row) for row, some in zip(table, reached, strict=True) if some)
+def tried_and_accepted(histogram: npt.ArrayLike, depth: int, deepest: int) -> tuple[Table, Table]:
+    """Returns how many rounds of each row tried, and accepted, the token at depth 1, 2, ...
+
+    Args:
+      histogram: [B, A], rounds of each row that accepted 0, 1, ... tokens.
+      depth: of the tree that ran.
+      deepest: D; deeper tokens than `depth` have counts of 0.
+    """
+    at_least = np.asarray(histogram, float)[:, ::-1].cumsum(1)[:, ::-1]
+    tried, accepted = np.zeros((2, len(at_least), deepest))
+    tried[:, :depth], accepted[:, :depth] = at_least[:, :depth], at_least[:, 1 : depth + 1]
+    return tried, accepted
+
+
+def row_rates(
+    tried: Table, accepted: Table, prior: Float[np.ndarray, "D"] | float = 0.0, weight: float = 0.0
+) -> Table:
+    """Returns each row's acceptance rate by depth, given that all tokens before are accepted.
+
+    Args:
+      tried, accepted: as from `tried_and_accepted`.
+      prior: rates that are known beforehand.
+      weight: of the prior, in rounds of the whole batch.
+    """
+    all_tried, all_accepted = weight + tried.sum(0), weight * prior + accepted.sum(0)
+    # The rate over all depths counts as one more round: few rounds reach the deepest tokens.
+    pooled = (all_accepted + all_accepted.sum() / all_tried.sum()) / (all_tried + 1)
+    return (accepted + POOLED_ROUNDS * pooled) / (tried + POOLED_ROUNDS)
+
+
+def row_tokens(rates: Table, depth: int) -> Float[np.ndarray, "B"]:
+    """Returns the expected tokens of each row's round at a depth, bonus token included."""
+    return 1 + np.cumprod(rates[:, :depth], axis=1).sum(1)

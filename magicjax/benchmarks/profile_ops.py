@@ -1,11 +1,10 @@
-"""Where the time of the compiled loop goes: `python -m magicjax.benchmarks.profile_ops`.
+"""Profiles the compiled loop by operation class: `python -m magicjax.benchmarks.profile_ops`.
 
-Attention, matrix products, the rest, and the gaps in which the device is idle.
-
-The loop runs once under `jax.profiler.trace`; of the trace's events those with the name of an
-operation of the program are kept, and the compiled program's own text says what each of them is.
-On a GPU these are kernels, on a CPU XLA's thunks. While it profiles, XLA launches the kernels of a
-GPU one by one instead of by recorded graphs, so idle gaps are an upper bound there.
+Reports the time of attention, of matrix products, of other operations, and of gaps in which the
+device is idle. The loop runs once under `jax.profiler.trace`. The text of the compiled program
+gives the class of each operation in the trace: a kernel on a GPU, a thunk of XLA on a CPU. While
+profiling, XLA launches GPU kernels one by one instead of in CUDA graphs, so idle time is an upper
+bound there.
 """
 
 import argparse
@@ -22,31 +21,27 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from magicjax import hlo
 from magicjax.benchmarks import bench
+from magicjax.benchmarks.tables import markdown_table
 from magicjax.decoding import program_cache
+from magicjax.files import write_atomically
 from magicjax.trees.token_tree import chain
-from pallas_kernels.benchmarks.bench import write_json
 
-CLASSES = ("attention", "matrix products", "rest")
-MOST_EVENTS = 1_000_000  # of a trace as JSON: XLA leaves out what came later
-OPCODE = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (?:\(.*?\)|\S+) ([\w\-]+)\(")
-COMPUTATION = re.compile(r"(?:ENTRY )?%([\w.\-]+) \(.*\{$")
-SCOPE = re.compile(r'op_name="([^"]*)"')
-NAMES = re.compile(r"%([\w.\-]+)")
-CALLS = re.compile(r"calls=%([\w.\-]+)")
-# Names of kernels, and of what XLA calls in libraries, that multiply matrices.
+CLASSES = ("attention", "matrix products", "other")
+MAX_EVENTS = 1_000_000  # XLA drops later events of a trace in JSON
+# Names of kernels and library calls that multiply matrices.
 PRODUCT = re.compile(r"gemm|cublas|cutlass|nvjet|matmul|xmma|\bdot\b|dot_general", re.IGNORECASE)
-KERNEL = re.compile(r"mosaic", re.IGNORECASE)  # ours
-OF_CONTROL = ("while", "conditional", "call", "async-start", "async-done")
+ATTENTION_KERNEL = re.compile(r"mosaic", re.IGNORECASE)
 
 
 class Event(NamedTuple):
-    """An operation that ran, in microseconds.
+    """An executed operation; times are in microseconds.
 
     Attributes:
-      name: of the operation in the program, or else of the kernel.
-      kernel: the name under which it ran.
-      begin, end: when.
+      name: of the operation in the program, or "".
+      kernel: the name in the trace.
+      begin, end: times.
     """
 
     name: str
@@ -56,159 +51,153 @@ class Event(NamedTuple):
 
 
 def class_of_operations(program: str) -> dict[str, str | None]:
-    """Returns the class of every operation of a compiled program, by its text; None: control flow.
+    """Returns the class of every operation of a compiled program; None for control flow.
 
-    Attention is what was traced inside `tree_attention`, whatever it does there. An operation that
-    a pass of the compiler made has no trace: it is attention if a neighbour is.
+    Operations in the scope `tree_attention` are attention. A matrix product without a scope, which
+    a compiler pass made, is attention if it reads, or is read by, an attention operation.
     """
-    found: dict[str, str | None] = {}
+    classes: dict[str, str | None] = {}
     operands: dict[str, list[str]] = {}
-    untraced = []
-    products: set[str] = set()  # computations that multiply, and fusions that call them
-    computation = ""
-    for line in program.splitlines():
-        if match := COMPUTATION.match(line):
-            computation = match[1]
-            continue
-        match = OPCODE.match(line)
-        if match is None:
-            continue
-        name, opcode = match[1], match[2]
-        operands[name] = NAMES.findall(line[match.end() :].split("), ")[0])
-        scope, called = SCOPE.search(line), CALLS.search(line)
-        multiplies = opcode in ("dot", "convolution") or bool(called and called[1] in products)
-        multiplies |= opcode == "custom-call" and bool(PRODUCT.search(line))
-        if multiplies:
-            products.add(computation)
-        found[name] = "matrix products" if multiplies else "rest"
-        if opcode in OF_CONTROL:
-            found[name] = None
-        elif scope and "tree_attention" in scope[1]:
-            found[name] = "attention"
-        elif not scope and multiplies:
-            untraced.append(name)
-    beside: dict[str, set[str | None]] = {name: set() for name in untraced}
+    neighbours: dict[str, set[str]] = {}  # of matrix products without a scope
+    products: set[str] = set()  # computations that contain a matrix product
+    for computation, operations in hlo.operations(program).items():
+        for operation in operations:
+            name, opcode = operation.name, operation.opcode
+            operands[name] = operation.operands
+            is_product = opcode in ("dot", "convolution") or operation.fused in products
+            is_product |= opcode == "custom-call" and bool(PRODUCT.search(operation.text))
+            if is_product:
+                products.add(computation)
+            classes[name] = "matrix products" if is_product else "other"
+            if opcode in hlo.CONTROL_FLOW:
+                classes[name] = None
+            elif "tree_attention" in (operation.scope or ""):
+                classes[name] = "attention"
+            elif is_product and operation.scope is None:
+                neighbours[name] = set(operation.operands)
     for name, read in operands.items():
-        for other in read:
-            if name in beside:
-                beside[name].add(found.get(other))
-            if other in beside:
-                beside[other].add(found[name])
-    return found | {name: "attention" for name in untraced if "attention" in beside[name]}
+        for operand in neighbours.keys() & set(read):
+            neighbours[operand].add(name)
+    return classes | {
+        name: "attention"
+        for name, others in neighbours.items()
+        if any(classes.get(other) == "attention" for other in others)
+    }
 
 
 def read_trace(folder: str) -> dict[str, Any]:
-    """Returns the one trace that lies in a folder of `jax.profiler.trace`.
+    """Returns the trace in a folder of `jax.profiler.trace`.
 
     Raises:
-      ValueError: there is none, or more than one, or it is full, and so its end is missing.
+      ValueError: the folder does not hold exactly one trace, or the trace was truncated.
     """
     paths = glob.glob(os.path.join(folder, "**", "*.trace.json.gz"), recursive=True)
     if len(paths) != 1:
-        raise ValueError(f"{folder} holds {len(paths)} files *.trace.json.gz: it must be one")
+        raise ValueError(f"{folder} holds {len(paths)} files *.trace.json.gz: it must hold one")
     with gzip.open(paths[0], "rt", encoding="utf-8") as file:
         trace = json.load(file)
     events = sum(event.get("ph") == "X" for event in trace["traceEvents"])
-    if events >= MOST_EVENTS:
+    if events >= MAX_EVENTS:
         raise ValueError(
-            f"the trace has {events} events, and XLA writes no more than {MOST_EVENTS}: its end is "
-            "missing; trace fewer rounds or new tokens"
+            f"the trace has {events} events and XLA writes at most {MAX_EVENTS}, so its end is "
+            "missing: trace fewer rounds or new tokens"
         )
     return trace
 
 
 def events_of(trace: dict[str, Any], module: str, on_cpu: bool) -> list[Event]:
-    """Returns what ran of a program: kernels and copies of devices, or a CPU's operations.
+    """Returns the events of a program: kernels and copies of devices, or operations of a CPU.
 
     Args:
       trace: as `read_trace` returns it.
-      module: the program's name in it, `jit_...`.
-      on_cpu: it ran on a CPU, which is no device in a trace.
+      module: the program's name in the trace, `jit_...`.
+      on_cpu: the program ran on a CPU, which traces do not list as a device.
 
     Raises:
-      ValueError: nothing of that name, or no device, is in the trace; it says what is.
+      ValueError: the trace has no device or no event of the program.
     """
-    every = trace["traceEvents"]
-    named = [e for e in every if e.get("ph") == "M"]
-    processes = {e["pid"]: e["args"]["name"] for e in named if e["name"] == "process_name"}
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in named if e["name"] == "thread_name"}
+    trace_events = trace["traceEvents"]
+    names = [e for e in trace_events if e.get("ph") == "M"]
+    processes = {e["pid"]: e["args"]["name"] for e in names if e["name"] == "process_name"}
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in names if e["name"] == "thread_name"}
     devices = {pid for pid, name in processes.items() if name.startswith("/device:")}
     if not (devices or on_cpu):
         raise ValueError(
             f"the trace has no device, only {sorted(processes.values())}: the device's profiler "
-            "did not start (for an NVIDIA GPU that is CUPTI)"
+            "did not start (CUPTI for NVIDIA GPUs)"
         )
-    found, modules = [], set()
-    for e in every:
+    events, modules = [], set()
+    for e in trace_events:
         if e.get("ph") != "X" or (devices and e["pid"] not in devices):
             continue
-        # Beside the streams a device's process may have lines that repeat them, by operation.
+        # A device may have further lines, which repeat the events of its streams by operation.
         if devices and not threads.get((e["pid"], e.get("tid")), "").startswith("Stream"):
             continue
         arguments = e.get("args", {})
         modules.add(arguments.get("hlo_module"))
-        # Of a device everything counts: a copy has no operation's name.
+        # All events of a device count: copies do not name an operation.
         if devices or arguments.get("hlo_module") == module:
             name = arguments.get("hlo_op", "")
-            found.append(Event(name, e["name"], e["ts"], e["ts"] + e.get("dur", 0)))
-    if not found:
+            events.append(Event(name, e["name"], e["ts"], e["ts"] + e.get("dur", 0)))
+    if not events:
         raise ValueError(
             f"the trace has no event of {module}: it has {sorted(m for m in modules if m)} on "
             f"{sorted(processes.values())}; this profiler does not name operations"
         )
-    return found
+    return events
 
 
 def class_of(event: Event, operations: dict[str, str | None]) -> str | None:
-    """Returns the class of an event: by its operation, else by its kernel; None: control flow."""
-    of_operation = operations.get(event.name, "rest")
-    if of_operation != "rest":
-        return of_operation
-    if KERNEL.search(event.kernel):
+    """Returns the class of an event, by its operation, else by its kernel; None: control flow."""
+    operation_class = operations.get(event.name, "other")
+    if operation_class != "other":
+        return operation_class
+    if ATTENTION_KERNEL.search(event.kernel):
         return "attention"
-    return "matrix products" if PRODUCT.search(event.kernel) else "rest"
+    return "matrix products" if PRODUCT.search(event.kernel) else "other"
 
 
 def summarize(events: Iterable[Event], operations: dict[str, str | None]) -> dict[str, Any]:
-    """Returns seconds: in all, busy, idle, the longest gap, and of each class; and the top of rest.
+    """Returns the seconds of each class, the wall, busy and idle seconds, and the longest gap.
 
-    In all is from the first event's begin to the last one's end. Classes may overlap, on several
-    streams, and then add up to more than the busy time.
+    The wall time ends with the last event. Classes may overlap on several streams and then add up
+    to more than the busy time. `top other` lists the longest-running kernels of class "other".
     """
-    found = [(event, class_of(event, operations)) for event in events]
-    kept = sorted((e.begin, e.end, kind, e.kernel) for e, kind in found if kind is not None)
-    of_class, of_rest = dict.fromkeys(CLASSES, 0.0), dict[str, float]()
-    busy, longest, reached = 0.0, 0.0, kept[0][0]
-    for begin, end, kind, kernel in kept:
-        of_class[kind] += end - begin
-        if kind == "rest":
-            of_rest[kernel] = of_rest.get(kernel, 0.0) + end - begin
-        longest = max(longest, begin - reached)
-        busy += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    whole = reached - kept[0][0]
-    top = sorted(of_rest.items(), key=lambda item: -item[1])[:8]
-    seconds = {"whole": whole, "busy": busy, "idle": whole - busy, "longest gap": longest}
+    classified = [(event, class_of(event, operations)) for event in events]
+    executed = sorted((e.begin, e.end, kind, e.kernel) for e, kind in classified if kind)
+    by_class, other_kernels = dict.fromkeys(CLASSES, 0.0), dict[str, float]()
+    first = last = executed[0][0]
+    busy = longest = 0.0
+    for begin, end, kind, kernel in executed:
+        by_class[kind] += end - begin
+        if kind == "other":
+            other_kernels[kernel] = other_kernels.get(kernel, 0.0) + end - begin
+        longest = max(longest, begin - last)
+        busy += max(0.0, end - max(begin, last))
+        last = max(last, end)
+    wall = last - first
+    top = sorted(other_kernels.items(), key=lambda item: -item[1])[:8]
+    seconds = {"wall": wall, "busy": busy, "idle": wall - busy, "longest gap": longest}
     return {
-        "seconds": {name: 1e-6 * x for name, x in (seconds | of_class).items()},
-        "outside attention and products": (of_class["rest"] + whole - busy) / whole,
-        "top of rest": {name: 1e-6 * x for name, x in top},
+        "seconds": {name: 1e-6 * x for name, x in (seconds | by_class).items()},
+        "outside attention and products": (by_class["other"] + wall - busy) / wall,
+        "top other": {name: 1e-6 * x for name, x in top},
     }
 
 
 def traced(text: str, run: Callable[[], Any]) -> tuple[Any, dict[str, Any], list[Event]]:
-    """Returns (what `run` returns, the trace of it, what ran of a compiled program).
+    """Returns the result of `run`, its trace, and the events of a compiled program in it.
 
     Args:
       text: of the program that `run` calls.
       run: called without arguments; returns when the program has ended.
 
     Raises:
-      ValueError: this platform's trace does not name operations, or the trace is full.
+      ValueError: this platform's trace does not name operations, or the trace was truncated.
     """
     match = re.match(r"HloModule ([\w.\-]+)", text)
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # calls of Python, which would be most of a CPU's trace
+    options.python_tracer_level = 0  # Python calls would fill most of a CPU's trace
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             result = run()
@@ -221,11 +210,11 @@ def profile(program: jax.stages.Compiled, run: Callable[[], Any]) -> dict[str, A
     """Returns the summary of one run of a compiled program.
 
     Args:
-      program: what `run` calls.
+      program: the program that `run` calls.
       run: called without arguments; returns JAX arrays.
 
     Raises:
-      ValueError: this platform's trace does not name operations, or the trace is full.
+      ValueError: this platform's trace does not name operations, or the trace was truncated.
     """
     text = program.as_text() or ""
     _, _, events = traced(text, lambda: jax.block_until_ready(run()))
@@ -233,22 +222,22 @@ def profile(program: jax.stages.Compiled, run: Callable[[], Any]) -> dict[str, A
 
 
 def profile_loop(setup: bench.Setup, batch: int, context: int, drafter: Any, tree: Any) -> dict:
-    """Returns the summary of one run of the compiled loop, and its rounds.
+    """Returns the summary of one run of the compiled loop, with its number of rounds.
 
     The arguments are those of `bench.run_loop`.
     """
-    request = bench.request_of(setup, batch, context, drafter, tree)
+    request = bench.synthetic_request(setup, batch, context, drafter, tree)
 
     def arguments():
-        return request.target, request.drafter, bench.state_of(request)
+        return request.target, request.drafter, bench.synthetic_state(request)
 
     loop, _ = program_cache.program("decode", request.settings, *arguments())
-    jax.block_until_ready(loop(*arguments()))  # loads what it needs
-    given = jax.block_until_ready(arguments())
+    jax.block_until_ready(loop(*arguments()))  # the first run loads kernels
+    profiled = jax.block_until_ready(arguments())
     rounds = []
 
     def run() -> Any:
-        state = loop(*given)
+        state = loop(*profiled)
         rounds.append(int(np.asarray(state.histogram).sum(1).max()))
         return state.emitted
 
@@ -256,26 +245,20 @@ def profile_loop(setup: bench.Setup, batch: int, context: int, drafter: Any, tre
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 after printing the table; wrong arguments end the process with a message."""
-    parser = argparse.ArgumentParser(
-        prog="python -m magicjax.benchmarks.profile_ops",
-        description=__doc__.split("\n\n", 1)[1],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--target", default="llama-3.1-8b", help="preset or model directory")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--context", type=int, default=32768)
-    parser.add_argument("--budget", type=int, default=512, help="of the draft's cache")
-    parser.add_argument("--gamma", type=int, default=4, help="drafts of a round")
-    parser.add_argument("--rate", type=float, default=0.8, help="synthetic acceptance")
-    parser.add_argument("--new-tokens", type=int, default=24, help="of a loop, for each row")
-    parser.add_argument("--backend", help="of the attention; None: mosaic on Hopper, else xla")
-    parser.add_argument("--out", help="write the results to this JSON file")
+    """Prints the profiles of the plain and of the speculative loop; returns 0."""
+    parser = bench.base_parser("python -m magicjax.benchmarks.profile_ops", __doc__)
+    parser.add_argument("--batch", type=int, default=16, help="rows")
+    parser.add_argument("--context", type=int, default=32768, help="tokens per row")
+    parser.add_argument("--budget", type=int, default=512, help="slots of the draft cache")
+    parser.add_argument("--gamma", type=int, default=4, help="draft tokens per round")
+    parser.add_argument("--rate", type=float, default=0.8, help="synthetic acceptance rate")
+    parser.add_argument("--new-tokens", type=int, default=24, help="new tokens per row")
     options = parser.parse_args(arguments)
-    options.steps, shape = 1, (options.batch, options.context)
-    setup = bench.setup_of(parser, argparse.Namespace(**vars(options) | {"context": [shape[1]]}))
-    setup = dataclasses.replace(setup, target=bench.muted(setup.target))
+    shape = (options.batch, options.context)
+    setup = bench.make_setup(
+        parser, argparse.Namespace(**vars(options) | {"context": [options.context], "repeats": 1})
+    )
+    setup = dataclasses.replace(setup, target=bench.zero_logits(setup.target))
     draft = bench.synthetic_draft(setup, *shape, options.budget, options.rate)
     device = jax.devices()[0].device_kind
     print(f"{device}, jax {jax.__version__}, attention {setup.backend}")
@@ -287,33 +270,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("speculative", draft, chain(options.gamma)),
     ):
         try:
-            found = profile_loop(setup, *shape, drafter, tree)
-        except ValueError as error:  # of this platform's profiler, which is an answer
-            found = {"why": str(error)}
-        rows.append({"loop": name} | found)
-        print("\n".join(_lines(rows[-1])), flush=True)
+            result = profile_loop(setup, *shape, drafter, tree)
+        except ValueError as error:  # this platform's profiler does not name operations
+            result = {"skipped": str(error)}
+        rows.append({"loop": name} | result)
+        print(as_text(rows[-1]), flush=True)
     if options.out:
-        write_json(options.out, about | {"rows": rows})
+        write_atomically(options.out, json.dumps(about | {"rows": rows}, indent=1) + "\n")
     return 0
 
 
-def _lines(row: dict[str, Any]) -> list[str]:
-    if "why" in row:
-        return [f"{row['loop']}: {row['why']}"]
+def as_text(row: dict[str, Any]) -> str:
+    """Returns the profile of one loop as text."""
+    if "skipped" in row:
+        return f"{row['loop']}: {row['skipped']}"
     seconds, rounds = row["seconds"], row["rounds"]
-    head = f"{row['loop']}, {rounds} rounds: {1e3 * seconds['whole'] / rounds:.3f} ms a round"
-    shares = (*CLASSES, "idle")
-    lines = [
-        f"  {name:<16} {1e3 * x / rounds:>9.3f} ms {x / seconds['whole']:>7.1%}"
-        for name, x in ((name, seconds[name]) for name in shares)
+    shares = [
+        (name, 1e3 * seconds[name] / rounds, f"{seconds[name] / seconds['wall']:.1%}")
+        for name in (*CLASSES, "idle", "wall")
     ]
-    lines.append(f"  longest gap {1e6 * seconds['longest gap']:.1f} us")
-    lines.append(f"  outside attention and products {row['outside attention and products']:.1%}")
-    return [
-        head,
-        *lines,
-        *(f"    {1e3 * x / rounds:.3f} ms {n}" for n, x in row["top of rest"].items()),
-    ]
+    top = [(name, 1e3 * x / rounds) for name, x in row["top other"].items()]
+    return "\n".join(
+        (
+            f"\n{row['loop']}, {rounds} rounds, longest gap "
+            f"{1e6 * seconds['longest gap']:.1f} us, outside attention and products "
+            f"{row['outside attention and products']:.1%}",
+            markdown_table(("", "ms per round", "share"), shares),
+            markdown_table(("other kernels", "ms per round"), top),
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Which part of a round takes the time: the draft, the target's pass, verification or commit.
+"""Profiles the compiled loop by phase: draft, score, verify, commit.
 
-The loop runs once under the profiler. The compiled program's own text says in which scope of
-`decode.step` each operation was traced, and every instant goes to one phase, so the phases add up
-to the wall time, whatever ran side by side or within another operation. What XLA fused across
-scopes counts where the fusion's result was traced.
+The loop runs once under the profiler. The text of the compiled program gives the scope of
+`loop.step` in which each operation was traced. Every instant is assigned to one phase, so the
+phases add up to the wall time even where operations overlap or nest. A fusion across scopes belongs
+to the scope of its result.
 """
 
 import bisect
@@ -19,35 +19,36 @@ from typing import Any, NamedTuple
 
 import jax
 
-from magicjax.aot import hlo
+from magicjax import hlo
 from magicjax.autotune import auto
 from magicjax.autotune.auto import Auto, Choice
 from magicjax.benchmarks import profile_ops
-from magicjax.benchmarks.profile_ops import NAMES, OF_CONTROL, OPCODE, SCOPE, Event
+from magicjax.benchmarks.profile_ops import Event
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.request import Request, prepare
+from magicjax.files import write_atomically
 from magicjax.model import Model
 from sharding import processes
 
 PHASES = ("draft", "score", "verify", "commit")
 SCOPES = dict(zip(("propose", "score", "verify", "commit"), PHASES, strict=True))
 REST = "rest"
-ROUNDS = 32  # enough to know the shares; a trace of a whole run can be too long to be kept
+ROUNDS = 32  # the trace of a whole run can exceed XLA's limit
 FILE = "trace.perfetto.json.gz"
 
 
 @dataclasses.dataclass(frozen=True)
 class Phases:
-    """Where the wall time of a traced run of the loop went, in seconds.
+    """The wall time of a traced run of the loop by phase, in seconds.
 
     Attributes:
       draft: the drafter's proposals; 0 in plain decoding.
       score: the target's pass over the tree.
-      verify: which path is accepted.
-      commit: writing caches and output, refreshes of a draft's cache included.
-      rest: operations of no phase: the loop's condition, copies at its ends.
-      host: nothing ran: starting operations, and what the profiler itself took.
-      rounds: of the traced run.
+      verify: the choice of the accepted path.
+      commit: updates of caches and output, including refreshes of the draft cache.
+      rest: operations outside the phases, such as the loop's condition and copies around it.
+      host: gaps between operations: launches and the profiler's overhead.
+      rounds: number of traced rounds.
     """
 
     draft: float
@@ -60,17 +61,17 @@ class Phases:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The six parts, by name; they add up to the wall time."""
+        """All parts by name; they add up to the wall time."""
         return {name: x for name, x in dataclasses.asdict(self).items() if name != "rounds"}
 
     @property
     def wall_s(self) -> float:
-        """The wall time of the traced run, which the profiler makes longer than others."""
+        """The wall time of the traced run, including the profiler's overhead."""
         return sum(self.seconds.values())
 
 
 class Span(NamedTuple):
-    """A part of the loop's time, in microseconds of the trace, and its phase or "rest"."""
+    """An interval of the trace in microseconds, and its phase or "rest"."""
 
     begin: float
     end: float
@@ -85,44 +86,45 @@ def trace(
     rounds: int = ROUNDS,
     **options: Any,
 ) -> Phases:
-    """Returns where the time of the compiled loop goes, in one run of its own under the profiler.
+    """Runs the compiled loop under the profiler and returns its time by phase.
 
     Args:
-      target, prompts, options: as for `magicjax.generate`. What "auto" chooses runs with the tree
-        that was planned.
-      folder: where `trace.perfetto.json.gz` is written, which ui.perfetto.dev opens; None: nowhere.
-      rounds: traced at most, from the prompts' end on.
+      target, prompts, options: as for `magicjax.generate`. With "auto", the chosen drafter runs
+        with the planned tree.
+      folder: `trace.perfetto.json.gz` is written here, for ui.perfetto.dev; None: not written.
+      rounds: the most rounds to trace, starting after the prompts.
 
     Raises:
-      ValueError, TypeError: bad input; this platform's trace does not name operations, or has more
-        events than XLA keeps.
+      ValueError, TypeError: invalid arguments; or this platform's trace does not name operations,
+        or was truncated.
     """
     if rounds < 1:
-        raise ValueError(f"rounds={rounds}: at least 1 must be traced")
+        raise ValueError(f"rounds={rounds} is too small: trace at least 1 round")
     request = _request(target, prompts, options)
-    state, _, _ = runner.start(request)
+    state, _, _ = runner.prefill_and_init(request)
     if runner.compile_loop(request, request.settings, state):
-        # A program's first run loads what it needs, which would count as the host's.
+        # The first run of a program loads kernels, which would count as host time.
         runner.run(request, request.settings, state, 1)
-        state, _, _ = runner.start(request)
+        state, _, _ = runner.prefill_and_init(request)
     state = runner.with_rounds(state, rounds)
     arguments = request.target, request.drafter, state
     loop, _ = program_cache.program("decode", request.settings, *arguments)
     text = loop.as_text() or ""
     jax.block_until_ready(arguments)
-    (state, wall_s), found, events = profile_ops.traced(
+    (state, wall_s), raw_trace, events = profile_ops.traced(
         text, lambda: runner.timed(loop, *arguments)
     )
-    of_operation, control = phases_of_operations(text, drafting=request.drafter is not None)
-    spans = timeline(events, of_operation, control)
+    phases, control_flow = phases_of_operations(text, drafting=request.drafter is not None)
+    spans = timeline(events, phases, control_flow)
     if folder is not None:
-        write(pathlib.Path(folder) / FILE, with_track(found, slices(spans)))
+        content = json.dumps(with_track(raw_trace, merge_spans(spans))).encode()
+        write_atomically(pathlib.Path(folder) / FILE, gzip.compress(content))
     return _summary(spans, wall_s, int(processes.fetch(state.histogram).sum(1).max()))
 
 
 def _request(target: Model, prompts: Sequence[Any], options: dict[str, Any]) -> Request:
     if isinstance(options.get("drafter"), Auto | Choice | str):
-        return auto.fixed(target, prompts, **options)[1]
+        return auto.prepare_stream(target, prompts, **options)[0]
     return prepare(target, prompts, **options)
 
 
@@ -134,92 +136,82 @@ def _summary(spans: Sequence[Span], wall_s: float, rounds: int) -> Phases:
 
 
 def phases_of_operations(program: str, drafting: bool = True) -> tuple[dict[str, str], set[str]]:
-    """Returns (the phase of each operation of a compiled program, which are control flow).
+    """Returns the phases of a compiled program's operations, and the names of control flow.
 
-    What lies in a loop or branch of a phase is of that phase. An operation that a pass of the
-    compiler made has no trace: it is of the phase of what it reads, else of what reads it.
+    Operations in a loop or branch belong to the phase of the loop or branch. An operation without a
+    scope, which a compiler pass made, belongs to the phase of an operand, else of a user.
 
     Args:
-      program: its text. Operations of no phase are left out.
-      drafting: whether there is a drafter. Without one the scope of the draft has only the layout
-        of what is scored, and counts there.
+      program: its text. Operations of no phase are omitted from the result.
+      drafting: whether there is a drafter. Without one, operations in the scope of the draft only
+        arrange the input of the scoring pass, and count there.
     """
-    bodies, _ = hlo.computations(program)
-    found: dict[str, str] = {}
-    control: set[str] = set()
-    owners: dict[str, str] = {}  # the phases of computations
-    for name, lines in reversed(bodies.items()):  # callers stand below what they call
-        operations = [(m, line) for line in lines if (m := OPCODE.match(line))]
-        control |= {m[1] for m, _ in operations if m[2] in OF_CONTROL}
-        if name in owners:
-            found |= {m[1]: owners[name] for m, _ in operations}
+    phases: dict[str, str] = {}
+    control_flow: set[str] = set()
+    computation_phases: dict[str, str] = {}
+    computations = hlo.operations(program)
+    for name, operations in reversed(computations.items()):  # callers first
+        control_flow |= {x.name for x in operations if x.opcode in hlo.CONTROL_FLOW}
+        if name in computation_phases:
+            phases |= {x.name: computation_phases[name] for x in operations}
         else:
-            found |= _phases_of_body(operations)
-        for match, line in operations:
-            called = NAMES.findall(line[match.end() :].partition("), ")[2])
-            if match[1] in found:
-                owners |= {other: found[match[1]] for other in called if other in bodies}
+            phases |= _phases_of_body(operations)
+        for x in operations:
+            if x.name in phases:
+                called = (other for other in x.references if other in computations)
+                computation_phases |= dict.fromkeys(called, phases[x.name])
     if not drafting:
-        found = {name: "score" if phase == "draft" else phase for name, phase in found.items()}
-    return found, control
+        phases = {name: "score" if phase == "draft" else phase for name, phase in phases.items()}
+    return phases, control_flow
 
 
-def _phases_of_body(operations: list[tuple[Any, str]]) -> dict[str, str]:
-    """Returns the phases of one computation's operations, (match of `OPCODE`, line), in order."""
-    found: dict[str, str] = {}
-    operands: dict[str, list[str]] = {}
-    untraced: list[str] = []
-    tuples: set[str] = set()
-    for match, line in operations:
-        name = match[1]
-        operands[name] = NAMES.findall(line[match.end() :].partition("), ")[0])
-        if match[2] == "tuple":
-            tuples.add(name)
-        scope = SCOPE.search(line)
-        if scope is None:
-            untraced.append(name)
-            continue
-        phase = next((SCOPES[part] for part in scope[1].split("/") if part in SCOPES), None)
+def _phases_of_body(operations: list[hlo.Operation]) -> dict[str, str]:
+    """Returns the phases of the operations of one computation."""
+    phases: dict[str, str] = {}
+    without_scope = {x.name for x in operations if x.scope is None}
+    for x in operations:
+        scopes = (x.scope or "").split("/")
+        phase = next((SCOPES[scope] for scope in scopes if scope in SCOPES), None)
         if phase:
-            found[name] = phase
-    for name in untraced:
-        known = [found[x] for x in operands[name] if x in found]
-        if known and name not in tuples:  # these read everything
-            found[name] = known[0]
-    made = set(untraced)
-    for name in reversed(operands):
-        for read in operands[name]:
-            if read in made and name in found:
-                found.setdefault(read, found[name])
-    return found
+            phases[x.name] = phase
+    for x in operations:
+        # A tuple reads values of all phases.
+        if x.name in without_scope and x.opcode != "tuple":
+            phase = next((phases[operand] for operand in x.operands if operand in phases), None)
+            if phase:
+                phases[x.name] = phase
+    for x in reversed(operations):
+        for operand in x.operands:
+            if operand in without_scope and x.name in phases:
+                phases.setdefault(operand, phases[x.name])
+    return phases
 
 
 def timeline(
-    events: Sequence[Event], of_operation: dict[str, str], control: Collection[str]
+    events: Sequence[Event], phases: dict[str, str], control_flow: Collection[str]
 ) -> list[Span]:
-    """Returns what ran when, in order and without overlaps; gaps: nothing ran.
+    """Returns the phase of each instant as ordered spans without overlaps, with gaps.
 
-    Of events that overlap, on several threads or one within the other, the newest counts, and one
-    with a phase before one without. Control flow counts only if nothing ran within it, for then it
-    was compiled to an operation of its own.
+    Where events overlap, one with a phase takes precedence, then the one that began last. Control
+    flow counts only if no other event begins within it: it was then compiled to one operation.
     """
-    work = [e for e in events if e.name not in control]
+    work = [e for e in events if e.name not in control_flow]
     begins = sorted(e.begin for e in work)
     for e in events:
-        if e.name in control:
-            at = bisect.bisect_left(begins, e.begin)
-            if at == len(begins) or begins[at] >= e.end:
+        if e.name in control_flow:
+            index = bisect.bisect_left(begins, e.begin)
+            if index == len(begins) or begins[index] >= e.end:
                 work.append(e)
     work.sort(key=lambda e: e.begin)
-    waiting = iter(work)
-    following = next(waiting, None)
-    running: list[tuple[bool, float, float, str]] = []  # the one that counts comes first
+    pending = iter(work)
+    following = next(pending, None)
+    running: list[tuple[bool, float, float, str]] = []  # a heap, the event of precedence first
     spans: list[Span] = []
     for begin, end in itertools.pairwise(sorted({x for e in work for x in (e.begin, e.end)})):
         while following is not None and following.begin <= begin:
-            phase = of_operation.get(following.name, REST)
+            phase = phases.get(following.name, REST)
             heapq.heappush(running, (phase == REST, -following.begin, following.end, phase))
-            following = next(waiting, None)
+            following = next(pending, None)
         while running and running[0][2] <= begin:
             heapq.heappop(running)
         if running:
@@ -227,38 +219,24 @@ def timeline(
     return spans
 
 
-def slices(spans: Sequence[Span]) -> list[Span]:
-    """Returns the phases as a reader sees them: one span until another phase begins."""
-    of_phases = (span for span in spans if span.phase != REST)
-    grouped = (list(group) for _, group in itertools.groupby(of_phases, lambda s: s.phase))
-    return [Span(group[0].begin, group[-1].end, group[0].phase) for group in grouped]
+def merge_spans(spans: Sequence[Span]) -> list[Span]:
+    """Returns one span for each run of the same phase; spans outside the phases are dropped."""
+    phase_spans = (span for span in spans if span.phase != REST)
+    groups = (list(group) for _, group in itertools.groupby(phase_spans, lambda s: s.phase))
+    return [Span(group[0].begin, group[-1].end, group[0].phase) for group in groups]
 
 
-def with_track(trace: dict[str, Any], phases: Sequence[Span]) -> dict[str, Any]:
-    """Returns the trace with the phases on a track of their own, above all others."""
+def with_track(trace: dict[str, Any], spans: Sequence[Span]) -> dict[str, Any]:
+    """Returns the trace with the phases on an additional track at the top."""
     events = trace["traceEvents"]
-    pid = 1 + max((e["pid"] for e in events if "pid" in e), default=0)
-    names = {"process_name": "magicjax", "thread_name": "phases of a round"}
-    track = [
-        {"ph": "M", "pid": pid, "tid": 1, "name": key, "args": {"name": name}}
-        for key, name in names.items()
+    track = {"pid": 1 + max((e["pid"] for e in events if "pid" in e), default=0), "tid": 1}
+    metadata = {
+        "process_name": {"name": "magicjax"},
+        "thread_name": {"name": "phases of a round"},
+        "process_sort_index": {"sort_index": -1},
+    }
+    added = [{"ph": "M", "name": key, "args": args} | track for key, args in metadata.items()]
+    added += [
+        {"ph": "X", "name": s.phase, "ts": s.begin, "dur": s.end - s.begin} | track for s in spans
     ]
-    first = {"args": {"sort_index": -1}, "name": "process_sort_index"}
-    track.append({"ph": "M", "pid": pid, "tid": 1} | first)
-    track += [
-        {"ph": "X", "pid": pid, "tid": 1, "name": s.phase, "ts": s.begin, "dur": s.end - s.begin}
-        for s in phases
-    ]
-    return trace | {"traceEvents": track + events}
-
-
-def write(path: pathlib.Path, trace: dict[str, Any]) -> None:
-    """Writes a trace, packed: to a temporary name in the same folder, then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with gzip.open(partial, "wt", encoding="utf-8") as file:
-            json.dump(trace, file)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    return trace | {"traceEvents": added + events}

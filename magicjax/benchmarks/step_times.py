@@ -1,4 +1,4 @@
-"""Times steps of plain decoding, passes and rounds of drafts at batches and contexts, in turns."""
+"""Times plain steps, verify passes and draft rounds over batches and contexts, interleaved."""
 
 import dataclasses
 import statistics
@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from magicjax.benchmarks import bench
-from magicjax.decoding.paired_timing import ROUNDS, Held, Variant, take_turns
-from magicjax.decoding.request import Request
+from magicjax.decoding.paired_timing import ROUNDS, Variant, time_interleaved
 from magicjax.decoding.runner import state_shapes
 from magicjax.drafters import Drafter
-from magicjax.trees.token_tree import ROOT_ONLY, Tree, chain
+from magicjax.trees.token_tree import ROOT_ONLY, chain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,9 +19,9 @@ class StepTimes:
     """Seconds at one batch and context.
 
     Attributes:
-      passes: of a plain step (1) and a round that verifies n nodes that cost nothing to draft.
-      drafts: of one level of a draft, by the drafter's name.
-      rounds: of a whole round with each drafter.
+      passes: by nodes: a plain step (1), and a round that verifies n nodes drafted at no cost.
+      drafts: of one draft level, by the drafter's name.
+      rounds: of a whole round, by the drafter's name.
     """
 
     passes: dict[int, float]
@@ -37,55 +36,50 @@ def step_times(
     nodes: Sequence[int],
     drafters: Mapping[str, Drafter],
     gamma: int,
-    turns: int,
+    repeats: int,
 ) -> StepTimes:
-    """Returns times at one batch and context; nothing is read first, caches hold random numbers.
+    """Returns median times at one batch and context. Caches hold random numbers; no prefill runs.
 
     Args:
       setup: target and backend.
       batch, context: B, and the tokens of each row.
-      nodes: of the passes, beside 1 and gamma + 1.
+      nodes: of the passes, besides 1 and gamma + 1.
       drafters: by name.
-      gamma: tokens that they draft in a round.
-      turns: in which each variant is called once; medians are returned.
+      gamma: tokens drafted in a round.
+      repeats: of all variants.
     """
     deepest = max(*nodes, gamma + 1)
     setup = dataclasses.replace(setup, new_tokens=new_tokens(deepest))
-    request = bench.request_of(setup, batch, context, _free(batch), chain(deepest - 1))
-    state = bench.state_of(request)
-    variants: dict[int | str, Variant] = {1: _variant(request, None, Held(None), ROOT_ONLY)}
-    free = Held(state.drafter)
+    free = bench.Synthetic(None, jnp.zeros((batch, 1), jnp.int32), jnp.float32(1))
+    request = bench.synthetic_request(setup, batch, context, free, chain(deepest - 1))
+    plain = dataclasses.replace(request, drafter=None)
+    variants = {1: Variant(plain, request.settings.with_tree(ROOT_ONLY))}
     for n in sorted({*nodes, gamma + 1}):
-        variants[n] = _variant(request, request.drafter, free, chain(n - 1))
+        variants[n] = Variant(request, request.settings.with_tree(chain(n - 1)))
+    state = bench.synthetic_state(request)
+    drafter_states = {id(None): None, id(request.drafter): state.drafter}
+    draft_variants = {}
     for name, drafter in drafters.items():
-        own = bench.request_of(setup, batch, context, drafter, chain(deepest - 1))
-        held = Held(bench.drafter_state_of(own, state_shapes(own)))
-        variants[name] = _variant(own, drafter, held, chain(gamma))
-    take_turns(list(variants.values()), state, turns)
-    base = variants[gamma + 1].seconds
+        request = bench.synthetic_request(setup, batch, context, drafter, chain(deepest - 1))
+        draft_variants[name] = Variant(request, request.settings.with_tree(chain(gamma)))
+        shapes = state_shapes(request)
+        drafter_states[id(request.drafter)] = bench.synthetic_drafter_state(request, shapes)
+    all_variants = [*variants.values(), *draft_variants.values()]
+    times, _ = time_interleaved(all_variants, state, drafter_states, repeats)
+    passes = dict(zip(variants, times[: len(variants)], strict=True))
+    rounds = dict(zip(draft_variants, times[len(variants) :], strict=True))
+    verify = passes[gamma + 1]
+    levels = {name: np.subtract(seconds, verify) / gamma for name, seconds in rounds.items()}
     return StepTimes(
-        passes={n: statistics.median(v.seconds) for n, v in variants.items() if isinstance(n, int)},
-        drafts={
-            name: max(0.0, statistics.median(np.subtract(variants[name].seconds, base)) / gamma)
-            for name in drafters
-        },
-        rounds={name: statistics.median(variants[name].seconds) for name in drafters},
+        passes={n: statistics.median(seconds) for n, seconds in passes.items()},
+        drafts={name: max(0.0, float(np.median(seconds))) for name, seconds in levels.items()},
+        rounds={name: statistics.median(seconds) for name, seconds in rounds.items()},
     )
 
 
 def new_tokens(nodes: int) -> int:
-    """Returns how long outputs must be, so that no row ends in a call with so many nodes."""
+    """Returns an output length that no row reaches in a timed call of rounds of so many nodes."""
     return ROUNDS * nodes + 1
-
-
-def _free(batch: int) -> Drafter:
-    """Returns a drafter that costs nothing."""
-    return bench.Synthetic(None, jnp.zeros((batch, 1), jnp.int32), jnp.float32(1))
-
-
-def _variant(request: Request, drafter: Drafter | None, held: Held, tree: Tree) -> Variant:
-    request = dataclasses.replace(request, drafter=drafter)
-    return Variant(request, request.settings.with_tree(tree), held)
 
 
 def grid(
@@ -95,13 +89,10 @@ def grid(
     nodes: Sequence[int],
     drafters: Mapping[str, Drafter],
     gamma: int,
-    turns: int,
+    repeats: int,
 ) -> Iterator[tuple[int, int, StepTimes]]:
-    """Yields (batch, context, times) of every batch with every context."""
+    """Yields (batch, context, times) for every batch and context."""
     for batch in batches:
         for context in contexts:
-            yield (
-                batch,
-                context,
-                step_times(setup, batch, context, nodes, drafters, gamma, turns),
-            )
+            times = step_times(setup, batch, context, nodes, drafters, gamma, repeats)
+            yield batch, context, times

@@ -1,8 +1,8 @@
-"""What a step of decoding costs: bytes and FLOPs of its parts, and the time they take on a device.
+"""The cost of decoding: bytes and FLOPs of its parts, and the time they take on a device.
 
-`floors` counts what a loaded model must read at the least; `work` counts all parts of a step from a
-config alone; `device` has what a device can do, `measured` steps that were timed on it, `profile`
-the file of both for the device at hand; `rounds` makes times of all that.
+`floors` counts the bytes that a loaded model must read; `work` counts the work of a pass from a
+config; `device` has the rates of devices, `measured` the timed steps, `profile` the file with both
+for this device; `rounds` computes times.
 """
 
 from magicjax.cost_model.device import DEVICES, Device, Machine, check_dtype, find_device

@@ -1,13 +1,12 @@
-"""Steps of one model that were timed, and how they set right what a roofline foretells of it.
+"""Timed steps of a model, which correct the roofline's predictions for it.
 
-A roofline with a few constants is some 10 to 20 % off on a CPU, where every shape takes another
-path through the libraries. So a profile keeps what was timed: between the batches, slots and nodes
-that were, the ratio of measured to foretold time is linear in all three logarithms; beyond them it
-is that of the nearest.
+A roofline with a few constants is off by 10 to 20 % on a CPU, where each shape takes a different
+path through the libraries. A profile therefore stores timed steps. Between the timed batches, slots
+and nodes, measured / predicted is interpolated linearly in all three logarithms; outside them it
+is that of the nearest point.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -16,23 +15,24 @@ import numpy as np
 from scipy.interpolate import RegularGridInterpolator
 
 PASS, DRAFT = "pass", "draft"
-LEAST = 0.05  # a ratio below is no measurement: the difference of two times that noise ate
+MIN_RATIO = 0.05  # lower ratios are noise: differences of two nearly equal times
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """Steps of a model, timed at every batch with every number of slots and of nodes.
+    """Timed steps of a model on a grid of batches, slots and nodes.
 
     Attributes:
-      model: a name for its sizes (`Sizes.key`).
-      kind: "pass" of the target, all that a round adds included, or "draft", one level.
-      batches, slots, nodes: increasing; slots are the context of a pass, those of the draft's cache
-        of a draft, and nodes those of a pass, 1 of a draft.
-      seconds: in the order of the loops over batches, slots, nodes.
+      model: the model's `Sizes.key`.
+      kind: "pass" for passes of the target, including the overhead of a round, or "draft" for
+        levels of a draft.
+      batches, slots, nodes: increasing; slots are the context of a pass or the slots of the draft
+        cache, nodes those of a pass or 1.
+      seconds: in row-major order over batches, slots, nodes.
 
     Raises:
-      ValueError: no steps, an axis that does not increase, another number of seconds, or one that
-        is not positive.
+      ValueError: an axis that does not increase, or times that are not positive or do not match
+        the grid.
     """
 
     model: str
@@ -48,7 +48,7 @@ class Steps:
         for name in ("batches", "slots", "nodes"):
             axis = getattr(self, name)
             if not axis or list(axis) != sorted(set(axis)) or axis[0] < 1:
-                raise ValueError(f"{name}={axis} must be whole numbers from 1 on that increase")
+                raise ValueError(f"{name}={axis} must be increasing whole numbers from 1")
         if self.kind not in (PASS, DRAFT):
             raise ValueError(f"kind={self.kind!r} must be {PASS!r} or {DRAFT!r}")
         count = len(self.batches) * len(self.slots) * len(self.nodes)
@@ -59,44 +59,39 @@ class Steps:
 
     @property
     def grid(self) -> list[tuple[int, int, int]]:
-        """(batch, slots, nodes) of each of `seconds`."""
+        """(batch, slots, nodes) of each element of `seconds`."""
         return list(itertools.product(self.batches, self.slots, self.nodes))
 
     def ratio(
-        self, foretold: Callable[[int, int, int], float], batch: int, slots: float, nodes: int
+        self, predicted: Callable[[int, int, int], float], batch: int, slots: float, nodes: int
     ) -> float:
-        """Returns measured / foretold seconds at a place.
-
-        Where a time is so much shorter than foretold that it must be noise, it says nothing, and
-        the ratio there is 1.
+        """Returns measured / predicted seconds; 1 where a time is so short that it must be noise.
 
         Args:
-          foretold: seconds of (batch, slots, nodes) by the roofline.
-          batch, slots, nodes: the place.
+          predicted: (batch, slots, nodes) -> seconds by the roofline.
+          batch, slots, nodes: of the step.
         """
         ratios = np.array(
-            [s / foretold(*place) for s, place in zip(self.seconds, self.grid, strict=True)]
+            [s / predicted(*point) for s, point in zip(self.seconds, self.grid, strict=True)]
         )
-        ratios[ratios < LEAST] = 1.0
-        place = [
-            np.log(np.clip(at, axis[0], axis[-1]))
-            for at, axis in zip((batch, slots, nodes), self._axes, strict=True)
-        ]
-        kept = [i for i, axis in enumerate(self._axes) if len(axis) > 1]
-        if not kept:
+        ratios[ratios < MIN_RATIO] = 1.0
+        # An axis of one value has no direction to interpolate in.
+        axes = [(x, axis) for x, axis in zip((batch, slots, nodes), self._axes) if len(axis) > 1]
+        if not axes:
             return float(ratios[0])
-        table = np.log(ratios).reshape([len(self._axes[i]) for i in kept])
-        logs = [np.log(self._axes[i]) for i in kept]
-        at = np.array([place[i] for i in kept])
-        return float(np.exp(RegularGridInterpolator(logs, table)(at)[0]))
+        table = np.log(ratios).reshape([len(axis) for _, axis in axes])
+        point = np.log([np.clip(x, axis[0], axis[-1]) for x, axis in axes])
+        interpolator = RegularGridInterpolator([np.log(axis) for _, axis in axes], table)
+        return float(np.exp(interpolator(point)[0]))
 
-    def knows(self, batch: int, slots: float, nodes: int) -> str:
-        """Returns "timed", "between" or "beyond": where a place lies among those that were."""
-        place = list(zip((batch, slots, nodes), self._axes, strict=True))
-        if all(at in axis for at, axis in place):
-            return "timed"
-        return "between" if all(axis[0] <= at <= axis[-1] for at, axis in place) else "beyond"
+    def coverage(self, batch: int, slots: float, nodes: int) -> str:
+        """Returns "measured", "interpolated" or "extrapolated"."""
+        point = list(zip((batch, slots, nodes), self._axes))
+        if all(x in axis for x, axis in point):
+            return "measured"
+        inside = all(axis[0] <= x <= axis[-1] for x, axis in point)
+        return "interpolated" if inside else "extrapolated"
 
-    @functools.cached_property
+    @property
     def _axes(self) -> tuple[tuple[int, ...], ...]:
         return self.batches, self.slots, self.nodes

@@ -1,7 +1,7 @@
-"""Profiles: the constants of the device at hand as `magicjax calibrate` measured them, in a file.
+"""Profiles: files with the measured constants of a device, written by `magicjax calibrate`.
 
-A profile is refused on another device, or under another version of JAX or magicjax, which may run
-other programs: a plan would look measured, and not be.
+A profile is valid for one device and one version of JAX and magicjax, because other versions may
+run other programs.
 """
 
 import dataclasses
@@ -16,21 +16,22 @@ import jax
 
 from magicjax.cost_model.device import Device, find_device
 from magicjax.cost_model.measured import Steps
+from magicjax.files import write_atomically
 from magicjax.version import version
 
 
 def default_profile() -> pathlib.Path:
-    """Returns where `magicjax calibrate` writes the profile of this device, and `auto` looks."""
+    """Returns the default path of this device's profile, for `magicjax calibrate` and `auto`."""
     name = re.sub(r"[^a-z0-9]+", "-", device_kind().lower()).strip("-")
     cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(cache) / "magicjax" / f"profile-{name}.json"
 
 
 def device_of(name: str | os.PathLike) -> Device:
-    """Returns the device of a profile, a .json file, or the preset of that name.
+    """Returns the device of a profile, a .json file, or of a preset.
 
     Raises:
-      ValueError, FileNotFoundError: neither, or a profile of another device.
+      ValueError, FileNotFoundError: an unknown preset, or an invalid or missing profile.
     """
     if str(name).endswith(".json"):
         return load_profile(name)
@@ -38,48 +39,40 @@ def device_of(name: str | os.PathLike) -> Device:
 
 
 def this_device() -> Device:
-    """Returns the device of the profile where calibrate writes it; raises as `load_profile`."""
+    """Returns the device of the default profile; raises as `load_profile` does."""
     return load_profile(default_profile())
 
 
-def surroundings() -> dict[str, str]:
-    """Returns what a profile is valid for: the device, and the versions of JAX and of magicjax."""
-    return {
-        "device": device_kind(),
-        "jax": jax.__version__,
-        "magicjax": version(),
-    }
+def provenance() -> dict[str, str]:
+    """Returns the device and the versions of JAX and magicjax, for which a profile is valid."""
+    return {"device": device_kind(), "jax": jax.__version__, "magicjax": version()}
 
 
 def device_kind() -> str:
-    """Returns the name of the device at hand; of a CPU its own, as JAX calls them all alike."""
+    """Returns the name of this device; for a CPU its model name, which JAX does not report."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
     info = pathlib.Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text() if info.exists() else "", re.M)
-    name = found[1] if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", info.read_text() if info.exists() else "", re.M)
+    name = match[1] if match else platform.processor() or platform.machine()
     return f"{name}, {os.cpu_count()} cores"
 
 
 def save_profile(path: str | os.PathLike, device: Device, measured: Any) -> None:
-    """Writes a profile, whole or not at all.
+    """Writes a profile.
 
     Args:
       path: of the .json file.
-      device: the constants, and the steps that were timed.
-      measured: how, for readers.
+      device: constants and timed steps.
+      measured: how they were measured; for information.
     """
-    path = pathlib.Path(path)
     content = {
-        "surroundings": surroundings(),
+        "provenance": provenance(),
         "device": dataclasses.asdict(device),
         "measured": measured,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-    partial.replace(path)
+    write_atomically(path, json.dumps(content, indent=2) + "\n")
 
 
 def load_profile(path: str | os.PathLike) -> Device:
@@ -87,27 +80,26 @@ def load_profile(path: str | os.PathLike) -> Device:
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: no profile, or one of another device or version.
+      ValueError: not a profile, or one of another device or version.
     """
     path = pathlib.Path(path)
-    renew = f"measure this one with `magicjax calibrate --target YOUR_TARGET --out {path}`"
+    remedy = f"measure this device with `magicjax calibrate --target YOUR_TARGET --out {path}`"
     if not path.is_file():
-        raise FileNotFoundError(f"the profile {path} does not exist: {renew}")
+        raise FileNotFoundError(f"the profile {path} does not exist: {remedy}")
     try:
         content = json.loads(path.read_text("utf-8"))
-        given = dict(content["device"])
-        steps = tuple(Steps(**each) for each in given.pop("measured"))
-        device, valid = Device(**given, measured=steps), content["surroundings"]
+        fields = dict(content["device"])
+        steps = tuple(Steps(**step) for step in fields.pop("measured"))
+        device, valid_for = Device(**fields, measured=steps), content["provenance"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no profile of a device ({error!r}): {renew}") from error
-    here = surroundings()
-    if valid != here:
+        raise ValueError(f"{path} is not a valid profile ({error!r}): {remedy}") from error
+    if valid_for != provenance():
         raise ValueError(
-            f"the profile {path} was measured on {_words(valid)}, and this is {_words(here)}: "
-            f"{renew}"
+            f"the profile {path} is for {_in_words(valid_for)}, and this is "
+            f"{_in_words(provenance())}: {remedy}"
         )
     return device
 
 
-def _words(valid: dict[str, str]) -> str:
-    return f"{valid.get('device')} (jax {valid.get('jax')}, magicjax {valid.get('magicjax')})"
+def _in_words(run: dict[str, str]) -> str:
+    return f"{run.get('device')} (jax {run.get('jax')}, magicjax {run.get('magicjax')})"

@@ -1,6 +1,6 @@
-"""Times of steps and rounds: each part takes the longer of its bytes and its FLOPs, and parts add.
+"""Times of steps and rounds: a part takes the maximum of its memory and compute times; parts add.
 
-speed-up = tokens of a round x T_target / (depth x T_draft + T_verify(N) + what a round adds)
+speedup = tokens per round x T_target / (depth x T_draft + T_verify(N) + overhead of a round)
 """
 
 import dataclasses
@@ -11,17 +11,17 @@ from magicjax.cost_model.device import Device, Machine
 from magicjax.cost_model.measured import DRAFT, PASS, Steps
 from magicjax.cost_model.work import BLOCKS, HOST, Part, Sizes, divides, memory_bytes, pass_parts
 
-REST = "selection, commit, host"  # what a round adds
+REST = "selection, commit, host"  # overhead of a round
 
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """What drafts: a model on a cache, or nothing that costs time.
+    """A draft model on a cache, or prompt lookup.
 
     Attributes:
-      sizes: of the model; None: a look-up.
-      budget: slots of its cache for each layer and KV head; None: all of the context.
-      bits: of an entry's elements, 8 or 4; None: the model's own dtype.
+      sizes: of the model; None for prompt lookup, which takes no time.
+      budget: slots of its cache per layer and KV head; None for the whole context.
+      bits: per element of the cache, 8 or 4; None for the model's dtype.
     """
 
     sizes: Sizes | None
@@ -29,28 +29,30 @@ class Draft:
     bits: int | None = None
 
     def slots(self, context: int) -> int:
-        """Returns the slots that a draft step reads."""
+        """Returns the number of slots that a draft step reads."""
         return context if self.budget is None else min(self.budget, context)
 
     def machine(self, machine: Machine) -> Machine:
-        """Returns what it runs on: the target's devices, or as many as its KV heads allow."""
-        assert self.sizes is not None, "a look-up runs nowhere"
+        """Returns the target's devices, or as many of them as the draft's KV heads allow."""
+        assert self.sizes is not None, "prompt lookup runs no model"
         if divides(self.sizes, machine):
             return machine
         return dataclasses.replace(machine, model=math.gcd(self.sizes.num_kv_heads, machine.model))
 
     def memory(self, machine: Machine, batch: int, context: int, shared: bool) -> float:
-        """Returns the bytes it takes on one device beside its target.
+        """Returns the bytes of weights and cache on each device, besides the target's.
 
         Args:
-          machine: the target's.
+          machine: of the target.
           batch, context: B, and the tokens of a row.
-          shared: its weights are the target's, and without a budget its cache too.
+          shared: whether it is the target itself, whose weights, and without a budget whose cache,
+            are already there.
         """
         if self.sizes is None or (shared and self.budget is None):
             return 0.0
-        own = dataclasses.replace(self.sizes, attention=0, mlp=0, unembedding=0, small=0, tables=0)
-        sizes = own if shared else self.sizes
+        sizes = self.sizes
+        if shared:
+            sizes = dataclasses.replace(sizes, attention=0, mlp=0, unembedding=0, small=0, tables=0)
         slots = context if self.budget is None else self.budget
         per_slot = self.sizes.draft_kv_bytes(self.bits)
         return memory_bytes(sizes, self.machine(machine), batch, slots, per_slot)
@@ -58,15 +60,15 @@ class Draft:
 
 @dataclasses.dataclass(frozen=True)
 class RoundCost:
-    """Seconds of a round of speculation, and of the plain step beside it.
+    """Seconds of a round of speculation, and of a step of plain decoding.
 
     Attributes:
       target: T_target, a step of plain decoding.
       draft: T_draft, one level of a draft.
       verify: T_verify(N).
-      depth: levels drafted in a round.
-      rest: what a round adds.
-      parts: seconds by "draft", "verify" and "round", and their parts: ("draft", "MLP").
+      depth: drafted levels per round.
+      rest: overhead of a round.
+      parts: seconds by ("draft" or "verify" or "round", part), such as ("draft", "MLP").
     """
 
     target: float
@@ -78,15 +80,15 @@ class RoundCost:
 
     @property
     def total(self) -> float:
-        """Seconds of the whole round."""
+        """Seconds of a round."""
         return self.depth * self.draft + self.verify + self.rest
 
-    def speed_up(self, tokens: float) -> float:
-        """Returns the speed-up if a round emits so many tokens."""
+    def speedup(self, tokens: float) -> float:
+        """Returns the speedup if a round emits this many tokens."""
         return tokens * self.target / self.total
 
     def scaled(self, target: float, round_: float) -> "RoundCost":
-        """Returns the cost with the time of a plain step, and that of a round, so much longer."""
+        """Returns the cost with the time of a plain step, and those of a round, multiplied."""
         return RoundCost(
             target=target * self.target,
             draft=round_ * self.draft,
@@ -100,11 +102,11 @@ class RoundCost:
 def seconds(parts: Mapping[str, Part], device: Device) -> dict[str, float]:
     """Returns the seconds of each part.
 
-    A layer is fetched from the host while the one before it computes, where the device can do both.
-    So the link counts with the first layer, and with what every other one takes longer than a layer
-    to compute.
+    Copies of a layer from the host overlap with the computation of the previous layer, if the
+    device can do both. The link then adds the copy of the first layer, and for every other layer
+    the time by which its copy takes longer than the computation.
     """
-    found = {
+    times = {
         name: max(part.bytes / device.reached_bandwidth, part.flops / device.reached_matrix_rate)
         + part.messages * device.collective_seconds
         + part.sent / device.reached_link
@@ -114,73 +116,73 @@ def seconds(parts: Mapping[str, Part], device: Device) -> dict[str, float]:
     if HOST in parts:
         layers = sum(part.layers for part in parts.values())
         fetching = parts[HOST].fetched / device.reached_host_link / layers
-        computing = sum(found[name] for name in BLOCKS) / layers if device.fetches_beside else 0.0
-        found[HOST] = fetching + (layers - 1) * max(0.0, fetching - computing)
-    return found
+        computing = sum(times[name] for name in BLOCKS) / layers if device.overlaps_fetch else 0.0
+        times[HOST] = fetching + (layers - 1) * max(0.0, fetching - computing)
+    return times
 
 
 def plain_step(sizes: Sizes, machine: Machine, batch: int, context: int) -> dict[str, float]:
-    """Returns the seconds of each part of a step of plain decoding; T_target is their sum."""
+    """Returns the seconds of each part of a step of plain decoding, in total T_target."""
     return _target_pass(sizes, machine, batch, context, 1)
 
 
 def draft_step(
     draft: Draft, machine: Machine, batch: int, context: int, width: int = 1
 ) -> dict[str, float]:
-    """Returns the seconds of each part of drafting one level; T_draft is their sum.
+    """Returns the seconds of each part of drafting one level, in total T_draft.
 
     Args:
-      draft: who drafts; a look-up takes no time.
-      machine: the target's; a small model whose KV heads it does not divide runs on fewer of a
-        group's devices, each time on the same rows.
+      draft: prompt lookup takes no time.
+      machine: of the target. A draft model whose KV heads do not divide over it runs on fewer
+        devices of a group, replicated over the others.
       width: nodes of the level that have children.
     """
     if draft.sizes is None:
         return {}
     sizes, per_slot = draft.sizes, draft.sizes.draft_kv_bytes(draft.bits)
-    own, slots = draft.machine(machine), draft.slots(context)
+    local, slots = draft.machine(machine), draft.slots(context)
 
-    def foretold(batch: int, slots: float, width: int) -> dict[str, float]:
-        return seconds(pass_parts(sizes, own, batch, width, slots), machine.device)
+    def predicted(batch: int, slots: float, width: int) -> dict[str, float]:
+        return seconds(pass_parts(sizes, local, batch, width, slots), machine.device)
 
-    # Times are of caches in the model's own dtype.
+    # Steps are timed with caches in the dtype of the model.
     steps = machine.device.steps(sizes.key, DRAFT)
-    ratio = _ratio(steps, foretold, own.rows(batch), slots, width, own)
-    parts = seconds(pass_parts(sizes, own, batch, width, slots, per_slot), machine.device)
+    ratio = _ratio(steps, predicted, local.rows(batch), slots, width, local)
+    parts = seconds(pass_parts(sizes, local, batch, width, slots, per_slot), machine.device)
     return {name: ratio * time for name, time in parts.items()}
 
 
 def _target_pass(
     sizes: Sizes, machine: Machine, batch: int, context: int, nodes: int
 ) -> dict[str, float]:
-    """Returns the seconds of each part, and of more than one node of what a round adds.
+    """Returns the seconds of each part, for several nodes with the overhead of a round.
 
-    Where a profile has timed passes of this model, all are scaled to what was measured.
+    If a profile has timed passes of this model, all parts are scaled to the measured total.
     """
     rest = {REST: machine.device.round_seconds}
 
-    def foretold(batch: int, slots: float, nodes: int) -> dict[str, float]:
+    def predicted(batch: int, slots: float, nodes: int) -> dict[str, float]:
         parts = seconds(pass_parts(sizes, machine, batch, nodes, slots), machine.device)
         return parts | (rest if nodes > 1 else {})
 
     steps = machine.device.steps(sizes.key, PASS)
-    ratio = _ratio(steps, foretold, machine.rows(batch), context, nodes, machine)
-    return {name: ratio * time for name, time in foretold(batch, context, nodes).items()}
+    ratio = _ratio(steps, predicted, machine.rows(batch), context, nodes, machine)
+    return {name: ratio * time for name, time in predicted(batch, context, nodes).items()}
 
 
 def _ratio(
     steps: Steps | None,
-    foretold: Callable[[int, float, int], dict[str, float]],
+    predicted: Callable[[int, float, int], dict[str, float]],
     rows: int,
     slots: float,
     nodes: int,
     machine: Machine,
 ) -> float:
-    """Returns by how much parts are scaled: by what was timed of the rows of one device."""
+    """Returns measured / predicted seconds, by the rows of one device; 1 without timed steps."""
     if steps is None:
         return 1.0
     return steps.ratio(
-        lambda *place: sum(foretold(place[0] * machine.data, *place[1:]).values()),
+        lambda rows, *step: sum(predicted(rows * machine.data, *step).values()),
         rows,
         max(slots, 1),
         nodes,
@@ -190,27 +192,24 @@ def _ratio(
 def sources(
     target: Sizes, draft: Draft, machine: Machine, batch: int, context: int, nodes: int, width: int
 ) -> dict[str, str]:
-    """Returns where T_target, T_verify and T_draft come from; the arguments are `round_cost`'s.
+    """Returns the sources of T_target, T_verify and T_draft; arguments as for `round_cost`.
 
-    "timed", "between those timed" or "beyond those timed" of a profile that has timed the model,
-    "constants" of the device otherwise; a look-up has no T_draft.
+    A source is "measured", "interpolated" or "extrapolated" if the profile of the device has timed
+    the model, else "roofline". Prompt lookup has no T_draft.
     """
 
-    def source(sizes: Sizes, kind: str, on: Machine, slots: int, nodes: int) -> str:
+    def source(sizes: Sizes, kind: str, machine: Machine, slots: int, nodes: int) -> str:
         steps = machine.device.steps(sizes.key, kind)
-        if steps is None:
-            return "constants"
-        known = steps.knows(on.rows(batch), slots, nodes)
-        return known if known == "timed" else f"{known} those timed"
+        return "roofline" if steps is None else steps.coverage(machine.rows(batch), slots, nodes)
 
-    found = {
+    times = {
         "T_target": source(target, PASS, machine, context, 1),
         "T_verify": source(target, PASS, machine, context, nodes),
     }
     if draft.sizes is not None:
-        own = draft.machine(machine)
-        found["T_draft"] = source(draft.sizes, DRAFT, own, draft.slots(context), width)
-    return found
+        local, slots = draft.machine(machine), draft.slots(context)
+        times["T_draft"] = source(draft.sizes, DRAFT, local, slots, width)
+    return times
 
 
 def round_cost(
@@ -223,22 +222,22 @@ def round_cost(
     depth: int,
     width: int = 1,
 ) -> RoundCost:
-    """Returns what a round costs.
+    """Returns the cost of a round.
 
     Args:
       target: the model whose output is kept.
-      draft: who proposes.
-      machine: what both run on.
+      draft: proposes the tokens.
+      machine: runs both.
       batch, context: B, and the tokens of a row's cache.
-      nodes: N, the root included.
-      depth: levels drafted; a chain of gamma tokens has gamma.
-      width: nodes that a level of the draft runs, the most of any level; 1 of a chain.
+      nodes: N, including the root.
+      depth: drafted levels, gamma for a chain.
+      width: the largest number of nodes with children in a level, 1 for a chain.
 
     Raises:
-      ValueError: fewer than one row, node or level, or heads that the devices do not divide.
+      ValueError: fewer than one row, node or level, or heads that do not divide over the devices.
     """
     if depth < 1:
-        raise ValueError(f"depth={depth} leaves nothing to draft: give at least 1")
+        raise ValueError(f"depth={depth} must be at least 1")
     plain = plain_step(target, machine, batch, context)
     drafted = draft_step(draft, machine, batch, context, width)
     verified = _target_pass(target, machine, batch, context, nodes)

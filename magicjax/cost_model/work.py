@@ -1,7 +1,7 @@
-"""The work of one pass through a model, part by part: bytes, FLOPs, and what devices must exchange.
+"""The work of a pass through a model, by part: bytes, FLOPs, and communication.
 
-A pass runs n new tokens of every row against some slots of a cache each. Plain decoding is n = 1 on
-the whole context, verification n = N nodes, a draft n = 1 on its budget.
+A pass runs n new tokens per row against a number of cache slots: n = 1 on the whole context for
+plain decoding, n = N nodes for verification, n = 1 on its budget for a draft.
 """
 
 import dataclasses
@@ -13,29 +13,29 @@ import jax
 
 import models
 from magicjax.cost_model.device import Machine
-from magicjax.parallel.offloading import two_layers, wants_int8
+from magicjax.parallel.offloading import two_layers, validate_offload
 
 LOGIT_BYTES = 4  # float32
-LOGIT_PASSES = 2  # written once, and read once to choose a token
-BLOCKS = ("projections", "MLP", "attention", "collectives", "overhead")  # a layer's parts
-HOST = "host link"  # the part that is fetched from the host
+LOGIT_PASSES = 2  # written once, and read once to select a token
+BLOCKS = ("projections", "MLP", "attention", "collectives", "overhead")  # parts of a layer
+HOST = "host link"  # copies from host memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What a pass depends on, of a model.
+    """The sizes of a model that determine the cost of a pass.
 
     Attributes:
-      name: for messages.
-      num_layers, hidden_size, num_heads, num_kv_heads, head_dim, vocab_size: of its config.
-      attention: elements of the matrices of q, k, v and out, all layers together.
-      mlp: of the MLP's matrices.
-      unembedding: of the output matrix.
-      small: of norms and biases.
-      tables: of what a pass looks up few rows of: positions, an embedding that is no output matrix.
-      itemsize: bytes of an element, of weights and caches alike.
-      streamed: bytes of an element of the blocks' weights in host memory, from which every pass
-        fetches them; 0: they are on the device.
+      name: for error messages.
+      num_layers, hidden_size, num_heads, num_kv_heads, head_dim, vocab_size: from its config.
+      attention: elements of the q, k, v and out matrices of all layers.
+      mlp: elements of the MLP matrices.
+      unembedding: elements of the output matrix.
+      small: elements of norms and biases.
+      tables: elements of tables of which a pass reads few rows: positions, an untied embedding.
+      itemsize: bytes per element of weights and caches.
+      streamed: bytes per element of offloaded blocks, which every pass copies from host memory; 0
+        if the blocks are on the device.
     """
 
     name: str
@@ -55,27 +55,27 @@ class Sizes:
 
     @property
     def key(self) -> str:
-        """Names all sizes: two models with the same key cost the same."""
+        """Identifies the sizes: two models with the same key have the same cost."""
         *numbers, streamed = dataclasses.astuple(self)[1:]
         return "-".join(map(str, numbers)) + (f"-streamed-{streamed}" if streamed else "")
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes that a pass fetches from the host (int8 matrices' scales and norms left out)."""
+        """Bytes that a pass copies from the host, without norms and int8 scales."""
         return self.streamed * (self.attention + self.mlp)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a pass reads: all but tables of which it reads a few rows."""
+        """Bytes of weights that a pass reads: all but `tables`."""
         return self.itemsize * (self.attention + self.mlp + self.unembedding + self.small)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values of one token."""
+        """Bytes of keys and values per token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
 
     def draft_kv_bytes(self, bits: int | None) -> float:
-        """Returns the bytes of one slot of a draft cache, quantized ones with a float32 scale."""
+        """Returns the bytes of a draft cache slot; a quantized slot includes float32 scales."""
         if bits is None:
             return self.kv_bytes
         return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * bits / 8 + 4)
@@ -88,9 +88,11 @@ def sizes_of(
     name: str = "the model",
     offload: bool | Literal["int8"] = False,
 ) -> Sizes:
-    """Returns the sizes of a model, counted in the shapes of its own parameters.
+    """Returns the sizes of a model, from the shapes of its parameters.
 
-    `offload` is as for `magicjax.load`.
+    Args:
+      config, dtype, name: of the model.
+      offload: as for `magicjax.load`.
     """
     module = models.build(config, dtype)
     params = nn.meta.unbox(models.abstract_params(module))
@@ -117,7 +119,7 @@ def sizes_of(
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         itemsize=itemsize,
-        streamed=1 if wants_int8(offload) else itemsize * bool(offload),
+        streamed=1 if validate_offload(offload) == "int8" else itemsize * bool(offload),
         **counted,
     )
 
@@ -127,12 +129,12 @@ class Part:
     """The work of one part of a pass, on one device.
 
     Attributes:
-      bytes: read from and written to its memory.
+      bytes: read from and written to device memory.
       flops: of matrix products.
-      messages: collectives.
-      sent: bytes that it sends in them.
-      fetched: bytes from the host's memory.
-      layers: whose kernels must be started.
+      messages: number of collectives.
+      sent: bytes sent in collectives.
+      fetched: bytes copied from host memory.
+      layers: number of layers whose kernels are launched.
     """
 
     bytes: float = 0.0
@@ -155,17 +157,17 @@ def pass_parts(
 
     Args:
       sizes: of the model.
-      machine: heads, MLP and vocabulary are divided among `machine.model` devices, and two
-        all-reduces of a layer put the hidden states together again, as a ring would: each device
-        sends 2 (g - 1) / g times their bytes. Choosing a token of a divided vocabulary is one more,
-        of a few bytes.
-      batch: B; of rows that do not divide evenly, the fullest group counts.
+      machine: heads, MLP and vocabulary are divided over `machine.model` devices. A layer has two
+        ring all-reduces of the hidden states: each device sends 2 (g - 1) / g times their bytes.
+        Token selection over a divided vocabulary is one more collective, of a few bytes.
+      batch: B; the largest group counts if rows do not divide evenly.
       nodes: n, the new tokens of a row.
-      slots: of the cache that each of them sees, on average.
-      slot_bytes: of keys and values of one slot in all layers; None: the model's own.
+      slots: cache slots that a new token attends to, on average.
+      slot_bytes: of keys and values of a slot in all layers; None for the dtype of the model.
 
     Raises:
-      ValueError: no row, node or slot, or KV heads that do not go with `machine.model`.
+      ValueError: batch, nodes or slots that are too small, or KV heads that do not divide over
+        `machine.model`.
     """
     for name, value, least in (("batch", batch, 1), ("nodes", nodes, 1), ("slots", slots, 0)):
         if value < least:
@@ -175,13 +177,13 @@ def pass_parts(
     tokens = rows * nodes
     padded = rows * machine.device.tile * -(-nodes // machine.device.tile)
     per_slot = sizes.kv_bytes if slot_bytes is None else slot_bytes
-    new = tokens * sizes.kv_bytes  # of the new tokens themselves, written
-    of_block = sizes.itemsize  # bytes moved for an element
-    if 0 < sizes.streamed < sizes.itemsize:  # int8: first read, and written as the dtype's numbers
-        of_block += sizes.streamed + sizes.itemsize
+    new_kv = tokens * sizes.kv_bytes  # written
+    block_itemsize = sizes.itemsize  # bytes moved per element
+    if 0 < sizes.streamed < sizes.itemsize:  # int8 is read and written as the dtype first
+        block_itemsize += sizes.streamed + sizes.itemsize
 
-    def linear(elements: int, moved: int, small: int = 0) -> Part:
-        moved = moved * elements + sizes.itemsize * small
+    def linear(elements: int, itemsize: int, small: int = 0) -> Part:
+        moved = itemsize * elements + sizes.itemsize * small
         return Part(bytes=moved / g, flops=2 * elements * padded / g)
 
     scores = sizes.num_layers * sizes.num_heads * sizes.head_dim * (slots + nodes)
@@ -189,10 +191,10 @@ def pass_parts(
     messages = 2 * sizes.num_layers if g > 1 else 0
     fetched = {HOST: Part(fetched=sizes.streamed_bytes / g)} if sizes.streamed else {}
     return {
-        "projections": linear(sizes.attention, of_block),
-        "MLP": linear(sizes.mlp, of_block, sizes.small),
+        "projections": linear(sizes.attention, block_itemsize),
+        "MLP": linear(sizes.mlp, block_itemsize, sizes.small),
         "attention": Part(
-            bytes=(rows * slots * per_slot + new) / kv_shards(sizes, machine),
+            bytes=(rows * slots * per_slot + new_kv) / kv_shards(sizes, machine),
             flops=4 * padded * scores / g,
         ),
         "logits": linear(sizes.unembedding, sizes.itemsize),
@@ -208,9 +210,9 @@ def pass_parts(
 def memory_bytes(
     sizes: Sizes, machine: Machine, batch: int, slots: int, slot_bytes: float
 ) -> float:
-    """Returns the bytes that weights and a cache of `slots` slots a row take on one device."""
+    """Returns the bytes of weights and of a cache with `slots` slots per row, on one device."""
     weights = sizes.weight_bytes + sizes.itemsize * sizes.tables
-    if sizes.streamed:  # two layers, the one that computes and the next
+    if sizes.streamed:  # two layers are on the device, the current and the next
         blocks = sizes.attention + sizes.mlp
         held = two_layers(sizes.streamed * blocks, sizes.num_layers)
         weights += held - sizes.itemsize * blocks
@@ -219,24 +221,21 @@ def memory_bytes(
 
 
 def kv_shards(sizes: Sizes, machine: Machine) -> int:
-    """Returns over how many devices of a group keys and values are divided.
+    """Returns the number of devices of a group over which KV heads are divided.
 
-    Where there are fewer KV heads than devices, several devices hold the same ones.
+    With fewer KV heads than devices, heads are replicated.
     """
     return min(sizes.num_kv_heads, machine.model)
 
 
 def divides(sizes: Sizes, machine: Machine) -> bool:
-    """Returns whether a group's devices can share the heads.
-
-    Where there are more devices than KV heads, several hold the same ones.
-    """
+    """Returns whether the heads divide over a group's devices, with replicated KV heads or not."""
     heads, group = sizes.num_kv_heads, machine.model
     return heads % group == 0 or (group % heads == 0 and sizes.num_heads % group == 0)
 
 
 def check_heads(sizes: Sizes, machine: Machine) -> None:
-    """Raises ValueError if a group's devices cannot share the heads, with the numbers that can."""
+    """Raises ValueError, with the valid numbers, if the heads do not divide over a group."""
     heads = sizes.num_kv_heads
     if not divides(sizes, machine):
         groups = range(heads, sizes.num_heads + 1, heads)

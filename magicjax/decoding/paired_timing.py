@@ -1,148 +1,171 @@
-"""Times several ways to decode in turns, on one target's cache.
+"""Interleaved timing of several decode programs on one target cache.
 
-Every variant runs a few rounds of the compiled loop in each turn, on the same state: the target's
-cache is handed on from one to the next, only counters are set back. A busy moment of the machine
-meets all variants of a turn, and what matters are their ratios.
+In every repeat each variant runs a few rounds of the compiled loop from the same state, so a busy
+moment of the machine affects all variants of a repeat. Compare ratios within repeats.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
-from magicjax.autotune.trial import Behind
-from magicjax.decoding import program_cache
-from magicjax.decoding.loop import DecodeState, Settings
+from magicjax.decoding import program_cache, runner
+from magicjax.decoding.loop import DecodeState, Prefilled
 from magicjax.decoding.request import Request
-from magicjax.decoding.runner import compile_loop, timed, with_rounds
-from magicjax.trees.token_tree import Tree
+from magicjax.drafters import Drafter
+from magicjax.kv_cache.full_cache import KVCache
+from magicjax.settings import Settings
 
-ROUNDS = 16  # of a timed call, of steps that are short
-CALL_SECONDS = 0.1  # of longer steps as many rounds as take so long, at least 2
-
-
-@dataclasses.dataclass
-class Held:
-    """What a drafter holds; it is handed on from turn to turn, among all variants that have it."""
-
-    state: Any
+ROUNDS = 16  # most rounds of a timed call
+CALL_SECONDS = 0.1  # a call of longer rounds runs as many as take this long, at least 2
 
 
-@dataclasses.dataclass
-class Variant:
-    """One of what is timed.
+@dataclasses.dataclass(frozen=True)
+class PrefilledPrompts:
+    """The target's cache after prefill, from which several runs start, one at a time.
 
-    Attributes:
-      request: with the drafter, or without.
-      settings: of the program.
-      held: by the drafter.
-      seconds: of a round, of each turn.
+    `start` donates the cache to a run. `reset` returns the object for the next run. JAX raises an
+    error if a donated cache is used again.
+    """
+
+    cache: KVCache
+    prefilled: Prefilled
+    lengths: Int[np.ndarray, "B"]
+
+    @classmethod
+    def create(
+        cls, request: Request, drafters: Sequence[Drafter]
+    ) -> tuple["PrefilledPrompts", float, float]:
+        """Returns (the prompts after prefill, seconds, compile seconds).
+
+        Attention statistics are kept for all drafters.
+        """
+        settings = request.prefill_settings
+        watch = settings.watch
+        for drafter in drafters:
+            watch |= dataclasses.replace(drafter.attention_stats_spec(), rounds=False)
+        settings = dataclasses.replace(settings, watch=watch)
+        results, seconds, compile_s = runner.prefill(request, settings)
+        return cls(*results, np.array(request.lengths)), seconds, compile_s
+
+    def start(self, request: Request) -> tuple[DecodeState, float]:
+        """Returns (the request's state after prefill, compile seconds)."""
+        state, _, compile_s = runner.init_state(request, self.cache, self.prefilled)
+        return state, compile_s
+
+    def reset(self, state: DecodeState) -> "PrefilledPrompts":
+        """Returns the prompts with the cache of a run's last state, cut back to the prompts."""
+        # A copy: the array may share memory with NumPy's, and the next run donates it.
+        lengths = jax.device_put(self.lengths.copy(), state.cache.lengths.sharding)
+        return dataclasses.replace(self, cache=dataclasses.replace(state.cache, lengths=lengths))
+
+
+class Variant(NamedTuple):
+    """A program to time: a request and the settings of its loop.
+
+    Variants with the same drafter object share one drafter state: its address affects times.
     """
 
     request: Request
     settings: Settings
-    held: Held
-    seconds: list[float] = dataclasses.field(default_factory=list)
 
 
-def variants_of(
-    behind: Behind, ways: Sequence[tuple[Request, Tree]]
-) -> tuple[list[Variant], DecodeState, float]:
-    """Returns (the variants, compiled, a state for all of them, seconds of compiling).
+def time_variants(
+    prefilled: PrefilledPrompts, variants: Sequence[Variant], repeats: int, min_seconds: float = 0.0
+) -> tuple[list[list[float]], PrefilledPrompts, float]:
+    """Returns (`time_interleaved` after prefill, the prompts for the next run, compile seconds).
 
-    Variants of one drafter share what it holds: it is there once, and where in memory it lies makes
-    no difference between them.
+    The requests of all variants have the same tree.
+    """
+    drafters: dict[int, Any] = {}
+    compile_s, state = 0.0, None
+    for request, settings in variants:
+        key = id(request.drafter)
+        if state is None or key not in drafters:
+            prefilled = prefilled if state is None else prefilled.reset(state)
+            state, seconds = prefilled.start(request)
+            drafters[key] = state.drafter
+            compile_s += seconds
+        state = dataclasses.replace(state, drafter=drafters[key])
+        compile_s += runner.compile_loop(request, settings, state)
+    assert state is not None, "no variant to time"
+    times, state = time_interleaved(variants, state, drafters, repeats, min_seconds)
+    return times, prefilled.reset(state), compile_s
+
+
+def time_interleaved(
+    variants: Sequence[Variant],
+    state: DecodeState,
+    drafters: Mapping[int, Any],
+    repeats: int,
+    min_seconds: float = 0.0,
+) -> tuple[list[list[float]], DecodeState]:
+    """Returns (seconds per round of each variant in each repeat, the state after the last call).
 
     Args:
-      behind: the prompts, whose cache is in the state until it is taken back.
-      ways: requests for the same tree's shape, each with the tree of its own that it runs; the same
-        object drafts in all variants of a drafter.
+      variants: each is called once per repeat, in random order.
+      state: as deep as the deepest variant; donated.
+      drafters: the drafter states by `id` of the drafter; donated.
+      repeats: at least this many, after one that is not counted.
+      min_seconds: repeats continue until the calls have taken this long.
     """
-    held: dict[int, Held] = {}
-    variants, compile_s, state = [], 0.0, None
-    for request, tree in ways:
-        drafter = id(request.drafter)
-        if drafter not in held:
-            if state is not None:
-                behind.take_back(state, request)
-            state, compiling = behind.state(request)
-            held[drafter] = Held(state.drafter)
-            compile_s += compiling
-        assert state is not None
-        state = dataclasses.replace(state, drafter=held[drafter].state)
-        settings = request.settings.with_tree(tree)
-        compile_s += compile_loop(request, settings, state)
-        variants.append(Variant(request, settings, held[drafter]))
-    assert state is not None, "no way to decode"
-    return variants, state, compile_s
-
-
-def take_turns(
-    variants: Sequence[Variant], state: DecodeState, turns: int, seconds: float = 0.0
-) -> DecodeState:
-    """Calls each variant once a turn, after a first turn that is not counted.
-
-    Args:
-      variants: what is timed; `seconds` of each is added to, and what drafters hold is set back.
-      state: as deep as the deepest variant, whose memory is taken over.
-      turns: how many, at least.
-      seconds: go on until so many have been spent.
-
-    Returns:
-      The state as it was, with the target's cache, for more turns.
-    """
-    state = dataclasses.replace(state, drafter=None)
-    counters, of_held = _counters(state), [_counters(variant.held.state) for variant in variants]
+    state, drafters = dataclasses.replace(state, drafter=None), dict(drafters)
+    counters = _counters(state)
+    drafter_counters = {key: _counters(drafter) for key, drafter in drafters.items()}
     rounds = [2] * len(variants)
-    order = np.random.default_rng(0)
-    turn, spent = 0, 0.0
-    while turn <= turns or spent < seconds:
-        for i in order.permutation(len(variants)):  # what runs before has a share in a time
-            variant = variants[i]
-            own = _set_back(variant.held.state, of_held[i])
-            own = dataclasses.replace(_set_back(state, counters), drafter=own)
-            state, took = _call(variant, with_rounds(own, rounds[i]))
-            spent += took
-            variant.held.state = state.drafter
-            took /= rounds[i] - int(state.rounds_left)  # rows may all end before
-            state = dataclasses.replace(state, drafter=None)
-            if turn:
-                variant.seconds.append(took)
+    times: list[list[float]] = [[] for _ in variants]
+    rng, repeat, spent = np.random.default_rng(0), 0, 0.0
+    while repeat <= repeats or spent < min_seconds:
+        for i in rng.permutation(len(variants)):
+            key = id(variants[i].request.drafter)
+            drafter = _restored(drafters[key], drafter_counters[key])
+            state = dataclasses.replace(_restored(state, counters), drafter=drafter)
+            state, seconds = _call(variants[i], runner.with_rounds(state, rounds[i]))
+            spent += seconds
+            seconds /= rounds[i] - int(state.rounds_left)  # all rows may end before
+            drafters[key], state = state.drafter, dataclasses.replace(state, drafter=None)
+            if repeat:
+                times[i].append(seconds)
             else:
-                rounds[i] = max(2, min(ROUNDS, round(CALL_SECONDS / max(took, 1e-6))))
-        turn += 1
-    for variant, back in zip(variants, of_held, strict=True):
-        variant.held.state = _set_back(variant.held.state, back)
-    return _set_back(state, counters)
+                rounds[i] = max(2, min(ROUNDS, round(CALL_SECONDS / max(seconds, 1e-6))))
+        repeat += 1
+    return times, state
+
+
+def median_ratio(times: Sequence[float], baseline: Sequence[float]) -> float:
+    """Returns the median over repeats of one variant's seconds divided by another's."""
+    return statistics.median(np.divide(times, baseline))
 
 
 def _call(variant: Variant, state: DecodeState) -> tuple[DecodeState, float]:
     arguments = variant.request.target, variant.request.drafter, state
     loop, _ = program_cache.program("decode", variant.settings, *arguments)
     jax.block_until_ready(arguments)
-    return timed(loop, *arguments)
+    return runner.timed(loop, *arguments)
 
 
 def _counters(tree: Any) -> list[np.ndarray | None]:
-    """Returns copies of lengths, texts and other small arrays: they are set back after each call.
+    """Returns copies of the small arrays that a run changes, lengths and texts; None for others.
 
-    What stays as calls left it (keys, values, positions of a ring) decides about no time.
+    Keys, values and ring positions stay as the run left them: times do not depend on them.
     """
 
-    def counts(x: jax.Array) -> bool:
+    def is_counter(x: jax.Array) -> bool:
         return x.ndim < 3 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
-    return [np.array(x) if counts(x) else None for x in jax.tree.leaves(tree)]
+    return [np.array(x) if is_counter(x) else None for x in jax.tree.leaves(tree)]
 
 
-def _set_back(tree: Any, counters: Sequence[np.ndarray | None]) -> Any:
+def _restored(tree: Any, counters: Sequence[np.ndarray | None]) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [
-        # A copy, because a program takes over its memory.
-        x if count is None else jax.device_put(count.copy(), x.sharding)
-        for x, count in zip(leaves, counters, strict=True)
+        # A copy: the next call donates it.
+        x if counter is None else jax.device_put(counter.copy(), x.sharding)
+        for x, counter in zip(leaves, counters, strict=True)
     ]
     return jax.tree.unflatten(treedef, leaves)

@@ -1,4 +1,4 @@
-"""What a run did: acceptance, counts, times, bytes."""
+"""Statistics of a run: acceptance, counts, times and bytes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,39 +12,40 @@ from jaxtyping import Int
 class Stats:
     """Statistics of one call, over all rows.
 
-    Times are wall-clock seconds; compiling is not part of the others.
+    Times are wall-clock seconds; `prefill_s`, `decode_s` and `plan_s` exclude compilation.
 
     Attributes:
-      tau: mean acceptance length: tokens emitted per target pass and row, bonus included; every
-        pass counts the same (weighted by token).
-      tau_by_request: the same for each row, then averaged; every row counts the same.
-      acceptance_rate: accepted tokens over depth times rounds: of the tokens that a perfect
-        drafter would have seen accepted, the share that was.
-      acceptance_by_depth: share of rounds that accepted at least 1, 2, … tokens. Acceptance is
-        counted as the verifier decided it, also in a row's last round, which the row's end may
-        cut; tau and emitted count what was emitted.
-      acceptance_if_reached: share of the rounds whose path reached depth 0, 1, … that went on.
-      histogram: how many rounds accepted 0, 1, … tokens.
-      histogram_by_request: the same of each row; its sum is the row's rounds.
-      acceptance_by_rank: for each depth, the share of the rounds that reached it which went on
-        with the node's 1st, 2nd, … try (the last: that one or, in merged trees, a later one). It
-        is what `magicjax.optimal` makes a tree of; its cumulated sum is the success rate of the
-        draft's top 1, 2, … choices.
-      rounds: target passes, summed over rows (a row counts until it ends).
-      steps: rounds of the whole batch: of the row that took most. decode_s / steps is the time of
-        one.
-      emitted: tokens of the decoding loop, all rows; the first of each row is prefill's.
-      drafted: nodes proposed besides roots; padding is none.
+      tau: mean acceptance length τ: emitted tokens per target pass and row, bonus token included.
+        Every pass has the same weight.
+      tau_by_request: τ of each row, averaged; every row has the same weight.
+      acceptance_rate: accepted tokens divided by depth times rounds, the number that a perfect
+        drafter would have accepted.
+      acceptance_by_depth: share of rounds that accepted at least 1, 2, … tokens. Acceptance counts
+        the verifier's result, even where a row's end truncates its last round; tau and emitted
+        count emitted tokens.
+      acceptance_if_reached: of the rounds that accepted at least 0, 1, … tokens, the share that
+        accepted the next one.
+      histogram: number of rounds that accepted 0, 1, … tokens.
+      histogram_by_request: the same per row; its sum is the row's number of rounds.
+      acceptance_by_rank: per depth, the share of the rounds that reached it and continued with the
+        node's 1st, 2nd, … try (the last: that or, in merged trees, a later one).
+        `magicjax.optimal` takes it; its cumulative sum is the success rate of the draft's top 1,
+        2, … choices.
+      rounds: target passes, summed over rows until they end.
+      steps: rounds of the batch, which are those of the longest-running row; decode_s / steps is
+        the time of one.
+      emitted: tokens of the decoding loop, all rows; prefill emits the first token of each row.
+      drafted: proposed nodes without roots and padding.
       nodes_per_round: of a row, the root included.
-      accepted: speculated tokens accepted.
-      prefill_s, decode_s: of prefill (first token included), of the loop.
+      accepted: accepted drafted tokens.
+      prefill_s, decode_s: of prefill, including the first token, and of the decoding loop.
       compile_s: spent compiling in this call.
       compilations: programs compiled in this call.
       tokens_per_s: emitted / decode_s.
       kv_bytes_target, kv_bytes_draft: allocated keys and values.
-      attention_backend: which backend computed the attention.
-      plan_s: of `drafter="auto"` in `generate`: spent on trials and the run-off, compiling aside.
-      depths: of `drafter="auto"`: the depth of the tree in each call of the loop; 0: plain.
+      attention_backend: the attention backend.
+      plan_s: with `drafter="auto"` in `generate`: spent on trials and the comparison.
+      depths: with `drafter="auto"`: the depth of the tree in each call of the loop; 0: plain.
     """
 
     tau: float
@@ -80,31 +81,31 @@ def acceptance(
     nodes: Int[np.ndarray, "B"],
     calls: Sequence[tuple[int, Int[np.ndarray, "B A"]]] = (),
 ) -> dict[str, Any]:
-    """Returns the fields of `Stats` that follow from counting.
+    """Returns the counted fields of `Stats`.
 
     Args:
       emitted: tokens of each row, the first (prefill's) included.
-      histogram: rounds of each row that accepted 0, 1, … A-1 tokens.
-      ranks: how often each row's path went on, from each depth, with the 1st, 2nd, … try.
-      nodes: proposed in each row, roots aside.
-      calls: (depth of the tree, histogram) of each part of the run, where trees differed.
+      histogram: number of rounds of each row that accepted 0, 1, … A-1 tokens.
+      ranks: number of rounds of each row that continued, at each depth, with the 1st, 2nd, … try.
+      nodes: nodes proposed in each row, roots excluded.
+      calls: depth of the tree and histogram of each call of the loop, if trees differed.
     """
     by_count = np.asarray(histogram).sum(0)
     rounds, deepest = int(by_count.sum()), len(by_count) - 1
     accepted = int((by_count * np.arange(deepest + 1)).sum())
-    of_rows, rounds_of_rows = np.asarray(emitted) - 1, np.asarray(histogram).sum(1)
-    ran = rounds_of_rows > 0
+    per_row, rounds_per_row = np.asarray(emitted) - 1, np.asarray(histogram).sum(1)
+    ran = rounds_per_row > 0
     at_least = _at_least(by_count)
-    tried, perfect = np.zeros(deepest, int), 0  # rounds that could go on; what all would accept
-    for depth, counted in calls or [(deepest, histogram)]:
-        of_call = np.asarray(counted).sum(0)
-        tried[:depth] += _at_least(of_call)[:depth]
-        perfect += depth * int(of_call.sum())
+    tried, perfect = np.zeros(deepest, int), 0  # rounds that could continue; accepted at best
+    for depth, call_histogram in calls or [(deepest, histogram)]:
+        call_counts = np.asarray(call_histogram).sum(0)
+        tried[:depth] += _at_least(call_counts)[:depth]
+        perfect += depth * int(call_counts.sum())
     reached = np.maximum(tried, 1)
     by_rank = np.asarray(ranks).sum(0)[:-1] / reached[:, None]
     return {
-        "tau": int(of_rows.sum()) / rounds if rounds else 0.0,
-        "tau_by_request": float((of_rows[ran] / rounds_of_rows[ran]).mean()) if rounds else 0.0,
+        "tau": int(per_row.sum()) / rounds if rounds else 0.0,
+        "tau_by_request": float((per_row[ran] / rounds_per_row[ran]).mean()) if rounds else 0.0,
         "acceptance_rate": accepted / perfect if perfect else 0.0,
         "acceptance_by_depth": tuple(float(n) / max(rounds, 1) for n in at_least[1:]),
         "acceptance_if_reached": tuple(float(n) for n in at_least[1:] / reached),
@@ -112,8 +113,8 @@ def acceptance(
         "histogram": tuple(map(int, by_count)),
         "histogram_by_request": tuple(tuple(map(int, row)) for row in np.asarray(histogram)),
         "rounds": rounds,
-        "steps": int(rounds_of_rows.max()),
-        "emitted": int(of_rows.sum()),
+        "steps": int(rounds_per_row.max()),
+        "emitted": int(per_row.sum()),
         "drafted": int(np.asarray(nodes).sum()),
         "nodes_per_round": 1 + int(np.asarray(nodes).sum()) / rounds if rounds else 1.0,
         "accepted": accepted,
@@ -121,5 +122,5 @@ def acceptance(
 
 
 def _at_least(by_count: Int[np.ndarray, "A"]) -> Int[np.ndarray, "A"]:
-    """Returns how many rounds accepted at least 0, 1, … tokens."""
+    """Returns the number of rounds that accepted at least 0, 1, … tokens."""
     return by_count[::-1].cumsum()[::-1]

@@ -1,19 +1,19 @@
-"""Who proposes: the target on a sparse cache, small models, the text's own past, or several."""
+"""Drafters: self-speculation, small models, prompt lookup, and ensembles of them."""
 
 from magicjax.drafters.base import Drafter, Round
 from magicjax.drafters.ensemble import Ensemble
-from magicjax.drafters.prompt_lookup import LookUp
+from magicjax.drafters.prompt_lookup import PromptLookup
 from magicjax.drafters.self_speculation import SelfSpeculation
 from magicjax.drafters.small_model import SmallModel
-from magicjax.trees.proposal import DRAWINGS, ONE_HOT, Draws, Proposal
+from magicjax.trees.proposal import DRAW_METHODS, ONE_HOT, Draws, Proposal
 
 __all__ = [
-    "DRAWINGS",
+    "DRAW_METHODS",
     "ONE_HOT",
     "Drafter",
     "Draws",
     "Ensemble",
-    "LookUp",
+    "PromptLookup",
     "Proposal",
     "Round",
     "SelfSpeculation",

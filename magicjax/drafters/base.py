@@ -1,13 +1,14 @@
-"""The contract between a drafter and the loop."""
+"""The contract between a drafter and the decoding loop."""
 
 from typing import Any, Protocol
 
 from flax import struct
 from jaxtyping import Array, Int
 
-from magicjax.kv_cache.attention_stats import Seen, Watch
+from magicjax.kv_cache.attention_stats import AttentionStats
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.model import Model
+from magicjax.settings import AttentionStatsSpec, Settings
 from magicjax.trees.proposal import Proposal
 from magicjax.trees.token_tree import Shape, Tree
 from magicjax.verification.sampling import Sampling
@@ -15,16 +16,17 @@ from magicjax.verification.sampling import Sampling
 
 @struct.dataclass
 class Round:
-    """What came of a proposal.
+    """The outcome of one verified proposal of N nodes.
 
     Attributes:
-      path: int32 [B, A], the accepted nodes of each row, the root first; A is the depth plus 1.
-      kept: int32 [B], how many of them became part of the text (0 in a row that had ended).
+      path: int32 [B, A], the accepted nodes of each row, the root first; A is the tree depth + 1.
+        The last accepted node repeats to the end.
+      kept: int32 [B], how many nodes of the path were committed, 0..A; 0 in rows that had ended.
       new: for each layer the target's k, v [B, N, K, D] of all nodes.
       queries: for each layer the target's queries [B, N, H, D] and the log-sum-exp of their scores
-        [B, N, H], in a drafter that watches rounds; else None for each layer.
-      cache: the target's, behind the tokens that were kept.
-      backend: static; of the attention, and of what else reads the target's cache.
+        [B, N, H] if `attention_stats_spec().rounds`, else None.
+      cache: the target's cache after the commit.
+      backend: static; of the attention.
     """
 
     path: Int[Array, "B A"]
@@ -36,40 +38,68 @@ class Round:
 
 
 class Drafter(Protocol):
-    """A pytree: what is static specialises the program, arrays travel with it.
+    """Proposes a token tree in every round.
 
-    `check`, `shape` and `drawings` run on the host, before anything is compiled; the others are
-    pure functions, traced into the loop.
+    A drafter is a pytree. Its static fields specialise the compiled programs; its arrays are
+    arguments of them. `check`, `shape`, `draw_methods`, `attention_stats_spec` and `cache_bytes`
+    run on the host before compilation. `prefill` runs once per request, then every round calls
+    `propose` and `commit`; these three are pure functions that are traced into the loop.
+    Implementations need not repeat the types below. A drafter that repeats the pending token:
+
+        @flax.struct.dataclass
+        class Repeat(Drafter):
+            def check(self, target, tree, depth, context): pass
+            def draw_methods(self, tree): return {"top"}  # nothing is drawn at random
+            def prefill(self, target, tokens, cache, stats, settings): return ()
+            def propose(self, target, state, root, cache, sampling, settings):
+                parents = settings.tree.array  # [N]
+                tokens = jnp.repeat(root[:, None], len(parents), axis=1)  # [B, N]
+                draws = None
+                if sampling is not None:
+                    below = jnp.broadcast_to(parents[1:], tokens[:, 1:].shape)  # [B, N - 1]
+                    draws = deterministic_draws(below, target.local_vocab)
+                return Proposal(tokens, parents, draws), None
+            def commit(self, target, state, draft, proposal, outcome): return state
     """
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         """Raises ValueError if it cannot draft `tree` for `target` in texts of `context` tokens.
 
-        `depth` is the most edges of a path that it may have to commit; in an ensemble another
-        drafter's tree may be deeper than its own.
+        `depth` is the longest path that it may have to commit, in edges. In an ensemble it can
+        exceed the depth of `tree`.
         """
 
     def shape(self, tree: Tree) -> Shape:
-        """Returns the bounds of what it proposes when asked for `tree`."""
+        """Returns the bounds of its proposals for `tree`."""
+        return tree.shape
 
-    def drawings(self, tree: Tree) -> set[str]:
-        """Returns the ways in which it draws children under sampling, of `DRAWINGS`."""
+    def draw_methods(self, tree: Tree) -> set[str]:
+        """Returns the `DRAW_METHODS` by which it chooses children under sampling."""
 
-    def watch(self) -> Watch:
-        """Returns what must be kept of the target's attention for it."""
+    def attention_stats_spec(self) -> AttentionStatsSpec:
+        """Returns the attention statistics of the target that it needs."""
+        return AttentionStatsSpec()
 
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
-        """Returns the bytes of keys and values that it will hold beside the target's.
-
-        `capacity` is S, the slots of a cache that holds everything.
-        """
+        """Returns the bytes of its own keys and values; a full cache has `capacity` slots."""
+        return 0
 
     def prefill(
-        self, target: Model, tokens: Int[Array, "B T"], cache: KVCache, seen: Seen, settings: Any
+        self,
+        target: Model,
+        tokens: Int[Array, "B T"],
+        cache: KVCache,
+        stats: AttentionStats,
+        settings: Settings,
     ) -> Any:
-        """Returns its state behind the prompts, whose keys and values `cache` holds.
+        """Returns its state after the prompts.
 
-        `seen` is what it asked to `watch`, and perhaps more.
+        Args:
+          target: the target model.
+          tokens: the prompts, right-padded; `cache.lengths` [B] has their lengths.
+          cache: the target's keys and values of the prompts.
+          stats: covers `attention_stats_spec()`; in an ensemble it can hold more.
+          settings: of the program, such as the tree.
         """
 
     def propose(
@@ -79,14 +109,37 @@ class Drafter(Protocol):
         root: Int[Array, "B"],
         cache: KVCache,
         sampling: Sampling | None,
-        settings: Any,
+        settings: Settings,
     ) -> tuple[Proposal, Any]:
-        """Returns (the proposal, whatever `commit` will need of this draft).
+        """Returns a proposal, and any pytree that `commit` needs of this draft.
 
-        `sampling` is None in greedy decoding; else the proposal must tell its draws.
+        Args:
+          target: the target model.
+          state: its own.
+          root: each row's pending token, at position `cache.lengths`.
+          cache: the target's, of all tokens before the root.
+          sampling: how each row samples; the proposal must then have `draws`. None: greedy.
+          settings: of the program.
         """
 
     def commit(
-        self, target: Model, state: Any, draft: Any, proposal: Proposal, of_round: Round
+        self, target: Model, state: Any, draft: Any, proposal: Proposal, outcome: Round
     ) -> Any:
-        """Returns its state behind the tokens that were kept."""
+        """Returns its state after the first `outcome.kept` nodes of each path are committed.
+
+        Args:
+          target: the target model.
+          state: its own, before the round.
+          draft: what `propose` returned besides the proposal.
+          proposal: all drafters' nodes in an ensemble; `outcome.path` indexes them.
+          outcome: the accepted nodes.
+        """
+
+    def members(self) -> tuple["Drafter", ...]:
+        """Returns the drafters of an ensemble, or the drafter itself."""
+
+    def synthetic_state(self, state: Any, lengths: Int[Array, "B"]) -> Any:
+        """Returns a state of arbitrary values with its lengths set as after prompts of `lengths`.
+
+        No array may appear twice in the result: programs donate it.
+        """

@@ -1,4 +1,9 @@
-"""What all ways of drafting a tree with a model share: who runs, from where, and a lead."""
+"""Forward passes of a draft model: their context, the block they fill, and the backlog.
+
+A pass writes the keys and values of the nodes it runs to a small block beside the committed cache,
+so that drafting commits nothing and rolls nothing back. With a backlog of up to F tokens, the
+block of a tree of N nodes has N + F entries: node n is entry n, backlog token f is entry N + f.
+"""
 
 import jax.numpy as jnp
 from flax import struct
@@ -8,7 +13,7 @@ from magicjax.kv_cache.attend import AttendLevel
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.kv_cache.sparse_cache import DraftCache
 from magicjax.model import Model
-from magicjax.trees.proposal import DRAWINGS
+from magicjax.trees.proposal import DRAW_METHODS
 from magicjax.trees.token_tree import DynamicTree, Tree
 from magicjax.verification.sampling import Sampling
 
@@ -16,11 +21,11 @@ NOT_RUN = -1
 
 
 @struct.dataclass
-class Lead:
-    """Committed tokens whose keys and values a small model's cache still lacks.
+class Backlog:
+    """Committed tokens that a draft model has not run, so that its cache lacks them.
 
     Attributes:
-      tokens: int32 [B, F], oldest first; rubbish behind `count`.
+      tokens: int32 [B, F], oldest first; undefined from `count` on.
       count: int32 [B], 0..F.
     """
 
@@ -29,32 +34,32 @@ class Lead:
 
 
 @struct.dataclass
-class Drafted:
-    """What a model ran while drafting.
+class DraftBlock:
+    """The keys and values that a draft model computed in one round.
 
     Attributes:
-      new: for each layer k, v [B, R, K, D]; the last F entries are the lead's.
-      slots: int32 [B, N], which entry is each node's; `NOT_RUN` for nodes that were not run.
+      kv: for each layer k, v [B, R, K, D]; the last F of the R entries are the backlog's.
+      entries: int32 [B, N], the entry of each node, or `NOT_RUN`.
     """
 
-    new: tuple[tuple[Array, Array], ...]
-    slots: Int[Array, "B N"]
+    kv: tuple[tuple[Array, Array], ...]
+    entries: Int[Array, "B N"]
 
 
 @struct.dataclass
-class Source:
-    """Who drafts a tree, and from where.
+class DraftContext:
+    """What a draft model continues, and how.
 
     Attributes:
-      model: the drafter's model.
-      target: whose verifier will read the draft distributions, in its own division.
-      cache: its committed prefix.
+      model: the draft model.
+      target: the target, whose sharding of the vocabulary the draft distributions must have.
+      cache: the draft model's committed prefix.
       root, root_position: int32 [B], the pending tokens and their positions in the text.
-      sampling: of the rows; None: greedy.
-      lead: None: the cache lacks nothing.
-      drawing: static; see `DRAWINGS`. In greedy decoding it is always "top".
+      sampling: how each row samples; None: greedy.
+      backlog: None for a cache that lacks nothing.
+      draw_method: static; one of `DRAW_METHODS`, ignored in greedy decoding.
       backend: static; of the attention.
-      index: static; the drafter's place in an ensemble.
+      drafter_index: static; index of the drafter in its ensemble.
     """
 
     model: Model
@@ -63,15 +68,20 @@ class Source:
     root: Int[Array, "B"]
     root_position: Int[Array, "B"]
     sampling: Sampling | None
-    lead: Lead | None
-    drawing: str = struct.field(pytree_node=False)
+    backlog: Backlog | None
+    draw_method: str = struct.field(pytree_node=False)
     backend: str | None = struct.field(pytree_node=False)
-    index: int = struct.field(pytree_node=False)
+    drafter_index: int = struct.field(pytree_node=False)
 
     @property
     def draws(self) -> bool:
         """Whether children are drawn at random."""
-        return self.sampling is not None and self.drawing != "top"
+        return self.sampling is not None and self.draw_method != "top"
+
+    @property
+    def max_backlog(self) -> int:
+        """F, the entries of the backlog in the block."""
+        return 0 if self.backlog is None else self.backlog.tokens.shape[1]
 
 
 def check_width(tree: Tree, vocab: int) -> None:
@@ -83,14 +93,16 @@ def check_width(tree: Tree, vocab: int) -> None:
         )
 
 
-def drawing_of(draw: str | None, tree: Tree) -> str:
-    """Returns how children of `tree` are drawn; None is the best way that is exact.
+def resolve_draw_method(draw: str | None, tree: Tree) -> str:
+    """Returns how children of `tree` are drawn.
+
+    None selects drawing without replacement, or the most likely tokens in a dynamic tree.
 
     Raises:
-      ValueError: no such way, or drawn children in a dynamic tree.
+      ValueError: an unknown method, or a random one in a dynamic tree.
     """
-    if draw is not None and draw not in DRAWINGS:
-        raise ValueError(f"draw={draw!r} is unknown: use one of {', '.join(DRAWINGS)}")
+    if draw is not None and draw not in DRAW_METHODS:
+        raise ValueError(f"draw={draw!r} is unknown: use one of {', '.join(DRAW_METHODS)}")
     dynamic = isinstance(tree, DynamicTree)
     if dynamic and draw not in (None, "top"):
         raise ValueError(
@@ -100,33 +112,40 @@ def drawing_of(draw: str | None, tree: Tree) -> str:
     return draw or ("top" if dynamic else "without_replacement")
 
 
-def with_lead(lead: Lead, mask: Bool[Array, "B T N"]) -> Bool[Array, "B T N+F"]:
-    """Returns the mask of tokens that also see the lead, which comes behind the nodes."""
-    seen = jnp.arange(lead.tokens.shape[1]) < lead.count[:, None]
-    shape = (*mask.shape[:2], seen.shape[1])
-    return jnp.concatenate([mask, jnp.broadcast_to(seen[:, None], shape)], -1)
+def see_backlog(backlog: Backlog | None, mask: Bool[Array, "*B T N"]) -> Bool[Array, "*B T N+F"]:
+    """Returns the mask [B, T, N + F] of tokens that also see the backlog, or `mask` without one."""
+    if backlog is None:
+        return mask
+    batch, size = backlog.tokens.shape
+    live = jnp.arange(size) < backlog.count[:, None]
+    mask = jnp.broadcast_to(mask, (batch, *mask.shape[-2:]))
+    live = jnp.broadcast_to(live[:, None], (*mask.shape[:2], size))
+    return jnp.concatenate([mask, live], -1)
 
 
-def run_root_with_lead(source: Source, drafted: tuple, nodes: int) -> tuple[Array, tuple]:
-    """Returns (the root's hidden state [B, 1, E], `drafted` with the root and the lead).
+def run_backlog_and_root(context: DraftContext, kv: tuple, nodes: int) -> tuple[Array, tuple]:
+    """Returns the root's hidden state [B, 1, E], and the block with the root and the backlog.
 
-    The lead and the root are one pass of F + 1 tokens; the lead's entries begin at `nodes`.
+    They run in one pass of F + 1 tokens; the backlog's entries come after those of the nodes.
+
+    With F = 2, a root at position 10 and N = 3 nodes, a row with one token b0 in its backlog runs
+        token  position  entry  sees nodes  sees backlog
+        b0     9         3      . . .       1 .
+        pad    10        4      . . .       1 1
+        root   10        0      1 . .       1 .
+    The padding token is undefined, and no other token sees it.
     """
-    lead = source.lead
-    assert lead is not None
-    batch, count = lead.tokens.shape
-    steps = jnp.arange(count)
-    own = jnp.arange(nodes) == 0
-    # A token of the lead sees itself and those before it; what stands behind the lead's end is
-    # seen by nobody else.
-    chain = jnp.concatenate([jnp.zeros((count, nodes), bool), steps <= steps[:, None]], 1)
-    root = with_lead(lead, jnp.broadcast_to(own, (batch, 1, nodes)))
+    backlog, position = context.backlog, context.root_position[:, None]
+    assert backlog is not None
+    batch, size = backlog.tokens.shape
+    steps = jnp.arange(size)
+    chain = jnp.concatenate([jnp.zeros((size, nodes), bool), steps <= steps[:, None]], 1)
+    root = see_backlog(backlog, (jnp.arange(nodes) == 0)[None])
     mask = jnp.concatenate([jnp.broadcast_to(chain, (batch, *chain.shape)), root], 1)
-    fed = jnp.concatenate([lead.tokens, source.root[:, None]], 1)
-    behind = jnp.concatenate([steps - lead.count[:, None], jnp.zeros((batch, 1), jnp.int32)], 1)
-    # Padding of the lead must not leave the positions either.
-    positions = jnp.clip(source.root_position[:, None] + behind, 0, source.root_position[:, None])
-    places = jnp.concatenate([nodes + steps, jnp.zeros(1, jnp.int32)])
-    attend = AttendLevel(source.cache, drafted, places, mask, source.backend)
-    hidden, drafted = source.model(fed, positions, attend)
-    return hidden[:, -1:], drafted
+    tokens = jnp.concatenate([backlog.tokens, context.root[:, None]], 1)
+    offsets = jnp.concatenate([steps - backlog.count[:, None], jnp.zeros((batch, 1), jnp.int32)], 1)
+    positions = jnp.clip(position + offsets, 0, position)  # padding too stays a valid position
+    entries = jnp.concatenate([nodes + steps, jnp.zeros(1, jnp.int32)])
+    attend = AttendLevel(context.cache, kv, entries, mask, context.backend)
+    hidden, kv = context.model(tokens, positions, attend)
+    return hidden[:, -1:], kv

@@ -9,31 +9,30 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from magicjax.drafters.base import Drafter, Round
-from magicjax.drafters.draft_pass import NOT_RUN, Drafted
-from magicjax.kv_cache.attention_stats import Seen, Watch
-from magicjax.kv_cache.full_cache import KVCache
+from magicjax.drafters.base import Drafter
+from magicjax.drafters.draft_pass import NOT_RUN, DraftBlock
 from magicjax.model import Model
+from magicjax.settings import AttentionStatsSpec, Settings
 from magicjax.trees.merge import merge
 from magicjax.trees.proposal import Proposal
 from magicjax.trees.token_tree import DynamicTree, Shape, TokenTree, Tree
-from magicjax.verification.sampling import MAX_DRAFTERS, Sampling
+from magicjax.verification.sampling import MAX_DRAFTERS
 
 
 @struct.dataclass
-class Ensemble:
-    """Drafters that each propose a tree; the target scores the union.
+class Ensemble(Drafter):
+    """Drafters that each propose a tree; the target scores the union of the trees.
 
-    Under sampling every member's tries keep their own distributions and come in the members'
-    order. Source: SpecInfer (arXiv 2305.09781), section 3.
+    Under sampling the verifier tries all draws in the members' order, each with its own
+    distribution. Source: SpecInfer (arXiv 2305.09781), section 3.
 
     Attributes:
       drafters: the members.
-      trees: each member's tree; None: the one that `generate` is asked for.
+      trees: each member's tree; None: all members draft the tree passed to `generate`.
 
     Raises:
-      ValueError: no or too many members, an ensemble among them, or not a tree for each member.
-      TypeError: a tree that is none.
+      ValueError: no or too many members, a nested ensemble, or not one tree for each member.
+      TypeError: a tree that is not a `TokenTree` or `DynamicTree`.
     """
 
     drafters: tuple[Drafter, ...]
@@ -50,88 +49,93 @@ class Ensemble:
             raise ValueError("an ensemble within an ensemble: list all drafters in one")
         for tree in self.trees or ():
             if not isinstance(tree, TokenTree | DynamicTree):
-                raise TypeError(f"{tree!r} is no tree: magicjax.parse_tree reads one from a text")
+                raise TypeError(f"{tree!r} is not a tree: use magicjax.parse_tree for a text")
         if self.trees is not None and len(self.trees) != count:
             raise ValueError(f"{len(self.trees)} trees for {count} drafters: give one for each")
 
-    def _trees(self, tree: Tree) -> tuple[Tree, ...]:
-        return (tree,) * len(self.drafters) if self.trees is None else self.trees
+    def _members(self, tree: Tree) -> list[tuple[Drafter, Tree]]:
+        """Returns each drafter and its tree."""
+        trees = (tree,) * len(self.drafters) if self.trees is None else self.trees
+        return list(zip(self.drafters, trees, strict=True))
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
-        for drafter, own in zip(self.drafters, self._trees(tree), strict=True):
-            if own.num_nodes < 2:
-                raise ValueError(f"a member's tree speculates nothing: give it a child\n{own}")
-            drafter.check(target, own, depth, context)
+        for drafter, member_tree in self._members(tree):
+            if member_tree.num_nodes < 2:
+                raise ValueError(f"a member's tree has only a root: give it a child\n{member_tree}")
+            drafter.check(target, member_tree, depth, context)
 
     def shape(self, tree: Tree) -> Shape:
-        shapes = [d.shape(own) for d, own in zip(self.drafters, self._trees(tree), strict=True)]
+        shapes = [drafter.shape(member_tree) for drafter, member_tree in self._members(tree)]
         return Shape(
             1 + sum(shape.num_nodes - 1 for shape in shapes),
             max(shape.depth for shape in shapes),
             sum(shape.width for shape in shapes),
         )
 
-    def drawings(self, tree: Tree) -> set[str]:
-        pairs = zip(self.drafters, self._trees(tree), strict=True)
-        return set().union(*(drafter.drawings(own) for drafter, own in pairs))
+    def draw_methods(self, tree: Tree) -> set[str]:
+        members = self._members(tree)
+        return set().union(*(drafter.draw_methods(member_tree) for drafter, member_tree in members))
 
-    def _members(self, settings: Any):
-        """Returns (drafter, its settings) of every member."""
+    def _with_settings(self, settings: Settings) -> list[tuple[Drafter, Settings]]:
+        """Returns each drafter and its settings."""
         depth = self.shape(settings.tree).depth
         return [
-            (drafter, dataclasses.replace(settings, tree=tree, lead=depth, index=i))
-            for i, (drafter, tree) in enumerate(
-                zip(self.drafters, self._trees(settings.tree), strict=True)
+            (
+                drafter,
+                dataclasses.replace(settings, tree=tree, max_backlog=depth, drafter_index=index),
             )
+            for index, (drafter, tree) in enumerate(self._members(settings.tree))
         ]
 
-    def watch(self) -> Watch:
-        return functools.reduce(operator.or_, (drafter.watch() for drafter in self.drafters))
+    def attention_stats_spec(self) -> AttentionStatsSpec:
+        specs = (drafter.attention_stats_spec() for drafter in self.drafters)
+        return functools.reduce(operator.or_, specs)
 
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
         return sum(drafter.cache_bytes(target, batch, capacity) for drafter in self.drafters)
 
-    def prefill(
-        self, target: Model, tokens: Int[Array, "B T"], cache: KVCache, seen: Seen, settings: Any
-    ) -> tuple[Any, ...]:
-        members = self._members(settings)
-        return tuple(drafter.prefill(target, tokens, cache, seen, own) for drafter, own in members)
+    def prefill(self, target, tokens, cache, stats, settings) -> tuple[Any, ...]:
+        return tuple(
+            drafter.prefill(target, tokens, cache, stats, member_settings)
+            for drafter, member_settings in self._with_settings(settings)
+        )
 
-    def propose(
-        self,
-        target: Model,
-        state: tuple[Any, ...],
-        root: Int[Array, "B"],
-        cache: KVCache,
-        sampling: Sampling | None,
-        settings: Any,
-    ) -> tuple[Proposal, tuple[Any, ...]]:
-        made = [
-            drafter.propose(target, of_member, root, cache, sampling, own)
-            for (drafter, own), of_member in zip(self._members(settings), state, strict=True)
-        ]
-        proposals, drafts = zip(*made, strict=True)
+    def propose(self, target, state, root, cache, sampling, settings) -> tuple[Proposal, tuple]:
+        members = zip(self._with_settings(settings), state, strict=True)
+        proposals, drafts = zip(
+            *(
+                drafter.propose(target, member_state, root, cache, sampling, member_settings)
+                for (drafter, member_settings), member_state in members
+            ),
+            strict=True,
+        )
         merged, node_of = merge(proposals, self.shape(settings.tree).depth)
         nodes = merged.tokens.shape[1]
-        return merged, tuple(_renumber(d, of, nodes) for d, of in zip(drafts, node_of, strict=True))
+        return merged, tuple(_renumber(*pair, nodes) for pair in zip(drafts, node_of, strict=True))
 
-    def commit(
-        self,
-        target: Model,
-        state: tuple[Any, ...],
-        draft: tuple[Any, ...],
-        proposal: Proposal,
-        of_round: Round,
-    ) -> tuple[Any, ...]:
-        members = zip(self.drafters, state, draft, strict=True)
-        return tuple(d.commit(target, own, of, proposal, of_round) for d, own, of in members)
+    def commit(self, target, state, draft, proposal, outcome) -> tuple[Any, ...]:
+        return tuple(
+            drafter.commit(target, member_state, member_draft, proposal, outcome)
+            for drafter, member_state, member_draft in zip(self.drafters, state, draft, strict=True)
+        )
+
+    def members(self) -> tuple[Drafter, ...]:
+        return self.drafters
+
+    def synthetic_state(self, state: tuple[Any, ...], lengths: Int[Array, "B"]) -> tuple[Any, ...]:
+        members = zip(self.drafters, state, strict=True)
+        return tuple(drafter.synthetic_state(own, lengths) for drafter, own in members)
 
 
 def _renumber(draft: Any, node_of: Int[Array, "B N"], nodes: int) -> Any:
-    """Returns a member's draft with slots by merged node; a folded node has any that was run."""
-    if not isinstance(draft, Drafted):
+    """Returns a member's draft with its entries by merged node.
+
+    Several nodes of a member can become one merged node; its entry is that of any that ran.
+    """
+    if not isinstance(draft, DraftBlock):
         return draft
     rows = jnp.arange(node_of.shape[0])[:, None]
-    slots = jnp.full((node_of.shape[0], nodes), NOT_RUN, jnp.int32)
-    place = jnp.where(node_of < 0, nodes, node_of)
-    return dataclasses.replace(draft, slots=slots.at[rows, place].max(draft.slots, mode="drop"))
+    entries = jnp.full((node_of.shape[0], nodes), NOT_RUN, jnp.int32)
+    merged_node = jnp.where(node_of < 0, nodes, node_of)  # padding is dropped
+    entries = entries.at[rows, merged_node].max(draft.entries, mode="drop")
+    return dataclasses.replace(draft, entries=entries)

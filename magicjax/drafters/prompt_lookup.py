@@ -1,8 +1,7 @@
-"""Look-up: the row's own text as the draft, no model (prompt look-up decoding, n-gram matching)."""
+"""Prompt lookup: drafts the continuation of an n-gram match in the row's own text."""
 
 import dataclasses
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,24 +9,22 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from magicjax.drafters.base import Round
-from magicjax.kv_cache.attention_stats import Seen, Watch
-from magicjax.kv_cache.full_cache import KVCache
+from magicjax.drafters.base import Drafter, Round
 from magicjax.model import Model
+from magicjax.settings import Settings
 from magicjax.trees.merge import merge
 from magicjax.trees.proposal import Proposal, deterministic_draws
-from magicjax.trees.token_tree import NO_NODE, Shape, TokenTree, Tree, chain
-from magicjax.verification.sampling import Sampling
+from magicjax.trees.token_tree import NO_NODE, TokenTree, Tree
 
 MAX_CHAINS = 64  # the shortest text buffer has as many slots
 
 
 @struct.dataclass
-class LookUpState:
-    """A row's text between two rounds.
+class PromptLookupState:
+    """The committed text between two rounds.
 
     Attributes:
-      text: int32 [B, S], prompt and emitted tokens less the pending one; rubbish behind `count`.
+      text: int32 [B, S], prompt and emitted tokens without the pending one; undefined from `count`.
       count: int32 [B].
     """
 
@@ -36,20 +33,22 @@ class LookUpState:
 
 
 @struct.dataclass
-class LookUp:
-    """Continues the text as it went on where its newest tokens stood before.
+class PromptLookup(Drafter):
+    """Drafts what followed earlier occurrences of the newest tokens.
 
-    Of all places the one that shares the most of the newest tokens is taken, of equals the latest;
-    a tree of several chains below the root takes as many places. A row without a match proposes
-    nothing. Beyond the text's end the continuation repeats its period. Source: prompt look-up
-    decoding (Saxena, 2023).
+    Matches of more tokens come first, then later ones; a tree of several chains below the root
+    continues as many matches. A row without a match proposes nothing. A continuation that reaches
+    the end of the text repeats its period. Source: prompt lookup decoding (Saxena, 2023).
+
+    In the text 1 2 3 4 2 3 9 1 2 3 the newest tokens 1 2 3 occurred at the start, and 2 3 in the
+    middle as well: a chain of two drafts 4 2, and a second one 9 1.
 
     Attributes:
-      max_ngram: how many of the newest tokens are compared at most.
-      min_ngram: how many of them must match.
+      max_ngram: the longest n-gram, of the newest tokens, that is searched for.
+      min_ngram: the shortest n-gram that counts as a match.
 
     Raises:
-      ValueError: min_ngram < 1, or above max_ngram.
+      ValueError: min_ngram is below 1 or above max_ngram.
     """
 
     max_ngram: int = struct.field(pytree_node=False, default=4)
@@ -65,146 +64,101 @@ class LookUp:
             )
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
-        """Raises ValueError unless the tree is chains below the root, at most `MAX_CHAINS`."""
+        """Raises ValueError unless `tree` is 1 to `MAX_CHAINS` chains below the root."""
         if not isinstance(tree, TokenTree) or any(
             tree.parents.count(n) > 1 for n in tree.inner[1:]
         ):
             raise ValueError(
-                f"a look-up proposes chains, and this tree branches below the root: {tree}\n"
-                "use a chain, or an expansion such as 2,1,1"
+                "prompt lookup proposes chains, and this tree branches below the root's children: "
+                f"use a chain, or an expansion such as 2,1,1\n{tree}"
             )
         if tree.parents.count(0) > MAX_CHAINS:
             raise ValueError(
-                f"a look-up of {tree.parents.count(0)} chains: at most {MAX_CHAINS} are supported"
+                f"prompt lookup of {tree.parents.count(0)} chains: at most {MAX_CHAINS} are "
+                "supported"
             )
 
-    def shape(self, tree: Tree) -> Shape:
-        return tree.shape
-
-    def drawings(self, tree: Tree) -> set[str]:
+    def draw_methods(self, tree: Tree) -> set[str]:
         return {"top"}
 
-    def watch(self) -> Watch:
-        return Watch()
-
-    def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
-        return 0
-
-    def prefill(
-        self, target: Model, tokens: Int[Array, "B T"], cache: KVCache, seen: Seen, settings: Any
-    ) -> LookUpState:
+    def prefill(self, target, tokens, cache, stats, settings: Settings) -> PromptLookupState:
         text = jnp.pad(tokens, ((0, 0), (0, settings.capacity - tokens.shape[1])))
-        return LookUpState(text, cache.lengths)
+        return PromptLookupState(text, cache.lengths)
 
     def propose(
-        self,
-        target: Model,
-        state: LookUpState,
-        root: Int[Array, "B"],
-        cache: KVCache,
-        sampling: Sampling | None,
-        settings: Any,
+        self, target, state: PromptLookupState, root, cache, sampling, settings: Settings
     ) -> tuple[Proposal, None]:
         tree = settings.tree
+        assert isinstance(tree, TokenTree)  # `check` rejects dynamic trees
         if tree.num_nodes == 1:
             return Proposal(root[:, None], tree.array), None
         text = state.text.at[jnp.arange(root.shape[0]), state.count].set(root)
-        below, found = self.chains(text, state.count, tree)
-        tokens = jnp.concatenate([root[:, None], below], 1)
+        drafted, found = self.continuations(text, state.count, tree)
+        tokens = jnp.concatenate([root[:, None], drafted], 1)
         parents = jnp.where(found, jnp.asarray(tree.array[1:]), NO_NODE)
         draws = None
         if sampling is not None:
-            draws = deterministic_draws(parents, target.own_vocab)
+            draws = deterministic_draws(parents, target.local_vocab)
         parents = jnp.concatenate([jnp.full_like(root, NO_NODE)[:, None], parents], 1)
         proposal = Proposal(tokens, parents, draws)
-        if tree.parents.count(0) > 1:  # places that go on alike are one branch
+        if tree.parents.count(0) > 1:  # equal continuations become one branch
             proposal, _ = merge([proposal], tree.depth)
         return proposal, None
 
-    def chains(
+    def continuations(
         self, text: Int[Array, "B S"], newest: Int[Array, "B"], tree: TokenTree
     ) -> tuple[Int[Array, "B D"], Bool[Array, "B D"]]:
-        """Returns (the tokens of a tree's D = N - 1 nodes below the root, which of them there are).
+        """Returns the tokens of a tree's D = N - 1 drafted nodes, and which of them exist.
 
         Args:
-          text: of each row; rubbish behind its newest token.
-          newest: the slot of that token, which is the root.
+          text: of each row; undefined after its newest token.
+          newest: the index of that token, which is the root.
           tree: chains below the root.
         """
-        place, found = self._places(text, newest, tree.parents.count(0))
+        start, found = self._matches(text, newest, tree.parents.count(0))
         branch, depth = _branches(tree), tree.node_depths[1:]
-        period = newest[:, None] + 1 - place[:, branch]
-        at = place[:, branch] + (depth - 1) % jnp.maximum(period, 1)
-        return jnp.take_along_axis(text, at, 1), found[:, branch]
+        start = start[:, branch]
+        period = newest[:, None] + 1 - start
+        index = start + (depth - 1) % jnp.maximum(period, 1)
+        return jnp.take_along_axis(text, index, 1), found[:, branch]
 
-    def _places(self, text, count, branches: int):
-        """Returns (where the continuations begin [B, branches], whether there is such a place)."""
+    def _matches(
+        self, text: Int[Array, "B S"], newest: Int[Array, "B"], count: int
+    ) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
+        """Returns the indices just after the `count` best matches, and which of them exist."""
         rows, slots = jnp.arange(text.shape[0]), jnp.arange(text.shape[1])
-        matched = jnp.zeros(text.shape, jnp.int32)
-        going = (slots >= 1) & (slots <= count[:, None])
+        length = jnp.zeros(text.shape, jnp.int32)  # of the match that ends before each slot
+        matches = (slots >= 1) & (slots <= newest[:, None])
         for back in range(1, self.max_ngram + 1):
-            newest = text[rows, jnp.maximum(count + 1 - back, 0)]
-            going &= (jnp.roll(text, back, 1) == newest[:, None]) & (slots >= back)
-            matched += going
-        # Longer matches first, of equals the latest.
-        score = jnp.where(matched >= self.min_ngram, matched * text.shape[1] + slots, -1)
-        best, place = jax.lax.top_k(score.astype(jnp.int32), branches)
-        return place, best >= 0
+            token = text[rows, jnp.maximum(newest + 1 - back, 0)]
+            matches &= (jnp.roll(text, back, 1) == token[:, None]) & (slots >= back)
+            length += matches
+        score = jnp.where(length >= self.min_ngram, length * text.shape[1] + slots, -1)
+        best, start = jax.lax.top_k(score.astype(jnp.int32), count)
+        return start, best >= 0
 
     def commit(
-        self,
-        target: Model,
-        state: LookUpState,
-        draft: None,
-        proposal: Proposal,
-        of_round: Round,
-    ) -> LookUpState:
-        tokens = jnp.take_along_axis(proposal.tokens, of_round.path, 1)
-        write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
-        return LookUpState(write(state.text, tokens, state.count), state.count + of_round.kept)
+        self, target, state: PromptLookupState, draft: None, proposal, outcome: Round
+    ) -> PromptLookupState:
+        tokens = jnp.take_along_axis(proposal.tokens, outcome.path, 1)
+        write = jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (start,)))
+        text = write(state.text, tokens, state.count)
+        return PromptLookupState(text, state.count + outcome.kept)
 
+    def members(self) -> tuple["PromptLookup"]:
+        return (self,)
 
-@dataclasses.dataclass(frozen=True)
-class Search:
-    """What `accepted` is specialised on.
-
-    Attributes:
-      look_up, depth: who drafts, and how long chains.
-      places: behind which it does, from each prompt's end on.
-      mesh: none.
-    """
-
-    look_up: LookUp
-    depth: int
-    places: int
-    mesh: None = None
-
-
-def accepted(
-    search: Search, text: Int[Array, "B S"], begins: Int[Array, "B"], ends: Int[Array, "B"]
-) -> Int[Array, "P B"]:
-    """Returns how many tokens of a chain behind each place are those that follow it in the text.
-
-    Args:
-      search: static.
-      text: prompts and what came behind them; S is a chain longer than both.
-      begins: where the prompts end; the first place is the token there.
-      ends: where the text does.
-    """
-    tree, rows = chain(search.depth), jnp.arange(text.shape[0])[:, None]
-
-    def count(place: Int[Array, ""]) -> Int[Array, "B"]:
-        newest = jnp.minimum(begins + place, ends - 1)
-        tokens, found = search.look_up.chains(text, newest, tree)
-        behind = newest[:, None] + tree.node_depths[1:]
-        right = (tokens == text[rows, behind]) & found & (behind < ends[:, None])
-        return jnp.cumprod(right, axis=1).sum(1)
-
-    return jax.lax.map(count, jnp.arange(search.places))
+    def synthetic_state(
+        self, state: PromptLookupState, lengths: Int[Array, "B"]
+    ) -> PromptLookupState:
+        return dataclasses.replace(state, count=jnp.array(lengths))
 
 
 def _branches(tree: TokenTree) -> np.ndarray:
-    """Returns which chain each node behind the root belongs to, int [N - 1]."""
+    """Returns which chain each node but the root belongs to, int [N - 1].
+
+    Parents [-1, 0, 0, 1, 2] give [0, 1, 0, 1].
+    """
     chain_of: dict[int, int] = {}
     for node, parent in enumerate(tree.parents[1:], 1):
         chain_of[node] = len(set(chain_of.values())) if parent == 0 else chain_of[parent]

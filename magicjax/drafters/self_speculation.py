@@ -1,71 +1,71 @@
 """Self-speculation: the target drafts for itself on a sparse cache (MagicDec)."""
 
 import dataclasses
+import functools
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from magicjax.drafters.base import Round
-from magicjax.drafters.draft_pass import Source, check_width, drawing_of
+from magicjax.drafters.base import Drafter, Round
+from magicjax.drafters.draft_pass import DraftContext, check_width, resolve_draw_method
 from magicjax.drafters.dynamic_tree import draft_tree
-from magicjax.drafters.sparse import Sparse, resolve, sparse_of
-from magicjax.kv_cache.attention_stats import Queries, Seen, Watch, follow
-from magicjax.kv_cache.full_cache import KVCache
+from magicjax.drafters.sparse import SparseSettings, resolve_policy, sparse_settings
+from magicjax.kv_cache.attention_stats import AttentionStats, RecentQueries, update_from_path
 from magicjax.kv_cache.sparse_cache import DraftCache, append_ring, repin
 from magicjax.model import Model
 from magicjax.policies import Policy, StreamingLLM
+from magicjax.settings import AttentionStatsSpec, Settings
 from magicjax.trees.proposal import Proposal
-from magicjax.trees.token_tree import Shape, Tree
-from magicjax.verification.sampling import Sampling
+from magicjax.trees.token_tree import Tree
 from pallas_kernels import prefix_mass
 
 
 @struct.dataclass
 class SelfSpeculationState:
-    """Self-speculation between two rounds.
+    """The state of self-speculation between two rounds.
 
     Attributes:
-      cache: what the draft sees.
-      seen: what the policy will be shown at the next refresh; nothing if none is to come.
-      added: int32 [B], up to which position the queries are in `seen.total`.
-      rounds: int32 [], how many rounds there were.
+      cache: the sparse draft cache.
+      stats: what the policy reads at the next refresh; empty without refreshes.
+      counted: int32 [B], the queries before this position are in `stats.total`.
+      rounds: int32 [], the rounds so far.
     """
 
     cache: DraftCache
-    seen: Seen
-    added: Int[Array, "B"]
+    stats: AttentionStats
+    counted: Int[Array, "B"]
     rounds: Int[Array, ""]
 
 
 @struct.dataclass
-class SelfSpeculation:
-    """The target itself, reading `budget` entries of its own cache instead of all.
+class SelfSpeculation(Drafter):
+    """The target itself, reading only `budget` entries of its own cache.
 
-    The entries are gathered from the target's prefill, and each commit brings in the *verified*
-    keys and values, so they never drift. Source: MagicDec (arXiv 2408.11049), section 4.
+    The entries are gathered from the target's prefill. Each commit adds the keys and values that
+    the target computed, so the draft cache never drifts. Source: MagicDec (arXiv 2408.11049),
+    section 4.
 
-    A refresh picks the pinned entries again, from all of the text so far, by the attention that the
-    target paid when it verified the newest tokens (the idea of PillarAttn, arXiv 2512.01278). It
-    costs, in rounds that refresh, one read of the target's keys and the gathering of the pins.
+    A refresh chooses the pinned entries again, from the whole text, by the attention of the newest
+    queries during verification (the idea of PillarAttn, arXiv 2512.01278). It costs one read of the
+    target's keys and one gather of the pins.
 
     Attributes:
-      policy: which tokens are pinned: a name, or an object (`magicjax.policies`). `full`, a
-        control, drafts on the target's own cache.
+      policy: which entries are pinned, a name or a `Policy`. "full", a control, drafts on the
+        target's own cache.
       budget: C, the slots of the draft cache for each layer and KV head; None: 256.
-      draw: how children are drawn under sampling (`DRAWINGS`); None: without replacement, and in
-        a dynamic tree the most likely.
-      refresh_every: after how many rounds the pinned entries are picked again; None: never.
+      draw: how children are drawn under sampling (`DRAW_METHODS`); None: without replacement, or
+        the most likely tokens in a dynamic tree.
+      refresh_every: rounds between refreshes; None: never.
       kv_dtype: of the draft cache: "int8" or "int4", with one float32 scale for each token and
-        head; None: the target's own. The target's cache is never quantized.
+        head; None: the target's dtype. The target's cache is never quantized.
 
     Raises:
-      ValueError: an unknown policy, refresh_every < 1 or of a policy that never changes its mind,
-        a full cache with a budget or anything else that it has no use for.
-      TypeError: policy is neither a name nor a policy, or a number is not whole.
+      ValueError: an unknown policy, refresh_every < 1 or for a policy that a refresh cannot change,
+        or a field that policy "full" does not use.
+      TypeError: the policy is neither a name nor a `Policy`, or a number is not an integer.
     """
 
     policy: Policy | str = struct.field(pytree_node=False, default="streaming")
@@ -75,136 +75,134 @@ class SelfSpeculation:
     kv_dtype: str | None = struct.field(pytree_node=False, default=None)
 
     def __post_init__(self):
-        resolve(self, "reads the target's own cache", "refresh_every")
+        resolve_policy(self, "reads the target's own cache", "refresh_every")
         if self.refresh_every is not None:
             object.__setattr__(self, "refresh_every", operator.index(self.refresh_every))
             if self.refresh_every < 1:
                 raise ValueError(
-                    f"refresh_every={self.refresh_every}: it must be at least 1 round; leave it "
-                    "out to keep the pins of the prompt"
+                    f"refresh_every={self.refresh_every}: it must be at least 1 round; omit it to "
+                    "keep the pins of the prompt"
                 )
             if isinstance(self.policy, StreamingLLM):
                 raise ValueError(
                     f"refresh_every={self.refresh_every}: a streaming cache always pins the first "
-                    "tokens; leave refresh_every out, or use another policy"
+                    "tokens; omit refresh_every, or use another policy"
                 )
-            assert isinstance(self.policy, Policy)  # `resolve` has looked it up
+            assert isinstance(self.policy, Policy)  # since `resolve_policy`
             if self.policy.accumulates and not self.policy.window:
                 raise ValueError(
                     f"refresh_every={self.refresh_every}: {type(self.policy).__name__} accumulates "
-                    "attention and has window=0, so that a refresh would add none; give it a "
-                    "window, or leave refresh_every out"
+                    "attention but has window=0, so a refresh has no new queries; set its window, "
+                    "or omit refresh_every"
                 )
 
     @property
-    def sparse(self) -> Sparse | None:
-        """How its cache is made sparse; None: it reads the target's own."""
-        return sparse_of(self)
+    def sparse(self) -> SparseSettings | None:
+        """The settings of its sparse cache; None: it reads the target's cache."""
+        return sparse_settings(self)
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
-        """Raises ValueError if paths of that depth overrun the ring, or `tree` is too wide."""
-        drawing_of(self.draw, tree)
+        """Raises ValueError if paths of `depth` exceed the ring, or `tree` is too wide."""
+        resolve_draw_method(self.draw, tree)
         check_width(tree, target.config.vocab_size)
         if self.sparse is not None:
             self.sparse.check(target, depth + 1, f"tree depth ({depth}) + 1")
 
-    def shape(self, tree: Tree) -> Shape:
-        return tree.shape
+    def draw_methods(self, tree: Tree) -> set[str]:
+        return {resolve_draw_method(self.draw, tree)}
 
-    def drawings(self, tree: Tree) -> set[str]:
-        return {drawing_of(self.draw, tree)}
-
-    def watch(self) -> Watch:
-        refreshes = self.refresh_every is not None
-        return Watch() if self.sparse is None else self.sparse.watch(refreshes)
+    def attention_stats_spec(self) -> AttentionStatsSpec:
+        if self.sparse is None:
+            return AttentionStatsSpec()
+        return self.sparse.attention_stats_spec(self.refresh_every is not None)
 
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
         return 0 if self.sparse is None else self.sparse.num_bytes(target, batch)
 
     def prefill(
-        self, target: Model, tokens: Int[Array, "B T"], cache: KVCache, seen: Seen, settings: Any
+        self, target, tokens, cache, stats, settings: Settings
     ) -> SelfSpeculationState | None:
         if self.sparse is None:
             return None
-        seen = self.sparse.own(seen)
-        own = self.sparse.start(target, cache, seen, settings.backend)
+        stats = self.sparse.select_stats(stats)
+        draft_cache = self.sparse.make_cache(target, cache, stats, settings.backend)
         if self.refresh_every is None:
-            seen = Seen(None, None)
-        return SelfSpeculationState(own, seen, cache.lengths, jnp.zeros((), jnp.int32))
+            stats = AttentionStats(None, None)
+        return SelfSpeculationState(draft_cache, stats, cache.lengths, jnp.zeros((), jnp.int32))
 
     def propose(
-        self,
-        target: Model,
-        state: SelfSpeculationState | None,
-        root: Int[Array, "B"],
-        cache: KVCache,
-        sampling: Sampling | None,
-        settings: Any,
+        self, target, state: SelfSpeculationState | None, root, cache, sampling, settings: Settings
     ) -> tuple[Proposal, None]:
-        source = Source(
+        context = DraftContext(
             model=target,
             target=target,
             cache=cache if state is None else state.cache,
             root=root,
             root_position=cache.lengths,
             sampling=sampling,
-            lead=None,
-            drawing=drawing_of(self.draw, settings.tree),
+            backlog=None,
+            draw_method=resolve_draw_method(self.draw, settings.tree),
             backend=settings.backend,
-            index=settings.index,
+            drafter_index=settings.drafter_index,
         )
-        return draft_tree(source, settings.tree)[0], None
+        return draft_tree(context, settings.tree)[0], None
 
     def commit(
-        self,
-        target: Model,
-        state: SelfSpeculationState | None,
-        draft: None,
-        proposal: Proposal,
-        of_round: Round,
+        self, target, state: SelfSpeculationState | None, draft: None, proposal, outcome: Round
     ) -> SelfSpeculationState | None:
         if state is None:
             return None
-        own = append_ring(state.cache, of_round.new, of_round.path, of_round.kept)
+        path, kept = outcome.path, outcome.kept
+        cache = append_ring(state.cache, outcome.new, path, kept)
         if self.refresh_every is None:
-            return dataclasses.replace(state, cache=own)
-        queries = state.seen.queries
-        if queries is not None:
-            path, kept, count = of_round.path, of_round.kept, state.cache.count
-            pairs = zip(queries, of_round.queries, strict=True)
-            queries = tuple(follow(old, new, path, kept, count) for old, new in pairs)
-        seen = dataclasses.replace(state.seen, queries=queries)
-        state = SelfSpeculationState(own, seen, state.added, state.rounds + 1)
+            return dataclasses.replace(state, cache=cache)
+        stats = state.stats
+        if stats.queries is not None:
+            queries = tuple(
+                update_from_path(old, new, path, kept, state.cache.count)
+                for old, new in zip(stats.queries, outcome.queries, strict=True)
+            )
+            stats = dataclasses.replace(stats, queries=queries)
+        state = SelfSpeculationState(cache, stats, state.counted, state.rounds + 1)
         due = state.rounds % self.refresh_every == 0
-        return jax.lax.cond(due, lambda s: self._refresh(target, s, of_round), _same, state)
+        refresh = functools.partial(self._refresh, target, outcome)
+        return jax.lax.cond(due, refresh, lambda state: state, state)
 
     def _refresh(
-        self, target: Model, state: SelfSpeculationState, of_round: Round
+        self, target: Model, outcome: Round, state: SelfSpeculationState
     ) -> SelfSpeculationState:
-        """Returns the state with pins by what was seen up to now."""
-        seen, sparse, full, backend = state.seen, self.sparse, of_round.cache, of_round.backend
+        """Returns the state with pins chosen by the attention up to now."""
+        stats, sparse, full, backend = state.stats, self.sparse, outcome.cache, outcome.backend
         assert sparse is not None
-        if seen.total is not None:
-            assert seen.queries is not None
-            layers = zip(seen.total, seen.queries, full.k, strict=True)
+        if stats.total is not None:
+            assert stats.queries is not None
+            layers = zip(stats.total, stats.queries, full.k, strict=True)
             total = tuple(
-                old + target.of_all_queries(_unadded_mass(q, k, state.added, backend))
+                old + target.sum_over_replicas(_mass_since(q, k, state.counted, backend))
                 for old, q, k in layers
             )
-            seen = dataclasses.replace(seen, total=total)
-        pins = sparse.pins(target, full, seen, backend)
-        return SelfSpeculationState(
-            repin(state.cache, full, pins), seen, full.lengths, state.rounds
-        )
+            stats = dataclasses.replace(stats, total=total)
+        cache = repin(state.cache, full, sparse.choose_pins(target, full, stats, backend))
+        return SelfSpeculationState(cache, stats, full.lengths, state.rounds)
+
+    def members(self) -> tuple["SelfSpeculation"]:
+        return (self,)
+
+    def synthetic_state(
+        self, state: SelfSpeculationState | None, lengths: Int[Array, "B"]
+    ) -> SelfSpeculationState | None:
+        if state is None:
+            return None
+        cache = dataclasses.replace(state.cache, count=jnp.array(lengths))
+        return dataclasses.replace(state, cache=cache, counted=jnp.array(lengths))
 
 
-def _same(state: SelfSpeculationState) -> SelfSpeculationState:
-    return state
-
-
-def _unadded_mass(
-    queries: Queries, keys: Float[Array, "B K S D"], added: Int[Array, "B"], backend: str | None
+def _mass_since(
+    queries: RecentQueries,
+    keys: Float[Array, "B K S D"],
+    first: Int[Array, "B"],
+    backend: str | None,
 ) -> Float[Array, "B K S"]:
-    """Returns the attention of those queries of the window that stand at `added` or later."""
-    seen = jnp.where(queries.seen > added[:, None], queries.seen, 0)
+    """Returns the attention of the window's queries at position `first` and later."""
+    seen = jnp.where(queries.seen > first[:, None], queries.seen, 0)
     return prefix_mass(queries.q, keys, seen, queries.lse, backend=backend)

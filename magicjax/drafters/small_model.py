@@ -1,68 +1,81 @@
-"""A small model with a cache of its own (SpecInfer's SSM, MagicDec's stand-alone draft)."""
+"""A draft model with its own cache (SpecInfer's SSM, MagicDec's stand-alone draft)."""
 
-from typing import Any
+import dataclasses
 
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from magicjax.drafters.base import Round
-from magicjax.drafters.draft_pass import NOT_RUN, Drafted, Lead, Source, check_width, drawing_of
+from magicjax.drafters.base import Drafter, Round
+from magicjax.drafters.draft_pass import (
+    NOT_RUN,
+    Backlog,
+    DraftBlock,
+    DraftContext,
+    check_width,
+    resolve_draw_method,
+)
 from magicjax.drafters.dynamic_tree import draft_tree
-from magicjax.drafters.sink_rotation import SinkKeys, prefill_window, settle
-from magicjax.drafters.sparse import Sparse, resolve, sparse_of
+from magicjax.drafters.sink_rotation import SinkKeys, prefill_sliding_window, rotate_sinks
+from magicjax.drafters.sparse import SparseSettings, resolve_policy, sparse_settings
 from magicjax.kv_cache import full_cache
-from magicjax.kv_cache.attention_stats import Seen, Watch
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.kv_cache.prefill import prefill_cache
 from magicjax.kv_cache.sparse_cache import DraftCache, append_ring
 from magicjax.model import Model
 from magicjax.policies import Policy, StreamingLLM
+from magicjax.settings import AttentionStatsSpec, Settings
 from magicjax.trees.proposal import Proposal
-from magicjax.trees.token_tree import Shape, Tree
-from magicjax.verification.sampling import Sampling
+from magicjax.trees.token_tree import Tree
+from sharding import BATCH, KV_HEADS, Split, logical_axes
 
 SINK_POSITIONS = ("text", "in_cache")
 
 
 @struct.dataclass
 class SmallModelState:
-    """A small model between two rounds.
+    """A draft model's state between two rounds.
 
     Attributes:
-      cache: its own keys and values.
-      lead: the newest committed tokens that it never ran: a leaf that was accepted, or another
+      cache: its keys and values.
+      backlog: the newest committed tokens that it has not run: an accepted leaf, or another
         drafter's branch.
-      sinks: the pinned keys before rotation, if they move with the ring; else None.
+      sinks: the sinks' keys before rotation if the sinks move with the ring, else None.
     """
 
     cache: KVCache | DraftCache
-    lead: Lead
-    sinks: SinkKeys | None
+    backlog: Backlog
+    sinks: SinkKeys | None = struct.field(metadata=logical_axes(BATCH, KV_HEADS))
+
+    @property
+    def split(self) -> Split:
+        """The model's division over devices."""
+        return self.cache.split
 
 
 @struct.dataclass
-class SmallModel:
+class SmallModel(Drafter):
     """A smaller model of the same vocabulary, on its full cache or a sparse one.
 
-    With a policy it prefills in full, keeps `budget` entries of each layer and KV head, and from
-    then on the newest of its own (MagicDec's stand-alone draft, arXiv 2408.11049).
+    With a sparse cache it prefills in full, keeps `budget` entries of each layer and KV head, and
+    from then on its newest ones (MagicDec's stand-alone draft, arXiv 2408.11049).
 
     Attributes:
       model: as `magicjax.load` returns it.
-      draw: how children are drawn under sampling (`DRAWINGS`); None: without replacement, and in
-        a dynamic tree the most likely.
-      policy: which entries of its own cache are pinned, a name or an object; full: all are kept.
-      budget: C, the slots for each layer and KV head with another policy than full; None: 256.
+      draw: how children are drawn under sampling (`DRAW_METHODS`); None: without replacement, or
+        the most likely tokens in a dynamic tree.
+      policy: which entries of its cache are pinned, a name or a `Policy`; "full" keeps all.
+      budget: C, the slots for each layer and KV head of a sparse cache; None: 256.
       kv_dtype: of a sparse cache, as for `SelfSpeculation`.
-      sink_positions: "text": pinned entries keep their place in the text. "in_cache": they are
-        moved to just before the ring, so that a draft may read texts longer than its own context;
-        for policy streaming and rotary positions. The prompt is prefilled through the same window.
+      sink_positions: "text": pinned entries keep their positions in the text. "in_cache": they
+        move to just before the ring, so that a draft model can read texts beyond its own context;
+        for policy "streaming" and rotary positions. The prompt is then prefilled through the same
+        sliding window.
 
     Raises:
-      ValueError: an unknown policy or sink_positions; a budget or kv_dtype for a full cache;
+      ValueError: an unknown policy or sink_positions; a budget or kv_dtype of a full cache;
         sink_positions="in_cache" with another policy than streaming, or with a kv_dtype.
-      TypeError: policy is neither a name nor a policy, or budget is no whole number.
+      TypeError: the policy is neither a name nor a `Policy`, or the budget is not an integer.
     """
 
     model: Model
@@ -73,50 +86,50 @@ class SmallModel:
     sink_positions: str = struct.field(pytree_node=False, default="text")
 
     def __post_init__(self):
-        resolve(self, "keeps all of its cache")
+        resolve_policy(self, "keeps all of its cache")
         if self.sink_positions not in SINK_POSITIONS:
             raise ValueError(
                 f"sink_positions={self.sink_positions!r} is unknown: use one of "
                 f"{', '.join(SINK_POSITIONS)}"
             )
-        if self._windowed and (not isinstance(self.policy, StreamingLLM) or self.kv_dtype):
+        if self._moves_sinks and (not isinstance(self.policy, StreamingLLM) or self.kv_dtype):
             raise ValueError(
-                "sink_positions='in_cache' moves the sinks of policy 'streaming', unquantized: "
-                f"it cannot be used with policy={self.policy!r}, kv_dtype={self.kv_dtype!r}"
+                "sink_positions='in_cache' needs policy 'streaming' and no kv_dtype, not "
+                f"policy={self.policy!r}, kv_dtype={self.kv_dtype!r}"
             )
 
     @property
-    def _windowed(self) -> bool:
+    def _moves_sinks(self) -> bool:
         return self.sink_positions == "in_cache"
 
     @property
-    def sparse(self) -> Sparse | None:
-        """How its cache is made sparse; None: it is not."""
-        return sparse_of(self)
+    def sparse(self) -> SparseSettings | None:
+        """The settings of its sparse cache; None: its cache is full."""
+        return sparse_settings(self)
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         """Raises if vocabularies or tokenizers differ, or context or tree are too large."""
         if not isinstance(self.model, Model):
             raise TypeError(f"SmallModel needs what magicjax.load returns, not {self.model!r}")
-        ours, theirs = self.model.config.vocab_size, target.config.vocab_size
-        if ours != theirs:
+        vocab, target_vocab = self.model.config.vocab_size, target.config.vocab_size
+        if vocab != target_vocab:
             raise ValueError(
-                f"the drafter's vocabulary has {ours} tokens and the target's {theirs}: "
-                "they must be the same, so pick a drafter of the target's family"
+                f"the drafter's vocabulary has {vocab} tokens and the target's {target_vocab}: "
+                "they must be the same; use a drafter of the target's family"
             )
-        drawing_of(self.draw, tree)
-        check_width(tree, theirs)
+        resolve_draw_method(self.draw, tree)
+        check_width(tree, vocab)
         if self.model.tokenizer is not None and target.tokenizer is not None:
             _check_tokenizers(self.model, target)
         self._check_positions(context, depth)
         if self.sparse is not None:
-            # A round commits a path behind a lead, which in an ensemble is as long.
+            # A round commits a backlog and a path, each of at most `depth` tokens, and the root.
             self.sparse.check(self.model, 2 * depth + 1, f"2 x tree depth ({depth}) + 1")
 
     def _check_positions(self, context: int, depth: int) -> None:
         config = self.model.config
         limit = config.max_positions
-        if not self._windowed:
+        if not self._moves_sinks:
             if context > limit:
                 raise ValueError(
                     f"prompt and new tokens need {context} positions and the drafter has {limit}: "
@@ -127,131 +140,140 @@ class SmallModel:
         assert self.sparse is not None
         if getattr(config, "rope", None) is None:
             raise ValueError(
-                "sink_positions='in_cache' needs a drafter with rotary positions, and this one "
-                f"learned its {limit}: use sink_positions='text' and a context within them"
+                "sink_positions='in_cache' needs a drafter with rotary positions, and this one has "
+                f"{limit} learned ones: use sink_positions='text' and a context within them"
             )
-        of_round = 2 * depth + 1
-        needed, most = self.sparse.budget + of_round, limit - of_round
+        round_size = 2 * depth + 1
+        needed, largest = self.sparse.budget + round_size, limit - round_size
         if needed > limit:
-            fits = self.sparse.policy.ring(most) >= of_round  # as `Sparse.check` will ask
-            remedy = f"use a budget of at most {most}" if fits else "use a shallower tree"
+            fits = self.sparse.policy.ring(largest) >= round_size  # `SparseSettings.check`
+            remedy = f"use a budget of at most {largest}" if fits else "use a shallower tree"
             raise ValueError(
                 f"budget={self.sparse.budget} and a round need {needed} positions and the drafter "
                 f"has {limit}: {remedy}"
             )
 
-    def shape(self, tree: Tree) -> Shape:
-        return tree.shape
-
-    def drawings(self, tree: Tree) -> set[str]:
-        return {drawing_of(self.draw, tree)}
-
-    def watch(self) -> Watch:
-        return Watch()  # of the target's attention; its own is its own business
+    def draw_methods(self, tree: Tree) -> set[str]:
+        return {resolve_draw_method(self.draw, tree)}
 
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
-        if self.sparse is not None:
-            # Sinks that move are kept a second time, as keys before rotation.
-            sinks = self.sparse.budget - self.sparse.ring if self._windowed else 0
-            kept_twice = self.model.kv_bytes(batch, sinks) // 2
-            return self.sparse.num_bytes(self.model, batch) + kept_twice
-        return self.model.kv_bytes(batch, capacity)
+        if self.sparse is None:
+            return self.model.kv_bytes(batch, capacity)
+        # The keys of sinks that move are stored a second time, before rotation.
+        sinks = self.sparse.num_pinned if self._moves_sinks else 0
+        return self.sparse.num_bytes(self.model, batch) + self.model.kv_bytes(batch, sinks) // 2
 
-    def prefill(
-        self, target: Model, tokens: Int[Array, "B T"], cache: KVCache, seen: Seen, settings: Any
-    ) -> SmallModelState:
-        own, sinks = self._prefill(tokens, cache.lengths, settings)
+    def prefill(self, target, tokens, cache, stats, settings: Settings) -> SmallModelState:
         rows = cache.lengths.shape[0]
-        nothing = Lead(jnp.zeros((rows, settings.lead), jnp.int32), jnp.zeros(rows, jnp.int32))
-        return SmallModelState(own, nothing, sinks)
+        local_cache, sinks = self._prefill(tokens, cache.lengths, settings)
+        empty = jnp.zeros((rows, settings.max_backlog), jnp.int32)
+        return SmallModelState(local_cache, Backlog(empty, jnp.zeros(rows, jnp.int32)), sinks)
 
     def _prefill(
-        self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], settings: Any
+        self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], settings: Settings
     ) -> tuple[KVCache | DraftCache, SinkKeys | None]:
         sparse = self.sparse
-        if sparse is not None and self._windowed:
-            sinks = sparse.budget - sparse.ring
-            return prefill_window(self.model, tokens, lengths, settings, sinks, sparse.ring)
-        watch = Watch() if sparse is None else sparse.watch()
-        full, _, seen = prefill_cache(self.model, tokens, lengths, settings, watch)
+        if sparse is not None and self._moves_sinks:
+            size = sparse.num_pinned, sparse.ring
+            return prefill_sliding_window(self.model, tokens, lengths, settings, *size)
+        spec = AttentionStatsSpec() if sparse is None else sparse.attention_stats_spec()
+        full, _, stats = prefill_cache(self.model, tokens, lengths, settings, spec)
         if sparse is None:
             return full, None
-        return sparse.start(self.model, full, seen, settings.backend), None
+        return sparse.make_cache(self.model, full, stats, settings.backend), None
 
     def propose(
-        self,
-        target: Model,
-        state: SmallModelState,
-        root: Int[Array, "B"],
-        cache: KVCache,
-        sampling: Sampling | None,
-        settings: Any,
-    ) -> tuple[Proposal, Drafted]:
-        source = Source(
+        self, target, state: SmallModelState, root, cache, sampling, settings: Settings
+    ) -> tuple[Proposal, DraftBlock]:
+        context = DraftContext(
             model=self.model,
             target=target,
             cache=state.cache,
             root=root,
             root_position=cache.lengths,
             sampling=sampling,
-            lead=state.lead,
-            drawing=drawing_of(self.draw, settings.tree),
+            backlog=state.backlog,
+            draw_method=resolve_draw_method(self.draw, settings.tree),
             backend=settings.backend,
-            index=settings.index,
+            drafter_index=settings.drafter_index,
         )
-        return draft_tree(source, settings.tree)
+        return draft_tree(context, settings.tree)
 
     def commit(
-        self,
-        target: Model,
-        state: SmallModelState,
-        draft: Drafted,
-        proposal: Proposal,
-        of_round: Round,
+        self, target, state: SmallModelState, draft: DraftBlock, proposal, outcome: Round
     ) -> SmallModelState:
-        """Returns the state with the lead and the kept nodes that were run; the others lead next.
+        """Returns the state with the backlog and the kept nodes that ran in the cache.
 
-        A node was run only if its parent was, so what was run is the beginning of the path.
+        A node runs only if its parent has run, so the nodes that ran are a prefix of the path. The
+        kept nodes after that prefix are the new backlog. A row with N = 4 nodes, F = 2, one token
+        in its backlog (entry N = 4), and a path that ends in the leaf 3, which did not run:
+            path                0   2   3         kept = 3
+            its entries         0   2   NOT_RUN   ran = 2
+            entries to commit   4   0   2         count = 1 + ran = 3
+            new backlog         token of node 3   count = kept - ran = 1
+        A row that had ended (kept = 0) commits nothing and keeps its backlog.
         """
-        path, kept = of_round.path, of_round.kept
-        length, leads = path.shape[1], state.lead.tokens.shape[1]
-        slots = jnp.take_along_axis(draft.slots, path, 1)
-        has_run = (slots != NOT_RUN) & (jnp.arange(length) < kept[:, None])
+        path, kept, old = outcome.path, outcome.kept, state.backlog
+        path_entries = jnp.take_along_axis(draft.entries, path, 1)
+        has_run = (path_entries != NOT_RUN) & (jnp.arange(path.shape[1]) < kept[:, None])
         ran = has_run.sum(-1, dtype=jnp.int32)
-        led = state.lead.count
-        first_lead = draft.new[0][0].shape[1] - leads
-        place = jnp.arange(leads + length)
-        behind = jnp.clip(place - led[:, None], 0, length - 1)
-        entries = jnp.maximum(jnp.take_along_axis(slots, behind, 1), 0)
-        entries = jnp.where(place < led[:, None], first_lead + place, entries)
-        count = jnp.where(kept > 0, led + ran, 0)
-        missed = jnp.minimum(ran[:, None] + jnp.arange(leads), length - 1)
-        missed = jnp.take_along_axis(path, missed, 1)
-        lead = Lead(
-            jnp.where(
-                kept[:, None] > 0,
-                jnp.take_along_axis(proposal.tokens, missed, 1),
-                state.lead.tokens,
-            ),
-            jnp.where(kept > 0, kept - ran, led),
+
+        entries = _backlog_then_path(draft, old, path_entries)
+        count = jnp.where(kept > 0, old.count + ran, 0)
+
+        size = old.tokens.shape[1]
+        not_run = jnp.minimum(ran[:, None] + jnp.arange(size), path.shape[1] - 1)
+        nodes = jnp.take_along_axis(path, not_run, 1)
+        tokens = jnp.take_along_axis(proposal.tokens, nodes, 1)
+        backlog = Backlog(
+            jnp.where(kept[:, None] > 0, tokens, old.tokens),
+            jnp.where(kept > 0, kept - ran, old.count),
         )
-        own, sinks = state.cache, state.sinks
-        if isinstance(own, KVCache):
-            return SmallModelState(full_cache.append(own, draft.new, entries, count), lead, sinks)
-        before, own = own.count, append_ring(own, draft.new, entries, count)
+
+        cache, sinks = state.cache, state.sinks
+        if isinstance(cache, KVCache):
+            cache = full_cache.append(cache, draft.kv, entries, count)
+            return SmallModelState(cache, backlog, sinks)
+        count_before, cache = cache.count, append_ring(cache, draft.kv, entries, count)
         if sinks is not None:
-            own, sinks = settle(self.model, own, sinks, before)
-        return SmallModelState(own, lead, sinks)
+            cache, sinks = rotate_sinks(self.model, cache, sinks, count_before)
+        return SmallModelState(cache, backlog, sinks)
+
+    def members(self) -> tuple["SmallModel"]:
+        return (self,)
+
+    def synthetic_state(self, state: SmallModelState, lengths: Int[Array, "B"]) -> SmallModelState:
+        cache, count = state.cache, jnp.array(lengths)
+        if isinstance(cache, KVCache):
+            cache = dataclasses.replace(cache, lengths=count)
+        else:
+            cache = dataclasses.replace(cache, count=count)
+        backlog = dataclasses.replace(state.backlog, count=jnp.zeros_like(lengths))
+        return dataclasses.replace(state, cache=cache, backlog=backlog)
+
+
+def _backlog_then_path(
+    draft: DraftBlock, backlog: Backlog, path_entries: Int[Array, "B A"]
+) -> Int[Array, "B F+A"]:
+    """Returns the entries of each row's backlog, then those of its path; undefined after that.
+
+    Backlog entries 4 5 with count 1, and path entries 0 2 NOT_RUN, give 4 0 2 0 0.
+    """
+    size, length = backlog.tokens.shape[1], path_entries.shape[1]
+    first = draft.kv[0][0].shape[1] - size
+    index, count = jnp.arange(size + length), backlog.count[:, None]
+    along_path = jnp.clip(index - count, 0, length - 1)
+    entries = jnp.maximum(jnp.take_along_axis(path_entries, along_path, 1), 0)
+    return jnp.where(index < count, first + index, entries)
 
 
 def _check_tokenizers(drafter: Model, target: Model) -> None:
-    ours, theirs = drafter.tokenizer.get_vocab(), target.tokenizer.get_vocab()
-    if ours == theirs:
-        return
-    differing = sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
-    example = differing[0]
-    raise ValueError(
-        f"the drafter's tokenizer differs from the target's in {len(differing)} tokens, such as "
-        f"{example!r} ({ours.get(example)} against {theirs.get(example)}): "
-        "they must be the same, or a drafted token would mean another word"
-    )
+    ids, target_ids = drafter.tokenizer.get_vocab(), target.tokenizer.get_vocab()
+    differing = sorted(t for t in ids.keys() | target_ids.keys() if ids.get(t) != target_ids.get(t))
+    if differing:
+        example = differing[0]
+        raise ValueError(
+            f"the drafter's tokenizer differs from the target's in {len(differing)} tokens, such "
+            f"as {example!r} (id {ids.get(example)} and {target_ids.get(example)}): they must be "
+            "the same; use a drafter of the target's family"
+        )

@@ -1,30 +1,31 @@
-"""What all drafts on a sparse cache share: policy and budget, checked, and turned into a cache."""
+"""Sparse draft caches: a policy and a budget, validated, and turned into a cache."""
 
 import dataclasses
 import operator
 from typing import Any
 
-from magicjax.kv_cache.attention_stats import Seen, Watch, newest
+from magicjax.kv_cache.attention_stats import AttentionStats, newest
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.kv_cache.sparse_cache import DraftCache, Pins, gather
 from magicjax.model import Model
 from magicjax.policies import Evidence, Full, Policy, choose, find
+from magicjax.settings import AttentionStatsSpec
 
-KV_DTYPES = {None: None, "int8": 8, "int4": 4}
-BUDGET = 256  # unless the user says otherwise
+KV_DTYPES = {None: None, "int8": 8, "int4": 4}  # bits of an element
+BUDGET = 256  # the default
 
 
-def resolve(drafter: Any, full_reads: str, *unused: str) -> None:
-    """Turns a drafter's policy into an object and its budget into an int, and checks both.
+def resolve_policy(drafter: Any, full_reads: str, *unused: str) -> None:
+    """Replaces a drafter's policy by an object and its budget by an int, and validates both.
 
     Args:
-      drafter: with `policy`, `budget`, `kv_dtype`; frozen, and still in the making.
+      drafter: with `policy`, `budget` and `kv_dtype`; a frozen dataclass in `__post_init__`.
       full_reads: what the draft does with policy 'full', for the error.
-      unused: fields that mean nothing then, besides budget and kv_dtype.
+      unused: fields without a meaning for policy 'full', besides budget and kv_dtype.
 
     Raises:
-      ValueError: an unknown policy, or a full cache with something that it has no use for.
-      TypeError: the policy is neither a name nor an object, or the budget is no whole number.
+      ValueError: an unknown policy, or a field that policy 'full' does not use.
+      TypeError: the policy is neither a name nor a `Policy`, or the budget is not an integer.
     """
     object.__setattr__(drafter, "policy", find(drafter.policy))
     if drafter.budget is not None:
@@ -34,28 +35,28 @@ def resolve(drafter: Any, full_reads: str, *unused: str) -> None:
             value = getattr(drafter, name)
             if value is not None:
                 raise ValueError(
-                    f"{name}={value!r}: with policy 'full' the draft {full_reads}; give another "
-                    f"policy, or leave {name} out"
+                    f"{name}={value!r}: with policy 'full' the draft {full_reads}; use another "
+                    f"policy, or omit {name}"
                 )
 
 
-def sparse_of(drafter: Any) -> "Sparse | None":
-    """Returns how the cache of a drafter that was `resolve`d is made sparse; None: it is not."""
+def sparse_settings(drafter: Any) -> "SparseSettings | None":
+    """Returns the settings of a drafter's sparse cache; None with policy 'full'."""
     if isinstance(drafter.policy, Full):
         return None
     budget = BUDGET if drafter.budget is None else drafter.budget
-    return Sparse(drafter.policy, budget, drafter.kv_dtype)
+    return SparseSettings(drafter.policy, budget, drafter.kv_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
-class Sparse:
-    """How much of its context a draft sees.
+class SparseSettings:
+    """The size and contents of a sparse draft cache.
 
     Attributes:
-      policy: which entries are pinned.
-      budget: C, slots for each layer and KV head; the layers' mean where a policy tells them apart.
+      policy: chooses the pinned entries.
+      budget: C, slots for each layer and KV head; the mean over layers if the policy varies it.
       kv_dtype: of the entries: int8 or int4, with a scale for each token and head; None: the
-        model's own.
+        model's dtype.
     """
 
     policy: Policy
@@ -67,55 +68,57 @@ class Sparse:
         """R, the slots of the ring."""
         return self.policy.ring(self.budget)
 
+    @property
+    def num_pinned(self) -> int:
+        """P = C - R, the pinned slots; the mean over layers."""
+        return self.budget - self.ring
+
     def check(self, model: Model, needed: int, because: str) -> None:
-        """Raises ValueError if the ring is smaller than `needed`, or there is nothing to pin."""
+        """Raises ValueError if the ring has fewer than `needed` slots, or nothing can be pinned."""
         if self.kv_dtype not in KV_DTYPES:
             names = ", ".join(name for name in KV_DTYPES if name)
             raise ValueError(f"kv_dtype={self.kv_dtype!r} is unknown: use {names}, or None")
         if self.kv_dtype == "int4" and model.config.head_dim % 2:
             raise ValueError(
-                f"kv_dtype='int4' packs two elements in a byte, and heads have "
-                f"{model.config.head_dim}: use int8"
+                f"kv_dtype='int4' packs two elements into a byte and needs an even head "
+                f"dimension, not {model.config.head_dim}: use int8"
             )
-        pins = self.budget - self.ring
         if self.ring < needed:
             raise ValueError(
-                f"budget={self.budget} leaves too small a ring for the newest tokens: {self.ring} "
-                f"slots beside {pins} pinned ones, and it must have at least {because} = {needed}; "
+                f"budget={self.budget} is too small: its ring has {self.ring} slots besides "
+                f"{self.num_pinned} pinned ones, and needs at least {because} = {needed}; "
                 "use a larger budget, fewer pins, or a shallower tree"
             )
-        if pins < 1:
+        if self.num_pinned < 1:
             raise ValueError(
-                f"budget={self.budget} leaves nothing to pin beside a ring of {self.ring}: use a "
+                f"budget={self.budget} leaves no pinned slots besides a ring of {self.ring}: use a "
                 "larger budget, or a smaller `recent`"
             )
-        self._check_pins(model.config.num_layers)
-
-    def _check_pins(self, layers: int) -> None:
-        """Raises ValueError unless the policy's own split of the budget is one."""
-        pinned = self.policy.pinned(self.budget, layers)
-        wanted = layers * (self.budget - self.ring)
-        if len(pinned) != layers or min(pinned) < 0 or sum(pinned) != wanted:
+        layers = model.config.num_layers
+        pinned, total = self.policy.pinned(self.budget, layers), layers * self.num_pinned
+        if len(pinned) != layers or min(pinned) < 0 or sum(pinned) != total:
             raise ValueError(
-                f"{type(self.policy).__name__}.pinned({self.budget}, {layers}) gave {pinned}: it "
-                f"must give {layers} numbers, none below 0, with the sum {wanted}"
+                f"{type(self.policy).__name__}.pinned({self.budget}, {layers}) returned {pinned}: "
+                f"it must return {layers} numbers, none below 0, with the sum {total}"
             )
 
-    def watch(self, refreshes: bool = False) -> Watch:
-        """Returns what must be seen of attention for the policy to judge."""
+    def attention_stats_spec(self, refreshes: bool = False) -> AttentionStatsSpec:
+        """Returns the attention statistics that the policy needs."""
         window, total = self.policy.window, self.policy.accumulates
-        return Watch(window, total, rounds=refreshes and window > 0)
+        return AttentionStatsSpec(window, total, rounds=refreshes and window > 0)
 
-    def own(self, seen: Seen) -> Seen:
-        """Returns what the policy asked for, of what an ensemble's members asked for together."""
-        queries, window = seen.queries, self.policy.window
+    def select_stats(self, stats: AttentionStats) -> AttentionStats:
+        """Returns the statistics that the policy needs; an ensemble can have collected more."""
+        queries, window = stats.queries, self.policy.window
         if queries is not None:
-            queries = tuple(newest(of_layer, window) for of_layer in queries) if window else None
-        total = seen.total if self.policy.accumulates else None
-        return dataclasses.replace(seen, queries=queries, total=total)
+            queries = tuple(newest(layer, window) for layer in queries) if window else None
+        total = stats.total if self.policy.accumulates else None
+        return dataclasses.replace(stats, queries=queries, total=total)
 
-    def pins(self, model: Model, full: KVCache, seen: Seen, backend: str | None) -> Pins:
-        """Returns the policy's choice for each layer, by its `own` part of what was seen."""
+    def choose_pins(
+        self, model: Model, full: KVCache, stats: AttentionStats, backend: str | None
+    ) -> Pins:
+        """Returns the positions that the policy pins in each layer, given selected statistics."""
         candidates = (full.lengths - self.ring).clip(0)
         counts = self.policy.pinned(self.budget, len(full.k))
         pins = []
@@ -124,8 +127,8 @@ class Sparse:
                 keys=k,
                 values=v,
                 candidates=candidates,
-                queries=seen.queries[layer] if seen.queries else None,
-                accumulated=seen.total[layer] if seen.total else None,
+                queries=stats.queries[layer] if stats.queries else None,
+                accumulated=stats.total[layer] if stats.total else None,
                 layer=model.first_layer + layer,
                 config=model.config,
                 split=model.split,
@@ -134,16 +137,17 @@ class Sparse:
             pins.append(choose(self.policy, evidence, count))
         return tuple(pins)
 
-    def start(self, model: Model, full: KVCache, seen: Seen, backend: str | None) -> DraftCache:
-        """Returns the draft cache of what `full` holds."""
-        pins = self.pins(model, full, seen, backend)
+    def make_cache(
+        self, model: Model, full: KVCache, stats: AttentionStats, backend: str | None
+    ) -> DraftCache:
+        """Returns the draft cache of the tokens in `full`."""
+        pins = self.choose_pins(model, full, stats, backend)
         return gather(full, pins, self.ring, KV_DTYPES[self.kv_dtype])
 
     def num_bytes(self, model: Model, batch: int) -> int:
         """Returns the bytes of keys and values of the draft cache, scales included."""
         config, bits = model.config, KV_DTYPES[self.kv_dtype]
-        # The layers' budgets differ, but their mean is the budget.
         if bits is None:
             return model.kv_bytes(batch, self.budget)
-        of_entry = config.head_dim * bits // 8 + 4  # and a float32 scale
-        return 2 * batch * config.num_layers * config.num_kv_heads * self.budget * of_entry
+        entry_bytes = config.head_dim * bits // 8 + 4  # and a float32 scale
+        return 2 * batch * config.num_layers * config.num_kv_heads * self.budget * entry_bytes

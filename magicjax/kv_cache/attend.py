@@ -1,7 +1,7 @@
-"""The one bridge between models and caches: what attends to a committed prefix."""
+"""Attention to a committed prefix: the bridge between models and caches."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,78 +12,65 @@ from magicjax.kv_cache.sparse_cache import DraftCache
 from pallas_kernels import tree_attention
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _Rows:
-    """Some rows of a batch, of whose caches they are read where they lie.
+    """The rows of a micro-batch; the batch's caches are read in place.
 
     Attributes:
-      first: None: the batch is whole.
-      count: how many.
+      first_row: None: all rows of the batch.
+      num_rows: how many, from `first_row` on.
     """
 
-    first: Int[Array, ""] | None = None
-    count: int = 0
+    first_row: Int[Array, ""] | None = None
+    num_rows: int = 0
 
-    def of(self, x: Array) -> Array:
+    def rows(self, first: Int[Array, ""], count: int) -> Self:
+        """Returns the same for a range of rows."""
+        return dataclasses.replace(self, first_row=first, num_rows=count)
+
+    def slice(self, x: Array) -> Array:
         """Returns these rows of an array [B, ...]."""
-        if self.first is None:
+        if self.first_row is None:
             return x
-        return jax.lax.dynamic_slice_in_dim(x, self.first, self.count)
+        return jax.lax.dynamic_slice_in_dim(x, self.first_row, self.num_rows)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class AttendTo:
-    """An `attend` for tokens that see their row's prefix and each other under a mask.
+class AttendTo(_Rows):
+    """An `attend` for tokens that see their row's prefix, and each other under a mask.
 
-    It keeps for each layer ((k, v), None), the new keys and values [B,T,K,D], and commits nothing.
+    It keeps ((k, v), None) for each layer, the new keys and values [B,T,K,D], and commits nothing.
 
     Attributes:
       cache: the committed prefix.
       mask: bool [T, T] or [B, T, T].
-      backend: of the attention.
-      watched: whether it also keeps the queries and the log-sum-exp of their scores:
-        ((k, v), (q, lse)).
-      own: whose tokens they are.
+      backend: the attention backend.
+      watched: whether to keep ((k, v), (q, lse)) instead, with the queries and the log-sum-exp of
+        their scores.
     """
 
     cache: KVCache | DraftCache
     mask: Bool[Array, "*B T T"]
     backend: str | None
     watched: bool = False
-    own: _Rows = _Rows()
-
-    def rows(self, first: Int[Array, ""], count: int) -> "AttendTo":
-        """Returns the same for some rows of the batch."""
-        return dataclasses.replace(self, own=_Rows(first, count))
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        prefix, mask = _prefix(self.cache, layer, self.own), _mask(self.mask, self.own)
-        out, lse = tree_attention(
-            q,
-            *prefix,
-            k,
-            v,
-            mask,
-            first_row=self.own.first,
-            return_lse=True,
-            backend=self.backend,
-        )
+        out, lse = _attention(self, layer, q, k, v, return_lse=True)
         return out, ((k, v), (q, lse) if self.watched else None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class AttendLevel:
-    """An `attend` for one level of a tree that is being drafted.
+class AttendLevel(_Rows):
+    """An `attend` for one level of a tree during drafting.
 
-    It keeps `drafted` with the level's own entries in place.
+    It keeps `drafted` with the level's entries filled in.
 
     Attributes:
       cache: the committed prefix.
-      drafted: for each layer k, v [B,N,K,D] of all nodes; those of later levels are not seen.
-      nodes: int32 [T], which nodes these tokens are; N and beyond stand for padding.
-      mask: bool [T, N] or [B, T, N], which nodes each of them sees, itself included.
-      backend: of the attention.
-      own: whose tokens they are.
+      drafted: per layer k, v [B,N,K,D] of all nodes; the mask hides later levels.
+      nodes: int32 [T], the node of each token; N and above mark padding.
+      mask: bool [T, N] or [B, T, N], the nodes that each token sees, itself included.
+      backend: the attention backend.
     """
 
     cache: KVCache | DraftCache
@@ -91,39 +78,30 @@ class AttendLevel:
     nodes: Int[Array, "T"]
     mask: Bool[Array, "*B T N"]
     backend: str | None
-    own: _Rows = _Rows()
-
-    def rows(self, first: Int[Array, ""], count: int) -> "AttendLevel":
-        """Returns the same for some rows of the batch."""
-        return dataclasses.replace(self, own=_Rows(first, count))
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        k_all, v_all = map(self.own.of, self.drafted[layer])
+        k_all, v_all = map(self.slice, self.drafted[layer])
         k_all = k_all.at[:, self.nodes].set(k.astype(k_all.dtype), mode="drop")
         v_all = v_all.at[:, self.nodes].set(v.astype(v_all.dtype), mode="drop")
-        prefix, mask = _prefix(self.cache, layer, self.own), _mask(self.mask, self.own)
-        out: Any = tree_attention(
-            q, *prefix, k_all, v_all, mask, first_row=self.own.first, backend=self.backend
-        )
-        return out, (k_all, v_all)
+        return _attention(self, layer, q, k_all, v_all), (k_all, v_all)
 
 
-def _prefix(cache: KVCache | DraftCache, layer: int, own: _Rows) -> tuple[Any, Any, Array]:
-    """Returns keys and values of all rows, and how many slots of one's own are live."""
-    return cache.k[layer], cache.v[layer], own.of(cache.live(layer))
-
-
-def _mask(mask: Bool[Array, "*B T N"], own: _Rows) -> Array:
-    return own.of(mask) if mask.ndim == 3 else mask
+def _attention(attend: AttendTo | AttendLevel, layer: int, q, k, v, **options: Any) -> Any:
+    """Returns the attention of q to the layer's prefix, and to new k, v under the mask."""
+    cache, mask = attend.cache, attend.mask
+    mask = attend.slice(mask) if mask.ndim == 3 else mask
+    prefix = cache.k[layer], cache.v[layer], attend.slice(cache.live(layer))
+    options |= dict(first_row=attend.first_row, backend=attend.backend)
+    return tree_attention(q, *prefix, k, v, mask, **options)
 
 
 def empty_nodes(
     cache: KVCache | DraftCache, nodes: int, dtype: Any
 ) -> tuple[tuple[Array, Array], ...]:
-    """Returns room for the keys and values of `nodes` drafted tokens, zeros, for each layer."""
+    """Returns zeros for the keys and values of `nodes` drafted tokens, per layer."""
 
-    def room(old):
+    def zeros(old):
         batch, heads, _, size = old.shape
         return jnp.zeros((batch, nodes, heads, size), dtype)
 
-    return tuple((room(k), room(v)) for k, v in zip(cache.k, cache.v))
+    return tuple((zeros(k), zeros(v)) for k, v in zip(cache.k, cache.v))

@@ -1,82 +1,64 @@
-"""What a policy wants to see of attention: the newest queries, and what all of them attended to."""
+"""Attention statistics for policies: the newest queries, and the attention of each entry."""
 
-import dataclasses
-
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-
-@dataclasses.dataclass(frozen=True)
-class Watch:
-    """What of a model's attention must be kept.
-
-    Attributes:
-      window: W, how many of each row's newest queries.
-      total: the attention that all queries paid to each entry.
-      rounds: keep watching in every round, not only at prefill.
-    """
-
-    window: int = 0
-    total: bool = False
-    rounds: bool = False
-
-    def __or__(self, other: "Watch") -> "Watch":
-        """Returns what shows both of them all they want."""
-        return Watch(
-            max(self.window, other.window), self.total or other.total, self.rounds or other.rounds
-        )
+from sharding import HEADS, KV_HEADS, LAYER_BATCH, Split, logical_axes
 
 
 @struct.dataclass
-class Queries:
+class RecentQueries:
     """The newest queries of each row in one layer, oldest first.
 
     Attributes:
       q: [B, W, H, D], rotated.
-      lse: float32 [B, W, H], the log-sum-exp of all scaled scores that each query gave.
-      seen: int32 [B, W], how many positions each saw, its own included (so it stands at seen - 1);
-        0: there is no such query, because the row is shorter than W. Those come first.
+      lse: float32 [B, W, H], the log-sum-exp of each query's scaled scores.
+      seen: int32 [B, W], the number of positions that each query attended to, its own included: a
+        query's position is seen - 1. 0 marks a missing query of a row shorter than W; those come
+        first.
     """
 
-    q: Float[Array, "B W H D"]
-    lse: Float[Array, "B W H"]
-    seen: Int[Array, "B W"]
+    q: Float[Array, "B W H D"] = struct.field(metadata=logical_axes(LAYER_BATCH, None, HEADS))
+    lse: Float[Array, "B W H"] = struct.field(metadata=logical_axes(LAYER_BATCH, None, HEADS))
+    seen: Int[Array, "B W"] = struct.field(metadata=logical_axes(LAYER_BATCH))
 
 
 @struct.dataclass
-class Seen:
-    """What was watched.
+class AttentionStats:
+    """Statistics of a model's attention.
 
     Attributes:
-      queries: for each layer; None if no window was asked for.
-      total: float32 [B, K, S] for each layer, summed over the G heads of a KV head; or None.
-      stages: static; as in a cache.
+      queries: per layer; None without a window.
+      total: float32 [B, K, S] per layer, the attention that each slot received, summed over the G
+        heads of a KV head; or None.
+      split: static; the model's division over devices.
     """
 
-    queries: tuple[Queries, ...] | None
-    total: tuple[Float[Array, "B K S"], ...] | None
-    stages: int = struct.field(pytree_node=False, default=1)
+    queries: tuple[RecentQueries, ...] | None
+    total: tuple[Float[Array, "B K S"], ...] | None = struct.field(
+        metadata=logical_axes(LAYER_BATCH, KV_HEADS)
+    )
+    split: Split = struct.field(pytree_node=False, default=Split())
 
-    of_layers = ("queries", "total")
 
-
-def no_queries(batch: int, window: int, heads: int, size: int, dtype) -> Queries:
+def empty_window(batch: int, window: int, heads: int, size: int, dtype) -> RecentQueries:
     """Returns a window without queries."""
-    return Queries(
+    return RecentQueries(
         jnp.zeros((batch, window, heads, size), dtype),
         jnp.zeros((batch, window, heads), jnp.promote_types(dtype, jnp.float32)),
         jnp.zeros((batch, window), jnp.int32),
     )
 
 
-def of_chunk(
-    old: Queries,
+def update_from_chunk(
+    old: RecentQueries,
     new: tuple[Array, Array],
     start: Int[Array, ""],
     lengths: Int[Array, "B"],
-) -> Queries:
-    """Returns the window with those of a prompt's last W queries that are in a chunk.
+) -> RecentQueries:
+    """Returns the window updated with a chunk's queries that are among the prompt's last W.
 
     Args:
       old: the window so far.
@@ -87,51 +69,52 @@ def of_chunk(
     window = old.seen.shape[1]
     position = lengths[:, None] - window + jnp.arange(window)
     q, lse = new
-    place = position - start
-    here = (position >= 0) & (place >= 0) & (place < q.shape[1])
-    place = jnp.clip(place, 0, q.shape[1] - 1)
+    index = position - start
+    in_chunk = (position >= 0) & (index >= 0) & (index < q.shape[1])
+    index = jnp.clip(index, 0, q.shape[1] - 1)
 
-    def newer(x, was):
-        taken = jnp.take_along_axis(x, place.reshape(*place.shape, *[1] * (x.ndim - 2)), 1)
-        return jnp.where(here.reshape(*here.shape, *[1] * (x.ndim - 2)), taken, was)
+    def select(x, previous):
+        taken = jnp.take_along_axis(x, _expand(index, x), 1)
+        return jnp.where(_expand(in_chunk, x), taken, previous)
 
-    return Queries(
-        newer(q, old.q),
-        newer(lse, old.lse),
-        jnp.where(here, position + 1, old.seen).astype(jnp.int32),
+    return RecentQueries(
+        select(q, old.q),
+        select(lse, old.lse),
+        jnp.where(in_chunk, position + 1, old.seen).astype(jnp.int32),
     )
 
 
-def follow(
-    old: Queries,
+def update_from_path(
+    old: RecentQueries,
     new: tuple[Array, Array],
     path: Int[Array, "B A"],
     kept: Int[Array, "B"],
     count: Int[Array, "B"],
-) -> Queries:
-    """Returns the window moved on by the first `kept` nodes of each path.
+) -> RecentQueries:
+    """Returns the window advanced by the first `kept` nodes of each path.
 
     Args:
       old: the window before the round.
       new: queries [B, N, H, D] of the tree's nodes, and the log-sum-exp of their scores.
-      path, kept: as a round's.
-      count: tokens committed before the round.
+      path, kept: as in `magicjax.drafters.base.Round`.
+      count: int32 [B], tokens committed before the round.
     """
     seen = (count[:, None] + 1 + jnp.arange(path.shape[1])).astype(jnp.int32)
     window = kept[:, None] + jnp.arange(old.seen.shape[1])
 
-    def move(was, x):
-        both = jnp.concatenate([was, x], 1)
-        return jnp.take_along_axis(both, window.reshape(*window.shape, *[1] * (x.ndim - 2)), 1)
+    def advance(previous, x):
+        both = jnp.concatenate([previous, x], 1)
+        return jnp.take_along_axis(both, _expand(window, x), 1)
 
-    def on_path(x):
-        return jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), 1)
-
-    q, lse = new
-    return Queries(move(old.q, on_path(q)), move(old.lse, on_path(lse)), move(old.seen, seen))
+    q, lse = (jnp.take_along_axis(x, _expand(path, x), 1) for x in new)
+    return RecentQueries(advance(old.q, q), advance(old.lse, lse), advance(old.seen, seen))
 
 
-def newest(queries: Queries, count: int) -> Queries:
-    """Returns the last `count` of the window."""
-    first = queries.seen.shape[1] - count
-    return Queries(queries.q[:, first:], queries.lse[:, first:], queries.seen[:, first:])
+def newest(queries: RecentQueries, count: int) -> RecentQueries:
+    """Returns the last `count` queries of the window."""
+    return jax.tree.map(lambda x: x[:, x.shape[1] - count :], queries)
+
+
+def _expand(index: Array, x: Array) -> Array:
+    """Returns a [B, T] array with as many axes as x."""
+    return index.reshape(*index.shape, *[1] * (x.ndim - 2))

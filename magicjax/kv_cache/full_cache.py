@@ -1,7 +1,7 @@
-"""The key/value cache of fixed shape that holds everything committed.
+"""The target's KV cache: fixed shape, all committed keys and values.
 
-It is written in place inside the compiled loop. What makes that legal for XLA is that every
-write happens at an index that depends on the round's verdict, and so on every read of the round.
+The compiled loop writes it in place. XLA can do so because the index of every write depends on the
+round's verification result, and therefore on all reads of the round.
 """
 
 import dataclasses
@@ -11,6 +11,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from magicjax.model import Model
+from sharding import KV_HEADS, LAYER_BATCH, Split, logical_axes
+
 Layers = tuple[Float[Array, "B K S D"], ...]
 
 
@@ -19,47 +22,42 @@ class KVCache:
     """All committed keys and values.
 
     Attributes:
-      k, v: one array [B, K, S, D] for each layer.
-      lengths: int32 [B]; a row's live entries are its first `lengths` slots. What lies beyond is
-        finite rubbish that the next commits overwrite.
-      stages: static; how many pipeline stages have layers of their own in it. Outside of a program
-        for a mesh the rows of k and v are then those of all stages
-        (`magicjax.parallel.pipeline_stages`).
+      k, v: one array [B, K, S, D] per layer.
+      lengths: int32 [B]; the first `lengths` slots of a row are live. The others hold finite
+        garbage that later commits overwrite.
+      split: static; the model's division over devices.
     """
 
-    k: Layers
-    v: Layers
+    k: Layers = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
+    v: Layers = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
     lengths: Int[Array, "B"]
-    stages: int = struct.field(pytree_node=False, default=1)
-
-    of_layers = ("k", "v")
+    split: Split = struct.field(pytree_node=False, default=Split())
 
     def live(self, layer: int) -> Int[Array, "B"]:
-        """Returns how many slots of each row are live."""
-        del layer  # all alike
+        """Returns the number of live slots of each row."""
+        del layer  # equal in all layers
         return self.lengths
 
 
-def empty(
-    layers: int, batch: int, heads: int, slots: int, head_dim: int, dtype, stages: int = 1
-) -> KVCache:
-    """Returns a cache of zeros; zeros, because a dead slot must be finite."""
-    shape = (batch, heads, slots, head_dim)
-    k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(layers)) for _ in "kv")
-    return KVCache(k, v, jnp.zeros(batch, jnp.int32), stages)
+def empty(model: Model, batch: int, slots: int) -> KVCache:
+    """Returns a cache of zeros. Dead slots must be finite."""
+    layers = model.config.num_layers
+    shape = (batch, model.local_kv_heads, slots, model.config.head_dim)
+    k, v = (tuple(jnp.zeros(shape, model.dtype) for _ in range(layers)) for _ in "kv")
+    return KVCache(k, v, jnp.zeros(batch, jnp.int32), model.split)
 
 
 def zero_after(witness: Int[Array, ""]) -> Int[Array, ""]:
-    """Returns 0, in a way that makes it depend on `witness`, an index or token (never negative).
+    """Returns 0 with a data dependence on `witness`, a non-negative index or token.
 
-    Added to the place of a write, it keeps XLA from moving that write before the reads that led
-    to `witness`: such a write would need a copy of the whole cache to be legal.
+    Added to the index of a write, it keeps XLA from moving the write before the reads that led to
+    `witness`. An earlier write would require a copy of the whole cache.
     """
     return jnp.minimum(witness, 0)
 
 
 def take_path(new: Float[Array, "B N K D"], path: Int[Array, "B A"]) -> Float[Array, "B K A D"]:
-    """Returns the entries of the nodes on each row's path, laid out as in a cache."""
+    """Returns the entries of the nodes on each row's path, in the cache's axis order."""
     return jnp.take_along_axis(new, path[:, :, None, None], axis=1).swapaxes(1, 2)
 
 
@@ -69,18 +67,17 @@ def _write(slots: Float[Array, "K S D"], entries: Float[Array, "K A D"], start: 
 
 
 def append(cache: KVCache, new: tuple, path: Int[Array, "B A"], kept: Int[Array, "B"]) -> KVCache:
-    """Returns the cache with the first `kept` nodes of each row's path behind its live entries.
+    """Returns the cache with the first `kept` nodes of each row's path after its live entries.
 
-    All A entries of the path are written, for a static shape; those beyond `kept` land in dead
-    slots. The caller guarantees S >= lengths + A: an update beyond the end would be moved back
-    over live entries.
+    All A entries of the path are written, so that shapes are static; those from `kept` on land in
+    dead slots. Requires S >= lengths + A: JAX would shift an update beyond the end onto live
+    entries.
 
     Args:
       cache: the committed entries.
-      new: for each layer the pair k, v [B, N, K, D] of the nodes.
+      new: per layer the pair k, v [B, N, K, D] of the nodes.
       path: node ids.
-      kept: how many to keep, int32 [B], 0..A; it must depend on all that was read from `cache`
-        this round (`zero_after`).
+      kept: int32 [B], 0..A; must depend on all reads of `cache` in this round (`zero_after`).
     """
     start = cache.lengths + zero_after(kept)
     k = tuple(_write(old, take_path(n, path), start) for old, (n, _) in zip(cache.k, new))

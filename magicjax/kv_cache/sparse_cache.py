@@ -1,7 +1,7 @@
-"""The sparse cache of a draft: in each layer, row and KV head some pinned entries, and a ring.
+"""The sparse draft cache: pinned entries and a ring, for each layer, row and KV head.
 
-Like the target's it is of fixed shape and written in place, at places that depend on the round's
-verdict.
+Like the full cache it has a fixed shape and is written in place, at indices that depend on the
+round's verification result.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from jaxtyping import Array, Int
 
 from magicjax.kv_cache.full_cache import KVCache
 from pallas_kernels import Quantized, quantize
+from sharding import KV_HEADS, LAYER_BATCH, Split, logical_axes
 
 Pins = tuple[Int[Array, "B K P"], ...]
 
@@ -23,54 +24,52 @@ class DraftCache:
     """A sparse view of the committed tokens: C = P + R slots for each layer, row and head.
 
     A row of count <= C holds every token in order. Beyond that, slots 0..P-1 hold the pinned
-    positions and position p lives in ring slot P + (p - P) mod R for the newest R positions. In
-    order, position p >= P lies in that very slot, so growing past C needs no special case. P may
+    positions, and ring slot P + (p - P) mod R holds position p, for the newest R positions. A row
+    in order has position p >= P in the same slot, so growing past C needs no special case. P may
     differ by layer, R does not.
 
     Attributes:
-      k, v: one array [B, K, C, D] for each layer, or `Quantized`.
-      pinned: which position each pinned slot holds, int32 [B, K, P] for each layer.
-      count: int32 [B], how many tokens the row has committed; min(count, C) slots are live.
-      bits: static; of an entry's elements, 8 or 4; None: the model's own dtype.
-      stages: static; as in a `KVCache`.
+      k, v: one array [B, K, C, D] per layer, or `Quantized`.
+      pinned: int32 [B, K, P] per layer, the position in each pinned slot.
+      count: int32 [B], the number of committed tokens; min(count, C) slots are live.
+      bits: static; of an entry's elements, 8 or 4; None: the model's dtype.
+      split: static; the model's division over devices.
     """
 
-    k: tuple[Array | Quantized, ...]
-    v: tuple[Array | Quantized, ...]
-    pinned: Pins
+    k: tuple[Array | Quantized, ...] = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
+    v: tuple[Array | Quantized, ...] = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
+    pinned: Pins = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
     count: Int[Array, "B"]
     bits: int | None = struct.field(pytree_node=False, default=None)
-    stages: int = struct.field(pytree_node=False, default=1)
-
-    of_layers = ("k", "v", "pinned")
+    split: Split = struct.field(pytree_node=False, default=Split())
 
     def capacity(self, layer: int) -> int:
         """Returns C."""
         return self.k[layer].shape[2]
 
     def live(self, layer: int) -> Int[Array, "B"]:
-        """Returns how many slots of each row are live."""
+        """Returns the number of live slots of each row."""
         return jnp.minimum(self.count, self.capacity(layer))
 
 
 def slot_of(position: Int[Array, "*B"], pinned: int, capacity: int) -> Int[Array, "*B"]:
-    """Returns the slot of a position that is among the newest R, or of any while all fit.
+    """Returns the slot of one of the newest R positions, or of any position of a row in order.
 
-    P = 2, C = 5: positions 0 1 2 3 4 5 6 7 8 live in slots 0 1 2 3 4 2 3 4 2.
+    P = 2, C = 5: slots 0 1 2 3 4 2 3 4 2 hold positions 0 1 2 3 4 5 6 7 8.
     """
     ring = capacity - pinned
     return jnp.where(position < pinned, position, pinned + (position - pinned) % ring)
 
 
 def gather(cache: KVCache, pinned: Pins, ring: int, bits: int | None = None) -> DraftCache:
-    """Returns the draft cache of what `cache` holds: the pins and the newest R, or all that fits.
+    """Returns the draft cache of a full cache: pinned and newest entries, or all if they fit.
 
     Args:
       cache: all entries, after prefill.
-      pinned: the policy's choice for each layer; read only in rows longer than C, where it must
-        name distinct positions below count - R.
+      pinned: the policy's choice per layer, read only in rows longer than C, where positions must
+        be distinct and below count - R.
       ring: R.
-      bits: 8 or 4 to quantize the entries; None: as they are.
+      bits: 8 or 4 to quantize the entries; None: not quantized.
     """
     count = cache.lengths[:, None]
     slots = jnp.arange(ring)
@@ -86,15 +85,15 @@ def gather(cache: KVCache, pinned: Pins, ring: int, bits: int | None = None) -> 
         ks.append(_take(k, index, bits))
         vs.append(_take(v, index, bits))
         pins.append(chosen)
-    return DraftCache(tuple(ks), tuple(vs), tuple(pins), cache.lengths, bits, cache.stages)
+    return DraftCache(tuple(ks), tuple(vs), tuple(pins), cache.lengths, bits, cache.split)
 
 
 def repin(cache: DraftCache, full: KVCache, pinned: Pins) -> DraftCache:
-    """Returns the draft cache with other pins, read from the full cache; the ring stays.
+    """Returns the draft cache with other pins, read from the full cache, and the same ring.
 
     Args:
-      cache: as it is.
-      full: all entries, as many as the draft cache has committed.
+      cache: the draft cache.
+      full: all entries; has committed as many tokens as `cache`.
       pinned: as for `gather`.
     """
     ks, vs, pins = [], [], []
@@ -112,14 +111,14 @@ def repin(cache: DraftCache, full: KVCache, pinned: Pins) -> DraftCache:
 
 
 def _in_order_while_all_fits(chosen: Int[Array, "B K P"], count: Int[Array, "B"], ring: int):
-    """Returns the pins of long rows, and 0, 1, … P-1 in rows that the cache holds whole."""
+    """Returns the pins of long rows, and 0, 1, … P-1 for rows that fit the cache."""
     in_order = jnp.arange(chosen.shape[-1], dtype=jnp.int32)
     fits = count[:, None, None] <= chosen.shape[-1] + ring
     return jnp.where(fits, in_order, chosen).astype(jnp.int32)
 
 
 def _take(entries: Array, index: Int[Array, "B K C"], bits: int | None) -> Array | Quantized:
-    """Returns the entries [B, K, S, D] at some positions; those beyond S are rubbish."""
+    """Returns the entries [B, K, C, D] at positions `index`; undefined beyond S."""
     index = jnp.minimum(index, entries.shape[2] - 1)[..., None]
     taken = jnp.take_along_axis(entries, index, axis=2)
     return taken if bits is None else quantize(taken, bits)
@@ -128,16 +127,16 @@ def _take(entries: Array, index: Int[Array, "B K C"], bits: int | None) -> Array
 def append_ring(
     cache: DraftCache, new: tuple, path: Int[Array, "B A"], kept: Int[Array, "B"]
 ) -> DraftCache:
-    """Returns the draft cache with the first `kept` nodes of each path at their slots.
+    """Returns the draft cache with the first `kept` nodes of each path in their slots.
 
-    Nothing else is written: a slot that a rejected node would take still holds a live entry.
-    A must not exceed R, or a round would overwrite its own entries.
+    Nothing else is written, because the slot of a rejected node still holds a live entry. A must
+    not exceed R, or a round would overwrite its own entries.
 
     Args:
       cache: before the round.
-      new: for each layer the pair k, v [B, N, K, D] of the nodes.
+      new: per layer the pair k, v [B, N, K, D] of the nodes.
       path: node ids.
-      kept: how many to keep, int32 [B], 0..A.
+      kept: int32 [B], the number of nodes to keep, 0..A.
     """
     steps = jnp.arange(path.shape[1])
     rows = jnp.arange(path.shape[0])[:, None]
@@ -146,12 +145,12 @@ def append_ring(
     def write(layer, old, nodes):
         num_pinned, capacity = cache.pinned[layer].shape[-1], cache.capacity(layer)
         slots = slot_of(position, num_pinned, capacity)
-        slots = jnp.where(steps < kept[:, None], slots, capacity)  # beyond the end: dropped
+        slots = jnp.where(steps < kept[:, None], slots, capacity)  # out of bounds: dropped
         entries: Any = jnp.take_along_axis(nodes, path[:, :, None, None], axis=1)  # [B,A,K,D]
         if cache.bits is not None:
             entries = quantize(entries, cache.bits)
         return jax.tree.map(
-            lambda x, put: x.at[rows, :, slots].set(put, mode="drop"),
+            lambda x, values: x.at[rows, :, slots].set(values, mode="drop"),
             old,
             entries,
         )

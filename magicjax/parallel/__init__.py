@@ -1,1 +1,1 @@
-"""Where a model's layers lie: host memory (offloading) or pipeline stages."""
+"""Layouts of a model's layers: on the device, in host memory, or on pipeline stages."""

@@ -1,109 +1,62 @@
-"""Pipeline stages: a target's layers, and their caches, divided over groups of devices.
+"""Pipeline stages: a target's layers and their caches, divided over groups of devices.
 
-SpecInfer serves its largest model so, over two nodes (arXiv 2305.09781, section 6.2). Every pass of
-the target goes through the stages in micro-batches: prefill, drafts of self-speculation, and
-verification. All else runs on every stage: embeddings, small models, look-ups, and what is decided
-on the last stage's hidden states, which all of them get. So between stages travel activations, and
-the few integers that the first stage has decided for all.
+SpecInfer serves its largest model this way over two nodes (arXiv 2305.09781, section 6.2). The
+stages run every pass of the target in micro-batches: prefill, drafts of self-speculation, and
+verification. Every stage runs everything else: embeddings, small models, prompt lookup, and all
+decisions, which depend on the last stage's hidden states. Stages therefore exchange activations,
+and the few integers that the first stage decides.
 
-What belongs to single layers is held stage by stage. Slot i of stage s is layer s * L/S + i: a
-parameter is [S, ...] of all stages, a cache's [B, K, slots, D] is [S * B, K, slots, D].
+Per-layer arrays are stacked by stage. Slot i of stage s holds layer s * L/S + i: a parameter is
+[S, ...], and a cache's [B, K, slots, D] is [S * B, K, slots, D].
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
 
 import models
-from models import Attend, Place
-from sharding import STAGE, AnyMesh, pipeline
-
-if TYPE_CHECKING:
-    from magicjax.model import Model
+from models import ShardingFn
+from sharding import STAGES
 
 
-def run_blocks(
-    model: "Model",
-    x: Float[Array, "B T E"],
-    positions: Int[Array, "B T"],
-    attend: Attend,
-) -> tuple[Float[Array, "B T E"], tuple]:
-    """Returns (the last block's output, on the last stage; what `attend` kept of its own layers).
-
-    Args:
-      model: whose module has this stage's layers.
-      x: the first block's input.
-      positions: of the tokens.
-      attend: with `rows(first, count)`, the same for some rows of the batch.
-    """
-    rows = x.shape[0] // model.micro_batches
-
-    def run(x, first):
-        at, of_rows = positions, attend
-        if first is not None:
-            at = jax.lax.dynamic_slice_in_dim(positions, first, rows)
-            of_rows = attend.rows(first, rows)  # type: ignore[attr-defined]  # ours all have it
-        kept = []
-        for layer in range(model.config.num_layers):
-            x, of_layer = model.module.apply(model.params, x, at, of_rows, layer, method="block")
-            kept.append(of_layer)
-        return x, tuple(kept)
-
-    return pipeline.pipelined(run, x, model.micro_batches, alike(model))
-
-
-def from_last(model: "Model", hidden: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
-    """Returns the last stage's hidden states, on every stage."""
-    return pipeline.from_last(hidden, alike(model))
-
-
-def alike(model: "Model") -> tuple[str, ...]:
-    """Returns the axes along which devices have the same hidden states and can divide them."""
-    divides = model.config.hidden_size % model.split.shards == 0
-    return model.split.axes if divides else ()
-
-
-def check(layers: int, stages: int) -> None:
+def validate_layers(layers: int, stages: int) -> None:
     """Raises ValueError unless the layers divide over the stages."""
     if layers % stages:
-        fits = [n for n in range(1, layers + 1) if layers % n == 0]
-        below, above = max(n for n in fits if n < stages), [n for n in fits if n > stages]
+        divisors = [n for n in range(1, layers + 1) if layers % n == 0]
+        below, above = max(n for n in divisors if n < stages), [n for n in divisors if n > stages]
         nearest = " or ".join(map(str, [below, *above[:1]]))
         raise ValueError(f"stage={stages} does not divide its {layers} layers: use {nearest}")
 
 
-def check_micro_batches(given: int | None, rows: int, stages: int) -> None:
-    """Raises ValueError unless the rows of a group of devices go in so many micro-batches."""
-    if given is None:
+def validate_micro_batches(micro_batches: int | None, rows: int, stages: int) -> None:
+    """Raises ValueError unless `micro_batches` divides the rows of a device group."""
+    if micro_batches is None:
         return
     if stages == 1:
         raise ValueError(
-            f"micro_batches={given} is for a mesh with stages: give one, or leave it out"
+            f"micro_batches={micro_batches} requires a mesh with stages: pass one, or remove "
+            "micro_batches"
         )
-    if given < 1 or rows % given:
-        fits = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
+    if micro_batches < 1 or rows % micro_batches:
+        divisors = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
         raise ValueError(
-            f"micro_batches={given} does not divide the {rows} rows of a group of devices: use one "
-            f"of {fits}"
+            f"micro_batches={micro_batches} does not divide the {rows} rows of a device group: use "
+            f"one of {divisors}"
         )
 
 
 def best_micro_batches(rows: int, stages: int, weights: int, caches: int) -> int:
-    """Returns the number of micro-batches in which a pass of decoding is fastest, as bytes go.
+    """Returns the number of micro-batches that minimizes the bytes read in a decoding pass.
 
-    A pass takes M + S - 1 turns. In a turn a stage reads its weights, all of them for every
-    micro-batch, and the caches of the micro-batch's rows: so few of them are best where weights are
-    most of the bytes, and many where caches are.
+    A pass takes M + S - 1 steps. In each step a stage reads all of its weights, and the caches of
+    one micro-batch. Few micro-batches are best where weights dominate, many where caches do.
 
     Args:
-      rows: of a group of devices.
+      rows: the rows of a device group.
       stages: S.
       weights, caches: bytes that a pass over all rows reads.
     """
@@ -111,121 +64,85 @@ def best_micro_batches(rows: int, stages: int, weights: int, caches: int) -> int
     return min(counts, key=lambda n: (n + stages - 1) * (weights + caches / n))
 
 
-def check_policy(drafter: Any, layers: int, stages: int) -> None:
-    """Raises ValueError if a draft on the target's layers has another budget in another stage."""
+def validate_policy(drafter: Any, layers: int, stages: int) -> None:
+    """Raises ValueError if a draft on the target's layers has budgets that differ by stage."""
     sparse = getattr(drafter, "sparse", None)
     if sparse is None or stages == 1:
         return
-    pinned, own = sparse.policy.pinned(sparse.budget, layers), layers // stages
-    if any(pinned[i] != pinned[i % own] for i in range(layers)):
+    pinned, local_layers = sparse.policy.pinned(sparse.budget, layers), layers // stages
+    if any(pinned[i] != pinned[i % local_layers] for i in range(layers)):
         raise ValueError(
-            f"{type(sparse.policy).__name__} gives layers budgets of their own, and stages must "
+            f"{type(sparse.policy).__name__} gives layers different budgets, and all stages must "
             "have the same: use another policy, or a mesh without stages"
         )
 
 
-def arrange(params: Any, stages: int, stacked: Callable[[Sequence[Any]], Any]) -> Any:
-    """Returns a model's variables with the blocks' parameters stage by stage.
+def stack_layers(
+    params: Any, stages: int, stack: Callable[[Sequence[Any]], Any] | None = None
+) -> Any:
+    """Returns a model's variables with the blocks' parameters stacked by stage.
 
     Args:
-      params: the variables, of all layers.
+      params: the variables of all layers: arrays, shapes, or boxed shapes.
       stages: S.
-      stacked: of a parameter of the S layers that share a slot, what holds them all.
+      stack: combines one parameter of the S layers that share a slot; None: along a new first axis.
     """
-    rest, layers = models.split_blocks(params)
-    own = len(layers) // stages
-    for slot in range(own):
-        of_stages = layers[slot::own]
-        rest["params"][f"{models.BLOCK}{slot}"] = jax.tree.map(
-            lambda *values: stacked(values), *of_stages, is_leaf=models.is_boxed
+    stacked, layers = models.split_blocks(params)
+    slots = len(layers) // stages
+    for slot in range(slots):
+        stacked["params"][f"{models.BLOCK}{slot}"] = jax.tree.map(
+            lambda *values: (stack or _stack)(values), *layers[slot::slots], is_leaf=models.is_boxed
         )
-    return rest
+    return stacked
 
 
-def names(module: nn.Module, stages: int) -> Any:
-    """Returns the logical axes of each parameter, as `arrange` leaves them."""
-
-    def stacked(boxes):
-        return (STAGE, *boxes[0].names)
-
-    boxes = arrange(models.abstract_params(module), stages, stacked)
-    return jax.tree.map(lambda x: x.names if models.is_boxed(x) else x, boxes, is_leaf=_named)
-
-
-def _named(x: Any) -> bool:
-    return models.is_boxed(x) or isinstance(x, tuple)
+def _stack(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if models.is_boxed(first):
+        value = _stack([box.value for box in values])
+        return first.replace(value=value, names=(STAGES, *first.names))
+    if isinstance(first, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((len(values), *first.shape), first.dtype)
+    return jnp.stack(values)
 
 
-def shardings(module: nn.Module, stages: int, mesh: AnyMesh, place: Place) -> Any:
-    """Returns where each parameter lies, as `arrange` leaves them."""
-
-    def sharding(axes):
-        if axes[:1] != (STAGE,):
-            return place(axes)
-        of_layer: Any = place(axes[1:])
-        return NamedSharding(mesh, PartitionSpec(STAGE, *of_layer.spec))
-
-    return jax.tree.map(sharding, names(module, stages), is_leaf=_named)
+def _shardings(module: nn.Module, stages: int, sharding_of: ShardingFn) -> Any:
+    boxes = stack_layers(models.abstract_params(module), stages)
+    return jax.tree.map(lambda box: sharding_of(box.names), boxes, is_leaf=models.is_boxed)
 
 
-def place_params(params: Any, wanted: Any, stages: int, put: Callable) -> Any:
-    """Returns the variables of all layers, arrays or shapes, stage by stage where they should lie.
+def load_params(params: Any, module: nn.Module, stages: int, sharding_of: ShardingFn) -> Any:
+    """Returns a checkpoint's variables stacked by stage; each process reads only its part.
 
     Args:
-      params: of one device, or of the host.
-      wanted: `shardings`.
+      params: the blocks' as memory-mapped arrays (`models.load_checkpoint(mapped_blocks=True)`),
+        the others on their devices.
+      module: the model's.
       stages: S.
-      put: (array, sharding) -> the array there.
-    """
-
-    def stacked(values):
-        if isinstance(values[0], jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct((stages, *values[0].shape), values[0].dtype)
-        return jnp.stack(values)
-
-    return jax.tree.map(put, arrange(params, stages, stacked), wanted)
-
-
-def load_params(params: Any, wanted: Any, stages: int, dtype: Any) -> Any:
-    """Returns the variables of a checkpoint, of which each process reads only its own.
-
-    Args:
-      params: the blocks' as arrays of the files (`models.load_checkpoint(mapped_blocks=True)`), the
-        others in their places.
-      wanted: `shardings`.
-      stages: S.
-      dtype: of the parameters.
+      sharding_of: the sharding of a parameter, by its logical axes.
     """
 
     def put(value, sharding):
         if not isinstance(value, tuple):
             return value
-        shape = (stages, *value[0].shape)
 
-        def part(index):
-            of_stages = range(*index[0].indices(stages))
-            return np.stack([np.asarray(value[s][index[1:]], dtype) for s in of_stages])
+        def read(index):
+            local_stages = range(*index[0].indices(stages))
+            parts = [np.asarray(value[s][index[1:]], module.dtype) for s in local_stages]
+            return np.stack(parts)
 
-        return jax.make_array_from_callback(shape, sharding, part)
+        return jax.make_array_from_callback((stages, *value[0].shape), sharding, read)
 
-    arranged = arrange(params, stages, tuple)
-    return jax.tree.map(put, arranged, wanted, is_leaf=lambda x: isinstance(x, tuple))
+    shardings = _shardings(module, stages, sharding_of)
+    stacked = stack_layers(params, stages, tuple)
+    return jax.tree.map(put, stacked, shardings, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def init_params(module: nn.Module, seed: int, wanted: Any, stages: int) -> Any:
-    """Returns the parameters of `models.init_params`, stage by stage where they should lie."""
+def init_params(module: nn.Module, seed: int, stages: int, sharding_of: ShardingFn) -> Any:
+    """Returns the parameters of `models.init_params`, stacked by stage and sharded."""
 
     def init(key):
-        params = nn.meta.unbox(models.init_boxed(module, key))
-        return arrange(params, stages, jnp.stack)
+        return stack_layers(nn.meta.unbox(models.init_boxed(module, key)), stages)
 
-    return jax.jit(init, out_shardings=wanted)(jax.random.key(seed))
-
-
-def own_part(model: "Model") -> "Model":
-    """Returns the model of this stage's layers, inside a program whose arguments are its parts."""
-    rest, slots = models.split_blocks(model.params)
-    for i, slot in enumerate(slots):
-        rest["params"][f"{models.BLOCK}{i}"] = jax.tree.map(lambda x: x[0], slot)
-    config = dataclasses.replace(model.config, num_layers=model.config.num_layers // model.stages)
-    return dataclasses.replace(model, params=rest, module=model.module.clone(config=config))
+    shardings = _shardings(module, stages, sharding_of)
+    return jax.jit(init, out_shardings=shardings)(jax.random.key(seed))

@@ -1,4 +1,4 @@
-"""Which drafter, budget and tree is predicted to be fastest, from costs and measured acceptance."""
+"""Predicts the fastest drafter, budget and tree from costs and measured acceptance."""
 
 from magicjax.planner.planning import (
     MAX_DEPTH,
@@ -6,15 +6,15 @@ from magicjax.planner.planning import (
     Plan,
     Prediction,
     break_even,
-    chain_speed_ups,
+    chain_speedups,
     check_fits,
     cost_of,
+    free_memory,
     inflection,
-    left_of_device,
-    most_speed_up,
+    max_speedup,
     plan,
     predictions,
-    rate_of,
+    required_acceptance,
 )
 
 __all__ = [
@@ -23,13 +23,13 @@ __all__ = [
     "Plan",
     "Prediction",
     "break_even",
-    "chain_speed_ups",
+    "chain_speedups",
     "check_fits",
     "cost_of",
+    "free_memory",
     "inflection",
-    "left_of_device",
-    "most_speed_up",
+    "max_speedup",
     "plan",
     "predictions",
-    "rate_of",
+    "required_acceptance",
 ]

@@ -1,4 +1,4 @@
-"""Which drafter, budget and tree pay most, or that none does: by costs and measured acceptance."""
+"""Searches drafters, budgets and trees for the highest predicted speedup."""
 
 import dataclasses
 import functools
@@ -17,11 +17,11 @@ from magicjax.cost_model import (
     memory_bytes,
     round_cost,
 )
-from magicjax.trees.sequoia import checked_acceptance, expected_tokens, optimal
+from magicjax.trees.sequoia import expected_tokens, optimal, validate_acceptance
 from magicjax.trees.token_tree import TokenTree, chain
 
 MAX_DEPTH = 16
-# Sizes and depths of the optimal trees that are tried; costs change little between them.
+# Sizes and depths of the optimal trees in the search; costs change little between them.
 TREE_NODES = (3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 TREE_DEPTHS = (1, 2, 3, 4, 6, 8, 12)
 
@@ -30,17 +30,17 @@ Acceptance = tuple[tuple[float, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A way to draft, and how often what it drafts is accepted.
+    """A drafter with its cost and its measured acceptance.
 
     Attributes:
-      name: as commands write it.
-      draft: what it costs.
-      acceptance: [depths, ranks], as `magicjax.optimal` takes it.
-      deepest: the deepest tree that it can draft.
-      shared: it is the target itself, so its weights are there already.
-      tokens: measured ones of a round of a chain, by its depth from 1 on; of deeper chains and of
-        trees, or if there are none, they follow from `acceptance`.
-      scale: measured time of a round, over what the cost model foretells.
+      name: its spec.
+      draft: its cost.
+      acceptance: [depths, ranks], as for `magicjax.optimal`.
+      deepest: maximum depth of a tree.
+      shared: whether it is the target itself, whose weights are already in memory.
+      tokens: measured tokens per round of chains of depth 1, 2, …; for deeper chains and for trees
+        they are computed from `acceptance`.
+      scale: measured / predicted time of a round.
     """
 
     name: str
@@ -54,13 +54,13 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What a candidate with a tree is foretold to do.
+    """The prediction for a candidate with a tree.
 
     Attributes:
-      drafter: the candidate's name.
+      drafter: name of the candidate.
       tree: what it drafts.
-      tokens: expected of a round and row, the bonus token included.
-      cost: seconds of the round and its parts.
+      tokens: expected tokens per round and row, including the bonus token.
+      cost: seconds of a round and its parts.
       batch: B.
     """
 
@@ -71,31 +71,31 @@ class Prediction:
     batch: int
 
     @property
-    def speed_up(self) -> float:
-        return self.cost.speed_up(self.tokens)
+    def speedup(self) -> float:
+        return self.cost.speedup(self.tokens)
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all rows together."""
+        """Tokens per second of all rows."""
         return self.batch * self.tokens / self.cost.total
 
     @property
     def seconds_per_token(self) -> float:
-        """Between two tokens of a row, on average."""
+        """Mean time between two tokens of a row."""
         return self.cost.total / self.tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The planner's answer.
+    """The result of the planner.
 
     Attributes:
-      best: the fastest prediction, also where it does not pay.
-      runner_up: the best of the other candidates; of one candidate, its next tree.
-      break_even: the lowest acceptance of each token of a chain at which the best candidate is no
-        slower than plain decoding; None: not even if every token were accepted.
-      target: T_target, seconds.
-      too_large: candidates left out because they do not fit into memory.
+      best: the fastest prediction, even if it is slower than plain decoding.
+      runner_up: the best of the other candidates; with one candidate, its second-best tree.
+      break_even: lowest acceptance of a chain's tokens at which the best candidate is not slower
+        than plain decoding; None if it is slower even at acceptance 1.
+      target: T_target in seconds.
+      too_large: candidates that do not fit into memory.
     """
 
     best: Prediction
@@ -105,9 +105,9 @@ class Plan:
     too_large: tuple[str, ...] = ()
 
     @property
-    def pays(self) -> bool:
+    def speculate(self) -> bool:
         """Whether speculation is faster than plain decoding."""
-        return self.best.speed_up > 1
+        return self.best.speedup > 1
 
 
 def plan(
@@ -117,43 +117,43 @@ def plan(
     batch: int,
     context: int,
 ) -> Plan:
-    """Returns what is foretold to be fastest.
+    """Returns the plan with the highest predicted speedup.
 
-    Chains are tried of every depth; candidates with acceptance of several ranks also draft optimal
-    trees (`magicjax.optimal`).
+    The search covers chains of every depth and, for candidates with acceptance of several ranks,
+    optimal trees (`magicjax.optimal`).
 
     Args:
       target: the model whose output is kept.
-      candidates: ways to draft.
-      machine: what all run on.
+      candidates: drafters to compare.
+      machine: runs all models.
       batch, context: B, and the tokens of each row's cache.
 
     Raises:
-      ValueError: no candidate, a batch or context below 1, heads that the machine does not divide,
-        acceptance that is none, or more bytes than the devices have.
+      ValueError: no candidate, a batch or context below 1, heads that do not divide over the
+        machine, invalid acceptance, or too little memory.
     """
     if not candidates:
-        raise ValueError("no candidate to plan with: give at least one drafter with its acceptance")
+        raise ValueError("no candidate: pass at least one drafter with its acceptance")
     for name, value in (("batch", batch), ("context", context)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    left = check_fits(target, machine, batch, context)
-    fit = [c for c in candidates if c.draft.memory(machine, batch, context, c.shared) <= left]
-    too_large = tuple(c.name for c in candidates if c not in fit)
-    if not fit:
+    free = check_fits(target, machine, batch, context)
+    fitting = [c for c in candidates if c.draft.memory(machine, batch, context, c.shared) <= free]
+    too_large = tuple(c.name for c in candidates if c not in fitting)
+    if not fitting:
         raise ValueError(
             f"no draft fits beside the target: {', '.join(too_large)} need more than the "
-            f"{left / 1e9:.1f} GB left of each device; use fewer rows, smaller budgets or more "
+            f"{free / 1e9:.1f} GB free on each device; use fewer rows, smaller budgets or more "
             "devices"
         )
-    of_each = [
-        sorted(predictions(target, c, machine, batch, context), key=lambda p: -p.speed_up)
-        for c in fit
+    ranked = [
+        sorted(predictions(target, c, machine, batch, context), key=lambda p: -p.speedup)
+        for c in fitting
     ]
-    of_each.sort(key=lambda found: -found[0].speed_up)
-    best = of_each[0][0]
-    others = [found[0] for found in of_each[1:]] or of_each[0][1:]
-    winner = next(c for c in fit if c.name == best.drafter)
+    ranked.sort(key=lambda trees: -trees[0].speedup)
+    best = ranked[0][0]
+    others = [trees[0] for trees in ranked[1:]] or ranked[0][1:]
+    winner = next(c for c in fitting if c.name == best.drafter)
     return Plan(
         best=best,
         runner_up=next(iter(others), None),
@@ -170,7 +170,7 @@ def predictions(
     batch: int,
     context: int,
 ) -> Iterator[Prediction]:
-    """Yields a prediction for every tree that is tried; see `plan`."""
+    """Yields a prediction for every tree of the search; see `plan`."""
     for tree, tokens in _trees(candidate.acceptance, candidate.deepest):
         if tree.depth <= len(candidate.tokens) and tree == chain(tree.depth):
             tokens = candidate.tokens[tree.depth - 1]
@@ -186,17 +186,17 @@ def cost_of(
     context: int,
     tree: TokenTree,
 ) -> RoundCost:
-    """Returns what a round of a candidate costs, set right by the candidate's `scale`."""
-    where = machine, batch, context
+    """Returns the cost of a candidate's round, multiplied by its `scale`."""
     width = tree.levels.shape[1]
-    cost = round_cost(target, candidate.draft, *where, tree.num_nodes, tree.depth, width)
+    size = tree.num_nodes, tree.depth, width
+    cost = round_cost(target, candidate.draft, machine, batch, context, *size)
     return cost.scaled(1.0, candidate.scale)
 
 
 @functools.lru_cache(maxsize=256)
 def _trees(acceptance: Acceptance, deepest: int) -> tuple[tuple[TokenTree, float], ...]:
-    """Returns the trees that are tried, each with its expected tokens."""
-    table = checked_acceptance(acceptance)
+    """Returns the trees of the search, each with its expected tokens per round."""
+    table = validate_acceptance(acceptance)
     trees = [chain(depth) for depth in range(1, deepest + 1)]
     if table.shape[1] > 1:
         trees += [
@@ -215,23 +215,24 @@ def break_even(
     batch: int,
     context: int,
 ) -> float | None:
-    """Returns the lowest acceptance at which some chain is no slower than plain decoding.
+    """Returns the lowest acceptance at which some chain is not slower than plain decoding.
 
-    None if none is, even where every token is accepted.
+    Returns None if all are slower even at acceptance 1.
     """
-    found = []
+    rates = []
     for depth in range(1, candidate.deepest + 1):
         cost = cost_of(target, candidate, machine, batch, context, chain(depth))
-        rate = rate_of(cost.total / cost.target, depth)
+        rate = required_acceptance(cost.total / cost.target, depth)
         if rate is not None:
-            found.append(rate)
-    return min(found, default=None)
+            rates.append(rate)
+    return min(rates, default=None)
 
 
-def rate_of(tokens: float, depth: int) -> float | None:
-    """Returns the acceptance at which a chain emits so many tokens a round; None: at none.
+def required_acceptance(tokens: float, depth: int) -> float | None:
+    """Returns the acceptance at which a chain emits this many tokens per round.
 
-    It solves tokens = 1 + rate + ... + rate^depth; 0 where fewer than 1 are wanted.
+    It solves tokens = 1 + rate + ... + rate^depth. It is 0 for fewer than 1 token, and None for
+    more than depth + 1.
     """
     if tokens > depth + 1:
         return None
@@ -243,30 +244,31 @@ def rate_of(tokens: float, depth: int) -> float | None:
     return high
 
 
-def most_speed_up(
+def max_speedup(
     target: Sizes, candidate: Candidate, machine: Machine, batch: int, context: int
 ) -> float:
-    """Returns the speed-up of its best chain if every token that it drafts were right."""
+    """Returns the highest speedup of a chain if every drafted token is accepted."""
     where = machine, batch, context
     return max(
-        cost_of(target, candidate, *where, chain(depth)).speed_up(depth + 1)
+        cost_of(target, candidate, *where, chain(depth)).speedup(depth + 1)
         for depth in range(1, candidate.deepest + 1)
     )
 
 
-def left_of_device(target: Sizes, machine: Machine, batch: int, context: int) -> float:
-    """Returns the bytes that the target leaves free on each device; negative: it does not fit."""
+def free_memory(target: Sizes, machine: Machine, batch: int, context: int) -> float:
+    """Returns the bytes free on each device beside the target; negative if it does not fit."""
     return machine.device.memory - memory_bytes(target, machine, batch, context, target.kv_bytes)
 
 
 def check_fits(target: Sizes, machine: Machine, batch: int, context: int) -> float:
-    """Returns the bytes that the target leaves free on each device.
+    """Returns the bytes free on each device beside the target.
 
-    Raises ValueError if it does not fit at all, with the most rows that do, or cannot be divided.
+    Raises:
+      ValueError: the target does not fit, or its heads do not divide over the devices.
     """
     check_heads(target, machine)
-    if (left := left_of_device(target, machine, batch, context)) >= 0:
-        return left
+    if (free := free_memory(target, machine, batch, context)) >= 0:
+        return free
     memory = machine.device.memory
     weights = memory_bytes(target, machine, batch, 0, 0)
     shards = kv_shards(target, machine)
@@ -277,8 +279,8 @@ def check_fits(target: Sizes, machine: Machine, batch: int, context: int) -> flo
         else "not one row fits; use more devices"
     )
     raise ValueError(
-        f"batch={batch} at context={context} needs {(memory - left) / 1e9:.1f} GB on each of "
-        f"{machine.devices} {machine.device.name}, which have {memory / 1e9:.0f} GB: {remedy}"
+        f"batch={batch} with context={context} needs {(memory - free) / 1e9:.1f} GB on each of "
+        f"{machine.devices} {machine.device.name} with {memory / 1e9:.0f} GB: {remedy}"
     )
 
 
@@ -290,26 +292,26 @@ def inflection(
     batches: tuple[int, int],
     contexts: tuple[int, int] = (128, 131072),
 ) -> float | None:
-    """Returns the context from which more rows make speculation pay more, not less.
+    """Returns the context from which a larger batch increases the speedup instead of reducing it.
 
-    It is where the speed-up of the larger batch overtakes that of the smaller one; tokens of a
-    round are the same at both, so acceptance does not matter. None if it is not in the range.
+    There, the speedup of the larger batch overtakes that of the smaller one. Acceptance cancels,
+    because both emit the same tokens per round.
 
     Source: MagicDec (arXiv 2408.11049), section 3.
 
     Args:
       target, candidate, machine: as for `plan`.
-      depth: gamma, of a chain.
-      batches: the smaller and the larger.
-      contexts: where to look, from and to.
+      depth: gamma of a chain.
+      batches: the smaller and the larger batch.
+      contexts: range of the search; None is returned if the context is outside.
     """
 
     def gain(context: float) -> float:
-        one, many = (
+        small, large = (
             round_cost(target, candidate.draft, machine, b, round(context), depth + 1, depth)
             for b in batches
         )
-        return many.speed_up(1.0) - one.speed_up(1.0)
+        return large.speedup(1.0) - small.speedup(1.0)
 
     low, high = map(float, contexts)
     if gain(low) > 0 or gain(high) < 0:
@@ -320,14 +322,14 @@ def inflection(
     return high
 
 
-def chain_speed_ups(
+def chain_speedups(
     target: Sizes, candidate: Candidate, machine: Machine, batch: int, context: int
 ) -> dict[int, float]:
-    """Returns the speed-up of a chain by its depth."""
+    """Returns the speedup of a chain, by depth."""
     table = np.array(candidate.acceptance)
     return {
         depth: round_cost(
             target, candidate.draft, machine, batch, context, depth + 1, depth
-        ).speed_up(expected_tokens(chain(depth), table))
+        ).speedup(expected_tokens(chain(depth), table))
         for depth in range(1, candidate.deepest + 1)
     }

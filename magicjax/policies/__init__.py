@@ -1,13 +1,10 @@
-"""Which tokens of a long text a draft cache pins. A policy scores entries; gathering is shared."""
+"""Policies: which tokens of a long text a sparse draft cache pins. A policy scores the entries."""
 
-from magicjax.policies.attention_mass import H2O, TOVA
-from magicjax.policies.base import Evidence, Policy, Queries, choose
+from magicjax.policies.attention_mass import H2O, TOVA, PyramidKV, SnapKV
+from magicjax.policies.base import Evidence, Policy, RecentQueries, choose
 from magicjax.policies.expected_attention import ExpectedAttention
-from magicjax.policies.full import Full
-from magicjax.policies.key_geometry import KeyDiff, KNorm, Random
+from magicjax.policies.query_free import Full, KeyDiff, KNorm, Random, StreamingLLM
 from magicjax.policies.registry import GROUP, POLICIES, find
-from magicjax.policies.snapkv import PyramidKV, SnapKV
-from magicjax.policies.streaming import StreamingLLM
 
 __all__ = [
     "GROUP",
@@ -21,8 +18,8 @@ __all__ = [
     "KeyDiff",
     "Policy",
     "PyramidKV",
-    "Queries",
     "Random",
+    "RecentQueries",
     "SnapKV",
     "StreamingLLM",
     "choose",

@@ -1,4 +1,4 @@
-"""Expected Attention: what queries yet to come are likely to attend to (arXiv 2510.00636)."""
+"""Expected Attention: the entries that future queries are expected to attend to."""
 
 import dataclasses
 
@@ -6,30 +6,31 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from magicjax.policies.base import Evidence, Policy, Queries
+from magicjax.policies.base import Evidence, Policy, RecentQueries
 from models.rope import frequencies, turn
 from sharding import collectives
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedAttention(Policy):
-    """Pins the entries of the highest expected attention times the length of their value.
+    """Pins the entries with the highest expected attention times the norm of their value.
 
-    Queries before their rotation are taken as normal. Their mean and covariance, turned by the mean
-    rotation of the next `future` positions, give the expected exp(score) of every key in closed
-    form; that is averaged over the query heads of a KV head.
+    Queries before rotation are modelled as normally distributed. Their mean and covariance, rotated
+    by the mean rotation of the next `future` positions, give the expected exp(score) of every key
+    in closed form, which is averaged over the query heads of a KV head.
 
-    The paper takes the statistics of all of the prompt's queries, here they are those of the newest
-    `window`; and the paper weighs by the value after the output projection, here by the value.
+    Source: Expected Attention (arXiv 2510.00636), which takes the statistics of all of the prompt's
+    queries and weights by the value after the output projection; here they are those of the newest
+    `window` queries, and the weight is the norm of the value.
 
     Attributes:
       window: W, how many of the newest queries give mean and covariance.
-      future: over how many positions ahead the rotation is averaged.
-      epsilon: added to the expected attention, so that long values count where none is expected.
-      covariance: count the queries' spread, not only their mean.
+      future: the number of future positions over which the rotation is averaged.
+      epsilon: added to the expected attention, so that entries with large values count.
+      covariance: use the covariance, not only the mean.
 
     Raises:
-      ValueError: window or future < 1, epsilon < 0.
+      ValueError: window or future < 1, epsilon < 0 or not finite.
     """
 
     window: int = 128
@@ -42,7 +43,7 @@ class ExpectedAttention(Policy):
         if self.window < 1 or self.future < 1:
             raise ValueError(f"window={self.window}, future={self.future}: both must be at least 1")
         if not 0 <= self.epsilon < float("inf"):
-            raise ValueError(f"epsilon={self.epsilon}: it must be 0 or more, and finite")
+            raise ValueError(f"epsilon={self.epsilon}: it must be a finite number of at least 0")
 
     def score(self, evidence: Evidence) -> Float[Array, "B K S"]:
         assert evidence.queries is not None
@@ -53,18 +54,18 @@ class ExpectedAttention(Policy):
         scores = jnp.einsum("bkgd,bksd->bkgs", mean, keys) * size**-0.5
         if self.covariance:
             spread = spread.reshape(batch, heads, -1, size, size)
-            turned = jnp.einsum("bkgde,bkse->bkgsd", spread, keys)
-            scores += jnp.einsum("bkgsd,bksd->bkgs", turned, keys) / (2 * size)
+            product = jnp.einsum("bkgde,bkse->bkgsd", spread, keys)
+            scores += jnp.einsum("bkgsd,bksd->bkgs", product, keys) / (2 * size)
         attention = jax.nn.softmax(scores, axis=-1, where=evidence.live()[:, :, None])
-        length = jnp.linalg.norm(evidence.values.astype(jnp.float32), axis=-1)
+        norm = jnp.linalg.norm(evidence.values.astype(jnp.float32), axis=-1)
         split = evidence.split
-        attention = collectives.total(attention.mean(2), split.replica_axes)
-        return (attention * split.kv_shards / split.shards + self.epsilon) * length
+        attention = collectives.psum(attention.mean(2), split.replica_axes)
+        return (attention * split.kv_shards / split.shards + self.epsilon) * norm
 
     def _statistics(
-        self, queries: Queries, config
+        self, queries: RecentQueries, config
     ) -> tuple[Float[Array, "B H D"], Float[Array, "B H D D"]]:
-        """Returns mean and covariance of the queries, as future positions will turn them."""
+        """Returns mean and covariance of the queries, rotated to the future positions."""
         q, exists = queries.q.astype(jnp.float32), queries.seen > 0
         rope = getattr(config, "rope", None)
         if rope is not None:
@@ -72,8 +73,8 @@ class ExpectedAttention(Policy):
             q = turn(q, jnp.cos(back), jnp.sin(back))
         weight = exists / jnp.maximum(exists.sum(-1, keepdims=True), 1)
         mean = jnp.einsum("bw,bwhd->bhd", weight, q)
-        apart = q - mean[:, None]
-        spread = jnp.einsum("bw,bwhd,bwhe->bhde", weight, apart, apart)
+        deviation = q - mean[:, None]
+        spread = jnp.einsum("bw,bwhd,bwhe->bhde", weight, deviation, deviation)
         if rope is not None:
             angles = self._angles(queries.seen.max(-1), rope, q.shape[-1])
             cos, sin = jnp.cos(angles).mean(1)[:, None], jnp.sin(angles).mean(1)[:, None]
@@ -84,6 +85,6 @@ class ExpectedAttention(Policy):
         return mean, spread
 
     def _angles(self, length: Int[Array, "B"], rope, size: int) -> Float[Array, "B T D/2"]:
-        """Returns the angles of the positions length, length + 1, … length + future - 1."""
+        """Returns the rotation angles of the positions length, …, length + future - 1."""
         ahead = length[:, None] + jnp.arange(self.future)
         return ahead[..., None] * frequencies(rope, size)[0]

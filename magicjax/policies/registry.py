@@ -1,15 +1,12 @@
-"""Policies by name: this project's own, and those that other packages register."""
+"""Policies by name: those of this package, and those that other packages register."""
 
-import difflib
 import importlib.metadata
 
-from magicjax.policies.attention_mass import H2O, TOVA
+from magicjax.policies.attention_mass import H2O, TOVA, PyramidKV, SnapKV
 from magicjax.policies.base import Policy
 from magicjax.policies.expected_attention import ExpectedAttention
-from magicjax.policies.full import Full
-from magicjax.policies.key_geometry import KeyDiff, KNorm, Random
-from magicjax.policies.snapkv import PyramidKV, SnapKV
-from magicjax.policies.streaming import StreamingLLM
+from magicjax.policies.query_free import Full, KeyDiff, KNorm, Random, StreamingLLM
+from magicjax.suggest import did_you_mean
 
 POLICIES: dict[str, type[Policy]] = {
     "streaming": StreamingLLM,
@@ -27,14 +24,14 @@ GROUP = "magicjax.policies"  # of entry points
 
 
 def find(policy: str | Policy) -> Policy:
-    """Returns the policy of that name with its default settings, or `policy` itself.
+    """Returns the policy of a name with its default settings, or `policy` itself.
 
-    A name is one of `POLICIES`, or an entry point of the group "magicjax.policies" that another
-    package installed.
+    A name is one of `POLICIES`, or an entry point of the group "magicjax.policies" of an installed
+    package.
 
     Raises:
-      ValueError: no such name (the nearest is named), or an entry point that is no policy.
-      TypeError: neither a name nor a policy.
+      ValueError: an unknown name, or an entry point that is not a policy.
+      TypeError: neither a name nor a `Policy`.
     """
     if isinstance(policy, Policy):
         return policy
@@ -50,16 +47,15 @@ def find(policy: str | Policy) -> Policy:
     installed = {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
     if policy not in installed:
         known = sorted({*POLICIES, *installed})
-        nearest = difflib.get_close_matches(policy, known, 1, 0.0)[0]
         raise ValueError(
-            f"policy={policy!r} is unknown: did you mean {nearest!r}? It must be one of "
-            f"{', '.join(known)}; packages can register more as entry points of {GROUP!r}"
+            f"policy={policy!r} is unknown: use one of {', '.join(known)}, or an entry point of "
+            f"{GROUP!r} in an installed package{did_you_mean(policy, known)}"
         )
     loaded = installed[policy].load()
-    made = loaded() if callable(loaded) else loaded
-    if not isinstance(made, Policy):
+    instance = loaded() if callable(loaded) else loaded
+    if not isinstance(instance, Policy):
         raise ValueError(
-            f"policy={policy!r}: the entry point {installed[policy].value} makes a "
-            f"{type(made).__name__}: it must name a subclass of magicjax.Policy"
+            f"policy={policy!r}: the entry point {installed[policy].value} gives a "
+            f"{type(instance).__name__}: it must name a subclass of magicjax.Policy"
         )
-    return made
+    return instance

@@ -1,1 +1,1 @@
-"""Token trees: what a round drafts, how trees are merged, and which tree is best."""
+"""Token trees: their shapes, proposals, merging, and the best tree for given acceptance rates."""

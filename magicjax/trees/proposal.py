@@ -1,4 +1,4 @@
-"""What a drafter proposes: a tree of tokens for each row, and how its nodes came about."""
+"""Proposals: a tree of tokens for each row, and how its nodes were drawn."""
 
 import jax
 import jax.numpy as jnp
@@ -6,44 +6,43 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-ONE_HOT = -1  # as a draw's distribution: the token was not drawn, it was the drafter's only choice
-
+ONE_HOT = -1  # as the distribution of a token that was not drawn at random
 
 # How children can be drawn under sampling -> the verifier that is exact for it.
-DRAWINGS = {
+DRAW_METHODS = {
     "with_replacement": "mss_with_replacement",
     "without_replacement": "mss_without_replacement",
-    "top": "one_hot",  # the most likely tokens: nothing is drawn
+    "top": "one_hot",  # the most likely tokens; not random
 }
 
 
 @struct.dataclass
 class Draws:
-    """How the nodes came about, in the order in which the verifier must try them.
+    """The draws of a tree, in the order in which the verifier must try them.
 
-    A try is a fact about the draw, not about the node: several draws may name one node, and each
-    of them counts.
+    Several draws can name one node, and the verifier tries each of them: dropping a repeated draw
+    would change the distribution.
 
     Attributes:
-      parent: int32 [B, J], the node below which the token was drawn; -1: there was no such draw.
-      node: int32 [B, J], the child that carries the token.
-      q_of: int32 [B, J], which row of `q` it was drawn from; `ONE_HOT`: it was not drawn.
-      q: [B, Q, V], the drafts' distributions after warping, Q >= 1.
-      replacement: static; whether draws from one row of `q` could repeat.
+      parent: int32 [B, J], the node below which the token was drawn; -1: no such draw.
+      node: int32 [B, J], the child that has the token.
+      q_index: int32 [B, J], the index in `q` of the distribution it was drawn from, or `ONE_HOT`.
+      q: [B, Q, V], the draft distributions after warping, Q >= 1.
+      replacement: static; whether draws from one distribution can repeat.
     """
 
     parent: Int[Array, "B J"]
     node: Int[Array, "B J"]
-    q_of: Int[Array, "B J"]
+    q_index: Int[Array, "B J"]
     q: Float[Array, "B Q V"]
     replacement: bool = struct.field(pytree_node=False, default=False)
 
 
 def deterministic_draws(parents: Int[Array, "B J"], vocab: int) -> Draws:
-    """Returns the draws of nodes 1, 2, … of a tree in which nothing was drawn.
+    """Returns the draws of a tree without randomness, one for each node but the root.
 
     Args:
-      parents: of those nodes; -1: padding.
+      parents: of nodes 1, 2, …; -1 is padding.
       vocab: V.
     """
     count = parents.shape[1]
@@ -58,9 +57,9 @@ class Proposal:
 
     Attributes:
       tokens: int32 [B, N]; node 0 is the row's pending token.
-      parents: of the nodes, [N] where every row has the same tree, else [B, N]; a node without a
-        parent (-1, behind node 0) is padding and is never tried.
-      draws: how they were drawn; None: nobody will ask (greedy decoding).
+      parents: of the nodes, [N] if every row has the same tree, else [B, N]; another node than the
+        root with parent -1 is padding.
+      draws: how they were drawn; None in greedy decoding.
     """
 
     tokens: Int[Array, "B N"]

@@ -1,8 +1,8 @@
 """Token trees: what a drafter proposes for one row, and what the target scores in one pass.
 
-A tree is its parents: node 0 is the root (the pending token), and every other node comes after its
-parent. The functions here take parents as `[N]` or, one tree for each row, as `[B, N]`, as numpy
-(known when tracing) or as JAX arrays (traced): static, merged and dynamic trees share them.
+A tree is a list of parents: node 0 is the root (the pending token), and every other node comes
+after its parent. The functions here take parents of one tree, `[N]`, or of one tree for each row,
+`[B, N]`, as numpy arrays (known while tracing) or JAX arrays (traced).
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ def ancestor_mask(parents: Parents) -> Bool[Array, "*B N N"]:
         1      1 1 . .
         2      1 . 1 .
         3      1 1 . 1
-    Reaching one step up is a matrix; squaring it doubles the reach, so log2(N) products do.
+    The matrix of parents reaches one step up; each of log2(N) squarings doubles its reach.
     """
     xp, n = _xp(parents), parents.shape[-1]
     nodes = xp.arange(n)
@@ -47,12 +47,12 @@ def ancestor_mask(parents: Parents) -> Bool[Array, "*B N N"]:
 
 
 def depths(parents: Parents) -> Int[Array, "*B N"]:
-    """Returns how many edges lie between each node and the root (padding: 0)."""
+    """Returns the number of edges between each node and the root; 0 for padding."""
     return (ancestor_mask(parents).sum(-1) - 1).astype(_xp(parents).int32)
 
 
 def padding(parents: Parents) -> Bool[Array, "*B N"]:
-    """Returns which nodes stand for nothing and must never be tried."""
+    """Returns which nodes are padding."""
     return (parents == NO_NODE) & (_xp(parents).arange(parents.shape[-1]) > 0)
 
 
@@ -70,12 +70,12 @@ def children(parents: Parents, width: int) -> Int[Array, "*B N W"]:
 
 
 class Shape(NamedTuple):
-    """Bounds of every tree that a drafter proposes.
+    """Bounds of the trees that a drafter proposes.
 
     Attributes:
       num_nodes: N, the root and padding included.
-      depth: the most edges of a path.
-      width: the most tries below a node, before trees are merged.
+      depth: the longest path, in edges.
+      width: the most draws below a node, before trees are merged.
     """
 
     num_nodes: int
@@ -85,7 +85,7 @@ class Shape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TokenTree:
-    """A static tree shape, the same for every row and round. Hashable: programs specialise on it.
+    """A static tree, the same for every row and round; hashable.
 
     Attributes:
       parents: the parent of each node; -1 for the root, which is node 0.
@@ -100,13 +100,13 @@ class TokenTree:
         object.__setattr__(self, "parents", tuple(int(p) for p in self.parents))
         if not self.parents or self.parents[0] != NO_NODE:
             raise ValueError(
-                f"parents={self.parents} has no root: node 0 must come first, with parent -1"
+                f"parents={self.parents} has no root: the first parent must be -1, for node 0"
             )
         for node, parent in enumerate(self.parents[1:], 1):
             if not 0 <= parent < node:
                 raise ValueError(
-                    f"node {node} has parent {parent}: it must lie between 0 and {node - 1}, "
-                    "so list every parent before its children"
+                    f"node {node} has parent {parent}: it must be between 0 and {node - 1}; list "
+                    "every parent before its children"
                 )
         if len(self.parents) > MAX_NODES:
             raise ValueError(
@@ -115,7 +115,7 @@ class TokenTree:
 
     @staticmethod
     def from_parents(parents: Sequence[int]) -> "TokenTree":
-        """Returns the tree with these parents, node by node, -1 for the root."""
+        """Returns the tree with the given parent of each node, -1 for the root."""
         return TokenTree(tuple(parents))
 
     @functools.cached_property
@@ -141,7 +141,7 @@ class TokenTree:
 
     @property
     def depth(self) -> int:
-        """The most tokens that one round can accept."""
+        """The longest path, in edges: the most tokens that one round can accept."""
         return int(self.node_depths.max())
 
     @property
@@ -163,7 +163,7 @@ class TokenTree:
     def levels(self) -> np.ndarray:
         """int32 [depth, W]: the nodes of each depth that have children, padded with N.
 
-        These are the nodes a drafter must run; the others are leaves.
+        A draft model runs these nodes; the others are leaves.
         """
         inner = [
             [n for n in range(self.num_nodes) if self.node_depths[n] == d and n in self.parents]
@@ -189,20 +189,20 @@ class TokenTree:
 
 @dataclasses.dataclass(frozen=True)
 class DynamicTree:
-    """Trees that grow, in each row and round, where the draft is surest (EAGLE-2, DySpec).
+    """A tree for each row and round, grown where the draft model is most confident.
 
-    At each depth the `width` most probable nodes get `width` children each: the draft's most
-    likely tokens. Of all of them the `nodes` - 1 of the highest path probability are proposed. So
-    the children are deterministic, which keeps sampling exact; pruning what was drawn would not.
-    Source: EAGLE-2 (arXiv 2406.16858), section 4; there the root's children are counted apart.
+    At each depth the `width` most probable nodes get `width` children each: the draft model's most
+    likely tokens. The `nodes` - 1 tokens of the highest path probability are proposed. Nothing is
+    drawn at random, because pruning random draws by their probability is not exact. Source: EAGLE-2
+    (arXiv 2406.16858), section 4, which counts the root's children separately; also DySpec.
 
     Attributes:
-      nodes: N, the root included: what the target scores.
-      depth: the most edges of a path; the draft runs once for each.
-      width: nodes that are run at each depth, and children of each.
+      nodes: N, the nodes that the target scores, the root included.
+      depth: the longest path, in edges; the draft model runs once for each depth.
+      width: the nodes that run at each depth, and the children of each.
 
     Raises:
-      ValueError: a bound below its least, or fewer candidates than nodes.
+      ValueError: a bound is too small, or there are fewer candidates than nodes.
     """
 
     nodes: int
@@ -218,14 +218,14 @@ class DynamicTree:
             raise ValueError(f"nodes={self.nodes}: at most {MAX_NODES} are supported")
         if self.nodes - 1 > self.candidates:
             raise ValueError(
-                f"nodes={self.nodes} with depth={self.depth} and width={self.width}: only "
-                f"{self.candidates} nodes are ever drafted; ask for at most {self.candidates + 1}, "
-                "or for more depth or width"
+                f"nodes={self.nodes} is too large: depth={self.depth} and width={self.width} draft "
+                f"{self.candidates} nodes; use at most {self.candidates + 1}, or more depth or "
+                "width"
             )
 
     @property
     def candidates(self) -> int:
-        """How many nodes are drafted before the best are chosen."""
+        """The nodes that are drafted before the best are chosen."""
         return self.width + (self.depth - 1) * self.width**2
 
     @property
@@ -237,7 +237,7 @@ class DynamicTree:
         return Shape(self.nodes, self.depth, self.width)
 
     def __str__(self) -> str:
-        return f"{self.nodes} nodes, depth {self.depth}, grown where the draft is surest"
+        return f"{self.nodes} nodes, depth {self.depth}, grown where the draft is most confident"
 
 
 Tree = TokenTree | DynamicTree
@@ -245,27 +245,27 @@ ROOT_ONLY = TokenTree((NO_NODE,))  # plain decoding
 
 
 def chain(length: int) -> TokenTree:
-    """Returns `length` speculated tokens in a line, so length + 1 nodes.
+    """Returns a chain of `length` drafted tokens: length + 1 nodes.
 
     Raises:
       ValueError: length < 1.
     """
     if length < 1:
-        raise ValueError(f"chain({length}): a chain speculates at least 1 token")
+        raise ValueError(f"chain({length}): the length must be at least 1")
     return TokenTree(tuple(range(NO_NODE, length)))
 
 
 def expansion(branches: Sequence[int]) -> TokenTree:
-    """Returns SpecInfer's static tree: each node of level i - 1 gets branches[i - 1] children.
+    """Returns the tree in which every node at depth d has branches[d] children.
 
-    expansion((1, 1, 3)) is a line of two that ends in three leaves. Source: SpecInfer, section 3.
+    expansion((1, 1, 3)) is a chain of two that ends in three leaves. Source: SpecInfer, section 3.
 
     Raises:
-      ValueError: no level, or a level without children.
+      ValueError: no depth, or one without children.
     """
     branches = tuple(branches)
     if not branches or min(branches) < 1:
-        raise ValueError(f"expansion{branches}: give at least one level, each with 1 child or more")
+        raise ValueError(f"expansion{branches}: give at least one depth, each with 1 child or more")
     parents, level = [NO_NODE], [0]
     for count in branches:
         if len(parents) + len(level) * count > MAX_NODES:
@@ -279,12 +279,12 @@ def expansion(branches: Sequence[int]) -> TokenTree:
 
 
 def parse_tree(text: str) -> Tree:
-    """Returns the tree written as chain:4, expansion:2,2,1, parents:-1,0,0,1 or dynamic:16,6,4.
+    """Returns the tree of a text: chain:4, expansion:2,2,1, parents:-1,0,0,1 or dynamic:16,6,4.
 
     A dynamic tree's numbers are its nodes, depth and width.
 
     Raises:
-      ValueError: the text is none of these, or the tree is not valid.
+      ValueError: the text has another form, or the tree is not valid.
     """
     match = re.fullmatch(r"(chain|expansion|parents|dynamic):(-?\d+(?:,-?\d+)*)", text)
     numbers = [int(n) for n in match[2].split(",")] if match else []
@@ -298,6 +298,6 @@ def parse_tree(text: str) -> Tree:
     if kind == "dynamic" and len(numbers) == 3:
         return DynamicTree(*numbers)
     raise ValueError(
-        f"{text!r} is no tree: write chain:4, expansion:2,2,1, parents:-1,0,0,1 or dynamic:16,6,4 "
+        f"{text!r} is not a tree: use chain:4, expansion:2,2,1, parents:-1,0,0,1 or dynamic:16,6,4 "
         "(nodes, depth, width)"
     )

@@ -1,1 +1,1 @@
-"""Verifiers and sampling: which drafted tokens the target accepts."""
+"""Verification and sampling: which drafted tokens the target accepts."""

@@ -1,9 +1,9 @@
-"""Sampling: one way of warping for target and drafts, and a random number of its own for each use.
+"""Sampling: warping of target and drafts, and an independent random number for each use.
 
 A number's key is (seed, request, position, purpose, drafter, draw number), and no two uses share
-one; the request is the row's place in the user's list. So a row's text does not depend on its
-neighbours, a rerun is identical, and what the target draws for a position is the same whoever
-drafts.
+one; the request is the row's index in the user's list of prompts. So a row's text does not depend
+on other rows, a rerun is identical, and the target's draw for a position does not depend on the
+drafter.
 """
 
 import enum
@@ -15,15 +15,16 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from sharding import collectives
-from sharding.collectives import Over
+from sharding.collectives import AxisNames
 
 MAX_DRAFTERS = 64
 
 
 class Purpose(enum.IntEnum):
-    """What a random number is for. Target: a token of the text, at that token's own position.
+    """What a random number is for.
 
-    Draft and accept: keyed by the position of the round's root, which no other round shares.
+    A number of the target is keyed by the position of the sampled token, one of a draft or of an
+    acceptance by the position of the round's root, which no other round shares.
     """
 
     TARGET = 0
@@ -37,10 +38,10 @@ class Sampling:
 
     Attributes:
       temperature: float32 [B], above 0; logits are divided by it.
-      top_k: int32 [B], how many most likely tokens are kept; 0: all.
-      top_p: float32 [B], in (0, 1]; of what top_k left, the fewest most likely tokens whose
-        probabilities reach top_p are kept; 1: all.
-      keys: [B], each row's key, made of the seed and the request.
+      top_k: int32 [B], how many of the most likely tokens are kept; 0: all.
+      top_p: float32 [B], in (0, 1]; after top_k, the fewest most likely tokens whose probabilities
+        sum to at least top_p are kept; 1: all.
+      keys: [B], each row's key, from the seed and the request.
       top_k_used, top_p_used: static; whether any row uses it, which costs passes over the logits.
     """
 
@@ -54,71 +55,71 @@ class Sampling:
 
 def row_keys(seed: int, requests: Int[Array, "B"]) -> Array:
     """Returns a key for each request id."""
-    # Not JAX's default: under another generator vmapped keys would not give independent numbers.
+    # Explicit, because vmapped keys of other generators do not give independent numbers.
     key = jax.random.key(seed, impl="threefry2x32")
     return jax.vmap(lambda i: jax.random.fold_in(key, i))(requests)
 
 
 def warp(
-    sampling: Sampling, logits: Float[Array, "B *N V"], over: Over = ()
+    sampling: Sampling, logits: Float[Array, "B *N V"], axis_names: AxisNames = ()
 ) -> Float[Array, "B *N V"]:
     """Returns the probabilities to sample from: temperature, then top_k, then top_p.
 
     Computed in float32 (float64 for such logits). Tokens that tie with the last one kept are kept
-    too, so the result does not depend on how a sort orders equals.
+    too, so the result does not depend on the order of a sort.
 
     Args:
-      logits: of all tokens, or this device's part of them.
-      over: the mesh axes that divide the vocabulary, here and in the functions below.
+      sampling: of the rows.
+      logits: of all tokens, or this device's shard.
+      axis_names: the mesh axes that shard the vocabulary, here and in the functions below.
     """
 
-    def of_row(x):
+    def per_row(x):
         return x.reshape(-1, *[1] * (logits.ndim - 1))
 
     dtype = jnp.promote_types(logits.dtype, jnp.float32)
     scaled = logits.astype(dtype)
-    highest = collectives.highest(scaled.max(-1, keepdims=True), over)
-    scaled = scaled - highest  # or a low temperature would overflow
-    scaled = scaled / of_row(sampling.temperature).astype(dtype)
+    highest = collectives.pmax(scaled.max(-1, keepdims=True), axis_names)
+    scaled = scaled - highest  # a low temperature cannot overflow
+    scaled = scaled / per_row(sampling.temperature).astype(dtype)
     if sampling.top_k_used:
-        vocab = logits.shape[-1] * collectives.devices(over)
-        count = of_row(jnp.where(sampling.top_k == 0, vocab, jnp.minimum(sampling.top_k, vocab)))
-        scaled = _keep(scaled, jnp.ones_like(scaled), count, over)
-    p = collectives.softmax(scaled, over)
+        vocab = logits.shape[-1] * collectives.axis_size(axis_names)
+        count = per_row(jnp.where(sampling.top_k == 0, vocab, jnp.minimum(sampling.top_k, vocab)))
+        scaled = _keep_highest(scaled, jnp.ones_like(scaled), count, axis_names)
+    p = collectives.softmax(scaled, axis_names)
     if not sampling.top_p_used:
         return p
-    mass = of_row(sampling.top_p).astype(dtype)
-    kept = collectives.softmax(_keep(scaled, p, mass, over), over)
-    return jnp.where(mass < 1, kept, p)  # at 1, rounding must not cut the tail
+    mass = per_row(sampling.top_p).astype(dtype)
+    kept = collectives.softmax(_keep_highest(scaled, p, mass, axis_names), axis_names)
+    return jnp.where(mass < 1, kept, p)  # at top_p = 1, rounding must not cut the tail
 
 
-def _keep(
+def _keep_highest(
     scores: Float[Array, "*B V"],
     weights: Float[Array, "*B V"],
-    wanted: Float[Array, "*B 1"],
-    over: Over,
+    total: Float[Array, "*B 1"],
+    axis_names: AxisNames,
 ) -> Float[Array, "*B V"]:
-    """Returns the highest scores, as few as weigh `wanted` together, and -inf for the others.
+    """Returns the fewest highest scores whose weights sum to `total`, and -inf for the others.
 
-    Without sorting: the score of the last one kept is found bit by bit, the highest first. A pass
-    over the vocabulary for each bit is some five times faster than XLA's sort on a CPU.
+    The lowest score that is kept is found bit by bit, the highest bit first. One pass over the
+    vocabulary for each bit is about five times faster than XLA's sort on a CPU.
     """
     bits = jnp.finfo(scores.dtype).bits
     unsigned = jnp.uint64 if bits == 64 else jnp.uint32
     raw = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0, scores), unsigned)  # -0.0 is 0.0
-    top = jnp.asarray(1 << (bits - 1), unsigned)
-    ordered = jnp.where(raw & top, ~raw, raw | top)  # as integers, in the order of the scores
+    sign = jnp.asarray(1 << (bits - 1), unsigned)
+    ordered = jnp.where(raw & sign, ~raw, raw | sign)  # integers in the order of the scores
 
-    def set_bit(i, last):
-        higher = last | (top >> i.astype(unsigned))
+    def set_bit(i, lowest):
+        higher = lowest | (sign >> i.astype(unsigned))
         weight = jnp.where(ordered >= higher, weights, 0).sum(-1, keepdims=True)
-        return jnp.where(collectives.total(weight, over) >= wanted, higher, last)
+        return jnp.where(collectives.psum(weight, axis_names) >= total, higher, lowest)
 
-    last = jnp.zeros((*scores.shape[:-1], 1), unsigned)
-    last = jax.lax.fori_loop(0, bits, set_bit, last)
-    best = collectives.highest(ordered.max(-1, keepdims=True), over)
-    last = jnp.minimum(last, best)  # the best is kept in any case
-    return jnp.where(ordered >= last, scores, -jnp.inf)
+    lowest = jnp.zeros((*scores.shape[:-1], 1), unsigned)
+    lowest = jax.lax.fori_loop(0, bits, set_bit, lowest)
+    best = collectives.pmax(ordered.max(-1, keepdims=True), axis_names)
+    return jnp.where(ordered >= jnp.minimum(lowest, best), scores, -jnp.inf)  # keeps at least one
 
 
 def uniforms(
@@ -128,14 +129,14 @@ def uniforms(
     number: Int[Array, "B *N"] | int = 0,
     drafter: int = 0,
 ) -> Float[Array, "B *N 2"]:
-    """Returns two random numbers in [0, 1) for each position and draw number: one draw's worth.
+    """Returns two random numbers in [0, 1) for each position and draw number.
 
     Args:
       keys: [B], of the rows.
       position: in the row's text (see `Purpose`).
-      purpose: what for.
-      number: which draw it is of this drafter in this round.
-      drafter: its place in an ensemble, below MAX_DRAFTERS.
+      purpose: what the numbers are for.
+      number: the index of the draw among this drafter's draws of the round.
+      drafter: its index in the ensemble, below MAX_DRAFTERS.
     """
     shape = jnp.broadcast_shapes(position.shape, jnp.shape(number))
     position = jnp.broadcast_to(position, shape)
@@ -151,54 +152,53 @@ def uniforms(
 
 
 def shares(vocab: int) -> int:
-    """Returns into how many equal shares `sample` cuts a vocabulary: those of 2, 4, 8, 16 devices.
+    """Returns how many equal shares `sample` divides a vocabulary into: a power of two up to 16.
 
-    As many as can be, up to 16, whether or not there are devices: the same token is drawn anyhow.
+    It does not depend on the number of devices, so 1 to 16 of them draw the same tokens.
     """
     return math.gcd(vocab, 16)
 
 
 def sample(
-    probs: Float[Array, "*B V"], uniform: Float[Array, "*B 2"], over: Over = ()
+    probs: Float[Array, "*B V"], uniform: Float[Array, "*B 2"], axis_names: AxisNames = ()
 ) -> Int[Array, "*B"]:
     """Returns a token drawn from `probs`, which need not sum to 1.
 
-    In two steps, each by its cumulated sums and its own number: a block of tokens, then a token of
-    the block. A single number of 23 bits against the sums of a large vocabulary would be off by
-    some thousandths in all (128k tokens). Blocks are as long as there are blocks, about, and none
-    reaches over the end of a share. A token of probability 0 is never returned, whatever rounding
-    does to the sums, unless all are 0.
+    The first number draws a block of tokens by the cumulative sum of blocks, the second a token of
+    the block. A single number has 23 bits and would be off by some thousandths in total for 128k
+    tokens. Blocks have about sqrt(V) tokens, and each lies within one share of the vocabulary. A
+    token of probability 0 is never returned, despite rounding, unless all are 0.
     """
-    vocab = probs.shape[-1] * collectives.devices(over)
-    share, count = vocab // shares(vocab), shares(vocab) // collectives.devices(over)
+    vocab = probs.shape[-1] * collectives.axis_size(axis_names)
+    share, count = vocab // shares(vocab), shares(vocab) // collectives.axis_size(axis_names)
     size = 1 << math.ceil(math.log2(vocab) / 2)
     blocks = -(-share // size)  # of a share
     pads = [(0, 0)] * probs.ndim + [(0, blocks * size - share)]
     probs = jnp.pad(probs.reshape(*probs.shape[:-1], count, share), pads)
     probs = probs.reshape(*probs.shape[:-2], count * blocks, size)
-    block = _pick(collectives.joined(probs.sum(-1), over), uniform[..., 0])
-    here = block - collectives.place(over) * count * blocks
-    mine = (here >= 0) & (here < count * blocks)
-    here = here.clip(0, count * blocks - 1)[..., None, None]
-    inside = jnp.take_along_axis(probs, here, -2)[..., 0, :]
-    picked = collectives.total(jnp.where(mine, _pick(inside, uniform[..., 1]), 0), over)
+    block = _pick(collectives.all_gather(probs.sum(-1), axis_names), uniform[..., 0])
+    local_block = block - collectives.axis_index(axis_names) * count * blocks
+    is_local = (local_block >= 0) & (local_block < count * blocks)
+    local_block = local_block.clip(0, count * blocks - 1)[..., None, None]
+    inside = jnp.take_along_axis(probs, local_block, -2)[..., 0, :]
+    picked = collectives.psum(jnp.where(is_local, _pick(inside, uniform[..., 1]), 0), axis_names)
     return (block // blocks * share + block % blocks * size + picked).astype(jnp.int32)
 
 
 def _pick(weights: Float[Array, "*B M"], uniform: Float[Array, "*B"]) -> Int[Array, "*B"]:
-    """Returns the first entry at which the cumulated weight passes that share of the whole."""
+    """Returns the first entry whose cumulative weight exceeds `uniform` times the total."""
     reached = jnp.where(weights > 0, jnp.cumsum(weights, -1), 0)
     passed = reached > uniform[..., None] * reached.max(-1, keepdims=True)
     return passed.argmax(-1).astype(jnp.int32)
 
 
-def without(
-    q: Float[Array, "*B V"], token: Int[Array, "*B"], over: Over = ()
+def remove_token(
+    q: Float[Array, "*B V"], token: Int[Array, "*B"], axis_names: AxisNames = ()
 ) -> Float[Array, "*B V"]:
-    """Returns q with one token masked out, renormalised (zeros, if no other was left)."""
-    rest = jnp.where(collectives.places(q, over) == token[..., None], 0, q)
-    mass = collectives.total(rest.sum(-1, keepdims=True), over)
-    return rest / jnp.where(mass > 0, mass, 1)
+    """Returns q with one token removed, renormalised; zeros if it had no other token."""
+    masked = jnp.where(collectives.global_indices(q, axis_names) == token[..., None], 0, q)
+    mass = collectives.psum(masked.sum(-1, keepdims=True), axis_names)
+    return masked / jnp.where(mass > 0, mass, 1)
 
 
 def draw(
@@ -209,39 +209,39 @@ def draw(
     root_position: Int[Array, "B"],
     number: Int[Array, "T"],
     drafter: int,
-    over: Over = (),
+    axis_names: AxisNames = (),
 ) -> tuple[Int[Array, "B T C"], Bool[Array, "B T C"]]:
-    """Returns (`count` tokens drawn from each q, in the order drawn; which of them could be drawn).
+    """Returns `count` tokens drawn from each q, in order, and which of them could be drawn.
 
-    Without replacement, a q of fewer tokens than `count` runs out, and the rest are no draws.
-
-    Args:
-      number: the first draw number of each q; a q uses `count` of them.
-      replacement: whether a token can be drawn twice.
+    Without replacement, a q of fewer tokens than `count` runs out. `number` is the index of each
+    q's first random number; it uses `count` of them.
     """
     tokens, live = [], []
-    at = root_position[:, None]
     for i in range(count):
-        u = uniforms(sampling.keys, at, Purpose.DRAFT, (number + i)[None], drafter)
-        tokens.append(sample(q, u, over))
-        live.append(collectives.highest(q.max(-1), over) > 0)
+        index = (number + i)[None]
+        u = uniforms(sampling.keys, root_position[:, None], Purpose.DRAFT, index, drafter)
+        tokens.append(sample(q, u, axis_names))
+        live.append(collectives.pmax(q.max(-1), axis_names) > 0)
         if not replacement:
-            q = without(q, tokens[-1], over)
+            q = remove_token(q, tokens[-1], axis_names)
     return jnp.stack(tokens, -1), jnp.stack(live, -1)
 
 
-def attempt(
-    p: Float[Array, "*B V"], q: Float[Array, "*B V"], token: Int[Array, "*B"], over: Over = ()
+def accept_or_residual(
+    p: Float[Array, "*B V"],
+    q: Float[Array, "*B V"],
+    token: Int[Array, "*B"],
+    axis_names: AxisNames = (),
 ) -> tuple[Float[Array, "*B"], Float[Array, "*B V"]]:
-    """Returns (the probability of accepting `token`, the distribution left if it is rejected).
+    """Returns the probability of accepting `token`, and the residual distribution if rejected.
 
     The rule of speculative sampling (arXiv 2211.17192): a token drawn from q is accepted with
-    min(1, p / q), else the target's distribution becomes max(p - q, 0), normalised. SpecInfer's
-    multi-step speculative sampling does so for one try after the other. A deterministic try is
-    one whose q is all on it.
+    probability min(1, p / q); if rejected, the target's distribution becomes max(p - q, 0),
+    normalised. Multi-step speculative sampling (SpecInfer) applies it to one draw after the other.
+    A token that was not drawn at random has a one-hot q.
     """
-    p_token, q_token = collectives.at(p, token, over), collectives.at(q, token, over)
+    p_token, q_token = (collectives.take_global(x, token, axis_names) for x in (p, q))
     accept = jnp.minimum(p_token / jnp.where(q_token > 0, q_token, 1), 1)
-    left = jnp.maximum(p - q, 0)
-    mass = collectives.total(left.sum(-1, keepdims=True), over)
-    return accept, jnp.where(mass > 0, left / jnp.where(mass > 0, mass, 1), p)
+    residual = jnp.maximum(p - q, 0)
+    mass = collectives.psum(residual.sum(-1, keepdims=True), axis_names)
+    return accept, jnp.where(mass > 0, residual / jnp.where(mass > 0, mass, 1), p)

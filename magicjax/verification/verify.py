@@ -1,4 +1,4 @@
-"""Verifiers: given what the target says at every node, which path is the target's own."""
+"""Verifiers: which path of a proposal the target accepts, given its logits at every node."""
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +10,17 @@ from magicjax.trees.proposal import ONE_HOT, Draws, Proposal
 from magicjax.verification.sampling import (
     Purpose,
     Sampling,
-    attempt,
+    accept_or_residual,
+    remove_token,
     sample,
     uniforms,
     warp,
-    without,
 )
 from sharding import collectives
-from sharding.collectives import Over
+from sharding.collectives import AxisNames
 
-# The last four are one rule, which follows how each child was drawn; all but mss insist on a way.
+# The last four are one rule, which adapts to how each child was drawn; all but mss require one
+# draw method.
 VERIFIERS = (
     "greedy",
     "naive",
@@ -31,14 +32,15 @@ VERIFIERS = (
 
 
 @struct.dataclass
-class Verdict:
-    """What the target made of a proposal.
+class VerifyResult:
+    """The accepted path of each row.
 
     Attributes:
       path: int32 [B, A], the accepted nodes, the root first; the last one repeats to the end.
-      accepted: int32 [B], how many speculated tokens lie on the path: 0..A-1.
-      bonus: int32 [B], the target's token behind the path.
-      ranks: int32 [B, A-1], how many tries failed before each accepted node; -1 behind the path.
+      accepted: int32 [B], how many drafted tokens are on the path, 0..A-1.
+      bonus: int32 [B], the target's token after the path.
+      ranks: int32 [B, A-1], how many draws were rejected before each accepted node; -1 after the
+        path.
     """
 
     path: Int[Array, "B A"]
@@ -47,33 +49,31 @@ class Verdict:
     ranks: Int[Array, "B D"]
 
 
-def judge(
+def verify_tree(
     verifier: str,
     logits: Float[Array, "B N V"],
     proposal: Proposal,
     depth: int,
     sampling: Sampling | None,
     root_position: Int[Array, "B"],
-    over: Over = (),
-) -> Verdict:
-    """Returns the verdict of the verifier of that name (one of `VERIFIERS`).
+    axis_names: AxisNames = (),
+) -> VerifyResult:
+    """Returns the path that a verifier accepts.
 
     Args:
+      verifier: one of `VERIFIERS`.
       logits: the target's, at every node.
       proposal: what was drafted; mss reads its draws.
-      depth: the most edges of a path.
-      sampling: of the rows; None for greedy.
+      depth: the longest path, in edges.
+      sampling: how each row samples; None for greedy.
       root_position: of the rows' pending tokens.
-      over: the mesh axes that divide the vocabulary of logits and drafts; so in all functions here.
+      axis_names: the mesh axes that shard the vocabulary, here and in the functions below.
     """
     if verifier == "greedy":
-        return greedy(logits, proposal.tokens, proposal.parents, depth, over)
+        return greedy(logits, proposal.tokens, proposal.parents, depth, axis_names)
     assert sampling is not None
-    if verifier == "naive":
-        tokens, parents = proposal.tokens, proposal.parents
-        return naive(logits, tokens, parents, depth, sampling, root_position, over)
-    assert proposal.draws is not None
-    return mss(logits, proposal.tokens, proposal.draws, depth, sampling, root_position, over)
+    rule = naive if verifier == "naive" else mss
+    return rule(logits, proposal, depth, sampling, root_position, axis_names)
 
 
 def greedy(
@@ -81,128 +81,122 @@ def greedy(
     tokens: Int[Array, "B N"],
     parents: token_tree.Parents,
     depth: int,
-    over: Over = (),
-) -> Verdict:
-    """Returns the path that greedy decoding takes through the tree.
+    axis_names: AxisNames = (),
+) -> VerifyResult:
+    """Returns the path of greedy decoding through the tree.
 
-    From the root on, the child that carries the target's own choice is accepted (the first one,
-    should siblings carry the same token); where no child does, the choice is the bonus.
-
-    Args:
-      logits: the target's, at every node.
-      tokens: of the nodes.
-      parents: of the nodes, [N] or [B, N].
-      depth: the most edges of a path.
+    At each node, the child that has the target's most likely token is accepted (the first one
+    among siblings with the same token). Where no child has it, it is the bonus token. Parents are
+    [N] or [B, N].
     """
-    return _follow(collectives.argmax(logits, over), tokens, parents, depth)
+    return _follow_choices(collectives.argmax(logits, axis_names), tokens, parents, depth)
 
 
 def naive(
     logits: Float[Array, "B N V"],
-    tokens: Int[Array, "B N"],
-    parents: token_tree.Parents,
+    proposal: Proposal,
     depth: int,
     sampling: Sampling,
     root_position: Int[Array, "B"],
-    over: Over = (),
-) -> Verdict:
-    """Returns the path of tokens that the target samples, each followed where a child carries it.
+    axis_names: AxisNames = (),
+) -> VerifyResult:
+    """Returns the path of the tokens that the target samples, as long as a child has them.
 
-    SpecInfer's baseline. The text is the one of plain sampling with the same keys, token for token.
+    This is SpecInfer's baseline. Its text equals that of plain sampling with the same keys.
     """
-    following = root_position[:, None] + jnp.asarray(token_tree.depths(parents)) + 1
-    u = uniforms(sampling.keys, jnp.broadcast_to(following, tokens.shape), Purpose.TARGET)
-    choice = sample(warp(sampling, logits, over), u, over)
-    return _follow(choice, tokens, parents, depth)
+    tokens, parents = proposal.tokens, proposal.parents
+    position = root_position[:, None] + jnp.asarray(token_tree.depths(parents)) + 1
+    u = uniforms(sampling.keys, jnp.broadcast_to(position, tokens.shape), Purpose.TARGET)
+    choice = sample(warp(sampling, logits, axis_names), u, axis_names)
+    return _follow_choices(choice, tokens, parents, depth)
 
 
-def _follow(
+def _follow_choices(
     choice: Int[Array, "B N"], tokens: Int[Array, "B N"], parents: token_tree.Parents, depth: int
-) -> Verdict:
-    """Returns the path that leads from each node to its first child with the node's choice."""
+) -> VerifyResult:
+    """Returns the path from each node to its first child that has the token chosen there."""
     parents = jnp.broadcast_to(jnp.asarray(parents), tokens.shape)
     rows, nodes = jnp.arange(tokens.shape[0]), jnp.arange(tokens.shape[1])
     node = accepted = jnp.zeros(tokens.shape[0], jnp.int32)
     path, ranks = [node], []
     for step in range(depth):
         children = parents == node[:, None]
-        fits = children & (tokens == choice[rows, node][:, None])
-        child = fits.argmax(-1).astype(jnp.int32)
-        going = fits.any(-1) & (accepted == step)
-        before = (children & (nodes < child[:, None])).sum(-1, dtype=jnp.int32)
-        ranks.append(jnp.where(going, before, -1))
-        node = jnp.where(going, child, node)
-        accepted = accepted + going
+        matches = children & (tokens == choice[rows, node][:, None])
+        child = matches.argmax(-1).astype(jnp.int32)
+        accept = matches.any(-1) & (accepted == step)
+        rank = (children & (nodes < child[:, None])).sum(-1, dtype=jnp.int32)
+        ranks.append(jnp.where(accept, rank, -1))
+        node = jnp.where(accept, child, node)
+        accepted = accepted + accept
         path.append(node)
-    shape = (tokens.shape[0], depth)
-    return Verdict(
+    return VerifyResult(
         jnp.stack(path, 1),
         accepted,
         choice[rows, node],
-        jnp.stack(ranks, 1) if ranks else jnp.zeros(shape, jnp.int32),
+        jnp.stack(ranks, 1) if ranks else jnp.zeros((len(rows), 0), jnp.int32),
     )
 
 
 @struct.dataclass
-class Walk:
-    """Where each row stands in its tree.
+class TreeWalk:
+    """The walk of each row from the root down its tree.
 
     Attributes:
-      node: the accepted node that it stands on.
-      tried: the last draw that was tried there, -1 for none.
-      failed: how many were.
-      p: what is left of the target's distribution there.
-      q_of, q: the distribution that the last try was drawn from, less that token.
-      path, ranks, accepted: as in `Verdict`.
+      node: the last accepted node.
+      last_draw: the last rejected draw below the node, -1 for none.
+      rejected: how many draws below the node were rejected.
+      p: the residual distribution of the target at the node.
+      q_index, q: the distribution of the last rejected draw, without its token.
+      path, ranks, accepted: as in `VerifyResult`.
     """
 
     node: Int[Array, "B"]
-    tried: Int[Array, "B"]
-    failed: Int[Array, "B"]
+    last_draw: Int[Array, "B"]
+    rejected: Int[Array, "B"]
     p: Float[Array, "B V"]
-    q_of: Int[Array, "B"]
+    q_index: Int[Array, "B"]
     q: Float[Array, "B V"]
     path: Int[Array, "B A"]
     ranks: Int[Array, "B D"]
     accepted: Int[Array, "B"]
 
-    def open(self, draws: Draws) -> Bool[Array, "B J"]:
-        """Returns which draws remain to be tried where each row stands."""
-        later = jnp.arange(draws.parent.shape[1]) > self.tried[:, None]
+    def remaining(self, draws: Draws) -> Bool[Array, "B J"]:
+        """Returns which draws below the node have not been tried."""
+        later = jnp.arange(draws.parent.shape[1]) > self.last_draw[:, None]
         return (draws.parent == self.node[:, None]) & later
 
 
 @struct.dataclass
-class Try:
-    """A row's next try, and what becomes of it either way.
+class Attempt:
+    """The next draw of each row, and both outcomes.
 
     Attributes:
-      trying: bool [B]; a row without open draws has none, and its walk is over.
-      draw: int32 [B], which draw it is.
-      accept: [B], the probability of accepting it.
-      taken, refused: the walk after either.
+      active: bool [B], False in rows without a remaining draw, whose walk has ended.
+      draw: int32 [B], the index of the draw.
+      accept_prob: [B], the probability of accepting it.
+      if_accepted, if_rejected: the walk after either outcome.
     """
 
-    trying: Bool[Array, "B"]
+    active: Bool[Array, "B"]
     draw: Int[Array, "B"]
-    accept: Float[Array, "B"]
-    taken: Walk
-    refused: Walk
+    accept_prob: Float[Array, "B"]
+    if_accepted: TreeWalk
+    if_rejected: TreeWalk
 
 
-def begin_walk(
-    logits: Float[Array, "B N V"], depth: int, sampling: Sampling, over: Over = ()
-) -> Walk:
-    """Returns the walk that stands on the root."""
+def start_walk(
+    logits: Float[Array, "B N V"], depth: int, sampling: Sampling, axis_names: AxisNames = ()
+) -> TreeWalk:
+    """Returns the walk at the root."""
     batch = logits.shape[0]
     zeros = jnp.zeros(batch, jnp.int32)
-    p = warp(sampling, logits[:, 0], over)
-    return Walk(
+    p = warp(sampling, logits[:, 0], axis_names)
+    return TreeWalk(
         node=zeros,
-        tried=zeros - 1,
-        failed=zeros,
+        last_draw=zeros - 1,
+        rejected=zeros,
         p=p,
-        q_of=zeros + ONE_HOT,
+        q_index=zeros + ONE_HOT,
         q=jnp.zeros_like(p),
         path=jnp.zeros((batch, depth + 1), jnp.int32),
         ranks=jnp.full((batch, depth), -1, jnp.int32),
@@ -210,77 +204,83 @@ def begin_walk(
     )
 
 
-def next_try(
-    walk: Walk,
+def next_attempt(
+    walk: TreeWalk,
     logits: Float[Array, "B N V"],
     tokens: Int[Array, "B N"],
     draws: Draws,
     sampling: Sampling,
-    over: Over = (),
-) -> Try:
-    """Returns the first open draw of each row, the rule applied to it, and both ways on."""
+    axis_names: AxisNames = (),
+) -> Attempt:
+    """Returns the acceptance rule applied to the first remaining draw of each row."""
     rows = jnp.arange(tokens.shape[0])
-    open_ = walk.open(draws)
-    draw = open_.argmax(-1).astype(jnp.int32)
-    child, q_of = draws.node[rows, draw], draws.q_of[rows, draw]
+    remaining = walk.remaining(draws)
+    draw = remaining.argmax(-1).astype(jnp.int32)
+    child, q_index = draws.node[rows, draw], draws.q_index[rows, draw]
     token = tokens[rows, child]
-    q = draws.q[rows, jnp.maximum(q_of, 0)].astype(walk.p.dtype)
+    q = draws.q[rows, jnp.maximum(q_index, 0)].astype(walk.p.dtype)
     if not draws.replacement:
-        q = jnp.where((q_of == walk.q_of)[:, None], walk.q, q)
-    one_hot = (collectives.places(q, over) == token[:, None]).astype(q.dtype)
-    q = jnp.where((q_of == ONE_HOT)[:, None], one_hot, q)
-    accept, rest = attempt(walk.p, q, token, over)
-    places = jnp.arange(walk.path.shape[1])
-    onward = places > walk.accepted[:, None]
-    here = places[:-1] == walk.accepted[:, None]
-    taken = Walk(
+        q = jnp.where((q_index == walk.q_index)[:, None], walk.q, q)
+    one_hot = (collectives.global_indices(q, axis_names) == token[:, None]).astype(q.dtype)
+    q = jnp.where((q_index == ONE_HOT)[:, None], one_hot, q)
+    accept_prob, residual = accept_or_residual(walk.p, q, token, axis_names)
+    steps = jnp.arange(walk.path.shape[1])
+    after = steps > walk.accepted[:, None]
+    current = steps[:-1] == walk.accepted[:, None]
+    if_accepted = TreeWalk(
         node=child,
-        tried=jnp.full_like(walk.tried, -1),
-        failed=jnp.zeros_like(walk.failed),
-        p=warp(sampling, logits[rows, child], over),
-        q_of=jnp.full_like(walk.q_of, ONE_HOT),
+        last_draw=jnp.full_like(walk.last_draw, -1),
+        rejected=jnp.zeros_like(walk.rejected),
+        p=warp(sampling, logits[rows, child], axis_names),
+        q_index=jnp.full_like(walk.q_index, ONE_HOT),
         q=walk.q,
-        path=jnp.where(onward, child[:, None], walk.path),
-        ranks=jnp.where(here, walk.failed[:, None], walk.ranks),
+        path=jnp.where(after, child[:, None], walk.path),
+        ranks=jnp.where(current, walk.rejected[:, None], walk.ranks),
         accepted=walk.accepted + 1,
     )
-    refused = walk.replace(  # type: ignore[attr-defined]
-        tried=draw, failed=walk.failed + 1, p=rest, q_of=q_of, q=without(q, token, over)
+    if_rejected = walk.replace(  # type: ignore[attr-defined]
+        last_draw=draw,
+        rejected=walk.rejected + 1,
+        p=residual,
+        q_index=q_index,
+        q=remove_token(q, token, axis_names),
     )
-    return Try(open_.any(-1), draw, accept, taken, refused)
+    return Attempt(remaining.any(-1), draw, accept_prob, if_accepted, if_rejected)
 
 
 def mss(
     logits: Float[Array, "B N V"],
-    tokens: Int[Array, "B N"],
-    draws: Draws,
+    proposal: Proposal,
     depth: int,
     sampling: Sampling,
     root_position: Int[Array, "B"],
-    over: Over = (),
-) -> Verdict:
-    """Returns a path of the target's own joint distribution: multi-step speculative sampling.
+    axis_names: AxisNames = (),
+) -> VerifyResult:
+    """Returns a path by multi-step speculative sampling, with the target's joint distribution.
 
-    At a node every draw is tried in order (`sampling.attempt`). An accepted one is the next node;
-    when all have failed, the bonus comes from what is left of the target's distribution. One turn
-    of the loop is one try of every row. Source: SpecInfer, algorithm 2 and theorem 4.2; without
-    replacement q is renormalised after each try (arXiv 2402.12374).
+    The draws below a node are tried in order. An accepted one is the next node; when all are
+    rejected, the bonus token is sampled from the residual distribution. One step of the loop tries
+    one draw of every row. Source: SpecInfer, algorithm 2 and theorem 4.2; without replacement q is
+    renormalised after each rejection (arXiv 2402.12374).
     """
+    draws = proposal.draws
+    assert draws is not None
 
-    def turn(walk: Walk) -> Walk:
-        one = next_try(walk, logits, tokens, draws, sampling, over)
-        u = uniforms(sampling.keys, root_position, Purpose.ACCEPT, one.draw)[..., 0]
+    def step(walk: TreeWalk) -> TreeWalk:
+        attempted = next_attempt(walk, logits, proposal.tokens, draws, sampling, axis_names)
+        u = uniforms(sampling.keys, root_position, Purpose.ACCEPT, attempted.draw)[..., 0]
+        accept = u < attempted.accept_prob
 
-        def choose(old, taken, refused):
-            def of_row(x):
+        def choose(old, if_accepted, if_rejected):
+            def per_row(x):
                 return x.reshape(-1, *[1] * (old.ndim - 1))
 
-            new = jnp.where(of_row(u < one.accept), taken, refused)
-            return jnp.where(of_row(one.trying), new, old)
+            new = jnp.where(per_row(accept), if_accepted, if_rejected)
+            return jnp.where(per_row(attempted.active), new, old)
 
-        return jax.tree.map(choose, walk, one.taken, one.refused)
+        return jax.tree.map(choose, walk, attempted.if_accepted, attempted.if_rejected)
 
-    walk = begin_walk(logits, depth, sampling, over)
-    walk = jax.lax.while_loop(lambda walk: walk.open(draws).any(), turn, walk)
+    walk = start_walk(logits, depth, sampling, axis_names)
+    walk = jax.lax.while_loop(lambda walk: walk.remaining(draws).any(), step, walk)
     u = uniforms(sampling.keys, root_position + walk.accepted + 1, Purpose.TARGET)
-    return Verdict(walk.path, walk.accepted, sample(walk.p, u, over), walk.ranks)
+    return VerifyResult(walk.path, walk.accepted, sample(walk.p, u, axis_names), walk.ranks)

@@ -1,9 +1,8 @@
-"""How fast this device moves memory: the floor that every decoding step is held against.
+"""Measures the memory bandwidth of this device, the floor of every decoding step.
 
-Decoding moves bytes and computes little, so a time means something only beside the time that the
-same bytes take to be moved at all. On a CPU that is the time of reading them: a cache that is only
-read must not be held against writes, which are dearer there. GPUs are commonly judged by a copy,
-bytes read plus bytes written, and both are given.
+Decoding is bound by memory, so its time is compared with the time to move the same bytes. On a CPU,
+where writes are slower than reads, the reference is reading. GPUs are commonly rated by a copy,
+bytes read plus bytes written. Both are measured.
 """
 
 import functools
@@ -14,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from pallas_kernels.benchmarks.timing import calls_in_a_row, fastest_seconds
+from pallas_kernels.benchmarks.timing import fastest_seconds, queued_calls
 
 MEBIBYTE = 2**20
 ARRAYS = 4
-# What is read must be far larger than any cache on the way, and on an accelerator long enough to
-# hide the start of a program.
+# Far larger than any processor cache, and on an accelerator large enough to hide launch overhead.
 DEFAULT_BYTES = {"cpu": 256 * MEBIBYTE}
 DEFAULT_BYTES_ELSEWHERE = 4096 * MEBIBYTE
 WIDTH = 64
@@ -39,7 +37,7 @@ def _row_sums(x: Array) -> Array:
 
 
 def _matrix_vector(x: Array) -> Array:
-    """Returns the products that a query's scores are made of: batched rows times a vector."""
+    """Returns batched matrix-vector products, as in the scores of one query."""
     rows = x.reshape(16, -1, WIDTH)
     return jnp.einsum("bsd,bd->bs", rows, jnp.ones((16, WIDTH), x.dtype))
 
@@ -52,14 +50,14 @@ KERNELS = {
 }
 
 
-# Each reads its argument and writes as much.
+# Each reads its argument and writes as many bytes.
 COPIES = {"copy": jnp.copy, "negation": jnp.negative}
 
 
-def _moved(
-    kernels: Mapping[str, Callable[[Array], Array]], passes: int, size: int | None, rounds: int
+def _bandwidths(
+    kernels: Mapping[str, Callable[[Array], Array]], passes: int, size: int | None, repeats: int
 ) -> dict[str, float]:
-    """Returns the bytes per second of kernels that go over memory so many times."""
+    """Returns the bytes per second of kernels that move each byte `passes` times."""
     if size is None:
         size = DEFAULT_BYTES.get(jax.default_backend(), DEFAULT_BYTES_ELSEWHERE)
     count = size // (4 * ARRAYS)  # float32 elements of one array
@@ -73,68 +71,68 @@ def _moved(
         for name, kernel in kernels.items()
     }
     calls = {name: functools.partial(program, arrays) for name, program in programs.items()}
-    seconds = fastest_seconds(calls, rounds=rounds, calls=calls_in_a_row())
+    seconds = fastest_seconds(calls, repeats=repeats, calls=queued_calls())
     return {name: passes * 4 * ARRAYS * count / time for name, time in seconds.items()}
 
 
-def read_bandwidths(size: int | None = None, *, rounds: int = 7) -> dict[str, float]:
-    """Returns the bytes per second at which each of several simple kernels reads memory.
+def read_bandwidths(size: int | None = None, *, repeats: int = 7) -> dict[str, float]:
+    """Returns the bytes per second of several kernels that read memory, by name.
 
     Args:
-      size: bytes read by a call; None for enough to overflow the caches of this platform.
-      rounds: how often each kernel is timed; the shortest time counts.
+      size: bytes read per call; None: enough to exceed the processor's caches.
+      repeats: timings of each kernel; the shortest counts.
 
     Raises:
-      ValueError: size is too small to hold a whole number of rows.
+      ValueError: size is too small.
     """
-    return _moved(KERNELS, 1, size, rounds)
+    return _bandwidths(KERNELS, 1, size, repeats)
 
 
-def copy_bandwidths(size: int | None = None, *, rounds: int = 7) -> dict[str, float]:
-    """Returns the bytes per second, read plus written, at which memory is copied in several ways.
+def copy_bandwidths(size: int | None = None, *, repeats: int = 7) -> dict[str, float]:
+    """Returns the bytes per second, read plus written, of several kernels that copy memory.
 
     Arguments and errors are those of `read_bandwidths`.
     """
-    return _moved(COPIES, 2, size, rounds)
+    return _bandwidths(COPIES, 2, size, repeats)
 
 
-def host_bandwidth(size: int | None = None, *, rounds: int = 7) -> float | None:
-    """Returns the bytes per second of copies from pinned host memory to the device, piece by piece.
+def host_bandwidth(size: int | None = None, *, repeats: int = 7) -> float | None:
+    """Returns the bytes per second of copies from pinned host memory to the device.
 
-    None: the device cannot read such memory. Arguments are those of `read_bandwidths`.
+    Returns None if the device has no pinned host memory. Arguments are those of `read_bandwidths`.
     """
     device = jax.local_devices()[0]
     if HOST not in (memory.kind for memory in device.addressable_memories()):
         return None
     if size is None:
         size = DEFAULT_BYTES.get(jax.default_backend(), DEFAULT_BYTES_ELSEWHERE)
-    place = jax.sharding.SingleDeviceSharding(device, memory_kind=HOST)
-    array = jax.device_put(np.ones((PIECES, size // 4 // PIECES), np.float32), place)
+    sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=HOST)
+    array = jax.device_put(np.ones((PIECES, size // 4 // PIECES), np.float32), sharding)
 
     @jax.jit
     def fetch(pieces):
-        def body(i, old):
-            del old  # each piece lands where the one before lay
+        def body(i, previous):
+            del previous  # each piece overwrites the previous one
             piece = jax.lax.dynamic_index_in_dim(pieces, i, 0, keepdims=False)
             return jax.device_put(piece, jax.memory.Space.Device)
 
         return jax.lax.fori_loop(0, PIECES, body, jnp.zeros(pieces.shape[1], pieces.dtype))
 
-    seconds = fastest_seconds({"fetch": functools.partial(fetch, array)}, rounds=rounds)
+    seconds = fastest_seconds({"fetch": functools.partial(fetch, array)}, repeats=repeats)
     return array.nbytes / seconds["fetch"]
 
 
-def read_bandwidth(size: int | None = None, *, rounds: int = 7) -> float:
-    """Returns the bytes per second that this device reads, by the fastest of several kernels.
+def read_bandwidth(size: int | None = None, *, repeats: int = 7) -> float:
+    """Returns the bytes per second of the fastest kernel that reads memory.
 
     Arguments and errors are those of `read_bandwidths`.
     """
-    return max(read_bandwidths(size, rounds=rounds).values())
+    return max(read_bandwidths(size, repeats=repeats).values())
 
 
-def copy_bandwidth(size: int | None = None, *, rounds: int = 7) -> float:
-    """Returns the bytes per second, read plus written, of the fastest way to copy memory.
+def copy_bandwidth(size: int | None = None, *, repeats: int = 7) -> float:
+    """Returns the bytes per second, read plus written, of the fastest kernel that copies memory.
 
     Arguments and errors are those of `read_bandwidths`.
     """
-    return max(copy_bandwidths(size, rounds=rounds).values())
+    return max(copy_bandwidths(size, repeats=repeats).values())

@@ -1,13 +1,14 @@
-"""Times tree attention beside the time its bytes take: `python -m pallas_kernels.benchmarks.bench`.
+"""Times tree attention against the memory bandwidth: `python -m pallas_kernels.benchmarks.bench`.
 
-Prints a row for each number of query nodes and each backend, and for other libraries' attention
-(`peers.py`) on the same question; writes the same as JSON.
+Prints a row for each number of query nodes and each backend, and for the attention of other
+libraries (`baselines.py`) on the same inputs, and writes the rows as JSON.
 """
 
 import argparse
 import functools
 import json
 import os
+import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -21,28 +22,29 @@ from pallas_kernels.benchmarks.bandwidth import copy_bandwidths, read_bandwidths
 from pallas_kernels.benchmarks.shapes import (
     PRESETS,
     Shape,
-    attentive,
     bench_shape,
     device_inputs,
+    emphasize_new_tokens,
     tree_mask,
 )
-from pallas_kernels.benchmarks.timing import calls_in_a_row, fastest_seconds
+from pallas_kernels.benchmarks.timing import fastest_seconds, queued_calls
 from pallas_kernels.mosaic_gpu import mosaic
 
-OF_SHAPE = ("batch", "context", "kv_heads", "group", "head_dim", "nodes")  # what a preset gives
+FIGURES = ("us/layer", "GB/s", "% of read", "% of copy")
+SIZES = ("batch", "context", "kv_heads", "group", "head_dim", "nodes")  # that a preset sets
 
 
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
     return value
 
 
 def _fraction(text: str) -> float:
     value = float(text)
     if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{value} is not above 0 and at most 1")
+        raise argparse.ArgumentTypeError(f"{value} must be above 0 and at most 1")
     return value
 
 
@@ -52,10 +54,12 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--preset", choices=PRESETS, help="shapes by name, instead of sizes")
+    parser.add_argument("--preset", choices=PRESETS, help="named shapes, instead of sizes")
     parser.add_argument("--batch", type=_positive, default=4, help="rows B")
     parser.add_argument("--context", type=_positive, default=8192, help="slots S of the cache")
-    parser.add_argument("--fill", type=_fraction, default=1.0, help="live share of the slots")
+    parser.add_argument(
+        "--fill", type=_fraction, default=1.0, help="fraction of the slots that is live"
+    )
     parser.add_argument("--kv-heads", type=_positive, default=4, help="key/value heads K")
     parser.add_argument("--group", type=_positive, default=1, help="query heads per KV head, G")
     parser.add_argument("--head-dim", type=_positive, default=64, help="head size D")
@@ -63,29 +67,31 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="float32 if not given, with --preset bfloat16",
+        help="default: float32, or bfloat16 with --preset",
     )
     parser.add_argument(
-        "--backends", default="all", help="names separated by commas, or 'all' that serve it here"
+        "--backends",
+        default="all",
+        help="names separated by commas, or all that are supported here",
     )
     parser.add_argument(
-        "--peers", default="", help="names separated by commas, or 'all'; empty: none"
+        "--baselines", default="", help="other libraries, separated by commas, or all"
     )
     parser.add_argument(
-        "--layers", type=_positive, default=4, help="caches read in turn, to overflow the CPU's"
+        "--layers", type=_positive, default=4, help="caches per timing, to exceed processor caches"
     )
-    parser.add_argument("--rounds", type=_positive, default=7, help="timings; the best one counts")
+    parser.add_argument("--repeats", type=_positive, default=7, help="timings; the shortest counts")
     parser.add_argument("--out", help="write the results to this JSON file")
     return parser
 
 
-def stacked(layers: Sequence[baselines.Inputs], lengths, mask, backend: str) -> baselines.Program:
-    """Returns a compiled function of no arguments: attention in every layer, one after another.
+def layered(layers: Sequence[baselines.Inputs], lengths, mask, backend: str) -> baselines.Program:
+    """Returns a compiled function without arguments that runs attention layer after layer.
 
-    The function returns what each layer gave, [B, T, H, D].
+    The function returns the output of each layer, [B, T, H, D].
 
     Args:
-      layers: q, k_prefix, v_prefix, k_new, v_new of each; the first one's q is asked.
+      layers: q, k_prefix, v_prefix, k_new, v_new of each layer; only the first q is used.
       lengths, mask: as for `tree_attention`.
       backend: a name from BACKENDS.
     """
@@ -93,7 +99,7 @@ def stacked(layers: Sequence[baselines.Inputs], lengths, mask, backend: str) -> 
     @jax.jit
     def run(q, caches, lengths, mask):
         outs = []
-        for cache in caches:  # the output is the next query, so no two layers overlap
+        for cache in caches:  # the output is the next query, so layers do not overlap
             q = tree_attention(q, **cache, lengths=lengths, mask=mask, backend=backend)
             outs.append(q)
         return outs
@@ -107,95 +113,96 @@ def measure(
     dtype: jnp.dtype,
     backends: Sequence[str],
     *,
-    others: Sequence[str] = (),
+    baseline_names: Sequence[str] = (),
     fill: float = 1.0,
     layers: int = 4,
-    rounds: int = 7,
+    repeats: int = 7,
 ) -> dict[str, dict[str, Any]]:
-    """Returns for each backend and peer the seconds and the live bytes of one layer's attention.
+    """Returns the seconds and live bytes of one layer's attention by backend and baseline.
 
-    A peer that cannot be timed has `why` instead of seconds. Backends take turns; peers, which need
-    caches of their own, are timed one after another.
+    A baseline that cannot be timed has the reason in `skipped` instead of seconds. Timings of
+    backends are interleaved. Baselines, which need separate caches, are timed one after another.
 
     Args:
       shape: sizes of the call, T = N.
       dtype: of queries and caches.
-      backends: names from BACKENDS; the first is what peers are checked against.
-      others: names from `peers.PEERS`.
-      fill: share of the slots that is live.
-      layers: caches read in turn by one timing.
-      rounds: timings; the best one counts.
+      backends: names from BACKENDS; baselines are checked against the first.
+      baseline_names: names from `baselines.BASELINES`.
+      fill: fraction of the slots that is live.
+      layers: caches that one timing reads.
+      repeats: timings; the shortest counts.
     """
-    inputs = [attentive(device_inputs(shape, dtype, seed)) for seed in range(layers)]
+    inputs = [emphasize_new_tokens(device_inputs(shape, dtype, seed)) for seed in range(layers)]
     live = max(1, round(fill * shape.slots))
     lengths, mask = jnp.full(shape.batch, live, jnp.int32), tree_mask(shape.nodes)
-    programs = {name: stacked(inputs, lengths, jnp.asarray(mask), name) for name in backends}
+    programs = {name: layered(inputs, lengths, jnp.asarray(mask), name) for name in backends}
     time_of = functools.partial(
-        fastest_seconds, rounds=rounds, calls=calls_in_a_row(), wait=baselines.wait
+        fastest_seconds, repeats=repeats, calls=queued_calls(), wait=baselines.wait
     )
     entry = shape.kv_heads * shape.head_dim * jnp.dtype(dtype).itemsize
     size = 2 * shape.batch * (live + shape.new) * entry  # keys and values, read once
-    found: dict[str, dict[str, Any]] = {
+    results: dict[str, dict[str, Any]] = {
         name: {"seconds": time / layers, "bytes": size} for name, time in time_of(programs).items()
     }
-    if not others:
-        return found
-    ours = stacked(inputs[:1], lengths, jnp.asarray(mask), backends[0])()[0]
-    for name in others:
-        reason = baselines.why_not(name, inputs, mask, live, ours)
+    if not baseline_names:
+        return results
+    expected = layered(inputs[:1], lengths, jnp.asarray(mask), backends[0])()[0]
+    for name in baseline_names:
+        reason = baselines.skip_reason(name, inputs, mask, live, expected)
         if reason is None:
             try:
-                time = time_of({name: baselines.make(name, inputs, mask, live)})[name]
-            except Exception as error:  # another library's; ours are measured already
+                time = time_of({name: baselines.make_program(name, inputs, mask, live)})[name]
+            except Exception as error:  # of another library; keep the other results
                 reason = f"failed with all layers: {type(error).__name__}: {str(error)[:200]}"
             else:
-                found[name] = {"seconds": time / layers, "bytes": size}
+                results[name] = {"seconds": time / layers, "bytes": size}
         if reason is not None:
-            found[name] = {"why": reason, "bytes": size}
-    return found
+            results[name] = {"skipped": reason}
+    return results
 
 
 def _backends(names: str, dtype: jnp.dtype, head_dim: int, device: jax.Device) -> list[str]:
-    """Returns the backends of that name; of `all` those that serve such a call at full speed."""
+    """Returns the named backends; `all` excludes interpreted ones."""
     if names != "all":
         return [choose_backend(name, dtype, head_dim, device) for name in names.split(",")]
-    mosaic_too = mosaic.why_not(dtype, head_dim, device) is None
-    return ["reference", "xla"] + ["mosaic"] * mosaic_too
+    unsupported = mosaic.unsupported_reason(dtype, head_dim, device)
+    return ["reference", "xla"] if unsupported else ["reference", "xla", "mosaic"]
 
 
-def write_json(path: str, content: Any) -> None:
-    """Writes a JSON file under a temporary name first, so that a kill leaves no half of one."""
-    partial = f"{path}.{os.getpid()}.partial"
-    with open(partial, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")
-    os.replace(partial, path)
+def write_json(path: str | pathlib.Path, content: Any) -> None:
+    """Writes a JSON file under a temporary name, then renames it; creates the folder."""
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+    partial.replace(path)
 
 
 def best_backend(dtype: jnp.dtype, head_dim: int, device: jax.Device) -> str:
-    """Returns the backend that is meant for this device: mosaic where it can run, else xla."""
-    return "xla" if mosaic.why_not(dtype, head_dim, device) else "mosaic"
+    """Returns the fastest backend for a device: mosaic if it is supported, else xla."""
+    return "xla" if mosaic.unsupported_reason(dtype, head_dim, device) else "mosaic"
 
 
-def _peers(names: str) -> list[str]:
-    """Returns the peers of that name.
+def _baselines(names: str) -> list[str]:
+    """Returns the named baselines.
 
     Raises:
-      ValueError: one is unknown.
+      ValueError: a name is unknown.
     """
-    chosen = list(baselines.PEERS) if names == "all" else [n for n in names.split(",") if n]
-    unknown = [name for name in chosen if name not in baselines.PEERS]
+    known = list(baselines.BASELINES)
+    chosen = known if names == "all" else [n for n in names.split(",") if n]
+    unknown = [name for name in chosen if name not in known]
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is unknown: use {', '.join(baselines.PEERS)}, or all")
+        raise ValueError(f"{unknown[0]!r} is unknown: use {', '.join(known)}, or all")
     return chosen
 
 
 def _shapes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Shape]:
-    """Returns the shapes of a preset, or of the sizes that were given."""
+    """Returns the shapes of the preset or of the sizes."""
     if options.preset:
-        given = [n for n in OF_SHAPE if getattr(options, n) != parser.get_default(n)]
-        if given:
-            parser.error(f"--preset has its own --{given[0].replace('_', '-')}: leave one out")
+        changed = [n for n in SIZES if getattr(options, n) != parser.get_default(n)]
+        if changed:
+            parser.error(f"--preset sets --{changed[0].replace('_', '-')}: omit one of the two")
         return list(PRESETS[options.preset])
     try:
         nodes = [_positive(text) for text in options.nodes.split(",")]
@@ -206,7 +213,7 @@ def _shapes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> lis
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 after printing the table; wrong arguments end the process with a message."""
+    """Prints the table and returns 0."""
     parser = _parser()
     options = parser.parse_args(arguments)
     shapes = _shapes(parser, options)
@@ -214,52 +221,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device, dtype = jax.devices()[0], jnp.dtype(options.dtype)
     try:
         backends = _backends(options.backends, dtype, shapes[0].head_dim, device)
-        others = _peers(options.peers)
+        baseline_names = _baselines(options.baselines)
     except ValueError as error:
-        parser.error(f"--backends, --peers: {error}")
+        parser.error(f"--backends, --baselines: {error}")
 
-    reads, copies = read_bandwidths(rounds=options.rounds), copy_bandwidths(rounds=options.rounds)
+    reads, copies = (
+        read_bandwidths(repeats=options.repeats),
+        copy_bandwidths(repeats=options.repeats),
+    )
     read, copy = max(reads.values()), max(copies.values())
     print(f"{device.device_kind}, jax {jax.__version__}, default {choose_backend()}")
-    for what, rates in (("read", reads), ("copy, read + written", copies)):
-        print(what + " " + ", ".join(f"{name} {x / 1e9:.1f} GB/s" for name, x in rates.items()))
+    for name, rates in (("read", reads), ("copy, read + written", copies)):
+        print(name, ", ".join(f"{kernel} {x / 1e9:.1f} GB/s" for kernel, x in rates.items()))
     print(
-        f"{'B':>4} {'S':>7} {'T':>4} {'backend':<20} {'us/layer':>10} {'GB/s':>8} "
-        f"{'% of read':>10} {'% of copy':>10}"
+        f"{'B':>4} {'S':>7} {'T':>4} {'backend':<20} "
+        + " ".join(name.rjust(10) for name in FIGURES)
     )
     settings = {key: value for key, value in vars(options).items() if key != "out"}
     about = {"device": device.device_kind, "jax": jax.__version__, "settings": settings}
     about |= {"read_bandwidth": reads, "copy_bandwidth": copies}
-    timing = {"fill": options.fill, "layers": options.layers, "rounds": options.rounds}
+    timing = {name: getattr(options, name) for name in ("fill", "layers", "repeats")}
+    timing["baseline_names"] = baseline_names
     rows = []
     for shape in shapes:
-        for name, result in measure(shape, dtype, backends, others=others, **timing).items():
+        for name, result in measure(shape, dtype, backends, **timing).items():
             sizes = {"batch": shape.batch, "context": shape.slots, "nodes": shape.nodes}
-            rows.append(sizes | {"backend": name} | _rates(result, read, copy))
+            rows.append(sizes | {"backend": name} | _columns(result, read, copy))
             print(_line(rows[-1]), flush=True)
-        if options.out:  # after every shape, so that a kill loses one at most
+        if options.out:  # after every shape, so that an interrupted run keeps its results
             write_json(options.out, about | {"rows": rows})
     return 0
 
 
-def _rates(result: dict[str, Any], read: float, copy: float) -> dict[str, Any]:
-    """Returns a result with its bytes per second, and their share of two bandwidths."""
-    if "why" in result:
+def _columns(result: dict[str, Any], read: float, copy: float) -> dict[str, Any]:
+    """Returns a result as the columns of the table."""
+    if "skipped" in result:
         return result
     rate = result["bytes"] / result["seconds"]
-    shares = {"share_of_read_bandwidth": rate / read, "share_of_copy_bandwidth": rate / copy}
-    return result | {"bytes_per_second": rate} | shares
+    times = {"us/layer": 1e6 * result["seconds"], "GB/s": 1e-9 * rate}
+    return times | {"% of read": 100 * rate / read, "% of copy": 100 * rate / copy}
 
 
 def _line(row: dict[str, Any]) -> str:
     head = f"{row['batch']:>4} {row['context']:>7} {row['nodes']:>4} {row['backend']:<20} "
-    if "why" in row:
-        return head + row["why"]
-    return head + (
-        f"{row['seconds'] * 1e6:>10.1f} {row['bytes_per_second'] / 1e9:>8.1f} "
-        f"{100 * row['share_of_read_bandwidth']:>10.1f} "
-        f"{100 * row['share_of_copy_bandwidth']:>10.1f}"
-    )
+    return head + (row.get("skipped") or " ".join(f"{row[name]:>10.1f}" for name in FIGURES))
 
 
 if __name__ == "__main__":

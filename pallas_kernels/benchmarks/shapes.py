@@ -1,4 +1,4 @@
-"""The shapes that attention is tested and timed on, listed once, and random inputs for them."""
+"""The shapes on which attention is tested and timed, and random inputs for them."""
 
 import dataclasses
 
@@ -37,7 +37,7 @@ class Shape:
         return "-".join(f"{letter}{size}" for letter, size in letters)
 
 
-# What each is there for: how many rows (T * G) a key/value head gets decides the path taken.
+# The number of rows (T * G) per key/value head decides the code path.
 SHAPES = (
     Shape(4, 1, 1, 2, 1, 64, 40),  # plain decoding
     Shape(4, 5, 5, 2, 1, 64, 40),  # verification of a chain
@@ -46,13 +46,13 @@ SHAPES = (
     Shape(4, 16, 16, 2, 1, 64, 1),  # a cache of one slot
     Shape(4, 33, 33, 2, 1, 128, 50),  # verification of a tree
     Shape(4, 1, 33, 2, 8, 64, 47),
-    Shape(4, 64, 64, 1, 8, 64, 48),  # many rows, less than a block of slots
+    Shape(4, 64, 64, 1, 8, 64, 48),  # many rows, less than one block of slots
     Shape(6, 16, 16, 1, 4, 64, 2 * BLOCK + 300),  # many rows, blocks, and a tail
     Shape(6, 1, 1, 1, 1, 64, 2 * BLOCK + 300),
-    Shape(6, 5, 5, 1, 1, 64, LARGE * BLOCK + 7),  # few rows, a branch on how full the cache is
+    Shape(6, 5, 5, 1, 1, 64, LARGE * BLOCK + 7),  # few rows, a branch on the fill of the cache
 )
 
-# The same for the kernel for NVIDIA Hopper, whose blocks have 64 slots and whose tiles 64 rows.
+# For the Hopper kernel, whose blocks have 64 slots and whose tiles have 64 rows.
 HOPPER_SHAPES = (
     Shape(6, 1, 1, 2, 4, 128, 165),  # plain decoding
     Shape(6, 5, 5, 1, 5, 64, 165),  # verification of a chain
@@ -69,10 +69,10 @@ HOPPER_GRID = tuple(
     for head_dim in (64, 128)
 )
 
-# The same once more, for a look in a minute.
+# For a check that takes a minute.
 SMALL_SHAPES = (HOPPER_SHAPES[1], HOPPER_SHAPES[3])
 
-# Full sizes, timed and checked on a GPU: a layer of llama-3.1-8b at (batch, slots), as T = N nodes.
+# Full sizes for a GPU: a layer of llama-3.1-8b at (batch, slots), with T = N nodes.
 FULL_SIZES = ((16, 32768), (1, 131072), (64, 8192))
 FULL_NODES = (1, 5, 16)  # plain decoding, a chain of 4, a tree
 FULL_HEADS = (8, 4, 128)  # K, G, D
@@ -103,7 +103,7 @@ def _sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 
 def tree_mask(nodes: int) -> np.ndarray:
-    """Returns bool [T, T], the ancestors of each node of a tree with two children for each."""
+    """Returns bool [T, T], the ancestors of each node of a complete binary tree."""
     seen = np.eye(nodes, dtype=bool)
     for node in range(1, nodes):
         seen[node] |= seen[(node - 1) // 2]
@@ -121,16 +121,16 @@ def random_inputs(shape: Shape, dtype: jnp.dtype, seed: int = 0) -> dict[str, Ar
 
 
 def device_inputs(shape: Shape, dtype: jnp.dtype, seed: int = 0) -> dict[str, Array]:
-    """Returns the same as `random_inputs`, drawn on the device: gigabytes in milliseconds."""
+    """Returns normal inputs as `random_inputs` does, drawn on the device, which is faster."""
     keys = jax.random.split(jax.random.key(seed), 5)
     draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
     return {name: draw(key, size, dtype) for key, (name, size) in zip(keys, _sizes(shape).items())}
 
 
-def attentive(inputs: dict[str, Array]) -> dict[str, Array]:
-    """Returns the inputs with scores of new tokens raised by 9, so that each outweighs thousands.
+def emphasize_new_tokens(inputs: dict[str, Array]) -> dict[str, Array]:
+    """Returns the inputs with the scores of new tokens raised by 9.
 
-    A query's few new tokens then count beside a long prefix: who hides the wrong ones is far off.
+    The few new tokens then matter beside a long prefix, so that a wrong mask causes a large error.
     """
-    lift = 3 * inputs["q"].shape[-1] ** -0.25  # of each number: D * lift^2 / sqrt(D) = 9
-    return inputs | {name: inputs[name] + lift for name in ("q", "k_new")}
+    shift = 3 * inputs["q"].shape[-1] ** -0.25  # D * shift^2 / sqrt(D) = 9
+    return inputs | {name: inputs[name] + shift for name in ("q", "k_new")}

@@ -1,8 +1,8 @@
-"""Times every way to divide the Hopper kernel's work: `python -m pallas_kernels.benchmarks.tune`.
+"""Times every configuration of the Hopper kernel: `python -m pallas_kernels.benchmarks.tune`.
 
-Writes the table that `hopper_config.choose_config` reads, after every timing, so that a kill loses
-one and the next call goes on from there. The rule's own choice is timed first: a table never holds
-anything slower. A configuration whose result differs from the rule's is reported and left out.
+Writes the table that `hopper_config.choose_config` reads. The table is written after every timing,
+so an interrupted run resumes with the next call. The configuration of the rule is timed first, so a
+table never holds a slower one. A configuration whose result differs from the rule's is rejected.
 """
 
 import argparse
@@ -10,23 +10,23 @@ import dataclasses
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.benchmarks.bench import stacked
+from pallas_kernels.benchmarks.bench import layered, write_json
 from pallas_kernels.benchmarks.shapes import (
     PRESETS,
     Shape,
-    attentive,
     bench_shape,
     device_inputs,
+    emphasize_new_tokens,
     tree_mask,
 )
-from pallas_kernels.benchmarks.timing import calls_in_a_row, fastest_seconds
+from pallas_kernels.benchmarks.timing import fastest_seconds, queued_calls
 from pallas_kernels.benchmarks.validate import TOLERANCE
 from pallas_kernels.mosaic_gpu import mosaic, tuned
 from pallas_kernels.mosaic_gpu.hopper_config import (
@@ -42,50 +42,58 @@ LAYERS = 4
 
 
 def key_of(shape: Shape) -> tuned.Key:
-    """Returns the sizes by which a table knows a shape."""
+    """Returns the key of a shape in a table."""
     heads, rows = shape.batch * shape.kv_heads, shape.nodes * shape.group
     return tuned.Key(heads, rows, shape.slots, shape.head_dim)
 
 
 class Timer:
-    """Times configurations on one shape, with inputs of its own.
+    """Times configurations on one shape.
 
     Attributes:
-      wanted: the result of the rule's own configuration, which others must give too.
+      expected: the result of the rule's configuration.
     """
 
     def __init__(self, shape: Shape, rule: Config):
         dtype = jnp.dtype(DTYPE)
-        layers = [attentive(device_inputs(shape, dtype, seed)) for seed in range(LAYERS)]
+        layers = [emphasize_new_tokens(device_inputs(shape, dtype, i)) for i in range(LAYERS)]
         lengths = jnp.full(shape.batch, shape.slots, jnp.int32)
-        self.call = layers, lengths, jnp.asarray(tree_mask(shape.nodes)), "mosaic"
+        self.arguments = layers, lengths, jnp.asarray(tree_mask(shape.nodes)), "mosaic"
         with using(rule):
-            self.wanted = np.asarray(stacked(*self.call)()[0], np.float32)
+            self.expected = np.asarray(layered(*self.arguments)()[0], np.float32)
 
     def seconds(self, config: Config) -> float | None:
-        """Returns the shortest time of a layer, or None if the result is another than the rule's.
+        """Returns the shortest time of a layer, or None if the result differs from the rule's.
 
-        Another beyond rounding: both err by so much.
+        The tolerance covers the rounding errors of both.
         """
         with using(config):
-            program = stacked(*self.call)
-            found = np.asarray(program()[0], np.float32)
-            off = np.linalg.norm(found - self.wanted) / np.linalg.norm(self.wanted)
-            if not off <= TOLERANCE[DTYPE]:
+            program = layered(*self.arguments)
+            out = np.asarray(program()[0], np.float32)
+            error = np.linalg.norm(out - self.expected) / np.linalg.norm(self.expected)
+            if not error <= TOLERANCE[DTYPE]:
                 return None
-            return fastest_seconds({"it": program}, calls=calls_in_a_row())["it"] / LAYERS
+            return fastest_seconds({"": program}, calls=queued_calls())[""] / LAYERS
 
 
 def entry_of(timings: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns an entry of a table: the fastest configuration, and every time that was taken.
+    """Returns an entry of a table: the fastest configuration and all timings.
 
     Args:
-      timings: each has `config` and `seconds`, or `failed`; the rule's own comes first.
+      timings: each has `config` and either `seconds` or `failed`; the rule's comes first.
     """
     timed = [t for t in timings if "seconds" in t]
     best = min(timed, key=lambda t: t["seconds"])
     times = {"seconds": best["seconds"], "seconds_by_rule": timed[0]["seconds"]}
     return {"config": best["config"]} | times | {"timings": timings}
+
+
+def write_table(
+    path: pathlib.Path, about: Mapping[str, Any], entries: Mapping[tuned.Key, Mapping]
+) -> None:
+    """Writes a table, as `tuned.read` reads it."""
+    rows = [key._asdict() | dict(entry) for key, entry in sorted(entries.items())]
+    write_json(path, {**about, "entries": rows})
 
 
 def tune(
@@ -96,65 +104,67 @@ def tune(
     seconds: float,
     make: Any = Timer,
 ) -> bool:
-    """Returns whether everything has been timed; what is in the table already is not timed again.
+    """Times all configurations that are not in the table yet; returns whether all are timed.
 
     Args:
       shapes: to time.
       path: of the table.
-      about: what the table says of itself.
-      seconds: begin no further timing after so long; shapes share what is left.
+      about: metadata of the table.
+      seconds: no timing starts after this time; the remaining shapes share the remaining time.
       make: makes the Timer of a shape.
     """
     entries, end, done = tuned.read(path), time.monotonic() + seconds, True
     for i, shape in enumerate(shapes):
         key = key_of(shape)
-        left = (end - time.monotonic()) / (len(shapes) - i)
-        shape_end = time.monotonic() + left
+        shape_end = time.monotonic() + (end - time.monotonic()) / (len(shapes) - i)
         configs = candidates(*key, multiprocessors())
         timings = list(entries[key]["timings"]) if key in entries else []
-        there = [t["config"] for t in timings]
+        timed = [t["config"] for t in timings]
         timer = None
+
+        def save(timings: list[dict[str, Any]], key: tuned.Key = key) -> None:
+            if timings:
+                entries[key] = entry_of(timings)
+                write_table(path, about, entries)
+
         for config in configs:
             fields = dataclasses.asdict(config)
-            if fields in there:
+            if fields in timed:
                 continue
             if time.monotonic() >= shape_end:
                 done = False
                 break
             timer = timer or make(shape, configs[0])
-            by_rule = not timings
-            timings.append({"config": fields, "failed": "begun, and did not end"})
-            if not by_rule:  # or a configuration that hangs would be the first again and again
-                entries[key] = entry_of(timings)
-                tuned.write(path, about, entries)
+            before = list(timings)
+            # A configuration that hangs must not be timed again by the next call.
+            timings.append({"config": fields, "failed": "started, but did not finish"})
+            if before:
+                save(timings)
             try:
-                timings[-1] = {"config": fields} | _time(timer, config, by_rule)
+                timings[-1] = {"config": fields} | _time(timer, config, is_rule=not before)
             except KeyboardInterrupt:
-                if not by_rule:
-                    entries[key] = entry_of(timings[:-1])
-                    tuned.write(path, about, entries)
+                save(before)
                 raise
-            entries[key] = entry_of(timings)
-            tuned.write(path, about, entries)
+            save(timings)
         print(_line(shape, entries.get(key), len(timings), len(configs)), flush=True)
     return done
 
 
-def _time(timer: Any, config: Config, by_rule: bool) -> dict[str, Any]:
-    """Returns the seconds, or why a configuration cannot be used; the rule's own must be usable."""
+def _time(timer: Any, config: Config, is_rule: bool) -> dict[str, Any]:
+    """Returns the seconds, or why a configuration failed; the rule's must not fail."""
     try:
         seconds = timer.seconds(config)
-    except Exception as error:  # too little memory, sizes refused, or the compiler's own faults
-        if by_rule:
+    except Exception as error:  # out of memory, unsupported sizes, or errors of the compiler
+        if is_rule:
             raise
-        # A fault of the device stays: what is timed after it in this process would fail too.
+        # After a fault of the device, later timings in this process would fail too.
         jax.block_until_ready(jnp.arange(8).sum())
         return {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
     return {"seconds": seconds} if seconds else {"failed": "its result differs from the rule's"}
 
 
-def _line(shape: Shape, entry: dict[str, Any] | None, timed: int, all_of_them: int) -> str:
-    head = f"{shape}: {timed} of {all_of_them} timed"
+def _line(shape: Shape, entry: dict[str, Any] | None, timed: int, total: int) -> str:
+    head = f"{shape}: {timed} of {total} timed"
     if entry is None:
         return head
     microseconds, by_rule = 1e6 * entry["seconds"], 1e6 * entry["seconds_by_rule"]
@@ -164,16 +174,16 @@ def _line(shape: Shape, entry: dict[str, Any] | None, timed: int, all_of_them: i
 
 
 def _shape(text: str) -> Shape:
-    """Returns the shape written as B,S,K,G,D,T."""
+    """Returns the shape of a text B,S,K,G,D,T."""
     try:
         batch, slots, kv_heads, group, head_dim, nodes = map(int, text.split(","))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not written B,S,K,G,D,T") from error
+        raise argparse.ArgumentTypeError(f"{text!r} must have the form B,S,K,G,D,T") from error
     return bench_shape(batch, slots, kv_heads, group, head_dim, nodes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 if all is timed, 3 if time ran out: call it again to go on."""
+    """Returns 0 if everything is timed, 3 if time ran out; the next call resumes."""
     parser = argparse.ArgumentParser(
         prog="python -m pallas_kernels.benchmarks.tune",
         description=__doc__.split("\n", 1)[0],
@@ -181,8 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--preset", choices=PRESETS, default="hopper", help="shapes to time")
     parser.add_argument("--shape", type=_shape, nargs="+", help="B,S,K,G,D,T instead of a preset")
-    parser.add_argument("--seconds", type=float, default=420, help="begin nothing new after")
-    parser.add_argument("--list", action="store_true", help="print what would be timed, on any CPU")
+    parser.add_argument("--seconds", type=float, default=420, help="start no timing after this")
+    parser.add_argument("--list", action="store_true", help="print the configurations, on any CPU")
     options = parser.parse_args(arguments)
     shapes, device = options.shape or PRESETS[options.preset], jax.devices()[0]
     if options.list:
@@ -191,14 +201,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{shape}: {config}")
         return 0
     for shape in shapes:
-        reason = mosaic.why_not(jnp.dtype(DTYPE), shape.head_dim, device)
+        reason = mosaic.unsupported_reason(jnp.dtype(DTYPE), shape.head_dim, device)
         if reason:
-            parser.error(f"the kernel {reason}; --list prints what would be timed")
+            parser.error(f"the kernel {reason}; --list prints the configurations on any device")
     path = tuned.path_of(device.device_kind)
     about = {"device": device.device_kind, "jax": jax.__version__, "dtype": DTYPE}
     done = tune(shapes, path, about, seconds=options.seconds)
-    table.cache_clear()  # a later call in this process reads the new one
-    print(f"written to {path}" + ("" if done else "; time ran out: call it again to go on"))
+    table.cache_clear()  # a later call in this process reads the new table
+    print(f"wrote {path}" + ("" if done else "; time ran out: rerun the command to resume"))
     return 0 if done else 3
 
 

@@ -1,13 +1,13 @@
 """Flash decoding on NVIDIA Hopper: one Pallas kernel (Mosaic GPU) over prefix and new tokens.
 
-A block of the grid takes some rows of one KV head and one part of its keys. Its producer warpgroup
-brings blocks of keys and values into shared memory by TMA, as far ahead as there are stages; its
-compute warpgroups multiply them (wgmma) and keep a running softmax. What the parts give is merged
-outside, by log-sum-exp. Queries, new tokens and results are as few as there are: TMA fills the rest
-of a tile with zeros, and drops what would be written there.
+A block of the grid processes some rows of one KV head and one part of its keys. Its producer
+warpgroup copies blocks of keys and values to shared memory by TMA, ahead by the number of stages.
+Its compute warpgroups multiply them (wgmma) and keep a running softmax. The caller merges the parts
+by log-sum-exp. Queries, new tokens and results need no padding to whole tiles: TMA reads zeros
+beyond an array and drops writes there.
 
-Decoding with it is bound by memory: keys and values of the prefix are read once for every
-`row_groups` tiles of 64 rows, and nothing of the size of the scores leaves the chip.
+Decoding is bound by memory: keys and values of the prefix are read once for every `row_groups`
+tiles of 64 rows, and scores stay on the chip.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from pallas_kernels.mosaic_gpu.hopper_config import (
 from pallas_kernels.quantized import Quantized
 
 LOG2E = math.log2(math.e)
-# Of each thread: 128 * (40 + 2 * 232) are just less than the 65,536 that a multiprocessor has.
+# Per thread: 128 * (40 + 2 * 232) is just below the 65,536 registers of a multiprocessor.
 PRODUCER_REGISTERS, COMPUTE_REGISTERS = 40, 232
 
 
@@ -50,17 +50,17 @@ def flash(
     config: Config,
     interpreted: bool = False,
 ) -> tuple[Float[Array, "C B K R D"], Float[Array, "C B K M"]]:
-    """Returns C = splits * key_groups parts of the attention, each with its log-sum-exp, float32.
+    """Returns C = splits * key_groups parts of the attention with their log-sum-exp, in float32.
 
     A part that sees no key is 0 and FLOOR. Scores are scaled by D**-0.5.
 
     Args:
-      q: rows of each KV head; R is a multiple of 8. M is R rounded up to whole tiles, a multiple of
+      q: rows of each KV head; R is a multiple of 8. M is R rounded up to a multiple of
         64 * row_groups.
-      k, v: the prefix; S is at least a block and a multiple of 8. `Quantized` in 8 bits (q in bf16,
-        D at most 128), it is read so: the integers become bf16 on the chip, which is exact.
-      lengths: live slots of each row; then, which row of the prefix is the queries' first: it may
-        have more rows than they.
+      k, v: the prefix; S is at least a block and a multiple of 8. If `Quantized` in 8 bits (q in
+        bf16, D at most 128), the kernel converts the integers to bf16, which is exact.
+      lengths: live slots of each row; then the row of the prefix that belongs to the first row of
+        q, because the prefix may have more rows.
       k_new, v_new: new tokens; N is a multiple of 8. L is N rounded up to whole blocks.
       bias: float32, added to the scores of new tokens: 0 or MASKED; X is B or 1.
       config: how to divide the work.
@@ -69,35 +69,35 @@ def flash(
     (batch, heads, rows, size), groups = q.shape, config.groups(q.shape[3])
     if groups + 1 != WARPGROUPS and not interpreted:
         raise ValueError(
-            f"{config} has {groups} compute warpgroups: it must have {WARPGROUPS - 1}, for which "
-            "the registers are divided"
+            f"{config} has {groups} compute warpgroups: it must have {WARPGROUPS - 1}, because the "
+            "registers are divided among that many"
         )
     parts = config.splits * config.key_groups
-    how: dict[str, Any] = {"interpret": plgpu.InterpretGPUParams()} if interpreted else {}
+    options: dict[str, Any] = {"interpret": plgpu.InterpretGPUParams()} if interpreted else {}
     return plgpu.kernel(
         functools.partial(_kernel, config),
         out_type=[
             jax.ShapeDtypeStruct((parts, batch, heads, rows, size), jnp.float32),
             jax.ShapeDtypeStruct((parts, batch, heads, bias.shape[1]), jnp.float32),
         ],
-        # The last name runs fastest, so that tiles that read the same keys are neighbours in time.
+        # The last axis varies fastest, so that tiles that read the same keys run together.
         grid=(batch, heads, config.splits, bias.shape[1] // (ROWS * config.row_groups)),
         grid_names=("row", "head", "split", "tile"),
         num_threads=groups + 1,
         thread_name="warpgroup",
         scratch_types=[_scratch(config, q.dtype, size, isinstance(k, Quantized))],
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        **how,
+        **options,
     )(q, lengths, (k_new, v_new), bias, _leaves(k), _leaves(v))
 
 
 class _Ring(NamedTuple):
-    """Places in shared memory through which blocks of keys, or of values, come.
+    """A ring of buffers in shared memory for blocks of keys or of values.
 
     Attributes:
-      entries: [places, block, D].
-      scales: [places, block] float32, if the entries are integers, else None.
-      loaded, free: barriers of each place.
+      entries: [buffers, block, D].
+      scales: [buffers, block] float32 if the entries are integers, else None.
+      loaded, free: barriers of each buffer.
     """
 
     entries: Any
@@ -107,24 +107,24 @@ class _Ring(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """What the warpgroups of a block of the grid share.
+    """The shared memory and barriers of a block of the grid.
 
     Attributes:
       queries: [row_groups, 64, D].
-      stages: (entries of both rings of the prefix, results [groups, 64, columns]). The results
-        leave through the memory of the entries, when nobody needs these any more.
-      weights: [groups, 64, block], between the two products.
-      asked, done: barriers: queries are there; entries have all been read.
-      prefix: the rings of keys and values, whose entries are in `stages`.
-      new: rings for new tokens; None: they come through those of the prefix.
-      converted: [groups, block, D], integers in the dtype of the queries; None: there are none.
+      stages: a union of the entries of both rings of the prefix and of the results
+        [groups, 64, columns], which are written after all entries have been read.
+      weights: [groups, 64, block], softmax weights between the two products.
+      queries_loaded, entries_read: barriers.
+      prefix: rings of keys and values, whose entries are in `stages`.
+      new: rings for new tokens; None: they use the rings of the prefix.
+      converted: [groups, block, D], integers converted to the dtype of the queries, or None.
     """
 
     queries: Any
     stages: Any
     weights: Any
-    asked: Any
-    done: Any
+    queries_loaded: Any
+    entries_read: Any
     prefix: tuple[_Ring, _Ring]
     new: tuple[_Ring, _Ring] | None
     converted: Any
@@ -132,40 +132,42 @@ class _Scratch(NamedTuple):
 
 def _scratch(config: Config, dtype: Any, size: int, quantized: bool) -> _Scratch:
     groups = config.groups(size)
-    # A block of keys is read by the warpgroups of one key group.
+    # The warpgroups of one key group read a block of keys.
     readers = config.row_groups * column_groups(size)
 
-    def ring(places: int, entries: Any, scales: Any = None) -> _Ring:
-        loaded = plgpu.Barrier(num_arrivals=1 if scales is None else 2, num_barriers=places)
-        free = plgpu.Barrier(num_arrivals=readers, num_barriers=places)
+    def ring(buffers: int, entries: Any, scales: Any = None) -> _Ring:
+        loaded = plgpu.Barrier(num_arrivals=1 if scales is None else 2, num_barriers=buffers)
+        free = plgpu.Barrier(num_arrivals=readers, num_barriers=buffers)
         return _Ring(entries, scales, loaded, free)
 
     stages = _shared((config.stages, config.block, size), jnp.int8 if quantized else dtype)
     scales = plgpu.SMEM((config.stages, config.block), jnp.float32) if quantized else None
-    whole = _shared((config.key_groups, config.block, size), dtype)
+    new_entries = _shared((config.key_groups, config.block, size), dtype)
     return _Scratch(
         queries=_shared((config.row_groups, ROWS, size), dtype),
         stages=plgpu.RefUnion(
             (stages, stages), _shared((groups, ROWS, min(size, WIDEST)), jnp.float32)
         ),
         weights=_shared((groups, ROWS, config.block), dtype),
-        asked=plgpu.Barrier(num_barriers=config.row_groups),
-        done=plgpu.Barrier(num_arrivals=groups),
+        queries_loaded=plgpu.Barrier(num_barriers=config.row_groups),
+        entries_read=plgpu.Barrier(num_arrivals=groups),
         prefix=(ring(config.stages, None, scales), ring(config.stages, None, scales)),
-        new=(ring(config.key_groups, whole), ring(config.key_groups, whole)) if quantized else None,
+        new=(ring(config.key_groups, new_entries), ring(config.key_groups, new_entries))
+        if quantized
+        else None,
         converted=_shared((groups, config.block, size), dtype) if quantized else None,
     )
 
 
 def _leaves(entries: Array | Quantized) -> tuple[Array, Array | None]:
-    """Returns (entries, their scales if they are integers)."""
+    """Returns the entries, and their scales if they are integers."""
     return (entries.values, entries.scales) if isinstance(entries, Quantized) else (entries, None)
 
 
 def _shared(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Returns shared memory in tiles of 8 rows of 128 bytes, as wgmma and TMA read them fastest."""
+    """Returns shared memory in tiles of 8 rows of 128 bytes, the layout that wgmma reads."""
     size = jnp.dtype(dtype).itemsize
-    width = min(128, shape[-1] * size)  # in bytes; 64 integers are fewer
+    width = min(128, shape[-1] * size)  # bytes; 64 integers are fewer
     tile = (TILE, width // size)
     tiled = (plgpu.TilingTransform(tile), plgpu.SwizzleTransform(width))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=tiled)
@@ -173,14 +175,14 @@ def _shared(shape: tuple[int, ...], dtype: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """The keys of one block of the grid: `steps` blocks of the prefix, then those of new tokens.
+    """The keys of one block of the grid: blocks of the prefix, then of new tokens.
 
     Attributes:
-      row, head: of the batch, and the KV head.
-      prefix_row: of the prefix.
-      begin, end: of the prefix.
-      steps: blocks of keys of the prefix, 0 or more.
-      total: the same with those of new tokens, which the first split takes.
+      row, head: indices of the row and of the KV head.
+      prefix_row: index of the row in the prefix.
+      begin, end: slots of the prefix.
+      prefix_blocks: number of blocks of the prefix, 0 or more.
+      blocks: the same including new tokens, which the first split processes.
     """
 
     row: Any
@@ -188,26 +190,27 @@ class _Part:
     head: Any
     begin: Any
     end: Any
-    steps: Any
-    total: Any
+    prefix_blocks: Any
+    blocks: Any
 
 
-def _part_of(config: Config, lengths: Any, new_tokens: int) -> _Part:
+def _make_part(config: Config, lengths: Any, new_tokens: int) -> _Part:
     split, row = lax.axis_index("split"), lax.axis_index("row")
     length, block = lengths[row], config.block
-    of_split = pl.cdiv(pl.cdiv(length, config.splits), block) * block
-    begin = split * of_split
-    end = jnp.minimum(begin + of_split, length)
-    steps = pl.cdiv(jnp.maximum(end - begin, 0), block)
-    total = steps + jnp.where(split == 0, pl.cdiv(new_tokens, block), 0)
-    first = lengths[lengths.shape[0] - 1]
-    return _Part(row, first + row, lax.axis_index("head"), begin, end, steps, total)
+    split_slots = pl.cdiv(pl.cdiv(length, config.splits), block) * block
+    begin = split * split_slots
+    end = jnp.minimum(begin + split_slots, length)
+    prefix_blocks = pl.cdiv(jnp.maximum(end - begin, 0), block)
+    blocks = prefix_blocks + jnp.where(split == 0, pl.cdiv(new_tokens, block), 0)
+    prefix_row = lengths[lengths.shape[0] - 1] + row
+    head = lax.axis_index("head")
+    return _Part(row, prefix_row, head, begin, end, prefix_blocks, blocks)
 
 
 def _kernel(config, q, lengths, new, bias, k, v, out, lse, scratch: _Scratch) -> None:
-    """The kernel: references to the arrays of `flash`, its results, and its scratch memory."""
+    """The kernel; takes references to the arguments of `flash`, its results, and scratch memory."""
     (slots, size), groups = k[0].shape[2:], config.groups(k[0].shape[3])
-    part = _part_of(config, lengths, new[0].shape[2])
+    part = _make_part(config, lengths, new[0].shape[2])
     (*entries,), results = scratch.stages
     pairs = zip(scratch.prefix, entries, strict=True)
     rings = [ring._replace(entries=entries) for ring, entries in pairs]
@@ -216,189 +219,189 @@ def _kernel(config, q, lengths, new, bias, k, v, out, lse, scratch: _Scratch) ->
     @pl.when(warpgroup == groups)
     def _():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        _ask(config, part, q, scratch)
-        _produce(config, part, (k, v), rings, new, scratch.new)
+        _load_queries(config, part, q, scratch)
+        _load_blocks(config, part, (k, v), rings, new, scratch.new)
 
     @pl.when(warpgroup < groups)
     def _():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        mine = lax.rem(warpgroup, config.row_groups)
-        rest = lax.div(warpgroup, config.row_groups)
-        turn, column = lax.rem(rest, config.key_groups), lax.div(rest, config.key_groups)
-        plgpu.barrier_wait(scratch.asked.at[mine])
-        tile = lax.axis_index("tile") * config.row_groups + mine
+        row_group = lax.rem(warpgroup, config.row_groups)
+        group = lax.div(warpgroup, config.row_groups)
+        key_group, column = lax.rem(group, config.key_groups), lax.div(group, config.key_groups)
+        plgpu.barrier_wait(scratch.queries_loaded.at[row_group])
+        tile = lax.axis_index("tile") * config.row_groups + row_group
         rows = pl.ds(tile * ROWS, ROWS)
         width = min(size, WIDEST)
         columns = pl.ds(column * width, width)
         converted = None if scratch.converted is None else scratch.converted.at[warpgroup]
-        own = scratch.queries.at[mine], scratch.weights.at[warpgroup], converted
-        attend = functools.partial(_attend, own, columns)
-        hide_prefix, hide_new = _masks(config, part, slots, bias, rows)
-        blocks = ((rings, hide_prefix), (scratch.new or rings, hide_new))
-        total, peak, weight = _consume(config, part, turn, width, attend, blocks)
-        at = (lax.axis_index("split") * config.key_groups + turn, part.row, part.head, rows)
+        buffers = scratch.queries.at[row_group], scratch.weights.at[warpgroup], converted
+        attend = functools.partial(_attend_block, buffers, columns)
+        mask_prefix, mask_new = _masks(config, part, slots, bias, rows)
+        sources = ((rings, mask_prefix), (scratch.new or rings, mask_new))
+        total, peak, weight = _attend_blocks(config, part, key_group, width, attend, sources)
+        index = lax.axis_index("split") * config.key_groups + key_group
+        at = (index, part.row, part.head, rows)
         seen = jnp.where(weight == 0.0, 1.0, weight)
 
         @pl.when(column == 0)
         def _():
             lse[at] = jnp.where(weight == 0.0, FLOOR, (peak + jnp.log2(seen)) * (1 / LOG2E))
 
-        plgpu.barrier_arrive(scratch.done)
-        plgpu.barrier_wait(scratch.done)  # for the other warpgroup, which may still read entries
+        plgpu.barrier_arrive(scratch.entries_read)
+        plgpu.barrier_wait(scratch.entries_read)  # the other warpgroup may still read entries
         results[warpgroup] = total / lax.broadcast_in_dim(seen, total.shape, [0])
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(results.at[warpgroup], out.at[(*at, columns)])
         plgpu.wait_smem_to_gmem(0)
 
 
-def _ask(config: Config, part: _Part, q, scratch: _Scratch) -> None:
-    """Brings the queries."""
+def _load_queries(config: Config, part: _Part, q, scratch: _Scratch) -> None:
+    """Copies the queries to shared memory."""
     for i in range(config.row_groups):
         tile = lax.axis_index("tile") * config.row_groups + i
         rows = q.at[part.row, part.head, pl.ds(tile * ROWS, ROWS)]
-        plgpu.copy_gmem_to_smem(rows, scratch.queries.at[i], scratch.asked.at[i])
+        plgpu.copy_gmem_to_smem(rows, scratch.queries.at[i], scratch.queries_loaded.at[i])
 
 
-def _produce(config: Config, part: _Part, prefix, rings, new, new_rings) -> None:
-    """Brings block after block of keys and values, as places become free."""
+def _load_blocks(config: Config, part: _Part, prefix, rings, new, new_rings) -> None:
+    """Copies blocks of keys and values to shared memory as buffers become free."""
     block, slots = config.block, prefix[0][0].shape[2]
 
-    def bring(i, first, at, row, sources, rings):
-        """Brings block i, of a row, into rings whose first block was `first`."""
+    def load(i, first, slot, row, sources, rings):
+        """Copies block i, from a row and slot, to rings whose first block was `first`."""
         for source, ring in zip(sources, rings, strict=True):
-            places = ring.entries.shape[0]
-            place = lax.rem(i, places)
+            buffers = ring.entries.shape[0]
+            buffer = lax.rem(i, buffers)
 
-            @pl.when(i - first >= places)
-            def _(ring=ring, place=place):
-                plgpu.barrier_wait(ring.free.at[place])
+            @pl.when(i - first >= buffers)
+            def _(ring=ring, buffer=buffer):
+                plgpu.barrier_wait(ring.free.at[buffer])
 
             for array, shared in zip(source, (ring.entries, ring.scales), strict=True):
                 if array is not None:
-                    piece = array.at[row, part.head, pl.ds(at, block)]
-                    plgpu.copy_gmem_to_smem(piece, shared.at[place], ring.loaded.at[place])
+                    piece = array.at[row, part.head, pl.ds(slot, block)]
+                    plgpu.copy_gmem_to_smem(piece, shared.at[buffer], ring.loaded.at[buffer])
 
-    def bring_prefix(i, carry):
-        at = jnp.minimum(part.begin + i * block, slots - block)  # never beyond the cache
-        bring(i, 0, at, part.prefix_row, prefix, rings)
+    def load_prefix(i, carry):
+        slot = jnp.minimum(part.begin + i * block, slots - block)  # not beyond the cache
+        load(i, 0, slot, part.prefix_row, prefix, rings)
         return carry
 
-    def bring_new(i, carry):
+    def load_new(i, carry):
         sources = [(array, None) for array in new]
-        first = part.steps if new_rings else 0
-        bring(i, first, (i - part.steps) * block, part.row, sources, new_rings or rings)
+        first = part.prefix_blocks if new_rings else 0
+        load(i, first, (i - part.prefix_blocks) * block, part.row, sources, new_rings or rings)
         return carry
 
-    lax.fori_loop(0, part.steps, bring_prefix, None)
-    lax.fori_loop(part.steps, part.total, bring_new, None)
+    lax.fori_loop(0, part.prefix_blocks, load_prefix, None)
+    lax.fori_loop(part.prefix_blocks, part.blocks, load_new, None)
 
 
 def _masks(config: Config, part: _Part, slots: int, bias, rows) -> tuple[Callable, Callable]:
-    """Returns (what hides scores of block i of the prefix, the same of new tokens)."""
+    """Returns functions that mask the scores of block i of the prefix and of new tokens."""
     block = config.block
 
-    def hide_prefix(i, scores):
+    def mask_prefix(i, scores):
         begin = part.begin + i * block
-        at = jnp.minimum(begin, slots - block)  # as `_produce` brought it
-        place = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA) + at
-        return jnp.where((place >= begin) & (place < part.end), scores, MASKED)
+        first = jnp.minimum(begin, slots - block)  # as in `_load_blocks`
+        slot = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA) + first
+        return jnp.where((slot >= begin) & (slot < part.end), scores, MASKED)
 
-    def hide_new(i, scores):
+    def mask_new(i, scores):
         row = jnp.minimum(part.row, bias.shape[0] - 1)
-        of_block = bias.at[row, rows, pl.ds((i - part.steps) * block, block)]
-        return scores + _load(of_block, plgpu.Layout.WGMMA, optimized=False)
+        block_bias = bias.at[row, rows, pl.ds((i - part.prefix_blocks) * block, block)]
+        return scores + _to_registers(block_bias, plgpu.Layout.WGMMA, optimized=False)
 
-    return hide_prefix, hide_new
+    return mask_prefix, mask_new
 
 
-def _load(ref: Any, layout: Any, optimized: bool = True) -> Array:
-    """Returns what a reference holds, in a layout; optimized: it may not cost bank conflicts."""
+def _to_registers(ref: Any, layout: Any, optimized: bool = True) -> Array:
+    """Returns the array of a reference in a layout; `optimized` forbids bank conflicts."""
     index = ((),) if jax.__version_info__ < (0, 11) else ()
     return plgpu.load(ref, *index, layout=layout, optimized=optimized)
 
 
-def _consume(config: Config, part: _Part, turn, width: int, attend, blocks):
-    """Returns (total, peak, weight) of a warpgroup's rows over the blocks of keys of its turns.
+def _attend_blocks(config: Config, part: _Part, key_group, width: int, attend, sources):
+    """Returns (total, peak, weight) of a warpgroup's rows over the blocks of its key group.
 
-    `blocks` has (rings, what hides scores) for the prefix and for new tokens.
+    `sources` has the rings and the mask function of the prefix, then of new tokens.
     """
 
-    def of_row(value: float) -> Array:
+    def per_row(value: float) -> Array:
         filled = jnp.full((ROWS,), value, jnp.float32)
         return plgpu.layout_cast(filled, plgpu.Layout.WGMMA.reduce(1))
 
-    def turns(blocks):
-        return jnp.maximum(pl.cdiv(blocks - turn, config.key_groups), 0)
+    def own_blocks(blocks):
+        return jnp.maximum(pl.cdiv(blocks - key_group, config.key_groups), 0)
 
-    nothing = plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
-    carry = (nothing, of_row(FLOOR), of_row(0.0))
-    ends = (0, turns(part.steps), turns(part.total))
-    for (rings, hide), first, last in zip(blocks, ends, ends[1:], strict=False):
+    zeros = plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
+    carry = (zeros, per_row(FLOOR), per_row(0.0))
+    ends = (0, own_blocks(part.prefix_blocks), own_blocks(part.blocks))
+    for (rings, mask), first, last in zip(sources, ends, ends[1:], strict=False):
 
-        def step(j, carry, rings=rings, hide=hide):
-            i = j * config.key_groups + turn
-            return attend(rings, i, functools.partial(hide, i), carry)
+        def step(j, carry, rings=rings, mask=mask):
+            i = j * config.key_groups + key_group
+            return attend(rings, i, functools.partial(mask, i), carry)
 
         carry = lax.fori_loop(first, last, step, carry)
     return carry
 
 
-def _attend(own, columns, rings, i, hide, carry):
-    """Returns (total, peak, weight) with block i of the keys; peaks are in powers of two."""
-    (q_s, p_s, converted), (keys, values) = own, rings
+def _attend_block(buffers, columns, rings, i, mask, carry):
+    """Returns (total, peak, weight) with block i of the keys added; peaks are in powers of two."""
+    (q_s, p_s, converted), (keys, values) = buffers, rings
     total, peak, weight = carry
-    place = lax.rem(i, keys.entries.shape[0])
+    buffer = lax.rem(i, keys.entries.shape[0])
 
     def score(accumulator):
         plgpu.wgmma(accumulator, q_s, k_s.transpose((1, 0)))
         return accumulator[...]
 
-    def add_up(accumulator):
+    def weighted_sum(accumulator):
         plgpu.wgmma(accumulator, p_s, v_s.at[:, columns])
         return accumulator[...]
 
-    k_s, scales = _take(keys, place, converted)
+    k_s, scales = _acquire(keys, buffer, converted)
     scores = pl.run_scoped(score, plgpu.ACC((ROWS, k_s.shape[0]), jnp.float32))
-    _leave(keys, place)
+    _release(keys, buffer)
     scores = scores * (q_s.shape[-1] ** -0.5 * LOG2E)
     if scales is not None:
         scores = scores * lax.broadcast_in_dim(scales, scores.shape, [1])
-    scores = hide(scores)
-    risen = jnp.maximum(peak, scores.max(axis=1))
-    fade = jnp.exp2(peak - risen)
-    p = jnp.exp2(scores - lax.broadcast_in_dim(risen, scores.shape, [0]))
-    weight = weight * fade + p.sum(axis=1)
-    v_s, scales = _take(values, place, converted)
+    scores = mask(scores)
+    new_peak = jnp.maximum(peak, scores.max(axis=1))
+    rescale = jnp.exp2(peak - new_peak)
+    p = jnp.exp2(scores - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
+    weight = weight * rescale + p.sum(axis=1)
+    v_s, scales = _acquire(values, buffer, converted)
     if scales is not None:
         p = p * lax.broadcast_in_dim(scales, p.shape, [1])
-    # Through shared memory: the interpreter multiplies nothing that lies in registers.
+    # Through shared memory: the interpreter does not support operands in registers.
     p_s[...] = p.astype(p_s.dtype)
     plgpu.commit_smem()
-    total = total * lax.broadcast_in_dim(fade, total.shape, [0])
-    total = total + pl.run_scoped(add_up, plgpu.ACC(total.shape, jnp.float32))
-    _leave(values, place)
-    return total, risen, weight
+    total = total * lax.broadcast_in_dim(rescale, total.shape, [0])
+    total = total + pl.run_scoped(weighted_sum, plgpu.ACC(total.shape, jnp.float32))
+    _release(values, buffer)
+    return total, new_peak, weight
 
 
-def _take(ring: _Ring, place, converted) -> tuple[Any, Any]:
-    """Returns (entries for wgmma, their scales or None) of a place, when they are loaded.
+def _acquire(ring: _Ring, buffer, converted) -> tuple[Any, Any]:
+    """Waits for a buffer and returns its entries for wgmma and their scales, or None.
 
-    Integers are exact in 16 bits, so they are converted as they are; each warpgroup does it for
-    itself, and leaves the place at once. The scales of keys and values multiply columns of scores
-    and of weights.
+    Each warpgroup converts integers, which is exact in 16 bits, and then releases the buffer. The
+    caller multiplies the columns of scores and weights by the scales of keys and values.
     """
-    plgpu.barrier_wait(ring.loaded.at[place])
+    plgpu.barrier_wait(ring.loaded.at[buffer])
     if ring.scales is None:
-        return ring.entries.at[place], None
-    entries = _load(ring.entries.at[place], plgpu.Layout.WGMMA_UPCAST_2X)
-    scales = _load(ring.scales.at[place], plgpu.Layout.WGMMA.reduce(0))
-    plgpu.barrier_arrive(ring.free.at[place])
+        return ring.entries.at[buffer], None
+    entries = _to_registers(ring.entries.at[buffer], plgpu.Layout.WGMMA_UPCAST_2X)
+    scales = _to_registers(ring.scales.at[buffer], plgpu.Layout.WGMMA.reduce(0))
+    plgpu.barrier_arrive(ring.free.at[buffer])
     converted[...] = entries.astype(converted.dtype)
     plgpu.commit_smem()
     return converted, scales
 
 
-def _leave(ring: _Ring, place) -> None:
-    """Leaves a place whose entries were multiplied where they lay."""
+def _release(ring: _Ring, buffer) -> None:
+    """Releases a buffer whose entries were multiplied in place."""
     if ring.scales is None:
-        plgpu.barrier_arrive(ring.free.at[place])
+        plgpu.barrier_arrive(ring.free.at[buffer])

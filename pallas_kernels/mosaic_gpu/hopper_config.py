@@ -1,7 +1,7 @@
-"""How the kernel for NVIDIA Hopper divides its work: what fits a block, and what fills a device.
+"""Chooses how the kernel for NVIDIA Hopper divides its work.
 
-`choose_config` takes what `python -m pallas_kernels.benchmarks.tune` found to be fastest on this
-device (`tuned.py`), and where nothing near has been timed, what a rule of waves says.
+`choose_config` uses the fastest configuration that `python -m pallas_kernels.benchmarks.tune` timed
+on this kind of device (`tuned.py`), or a rule where no similar shape was timed.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ import jax
 from pallas_kernels.mosaic_gpu import tuned
 
 ROWS = 64  # of a wgmma tile
-WIDEST = 128  # value columns that one warpgroup accumulates; more would not fit its registers
-TILE = 8  # rows of a tile in shared memory, and so of what is copied there
-WARPGROUPS = 3  # of a block, the producer included: more have too few registers each
-SHARED_BYTES = 226 * 1024  # of a block, less something for barriers
-MULTIPROCESSORS = 132  # of H100 and H200 SXM, where the device does not say
-MOST_STAGES = 6
+WIDEST = 128  # value columns that the registers of one warpgroup can accumulate
+TILE = 8  # rows of a tile in shared memory; copies have a multiple of it
+WARPGROUPS = 3  # per block, including the producer; more would have too few registers each
+SHARED_BYTES = 226 * 1024  # per block, without barriers
+MULTIPROCESSORS = 132  # of H100 and H200 SXM; used if the device does not report a number
+MAX_STAGES = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,15 +27,15 @@ class Config:
     """How the kernel divides its work.
 
     Attributes:
-      splits: parts of the prefix, each a block of the grid; every row's own length is divided.
+      splits: parts of the prefix, each a block of the grid; the length of each row is divided.
       row_groups: tiles of 64 rows in a block of the grid, one compute warpgroup each.
-      key_groups: compute warpgroups that take turns with the blocks of keys.
-      block: keys brought at a time.
-      stages: blocks of keys in shared memory; a multiple of key_groups, because a barrier must be
-        waited on by the same warpgroups every time.
+      key_groups: compute warpgroups among which the blocks of keys alternate.
+      block: keys per copy.
+      stages: blocks of keys in shared memory; a multiple of key_groups, because the same
+        warpgroups must always wait on a barrier.
 
     Raises:
-      ValueError: stages is no multiple of key_groups, or block none of 64.
+      ValueError: stages is not a multiple of key_groups, or block is not a multiple of 64.
     """
 
     splits: int = 1
@@ -49,7 +49,6 @@ class Config:
             raise ValueError(
                 f"stages={self.stages} must be a multiple of key_groups={self.key_groups}"
             )
-
         if self.block % ROWS:
             raise ValueError(f"block={self.block} must be a multiple of {ROWS}")
 
@@ -58,14 +57,14 @@ class Config:
         return self.row_groups * self.key_groups * column_groups(head_dim)
 
     def shared_bytes(self, head_dim: int, quantized: bool = False) -> int:
-        """Returns the shared memory of a block, in 16-bit dtypes, barriers aside.
+        """Returns the shared memory of a block in 16-bit dtypes, without barriers.
 
-        A `quantized` prefix comes in 8 bits with a float32 scale for each token. Then there are
-        also places for new tokens, and for what each warpgroup converts.
+        A `quantized` prefix has 8 bits and a float32 scale for each token, and needs separate
+        buffers for new tokens and for the entries that each warpgroup converts.
         """
-        of_queries = self.row_groups * ROWS * head_dim
-        of_weights = self.groups(head_dim) * ROWS * self.block
-        halves = of_queries + of_weights
+        queries = self.row_groups * ROWS * head_dim
+        weights = self.groups(head_dim) * ROWS * self.block
+        halves = queries + weights
         token = 2 * head_dim
         if quantized:
             halves += (self.groups(head_dim) + 2 * self.key_groups) * self.block * head_dim
@@ -74,12 +73,12 @@ class Config:
 
 
 def column_groups(head_dim: int) -> int:
-    """Returns how many warpgroups share the columns of the values."""
+    """Returns among how many warpgroups the columns of the values are divided."""
     return max(1, head_dim // WIDEST)
 
 
 def multiprocessors() -> int:
-    """Returns how many multiprocessors the device has, or `MULTIPROCESSORS` if it does not say."""
+    """Returns the number of multiprocessors of the device, `MULTIPROCESSORS` if unknown."""
     return getattr(jax.devices()[0], "core_count", None) or MULTIPROCESSORS
 
 
@@ -88,7 +87,7 @@ _forced: Config | None = None
 
 @contextlib.contextmanager
 def using(config: Config) -> Iterator[None]:
-    """Makes `choose_config` return this config for what is traced inside, to time or to test it."""
+    """Forces `choose_config` to return this config for programs traced in the context."""
     global _forced
     before, _forced = _forced, config
     try:
@@ -100,31 +99,31 @@ def using(config: Config) -> Iterator[None]:
 def choose_config(
     heads: int, rows: int, slots: int, head_dim: int, multiprocessors: int, quantized: bool = False
 ) -> Config:
-    """Returns how to divide the work of one call: as was timed on this device, or by the rule.
+    """Returns how to divide the work of one call: from the device's table, or by the rule.
 
-    The arguments are those of `config_by_rule`. Nothing is timed on a prefix of 8 bits.
+    The arguments are those of `config_by_rule`. Tables do not cover 8-bit prefixes.
 
     Raises:
-      ValueError: the device's table of timed configurations is malformed.
+      ValueError: the device's table is malformed.
     """
     if _forced is not None:
         return _forced
     if quantized:
         return config_by_rule(heads, rows, slots, head_dim, multiprocessors, quantized)
     entries = table(jax.devices()[0].device_kind)
-    found = tuned.nearest(entries, tuned.Key(heads, rows, slots, head_dim))
-    return found or config_by_rule(heads, rows, slots, head_dim, multiprocessors)
+    config = tuned.nearest(entries, tuned.Key(heads, rows, slots, head_dim))
+    return config or config_by_rule(heads, rows, slots, head_dim, multiprocessors)
 
 
 @functools.cache
 def table(device: str) -> dict[tuned.Key, Config]:
-    """Returns the fastest configurations that were timed on a kind of device; {} if none were.
+    """Returns the fastest timed configurations of a kind of device; {} without a table.
 
     Raises:
-      ValueError: the file is malformed, or a configuration in it cannot run.
+      ValueError: the table is malformed, or a configuration in it cannot run.
     """
     path = tuned.path_of(device)
-    found = {}
+    configs = {}
     for key, entry in tuned.read(path).items():
         try:
             config = Config(**entry["config"])
@@ -132,12 +131,12 @@ def table(device: str) -> dict[tuned.Key, Config]:
             raise ValueError(f"{path}: {key}: {error}; {tuned.REMEDY}") from error
         if not fits(config, key.rows, key.slots, key.head_dim):
             raise ValueError(f"{path}: {key}: {config} does not fit the device; {tuned.REMEDY}")
-        found[key] = config
-    return found
+        configs[key] = config
+    return configs
 
 
 def fits(config: Config, rows: int, slots: int, head_dim: int) -> bool:
-    """Returns whether the device can run a configuration, and no part of it would lie idle."""
+    """Returns whether the device can run a configuration without idle parts."""
     return (
         1 <= config.splits <= max(1, slots // config.block)
         and config.groups(head_dim) == WARPGROUPS - 1
@@ -148,9 +147,9 @@ def fits(config: Config, rows: int, slots: int, head_dim: int) -> bool:
 
 
 def candidates(heads: int, rows: int, slots: int, head_dim: int, sms: int) -> list[Config]:
-    """Returns every configuration worth timing, the rule's own first, then the likeliest.
+    """Returns the configurations to time: the rule's first, then by increasing estimated cost.
 
-    Splits are powers of two and three times such; the rest is all that fits.
+    Splits are 2**n and 3 * 2**n. All other fields take every value that fits.
 
     Args:
       heads, rows, slots, head_dim: as for `config_by_rule`.
@@ -164,7 +163,7 @@ def candidates(heads: int, rows: int, slots: int, head_dim: int, sms: int) -> li
         for row_groups in range(1, WARPGROUPS)
         for key_groups in range(1, WARPGROUPS)
         for block in (ROWS, 2 * ROWS)
-        for stages in range(max(2, key_groups), MOST_STAGES + 1)
+        for stages in range(max(2, key_groups), MAX_STAGES + 1)
         if stages % key_groups == 0
     ]
 
@@ -175,7 +174,7 @@ def candidates(heads: int, rows: int, slots: int, head_dim: int, sms: int) -> li
 
 
 def cost(config: Config, heads: int, rows: int, slots: int, sms: int) -> int:
-    """Returns blocks of 64 keys on the busiest multiprocessor; each start of a block counts four.
+    """Returns blocks of 64 keys on the busiest multiprocessor; starting a block counts as four.
 
     The arguments are those of `candidates`.
     """
@@ -191,19 +190,19 @@ def config_by_rule(
     """Returns a configuration that fills the device's multiprocessors evenly.
 
     Args:
-      heads: B * K, the KV heads of all rows.
-      rows: T * G, the query rows of each.
+      heads: B * K, KV heads of all rows.
+      rows: T * G, query rows of each KV head.
       slots: S, of the prefix.
       head_dim: D.
       multiprocessors: of the device; each runs one block of the grid at a time.
-      quantized: the prefix is in 8 bits, and read so.
+      quantized: the kernel reads the prefix in 8 bits.
     """
     groups = (WARPGROUPS - 1) // column_groups(head_dim)
     row_groups = min(groups, -(-rows // ROWS))
-    turns = groups // row_groups
+    key_groups = groups // row_groups
     deepest = [
-        Config(row_groups=row_groups, key_groups=turns, stages=stages)
-        for stages in range(2, MOST_STAGES + 1, turns)
+        Config(row_groups=row_groups, key_groups=key_groups, stages=stages)
+        for stages in range(2, MAX_STAGES + 1, key_groups)
     ]
     config = [c for c in deepest if c.shared_bytes(head_dim, quantized) <= SHARED_BYTES][-1]
 
@@ -212,5 +211,5 @@ def config_by_rule(
 
     most = min(max(1, slots // (4 * config.block)), multiprocessors)
     costs = {n: cost(split(n), heads, rows, slots, multiprocessors) for n in range(1, most + 1)}
-    # The fewest that are nearly the best: each writes results of its own, in float32.
+    # The smallest near-optimal number, because each split writes float32 results.
     return split(next(n for n, x in costs.items() if x <= 1.05 * min(costs.values())))

@@ -1,7 +1,7 @@
-"""The `mosaic` backend of `tree_attention`: arrays to and from the kernel for NVIDIA Hopper.
+"""The `mosaic` backend of `tree_attention`: layouts around the kernel for NVIDIA Hopper.
 
-The G heads that share a KV head read the same keys, so their rows, T * G of them, are packed into
-tiles of 64: one pass over the prefix serves all.
+The G heads that share a KV head read the same keys, so their T * G rows are packed into tiles of 64
+and one pass over the prefix serves all of them.
 """
 
 import os
@@ -26,40 +26,39 @@ CAPABILITY = "9.0"
 INTERPRETER_THREADS = 8
 
 
-def why_not(
+def unsupported_reason(
     dtype: jnp.dtype | None = None, head_dim: int | None = None, device: jax.Device | None = None
 ) -> str | None:
-    """Returns why the kernel cannot serve a call, or None if it can.
+    """Returns why the kernel does not support a call, or None if it does.
 
     Args:
-      dtype, head_dim: of the queries; None: not asked.
-      device: where it is to run; None: not asked.
+      dtype, head_dim: of the queries; None: not checked.
+      device: that runs the kernel; None: not checked.
     """
     if dtype is not None and jnp.dtype(dtype) not in DTYPES:
-        return f"takes {' and '.join(d.name for d in DTYPES)}, not {jnp.dtype(dtype).name}"
+        return f"supports {' and '.join(d.name for d in DTYPES)}, not {jnp.dtype(dtype).name}"
     if head_dim is not None and head_dim not in HEAD_DIMS:
-        return f"takes head sizes {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
+        return f"supports head sizes {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
     if device is None or getattr(device, "compute_capability", None) == CAPABILITY:
         return None
     return (
-        f"runs on NVIDIA Hopper GPUs (compute capability {CAPABILITY}), and this is "
+        f"runs on NVIDIA Hopper GPUs (compute capability {CAPABILITY}), and this device is "
         f"{device.device_kind}"
     )
 
 
-def why_not_interpreted() -> str | None:
+def interpreter_unsupported_reason() -> str | None:
     """Returns why the kernel cannot be interpreted here, or None if it can.
 
-    Each warpgroup holds one of XLA's threads while it waits for another: with too few of them all
-    wait for ever.
+    A warpgroup that waits occupies one of XLA's threads, so too few threads cause a deadlock.
     """
-    if jax.__version_info__ < (0, 12):  # 0.11 demands that someone waits at the end of a barrier
-        return f"needs JAX 0.12 or newer, and this is {jax.__version__}"
+    if jax.__version_info__ < (0, 12):  # 0.11 requires a wait after the last arrival at a barrier
+        return f"needs JAX 0.12 or newer, and this is JAX {jax.__version__}"
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = int(os.environ.get("NPROC") or usable or 1)  # as XLA's CPU client counts
+    threads = int(os.environ.get("NPROC") or usable or 1)  # as in XLA's CPU client
     if threads < INTERPRETER_THREADS:
         return (
-            f"needs {INTERPRETER_THREADS} threads of XLA's, and there are {threads}: set "
+            f"needs {INTERPRETER_THREADS} XLA threads, and there are {threads}: set "
             f"NPROC={INTERPRETER_THREADS} in the environment before JAX starts"
         )
     return None
@@ -78,29 +77,28 @@ def attend(
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Returns (out, lse) in float32, as `tree_attention` describes them.
 
-    A prefix in 8 bits is read so beside queries in bf16 with heads of 64 or 128; another quantized
-    one (4 bits, float16, heads of 256) is dequantized first, in a pass of its own. A prefix whose
-    slots are no multiple of 8, or fewer than 64, is padded: a copy, so use such numbers of slots.
-    With `interpreted` the kernel runs in Pallas's interpreter, on any device: slowly, to see what
-    it computes.
+    The kernel reads an 8-bit prefix directly if queries are in bf16 and heads have size 64 or 128.
+    Another quantized prefix (4 bits, float16, heads of 256) is dequantized in a separate pass. A
+    prefix is copied to pad it unless S is at least 64 and a multiple of 8. With `interpreted` the
+    kernel runs in Pallas's interpreter, on any device, for tests.
     """
-    from pallas_kernels.mosaic_gpu.hopper import flash  # half a second, for those who use it
+    from pallas_kernels.mosaic_gpu.hopper import flash  # the import takes half a second
 
     batch, length, heads, size = q.shape
-    quantized = reads_integers(k_prefix, q.dtype)
+    quantized = supports_integers(k_prefix, q.dtype)
     if not quantized:
-        k_prefix, v_prefix = _plain(k_prefix, q.dtype), _plain(v_prefix, q.dtype)
+        k_prefix, v_prefix = _dequantized(k_prefix, q.dtype), _dequantized(v_prefix, q.dtype)
     kv_heads, slots = k_prefix.shape[1:3]
     group = heads // kv_heads
     config = choose_config(
         batch * kv_heads, length * group, slots, size, multiprocessors(), quantized
     )
-    whole_tiles = _round_up(length * group, ROWS * config.row_groups)
-    whole_new = _round_up(k_new.shape[1], config.block)
-    whole_slots = max(config.block, _round_up(slots, TILE))
+    padded_rows = _round_up(length * group, ROWS * config.row_groups)
+    padded_new = _round_up(k_new.shape[1], config.block)
+    padded_slots = max(config.block, _round_up(slots, TILE))
     rows = q.reshape(batch, length, kv_heads, group, size).swapaxes(1, 2)
     rows = rows.reshape(batch, kv_heads, length * group, size)
-    k_prefix, v_prefix = jax.tree.map(lambda x: _pad(x, 2, whole_slots), (k_prefix, v_prefix))
+    k_prefix, v_prefix = jax.tree.map(lambda x: _pad(x, 2, padded_slots), (k_prefix, v_prefix))
     bias = jnp.repeat(jnp.where(mask, 0.0, MASKED).astype(jnp.float32), group, axis=1)
     out, lse = flash(
         _pad(rows, 2, _round_up(length * group, TILE)),
@@ -109,7 +107,7 @@ def attend(
         jnp.append(lengths, 0 if first_row is None else first_row).astype(jnp.int32),
         _pad(k_new.swapaxes(1, 2), 2, _round_up(k_new.shape[1], TILE)),
         _pad(v_new.swapaxes(1, 2), 2, _round_up(v_new.shape[1], TILE)),
-        _pad(_pad(bias, 1, whole_tiles, MASKED), 2, whole_new, MASKED),
+        _pad(_pad(bias, 1, padded_rows, MASKED), 2, padded_new, MASKED),
         config,
         interpreted,
     )
@@ -122,23 +120,23 @@ def attend(
     )
 
 
-def reads_integers(entries: Array | Quantized, dtype: jnp.dtype) -> bool:
-    """Returns whether the kernel reads such a prefix as it stands, in integers.
+def supports_integers(entries: Array | Quantized, dtype: jnp.dtype) -> bool:
+    """Returns whether the kernel reads a prefix directly in 8-bit integers.
 
-    In float16 a weight times a scale could be too small a number, and with heads of 256 there is
-    no shared memory left for what is converted.
+    In float16 the product of a weight and a scale may underflow. With heads of 256 there is no
+    shared memory for converted entries.
     """
     if not isinstance(entries, Quantized) or entries.bits != 8:
         return False
     return dtype == jnp.bfloat16 and entries.shape[-1] <= WIDEST
 
 
-def _plain(entries: Array | Quantized, dtype: jnp.dtype) -> Array:
+def _dequantized(entries: Array | Quantized, dtype: jnp.dtype) -> Array:
     return dequantize(entries, dtype) if isinstance(entries, Quantized) else entries
 
 
 def _pad(x: Array, axis: int, size: int, value: float = 0.0) -> Array:
-    """Returns x with an axis padded to a size."""
+    """Returns x with one axis padded to a size."""
     if x.shape[axis] == size:
         return x
     widths = [(0, 0)] * x.ndim

@@ -1,4 +1,4 @@
-"""Tiny models, on disk too, and a bench that answers at once, to test the launcher's own rules."""
+"""Tiny models, and a bench without models to test the launcher."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -34,12 +34,12 @@ def tiny():
 
 
 class ScriptedBench(workload.Bench):
-    """A bench whose runs are made up: plain decoding takes 1 s, everything else half of it.
+    """A bench with scripted runs: plain decoding takes 1 s, everything else 0.5 s.
 
     Attributes:
-      target: the model behind the comparisons.
-      fails: called with a cell before each of its runs; raises what the test wants raised.
-      ran: the cells run, in order.
+      target: the model that decides ties.
+      fails: called with a cell before each of its runs; may raise.
+      ran: the cells that ran, in order.
     """
 
     def __init__(self, target, fails=lambda cell: None):
@@ -61,16 +61,16 @@ class ScriptedBench(workload.Bench):
         warm_up = cell not in self.ran
         self.ran.append(cell)
         tokens = np.tile(np.arange(cell.new_tokens, dtype=np.int32), (cell.batch, 1))
-        counted = (
+        histogram = (
             (cell.new_tokens - 1, 0) if cell.draft == "none" else (1, cell.new_tokens // 2 - 1)
         )
         stats = Stats(
             tau=1.0 if cell.draft == "none" else 2.0,
             decode_s=1.0 if cell.draft == "none" else 0.5,
             compile_s=3.0 if warm_up else 0.0,
-            rounds=cell.batch * sum(counted),
-            steps=sum(counted),
-            histogram_by_request=(counted,) * cell.batch,
+            rounds=cell.batch * sum(histogram),
+            steps=sum(histogram),
+            histogram_by_request=(histogram,) * cell.batch,
             emitted=cell.batch * cell.new_tokens,
         )
         texts = ["text"] * cell.batch
@@ -123,7 +123,7 @@ class Here:
 
 @pytest.fixture
 def here(monkeypatch):
-    """Makes every launcher one that measures in this process."""
+    """Replaces every launcher by `Here`."""
 
     def use(bench=None, before=lambda folder: None):
         launcher = Here(bench, before)
@@ -134,7 +134,7 @@ def here(monkeypatch):
 
 @pytest.fixture
 def scripted(tiny, monkeypatch):
-    """Makes a scripted bench; bandwidth, phases and pictures are made up too."""
+    """Makes a scripted bench; bandwidth, phases and the report are scripted too."""
     monkeypatch.setattr(measure.bandwidth, "read_bandwidth", lambda: 2e10)
     monkeypatch.setattr(measure, "_phases", lambda bench, cell, folder: ({"draft": 0.25}, ""))
     monkeypatch.setattr(page, "write", lambda directory, keys: ["report.html"])
@@ -148,7 +148,7 @@ TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n\n" for i in range(60))
 def zoo(tmp_path, monkeypatch):
     """A target and a draft in Hugging Face format, and held-out text of ten modules.
 
-    Both have one shape, so that programs are compiled once for whichever drafts.
+    Both have one shape, so programs compile once for all drafters.
     """
     modules = [corpus.Module(f"m{i}.py", TEXT.replace("x", f"x{i}")) for i in range(160)]
     _, held_out = corpus.split(modules)

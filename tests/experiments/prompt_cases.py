@@ -1,4 +1,4 @@
-"""What tests of prompts share: tokenizers that behave differently, and a short library."""
+"""Cases for the tests of prompts: different tokenizers, and a short library."""
 
 import functools
 import string
@@ -17,19 +17,19 @@ NAMED = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 
 @functools.cache
 def short_library():
-    """Returns held-out modules of some 200 kB, instead of all that a library has."""
+    """Returns about 200 kB of held-out modules, instead of all."""
     _, held_out = corpus.split(corpus.library())
     sizes = np.cumsum([len(module.text) for module in held_out])
     return held_out[: np.searchsorted(sizes, 2e5)]
 
 
 def embedded():
-    """Returns the embedded models' tokenizer: pieces of source, and nothing around a text."""
+    """Returns the embedded models' tokenizer, which adds no special tokens."""
     return models.load_tokenizer("experiments/zoo/target")
 
 
 def letters():
-    """Returns one of a token a letter, without spaces, that puts <s> and </s> around a text."""
+    """Returns a tokenizer of letters without spaces, which puts <s> and </s> around a text."""
     known = [*SPECIAL, *(c for c in string.printable if not c.isspace())]
     vocab = {token: number for number, token in enumerate(known)}
     tokenizer = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
@@ -43,7 +43,7 @@ def letters():
 
 
 def words():
-    """Returns one that knows a few whole words, and <unk>."""
+    """Returns a tokenizer of a few whole words and <unk>."""
     vocab = {token: number for number, token in enumerate([*SPECIAL, "def", "return", "self"])}
     tokenizer = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -51,7 +51,7 @@ def words():
 
 
 def spaced():
-    """Returns one of pieces of words that puts a space and <s> before every text."""
+    """Returns a subword tokenizer that puts <s> and a space before every text."""
     text = " ".join([string.printable, *["values assigned above return self words"] * 20])
     tokenizer = corpus.train_tokenizer([corpus.Module("", text)], 320)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)

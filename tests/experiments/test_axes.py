@@ -1,8 +1,8 @@
-"""Grids are what their axes say: products, lists that go together, cells left out."""
+"""Grids are products of axes and zipped lists, without excluded cells."""
 
 import pytest
 
-from experiments.schema import axes, config, fields, grid
+from experiments.schema import columns, config, fields, grid
 
 
 def cells(**settings):
@@ -10,7 +10,7 @@ def cells(**settings):
     return [cell for group in groups for cell in group]
 
 
-def test_axes_are_combined_and_zipped_lists_go_together():
+def test_axes_are_combined_and_zipped_lists_vary_jointly():
     found = cells(
         grid={"batch": [1, 4], "context": [64, 128]},
         zip=[{"new_tokens": [16, 32], "repeats": [1, 2]}],
@@ -23,18 +23,20 @@ def test_axes_are_combined_and_zipped_lists_go_together():
     ]
 
 
-def test_cells_that_exclude_names_are_left_out_by_settings_of_the_draft_too():
-    methods = [{"draft": "self", "kv_budget": [64, 128]}, {"draft": "look_up"}]
-    where = [{"batch": 4, "draft": "look_up"}, {"kv_budget": [128], "context": 64}]
+def test_exclude_removes_cells_also_by_options_of_methods():
+    methods = [{"draft": "self", "budget": [64, 128]}, {"draft": "prompt_lookup"}]
+    where = [{"batch": 4, "draft": "prompt_lookup"}, {"budget": [128], "context": 64}]
     found = cells(grid={"batch": [1, 4], "context": [64, 96]}, methods=methods, exclude=where)
-    named = {(c.batch, c.context, c.draft, c.cache.kv_budget) for c in found}
+    named = {(c.batch, c.context, c.draft, c.budget) for c in found}
     everything = {
         (batch, context, *draft)
         for batch in (1, 4)
         for context in (64, 96)
-        for draft in (("none", 0), ("self", 64), ("self", 128), ("look_up", 0))
+        for draft in (("none", None), ("self", 64), ("self", 128), ("prompt_lookup", None))
     }
-    gone = {(4, c, "look_up", 0) for c in (64, 96)} | {(b, 64, "self", 128) for b in (1, 4)}
+    gone = {(4, c, "prompt_lookup", None) for c in (64, 96)} | {
+        (b, 64, "self", 128) for b in (1, 4)
+    }
     assert named == everything - gone
 
 
@@ -42,11 +44,11 @@ def test_cells_that_exclude_names_are_left_out_by_settings_of_the_draft_too():
     ("settings", "message"),
     [
         ({"grid": {"batch": []}}, "the axis batch has no values, so the grid is empty"),
-        ({"grid": {"bacth": [1]}}, "'bacth' names no setting that a grid can vary; did you mean"),
-        ({"grid": {"kv_budget": [64]}}, "kv_budget is a setting of methods: give its values there"),
-        ({"grid": {"name": ["a"]}}, "'name' names no setting that a grid can vary"),
-        ({"grid": {"batch": [1, 1]}}, "the axis batch names a value twice"),
-        ({"grid": {"batch": [1]}, "zip": [{"batch": [2]}]}, "the axis batch is there twice"),
+        ({"grid": {"bacth": [1]}}, "'bacth' is not a setting that a grid can vary; did you mean"),
+        ({"grid": {"budget": [64]}}, "budget is an option of methods: list its values there"),
+        ({"grid": {"name": ["a"]}}, "'name' is not a setting that a grid can vary"),
+        ({"grid": {"batch": [1, 1]}}, "the axis batch lists a value twice"),
+        ({"grid": {"batch": [1]}, "zip": [{"batch": [2]}]}, "the axis batch occurs twice"),
         ({"zip": [{"batch": [1, 2], "context": [64]}]}, "batch has 2, context has 1"),
         ({"grid": {"batch": [1, 0]}}, "grid: with batch=0: batch: Input should be greater"),
         ({"exclude": [{"batch": 5}]}, "no cell has {'batch': 5}"),
@@ -55,25 +57,25 @@ def test_cells_that_exclude_names_are_left_out_by_settings_of_the_draft_too():
         ({"batch": [1, 2]}, r"several values are an axis: grid: {batch: \[...\]}"),
     ],
 )
-def test_axes_that_are_wrong_are_told(settings, message):
+def test_wrong_axes_are_refused(settings, message):
     with pytest.raises(fields.ConfigError, match=message):
         cells(**settings)
 
 
-def test_a_setting_of_sampling_may_be_given_for_the_sampled_half_of_a_grid():
-    with pytest.raises(fields.ConfigError, match="with do_sample=False: .*seed has no meaning"):
+def test_a_setting_of_sampling_needs_do_sample_in_every_combination():
+    with pytest.raises(fields.ConfigError, match="with do_sample=False: .*seed has no effect"):
         cells(grid={"do_sample": [False, True]}, seed=1)
     assert [c.seed for c in cells(do_sample=True, grid={"seed": [1, 2]})] == [1, 2]
 
 
-def test_a_cell_is_the_same_after_it_was_written_down():
+def test_a_cell_is_restored_from_its_resolved_settings():
     (plain, cell) = cells(methods=[{"draft": "auto", "drafters": ["small:a/b", "self:h2o:64"]}])
     assert grid.restored(grid.resolved(cell)) == cell
     assert grid.key(grid.restored(grid.resolved(cell))) == grid.key(cell)
     assert grid.plain_of(cell) == plain
 
 
-def test_auto_tries_its_own_tree_also_from_a_command_line(tmp_path):
+def test_auto_has_its_own_default_tree_also_with_overrides(tmp_path):
     path = tmp_path / "auto.yaml"
     path.write_text("methods: [{draft: auto}, {draft: self}]")
     found = config.from_command_line([str(path), "--batch", "2"], "launch")[0]
@@ -81,14 +83,14 @@ def test_auto_tries_its_own_tree_also_from_a_command_line(tmp_path):
     assert (auto.tree, mine.tree) == ("chain:8", "chain:4")
 
 
-def test_methods_that_tables_could_not_tell_apart_are_refused():
+def test_methods_with_one_name_are_refused():
     methods = [{"draft": "small", "model": "a/d"}, {"draft": "small", "model": "b/d"}]
-    with pytest.raises(fields.ConfigError, match="two methods are called 'd, chain:4'"):
+    with pytest.raises(fields.ConfigError, match="two methods have the name 'd, chain:4'"):
         cells(methods=methods)
 
 
-def test_what_a_grid_can_vary_are_settings():
-    assert set(axes.VARIED) <= set(config.Experiment.model_fields)
+def test_axes_are_settings_of_experiments():
+    assert set(columns.AXES) <= set(config.Experiment.model_fields)
 
 
 def read(tmp_path, **files):
@@ -97,7 +99,7 @@ def read(tmp_path, **files):
     return config.read(tmp_path / "top.yaml")
 
 
-def test_a_base_gives_what_a_file_lacks_but_not_its_name(tmp_path):
+def test_a_base_provides_missing_keys_except_the_name(tmp_path):
     found = read(
         tmp_path,
         top="base: under.yaml\nrepeats: 5",
@@ -107,33 +109,33 @@ def test_a_base_gives_what_a_file_lacks_but_not_its_name(tmp_path):
     assert (found.name, found.batch, found.context, found.repeats) == ("top", 2, 64, 5)
 
 
-def test_a_base_that_is_no_file_or_the_file_itself_is_refused(tmp_path):
-    with pytest.raises(fields.ConfigError, match="top.yaml: is its own base, by way of other.yaml"):
+def test_a_missing_or_circular_base_is_refused(tmp_path):
+    with pytest.raises(fields.ConfigError, match="top.yaml is its own base, through other.yaml"):
         read(tmp_path, top="base: other.yaml", other="base: top.yaml")
-    with pytest.raises(fields.ConfigError, match="none.yaml: there is no such file"):
+    with pytest.raises(fields.ConfigError, match="none.yaml: no such file"):
         read(tmp_path, top="base: none.yaml")
-    with pytest.raises(fields.ConfigError, match=r"base=\['a.yaml'\]: give the path of one file"):
+    with pytest.raises(fields.ConfigError, match=r"base=\['a.yaml'\] must be the path of one file"):
         read(tmp_path, top="base: [a.yaml]")
 
 
-def test_the_command_line_wins_over_the_axes_of_a_file(tmp_path):
+def test_the_command_line_overrides_the_axes_of_a_file(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("grid: {batch: [1, 2], context: [64, 128]}\nzip: [{seed: [1], repeats: [2]}]")
 
-    def given(*arguments):
+    def read_with(*arguments):
         return config.from_command_line([str(path), *arguments], "launch")[0]
 
-    assert given().grid == {"batch": [1, 2], "context": [64, 128]}
-    assert given("--batch", "4").grid == {"context": [64, 128]}
-    assert given("--batch", "4").batch == 4
-    found = given("--grid.batch", "8", "16", "--grid.new-tokens=32", "--repeats", "1")
+    assert read_with().grid == {"batch": [1, 2], "context": [64, 128]}
+    assert read_with("--batch", "4").grid == {"context": [64, 128]}
+    assert read_with("--batch", "4").batch == 4
+    found = read_with("--grid.batch", "8", "16", "--grid.new-tokens=32", "--repeats", "1")
     assert found.grid == {"batch": [8, 16], "context": [64, 128], "new_tokens": [32]}
     assert found.zip == [{"seed": [1]}] and found.repeats == 1
-    assert given("--name", "context").grid == {"batch": [1, 2], "context": [64, 128]}
+    assert read_with("--name", "context").grid == {"batch": [1, 2], "context": [64, 128]}
     flags = tmp_path / "flags.yaml"
     flags.write_text("grid: {phases: [true, false]}")
     assert not config.from_command_line([str(flags), "--no-phases"], "launch")[0].grid
-    with pytest.raises(fields.ConfigError, match=r"--grid.mesh \[: no value as YAML has them"):
-        given("--grid.mesh", "[")
-    with pytest.raises(fields.ConfigError, match="--batch and --grid.batch are both given"):
-        given("--batch", "4", "--grid.batch", "1")
+    with pytest.raises(fields.ConfigError, match=r"--grid.mesh \[: not a YAML value"):
+        read_with("--grid.mesh", "[")
+    with pytest.raises(fields.ConfigError, match="--batch and --grid.batch are both set"):
+        read_with("--batch", "4", "--grid.batch", "1")

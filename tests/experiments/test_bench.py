@@ -1,4 +1,4 @@
-"""What cells of a group share, and what they do not."""
+"""Prompts are shared by the cells of a group, and only by them."""
 
 import pathlib
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ def cells(**settings):
 
 
 @pytest.mark.parametrize("kind", ["needle", "variable_tracking", "common_words"])
-def test_cells_of_a_task_take_its_rows_without_a_choice_and_know_the_answers(kind, tokenizer, mine):
+def test_cells_of_a_task_have_its_rows_and_answers(kind, tokenizer, mine):
     made = prompts.make(kind, tokenizer, "", 2, 2048, 3)
     for cell in cells(prompts=kind, batch=2, context=2048, prompt_seed=3):
         assert (cell.prompts, cell.candidates) == (kind, 1)
@@ -40,7 +40,7 @@ def test_cells_of_a_task_take_its_rows_without_a_choice_and_know_the_answers(kin
         assert [task.answer for task in mine.tasks(cell)] == [p.answer for p in made]
 
 
-def test_grids_of_two_kinds_of_prompts_do_not_share_them(mine):
+def test_kinds_of_prompts_are_not_shared(mine):
     text = cells(prompts="stdlib", candidates=1, context=256)[0]
     task = cells(prompts="needle", context=256)[0]
     drawn = cells(prompts="random", agreement_tokens=0, context=256)[0]
@@ -49,7 +49,7 @@ def test_grids_of_two_kinds_of_prompts_do_not_share_them(mine):
     assert len(set(rows)) == 3
 
 
-def test_a_choice_among_texts_is_kept_until_the_text_changes(mine, tmp_path, monkeypatch):
+def test_chosen_prompts_are_kept_until_the_text_changes(mine, tmp_path, monkeypatch):
     path = tmp_path / "text.txt"
     chosen = []
 

@@ -1,4 +1,4 @@
-"""Boost-tuning: later drafts see what earlier ones miss, and a killed run ends the same."""
+"""Boost-tuning: later drafts learn what earlier ones miss, and killed runs end the same."""
 
 import json
 import pathlib
@@ -40,8 +40,8 @@ def write_model(path, tokenizer, vocab_size, seed):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with a corpus, a random target of its own tokens, and small models."""
+def folder(tmp_path_factory):
+    """A folder with a corpus, a random target with a tokenizer, and small models."""
     root = tmp_path_factory.mktemp("boost")
     (root / "corpus").mkdir()
     for i in range(40):
@@ -63,7 +63,7 @@ def small_windows(monkeypatch):
     monkeypatch.setattr(export, "CONTEXTS", (WINDOW,))
 
 
-def settings(place, **changes) -> boost_config.Boosting:
+def settings(folder, **changes) -> boost_config.Boosting:
     schedule = dict(
         phases=[{"context": 16, "batch": 2, "steps": 6}],
         learning_rate=0.02,
@@ -71,13 +71,13 @@ def settings(place, **changes) -> boost_config.Boosting:
         checkpoint_every=2,
     )
     raw = dict(
-        target=str(place / "target"),
+        target=str(folder / "target"),
         drafts=2,
         shape=SHAPE,
         text=schedule,
         labels=schedule,
         labelled_tokens=640,
-        corpus=str(place / "corpus"),
+        corpus=str(folder / "corpus"),
     )
     raw = {k: v for k, v in (raw | changes).items() if v is not None}
     return config.checked(boost_config.Boosting, raw, "test")
@@ -88,22 +88,22 @@ def drafts_in(out: pathlib.Path) -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def whole(place):
-    """The folder and the figures of a run that nobody disturbed."""
+def whole(folder):
+    """The folder and the figures of an uninterrupted run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distill, "CONTEXT", WINDOW)
         patch.setattr(export, "CONTEXTS", (WINDOW,))
-        out = place / "whole"
-        figures = boost.run(settings(place), out / "work", out, "command", out / "boost.json")
+        out = folder / "whole"
+        figures = boost.run(settings(folder), out / "work", out, "command", out / "boost.json")
     return out, figures
 
 
 class Killed(BaseException):
-    """Nothing catches it, as nothing catches a kill."""
+    """Stands for a kill, which no code catches."""
 
 
 def kill_at(patch, moment: str, step: int = 0) -> None:
-    """Ends a run when it draws that batch of the named training, or when it writes the result."""
+    """Ends a run at a batch of the named training, or when it writes the named result."""
     drawn, train, ranked, export_ = (
         *(trainer.batches, trainer.train),
         *(distill.ranked, export.export),
@@ -128,47 +128,47 @@ def kill_at(patch, moment: str, step: int = 0) -> None:
     patch.setattr(export, "export", lambda *a, **o: stop_at(a[0].parts[-1]) or export_(*a, **o))
 
 
-# A moment of each kind; a training with enough steps for a checkpoint, and one with too few.
+# One moment of each kind: trainings after and before their first checkpoint.
 FEW = [("text", 5), ("labels", 0), ("1-choices", 0), ("2", 1), ("figures", 0)]
-# Of each training too few steps for a checkpoint, then enough for one.
+# Each training before its first checkpoint, then after it.
 EVERY = [("text", 1), ("text", 5), ("labels", 0), ("1", 0), ("1", 3), ("1-choices", 0)]
 EVERY += [("2", 1), ("2", 5), ("figures", 0)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moments", [FEW, EVERY], ids=["few", "every"])
-def test_a_run_killed_again_and_again_ends_with_the_same_drafts(place, whole, tmp_path, moments):
-    given = settings(place)
+def test_a_run_killed_many_times_ends_with_the_same_drafts(folder, whole, tmp_path, moments):
+    configuration = settings(folder)
     for moment, step in moments:
         name = moment if moment in ("labels", "figures") else f"draft-{moment}"
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
             kill_at(patch, name, step)
-            boost.run(given, tmp_path / "work", tmp_path / "out", "command")
+            boost.run(configuration, tmp_path / "work", tmp_path / "out", "command")
     assert not (tmp_path / "out").exists()
-    boost.run(given, tmp_path / "work", tmp_path / "out", "command")
+    boost.run(configuration, tmp_path / "work", tmp_path / "out", "command")
     first, second = drafts_in(tmp_path / "out")
     assert [first, second] == drafts_in(whole[0])
     assert first != second
 
 
 @pytest.mark.slow
-def test_a_process_killed_while_it_tunes_draft_2_ends_with_the_same_drafts(place, whole, tmp_path):
+def test_a_process_killed_while_it_tunes_draft_2_ends_with_the_same_drafts(folder, whole, tmp_path):
     shutil.copytree(whole[0] / "work", tmp_path / "work")
     shutil.rmtree(tmp_path / "work" / "draft-2")
-    given = tmp_path / "boost.yaml"
-    given.write_text(yaml.safe_dump(json.loads(settings(place).model_dump_json())))
-    arguments = [str(given), "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
+    path = tmp_path / "boost.yaml"
+    path.write_text(yaml.safe_dump(json.loads(settings(folder).model_dump_json())))
+    arguments = [str(path), "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
     script = f"""
         import os, signal, sys
-        from experiments import boost, distill, export, training
+        from experiments.training import boost, distill, export, trainer
         distill.CONTEXT, export.CONTEXTS = {WINDOW}, ({WINDOW},)
-        drawn = training.batches
+        drawn = trainer.batches
         def batches(stream, schedule, first):
             for count, batch in enumerate(drawn(stream, schedule, first)):
                 if count == 5:
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield batch
-        training.batches = batches
+        trainer.batches = batches
         sys.exit(boost.main({arguments!r}))
     """
     ended = subprocess.run(
@@ -180,7 +180,7 @@ def test_a_process_killed_while_it_tunes_draft_2_ends_with_the_same_drafts(place
     assert drafts_in(tmp_path / "out") == drafts_in(whole[0])
 
 
-def test_each_draft_is_tuned_on_what_none_before_it_chooses(place, tmp_path, monkeypatch):
+def test_each_draft_is_tuned_on_what_earlier_drafts_miss(folder, tmp_path, monkeypatch):
     labels = np.array([5, 6, 7, 8])
     chosen = {"draft-1": [5, 0, 0, 8], "draft-2": [5, 6, 0, 0]}
     seen = []
@@ -188,21 +188,21 @@ def test_each_draft_is_tuned_on_what_none_before_it_chooses(place, tmp_path, mon
     monkeypatch.setattr(distill, "choices", lambda module, name, *a: np.array(chosen[name]))
     tokens = np.arange(4)
     _, shares = boost.tune(
-        settings(place, drafts=3), [None] * 3, [None] * 3, tokens, labels, tmp_path
+        settings(folder, drafts=3), [None] * 3, [None] * 3, tokens, labels, tmp_path
     )
     weights = [stream[:, 2].tolist() for stream in seen]
     assert weights == [[1, 1, 1, 1], [0, 1, 1, 0], [0, 0, 1, 0]]
     assert shares == [1, 0.5, 0.25]
-    for stream in seen:  # nothing else changes: every draft reads the whole text
+    for stream in seen:  # every draft reads the whole text
         np.testing.assert_array_equal(stream[:, :2], np.stack([tokens, labels], 1))
 
 
-def test_when_all_samples_are_matched_the_number_of_drafts_that_suffices_is_named(place, tmp_path):
-    with pytest.raises(config.ConfigError, match=r"draft 3 has no samples left.*set drafts=2"):
+def test_a_draft_without_samples_is_refused(folder, tmp_path):
+    with pytest.raises(config.ConfigError, match=r"draft 3 has no samples: .*set drafts=2"):
         boost.sample_weights(np.ones(5, bool), 0.0, 3)
 
 
-def test_a_kept_share_is_of_the_matched_samples_alone():
+def test_the_kept_share_applies_to_matched_samples_only():
     matched = np.arange(4000) % 2 == 0
     weights = boost.sample_weights(matched, 0.25, 2)
     assert weights[~matched].all()
@@ -210,15 +210,15 @@ def test_a_kept_share_is_of_the_matched_samples_alone():
     np.testing.assert_array_equal(weights, boost.sample_weights(matched, 0.25, 2))
 
 
-def test_a_dropped_sample_has_no_gradient_and_an_empty_batch_none_at_all():
+def test_samples_of_weight_zero_have_no_gradient():
     module = models.build(models.LlamaConfig(vocab_size=40, max_positions=64, **SHAPE))
     params = models.init_params(module, 0)
     columns = np.random.default_rng(0).integers(0, 40, (1, 9, 3)).astype(np.int32)
-    of_columns = jax.jit(jax.grad(lambda p, columns: distill.label_loss(module, p, columns)))
+    compiled = jax.jit(jax.grad(lambda p, columns: distill.label_loss(module, p, columns)))
 
     def gradient(weights, labels):
         columns[0, :, 1], columns[0, :, 2] = labels, weights
-        return jax.tree.leaves(of_columns(params, columns.copy()))
+        return jax.tree.leaves(compiled(params, columns.copy()))
 
     weights, labels = np.array([1, 0, 1, 1, 0, 1, 0, 1, 1]), np.arange(9)
     expected = gradient(weights, labels)
@@ -229,20 +229,20 @@ def test_a_dropped_sample_has_no_gradient_and_an_empty_batch_none_at_all():
     assert not any(g.any() for g in gradient(np.zeros(9, int), labels))
 
 
-def test_one_more_draft_goes_on_from_those_that_are_there(place, whole, tmp_path, monkeypatch):
+def test_a_later_run_can_add_a_draft(folder, whole, tmp_path, monkeypatch):
     shutil.copytree(whole[0] / "work", tmp_path / "work")
     steps = []
     drawn = trainer.batches
     monkeypatch.setattr(trainer, "batches", lambda *a: steps.append(a[2]) or drawn(*a))
-    boost.run(settings(place, drafts=3), tmp_path / "work", tmp_path / "out", "command")
+    boost.run(settings(folder, drafts=3), tmp_path / "work", tmp_path / "out", "command")
     assert steps == [6, 6, 6, 0]  # text and two drafts are read back, the third is tuned
     assert drafts_in(tmp_path / "out") == drafts_in(whole[0])
     assert (tmp_path / "out" / "draft-3" / "model.safetensors").exists()
 
 
-def test_a_small_model_from_disk_is_a_beginning_too(place, tmp_path):
-    given = settings(place, start=str(place / "small"), shape=None, text=None, drafts=1)
-    figures = boost.run(given, tmp_path / "work", tmp_path / "out", "command")
+def test_a_draft_can_start_from_a_small_model(folder, tmp_path):
+    configuration = settings(folder, start=str(folder / "small"), shape=None, text=None, drafts=1)
+    figures = boost.run(configuration, tmp_path / "work", tmp_path / "out", "command")
     assert not (tmp_path / "work" / "draft-text").exists()
     tuned = models.load_checkpoint(tmp_path / "out" / "draft-1")
     assert tuned.config.vocab_size == 290
@@ -252,31 +252,31 @@ def test_a_small_model_from_disk_is_a_beginning_too(place, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"drafts": 0}, "drafts=0: boost-tuning needs at least one draft"),
+        ({"drafts": 0}, "drafts=0: boost-tuning needs at least 1 draft"),
         ({"drafst": 2}, "drafst: no such key; did you mean 'drafts'?"),
         ({"shape": SHAPE | {"heads": 2}}, "shape.heads: no such key"),
         ({"labels": {"phases": [], "learning_rate": 0.1}}, "a schedule needs phases"),
         ({"labels": {"learning_rate": 0.1}}, "Field required"),
         ({"kept_share": 1.5}, "less than or equal to 1"),
-        ({"shape": None}, "say what the drafts begin from"),
-        ({"start": ["a"], "shape": None}, "have no meaning beside `start`"),
+        ({"shape": None}, "the drafts need initial models"),
+        ({"start": ["a"], "shape": None}, "have no effect with `start`"),
         ({"start": ["a", "b", "c"], "shape": None, "text": None}, "3 models for drafts=2"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(place, changes, message):
+def test_invalid_settings_are_refused(folder, changes, message):
     with pytest.raises(config.ConfigError) as error:
-        settings(place, **changes)
+        settings(folder, **changes)
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"labelled_tokens": 10**6}, r"corpus has \d+ tokens to train on and .*needs 1000000"),
+        ({"labelled_tokens": 10**6}, r"labelled_tokens=1000000 is too large: the corpus has \d+"),
         ({"labelled_tokens": 31}, r"labelled_tokens=31 gives 0 tokens .* needs 17"),
         (
             {"labels": {"phases": [{"context": 640, "batch": 1, "steps": 1}], "learning_rate": 1}},
-            "gives 640 tokens in windows of 32, and labels with context=640 needs 641",
+            "gives 640 tokens in windows of 32, but labels with context=640 needs 641",
         ),
         (
             {"labels": {"phases": [{"context": 65, "batch": 1, "steps": 1}], "learning_rate": 1}},
@@ -284,64 +284,64 @@ def test_settings_that_cannot_be_are_refused(place, changes, message):
         ),
         (
             {"text": {"phases": [{"context": 10**6, "batch": 1, "steps": 1}], "learning_rate": 1}},
-            r"corpus has \d+ tokens to train on and text with context=1000000 needs 1000001",
+            r"corpus has \d+ training tokens, but text with context=1000000 needs 1000001",
         ),
         (
             {"start": ["stranger"], "shape": None, "text": None},
-            "a vocabulary of 291 tokens and the target one of 290",
+            "a vocabulary of 291 tokens, but the target's has 290",
         ),
     ],
 )
-def test_what_does_not_fit_is_said_before_anything_is_compiled(
-    place, tmp_path, monkeypatch, changes, message
+def test_mismatches_are_refused_before_anything_is_compiled(
+    folder, tmp_path, monkeypatch, changes, message
 ):
-    monkeypatch.chdir(place)
-    given = settings(place, **changes)
+    monkeypatch.chdir(folder)
+    configuration = settings(folder, **changes)
     for stage in ("begin", "tune", "learn"):
         monkeypatch.setattr(boost, stage, None)
     with pytest.raises(config.ConfigError, match=message):
-        boost.run(given, tmp_path / "work", tmp_path / "out", "command")
+        boost.run(configuration, tmp_path / "work", tmp_path / "out", "command")
     assert not (tmp_path / "work").exists()
 
 
-def test_a_corpus_without_held_out_text_is_refused(place, tmp_path):
+def test_a_corpus_without_held_out_text_is_refused(folder, tmp_path):
     (tmp_path / "corpus").mkdir()
-    kept, _ = corpus.split(corpus.library(place / "corpus"))
+    kept, _ = corpus.split(corpus.library(folder / "corpus"))
     for module in kept:
         (tmp_path / "corpus" / module.path).write_text(module.text)
     with pytest.raises(config.ConfigError, match="corpus has 0 held-out tokens"):
-        boost.prepare(settings(place, corpus=str(tmp_path / "corpus")))
+        boost.prepare(settings(folder, corpus=str(tmp_path / "corpus")))
 
 
-def test_a_work_folder_of_other_settings_is_refused(place, whole):
+def test_a_work_folder_of_other_settings_is_refused(folder, whole):
     with pytest.raises(config.ConfigError, match="holds stages of other settings"):
-        boost.run(settings(place, labelled_tokens=320), whole[0] / "work", whole[0], "command")
+        boost.run(settings(folder, labelled_tokens=320), whole[0] / "work", whole[0], "command")
 
 
-def test_the_command_says_what_is_wrong_and_how_it_ended(place, tmp_path, capsys):
+def test_the_command_prints_errors_and_exits_with_status_2(folder, tmp_path, capsys):
     path = tmp_path / "wrong.yaml"
     path.write_text("drafts: 0\n")
     arguments = [str(path), "--work", str(tmp_path), "--out", str(tmp_path)]
     assert boost.main(arguments) == 2
-    assert "needs at least one draft" in capsys.readouterr().err
+    assert "needs at least 1 draft" in capsys.readouterr().err
 
 
-def test_coverage_counts_positions_where_any_proposal_is_the_label():
+def test_coverage_counts_positions_with_a_matching_proposal():
     labels = np.array([1, 2, 3, 4])
     firsts = np.array([[1, 9], [9, 2], [3, 3], [9, 8]])
     np.testing.assert_array_equal(boost_report.covered(labels, firsts), [True, True, True, False])
 
 
-def test_a_difference_comes_with_its_error_over_windows():
+def test_a_difference_has_a_standard_error_over_windows():
     a, b = np.array([1, 1, 1, 0], bool), np.array([0, 0, 0, 0], bool)
-    found = boost_report.difference(a, b, 2)
-    assert found == {"mean": 0.75, "standard_error": pytest.approx(0.25)}
+    difference = boost_report.difference(a, b, 2)
+    assert difference == {"mean": 0.75, "standard_error": pytest.approx(0.25)}
 
 
-def test_the_figures_are_those_of_the_drafts_on_disk(place, whole):
+def test_the_figures_match_the_drafts_on_disk(folder, whole):
     out, figures = whole
-    text = boost.prepare(settings(place)).text.held_out
-    target = models.load_checkpoint(place / "target", np.float32)
+    text = boost.prepare(settings(folder)).text.held_out
+    target = models.load_checkpoint(folder / "target", np.float32)
     labels = distill.choices(target.module, target.params, text)
     drafts = [models.load_checkpoint(out / f"draft-{n}", np.float32) for n in (1, 2)]
     firsts = [distill.choices(d.module, d.params, text) for d in drafts]
@@ -354,7 +354,7 @@ def test_the_figures_are_those_of_the_drafts_on_disk(place, whole):
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*_drafts.yaml")), ids=lambda p: p.name)
-def test_recipes_of_drafts_are_whole(path):
+def test_recipes_of_drafts_are_valid(path):
     assert boost_config.read(path).drafts == 2
 
 

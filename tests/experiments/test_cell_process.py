@@ -1,4 +1,4 @@
-"""A cell's process may die of anything: the cell then has a failure, and nothing else has."""
+"""However the process of a cell ends, the cell has a result or a failure."""
 
 import json
 import signal
@@ -14,21 +14,21 @@ from experiments.runner import cell_process, worker
 from experiments.runner.cell_process import Limits
 from experiments.schema import store
 
-FREE = Limits()
+UNLIMITED = Limits()
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs a script in a worker's place, and returns the failure it left; None: a result."""
+    """Returns a function that runs a script as the worker and returns its failure, if any."""
 
-    def run(script, limits=FREE, ended=lambda: False):
+    def run(script, limits=UNLIMITED, stopped=lambda: False):
         path = tmp_path / "script.py"
         path.write_text(textwrap.dedent(script))
         monkeypatch.setattr(cell_process, "WORKER", (sys.executable, str(path)))
         folder = tmp_path / "cell"
         store.write_cell(folder, {})
         store.clear(folder)
-        cell_process.run(folder, limits, ended=ended)
+        cell_process.run(folder, limits, stopped=stopped)
         return store.read_json(folder / store.FAILURE)
 
     return run
@@ -40,52 +40,50 @@ pathlib.Path(sys.argv[1], "metrics.json").write_text('{"row": {}}')
 """
 
 
-def test_a_process_that_leaves_a_result_has_no_failure(run, tmp_path):
+def test_a_process_with_a_result_has_no_failure(run, tmp_path):
     assert run(RESULT) is None
     assert (tmp_path / "cell" / store.METRICS).exists()
 
 
-def test_a_process_that_leaves_nothing_says_with_which_status(run):
-    assert run("raise SystemExit(7)")["error"] == (
-        "the process ended with status 7 and left no result"
-    )
+def test_a_process_without_a_result_has_a_failure_with_its_status(run):
+    error = run("raise SystemExit(7)")["error"]
+    assert error == "the process exited with status 7 without a result"
 
 
 @pytest.mark.parametrize("number", [15, 2])
-def test_a_cell_that_somebody_ended_is_still_to_do(run, tmp_path, number):
-    heard = f"signal.signal({number}, signal.SIG_DFL)"  # a shell's background job ignores Ctrl-C
-    assert run(f"import os, signal; {heard}; os.kill(os.getpid(), {number})") is None
+def test_a_terminated_cell_is_still_to_do(run, tmp_path, number):
+    default = f"signal.signal({number}, signal.SIG_DFL)"  # background jobs ignore Ctrl-C
+    assert run(f"import os, signal; {default}; os.kill(os.getpid(), {number})") is None
     assert not (tmp_path / "cell" / store.METRICS).exists()
 
 
-def test_a_process_that_was_killed_says_by_what(run):
-    found = run("import os; print('before the end', flush=True); os.kill(os.getpid(), 11)")
-    assert (found["kind"], found["error"]) == ("crash", "the process was killed by SIGSEGV")
-    assert "before the end" in found["trace"]
+def test_the_failure_of_a_killed_process_names_the_signal(run):
+    failure = run("import os; print('before the end', flush=True); os.kill(os.getpid(), 11)")
+    assert (failure["kind"], failure["error"]) == ("crash", "the process was killed by SIGSEGV")
+    assert "before the end" in failure["trace"]
     assert "run out of memory" in run("import os; os.kill(os.getpid(), 9)")["error"]
 
 
-def test_a_process_that_takes_too_much_memory_is_ended(run):
+def test_a_process_above_the_memory_limit_is_killed(run):
     started = time.monotonic()
-    found = run("import time; kept = b'x' * 400_000_000; time.sleep(60)", Limits(memory_gb=0.2))
-    assert found["kind"] == "memory" and "memory_limit_gb is 0.2" in found["error"]
+    script = "import time; kept = b'x' * 400_000_000; time.sleep(60)"
+    failure = run(script, Limits(memory_gb=0.2))
+    assert failure["kind"] == "memory" and "more than memory_limit_gb=0.2" in failure["error"]
     assert time.monotonic() - started < 30
 
 
-def test_a_process_that_takes_too_long_is_ended(run):
-    found = run("import time; time.sleep(60)", Limits(minutes=0.01))
-    assert (found["kind"], found["error"]) == (
-        "timeout",
-        "ended after 0.01 minutes (timeout_minutes)",
-    )
+def test_a_process_above_the_time_limit_is_killed(run):
+    failure = run("import time; time.sleep(60)", Limits(minutes=0.01))
+    assert failure["kind"] == "timeout"
+    assert failure["error"] == "killed after timeout_minutes=0.01"
 
 
-def test_a_cell_that_the_user_ended_has_neither_result_nor_failure(run, tmp_path):
-    assert run("import time; time.sleep(60)", ended=lambda: True) is None
+def test_a_cell_that_the_user_stopped_has_neither_result_nor_failure(run, tmp_path):
+    assert run("import time; time.sleep(60)", stopped=lambda: True) is None
     assert {path.name for path in (tmp_path / "cell").iterdir()} == {"config.yaml", "worker.log"}
 
 
-def test_a_worker_ends_with_the_process_that_started_it(tmp_path):
+def test_a_worker_exits_with_its_parent(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, pathlib, sys, time\n"
@@ -95,7 +93,8 @@ def test_a_worker_ends_with_the_process_that_started_it(tmp_path):
         "time.sleep(120)\n"
     )
     code = (
-        "import pathlib, sys; from experiments.runner import cell_process\n"
+        "import pathlib, sys\n"
+        "from experiments.runner import cell_process\n"
         "from experiments.schema import store\n"
         f"cell_process.WORKER = (sys.executable, {str(script)!r})\n"
         f"folder = pathlib.Path({str(tmp_path / 'cell')!r})\n"
@@ -109,30 +108,30 @@ def test_a_worker_ends_with_the_process_that_started_it(tmp_path):
     _until(lambda: not psutil.pid_exists(pid))
 
 
-def _until(holds):
+def _until(condition):
     for _ in range(600):
-        if holds():
+        if condition():
             return
         time.sleep(0.1)
-    pytest.fail("it did not come")
+    pytest.fail("timeout")
 
 
-def test_errors_of_too_little_memory_are_told_from_others():
-    assert worker.kind_of(MemoryError("no")) == "memory"
-    assert worker.kind_of(RuntimeError("RESOURCE_EXHAUSTED: Out of memory")) == "memory"
-    assert worker.kind_of(ValueError("budget")) == "error"
+def test_out_of_memory_errors_are_recognized():
+    assert worker.failure_kind(MemoryError("no")) == "memory"
+    assert worker.failure_kind(RuntimeError("RESOURCE_EXHAUSTED: Out of memory")) == "memory"
+    assert worker.failure_kind(ValueError("budget")) == "error"
 
 
-def test_programs_are_shared_where_the_user_says_or_by_kind_of_machine(monkeypatch):
+def test_compiled_programs_are_shared_by_kind_of_machine_or_as_configured(monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    mine = cell_process.programs()["JAX_COMPILATION_CACHE_DIR"]
+    folder = cell_process.compilation_cache()["JAX_COMPILATION_CACHE_DIR"]
     monkeypatch.setattr(cell_process, "_processor", lambda: "another")
-    assert cell_process.programs()["JAX_COMPILATION_CACHE_DIR"] != mine
+    assert cell_process.compilation_cache()["JAX_COMPILATION_CACHE_DIR"] != folder
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")
-    assert not cell_process.programs()
+    assert not cell_process.compilation_cache()
 
 
-def test_a_worker_does_not_measure_a_finished_cell_a_second_time(tmp_path):
+def test_a_worker_does_not_measure_a_finished_cell_again(tmp_path):
     folder = tmp_path / "cell"
     store.write_cell(folder, {})
     store.write_json(folder / store.METRICS, {"row": {}})

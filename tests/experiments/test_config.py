@@ -4,7 +4,7 @@ import pathlib
 import pytest
 
 from experiments import prompts
-from experiments.schema import config, fields, method
+from experiments.schema import config, fields, method, settings
 
 FOLDER = pathlib.Path(config.__file__).parents[1] / "configs"
 OTHERS = {"specinfer_tables.yaml"}  # read by a command of their own
@@ -23,17 +23,17 @@ def read(tmp_path, text):
         ("repeets: 3", "repeets", "repeats"),
         ("batches: 3", "batches", "batch"),
         ("slurm: {minuts: 3}", "slurm.minuts", "minutes"),
-        ("methods: [{draft: self, kv_bugdet: 64}]", "methods.0.kv_bugdet", "kv_budget"),
+        ("methods: [{draft: self, bugdet: 64}]", "methods.0.bugdet", "budget"),
     ],
 )
-def test_a_key_that_does_not_exist_is_refused_and_the_nearest_named(tmp_path, text, key, nearest):
+def test_an_unknown_key_is_refused_with_the_nearest_one(tmp_path, text, key, nearest):
     with pytest.raises(fields.ConfigError) as error:
         read(tmp_path, text)
     assert f"{key}: no such key; did you mean {nearest!r}?" in str(error.value)
     assert "mine.yaml" in str(error.value)
 
 
-def test_every_problem_of_a_file_is_named_at_once(tmp_path):
+def test_all_problems_of_a_file_are_reported(tmp_path):
     with pytest.raises(fields.ConfigError) as error:
         read(tmp_path, "repeats: -1\nnew_tokens: '128'\nbatch: 0")
     message = str(error.value)
@@ -45,72 +45,78 @@ def test_every_problem_of_a_file_is_named_at_once(tmp_path):
     [
         ("{draft: small}", "draft=small needs the model's directory"),
         (
-            "{draft: small, model: x, kv_budget: 64}",
-            "kv_budget=64: with policy 'full' the draft keeps all of its cache; give another "
-            "policy, or leave kv_budget out",
+            "{draft: small, model: x, budget: 64}",
+            "budget=64: with policy 'full' the draft keeps all of its cache; use another "
+            "policy, or omit budget",
         ),
-        ("{draft: self, policy: sanpkv}", "policy='sanpkv' is unknown: did you mean 'snapkv'?"),
-        ("{draft: self, policy: [h2o, snap]}", "policy='snap' is unknown: did you mean 'snapkv'?"),
-        ("{draft: look_up, policy: snapkv}", "policy has no meaning with draft=look_up"),
+        ("{draft: self, policy: sanpkv}", "did you mean 'snapkv'?"),
+        ("{draft: self, policy: [h2o, snap]}", "policy='snap' is unknown: use one of"),
         (
-            "{draft: self, policy: full, kv_budget: 64}",
-            "kv_budget=64: with policy 'full' the draft reads the target's own cache; give "
-            "another policy, or leave kv_budget out",
+            "{draft: prompt_lookup, policy: snapkv}",
+            "policy has no effect with draft=prompt_lookup",
         ),
-        ("{draft: self, policy: [snapkv, full], kv_dtype: int8}", "leave kv_dtype out"),
+        (
+            "{draft: self, policy: full, budget: 64}",
+            "budget=64: with policy 'full' the draft reads the target's own cache; use "
+            "another policy, or omit budget",
+        ),
+        ("{draft: self, policy: [snapkv, full], kv_dtype: int8}", "omit kv_dtype"),
         (
             "{draft: self, refresh_every: 4}",
-            "refresh_every=4: a streaming cache always pins the first tokens; leave refresh_every "
-            "out, or use another policy",
+            "refresh_every=4: a streaming cache always pins the first tokens; omit refresh_every, "
+            "or use another policy",
         ),
         ("{draft: self, policy: h2o, refresh_every: -1}", "greater than or equal to 0"),
         (
             "{draft: small, model: x, policy: h2o, refresh_every: 4}",
-            "refresh_every has no meaning with draft=small",
+            "refresh_every has no effect with draft=small",
         ),
         ("{draft: self, kv_dtype: int2}", "methods.0.kv_dtype.0='int2'"),
-        ("{draft: self, sink_positions: text}", "sink_positions has no meaning with draft=self"),
+        ("{draft: self, sink_positions: text}", "sink_positions has no effect with draft=self"),
         (
             "{draft: small, model: x, sink_positions: text}",
-            "sink_positions has no meaning with policy=full: remove it, or set policy=streaming",
+            "sink_positions has no effect with policy=full: remove it, or set policy=streaming",
         ),
         (
             "{draft: small, model: x, policy: [streaming, h2o], sink_positions: in_cache}",
-            "sink_positions='in_cache' moves the sinks of policy 'streaming'",
+            "sink_positions='in_cache' needs policy 'streaming' and no kv_dtype",
         ),
         (
             "{draft: self, policy: [h2o, tova], sinks: 4}",
-            "sinks has no meaning with policy=h2o, tova: remove it, or set policy=streaming",
+            "sinks has no effect with policy=h2o, tova: remove it, or set policy=streaming",
         ),
         (
             "{draft: self, recent: 32}",
-            "recent has no meaning with policy=streaming: remove it, or set a policy that chooses",
+            "recent has no effect with policy=streaming: remove it, or set a policy that chooses",
         ),
-        ("{draft: self, model: x}", "model has no meaning with draft=self"),
-        ("{draft: look_up, draw: top}", "draw has no meaning with draft=look_up"),
-        ("{draft: small, model: x, models: [y, z]}", "models has no meaning with draft=small"),
-        ("{draft: ensemble}", "an ensemble of 0 drafts: list at least 2 in models"),
-        ("{draft: ensemble, models: [x]}", "an ensemble of 1 drafts"),
+        ("{draft: self, model: x}", "model has no effect with draft=self"),
+        ("{draft: prompt_lookup, draw: top}", "draw has no effect with draft=prompt_lookup"),
+        ("{draft: small, model: x, models: [y, z]}", "models has no effect with draft=small"),
+        ("{draft: ensemble}", "models lists 0 members of an ensemble: list at least 2"),
+        ("{draft: ensemble, models: [x]}", "models lists 1 members"),
         (
             "{draft: ensemble, models: [x, y], tree: 'chain:1 + chain:2 + chain:3'}",
-            "has 3 trees for 2 drafts",
+            "has 3 trees for 2 drafters",
         ),
-        ("{draft: self, tree: 'chain:1 + chain:2'}", "has 2 trees for 1 drafts"),
-        ("{draft: look_up, tree: 'expansion:1,2'}", "this tree branches below the root"),
+        ("{draft: self, tree: 'chain:1 + chain:2'}", "has 2 trees for 1 drafters"),
+        ("{draft: prompt_lookup, tree: 'expansion:1,2'}", "this tree branches below the root"),
         (
-            "{draft: ensemble, models: [x, look_up], tree: 'expansion:2,2'}",
+            "{draft: ensemble, models: [x, prompt_lookup], tree: 'expansion:2,2'}",
             "this tree branches below the root",
         ),
         ("{draft: self, draw: with_replacement, tree: 'dynamic:8,3,4'}", "in a dynamic tree would"),
-        ("{draft: self, verifier: greedy}", "verifier='greedy' is none that samples: naive, mss"),
-        ("{draft: self, tree: 'dynamic:9,1,2'}", "only 2 nodes are ever drafted"),
-        ("{draft: self, tree: chain:0}", "chain(0): a chain speculates at least 1 token"),
-        ("{draft: self, tree: 'chain:2,2'}", "'chain:2,2' is no tree: write chain:4"),
-        ("{draft: self, drafters: [look-up]}", "drafters has no meaning with draft=self"),
-        ("{draft: auto, policy: snapkv}", "policy has no meaning with draft=auto"),
-        ("{draft: auto, drafters: [slef]}", "'slef' is no drafter: write self:streaming:256"),
+        (
+            "{draft: self, verifier: greedy}",
+            "verifier='greedy' does not verify sampled tokens: use naive, mss",
+        ),
+        ("{draft: self, tree: 'dynamic:9,1,2'}", "draft 2 nodes; use at most 3"),
+        ("{draft: self, tree: chain:0}", "chain(0): the length must be at least 1"),
+        ("{draft: self, tree: 'chain:2,2'}", "'chain:2,2' is not a tree: use chain:4"),
+        ("{draft: self, drafters: [prompt-lookup]}", "drafters has no effect with draft=self"),
+        ("{draft: auto, policy: snapkv}", "policy has no effect with draft=auto"),
+        ("{draft: auto, drafters: [slef]}", "'slef' is not a drafter: use self:streaming:256"),
         ("{draft: auto, tree: 'dynamic:9,4,3'}", "must be a static tree"),
-        ("{draft: self, tree: ladder:3}", "'ladder:3' is no tree: write chain:4"),
+        ("{draft: self, tree: ladder:3}", "'ladder:3' is not a tree: use chain:4"),
     ],
 )
 def test_options_that_do_not_fit_together_are_refused(tmp_path, method, message):
@@ -132,7 +138,7 @@ def test_options_that_do_not_fit_together_are_refused(tmp_path, method, message)
 def test_settings_of_sampling_are_refused_in_greedy_decoding(tmp_path, text, names):
     with pytest.raises(fields.ConfigError) as error:
         read(tmp_path, text)
-    assert f"{names} has no meaning in greedy decoding: set do_sample" in str(error.value)
+    assert f"{names} has no effect in greedy decoding: set do_sample" in str(error.value)
     read(tmp_path, f"do_sample: true\n{text}")
 
 
@@ -148,17 +154,19 @@ def test_prompts_are_text_or_any_of_the_tasks(tmp_path):
 
 
 def test_a_choice_among_prompts_of_a_task_is_refused(tmp_path):
-    with pytest.raises(fields.ConfigError, match="candidates has no meaning with prompts=needle"):
+    with pytest.raises(fields.ConfigError, match="candidates has no effect with prompts=needle"):
         read(tmp_path, "prompts: needle\ncandidates: 4")
     read(tmp_path, "candidates: 4")
 
 
-def test_a_policy_of_another_package_is_known_by_its_name(tmp_path, monkeypatch):
+def test_a_policy_of_another_package_has_a_name(tmp_path, monkeypatch):
     point = importlib.metadata.EntryPoint("mine", "magicjax.policies:KNorm", "magicjax.policies")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point])
     method = read(tmp_path, "methods: [{draft: self, policy: [mine, h2o]}]").methods[0]
-    assert [cache.policy for cache in method.caches()] == ["mine", "h2o"]
-    with pytest.raises(fields.ConfigError, match="policy='mini' is unknown: did you mean 'mine'"):
+    assert [options["policy"] for options in method.options(sampled=False)] == ["mine", "h2o"]
+    with pytest.raises(
+        fields.ConfigError, match="policy='mini' is unknown: .*; did you mean 'mine'"
+    ):
         read(tmp_path, "methods: [{draft: self, policy: mini}]")
 
 
@@ -168,7 +176,7 @@ def test_parameters_of_sampling_out_of_range_are_refused(tmp_path, text):
         read(tmp_path, f"do_sample: true\n{text}")
 
 
-def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path):
+def test_the_command_line_overrides_the_file_which_overrides_the_defaults(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("repeats: 5\nnew_tokens: 32\nmethods: [{draft: self, tree: chain:2}]")
     overrides = ["--repeats", "7", "--methods.0.tree", "chain:3", "chain:4"]
@@ -184,7 +192,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (["--methods.0.model", "x"], "has no meaning with draft=self"),
+        (["--methods.0.model", "x"], "has no effect with draft=self"),
         (["--repeats", "-1"], "greater than or equal to 0"),
         (["--repeets", "3"], "--repeats"),
     ],
@@ -198,8 +206,8 @@ def test_overrides_are_checked_like_the_file(tmp_path, capsys, override, message
     assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
-def test_a_run_without_a_file_says_how_to_give_one():
-    with pytest.raises(fields.ConfigError, match="no experiment file given: launch"):
+def test_a_command_without_a_file_is_refused():
+    with pytest.raises(fields.ConfigError, match="no experiment file: run launch"):
         config.from_command_line([], "launch")
 
 
@@ -217,10 +225,15 @@ def test_help_describes_every_setting(capsys):
 @pytest.mark.parametrize("model", [config.Experiment, config.Slurm, method.Method])
 def test_every_setting_is_documented(model):
     assert all(field.description for field in model.model_fields.values())
+    for name, known in settings.declared(model).items():
+        defaults = [x for x in (known.default, *known.defaults.values()) if x is not None]
+        description = model.model_fields[name].description
+        texts = [f"{x:g}" if isinstance(x, float) else str(x) for x in defaults]
+        assert all(text in description for text in texts), name
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_the_files_that_come_with_the_project_are_valid(path):
+def test_the_configs_of_the_project_are_valid(path):
     assert config.read(path).name == path.stem
 
 
@@ -233,7 +246,7 @@ def test_the_files_that_come_with_the_project_are_valid(path):
         ("# nothing\n", "mine.yaml: the file is empty"),
     ],
 )
-def test_a_file_that_is_no_yaml_is_refused_with_the_line(tmp_path, text, message):
+def test_invalid_yaml_is_refused_with_the_line(tmp_path, text, message):
     with pytest.raises(fields.ConfigError, match=message):
         read(tmp_path, text)
 
@@ -255,14 +268,14 @@ def test_a_mapping_with_a_problem_is_not_repeated_in_its_message(tmp_path):
     assert lines[1] == "  methods.0: draft=small needs the model's directory: set model"
 
 
-def test_a_file_behind_options_is_told_to_come_first(tmp_path):
+def test_a_file_after_options_is_refused(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("repeats: 5")
     with pytest.raises(fields.ConfigError, match=f"must come first: launch {path} --repeats 1$"):
         config.from_command_line(["--repeats", "1", str(path)], "launch")
 
 
-def test_a_file_that_is_no_mapping_is_refused(tmp_path):
+def test_a_file_without_a_mapping_is_refused(tmp_path):
     with pytest.raises(fields.ConfigError, match="expected `key: value` lines, found list"):
         read(tmp_path, "- 1")
 
@@ -270,6 +283,6 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path):
 def test_a_mesh_is_written_as_on_the_command_line(tmp_path):
     assert read(tmp_path, "mesh: data=2,model=4").mesh == "data=2,model=4"
     with pytest.raises(
-        fields.ConfigError, match="'pipe=2' is no mesh: write stage=2,data=2,model=2"
+        fields.ConfigError, match="'pipe=2' is not a valid mesh: use stage=2,data=2,model=2"
     ):
         read(tmp_path, "mesh: pipe=2")

@@ -1,4 +1,4 @@
-"""A grid on real, tiny models: text, prompts, models from disk, decoding, results."""
+"""Grids on tiny models: text, prompts, models from disk, decoding, results."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, here, capsys):
         "agreement_tokens: 96\n"
         "batch: 2\ncontext: 48\n"
         "methods:\n"
-        "  - {draft: self, kv_budget: 24, sinks: 4, tree: chain:3}\n"
+        "  - {draft: self, budget: 24, sinks: 4, tree: chain:3}\n"
         f"  - {{draft: small, model: {zoo / 'draft'}, tree: 'expansion:2,1'}}\n"
     )
     assert launch.main([str(path), "--profile"]) == 0
@@ -40,17 +40,17 @@ def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, here, capsys):
     folder = zoo / "results" / "grid"
     records = [json.loads(path.read_text()) for path in folder.glob("cells/*/metrics.json")]
     assert sum("acceptance_by_depth" in record for record in records) == 3
-    for row in (streaming, small):  # the loop of plain decoding is too small to be told apart
+    for row in (streaming, small):  # the loop of plain decoding is one operation
         spent = ("draft_s", "score_s", "verify_s", "commit_s", "host_s")
         assert all(float(row[name]) > 0 for name in spent)
     assert len(list(folder.glob("cells/*/trace.perfetto.json.gz"))) == 3
     prompts = [path.read_text() for path in folder.glob("prompts/*.json")]
     assert len(prompts) == 1  # chosen once for all cells of a group
     out = " ".join(capsys.readouterr().out.split())
-    assert "τ: tokens emitted a target pass and row" in out
+    assert "τ: tokens emitted per target pass and row" in out
 
 
-def test_auto_is_a_method_like_the_others_and_says_what_it_chose(zoo, here):
+def test_auto_reports_its_choice(zoo, here):
     here()
     profile = zoo / "here.json"
     cost_model.save_profile(
@@ -64,7 +64,7 @@ def test_auto_is_a_method_like_the_others_and_says_what_it_chose(zoo, here):
         "batch: 2\ncontext: 48\n"
         "methods:\n"
         f"  - {{draft: auto, profile: {profile}, tree: chain:3,\n"
-        f"     drafters: ['self:streaming:24', 'small:{zoo / 'draft'}', look-up]}}\n"
+        f"     drafters: ['self:streaming:24', 'small:{zoo / 'draft'}', prompt-lookup]}}\n"
     )
     assert launch.main([str(path)]) == 0
     with (zoo / "results" / "auto" / "summary.csv").open() as file:
@@ -74,7 +74,7 @@ def test_auto_is_a_method_like_the_others_and_says_what_it_chose(zoo, here):
         "ok",
         1.0,
     )
-    names = {"off", "self:streaming:24", "small:draft:full", "look-up:4"}
+    names = {"off", "self:streaming:24", "small:draft:full", "prompt-lookup:4"}
     assert auto["chosen"].split(",")[0] in names and plain["chosen"] == ""
 
 
@@ -91,14 +91,14 @@ def test_a_sampled_grid_compares_with_plain_sampling_of_the_same_parameters(zoo,
         "methods:\n"
         f"  - {{draft: small, model: {zoo / 'draft'}, tree: 'expansion:2,1', "
         "verifier: [mss, naive]}\n"
-        f"  - {{draft: ensemble, models: [{zoo / 'draft'}, look_up], "
+        f"  - {{draft: ensemble, models: [{zoo / 'draft'}, prompt_lookup], "
         "tree: 'expansion:1,1 + chain:2'}\n"
-        "  - {draft: look_up, tree: 'expansion:2,1', verifier: naive}\n"
+        "  - {draft: prompt_lookup, tree: 'expansion:2,1', verifier: naive}\n"
     )
     assert launch.main([str(path)]) == 0
     with (zoo / "results" / "sampled" / "summary.csv").open() as file:
-        plain, mss, naive, ensemble, look_up = csv.DictReader(file)
-    assert [row["exact_match"] for row in (plain, naive, look_up)] == ["1.0"] * 3
+        plain, mss, naive, ensemble, prompt_lookup = csv.DictReader(file)
+    assert [row["exact_match"] for row in (plain, naive, prompt_lookup)] == ["1.0"] * 3
     assert mss["exact_match"] == ensemble["exact_match"] == ""
     assert {row["temperature"] for row in (plain, mss)} == {"0.7"}
     assert (mss["verifier"], mss["draw"], plain["verifier"]) == ("mss", "without_replacement", "")
@@ -106,10 +106,10 @@ def test_a_sampled_grid_compares_with_plain_sampling_of_the_same_parameters(zoo,
     assert 1 <= float(ensemble["nodes_per_round"]) <= 5
     assert float(mss["nodes_per_round"]) == 5
     assert float(mss["tau_by_request"]) >= 1
-    assert mss["agreement"] and not ensemble["agreement"] and not look_up["agreement"]
+    assert mss["agreement"] and not ensemble["agreement"] and not prompt_lookup["agreement"]
 
 
-def test_an_offloaded_target_is_one_setting_more_and_all_is_compared(zoo, here):
+def test_an_offloaded_target_is_exact(zoo, here):
     here()
     path = zoo / "offload.yaml"
     path.write_text(
@@ -117,7 +117,7 @@ def test_an_offloaded_target_is_one_setting_more_and_all_is_compared(zoo, here):
         f"results: {zoo / 'results'}\n"
         "new_tokens: 12\nagreement_tokens: 96\nbatch: 1\ncontext: 48\nrepeats: 0\n"
         "offload: yes\n"
-        "methods: [{draft: self, policy: streaming, kv_budget: 24, sinks: 4, tree: chain:2}]\n"
+        "methods: [{draft: self, policy: streaming, budget: 24, sinks: 4, tree: chain:2}]\n"
     )
     assert launch.main([str(path)]) == 0
     with (zoo / "results" / "offload" / "summary.csv").open() as lines:

@@ -12,7 +12,7 @@ PLAIN = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]], np.int32)
 
 @pytest.fixture
 def logits(monkeypatch):
-    """Lets a test say what the target's logits are, and see where they were asked for."""
+    """Replaces the target's logits, and records where they are computed."""
     asked = []
 
     def answer(model, tokens, index):
@@ -30,19 +30,19 @@ def target(**logits):
     return SimpleNamespace(logits=values)
 
 
-def test_equal_tokens_are_exact_and_need_no_forward(logits):
+def test_equal_tokens_need_no_forward(logits):
     match = exactness.compare(target(), PROMPTS, PLAIN, PLAIN)
     assert (match.exact, match.ties, logits) == (1.0, 0, [])
 
 
-def test_a_row_that_parts_at_a_tie_counts_as_exact_and_is_counted(logits):
+def test_a_row_that_diverges_at_a_tie_is_exact(logits):
     found = PLAIN.copy()
     found[1, 1:] = [11, 0]
     match = exactness.compare(target(t5=100.0, t11=99.9999), PROMPTS, PLAIN, found)
     assert (match.exact, match.ties) == (1.0, 1)
     assert "new token 1: 11 instead of 5" in str(match.divergences[0])
     tokens, index = logits[0]
-    # the logits that chose new token 1 stand after the prompt and new token 0
+    # new token 1 follows from the prompt and new token 0
     assert tokens[0, : index + 1].tolist() == [*PROMPTS[1], 4]
 
 
@@ -53,7 +53,7 @@ def test_a_row_that_parts_at_a_tie_counts_as_exact_and_is_counted(logits):
         {"t5": 100.0, "t6": 100.0, "t11": 3.0},  # a tie, but of other tokens
     ],
 )
-def test_a_row_that_parts_elsewhere_is_wrong(logits, values):
+def test_a_row_that_diverges_elsewhere_is_wrong(logits, values):
     found = PLAIN.copy()
     found[1, 1] = 11
     match = exactness.compare(target(**values), PROMPTS, PLAIN, found)
@@ -62,7 +62,7 @@ def test_a_row_that_parts_elsewhere_is_wrong(logits, values):
     assert "WRONG" in str(match.divergences[0])
 
 
-def test_a_real_model_is_asked_at_the_right_place(tiny):
+def test_a_real_model_is_read_at_the_position_of_the_divergence(tiny):
     text = np.random.default_rng(0).integers(0, 64, (1, 12)).astype(np.int32)
     best = np.asarray(teacher.greedy_tokens(tiny, text))[0, 7]
     expected, found = text[:, 8:].copy(), text[:, 8:].copy()

@@ -5,7 +5,7 @@ import pytest
 
 import magicjax
 from experiments.runner import workload
-from experiments.schema import cache_settings, config, fields, grid
+from experiments.schema import columns, config, fields, grid, method, settings
 from magicjax import policies
 
 EXPERIMENT = fields.checked(
@@ -13,7 +13,7 @@ EXPERIMENT = fields.checked(
     {
         "zip": [{"batch": [1, 4, 4], "context": [2048, 2048, 8192]}],
         "methods": [
-            {"draft": "self", "kv_budget": [128, 256], "tree": ["chain:3", "chain:7"]},
+            {"draft": "self", "budget": [128, 256], "tree": ["chain:3", "chain:7"]},
             {"draft": "small", "model": "somewhere/draft-1", "tree": "expansion:2,2,1"},
         ],
     },
@@ -21,7 +21,7 @@ EXPERIMENT = fields.checked(
 )
 
 
-def test_a_grid_is_the_product_of_its_lists_with_plain_decoding_first_in_each_group():
+def test_a_grid_is_a_product_with_plain_decoding_first_in_each_group():
     groups = grid.groups(EXPERIMENT)
     assert [(g[0].batch, g[0].context) for g in groups] == [(1, 2048), (4, 2048), (4, 8192)]
     for group in groups:
@@ -48,24 +48,20 @@ def test_the_same_cell_twice_is_refused(change, message):
         grid.groups(fields.checked(config.Experiment, change, "test"))
 
 
-def others(value):
-    """Returns values beside `value`, differing in one setting each."""
-    if isinstance(value, cache_settings.CacheSettings):
-        fields = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
-        return [
-            dataclasses.replace(value, **{name: other}) for name, x in fields for other in others(x)
-        ]
-    return [(*value, "x") if isinstance(value, tuple) else value + type(value)(1)]
+def another(value):
+    """Returns another value of a setting."""
+    if value is None:
+        return 1
+    return (*value, "x") if isinstance(value, tuple) else value + type(value)(1)
 
 
-def test_a_key_changes_with_every_setting_and_with_the_surroundings():
+def test_a_key_changes_with_every_setting_and_with_the_provenance():
     cell = grid.groups(EXPERIMENT)[0][1]
     keys = {grid.key(cell, {"device": "a"}), grid.key(cell, {"device": "b"})}
     for field in dataclasses.fields(cell):
-        for other in others(getattr(cell, field.name)):
-            keys.add(grid.key(dataclasses.replace(cell, **{field.name: other}), {"device": "a"}))
-    settings = len(dataclasses.fields(cell)) - 1 + len(dataclasses.fields(cell.cache))
-    assert len(keys) == 2 + settings
+        changed = dataclasses.replace(cell, **{field.name: another(getattr(cell, field.name))})
+        keys.add(grid.key(changed, {"device": "a"}))
+    assert len(keys) == 2 + len(dataclasses.fields(cell))
     assert grid.key(cell, {"device": "a"}) == grid.key(cell, {"device": "a"})
 
 
@@ -94,10 +90,10 @@ SAMPLED = fields.checked(
         "top_p": 0.9,
         "methods": [
             {"draft": "self", "tree": ["chain:3", "dynamic:16,6,4"], "verifier": ["mss", "naive"]},
-            {"draft": "look_up", "tree": "expansion:2,1,1"},
+            {"draft": "prompt_lookup", "tree": "expansion:2,1,1"},
             {
                 "draft": "ensemble",
-                "models": ["zoo/draft-1", "zoo/draft-2", "look_up"],
+                "models": ["zoo/draft-1", "zoo/draft-2", "prompt_lookup"],
                 "tree": ["chain:3", "expansion:2,2 + chain:4 + chain:5"],
             },
             {"draft": "small", "model": "zoo/draft-1", "draw": "with_replacement"},
@@ -109,25 +105,25 @@ SAMPLED = fields.checked(
 
 def test_a_sampled_grid_resolves_its_settings_and_asks_the_drafters_for_their_bounds():
     (cells,) = grid.groups(SAMPLED)
-    members = "draft-1 + draft-2 + look_up"
-    assert [(c.method, c.gamma, c.nodes, c.drawings) for c in cells] == [
+    members = "draft-1 + draft-2 + prompt_lookup"
+    assert [(c.method, c.gamma, c.nodes, c.draw_methods) for c in cells] == [
         ("plain", 0, 1, ""),
         ("self streaming 256, chain:3, mss", 3, 4, "without_replacement"),
         ("self streaming 256, chain:3, naive", 3, 4, "without_replacement"),
         ("self streaming 256, dynamic:16,6,4, mss", 6, 16, "top"),
         ("self streaming 256, dynamic:16,6,4, naive", 6, 16, "top"),
-        ("look-up, expansion:2,1,1, mss", 3, 7, "top"),
+        ("prompt-lookup, expansion:2,1,1, mss", 3, 7, "top"),
         (f"{members}, chain:3, mss", 3, 10, "top + without_replacement"),
         (f"{members}, expansion:2,2 + chain:4 + chain:5, mss", 5, 16, "top + without_replacement"),
         ("draft-1, chain:4, with replacement, mss", 4, 5, "with_replacement"),
     ]
-    same = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 0.9, "seed": 0}
+    same = {"do_sample": True, "temperature": 1.0, "top_k": None, "top_p": 0.9, "seed": 0}
     assert all(cell.sampling == same for cell in cells)
 
 
-def test_a_greedy_cell_gives_generate_no_setting_of_sampling():
+def test_a_greedy_cell_has_no_sampling_arguments():
     cells = grid.groups(EXPERIMENT)[0]
-    assert all((c.sampling, c.drawings, c.verifier) == ({}, "", "") for c in cells)
+    assert all((c.sampling, c.draw_methods, c.verifier) == ({}, "", "") for c in cells)
 
 
 def test_plain_decoding_is_a_tree_of_only_a_root():
@@ -141,7 +137,7 @@ def cells_of(*methods):
 
 def test_policies_budgets_refreshes_and_dtypes_make_a_cell_of_each_combination():
     cells = cells_of(
-        {"draft": "self", "policy": ["h2o", "snapkv"], "kv_budget": 64, "refresh_every": [0, 4]},
+        {"draft": "self", "policy": ["h2o", "snapkv"], "budget": 64, "refresh_every": [0, 4]},
         {"draft": "self", "policy": ["streaming", "tova"], "kv_dtype": ["", "int8"], "recent": 9},
         {"draft": "self", "policy": "full", "tree": "chain:3"},
         {"draft": "small", "model": "zoo/draft-1", "policy": ["streaming", "knorm", "full"]},
@@ -171,7 +167,7 @@ def test_policies_budgets_refreshes_and_dtypes_make_a_cell_of_each_combination()
     ]
 
 
-def test_a_cell_makes_the_drafter_that_its_settings_say():
+def test_a_cell_makes_the_drafter_of_its_settings():
     def made(**method):
         (cell,) = cells_of(method)
         return grid.make_drafter(cell, lambda directory: directory)
@@ -179,7 +175,7 @@ def test_a_cell_makes_the_drafter_that_its_settings_say():
     assert made(draft="self", policy="snapkv", refresh_every=4, kv_dtype="int8") == (
         magicjax.SelfSpeculation("snapkv", 256, refresh_every=4, kv_dtype="int8")
     )
-    assert made(draft="self", kv_budget=64, sinks=4, refresh_every=0, kv_dtype="") == (
+    assert made(draft="self", budget=64, sinks=4, refresh_every=0, kv_dtype="") == (
         magicjax.SelfSpeculation(magicjax.StreamingLLM(sinks=4), 64)
     )
     assert made(draft="self", policy="full") == magicjax.SelfSpeculation("full")
@@ -193,8 +189,36 @@ def test_a_cell_makes_the_drafter_that_its_settings_say():
     )
 
 
+def test_an_option_makes_cells_columns_labels_and_arguments_of_the_drafter(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("methods: [{draft: prompt_lookup, max_ngram: [2, 4]}, {draft: self}]")
+    ((plain, two, four, other),) = grid.groups(config.read(path))
+    assert [c.max_ngram for c in (plain, two, four, other)] == [None, 2, 4, None]
+    assert [c.method for c in (two, four)] == [
+        "prompt-lookup ngram 2, chain:4",
+        "prompt-lookup, chain:4",
+    ]
+    assert [grid.columns(c)["max_ngram"] for c in (two, four, other)] == [2, 4, None]
+    assert grid.make_drafter(two) == magicjax.PromptLookup(max_ngram=2)
+    assert grid.key(two) != grid.key(four)
+
+
+def test_every_option_is_a_field_of_cells_and_a_column():
+    options = {name for name, known in settings.declared(method.Method).items() if known.in_cell}
+    assert options == set(method.Method.model_fields) - {"draft", "model"}
+    assert options <= {field.name for field in dataclasses.fields(grid.Cell)}
+    assert options - {"models"} <= set(columns.SETTINGS) <= set(columns.COLUMNS)
+    assert set(grid.columns(grid.groups(EXPERIMENT)[0][1])) == set(columns.SETTINGS)
+
+
+def test_a_cell_is_frozen():
+    cell = grid.groups(EXPERIMENT)[0][0]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cell.batch = 2
+
+
 @pytest.mark.parametrize(
-    ("method", "view"),
+    ("described", "view"),
     [
         ({"draft": "self", "sinks": 4}, {"sinks": 4, "window": 252}),
         ({"draft": "small", "model": "d", "policy": "streaming"}, {"sinks": 16, "window": 240}),
@@ -206,11 +230,11 @@ def test_a_cell_makes_the_drafter_that_its_settings_say():
             {"draft": "small", "model": "d", "policy": "streaming", "sink_positions": "in_cache"},
             None,
         ),
-        ({"draft": "look_up"}, None),
+        ({"draft": "prompt_lookup"}, None),
     ],
 )
-def test_agreement_is_asked_only_where_the_view_of_the_text_is_known(method, view):
-    (cell,) = cells_of(method)
+def test_agreement_is_measured_only_if_the_view_of_the_text_is_fixed(described, view):
+    (cell,) = cells_of(described)
     assert workload._view(cell) == view
 
 
@@ -224,22 +248,26 @@ def test_a_mesh_reaches_the_call():
     assert grid.key(plain, {}) != grid.key(alone, {})
 
 
-def test_auto_tries_what_it_is_told_to_with_the_tree_it_is_told_to():
+def test_auto_tries_its_drafters_with_its_tree():
     methods = [
         {"draft": "auto"},
-        {"draft": "auto", "drafters": ["small:a/b:streaming:64", "look-up"], "tree": "chain:4"},
+        {
+            "draft": "auto",
+            "drafters": ["small:a/b:streaming:64", "prompt-lookup"],
+            "tree": "chain:4",
+        },
     ]
     experiment = fields.checked(config.Experiment, {"methods": methods}, "test")
-    _, usual, told = grid.groups(experiment)[0]
-    assert (usual.method, told.method) == ("auto, chain:8", "auto, chain:4")
-    assert (usual.models, told.models) == ((), ("a/b",))
-    assert (told.gamma, told.nodes, told.drawings) == (4, 5, "")
+    _, default, custom = grid.groups(experiment)[0]
+    assert (default.method, custom.method) == ("auto, chain:8", "auto, chain:4")
+    assert (default.models, custom.models) == ((), ("a/b",))
+    assert (custom.gamma, custom.nodes, custom.draw_methods) == (4, 5, "")
     loaded = []
 
     def load(path):
         loaded.append(path)
         return types.SimpleNamespace(name=path)
 
-    auto = grid.options(told, load)["drafter"]
+    auto = grid.options(custom, load)["drafter"]
     assert (loaded, auto.tree, auto.profile) == (["a/b"], magicjax.chain(4), None)
-    assert [type(d).__name__ for d in auto.drafters] == ["SmallModel", "LookUp"]
+    assert [type(d).__name__ for d in auto.drafters] == ["SmallModel", "PromptLookup"]

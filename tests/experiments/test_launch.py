@@ -1,4 +1,4 @@
-"""The launcher's promises, on a bench that answers at once."""
+"""The launcher: results, resume, refusals and messages, on a scripted bench."""
 
 import csv
 import importlib.metadata
@@ -13,8 +13,8 @@ import yaml
 
 from experiments import launch
 from experiments.runner import estimates, launchers, preflight, provenance
-from experiments.runner.measure import TIMES
 from experiments.schema import config, grid, store
+from experiments.schema.columns import TIMES
 from experiments.studies.specinfer import __main__ as specinfer
 
 SETTINGS = {
@@ -55,7 +55,7 @@ def folders(tmp_path, name):
     return {path.parent.name for path in (tmp_path / "mine" / "cells").glob(f"*/{name}")}
 
 
-def test_a_cell_takes_turns_with_plain_decoding_which_opens_each(start, scripted):
+def test_a_cell_is_interleaved_with_plain_decoding_which_starts_each_repeat(start, scripted):
     bench = scripted()
     assert start(bench=bench, grid={}) == 0
     plain, mine, small = (["none"], ["none", "self"], ["none", "small"])
@@ -114,14 +114,14 @@ def test_without_repeats_every_cell_runs_once_and_nothing_is_timed(start, script
         assert row["tau"] and not any(row[n] for n in TIMES if n in row)
 
 
-def test_a_row_says_what_the_drafts_cache_keeps(start, tmp_path):
+def test_a_row_has_the_settings_of_the_draft_cache(start, tmp_path):
     methods = [
         {"draft": "self", "policy": "snapkv", "refresh_every": [0, 4], "kv_dtype": ["", "int8"]},
         {"draft": "self", "policy": "full"},
         {"draft": "small", "model": "draft-1", "policy": "streaming", "sink_positions": "in_cache"},
     ]
     start(methods=methods, grid={})
-    names = ("policy", "kv_budget", "refresh_every", "kv_dtype", "sink_positions", "sinks")
+    names = ("policy", "budget", "refresh_every", "kv_dtype", "sink_positions", "sinks")
     assert [tuple(row[name] for name in names) for row in summary(tmp_path)] == [
         ("", "", "", "", "", ""),
         ("snapkv", "256", "", "", "", ""),
@@ -163,7 +163,7 @@ def test_results_of_other_code_are_refused_kept_or_measured_again(
     assert start("--stale", "redo", bench=redone) == 0 and len(set(redone.ran)) == 6
 
 
-def test_a_result_does_not_outlive_the_code_of_a_policy_of_another_package(
+def test_a_result_is_stale_after_a_change_of_an_installed_policy(
     start, scripted, tmp_path, monkeypatch
 ):
     code = "import magicjax\nclass Mine(magicjax.Policy): pass\n"
@@ -186,7 +186,7 @@ def test_a_result_does_not_outlive_the_code_of_a_policy_of_another_package(
         assert ("self" in {cell.draft for cell in bench.ran}) == measured
 
 
-def test_a_killed_run_keeps_what_was_finished_and_goes_on(start, scripted, tmp_path):
+def test_a_killed_run_keeps_finished_cells_and_resumes(start, scripted, tmp_path):
     def killed(cell):
         if cell.batch == 2 and cell.draft == "small":
             raise KeyboardInterrupt
@@ -194,13 +194,13 @@ def test_a_killed_run_keeps_what_was_finished_and_goes_on(start, scripted, tmp_p
     assert start(bench=scripted(killed)) == 130
     assert len(folders(tmp_path, "metrics.json")) == 5
     assert not folders(tmp_path, "failure.json")
-    rest = scripted()
-    assert start(bench=rest) == 0
-    assert {(cell.batch, cell.draft) for cell in rest.ran} == {(2, "none"), (2, "small")}
+    resumed = scripted()
+    assert start(bench=resumed) == 0
+    assert {(cell.batch, cell.draft) for cell in resumed.ran} == {(2, "none"), (2, "small")}
     assert len(summary(tmp_path)) == 6
 
 
-def test_a_cell_that_fails_is_recorded_and_the_grid_goes_on(start, scripted, tmp_path, capsys):
+def test_a_cell_that_fails_is_recorded_and_the_grid_continues(start, scripted, tmp_path, capsys):
     def fails(cell):
         if cell.draft == "self" and cell.batch == 1:
             raise ValueError("budget=8 leaves no ring:\n it must be larger")
@@ -212,7 +212,7 @@ def test_a_cell_that_fails_is_recorded_and_the_grid_goes_on(start, scripted, tmp
     assert [r["status"] for r in rows] == ["ok", "failed", "memory", "ok", "ok", "ok"]
     assert rows[1]["error"] == "ValueError: budget=8 leaves no ring: it must be larger"
     assert rows[1]["speedup"] == "" and rows[1]["policy"] == "streaming"
-    assert capsys.readouterr().out.count("budget=8 leaves no ring") == 2  # running, and at the end
+    assert capsys.readouterr().out.count("budget=8 leaves no ring") == 2  # run and summary
     failure = tmp_path / "mine" / "cells" / rows[1]["key"] / "failure.json"
     assert "Traceback" in json.loads(failure.read_text())["trace"]
 
@@ -224,18 +224,18 @@ def test_a_cell_that_fails_is_recorded_and_the_grid_goes_on(start, scripted, tmp
     assert not folders(tmp_path, "failure.json")
 
 
-def test_a_failure_that_many_cells_share_is_told_once_for_a_group(start, scripted, capsys):
+def test_an_error_of_many_cells_is_printed_once_per_group(start, scripted, capsys):
     def fails(cell):
         if cell.batch == 2:
             raise MemoryError("no room")
 
     start(bench=scripted(fails))
-    said = capsys.readouterr().out
-    assert said.count("no room") == 2  # running, and at the end
-    assert "batch 2, context 8: plain: memory: MemoryError: no room" in said
+    output = capsys.readouterr().out
+    assert output.count("no room") == 2  # during the run and at the end
+    assert "batch 2, context 8: plain: memory: MemoryError: no room" in output
 
 
-def test_a_timed_run_that_compiles_is_no_result(start, scripted, tmp_path):
+def test_a_timed_run_that_compiles_is_a_failure(start, scripted, tmp_path):
     bench = scripted()
     honest = bench.run
 
@@ -248,10 +248,10 @@ def test_a_timed_run_that_compiles_is_no_result(start, scripted, tmp_path):
     bench.run = run
     assert start(bench=bench) == 1
     assert [r["status"] for r in summary(tmp_path)] == ["ok", "ok", "failed"] * 2
-    assert "a timed run compiled again" in summary(tmp_path)[2]["error"]
+    assert "a timed run compiled" in summary(tmp_path)[2]["error"]
 
 
-def test_runs_that_differ_are_no_result(start, scripted, tmp_path):
+def test_runs_that_differ_are_a_failure(start, scripted, tmp_path):
     bench = scripted()
     honest, count = bench.run, iter(range(100))
 
@@ -266,21 +266,20 @@ def test_runs_that_differ_are_no_result(start, scripted, tmp_path):
     assert "two runs on the same prompts differ" in summary(tmp_path)[1]["error"]
 
 
-def test_a_part_of_a_grid_can_be_run(start, scripted, tmp_path):
+def test_limit_and_fraction_run_a_part_of_the_grid(start, scripted, tmp_path):
     some = scripted()
     assert start("--limit", "2", bench=some) == 0
     assert [(r["batch"], r["draft"]) for r in summary(tmp_path)] == [("1", "none"), ("1", "self")]
     start("--fraction", "0.34", bench=scripted())
-    assert len(summary(tmp_path)) == 3  # every third cell: one is there already
+    assert len(summary(tmp_path)) == 3  # every third cell, one of which is finished
     assert start(bench=scripted()) == 0 and len(summary(tmp_path)) == 6
 
 
 def test_a_dry_run_lists_the_cells_and_writes_nothing(start, tmp_path, capsys):
     assert start("--dry-run") == 0
-    said = capsys.readouterr().out
-    assert (
-        said.count("to do") == 6 and "6 to run, one after the other on this CPU about 6 min" in said
-    )
+    output = capsys.readouterr().out
+    assert output.count("to do") == 6
+    assert "6 to run, sequentially on this CPU about 6 min" in output
     assert not (tmp_path / "mine").exists()
 
 
@@ -288,9 +287,9 @@ def test_one_folder_belongs_to_one_file_and_one_version(start, tmp_path, capsys)
     assert start() == 0
     assert start(file="other/mine.yaml") == 2
     message = capsys.readouterr().err
-    assert "two experiments cannot have one name" in message and "other/mine.yaml" in message
+    assert "experiments must have different names" in message and "other/mine.yaml" in message
     path = tmp_path / "mine" / "experiment.yaml"
-    path.write_text(path.read_text().replace("format: 2", "format: 1"))
+    path.write_text(path.read_text().replace(f"format: {store.FORMAT}", "format: 1"))
     assert start() == 2
     assert "of another version of magicjax (format 1" in capsys.readouterr().err
     path.unlink()
@@ -298,7 +297,7 @@ def test_one_folder_belongs_to_one_file_and_one_version(start, tmp_path, capsys)
     assert "no experiment.yaml" in capsys.readouterr().err
 
 
-def test_two_launchers_do_not_fill_one_folder(start, capsys):
+def test_two_launchers_do_not_write_to_one_folder(start, capsys):
     status = []
 
     def again(folder):
@@ -308,7 +307,7 @@ def test_two_launchers_do_not_fill_one_folder(start, capsys):
 
     assert start(before=again) == 0
     assert status == [2]
-    assert "is being filled by another launcher" in capsys.readouterr().err
+    assert "is in use by another launcher" in capsys.readouterr().err
 
 
 def test_half_written_files_of_a_killed_process_are_removed(start, tmp_path):
@@ -320,21 +319,21 @@ def test_half_written_files_of_a_killed_process_are_removed(start, tmp_path):
     assert not list((tmp_path / "mine").rglob("*.partial"))
 
 
-def test_the_first_interrupt_lets_running_cells_end_and_the_second_does_not():
-    stop, said = launchers.Stop(), []
-    with stop.on_signals(said.append):
+def test_the_first_interrupt_lets_running_cells_finish_and_the_second_stops_them():
+    stop, messages = launchers.Stop(), []
+    with stop.on_signals(messages.append):
         assert not stop.no_more
         launchers.signal.raise_signal(launchers.signal.SIGINT)
         assert stop.no_more and not stop.now()
         launchers.signal.raise_signal(launchers.signal.SIGINT)
         assert stop.now()
-    assert said == [
-        "no more cells are begun; once more ends those that run",
-        "ending what runs; finished cells are kept",
+    assert messages == [
+        "no further cells start; interrupt again to stop the running cells",
+        "stopping the running cells; finished cells are kept",
     ]
 
 
-def test_an_interrupted_run_reports_what_is_finished_and_says_so(start, tmp_path):
+def test_an_interrupted_run_reports_finished_cells_and_resumes(start, tmp_path):
     calls = []
 
     def interrupt(folder):
@@ -347,7 +346,7 @@ def test_an_interrupted_run_reports_what_is_finished_and_says_so(start, tmp_path
     assert start() == 0 and len(summary(tmp_path)) == 6
 
 
-def test_wrong_settings_end_with_status_2_and_a_message(tmp_path, capsys):
+def test_invalid_settings_end_with_status_2_and_a_message(tmp_path, capsys):
     path = tmp_path / "wrong.yaml"
     path.write_text("repeets: 3")
     assert launch.main([str(path)]) == 2
@@ -357,16 +356,16 @@ def test_wrong_settings_end_with_status_2_and_a_message(tmp_path, capsys):
 
 
 IMPOSSIBLE = {
-    "no such target": ("target: ./none", "target: ./none is no directory"),
+    "no such target": ("target: ./none", "target: ./none is not a directory"),
     "no model": ("target: tests", "target: tests/config.json does not exist"),
     "a preset": ("target: opt-125m", "target: 'opt-125m' is a preset, which has no tokenizer"),
     "no such draft": (
         "methods: [{draft: small, model: ./none}]",
-        "model: ./none is no directory",
+        "model: ./none is not a directory",
     ),
     "no such member": (
-        "methods: [{draft: ensemble, models: [./none, look_up], tree: chain:2}]",
-        "model: ./none is no directory",
+        "methods: [{draft: ensemble, models: [./none, prompt_lookup], tree: chain:2}]",
+        "model: ./none is not a directory",
     ),
     "a verifier that is not exact": (
         "do_sample: true\nmethods: [{draft: self, draw: top, verifier: mss_with_replacement}]",
@@ -374,41 +373,39 @@ IMPOSSIBLE = {
     ),
     "texts too long": (
         "grid: {batch: [1, 2], context: [64, 16300]}\nnew_tokens: 128",
-        "context 16300: prompt 0 has 16300 tokens; with 128 new ones it needs 16428 positions, and "
-        "the target has 16384",
+        "context 16300: prompt 0 has 16300 tokens; with max_new_tokens=128 it needs 16428 "
+        "positions, and the target has 16384",
     ),
     "a budget too small": (
-        "methods: [{draft: self, kv_budget: [64, 8], sinks: 4, tree: chain:5}]",
-        "self streaming 8 sinks 4, chain:5: kv_budget=8 leaves too small a ring",
+        "methods: [{draft: self, budget: [64, 8], sinks: 4, tree: chain:5}]",
+        "self streaming 8 sinks 4, chain:5: budget=8 is too small: its ring has 4",
     ),
     "more of the newest tokens than slots": (
-        "methods: [{draft: self, policy: snapkv, kv_budget: 64, recent: 64}]",
-        "self snapkv 64 recent 64, chain:4: kv_budget=64 leaves nothing to pin beside a ring of 64",
+        "methods: [{draft: self, policy: snapkv, budget: 64, recent: 64}]",
+        "self snapkv 64 recent 64, chain:4: budget=64 leaves no pinned slots besides a ring of 64",
     ),
     "a small draft's budget too small": (
-        "methods: [{draft: small, model: experiments/zoo/draft-1, policy: streaming, "
-        "kv_budget: 24}]",
-        "draft-1 streaming 24, chain:4: kv_budget=24 leaves too small a ring for the newest "
-        "tokens: 8 slots beside 16 pinned ones, and it must have at least 2 x tree depth (4) + 1",
+        "methods: [{draft: small, model: experiments/zoo/draft-1, policy: streaming, budget: 24}]",
+        "draft-1 streaming 24, chain:4: budget=24 is too small: its ring has 8 slots",
     ),
     "a context too short for the question": (
         "prompts: variable_tracking\ngrid: {batch: [1, 2], context: [64, 2048]}",
-        "context=64 is too short for variable_tracking: what it asks for",
+        "context=64 is too short for variable_tracking: choose at least",
     ),
     "more prompts than the text gives": ("candidates: 1000000", "1000000 prompts"),
-    "prompts that are nowhere": (
+    "missing prompt files": (
         "prompts: files\nprompt_path: ./none.txt",
         "./none.txt",
     ),
-    "a cell twice": ("methods: [{draft: self}, {draft: self}]", "twice: remove one"),
+    "a duplicate cell": ("methods: [{draft: self}, {draft: self}]", "twice: remove one"),
     "an empty grid": ("grid: {batch: []}", "the axis batch has no values, so the grid is empty"),
-    "an axis that is none": ("grid: {bacth: [1]}", "did you mean 'batch'?"),
+    "an unknown axis": ("grid: {bacth: [1]}", "did you mean 'batch'?"),
 }
 
 
-@pytest.mark.parametrize("what", IMPOSSIBLE)
-def test_what_cannot_run_is_said_once_before_the_grid_starts(what, tmp_path, capsys, here):
-    settings, message = IMPOSSIBLE[what]
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_invalid_cells_are_reported_once_before_the_grid_starts(case, tmp_path, capsys, here):
+    settings, message = IMPOSSIBLE[case]
     here(before=lambda folder: pytest.fail("the grid started"))
     path = tmp_path / "mine.yaml"
     path.write_text(f"results: {tmp_path / 'results'}\n{settings}")
@@ -417,21 +414,19 @@ def test_what_cannot_run_is_said_once_before_the_grid_starts(what, tmp_path, cap
     assert not (tmp_path / "results").exists()
 
 
-def test_cells_that_cannot_run_are_recorded_where_that_was_asked_for(
-    tmp_path, capsys, here, scripted
-):
+def test_invalid_cells_are_recorded_with_impossible_record(tmp_path, capsys, here, scripted):
     here(scripted())
     path = tmp_path / "mine.yaml"
     path.write_text(
         f"results: {tmp_path}\nimpossible: record\nrepeats: 1\ncontext: 320\n"
-        "methods: [{draft: self, kv_budget: [64, 8], sinks: 4, tree: chain:5}]"
+        "methods: [{draft: self, budget: [64, 8], sinks: 4, tree: chain:5}]"
     )
     assert launch.main([str(path)]) == 1
     assert [row["status"] for row in summary(tmp_path)] == ["ok", "ok", "config"]
-    assert "kv_budget=8 leaves too small a ring" in summary(tmp_path)[2]["error"]
-    assert "kv_budget=8 leaves too small a ring" in capsys.readouterr().out
+    assert "budget=8 is too small: its ring has 4" in summary(tmp_path)[2]["error"]
+    assert "budget=8 is too small: its ring has 4" in capsys.readouterr().out
     path.write_text(f"results: {tmp_path / 'x'}\nimpossible: record\ncontext: 99999\n")
-    assert launch.main([str(path)]) == 2  # nothing is left to run
+    assert launch.main([str(path)]) == 2  # all cells are invalid
 
 
 SHIPPED = pathlib.Path(config.__file__).parents[1] / "configs"
@@ -439,17 +434,17 @@ SHIPPED = pathlib.Path(config.__file__).parents[1] / "configs"
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_shipped_files_can_be_run(path, capsys, tmp_path):
-    """Some are for many devices, which only a process of its own has."""
+    """Two files need many devices, which only a new process can configure."""
     arguments = ["--dry-run"]
     if path.stem != "specinfer_tables":
-        arguments += ["--results", str(tmp_path)]  # not what was measured here before
+        arguments += ["--results", str(tmp_path)]  # not the results of this checkout
     if path.stem in ("magicdec_tables", "two_nodes"):
         command = [sys.executable, "-m", "experiments.launch", str(path), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        said = done.stdout
+        output = done.stdout
     else:
         module = specinfer if path.stem == "specinfer_tables" else launch
         assert module.main([str(path), *arguments]) == 0
-        said = capsys.readouterr().out
-    assert "to run" in said
+        output = capsys.readouterr().out
+    assert "to run" in output

@@ -1,4 +1,4 @@
-"""Which cell gets which devices, and what an end that was asked for does."""
+"""Devices of each cell, and requests to stop."""
 
 import pathlib
 import threading
@@ -16,61 +16,61 @@ FOLDERS = [pathlib.Path(f"cell-{i}") for i in range(5)]
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Stands in for the cells' processes: (folder, devices, how many ran beside it)."""
-    found, running, lock = [], [], threading.Lock()
+    """Replaces the cells' processes; records (folder, devices, number of concurrent cells)."""
+    runs, running, lock = [], [], threading.Lock()
 
-    def run(folder, limits, environment, ended):
+    def run(folder, limits, environment, stopped):
         with lock:
             running.append(folder)
-            found.append((folder, environment.get("CUDA_VISIBLE_DEVICES"), len(running)))
+            runs.append((folder, environment.get("CUDA_VISIBLE_DEVICES"), len(running)))
         time.sleep(0.1)
         with lock:
             running.remove(folder)
 
     monkeypatch.setattr(cell_process, "run", run)
-    return found
+    return runs
 
 
-def test_cells_run_one_after_the_other_on_a_cpu(ran):
+def test_cells_run_sequentially_on_a_cpu(ran):
     done = list(launchers.Local([], 1, None).run(FOLDERS, Limits(), launchers.Stop()))
     assert done == FOLDERS
     assert [(folder, None, 1) for folder in FOLDERS] == ran
 
 
-def test_each_cell_has_gpus_of_its_own_and_they_are_given_back(ran):
+def test_each_cell_has_separate_gpus_which_are_released(ran):
     launcher = launchers.Local(["0", "1", "2", "3", "4"], 2, None)
     assert launcher.jobs == 2
     assert {*launcher.run(FOLDERS, Limits(), launchers.Stop())} == {*FOLDERS}
     assert {devices for _, devices, _ in ran} >= {"0,1", "2,3"}
-    assert max(beside for *_, beside in ran) == 2
+    assert max(concurrent for *_, concurrent in ran) == 2
     assert sorted(launcher.free) == ["0", "1", "2", "3", "4"]
 
 
-def test_after_an_interrupt_no_cell_begins(ran):
+def test_after_an_interrupt_no_cell_starts(ran):
     stop = launchers.Stop()
     done = []
     for folder in launchers.Local([], 1, None).run(FOLDERS, Limits(), stop):
         done.append(folder)
-        stop.ask()
+        stop.request()
     assert done == FOLDERS[:1] and len(ran) == 1
 
 
 @pytest.mark.parametrize(
     ("names", "devices", "jobs", "message"),
     [
-        (["0"], 8, None, "a cell needs 8 devices, and this machine has 1 GPUs"),
+        (["0"], 8, None, "a cell needs 8 devices, but this machine has 1 GPUs"),
         ([], 8, None, "xla_force_host_platform_device_count=8"),
-        (["0", "1"], 1, 8, "jobs=8: 2 GPUs are enough for 2 cells of 1 at once"),
+        (["0", "1"], 1, 8, "jobs=8 is too large: 2 GPUs allow 2 concurrent cells of 1"),
     ],
 )
-def test_more_than_there_is_is_refused(monkeypatch, names, devices, jobs, message):
+def test_too_few_devices_are_refused(monkeypatch, names, devices, jobs, message):
     monkeypatch.setenv("XLA_FLAGS", "")
     with pytest.raises(ConfigError, match=message):
         launchers.Local(names, devices, jobs)
 
 
 @pytest.mark.parametrize(
-    ("visible", "platforms", "found"),
+    ("visible", "platforms", "names"),
     [
         ("0,3", "", ["0", "3"]),
         ("-1", "", []),
@@ -79,17 +79,17 @@ def test_more_than_there_is_is_refused(monkeypatch, names, devices, jobs, messag
         ("0", "cpu", []),
     ],
 )
-def test_gpus_are_those_that_cuda_would_see(monkeypatch, visible, platforms, found):
+def test_gpus_are_those_visible_to_cuda(monkeypatch, visible, platforms, names):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
-    assert launchers.gpus() == found
+    assert launchers.gpus() == names
 
 
-def test_slurm_is_refused_where_it_is_not_or_has_too_few_gpus(monkeypatch):
+def test_slurm_is_refused_without_sbatch_or_with_too_few_gpus(monkeypatch):
     pytest.importorskip("submitit")
     monkeypatch.setattr(launchers.shutil, "which", lambda name: None)
     mine = config.Experiment(launcher="slurm")
     with pytest.raises(ConfigError, match="has no `sbatch`.*--slurm.cluster local"):
         launchers.make(mine, 1)
-    with pytest.raises(ConfigError, match="needs 8 devices, and slurm.gpus is 1: set it to 8"):
+    with pytest.raises(ConfigError, match="needs 8 devices, but slurm.gpus is 1: set it to 8"):
         launchers.make(mine, 8)

@@ -5,7 +5,7 @@ from experiments.prompts import metrics
 
 
 def test_repeated_ngrams_of_a_text_counted_by_hand():
-    # ab ba ab ba ab: three of five stood there before
+    # ab ba ab ba ab: three of five occurred before
     assert metrics.repeated_ngrams(np.array([[1, 2, 1, 2, 1, 2]]), n=2) == 3 / 5
 
 
@@ -15,17 +15,17 @@ def test_repeats_in_another_row_do_not_count():
 
 
 @pytest.mark.parametrize("length", [8, 9, 128])
-def test_one_token_for_ever_is_all_repetition_but_the_first_8gram(length):
+def test_a_repeated_token_is_all_repetition_except_the_first_8gram(length):
     grams = length - 7
     assert metrics.repeated_ngrams(np.ones((2, length), int)) == (grams - 1) / grams
 
 
 def test_a_text_too_short_for_an_8gram_is_an_error():
-    with pytest.raises(ValueError, match="7 new tokens hold no 8-gram: generate at least 8"):
+    with pytest.raises(ValueError, match="7 new tokens contain no 8-gram: generate at least 8"):
         metrics.repeated_ngrams(np.ones((1, 7), int))
 
 
 def test_agreement_counts_the_second_half_only():
-    wanted = np.array([[1, 2, 3, 4], [5, 6, 7, 8]])
-    drafted = np.array([[0, 0, 3, 4], [0, 0, 7, 0]])
-    assert metrics.agreement(wanted, drafted) == 3 / 4
+    target = np.array([[1, 2, 3, 4], [5, 6, 7, 8]])
+    draft = np.array([[0, 0, 3, 4], [0, 0, 7, 0]])
+    assert metrics.agreement(target, draft) == 3 / 4

@@ -1,6 +1,6 @@
-"""The notebooks run in a fresh clone, are stored with outputs, and draw what they say they draw.
+"""The notebooks run in a fresh clone and are stored with outputs.
 
-The quick suite runs `quick_start` alone.
+The quick suite runs `quick_start` only.
 """
 
 import json
@@ -27,7 +27,7 @@ CODE = ("magicjax", "models", "sharding", "pallas_kernels", "experiments")
 
 @pytest.fixture
 def clone(tmp_path):
-    """A copy of the repository's code, where nothing was run yet."""
+    """A copy of the repository's code without caches."""
     made = tmp_path / "clone"
     for package in CODE:
         ignore = shutil.ignore_patterns("__pycache__")
@@ -47,7 +47,7 @@ def test_a_notebook_runs_in_a_fresh_clone_and_uses_its_code(name, clone):
     assert not [o for cell in ran.cells for o in cell.get("outputs", ()) if o.get("ename")]
 
 
-def test_there_are_the_notebooks_that_are_promised():
+def test_all_notebooks_exist():
     assert set(NAMES) == {
         "quick_start",
         "tree_step_by_step",
@@ -58,18 +58,17 @@ def test_there_are_the_notebooks_that_are_promised():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_stored_has_outputs_and_nothing_of_one_machine(name):
+def test_a_stored_notebook_has_outputs_and_no_path_of_one_machine(name):
     (path,) = running.find([name])
-    assert running.unfit(running.read(path)) == []
+    assert running.problems(running.read(path)) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_opens_in_colab_and_sets_itself_up_as_all_do(name):
+def test_a_notebook_opens_in_colab_and_has_the_common_first_cell(name):
     (path,) = running.find([name])
     cells = running.read(path).cells
-    place = f"colab.research.google.com/github/magicjax/magicjax/blob/main/experiments/{path.name}"
-    place = place.replace(path.name, f"notebooks/{path.name}")
-    assert place in cells[0].source.splitlines()[0]
+    folder = "colab.research.google.com/github/magicjax/magicjax/blob/main/experiments/notebooks"
+    assert f"{folder}/{path.name}" in cells[0].source.splitlines()[0]
     assert cells[1].source == first_cell()
 
 
@@ -78,10 +77,10 @@ def first_cell() -> str:
 
 
 def test_the_first_cell_finds_the_clone_from_any_folder_of_it(clone):
-    told = "\nprint(os.getcwd(), sys.path[0])"
+    printing = "\nprint(os.getcwd(), sys.path[0])"
     for folder in (clone, clone / "experiments" / "notebooks", clone / "magicjax" / "policies"):
         ran = subprocess.run(
-            [sys.executable, "-c", first_cell() + told],
+            [sys.executable, "-c", first_cell() + printing],
             cwd=folder,
             capture_output=True,
             text=True,
@@ -90,19 +89,19 @@ def test_the_first_cell_finds_the_clone_from_any_folder_of_it(clone):
         assert ran.stdout.split() == [str(clone), str(clone)]
 
 
-def test_the_first_cell_installs_nothing_but_on_colab(tmp_path):
-    said = "import subprocess, sys\nsubprocess.run = lambda *a, **k: print(*a)\n"
-    found = "import importlib.util\nimportlib.util.find_spec = lambda name: None\n"
+def test_the_first_cell_installs_only_on_colab(tmp_path):
+    printing = "import subprocess, sys\nsubprocess.run = lambda *a, **k: print(*a)\n"
+    missing = "import importlib.util\nimportlib.util.find_spec = lambda name: None\n"
 
     def run(before):
         source = f"{before}exec({first_cell()!r})"
         command = [sys.executable, "-c", source]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
 
-    elsewhere = run(said + found)
+    elsewhere = run(printing + missing)
     assert "magicjax is not installed: pip install" in elsewhere.stderr and not elsewhere.stdout
-    (tmp_path / "magicjax").mkdir()  # what git would have made
-    on_colab = run(said + "sys.modules['google.colab'] = sys\n")
+    (tmp_path / "magicjax").mkdir()  # made by git clone
+    on_colab = run(printing + "sys.modules['google.colab'] = sys\n")
     assert on_colab.returncode == 0
     assert "'clone', '-q', 'https://github.com/magicjax/magicjax'" in on_colab.stdout
     assert f"'-e', '{tmp_path}/magicjax[experiments]'" in on_colab.stdout
@@ -113,7 +112,7 @@ def test_the_first_cell_installs_nothing_but_on_colab(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Makes notebooks of these sources in a folder of their own, which the command then takes."""
+    """Makes notebooks of these sources in a folder that the command uses."""
 
     def make(**sources):
         for name, source in sources.items():
@@ -127,7 +126,7 @@ def folder(tmp_path, monkeypatch):
     return make
 
 
-def test_what_ran_is_stored_with_its_outputs_and_checked_without_writing(folder, capsys):
+def test_a_run_is_stored_with_its_outputs_and_checked_without_writing(folder, capsys):
     path = folder(good="print('seen')") / "good.ipynb"
     before = path.read_bytes()
     assert command.main(["--check"]) == 1 and "it has no outputs" in capsys.readouterr().out
@@ -139,28 +138,28 @@ def test_what_ran_is_stored_with_its_outputs_and_checked_without_writing(folder,
     assert path.read_bytes() == stored  # a second run changes nothing
 
 
-def test_a_notebook_that_fails_is_told_with_its_error_and_left_as_it_was(folder, capsys):
+def test_a_notebook_that_fails_is_reported_and_not_changed(folder, capsys):
     path = folder(bad="print(1 / 0)", good="print('seen')") / "bad.ipynb"
     before = path.read_bytes()
     assert command.main([]) == 1
     assert "ZeroDivisionError" in capsys.readouterr().out
     assert path.read_bytes() == before
-    assert running.read(path.with_name("good.ipynb")).cells[0].outputs  # the others are stored
+    assert running.read(path.with_name("good.ipynb")).cells[0].outputs  # others are stored
 
 
-def test_a_notebook_that_does_not_exist_is_named_beside_those_that_do(capsys):
+def test_an_unknown_notebook_is_an_error_that_lists_the_known_ones(capsys):
     assert command.main(["quick_stat"]) == 2
     assert "no notebook 'quick_stat': choose from" in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_notebook_is_refused(tmp_path):
+def test_a_file_that_is_not_a_notebook_is_refused(tmp_path):
     path = tmp_path / "wrong.ipynb"
     older = '{"worksheets": [], "metadata": {}, "nbformat": 3, "nbformat_minor": 0}'
     odd = '{"cells": [{"cell_type": "x", "id": "a"}], "metadata": {}, "nbformat": 4, '
     odd += '"nbformat_minor": 5}'
     for text in ("{", "[]", older, odd):
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"wrong\.ipynb is no notebook"):
+        with pytest.raises(ValueError, match=r"wrong\.ipynb is not a valid notebook"):
             running.read(path)
 
 
@@ -173,7 +172,7 @@ def notebook_of(*outputs, tags=(), **fields):
     return nbformat.v4.new_notebook(cells=[cell])
 
 
-def test_cleaning_leaves_outputs_and_tags_and_nothing_that_differs_between_runs():
+def test_cleaning_keeps_outputs_and_tags_only():
     said = nbformat.v4.new_output("stream", text="seen\n")
     value = nbformat.v4.new_output("execute_result", {"text/plain": "1"}, execution_count=7)
     raw = notebook_of(said, value, execution_count=7)
@@ -184,8 +183,8 @@ def test_cleaning_leaves_outputs_and_tags_and_nothing_that_differs_between_runs(
     assert kept.cells[0].execution_count is None
     assert [o.output_type for o in kept.cells[0].outputs] == ["stream", "execute_result"]
     assert kept.cells[0].outputs[1].execution_count is None
-    assert raw.cells[0].execution_count == 7  # what was given is left alone
-    assert running.unfit(kept) == [] != running.unfit(raw)
+    assert raw.cells[0].execution_count == 7  # the argument does not change
+    assert running.problems(kept) == [] != running.problems(raw)
     unstored = running.cleaned(notebook_of(said, tags=["unstored"]))
     assert unstored.cells[0].outputs == [] and unstored.cells[0].metadata.tags == ["unstored"]
 
@@ -193,15 +192,15 @@ def test_cleaning_leaves_outputs_and_tags_and_nothing_that_differs_between_runs(
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("stdout", f"in {ROOT}/experiments", "cell 0 names .*, a path of one machine"),
-        ("stdout", f"in {pathlib.Path.home()}/x", "cell 0 names .*, a path of one machine"),
+        ("stdout", f"in {ROOT}/experiments", "cell 0 contains .*, a path of one machine"),
+        ("stdout", f"in {pathlib.Path.home()}/x", "cell 0 contains .*, a path of one machine"),
         ("stderr", "a warning", "cell 0 wrote to stderr: a warning"),
     ],
 )
-def test_paths_of_a_machine_and_warnings_are_not_fit_to_be_stored(name, text, message):
+def test_paths_of_a_machine_and_warnings_are_problems(name, text, message):
     output = nbformat.v4.new_output("stream", name=name, text=text)
-    wrong = running.unfit(running.cleaned(notebook_of(output)))
-    assert wrong and all(re.search(message, line) for line in wrong)
+    lines = running.problems(running.cleaned(notebook_of(output)))
+    assert lines and all(re.search(message, line) for line in lines)
 
 
 # Pictures
@@ -212,7 +211,7 @@ def test_the_layout_of_a_tree_puts_parents_in_the_middle_of_their_children():
     assert x.tolist() == [0, 1, 1, 2] and y.tolist() == [-0.5, 0, -1, 0]
 
 
-def test_a_drawn_tree_says_every_token_and_marks_the_accepted_path_and_the_bonus():
+def test_a_tree_shows_every_token_the_accepted_path_and_the_bonus_token():
     _, axes = plt.subplots()
     pictures.token_tree(axes, ["a", " b", "\n", "$"], [-1, 0, 0, 1], path=[0, 1], bonus="z")
     texts = {text.get_text(): text for text in axes.texts}
@@ -232,19 +231,19 @@ def grid_of(speedups, status="ok"):
     return pd.DataFrame(rows)
 
 
-def test_a_heat_map_has_a_panel_for_each_method_and_says_what_failed_or_was_not_run():
+def test_a_heat_map_has_a_panel_for_each_method_and_shows_failed_and_missing_cells():
     cells = grid_of({("one", 1, 64): 2.0, ("one", 8, 64): 0.5, ("two", 8, 64): 1.0})
     failed = grid_of({("two", 8, 128): np.nan}, "failed")
-    figure = pictures.heat_maps(pd.concat([cells, failed]), "speedup", "speed-up", centre=1)
+    figure = pictures.heat_maps(pd.concat([cells, failed]), "speedup", "speedup", centre=1)
     one, two, bar = figure.axes
     assert [text.get_text() for text in one.texts] == ["2.00", "0.50", "not\nrun", "not\nrun"]
     assert [text.get_text() for text in two.texts] == ["not\nrun", "1.00", "not\nrun", "failed"]
     assert [axes.get_title() for axes in (one, two)] == ["one", "two"]
     half, twice = one.images[0].get_array()[0, 1], one.images[0].get_array()[0, 0]
-    assert half == -twice  # ratios: as far from the centre
-    assert bar.get_ylabel() == "speed-up"
+    assert half == -twice  # ratios: at the same distance from the centre
+    assert bar.get_ylabel() == "speedup"
 
 
-def test_a_heat_map_of_nothing_is_refused():
+def test_an_empty_heat_map_is_refused():
     with pytest.raises(ValueError, match="no cell has a value in 'speedup'"):
-        pictures.heat_maps(grid_of({("one", 1, 64): np.nan}, "failed"), "speedup", "speed-up")
+        pictures.heat_maps(grid_of({("one", 1, 64): np.nan}, "failed"), "speedup", "speedup")

@@ -1,4 +1,4 @@
-"""Pictures of plans: what is drawn is what the planner says, and nothing is drawn of a guess."""
+"""Plots of plans show what the planner predicts, and no point without measured acceptance."""
 
 import numpy as np
 import pytest
@@ -21,28 +21,28 @@ def study(**given):
 
 
 @pytest.mark.usefixtures("small")
-def test_all_pictures_are_written_and_named(tmp_path, capsys):
+def test_all_plots_are_written_and_listed(tmp_path, capsys):
     out = tmp_path / "plots"
     arguments = ["--target", "llama-3.1-8b", "--device", "a100", "--gpus", "8", "--out", str(out)]
     assert plan_plots.main(arguments) == 0
-    names = ["speed_up", "best", "break_even", "time_split", "inflection"]
+    names = ["speedup", "best", "break_even", "time_split", "inflection"]
     assert capsys.readouterr().out.split() == [str(out / f"{name}.png") for name in names]
     assert sorted(p.name for p in out.iterdir()) == sorted(f"{name}.png" for name in names)
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in out.iterdir())
 
 
 @pytest.mark.usefixtures("small")
-def test_cells_say_what_the_planner_says():
+def test_cells_show_what_the_planner_predicts():
     mine = study()
     found = plan_plots.plans(mine)
     assert set(found) == {(b, c) for b in (1, 64, 256) for c in (1000, 32000)} - {(256, 32000)}
-    drawn = [text.get_text() for text in plan_plots.speed_ups(mine, found).axes[0].texts]
+    drawn = [text.get_text() for text in plan_plots.speedups(mine, found).axes[0].texts]
     assert "memory" in drawn
-    assert {f"{plan.best.speed_up:.2f}" for plan in found.values()} == {*drawn} - {"memory"}
+    assert {f"{plan.best.speedup:.2f}" for plan in found.values()} == {*drawn} - {"memory"}
     best = [text.get_text() for text in plan_plots.best(mine, found).axes[0].texts]
-    assert ("off" in best) == any(not plan.pays for plan in found.values())
+    assert ("off" in best) == any(not plan.speculate for plan in found.values())
     even = [text.get_text() for text in plan_plots.break_evens(mine, found).axes[0].texts]
-    candidate = mine.one(32000)
+    candidate = mine.candidate(32000)
     rate = planner.break_even(mine.target, candidate, mine.machine, 64, 32000)
     assert f"{rate:.2f}" in even and "never" in even
 
@@ -73,7 +73,7 @@ def test_acceptance_of_drafts_without_any_follows_from_their_tokens_per_step():
         found[name, 32000] for name in ("self:snapkv:2049", "small:llama-3.2-1b:streaming:512")
     )
     of_batches = {3: 3.41, 4: 4.03, 5: 4.55, 6: 5.07}
-    rates = [planner.rate_of(tokens, gamma) for gamma, tokens in of_batches.items()]
+    rates = [planner.required_acceptance(tokens, gamma) for gamma, tokens in of_batches.items()]
     for rate, (gamma, tokens) in zip(rates, of_batches.items(), strict=True):
         assert (1 - rate ** (gamma + 1)) / (1 - rate) == pytest.approx(tokens)
     assert snapkv[0] == pytest.approx(np.mean(rates))
@@ -83,14 +83,17 @@ def test_acceptance_of_drafts_without_any_follows_from_their_tokens_per_step():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"target": "llama-2-7b"}, "--acceptance is missing for llama-2-7b: give a number"),
-        ({"device": "a10x"}, "device 'a10x' does not exist"),
-        ({"drafter": "look-up"}, "--drafter look-up: acceptance is known of self:streaming:512"),
+        ({"target": "llama-2-7b"}, "--acceptance is missing for llama-2-7b: pass a rate"),
+        ({"device": "a10x"}, "device 'a10x' is unknown"),
+        (
+            {"drafter": "prompt-lookup"},
+            "--drafter prompt-lookup: acceptance is measured for self:streaming:512",
+        ),
         ({"gpus": 3}, "does not divide the 8 KV heads"),
         ({"acceptance": "none.csv"}, "none.csv does not exist"),
     ],
 )
-def test_wrong_options_end_with_a_message(given, message, capsys, tmp_path):
+def test_invalid_options_exit_with_a_message(given, message, capsys, tmp_path):
     options = [f"--{name}={value}" for name, value in given.items()]
     with pytest.raises(SystemExit):
         plan_plots.main([*options, "--out", str(tmp_path)])

@@ -1,4 +1,4 @@
-"""What every kind of prompts promises, with tokenizers that behave differently."""
+"""Properties of every kind of prompts, with different tokenizers."""
 
 import json
 import math
@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from experiments import prompts
-from experiments.prompts import corpus, ruler, stretches
-from experiments.prompts.prompt import encode, opening
+from experiments.prompts import corpus, excerpts, ruler
+from experiments.prompts.prompt import encode, leading_tokens
 from tests.experiments import prompt_cases
 
 MADE = [kind for kind in prompts.KINDS if kind != prompts.RANDOM]
 
 
 class Letters:
-    """A tokenizer of one token for each letter; 0 ends a text."""
+    """A tokenizer with a token for each letter, and the end token 0."""
 
     eos_token_id = 0
 
@@ -32,7 +32,7 @@ TOKENIZERS = {
 
 @pytest.fixture
 def short_library(monkeypatch):
-    """Makes the standard library a part of its held-out modules, which is read in a moment."""
+    """Replaces the standard library by a part of its held-out modules, to save time."""
     modules = prompt_cases.short_library()
     monkeypatch.setattr(corpus, "library", lambda: modules)
 
@@ -43,13 +43,13 @@ def tokenizer(request):
 
 
 def prose(name, lines):
-    """Returns a text of numbered lines, in which no stretch comes twice."""
-    return "".join(f"Line {i} of {name} says that {i * i} is no prime.\n" for i in range(lines))
+    """Returns a text of numbered lines without repetition."""
+    return "".join(f"Line {i} of {name} says that {i * i} is not prime.\n" for i in range(lines))
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    """Returns a path for each kind that needs one, of small files in the public formats."""
+    """Returns small files in the public formats, by kind."""
     root = tmp_path_factory.mktemp("data")
     (root / "texts" / "more").mkdir(parents=True)
     (root / "texts" / "a.txt").write_text(prose("a", 600))
@@ -94,9 +94,7 @@ def paths(tmp_path_factory):
 @pytest.mark.usefixtures("short_library")
 @pytest.mark.parametrize("kind", MADE)
 @pytest.mark.parametrize("context", [4096, 4097])
-def test_prompts_of_every_kind_have_exactly_the_asked_length_and_differ(
-    kind, context, tokenizer, paths
-):
+def test_prompts_of_every_kind_have_exactly_the_context_and_differ(kind, context, tokenizer, paths):
     made = prompts.make(kind, tokenizer, paths.get(kind, ""), 4, context)
     assert len(made) == 4
     assert {(p.tokens.shape, p.tokens.dtype) for p in made} == {((context,), np.dtype(np.int32))}
@@ -105,29 +103,29 @@ def test_prompts_of_every_kind_have_exactly_the_asked_length_and_differ(
 
 @pytest.mark.usefixtures("short_library")
 @pytest.mark.parametrize("kind", MADE)
-def test_prompts_begin_as_the_tokenizer_begins_and_hold_no_special_token_by_accident(
+def test_prompts_begin_with_leading_tokens_and_contain_no_other_special_tokens(
     kind, tokenizer, paths
 ):
-    begin = opening(tokenizer)
+    leading = leading_tokens(tokenizer)
     ends = {tokenizer.bos_token_id, tokenizer.eos_token_id}
     for prompt in prompts.make(kind, tokenizer, paths.get(kind, ""), 3, 4096):
-        assert prompt.tokens[: len(begin)].tolist() == begin
-        rest = prompt.tokens[len(begin) :]
+        assert prompt.tokens[: len(leading)].tolist() == leading
+        others = prompt.tokens[len(leading) :]
         if kind in (prompts.STDLIB, "files"):  # only between texts
-            assert np.isin(rest, list(ends)).mean() < 0.01
+            assert np.isin(others, list(ends)).mean() < 0.01
         else:
-            assert not np.isin(rest, list(ends)).any()
+            assert not np.isin(others, list(ends)).any()
 
 
 @pytest.fixture(scope="module")
 def twins():
-    """Returns two tokenizers that are alike."""
+    """Returns two equal tokenizers."""
     return prompt_cases.letters(), prompt_cases.letters()
 
 
 @pytest.mark.usefixtures("short_library")
 @pytest.mark.parametrize("kind", MADE)
-def test_prompts_are_the_same_each_time_and_others_with_another_seed(kind, paths, twins):
+def test_prompts_are_deterministic_and_depend_on_the_seed(kind, paths, twins):
     path = paths.get(kind, "")
     first, again, other = (
         [p.tokens for p in prompts.make(kind, tokenizer, path, 3, 4096, seed)]
@@ -139,39 +137,39 @@ def test_prompts_are_the_same_each_time_and_others_with_another_seed(kind, paths
 
 @pytest.mark.usefixtures("short_library")
 @pytest.mark.parametrize("kind", [k for k in MADE if k not in ("stdlib", "files")])
-def test_the_first_prompts_are_the_same_whatever_their_count(kind, paths, twins):
+def test_prompts_do_not_depend_on_their_count(kind, paths, twins):
     one, three = (prompts.make(kind, twins[0], paths.get(kind, ""), n, 4096) for n in (1, 3))
     np.testing.assert_array_equal(one[0].tokens, three[0].tokens)
 
 
 @pytest.mark.parametrize("context", [2048, 32768])
-def test_the_held_out_text_is_enough_for_rows_of_every_context(context):
+def test_the_held_out_text_suffices_for_rows_of_every_context(context):
     made = prompts.make("stdlib", TOKENIZERS["embedded"](), "", 16, context)
     assert {prompt.tokens.shape for prompt in made} == {(context,)}
     assert len({prompt.tokens.tobytes() for prompt in made}) == 16
     assert {prompt.answer for prompt in made} == {()}
 
 
-def test_what_looks_like_a_special_token_is_text(tmp_path, tokenizer):
-    said = " ".join([tokenizer.eos_token, "<s>"]) + " 1 2 3"
-    (tmp_path / "a.txt").write_text(said * 300)
-    whole = encode(tokenizer, said)
-    assert tokenizer.eos_token_id in tokenizer.encode(said, add_special_tokens=False)
+def test_the_text_of_a_special_token_is_encoded_as_text(tmp_path, tokenizer):
+    text = " ".join([tokenizer.eos_token, "<s>"]) + " 1 2 3"
+    (tmp_path / "a.txt").write_text(text * 300)
+    whole = encode(tokenizer, text)
+    assert tokenizer.eos_token_id in tokenizer.encode(text, add_special_tokens=False)
     assert not {tokenizer.eos_token_id, tokenizer.bos_token_id} & set(whole)
     (prompt,) = prompts.make("files", tokenizer, str(tmp_path / "a.txt"), 1, 300)
-    begin = opening(tokenizer)
-    assert not np.isin(prompt.tokens[len(begin) :], tokenizer.all_special_ids).any()
+    leading = leading_tokens(tokenizer)
+    assert not np.isin(prompt.tokens[len(leading) :], tokenizer.all_special_ids).any()
 
 
-def test_what_a_tokenizer_puts_before_a_text_is_known_and_what_it_puts_behind_left_out():
-    assert opening(TOKENIZERS["embedded"]()) == []
-    assert opening(prompt_cases.letters()) == [1]
+def test_leading_tokens_are_those_before_a_text_only():
+    assert leading_tokens(TOKENIZERS["embedded"]()) == []
+    assert leading_tokens(prompt_cases.letters()) == [1]
     spaced = prompt_cases.spaced()
-    assert opening(spaced) == [spaced.bos_token_id]
+    assert leading_tokens(spaced) == [spaced.bos_token_id]
 
 
-def test_the_stream_is_the_texts_in_order_each_with_an_end():
-    np.testing.assert_array_equal(stretches.stream(Letters(), ["ab", "c"]), [97, 98, 0, 99, 0])
+def test_the_stream_contains_the_texts_in_order_each_with_an_end_token():
+    np.testing.assert_array_equal(excerpts.stream(Letters(), ["ab", "c"]), [97, 98, 0, 99, 0])
 
 
 def test_prompts_come_from_held_out_modules_only(monkeypatch):
@@ -183,7 +181,7 @@ def test_prompts_come_from_held_out_modules_only(monkeypatch):
     assert not stream & {ord(m.text) for m in trained_on}
 
 
-def test_the_held_out_stream_is_made_once_for_each_tokenizer(monkeypatch):
+def test_the_held_out_stream_is_cached_for_each_tokenizer(monkeypatch):
     tokenizer, reads = Letters(), []
     monkeypatch.setattr(corpus, "library", lambda: reads.append(1) or [corpus.Module("a", "b")])
     assert prompts.stdlib_stream(tokenizer) is prompts.stdlib_stream(tokenizer)
@@ -191,7 +189,7 @@ def test_the_held_out_stream_is_made_once_for_each_tokenizer(monkeypatch):
     assert len(reads) == 2
 
 
-def test_stretches_are_of_the_asked_length_the_same_each_time_and_apart():
+def test_excerpts_have_the_context_are_deterministic_and_differ():
     stream = np.arange(100, dtype=np.int32)
     rows = prompts.cut(stream, count=2, context=60)
     np.testing.assert_array_equal(rows, [np.arange(10, 70), np.arange(30, 90)])
@@ -201,9 +199,9 @@ def test_stretches_are_of_the_asked_length_the_same_each_time_and_apart():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_seed_moves_stretches_and_keeps_them_apart_and_inside(seed):
+def test_a_seed_shifts_excerpts_which_still_differ(seed):
     stream = np.arange(100, dtype=np.int32)
-    rows = prompts.cut(stream, 40, 60, seed)  # as many as there are places
+    rows = prompts.cut(stream, 40, 60, seed)  # as many as there are positions
     np.testing.assert_array_equal(rows, rows[:, :1] + np.arange(60))
     assert len(set(rows[:, 0])) == 40
     long = np.arange(10_060, dtype=np.int32)
@@ -212,13 +210,13 @@ def test_a_seed_moves_stretches_and_keeps_them_apart_and_inside(seed):
     assert seed == 0 or (few != prompts.cut(long, 2, 60)).any()
 
 
-def test_what_every_prompt_begins_with_counts_as_a_part_of_its_context():
-    rows = prompts.cut(np.arange(100, dtype=np.int32), 2, 60, begin=[7, 8])
+def test_leading_tokens_count_as_part_of_the_context():
+    rows = prompts.cut(np.arange(100, dtype=np.int32), 2, 60, leading=[7, 8])
     assert rows.shape == (2, 60)
     assert rows[:, :2].tolist() == [[7, 8], [7, 8]] and (np.diff(rows[:, 2:]) == 1).all()
 
 
-def test_the_rows_are_those_that_repeat_themselves_least():
+def test_the_least_repetitive_candidates_are_chosen():
     candidates = np.arange(6, dtype=np.int32)[:, None]
     loops = np.array([9, 0, 5, 40, 1, 30])  # how much the continuation of each repeats
 
@@ -236,20 +234,20 @@ def test_without_a_choice_nothing_is_generated():
     assert prompts.least_repetitive(candidates, 3, None) is candidates
 
 
-def test_a_text_that_is_too_short_is_named_with_what_would_fit():
+def test_a_short_text_is_an_error_that_names_the_longest_context():
     stream = np.arange(1000, dtype=np.int32)
     with pytest.raises(ValueError) as error:
         prompts.cut(stream, count=4, context=997)
     message = str(error.value)
     assert (
-        "4 prompts (rows times candidates) of context=997 need 1001 tokens" in message
+        "4 prompts (rows × candidates) of context=997 need 1001 tokens" in message
         and "has 1000" in message
     )
     assert "a context of at most 996" in message
     prompts.cut(stream, 4, 996)
     with pytest.raises(ValueError, match="a context of at most 998, or"):
-        prompts.cut(stream, 4, 999, begin=[7, 8])
-    prompts.cut(stream, 4, 998, begin=[7, 8])
+        prompts.cut(stream, 4, 999, leading=[7, 8])
+    prompts.cut(stream, 4, 998, leading=[7, 8])
 
 
 def test_prompts_that_are_copies_are_refused(tmp_path):
@@ -273,11 +271,11 @@ def test_numbers_out_of_range_are_refused(wrong):
 
 
 def test_a_context_of_special_tokens_alone_is_refused():
-    with pytest.raises(ValueError, match="context=1 has no room for text: the tokenizer puts 1"):
+    with pytest.raises(ValueError, match="context=1 is too small: the tokenizer puts 1"):
         prompts.make("stdlib", prompt_cases.letters(), "", 1, 1)
 
 
-def test_random_prompts_are_drawn_from_the_whole_vocabulary_and_are_the_same_each_time():
+def test_random_prompts_use_the_whole_vocabulary_and_are_deterministic():
     made, again, other = (prompts.random(50, 3, 400, seed) for seed in (0, 0, 1))
     for prompt, same, another in zip(made, again, other):
         assert (prompt.tokens.shape, prompt.tokens.dtype) == ((400,), np.dtype(np.int32))
@@ -303,16 +301,16 @@ def test_the_score_is_the_share_of_answers_in_the_text():
     assert prompts.score(prompt, "alpha beta gamma delta") == 1.0
 
 
-def test_of_alternatives_one_answer_is_enough():
+def test_one_of_several_alternatives_is_enough():
     prompt = prompts.Prompt(np.zeros(1, np.int32), ("Alpha", "beta"), alternatives=True)
     assert prompts.score(prompt, "it is beta") == 1.0
     assert prompts.score(prompt, "it is gamma") == 0.0
 
 
-def test_what_asks_nothing_has_no_score():
+def test_a_prompt_without_a_question_has_no_score():
     assert math.isnan(prompts.score(prompts.Prompt(np.zeros(1, np.int32)), "text"))
 
 
-def test_the_kinds_are_texts_longbench_the_tasks_and_random_tokens():
+def test_the_kinds_are_texts_longbench_tasks_and_random_tokens():
     assert prompts.KINDS == (*prompts.TEXTS, "longbench", *ruler.TASKS, "random")
     assert prompts.TEXTS == ("stdlib", "files", "pg19")

@@ -1,4 +1,4 @@
-"""The page of a folder of results: everything that is there, and what is not."""
+"""The report of a folder of results: finished cells, and failed ones."""
 
 import shutil
 
@@ -6,11 +6,11 @@ import pytest
 import yaml
 
 from experiments.report import page, results_folder
-from experiments.runner.measure import TIMES
 from experiments.schema import config, grid, store
+from experiments.schema.columns import COLUMNS, TIMES
 
 METHODS = [
-    {"draft": "self", "kv_budget": [64, 256], "tree": "chain:3"},
+    {"draft": "self", "budget": [64, 256], "tree": "chain:3"},
     {"draft": "small", "model": "somewhere/draft-1", "tree": "expansion:2,1"},
 ]
 FAILED = {(4, 96, "small"): ("memory", "out of memory: the process held 3 GB")}
@@ -29,7 +29,7 @@ def fill(directory, batches=(1, 4), contexts=(64, 96), faster=1.0, failed=FAILED
             store.write_failure(folder, *why)
             continue
         speed = 1.0 if cell.draft == "none" else faster * cell.batch * cell.context / 128
-        row = dict.fromkeys(store.COLUMNS) | grid.columns(cell)
+        row = dict.fromkeys(COLUMNS) | grid.columns(cell)
         row |= dict.fromkeys(TIMES, 1.0) | {"status": "ok", "error": "", "tau": 2.0, "ties": 0}
         row |= {"speedup": speed, "speedup_low": speed * 0.9, "speedup_high": speed * 1.1}
         row |= {"decode_tok_s": 100 * speed, "exact_match": 1.0, "acceptance_rate": 0.5}
@@ -41,7 +41,7 @@ def fill(directory, batches=(1, 4), contexts=(64, 96), faster=1.0, failed=FAILED
     return directory
 
 
-def test_a_page_holds_every_cell_the_pictures_and_what_was_asked_for(tmp_path):
+def test_a_page_holds_all_cells_figures_and_the_experiment(tmp_path):
     folder = fill(tmp_path / "mine")
     written = page.write(folder)
     assert written == [
@@ -56,14 +56,14 @@ def test_a_page_holds_every_cell_the_pictures_and_what_was_asked_for(tmp_path):
     ]
     html = (folder / "report.html").read_text()
     assert html.count("data:image/png;base64,") == 7 and 'src="http' not in html
-    assert html.count("<tr>") == 1 + 16 and "15 of 16 cells gave a result" in html
+    assert html.count("<tr") == 1 + 16 and "15 of 16 cells have a result" in html
     assert "out of memory: out of memory: the process held 3 GB" in html
-    assert "a machine" in html and "kv_budget" in html and "mean acceptance length" in html
+    assert "a machine" in html and "budget" in html and "mean acceptance length" in html
     for name in written[1:]:
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_of_an_earlier_report_does_not_stay(tmp_path):
+def test_figures_of_an_earlier_report_are_removed(tmp_path):
     folder = fill(tmp_path / "mine")
     page.write(folder)
     one = [cell.key for cell in results_folder.read(folder).cells if cell.row["batch"] == 1][:3]
@@ -101,7 +101,7 @@ def broken(tmp_path, how):
         return tmp_path / "none"
     if how == "old":
         path = folder / "experiment.yaml"
-        path.write_text(path.read_text().replace("format: 2", "format: 1"))
+        path.write_text(path.read_text().replace(f"format: {store.FORMAT}", "format: 1"))
     if how == "empty":
         shutil.rmtree(folder / "cells")
     if how == "half":
@@ -112,18 +112,18 @@ def broken(tmp_path, how):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("nothing", "is no folder of results"),
-        ("old", "of another version of magicjax (format 1, and this one reads format 2)"),
-        ("empty", "has no cell that has ended"),
-        ("half", "metrics.json is no JSON"),
+        ("nothing", "is not a folder of results"),
+        ("old", "of another version of magicjax (format 1; this version uses format"),
+        ("empty", "has no finished cell"),
+        ("half", "metrics.json is not valid JSON"),
     ],
 )
-def test_a_folder_that_cannot_be_read_is_told(tmp_path, capsys, how, message):
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path, capsys, how, message):
     assert page.main(broken(tmp_path, how)) == 2
     assert message in capsys.readouterr().err
 
 
-def test_what_is_written_in_a_config_stays_text(tmp_path):
+def test_the_config_is_escaped(tmp_path):
     folder = fill(tmp_path / "mine", batches=(1,), contexts=(64,))
     path = folder / "experiment.yaml"
     known = yaml.safe_load(path.read_text())
@@ -133,11 +133,11 @@ def test_what_is_written_in_a_config_stays_text(tmp_path):
     assert "<script>" not in (folder / "report.html").read_text()
 
 
-def test_every_column_of_the_page_is_one_of_the_summary():
-    assert set(page.COLUMNS) <= set(store.COLUMNS)
+def test_columns_of_the_page_are_columns_of_the_summary():
+    assert set(page.COLUMNS) <= set(COLUMNS)
 
 
-def test_a_failed_cell_reads_as_such(tmp_path):
+def test_a_failed_cell_has_its_status_and_settings(tmp_path):
     folder = fill(tmp_path / "mine")
     (row,) = (row for row in results_folder.read(folder).rows if row["status"] != "ok")
     assert (row["status"], row["method"], row["batch"]) == ("memory", "draft-1, expansion:2,1", 4)
@@ -152,7 +152,7 @@ def change(folder, what, **columns):
             store.write_json(cell.folder / store.METRICS, metrics)
 
 
-def test_cells_that_were_not_timed_are_in_no_picture_of_speed(tmp_path):
+def test_cells_without_times_are_not_in_figures_of_speed(tmp_path):
     folder = fill(tmp_path / "mine", failed={})
     change(folder, {"batch": 1}, **dict.fromkeys(TIMES))
     assert "speedup_map.png" in page.write(folder)
@@ -160,7 +160,7 @@ def test_cells_that_were_not_timed_are_in_no_picture_of_speed(tmp_path):
     assert not {"speedup_map.png", "speedup.png", "throughput.png"} & {*page.write(folder)}
 
 
-def test_curves_of_different_depths_are_averaged_as_far_as_they_go(tmp_path):
+def test_curves_of_different_depths_are_averaged_at_each_depth(tmp_path):
     folder = fill(tmp_path / "mine", failed={})
     change(folder, {"batch": 4}, acceptance_by_depth=[0.5], acceptance_if_reached=[])
     curves = page._curves(results_folder.read(folder).cells)["draft-1, expansion:2,1"]
@@ -168,15 +168,15 @@ def test_curves_of_different_depths_are_averaged_as_far_as_they_go(tmp_path):
     assert "depth.png" in page.write(folder)
 
 
-def test_where_more_than_batch_and_context_differs_no_picture_hides_it(tmp_path):
+def test_figures_by_batch_and_context_are_omitted_if_more_varies(tmp_path):
     folder = fill(tmp_path / "mine", failed={})
     change(folder, {"batch": 4}, dtype="bfloat16")
     written = page.write(folder)
     assert not {"speedup_map.png", "speedup.png", "throughput.png"} & {*written}
-    assert "Cells differ in dtype too" in (folder / "report.html").read_text()
+    assert "Cells also differ in dtype" in (folder / "report.html").read_text()
 
 
-def test_a_page_made_again_has_the_order_of_the_summary(tmp_path):
+def test_a_report_has_the_order_of_the_summary(tmp_path):
     folder = fill(tmp_path / "mine", failed={})
     cells = results_folder.read(folder).cells[::-1]
     store.write_summary(folder, [cell.row for cell in cells[3:]])

@@ -1,4 +1,4 @@
-"""Grids in processes of their own: killed and resumed, on other launchers, dying in parts."""
+"""Grids whose cells run in separate processes: kills, crashes, limits and other launchers."""
 
 import csv
 import json
@@ -13,8 +13,8 @@ import time
 import pytest
 import yaml
 
-from experiments.runner.measure import TIMES
 from experiments.schema import grid, store
+from experiments.schema.columns import TIMES
 
 SPEND = {*TIMES, "compile_s", "memory_mb", "wall_s", "draft_s", "score_s", "verify_s"}
 SPEND |= {"commit_s", "rest_s", "host_s"}
@@ -23,7 +23,7 @@ ENVIRONMENT = os.environ | {"XLA_FLAGS": ""}
 
 
 def write(zoo, name, **changes):
-    """Returns the path of a file with tiny models, having written a text for it."""
+    """Writes a text and an experiment file with tiny models; returns the file's path."""
     text = "".join(f"def f{i}(x):\n    return x + {i}\n\n\n" for i in range(900))
     (zoo / "text.txt").write_text(text)
     settings = {
@@ -36,7 +36,7 @@ def write(zoo, name, **changes):
         "repeats": 1,
         "agreement_tokens": 0,
         "phases": False,
-        "methods": [{"draft": "self", "kv_budget": 24, "sinks": 4, "tree": "chain:3"}],
+        "methods": [{"draft": "self", "budget": 24, "sinks": 4, "tree": "chain:3"}],
     }
     path = zoo / f"{name}.yaml"
     path.write_text(yaml.safe_dump(settings | changes))
@@ -48,21 +48,21 @@ def launch(path, *arguments):
 
 
 def computed(directory):
-    """Returns what the cells computed, times aside: their rows, tokens and histograms."""
+    """Returns the rows, tokens and histograms of the cells, without times."""
     with (directory / "summary.csv").open() as file:
         rows = {row["key"]: row for row in csv.DictReader(file)}
-    found = {}
+    results = {}
     for key, row in rows.items():
         lines = (directory / "cells" / key / "requests.jsonl").read_text().splitlines()
         requests = [json.loads(line) for line in lines]
         kept = {name: value for name, value in row.items() if name not in SPEND}
-        asked = ("request", "tokens", "tau", "histogram", "exact")
-        found[key] = kept, [[request[name] for name in asked] for request in requests]
-    return found
+        names = ("request", "tokens", "tau", "histogram", "exact")
+        results[key] = kept, [[request[name] for name in names] for request in requests]
+    return results
 
 
 def whole_files(directory):
-    """Asserts that every file of a folder of results can be read, and returns the finished."""
+    """Asserts that every result file is readable; returns the finished cells."""
     for path in directory.rglob("*"):
         if path.suffix == ".json":
             json.loads(path.read_text())
@@ -74,39 +74,39 @@ def whole_files(directory):
 
 
 @pytest.mark.slow
-def test_a_grid_that_is_killed_ten_times_ends_as_one_that_is_not(zoo):
+def test_a_grid_killed_ten_times_ends_like_an_uninterrupted_one(zoo):
     axes = {"batch": [1, 2, 3, 4], "context": [48, 56, 64]}
     path, unbroken = write(zoo, "killed", grid=axes), write(zoo, "unbroken", grid=axes)
     assert launch(unbroken).returncode == 0
-    wanted = computed(zoo / "results" / "unbroken")
-    assert len(wanted) == 24
+    expected = computed(zoo / "results" / "unbroken")
+    assert len(expected) == 24
     chance, finished, kills = random.Random(0), {}, 0
     directory = zoo / "results" / "killed"
     while kills < 10:
         running = subprocess.Popen([*COMMAND, str(path)], env=ENVIRONMENT)
         time.sleep(chance.uniform(4, 30))
         if running.poll() is not None:
-            assert kills >= 5, "it was done too early: the moments were too late"
+            assert kills >= 5, "the grid ended before enough kills"
             break
         running.send_signal(signal.SIGKILL)
         running.wait()
         kills += 1
         now = whole_files(directory)
-        assert finished.items() <= now.items(), "a finished cell was lost, or run twice"
+        assert finished.items() <= now.items(), "a finished cell was lost or measured twice"
         finished = now
         print(f"kill {kills}: {len(finished)} of 24 cells are finished")
     assert launch(path).returncode == 0
     assert finished.items() <= whole_files(directory).items()
     assert not list(directory.rglob("*.partial"))
-    assert computed(directory) == wanted
+    assert computed(directory) == expected
 
 
-def test_cells_run_in_processes_that_may_die_and_the_exit_status_tells(zoo):
-    method = {"draft": "self", "kv_budget": [24, 8], "sinks": 4, "tree": "chain:5"}
+def test_a_crashed_cell_is_recorded_and_the_exit_status_is_1(zoo):
+    method = {"draft": "self", "budget": [24, 8], "sinks": 4, "tree": "chain:5"}
     path = write(
         zoo, "dying", impossible="record", repeats=0, grid={"batch": [1, 2]}, methods=[method]
     )
-    killer = zoo / "sitecustomize.py"  # the second cell's process kills itself
+    killer = zoo / "sitecustomize.py"  # kills the process of one cell
     killer.write_text(
         "import os, sys, pathlib, threading, time\n"
         "def wait():\n"
@@ -127,12 +127,12 @@ def test_cells_run_in_processes_that_may_die_and_the_exit_status_tells(zoo):
         rows = list(csv.DictReader(file))
     assert [row["status"] for row in rows] == ["ok", "ok", "config", "ok", "crash", "config"]
     assert rows[4]["error"] == "the process was killed by SIGSEGV"
-    assert "kv_budget=8 leaves too small a ring" in rows[5]["error"]
+    assert "budget=8 is too small: its ring has 4" in rows[5]["error"]
 
 
 @pytest.mark.slow
 def test_a_cell_beyond_the_memory_limit_is_recorded_and_the_others_are_measured(zoo):
-    """The limit lies between what a small cell takes and what a large one does."""
+    """The limit is between the memory of a small cell and that of a large one."""
     sizes = [{"batch": [1, 8], "context": [256, 8192]}]
     settings = {"target": "experiments/zoo/target", "prompts": "random", "prompt_path": ""}
     settings |= {"zip": sizes, "methods": [], "repeats": 0, "new_tokens": 32}
@@ -145,13 +145,13 @@ def test_a_cell_beyond_the_memory_limit_is_recorded_and_the_others_are_measured(
     with (zoo / "results" / "tight" / "summary.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["status"] for row in rows] == ["ok", "memory"]
-    assert "out of memory: the process held" in rows[1]["error"]
+    assert "out of memory: the process used" in rows[1]["error"]
 
 
 @pytest.mark.slow
-def test_slurms_local_executor_and_ray_give_the_summary_of_this_machine(zoo):
+def test_slurm_and_ray_launchers_give_the_local_summary(zoo):
     pytest.importorskip("submitit")
-    found = {}
+    summaries = {}
     for name, arguments in (
         ("here", ()),
         ("slurm", ("--launcher", "slurm", "--slurm.cluster", "local")),
@@ -160,6 +160,6 @@ def test_slurms_local_executor_and_ray_give_the_summary_of_this_machine(zoo):
         if name == "ray":
             pytest.importorskip("ray")
         assert launch(write(zoo, name, grid={"batch": [1, 2]}), *arguments).returncode == 0
-        found[name] = computed(zoo / "results" / name)
-    assert len(found["here"]) == 4
-    assert found["here"] == found["slurm"] == found["ray"]
+        summaries[name] = computed(zoo / "results" / name)
+    assert len(summaries["here"]) == 4
+    assert summaries["here"] == summaries["slurm"] == summaries["ray"]

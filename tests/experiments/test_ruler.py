@@ -1,4 +1,4 @@
-"""Every answer is found again in the decoded prompt, by readers that know nothing of its making."""
+"""Independent readers find every answer in the decoded prompt."""
 
 import collections
 import re
@@ -12,13 +12,13 @@ from tests.experiments import prompt_cases
 
 TOKENIZERS = {
     "embedded": prompt_cases.embedded,
-    "spaced": prompt_cases.spaced,  # a space and <s> before every text
+    "spaced": prompt_cases.spaced,  # puts <s> and a space before every text
 }
 
 
 @pytest.fixture
 def short_library(monkeypatch):
-    """Makes the standard library a part of its held-out modules, which is read in a moment."""
+    """Replaces the standard library by a part of its held-out modules, to save time."""
     modules = prompt_cases.short_library()
     monkeypatch.setattr(corpus, "library", lambda: modules)
 
@@ -34,13 +34,13 @@ def embedded():
 
 
 def lines_of(tokenizer, tokens):
-    """Returns the lines that tokens say, without spaces around them."""
+    """Returns the lines of the decoded tokens, stripped."""
     text = tokenizer.decode(tokens, skip_special_tokens=True)
     return [line.strip() for line in text.split("\n")]
 
 
 def assignments(lines):
-    """Returns (name, what is assigned to it) of every line that is an assignment."""
+    """Returns (name, value) of every assignment."""
     found = (re.fullmatch(r"([A-Z]{5}) = ([1-9]+|[A-Z]{5})", line) for line in lines)
     return [match.groups() for match in found if match]
 
@@ -80,13 +80,13 @@ TASKS = pytest.mark.parametrize("task", READERS)
 pytestmark = pytest.mark.usefixtures("short_library")
 
 
-def test_every_task_but_questions_about_a_file_is_read_again_here():
+def test_every_task_except_qa_has_a_reader():
     assert {*READERS, "qa"} == set(ruler.TASKS)
 
 
 @TASKS
 @pytest.mark.parametrize("context", [3200, 4096, 4097, 32768])
-def test_a_prompt_is_exactly_as_long_as_asked_and_its_answer_is_in_it(task, context, tokenizer):
+def test_a_prompt_has_exactly_the_context_and_contains_its_answer(task, context, tokenizer):
     (prompt,) = prompts.make(task, tokenizer, "", 1, context)
     assert (prompt.tokens.shape, prompt.tokens.dtype) == ((context,), np.int32)
     read = READERS[task](lines_of(tokenizer, prompt.tokens))
@@ -94,7 +94,7 @@ def test_a_prompt_is_exactly_as_long_as_asked_and_its_answer_is_in_it(task, cont
 
 
 @TASKS
-def test_every_row_has_an_answer_of_its_own_and_gives_it(task, tokenizer):
+def test_every_row_contains_a_different_answer(task, tokenizer):
     rows = prompts.make(task, tokenizer, "", 6, 3200)
     for prompt in rows:
         assert READERS[task](lines_of(tokenizer, prompt.tokens)) == set(prompt.answer)
@@ -102,7 +102,7 @@ def test_every_row_has_an_answer_of_its_own_and_gives_it(task, tokenizer):
 
 
 @TASKS
-def test_a_tokenizer_without_spaces_and_lines_can_be_asked_too(task):
+def test_a_tokenizer_without_white_space_works(task):
     tokenizer = prompt_cases.letters()
     for prompt in prompts.make(task, tokenizer, "", 3, 4096):
         text = tokenizer.decode(prompt.tokens, skip_special_tokens=True).replace(" ", "")
@@ -112,7 +112,7 @@ def test_a_tokenizer_without_spaces_and_lines_can_be_asked_too(task):
 
 
 @TASKS
-def test_the_shortest_context_that_the_error_names_is_enough_for_all_rows(task, tokenizer):
+def test_the_error_names_the_shortest_context_for_all_rows(task, tokenizer):
     with pytest.raises(ValueError, match=f"context=20 is too short for {task}") as error:
         prompts.make(task, tokenizer, "", 5, 20)
     least = int(re.search(r"at least (\d+)", str(error.value)).group(1))
@@ -122,7 +122,7 @@ def test_the_shortest_context_that_the_error_names_is_enough_for_all_rows(task, 
         prompts.make(task, tokenizer, "", 5, least - 1)
 
 
-def test_the_kinds_of_needles_hide_and_ask_for_as_many_as_they_say(embedded):
+def test_the_kinds_of_needles_differ_in_names_values_and_answers(embedded):
     counted = {}
     for task in needles.NEEDLES:
         (prompt,) = prompts.make(task, embedded, "", 1, 2048)
@@ -136,7 +136,7 @@ def test_the_kinds_of_needles_hide_and_ask_for_as_many_as_they_say(embedded):
     }
 
 
-def test_needles_lie_at_all_depths(tokenizer):
+def test_needles_are_at_all_depths(tokenizer):
     depths = []
     for prompt in prompts.make("needle", tokenizer, "", 20, 2048):
         text = tokenizer.decode(prompt.tokens)
@@ -144,7 +144,7 @@ def test_needles_lie_at_all_depths(tokenizer):
     assert min(depths) < 0.2 and max(depths) > 0.8
 
 
-def test_needles_lie_at_all_depths_of_a_text_without_line_breaks(tmp_path, embedded):
+def test_needles_are_at_all_depths_of_a_text_without_line_breaks(tmp_path, embedded):
     path = tmp_path / "a.txt"
     path.write_text(" ".join(f"number {i}" for i in range(3000)))
     depths = []
@@ -154,7 +154,7 @@ def test_needles_lie_at_all_depths_of_a_text_without_line_breaks(tmp_path, embed
     assert len({round(depth, 1) for depth in depths}) > 5
 
 
-def test_two_chains_are_scattered_among_each_other_and_only_one_is_asked_for(embedded):
+def test_two_chains_are_interleaved_and_one_is_asked_for(embedded):
     (prompt,) = prompts.make("variable_tracking", embedded, "", 1, 2048)
     lines = lines_of(embedded, prompt.tokens)
     held = [name for name, _ in assignments(lines[:-2])]
@@ -164,7 +164,7 @@ def test_two_chains_are_scattered_among_each_other_and_only_one_is_asked_for(emb
     assert asked not in (sorted(asked), sorted(asked)[::-1])
 
 
-def test_the_readers_find_no_answer_where_none_was_hidden(embedded):
+def test_the_readers_find_no_answer_in_plain_text(embedded):
     (filler,) = prompts.make("stdlib", embedded, "", 1, 8192)
     for task in (*needles.NEEDLES, "variable_tracking"):
         (prompt,) = prompts.make(task, embedded, "", 1, 8192)
@@ -172,16 +172,16 @@ def test_the_readers_find_no_answer_where_none_was_hidden(embedded):
         assert READERS[task]([*lines_of(embedded, filler.tokens), *asked]) == set()
 
 
-def test_words_stand_in_shares_of_a_zipf_distribution_behind_the_noise(embedded):
+def test_coded_words_follow_a_zipf_distribution_after_the_noise(embedded):
     (prompt,) = prompts.make("frequent_words", embedded, "", 1, 8192)
     lines = lines_of(embedded, prompt.tokens)[1:-3]
     counts = collections.Counter(lines)
     assert counts["..."] == max(counts.values())
-    wanted = [counts["..."] / rank**2 for rank in (2, 3, 4)]
-    assert [counts[word] for word in prompt.answer] == pytest.approx(wanted, abs=1)
+    expected = [counts["..."] / rank**2 for rank in (2, 3, 4)]
+    assert [counts[word] for word in prompt.answer] == pytest.approx(expected, abs=1)
 
 
-def test_a_context_longer_than_the_haystack_reads_it_again(tmp_path, embedded):
+def test_the_haystack_repeats_in_a_longer_context(tmp_path, embedded):
     path = tmp_path / "a.txt"
     path.write_text("x = 1\ny = 2\n" * 20)
     (prompt,) = prompts.make("needle", embedded, str(path), 1, 2048)
@@ -207,11 +207,11 @@ def test_words_of_a_short_haystack_occur_more_often_in_a_long_context(tmp_path, 
 def test_a_haystack_with_too_few_words_to_count_is_refused(tmp_path, embedded):
     path = tmp_path / "a.txt"
     path.write_text("these are only some words, too few for that task " * 20)
-    with pytest.raises(ValueError, match="the haystack has 6 words .* give a longer text"):
+    with pytest.raises(ValueError, match="the haystack has 6 words .* use a longer text"):
         prompts.make("common_words", embedded, str(path), 1, 2048)
 
 
-def test_the_haystack_is_the_text_that_is_given(tmp_path, embedded):
+def test_the_haystack_is_the_text_of_the_path(tmp_path, embedded):
     path = tmp_path / "a.txt"
     path.write_text("".join(f"Sentence {i} of my own text.\n" for i in range(500)))
     (prompt,) = prompts.make("needle", embedded, str(path), 1, 1024)
@@ -223,14 +223,14 @@ def test_the_haystack_is_the_text_that_is_given(tmp_path, embedded):
     assert any("Another" in line for line in lines_of(embedded, prompt.tokens))
 
 
-def test_a_haystack_that_holds_every_word_to_hide_is_refused(tmp_path, embedded, monkeypatch):
+def test_a_haystack_that_contains_every_word_is_refused(tmp_path, embedded, monkeypatch):
     monkeypatch.setattr(needles, "NAME", 1)
     path = tmp_path / "a.txt"
     path.write_text("ABCDEFGHIJKLMNOPQRSTUVWXYZ" * 10)
-    with pytest.raises(ValueError, match="holds nearly every word of 1 letters"):
+    with pytest.raises(ValueError, match="contains nearly every word of 1 letters"):
         prompts.make("needle", embedded, str(path), 1, 1024)
 
 
-def test_a_tokenizer_that_cannot_write_the_words_is_refused():
-    with pytest.raises(ValueError, match="cannot write 'ABC.*plain text"):
+def test_a_tokenizer_that_cannot_encode_the_words_is_refused():
+    with pytest.raises(ValueError, match="decodes 'ABC.*plain text"):
         prompts.make("needle", prompt_cases.words(), "", 1, 1024)

@@ -1,4 +1,4 @@
-"""The tables' promises: like is compared with like, and verdicts follow from the figures."""
+"""The tables compare equal sizes, and verdicts follow from the figures."""
 
 import pathlib
 
@@ -28,13 +28,13 @@ def test_the_file_that_comes_with_the_project_is_valid():
         ({"widthes": [1, 2]}, "widthes: no such key; did you mean 'widths'?"),
         ({"merging": {"singel": "x"}}, "merging.singel: no such key; did you mean 'single'?"),
         ({"drafts": []}, "drafts"),
-        ({"drafts": ["a"]}, "table 4 merges drafts, and drafts lists 1"),
-        ({"width_tree": "expansion:1,1"}, "has no {k} for the width"),
-        ({"widths": [3, 1]}, "widths=[3, 1] must rise"),
-        ({"probe_tree": "dynamic:8,3,3"}, "grows: a static tree is needed"),
+        ({"drafts": ["a"]}, "table 4 merges at least 2 drafts, and drafts has 1"),
+        ({"width_tree": "expansion:1,1"}, "lacks the placeholder {k}"),
+        ({"widths": [3, 1]}, "widths=[3, 1] must increase"),
+        ({"probe_tree": "dynamic:8,3,3"}, "is not a static tree"),
         (
             {"merging": {"single": "chain:4", "member": "chain:3"}},
-            "the ensemble must not have more",
+            "choose a smaller tree",
         ),
         (
             {"sizes": [{"nodes": 8, "expansion": "chain:8", "dynamic": "dynamic:8,3,3"}]},
@@ -46,7 +46,7 @@ def test_the_file_that_comes_with_the_project_is_valid():
         ),
     ],
 )
-def test_settings_that_compare_unlike_things_are_refused(changes, message):
+def test_settings_with_unequal_comparisons_are_refused(changes, message):
     with pytest.raises(config.ConfigError) as error:
         tables(**changes)
     assert message in str(error.value)
@@ -55,7 +55,7 @@ def test_settings_that_compare_unlike_things_are_refused(changes, message):
 def test_a_directory_without_a_model_is_named_before_anything_is_loaded(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(f"target: {tmp_path}\n")
-    with pytest.raises(config.ConfigError, match="is no model directory"):
+    with pytest.raises(config.ConfigError, match="is not a model directory"):
         settings.read(path)
 
 
@@ -63,7 +63,7 @@ def test_the_trees_of_the_widths_have_spec_infers_shape():
     assert tables().tree_of_width(4) == "expansion:1,1,4,1,1,1,1,1"
 
 
-def test_a_ratio_of_what_varies_alike_has_no_error():
+def test_the_ratio_of_proportional_values_has_no_error():
     values = np.array([1.0, 3.0, 7.0])
     assert ratio(2 * values, values) == Estimate(2.0, pytest.approx(0.0, abs=1e-12))
     noisy = ratio(np.array([1.0, 5.0, 9.0]), values)
@@ -76,39 +76,39 @@ def test_a_mean_has_the_standard_error_of_independent_values():
 
 
 @pytest.mark.parametrize(
-    ("ours", "place"),
+    ("estimate", "position"),
     [((2.0, 0.1), "within"), ((2.4, 0.2), "within"), ((2.4, 0.1), "above"), ((0.5, 0.1), "below")],
 )
-def test_a_figure_lies_outside_a_range_only_beyond_its_error(ours, place):
-    assert report.Span(1.0, 2.1).place(Estimate(*ours)) == place
+def test_a_figure_lies_outside_a_range_only_beyond_its_error(estimate, position):
+    assert report.Range(1.0, 2.1).position(Estimate(*estimate)) == position
 
 
 def test_success_of_a_window_against_counting_by_hand():
-    """With the target as its own draft the first draw is accepted always, and tokens by chance."""
+    """With the target as draft, the first draw is always accepted."""
     logits = jax.random.normal(jax.random.key(0), (1, 400, 8)) * 2
-    of = success._of_window(success.sampling_of(1.0, 0, 0), logits, logits, 3)
-    np.testing.assert_allclose(of[success.MSS], 1, atol=1e-5)
-    np.testing.assert_allclose(of[success.GREEDY], 1)
+    rates = success._window_rates(success.sampling_of(1.0, 0, 0), logits, logits, 3)
+    np.testing.assert_allclose(rates[success.MSS], 1, atol=1e-5)
+    np.testing.assert_allclose(rates[success.GREEDY], 1)
     p = np.sort(np.asarray(jax.nn.softmax(logits)), -1)[0, :, ::-1]
-    np.testing.assert_allclose(of[success.TOP], p[:, :3].cumsum(-1).mean(0), rtol=1e-5)
+    np.testing.assert_allclose(rates[success.TOP], p[:, :3].cumsum(-1).mean(0), rtol=1e-5)
     # one draw of q = p is the token sampled with probability sum p²
-    assert float(of[success.NAIVE][0]) == pytest.approx((p**2).sum(-1).mean(), abs=0.03)
+    assert float(rates[success.NAIVE][0]) == pytest.approx((p**2).sum(-1).mean(), abs=0.03)
 
 
-def test_a_draft_that_knows_nothing_succeeds_as_often_as_chance():
-    p = jnp.zeros((1, 5, 8)).at[..., 2].set(50.0)  # the target is sure of token 2
+def test_a_uniform_draft_succeeds_by_chance():
+    p = jnp.zeros((1, 5, 8)).at[..., 2].set(50.0)  # the target's token is 2
     q = jnp.zeros((1, 5, 8))
-    of = success._of_window(success.sampling_of(1.0, 0, 0), p, q, 8)
-    np.testing.assert_allclose(of[success.GREEDY], [0, 0, 1, 1, 1, 1, 1, 1])  # ties go by index
-    assert float(of[success.MSS][-1]) == pytest.approx(1, abs=1e-5)  # all tokens were tried
-    np.testing.assert_allclose(of[success.MSS], of[success.NAIVE], atol=1e-5)
+    rates = success._window_rates(success.sampling_of(1.0, 0, 0), p, q, 8)
+    np.testing.assert_allclose(rates[success.GREEDY], [0, 0, 1, 1, 1, 1, 1, 1])
+    assert float(rates[success.MSS][-1]) == pytest.approx(1, abs=1e-5)  # all tokens were tried
+    np.testing.assert_allclose(rates[success.MSS], rates[success.NAIVE], atol=1e-5)
 
 
-def test_success_together_counts_as_many_tries_of_each_draft():
-    wanted = jnp.array([[1, 2, 3, 9]])
+def test_joint_success_counts_equally_many_tries_of_each_draft():
+    target = jnp.array([[1, 2, 3, 9]])
     first = jnp.array([[[1, 5], [4, 2], [0, 0], [0, 0]]])
     second = jnp.array([[[0, 0], [0, 0], [3, 0], [0, 0]]])
-    shares = success._together(wanted, [first, second], 2)
+    shares = success._joint(target, [first, second], 2)
     np.testing.assert_array_equal(shares, [np.nan, 0.5])
 
 
@@ -129,43 +129,52 @@ def made(gain, error=0.01):
     }
 
 
+def claims(text):
+    """The rows of the table of verdicts, the last one of the report."""
+    header, _, *rows = [
+        [cell.strip() for cell in line.strip("| ").split("|")]
+        for line in text.split("\n\n")[-1].strip().splitlines()
+    ]
+    return [dict(zip(header, row, strict=True)) for row in rows]
+
+
 @pytest.mark.parametrize(
-    ("gain", "error", "verdict", "said"),
+    ("gain", "error", "verdict", "position", "falls"),
     [
-        (1.34, 0.01, "Follows the paper**", ""),
-        (1.15, 0.1, "Undecided", "No clear rise"),
-        (1.02, 0.05, "Does not follow", "lies below the paper's range"),
-        (0.8, 0.01, "Does not follow", "From width 1 to 5 tokens per step fall"),
-        (1.05, 0.01, "Follows the paper in direction, not in size", "lies below the paper's range"),
-        (1.8, 0.01, "Follows the paper in direction, not in size", "lies above the paper's range"),
+        (1.34, 0.01, "follows", "within", "none"),
+        (1.15, 0.1, "undecided", "within", "none"),
+        (1.02, 0.05, "does not follow", "below", "none"),
+        (0.8, 0.01, "does not follow", "below", "1 to 5"),
+        (1.05, 0.01, "follows in direction, not in size", "below", "none"),
+        (1.8, 0.01, "follows in direction, not in size", "above", "none"),
     ],
 )
-def test_the_verdict_follows_the_figures(gain, error, verdict, said):
-    text = report.write(tables(widths=[1, 5]), made(gain, error))
-    verdicts = [line for line in text.splitlines() if line.startswith("- **")]
-    assert len(verdicts) == 2
-    assert all(line.startswith(f"- **{verdict}") and said in line for line in verdicts)
+def test_the_verdict_follows_the_figures(gain, error, verdict, position, falls):
+    rows = claims(report.write(tables(widths=[1, 5]), made(gain, error)))
+    assert [row["decoding"] for row in rows] == ["greedy", "sampled"]
+    for row in rows:
+        assert (row["verdict"], row["position"]) == (verdict, position)
+        assert row["fewer tokens at a larger width"] == falls
 
 
 @pytest.mark.parametrize(
     ("gains", "verdict"),
     [
-        ((1.1, 1.2), "Follows"),
-        ((1.0, 1.2), "Follows"),
-        ((1.0, 1.0), "Undecided"),
-        ((0.8, 1.2), "Does not follow"),
+        ((1.1, 1.2), "follows"),
+        ((1.0, 1.2), "follows"),
+        ((1.0, 1.0), "undecided"),
+        ((0.8, 1.2), "does not follow"),
     ],
 )
 def test_a_tree_shape_that_is_clearly_worse_at_any_size_does_not_follow(gains, verdict):
     rows = [
         {"decoding": "greedy", "size": size, "kind": kind, "nodes": size, "depth": 3, "tau": 2.0}
         | {"tau_error": 0.1, "expected": None, "exact": 1.0, "gain": gain, "gain_error": 0.02}
-        for size, of_size in zip((16, 32), gains, strict=True)
-        for kind, gain in (("expansion", 1.0), ("optimal", of_size))
+        for size, optimal_gain in zip((16, 32), gains, strict=True)
+        for kind, gain in (("expansion", 1.0), ("optimal", optimal_gain))
     ]
-    text = report.write(tables(), {5: rows})
-    (line,) = [line for line in text.splitlines() if line.startswith("- **")]
-    assert line.startswith(f"- **{verdict}")
+    (row,) = claims(report.write(tables(), {5: rows}))
+    assert row["verdict"] == verdict
 
 
 def test_the_papers_figures_are_read_as_numbers():

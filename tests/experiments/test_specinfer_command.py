@@ -1,4 +1,4 @@
-"""The command on tiny models from disk: tables, report, and going on after a kill."""
+"""The command on tiny models from disk: tables, report, and resuming after a kill."""
 
 import csv
 
@@ -37,8 +37,8 @@ def test_the_command_writes_tables_and_report_and_a_second_run_finds_all_done(
     assert command.main([str(file)]) == 0
     folder = file.parent / "results" / "mine"
     rows = read(folder / "table1_success_rate.csv")
-    of_itself = [r for r in rows if (r["draft"], r["decoding"]) == ("target", "greedy")]
-    assert [float(row["top1"]) for row in of_itself] == [1.0]
+    itself = [r for r in rows if (r["draft"], r["decoding"]) == ("target", "greedy")]
+    assert [float(row["top1"]) for row in itself] == [1.0]
     rows = read(folder / "table4_ensembles.csv")
     assert [(r["decoding"], r["kind"], r["nodes"]) for r in rows] == [
         (decoding, kind, "9")
@@ -46,7 +46,7 @@ def test_the_command_writes_tables_and_report_and_a_second_run_finds_all_done(
         for kind in ("single", "single", "merged")
     ]
     assert all(float(row["exact"]) == 1.0 for row in rows if row["decoding"] == "greedy")
-    # the target as a draft is always right at the first level: two levels and the bonus
+    # the target as draft is always accepted at the first level: two levels and the bonus token
     assert all(float(row["tau"]) > 2 for row in rows if row["draft"] == "target")
     text = (folder / "report.md").read_text()
     assert "## Table 1" in text and "## Table 4" in text and "## Table 2" not in text
@@ -57,10 +57,10 @@ def test_the_command_writes_tables_and_report_and_a_second_run_finds_all_done(
     assert {path.name for path in (folder / "cells").iterdir()} == finished
 
 
-def test_every_table_and_its_report_can_be_made_of_any_figures(file):
-    wanted = settings.read(file)
-    stand_in = runs.Rehearsal(wanted)
-    made = {number: maker(wanted, stand_in) for number, maker in command.MAKERS.items()}
+def test_every_table_and_its_report_are_made_in_a_dry_run(file):
+    tables = settings.read(file)
+    dry_run = runs.DryRun(tables)
+    made = {number: maker(tables, dry_run) for number, maker in command.MAKERS.items()}
     assert [row["width"] for row in made[2]] == [1, 2] * 2
     assert [row["verifier"] for row in made[3]] == ["naive", "mss"] * 2
     assert [row["kind"] for row in made[5]] == ["expansion", "optimal", "dynamic"] + [
@@ -68,14 +68,14 @@ def test_every_table_and_its_report_can_be_made_of_any_figures(file):
         "optimal",
     ]
     assert all(row["nodes"] <= 6 for row in made[5])
-    text = report.write(wanted, made)
+    text = report.write(tables, made)
     assert all(f"## Table {number}" in text for number in made)
-    # every method emits as much in a rehearsal, so no claim of the papers can hold
-    assert "**Follows the paper" not in text
-    assert text.count("**Undecided") + text.count("**Does not follow") == 2 + 2 + 2 + 3
+    # all methods of a dry run emit equally many tokens, so no claim of the papers holds
+    assert "| follows" not in text
+    assert text.count("| undecided |") + text.count("| does not follow |") == 2 + 2 + 2 + 3
 
 
-def test_what_cannot_run_is_said_before_anything_is_compiled(file, capsys):
+def test_cells_that_cannot_run_are_reported_before_compilation(file, capsys):
     file.write_text(file.read_text().replace("context: 32", "context: 255"))
     assert command.main([str(file)]) == 2
     assert "positions" in capsys.readouterr().err

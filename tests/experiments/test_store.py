@@ -6,8 +6,8 @@ import pytest
 
 from experiments.schema import store
 
-ISSUED = (  # the columns that scripts rely on
-    "target, draft, policy, kv_budget, tree, gamma, nodes, dtype, device, batch, context, "
+ISSUED = (  # scripts rely on these columns
+    "target, draft, policy, budget, tree, gamma, nodes, dtype, device, batch, context, "
     "new_tokens, repeat, status, error, tau, acceptance_rate, decode_tok_s, ar_decode_tok_s, "
     "speedup, exact_match, prefill_s, decode_s, compile_s, kv_mb_target, kv_mb_draft"
 ).split(", ")
@@ -23,12 +23,12 @@ def test_the_summary_opens_with_the_agreed_columns(tmp_path):
     assert (row["target"], row["tau"], row["agreement"], row["speedup"]) == ("a, b", "2.5", "", "")
 
 
-def test_a_column_that_nobody_declared_is_an_error(tmp_path):
+def test_an_undeclared_column_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="speed"):
         store.write_summary(tmp_path, [{"speed": 1.0}])
 
 
-def test_a_record_comes_back_with_null_for_what_is_no_number(tmp_path):
+def test_a_record_has_null_for_nan(tmp_path):
     record = {"row": {"status": "ok", "tau": 2.5, "agreement": float("nan")}}
     store.write_record(tmp_path, "good", record)
     assert store.read_record(tmp_path, "good")["row"] == {
@@ -40,9 +40,7 @@ def test_a_record_comes_back_with_null_for_what_is_no_number(tmp_path):
 
 
 @pytest.mark.parametrize("moment", ["write_bytes", "replace"])
-def test_a_write_that_is_interrupted_leaves_the_old_file_and_no_other(
-    tmp_path, monkeypatch, moment
-):
+def test_an_interrupted_write_leaves_the_old_file_only(tmp_path, monkeypatch, moment):
     store.write_record(tmp_path, "cell", {"row": {"status": "ok"}, "n": 1})
     real = pathlib.Path.write_bytes
 

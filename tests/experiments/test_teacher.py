@@ -1,4 +1,4 @@
-"""The chunked, windowed forward against attention under a dense mask."""
+"""Chunked, windowed attention equals attention with a dense mask."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +8,7 @@ from experiments.runner import teacher
 
 
 def dense_mask(length, sinks, window):
-    """What a draft cache shows: sinks, the `window` newest tokens before, and the token itself.
+    """Returns the view of a draft cache: sinks, the `window` previous tokens, the current token.
 
     With 8 tokens, 2 sinks and a window of 3, query 7 sees 0 1 . . 4 5 6 7.
     """
@@ -50,16 +50,16 @@ CASES = [
 
 
 @pytest.mark.parametrize(("length", "sinks", "window"), CASES)
-def test_windowed_attention_equals_attention_under_a_dense_mask(monkeypatch, length, sinks, window):
+def test_windowed_attention_equals_attention_with_a_dense_mask(monkeypatch, length, sinks, window):
     monkeypatch.setattr(teacher, "CHUNK", 16)
     q, k, v = random_qkv(length)
     attend = teacher.windowed_attend(sinks, window)
     out, _ = attend(0, *(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
-    wanted = dense(q, k, v, dense_mask(length, sinks, window))
-    np.testing.assert_allclose(out, wanted, rtol=0, atol=2e-6)
+    expected = dense(q, k, v, dense_mask(length, sinks, window))
+    np.testing.assert_allclose(out, expected, rtol=0, atol=2e-6)
 
 
-def test_a_window_off_by_one_would_be_seen():
+def test_a_window_off_by_one_differs():
     q, k, v = random_qkv(64)
     attend = teacher.windowed_attend(4, 12)
     out, _ = attend(0, *(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
@@ -68,7 +68,7 @@ def test_a_window_off_by_one_would_be_seen():
         assert np.abs(out - wrong).max() > 1e-3
 
 
-def test_greedy_tokens_and_logits_agree_with_a_forward_of_each_prefix(monkeypatch, tiny):
+def test_greedy_tokens_and_logits_agree_with_a_pass_over_each_prefix(monkeypatch, tiny):
     monkeypatch.setattr(teacher, "CHUNK", 8)
     text = np.random.default_rng(1).integers(0, 64, (2, 21)).astype(np.int32)
     greedy = teacher.greedy_tokens(tiny, text)

@@ -1,4 +1,4 @@
-"""Trackers are told what the results have, say before the grid what they lack, and never end it."""
+"""Trackers log the results, are checked before the run, and never end it."""
 
 import importlib.machinery
 import logging
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments.runner import tracking
-from experiments.schema import store
+from experiments.schema.columns import COLUMNS
 
 ROWS = [
     {"method": "plain", "batch": 1, "context": 64, "tau": 1.0, "status": "ok", "error": ""},
@@ -18,7 +18,7 @@ ROWS = [
 ]
 
 
-def test_no_tracker_is_told_nothing(tmp_path):
+def test_without_trackers_nothing_is_logged(tmp_path):
     tracker = tracking.open([], "demo", tmp_path, {})
     tracker.cell(ROWS[0], 0)
     tracker.artifacts([tmp_path / "summary.csv"])
@@ -26,10 +26,10 @@ def test_no_tracker_is_told_nothing(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_an_unknown_name_is_refused_with_the_nearest():
-    with pytest.raises(ValueError, match=r"track='wand' is no tracker; did you mean 'wandb'\?"):
+def test_an_unknown_name_is_refused_with_a_suggestion():
+    with pytest.raises(ValueError, match=r"'wand' is not a tracker \(.*\); did you mean 'wandb'\?"):
         tracking.check(["wand"])
-    with pytest.raises(ValueError, match=r"no tracker; \(trackers: wandb, tensorboard\)"):
+    with pytest.raises(ValueError, match=r"is not a tracker \(wandb, tensorboard\)$"):
         tracking.check(["mlflow"])
 
 
@@ -40,7 +40,7 @@ def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch, tmp_pat
 
 
 def test_the_settings_are_columns_of_the_summary():
-    assert set(tracking.SETTINGS) <= set(store.COLUMNS)
+    assert set(tracking.SETTINGS) <= set(COLUMNS)
 
 
 class FakeRun:
@@ -71,7 +71,7 @@ class FakeArtifact:
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """A module that has of wandb what is used, and its runs."""
+    """A module with the used functions of wandb, and its runs."""
     module = types.ModuleType("wandb")
     module.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
     module.runs = []
@@ -82,13 +82,13 @@ def wandb(monkeypatch):
 
     module.init = init
     module.Artifact = FakeArtifact
-    module.Table = lambda **said: said
+    module.Table = lambda **options: options
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     return module
 
 
-def test_wandb_is_told_settings_cells_files_and_the_end(wandb, tmp_path):
+def test_wandb_logs_settings_cells_files_and_the_status(wandb, tmp_path):
     (tmp_path / "summary.csv").write_text("batch\n1\n")
     (tmp_path / "cells").mkdir()
     tracker = tracking.open(["wandb", "wandb"], "a demo", tmp_path, {"batch": [1, 2]})
@@ -108,7 +108,7 @@ def test_wandb_is_told_settings_cells_files_and_the_end(wandb, tmp_path):
     assert run.exit_code == 0 and run.summary == {"status": "ok"}
 
 
-def test_an_experiment_that_failed_is_a_run_that_failed(wandb, tmp_path):
+def test_a_failed_experiment_is_a_failed_run(wandb, tmp_path):
     tracking.open(["wandb"], "demo", tmp_path, {}).close("failed")
     assert wandb.runs[0].exit_code == 1 and wandb.runs[0].summary == {"status": "failed"}
 
@@ -126,25 +126,25 @@ def test_a_tracker_that_cannot_start_is_an_error_and_the_others_are_closed(
         raise RuntimeError("no api key")
 
     wandb.init = init
-    monkeypatch.setitem(tracking.WRITERS, "tensorboard", lambda *said: Other())
+    monkeypatch.setitem(tracking.WRITERS, "tensorboard", lambda *arguments: Other())
     monkeypatch.setattr(tracking, "check", lambda names: None)
-    with pytest.raises(ValueError, match="no api key; log in .* or set WANDB_MODE=offline"):
+    with pytest.raises(ValueError, match="no api key; run `wandb login`, or set"):
         tracking.open(["tensorboard", "wandb"], "demo", tmp_path, {})
     assert closed == ["failed"]
 
 
 class Recorder:
     def __init__(self):
-        self.told = []
+        self.logged = []
 
     def cell(self, row, step):
-        self.told.append(step)
+        self.logged.append(step)
 
     def artifacts(self, paths):
-        self.told.append([path.name for path in paths])
+        self.logged.append([path.name for path in paths])
 
     def close(self, status):
-        self.told.append(status)
+        self.logged.append(status)
 
 
 class Broken(Recorder):
@@ -153,7 +153,7 @@ class Broken(Recorder):
         raise OSError("disk full")
 
 
-def test_a_tracker_that_fails_is_reported_once_and_switched_off_and_the_others_go_on(caplog):
+def test_a_tracker_that_fails_is_switched_off_and_the_others_continue(caplog):
     good, broken = Recorder(), Broken()
     tracker = tracking.Tracker({"wandb": broken, "tensorboard": good})
     with caplog.at_level(logging.ERROR):
@@ -161,13 +161,13 @@ def test_a_tracker_that_fails_is_reported_once_and_switched_off_and_the_others_g
             tracker.cell({}, step)
         tracker.artifacts(["results/plot.png"])
         tracker.close("ok")
-    assert broken.told == [0]
-    assert good.told == [0, 1, 2, ["plot.png"], "ok"]
+    assert broken.logged == [0]
+    assert good.logged == [0, 1, 2, ["plot.png"], "ok"]
     (message,) = [record.getMessage() for record in caplog.records]
     assert "wandb failed and is switched off" in message and "OSError: disk full" in message
 
 
-def test_an_interrupt_is_no_failure_of_a_tracker():
+def test_an_interrupt_is_not_a_failure_of_a_tracker():
     class Interrupted(Recorder):
         def cell(self, row, step):
             raise KeyboardInterrupt
@@ -177,7 +177,7 @@ def test_an_interrupt_is_no_failure_of_a_tracker():
 
 
 def events(path):
-    """Yields the events of a file: a length of 8 bytes, its sum of 4, the event, its sum."""
+    """Yields the events of a file: 8 bytes of length, 4 of checksum, the event, 4 of checksum."""
     from tensorboardX.proto import event_pb2
 
     content, at = path.read_bytes(), 0
@@ -190,9 +190,9 @@ def events(path):
 
 
 def values(folder):
-    """Returns {tag: (step, value)} of the event files that lie in a folder."""
-    found = [e for path in sorted(folder.glob("events.*")) for e in events(path)]
-    return {v.tag: (e.step, v) for e in found for v in e.summary.value}
+    """Returns {tag: (step, value)} of the event files in a folder."""
+    logged = [e for path in sorted(folder.glob("events.*")) for e in events(path)]
+    return {v.tag: (e.step, v) for e in logged for v in e.summary.value}
 
 
 def test_tensorboard_has_a_run_for_each_cell_with_settings_and_results(tmp_path):
@@ -212,8 +212,8 @@ def test_tensorboard_has_a_run_for_each_cell_with_settings_and_results(tmp_path)
     step, tau = second["tau"]
     assert step == 1 and tau.simple_value == 2.5
     (started,) = [v for tag, (_, v) in second.items() if tag.endswith("session_start_info")]
-    said = started.metadata.plugin_data.content
-    assert b"method" in said and b"self" in said and b"context" in said
+    settings = started.metadata.plugin_data.content
+    assert b"method" in settings and b"self" in settings and b"context" in settings
     assert "batch" not in second and "speedup" not in second
     whole = values(folder)
     (picture,) = [v for tag, (_, v) in whole.items() if tag.startswith("plot.png")]
@@ -226,7 +226,7 @@ def test_tensorboard_has_a_run_for_each_cell_with_settings_and_results(tmp_path)
     assert b"1,64" in texts["summary.csv"] and texts["status"] == b"ok"
 
 
-def test_wandb_itself_keeps_a_run_without_an_account(monkeypatch, tmp_path):
+def test_wandb_stores_a_run_without_an_account(monkeypatch, tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed: pip install 'magicjax[tracking]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -235,6 +235,6 @@ def test_wandb_itself_keeps_a_run_without_an_account(monkeypatch, tmp_path):
     for step, row in enumerate(ROWS):
         tracker.cell(row, step)
     tracker.artifacts([tmp_path / "summary.csv"])
-    assert "wandb" in tracker.writers  # it has not failed
+    assert "wandb" in tracker.writers  # not switched off
     tracker.close("ok")
     assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))

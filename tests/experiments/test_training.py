@@ -1,4 +1,4 @@
-"""The trainer: chunked attention is exact, and a killed run ends with the very same weights."""
+"""The trainer: chunked attention is exact, and a killed run ends with the same weights."""
 
 import dataclasses
 
@@ -79,35 +79,35 @@ def test_a_killed_run_resumes_to_the_same_weights(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(trainer, "batches", lambda *a: seen.append(a[2]) or drawn(*a))
     assert same(trainer.train(module, STREAM, SCHEDULE, tmp_path / "killed"), expected)
-    assert seen == [4]  # the newest checkpoint, not the beginning
+    assert seen == [4]  # the newest checkpoint
     other = dataclasses.replace(SCHEDULE, seed=1)
     assert not same(trainer.train(module, STREAM, other, tmp_path / "other"), expected)
 
 
-def test_training_lowers_the_loss_and_leaves_its_start_alone(tmp_path):
+def test_training_lowers_the_loss_and_keeps_its_initial_parameters(tmp_path):
     module = models.build(CONFIG)
     text = np.tile(np.arange(20, dtype=np.int32), 40)  # fully predictable
     schedule = Schedule((Phase(16, 4, 60),), 0.05, adam_learning_rate=0.03, warmup=5)
-    begun = models.init_params(module, 0)
-    trained = trainer.train(module, text, schedule, tmp_path, initial=begun)
-    before, after = (trainer.evaluate(module, p, text, 16, 400) for p in (begun, trained))
+    initial = models.init_params(module, 0)
+    trained = trainer.train(module, text, schedule, tmp_path, initial=initial)
+    before, after = (trainer.evaluate(module, p, text, 16, 400) for p in (initial, trained))
     assert before > 3 and after < 1
 
 
-def test_evaluating_too_short_a_text_says_so():
+def test_evaluation_of_a_short_text_is_refused():
     module = models.build(CONFIG)
-    with pytest.raises(ValueError, match="10 tokens do not fill a window of 16"):
+    with pytest.raises(ValueError, match="10 tokens are fewer than a window of 16"):
         trainer.evaluate(module, models.init_params(module), STREAM[:10], 16, 400)
 
 
-def test_the_rate_rises_holds_and_falls_to_a_tenth():
+def test_the_learning_rate_warms_up_and_decays_to_a_tenth():
     schedule = Schedule((Phase(8, 1, 100),), learning_rate=1.0, warmup=10, decay=0.5)
     rate = trainer.rate(schedule, 1.0)
     assert [float(rate(s)) for s in (0, 5, 10, 50)] == pytest.approx([0, 0.5, 1, 1])
     assert float(rate(75)) == pytest.approx(0.55) and float(rate(100)) == pytest.approx(0.1)
 
 
-def test_labels_weigh_the_loss():
+def test_the_loss_is_weighted_by_sample():
     module = models.build(CONFIG)
     params = models.init_params(module, 0)
     tokens = jnp.asarray(STREAM[:9])[None]
@@ -120,7 +120,7 @@ def test_labels_weigh_the_loss():
     assert float(loss) == pytest.approx(expected, rel=1e-5)
 
 
-def test_choices_are_the_greedy_tokens_and_are_kept(tmp_path, monkeypatch):
+def test_choices_are_the_greedy_tokens_and_are_cached(tmp_path, monkeypatch):
     monkeypatch.setattr(distill, "CONTEXT", 8)
     module = models.build(CONFIG)
     params = models.init_params(module, 0)
@@ -137,5 +137,5 @@ def test_choices_are_the_greedy_tokens_and_are_kept(tmp_path, monkeypatch):
     np.testing.assert_array_equal(best[:, 0], chosen)
     logits = trainer.logits_of(module, params, jnp.asarray(STREAM[:8])[None])[0]
     np.testing.assert_array_equal(best[:8], np.argsort(-logits, -1)[:, :3])
-    with pytest.raises(ValueError, match="3 tokens do not fill a window of 8"):
+    with pytest.raises(ValueError, match="3 tokens are fewer than a window of 8"):
         distill.choices(module, params, STREAM[:3])

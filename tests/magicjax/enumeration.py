@@ -1,10 +1,10 @@
-"""The exact output distribution of one round: all draws, and both outcomes of every try.
+"""The exact output distribution of one round, over all draws and both outcomes of every attempt.
 
-The rule is the shipped one: `verify.next_try` gives the probability of accepting a draw and the
-walk after either outcome. Here both are followed, each with its weight, where the loop would throw
-dice; and so are all draws, which here are made by the definition of each way of drawing (what the
-drafters draw is the subject of `test_sampling.py` and `test_joint.py`). Target and drafts are
-tables: random logits for every text.
+The rule is the tested one: `verify.next_attempt` gives the probability of accepting a draw and the
+walk after either outcome. The loop samples an outcome; here both are followed with their weights.
+All possible draws are enumerated too, by the definition of each draw method (`test_sampling.py` and
+`test_joint.py` test what the drafters draw). Target and draft models are tables of random logits
+for every text.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ from magicjax.verification import verify
 from magicjax.verification.sampling import Sampling
 
 CHUNK = 1024  # rows of a compiled step
-NOTHING = -1  # the token of a node for which nothing was left to draw
+NOTHING = -1  # the token of a node without a draw
 
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """A target and drafts over a vocabulary, as random tables (cached as long as the tests run).
+    """A target and draft models over a vocabulary, as random tables (cached).
 
     Attributes:
       vocab: V.
@@ -55,7 +55,7 @@ class World:
 
     @functools.cache  # noqa: B019
     def logits(self, who: int, text: tuple[int, ...]) -> np.ndarray:
-        """Returns the logits behind a text: of the target (-1) or a draft, which resembles it."""
+        """Returns the logits after a text, of the target (-1) or a similar draft model."""
         of_target = np.random.default_rng([self.seed, 99, *text]).normal(0, self.spread, self.vocab)
         if who < 0:
             return of_target.astype(np.float32)
@@ -64,7 +64,7 @@ class World:
 
     @functools.cache  # noqa: B019
     def probs(self, who: int, text: tuple[int, ...]) -> np.ndarray:
-        """Returns the distribution behind a text after the shipped warping."""
+        """Returns the distribution after a text, with warping."""
         logits = jnp.asarray(self.logits(who, text))[None]
         return np.asarray(_warp(self.sampling(1), logits)[0], np.float64)
 
@@ -85,7 +85,7 @@ _warp = jax.jit(sampling_.warp)
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """A drafter of a world: which tables it drafts from, what tree, and how it draws."""
+    """A drafter: its tables, its tree and its draw method."""
 
     who: int
     tree: TokenTree
@@ -93,7 +93,7 @@ class Draft:
 
 
 def drawn_trees(world: World, draft: Draft) -> list[tuple[float, tuple[int, ...]]]:
-    """Returns (probability, tokens of the nodes behind the root) of every tree it can draw."""
+    """Returns the probability, and the tokens of all nodes but the root, of every possible tree."""
     trees = [(1.0, ())]
     parents = draft.tree.parents
     for node in range(1, draft.tree.num_nodes):
@@ -111,7 +111,7 @@ def drawn_trees(world: World, draft: Draft) -> list[tuple[float, tuple[int, ...]
                 continue
             if draft.drawing == "without_replacement":
                 for sibling in (t for t in siblings if t != NOTHING):
-                    q = np.asarray(sampling_.without(jnp.asarray(q), jnp.asarray(sibling)))
+                    q = np.asarray(sampling_.remove_token(jnp.asarray(q), jnp.asarray(sibling)))
             longer += [(mass * p, (*tokens, t)) for t, p in enumerate(q) if mass * p > 0]
             if q.sum() == 0:  # nothing was left to draw
                 longer.append((mass, (*tokens, NOTHING)))
@@ -129,7 +129,7 @@ def text_of(parents, tokens, node: int) -> tuple[int, ...]:
 
 
 def propose(world: World, drafts: list[Draft]) -> tuple[np.ndarray, Proposal]:
-    """Returns (weights, a proposal of one row for every combination of the drafts' trees)."""
+    """Returns weights [B], and a proposal with a row for every combination of the drafts' trees."""
     combined = list(itertools.product(*(drawn_trees(world, draft) for draft in drafts)))
     weights = np.array([np.prod([mass for mass, _ in rows]) for rows in combined])
     proposals = [
@@ -146,15 +146,15 @@ def _proposal(world: World, draft: Draft, tokens: np.ndarray) -> Proposal:
     rows, tree = len(tokens), draft.tree
     parents = np.broadcast_to(tree.array[1:], tokens.shape)
     alive = tokens >= 0
-    q_of = np.searchsorted(tree.inner, tree.array[1:])
+    q_index = np.searchsorted(tree.inner, tree.array[1:])
     if draft.drawing == "top":
-        q_of = np.full_like(q_of, ONE_HOT)
+        q_index = np.full_like(q_index, ONE_HOT)
     inner = range(len(tree.inner))
     q = np.array([[_q(world, draft, row, tree.inner[i]) for i in inner] for row in tokens.tolist()])
     draws = Draws(
         parent=jnp.asarray(np.where(alive, parents, -1), jnp.int32),
         node=jnp.broadcast_to(jnp.arange(1, tree.num_nodes, dtype=jnp.int32), tokens.shape),
-        q_of=jnp.broadcast_to(jnp.asarray(q_of, jnp.int32), tokens.shape),
+        q_index=jnp.broadcast_to(jnp.asarray(q_index, jnp.int32), tokens.shape),
         q=jnp.asarray(q, jnp.float32),
         replacement=draft.drawing == "with_replacement",
     )
@@ -164,7 +164,7 @@ def _proposal(world: World, draft: Draft, tokens: np.ndarray) -> Proposal:
 
 
 def _q(world: World, draft: Draft, tokens, node: int) -> np.ndarray:
-    """Returns the draft's distribution at a node; at one that was not drawn, anything."""
+    """Returns the draft distribution at a node; undefined for one that was not drawn."""
     text = text_of(draft.tree.parents, tokens, node)
     return world.probs(draft.who, text if min(text, default=0) >= 0 else ())
 
@@ -184,17 +184,17 @@ def target_logits(world: World, proposal: Proposal) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _begin(logits, depth, sampling):
-    return verify.begin_walk(logits, depth, sampling)
+    return verify.start_walk(logits, depth, sampling)
 
 
-_next_try = jax.jit(verify.next_try)
+_next_attempt = jax.jit(verify.next_attempt)
 
 
 def emitted(world: World, weights, proposal: Proposal, depth: int, noise: str = "own"):
     """Returns {tokens emitted by the round: probability}; texts are of 1 to depth + 1 tokens.
 
     Args:
-      noise: "own" for every try, or "shared" by the tries of a node, which is wrong.
+      noise: "own" for independent attempts; "shared" by the attempts at a node is wrong.
     """
     found: dict[tuple[int, ...], float] = {}
     logits = target_logits(world, proposal)
@@ -208,38 +208,38 @@ def emitted(world: World, weights, proposal: Proposal, depth: int, noise: str = 
 
 
 def _follow(world, weights, logits, tokens, draws, depth, noise, found) -> None:
-    """Adds up what the given rows emit, both outcomes of each try followed."""
+    """Adds what the rows emit to `found`, following both outcomes of each attempt."""
     walk = jax.device_get(_begin(logits, depth, world.sampling(len(weights))))
     state = (weights, np.zeros_like(weights), logits, tokens, draws, walk)
     while len(state[0]):
         weights, used, logits, tokens, draws, walk = state
-        one = jax.device_get(_padded_try(world, walk, logits, tokens, draws))
-        for row in np.flatnonzero(~one.trying):
+        one = jax.device_get(_padded_attempt(world, walk, logits, tokens, draws))
+        for row in np.flatnonzero(~one.active):
             _emit(found, weights[row], walk, tokens, row)
-        accept = one.accept.astype(np.float64)
+        accept = one.accept_prob.astype(np.float64)
         if noise == "shared":  # the number is known to be at least `used`
             accept = np.clip(accept - used, 0, None) / np.maximum(1 - used, 1e-30)
-        taken = one.trying & (weights * accept > 0)
-        refused = one.trying & (weights * (1 - accept) > 0)
-        lowest = np.maximum(used, one.accept)
+        accepted = one.active & (weights * accept > 0)
+        rejected = one.active & (weights * (1 - accept) > 0)
+        lowest = np.maximum(used, one.accept_prob)
         parts = [
-            (weights * accept, np.zeros_like(used), logits, tokens, draws, one.taken),
-            (weights * (1 - accept), lowest, logits, tokens, draws, one.refused),
+            (weights * accept, np.zeros_like(used), logits, tokens, draws, one.if_accepted),
+            (weights * (1 - accept), lowest, logits, tokens, draws, one.if_rejected),
         ]
         kept = [
             jax.tree.map(lambda x, keep=keep: x[keep], part)
-            for part, keep in zip(parts, (taken, refused), strict=True)
+            for part, keep in zip(parts, (accepted, rejected), strict=True)
         ]
         state = jax.tree.map(lambda a, b: np.concatenate([a, b]), *kept)
 
 
-def _padded_try(world, walk, logits, tokens, draws):
-    """Returns the next try of each row, in a batch of a power of two, to compile little."""
+def _padded_attempt(world, walk, logits, tokens, draws):
+    """Returns the next attempt of each row, in batches of powers of two to limit compilation."""
     rows = len(tokens)
     size = max(64, 1 << (rows - 1).bit_length())
     pad = lambda x: np.concatenate([x, np.repeat(x[:1], size - rows, 0)])  # noqa: E731
     walk, logits, tokens, draws = jax.tree.map(pad, (walk, logits, tokens, draws))
-    one = _next_try(walk, logits, tokens, draws, world.sampling(size))
+    one = _next_attempt(walk, logits, tokens, draws, world.sampling(size))
     return jax.tree.map(lambda x: x[:rows], one)
 
 
@@ -252,7 +252,7 @@ def _emit(found, weight, walk, tokens, row) -> None:
 
 
 def distance(world: World, found: dict, length: int) -> float:
-    """Returns the total variation between the texts found, completed by the target, and its own."""
+    """Returns the total variation distance of the texts, completed by the target, from its own."""
     completed = {}
     for text in sorted(found, key=len):
         continuations = {text: found[text]}

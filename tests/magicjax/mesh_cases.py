@@ -1,4 +1,4 @@
-"""What is run on eight devices and on one, and compared; each function runs in their process."""
+"""Cases that compare eight devices with one; each function runs in a process with eight devices."""
 
 import collections
 import contextlib
@@ -11,8 +11,7 @@ import numpy as np
 
 import magicjax
 import models
-from magicjax import placement
-from magicjax.aot import hlo
+from magicjax import hlo, placement
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.request import prepare
 from sharding import DATA, collectives, make_mesh, model_axes
@@ -33,11 +32,11 @@ def small(**options):
 
 def several(kv_heads, shards):
     drafters = magicjax.SelfSpeculation(budget=24), magicjax.SmallModel(draft(kv_heads, shards))
-    return magicjax.Ensemble((*drafters, magicjax.LookUp()))
+    return magicjax.Ensemble((*drafters, magicjax.PromptLookup()))
 
 
-def look_up(kv_heads, shards):
-    return magicjax.LookUp()
+def prompt_lookup(kv_heads, shards):
+    return magicjax.PromptLookup()
 
 
 def nobody(kv_heads, shards):
@@ -71,7 +70,7 @@ CASES = {
     "naive": (small(), TREE, SAMPLED | dict(verifier="naive"), 4),
     "several": (several, magicjax.chain(3), {}, 4),
     "several sampled": (several, magicjax.chain(3), SAMPLED, 2),
-    "look-up": (look_up, magicjax.chain(4), {}, 4),
+    "prompt-lookup": (prompt_lookup, magicjax.chain(4), {}, 4),
     "random sampled": (self_speculation("random"), magicjax.chain(3), SAMPLED, 8),
     "sinks in the cache": (
         small(policy="streaming", budget=32, sink_positions="in_cache"),
@@ -117,7 +116,7 @@ def _model(kv_heads: int, noise: float, layers: int) -> magicjax.Model:
 def generate(
     case: str, mesh: Sequence[int] | None, shards: int | None = None, layers: int = 2, **more
 ):
-    """Returns what a case gives on a mesh of (data, model, stage); None: on one device."""
+    """Returns the output of a case on a mesh (data, model, stage); None: one device."""
     drafter, tree, options, kv_heads = CASES[case]
     return magicjax.generate(
         target(kv_heads, layers),
@@ -142,22 +141,22 @@ def on_one(case: str, layers: int = 2) -> magicjax.Output:
 
 
 def compare(case: str, mesh: list[int], shards: int | None, layers: int = 2, **more) -> dict:
-    """Returns how many rows were compared, and how many parted at a tie; fails for any other."""
-    of_one, of_eight = on_one(case, layers), generate(case, mesh, shards, layers, **more)
+    """Returns the number of compared rows, and of those that differ at a tie; others fail."""
+    on_one_device, on_eight = on_one(case, layers), generate(case, mesh, shards, layers, **more)
     tally = oracle.Tally()
-    wanted, found = tiny.rows_of(of_one), tiny.rows_of(of_eight)
+    expected, found = tiny.rows_of(on_one_device), tiny.rows_of(on_eight)
     sampled = CASES[case][2].get("do_sample", False)
     model = target(CASES[case][3], layers)
-    tally.compare(model, prompts(), wanted, found, ties_allowed=not sampled)
+    tally.compare(model, prompts(), expected, found, ties_allowed=not sampled)
     if not tally.ties:
         for field in ("tau", "acceptance_by_depth", "acceptance_by_rank", "rounds", "drafted"):
-            one, eight = getattr(of_one.stats, field), getattr(of_eight.stats, field)
+            one, eight = getattr(on_one_device.stats, field), getattr(on_eight.stats, field)
             assert np.allclose(one, eight), (field, one, eight)
     return dict(rows=tally.rows, ties=tally.ties)
 
 
 def check(process, record_property, **arguments):
-    """Compares in another process, and records for the summary what was counted."""
+    """Compares in another process, and records the counts for the summary."""
     counted = process(compare, **arguments)
     assert counted["rows"] == len(prompts())
     for name, n in counted.items():
@@ -165,7 +164,7 @@ def check(process, record_property, **arguments):
 
 
 def compare_streamed(case: str, mesh: list[int]) -> bool:
-    """Returns whether the text comes out the same round by round."""
+    """Returns whether streaming generates the same text."""
     drafter, tree, options, kv_heads = CASES[case]
     options = options | dict(mesh=make_mesh(*mesh), max_new_tokens=12, eos_token_id=[])
     stream = magicjax.stream(
@@ -181,18 +180,18 @@ def compare_streamed(case: str, mesh: list[int]) -> bool:
 
 
 def differs_without_sums() -> bool:
-    """Returns whether the text changes where devices keep their sums to themselves."""
+    """Returns whether the text changes without all-reduces."""
     program_cache._compiled.clear()
     with contextlib.ExitStack() as stack:
         stack.callback(program_cache._compiled.clear)
-        stack.callback(setattr, collectives, "total", collectives.total)
-        collectives.total = lambda x, over: x
+        stack.callback(setattr, collectives, "psum", collectives.psum)
+        collectives.psum = lambda x, axis_names: x
         found = generate("self", (1, 8))
     return not np.array_equal(found.tokens, on_one("self").tokens)
 
 
 def exchanged(case: str, mesh: list[int]) -> dict:
-    """Returns what a step exchanges, and what it copies, beside the size of a device's caches."""
+    """Returns what a step exchanges and copies, and the size of a device's caches."""
     drafter, tree, options, kv_heads = CASES[case]
     request = prepare(
         target(kv_heads),
@@ -218,45 +217,51 @@ def exchanged(case: str, mesh: list[int]) -> dict:
 
 
 def functions_of_a_divided_axis(devices: int) -> list[str]:
-    """Returns the functions of `collectives` that differ from what they are of the whole axis."""
+    """Returns the functions of `collectives` whose results differ from those on the whole axis."""
     from jax.sharding import NamedSharding, PartitionSpec
 
     from sharding import factored
 
     mesh = factored(make_mesh(1, devices))
-    over = tuple(model_axes(mesh))
+    axis_names = tuple(model_axes(mesh))
     rng = np.random.default_rng(devices)
     x = rng.integers(0, 9, (3, 4, 48)).astype(np.float32)  # many equal ones
     index = rng.integers(0, 48, (3, 4)).astype(np.int32)
-    wide = PartitionSpec(None, None, over)
+    wide = PartitionSpec(None, None, axis_names)
     functions = {
-        "argmax": (lambda x, i, over: collectives.argmax(x, over), PartitionSpec()),
-        "top_k": (lambda x, i, over: collectives.top_k(x, 11, over), PartitionSpec()),
-        "at": (lambda x, i, over: collectives.at(x, i, over), PartitionSpec()),
-        "joined": (lambda x, i, over: collectives.joined(x, over), PartitionSpec()),
-        "softmax": (lambda x, i, over: collectives.softmax(x, over), wide),
-        "log_softmax": (lambda x, i, over: collectives.log_softmax(x, over), wide),
-        "places": (lambda x, i, over: x * 0 + collectives.places(x, over), wide),
+        "argmax": (lambda x, i, axis_names: collectives.argmax(x, axis_names), PartitionSpec()),
+        "top_k": (lambda x, i, axis_names: collectives.top_k(x, 11, axis_names), PartitionSpec()),
+        "at": (lambda x, i, axis_names: collectives.take_global(x, i, axis_names), PartitionSpec()),
+        "joined": (lambda x, i, axis_names: collectives.all_gather(x, axis_names), PartitionSpec()),
+        "softmax": (lambda x, i, axis_names: collectives.softmax(x, axis_names), wide),
+        "log_softmax": (lambda x, i, axis_names: collectives.log_softmax(x, axis_names), wide),
+        "places": (
+            lambda x, i, axis_names: x * 0 + collectives.global_indices(x, axis_names),
+            wide,
+        ),
     }
     differing = []
     for name, (function, spec) in functions.items():
         mapped = jax.shard_map(
-            functools.partial(function, over=over),
+            functools.partial(function, axis_names=axis_names),
             mesh=mesh,
             in_specs=(wide, PartitionSpec()),
             out_specs=spec,
             check_vma=False,
         )
         given = jax.device_put(x, NamedSharding(mesh, wide)), index
-        found, wanted = jax.jit(mapped)(*given), function(jax.numpy.asarray(x), index, over=())
-        same = jax.tree.map(lambda a, b: bool(np.allclose(a, b, atol=1e-6)), found, wanted)
+        found, expected = (
+            jax.jit(mapped)(*given),
+            function(jax.numpy.asarray(x), index, axis_names=()),
+        )
+        same = jax.tree.map(lambda a, b: bool(np.allclose(a, b, atol=1e-6)), found, expected)
         if not all(jax.tree.leaves(same)):
             differing.append(name)
     return differing
 
 
 def narrowed() -> bool:
-    """Returns whether a part of a coarse division is cut into the parts of a finer one."""
+    """Returns whether a part of a coarse division is sliced into the parts of a finer one."""
     from jax.sharding import PartitionSpec
 
     from sharding import factored
@@ -264,7 +269,7 @@ def narrowed() -> bool:
     mesh = factored(make_mesh(1, 8))
     x = np.arange(16.0)[None]
     cut = jax.shard_map(
-        lambda x: collectives.narrowed(x, ("model_0",), ("model_0", "model_1", "model_2")),
+        lambda x: collectives.local_slice(x, ("model_0",), ("model_0", "model_1", "model_2")),
         mesh=mesh,
         in_specs=PartitionSpec(None, "model_0"),
         out_specs=PartitionSpec(None, ("model_0", "model_1", "model_2")),
@@ -274,7 +279,7 @@ def narrowed() -> bool:
 
 
 def loaded(path: str, mesh: list[int]) -> dict:
-    """Returns how a checkpoint's parameters lie on a mesh."""
+    """Returns how a mesh divides a checkpoint's parameters."""
     model = magicjax.load(path, mesh=make_mesh(*mesh))
     whole = magicjax.load(path)
     leaves = jax.tree.leaves(model.params)
@@ -303,16 +308,16 @@ def loaded_here(path: str, mesh: list[int]) -> dict:
 
 
 def refusals(path: str) -> list[str]:
-    """Returns what is said of models that lie on a mesh that is not passed, and of other meshes."""
+    """Returns the errors for models on a mesh that is not passed, and for invalid meshes."""
     placed = magicjax.load(path, mesh=make_mesh(1, 8))
     alone, said = target(4), []
-    for given, options in (
+    for model, options in (
         (placed, {}),
         (alone, dict(drafter=magicjax.SmallModel(placed), tree=magicjax.chain(2))),
         (alone, dict(mesh=(1, 8))),
     ):
         try:
-            magicjax.generate(given, [[1, 2]], max_new_tokens=2, **options)
+            magicjax.generate(model, [[1, 2]], max_new_tokens=2, **options)
         except (TypeError, ValueError) as error:
             said.append(str(error))
     return said
@@ -331,7 +336,7 @@ def with_explicit_axes() -> bool:
 def reseeded(mesh: list[int]) -> bool:
     """Returns whether a preset's random weights are the same on a mesh and on one device."""
     module = models.build(target(4).config)
-    place = placement.parameter_shardings(module, None, make_mesh(*mesh))
-    on_mesh, alone = models.init_params(module, 5, place), models.init_params(module, 5)
+    sharding_of = placement.parameter_shardings(module, None, make_mesh(*mesh))
+    on_mesh, alone = models.init_params(module, 5, sharding_of), models.init_params(module, 5)
     same = jax.tree.map(lambda a, b: bool(np.allclose(a, b, atol=1e-6)), on_mesh, alone)
     return all(jax.tree.leaves(same)) and DATA in make_mesh(*mesh).axis_names

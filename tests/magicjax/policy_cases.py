@@ -1,4 +1,4 @@
-"""What the tests of the policies share: settings, random prompts, and how results are compared.
+"""Settings, random prompts and comparisons for the tests of the policies.
 
 Only numpy: nothing here comes from the packages under test.
 """
@@ -13,12 +13,12 @@ from tests.magicjax import policy_reference as reference
 
 KV_HEADS, SIZE, SLOTS = 2, 8, 80
 THETA = 50.0
-TIE = 1e-5  # relative: what float32 may decide either way
+TIE = 1e-5  # relative: differences below it are ties in float32
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How many query heads share a KV head, and which budget and window go with it."""
+    """The query heads of a KV head, with a budget and a window."""
 
     group: int
     window: int
@@ -88,9 +88,9 @@ def frequencies(theta: float = THETA) -> np.ndarray:
 
 @functools.cache
 def prompts(setting: Setting, rotated: bool = True, seed: int = 0) -> tuple[reference.Row, ...]:
-    """Returns a row for each length: heads with means of their own, keys and values of any size.
+    """Returns a row for each length, with a mean of its own for each head.
 
-    The numbers are float32's, so that both sides start from the same ones.
+    The numbers are exact in float32, so that both sides have the same inputs.
     """
     rng = np.random.default_rng([seed, setting.group])
     heads = KV_HEADS * setting.group
@@ -111,10 +111,10 @@ def prompts(setting: Setting, rotated: bool = True, seed: int = 0) -> tuple[refe
 
 
 def check_pins(found: np.ndarray, scores: np.ndarray) -> None:
-    """Asserts that the positions found [K, P] are the best by the reference's scores.
+    """Asserts that the pinned positions [K, P] have the reference's highest scores.
 
-    Two whose scores float32 cannot tell apart may stand for each other; of two with the very same
-    score, such as neighbours below one maximum, the earlier is pinned.
+    Positions whose scores are ties in float32 can replace each other. Among equal scores, such as
+    neighbours below one maximum, the earlier position is pinned.
     """
     count = found.shape[1]
     for pins, of_head, best in zip(found, scores, reference.pinned(scores, count), strict=True):
@@ -129,7 +129,7 @@ def check_pins(found: np.ndarray, scores: np.ndarray) -> None:
 
 
 def check_scores(found: np.ndarray, scores: np.ndarray) -> None:
-    """Asserts that scores [K, candidates] agree, up to a positive factor for all the row."""
+    """Asserts that scores [K, candidates] agree, up to one positive factor."""
     found = np.asarray(found, np.float64)
     found, scores = found / np.abs(found).max(), scores / np.abs(scores).max()
     np.testing.assert_allclose(found, scores, rtol=1e-4, atol=2e-6)

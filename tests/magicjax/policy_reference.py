@@ -1,12 +1,12 @@
 """What each policy pins, in numpy float64 and loops, written from the papers.
 
-Everything is of one row and one layer: a prompt of n tokens, whose newest `recent` positions are in
-the ring. The candidates are the positions below n - recent. Each policy is a function from a `Row`
-to its scores, float64 [K, candidates]; `pinned` picks the best. Nothing comes from the packages
-under test, nor from JAX.
+All functions take one row and one layer: a prompt of n tokens, whose newest `recent` positions are
+in the ring. The candidates are the positions below n - recent. Each policy is a function from a
+`Row` to its scores, float64 [K, candidates]; `pinned` picks the highest. Nothing comes from the
+packages under test, nor from JAX.
 
-Common to all, and different from the papers: there each policy runs anew whenever the cache is
-full; here it runs once, after the prompt, and the newest `recent` positions stay whatever it says.
+All differ from the papers in one way: there each policy runs again whenever the cache is full; here
+it runs once, after the prompt, and the newest `recent` positions are always kept.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class Row:
 def pinned(scores: np.ndarray, count: int) -> list[list[int]]:
     """Returns for each head the positions of its `count` highest scores, in order.
 
-    Of equal ones the earlier. Scores are [K, candidates].
+    Earlier positions first among equal scores. Scores are [K, candidates].
     """
     chosen = []
     for of_head in scores:
@@ -108,7 +108,7 @@ def pooled(scores: np.ndarray, kernel: int, pooling: str) -> np.ndarray:
     """Returns [K, m] from [K, m]: each score with its kernel // 2 neighbours on either side.
 
     `max` takes the highest of those that exist; `avg` divides their sum by the kernel, even at
-    the ends, as torch's avg_pool1d does unless told otherwise.
+    the ends, as torch's avg_pool1d does by default.
     """
     reach, length = kernel // 2, scores.shape[1]
     out = np.zeros_like(scores)
@@ -131,21 +131,21 @@ def snapkv(
     Differs from the paper and its code:
       - there the candidates end where the window begins, because the window is what is kept
         besides; here they end where the ring begins. With a ring smaller than the window,
-        positions in the window are candidates, and only the queries behind them vote for them;
+        positions in the window are candidates, and only the queries after them count;
         with a larger one, positions before the window are not.
       - there each query head selects and keeps its own copies; here the G heads that share a KV
         head select together. Their sum is pooled. That is the same as the sum of what is pooled
         for `avg`, but not for `max` (MagicDec pools each head, then sums).
-      - MagicDec leaves out the division by sqrt(D), as `scaled=False` does. Its causal mask
+      - MagicDec omits the division by sqrt(D), as `scaled=False` does. Its causal mask
         within the window misses some of the queries unless G = 4; here it never does.
     """
     return pooled(mass(row, window, scaled)[:, : row.candidates], kernel, pooling)
 
 
 def h2o(row: Row) -> np.ndarray:
-    """H2O (arXiv 2306.14048): the attention that all queries of the prompt paid.
+    """H2O (arXiv 2306.14048): the attention of all queries of the prompt.
 
-    Differs from the paper: there a query stops paying to what was evicted, so each eviction
+    Differs from the paper: there evicted entries get no more attention, so each eviction
     changes the following sums; its code, like this, runs the prompt in full before the first.
     There each query head selects for itself; here the heads that share a KV head together.
     """
@@ -201,7 +201,7 @@ def knorm(row: Row) -> np.ndarray:
 
 
 def rotation(position: int, inverse: np.ndarray) -> np.ndarray:
-    """Returns the matrix [D, D] that turns pair (x[i], x[i + D/2]) by position * inverse[i]."""
+    """Returns the matrix [D, D] that rotates pair (x[i], x[i + D/2]) by position * inverse[i]."""
     half = len(inverse)
     out = np.zeros((2 * half, 2 * half))
     for i, frequency in enumerate(inverse):
@@ -219,7 +219,7 @@ def expected_attention(
     epsilon: float = 0.0,
     covariance: bool = True,
 ) -> np.ndarray:
-    """Expected Attention (arXiv 2510.00636): what queries yet to come will pay on average.
+    """Expected Attention (arXiv 2510.00636): the mean attention of future queries.
 
     Queries before their rotation are taken for Gaussian, with the mean and covariance (divided by
     their number) of the newest `window`. Future rotations are replaced by their mean over the next
@@ -228,11 +228,11 @@ def expected_attention(
 
     Differs from the paper and its code (kvpress):
       - there all queries of the prompt but those of the first 4 tokens are measured, and these 4
-        are always kept; here the newest `window` are, and no position has a privilege.
+        are always kept; here the newest `window` are, and no position is always kept.
       - the attention is normalised over the candidates, there over all keys but the first 4. That
         weighs the G heads against each other a little differently, and epsilon against both.
-      - the output matrix is left out of the value's norm, as in the code, whose authors found it
-        a little better to have it in (kvpress pull request 47).
+      - the value's norm omits the output matrix, as in the code, whose authors found it slightly
+        better to include it (kvpress pull request 47).
     """
     q, n, size = row.q[-window:], row.length, row.size
     first = n - len(q)

@@ -1,4 +1,4 @@
-"""A drafter that knows the plain text and is right exactly as often as its script says."""
+"""A drafter with the plain text, which proposes right tokens exactly where its script says so."""
 
 import dataclasses
 
@@ -8,17 +8,17 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from magicjax.drafters import Proposal
-from magicjax.kv_cache.attention_stats import Watch
+from magicjax.settings import AttentionStatsSpec
 from tests.magicjax import tiny
 
 
 @struct.dataclass
 class Scripted:
-    """Follows the Drafter protocol; round r of row b proposes what the script has for it.
+    """A `Drafter` whose proposal in round r of row b is scripted.
 
     Attributes:
       text: int32 [B, M], the plain text, longer than any row's limit by the tree's depth.
-      right: which nodes carry the text's own token, bool [B, R, N]; all others carry another.
+      right: which nodes have the text's token, bool [B, R, N]; all others have another.
       depths: int32 [B, R, N].
       parents: int32 [B, R, N], a tree for each row and round; None: the settings' tree.
     """
@@ -34,11 +34,11 @@ class Scripted:
     def shape(self, tree):
         return tree.shape
 
-    def drawings(self, tree):
+    def draw_methods(self, tree):
         return {"top"}
 
-    def watch(self):
-        return Watch()
+    def attention_stats_spec(self):
+        return AttentionStatsSpec()
 
     def cache_bytes(self, target, batch, capacity):
         return 0
@@ -51,24 +51,23 @@ class Scripted:
         emitted, now = state
         right = jnp.take(self.right, now, axis=1)
         at = emitted[:, None] + jnp.take(self.depths, now, axis=1) - 1
-        told = jnp.take_along_axis(self.text, jnp.minimum(at, self.text.shape[1] - 1), 1)
+        following = jnp.take_along_axis(self.text, jnp.minimum(at, self.text.shape[1] - 1), 1)
         nodes = jnp.arange(right.shape[1])
-        tokens = jnp.where(right, told, (told + 1 + nodes) % tiny.VOCAB)  # never `told` itself
+        wrong = (following + 1 + nodes) % tiny.VOCAB
+        tokens = jnp.where(right, following, wrong)
         tokens = tokens.at[:, 0].set(root)
         if self.parents is None:
             return Proposal(tokens, settings.tree.array), None
         return Proposal(tokens, jnp.take(self.parents, now, axis=1)), None
 
-    def commit(self, target, state, draft, proposal, of_round):
+    def commit(self, target, state, draft, proposal, outcome):
         emitted, now = state
-        return emitted + of_round.kept, now + 1
+        return emitted + outcome.kept, now + 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """A drafter, and how many tokens each round of each row must accept, [B, R],
-    and the trees, parents [B, R, N].
-    """
+    """A drafter, the tokens each round must accept [B, R], and the trees' parents [B, R, N]."""
 
     drafter: Scripted
     accepts: np.ndarray
@@ -78,15 +77,14 @@ class Script:
 def write(rng, text, trees, follow_the_tree: bool) -> Script:
     """Returns a script in which every round accepts a random number of tokens.
 
-    A random path from the root is right down to a random depth; where it turns is random too, so
-    the right child is any of its siblings. A padding node carries the root's next token: it would
-    be the right one if it were a child of the root.
+    A random path from the root is right down to a random depth. A padding node has the token after
+    the root, which would be right if the node were a child of the root.
 
     Args:
       rng: numpy's.
       text: the plain text of each row, [B, M].
       trees: parents [B, R, N].
-      follow_the_tree: leave the parents to the settings, where one tree is all rows'.
+      follow_the_tree: propose the settings' tree, the same for all rows.
     """
     batch, rounds, nodes = trees.shape
     right, depths = np.zeros((2, batch, rounds, nodes), np.int32)

@@ -1,4 +1,4 @@
-"""What is run on a mesh with stages; each function runs in a process of eight devices."""
+"""Cases for meshes with stages; each function runs in a process with eight devices."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import magicjax
-from magicjax.aot import hlo
+from magicjax import hlo
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.request import prepare
 from sharding import STAGE, make_mesh
@@ -15,7 +15,7 @@ from tests.magicjax import mesh_cases, tiny
 
 
 def exchanged(case: str, mesh: list[int], micro_batches: int, layers: int) -> dict:
-    """Returns what a step sends between stages and within them, and what it copies."""
+    """Returns what a step sends between and within stages, and what it copies."""
     drafter, tree, options, kv_heads = mesh_cases.CASES[case]
     request = prepare(
         mesh_cases.target(kv_heads, layers),
@@ -43,7 +43,7 @@ def exchanged(case: str, mesh: list[int], micro_batches: int, layers: int) -> di
 
 
 def loaded(path: str, mesh: list[int]) -> dict:
-    """Returns how a checkpoint lies on a mesh with stages, and whether its text is the same."""
+    """Returns how stages divide a checkpoint, and whether its text is the same."""
     on = make_mesh(*mesh)
     model, whole = magicjax.load(path, mesh=on), magicjax.load(path)
     draft = magicjax.load(path, mesh=on, stages=1)
@@ -63,13 +63,13 @@ def loaded(path: str, mesh: list[int]) -> dict:
 
 
 def refusals(path: str) -> list[str]:
-    """Returns what is said of stages that do not fit."""
+    """Returns the errors for stages that do not fit."""
     two, four = make_mesh(1, 1, 2), make_mesh(1, 1, 4)
     placed, alone = magicjax.load(path, mesh=two), mesh_cases.target(4)
-    prompts, said = mesh_cases.prompts(), []
+    prompts, errors = mesh_cases.prompts(), []
     small = functools.partial(dict, tree=magicjax.chain(2))
     self_speculation = functools.partial(magicjax.SelfSpeculation, budget=24)
-    for given, options in (
+    for target, options in (
         (alone, dict(mesh=four)),
         (alone, dict(mesh=two, micro_batches=3)),
         (alone, dict(mesh=make_mesh(2, 4), micro_batches=2)),
@@ -82,46 +82,46 @@ def refusals(path: str) -> list[str]:
         (magicjax.offload(alone), dict(mesh=two)),
     ):
         try:
-            magicjax.generate(given, prompts, max_new_tokens=2, **options)
+            magicjax.generate(target, prompts, max_new_tokens=2, **options)
         except (TypeError, ValueError) as error:
-            said.append(str(error))
+            errors.append(str(error))
     for options in (dict(mesh=two, offload=True), dict(stages=1), dict(mesh=two, stages=3)):
         try:
             magicjax.load(path, **options)
         except ValueError as error:
-            said.append(str(error))
-    return said
+            errors.append(str(error))
+    return errors
 
 
 def differs(what: str) -> bool:
-    """Returns whether the text changes where stages or micro-batches are mistaken."""
+    """Returns whether the text changes with an error in stages or micro-batches."""
     from magicjax.kv_cache import attend
-    from magicjax.parallel import pipeline_stages
+    from magicjax.parallel import layouts
 
     wrong = {
         # Every micro-batch reads the first rows of the caches.
-        "rows": (attend, "tree_attention", _of_first_rows(attend.tree_attention)),
-        # What the first stage's layers gave is taken to be the last hidden states.
-        "last": (pipeline_stages, "from_last", lambda model, hidden: _from_first(hidden)),
+        "rows": (attend, "tree_attention", _with_first_rows(attend.tree_attention)),
+        # The first stage's hidden states are used as the last ones.
+        "last": (layouts.Pipelined, "last_hidden", lambda self, hidden, split: _from_first(hidden)),
     }
-    module, name, mistaken = wrong[what]
-    right = getattr(module, name)
+    owner, name, mistaken = wrong[what]
+    right = getattr(owner, name)
     program_cache._compiled.clear()
     try:
-        setattr(module, name, mistaken)
+        setattr(owner, name, mistaken)
         found = mesh_cases.generate("self", (1, 1, 2), micro_batches=4)
     finally:
-        setattr(module, name, right)
+        setattr(owner, name, right)
         program_cache._compiled.clear()
     return not np.array_equal(found.tokens, mesh_cases.on_one("self").tokens)
 
 
 def _from_first(hidden):
-    of_first = jnp.where(jax.lax.axis_index(STAGE) == 0, hidden, jnp.zeros_like(hidden))
-    return jax.lax.psum(of_first, STAGE)
+    first = jnp.where(jax.lax.axis_index(STAGE) == 0, hidden, jnp.zeros_like(hidden))
+    return jax.lax.psum(first, STAGE)
 
 
-def _of_first_rows(tree_attention):
+def _with_first_rows(tree_attention):
     def mistaken(*arguments, first_row=None, **options):
         first_row = first_row if first_row is None else jnp.zeros_like(first_row)
         return tree_attention(*arguments, first_row=first_row, **options)

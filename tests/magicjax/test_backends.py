@@ -1,4 +1,4 @@
-"""The attention's backend: chosen before anything is compiled, used everywhere, reported."""
+"""The attention backend: checked before compilation, used by all models, reported."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from tests.magicjax import tiny
 
 
 def wide(dtype: str) -> magicjax.Model:
-    """Returns a model with heads of 64, as the kernel for NVIDIA Hopper takes them."""
+    """Returns a model with heads of size 64, which the Hopper kernel supports."""
     module = models.build(tiny.config(head_dim=64, num_layers=1), dtype)
     return magicjax.Model(module, models.init_params(module, 0))
 
@@ -23,28 +23,31 @@ def generate(target, backend, **options):
 
 
 @pytest.mark.skipif(
-    mosaic.why_not_interpreted() is not None, reason=str(mosaic.why_not_interpreted())
+    mosaic.interpreter_unsupported_reason() is not None,
+    reason=str(mosaic.interpreter_unsupported_reason()),
 )
-def test_the_loop_decodes_with_the_interpreted_kernel_as_with_xla():
+def test_the_interpreted_kernel_gives_the_same_text_as_xla():
     target = wide("bfloat16")
     drafter = magicjax.SelfSpeculation("snapkv", 16, refresh_every=2)
     outputs = {
         backend: generate(target, backend, drafter=drafter, tree=magicjax.expansion((2, 1)))
         for backend in ("xla", "mosaic_interpreted")
     }
-    wanted, found = outputs.values()
-    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    xla, mosaic = outputs.values()
+    np.testing.assert_array_equal(mosaic.tokens, xla.tokens)
     assert [o.stats.attention_backend for o in outputs.values()] == list(outputs)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about machines without a GPU")
-def test_a_kernel_for_another_device_is_refused_and_none_is_chosen_unasked():
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="tests machines without a GPU")
+def test_a_kernel_for_another_device_is_refused_and_xla_is_the_default():
     assert generate(wide("bfloat16"), None).stats.attention_backend == "xla"
     with pytest.raises(ValueError, match="backend='mosaic' runs on NVIDIA Hopper GPUs .* is cpu"):
         generate(wide("bfloat16"), "mosaic")
 
 
-def test_a_drafter_that_the_kernel_does_not_serve_is_refused():
+def test_a_drafter_that_the_kernel_does_not_support_is_refused():
     target, small = wide("bfloat16"), tiny.model("near", "bfloat16")
-    with pytest.raises(ValueError, match="takes head sizes 64, 128, 256, not 8; use backend='xla'"):
+    with pytest.raises(
+        ValueError, match="supports head sizes 64, 128, 256, not 8; use backend='xla'"
+    ):
         generate(target, "mosaic_interpreted", drafter=magicjax.SmallModel(small))

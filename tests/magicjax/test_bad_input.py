@@ -1,4 +1,4 @@
-"""Bad input is refused before anything is compiled, by value, limit and remedy."""
+"""Invalid arguments raise before compilation; errors name the value, the limit, the remedy."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ LIMIT = tiny.config().max_positions  # 512
 
 
 class FakeTokenizer:
-    """As much of a tokenizer as the checks look at."""
+    """The part of a tokenizer that the checks use."""
 
     def __init__(self, *words):
         self.words = words
@@ -25,7 +25,7 @@ class FakeTokenizer:
 
 
 def short_model(**changes) -> magicjax.Model:
-    """Returns a model of another shape; checks look at its config only."""
+    """Returns a model of another shape; the checks use its config only."""
     return magicjax.Model(models.build(tiny.config(**changes)), tiny.model().params)
 
 
@@ -61,7 +61,7 @@ def budget(slots, sinks=2, **options):
 REFUSED = {
     # prompts
     "one text": (dict(prompts="a text"), TypeError, "single text: pass a list"),
-    "no prompt": (dict(prompts=[]), ValueError, "prompts is empty: give at least one"),
+    "no prompt": (dict(prompts=[]), ValueError, "prompts is empty: pass at least one prompt"),
     "empty prompt": (dict(prompts=[[1], []]), ValueError, "prompt 1 is empty: .* at least 1 token"),
     "text without tokenizer": (
         dict(prompts=["a"]),
@@ -79,27 +79,31 @@ REFUSED = {
     "prompt too long": (
         dict(prompts=[[1], [0] * 489], max_new_tokens=24),
         ValueError,
-        "prompt 1 has 489 tokens; with 24 new ones it needs 513 positions, and the "
-        r"target has 512: shorten the prompt \(to at most 488 tokens\) or max_new_tokens",
+        "prompt 1 has 489 tokens; with max_new_tokens=24 it needs 513 positions, and the target "
+        r"has 512: shorten the prompt \(to at most 488 tokens\) or reduce max_new_tokens",
     ),
-    "output too long": (dict(max_new_tokens=511), ValueError, "with 511 new ones .* needs 51"),
+    "output too long": (
+        dict(max_new_tokens=511),
+        ValueError,
+        "with max_new_tokens=511 .* needs 51",
+    ),
     # lengths and ends
-    "no new token": (dict(max_new_tokens=0), ValueError, "max_new_tokens=0: .* at least 1"),
+    "no new token": (dict(max_new_tokens=0), ValueError, "max_new_tokens=0 must be at least 1"),
     "one row without": (
         dict(prompts=[[1], [2]], max_new_tokens=[3, 0]),
         ValueError,
-        "max_new_tokens=0: it must be at least 1",
+        "max_new_tokens=0 must be at least 1",
     ),
     "limits of other rows": (
         dict(max_new_tokens=[3, 4]),
         ValueError,
-        r"max_new_tokens has shape \(2,\) for 1 prompts: give one int, or one a row",
+        r"max_new_tokens has shape \(2,\) for 1 prompts: pass one int, or one per row",
     ),
     "half a token": (dict(max_new_tokens=2.5), TypeError, "max_new_tokens=2.5 must be an int"),
     "eos outside": (
         dict(eos_token_id=[3, 48]),
         ValueError,
-        r"eos_token_id=48 lies outside .* between 0 and 47; pass \[\] to never stop early",
+        r"eos_token_id=48 must lie between 0 and 47; to disable early stopping, pass \[\]",
     ),
     "pad outside": (dict(pad_token_id=-1), ValueError, "pad_token_id=-1 must lie between 0 and 47"),
     # options
@@ -108,44 +112,43 @@ REFUSED = {
     "temperature without sampling": (
         dict(temperature=0.7),
         ValueError,
-        "temperature=0.7 has no meaning in greedy decoding: pass do_sample=True",
+        "temperature=0.7 has no effect in greedy decoding: pass do_sample=True or omit temperature",
     ),
     "temperature of zero": (
         dict(do_sample=True, temperature=0),
         ValueError,
-        "temperature=0: it must be above 0 and finite in float32; for the most likely tokens "
-        "alone, leave do_sample out",
+        "temperature=0 must be above 0 and finite in float32; for greedy decoding, omit do_sample",
     ),
     "negative temperature": (
         dict(do_sample=True, temperature=[-1.0]),
         ValueError,
-        "temperature=-1: it must be above 0",
+        "temperature=-1 must be above 0",
     ),
     "temperatures of other rows": (
         dict(do_sample=True, temperature=[1.0, 2.0]),
         ValueError,
-        r"temperature has shape \(2,\) for 1 prompts: give one number, or one a row",
+        r"temperature has shape \(2,\) for 1 prompts: pass one number, or one per row",
     ),
     "top_p of zero": (
         dict(do_sample=True, top_p=0.0),
         ValueError,
-        "top_p=0: it must be above 0 and at most 1",
+        "top_p=0 must be above 0 and at most 1",
     ),
-    "top_p above one": (dict(do_sample=True, top_p=1.5), ValueError, "top_p=1.5: it must be"),
+    "top_p above one": (dict(do_sample=True, top_p=1.5), ValueError, "top_p=1.5 must be"),
     "negative top_k": (
         dict(do_sample=True, top_k=-1),
         ValueError,
-        r"top_k=-1: it must be a whole number, 0 \(all tokens\) or more",
+        r"top_k=-1 must be a whole number, 0 \(all tokens\) or more",
     ),
     "top_p of nothing": (
         dict(do_sample=True, top_p=1e-46),
         ValueError,
-        "top_p=1e-46: it must be above 0",
+        "top_p=1e-46 must be above 0",
     ),
-    "a temperature that float32 does not know": (
+    "a temperature that float32 cannot represent": (
         dict(do_sample=True, temperature=1e-40),
         ValueError,
-        "temperature=1e-40: it must be above 0 and finite in float32",
+        "temperature=1e-40 must be above 0 and finite in float32",
     ),
     "a seed beyond 32 bits": (
         dict(do_sample=True, seed=2**32),
@@ -153,7 +156,11 @@ REFUSED = {
         "seed=4294967296 must be a whole number between 0 and 4294967295",
     ),
     "half a seed": (dict(do_sample=True, seed=1.5), ValueError, "seed=1.5 must be a whole number"),
-    "half a top_k": (dict(do_sample=True, top_k=2.5), ValueError, "top_k=2.5: .* whole number"),
+    "half a top_k": (
+        dict(do_sample=True, top_k=2.5),
+        ValueError,
+        "top_k=2.5 must be a whole number",
+    ),
     # verifiers
     "unknown verifier": (
         dict(do_sample=True, drafter=budget(12), verifier="mms"),
@@ -163,17 +170,17 @@ REFUSED = {
     "sampling verifier without sampling": (
         dict(drafter=budget(12), verifier="mss"),
         ValueError,
-        "verifier='mss' is for sampling: pass do_sample=True, or leave it out",
+        "verifier='mss' requires sampling: pass do_sample=True or omit verifier",
     ),
     "greedy verifier with sampling": (
         dict(drafter=budget(12), do_sample=True, verifier="greedy"),
         ValueError,
-        "would accept nothing but the most likely token, .* not the target's distribution",
+        "accepts only the most likely token, which does not follow the target's distribution",
     ),
     "verifier without drafter": (
         dict(do_sample=True, verifier="mss"),
         ValueError,
-        "verifier='mss' needs a drafter",
+        "verifier='mss' has no effect without a drafter: pass one or omit verifier",
     ),
     "rule of other draws": (
         dict(drafter=budget(12), do_sample=True, verifier="mss_with_replacement"),
@@ -212,12 +219,12 @@ REFUSED = {
     "a member that speculates nothing": (
         dict(drafter=magicjax.Ensemble([budget(12)], [magicjax.TokenTree((-1,))])),
         ValueError,
-        "a member's tree speculates nothing: give it a child",
+        "a member's tree has only a root: give it a child",
     ),
     "a tree beside the members' own": (
         dict(drafter=magicjax.Ensemble([budget(12)], [magicjax.chain(2)]), tree=magicjax.chain(3)),
         ValueError,
-        "the ensemble has a tree for each drafter: leave tree out",
+        "the ensemble already has a tree for each drafter: omit tree",
     ),
     "mixed draws": (
         dict(
@@ -227,16 +234,16 @@ REFUSED = {
             do_sample=True,
         ),
         ValueError,
-        "mixes draws with and without replacement, .* give all drafters the same draw",
+        "mixes draws with and without replacement, .* use the same draw for all drafters",
     ),
-    # ensembles and look-up
+    # ensembles and prompt-lookup
     "too many nodes together": (
         dict(
             drafter=magicjax.Ensemble([budget(200)] * 5),
             tree=magicjax.chain(60),
         ),
         ValueError,
-        "the drafters propose 301 nodes together: at most 256 are supported; use smaller trees",
+        "the drafters propose 301 nodes in total, and at most 256 are supported: use smaller trees",
     ),
     "a member of another vocabulary": (
         dict(drafter=magicjax.Ensemble([budget(12), small(vocab_size=50)["drafter"]])),
@@ -244,51 +251,55 @@ REFUSED = {
         "the drafter's vocabulary has 50 tokens and the target's 48",
     ),
     "a class for a drafter": (
-        dict(drafter=magicjax.LookUp),
+        dict(drafter=magicjax.PromptLookup),
         TypeError,
-        r"drafter is the class LookUp: make one, LookUp\(\)",
+        r"drafter is the class PromptLookup: pass an instance, PromptLookup\(\)",
     ),
     "a model in an ensemble": (
         dict(drafter=magicjax.Ensemble([tiny.model("near")])),
         TypeError,
-        r"drafter is a Model: .* magicjax.SmallModel\(model\)",
+        r"drafter has type Model: .* magicjax.SmallModel\(model\)",
     ),
-    "a look-up of too many chains": (
-        dict(drafter=magicjax.LookUp(), tree=magicjax.expansion((65,))),
+    "prompt lookup of too many chains": (
+        dict(drafter=magicjax.PromptLookup(), tree=magicjax.expansion((65,))),
         ValueError,
-        "a look-up of 65 chains: at most 64 are supported",
+        "prompt lookup of 65 chains: at most 64 are supported",
     ),
     "more tokens than an int32 counts": (
         dict(max_new_tokens=2**32 + 5),
         ValueError,
-        "prompt 0 has 3 tokens; with 4294967301 new ones it needs 4294967304 positions",
+        "prompt 0 has 3 tokens; with max_new_tokens=4294967301 it needs 4294967304 positions",
     ),
-    "a look-up of a bush": (
-        dict(drafter=magicjax.LookUp(), tree=magicjax.expansion((2, 2))),
+    "prompt lookup of a bush": (
+        dict(drafter=magicjax.PromptLookup(), tree=magicjax.expansion((2, 2))),
         ValueError,
-        "a look-up proposes chains, and this tree branches below the root",
+        "prompt lookup proposes chains, and this tree branches below the root",
     ),
     "unknown backend": (
         dict(backend="triton"),
         ValueError,
         r"backend='triton' is unknown: use one of \['mosaic', .*'xla'\], or None",
     ),
-    "another target": (dict(target="gpt"), TypeError, "target is a str: pass what magicjax.load"),
+    "another target": (
+        dict(target="gpt"),
+        TypeError,
+        "target has type str: pass the model that magicjax.load",
+    ),
     # trees and drafters
     "tree alone": (
         dict(tree=magicjax.chain(2)),
         ValueError,
-        "a tree needs a drafter: pass drafter=..., or leave the tree out",
+        "tree has no effect without a drafter: pass drafter=... or omit tree",
     ),
     "tree of a root": (
         dict(drafter=budget(12), tree=magicjax.TokenTree((-1,))),
         ValueError,
-        "the tree speculates nothing: give it a child, or leave the drafter out",
+        "tree has only a root: add a child, or omit drafter and tree",
     ),
     "branches for a tree": (
         dict(drafter=budget(12), tree=(2, 2, 1)),
         TypeError,
-        r"tree is a tuple: make one with magicjax.chain, magicjax.expansion, .*from_parents",
+        r"tree has type tuple: build one with magicjax.chain, magicjax.expansion, .*from_parents",
     ),
     "more children than tokens": (
         dict(drafter=budget(12), tree=magicjax.expansion((49,))),
@@ -298,33 +309,33 @@ REFUSED = {
     "model for a drafter": (
         dict(drafter=tiny.model("near")),
         TypeError,
-        r"drafter is a Model: .* magicjax.SmallModel\(model\)",
+        r"drafter has type Model: .* magicjax.SmallModel\(model\)",
     ),
     "small budget": (
         dict(drafter=budget(6), tree=magicjax.chain(4)),
         ValueError,
-        r"budget=6 leaves too small a ring for the newest tokens: 4 slots beside 2 pinned ones, "
-        r"and it must have at least tree depth \(4\) \+ 1 = 5; use a larger budget",
+        r"budget=6 is too small: its ring has 4 slots besides 2 pinned ones, "
+        r"and needs at least tree depth \(4\) \+ 1 = 5; use a larger budget",
     ),
     "small budget of a policy that chooses": (
         dict(drafter=magicjax.SelfSpeculation("snapkv", 10), tree=magicjax.chain(5)),
         ValueError,
-        r"too small a ring for the newest tokens: 5 slots beside 5 .* tree depth \(5\) \+ 1 = 6",
+        r"its ring has 5 slots besides 5 .* tree depth \(5\) \+ 1 = 6",
     ),
     "small budget of a small model": (
         sparse(policy="h2o", budget=16) | dict(tree=magicjax.chain(4)),
         ValueError,
-        r"too small a ring for the newest tokens: 8 slots .* 2 x tree depth \(4\) \+ 1 = 9",
+        r"its ring has 8 slots .* 2 x tree depth \(4\) \+ 1 = 9",
     ),
     "as many of the newest as slots": (
         dict(drafter=magicjax.SelfSpeculation(policies.SnapKV(recent=32), 32)),
         ValueError,
-        "budget=32 leaves nothing to pin beside a ring of 32: .* a smaller `recent`",
+        "budget=32 leaves no pinned slots besides a ring of 32: .* a smaller `recent`",
     ),
     "more of the newest than slots": (
         sparse(policy=policies.KNorm(recent=40), budget=32),
         ValueError,
-        "budget=32 leaves nothing to pin beside a ring of 40",
+        "budget=32 leaves no pinned slots besides a ring of 40",
     ),
     "unknown kv_dtype": (
         dict(drafter=magicjax.SelfSpeculation("snapkv", 64, kv_dtype="int2")),
@@ -334,13 +345,13 @@ REFUSED = {
     "half a byte": (
         sparse(opt(num_heads=16), policy="h2o", budget=64, kv_dtype="int4"),
         ValueError,
-        "kv_dtype='int4' packs two elements in a byte, and heads have 1: use int8",
+        "kv_dtype='int4' packs two elements into a byte .* even head dimension, not 1: use int8",
     ),
     "sinks that move without rotation": (
         sparse(opt(), policy="streaming", budget=64, sink_positions="in_cache"),
         ValueError,
-        "sink_positions='in_cache' needs a drafter with rotary positions, and this one learned its "
-        "512: use sink_positions='text'",
+        "sink_positions='in_cache' needs a drafter with rotary positions, and this one has "
+        "512 learned ones: use sink_positions='text'",
     ),
     "a window beyond the drafter's positions": (
         sparse(
@@ -372,14 +383,14 @@ REFUSED = {
             drafter=magicjax.SmallModel(with_tokenizer("a", "c", "b")),
         ),
         ValueError,
-        r"tokenizer differs from the target's in 2 tokens, such as 'b' \(2 against 1\)",
+        r"tokenizer differs from the target's in 2 tokens, such as 'b' \(id 2 and 1\)",
     ),
 }
 
 
 @pytest.mark.parametrize("call", [magicjax.generate, magicjax.stream])
 @pytest.mark.parametrize("what", REFUSED)
-def test_bad_input_is_refused_before_anything_is_compiled(what, call):
+def test_invalid_arguments_are_errors_before_compilation(what, call):
     options, error, message = REFUSED[what]
     options = dict(target=tiny.model(), prompts=[[1, 2, 3]], max_new_tokens=4) | options
     before = program_cache.count()
@@ -394,65 +405,68 @@ def test_bad_input_is_refused_before_anything_is_compiled(what, call):
         (lambda: magicjax.StreamingLLM(sinks=0), "sinks=0: .* at least 1"),
         (
             lambda: magicjax.SelfSpeculation("streamin"),
-            "policy='streamin' is unknown: did you mean 'streaming'",
+            "policy='streamin' is unknown: use one of .*; did you mean 'streaming'",
         ),
         (
             lambda: magicjax.SmallModel(None, policy="key_diff"),
-            "policy='key_diff' is unknown: did you mean 'keydiff'.* one of expected_attention, .*"
-            "entry points of 'magicjax.policies'",
+            "policy='key_diff' is unknown: use one of expected_attention, .* an entry point of "
+            "'magicjax.policies' .*; did you mean 'keydiff'",
         ),
         (
             lambda: magicjax.SelfSpeculation("snapkv", refresh_every=0),
-            "refresh_every=0: it must be at least 1 round; leave it out",
+            "refresh_every=0: it must be at least 1 round; omit it",
         ),
         (
             lambda: magicjax.SelfSpeculation(refresh_every=4),
-            "refresh_every=4: a streaming cache always pins the first tokens; leave refresh_every",
+            "refresh_every=4: a streaming cache always pins the first tokens; omit refresh_every",
         ),
         (
             lambda: magicjax.SelfSpeculation("full", 64),
-            "budget=64: with policy 'full' the draft reads the target's own cache; give another",
+            "budget=64: with policy 'full' the draft reads the target's own cache; use another",
         ),
         (lambda: magicjax.SelfSpeculation("full", 0), "budget=0: with policy 'full'"),
         (
             lambda: magicjax.SelfSpeculation("full", kv_dtype="int8"),
-            "kv_dtype='int8': with policy 'full' .* leave kv_dtype out",
+            "kv_dtype='int8': with policy 'full' .* omit kv_dtype",
         ),
         (
             lambda: magicjax.SmallModel(None, budget=64),
-            "budget=64: with policy 'full' the draft keeps all of its cache; give another policy",
+            "budget=64: with policy 'full' the draft keeps all of its cache; use another policy",
         ),
         (
             lambda: magicjax.SmallModel(None, policy="snapkv", sink_positions="in_cache"),
-            "sink_positions='in_cache' moves the sinks of policy 'streaming'.* with policy=SnapKV",
+            "sink_positions='in_cache' needs policy 'streaming' .* not policy=SnapKV",
         ),
         (
             lambda: magicjax.SmallModel(None, policy="streaming", sink_positions="cache"),
             "sink_positions='cache' is unknown: use one of text, in_cache",
         ),
         (lambda: policies.SnapKV(recent=0), "recent=0: the ring needs at least 1 slot"),
-        (lambda: magicjax.StreamingLLM(recent=8), "recent=8: the ring of a streaming cache is all"),
+        (
+            lambda: magicjax.StreamingLLM(recent=8),
+            "recent=8: the ring of a streaming cache is the budget",
+        ),
         (lambda: policies.Full(recent=8), "recent=8: a full cache has no ring"),
         (lambda: magicjax.Ensemble([]), "an ensemble of 0 drafters: give 1 to 64"),
         (
-            lambda: magicjax.Ensemble([magicjax.Ensemble([magicjax.LookUp()])]),
+            lambda: magicjax.Ensemble([magicjax.Ensemble([magicjax.PromptLookup()])]),
             "an ensemble within an ensemble: list all drafters in one",
         ),
         (
-            lambda: magicjax.Ensemble([magicjax.LookUp()], [magicjax.chain(2)] * 2),
+            lambda: magicjax.Ensemble([magicjax.PromptLookup()], [magicjax.chain(2)] * 2),
             "2 trees for 1 drafters: give one for each",
         ),
-        (lambda: magicjax.LookUp(min_ngram=0), "min_ngram=0 and max_ngram=4: .* at least 1"),
+        (lambda: magicjax.PromptLookup(min_ngram=0), "min_ngram=0 and max_ngram=4: .* at least 1"),
         (lambda: magicjax.DynamicTree(1, 2, 2), "nodes=1: it must be at least 2"),
         (lambda: magicjax.DynamicTree(300, 9, 9), "nodes=300: at most 256 are supported"),
         (
             lambda: magicjax.DynamicTree(64, 2, 4),
-            "only 20 nodes are ever drafted; ask for at most 21, or for more depth or width",
+            "width=4 draft 20 nodes; use at most 21, or more depth or width",
         ),
         (lambda: magicjax.load("opt-125"), "preset 'opt-125' does not exist: .* 'opt-125m'"),
     ],
 )
-def test_a_name_or_number_that_cannot_be_is_refused_at_once(make, message):
+def test_invalid_settings_are_errors_at_construction(make, message):
     before = program_cache.count()
     with pytest.raises(ValueError, match=message):
         make()
@@ -460,12 +474,12 @@ def test_a_name_or_number_that_cannot_be_is_refused_at_once(make, message):
 
 
 @pytest.mark.parametrize("path", ["./nothing", "/nothing/at/all", "some/model"])
-def test_a_directory_that_is_not_there_is_named(path):
-    with pytest.raises(FileNotFoundError, match=f"{path} is no directory"):
+def test_a_missing_directory_is_an_error(path):
+    with pytest.raises(FileNotFoundError, match=f"{path} is not a directory"):
         magicjax.load(path)
 
 
-def test_what_just_fits_is_accepted():
+def test_the_largest_valid_request_is_accepted():
     """The limits in the messages are the true ones."""
     options = dict(max_new_tokens=LIMIT - 3, eos_token_id=[])
     output = magicjax.generate(tiny.model(), [np.array([1, 2, 3])], **options)

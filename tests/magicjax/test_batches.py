@@ -1,4 +1,4 @@
-"""No row waits for or disturbs another, streaming is the compiled loop, and programs are shared."""
+"""Rows are independent, streaming equals the compiled loop, and programs are shared."""
 
 import dataclasses
 import gc
@@ -23,7 +23,7 @@ COUNTED = (
     "kv_bytes_draft",
     "attention_backend",
 )
-# Of a width of 32, as in other tests: the programs for one and for three rows are shared.
+# Padded to 32 tokens, as in other tests, which share the programs for one and three rows.
 LENGTHS = (17, 30, 23)
 
 
@@ -39,28 +39,28 @@ def generate(prompts, kind, tree, **options):
 
 
 def collect(rounds):
-    """Returns (every round's tokens, the output that streaming ends with)."""
-    told = []
+    """Returns (the tokens of every round, the output)."""
+    rounds_seen = []
     while True:
         try:
-            told.append(next(rounds))
+            rounds_seen.append(next(rounds))
         except StopIteration as end:
-            return told, end.value
+            return rounds_seen, end.value
 
 
 @pytest.mark.parametrize(("kind", "tree"), [("self", "2,2,1"), (None, None)])
-def test_a_batch_is_its_rows_one_by_one(kind, tree):
+def test_a_batch_equals_its_rows_one_by_one(kind, tree):
     prompts = rows_alike_in_width()
-    together = generate(prompts, kind, tree)
+    batched = generate(prompts, kind, tree)
     alone = [generate([prompt], kind, tree) for prompt in prompts]
-    for row, single in zip(tiny.rows_of(together), alone, strict=True):
+    for row, single in zip(tiny.rows_of(batched), alone, strict=True):
         np.testing.assert_array_equal(row, tiny.rows_of(single)[0])
     for count in ("rounds", "emitted", "accepted", "drafted"):
-        assert getattr(together.stats, count) == sum(getattr(o.stats, count) for o in alone)
+        assert getattr(batched.stats, count) == sum(getattr(o.stats, count) for o in alone)
 
 
 @pytest.mark.parametrize(("kind", "tree"), [("self", "chain4"), ("near", "irregular")])
-def test_a_row_that_ends_early_changes_nothing_in_the_others(kind, tree):
+def test_a_row_that_ends_early_does_not_change_the_others(kind, tree):
     prompts = tiny.prompts(8)
     whole = tiny.rows_of(generate(prompts, kind, tree))
     for early in range(8):
@@ -82,21 +82,21 @@ def test_rows_in_another_order_give_the_same_texts_in_that_order():
 @pytest.mark.parametrize(
     ("kind", "tree"), [(None, None), ("self", "chain4"), ("near", "irregular")]
 )
-def test_streaming_gives_the_compiled_loops_tokens_and_statistics(kind, tree):
+def test_streaming_gives_the_tokens_and_statistics_of_the_compiled_loop(kind, tree):
     drafted = dict(drafter=tiny.drafter(kind), tree=tiny.TREES[tree]) if kind else {}
     eos = int(tiny.expected(8)[2][7])
     options = dict(max_new_tokens=tiny.NEW, eos_token_id=eos) | drafted
     output = magicjax.generate(tiny.model(), tiny.prompts(8), **options)
-    told, streamed = collect(magicjax.stream(tiny.model(), tiny.prompts(8), **options))
+    rounds_seen, streamed = collect(magicjax.stream(tiny.model(), tiny.prompts(8), **options))
     np.testing.assert_array_equal(streamed.tokens, output.tokens)
     np.testing.assert_array_equal(streamed.lengths, output.lengths)
     for field in COUNTED:
         assert getattr(streamed.stats, field) == getattr(output.stats, field)
-    # What was told round by round stays what it was, and is the whole text of each row.
-    for row, wanted in enumerate(tiny.rows_of(output)):
-        np.testing.assert_array_equal(np.concatenate([part[row] for part in told]), wanted)
+    # The rounds concatenate to the whole text of each row.
+    for row, text in enumerate(tiny.rows_of(output)):
+        np.testing.assert_array_equal(np.concatenate([part[row] for part in rounds_seen]), text)
     # The first tokens come from prefill, before any round.
-    assert [len(part) for part in told[0]] == [1] * 8
+    assert [len(part) for part in rounds_seen[0]] == [1] * 8
 
 
 def test_a_second_call_of_the_same_shapes_compiles_nothing():
@@ -126,9 +126,9 @@ def test_another_tree_is_counted_as_compiled_but_not_the_targets_prefill():
 
 
 @pytest.mark.slow
-def test_programs_that_are_no_longer_kept_are_freed(monkeypatch):
-    """XLA crashes where a process holds too many: a long grid must be able to let them go."""
-    monkeypatch.setattr(program_cache, "KEPT", 2)
+def test_evicted_programs_are_freed(monkeypatch):
+    """XLA crashes if a process holds too many programs."""
+    monkeypatch.setattr(program_cache, "MAX_PROGRAMS", 2)
     live = jax.devices()[0].client.live_executables
     for limit in (6, 7):
         generate(tiny.prompts(8), "self", "chain4", max_new_tokens=limit)
@@ -153,11 +153,11 @@ def test_the_output_has_prompts_new_tokens_and_padding():
     assert padded.tokens[0, output.lengths[0]] == eos  # without a pad token, the EOS pads
 
 
-def test_the_targets_own_eos_and_padding_are_the_default():
+def test_eos_and_padding_default_to_those_of_the_target():
     eos = int(tiny.expected(8)[0][4])
     target = dataclasses.replace(tiny.model(), eos_token_ids=(eos,), pad_token_id=7)
     output = magicjax.generate(target, tiny.prompts(8), max_new_tokens=tiny.NEW)
-    wanted = [oracle.cut(row, eos) for row in tiny.expected(8)]
-    for row, of_row in zip(output.tokens, wanted, strict=True):
-        np.testing.assert_array_equal(row[: len(of_row)], of_row)
-        np.testing.assert_array_equal(row[len(of_row) :], 7)
+    texts = [oracle.cut(row, eos) for row in tiny.expected(8)]
+    for row, expected in zip(output.tokens, texts, strict=True):
+        np.testing.assert_array_equal(row[: len(expected)], expected)
+        np.testing.assert_array_equal(row[len(expected) :], 7)

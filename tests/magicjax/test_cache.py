@@ -1,4 +1,4 @@
-"""Caches against a model of them in plain Python: which position each slot holds.
+"""Compares caches with a model in plain Python: the position in each slot.
 
 The value of a key tells its row, head and position, so a misplaced entry cannot go unseen.
 """
@@ -17,12 +17,12 @@ RINGS = ((2, 9), (1, 5), (4, 24))  # (P, C): small, as small as a path allows, h
 
 
 def code(position, head=0, row=0, layer=0, value=0):
-    """Returns the number that stands for an entry."""
+    """Returns the number that encodes an entry."""
     return ((layer * 2 + value) * ROWS + row) * HEADS * 1000.0 + head * 1000 + position
 
 
 def positions_cache(lengths) -> full_cache.KVCache:
-    """Returns two layers whose live slots hold their own position, and whose dead ones hold -1."""
+    """Returns two layers whose live slots hold their position, and dead slots -1."""
     lengths = jnp.asarray(lengths, jnp.int32)
 
     def layer(index, value):
@@ -36,7 +36,7 @@ def positions_cache(lengths) -> full_cache.KVCache:
 
 
 def nodes_at(positions) -> tuple:
-    """Returns for each layer k, v [B,N,K,1] of nodes at the given positions [B,N]."""
+    """Returns for each layer k, v [B,N,K,1] of nodes at positions [B,N]."""
 
     def layer(index, value):
         row = np.arange(ROWS)[:, None, None]
@@ -49,7 +49,7 @@ def nodes_at(positions) -> tuple:
 
 
 def held(count: int, pinned, P: int, C: int) -> dict[int, int]:
-    """Returns which position each live slot must hold: the definition of the draft cache."""
+    """Returns the expected position in each live slot, by the definition of the draft cache."""
     if count <= C:
         return {position: position for position in range(count)}
     newest = range(count - (C - P), count)
@@ -58,7 +58,7 @@ def held(count: int, pinned, P: int, C: int) -> dict[int, int]:
 
 
 def check_draft(draft: sparse_cache.DraftCache, counts, P: int, C: int) -> None:
-    """Asserts that every live slot holds what it should, in both layers, keys and values."""
+    """Asserts that every live slot is correct, in both layers, keys and values."""
     assert draft.count.tolist() == list(counts)
     for layer in range(2):
         assert draft.live(layer).tolist() == [min(count, C) for count in counts]
@@ -66,11 +66,11 @@ def check_draft(draft: sparse_cache.DraftCache, counts, P: int, C: int) -> None:
         for head in range(HEADS):
             for layer in range(2):
                 pinned = np.asarray(draft.pinned[layer])[row, head].tolist()
-                wanted = held(count, pinned, P, C)
-                assert len(set(wanted.values())) == min(count, C)  # pins and ring are disjoint
+                expected = held(count, pinned, P, C)
+                assert len(set(expected.values())) == min(count, C)  # pins and ring are disjoint
                 for value, arrays in enumerate((draft.k, draft.v)):
                     found = np.asarray(arrays[layer])[row, head, :, 0]
-                    for slot, position in wanted.items():
+                    for slot, position in expected.items():
                         assert found[slot] == code(position, head, row, layer, value)
 
 
@@ -97,14 +97,14 @@ def test_gathering_keeps_the_sinks_and_the_newest_or_all_that_fits(ring, lengths
 
 
 @pytest.mark.parametrize("edge", [-1, 0, 1])
-def test_prompts_around_the_budget_are_gathered_right(edge):
+def test_prompts_around_the_budget_are_gathered_correctly(edge):
     for P, C in RINGS:
         lengths = [C + edge] * ROWS
         check_draft(gather(P, C, positions_cache(lengths)), lengths, P, C)
 
 
 @given(st.data())
-def test_gathering_keeps_whatever_positions_a_policy_pins(data):
+def test_gathering_keeps_any_positions_that_a_policy_pins(data):
     P, C = RINGS[0]
     lengths = data.draw(lengths_of_rows)
     pins = []
@@ -126,7 +126,7 @@ def test_gathering_keeps_whatever_positions_a_policy_pins(data):
 
 @st.composite
 def rounds(draw):
-    """Draws up to eight rounds: of each row a path of nodes, and how many of it are kept."""
+    """Draws up to eight rounds: per row a path of nodes, and the number that is kept."""
     path = st.lists(st.integers(0, NODES - 1), min_size=PATH, max_size=PATH, unique=True)
     one = st.tuples(
         st.lists(path, min_size=ROWS, max_size=ROWS),
@@ -169,7 +169,7 @@ def test_the_targets_cache_holds_the_kept_nodes_in_order(lengths, played):
             np.testing.assert_array_equal(found, code(live, head, row, layer, value))
 
 
-def test_a_commit_that_forgets_the_ring_would_be_seen():
+def test_a_commit_that_ignores_the_ring_is_detected():
     P, C = RINGS[0]
     lengths = [C + 3] * ROWS
     draft = gather(P, C, positions_cache(lengths))

@@ -1,4 +1,4 @@
-"""Calibration: constants come back from times that they made, and the profile serves a plan."""
+"""Calibration: the fit recovers constants from predicted times, and plans use the profile."""
 
 import dataclasses
 import itertools
@@ -10,12 +10,12 @@ import models
 from magicjax import cost_model
 from magicjax.benchmarks.step_times import StepTimes
 from magicjax.cli import calibrate
-from magicjax.cli.calibrate import Timed, foretold
+from magicjax.cli.calibrate import Timed, predicted
 from tests.quick import quick
 
 SIZES = cost_model.sizes_of(models.preset("llama-68m"), "float32", "llama-68m")
 MEASURED = cost_model.Device("here", 2e10, 1e11, 1e10, None, dtype="float32", round_seconds=0.0)
-# Shares that the search can name exactly.
+# Efficiencies on the grid of the search.
 TRUE = dataclasses.replace(
     MEASURED,
     bandwidth_efficiency=float(calibrate.EFFICIENCIES[60]),
@@ -30,10 +30,10 @@ def rows_that(device):
     places = itertools.product((1, 8), (512, 8192))
     steps = [(1, None), (2, None), (4, None), (5, None), (9, None), (4, 64), (4, 256)]
     rows = [Timed(*place, *step, 1.0) for place in places for step in steps]
-    return [dataclasses.replace(row, seconds=foretold(SIZES, row, device)) for row in rows]
+    return [dataclasses.replace(row, seconds=predicted(SIZES, row, device)) for row in rows]
 
 
-def test_constants_are_found_again_in_the_times_that_they_make():
+def test_the_fit_recovers_the_constants_of_predicted_times():
     rows = rows_that(TRUE)
     found, times = calibrate.fit(SIZES, rows, MEASURED)
     for field in dataclasses.fields(found):
@@ -44,32 +44,43 @@ def test_constants_are_found_again_in_the_times_that_they_make():
     np.testing.assert_allclose(times, [row.seconds for row in rows])
 
 
-def test_without_steps_of_tokens_the_same_times_cannot_be_fitted(monkeypatch):
+def test_times_with_tiles_cannot_be_fitted_without_them(monkeypatch):
     monkeypatch.setattr(calibrate, "TILES", (1,))
     rows = rows_that(TRUE)
     _, times = calibrate.fit(SIZES, rows, MEASURED)
     assert np.abs(times / [row.seconds for row in rows] - 1).max() > 0.05
 
 
-def test_no_time_is_ever_fitted_as_negative():
-    """Against every choice of two numbers from a grid, with times that ask for negative ones."""
-    rng = np.random.default_rng(0)
-    columns, wanted = rng.random((6, 2)), rng.normal(size=(50, 6))
-    found = calibrate._non_negative(columns, wanted)
-    assert (found >= 0).all() and (found == 0).any() and (found > 0).any()
-    errors = ((found @ columns.T - wanted) ** 2).sum(1)
-    grid = np.array([*itertools.product(np.linspace(0, 3, 61), repeat=2)])
-    tried = ((grid @ columns.T)[:, None] - wanted) ** 2
-    assert (errors <= tried.sum(2).min(0) + 1e-12).all()
+def test_fitted_times_are_never_negative(monkeypatch):
+    """They are the best of a grid of pairs, for times that would be fitted by negative ones."""
+    monkeypatch.setattr(calibrate, "TILES", (1,))
+    monkeypatch.setattr(calibrate, "EFFICIENCIES", np.ones(1))
+    limits = dict(bandwidth_efficiency=1.0, matrix_efficiency=1.0)
+    ideal = dataclasses.replace(MEASURED, layer_seconds=0.0, round_seconds=0.0, **limits)
+    rows, rng, fitted = rows_that(ideal), np.random.default_rng(0), []
+    work = np.array([row.seconds for row in rows])
+    overheads = np.array([[calibrate._layers(SIZES, row), row.nodes > 1] for row in rows])
+    grid = np.array([*itertools.product(np.linspace(0, 1e-3, 61), np.linspace(0, 1e-2, 61))])
+    for _ in range(20):
+        seconds = work * rng.uniform(0.8, 1.3, len(rows))
+        noisy = [dataclasses.replace(row, seconds=s) for row, s in zip(rows, seconds, strict=True)]
+        device, _ = calibrate.fit(SIZES, noisy, MEASURED)
+        times = np.array([[device.layer_seconds, device.round_seconds]])
+        errors = [
+            (((work + each @ overheads.T) / seconds - 1) ** 2).sum(1) for each in (times, grid)
+        ]
+        assert errors[0] <= errors[1].min() + 1e-12
+        fitted.append(times)
+    assert (np.array(fitted) >= 0).all() and (np.array(fitted) == 0).any()
 
 
-def test_a_round_is_fitted_as_its_drafts_and_its_pass():
-    round_s = foretold(SIZES, Timed(2, 512, 4, 64, 1.0), TRUE)
+def test_predicted_rows_agree_with_the_cost_model():
+    round_s = predicted(SIZES, Timed(2, 512, 4, 64, 1.0), TRUE)
     cost = cost_model.round_cost(
         SIZES, cost_model.Draft(SIZES, 64), cost_model.Machine(TRUE), 2, 512, nodes=4, depth=3
     )
     assert round_s == pytest.approx(cost.total)
-    plain = foretold(SIZES, Timed(2, 512, 1, None, 1.0), TRUE)
+    plain = predicted(SIZES, Timed(2, 512, 1, None, 1.0), TRUE)
     assert plain == pytest.approx(cost.target)
 
 
@@ -90,17 +101,17 @@ DRAFTS = {
 }
 
 
-def test_what_was_timed_becomes_a_table_for_each_model():
+def test_measured_times_become_one_table_per_model():
     passes, own, small = calibrate.steps_of(SIZES, DRAFTS, TIMES)
     assert (passes.model, passes.kind, passes.nodes) == (SIZES.key, cost_model.PASS, (1, 2, 4))
     assert dict(zip(passes.grid, passes.seconds, strict=True))[4, 512, 2] == 4 * 512 * 2
     assert (own.model, own.slots, own.seconds) == (SIZES.key, (64,), (2.0, 8.0))
-    # With a budget the context does not matter, and the contexts' median counts.
+    # With a budget, the time is the median over contexts.
     assert (small.model, small.batches, small.slots) == (SMALL.key, (1, 4), (256, 512, 1024))
     assert small.seconds == (768.5, 513, 1025, 770.0, 516, 1028)
 
 
-def test_a_difference_that_noise_made_negative_stands_for_nothing():
+def test_a_negative_difference_of_times_is_replaced():
     noisy = {
         place: dataclasses.replace(times, drafts={"self": -1.0}) for place, times in TIMES.items()
     }
@@ -108,7 +119,7 @@ def test_a_difference_that_noise_made_negative_stands_for_nothing():
     assert own.seconds == (calibrate.SHORTEST,) * 2
 
 
-def test_constants_are_fitted_to_passes_and_to_rounds_of_the_target_itself():
+def test_constants_are_fitted_to_passes_and_self_speculation_rounds():
     rows = calibrate.rows_of(4, 512, TIMES[4, 512], {"self": 64}, 3)
     assert rows[1:] == [
         Timed(4, 512, 2, None, 4096),
@@ -126,18 +137,18 @@ def rates(monkeypatch):
 
 @pytest.mark.usefixtures("rates")
 @pytest.mark.parametrize("offload", quick([False, True], False))
-def test_a_profile_is_written_and_serves_a_plan_here(directory, tmp_path, run, offload):
+def test_calibrate_writes_a_profile_that_plan_uses(directory, tmp_path, run, offload):
     out = tmp_path / "here.json"
     grid = ("--batch", 1, "--context", 64, "--nodes", 2, "--drafter", "self:streaming:32")
     where = ("--target", directory, "--dtype", "float32", *["--offload"] * offload)
-    code, said, err = run("calibrate", *where, "--out", out, *grid, "--gamma", 1, "--turns", 1)
+    code, said, err = run("calibrate", *where, "--out", out, *grid, "--gamma", 1, "--repeats", 1)
     assert (code, err) == (0, "")
-    assert "ms of a pass by nodes  1:" in said and "self:streaming:32:" in said
-    assert f"written to {out}" in said
+    assert "ms per pass, by nodes  1:" in said and "self:streaming:32:" in said
+    assert f"wrote {out}" in said
     device = cost_model.load_profile(out)
     passes, draft = device.measured
     assert (passes.nodes, draft.slots) == ((1, 2), (32,))
-    # A plan for the very place that was timed foretells what was timed.
+    # A plan for the timed batch and context predicts the measured times.
     sizes = cost_model.sizes_of(models.load_config(directory), "float32", offload=offload)
     assert passes.model == sizes.key and ("streamed" in sizes.key) == offload
     cost = cost_model.round_cost(
@@ -147,34 +158,34 @@ def test_a_profile_is_written_and_serves_a_plan_here(directory, tmp_path, run, o
     assert cost.verify + cost.rest == pytest.approx(passes.seconds[1])
     if draft.seconds[0] > calibrate.SHORTEST:
         assert cost.draft == pytest.approx(draft.seconds[0])
-    else:  # noise ate it, and bytes say how short it is
-        assert "self:streaming:32: lost in noise" in said
+    else:  # too short to measure: the roofline predicts it
+        assert "self:streaming:32: below noise" in said
         constants = cost_model.Machine(dataclasses.replace(device, measured=()))
         by_bytes = cost_model.draft_step(cost_model.Draft(sizes, 32), constants, 1, 64)
         assert cost.draft == pytest.approx(sum(by_bytes.values()))
-    assert ("constants for other models are not fitted" in said) == offload
+    assert ("constants for other models: not fitted" in said) == offload
     assert (device.bandwidth, device.matrix_rate, device.link) == (1e10, 1e11, None)
     plan = ("plan", *where, "--batch", 2, "--context", 64, "--device", out, "--acceptance", 0.8)
     code, said, err = run(*plan, "--drafter", "self:streaming:32")
     assert (code, err) == (0, "")
-    assert "plain decoding: T_target" in said
+    assert "plain decoding: predicted T_target" in said
     code, _, err = run(*plan, "--mesh", "model=2")
     assert code == 2 and "the link between devices of" in err
 
 
 def test_matrix_products_are_timed_at_their_flops(monkeypatch):
     monkeypatch.setitem(calibrate.MATRIX_SIZE, "cpu", 64)
-    monkeypatch.setattr(calibrate, "fastest_seconds", lambda calls, rounds: {"product": 0.5})
+    monkeypatch.setattr(calibrate, "fastest_seconds", lambda calls, repeats: {"product": 0.5})
     assert calibrate.matrix_rate("float32") == 2 * 64**3 / 0.5
 
 
 REFUSED = {
-    "no profile": (["--out", "here.txt"], "--out here.txt: a profile is a .json file"),
+    "no profile": (["--out", "here.txt"], "--out here.txt must be a .json file"),
     "one node": (["--out", "a.json", "--nodes", "1"], "--nodes 1 must be at least 2"),
-    "no turn": (["--out", "a.json", "--turns", "0"], "--turns 0 must be at least 1"),
+    "no repeat": (["--out", "a.json", "--repeats", "0"], "--repeats 0 must be at least 1"),
     "a drafter": (
         ["--out", "a.json", "--target", "DIR", "--drafter", "slef"],
-        "'slef' is no drafter",
+        "'slef' is not a drafter",
     ),
     "a budget": (
         [
@@ -187,9 +198,9 @@ REFUSED = {
             "--drafter",
             "self:streaming:20",
         ],
-        "too small a ring",
+        "is too small: its ring has",
     ),
-    "no model": (["--out", "a.json", "--target", "lama"], "is no directory"),
+    "no model": (["--out", "a.json", "--target", "lama"], "is not a directory"),
     "too long": (
         ["--out", "a.json", "--target", "DIR", "--context", "100", "9000"],
         "9000 tokens",
@@ -198,7 +209,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_bad_options_are_refused_before_anything_is_measured(what, run, directory, monkeypatch):
+def test_invalid_options_are_errors_before_measurement(what, run, directory, monkeypatch):
     def measured(*arguments):
         raise AssertionError("measured")
 

@@ -1,16 +1,20 @@
-"""The command line on a tiny model directory: what it prints, and where."""
+"""The command line on a tiny model directory: its output and its statistics."""
 
+import builtins
 import logging
 import pathlib
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import magicjax
+import models
 from magicjax import cost_model
-from magicjax.cli import main
+from magicjax.cli import generate, main
 from magicjax.drafters.spec import make_drafter
 from tests.magicjax import tiny
 from tests.quick import quick
@@ -23,7 +27,7 @@ def expected_text(directory, **options) -> str:
     return magicjax.generate(target, [PROMPT], max_new_tokens=20, **options).texts[0]
 
 
-def test_it_prints_the_text_and_reports_acceptance_beside_it(directory, run):
+def test_it_prints_the_text_and_reports_acceptance(directory, run):
     code, out, err = run(
         *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20),
         *("--drafter", "self:streaming:32", "--tree", "chain:3", "--show-tree"),
@@ -32,11 +36,12 @@ def test_it_prints_the_text_and_reports_acceptance_beside_it(directory, run):
     drawing, _, text = out.partition("└─3\n")
     assert drawing.startswith("4 nodes, depth 3\n0\n└─1\n  └─2\n")
     assert text == expected_text(directory) + "\n"
-    first = r"^20 tokens, 19 of them decoded in [\d.]+ s: [\d.]+ tokens/s \(\d+ rounds, .*xla\)$"
-    assert re.search(first, err, re.M)
-    assert re.search(r"^tau \d\.\d\d tokens a round, of 4.0 nodes$", err, re.M)
-    assert re.search(r"^accepted by depth  1: [\d.]+  2: [\d.]+  3: [\d.]+$", err, re.M)
-    assert re.search(r"^  where reached    1: [\d.]+  2: [\d.]+  3: [\d.]+$", err, re.M)
+    assert re.search(r"^20 tokens, attention backend xla$", err, re.M)
+    decoding = r"^decoding 19 tokens: [\d.]+ s, [\d.]+ tokens/s, \d+ rounds$"
+    assert re.search(decoding, err, re.M)
+    assert re.search(r"^tau \d\.\d\d tokens per round, 4.0 nodes per round$", err, re.M)
+    assert re.search(r"^acceptance by depth  1: [\d.]+  2: [\d.]+  3: [\d.]+$", err, re.M)
+    assert re.search(r"^  if reached         1: [\d.]+  2: [\d.]+  3: [\d.]+$", err, re.M)
     assert re.search(r"^KV cache: target [\d.]+ MB, draft [\d.]+ MB$", err, re.M)
 
 
@@ -52,18 +57,18 @@ def test_a_small_model_and_a_prompt_from_a_file_give_the_same_text(directory, ru
 
 
 @pytest.mark.slow
-def test_auto_tells_what_it_tried_and_gives_the_same_text(directory, run, tmp_path):
+def test_auto_reports_its_trials_and_gives_the_same_text(directory, run, tmp_path):
     profile = tmp_path / "here.json"
     device = cost_model.Device("here", 2e10, 1e11, 1e10, None, dtype="float32", round_seconds=0.0)
     cost_model.save_profile(profile, device, {})
     code, out, err = run(
         *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20),
-        *("--drafter", "auto", "--candidate", "look-up", "--profile", profile),
+        *("--drafter", "auto", "--candidate", "prompt-lookup", "--profile", profile),
     )
     assert (code, out) == (0, expected_text(directory) + "\n")
-    assert re.search(r"^tried plain decoding: [\d.]+ ms a round$", err, re.M)
-    assert re.search(r"^tried look-up:4: [\d.]+ ms a round, accepted ", err, re.M)
-    assert re.search(r"^(chosen|off; the least slow is) look-up:4, depth \d, ", err, re.M)
+    assert re.search(r"^plain decoding: [\d.]+ ms per step$", err, re.M)
+    assert re.search(r"^prompt-lookup:4: [\d.]+ ms per round, acceptance by depth ", err, re.M)
+    assert re.search(r"^chosen: (plain.* is )?prompt-lookup:4, depth \d, ", err, re.M)
 
 
 def test_plain_decoding_reports_no_acceptance(directory, run):
@@ -71,17 +76,16 @@ def test_plain_decoding_reports_no_acceptance(directory, run):
         "generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20
     )
     assert (code, out) == (0, expected_text(directory) + "\n")
-    assert "accepted by depth" not in err
+    assert "acceptance by depth" not in err
 
 
-def test_without_a_round_there_is_no_tau(directory, run):
+def test_without_a_round_no_tau_is_reported(directory, run):
     code, out, err = run(
         *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 1),
-        *("--drafter", "look-up", "--tree", "chain:2"),
+        *("--drafter", "prompt-lookup", "--tree", "chain:2"),
     )
     assert code == 0
-    assert err.startswith("1 token, from prefill (attention: ")
-    assert "tau" not in err
+    assert err.startswith("1 tokens, attention backend xla\nprefill ")
 
 
 SAMPLING = {
@@ -103,12 +107,12 @@ SAMPLING = {
     ),
     "two drafters, a tree each": (
         [
-            *("--drafter", "self:streaming:32", "--drafter", "look-up:3"),
+            *("--drafter", "self:streaming:32", "--drafter", "prompt-lookup:3"),
             *("--tree", "dynamic:4,2,2", "--tree", "chain:3"),
         ],
         dict(
             drafter=magicjax.Ensemble(
-                (magicjax.SelfSpeculation("streaming", 32), magicjax.LookUp(3)),
+                (magicjax.SelfSpeculation("streaming", 32), magicjax.PromptLookup(3)),
                 (magicjax.DynamicTree(4, 2, 2), magicjax.chain(3)),
             )
         ),
@@ -117,8 +121,8 @@ SAMPLING = {
 
 
 @pytest.mark.parametrize("what", quick(SAMPLING, "filtered", "plain"))
-def test_options_are_those_of_generate(what, directory, run):
-    """The very text, which the seed, the rule and the draws decide together."""
+def test_options_have_the_effect_of_generates_arguments(what, directory, run):
+    """The text is the same, and depends on the seed, the rule and the draws."""
     arguments, options = SAMPLING[what]
     code, out, err = run(
         *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20),
@@ -144,14 +148,14 @@ SPARSE = {
             *("--drafter", "small:DIR:streaming:48", "--tree", "chain:3"),
             *("--sink-positions", "in_cache"),
         ],
-        r"accepted by depth",
+        r"acceptance by depth",
     ),
     "an option for one of two": (
         [
             *("--drafter", "self:h2o:32", "--drafter", "self:streaming:32", "--tree", "chain:2"),
             *("--refresh-every", "2", "--kv-dtype", "int4"),
         ],
-        r"accepted by depth",
+        r"acceptance by depth",
     ),
 }
 
@@ -170,52 +174,41 @@ def test_sparse_caches_give_the_same_text(what, directory, run):
 def test_several_drafters_share_one_tree_or_have_one_each():
     def made(*arguments):
         needed = ("generate", "--target", "t", "--prompt", "p")
-        found = main._parser().parse_args([*needed, *arguments])
-        return main._speculation(found, magicjax.load)
+        return generate.speculation(main.parser().parse_args([*needed, *arguments]))
 
-    two = ("--drafter", "self:streaming:32", "--drafter", "look-up")
-    members = (magicjax.SelfSpeculation("streaming", 32), magicjax.LookUp())
+    two = ("--drafter", "self:streaming:32", "--drafter", "prompt-lookup")
+    members = (magicjax.SelfSpeculation("streaming", 32), magicjax.PromptLookup())
     chain, bush = magicjax.chain(2), magicjax.expansion((2, 1))
     assert made(*two) == (magicjax.Ensemble(members), None)
     assert made(*two, "--tree", "chain:2") == (magicjax.Ensemble(members), chain)
     trees = ("--tree", "expansion:2,1", "--tree", "chain:2")
     assert made(*two, *trees) == (magicjax.Ensemble(members, (bush, chain)), None)
-    assert made("--drafter", "look-up", "--tree", "chain:2") == (magicjax.LookUp(), chain)
+    assert made("--drafter", "prompt-lookup", "--tree", "chain:2") == (
+        magicjax.PromptLookup(),
+        chain,
+    )
     assert made() == (None, None)
 
 
-class Letters:
-    """A tokenizer whose tokens are bytes, so that a character may take several."""
+def test_a_character_of_several_tokens_is_printed_when_it_is_complete(directory, monkeypatch):
+    tokenizer = models.load_tokenizer(directory)
+    tokens, printed = tokenizer("n☃!")["input_ids"], []
+    assert len(tokens) == 5
 
-    def decode(self, tokens, skip_special_tokens):
-        assert skip_special_tokens
-        return bytes(tokens).decode("utf-8", "replace")
+    def rounds(count):
+        for token in tokens[:count]:
+            yield [np.array([token])]
+        return SimpleNamespace(texts=[tokenizer.decode(tokens[:count])])
 
-
-def test_a_character_of_several_tokens_is_printed_when_it_is_whole(capsys):
-    import numpy as np
-
-    def rounds():
-        for byte in "né!".encode():
-            yield [np.array([byte])]
-        return "the output"
-
-    shown = []
-
-    class Screen:
-        def write(self, text):
-            shown.append(text)
-
-        def flush(self):
-            pass
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stdout", Screen())
-        assert main._print_stream(rounds(), Letters()) == "the output"
-    assert [text for text in shown if text] == ["n", "é", "!", "\n"]
+    monkeypatch.setattr(builtins, "print", lambda text, **_: printed.append(text))
+    generate.print_stream(rounds(5), tokenizer)
+    assert printed == ["n", "", "", "☃", "!", ""]
+    printed.clear()
+    generate.print_stream(rounds(2), tokenizer)  # an incomplete character at the end
+    assert printed == ["n", "", "\N{REPLACEMENT CHARACTER}"]
 
 
-def test_a_drafter_is_read_as_it_is_written():
+def test_drafter_specs_are_parsed():
     assert make_drafter("self:streaming:64", magicjax.load) == magicjax.SelfSpeculation(budget=64)
     assert make_drafter("self", magicjax.load) == magicjax.SelfSpeculation()
     assert make_drafter("self", magicjax.load, draw="top") == magicjax.SelfSpeculation(draw="top")
@@ -223,8 +216,8 @@ def test_a_drafter_is_read_as_it_is_written():
     assert make_drafter("self:h2o:9", magicjax.load, refresh_every=4, kv_dtype="int8") == (
         magicjax.SelfSpeculation("h2o", 9, refresh_every=4, kv_dtype="int8")
     )
-    assert make_drafter("look-up", magicjax.load) == magicjax.LookUp()
-    assert make_drafter("look-up:7", magicjax.load) == magicjax.LookUp(7)
+    assert make_drafter("prompt-lookup", magicjax.load) == magicjax.PromptLookup()
+    assert make_drafter("prompt-lookup:7", magicjax.load) == magicjax.PromptLookup(7)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +231,7 @@ def test_a_drafter_is_read_as_it_is_written():
         ("small:a:snapkv:64:h2o:32", "a:snapkv:64", "h2o", 32),
     ],
 )
-def test_a_small_models_policy_stands_behind_its_last_colons(text, path, policy, budget):
+def test_the_policy_of_a_small_model_follows_its_last_colons(text, path, policy, budget):
     made = make_drafter(text, lambda source: source)
     assert made == magicjax.SmallModel(path, policy=policy, budget=budget)
 
@@ -252,12 +245,12 @@ def test_options_reach_the_drafters_that_can_use_them():
     assert made("small:d") == magicjax.SmallModel("d")
     assert made("small:d:h2o") == magicjax.SmallModel("d", policy="h2o", kv_dtype="int8")
     assert made("self:full") == magicjax.SelfSpeculation("full")
-    assert made("look-up") == magicjax.LookUp()
+    assert made("prompt-lookup") == magicjax.PromptLookup()
     policy = magicjax.policies.TOVA()
     assert made("self:tova:64") == magicjax.SelfSpeculation(policy, 64, None, 4, "int8")
 
 
-def test_the_version_is_that_of_the_package(run):
+def test_the_version_is_that_of_the_installed_package(run):
     code, out, err = run("--version")
     assert code == 0 and re.fullmatch(r"magicjax \d+\.\d+\.\d+\n", out)
 
@@ -269,7 +262,7 @@ def test_python_runs_the_package_as_the_command():
     assert ran.stdout.startswith("magicjax ")
 
 
-def test_verbose_logs_this_package_alone(directory, run):
+def test_verbose_logs_this_package_only(directory, run):
     code, out, err = run(
         *("generate", "--target", directory, "--prompt", "a", "--max-new-tokens", "600"),
         "--verbose",

@@ -1,11 +1,11 @@
-"""How the command line refuses: in its own words, before weights are loaded."""
+"""Errors of the command line: in terms of options, before weights are loaded."""
 
 import re
 
 import pytest
 
 import magicjax
-from magicjax.cli import main
+from magicjax.cli.options import in_option_names
 from magicjax.decoding import program_cache
 from magicjax.drafters.spec import make_drafter
 
@@ -16,11 +16,11 @@ REFUSED = {
         ["--target", "DIR", "--prompt", "a", "--prompt-file", "b"],
         "not allowed with argument",
     ),
-    "no such directory": (["--target", "./none", "--prompt", "a"], "./none is no directory"),
+    "no such directory": (["--target", "./none", "--prompt", "a"], "./none is not a directory"),
     "no such preset": (["--target", "opt-125", "--prompt", "a"], "the nearest is 'opt-125m'"),
     "nothing of that name": (
         ["--target", "nosuch", "--prompt", "a"],
-        "'nosuch' is no directory, and preset 'nosuch' does not exist: all are llama-68m,",
+        "'nosuch' is not a directory, and preset 'nosuch' does not exist: all are llama-68m,",
     ),
     "a directory without a model": (
         ["--target", "PARENT", "--prompt", "a"],
@@ -28,8 +28,7 @@ REFUSED = {
     ),
     "a preset without a tokenizer": (
         ["--target", "opt-125m", "--prompt", "a"],
-        "opt-125m has no tokenizer, and text needs one: give a directory that has one with "
-        "--tokenizer",
+        "opt-125m has no tokenizer: pass a directory that has one as --tokenizer",
     ),
     "no such file": (
         ["--target", "DIR", "--prompt-file", "/none"],
@@ -37,7 +36,7 @@ REFUSED = {
     ),
     "a directory for a file": (
         ["--target", "DIR", "--prompt-file", "PARENT"],
-        "is a directory: give a file of text",
+        "is a directory: pass a text file",
     ),
     "a file of bytes": (
         ["--target", "DIR", "--prompt-file", "BYTES"],
@@ -45,101 +44,119 @@ REFUSED = {
     ),
     "no such option": (
         ["--taget", "DIR", "--prompt", "a"],
-        "magicjax generate: error: no such option: --taget; did you mean --target?",
+        "magicjax generate: error: unknown option --taget; did you mean '--target'?",
     ),
     "half an option": (
         ["--target", "DIR", "--prompt", "a", "--temp", "2"],
-        "no such option: --temp",
+        "unknown option --temp",
     ),
-    "a stray word": (["--target", "DIR", "--prompt", "a", "word"], "no such option: word"),
+    "a stray word": (["--target", "DIR", "--prompt", "a", "word"], "unknown option word"),
     "no such dtype": (["--target", "DIR", "--prompt", "a", "--dtype", "floaty"], "floaty"),
     "empty prompt": (["--target", "DIR", "--prompt", ""], "prompt 0 is empty"),
     "too long": (
         ["--target", "DIR", "--prompt", "a", "--max-new-tokens", "600"],
-        "the target has 512: shorten the prompt or --max-new-tokens",
+        "the target has 512: shorten the prompt or reduce max_new_tokens",
     ),
     "no new token": (
         ["--target", "DIR", "--prompt", "a", "--max-new-tokens", "0"],
-        "--max-new-tokens 0: it must be at least 1",
+        "--max-new-tokens 0 must be at least 1",
     ),
     "a tree alone": (
         ["--target", "DIR", "--prompt", "a", "--tree", "chain:2"],
-        "--tree needs a --drafter: give one, or leave --tree out",
+        "--tree has no effect without --drafter: remove it",
     ),
     "a drawing of no tree": (
         ["--target", "DIR", "--prompt", "a", "--show-tree"],
-        "--show-tree needs a --drafter",
+        "--show-tree has no effect without --drafter",
     ),
     "a draw alone": (
         ["--target", "DIR", "--prompt", "a", "--do-sample", "--draw", "top"],
-        "--draw needs a --drafter",
+        "--draw has no effect without --drafter",
     ),
     "a draw of nothing": (
         [
             *("--target", "DIR", "--prompt", "a", "--do-sample"),
-            *("--drafter", "look-up", "--draw", "top"),
+            *("--drafter", "prompt-lookup", "--draw", "top"),
         ],
-        "--draw has no meaning for a look-up",
+        "--draw has no effect on prompt lookup: remove it",
     ),
     "auto beside another": (
         [
             *("--target", "DIR", "--prompt", "a", "--drafter", "auto"),
-            *("--drafter", "look-up"),
+            *("--drafter", "prompt-lookup"),
         ],
-        "--drafter auto stands alone: name what it tries with --candidate",
+        "--drafter auto excludes other drafters: list them with --candidate instead",
     ),
     "a tree of auto": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "auto", "--tree", "chain:2"],
-        "--drafter auto chooses the tree: leave --tree out",
+        "--tree has no effect with --drafter auto, which chooses the tree: remove it",
     ),
     "a candidate of another": (
-        ["--target", "DIR", "--prompt", "a", "--drafter", "look-up", "--candidate", "look-up"],
-        "--candidate is for --drafter auto",
+        [
+            "--target",
+            "DIR",
+            "--prompt",
+            "a",
+            "--drafter",
+            "prompt-lookup",
+            "--candidate",
+            "prompt-lookup",
+        ],
+        "--candidate has no effect without --drafter auto",
     ),
     "auto tries itself": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "auto", "--candidate", "auto"],
-        "auto cannot try itself: write self:streaming:256",
+        "auto is not a candidate: use self:streaming:256",
     ),
     "no profile": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "auto", "--profile", "no.json"],
-        "the profile no.json does not exist: measure this one with `magicjax calibrate",
+        "the profile no.json does not exist: measure this device with `magicjax calibrate",
     ),
     "a candidate that cannot draft": (
         [
             *("--target", "DIR", "--prompt", "a", "--drafter", "auto", "--profile", "h100"),
             *("--candidate", "self:streaming:20"),
         ],
-        "budget=20 leaves too small a ring",
+        "budget=20 is too small: its ring has",
     ),
     "an option of no candidate": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "auto", "--kv-dtype", "int8"],
-        "--kv-dtype needs a --candidate",
+        "--kv-dtype has no effect without --candidate",
     ),
     "a refresh alone": (
         ["--target", "DIR", "--prompt", "a", "--refresh-every", "4"],
-        "--refresh-every needs a --drafter",
+        "--refresh-every has no effect without --drafter",
     ),
     "a refresh of a full cache": (
         [
             *("--target", "DIR", "--prompt", "a", "--drafter", "self:full"),
             *("--drafter", "small:DIR:snapkv:64", "--refresh-every", "4"),
         ],
-        "--refresh-every is for the sparse cache of self:POLICY, with another policy than "
-        "streaming or full: give such a --drafter, or leave --refresh-every out",
+        "--refresh-every has no effect without a sparse cache of --drafter self:POLICY, with "
+        "another policy than streaming or full: remove it",
     ),
     "a dtype of no cache": (
         [
-            *("--target", "DIR", "--prompt", "a", "--drafter", "small:DIR", "--drafter", "look-up"),
+            *(
+                "--target",
+                "DIR",
+                "--prompt",
+                "a",
+                "--drafter",
+                "small:DIR",
+                "--drafter",
+                "prompt-lookup",
+            ),
             *("--kv-dtype", "int8"),
         ],
-        "--kv-dtype is for the sparse cache of self:POLICY or small:PATH:POLICY",
+        "--kv-dtype has no effect without a sparse cache of --drafter self:POLICY or small:",
     ),
     "sinks of no small model": (
         [
             *("--target", "DIR", "--prompt", "a", "--drafter", "self:streaming:64"),
             *("--sink-positions", "text"),
         ],
-        "--sink-positions is for the sparse cache of small:PATH:streaming: give such a --drafter",
+        "--sink-positions has no effect without a sparse cache of --drafter small:PATH:streaming",
     ),
     "a refresh of no round": (
         [
@@ -153,20 +170,20 @@ REFUSED = {
             *("--target", "DIR", "--prompt", "a", "--drafter", "self:streaming:64"),
             *("--refresh-every", "4"),
         ],
-        "--refresh-every is for the sparse cache of self:POLICY, with another policy than "
-        "streaming or full: give such a --drafter, or leave --refresh-every out",
+        "--refresh-every has no effect without a sparse cache of --drafter self:POLICY, with "
+        "another policy than streaming or full: remove it",
     ),
     "sinks that move with another policy": (
         [
             *("--target", "DIR", "--prompt", "a", "--drafter", "small:DIR:snapkv:64"),
             *("--sink-positions", "in_cache"),
         ],
-        "--sink-positions is for the sparse cache of small:PATH:streaming: give such a --drafter",
+        "--sink-positions has no effect without a sparse cache of --drafter small:PATH:streaming",
     ),
     "a budget of a full cache": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "self:full:64"],
-        "budget=64: with policy 'full' the draft reads the target's own cache; give another "
-        "policy, or leave budget out",
+        "budget=64: with policy 'full' the draft reads the target's own cache; use another "
+        "policy, or omit budget",
     ),
     "no such kv dtype": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "self:snapkv", "--kv-dtype", "int2"],
@@ -174,35 +191,44 @@ REFUSED = {
     ),
     "no such policy of a small model": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "small:DIR:h20:64"],
-        "argument --drafter: policy='h20' is unknown: did you mean 'h2o'? It must be one of",
+        "argument --drafter: policy='h20' is unknown: use one of",
     ),
     "a directory with a colon": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "small:llama:7b"],
-        "for a directory of that name write small:llama:7b:full",
+        "(a directory of that name needs small:llama:7b:full)",
     ),
     "a draw in greedy decoding": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "self", "--draw", "top"],
-        "--draw is for sampling: pass --do-sample",
+        "--draw has no effect in greedy decoding, without --do-sample",
     ),
     "three trees for two drafters": (
         [
-            *("--target", "DIR", "--prompt", "a", "--drafter", "self", "--drafter", "look-up"),
+            *(
+                "--target",
+                "DIR",
+                "--prompt",
+                "a",
+                "--drafter",
+                "self",
+                "--drafter",
+                "prompt-lookup",
+            ),
             *("--tree", "chain:2") * 3,
         ],
-        "3 --tree for 2 --drafter: give one, or one for each drafter",
+        "3 --tree for 2 --drafter: pass one, or one per drafter",
     ),
     "a temperature in greedy decoding": (
         ["--target", "DIR", "--prompt", "a", "--temperature", "0.5"],
-        "--temperature 0.5 has no meaning in greedy decoding: pass --do-sample, or leave it out",
+        "--temperature 0.5 has no effect in greedy decoding: pass --do-sample or omit temperature",
     ),
     "a temperature of zero": (
         ["--target", "DIR", "--prompt", "a", "--do-sample", "--temperature", "0"],
-        "--temperature 0: it must be above 0 and finite in float32; for the most likely tokens "
-        "alone, leave --do-sample out",
+        "--temperature 0 must be above 0 and finite in float32; for greedy decoding, omit "
+        "do_sample",
     ),
     "a verifier in greedy decoding": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "self", "--verifier", "mss"],
-        "--verifier 'mss' is for sampling: pass --do-sample",
+        "--verifier 'mss' requires sampling: pass --do-sample or omit verifier",
     ),
     "a verifier that is not exact": (
         [
@@ -217,7 +243,7 @@ REFUSED = {
     ),
     "no such tree": (
         ["--target", "DIR", "--prompt", "a", "--tree", "bush:2"],
-        "'bush:2' is no tree: write chain:4, expansion:2,2,1, parents:-1,0,0,1 or dynamic:16,6,4",
+        "'bush:2' is not a tree: use chain:4, expansion:2,2,1, parents:-1,0,0,1 or dynamic:16,6,4",
     ),
     "a tree out of order": (
         ["--target", "DIR", "--prompt", "a", "--tree", "parents:-1,2,0"],
@@ -225,11 +251,11 @@ REFUSED = {
     ),
     "no such drafter": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "big:DIR"],
-        "'big:DIR' is no drafter: write self:streaming:256 (policy and budget), small:PATH",
+        "'big:DIR' is not a drafter: use self:streaming:256 (policy and budget), small:PATH",
     ),
     "no such small model": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "small:./none"],
-        "./none is no directory",
+        "./none is not a directory",
     ),
     "no such policy": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "self:streamin:64"],
@@ -237,7 +263,7 @@ REFUSED = {
     ),
     "a budget too small": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "self:streaming:8"],
-        "budget=8 leaves too small a ring",
+        "budget=8 is too small: its ring has",
     ),
     "no such backend": (
         ["--target", "DIR", "--prompt", "a", "--backend", "triton"],
@@ -247,7 +273,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_bad_arguments_end_with_exit_code_2_and_the_reason(
+def test_invalid_arguments_exit_with_code_2_and_the_reason(
     what, directory, run, tmp_path, monkeypatch
 ):
     """Before anything is compiled, and before weights are loaded."""
@@ -264,9 +290,11 @@ def test_bad_arguments_end_with_exit_code_2_and_the_reason(
     assert program_cache.count() == before
 
 
-@pytest.mark.parametrize("text", ["", "self:", "self:streaming:", "small", "small:", "look-up:a"])
-def test_half_a_drafter_is_none(text):
-    with pytest.raises(ValueError, match="is no drafter: write self:streaming:256"):
+@pytest.mark.parametrize(
+    "text", ["", "self:", "self:streaming:", "small", "small:", "prompt-lookup:a"]
+)
+def test_an_incomplete_drafter_is_an_error(text):
+    with pytest.raises(ValueError, match="is not a drafter: use self:streaming:256"):
         make_drafter(text, magicjax.load)
 
 
@@ -274,14 +302,15 @@ def test_a_prompt_may_begin_with_dashes(directory, run):
     code, out, err = run(
         *("generate", "--target", directory, "--prompt=--a", "--max-new-tokens", 600)
     )
-    assert "prompt 0 has " in err and "no such option" not in err
+    assert "prompt 0 has " in err and "unknown option" not in err
 
 
-def test_arguments_of_generate_become_options_and_paths_stay():
-    said = "top_k=-1 in ./top_k/max_new_tokens: pass do_sample=True, or leave max_new_tokens out"
-    assert main.in_words_of_options("refresh_every=0: leave kv_dtype='int8' out") == (
-        "--refresh-every 0: leave --kv-dtype 'int8' out"
+def test_python_arguments_become_options_and_paths_stay():
+    names = ("top_k", "do_sample", "max_new_tokens", "refresh_every", "kv_dtype")
+    text = "top_k=-1 in ./top_k=1/a: pass do_sample=True, or omit max_new_tokens"
+    assert in_option_names("refresh_every=0: kv_dtype='int8'", names) == (
+        "--refresh-every 0: --kv-dtype 'int8'"
     )
-    assert main.in_words_of_options(said) == (
-        "--top-k -1 in ./top_k/max_new_tokens: pass --do-sample, or leave --max-new-tokens out"
+    assert in_option_names(text, names) == (
+        "--top-k -1 in ./top_k=1/a: pass --do-sample, or omit max_new_tokens"
     )

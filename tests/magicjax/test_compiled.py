@@ -1,4 +1,4 @@
-"""What the compiled loop does with the caches: it writes them where they lie, and copies none."""
+"""The compiled loop writes caches in place and copies none."""
 
 import collections
 import re
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 # A cache that outweighs everything else: 2 rows, 2 heads of 64, 16,384 slots, in 2 layers.
 WIDE = tiny.config(head_dim=64, max_positions=20_000)
-# Caches differ in size, so that each is told apart: the drafter's has one head more.
+# Caches differ in size to be distinguishable: the drafter's has one more head.
 SMALL = tiny.config(head_dim=64, max_positions=20_000, num_heads=3, num_kv_heads=3, num_layers=1)
 PROMPT, BUDGET = 16000, 1000
 
@@ -66,11 +66,11 @@ def shaped(config) -> magicjax.Model:
 def request_of(name: str):
     kind, tree = DRAFTS[name]
     own, small = magicjax.SelfSpeculation(budget=BUDGET), magicjax.SmallModel(shaped(SMALL))
-    look_up = magicjax.LookUp()
+    prompt_lookup = magicjax.PromptLookup()
     drafters = {
         "self": own,
         "small": small,
-        "ensemble": magicjax.Ensemble([own, small, look_up]),
+        "ensemble": magicjax.Ensemble([own, small, prompt_lookup]),
         "snapkv": magicjax.SelfSpeculation("snapkv", BUDGET, refresh_every=4),
         "h2o": magicjax.SelfSpeculation("h2o", BUDGET, refresh_every=4),
         "pyramidkv": magicjax.SelfSpeculation("pyramidkv", BUDGET),
@@ -100,7 +100,7 @@ def num_bytes(cache) -> int:
 
 
 def sizes_of(request, state) -> dict[str, int]:
-    """Returns how many elements one layer's keys have, of each cache in the state."""
+    """Returns the number of elements of one layer's keys, per cache in the state."""
     sizes = {"target": state.cache.k[0].size}
     if request.drafter is not None:
         own = jax.tree.leaves(state.drafter, is_leaf=is_cache)
@@ -110,7 +110,7 @@ def sizes_of(request, state) -> dict[str, int]:
 
 
 def moves(program: str, size: int) -> collections.Counter:
-    """Returns the operations that make an array of so many elements other than by an update."""
+    """Returns the operations, other than updates, whose result has `size` elements."""
     found = collections.Counter()
     for line in program.splitlines():
         match = re.search(r"= \(?\w+\[([\d,]+)\]\S* ([\w-]+)\(", line)
@@ -121,7 +121,7 @@ def moves(program: str, size: int) -> collections.Counter:
 
 
 def decode_program(request, state):
-    """Returns the compiled loop, made without the cache of programs: it may be a wrong one."""
+    """Compiles the loop without the program cache, which may hold the unpatched one."""
 
     def run(target, drafter, state):
         return loop.decode(request.settings, target, drafter, state)
@@ -149,7 +149,7 @@ def test_the_loop_copies_no_cache_and_needs_little_memory_beside_them(name):
     sizes = sizes_of(request, state)
     assert len(set(sizes.values())) == len(sizes)
     moved = moved_caches(program, sizes)
-    if name.startswith("int"):  # quantized entries are made numbers again where they are read
+    if name.startswith("int"):  # quantized entries are dequantized where they are read
         assert "copy" not in moved.pop("draft")
     assert moved == {}
     held = num_bytes(state.cache)
@@ -163,16 +163,16 @@ def test_the_loop_copies_no_cache_and_needs_little_memory_beside_them(name):
     assert memory.alias_size_in_bytes >= held
 
 
-def test_a_commit_that_is_not_tied_to_its_reads_would_be_seen_as_a_copy(monkeypatch):
-    """Without the dependence on the round's verdict, XLA writes first and copies the cache."""
+def test_a_commit_without_data_dependence_on_its_reads_copies_the_cache(monkeypatch):
+    """Without the dependence on verification, XLA writes first and copies the cache."""
     monkeypatch.setattr(full_cache, "zero_after", lambda witness: 0)
-    monkeypatch.setattr(loop, "_cut", cut_without_looking)
+    monkeypatch.setattr(loop, "_truncate", truncate_without_the_result)
     request = request_of("plain")
     state = state_shapes(request)
     assert "target" in moved_caches(decode_program(request, state), sizes_of(request, state))
 
 
-def test_a_ring_that_shifts_its_entries_would_be_seen_as_a_move(monkeypatch):
+def test_a_ring_that_shifts_its_entries_is_detected_as_a_move(monkeypatch):
     def shift(cache, new, path, kept):
         del path
         last = [n[:, :1].swapaxes(1, 2) for n, _ in new]
@@ -185,8 +185,8 @@ def test_a_ring_that_shifts_its_entries_would_be_seen_as_a_move(monkeypatch):
     assert "draft" in moved_caches(decode_program(request, state), sizes_of(request, state))
 
 
-def cut_without_looking(emitting, verdict, state):
-    """Keeps one token of each row, whatever the target says."""
+def truncate_without_the_result(tokens, result, state):
+    """Keeps one token of each row, independently of verification."""
     kept = (~state.ended).astype(state.emitted.dtype)
     return kept, state.ended | (state.emitted + kept >= state.limits)
 
@@ -207,7 +207,7 @@ COUNTED = ("plain", "small_tree", "ensemble", "h2o_refreshed", "pyramidkv", "int
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_bytes_counted_beforehand_are_those_of_the_caches(name):
+def test_predicted_bytes_are_those_of_the_caches(name):
     request = request_of(name)
     state = state_shapes(request)
     own = filter(is_cache, jax.tree.leaves(state.drafter, is_leaf=is_cache))

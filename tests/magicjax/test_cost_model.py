@@ -1,4 +1,4 @@
-"""The cost model: counted by hand, growing with what it must grow with, and its refusals."""
+"""The cost model: hand-counted work, monotonicity, profiles, and errors."""
 
 import dataclasses
 import json
@@ -38,14 +38,14 @@ def test_every_parameter_is_counted_once(name):
     assert total == models.count_params(config)
 
 
-def test_a_config_alone_says_what_a_loaded_model_reads():
+def test_the_bytes_of_a_config_are_those_of_the_loaded_model():
     model = tiny.model()
     s = cost_model.sizes_of(model.config, "float32")
     assert s.weight_bytes == cost_model.weight_bytes(model)
     assert s.kv_bytes == cost_model.kv_bytes_per_token(model)
 
 
-def test_the_work_of_a_pass_is_what_one_counts_by_hand():
+def test_the_work_of_a_pass_equals_a_hand_count():
     """Llama-3.1-8B, 4 nodes of each of 2 rows against 100 slots, on 2 devices."""
     parts = cost_model.pass_parts(LLAMA, Machine(UNIT, model=2), 2, 4, 100)
     layers, width, heads, kv_heads, head, mlp, vocabulary = 32, 4096, 32, 8, 128, 14336, 128256
@@ -73,7 +73,7 @@ def test_one_device_sends_nothing():
     assert cost_model.seconds(parts, alone) == cost_model.seconds(parts, UNIT)
 
 
-def test_a_part_takes_the_longer_of_its_bytes_and_its_flops_and_all_else_adds():
+def test_a_part_takes_the_maximum_of_memory_and_compute_time_and_overheads_add():
     assert cost_model.seconds({"a": Part(bytes=3, flops=2)}, UNIT) == {"a": 3}
     assert cost_model.seconds({"a": Part(bytes=2, flops=3)}, UNIT) == {"a": 3}
     device = dataclasses.replace(
@@ -89,7 +89,7 @@ def test_a_part_takes_the_longer_of_its_bytes_and_its_flops_and_all_else_adds():
     assert cost_model.seconds({"a": part}, device) == {"a": 3 / 0.5 + 20 + 4 / 2 + 300}
 
 
-def test_a_round_is_its_drafts_its_verification_and_what_it_adds():
+def test_a_round_is_the_sum_of_drafts_verification_and_overhead():
     device = cost_model.find_device("h100")
     machine, where = Machine(device, model=8), (16, 32000)
     cost = round_cost(LLAMA, Draft(SMALL, 512), machine, *where, 5, 4)
@@ -100,7 +100,7 @@ def test_a_round_is_its_drafts_its_verification_and_what_it_adds():
     assert cost.target == sum(cost_model.plain_step(LLAMA, machine, *where).values())
     assert cost.total == 4 * cost.draft + cost.verify + device.round_seconds
     assert math.isclose(sum(cost.parts.values()), cost.total)
-    assert cost.speed_up(3.0) == 3 * cost.target / cost.total
+    assert cost.speedup(3.0) == 3 * cost.target / cost.total
 
 
 def test_a_quantized_draft_cache_is_read_with_its_scales():
@@ -109,7 +109,7 @@ def test_a_quantized_draft_cache_is_read_with_its_scales():
     assert LLAMA.draft_kv_bytes(4) == 2 * 32 * 8 * (64 + 4)
 
 
-def test_a_look_up_takes_no_time_and_no_memory():
+def test_prompt_lookup_takes_no_time_and_no_memory():
     machine = Machine(cost_model.find_device("h100"))
     assert round_cost(LLAMA, Draft(None), machine, 1, 1000, 5, 4).draft == 0
     assert Draft(None).memory(machine, 1, 1000, False) == 0
@@ -122,7 +122,7 @@ def test_a_draft_whose_heads_do_not_divide_runs_on_fewer_devices():
     assert Draft(LLAMA, 64).machine(in_groups) == Draft(SMALL).machine(in_groups) == in_groups
 
 
-def test_devices_beyond_the_kv_heads_hold_the_same_ones():
+def test_kv_heads_are_replicated_over_more_devices():
     eight, sixteen = (
         cost_model.pass_parts(LLAMA, Machine(UNIT, model=g), 2, 1, 100)["attention"]
         for g in (8, 16)
@@ -137,7 +137,7 @@ def test_devices_beyond_the_kv_heads_hold_the_same_ones():
     assert cache[2] == cache[0] / 2
 
 
-def test_memory_is_weights_caches_and_what_a_draft_adds():
+def test_memory_is_that_of_weights_caches_and_draft():
     machine = Machine(UNIT, model=2)
     weights = 2 * models.count_params(models.preset("llama-3.1-8b"))
     both = cost_model.memory_bytes(LLAMA, machine, 3, 100, LLAMA.kv_bytes)
@@ -163,7 +163,7 @@ def places(draw):
 
 @given(places(), st.integers(1, 50))
 @settings(deadline=None)
-def test_a_pass_never_gets_cheaper_with_more_rows_slots_or_nodes(place, more):
+def test_the_time_of_a_pass_is_monotone_in_rows_slots_and_nodes(place, more):
     machine, batch, context, nodes = place
 
     def total(b, s, n):
@@ -182,15 +182,15 @@ def test_a_pass_never_gets_cheaper_with_more_rows_slots_or_nodes(place, more):
 
 @given(places())
 @settings(deadline=None)
-def test_the_target_drafting_for_itself_on_all_it_knows_never_pays(place):
-    """Its speed-up is below 1 even if every token is accepted."""
+def test_self_speculation_on_the_full_cache_is_never_faster(place):
+    """Its speedup is below 1 even if every token is accepted."""
     machine, batch, context, nodes = place
     cost = round_cost(LLAMA, Draft(LLAMA), machine, batch, context, nodes + 1, nodes)
     assert cost.draft == pytest.approx(cost.target)
-    assert cost.speed_up(nodes + 1) < 1
+    assert cost.speedup(nodes + 1) < 1
 
 
-def test_a_tile_makes_flops_jump():
+def test_flops_grow_in_steps_of_a_tile():
     """With tiles of 4 rows, 5 nodes cost what 8 do, where FLOPs decide."""
     slow = Machine(dataclasses.replace(UNIT, matrix_rate=1e-6, tile=4))
     nodes = (1, 4, 5, 8, 9)
@@ -200,7 +200,7 @@ def test_a_tile_makes_flops_jump():
     assert times[2] == pytest.approx(2 * times[1]) and times[4] == pytest.approx(3 * times[1])
 
 
-def test_a_profile_comes_back_as_it_was(tmp_path):
+def test_a_profile_round_trips(tmp_path):
     path = tmp_path / "here.json"
     cost_model.save_profile(path, UNIT, {"rows": []})
     assert cost_model.load_profile(path) == UNIT
@@ -208,11 +208,11 @@ def test_a_profile_comes_back_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["device", "jax", "magicjax"])
-def test_a_profile_of_elsewhere_is_refused_with_the_command_that_renews_it(tmp_path, key):
+def test_a_profile_of_another_device_or_version_is_an_error_with_the_remedy(tmp_path, key):
     path = tmp_path / "here.json"
     cost_model.save_profile(path, UNIT, {})
     content = json.loads(path.read_text())
-    content["surroundings"][key] = "another"
+    content["provenance"][key] = "another"
     path.write_text(json.dumps(content))
     with pytest.raises(
         ValueError, match=f"another.*magicjax calibrate --target YOUR_TARGET --out {path}"
@@ -220,30 +220,30 @@ def test_a_profile_of_elsewhere_is_refused_with_the_command_that_renews_it(tmp_p
         cost_model.load_profile(path)
 
 
-@pytest.mark.parametrize("text", ["{}", "no", '{"surroundings": {}, "device": {"a": 1}}'])
-def test_what_is_no_profile_is_refused(tmp_path, text):
+@pytest.mark.parametrize("text", ["{}", "no", '{"provenance": {}, "device": {"a": 1}}'])
+def test_an_invalid_profile_is_an_error(tmp_path, text):
     path = tmp_path / "here.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="is no profile"):
+    with pytest.raises(ValueError, match="is not a valid profile"):
         cost_model.load_profile(path)
 
 
 REFUSED = {
-    "no device": (lambda: Machine(UNIT, model=0), "model=0 leaves no device"),
+    "no device": (lambda: Machine(UNIT, model=0), "model=0 must be at least 1"),
     "no link": (
         lambda: Machine(dataclasses.replace(UNIT, link=None), model=2),
-        "model=2: the link between devices of unit is not known",
+        "model=2: the link between devices of unit is unknown",
     ),
     "an efficiency": (
         lambda: dataclasses.replace(UNIT, link_efficiency=1.5),
-        "link_efficiency=1.5 must lie above 0",
+        "link_efficiency=1.5 must be above 0",
     ),
     "a rate": (lambda: dataclasses.replace(UNIT, bandwidth=0.0), "bandwidth=0.0 must be positive"),
     "a time": (
         lambda: dataclasses.replace(UNIT, round_seconds=-1.0),
         "round_seconds=-1.0 must not be negative",
     ),
-    "a device": (lambda: cost_model.find_device("H10"), "the nearest is 'h100'; all are a100"),
+    "a device": (lambda: cost_model.find_device("H10"), "use one of a100, .*did you mean 'h100'"),
     "no row": (lambda: cost_model.pass_parts(LLAMA, Machine(UNIT), 0, 1, 1), "batch=0"),
     "no node": (lambda: cost_model.pass_parts(LLAMA, Machine(UNIT), 1, 0, 1), "nodes=0"),
     "heads": (
@@ -255,7 +255,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_bad_settings_are_refused(what):
+def test_invalid_settings_are_errors(what):
     call, message = REFUSED[what]
     with pytest.raises(ValueError, match=message):
         call()

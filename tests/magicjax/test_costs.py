@@ -1,4 +1,4 @@
-"""Bytes that a step must read, counted by hand."""
+"""Bytes that a step reads, counted by hand."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from models import Llama, abstract_params
 from tests.magicjax import tiny
 
 
-def test_bytes_of_a_step_are_those_of_the_weights_it_reads_and_of_live_keys_and_values():
+def test_a_step_reads_the_weights_and_the_live_kv_cache():
     model = tiny.model()
     c = model.config
     layer = (
@@ -23,7 +23,7 @@ def test_bytes_of_a_step_are_those_of_the_weights_it_reads_and_of_live_keys_and_
         + 2 * c.hidden_size  # norms
     )
     weights = 4 * (c.num_layers * layer + c.hidden_size + c.vocab_size * c.hidden_size)
-    assert cost_model.weight_bytes(model) == weights  # the input embedding is looked up, not read
+    assert cost_model.weight_bytes(model) == weights  # without the input embedding
     kv = 4 * 2 * c.num_layers * c.num_kv_heads * c.head_dim
     assert cost_model.kv_bytes_per_token(model) == kv
     # 3 new tokens after 10: the steps read 10, 11 and 12 tokens of each of 2 rows
@@ -39,7 +39,7 @@ def test_a_tied_embedding_is_read_once_and_half_precision_halves_the_bytes():
             lambda leaf: np.zeros(leaf.shape, leaf.dtype),
             nn.unbox(abstract_params(Llama(config, dtype))),
         )
-        model = SimpleNamespace(params=params, blocks=None, config=config)
+        model = SimpleNamespace(params=params, layout=None, config=config)
         sizes.append((cost_model.weight_bytes(model), cost_model.kv_bytes_per_token(model)))
     assert sizes[0][0] == cost_model.weight_bytes(untied)
     assert sizes[0] == (2 * sizes[1][0], 2 * sizes[1][1])

@@ -1,5 +1,6 @@
-"""Drafts are what they claim to be. A bad draft leaves the text exact, so only these tests see it:
-each node's children are its model's best next tokens, seen through the draft's cache.
+"""Each node's children are the draft model's most likely next tokens, given the draft cache.
+
+A wrong draft still gives an exact text, so only these tests detect it.
 """
 
 import functools
@@ -11,16 +12,16 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax.drafters.draft_pass import Source
-from magicjax.drafters.static_tree import draft_levels, top_tokens
+from magicjax.drafters.draft_pass import DraftContext
+from magicjax.drafters.static_tree import draft_static_tree, top_tokens
 from tests.magicjax import oracle, tiny
 from tests.magicjax.test_loop_caches import positions_held, prompts_around_the_budget, rounds
 
 
 @functools.cache
 def proposing(tree: str):
-    """Returns one compiled function for each tree: the proposal of a state."""
-    settings = types.SimpleNamespace(tree=tiny.TREES[tree], backend=None, index=0)
+    """Returns a compiled function that proposes a tree."""
+    settings = types.SimpleNamespace(tree=tiny.TREES[tree], backend=None, drafter_index=0)
 
     @jax.jit
     def propose(drafter, target, state, root, cache):
@@ -37,11 +38,11 @@ def path_to(node: int, parents) -> list[int]:
     return path
 
 
-def logits_behind(model, text, path, positions) -> np.ndarray:
-    """Returns the logits behind a path whose nodes see only some positions of the text.
+def logits_after(model, text, path, positions) -> np.ndarray:
+    """Returns the logits after a path whose nodes see only some positions of the text.
 
-    The text itself is run whole, as the target verified it; the path's nodes see the keys and
-    values at `positions` (None: all), and one another.
+    The tokens of the text see all earlier ones, as in the target; the nodes of the path see the
+    keys and values at `positions` (None: all), and earlier nodes.
     """
     whole = np.concatenate([text, path]).astype(int)
     sees = np.tril(np.ones((len(whole), len(whole)), bool))
@@ -51,44 +52,44 @@ def logits_behind(model, text, path, positions) -> np.ndarray:
 
 
 def check_children(tokens, tree, model, text, positions=None) -> None:
-    """Asserts that the children of every node are the best tokens behind it, best first.
+    """Asserts that the children of every node are its most likely tokens, best first.
 
     Args:
       tokens: of the nodes.
       tree: its name.
       model: the drafter's.
       text: the row's committed tokens.
-      positions: those that the drafter sees; None: all.
+      positions: the positions that the drafter sees; None: all.
     """
     parents = tiny.TREES[tree].parents
     for node in sorted(set(parents) - {-1}):
-        there = logits_behind(model, text, tokens[path_to(node, parents)], positions)
+        there = logits_after(model, text, tokens[path_to(node, parents)], positions)
         best = np.argsort(-there, kind="stable")
         children = [child for child, parent in enumerate(parents) if parent == node]
         assert tokens[children].tolist() == best[: len(children)].tolist(), f"node {node}"
 
 
 @pytest.mark.parametrize("kind", ["near", "other"])
-def test_a_small_model_drafts_its_own_best_continuations(kind):
+def test_a_small_model_drafts_its_most_likely_tokens(kind):
     tree = "irregular"
     played = list(rounds(kind, tree, tiny.prompts(8), "float32"))
-    lacking = 0
+    backlogged = 0
     for request, state in played[:4]:
         tokens = np.asarray(
             proposing(tree)(
                 request.drafter, request.target, state.drafter, state.pending, state.cache
             )
         )
-        lacking += int((state.drafter.lead.count > 0).sum())
+        backlogged += int((state.drafter.backlog.count > 0).sum())
         for row, prompt in enumerate(tiny.prompts(8)):
             text = [*prompt, *state.output[row, : state.emitted[row] - 1]]
 
             assert tokens[row, 0] == state.pending[row]
             check_children(tokens[row], tree, request.drafter.model, text)
-    assert lacking > 0 or kind == "other"  # rows whose last leaf had to be run again
+    assert backlogged > 0 or kind == "other"  # some rows had a backlog
 
 
-def test_self_speculation_drafts_through_its_pins_and_its_newest_tokens_only():
+def test_self_speculation_sees_only_its_pins_and_its_ring():
     tree, prompts = "irregular", prompts_around_the_budget()
     differing = 0
     for request, state in list(rounds("self", tree, prompts, "float32"))[:4]:
@@ -105,7 +106,7 @@ def test_self_speculation_drafts_through_its_pins_and_its_newest_tokens_only():
             check_children(tokens[row], tree, request.target, text, positions)
             full = oracle.logits(request.target, [*text, tokens[row, 0]])[-1]
             differing += int(full.argmax() != tokens[row, 1])
-    assert differing > 0  # what is not seen matters: the view is a sparse one
+    assert differing > 0  # unseen positions change the draft
 
 
 def test_the_best_tokens_come_best_first():
@@ -114,7 +115,7 @@ def test_the_best_tokens_come_best_first():
     assert top_tokens(logits, 3, ()).tolist() == [[[1, 2, 0], [0, 3, 2]]]
 
 
-def test_drafting_a_level_is_the_same_program_however_deep_the_chain():
+def test_the_size_of_the_program_does_not_depend_on_the_depth():
     """Levels are scanned: a deeper chain has no more operations."""
 
     def operations(length):
@@ -123,8 +124,8 @@ def test_drafting_a_level_is_the_same_program_however_deep_the_chain():
         root = jnp.zeros(2, jnp.int32)
 
         def draft(model, cache, root):
-            return draft_levels(
-                Source(model, model, cache, root, root, None, None, "top", None, 0), tree
+            return draft_static_tree(
+                DraftContext(model, model, cache, root, root, None, None, "top", None, 0), tree
             )
 
         return jax.jit(draft).lower(target, cache, root).as_text().count("dot_general")
@@ -135,4 +136,4 @@ def test_drafting_a_level_is_the_same_program_however_deep_the_chain():
 def _empty(target):
     from magicjax.kv_cache import full_cache
 
-    return full_cache.empty(target.config.num_layers, 2, 2, 16, target.config.head_dim, jnp.float32)
+    return full_cache.empty(target, 2, 16)

@@ -1,4 +1,4 @@
-"""Dynamic trees are the nodes of the highest path probability that a beam search finds."""
+"""Dynamic trees contain the nodes of the highest path probability, by a beam search."""
 
 import functools
 import types
@@ -12,14 +12,14 @@ import magicjax
 from magicjax.verification import sampling
 from tests.magicjax import oracle, tiny
 from tests.magicjax.test_loop_caches import rounds
-from tests.magicjax.test_merging import sequences
+from tests.magicjax.test_merge import sequences
 
 TREE = tiny.SPECIAL["dynamic"]
 
 
 @functools.cache
 def proposing(tree: magicjax.DynamicTree):
-    settings = types.SimpleNamespace(tree=tree, backend=None, index=0)
+    settings = types.SimpleNamespace(tree=tree, backend=None, drafter_index=0)
 
     @jax.jit
     def propose(drafter, target, state, root, cache, warped):
@@ -29,7 +29,7 @@ def proposing(tree: magicjax.DynamicTree):
 
 
 def grown(tree, model, text, temperature=1.0) -> dict[tuple[int, ...], float]:
-    """Returns {path: log-probability} of the nodes to expect, by a slow beam search."""
+    """Returns {path: log-probability} of the expected nodes, by a slow beam search."""
 
     def logp(path):
         logits = oracle.logits(model, [*text, *path])[-1] / temperature
@@ -53,7 +53,7 @@ def grown(tree, model, text, temperature=1.0) -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize(
     "tree", [TREE, magicjax.DynamicTree(4, 5, 1), magicjax.DynamicTree(5, 1, 6)]
 )
-def test_each_row_proposes_the_likeliest_paths(tree, temperature):
+def test_each_row_proposes_the_most_probable_paths(tree, temperature):
     shapes = set()
     for request, state in list(rounds("near", "dynamic", tiny.prompts(8), "float32"))[:3]:
         warped = None
@@ -74,10 +74,10 @@ def test_each_row_proposes_the_likeliest_paths(tree, temperature):
             assert all(parents[n] < n for n in range(tree.nodes))
             assert set(sequences(np.asarray(found.tokens[row]), parents)) == set(wanted)
             shapes.add(tuple(parents.tolist()))
-    assert len(shapes) > 4 or tree.width == 1 or tree.depth == 1  # rows grow trees of their own
+    assert len(shapes) > 4 or tree.width == 1 or tree.depth == 1  # rows have different trees
 
 
-def test_what_the_filters_leave_out_is_padding_and_never_proposed():
+def test_tokens_removed_by_top_k_are_padding_and_never_proposed():
     request, state = next(rounds("near", "dynamic", tiny.prompts(8), "float32"))
     ones = jnp.ones(8)
     keys = sampling.row_keys(0, jnp.arange(8))
@@ -87,13 +87,13 @@ def test_what_the_filters_leave_out_is_padding_and_never_proposed():
         request.drafter, request.target, state.drafter, state.pending, state.cache, one_token
     )
     parents = np.asarray(found.parents)
-    assert ((parents >= 0).sum(1) == TREE.depth).all()  # a chain is all there is
+    assert ((parents >= 0).sum(1) == TREE.depth).all()  # only a chain is left
     assert (np.asarray(found.draws.parent) == parents[:, 1:]).all()
 
 
 @pytest.mark.slow
 def test_large_trees_of_64_nodes_are_exact():
-    """More than 31 nodes, where a mask no longer fits in the bits of an int32."""
+    """A mask of more than 31 nodes does not fit into an int32."""
     wanted = tiny.expected(3)
     trees = (magicjax.DynamicTree(64, 5, 5), magicjax.expansion((4, 3, 2, 1)))
     for drafter, tree in zip(("near", "self"), trees, strict=True):

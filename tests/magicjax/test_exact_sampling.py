@@ -1,6 +1,6 @@
 """One round's output, enumerated over all draws and outcomes, has the target's joint distribution.
 
-And the wrong rules, each a small change of the right one, do not: the same test catches them.
+Wrong rules, each a small change of the right one, fail the same test.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ IRREGULAR = magicjax.TokenTree.from_parents((-1, 0, 0, 1, 0, 1))
 STAR, FORK = magicjax.expansion((2,)), magicjax.expansion((2, 1))
 WARPED = (0.7, 3, 0.85)  # temperature, top_k, top_p
 SETTINGS = {"plain": (1.0, 0, 1.0), "warped": WARPED}
-DRAWINGS = ("with_replacement", "without_replacement", "top")
+DRAW_METHODS = ("with_replacement", "without_replacement", "top")
 
 TREES = {
     "chain": (4, [CHAIN]),
@@ -48,8 +48,8 @@ def drafts_of(trees, drawing: str) -> list[Draft]:
     return [Draft(i, tree, drawing) for i, tree in enumerate(trees)]
 
 
-ROUNDS = list(itertools.product(TREES, DRAWINGS, SETTINGS))
-# Those that take longest have their like among the others.
+ROUNDS = list(itertools.product(TREES, DRAW_METHODS, SETTINGS))
+# The slowest cases are covered by similar ones.
 LONG = [
     ("1,1,3", "with_replacement", "plain"),
     ("1,1,3", "with_replacement", "warped"),
@@ -75,12 +75,12 @@ def test_a_round_emits_the_targets_own_distribution(tree, drawing, setting):
 
 
 @pytest.mark.parametrize("drawing", ["with_replacement", "without_replacement"])
-def test_draws_and_a_look_up_together_are_exact(drawing):
-    """A look-up's chain is deterministic: one-hot tries behind, or before, those of a draft."""
+def test_random_draws_merged_with_prompt_lookup_are_exact(drawing):
+    """Prompt lookup has one-hot draws, after or before those of a draft model."""
     world = World(3, seed=5)
-    draft, look_up = Draft(0, PAIRS, drawing), Draft(1, CHAIN, "top")
-    assert total_variation(world, [draft, look_up]) < EXACT
-    assert total_variation(world, [look_up, draft]) < EXACT
+    draft, prompt_lookup = Draft(0, PAIRS, drawing), Draft(1, CHAIN, "top")
+    assert total_variation(world, [draft, prompt_lookup]) < EXACT
+    assert total_variation(world, [prompt_lookup, draft]) < EXACT
 
 
 def test_a_draft_that_is_the_target_is_always_accepted():
@@ -94,11 +94,11 @@ def test_a_draft_that_is_the_target_is_always_accepted():
     assert sum(mass for text, mass in found.items() if len(text) == 3) == pytest.approx(1)
 
 
-# The wrong rules. Each returns the draws as that rule would have the verifier try them.
+# The wrong rules. Each returns the draws that the verifier tries under that rule.
 
 
 def skip_repeated(proposal):
-    """Tries a token once, however often it was drawn."""
+    """Tries a token once even if it was drawn several times."""
     draws, parent = proposal.draws, np.array(proposal.draws.parent)
     for row in range(len(parent)):
         tried = set()
@@ -110,36 +110,38 @@ def skip_repeated(proposal):
 
 
 def not_renormalised(proposal):
-    """Keeps q as it was after a draw without replacement."""
+    """Does not renormalise q after a draw without replacement."""
     return proposal.draws.replace(replacement=True)
 
 
-def as_if_drawn(q_of):
-    """Scores the most likely children with the rule for draws."""
+def as_if_drawn(q_index):
+    """Verifies the most likely children as if they were drawn at random."""
 
     def change(proposal):
-        shape = proposal.draws.q_of.shape
-        return proposal.draws.replace(q_of=jnp.broadcast_to(jnp.asarray(q_of), shape))
+        shape = proposal.draws.q_index.shape
+        return proposal.draws.replace(q_index=jnp.broadcast_to(jnp.asarray(q_index), shape))
 
     return change
 
 
 def _by_q(proposal):
-    """Returns each draw's own probability, [B, J]."""
+    """Returns the probability of each draw, [B, J]."""
     draws = proposal.draws
     rows = np.arange(len(draws.parent))[:, None]
     token = np.asarray(proposal.tokens)[rows, draws.node]
-    return np.asarray(draws.q)[rows, draws.q_of, token]
+    return np.asarray(draws.q)[rows, draws.q_index, token]
 
 
 def reordered(proposal):
     """Tries the draws of several drafters in the order of their probability."""
     draws, rows = proposal.draws, np.arange(len(proposal.draws.parent))[:, None]
     order = np.argsort(-_by_q(proposal), axis=1, kind="stable")
-    parent, node, q_of = (
-        np.asarray(x)[rows, order] for x in (draws.parent, draws.node, draws.q_of)
+    parent, node, q_index = (
+        np.asarray(x)[rows, order] for x in (draws.parent, draws.node, draws.q_index)
     )
-    return draws.replace(parent=jnp.asarray(parent), node=jnp.asarray(node), q_of=jnp.asarray(q_of))
+    return draws.replace(
+        parent=jnp.asarray(parent), node=jnp.asarray(node), q_index=jnp.asarray(q_index)
+    )
 
 
 def pruned(proposal):
@@ -150,7 +152,7 @@ def pruned(proposal):
 
 
 WRONG_RULES = {
-    "the second try of a repeated token skipped": (
+    "the second draw of a repeated token skipped": (
         drafts_of([magicjax.expansion((3,))], "with_replacement"),
         dict(change=skip_repeated),
     ),
@@ -166,7 +168,7 @@ WRONG_RULES = {
         drafts_of([STAR], "top"),
         dict(change=as_if_drawn([0, 0])),
     ),
-    "tries of two drafters reordered by q": (
+    "draws of two drafters reordered by q": (
         drafts_of([STAR, STAR], "with_replacement"),
         dict(change=reordered),
     ),
@@ -174,7 +176,7 @@ WRONG_RULES = {
         drafts_of([magicjax.expansion((3,))], "with_replacement"),
         dict(change=pruned),
     ),
-    "two tries sharing a random number": (
+    "two draws sharing a random number": (
         drafts_of([magicjax.expansion((3,))], "with_replacement"),
         dict(noise="shared"),
     ),
@@ -182,10 +184,10 @@ WRONG_RULES = {
 
 
 @pytest.mark.parametrize("rule", WRONG_RULES)
-def test_a_wrong_rule_is_caught(rule):
+def test_a_wrong_rule_is_detected(rule):
     drafts, wrong = WRONG_RULES[rule]
     world = World(4, seed=2, spread=1.0)
     found = total_variation(world, drafts, **wrong)
     print(f"{rule}: total variation {found:.3f}")
     assert found > WRONG
-    assert total_variation(world, drafts) < EXACT  # and without it all is well
+    assert total_variation(world, drafts) < EXACT  # the right rule is exact

@@ -21,15 +21,15 @@ CASES = [
     ("self", "dynamic", 3),
     ("near", "dynamic", 8),
     ("ensemble", "2,2,1", 8),
-    ("look-up", "chain4", 8),
-    ("look-up", "branches", 3),
+    ("prompt-lookup", "chain4", 8),
+    ("prompt-lookup", "branches", 3),
     ("same", "2,2,1", 8),
     ("other", "chain2", 8),
 ]
 BATCHES = (1, 3, 8)
 ALL = [
     *itertools.product(tiny.DRAFTERS, [*tiny.TREES, "dynamic"], BATCHES),
-    *itertools.product(["look-up"], ["chain1", "chain4", "chain8", "branches"], BATCHES),
+    *itertools.product(["prompt-lookup"], ["chain1", "chain4", "chain8", "branches"], BATCHES),
 ]
 ALL = [case for case in ALL if case not in CASES]
 SEEDS = range(3)

@@ -1,4 +1,4 @@
-"""The loop knows no family and no dtype: OPT, 16 bits, and a drafter of another dtype."""
+"""The loop is independent of family and dtype: OPT, 16 bits, a drafter of another dtype."""
 
 import functools
 
@@ -16,7 +16,7 @@ OPTIONS = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
 
 @functools.cache
 def opt(noise: float = 0.0) -> magicjax.Model:
-    """Returns an OPT with learned positions and biases, its weights disturbed by noise."""
+    """Returns an OPT with learned positions and biases, and noise in its weights."""
     module = models.build(
         models.OptConfig(
             vocab_size=tiny.VOCAB,
@@ -30,7 +30,7 @@ def opt(noise: float = 0.0) -> magicjax.Model:
     rng = np.random.default_rng(2)
 
     def disturb(x):
-        # Biases start at 0 and embeddings are faint: louder, each of them matters.
+        # Biases start at 0 and embeddings are small; larger ones affect the text.
         x = 2 * np.asarray(x) + 0.3 * rng.standard_normal(x.shape)
         return jnp.asarray(x * (1 + noise * rng.standard_normal(x.shape)), jnp.float32)
 
@@ -57,7 +57,7 @@ def forward_of(module):
 
 
 def rerun(target, prompts, new_tokens) -> list[np.ndarray]:
-    """Returns greedy texts, every one run from its start for each token."""
+    """Returns greedy texts; each token is computed by a forward pass over the whole text."""
     run, tokens = forward_of(target.module), np.zeros((len(prompts), 64), np.int32)
     ends = np.array([len(prompt) for prompt in prompts])
     for row, prompt in zip(tokens, prompts, strict=True):
@@ -70,54 +70,54 @@ def rerun(target, prompts, new_tokens) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("drafting", ["plain", "self", "near"])
-def test_an_opt_with_learned_positions_decodes_as_if_rerun_for_each_token(drafting):
+def test_an_opt_with_learned_positions_equals_full_recomputation(drafting):
     drafters = {
         "plain": {},
         "self": dict(drafter=tiny.drafter("self"), tree=tiny.TREES["2,2,1"]),
         "near": dict(drafter=magicjax.SmallModel(opt(0.05)), tree=tiny.TREES["irregular"]),
     }
     output = magicjax.generate(opt(), tiny.prompts(8), **OPTIONS, **drafters[drafting])
-    wanted = rerun(opt(), tiny.prompts(8), tiny.NEW)
-    assert len({row.tobytes() for row in wanted}) == 8
-    for row, of_row in zip(tiny.rows_of(output), wanted, strict=True):
-        np.testing.assert_array_equal(row, of_row)
+    expected = rerun(opt(), tiny.prompts(8), tiny.NEW)
+    assert len({row.tobytes() for row in expected}) == 8
+    for row, text in zip(tiny.rows_of(output), expected, strict=True):
+        np.testing.assert_array_equal(row, text)
     if drafting != "plain":
         assert 0.05 < output.stats.acceptance_rate < 0.95
 
 
 @pytest.mark.slow
-def test_a_text_up_to_the_last_learned_position_is_exact_though_its_tree_reaches_beyond():
+def test_a_text_up_to_the_last_learned_position_is_exact():
     prompts = [np.arange(40) % tiny.VOCAB, np.arange(3)]
-    wanted = rerun(opt(), prompts, tiny.NEW)
+    expected = rerun(opt(), prompts, tiny.NEW)
     for drafting in (
         {},
         dict(drafter=magicjax.SmallModel(opt(0.05)), tree=tiny.TREES["irregular"]),
         dict(drafter=tiny.drafter("self"), tree=tiny.TREES["chain8"]),
     ):
         output = magicjax.generate(opt(), prompts, **OPTIONS, **drafting)
-        for row, of_row in zip(tiny.rows_of(output), wanted, strict=True):
-            np.testing.assert_array_equal(row, of_row)
+        for row, text in zip(tiny.rows_of(output), expected, strict=True):
+            np.testing.assert_array_equal(row, text)
     with pytest.raises(ValueError, match="needs 65 positions, and the target has 64"):
         magicjax.generate(opt(), [[1] * 41], **OPTIONS)
 
 
-def test_a_drafter_in_16_bits_leaves_a_float32_text_exact():
+def test_a_drafter_in_16_bits_keeps_a_float32_text_exact():
     drafter = tiny.drafter("near", "bfloat16")
     tree = tiny.TREES["chain3"]
     output = magicjax.generate(tiny.model(), tiny.prompts(8), drafter=drafter, tree=tree, **OPTIONS)
-    for row, wanted in zip(tiny.rows_of(output), tiny.expected(8), strict=True):
-        np.testing.assert_array_equal(row, wanted)
+    for row, expected in zip(tiny.rows_of(output), tiny.expected(8), strict=True):
+        np.testing.assert_array_equal(row, expected)
     assert output.stats.acceptance_rate > 0.05
     assert output.stats.kv_bytes_draft * 2 == output.stats.kv_bytes_target
 
 
-def test_a_target_in_16_bits_has_caches_of_16_bits_and_ends_its_rows():
-    """Between shapes of programs 16 bits round differently, so texts may part: no equality here."""
+def test_a_target_in_16_bits_has_16_bit_caches_and_ends_its_rows():
+    """Programs of different shapes round differently in 16 bits, so texts are not compared."""
     wide = tiny.generate(8, 0, "self", "chain4").stats
     output = tiny.generate(8, 0, "self", "chain4", dtype="bfloat16")
     assert output.lengths.tolist() == [tiny.NEW] * 8
     assert output.stats.kv_bytes_target * 2 == wide.kv_bytes_target
     assert output.stats.kv_bytes_draft * 2 == wide.kv_bytes_draft
-    # The first tokens come from prefill, which both dtypes do alike but for rounding.
+    # The first tokens come from prefill, where the dtypes differ only by rounding.
     firsts = [row[0] for row in tiny.expected(8)]
     assert np.mean(output.tokens[:, 0] == firsts) > 0.5

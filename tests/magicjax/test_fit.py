@@ -1,4 +1,4 @@
-"""`magicjax fit` says what a device holds, and whether it fits; the compiler is not asked."""
+"""`magicjax fit` without the compiler: memory of a device, and the largest workload."""
 
 import json
 
@@ -13,7 +13,7 @@ ARGUMENTS = ["fit", "--target", "llama-3.1-8b", "--drafter", "self:streaming:512
 LOAD = ["--batch", "128", "--context", "32768", "--device", "h200", "--mesh", "model=8"]
 
 
-def test_bytes_are_those_of_the_model_and_its_caches():
+def test_bytes_equal_those_of_the_model_and_its_caches():
     load = aot_compile.Workload(
         "llama-3.1-8b", "self:streaming:512", "chain:4", 128, 32768, "h200", model=8
     )
@@ -26,10 +26,10 @@ def test_bytes_are_those_of_the_model_and_its_caches():
     assert counted.per_context_token == counted.target_kv / slots
 
 
-def test_it_prints_what_each_device_holds(run):
+def test_text_lists_the_memory_of_each_device(run):
     code, out, _ = run(*ARGUMENTS, *LOAD)
     assert code == 0
-    assert "ESTIMATE, counted from shapes, not compiled: as was asked" in out
+    assert "ESTIMATE from shapes, not compiled (--analytic)" in out
     assert "target KV                   68.854 GB" in out and "fits: " in out
 
 
@@ -50,22 +50,22 @@ def test_the_largest_batch_and_context_are_the_last_that_fit(run):
 
 
 @pytest.mark.slow
-def test_no_context_is_longer_than_the_positions_of_the_target(run):
+def test_the_largest_context_is_limited_by_the_positions_of_the_target(run):
     _, out, _ = run(*ARGUMENTS, "--batch", 1, "--context", 1024, *LOAD[4:], "--json")
     assert json.loads(out)["largest context"] == preset("llama-3.1-8b").max_positions
 
 
 @pytest.mark.slow
-def test_a_small_draft_reads_the_prompts_into_a_full_cache_first():
+def test_prefill_of_a_small_draft_needs_a_full_cache():
     load = aot_compile.Workload(
         "llama-3.1-8b", "small:llama-3.2-1b:streaming:512", "", 128, 32768, "h200", 2, 4
     )
     counted = memory_estimate.count(load)
     full = 64 * (32768 + 64) * 2 * 16 * 8 * 64 * 2 // 4
-    assert counted.draft_kv < full / 50 and counted.start > full
+    assert counted.draft_kv < full / 50 and counted.init > full
 
 
-def test_what_does_not_fit_ends_with_3_and_says_by_how_much(run):
+def test_a_workload_that_does_not_fit_exits_with_3_and_reports_the_missing_memory(run):
     code, out, _ = run(*ARGUMENTS, *LOAD[:4], "--device", "h100", "--mesh", "model=4")
     assert code == fit.DOES_NOT_FIT == 3
     sizes = {
@@ -78,7 +78,7 @@ def test_what_does_not_fit_ends_with_3_and_says_by_how_much(run):
 
 
 @pytest.mark.slow
-def test_rows_go_in_multiples_of_the_groups(run):
+def test_the_largest_batch_is_a_multiple_of_the_groups(run):
     _, out, _ = run(*ARGUMENTS, *LOAD[:-1], "data=4,model=2", "--json")
     found = json.loads(out)
     assert found["largest batch"] % 4 == 0
@@ -93,20 +93,20 @@ def test_rows_go_in_multiples_of_the_groups(run):
     [
         (["--device", "b300"], "--device b300 is unknown: use a100, h100, h200"),
         (["--mesh", "model=3"], "does not divide the model"),
-        (["--mesh", "pipe=3"], "'pipe=3' is no mesh: write stage=2,data=2,model=2"),
+        (["--mesh", "pipe=3"], "'pipe=3' is not a valid mesh: use stage=2,data=2,model=2"),
         (["--batch", "0"], "--batch 0 must be at least 1"),
         (["--target", "llama-9"], "llama-9"),
     ],
 )
-def test_bad_input_is_an_error_before_anything_is_compiled(run, arguments, message):
+def test_invalid_input_is_an_error_before_compilation(run, arguments, message):
     code, _, errors = run(*ARGUMENTS, *LOAD, *arguments)
     assert code == 2 and message in errors
 
 
-def test_where_the_compiler_cannot_be_had_the_estimate_says_so(run, monkeypatch):
+def test_without_the_compiler_the_report_is_an_estimate(run, monkeypatch):
     def fails():
         raise OSError("no network")
 
     monkeypatch.setattr(fit, "_compiler", fails)
     code, out, _ = run(*[a for a in ARGUMENTS if a != "--analytic"], *LOAD)
-    assert code == 0 and "the CUDA compiler could not be fetched (no network)" in out
+    assert code == 0 and "the CUDA compiler cannot be downloaded: no network" in out

@@ -1,4 +1,4 @@
-"""In float64 rounding decides no tie: speculative text is plain text to the last token."""
+"""In float64 there are no ties: speculative and plain decoding give the same text."""
 
 import itertools
 
@@ -36,7 +36,7 @@ def check_without_ties(kind, tree, batch) -> None:
 
 
 @pytest.mark.parametrize(("kind", "tree", "batch"), CASES)
-def test_in_float64_speculative_text_is_plain_text_without_a_tie(kind, tree, batch):
+def test_in_float64_speculative_text_equals_plain_text(kind, tree, batch):
     check_without_ties(kind, tree, batch)
 
 
@@ -55,8 +55,8 @@ def test_the_loop_computes_in_float64_there():
     assert output.tokens.dtype == np.int32
 
 
-def test_a_draft_that_sees_the_whole_text_is_always_right():
-    """Self-speculation with room for everything: the draft is the target."""
+def test_a_draft_that_sees_the_whole_text_is_always_accepted():
+    """Self-speculation with a budget for the whole text drafts as the target does."""
     import magicjax
 
     output = magicjax.generate(
@@ -68,11 +68,11 @@ def test_a_draft_that_sees_the_whole_text_is_always_right():
         eos_token_id=tiny.NEVER,
     )
     assert output.stats.acceptance_rate == 1.0
-    # So rounds are as few as can be: 23 tokens behind prefill's, five a round.
+    # 23 tokens after the one of prefill, five in each round.
     assert output.stats.rounds == 8 * -(-(tiny.NEW - 1) // 5)
 
 
-def test_a_small_model_that_is_the_target_is_always_right():
+def test_a_small_model_that_is_the_target_is_always_accepted():
     output = tiny.generate(3, 0, "same", "chain8", dtype="float64")
     assert output.stats.acceptance_rate == 1.0
     assert output.stats.rounds == 3 * -(-(tiny.NEW - 1) // 9)

@@ -1,4 +1,4 @@
-"""A package of the same name that hides one of magicjax's own is named, not used."""
+"""A package that shadows one of magicjax's is reported, not used."""
 
 import importlib.metadata
 import pathlib
@@ -26,31 +26,33 @@ def importing(*path) -> subprocess.CompletedProcess:
     ("file", "name"),
     [("models.py", "models"), ("sharding/__init__.py", "sharding")],
 )
-def test_a_file_that_hides_a_neighbour_is_named_with_the_remedy(file, name, tmp_path):
+def test_a_shadowing_file_is_reported_with_the_remedy(file, name, tmp_path):
     hiding = tmp_path / file
     hiding.parent.mkdir(exist_ok=True)
     hiding.write_text("")
     done = importing(tmp_path, ROOT)
     assert done.returncode != 0
-    assert f"ImportError: {hiding} hides magicjax's own package '{name}'" in done.stderr
-    assert f"which lies in {ROOT}: rename that file, or put magicjax's folder first" in done.stderr
+    assert (
+        f"ImportError: {hiding} shadows the package '{name}' of magicjax in {ROOT}" in done.stderr
+    )
+    assert "rename that file, or put magicjax's folder first" in done.stderr
 
 
-def test_an_environment_inside_the_projects_folder_is_no_neighbour():
+def test_a_package_in_a_subfolder_is_shadowing():
     with tempfile.TemporaryDirectory(dir=ROOT) as folder:
         hiding = pathlib.Path(folder) / "models" / "__init__.py"
         hiding.parent.mkdir()
         hiding.write_text("")
         done = importing(pathlib.Path(folder), ROOT)
-    assert done.returncode != 0 and f"ImportError: {hiding} hides" in done.stderr
+    assert done.returncode != 0 and f"ImportError: {hiding} shadows" in done.stderr
 
 
-def test_the_same_file_behind_magicjax_on_the_path_does_no_harm(tmp_path):
+def test_the_same_file_after_magicjax_on_the_path_is_harmless(tmp_path):
     (tmp_path / "models.py").write_text("raise RuntimeError('the wrong file')")
     assert importing(ROOT, tmp_path).returncode == 0
 
 
-def test_a_checkout_that_is_not_installed_has_a_version_too(monkeypatch):
+def test_a_checkout_that_is_not_installed_has_version_0(monkeypatch):
     def absent(name):
         raise importlib.metadata.PackageNotFoundError(name)
 

@@ -1,9 +1,9 @@
 """Texts sampled through the whole compiled loop have the target's joint distribution.
 
-Texts of four tokens, with an EOS among them, against the exact joint of a tiny target: 200,000 of
-them for every drafter, tree and verifier in the slow tests, 40,000 for a slice in the others. The
-negative controls break one rule inside the loop and must be seen; `test_exact_sampling` has each of
-them outside the loop.
+Texts of four tokens, some ended by EOS, are compared with the exact distribution of a tiny target:
+200,000 texts for every drafter, tree and verifier in the slow tests, 40,000 for a few in the quick
+ones. The negative controls break one rule inside the loop; `test_exact_sampling` has each of them
+outside the loop.
 """
 
 import functools
@@ -30,7 +30,7 @@ PLAIN = dict(temperature=1.0)
 
 @functools.cache
 def model(seed: int) -> magicjax.Model:
-    """Returns a random model whose texts depend on all that came before."""
+    """Returns a random model whose logits depend on all earlier tokens."""
     shape = tiny.config(
         vocab_size=VOCAB,
         num_layers=1,
@@ -67,7 +67,7 @@ def joint(options: tuple[tuple[str, float], ...]) -> dict[tuple[int, ...], float
 
 
 def warped(logits, temperature=1.0, top_k=0, top_p=1.0) -> np.ndarray:
-    """Returns the probabilities after temperature, top_k and top_p: the definition, one by one."""
+    """Returns the probabilities after temperature, top_k and top_p, by their definitions."""
     p = np.exp((logits - logits.max()) / temperature)
     best = np.argsort(-p)
     p[best[top_k or len(p) :]] = 0
@@ -78,7 +78,7 @@ def warped(logits, temperature=1.0, top_k=0, top_p=1.0) -> np.ndarray:
 
 
 def sampled(drafter: Any, tree: Any, calls: int, **options) -> dict[tuple[int, ...], int]:
-    """Returns how often each text came out of the loop."""
+    """Returns how often the loop emitted each text."""
     counts: dict[tuple[int, ...], int] = {}
     for seed in range(calls):
         output = magicjax.generate(
@@ -92,7 +92,7 @@ def sampled(drafter: Any, tree: Any, calls: int, **options) -> dict[tuple[int, .
             eos_token_id=EOS,
             **options,
         )
-        # A text of fewer tokens than LENGTH has ended by EOS, which is also the padding here.
+        # A text shorter than LENGTH ends with EOS, which is also the padding.
         texts, times = np.unique(output.tokens, axis=0, return_counts=True)
         for text, count in zip(texts.tolist(), times.tolist(), strict=True):
             key = tuple(text[: text.index(EOS) + 1] if EOS in text else text)
@@ -129,9 +129,9 @@ def refreshed(policy: str, **options) -> magicjax.SelfSpeculation:
 
 SLICE = {
     "small, 2,2": (small(1), PAIRS, {}),
-    "ensemble and look-up": (
+    "ensemble and prompt-lookup": (
         magicjax.Ensemble(
-            [small(1), magicjax.LookUp(), self_speculation()], [PAIRS, CHAIN, BRANCHES]
+            [small(1), magicjax.PromptLookup(), self_speculation()], [PAIRS, CHAIN, BRANCHES]
         ),
         None,
         {},
@@ -155,9 +155,9 @@ ALL = SLICE | {
     "plain": (None, None, {}),
     "self, dynamic": (self_speculation(), DYNAMIC, {}),
     "ensemble, dynamic": (ensemble(), DYNAMIC, {}),
-    "look-up, chain": (magicjax.LookUp(), CHAIN, {}),
-    "look-up, branches": (magicjax.LookUp(), BRANCHES, {}),
-    "look-up, naive": (magicjax.LookUp(), BRANCHES, dict(verifier="naive")),
+    "prompt-lookup, chain": (magicjax.PromptLookup(), CHAIN, {}),
+    "prompt-lookup, branches": (magicjax.PromptLookup(), BRANCHES, {}),
+    "prompt-lookup, naive": (magicjax.PromptLookup(), BRANCHES, dict(verifier="naive")),
 }
 ALL |= {
     f"{who}, {draw}, {name}, {verifier}": (make(draw=draw), tree, dict(verifier=verifier))
@@ -195,7 +195,7 @@ def test_every_drafter_verifier_and_tree_has_the_joint_distribution(what, settin
 
 @struct.dataclass
 class Broken:
-    """A drafter whose draws are told wrongly."""
+    """A drafter that reports its draws wrongly."""
 
     drafter: Any
     how: str = struct.field(pytree_node=False)
@@ -216,12 +216,12 @@ class Broken:
             repeated = jnp.tril(same, -1).any(-1)
             draws = draws.replace(parent=jnp.where(repeated, -1, draws.parent))
         elif self.how == "pruned":
-            own = draws.q[jnp.arange(len(tokens))[:, None], draws.q_of, token]
+            own = draws.q[jnp.arange(len(tokens))[:, None], draws.q_index, token]
             worst = own == own.min(1, keepdims=True)
             draws = draws.replace(parent=jnp.where(worst, -1, draws.parent))
         elif self.how == "top as if drawn":
             q = jnp.full((len(tokens), 1, VOCAB), 1 / VOCAB)
-            draws = draws.replace(q=q, q_of=jnp.zeros_like(draws.q_of))
+            draws = draws.replace(q=q, q_index=jnp.zeros_like(draws.q_index))
         return proposal.replace(draws=draws), draft
 
 
@@ -234,7 +234,7 @@ class Broken:
         pytest.param("top as if drawn", "top", marks=pytest.mark.slow),
     ],
 )
-def test_a_rule_broken_inside_the_loop_is_seen(how, draw):
+def test_a_rule_broken_inside_the_loop_is_detected(how, draw):
     drafter, tree = Broken(small(1, draw=draw), how), magicjax.expansion((5,))
     p = p_value(sampled(drafter, tree, FEW_CALLS, **PLAIN), joint(tuple(PLAIN.items())))
     print(f"{how}: p = {p:.1e}")

@@ -1,4 +1,4 @@
-"""After every round, whatever path was accepted, each cache holds what a fresh prefill would."""
+"""After every round each cache equals that of a fresh prefill, for every accepted path."""
 
 import functools
 import types
@@ -11,9 +11,9 @@ import pytest
 import magicjax
 from magicjax.decoding import program_cache
 from magicjax.decoding.request import prepare
-from magicjax.decoding.runner import start
+from magicjax.decoding.runner import prefill_and_init
 from magicjax.kv_cache import prefill
-from magicjax.kv_cache.attention_stats import Watch
+from magicjax.settings import AttentionStatsSpec
 from tests.magicjax import tiny
 from tests.quick import quick
 
@@ -28,7 +28,7 @@ def prompts_around_the_budget():
 
 
 def rounds(kind, tree, prompts, dtype, **options):
-    """Yields (request, state as numpy) behind the prompts and after each round."""
+    """Yields the request and the state as numpy, after prefill and after each round."""
     request = prepare(
         tiny.model("target", dtype),
         prompts,
@@ -38,9 +38,9 @@ def rounds(kind, tree, prompts, dtype, **options):
         eos_token_id=tiny.NEVER,
         **options,
     )
-    state = start(request)[0]
+    state = prefill_and_init(request)[0]
     while True:
-        # Copies: the next round takes the memory over. Keys are no numbers, and nobody asks.
+        # Copies, because the next round donates the state. PRNG keys have no numpy form.
         seen = jax.tree.map(np.array, state.replace(sampling=None))
         yield request, seen
         if seen.ended.all():
@@ -55,7 +55,7 @@ def fresh_prefill(capacity: int):
 
     @jax.jit
     def run(model, tokens, lengths):
-        return prefill.prefill_cache(model, tokens, lengths, settings, Watch())[0]
+        return prefill.prefill_cache(model, tokens, lengths, settings, AttentionStatsSpec())[0]
 
     return run
 
@@ -67,14 +67,14 @@ def check_cache(cache, model, texts, lengths, tolerance) -> None:
         row[: len(text)] = text
     fresh = fresh_prefill(cache.k[0].shape[2])(model, tokens, jnp.asarray(lengths))
     live = (np.arange(cache.k[0].shape[2]) < lengths[:, None])[:, None, :, None]
-    for found, wanted in zip((*cache.k, *cache.v), (*fresh.k, *fresh.v), strict=True):
-        wanted = np.where(live, wanted, 0)
-        error = np.abs(np.where(live, found, 0) - wanted).max()
-        assert error <= tolerance * np.abs(wanted).max()
+    for found, expected in zip((*cache.k, *cache.v), (*fresh.k, *fresh.v), strict=True):
+        expected = np.where(live, expected, 0)
+        error = np.abs(np.where(live, found, 0) - expected).max()
+        assert error <= tolerance * np.abs(expected).max()
 
 
 def positions_held(count: int, pinned, capacity: int) -> dict[int, int]:
-    """Returns which position each live slot of a draft cache must hold."""
+    """Returns the expected position in each live slot of a draft cache."""
     if count <= capacity:
         return {position: position for position in range(count)}
     ring = capacity - len(pinned)
@@ -85,13 +85,13 @@ def positions_held(count: int, pinned, capacity: int) -> dict[int, int]:
 
 
 def check_draft_cache(draft, cache) -> None:
-    """Asserts that each live slot has the very keys and values that the target verified."""
+    """Asserts that each live slot has exactly the keys and values that the target verified."""
     np.testing.assert_array_equal(draft.count, cache.lengths)
     for layer, pins in enumerate(draft.pinned):
         for row, head in np.ndindex(*pins.shape[:2]):
             chosen = pins[row, head].tolist()
-            wanted = positions_held(int(draft.count[row]), chosen, draft.capacity(layer))
-            slots, positions = list(wanted), list(wanted.values())
+            expected = positions_held(int(draft.count[row]), chosen, draft.capacity(layer))
+            slots, positions = list(expected), list(expected.values())
             for mine, whole in ((draft.k, cache.k), (draft.v, cache.v)):
                 np.testing.assert_array_equal(
                     mine[layer][row, head, slots], whole[layer][row, head, positions]
@@ -99,20 +99,20 @@ def check_draft_cache(draft, cache) -> None:
 
 
 def check_text(state, texts) -> None:
-    """Asserts that a look-up's text is the committed one."""
+    """Asserts that prompt lookup's text is the committed one."""
     for text, found, count in zip(texts, state.text, state.count, strict=True):
         np.testing.assert_array_equal(found[:count], text[:-1])
 
 
 def check_small(state, model, texts, tolerance) -> int:
-    """Checks a small model's cache and lead against the texts; returns the longest lead."""
-    own, lead = state.cache, state.lead
-    behind = [len(text) - 1 for text in texts]
-    np.testing.assert_array_equal(own.lengths, behind - lead.count)
+    """Checks a small model's cache and backlog against the texts; returns the longest backlog."""
+    own, backlog = state.cache, state.backlog
+    lengths = [len(text) - 1 for text in texts]
+    np.testing.assert_array_equal(own.lengths, lengths - backlog.count)
     check_cache(own, model, texts, own.lengths, tolerance)
-    for text, tokens, count in zip(texts, lead.tokens, lead.count, strict=True):
+    for text, tokens, count in zip(texts, backlog.tokens, backlog.count, strict=True):
         np.testing.assert_array_equal(tokens[:count], text[len(text) - 1 - count : -1])
-    return int(lead.count.max())
+    return int(backlog.count.max())
 
 
 def check_every_round(kind, tree, prompts, dtype, tolerance, **options) -> None:
@@ -180,7 +180,7 @@ def test_caches_follow_sampled_texts_of_drawn_and_folded_trees(kind, tree, draw,
     drafter = small
     if kind == "ensemble":
         own = magicjax.SelfSpeculation(magicjax.StreamingLLM(tiny.SINKS), tiny.BUDGET, draw)
-        members = [small, magicjax.LookUp(), own]
+        members = [small, magicjax.PromptLookup(), own]
         trees = [tiny.TREES["2,2,1"], tiny.TREES["chain5"], tiny.TREES["chain2"]]
         drafter = magicjax.Ensemble(members, trees)
         monkeypatch.setitem(tiny.SPECIAL, tree, None)
@@ -197,7 +197,7 @@ def test_caches_follow_the_text_to_the_last_bits_of_float64(kind, tree):
     check_every_round(kind, tree, tiny.prompts(8), "float64", 1e-12)
 
 
-def test_a_cache_with_one_entry_out_of_place_would_be_seen():
+def test_a_misplaced_entry_is_detected():
     prompts = prompts_around_the_budget()
     request, state = next(rounds("self", "chain4", prompts, "float32"))
     lengths = state.cache.lengths
@@ -225,7 +225,9 @@ def test_a_prompt_of_several_chunks_fills_the_cache_like_one_chunk():
     caches, last = [], []
     for chunk in (16, WIDTH):
         settings = types.SimpleNamespace(chunk=chunk, capacity=WIDTH, backend=None)
-        run = jax.jit(functools.partial(prefill.prefill_cache, settings=settings, watch=Watch()))
+        run = jax.jit(
+            functools.partial(prefill.prefill_cache, settings=settings, watch=AttentionStatsSpec())
+        )
         cache, hidden, _ = run(model, jnp.asarray(tokens), jnp.asarray(lengths))
         np.testing.assert_array_equal(cache.lengths, lengths)
         caches.append(cache)

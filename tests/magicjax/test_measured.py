@@ -1,4 +1,4 @@
-"""Steps that were timed set the roofline right: exactly where they were, smoothly between."""
+"""Timed steps correct the roofline: exactly at the measured points, smoothly between them."""
 
 import dataclasses
 import re
@@ -27,7 +27,7 @@ def cost(batch, context, budget, nodes, machine=MACHINE, sizes=SIZES):
     )
 
 
-def test_where_steps_were_timed_they_are_foretold_as_timed():
+def test_predictions_equal_the_measured_times_on_the_grid():
     timed = dict(zip(PASSES.grid, PASSES.seconds, strict=True))
     levels = dict(zip(LEVELS.grid, LEVELS.seconds, strict=True))
     for batch, context, nodes in PASSES.grid:
@@ -41,7 +41,7 @@ def test_where_steps_were_timed_they_are_foretold_as_timed():
             assert sum(found.parts.values()) == pytest.approx(found.total)
 
 
-def test_between_them_the_ratio_is_that_of_the_neighbours_in_logarithms():
+def test_ratios_are_interpolated_in_logarithms():
     plain = Machine(HERE)
     ratios = [
         cost(batch, context, 64, 2).target / cost(batch, context, 64, 2, plain).target
@@ -51,7 +51,7 @@ def test_between_them_the_ratio_is_that_of_the_neighbours_in_logarithms():
     assert middle == pytest.approx(np.exp(np.mean(np.log(ratios))))
 
 
-def test_beyond_them_it_is_that_of_the_nearest():
+def test_outside_the_grid_the_nearest_ratio_applies():
     plain = Machine(HERE)
     for outside, nearest in [((9, 9000), (4, 2048)), ((1, 100), (1, 512))]:
         ratio = cost(*outside, 64, 2).target / cost(*outside, 64, 2, plain).target
@@ -60,17 +60,16 @@ def test_beyond_them_it_is_that_of_the_nearest():
         )
 
 
-def test_other_models_are_foretold_by_the_constants_alone():
-    found, wanted = (cost(2, 1024, 64, 3, machine, SMALL) for machine in (MACHINE, Machine(HERE)))
-    assert found == wanted
+def test_predictions_for_other_models_use_the_constants():
+    assert cost(2, 1024, 64, 3, MACHINE, SMALL) == cost(2, 1024, 64, 3, Machine(HERE), SMALL)
 
 
-def test_rows_of_one_device_are_looked_up_where_rows_are_divided():
+def test_divided_rows_use_the_times_of_one_device():
     divided = dataclasses.replace(MACHINE, data=4)
     assert cost(16, 512, 64, 2, divided) == cost(4, 512, 64, 2)
 
 
-def test_a_time_that_noise_ate_says_nothing():
+def test_a_time_below_the_noise_is_ignored():
     lost = dataclasses.replace(LEVELS, seconds=(1e-9, 1e-9, 1e9, 1e9))
     machine = Machine(dataclasses.replace(HERE, measured=(lost,)))
     by_constants = cost(1, 512, 64, 2, Machine(HERE)).draft
@@ -78,8 +77,8 @@ def test_a_time_that_noise_ate_says_nothing():
     assert cost(4, 512, 64, 2, machine).draft == pytest.approx(1e9)  # long is what it took
 
 
-def test_a_quantized_draft_saves_the_share_of_its_bytes():
-    """Only caches of the model's own dtype are timed."""
+def test_a_quantized_draft_is_faster_by_its_share_of_bytes():
+    """Steps are timed with caches in the dtype of the model only."""
     whole, eight = (Draft(SIZES, 256, bits) for bits in (None, 8))
     timed, constants = (
         [sum(cost_model.draft_step(draft, machine, 4, 2048).values()) for draft in (whole, eight)]
@@ -89,19 +88,19 @@ def test_a_quantized_draft_saves_the_share_of_its_bytes():
     assert timed[1] / timed[0] == pytest.approx(constants[1] / constants[0]) and timed[1] < timed[0]
 
 
-def test_a_table_says_whether_a_place_was_timed():
-    assert PASSES.knows(4, 512, 2) == "timed"
-    assert PASSES.knows(2, 512, 2) == PASSES.knows(4, 600.5, 4) == "between"
-    assert PASSES.knows(4, 512, 6) == PASSES.knows(8, 512, 2) == "beyond"
+def test_coverage_of_the_grid():
+    assert PASSES.coverage(4, 512, 2) == "measured"
+    assert PASSES.coverage(2, 512, 2) == PASSES.coverage(4, 600.5, 4) == "interpolated"
+    assert PASSES.coverage(4, 512, 6) == PASSES.coverage(8, 512, 2) == "extrapolated"
 
 
-def test_a_profile_keeps_them(tmp_path):
+def test_a_profile_stores_measured_steps(tmp_path):
     cost_model.save_profile(tmp_path / "a" / "here.json", MACHINE.device, {})
     assert cost_model.load_profile(tmp_path / "a" / "here.json") == MACHINE.device
 
 
 WRONG = {
-    "an axis": (dict(batches=(4, 1)), "batches=(4, 1) must be whole numbers"),
+    "an axis": (dict(batches=(4, 1)), "batches=(4, 1) must be increasing whole numbers"),
     "no axis": (dict(slots=()), "slots=() must be"),
     "a kind": (dict(kind="step"), "kind='step' must be 'pass' or 'draft'"),
     "too few": (dict(seconds=(1.0,)), "1 seconds for 4 steps"),
@@ -110,7 +109,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_steps_that_are_no_table_are_refused(what):
+def test_invalid_steps_are_errors(what):
     changes, message = WRONG[what]
     with pytest.raises(ValueError, match=re.escape(message)):
         dataclasses.replace(LEVELS, **changes)

@@ -1,4 +1,4 @@
-"""On a mesh of eight devices a text is the same as on one, and devices exchange what they must."""
+"""Eight devices generate the text of one, and exchange only the expected collectives."""
 
 import dataclasses
 import itertools
@@ -28,7 +28,7 @@ ALL = [pair for pair in itertools.product(mesh_cases.CASES, MESHES) if pair not 
 
 
 def shards_of(mesh) -> int | None:
-    """Returns how many parts the draft has on a mesh."""
+    """Returns the number of shards of the draft on a mesh."""
     return 2 if mesh[1] > 4 else None
 
 
@@ -57,11 +57,11 @@ def test_a_stream_gives_the_same_text(eight):
     assert eight(mesh_cases.compare_streamed, case="snapkv", mesh=(2, 4))
 
 
-def test_without_sums_over_devices_the_text_is_another(eight):
+def test_without_all_reduces_the_text_differs(eight):
     assert eight(mesh_cases.differs_without_sums)
 
 
-def test_a_step_exchanges_two_sums_a_layer_and_what_the_vocabulary_needs(eight):
+def test_a_step_has_two_all_reduces_per_layer_and_the_vocabularys_all_gathers(eight):
     found = eight(mesh_cases.exchanged, case="self", mesh=(1, 8))
     layers, passes = 2, 1 + 3  # the target's over the tree, and one for each drafted token
     assert found["collectives"]["all-reduce"] == passes * (2 * layers + 1)  # and the embedding's
@@ -72,16 +72,16 @@ def test_a_step_exchanges_two_sums_a_layer_and_what_the_vocabulary_needs(eight):
     assert found["keys"] not in found["copied"]
 
 
-def test_rows_of_different_groups_of_devices_never_meet(eight):
+def test_groups_of_rows_do_not_communicate(eight):
     assert not eight(mesh_cases.exchanged, case="self", mesh=(8, 1))["collectives"]
 
 
 @pytest.mark.parametrize("devices", [2, 4, 6, 8])
-def test_an_axis_that_is_divided_gives_what_the_whole_gives(eight, devices):
+def test_collectives_on_a_divided_axis_equal_those_on_the_whole(eight, devices):
     assert eight(mesh_cases.functions_of_a_divided_axis, devices=devices) == []
 
 
-def test_a_coarse_part_is_cut_into_finer_ones(eight):
+def test_a_coarse_part_is_sliced_into_finer_ones(eight):
     assert eight(mesh_cases.narrowed)
 
 
@@ -102,7 +102,7 @@ def test_a_preset_has_the_same_weights_on_a_mesh(eight):
 
 
 def refused(**changes):
-    """Returns the error for a target of other sizes on 8 devices that are not here."""
+    """Returns the error for a target of other sizes on 8 abstract devices."""
     shape = tiny.config(**mesh_cases.SIZES | dict(num_kv_heads=4) | changes)
     with pytest.raises(ValueError) as error:
         placement.split_of(shape, None, abstract_mesh(1, 8))
@@ -111,7 +111,7 @@ def refused(**changes):
 
 def test_heads_that_do_not_divide_are_refused_with_the_numbers_that_do():
     message = refused(num_heads=12, num_kv_heads=4)
-    assert "12 query heads are no multiple of 8" in message and "1, 2, 4" in message
+    assert "12 query heads are not a multiple of 8" in message and "1, 2, 4" in message
 
 
 def test_kv_heads_that_do_not_divide_are_refused():
@@ -142,16 +142,16 @@ def test_a_model_that_is_not_divided_may_have_any_vocabulary():
 def test_kv_heads_are_held_in_groups_along_the_last_factors():
     shape = tiny.config(**mesh_cases.SIZES | dict(num_heads=6, num_kv_heads=3))
     with pytest.raises(
-        ValueError, match="3 KV heads are no multiple of 6, and .* must be 1, 2 of them"
+        ValueError, match="3 KV heads are not a multiple of 6; .* there must be 1, 2"
     ):
         placement.split_of(shape, None, abstract_mesh(1, 6))
 
 
-def test_models_and_meshes_that_do_not_belong_together_are_refused(eight, tmp_path):
+def test_models_of_another_mesh_are_refused(eight, tmp_path):
     model = mesh_cases.target(4)
     models.save_checkpoint(tmp_path / "x", model.module, model.params)
     said = eight(mesh_cases.refusals, path=str(tmp_path / "x"))
-    assert ["lies on 8 devices: pass the mesh" in message for message in said] == [
+    assert ["is on 8 devices: pass the mesh" in message for message in said] == [
         True,
         True,
         False,
@@ -176,7 +176,7 @@ def test_a_mesh_has_at_least_one_device(sizes):
 
 def test_prompts_must_divide_over_the_groups():
     with pytest.raises(ValueError, match=r"3 prompts do not divide over data=4.*such as 4"):
-        placement.check(abstract_mesh(4, 1), mesh_cases.target(4), None, 3)
+        placement.validate(abstract_mesh(4, 1), mesh_cases.target(4), None, 3)
 
 
 def test_a_target_is_divided_over_all_of_the_axis():
@@ -193,12 +193,12 @@ def test_a_mesh_of_one_device_changes_nothing():
     assert np.array_equal(plain.tokens, found.tokens)
 
 
-def test_a_mesh_has_other_axes():
+def test_other_mesh_axes_are_refused():
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
     with pytest.raises(ValueError, match="axes x: it must have stage, data, model or some of them"):
         magicjax.generate(tiny.model(), [[1, 2]], mesh=mesh)
 
 
-def test_shards_without_a_mesh_mean_nothing(tmp_path):
-    with pytest.raises(ValueError, match="shards=2 says how a mesh is used"):
+def test_shards_without_a_mesh_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="shards=2 requires a mesh"):
         magicjax.load(tmp_path, shards=2)

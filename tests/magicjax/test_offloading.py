@@ -18,6 +18,7 @@ from magicjax.decoding import program_cache
 from magicjax.decoding.request import prepare
 from magicjax.decoding.runner import state_shapes
 from magicjax.parallel import offloading
+from magicjax.parallel.layouts import Offloaded, Resident
 from sharding import host
 from tests.eight_devices import Eight
 from tests.magicjax import tiny
@@ -47,16 +48,16 @@ def model(shape) -> magicjax.Model:
 
 @functools.cache
 def offloaded(shape, int8: bool = False) -> magicjax.Model:
-    return offloading.offload(model(shape), int8)
+    return magicjax.offload(model(shape), int8)
 
 
 def resident(target: magicjax.Model) -> magicjax.Model:
-    """Returns an offloaded model with the very weights it streams, on the device."""
-    blocks = offloading.expand(jax.device_get(target.blocks), target.dtype)
+    """Returns a resident model with the weights that an offloaded one streams."""
+    blocks = offloading.dequantize(jax.device_get(target.layout.blocks), target.dtype)
     params = dict(target.params["params"])
     for layer in range(target.config.num_layers):
         params[f"layers_{layer}"] = jax.tree.map(lambda x, i=layer: jnp.asarray(x[i]), blocks)
-    return dataclasses.replace(target, params={"params": params}, blocks=None)
+    return dataclasses.replace(target, params={"params": params}, layout=Resident())
 
 
 def text(target: magicjax.Model, **options) -> np.ndarray:
@@ -69,7 +70,7 @@ DRAFTS = {
     "plain sampled": SAMPLED,
     "self": dict(drafter=magicjax.SelfSpeculation(budget=24), tree=TREE),
     "refreshed": dict(drafter=magicjax.SelfSpeculation("snapkv", budget=64, refresh_every=2)),
-    "look-up": dict(drafter=magicjax.LookUp()),
+    "prompt-lookup": dict(drafter=magicjax.PromptLookup()),
     "dynamic": dict(
         drafter=magicjax.SelfSpeculation(budget=24), tree=magicjax.DynamicTree(9, 4, 3)
     ),
@@ -78,14 +79,14 @@ DRAFTS = {
 
 
 @pytest.mark.parametrize("draft", quick(DRAFTS, "plain", "self"))
-def test_an_offloaded_model_says_what_the_resident_one_says(draft):
+def test_an_offloaded_model_generates_the_text_of_the_resident_one(draft):
     np.testing.assert_array_equal(
         text(offloaded(DEEP), **DRAFTS[draft]), text(model(DEEP), **DRAFTS[draft])
     )
 
 
 @pytest.mark.parametrize("draft", quick(["plain", "self"], "plain"))
-def test_so_does_one_of_another_family(draft):
+def test_an_offloaded_model_of_another_family_generates_the_same_text(draft):
     options = dict(eos_token_id=[]) | DRAFTS[draft]
     np.testing.assert_array_equal(text(offloaded(OPT), **options), text(model(OPT), **options))
 
@@ -98,14 +99,14 @@ def test_one_layer_needs_no_scan():
 def test_a_small_draft_can_be_offloaded_too():
     small = tiny.model("near")
     options = dict(tree=TREE)
-    streamed = text(model(DEEP), drafter=magicjax.SmallModel(offloading.offload(small)), **options)
+    streamed = text(model(DEEP), drafter=magicjax.SmallModel(magicjax.offload(small)), **options)
     np.testing.assert_array_equal(
         streamed, text(model(DEEP), drafter=magicjax.SmallModel(small), **options)
     )
 
 
 @pytest.mark.parametrize("draft", quick(["self", "small sampled"], "self"))
-def test_speculation_on_int8_weights_says_what_plain_decoding_on_them_says(draft):
+def test_speculation_on_int8_weights_gives_the_text_of_plain_decoding_on_them(draft):
     target, sampled = offloaded(DEEP, int8=True), SAMPLED if "sampled" in draft else {}
     drafted = text(target, **DRAFTS[draft], **({"verifier": "naive"} if sampled else {}))
     plain = text(target, **sampled)
@@ -113,7 +114,7 @@ def test_speculation_on_int8_weights_says_what_plain_decoding_on_them_says(draft
     np.testing.assert_array_equal(plain, text(resident(target), **sampled))
 
 
-def test_int8_is_off_by_half_a_step_of_its_channel():
+def test_int8_error_is_at_most_half_a_scale():
     weight = np.random.default_rng(0).standard_normal((6, 3, 4)).astype(np.float32)
     weight[:, 1, 2] = 0  # a channel of nothing
     weight[:, 0, 0] *= 1000  # and one that is much larger than the others
@@ -122,8 +123,10 @@ def test_int8_is_off_by_half_a_step_of_its_channel():
     error = np.abs(values * scales - weight)
     assert (error <= scales / 2 * (1 + 1e-6)).all()
     assert (values[:, 1, 2] == 0).all()
-    of_tensor = np.abs(weight).max() / 127  # a scale for all of it: what this is better than
-    assert np.abs(np.rint(weight / of_tensor) * of_tensor - weight).max() > 100 * scales[0, 2, 3]
+    tensor_scale = np.abs(weight).max() / 127  # one scale per tensor, for comparison
+    assert (
+        np.abs(np.rint(weight / tensor_scale) * tensor_scale - weight).max() > 100 * scales[0, 2, 3]
+    )
 
 
 def test_logits_of_int8_weights_are_within_the_bound():
@@ -142,17 +145,19 @@ def test_logits_of_int8_weights_are_within_the_bound():
     slopes = jax.jacrev(logits)(whole).params["params"]
     most, variance = 0, 0
     for layer in range(2):
-        of_layer = jax.tree.leaves_with_path(slopes[f"layers_{layer}"])
-        stacked = jax.tree.leaves(jax.device_get(streamed.blocks), is_leaf=offloading.is_weight)
-        for (_, slope), leaf in zip(of_layer, stacked, strict=True):
-            if offloading.is_weight(leaf):
+        layer_leaves = jax.tree.leaves_with_path(slopes[f"layers_{layer}"])
+        stacked = jax.tree.leaves(
+            jax.device_get(streamed.layout.blocks), is_leaf=offloading.is_int8_weight
+        )
+        for (_, slope), leaf in zip(layer_leaves, stacked, strict=True):
+            if offloading.is_int8_weight(leaf):
                 step = np.abs(np.asarray(slope, np.float64)) * leaf.scales[layer]
                 summed = tuple(range(1, step.ndim))
                 most, variance = most + step.sum(summed) / 2, variance + (step**2).sum(summed) / 12
     error = np.abs(np.asarray(logits(streamed)) - np.asarray(logits(whole)))
     assert (error <= most).all()
     assert (error <= 6 * np.sqrt(variance)).all()
-    # And it is no smaller than that: half of the steps, or twice, would be seen.
+    # The error is not smaller either: half or twice the scale would fail.
     assert 0.7 < np.sqrt((error**2).mean() / variance.mean()) < 1.4
 
 
@@ -168,13 +173,13 @@ def causal(layer, q, k, v):
 
 # What is on the device, read from compiled programs. Layers outweigh everything else.
 HEAVY = tiny.config(num_layers=6, hidden_size=256, intermediate_size=1024)
-OF_LAYER = 4 * (256 * (4 + 2 * 2 + 4) * 8 + 3 * 256 * 1024 + 2 * 256)
+LAYER_BYTES = 4 * (256 * (4 + 2 * 2 + 4) * 8 + 3 * 256 * 1024 + 2 * 256)
 
 
 def shaped(int8: bool = False) -> magicjax.Model:
     module = models.build(HEAVY)
     rest, _ = models.split_blocks(nn.meta.unbox(models.abstract_params(module)))
-    return magicjax.Model(module, rest, blocks=offloading.shapes(module, int8))
+    return magicjax.Model(module, rest, layout=Offloaded(offloading.shapes(module, int8)))
 
 
 def loop(target, drafter=None, tree=None):
@@ -206,15 +211,15 @@ def streamed_bytes(compiled, **draft) -> int:
 @pytest.mark.parametrize("draft", [{}, DRAFTS["self"]], ids=["plain", "self"])
 def test_no_more_than_two_layers_are_on_the_device(draft):
     compiled = loop(shaped(), **draft)
-    assert OF_LAYER < streamed_bytes(compiled, **draft) <= 2 * OF_LAYER
-    of_blocks = stacks(compiled.as_text())
-    assert len(of_blocks) == 9 and all("S(5)" in found for found in of_blocks)
+    assert LAYER_BYTES < streamed_bytes(compiled, **draft) <= 2 * LAYER_BYTES
+    block_arrays = stacks(compiled.as_text())
+    assert len(block_arrays) == 9 and all("S(5)" in found for found in block_arrays)
 
 
-def test_a_third_layer_would_be_seen(monkeypatch):
+def test_a_third_layer_on_the_device_is_detected(monkeypatch):
     monkeypatch.setattr(host, "_zero_after", lambda x: 0)  # so nothing keeps fetches in their order
     compiled = loop(dataclasses.replace(shaped(), shards=1))  # a program of its own
-    assert streamed_bytes(compiled) > 2.5 * OF_LAYER
+    assert streamed_bytes(compiled) > 2.5 * LAYER_BYTES
 
 
 def stacks(text: str) -> list[str]:
@@ -230,20 +235,22 @@ def test_a_checkpoint_is_loaded_without_its_blocks(directory):
     layers = models.split_blocks(whole.params)[1]
     for i, layer in enumerate(layers):
         jax.tree.map(
-            lambda a, b, i=i: np.testing.assert_array_equal(a[i], b), streamed.blocks, layer
+            lambda a, b, i=i: np.testing.assert_array_equal(a[i], b), streamed.layout.blocks, layer
         )
     assert (
         streamed.params.keys() == whole.params.keys()
         and "layers_0" not in streamed.params["params"]
     )
-    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(streamed.blocks)} == {host.HOST}
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(streamed.layout.blocks)} == {
+        host.HOST
+    }
     assert (whole.offload, streamed.offload) == (False, True)
     assert magicjax.load(directory, offload="int8").offload == "int8"
 
 
 def test_a_presets_blocks_are_drawn_layer_by_layer():
     target = magicjax.load("llama-68m", "float32", offload=True)
-    weight = np.asarray(target.blocks["mlp"]["up"]["weight"])
+    weight = np.asarray(target.layout.blocks["mlp"]["up"]["weight"])
     assert weight.shape == (2, 768, 3072)
     assert weight.std() == pytest.approx(768**-0.5, rel=0.02)
     assert (weight[0] != weight[1]).any()
@@ -254,10 +261,10 @@ def test_a_machine_without_the_memory_is_refused_before_anything_is_loaded():
     with pytest.raises(
         ValueError, match=r"offload needs 17\d.\d GB of host memory, .* 24.0 GB are"
     ):
-        offloading.check_host_memory(module, False, available=int(24e9))
+        offloading.validate_host_memory(module, False, available=int(24e9))
     with pytest.raises(ValueError, match=r"offload needs \d\d.\d GB of host memory"):
-        offloading.check_host_memory(module, True, available=int(24e9))
-    offloading.check_host_memory(module, False, available=int(300e9))
+        offloading.validate_host_memory(module, True, available=int(24e9))
+    offloading.validate_host_memory(module, False, available=int(300e9))
 
 
 class Lacking:
@@ -272,17 +279,19 @@ class Lacking:
 
 def test_a_platform_without_pinned_memory_is_refused():
     with pytest.raises(ValueError, match="pinned_host, and tpu:0 has none: load the model without"):
-        host.check_host([Lacking()])
+        host.validate_devices([Lacking()])
 
 
-def test_what_is_no_way_to_offload_is_refused(directory):
+def test_invalid_offload_is_refused(directory):
     with pytest.raises(ValueError, match="offload='int4' is unknown: use True, 'int8', or False"):
         magicjax.load(directory, offload="int4")
     with pytest.raises(ValueError, match="the model 'deep' is offloaded already"):
         magicjax.offload(offloaded(DEEP))
 
 
-def test_caches_that_do_not_fit_are_refused_and_a_model_that_would_fit_is_told(monkeypatch, caplog):
+def test_caches_that_do_not_fit_are_refused_and_a_model_that_would_fit_is_logged(
+    monkeypatch, caplog
+):
     monkeypatch.setattr(offloading, "device_memory", lambda: 50_000)
     target = magicjax.offload(model(DEEP))
     with pytest.raises(ValueError, match="caches stay on the device; use fewer or shorter prompts"):
@@ -290,11 +299,11 @@ def test_caches_that_do_not_fit_are_refused_and_a_model_that_would_fit_is_told(m
     assert "would fit" not in caplog.text
     monkeypatch.setattr(offloading, "device_memory", lambda: 10_000_000)
     target = magicjax.offload(model(DEEP))
-    assert "offload: all 0.00 GB of the model would fit the device's 0.01 GB" in caplog.text
+    assert "offload: the model (0.00 GB) would fit the device (0.01 GB)" in caplog.text
     text(target)
 
 
-def test_options_of_the_compiler_are_set_for_programs_that_stream_and_told(caplog):
+def test_compiler_options_are_set_for_programs_that_stream_and_logged(caplog):
     arguments = (offloaded(DEEP), jnp.zeros(3))
     assert offloading.xla_options("gpu", arguments) == offloading.XLA_OPTIONS["gpu"]
     assert offloading.xla_options("gpu", (model(DEEP),)) == {}
@@ -304,14 +313,14 @@ def test_options_of_the_compiler_are_set_for_programs_that_stream_and_told(caplo
     assert "xla_gpu_enable_latency_hiding_scheduler" in caplog.text
 
 
-def test_the_command_streams_and_says_the_same(directory, run):
+def test_the_command_streams_and_prints_the_same(directory, run):
     ask = ("generate", "--target", directory, "--prompt", tiny.SOURCE, "--max-new-tokens", 12)
     assert run(*ask, "--offload")[:2] == run(*ask)[:2]
     code, _, err = run(*ask, "--offload", "int4")
-    assert code == 2 and "'int4' is unknown: leave it out, or write int8" in err
+    assert code == 2 and "'int4' is unknown: use int8, or no value" in err
 
 
-def test_a_row_that_is_no_number_changes_nothing_in_the_others():
+def test_a_row_of_nans_changes_nothing_in_the_others():
     """What orders the fetches must not be moved by it, or all rows get another layer's weights."""
     rows = [np.asarray([9, 5, 5]), np.asarray([7, 3, 2])]
 
@@ -333,7 +342,7 @@ def test_fit_counts_the_streamed_layers_once(int8):
     )
     counted = memory_estimate.count(load)
     of = {"temporary bytes": counted.streamed + 10**6, "argument bytes in host memory": 7}
-    names = {"prefill": of, "start": of | {"temporary bytes": 0}, "decode": of}
+    names = {"prefill": of, "init": of | {"temporary bytes": 0}, "decode": of}
     found = fit.summary(load, counted, names, 10**10)
     sizes = found["bytes on each device"]
     assert sizes["total"] == counted.resident + 10**6 and sizes["in host memory"] == 7
@@ -361,6 +370,6 @@ def on_mesh(data: int, model: int, int8: bool) -> list:
 @pytest.mark.parametrize("int8", [False, True])
 def test_on_a_mesh_every_device_streams_its_part(data, model, int8):
     process = Eight()
-    found, wanted = process(on_mesh, data=data, model=model, int8=int8)
+    found, expected = process(on_mesh, data=data, model=model, int8=int8)
     process.close()
-    assert found == wanted
+    assert found == expected

@@ -1,4 +1,4 @@
-"""`magicjax plan`: what it prints, as text and as JSON, and how it refuses."""
+"""`magicjax plan`: its output as text and as JSON, and its errors."""
 
 import dataclasses
 import json
@@ -15,20 +15,26 @@ WHERE = ("--target", "llama-3.1-8b", "--batch", 64, "--context", 32000)
 H100 = ("--device", "h100", "--mesh", "model=8")
 
 
-def test_it_says_what_is_best_what_comes_next_and_from_where_it_pays(run):
+def test_text_names_the_best_drafter_the_runner_up_and_the_break_even(run):
     code, out, err = run("plan", *WHERE, *H100, "--acceptance", 0.81)
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0] == (
         "llama-3.1-8b, bfloat16, batch 64, context 32000, on 8 x h100 (data=1,model=8)"
     )
-    assert re.match(r"plain decoding: T_target [\d.]+ ms, [\d,]+ tokens/s", lines[1])
-    assert re.match(r"best: self:streaming:256, chain:\d+: speed-up [\d.]+, [\d,]+ tok", lines[2])
-    assert re.match(r"    [\d.]+ tokens a round of [\d.]+ ms: \d x T_draft [\d.]+, T_ver", lines[3])
+    assert re.match(r"plain decoding: predicted T_target [\d.]+ ms, [\d,]+ tokens/s", lines[1])
+    best = (
+        r"best drafter: self:streaming:256, chain:\d+: predicted speedup [\d.]+x, [\d,]+ tokens/s"
+    )
+    assert re.match(best, lines[2])
+    round_ = r"    [\d.]+ tokens per round, [\d.]+ ms per round: \d x T_draft [\d.]+, T_verify\("
+    assert re.match(round_, lines[3])
     assert lines[4].startswith("runner-up: self:streaming:256, chain:")
-    assert lines[6] == "acceptance of self:streaming:256: as given"
-    assert lines[7] == "times: T_target constants, T_verify constants, T_draft constants"
-    assert re.match(r"break-even: a chain of self:streaming:256 pays from acceptance 0", lines[8])
+    assert lines[6] == "acceptance of self:streaming:256: from --acceptance"
+    assert lines[7] == "times from: T_target roofline, T_verify roofline, T_draft roofline"
+    break_even = "break-even: chains of self:streaming:256 are faster than plain decoding above"
+    assert lines[8].startswith(f"{break_even} acceptance 0")
+    assert lines[9] == "recommendation: speculative decoding"
 
 
 def planned(run, *arguments):
@@ -37,7 +43,7 @@ def planned(run, *arguments):
     return json.loads(out)
 
 
-def test_json_has_the_same_numbers_and_they_belong_together(run):
+def test_the_numbers_of_json_are_consistent(run):
     found = planned(run, *WHERE, *H100, "--acceptance", 0.81, "--drafter", "self:snapkv:1024")
     best, plain = found["best"], found["plain"]
     assert (best["drafter"], best["policy"], best["budget"]) == ("self:snapkv:1024", "snapkv", 1024)
@@ -46,20 +52,22 @@ def test_json_has_the_same_numbers_and_they_belong_together(run):
     assert best["tokens_per_round"] == pytest.approx(sum(0.81**i for i in range(gamma + 1)))
     rest = best["round_ms"] - gamma * best["t_draft_ms"] - best["t_verify_ms"]
     assert rest == pytest.approx(1e3 * cost_model.find_device("h100").round_seconds)
-    speed_up = best["tokens_per_round"] * plain["t_target_ms"] / best["round_ms"]
-    assert best["speed_up"] == pytest.approx(speed_up)
-    assert best["tokens_per_s"] / plain["tokens_per_s"] == pytest.approx(speed_up)
+    speedup = best["tokens_per_round"] * plain["t_target_ms"] / best["round_ms"]
+    assert best["speedup"] == pytest.approx(speedup)
+    assert best["tokens_per_s"] / plain["tokens_per_s"] == pytest.approx(speedup)
     assert 0 < found["break_even_acceptance"] < 0.81
 
 
-def test_it_is_off_where_it_does_not_pay(run):
+def test_plain_decoding_is_recommended_where_it_is_faster(run):
     where = ("--target", "llama-3.1-8b", "--batch", 64, "--context", 1000)
     code, out, _ = run("plan", *where, *H100, "--acceptance", 0.84)
     assert code == 0
-    assert "\noff; the least slow: self:streaming:256" in out
-    assert out.endswith("Speculation does not pay here: decode plainly.\n")
+    assert re.search(
+        r"^best drafter: self:streaming:256, chain:1: predicted speedup 0\.", out, re.M
+    )
+    assert out.endswith("recommendation: plain decoding\n")
     found = planned(run, *where, *H100, "--acceptance", 0.84)
-    assert found["speculate"] is False and found["best"]["speed_up"] < 1
+    assert found["speculate"] is False and found["best"]["speedup"] < 1
 
 
 @pytest.fixture
@@ -81,8 +89,8 @@ def test_a_table_is_searched_for_policy_and_budget(run, table):
         for which in ("best", "runner_up")
     }
     assert sources == {
-        "self:streaming:512": "between those measured at 8000 and 32000",
-        "self:snapkv:2048": "not measured at 16000: that of 32000",
+        "self:streaming:512": "interpolated between 8000 and 32000",
+        "self:snapkv:2048": "measured at 32000, the nearest context",
     }
 
 
@@ -90,14 +98,14 @@ def test_ranks_give_trees_that_generate_takes(run):
     small = ("--drafter", "small:llama-3.2-1b:streaming:512")
     found = planned(run, *WHERE, *H100, "--acceptance", "0.5,0.3,0.1", *small)
     assert found["best"]["tree"].startswith("parents:-1,0,0")
-    assert plan.written_tree(chain(3)) == "chain:3"
-    assert plan.written_tree(expansion((2, 1))) == "parents:-1,0,0,1,2"
+    assert plan.tree_spec(chain(3)) == "chain:3"
+    assert plan.tree_spec(expansion((2, 1))) == "parents:-1,0,0,1,2"
 
 
-def test_of_a_look_up_only_chains_are_planned(run):
-    found = planned(run, *WHERE, *H100, "--acceptance", "0.5,0.3,0.1", "--drafter", "look-up")
+def test_prompt_lookup_plans_chains_only(run):
+    found = planned(run, *WHERE, *H100, "--acceptance", "0.5,0.3,0.1", "--drafter", "prompt-lookup")
     assert found["best"]["tree"].startswith("chain:")
-    assert found["times_from"] == {"T_target": "constants", "T_verify": "constants"}
+    assert found["times_from"] == {"T_target": "roofline", "T_verify": "roofline"}
 
 
 def test_a_small_model_that_streams_may_draft_beyond_its_own_positions(run):
@@ -122,7 +130,7 @@ def test_a_calibrated_device_is_taken_from_its_profile(run, tmp_path):
     )
 
 
-def test_it_says_whether_times_were_measured_there(run, tmp_path):
+def test_the_source_of_times_is_reported(run, tmp_path):
     sizes = cost_model.sizes_of(models.preset("llama-68m"), "bfloat16", "llama-68m")
     passes = cost_model.Steps(sizes.key, cost_model.PASS, (1, 4), (1024,), (1, 2), (1e-3, 2e-3) * 2)
     drafts = cost_model.Steps(sizes.key, cost_model.DRAFT, (1, 4), (64,), (1,), (1e-4, 1e-4))
@@ -135,18 +143,18 @@ def test_it_says_whether_times_were_measured_there(run, tmp_path):
         given = ("--device", tmp_path / "mine.json", "--acceptance", 0)
         return planned(run, *where, *given, "--drafter", "self:streaming:64")["times_from"]
 
-    assert times(4) == dict.fromkeys(["T_target", "T_verify", "T_draft"], "timed")
-    assert set(times(2).values()) == {"between those timed"}
-    assert set(times(8).values()) == {"beyond those timed"}
+    assert times(4) == dict.fromkeys(["T_target", "T_verify", "T_draft"], "measured")
+    assert set(times(2).values()) == {"interpolated"}
+    assert set(times(8).values()) == {"extrapolated"}
 
 
 REFUSED = {
-    "no acceptance": ((*WHERE, *H100), "--acceptance is missing, and is never assumed: give a"),
+    "no acceptance": ((*WHERE, *H100), "--acceptance is required and has no default: pass a"),
     "too much": ((*WHERE, *H100, "--acceptance", 1.2), "is 1.2: give probabilities, from 0 to 1"),
     "too little": ((*WHERE, *H100, "--acceptance", -0.1), "is -0.1: give probabilities"),
     "a device": (
         (*WHERE, "--device", "h10", "--acceptance", 0.8),
-        "device 'h10' does not exist: the nearest is 'h100'; all are a100,",
+        "profile from `magicjax calibrate`; did you mean 'h100'?",
     ),
     "a preset": (
         ("--target", "llama-3.1-8", *WHERE[2:], *H100, "--acceptance", 0.8),
@@ -162,16 +170,16 @@ REFUSED = {
     ),
     "a mesh": (
         (*WHERE, "--device", "h100", "--mesh", "heads=8", "--acceptance", 0.8),
-        "'heads=8' is no mesh: write stage=2,data=2,model=2",
+        "'heads=8' is not a valid mesh: use stage=2,data=2,model=2",
     ),
     "memory": (
         ("--target", "llama-3.1-8b", "--batch", 400, "--context", 32000, *H100, "--acceptance", 1),
-        "--batch 400 at --context 32000 needs 211.7 GB on each of 8 h100, which have 80 GB: at "
-        "most 148 rows fit",
+        "--batch 400 with --context 32000 needs 211.7 GB on each of 8 h100 with 80 GB: at most 148 "
+        "rows fit",
     ),
     "context": (
         (*WHERE[:-1], 200000, *H100, "--acceptance", 0.8),
-        "--context 200000 is more than the 131072 positions of llama-3.1-8b",
+        "--context 200000 exceeds the 131072 positions of llama-3.1-8b",
     ),
     "no row": (
         ("--target", "llama-3.1-8b", "--batch", 0, "--context", 9, *H100, "--acceptance", 0.8),
@@ -179,7 +187,7 @@ REFUSED = {
     ),
     "a drafter": (
         (*WHERE, *H100, "--acceptance", 0.8, "--drafter", "slef"),
-        "'slef' is no drafter: write self:streaming:256",
+        "'slef' is not a drafter: use self:streaming:256",
     ),
     "another vocabulary": (
         (*WHERE, *H100, "--acceptance", 0.8, "--drafter", "small:llama-68m:streaming:256"),
@@ -190,19 +198,19 @@ REFUSED = {
             *("--target", "llama-2-7b-32k", "--batch", 1, "--context", 4096, *H100),
             *("--acceptance", 0.8, "--drafter", "small:llama-68m:snapkv:256"),
         ),
-        "--context 4096 is more than the 2048 positions of llama-68m",
+        "--context 4096 exceeds the 2048 positions of llama-68m",
     ),
     "a small budget": (
         (*WHERE, *H100, "--acceptance", 0.8, "--drafter", "self:streaming:16"),
-        "a budget of 16 leaves 0 slots for the newest tokens",
+        "budget=16 is too small: it leaves 0 slots for the newest tokens",
     ),
     "a dtype": (
         (*WHERE, *H100, "--acceptance", 0.8, "--dtype", "float32"),
-        "the rates of h100 are those of bfloat16, and the models are in float32: use bfloat16, or",
+        "the rates of h100 are for bfloat16, and --dtype float32: use bfloat16, or",
     ),
     "a drafter beside a table": (
         (*WHERE, *H100, "--acceptance", "TABLE", "--drafter", "self:snapkv:256"),
-        "names its own drafters: leave --drafter out",
+        "lists its drafters: remove it",
     ),
     "no table": (
         (*WHERE, *H100, "--acceptance", "none.csv"),
@@ -210,14 +218,14 @@ REFUSED = {
     ),
     "no profile": (
         (*WHERE, "--device", "none.json", "--acceptance", 0.8),
-        "the profile none.json does not exist: measure this one with `magicjax calibrate",
+        "the profile none.json does not exist: measure this device with `magicjax calibrate",
     ),
-    "no option": ((*WHERE, *H100, "--acceptence", 0.8), "did you mean --acceptance?"),
+    "no option": ((*WHERE, *H100, "--acceptence", 0.8), "did you mean '--acceptance'?"),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_bad_questions_are_refused_in_words_of_options(what, run, table):
+def test_invalid_input_is_an_error_in_terms_of_options(what, run, table):
     arguments, message = REFUSED[what]
     given = [table if argument == "TABLE" else argument for argument in arguments]
     code, out, err = run("plan", *given)

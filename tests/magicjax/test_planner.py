@@ -1,4 +1,4 @@
-"""The planner against enumeration and simulation: the best of all it may choose, and no other."""
+"""The planner against enumeration and simulation: it returns the best of all options."""
 
 import dataclasses
 
@@ -40,50 +40,48 @@ def test_the_best_is_the_fastest_of_all_chains(rate, batch, context):
     machine = Machine(dataclasses.replace(H100.device, memory=1e15), model=8)
     candidates = [own(128, 0.9 * rate), own(512, rate)]
     found = plan(LLAMA, candidates, machine, batch, context)
-    speed_ups = {}
+    speedups = {}
     for c, a in zip(candidates, (0.9 * rate, rate), strict=True):
         for depth in range(1, planner.MAX_DEPTH + 1):
             cost = round_cost(LLAMA, c.draft, machine, batch, context, depth + 1, depth)
             tokens = sum(a**i for i in range(depth + 1))
             round_s = depth * cost.draft + cost.verify + machine.device.round_seconds
-            speed_ups[c.name, depth] = tokens * cost.target / round_s
-    assert found.best.speed_up == pytest.approx(max(speed_ups.values()))
-    assert speed_ups[found.best.drafter, found.best.tree.depth] == pytest.approx(
-        found.best.speed_up
-    )
-    other = max(s for (name, _), s in speed_ups.items() if name != found.best.drafter)
-    assert found.runner_up.speed_up == pytest.approx(other)
-    assert found.pays == (max(speed_ups.values()) > 1)
+            speedups[c.name, depth] = tokens * cost.target / round_s
+    assert found.best.speedup == pytest.approx(max(speedups.values()))
+    assert speedups[found.best.drafter, found.best.tree.depth] == pytest.approx(found.best.speedup)
+    other = max(s for (name, _), s in speedups.items() if name != found.best.drafter)
+    assert found.runner_up.speedup == pytest.approx(other)
+    assert found.speculate == (max(speedups.values()) > 1)
 
 
 @given(rates, rates, st.integers(1, 128))
 @settings(deadline=None, max_examples=30)
 def test_higher_acceptance_never_makes_a_plan_slower(a, b, batch):
     low, high = (
-        plan(LLAMA, [own(512, rate)], H100, batch, 32_000).best.speed_up for rate in sorted((a, b))
+        plan(LLAMA, [own(512, rate)], H100, batch, 32_000).best.speedup for rate in sorted((a, b))
     )
     assert low <= high
 
 
-def test_a_plan_pays_above_its_break_even_and_not_below():
+def test_speculation_is_faster_above_the_break_even_only():
     at = plan(LLAMA, [own(512, 0.8)], H100, 32, 32_000).break_even
     assert 0.2 < at < 0.8
-    assert plan(LLAMA, [own(512, at + 1e-6)], H100, 32, 32_000).pays
-    assert not plan(LLAMA, [own(512, at - 1e-6)], H100, 32, 32_000).pays
+    assert plan(LLAMA, [own(512, at + 1e-6)], H100, 32, 32_000).speculate
+    assert not plan(LLAMA, [own(512, at - 1e-6)], H100, 32, 32_000).speculate
 
 
-def test_a_draft_as_dear_as_the_target_has_no_break_even_and_is_off():
+def test_a_draft_as_slow_as_the_target_has_no_break_even():
     found = plan(LLAMA, [own(512, 1.0)], H100, 1, 512)
-    assert found.break_even is None and not found.pays
+    assert found.break_even is None and not found.speculate
 
 
-def test_ranks_bring_trees_where_they_are_worth_their_nodes():
+def test_acceptance_by_rank_leads_to_trees_where_they_are_faster():
     ranks = (0.5, 0.3, 0.1)
     draft = Draft(SMALL, 512)
     wide = plan(LLAMA, [Candidate("s", draft, (ranks,), shared=False)], H100, 16, 32_000)
     narrow = plan(LLAMA, [Candidate("s", draft, (ranks[:1],), shared=False)], H100, 16, 32_000)
     assert wide.best.tree.width > 1 and narrow.best.tree.width == 1
-    assert wide.best.speed_up > 1.05 * narrow.best.speed_up
+    assert wide.best.speedup > 1.05 * narrow.best.speedup
     tree = wide.best.tree
     assert tree == optimal(ranks, tree.num_nodes, tree.depth)
     # the draft runs its widest level's inner nodes, in every level
@@ -92,25 +90,25 @@ def test_ranks_bring_trees_where_they_are_worth_their_nodes():
     assert wide.best.cost == cost and width > 1
 
 
-def test_a_candidate_of_a_small_ring_drafts_no_deeper():
+def test_a_small_ring_limits_the_depth():
     found = plan(LLAMA, [own(512, 1.0, deepest=2)], H100, 64, 32_000)
     assert found.best.tree == chain(2)
 
 
-def test_one_candidate_has_its_next_tree_as_runner_up():
+def test_the_runner_up_of_one_candidate_is_its_second_best_tree():
     found = plan(LLAMA, [own(512, 0.8)], H100, 64, 32_000)
     assert found.runner_up.tree != found.best.tree
-    assert found.runner_up.speed_up <= found.best.speed_up
+    assert found.runner_up.speedup <= found.best.speedup
 
 
-def test_tokens_a_second_and_latency_say_the_same_as_the_speed_up():
+def test_tokens_per_second_and_latency_agree_with_the_speedup():
     found = plan(LLAMA, [own(512, 0.8)], H100, 64, 32_000)
     best = found.best
-    assert best.tokens_per_s * found.target / 64 == pytest.approx(best.speed_up)
+    assert best.tokens_per_s * found.target / 64 == pytest.approx(best.speedup)
     assert best.seconds_per_token * best.tokens_per_s == pytest.approx(64)
 
 
-def test_what_does_not_fit_is_left_out_or_refused():
+def test_candidates_that_do_not_fit_are_excluded():
     small = Machine(cost_model.find_device("h100"), model=1)
     huge = Candidate("self:streaming:60000", Draft(LLAMA, 60_000), ((0.9,),))
     found = plan(LLAMA, [own(512, 0.5), huge], small, 10, 32_000)
@@ -135,30 +133,30 @@ def test_what_does_not_fit_is_left_out_or_refused():
         (([own(512, 0.7, 0.6)], 1, 1), "sums to 1.3"),
     ],
 )
-def test_bad_questions_are_refused(arguments, message):
+def test_invalid_arguments_are_errors(arguments, message):
     candidates, batch, context = arguments
     with pytest.raises(ValueError, match=message):
         plan(LLAMA, candidates, H100, batch, context)
 
 
-def test_the_turn_lies_where_both_batches_gain_the_same():
+def test_both_batches_have_the_same_speedup_at_the_inflection():
     machine = Machine(cost_model.find_device("a100"), model=8)
-    turn = planner.inflection(LLAMA, own(512, 1.0), machine, 3, (1, 256))
+    inflection = planner.inflection(LLAMA, own(512, 1.0), machine, 3, (1, 256))
 
     def gain(context):
         one, many = (
-            round_cost(LLAMA, Draft(LLAMA, 512), machine, b, context, 4, 3).speed_up(1.0)
+            round_cost(LLAMA, Draft(LLAMA, 512), machine, b, context, 4, 3).speedup(1.0)
             for b in (1, 256)
         )
         return many - one
 
-    assert gain(round(turn) - 2) < 0 < gain(round(turn) + 2)
+    assert gain(round(inflection) - 2) < 0 < gain(round(inflection) + 2)
     assert planner.inflection(LLAMA, own(512, 1.0), machine, 3, (1, 256), (128, 1000)) is None
 
 
 def test_chains_by_depth_are_those_that_are_planned():
     candidate = own(512, 0.8)
-    by_depth = planner.chain_speed_ups(LLAMA, candidate, H100, 64, 32_000)
+    by_depth = planner.chain_speedups(LLAMA, candidate, H100, 64, 32_000)
     best = plan(LLAMA, [candidate], H100, 64, 32_000).best
     assert max(by_depth, key=by_depth.get) == best.tree.depth
-    assert by_depth[best.tree.depth] == pytest.approx(best.speed_up)
+    assert by_depth[best.tree.depth] == pytest.approx(best.speedup)

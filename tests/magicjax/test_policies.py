@@ -1,7 +1,7 @@
-"""Every policy against its reference: what it pins in ragged rows, and the scores behind that.
+"""Every policy pins what its reference pins in ragged rows, with the same scores.
 
-What does not exist is filled with large numbers: slots of the caches behind a row, queries before
-its first. A policy that reads them pins something else.
+Cache slots after the end of a row, and queries before its first, hold large numbers. A policy that
+reads them pins other entries.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import pytest
 
 import models
 from magicjax import policies
-from magicjax.policies.base import Evidence, Policy, Queries, choose
+from magicjax.policies.base import Evidence, Policy, RecentQueries, choose
 from models.rope import frequencies as of_model
 from tests.magicjax import policy_reference as reference
 from tests.magicjax.policy_cases import (
@@ -68,7 +68,7 @@ def llama(group: int, rope: models.Rope = ROPE) -> models.LlamaConfig:
 
 
 def evidence(rows, policy: Policy, config, ring: int, layer: int = 0, rng=None) -> Evidence:
-    """Returns what the policy is shown of the rows, with garbage wherever there is nothing."""
+    """Returns the evidence of the rows, with garbage in undefined entries."""
     rng = rng or np.random.default_rng(9)
     batch, heads = len(rows), rows[0].heads
     keys, values = (garbage(rng, batch, KV_HEADS, SLOTS, SIZE) for _ in range(2))
@@ -86,7 +86,7 @@ def evidence(rows, policy: Policy, config, ring: int, layer: int = 0, rng=None) 
             given = reference.logits(row)[row.length - shown :]
             lse[b, policy.window - shown :] = np.log(np.exp(given).sum(-1))
             seen[b, policy.window - shown :] = np.arange(row.length - shown, row.length) + 1
-        queries = Queries(q=jnp.asarray(q), lse=jnp.asarray(lse), seen=jnp.asarray(seen))
+        queries = RecentQueries(q=jnp.asarray(q), lse=jnp.asarray(lse), seen=jnp.asarray(seen))
     if policy.accumulates:
         total = garbage(rng, batch, KV_HEADS, SLOTS)
         for b, row in enumerate(rows):
@@ -110,7 +110,7 @@ def pins_and_scores(policy: Policy, given: Evidence, count: int):
 
 
 def compare(name, setting, config, rows, inverse) -> int:
-    """Asserts that one policy does as its reference in all rows beyond the budget; counts them."""
+    """Compares a policy with its reference in all rows longer than the budget; counts them."""
     policy = made(name, setting)
     count = setting.budget - setting.ring
     if name == "streaming":
@@ -135,8 +135,8 @@ def compare(name, setting, config, rows, inverse) -> int:
     ("name", "setting"),
     [
         pytest.param(name, setting, id=f"{name}-G{setting.group}")
-        for place, name in enumerate(POLICIES)
-        for setting in (SETTINGS[place % 2 :: 2] if "-" in name else SETTINGS)
+        for index, name in enumerate(POLICIES)
+        for setting in (SETTINGS[index % 2 :: 2] if "-" in name else SETTINGS)
     ],
 )
 def test_a_policy_pins_what_its_reference_pins(name, setting):
@@ -145,7 +145,7 @@ def test_a_policy_pins_what_its_reference_pins(name, setting):
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name.startswith("expected")])
-def test_expected_attention_of_a_model_that_does_not_rotate(name):
+def test_expected_attention_of_a_model_without_rotary_positions(name):
     setting = SETTINGS[0]
     config = models.OptConfig(
         vocab_size=48,
@@ -168,8 +168,8 @@ def test_expected_attention_of_a_model_that_does_not_rotate(name):
     ],
     ids=lambda rope: rope.kind,
 )
-def test_expected_attention_turns_as_the_model_does(rope):
-    # Yarn's factor on cosine and sine is in the queries already, and must not come in twice.
+def test_expected_attention_rotates_as_the_model_does(rope):
+    # The queries already contain Yarn's factor on cosine and sine; it must not be applied twice.
     setting = SETTINGS[1]
     inverse = of_model(rope, SIZE)[0].astype(np.float64)
     assert np.abs(inverse - frequencies()).max() > 0.01
@@ -178,7 +178,7 @@ def test_expected_attention_turns_as_the_model_does(rope):
 
 
 @pytest.mark.parametrize("pooling", ["max", "avg"])
-def test_pyramidkv_pins_with_snapkvs_scores_as_many_as_its_layer_has(pooling):
+def test_pyramidkv_pins_the_entries_of_snapkv_with_the_count_of_its_layer(pooling):
     setting = Setting(group=2, window=5, budget=40)
     options = dict(window=setting.window, kernel=5, pooling=pooling)
     policy = policies.PyramidKV(**options, beta=4)
@@ -200,7 +200,7 @@ def test_pyramidkv_pins_with_snapkvs_scores_as_many_as_its_layer_has(pooling):
 @pytest.mark.parametrize("layers", [1, 2, 3, 12, 32])
 @pytest.mark.parametrize("budget", [12, 13, 64, 512])
 @pytest.mark.parametrize("beta", [1.0, 2.0, 20.0])
-def test_the_pyramid_falls_in_a_straight_line_rounded_and_wastes_no_slot(layers, budget, beta):
+def test_the_pyramid_is_a_rounded_line_that_uses_every_slot(layers, budget, beta):
     policy = policies.PyramidKV(beta=beta)
     pins = policy.pinned(budget, layers)
     mean = budget - policy.ring(budget)
@@ -236,7 +236,7 @@ def random_pins(seed: int) -> np.ndarray:
     return np.asarray(pins_and_scores(policy, given, setting.budget - setting.ring)[0])
 
 
-def test_random_pins_are_candidates_that_only_the_seed_decides():
+def test_random_pins_are_candidates_and_depend_only_on_the_seed():
     setting = SETTINGS[1]
     found = random_pins(3)
     for row, pins in zip(prompts(setting), found, strict=True):
@@ -245,7 +245,7 @@ def test_random_pins_are_candidates_that_only_the_seed_decides():
             assert 0 <= of_head[0] and of_head[-1] < row.candidates
     np.testing.assert_array_equal(random_pins(3), found)
     assert not np.array_equal(random_pins(4), found)
-    # Rows of one length, whatever else is in them, have the same pins.
+    # Rows of the same length have the same pins.
     policy, same = policies.Random(seed=3), [prompts(setting, seed=s)[-1] for s in (0, 1)]
     given = evidence(same, policy, llama(setting.group), setting.ring)
     first, second = pins_and_scores(policy, given, setting.budget - setting.ring)[0]
@@ -263,7 +263,7 @@ class Given(Policy):
         return jnp.broadcast_to(jnp.array(self.by_position), evidence.keys.shape[:3])
 
 
-def test_the_best_candidates_are_chosen_the_earlier_of_equals_and_nan_last():
+def test_the_highest_scores_are_chosen_earlier_first_among_equals_and_nan_last():
     setting = SETTINGS[1]
     rows = prompts(setting)[-1:]
     scores = np.full(SLOTS, 5.0)
@@ -273,10 +273,10 @@ def test_the_best_candidates_are_chosen_the_earlier_of_equals_and_nan_last():
     assert np.asarray(choose(policy, given, 5)).tolist() == [[[0, 1, 2, 4, 7]] * KV_HEADS]
 
 
-# Negative control: the whole chain sees wrong evidence.
+# Negative control with wrong evidence.
 
 
-def test_a_policy_that_is_shown_something_else_is_caught():
+def test_a_policy_with_wrong_evidence_fails_the_comparison():
     setting = SETTINGS[1]
     policy, rows = made("snapkv", setting), prompts(setting)
     older = [

@@ -1,6 +1,6 @@
-"""Negative controls of the policies' tests: rules that are nearly right pin something else.
+"""Negative controls of `test_policies.py`: rules that are almost right pin other entries.
 
-They run on the prompts of those tests, through the same comparison.
+They use the same prompts and the same comparison.
 """
 
 import dataclasses
@@ -27,25 +27,25 @@ def one_head(row, setting):
 
 
 def interleaved(row, setting):
-    """Head h with KV head h % K, instead of neighbours together."""
+    """Head h with KV head h % K, instead of neighbouring heads with one KV head."""
     order = np.arange(row.heads).reshape(-1, KV_HEADS).T.ravel()
     return reference.snapkv(dataclasses.replace(row, q=row.q[:, order]), setting.window)
 
 
 def shifted_pooling(row, setting):
-    """A window of the pooling that reaches one further back than ahead."""
+    """Pooling that is shifted by one position."""
     scores = reference.snapkv(row, setting.window)
     return np.concatenate([scores[:, :1], scores[:, :-1]], axis=1)
 
 
 def pooling_of_all(row, setting):
-    """Candidates at the end pooled with what is in the ring."""
+    """The last candidates pooled with entries of the ring."""
     scores = reference.pooled(reference.mass(row, setting.window), 7, "max")
     return scores[:, : row.candidates]
 
 
 def without_the_newest(row, setting):
-    """The window's queries, each one token older."""
+    """A window that is one token older."""
     paid = reference.mass(row, setting.window + 1) - reference.mass(row, 1)
     return reference.pooled(paid[:, : row.candidates], 7, "max")
 
@@ -59,7 +59,7 @@ def softmax_of_candidates(row, setting):
 
 
 def divided_ends(row, setting):
-    """Averages over the neighbours that exist."""
+    """Averages over existing neighbours only."""
     paid = reference.mass(row, setting.window)[:, : row.candidates]
     ones = reference.pooled(np.ones_like(paid), 5, "avg")
     return reference.pooled(paid, 5, "avg") / ones
@@ -71,7 +71,7 @@ def mean_of_queries(row, setting):
 
 
 def unnormalised_mean(row, setting):
-    """KeyDiff with the mean of the keys as they are."""
+    """KeyDiff with the mean of unnormalised keys."""
     keys = row.keys[: row.candidates]
     mean = keys.mean(0)
     cosine = np.einsum("nkd,kd->kn", keys, mean) / np.linalg.norm(keys, axis=-1).T
@@ -84,7 +84,7 @@ def mean_with_the_ring(row, setting):
 
 
 def as_they_stand(row, setting):
-    """Expected attention of queries that were not turned back."""
+    """Expected attention of queries whose rotation was not undone."""
     n, first = row.length, max(row.length - setting.window, 0)
     turns = [reference.rotation(p, frequencies()) for p in range(n)]
     q = row.q.copy()
@@ -110,7 +110,7 @@ def expected(row, setting, **changes):
 
 
 def of_any_value(row, setting):
-    """Expected attention, whatever the values."""
+    """Expected attention without the norm of the values."""
     return expected(dataclasses.replace(row, values=np.ones_like(row.values)), setting)
 
 
@@ -149,7 +149,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_rule_that_is_nearly_right_pins_something_else(wrong):
+def test_a_rule_that_is_almost_right_pins_other_entries(wrong):
     name, rule = WRONG[wrong]
     caught = 0
     for setting in SETTINGS[1:3]:
@@ -165,7 +165,7 @@ def test_a_rule_that_is_nearly_right_pins_something_else(wrong):
     assert caught
 
 
-def test_ties_are_tolerated_only_where_float32_cannot_tell():
+def test_ties_are_tolerated_only_within_float32_precision():
     scores = np.array([[1.0, 2.0, 2.0 * (1 + 1e-7), 3.0, 0.5, 3.0]])
     check_pins(np.array([[2, 3, 5]]), scores)
     check_pins(np.array([[1, 3, 5]]), scores)

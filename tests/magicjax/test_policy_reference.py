@@ -1,4 +1,4 @@
-"""The references of the policies, on cases that can be worked out by hand."""
+"""The references of the policies, on cases with results computed by hand."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def row(keys, q=None, values=None, recent=1) -> reference.Row:
 
 
 def even(n, heads=1, kv_heads=1, recent=1):
-    """Returns a row whose queries are zero: query p pays 1 / (p + 1) to each that it sees."""
+    """Returns a row of zero queries: query p gives 1 / (p + 1) to each position it sees."""
     return row(np.ones((n, kv_heads, 2)), np.zeros((n, heads, 2)), recent=recent)
 
 
@@ -23,17 +23,17 @@ def test_pins_are_the_highest_in_order_and_the_earlier_of_equals():
     assert reference.pinned(np.array([[1.0, 3, 2, 3, 3], [0, 0, 0, 0, 0]]), 2) == [[1, 3], [0, 1]]
 
 
-def test_queries_that_do_not_care_pay_evenly_to_what_they_see():
+def test_zero_queries_attend_evenly_to_what_they_see():
     assert reference.mass(even(3), 3)[0] == pytest.approx([1 + 1 / 2 + 1 / 3, 1 / 2 + 1 / 3, 1 / 3])
     assert reference.h2o(even(3))[0] == pytest.approx([11 / 6, 5 / 6])
     assert reference.mass(even(3), 2)[0] == pytest.approx([5 / 6, 5 / 6, 1 / 3])
-    # A window longer than the row takes all; two heads pay twice.
+    # A window longer than the row has all queries; two heads count twice.
     assert reference.mass(even(3, heads=4, kv_heads=2), 9)[1] == pytest.approx(
         [22 / 6, 10 / 6, 4 / 6]
     )
 
 
-def test_attention_divides_by_the_root_of_the_size_unless_told_otherwise():
+def test_attention_divides_by_the_root_of_the_head_dimension_if_scaled():
     # D = 4: the scores of the last query are 0 and 4, or 0 and 2 when scaled.
     keys, q = [[[0, 0, 0, 0]], [[2, 0, 0, 0]]], [[[0, 0, 0, 0]], [[2, 0, 0, 0]]]
     last = reference.attention(row(keys, q))[1, 0]
@@ -56,14 +56,14 @@ def test_pooling_reaches_half_a_kernel_to_both_sides():
 
 
 def test_snapkv_pools_the_candidates_only():
-    # Four tokens, two in the ring: the last query pays 1/4 to each of 0 and 1, whose neighbour in
+    # Four tokens, two in the ring: the last query gives 1/4 to each of 0 and 1; their neighbour in
     # the ring does not count.
     given = even(4, recent=2)
     assert reference.snapkv(given, window=1, kernel=3, pooling="avg")[0] == pytest.approx(
         [1 / 6] * 2
     )
     assert reference.snapkv(given, window=1, kernel=3)[0] == pytest.approx([1 / 4] * 2)
-    # A candidate inside the window is paid by the queries from its own on.
+    # A candidate inside the window gets attention from its own query on.
     scores = reference.snapkv(even(4, recent=1), window=2, kernel=1)[0]
     assert scores == pytest.approx([7 / 12, 7 / 12, 7 / 12])
     scores = reference.snapkv(even(4, recent=1), window=3, kernel=1)[0]
@@ -83,14 +83,14 @@ def test_streaming_pins_the_first():
     assert reference.pinned(reference.streaming(even(9)), 3) == [[0, 1, 2]]
 
 
-def test_the_pyramid_falls_in_a_straight_line_around_its_mean():
+def test_the_pyramid_is_a_line_around_its_mean():
     assert reference.pyramid(20, 3).tolist() == [39, 20, 1]
     assert reference.pyramid(8, 4, beta=2).tolist() == pytest.approx([12, 28 / 3, 20 / 3, 4])
     assert reference.pyramid(8, 1).tolist() == [8]
 
 
 def test_keydiff_prefers_the_key_that_points_elsewhere():
-    # Unit keys (1, 0), (1, 0), (0, 1): their mean is (2, 1) / 3, whatever their lengths.
+    # Unit keys (1, 0), (1, 0), (0, 1): their mean is (2, 1) / 3 for any key lengths.
     keys = [[[1, 0]], [[5, 0]], [[0, 7]], [[-9, -9]]]
     root = 5**0.5
     assert reference.keydiff(row(keys))[0] == pytest.approx([-2 / root, -2 / root, -1 / root])
@@ -100,13 +100,13 @@ def test_knorm_prefers_short_keys():
     assert reference.knorm(row([[[3, 4]], [[0, 1]], [[9, 9]]]))[0].tolist() == [-5, -1]
 
 
-def test_a_rotation_turns_each_half_with_its_pair():
+def test_a_rotation_rotates_each_half_with_its_pair():
     turned = reference.rotation(2, np.array([np.pi / 4, 0])) @ [1, 5, 2, 6]
     assert turned == pytest.approx([-2, 5, 1, 6])  # (1, 2) by a right angle, (5, 6) not at all
 
 
-def test_expected_attention_of_queries_that_are_all_alike():
-    # No rotation, no spread: it is the attention of that one query, times the values' norms.
+def test_expected_attention_of_equal_queries():
+    # Without rotation and covariance: the attention of that one query, times the values' norms.
     keys = [[[1, 0]], [[0, 0]], [[0, 0]]]
     q = [[[2**0.5 * np.log(3), 0]]] * 3
     values = [[[1, 0]], [[6, 8]], [[1, 1]]]
@@ -116,7 +116,7 @@ def test_expected_attention_of_queries_that_are_all_alike():
     assert scores[0] == pytest.approx([5 / 4, 10 * 3 / 4])
 
 
-def test_expected_attention_counts_the_spread_of_the_queries():
+def test_expected_attention_uses_the_covariance_of_the_queries():
     # D = 2: queries (c, 0) and (-c, 0), mean zero, variance c^2 in x; k = (1, 0): c^2 / 4 = ln 3.
     c = 2 * np.log(3) ** 0.5
     keys, q = [[[1, 0]], [[0, 1]], [[0, 0]], [[0, 0]]], [[[c, 0]], [[-c, 0]]] * 2
@@ -127,12 +127,12 @@ def test_expected_attention_counts_the_spread_of_the_queries():
     )
     scores = reference.expected_attention(given, None, covariance=False)
     assert scores[0] == pytest.approx([root / 2, root / 2])
-    # A window of one query has no spread, but a mean.
+    # A window of one query has a mean, but no covariance.
     scores = reference.expected_attention(given, None, window=1)[0]
     assert scores[0] / scores[1] == pytest.approx(np.exp(-c / root))
 
 
-def test_expected_attention_turns_queries_back_and_then_on():
+def test_expected_attention_undoes_and_reapplies_the_rotation():
     # Every query is (s, 0) at position 0; the next position is n = 2, a right angle per position,
     # so it will be (-s, 0) there, and nothing on average over a full turn.
     inverse = np.array([np.pi / 2])

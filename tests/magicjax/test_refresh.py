@@ -1,4 +1,4 @@
-"""A refresh picks the entries that the policy would pick behind a fresh prefill of the text."""
+"""A refresh pins the entries that the policy pins after a prefill of the whole text."""
 
 import functools
 import types
@@ -28,19 +28,21 @@ POLICIES = {
 
 @functools.cache
 def picking(sparse, capacity: int):
-    """Returns a compiled choice of pins behind a prefill, one for all rounds of a test."""
+    """Returns a compiled function that chooses pins after a prefill."""
     settings = types.SimpleNamespace(chunk=loop.WIDTH // 2, capacity=capacity, backend=None)
 
     @jax.jit
     def pick(model, tokens, lengths):
-        cache, _, seen = prefill.prefill_cache(model, tokens, lengths, settings, sparse.watch())
-        return sparse.pins(model, cache, seen, None)
+        cache, _, seen = prefill.prefill_cache(
+            model, tokens, lengths, settings, sparse.attention_stats_spec()
+        )
+        return sparse.choose_pins(model, cache, seen, None)
 
     return pick
 
 
 def fresh_pins(request, texts, counts):
-    """Returns the policy's choice behind a prefill of each text's first tokens."""
+    """Returns the policy's pins after a prefill of each text's first tokens."""
     tokens = np.zeros((len(texts), loop.WIDTH), np.int32)
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text
@@ -75,7 +77,7 @@ def test_refreshed_pins_are_those_of_a_fresh_prefill(name, tree, monkeypatch):
     at_first, changed, compared = None, 0, 0
     for number, (request, state) in enumerate(loop.rounds("self", tree, prompts, "float64")):
         draft, counts = state.drafter.cache, state.cache.lengths
-        loop.check_draft_cache(draft, state.cache)  # pins and ring hold what was verified
+        loop.check_draft_cache(draft, state.cache)  # pins and ring hold verified entries
         at_first = draft.pinned if at_first is None else at_first
         if number % every:
             continue
@@ -91,14 +93,14 @@ def test_refreshed_pins_are_those_of_a_fresh_prefill(name, tree, monkeypatch):
 
 
 @pytest.mark.usefixtures("float64")
-def test_queries_that_the_window_missed_would_be_seen(monkeypatch):
-    """Heavy hitters by a window shorter than what two rounds emit are not those of the prompt."""
+def test_queries_missing_from_the_window_are_detected(monkeypatch):
+    """A window shorter than two rounds emit gives other heavy hitters than a prefill."""
     monkeypatch.setitem(POLICIES, "h2o", magicjax.policies.H2O(window=1, recent=RING))
     with pytest.raises(AssertionError):
         test_refreshed_pins_are_those_of_a_fresh_prefill("h2o", "chain4", monkeypatch)
 
 
-def test_between_refreshes_the_pins_stay(monkeypatch):
+def test_pins_do_not_change_between_refreshes(monkeypatch):
     drafter = magicjax.SelfSpeculation(POLICIES["snapkv"], BUDGET, refresh_every=3)
     monkeypatch.setattr(tiny, "drafter", lambda *_: drafter)
     seen = []

@@ -1,4 +1,4 @@
-"""The ring of a draft cache: overtaken many times, or never; texts around the budget."""
+"""The ring of a draft cache: wrapped many times or never; texts around the budget."""
 
 import numpy as np
 import pytest
@@ -21,8 +21,8 @@ def test_the_text_stays_exact_while_the_ring_wraps_around_many_times():
         eos_token_id=tiny.NEVER,
     )
     assert LONG / (drafter.budget - 1) > 14  # times that the ring of 7 was overwritten
-    tally, wanted = oracle.Tally(), tiny.expected(3, 0, LONG)
-    tally.compare(tiny.model(), tiny.prompts(3), wanted, tiny.rows_of(output))
+    tally, expected = oracle.Tally(), tiny.expected(3, 0, LONG)
+    tally.compare(tiny.model(), tiny.prompts(3), expected, tiny.rows_of(output))
     assert 0 < output.stats.acceptance_rate < 1
 
 
@@ -38,12 +38,12 @@ def test_prompts_shorter_than_of_and_just_over_the_budget_are_exact(tree):
         max_new_tokens=tiny.NEW,
         eos_token_id=tiny.NEVER,
     )
-    wanted = [oracle.greedy(tiny.model(), prompt, tiny.NEW) for prompt in prompts]
-    oracle.Tally().compare(tiny.model(), prompts, wanted, tiny.rows_of(output))
+    expected = [oracle.greedy(tiny.model(), prompt, tiny.NEW) for prompt in prompts]
+    oracle.Tally().compare(tiny.model(), prompts, expected, tiny.rows_of(output))
 
 
 def test_the_smallest_budget_that_is_allowed_is_exact():
-    """Sinks, the tree's depth and one more: a round may fill the whole ring with itself."""
+    """Sinks, the tree's depth and one more: a round may fill the whole ring."""
     tree = tiny.TREES["irregular"]
     drafter = magicjax.SelfSpeculation(magicjax.StreamingLLM(sinks=1), budget=1 + tree.depth + 1)
     options = dict(tree=tree, max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
@@ -51,15 +51,15 @@ def test_the_smallest_budget_that_is_allowed_is_exact():
     found = tiny.rows_of(output)
     oracle.Tally().compare(tiny.model(), tiny.prompts(8), tiny.expected(8), found)
     smaller = magicjax.SelfSpeculation(drafter.policy, budget=drafter.budget - 1)
-    with pytest.raises(ValueError, match=r"4 slots beside 1 pinned.*tree depth \(4\) \+ 1 = 5"):
+    with pytest.raises(ValueError, match=r"4 slots besides 1 pinned.*tree depth \(4\) \+ 1 = 5"):
         magicjax.generate(tiny.model(), tiny.prompts(8), drafter=smaller, **options)
 
 
-def test_the_draft_caches_size_is_the_budgets_whatever_the_context():
+def test_the_draft_caches_size_depends_only_on_the_budget():
     output = tiny.generate(8, 0, "self", "chain4")
     config = tiny.model().config
-    of_a_slot = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
-    assert output.stats.kv_bytes_draft == 8 * tiny.BUDGET * of_a_slot
-    assert output.stats.kv_bytes_target == 8 * 64 * of_a_slot
+    slot_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+    assert output.stats.kv_bytes_draft == 8 * tiny.BUDGET * slot_bytes
+    assert output.stats.kv_bytes_target == 8 * 64 * slot_bytes
     assert output.stats.emitted == 8 * (tiny.NEW - 1)
     assert np.isfinite(output.stats.tokens_per_s) and output.stats.decode_s > 0

@@ -1,4 +1,4 @@
-"""Warping, drawing, and a random number of its own for each use."""
+"""Warping, drawing, and independent random numbers for each use."""
 
 import itertools
 
@@ -15,11 +15,11 @@ from magicjax.verification import sampling
 from magicjax.verification.sampling import (
     Purpose,
     Sampling,
-    attempt,
+    accept_or_residual,
+    remove_token,
     sample,
     uniforms,
     warp,
-    without,
 )
 from tests.magicjax import tiny
 from tests.magicjax.test_joint import warped
@@ -35,7 +35,7 @@ PARAMETERS = [
 ]
 
 
-def of_rows(parameters, filtered=True) -> Sampling:
+def per_row(parameters, filtered=True) -> Sampling:
     temperature, top_k, top_p = map(np.array, zip(*parameters, strict=True))
     keys = sampling.row_keys(0, jnp.arange(len(parameters)))
     return Sampling(
@@ -48,11 +48,11 @@ def of_rows(parameters, filtered=True) -> Sampling:
     )
 
 
-def test_each_row_is_warped_by_its_own_parameters_as_defined():
+def test_each_row_is_warped_by_its_parameters():
     rng, warping = np.random.default_rng(0), jax.jit(warp)
     for _ in range(20):
         logits = rng.normal(0, 2, (len(PARAMETERS), 3, 9)).astype(np.float32)
-        found = np.asarray(warping(of_rows(PARAMETERS), jnp.asarray(logits)))
+        found = np.asarray(warping(per_row(PARAMETERS), jnp.asarray(logits)))
         for row, parameters in enumerate(PARAMETERS):
             for node in range(3):
                 wanted = warped(logits[row, node].astype(np.float64), *parameters)
@@ -60,20 +60,20 @@ def test_each_row_is_warped_by_its_own_parameters_as_defined():
 
 
 def test_tokens_that_tie_with_the_last_one_kept_are_kept():
-    p = warp(of_rows([(1.0, 2, 1.0)]), jnp.array([[3.0, 1.0, 1.0, 0.0]]))
+    p = warp(per_row([(1.0, 2, 1.0)]), jnp.array([[3.0, 1.0, 1.0, 0.0]]))
     assert (np.asarray(p[0]) > 0).tolist() == [True, True, True, False]
 
 
-def test_filters_that_keep_all_cut_no_tail_and_unused_ones_cost_nothing():
+def test_filters_that_keep_all_change_nothing_and_unused_ones_cost_nothing():
     logits = jnp.linspace(0, -60, 50)[None]
     for filtered in (False, True):
-        assert (warp(of_rows([(1.0, 0, 1.0)], filtered), logits) > 0).all()
-    text = jax.jit(warp).lower(of_rows([(1.0, 0, 1.0)], False), logits).as_text()
+        assert (warp(per_row([(1.0, 0, 1.0)], filtered), logits) > 0).all()
+    text = jax.jit(warp).lower(per_row([(1.0, 0, 1.0)], False), logits).as_text()
     assert "while" not in text
 
 
 @given(seed=st.integers(0, 10_000), cut=st.integers(0, 6))
-def test_a_token_of_no_probability_is_never_sampled(seed, cut):
+def test_a_token_of_probability_zero_is_never_sampled(seed, cut):
     rng = np.random.default_rng(seed)
     probs = rng.random((64, 7)).astype(np.float32) ** 8
     probs[:, rng.permutation(7)[:cut]] = 0
@@ -94,14 +94,14 @@ def test_sampling_splits_the_unit_square_by_probability():
 
 @pytest.mark.parametrize("spread", [0.0, 2.0, 3.0])
 def test_a_large_vocabulary_is_sampled_as_precisely_as_a_small_one(spread):
-    """The effective law: how much of each unit interval falls to each token and block."""
+    """Compares the exact distribution that `sample` draws from."""
     vocab, size = 128_256, 512
     p = np.exp(np.random.default_rng(0).normal(0, spread, vocab)).astype(np.float32)
     p /= p.sum(dtype=np.float64)
     blocks = np.pad(p, (0, -vocab % size)).reshape(-1, size)
 
     def law(weights):
-        """Returns the share of the 2**23 values of a number at which `_pick` takes each entry."""
+        """Returns for which share of the 2**23 values of a number `_pick` returns each entry."""
         reached = np.asarray(jax.jit(lambda w: jnp.cumsum(w, -1))(weights), np.float64)
         ends = np.ceil(reached / reached.max(-1, keepdims=True) * 2**23) / 2**23
         return np.diff(ends, axis=-1, prepend=0)
@@ -109,11 +109,11 @@ def test_a_large_vocabulary_is_sampled_as_precisely_as_a_small_one(spread):
     effective = law(blocks.sum(-1))[:, None] * law(blocks)
     wanted = blocks.astype(np.float64) / blocks.sum(dtype=np.float64)
     assert 0.5 * np.abs(effective - wanted).sum() < 2e-4
-    assert 0.5 * np.abs(law(p) - p).sum() > 1e-3  # what one number for all would be off by
+    assert 0.5 * np.abs(law(p) - p).sum() > 1e-3  # the error of a single number
 
 
-def test_draws_follow_their_law_whatever_the_generator():
-    """Joint counts of two draws, also where JAX's default generator is another one."""
+def test_draws_have_their_distribution_with_any_default_generator():
+    """Joint counts of two draws."""
     q = np.array([0.5, 0.3, 0.15, 0.05])
     rows = 40_000
     for impl in ("threefry2x32", "rbg"):
@@ -139,16 +139,16 @@ def test_draws_follow_their_law_whatever_the_generator():
             assert scipy.stats.chisquare(counts[seen], wanted[seen]).pvalue > 0.001
 
 
-def test_drafters_of_an_ensemble_draw_from_numbers_of_their_own():
-    """Two drafters that are one model would agree on every token if they shared numbers."""
+def test_drafters_of_an_ensemble_draw_independently():
+    """Two drafters with the same model would draw the same tokens if they shared numbers."""
     drafter = magicjax.Ensemble([magicjax.SmallModel(tiny.model("near"))] * 2)
     options = dict(drafter=drafter, tree=magicjax.chain(1), do_sample=True, temperature=2.0)
     output = magicjax.generate(tiny.model(), tiny.prompts(8), **options, max_new_tokens=tiny.NEW)
     assert 2.3 < output.stats.nodes_per_round <= 3
 
 
-def test_every_use_has_a_number_of_its_own():
-    """Seeds, rows, positions, purposes, drafters and draws: none shares a number with another."""
+def test_every_use_has_an_independent_number():
+    """No seed, row, position, purpose, drafter or draw shares a number with another."""
     found = []
     for seed, purpose, drafter in itertools.product(range(2), Purpose, (0, 1, 63)):
         keys = sampling.row_keys(seed, jnp.arange(3))
@@ -156,26 +156,26 @@ def test_every_use_has_a_number_of_its_own():
         number = jnp.broadcast_to(jnp.arange(20), position.shape)
         found.append(np.asarray(uniforms(keys, position, purpose, number, drafter)))
     numbers = np.concatenate(found, axis=None)
-    # 17,280 numbers of 23 bits: some 18 pairs coincide by chance, and thousands if a key is shared.
+    # Of 17,280 numbers of 23 bits about 18 coincide by chance, and thousands if a key is shared.
     assert len(numbers) == 17_280
     assert len(numbers) - len(np.unique(numbers)) < 50
     assert abs(numbers.mean() - 0.5) < 0.02
 
 
-def test_theorem_4_3_trying_drafts_accepts_at_least_as_often_as_sampling_the_target():
-    """SpecInfer, theorem 4.3, for one and two tries, on 1,000 random pairs of distributions."""
+def test_theorem_4_3_mss_accepts_at_least_as_often_as_naive_sampling():
+    """SpecInfer, theorem 4.3, with one and two draws, for 1,000 random pairs of distributions."""
     rng = np.random.default_rng(0)
     p, q = rng.dirichlet(np.full(6, 0.5), (2, 1000))
     naive_one, naive_two, mss_one, mss_two = np.zeros((4, 1000))
     for token in range(6):
         tokens = np.full(1000, token)
-        accept, left = (np.asarray(x) for x in attempt(p, q, tokens))
+        accept, left = (np.asarray(x) for x in accept_or_residual(p, q, tokens))
         mss_one += q[:, token] * accept
         naive_one += q[:, token] * p[:, token]
-        rest = np.asarray(without(q, tokens))
+        rest = np.asarray(remove_token(q, tokens))
         for second in range(6):
             both = q[:, token] * rest[:, second]
-            again = np.asarray(attempt(left, rest, np.full(1000, second))[0])
+            again = np.asarray(accept_or_residual(left, rest, np.full(1000, second))[0])
             mss_two += both * (accept + (1 - accept) * again)
             naive_two += both * (p[:, token] + p[:, second])
     assert (mss_one >= naive_one - 1e-6).all() and (mss_two >= naive_two - 1e-6).all()
@@ -201,17 +201,18 @@ CASES = [
     ("near", "2,2,1"),
     ("near", "dynamic"),
     ("ensemble", "2,2,1"),
-    ("look-up", "branches"),
+    ("prompt-lookup", "branches"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "tree"), quick(CASES, ("near", "dynamic"), ("look-up", "branches"))
+    ("kind", "tree"), quick(CASES, ("near", "dynamic"), ("prompt-lookup", "branches"))
 )
-def test_naive_gives_the_very_tokens_of_plain_sampling(kind, tree):
+def test_naive_gives_the_tokens_of_plain_sampling(kind, tree):
     plain, found = generate(), generate(kind, tree, verifier="naive")
     np.testing.assert_array_equal(found.tokens, plain.tokens)
-    assert found.stats.rounds < plain.stats.rounds or kind == "look-up"  # and it does speculate
+    # It accepts drafted tokens.
+    assert found.stats.rounds < plain.stats.rounds or kind == "prompt-lookup"
 
 
 @pytest.mark.slow
@@ -222,9 +223,9 @@ def test_naive_is_plain_sampling_for_every_drafter_and_tree(kind, tree):
     np.testing.assert_array_equal(found.tokens, generate().tokens)
 
 
-def test_the_comparison_with_plain_sampling_would_see_another_seed():
+def test_the_comparison_with_plain_sampling_detects_another_seed():
     assert (generate(seed=6).tokens != generate().tokens).any(1).all()
-    assert (generate("near", "2,2,1").tokens != generate().tokens).any()  # mss draws otherwise
+    assert (generate("near", "2,2,1").tokens != generate().tokens).any()  # mss uses other numbers
 
 
 @pytest.mark.parametrize(
@@ -235,12 +236,12 @@ def test_the_comparison_with_plain_sampling_would_see_another_seed():
         pytest.param("ensemble", "2,2,1", marks=pytest.mark.slow),
     ],
 )
-def test_a_row_depends_on_neither_its_neighbours_nor_their_parameters(kind, tree):
+def test_a_row_does_not_depend_on_other_rows_or_their_parameters(kind, tree):
     temperatures = np.linspace(0.5, 2, 8)
     whole = generate(kind, tree, temperature=temperatures, top_k=9)
     again = generate(kind, tree, temperature=temperatures, top_k=9)
     np.testing.assert_array_equal(whole.tokens, again.tokens)
-    # The same rows beside others that end at once: row r keeps its place, which is its request.
+    # The same rows beside others that end at once; each row keeps its index, its request id.
     kept = np.arange(8) % 2 == 1
     others = dict(
         temperature=np.where(kept, temperatures, 1.0),
@@ -256,6 +257,6 @@ def test_a_row_depends_on_neither_its_neighbours_nor_their_parameters(kind, tree
 def test_stream_samples_the_same_tokens():
     options = options_of("near", "2,2,1")
     rounds = magicjax.stream(tiny.model(), tiny.prompts(8), **options)
-    told = [np.concatenate(row) for row in zip(*rounds)]
-    for row, of_row in zip(told, tiny.rows_of(generate("near", "2,2,1")), strict=True):
+    streamed = [np.concatenate(row) for row in zip(*rounds)]
+    for row, of_row in zip(streamed, tiny.rows_of(generate("near", "2,2,1")), strict=True):
         np.testing.assert_array_equal(row, of_row)

@@ -1,4 +1,4 @@
-"""Acceptance is counted as it happens: a drafter that is right on cue gives known statistics."""
+"""Statistics of a scripted drafter, whose acceptance is known."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import magicjax
 from tests.magicjax import scripted, tiny
 
 LIMITS = [tiny.NEW - row for row in range(8)]
-# The depth is 4 and the width 3; the trees of single rows and rounds stay within both.
+# Depth 4 and width 3, the bounds of the trees of rows and rounds.
 OUTLINE = magicjax.TokenTree.from_parents((-1, 0, 0, 0, 1, 4, 5, 2, 3))
 
 
@@ -24,7 +24,7 @@ def random_tree(rng, outline) -> list[int]:
             parents.append(-1)
             depths.append(-1)
         else:
-            newest = rng.random() < 0.5  # or no tree would be deep
+            newest = rng.random() < 0.5  # so that some trees are deep
             parents.append(free[-1] if newest else int(rng.choice(free)))
             depths.append(depths[parents[-1]] + 1)
     return parents
@@ -54,7 +54,7 @@ def run(tree, script) -> magicjax.Output:
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree", "own"])
-def test_rounds_accept_exactly_what_was_right_in_every_row(kind):
+def test_rounds_accept_exactly_the_scripted_tokens_in_every_row(kind):
     seen = set()
     for seed in range(3):
         tree, script = script_for(kind, seed)
@@ -76,14 +76,14 @@ def test_rounds_accept_exactly_what_was_right_in_every_row(kind):
         assert stats.acceptance_rate == pytest.approx(flat.mean() / tree.depth)
         by_depth = [(flat >= depth).mean() for depth in range(1, tree.depth + 1)]
         assert stats.acceptance_by_depth == pytest.approx(by_depth)
-    assert seen == set(range(tree.depth + 1))  # every a from 0 to the depth occurred
+    assert seen == set(range(tree.depth + 1))  # every number of accepted tokens occurred
 
 
-def test_a_script_that_is_off_by_one_would_be_seen():
+def test_a_script_that_is_off_by_one_is_detected():
     tree, script = script_for("chain", 0)
     late = script.drafter.replace(text=np.roll(script.drafter.text, 1, axis=1))
     output = run(tree, scripted.Script(late, script.accepts, script.trees))
     for row, wanted, limit in zip(tiny.rows_of(output), tiny.expected(8), LIMITS, strict=True):
-        np.testing.assert_array_equal(row, wanted[:limit])  # exact, however bad the drafts
+        np.testing.assert_array_equal(row, wanted[:limit])  # exact with any drafts
     rounds = [scripted.play(script.accepts[row], limit) for row, limit in enumerate(LIMITS)]
     assert output.stats.accepted < np.concatenate(rounds).sum() / 4

@@ -1,4 +1,4 @@
-"""The best tree against every tree, against the largest worths, and against wrong rules."""
+"""The best tree against every small tree, a greedy construction, and wrong rules."""
 
 import functools
 import itertools
@@ -11,12 +11,12 @@ import magicjax
 from magicjax.trees.sequoia import expected_tokens, optimal
 from magicjax.trees.token_tree import MAX_NODES, TokenTree
 
-SMALL = 7  # nodes up to which every tree is tried
+SMALL = 7  # brute force up to this many nodes
 EXACT = 1e-12
 
 
 def by_rank(rng, ranks, rows=1):
-    """Falls with rank, as a drafter's own order would have it; the same at every depth."""
+    """Rates that fall with rank, the same at every depth."""
     return -np.sort(-rng.dirichlet(np.ones(ranks + 1))[:ranks])
 
 
@@ -77,7 +77,7 @@ def brute_force(table, nodes, depth) -> tuple[float, int]:
 
 
 def draws(kind, count, seed):
-    """Yields a table, nodes and a depth, of every small size."""
+    """Yields a table, a number of nodes and a depth."""
     rng = np.random.default_rng(seed)
     for _ in range(count):
         ranks, rows = (int(n) for n in rng.integers(1, 5, 2))
@@ -86,10 +86,10 @@ def draws(kind, count, seed):
 
 
 def greedy(table, nodes, depth) -> TokenTree:
-    """Adds the node of the largest worth that has a parent and all its earlier siblings.
+    """Repeatedly adds the node of the largest value whose parent and earlier siblings exist.
 
-    Where acceptance falls with rank, nodes follow each other in falling worth, so these are the
-    largest worths of the full tree, and their sum cannot be beaten. Elsewhere it is short-sighted.
+    If acceptance falls with rank, these are the largest values of the full tree, so the result is
+    optimal. Otherwise it can be worse.
     """
     table = np.atleast_2d(table)
     parents, worth, depths, count = [-1], [1.0], [0], [0]
@@ -111,12 +111,12 @@ def greedy(table, nodes, depth) -> TokenTree:
 
 
 def blind_to_depth(table, nodes, depth) -> TokenTree:
-    """The best tree if the root's children spoke for all: the paper's assumption."""
+    """The best tree if every depth had the root's rates, the paper's assumption."""
     return optimal(np.atleast_2d(table)[0], nodes, depth)
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_no_tree_of_up_to_seven_nodes_is_expected_to_emit_more(kind):
+def test_no_small_tree_has_more_expected_tokens(kind):
     for table, nodes, depth in draws(kind, count=150, seed=1):
         tree = optimal(table, nodes, depth)
         best, most = brute_force(table, nodes, depth)
@@ -125,19 +125,19 @@ def test_no_tree_of_up_to_seven_nodes_is_expected_to_emit_more(kind):
 
 
 @pytest.mark.parametrize(("kind", "wrong"), [("not_falling", greedy), ("by_depth", blind_to_depth)])
-def test_every_tree_finds_out_a_rule_that_is_wrong(kind, wrong):
-    """The control of the test above: the same draws, and rules that only look right."""
+def test_brute_force_detects_a_wrong_rule(kind, wrong):
+    """The negative control of the test above."""
     short = [
         brute_force(table, nodes, depth)[0] - expected_tokens(wrong(table, nodes, depth), table)
         for table, nodes, depth in draws(kind, count=150, seed=1)
     ]
-    assert min(short) > -EXACT  # nothing beats the best of all
+    assert min(short) > -EXACT  # nothing is better than brute force
     assert max(short) > 0.01
 
 
 @pytest.mark.parametrize("nodes", [2, 17, 64, MAX_NODES])
 @pytest.mark.parametrize("kind", ["by_rank", "by_depth"])
-def test_a_large_tree_holds_the_largest_worths_where_acceptance_falls_with_rank(kind, nodes):
+def test_a_large_tree_equals_the_greedy_one_if_acceptance_falls_with_rank(kind, nodes):
     rng = np.random.default_rng(nodes)
     for depth in (3, 9, 32):
         table = TABLES[kind](rng, 16, 12)
@@ -149,7 +149,7 @@ def test_a_large_tree_holds_the_largest_worths_where_acceptance_falls_with_rank(
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_children_take_their_parents_ranks_in_order_and_nodes_come_breadth_first(kind):
+def test_nodes_are_numbered_breadth_first(kind):
     rng = np.random.default_rng(2)
     for nodes in (5, 40, 200):
         tree = optimal(TABLES[kind](rng, 6, 4), nodes, 8)
@@ -162,7 +162,7 @@ def test_a_child_that_is_always_accepted_makes_a_chain():
     assert optimal([1.0], 5, 4) == magicjax.chain(4)
 
 
-def test_ranks_that_are_rarely_accepted_but_alike_make_a_wide_tree():
+def test_equal_low_rates_make_a_wide_tree():
     tree = optimal([0.05] * 16, 17, 16)
     assert tree == magicjax.expansion((16,))
     assert optimal([0.25] * 4, 21, 5) == magicjax.expansion((4, 4))
@@ -180,13 +180,13 @@ def test_the_example_of_the_docstring():
     assert expected_tokens(magicjax.chain(3), [0.6, 0.3]) == pytest.approx(2.176, abs=EXACT)
 
 
-def test_a_rank_is_added_for_the_sake_of_the_next():
+def test_a_rank_of_low_acceptance_is_added_for_a_better_next_one():
     tree = optimal([0.1, 0.8], 3, 2)
     assert tree == magicjax.expansion((2,))
     assert expected_tokens(tree, [0.1, 0.8]) > expected_tokens(magicjax.chain(2), [0.1, 0.8])
 
 
-def test_each_depth_follows_its_own_row_and_deeper_ones_the_last():
+def test_each_depth_uses_its_row_and_deeper_ones_the_last():
     table = [[0.3, 0.3, 0.3], [0.9, 0.05, 0.0]]
     tree = optimal(table, 10, 9)
     assert tree.parents == (-1, 0, 0, 0, 1, 2, 3, 4, 5, 6)  # wide at the root, then three chains
@@ -195,14 +195,14 @@ def test_each_depth_follows_its_own_row_and_deeper_ones_the_last():
 
 
 @pytest.mark.parametrize(("ranks", "depth", "most"), [(1, 4, 5), (2, 1, 3), (2, 3, 15), (3, 2, 13)])
-def test_a_tree_is_smaller_only_where_ranks_and_depth_admit_no_more(ranks, depth, most):
+def test_a_tree_is_smaller_only_if_ranks_and_depth_allow_no_more_nodes(ranks, depth, most):
     acceptance = np.full(ranks, 0.3)
     assert optimal(acceptance, most, depth) == magicjax.expansion((ranks,) * depth)
     assert optimal(acceptance, MAX_NODES, depth) == magicjax.expansion((ranks,) * depth)
     assert optimal(acceptance, most - 1, depth).num_nodes == most - 1
 
 
-def test_nodes_that_gain_nothing_are_added_too():
+def test_nodes_without_a_gain_are_added_too():
     tree = optimal([[0.5, 0.0], [0.0, 0.0]], 7, 2)
     assert tree.num_nodes == 7
     assert expected_tokens(tree, [[0.5, 0.0], [0.0, 0.0]]) == 1.5
@@ -221,7 +221,7 @@ def test_nodes_that_gain_nothing_are_added_too():
     ],
     ids=lambda tree: f"{tree.num_nodes}_nodes_depth_{tree.depth}",
 )
-def test_no_chain_or_expansion_of_as_many_nodes_is_expected_to_emit_more(kind, rival):
+def test_no_chain_or_expansion_of_the_same_size_has_more_expected_tokens(kind, rival):
     rng = np.random.default_rng(3)
     for _ in range(5):
         table = TABLES[kind](rng, 4, 5)
@@ -231,7 +231,7 @@ def test_no_chain_or_expansion_of_as_many_nodes_is_expected_to_emit_more(kind, r
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_more_nodes_or_more_depth_never_emit_less(kind):
+def test_more_nodes_or_depth_never_lower_the_expected_tokens(kind):
     table = TABLES[kind](np.random.default_rng(4), 3, 3)
     tokens = np.array(
         [[expected_tokens(optimal(table, n, d), table) for d in range(1, 6)] for n in range(2, 15)]
@@ -240,7 +240,7 @@ def test_more_nodes_or_more_depth_never_emit_less(kind):
     assert (np.diff(tokens, axis=1) >= -EXACT).all()
 
 
-def test_expected_tokens_are_those_of_rounds_played_out():
+def test_expected_tokens_equal_the_mean_of_simulated_rounds():
     rng = np.random.default_rng(5)
     table = np.array([[0.5, 0.2, 0.1], [0.8, 0.1, 0.0], [0.3, 0.6, 0.1]])
     tree = TokenTree((-1, 0, 0, 1, 0, 1, 3, 3, 7, 8))
@@ -257,19 +257,19 @@ def test_expected_tokens_are_those_of_rounds_played_out():
         emitted.append(count)
     error = np.std(emitted) / np.sqrt(rounds)
     assert abs(np.mean(emitted) - expected_tokens(tree, table)) < 4 * error
-    assert abs(np.mean(emitted) - expected_tokens(tree, table[:1])) > 8 * error  # its control
+    assert abs(np.mean(emitted) - expected_tokens(tree, table[:1])) > 8 * error  # negative control
 
 
-def test_expected_tokens_of_trees_worked_out_by_hand():
+def test_expected_tokens_of_trees_computed_by_hand():
     assert expected_tokens(magicjax.chain(2), [0.5]) == 1.75
     assert expected_tokens(magicjax.expansion((2,)), [0.5, 0.25]) == 1.75
     assert expected_tokens(magicjax.chain(3), [[0.5], [0.25]]) == 1 + 0.5 + 0.125 + 0.03125
     assert expected_tokens(TokenTree((-1,)), [0.5]) == 1.0
-    siblings_apart = TokenTree((-1, 0, 1, 0))  # rank is the place among siblings
+    siblings_apart = TokenTree((-1, 0, 1, 0))  # rank counts siblings
     assert expected_tokens(siblings_apart, [0.5, 0.25]) == 1 + 0.5 + 0.25 + 0.25
 
 
-def test_any_array_is_taken_and_sums_that_rounding_lifts_above_one():
+def test_any_array_is_accepted_and_sums_slightly_above_one():
     tree = optimal([[0.5, 0.5], [0.75, 0.25]], 9, 4)
     for make in (np.float32, jnp.asarray):
         table = make([[0.5, 0.5], [0.75, 0.25]])
@@ -284,25 +284,25 @@ GOOD = [0.5, 0.25]
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ((GOOD, 1, 4), "nodes=1 leaves nothing to speculate: it counts the root, .* at least 2"),
-        ((GOOD, -3, 4), "nodes=-3 leaves nothing"),
-        ((GOOD, MAX_NODES + 1, 4), "nodes=257: at most 256 are supported, so ask for fewer"),
-        ((GOOD, 8, 0), "depth=0 leaves nothing to speculate: give at least 1"),
+        ((GOOD, 1, 4), "nodes=1 is too small: it includes the root, .* at least 2"),
+        ((GOOD, -3, 4), "nodes=-3 is too small"),
+        ((GOOD, MAX_NODES + 1, 4), "nodes=257: at most 256 are supported"),
+        ((GOOD, 8, 0), "depth=0: it must be at least 1"),
         ((0.5, 8, 4), r"acceptance has 0 axes: give \[ranks\] or \[depths, ranks\]"),
         (([[GOOD]], 8, 4), r"acceptance has 3 axes: give \[ranks\] or \[depths, ranks\]"),
         (([], 8, 4), r"shape \(0,\) is empty: give at least one rank, and one depth"),
         ((np.ones((0, 3)), 8, 4), r"shape \(0, 3\) is empty"),
         ((np.ones((3, 0)), 8, 4), r"shape \(3, 0\) is empty"),
-        (([GOOD, [0.5]], 8, 4), "no table of numbers .* short rows filled up with 0"),
-        (([0.5, float("nan")], 8, 4), r"acceptance\[1\] is nan: give 0 where .* never tried"),
+        (([GOOD, [0.5]], 8, 4), "not a table of numbers .* short rows padded by 0"),
+        (([0.5, float("nan")], 8, 4), r"acceptance\[1\] is nan: give 0 for .* never tried"),
         (([GOOD, [0.5, 1.5]], 8, 4), r"acceptance\[1, 1\] is 1.5: .* from 0 to 1"),
         (([0.5, -0.1], 8, 4), r"acceptance\[1\] is -0.1: .* from 0 to 1"),
         (([float("inf"), 0.0], 8, 4), r"acceptance\[0\] is inf: .* from 0 to 1"),
-        (([0.8, 0.5], 8, 4), "acceptance sums to 1.3, which must be at most 1, .* give shares"),
-        (([GOOD, [0.5, 0.50001]], 8, 4), r"acceptance\[1\] sums to 1.00001, .* at most 1"),
+        (([0.8, 0.5], 8, 4), "acceptance sums to 1.3 and must be at most 1, .* give rates"),
+        (([GOOD, [0.5, 0.50001]], 8, 4), r"acceptance\[1\] sums to 1.00001 and must be at most 1"),
     ],
 )
-def test_bad_input_is_refused_with_the_value_and_the_remedy(call, message):
+def test_invalid_input_is_rejected_with_value_and_remedy(call, message):
     with pytest.raises(ValueError, match=message):
         optimal(*call)
 
@@ -315,6 +315,6 @@ def test_bad_input_is_refused_with_the_value_and_the_remedy(call, message):
         ([0.5, float("nan"), 0.0], r"acceptance\[1\] is nan"),
     ],
 )
-def test_expected_tokens_of_a_table_that_does_not_fit_are_refused(acceptance, message):
+def test_expected_tokens_reject_a_table_with_too_few_ranks(acceptance, message):
     with pytest.raises(ValueError, match=message):
         expected_tokens(magicjax.expansion((1, 3)), acceptance)

@@ -1,4 +1,4 @@
-"""Every policy, budget, refresh and precision of a draft cache leaves the text what it is."""
+"""Texts are exact with every policy, budget, refresh and precision of the draft cache."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from pallas_kernels import attention, attention_mass
 from tests.magicjax import oracle, tiny
 from tests.quick import quick
 
-# A prompt much longer than the largest budget, one of about a budget, and short ones.
+# Longer than the largest budget, about a budget, and short.
 LENGTHS = (700, 512, 130, 33, 7)
 LARGE = 768  # its ring alone holds the longest text
 BUDGETS = (32, 128, 512)
@@ -91,7 +91,7 @@ def check(tally, wanted, policy, budget, tree, refresh, kv_dtype) -> None:
 
 
 def policy_of(name: str):
-    """Returns the policy; a streaming one whose sinks leave a budget of 32 its ring."""
+    """Returns the policy, with fewer sinks for streaming so that a budget of 32 has a ring."""
     return magicjax.StreamingLLM(sinks=4) if name == "streaming" else name
 
 
@@ -131,9 +131,7 @@ def test_small_models_on_sparse_caches_are_exact(tally, wanted, policy, tree):
     assert output.stats.kv_bytes_draft == 5 * 40 * 2 * 2 * 2 * 8 * 4
 
 
-def test_the_backend_that_was_asked_for_is_used_wherever_a_cache_is_read(
-    tally, wanted, monkeypatch
-):
+def test_the_chosen_backend_reads_every_cache(tally, wanted, monkeypatch):
     def other(*arguments):
         pytest.fail("another backend was used")
 
@@ -153,7 +151,7 @@ def test_a_budget_that_covers_the_text_accepts_everything(policy):
     assert output.stats.acceptance_rate == 1
 
 
-def test_a_full_cache_accepts_everything_and_holds_nothing_of_its_own():
+def test_a_full_cache_accepts_everything_and_allocates_nothing():
     output = run(magicjax.SelfSpeculation("full"), TREES["chain3"])
     assert output.stats.acceptance_rate == 1
     assert output.stats.kv_bytes_draft == 0

@@ -1,4 +1,4 @@
-"""Pipeline stages give the text of one device, in a schedule, and exchange activations alone."""
+"""Pipeline stages generate the text of one device and exchange only activations and decisions."""
 
 import itertools
 
@@ -48,26 +48,26 @@ def test_all_stages_give_the_text_of_one_device(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["rows", "last"])
-def test_stages_that_are_mistaken_would_be_seen(eight, what):
+def test_wrong_stages_are_detected(eight, what):
     assert eight(stage_cases.differs, what=what)
 
 
-def test_the_share_of_idle_turns():
+def test_the_share_of_idle_steps():
     assert pipeline.idle_share(1, 5) == 0
     assert pipeline.idle_share(4, 1) == 3 / 4
     assert pipeline.idle_share(4, 12) == 3 / 15
 
 
 def test_between_stages_only_activations_travel(eight):
-    rows, turns, depth, nodes, width = 8, 4 + 2 - 1, 3, 4, 32
+    rows, steps, depth, nodes, width = 8, 4 + 2 - 1, 3, 4, 32
     found = eight(stage_cases.exchanged, case="self", mesh=(1, 4, 2), micro_batches=4, layers=2)
-    # Each device sends its quarter of a micro-batch's hidden states in every turn, of each level
-    # of the draft and of the tree; then the last stage's go to all.
+    # In every step each device sends its quarter of a micro-batch's hidden states, per level of
+    # the draft and for the tree; then the last stage broadcasts its own.
     tokens, item = depth + nodes, found["dtype"]
     passes = depth + 1
-    of_pass = rows // 4 * tokens * width // 4 * item
-    assert found["between"]["collective-permute"] == [passes * turns, turns * of_pass]
-    # And what the first stage proposes and decides: tokens; path, accepted, bonus, ranks.
+    pass_bytes = rows // 4 * tokens * width // 4 * item
+    assert found["between"]["collective-permute"] == [passes * steps, steps * pass_bytes]
+    # The first stage broadcasts tokens; path, accepted, bonus, ranks.
     decided = rows * nodes * 4 + rows * (nodes + 1 + 1 + depth) * 4
     states = rows * tokens * width // 4 * item
     assert found["between"]["all-reduce"] == [passes + 2, states + decided]
@@ -90,24 +90,24 @@ def test_a_checkpoint_is_loaded_stage_by_stage(eight, checkpoint):
 
 
 def test_refusals(eight, checkpoint):
-    said = eight(stage_cases.refusals, path=str(checkpoint))
-    wanted = [
+    errors = eight(stage_cases.refusals, path=str(checkpoint))
+    expected = [
         "the target: stage=4 does not divide its 2 layers: use 2",
-        "micro_batches=3 does not divide the 8 rows of a group of devices: use one of 1, 2, 4, 8",
-        "micro_batches=2 is for a mesh with stages",
-        "micro_batches=2 is for a mesh with stages",
-        "lies on 2 stages: pass the mesh that it was loaded for",
-        "lies on 2 stages, and the mesh has 1",
+        "micro_batches=3 does not divide the 8 rows of a device group: use one of 1, 2, 4, 8",
+        "micro_batches=2 requires a mesh with stages",
+        "micro_batches=2 requires a mesh with stages",
+        "is on 2 stages: pass the mesh that it was loaded for",
+        "has 2 stages, and the mesh has 1",
         "load it with stages=1",
-        "PyramidKV gives layers budgets of their own",
-        "the cost model knows no stages",
-        "stage=2 of an offloaded target is not supported",
+        "PyramidKV gives layers different budgets",
+        "the cost model does not support pipeline stages",
+        "stage=2 with an offloaded target is not supported",
         "offload=True on a mesh with stages is not supported",
-        "stages=1 says how a mesh is used",
-        "stages=3, and the mesh has 2",
+        "stages=1 requires a mesh",
+        "stages=3 differs from the mesh's 2",
     ]
-    assert len(said) == len(wanted)
-    for text, part in zip(said, wanted, strict=True):
+    assert len(errors) == len(expected)
+    for text, part in zip(errors, expected, strict=True):
         assert part in text
 
 
@@ -116,10 +116,10 @@ def test_refusals(eight, checkpoint):
 )
 def test_layers_that_do_not_divide(layers, count, nearest):
     with pytest.raises(ValueError, match=f"stage={count} .* {layers} layers: use {nearest}$"):
-        pipeline_stages.check(layers, count)
+        pipeline_stages.validate_layers(layers, count)
 
 
-def test_few_micro_batches_where_weights_are_read_and_many_where_caches_are():
+def test_few_micro_batches_where_weights_dominate_and_many_where_caches_do():
     assert pipeline_stages.best_micro_batches(8, 2, weights=100, caches=1) == 1
     assert pipeline_stages.best_micro_batches(8, 2, weights=1, caches=100) == 8
     # (M + 3) (9 + 48 / M) is least at M = 4.

@@ -1,4 +1,4 @@
-"""Trees: numpy for a static tree, JAX for a traced tree a row, and the definition agree."""
+"""Trees: numpy for a static tree, JAX for a traced tree of each row, and the definition agree."""
 
 import functools
 
@@ -18,7 +18,7 @@ NODES, WIDTH = 11, 4  # one shape, so that the traced functions compile once
 
 @st.composite
 def parent_lists(draw, nodes=NODES, padded=True):
-    """Parents before children; with `padded`, some nodes stand for nothing and have no child."""
+    """Lists of parents; with `padded`, some nodes are padding and have no child."""
     parents, real = [-1], [0]
     for node in range(1, nodes):
         if padded and draw(st.integers(0, 4)) == 0:
@@ -66,7 +66,7 @@ def test_static_and_traced_trees_follow_the_definition(name, rows):
     np.testing.assert_array_equal(traced, wanted)
     for row, of_row in zip(rows, wanted, strict=True):
         static = function(np.array(row, np.int32))
-        assert isinstance(static, np.ndarray)  # known when tracing
+        assert isinstance(static, np.ndarray)  # known while tracing
         assert static.dtype == traced.dtype
         np.testing.assert_array_equal(static, of_row)
 
@@ -89,12 +89,12 @@ def test_levels_list_every_node_with_children_once_at_its_depth(parents):
     listed = [[n for n in level if n < tree.num_nodes] for level in tree.levels.tolist()]
     assert sorted(n for level in listed for n in level) == sorted(set(parents) - {-1})
     for depth, level in enumerate(listed):
-        assert level  # a level without a node to run would end every path above it
+        assert level  # every level has a node with children
         assert all(tree.node_depths[n] == depth for n in level)
 
 
 @pytest.mark.parametrize("length", range(1, 9))
-def test_a_chain_is_a_line(length):
+def test_a_chain_has_one_child_per_node(length):
     tree = magicjax.chain(length)
     assert tree.parents == tuple(range(-1, length))
     assert (tree.num_nodes, tree.depth, tree.width) == (length + 1, length, 1)
@@ -109,7 +109,7 @@ def test_an_expansion_gives_each_node_of_a_level_its_children():
     assert magicjax.expansion([1, 1, 1]) == magicjax.chain(3)
 
 
-def test_equal_trees_share_a_program_however_they_were_made():
+def test_equal_trees_have_equal_hashes():
     made = magicjax.TokenTree.from_parents(np.array([-1, 0, 1]))
     assert made == magicjax.chain(2) and hash(made) == hash(magicjax.chain(2))
 
@@ -122,19 +122,19 @@ def test_equal_trees_share_a_program_however_they_were_made():
         ("parents:-1,0,0,1", magicjax.TokenTree((-1, 0, 0, 1))),
     ],
 )
-def test_a_tree_is_read_as_it_is_written(text, tree):
+def test_parse_tree_reads_every_kind(text, tree):
     assert magicjax.parse_tree(text) == tree
 
 
 @pytest.mark.parametrize(
     "text", ["", "chain", "chain:", "chain:2,2", "bush:2", "chain:two", "chain:1.5", "chain:2 "]
 )
-def test_a_text_that_is_no_tree_is_refused_with_examples(text):
-    with pytest.raises(ValueError, match="is no tree: write chain:4, expansion:2,2,1, parents"):
+def test_a_text_that_is_not_a_tree_is_rejected_with_examples(text):
+    with pytest.raises(ValueError, match="is not a tree: use chain:4, expansion:2,2,1, parents"):
         magicjax.parse_tree(text)
 
 
-def test_a_tree_prints_as_a_drawing():
+def test_a_tree_prints_as_a_diagram():
     assert str(magicjax.TokenTree.from_parents((-1, 0, 0, 1, 0, 1, 3))) == "\n".join(
         [
             "7 nodes, depth 3",
@@ -152,10 +152,10 @@ def test_a_tree_prints_as_a_drawing():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: magicjax.chain(0), r"chain\(0\): a chain speculates at least 1 token"),
+        (lambda: magicjax.chain(0), r"chain\(0\): the length must be at least 1"),
         (lambda: magicjax.chain(256), "257 nodes: at most 256"),
-        (lambda: magicjax.expansion(()), r"expansion\(\): give at least one level"),
-        (lambda: magicjax.expansion((2, 0)), r"expansion\(2, 0\): give at least one level"),
+        (lambda: magicjax.expansion(()), r"expansion\(\): give at least one depth"),
+        (lambda: magicjax.expansion((2, 0)), r"expansion\(2, 0\): give at least one depth"),
         (lambda: magicjax.expansion((16, 16)), r"expansion\(16, 16\) has more than 256 nodes"),
         (lambda: magicjax.TokenTree(()), r"parents=\(\) has no root"),
         (lambda: magicjax.TokenTree((0, 0)), r"parents=\(0, 0\) has no root"),
@@ -164,6 +164,6 @@ def test_a_tree_prints_as_a_drawing():
         (lambda: magicjax.TokenTree((-1, 0, -1)), "node 2 has parent -1"),
     ],
 )
-def test_a_tree_that_cannot_be_is_refused_with_the_remedy(make, message):
+def test_an_invalid_tree_is_rejected_with_the_remedy(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -1,12 +1,19 @@
-"""What a trial counts becomes tokens of rounds to come, and leaves the prompts' cache as it was."""
+"""Trials count exactly, estimate tokens per round of the slowest row, and reset the prompts."""
 
 import jax
 import numpy as np
 import pytest
 
 import magicjax
-from magicjax.autotune.trial import behind_prompts, run_trial
+from magicjax.autotune.trial import (
+    POOLED_ROUNDS,
+    row_rates,
+    row_tokens,
+    run_trial,
+    tried_and_accepted,
+)
 from magicjax.decoding import runner
+from magicjax.decoding.paired_timing import PrefilledPrompts
 from magicjax.decoding.request import prepare
 from magicjax.trees.token_tree import ROOT_ONLY
 from tests.magicjax import tiny
@@ -15,29 +22,35 @@ TREE = tiny.TREES["chain4"]
 
 
 def request_of(drafter, **options):
-    given = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
-    return prepare(tiny.model(), tiny.prompts(8), drafter=drafter, tree=TREE, **given)
+    arguments = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
+    return prepare(tiny.model(), tiny.prompts(8), drafter=drafter, tree=TREE, **arguments)
 
 
-def test_trials_of_several_drafters_leave_the_cache_as_the_prompts_made_it():
+def prefilled_of(request, *drafters):
+    return PrefilledPrompts.create(request, drafters or [request.drafter])[0]
+
+
+def test_trials_leave_the_prompts_as_prefill_made_them():
     drafters = [
         tiny.drafter("self"),
         magicjax.SelfSpeculation("snapkv", budget=16),
         tiny.drafter("near"),
     ]
     requests = [request_of(drafter) for drafter in drafters]
-    behind, _, _ = behind_prompts(requests[0], drafters)
-    before = jax.tree.map(np.array, behind.cache)
-    found = [run_trial(request, "it", behind, 5)[0] for request in requests]
-    run_trial(requests[0], "", behind, 5, ROOT_ONLY)
+    prefilled = prefilled_of(requests[0], *drafters)
+    before, trials = jax.tree.map(np.array, prefilled.cache), []
+    for request in requests:
+        trial, prefilled, _ = run_trial(request, "name", prefilled, 5)
+        trials.append(trial)
+    _, prefilled, _ = run_trial(requests[0], "", prefilled, 5, ROOT_ONLY)
     for layer in range(2):
         for row, length in enumerate(before.lengths):
-            kept = np.asarray(behind.cache.k[layer])[row, :, :length]
+            kept = np.asarray(prefilled.cache.k[layer])[row, :, :length]
             np.testing.assert_array_equal(kept, before.k[layer][row, :, :length])
-    np.testing.assert_array_equal(behind.cache.lengths, before.lengths)
-    # Each is what the same rounds behind a prefill of its own give.
-    for request, trial in zip(requests, found, strict=True):
-        state, *_ = runner.start(request)
+    np.testing.assert_array_equal(prefilled.cache.lengths, before.lengths)
+    # Each trial counts what the same rounds after their own prefill count.
+    for request, trial in zip(requests, trials, strict=True):
+        state, *_ = runner.prefill_and_init(request)
         state, *_ = runner.run(request, request.settings, state, 5)
         counted = np.asarray(state.histogram).sum(0)
         reached = counted[::-1].cumsum()[::-1]
@@ -46,56 +59,71 @@ def test_trials_of_several_drafters_leave_the_cache_as_the_prompts_made_it():
             assert rates == pytest.approx([reached[depth + 1] / reached[depth]])
 
 
-def test_a_trial_that_reaches_the_end_of_all_rows_stops_there():
-    drafter = tiny.drafter("same")
-    request = request_of(drafter, max_new_tokens=8)
-    behind, _, _ = behind_prompts(request, [drafter])
-    trial, _ = run_trial(request, "it", behind, 50)
-    assert trial.rounds == 2  # 7 tokens, 5 a round
+def test_a_donated_cache_cannot_be_used_again():
+    request = request_of(tiny.drafter("near"))
+    prefilled = prefilled_of(request)
+    run_trial(request, "name", prefilled, 5)
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):
+        prefilled.start(request)
+
+
+def test_a_trial_stops_when_all_rows_have_ended():
+    request = request_of(tiny.drafter("same"), max_new_tokens=8)
+    trial, *_ = run_trial(request, "name", prefilled_of(request), 50)
+    assert trial.rounds == 2  # 7 tokens, 5 per round
     assert trial.seconds > 0
-    assert trial.of_tree == 7 / 2
+    assert trial.tree_tokens == 7 / 2
 
 
-def test_tokens_of_a_trial_with_a_shallower_tree_are_those_of_a_run_with_it():
-    """All rows end in the trial, so its rounds are what such a run takes: nothing is drawn."""
-    drafter = tiny.drafter("near")
-    request = request_of(drafter)
-    behind, _, _ = behind_prompts(request, [drafter])
+def test_tokens_of_a_tree_are_those_of_a_whole_run_if_all_rows_end_in_the_trial():
+    request = request_of(tiny.drafter("near"))
+    prefilled = prefilled_of(request)
     for tree in (TREE, tiny.TREES["chain2"]):
-        trial, _ = run_trial(request, "it", behind, 50, tree)
-        given = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER, drafter=drafter, tree=tree)
-        steps = magicjax.generate(tiny.model(), tiny.prompts(8), **given).stats.steps
-        assert trial.of_tree == pytest.approx((tiny.NEW - 1) / steps)
-        assert len(trial.tokens) == tree.depth
+        trial, prefilled, _ = run_trial(request, "name", prefilled, 50, tree)
+        steps = tiny.generate(8, 0, "near", f"chain{tree.depth}").stats.steps
+        assert trial.tree_tokens == pytest.approx((tiny.NEW - 1) / steps)
+        assert len(trial.chain_tokens) == tree.depth
 
 
-def test_a_trial_draws_other_numbers_than_the_run():
-    """The naive text of a run is that of plain sampling; a trial's must be another, in every row.
+def test_a_sampled_trial_draws_other_numbers_than_the_run():
+    """The naive text of a run is that of plain sampling; a trial's text differs in every row."""
+    request = request_of(tiny.drafter("near"), do_sample=True, seed=3, verifier="naive")
+    prefilled, outputs, run = prefilled_of(request), [], runner.run
 
-    What a trial drew decides what runs: with the run's own numbers, drafts that happen to be right
-    would be chosen, and the text would lean towards them.
-    """
-    drafter = tiny.drafter("near")
-    request = request_of(drafter, do_sample=True, seed=3, verifier="naive")
-    behind, _, _ = behind_prompts(request, [drafter])
-    states = []
-    run = runner.run
-
-    def kept(*given):
-        found = run(*given)
-        states.append(np.array(found[0].output))
-        return found
+    def recorded(*arguments):
+        results = run(*arguments)
+        outputs.append(np.array(results[0].output))
+        return results
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "run", kept)
-        run_trial(request, "it", behind, 50)
-    state, _ = behind.state(request)
+        patch.setattr(runner, "run", recorded)
+        _, prefilled, _ = run_trial(request, "name", prefilled, 50)
+    state, _ = prefilled.start(request)
     state, *_ = runner.run(request, request.settings, state)
-    of_run = np.asarray(state.output)[:, : tiny.NEW]
-    given = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER, do_sample=True, seed=3)
-    plain = magicjax.generate(tiny.model(), tiny.prompts(8), **given)
-    for row, (length, wanted) in enumerate(zip(plain.lengths, plain.tokens, strict=True)):
-        np.testing.assert_array_equal(of_run[row, :length], wanted[:length])
+    output = np.asarray(state.output)[:, : tiny.NEW]
+    arguments = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER, do_sample=True, seed=3)
+    plain = magicjax.generate(tiny.model(), tiny.prompts(8), **arguments)
+    for row, (length, expected) in enumerate(zip(plain.lengths, plain.tokens, strict=True)):
+        np.testing.assert_array_equal(output[row, :length], expected[:length])
         if length > 4:
-            assert (states[-1][row, 1:length] != wanted[1:length]).any()
-    np.testing.assert_array_equal(states[-1][:, 0], of_run[:, 0])  # prefill's, of both
+            assert (outputs[-1][row, 1:length] != expected[1:length]).any()
+    np.testing.assert_array_equal(outputs[-1][:, 0], output[:, 0])  # prefill's token
+
+
+def test_a_row_that_always_and_one_that_never_accepts_keep_their_rates():
+    histogram = np.array([[10_000, 0, 0, 0, 0], [0, 0, 0, 0, 10_000]])
+    rates = row_rates(*tried_and_accepted(histogram, 4, 4))
+    np.testing.assert_allclose(row_tokens(rates, 4), [1, 5], rtol=0.01)
+    np.testing.assert_allclose(row_tokens(rates, 2), [1, 3], rtol=0.01)
+
+
+def test_a_row_with_few_rounds_gets_rates_close_to_the_batch():
+    """The pooled rate is 1/2: one row accepts nothing in 8 rounds, one all, one runs none."""
+    rates = row_rates(*tried_and_accepted([[8, 0], [0, 8], [0, 0]], 1, 1))
+    assert POOLED_ROUNDS == 8
+    np.testing.assert_allclose(rates[:, 0], [4 / 16, 12 / 16, 1 / 2])
+
+
+def test_depths_beyond_the_tree_have_no_counts():
+    tried, accepted = tried_and_accepted([[1, 2, 3, 0]], 2, 3)
+    assert tried.tolist() == [[6, 5, 0]] and accepted.tolist() == [[5, 3, 0]]

@@ -12,12 +12,12 @@ from magicjax.trees import token_tree
 from magicjax.verification import verify
 from tests.magicjax.test_tree import parent_lists, plain_ancestors
 
-NODES, VOCAB, ROWS = 9, 4, 3  # so few tokens that siblings often carry the same one
+NODES, VOCAB, ROWS = 9, 4, 3  # few tokens, so that siblings often have the same one
 static = jax.jit(verify.greedy, static_argnums=3)
 
 
 def walk(choice, tokens, parents):
-    """Returns (path, bonus) of one row: on to the first child that carries the node's choice."""
+    """Returns path and bonus of one row: each step takes the first child with the node's choice."""
     node, path = 0, [0]
     while True:
         matching = [
@@ -47,7 +47,7 @@ def drawn(seed: int):
 
 
 @given(rows=st.lists(parent_lists(NODES), min_size=ROWS, max_size=ROWS), seed=st.integers(0, 999))
-def test_trees_of_each_row_are_walked_as_by_hand_and_padding_never_taken(rows, seed):
+def test_a_tree_for_each_row_is_verified_and_padding_never_accepted(rows, seed):
     logits, tokens = drawn(seed)
     # Any tree of 9 nodes: at most 8 deep and 8 wide.
     verdict = static(logits, tokens, jnp.asarray(rows, jnp.int32), NODES - 1)
@@ -57,7 +57,7 @@ def test_trees_of_each_row_are_walked_as_by_hand_and_padding_never_taken(rows, s
 
 
 @given(parents=parent_lists(NODES, padded=False), seed=st.integers(0, 999))
-def test_a_shared_tree_is_walked_as_by_hand(parents, seed):
+def test_a_shared_tree_is_verified(parents, seed):
     logits, tokens = drawn(seed)
     sees = plain_ancestors(parents)
     greedy = functools.partial(verify.greedy, depth=int(sees.sum(1).max() - 1))
@@ -71,16 +71,16 @@ def logits_that_choose(choices) -> np.ndarray:
     return np.eye(VOCAB, dtype=np.float32)[np.array([choices])]
 
 
-def test_of_siblings_with_the_same_token_the_first_one_is_taken():
+def test_among_siblings_with_the_same_token_the_first_is_accepted():
     parents = np.array([-1, 0, 0, 1, 2], np.int32)  # 0 -> 1 -> 3 and 0 -> 2 -> 4
     tokens = jnp.array([[0, 2, 2, 1, 3]])
     verdict = verify.greedy(logits_that_choose([2, 3, 3, 0, 0]), tokens, parents, 2)
-    # Node 4 would match behind node 2, but greedy decoding has one path: the first.
+    # Node 4 matches below node 2, but the path goes through node 1, the first sibling.
     assert verdict.path.tolist() == [[0, 1, 1]]
     assert (int(verdict.accepted[0]), int(verdict.bonus[0])) == (1, 3)
 
 
-def test_a_tree_of_a_root_only_gives_the_targets_token():
+def test_a_tree_of_only_a_root_gives_the_bonus_token():
     verdict = verify.greedy(
         logits_that_choose([3]), jnp.array([[1]]), token_tree.ROOT_ONLY.array, depth=0
     )
@@ -88,11 +88,11 @@ def test_a_tree_of_a_root_only_gives_the_targets_token():
     assert (int(verdict.accepted[0]), int(verdict.bonus[0])) == (0, 3)
 
 
-def test_a_padding_node_that_carries_the_right_token_is_not_taken():
+def test_a_padding_node_with_the_right_token_is_not_accepted():
     parents = jnp.array([[-1, -1, 0]])
     tokens = jnp.array([[0, 2, 1]])
     verdict = verify.greedy(logits_that_choose([2, 2, 2]), tokens, parents, 2)
     assert (int(verdict.accepted[0]), int(verdict.bonus[0])) == (0, 2)
-    # The same node as a child of the root is taken, so it is the mark that kept it out.
+    # The same node is accepted as a child of the root.
     parents = jnp.array([[-1, 0, 0]])
     assert int(verify.greedy(logits_that_choose([2] * 3), tokens, parents, 2).accepted[0]) == 1

@@ -108,8 +108,8 @@ def drafter(kind: str, dtype: str = "float32"):
     if kind == "self":
         policy = magicjax.StreamingLLM(sinks=SINKS)
         return magicjax.SelfSpeculation(policy=policy, budget=BUDGET)
-    if kind == "look-up":
-        return magicjax.LookUp()
+    if kind == "prompt-lookup":
+        return magicjax.PromptLookup()
     if kind == "ensemble":
         return magicjax.Ensemble([drafter("other", dtype), drafter("near", dtype)])
     return magicjax.SmallModel(model("target" if kind == "same" else kind, dtype))

@@ -1,4 +1,4 @@
-"""What the tests of models share: attention written out plainly, and the golden models."""
+"""Fixtures for tests of models: reference attention, and the golden models."""
 
 import functools
 import pathlib
@@ -15,7 +15,7 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
 def attend_causally(layer, q, k, v):
-    """An `attend` by the definition, without a cache: each token sees itself and those before."""
+    """A reference `attend` without a cache: each token sees itself and earlier ones."""
     group = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
     scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
@@ -43,7 +43,7 @@ def _logits_of():
 
 
 def random_params(module, seed=0):
-    """Parameters drawn by numpy, norms and biases too; nothing is compiled, which counts here."""
+    """Parameters drawn by numpy, norms and biases included, without compilation."""
     draw = np.random.default_rng(seed)
 
     def leaf(shape):
@@ -59,7 +59,7 @@ def _random_params():
 
 @pytest.fixture(params=sorted(p.name for p in GOLDEN.iterdir()))
 def golden(request):
-    """Each directory of `golden/` in turn."""
+    """Each directory of `golden/`."""
     return GOLDEN / request.param
 
 

@@ -1,4 +1,4 @@
-"""The models compute what Hugging Face's do, on tiny random models of every family and feature."""
+"""Logits equal Hugging Face's, on tiny random models of every family and feature."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ def test_logits_are_those_of_hugging_face(golden, logits_of, record_property):
 
 
 def test_every_tensor_matters(golden, logits_of):
-    """Negative control: were a tensor left out, or mixed up with another, the logits would show."""
+    """Negative control: a missing or exchanged tensor changes the logits."""
     checkpoint, tokens, expected = read(golden)
     leaves, tree = jax.tree_util.tree_flatten_with_path(checkpoint.params)
     for i, (path, leaf) in enumerate(leaves):
@@ -51,7 +51,7 @@ def test_every_tensor_matters(golden, logits_of):
 
 
 def test_a_wrong_setting_is_caught(golden, logits_of):
-    """Negative control: the tolerance tells a setting that was read past."""
+    """Negative control: an ignored setting exceeds the tolerance."""
     checkpoint, tokens, expected = read(golden)
     config = checkpoint.config
     if config.family == "opt":
@@ -92,7 +92,7 @@ def test_a_text_does_not_depend_on_what_follows_it(golden, logits_of):
     assert relative_error(part, np.asarray(whole[:, :7])) < TOLERANCE
 
 
-def test_hugging_face_agrees_here_and_reads_what_is_written(golden, logits_of, tmp_path):
+def test_the_installed_hugging_face_agrees_and_reads_our_checkpoints(golden, logits_of, tmp_path):
     """The same comparison against the installed versions, in both directions."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

@@ -1,4 +1,4 @@
-"""config.json is read as Hugging Face reads it; what cannot be honoured is an error."""
+"""config.json is read as by Hugging Face; unsupported settings are errors."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ OPT = {
 }
 
 
-def of_family(family, **more):
+def family_config(family, **more):
     own = {"model_type": family, "architectures": None, "num_key_value_heads": 2}
     return {**LLAMA, **own, **more}
 
@@ -43,9 +43,9 @@ def test_every_preset_survives_config_json(name):
     [
         LLAMA,
         {**LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-        of_family("mistral"),
-        of_family("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=2),
-        of_family("qwen3", attention_bias=True),
+        family_config("mistral"),
+        family_config("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=2),
+        family_config("qwen3", attention_bias=True),
         OPT,
         {**OPT, "_remove_final_layer_norm": True, "enable_bias": False},
         {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 16},
@@ -60,10 +60,10 @@ def test_defaults_are_those_of_the_family():
     config = read_config(LLAMA)
     assert (config.num_kv_heads, config.head_dim, config.norm_eps) == (4, 8, 1e-6)
     assert (config.rope, config.tie_embeddings) == (models.Rope(), False)
-    assert read_config(of_family("qwen3")).head_dim == 128
+    assert read_config(family_config("qwen3")).head_dim == 128
     raw = {**LLAMA, "model_type": "mistral", "architectures": None, "num_attention_heads": 16}
     assert read_config(raw).num_kv_heads == 8
-    assert read_config(of_family("mistral", num_key_value_heads=None)).num_kv_heads == 4
+    assert read_config(family_config("mistral", num_key_value_heads=None)).num_kv_heads == 4
     assert read_config(OPT).max_positions == 2048
     assert read_config(OPT).tie_embeddings
 
@@ -76,8 +76,8 @@ def test_biases_are_where_the_family_has_them():
     assert biases(LLAMA) == (False, False, False, False)
     assert biases({**LLAMA, "attention_bias": True}) == (True, True, False, False)
     assert biases({**LLAMA, "mlp_bias": True}) == (False, False, True, False)
-    assert biases(of_family("qwen2")) == (True, False, False, False)
-    assert biases(of_family("qwen3")) == (False, False, False, True)
+    assert biases(family_config("qwen2")) == (True, False, False, False)
+    assert biases(family_config("qwen3")) == (False, False, False, True)
 
 
 # Sliding windows
@@ -86,12 +86,12 @@ def test_biases_are_where_the_family_has_them():
 @pytest.mark.parametrize(
     "raw, window",
     [
-        (of_family("mistral", sliding_window=16), 16),
-        (of_family("mistral", sliding_window=None), None),
-        (of_family("mistral", max_position_embeddings=9000), 4096),  # Hugging Face's default
-        (of_family("qwen2", sliding_window=16), None),
+        (family_config("mistral", sliding_window=16), 16),
+        (family_config("mistral", sliding_window=None), None),
+        (family_config("mistral", max_position_embeddings=9000), 4096),  # Hugging Face's default
+        (family_config("qwen2", sliding_window=16), None),
         (
-            of_family(
+            family_config(
                 "qwen2",
                 sliding_window=16,
                 use_sliding_window=True,
@@ -100,7 +100,7 @@ def test_biases_are_where_the_family_has_them():
             16,
         ),
         (
-            of_family(
+            family_config(
                 "qwen2",
                 sliding_window=16,
                 use_sliding_window=True,
@@ -109,7 +109,7 @@ def test_biases_are_where_the_family_has_them():
             None,
         ),
         (
-            of_family(
+            family_config(
                 "qwen3",
                 sliding_window=16,
                 use_sliding_window=True,
@@ -128,24 +128,24 @@ def test_a_window_that_some_layer_applies_limits_the_context(raw, window):
 # Rotary settings
 
 
-def test_yarn_without_an_original_length_takes_the_context_for_it():
+def test_yarn_without_an_original_length_uses_the_context():
     raw = {**LLAMA, "rope_scaling": {"type": "yarn", "factor": 4.0}}
     config = read_config(raw)
     assert config.rope.original_max_positions == 64
     assert config.max_positions == 256
 
 
-def test_yarn_that_leaves_the_context_unstretched_still_reaches_its_full_length():
+def test_yarn_with_the_original_context_reaches_its_full_length():
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     assert read_config({**LLAMA, "rope_scaling": scaling}).max_positions == 256
 
 
-def test_yarn_without_a_factor_takes_it_from_the_lengths():
+def test_yarn_without_a_factor_uses_the_ratio_of_lengths():
     scaling = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16}
     assert read_config({**LLAMA, "rope_scaling": scaling}).rope.factor == 4.0
 
 
-def test_the_original_length_may_lie_beside_the_rotary_settings():
+def test_the_original_length_may_be_next_to_the_rotary_settings():
     scaling = {"rope_type": "llama3", "factor": 2, "low_freq_factor": 1, "high_freq_factor": 4}
     raw = {**LLAMA, "original_max_position_embeddings": 32, "rope_scaling": scaling}
     assert read_config(raw).rope.original_max_positions == 32
@@ -201,9 +201,9 @@ def test_an_unknown_rope_kind_is_an_error():
         ({**LLAMA, "logit_scale": 0.5}, "logit_scale=0.5 is not known"),
         ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not"),
         ({**LLAMA, "rms_norm_epsilon": 1e-5}, "the nearest known key is 'rms_norm_eps'"),
-        (of_family("mistral", mlp_bias=True), "mlp_bias=True is not known"),
+        (family_config("mistral", mlp_bias=True), "mlp_bias=True is not known"),
         (
-            of_family("qwen2", layer_types=["chunked_attention"] * 4),
+            family_config("qwen2", layer_types=["chunked_attention"] * 4),
             "layer_types names 'chunked_attention'",
         ),
         ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, "lacks 'hidden_size'"),
@@ -211,32 +211,32 @@ def test_an_unknown_rope_kind_is_an_error():
         ({**LLAMA, "num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
     ],
 )
-def test_what_cannot_be_honoured_is_an_error(raw, message):
+def test_unsupported_settings_are_errors(raw, message):
     with pytest.raises(ValueError, match=message):
         read_config(raw)
 
 
-def test_all_such_keys_are_in_one_error():
+def test_all_unsupported_keys_are_in_one_error():
     with pytest.raises(ValueError, match=r"hidden_act='gelu'.*logit_scale=2.*Remove such a key"):
         read_config({**LLAMA, "hidden_act": "gelu", "logit_scale": 2})
 
 
 @pytest.mark.parametrize("key", ["torch_dtype", "initializer_range", "pretraining_tp", "auto_map"])
-def test_keys_that_change_nothing_are_passed_over(key):
+def test_keys_without_effect_are_ignored(key):
     assert read_config({**LLAMA, key: 1}) == read_config(LLAMA)
 
 
-def test_a_null_asks_for_nothing():
+def test_null_means_the_default():
     assert read_config({**LLAMA, "logit_scale": None}) == read_config(LLAMA)
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"qkv_bias": True}, "family='llama' has no word for qkv_bias=True"),
-        ({"qk_norm": True}, "family='llama' has no word for qk_norm=True"),
-        ({"mlp_bias": True, "family": "mistral"}, "has no word for mlp_bias=True"),
-        ({"family": "qwen2"}, "has no word for qkv_bias=False"),
+        ({"qkv_bias": True}, "family='llama' cannot express qkv_bias=True"),
+        ({"qk_norm": True}, "family='llama' cannot express qk_norm=True"),
+        ({"mlp_bias": True, "family": "mistral"}, "cannot express mlp_bias=True"),
+        ({"family": "qwen2"}, "cannot express qkv_bias=False"),
         ({"family": "opt"}, "family='opt' does not fit LlamaConfig"),
         ({"family": "gpt2"}, "family='gpt2' does not fit LlamaConfig"),
     ],

@@ -1,4 +1,4 @@
-"""Checkpoints survive a round trip to the bit, and every way they can be broken is named."""
+"""Checkpoints survive a bit-exact round trip, and errors name what is wrong."""
 
 import dataclasses
 import json
@@ -61,8 +61,8 @@ def test_a_round_trip_is_exact_to_the_bit(golden, tmp_path, dtype, shard):
     assert_identical(second.params, first.params)
 
 
-def test_what_is_written_are_the_very_tensors_that_were_read(golden, tmp_path):
-    """Names and layout too: a round trip through our own mistakes would also be exact."""
+def test_written_tensors_equal_those_that_were_read(golden, tmp_path):
+    """Includes names and shapes: a round trip with consistent mistakes would also be exact."""
     checkpoint = models.load_checkpoint(golden)
     models.save_checkpoint(tmp_path / "x", checkpoint.module, checkpoint.params)
     theirs = {}
@@ -105,7 +105,7 @@ def test_float64_is_read_exactly_in_64_bit_mode(saved, tiny, float64):
     assert_identical(checkpoint.params, expected)
 
 
-def test_each_tensor_is_placed_by_its_logical_axes(saved, tiny):
+def test_each_tensor_is_sharded_by_its_logical_axes(saved, tiny):
     seen = []
 
     def place(axes):
@@ -113,16 +113,18 @@ def test_each_tensor_is_placed_by_its_logical_axes(saved, tiny):
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     params = tiny[1]
-    assert_identical(models.load_checkpoint(saved, place=place).params, params)
+    assert_identical(models.load_checkpoint(saved, sharding_of=place).params, params)
     assert ("embed", "heads", "head_dim") in seen
     assert len(seen) == len(jax.tree.leaves(params))
 
 
-def test_a_model_is_no_longer_its_file(tiny, tmp_path):
+def test_a_model_is_independent_of_its_file(tiny, tmp_path):
     module, params = tiny
     models.save_checkpoint(tmp_path / "x", module, params)
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    loaded = [models.load_checkpoint(tmp_path / "x", place=p) for p in (None, lambda axes: one)]
+    loaded = [
+        models.load_checkpoint(tmp_path / "x", sharding_of=p) for p in (None, lambda axes: one)
+    ]
     file = tmp_path / "x" / "model.safetensors"
     with open(file, "r+b") as stream:
         stream.write(b"\0" * file.stat().st_size)
@@ -154,7 +156,7 @@ def test_generation_config_goes_before_config(saved):
     assert (found.eos_token_ids, found.bos_token_id, found.pad_token_id) == ((4, 6), 1, None)
 
 
-def test_no_token_ids_are_no_error(saved):
+def test_token_ids_are_optional(saved):
     (saved / "generation_config.json").unlink()
     found = models.load_checkpoint(saved)
     assert (found.eos_token_ids, found.bos_token_id, found.pad_token_id) == ((), None, None)
@@ -222,7 +224,7 @@ def test_the_prefix_of_a_bare_decoder_may_be_missing(golden, tmp_path):
 # Errors on reading
 
 
-def test_all_that_does_not_fit_is_in_one_error(saved):
+def test_all_mismatches_are_in_one_error(saved):
     def damage(tensors):
         del tensors["model.norm.weight"]
         tensors["model.layers.0.self_attn.extra.weight"] = np.ones(1, np.float32)
@@ -233,11 +235,11 @@ def test_all_that_does_not_fit_is_in_one_error(saved):
     with pytest.raises(ValueError) as caught:
         models.load_checkpoint(saved)
     assert str(caught.value).splitlines() == [
-        "the weights do not fit config.json (4 problems):",
+        "the weights do not match config.json (4 problems):",
         "  missing model.norm.weight",
-        "  lm_head.weight has dtype I8, supported are F16, BF16, F32, F64",
+        "  lm_head.weight has dtype I8, supported: F16, BF16, F32, F64",
         "  unexpected model.layers.0.self_attn.extra.weight",
-        "  model.layers.1.mlp.up_proj.weight has shape (3, 8), the config makes it (12, 8)",
+        "  model.layers.1.mlp.up_proj.weight has shape (3, 8), expected (12, 8)",
     ]
 
 
@@ -256,7 +258,9 @@ def test_an_output_matrix_that_is_neither_tied_nor_there_is_an_error(saved):
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
 def test_pickled_weights_are_refused(saved, name):
     (saved / "model.safetensors").rename(saved / name)
-    with pytest.raises(ValueError, match=rf"pickle format only \({name}\).*safetensors only"):
+    with pytest.raises(
+        ValueError, match=rf"only weights in pickle format \({name}\).*convert them to safetensors"
+    ):
         models.load_checkpoint(saved)
 
 
@@ -271,14 +275,14 @@ def test_a_directory_without_config_is_an_error(tmp_path):
         models.load_checkpoint(tmp_path)
 
 
-def test_a_shard_that_is_not_there_is_an_error(tiny, tmp_path):
+def test_a_missing_shard_is_an_error(tiny, tmp_path):
     models.save_checkpoint(tmp_path / "x", *tiny, max_shard_bytes=3000)
     os.remove(min((tmp_path / "x").glob("*.safetensors")))
-    with pytest.raises(FileNotFoundError, match=r"files that are not there: \['model-00001-of-"):
+    with pytest.raises(FileNotFoundError, match=r"files that do not exist: \['model-00001-of-"):
         models.load_checkpoint(tmp_path / "x")
 
 
-def test_several_stored_dtypes_need_a_choice(saved):
+def test_several_stored_dtypes_require_a_dtype(saved):
     def widen(tensors):
         tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float16)
 
@@ -288,7 +292,7 @@ def test_several_stored_dtypes_need_a_choice(saved):
     assert models.load_checkpoint(saved, "float32").module.dtype == np.float32
 
 
-def test_a_dtype_that_is_no_float_is_an_error(saved):
+def test_integer_dtypes_are_errors(saved):
     with pytest.raises(ValueError, match="dtype=int8 is not supported: it must be one of float16"):
         models.load_checkpoint(saved, "int8")
 
@@ -296,7 +300,7 @@ def test_a_dtype_that_is_no_float_is_an_error(saved):
 # Errors on writing
 
 
-def test_a_directory_that_exists_is_kept_unless_told_otherwise(saved, tiny, random_params):
+def test_an_existing_directory_is_kept_without_overwrite(saved, tiny, random_params):
     module, params = tiny
     with pytest.raises(FileExistsError, match="exists: choose another path, or pass overwrite"):
         models.save_checkpoint(saved, module, params)
@@ -327,7 +331,7 @@ def test_parameters_of_another_module_are_an_error(tiny, tmp_path):
     message = str(caught.value)
     assert "unexpected layers_1/mlp/up/weight" in message
     assert "unexpected unembedding" in message
-    assert "embedding has shape (19, 8), the config makes it (20, 8)" in message
+    assert "embedding has shape (19, 8), expected (20, 8)" in message
     del params["params"]["norm"]
     with pytest.raises(ValueError, match="missing norm/scale"):
         models.save_checkpoint(tmp_path / "x", module, params)

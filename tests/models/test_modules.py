@@ -1,4 +1,4 @@
-"""What every family promises to the decoding loop, whatever its config."""
+"""The contract between models and the decoding loop, for every family and config."""
 
 import dataclasses
 
@@ -101,7 +101,7 @@ def test_a_layer_runs_alone_on_its_slice_of_the_parameters(module, attend_causal
 
 
 def test_layers_scan_over_stacked_parameters(module, attend_causally, random_params):
-    """Offloading streams layers through a scan: the layer's number is traced there."""
+    """Offloading streams layers through a scan, with a traced layer index."""
     params = random_params(module)
     tokens, positions = tokens_and_positions()
     hidden, _ = module.apply(params, tokens, positions, attend_causally)
@@ -109,9 +109,9 @@ def test_layers_scan_over_stacked_parameters(module, attend_causally, random_par
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
     def step(x, slice_):
-        layer, of_layer = slice_
+        layer, layer_leaves = slice_
         block = models.layer_module(module)
-        x, _ = block.apply({"params": of_layer}, x, positions, attend_causally, layer)
+        x, _ = block.apply({"params": layer_leaves}, x, positions, attend_causally, layer)
         return x, None
 
     x = module.apply(params, tokens, positions, method="embed")
@@ -141,7 +141,7 @@ def test_logits_are_float32_even_of_a_bfloat16_model(module, random_params):
 
 
 def test_opt_positions_beyond_the_table_stay_finite(random_params):
-    """Tree nodes past the last position are never emitted, but their neighbours attend near."""
+    """Nodes beyond the last position are never emitted, but must be finite for other nodes."""
     module = models.build(OPT)
     params, token = random_params(module), np.zeros((1, 1), np.int32)
     at = [module.apply(params, token, token + i, method="embed") for i in (15, 16, 1000)]
@@ -178,7 +178,7 @@ def test_llama_sizes_that_do_not_fit_are_errors(change, message):
     "change, message",
     [
         ({"num_heads": 3}, "hidden_size=8 is not a multiple of num_heads=3"),
-        ({"norm_before": False}, "final_norm=True needs norm_before=True"),
+        ({"norm_before": False}, "final_norm=True requires norm_before=True"),
     ],
 )
 def test_opt_sizes_that_do_not_fit_are_errors(change, message):

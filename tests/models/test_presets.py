@@ -1,4 +1,4 @@
-"""Presets have the published sizes, and can be used at once."""
+"""Presets have the published sizes, and run with random weights."""
 
 import dataclasses
 
@@ -47,7 +47,7 @@ def test_parameter_count_is_the_published_one(name):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_every_preset_offers_what_the_decoding_loop_asks_for(name):
+def test_every_preset_has_the_fields_of_the_decoding_loop(name):
     config = models.preset(name)
     for attribute in (
         "vocab_size",

@@ -14,7 +14,7 @@ MASKS = ("chain", "expansion", "random")
 
 
 def edge_lengths(shape: Shape, block: int = BLOCK) -> np.ndarray:
-    """Returns lengths [B] at the edges: empty, one, around a block's end, full."""
+    """Returns edge-case lengths [B]: empty, one, around the end of a block, full."""
     slots = shape.slots
     if slots > block:
         edges = [0, 1, block - 1, block, block + 1, slots]
@@ -26,7 +26,7 @@ def edge_lengths(shape: Shape, block: int = BLOCK) -> np.ndarray:
 def make_mask(kind: str, shape: Shape) -> np.ndarray:
     """Returns a mask [B, T, N]; the T queries are the last of the N new tokens."""
     batch, nodes, new = shape.batch, shape.nodes, shape.new
-    if kind == "random":  # differs by row, and some queries see no new token
+    if kind == "random":  # differs by row; some queries see no new token
         mask = np.random.default_rng(0).random((batch, nodes, new)) < 0.4
         mask[:, 0] = False
         return mask
@@ -38,7 +38,7 @@ def make_mask(kind: str, shape: Shape) -> np.ndarray:
 
 
 def make_inputs(shape: Shape, dtype, kind: str = "random", seed: int = 0) -> dict:
-    """Returns every argument of `tree_attention` for a shape."""
+    """Returns the arguments of `tree_attention` for a shape."""
     inputs = random_inputs(shape, dtype, seed)
     inputs["lengths"] = jnp.asarray(edge_lengths(shape))
     inputs["mask"] = jnp.asarray(make_mask(kind, shape))
@@ -47,29 +47,29 @@ def make_inputs(shape: Shape, dtype, kind: str = "random", seed: int = 0) -> dic
 
 @functools.cache
 def compiled(backend: str):
-    """Returns one jitted function per backend, so that tests of one shape share a compilation."""
+    """Returns one jitted function per backend, so that tests of a shape share a compilation."""
     return jax.jit(lambda inputs: tree_attention(**inputs, return_lse=True, backend=backend))
 
 
 @functools.cache
 def compiled_of_rows(backend: str):
-    """Returns `compiled`, with the number of the first row as a second argument."""
+    """Returns `compiled` with `first_row` as a second argument."""
     call = functools.partial(tree_attention, return_lse=True, backend=backend)
     return jax.jit(lambda inputs, first: call(**inputs, first_row=first))
 
 
 def some_rows(inputs: dict, first: int, count: int) -> dict:
-    """Returns the inputs of some rows, beside the caches of all."""
-    own = {
+    """Returns the inputs of some rows with the caches of all rows."""
+    rows = {
         name: x[first : first + count] for name, x in inputs.items() if not name.endswith("prefix")
     }
-    return inputs | own
+    return inputs | rows
 
 
-def relative_error(found, wanted) -> float:
-    """Returns the norm of the difference over the norm of what is wanted, in float64."""
-    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
-    return float(np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-30))
+def relative_error(actual, expected) -> float:
+    """Returns the norm of the difference over the norm of the expected array, in float64."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30))
 
 
 def seen_by_nobody(inputs: dict) -> np.ndarray:
@@ -80,9 +80,9 @@ def seen_by_nobody(inputs: dict) -> np.ndarray:
 def oracle(
     q, k_prefix, v_prefix, lengths, k_new, v_new, mask, *, head_of=None, scale=None, extra=0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (out, lse) by explicit loops in numpy's float64, sharing nothing with the package.
+    """Returns (out, lse) by explicit loops in numpy's float64, independent of the package.
 
-    head_of, scale, extra (slots seen beyond the length) replace a rule by a wrong one.
+    head_of, scale and extra (slots seen beyond the length) replace a rule by a wrong one.
     """
     arrays = (q, k_prefix, v_prefix, k_new, v_new)
     q, k_prefix, v_prefix, k_new, v_new = (np.asarray(x, np.float64) for x in arrays)

@@ -1,4 +1,4 @@
-"""What tree attention computes: one body of tests for every backend."""
+"""Tree attention: the same tests for every backend."""
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,9 @@ from tests.pallas_kernels.attention_cases import (
     some_rows,
 )
 
-# A sum of n random terms in float32 errs by about sqrt(n) * 6e-8 relative to itself: 4e-6 for the
-# 4,100 keys of the longest shape. bf16 keeps 8 bits: each probability, and the result, errs by at
-# most 2^-9 = 2e-3 of itself.
+# A sum of n random terms in float32 has a relative error of about sqrt(n) * 6e-8: 4e-6 for the
+# 4,100 keys of the longest shape. bf16 keeps 8 bits: probabilities and the result have relative
+# errors of at most 2^-9 = 2e-3.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float64": 1e-12}
 
 CASES = [
@@ -50,18 +50,18 @@ def test_equals_loops_over_queries_and_keys(backend, kind, float64):
     inputs = make_inputs(SMALL, jnp.float64, kind)
     out, lse = compiled(backend)(inputs)
     assert out.dtype == lse.dtype == jnp.float64
-    wanted_out, wanted_lse = oracle(**inputs)
-    assert relative_error(out, wanted_out) < 1e-12
+    expected_out, expected_lse = oracle(**inputs)
+    assert relative_error(out, expected_out) < 1e-12
     seen = ~seen_by_nobody(inputs)
-    assert relative_error(np.asarray(lse)[seen], wanted_lse[seen]) < 1e-12
+    assert relative_error(np.asarray(lse)[seen], expected_lse[seen]) < 1e-12
 
 
 @pytest.mark.parametrize(
     "wrong",
     [{"head_of": lambda head: head % 2}, {"scale": 1.0}, {"extra": 1}, {"extra": -1}],
-    ids=["heads interleaved", "no scale", "a slot too many", "a slot too few"],
+    ids=["heads interleaved", "no scale", "one slot more", "one slot fewer"],
 )
-def test_a_wrong_rule_would_be_seen(wrong):
+def test_a_wrong_rule_is_detected(wrong):
     inputs = make_inputs(SMALL, jnp.float32)
     out, _ = compiled("reference")(inputs)
     wrong_out, _ = oracle(**inputs, **wrong)
@@ -74,11 +74,11 @@ def test_equals_the_reference(backend, shape, dtype):
     for kind in MASKS:
         inputs = make_inputs(shape, jnp.dtype(dtype), kind)
         out, lse = compiled(backend)(inputs)
-        wanted_out, wanted_lse = compiled("reference")(inputs)
+        expected_out, expected_lse = compiled("reference")(inputs)
         assert out.dtype == inputs["q"].dtype and lse.dtype == jnp.float32
-        assert relative_error(out, wanted_out) < TOLERANCE[dtype], kind
+        assert relative_error(out, expected_out) < TOLERANCE[dtype], kind
         seen = ~seen_by_nobody(inputs)
-        np.testing.assert_allclose(lse[seen], wanted_lse[seen], atol=TOLERANCE[dtype])
+        np.testing.assert_allclose(lse[seen], expected_lse[seen], atol=TOLERANCE[dtype])
 
 
 @fast_backends
@@ -86,24 +86,24 @@ def test_equals_the_reference(backend, shape, dtype):
 def test_equals_the_reference_to_rounding_in_float64(backend, shape, float64):
     inputs = make_inputs(shape, jnp.float64)
     out, _ = compiled(backend)(inputs)
-    wanted, _ = compiled("reference")(inputs)
-    assert relative_error(out, wanted) < TOLERANCE["float64"]
+    expected, _ = compiled("reference")(inputs)
+    assert relative_error(out, expected) < TOLERANCE["float64"]
 
 
 @fast_backends
-def test_a_half_empty_cache_gives_the_same_by_blocks(backend):
+def test_a_half_empty_cache_is_read_in_blocks(backend):
     inputs = make_inputs(SHAPES[-1], jnp.float32)
     for longest in (0, 3, BLOCK, BLOCK + 1, 2 * BLOCK + 3, 2 * BLOCK + 4):
         lengths = [longest, 0, 1, longest // 2, longest, min(longest, 7)]
         inputs["lengths"] = jnp.asarray(lengths, jnp.int32)
         out, _ = compiled(backend)(inputs)
-        wanted, _ = compiled("reference")(inputs)
-        assert relative_error(out, wanted) < TOLERANCE["float32"], lengths
+        expected, _ = compiled("reference")(inputs)
+        assert relative_error(out, expected) < TOLERANCE["float32"], lengths
 
 
 @every_backend
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
-def test_what_lies_in_dead_slots_does_not_matter(backend, shape, dtype):
+def test_dead_slots_do_not_matter(backend, shape, dtype):
     inputs = make_inputs(shape, jnp.dtype(dtype))
     dead = jnp.arange(shape.slots) >= inputs["lengths"][:, None]
     dead = dead[:, None, :, None]
@@ -117,7 +117,7 @@ def test_what_lies_in_dead_slots_does_not_matter(backend, shape, dtype):
 
 
 @every_backend
-def test_a_query_that_sees_nothing_gets_zeros(backend):
+def test_a_query_that_sees_no_key_gets_zeros(backend):
     inputs = make_inputs(SMALL, jnp.float32)
     nothing = seen_by_nobody(inputs)
     assert nothing.any() and not nothing.all()
@@ -133,9 +133,9 @@ def test_scores_of_any_size_give_finite_results(backend):
     inputs = make_inputs(SMALL, jnp.float32)
     inputs["q"] = inputs["q"] * 1e6
     out, lse = compiled(backend)(inputs)
-    wanted, _ = oracle(**inputs)
+    expected, _ = oracle(**inputs)
     assert np.isfinite(out).all() and np.isfinite(lse).all()
-    assert relative_error(out, wanted) < 1e-5
+    assert relative_error(out, expected) < 1e-5
 
 
 LONG = Shape(4, 2, 4, 2, 3, 8, BLOCK + 100)
@@ -144,14 +144,14 @@ LONG = Shape(4, 2, 4, 2, 3, 8, BLOCK + 100)
 @every_backend
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize("shape", [SMALL, LONG], ids=str)
-def test_rows_of_a_larger_cache_are_those_that_were_meant(backend, shape, bits):
+def test_first_row_selects_rows_of_a_larger_cache(backend, shape, bits):
     inputs = make_inputs(shape, jnp.float32)
     if bits:
         inputs |= {name: quantize(inputs[name], bits) for name in ("k_prefix", "v_prefix")}
     out, lse = compiled(backend)(inputs)
     for first, count in ((0, 2), (1, 2), (3, 1)):
-        found = compiled_of_rows(backend)(some_rows(inputs, first, count), first)
-        for part, whole in zip(found, (out, lse), strict=True):
+        rows = compiled_of_rows(backend)(some_rows(inputs, first, count), first)
+        for part, whole in zip(rows, (out, lse), strict=True):
             whole = whole[first : first + count]
             assert relative_error(part, whole) < TOLERANCE["float32"], (first, count)
         wrong, _ = compiled_of_rows(backend)(some_rows(inputs, first, count), (first + 1) % 3)
@@ -177,11 +177,11 @@ def test_a_shared_mask_is_the_same_as_one_for_each_row(backend):
 def test_an_empty_cache_may_have_no_slots(backend):
     inputs = make_inputs(SMALL, jnp.float32)
     inputs["lengths"] = jnp.zeros_like(inputs["lengths"])
-    wanted, _ = compiled(backend)(inputs)
+    expected, _ = compiled(backend)(inputs)
     out, _ = compiled(backend)(
         inputs | {name: inputs[name][:, :, :0] for name in ("k_prefix", "v_prefix")}
     )
-    assert relative_error(out, wanted) < TOLERANCE["float32"]
+    assert relative_error(out, expected) < TOLERANCE["float32"]
 
 
 @fast_backends
@@ -201,8 +201,8 @@ def test_parts_merged_by_their_log_sum_exp_are_the_whole(backend, data):
     out, lse = merge(*first, *second)
     assert relative_error(out, whole[0]) < TOLERANCE["float32"]
     np.testing.assert_allclose(lse, whole[1], atol=1e-5)
-    for merged, wanted in zip(merge(*second, *first), (out, lse), strict=True):
-        np.testing.assert_allclose(merged, wanted, atol=1e-6)
+    for merged, expected in zip(merge(*second, *first), (out, lse), strict=True):
+        np.testing.assert_allclose(merged, expected, atol=1e-6)
 
 
 @every_backend
@@ -211,10 +211,10 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once(backend):
     shape = Shape(1, chunk * chunks, chunk * chunks, 2, 1, 64, chunk * chunks)
     whole = make_inputs(shape, jnp.float32, "chain")
     whole["lengths"] = jnp.zeros(1, jnp.int32)
-    wanted, _ = compiled("reference")(whole)
+    expected, _ = compiled("reference")(whole)
 
     cache = {name: jnp.zeros_like(whole[f"{name}_prefix"]) for name in "kv"}
-    found = []
+    outputs = []
     for start in range(0, chunk * chunks, chunk):
         piece = slice(start, start + chunk)
         new = {name: whole[f"{name}_new"][:, piece] for name in "kv"}
@@ -227,10 +227,10 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once(backend):
             "v_new": new["v"],
             "mask": jnp.tri(chunk, dtype=bool),
         }
-        found.append(compiled(backend)(inputs)[0])
+        outputs.append(compiled(backend)(inputs)[0])
         for name in "kv":
             cache[name] = cache[name].at[:, :, piece].set(new[name].swapaxes(1, 2))
-    assert relative_error(jnp.concatenate(found, axis=1), wanted) < TOLERANCE["float32"]
+    assert relative_error(jnp.concatenate(outputs, axis=1), expected) < TOLERANCE["float32"]
 
 
 @fast_backends
@@ -270,12 +270,12 @@ BAD = {
     "new heads first": ({"k_new": (4, 2, 7, 8)}, r"k_new has shape .*\[B, N, K, D\]"),
     "new values shorter": ({"v_new": (4, 6, 2, 8)}, r"v_new has shape .*\(4, 7, 2, 8\)"),
     "no new tokens": ({"k_new": (4, 0, 2, 8), "v_new": (4, 0, 2, 8)}, r"N=0"),
-    "mask turned": ({"mask": (7, 5)}, r"mask has shape \(7, 5\).*\(5, 7\).*\(4, 5, 7\)"),
+    "mask transposed": ({"mask": (7, 5)}, r"mask has shape \(7, 5\).*\(5, 7\).*\(4, 5, 7\)"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_wrong_shape_is_named_before_compilation(case):
+def test_a_wrong_shape_is_refused_before_compilation(case):
     inputs = make_inputs(SMALL, jnp.float32)
     changes, message = BAD[case]
     changed = {name: jnp.zeros(size, inputs[name].dtype) for name, size in changes.items()}
@@ -292,7 +292,7 @@ def test_a_wrong_shape_is_named_before_compilation(case):
         ("mask", jnp.int32, "mask is int32.*bool"),
     ],
 )
-def test_a_wrong_dtype_is_named_before_compilation(name, dtype, message):
+def test_a_wrong_dtype_is_refused_before_compilation(name, dtype, message):
     inputs = make_inputs(SMALL, jnp.float32)
     with pytest.raises(ValueError, match=message):
         tree_attention(**(inputs | {name: inputs[name].astype(dtype)}))

@@ -1,4 +1,4 @@
-"""What the compiled program does with the caches: reads them in place, and only what is live."""
+"""Compiled programs read caches in place, and only live blocks."""
 
 import functools
 import re
@@ -15,7 +15,7 @@ from pallas_kernels.xla import BLOCK, LARGE
 from tests.pallas_kernels.attention_cases import compiled, make_inputs
 
 pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "cpu", reason="reads what XLA makes for a CPU"
+    jax.default_backend() != "cpu", reason="reads programs that XLA compiles for a CPU"
 )
 
 SLOTS = LARGE * BLOCK + 64
@@ -26,14 +26,14 @@ NUMBER = r"(?:f|bf|s|u)\d+"
 def moves_of_a_cache(program: str, shape: tuple[int, ...]) -> list[str]:
     """Returns the lines of a compiled program that write as many elements as a cache has."""
     size = int(np.prod(shape))
-    found = []
+    lines = []
     for line in program.splitlines():
         match = re.search(rf"= {NUMBER}\[([\d,]+)\]\S* (\S+?)\(", line)
         if match is None or match[2] not in ("copy", "transpose", "convert", "fusion", "slice"):
             continue
         if int(np.prod([int(n) for n in match[1].split(",")])) == size:
-            found.append(line.strip())
-    return found
+            lines.append(line.strip())
+    return lines
 
 
 @functools.cache
@@ -55,7 +55,7 @@ def test_no_cache_is_copied(nodes, dtype):
     assert program.memory_analysis().temp_size_in_bytes < 4 * cache.size
 
 
-def test_a_copied_cache_would_be_seen():
+def test_a_copied_cache_is_detected():
     inputs = make_inputs(Shape(2, 5, 5, 2, 1, 64, SLOTS), jnp.float32)
     program = compiled("reference").lower(inputs).compile()
     shape = inputs["k_prefix"].shape
@@ -98,7 +98,7 @@ def test_a_loop_that_commits_to_the_cache_keeps_it_in_place(nodes):
 
 @pytest.mark.parametrize("nodes", [1, 5, 64])
 def test_slots_far_beyond_the_live_ones_are_not_read(nodes):
-    """A NaN value reaches the result even with weight 0, so a finite result was read without it."""
+    """A NaN value reaches the result even with weight 0, so a finite result did not read it."""
     program, inputs = program_of(nodes, "float32")
     values = inputs["v_prefix"].at[:, :, BLOCK:].set(jnp.nan)
     inputs = inputs | {"v_prefix": values, "lengths": jnp.asarray([3, BLOCK], jnp.int32)}
@@ -108,35 +108,35 @@ def test_slots_far_beyond_the_live_ones_are_not_read(nodes):
 
 
 @functools.cache
-def mass_program(backend: str, nodes: int, dtype: str, given: bool):
+def mass_program(backend: str, nodes: int, dtype: str, has_lse: bool):
     """Returns a compiled program of `prefix_mass` for T nodes, with an lse or without."""
     shape = (2, nodes, 2, 64)
-    lse = jax.ShapeDtypeStruct(shape[:3], jnp.float32) if given else None
+    lse = jax.ShapeDtypeStruct(shape[:3], jnp.float32) if has_lse else None
     keys = jax.ShapeDtypeStruct((2, 2, SLOTS, 64), dtype)
     seen = jax.ShapeDtypeStruct(shape[:2], jnp.int32)
     mass = jax.jit(functools.partial(prefix_mass, backend=backend))
     return mass.lower(jax.ShapeDtypeStruct(shape, dtype), keys, seen, lse).compile()
 
 
-lse_or_none = pytest.mark.parametrize("given", [True, False], ids=["lse given", "lse computed"])
+lse_or_none = pytest.mark.parametrize("has_lse", [True, False], ids=["lse given", "lse computed"])
 
 
 @lse_or_none
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("nodes", [1, 64])
-def test_the_mass_copies_no_cache(nodes, dtype, given):
+def test_the_mass_copies_no_cache(nodes, dtype, has_lse):
     if dtype == "bfloat16" and OLD:
         pytest.skip("this XLA converts a 16-bit cache to float32 before it slices blocks of it")
-    program = mass_program("xla", nodes, dtype, given)
+    program = mass_program("xla", nodes, dtype, has_lse)
     assert moves_of_a_cache(program.as_text(), (2, 2, SLOTS, 64)) == []
 
 
 @lse_or_none
-def test_the_mass_of_many_rows_never_has_all_scores_at_once(given):
+def test_the_mass_of_many_rows_never_materializes_all_scores(has_lse):
     scores = 4 * 2 * 2 * 128 * SLOTS  # bytes of [B, H, T, S] in float32
 
     def temporary(backend):
-        program = mass_program(backend, 128, "float32", given)
+        program = mass_program(backend, 128, "float32", has_lse)
         return program.memory_analysis().temp_size_in_bytes
 
     assert temporary("xla") < scores // 2
@@ -160,12 +160,12 @@ def decoding(nodes: int) -> tuple:
 
 
 @pytest.mark.parametrize("nodes", [1, 5])
-@pytest.mark.parametrize("what", ["attention", "mass"])
-def test_only_a_cpu_is_given_all_scores_at_once(what, nodes):
-    """What counts is the platform the program is for: here it is made on a CPU for both."""
+@pytest.mark.parametrize("operation", ["attention", "mass"])
+def test_only_programs_for_a_cpu_materialize_all_scores(operation, nodes):
+    """The platform that a program is lowered for decides; both are lowered on a CPU."""
     arguments = decoding(nodes)
     function = functools.partial(tree_attention, backend="xla")
-    if what == "mass":
+    if operation == "mass":
         arguments = (*arguments[:2], jax.ShapeDtypeStruct((16, nodes), jnp.int32))
         function = prefix_mass
     rows, caches, slots = 4 * nodes, 16 * 8, 32768

@@ -1,4 +1,4 @@
-"""The kernel for NVIDIA Hopper, without one: interpreted, lowered, and its choices."""
+"""The kernel for NVIDIA Hopper without a GPU: interpreted, lowered, and its configurations."""
 
 import dataclasses
 import functools
@@ -33,7 +33,8 @@ from tests.pallas_kernels.attention_cases import (
 from tests.quick import quick
 
 interpreted = pytest.mark.skipif(
-    mosaic.why_not_interpreted() is not None, reason=str(mosaic.why_not_interpreted())
+    mosaic.interpreter_unsupported_reason() is not None,
+    reason=str(mosaic.interpreter_unsupported_reason()),
 )
 
 
@@ -43,20 +44,20 @@ def inputs_of(shape: Shape, kind: str = "random", dtype: str = "bfloat16") -> di
 
 
 def check(inputs: dict, backend: str = "mosaic_interpreted") -> None:
-    """Asserts that the kernel gives what the definition says."""
-    found, found_lse = jax.jit(
-        lambda inputs: tree_attention(**inputs, return_lse=True, backend=backend)
-    )(inputs)
-    wanted, wanted_lse = compiled("reference")(inputs)
-    assert found.dtype == inputs["q"].dtype and found_lse.dtype == jnp.float32
-    assert relative_error(found, wanted) < TOLERANCE[inputs["q"].dtype.name]
+    """Asserts that the kernel computes what the definition does."""
+    out, lse = jax.jit(lambda inputs: tree_attention(**inputs, return_lse=True, backend=backend))(
+        inputs
+    )
+    expected, expected_lse = compiled("reference")(inputs)
+    assert out.dtype == inputs["q"].dtype and lse.dtype == jnp.float32
+    assert relative_error(out, expected) < TOLERANCE[inputs["q"].dtype.name]
     seen = ~seen_by_nobody(inputs)
-    np.testing.assert_allclose(found_lse[seen], wanted_lse[seen], atol=LSE_TOLERANCE)
-    np.testing.assert_array_equal(found_lse[~seen], wanted_lse[~seen])
-    assert (np.asarray(found)[~seen] == 0).all()
+    np.testing.assert_allclose(lse[seen], expected_lse[seen], atol=LSE_TOLERANCE)
+    np.testing.assert_array_equal(lse[~seen], expected_lse[~seen])
+    assert (np.asarray(out)[~seen] == 0).all()
 
 
-SHAPES = [HOPPER_SHAPES[i] for i in (0, 3, 4)]  # one token, many of them, the widest heads
+SHAPES = [HOPPER_SHAPES[i] for i in (0, 3, 4)]  # one token, many tokens, the widest heads
 
 
 @interpreted
@@ -67,13 +68,13 @@ def test_equals_the_reference(shape):
 
 @interpreted
 @pytest.mark.parametrize("kind", quick(MASKS[:2], "expansion"))
-def test_a_mask_that_rows_share_is_enough(kind):
+def test_a_mask_may_be_shared_by_rows(kind):
     inputs = inputs_of(HOPPER_SHAPES[1], kind)
     check(inputs | {"mask": inputs["mask"][0]})
 
 
 @interpreted
-def test_float16_keeps_more_bits():
+def test_float16_has_a_smaller_tolerance():
     check(inputs_of(HOPPER_SHAPES[1], dtype="float16"))
 
 
@@ -88,8 +89,8 @@ def test_equals_the_reference_on_every_shape(shape, kind):
 CONFIGS = {
     "three splits": Config(splits=3),
     "as many splits as blocks": Config(splits=7, stages=2),
-    "turns": Config(key_groups=2, stages=6),
-    "turns and splits": Config(splits=2, key_groups=2),
+    "key groups": Config(key_groups=2, stages=6),
+    "key groups and splits": Config(splits=2, key_groups=2),
     "two tiles": Config(row_groups=2),
     "two tiles and splits": Config(splits=3, row_groups=2, stages=2),
     "wide blocks": Config(splits=2, block=128, stages=2),
@@ -97,8 +98,8 @@ CONFIGS = {
 
 
 @interpreted
-@pytest.mark.parametrize("name", quick(CONFIGS, "turns and splits", "two tiles and splits"))
-def test_every_way_to_divide_the_work_gives_the_same(name, monkeypatch):
+@pytest.mark.parametrize("name", quick(CONFIGS, "key groups and splits", "two tiles and splits"))
+def test_every_config_gives_the_same_result(name, monkeypatch):
     monkeypatch.setattr(mosaic, "choose_config", lambda *sizes: CONFIGS[name])
     shape = Shape(6, 17, 17, 1, 5, 64, 420)
     inputs = inputs_of(shape)
@@ -107,16 +108,16 @@ def test_every_way_to_divide_the_work_gives_the_same(name, monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize("bits", quick([None, 8], None))
-def test_rows_of_a_larger_cache_are_those_that_were_meant(bits):
+def test_first_row_selects_rows_of_a_larger_cache(bits):
     inputs = inputs_of(Shape(4, 17, 17, 1, 5, 64, 165))
     inputs = quantized(inputs) if bits else inputs
     out, _ = compiled("mosaic_interpreted")(inputs)
-    found, _ = compiled_of_rows("mosaic_interpreted")(some_rows(inputs, 1, 2), 1)
-    np.testing.assert_array_equal(found, out[1:3])
+    rows, _ = compiled_of_rows("mosaic_interpreted")(some_rows(inputs, 1, 2), 1)
+    np.testing.assert_array_equal(rows, out[1:3])
 
 
 @interpreted
-def test_what_lies_in_dead_slots_does_not_matter():
+def test_dead_slots_do_not_matter():
     inputs = inputs_of(HOPPER_SHAPES[1])
     dead = jnp.arange(inputs["k_prefix"].shape[2]) >= inputs["lengths"][:, None]
     dead = dead[:, None, :, None]
@@ -134,8 +135,8 @@ def quantized(inputs: dict, bits: int = 8) -> dict:
     return inputs | {name: quantize(inputs[name], bits) for name in ("k_prefix", "v_prefix")}
 
 
-# Integers of 8 bits are exact in bf16, and scales stay in float32, so nothing is rounded but what
-# is rounded without them: weights (here times a scale) and results. The same bound holds.
+# 8-bit integers are exact in bf16 and scales stay in float32, so only weights (times a scale) and
+# results are rounded, as without quantization. The same bound holds.
 @interpreted
 @pytest.mark.parametrize(
     "shape", quick([HOPPER_SHAPES[i] for i in (0, 1, 3, 5)], HOPPER_SHAPES[3]), ids=str
@@ -153,9 +154,9 @@ def test_8_bits_equal_the_reference_on_every_shape(shape):
 
 @interpreted
 @pytest.mark.parametrize(
-    "name", ["turns and splits", pytest.param("two tiles and splits", marks=pytest.mark.slow)]
+    "name", ["key groups and splits", pytest.param("two tiles and splits", marks=pytest.mark.slow)]
 )
-def test_every_way_to_divide_8_bits_gives_the_same(name, monkeypatch):
+def test_every_config_gives_the_same_result_with_8_bits(name, monkeypatch):
     monkeypatch.setattr(mosaic, "choose_config", lambda *sizes: CONFIGS[name])
     inputs = inputs_of(Shape(6, 17, 17, 1, 5, 64, 420))
     lengths = jnp.asarray([0, 63, 64, 65, 400, 420], jnp.int32)
@@ -163,7 +164,7 @@ def test_every_way_to_divide_8_bits_gives_the_same(name, monkeypatch):
 
 
 @interpreted
-def test_scales_of_the_other_array_would_be_seen(monkeypatch):
+def test_swapped_scales_are_detected(monkeypatch):
     flash = hopper.flash
 
     def swapped(q, k, v, *rest):
@@ -177,7 +178,7 @@ def test_scales_of_the_other_array_would_be_seen(monkeypatch):
 
 
 @interpreted
-def test_what_lies_in_dead_slots_of_8_bits_does_not_matter():
+def test_dead_slots_of_8_bits_do_not_matter():
     inputs = quantized(inputs_of(HOPPER_SHAPES[1]))
     dead = (jnp.arange(inputs["k_prefix"].shape[2]) >= inputs["lengths"][:, None])[:, None]
     poisoned = inputs | {
@@ -202,13 +203,13 @@ def test_what_lies_in_dead_slots_of_8_bits_does_not_matter():
         pytest.param(4, "bfloat16", 8, marks=pytest.mark.slow),
     ],
 )
-def test_what_the_kernel_cannot_read_is_made_numbers_first(index, dtype, bits):
+def test_unsupported_quantized_caches_are_dequantized_first(index, dtype, bits):
     inputs = inputs_of(HOPPER_SHAPES[index], dtype=dtype)
     integers = quantized(inputs, bits)
     plain = {name: dequantize(integers[name], dtype) for name in ("k_prefix", "v_prefix")}
     pairs = (compiled("mosaic_interpreted")(x) for x in (integers, inputs | plain))
-    for found, wanted in zip(*pairs, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for out, expected in zip(*pairs, strict=True):
+        np.testing.assert_array_equal(out, expected)
 
 
 RACING = {
@@ -227,38 +228,38 @@ def run_detecting_races(monkeypatch, inputs: dict, **config) -> None:
 
 @interpreted
 @pytest.mark.parametrize("kind", quick(RACING, "plain decoding", "a tree"))
-def test_no_warpgroup_reads_what_another_still_writes(kind, monkeypatch):
+def test_there_are_no_races(kind, monkeypatch):
     shape, config = RACING[kind]
     run_detecting_races(monkeypatch, inputs_of(shape), **config)
 
 
 @interpreted
 @pytest.mark.parametrize("groups", ["key_groups", "row_groups"])
-def test_no_warpgroup_reads_8_bits_that_another_still_writes(groups, monkeypatch):
+def test_there_are_no_races_with_8_bits(groups, monkeypatch):
     shape = Shape(2, 70, 70, 1, 1, 64, 330)  # 70 new tokens: two blocks, and two tiles of rows
     inputs = quantized(inputs_of(shape))
     run_detecting_races(monkeypatch, inputs, stages=2, **{groups: 2})
 
 
 @interpreted
-def test_a_producer_that_does_not_wait_would_be_seen(monkeypatch):
-    produce = hopper._produce
+def test_a_producer_that_does_not_wait_is_detected(monkeypatch):
+    load_blocks = hopper._load_blocks
 
     def hasty(*arguments):
         with monkeypatch.context() as patched:
             patched.setattr(plgpu, "barrier_wait", lambda barrier: None)
-            produce(*arguments)
+            load_blocks(*arguments)
 
-    monkeypatch.setattr(hopper, "_produce", hasty)
+    monkeypatch.setattr(hopper, "_load_blocks", hasty)
     with pytest.raises(jax.errors.JaxRuntimeError, match="check_write"):
         inputs = inputs_of(Shape(6, 1, 1, 1, 1, 64, 600))
         run_detecting_races(monkeypatch, inputs, key_groups=2, stages=2)
 
 
 def written(rows: int, **config) -> tuple:
-    """Returns the results of the kernel itself; what it does not write, the interpreter left NaN.
+    """Returns the results of the kernel alone; the interpreter initializes them to NaN.
 
-    The rows of the batch have lengths at all edges and see no new token.
+    Lengths cover all edge cases, and no row sees a new token.
     """
     shape = Shape(6, rows, 64, 1, 1, 64, 165)
     inputs = inputs_of(shape)
@@ -272,14 +273,14 @@ def written(rows: int, **config) -> tuple:
 
 @interpreted
 @pytest.mark.parametrize("rows", quick([8, 72], 72))
-def test_every_row_of_every_part_is_written_and_no_more_rows(rows):
+def test_every_row_of_every_part_is_written(rows):
     out, lse = written(rows, splits=3, key_groups=2)
     assert out.shape == (6, 6, 1, rows, 64)
     assert np.isfinite(out).all() and np.isfinite(lse).all()
 
 
 @interpreted
-def test_a_tile_that_is_not_written_would_be_seen(monkeypatch):
+def test_an_unwritten_tile_is_detected(monkeypatch):
     copy = plgpu.copy_smem_to_gmem
 
     def careless(*arguments):
@@ -293,7 +294,7 @@ def test_a_tile_that_is_not_written_would_be_seen(monkeypatch):
 
 
 def lowered(shape: Shape, bits: int | None = None) -> str:
-    """Returns the module that a CUDA compiler would be given, made on any machine."""
+    """Returns the module for the CUDA compiler, lowered on any machine."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     call = jax.jit(functools.partial(tree_attention, backend="mosaic"))
     inputs = inputs_of(shape) if bits is None else quantized(inputs_of(shape), bits)
@@ -308,13 +309,13 @@ def lowered(shape: Shape, bits: int | None = None) -> str:
 
 
 @pytest.mark.parametrize("shape", [HOPPER_SHAPES[i] for i in (0, 3, 4)], ids=str)
-def test_lowers_for_cuda_on_a_machine_without_it(shape):
+def test_lowers_for_cuda_without_a_gpu(shape):
     assert "mosaic_gpu" in lowered(shape)
 
 
 @pytest.mark.parametrize("shape", [HOPPER_SHAPES[i] for i in (0, 1, 3)], ids=str)
-def test_only_4_bits_are_made_numbers_before_the_kernel(shape):
-    """With 8 bits the program makes no array of a prefix's size in 16 bits: the kernel reads it."""
+def test_only_4_bits_are_dequantized_before_the_kernel(shape):
+    """With 8 bits the program has no 16-bit array of the size of the prefix."""
     slots = -(-shape.slots // 8) * 8
     prefix = f"tensor<{shape.batch}x{shape.kv_heads}x{slots}x{shape.head_dim}xbf16>"
     assert prefix not in lowered(shape, 8)
@@ -330,7 +331,7 @@ SIZES = [
 ]
 
 
-def test_every_choice_of_work_fits_the_device():
+def test_every_chosen_config_fits_the_device():
     for (*sizes, slots, head_dim), quantized in itertools.product(SIZES, (False, True)):
         if quantized and head_dim > hopper_config.WIDEST:
             continue
@@ -341,12 +342,12 @@ def test_every_choice_of_work_fits_the_device():
         assert config.splits == 1 or slots // config.splits >= config.block
 
 
-def test_prefill_is_not_split_for_a_fraction_of_its_time():
-    """Every split writes float32 results of all rows: 134 MB at batch 16, 8 heads, 512 x 4 rows."""
+def test_prefill_is_not_split():
+    """A split writes float32 results of all rows: 134 MB at batch 16, 8 heads, 512 x 4 rows."""
     assert hopper_config.choose_config(128, 2048, 32768, 128, 132).splits == 1
 
 
-def test_a_config_that_the_device_cannot_run_is_refused():
+def test_an_invalid_config_is_refused():
     with pytest.raises(ValueError, match="stages=3 must be a multiple of key_groups=2"):
         Config(stages=3, key_groups=2)
     with pytest.raises(ValueError, match="block=96 must be a multiple of 64"):
@@ -355,7 +356,7 @@ def test_a_config_that_the_device_cannot_run_is_refused():
 
 @pytest.mark.parametrize(("heads", "slots"), [(8, 131072), (128, 32768), (512, 8192)])
 def test_the_work_is_spread_over_the_device(heads, slots):
-    """At the sizes that matter no more than a tenth of the multiprocessors' time is idle."""
+    """At full sizes at most a tenth of the multiprocessors' time is idle."""
     splits = hopper_config.choose_config(heads, 16, slots, 128, 132).splits
     waves = -(-heads * splits // 132)
     assert heads * splits / (132 * waves) > 0.9
@@ -369,7 +370,7 @@ A100 = types.SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0"
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 128), ("float16", 64)])
-def test_the_kernel_serves_hopper_when_it_is_asked_for(dtype, head_dim):
+def test_the_kernel_runs_on_hopper_only_on_request(dtype, head_dim):
     assert choose_backend("mosaic", jnp.dtype(dtype), head_dim, HOPPER) == "mosaic"
     assert choose_backend(None, jnp.dtype(dtype), head_dim, HOPPER) == "xla"
 
@@ -377,25 +378,30 @@ def test_the_kernel_serves_hopper_when_it_is_asked_for(dtype, head_dim):
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "device", "message"),
     [
-        ("float32", 128, HOPPER, "takes bfloat16 and float16, not float32; use backend='xla'"),
-        ("bfloat16", 96, HOPPER, "takes head sizes 64, 128, 256, not 96; use backend='xla'"),
-        ("bfloat16", 128, A100, r"runs on NVIDIA Hopper .*9\.0.* and this is NVIDIA A100; use"),
-        ("bfloat16", 128, CPU, "runs on .* and this is cpu; use backend='xla', or None"),
+        ("float32", 128, HOPPER, "supports bfloat16 and float16, not float32; use backend='xla'"),
+        ("bfloat16", 96, HOPPER, "supports head sizes 64, 128, 256, not 96; use backend='xla'"),
+        (
+            "bfloat16",
+            128,
+            A100,
+            r"runs on NVIDIA Hopper .*9\.0.* and this device is NVIDIA A100; use",
+        ),
+        ("bfloat16", 128, CPU, "runs on .* and this device is cpu; use backend='xla', or None"),
     ],
 )
-def test_what_the_kernel_does_not_serve_is_refused(dtype, head_dim, device, message):
+def test_an_unsupported_call_is_refused(dtype, head_dim, device, message):
     with pytest.raises(ValueError, match=f"backend='mosaic' {message}"):
         choose_backend("mosaic", jnp.dtype(dtype), head_dim, device)
 
 
 @interpreted
-def test_too_few_threads_are_an_error_and_no_endless_wait(monkeypatch):
+def test_too_few_threads_are_an_error_instead_of_a_deadlock(monkeypatch):
     monkeypatch.setenv("NPROC", "2")
-    with pytest.raises(ValueError, match="needs 8 threads of XLA's, and there are 2: set NPROC=8"):
+    with pytest.raises(ValueError, match="needs 8 XLA threads, and there are 2: set NPROC=8"):
         choose_backend("mosaic_interpreted")
 
 
-def test_a_call_that_the_kernel_does_not_serve_is_refused_before_it_is_compiled():
+def test_an_unsupported_call_is_refused_before_compilation():
     inputs = make_inputs(Shape(1, 1, 1, 1, 1, 64, 8), jnp.float32)
-    with pytest.raises(ValueError, match="backend='mosaic' takes bfloat16 and float16"):
+    with pytest.raises(ValueError, match="backend='mosaic' supports bfloat16 and float16"):
         tree_attention(**inputs, backend="mosaic")

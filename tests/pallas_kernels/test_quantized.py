@@ -1,4 +1,4 @@
-"""Caches in 8 and 4 bits: what rounding may change, and attention that reads them."""
+"""Caches in 8 and 4 bits: rounding errors, and attention that reads them."""
 
 import functools
 
@@ -54,7 +54,7 @@ def test_no_element_is_off_by_more_than_half_a_step(bits, dtype):
 
 
 @every_bits
-def test_whole_steps_are_kept_exactly_in_their_places(bits):
+def test_whole_steps_are_exact(bits):
     largest = LARGEST[bits]
     x = np.arange(-largest, largest + 1, dtype=np.float32)
     x = np.stack([np.append(x, 0), np.append(0, x[::-1])]) * 0.25  # both signs in both halves
@@ -79,7 +79,7 @@ def nbytes(tree) -> int:
 
 
 @every_bits
-def test_stands_for_an_array_of_the_shape_in_fewer_bytes(bits):
+def test_has_the_shape_of_the_array_and_fewer_bytes(bits):
     x = jnp.ones((2, 3, 5, 64), jnp.bfloat16)
     abstract = jax.eval_shape(lambda x: quantize(x, bits), x)
     quantized = compiled_quantize(bits)(x)
@@ -92,7 +92,7 @@ def test_stands_for_an_array_of_the_shape_in_fewer_bytes(bits):
 
 
 @every_bits
-def test_a_token_is_written_to_both_leaves_alike(bits):
+def test_a_token_is_written_to_both_leaves(bits):
     cache, entries = random_array((2, 3, 10, 8)), random_array((2, 3, 2, 8), seed=1)
 
     @jax.jit
@@ -105,9 +105,9 @@ def test_a_token_is_written_to_both_leaves_alike(bits):
     quantized = compiled_quantize(bits)
     written = commit(quantized(cache), quantized(entries), 4)
     assert isinstance(written, Quantized)
-    wanted = quantized(cache.at[:, :, 4:6].set(entries))
-    jax.tree.map(np.testing.assert_array_equal, written, wanted)
-    with pytest.raises(ValueError):  # 4 bits written into 8 would be read as other numbers
+    expected = quantized(cache.at[:, :, 4:6].set(entries))
+    jax.tree.map(np.testing.assert_array_equal, written, expected)
+    with pytest.raises(ValueError):  # 4 bits must not be written into 8
         commit(quantized(cache), compiled_quantize(12 - bits)(entries), 4)
 
 
@@ -120,13 +120,13 @@ def test_a_token_is_written_to_both_leaves_alike(bits):
         (jnp.ones(()), 8, r"float32\[\].*\[\.\.\., D\]"),
     ],
 )
-def test_what_cannot_be_quantized_is_named(x, bits, message):
+def test_unsupported_arrays_are_refused(x, bits, message):
     with pytest.raises(ValueError, match=message):
         quantize(x, bits)
 
 
 def quantized_inputs(inputs: dict, bits: int) -> tuple[dict, dict]:
-    """Returns (inputs with quantized caches, inputs with the arrays that these stand for)."""
+    """Returns inputs with quantized caches, and inputs with the dequantized caches."""
     caches = {n: compiled_quantize(bits)(inputs[n]) for n in ("k_prefix", "v_prefix")}
     dtype = inputs["q"].dtype
     plain = {name: restore(cache, dtype) for name, cache in caches.items()}
@@ -136,25 +136,25 @@ def quantized_inputs(inputs: dict, bits: int) -> tuple[dict, dict]:
 @every_backend
 @every_bits
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_attention_is_that_to_the_dequantized_arrays(backend, bits, shape):
-    found, plain = quantized_inputs(make_inputs(shape, jnp.float32), bits)
-    out, lse = compiled(backend)(found)
-    wanted_out, wanted_lse = compiled("reference")(plain)
-    assert relative_error(out, wanted_out) < 1e-5
-    np.testing.assert_allclose(lse, wanted_lse, atol=1e-5)
+def test_attention_equals_that_to_the_dequantized_arrays(backend, bits, shape):
+    quantized, plain = quantized_inputs(make_inputs(shape, jnp.float32), bits)
+    out, lse = compiled(backend)(quantized)
+    expected_out, expected_lse = compiled("reference")(plain)
+    assert relative_error(out, expected_out) < 1e-5
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
 def test_attention_in_bf16_differs_by_rounding_alone(shape):
-    found, _ = quantized_inputs(make_inputs(shape, jnp.bfloat16), 4)
-    out, _ = compiled("xla")(found)
-    wanted, _ = compiled("reference")(found)
+    quantized, _ = quantized_inputs(make_inputs(shape, jnp.bfloat16), 4)
+    out, _ = compiled("xla")(quantized)
+    expected, _ = compiled("reference")(quantized)
     assert out.dtype == jnp.bfloat16
-    assert relative_error(out, wanted) < 1e-2
+    assert relative_error(out, expected) < 1e-2
 
 
-def test_fewer_bits_are_seen_in_the_result():
-    """A negative control: 4 bits change attention, and by far more than 8 bits."""
+def test_fewer_bits_are_less_exact():
+    """A negative control: 4 bits change attention by far more than 8 bits."""
     inputs = make_inputs(SHAPES[2], jnp.float32)
     exact, _ = compiled("reference")(inputs)
     eight, four = (
@@ -197,7 +197,7 @@ def test_dead_slots_do_not_matter(backend, bits):
     ],
     ids=["only keys", "only values", "shorter", "other bits", "an axis too many", "wide values"],
 )
-def test_caches_that_do_not_fit_are_named(change, message):
+def test_inconsistent_caches_are_refused(change, message):
     inputs, _ = quantized_inputs(make_inputs(SMALL, jnp.float32), 8)
     k, v = change(inputs["k_prefix"], inputs["v_prefix"])
     with pytest.raises(ValueError, match=message):

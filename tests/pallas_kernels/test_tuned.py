@@ -1,4 +1,4 @@
-"""Tables of timed configurations: looked up, refused, written; and the command that makes them."""
+"""Tables of tuned configurations: lookup, malformed files, and the command that writes them."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ FASTEST = Config(splits=3, key_groups=2, stages=4)
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder of tables of its own, on a machine that says it has an H200."""
+    """An empty folder of tables on a machine with an H200."""
     device = types.SimpleNamespace(device_kind=DEVICE, compute_capability="9.0", core_count=132)
     monkeypatch.setattr(tuned, "FOLDER", tmp_path)
     monkeypatch.setattr(jax, "devices", lambda: [device])
@@ -31,14 +31,14 @@ def folder(tmp_path, monkeypatch):
 
 def write(config: Config | dict = FASTEST, key: Key = KEY) -> None:
     fields = dataclasses.asdict(config) if isinstance(config, Config) else config
-    tuned.write(tuned.path_of(DEVICE), {"device": DEVICE}, {key: {"config": fields}})
+    tune.write_table(tuned.path_of(DEVICE), {"device": DEVICE}, {key: {"config": fields}})
 
 
 def choose(key: Key) -> Config:
     return hopper_config.choose_config(*key, 132)
 
 
-def test_what_was_timed_is_taken_and_elsewhere_the_rule(folder):
+def test_a_timed_shape_uses_the_table_and_others_the_rule(folder):
     assert choose(KEY) == config_by_rule(*KEY, 132)
     hopper_config.table.cache_clear()
     write()
@@ -48,7 +48,7 @@ def test_what_was_timed_is_taken_and_elsewhere_the_rule(folder):
     assert choose(far) == config_by_rule(*far, 132)
 
 
-def test_a_config_that_is_forced_is_taken_before_any_other(folder):
+def test_a_forced_config_takes_precedence(folder):
     write()
     with hopper_config.using(Config(splits=7)):
         assert choose(KEY) == Config(splits=7)
@@ -69,11 +69,11 @@ def test_a_config_that_is_forced_is_taken_before_any_other(folder):
         ({"head_dim": 64}, False),
     ],
 )
-def test_a_near_shape_serves_if_it_divides_its_work_alike(change, found):
-    assert nearest({KEY: "it"}, KEY._replace(**change)) == ("it" if found else None)
+def test_a_near_shape_matches_if_it_divides_its_work_alike(change, found):
+    assert nearest({KEY: "config"}, KEY._replace(**change)) == ("config" if found else None)
 
 
-def test_the_exact_shape_comes_first_and_then_the_nearest():
+def test_the_exact_shape_takes_precedence_over_the_nearest():
     table = {KEY._replace(slots=n): n for n in (16384, 32768, 65536)}
     assert nearest(table, KEY) == 32768
     assert nearest(table, KEY._replace(slots=60000)) == 65536
@@ -82,11 +82,11 @@ def test_the_exact_shape_comes_first_and_then_the_nearest():
 
 
 MALFORMED = {
-    "no JSON": ("{", "Expecting"),
+    "not JSON": ("{", "Expecting"),
     "no entries": ('{"rows": []}', "'entries' is missing"),
-    "no object": ("[1]", "indices must be"),
+    "not an object": ("[1]", "indices must be"),
     "a size is missing": ('{"entries": [{"heads": 1}]}', "'rows' is missing"),
-    "a size is no number": (
+    "a size is not a number": (
         '{"entries": [{"heads": "8", "rows": 1, "slots": 8, "head_dim": 64, "config": {}}]}',
         r"entry 0 has the sizes \['8', 1, 8, 64\]",
     ),
@@ -94,7 +94,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("kind", MALFORMED)
-def test_a_malformed_table_is_refused_by_name(kind, folder):
+def test_a_malformed_table_is_refused(kind, folder):
     text, message = MALFORMED[kind]
     tuned.path_of(DEVICE).write_text(text)
     with pytest.raises(ValueError, match=rf"nvidia-h200\.json: .*{message}.*remove the file"):
@@ -109,7 +109,7 @@ def test_a_malformed_table_is_refused_by_name(kind, folder):
         (Config(splits=2), "does not fit the device"),  # one compute warpgroup
         (Config(key_groups=2, block=128, stages=4), "does not fit the device"),  # shared memory
         (Config(splits=1024, key_groups=2), "does not fit the device"),
-        (Config(row_groups=2), "does not fit the device"),  # a second tile that is not there
+        (Config(row_groups=2), "does not fit the device"),  # there is only one tile
     ],
 )
 def test_a_config_that_cannot_run_is_refused(config, message, folder):
@@ -128,7 +128,7 @@ def test_a_shape_twice_is_refused(folder):
 
 
 @pytest.mark.parametrize("shape", PRESETS["hopper"], ids=str)
-def test_every_candidate_fits_and_the_rule_comes_first(shape):
+def test_every_candidate_fits_and_the_rule_is_first(shape):
     key = tune.key_of(shape)
     configs = candidates(*key, 132)
     assert configs[0] == config_by_rule(*key, 132) and len(set(configs)) == len(configs) > 20
@@ -139,7 +139,7 @@ SHAPES = [bench_shape(2, 512, 2, 4, 128, 5), bench_shape(1, 512, 2, 4, 128, 5)]
 
 
 class Fake:
-    """A timer of configurations: more splits are faster, some differ, some do not compile."""
+    """A timer for which more splits are faster, some results differ, some do not compile."""
 
     made = 0
 
@@ -156,7 +156,7 @@ def entries(folder):
     return tuned.read(tuned.path_of(DEVICE))
 
 
-def test_the_fastest_of_all_is_written_with_every_time(folder):
+def test_the_fastest_config_is_written_with_all_timings(folder):
     path = tuned.path_of(DEVICE)
     assert tune.tune(SHAPES, path, {"device": DEVICE}, seconds=60, make=Fake)
     for shape in SHAPES:
@@ -172,7 +172,7 @@ def test_the_fastest_of_all_is_written_with_every_time(folder):
         assert choose(key) == Config(**entry["config"])
 
 
-def test_a_kill_loses_nothing_that_was_timed(folder):
+def test_an_interrupted_run_keeps_its_timings(folder):
     path, calls = tuned.path_of(DEVICE), []
 
     class Killed(Fake):
@@ -192,7 +192,7 @@ def test_a_kill_loses_nothing_that_was_timed(folder):
     assert tune.tune(SHAPES, path, {}, seconds=60, make=Fake) and Fake.made == made
 
 
-def test_time_that_runs_out_is_told(folder):
+def test_running_out_of_time_is_reported(folder):
     assert not tune.tune(SHAPES, tuned.path_of(DEVICE), {}, seconds=0, make=Fake)
 
 
@@ -205,7 +205,7 @@ def test_a_rule_that_cannot_run_is_an_error(folder):
         tune.tune(SHAPES, tuned.path_of(DEVICE), {}, seconds=60, make=Broken)
 
 
-def test_what_would_be_timed_is_printed_on_any_machine(capsys):
+def test_configurations_are_listed_on_any_machine(capsys):
     assert tune.main(["--list", "--shape", "2,512,2,4,128,5"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(candidates(4, 20, 512, 128, hopper_config.MULTIPROCESSORS))

@@ -1,4 +1,4 @@
-"""Processes find each other, or say in a sentence why not."""
+"""Processes detect their rank, meet, and report in one sentence what failed."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ import time
 import pytest
 
 from sharding import processes
-from sharding.processes import Processes, find
+from sharding.processes import Processes
 from tests.two_processes import free_port
 
 SLURM = {
@@ -33,78 +33,81 @@ SLURM = {
         ("a1,b2", "a1"),
     ],
 )
-def test_slurm_tells_all(nodes, first):
-    found = find(environment=SLURM | {"SLURM_STEP_NODELIST": nodes})
-    assert found == Processes(f"{first}:{61440 + 61 * 70000 % 4096}", 16, 5)
+def test_slurm_sets_coordinator_count_and_rank(nodes, first):
+    detected = processes.detect(environment=SLURM | {"SLURM_STEP_NODELIST": nodes})
+    assert detected == Processes(f"{first}:{61440 + 61 * 70000 % 4096}", 16, 5)
 
 
-def test_a_job_without_srun_or_of_one_task_is_one_process():
+def test_a_job_without_srun_or_with_one_task_is_one_process():
     without = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}
-    assert find(environment=without) is None
-    # mpirun in a batch script has ranks of its own.
+    assert processes.detect(environment=without) is None
+    # mpirun in a batch script sets its own ranks.
     ranks = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}
-    for of_slurm in (without, SLURM):
-        assert find("here:1", environment=of_slurm | ranks) == Processes("here:1", 4, 3)
-    assert find(environment=SLURM | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}) is None
-    assert find(environment={}) is None
-    assert find(count=1, environment={}) is None
-    assert find(count=1, environment=SLURM) is None  # as was asked
-    other = find(environment=SLURM | {"SLURM_STEP_ID": "1"})
-    assert other is not None and other != find(environment=SLURM)  # meets at another port
+    for slurm in (without, SLURM):
+        assert processes.detect("here:1", environment=slurm | ranks) == Processes("here:1", 4, 3)
+    assert (
+        processes.detect(environment=SLURM | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"})
+        is None
+    )
+    assert processes.detect(environment={}) is None
+    assert processes.detect(count=1, environment={}) is None
+    assert processes.detect(count=1, environment=SLURM) is None
+    other = processes.detect(environment=SLURM | {"SLURM_STEP_ID": "1"})
+    assert other is not None and other != processes.detect(environment=SLURM)  # another port
 
 
-def test_open_mpi_tells_ranks_and_on_one_host_all():
-    tells = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}
-    assert find("here:1", environment=tells) == Processes("here:1", 4, 3)
-    with pytest.raises(ValueError, match="processes=4, rank=3, and coordinator not given"):
-        find(environment=tells)
-    found = find(environment=tells | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
-    assert found is not None and found.address[0] == "127.0.0.1"
+def test_open_mpi_sets_the_coordinator_on_a_single_host_only():
+    variables = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}
+    assert processes.detect("here:1", environment=variables) == Processes("here:1", 4, 3)
+    with pytest.raises(ValueError, match=r"coordinator missing \(processes=4, rank=3\)"):
+        processes.detect(environment=variables)
+    detected = processes.detect(environment=variables | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
+    assert detected is not None and detected.address[0] == "127.0.0.1"
     alone = {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}
-    assert find(environment=alone) is None
+    assert processes.detect(environment=alone) is None
 
 
-def test_kubernetes_tells_the_rank():
-    tells = {"JOB_COMPLETION_INDEX": "1"}
-    assert find("pod-0:1", 2, environment=tells) == Processes("pod-0:1", 2, 1)
-    assert find(environment=tells) is None  # a job of many pods that have nothing to do
+def test_kubernetes_sets_the_rank():
+    variables = {"JOB_COMPLETION_INDEX": "1"}
+    assert processes.detect("pod-0:1", 2, environment=variables) == Processes("pod-0:1", 2, 1)
+    assert processes.detect(environment=variables) is None  # independent pods
 
 
-def test_what_is_given_wins_over_what_a_cluster_tells():
-    assert find("there:9", 2, 0, SLURM) == Processes("there:9", 2, 0)
+def test_arguments_override_the_variables_of_the_cluster():
+    assert processes.detect("there:9", 2, 0, SLURM) == Processes("there:9", 2, 0)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
-        (("a:1", 1, 0), "processes=1: give 2 or more"),
-        (("a:1", 2, 2), "rank=2 of 2 processes: ranks go from 0 to 1"),
-        (("a:1", 2, -1), "rank=-1 of 2"),
-        (("a", 2, 0), "coordinator='a' is no address"),
-        (("a:70000", 2, 0), "coordinator='a:70000' is no address"),
-        (("a:0", 2, 0), "coordinator='a:0' is no address"),
-        ((None, None, 3), "rank=3, and coordinator and processes not given"),
-        ((None, 1, 5), "processes=1, rank=5, and coordinator not given"),
-        (("a:1", None, None), "coordinator=a:1, and processes and rank not given"),
-        ((None, 2, 0), "processes=2, rank=0, and coordinator not given"),
+        (("a:1", 1, 0), "processes=1 is too small: give 2 or more"),
+        (("a:1", 2, 2), "rank=2 is out of range: 2 processes have the ranks 0 to 1"),
+        (("a:1", 2, -1), "rank=-1 is out of range"),
+        (("a", 2, 0), "coordinator='a' is not an address"),
+        (("a:70000", 2, 0), "coordinator='a:70000' is not an address"),
+        (("a:0", 2, 0), "coordinator='a:0' is not an address"),
+        ((None, None, 3), r"coordinator and processes missing \(rank=3\)"),
+        ((None, 1, 5), r"coordinator missing \(processes=1, rank=5\)"),
+        (("a:1", None, None), r"processes and rank missing \(coordinator=a:1\)"),
+        ((None, 2, 0), r"coordinator missing \(processes=2, rank=0\)"),
     ],
 )
-def test_bad_options(given, message):
+def test_bad_options(arguments, message):
     with pytest.raises(ValueError, match=message):
-        find(*given, environment={})
+        processes.detect(*arguments, environment={})
 
 
 class Rank(threading.Thread):
-    """A rank's meeting with the others, in a thread of this process; JAX is left out."""
+    """A rank that meets the others in a thread of this process, without JAX."""
 
     def __init__(self, who, run, seconds):
         super().__init__()
-        self.meeting = who, run, time.monotonic() + seconds, seconds
+        self.meeting = who, run, seconds
         self.result = None
         self.start()
 
     def run(self):
-        meet = processes._await_others if self.meeting[0].rank == 0 else processes._report
+        meet = processes._gather if self.meeting[0].rank == 0 else processes._report
         try:
             self.result = meet(*self.meeting)
         except ValueError as error:
@@ -113,19 +116,19 @@ class Rank(threading.Thread):
 
 @pytest.fixture
 def meet(monkeypatch):
-    """Returns what each of some ranks says when all have met or given up."""
+    """Returns a function that gives the result of each rank: the service address or the error."""
 
     def meet(ranks, count, runs=None, seconds=2.0):
-        monkeypatch.setattr(processes, "_lines", {})
-        where = f"127.0.0.1:{free_port()}"
+        monkeypatch.setattr(processes, "_peers", {})
+        address = f"127.0.0.1:{free_port()}"
         threads = []
         for i, rank in enumerate(ranks):
-            one = dataclasses.replace(Processes(where, count, 0), rank=rank)
+            one = dataclasses.replace(Processes(address, count, 0), rank=rank)
             threads.append(Rank(one, runs[i] if runs else {}, seconds))
             time.sleep(0.05)
         for thread in threads:
             thread.join()
-        return where, [thread.result for thread in threads]
+        return address, [thread.result for thread in threads]
 
     return meet
 
@@ -136,55 +139,57 @@ def test_ranks_meet_in_any_order(meet):
     assert first.startswith("127.0.0.1:")
 
 
-def test_a_rank_that_does_not_come_is_named_to_those_that_did(meet):
-    where, said = meet([0, 2], 4, seconds=1.0)
-    for text in said:
-        assert text.startswith(f"rank 1, 3 of 4 did not come to {where} within 1 s")
+def test_a_missing_rank_is_named_in_all_others(meet):
+    address, output = meet([0, 2], 4, seconds=1.0)
+    for text in output:
+        assert text.startswith(f"rank 1, 3 of 4 did not connect to {address} within 1 s")
 
 
-def test_a_rank_that_comes_twice_is_named(meet):
-    _, said = meet([0, 1, 1], 3)
-    assert len(said) == 3
-    for text in said:
-        assert text.startswith("two of the processes are rank 1")
+def test_a_duplicate_rank_is_named(meet):
+    _, output = meet([0, 1, 1], 3)
+    assert len(output) == 3
+    for text in output:
+        assert text.startswith("two processes have rank 1")
 
 
 def test_another_number_of_processes_is_refused(monkeypatch):
-    monkeypatch.setattr(processes, "_lines", {})
-    where = f"127.0.0.1:{free_port()}"
-    leads = Rank(Processes(where, 2, 0), {}, 2.0)
-    comes = Rank(Processes(where, 4, 3), {}, 2.0)
-    leads.join(), comes.join()
-    assert leads.result == comes.result
-    assert leads.result.startswith(f"rank 3 came to {where}, and this is rank 0 of 2")
+    monkeypatch.setattr(processes, "_peers", {})
+    address = f"127.0.0.1:{free_port()}"
+    leader = Rank(Processes(address, 2, 0), {}, 2.0)
+    other = Rank(Processes(address, 4, 3), {}, 2.0)
+    leader.join(), other.join()
+    assert leader.result == other.result
+    assert leader.result.startswith(
+        f"rank 3 connected to {address}, where rank 0 expects 2 processes"
+    )
 
 
-def test_a_run_that_differs_is_said_where(meet):
+def test_different_settings_are_named(meet):
     runs = [{"batch": 4, "grid": {"context": [1, 2]}}, {"batch": 8, "grid": {"context": [1, 3]}}]
-    _, said = meet([0, 1], 2, runs)
-    for text in said:
+    _, output = meet([0, 1], 2, runs)
+    for text in output:
         assert text == (
-            "rank 1 is to run something else: batch is 8 there and 4 in rank 0; "
+            "rank 1 has different settings: batch is 8 there and 4 in rank 0; "
             "grid.context is [1, 3] there and [1, 2] in rank 0"
         )
 
 
-def test_a_coordinator_that_does_not_answer_is_named(meet):
-    where, (said,) = meet([1], 2, seconds=0.5)
-    assert said.startswith(f"nobody answers at {where} within 0.5 s")
-    assert "start rank 0 there" in said
+def test_an_address_without_a_coordinator_is_named(meet):
+    address, (output,) = meet([1], 2, seconds=0.5)
+    assert output.startswith(f"rank 0 does not answer at {address} within 0.5 s")
+    assert "start rank 0 on that host" in output
 
 
-def test_somebody_elses_words_at_the_port_are_ignored(monkeypatch):
-    monkeypatch.setattr(processes, "_lines", {})
-    where = Processes(f"127.0.0.1:{free_port()}", 2, 0)
-    leads = Rank(where, {}, 5.0)
-    for words in (b"GET / HTTP/1.1\r\n\r\n", json.dumps(["x"]).encode() + b"\n", b""):
-        with contextlib.closing(_connect(where.address)) as stranger:
-            stranger.sendall(words)
-    comes = Rank(dataclasses.replace(where, rank=1), {}, 5.0)
-    leads.join(), comes.join()
-    assert leads.result == comes.result and leads.result.startswith("127.0.0.1:")
+def test_connections_of_other_programs_are_ignored(monkeypatch):
+    monkeypatch.setattr(processes, "_peers", {})
+    who = Processes(f"127.0.0.1:{free_port()}", 2, 0)
+    leader = Rank(who, {}, 5.0)
+    for message in (b"GET / HTTP/1.1\r\n\r\n", json.dumps(["x"]).encode() + b"\n", b""):
+        with contextlib.closing(_connect(who.address)) as stranger:
+            stranger.sendall(message)
+    other = Rank(dataclasses.replace(who, rank=1), {}, 5.0)
+    leader.join(), other.join()
+    assert leader.result == other.result and leader.result.startswith("127.0.0.1:")
 
 
 def _connect(address):
@@ -197,45 +202,46 @@ def _connect(address):
             time.sleep(0.02)
 
 
-def test_another_program_at_the_port_is_not_taken_for_rank_0(monkeypatch):
-    monkeypatch.setattr(processes, "_lines", {})
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        where = Processes(f"127.0.0.1:{other.getsockname()[1]}", 2, 1)
-        comes = Rank(where, {}, 5.0)
-        with contextlib.closing(other.accept()[0]) as connection:
+def test_another_program_at_the_port_is_not_mistaken_for_rank_0(monkeypatch):
+    monkeypatch.setattr(processes, "_peers", {})
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        who = Processes(f"127.0.0.1:{stranger.getsockname()[1]}", 2, 1)
+        other = Rank(who, {}, 5.0)
+        with contextlib.closing(stranger.accept()[0]) as connection:
             connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            comes.join()
-    assert "does not answer as rank 0 does" in comes.result
+            other.join()
+    assert "does not answer like rank 0" in other.result
 
 
-def test_an_address_of_ipv6_keeps_its_brackets(monkeypatch):
-    monkeypatch.setattr(processes, "_lines", {})
+def test_an_ipv6_address_keeps_its_brackets(monkeypatch):
+    monkeypatch.setattr(processes, "_peers", {})
     if not socket.has_dualstack_ipv6():
         pytest.skip("this host has no IPv6")
-    where = Processes(f"[::1]:{free_port()}", 2, 0)
-    assert where.address[0] == "::1"
-    leads, comes = Rank(where, {}, 5.0), Rank(dataclasses.replace(where, rank=1), {}, 5.0)
-    leads.join(), comes.join()
-    assert leads.result == comes.result and leads.result.startswith("[::1]:")
+    who = Processes(f"[::1]:{free_port()}", 2, 0)
+    assert who.address[0] == "::1"
+    leader, other = Rank(who, {}, 5.0), Rank(dataclasses.replace(who, rank=1), {}, 5.0)
+    leader.join(), other.join()
+    assert leader.result == other.result and leader.result.startswith("[::1]:")
 
 
-def test_two_coordinators_cannot_have_one_port():
+def test_two_coordinators_cannot_share_a_port():
     with socket.create_server(("", 0)) as taken:
-        where = Processes(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0)
-        with pytest.raises(ValueError, match="rank 0 cannot listen there"):
-            processes.join(where, {}, 1)
+        who = Processes(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0)
+        with pytest.raises(ValueError, match="rank 0 cannot listen at this port"):
+            processes.join(who, {}, 1)
 
 
 FAILS = """
 import sys, time
 import numpy as np
 from sharding import processes
-where, rank, fails, how = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
-processes.join(processes.Processes(where, 2, rank), {}, 60)
+address, rank, fails, how = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+processes.join(processes.Processes(address, 2, rank), {}, 60)
 with processes.leaving():
     if str(rank) in fails:
-        raise {"refusal": ValueError, "error": RuntimeError, "stop": KeyboardInterrupt}[how]("told")
-    print(processes.of_first(1))  # nobody comes
+        kind = {"refusal": ValueError, "error": RuntimeError, "stop": KeyboardInterrupt}[how]
+        raise kind("own error")
+    print(processes.broadcast_from_rank0(1))  # the other process does not call it
 """
 
 
@@ -248,43 +254,43 @@ with processes.leaving():
         ("1", "refusal", (processes.LOST, 2)),
     ],
 )
-def test_an_error_ends_all_processes_and_each_says_its_own(fails, how, statuses):
-    where = f"127.0.0.1:{free_port()}"
+def test_an_error_ends_all_processes_and_each_reports_its_own(fails, how, statuses):
+    address = f"127.0.0.1:{free_port()}"
     both = [
         subprocess.Popen(
-            [sys.executable, "-c", FAILS, where, str(rank), fails, how],
+            [sys.executable, "-c", FAILS, address, str(rank), fails, how],
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
     for rank, process in enumerate(both):
-        _, said = process.communicate(timeout=60)
-        assert process.returncode == statuses[rank], said
+        _, output = process.communicate(timeout=60)
+        assert process.returncode == statuses[rank], output
         if str(rank) in fails:
-            assert "told" in said
+            assert "own error" in output
         else:
-            assert f"rank {1 - rank} ended with an error" in said
-        assert "Check failure stack trace" not in said
+            assert f"rank {1 - rank} ended with an error" in output
+        assert "Check failure stack trace" not in output
 
 
 ALONE = """
 import sys, time
 from sharding import processes
-where, rank = sys.argv[1], int(sys.argv[2])
-processes.join(processes.Processes(where, 3, rank), {}, 60)
+address, rank = sys.argv[1], int(sys.argv[2])
+processes.join(processes.Processes(address, 3, rank), {}, 60)
 print("joined", file=sys.stderr, flush=True)
 time.sleep(600)
 """
 
 
 @pytest.mark.parametrize("lost", [0, 2])
-def test_a_process_that_is_killed_is_named_by_all_others_at_once(lost):
-    where = f"127.0.0.1:{free_port()}"
+def test_a_killed_process_is_named_by_all_others(lost):
+    address = f"127.0.0.1:{free_port()}"
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", ALONE, where, str(rank)],
-            stdout=subprocess.DEVNULL,  # Gloo's
+            [sys.executable, "-c", ALONE, address, str(rank)],
+            stdout=subprocess.DEVNULL,  # messages of Gloo
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -297,10 +303,10 @@ def test_a_process_that_is_killed_is_named_by_all_others_at_once(lost):
         begin = time.monotonic()
         for rank, process in enumerate(ranks):
             if rank != lost:
-                _, said = process.communicate(timeout=60)
+                _, output = process.communicate(timeout=60)
                 assert process.returncode == processes.LOST
-                assert f"rank {rank} of 3: rank {lost} was lost" in said
-                assert "start all of them again" in said
+                assert f"rank {rank} of 3: rank {lost} was lost" in output
+                assert "rerun all processes" in output
         assert time.monotonic() - begin < 60
     finally:
         for process in ranks:

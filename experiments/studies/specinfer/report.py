@@ -1,7 +1,5 @@
-"""The report: each table, what the paper found, and whether ours does, decided by the figures."""
+"""The report: each table, the paper's figures, and a verdict for each of the paper's claims."""
 
-import csv
-import pathlib
 from typing import Any, NamedTuple
 
 import jax
@@ -9,19 +7,22 @@ import numpy as np
 
 import magicjax
 from experiments.runner.provenance import device_name
+from experiments.studies.cost_tables import published
 from experiments.studies.specinfer.settings import Tables
 from experiments.studies.specinfer.statistics import CLEAR, Estimate, name_of
 from experiments.studies.specinfer.success import GREEDY, KINDS, MSS, NAIVE
 from magicjax import parse_tree
+from magicjax.benchmarks.tables import markdown_table
 
-REFERENCE = pathlib.Path(__file__).parents[2] / "reference"
 SPECINFER = {"greedy": "greedy", "sampled": "stochastic"}  # our word for decoding -> the paper's
+VERDICTS = {1: "follows", 0: "undecided", -1: "does not follow"}
+IN_DIRECTION = "follows in direction, not in size"
 
 Rows = list[dict[str, Any]]
 
 
-class Span(NamedTuple):
-    """The least and the most of the paper's data sets."""
+class Range(NamedTuple):
+    """The lowest and highest value over the paper's data sets."""
 
     low: float
     high: float
@@ -29,374 +30,293 @@ class Span(NamedTuple):
     def __str__(self) -> str:
         return f"{self.low:.2f} to {self.high:.2f}"
 
-    def place(self, ours: Estimate) -> str:
-        """Returns where ours lies: within, above or below, `CLEAR` errors allowed for."""
-        if ours.against(self.high) > 0:
+    def position(self, estimate: Estimate) -> str:
+        """Returns whether an estimate is clearly "above" or "below" the range, else "within"."""
+        if estimate.side_of(self.high) > 0:
             return "above"
-        return "below" if ours.against(self.low) < 0 else "within"
+        return "below" if estimate.side_of(self.low) < 0 else "within"
 
 
-def published(name: str, **where: str) -> Rows:
-    """Returns the paper's rows of a table, numbers as numbers, where columns have these values."""
-    with (REFERENCE / f"{name}.csv").open() as file:
-        rows = [r for r in csv.DictReader(file) if all(r[k] == v for k, v in where.items())]
-    text = ("dataset", "decoding")
-    return [{k: v if k in text else float(v) for k, v in row.items()} for row in rows]
-
-
-def span(values: list[float]) -> Span:
+def range_of(values: list[float]) -> Range:
     """Returns the range of the values."""
-    return Span(min(values), max(values))
+    return Range(min(values), max(values))
+
+
+def verdict(sign: int, position: str = "within") -> str:
+    """Returns whether a claim of the paper holds.
+
+    Args:
+      sign: 1 if our figure clearly has the claimed direction, -1 if the opposite, 0 if neither.
+      position: of our figure relative to the paper's range.
+    """
+    if position == "within":
+        return VERDICTS[sign]
+    return IN_DIRECTION if sign > 0 else VERDICTS[-1]
 
 
 def write(tables: Tables, made: dict[int, Rows]) -> str:
     """Returns the report as Markdown."""
     sections = {1: _success, 2: _widths, 3: _verifiers, 4: _ensembles, 5: _shapes}
     parts = [_opening(tables)]
-    parts += [sections[number](tables, made) for number in sorted(made)]
+    for number in sorted(made):
+        parts += sections[number](tables, made)
     return "\n\n".join(parts) + "\n"
 
 
 def _opening(tables: Tables) -> str:
-    drafts = ", ".join(tables.drafts)
     return (
-        "# Token trees against the papers\n\n"
-        f"Target {tables.target}, drafts {drafts}, {tables.dtype}, "
-        f"{device_name()}, JAX {jax.__version__}. Tables 2 to 5: {tables.requests} "
-        f"requests of {tables.context} held-out tokens, {tables.new_tokens} new ones each, run "
-        f"alone; sampled ones at temperature {tables.temperature:g}, {tables.seeds} run(s) each, "
-        "all of other seeds. "
-        "Figures are means over requests (table 1: over stretches of text) ± their standard error; "
-        "a gain compares two methods on the same requests, and only what differs counts in its "
-        f"error. A difference is clear beyond {CLEAR:g} errors; undecided is what is not. The "
-        "paper is SpecInfer (arXiv 2305.09781: LLaMA-7B, draft LLaMA-68M, five data sets of "
-        "prompts) where no other is named, and its figures are the range over its data sets."
+        "# Token trees compared with the papers\n\n"
+        f"Target {tables.target}, drafts {', '.join(tables.drafts)}, {tables.dtype}, "
+        f"{device_name()}, JAX {jax.__version__}. Tables 2 to 5: {tables.requests} requests of "
+        f"{tables.context} held-out tokens with {tables.new_tokens} new tokens each, one request "
+        f"per call; sampled requests at temperature {tables.temperature:g}, {tables.seeds} run(s) "
+        "each, all with different seeds. Figures are means over requests (table 1: over windows of "
+        "text) ± standard error. A gain compares two methods on the same requests; its error is "
+        f"that of the paired difference. A difference beyond {CLEAR:g} errors is clear, any other "
+        "is undecided. Unless another paper is named, the paper is SpecInfer (arXiv 2305.09781: "
+        "LLaMA-7B, draft LLaMA-68M, five data sets of prompts), and its figures are the range over "
+        "its data sets. `predicted` follows from the success rates of table 1, the same at every "
+        "level: ours (the paper's)."
     )
 
 
-def _table(columns: dict[str, str], rows: Rows) -> str:
-    """Returns a Markdown table; `columns` maps headings to keys or `key ± key` pairs."""
+def _compared(gain: Estimate, paper: Range, sign: int, **extra: Any) -> dict[str, Any]:
+    """Returns the columns of a claim about a gain over 1; `sign` is as in `verdict`."""
+    position = paper.position(gain)
+    columns = {"gain": gain, "paper": paper, "position": position}
+    return columns | extra | {"verdict": verdict(sign, position)}
 
-    def cell(row: dict[str, Any], key: str) -> str:
-        value = row.get(key)
-        if value is None or isinstance(value, str):
-            return "–" if value in (None, "") else str(value)
-        if isinstance(value, int):
-            return str(value)
-        error = row.get(f"{key}_error")
+
+def _figures(columns: dict[str, str], rows: Rows) -> str:
+    """Returns a table of figures; `columns` maps headings to keys."""
+
+    def cell(row: dict[str, Any], key: str) -> Any:
+        value, error = row.get(key), row.get(f"{key}_error")
+        if not isinstance(value, float):
+            return value or None
         return f"{value:.3f}" if error is None else f"{value:.3f} ± {error:.3f}"
 
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(cell(row, key) for key in columns.values()) + " |" for row in rows]
-    return "\n".join(lines)
+    return markdown_table([*columns], ([cell(row, k) for k in columns.values()] for row in rows))
 
 
-def _verdict(sign: int, why: str, where: str = "within") -> str:
-    """Returns the text behind its verdict.
-
-    Args:
-      sign: 1 if the paper's claim holds, -1 if its contrary does, 0 if neither is clear.
-      why: the figures.
-      where: our figure lies against the paper's range.
-    """
-    said = {1: "Follows the paper", 0: "Undecided", -1: "Does not follow the paper"}[sign]
-    if where != "within":
-        said = (
-            "Follows the paper in direction, not in size"
-            if sign > 0
-            else "Does not follow the paper"
-        )
-    return f"**{said}**: {why}"
+def _claims(rows: Rows) -> str:
+    return markdown_table([*rows[0]], (list(row.values()) for row in rows))
 
 
 def _estimate(row: dict[str, Any], key: str) -> Estimate:
     return Estimate(row[key], row[f"{key}_error"])
 
 
-def _of(rows: Rows, **where: Any) -> Rows:
+def _select(rows: Rows, **where: Any) -> Rows:
     return [row for row in rows if all(row[k] == v for k, v in where.items())]
+
+
+def _predicted(tree: str, success: dict[str, Any], ranks: int) -> float:
+    """Returns the tokens per step if every level succeeds as often as in table 1."""
+    cumulated = [0.0, *(success[f"top{k}"] for k in range(1, ranks + 1))]
+    return magicjax.expected_tokens(parse_tree(tree), np.maximum(np.diff(cumulated), 0))
 
 
 # ----------------------------------------------------------------------------------------- table 1
 
 
-def _tries(rows: Rows) -> list[str]:
-    return [key for key in rows[0] if key.startswith("top") and not key.endswith("_error")]
-
-
-def _success(tables: Tables, made: dict[int, Rows]) -> str:
+def _success(tables: Tables, made: dict[int, Rows]) -> list[str]:
     rows = made[1]
-    columns = {"draft": "draft", "success": "decoding"} | {key: key for key in _tries(rows)}
-    parts = [
-        "## Table 1: success rate of the draft's first k tries",
-        _table(columns, rows),
-        "\n".join(f"- {kind}: {meaning}." for kind, meaning in KINDS.items()),
-    ]
-    for kind, theirs in ((GREEDY, "greedy"), (MSS, "stochastic")):
-        paper = published("specinfer_table1_success_rate", decoding=theirs)
-        parts.append("\n".join(_compared_success(tables, rows, kind, paper)))
-    return "\n\n".join(parts)
-
-
-def _compared_success(tables: Tables, rows: Rows, kind: str, paper: Rows) -> list[str]:
+    tries = [key for key in rows[0] if key.startswith("top") and not key.endswith("_error")]
+    columns = {"draft": "draft", "success": "decoding"} | {key: key for key in tries}
     last = f"top{min(tables.widths[-1], 5)}"
-    first_span, last_span = (span([row[key] for row in paper]) for key in ("top1", last))
-    rise = span([row[last] - row["top1"] for row in paper])
-    lines = []
-    for directory in tables.drafts:
-        (row,) = _of(rows, draft=name_of(directory), decoding=kind)
-        first, most = _estimate(row, "top1"), _estimate(row, last)
-        ours = Estimate(most.value - first.value, float(np.hypot(most.error, first.error)))
-        where = rise.place(ours)
-        line = (
-            f"{name_of(directory)}, {kind}: from {first} with one try to {most} with {last[3:]}, "
-            f"a rise of {ours.value:.2f}; the paper's data sets have {first_span} and {last_span}, "
-            f"a rise of {rise}."
-        )
-        begins = first_span.place(first)
-        outside = begins if where == "within" else where
-        if where != "within":
-            line += f" The rise lies {where} theirs."
-        line = _verdict(ours.against(0.0), line, outside)
-        if begins != "within":
-            line += (
-                f" One try alone lies {begins} the paper's range: this draft is "
-                f"{'nearer to' if first.value > first_span.high else 'further from'} its target "
-                "than LLaMA-68M is to LLaMA-7B, and all that follows inherits it."
+    claims = []
+    for kind, decoding in ((GREEDY, "greedy"), (MSS, "stochastic")):
+        paper = published("specinfer_table1_success_rate", decoding=decoding)
+        paper_first = range_of([row["top1"] for row in paper])
+        paper_rise = range_of([row[last] - row["top1"] for row in paper])
+        for name in map(name_of, tables.drafts):
+            (row,) = _select(rows, draft=name, decoding=kind)
+            first, most = _estimate(row, "top1"), _estimate(row, last)
+            error = float(np.hypot(most.error, first.error))
+            rise = Estimate(most.value - first.value, error)
+            begins, grows = paper_first.position(first), paper_rise.position(rise)
+            claims.append(
+                {
+                    "draft, success": f"{name}, {kind}",
+                    "top1": first,
+                    "paper's top1": paper_first,
+                    "position of top1": begins,
+                    f"rise to {last}": rise,
+                    "paper's rise": paper_rise,
+                    "position": grows,
+                    "verdict": verdict(rise.side_of(0.0), begins if grows == "within" else grows),
+                }
             )
-        lines.append(f"- {line}")
-    return lines
-
-
-def _foretold(tree: str, success: dict[str, Any], ranks: int) -> float:
-    """Returns the tokens per step if every level succeeded as often as Table 1 says."""
-    cumulated = [0.0, *(success[f"top{k}"] for k in range(1, ranks + 1))]
-    return magicjax.expected_tokens(parse_tree(tree), np.maximum(np.diff(cumulated), 0))
+    return [
+        "## Table 1: success rate of the draft's first k tries",
+        _figures(columns, rows),
+        "\n".join(f"- {kind}: {meaning}." for kind, meaning in KINDS.items()),
+        _claims(claims),
+    ]
 
 
 # ----------------------------------------------------------------------------------------- table 2
 
 
-def _widths(tables: Tables, made: dict[int, Rows]) -> str:
-    rows = made[2]
+def _widths(tables: Tables, made: dict[int, Rows]) -> list[str]:
     columns = {"decoding": "decoding", "k": "width", "nodes": "nodes", "tokens per step": "tau"}
     columns |= {f"over k = {tables.widths[0]}": "gain", "equal to plain": "exact"}
-    parts = [
+    return [
         f"## Table 2: tokens per step by the width k of {tables.width_tree}",
-        _table(columns, rows),
+        _figures(columns, made[2]),
+        _claims([_width_claim(tables, made, decoding) for decoding in SPECINFER]),
     ]
-    for decoding in SPECINFER:
-        parts.append("- " + _compared_widths(tables, made, decoding))
-    return "\n\n".join(parts)
 
 
-def _compared_widths(tables: Tables, made: dict[int, Rows], decoding: str) -> str:
-    mine = _of(made[2], decoding=decoding)
-    first, last = mine[0], mine[-1]
-    low, high = first["width"], min(last["width"], 5)
+def _width_claim(tables: Tables, made: dict[int, Rows], decoding: str) -> dict[str, Any]:
+    rows = _select(made[2], decoding=decoding)
+    low, high = rows[0]["width"], min(rows[-1]["width"], 5)
     paper = published("specinfer_table2_tokens_per_step", decoding=SPECINFER[decoding])
-    theirs = span([row[f"width{high}"] / row[f"width{low}"] for row in paper])
-    levels = [span([row[f"width{w}"] for row in paper]) for w in (low, high)]
-    gain = _estimate(last, "gain")
-    where = theirs.place(gain)
+    paper_gain = range_of([row[f"width{high}"] / row[f"width{low}"] for row in paper])
+    gain = _estimate(rows[-1], "gain")
     falls = [
         f"{a['width']} to {b['width']}"
-        for a, b in zip(mine, mine[1:])
+        for a, b in zip(rows, rows[1:])
         if b["tau"] < a["tau"] - CLEAR * np.hypot(a["tau_error"], b["tau_error"])
     ]
-    text = (
-        f"{decoding}: {_estimate(first, 'tau')} at width {low} and {_estimate(last, 'tau')} at "
-        f"{last['width']}, {gain} times as many; the paper {levels[0]} and {levels[1]}, "
-        f"{theirs} times as many."
-    )
-    sign = gain.against(1.0)
-    if falls:
-        text += f" From width {', '.join(falls)} tokens per step fall."
-    if where != "within":
-        text += f" How much it rises lies {where} the paper's range."
-    elif sign == 0:
-        text += " No clear rise: more requests would tell."
-    text = _verdict(-1 if falls else sign, text, where)
-    return text + _explained_widths(tables, made, decoding, where)
-
-
-def _explained_widths(tables: Tables, made: dict[int, Rows], decoding: str, where: str) -> str:
-    """Returns what the success rates of table 1 foretell, for ours and for the paper's models."""
-    if 1 not in made:
-        return ""
-    draft, kind = name_of(tables.drafts[0]), GREEDY if decoding == "greedy" else MSS
-    (success,) = _of(made[1], draft=draft, decoding=kind)
-    low, high = tables.widths[0], min(tables.widths[-1], 5)
-    specs = tables.tree_of_width(low), tables.tree_of_width(high)
-    ours = [_foretold(spec, success, high) for spec in specs]
-    of_paper = [
-        [_foretold(spec, row, high) for spec in specs]
-        for row in published("specinfer_table1_success_rate", decoding=SPECINFER[decoding])
-    ]
-    theirs = span([b / a for a, b in of_paper])
-    text = (
-        f" The success rates of table 1 alone, every level alike, foretell {ours[0]:.2f} and "
-        f"{ours[1]:.2f} for ours, {ours[1] / ours[0]:.2f} times as many, and {theirs} times for "
-        "the paper's models."
-    )
-    return text + _accounted(theirs, where, ours[1] / ours[0])
+    predicted = None
+    if 1 in made:
+        kind = GREEDY if decoding == "greedy" else MSS
+        success = _select(made[1], draft=name_of(tables.drafts[0]), decoding=kind)
+        rates = published("specinfer_table1_success_rate", decoding=SPECINFER[decoding])
+        trees = tables.tree_of_width(high), tables.tree_of_width(low)
+        ours, *theirs = (
+            _predicted(trees[0], row, high) / _predicted(trees[1], row, high)
+            for row in (*success, *rates)
+        )
+        predicted = f"{ours:.2f} ({range_of(theirs)})"
+    sign = -1 if falls else gain.side_of(1.0)
+    extra = {"predicted": predicted, "fewer tokens at a larger width": ", ".join(falls) or "none"}
+    return {"decoding": decoding} | _compared(gain, paper_gain, sign, **extra)
 
 
 # ----------------------------------------------------------------------------------------- table 3
 
 
-def _verifiers(tables: Tables, made: dict[int, Rows]) -> str:
-    rows = made[3]
+def _verifiers(tables: Tables, made: dict[int, Rows]) -> list[str]:
     columns = {"children drawn": "draw", "verifier": "verifier", "nodes": "nodes"}
     columns |= {"tokens per step": "tau", "over naive": "gain"}
     tree = tables.tree_of_width(tables.widths[-1])
-    parts = [
-        f"## Table 3: naive against multi-step speculative sampling, {tree}",
-        _table(columns, rows),
-    ]
     paper = published("specinfer_table3_naive_vs_mss")
-    theirs = span([row["mss"] / row["naive"] for row in paper])
-    for row in _of(rows, verifier="mss"):
-        gain = _estimate(row, "gain")
-        where, sign = theirs.place(gain), gain.against(1.0)
-        text = (
-            f"{row['draw'].replace('_', ' ')}: {gain} times the tokens per step of naive "
-            f"verification; the paper has {theirs}."
+    paper_gain = range_of([row["mss"] / row["naive"] for row in paper])
+    predicted = None
+    if 1 in made:
+        success = _select(made[1], draft=name_of(tables.drafts[0]))
+        naive, mss = (
+            _predicted(tree, _select(success, decoding=kind)[0], tables.widths[-1])
+            for kind in (NAIVE, MSS)
         )
-        if where != "within":
-            text += f" That lies {where} its range."
-        elif sign == 0:
-            text += " No clear difference: more requests would tell."
-        parts.append("- " + _verdict(sign, text, where))
-        parts[-1] += _explained_verifiers(tables, made, tree, theirs, where)
-    return "\n\n".join(parts)
-
-
-def _explained_verifiers(
-    tables: Tables, made: dict[int, Rows], tree: str, theirs: Span, where: str
-) -> str:
-    """Returns the factor that table 1's success rates foretell."""
-    if 1 not in made:
-        return ""
-    draft = name_of(tables.drafts[0])
-    naive, mss = (
-        _foretold(tree, _of(made[1], draft=draft, decoding=kind)[0], tables.widths[-1])
-        for kind in (NAIVE, MSS)
-    )
-    text = (
-        f" The success rates of table 1 (draws without replacement) foretell {naive:.2f} and "
-        f"{mss:.2f} tokens per step, a factor of {mss / naive:.2f}."
-    )
-    return text + _accounted(theirs, where, mss / naive)
-
-
-def _accounted(theirs: Span, where: str, foretold: float) -> str:
-    """Returns whether what the success rates foretell lies where the figure does."""
-    if where == "within":
-        return ""
-    lies = theirs.place(Estimate(foretold, 0.0))
-    told = lies == where
-    return (
-        f" So the success rates {'account' if told else 'do not account'} for the deviation: by "
-        f"them ours should lie {lies} the paper's."
-    )
+        predicted = f"{mss / naive:.2f} (without replacement)"
+    claims = []
+    for row in _select(made[3], verifier="mss"):
+        gain = _estimate(row, "gain")
+        compared = _compared(gain, paper_gain, gain.side_of(1.0), predicted=predicted)
+        claims.append({"children drawn": row["draw"].replace("_", " ")} | compared)
+    return [
+        f"## Table 3: naive and multi-step speculative sampling, {tree}",
+        _figures(columns, made[3]),
+        _claims(claims),
+    ]
 
 
 # ----------------------------------------------------------------------------------------- table 4
 
 
-def _ensembles(tables: Tables, made: dict[int, Rows]) -> str:
-    rows = made[4]
+def _ensembles(tables: Tables, made: dict[int, Rows]) -> list[str]:
     columns = {"decoding": "decoding", "draft": "draft", "each tree": "tree", "nodes": "nodes"}
     columns |= {"nodes a round": "nodes_per_round", "tokens per step": "tau"}
     columns |= {"over the best single draft": "gain", "equal to plain": "exact"}
-    parts = [
-        "## Table 4: single drafts against their merged trees",
-        _table(columns, rows),
-        "`nodes` is the bound, the root included; what both drafts propose is one node, so a "
-        "merged tree has fewer. The paper gives no figure for equal sizes; its claim is that "
-        "merged drafts cover more of the target's choices.",
-    ]
+    claims = []
     for decoding in SPECINFER:
-        mine = _of(rows, decoding=decoding)
-        (merged,) = _of(mine, kind="merged")
-        best = max(_of(mine, kind="single"), key=lambda row: row["tau"])
-        sign = _estimate(merged, "gain").against(1.0)
-        text = (
-            f"{decoding}: merged {_estimate(merged, 'tau')} in {merged['nodes_per_round']:.1f} "
-            f"nodes a round, the best single draft ({best['draft']}) {_estimate(best, 'tau')} in "
-            f"{best['nodes_per_round']:.1f}: {_estimate(merged, 'gain')} times as many, "
-            f"{('no clear difference', 'clearly more', 'clearly fewer')[sign]}."
+        rows = _select(made[4], decoding=decoding)
+        (merged,) = _select(rows, kind="merged")
+        best = max(_select(rows, kind="single"), key=lambda row: row["tau"])
+        gain = _estimate(merged, "gain")
+        claims.append(
+            {
+                "decoding": decoding,
+                "merged": _estimate(merged, "tau"),
+                "best single draft": f"{best['draft']}, {_estimate(best, 'tau')}",
+                "gain of merging": gain,
+                "verdict": verdict(gain.side_of(1.0)),
+            }
         )
-        parts.append("- " + _verdict(sign, text) + _covered(tables, made))
-    return "\n\n".join(parts)
+    return [
+        "## Table 4: single drafts and their merged trees",
+        _figures(columns, made[4]),
+        "`nodes` is the maximum, the root included. A token that several drafts propose is one "
+        "node, so a merged tree has fewer. The paper claims that merged drafts cover more of the "
+        "target's choices; it has no figure for trees of equal size.",
+        _claims(claims),
+        *_coverage(tables, made),
+    ]
 
 
-def _covered(tables: Tables, made: dict[int, Rows]) -> str:
-    """Returns how much of the target's choices as many tries of one draft and of all cover."""
-    together = " + ".join(map(name_of, tables.drafts))
-    if 1 not in made or not (found := _of(made[1], draft=together, decoding=GREEDY)):
-        return ""
-    known = [key for key in _tries(made[1]) if found[0][key] is not None]
-    if not known:
-        return ""
-    key = known[-1]
-    alone = max(_of(made[1], decoding=GREEDY), key=lambda r: r[key] if r is not found[0] else -1)
-    more = found[0][key] - alone[key]
-    return (
-        f" On held-out text {key[3:]} tries of the drafts together hold the target's greedy token "
-        f"in {found[0][key]:.3f} of positions, {key[3:]} of {alone['draft']} alone in "
-        f"{alone[key]:.3f}: a second draft {'adds' if more > 0 else 'takes away'} "
-        f"{abs(more):.3f} against more tries of the first."
-    )
+def _coverage(tables: Tables, made: dict[int, Rows]) -> list[str]:
+    """Returns how many of the target's choices all drafts cover, and one with as many tries."""
+    greedy = _select(made.get(1, []), decoding=GREEDY)
+    merged = " + ".join(map(name_of, tables.drafts))
+    for row in _select(greedy, draft=merged):
+        tries = [k for k, v in row.items() if k.startswith("top") and "_" not in k and v]
+        if tries:
+            key = tries[-1]
+            best = max((r for r in greedy if r is not row), key=lambda r: r[key])
+            return [
+                f"On held-out text, {key[3:]} tries contain the target's greedy token in "
+                f"{row[key]:.3f} of positions for {merged}, and in {best[key]:.3f} for "
+                f"{best['draft']} alone."
+            ]
+    return []
 
 
 # ----------------------------------------------------------------------------------------- table 5
 
 
-def _shapes(tables: Tables, made: dict[int, Rows]) -> str:
-    rows = made[5]
+def _shapes(tables: Tables, made: dict[int, Rows]) -> list[str]:
     columns = {"decoding": "decoding", "size": "size", "tree": "kind", "nodes": "nodes"}
-    columns |= {"depth": "depth", "tokens per step": "tau", "foretold": "expected"}
+    columns |= {"depth": "depth", "tokens per step": "tau", "predicted": "expected"}
     columns |= {"over the expansion": "gain", "equal to plain": "exact"}
     expansions = ", ".join(f"{size.expansion} ({size.nodes})" for size in tables.sizes)
-    parts = [
-        "## Table 5: expansion, optimal and growing trees of the same size",
-        _table(columns, rows),
-        f"Expansions: {expansions}. The optimal tree follows from the acceptance by rank that "
-        f"{tables.probe_tree} had on {tables.probes} other requests, which also foretells the "
-        "static trees' tokens per step. Claims: an optimal tree emits more than a fixed one, the "
-        "more so the larger it is (Sequoia, arXiv 2402.12374); one that grows by the draft's "
-        "confidence more than a static one (EAGLE-2, arXiv 2406.16858).",
+    claims = [
+        _shape_claim(rows, _select(made[5], decoding=decoding, kind="expansion"))
+        for decoding in SPECINFER
+        for kind in ("optimal", "dynamic")
+        if (rows := _select(made[5], decoding=decoding, kind=kind))
     ]
-    for decoding in SPECINFER:
-        for kind in ("optimal", "dynamic"):
-            mine = _of(rows, decoding=decoding, kind=kind)
-            if mine:
-                parts.append("- " + _compared_shapes(mine, _of(rows, decoding=decoding), kind))
-    return "\n\n".join(parts)
+    return [
+        "## Table 5: expansion, optimal and dynamic trees of the same size",
+        _figures(columns, made[5]),
+        f"Expansions: {expansions}. The optimal trees, and `predicted` in this table, follow from "
+        f"the acceptance by rank of {tables.probe_tree} on {tables.probes} other requests. Claims: "
+        "an optimal tree emits more tokens than an expansion, and the gain grows with the size "
+        "(Sequoia, arXiv 2402.12374); a dynamic tree emits more than a static one (EAGLE-2, arXiv "
+        "2406.16858).",
+        _claims(claims),
+    ]
 
 
-def _compared_shapes(mine: Rows, rows: Rows, kind: str) -> str:
-    signs = [_estimate(row, "gain").against(1.0) for row in mine]
-    each = ", ".join(f"{_estimate(row, 'gain')} at {row['size']} nodes" for row in mine)
-    text = f"{mine[0]['decoding']}, {kind} over expansion: {each}."
-    sign = min(signs) if min(signs) < 0 else max(signs)
-    clear = ", ".join(str(row["size"]) for row, of in zip(mine, signs) if of == sign)
-    how = {1: f"Clearly more at {clear}.", 0: "No clear difference.", -1: f"Fewer at {clear}."}
-    text += f" {how[sign]}"
-    if kind == "optimal" and len(mine) > 1:
-        grows = mine[-1]["gain"] - mine[0]["gain"]
-        error = float(np.hypot(mine[-1]["gain_error"], mine[0]["gain_error"]))
-        trend = {1: "grows", 0: "neither clearly grows nor shrinks", -1: "shrinks"}
-        text += f" With size the gain {trend[Estimate(grows, error).against(0.0)]}."
-    missing = [
-        (row, base)
-        for row in mine
-        for base in _of(rows, size=row["size"], kind="expansion")
+def _shape_claim(rows: Rows, expansions: Rows) -> dict[str, Any]:
+    gains = [_estimate(row, "gain") for row in rows]
+    signs = [gain.side_of(1.0) for gain in gains]
+    growth = Estimate(
+        gains[-1].value - gains[0].value, float(np.hypot(gains[-1].error, gains[0].error))
+    )
+    predicted = [
+        f"{row['expected'] / base['expected']:.2f}"
+        for row in rows
+        for base in _select(expansions, size=row["size"])
         if row["expected"] is not None and base["expected"] is not None
     ]
-    if missing:
-        told = ", ".join(f"{row['expected'] / base['expected']:.2f}" for row, base in missing)
-        text += f" The measured acceptance foretold {told}."
-    return _verdict(sign, text)
+    return {
+        "decoding, tree": f"{rows[0]['decoding']}, {rows[0]['kind']}",
+        "gain by size": ", ".join(f"{row['size']}: {g}" for row, g in zip(rows, gains)),
+        "predicted": ", ".join(predicted) or None,
+        "with size": {1: "grows", 0: "no clear trend", -1: "shrinks"}[growth.side_of(0.0)],
+        "verdict": verdict(min(signs) if min(signs) < 0 else max(signs)),
+    }

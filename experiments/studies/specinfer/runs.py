@@ -1,7 +1,7 @@
-"""Runs a cell on every request, one at a time, so that each has its own tokens per step.
+"""Runs a cell on every request, one request per call, so that each has its own tokens per step.
 
-A finished cell lies on disk under a key of its settings, prompts, weights and code; a run that was
-killed goes on behind it.
+Finished cells are stored under a key of their settings, prompts, weights and code, so a killed run
+can be resumed.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ from experiments.studies.specinfer.settings import Tables
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a cell's requests made of it.
+    """The result of a cell.
 
     Attributes:
-      tau: [R], tokens per step of each request, the bonus included.
+      tau: [R], tokens per step of each request, the bonus token included.
       nodes_per_round: mean over requests, the root included.
       exact: share of requests with plain decoding's tokens; None under sampling.
-      ties: requests that part from it at a tie decided by rounding.
+      ties: requests that differ from it at a tie decided by rounding.
     """
 
     tau: Float[np.ndarray, "R"]
@@ -43,7 +43,7 @@ class Result:
 
 
 class Requests(NamedTuple):
-    """Prompts: those that count, and others to learn acceptance from.
+    """Prompts to compare methods on, and others to measure acceptance on.
 
     Attributes:
       prompts: int32 [R, T].
@@ -57,10 +57,10 @@ class Requests(NamedTuple):
 
 
 def choose(tables: Tables, bench: Bench) -> Requests:
-    """Returns the requests: stretches of held-out text whose plain text loops least.
+    """Returns the requests: the parts of held-out text with the least repetitive plain output.
 
     Raises:
-      ConfigError: the text is too short for stretches that do not overlap.
+      ConfigError: the text is too short for prompts that do not overlap.
     """
     cell = settings.plain(tables, sampled=False)
     stream = prompts.stdlib_stream(bench.model(tables.target, tables.dtype).tokenizer)
@@ -68,32 +68,31 @@ def choose(tables: Tables, bench: Bench) -> Requests:
     tried = count * tables.candidates
     if tried * tables.context > len(stream):
         raise ConfigError(
-            f"{tried} stretches (requests and probes, times candidates) of context="
-            f"{tables.context} do not fit into the {len(stream)} held-out tokens without "
-            "overlap: use fewer or shorter ones"
+            f"(requests + probes) * candidates = {tried} prompts of context={tables.context} "
+            f"exceed the {len(stream)} held-out tokens: use fewer or shorter prompts"
         )
-    said: dict[bytes, np.ndarray] = {}
+    outputs: dict[bytes, np.ndarray] = {}
 
     def continue_plainly(rows: np.ndarray) -> np.ndarray:
         tokens = np.asarray(bench.run(cell, rows).tokens)
-        said.update((row.tobytes(), of) for row, of in zip(rows, tokens, strict=True))
+        outputs.update((row.tobytes(), out) for row, out in zip(rows, tokens, strict=True))
         return tokens
 
     cut = prompts.cut(stream, tried, tables.context)
     chosen = prompts.least_repetitive(cut, count, continue_plainly)
-    if not said:
+    if not outputs:
         continue_plainly(chosen)
-    # Probes from all over the text: of 4, every other one of 8.
+    # Probes are spread over the text: 4 probes of 8 prompts are every other one.
     probes = np.arange(tables.probes) * count // tables.probes
-    rest = np.delete(chosen, probes, 0)
-    return Requests(rest, np.stack([said[row.tobytes()] for row in rest]), chosen[probes])
+    rows = np.delete(chosen, probes, 0)
+    return Requests(rows, np.stack([outputs[row.tobytes()] for row in rows]), chosen[probes])
 
 
 class Runner:
-    """Runs cells, or reads what they gave before.
+    """Runs cells, or reads their stored results.
 
     Attributes:
-      tick: called with what is going on and how many runs are done, after each of them.
+      tick: called with a description and the number of runs that just finished.
     """
 
     def __init__(self, tables: Tables, bench: Bench, tick: Callable[[str, int], None]):
@@ -109,16 +108,16 @@ class Runner:
         return Result(np.array(raw["tau"]), raw["nodes_per_round"], raw["exact"], raw["ties"])
 
     def probe(self, cell: Cell) -> list[list[float]]:
-        """Returns the acceptance by depth and rank on the other prompts, all at once."""
+        """Returns the acceptance by depth and rank on the probes, in one batch."""
         rows = self.requests.probes
         return self._once(cell, rows, self._acceptance, len(rows))["acceptance"]
 
     def _once(
         self, cell: Cell, rows: np.ndarray, make: Callable[[Cell], dict], runs: int
     ) -> dict[str, Any]:
-        """Returns what `make` gives, or gave before, for these prompts and as many runs."""
-        asked = {"prompts": hashlib.sha256(rows.tobytes()).hexdigest()[:16], "runs": str(runs)}
-        key = grid.key(cell, provenance.of(cell) | {"device": provenance.device_name()} | asked)
+        """Returns the stored result of `make` for these prompts and runs, or makes it."""
+        inputs = {"prompts": hashlib.sha256(rows.tobytes()).hexdigest()[:16], "runs": str(runs)}
+        key = grid.key(cell, provenance.of(cell) | {"device": provenance.device_name()} | inputs)
         if key in self._done:
             return self._done[key]
         record = None if self.tables.fresh else store.read_record(self.directory, key)
@@ -134,14 +133,14 @@ class Runner:
     def _measure(self, cell: Cell) -> dict[str, Any]:
         rows, outputs = self.requests.prompts, []
         for i in range(len(rows) * runs_of(self.tables, cell)):
-            of_run = dataclasses.replace(cell, seed=cell.seed + i) if cell.do_sample else cell
-            outputs.append(self.bench.run(of_run, rows[i % len(rows), None]))
+            seeded = dataclasses.replace(cell, seed=cell.seed + i) if cell.do_sample else cell
+            outputs.append(self.bench.run(seeded, rows[i % len(rows), None]))
             self.tick(cell.method, 1)
         exact, ties = None, 0
         if not cell.do_sample:
             target = self.bench.model(cell.target, cell.dtype, cell.devices)
-            found = np.concatenate([out.tokens for out in outputs])
-            match = exactness.compare(target, rows, self.requests.plain, found)
+            tokens = np.concatenate([out.tokens for out in outputs])
+            match = exactness.compare(target, rows, self.requests.plain, tokens)
             exact, ties = match.exact, match.ties
         taus = np.array([out.stats.tau_by_request for out in outputs])
         return {
@@ -159,11 +158,11 @@ class Runner:
         return {"acceptance": [list(ranks) for ranks in stats.acceptance_by_rank]}
 
 
-class Rehearsal:
-    """Stands in for a runner: notes which cells are asked for, and finds what is wrong with them.
+class DryRun:
+    """Replaces a runner: lists the cells and checks them without running them.
 
     Attributes:
-      work: how many runs each cell takes.
+      work: the number of runs of each cell.
     """
 
     def __init__(self, tables: Tables):
@@ -180,7 +179,7 @@ class Rehearsal:
         return [[0.5**rank for rank in range(1, width + 1)]]
 
     def _note(self, cell: Cell, runs: int) -> None:
-        """Raises ConfigError, before anything is compiled, if the cell cannot run."""
+        """Counts a cell; raises ConfigError if it cannot run."""
         self.work[cell] = runs
         try:
             preflight.check_cell(cell)
@@ -189,17 +188,17 @@ class Rehearsal:
 
 
 def runs_of(tables: Tables, cell: Cell) -> int:
-    """Returns how often each request runs: greedy text is always the same."""
+    """Returns the runs per request; greedy text is deterministic and needs one."""
     return tables.seeds if cell.do_sample else 1
 
 
 def probe_cell(tables: Tables, sampled: bool) -> Cell:
-    """Returns the cell with the wide tree of the first draft."""
+    """Returns the cell of the first draft with the wide tree, all probes in one batch."""
     cell = settings.speculative(tables, sampled, tables.drafts[:1], tables.probe_tree)
     return dataclasses.replace(cell, batch=tables.probes)
 
 
 def optimal_tree(tables: Tables, acceptance: list[list[float]], nodes: int) -> str:
-    """Returns the tree of `nodes` nodes that pays most, as a config writes it."""
+    """Returns the optimal tree with `nodes` nodes in the syntax of configs."""
     tree = magicjax.optimal(acceptance, nodes, tables.optimal_depth)
     return "parents:" + ",".join(map(str, tree.parents))

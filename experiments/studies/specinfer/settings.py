@@ -1,4 +1,4 @@
-"""What a file of tables may say, and the cells that its settings describe."""
+"""Settings of the tables, and the cells that they describe."""
 
 import dataclasses
 import pathlib
@@ -11,38 +11,46 @@ from experiments.schema.fields import STRICT, ConfigError, Positive, checked, re
 from experiments.schema.grid import Cell
 from magicjax import DynamicTree, TokenTree, parse_tree
 
-WIDTH = "{k}"  # stands for the width in the tree of table 2
+AtLeast2 = Annotated[int, Field(ge=2)]
+WIDTH = "{k}"  # placeholder for the width in the tree of table 2
 
 
 class Merging(BaseModel):
-    """Trees of table 4: one of a single draft, one of each member of the ensemble."""
+    """Trees of table 4."""
 
     model_config = STRICT
 
-    single: str = Field("expansion:4,1,1,1,1,1,1,1", description="What a single draft proposes.")
-    member: str = Field("expansion:2,1,1,1,1,1,1,1", description="What each member proposes.")
+    single: str = "expansion:4,1,1,1,1,1,1,1"  # of a single draft
+    member: str = "expansion:2,1,1,1,1,1,1,1"  # of each member of the ensemble
 
 
 class Size(BaseModel):
-    """Trees of table 5 of one size; the optimal tree follows from what is measured."""
+    """Trees of table 5 of one size; the optimal tree follows from measured acceptance."""
 
     model_config = STRICT
 
-    nodes: Annotated[int, Field(ge=2)] = Field(description="Nodes, the root included.")
-    expansion: str = Field(description="Static tree of at most as many nodes.")
-    dynamic: str = Field(description="dynamic:nodes,depth,width of as many nodes.")
+    nodes: AtLeast2  # the root included
+    expansion: str  # a static tree with at most this many nodes
+    dynamic: str  # dynamic:nodes,depth,width with exactly this many nodes
 
     @model_validator(mode="after")
     def _same_size(self) -> "Size":
         static, dynamic = parse_tree(self.expansion), parse_tree(self.dynamic)
         if not isinstance(static, TokenTree) or not isinstance(dynamic, DynamicTree):
-            raise ValueError("expansion must be a static tree, and dynamic a dynamic one")
+            raise ValueError("expansion must be a static tree, dynamic a dynamic tree")
         if static.num_nodes > self.nodes or dynamic.num_nodes != self.nodes:
             raise ValueError(
-                f"{self.expansion} has {static.num_nodes} nodes and {self.dynamic} "
-                f"{dynamic.num_nodes}: at most and exactly nodes={self.nodes} are compared"
+                f"{self.expansion} has {static.num_nodes} nodes and {self.dynamic} has "
+                f"{dynamic.num_nodes}: choose at most and exactly nodes={self.nodes}"
             )
         return self
+
+
+SIZES = [
+    Size(nodes=16, expansion="expansion:3,1,1,1,1", dynamic="dynamic:16,6,4"),
+    Size(nodes=32, expansion="expansion:5,1,1,1,1,1", dynamic="dynamic:32,7,6"),
+    Size(nodes=64, expansion="expansion:3,4,1,1,1,1", dynamic="dynamic:64,8,8"),
+]
 
 
 class Tables(BaseModel):
@@ -50,73 +58,39 @@ class Tables(BaseModel):
 
     model_config = STRICT
 
-    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = Field(
-        "specinfer", description="Folder of the results."
-    )
-    results: str = Field("results", description="Where the folders of results lie.")
-    tables: list[Literal[1, 2, 3, 4, 5]] = Field(
-        [1, 2, 3, 4, 5], min_length=1, description="Which tables to make."
-    )
-    target: str = Field("experiments/zoo/target", description="Directory of the target.")
-    drafts: list[str] = Field(
-        ["experiments/zoo/draft-1", "experiments/zoo/draft-2"],
-        min_length=1,
-        description="Directories of the drafts; tables 2, 3 and 5 use the first.",
-    )
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of weights and caches.")
-    context: Positive = Field(512, description="Tokens of each prompt.")
-    new_tokens: Annotated[int, Field(ge=8)] = Field(64, description="Tokens generated for each.")
-    requests: Annotated[int, Field(ge=2)] = Field(
-        16, description="Prompts, each run alone; errors are over these."
-    )
-    seeds: Positive = Field(
-        1, description="Runs of each request under sampling, of which the mean counts."
-    )
-    probes: Positive = Field(
-        8,
-        description="Other prompts, on which the acceptance behind the optimal trees is measured.",
-    )
-    candidates: Positive = Field(
-        2, description="Places of the text tried for each prompt; those that loop least are kept."
-    )
-    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
-        1.0, description="Of the sampled halves of the tables."
-    )
-    seed: int = Field(0, description="Of the first request; the others count on from it.")
-    windows: Annotated[int, Field(ge=2)] = Field(
-        16, description="Stretches of held-out text on which success rates are measured."
-    )
-    window: Annotated[int, Field(ge=2)] = Field(
-        1024, description="Tokens of such a stretch; the second half counts."
-    )
-    widths: list[Positive] = Field(
-        [1, 2, 3, 4, 5], min_length=2, description="Widths of table 2; the largest is table 3's."
-    )
-    width_tree: str = Field(
-        "expansion:1,1,{k},1,1,1,1,1", description="The tree of width {k} in tables 2 and 3."
-    )
-    merging: Merging = Field(Merging(), description="Trees of table 4.")
-    sizes: list[Size] = Field(
-        [
-            Size(nodes=16, expansion="expansion:3,1,1,1,1", dynamic="dynamic:16,6,4"),
-            Size(nodes=32, expansion="expansion:5,1,1,1,1,1", dynamic="dynamic:32,7,6"),
-            Size(nodes=64, expansion="expansion:3,4,1,1,1,1", dynamic="dynamic:64,8,8"),
-        ],
-        min_length=1,
-        description="Sizes and trees of table 5.",
-    )
-    probe_tree: str = Field(
-        "expansion:8,8", description="Wide tree with which the acceptance by rank is measured."
-    )
-    optimal_depth: Positive = Field(8, description="The most depth of an optimal tree.")
-    fresh: bool = Field(False, description="Measure also what is finished.")
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "specinfer"  # of the results folder
+    results: str = "results"  # parent of the results folder
+    tables: Annotated[list[Literal[1, 2, 3, 4, 5]], Field(min_length=1)] = [1, 2, 3, 4, 5]
+    target: str = "experiments/zoo/target"
+    drafts: Annotated[list[str], Field(min_length=1)] = [  # tables 2, 3 and 5 use the first
+        "experiments/zoo/draft-1",
+        "experiments/zoo/draft-2",
+    ]
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    context: Positive = 512  # tokens of each prompt
+    new_tokens: Annotated[int, Field(ge=8)] = 64
+    requests: AtLeast2 = 16  # prompts, one per call; errors are over requests
+    seeds: Positive = 1  # runs of each sampled request, which are averaged
+    probes: Positive = 8  # other prompts, to measure acceptance for the optimal trees
+    candidates: Positive = 2  # text positions per prompt; the least repetitive are kept
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    seed: int = 0  # of the first request; later requests add their index
+    windows: AtLeast2 = 16  # windows of held-out text for table 1
+    window: AtLeast2 = 1024  # tokens of a window; the second half counts
+    widths: Annotated[list[Positive], Field(min_length=2)] = [1, 2, 3, 4, 5]  # table 3: the last
+    width_tree: str = "expansion:1,1,{k},1,1,1,1,1"  # of width {k} in tables 2 and 3
+    merging: Merging = Merging()  # table 4
+    sizes: Annotated[list[Size], Field(min_length=1)] = SIZES  # table 5
+    probe_tree: str = "expansion:8,8"  # wide tree to measure the acceptance by rank
+    optimal_depth: Positive = 8  # maximum depth of an optimal tree
+    fresh: bool = False  # measure finished cells again
 
     @model_validator(mode="after")
-    def _trees_can_be_compared(self) -> "Tables":
+    def _check_trees(self) -> "Tables":
         if WIDTH not in self.width_tree:
-            raise ValueError(f"width_tree={self.width_tree!r} has no {WIDTH} for the width")
+            raise ValueError(f"width_tree={self.width_tree!r} lacks the placeholder {WIDTH}")
         if sorted(set(self.widths)) != self.widths:
-            raise ValueError(f"widths={self.widths} must rise")
+            raise ValueError(f"widths={self.widths} must increase")
         for spec in (*map(self.tree_of_width, self.widths), self.probe_tree):
             _static(spec)
         if 4 in self.tables:
@@ -126,13 +100,14 @@ class Tables(BaseModel):
     def _check_merging(self) -> None:
         count = len(self.drafts)
         if count < 2:
-            raise ValueError(f"table 4 merges drafts, and drafts lists {count}: list at least 2")
+            raise ValueError(f"table 4 merges at least 2 drafts, and drafts has {count}")
         single, member = _static(self.merging.single), _static(self.merging.member)
         merged = 1 + count * (member.num_nodes - 1)
         if merged > single.num_nodes:
             raise ValueError(
-                f"{count} trees {self.merging.member} have up to {merged} nodes, more than the "
-                f"{single.num_nodes} of {self.merging.single}: the ensemble must not have more"
+                f"merging.member={self.merging.member} has up to {merged} nodes for {count} "
+                f"drafts, more than the {single.num_nodes} nodes of merging.single="
+                f"{self.merging.single}: choose a smaller tree"
             )
 
     def tree_of_width(self, width: int) -> str:
@@ -142,7 +117,7 @@ class Tables(BaseModel):
 def _static(spec: str) -> TokenTree:
     tree = parse_tree(spec)
     if not isinstance(tree, TokenTree):
-        raise ValueError(f"{spec!r} grows: a static tree is needed here")
+        raise ValueError(f"{spec!r} is not a static tree")
     return tree
 
 
@@ -150,12 +125,14 @@ def read(path: pathlib.Path) -> Tables:
     """Returns the settings in a YAML file.
 
     Raises:
-      ConfigError: a key that does not exist, a value out of range, a directory that is not there.
+      ConfigError: an unknown key, a value out of range, or a missing model directory.
     """
     tables = checked(Tables, read_mapping(path), str(path))
     for directory in (tables.target, *tables.drafts):
         if not (pathlib.Path(directory) / "config.json").is_file():
-            raise ConfigError(f"{path}: {directory} is no model directory: it has no config.json")
+            raise ConfigError(
+                f"{path}: {directory} is not a model directory: config.json is missing"
+            )
     return tables
 
 
@@ -180,7 +157,7 @@ def plain(tables: Tables, sampled: bool) -> Cell:
 def speculative(
     tables: Tables, sampled: bool, drafts: list[str], tree: str, draw: str = "", verifier: str = ""
 ) -> Cell:
-    """Returns the cell of one draft, or of several merged, whose tree is given."""
+    """Returns the cell of one draft with a tree, or of several merged drafts."""
     return dataclasses.replace(
         plain(tables, sampled),
         draft="small" if len(drafts) == 1 else "ensemble",

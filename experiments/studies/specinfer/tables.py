@@ -1,13 +1,13 @@
-"""Tables 2 to 5: which cells are compared, and the rows that come of them.
+"""Tables 2 to 5: the compared cells and their rows.
 
-Every function takes a runner, or a rehearsal of one, and returns one row for each cell.
+Every function takes a runner or a dry run and returns one row per cell.
 """
 
 from typing import Any
 
 import magicjax
 from experiments.schema.grid import Cell
-from experiments.studies.specinfer.runs import Rehearsal, Result, Runner, optimal_tree, probe_cell
+from experiments.studies.specinfer.runs import DryRun, Result, Runner, optimal_tree, probe_cell
 from experiments.studies.specinfer.settings import Tables, speculative
 from experiments.studies.specinfer.statistics import mean_and_error, ratio
 from magicjax import parse_tree
@@ -18,8 +18,8 @@ DRAWS = ("without_replacement", "with_replacement")
 Rows = list[dict[str, Any]]
 
 
-def widths(tables: Tables, runner: Runner | Rehearsal) -> Rows:
-    """Returns table 2: tokens per step by the width of one level, and the gain over the least."""
+def widths(tables: Tables, runner: Runner | DryRun) -> Rows:
+    """Returns table 2: tokens per step by the width of one level, gain over the smallest width."""
     rows = []
     for decoding, sampled in DECODINGS.items():
         results = []
@@ -31,14 +31,14 @@ def widths(tables: Tables, runner: Runner | Rehearsal) -> Rows:
     return rows
 
 
-def verifiers(tables: Tables, runner: Runner | Rehearsal) -> Rows:
+def verifiers(tables: Tables, runner: Runner | DryRun) -> Rows:
     """Returns table 3: naive against multi-step verification of the same draws."""
     rows = []
     tree, draft = tables.tree_of_width(tables.widths[-1]), tables.drafts[:1]
     for draw in DRAWS:
-        given = "" if draw == DRAWS[0] else draw  # the default: the cell of table 2
-        naive = runner.run(speculative(tables, True, draft, tree, given, "naive"))
-        cell = speculative(tables, True, draft, tree, given)
+        option = "" if draw == DRAWS[0] else draw  # the default gives the cell of table 2
+        naive = runner.run(speculative(tables, True, draft, tree, option, "naive"))
+        cell = speculative(tables, True, draft, tree, option)
         mss = runner.run(cell)
         for verifier, result in (("naive", naive), ("mss", mss)):
             row = {"draw": draw, "verifier": verifier} | _row(cell, result)
@@ -46,8 +46,8 @@ def verifiers(tables: Tables, runner: Runner | Rehearsal) -> Rows:
     return rows
 
 
-def ensembles(tables: Tables, runner: Runner | Rehearsal) -> Rows:
-    """Returns table 4: each draft alone, and all merged in no more nodes."""
+def ensembles(tables: Tables, runner: Runner | DryRun) -> Rows:
+    """Returns table 4: each draft alone, and all merged, with at most as many nodes."""
     rows = []
     for decoding, sampled in DECODINGS.items():
         cells = [speculative(tables, sampled, [d], tables.merging.single) for d in tables.drafts]
@@ -61,8 +61,8 @@ def ensembles(tables: Tables, runner: Runner | Rehearsal) -> Rows:
     return rows
 
 
-def shapes(tables: Tables, runner: Runner | Rehearsal) -> Rows:
-    """Returns table 5: static, optimal and growing trees of the same size."""
+def shapes(tables: Tables, runner: Runner | DryRun) -> Rows:
+    """Returns table 5: expansion, optimal and dynamic trees of the same size."""
     rows = []
     for decoding, sampled in DECODINGS.items():
         acceptance = runner.probe(probe_cell(tables, sampled))
@@ -84,7 +84,7 @@ def shapes(tables: Tables, runner: Runner | Rehearsal) -> Rows:
 
 
 def _expected(tree: str, acceptance: list[list[float]]) -> float | None:
-    """Returns the tokens per step that the acceptance foretells, None if it has too few ranks."""
+    """Returns the tokens per step predicted by the acceptance, None if it has too few ranks."""
     static = parse_tree(tree)
     if isinstance(static, magicjax.DynamicTree) or static.width > len(acceptance[0]):
         return None
@@ -108,6 +108,6 @@ def _row(cell: Cell, result: Result) -> dict[str, Any]:
 
 
 def _gain(result: Result, base: Result) -> dict[str, float]:
-    """Returns how much more tokens per step there are than in `base`, on the same requests."""
+    """Returns the tokens per step relative to `base`, on the same requests."""
     gain = ratio(result.tau, base.tau)
     return {"gain": gain.value, "gain_error": gain.error}

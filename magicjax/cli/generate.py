@@ -1,0 +1,392 @@
+"""`magicjax generate`: continues a prompt, streams the text, and prints statistics."""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from tokenizers.decoders import DecodeStream
+
+import magicjax
+import models
+from magicjax.autotune.auto import check as check_auto
+from magicjax.cli import options
+from magicjax.cli.options import AUTO
+from magicjax.decoding.request import prepare
+from magicjax.decoding.runner import Output
+from magicjax.decoding.validation import DEFAULT_TREE
+from magicjax.drafters import DRAW_METHODS, Drafter
+from magicjax.drafters.small_model import SINK_POSITIONS
+from magicjax.drafters.sparse import KV_DTYPES
+from magicjax.drafters.spec import CACHE, DRAFTERS, has_option, make_drafter, parts
+from magicjax.loading import config_of, skeleton
+from magicjax.model import DTYPES
+from magicjax.trees.token_tree import Tree
+from magicjax.verification.verify import VERIFIERS
+from magicjax.version import version
+from sharding import parse_mesh, processes
+
+SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "seed", "verifier")
+
+
+def add(commands: Any) -> None:
+    """Adds the sub-command to those of `magicjax`."""
+    parser = commands.add_parser(
+        "generate",
+        help="continue a prompt",
+        description="Continues a prompt by plain or speculative decoding.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--target",
+        required=True,
+        help="model directory, or a preset (random weights; requires --tokenizer)",
+    )
+    parser.add_argument("--tokenizer", help="tokenizer directory, if --target has no tokenizer")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="text to continue")
+    source.add_argument("--prompt-file", type=pathlib.Path, help="file with the text to continue")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
+    parser.add_argument("--dtype", choices=DTYPES, help="of all models; default: as stored")
+    parser.add_argument("--backend", help="attention backend; default: xla")
+    parser.add_argument(
+        "--mesh",
+        metavar="stage=1,data=1,model=8",
+        help="shard the target's heads, MLP and vocabulary (model) and its layers (stage); a "
+        "single prompt requires data=1",
+    )
+    options.add_offload(parser)
+    parser.add_argument(
+        "--verbose", action="store_true", help="log compilations and the size of the caches"
+    )
+    _add_speculation(parser.add_argument_group("speculation"))
+    _add_sampling(parser.add_argument_group("sampling"))
+    _add_processes(parser.add_argument_group("multiple processes"))
+    parser.set_defaults(run=run)
+
+
+def _add_speculation(group: Any) -> None:
+    group.add_argument(
+        "--drafter",
+        action="append",
+        type=options.drafter,
+        default=[],
+        help=f"{DRAFTERS}; repeat the option for an ensemble, whose trees are merged; {AUTO} runs "
+        "trials on the prompt and uses the fastest drafter; default: plain decoding",
+    )
+    group.add_argument(
+        "--candidate",
+        action="append",
+        type=options.candidate,
+        default=[],
+        help=f"a drafter for --drafter {AUTO} to try; repeat the option for several; default: "
+        "self-speculation with budgets of 64, 256 and 1,024 slots, and prompt lookup",
+    )
+    group.add_argument(
+        "--profile",
+        help=f"device profile for --drafter {AUTO}: a file from `magicjax calibrate`, or a preset; "
+        "default: the default output of calibrate",
+    )
+    group.add_argument(
+        "--tree",
+        action="append",
+        type=options.tree,
+        default=[],
+        help="chain:4 (default), expansion:2,2,1, parents:-1,0,0,1 or dynamic:16,6,4 (nodes, "
+        "depth, width); one for all drafters, or one per drafter",
+    )
+    group.add_argument(
+        "--refresh-every",
+        type=int,
+        metavar="ROUNDS",
+        help="select the pinned entries of a self:POLICY cache again after this many rounds; "
+        "default: never",
+    )
+    group.add_argument(
+        "--kv-dtype",
+        choices=[name for name in KV_DTYPES if name],
+        help="of sparse draft caches; default: the dtype of the model",
+    )
+    group.add_argument(
+        "--sink-positions",
+        choices=SINK_POSITIONS,
+        help="positions of the pinned first tokens of small:PATH:streaming: their positions in the "
+        "text (default), or in_cache, just before the newest tokens, which lets the draft model "
+        "read texts longer than its context",
+    )
+    group.add_argument(
+        "--draft-shards",
+        type=int,
+        metavar="N",
+        help="number of devices of the mesh axis `model` over which a small:PATH draft model is "
+        "sharded, and then replicated; default: all",
+    )
+    group.add_argument("--show-tree", action="store_true", help="draw the tree first")
+
+
+def _add_sampling(group: Any) -> None:
+    group.add_argument("--do-sample", action="store_true", help="sample; default: greedy decoding")
+    group.add_argument("--temperature", type=float, help="default: 1")
+    group.add_argument("--top-k", type=int, help="number of tokens to sample from; 0 for all")
+    group.add_argument("--top-p", type=float, help="probability mass to sample from; 1 for all")
+    group.add_argument("--seed", type=int, help="default: 0")
+    group.add_argument(
+        "--verifier",
+        choices=VERIFIERS,
+        help="rule that accepts drafted tokens; default: greedy, or mss with --do-sample",
+    )
+    group.add_argument(
+        "--draw",
+        choices=DRAW_METHODS,
+        help="how drafters with a model draw the children of a node; default: without_replacement, "
+        "or top (the most likely) in a dynamic tree",
+    )
+
+
+def _add_processes(group: Any) -> None:
+    group.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="address of rank 0; start every process with the same options; default: from srun, "
+        "or from mpirun on a single host",
+    )
+    group.add_argument(
+        "--processes", type=int, metavar="N", help="their number; default: from srun or mpirun"
+    )
+    group.add_argument(
+        "--rank",
+        type=int,
+        metavar="I",
+        help="rank of this process, 0 to N - 1; rank 0 prints; default: from srun, mpirun or "
+        "Kubernetes",
+    )
+    group.add_argument(
+        "--join-seconds",
+        type=float,
+        metavar="S",
+        help=f"timeout for all processes to connect; default: {processes.JOIN_SECONDS}",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Generates in this process, or in every process of a multi-process run; rank 0 prints.
+
+    Raises:
+      ValueError, OSError: invalid input.
+    """
+    _check(arguments)
+    who = processes.detect(arguments.coordinator, arguments.processes, arguments.rank)
+    options.check_effects(arguments, [("join_seconds", who, "in a single process")])
+    if who is None:
+        _generate(arguments)
+        return
+    if AUTO in arguments.drafter:
+        raise ValueError(
+            f"--drafter {AUTO} depends on measured times, which differ between the {who.count} "
+            "processes: select a drafter"
+        )
+    local = ("run", "rank", "coordinator", "join_seconds", "prompt", "prompt_file")
+    shared = {name: str(value) for name, value in vars(arguments).items() if name not in local}
+    shared |= {
+        "prompt": _prompt(arguments),
+        "version": version(),
+        "config": str(config_of(arguments.target)),
+    }
+    processes.join(who, shared, arguments.join_seconds or processes.JOIN_SECONDS)
+    with processes.leaving():
+        devices = parse_mesh(arguments.mesh).devices if arguments.mesh else 1
+        if devices != jax.device_count():
+            raise ValueError(
+                f"mesh={arguments.mesh} has {devices} devices, and the {who.count} processes have "
+                f"{jax.device_count()}: use a mesh of all devices"
+            )
+        with _silent() if who.rank > 0 else contextlib.nullcontext():
+            _generate(arguments)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        yield
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for options without effect, and for a wrong number of drafters or trees."""
+    auto = AUTO in arguments.drafter
+    if auto and len(arguments.drafter) > 1:
+        raise ValueError(
+            f"--drafter {AUTO} excludes other drafters: list them with --candidate instead"
+        )
+    drafters = arguments.candidate if auto else arguments.drafter
+    specs = [parts(text) for text in drafters]
+    without_auto = f"without --drafter {AUTO}"
+    without_drafter = "without --candidate" if auto else "without --drafter"
+    effects: list[tuple[str, object, str]] = [
+        ("tree", not auto, f"with --drafter {AUTO}, which chooses the tree"),
+        ("show_tree", not auto, f"with --drafter {AUTO}, which chooses the tree"),
+        ("candidate", auto, without_auto),
+        ("profile", auto, without_auto),
+        ("tree", drafters, without_drafter),
+        ("show_tree", drafters, without_drafter),
+        ("draw", drafters, without_drafter),
+        ("draw", arguments.do_sample, "in greedy decoding, without --do-sample"),
+        ("draw", not all(spec["prompt_lookup"] for spec in specs), "on prompt lookup"),
+        ("draft_shards", arguments.mesh, "without --mesh"),
+        ("draft_shards", any(spec["path"] for spec in specs), "without --drafter small:PATH"),
+    ]
+    for name, uses in CACHE.items():
+        used = any(has_option(text, name) for text in drafters)
+        effects.append((name, drafters, without_drafter))
+        effects.append((name, used, f"without a sparse cache of --drafter {uses}"))
+    options.check_effects(arguments, effects)
+    if len(arguments.tree) not in (0, 1, max(1, len(drafters))):
+        raise ValueError(
+            f"{len(arguments.tree)} --tree for {len(drafters)} --drafter: pass one, or one per "
+            "drafter"
+        )
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    """Validates everything with models without weights, then loads the weights and generates."""
+    prompt, tokenizer = _prompt(arguments), _tokenizer(arguments)
+    mesh = magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None
+    target = dataclasses.replace(skeleton(arguments.target), tokenizer=tokenizer)
+    drafter, tree = speculation(arguments)
+    keywords = {name: getattr(arguments, name) for name in ("max_new_tokens", "backend", *SAMPLING)}
+    keywords |= {"tree": tree, "mesh": mesh}
+    check: Callable = check_auto if isinstance(drafter, magicjax.Auto) else prepare
+    check(target, [prompt], drafter=drafter, **keywords)
+
+    load = functools.partial(magicjax.load, dtype=arguments.dtype, mesh=mesh)
+    target = load(arguments.target, offload=arguments.offload)
+    target = dataclasses.replace(target, tokenizer=tokenizer)
+    drafter = _with_weights(drafter, load if mesh is None else functools.partial(load, stages=1))
+    rounds = magicjax.stream(target, [prompt], drafter=drafter, **keywords)
+    if arguments.show_tree:
+        print(*arguments.tree or [DEFAULT_TREE], sep="\n")
+    output = print_stream(rounds, tokenizer)
+    if output.choice is not None:
+        print(output.choice, file=sys.stderr)
+    print(report(output), file=sys.stderr)
+
+
+def _prompt(arguments: argparse.Namespace) -> str:
+    """Returns the text to continue."""
+    path = arguments.prompt_file
+    if path is None:
+        return arguments.prompt
+    if not path.exists():
+        raise ValueError(f"--prompt-file {path} does not exist")
+    if path.is_dir():
+        raise ValueError(f"--prompt-file {path} is a directory: pass a text file")
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--prompt-file {path} is not UTF-8 text: byte {error.object[error.start]:#04x} "
+            f"at position {error.start}"
+        ) from error
+
+
+def _tokenizer(arguments: argparse.Namespace) -> Any:
+    """Returns the target's tokenizer."""
+    config_of(arguments.target)
+    source = arguments.tokenizer or arguments.target
+    tokenizer = models.load_tokenizer(source)
+    if tokenizer is None:
+        raise ValueError(f"{source} has no tokenizer: pass a directory that has one as --tokenizer")
+    return tokenizer
+
+
+def speculation(
+    arguments: argparse.Namespace,
+) -> tuple[Drafter | magicjax.Auto | None, Tree | None]:
+    """Returns (drafter, tree) for `magicjax.generate`; draft models have no weights yet."""
+    auto = AUTO in arguments.drafter
+    cache = {name: getattr(arguments, name) for name in CACHE}
+    small = functools.partial(skeleton, shards=arguments.draft_shards)
+    texts = arguments.candidate if auto else arguments.drafter
+    drafters = tuple(make_drafter(text, small, arguments.draw, **cache) for text in texts)
+    if auto:
+        return magicjax.Auto(drafters or None, arguments.profile), None
+    if len(arguments.tree) > 1:
+        return magicjax.Ensemble(drafters, tuple(arguments.tree)), None
+    drafter = magicjax.Ensemble(drafters) if len(drafters) > 1 else next(iter(drafters), None)
+    return drafter, next(iter(arguments.tree), None)
+
+
+def _with_weights(drafter: Any, load: Callable[..., magicjax.Model]) -> Any:
+    """Returns a drafter, or `Auto`, with the weights of its models loaded."""
+    if isinstance(drafter, magicjax.Auto):
+        if drafter.drafters is None:
+            return drafter
+        return dataclasses.replace(
+            drafter, drafters=[_with_weights(candidate, load) for candidate in drafter.drafters]
+        )
+
+    def is_model(leaf: Any) -> bool:
+        return isinstance(leaf, magicjax.Model)
+
+    def loaded(leaf: Any) -> Any:
+        return load(leaf.name, shards=leaf.shards) if is_model(leaf) else leaf
+
+    return jax.tree.map(loaded, drafter, is_leaf=is_model)
+
+
+def print_stream(rounds: Iterator, tokenizer: Any) -> Output:
+    """Prints the text as it is generated, and returns the output.
+
+    A character that spans several tokens is printed when it is complete.
+    """
+    decoder, text = DecodeStream(skip_special_tokens=True), ""
+    while True:
+        try:
+            tokens = next(rounds)[0].tolist()
+        except StopIteration as end:
+            output = end.value
+            break
+        chunks = [decoder.step(tokenizer.backend_tokenizer, token) for token in tokens]
+        chunk = "".join(filter(None, chunks))
+        print(chunk, end="", flush=True)
+        text += chunk
+    whole = output.texts[0]  # with the last character, if it is incomplete
+    print(whole[len(text) :] if whole.startswith(text) else "", flush=True)
+    return output
+
+
+def report(output: Output) -> str:
+    """Returns the statistics of a run as a few lines of text."""
+    stats = output.stats
+    lines = [f"{output.lengths.sum()} tokens, attention backend {stats.attention_backend}"]
+    if stats.rounds:
+        lines.append(
+            f"decoding {stats.emitted} tokens: {stats.decode_s:.3f} s, "
+            f"{stats.tokens_per_s:.1f} tokens/s, {stats.rounds} rounds"
+        )
+    if stats.rounds and stats.acceptance_by_depth:
+        lines += [
+            f"tau {stats.tau:.2f} tokens per round, {stats.nodes_per_round:.1f} nodes per round",
+            f"acceptance by depth  {_by_depth(stats.acceptance_by_depth)}",
+            f"  if reached         {_by_depth(stats.acceptance_if_reached)}",
+        ]
+    lines += [
+        f"prefill {stats.prefill_s:.3f} s, compilation {stats.compile_s:.1f} s "
+        f"({stats.compilations} programs)",
+        f"KV cache: target {stats.kv_bytes_target / 1e6:.1f} MB, "
+        f"draft {stats.kv_bytes_draft / 1e6:.1f} MB",
+    ]
+    return "\n".join(lines)
+
+
+def _by_depth(shares: Sequence[float]) -> str:
+    return "  ".join(f"{depth}: {share:.2f}" for depth, share in enumerate(shares, 1))

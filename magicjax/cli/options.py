@@ -1,0 +1,89 @@
+"""What the sub-commands share: option types, the table of ineffective options, error texts."""
+
+import argparse
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from magicjax.drafters.spec import DRAFTERS, parts
+from magicjax.trees.token_tree import Tree, parse_tree
+
+AUTO = "auto"
+
+
+def tree(text: str) -> Tree:
+    """Returns the tree of a --tree option, for `argparse`."""
+    try:
+        return parse_tree(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def drafter(text: str) -> str:
+    """Returns the text of a --drafter option; it is "auto", or a drafter with a known policy."""
+    try:
+        if text != AUTO:
+            parts(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def candidate(text: str) -> str:
+    """Returns the text of a --candidate option; it is a drafter with a known policy."""
+    if text == AUTO:
+        raise argparse.ArgumentTypeError(f"{AUTO} is not a candidate: use {DRAFTERS}")
+    return drafter(text)
+
+
+def add_offload(parser: Any) -> None:
+    """Adds `--offload` to a command."""
+    parser.add_argument(
+        "--offload",
+        nargs="?",
+        const=True,
+        default=False,
+        type=_offload,
+        metavar="int8",
+        help="stream the target's weights from host memory, layer by layer; with int8, quantized",
+    )
+
+
+def _offload(text: str) -> str:
+    if text != "int8":
+        raise argparse.ArgumentTypeError(f"{text!r} is unknown: use int8, or no value")
+    return text
+
+
+def flag(name: str) -> str:
+    """Returns the option of an argument: "top_k" becomes "--top-k"."""
+    return "--" + name.replace("_", "-")
+
+
+def check_effects(
+    arguments: argparse.Namespace, effects: Iterable[tuple[str, object, str]]
+) -> None:
+    """Raises ValueError for an option that was set but has no effect.
+
+    Args:
+      arguments: the parsed options.
+      effects: rows (option, whether it has an effect, when it has none), in words.
+    """
+    for name, effective, when in effects:
+        value = getattr(arguments, name)
+        is_set = value not in (None, []) and value is not False  # 0 is a value
+        if is_set and not effective:
+            raise ValueError(f"{flag(name)} has no effect {when}: remove it")
+
+
+def in_option_names(message: str, names: Iterable[str]) -> str:
+    """Returns an error text with Python arguments replaced by options.
+
+    "top_k=-1 has no effect: pass do_sample=True" becomes "--top-k -1 has no effect: pass
+    --do-sample". Names that are part of a path stay.
+    """
+
+    def option(match: re.Match) -> str:
+        return flag(match[1]) + ("" if match[2] else " ")
+
+    return re.sub(rf"(?<![\w./-])({'|'.join(names)})=(True\b)?", option, message)

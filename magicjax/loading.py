@@ -1,0 +1,169 @@
+"""`load` reads a model from a directory or initializes a preset; `offload` moves it to the host."""
+
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+import models
+from magicjax import placement
+from magicjax.model import Model
+from magicjax.parallel import offloading, pipeline_stages
+from magicjax.parallel.layouts import Layout, Offloaded, Pipelined, Resident
+from magicjax.parallel.offloading import Offload
+from sharding import STAGE, factored
+
+
+def load(
+    source: str | os.PathLike,
+    dtype: Any = None,
+    *,
+    seed: int = 0,
+    mesh: Mesh | None = None,
+    shards: int | None = None,
+    stages: int | None = None,
+    offload: Offload = False,
+) -> Model:
+    """Returns a model from a directory in Hugging Face format, or a preset with random weights.
+
+    Args:
+      source: a directory (config.json, safetensors, tokenizer files), or the name of a preset
+        (`models.PRESETS`).
+      dtype: of parameters, caches and activations; None: as stored (presets: bfloat16).
+      seed: of a preset's weights.
+      mesh: of devices (`make_mesh`); each device receives only its part.
+      shards: number of devices along the mesh's `model` axis that divide a small draft; None: all.
+        Drafts with fewer shards are replicated; with 1, every device has the whole draft.
+      stages: number of the mesh's stages that divide the layers. None: all, or 1 with `shards`. Use
+        1 for small drafts, which every stage holds in full.
+      offload: keep the blocks' weights in host memory and stream them to the device in every pass,
+        for models larger than the device. "int8" quantizes them per output channel: fewer bytes,
+        and slightly different weights.
+
+    Raises:
+      FileNotFoundError, ValueError: the directory or preset does not exist, the checkpoint is
+        incomplete, the mesh does not divide the model, or host memory is too small.
+    """
+    offloading.validate_offload(offload)
+    stages = _validated_stages(stages, shards, mesh, offload)
+    sharding_of = None
+    if mesh is not None:
+        config = config_of(source)
+        sharding_of = placement.parameter_shardings(models.build(config), shards, mesh)
+        pipeline_stages.validate_layers(config.num_layers, stages)
+    checkpoint, path = None, pathlib.Path(source)
+    if path.is_dir():
+        mapped = bool(offload) or stages > 1
+        checkpoint = models.load_checkpoint(
+            path, dtype, sharding_of=sharding_of, mapped_blocks=mapped
+        )
+        module, params = checkpoint.module, checkpoint.params
+    else:
+        dtype = "bfloat16" if dtype is None else dtype
+        module, params = models.build(config_of(source), dtype), None
+    layout: Layout = Resident()
+    if offload:
+        if params is None:
+            params = models.init_params(module, seed, sharding_of, blocks=False)
+            blocks = models.init_blocks(module, seed)
+        else:
+            params, layers = models.split_blocks(params)
+            blocks = iter(layers)
+        layout = Offloaded(offloading.stack(module, blocks, offload == "int8", sharding_of))
+    elif stages > 1:
+        assert sharding_of is not None  # several stages require a mesh
+        layout = Pipelined(stages)
+        if params is None:
+            params = pipeline_stages.init_params(module, seed, stages, sharding_of)
+        else:
+            params = pipeline_stages.load_params(params, module, stages, sharding_of)
+    elif params is None:
+        params = models.init_params(module, seed, sharding_of)
+    model = Model(module, params, name=str(source), shards=shards, layout=layout)
+    if checkpoint is None:
+        return model
+    return dataclasses.replace(
+        model,
+        tokenizer=models.load_tokenizer(path),
+        name=path.name,
+        eos_token_ids=checkpoint.eos_token_ids,
+        pad_token_id=checkpoint.pad_token_id,
+    )
+
+
+def _validated_stages(
+    stages: int | None, shards: int | None, mesh: Mesh | None, offload: Offload
+) -> int:
+    """Returns the number of stages that divide the layers."""
+    for name, value in (("shards", shards), ("stages", stages)):
+        if value is not None and mesh is None:
+            raise ValueError(f"{name}={value} requires a mesh: pass mesh, or remove {name}")
+    mesh_stages = 1 if mesh is None else factored(mesh).shape[STAGE]
+    if stages not in (None, 1, mesh_stages):
+        raise ValueError(
+            f"stages={stages} differs from the mesh's {mesh_stages}: remove stages for a target, "
+            "which is divided over all of them, or use stages=1 for a small draft"
+        )
+    if stages is None:
+        stages = mesh_stages if shards is None else 1  # only small drafts have shards
+    if stages > 1 and offload:
+        raise ValueError(
+            f"offload={offload!r} on a mesh with stages is not supported: remove offload, or use a "
+            "mesh without stages"
+        )
+    return stages
+
+
+def offload(model: Model, int8: bool = False) -> Model:
+    """Returns the model with its blocks' weights in host memory.
+
+    For a model larger than the device, use `magicjax.load(..., offload=True)` instead.
+
+    Args:
+      model: as `magicjax.load` returns it, on one device.
+      int8: quantize the blocks' matrices per output channel: fewer bytes, different weights.
+
+    Raises:
+      ValueError: the model is offloaded already or is on several devices, or host memory is
+        unavailable.
+    """
+    if model.offload:
+        raise ValueError(f"the model {model.name!r} is offloaded already")
+    if any(len(leaf.sharding.device_set) > 1 for leaf in jax.tree.leaves(model.params)):
+        raise ValueError(
+            f"the model {model.name!r} is on several devices: load it with offload for their mesh"
+        )
+    params, layers = models.split_blocks(model.params)
+    blocks = offloading.stack(model.module, map(jax.device_get, layers), int8)
+    return dataclasses.replace(model, params=params, layout=Offloaded(blocks))
+
+
+def skeleton(source: str | os.PathLike, *, shards: int | None = None) -> Model:
+    """Returns the model of a source without weights, tokenizer and special tokens.
+
+    `magicjax.decoding.request.prepare` validates requests with it before weights are loaded.
+    """
+    module = models.build(config_of(source))
+    return Model(module, params=None, name=str(source), shards=shards)
+
+
+def config_of(source: str | os.PathLike) -> models.Config:
+    """Returns the config of the model that `load` returns for a source.
+
+    Raises:
+      FileNotFoundError: the source looks like a path, and is not a directory with config.json.
+      ValueError: the config is not supported, or the source is neither a directory nor a preset.
+    """
+    if pathlib.Path(source).is_dir():
+        return models.load_config(source)
+    if os.sep in str(source) or str(source).startswith("."):
+        raise FileNotFoundError(
+            f"{source} is not a directory: pass one with config.json, or a preset"
+        )
+    try:
+        return models.preset(str(source))
+    except ValueError as error:
+        raise ValueError(f"{str(source)!r} is not a directory, and {error}") from error

@@ -1,0 +1,190 @@
+"""Layouts: where the layers of a model are, and how a pass runs through them.
+
+A `Model` has one layout: `Resident`, `Offloaded` or `Pipelined`. The decoding loop and the drafters
+call the same methods on all of them, and never distinguish them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+import models
+from magicjax.parallel import offloading, pipeline_stages
+from models import Attend, ShardingFn
+from sharding import STAGE, Split, host, pipeline
+
+PassResult = tuple[Float[Array, "B T E"], tuple]  # hidden states, what `attend` kept per layer
+
+
+class Layout:
+    """The methods of a layout, with defaults for a model whose layers are all on every stage.
+
+    Attributes:
+      stages: the number of pipeline stages.
+      micro_batches: the number of parts into which a batch is divided for the stages.
+    """
+
+    stages = 1
+    micro_batches = 1
+
+    @property
+    def offload(self) -> offloading.Offload:
+        """The value of `magicjax.load`'s argument `offload`."""
+        return False
+
+    def run(
+        self,
+        module: nn.Module,
+        params: Any,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        attend: Attend,
+    ) -> PassResult:
+        """Returns the last layer's hidden states, and what `attend` kept of each local layer."""
+        raise NotImplementedError
+
+    def abstract_params(self, module: nn.Module) -> Any:
+        """Returns the shapes of `Model.params`, boxed with their logical axes."""
+        return _abstract_params(module)
+
+    def shard(self, module: nn.Module, sharding_of: ShardingFn, put: Callable) -> "Layout":
+        """Returns the layout with its own arrays, if any, moved by `put(array, sharding)`."""
+        return self
+
+    def local_part(self, module: nn.Module, params: Any) -> tuple[nn.Module, Any]:
+        """Returns module and parameters of this stage's layers, inside a program for a mesh."""
+        return module, params
+
+    def first_layer(self, num_layers: int) -> Int[Array, ""] | int:
+        """Returns the index in the whole model of the first of `num_layers` local layers."""
+        return 0
+
+    def last_hidden(self, hidden: Float[Array, "*B E"], split: Split) -> Float[Array, "*B E"]:
+        """Returns the hidden states of the model's last layer."""
+        return hidden
+
+    def broadcast_decision(self, tree: Any) -> Any:
+        """Returns int32 arrays that are equal on all stages."""
+        return tree
+
+    def any_running(self, running: Bool[Array, ""]) -> Bool[Array, ""]:
+        """Returns whether `running` holds on any device that must take the same rounds."""
+        return running
+
+
+@struct.dataclass
+class Resident(Layout):
+    """All parameters are on the device."""
+
+    def run(self, module, params, tokens, positions, attend) -> PassResult:
+        return module.apply(params, tokens, positions, attend)
+
+
+@struct.dataclass
+class Offloaded(Layout):
+    """The blocks' weights are in host memory; each pass streams them to the device.
+
+    Attributes:
+      blocks: the weights as `offloading.stack` returns them; `Model.params` lacks them.
+    """
+
+    blocks: Any
+
+    @property
+    def offload(self) -> Literal[True, "int8"]:
+        return "int8" if offloading.is_int8(self.blocks) else True
+
+    def run(self, module, params, tokens, positions, attend) -> PassResult:
+        block, layers = models.layer_module(module), module.config.num_layers
+
+        def attend_any(layer, q, k, v):
+            if isinstance(layer, int):
+                return attend(layer, q, k, v)
+            branches = [functools.partial(attend, i) for i in range(layers - 1)]
+            return jax.lax.switch(layer, branches, q, k, v)
+
+        def run_layer(x, layer, weights):
+            weights = {"params": offloading.dequantize(weights, module.dtype)}
+            return block.apply(weights, x, positions, attend_any, layer)
+
+        x = module.apply(params, tokens, positions, method="embed")
+        return host.stream(run_layer, x, self.blocks, layers)
+
+    def abstract_params(self, module: nn.Module) -> Any:
+        return models.split_blocks(_abstract_params(module))[0]
+
+    def shard(self, module: nn.Module, sharding_of: ShardingFn, put: Callable) -> "Offloaded":
+        shapes = offloading.shapes(module, self.offload == "int8", sharding_of)
+        blocks = jax.tree.map(lambda x, shape: put(x, shape.sharding), self.blocks, shapes)
+        return dataclasses.replace(self, blocks=blocks)
+
+
+@struct.dataclass
+class Pipelined(Layout):
+    """The layers are divided over pipeline stages (`magicjax.parallel.pipeline_stages`)."""
+
+    stages: int = struct.field(pytree_node=False)
+    micro_batches: int = struct.field(pytree_node=False, default=1)
+
+    def run(self, module, params, tokens, positions, attend) -> PassResult:
+        """Returns this stage's hidden states, and what `attend` kept of its layers.
+
+        `attend` has `rows(first, count)`, which returns the same for some rows of the batch.
+        """
+        rows = tokens.shape[0] // self.micro_batches
+
+        def run_stage(x, first):
+            row_positions, row_attend = positions, attend
+            if first is not None:
+                row_positions = jax.lax.dynamic_slice_in_dim(positions, first, rows)
+                row_attend = attend.rows(first, rows)  # type: ignore[attr-defined]
+            kept = []
+            for layer in range(module.config.num_layers):
+                inputs = x, row_positions, row_attend, layer
+                x, layer_kept = module.apply(params, *inputs, method="block")
+                kept.append(layer_kept)
+            return x, tuple(kept)
+
+        x = module.apply(params, tokens, positions, method="embed")
+        axis_names = _replicated_axes(x, module.split)
+        return pipeline.pipelined(run_stage, x, self.micro_batches, axis_names)
+
+    def abstract_params(self, module: nn.Module) -> Any:
+        return pipeline_stages.stack_layers(_abstract_params(module), self.stages)
+
+    def local_part(self, module: nn.Module, params: Any) -> tuple[nn.Module, Any]:
+        inner, slots = models.split_blocks(params)
+        for i, slot in enumerate(slots):
+            inner["params"][f"{models.BLOCK}{i}"] = jax.tree.map(lambda x: x[0], slot)
+        layers = module.config.num_layers // self.stages
+        config = dataclasses.replace(module.config, num_layers=layers)
+        split = dataclasses.replace(module.split, layer_axes=(STAGE,))
+        return module.clone(config=config, split=split), inner
+
+    def first_layer(self, num_layers: int) -> Int[Array, ""]:
+        return pipeline.stage_index() * num_layers
+
+    def last_hidden(self, hidden: Float[Array, "*B E"], split: Split) -> Float[Array, "*B E"]:
+        return pipeline.broadcast_from_last(hidden, _replicated_axes(hidden, split))
+
+    def broadcast_decision(self, tree: Any) -> Any:
+        return pipeline.broadcast_from_first(tree)
+
+    def any_running(self, running: Bool[Array, ""]) -> Bool[Array, ""]:
+        return pipeline.any_data_group(running)
+
+
+@functools.lru_cache(maxsize=32)  # tracing a model takes a third of a second or more
+def _abstract_params(module: nn.Module) -> Any:
+    return models.abstract_params(module)
+
+
+def _replicated_axes(hidden: Array, split: Split) -> tuple[str, ...]:
+    """Returns the mesh axes along which `hidden` is replicated and its last axis can be divided."""
+    return split.axes if hidden.shape[-1] % split.shards == 0 else ()

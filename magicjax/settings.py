@@ -1,0 +1,84 @@
+"""Static, hashable settings that compiled programs are specialised on."""
+
+import dataclasses
+
+from magicjax.trees.token_tree import Shape, Tree
+from sharding import AnyMesh
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionStatsSpec:
+    """Which attention statistics of the target a drafter needs.
+
+    Attributes:
+      window: W, how many of each row's newest queries are kept.
+      total: sum the attention of all queries to each entry.
+      rounds: collect statistics in every round, not only during prefill.
+    """
+
+    window: int = 0
+    total: bool = False
+    rounds: bool = False
+
+    def __or__(self, other: "AttentionStatsSpec") -> "AttentionStatsSpec":
+        """Returns the smallest spec that covers both."""
+        return AttentionStatsSpec(
+            max(self.window, other.window), self.total or other.total, self.rounds or other.rounds
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a program is specialised on, besides the shapes of its arguments.
+
+    Attributes:
+      tree: the tree that the drafter proposes in every round.
+      shape: bounds of the proposals.
+      verifier: one of `verify.VERIFIERS`.
+      capacity: S, the slots of the target's cache.
+      chunk: tokens of a prefill step.
+      max_new_tokens: the longest output of any row.
+      backend: of the attention; None: xla.
+      max_backlog: the most committed tokens that a draft model's cache may lack.
+      drafter_index: index of the drafter in its ensemble.
+      mesh: the factored device mesh; None: one device.
+    """
+
+    tree: Tree
+    shape: Shape
+    verifier: str
+    capacity: int
+    chunk: int
+    max_new_tokens: int
+    backend: str | None = None
+    max_backlog: int = 1
+    drafter_index: int = 0
+    mesh: AnyMesh | None = None
+
+    def with_tree(self, tree: Tree) -> "Settings":
+        """Returns the settings for another tree of one drafter, no deeper and no wider.
+
+        With a tree of only a root nothing is drafted, and the drafter only commits tokens.
+        """
+        verifier = self.verifier
+        if tree.num_nodes == 1 and verifier != "greedy":
+            verifier = "naive"  # the other rules need draws
+        return dataclasses.replace(self, tree=tree, shape=tree.shape, verifier=verifier)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillSettings:
+    """What `prefill` is specialised on: no tree, so different trees share a program.
+
+    A deeper tree may still need a larger capacity, in steps of 64 slots.
+
+    Attributes:
+      capacity, chunk, backend, mesh: as in `Settings`.
+      watch: the attention statistics to collect.
+    """
+
+    capacity: int
+    chunk: int
+    backend: str | None
+    watch: AttentionStatsSpec
+    mesh: AnyMesh | None = None

@@ -1,0 +1,224 @@
+"""The launcher in two processes: one summary, failures of one process, and resume."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pandas as pd
+import pytest
+
+from experiments.runner import multihost
+from experiments.schema.config import Experiment
+from experiments.schema.fields import ConfigError
+from sharding.processes import LOST
+from tests.two_processes import environment, free_port
+
+CONFIG = """
+name: two
+results: {results}
+mesh: stage=2,data=2,model=2
+batch: 4
+new_tokens: 8
+repeats: 1
+agreement_tokens: 0
+phases: false
+candidates: 2
+methods:
+  - {{draft: self, budget: 32, tree: chain:2}}
+grid:
+  context: [64, 96, 128]
+"""
+# The launcher with a cell that fails in some ranks.
+FAILING = """
+import sys
+import jax
+from experiments import launch
+from experiments.runner.workload import Bench
+run, fails = Bench.run, sys.argv.pop(1)
+def failing(self, cell, rows=None):
+    if cell.context == 96 and cell.draft == "self" and str(jax.process_index()) in fails:
+        raise ZeroDivisionError("on purpose")
+    return run(self, cell, rows)
+Bench.run = failing
+sys.exit(launch.main(sys.argv[1:]))
+"""
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Returns a function that starts the launcher in both processes, with results in `tmp_path`."""
+    path, started = tmp_path / "two.yaml", []
+    path.write_text(CONFIG.format(results=tmp_path / "results"))
+
+    def launch(
+        *options: str,
+        second_only: tuple[str, ...] = (),
+        program: tuple[str, ...] = ("-m", "experiments.launch"),
+    ) -> list[subprocess.Popen]:
+        shared = ("--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", *options)
+        both = []
+        for rank, extra in enumerate(((), second_only)):
+            command = [sys.executable, *program, str(path), *shared, *extra]
+            both.append(
+                subprocess.Popen(
+                    [*command, "--rank", str(rank)],
+                    stdout=(tmp_path / f"out-{rank}").open("a"),
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    cwd=ROOT,
+                    env=environment(),
+                )
+            )
+        started.extend(both)
+        return both
+
+    yield launch
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def finished(results: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(results.glob("two/cells/*/metrics.json"))
+
+
+def await_cells(results: pathlib.Path, count: int, both: list[subprocess.Popen]) -> None:
+    until = time.monotonic() + 300
+    while len(finished(results)) < count:
+        assert time.monotonic() < until
+        assert all(process.poll() is None for process in both)
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_process_ends_the_run_and_the_next_run_resumes(launch, tmp_path, lost):
+    results = tmp_path / "results"
+    both = launch()
+    await_cells(results, 2, both)
+    both[lost].send_signal(signal.SIGKILL)
+    begin = time.monotonic()
+    _, output = both[1 - lost].communicate(timeout=60)
+    assert time.monotonic() - begin < 60
+    assert both[1 - lost].returncode == LOST
+    assert f"rank {1 - lost} of 2: rank {lost} was lost" in output
+    kept = {path: path.stat().st_mtime_ns for path in finished(results)}
+    assert 2 <= len(kept) < 6
+    assert not list(results.glob("two/cells/*/failure.json"))
+
+    again = launch()
+    for process in again:
+        _, output = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    summary = pd.read_csv(results / "two" / "summary.csv")
+    assert len(summary) == len(finished(results)) == 6
+    assert (summary.status == "ok").all() and (summary.exact_match == 1).all()
+    for path in finished(results):
+        assert json.loads((path.parent / "env.json").read_text())["devices"] == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fails", "statuses"), [("01", (1, 1)), ("0", (1, LOST)), ("1", (LOST, 1))]
+)
+def test_a_cell_that_fails_ends_the_run_and_the_next_run_resumes_after_it(
+    launch, tmp_path, fails, statuses
+):
+    results = tmp_path / "results"
+    for rank, process in enumerate(launch(program=("-c", FAILING, fails))):
+        _, output = process.communicate(timeout=300)
+        assert process.returncode == statuses[rank], output
+        assert "stack trace" not in output
+        assert str(rank) not in fails or "ZeroDivisionError: on purpose" in output
+    failures = list(results.glob("two/cells/*/failure.json"))
+    assert len(failures) == ("0" in fails)  # otherwise the cell is still to do
+    assert len(finished(results)) == 3
+    for process in launch():
+        process.communicate(timeout=300)
+        assert process.returncode == ("0" in fails)  # the failed cell is not tried again
+    assert len(finished(results)) == 6 - ("0" in fails)
+    for process in launch("--retry-failed"):
+        process.communicate(timeout=300)
+        assert process.returncode == 0
+    assert len(pd.read_csv(results / "two" / "summary.csv")) == len(finished(results)) == 6
+
+
+@pytest.mark.slow
+def test_generate_runs_in_two_processes_and_rank_0_prints():
+    command = [sys.executable, "-m", "magicjax", "generate", "--target", "experiments/zoo/target"]
+    command += ["--prompt", "def main(", "--max-new-tokens", "12", "--drafter", "self:streaming:64"]
+    alone = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    options = ("--mesh", "stage=2,model=4", "--processes", "2")
+    options += ("--coordinator", f"127.0.0.1:{free_port()}")
+    both = [
+        subprocess.Popen(
+            [*command, *options, "--rank", str(rank)],
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    first, second = (process.communicate(timeout=200) for process in both)
+    assert [process.returncode for process in both] == [0, 0]
+    assert first[0].endswith(alone) and "tokens/s" in first[1]
+    assert alone.strip() not in second[0] and "tokens/s" not in second[1]
+
+
+@pytest.mark.slow
+def test_rows_across_processes_are_traced(launch):
+    """The trace reads counters of rows in the other process."""
+    both = launch("--mesh", "data=2,model=4", "--phases", "--grid.context", "64")
+    for process in both:
+        _, output = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+
+
+@pytest.mark.slow
+def test_ranks_with_different_settings_stop_before_the_run(launch, tmp_path):
+    both = launch(second_only=("--new-tokens", "16", "--seed", "1", "--do-sample"))
+    for process in both:
+        _, output = process.communicate(timeout=100)
+        assert process.returncode == 2
+        assert "rank 1 has different settings: settings.new_tokens is 16 there and 8 in" in output
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.slow
+def test_a_mesh_of_fewer_devices_is_refused_by_both(launch):
+    for process in launch("--mesh", "model=4"):
+        _, output = process.communicate(timeout=100)
+        assert process.returncode == 2
+        assert "mesh='model=4' has 4 devices, but the 2 processes have 8" in output
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"memory_limit_gb": 3.0}, "memory_limit_gb: not supported with 2 processes"),
+        ({"jobs": 2, "timeout_minutes": 1.0}, "timeout_minutes, jobs: not supported with 2"),
+        ({"launcher": "slurm"}, "launcher: not supported with 2"),
+        ({"profile": True}, "profile: not supported with 2"),
+        ({"methods": [{"draft": "auto"}]}, "auto depends on timings"),
+        ({"rank": 7}, "rank=7 is out of range: 2 processes"),
+    ],
+)
+def test_unsupported_settings_are_refused(changes, message, monkeypatch):
+    for name in os.environ:
+        if name.startswith(("SLURM_", "OMPI_")):
+            monkeypatch.delenv(name)
+    settings = {"coordinator": "localhost:9", "processes": 2, "rank": 0} | changes
+    with pytest.raises(ConfigError, match=message):
+        multihost.detect(Experiment(**settings))
+
+
+def test_a_single_process_is_not_a_multi_process_run():
+    assert multihost.detect(Experiment()) is None
