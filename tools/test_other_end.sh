@@ -39,5 +39,5 @@ copies=$loop/test_compiled.py::test_the_loop_copies_no_cache_and_needs_little_me
     "$loop/test_exactness.py::test_plain_decoding_gives_the_oracles_text_wherever_rows_end[8]" \
     "$exact[self-2,2,1-3]" "$exact[near-dynamic-8]" "$exact[ensemble-2,2,1-8]" \
     "$loop/test_stages.py::test_stages_give_the_text_of_one_device[snapkv-mesh1-None-2]" \
-    tests/sharding/test_processes.py::test_a_process_that_is_killed_is_named_by_all_others_at_once \
-    $loop/test_mesh.py::test_a_step_exchanges_two_sums_a_layer_and_what_the_vocabulary_needs "$@"
+    tests/sharding/test_processes.py::test_a_killed_process_is_named_by_all_others \
+    $loop/test_mesh.py::test_a_step_has_two_all_reduces_per_layer_and_the_vocabularys_all_gathers "$@"
