@@ -175,12 +175,12 @@ def publish(whole: Grid, console: Console) -> list[dict[str, Any]]:
     if not rows:
         console.print("no cell has ended: nothing to report")
         return []
-    store.write_summary(whole.directory, rows)
+    store.write_summary(whole.directory, rows, columns.COLUMNS)
     written = ["summary.csv", *page.write(whole.directory, [row["key"] for row in rows])]
     console.print(terminal.table(rows, title=whole.experiment.name))
     for line in (*terminal.LEGEND, *terminal.notes(rows)):
         console.print(line, markup=False)
-    console.print(f"written to {whole.directory}: {', '.join(written)}, cells/", markup=False)
+    console.print(f"wrote {whole.directory}: {', '.join(written)}, cells/", markup=False)
     if left := len(whole.cells) - len(rows):
         console.print(
             f"{left} of {len(whole.cells)} cells are still to do: rerun the command to resume"
@@ -208,7 +208,7 @@ def dry_run(
     pending = whole.pending()
     total = _duration(sum(known[cell].seconds for cell in pending))
     processor = "on GPUs" if on_gpu else "on this CPU"
-    console.print(f"{len(pending)} to run, sequentially {processor} about {total}")
+    console.print(f"{len(pending)} cells to run, about {total} if run one at a time {processor}")
 
 
 def _duration(seconds: float) -> str:

@@ -72,7 +72,7 @@ def generate(
         (`load(..., mesh=mesh)`) are used in place, others are moved in every call.
       micro_batches: on a mesh with pipeline stages, the number of parts into which the rows of a
         group of devices are split, so that stages work concurrently; it must divide the rows. None
-        for the number that minimises the time of a pass.
+        for the number that minimizes the time of a pass.
 
     Raises:
       ValueError, TypeError: invalid arguments. All checks run before compilation: an empty or too
@@ -105,7 +105,7 @@ def stream(
 ) -> Rounds:
     """Yields the new tokens of each row after prefill and after every round.
 
-    The tokens are those of `generate`. The loop runs in Python, with a host synchronisation after
+    The tokens are those of `generate`. The loop runs in Python, with a host synchronization after
     each round. The generator's return value is the `Output`.
 
     Args:
@@ -138,17 +138,21 @@ def _generate(target: Model, prompts: Any, drafter: Any, **options: Any) -> Outp
 
 def _stream(target: Model, prompts: Any, drafter: Any, **options: Any) -> Rounds:
     if isinstance(drafter, Auto | Choice | str):
-        return _rounds(*auto.prepare_stream(target, prompts, drafter=drafter, **options))
+        programs = program_cache.count()
+        prepared = auto.prepare_stream(target, prompts, drafter=drafter, **options)
+        return _rounds(*prepared, compilations=program_cache.count() - programs)
     return _rounds(prepare(target, prompts, drafter=drafter, **options))
 
 
-def _rounds(request: Request, choice: Choice | None = None, started: Any = None):
+def _rounds(
+    request: Request, choice: Choice | None = None, started: Any = None, compilations: int = 0
+):
     """Yields each round's tokens; returns the output.
 
-    `started` is what `prefill_and_init` returns.
+    `started` is what `prefill_and_init` returns, after `compilations` programs were compiled.
     """
     log_request(request)
-    programs = program_cache.count()
+    programs = program_cache.count() - compilations
     state, prefill_s, compile_s = prefill_and_init(request) if started is None else started
     del started  # the first step donates the state
     decode_s, yielded = 0.0, np.zeros(len(request.prompts), np.int32)

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -68,10 +69,9 @@ def load(
     if offload:
         if params is None:
             params = models.init_params(module, seed, sharding_of, blocks=False)
-            blocks = models.init_blocks(module, seed)
+            blocks: Iterable[Any] = models.init_blocks(module, seed)
         else:
-            params, layers = models.split_blocks(params)
-            blocks = iter(layers)
+            params, blocks = models.split_blocks(params)
         layout = Offloaded(offloading.stack(module, blocks, offload == "int8", sharding_of))
     elif stages > 1:
         assert sharding_of is not None  # several stages require a mesh

@@ -22,7 +22,7 @@ class Model:
     """A model with its parameters, tokenizer and special tokens.
 
     As a pytree it consists of parameters and layout, with the module as static data: programs
-    specialise on the architecture, and all weights of that shape share them. Tokenizer, name and
+    specialize on the architecture, and all weights of that shape share them. Tokenizer, name and
     tokens stay on the host and do not pass through `jax.jit`.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Static, hashable settings that compiled programs are specialised on."""
+"""Static, hashable settings that compiled programs are specialized on."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ class AttentionStatsSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a program is specialised on, besides the shapes of its arguments.
+    """What a program is specialized on, besides the shapes of its arguments.
 
     Attributes:
       tree: the tree that the drafter proposes in every round.
@@ -68,17 +68,17 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class PrefillSettings:
-    """What `prefill` is specialised on: no tree, so different trees share a program.
+    """What `prefill` is specialized on: no tree, so different trees share a program.
 
     A deeper tree may still need a larger capacity, in steps of 64 slots.
 
     Attributes:
       capacity, chunk, backend, mesh: as in `Settings`.
-      watch: the attention statistics to collect.
+      stats_spec: the attention statistics to collect.
     """
 
     capacity: int
     chunk: int
     backend: str | None
-    watch: AttentionStatsSpec
+    stats_spec: AttentionStatsSpec
     mesh: AnyMesh | None = None

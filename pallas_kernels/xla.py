@@ -275,9 +275,8 @@ def _mass(
     longest = jnp.clip(seen.max(initial=0), 0, slots)
     limit = seen[:, None, :, None]
 
-    def masked_scores(
-        keys, start, first
-    ):  # [B, K, R, block], MASKED outside of first <= slot < seen
+    # [B, K, R, block], MASKED outside of first <= slot < seen
+    def masked_scores(keys, start, first):
         slot = start + jnp.arange(keys.shape[2])
         scores = _scores(rows, keys) * rows.shape[-1] ** -0.5
         return jnp.where((slot >= first) & (slot < limit), scores, MASKED)

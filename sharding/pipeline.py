@@ -78,7 +78,7 @@ def pipelined(
         part = jnp.where(stage == 0, lax.dynamic_slice_in_dim(x, first, rows), received)
         busy = (micro_batch >= 0) & (micro_batch < micro_batches)
         # An idle stage writes back what it reads, so that a finished result stays. On a GPU `cond`
-        # would synchronise with the host: there an idle stage computes and discards the result.
+        # would synchronize with the host: there an idle stage computes and discards the result.
         previous = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, rows), results)
         operands = busy, part, first, previous
         new = lax.platform_dependent(*operands, cpu=work_or_idle, default=work_always)

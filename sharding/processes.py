@@ -123,7 +123,8 @@ def _cluster(environment: Mapping[str, str]) -> dict[str, Any]:
         if number("OMPI_COMM_WORLD_LOCAL_SIZE") == count:
             job = environment.get("OMPI_MCA_ess_base_jobid") or environment.get("PMIX_NAMESPACE")
             values["coordinator"] = f"127.0.0.1:{port(sum(map(ord, job or '')))}"
-        return values if count > 1 else {}
+        known = {name: value for name, value in values.items() if value is not None}
+        return known if count > 1 else {}
     # A batch script that srun did not start has no node list of a step.
     node = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", environment.get("SLURM_STEP_NODELIST", ""))
     count = number("SLURM_STEP_NUM_TASKS") or number("SLURM_NTASKS")
@@ -162,7 +163,7 @@ class _Peer:
 
 
 _peers: dict[int, _Peer] = {}  # in rank 0: all other ranks; elsewhere: rank 0
-_leaving = threading.Event()  # this process has finished
+_leaving = threading.Event()  # this process has finished, or has reported a loss
 _failing = threading.Event()  # this process ends with its own error
 _error_seen = threading.Event()  # this process has met an error, its own or due to another process
 
@@ -327,6 +328,7 @@ def _watch(who: Processes, rank: int) -> None:
     if _failing.is_set():  # this process reports its own error and exits
         return
     if who.rank == 0:
+        _leaving.set()  # connections that close from now on are not reported
         _send("lost", culprit)
     how = "ended with an error" if event == "failed" else "was lost"
     print(

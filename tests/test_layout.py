@@ -245,6 +245,19 @@ def test_no_text_has_banned_words():
     assert not offences, "\n".join(offences)
 
 
+def undefined_tests(script: str, defined: set[str]) -> list[str]:
+    """Returns the tests that a shell script names and no test file defines."""
+    return [name for name in re.findall(r"::(test_\w+)", script) if name not in defined]
+
+
+def test_shell_scripts_name_tests_that_exist():
+    trees = (ast.parse(text) for _, text in sources(["tests"]))
+    functions = (node for tree in trees for node in ast.walk(tree))
+    defined = {node.name for node in functions if isinstance(node, ast.FunctionDef)}
+    for path in sorted((ROOT / "tools").glob("*.sh")):
+        assert undefined_tests(path.read_text("utf-8"), defined) == [], path
+
+
 # Negative controls: every rule catches an offence and passes what is right.
 
 
@@ -342,6 +355,11 @@ def test_the_rule_of_packages_names_the_folder_without_init():
 )
 def test_the_rule_of_words_ignores_case_and_line_breaks(text, offences):
     assert len(banned_words("README.md", text)) == offences
+
+
+def test_the_rule_of_scripts_finds_a_test_that_does_not_exist():
+    script = "pytest $loop/test_a.py::test_b[x] tests/test_c.py::test_d"
+    assert undefined_tests(script, {"test_b"}) == ["test_d"]
 
 
 def test_the_rules_read_real_files():

@@ -22,7 +22,7 @@ from magicjax.model import Model
 from magicjax.trees.token_tree import Tree
 from magicjax.verification.sampling import row_keys
 
-ROUNDS = 16  # per call: host synchronisation against rounds after the last stop string
+ROUNDS = 16  # per call: host synchronization against rounds after the last stop string
 
 
 @dataclasses.dataclass(frozen=True)

@@ -160,6 +160,7 @@ def heat_maps(cells: pd.DataFrame, column: str, label: str, centre: float | None
         scaled = table if centre is None else np.log2(table / centre)
         image = annotated_image(axes, scaled, texts, batches, contexts, colours, norm)
         axes.set_title(method, fontsize=10)
+        axes.set_xlabel("batch")
     for axes in panels[::columns]:
         axes.set_ylabel("context")
     for axes in panels[len(methods) :]:

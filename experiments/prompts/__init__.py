@@ -18,7 +18,6 @@ Prompts begin with the special tokens that the target's tokenizer puts before a 
 special token inside a prompt is encoded as text.
 """
 
-import difflib
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from experiments.prompts import excerpts, longbench, ruler, sources
 from experiments.prompts.excerpts import cut, least_repetitive, stdlib_stream
 from experiments.prompts.prompt import Prompt, leading_tokens, score
 from experiments.prompts.sources import FILES, LONGBENCH, PG19, QA, RANDOM, STDLIB, fingerprint
+from magicjax.suggest import did_you_mean
 
 __all__ = [
     "KINDS",
@@ -60,9 +60,8 @@ def check(kind: str, path: str) -> None:
     Reads at most the beginning of one file.
     """
     if kind not in KINDS:
-        nearest = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0)[0]
         raise ValueError(
-            f"{kind!r} is not a kind of prompts; did you mean {nearest!r}? "
+            f"{kind!r} is not a kind of prompts{did_you_mean(kind, KINDS)} "
             f"(kinds: {', '.join(KINDS)})"
         )
     if path and kind in (STDLIB, RANDOM, *ruler.WITHOUT_HAYSTACK):

@@ -5,6 +5,8 @@ their markers.
 """
 
 import collections
+import io
+import pathlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -15,6 +17,7 @@ from matplotlib.figure import Figure
 from experiments.report.terminal import shape
 from experiments.schema.method import Method
 from experiments.schema.settings import declared
+from magicjax.files import write_atomically
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
 MARKS = ("o", "s", "^", "D", "v", "P", "X")
@@ -27,6 +30,14 @@ PARTS = {
     "host_s": ("host", "#DDDDDD"),
 }
 Rows = Sequence[dict[str, Any]]
+
+
+def write_png(path: pathlib.Path, figure: Figure) -> bytes:
+    """Writes a figure as a PNG file, and returns the content of the file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=150, format="png")
+    write_atomically(path, buffer.getvalue())
+    return buffer.getvalue()
 
 
 def clean(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:

@@ -4,15 +4,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from experiments.report.annotated_image import annotated_image
 from experiments.report.terminal import failure
 
 MAX_PANELS = 9
-COLOUR_MAP = "PuOr"  # violet: faster, orange: slower; colour-blind readers can distinguish them
+# Violet is faster, orange is slower; colour-blind readers can distinguish them.
+COLOUR_MAP = colormaps["PuOr"]
 
 
 def speedups(rows: Sequence[dict[str, Any]], value: str = "speedup", unit: str = "×") -> Figure:
@@ -65,21 +68,19 @@ def _panel(
 ) -> Any:
     """Returns the image of one method's panel; `cells` are its rows by (batch, context)."""
     table = np.full((len(batches), len(contexts)), np.nan)
+    texts = np.full(table.shape, "", object)
     for (batch, context), row in cells.items():
         i, j = batches.index(batch), contexts.index(context)
-        style: dict[str, Any] = {"ha": "center", "va": "center"}
         if row[value]:
             table[i, j] = np.log2(row[value])
-            dark = abs(norm(table[i, j]) - 0.5) > 0.33
-            colour = "white" if dark else "black"
-            axes.text(j, i, f"{row[value]:.2f}{unit}", fontsize=9, color=colour, **style)
+            texts[i, j] = f"{row[value]:.2f}{unit}"
         else:
             hatched = Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, hatch="////", ec="#BBBBBB")
             axes.add_patch(hatched)
-            axes.text(j, i, failure(row).replace(" of ", " of\n"), fontsize=7, **style)
-    image = axes.imshow(table, cmap=COLOUR_MAP, norm=norm, aspect="auto")
-    axes.set_xticks(range(len(contexts)), [f"{c:,}" for c in contexts], fontsize=8)
-    axes.set_yticks(range(len(batches)), [str(b) for b in batches], fontsize=8)
+            texts[i, j] = failure(row).replace(" of ", " of\n")
+    image = annotated_image(axes, table, texts, contexts, batches, COLOUR_MAP, norm)
+    axes.invert_yaxis()
     axes.set_xlabel("context", fontsize=8)
     axes.set_ylabel("batch", fontsize=8)
+    axes.tick_params(labelsize=8)
     return image

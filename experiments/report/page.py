@@ -9,7 +9,6 @@ machines, copy their `cells` into one folder. `--against OTHER` compares two fol
 import base64
 import collections
 import html
-import io
 import itertools
 import json
 import pathlib
@@ -53,7 +52,7 @@ CAPTIONS = {
     "depth.png": "Acceptance by depth of the tree, averaged over the cells of a method.",
     "phases.png": "Phases of a round, in one traced run of each cell.",
     "throughput.png": "Throughput of the batch against latency of one user; numbers are batch "
-    "sizes. Every cell is timed in a process of its own, also plain decoding.",
+    "sizes. Every cell, including plain decoding, is timed in its own process.",
 }
 
 
@@ -68,11 +67,10 @@ def write(directory: pathlib.Path, keys: list[str] | None = None) -> list[str]:
       ConfigError: the folder cannot be read (`results_folder.read`).
     """
     results = read(directory, keys)
-    images = {name: _png(figure) for name, figure in make_figures(results).items()}
+    made = make_figures(results)
     for name in CAPTIONS:
         (directory / name).unlink(missing_ok=True)  # of an earlier report
-    for name, image in images.items():
-        write_atomically(directory / name, image)
+    images = {name: figures.write_png(directory / name, figure) for name, figure in made.items()}
     write_atomically(directory / PAGE, _page(results, images))
     return [PAGE, *images]
 
@@ -139,18 +137,13 @@ def _mean(curves: Sequence[Sequence[float]]) -> list[float]:
     return np.nanmean(table, 1).tolist() if table.size else []
 
 
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=150, format="png")
-    return buffer.getvalue()
-
-
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; }
 img { max-width: 100%; } figcaption { color: #555; font-size: 13px; }
 table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto; }
 td, th { padding: 2px 8px; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
-td:first-child, th:first-child, td:last-child, th:last-child { text-align: left; }
+td:first-child, th:first-child { text-align: left; }
+.failures td:last-child, .failures th:last-child { text-align: left; }
 pre { background: #f5f5f5; padding: 1em; overflow-x: auto; }
 dt { font-family: monospace; } dd { margin: 0 0 .4em 2em; }
 """
@@ -199,13 +192,14 @@ def _table(rows: list[dict[str, Any]]) -> str:
     names = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
     names = list(dict.fromkeys([*names[:3], *terminal.varying(rows), *names[3:]]))
     table = pd.DataFrame([{name: _text(row, name) for name in names} for row in rows])
-    if any(row["status"] != "ok" for row in rows):
+    failed = any(row["status"] != "ok" for row in rows)
+    if failed:
         table["failure"] = [
             "" if row["status"] == "ok" else f"{terminal.failure(row)}: {row['error']}"
             for row in rows
         ]
     with pd.option_context("display.max_colwidth", None):
-        return table.to_html(index=False, border=0)
+        return table.to_html(index=False, border=0, classes="failures" if failed else None)
 
 
 def _text(row: dict[str, Any], name: str) -> str:
@@ -244,7 +238,7 @@ def main(
         written = write(folder)
         if against is not None:
             table, figure = comparison.compare(read(folder), read(against))
-            write_atomically(folder / "comparison.png", _png(figure))
+            figures.write_png(folder / "comparison.png", figure)
             write_atomically(folder / "comparison.csv", table.to_csv(index=False))
             with pd.option_context("display.width", 200, "display.max_columns", None):
                 print(table.round(3).to_string(index=False))
@@ -252,5 +246,5 @@ def main(
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"written to {folder}: {', '.join(written)}")
+    print(f"wrote {folder}: {', '.join(written)}")
     return 0

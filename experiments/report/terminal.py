@@ -9,7 +9,7 @@ from experiments.schema.config import Experiment
 
 LEGEND = (
     "speedup: over plain decoding in the cell's own process, with interleaved runs (the plain row "
-    "is a process of its own, so its tok/s may differ);",
+    "has its own process, so its tok/s may differ);",
     "τ: tokens emitted per target pass and row; accepted: accepted tokens / (depth × rounds); "
     "exact: rows equal to plain decoding;",
     "agree: how often draft and target predict the same token on the prompts' text (–: unknown for "

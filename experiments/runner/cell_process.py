@@ -71,8 +71,7 @@ def run(
                 process.wait()
             assert process.stdin is not None
             process.stdin.close()
-    done = (folder / store.METRICS).exists() or (folder / store.FAILURE).exists()
-    if done or stopped() or (failure is None and -process.returncode in STOPPED):
+    if store.has_ended(folder) or stopped() or (failure is None and -process.returncode in STOPPED):
         return
     kind, error = failure or ("crash", _exit_reason(process.returncode))
     trace = (folder / "worker.log").read_text(errors="replace")[-20_000:]

@@ -244,16 +244,11 @@ class Slurm:
 
 def _check_job(folder: pathlib.Path, job: Any) -> None:
     """Records the failure of a job without a result, such as a lost node or a cluster limit."""
-    if _has_ended(folder):
+    if store.has_ended(folder):
         return
     error = job.exception()
     message = f"{type(error).__name__}: {error}" if error else "the job ended without a result"
     store.write_failure(folder, "crash", message.splitlines()[0], message)
-
-
-def _has_ended(folder: pathlib.Path) -> bool:
-    """Returns whether a cell has a result or a failure."""
-    return (folder / store.METRICS).exists() or (folder / store.FAILURE).exists()
 
 
 class Ray:
@@ -322,5 +317,5 @@ def _check_task(ray: Any, folder: pathlib.Path, reference: Any) -> None:
     except ray.exceptions.TaskCancelledError:
         return
     except ray.exceptions.RayError as error:
-        if not _has_ended(folder):
+        if not store.has_ended(folder):
             store.write_failure(folder, "crash", str(error).splitlines()[0], str(error))

@@ -14,10 +14,6 @@ import time
 import traceback
 from typing import Any
 
-import yaml
-
-from experiments.schema import store
-
 ORPHANED = 3  # exit status when the parent process has ended
 
 
@@ -40,8 +36,10 @@ def measure_cell(folder: pathlib.Path, bench: Any = None, profile: bool = False)
       bench: runs the cell; None makes one.
       profile: whether to write a trace.
     """
+    import yaml
+
     from experiments.runner import measure, provenance
-    from experiments.schema import grid
+    from experiments.schema import grid, store
     from sharding import processes
 
     cell = grid.restored(yaml.safe_load((folder / "config.yaml").read_text()))
@@ -77,6 +75,8 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true", help="write a trace")
     options = parser.parse_args()
     watch_parent()
+    from experiments.schema import store  # imports JAX, so only now
+
     with store.locked(options.folder / "lock"):
         if (options.folder / store.METRICS).exists():
             return 0

@@ -83,7 +83,7 @@ class Acceptance:
     steps: int | None = _column()
     repeated_8grams: float | None = _column()
     agreement: float | None = _column()
-    score: float | None = _column("{:.2f}", "share of the right answers that the text contains")
+    score: float | None = _column("{:.2f}", "share of the correct answers that occur in the text")
     chosen: str | None = _column()
 
 
@@ -101,7 +101,9 @@ class Exactness:
     ties: int | None = _column("{}", "rows that diverge from plain decoding at such a tie")
     first_divergence: int | None = _column("{}", "first new token at which a row diverges")
     top2_margin: float | None = _column(
-        "{:.1e}", "difference of the two tokens' logits there, relative to the largest logit"
+        "{:.1e}",
+        "difference of the best logit and the lower of the two tokens' logits there, relative to "
+        "the largest logit",
     )
 
 
@@ -134,7 +136,6 @@ class Resources:
 
 MEASURED = (Times, Acceptance, Exactness, Phases, Resources)
 FIELDS = {f.name: f for group in (*MEASURED, Status) for f in dataclasses.fields(group)}  # type: ignore[arg-type]
-TIMES = tuple(field.name for field in dataclasses.fields(Times))
 
 # Settings that a grid can vary, and the columns of all settings.
 AXES = tuple(declared(Experiment))

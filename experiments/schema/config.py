@@ -91,7 +91,7 @@ class Experiment(Strict):
     context: Positive = setting(2048)
     """Tokens of each prompt."""
     methods: list[Method] = Field([])
-    """Methods to compare; plain decoding is always measured beside them."""
+    """Methods to compare; plain decoding is always measured as well."""
     new_tokens: Annotated[int, Field(ge=8)] = setting(128)
     """Tokens generated for each row, at least 8: repetition is measured on 8-grams."""
     do_sample: bool = setting(False, column="")

@@ -139,8 +139,16 @@ def _excluded(where: dict[str, Any], cells: Iterable[Cell]) -> list[Cell]:
     for name in where:
         if name not in known:
             raise ConfigError(f"exclude: {axes.unknown(name, known)}")
-    lists = {n: value if isinstance(value, list) else [value] for n, value in where.items()}
-    found = [c for c in cells if all(_facts(c)[name] in values for name, values in lists.items())]
+    # "" and 0 mean that a setting is not set, as in a method.
+    lists = {
+        name: [one or None for one in (value if isinstance(value, list) else [value])]
+        for name, value in where.items()
+    }
+    found = [
+        cell
+        for cell in cells
+        if all((_facts(cell)[name] or None) in values for name, values in lists.items())
+    ]
     if not found:
         raise ConfigError(
             f"exclude: no cell has {where}: remove the line or correct a value; `exclude: []` "

@@ -25,7 +25,6 @@ from typing import Any
 
 import yaml
 
-from experiments.schema.columns import COLUMNS
 from experiments.schema.fields import ConfigError
 from magicjax.files import write_atomically
 
@@ -81,6 +80,11 @@ def write_failure(
     """
     failure = {"kind": kind, "error": " ".join(error.split()), "trace": trace, "row": row or {}}
     write_json(folder / FAILURE, failure)
+
+
+def has_ended(folder: pathlib.Path) -> bool:
+    """Returns whether a cell has a result or a failure."""
+    return (folder / METRICS).exists() or (folder / FAILURE).exists()
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any] | None:
@@ -180,10 +184,12 @@ def read_record(directory: pathlib.Path, key: str) -> dict[str, Any] | None:
     return read_json(directory / "cells" / f"{key}.json")
 
 
-def write_summary(directory: pathlib.Path, rows: list[dict[str, Any]]) -> pathlib.Path:
+def write_summary(
+    directory: pathlib.Path, rows: list[dict[str, Any]], columns: Sequence[str]
+) -> pathlib.Path:
     """Writes `summary.csv`, one line per row, and returns its path."""
     buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, COLUMNS, restval="", lineterminator="\n")
+    writer = csv.DictWriter(buffer, columns, restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(finite(rows))
     path = directory / "summary.csv"

@@ -5,6 +5,7 @@ tokens of SpecInfer's table 2 from the success rates of its table 1. One set of 
 rows; `magicjax/cost_model/device.py` documents their sources.
 """
 
+import argparse
 import csv
 import functools
 import pathlib
@@ -286,5 +287,14 @@ def _table2() -> list[str]:
     ]
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the report."""
+    argparse.ArgumentParser(
+        prog="python -m experiments.studies.cost_tables",
+        description=(__doc__ or "").partition("\n")[0],
+    ).parse_args(arguments)
     print(report())
+
+
+if __name__ == "__main__":
+    main()

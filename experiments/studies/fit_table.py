@@ -76,7 +76,7 @@ def _fit(workload: tuple, *options: str) -> dict[str, Any]:
 
 HEADER = (
     *("target, rows x context", "devices", "weights", "target KV", "draft KV"),
-    *("prefill, start, decode", "total", "usable", "fits", "estimate", "all-reduce per step"),
+    *("prefill, init, decode", "total", "usable", "fits", "estimate", "all-reduce per step"),
     "cache copies",
 )
 

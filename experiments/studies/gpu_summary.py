@@ -118,7 +118,7 @@ def targets(parts: dict[str, Any]) -> list[Target]:
         _at_most("loop overhead, gamma 4", 0.03, loop.get("overhead")),
     ]
     for name in ("speedup", "speedup per round"):
-        measured = loop[name] / loop["predicted speedup"] if loop else None
+        measured = loop[name] / loop["predicted speedup"] if name in loop else None
         found.append(_at_least(f"synthetic 0.8, gamma 4: {name} / predicted", 0.9, measured))
     for r in _rows(parts, "offload", table="link"):
         name = f"host link, share of a plain copy, {r['target']}, B={r['batch']}"

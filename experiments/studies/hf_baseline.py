@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--compiled", action="store_true", help="also time torch.compile")
     options, overrides = parser.parse_known_args(arguments)
     try:
-        experiment, _ = config.from_command_line(overrides, PROG)
+        experiment, _ = config.from_command_line(overrides, f"{PROG} --baseline-python PYTHON")
         if experiment.repeats < 1:
             raise ConfigError("repeats=0 times nothing: choose at least 1")
     except ConfigError as error:

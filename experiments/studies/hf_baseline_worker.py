@@ -88,13 +88,11 @@ def generate(
             stopping_criteria=StoppingCriteriaList([watch]),
             **options,
         )
-    end = time.perf_counter()
     if assistant:
         drafter.generation_config = defaults
     return {
         "tokens": out[:, tokens.shape[1] :].tolist(),
         "stamps": [(at - begin, length - tokens.shape[1]) for at, length in watch.stamps],
-        "total_s": end - begin,
     }
 
 

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 import magicjax
 from experiments import prompts
+from experiments.report import figures
 from magicjax.files import write_atomically
 
 QUARTERS = 4
@@ -64,7 +65,7 @@ class Settings:
 class StaticSelfSpeculation(magicjax.SelfSpeculation):
     """A control, whose cache stays as it was after the prompt."""
 
-    def commit(self, target, state, draft, proposal, of_round):
+    def commit(self, target, state, draft, proposal, outcome):
         return state
 
 
@@ -185,9 +186,8 @@ def main(settings: Settings) -> None:
         shares |= measure(name, target, drafter, rows, settings)
     table = pd.DataFrame(shares).T.rename_axis("draft")
     folder = pathlib.Path(settings.results)
-    folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "long_outputs.csv", table.round(4).to_csv())
-    plot(table).savefig(folder / "long_outputs.png", dpi=150)
+    figures.write_png(folder / "long_outputs.png", plot(table))
     print(table.round(3).to_string())
     print(f"wrote long_outputs.csv and long_outputs.png to {folder}")
 

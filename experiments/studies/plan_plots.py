@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from experiments.report.annotated_image import ABSENT, annotated_image
-from experiments.report.figures import COLOURS
+from experiments.report.figures import COLOURS, write_png
 from experiments.studies import cost_tables
 from magicjax import cost_model, planner
 from magicjax.cli import plan
@@ -103,20 +103,18 @@ def plans(study: Study) -> Plans:
 
 def write(study: Study, directory: pathlib.Path) -> list[pathlib.Path]:
     """Writes the plots, each atomically, and returns their paths."""
-    directory.mkdir(parents=True, exist_ok=True)
     by_point = plans(study)
-    figures = {
+    plots = {
         "speedup": speedups(study, by_point),
         "best": best(study, by_point),
         "break_even": break_evens(study, by_point),
         "time_split": time_split(study),
         "inflection": inflections(study),
     }
-    for name, figure in figures.items():
-        partial = directory / f".{name}.png.partial"
-        figure.savefig(partial, dpi=150, format="png")
-        partial.replace(directory / f"{name}.png")
-    return [directory / f"{name}.png" for name in figures]
+    paths = {directory / f"{name}.png": plot for name, plot in plots.items()}
+    for path, plot in paths.items():
+        write_png(path, plot)
+    return list(paths)
 
 
 def _figure(study: Study, title: str, width: float = 8.6) -> tuple[Figure, Axes]:
@@ -141,7 +139,7 @@ def _grid(
     points = [[(batch, context) for batch in BATCHES] for context in contexts]
     table = np.array([[values.get(point, np.nan) for point in row] for row in points])
     labels = np.array([[texts.get(point, "memory") for point in row] for row in points])
-    axes.set_ylabel("context")
+    axes.set(xlabel="batch", ylabel="context")
     return annotated_image(axes, table, labels, BATCHES, contexts, colours, norm)
 
 

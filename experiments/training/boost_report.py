@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int
 
 from experiments.runner.provenance import device_name
 from experiments.training import distill
+from magicjax.benchmarks.tables import markdown_table
 
 Model = tuple[nn.Module, Any]  # (module, parameters)
 
@@ -93,34 +94,36 @@ def _matches(labels: Int[np.ndarray, "M"], best: Int[np.ndarray, "M N"]) -> dict
 def table(figures: dict[str, Any]) -> str:
     """Returns two Markdown tables: the matches of each draft, and the coverage of all."""
     count = len(figures["drafts"])
-    lines = [
-        f"Share of {figures['held_out_tokens']:,} held-out positions at which the target's greedy "
-        "token is proposed:",
-        "",
-        f"| draft | samples | top 1, before | top 1, after | top {count} |",
-        "|---|---|---|---|---|",
+    matches = [
+        (draft["name"], f"{draft.get('samples', 1.0):.1%}")
+        + tuple(f"{draft[name]:.1%}" for name in ("match_before", "match", "top_n"))
+        for draft in figures["drafts"] + figures["plain"]
     ]
-    for draft in figures["drafts"] + figures["plain"]:
-        lines.append(
-            f"| {draft['name']} | {draft.get('samples', 1.0):.1%} | {draft['match_before']:.1%} | "
-            f"{draft['match']:.1%} | {draft['top_n']:.1%} |"
-        )
     coverage = figures["coverage"]
     single = coverage["best_single"]
-    lines += [
-        "",
-        f"| {count} tokens per position | coverage | boost-tuned minus this |",
-        "|---|---|---|",
-        f"| top 1 of {count} boost-tuned drafts | {coverage['boosted']:.1%} | |",
-        f"| top {count} of {single['name']}, the best single draft | "
-        f"{single['share']:.1%} | {_signed(figures['boosted_less_single'])} |",
+    covers = [
+        (f"top 1 of {count} boost-tuned drafts", f"{coverage['boosted']:.1%}", ""),
+        (
+            f"top {count} of {single['name']}, the best single draft",
+            f"{single['share']:.1%}",
+            _signed(figures["boosted_less_single"]),
+        ),
     ]
     if "unboosted" in coverage:
-        lines.append(
-            f"| top 1 of {count} drafts, each tuned on all samples | "
-            f"{coverage['unboosted']:.1%} | {_signed(figures['boosted_less_unboosted'])} |"
+        covers.append(
+            (
+                f"top 1 of {count} drafts, each tuned on all samples",
+                f"{coverage['unboosted']:.1%}",
+                _signed(figures["boosted_less_unboosted"]),
+            )
         )
-    return "\n".join(lines) + "\n"
+    match_header = ("draft", "samples", "top 1, before", "top 1, after", f"top {count}")
+    cover_header = (f"{count} tokens per position", "coverage", "boost-tuned minus this")
+    return (
+        f"Share of {figures['held_out_tokens']:,} held-out positions at which the target's greedy "
+        f"token is proposed:\n\n{markdown_table(match_header, matches)}\n\n"
+        f"{markdown_table(cover_header, covers)}\n"
+    )
 
 
 def _signed(value: dict[str, float]) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import models
 from experiments.prompts import corpus
 from experiments.training import trainer
+from magicjax.benchmarks.tables import markdown_table
 from magicjax.files import write_atomically
 
 CONTEXTS = (1024, 2048, 8192)  # contexts of the losses in the model cards
@@ -37,9 +38,12 @@ def card(
 ) -> str:
     """Returns a model card in Markdown: description, command, losses by context, and `note`."""
     count = models.count_params(module.config)
-    rows = "\n".join(
-        f"| {context} | {nats:.3f} | {nats / np.log(2) / text.bytes_per_token:.3f} |"
-        for context, nats in losses.items()
+    table = markdown_table(
+        ("context", "nats per token", "bits per byte"),
+        (
+            (context, f"{nats:.3f}", f"{nats / np.log(2) / text.bytes_per_token:.3f}")
+            for context, nats in losses.items()
+        ),
     )
     return f"""# magicjax zoo: {name}
 
@@ -54,9 +58,7 @@ hash of their path).
 
 Held-out loss after rounding to bfloat16, in windows of the given context:
 
-| context | nats per token | bits per byte |
-|---|---|---|
-{rows}
+{table}
 {note and chr(10) + note}"""
 
 

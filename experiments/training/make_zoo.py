@@ -105,9 +105,8 @@ def main() -> None:
     claim(arguments.work, recipe)
     tokenizer = make_tokenizer(recipe.vocab_size, arguments.work)
     text = corpus.read(tokenizer.backend_tokenizer)
-    boost.check_sizes(
-        recipe.drafts, text, recipe.target.max_positions
-    )  # before the target is trained
+    # Before the target is trained.
+    boost.check_sizes(recipe.drafts, text, recipe.target.max_positions)
 
     target = models.build(recipe.target)
     params = trainer.train(

@@ -70,7 +70,7 @@ class Auto:
         if self.rounds_per_call < MIN_ROUNDS_PER_CALL:
             raise ValueError(
                 f"rounds_per_call={self.rounds_per_call} is too small: at least "
-                f"{MIN_ROUNDS_PER_CALL}, so that host synchronisation costs little"
+                f"{MIN_ROUNDS_PER_CALL}, so that host synchronization costs little"
             )
         if not isinstance(self.tree, TokenTree) or self.tree.num_nodes < 2:
             raise ValueError(f"tree={self.tree!r} must be a static tree with at least one child")

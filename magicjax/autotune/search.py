@@ -68,7 +68,8 @@ class SearchProblem:
         self, name: str, acceptance: Any = ((1.0,),), **measured: Any
     ) -> planner.Candidate:
         """Returns a candidate of the planner; costs and memory do not depend on acceptance."""
-        candidate = make_candidate(self.drafter(name), self.sizes, None, acceptance, **measured)
+        drafter, dtype = self.drafter(name), self.workload[0].device.dtype
+        candidate = make_candidate(drafter, self.sizes, dtype, acceptance, **measured)
         deepest = min(candidate.deepest, self.auto.tree.depth)
         return dataclasses.replace(candidate, deepest=deepest)
 
@@ -118,7 +119,7 @@ def make_problem(target: Model, prompts: Any, auto: Auto, options: dict[str, Any
         auto,
         requests,
         unsupported,
-        model_sizes(request.target, None),
+        model_sizes(request.target, device.dtype),
         workload=(machine, len(context), int(context.mean())),
         allocation=(machine, len(context), request.settings.capacity),
     )
@@ -287,7 +288,8 @@ def benchmark_finalists(search: DrafterSearch) -> DrafterSearch:
     if best.tree != chain(best.tree.depth):
         return search
     chains = {chain(depth) for depth in (*DEPTHS, best.tree.depth)}
-    return _time(search, [one for one in predictions[best.drafter] if one.tree in chains])
+    depths = [one for one in predictions[best.drafter] if one.tree in chains]
+    return _time(search, depths) if len(depths) > 1 else search
 
 
 def that_fit(
@@ -305,12 +307,16 @@ def that_fit(
 def _time(search: DrafterSearch, predictions: Sequence[planner.Prediction]) -> DrafterSearch:
     """Returns the search with measured tokens and times of some predictions.
 
-    The best of many predictions is probably too high, so each tree runs a trial of its own.
+    The best of many predictions is probably too high, so each tree runs a trial of its own, unless
+    it has run one already.
     """
     tokens = []
     for prediction in predictions:
-        search, trial = _run_trial(search, prediction.drafter, prediction.tree)
-        tokens.append(trial.tree_tokens)
+        tree_tokens = known_tokens(search, prediction)
+        if tree_tokens is None:
+            search, trial = _run_trial(search, prediction.drafter, prediction.tree)
+            tree_tokens = trial.tree_tokens
+        tokens.append(tree_tokens)
     plain = dataclasses.replace(search.problem.request, drafter=None)
     variants = [Variant(plain, plain.settings.with_tree(ROOT_ONLY))]
     for prediction in predictions:
@@ -327,6 +333,16 @@ def _time(search: DrafterSearch, predictions: Sequence[planner.Prediction]) -> D
         timed[key] = dataclasses.replace(prediction, tokens=one_tokens, cost=cost)
     compile_s += search.compile_s
     return dataclasses.replace(search, prefilled=prefilled, timed=timed, compile_s=compile_s)
+
+
+def known_tokens(search: DrafterSearch, prediction: planner.Prediction) -> float | None:
+    """Returns the tokens per round of a tree that has run a trial, else None."""
+    name, tree = prediction.drafter, prediction.tree
+    if (name, tree) in search.timed:
+        return search.timed[name, tree].tokens
+    if tree != search.problem.auto.tree:
+        return None
+    return next((trial.tree_tokens for trial in search.trials if trial.name == name), None)
 
 
 def choice_of(search: DrafterSearch) -> Choice:

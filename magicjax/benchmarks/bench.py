@@ -41,7 +41,7 @@ from magicjax.model import DTYPES, Model
 from magicjax.settings import AttentionStatsSpec
 from magicjax.trees.proposal import Proposal
 from magicjax.trees.sequoia import expected_tokens
-from magicjax.trees.token_tree import Shape, Tree, chain
+from magicjax.trees.token_tree import Tree, chain
 from pallas_kernels.benchmarks.bandwidth import copy_bandwidth, read_bandwidth
 from pallas_kernels.benchmarks.bench import best_backend
 from pallas_kernels.benchmarks.timing import queued_calls
@@ -51,7 +51,7 @@ FINAL_NORMS = {"norm", "final_norm"}  # parameter names in the model families
 
 
 @struct.dataclass
-class Synthetic:
+class Synthetic(Drafter):
     """Proposes a chain of a known text with a given error rate; greedy decoding only.
 
     Attributes:
@@ -68,9 +68,6 @@ class Synthetic:
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         if self.inner is not None:
             self.inner.check(target, tree, depth, context)
-
-    def shape(self, tree: Tree) -> Shape:
-        return tree.shape
 
     def draw_methods(self, tree: Tree) -> set[str]:
         return {"top"}
@@ -105,13 +102,10 @@ class Synthetic:
         tokens = jnp.concatenate([root[:, None], tokens + zero], axis=1)
         return Proposal(tokens, settings.tree.array), draft
 
-    def commit(self, target, state, draft, proposal: Proposal, of_round: Round) -> Any:
+    def commit(self, target, state, draft, proposal: Proposal, outcome: Round) -> Any:
         if self.inner is None:
             return state
-        return self.inner.commit(target, state, draft, proposal, of_round)
-
-    def members(self) -> tuple["Synthetic"]:
-        return (self,)
+        return self.inner.commit(target, state, draft, proposal, outcome)
 
     def synthetic_state(self, state: Any, lengths: Int[Array, "B"]) -> Any:
         return None if self.inner is None else self.inner.synthetic_state(state, lengths)

@@ -128,7 +128,7 @@ def fit(
 ) -> tuple[cost_model.Device, Float[np.ndarray, "rows"]]:
     """Returns (the device with fitted constants, the predicted seconds of each row).
 
-    The fit minimises the sum of squared logarithms of predicted / measured: a search over the
+    The fit minimizes the sum of squared logarithms of predicted / measured: a search over the
     efficiencies and the tile, with the times per layer and per round from relative least squares.
 
     Args:
@@ -196,7 +196,7 @@ def memory_of_device() -> float:
 
 
 def add(commands: Any) -> None:
-    """Adds the sub-command to those of `magicjax`."""
+    """Adds the subcommand to those of `magicjax`."""
     parser = commands.add_parser(
         "calibrate",
         help="measure this device for `magicjax plan`",

@@ -32,7 +32,7 @@ WHEELS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 
 
 def add(commands: Any) -> None:
-    """Adds the sub-command to those of `magicjax`."""
+    """Adds the subcommand to those of `magicjax`."""
     parser = commands.add_parser(
         "fit",
         help="check whether a workload fits GPUs that are not attached",

@@ -36,7 +36,7 @@ SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "seed", "verifier")
 
 
 def add(commands: Any) -> None:
-    """Adds the sub-command to those of `magicjax`."""
+    """Adds the subcommand to those of `magicjax`."""
     parser = commands.add_parser(
         "generate",
         help="continue a prompt",
@@ -305,6 +305,11 @@ def _tokenizer(arguments: argparse.Namespace) -> Any:
     tokenizer = models.load_tokenizer(source)
     if tokenizer is None:
         raise ValueError(f"{source} has no tokenizer: pass a directory that has one as --tokenizer")
+    if getattr(tokenizer, "backend_tokenizer", None) is None:  # `print_stream` uses it
+        raise ValueError(
+            f"{source} has a tokenizer without tokenizer.json: save it with transformers' "
+            "save_pretrained as a fast tokenizer"
+        )
     return tokenizer
 
 

@@ -1,4 +1,4 @@
-"""What the sub-commands share: option types, the table of ineffective options, error texts."""
+"""What the subcommands share: option types, the table of ineffective options, error texts."""
 
 import argparse
 import re
@@ -67,7 +67,7 @@ def check_effects(
 
     Args:
       arguments: the parsed options.
-      effects: rows (option, whether it has an effect, when it has none), in words.
+      effects: rows of an option, whether it has an effect, and a phrase for when it has none.
     """
     for name, effective, when in effects:
         value = getattr(arguments, name)
@@ -79,11 +79,16 @@ def check_effects(
 def in_option_names(message: str, names: Iterable[str]) -> str:
     """Returns an error text with Python arguments replaced by options.
 
-    "top_k=-1 has no effect: pass do_sample=True" becomes "--top-k -1 has no effect: pass
-    --do-sample". Names that are part of a path stay.
+    "top_k=-1 has no effect: pass do_sample=True or omit top_k" becomes "--top-k -1 has no effect:
+    pass --do-sample or omit --top-k". Names that are part of a path stay.
     """
+    name = "|".join(map(re.escape, names))
 
     def option(match: re.Match) -> str:
         return flag(match[1]) + ("" if match[2] else " ")
 
-    return re.sub(rf"(?<![\w./-])({'|'.join(names)})=(True\b)?", option, message)
+    def bare(match: re.Match) -> str:
+        return re.sub(rf"\b({name})\b", lambda one: flag(one[1]), match[0])
+
+    message = re.sub(rf"(?<![\w./-])({name})=(True\b)?", option, message)
+    return re.sub(rf"\b(omit|reduce|remove) ({name})\b( and ({name})\b)?", bare, message)

@@ -21,7 +21,7 @@ from sharding import parse_mesh
 
 
 def add(commands: Any) -> None:
-    """Adds the sub-command to those of `magicjax`."""
+    """Adds the subcommand to those of `magicjax`."""
     parser = commands.add_parser(
         "plan",
         help="predict the speedup of speculative decoding on a machine",
@@ -154,11 +154,10 @@ def candidate(
         if not isinstance(drafter.policy, StreamingLLM):  # which allows --sink-positions in_cache
             check_context(drafter.model.name, context)
     if (sparse := getattr(drafter, "sparse", None)) is not None:
-        pins = sparse.budget - sparse.ring
-        if max_draft_depth(drafter) < 1 or pins < 1:
+        if max_draft_depth(drafter) < 1 or sparse.num_pinned < 1:
             raise ValueError(
                 f"{name}: budget={sparse.budget} is too small: it leaves {sparse.ring} slots for "
-                f"the newest tokens and {pins} for pinned ones"
+                f"the newest tokens and {sparse.num_pinned} for pinned ones"
             )
     return dataclasses.replace(make_candidate(drafter, target, dtype, table.tolist()), name=name)
 

@@ -87,7 +87,7 @@ def prefill(
     sampling: Sampling | None,
 ) -> tuple[KVCache, Prefilled]:
     """Returns the target's cache of the prompts, and the other results of prefill."""
-    cache, last, stats = prefill_cache(target, tokens, lengths, settings, settings.watch)
+    cache, last, stats = prefill_cache(target, tokens, lengths, settings, settings.stats_spec)
     return cache, Prefilled(_first_token(target, last, lengths, sampling), stats)
 
 
@@ -152,8 +152,8 @@ def step(
     with jax.named_scope("score"):
         positions = state.cache.lengths[:, None] + token_tree.depths(proposal.parents)
         mask = jnp.asarray(token_tree.ancestor_mask(proposal.parents))
-        watched = drafter is not None and drafter.attention_stats_spec().rounds
-        attend = AttendTo(state.cache, mask, settings.backend, watched)
+        keep_queries = drafter is not None and drafter.attention_stats_spec().rounds
+        attend = AttendTo(state.cache, mask, settings.backend, keep_queries)
         hidden, scored = target(proposal.tokens, positions, attend)
         new, queries = zip(*scored, strict=True)
         logits = target.unembed(hidden)
@@ -186,7 +186,7 @@ def decode(
 ) -> DecodeState:
     """Returns the state after all rows have ended or no rounds are left.
 
-    Runs one `while_loop` without host synchronisation. The state may have been created for a deeper
+    Runs one `while_loop` without host synchronization. The state may have been created for a deeper
     tree than the settings'.
     """
 

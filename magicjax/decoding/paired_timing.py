@@ -46,10 +46,10 @@ class PrefilledPrompts:
         Attention statistics are kept for all drafters.
         """
         settings = request.prefill_settings
-        watch = settings.watch
+        stats_spec = settings.stats_spec
         for drafter in drafters:
-            watch |= dataclasses.replace(drafter.attention_stats_spec(), rounds=False)
-        settings = dataclasses.replace(settings, watch=watch)
+            stats_spec |= dataclasses.replace(drafter.attention_stats_spec(), rounds=False)
+        settings = dataclasses.replace(settings, stats_spec=stats_spec)
         results, seconds, compile_s = runner.prefill(request, settings)
         return cls(*results, np.array(request.lengths)), seconds, compile_s
 

@@ -32,7 +32,10 @@ CAPACITY_MULTIPLE = 64  # contexts of nearly the same length share a program
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A validated request. Its arrays are numpy arrays until `place` moves them to the devices.
+    """A validated request.
+
+    Until `place` moves them to the devices, its arrays are numpy arrays, and under sampling the row
+    keys are JAX arrays.
 
     Attributes:
       settings: static settings of the programs.
@@ -60,14 +63,14 @@ class Request:
     @property
     def prefill_settings(self) -> PrefillSettings:
         """Static settings of the program `prefill`."""
-        watch = (
+        stats_spec = (
             AttentionStatsSpec() if self.drafter is None else self.drafter.attention_stats_spec()
         )
         return PrefillSettings(
             capacity=self.settings.capacity,
             chunk=self.settings.chunk,
             backend=self.settings.backend,
-            watch=dataclasses.replace(watch, rounds=False),  # concerns decoding only
+            stats_spec=dataclasses.replace(stats_spec, rounds=False),  # concerns decoding only
             mesh=self.settings.mesh,
         )
 
@@ -117,7 +120,7 @@ def prepare(
 
 
 def validate(target: Model, prompts: str | Sequence[Any], options: RequestOptions) -> Request:
-    """Returns the request with numpy arrays; nothing is compiled or moved to a device.
+    """Returns the request with numpy arrays (and JAX keys under sampling); no program is compiled.
 
     Raises:
       ValueError, TypeError: invalid arguments; see `magicjax.generate`.

@@ -45,7 +45,10 @@ class Output:
 
 
 def prefill_and_init(request: Request) -> tuple[DecodeState, float, float]:
-    """Runs prefill and init; returns the state, their seconds, and the seconds of compilation."""
+    """Runs the programs `prefill` and `init`.
+
+    Returns the state, their run time and their compile time in seconds.
+    """
     prefilled, prefill_s, prefill_compile_s = prefill(request, request.prefill_settings)
     state, init_s, init_compile_s = init_state(request, *prefilled)
     return state, prefill_s + init_s, prefill_compile_s + init_compile_s

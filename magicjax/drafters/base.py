@@ -40,11 +40,13 @@ class Round:
 class Drafter(Protocol):
     """Proposes a token tree in every round.
 
-    A drafter is a pytree. Its static fields specialise the compiled programs; its arrays are
+    A drafter is a pytree. Its static fields specialize the compiled programs; its arrays are
     arguments of them. `check`, `shape`, `draw_methods`, `attention_stats_spec` and `cache_bytes`
     run on the host before compilation. `prefill` runs once per request, then every round calls
     `propose` and `commit`; these three are pure functions that are traced into the loop.
-    Implementations need not repeat the types below. A drafter that repeats the pending token:
+    On a mesh, arrays of a state are divided by rows along their first axis; other divisions are
+    declared with `sharding.logical_axes`. Implementations need not repeat the types below. A
+    drafter that repeats the pending token:
 
         @flax.struct.dataclass
         class Repeat(Drafter):
@@ -137,9 +139,11 @@ class Drafter(Protocol):
 
     def members(self) -> tuple["Drafter", ...]:
         """Returns the drafters of an ensemble, or the drafter itself."""
+        return (self,)
 
     def synthetic_state(self, state: Any, lengths: Int[Array, "B"]) -> Any:
         """Returns a state of arbitrary values with its lengths set as after prompts of `lengths`.
 
-        No array may appear twice in the result: programs donate it.
+        No array may appear twice in the result: programs donate it. Only benchmarks call it.
         """
+        raise NotImplementedError(f"{type(self).__name__} does not define synthetic_state")

@@ -145,9 +145,6 @@ class PromptLookup(Drafter):
         text = write(state.text, tokens, state.count)
         return PromptLookupState(text, state.count + outcome.kept)
 
-    def members(self) -> tuple["PromptLookup"]:
-        return (self,)
-
     def synthetic_state(
         self, state: PromptLookupState, lengths: Int[Array, "B"]
     ) -> PromptLookupState:

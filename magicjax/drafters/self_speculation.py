@@ -185,9 +185,6 @@ class SelfSpeculation(Drafter):
         cache = repin(state.cache, full, sparse.choose_pins(target, full, stats, backend))
         return SelfSpeculationState(cache, stats, full.lengths, state.rounds)
 
-    def members(self) -> tuple["SelfSpeculation"]:
-        return (self,)
-
     def synthetic_state(
         self, state: SelfSpeculationState | None, lengths: Int[Array, "B"]
     ) -> SelfSpeculationState | None:

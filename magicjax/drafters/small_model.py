@@ -239,9 +239,6 @@ class SmallModel(Drafter):
             cache, sinks = rotate_sinks(self.model, cache, sinks, count_before)
         return SmallModelState(cache, backlog, sinks)
 
-    def members(self) -> tuple["SmallModel"]:
-        return (self,)
-
     def synthetic_state(self, state: SmallModelState, lengths: Int[Array, "B"]) -> SmallModelState:
         cache, count = state.cache, jnp.array(lengths)
         if isinstance(cache, KVCache):

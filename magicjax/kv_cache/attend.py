@@ -45,18 +45,18 @@ class AttendTo(_Rows):
       cache: the committed prefix.
       mask: bool [T, T] or [B, T, T].
       backend: the attention backend.
-      watched: whether to keep ((k, v), (q, lse)) instead, with the queries and the log-sum-exp of
-        their scores.
+      keep_queries: whether to keep ((k, v), (q, lse)) instead, with the queries and the log-sum-exp
+        of their scores.
     """
 
     cache: KVCache | DraftCache
     mask: Bool[Array, "*B T T"]
     backend: str | None
-    watched: bool = False
+    keep_queries: bool = False
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         out, lse = _attention(self, layer, q, k, v, return_lse=True)
-        return out, ((k, v), (q, lse) if self.watched else None)
+        return out, ((k, v), (q, lse) if self.keep_queries else None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ def prefill_cache(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     settings: Settings | PrefillSettings,
-    watch: AttentionStatsSpec,
+    stats_spec: AttentionStatsSpec,
 ) -> tuple[KVCache, Float[Array, "B E"], AttentionStats]:
     """Returns the prompts' cache, each row's last hidden state, and attention statistics.
 
@@ -34,10 +34,11 @@ def prefill_cache(
       tokens: right-padded; T is a multiple of the chunk and at most the capacity.
       lengths: of the prompts, at least 1.
       settings: `chunk`, `capacity` and `backend` are read.
-      watch: the statistics to keep.
+      stats_spec: the statistics to keep.
     """
     config, chunk = model.config, settings.chunk
     batch, width = tokens.shape
+    keep_queries = stats_spec.window > 0 or stats_spec.total
     triangle = jnp.tril(jnp.ones((chunk, chunk), bool))
     cache = full_cache.empty(model, batch, settings.capacity)
 
@@ -47,7 +48,7 @@ def prefill_cache(
         part = jax.lax.dynamic_slice(tokens, (0, start), (batch, chunk))
         positions = jnp.minimum(start + jnp.arange(chunk), config.max_positions - 1)
         cache = cache.replace(lengths=jnp.minimum(start, lengths))
-        attend = AttendTo(cache, triangle, settings.backend, watch.window > 0 or watch.total)
+        attend = AttendTo(cache, triangle, settings.backend, keep_queries)
         hidden, kept = model(part, jnp.broadcast_to(positions, part.shape), attend)
         new, queries = zip(*kept, strict=True)
         slot = start + full_cache.zero_after(hidden[:1, 0].argmax(-1)[0])
@@ -60,18 +61,18 @@ def prefill_cache(
         return cache.replace(k=k, v=v), jnp.where(ends_here[:, None], chunk_last, last), stats
 
     last = jnp.zeros((batch, config.hidden_size), model.dtype)
-    carry = cache, last, _empty_stats(model, cache, watch)
+    carry = cache, last, _empty_stats(model, cache, stats_spec)
     cache, last, stats = jax.lax.fori_loop(0, width // chunk, run_chunk, carry)
     return cache.replace(lengths=lengths), last, stats
 
 
-def _empty_stats(model: Model, cache: KVCache, watch: AttentionStatsSpec) -> AttentionStats:
+def _empty_stats(model: Model, cache: KVCache, stats_spec: AttentionStatsSpec) -> AttentionStats:
     config, batch = model.config, cache.lengths.shape[0]
     queries = total = None
-    if watch.window:
-        sizes = batch, watch.window, model.local_heads, config.head_dim
+    if stats_spec.window:
+        sizes = batch, stats_spec.window, model.local_heads, config.head_dim
         queries = (empty_window(*sizes, model.dtype),) * config.num_layers
-    if watch.total:
+    if stats_spec.total:
         dtype = jnp.promote_types(model.dtype, jnp.float32)
         total = tuple(jnp.zeros(k.shape[:3], dtype) for k in cache.k)
     return AttentionStats(queries, total, model.split)

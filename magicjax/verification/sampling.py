@@ -195,7 +195,7 @@ def _pick(weights: Float[Array, "*B M"], uniform: Float[Array, "*B"]) -> Int[Arr
 def remove_token(
     q: Float[Array, "*B V"], token: Int[Array, "*B"], axis_names: AxisNames = ()
 ) -> Float[Array, "*B V"]:
-    """Returns q with one token removed, renormalised; zeros if it had no other token."""
+    """Returns q with one token removed, renormalized; zeros if it had no other token."""
     masked = jnp.where(collectives.global_indices(q, axis_names) == token[..., None], 0, q)
     mass = collectives.psum(masked.sum(-1, keepdims=True), axis_names)
     return masked / jnp.where(mass > 0, mass, 1)
@@ -237,7 +237,7 @@ def accept_or_residual(
 
     The rule of speculative sampling (arXiv 2211.17192): a token drawn from q is accepted with
     probability min(1, p / q); if rejected, the target's distribution becomes max(p - q, 0),
-    normalised. Multi-step speculative sampling (SpecInfer) applies it to one draw after the other.
+    normalized. Multi-step speculative sampling (SpecInfer) applies it to one draw after the other.
     A token that was not drawn at random has a one-hot q.
     """
     p_token, q_token = (collectives.take_global(x, token, axis_names) for x in (p, q))

@@ -261,7 +261,7 @@ def mss(
     The draws below a node are tried in order. An accepted one is the next node; when all are
     rejected, the bonus token is sampled from the residual distribution. One step of the loop tries
     one draw of every row. Source: SpecInfer, algorithm 2 and theorem 4.2; without replacement q is
-    renormalised after each rejection (arXiv 2402.12374).
+    renormalized after each rejection (arXiv 2402.12374).
     """
     draws = proposal.draws
     assert draws is not None

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from pallas_kernels.xla import BLOCK, LARGE
-
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
@@ -37,21 +35,6 @@ class Shape:
         return "-".join(f"{letter}{size}" for letter, size in letters)
 
 
-# The number of rows (T * G) per key/value head decides the code path.
-SHAPES = (
-    Shape(4, 1, 1, 2, 1, 64, 40),  # plain decoding
-    Shape(4, 5, 5, 2, 1, 64, 40),  # verification of a chain
-    Shape(4, 1, 5, 1, 5, 64, 33),  # a chain's draft level: more new tokens than queries
-    Shape(4, 5, 16, 1, 4, 128, 70),  # a tree's draft level
-    Shape(4, 16, 16, 2, 1, 64, 1),  # a cache of one slot
-    Shape(4, 33, 33, 2, 1, 128, 50),  # verification of a tree
-    Shape(4, 1, 33, 2, 8, 64, 47),
-    Shape(4, 64, 64, 1, 8, 64, 48),  # many rows, less than one block of slots
-    Shape(6, 16, 16, 1, 4, 64, 2 * BLOCK + 300),  # many rows, blocks, and a tail
-    Shape(6, 1, 1, 1, 1, 64, 2 * BLOCK + 300),
-    Shape(6, 5, 5, 1, 1, 64, LARGE * BLOCK + 7),  # few rows, a branch on the fill of the cache
-)
-
 # For the Hopper kernel, whose blocks have 64 slots and whose tiles have 64 rows.
 HOPPER_SHAPES = (
     Shape(6, 1, 1, 2, 4, 128, 165),  # plain decoding
@@ -61,12 +44,6 @@ HOPPER_SHAPES = (
     Shape(6, 5, 5, 2, 4, 256, 130),  # warpgroups that share the columns of the values
     Shape(6, 33, 33, 1, 5, 64, 40),  # less than a block of slots, an odd number of tiles
     Shape(6, 70, 70, 1, 1, 64, 1),  # more new tokens than a block
-)
-HOPPER_GRID = tuple(
-    Shape(6, nodes, nodes, 1, group, head_dim, 165)
-    for group in (1, 4, 5, 8)
-    for nodes in (1, 5, 16, 33, 64)
-    for head_dim in (64, 128)
 )
 
 # For a check that takes a minute.

@@ -40,6 +40,19 @@ def test_exclude_removes_cells_also_by_options_of_methods():
     assert named == everything - gone
 
 
+def test_exclude_matches_an_option_that_is_not_set_by_zero_and_the_empty_text():
+    methods = [
+        {"draft": "self", "policy": "snapkv", "refresh_every": [0, 8], "kv_dtype": ["", "int8"]}
+    ]
+
+    def drafted(**where):
+        found = cells(methods=methods, exclude=[{"draft": "self", **where}])
+        return {(c.refresh_every, c.kv_dtype) for c in found if c.draft == "self"}
+
+    assert drafted(refresh_every=0) == {(8, ""), (8, "int8")}
+    assert drafted(refresh_every=[0, 8], kv_dtype="") == {(None, "int8"), (8, "int8")}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -40,6 +40,11 @@ pathlib.Path(sys.argv[1], "metrics.json").write_text('{"row": {}}')
 """
 
 
+def test_the_worker_monitors_its_parent_before_jax_is_imported():
+    code = "import sys, experiments.runner.worker; raise SystemExit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_a_process_with_a_result_has_no_failure(run, tmp_path):
     assert run(RESULT) is None
     assert (tmp_path / "cell" / store.METRICS).exists()

@@ -145,3 +145,10 @@ def test_the_report_has_every_table_and_the_limits_of_the_model():
     ):
         assert words in text
     assert "NOT as published" not in text
+
+
+def test_an_unknown_argument_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as error:
+        cost_tables.main(["--unknown"])
+    assert error.value.code == 2
+    assert "python -m experiments.studies.cost_tables" in capsys.readouterr().err

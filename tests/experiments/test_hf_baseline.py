@@ -17,7 +17,7 @@ class ScriptedBaseline:
 
     def request(self, method, **arguments):
         self.arguments = arguments
-        return {"tokens": [[1, 2, 3]] * 2, "stamps": self.stamps, "total_s": 9.0}
+        return {"tokens": [[1, 2, 3]] * 2, "stamps": self.stamps}
 
 
 def test_the_baselines_rate_excludes_prefill():
@@ -77,6 +77,11 @@ def test_runs_are_interleaved_and_assistants_run_for_one_row(
     }
     assert {r["tok_s"] for r in rows if r["method"] == "magicjax plain"} == {16.0, 32.0}
     assert "16.00×" in capsys.readouterr().out
+
+
+def test_the_message_about_a_missing_file_has_a_complete_command(capsys):
+    assert hf_baseline.main(["--baseline-python", "python"]) == 2
+    assert f"{hf_baseline.PROG} --baseline-python PYTHON experiments/" in capsys.readouterr().err
 
 
 def test_the_table_divides_by_the_static_cache():

@@ -199,6 +199,13 @@ def test_the_loop_is_compared_with_its_parts(figures, overhead, wall, per_round)
     assert met(parts, "synthetic 0.8, gamma 4: speedup per round / predicted") is per_round
 
 
+def test_a_measurement_without_a_column_has_no_target_of_it():
+    parts = grid()
+    del parts["grid-16x32768-gamma4"]["result"]["rows"][1]["speedup per round"]
+    assert met(parts, "synthetic 0.8, gamma 4: speedup / predicted") is True
+    assert met(parts, "synthetic 0.8, gamma 4: speedup per round / predicted") is None
+
+
 def profile():
     seconds = {"wall": 2.0, "attention": 1.0, "matrix products": 0.5, "other": 0.25, "idle": 0.25}
     row = {"loop": "plain", "rounds": 23, "seconds": seconds | {"longest gap": 0.01}}

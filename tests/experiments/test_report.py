@@ -7,7 +7,7 @@ import yaml
 
 from experiments.report import page, results_folder
 from experiments.schema import config, grid, store
-from experiments.schema.columns import COLUMNS, TIMES
+from experiments.schema.columns import COLUMNS, Times, row_of
 
 METHODS = [
     {"draft": "self", "budget": [64, 256], "tree": "chain:3"},
@@ -30,7 +30,12 @@ def fill(directory, batches=(1, 4), contexts=(64, 96), faster=1.0, failed=FAILED
             continue
         speed = 1.0 if cell.draft == "none" else faster * cell.batch * cell.context / 128
         row = dict.fromkeys(COLUMNS) | grid.columns(cell)
-        row |= dict.fromkeys(TIMES, 1.0) | {"status": "ok", "error": "", "tau": 2.0, "ties": 0}
+        row |= dict.fromkeys(row_of(Times()), 1.0) | {
+            "status": "ok",
+            "error": "",
+            "tau": 2.0,
+            "ties": 0,
+        }
         row |= {"speedup": speed, "speedup_low": speed * 0.9, "speedup_high": speed * 1.1}
         row |= {"decode_tok_s": 100 * speed, "exact_match": 1.0, "acceptance_rate": 0.5}
         row |= {f"{name}_s": 0.1 for name in ("draft", "score", "verify", "commit", "rest", "host")}
@@ -154,9 +159,9 @@ def change(folder, what, **columns):
 
 def test_cells_without_times_are_not_in_figures_of_speed(tmp_path):
     folder = fill(tmp_path / "mine", failed={})
-    change(folder, {"batch": 1}, **dict.fromkeys(TIMES))
+    change(folder, {"batch": 1}, **row_of(Times()))
     assert "speedup_map.png" in page.write(folder)
-    change(folder, {}, **dict.fromkeys(TIMES))
+    change(folder, {}, **row_of(Times()))
     assert not {"speedup_map.png", "speedup.png", "throughput.png"} & {*page.write(folder)}
 
 
@@ -179,7 +184,7 @@ def test_figures_by_batch_and_context_are_omitted_if_more_varies(tmp_path):
 def test_a_report_has_the_order_of_the_summary(tmp_path):
     folder = fill(tmp_path / "mine", failed={})
     cells = results_folder.read(folder).cells[::-1]
-    store.write_summary(folder, [cell.row for cell in cells[3:]])
+    store.write_summary(folder, [cell.row for cell in cells[3:]], COLUMNS)
     again = [cell.key for cell in results_folder.read(folder).cells]
     assert again[:-3] == [cell.key for cell in cells[3:]]
     assert {*again[-3:]} == {cell.key for cell in cells[:3]}

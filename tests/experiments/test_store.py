@@ -5,6 +5,7 @@ import pathlib
 import pytest
 
 from experiments.schema import store
+from experiments.schema.columns import COLUMNS
 
 ISSUED = (  # scripts rely on these columns
     "target, draft, policy, budget, tree, gamma, nodes, dtype, device, batch, context, "
@@ -15,7 +16,7 @@ ISSUED = (  # scripts rely on these columns
 
 def test_the_summary_opens_with_the_agreed_columns(tmp_path):
     rows = [{"target": "a, b", "tau": 2.5, "agreement": None, "speedup": float("nan")}]
-    path = store.write_summary(tmp_path, rows)
+    path = store.write_summary(tmp_path, rows, COLUMNS)
     with path.open() as file:
         reader = csv.DictReader(file)
         (row,) = reader
@@ -25,7 +26,7 @@ def test_the_summary_opens_with_the_agreed_columns(tmp_path):
 
 def test_an_undeclared_column_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="speed"):
-        store.write_summary(tmp_path, [{"speed": 1.0}])
+        store.write_summary(tmp_path, [{"speed": 1.0}], COLUMNS)
 
 
 def test_a_record_has_null_for_nan(tmp_path):

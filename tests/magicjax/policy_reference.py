@@ -229,7 +229,7 @@ def expected_attention(
     Differs from the paper and its code (kvpress):
       - there all queries of the prompt but those of the first 4 tokens are measured, and these 4
         are always kept; here the newest `window` are, and no position is always kept.
-      - the attention is normalised over the candidates, there over all keys but the first 4. That
+      - the attention is normalized over the candidates, there over all keys but the first 4. That
         weighs the G heads against each other a little differently, and epsilon against both.
       - the value's norm omits the output matrix, as in the code, whose authors found it slightly
         better to include it (kvpress pull request 47).

@@ -11,7 +11,7 @@ from magicjax import cost_model
 from magicjax.autotune import auto, search
 from magicjax.autotune.auto import Auto
 from magicjax.autotune.trial import Trial
-from magicjax.decoding import runner
+from magicjax.decoding import program_cache, runner
 from magicjax.decoding.paired_timing import PrefilledPrompts, time_variants
 from magicjax.planner import candidates
 from magicjax.planner.candidates import model_sizes
@@ -200,7 +200,9 @@ def test_a_stream_runs_the_choice_after_one_prefill(profile, monkeypatch):
     settings = Auto(drafters("cheap"), profile, tree=TREE, trial_rounds=16)
     drafter = settings
     for _ in range(2):  # the second stream reuses the choice
+        compiled = program_cache.count()
         texts, output = streamed(drafter)
+        assert output.stats.compilations == program_cache.count() - compiled
         drafter = output.choice
         assert len(prefills) == 1
         prefills.clear()
@@ -259,18 +261,47 @@ def problem_of(settings):
 @pytest.mark.usefixtures("predicted_times")
 def test_finalists_are_timed_and_then_chains_of_the_fastest(profile, monkeypatch):
     depths, timed = [], search.time_variants
+    trials, run_trial = [], search.run_trial
+
+    def tried(request, name, prefilled, rounds, tree=None):
+        trials.append((name, tree or TREE))
+        return run_trial(request, name, prefilled, rounds, tree)
 
     def recorded(prefilled, variants, *arguments):
         depths.append([variant.settings.shape.depth for variant in variants])
         return timed(prefilled, variants, *arguments)
 
     monkeypatch.setattr(search, "time_variants", recorded)
+    monkeypatch.setattr(search, "run_trial", tried)
     settings = Auto(drafters("cheap", "prompt-lookup"), profile, tree=TREE, trial_rounds=16)
     output = generate(settings)
     assert [sorted(each) for each in depths[1:]] == [[0, 1, 2, 4]]
     assert len(depths[0]) == 3 and depths[0][0] == 0
+    drafted = [trial for trial in trials if trial[0]]
+    assert len({*drafted}) == len(drafted) >= 4  # no tree runs two trials
     for row, expected in zip(tiny.rows_of(output), tiny.expected(8), strict=True):
         np.testing.assert_array_equal(row, expected)
+
+
+@pytest.mark.usefixtures("predicted_times")
+def test_a_single_depth_is_timed_once(profile, monkeypatch):
+    depths, timed = [], search.time_variants
+
+    def recorded(prefilled, variants, *arguments):
+        depths.append([variant.settings.shape.depth for variant in variants])
+        return timed(prefilled, variants, *arguments)
+
+    monkeypatch.setattr(search, "time_variants", recorded)
+    settings = Auto(drafters("cheap"), profile, tree=magicjax.chain(1), trial_rounds=16)
+    assert [*generate(settings).choice.round_seconds] == [0, 1]
+    assert depths == [[0, 1]]
+
+
+def test_a_skeleton_has_the_dtype_of_the_device(profile):
+    target = dataclasses.replace(tiny.model(), params=None)
+    settings = Auto(drafters("cheap"), profile, tree=TREE)
+    problem = search.make_problem(target, tiny.prompts(8), settings, {"max_new_tokens": 1})
+    assert problem.sizes == model_sizes(tiny.model(), None)
 
 
 def test_interleaved_timing_has_no_effect_on_later_runs(profile):

@@ -5,6 +5,7 @@ import re
 import pytest
 
 import magicjax
+import models
 from magicjax.cli.options import in_option_names
 from magicjax.decoding import program_cache
 from magicjax.drafters.spec import make_drafter
@@ -55,7 +56,7 @@ REFUSED = {
     "empty prompt": (["--target", "DIR", "--prompt", ""], "prompt 0 is empty"),
     "too long": (
         ["--target", "DIR", "--prompt", "a", "--max-new-tokens", "600"],
-        "the target has 512: shorten the prompt or reduce max_new_tokens",
+        "the target has 512: shorten the prompt or reduce --max-new-tokens",
     ),
     "no new token": (
         ["--target", "DIR", "--prompt", "a", "--max-new-tokens", "0"],
@@ -219,16 +220,17 @@ REFUSED = {
     ),
     "a temperature in greedy decoding": (
         ["--target", "DIR", "--prompt", "a", "--temperature", "0.5"],
-        "--temperature 0.5 has no effect in greedy decoding: pass --do-sample or omit temperature",
+        "--temperature 0.5 has no effect in greedy decoding: pass --do-sample or omit "
+        "--temperature",
     ),
     "a temperature of zero": (
         ["--target", "DIR", "--prompt", "a", "--do-sample", "--temperature", "0"],
         "--temperature 0 must be above 0 and finite in float32; for greedy decoding, omit "
-        "do_sample",
+        "--do-sample",
     ),
     "a verifier in greedy decoding": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "self", "--verifier", "mss"],
-        "--verifier 'mss' requires sampling: pass --do-sample or omit verifier",
+        "--verifier 'mss' requires sampling: pass --do-sample or omit --verifier",
     ),
     "a verifier that is not exact": (
         [
@@ -290,6 +292,14 @@ def test_invalid_arguments_exit_with_code_2_and_the_reason(
     assert program_cache.count() == before
 
 
+def test_a_slow_tokenizer_is_an_error_before_weights_are_loaded(directory, run, monkeypatch):
+    monkeypatch.setattr(models, "load_tokenizer", lambda source: object())
+    monkeypatch.setattr(magicjax, "load", lambda *_: pytest.fail("weights were loaded"))
+    code, out, err = run("generate", "--target", directory, "--prompt", "a")
+    assert (code, out) == (2, "")
+    assert f"{directory} has a tokenizer without tokenizer.json: save it with" in err
+
+
 @pytest.mark.parametrize(
     "text", ["", "self:", "self:streaming:", "small", "small:", "prompt-lookup:a"]
 )
@@ -312,5 +322,9 @@ def test_python_arguments_become_options_and_paths_stay():
         "--refresh-every 0: --kv-dtype 'int8'"
     )
     assert in_option_names(text, names) == (
-        "--top-k -1 in ./top_k=1/a: pass --do-sample, or omit max_new_tokens"
+        "--top-k -1 in ./top_k=1/a: pass --do-sample, or omit --max-new-tokens"
+    )
+    text = "omit drafter and tree, or remove duplicates"
+    assert in_option_names(text, iter(("drafter", "tree"))) == (
+        "omit --drafter and --tree, or remove duplicates"
     )

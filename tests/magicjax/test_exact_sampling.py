@@ -109,8 +109,8 @@ def skip_repeated(proposal):
     return draws.replace(parent=jnp.asarray(parent))
 
 
-def not_renormalised(proposal):
-    """Does not renormalise q after a draw without replacement."""
+def not_renormalized(proposal):
+    """Does not renormalize q after a draw without replacement."""
     return proposal.draws.replace(replacement=True)
 
 
@@ -160,9 +160,9 @@ WRONG_RULES = {
         drafts_of([STAR, STAR], "with_replacement"),
         dict(change=skip_repeated),
     ),
-    "without replacement, not renormalised": (
+    "without replacement, not renormalized": (
         drafts_of([magicjax.expansion((3,))], "without_replacement"),
-        dict(change=not_renormalised),
+        dict(change=not_renormalized),
     ),
     "the most likely children scored with p / q": (
         drafts_of([STAR], "top"),

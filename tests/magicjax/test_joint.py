@@ -207,7 +207,7 @@ class Broken:
         proposal, draft = self.drafter.propose(target, state, root, cache, sampling, settings)
         draws, tokens = proposal.draws, proposal.tokens
         token = jnp.take_along_axis(tokens, draws.node, 1)
-        if self.how == "not renormalised":
+        if self.how == "not renormalized":
             draws = draws.replace(replacement=True)
         elif self.how == "repeated tokens skipped":
             same = (token[:, :, None] == token[:, None]) & (
@@ -228,7 +228,7 @@ class Broken:
 @pytest.mark.parametrize(
     ("how", "draw"),
     [
-        pytest.param("not renormalised", "without_replacement", marks=pytest.mark.slow),
+        pytest.param("not renormalized", "without_replacement", marks=pytest.mark.slow),
         pytest.param("repeated tokens skipped", "with_replacement", marks=pytest.mark.slow),
         ("pruned", "with_replacement"),
         pytest.param("top as if drawn", "top", marks=pytest.mark.slow),

@@ -226,7 +226,9 @@ def test_a_prompt_of_several_chunks_fills_the_cache_like_one_chunk():
     for chunk in (16, WIDTH):
         settings = types.SimpleNamespace(chunk=chunk, capacity=WIDTH, backend=None)
         run = jax.jit(
-            functools.partial(prefill.prefill_cache, settings=settings, watch=AttentionStatsSpec())
+            functools.partial(
+                prefill.prefill_cache, settings=settings, stats_spec=AttentionStatsSpec()
+            )
         )
         cache, hidden, _ = run(model, jnp.asarray(tokens), jnp.asarray(lengths))
         np.testing.assert_array_equal(cache.lengths, lengths)

@@ -70,8 +70,8 @@ def mean_of_queries(row, setting):
     return reference.h2o(row) / (row.length - np.arange(row.candidates))
 
 
-def unnormalised_mean(row, setting):
-    """KeyDiff with the mean of unnormalised keys."""
+def unnormalized_mean(row, setting):
+    """KeyDiff with the mean of unnormalized keys."""
     keys = row.keys[: row.candidates]
     mean = keys.mean(0)
     cosine = np.einsum("nkd,kd->kn", keys, mean) / np.linalg.norm(keys, axis=-1).T
@@ -131,7 +131,7 @@ WRONG = {
     "the window for all": ("h2o", lambda row, s: reference.snapkv(row, s.window, 1)),
     "the mean of queries": ("h2o", mean_of_queries),
     "each head for itself": ("tova", lambda row, s: reference.snapkv(row, 1, 1)),
-    "mean of raw keys": ("keydiff", unnormalised_mean),
+    "mean of raw keys": ("keydiff", unnormalized_mean),
     "mean with the ring": ("keydiff", mean_with_the_ring),
     "similar keys": ("keydiff", lambda row, s: -reference.keydiff(row)),
     "long keys": ("knorm", lambda row, s: -reference.knorm(row)),

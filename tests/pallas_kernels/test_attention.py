@@ -15,7 +15,7 @@ from pallas_kernels import (
     quantize,
     tree_attention,
 )
-from pallas_kernels.benchmarks.shapes import SHAPES, Shape
+from pallas_kernels.benchmarks.shapes import Shape
 from pallas_kernels.xla import BLOCK, LARGE
 from tests.pallas_kernels.attention_cases import (
     MASKS,
@@ -33,6 +33,20 @@ from tests.pallas_kernels.attention_cases import (
 # errors of at most 2^-9 = 2e-3.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float64": 1e-12}
 
+# The number of rows (T * G) per key/value head decides the code path.
+SHAPES = (
+    Shape(4, 1, 1, 2, 1, 64, 40),  # plain decoding
+    Shape(4, 5, 5, 2, 1, 64, 40),  # verification of a chain
+    Shape(4, 1, 5, 1, 5, 64, 33),  # a chain's draft level: more new tokens than queries
+    Shape(4, 5, 16, 1, 4, 128, 70),  # a tree's draft level
+    Shape(4, 16, 16, 2, 1, 64, 1),  # a cache of one slot
+    Shape(4, 33, 33, 2, 1, 128, 50),  # verification of a tree
+    Shape(4, 1, 33, 2, 8, 64, 47),
+    Shape(4, 64, 64, 1, 8, 64, 48),  # many rows, less than one block of slots
+    Shape(6, 16, 16, 1, 4, 64, 2 * BLOCK + 300),  # many rows, blocks, and a tail
+    Shape(6, 1, 1, 1, 1, 64, 2 * BLOCK + 300),
+    Shape(6, 5, 5, 1, 1, 64, LARGE * BLOCK + 7),  # few rows, a branch on the fill of the cache
+)
 CASES = [
     *((shape, "float32") for shape in SHAPES),
     *((shape, "bfloat16") for shape in SHAPES[::2]),
