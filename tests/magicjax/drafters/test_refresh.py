@@ -10,8 +10,8 @@ import pytest
 
 import magicjax
 from magicjax.kv_cache import prefill
-from tests.magicjax import test_loop_caches as loop
 from tests.magicjax import tiny
+from tests.magicjax.kv_cache import test_loop_caches as loop
 
 BUDGET, RING = 13, 7
 POLICIES = {

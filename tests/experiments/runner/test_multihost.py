@@ -46,7 +46,7 @@ def failing(self, cell, rows=None):
 Bench.run = failing
 sys.exit(launch.main(sys.argv[1:]))
 """
-ROOT = pathlib.Path(__file__).parent.parent.parent
+ROOT = pathlib.Path(__file__).parents[3]
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ from magicjax.autotune.auto import run_adaptive
 from magicjax.autotune.depth_controller import FIRST_PAUSE, HYSTERESIS, DepthController
 from magicjax.decoding import runner
 from magicjax.decoding.request import prepare
-from tests.magicjax import test_joint, tiny
-from tests.magicjax.test_loop_caches import fresh_prefill
+from tests.magicjax import tiny
+from tests.magicjax.decoding import test_joint
+from tests.magicjax.kv_cache.test_loop_caches import fresh_prefill
 from tests.quick import quick
 
 SECONDS = {0: 1.0, 1: 1.3, 2: 1.6, 4: 2.2}

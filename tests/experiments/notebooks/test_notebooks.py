@@ -20,7 +20,7 @@ from experiments.notebooks import __main__ as command
 from experiments.notebooks import pictures, running
 from tests.quick import quick
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
+ROOT = pathlib.Path(__file__).parents[3]
 NAMES = [path.stem for path in running.find()]
 CODE = ("magicjax", "models", "sharding", "pallas_kernels", "experiments")
 

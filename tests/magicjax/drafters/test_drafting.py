@@ -15,7 +15,11 @@ import magicjax
 from magicjax.drafters.draft_pass import DraftContext
 from magicjax.drafters.static_tree import draft_static_tree, top_tokens
 from tests.magicjax import oracle, tiny
-from tests.magicjax.test_loop_caches import positions_held, prompts_around_the_budget, rounds
+from tests.magicjax.kv_cache.test_loop_caches import (
+    positions_held,
+    prompts_around_the_budget,
+    rounds,
+)
 
 
 @functools.cache

@@ -11,8 +11,8 @@ import pytest
 import magicjax
 from magicjax.verification import sampling
 from tests.magicjax import oracle, tiny
-from tests.magicjax.test_loop_caches import rounds
-from tests.magicjax.test_merge import sequences
+from tests.magicjax.kv_cache.test_loop_caches import rounds
+from tests.magicjax.trees.test_merge import sequences
 
 TREE = tiny.SPECIAL["dynamic"]
 

@@ -22,7 +22,7 @@ from magicjax.verification.sampling import (
     warp,
 )
 from tests.magicjax import tiny
-from tests.magicjax.test_joint import warped
+from tests.magicjax.decoding.test_joint import warped
 from tests.quick import quick
 
 PARAMETERS = [

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from magicjax.trees import token_tree
 from magicjax.verification import verify
-from tests.magicjax.test_tree import parent_lists, plain_ancestors
+from tests.magicjax.trees.test_tree import parent_lists, plain_ancestors
 
 NODES, VOCAB, ROWS = 9, 4, 3  # few tokens, so that siblings often have the same one
 static = jax.jit(verify.greedy, static_argnums=3)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from magicjax.trees.merge import merge
 from magicjax.trees.proposal import ONE_HOT, Draws, Proposal
-from tests.magicjax.test_tree import parent_lists
+from tests.magicjax.trees.test_tree import parent_lists
 
 SIZES, VOCAB, ROWS, DEPTH = (5, 7, 4), 2, 3, 6  # two tokens: prefixes are often shared
 

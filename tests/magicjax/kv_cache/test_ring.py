@@ -5,7 +5,7 @@ import pytest
 
 import magicjax
 from tests.magicjax import oracle, tiny
-from tests.magicjax.test_loop_caches import prompts_around_the_budget
+from tests.magicjax.kv_cache.test_loop_caches import prompts_around_the_budget
 
 LONG = 100
 

@@ -10,7 +10,7 @@ import pytest
 
 import magicjax
 from magicjax.drafters.prompt_lookup import PromptLookupState
-from tests.magicjax.test_merge import sequences
+from tests.magicjax.trees.test_merge import sequences
 
 CAPACITY = 64
 
