@@ -91,3 +91,8 @@ def result_shapes(name: str, settings: AnySettings, arguments: tuple) -> Any:
 def count() -> int:
     """Returns the number of programs that this process has compiled."""
     return _count
+
+
+def clear() -> None:
+    """Drops all compiled programs."""
+    _compiled.clear()

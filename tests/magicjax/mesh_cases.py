@@ -181,9 +181,9 @@ def compare_streamed(case: str, mesh: list[int]) -> bool:
 
 def differs_without_sums() -> bool:
     """Returns whether the text changes without all-reduces."""
-    program_cache._compiled.clear()
+    program_cache.clear()
     with contextlib.ExitStack() as stack:
-        stack.callback(program_cache._compiled.clear)
+        stack.callback(program_cache.clear)
         stack.callback(setattr, collectives, "psum", collectives.psum)
         collectives.psum = lambda x, axis_names: x
         found = generate("self", (1, 8))

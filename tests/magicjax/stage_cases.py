@@ -106,13 +106,13 @@ def differs(what: str) -> bool:
     }
     owner, name, mistaken = wrong[what]
     right = getattr(owner, name)
-    program_cache._compiled.clear()
+    program_cache.clear()
     try:
         setattr(owner, name, mistaken)
         found = mesh_cases.generate("self", (1, 1, 2), micro_batches=4)
     finally:
         setattr(owner, name, right)
-        program_cache._compiled.clear()
+        program_cache.clear()
     return not np.array_equal(found.tokens, mesh_cases.on_one("self").tokens)
 
 
