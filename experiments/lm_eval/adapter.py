@@ -227,7 +227,7 @@ class MagicJaxLM(TemplateLM):
             for _, context, continuation in requests
         ]
         scored = log_likelihoods(self.target, pairs, self.batch_size, progress=not disable_tqdm)
-        answers = [(likelihood.log, likelihood.greedy) for likelihood in scored]
+        answers: list[tuple[float, bool]] = [*scored]
         for (arguments, _, _), answer in zip(requests, answers, strict=True):
             if arguments is not None:
                 self.cache_hook.add_partial("loglikelihood", arguments, answer)
@@ -268,7 +268,19 @@ class MagicJaxLM(TemplateLM):
                 indices.sort(key=lambda i: -len(prompts[i]))  # similar lengths in a batch
                 for start in range(0, len(indices), self.batch_size):
                     part = indices[start : start + self.batch_size]
-                    done = self._continue([prompts[i] for i in part], part, options)
+                    done = continue_until(
+                        self.target,
+                        [prompts[i] for i in part],
+                        options.until,
+                        max_new_tokens=options.max_new_tokens,
+                        rows=self.batch_size,
+                        indices=part,
+                        drafter=self.drafter,
+                        tree=self.tree,
+                        backend=self.attention,
+                        seed=self.seed,
+                        **options.sampling,
+                    )
                     emitted, rounds = emitted + done.emitted, rounds + done.rounds
                     for i, text in zip(part, done.texts, strict=True):
                         texts[i] = text
@@ -276,21 +288,6 @@ class MagicJaxLM(TemplateLM):
                     progress.update(len(part))
         logger.info("%d texts, τ %.2f", len(texts), emitted / rounds if rounds else 0.0)
         return texts
-
-    def _continue(self, prompts: list[list[int]], indices: list[int], options: Options) -> Any:
-        return continue_until(
-            self.target,
-            prompts,
-            options.until,
-            max_new_tokens=options.max_new_tokens,
-            rows=self.batch_size,
-            indices=indices,
-            drafter=self.drafter,
-            tree=self.tree,
-            backend=self.attention,
-            seed=self.seed,
-            **options.sampling,
-        )
 
     def _prompt(self, text: str, options: Options) -> list[int]:
         tokens = self.tok_encode(text) or [self.prefix_token_id]

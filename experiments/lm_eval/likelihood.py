@@ -47,11 +47,8 @@ def log_likelihoods(
       progress: whether to show a progress bar.
 
     Raises:
-      ValueError: an empty context or continuation, a text longer than the model's positions, or a
-        batch below 1.
+      ValueError: an empty context or continuation, or a text longer than the model's positions.
     """
-    if batch < 1:
-        raise ValueError(f"batch={batch} is too small: give at least 1")
     for i, (context, continuation) in enumerate(pairs):
         _check(model, i, context, continuation)
     likelihoods: dict[int, Likelihood] = {}

@@ -1,21 +1,14 @@
-"""Plots of the notebooks: a token tree with its verification, and heat maps over a grid.
+"""A token tree with its verification, drawn for the notebooks.
 
-The colours are safe for colour-blind readers and never the only sign: an accepted path is thick, a
-bonus token has a dashed box, and every cell of a heat map shows its number.
+The colours are safe for colour-blind readers and never the only sign: an accepted path is thick,
+and a bonus token has a dashed box.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import pandas as pd
-from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import CenteredNorm, Normalize
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
-from experiments.report.annotated_image import annotated_image
 from magicjax.trees.token_tree import NO_NODE, depths
 
 ACCEPTED, BONUS, REJECTED = "#0072B2", "#D55E00", "#999999"
@@ -116,56 +109,3 @@ def _box(
             "linestyle": "--" if dashed else "-",
         },
     )
-
-
-def heat_maps(cells: pd.DataFrame, column: str, label: str, centre: float | None = None) -> Figure:
-    """Returns a column by batch and context as colours and numbers, a panel for each method.
-
-    Args:
-      cells: rows of a `summary.csv`, with batch, context, method, status and the column.
-      column: the values.
-      label: of the colour bar.
-      centre: of diverging colours on a scale of ratios, such as 1 for a speedup; None: sequential
-        colours.
-
-    Raises:
-      ValueError: no cell has a value in that column.
-    """
-    shown_cells = cells[cells[column].notna()]
-    if shown_cells.empty:
-        raise ValueError(f"no cell has a value in {column!r}: choose another column or summary")
-    methods = list(dict.fromkeys(cells["method"]))
-    batches, contexts = (sorted(cells[name].unique()) for name in ("batch", "context"))
-    values = shown_cells[column].to_numpy(float)
-    norm: Normalize
-    if centre is None:
-        norm, colours = Normalize(values.min(), values.max()), colormaps["cividis"]
-    else:  # 2 and 1 / 2 are at the same distance from the centre
-        most = max(0.1, float(np.abs(np.log2(values / centre)).max()))
-        norm, colours = CenteredNorm(0, most), colormaps["PuOr"]
-    wide, high = max(2.8, 1.2 + 0.8 * len(batches)), max(2.8, 1.2 + 0.5 * len(contexts))
-    columns = min(len(methods), 3)
-    lines = -(-len(methods) // columns)
-    figure = Figure(figsize=(1.0 + wide * columns, high * lines), layout="constrained")
-    panels = figure.subplots(lines, columns, squeeze=False, sharey=True).ravel()
-    shape = len(contexts), len(batches)
-    image: Any = None
-    for axes, method in zip(panels, methods):
-        table, texts = np.full(shape, np.nan), np.full(shape, "not\nrun", object)
-        for _, cell in cells[cells["method"] == method].iterrows():
-            i, j = contexts.index(cell["context"]), batches.index(cell["batch"])
-            table[i, j] = cell[column]
-            status = "–" if cell["status"] == "ok" else cell["status"].replace(" ", "\n")
-            texts[i, j] = status if np.isnan(table[i, j]) else f"{table[i, j]:.2f}"
-        scaled = table if centre is None else np.log2(table / centre)
-        image = annotated_image(axes, scaled, texts, batches, contexts, colours, norm)
-        axes.set_title(method, fontsize=10)
-        axes.set_xlabel("batch")
-    for axes in panels[::columns]:
-        axes.set_ylabel("context")
-    for axes in panels[len(methods) :]:
-        axes.set_visible(False)
-    bar = figure.colorbar(image, ax=panels.tolist(), label=label)
-    if centre is not None:  # ticks are powers of two
-        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{centre * 2**x:.2g}"))
-    return figure

@@ -4,7 +4,6 @@ Each notebook runs in its own kernel, started in the notebook's folder as in Jup
 finds the clone that contains the notebook, so a copy of the repository runs its own code.
 """
 
-import json
 import logging
 import os
 import pathlib
@@ -45,16 +44,12 @@ def read(path: pathlib.Path) -> NotebookNode:
     Raises:
       ValueError: the file is not a notebook of version 4.
     """
-    text = path.read_text("utf-8")
     try:
-        raw = json.loads(text)
-        version = raw.get("nbformat") if isinstance(raw, dict) else None
-        if version != 4:
-            raise ValueError(f"nbformat={version} is not 4: convert it")
-        nbformat.validate(nbformat.from_dict(raw))
-    except (ValueError, nbformat.ValidationError) as error:
+        notebook = nbformat.read(path, nbformat.NO_CONVERT)
+        nbformat.validate(notebook, version=4)
+    except (ValueError, AttributeError, nbformat.ValidationError) as error:
         raise ValueError(f"{path} is not a valid notebook: {error}") from error
-    return nbformat.reads(text, as_version=4)
+    return notebook
 
 
 def execute(path: pathlib.Path) -> NotebookNode:

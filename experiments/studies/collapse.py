@@ -144,16 +144,13 @@ class Runs:
 
 def measure(settings: Settings) -> dict:
     """Returns median times, and what each run loses compared with the ideal."""
-    runs = Runs(settings)
-    names = ("plain", "fixed", "first half", "adaptive")
-    times: dict[str, list[float]] = {name: [] for name in names}
+    runs, times = Runs(settings), []
     for _ in range(settings.repeats + 1):
-        times["plain"].append(runs.fixed(0))
-        times["fixed"].append(runs.fixed(settings.depth))
-        times["first half"].append(runs.first_half())
+        fixed = runs.fixed(0), runs.fixed(settings.depth), runs.first_half()
         seconds, depths = runs.adaptive()
-        times["adaptive"].append(seconds)
-    repeats = {name: np.array(each[1:]) for name, each in times.items()}
+        times.append((*fixed, seconds))
+    names = ("plain", "fixed", "first half", "adaptive")
+    repeats = dict(zip(names, np.transpose(times[1:]), strict=True))
     ideal = repeats["first half"] + repeats["plain"] / 2
     losses = {name: repeats[name] - ideal for name in ("fixed", "adaptive")}
     return {

@@ -49,12 +49,15 @@ class Compared(NamedTuple):
     Attributes:
       row: as published.
       predicted: by column.
-      errors: predicted / published - 1, by column.
     """
 
     row: dict[str, Any]
     predicted: dict[str, float]
-    errors: dict[str, float]
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Predicted / published - 1, by column."""
+        return {column: value / self.row[column] - 1 for column, value in self.predicted.items()}
 
 
 def published(name: str, **where: str) -> list[dict[str, Any]]:
@@ -77,11 +80,6 @@ def sizes(name: str) -> cost_model.Sizes:
     return cost_model.sizes_of(models.preset(name), "bfloat16", name)
 
 
-def compare(row: dict[str, Any], predicted: dict[str, float]) -> Compared:
-    """Returns a published row with its prediction and relative errors."""
-    return Compared(row, predicted, {k: v / row[k] - 1 for k, v in predicted.items()})
-
-
 def _round_cost(row: dict[str, Any], drafter: str) -> cost_model.RoundCost:
     draft = cost_model.Draft(sizes(row["model"] if drafter == "self" else drafter), row["budget"])
     machine = cost_model.Machine(cost_model.find_device(row["device"]), model=row["n_devices"])
@@ -96,7 +94,7 @@ def table6() -> list[Compared]:
         cost = _round_cost(row, row["draft"].split("+")[0])
         seconds = cost.target, cost.verify, row["gamma"] * cost.draft
         predicted = [*(1e3 * s for s in seconds), cost.speedup(row["tokens_per_step"])]
-        rows.append(compare(row, dict(zip(TIMES, predicted, strict=True))))
+        rows.append(Compared(row, dict(zip(TIMES, predicted, strict=True))))
     return rows
 
 
@@ -105,7 +103,7 @@ def table1() -> list[Compared]:
     rows = []
     for row in published("magicdec_table1"):
         tokens = expected_tokens(chain(row["gamma"]), rate_at(row["context"]))
-        rows.append(compare(row, {"speedup": _round_cost(row, "self").speedup(tokens)}))
+        rows.append(Compared(row, {"speedup": _round_cost(row, "self").speedup(tokens)}))
     return rows
 
 
@@ -115,7 +113,7 @@ def table2() -> list[Compared]:
     rows = []
     for row in published("specinfer_table2_tokens_per_step"):
         ranks = by_rank(success_rates(row))
-        rows.append(compare(row, {k: expected_tokens(tree, ranks) for k, tree in trees.items()}))
+        rows.append(Compared(row, {k: expected_tokens(tree, ranks) for k, tree in trees.items()}))
     return rows
 
 
@@ -160,9 +158,9 @@ def winners(rows: Sequence[Compared]) -> list[tuple[int, set[str], str]]:
     return result
 
 
-def claim(device: str = "a100", devices: int = 8) -> tuple[np.ndarray, float | None]:
+def claim() -> tuple[np.ndarray, float | None]:
     """Returns the speedups [contexts, batches] of MagicDec's claim, and the inflection context."""
-    machine = cost_model.Machine(cost_model.find_device(device), model=devices)
+    machine = cost_model.Machine(cost_model.find_device("a100"), model=8)
     target = sizes(TARGET)
     draft = cost_model.Draft(target, CLAIM_BUDGET)
     speedups = np.zeros((len(CLAIM_CONTEXTS), len(CLAIM_BATCHES)))

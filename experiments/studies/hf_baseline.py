@@ -8,15 +8,16 @@ criterion, after prefill, to the last.
 """
 
 import argparse
-import dataclasses
+import contextlib
+import functools
 import json
 import os
 import pathlib
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -34,63 +35,45 @@ PLAIN, STATIC = "magicjax plain", "HF static cache"
 HEADER = ("batch", "context", "method", "tok/s", "over static", "prefill s", "equal", "ties")
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """Options of transformers' `generate`.
-
-    Attributes:
-      name: in the table.
-      cache: "static" or "dynamic", the library's default.
-      compiled: through torch.compile.
-      assistant_tokens: None for plain decoding; 0 for an assistant with the library's settings,
-        else the tokens it drafts at a time. The library supports assistants for one row only.
-    """
-
-    name: str
-    cache: str
-    compiled: bool = False
-    assistant_tokens: int | None = None
-
-
-SETTINGS = (
-    Setting(STATIC, "static"),
-    Setting("HF static cache, compiled", "static", compiled=True),
-    Setting("HF dynamic cache", "dynamic"),
-    Setting("HF assisted, its settings", "dynamic", assistant_tokens=0),
-    Setting("HF assisted, 4 tokens", "dynamic", assistant_tokens=4),
-)
+# Arguments of `generate` in hf_baseline_worker.py by name in the table. assistant_tokens: 0 for an
+# assistant with the library's settings, else the tokens it drafts at a time. The library supports
+# assistants for one row only.
+SETTINGS: dict[str, dict[str, Any]] = {
+    STATIC: {"cache": "static"},
+    "HF static cache, compiled": {"cache": "static", "compiled": True},
+    "HF dynamic cache": {"cache": "dynamic"},
+    "HF assisted, its settings": {"cache": "dynamic", "assistant_tokens": 0},
+    "HF assisted, 4 tokens": {"cache": "dynamic", "assistant_tokens": 4},
+}
 
 
 class Baseline:
-    """A process of the other interpreter, which answers one request at a time."""
+    """A process of the other interpreter, which answers one request at a time until we exit."""
 
     def __init__(self, python: str, threads: int):
         worker = pathlib.Path(__file__).with_name("hf_baseline_worker.py")
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment.pop("PYTHONPATH", None)  # ours would shadow the other interpreter's packages
-        self.process = subprocess.Popen(
-            [python, str(worker)],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdin is not None and self.process.stdout is not None  # both piped
-        self.requests, self.answers = self.process.stdin, self.process.stdout
-        self.versions = self.request("start", threads=threads)
+        command = [python, str(worker), str(threads)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen(command, env=environment, text=True, **pipes)
+        self.versions = self._answer()
 
-    def request(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """Returns the answer to a request.
+    def request(self, **arguments: Any) -> dict[str, Any]:
+        """Returns what `generate` of the worker returns.
 
         Raises:
           RuntimeError: the worker failed; the message has its traceback.
         """
-        try:
-            self.requests.write(json.dumps({"method": method, **arguments}) + "\n")
-            self.requests.flush()
-            line = self.answers.readline()
-        except BrokenPipeError:
-            line = ""
+        assert self.process.stdin is not None  # a pipe
+        with contextlib.suppress(BrokenPipeError):  # there is no answer, either
+            self.process.stdin.write(json.dumps(arguments) + "\n")
+            self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None  # a pipe
+        line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(
                 f"the baseline's Python exited with status {self.process.wait()}: it needs torch "
@@ -101,14 +84,8 @@ class Baseline:
             raise RuntimeError(f"the baseline failed: {answer['error']}\n{answer['trace']}")
         return answer
 
-    def close(self) -> None:
-        """Waits for the worker to exit."""
-        self.requests.close()
-        self.process.wait()
 
-
-@dataclasses.dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """One timed call: new tokens [B, M], and the rate of decoding without prefill."""
 
     tokens: np.ndarray
@@ -124,50 +101,38 @@ def run_magicjax(bench: Bench, cell: grid.Cell) -> Run:
 
 
 def run_baseline(
-    baseline: Baseline, setting: Setting, cell: grid.Cell, prompts: list, assistant: str
+    baseline: Baseline, setting: dict[str, Any], cell: grid.Cell, prompts: list, assistant: str
 ) -> Run:
     """Returns a run of transformers; decoding lies between the first and the last time stamp."""
-    assisted = setting.assistant_tokens is not None
-    answer = baseline.request(
-        "generate",
-        directory=str(pathlib.Path(cell.target).resolve()),
-        prompts=prompts,
-        new_tokens=cell.new_tokens,
-        cache=setting.cache,
-        compiled=setting.compiled,
-        assistant=str(pathlib.Path(assistant).resolve()) if assisted else "",
-        assistant_tokens=setting.assistant_tokens or 0,
-    )
+    directories = {"directory": cell.target}
+    if "assistant_tokens" in setting:
+        directories["assistant"] = assistant
+    resolved = {name: str(pathlib.Path(path).resolve()) for name, path in directories.items()}
+    answer = baseline.request(prompts=prompts, new_tokens=cell.new_tokens, **setting, **resolved)
     (begin, first), (end, last) = answer["stamps"][0], answer["stamps"][-1]
     rate = cell.batch * (last - first) / (end - begin)
     return Run(np.array(answer["tokens"], np.int32), rate, begin)
 
 
 def compare_group(
-    bench: Bench,
-    baseline: Baseline,
-    group: list[grid.Cell],
-    settings: Sequence[Setting],
-    bar: tqdm,
+    bench: Bench, baseline: Baseline, group: list[grid.Cell], names: Sequence[str], bar: tqdm
 ) -> list[dict[str, Any]]:
-    """Returns a row for each cell and for each of the settings that supports the batch."""
+    """Returns a row for each cell and for each named setting that supports the batch."""
     plain = group[0]
     prompts = bench.prompts(plain)
     assistants = [cell.model for cell in group if cell.draft == "small"]
-    calls: dict[str, tuple[Callable[..., Run], Any]] = {
-        f"magicjax {cell.method}": (run_magicjax, (bench, cell)) for cell in group
-    }
-    for setting in settings:
-        if setting.assistant_tokens is None or (plain.batch == 1 and assistants):
-            draft = assistants[0] if assistants else ""
-            arguments = (baseline, setting, plain, prompts.tolist(), draft)
-            calls[setting.name] = (run_baseline, arguments)
+    calls = {f"magicjax {c.method}": functools.partial(run_magicjax, bench, c) for c in group}
+    for name in names:
+        assisted = "assistant_tokens" in SETTINGS[name]
+        if not assisted or (plain.batch == 1 and assistants):
+            arguments = SETTINGS[name], plain, prompts.tolist(), assistants[0] if assisted else ""
+            calls[name] = functools.partial(run_baseline, baseline, *arguments)
     runs: dict[str, list[Run]] = {name: [] for name in calls}
     for repeat in range(plain.repeats + 1):  # repeat 0 compiles and warms up
-        for name, (call, arguments) in calls.items():
+        for name, call in calls.items():
             shape = f"batch {plain.batch}, context {plain.context}"
             bar.set_description(f"{shape}, repeat {repeat}: {name}")
-            runs[name].append(call(*arguments))
+            runs[name].append(call())
             bar.update()
     target, expected = bench.target_of(plain), runs[PLAIN][0].tokens
     rows = []
@@ -218,13 +183,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    settings = [s for s in SETTINGS if options.compiled or not s.compiled]
+    names = [n for n, s in SETTINGS.items() if options.compiled or "compiled" not in s]
     bench, baseline = Bench(), Baseline(options.baseline_python, threads=os.cpu_count() or 1)
     rows: list[dict[str, Any]] = []
     with tqdm(unit="run", dynamic_ncols=True) as bar:
         for group in grid.groups(experiment):
-            rows += compare_group(bench, baseline, group, settings, bar)
-    baseline.close()
+            rows += compare_group(bench, baseline, group, names, bar)
     path = pathlib.Path(experiment.results) / experiment.name / "hf_baseline.json"
     record = {"versions": baseline.versions, "device": device_name(), "rows": rows}
     write_atomically(path, json.dumps(record, indent=1) + "\n")

@@ -11,7 +11,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,12 +31,6 @@ class Stopwatch(StoppingCriteria):
     def __call__(self, input_ids, scores, **kwargs):
         self.stamps.append((time.perf_counter(), input_ids.shape[1]))
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-def start(threads: int) -> dict:
-    """Sets the number of threads and returns the versions."""
-    torch.set_num_threads(threads)
-    return {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
 @functools.cache
@@ -96,17 +89,19 @@ def generate(
     }
 
 
-METHODS: dict[str, Callable[..., dict]] = {"start": start, "generate": generate}
-
-
 def main():
-    """Answers requests until stdin ends; an exception is answered with its traceback."""
+    """Writes the versions, then answers requests until stdin ends.
+
+    An exception is answered with its traceback.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    torch.set_num_threads(int(sys.argv[1]))
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    print(json.dumps(versions), file=answers, flush=True)
     for line in sys.stdin:
-        request = json.loads(line)
         try:
-            answer = METHODS[request.pop("method")](**request)
+            answer = generate(**json.loads(line))
         except Exception as error:  # raised again by `hf_baseline`
             answer = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         print(json.dumps(answer), file=answers, flush=True)

@@ -10,6 +10,7 @@ greedy text of a small model soon loops, and loops are easy to draft. Two contro
 """
 
 import dataclasses
+import itertools
 import pathlib
 from typing import Any
 
@@ -146,14 +147,12 @@ def measure(
     table = {name: _row(*by_part(emitted, depth, new_tokens, QUARTERS))}
     if isinstance(drafter, StaticSelfSpeculation):
         return table
-    length = new_tokens // QUARTERS
-    shares: list[float] = []
-    drafted: list[int] = []
+    length, parts = new_tokens // QUARTERS, []
     for quarter in range(QUARTERS):
         begun = [text[: settings.context + quarter * length] for text in texts]
         emitted, _ = run(target, drafter, begun, length, settings)
-        share, count = by_part(emitted, depth, length, 1)
-        shares, drafted = shares + share, drafted + count
+        parts.append(by_part(emitted, depth, length, 1))
+    shares, drafted = (list(itertools.chain(*each)) for each in zip(*parts, strict=True))
     return table | {f"{name}, {REFILLED}": _row(shares, drafted)}
 
 
@@ -172,7 +171,7 @@ def plot(table: pd.DataFrame) -> Figure:
         axes.plot(quarters, row.iloc[:QUARTERS], line, marker="o", label=name)
     axes.set(xlabel="quarter of the output", ylabel="drafted tokens accepted", ylim=(0, 1))
     axes.set_xticks(quarters)
-    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figures.add_legend(axes)
     return figure
 
 

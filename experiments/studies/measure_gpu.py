@@ -176,17 +176,14 @@ def run(part: Part, seconds: float) -> dict[str, Any]:
         command = ["-m", *part.command, *(["--out", str(out)] if part.writes else [])]
         begin = time.monotonic()
         status, printed = _call([sys.executable, *command], environment, seconds)
-        outcome: dict[str, Any] = {
-            "command": " ".join(["python", "-m", *part.command]),
-            "seconds": time.monotonic() - begin,
-        }
-        done = status == 0
-        if not done:
+        outcome: dict[str, Any] = {"command": f"python -m {' '.join(part.command)}"}
+        outcome["seconds"] = time.monotonic() - begin
+        if status != 0:
             stopped = status is None or (status == UNFINISHED and part.name == "tune")
             outcome["failed"] = OUT_OF_TIME if stopped else f"status {status}"
         if out.exists():
             outcome["result"] = json.loads(out.read_text())
-        if not part.writes or not done:
+        if not part.writes or status != 0:
             outcome["printed"] = printed[-TAIL:]
     return outcome
 
@@ -215,14 +212,9 @@ def _call(
 
 def device() -> str:
     """Returns the name of the device, from a process that releases it."""
-    process = subprocess.run(
-        [sys.executable, "-c", "import jax; print(jax.devices()[0].device_kind)"],
-        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return process.stdout.strip()
+    command = [sys.executable, "-c", "import jax; print(jax.devices()[0].device_kind)"]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return subprocess.check_output(command, env=environment, text=True).strip()
 
 
 def measure(
@@ -254,8 +246,7 @@ def measure(
         results["parts"][part.name] = run(part, min(left, MAX_SECONDS))
         write_atomically(path, json.dumps(results, indent=1) + "\n")
         write_atomically(folder / "summary.md", gpu_summary.summary(results))
-    outcomes = [results["parts"].get(part.name, {"failed": ""}) for part in chosen]
-    return not any("failed" in outcome for outcome in outcomes)
+    return all("failed" not in results["parts"].get(p.name, ["failed"]) for p in chosen)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,18 +10,19 @@ width, and tokens/s of the best trees by number of nodes.
 """
 
 import argparse
-import csv
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 import magicjax
+from experiments.studies import cost_tables
 from magicjax import cost_model, planner
 from magicjax.benchmarks.bench import Setup
 from magicjax.benchmarks.step_times import step_times
@@ -39,7 +40,6 @@ from pallas_kernels.benchmarks.bench import best_backend
 DEPTH = 8  # of the paper's trees, <1,1,w,1,1,1,1,1>
 WIDTHS = (1, 2, 3, 4, 5)
 DRAFT = "draft"
-REFERENCE = pathlib.Path(__file__).parents[1] / "reference"
 PAPER = "the paper, offloaded, against FlexGen: 2.6 to 3.5"
 
 Offload = bool | Literal["int8"]
@@ -86,15 +86,13 @@ class Times:
 def published() -> tuple[dict[int, float], list[float]]:
     """Returns τ by width and success rates by rank, means over the paper's greedy datasets."""
 
-    def rows(name: str) -> list[dict[str, str]]:
-        with (REFERENCE / name).open() as lines:
-            return [row for row in csv.DictReader(lines) if row["decoding"] == "greedy"]
+    def means(table: str, column: str) -> list[float]:
+        rows = cost_tables.published(table, decoding="greedy")
+        return [float(np.mean([row[f"{column}{k}"] for row in rows])) for k in WIDTHS]
 
-    tokens = rows("specinfer_table2_tokens_per_step.csv")
-    rates = rows("specinfer_table1_success_rate.csv")
-    top_k = [np.mean([float(row[f"top{k}"]) for row in rates]) for k in WIDTHS]
-    by_width = {w: float(np.mean([float(row[f"width{w}"]) for row in tokens])) for w in WIDTHS}
-    return by_width, np.diff(top_k, prepend=0).tolist()
+    tokens = means("specinfer_table2_tokens_per_step", "width")
+    rates = means("specinfer_table1_success_rate", "top")
+    return dict(zip(WIDTHS, tokens)), np.diff(rates, prepend=0).tolist()
 
 
 def tree_nodes(width: int) -> int:
@@ -169,35 +167,9 @@ def by_nodes(options: argparse.Namespace, batch: int, times: Times) -> list[dict
     return rows
 
 
-def link_rate(target: magicjax.Model, times: Times, copy: float) -> dict[str, float]:
-    """Returns the link's bandwidth in plain decoding, and its share of a plain copy's."""
-    streamed = sum(leaf.nbytes for leaf in jax.tree.leaves(target.layout))
-    rate = streamed / times.passes[1]
-    rates = {"GB/s": rate / 1e9, "GB/s of a copy": copy / 1e9, "share": rate / copy}
-    return {"GB per pass": streamed / 1e9} | rates
-
-
-def table_rows(
-    options: argparse.Namespace, times: dict[int, Times], link: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Returns the rows of all tables of a target on a device.
-
-    Args:
-      options: of the command.
-      times: by batch.
-      link: rows of the link's bandwidth; none if times are predicted.
-    """
-    tables = {
-        "link": link,
-        "speedup": [row for batch in times for row in speedups(batch, times[batch])],
-        "nodes": [row for batch in times for row in by_nodes(options, batch, times[batch])],
-    }
-    return [{"table": name} | row for name, rows in tables.items() for row in rows]
-
-
 def show(title: str, rows: list[dict[str, Any]]) -> None:
     """Prints the tables."""
-    print(f"\n{title}\nSYNTHETIC acceptance: τ is from the paper, not measured")
+    print(f"\n{title} ({PAPER})\nSYNTHETIC acceptance: τ is from the paper, not measured")
     for name in ("link", "speedup", "nodes"):
         table = [{k: v for k, v in r.items() if k != "table"} for r in rows if r["table"] == name]
         if table:
@@ -207,29 +179,45 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
         print(f"batch {batch}: best with {best['nodes']} nodes")
 
 
-def measured_rows(
+def link_rows(target: magicjax.Model, times: dict[int, Times]) -> list[dict[str, Any]]:
+    """Returns the link's bandwidth in plain decoding by batch, and its share of a plain copy's."""
+    copy = host_bandwidth()
+    if not copy:
+        return []
+    streamed, rows = sum(leaf.nbytes for leaf in jax.tree.leaves(target.layout)), []
+    for batch, each in times.items():
+        rate = streamed / each.passes[1]
+        row = {"batch": batch, "GB per pass": streamed / 1e9, "GB/s": rate / 1e9}
+        rows.append(row | {"GB/s of a copy": copy / 1e9, "share": rate / copy})
+    return rows
+
+
+def outcomes(
     options: argparse.Namespace, source: str, draft: str, offload: Offload
-) -> list[dict[str, Any]]:
-    """Returns the rows of a target on this device."""
-    target = magicjax.load(source, options.dtype, offload=offload)
-    times = {b: measured(options, target, draft, b) for b in options.batch}
-    copy, link = host_bandwidth(), []
-    if offload and copy:
-        link = [{"batch": b} | link_rate(target, times[b], copy) for b in times]
-    return table_rows(options, times, link)
+) -> Iterator[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
+    """Yields (where, its columns, rows of the tables) for --predict, or else for this device."""
+
+    def rows(times: dict[int, Times], link: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        by_batch = [(speedups(b, t), by_nodes(options, b, t)) for b, t in times.items()]
+        speedup, nodes = (itertools.chain(*each) for each in zip(*by_batch, strict=True))
+        tables = {"link": link, "speedup": speedup, "nodes": nodes}
+        return [{"table": name} | row for name, table in tables.items() for row in table]
+
+    for name in options.predict:
+        device = cost_model.device_of(name)
+        times = {b: predicted(options, source, draft, device, b, offload) for b in options.batch}
+        yield f"PREDICTED for one {device.name}", {"predicted for": device.name}, rows(times, [])
+    if not options.predict:
+        target = magicjax.load(source, options.dtype, offload=offload)
+        times = {b: measured(options, target, draft, b) for b in options.batch}
+        link = link_rows(target, times) if offload else []
+        yield f"measured on {cost_model.device_kind()}", {}, rows(times, link)
 
 
 def run(options: argparse.Namespace) -> None:
     """Prints and writes the tables of all targets; raises ValueError for invalid options."""
     results: list[dict[str, Any]] = []
-
-    def report(title: str, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-        show(title, rows)
-        results.extend(about | row for row in rows)
-        if options.out:
-            content = {"jax": jax.__version__, "rows": results}
-            write_atomically(options.out, json.dumps(content, indent=1) + "\n")
-
+    offloaded: Offload = "int8" if options.int8 else True
     for source, draft in zip(options.target, options.draft, strict=True):
         sizes = [config_of(name).vocab_size for name in (source, draft)]
         if sizes[0] != sizes[1]:
@@ -237,21 +225,15 @@ def run(options: argparse.Namespace) -> None:
                 f"{draft} has a vocabulary of {sizes[1]} and {source} of {sizes[0]}: use a draft "
                 "with the target's vocabulary"
             )
-        offloaded: Offload = "int8" if options.int8 else True
         for offload in (offloaded, False) if options.resident else (offloaded,):
-            title = f"{source}, {options.dtype}, context {options.context}"
-            title += describe_offload(offload) or ", on the device"
-            about = {"target": source, "offload": offload}
-            for name in options.predict:
-                device = cost_model.device_of(name)
-                models = source, draft, device
-                times = {b: predicted(options, *models, b, offload) for b in options.batch}
-                prediction = f"{title}, PREDICTED for one {device.name} ({PAPER})"
-                device_about = about | {"predicted for": device.name}
-                report(prediction, device_about, table_rows(options, times, []))
-            if not options.predict:
-                rows = measured_rows(options, source, draft, offload)
-                report(f"{title}, measured on {cost_model.device_kind()} ({PAPER})", about, rows)
+            placement = describe_offload(offload) or ", on the device"
+            title = f"{source}, {options.dtype}, context {options.context}{placement}"
+            for where, about, rows in outcomes(options, source, draft, offload):
+                show(f"{title}, {where}", rows)
+                results += [{"target": source, "offload": offload} | about | row for row in rows]
+                if options.out:
+                    content = {"jax": jax.__version__, "rows": results}
+                    write_atomically(options.out, json.dumps(content, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -107,7 +107,8 @@ class Cell:
         (baseline, *times), self.prefilled, _ = time_variants(
             self.prefilled, [plain, *variants], repeats
         )
-        return {m: median_ratio(own, baseline) for m, own in zip(methods, times, strict=True)}
+        ratios = [float(median_ratio(own, baseline)) for own in times]
+        return dict(zip(methods, ratios, strict=True))
 
     def auto_speedup(self, choice: magicjax.Choice, repeats: int) -> float:
         """Returns the median speedup over pairs of whole runs; 1 if auto is off.
@@ -233,11 +234,11 @@ def summary(table: pd.DataFrame) -> str:
 
 
 def made_by(settings: Settings) -> dict[str, Any]:
-    """Returns what all cells of a folder have in common."""
+    """Returns what the results depend on apart from batch and context."""
     common = dataclasses.asdict(settings)
     for name in ("profile", "results", "batch", "context"):
         del common[name]
-    return json.loads(json.dumps(common)) | {
+    return common | {
         "profile": store.digest(_profile_of(settings).read_text()),
         "device": cost_model.device_kind(),
         "jax": jax.__version__,
@@ -249,22 +250,10 @@ def _profile_of(settings: Settings) -> pathlib.Path:
     return pathlib.Path(settings.profile or cost_model.default_profile())
 
 
-def check_folder(folder: pathlib.Path, made: dict[str, Any]) -> None:
-    """Writes what a folder's cells have in common; raises ValueError if existing cells differ."""
-    known = store.read_json(folder / "made_by.json") or {}
-    if any((folder / "cells").glob("*.json")) and known != made:
-        different = [name for name in made if known.get(name) != made[name]]
-        raise ValueError(
-            f"{folder} has cells with a different {', '.join(different)}: use another --results "
-            "folder, or remove the cells"
-        )
-    store.write_json(folder / "made_by.json", made)
-
-
 def main(settings: Settings) -> None:
     """Measures the missing cells, prints the table and writes it.
 
-    An invalid profile, folder, target or drafter ends the command with one line.
+    An invalid profile, target or drafter ends the command with one line.
     """
 
     def load(path: str) -> magicjax.Model:
@@ -273,20 +262,21 @@ def main(settings: Settings) -> None:
     folder, rows = pathlib.Path(settings.results), []
     try:
         cost_model.load_profile(_profile_of(settings))
-        check_folder(folder, made_by(settings))
+        made = made_by(settings)
         target = load(settings.target)
         drafters = [make_drafter(text, load) for text in settings.drafters]
     except (ValueError, OSError) as error:
         sys.exit(f"plan_check: {error}")
     for context in settings.context:
         for batch in settings.batch:
-            path = folder / "cells" / f"{batch}-{context}.json"
-            if not path.exists():
+            key = f"{batch}-{context}-{store.digest(json.dumps(made))}"
+            cell = store.read_record(folder, key)
+            if cell is None:
                 fitting = [d for d in drafters if (getattr(d, "budget", None) or 0) < context]
-                made = prompts.make(prompts.STDLIB, target.tokenizer, "", batch, context)
-                cell = measure(settings, target, fitting, [prompt.tokens for prompt in made])
-                write_atomically(path, json.dumps(cell, indent=1) + "\n")
-            rows.append(row_of(batch, context, json.loads(path.read_text())))
+                texts = prompts.make(prompts.STDLIB, target.tokenizer, "", batch, context)
+                cell = measure(settings, target, fitting, [prompt.tokens for prompt in texts])
+                store.write_record(folder, key, {"made_by": made} | cell)
+            rows.append(row_of(batch, context, cell))
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()})
     table = pd.DataFrame(rows)
     write_atomically(folder / "plan_check.csv", table.round(4).to_csv(index=False))

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from experiments.report.annotated_image import ABSENT, annotated_image
-from experiments.report.figures import COLOURS, write_png
+from experiments.report.figures import COLOURS, add_legend, clean, write_png
 from experiments.studies import cost_tables
 from magicjax import cost_model, planner
 from magicjax.cli import plan
@@ -111,10 +111,9 @@ def write(study: Study, directory: pathlib.Path) -> list[pathlib.Path]:
         "time_split": time_split(study),
         "inflection": inflections(study),
     }
-    paths = {directory / f"{name}.png": plot for name, plot in plots.items()}
-    for path, plot in paths.items():
-        write_png(path, plot)
-    return list(paths)
+    for name, plot in plots.items():
+        write_png(directory / f"{name}.png", plot)
+    return [directory / f"{name}.png" for name in plots]
 
 
 def _figure(study: Study, title: str, width: float = 8.6) -> tuple[Figure, Axes]:
@@ -260,9 +259,8 @@ def inflections(study: Study) -> Figure:
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8.5)
     axes.minorticks_off()
     axes.set(xlabel="context", ylabel="speedup over plain decoding")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=9, **BESIDE)
+    clean(axes)
+    add_legend(axes, 9)
     return figure
 
 

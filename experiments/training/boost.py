@@ -134,12 +134,9 @@ def check_sizes(settings: Boosting, text: corpus.Text, max_positions: int) -> No
 
 
 def claim(settings: Boosting, material: Material, work: pathlib.Path) -> None:
-    """Records settings, models and text in the work folder, whose stages belong to them.
+    """Records settings, models and text in the work folder, as `export.claim`.
 
     The number of drafts is not recorded, so that a later run can add drafts.
-
-    Raises:
-      ConfigError: the folder belongs to others.
     """
     free = {"target", "start", "corpus", "drafts"}  # paths, recorded by content, and the number
     starts = [grid.fingerprint(path) for path in settings.start]
@@ -147,11 +144,7 @@ def claim(settings: Boosting, material: Material, work: pathlib.Path) -> None:
         f"{settings.model_dump_json(exclude=free)}\n"
         f"{grid.fingerprint(settings.target)} {starts}\n{material.text.digest}\n"
     )
-    if not export.claim(work / "boost.txt", record):
-        raise ConfigError(
-            f"{work} holds stages of other settings, models or text: use an empty folder, or "
-            "remove it"
-        )
+    export.claim(work / "boost.txt", record)
 
 
 def sample_weights(

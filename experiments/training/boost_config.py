@@ -6,14 +6,12 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from experiments.schema.fields import STRICT, Many, Positive, checked, read_mapping
+from experiments.schema.fields import Many, Positive, Strict, checked, read_mapping
 from experiments.training.trainer import Schedule
 
 
-class Shape(BaseModel):
+class Shape(Strict):
     """Sizes of a draft; vocabulary, positions and rotary embedding are the target's."""
-
-    model_config = STRICT
 
     hidden_size: Positive = Field(description="E, the width.")
     intermediate_size: Positive = Field(description="F, the width of the MLP.")
@@ -27,42 +25,26 @@ class Boosting(BaseModel):
     """A target, the text that it labels, and the drafts tuned on the labels."""
 
     # Not strict: schedules are dataclasses, which YAML represents as mappings and lists.
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    target: str = Field(description="Directory of the target, which labels the text.")
-    drafts: int = Field(
-        description="Number of drafts, each tuned on the labels that the earlier ones miss."
-    )
-    start: Annotated[list[str], Many] = Field(
-        [],
-        description="Directories of small models to tune: one for all drafts, or one per draft.",
-    )
-    shape: Shape | None = Field(
-        None,
-        description="Instead of `start`: sizes of a model that is first trained on the text.",
-    )
-    text: Schedule | None = Field(None, description="Schedule of that training.")
-    labels: Schedule = Field(
-        description="Schedule of each draft's tuning on the labels; draft n adds n-1 to the seed."
-    )
-    labelled_tokens: Positive = Field(description="Number of tokens that the target labels.")
-    kept_share: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Share of the samples matched by earlier drafts that a later draft keeps; 0 as "
-        "in SpecInfer.",
-    )
-    corpus: str = Field(
-        "", description="Folder of Python source; by default Python's standard library."
-    )
-
-    @field_validator("drafts")
-    @classmethod
-    def _at_least_one(cls, drafts: int) -> int:
-        if drafts < 1:
-            raise ValueError("boost-tuning needs at least 1 draft")
-        return drafts
+    target: str
+    """Directory of the target, which labels the text."""
+    drafts: Positive
+    """Number of drafts, each tuned on the labels that the earlier ones miss."""
+    start: Annotated[list[str], Many] = Field([])
+    """Directories of small models to tune: one for all drafts, or one per draft."""
+    shape: Shape | None = None
+    """Instead of `start`: sizes of a model that is first trained on the text."""
+    text: Schedule | None = None
+    """Schedule of that training."""
+    labels: Schedule
+    """Schedule of each draft's tuning on the labels; draft n adds n-1 to the seed."""
+    labelled_tokens: Positive
+    """Number of tokens that the target labels."""
+    kept_share: float = Field(0.0, ge=0, le=1)
+    """Share of the samples matched by earlier drafts that a later draft keeps; SpecInfer: 0."""
+    corpus: str = ""
+    """Folder of Python source; by default Python's standard library."""
 
     @field_validator("text", "labels")
     @classmethod

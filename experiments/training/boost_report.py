@@ -56,8 +56,9 @@ def measure(
     }
 
     def row(name: str, number: int, best: np.ndarray) -> dict[str, Any]:
+        match, top_n = (best[:, 0] == labels).mean(), covered(labels, best).mean()
         shared = {"name": f"{name}-{number}", "match_before": before[id(starts[number - 1][1])]}
-        return shared | _matches(labels, best)
+        return shared | {"match": float(match), "top_n": float(top_n)}
 
     ranked = [distill.ranked(*model, tokens, len(drafts)) for model in drafts]
     ranked_plain = [distill.ranked(*model, tokens, len(drafts)) for model in plain]
@@ -85,12 +86,6 @@ def measure(
     return figures
 
 
-def _matches(labels: Int[np.ndarray, "M"], best: Int[np.ndarray, "M N"]) -> dict[str, float]:
-    """Returns the shares of labels that are the top-1 token, and among the top N."""
-    match = float((best[:, 0] == labels).mean())
-    return {"match": match, "top_n": float(covered(labels, best).mean())}
-
-
 def table(figures: dict[str, Any]) -> str:
     """Returns two Markdown tables: the matches of each draft, and the coverage of all."""
     count = len(figures["drafts"])
@@ -100,23 +95,16 @@ def table(figures: dict[str, Any]) -> str:
         for draft in figures["drafts"] + figures["plain"]
     ]
     coverage = figures["coverage"]
-    single = coverage["best_single"]
+    single, less = coverage["best_single"], _signed(figures["boosted_less_single"])
+    name = f"top {count} of {single['name']}, the best single draft"
     covers = [
         (f"top 1 of {count} boost-tuned drafts", f"{coverage['boosted']:.1%}", ""),
-        (
-            f"top {count} of {single['name']}, the best single draft",
-            f"{single['share']:.1%}",
-            _signed(figures["boosted_less_single"]),
-        ),
+        (name, f"{single['share']:.1%}", less),
     ]
     if "unboosted" in coverage:
-        covers.append(
-            (
-                f"top 1 of {count} drafts, each tuned on all samples",
-                f"{coverage['unboosted']:.1%}",
-                _signed(figures["boosted_less_unboosted"]),
-            )
-        )
+        name = f"top 1 of {count} drafts, each tuned on all samples"
+        less = _signed(figures["boosted_less_unboosted"])
+        covers.append((name, f"{coverage['unboosted']:.1%}", less))
     match_header = ("draft", "samples", "top 1, before", "top 1, after", f"top {count}")
     cover_header = (f"{count} tokens per position", "coverage", "boost-tuned minus this")
     return (

@@ -10,6 +10,7 @@ import numpy as np
 
 import models
 from experiments.prompts import corpus
+from experiments.schema.fields import ConfigError
 from experiments.training import trainer
 from magicjax.benchmarks.tables import markdown_table
 from magicjax.files import write_atomically
@@ -81,7 +82,6 @@ def export(
       text: training and evaluation text.
       command, note: see `card`.
     """
-    stored = rounded(params)
     widened = as_stored(params)
     losses = {
         context: trainer.evaluate(module, widened, text.held_out, context, EVALUATED_TOKENS)
@@ -91,7 +91,7 @@ def export(
     models.save_checkpoint(
         path,
         models.build(module.config, jnp.bfloat16),
-        stored,
+        rounded(params),
         eos_token_ids=(tokenizer.eos_token_id,),
         pad_token_id=tokenizer.pad_token_id,
         tokenizer=tokenizer,
@@ -102,8 +102,16 @@ def export(
     print(text_card)
 
 
-def claim(path: pathlib.Path, record: str) -> bool:
-    """Writes `record` to a new file; returns whether the file holds it."""
+def claim(path: pathlib.Path, record: str) -> None:
+    """Records in a work folder what its stages belong to.
+
+    Raises:
+      ConfigError: the file exists and has another record.
+    """
     if not path.exists():
         write_atomically(path, record)
-    return path.read_text() == record
+    if path.read_text() != record:
+        raise ConfigError(
+            f"{path.parent} holds stages of other settings, models or text: use an empty folder, "
+            "or remove it"
+        )

@@ -13,6 +13,7 @@ import pathlib
 import sys
 
 import yaml
+from pydantic import TypeAdapter
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -50,32 +51,13 @@ def read_recipe(path: pathlib.Path) -> Recipe:
         tie_embeddings=True,
     )
 
-    def schedule(fields: dict) -> trainer.Schedule:
-        phases = tuple(trainer.Phase(**phase) for phase in fields.pop("phases"))
-        return trainer.Schedule(phases=phases, **fields)
-
     target = raw.pop("target")
     return Recipe(
         target=LlamaConfig(**shared, **target["shape"]),
-        target_schedule=schedule(target["schedule"]),
+        target_schedule=TypeAdapter(trainer.Schedule).validate_python(target["schedule"]),
         drafts=boost_config.read(path.parent / raw.pop("drafts")),
         **raw,
     )
-
-
-def claim(work: pathlib.Path, recipe: Recipe) -> None:
-    """Records target and standard library in the work folder, whose stages belong to them.
-
-    Raises:
-      ValueError: the folder belongs to others.
-    """
-    digest = corpus.data_hash(corpus.library())
-    record = f"{recipe.vocab_size} {recipe.target}\n{recipe.target_schedule}\n{digest}\n"
-    if not export.claim(work / "recipe.txt", record):
-        raise ValueError(
-            f"{work} holds stages of another recipe or another Python version: "
-            "use an empty folder, or remove it"
-        )
 
 
 def make_tokenizer(vocab_size: int, work: pathlib.Path) -> PreTrainedTokenizerFast:
@@ -102,7 +84,9 @@ def main() -> None:
     arguments = parser.parse_args()
     recipe = read_recipe(arguments.recipe)
     arguments.work.mkdir(parents=True, exist_ok=True)
-    claim(arguments.work, recipe)
+    digest = corpus.data_hash(corpus.library())
+    record = f"{recipe.vocab_size} {recipe.target}\n{recipe.target_schedule}\n{digest}\n"
+    export.claim(arguments.work / "recipe.txt", record)
     tokenizer = make_tokenizer(recipe.vocab_size, arguments.work)
     text = corpus.read(tokenizer.backend_tokenizer)
     # Before the target is trained.

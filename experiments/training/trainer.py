@@ -61,13 +61,6 @@ class Schedule:
     def steps(self) -> int:
         return sum(phase.steps for phase in self.phases)
 
-    def phase_at(self, step: int) -> Phase:
-        for phase in self.phases:
-            if step < phase.steps:
-                return phase
-            step -= phase.steps
-        raise ValueError(f"step {step} is after the last phase")
-
 
 def causal_attend(layer: int, q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v):
     """Causal `attend` in chunks of queries, whose backward pass recomputes the scores."""
@@ -100,8 +93,8 @@ def logits_of(model: nn.Module, params, tokens: Int[Array, "B T"]) -> Float[Arra
 
 def batches(stream: np.ndarray, schedule: Schedule, first: int) -> Iterator[np.ndarray]:
     """Yields windows [batch, context + 1, ...] from step `first` on."""
-    for step in range(first, schedule.steps):
-        phase = schedule.phase_at(step)
+    phases = [phase for phase in schedule.phases for _ in range(phase.steps)]
+    for step, phase in enumerate(phases[first:], first):
         random = np.random.default_rng((schedule.seed, step))
         starts = random.integers(0, len(stream) - phase.context, phase.batch)
         yield np.stack([stream[s : s + phase.context + 1] for s in starts])

@@ -46,16 +46,10 @@ def make(tables: settings.Tables, bench: Bench) -> dict[int, list[dict[str, Any]
     directory = pathlib.Path(tables.results) / tables.name
     made: dict[int, list[dict[str, Any]]] = {}
     with tqdm(total=sum(work.values()), unit="run", smoothing=0.05) as bar:
-
-        def tick(description: str, runs_done: int) -> None:
-            short = description if len(description) < 48 else f"{description[:45]}..."
-            bar.set_description(short, refresh=False)
-            bar.update(runs_done)
-
         runner = None
         for number in sorted(set(tables.tables)):
             if number in MAKERS:
-                runner = runner or runs.Runner(tables, bench, tick)
+                runner = runner or runs.Runner(tables, bench, bar)
                 made[number] = MAKERS[number](tables, runner)
             else:
                 made[number] = success.rates(tables, bench)

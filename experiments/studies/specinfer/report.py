@@ -12,7 +12,7 @@ from experiments.studies.specinfer.settings import Tables
 from experiments.studies.specinfer.statistics import CLEAR, Estimate, name_of
 from experiments.studies.specinfer.success import GREEDY, KINDS, MSS, NAIVE
 from magicjax import parse_tree
-from magicjax.benchmarks.tables import markdown_table
+from magicjax.benchmarks.tables import markdown_table, record_table
 
 SPECINFER = {"greedy": "greedy", "sampled": "stochastic"}  # our word for decoding -> the paper's
 VERDICTS = {1: "follows", 0: "undecided", -1: "does not follow"}
@@ -99,10 +99,6 @@ def _figures(columns: dict[str, str], rows: Rows) -> str:
     return markdown_table([*columns], ([cell(row, k) for k in columns.values()] for row in rows))
 
 
-def _claims(rows: Rows) -> str:
-    return markdown_table([*rows[0]], (list(row.values()) for row in rows))
-
-
 def _estimate(row: dict[str, Any], key: str) -> Estimate:
     return Estimate(row[key], row[f"{key}_error"])
 
@@ -115,9 +111,6 @@ def _predicted(tree: str, success: dict[str, Any], ranks: int) -> float:
     """Returns the tokens per step if every level succeeds as often as in table 1."""
     cumulated = [0.0, *(success[f"top{k}"] for k in range(1, ranks + 1))]
     return magicjax.expected_tokens(parse_tree(tree), np.maximum(np.diff(cumulated), 0))
-
-
-# ----------------------------------------------------------------------------------------- table 1
 
 
 def _success(tables: Tables, made: dict[int, Rows]) -> list[str]:
@@ -152,11 +145,8 @@ def _success(tables: Tables, made: dict[int, Rows]) -> list[str]:
         "## Table 1: success rate of the draft's first k tries",
         _figures(columns, rows),
         "\n".join(f"- {kind}: {meaning}." for kind, meaning in KINDS.items()),
-        _claims(claims),
+        record_table(claims),
     ]
-
-
-# ----------------------------------------------------------------------------------------- table 2
 
 
 def _widths(tables: Tables, made: dict[int, Rows]) -> list[str]:
@@ -165,7 +155,7 @@ def _widths(tables: Tables, made: dict[int, Rows]) -> list[str]:
     return [
         f"## Table 2: tokens per step by the width k of {tables.width_tree}",
         _figures(columns, made[2]),
-        _claims([_width_claim(tables, made, decoding) for decoding in SPECINFER]),
+        record_table([_width_claim(tables, made, decoding) for decoding in SPECINFER]),
     ]
 
 
@@ -196,9 +186,6 @@ def _width_claim(tables: Tables, made: dict[int, Rows], decoding: str) -> dict[s
     return {"decoding": decoding} | _compared(gain, paper_gain, sign, **extra)
 
 
-# ----------------------------------------------------------------------------------------- table 3
-
-
 def _verifiers(tables: Tables, made: dict[int, Rows]) -> list[str]:
     columns = {"children drawn": "draw", "verifier": "verifier", "nodes": "nodes"}
     columns |= {"tokens per step": "tau", "over naive": "gain"}
@@ -221,11 +208,8 @@ def _verifiers(tables: Tables, made: dict[int, Rows]) -> list[str]:
     return [
         f"## Table 3: naive and multi-step speculative sampling, {tree}",
         _figures(columns, made[3]),
-        _claims(claims),
+        record_table(claims),
     ]
-
-
-# ----------------------------------------------------------------------------------------- table 4
 
 
 def _ensembles(tables: Tables, made: dict[int, Rows]) -> list[str]:
@@ -253,29 +237,23 @@ def _ensembles(tables: Tables, made: dict[int, Rows]) -> list[str]:
         "`nodes` is the maximum, the root included. A token that several drafts propose is one "
         "node, so a merged tree has fewer. The paper claims that merged drafts cover more of the "
         "target's choices; it has no figure for trees of equal size.",
-        _claims(claims),
-        *_coverage(tables, made),
+        record_table(claims),
+        *_coverage(made),
     ]
 
 
-def _coverage(tables: Tables, made: dict[int, Rows]) -> list[str]:
+def _coverage(made: dict[int, Rows]) -> list[str]:
     """Returns how many of the target's choices all drafts cover, and one with as many tries."""
-    greedy = _select(made.get(1, []), decoding=GREEDY)
-    merged = " + ".join(map(name_of, tables.drafts))
-    for row in _select(greedy, draft=merged):
-        tries = [k for k, v in row.items() if k.startswith("top") and "_" not in k and v]
-        if tries:
-            key = tries[-1]
-            best = max((r for r in greedy if r is not row), key=lambda r: r[key])
-            return [
-                f"On held-out text, {key[3:]} tries contain the target's greedy token in "
-                f"{row[key]:.3f} of positions for {merged}, and in {best[key]:.3f} for "
-                f"{best['draft']} alone."
-            ]
-    return []
-
-
-# ----------------------------------------------------------------------------------------- table 5
+    *single, joint = _select(made.get(1, []), decoding=GREEDY) or [{}]
+    tries = [k for k, v in joint.items() if k.startswith("top") and "_" not in k and v]
+    if not single or not tries:
+        return []
+    best = max(single, key=lambda row: row[tries[-1]])
+    return [
+        f"On held-out text, {tries[-1][3:]} tries contain the target's greedy token in "
+        f"{joint[tries[-1]]:.3f} of positions for {joint['draft']}, and in {best[tries[-1]]:.3f} "
+        f"for {best['draft']} alone."
+    ]
 
 
 def _shapes(tables: Tables, made: dict[int, Rows]) -> list[str]:
@@ -297,7 +275,7 @@ def _shapes(tables: Tables, made: dict[int, Rows]) -> list[str]:
         "an optimal tree emits more tokens than an expansion, and the gain grows with the size "
         "(Sequoia, arXiv 2402.12374); a dynamic tree emits more than a static one (EAGLE-2, arXiv "
         "2406.16858).",
-        _claims(claims),
+        record_table(claims),
     ]
 
 

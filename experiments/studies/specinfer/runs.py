@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
+from tqdm import tqdm
 
 import magicjax
 from experiments import prompts
@@ -89,14 +90,10 @@ def choose(tables: Tables, bench: Bench) -> Requests:
 
 
 class Runner:
-    """Runs cells, or reads their stored results.
+    """Runs cells, or reads their stored results, and counts the runs in a progress bar."""
 
-    Attributes:
-      tick: called with a description and the number of runs that just finished.
-    """
-
-    def __init__(self, tables: Tables, bench: Bench, tick: Callable[[str, int], None]):
-        self.tables, self.bench, self.tick = tables, bench, tick
+    def __init__(self, tables: Tables, bench: Bench, bar: tqdm):
+        self.tables, self.bench, self.bar = tables, bench, bar
         self.directory = pathlib.Path(tables.results) / tables.name
         self.requests = choose(tables, bench)
         self._done: dict[str, dict[str, Any]] = {}
@@ -120,13 +117,14 @@ class Runner:
         key = grid.key(cell, provenance.of(cell) | {"device": provenance.device_name()} | inputs)
         if key in self._done:
             return self._done[key]
+        self.bar.set_description(cell.method[:48])
         record = None if self.tables.fresh else store.read_record(self.directory, key)
         if record is None:
             row = {"status": "ok", "method": cell.method}
             record = {"row": row, "cell": dataclasses.asdict(cell), "made": make(cell)}
             store.write_record(self.directory, key, record)
         else:
-            self.tick(cell.method, runs)
+            self.bar.update(runs)
         self._done[key] = record["made"]
         return record["made"]
 
@@ -135,7 +133,7 @@ class Runner:
         for i in range(len(rows) * runs_of(self.tables, cell)):
             seeded = dataclasses.replace(cell, seed=cell.seed + i) if cell.do_sample else cell
             outputs.append(self.bench.run(seeded, rows[i % len(rows), None]))
-            self.tick(cell.method, 1)
+            self.bar.update()
         exact, ties = None, 0
         if not cell.do_sample:
             target = self.bench.model(cell.target, cell.dtype, cell.devices)
@@ -154,7 +152,7 @@ class Runner:
 
     def _acceptance(self, cell: Cell) -> dict[str, Any]:
         stats = self.bench.run(cell, self.requests.probes).stats
-        self.tick(cell.method, len(self.requests.probes))
+        self.bar.update(len(self.requests.probes))
         return {"acceptance": [list(ranks) for ranks in stats.acceptance_by_rank]}
 
 

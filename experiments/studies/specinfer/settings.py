@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from experiments.schema import config, grid
-from experiments.schema.fields import STRICT, ConfigError, Positive, checked, read_mapping
+from experiments.schema.fields import STRICT, ConfigError, Positive, Strict, checked, read_mapping
 from experiments.schema.grid import Cell
 from magicjax import DynamicTree, TokenTree, parse_tree
 
@@ -15,19 +15,15 @@ AtLeast2 = Annotated[int, Field(ge=2)]
 WIDTH = "{k}"  # placeholder for the width in the tree of table 2
 
 
-class Merging(BaseModel):
+class Merging(Strict):
     """Trees of table 4."""
-
-    model_config = STRICT
 
     single: str = "expansion:4,1,1,1,1,1,1,1"  # of a single draft
     member: str = "expansion:2,1,1,1,1,1,1,1"  # of each member of the ensemble
 
 
-class Size(BaseModel):
+class Size(Strict):
     """Trees of table 5 of one size; the optimal tree follows from measured acceptance."""
-
-    model_config = STRICT
 
     nodes: AtLeast2  # the root included
     expansion: str  # a static tree with at most this many nodes

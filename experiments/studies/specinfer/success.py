@@ -74,9 +74,8 @@ def _row(draft: str, kind: str, shares: Float[np.ndarray, "W k"]) -> dict[str, A
     row: dict[str, Any] = {"draft": draft, "decoding": kind}
     for rank, by_window in enumerate(shares.T, 1):
         known = not np.isnan(by_window).any()
-        row[f"top{rank}"], row[f"top{rank}_error"] = (
-            mean_and_error(by_window) if known else (None, None)
-        )
+        estimate = mean_and_error(by_window) if known else (None, None)
+        row[f"top{rank}"], row[f"top{rank}_error"] = estimate
     return row
 
 

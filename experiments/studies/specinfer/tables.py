@@ -26,8 +26,8 @@ def widths(tables: Tables, runner: Runner | DryRun) -> Rows:
         for width in tables.widths:
             cell = speculative(tables, sampled, tables.drafts[:1], tables.tree_of_width(width))
             results.append(runner.run(cell))
-            row = {"decoding": decoding, "width": width} | _row(cell, results[-1])
-            rows.append(row | _gain(results[-1], results[0]))
+            labels = {"decoding": decoding, "width": width}
+            rows.append(_row(labels, cell, results[-1], results[0]))
     return rows
 
 
@@ -41,8 +41,7 @@ def verifiers(tables: Tables, runner: Runner | DryRun) -> Rows:
         cell = speculative(tables, True, draft, tree, option)
         mss = runner.run(cell)
         for verifier, result in (("naive", naive), ("mss", mss)):
-            row = {"draw": draw, "verifier": verifier} | _row(cell, result)
-            rows.append(row | _gain(result, naive))
+            rows.append(_row({"draw": draw, "verifier": verifier}, cell, result, naive))
     return rows
 
 
@@ -56,8 +55,7 @@ def ensembles(tables: Tables, runner: Runner | DryRun) -> Rows:
         best = max(results[:-1], key=lambda result: result.tau.mean())
         for cell, result in zip(cells, results, strict=True):
             kind = "merged" if result is results[-1] else "single"
-            row = {"decoding": decoding, "kind": kind} | _row(cell, result)
-            rows.append(row | _gain(result, best))
+            rows.append(_row({"decoding": decoding, "kind": kind}, cell, result, best))
     return rows
 
 
@@ -67,18 +65,16 @@ def shapes(tables: Tables, runner: Runner | DryRun) -> Rows:
     for decoding, sampled in DECODINGS.items():
         acceptance = runner.probe(probe_cell(tables, sampled))
         for size in tables.sizes:
-            trees = {
-                "expansion": size.expansion,
-                "optimal": optimal_tree(tables, acceptance, size.nodes),
-            }
+            optimal = optimal_tree(tables, acceptance, size.nodes)
+            trees = {"expansion": size.expansion, "optimal": optimal}
             if not sampled:
                 trees["dynamic"] = size.dynamic
             results = []
             for kind, tree in trees.items():
                 cell = speculative(tables, sampled, tables.drafts[:1], tree)
                 results.append(runner.run(cell))
-                row = {"decoding": decoding, "size": size.nodes, "kind": kind}
-                row |= _row(cell, results[-1]) | _gain(results[-1], results[0])
+                labels = {"decoding": decoding, "size": size.nodes, "kind": kind}
+                row = _row(labels, cell, results[-1], results[0])
                 rows.append(row | {"expected": _expected(tree, acceptance)})
     return rows
 
@@ -91,9 +87,10 @@ def _expected(tree: str, acceptance: list[list[float]]) -> float | None:
     return magicjax.expected_tokens(static, acceptance)
 
 
-def _row(cell: Cell, result: Result) -> dict[str, Any]:
-    tau = mean_and_error(result.tau)
-    return {
+def _row(labels: dict[str, Any], cell: Cell, result: Result, base: Result) -> dict[str, Any]:
+    """Returns a row; the gain is the tokens per step relative to `base`, on the same requests."""
+    tau, gain = mean_and_error(result.tau), ratio(result.tau, base.tau)
+    return labels | {
         "draft": cell.method.split(",")[0],
         "tree": cell.tree,
         "depth": cell.gamma,
@@ -104,10 +101,6 @@ def _row(cell: Cell, result: Result) -> dict[str, Any]:
         "exact": result.exact,
         "ties": result.ties,
         "requests": len(result.tau),
+        "gain": gain.value,
+        "gain_error": gain.error,
     }
-
-
-def _gain(result: Result, base: Result) -> dict[str, float]:
-    """Returns the tokens per step relative to `base`, on the same requests."""
-    gain = ratio(result.tau, base.tau)
-    return {"gain": gain.value, "gain_error": gain.error}

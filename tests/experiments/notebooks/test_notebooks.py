@@ -12,8 +12,6 @@ import sys
 
 import matplotlib.pyplot as plt
 import nbformat
-import numpy as np
-import pandas as pd
 import pytest
 
 from experiments.notebooks import __main__ as command
@@ -221,29 +219,3 @@ def test_a_tree_shows_every_token_the_accepted_path_and_the_bonus_token():
     widths = [line.get_linewidth() for line in axes.lines]
     assert widths[:3] == [3, 1, 1]  # to nodes 1, 2, 3
     plt.close("all")
-
-
-def grid_of(speedups, status="ok"):
-    rows = [
-        {"method": m, "batch": b, "context": c, "status": status, "speedup": value}
-        for (m, b, c), value in speedups.items()
-    ]
-    return pd.DataFrame(rows)
-
-
-def test_a_heat_map_has_a_panel_for_each_method_and_shows_failed_and_missing_cells():
-    cells = grid_of({("one", 1, 64): 2.0, ("one", 8, 64): 0.5, ("two", 8, 64): 1.0})
-    failed = grid_of({("two", 8, 128): np.nan}, "failed")
-    figure = pictures.heat_maps(pd.concat([cells, failed]), "speedup", "speedup", centre=1)
-    one, two, bar = figure.axes
-    assert [text.get_text() for text in one.texts] == ["2.00", "0.50", "not\nrun", "not\nrun"]
-    assert [text.get_text() for text in two.texts] == ["not\nrun", "1.00", "not\nrun", "failed"]
-    assert [axes.get_title() for axes in (one, two)] == ["one", "two"]
-    half, twice = one.images[0].get_array()[0, 1], one.images[0].get_array()[0, 0]
-    assert half == -twice  # ratios: at the same distance from the centre
-    assert bar.get_ylabel() == "speedup"
-
-
-def test_an_empty_heat_map_is_refused():
-    with pytest.raises(ValueError, match="no cell has a value in 'speedup'"):
-        pictures.heat_maps(grid_of({("one", 1, 64): np.nan}, "failed"), "speedup", "speedup")

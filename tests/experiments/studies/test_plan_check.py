@@ -1,7 +1,7 @@
 """The table and summary of the plan check, and folders with cells of other settings."""
 
 import dataclasses
-import re
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -53,29 +53,26 @@ def settings(tmp_path):
     return plan_check.Settings(profile=str(profile), results=str(tmp_path / "results"))
 
 
-def test_cells_of_other_settings_are_not_mixed(settings, tmp_path):
-    folder, made = tmp_path / "results", plan_check.made_by(settings)
-    plan_check.check_folder(folder, made)
-    other = plan_check.made_by(dataclasses.replace(settings, repeats=4, depths=(1, 2)))
-    plan_check.check_folder(folder, other)  # there is no cell yet
-    plan_check.check_folder(folder, made)
-    (folder / "cells").mkdir()
-    (folder / "cells" / "1-1024.json").write_text("{}")
-    plan_check.check_folder(folder, made)  # a second run resumes
+def test_cells_of_other_settings_are_not_mixed(settings):
+    made = plan_check.made_by(settings)
     more = dataclasses.replace(settings, batch=(2,), context=(512,))
     assert plan_check.made_by(more) == made
-    with pytest.raises(ValueError, match="different depths, repeats: use another --results"):
-        plan_check.check_folder(folder, other)
+    for changes in ({"repeats": 4}, {"depths": (1, 2)}):
+        assert plan_check.made_by(dataclasses.replace(settings, **changes)) != made
     cost_model.save_profile(settings.profile, cost_model.find_device("h100"), {})
-    with pytest.raises(ValueError, match=re.escape("different profile: use")):
-        plan_check.check_folder(folder, plan_check.made_by(settings))
+    assert plan_check.made_by(settings) != made
 
 
-def test_cells_of_unknown_settings_are_refused(settings, tmp_path):
-    (tmp_path / "results" / "cells").mkdir(parents=True)
-    (tmp_path / "results" / "cells" / "1-1024.json").write_text("{}")
-    with pytest.raises(ValueError, match="different target, drafters"):
-        plan_check.check_folder(tmp_path / "results", plan_check.made_by(settings))
+def test_a_finished_cell_is_not_measured_again(settings, monkeypatch):
+    measured = []
+    target = SimpleNamespace(tokenizer=None)
+    monkeypatch.setattr(plan_check.magicjax, "load", lambda *arguments, **options: target)
+    monkeypatch.setattr(plan_check.prompts, "make", lambda *arguments: [])
+    monkeypatch.setattr(plan_check, "measure", lambda *a: measured.append(a[0].repeats) or FOUND)
+    one = dataclasses.replace(settings, batch=(1,), context=(1024,), drafters=("prompt-lookup:4",))
+    for repeats in (8, 8, 4, 8):
+        plan_check.main(dataclasses.replace(one, repeats=repeats))
+    assert measured == [8, 4]
 
 
 def test_a_missing_profile_is_refused_before_loading(settings, monkeypatch):

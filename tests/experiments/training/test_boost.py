@@ -252,7 +252,7 @@ def test_a_draft_can_start_from_a_small_model(folder, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"drafts": 0}, "drafts=0: boost-tuning needs at least 1 draft"),
+        ({"drafts": 0}, "drafts=0: Input should be greater than or equal to 1"),
         ({"drafst": 2}, "drafst: no such key; did you mean 'drafts'?"),
         ({"shape": SHAPE | {"heads": 2}}, "shape.heads: no such key"),
         ({"labels": {"phases": [], "learning_rate": 0.1}}, "a schedule needs phases"),
@@ -323,7 +323,7 @@ def test_the_command_prints_errors_and_exits_with_status_2(folder, tmp_path, cap
     path.write_text("drafts: 0\n")
     arguments = [str(path), "--work", str(tmp_path), "--out", str(tmp_path)]
     assert boost.main(arguments) == 2
-    assert "needs at least 1 draft" in capsys.readouterr().err
+    assert "drafts=0: Input should be greater" in capsys.readouterr().err
 
 
 def test_coverage_counts_positions_with_a_matching_proposal():
