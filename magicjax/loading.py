@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import models
@@ -46,9 +47,11 @@ def load(
 
     Raises:
       FileNotFoundError, ValueError: the directory or preset does not exist, the checkpoint is
-        incomplete, the mesh does not divide the model, or host memory is too small.
+        incomplete, the dtype is unknown, the mesh does not divide the model, or host memory is
+        too small.
     """
     offloading.validate_offload(offload)
+    _validate_dtype(dtype)
     stages = _validated_stages(stages, shards, mesh, offload)
     sharding_of = None
     if mesh is not None:
@@ -139,6 +142,15 @@ def offload(model: Model, int8: bool = False) -> Model:
     params, layers = models.split_blocks(model.params)
     blocks = offloading.stack(model.module, map(jax.device_get, layers), int8)
     return dataclasses.replace(model, params=params, layout=Offloaded(blocks))
+
+
+def _validate_dtype(dtype: Any) -> None:
+    try:
+        jnp.dtype(dtype)
+    except TypeError:
+        raise ValueError(
+            f"dtype={dtype!r} is unknown: use float32, bfloat16 or float16, or None"
+        ) from None
 
 
 def skeleton(source: str | os.PathLike, *, shards: int | None = None) -> Model:

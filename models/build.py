@@ -14,7 +14,9 @@ from models.opt import Opt, OptBlock, OptConfig
 ShardingFn = Callable[[tuple[str | None, ...]], jax.sharding.Sharding]
 Config = LlamaConfig | OptConfig
 BLOCK = "layers_"  # followed by the layer index: the name of a block's parameters
-# Both have vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads,
+# config -> module of the model, module of one of its layers
+FAMILIES: dict[type, tuple[Any, Any]] = {LlamaConfig: (Llama, Block), OptConfig: (Opt, OptBlock)}
+# Both configs have vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads,
 # head_dim, max_positions, tie_embeddings and family.
 
 
@@ -23,13 +25,10 @@ def build(config: Config, dtype: Any = jnp.float32) -> nn.Module:
 
     Raises TypeError for other objects than a config of this package.
     """
-    if isinstance(config, LlamaConfig):
-        return Llama(config, jnp.dtype(dtype))
-    if isinstance(config, OptConfig):
-        return Opt(config, jnp.dtype(dtype))
-    raise TypeError(
-        f"{type(config).__name__} is not a model config: it must be LlamaConfig or OptConfig"
-    )
+    if type(config) not in FAMILIES:
+        names = " or ".join(family.__name__ for family in FAMILIES)
+        raise TypeError(f"{type(config).__name__} is not a model config: it must be {names}")
+    return FAMILIES[type(config)][0](config, jnp.dtype(dtype))
 
 
 def layer_module(module: nn.Module) -> nn.Module:
@@ -38,8 +37,7 @@ def layer_module(module: nn.Module) -> nn.Module:
     Its parameters are `params["params"]["layers_<i>"]`, and its arguments are
     (x [B,T,E], positions [B,T], attend, layer).
     """
-    block = Block if isinstance(module.config, LlamaConfig) else OptBlock
-    return block(module.config, module.dtype, module.split)
+    return FAMILIES[type(module.config)][1](module.config, module.dtype, module.split)
 
 
 def block_params(module: nn.Module) -> dict[str, Any]:

@@ -7,6 +7,8 @@ flattened (norms and biases), or as the matrix [outputs, inputs] of a linear map
 import dataclasses
 import math
 import re
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +59,9 @@ class Tensor:
 
 def tensors_of(config: Config) -> tuple[Tensor, ...]:
     """Returns every tensor of a checkpoint of `config`, in file order."""
-    return _opt(config) if isinstance(config, OptConfig) else _llama(config)
+    families: dict[type, Callable[[Any], tuple[Tensor, ...]]]
+    families = {LlamaConfig: _llama, OptConfig: _opt}
+    return families[type(config)](config)
 
 
 def full_name(name: str) -> str:

@@ -34,7 +34,7 @@ from magicjax.decoding import loop, program_cache
 from magicjax.decoding.request import Request, prepare
 from magicjax.decoding.runner import state_shapes
 from magicjax.drafters import Drafter, SelfSpeculation
-from magicjax.drafters.base import Round
+from magicjax.drafters.base import RoundOutcome
 from magicjax.files import write_atomically
 from magicjax.loading import load
 from magicjax.model import DTYPES, Model
@@ -102,7 +102,7 @@ class Synthetic(Drafter):
         tokens = jnp.concatenate([root[:, None], tokens + zero], axis=1)
         return Proposal(tokens, settings.tree.array), draft
 
-    def commit(self, target, state, draft, proposal: Proposal, outcome: Round) -> Any:
+    def commit(self, target, state, draft, proposal: Proposal, outcome: RoundOutcome) -> Any:
         if self.inner is None:
             return state
         return self.inner.commit(target, state, draft, proposal, outcome)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from magicjax.drafters.base import Drafter, Round
+from magicjax.drafters.base import Drafter, RoundOutcome
 from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.attend import AttendTo
 from magicjax.kv_cache.attention_stats import AttentionStats
@@ -173,9 +173,9 @@ def step(
     with jax.named_scope("commit"):
         kept = kept + full_cache.zero_after(result.bonus)
         cache = full_cache.append(state.cache, new, result.path, kept)
-        round_ = Round(result.path, kept, new, queries, cache, settings.backend)
+        outcome = RoundOutcome(result.path, kept, new, queries, cache, settings.backend)
         if drafter is not None:
-            drafter_state = drafter.commit(target, state.drafter, draft, proposal, round_)
+            drafter_state = drafter.commit(target, state.drafter, draft, proposal, outcome)
             state = dataclasses.replace(state, drafter=drafter_state)
         state = _count(state, proposal, result)
         return _emit(dataclasses.replace(state, cache=cache), tokens, kept, ended)

@@ -1,6 +1,6 @@
 """Drafters: self-speculation, small models, prompt lookup, and ensembles of them."""
 
-from magicjax.drafters.base import Drafter, Round
+from magicjax.drafters.base import Drafter, RoundOutcome
 from magicjax.drafters.ensemble import Ensemble
 from magicjax.drafters.prompt_lookup import PromptLookup
 from magicjax.drafters.self_speculation import SelfSpeculation
@@ -15,7 +15,7 @@ __all__ = [
     "Ensemble",
     "PromptLookup",
     "Proposal",
-    "Round",
+    "RoundOutcome",
     "SelfSpeculation",
     "SmallModel",
 ]

@@ -15,7 +15,7 @@ from magicjax.verification.sampling import Sampling
 
 
 @struct.dataclass
-class Round:
+class RoundOutcome:
     """The outcome of one verified proposal of N nodes.
 
     Attributes:
@@ -125,7 +125,7 @@ class Drafter(Protocol):
         """
 
     def commit(
-        self, target: Model, state: Any, draft: Any, proposal: Proposal, outcome: Round
+        self, target: Model, state: Any, draft: Any, proposal: Proposal, outcome: RoundOutcome
     ) -> Any:
         """Returns its state after the first `outcome.kept` nodes of each path are committed.
 

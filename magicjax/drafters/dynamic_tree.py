@@ -1,4 +1,4 @@
-"""Drafting trees of any kind, and dynamic trees: one for each row and round.
+"""Drafts dynamic trees: one for each row and round.
 
 A dynamic tree of depth D and width W grows by D passes. The first runs the root, every later one
 the W most probable of the W * W newest candidates; each node that runs adds W candidates, its most
@@ -24,10 +24,9 @@ from magicjax.drafters.draft_pass import (
     run_backlog_and_root,
     see_backlog,
 )
-from magicjax.drafters.static_tree import draft_static_tree
 from magicjax.kv_cache.attend import AttendLevel, empty_nodes
 from magicjax.trees.proposal import Proposal, deterministic_draws
-from magicjax.trees.token_tree import NO_NODE, DynamicTree, Tree
+from magicjax.trees.token_tree import NO_NODE, DynamicTree
 from magicjax.verification.sampling import warp
 from sharding import collectives
 
@@ -47,13 +46,6 @@ class _Candidates:
     score: Float[Array, "B M"]
     parent: Int[Array, "B M"]
     entry: Int[Array, "B M"]
-
-
-def draft_tree(context: DraftContext, tree: Tree) -> tuple[Proposal, DraftBlock]:
-    """Returns the tree with the draft model's tokens, and the block it filled."""
-    if isinstance(tree, DynamicTree):
-        return draft_dynamic_tree(context, tree)
-    return draft_static_tree(context, tree)
 
 
 def draft_dynamic_tree(context: DraftContext, tree: DynamicTree) -> tuple[Proposal, DraftBlock]:

@@ -9,7 +9,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from magicjax.drafters.base import Drafter, Round
+from magicjax.drafters.base import Drafter, RoundOutcome
 from magicjax.model import Model
 from magicjax.settings import Settings
 from magicjax.trees.merge import merge
@@ -138,7 +138,7 @@ class PromptLookup(Drafter):
         return start, best >= 0
 
     def commit(
-        self, target, state: PromptLookupState, draft: None, proposal, outcome: Round
+        self, target, state: PromptLookupState, draft: None, proposal, outcome: RoundOutcome
     ) -> PromptLookupState:
         tokens = jnp.take_along_axis(proposal.tokens, outcome.path, 1)
         write = jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (start,)))

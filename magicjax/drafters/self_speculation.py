@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from magicjax.drafters.base import Drafter, Round
+from magicjax.drafters.base import Drafter, RoundOutcome
 from magicjax.drafters.draft_pass import DraftContext, check_width, resolve_draw_method
-from magicjax.drafters.dynamic_tree import draft_tree
+from magicjax.drafters.draft_tree import draft_tree
 from magicjax.drafters.sparse import SparseSettings, resolve_policy, sparse_settings
 from magicjax.kv_cache.attention_stats import AttentionStats, RecentQueries, update_from_path
 from magicjax.kv_cache.sparse_cache import DraftCache, append_ring, repin
@@ -148,7 +148,12 @@ class SelfSpeculation(Drafter):
         return draft_tree(context, settings.tree)[0], None
 
     def commit(
-        self, target, state: SelfSpeculationState | None, draft: None, proposal, outcome: Round
+        self,
+        target,
+        state: SelfSpeculationState | None,
+        draft: None,
+        proposal,
+        outcome: RoundOutcome,
     ) -> SelfSpeculationState | None:
         if state is None:
             return None
@@ -169,7 +174,7 @@ class SelfSpeculation(Drafter):
         return jax.lax.cond(due, refresh, lambda state: state, state)
 
     def _refresh(
-        self, target: Model, outcome: Round, state: SelfSpeculationState
+        self, target: Model, outcome: RoundOutcome, state: SelfSpeculationState
     ) -> SelfSpeculationState:
         """Returns the state with pins chosen by the attention up to now."""
         stats, sparse, full, backend = state.stats, self.sparse, outcome.cache, outcome.backend

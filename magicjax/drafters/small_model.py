@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from magicjax.drafters.base import Drafter, Round
+from magicjax.drafters.base import Drafter, RoundOutcome
 from magicjax.drafters.draft_pass import (
     NOT_RUN,
     Backlog,
@@ -15,7 +15,7 @@ from magicjax.drafters.draft_pass import (
     check_width,
     resolve_draw_method,
 )
-from magicjax.drafters.dynamic_tree import draft_tree
+from magicjax.drafters.draft_tree import draft_tree
 from magicjax.drafters.sink_rotation import SinkKeys, prefill_sliding_window, rotate_sinks
 from magicjax.drafters.sparse import SparseSettings, resolve_policy, sparse_settings
 from magicjax.kv_cache import full_cache
@@ -200,7 +200,7 @@ class SmallModel(Drafter):
         return draft_tree(context, settings.tree)
 
     def commit(
-        self, target, state: SmallModelState, draft: DraftBlock, proposal, outcome: Round
+        self, target, state: SmallModelState, draft: DraftBlock, proposal, outcome: RoundOutcome
     ) -> SmallModelState:
         """Returns the state with the backlog and the kept nodes that ran in the cache.
 

@@ -1,8 +1,9 @@
 """Sparse draft caches: a policy and a budget, validated, and turned into a cache."""
 
 import dataclasses
-import operator
 from typing import Any
+
+import numpy as np
 
 from magicjax.kv_cache.attention_stats import AttentionStats, newest
 from magicjax.kv_cache.full_cache import KVCache
@@ -29,7 +30,9 @@ def resolve_policy(drafter: Any, full_reads: str, *unused: str) -> None:
     """
     object.__setattr__(drafter, "policy", find(drafter.policy))
     if drafter.budget is not None:
-        object.__setattr__(drafter, "budget", operator.index(drafter.budget))
+        if not isinstance(drafter.budget, int | np.integer):
+            raise TypeError(f"budget={drafter.budget!r}: it must be an integer, a number of slots")
+        object.__setattr__(drafter, "budget", int(drafter.budget))
     if isinstance(drafter.policy, Full):
         for name in ("budget", *unused, "kv_dtype"):
             value = getattr(drafter, name)
@@ -83,10 +86,16 @@ class SparseSettings:
                 f"kv_dtype='int4' packs two elements into a byte and needs an even head "
                 f"dimension, not {model.config.head_dim}: use int8"
             )
+        longest = model.config.max_positions
+        if longest is not None and self.budget > longest:
+            raise ValueError(
+                f"budget={self.budget} is larger than the context of the model, {longest} tokens: "
+                "use a smaller budget, or policy 'full' for a draft that reads all tokens"
+            )
         if self.ring < needed:
             raise ValueError(
-                f"budget={self.budget} is too small: its ring has {self.ring} slots besides "
-                f"{self.num_pinned} pinned ones, and needs at least {because} = {needed}; "
+                f"budget={self.budget} is too small: its ring has {max(self.ring, 0)} slots "
+                f"besides {self.num_pinned} pinned ones, and needs at least {because} = {needed}; "
                 "use a larger budget, fewer pins, or a shallower tree"
             )
         if self.num_pinned < 1:

@@ -96,7 +96,7 @@ def update_from_path(
     Args:
       old: the window before the round.
       new: queries [B, N, H, D] of the tree's nodes, and the log-sum-exp of their scores.
-      path, kept: as in `magicjax.drafters.base.Round`.
+      path, kept: as in `magicjax.drafters.base.RoundOutcome`.
       count: int32 [B], tokens committed before the round.
     """
     seen = (count[:, None] + 1 + jnp.arange(path.shape[1])).astype(jnp.int32)

@@ -317,6 +317,11 @@ REFUSED = {
         r"budget=6 is too small: its ring has 4 slots besides 2 pinned ones, "
         r"and needs at least tree depth \(4\) \+ 1 = 5; use a larger budget",
     ),
+    "budget beyond the context": (
+        dict(drafter=budget(LIMIT + 1)),
+        ValueError,
+        rf"budget={LIMIT + 1} is larger than the context of the model, {LIMIT} tokens",
+    ),
     "small budget of a policy that chooses": (
         dict(drafter=magicjax.SelfSpeculation("snapkv", 10), tree=magicjax.chain(5)),
         ValueError,
@@ -463,12 +468,14 @@ def test_invalid_arguments_are_errors_before_compilation(what, call):
             lambda: magicjax.DynamicTree(64, 2, 4),
             "width=4 draft 20 nodes; use at most 21, or more depth or width",
         ),
+        (lambda: magicjax.load("opt-125m", dtype="fp32"), "dtype='fp32' is unknown: use float32"),
+        (lambda: magicjax.SelfSpeculation(budget=0.1), "budget=0.1: it must be an integer"),
         (lambda: magicjax.load("opt-125"), "preset 'opt-125' does not exist: .* 'opt-125m'"),
     ],
 )
 def test_invalid_settings_are_errors_at_construction(make, message):
     before = program_cache.count()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         make()
     assert program_cache.count() == before
 

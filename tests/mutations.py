@@ -1,0 +1,112 @@
+"""Checks that the quick suite catches wrong changes to the core: `python -m tests.mutations`.
+
+Every mutation is made in a copy of the checkout, whose quick tests run until the first failure. The
+command prints which test failed, and exits with 1 if a mutation survives.
+"""
+
+import argparse
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).parent.parent
+# name -> file, correct text, wrong text
+MUTATIONS = {
+    "rejection keeps the target's distribution": (
+        "magicjax/verification/sampling.py",
+        "residual = jnp.maximum(p - q, 0)",
+        "residual = p",
+    ),
+    "acceptance without q": (
+        "magicjax/verification/sampling.py",
+        "accept = jnp.minimum(p_token / jnp.where(q_token > 0, q_token, 1), 1)",
+        "accept = p_token",
+    ),
+    "draws without replacement keep q": (
+        "magicjax/verification/verify.py",
+        "q=remove_token(q, token, axis_names),",
+        "q=q,",
+    ),
+    "one accept number for all draws": (
+        "magicjax/verification/verify.py",
+        "Purpose.ACCEPT, attempted.draw)",
+        "Purpose.ACCEPT, 0 * attempted.draw)",
+    ),
+    "bonus token with the accept key": (
+        "magicjax/verification/verify.py",
+        "u = uniforms(sampling.keys, root_position + walk.accepted + 1, Purpose.TARGET)",
+        "u = uniforms(sampling.keys, root_position, Purpose.ACCEPT, walk.accepted)",
+    ),
+    "siblings see each other": (
+        "magicjax/trees/token_tree.py",
+        "reach = ((parents[..., None] == nodes) | (nodes[:, None] == nodes)).astype(xp.float32)",
+        "reach = (parents[..., None] >= nodes).astype(xp.float32) + (nodes[:, None] == nodes)",
+    ),
+    "positions of a tree count its nodes": (
+        "magicjax/decoding/loop.py",
+        "positions = state.cache.lengths[:, None] + token_tree.depths(proposal.parents)",
+        "positions = state.cache.lengths[:, None] + jnp.arange(proposal.tokens.shape[1])",
+    ),
+    "the ring starts one slot late": (
+        "magicjax/kv_cache/sparse_cache.py",
+        "pinned + (position - pinned) % ring)",
+        "pinned + (position - pinned + 1) % ring)",
+    ),
+    "rejected nodes are written to the ring": (
+        "magicjax/kv_cache/sparse_cache.py",
+        "slots = jnp.where(steps < kept[:, None], slots, capacity)",
+        "slots = jnp.where(steps < kept[:, None] + 1, slots, capacity)",
+    ),
+    "the path is written in node order": (
+        "magicjax/kv_cache/full_cache.py",
+        "return jnp.take_along_axis(new, path[:, :, None, None], axis=1).swapaxes(1, 2)",
+        "return new[:, : path.shape[1]].swapaxes(1, 2)",
+    ),
+    "a commit copies the cache": (
+        "magicjax/decoding/loop.py",
+        "kept = kept + full_cache.zero_after(result.bonus)",
+        "kept = kept + 0",
+    ),
+    "a row keeps tokens after its end": (
+        "magicjax/decoding/loop.py",
+        "return (tokens[..., None] == eos).any(-1)",
+        "return (tokens[..., None] == eos).all(-1)",
+    ),
+}
+
+
+def run(name: str, folder: pathlib.Path) -> str | None:
+    """Returns the test that fails with a mutation; None: it survived."""
+    path, correct, wrong = MUTATIONS[name]
+    copy = folder / "checkout"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "results", "build"))
+    text = (copy / path).read_text()
+    if text.count(correct) != 1:
+        raise ValueError(f"{name}: {path} must contain {correct!r} once; update the mutation")
+    (copy / path).write_text(text.replace(correct, wrong))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/magicjax"]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    if done.returncode != 0 and failed is None:
+        raise RuntimeError(f"{name}: pytest ended with {done.returncode}\n{done.stdout[-2000:]}")
+    return failed and failed[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", default=list(MUTATIONS), help="default: all mutations")
+    survived = 0
+    print("| mutation | caught by |\n| --- | --- |", flush=True)
+    for name in parser.parse_args().names:
+        with tempfile.TemporaryDirectory() as folder:
+            test = run(name, pathlib.Path(folder))
+        survived += test is None
+        print(f"| {name} | {test or 'nothing: it survives'} |", flush=True)
+    sys.exit(survived > 0)
+
+
+if __name__ == "__main__":
+    main()
