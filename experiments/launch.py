@@ -28,15 +28,9 @@ INTERRUPTED = multihost.INTERRUPTED
 
 
 class Grid:
-    """The cells of an experiment and their folders.
+    """The cells of an experiment, with their folders and their names in messages.
 
-    Attributes:
-      experiment: the settings.
-      directory: the folder of the results.
-      groups, cells: in the order of the grid.
-      invalid: the cells that cannot run, each with the reason; set after the preflight check.
-      folders: one per cell.
-      labels: names of the cells in messages, with every setting that varies.
+    `invalid` are the cells that cannot run, each with the reason, after the preflight check.
     """
 
     def __init__(self, experiment: config.Experiment):
@@ -57,10 +51,7 @@ class Grid:
 
     def state(self, cell: grid.Cell) -> str:
         """Returns "finished", "failed" or "to do"."""
-        folder = self.folders[cell]
-        if (folder / store.METRICS).exists():
-            return "finished"
-        return "failed" if (folder / store.FAILURE).exists() else "to do"
+        return store.state(self.folders[cell])
 
     def pending(self) -> list[grid.Cell]:
         """Returns the cells to measure in this run.
@@ -108,19 +99,12 @@ def run(
     console: Console,
     launcher: launchers.Launcher,
     tracker: tracking.Tracker,
-    seconds: dict[grid.Cell, float],
+    known: dict[grid.Cell, estimates.Estimate],
     stop: launchers.Stop,
 ) -> None:
-    """Measures cells.
+    """Measures the pending cells, whose earlier results are removed.
 
-    Args:
-      whole: the grid.
-      pending: the cells to measure; their earlier results are removed.
-      console: for messages and progress.
-      launcher: runs the cells.
-      tracker: logs each finished cell.
-      seconds: estimated time per cell, for the progress bar.
-      stop: requests of the user to stop.
+    `known` has estimates of their time, for the progress bar.
     """
     settings = whole.experiment
     printed: dict[grid.Cell, set[str]] = {}
@@ -134,23 +118,20 @@ def run(
             store.clear(folder)
         cells[folder] = cell
     limits = Limits(settings.memory_limit_gb, settings.timeout_minutes, settings.profile)
-    total = sum(seconds[cell] for cell in pending)
-    with _progress(console) as progress:
+    total = sum(known[cell].seconds for cell in pending)
+    count = TextColumn("{task.fields[done]} of {task.fields[count]} cells")
+    parts = (count, BarColumn(), TimeRemainingColumn(), TextColumn("left"))
+    with Progress(*parts, console=console) as progress:
         task = progress.add_task("", total=total, count=len(pending), done=0)
         for step, folder in enumerate(launcher.run(list(cells), limits, stop), 1):
             cell = cells[folder]
-            progress.update(task, advance=seconds[cell], done=step)
+            progress.update(task, advance=known[cell].seconds, done=step)
             row = results_folder.row_of(folder)
             if row is None:
                 continue  # the user has stopped it
             errors = printed.setdefault(grid.plain_of(cell), set())
             _print_cell(progress.console, whole.labels[cell], row, errors)
             tracker.cell(row, step)
-
-
-def _progress(console: Console) -> Progress:
-    count = TextColumn("{task.fields[done]} of {task.fields[count]} cells")
-    return Progress(count, BarColumn(), TimeRemainingColumn(), TextColumn("left"), console=console)
 
 
 def _print_cell(console: Console, label: str, row: dict[str, Any], printed: set[str]) -> None:
@@ -238,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return multihost.follow()
             launcher = multihost.InProcess()
             return multihost.lead(launcher, lambda: _launch(experiment, source, console, launcher))
-    except (ConfigError, tracking.TrackingError) as error:
+    except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -303,10 +284,9 @@ def _measure(
     tracker = tracking.open(
         list(whole.experiment.track), whole.experiment.name, whole.directory, settings
     )
-    seconds = {cell: estimate.seconds for cell, estimate in known.items()}
     stop = launchers.Stop()
     with stop.on_signals(console.print):
-        run(whole, pending, console, launcher, tracker, seconds, stop)
+        run(whole, pending, console, launcher, tracker, known, stop)
         rows = publish(whole, console)
     passed = all(row["status"] == "ok" and terminal.is_exact(row) for row in rows)
     passed &= all(whole.state(cell) == "finished" for cell in pending)

@@ -37,6 +37,7 @@ __all__ = [
     "check",
     "cut",
     "fingerprint",
+    "known_kind",
     "least_repetitive",
     "make",
     "random",
@@ -54,16 +55,22 @@ PATHS = {
 }
 
 
-def check(kind: str, path: str) -> None:
-    """Raises ValueError if a kind does not exist or cannot be made from a path ("": no path).
-
-    Reads at most the beginning of one file.
-    """
+def known_kind(kind: str) -> str:
+    """Returns a kind of prompts; raises ValueError if it does not exist."""
     if kind not in KINDS:
         raise ValueError(
             f"{kind!r} is not a kind of prompts{did_you_mean(kind, KINDS)} "
             f"(kinds: {', '.join(KINDS)})"
         )
+    return kind
+
+
+def check(kind: str, path: str) -> None:
+    """Raises ValueError if a kind does not exist or cannot be made from a path ("": no path).
+
+    Reads at most the beginning of one file.
+    """
+    known_kind(kind)
     if path and kind in (STDLIB, RANDOM, *ruler.WITHOUT_HAYSTACK):
         raise ValueError(f"{kind} takes no path: remove {path!r}, or choose {FILES}")
     if kind in PATHS and not path:
@@ -91,8 +98,6 @@ def make(
     check(kind, path)
     if kind == RANDOM:
         raise ValueError("random prompts need no tokenizer: call prompts.random")
-    if tokenizer is None:
-        raise ValueError("the target has no tokenizer, which prompts of text need")
     if min(count, context) < 1 or seed < 0:
         raise ValueError(
             f"count={count}, context={context}, seed={seed}: the first two must be at least 1, the "

@@ -116,17 +116,12 @@ def read(
     trained_on, held_out = split(modules)
     held_out_tokens = encode(tokenizer, held_out, end)
     size = sum(len(module.text.encode()) for module in held_out)
-    source = (
-        f"the Python source in `{pathlib.Path(root).name}`"
-        if root
-        else (
-            f"the source of Python {platform.python_version()}'s standard library (without tests)"
-        )
-    )
     return Text(
         train=encode(tokenizer, trained_on, end),
         held_out=held_out_tokens,
         bytes_per_token=size / max(1, len(held_out_tokens)),
         digest=data_hash(modules),
-        source=source,
+        source=f"the Python source in `{pathlib.Path(root).name}`"
+        if root
+        else f"the source of Python {platform.python_version()}'s standard library (without tests)",
     )

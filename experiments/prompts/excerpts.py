@@ -8,7 +8,7 @@ to draft. So `least_repetitive` chooses among more candidates than there are row
 import bisect
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,7 @@ def from_stream(
     Raises:
       ValueError: the text is too short, or a file is not text.
     """
-    if kind == sources.STDLIB:
-        stream = stdlib_stream(tokenizer)
-    else:
-        stream = _file_stream(tokenizer, path, sources.fingerprint(kind, path))
+    stream = _stream(tokenizer, path, sources.fingerprint(kind, path))
     rows = cut(stream, count, context, seed, leading_tokens(tokenizer))
     return [Prompt(row) for row in rows]
 
@@ -75,33 +72,32 @@ def from_books(tokenizer: Any, path: str, count: int, context: int, seed: int) -
     return made
 
 
-@functools.lru_cache(maxsize=4)
 def stdlib_stream(tokenizer: Any) -> Int[np.ndarray, " n"]:
     """Returns int32 [n]: the held-out modules' tokens, each followed by the end token.
 
     Modules are split by path, the same way in every version of Python. Their text, and so the
     prompts, differ between versions.
+    """
+    return _stream(tokenizer, "", "")
+
+
+def texts(path: str) -> Iterator[str]:
+    """Yields the texts of a file or folder, without a path those that no zoo model was trained on.
 
     Raises:
-      ValueError: there is no tokenizer.
+      ValueError: there are no files, or one is not text.
     """
-    if tokenizer is None:
-        raise ValueError("the target has no tokenizer, which prompts of text need")
-    return stream(tokenizer, stdlib_texts())
-
-
-def stdlib_texts() -> list[str]:
-    """Returns the modules of the standard library that no embedded model was trained on."""
-    _, modules = corpus.split(corpus.library())
-    return [module.text for module in modules]
+    if not path:
+        yield from (module.text for module in corpus.split(corpus.library())[1])
+    for file in sources.files(sources.FILES, path):
+        yield from (text for _, text in sources.texts(file))
 
 
 @functools.lru_cache(maxsize=4)
-def _file_stream(tokenizer: Any, path: str, fingerprint: str) -> np.ndarray:
+def _stream(tokenizer: Any, path: str, fingerprint: str) -> np.ndarray:
     """Returns the stream of a path's texts; a changed fingerprint reads them again."""
     del fingerprint
-    files = sources.files(sources.FILES, path)
-    return stream(tokenizer, (text for file in files for _, text in sources.texts(file)))
+    return stream(tokenizer, texts(path))
 
 
 def stream(tokenizer: Any, texts: Iterable[str]) -> Int[np.ndarray, " n"]:
@@ -152,10 +148,7 @@ def least_repetitive(
 ) -> Int[np.ndarray, "B T"]:
     """Returns the `batch` candidates with the least repetitive continuations, in their order.
 
-    Args:
-      candidates: prompts; N is a multiple of `batch`.
-      batch: number of prompts returned, and continued at a time.
-      continue_: returns the plain greedy continuation of `batch` prompts.
+    `continue_` returns the plain greedy continuation of `batch` prompts; N is a multiple of that.
     """
     if len(candidates) == batch:
         return candidates

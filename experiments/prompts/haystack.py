@@ -5,7 +5,7 @@ Real text is a better haystack than generated lines, which repeat and are easy t
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,27 @@ def hide(
     head, *filler = np.split(haystack.tokens[indices], depths)
     parts = [part for pair in zip(hidden, filler, strict=True) for part in pair]
     return np.concatenate([head, *parts, question]).astype(np.int32)
+
+
+def fill(
+    start: list[int],
+    entries: Iterable[list[int]],
+    fillers: Iterator[list[int]],
+    room: int,
+    end: list[int],
+    rng: np.random.Generator,
+) -> Int[np.ndarray, "T"]:
+    """Returns int32 tokens: entries and, in the remaining room, fillers in random order.
+
+    The first is the end of a filler, cut to the length.
+    """
+    entries = list(entries)
+    while len(filler := next(fillers)) < room:
+        entries.append(filler)
+        room -= len(filler)
+    cut = filler[len(filler) - room :]
+    parts = [entries[i] for i in rng.permutation(len(entries))]
+    return np.concatenate([start, cut, *parts, end]).astype(np.int32)
 
 
 def room_beside(length: int, *needed: list[int]) -> int:

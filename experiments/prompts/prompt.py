@@ -41,6 +41,8 @@ def score(prompt: Prompt, text: str) -> float:
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Returns the tokens of a text, without special tokens; their text is encoded as text."""
+    if tokenizer is None:
+        raise ValueError("the target has no tokenizer, which prompts of text need")
     return tokenizer.encode(
         text, add_special_tokens=False, split_special_tokens=True, verbose=False
     )

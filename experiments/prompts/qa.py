@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from experiments.prompts import sources
-from experiments.prompts.haystack import room_beside
+from experiments.prompts.haystack import fill, room_beside
 from experiments.prompts.prompt import Prompt, encode
 
 START = "Some documents, and a question about them.\n\n"
@@ -32,13 +32,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Paragraphs:
-    """The content of a file.
-
-    Attributes:
-      texts: of the paragraphs.
-      articles: the article of each paragraph.
-      questions: those with answers.
-    """
+    """The paragraphs of a file, the article of each, and the questions that have answers."""
 
     texts: list[str]
     articles: list[int]
@@ -101,16 +95,9 @@ def question(tokenizer: Any, data: Paragraphs, length: int, seed: int, row: int)
     answering = _block(tokenizer, data.texts[chosen.paragraph])
     end = encode(tokenizer, f"Question: {chosen.text}\nAnswer:")
     room = room_beside(length, start, answering, end)
-    blocks = [answering]
-    for number in itertools.cycle(_distractors(data, chosen.paragraph, rng)):
-        block = _block(tokenizer, data.texts[number])
-        if len(block) >= room:
-            break
-        blocks.append(block)
-        room -= len(block)
-    first = block[len(block) - room :]
-    parts = [blocks[i] for i in rng.permutation(len(blocks))]
-    tokens = np.concatenate([start, first, *parts, end]).astype(np.int32)
+    others = itertools.cycle(_distractors(data, chosen.paragraph, rng))
+    blocks = (_block(tokenizer, data.texts[number]) for number in others)
+    tokens = fill(start, [answering], blocks, room, end, rng)
     return Prompt(tokens, chosen.answers, alternatives=True, source=chosen.source)
 
 

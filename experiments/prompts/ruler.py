@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from experiments.prompts import excerpts, needles, qa, sources, word_lists
-from experiments.prompts.haystack import Haystack, TooShortError, from_texts
+from experiments.prompts.haystack import TooShortError, from_texts
 from experiments.prompts.prompt import Prompt, join, leading_tokens
 
 # (tokenizer, material, length in tokens, seed, row) -> prompt
@@ -28,19 +28,17 @@ WITHOUT_HAYSTACK = ("frequent_words",)
 
 
 def make(task: str, tokenizer: Any, path: str, count: int, context: int, seed: int) -> list[Prompt]:
-    """Returns prompts of a task; prompt i does not depend on the count.
+    """Returns prompts of one of `TASKS`, as `prompts.make`; prompt i does not depend on the count.
 
-    Args:
-      task: one of `TASKS`.
-      tokenizer: the target's.
-      path: of the haystack, "" for the standard library; for `qa`, of its file.
-      count, context, seed: as in `prompts.make`.
+    Without a path the haystack is the standard library.
 
     Raises:
       ValueError: the context is too short for one of the prompts, or the texts are unsuitable.
     """
     leading = leading_tokens(tokenizer)
-    material = _material(task, tokenizer, path)
+    material = None
+    if task not in WITHOUT_HAYSTACK:
+        material = _material(task == sources.QA, tokenizer, path, sources.fingerprint(task, path))
     made, needed = [], 0
     for row in range(count):
         try:
@@ -54,26 +52,8 @@ def make(task: str, tokenizer: Any, path: str, count: int, context: int, seed: i
     return made
 
 
-def _material(task: str, tokenizer: Any, path: str) -> Any:
-    """Returns what a task's prompts are made from."""
-    if task in WITHOUT_HAYSTACK:
-        return None
-    fingerprint = sources.fingerprint(task, path)
-    if task == sources.QA:
-        return _paragraphs(path, fingerprint)
-    return _haystack(tokenizer, path, fingerprint)
-
-
 @functools.lru_cache(maxsize=4)
-def _paragraphs(path: str, fingerprint: str) -> qa.Paragraphs:
-    del fingerprint  # a changed file is read again
-    return qa.read(path)
-
-
-@functools.lru_cache(maxsize=4)
-def _haystack(tokenizer: Any, path: str, fingerprint: str) -> Haystack:
+def _material(questions: bool, tokenizer: Any, path: str, fingerprint: str) -> Any:
+    """Returns what prompts are made from; a changed fingerprint reads the files again."""
     del fingerprint
-    if not path:
-        return from_texts(tokenizer, excerpts.stdlib_texts())
-    files = sources.files(sources.FILES, path)
-    return from_texts(tokenizer, (text for file in files for _, text in sources.texts(file)))
+    return qa.read(path) if questions else from_texts(tokenizer, excerpts.texts(path))

@@ -3,11 +3,12 @@
 Every error names the file, and the line if the file has records.
 """
 
+import contextlib
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO
 
 STDLIB, FILES, PG19, LONGBENCH, QA = "stdlib", "files", "pg19", "longbench", "qa"
 RANDOM = "random"
@@ -80,17 +81,21 @@ def fingerprint(kind: str, path: str) -> str:
     if kind == LONGBENCH:
         folders = dict.fromkeys(file.parent for file in found)
         found += [f / TEMPLATES for f in folders if (f / TEMPLATES).is_file()]
-    if not found:
-        return ""
-    digest = hashlib.sha256()
-    for file in found:
+    try:
+        return hash_files(found)
+    except OSError as error:
+        raise ValueError(f"{error.filename}: {error.strerror}") from error
+
+
+def hash_files(files: Iterable[pathlib.Path]) -> str:
+    """Returns a hash of the files' names and content, 16 hexadecimal digits; "" without files."""
+    digest = None
+    for file in files:
+        digest = digest or hashlib.sha256()
         digest.update(file.name.encode() + b"\0")
-        try:
-            with file.open("rb") as content:
-                digest.update(hashlib.file_digest(content, "sha256").digest())
-        except OSError as error:
-            raise ValueError(f"{file}: {error.strerror}") from error
-    return digest.hexdigest()[:16]
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()[:16] if digest else ""
 
 
 def texts(file: pathlib.Path) -> Iterator[tuple[str, str]]:
@@ -116,13 +121,10 @@ def lines(file: pathlib.Path) -> Iterator[tuple[int, str]]:
     Raises:
       ValueError: the file is not UTF-8 text, or cannot be read.
     """
-    try:
-        with file.open(encoding="utf-8-sig") as text:
-            for number, line in enumerate(text, 1):
-                if line.strip():
-                    yield number, line
-    except (UnicodeDecodeError, OSError) as error:
-        raise _unreadable(file, error) from error
+    with _opened(file) as text:
+        for number, line in enumerate(text, 1):
+            if line.strip():
+                yield number, line
 
 
 def read(file: pathlib.Path, limit: int = -1) -> str:
@@ -131,11 +133,22 @@ def read(file: pathlib.Path, limit: int = -1) -> str:
     Raises:
       ValueError: the file is not UTF-8 text, or cannot be read.
     """
+    with _opened(file) as text:
+        return text.read(limit)
+
+
+@contextlib.contextmanager
+def _opened(file: pathlib.Path) -> Iterator[TextIO]:
+    """Opens a file of text; problems of reading it become ValueErrors."""
     try:
         with file.open(encoding="utf-8-sig") as text:
-            return text.read(limit)
-    except (UnicodeDecodeError, OSError) as error:
-        raise _unreadable(file, error) from error
+            yield text
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{file} is not UTF-8 text: convert it, or remove it from the folder"
+        ) from error
 
 
 def parse(file: pathlib.Path, number: int, line: str) -> dict[str, Any]:
@@ -146,17 +159,13 @@ def parse(file: pathlib.Path, number: int, line: str) -> dict[str, Any]:
     """
     try:
         record = json.loads(line)
+        problem = f"JSON of type {type(record).__name__}"
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{file}:{number}: invalid JSON ({error.msg} at character {error.pos + 1}): each line "
-            "of a .jsonl file is a JSON object"
-        ) from error
-    if not isinstance(record, dict):
-        raise ValueError(
-            f"{file}:{number}: JSON of type {type(record).__name__}: each line of a .jsonl file is "
-            "a JSON object"
-        )
-    return record
+        problem = f"invalid JSON ({error.msg} at character {error.pos + 1})"
+    else:
+        if isinstance(record, dict):
+            return record
+    raise ValueError(f"{file}:{number}: {problem}: each line of a .jsonl file is a JSON object")
 
 
 def field(record: dict[str, Any], name: str, file: pathlib.Path, number: int) -> str:
@@ -180,12 +189,6 @@ def field(record: dict[str, Any], name: str, file: pathlib.Path, number: int) ->
             f"{text[error.start]!r} at {error.start}"
         ) from error
     return text
-
-
-def _unreadable(file: pathlib.Path, error: UnicodeDecodeError | OSError) -> ValueError:
-    if isinstance(error, OSError):
-        return ValueError(f"{file}: {error.strerror}")
-    return ValueError(f"{file} is not UTF-8 text: convert it, or remove it from the folder")
 
 
 def _is_copy(file: pathlib.Path) -> bool:

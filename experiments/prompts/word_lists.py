@@ -9,7 +9,6 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy as np
 from experiments.prompts.haystack import (
     Haystack,
     TooShortError,
+    fill,
     new_words,
     room_beside,
     round_trips,
@@ -63,7 +63,7 @@ def common_words(tokenizer: Any, haystack: Haystack, length: int, seed: int, row
     entries = [lines[word] for word in common] * (TIMES * factor)
     room = room_beside(length, start, end, *entries)
     rare = itertools.cycle([lines[word] for word in others])
-    return Prompt(_list_tokens(start, entries, rare, room, end, rng), tuple(common))
+    return Prompt(fill(start, entries, rare, room, end, rng), tuple(common))
 
 
 def frequent_words(tokenizer: Any, haystack: None, length: int, seed: int, row: int) -> Prompt:
@@ -99,33 +99,12 @@ def frequent_words(tokenizer: Any, haystack: None, length: int, seed: int, row: 
     times = counts(words)
     entries = [lines[rank] for rank in np.repeat(np.arange(ranks), times)]
     rare = itertools.cycle([line for line, count in zip(lines, times) if not count])
-    tokens = _list_tokens(start, entries, rare, room - taken(words), end, rng)
+    tokens = fill(start, entries, rare, room - taken(words), end, rng)
     return Prompt(tokens, tuple(coded[:FREQUENT]))
 
 
 def _question(tokenizer: Any, what: str) -> list[int]:
     return encode(tokenizer, f'""".split()\n# The {what}:\nanswer = [')
-
-
-def _list_tokens(
-    start: list[int],
-    entries: list[list[int]],
-    rare: Iterator[list[int]],
-    room: int,
-    end: list[int],
-    rng: np.random.Generator,
-) -> np.ndarray:
-    """Returns int32 tokens: the entries and, in the remaining room, rare lines in random order.
-
-    The first line of the list is the end of a rare line, cut to the length.
-    """
-    entries = list(entries)
-    while len(line := next(rare)) < room:
-        entries.append(line)
-        room -= len(line)
-    first = line[len(line) - room :]
-    parts = [entries[i] for i in rng.permutation(len(entries))]
-    return np.concatenate([start, first, *parts, end]).astype(np.int32)
 
 
 @functools.lru_cache(maxsize=4)

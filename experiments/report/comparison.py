@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.report.figures import COLOURS, add_legend, clean
+from experiments.report.figures import COLOURS, add_legend, cells_axes
 from experiments.report.results_folder import CellResult, Results
 
 COLUMNS = {"speedup": "speedup", "τ": "tau", "tok/s": "decode_tok_s"}
@@ -47,21 +47,13 @@ def _figure(table: pd.DataFrame, names: tuple[str, str]) -> Figure:
     """Returns a line per cell with a point for each of its two speedups."""
     both = table.dropna(subset=[f"speedup {name}" for name in names])
     both = both[both["method"] != "plain"]
-    figure = Figure(figsize=(9, 1.4 + 0.28 * max(1, len(both))), layout="constrained")
-    axes = figure.subplots()
+    label = "speedup over plain decoding"
+    figure, axes = cells_axes(both.to_dict("records"), label)  # type: ignore[arg-type]
     y = range(len(both))
     low, high = (both[f"speedup {name}"] for name in names)
     axes.hlines(y, low, high, color="#BBBBBB", linewidth=2, zorder=1)
     for name, colour, mark in zip(names, COLOURS, ("o", "D"), strict=False):
         axes.scatter(both[f"speedup {name}"], y, 36, colour, marker=mark, label=name, zorder=2)
     axes.axvline(1.0, color="black", linestyle="--", linewidth=1)
-    labels = [
-        f"{m}  ({b} × {c:,})"
-        for m, b, c in zip(both["method"], both["batch"], both["context"], strict=True)
-    ]
-    axes.set_yticks(y, labels, fontsize=8)
-    axes.set_ylim(len(both) - 0.4, -0.6)
-    axes.set_xlabel("speedup over plain decoding (in parentheses: batch × context)")
-    clean(axes, "x")
     add_legend(axes)
     return figure

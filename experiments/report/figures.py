@@ -58,12 +58,8 @@ def _line_style(i: int) -> dict[str, Any]:
 def speedups(rows: Rows, drafted: Rows, title: str) -> Figure:
     """Returns speedups by (batch, context), a bar per method with τ above it.
 
-    Whiskers span the single repeats, each over the plain run next to it.
-
-    Args:
-      rows: all timed rows.
-      drafted: those of methods that draft.
-      title: of the figure.
+    Whiskers span the single repeats, each over the plain run next to it. `rows` are timed,
+    `drafted` those of methods that draft.
     """
     shapes = list(dict.fromkeys(shape(row) for row in rows))
     methods = list(dict.fromkeys(row["method"] for row in drafted))
@@ -164,9 +160,7 @@ def _draw_line(axes: Axes, rows: Rows, label: str, colour: str, column: str) -> 
 def acceptance_by_depth(curves: dict[str, tuple[list[float], list[float]]]) -> Figure:
     """Returns the share of rounds by depth, a line per method.
 
-    Args:
-      curves: for each method the means over its cells of (acceptance if the depth before was
-        reached, acceptance by depth).
+    `curves` are (acceptance if the depth before was reached, acceptance by depth).
     """
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
@@ -185,21 +179,28 @@ def acceptance_by_depth(curves: dict[str, tuple[list[float], list[float]]]) -> F
     return figure
 
 
+def cells_axes(rows: Rows, label: str) -> tuple[Figure, Axes]:
+    """Returns a figure whose y axis has a line for each cell, from top to bottom."""
+    figure = Figure(figsize=(9, 1.4 + 0.28 * max(1, len(rows))), layout="constrained")
+    axes = figure.subplots()
+    names = [f"{row['method']}  ({row['batch']} × {row['context']:,})" for row in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlabel(f"{label} (in parentheses: batch × context)")
+    clean(axes, "x")
+    return figure, axes
+
+
 def time_split(rows: Rows) -> Figure:
     """Returns the phases of a round, a bar per cell, as shares of the traced rounds."""
-    figure = Figure(figsize=(9, 1.4 + 0.28 * len(rows)), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = cells_axes(rows, "% of the time of a round")
     seconds = np.array([[row[column] or 0.0 for column in PARTS] for row in rows])
     shares = 100 * seconds / seconds.sum(1, keepdims=True)
     starts = shares.cumsum(1) - shares
     for i, (name, colour) in enumerate(PARTS.values()):
-        axes.barh(range(len(rows)), shares[:, i], 0.75, starts[:, i], color=colour, label=name)
-    names = [f"{row['method']}  ({row['batch']} × {row['context']:,})" for row in rows]
-    axes.set_yticks(range(len(rows)), names, fontsize=8)
+        bars = shares[:, i], 0.75, starts[:, i]
+        axes.barh(range(len(rows)), *bars, color=colour, label=name, zorder=2)
     axes.set_xlim(0, 100)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlabel("% of the time of a round (in parentheses: batch × context)")
-    axes.spines[["top", "right"]].set_visible(False)
     add_legend(axes)
     return figure
 

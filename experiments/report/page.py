@@ -38,11 +38,7 @@ COLUMNS = {
     "method": ("{}", "drafter, cache and tree; plain: no speculation"),
     "batch": ("{}", "rows decoded in one batch"),
     "context": ("{:,}", "tokens of each prompt"),
-} | {
-    name: (field.metadata["format"], field.metadata["help"])
-    for name, field in columns.FIELDS.items()
-    if field.metadata["help"]
-}
+} | {name: column for name, column in columns.MEASURED.items() if column.meaning}
 CAPTIONS = {
     "speedup_map.png": "Speedup over plain decoding by batch and context, a panel per method. "
     "Violet is faster, orange is slower, hatched cells did not run.",
@@ -57,11 +53,7 @@ CAPTIONS = {
 
 
 def write(directory: pathlib.Path, keys: list[str] | None = None) -> list[str]:
-    """Writes the report of a folder of results, and returns the names of its files.
-
-    Args:
-      directory: the folder.
-      keys: keys of the cells; None: all cells.
+    """Writes the report of a folder's cells, by default all, and returns the names of its files.
 
     Raises:
       ConfigError: the folder cannot be read (`results_folder.read`).
@@ -83,7 +75,16 @@ def make_figures(results: Results) -> dict[str, Figure]:
     drafted = [row for row in finished if row["draft"] != "none"]
     found: dict[str, Figure] = {}
     if not terminal.varying(rows):  # only batch and context vary
-        found |= _speed_figures(rows, timed, title)
+        shapes = {(row["batch"], row["context"]) for row in rows}
+        fast = [row for row in drafted if row in timed]
+        failed = [row for row in rows if row["status"] != "ok" and row["draft"] != "none"]
+        if fast and len(shapes) > 1:
+            shown = [row for row in rows if row in fast or row in failed]
+            found["speedup_map.png"] = heat_maps.speedups(shown)
+        if fast and len(shapes) <= MAX_SHAPES:
+            found["speedup.png"] = figures.speedups(timed, fast, title)
+        if len({row["batch"] for row in timed}) > 1:
+            found["throughput.png"] = figures.throughput(timed)
     if len({row["budget"] for row in drafted} - {None}) > 1:
         label = "τ, tokens per target pass"
         found["tau.png"] = figures.by_budget(drafted, title, "tau", label)
@@ -97,25 +98,6 @@ def make_figures(results: Results) -> dict[str, Figure]:
             traced = [row for row in traced if row["context"] == largest]
         found["phases.png"] = figures.time_split(traced[:MAX_BARS])
     return {name: found[name] for name in CAPTIONS if name in found}
-
-
-def _speed_figures(
-    rows: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]], title: str
-) -> dict[str, Figure]:
-    """Returns the figures by batch and context."""
-    found = {}
-    shapes = {(row["batch"], row["context"]) for row in rows}
-    drafted = [row for row in timed if row["draft"] != "none"]
-    if drafted and len(shapes) > 1:
-        shown = [row for row in rows if row in drafted or row["status"] != "ok"]
-        found["speedup_map.png"] = heat_maps.speedups(
-            [row for row in shown if row["draft"] != "none"]
-        )
-    if drafted and len(shapes) <= MAX_SHAPES:
-        found["speedup.png"] = figures.speedups(timed, drafted, title)
-    if len({row["batch"] for row in timed}) > 1:
-        found["throughput.png"] = figures.throughput(timed)
-    return found
 
 
 def _curves(cells: Sequence[CellResult]) -> dict[str, tuple[list[float], list[float]]]:

@@ -1,12 +1,11 @@
 """Reads a folder of results, which may hold cells of several machines."""
 
-import csv
 import dataclasses
 import json
 import pathlib
 from typing import Any
 
-import yaml
+import pandas as pd
 
 from experiments.schema import grid, store
 from experiments.schema.columns import COLUMNS
@@ -18,20 +17,20 @@ class CellResult:
     """The content of a cell's folder.
 
     Attributes:
-      key: the folder's name.
-      config: the cell's resolved settings.
-      env: device, versions and code; empty if the process died.
+      folder: the folder, whose name is the cell's key.
       row: its line of the summary; for a failed cell with status and error.
+      env: device, versions and code; empty if the process died.
       metrics: acceptance by depth, single runs, phases; empty for a failed cell.
-      folder: the folder.
     """
 
-    key: str
-    config: dict[str, Any]
-    env: dict[str, Any]
-    row: dict[str, Any]
-    metrics: dict[str, Any]
     folder: pathlib.Path
+    row: dict[str, Any]
+    env: dict[str, Any]
+    metrics: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        return self.folder.name
 
     def tokens(self) -> list[list[int]]:
         """Returns the new tokens of each request."""
@@ -65,67 +64,36 @@ def row_of(folder: pathlib.Path) -> dict[str, Any] | None:
     Raises:
       ConfigError: a file is not valid JSON.
     """
-    if metrics := _json(folder / store.METRICS):
+    if metrics := store.read_json(folder / store.METRICS):
         return dict.fromkeys(COLUMNS) | metrics["row"] | {"key": folder.name}
-    if failure := _json(folder / store.FAILURE):
+    if failure := store.read_json(folder / store.FAILURE):
         status = "failed" if failure["kind"] == "error" else failure["kind"]
         row = {"status": status, "error": failure["error"], "key": folder.name}
-        settings = grid.columns(grid.restored(_config(folder)))
+        settings = grid.columns(grid.restored(store.read_cell(folder)))
         return dict.fromkeys(COLUMNS) | settings | failure["row"] | row
     return None
 
 
 def read(directory: pathlib.Path, keys: list[str] | None = None) -> Results:
-    """Returns a folder of results.
-
-    Args:
-      directory: a folder with `experiment.yaml` and `cells`.
-      keys: keys of the cells, in order; None: all cells, first those of the summary.
+    """Returns the cells of a folder with these keys, by default all, first those of the summary.
 
     Raises:
       ConfigError: the folder does not exist, has another format, has no finished cell, or has a
         broken file.
     """
-    path = directory / "experiment.yaml"
-    if not path.exists():
+    if not (directory / "experiment.yaml").exists():
         raise ConfigError(f"{directory} is not a folder of results: it has no experiment.yaml")
-    experiment = store.read_experiment(path, "read it with that version, or measure again")
+    experiment = store.read_experiment(directory, "read it with that version, or measure again")
+    folders = {path.name: path for path in sorted((directory / "cells").glob("*/"))}
     if keys is None:
-        existing = sorted(path.name for path in (directory / "cells").glob("*") if path.is_dir())
-        keys = list(dict.fromkeys([*_summary_keys(directory), *existing]))
-    cells = [cell for key in keys if (cell := _cell(store.cell_folder(directory, key)))]
+        summary = directory / "summary.csv"
+        first = pd.read_csv(summary, dtype=str)["key"] if summary.exists() else []
+        keys = [key for key in dict.fromkeys([*first, *folders]) if key in folders]
+    cells = []
+    for folder in (folders[key] for key in keys):
+        if row := row_of(folder):
+            parts = (store.read_json(folder / name) or {} for name in ("env.json", store.METRICS))
+            cells.append(CellResult(folder, row, *parts))
     if not cells:
         raise ConfigError(f"{directory} has no finished cell: run the launcher first")
     return Results(directory, experiment, cells)
-
-
-def _summary_keys(directory: pathlib.Path) -> list[str]:
-    """Returns the keys of the summary's cells, if their folders exist."""
-    path = directory / "summary.csv"
-    if not path.exists():
-        return []
-    with path.open() as file:
-        keys = [row["key"] for row in csv.DictReader(file)]
-    return [key for key in keys if store.cell_folder(directory, key).is_dir()]
-
-
-def _cell(folder: pathlib.Path) -> CellResult | None:
-    row = row_of(folder)
-    if row is None:
-        return None
-    metrics = _json(folder / store.METRICS) or {}
-    env = _json(folder / "env.json") or {}
-    return CellResult(folder.name, _config(folder), env, row, metrics, folder)
-
-
-def _config(folder: pathlib.Path) -> dict[str, Any]:
-    return yaml.safe_load((folder / "config.yaml").read_text())
-
-
-def _json(path: pathlib.Path) -> dict[str, Any] | None:
-    try:
-        return store.read_json(path)
-    except ValueError as error:
-        raise ConfigError(
-            f"{path} is not valid JSON ({error}): remove its folder, and run again"
-        ) from error

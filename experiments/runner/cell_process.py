@@ -44,13 +44,9 @@ def run(
 ) -> None:
     """Measures an unfinished cell in a new process.
 
-    Afterwards the folder holds a result or a failure, or neither if the cell was stopped.
-
-    Args:
-      folder: the cell's folder, with its `config.yaml`.
-      limits: the process is killed beyond these, which is a failure.
-      environment: variables added to those of this process.
-      stopped: returns whether the user wants the process to end.
+    Afterwards the folder holds a result or a failure, or neither if the cell was stopped: by the
+    cluster, or when `stopped` returns true. A process beyond its limits is killed, which is a
+    failure. `environment` is added to that of this process.
     """
     command = [*WORKER, str(folder.resolve())]
     command += ["--profile"] if limits.profile else []
@@ -71,7 +67,8 @@ def run(
                 process.wait()
             assert process.stdin is not None
             process.stdin.close()
-    if store.has_ended(folder) or stopped() or (failure is None and -process.returncode in STOPPED):
+    by_user = stopped() or (failure is None and -process.returncode in STOPPED)
+    if by_user or store.state(folder) != "to do":
         return
     kind, error = failure or ("crash", _exit_reason(process.returncode))
     trace = (folder / "worker.log").read_text(errors="replace")[-20_000:]

@@ -11,7 +11,7 @@ from typing import Literal
 from experiments.schema import grid
 from experiments.schema.method import PROMPT_LOOKUP
 from magicjax import cost_model
-from magicjax.cost_model import Device, Machine, Sizes
+from magicjax.cost_model import Device, Draft, Machine, Sizes, memory_bytes
 from magicjax.loading import skeleton
 from pallas_kernels.benchmarks import bandwidth
 from sharding import MeshSize, parse_mesh
@@ -27,7 +27,7 @@ class Estimate:
     """The cost of a cell.
 
     Attributes:
-      memory_gb: weights and caches on all devices.
+      memory_gb: weights and caches on all devices; offloaded weights are not on a device.
       seconds: from start to end.
     """
 
@@ -38,22 +38,16 @@ class Estimate:
 def of(cell: grid.Cell, on_gpu: bool) -> Estimate:
     """Returns the estimate of a cell on a GPU or a CPU."""
     target = _sizes(cell.target, cell.dtype, cell.offloaded)
-    return Estimate(_num_bytes(cell, target) / 1e9, _seconds(cell, target, on_gpu))
-
-
-def _num_bytes(cell: grid.Cell, target: Sizes) -> float:
-    """Returns the bytes of weights and caches."""
-    slots = cell.context + cell.new_tokens
+    one, slots = Machine(GPU), cell.context + cell.new_tokens
     bits = {"": None, "int8": 8, "int4": 4}[cell.kv_dtype]
-    total = _weights(target) + cell.batch * slots * target.kv_bytes
-    for path in cell.models:
-        if path != PROMPT_LOOKUP:
-            sizes = _sizes(path, cell.dtype)
-            total += _weights(sizes)
-            total += cell.batch * (cell.budget or slots) * sizes.draft_kv_bytes(bits)
+    models = [_sizes(path, cell.dtype) for path in cell.models if path != PROMPT_LOOKUP]
     if cell.draft == "self":
-        total += cell.batch * (cell.budget or 0) * target.draft_kv_bytes(bits)
-    return total
+        models = [target]
+    num_bytes = memory_bytes(target, one, cell.batch, slots, target.kv_bytes)
+    for sizes in models:
+        draft = Draft(sizes, cell.budget, bits)
+        num_bytes += draft.memory(one, cell.batch, slots, shared=cell.draft == "self")
+    return Estimate(num_bytes / 1e9, _seconds(cell, target, on_gpu))
 
 
 def _seconds(cell: grid.Cell, target: Sizes, on_gpu: bool) -> float:
@@ -74,10 +68,6 @@ def _seconds(cell: grid.Cell, target: Sizes, on_gpu: bool) -> float:
 @functools.cache
 def _sizes(source: str, dtype: str, offload: bool | Literal["int8"] = False) -> Sizes:
     return cost_model.sizes_of(skeleton(source).config, dtype, source, offload)
-
-
-def _weights(sizes: Sizes) -> float:
-    return sizes.weight_bytes + sizes.itemsize * sizes.tables
 
 
 @functools.cache

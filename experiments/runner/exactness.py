@@ -70,37 +70,24 @@ def compare(
     expected: Int[np.ndarray, "B M"],
     found: Int[np.ndarray, "B M"],
 ) -> Match:
-    """Returns how `found` compares with plain decoding's `expected`."""
-    divergences = []
-    for row, position, tokens in _first_differences(expected, found):
-        # One shape for every position, so that the forward compiles once; attention is causal.
-        text = np.concatenate([prompts[row], expected[row]])[None]
-        index = np.array([prompts.shape[1] + position - 1])
-        logits = np.asarray(teacher.logits_at(target, text, index)[0], np.float64)
-        margin = (logits.max() - logits[list(tokens)].min()) / np.abs(logits).max()
-        divergences.append(Divergence(row, position, *tokens, float(margin)))
-    return Match(len(expected), tuple(divergences))
+    """Returns how `found` compares with plain decoding's `expected`.
 
-
-def compare_sampled(expected: Int[np.ndarray, "B M"], found: Int[np.ndarray, "B M"]) -> Match:
-    """Returns how tokens sampled with the same random numbers compare; there are no ties."""
-    differences = _first_differences(expected, found)
-    return Match(
-        len(expected),
-        tuple(Divergence(row, at, *tokens, math.inf) for row, at, tokens in differences),
-    )
-
-
-def _first_differences(
-    expected: Int[np.ndarray, "B M"], found: Int[np.ndarray, "B M"]
-) -> list[tuple[int, int, tuple[int, int]]]:
-    """Returns (row, position, (expected, found token)) of the first difference of each row."""
+    Without a target there are no ties, as between tokens sampled with the same random numbers.
+    """
     if expected.shape != found.shape:
         raise ValueError(
             f"cannot compare {found.shape} new tokens with {expected.shape} of plain decoding"
         )
-    differences = []
+    divergences = []
     for row in np.flatnonzero((expected != found).any(1)).tolist():
-        at = int((expected[row] != found[row]).argmax())
-        differences.append((row, at, (int(expected[row, at]), int(found[row, at]))))
-    return differences
+        position = int((expected[row] != found[row]).argmax())
+        tokens = int(expected[row, position]), int(found[row, position])
+        margin = math.inf
+        if target is not None:
+            # One shape for every position, so that the forward compiles once; attention is causal.
+            text = np.concatenate([prompts[row], expected[row]])[None]
+            index = np.array([prompts.shape[1] + position - 1])
+            logits = np.asarray(teacher.logits_at(target, text, index)[0], np.float64)
+            margin = float((logits.max() - logits[list(tokens)].min()) / np.abs(logits).max())
+        divergences.append(Divergence(row, position, *tokens, margin))
+    return Match(len(expected), tuple(divergences))

@@ -14,6 +14,7 @@ import pathlib
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -28,11 +29,7 @@ POLL_S = 1.0
 
 
 class Stop:
-    """Requests to stop: the first lets running cells finish, the second stops them.
-
-    Attributes:
-      requests: how many requests were made.
-    """
+    """Counts requests to stop: the first lets running cells finish, the second stops them."""
 
     def __init__(self) -> None:
         self.requests = 0
@@ -111,15 +108,10 @@ class Local:
     """Processes on this machine: one at a time on a CPU, or as many as its GPUs allow."""
 
     def __init__(self, names: Sequence[str], devices: int, jobs: int | None):
-        """Checks the devices.
+        """Raises ConfigError if there are too few devices.
 
-        Args:
-          names: names of the GPUs; if empty, cells run on the CPU.
-          devices: devices of each cell, those of the largest mesh in the grid.
-          jobs: concurrent cells; None for as many as the GPUs allow, one on a CPU.
-
-        Raises:
-          ConfigError: there are too few devices.
+        `names` are the GPUs; without them cells run on the CPU. `devices` are those of the largest
+        mesh in the grid.
         """
         flag = "host_platform_device_count"
         if devices > max(1, len(names)) and flag not in os.environ.get("XLA_FLAGS", ""):
@@ -203,52 +195,44 @@ class Slurm:
                 "slurm_setup": slurm.setup or None,
             }
             self.executor.update_parameters(**{k: v for k, v in options.items() if v is not None})
-        self.at_once = slurm.at_once if slurm.cluster == "slurm" else 1
+        self.size = sys.maxsize if slurm.cluster == "slurm" else 1  # cells of a job array
 
     def run(
         self, folders: Sequence[pathlib.Path], limits: Limits, stop: Stop
     ) -> Iterator[pathlib.Path]:
         """Yields the folders as their cells end; a job that SLURM killed is a failure."""
-        waiting = collections.deque(folder.resolve() for folder in folders)
+        task = functools.partial(cell_process.run, limits=limits)
+        waiting = [folder.resolve() for folder in folders]
         jobs: dict[Any, pathlib.Path] = {}
         try:
-            while waiting or jobs:
-                if not stop.no_more and waiting and (self.at_once > 1 or not jobs):
-                    count = len(waiting) if self.at_once > 1 else 1
-                    batch = [waiting.popleft() for _ in range(count)]
-                    jobs |= dict(zip(self._submit(batch, limits), batch))
+            while (waiting or jobs) and not stop.now():
                 if stop.no_more:
+                    waiting = []
                     for job in [job for job in jobs if job.state == "PENDING"]:
                         job.cancel()
                         del jobs[job]
-                if not jobs or stop.now():
-                    return
+                elif not jobs:
+                    batch, waiting = waiting[: self.size], waiting[self.size :]
+                    try:
+                        jobs = dict(zip(self.executor.map_array(task, batch), batch))
+                    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+                        raise ConfigError(f"SLURM refused the jobs: {error}") from error
                 for job in [job for job in jobs if job.done()]:
                     folder = jobs.pop(job)
                     if not stop.no_more:
-                        _check_job(folder, job)
+                        _record_crash(folder, job.exception())
                     yield folder
                 time.sleep(POLL_S)
         finally:
             for job in jobs:
                 job.cancel()
 
-    def _submit(self, folders: Sequence[pathlib.Path], limits: Limits) -> list[Any]:
-        """Returns the jobs of the folders; raises ConfigError if SLURM refuses them."""
-        task = functools.partial(cell_process.run, limits=limits)
-        try:
-            return self.executor.map_array(task, folders)
-        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-            raise ConfigError(f"SLURM refused the jobs: {error}") from error
 
-
-def _check_job(folder: pathlib.Path, job: Any) -> None:
+def _record_crash(folder: pathlib.Path, error: BaseException | None) -> None:
     """Records the failure of a job without a result, such as a lost node or a cluster limit."""
-    if store.has_ended(folder):
-        return
-    error = job.exception()
-    message = f"{type(error).__name__}: {error}" if error else "the job ended without a result"
-    store.write_failure(folder, "crash", message.splitlines()[0], message)
+    if store.state(folder) == "to do":
+        message = f"{type(error).__name__}: {error}" if error else "the job ended without a result"
+        store.write_failure(folder, "crash", message.splitlines()[0], message)
 
 
 class Ray:
@@ -271,17 +255,14 @@ class Ray:
             raise ConfigError(f"ray_address={experiment.ray_address!r}: {error}") from error
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         gpus = [int(node.get("GPU", 0)) for node in nodes]
-        if any(gpus):
-            if max(gpus) < devices:
-                raise ConfigError(
-                    f"mesh: a cell needs {devices} GPUs, but the nodes of the cluster have at most "
-                    f"{max(gpus)}"
-                )
-            self.resources = {"num_gpus": devices, "num_cpus": 1}
-            most = sum(count // devices for count in gpus)
-        else:  # one cell per node, unless `jobs` sets more
-            most = len(nodes)
-            self.resources = {"num_cpus": 1}
+        if 0 < max(gpus, default=0) < devices:
+            raise ConfigError(
+                f"mesh: a cell needs {devices} GPUs, but the nodes of the cluster have at most "
+                f"{max(gpus)}"
+            )
+        self.resources = {"num_cpus": 1} | ({"num_gpus": devices} if any(gpus) else {})
+        # Without GPUs one cell per node, unless `jobs` sets more.
+        most = sum(count // devices for count in gpus) if any(gpus) else len(nodes)
         self.ray, self.jobs = ray, experiment.jobs or most
 
     def run(
@@ -302,20 +283,14 @@ class Ray:
                 done, _ = ray.wait(list(running), timeout=POLL_S)
                 for reference in done:
                     folder = running.pop(reference)
-                    _check_task(ray, folder, reference)
+                    try:
+                        ray.get(reference)
+                    except ray.exceptions.TaskCancelledError:
+                        pass  # by the user: the cell stays to do
+                    except ray.exceptions.RayError as error:
+                        _record_crash(folder, error)
                     yield folder
         finally:
             for reference in running:
                 ray.cancel(reference, force=True)
             ray.shutdown()
-
-
-def _check_task(ray: Any, folder: pathlib.Path, reference: Any) -> None:
-    """Records the failure of a task without a result, unless the user has cancelled it."""
-    try:
-        ray.get(reference)
-    except ray.exceptions.TaskCancelledError:
-        return
-    except ray.exceptions.RayError as error:
-        if not store.has_ended(folder):
-            store.write_failure(folder, "crash", str(error).splitlines()[0], str(error))

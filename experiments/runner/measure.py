@@ -4,7 +4,6 @@ The first run of each compiles, and is not timed. A cell with repeats=0 has no o
 timed runs one more is traced.
 """
 
-import dataclasses
 import pathlib
 import resource
 import statistics
@@ -17,19 +16,11 @@ import numpy as np
 
 import magicjax
 from experiments import prompts
-from experiments.prompts import metrics
+from experiments.prompts.metrics import repeated_ngrams
 from experiments.runner import exactness
 from experiments.runner.provenance import device_name
 from experiments.runner.workload import Bench
-from experiments.schema.columns import (
-    Acceptance,
-    Exactness,
-    Phases,
-    Resources,
-    Status,
-    Times,
-    row_of,
-)
+from experiments.schema.columns import complete
 from experiments.schema.grid import Cell, columns, plain_of
 from magicjax import cost_model, placement
 from magicjax.benchmarks import profile_phases
@@ -38,26 +29,12 @@ from pallas_kernels.benchmarks import bandwidth
 from sharding import factored
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """The result of a cell.
+def measure(
+    bench: Bench, cell: Cell, folder: pathlib.Path | None = None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns the content of a cell's `metrics.json`, and the lines of its `requests.jsonl`.
 
-    Attributes:
-      metrics: content of `metrics.json`.
-      requests: a line of `requests.jsonl` for each row.
-    """
-
-    metrics: dict[str, Any]
-    requests: list[dict[str, Any]]
-
-
-def measure(bench: Bench, cell: Cell, folder: pathlib.Path | None = None) -> Measured:
-    """Returns the result of a cell.
-
-    Args:
-      bench: the models and prompts.
-      cell: its settings.
-      folder: where to keep a trace; None: no trace is kept.
+    With a folder, a trace is kept in it.
 
     Raises:
       RuntimeError: two runs of the cell differ, or a timed run compiled.
@@ -75,17 +52,13 @@ def measure(bench: Bench, cell: Cell, folder: pathlib.Path | None = None) -> Mea
     match = _match(bench, cell, runs, plain_runs)
     requests = _requests(bench, cell, runs, match)
     seconds, phases_error = _phases(bench, cell, folder) if cell.repeats else ({}, "")
-    row = columns(cell) | row_of(
-        Status(device=device_name(), status="ok", error=""),
-        _times(bench, cell, runs[1:], plain_runs[1:], read_gbs) if read_gbs else Times(),
-        _acceptance(bench, cell, runs[0], requests),
-        _exactness(match, plain_runs),
-        Phases(**{f"{name}_s": s for name, s in seconds.items()}),
-        _resources(bench, runs),
-    )
+    times = _times(bench, cell, runs[1:], plain_runs[1:], read_gbs) if read_gbs else {}
+    row = columns(cell) | {"device": device_name(), "status": "ok", "error": ""} | times
+    row |= _acceptance(bench, cell, runs[0], requests) | _exactness(match, plain_runs)
+    row |= {f"{name}_s": s for name, s in seconds.items()} | _resources(bench, runs)
     stats = runs[0].stats
-    content = {
-        "row": row,
+    metrics = {
+        "row": complete(row),
         "runs": [_run(run) for run in runs[1:]],
         "plain_runs": [_run(run) for run in plain_runs[1:]],
         "histogram": list(stats.histogram),
@@ -95,7 +68,7 @@ def measure(bench: Bench, cell: Cell, folder: pathlib.Path | None = None) -> Mea
         "phases_error": phases_error,
         "divergences": [str(d) for d in match.divergences] if match else [],
     }
-    return Measured(content, requests)
+    return metrics, requests
 
 
 def _run(run: Any) -> dict[str, float]:
@@ -106,22 +79,22 @@ def _run(run: Any) -> dict[str, float]:
 
 def _acceptance(
     bench: Bench, cell: Cell, run: Any, requests: Sequence[dict[str, Any]]
-) -> Acceptance:
+) -> dict[str, Any]:
     stats = run.stats
     scores = [request["score"] for request in requests if request["score"] is not None]
-    return Acceptance(
-        tau=stats.tau,
-        tau_by_request=stats.tau_by_request,
-        block_efficiency=1 + stats.accepted / stats.rounds,
-        acceptance_rate=None if cell.draft == "none" else stats.acceptance_rate,
-        nodes_per_round=stats.nodes_per_round,
-        rounds=stats.rounds,
-        steps=stats.steps,
-        repeated_8grams=metrics.repeated_ngrams(np.asarray(run.tokens)),
-        agreement=bench.agreement(cell),
-        score=statistics.mean(scores) if scores else None,
-        chosen=_chosen(run.choice),
-    )
+    return {
+        "tau": stats.tau,
+        "tau_by_request": stats.tau_by_request,
+        "block_efficiency": 1 + stats.accepted / stats.rounds,
+        "acceptance_rate": None if cell.draft == "none" else stats.acceptance_rate,
+        "nodes_per_round": stats.nodes_per_round,
+        "rounds": stats.rounds,
+        "steps": stats.steps,
+        "repeated_8grams": repeated_ngrams(np.asarray(run.tokens)),
+        "agreement": bench.agreement(cell),
+        "score": statistics.mean(scores) if scores else None,
+        "chosen": _chosen(run.choice),
+    }
 
 
 def _chosen(choice: magicjax.Choice | None) -> str:
@@ -131,29 +104,27 @@ def _chosen(choice: magicjax.Choice | None) -> str:
     return choice.name if choice.tree is None else f"{choice.name}, {tree_spec(choice.tree)}"
 
 
-def _exactness(match: exactness.Match | None, plain_runs: Sequence[Any]) -> Exactness:
-    noise_match = _equal_rows(plain_runs)
-    if match is None:
-        return Exactness(noise_match=noise_match, ties=0)
-    first = min(match.divergences, key=lambda d: d.position, default=None)
-    return Exactness(
-        exact_match=match.exact,
-        noise_match=noise_match,
-        ties=match.ties,
-        first_divergence=first.position if first else None,
-        top2_margin=first.margin if first else None,
-    )
+def _exactness(match: exactness.Match | None, plain_runs: Sequence[Any]) -> dict[str, Any]:
+    divergences = match.divergences if match else ()
+    first = min(divergences, key=lambda d: d.position, default=None)
+    return {
+        "exact_match": match.exact if match else None,
+        "noise_match": _equal_rows(plain_runs),
+        "ties": match.ties if match else 0,
+        "first_divergence": first.position if first else None,
+        "top2_margin": first.margin if first else None,
+    }
 
 
-def _resources(bench: Bench, runs: Sequence[Any]) -> Resources:
+def _resources(bench: Bench, runs: Sequence[Any]) -> dict[str, Any]:
     stats = runs[0].stats
-    return Resources(
-        compile_s=sum(run.stats.compile_s for run in runs) + bench.choosing_s,
-        kv_mb_target=stats.kv_bytes_target / 1e6,
-        kv_mb_draft=stats.kv_bytes_draft / 1e6,
-        memory_mb=_peak_memory() / 1e6,
-        attention_backend=stats.attention_backend,
-    )
+    return {
+        "compile_s": sum(run.stats.compile_s for run in runs) + bench.choosing_s,
+        "kv_mb_target": stats.kv_bytes_target / 1e6,
+        "kv_mb_draft": stats.kv_bytes_draft / 1e6,
+        "memory_mb": _peak_memory() / 1e6,
+        "attention_backend": stats.attention_backend,
+    }
 
 
 def _peak_memory() -> float:
@@ -217,43 +188,38 @@ def _phases(bench: Bench, cell: Cell, folder: pathlib.Path | None) -> tuple[dict
 
 
 def _times(
-    bench: Bench,
-    cell: Cell,
-    runs: Sequence[Any],
-    plain_runs: Sequence[Any],
-    read_gbs: float,
-) -> Times:
+    bench: Bench, cell: Cell, runs: Sequence[Any], plain_runs: Sequence[Any], read_gbs: float
+) -> dict[str, float | None]:
     """Returns the times of the timed runs; `read_gbs` is the measured bandwidth of a device."""
-    median = statistics.median
-    rate = median(_rate(run) for run in runs)
-    plain_rate = median(_rate(run) for run in plain_runs)
-    ratios = [_rate(a) / _rate(b) for a, b in zip(runs, plain_runs, strict=True)]
-    step_s = median(run.stats.decode_s / run.stats.steps for run in plain_runs)
+    rates, plain_rates = [_rate(run) for run in runs], [_rate(run) for run in plain_runs]
+    rate, plain_rate = statistics.median(rates), statistics.median(plain_rates)
+    prefill_s = statistics.median(run.stats.prefill_s for run in runs)
+    ratios = [mine / plain for mine, plain in zip(rates, plain_rates, strict=True)]
     latencies = np.concatenate([_tpot(run) for run in runs])
-    ar_gbs = _step_bytes(bench.target_of(cell), cell) / step_s / 1e9
+    ar_gbs = _step_bytes(bench.target_of(cell), cell) / _step_s(plain_runs) / 1e9
     devices = cell.devices.size if cell.devices else 1
     if jax.default_backend() != "cpu":  # devices on a CPU share its memory
         read_gbs *= devices
     # Offloaded weights come over a link, and stages read theirs once for every micro-batch.
     whole = not cell.offload and not (cell.devices and cell.devices.shape["stage"] > 1)
-    return Times(
-        decode_tok_s=rate,
-        decode_tok_s_user=rate / cell.batch,
-        decode_tok_s_device=rate / devices,
-        ar_decode_tok_s=plain_rate,
-        speedup=rate / plain_rate,
-        speedup_low=min(ratios),
-        speedup_high=max(ratios),
-        ttft_s=median(run.stats.prefill_s for run in runs),
-        tpot_ms_p50=float(np.percentile(latencies, 50)),
-        tpot_ms_p99=float(np.percentile(latencies, 99)),
-        prefill_s=median(run.stats.prefill_s for run in runs),
-        decode_s=median(run.stats.decode_s for run in runs),
-        round_ms=1e3 * median(run.stats.decode_s / run.stats.steps for run in runs),
-        ar_gbs=ar_gbs,
-        read_gbs=read_gbs,
-        bandwidth_share=ar_gbs / read_gbs if whole else None,
-    )
+    return {
+        "decode_tok_s": rate,
+        "decode_tok_s_user": rate / cell.batch,
+        "decode_tok_s_device": rate / devices,
+        "ar_decode_tok_s": plain_rate,
+        "speedup": rate / plain_rate,
+        "speedup_low": min(ratios),
+        "speedup_high": max(ratios),
+        "ttft_s": prefill_s,
+        "tpot_ms_p50": float(np.percentile(latencies, 50)),
+        "tpot_ms_p99": float(np.percentile(latencies, 99)),
+        "prefill_s": prefill_s,
+        "decode_s": statistics.median(run.stats.decode_s for run in runs),
+        "round_ms": 1e3 * _step_s(runs),
+        "ar_gbs": ar_gbs,
+        "read_gbs": read_gbs,
+        "bandwidth_share": ar_gbs / read_gbs if whole else None,
+    }
 
 
 def _step_bytes(target: Any, cell: Cell) -> float:
@@ -281,14 +247,12 @@ def _match(
     if _equal_rows(runs) < 1 and _equal_rows(plain_runs) == 1:
         raise RuntimeError(f"{cell.label}: two runs on the same prompts differ")
     plain, found = np.asarray(plain_runs[0].tokens), np.asarray(runs[0].tokens)
-    if cell.do_sample:
-        comparable = cell.draft == "none" or cell.verifier == "naive"
-        return exactness.compare_sampled(plain, found) if comparable else None
+    if cell.do_sample and cell.draft != "none" and cell.verifier != "naive":
+        return None
     if np.array_equal(plain, found):
         return exactness.Match(len(plain), ())
-    target = bench.read_by(cell.target, cell)
-    if target is None:  # no model can decide whether a divergence is a tie
-        return exactness.compare_sampled(plain, found)
+    # Without a model no divergence is a tie.
+    target = None if cell.do_sample else bench.read_by(cell.target, cell)
     return exactness.compare(target, bench.prompts(cell), plain, found)
 
 
@@ -311,3 +275,8 @@ def _tpot(run: Any) -> np.ndarray:
 
 def _rate(run: Any) -> float:
     return run.stats.emitted / run.stats.decode_s
+
+
+def _step_s(runs: Sequence[Any]) -> float:
+    """Returns the median seconds of a step."""
+    return statistics.median(run.stats.decode_s / run.stats.steps for run in runs)

@@ -7,6 +7,7 @@ resumes after the cell that failed.
 """
 
 import contextlib
+import itertools
 import os
 import pathlib
 import signal
@@ -16,13 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
-import yaml
 
-from experiments.runner import measure, provenance, tracking, worker
+from experiments.runner import measure, provenance, worker
 from experiments.runner.cell_process import Limits
 from experiments.runner.launchers import Stop
 from experiments.runner.workload import Bench
-from experiments.schema import grid
+from experiments.schema import grid, store
 from experiments.schema.config import Experiment
 from experiments.schema.fields import ConfigError
 from sharding import parse_mesh, processes
@@ -39,8 +39,8 @@ def detect(experiment: Experiment) -> processes.Processes | None:
     Raises:
       ConfigError: the position is incomplete, or a setting is not supported by such runs.
     """
+    position = experiment.coordinator or None, experiment.processes, experiment.rank
     try:
-        position = experiment.coordinator or None, experiment.processes, experiment.rank
         who = processes.detect(*position)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -71,8 +71,8 @@ def joined(who: processes.Processes, experiment: Experiment) -> Iterator[None]:
     """
     settings = experiment.model_dump(mode="json", exclude=set(SETTINGS))
     made_by = {name: provenance.of(cell) for name, cell in _cells_by_input(experiment).items()}
+    run = {"settings": settings, "made_by": made_by}
     try:
-        run = {"settings": settings, "made_by": made_by}
         processes.join(who, run, experiment.join_seconds)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -81,19 +81,15 @@ def joined(who: processes.Processes, experiment: Experiment) -> Iterator[None]:
         yield
 
 
-def _cells(experiment: Experiment) -> list[grid.Cell]:
-    return [cell for group in grid.groups(experiment) for cell in group]
-
-
 def _cells_by_input(experiment: Experiment) -> dict[str, grid.Cell]:
     """Returns one cell for each combination of models and prompts that is read."""
-    cells = _cells(experiment)
+    cells = itertools.chain.from_iterable(grid.groups(experiment))
     return {" ".join((c.target, *c.models, c.prompts, c.prompt_path)): c for c in cells}
 
 
 def _check_devices(experiment: Experiment) -> None:
     """Raises ConfigError unless every cell's mesh has all devices of all processes."""
-    for cell in _cells(experiment):
+    for cell in itertools.chain.from_iterable(grid.groups(experiment)):
         size = parse_mesh(cell.mesh).devices if cell.mesh else 1
         if size != jax.device_count():
             raise ConfigError(
@@ -103,14 +99,9 @@ def _check_devices(experiment: Experiment) -> None:
 
 
 class InProcess:
-    """The launcher of rank 0, which runs cells in this process and broadcasts them to the others.
+    """The launcher of rank 0: runs cells in this process, and broadcasts them to the others."""
 
-    Attributes:
-      failed: whether a cell failed in this process.
-    """
-
-    def __init__(self) -> None:
-        self.failed = False
+    failed = False  # whether a cell failed in this process
 
     def run(
         self, folders: Sequence[pathlib.Path], limits: Limits, stop: Stop
@@ -122,8 +113,8 @@ class InProcess:
         for folder in folders:
             if stop.no_more or self.failed:
                 return
-            cell = yaml.safe_load((folder / "config.yaml").read_text())
-            processes.broadcast_from_rank0({"cell": cell, "prompts": str(prompts)})
+            message = {"cell": store.read_cell(folder), "prompts": str(prompts)}
+            processes.broadcast_from_rank0(message)
             self.failed = not worker.measure_cell(folder, bench, limits.profile)
             yield folder
 
@@ -139,7 +130,7 @@ def lead(launcher: InProcess, launch: Callable[[], int]) -> int:
     """Returns the exit status of rank 0's launcher, with which the other processes end too."""
     try:
         status = launch()
-    except (ConfigError, tracking.TrackingError) as error:
+    except ConfigError as error:
         print(error, file=sys.stderr)
         status = 2
     if launcher.failed:

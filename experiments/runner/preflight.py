@@ -5,7 +5,8 @@ A model without weights suffices for the checks that `magicjax.generate` makes o
 
 import functools
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import models
 from experiments import prompts
@@ -21,11 +22,7 @@ _tokenizer = functools.cache(models.load_tokenizer)
 
 
 def check(groups: Sequence[Sequence[grid.Cell]], record: bool = False) -> dict[grid.Cell, str]:
-    """Returns the cells that cannot run, with the reasons; empty unless `record`.
-
-    Args:
-      groups: the groups of the grid.
-      record: whether to return such cells if others can run, instead of raising.
+    """Returns the cells that cannot run, with the reasons, if `record` and others can run.
 
     Raises:
       ConfigError: each problem once: a missing model, texts longer than a model's positions, a
@@ -34,56 +31,54 @@ def check(groups: Sequence[Sequence[grid.Cell]], record: bool = False) -> dict[g
     cells = [cell for group in groups for cell in group]
     sources = {("target", cell.target) for cell in cells}
     sources |= {("model", m) for cell in cells for m in cell.models if m != PROMPT_LOOKUP}
-    problems = [p for key, source in sorted(sources) for p in _check_source(key, source)]
-    if not problems:
+    problems = [_problem(key, _skeleton, source) for key, source in sorted(sources)]
+    if not any(problems):
         texts = {(cell.target, cell.prompts, cell.prompt_path): cell for cell in cells}
-        problems = [problem for cell in texts.values() for problem in _check_prompts(cell)]
-    if problems:
-        raise ConfigError("\n".join(dict.fromkeys(problems)))
-    failing = {cell: problem for group in groups for cell, problem in _check_group(group)}
+        for cell in texts.values():
+            problems.append(_problem("prompts", prompts.check, cell.prompts, cell.prompt_path))
+            if cell.prompts != prompts.RANDOM:
+                problems.append(_problem("target", _check_tokenizer, cell.target))
+    if any(problems):
+        raise ConfigError("\n".join(dict.fromkeys(filter(None, problems))))
+    failing = {cell: text for group in groups for cell, text in _check_group(group).items()}
     if failing and not (record and len(failing) < len(cells)):
         raise ConfigError("\n".join(dict.fromkeys(failing.values())))
     return failing
 
 
-def _check_source(key: str, source: str) -> Iterator[str]:
-    """Yields the problem of a model that the setting `key` names."""
+def _problem(where: str, check: Callable, *arguments: Any) -> str:
+    """Returns the message of the error that a check raises, "" if it passes."""
     try:
-        _skeleton(source)
+        check(*arguments)
     except (ValueError, OSError) as error:
-        yield f"{key}: {error}"
+        return f"{where}: {error}"
+    return ""
 
 
-def _check_prompts(cell: grid.Cell) -> Iterator[str]:
-    """Yields the problems of the source of a cell's prompts."""
-    try:
-        prompts.check(cell.prompts, cell.prompt_path)
-    except (ValueError, OSError) as error:
-        yield f"prompts: {error}"
-    if cell.prompts != prompts.RANDOM and not pathlib.Path(cell.target).is_dir():
-        yield (
-            f"target: {cell.target!r} is a preset, which has no tokenizer, and prompts are made "
-            "from text: set a directory, or prompts=random"
+def _check_tokenizer(target: str) -> None:
+    if not pathlib.Path(target).is_dir():
+        raise ValueError(
+            f"{target!r} is a preset, which has no tokenizer, and prompts are made from text: set "
+            "a directory, or prompts=random"
         )
 
 
-def _check_group(group: Sequence[grid.Cell]) -> Iterator[tuple[grid.Cell, str]]:
-    """Yields (cell, reason) of cells that cannot run; if plain decoding cannot, of all cells."""
+def _make_prompts(cell: grid.Cell) -> None:
+    size = cell.batch * cell.candidates, cell.context, cell.prompt_seed
+    prompts.make(cell.prompts, _tokenizer(cell.target), cell.prompt_path, *size)
+
+
+def _check_group(group: Sequence[grid.Cell]) -> dict[grid.Cell, str]:
+    """Returns the cells that cannot run, with the reasons; if plain decoding cannot, all cells."""
     first = group[0]
-    try:
-        check_cell(grid.plain_of(first))
-        if first.prompts != prompts.RANDOM:
-            size = first.batch * first.candidates, first.context, first.prompt_seed
-            prompts.make(first.prompts, _tokenizer(first.target), first.prompt_path, *size)
-    except (ValueError, OSError) as error:
-        for cell in group:
-            yield cell, f"context {first.context}: {error}"
-        return
-    for cell in group:
-        try:
-            check_cell(cell)
-        except (ValueError, OSError) as error:
-            yield cell, f"{cell.method}: {error}"
+    where = f"context {first.context}"
+    problem = _problem(where, check_cell, grid.plain_of(first))
+    if not problem and first.prompts != prompts.RANDOM:
+        problem = _problem(where, _make_prompts, first)
+    if problem:
+        return dict.fromkeys(group, problem)
+    problems = {cell: _problem(cell.method, check_cell, cell) for cell in group}
+    return {cell: problem for cell, problem in problems.items() if problem}
 
 
 def check_cell(cell: grid.Cell) -> Request | None:

@@ -15,6 +15,7 @@ import jax
 from experiments import prompts
 from experiments.schema.grid import Cell, fingerprint, policy_fingerprint
 from magicjax import cost_model
+from magicjax.version import version
 
 
 def of(cell: Cell) -> dict[str, str]:
@@ -39,7 +40,8 @@ def environment(cell: Cell) -> dict[str, Any]:
         "devices": len(devices),
         "processor": cost_model.device_kind(),
         "system": platform.platform(),
-        "versions": {name: _version(name) for name in ("magicjax", "jax", "jaxlib", "flax")},
+        "versions": {"magicjax": version()}
+        | {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")},
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
@@ -66,10 +68,3 @@ def code() -> str:
         for path in sorted((root / package).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

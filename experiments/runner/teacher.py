@@ -94,21 +94,13 @@ def _greedy(model, hidden):
 def greedy_tokens(
     model: Any, tokens: Int[Array, "B T"], *, sinks: int = 0, window: int | None = None
 ) -> Int[Array, "B T"]:
-    """Returns the most likely token after each prefix of `tokens`.
-
-    Args:
-      model: a loaded model.
-      tokens: the text.
-      sinks, window: as in `windowed_attend`.
-    """
-    hidden = _hidden(model, jnp.asarray(tokens), sinks, window)
-    return _greedy(model, hidden)
+    """Returns the most likely token after each prefix of `tokens`, which `windowed_attend` sees."""
+    return _greedy(model, _hidden(model, jnp.asarray(tokens), sinks, window))
 
 
 def logits(model: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
     """Returns the logits after each prefix of `tokens`. The result is large: use short texts."""
-    hidden = _hidden(model, jnp.asarray(tokens), 0, None)
-    return _unembed(model, hidden)
+    return _unembed(model, _hidden(model, jnp.asarray(tokens), 0, None))
 
 
 @jax.jit
@@ -133,11 +125,8 @@ def log_probs(
 ) -> tuple[Float[Array, "B W"], Bool[Array, "B W"]]:
     """Returns the log-probabilities of tokens, and whether each is the most likely one.
 
-    Args:
-      model: a loaded model.
-      tokens: the text.
-      index: positions in the text; logits are computed only there, a chunk at a time.
-      following: the tokens to score, each after `tokens[row, :index + 1]`.
+    Each token of `following` is scored after `tokens[row, :index + 1]`. Logits are computed only
+    there, a chunk at a time.
     """
     hidden = _hidden(model, jnp.asarray(tokens), 0, None)
     return _scored(model, hidden, jnp.asarray(index), jnp.asarray(following))

@@ -13,92 +13,60 @@ import numbers
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from experiments.schema import columns
-from magicjax.suggest import did_you_mean
+from experiments.schema.fields import ConfigError
 
 logger = logging.getLogger("magicjax.experiments")
 
-PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboardX"}
-EXTRA = "tracking"
 # Columns that TensorBoard lists as settings, not results.
 SETTINGS = (*columns.SETTINGS, "device")
-TEXTS = (".csv", ".json", ".md", ".txt", ".yaml", ".yml")
+TEXTS = (".csv", ".yaml")
 LONGEST_TEXT = 200_000  # bytes of the longest file that is logged to TensorBoard as text
-
-
-class TrackingError(ValueError):
-    """A tracker is not usable; the message names the remedy."""
-
-
-class Writer(Protocol):
-    """A tracking service. `Tracker` handles its exceptions."""
-
-    def cell(self, row: dict[str, Any], step: int) -> None: ...
-
-    def artifacts(self, paths: Sequence[pathlib.Path]) -> None: ...
-
-    def close(self, status: str) -> None: ...
 
 
 @dataclasses.dataclass
 class Tracker:
-    """Logs to all services in use.
+    """Logs to all services in use, by name. One that raises is reported and removed."""
 
-    Attributes:
-      writers: the services by name. One that raises is reported and removed.
-    """
-
-    writers: dict[str, Writer]
+    writers: dict[str, Any]
 
     def cell(self, row: dict[str, Any], step: int) -> None:
-        """Logs a finished cell.
-
-        Args:
-          row: its columns as in the summary; None and "" are skipped.
-          step: its index, which must not decrease.
-        """
+        """Logs the columns of a finished cell, without None and ""; `step` must not decrease."""
         values = {key: value for key, value in row.items() if value is not None and value != ""}
-        self._log(lambda writer: writer.cell(values, step))
+        self._log("cell", values, step)
 
     def artifacts(self, paths: Iterable[str | os.PathLike]) -> None:
         """Logs result files: wandb stores them, TensorBoard shows images and short texts."""
-        files = [pathlib.Path(path) for path in paths]
-        self._log(lambda writer: writer.artifacts(files))
+        self._log("artifacts", [pathlib.Path(path) for path in paths])
 
     def close(self, status: str) -> None:
         """Ends the services' runs; `status` other than "ok" marks them as failed."""
-        self._log(lambda writer: writer.close(status))
+        self._log("close", status)
         self.writers.clear()
 
-    def _log(self, log: Callable[[Writer], None]) -> None:
+    def _log(self, method: str, *arguments: Any) -> None:
         for name, writer in list(self.writers.items()):
             try:
-                log(writer)
+                getattr(writer, method)(*arguments)
             except Exception as error:  # any error of the service must not end the run
                 del self.writers[name]
                 logger.error(
-                    "tracking with %s failed and is switched off; the experiment continues, and "
-                    "its results are in its folder. %s: %s",
-                    name,
-                    type(error).__name__,
-                    error,
+                    f"tracking with {name} failed and is switched off; the experiment continues, "
+                    f"and its results are in its folder. {type(error).__name__}: {error}"
                 )
 
 
 def check(names: Iterable[str]) -> None:
-    """Raises TrackingError for an unknown tracker, or one whose package is not installed."""
+    """Raises ConfigError if the package of a tracker is not installed."""
     for name in names:
-        if name not in PACKAGES:
-            known = ", ".join(PACKAGES)
-            hint = did_you_mean(name, PACKAGES)
-            raise TrackingError(f"track={name!r} is not a tracker ({known}){hint}")
-        if importlib.util.find_spec(PACKAGES[name]) is None:
-            raise TrackingError(
-                f"track={name!r} needs the package {PACKAGES[name]}, which is not installed: "
-                f"pip install 'magicjax[{EXTRA}]', or omit it"
+        package = WRITERS[name].package
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"track={name!r} needs the package {package}, which is not installed: "
+                "pip install 'magicjax[tracking]', or omit it"
             )
 
 
@@ -111,14 +79,14 @@ def open(
     """Starts a run in each service and returns the tracker.
 
     Args:
-      names: `wandb`, `tensorboard`, both or neither. With WANDB_MODE=offline wandb needs no
-        account; WANDB_PROJECT sets its project, by default magicjax.
-      experiment_name: name of the run.
+      names: of `WRITERS`. With WANDB_MODE=offline wandb needs no account; WANDB_PROJECT sets its
+        project, by default magicjax.
+      experiment_name: of the run.
       directory: folder of the results; TensorBoard writes to `tensorboard/`, wandb to `wandb/`.
       config: the experiment's settings as JSON values.
 
     Raises:
-      TrackingError: see `check`, or a service cannot start.
+      ConfigError: see `check`, or a service cannot start.
     """
     unique = dict.fromkeys(names)
     check(unique)
@@ -128,9 +96,9 @@ def open(
             tracker.writers[name] = WRITERS[name](experiment_name, pathlib.Path(directory), config)
         except Exception as error:  # the services raise their own types
             tracker.close("failed")
-            raise TrackingError(
-                f"track={name!r} cannot start: {type(error).__name__}: {error}; {REMEDIES[name]}, "
-                "or omit it"
+            raise ConfigError(
+                f"track={name!r} cannot start: {type(error).__name__}: {error}; "
+                f"{WRITERS[name].remedy}, or omit it"
             ) from error
     return tracker
 
@@ -138,10 +106,11 @@ def open(
 class Wandb:
     """A run of Weights & Biases: a step per cell, and a table of all cells at the end."""
 
+    package, remedy = "wandb", "run `wandb login`, or set WANDB_MODE=offline"
+
     def __init__(self, name: str, directory: pathlib.Path, config: dict[str, Any]):
-        self._wandb = importlib.import_module("wandb")
+        self._wandb, self._name = importlib.import_module("wandb"), name
         directory.mkdir(parents=True, exist_ok=True)
-        self._name = name
         self._rows: list[dict[str, Any]] = []
         self._run = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT") or "magicjax",
@@ -159,10 +128,7 @@ class Wandb:
         name = re.sub(r"[^\w.-]", "-", self._name, flags=re.ASCII)
         artifact = self._wandb.Artifact(f"{name}-results", type="results")
         for path in paths:
-            if path.is_dir():
-                artifact.add_dir(str(path), name=path.name)
-            else:
-                artifact.add_file(str(path))
+            artifact.add_file(str(path))
         self._run.log_artifact(artifact)
 
     def close(self, status: str) -> None:
@@ -177,6 +143,8 @@ class Wandb:
 
 class TensorBoard:
     """TensorBoard event files: a run per cell, listed in the HParams tab."""
+
+    package, remedy = "tensorboardX", "choose a writable folder of results"
 
     def __init__(self, name: str, directory: pathlib.Path, config: dict[str, Any]):
         module = importlib.import_module("tensorboardX")
@@ -200,8 +168,7 @@ class TensorBoard:
                 picture = image.imread(path)[..., :3]
                 self._writer.add_image(path.name, picture, dataformats="HWC")
             elif path.suffix in TEXTS and path.stat().st_size <= LONGEST_TEXT:
-                text = path.read_text("utf-8")
-                self._writer.add_text(path.name, text if path.suffix == ".md" else _as_code(text))
+                self._writer.add_text(path.name, _as_code(path.read_text("utf-8")))
         self._writer.flush()
 
     def close(self, status: str) -> None:
@@ -218,8 +185,4 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-WRITERS: dict[str, Callable[..., Writer]] = {"wandb": Wandb, "tensorboard": TensorBoard}
-REMEDIES = {
-    "wandb": "run `wandb login`, or set WANDB_MODE=offline",
-    "tensorboard": "choose a writable folder of results",
-}
+WRITERS: dict[str, Any] = {"wandb": Wandb, "tensorboard": TensorBoard}

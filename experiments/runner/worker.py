@@ -31,24 +31,19 @@ def watch_parent() -> None:
 def measure_cell(folder: pathlib.Path, bench: Any = None, profile: bool = False) -> bool:
     """Measures a cell and writes its result or its failure; returns whether it succeeded.
 
-    Args:
-      folder: the cell's folder, with its `config.yaml`.
-      bench: runs the cell; None makes one.
-      profile: whether to write a trace.
+    Without a bench it makes one. `profile` is whether to write a trace.
     """
-    import yaml
-
     from experiments.runner import measure, provenance
     from experiments.schema import grid, store
     from sharding import processes
 
-    cell = grid.restored(yaml.safe_load((folder / "config.yaml").read_text()))
+    cell = grid.restored(store.read_cell(folder))
     started = time.time()
     store.clear(folder)
     env = provenance.environment(cell)
     try:
         bench = bench or measure.Bench(folder.parent.parent / "prompts")
-        result = measure.measure(bench, cell, folder if profile else None)
+        metrics, requests = measure.measure(bench, cell, folder if profile else None)
     except Exception as error:  # any error is the result of this cell
         processes.await_loss(error)
         line = f"{type(error).__name__}: {error}"
@@ -57,8 +52,8 @@ def measure_cell(folder: pathlib.Path, bench: Any = None, profile: bool = False)
         store.write_failure(folder, failure_kind(error), line, traceback.format_exc(), row)
         print(line, file=sys.stderr)
         return False
-    result.metrics["row"]["wall_s"] = time.time() - started
-    store.write_result(folder, env, result.metrics, result.requests)
+    metrics["row"]["wall_s"] = time.time() - started
+    store.write_result(folder, env, metrics, requests)
     return True
 
 

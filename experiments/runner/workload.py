@@ -119,17 +119,9 @@ class Bench:
 
     def _least_repetitive(self, cell: Cell) -> np.ndarray:
         """Returns the prompts whose plain continuation repeats itself least."""
-        target = self.target_of(cell)
 
         def continue_plainly(rows: np.ndarray) -> np.ndarray:
-            output = magicjax.generate(
-                target,
-                list(rows),
-                max_new_tokens=cell.new_tokens,
-                eos_token_id=[],
-                mesh=cell.devices,
-                **cell.sampling,
-            )
+            output = self.run(plain_of(cell), rows)
             self.choosing_s += output.stats.compile_s
             return output.tokens
 
@@ -149,12 +141,7 @@ class Bench:
         return self._once(("candidates", cell.target, *_prompt_settings(cell)), make)
 
     def run(self, cell: Cell, rows: np.ndarray | None = None) -> Any:
-        """Returns the output of the cell's call of `generate`.
-
-        Args:
-          cell: its settings.
-          rows: prompts; None: those of the cell's group.
-        """
+        """Returns the output of the cell's call of `generate`, on its group's prompts or `rows`."""
         target, text, arguments = self.call(cell, rows)
         return magicjax.generate(target, text, **arguments)
 
@@ -165,17 +152,11 @@ class Bench:
         target = self.target_of(cell)
         text = list(self.prompts(cell) if rows is None else rows)
         arguments = options(cell, lambda directory: self.draft(directory, cell))
-        if cell.draft == "auto":
-            arguments["drafter"] = self.choice(cell, target, text, arguments)
+        if cell.draft == "auto":  # one choice for all runs of the cell
+            arguments["drafter"] = self._once(
+                ("choice", cell), lambda: magicjax.choose_drafter(target, text, **arguments)
+            )
         return target, text, arguments
-
-    def choice(
-        self, cell: Cell, target: Any, text: list[np.ndarray], arguments: dict[str, Any]
-    ) -> magicjax.Choice:
-        """Returns the choice of "auto" in a cell, the same for all its runs."""
-        return self._once(
-            ("choice", cell), lambda: magicjax.choose_drafter(target, text, **arguments)
-        )
 
     def agreement(self, cell: Cell) -> float | None:
         """Returns how often target and draft predict the same token on the prompts' text.

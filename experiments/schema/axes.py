@@ -12,9 +12,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import pydantic
-
-from experiments.schema.fields import ConfigError
+from experiments.schema.fields import ConfigError, checked
 from experiments.schema.method import Method
 from experiments.schema.settings import declared
 from magicjax.suggest import did_you_mean
@@ -46,16 +44,8 @@ def _combination(experiment: Any, parts: Sequence[dict[str, Any]]) -> Any:
     values = {name: value for part in parts for name, value in part.items()}
     base = {name: getattr(experiment, name) for name in experiment.model_fields_set}
     no_axes: dict[str, Any] = {"grid": {}, "zip": [], "exclude": []}
-    try:
-        return type(experiment).model_validate(base | values | no_axes)
-    except pydantic.ValidationError as error:
-        where = ", ".join(f"{name}={value!r}" for name, value in values.items())
-        problems = (
-            f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}"
-            for e in error.errors()
-        )
-        lines = "; ".join(line.removeprefix(": ") for line in problems)
-        raise ConfigError(f"grid: with {where}: {lines}") from error
+    where = ", ".join(f"{name}={value!r}" for name, value in values.items())
+    return checked(type(experiment), base | values | no_axes, f"grid: with {where}")
 
 
 def _check(
@@ -63,15 +53,13 @@ def _check(
 ) -> None:
     """Raises ConfigError unless the axes are settings with values."""
     found = names(grid, zips)
-    for name in found:
+    for name, values in (pair for axes in (grid, *zips) for pair in axes.items()):
         if name not in known:
             raise ConfigError(f"grid: {unknown(name, known)}")
         if found.count(name) > 1:
             raise ConfigError(f"grid: the axis {name} occurs twice: remove one")
-    for axes in (grid, *zips):
-        for name, values in axes.items():
-            if not values:
-                raise ConfigError(f"grid: the axis {name} has no values, so the grid is empty")
+        if not values:
+            raise ConfigError(f"grid: the axis {name} has no values, so the grid is empty")
     for name, values in grid.items():
         if any(value == other for value, other in itertools.combinations(values, 2)):
             raise ConfigError(f"grid: the axis {name} lists a value twice: {values}")

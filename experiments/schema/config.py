@@ -17,11 +17,11 @@ from experiments.schema import axes
 from experiments.schema.fields import ConfigError, Positive, Strict, checked, read_mapping
 from experiments.schema.method import Method
 from experiments.schema.settings import declared, setting
-from magicjax.suggest import did_you_mean
 from sharding import parse_mesh
 from sharding.processes import JOIN_SECONDS
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
+Kind = Annotated[str, AfterValidator(prompts.known_kind)]
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -29,13 +29,6 @@ def _mesh(text: str) -> str:
     if text:
         parse_mesh(text)
     return text
-
-
-def _kind_of_prompts(name: str) -> str:
-    if name not in prompts.KINDS:
-        hint = did_you_mean(name, prompts.KINDS)
-        raise ValueError(f"unknown prompts{hint} (prompts: {', '.join(prompts.KINDS)})")
-    return name
 
 
 def _offload(value: Any) -> Any:
@@ -108,7 +101,7 @@ class Experiment(Strict):
     repeats: Annotated[int, Field(ge=0)] = setting(3, column="repeat")
     """Timed runs of each cell; the median is reported. 0: one run without timing, for quantities
     that do not depend on the machine, such as acceptance."""
-    prompts: Annotated[str, AfterValidator(_kind_of_prompts)] = setting(
+    prompts: Kind = setting(
         "stdlib",
         help="stdlib: held-out modules of Python's standard library; files, pg19, longbench: "
         "texts of prompt_path; random: uniform tokens, for models without weights; or a task like "
@@ -207,17 +200,13 @@ class Experiment(Strict):
     @model_validator(mode="after")
     def _check_sampling(self) -> "Experiment":
         """Refuses settings of sampling in greedy decoding, which would ignore them."""
+        holders = {"": self} | {f"methods.{i}.": method for i, method in enumerate(self.methods)}
         stray = [
-            name
-            for name, known in declared(Experiment).items()
-            if known.sampled and getattr(self, name) is not None
+            prefix + name
+            for prefix, holder in holders.items()
+            for name, known in declared(type(holder)).items()
+            if known.sampled and getattr(holder, name) not in (None, "", [])
         ]
-        for i, method in enumerate(self.methods):
-            stray += [
-                f"methods.{i}.{name}"
-                for name, known in declared(Method).items()
-                if known.sampled and getattr(method, name)
-            ]
         sampled = self.do_sample or "do_sample" in axes.names(self.grid, self.zip)
         if stray and not sampled:
             raise ValueError(
@@ -227,26 +216,24 @@ class Experiment(Strict):
 
     @model_validator(mode="after")
     def _check_launcher(self) -> "Experiment":
-        stray = []
-        if self.launcher != "slurm" and self.slurm != Slurm():
-            stray.append("slurm")
-        if self.launcher != "ray" and self.ray_address:
-            stray.append("ray_address")
-        if self.launcher == "slurm" and self.jobs is not None:
-            stray.append("jobs")
+        stray = {
+            "slurm": self.launcher != "slurm" and self.slurm != Slurm(),
+            "ray_address": self.launcher != "ray" and self.ray_address,
+            "jobs": self.launcher == "slurm" and self.jobs is not None,
+        }
+        if any(stray.values()):
+            remedy = ", or set slurm.at_once" if stray["jobs"] else ""
+            names = ", ".join(name for name, is_stray in stray.items() if is_stray)
+            raise ValueError(
+                f"{names} has no effect with launcher={self.launcher}: remove it{remedy}"
+            )
         if self.slurm.cluster != "slurm":
-            names = ("partition", "account", "cpus", "memory_gb", "setup")
-            unused = [f"slurm.{name}" for name in names if getattr(self.slurm, name)]
-            if unused:
+            options = ("partition", "account", "cpus", "memory_gb", "setup")
+            if unused := [f"slurm.{name}" for name in options if getattr(self.slurm, name)]:
                 raise ValueError(
                     f"{', '.join(unused)} has no effect with slurm.cluster={self.slurm.cluster}: "
                     "remove it"
                 )
-        if stray:
-            raise ValueError(
-                f"{', '.join(stray)} has no effect with launcher={self.launcher}: remove it"
-                + (", or set slurm.at_once" if stray == ["jobs"] else "")
-            )
         return self
 
 
@@ -290,27 +277,24 @@ def from_command_line(arguments: Sequence[str], prog: str) -> tuple[Experiment, 
     """
     arguments = list(arguments)
     base, source = Experiment(), ""
-    usage = (
-        "Settings below override those of FILE.  --grid.AXIS VALUE [VALUE ...] sets an axis of "
-        f"the grid.\n\nusage: {prog} FILE [OPTIONS]"
-    )
     if arguments and not arguments[0].startswith("-"):
         source = arguments.pop(0)
         base = read(pathlib.Path(source))
-    elif "-h" not in arguments and "--help" not in arguments:
-        files = [a for a in arguments if pathlib.Path(a).is_file()]
-        if files:
+    elif not {"-h", "--help"} & {*arguments}:
+        if files := [a for a in arguments if pathlib.Path(a).is_file()]:
             others = " ".join(a for a in arguments if a != files[0])
             raise ConfigError(f"the file must come first: {prog} {files[0]} {others}")
         raise ConfigError(f"no experiment file: run {prog} experiments/configs/demo.yaml")
     grid, overrides = _axes(arguments)
     base = _with_axes(base, grid, overrides)
-    experiment = tyro.cli(  # reports wrong overrides, and exits with status 2
-        Experiment,
-        default=base,
-        args=overrides,
-        prog=f"{prog} FILE",
-        description=f"{Experiment.__doc__}\n\n{usage}",
+    usage = (
+        "Settings below override those of FILE.  --grid.AXIS VALUE [VALUE ...] sets an axis of "
+        f"the grid.\n\nusage: {prog} FILE [OPTIONS]"
+    )
+    described = f"{Experiment.__doc__}\n\n{usage}"
+    # It reports wrong overrides, and exits with status 2.
+    experiment = tyro.cli(
+        Experiment, default=base, args=overrides, prog=f"{prog} FILE", description=described
     )
     return experiment, source
 

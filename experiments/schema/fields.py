@@ -66,12 +66,7 @@ def read_mapping(path: pathlib.Path) -> dict[str, Any]:
 
 
 def checked(kind: type[Settings], raw: dict, source: str) -> Settings:
-    """Returns validated settings.
-
-    Args:
-      kind: the pydantic model.
-      raw: keys and values.
-      source: where they come from; it starts the error message.
+    """Returns validated settings; `source`, where they come from, starts the error message.
 
     Raises:
       ConfigError: every problem of `raw`, one line each.

@@ -5,7 +5,6 @@ first.
 """
 
 import dataclasses
-import hashlib
 import inspect
 import json
 import pathlib
@@ -16,6 +15,7 @@ from jax.sharding import Mesh
 
 import magicjax
 from experiments.prompts import TEXTS
+from experiments.prompts.sources import hash_files
 from experiments.schema import axes, method, store
 from experiments.schema.config import Experiment
 from experiments.schema.fields import ConfigError
@@ -26,7 +26,6 @@ from magicjax.trees.token_tree import ROOT_ONLY, Shape
 from sharding import parse_mesh
 
 VERIFIER = declared(Method)["verifier"].default  # of sampled cells
-NAMES = {"self": "self", "prompt_lookup": "prompt-lookup", "auto": "auto"}  # in tables
 OPTIONS = tuple(name for name, known in declared(Method).items() if known.in_cell)
 PLAIN = {"draft": "none"} | {name: declared(Method)[name].absent for name in OPTIONS}
 
@@ -94,7 +93,9 @@ class Cell(_Settings):
         """The method's name in tables and figures."""
         if self.draft == "none":
             return "plain"
-        name = NAMES.get(self.draft) or " + ".join(pathlib.PurePath(m).name for m in self.models)
+        name = self.draft.replace("_", "-")
+        if self.draft in ("small", "ensemble"):
+            name = " + ".join(pathlib.PurePath(model).name for model in self.models)
         cache = (self.policy, self.budget) if self.draft == "self" or self.budget else ()
         known = declared(Method)
         labels = (known[option].describe(getattr(self, option)) for option in OPTIONS)
@@ -139,16 +140,13 @@ def _excluded(where: dict[str, Any], cells: Iterable[Cell]) -> list[Cell]:
     for name in where:
         if name not in known:
             raise ConfigError(f"exclude: {axes.unknown(name, known)}")
-    # "" and 0 mean that a setting is not set, as in a method.
-    lists = {
-        name: [one or None for one in (value if isinstance(value, list) else [value])]
-        for name, value in where.items()
-    }
-    found = [
-        cell
-        for cell in cells
-        if all((_facts(cell)[name] or None) in values for name, values in lists.items())
-    ]
+
+    def matches(cell: Cell, name: str, values: Any) -> bool:
+        # "" and 0 mean that a setting is not set, as in a method.
+        listed = values if isinstance(values, list) else [values]
+        return (_facts(cell)[name] or None) in [value or None for value in listed]
+
+    found = [cell for cell in cells if all(matches(cell, *pair) for pair in where.items())]
     if not found:
         raise ConfigError(
             f"exclude: no cell has {where}: remove the line or correct a value; `exclude: []` "
@@ -185,18 +183,14 @@ def columns(cell: Cell) -> dict[str, Any]:
     names = columns_of(Experiment) | {"draft": "draft"} | columns_of(Method)
     settings = {column: getattr(cell, name) for name, column in names.items()}
     joined = {name: " ".join(v) for name, v in settings.items() if isinstance(v, tuple)}
-    return (
-        {"method": cell.method}
-        | settings
-        | joined
-        | {
-            "draft_model": cell.model,
-            "draw": cell.draw_methods,
-            "verifier": cell.verifier or ("" if cell.draft == "none" else "greedy"),
-            "gamma": cell.gamma,
-            "nodes": cell.nodes,
-        }
-    )
+    derived = {
+        "draft_model": cell.model,
+        "draw": cell.draw_methods,
+        "verifier": cell.verifier or ("" if cell.draft == "none" else "greedy"),
+        "gamma": cell.gamma,
+        "nodes": cell.nodes,
+    }
+    return {"method": cell.method} | settings | joined | derived
 
 
 def _group(experiment: Experiment) -> list[Cell]:
@@ -229,12 +223,7 @@ def make_drafter(cell: Cell, load: Callable[[str], Any] = lambda directory: None
 
 
 def options(cell: Cell, load: Callable[[str], Any]) -> dict[str, Any]:
-    """Returns the cell's arguments of `magicjax.generate`.
-
-    Args:
-      cell: its settings.
-      load: returns the model of a directory.
-    """
+    """Returns the cell's arguments of `magicjax.generate`; `load` returns a directory's model."""
     trees = parse_trees(cell.tree) if cell.tree else ()
     return {
         "drafter": make_drafter(cell, load),
@@ -252,25 +241,15 @@ def options(cell: Cell, load: Callable[[str], Any]) -> dict[str, Any]:
 def key(cell: Cell, provenance: dict[str, str] | None = None) -> str:
     """Returns 16 hexadecimal digits that identify the cell's result.
 
-    Args:
-      cell: its settings.
-      provenance: device, versions and weights, if results that differ in them have different keys.
+    With a provenance (device, versions and weights), results that differ in it have different keys.
     """
     return store.digest(json.dumps([resolved(cell), provenance], sort_keys=True))
 
 
 def fingerprint(directory: str) -> str:
     """Returns a hash of a model directory's files, "" for a preset, whose weights are random."""
-    root = pathlib.Path(directory)
-    if not root.is_dir():
-        return ""
-    digest = hashlib.sha256()
-    for path in sorted(root.iterdir()):
-        if path.suffix in (".json", ".safetensors"):
-            digest.update(path.name.encode() + b"\0")
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:16]
+    paths = sorted(pathlib.Path(directory).glob("*"))
+    return hash_files(path for path in paths if path.suffix in (".json", ".safetensors"))
 
 
 def policy_fingerprint(policy: str) -> str:

@@ -208,11 +208,8 @@ def make_drafter(
 ) -> Any:
     """Returns the drafter of a cell, None for plain decoding, `magicjax.Auto` for "auto".
 
-    Args:
-      draft: "none" or a method's `draft`.
-      options: the cell's options of `Method`.
-      load: returns the model of a directory. The default suffices for the shapes of trees and how
-        their children are drawn.
+    `load` returns the model of a directory. The default suffices for the shapes of trees and how
+    their children are drawn.
 
     Raises:
       ValueError: options that do not fit together.

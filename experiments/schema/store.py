@@ -15,6 +15,7 @@ A cell is finished if its `metrics.json` exists. To merge folders of several mac
 
 import contextlib
 import csv
+import fcntl
 import hashlib
 import io
 import json
@@ -47,6 +48,11 @@ def write_cell(folder: pathlib.Path, settings: dict[str, Any]) -> None:
     write_atomically(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
 
 
+def read_cell(folder: pathlib.Path) -> dict[str, Any]:
+    """Returns the settings in a cell's folder."""
+    return yaml.safe_load((folder / "config.yaml").read_text())
+
+
 def clear(folder: pathlib.Path) -> None:
     """Removes the files of an earlier measurement of a cell, its result first."""
     for name in (METRICS, FAILURE):
@@ -71,25 +77,32 @@ def write_failure(
 ) -> None:
     """Writes why a cell has no result.
 
-    Args:
-      folder: the cell's folder.
-      kind: "memory", "timeout", "crash", "error", or "config" for a cell that did not start.
-      error: one line.
-      trace: the traceback or log.
-      row: the columns that are known.
+    `kind` is "memory", "timeout", "crash", "error", or "config" for a cell that did not start;
+    `trace` the traceback or log, and `row` has the columns that are known.
     """
     failure = {"kind": kind, "error": " ".join(error.split()), "trace": trace, "row": row or {}}
     write_json(folder / FAILURE, failure)
 
 
-def has_ended(folder: pathlib.Path) -> bool:
-    """Returns whether a cell has a result or a failure."""
-    return (folder / METRICS).exists() or (folder / FAILURE).exists()
+def state(folder: pathlib.Path) -> str:
+    """Returns "finished", "failed" or "to do"."""
+    if (folder / METRICS).exists():
+        return "finished"
+    return "failed" if (folder / FAILURE).exists() else "to do"
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any] | None:
-    """Returns the content of a JSON file, None if it does not exist."""
-    return json.loads(path.read_text()) if path.exists() else None
+    """Returns the content of a JSON file, None if it does not exist.
+
+    Raises:
+      ConfigError: the file is not valid JSON.
+    """
+    try:
+        return json.loads(path.read_text()) if path.exists() else None
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{path} is not valid JSON ({error}): remove its folder, and run again"
+        ) from error
 
 
 def write_experiment(directory: pathlib.Path, settings: dict[str, Any], source: str) -> None:
@@ -104,16 +117,12 @@ def check_folder(directory: pathlib.Path, source: str) -> None:
     Raises:
       ConfigError: the folder has another format, or belongs to another experiment file.
     """
-    path = directory / "experiment.yaml"
     remedy = "use another --name, or move the folder away"
-    if not path.exists():
-        if directory.is_dir() and ((directory / "cells").exists() or any(directory.glob("*.csv"))):
-            raise ConfigError(
-                f"{directory} holds results of another version of magicjax (no experiment.yaml; "
-                f"this version writes format {FORMAT}): {remedy}"
-            )
+    if not (directory / "experiment.yaml").exists():
+        if (directory / "cells").exists() or any(directory.glob("*.csv")):
+            raise ConfigError(f"{directory} holds results, but no experiment.yaml: {remedy}")
         return
-    experiment = read_experiment(path, remedy)
+    experiment = read_experiment(directory, remedy)
     if experiment["source"] != source:
         raise ConfigError(
             f"{directory} belongs to {experiment['source'] or 'no file'}, and this is {source}: "
@@ -121,17 +130,17 @@ def check_folder(directory: pathlib.Path, source: str) -> None:
         )
 
 
-def read_experiment(path: pathlib.Path, remedy: str) -> dict[str, Any]:
+def read_experiment(directory: pathlib.Path, remedy: str) -> dict[str, Any]:
     """Returns the content of `experiment.yaml`.
 
     Raises:
       ConfigError: the folder has another format; the message ends with `remedy`.
     """
-    content = yaml.safe_load(path.read_text())
+    content = yaml.safe_load((directory / "experiment.yaml").read_text())
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
         raise ConfigError(
-            f"{path.parent} holds results of another version of magicjax (format {found}; this "
+            f"{directory} holds results of another version of magicjax (format {found}; this "
             f"version uses format {FORMAT}): {remedy}"
         )
     return content
@@ -144,20 +153,10 @@ def digest(text: str) -> str:
 
 @contextlib.contextmanager
 def locked(path: pathlib.Path, wait: bool = True) -> Iterator[bool]:
-    """Locks out other processes, on systems with file locks; the lock ends with the process.
+    """Yields whether this process holds the lock of a file, which ends with the process.
 
-    Args:
-      path: the file of the lock; its folder is created.
-      wait: whether to wait for the process that holds the lock.
-
-    Yields:
-      Whether this process holds the lock.
+    `wait` is whether to wait for the process that holds it. The file's folder is created.
     """
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        yield True
-        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:

@@ -7,7 +7,7 @@ import yaml
 
 from experiments.report import page, results_folder
 from experiments.schema import config, grid, store
-from experiments.schema.columns import COLUMNS, Times, row_of
+from experiments.schema.columns import COLUMNS, TIMES
 
 METHODS = [
     {"draft": "self", "budget": [64, 256], "tree": "chain:3"},
@@ -30,7 +30,7 @@ def fill(directory, batches=(1, 4), contexts=(64, 96), faster=1.0, failed=FAILED
             continue
         speed = 1.0 if cell.draft == "none" else faster * cell.batch * cell.context / 128
         row = dict.fromkeys(COLUMNS) | grid.columns(cell)
-        row |= dict.fromkeys(row_of(Times()), 1.0) | {
+        row |= dict.fromkeys(TIMES, 1.0) | {
             "status": "ok",
             "error": "",
             "tau": 2.0,
@@ -159,9 +159,9 @@ def change(folder, what, **columns):
 
 def test_cells_without_times_are_not_in_figures_of_speed(tmp_path):
     folder = fill(tmp_path / "mine", failed={})
-    change(folder, {"batch": 1}, **row_of(Times()))
+    change(folder, {"batch": 1}, **dict.fromkeys(TIMES))
     assert "speedup_map.png" in page.write(folder)
-    change(folder, {}, **row_of(Times()))
+    change(folder, {}, **dict.fromkeys(TIMES))
     assert not {"speedup_map.png", "speedup.png", "throughput.png"} & {*page.write(folder)}
 
 

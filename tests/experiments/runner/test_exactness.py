@@ -82,7 +82,7 @@ def test_texts_of_different_shape_are_not_compared():
 def test_sampled_texts_are_equal_or_wrong_and_never_tied():
     found = PLAIN.copy()
     found[2, 1] = 11
-    match = exactness.compare_sampled(PLAIN, found)
+    match = exactness.compare(None, PROMPTS, PLAIN, found)
     assert (match.exact, match.ties) == (pytest.approx(2 / 3), 0)
     assert "row 2, new token 1: 11 instead of 8" in str(match.divergences[0])
-    assert exactness.compare_sampled(PLAIN, PLAIN).exact == 1.0
+    assert exactness.compare(None, PROMPTS, PLAIN, PLAIN).exact == 1.0
