@@ -121,39 +121,33 @@ def stream(
 def _generate(target: Model, prompts: Any, drafter: Any, **options: Any) -> Output:
     if isinstance(drafter, Auto | Choice | str):
         return auto.generate(target, prompts, drafter, options)
-    request = prepare(target, prompts, drafter=drafter, **options)
+    request, compiled = prepare(target, prompts, drafter=drafter, **options), program_cache.totals()
     log_request(request)
-    programs = program_cache.count()
-    state, prefill_s, compiling_start = prefill_and_init(request)
-    state, decode_s, compiling_decode = run(request, request.settings, state)
-    return output_of(
-        request,
-        state,
-        prefill_s=prefill_s,
-        decode_s=decode_s,
-        compile_s=compiling_start + compiling_decode,
-        compilations=program_cache.count() - programs,
-    )
+    state, prefill_s = prefill_and_init(request)
+    state, decode_s = run(request, request.settings, state)
+    return output_of(request, state, compiled, prefill_s=prefill_s, decode_s=decode_s)
 
 
 def _stream(target: Model, prompts: Any, drafter: Any, **options: Any) -> Rounds:
+    compiled = program_cache.totals()
     if isinstance(drafter, Auto | Choice | str):
-        programs = program_cache.count()
-        prepared = auto.prepare_stream(target, prompts, drafter=drafter, **options)
-        return _rounds(*prepared, compilations=program_cache.count() - programs)
-    return _rounds(prepare(target, prompts, drafter=drafter, **options))
+        return _rounds(compiled, *auto.prepare_stream(target, prompts, drafter=drafter, **options))
+    return _rounds(compiled, prepare(target, prompts, drafter=drafter, **options))
 
 
 def _rounds(
-    request: Request, choice: Choice | None = None, started: Any = None, compilations: int = 0
+    compiled: tuple[int, float],
+    request: Request,
+    choice: Choice | None = None,
+    started: auto.Started | None = None,
 ):
     """Yields each round's tokens; returns the output.
 
-    `started` is what `prefill_and_init` returns, after `compilations` programs were compiled.
+    `compiled` are the `program_cache.totals` of the call. `started` is what `prefill_and_init`
+    returns.
     """
     log_request(request)
-    programs = program_cache.count() - compilations
-    state, prefill_s, compile_s = prefill_and_init(request) if started is None else started
+    state, prefill_s = prefill_and_init(request) if started is None else started
     del started  # the first step donates the state
     decode_s, yielded = 0.0, np.zeros(len(request.prompts), np.int32)
     while True:
@@ -163,15 +157,8 @@ def _rounds(
         if ended.all():
             break
         arguments = request.target, request.drafter, state
-        step, compiling = program_cache.program("step", request.settings, *arguments)
+        step = program_cache.program("step", request.settings, *arguments)
         state, seconds = timed(step, *arguments)
-        compile_s, decode_s = compile_s + compiling, decode_s + seconds
-    output = output_of(
-        request,
-        state,
-        prefill_s=prefill_s,
-        decode_s=decode_s,
-        compile_s=compile_s,
-        compilations=program_cache.count() - programs,
-    )
+        decode_s += seconds
+    output = output_of(request, state, compiled, prefill_s=prefill_s, decode_s=decode_s)
     return dataclasses.replace(output, choice=choice)

@@ -94,9 +94,9 @@ def continue_until(
 
 def _continued(request: Request, count: int, until: Sequence[str]) -> Continued:
     """Returns the result of a request's first `count` rows."""
-    state, _, _ = runner.prefill_and_init(request)
+    state, _ = runner.prefill_and_init(request)
     while True:
-        state, _, _ = runner.run(request, request.settings, state, ROUNDS)
+        state, _ = runner.run(request, request.settings, state, ROUNDS)
         arrays = (state.output, state.emitted, state.ended, state.histogram)
         output, emitted, ended, histogram = (x[:count] for x in jax.device_get(arrays))
         texts = [_text(request, row[:n]) for row, n in zip(output, emitted, strict=True)]

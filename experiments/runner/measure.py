@@ -22,9 +22,10 @@ from experiments.runner.provenance import device_name
 from experiments.runner.workload import Bench
 from experiments.schema.columns import complete
 from experiments.schema.grid import Cell, columns, plain_of
-from magicjax import cost_model, placement
+from magicjax import placement
 from magicjax.benchmarks import profile_phases
 from magicjax.cli.plan import tree_spec
+from magicjax.planner.candidates import model_sizes
 from pallas_kernels.benchmarks import bandwidth
 from sharding import factored
 
@@ -224,8 +225,11 @@ def _times(
 
 def _step_bytes(target: Any, cell: Cell) -> float:
     """Returns the bytes that all devices read in an average step of plain decoding."""
-    weights = cost_model.weight_bytes(target)
-    entries = cost_model.step_bytes(target, cell.batch, cell.context, cell.new_tokens) - weights
+    sizes = model_sizes(target, None)
+    weights = sizes.weight_bytes
+    if sizes.streamed:  # int8 has fewer bytes
+        weights += sizes.streamed_bytes - sizes.itemsize * (sizes.attention + sizes.mlp)
+    entries = cell.batch * (cell.context + (cell.new_tokens - 1) / 2) * sizes.kv_bytes
     if not cell.devices:
         return weights + entries
     split = placement.split_of(target.config, None, factored(cell.devices))

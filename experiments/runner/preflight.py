@@ -13,7 +13,7 @@ from experiments import prompts
 from experiments.schema import grid
 from experiments.schema.fields import ConfigError
 from experiments.schema.method import PROMPT_LOOKUP
-from magicjax.autotune import auto
+from magicjax.autotune.search import make_problem
 from magicjax.decoding.request import Request, prepare
 from magicjax.loading import skeleton
 
@@ -89,6 +89,6 @@ def check_cell(cell: grid.Cell) -> Request | None:
     """
     text, options = [[0] * cell.context] * cell.batch, grid.options(cell, _skeleton)
     if cell.draft == "auto":
-        auto.check(_skeleton(cell.target), text, **options)
+        make_problem(_skeleton(cell.target), text, **options)
         return None
     return prepare(_skeleton(cell.target), text, **options)

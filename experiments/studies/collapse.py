@@ -22,7 +22,7 @@ from magicjax import cost_model, planner
 from magicjax.autotune.auto import run_adaptive
 from magicjax.autotune.depth_controller import DepthController
 from magicjax.autotune.search import DEPTHS
-from magicjax.benchmarks.bench import Synthetic
+from magicjax.benchmarks.synthetic import Synthetic
 from magicjax.decoding import runner
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.paired_timing import PrefilledPrompts
@@ -88,14 +88,13 @@ class Runs:
             eos_token_id=[],
         )
         self.text = text[:, settings.context :]
-        self.prefilled, *_ = PrefilledPrompts.create(self.request, [drafter])
+        self.prefilled = PrefilledPrompts.create(self.request, [drafter])
         self.round_seconds = self._predicted()
 
     def _predicted(self) -> dict[int, float]:
         """Returns the seconds per round by depth, predicted from the profile."""
         settings, sizes = self.settings, model_sizes(self.target, None)
-        profile = settings.profile
-        device = cost_model.device_of(profile) if profile else cost_model.this_device()
+        device = cost_model.device_of(settings.profile or cost_model.default_profile())
         workload = cost_model.Machine(device), settings.batch, settings.context
         candidate = make_candidate(self.inner, sizes, None, [[settings.rate]])
         depths = sorted({settings.depth, *DEPTHS})
@@ -103,7 +102,7 @@ class Runs:
         return {0: costs[depths[0]].target} | {d: cost.total for d, cost in costs.items()}
 
     def _start(self) -> DecodeState:
-        return self.prefilled.start(self.request)[0]
+        return self.prefilled.start(self.request)
 
     def _finish(self, state: DecodeState) -> None:
         """Makes the prompts usable again; raises RuntimeError unless the text is exact."""
@@ -117,7 +116,7 @@ class Runs:
         """Returns the seconds at a depth; 0: plain decoding."""
         tree = chain(depth) if depth else ROOT_ONLY
         settings = self.request.settings.with_tree(tree)
-        state, seconds, _ = runner.run(self.request, settings, self._start())
+        state, seconds = runner.run(self.request, settings, self._start())
         self._finish(state)
         return seconds
 
@@ -126,7 +125,7 @@ class Runs:
         settings = self.request.settings.with_tree(chain(self.settings.depth))
         state, total = self._start(), 0.0
         while float(np.asarray(state.emitted).mean()) < self.settings.new_tokens / 2:
-            state, seconds, _ = runner.run(self.request, settings, state, 4)
+            state, seconds = runner.run(self.request, settings, state, 4)
             total += seconds
         self._finish(state)
         return total
@@ -135,7 +134,7 @@ class Runs:
         """Returns (the seconds with an adaptive depth, the depth of each call)."""
         settings, seconds = self.settings, self.round_seconds
         controller = DepthController.create(seconds, [settings.rate], settings.depth)
-        state, calls, total, _ = run_adaptive(
+        state, calls, total = run_adaptive(
             self.request, list(seconds), controller, self._start(), settings.rounds
         )
         self._finish(state)

@@ -24,8 +24,8 @@ import numpy as np
 import magicjax
 from experiments.studies import cost_tables
 from magicjax import cost_model, planner
-from magicjax.benchmarks.bench import Setup
 from magicjax.benchmarks.step_times import step_times
+from magicjax.benchmarks.synthetic import Setup
 from magicjax.benchmarks.tables import record_table
 from magicjax.cli.plan import check_context
 from magicjax.files import write_atomically
@@ -108,10 +108,10 @@ def all_nodes(options: argparse.Namespace) -> list[int]:
 def measured(options: argparse.Namespace, target: magicjax.Model, draft: str, batch: int) -> Times:
     """Returns times measured on this device."""
     backend = best_backend(target.dtype, target.config.head_dim, jax.devices()[0])
-    drafters = {DRAFT: magicjax.SmallModel(magicjax.load(draft, options.dtype))}
+    drafters = {DRAFT: (magicjax.SmallModel(magicjax.load(draft, options.dtype)), DEPTH)}
     shape = batch, options.context, all_nodes(options)
-    times = step_times(Setup(target, backend), *shape, drafters, DEPTH, options.repeats)
-    return Times(times.passes, times.drafts[DRAFT])
+    times = step_times(Setup(target, backend), *shape, drafters, options.repeats)
+    return Times(times.passes, max(0.0, times.drafts[DRAFT]))
 
 
 def predicted(

@@ -90,7 +90,7 @@ class Cell:
         self.plain = dataclasses.replace(
             first, drafter=None, settings=first.settings.with_tree(ROOT_ONLY)
         )
-        self.prefilled, *_ = PrefilledPrompts.create(first, drafters)
+        self.prefilled = PrefilledPrompts.create(first, drafters)
         self.text: np.ndarray | None = None
 
     def steps(self, method: Method) -> int:
@@ -104,9 +104,8 @@ class Cell:
         plain = Variant(dataclasses.replace(first, drafter=None), self.plain.settings)
         requests = [(self.requests[name], chain(depth)) for name, depth in methods]
         variants = [Variant(one, one.settings.with_tree(tree)) for one, tree in requests]
-        (baseline, *times), self.prefilled, _ = time_variants(
-            self.prefilled, [plain, *variants], repeats
-        )
+        measured = time_variants(self.prefilled, [plain, *variants], repeats)
+        (baseline, *times), self.prefilled = measured
         ratios = [float(median_ratio(own, baseline)) for own in times]
         return dict(zip(methods, ratios, strict=True))
 
@@ -139,11 +138,11 @@ class Cell:
 
         With a choice it runs the loop of auto.
         """
-        state, _ = self.prefilled.start(request)
+        state = self.prefilled.start(request)
         if choice is None:
-            state, seconds, _ = runner.run(request, request.settings, state)
+            state, seconds = runner.run(request, request.settings, state)
         else:
-            state, _, seconds, _ = run_choice(request, choice, state, searched=True)
+            state, _, seconds = run_choice(request, choice, state, searched=True)
         self.prefilled = self.prefilled.reset(state)
         text = np.asarray(state.output)[:, : request.settings.max_new_tokens]
         self.text = text if self.text is None else self.text

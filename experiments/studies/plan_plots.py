@@ -215,13 +215,16 @@ def time_split(study: Study) -> Figure:
     return figure
 
 
+def _chains(study: Study, batch: int, context: int) -> dict[int, planner.Prediction]:
+    """Returns the prediction for the drafter's chain of each depth."""
+    where = study.machine, batch, context
+    every = planner.predictions(study.target, study.candidate(context), *where)
+    return {p.tree.depth: p for p in every if p.tree.width == 1}
+
+
 def _best_round(study: Study, batch: int, context: int) -> cost_model.RoundCost:
     """Returns the round of the drafter's best chain."""
-    candidate = study.candidate(context)
-    where = study.machine, batch, context
-    by_depth = planner.chain_speedups(study.target, candidate, *where)
-    depth = max(by_depth, key=lambda d: by_depth[d])
-    return cost_model.round_cost(study.target, candidate.draft, *where, depth + 1, depth)
+    return max(_chains(study, batch, context).values(), key=lambda p: p.speedup).cost
 
 
 def inflections(study: Study) -> Figure:
@@ -234,10 +237,7 @@ def inflections(study: Study) -> Figure:
     styles = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
     for batch, colour, style in zip(LINES, colours, styles, strict=False):
         x = [context for context in contexts if study.fits(batch, context)]
-        y = [
-            planner.chain_speedups(study.target, study.candidate(c), study.machine, batch, c)[gamma]
-            for c in x
-        ]
+        y = [_chains(study, batch, context)[gamma].speedup for context in x]
         axes.plot(x, y, color=colour, linestyle=style, label=f"batch {batch}", linewidth=2)
     ends = LINES[0], LINES[-1]
     candidate = study.candidate(study.contexts()[0])

@@ -125,13 +125,8 @@ def _activations(model: Model, request: Request, tokens: int, logits: int) -> in
 
     These are the new keys and values of all layers; for one layer the hidden states (four copies,
     and one in float32) and either the MLP's two halves and their product, or the queries, float32
-    attention and scores; and two copies of the float32 logits.
-
-    Args:
-      model: that runs.
-      request: whose mesh it runs on.
-      tokens: on a device, of all its rows.
-      logits: tokens per row whose logits are computed.
+    attention and scores; and two copies of the float32 logits. `tokens` are those of all rows of a
+    device, `logits` those of a row whose logits are computed.
     """
     c, mesh = model.config, request.settings.mesh
     assert mesh is not None  # `abstract_request` sets it

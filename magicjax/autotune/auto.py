@@ -20,7 +20,7 @@ from magicjax.decoding.runner import Call, Output
 from magicjax.model import Model
 from magicjax.trees.token_tree import ROOT_ONLY, chain
 
-Started = tuple[DecodeState, float, float]  # what `runner.prefill_and_init` returns
+Started = tuple[DecodeState, float]  # what `runner.prefill_and_init` returns
 
 
 def choose_drafter(
@@ -36,36 +36,30 @@ def choose_drafter(
       ValueError, TypeError: bad input, also a drafter that does not support these options.
       FileNotFoundError: the device has no profile.
     """
-    choice, *_ = choose(make_problem(target, prompts, _settings(drafter), options))
+    choice, *_ = choose(make_problem(target, prompts, _settings(drafter), **options))
     return choice
-
-
-def check(target: Model, prompts: Any, drafter: Auto, **options: Any) -> None:
-    """Raises the errors of `choose_drafter` before anything runs; the target may be a skeleton."""
-    make_problem(target, prompts, drafter, options)
 
 
 def generate(
     target: Model, prompts: Any, drafter: Auto | Choice | str, options: dict[str, Any]
 ) -> Output:
     """Returns the output of `magicjax.generate` with a drafter to choose, or with a choice."""
-    programs = program_cache.count()
+    compiled = program_cache.totals()
     choice, request, started, plan_s = _resolve(target, prompts, drafter, options, adaptive=True)
     runner.log_request(request)
-    state, prefill_s, compile_s = started or runner.prefill_and_init(request)
+    state, prefill_s = started or runner.prefill_and_init(request)
     del started  # the loop donates the state
     searched = choice is not drafter
-    state, calls, decode_s, loop_compile_s = run_choice(request, choice, state, searched)
+    state, calls, decode_s = run_choice(request, choice, state, searched)
     output = runner.output_of(
         request,
         state,
+        compiled,
         calls,
         prefill_s=prefill_s,
-        compile_s=compile_s + loop_compile_s,
         plan_s=plan_s,
         decode_s=decode_s,
         depths=tuple(depth for depth, _ in calls),
-        compilations=program_cache.count() - programs,
     )
     return dataclasses.replace(output, choice=choice)
 
@@ -73,7 +67,7 @@ def generate(
 def prepare_stream(
     target: Model, prompts: Any, drafter: Auto | Choice | str, **options: Any
 ) -> tuple[Request, Choice, Started | None]:
-    """Returns (the request, the choice, the state after the search's prefill, with its times).
+    """Returns (the request, the choice, the state after the search's prefill and its seconds).
 
     The tree is fixed. The state is None for a reused choice: nothing has run.
 
@@ -109,8 +103,8 @@ def _resolve(
     """Returns (the choice, its request, the state after a search, seconds of planning)."""
     if isinstance(drafter, Choice):
         return drafter, _reused_request(target, prompts, drafter, options, adaptive), None, 0.0
-    problem = make_problem(target, prompts, _settings(drafter), options)
-    choice, prefilled, times = choose(problem)
+    problem = make_problem(target, prompts, _settings(drafter), **options)
+    choice, prefilled, plan_s = choose(problem)
     if choice.drafter is None:
         request = dataclasses.replace(problem.request, drafter=None)
     else:
@@ -118,9 +112,7 @@ def _resolve(
     if not (adaptive and _is_adaptive(choice, request.sampling is not None)):
         settings = request.settings.with_tree(choice.tree or ROOT_ONLY)
         request = dataclasses.replace(request, settings=settings)
-    state, compile_s = prefilled.start(request)
-    started = state, times["prefill_s"], times["compile_s"] + compile_s
-    return choice, request, started, times["plan_s"]
+    return choice, request, (prefilled.start(request), prefilled.seconds), plan_s
 
 
 def _reused_request(
@@ -142,20 +134,16 @@ def _is_adaptive(choice: Choice, sampled: bool) -> bool:
 
 def run_choice(
     request: Request, choice: Choice, state: DecodeState, searched: bool
-) -> tuple[DecodeState, list[Call], float, float]:
-    """Returns (the state when all rows have ended, calls, seconds, compile seconds).
+) -> tuple[DecodeState, list[Call], float]:
+    """Returns (the state when all rows have ended, calls, seconds) of a run from after prefill.
 
-    Args:
-      request: of the choice.
-      choice: what runs.
-      state: after prefill.
-      searched: whether the choice is from trials on these prompts.
+    `searched` is whether the choice is from trials on these prompts.
     """
     sampled = request.sampling is not None
     if not _is_adaptive(choice, sampled):
         depth = request.settings.shape.depth
-        state, seconds, compile_s = runner.run(request, request.settings, state)
-        return state, [(depth, np.asarray(state.histogram))], seconds, compile_s
+        state, seconds = runner.run(request, request.settings, state)
+        return state, [(depth, np.asarray(state.histogram))], seconds
     assert choice.tree is not None
     trial = next(trial for trial in choice.trials if trial.name == choice.name)
     rates = [by_rank[0] for by_rank in trial.acceptance]
@@ -168,8 +156,8 @@ def run_choice(
 
 def run_adaptive(
     request: Request, depths: Sequence[int], controller: Any, state: DecodeState, rounds: int
-) -> tuple[DecodeState, list[Call], float, float]:
-    """Returns (the state when all rows have ended, calls, seconds, compile seconds).
+) -> tuple[DecodeState, list[Call], float]:
+    """Returns (the state when all rows have ended, calls, seconds).
 
     Args:
       request: with a drafter.
@@ -180,16 +168,17 @@ def run_adaptive(
       rounds: per call.
     """
     settings = {d: request.settings.with_tree(chain(d) if d else ROOT_ONLY) for d in depths}
-    compile_s = sum(runner.compile_loop(request, one, state) for one in settings.values())
+    for one in settings.values():
+        runner.compile_loop(request, one, state)
     calls: list[Call] = []
     total, decode_s = np.zeros(state.histogram.shape, np.int32), 0.0
     limits, ended = np.asarray(request.limits), np.array(state.ended)
     while not ended.all():
         depth = controller.depth
-        state, seconds, _ = runner.run(request, settings[depth], state, rounds)
+        state, seconds = runner.run(request, settings[depth], state, rounds)
         new_total, emitted, ended = map(np.array, (state.histogram, state.emitted, state.ended))
         histogram, total, decode_s = new_total - total, new_total, decode_s + seconds
         calls.append((depth, histogram))
         left = np.where(ended, 0, limits - emitted)
         controller = controller.update(histogram, left, seconds, int(histogram.sum(1).max()))
-    return state, calls, decode_s, compile_s
+    return state, calls, decode_s

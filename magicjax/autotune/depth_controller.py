@@ -29,9 +29,8 @@ class DepthController:
       depth: of the next call.
       seconds: per round by depth: predicted, then corrected by measured times.
       rates: [D], the trial's acceptance rates by depth.
-      known_rounds: rounds of each row that a trial on the same text has already counted. They are
-        not counted again, and calls within them keep the depth: the plan is for the whole run.
-      rounds: so far.
+      known_rounds: next rounds of each row that a trial on the same text has already counted. They
+        are not counted again, and calls within them keep the depth: the plan is for the whole run.
       prior_rounds: weight of `rates`.
       tried, accepted: [B, D], decayed counts of each row.
       calls: by depth.
@@ -46,7 +45,6 @@ class DepthController:
     tried: Table
     accepted: Table
     calls: Mapping[int, int]
-    rounds: int = 0
     prior_rounds: float = PRIOR_ROUNDS
     pause: int = FIRST_PAUSE
     waited: int = 0
@@ -85,10 +83,10 @@ class DepthController:
           seconds: of the call.
           rounds: of the call.
         """
-        new = dataclasses.replace(self, rounds=self.rounds + rounds)
+        new = dataclasses.replace(self, known_rounds=self.known_rounds - rounds)
         if rounds:
             new = new._with_time(seconds / rounds)
-        if new.rounds <= self.known_rounds:
+        if new.known_rounds >= 0:
             return new
         if self.depth:
             tried, accepted = tried_and_accepted(histogram, self.depth, self.rates.size)

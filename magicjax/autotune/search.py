@@ -15,6 +15,7 @@ import numpy as np
 from magicjax import cost_model, planner
 from magicjax.autotune.choice import Auto, Choice
 from magicjax.autotune.trial import Trial, run_trial
+from magicjax.decoding import program_cache
 from magicjax.decoding.paired_timing import PrefilledPrompts, Variant, median_ratio, time_variants
 from magicjax.decoding.request import Request, prepare
 from magicjax.drafters import Drafter, PromptLookup, SelfSpeculation
@@ -75,11 +76,11 @@ class SearchProblem:
 
     def predictions(self, candidate: planner.Candidate) -> list[planner.Prediction]:
         """Returns the prediction for each tree of a candidate, the fastest first."""
-        return fastest_first(planner.predictions(self.sizes, candidate, *self.workload))
+        return planner.predictions(self.sizes, candidate, *self.workload)
 
     def upper_bound(self, name: str) -> float:
         """Returns the predicted speedup if every drafted token is accepted."""
-        return planner.max_speedup(self.sizes, self.candidate(name), *self.workload)
+        return self.predictions(self.candidate(name))[0].speedup
 
     def memory(self, name: str) -> float:
         """Returns the bytes that a candidate needs on each device besides the target."""
@@ -91,7 +92,7 @@ class SearchProblem:
         return planner.check_fits(self.sizes, *self.allocation)
 
 
-def make_problem(target: Model, prompts: Any, auto: Auto, options: dict[str, Any]) -> SearchProblem:
+def make_problem(target: Model, prompts: Any, drafter: Auto, **options: Any) -> SearchProblem:
     """Returns the validated problem; nothing runs, and the target may be a skeleton.
 
     Raises:
@@ -99,16 +100,15 @@ def make_problem(target: Model, prompts: Any, auto: Auto, options: dict[str, Any
     """
     if options.get("tree") is not None:
         raise ValueError("drafter='auto' chooses the tree: omit tree")
-    options = {name: value for name, value in options.items() if name != "tree"}
-    mesh = options.get("mesh")
+    options.pop("tree", None)
+    auto, mesh = drafter, options.get("mesh")
     shape = {DATA: 1, STAGE: 1} if mesh is None else factored(mesh).shape
     if shape[STAGE] > 1:
         raise ValueError(
             f"drafter='auto' on stage={shape[STAGE]}: the cost model does not support pipeline "
             "stages; name a drafter, or use a mesh without stages"
         )
-    profile = auto.profile
-    device = cost_model.this_device() if profile is None else cost_model.device_of(profile)
+    device = cost_model.device_of(auto.profile or cost_model.default_profile())
     # The verifier is for drafters.
     plain = prepare(target, prompts, **options | {"verifier": None})
     requests, unsupported = _requests(plain, prompts, auto, options)
@@ -179,31 +179,29 @@ class DrafterSearch:
       prefilled: the prompts; the next step donates their cache.
       plain_seconds: of a plain step, when it was last timed.
       trials: plain decoding first.
+      tokens: per round of each drafter and tree that has run a trial.
       candidates: with the acceptance of their trials; `scale` corrects the predicted times.
       skipped: the reason for each candidate without a trial.
-      predicted_speedup: of the finalists.
       timed: predictions with the tokens of a trial and the costs of the comparison in their place.
-      compile_s: seconds of compiling.
     """
 
     problem: SearchProblem
     prefilled: PrefilledPrompts
     plain_seconds: float = 0.0
     trials: tuple[Trial, ...] = ()
+    tokens: Mapping[tuple[str, TokenTree], float] = dataclasses.field(default_factory=dict)
     candidates: tuple[planner.Candidate, ...] = ()
     skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    predicted_speedup: Mapping[str, float] = dataclasses.field(default_factory=dict)
     timed: Mapping[tuple[str, TokenTree], planner.Prediction] = dataclasses.field(
         default_factory=dict
     )
-    compile_s: float = 0.0
 
 
-def choose(problem: SearchProblem) -> tuple[Choice, PrefilledPrompts, dict[str, float]]:
-    """Returns (the choice, the prompts for its run, seconds by field of `Stats`)."""
+def choose(problem: SearchProblem) -> tuple[Choice, PrefilledPrompts, float]:
+    """Returns (the choice, the prompts for its run, seconds of the search without compilation)."""
     drafters = [problem.drafter(name) for name in problem.requests]
-    prefilled, prefill_s, compile_s = PrefilledPrompts.create(problem.request, drafters)
-    begin = time.perf_counter()
+    prefilled = PrefilledPrompts.create(problem.request, drafters)
+    begin = time.perf_counter() - program_cache.totals()[1]
     search = DrafterSearch(problem, prefilled, skipped=problem.unsupported)
     search, plain = _run_trial(search, "", ROOT_ONLY)
     search = dataclasses.replace(search, trials=(plain,), plain_seconds=plain.seconds)
@@ -218,10 +216,8 @@ def choose(problem: SearchProblem) -> tuple[Choice, PrefilledPrompts, dict[str, 
     search = benchmark_finalists(search)
     choice = choice_of(search)
     logger.info("%s", choice)
-    plan_s = time.perf_counter() - begin - search.compile_s
-    compile_s += search.compile_s
-    seconds = {"prefill_s": prefill_s, "compile_s": compile_s, "plan_s": plan_s}
-    return choice, search.prefilled, seconds
+    end = time.perf_counter() - program_cache.totals()[1]
+    return choice, search.prefilled, end - begin
 
 
 def _run_trial(
@@ -230,9 +226,9 @@ def _run_trial(
     problem = search.problem
     request = problem.requests[name] if name else problem.request
     rounds = problem.auto.trial_rounds
-    trial, prefilled, seconds = run_trial(request, name, search.prefilled, rounds, tree)
-    compile_s = search.compile_s + seconds
-    return dataclasses.replace(search, prefilled=prefilled, compile_s=compile_s), trial
+    trial, prefilled = run_trial(request, name, search.prefilled, rounds, tree)
+    tokens = {**search.tokens, (name, tree or problem.auto.tree): trial.tree_tokens}
+    return dataclasses.replace(search, prefilled=prefilled, tokens=tokens), trial
 
 
 def skip_reason(search: DrafterSearch, name: str) -> str:
@@ -251,18 +247,13 @@ def add_trial(search: DrafterSearch, trial: Trial, plain_after: Trial) -> Drafte
     """Returns the search with a trial and the plain steps after it.
 
     The time of a round counts relative to the geometric mean of the plain steps before and after
-    the trial, because other processes may slow the machine down at any time. The times of a profile
-    that covers this target and draft count as much as the trial's.
+    the trial, because other processes may slow the machine down at any time.
     """
     problem = search.problem
     candidate = problem.candidate(trial.name, trial.acceptance, tokens=trial.chain_tokens)
     cost = planner.cost_of(problem.sizes, candidate, *problem.workload, problem.auto.tree)
     plain = math.sqrt(search.plain_seconds * plain_after.seconds)
     scale = (trial.seconds / plain) / (cost.total / cost.target)
-    models = [(problem.sizes, cost_model.PASS), (candidate.draft.sizes, cost_model.DRAFT)]
-    device = problem.workload[0].device
-    if all(device.steps(sizes.key, kind) is not None for sizes, kind in models if sizes):
-        scale = math.sqrt(scale)
     return dataclasses.replace(
         search,
         plain_seconds=plain_after.seconds,
@@ -282,8 +273,7 @@ def benchmark_finalists(search: DrafterSearch) -> DrafterSearch:
     predictions = {one.name: search.problem.predictions(one) for one in search.candidates}
     best_trees = fastest_first(each[0] for each in predictions.values())
     finalists = that_fit(search.problem, best_trees)[:FINALISTS]
-    predicted = {finalist.drafter: finalist.speedup for finalist in finalists}
-    search = _time(dataclasses.replace(search, predicted_speedup=predicted), finalists)
+    search = _time(search, finalists)
     best = fastest_first(search.timed.values())[0]
     if best.tree != chain(best.tree.depth):
         return search
@@ -310,39 +300,23 @@ def _time(search: DrafterSearch, predictions: Sequence[planner.Prediction]) -> D
     The best of many predictions is probably too high, so each tree runs a trial of its own, unless
     it has run one already.
     """
-    tokens = []
     for prediction in predictions:
-        tree_tokens = known_tokens(search, prediction)
-        if tree_tokens is None:
-            search, trial = _run_trial(search, prediction.drafter, prediction.tree)
-            tree_tokens = trial.tree_tokens
-        tokens.append(tree_tokens)
+        if (prediction.drafter, prediction.tree) not in search.tokens:
+            search, _ = _run_trial(search, prediction.drafter, prediction.tree)
     plain = dataclasses.replace(search.problem.request, drafter=None)
     variants = [Variant(plain, plain.settings.with_tree(ROOT_ONLY))]
     for prediction in predictions:
         request = search.problem.requests[prediction.drafter]
         variants.append(Variant(request, request.settings.with_tree(prediction.tree)))
-    (plain_times, *times), prefilled, compile_s = time_variants(
-        search.prefilled, variants, REPEATS, MIN_SECONDS
-    )
+    measured = time_variants(search.prefilled, variants, REPEATS, MIN_SECONDS)
+    (plain_times, *times), prefilled = measured
     timed, plain_s = dict(search.timed), float(np.median(plain_times))
-    for prediction, one_tokens, seconds in zip(predictions, tokens, times, strict=True):
+    for prediction, seconds in zip(predictions, times, strict=True):
         cost, round_s = prediction.cost, plain_s * median_ratio(seconds, plain_times)
         cost = cost.scaled(plain_s / cost.target, round_s / cost.total)
         key = prediction.drafter, prediction.tree
-        timed[key] = dataclasses.replace(prediction, tokens=one_tokens, cost=cost)
-    compile_s += search.compile_s
-    return dataclasses.replace(search, prefilled=prefilled, timed=timed, compile_s=compile_s)
-
-
-def known_tokens(search: DrafterSearch, prediction: planner.Prediction) -> float | None:
-    """Returns the tokens per round of a tree that has run a trial, else None."""
-    name, tree = prediction.drafter, prediction.tree
-    if (name, tree) in search.timed:
-        return search.timed[name, tree].tokens
-    if tree != search.problem.auto.tree:
-        return None
-    return next((trial.tree_tokens for trial in search.trials if trial.name == name), None)
+        timed[key] = dataclasses.replace(prediction, tokens=search.tokens[key], cost=cost)
+    return dataclasses.replace(search, prefilled=prefilled, timed=timed)
 
 
 def choice_of(search: DrafterSearch) -> Choice:
@@ -365,6 +339,10 @@ def choice_of(search: DrafterSearch) -> Choice:
         trials=search.trials,
         skipped=dict(search.skipped),
         round_seconds=seconds,
-        predicted_speedup=dict(search.predicted_speedup),
+        predicted_speedup={
+            one.name: search.problem.predictions(one)[0].speedup
+            for one in search.candidates
+            if one.name in {prediction.drafter for prediction in timed}
+        },
         auto=search.problem.auto,
     )

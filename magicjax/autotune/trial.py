@@ -52,8 +52,8 @@ class Trial:
 
 def run_trial(
     request: Request, name: str, prefilled: PrefilledPrompts, rounds: int, tree: Tree | None = None
-) -> tuple[Trial, PrefilledPrompts, float]:
-    """Returns (the trial, the prompts for the next run, compile seconds).
+) -> tuple[Trial, PrefilledPrompts]:
+    """Returns (the trial, the prompts for the next run).
 
     A sampled trial draws random numbers of its own. With those of the run, a drafter whose tokens
     happen to match would be chosen, and the text would be biased towards its drafts.
@@ -70,18 +70,15 @@ def run_trial(
         request = dataclasses.replace(request, drafter=None)
     settings = request.settings.with_tree(tree)
     request = dataclasses.replace(request, sampling=_fold_in_trial(request.sampling))
-    state, compile_s = prefilled.start(request)
+    state = prefilled.start(request)
     times: list[float] = []
     while (before := _steps(state)) < rounds:
-        state, seconds, compiling = runner.run(
-            request, settings, state, min(ROUNDS, rounds - before)
-        )
-        compile_s += compiling
+        state, seconds = runner.run(request, settings, state, min(ROUNDS, rounds - before))
         if _steps(state) == before:  # all rows have ended
             break
         times.append(seconds / (_steps(state) - before))
     trial = _measured(name, tree, state, statistics.median(times[1:] or times or [0.0]))
-    return trial, prefilled.reset(state), compile_s
+    return trial, prefilled.reset(state)
 
 
 def _fold_in_trial(sampling: Sampling | None) -> Sampling | None:

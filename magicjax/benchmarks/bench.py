@@ -2,9 +2,7 @@
 
 T_target is a step of plain decoding, T_verify(n) a pass of the target over n nodes, T_draft one
 token of a self-speculating draft. The floor of a part is the time to move its bytes at the
-bandwidth measured in the same run. Caches hold random numbers, because times do not depend on
-values, so no prompt is prefilled. Rounds are queued, which hides the host's overhead as in the
-compiled loop.
+bandwidth measured in the same run.
 
 The second table is a loop with **synthetic acceptance**: its draft runs, but proposes the target's
 own next tokens, each wrong with a given probability. It gives the speedup of a draft with that
@@ -15,225 +13,47 @@ import argparse
 import dataclasses
 import functools
 import glob
-import json
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import struct
-from jaxtyping import Array, Float, Int
 
-from magicjax import cost_model
 from magicjax.benchmarks import hf_baseline
+from magicjax.benchmarks.step_times import StepTimes, step_times
+from magicjax.benchmarks.synthetic import (
+    Setup,
+    synthetic_draft,
+    synthetic_request,
+    synthetic_state,
+    zero_logits,
+)
 from magicjax.benchmarks.tables import record_table
-from magicjax.decoding import loop, program_cache
-from magicjax.decoding.request import Request, prepare
-from magicjax.decoding.runner import state_shapes
-from magicjax.drafters import Drafter, SelfSpeculation
-from magicjax.drafters.base import RoundOutcome
-from magicjax.files import write_atomically
+from magicjax.decoding import program_cache
+from magicjax.drafters import SelfSpeculation
 from magicjax.loading import load
 from magicjax.model import DTYPES, Model
-from magicjax.settings import AttentionStatsSpec
-from magicjax.trees.proposal import Proposal
+from magicjax.planner.candidates import model_sizes
 from magicjax.trees.sequoia import expected_tokens
-from magicjax.trees.token_tree import Tree, chain
+from magicjax.trees.token_tree import chain
 from pallas_kernels.benchmarks.bandwidth import copy_bandwidth, read_bandwidth
-from pallas_kernels.benchmarks.bench import best_backend
-from pallas_kernels.benchmarks.timing import queued_calls
-
-WARM_UP = 2
-FINAL_NORMS = {"norm", "final_norm"}  # parameter names in the model families
+from pallas_kernels.benchmarks.bench import best_backend, write_json
 
 
-@struct.dataclass
-class Synthetic(Drafter):
-    """Proposes a chain of a known text with a given error rate; greedy decoding only.
+def part_times(setup: Setup, shape: tuple[int, int], options: argparse.Namespace) -> StepTimes:
+    """Returns the times of the parts, those of drafts by (budget, gamma).
 
-    Attributes:
-      inner: a drafter that runs for its cost; its proposals are dropped. None: nothing runs.
-      text: int32 [B, M], prompts and their plain continuations; arbitrary where only time matters.
-      rate: the probability that a token is right if those before it are; a scalar, or one number
-        for each position of the text.
+    Passes over --nodes and rounds of each --gamma are timed apart: a draft cache need not have room
+    for the largest tree.
     """
-
-    inner: Drafter | None
-    text: Int[Array, "B M"]
-    rate: Float[Array, "*M"]
-
-    def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
-        if self.inner is not None:
-            self.inner.check(target, tree, depth, context)
-
-    def draw_methods(self, tree: Tree) -> set[str]:
-        return {"top"}
-
-    def attention_stats_spec(self) -> AttentionStatsSpec:
-        return AttentionStatsSpec() if self.inner is None else self.inner.attention_stats_spec()
-
-    def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
-        return 0 if self.inner is None else self.inner.cache_bytes(target, batch, capacity)
-
-    def prefill(self, *arguments) -> Any:
-        return None if self.inner is None else self.inner.prefill(*arguments)
-
-    def propose(self, target, state, root, cache, sampling, settings) -> tuple[Proposal, Any]:
-        draft, dropped = None, root[:, None]
-        if self.inner is not None:
-            proposal, draft = self.inner.propose(target, state, root, cache, sampling, settings)
-            dropped = proposal.tokens
-        gamma = settings.tree.depth
-        positions = cache.lengths[:, None] + 1 + jnp.arange(gamma)
-        positions = jnp.minimum(positions, self.text.shape[1] - 1)
-        following = jnp.take_along_axis(self.text, positions, axis=1)
-        # One number for each row and position, whichever rounds lead there.
-        key = jax.random.key(0, impl="threefry2x32")
-        draw = jax.vmap(jax.vmap(lambda r, p: jax.random.uniform(_fold(key, r, p)), (None, 0)))
-        rate = jnp.broadcast_to(self.rate, self.text.shape[1:])[positions]
-        right = draw(jnp.arange(positions.shape[0]), positions) < rate
-        vocabulary = target.config.vocab_size
-        tokens = jnp.where(right, following, (following + 1) % vocabulary)
-        # Always 0, but the compiler cannot prove it and so must run the draft.
-        zero = jnp.minimum(dropped.min(1, keepdims=True), 0)
-        tokens = jnp.concatenate([root[:, None], tokens + zero], axis=1)
-        return Proposal(tokens, settings.tree.array), draft
-
-    def commit(self, target, state, draft, proposal: Proposal, outcome: RoundOutcome) -> Any:
-        if self.inner is None:
-            return state
-        return self.inner.commit(target, state, draft, proposal, outcome)
-
-    def synthetic_state(self, state: Any, lengths: Int[Array, "B"]) -> Any:
-        return None if self.inner is None else self.inner.synthetic_state(state, lengths)
-
-
-def _fold(key: Array, row: Array, position: Array) -> Array:
-    return jax.random.fold_in(jax.random.fold_in(key, row), position)
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """The settings that all timings of a run share.
-
-    Attributes:
-      target: the model.
-      backend: attention backend.
-      new_tokens: per row of a loop.
-      repeats: timed calls, of which the median counts.
-    """
-
-    target: Model
-    backend: str | None = None
-    new_tokens: int = 96
-    repeats: int = 10
-
-
-def synthetic_request(setup: Setup, batch: int, context: int, drafter: Any, tree: Any) -> Request:
-    """Returns a request with prompts of `context` tokens; nothing runs."""
-    rows = np.zeros((batch, context), np.int32)
-    return prepare(
-        setup.target,
-        list(rows),
-        drafter=drafter,
-        tree=tree,
-        max_new_tokens=setup.new_tokens,
-        eos_token_id=[],
-        backend=setup.backend,
-    )
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _filled(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Returns repeated random numbers, or zeros for an integer dtype."""
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return jnp.zeros(shape, dtype)
-    return jnp.resize(jax.random.normal(jax.random.key(0), (4096,), dtype), shape)
-
-
-def synthetic_state(request: Request) -> loop.DecodeState:
-    """Returns a state after prefill whose caches hold random numbers."""
-    shapes = state_shapes(request)
-    drafter_state = synthetic_drafter_state(request, shapes)
-    state = jax.tree.map(
-        lambda x: _filled(x.shape, x.dtype), dataclasses.replace(shapes, drafter=None)
-    )
-    return state.replace(
-        cache=state.cache.replace(lengths=jnp.array(request.lengths)),
-        drafter=drafter_state,
-        emitted=jnp.ones_like(request.lengths),
-        limits=jnp.array(request.limits),
-        rounds_left=jnp.int32(loop.ALL_ROUNDS),
-    )
-
-
-def synthetic_drafter_state(request: Request, shapes: loop.DecodeState) -> Any:
-    """Returns the drafter's part of `synthetic_state`."""
-    if request.drafter is None:
-        return None
-    filled = jax.tree.map(lambda x: _filled(x.shape, x.dtype), shapes.drafter)
-    return request.drafter.synthetic_state(filled, request.lengths)
-
-
-def seconds_per_round(request: Request, repeats: int) -> float:
-    """Returns the median time of a round."""
-    state, times, calls = synthetic_state(request), [], queued_calls()
-    step, _ = program_cache.program(
-        "step", request.settings, request.target, request.drafter, state
-    )
-    for _ in range(WARM_UP + repeats):
-        begin = time.perf_counter()
-        for _ in range(calls):
-            state = step(request.target, request.drafter, state)
-        jax.block_until_ready(state)
-        times.append((time.perf_counter() - begin) / calls)
-    return statistics.median(times[WARM_UP:])
-
-
-@dataclasses.dataclass(frozen=True)
-class Times:
-    """Seconds of the parts of a round at one batch and context.
-
-    Attributes:
-      target: T_target.
-      verify: T_verify(n) by n.
-      draft: T_draft, of one token, by (budget, gamma).
-    """
-
-    target: float
-    verify: dict[int, float]
-    draft: dict[tuple[int, int], float]
-
-
-def time_parts(
-    setup: Setup,
-    batch: int,
-    context: int,
-    nodes: Sequence[int],
-    budgets: Sequence[int],
-    gammas: Sequence[int],
-) -> Times:
-    """Returns T_target, T_verify and T_draft; see the module's docstring."""
-    free = Synthetic(None, jnp.zeros((batch, 1), jnp.int32), jnp.float32(1))
-
-    def timed(drafter: Any, tree: Any) -> float:
-        return seconds_per_round(
-            synthetic_request(setup, batch, context, drafter, tree), setup.repeats
-        )
-
-    node_counts = dict.fromkeys((*nodes, *(gamma + 1 for gamma in gammas)))
-    verify = {n: timed(free, chain(n - 1)) for n in node_counts}
-    draft = {
-        # A round is a draft and a pass over gamma + 1 nodes.
-        (budget, gamma): (timed(SelfSpeculation(budget=budget), chain(gamma)) - verify[gamma + 1])
-        / gamma
-        for budget in budgets
-        for gamma in gammas
-    }
-    return Times(timed(None, None), verify, draft)
+    times = step_times(setup, *shape, options.nodes, {}, options.repeats)
+    for gamma in options.gamma:
+        drafts = {(n, gamma): (SelfSpeculation(budget=n), gamma) for n in options.budget}
+        one = step_times(setup, *shape, (), drafts, options.repeats)
+        passes = one.passes | times.passes
+        times = StepTimes(passes, times.drafts | one.drafts, times.rounds | one.rounds)
+    return times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,32 +71,12 @@ class LoopRun:
     tau: float
 
 
-def zero_logits(target: Model) -> Model:
-    """Returns the target with a final norm of zeros: all logits are 0, the next token is 0.
-
-    The text is then known in advance and the same in every pass. With the usual weights, passes of
-    one and of several nodes round differently, and rows would diverge from the known text.
-
-    Raises:
-      ValueError: the model has no final norm.
-    """
-
-    def change(path, x):
-        return jnp.zeros_like(x) if FINAL_NORMS & {key.key for key in path} else x
-
-    params = jax.tree_util.tree_map_with_path(change, target.params)
-    changed = zip(jax.tree.leaves(params), jax.tree.leaves(target.params), strict=True)
-    if all(new is old for new, old in changed):
-        raise ValueError(f"{target.name} has no final norm: synthetic acceptance needs one")
-    return dataclasses.replace(target, params=params)
-
-
 def run_loop(setup: Setup, batch: int, context: int, drafter: Any, tree: Any) -> LoopRun:
     """Returns the faster of two runs of the loop, after a warm-up run."""
     request, runs = synthetic_request(setup, batch, context, drafter, tree), []
     for _ in range(3):
         arguments = request.target, request.drafter, synthetic_state(request)
-        decode, _ = program_cache.program("decode", request.settings, *arguments)
+        decode = program_cache.program("decode", request.settings, *arguments)
         jax.block_until_ready(arguments)
         begin = time.perf_counter()
         state = jax.block_until_ready(decode(*arguments))
@@ -286,20 +86,6 @@ def run_loop(setup: Setup, batch: int, context: int, drafter: Any, tree: Any) ->
         runs.append(LoopRun(seconds, int(rounds.max()), tau))
         del arguments, state  # memory may not hold two caches of a large batch
     return min(runs[1:], key=lambda run: run.seconds)
-
-
-def synthetic_draft(setup: Setup, batch: int, context: int, budget: int, rate: float) -> Synthetic:
-    """Returns a self-speculating draft with synthetic acceptance, for a `zero_logits` target."""
-    text = jnp.zeros((batch, context + setup.new_tokens), jnp.int32)
-    return Synthetic(SelfSpeculation(budget=budget), text, jnp.float32(rate))
-
-
-def run_synthetic(
-    setup: Setup, batch: int, context: int, budget: int, gamma: int, rate: float
-) -> LoopRun:
-    """Returns a run with synthetic acceptance; the setup has a `zero_logits` target."""
-    drafter = synthetic_draft(setup, batch, context, budget, rate)
-    return run_loop(setup, batch, context, drafter, chain(gamma))
 
 
 def base_parser(prog: str, doc: str) -> argparse.ArgumentParser:
@@ -336,13 +122,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make_setup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Setup:
+def make_setup(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, contexts: Sequence[int]
+) -> Setup:
     """Returns the setup; invalid options end the process with a message."""
     try:
         target = load(options.target, dtype=options.dtype)
         best = best_backend(target.dtype, target.config.head_dim, jax.devices()[0])
-        setup = Setup(target, options.backend or best, options.new_tokens, options.repeats)
-        for context in options.context:
+        setup = Setup(target, options.backend or best, options.new_tokens)
+        for context in contexts:
             synthetic_request(setup, 1, context, None, None)
     except (ValueError, OSError) as error:
         parser.error(str(error))
@@ -359,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--rate {options.rate}: each must lie between 0 and 1")
     shapes = [(batch, context) for batch in options.batch for context in options.context]
     baselines = _time_hugging_face(options, shapes) if options.hugging_face else {}
-    setup = make_setup(parser, options)
+    setup = make_setup(parser, options, options.context)
     device, read, copy = jax.devices()[0], read_bandwidth(), copy_bandwidth()
     print(
         f"{device.device_kind}, jax {jax.__version__}, attention {setup.backend}, reads "
@@ -375,11 +163,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in records:
             rows.append(dict(zip(("batch", "context"), shape, strict=True)) | row)
             if options.out:  # after every row, so that an interrupted run keeps its results
-                write_atomically(options.out, json.dumps(about | {"rows": rows}, indent=1) + "\n")
+                write_json(options.out, about | {"rows": rows})
         print("\n" + record_table(rows[first:]), flush=True)
 
     for shape in shapes:
-        times = time_parts(setup, *shape, options.nodes, options.budget, options.gamma)
+        times = part_times(setup, shape, options)
         record(shape, _parts(setup.target, *shape, times, max(read, copy), baselines.get(shape)))
         if options.rate:
             record(shape, _loops(setup, *shape, options.rate, times))
@@ -396,42 +184,50 @@ def _time_hugging_face(options: argparse.Namespace, shapes: list[tuple[int, int]
 
 
 def _parts(
-    target: Model, batch: int, context: int, times: Times, bandwidth: float, baseline: dict | None
+    target: Model,
+    batch: int,
+    context: int,
+    times: StepTimes,
+    bandwidth: float,
+    baseline: dict | None,
 ) -> Iterator[dict[str, Any]]:
     """Yields the table of parts at one batch and context."""
+    sizes, plain = model_sizes(target, None), times.passes[1]
 
     def row(part: str, seconds: float, slots: int | None = None, **columns: Any) -> dict[str, Any]:
         found = {"part": part} | columns | {"ms": 1e3 * seconds}
         if slots is not None:
-            floor = cost_model.step_bytes(target, batch, slots, 1) / bandwidth
+            floor = (sizes.weight_bytes + batch * slots * sizes.kv_bytes) / bandwidth
             found |= {"floor ms": 1e3 * floor, "floor / time": floor / seconds}
-        return found | {"time / T_target": seconds / times.target}
+        return found | {"time / T_target": seconds / plain}
 
-    yield row("target", times.target, context)
+    yield row("target", plain, context)
     if baseline is not None and "ms" in baseline:
         versions = {name: baseline[name] for name in ("torch", "transformers") if name in baseline}
         yield row("hugging face", 1e-3 * baseline["ms"]) | versions
     elif baseline is not None:
         yield {"part": "hugging face"} | baseline
-    for n, seconds in times.verify.items():
+    for n, seconds in sorted(times.passes.items())[1:]:
         yield row(f"verify {n}", seconds)
-    for (budget, gamma), seconds in times.draft.items():
+    for (budget, gamma), seconds in sorted(times.drafts.items()):
         yield row(f"draft {budget}", seconds, budget, gamma=gamma)
 
 
 def _loops(
-    setup: Setup, batch: int, context: int, rates: Sequence[float], times: Times
+    setup: Setup, batch: int, context: int, rates: Sequence[float], times: StepTimes
 ) -> Iterator[dict[str, Any]]:
     """Yields the plain loop, then a loop for each budget, gamma and rate."""
     setup = dataclasses.replace(setup, target=zero_logits(setup.target))
     plain = run_loop(setup, batch, context, None, None)
     plain_round = plain.seconds / plain.rounds
-    row = {"round ms": 1e3 * plain_round, "overhead": 1 - times.target / plain_round}
+    target_s = times.passes[1]
+    row = {"round ms": 1e3 * plain_round, "overhead": 1 - target_s / plain_round}
     yield {"part": "plain loop"} | row
-    for (budget, gamma), draft in times.draft.items():
-        parts = gamma * draft + times.verify[gamma + 1]
+    for (budget, gamma), draft in sorted(times.drafts.items()):
+        parts = gamma * draft + times.passes[gamma + 1]
         for rate in rates:
-            run = run_synthetic(setup, batch, context, budget, gamma, rate)
+            drafter = synthetic_draft(setup, batch, context, budget, rate)
+            run = run_loop(setup, batch, context, drafter, chain(gamma))
             seconds = run.seconds / run.rounds
             yield {
                 "part": f"loop {budget}",
@@ -443,7 +239,7 @@ def _loops(
                 "speedup": plain.seconds / run.seconds,
                 # A batch ends with its slowest row; this speedup ignores that.
                 "speedup per round": run.tau * plain_round / seconds,
-                "predicted speedup": expected_tokens(chain(gamma), [rate]) * times.target / parts,
+                "predicted speedup": expected_tokens(chain(gamma), [rate]) * target_s / parts,
             }
 
 

@@ -4,7 +4,6 @@ It runs in a separate process, before JAX allocates the device's memory. The mod
 config and random weights, and random numbers fill the cache instead of a prefill.
 """
 
-import dataclasses
 import importlib.util
 import json
 import os
@@ -21,38 +20,21 @@ TIMEOUT = 300  # seconds, including compilation
 PREFIX = "result: "
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """The step to time.
-
-    Attributes:
-      config: of the model, in Hugging Face's format.
-      dtype: of weights and cache.
-      batch, context: rows, and cached tokens per row.
-      device: of torch, cuda or cpu.
-    """
-
-    config: dict[str, Any]
-    dtype: str
-    batch: int
-    context: int
-    device: str
-
-
 def time_step(target: str, dtype: str, batch: int, context: int, device: str) -> dict[str, Any]:
     """Returns {"ms", "torch", "transformers"}, or {"skipped": reason}.
 
     Args:
       target: preset or model directory; only its config is read.
-      dtype, batch, context, device: as in `Step`.
+      dtype: of weights and cache.
+      batch, context: rows, and cached tokens per row.
+      device: of torch, cuda or cpu.
     """
     missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
     if missing:
         return {"skipped": f"{missing[0]} is not installed"}
     from models.hf_config import write_config
 
-    step = Step(write_config(config_of(target)), dtype, batch, context, device)
-    arguments = json.dumps(dataclasses.asdict(step))
+    arguments = json.dumps([write_config(config_of(target)), dtype, batch, context, device])
     try:
         process = subprocess.run(
             [sys.executable, "-m", "magicjax.benchmarks.hf_baseline", arguments],
@@ -70,31 +52,33 @@ def time_step(target: str, dtype: str, batch: int, context: int, device: str) ->
     return {"skipped": f"exited with status {process.returncode}: {last[:300]}"}
 
 
-def run(step: Step) -> dict[str, Any]:
+def run(
+    hf_config: dict[str, Any], dtype_name: str, batch: int, context: int, device_name: str
+) -> dict[str, Any]:
     """Returns what `time_step` returns; runs in the process that imports torch."""
     import torch
     import transformers
 
-    if step.device == "cuda" and not torch.cuda.is_available():
+    if device_name == "cuda" and not torch.cuda.is_available():
         return {"skipped": "torch is installed without CUDA"}
-    dtype, device = getattr(torch, step.dtype), torch.device(step.device)
-    config = transformers.AutoConfig.for_model(**step.config)
+    dtype, device = getattr(torch, dtype_name), torch.device(device_name)
+    config = transformers.AutoConfig.for_model(**hf_config)
     with device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    slots = step.context + 1 + LONG
+    slots = context + 1 + LONG
     cache: Any = transformers.StaticCache(config=model.config, max_cache_len=slots)
     heads, size = config.num_key_value_heads, config.head_dim
-    cache.early_initialization(step.batch, heads, size, dtype, device)
+    cache.early_initialization(batch, heads, size, dtype, device)
     for layer in cache.layers:
         layer.keys.normal_()
         layer.values.normal_()
-    tokens = torch.zeros(step.batch, step.context + 1, dtype=torch.long, device=device)
+    tokens = torch.zeros(batch, context + 1, dtype=torch.long, device=device)
 
     def seconds(new: int) -> float:
         for layer in cache.layers:
-            layer.cumulative_length.fill_(step.context)  # the cache lacks the last token
+            layer.cumulative_length.fill_(context)  # the cache lacks the last token
         begin = time.perf_counter()
         out = model.generate(
             tokens,
@@ -117,4 +101,4 @@ def run(step: Step) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(PREFIX + json.dumps(run(Step(**json.loads(sys.argv[1])))))
+    print(PREFIX + json.dumps(run(*json.loads(sys.argv[1]))))

@@ -7,7 +7,6 @@ profiling, XLA launches GPU kernels one by one instead of in CUDA graphs, so idl
 bound there.
 """
 
-import argparse
 import dataclasses
 import glob
 import gzip
@@ -22,11 +21,11 @@ import jax
 import numpy as np
 
 from magicjax import hlo
-from magicjax.benchmarks import bench
+from magicjax.benchmarks import bench, synthetic
 from magicjax.benchmarks.tables import markdown_table
 from magicjax.decoding import program_cache
-from magicjax.files import write_atomically
 from magicjax.trees.token_tree import chain
+from pallas_kernels.benchmarks.bench import write_json
 
 CLASSES = ("attention", "matrix products", "other")
 MAX_EVENTS = 1_000_000  # XLA drops later events of a trace in JSON
@@ -206,42 +205,28 @@ def traced(text: str, run: Callable[[], Any]) -> tuple[Any, dict[str, Any], list
     return result, trace, events_of(trace, module, on_cpu)
 
 
-def profile(program: jax.stages.Compiled, run: Callable[[], Any]) -> dict[str, Any]:
-    """Returns the summary of one run of a compiled program.
-
-    Args:
-      program: the program that `run` calls.
-      run: called without arguments; returns JAX arrays.
-
-    Raises:
-      ValueError: this platform's trace does not name operations, or the trace was truncated.
-    """
+def profile(program: jax.stages.Compiled, run: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+    """Returns the result and the summary of one run of a program; errors as for `traced`."""
     text = program.as_text() or ""
-    _, _, events = traced(text, lambda: jax.block_until_ready(run()))
-    return summarize(events, class_of_operations(text))
+    result, _, events = traced(text, lambda: jax.block_until_ready(run()))
+    return result, summarize(events, class_of_operations(text))
 
 
-def profile_loop(setup: bench.Setup, batch: int, context: int, drafter: Any, tree: Any) -> dict:
+def profile_loop(setup: synthetic.Setup, batch: int, context: int, drafter: Any, tree: Any) -> dict:
     """Returns the summary of one run of the compiled loop, with its number of rounds.
 
     The arguments are those of `bench.run_loop`.
     """
-    request = bench.synthetic_request(setup, batch, context, drafter, tree)
+    request = synthetic.synthetic_request(setup, batch, context, drafter, tree)
 
     def arguments():
-        return request.target, request.drafter, bench.synthetic_state(request)
+        return request.target, request.drafter, synthetic.synthetic_state(request)
 
-    loop, _ = program_cache.program("decode", request.settings, *arguments())
+    loop = program_cache.program("decode", request.settings, *arguments())
     jax.block_until_ready(loop(*arguments()))  # the first run loads kernels
     profiled = jax.block_until_ready(arguments())
-    rounds = []
-
-    def run() -> Any:
-        state = loop(*profiled)
-        rounds.append(int(np.asarray(state.histogram).sum(1).max()))
-        return state.emitted
-
-    return profile(loop, run) | {"rounds": rounds[0]}
+    state, summary = profile(loop, lambda: loop(*profiled))
+    return summary | {"rounds": int(np.asarray(state.histogram).sum(1).max())}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -255,11 +240,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, default=24, help="new tokens per row")
     options = parser.parse_args(arguments)
     shape = (options.batch, options.context)
-    setup = bench.make_setup(
-        parser, argparse.Namespace(**vars(options) | {"context": [options.context], "repeats": 1})
-    )
-    setup = dataclasses.replace(setup, target=bench.zero_logits(setup.target))
-    draft = bench.synthetic_draft(setup, *shape, options.budget, options.rate)
+    setup = bench.make_setup(parser, options, [options.context])
+    setup = dataclasses.replace(setup, target=synthetic.zero_logits(setup.target))
+    draft = synthetic.synthetic_draft(setup, *shape, options.budget, options.rate)
     device = jax.devices()[0].device_kind
     print(f"{device}, jax {jax.__version__}, attention {setup.backend}")
     about = {"device": device, "jax": jax.__version__, "backend": setup.backend}
@@ -276,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.append({"loop": name} | result)
         print(as_text(rows[-1]), flush=True)
     if options.out:
-        write_atomically(options.out, json.dumps(about | {"rows": rows}, indent=1) + "\n")
+        write_json(options.out, about | {"rows": rows})
     return 0
 
 

@@ -9,7 +9,6 @@ to the scope of its result.
 import bisect
 import dataclasses
 import gzip
-import heapq
 import itertools
 import json
 import os
@@ -18,6 +17,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from magicjax import hlo
 from magicjax.autotune import auto
@@ -101,14 +101,15 @@ def trace(
     if rounds < 1:
         raise ValueError(f"rounds={rounds} is too small: trace at least 1 round")
     request = _request(target, prompts, options)
-    state, _, _ = runner.prefill_and_init(request)
-    if runner.compile_loop(request, request.settings, state):
+    state, _ = runner.prefill_and_init(request)
+    compiled = program_cache.totals()
+    loop = runner.compile_loop(request, request.settings, state)
+    if program_cache.totals() != compiled:
         # The first run of a program loads kernels, which would count as host time.
         runner.run(request, request.settings, state, 1)
-        state, _, _ = runner.prefill_and_init(request)
+        state, _ = runner.prefill_and_init(request)
     state = runner.with_rounds(state, rounds)
     arguments = request.target, request.drafter, state
-    loop, _ = program_cache.program("decode", request.settings, *arguments)
     text = loop.as_text() or ""
     jax.block_until_ready(arguments)
     (state, wall_s), raw_trace, events = profile_ops.traced(
@@ -202,21 +203,16 @@ def timeline(
             index = bisect.bisect_left(begins, e.begin)
             if index == len(begins) or begins[index] >= e.end:
                 work.append(e)
-    work.sort(key=lambda e: e.begin)
-    pending = iter(work)
-    following = next(pending, None)
-    running: list[tuple[bool, float, float, str]] = []  # a heap, the event of precedence first
-    spans: list[Span] = []
-    for begin, end in itertools.pairwise(sorted({x for e in work for x in (e.begin, e.end)})):
-        while following is not None and following.begin <= begin:
-            phase = phases.get(following.name, REST)
-            heapq.heappush(running, (phase == REST, -following.begin, following.end, phase))
-            following = next(pending, None)
-        while running and running[0][2] <= begin:
-            heapq.heappop(running)
-        if running:
-            spans.append(Span(begin, end, running[0][3]))
-    return spans
+    # Later events overwrite earlier ones: those with a phase, then those that begin later.
+    work.sort(key=lambda e: (e.name in phases, e.begin, -e.end))
+    bounds = np.unique(np.array([(e.begin, e.end) for e in work], float))
+    running = np.full(max(0, len(bounds) - 1), -1)
+    for i, e in enumerate(work):
+        running[slice(*np.searchsorted(bounds, (e.begin, e.end)))] = i
+    instants = zip(bounds[:-1].tolist(), bounds[1:].tolist(), running)
+    return [
+        Span(begin, end, phases.get(work[i].name, REST)) for begin, end, i in instants if i >= 0
+    ]
 
 
 def merge_spans(spans: Sequence[Span]) -> list[Span]:

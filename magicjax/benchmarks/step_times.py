@@ -1,14 +1,15 @@
-"""Times plain steps, verify passes and draft rounds over batches and contexts, interleaved."""
+"""Times plain steps, verify passes and draft rounds at one batch and context, interleaved."""
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from magicjax.benchmarks import bench
-from magicjax.decoding.paired_timing import ROUNDS, Variant, time_interleaved
+from magicjax.benchmarks import synthetic
+from magicjax.decoding.paired_timing import Variant, time_interleaved
 from magicjax.decoding.runner import state_shapes
 from magicjax.drafters import Drafter
 from magicjax.trees.token_tree import ROOT_ONLY, chain
@@ -20,22 +21,22 @@ class StepTimes:
 
     Attributes:
       passes: by nodes: a plain step (1), and a round that verifies n nodes drafted at no cost.
-      drafts: of one draft level, by the drafter's name.
-      rounds: of a whole round, by the drafter's name.
+      drafts: of one draft level, by the drafter's key; a noisy difference of two times, which can
+        be negative.
+      rounds: of a whole round, by the drafter's key.
     """
 
     passes: dict[int, float]
-    drafts: dict[str, float]
-    rounds: dict[str, float]
+    drafts: dict[Any, float]
+    rounds: dict[Any, float]
 
 
 def step_times(
-    setup: bench.Setup,
+    setup: synthetic.Setup,
     batch: int,
     context: int,
     nodes: Sequence[int],
-    drafters: Mapping[str, Drafter],
-    gamma: int,
+    drafters: Mapping[Any, tuple[Drafter, int]],
     repeats: int,
 ) -> StepTimes:
     """Returns median times at one batch and context. Caches hold random numbers; no prefill runs.
@@ -43,56 +44,33 @@ def step_times(
     Args:
       setup: target and backend.
       batch, context: B, and the tokens of each row.
-      nodes: of the passes, besides 1 and gamma + 1.
-      drafters: by name.
-      gamma: tokens drafted in a round.
+      nodes: of the passes, besides 1 and those of the drafters' rounds.
+      drafters: by any key, each with its gamma, the tokens that it drafts in a round.
       repeats: of all variants.
     """
-    deepest = max(*nodes, gamma + 1)
-    setup = dataclasses.replace(setup, new_tokens=new_tokens(deepest))
-    free = bench.Synthetic(None, jnp.zeros((batch, 1), jnp.int32), jnp.float32(1))
-    request = bench.synthetic_request(setup, batch, context, free, chain(deepest - 1))
+    nodes = sorted({*nodes, *(gamma + 1 for _, gamma in drafters.values())})
+    deepest = chain(nodes[-1] - 1)
+    free = synthetic.Synthetic(None, jnp.zeros((batch, 1), jnp.int32), jnp.float32(1))
+    request = synthetic.synthetic_request(setup, batch, context, free, deepest)
     plain = dataclasses.replace(request, drafter=None)
-    variants = {1: Variant(plain, request.settings.with_tree(ROOT_ONLY))}
-    for n in sorted({*nodes, gamma + 1}):
-        variants[n] = Variant(request, request.settings.with_tree(chain(n - 1)))
-    state = bench.synthetic_state(request)
+    variants: dict[Any, Variant] = {1: Variant(plain, request.settings.with_tree(ROOT_ONLY))}
+    variants |= {n: Variant(request, request.settings.with_tree(chain(n - 1))) for n in nodes}
+    state = synthetic.synthetic_state(request)
     drafter_states = {id(None): None, id(request.drafter): state.drafter}
-    draft_variants = {}
-    for name, drafter in drafters.items():
-        request = bench.synthetic_request(setup, batch, context, drafter, chain(deepest - 1))
-        draft_variants[name] = Variant(request, request.settings.with_tree(chain(gamma)))
+    for key, (drafter, gamma) in drafters.items():
+        request = synthetic.synthetic_request(setup, batch, context, drafter, deepest)
+        variants["draft", key] = Variant(request, request.settings.with_tree(chain(gamma)))
         shapes = state_shapes(request)
-        drafter_states[id(request.drafter)] = bench.synthetic_drafter_state(request, shapes)
-    all_variants = [*variants.values(), *draft_variants.values()]
-    times, _ = time_interleaved(all_variants, state, drafter_states, repeats)
-    passes = dict(zip(variants, times[: len(variants)], strict=True))
-    rounds = dict(zip(draft_variants, times[len(variants) :], strict=True))
-    verify = passes[gamma + 1]
-    levels = {name: np.subtract(seconds, verify) / gamma for name, seconds in rounds.items()}
+        drafter_states[id(request.drafter)] = synthetic.synthetic_drafter_state(request, shapes)
+    measured, _ = time_interleaved([*variants.values()], state, drafter_states, repeats)
+    times = dict(zip(variants, measured, strict=True))
+    rounds = {key: times["draft", key] for key in drafters}
+    levels = {
+        key: np.subtract(rounds[key], times[gamma + 1]) / gamma
+        for key, (_, gamma) in drafters.items()
+    }
     return StepTimes(
-        passes={n: statistics.median(seconds) for n, seconds in passes.items()},
-        drafts={name: max(0.0, float(np.median(seconds))) for name, seconds in levels.items()},
-        rounds={name: statistics.median(seconds) for name, seconds in rounds.items()},
+        passes={n: statistics.median(times[n]) for n in (1, *nodes)},
+        drafts={key: float(np.median(seconds)) for key, seconds in levels.items()},
+        rounds={key: statistics.median(seconds) for key, seconds in rounds.items()},
     )
-
-
-def new_tokens(nodes: int) -> int:
-    """Returns an output length that no row reaches in a timed call of rounds of so many nodes."""
-    return ROUNDS * nodes + 1
-
-
-def grid(
-    setup: bench.Setup,
-    batches: Sequence[int],
-    contexts: Sequence[int],
-    nodes: Sequence[int],
-    drafters: Mapping[str, Drafter],
-    gamma: int,
-    repeats: int,
-) -> Iterator[tuple[int, int, StepTimes]]:
-    """Yields (batch, context, times) for every batch and context."""
-    for batch in batches:
-        for context in contexts:
-            times = step_times(setup, batch, context, nodes, drafters, gamma, repeats)
-            yield batch, context, times

@@ -22,8 +22,8 @@ from jaxtyping import Float
 from scipy.optimize import nnls
 
 from magicjax import cost_model
-from magicjax.benchmarks import bench, step_times
-from magicjax.benchmarks.step_times import StepTimes
+from magicjax.benchmarks.step_times import StepTimes, step_times
+from magicjax.benchmarks.synthetic import Setup, synthetic_request
 from magicjax.cli import options
 from magicjax.cost_model.profile import device_kind
 from magicjax.cost_model.work import Part
@@ -31,6 +31,7 @@ from magicjax.drafters import Drafter
 from magicjax.drafters.spec import DRAFTERS, make_drafter
 from magicjax.loading import load
 from magicjax.model import DTYPES
+from magicjax.parallel import offloading
 from magicjax.planner.candidates import make_draft
 from magicjax.trees.token_tree import chain
 from pallas_kernels.benchmarks.bandwidth import host_bandwidth, read_bandwidth
@@ -71,20 +72,20 @@ def matrix_rate(dtype: str, *, rounds: int = 5) -> float:
 
 
 def rows_of(
-    batch: int, context: int, times: StepTimes, budgets: Mapping[str, int], gamma: int
+    sizes: cost_model.Sizes,
+    drafts: Mapping[str, cost_model.Draft],
+    times: Mapping[tuple[int, int], StepTimes],
+    gamma: int,
 ) -> list[Timed]:
-    """Returns the times to which the constants are fitted: passes and self-speculation rounds.
-
-    Args:
-      batch, context, times: one point of the grid.
-      budgets: of the self-speculation drafters, by name.
-      gamma: drafted tokens per round.
-    """
-    rows = [Timed(batch, context, n, None, seconds) for n, seconds in times.passes.items()]
-    rows += [
-        Timed(batch, context, gamma + 1, budget, times.rounds[name])
-        for name, budget in budgets.items()
-    ]
+    """Returns the times to which the constants are fitted: passes and self-speculation rounds."""
+    rows = []
+    for (batch, context), step in times.items():
+        rows += [Timed(batch, context, n, None, seconds) for n, seconds in step.passes.items()]
+        rows += [
+            Timed(batch, context, gamma + 1, draft.slots(context), step.rounds[name])
+            for name, draft in drafts.items()
+            if draft.sizes == sizes
+        ]
     return rows
 
 
@@ -93,13 +94,7 @@ def steps_of(
     drafts: Mapping[str, cost_model.Draft],
     times: Mapping[tuple[int, int], StepTimes],
 ) -> tuple[cost_model.Steps, ...]:
-    """Returns the measured times as one table per model.
-
-    Args:
-      sizes: of the target.
-      drafts: by name.
-      times: by batch and context.
-    """
+    """Returns the measured times, which are by batch and context, as one table per model."""
     batches, contexts = (tuple(sorted(set(axis))) for axis in zip(*times, strict=True))
     nodes = tuple(sorted(next(iter(times.values())).passes))
     grid = itertools.product(batches, contexts, nodes)
@@ -130,20 +125,16 @@ def fit(
 
     The fit minimizes the sum of squared logarithms of predicted / measured: a search over the
     efficiencies and the tile, with the times per layer and per round from relative least squares.
-
-    Args:
-      sizes: of the timed model.
-      rows: measured times.
-      device: with measured rates.
     """
     measured = np.array([row.seconds for row in rows])
-    overheads = np.array([[_layers(sizes, row), row.nodes > 1] for row in rows], float)
     best = (np.inf, device)
     for tile in TILES:
         tiled = dataclasses.replace(device, tile=tile)
         parts = [_parts(sizes, row, tiled) for row in rows]
         read_s = _table(parts, "bytes") / device.bandwidth
         matmul_s = _table(parts, "flops") / device.matrix_rate
+        layers = _table(parts, "layers").sum(1)
+        overheads = np.stack([layers, [row.nodes > 1 for row in rows]], axis=1)
         for bandwidth_share, matrix_share in itertools.product(EFFICIENCIES, EFFICIENCIES):
             work_s = np.maximum(read_s / bandwidth_share, matmul_s / matrix_share).sum(1)
             times, _ = nnls(overheads / measured[:, None], (measured - work_s) / measured)
@@ -176,23 +167,10 @@ def _parts(sizes: cost_model.Sizes, row: Timed, device: cost_model.Device) -> li
     return parts
 
 
-def _layers(sizes: cost_model.Sizes, row: Timed) -> int:
-    """Returns the number of layers that run."""
-    return sizes.num_layers * (1 if row.budget is None else row.nodes)
-
-
 def _table(parts: Sequence[Sequence[Part]], name: str) -> Float[np.ndarray, "rows parts"]:
     """Returns one attribute of all parts, padded with zeros."""
     values = [[getattr(part, name) for part in row] for row in parts]
     return np.array([*itertools.zip_longest(*values, fillvalue=0.0)]).T
-
-
-def memory_of_device() -> float:
-    """Returns the bytes of memory that programs can use on this device."""
-    stats = jax.devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return float(stats["bytes_limit"])
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def add(commands: Any) -> None:
@@ -244,36 +222,28 @@ def run(arguments: argparse.Namespace) -> None:
             raise ValueError(f"{name}={value} must be at least {least}")
     target = load(arguments.target, dtype=arguments.dtype, offload=arguments.offload)
     deepest = max(*arguments.nodes, arguments.gamma + 1)
-    setup = bench.Setup(target, arguments.backend, step_times.new_tokens(deepest))
+    setup = Setup(target, arguments.backend)
     drafters = _drafters(arguments)
     for drafter in (None, *drafters.values()):
         for context in arguments.context:  # reports invalid input before measuring
             tree = None if drafter is None else chain(deepest - 1)
-            bench.synthetic_request(setup, 1, context, drafter, tree)
+            synthetic_request(setup, 1, context, drafter, tree)
     sizes = cost_model.sizes_of(target.config, arguments.dtype, arguments.target, arguments.offload)
     drafts = {
         name: make_draft(drafter, sizes, arguments.dtype) for name, drafter in drafters.items()
     }
     device = _device(arguments.dtype)
-    times, rows = {}, []
-    for batch, context, measured in step_times.grid(
-        setup,
-        sorted(set(arguments.batch)),
-        sorted(set(arguments.context)),
-        arguments.nodes,
-        drafters,
-        arguments.gamma,
-        arguments.repeats,
-    ):
-        times[batch, context] = measured
-        budgets = {
-            name: draft.slots(context) for name, draft in drafts.items() if draft.sizes == sizes
-        }
-        rows += rows_of(batch, context, measured, budgets, arguments.gamma)
-        print(_progress(batch, context, measured), flush=True)
+    rounds = {name: (drafter, arguments.gamma) for name, drafter in drafters.items()}
+    times = {}
+    grid = itertools.product(*(sorted({*axis}) for axis in (arguments.batch, arguments.context)))
+    for batch, context in grid:
+        step = step_times(setup, batch, context, arguments.nodes, rounds, arguments.repeats)
+        times[batch, context] = step
+        print(_progress(batch, context, step), flush=True)
     if arguments.offload:
         print("constants for other models: not fitted, because the host link hides computation")
     else:
+        rows = rows_of(sizes, drafts, times, arguments.gamma)
         device, fitted = fit(sizes, rows, device)
         print(_constants(device, rows, fitted))
     device = dataclasses.replace(device, measured=steps_of(sizes, drafts, times))
@@ -292,11 +262,12 @@ def _drafters(arguments: argparse.Namespace) -> dict[str, Drafter]:
 
 def _device(dtype: str) -> cost_model.Device:
     """Returns this device, with measured rates."""
+    host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     device = cost_model.Device(
         name=device_kind(),
         bandwidth=read_bandwidth(),
         matrix_rate=matrix_rate(dtype),
-        memory=memory_of_device(),
+        memory=float(offloading.device_memory() or host_memory),
         link=None,
         host_link=host_bandwidth(),
         host_link_efficiency=1.0,  # the measurement includes it
@@ -316,7 +287,7 @@ def _device(dtype: str) -> cost_model.Device:
 def _progress(batch: int, context: int, times: StepTimes) -> str:
     passes = "  ".join(f"{n}: {1e3 * s:.2f}" for n, s in times.passes.items())
     drafts = "  ".join(
-        f"{name}: {1e3 * s:.2f}" if s else f"{name}: below noise"
+        f"{name}: {1e3 * s:.2f}" if s > 0 else f"{name}: below noise"
         for name, s in times.drafts.items()
     )
     return (

@@ -106,11 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
 def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict[str, Any]:
     """Returns the report: bytes per device, communication, and the largest workload that fits.
 
-    Args:
-      load: an `aot_compile.Workload`.
-      counted: its `memory_estimate.Bytes`.
-      compiled: the report of `aot_compile`; None without the compiler.
-      memory: bytes of a device.
+    `counted` are the `memory_estimate.Bytes` of the `aot_compile.Workload`, `compiled` is the
+    report of its compilation, and `memory` the bytes of a device.
     """
     temporary = {name: getattr(counted, name) for name in ("prefill", "init", "decode")}
     if compiled is not None:
@@ -218,9 +215,7 @@ def _program(program: dict[str, Any], per: str) -> list[str]:
 def compile_apart(load: Any, *extra: str) -> tuple[dict[str, Any] | None, str]:
     """Returns (the compiler's report, ""), or (None, why the compiler is not available).
 
-    Args:
-      load: an `aot_compile.Workload`.
-      extra: options of `python -m magicjax.aot.aot_compile`.
+    `extra` are options of `python -m magicjax.aot.aot_compile`.
 
     Raises:
       ValueError: the compiler failed.

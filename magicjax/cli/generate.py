@@ -15,7 +15,7 @@ from tokenizers.decoders import DecodeStream
 
 import magicjax
 import models
-from magicjax.autotune.auto import check as check_auto
+from magicjax.autotune.search import make_problem
 from magicjax.cli import options
 from magicjax.cli.options import AUTO
 from magicjax.decoding.request import prepare
@@ -261,16 +261,17 @@ def _generate(arguments: argparse.Namespace) -> None:
     prompt, tokenizer = _prompt(arguments), _tokenizer(arguments)
     mesh = magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None
     target = dataclasses.replace(skeleton(arguments.target), tokenizer=tokenizer)
-    drafter, tree = speculation(arguments)
+    drafter, tree = speculation(arguments, skeleton)
     keywords = {name: getattr(arguments, name) for name in ("max_new_tokens", "backend", *SAMPLING)}
     keywords |= {"tree": tree, "mesh": mesh}
-    check: Callable = check_auto if isinstance(drafter, magicjax.Auto) else prepare
+    check: Callable = make_problem if isinstance(drafter, magicjax.Auto) else prepare
     check(target, [prompt], drafter=drafter, **keywords)
 
     load = functools.partial(magicjax.load, dtype=arguments.dtype, mesh=mesh)
     target = load(arguments.target, offload=arguments.offload)
     target = dataclasses.replace(target, tokenizer=tokenizer)
-    drafter = _with_weights(drafter, load if mesh is None else functools.partial(load, stages=1))
+    load_draft = load if mesh is None else functools.partial(load, stages=1)
+    drafter, _ = speculation(arguments, load_draft)
     rounds = magicjax.stream(target, [prompt], drafter=drafter, **keywords)
     if arguments.show_tree:
         print(*arguments.tree or [DEFAULT_TREE], sep="\n")
@@ -314,12 +315,12 @@ def _tokenizer(arguments: argparse.Namespace) -> Any:
 
 
 def speculation(
-    arguments: argparse.Namespace,
+    arguments: argparse.Namespace, load: Callable[..., magicjax.Model]
 ) -> tuple[Drafter | magicjax.Auto | None, Tree | None]:
-    """Returns (drafter, tree) for `magicjax.generate`; draft models have no weights yet."""
+    """Returns (drafter, tree) for `magicjax.generate`, with draft models that `load` returns."""
     auto = AUTO in arguments.drafter
     cache = {name: getattr(arguments, name) for name in CACHE}
-    small = functools.partial(skeleton, shards=arguments.draft_shards)
+    small = functools.partial(load, shards=arguments.draft_shards)
     texts = arguments.candidate if auto else arguments.drafter
     drafters = tuple(make_drafter(text, small, arguments.draw, **cache) for text in texts)
     if auto:
@@ -328,24 +329,6 @@ def speculation(
         return magicjax.Ensemble(drafters, tuple(arguments.tree)), None
     drafter = magicjax.Ensemble(drafters) if len(drafters) > 1 else next(iter(drafters), None)
     return drafter, next(iter(arguments.tree), None)
-
-
-def _with_weights(drafter: Any, load: Callable[..., magicjax.Model]) -> Any:
-    """Returns a drafter, or `Auto`, with the weights of its models loaded."""
-    if isinstance(drafter, magicjax.Auto):
-        if drafter.drafters is None:
-            return drafter
-        return dataclasses.replace(
-            drafter, drafters=[_with_weights(candidate, load) for candidate in drafter.drafters]
-        )
-
-    def is_model(leaf: Any) -> bool:
-        return isinstance(leaf, magicjax.Model)
-
-    def loaded(leaf: Any) -> Any:
-        return load(leaf.name, shards=leaf.shards) if is_model(leaf) else leaf
-
-    return jax.tree.map(loaded, drafter, is_leaf=is_model)
 
 
 def print_stream(rounds: Iterator, tokenizer: Any) -> Output:

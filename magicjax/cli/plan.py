@@ -7,14 +7,13 @@ from typing import Any
 
 from magicjax import cost_model, planner
 from magicjax.cli import options
-from magicjax.drafters import SmallModel
 from magicjax.drafters.sparse import BUDGET
 from magicjax.drafters.spec import make_drafter, parts
 from magicjax.loading import config_of, skeleton
 from magicjax.model import DTYPES
 from magicjax.parallel import offloading
 from magicjax.planner import acceptance
-from magicjax.planner.candidates import make_candidate, max_draft_depth
+from magicjax.planner.candidates import make_candidate
 from magicjax.policies import StreamingLLM
 from magicjax.trees.token_tree import TokenTree, chain
 from sharding import parse_mesh
@@ -133,32 +132,15 @@ def candidates_of(
 def candidate(
     name: str, table: acceptance.Table, target: cost_model.Sizes, dtype: str, context: int
 ) -> planner.Candidate:
-    """Returns the candidate of a drafter.
-
-    Args:
-      name: spec of the drafter.
-      table: its acceptance.
-      target, dtype, context: of the target.
+    """Returns the candidate of a drafter, whose spec is `name`, with its acceptance.
 
     Raises:
       ValueError: another vocabulary, a context that is too long, or a budget that is too small.
     """
     drafter = make_drafter(name, skeleton)
-    if isinstance(drafter, SmallModel):
-        vocabulary = drafter.model.config.vocab_size
-        if vocabulary != target.vocab_size:
-            raise ValueError(
-                f"{name}: its vocabulary has {vocabulary} tokens and the target's "
-                f"{target.vocab_size}: use a draft model with the target's vocabulary"
-            )
-        if not isinstance(drafter.policy, StreamingLLM):  # which allows --sink-positions in_cache
-            check_context(drafter.model.name, context)
-    if (sparse := getattr(drafter, "sparse", None)) is not None:
-        if max_draft_depth(drafter) < 1 or sparse.num_pinned < 1:
-            raise ValueError(
-                f"{name}: budget={sparse.budget} is too small: it leaves {sparse.ring} slots for "
-                f"the newest tokens and {sparse.num_pinned} for pinned ones"
-            )
+    # A small model that streams may read longer texts, with --sink-positions in_cache.
+    streams = isinstance(getattr(drafter, "policy", None), StreamingLLM)
+    drafter.check(skeleton(target.name), chain(1), 1, 0 if streams else context)
     return dataclasses.replace(make_candidate(drafter, target, dtype, table.tolist()), name=name)
 
 
@@ -178,10 +160,7 @@ def as_json(
 ) -> dict[str, Any]:
     """Returns the plan as JSON values, times in milliseconds.
 
-    Args:
-      arguments, machine, plan: the call and its result.
-      sources: of the acceptance of each drafter.
-      times: sources of the times of the best prediction.
+    `sources` are those of each drafter's acceptance, `times` those of the best prediction's times.
     """
     return {
         "target": arguments.target,

@@ -1,12 +1,10 @@
 """The cost of decoding: bytes and FLOPs of its parts, and the time they take on a device.
 
-`floors` counts the bytes that a loaded model must read; `work` counts the work of a pass from a
-config; `device` has the rates of devices, `measured` the timed steps, `profile` the file with both
-for this device; `rounds` computes times.
+`work` counts the work of a pass from a config; `device` has the rates of devices, `measured` the
+timed steps, `profile` the file with both for this device; `rounds` computes times.
 """
 
 from magicjax.cost_model.device import DEVICES, Device, Machine, check_dtype, find_device
-from magicjax.cost_model.floors import kv_bytes_per_token, step_bytes, weight_bytes
 from magicjax.cost_model.measured import DRAFT, PASS, Steps
 from magicjax.cost_model.profile import (
     default_profile,
@@ -14,7 +12,6 @@ from magicjax.cost_model.profile import (
     device_of,
     load_profile,
     save_profile,
-    this_device,
 )
 from magicjax.cost_model.rounds import (
     Draft,
@@ -34,37 +31,3 @@ from magicjax.cost_model.work import (
     pass_parts,
     sizes_of,
 )
-
-__all__ = [
-    "DEVICES",
-    "DRAFT",
-    "PASS",
-    "Device",
-    "Draft",
-    "Machine",
-    "Part",
-    "RoundCost",
-    "Sizes",
-    "Steps",
-    "check_dtype",
-    "check_heads",
-    "default_profile",
-    "device_kind",
-    "device_of",
-    "draft_step",
-    "find_device",
-    "kv_bytes_per_token",
-    "kv_shards",
-    "load_profile",
-    "memory_bytes",
-    "pass_parts",
-    "plain_step",
-    "round_cost",
-    "save_profile",
-    "seconds",
-    "sizes_of",
-    "sources",
-    "step_bytes",
-    "this_device",
-    "weight_bytes",
-]

@@ -76,20 +76,15 @@ class Device:
     measured: tuple[Steps, ...] = ()
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("name", "dtype", "overlaps_fetch", "measured") or (
-                field.name in ("link", "host_link") and value is None
-            ):
+        for name, value in vars(self).items():
+            if name in ("name", "dtype", "overlaps_fetch", "measured") or value is None:
                 continue
-            if field.name.endswith("_efficiency"):
-                if not 0 < value <= 1:
-                    raise ValueError(f"{field.name}={value} must be above 0 and at most 1")
-            elif field.name.endswith("_seconds"):
-                if not value >= 0:
-                    raise ValueError(f"{field.name}={value} must not be negative")
-            elif not value > 0:
-                raise ValueError(f"{field.name}={value} must be positive")
+            if name.endswith("_efficiency") and not 0 < value <= 1:
+                raise ValueError(f"{name}={value} must be above 0 and at most 1")
+            if name.endswith("_seconds") and not value >= 0:
+                raise ValueError(f"{name}={value} must not be negative")
+            if not name.endswith("_seconds") and not value > 0:
+                raise ValueError(f"{name}={value} must be positive")
 
     def steps(self, model: str, kind: str) -> Steps | None:
         """Returns the timed steps of a model (`Sizes.key`), or None."""

@@ -38,11 +38,6 @@ def device_of(name: str | os.PathLike) -> Device:
     return find_device(str(name))
 
 
-def this_device() -> Device:
-    """Returns the device of the default profile; raises as `load_profile` does."""
-    return load_profile(default_profile())
-
-
 def provenance() -> dict[str, str]:
     """Returns the device and the versions of JAX and magicjax, for which a profile is valid."""
     return {"device": device_kind(), "jax": jax.__version__, "magicjax": version()}

@@ -5,10 +5,10 @@ speedup = tokens per round x T_target / (depth x T_draft + T_verify(N) + overhea
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from magicjax.cost_model.device import Device, Machine
-from magicjax.cost_model.measured import DRAFT, PASS, Steps
+from magicjax.cost_model.measured import DRAFT, PASS
 from magicjax.cost_model.work import BLOCKS, HOST, Part, Sizes, divides, memory_bytes, pass_parts
 
 REST = "selection, commit, host"  # overhead of a round
@@ -35,7 +35,7 @@ class Draft:
     def machine(self, machine: Machine) -> Machine:
         """Returns the target's devices, or as many of them as the draft's KV heads allow."""
         assert self.sizes is not None, "prompt lookup runs no model"
-        if divides(self.sizes, machine):
+        if divides(self.sizes, machine.model):
             return machine
         return dataclasses.replace(machine, model=math.gcd(self.sizes.num_kv_heads, machine.model))
 
@@ -123,7 +123,7 @@ def seconds(parts: Mapping[str, Part], device: Device) -> dict[str, float]:
 
 def plain_step(sizes: Sizes, machine: Machine, batch: int, context: int) -> dict[str, float]:
     """Returns the seconds of each part of a step of plain decoding, in total T_target."""
-    return _target_pass(sizes, machine, batch, context, 1)
+    return _step(PASS, sizes, machine, batch, context, 1)
 
 
 def draft_step(
@@ -139,54 +139,42 @@ def draft_step(
     """
     if draft.sizes is None:
         return {}
-    sizes, per_slot = draft.sizes, draft.sizes.draft_kv_bytes(draft.bits)
-    local, slots = draft.machine(machine), draft.slots(context)
-
-    def predicted(batch: int, slots: float, width: int) -> dict[str, float]:
-        return seconds(pass_parts(sizes, local, batch, width, slots), machine.device)
-
-    # Steps are timed with caches in the dtype of the model.
-    steps = machine.device.steps(sizes.key, DRAFT)
-    ratio = _ratio(steps, predicted, local.rows(batch), slots, width, local)
-    parts = seconds(pass_parts(sizes, local, batch, width, slots, per_slot), machine.device)
-    return {name: ratio * time for name, time in parts.items()}
+    step = batch, draft.slots(context), width
+    per_slot = draft.sizes.draft_kv_bytes(draft.bits)
+    return _step(DRAFT, draft.sizes, draft.machine(machine), *step, per_slot)
 
 
-def _target_pass(
-    sizes: Sizes, machine: Machine, batch: int, context: int, nodes: int
-) -> dict[str, float]:
-    """Returns the seconds of each part, for several nodes with the overhead of a round.
-
-    If a profile has timed passes of this model, all parts are scaled to the measured total.
-    """
-    rest = {REST: machine.device.round_seconds}
-
-    def predicted(batch: int, slots: float, nodes: int) -> dict[str, float]:
-        parts = seconds(pass_parts(sizes, machine, batch, nodes, slots), machine.device)
-        return parts | (rest if nodes > 1 else {})
-
-    steps = machine.device.steps(sizes.key, PASS)
-    ratio = _ratio(steps, predicted, machine.rows(batch), context, nodes, machine)
-    return {name: ratio * time for name, time in predicted(batch, context, nodes).items()}
-
-
-def _ratio(
-    steps: Steps | None,
-    predicted: Callable[[int, float, int], dict[str, float]],
-    rows: int,
+def _step(
+    kind: str,
+    sizes: Sizes,
+    machine: Machine,
+    batch: int,
     slots: float,
     nodes: int,
-    machine: Machine,
-) -> float:
-    """Returns measured / predicted seconds, by the rows of one device; 1 without timed steps."""
+    slot_bytes: float | None = None,
+) -> dict[str, float]:
+    """Returns the seconds of each part, for several nodes of the target with a round's overhead.
+
+    If a profile has timed steps of this model, all parts are scaled to the measured total.
+    """
+
+    def predicted(
+        batch: int, slots: float, nodes: int, slot_bytes: float | None = None
+    ) -> dict[str, float]:
+        work = pass_parts(sizes, machine, batch, nodes, slots, slot_bytes)
+        rest = {REST: machine.device.round_seconds} if kind == PASS and nodes > 1 else {}
+        return seconds(work, machine.device) | rest
+
+    def total(rows: int, slots: float, nodes: int) -> float:
+        # Steps are timed on one device, with caches in the dtype of the model.
+        return sum(predicted(rows * machine.data, slots, nodes).values())
+
+    parts, steps = predicted(batch, slots, nodes, slot_bytes), machine.device.steps(sizes.key, kind)
     if steps is None:
-        return 1.0
-    return steps.ratio(
-        lambda rows, *step: sum(predicted(rows * machine.data, *step).values()),
-        rows,
-        max(slots, 1),
-        nodes,
-    )
+        return parts
+
+    ratio = steps.ratio(total, machine.rows(batch), max(slots, 1), nodes)
+    return {name: ratio * time for name, time in parts.items()}
 
 
 def sources(
@@ -240,7 +228,7 @@ def round_cost(
         raise ValueError(f"depth={depth} must be at least 1")
     plain = plain_step(target, machine, batch, context)
     drafted = draft_step(draft, machine, batch, context, width)
-    verified = _target_pass(target, machine, batch, context, nodes)
+    verified = _step(PASS, target, machine, batch, context, nodes)
     rest = verified.pop(REST, 0.0)
     parts = {("draft", name): depth * time for name, time in drafted.items()}
     parts |= {("verify", name): time for name, time in verified.items()}

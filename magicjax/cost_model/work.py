@@ -228,20 +228,17 @@ def kv_shards(sizes: Sizes, machine: Machine) -> int:
     return min(sizes.num_kv_heads, machine.model)
 
 
-def divides(sizes: Sizes, machine: Machine) -> bool:
+def divides(sizes: Sizes, group: int) -> bool:
     """Returns whether the heads divide over a group's devices, with replicated KV heads or not."""
-    heads, group = sizes.num_kv_heads, machine.model
+    heads = sizes.num_kv_heads
     return heads % group == 0 or (group % heads == 0 and sizes.num_heads % group == 0)
 
 
 def check_heads(sizes: Sizes, machine: Machine) -> None:
     """Raises ValueError, with the valid numbers, if the heads do not divide over a group."""
-    heads = sizes.num_kv_heads
-    if not divides(sizes, machine):
-        groups = range(heads, sizes.num_heads + 1, heads)
-        fit = [n for n in range(1, heads) if heads % n == 0]
-        fit += [n for n in groups if sizes.num_heads % n == 0]
+    if not divides(sizes, machine.model):
+        valid = [str(n) for n in range(1, sizes.num_heads + 1) if divides(sizes, n)]
         raise ValueError(
-            f"model={machine.model} does not divide the {heads} KV heads of {sizes.name}: "
-            f"use one of {', '.join(map(str, fit))}, and `data` for the other devices"
+            f"model={machine.model} does not divide the {sizes.num_kv_heads} KV heads of "
+            f"{sizes.name}: use one of {', '.join(valid)}, and `data` for the other devices"
         )

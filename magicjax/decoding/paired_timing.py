@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from magicjax.decoding import program_cache, runner
+from magicjax.decoding import runner
 from magicjax.decoding.loop import DecodeState, Prefilled
 from magicjax.decoding.request import Request
 from magicjax.drafters import Drafter
@@ -30,33 +30,28 @@ class PrefilledPrompts:
     """The target's cache after prefill, from which several runs start, one at a time.
 
     `start` donates the cache to a run. `reset` returns the object for the next run. JAX raises an
-    error if a donated cache is used again.
+    error if a donated cache is used again. `seconds` is the time of prefill.
     """
 
     cache: KVCache
     prefilled: Prefilled
     lengths: Int[np.ndarray, "B"]
+    seconds: float
 
     @classmethod
-    def create(
-        cls, request: Request, drafters: Sequence[Drafter]
-    ) -> tuple["PrefilledPrompts", float, float]:
-        """Returns (the prompts after prefill, seconds, compile seconds).
-
-        Attention statistics are kept for all drafters.
-        """
+    def create(cls, request: Request, drafters: Sequence[Drafter]) -> "PrefilledPrompts":
+        """Returns the prompts after prefill, with the attention statistics of all drafters."""
         settings = request.prefill_settings
         stats_spec = settings.stats_spec
         for drafter in drafters:
             stats_spec |= dataclasses.replace(drafter.attention_stats_spec(), rounds=False)
         settings = dataclasses.replace(settings, stats_spec=stats_spec)
-        results, seconds, compile_s = runner.prefill(request, settings)
-        return cls(*results, np.array(request.lengths)), seconds, compile_s
+        results, seconds = runner.prefill(request, settings)
+        return cls(*results, np.array(request.lengths), seconds)
 
-    def start(self, request: Request) -> tuple[DecodeState, float]:
-        """Returns (the request's state after prefill, compile seconds)."""
-        state, _, compile_s = runner.init_state(request, self.cache, self.prefilled)
-        return state, compile_s
+    def start(self, request: Request) -> DecodeState:
+        """Returns the request's state after prefill."""
+        return runner.init_state(request, self.cache, self.prefilled)[0]
 
     def reset(self, state: DecodeState) -> "PrefilledPrompts":
         """Returns the prompts with the cache of a run's last state, cut back to the prompts."""
@@ -77,25 +72,24 @@ class Variant(NamedTuple):
 
 def time_variants(
     prefilled: PrefilledPrompts, variants: Sequence[Variant], repeats: int, min_seconds: float = 0.0
-) -> tuple[list[list[float]], PrefilledPrompts, float]:
-    """Returns (`time_interleaved` after prefill, the prompts for the next run, compile seconds).
+) -> tuple[list[list[float]], PrefilledPrompts]:
+    """Returns (`time_interleaved` after prefill, the prompts for the next run).
 
     The requests of all variants have the same tree.
     """
     drafters: dict[int, Any] = {}
-    compile_s, state = 0.0, None
+    state = None
     for request, settings in variants:
         key = id(request.drafter)
         if state is None or key not in drafters:
             prefilled = prefilled if state is None else prefilled.reset(state)
-            state, seconds = prefilled.start(request)
+            state = prefilled.start(request)
             drafters[key] = state.drafter
-            compile_s += seconds
         state = dataclasses.replace(state, drafter=drafters[key])
-        compile_s += runner.compile_loop(request, settings, state)
+        runner.compile_loop(request, settings, state)
     assert state is not None, "no variant to time"
     times, state = time_interleaved(variants, state, drafters, repeats, min_seconds)
-    return times, prefilled.reset(state), compile_s
+    return times, prefilled.reset(state)
 
 
 def time_interleaved(
@@ -144,7 +138,7 @@ def median_ratio(times: Sequence[float], baseline: Sequence[float]) -> float:
 
 def _call(variant: Variant, state: DecodeState) -> tuple[DecodeState, float]:
     arguments = variant.request.target, variant.request.drafter, state
-    loop, _ = program_cache.program("decode", variant.settings, *arguments)
+    loop = runner.compile_loop(*variant, state)
     jax.block_until_ready(arguments)
     return runner.timed(loop, *arguments)
 

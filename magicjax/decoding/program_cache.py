@@ -28,11 +28,11 @@ _OPTIONS = {"cpu": {"xla_cpu_prefer_vector_width": 512}}
 # beyond that, so the cache evicts the least recently used programs.
 MAX_PROGRAMS = 200
 _compiled: dict[Any, jax.stages.Compiled] = {}  # least recently used first
-_count = 0
+_count, _seconds = 0, 0.0
 
 
-def program(name: str, settings: AnySettings, *arguments: Any) -> tuple[jax.stages.Compiled, float]:
-    """Returns the compiled program, and the seconds of its compilation (0 if it was cached).
+def program(name: str, settings: AnySettings, *arguments: Any) -> jax.stages.Compiled:
+    """Returns the compiled program.
 
     Args:
       name: "prefill", "init", "decode" or "step" (`magicjax.decoding.loop`).
@@ -45,17 +45,17 @@ def program(name: str, settings: AnySettings, *arguments: Any) -> tuple[jax.stag
     key = (name, settings, treedef, shapes)
     if key in _compiled:
         _compiled[key] = _compiled.pop(key)
-        return _compiled[key], 0.0
+        return _compiled[key]
     start = time.perf_counter()
     lowered = jitted(name, settings, arguments).lower(*arguments)
     compiled = _compiled[key] = lowered.compile(options_of(jax.default_backend(), arguments))
     seconds = time.perf_counter() - start
-    global _count
-    _count += 1
+    global _count, _seconds
+    _count, _seconds = _count + 1, _seconds + seconds
     logger.info("compiled %s (program %d) in %.1f s", name, _count, seconds)
     if len(_compiled) > MAX_PROGRAMS:
         del _compiled[next(iter(_compiled))]
-    return compiled, seconds
+    return compiled
 
 
 def options_of(platform: str, arguments: tuple) -> dict[str, Any]:
@@ -88,9 +88,9 @@ def result_shapes(name: str, settings: AnySettings, arguments: tuple) -> Any:
     return placement.result_shapes(run, settings.mesh, arguments)
 
 
-def count() -> int:
-    """Returns the number of programs that this process has compiled."""
-    return _count
+def totals() -> tuple[int, float]:
+    """Returns the number of programs that this process has compiled, and the seconds it took."""
+    return _count, _seconds
 
 
 def clear() -> None:

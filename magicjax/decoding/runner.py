@@ -44,34 +44,27 @@ class Output:
     choice: Any = None
 
 
-def prefill_and_init(request: Request) -> tuple[DecodeState, float, float]:
-    """Runs the programs `prefill` and `init`.
-
-    Returns the state, their run time and their compile time in seconds.
-    """
-    prefilled, prefill_s, prefill_compile_s = prefill(request, request.prefill_settings)
-    state, init_s, init_compile_s = init_state(request, *prefilled)
-    return state, prefill_s + init_s, prefill_compile_s + init_compile_s
+def prefill_and_init(request: Request) -> tuple[DecodeState, float]:
+    """Runs the programs `prefill` and `init`; returns the state and their seconds."""
+    prefilled, prefill_s = prefill(request, request.prefill_settings)
+    state, init_s = init_state(request, *prefilled)
+    return state, prefill_s + init_s
 
 
-def prefill(
-    request: Request, settings: PrefillSettings
-) -> tuple[tuple[KVCache, Prefilled], float, float]:
-    """Returns the results of prefill, its seconds, and the seconds of compilation."""
+def prefill(request: Request, settings: PrefillSettings) -> tuple[tuple[KVCache, Prefilled], float]:
+    """Returns the results of prefill, and its seconds."""
     return _run("prefill", settings, request.prefill_arguments)
 
 
-def init_state(
-    request: Request, cache: KVCache, prefilled: Prefilled
-) -> tuple[DecodeState, float, float]:
-    """Returns the initial state, the seconds of init, and those of compilation; donates `cache`."""
+def init_state(request: Request, cache: KVCache, prefilled: Prefilled) -> tuple[DecodeState, float]:
+    """Returns the initial state, and the seconds of init; donates `cache`."""
     return _run("init", request.settings, request.init_arguments(cache, prefilled))
 
 
 def run(
     request: Request, settings: Settings, state: DecodeState, rounds: int = ALL_ROUNDS
-) -> tuple[DecodeState, float, float]:
-    """Returns the state after some rounds, their seconds, and the seconds of compilation.
+) -> tuple[DecodeState, float]:
+    """Returns the state after some rounds, and their seconds.
 
     Args:
       request: the request of the state.
@@ -83,15 +76,13 @@ def run(
     return _run("decode", settings, arguments)
 
 
-def _run(name: str, settings: Any, arguments: tuple) -> tuple[Any, float, float]:
-    program, compile_s = program_cache.program(name, settings, *arguments)
-    return *timed(program, *arguments), compile_s
+def _run(name: str, settings: Any, arguments: tuple) -> tuple[Any, float]:
+    return timed(program_cache.program(name, settings, *arguments), *arguments)
 
 
-def compile_loop(request: Request, settings: Settings, state: DecodeState) -> float:
-    """Compiles what `run` runs; returns the seconds, 0 for a cached program."""
-    arguments = request.target, request.drafter, state
-    return program_cache.program("decode", settings, *arguments)[1]
+def compile_loop(request: Request, settings: Settings, state: DecodeState) -> jax.stages.Compiled:
+    """Returns the compiled program that `run` runs."""
+    return program_cache.program("decode", settings, request.target, request.drafter, state)
 
 
 def with_rounds(state: DecodeState, rounds: int) -> DecodeState:
@@ -123,12 +114,17 @@ def timed(program, *arguments) -> tuple[Any, float]:
 
 
 def output_of(
-    request: Request, state: DecodeState, calls: Sequence[Call] = (), **measured: Any
+    request: Request,
+    state: DecodeState,
+    compiled: tuple[int, float],
+    calls: Sequence[Call] = (),
+    **measured: Any,
 ) -> Output:
     """Returns the output of a state whose rows have ended.
 
     Args:
       request, state: the request and its final state.
+      compiled: `program_cache.totals` before the request.
       calls: depth and histogram of each call of the loop, if their trees differed.
       measured: the measured fields of `Stats`.
     """
@@ -141,9 +137,12 @@ def output_of(
     target_bytes, draft_bytes = request.kv_bytes
     counted = acceptance(emitted, histogram, ranks, nodes, calls)
     decode_s = measured["decode_s"]
+    compilations, compile_s = program_cache.totals()
     stats = Stats(
         **counted,
         **measured,
+        compilations=compilations - compiled[0],
+        compile_s=compile_s - compiled[1],
         tokens_per_s=counted["emitted"] / decode_s if decode_s else 0.0,
         kv_bytes_target=target_bytes,
         kv_bytes_draft=draft_bytes,

@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import numpy as np
+from scipy.optimize import bisect
 
 from magicjax.cost_model import (
     Draft,
@@ -111,11 +111,7 @@ class Plan:
 
 
 def plan(
-    target: Sizes,
-    candidates: Sequence[Candidate],
-    machine: Machine,
-    batch: int,
-    context: int,
+    target: Sizes, candidates: Sequence[Candidate], machine: Machine, batch: int, context: int
 ) -> Plan:
     """Returns the plan with the highest predicted speedup.
 
@@ -146,10 +142,7 @@ def plan(
             f"{free / 1e9:.1f} GB free on each device; use fewer rows, smaller budgets or more "
             "devices"
         )
-    ranked = [
-        sorted(predictions(target, c, machine, batch, context), key=lambda p: -p.speedup)
-        for c in fitting
-    ]
+    ranked = [predictions(target, c, machine, batch, context) for c in fitting]
     ranked.sort(key=lambda trees: -trees[0].speedup)
     best = ranked[0][0]
     others = [trees[0] for trees in ranked[1:]] or ranked[0][1:]
@@ -164,27 +157,20 @@ def plan(
 
 
 def predictions(
-    target: Sizes,
-    candidate: Candidate,
-    machine: Machine,
-    batch: int,
-    context: int,
-) -> Iterator[Prediction]:
-    """Yields a prediction for every tree of the search; see `plan`."""
+    target: Sizes, candidate: Candidate, machine: Machine, batch: int, context: int
+) -> list[Prediction]:
+    """Returns a prediction for every tree of the search, the fastest first; see `plan`."""
+    every = []
     for tree, tokens in _trees(candidate.acceptance, candidate.deepest):
         if tree.depth <= len(candidate.tokens) and tree == chain(tree.depth):
             tokens = candidate.tokens[tree.depth - 1]
         cost = cost_of(target, candidate, machine, batch, context, tree)
-        yield Prediction(candidate.name, tree, tokens, cost, batch)
+        every.append(Prediction(candidate.name, tree, tokens, cost, batch))
+    return sorted(every, key=lambda prediction: -prediction.speedup)
 
 
 def cost_of(
-    target: Sizes,
-    candidate: Candidate,
-    machine: Machine,
-    batch: int,
-    context: int,
-    tree: TokenTree,
+    target: Sizes, candidate: Candidate, machine: Machine, batch: int, context: int, tree: TokenTree
 ) -> RoundCost:
     """Returns the cost of a candidate's round, multiplied by its `scale`."""
     width = tree.levels.shape[1]
@@ -209,11 +195,7 @@ def _trees(acceptance: Acceptance, deepest: int) -> tuple[tuple[TokenTree, float
 
 
 def break_even(
-    target: Sizes,
-    candidate: Candidate,
-    machine: Machine,
-    batch: int,
-    context: int,
+    target: Sizes, candidate: Candidate, machine: Machine, batch: int, context: int
 ) -> float | None:
     """Returns the lowest acceptance at which some chain is not slower than plain decoding.
 
@@ -236,23 +218,9 @@ def required_acceptance(tokens: float, depth: int) -> float | None:
     """
     if tokens > depth + 1:
         return None
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        below = sum(middle**i for i in range(depth + 1)) < tokens
-        low, high = (middle, high) if below else (low, middle)
-    return high
-
-
-def max_speedup(
-    target: Sizes, candidate: Candidate, machine: Machine, batch: int, context: int
-) -> float:
-    """Returns the highest speedup of a chain if every drafted token is accepted."""
-    where = machine, batch, context
-    return max(
-        cost_of(target, candidate, *where, chain(depth)).speedup(depth + 1)
-        for depth in range(1, candidate.deepest + 1)
-    )
+    if tokens <= 1:
+        return 0.0
+    return float(bisect(lambda rate: sum(rate**i for i in range(depth + 1)) - tokens, 0.0, 1.0))
 
 
 def free_memory(target: Sizes, machine: Machine, batch: int, context: int) -> float:
@@ -313,23 +281,6 @@ def inflection(
         )
         return large.speedup(1.0) - small.speedup(1.0)
 
-    low, high = map(float, contexts)
-    if gain(low) > 0 or gain(high) < 0:
+    if gain(contexts[0]) > 0 or gain(contexts[1]) < 0:
         return None
-    while high - low > 1:
-        middle = (low + high) / 2
-        low, high = (low, middle) if gain(middle) > 0 else (middle, high)
-    return high
-
-
-def chain_speedups(
-    target: Sizes, candidate: Candidate, machine: Machine, batch: int, context: int
-) -> dict[int, float]:
-    """Returns the speedup of a chain, by depth."""
-    table = np.array(candidate.acceptance)
-    return {
-        depth: round_cost(
-            target, candidate.draft, machine, batch, context, depth + 1, depth
-        ).speedup(expected_tokens(chain(depth), table))
-        for depth in range(1, candidate.deepest + 1)
-    }
+    return float(bisect(gain, *contexts, xtol=0.5))

@@ -205,7 +205,7 @@ def exchanged(case: str, mesh: list[int]) -> dict:
     )
     state = runner.state_shapes(request)
     arguments = request.target, request.drafter, state
-    program, _ = program_cache.program("decode", request.settings, *arguments)
+    program = program_cache.program("decode", request.settings, *arguments)
     text = program.as_text()
     keys = state.cache.k[0]
     return dict(

@@ -30,7 +30,7 @@ def exchanged(case: str, mesh: list[int], micro_batches: int, layers: int) -> di
     )
     state = runner.state_shapes(request)
     arguments = request.target, request.drafter, state
-    program, _ = program_cache.program("decode", request.settings, *arguments)
+    program = program_cache.program("decode", request.settings, *arguments)
     text, keys = program.as_text(), state.cache.k[0]
     found = hlo.collectives(text, mesh[0] * mesh[1])
     return dict(

@@ -87,10 +87,10 @@ def test_samples_depend_on_the_index_of_the_prompt_and_not_on_the_batch(target):
 def test_prompts_of_similar_lengths_share_their_programs(target):
     ids = prompts_of(target)[0]
     continue_until(target, [ids[:64], ids[:30]], ["\n"], max_new_tokens=8, rows=2)
-    before = program_cache.count()
+    before = program_cache.totals()
     continue_until(target, [ids[:33]], [], max_new_tokens=8, rows=2)
     continue_until(target, [ids[:50], ids[:3]], ["x"], max_new_tokens=8, rows=2)
-    assert program_cache.count() == before
+    assert program_cache.totals() == before
 
 
 def test_a_prompt_may_fill_the_models_positions(target):

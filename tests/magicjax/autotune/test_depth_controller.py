@@ -219,7 +219,7 @@ def adaptive(kind: str, rounds: int = 2, depths=DEPTHS, **options):
     request = request_of(kind, **options)
     state = runner.prefill_and_init(request)[0]
     controller = Cycle(depths)
-    state, calls, _, _ = run_adaptive(request, sorted({*depths}), controller, state, rounds)
+    state, calls, _ = run_adaptive(request, sorted({*depths}), controller, state, rounds)
     return request, state, calls, controller
 
 
@@ -261,7 +261,7 @@ def test_in_the_loop_depths_follow_the_acceptance_of_the_first_call(kind, known,
     request = request_of(kind)
     state = runner.prefill_and_init(request)[0]
     controller = create({0: 1.0, 1: 1.3, 3: 1.9}, [0.9], 3, known)
-    _, calls, _, _ = run_adaptive(request, (0, 1, 3), controller, state, 4)
+    _, calls, _ = run_adaptive(request, (0, 1, 3), controller, state, 4)
     assert [depth for depth, _ in calls][:2] == [3, second]
 
 

@@ -27,7 +27,7 @@ def request_of(drafter, **options):
 
 
 def prefilled_of(request, *drafters):
-    return PrefilledPrompts.create(request, drafters or [request.drafter])[0]
+    return PrefilledPrompts.create(request, drafters or [request.drafter])
 
 
 def test_trials_leave_the_prompts_as_prefill_made_them():
@@ -40,9 +40,9 @@ def test_trials_leave_the_prompts_as_prefill_made_them():
     prefilled = prefilled_of(requests[0], *drafters)
     before, trials = jax.tree.map(np.array, prefilled.cache), []
     for request in requests:
-        trial, prefilled, _ = run_trial(request, "name", prefilled, 5)
+        trial, prefilled = run_trial(request, "name", prefilled, 5)
         trials.append(trial)
-    _, prefilled, _ = run_trial(requests[0], "", prefilled, 5, ROOT_ONLY)
+    _, prefilled = run_trial(requests[0], "", prefilled, 5, ROOT_ONLY)
     for layer in range(2):
         for row, length in enumerate(before.lengths):
             kept = np.asarray(prefilled.cache.k[layer])[row, :, :length]
@@ -79,7 +79,7 @@ def test_tokens_of_a_tree_are_those_of_a_whole_run_if_all_rows_end_in_the_trial(
     request = request_of(tiny.drafter("near"))
     prefilled = prefilled_of(request)
     for tree in (TREE, tiny.TREES["chain2"]):
-        trial, prefilled, _ = run_trial(request, "name", prefilled, 50, tree)
+        trial, prefilled = run_trial(request, "name", prefilled, 50, tree)
         steps = tiny.generate(8, 0, "near", f"chain{tree.depth}").stats.steps
         assert trial.tree_tokens == pytest.approx((tiny.NEW - 1) / steps)
         assert len(trial.chain_tokens) == tree.depth
@@ -97,8 +97,8 @@ def test_a_sampled_trial_draws_other_numbers_than_the_run():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "run", recorded)
-        _, prefilled, _ = run_trial(request, "name", prefilled, 50)
-    state, _ = prefilled.start(request)
+        _, prefilled = run_trial(request, "name", prefilled, 50)
+    state = prefilled.start(request)
     state, *_ = runner.run(request, request.settings, state)
     output = np.asarray(state.output)[:, : tiny.NEW]
     arguments = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER, do_sample=True, seed=3)

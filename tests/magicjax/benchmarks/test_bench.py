@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax.benchmarks import bench
+from magicjax.benchmarks import bench, synthetic
 from tests.magicjax import tiny
 
 
@@ -20,7 +20,7 @@ def generate(rate: float, inner=None):
     text = np.zeros((3, width), np.int32)
     for row, prompt, new in zip(text, prompts, tiny.rows_of(plain), strict=True):
         row[: len(prompt) + len(new)] = np.concatenate([prompt, new])
-    drafter = bench.Synthetic(inner, jnp.asarray(text), jnp.float32(rate))
+    drafter = synthetic.Synthetic(inner, jnp.asarray(text), jnp.float32(rate))
     found = magicjax.generate(
         tiny.model(),
         prompts,
@@ -81,7 +81,7 @@ def test_tables_are_printed_and_written(directory, tmp_path, capsys):
 
 
 def test_zero_logits_give_the_same_token_for_any_prompt():
-    target = bench.zero_logits(tiny.model())
+    target = synthetic.zero_logits(tiny.model())
     found = magicjax.generate(target, tiny.prompts(3), max_new_tokens=8, eos_token_id=[])
     assert (found.tokens == 0).all()
     usual = magicjax.generate(tiny.model(), tiny.prompts(3), max_new_tokens=8, eos_token_id=[])
@@ -89,17 +89,18 @@ def test_zero_logits_give_the_same_token_for_any_prompt():
 
 
 def test_a_model_without_a_final_norm_is_refused(monkeypatch):
-    monkeypatch.setattr(bench, "FINAL_NORMS", {"another"})
+    monkeypatch.setattr(synthetic, "FINAL_NORMS", {"another"})
     with pytest.raises(ValueError, match="has no final norm"):
-        bench.zero_logits(tiny.model())
+        synthetic.zero_logits(tiny.model())
 
 
 def test_synthetic_acceptance_is_exact_in_bfloat16():
     """With the usual weights, passes of one and of several nodes round differently."""
-    setup = bench.Setup(
-        bench.zero_logits(tiny.model(dtype="bfloat16")), "xla", new_tokens=24, repeats=1
+    setup = synthetic.Setup(
+        synthetic.zero_logits(tiny.model(dtype="bfloat16")), "xla", new_tokens=24
     )
-    loop = bench.run_synthetic(setup, 2, 64, budget=32, gamma=2, rate=1.0)
+    drafter = synthetic.synthetic_draft(setup, 2, 64, budget=32, rate=1.0)
+    loop = bench.run_loop(setup, 2, 64, drafter, magicjax.chain(2))
     assert loop.rounds == 8 and loop.tau == pytest.approx(23 / 8)  # the first token is prefill's
 
 
@@ -115,9 +116,10 @@ DRAFTERS = {
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_no_array_appears_twice_in_a_state(kind):
-    setup = bench.Setup(tiny.model(), "xla", new_tokens=8)
+    setup = synthetic.Setup(tiny.model(), "xla", new_tokens=8)
     drafter = DRAFTERS[kind]()
-    state = bench.synthetic_state(bench.synthetic_request(setup, 2, 64, drafter, magicjax.chain(2)))
+    request = synthetic.synthetic_request(setup, 2, 64, drafter, magicjax.chain(2))
+    state = synthetic.synthetic_state(request)
     leaves = jax.tree.leaves(state)
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.size}) == len(
         [leaf for leaf in leaves if leaf.size]

@@ -59,7 +59,8 @@ def test_fitted_times_are_never_negative(monkeypatch):
     ideal = dataclasses.replace(MEASURED, layer_seconds=0.0, round_seconds=0.0, **limits)
     rows, rng, fitted = rows_that(ideal), np.random.default_rng(0), []
     work = np.array([row.seconds for row in rows])
-    overheads = np.array([[calibrate._layers(SIZES, row), row.nodes > 1] for row in rows])
+    layers = [sum(part.layers for part in calibrate._parts(SIZES, row, MEASURED)) for row in rows]
+    overheads = np.array([*zip(layers, (row.nodes > 1 for row in rows), strict=True)])
     grid = np.array([*itertools.product(np.linspace(0, 1e-3, 61), np.linspace(0, 1e-2, 61))])
     for _ in range(20):
         seconds = work * rng.uniform(0.8, 1.3, len(rows))
@@ -120,7 +121,7 @@ def test_a_negative_difference_of_times_is_replaced():
 
 
 def test_constants_are_fitted_to_passes_and_self_speculation_rounds():
-    rows = calibrate.rows_of(4, 512, TIMES[4, 512], {"self": 64}, 3)
+    rows = calibrate.rows_of(SIZES, DRAFTS, {(4, 512): TIMES[4, 512]}, 3)
     assert rows[1:] == [
         Timed(4, 512, 2, None, 4096),
         Timed(4, 512, 4, None, 8192),

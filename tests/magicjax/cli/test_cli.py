@@ -16,6 +16,7 @@ import models
 from magicjax import cost_model
 from magicjax.cli import generate, main
 from magicjax.drafters.spec import make_drafter
+from magicjax.loading import skeleton
 from tests.magicjax import tiny
 from tests.quick import quick
 
@@ -174,7 +175,7 @@ def test_sparse_caches_give_the_same_text(what, directory, run):
 def test_several_drafters_share_one_tree_or_have_one_each():
     def made(*arguments):
         needed = ("generate", "--target", "t", "--prompt", "p")
-        return generate.speculation(main.parser().parse_args([*needed, *arguments]))
+        return generate.speculation(main.parser().parse_args([*needed, *arguments]), skeleton)
 
     two = ("--drafter", "self:streaming:32", "--drafter", "prompt-lookup")
     members = (magicjax.SelfSpeculation("streaming", 32), magicjax.PromptLookup())

@@ -283,13 +283,13 @@ def test_invalid_arguments_exit_with_code_2_and_the_reason(
     paths = {"PARENT": directory.parent, "BYTES": tmp_path / "bytes.bin"}
     paths["BYTES"].write_bytes(b"ab\xff")
     monkeypatch.setattr(magicjax, "load", lambda *_: pytest.fail("weights were loaded"))
-    before = program_cache.count()
+    before = program_cache.totals()
     filled = (re.sub(r"^(small:)?DIR", rf"\g<1>{directory}", a) for a in arguments)
     code, out, err = run("generate", *(paths.get(a, a) for a in filled))
     assert (code, out) == (2, "")
     assert message in " ".join(err.split())
     assert "Traceback" not in err
-    assert program_cache.count() == before
+    assert program_cache.totals() == before
 
 
 def test_a_slow_tokenizer_is_an_error_before_weights_are_loaded(directory, run, monkeypatch):

@@ -191,18 +191,18 @@ REFUSED = {
     ),
     "another vocabulary": (
         (*WHERE, *H100, "--acceptance", 0.8, "--drafter", "small:llama-68m:streaming:256"),
-        "its vocabulary has 32000 tokens and the target's 128256",
+        "the drafter's vocabulary has 32000 tokens and the target's 128256",
     ),
     "a small model's context": (
         (
             *("--target", "llama-2-7b-32k", "--batch", 1, "--context", 4096, *H100),
             *("--acceptance", 0.8, "--drafter", "small:llama-68m:snapkv:256"),
         ),
-        "--context 4096 exceeds the 2048 positions of llama-68m",
+        "need 4096 positions and the drafter has 2048",
     ),
     "a small budget": (
         (*WHERE, *H100, "--acceptance", 0.8, "--drafter", "self:streaming:16"),
-        "budget=16 is too small: it leaves 0 slots for the newest tokens",
+        "budget=16 is too small: its ring has 0 slots",
     ),
     "a dtype": (
         (*WHERE, *H100, "--acceptance", 0.8, "--dtype", "float32"),

@@ -398,10 +398,10 @@ REFUSED = {
 def test_invalid_arguments_are_errors_before_compilation(what, call):
     options, error, message = REFUSED[what]
     options = dict(target=tiny.model(), prompts=[[1, 2, 3]], max_new_tokens=4) | options
-    before = program_cache.count()
+    before = program_cache.totals()
     with pytest.raises(error, match=message):
         call(options.pop("target"), options.pop("prompts"), **options)
-    assert program_cache.count() == before
+    assert program_cache.totals() == before
 
 
 @pytest.mark.parametrize(
@@ -474,10 +474,10 @@ def test_invalid_arguments_are_errors_before_compilation(what, call):
     ],
 )
 def test_invalid_settings_are_errors_at_construction(make, message):
-    before = program_cache.count()
+    before = program_cache.totals()
     with pytest.raises((ValueError, TypeError), match=message):
         make()
-    assert program_cache.count() == before
+    assert program_cache.totals() == before
 
 
 @pytest.mark.parametrize("path", ["./nothing", "/nothing/at/all", "some/model"])

@@ -145,7 +145,7 @@ def test_the_loop_copies_no_cache_and_needs_little_memory_beside_them(name):
     request = request_of(name)
     state = state_shapes(request)
     arguments = request.target, request.drafter, state
-    program, _ = program_cache.program("decode", request.settings, *arguments)
+    program = program_cache.program("decode", request.settings, *arguments)
     sizes = sizes_of(request, state)
     assert len(set(sizes.values())) == len(sizes)
     moved = moved_caches(program, sizes)
@@ -193,9 +193,7 @@ def truncate_without_the_result(tokens, result, state):
 
 def test_prefill_holds_no_scores_of_the_whole_prompt():
     request = request_of("self_chain")
-    program, _ = program_cache.program(
-        "prefill", request.prefill_settings, *request.prefill_arguments
-    )
+    program = program_cache.program("prefill", request.prefill_settings, *request.prefill_arguments)
     rows, width = request.tokens.shape
     scores = rows * request.target.config.num_heads * width * request.settings.capacity * 4
     temporaries = program.memory_analysis().temp_size_in_bytes
@@ -223,7 +221,7 @@ def test_predicted_bytes_are_those_of_the_caches(name):
 def test_a_programs_arguments_are_the_weights_and_the_caches(name):
     request = request_of(name)
     arguments = request.target, request.drafter, state_shapes(request)
-    program, _ = program_cache.program("decode", request.settings, *arguments)
+    program = program_cache.program("decode", request.settings, *arguments)
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[:2]))
     counted = weights + sum(request.kv_bytes)
     found = program.memory_analysis().argument_size_in_bytes

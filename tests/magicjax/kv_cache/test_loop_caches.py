@@ -46,7 +46,7 @@ def rounds(kind, tree, prompts, dtype, **options):
         if seen.ended.all():
             return
         arguments = request.target, request.drafter, state
-        state = program_cache.program("step", request.settings, *arguments)[0](*arguments)
+        state = program_cache.program("step", request.settings, *arguments)(*arguments)
 
 
 @functools.cache

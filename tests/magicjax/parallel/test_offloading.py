@@ -195,7 +195,7 @@ def loop(target, drafter=None, tree=None):
         put=None,
     )
     state = state_shapes(request)
-    return program_cache.program("decode", request.settings, target, request.drafter, state)[0]
+    return program_cache.program("decode", request.settings, target, request.drafter, state)
 
 
 def streamed_bytes(compiled, **draft) -> int:

@@ -152,11 +152,3 @@ def test_both_batches_have_the_same_speedup_at_the_inflection():
 
     assert gain(round(inflection) - 2) < 0 < gain(round(inflection) + 2)
     assert planner.inflection(LLAMA, own(512, 1.0), machine, 3, (1, 256), (128, 1000)) is None
-
-
-def test_chains_by_depth_are_those_that_are_planned():
-    candidate = own(512, 0.8)
-    by_depth = planner.chain_speedups(LLAMA, candidate, H100, 64, 32_000)
-    best = plan(LLAMA, [candidate], H100, 64, 32_000).best
-    assert max(by_depth, key=by_depth.get) == best.tree.depth
-    assert by_depth[best.tree.depth] == pytest.approx(best.speedup)
