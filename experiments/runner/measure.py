@@ -1,7 +1,7 @@
 """Measures a cell; its runs are interleaved with plain decoding of the same prompts.
 
-The first run of each compiles, and is not timed. A cell with repeats=0 has no other runs. After the
-timed runs one more is traced.
+The first run of each compiles, and is not timed. A cell with repeats=0 has no other runs. The timed
+runs start from one prefill, whose time is that of all. After them one more is traced.
 """
 
 import pathlib
@@ -43,10 +43,10 @@ def measure(
     plain = plain_of(cell)
     outputs: dict[Cell, list] = {plain: [], cell: []}  # one entry if the cell is plain decoding
     read_gbs = bandwidth.read_bandwidth() / 1e9 if cell.repeats else None
-    for repeat in range(cell.repeats + 1):
-        for each, runs in outputs.items():
-            print(f"{each.label}: {f'run {repeat}' if repeat else 'compiling'}", flush=True)
-            runs.append(bench.run(each))
+    for each, output in bench.interleave(list(outputs), cell.repeats):
+        outputs[each].append(output)
+        repeat = len(outputs[each]) - 1
+        print(f"{each.label}: {f'run {repeat}' if repeat else 'compiled'}", flush=True)
     runs, plain_runs = outputs[cell], outputs[plain]
     if any(run.stats.compile_s for run in runs[1:] + plain_runs[1:]):
         raise RuntimeError(f"{cell.label}: a timed run compiled, so its time is invalid")

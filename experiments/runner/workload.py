@@ -6,7 +6,7 @@ import json
 import math
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -21,6 +21,8 @@ from experiments.runner.provenance import code
 from experiments.schema import store
 from experiments.schema.grid import Cell, fingerprint, options, plain_of
 from magicjax import cost_model
+from magicjax.decoding import program_cache, request
+from magicjax.decoding.paired_timing import PrefilledPrompts
 from magicjax.files import write_atomically
 from magicjax.loading import config_of
 from magicjax.parallel import offloading
@@ -144,6 +146,34 @@ class Bench:
         """Returns the output of the cell's call of `generate`, on its group's prompts or `rows`."""
         target, text, arguments = self.call(cell, rows)
         return magicjax.generate(target, text, **arguments)
+
+    def interleave(self, cells: Sequence[Cell], repeats: int) -> Iterator[tuple[Cell, Any]]:
+        """Yields each cell with the output of its call of `generate`, `repeats` + 1 times.
+
+        The cells have the same target and prompts. The first runs compile and have a prefill of
+        their own. The others start from one timed prefill: the cache of a finished run is cut back
+        to the prompts.
+        """
+        if any(cell.draft == "auto" for cell in cells):
+            yield from ((cell, self.run(cell)) for _ in range(repeats + 1) for cell in cells)
+            return
+        requests = []
+        for cell in cells:
+            target, text, arguments = self.call(cell)
+            requests.append(request.prepare(target, text, **arguments))
+        capacity = max(each.settings.capacity for each in requests)
+        requests = [each.with_capacity(capacity) for each in requests]
+        drafters = [each.drafter for each in requests if each.drafter is not None]
+        prefilled: Any = None
+        for repeat in range(repeats + 1):
+            compiled = program_cache.totals()
+            if repeat < 2:
+                prefilled = None  # frees its cache
+                prefilled = PrefilledPrompts.create(requests[0], drafters)
+            for cell, each in zip(cells, requests, strict=True):
+                output, prefilled = prefilled.generate(each, compiled)
+                compiled = program_cache.totals()
+                yield cell, output
 
     def call(
         self, cell: Cell, rows: np.ndarray | None = None

@@ -17,6 +17,7 @@ from jaxtyping import Int
 from magicjax.decoding import runner
 from magicjax.decoding.loop import DecodeState, Prefilled
 from magicjax.decoding.request import Request
+from magicjax.decoding.runner import Output
 from magicjax.drafters import Drafter
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.settings import Settings
@@ -48,6 +49,20 @@ class PrefilledPrompts:
         settings = dataclasses.replace(settings, stats_spec=stats_spec)
         results, seconds = runner.prefill(request, settings)
         return cls(*results, np.array(request.lengths), seconds)
+
+    def generate(
+        self, request: Request, compiled: tuple[int, float]
+    ) -> tuple[Output, "PrefilledPrompts"]:
+        """Returns (the request's output, the prompts for the next run).
+
+        The time of prefill is that of `create`. The output counts compilations since `compiled`,
+        which are `program_cache.totals`.
+        """
+        state, init_s = runner.init_state(request, self.cache, self.prefilled)
+        state, decode_s = runner.run(request, request.settings, state)
+        prefill_s = self.seconds + init_s
+        output = runner.output_of(request, state, compiled, prefill_s=prefill_s, decode_s=decode_s)
+        return output, self.reset(state)
 
     def start(self, request: Request) -> DecodeState:
         """Returns the request's state after prefill."""

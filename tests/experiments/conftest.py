@@ -56,6 +56,11 @@ class ScriptedBench(workload.Bench):
     def agreement(self, cell):
         return None if cell.draft == "none" else 0.75
 
+    def interleave(self, cells, repeats):
+        for _ in range(repeats + 1):
+            for cell in cells:
+                yield cell, self.run(cell)
+
     def run(self, cell):
         self.fails(cell)
         warm_up = cell not in self.ran

@@ -10,6 +10,7 @@ import models
 from experiments import prompts
 from experiments.runner import workload
 from experiments.schema import config, grid, method
+from tests.magicjax import tiny
 
 TARGET = pathlib.Path("experiments/zoo/target")
 
@@ -66,3 +67,28 @@ def test_chosen_prompts_are_kept_until_the_text_changes(mine, tmp_path, monkeypa
             again.model = mine.model
             assert again.prompts(cell).shape == (2, 64)
     assert chosen == [8, 8]  # once for the cells of each text
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"]
+)
+def test_interleaved_runs_from_one_prefill_equal_separate_calls(sampling, monkeypatch):
+    bench = workload.Bench()
+    drafters = {"near": tiny.model("near")}
+    monkeypatch.setattr(bench, "model", lambda name, *a, **k: drafters.get(name, tiny.model()))
+    rows = np.random.default_rng(0).integers(tiny.VOCAB, size=(2, 46)).astype(np.int32)
+    monkeypatch.setattr(bench, "prompts", lambda cell: rows)
+    methods = [
+        method.Method(draft="self", policy="snapkv", budget=32, tree="chain:3"),
+        method.Method(draft="small", model="near", tree="expansion:2,1"),
+    ]
+    experiment = config.Experiment(methods=methods, batch=2, context=46, new_tokens=16, **sampling)
+    group = grid.groups(experiment)[0]
+    assert [cell.draft for cell in group] == ["none", "self", "small"]
+    separate = [bench.run(cell) for cell in group]
+    for i, (cell, output) in enumerate(bench.interleave(group, repeats=2)):
+        expected = separate[i % 3]
+        assert cell == group[i % 3]
+        np.testing.assert_array_equal(output.tokens, expected.tokens)
+        assert output.stats.histogram == expected.stats.histogram
+        assert output.stats.compilations == 0 or i < 3
