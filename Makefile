@@ -7,7 +7,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo notebooks gpu test test-slow test-other-end lint format clean
+.PHONY: help setup demo notebooks gpu test test-slow test-other-end test-mutations lint format clean
 
 ARGS ?=
 WORKERS ?= logical
@@ -44,6 +44,10 @@ test-slow: ## run the slow tests
 test-other-end: ## run kernel and loop tests at the other end of the supported JAX range
 	@tools/setup_env.sh .venv test
 	@tools/test_other_end.sh $(PARALLEL) $(ARGS)
+
+test-mutations: ## check that the quick suite catches wrong changes to the core
+	@tools/setup_env.sh .venv test
+	@.venv/bin/python -m tests.mutations
 
 lint: ## check formatting, lint and types
 	@tools/setup_env.sh .venv dev

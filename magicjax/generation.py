@@ -129,23 +129,28 @@ def _generate(target: Model, prompts: Any, drafter: Any, **options: Any) -> Outp
 
 
 def _stream(target: Model, prompts: Any, drafter: Any, **options: Any) -> Rounds:
-    compiled = program_cache.totals()
+    before = program_cache.totals()
     if isinstance(drafter, Auto | Choice | str):
-        return _rounds(compiled, *auto.prepare_stream(target, prompts, drafter=drafter, **options))
-    return _rounds(compiled, prepare(target, prompts, drafter=drafter, **options))
+        prepared: tuple = auto.prepare_stream(target, prompts, drafter=drafter, **options)
+    else:
+        prepared = prepare(target, prompts, drafter=drafter, **options), None, None
+    after = program_cache.totals()
+    return _rounds((after[0] - before[0], after[1] - before[1]), *prepared)
 
 
 def _rounds(
-    compiled: tuple[int, float],
+    searched: tuple[int, float],
     request: Request,
     choice: Choice | None = None,
     started: auto.Started | None = None,
 ):
     """Yields each round's tokens; returns the output.
 
-    `compiled` are the `program_cache.totals` of the call. `started` is what `prefill_and_init`
-    returns.
+    `searched` is the number of programs that the choice of a drafter compiled, and the seconds.
+    `started` is what `prefill_and_init` returns.
     """
+    count, seconds = program_cache.totals()
+    compiled = count - searched[0], seconds - searched[1]
     log_request(request)
     state, prefill_s = prefill_and_init(request) if started is None else started
     del started  # the first step donates the state

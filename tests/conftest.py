@@ -22,7 +22,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.eight_devices import Eight
+from tests.eight_devices import Eight, limit_memory_maps
 
 PROGRAMS = pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
 LARGEST = 1e9  # maximum bytes of the cache when a run starts
@@ -71,6 +71,7 @@ def _seed_and_check_float64():
     random.seed(0)
     np.random.seed(0)
     yield
+    limit_memory_maps()
     left_on = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", False)
     assert not left_on, "this test left float64 enabled: use the fixture `float64`"

@@ -14,8 +14,8 @@ import traceback
 from typing import TextIO
 
 COUNT = 8
-# Linux allows a process 65,530 memory maps, and XLA aborts beyond that. A program for eight devices
-# holds about 1,000, and `program_cache.MAX_PROGRAMS` counts programs.
+# Linux allows a process 65,530 memory maps, and XLA aborts beyond that. Programs hold hundreds of
+# them, those for eight devices about 1,000, and `program_cache.MAX_PROGRAMS` counts programs.
 MAX_MAPS = 40_000
 
 
@@ -59,8 +59,6 @@ def serve(devices: int, answers: TextIO) -> None:
     """Answers lines until stdin ends; the process must have this number of devices."""
     import jax
 
-    from magicjax.decoding import program_cache
-
     assert jax.device_count() == devices
     for line in sys.stdin:
         module, name, arguments = json.loads(line)
@@ -68,16 +66,20 @@ def serve(devices: int, answers: TextIO) -> None:
             answer = getattr(importlib.import_module(module), name)(**arguments), None
         except Exception:  # raised in the calling test
             answer = None, traceback.format_exc()
-        if memory_maps() > MAX_MAPS:
-            program_cache.clear()
-            jax.clear_caches()
+        limit_memory_maps()
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def memory_maps() -> int:
-    """Returns the number of memory maps of this process; 0 where the system does not say."""
+def limit_memory_maps() -> None:
+    """Drops all compiled programs of this process if they hold too many memory maps."""
     maps = pathlib.Path("/proc/self/maps")
-    return len(maps.read_bytes().splitlines()) if maps.exists() else 0
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAX_MAPS:
+        import jax
+
+        from magicjax.decoding import program_cache
+
+        program_cache.clear()
+        jax.clear_caches()
 
 
 if __name__ == "__main__":

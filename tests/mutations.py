@@ -1,7 +1,7 @@
 """Checks that the quick suite catches wrong changes to the core: `python -m tests.mutations`.
 
-Every mutation is made in a copy of the checkout, whose quick tests run until the first failure. The
-command prints which test failed, and exits with 1 if a mutation survives.
+Every mutation is made in a copy of the checkout, whose quick tests run until the first failure.
+They must pass without one. The command prints which test failed; exit code 1: a mutation survives.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).parent.parent
+TIMEOUT = 1200  # seconds of a run
 # name -> file, correct text, wrong text
 MUTATIONS = {
     "rejection keeps the target's distribution": (
@@ -78,17 +79,21 @@ MUTATIONS = {
 }
 
 
-def run(name: str, folder: pathlib.Path) -> str | None:
-    """Returns the test that fails with a mutation; None: it survived."""
-    path, correct, wrong = MUTATIONS[name]
+def run(name: str | None, folder: pathlib.Path) -> str | None:
+    """Returns the test that fails with a mutation (None: without any), or None if all pass."""
     copy = folder / "checkout"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "results", "build"))
-    text = (copy / path).read_text()
-    if text.count(correct) != 1:
-        raise ValueError(f"{name}: {path} must contain {correct!r} once; update the mutation")
-    (copy / path).write_text(text.replace(correct, wrong))
+    if name is not None:
+        path, correct, wrong = MUTATIONS[name]
+        text = (copy / path).read_text()
+        if text.count(correct) != 1:
+            raise ValueError(f"{name}: {path} must contain {correct!r} once; update the mutation")
+        (copy / path).write_text(text.replace(correct, wrong))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/magicjax"]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return f"no end within {TIMEOUT} s"
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     if done.returncode != 0 and failed is None:
         raise RuntimeError(f"{name}: pytest ended with {done.returncode}\n{done.stdout[-2000:]}")
@@ -97,14 +102,19 @@ def run(name: str, folder: pathlib.Path) -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="*", default=list(MUTATIONS), help="default: all mutations")
+    parser.add_argument("names", nargs="*", help=f"default: all of {', '.join(MUTATIONS)}")
+    names = parser.parse_args().names or list(MUTATIONS)
+    if unknown := [name for name in names if name not in MUTATIONS]:
+        parser.error(f"unknown mutations {unknown}")
     survived = 0
     print("| mutation | caught by |\n| --- | --- |", flush=True)
-    for name in parser.parse_args().names:
+    for name in (None, *names):
         with tempfile.TemporaryDirectory() as folder:
             test = run(name, pathlib.Path(folder))
-        survived += test is None
-        print(f"| {name} | {test or 'nothing: it survives'} |", flush=True)
+        if name is None and test is not None:
+            parser.error(f"{test} fails without a mutation")
+        survived += name is not None and test is None
+        print(f"| {name or 'none'} | {test or '–'} |", flush=True)
     sys.exit(survived > 0)
 
 

@@ -1,7 +1,7 @@
 """Measures a cell; its runs are interleaved with plain decoding of the same prompts.
 
-The first run of each compiles, and is not timed. A cell with repeats=0 has no other runs. The timed
-runs start from one prefill, whose time is that of all. After them one more is traced.
+The first run of each compiles, and is not timed. A cell with repeats=0 has no other runs. After the
+timed runs one more is traced.
 """
 
 import pathlib

@@ -94,7 +94,10 @@ def _greedy(model, hidden):
 def greedy_tokens(
     model: Any, tokens: Int[Array, "B T"], *, sinks: int = 0, window: int | None = None
 ) -> Int[Array, "B T"]:
-    """Returns the most likely token after each prefix of `tokens`, which `windowed_attend` sees."""
+    """Returns the most likely token after each prefix of `tokens`.
+
+    `sinks` and `window` limit what a position sees, as in `windowed_attend`; None: all before it.
+    """
     return _greedy(model, _hidden(model, jnp.asarray(tokens), sinks, window))
 
 

@@ -21,7 +21,7 @@ from experiments.runner.provenance import code
 from experiments.schema import store
 from experiments.schema.grid import Cell, fingerprint, options, plain_of
 from magicjax import cost_model
-from magicjax.decoding import program_cache, request
+from magicjax.decoding import request
 from magicjax.decoding.paired_timing import PrefilledPrompts
 from magicjax.files import write_atomically
 from magicjax.loading import config_of
@@ -150,30 +150,32 @@ class Bench:
     def interleave(self, cells: Sequence[Cell], repeats: int) -> Iterator[tuple[Cell, Any]]:
         """Yields each cell with the output of its call of `generate`, `repeats` + 1 times.
 
-        The cells have the same target and prompts. The first runs compile and have a prefill of
-        their own. The others start from one timed prefill: the cache of a finished run is cut back
-        to the prompts.
+        The first runs are separate calls, which compile. The others start from one prefill if the
+        cells' caches have the same size: the cache of a finished run is cut back to the prompts.
+
+        Args:
+          cells: of the same target and prompts.
+          repeats: after the first runs.
         """
-        if any(cell.draft == "auto" for cell in cells):
-            yield from ((cell, self.run(cell)) for _ in range(repeats + 1) for cell in cells)
+        yield from ((cell, self.run(cell)) for cell in cells)
+        requests = self._of_equal_capacity(cells) if repeats else []
+        if not requests:
+            yield from ((cell, self.run(cell)) for _ in range(repeats) for cell in cells)
             return
-        requests = []
-        for cell in cells:
-            target, text, arguments = self.call(cell)
-            requests.append(request.prepare(target, text, **arguments))
-        capacity = max(each.settings.capacity for each in requests)
-        requests = [each.with_capacity(capacity) for each in requests]
         drafters = [each.drafter for each in requests if each.drafter is not None]
-        prefilled: Any = None
-        for repeat in range(repeats + 1):
-            compiled = program_cache.totals()
-            if repeat < 2:
-                prefilled = None  # frees its cache
-                prefilled = PrefilledPrompts.create(requests[0], drafters)
+        prefilled = PrefilledPrompts.create(requests[-1], drafters)
+        for _ in range(repeats):
             for cell, each in zip(cells, requests, strict=True):
-                output, prefilled = prefilled.generate(each, compiled)
-                compiled = program_cache.totals()
+                output, prefilled = prefilled.generate(each)
                 yield cell, output
+
+    def _of_equal_capacity(self, cells: Sequence[Cell]) -> list[request.Request]:
+        """Returns the cells' requests; [] if their caches differ in size, or one is "auto"."""
+        if any(cell.draft == "auto" for cell in cells):
+            return []
+        calls = [self.call(cell) for cell in cells]
+        requests = [request.prepare(target, text, **options) for target, text, options in calls]
+        return requests if len({each.settings.capacity for each in requests}) == 1 else []
 
     def call(
         self, cell: Cell, rows: np.ndarray | None = None

@@ -34,7 +34,9 @@ TIMES = {
     ),
     "speedup_low": Column("{:.2f}", "the lowest speedup of a run over the plain run next to it"),
     "speedup_high": Column("{:.2f}", "the highest of these speedups"),
-    "ttft_s": Column("{:.3f}", "time to first token: seconds of prefill"),
+    "ttft_s": Column(
+        "{:.3f}", "time to first token: seconds of prefill; timed runs share the target's pass"
+    ),
     "tpot_ms_p50": Column(
         "{:.2f}",
         "time per output token after the first, in ms, median over requests and runs; a row that "

@@ -99,7 +99,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any] | None:
     """
     try:
         return json.loads(path.read_text()) if path.exists() else None
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # JSON, or its encoding
         raise ConfigError(
             f"{path} is not valid JSON ({error}): remove its folder, and run again"
         ) from error

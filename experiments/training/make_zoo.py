@@ -13,7 +13,6 @@ import pathlib
 import sys
 
 import yaml
-from pydantic import TypeAdapter
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -52,9 +51,10 @@ def read_recipe(path: pathlib.Path) -> Recipe:
     )
 
     target = raw.pop("target")
+    phases = tuple(trainer.Phase(**phase) for phase in target["schedule"].pop("phases"))
     return Recipe(
         target=LlamaConfig(**shared, **target["shape"]),
-        target_schedule=TypeAdapter(trainer.Schedule).validate_python(target["schedule"]),
+        target_schedule=trainer.Schedule(phases=phases, **target["schedule"]),
         drafts=boost_config.read(path.parent / raw.pop("drafts")),
         **raw,
     )

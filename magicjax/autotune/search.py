@@ -247,13 +247,18 @@ def add_trial(search: DrafterSearch, trial: Trial, plain_after: Trial) -> Drafte
     """Returns the search with a trial and the plain steps after it.
 
     The time of a round counts relative to the geometric mean of the plain steps before and after
-    the trial, because other processes may slow the machine down at any time.
+    the trial, because other processes may slow the machine down at any time. The times of a profile
+    that covers this target and draft count as much as the trial's.
     """
     problem = search.problem
     candidate = problem.candidate(trial.name, trial.acceptance, tokens=trial.chain_tokens)
     cost = planner.cost_of(problem.sizes, candidate, *problem.workload, problem.auto.tree)
     plain = math.sqrt(search.plain_seconds * plain_after.seconds)
     scale = (trial.seconds / plain) / (cost.total / cost.target)
+    models = [(problem.sizes, cost_model.PASS), (candidate.draft.sizes, cost_model.DRAFT)]
+    device = problem.workload[0].device
+    if all(device.steps(sizes.key, kind) is not None for sizes, kind in models if sizes):
+        scale = math.sqrt(scale)
     return dataclasses.replace(
         search,
         plain_seconds=plain_after.seconds,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from magicjax.benchmarks import synthetic
-from magicjax.decoding.paired_timing import Variant, time_interleaved
+from magicjax.decoding.paired_timing import ROUNDS, Variant, time_interleaved
 from magicjax.decoding.runner import state_shapes
 from magicjax.drafters import Drafter
 from magicjax.trees.token_tree import ROOT_ONLY, chain
@@ -50,6 +50,8 @@ def step_times(
     """
     nodes = sorted({*nodes, *(gamma + 1 for _, gamma in drafters.values())})
     deepest = chain(nodes[-1] - 1)
+    enough = ROUNDS * nodes[-1] + 1  # no row ends in a timed call
+    setup = dataclasses.replace(setup, new_tokens=max(setup.new_tokens, enough))
     free = synthetic.Synthetic(None, jnp.zeros((batch, 1), jnp.int32), jnp.float32(1))
     request = synthetic.synthetic_request(setup, batch, context, free, deepest)
     plain = dataclasses.replace(request, drafter=None)

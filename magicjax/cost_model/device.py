@@ -77,7 +77,9 @@ class Device:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if name in ("name", "dtype", "overlaps_fetch", "measured") or value is None:
+            if name in ("name", "dtype", "overlaps_fetch", "measured"):
+                continue
+            if value is None and name in ("link", "host_link"):
                 continue
             if name.endswith("_efficiency") and not 0 < value <= 1:
                 raise ValueError(f"{name}={value} must be above 0 and at most 1")

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from magicjax.decoding import runner
+from magicjax.decoding import program_cache, runner
 from magicjax.decoding.loop import DecodeState, Prefilled
 from magicjax.decoding.request import Request
 from magicjax.decoding.runner import Output
 from magicjax.drafters import Drafter
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.settings import Settings
+from sharding import processes
 
 ROUNDS = 16  # most rounds of a timed call
 CALL_SECONDS = 0.1  # a call of longer rounds runs as many as take this long, at least 2
@@ -48,17 +49,15 @@ class PrefilledPrompts:
             stats_spec |= dataclasses.replace(drafter.attention_stats_spec(), rounds=False)
         settings = dataclasses.replace(settings, stats_spec=stats_spec)
         results, seconds = runner.prefill(request, settings)
-        return cls(*results, np.array(request.lengths), seconds)
+        return cls(*results, processes.fetch(request.lengths), seconds)
 
-    def generate(
-        self, request: Request, compiled: tuple[int, float]
-    ) -> tuple[Output, "PrefilledPrompts"]:
+    def generate(self, request: Request) -> tuple[Output, "PrefilledPrompts"]:
         """Returns (the request's output, the prompts for the next run).
 
-        The time of prefill is that of `create`. The output counts compilations since `compiled`,
-        which are `program_cache.totals`.
+        Its time of prefill is that of `create`, plus the request's `init`.
         """
-        state, init_s = runner.init_state(request, self.cache, self.prefilled)
+        compiled = program_cache.totals()
+        state, init_s = self._init(request)
         state, decode_s = runner.run(request, request.settings, state)
         prefill_s = self.seconds + init_s
         output = runner.output_of(request, state, compiled, prefill_s=prefill_s, decode_s=decode_s)
@@ -66,12 +65,19 @@ class PrefilledPrompts:
 
     def start(self, request: Request) -> DecodeState:
         """Returns the request's state after prefill."""
-        return runner.init_state(request, self.cache, self.prefilled)[0]
+        return self._init(request)[0]
+
+    def _init(self, request: Request) -> tuple[DecodeState, float]:
+        prefilled = self.prefilled
+        if request.drafter is None:  # the program of plain decoding has no attention statistics
+            stats = dataclasses.replace(prefilled.stats, queries=None, total=None)
+            prefilled = dataclasses.replace(prefilled, stats=stats)
+        return runner.init_state(request, self.cache, prefilled)
 
     def reset(self, state: DecodeState) -> "PrefilledPrompts":
         """Returns the prompts with the cache of a run's last state, cut back to the prompts."""
         # A copy: the array may share memory with NumPy's, and the next run donates it.
-        lengths = jax.device_put(self.lengths.copy(), state.cache.lengths.sharding)
+        lengths = processes.put(self.lengths.copy(), state.cache.lengths.sharding)
         return dataclasses.replace(self, cache=dataclasses.replace(state.cache, lengths=lengths))
 
 

@@ -60,11 +60,6 @@ class Request:
     sampling: Sampling | None
     pad_token_id: int
 
-    def with_capacity(self, capacity: int) -> "Request":
-        """Returns the request with a cache of that many slots."""
-        settings = dataclasses.replace(self.settings, capacity=capacity)
-        return dataclasses.replace(self, settings=settings)
-
     @property
     def prefill_settings(self) -> PrefillSettings:
         """Static settings of the program `prefill`."""

@@ -1,9 +1,8 @@
 """Sparse draft caches: a policy and a budget, validated, and turned into a cache."""
 
 import dataclasses
+import operator
 from typing import Any
-
-import numpy as np
 
 from magicjax.kv_cache.attention_stats import AttentionStats, newest
 from magicjax.kv_cache.full_cache import KVCache
@@ -30,9 +29,12 @@ def resolve_policy(drafter: Any, full_reads: str, *unused: str) -> None:
     """
     object.__setattr__(drafter, "policy", find(drafter.policy))
     if drafter.budget is not None:
-        if not isinstance(drafter.budget, int | np.integer):
-            raise TypeError(f"budget={drafter.budget!r}: it must be an integer, a number of slots")
-        object.__setattr__(drafter, "budget", int(drafter.budget))
+        try:
+            object.__setattr__(drafter, "budget", operator.index(drafter.budget))
+        except TypeError:
+            raise TypeError(
+                f"budget={drafter.budget!r}: it must be an integer, a number of slots"
+            ) from None
     if isinstance(drafter.policy, Full):
         for name in ("budget", *unused, "kv_dtype"):
             value = getattr(drafter, name)

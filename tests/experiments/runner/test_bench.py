@@ -10,7 +10,7 @@ import models
 from experiments import prompts
 from experiments.runner import workload
 from experiments.schema import config, grid, method
-from tests.magicjax import tiny
+from tests.magicjax import mesh_cases, tiny
 
 TARGET = pathlib.Path("experiments/zoo/target")
 
@@ -69,26 +69,56 @@ def test_chosen_prompts_are_kept_until_the_text_changes(mine, tmp_path, monkeypa
     assert chosen == [8, 8]  # once for the cells of each text
 
 
-@pytest.mark.parametrize(
-    "sampling", [{}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"]
-)
-def test_interleaved_runs_from_one_prefill_equal_separate_calls(sampling, monkeypatch):
+# The caches of all cells have the same size, or (46 tokens) differ.
+@pytest.mark.parametrize("context, sampling", [(62, {}), (46, {"do_sample": True, "seed": 3})])
+def test_interleaved_runs_equal_separate_calls(context, sampling, monkeypatch):
     bench = workload.Bench()
     drafters = {"near": tiny.model("near")}
     monkeypatch.setattr(bench, "model", lambda name, *a, **k: drafters.get(name, tiny.model()))
-    rows = np.random.default_rng(0).integers(tiny.VOCAB, size=(2, 46)).astype(np.int32)
+    rows = np.random.default_rng(0).integers(tiny.VOCAB, size=(2, context)).astype(np.int32)
     monkeypatch.setattr(bench, "prompts", lambda cell: rows)
     methods = [
         method.Method(draft="self", policy="snapkv", budget=32, tree="chain:3"),
         method.Method(draft="small", model="near", tree="expansion:2,1"),
     ]
-    experiment = config.Experiment(methods=methods, batch=2, context=46, new_tokens=16, **sampling)
+    experiment = config.Experiment(
+        methods=methods, batch=2, context=context, new_tokens=16, **sampling
+    )
     group = grid.groups(experiment)[0]
     assert [cell.draft for cell in group] == ["none", "self", "small"]
     separate = [bench.run(cell) for cell in group]
-    for i, (cell, output) in enumerate(bench.interleave(group, repeats=2)):
-        expected = separate[i % 3]
-        assert cell == group[i % 3]
-        np.testing.assert_array_equal(output.tokens, expected.tokens)
-        assert output.stats.histogram == expected.stats.histogram
-        assert output.stats.compilations == 0 or i < 3
+    prefills = []
+    create = workload.PrefilledPrompts.create
+    monkeypatch.setattr(
+        workload.PrefilledPrompts, "create", lambda *a: prefills.append(1) or create(*a)
+    )
+    for pair in (group[:2], [group[0], group[2]]):
+        for i, (cell, output) in enumerate(bench.interleave(pair, repeats=2)):
+            expected = separate[group.index(cell)]
+            assert cell == pair[i % 2]
+            np.testing.assert_array_equal(output.tokens, expected.tokens)
+            assert output.stats.histogram == expected.stats.histogram
+            assert output.stats.compilations == 0
+    assert len(prefills) == (2 if context == 62 else 0)
+
+
+def test_interleaved_runs_on_a_mesh_compile_once(eight):
+    assert eight(interleave_on_a_mesh) == [[True, 0]] * 4
+
+
+def interleave_on_a_mesh():
+    """Returns, for each timed run, whether its tokens equal the first run's, and compilations."""
+    bench = workload.Bench()
+    target = mesh_cases.target(4)
+    bench.model = lambda *arguments, **options: target
+    rows = np.random.default_rng(0).integers(tiny.VOCAB, size=(4, 40)).astype(np.int32)
+    bench.prompts = lambda cell: rows
+    methods = [method.Method(draft="self", policy="snapkv", budget=32, tree="chain:2")]
+    experiment = config.Experiment(
+        methods=methods, batch=4, context=40, new_tokens=8, mesh="data=2,model=2"
+    )
+    group = grid.groups(experiment)[0]
+    outputs = [output for _, output in bench.interleave(group, repeats=2)]
+    first = outputs[:2] * 2
+    equal = [np.array_equal(a.tokens, b.tokens) for a, b in zip(first, outputs[2:], strict=True)]
+    return [[same, output.stats.compilations] for same, output in zip(equal, outputs[2:])]

@@ -75,7 +75,7 @@ def test_tables_are_printed_and_written(directory, tmp_path, capsys):
         assert row["tau"] == pytest.approx(
             gamma * rate + 1, abs=0.2
         )  # the token limit truncates the last round
-        assert row["speedup"] > 0 and row["round ms"] > 0 and row["overhead"] < 1
+        assert row["speedup"] > 0 and row["round ms"] > 0
     out = capsys.readouterr().out
     assert "| floor / time | time / T_target |" in out and "| synthetic acceptance |" in out
 
