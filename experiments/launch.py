@@ -110,6 +110,8 @@ def run(
     printed: dict[grid.Cell, set[str]] = {}
     if len(pending) < len(whole.cells):
         console.print(f"{len(pending)} of {len(whole.cells)} cells are to do in {whole.directory}")
+    if not pending:
+        return
     cells = {}
     for cell in pending:
         folder = whole.folders[cell].resolve()
@@ -153,20 +155,25 @@ def _print_cell(console: Console, label: str, row: dict[str, Any], printed: set[
 def publish(whole: Grid, console: Console) -> list[dict[str, Any]]:
     """Writes the summary and the report; returns the rows of the cells that have ended."""
     rows = [row for folder in whole.folders.values() if (row := results_folder.row_of(folder))]
-    if not rows:
+    if rows:
+        _report(whole, console, rows)
+    else:
         console.print("no cell has ended: nothing to report")
-        return []
+    if left := len(whole.cells) - len(rows):
+        console.print(
+            f"{left} of {len(whole.cells)} cells are still to do: rerun the command to resume"
+        )
+    return rows
+
+
+def _report(whole: Grid, console: Console, rows: list[dict[str, Any]]) -> None:
+    """Writes and prints the results."""
     store.write_summary(whole.directory, rows, columns.COLUMNS)
     written = ["summary.csv", *page.write(whole.directory, [row["key"] for row in rows])]
     console.print(terminal.table(rows, title=whole.experiment.name))
     for line in (*terminal.LEGEND, *terminal.notes(rows)):
         console.print(line, markup=False)
     console.print(f"wrote {whole.directory}: {', '.join(written)}, cells/", markup=False)
-    if left := len(whole.cells) - len(rows):
-        console.print(
-            f"{left} of {len(whole.cells)} cells are still to do: rerun the command to resume"
-        )
-    return rows
 
 
 def dry_run(
@@ -223,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; finished cells are kept", file=sys.stderr)
+        print("interrupted; finished cells are kept: rerun the command to resume", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -291,7 +298,7 @@ def _measure(
     passed = all(row["status"] == "ok" and terminal.is_exact(row) for row in rows)
     passed &= all(whole.state(cell) == "finished" for cell in pending)
     status = INTERRUPTED if stop.no_more else 0 if passed else 1
-    tracker.artifacts(sorted(whole.directory.glob("*.*")))
+    tracker.artifacts(sorted(whole.directory.glob("[!.]*.*")))
     tracker.close({INTERRUPTED: "interrupted", 0: "ok", 1: "failed"}[status])
     return status
 

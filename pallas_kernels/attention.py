@@ -44,7 +44,9 @@ def choose_backend(
     if backend is None:
         return "xla"
     if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown: use one of {sorted(BACKENDS)}, or None")
+        raise ValueError(
+            f"backend={backend!r} is unknown: use one of {sorted(BACKENDS)}, or omit backend"
+        )
     if backend == "mosaic":
         reason = mosaic.unsupported_reason(dtype, head_dim, device)
     elif backend == "mosaic_interpreted":
@@ -53,7 +55,7 @@ def choose_backend(
     else:
         return backend
     if reason:
-        raise ValueError(f"backend={backend!r} {reason}; use backend='xla', or None")
+        raise ValueError(f"backend={backend!r} {reason}; use backend='xla', or omit backend")
     return backend
 
 

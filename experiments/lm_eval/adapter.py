@@ -260,7 +260,7 @@ class MagicJaxLM(TemplateLM):
         groups: dict[str, list[int]] = {}  # indices of requests by their options
         for i, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
-        emitted = rounds = 0
+        emitted = passes = 0
         with tqdm(total=len(requests), disable=disable_tqdm) as progress:
             for gen_kwargs, indices in groups.items():
                 options = parse_options(json.loads(gen_kwargs), self.max_gen_toks)
@@ -281,12 +281,12 @@ class MagicJaxLM(TemplateLM):
                         seed=self.seed,
                         **options.sampling,
                     )
-                    emitted, rounds = emitted + done.emitted, rounds + done.rounds
+                    emitted, passes = emitted + done.emitted, passes + done.target_passes
                     for i, text in zip(part, done.texts, strict=True):
                         texts[i] = text
                         self.cache_hook.add_partial("generate_until", requests[i].args, text)
                     progress.update(len(part))
-        logger.info("%d texts, τ %.2f", len(texts), emitted / rounds if rounds else 0.0)
+        logger.info("%d texts, τ %.2f", len(texts), emitted / passes if passes else 0.0)
         return texts
 
     def _prompt(self, text: str, options: Options) -> list[int]:

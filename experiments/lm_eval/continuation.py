@@ -32,12 +32,12 @@ class Continued:
     Attributes:
       texts: the new text of each prompt up to its first stop string.
       emitted: new tokens of all rows without prefill's, including those after a stop string.
-      rounds: rounds of all rows; emitted / rounds is τ.
+      target_passes: of all rows; emitted / target_passes is τ.
     """
 
     texts: list[str]
     emitted: int
-    rounds: int
+    target_passes: int
 
 
 def continue_until(

@@ -145,7 +145,7 @@ def _page(results: Results, images: dict[str, bytes]) -> str:
     config = yaml.safe_dump(results.experiment["config"], sort_keys=False, allow_unicode=True)
     title = html.escape(results.directory.name)
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}: report</title>'
         f"<style>{STYLE}</style></head><body><h1>{title}</h1><p>{_abstract(results.rows)}</p>"
         f"{shown}<h2>All cells</h2>{_table(results.rows)}<h2>Columns</h2><dl>{meanings}</dl>"
         f"<h2>Experiment</h2><pre>{html.escape(config)}</pre>"

@@ -27,6 +27,7 @@ FORMATS = {
 }
 # The columns of axes, apart from batch and context.
 OTHERS = [name for name in columns_of(Experiment).values() if name not in ("batch", "context")]
+ABOVE_MEASURED = "more than the measured bandwidth: the cache of the CPU holds part of the data"
 FAILED = {"memory": "out of memory", "timeout": "too slow", "crash": "crashed"}
 
 
@@ -77,9 +78,11 @@ def notes(rows: list[dict[str, Any]]) -> list[str]:
                 lines.append(f"{where}, {row['method']} failed: {row['error']}")
             errors.add((shape(row), row["error"]))
         elif row["draft"] == "none" and row["bandwidth_share"] is not None:
+            above = row["bandwidth_share"] > 1
             lines.append(
                 f"{where}: plain decoding reads {row['ar_gbs']:.1f} GB/s, "
                 f"{row['bandwidth_share']:.0%} of the measured {row['read_gbs']:.1f} GB/s"
+                + (f" ({ABOVE_MEASURED})" if above else "")
             )
     finished = [row for row in rows if row["status"] == "ok"]
     untraced = [

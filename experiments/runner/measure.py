@@ -73,8 +73,8 @@ def measure(
 
 
 def _run(run: Any) -> dict[str, float]:
-    times, counts = ("prefill_s", "decode_s", "tokens_per_s"), ("rounds", "steps", "emitted")
-    names = (*times, *counts, "drafted", "accepted")
+    times = ("prefill_s", "decode_s", "tokens_per_s")
+    names = (*times, "target_passes", "rounds", "emitted", "drafted", "accepted")
     return {name: float(getattr(run.stats, name)) for name in names}
 
 
@@ -86,11 +86,11 @@ def _acceptance(
     return {
         "tau": stats.tau,
         "tau_by_request": stats.tau_by_request,
-        "block_efficiency": 1 + stats.accepted / stats.rounds,
+        "block_efficiency": 1 + stats.accepted / stats.target_passes,
         "acceptance_rate": None if cell.draft == "none" else stats.acceptance_rate,
         "nodes_per_round": stats.nodes_per_round,
+        "target_passes": stats.target_passes,
         "rounds": stats.rounds,
-        "steps": stats.steps,
         "repeated_8grams": repeated_ngrams(np.asarray(run.tokens)),
         "agreement": bench.agreement(cell),
         "score": statistics.mean(scores) if scores else None,
@@ -273,7 +273,7 @@ def _tpot(run: Any) -> np.ndarray:
     needs fewer rounds finishes earlier.
     """
     rounds = np.array([sum(histogram) for histogram in run.stats.histogram_by_request])
-    round_ms = 1e3 * run.stats.decode_s / run.stats.steps
+    round_ms = 1e3 * run.stats.decode_s / run.stats.rounds
     return round_ms * rounds / (run.stats.emitted / len(rounds))
 
 
@@ -283,4 +283,4 @@ def _rate(run: Any) -> float:
 
 def _step_s(runs: Sequence[Any]) -> float:
     """Returns the median seconds of a step."""
-    return statistics.median(run.stats.decode_s / run.stats.steps for run in runs)
+    return statistics.median(run.stats.decode_s / run.stats.rounds for run in runs)

@@ -51,7 +51,7 @@ def _problem(where: str, check: Callable, *arguments: Any) -> str:
     try:
         check(*arguments)
     except (ValueError, OSError) as error:
-        return f"{where}: {error}"
+        return f"{where}: {error}".replace("max_new_tokens", "new_tokens")  # as in the file
     return ""
 
 

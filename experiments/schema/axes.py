@@ -74,4 +74,5 @@ def unknown(name: str, known: Iterable[str]) -> str:
     if name in Method.model_fields and name not in known:
         return f"{name} is an option of methods: list its values there"
     hint = did_you_mean(name, known)
+    hint = hint or did_you_mean(name, Method.model_fields).replace("?", " of methods?")
     return f"{name!r} is not a setting that a grid can vary{hint} (settings: {', '.join(known)})"

@@ -24,9 +24,11 @@ TIMES = {
     "decode_tok_s": Column(
         "{:.0f}", "decoded tokens per second of the whole batch, without prefill (median run)"
     ),
+    "ar_decode_tok_s": Column(
+        "{:.0f}", "decode_tok_s of the interleaved runs of plain decoding (median run)"
+    ),
     "decode_tok_s_user": Column("{:.1f}", "decode_tok_s of one row"),
     "decode_tok_s_device": Column("{:.0f}", "decode_tok_s of one device"),
-    "ar_decode_tok_s": Column(),
     "speedup": Column(
         "{:.2f}",
         "decode_tok_s over that of plain decoding at the same batch, context and dtype, whose runs "
@@ -58,7 +60,7 @@ DECODING = {
         "{:.2f}", "1 + accepted tokens per round: τ without the truncation at the end of a row"
     ),
     "acceptance_rate": Column("{:.3f}", "accepted tokens / (depth × rounds)"),
-    **dict.fromkeys(("nodes_per_round", "rounds", "steps"), Column()),
+    **dict.fromkeys(("nodes_per_round", "target_passes", "rounds"), Column()),
     **dict.fromkeys(("repeated_8grams", "agreement"), Column()),
     "score": Column("{:.2f}", "share of the correct answers that occur in the text"),
     "chosen": Column(),

@@ -4,17 +4,28 @@ A setting comes from the defaults here, then the YAML file that `base` names, th
 then the command line; the last one wins.
 """
 
+import contextlib
+import functools
+import io
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
+import pydantic
 import tyro
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from experiments import prompts
 from experiments.schema import axes
-from experiments.schema.fields import ConfigError, Positive, Strict, checked, read_mapping
+from experiments.schema.fields import (
+    ConfigError,
+    Positive,
+    Strict,
+    checked,
+    config_error,
+    read_mapping,
+)
 from experiments.schema.method import Method
 from experiments.schema.settings import declared, setting
 from sharding import parse_mesh
@@ -292,11 +303,34 @@ def from_command_line(arguments: Sequence[str], prog: str) -> tuple[Experiment, 
         f"the grid.\n\nusage: {prog} FILE [OPTIONS]"
     )
     described = f"{Experiment.__doc__}\n\n{usage}"
-    # It reports wrong overrides, and exits with status 2.
-    experiment = tyro.cli(
-        Experiment, default=base, args=overrides, prog=f"{prog} FILE", description=described
+    parse = functools.partial(
+        tyro.cli,
+        Experiment,
+        default=base,
+        args=overrides,
+        prog=f"{prog} FILE",
+        description=described,
     )
-    return experiment, source
+    return _with_config_errors(parse), source
+
+
+def _with_config_errors(parse: Callable[[], Experiment]) -> Experiment:
+    """Returns what tyro parses.
+
+    tyro prints invalid settings as pydantic reports them; they raise ConfigError instead. For other
+    errors and for help it prints, and exits.
+    """
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            return parse()
+    except SystemExit as end:
+        cause: BaseException | None = end
+        while cause is not None and not isinstance(cause, pydantic.ValidationError):
+            cause = cause.__context__
+    if cause is not None:
+        raise config_error(Experiment, cause, "command line")
+    return parse()
 
 
 def _axes(arguments: list[str]) -> tuple[dict[str, list[Any]], list[str]]:

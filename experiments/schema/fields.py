@@ -74,20 +74,33 @@ def checked(kind: type[Settings], raw: dict, source: str) -> Settings:
     try:
         return kind.model_validate(raw)
     except pydantic.ValidationError as error:
-        lines = [_explain(kind, problem) for problem in error.errors()]
-        raise ConfigError("\n".join([f"{source}:", *(f"  {line}" for line in lines)])) from error
+        raise config_error(kind, error, source) from error
+
+
+def config_error(kind: type, error: pydantic.ValidationError, source: str) -> ConfigError:
+    """Returns the error of settings from `source`, with a line for each problem."""
+    lines = [_explain(kind, problem) for problem in error.errors()]
+    return ConfigError("\n".join([f"{source}:", *(f"  {line}" for line in lines)]))
 
 
 def _explain(kind: type, problem: Any) -> str:
     """Returns one line for one of pydantic's errors: key, value, and remedy."""
     location = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "invalid_key":
+        return (
+            f"{location}: a key must be text: quote a value that contains commas, as in "
+            '{tree: "expansion:2,2,1"}'
+        )
     if problem["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
         compound = isinstance(problem["input"], dict | list)
         value = "" if compound else f"={problem['input']!r}"
         message = problem["msg"].removeprefix("Value error, ")
         return f"{location}{value}: {message}".removeprefix(": ")
-    known = sorted(_fields_at(kind, problem["loc"][:-1]))
-    hint = did_you_mean(str(problem["loc"][-1]), known)
+    name, known = str(problem["loc"][-1]), sorted(_fields_at(kind, problem["loc"][:-1]))
+    hint = did_you_mean(name, known)
+    if not hint and "methods" in known:
+        methods = _fields_at(kind, ("methods",))
+        hint = did_you_mean(name, methods).replace("?", " of methods?")
     return f"{location}: no such key{hint} (keys: {', '.join(known)})"
 
 

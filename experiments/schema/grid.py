@@ -21,7 +21,7 @@ from experiments.schema.config import Experiment
 from experiments.schema.fields import ConfigError
 from experiments.schema.method import Method, parse_trees
 from experiments.schema.settings import columns_of, declared
-from magicjax.policies import find
+from magicjax.policies import get_policy
 from magicjax.trees.token_tree import ROOT_ONLY, Shape
 from sharding import parse_mesh
 
@@ -93,7 +93,7 @@ class Cell(_Settings):
         """The method's name in tables and figures."""
         if self.draft == "none":
             return "plain"
-        name = self.draft.replace("_", "-")
+        name = self.draft
         if self.draft in ("small", "ensemble"):
             name = " + ".join(pathlib.PurePath(model).name for model in self.models)
         cache = (self.policy, self.budget) if self.draft == "self" or self.budget else ()
@@ -256,4 +256,4 @@ def policy_fingerprint(policy: str) -> str:
     """Returns a hash of the file that defines a policy, "" without a policy."""
     if not policy:
         return ""
-    return store.digest(pathlib.Path(inspect.getfile(type(find(policy)))).read_text("utf-8"))
+    return store.digest(pathlib.Path(inspect.getfile(type(get_policy(policy)))).read_text("utf-8"))

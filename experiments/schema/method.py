@@ -14,25 +14,26 @@ from magicjax import PromptLookup, parse_tree
 from magicjax.drafters import spec
 from magicjax.drafters.draft_pass import resolve_draw_method
 from magicjax.drafters.sparse import BUDGET
-from magicjax.policies import POLICIES, Full, StreamingLLM, find
+from magicjax.policies import POLICIES, Full, StreamingLLM, get_policy
 from magicjax.trees.token_tree import Tree
 from magicjax.verification.verify import VERIFIERS
 
-PROMPT_LOOKUP = "prompt_lookup"  # a draft, and a member of an ensemble
+PROMPT_LOOKUP = "prompt-lookup"  # a draft, and a member of an ensemble
 CACHED = ("self", "small")  # drafts with a cache of their own
-DRAFTS = (*CACHED, PROMPT_LOOKUP, "ensemble", "auto")
+DRAFTER_KINDS = (*CACHED, PROMPT_LOOKUP, "ensemble", "auto")
 SAMPLING_VERIFIERS = tuple(name for name in VERIFIERS if name != "greedy")
-STREAMING = Policies("policy=streaming", lambda name: isinstance(find(name), StreamingLLM))
-SPARSE = Policies("policy=streaming", lambda name: not isinstance(find(name), Full))
+STREAMING = Policies("policy=streaming", lambda name: isinstance(get_policy(name), StreamingLLM))
+SPARSE = Policies("policy=streaming", lambda name: not isinstance(get_policy(name), Full))
 PINNING = Policies(
-    "a policy that chooses its pins", lambda name: not isinstance(find(name), Full | StreamingLLM)
+    "a policy that chooses its pins",
+    lambda name: not isinstance(get_policy(name), Full | StreamingLLM),
 )
 
 
 class Method(Strict):
     """A method of speculation; lists make one cell of each combination."""
 
-    draft: Literal["self", "small", "prompt_lookup", "ensemble", "auto"] = "self"
+    draft: Literal["self", "small", "prompt-lookup", "ensemble", "auto"] = "self"
     """The drafter: the target on a sparse cache (self), a small model, prompt lookup, an ensemble
     of small models and prompt lookup, whose trees are merged, or auto: the fastest after a short
     trial, plain decoding if none is faster."""
@@ -44,7 +45,12 @@ class Method(Strict):
     """With draft=auto, the device: a file of `magicjax calibrate` or a preset. If not set: the file
     that calibrate writes."""
     tree: Annotated[list[str], Many] = setting(
-        "", many=True, default="chain:4", defaults={"auto": "chain:8"}, drafters=DRAFTS, argument=""
+        "",
+        many=True,
+        default="chain:4",
+        defaults={"auto": "chain:8"},
+        drafters=DRAFTER_KINDS,
+        argument="",
     )
     """What a round proposes: chain:n, expansion:k1,...,km, parents:-1,... or
     dynamic:nodes,depth,width; for an ensemble one tree, or one for each member joined by +. With
@@ -52,7 +58,7 @@ class Method(Strict):
     model: str = setting("", drafters=("small",), argument="", in_cell=False)
     """Directory of the small model, with draft=small."""
     models: list[str] = setting([], drafters=("ensemble",), argument="", column="draft_model")
-    """Members of an ensemble: directories of small models, or prompt_lookup."""
+    """Members of an ensemble: directories of small models, or prompt-lookup."""
     policy: Annotated[list[str], Many] = setting(
         "",
         many=True,
@@ -111,7 +117,7 @@ class Method(Strict):
         "",
         many=True,
         default="mss",
-        drafters=DRAFTS,
+        drafters=DRAFTER_KINDS,
         sampled=True,
         argument="",
         help=f"Verification under sampling: {', '.join(SAMPLING_VERIFIERS)}. If not set: mss, "
@@ -184,7 +190,7 @@ class Method(Strict):
           ValueError: an unknown policy or drafter.
         """
         known = declared(Method)
-        tried = (spec.parts(text)["path"] for text in self.drafters)
+        tried = (spec.match_drafter(text)["path"] for text in self.drafters)
         paths = tuple(dict.fromkeys(path for path in tried if path))
         lists = [
             (getattr(self, name) or [None]) if option.many else [getattr(self, name)]
@@ -233,7 +239,7 @@ def make_drafter(
             for path in options["models"]
         )
         return magicjax.Ensemble(members, trees if len(trees) > 1 else None)
-    policy: Any = find(taken.pop("policy", "full"))
+    policy: Any = get_policy(taken.pop("policy", "full"))
     taken["policy"] = dataclasses.replace(policy, **arguments("policy"))
     if draft == "self":
         return magicjax.SelfSpeculation(**taken)

@@ -42,7 +42,7 @@ class Setting:
       sampled: whether it applies only under sampling.
       in_cell: whether it is a field of `Cell` under its name.
       column: its name in summary.csv; None: the setting's name; "": it has no column.
-      label: its part of a method's name if it is not the default, such as "refresh {}".
+      label: its part of a method's name, such as "refresh {}"; see `describe`.
     """
 
     absent: Any
@@ -71,8 +71,12 @@ class Setting:
         return tuple(value) if isinstance(value, list) else value
 
     def describe(self, value: Any) -> str:
-        """Returns the label of a value, "" of the default and of settings without a label."""
-        return "" if value in (None, self.absent, self.default) else self.label.format(value)
+        """Returns the label of a value, "" of settings without a label.
+
+        The default has no label either, unless a method can list other values next to it.
+        """
+        hidden = (None, self.absent) if self.many else (None, self.absent, self.default)
+        return "" if value in hidden else self.label.format(value)
 
 
 def setting(absent: Any, *, help: str | None = None, many: bool = False, **declared: Any) -> Any:

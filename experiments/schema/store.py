@@ -29,7 +29,7 @@ import yaml
 from experiments.schema.fields import ConfigError
 from magicjax.files import write_atomically
 
-FORMAT = 3  # of a folder of results
+FORMAT = 4  # of a folder of results
 METRICS, FAILURE = "metrics.json", "failure.json"
 
 

@@ -27,7 +27,7 @@ from magicjax import cost_model, planner
 from magicjax.benchmarks.step_times import step_times
 from magicjax.benchmarks.synthetic import Setup
 from magicjax.benchmarks.tables import record_table
-from magicjax.cli.plan import check_context
+from magicjax.cli.options import check_context
 from magicjax.files import write_atomically
 from magicjax.loading import config_of
 from magicjax.model import DTYPES
@@ -126,7 +126,6 @@ def predicted(
     target = cost_model.sizes_of(config_of(source), options.dtype, source, offload)
     small = cost_model.Draft(cost_model.sizes_of(config_of(draft), options.dtype, draft))
     where = cost_model.Machine(device), batch, options.context
-    cost_model.check_dtype(device, options.dtype)
     for name in (source, draft):
         check_context(name, options.context)
     planner.check_fits(target, *where)
@@ -205,6 +204,7 @@ def outcomes(
 
     for name in options.predict:
         device = cost_model.device_of(name)
+        cost_model.check_dtype(device, options.dtype, name)
         times = {b: predicted(options, source, draft, device, b, offload) for b in options.batch}
         yield f"PREDICTED for one {device.name}", {"predicted for": device.name}, rows(times, [])
     if not options.predict:

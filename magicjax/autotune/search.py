@@ -108,7 +108,8 @@ def make_problem(target: Model, prompts: Any, drafter: Auto, **options: Any) -> 
             f"drafter='auto' on stage={shape[STAGE]}: the cost model does not support pipeline "
             "stages; name a drafter, or use a mesh without stages"
         )
-    device = cost_model.device_of(auto.profile or cost_model.default_profile())
+    profile = auto.profile or cost_model.default_profile()
+    device = cost_model.device_of(profile)
     # The verifier is for drafters.
     plain = prepare(target, prompts, **options | {"verifier": None})
     requests, unsupported = _requests(plain, prompts, auto, options)
@@ -124,7 +125,7 @@ def make_problem(target: Model, prompts: Any, drafter: Auto, **options: Any) -> 
         allocation=(machine, len(context), request.settings.capacity),
     )
     if target.params is not None:  # a skeleton has no dtype
-        cost_model.check_dtype(device, str(target.dtype))
+        cost_model.check_dtype(device, str(target.dtype), profile)
         problem.free_memory()
     return problem
 

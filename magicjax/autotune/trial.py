@@ -72,11 +72,11 @@ def run_trial(
     request = dataclasses.replace(request, sampling=_fold_in_trial(request.sampling))
     state = prefilled.start(request)
     times: list[float] = []
-    while (before := _steps(state)) < rounds:
+    while (before := _rounds(state)) < rounds:
         state, seconds = runner.run(request, settings, state, min(ROUNDS, rounds - before))
-        if _steps(state) == before:  # all rows have ended
+        if _rounds(state) == before:  # all rows have ended
             break
-        times.append(seconds / (_steps(state) - before))
+        times.append(seconds / (_rounds(state) - before))
     trial = _measured(name, tree, state, statistics.median(times[1:] or times or [0.0]))
     return trial, prefilled.reset(state)
 
@@ -88,7 +88,7 @@ def _fold_in_trial(sampling: Sampling | None) -> Sampling | None:
     return dataclasses.replace(sampling, keys=jax.device_put(keys, sampling.keys.sharding))
 
 
-def _steps(state: DecodeState) -> int:
+def _rounds(state: DecodeState) -> int:
     return int(np.asarray(state.histogram).sum(1).max())
 
 

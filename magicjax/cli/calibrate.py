@@ -28,7 +28,7 @@ from magicjax.cli import options
 from magicjax.cost_model.profile import device_kind
 from magicjax.cost_model.work import Part
 from magicjax.drafters import Drafter
-from magicjax.drafters.spec import DRAFTERS, make_drafter
+from magicjax.drafters.spec import DRAFTER_SYNTAX, make_drafter
 from magicjax.loading import load
 from magicjax.model import DTYPES
 from magicjax.parallel import offloading
@@ -189,7 +189,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--drafter",
         nargs="+",
-        help=f"drafters to time: {DRAFTERS}; default: self:streaming with budgets of "
+        help=f"drafters to time: {DRAFTER_SYNTAX}; default: self:streaming with budgets of "
         f"{', '.join(map(str, BUDGETS))}",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
@@ -224,6 +224,7 @@ def run(arguments: argparse.Namespace) -> None:
     deepest = max(*arguments.nodes, arguments.gamma + 1)
     setup = Setup(target, arguments.backend)
     drafters = _drafters(arguments)
+    options.check_context(arguments.target, max(arguments.context), setup.new_tokens)
     for drafter in (None, *drafters.values()):
         for context in arguments.context:  # reports invalid input before measuring
             tree = None if drafter is None else chain(deepest - 1)
@@ -304,6 +305,7 @@ def _constants(
         f"constants for other models: bandwidth efficiency {device.bandwidth_efficiency:.2f}, "
         f"matrix efficiency {device.matrix_efficiency:.2f}, "
         f"{1e6 * device.layer_seconds:.1f} us per layer, "
-        f"{1e3 * device.round_seconds:.3f} ms per round, tiles of {device.tile} tokens; "
+        f"{1e3 * device.round_seconds:.3f} ms per round, tiles of {device.tile} "
+        f"token{'s' if device.tile > 1 else ''}; "
         f"relative error of the fit: mean {errors.mean():.1%}, maximum {errors.max():.1%}"
     )

@@ -88,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from magicjax.aot import aot_compile, memory_estimate  # slow imports, for this command only
 
+    options.check_context(arguments.target, arguments.context)
     mesh = parse_mesh(arguments.mesh)
     fields = {field.name for field in dataclasses.fields(aot_compile.Workload)}
     values = {name: value for name, value in vars(arguments).items() if name in fields}

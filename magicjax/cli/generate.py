@@ -24,7 +24,7 @@ from magicjax.decoding.validation import DEFAULT_TREE
 from magicjax.drafters import DRAW_METHODS, Drafter
 from magicjax.drafters.small_model import SINK_POSITIONS
 from magicjax.drafters.sparse import KV_DTYPES
-from magicjax.drafters.spec import CACHE, DRAFTERS, has_option, make_drafter, parts
+from magicjax.drafters.spec import CACHE, DRAFTER_SYNTAX, has_option, make_drafter, match_drafter
 from magicjax.loading import config_of, skeleton
 from magicjax.model import DTYPES
 from magicjax.trees.token_tree import Tree
@@ -77,8 +77,8 @@ def _add_speculation(group: Any) -> None:
         action="append",
         type=options.drafter,
         default=[],
-        help=f"{DRAFTERS}; repeat the option for an ensemble, whose trees are merged; {AUTO} runs "
-        "trials on the prompt and uses the fastest drafter; default: plain decoding",
+        help=f"{DRAFTER_SYNTAX}; repeat the option for an ensemble, whose trees are merged; {AUTO} "
+        "runs trials on the prompt and uses the fastest drafter; default: plain decoding",
     )
     group.add_argument(
         "--candidate",
@@ -228,7 +228,7 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--drafter {AUTO} excludes other drafters: list them with --candidate instead"
         )
     drafters = arguments.candidate if auto else arguments.drafter
-    specs = [parts(text) for text in drafters]
+    specs = [match_drafter(text) for text in drafters]
     without_auto = f"without --drafter {AUTO}"
     without_drafter = "without --candidate" if auto else "without --drafter"
     effects: list[tuple[str, object, str]] = [

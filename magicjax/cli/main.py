@@ -10,6 +10,8 @@ from magicjax.cli.options import in_option_names
 from magicjax.suggest import did_you_mean
 from magicjax.version import version
 
+INTERRUPTED = 130  # exit code, as of a shell: 128 + SIGINT
+
 
 class _SubCommand(argparse.ArgumentParser):
     """A parser that reports an unknown option first, with the nearest known one."""
@@ -50,7 +52,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Runs the command line; invalid input exits with a message and code 2."""
+    """Runs the command line.
+
+    Invalid input exits with a message and code 2, an interrupt by the user with code 130.
+    """
     main_parser = parser()
     arguments = main_parser.parse_args()
     if getattr(arguments, "verbose", False):
@@ -60,6 +65,8 @@ def main() -> None:
         code = arguments.run(arguments)
     except (ValueError, OSError) as error:
         main_parser.exit(2, f"magicjax: {in_option_names(str(error), vars(arguments))}\n")
+    except KeyboardInterrupt:
+        main_parser.exit(INTERRUPTED, "magicjax: interrupted\n")
     if code:  # `fit` returns one
         sys.exit(code)
 

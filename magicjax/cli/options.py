@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from magicjax.drafters.spec import DRAFTERS, parts
+from magicjax.drafters.spec import DRAFTER_SYNTAX, match_drafter
+from magicjax.loading import config_of
 from magicjax.trees.token_tree import Tree, parse_tree
 
 AUTO = "auto"
@@ -23,7 +24,7 @@ def drafter(text: str) -> str:
     """Returns the text of a --drafter option; it is "auto", or a drafter with a known policy."""
     try:
         if text != AUTO:
-            parts(text)
+            match_drafter(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
@@ -32,7 +33,7 @@ def drafter(text: str) -> str:
 def candidate(text: str) -> str:
     """Returns the text of a --candidate option; it is a drafter with a known policy."""
     if text == AUTO:
-        raise argparse.ArgumentTypeError(f"{AUTO} is not a candidate: use {DRAFTERS}")
+        raise argparse.ArgumentTypeError(f"{AUTO} is not a candidate: use {DRAFTER_SYNTAX}")
     return drafter(text)
 
 
@@ -74,6 +75,23 @@ def check_effects(
         is_set = value not in (None, []) and value is not False  # 0 is a value
         if is_set and not effective:
             raise ValueError(f"{flag(name)} has no effect {when}: remove it")
+
+
+def check_context(source: str, context: int, timed_tokens: int = 0) -> None:
+    """Raises ValueError if a context, and the tokens that a timed loop adds, exceed a model's.
+
+    Args:
+      source: a model directory or a preset.
+      context: tokens per row.
+      timed_tokens: tokens that a timed loop adds to the context.
+    """
+    positions = config_of(source).max_positions
+    if context > positions - timed_tokens:
+        timed = f", of which a timed loop needs {timed_tokens}" if timed_tokens else ""
+        raise ValueError(
+            f"context={context} exceeds the {positions} positions of {source}{timed}: use at most "
+            f"{positions - timed_tokens}"
+        )
 
 
 def in_option_names(message: str, names: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from magicjax import cost_model, planner
 from magicjax.cli import options
 from magicjax.drafters.sparse import BUDGET
-from magicjax.drafters.spec import make_drafter, parts
+from magicjax.drafters.spec import make_drafter, match_drafter
 from magicjax.loading import config_of, skeleton
 from magicjax.model import DTYPES
 from magicjax.parallel import offloading
@@ -68,8 +68,8 @@ def run(arguments: argparse.Namespace) -> None:
     target = cost_model.sizes_of(
         config_of(arguments.target), arguments.dtype, arguments.target, arguments.offload
     )
-    cost_model.check_dtype(machine.device, arguments.dtype)
-    check_context(arguments.target, arguments.context)
+    cost_model.check_dtype(machine.device, arguments.dtype, arguments.device)
+    options.check_context(arguments.target, arguments.context)
     candidates, sources = candidates_of(arguments, target)
     where = machine, arguments.batch, arguments.context
     plan = planner.plan(target, candidates, *where)
@@ -90,15 +90,6 @@ def machine_of(arguments: argparse.Namespace) -> cost_model.Machine:
             f"--mesh {arguments.mesh}: the cost model does not support pipeline stages; omit stage"
         )
     return cost_model.Machine(cost_model.device_of(arguments.device), mesh.data, mesh.model)
-
-
-def check_context(source: str, context: int) -> None:
-    """Raises ValueError if the context exceeds the positions of a model."""
-    limit = config_of(source).max_positions
-    if context > limit:
-        raise ValueError(
-            f"context={context} exceeds the {limit} positions of {source}: use a shorter context"
-        )
 
 
 def candidates_of(
@@ -184,7 +175,7 @@ def as_json(
 
 
 def _prediction(p: planner.Prediction, sources: dict[str, str]) -> dict[str, Any]:
-    spec = parts(p.drafter)
+    spec = match_drafter(p.drafter)
     return {
         "drafter": p.drafter,
         "policy": spec["policy"],
@@ -217,7 +208,7 @@ def as_text(
         + offloading.describe_offload(arguments.offload),
         f"plain decoding: predicted T_target {1e3 * plan.target:.2f} ms, "
         f"{arguments.batch / plan.target:,.0f} tokens/s",
-        _line("best drafter", best),
+        _line("fastest drafter", best),
     ]
     if plan.runner_up:
         lines.append(_line("runner-up", plan.runner_up))

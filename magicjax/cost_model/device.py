@@ -22,6 +22,7 @@ those of links to the current device, with a model that is not offloaded.
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -157,11 +158,14 @@ def find_device(name: str) -> Device:
     return DEVICES[key]
 
 
-def check_dtype(device: Device, dtype: str) -> None:
-    """Raises ValueError if the device's rates are for elements of another size than the dtype's."""
+def check_dtype(device: Device, dtype: str, source: str | os.PathLike) -> None:
+    """Raises ValueError if the device's rates are for elements of another size than the dtype's.
+
+    `source` is the profile or the preset of the device, for the error message.
+    """
     if dtype[-2:] != device.dtype[-2:]:  # bits
         raise ValueError(
-            f"the rates of {device.name} are for {device.dtype}, and dtype={dtype}: use "
+            f"the rates of {source} are for {device.dtype}, and dtype={dtype}: use "
             f"{device.dtype}, or measure the device with `magicjax calibrate --dtype {dtype}`"
         )
 

@@ -31,9 +31,9 @@ class Stats:
         node's 1st, 2nd, … try (the last: that or, in merged trees, a later one).
         `magicjax.optimal` takes it; its cumulative sum is the success rate of the draft's top 1,
         2, … choices.
-      rounds: target passes, summed over rows until they end.
-      steps: rounds of the batch, which are those of the longest-running row; decode_s / steps is
-        the time of one.
+      target_passes: summed over rows until they end.
+      rounds: of the batch, which are those of the longest-running row; decode_s / rounds is the
+        time of one.
       emitted: tokens of the decoding loop, all rows; prefill emits the first token of each row.
       drafted: proposed nodes without roots and padding.
       nodes_per_round: of a row, the root included.
@@ -56,8 +56,8 @@ class Stats:
     acceptance_by_rank: tuple[tuple[float, ...], ...]
     histogram: tuple[int, ...]
     histogram_by_request: tuple[tuple[int, ...], ...]
+    target_passes: int
     rounds: int
-    steps: int
     emitted: int
     drafted: int
     nodes_per_round: float
@@ -91,7 +91,7 @@ def acceptance(
       calls: depth of the tree and histogram of each call of the loop, if trees differed.
     """
     by_count = np.asarray(histogram).sum(0)
-    rounds, deepest = int(by_count.sum()), len(by_count) - 1
+    passes, deepest = int(by_count.sum()), len(by_count) - 1
     accepted = int((by_count * np.arange(deepest + 1)).sum())
     per_row, rounds_per_row = np.asarray(emitted) - 1, np.asarray(histogram).sum(1)
     ran = rounds_per_row > 0
@@ -104,19 +104,19 @@ def acceptance(
     reached = np.maximum(tried, 1)
     by_rank = np.asarray(ranks).sum(0)[:-1] / reached[:, None]
     return {
-        "tau": int(per_row.sum()) / rounds if rounds else 0.0,
-        "tau_by_request": float((per_row[ran] / rounds_per_row[ran]).mean()) if rounds else 0.0,
+        "tau": int(per_row.sum()) / passes if passes else 0.0,
+        "tau_by_request": float((per_row[ran] / rounds_per_row[ran]).mean()) if passes else 0.0,
         "acceptance_rate": accepted / perfect if perfect else 0.0,
-        "acceptance_by_depth": tuple(float(n) / max(rounds, 1) for n in at_least[1:]),
+        "acceptance_by_depth": tuple(float(n) / max(passes, 1) for n in at_least[1:]),
         "acceptance_if_reached": tuple(float(n) for n in at_least[1:] / reached),
         "acceptance_by_rank": tuple(tuple(map(float, row)) for row in by_rank),
         "histogram": tuple(map(int, by_count)),
         "histogram_by_request": tuple(tuple(map(int, row)) for row in np.asarray(histogram)),
-        "rounds": rounds,
-        "steps": int(rounds_per_row.max()),
+        "target_passes": passes,
+        "rounds": int(rounds_per_row.max()),
         "emitted": int(per_row.sum()),
         "drafted": int(np.asarray(nodes).sum()),
-        "nodes_per_round": 1 + int(np.asarray(nodes).sum()) / rounds if rounds else 1.0,
+        "nodes_per_round": 1 + int(np.asarray(nodes).sum()) / passes if passes else 1.0,
         "accepted": accepted,
     }
 

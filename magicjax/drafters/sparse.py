@@ -8,7 +8,7 @@ from magicjax.kv_cache.attention_stats import AttentionStats, newest
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.kv_cache.sparse_cache import DraftCache, Pins, gather
 from magicjax.model import Model
-from magicjax.policies import Evidence, Full, Policy, choose, find
+from magicjax.policies import Evidence, Full, Policy, choose, get_policy
 from magicjax.settings import AttentionStatsSpec
 
 KV_DTYPES = {None: None, "int8": 8, "int4": 4}  # bits of an element
@@ -27,7 +27,7 @@ def resolve_policy(drafter: Any, full_reads: str, *unused: str) -> None:
       ValueError: an unknown policy, or a field that policy 'full' does not use.
       TypeError: the policy is neither a name nor a `Policy`, or the budget is not an integer.
     """
-    object.__setattr__(drafter, "policy", find(drafter.policy))
+    object.__setattr__(drafter, "policy", get_policy(drafter.policy))
     if drafter.budget is not None:
         try:
             object.__setattr__(drafter, "budget", operator.index(drafter.budget))

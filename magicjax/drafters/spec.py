@@ -8,13 +8,15 @@ from magicjax.drafters.base import Drafter
 from magicjax.drafters.prompt_lookup import PromptLookup
 from magicjax.drafters.self_speculation import SelfSpeculation
 from magicjax.drafters.small_model import SmallModel
-from magicjax.policies import Full, StreamingLLM, find
+from magicjax.policies import Full, StreamingLLM, get_policy
+from magicjax.suggest import did_you_mean
 
 DRAFTER = re.compile(
     r"(?P<kind>self|small:(?P<path>.+?))(:(?P<policy>[\w.-]+)(:(?P<budget>\d+))?)?"
     r"|(?P<prompt_lookup>prompt-lookup)(:(?P<ngram>\d+))?"
 )
-DRAFTERS = (
+KINDS = ("self", "small", "prompt-lookup")
+DRAFTER_SYNTAX = (
     "self:streaming:256 (policy and budget), small:PATH (a model directory or preset), "
     "small:PATH:streaming:256 or prompt-lookup:4 (how many of the newest tokens to look for)"
 )
@@ -27,7 +29,7 @@ CACHE = {
 }
 
 
-def parts(text: str) -> re.Match:
+def match_drafter(text: str) -> re.Match:
     """Returns the parts of a drafter's text: path, policy and budget, or prompt_lookup and ngram.
 
     Raises:
@@ -35,10 +37,12 @@ def parts(text: str) -> re.Match:
     """
     match = DRAFTER.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is not a drafter: use {DRAFTERS}")
+        kind = text.partition(":")[0]
+        hint = "" if kind in KINDS else did_you_mean(kind, KINDS)
+        raise ValueError(f"{text!r} is not a drafter: use {DRAFTER_SYNTAX}{hint}")
     if match["policy"]:
         try:
-            find(match["policy"])
+            get_policy(match["policy"])
         except ValueError as error:
             hint = f" (a directory of that name needs {text}:full)" if match["path"] else ""
             raise ValueError(f"{error}{hint}") from error
@@ -47,10 +51,10 @@ def parts(text: str) -> re.Match:
 
 def has_option(text: str, option: str) -> bool:
     """Returns whether a drafter has an option of `CACHE`."""
-    match = parts(text)
+    match = match_drafter(text)
     if match["prompt_lookup"]:
         return False
-    policy = find(match["policy"] or ("full" if match["path"] else "streaming"))
+    policy = get_policy(match["policy"] or ("full" if match["path"] else "streaming"))
     streams = isinstance(policy, StreamingLLM)
     return {
         "refresh_every": not match["path"] and not streams,
@@ -75,7 +79,7 @@ def make_drafter(
       ValueError, FileNotFoundError: the text is not a drafter, an unknown policy or model, or
         options that cannot be combined.
     """
-    match = parts(text)
+    match = match_drafter(text)
     if match["prompt_lookup"]:
         return PromptLookup(int(match["ngram"])) if match["ngram"] else PromptLookup()
     options: dict[str, Any] = {

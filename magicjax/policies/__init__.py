@@ -4,7 +4,7 @@ from magicjax.policies.attention_mass import H2O, TOVA, PyramidKV, SnapKV
 from magicjax.policies.base import Evidence, Policy, RecentQueries, choose
 from magicjax.policies.expected_attention import ExpectedAttention
 from magicjax.policies.query_free import Full, KeyDiff, KNorm, Random, StreamingLLM
-from magicjax.policies.registry import GROUP, POLICIES, find
+from magicjax.policies.registry import GROUP, POLICIES, get_policy
 
 __all__ = [
     "GROUP",
@@ -23,5 +23,5 @@ __all__ = [
     "SnapKV",
     "StreamingLLM",
     "choose",
-    "find",
+    "get_policy",
 ]

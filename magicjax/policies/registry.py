@@ -23,7 +23,7 @@ POLICIES: dict[str, type[Policy]] = {
 GROUP = "magicjax.policies"  # of entry points
 
 
-def find(policy: str | Policy) -> Policy:
+def get_policy(policy: str | Policy) -> Policy:
     """Returns the policy of a name with its default settings, or `policy` itself.
 
     A name is one of `POLICIES`, or an entry point of the group "magicjax.policies" of an installed

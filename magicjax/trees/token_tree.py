@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from magicjax.suggest import did_you_mean
+
 MAX_NODES = 256
 NO_NODE = -1  # the root's parent; as the parent of a later node it marks padding
 
@@ -242,6 +244,7 @@ class DynamicTree:
 
 Tree = TokenTree | DynamicTree
 ROOT_ONLY = TokenTree((NO_NODE,))  # plain decoding
+KINDS = ("chain", "expansion", "parents", "dynamic")  # of `parse_tree`
 
 
 def chain(length: int) -> TokenTree:
@@ -286,7 +289,7 @@ def parse_tree(text: str) -> Tree:
     Raises:
       ValueError: the text has another form, or the tree is not valid.
     """
-    match = re.fullmatch(r"(chain|expansion|parents|dynamic):(-?\d+(?:,-?\d+)*)", text)
+    match = re.fullmatch(rf"({'|'.join(KINDS)}):(-?\d+(?:,-?\d+)*)", text)
     numbers = [int(n) for n in match[2].split(",")] if match else []
     kind = match[1] if match else ""
     if kind == "expansion":
@@ -297,7 +300,9 @@ def parse_tree(text: str) -> Tree:
         return chain(numbers[0])
     if kind == "dynamic" and len(numbers) == 3:
         return DynamicTree(*numbers)
+    kind = text.partition(":")[0]
+    hint = "" if kind in KINDS else did_you_mean(kind, KINDS)
     raise ValueError(
         f"{text!r} is not a tree: use chain:4, expansion:2,2,1, parents:-1,0,0,1 or dynamic:16,6,4 "
-        "(nodes, depth, width)"
+        f"(nodes, depth, width){hint}"
     )

@@ -73,8 +73,8 @@ class ScriptedBench(workload.Bench):
             tau=1.0 if cell.draft == "none" else 2.0,
             decode_s=1.0 if cell.draft == "none" else 0.5,
             compile_s=3.0 if warm_up else 0.0,
-            rounds=cell.batch * sum(histogram),
-            steps=sum(histogram),
+            target_passes=cell.batch * sum(histogram),
+            rounds=sum(histogram),
             histogram_by_request=(histogram,) * cell.batch,
             emitted=cell.batch * cell.new_tokens,
         )
@@ -87,8 +87,8 @@ class Stats:
     tau: float
     decode_s: float
     compile_s: float
+    target_passes: int
     rounds: int
-    steps: int
     emitted: int
     histogram_by_request: tuple
     histogram: tuple = (1, 2)

@@ -149,7 +149,13 @@ def compare(case: str, mesh: list[int], shards: int | None, layers: int = 2, **m
     model = target(CASES[case][3], layers)
     tally.compare(model, prompts(), expected, found, ties_allowed=not sampled)
     if not tally.ties:
-        for field in ("tau", "acceptance_by_depth", "acceptance_by_rank", "rounds", "drafted"):
+        for field in (
+            "tau",
+            "acceptance_by_depth",
+            "acceptance_by_rank",
+            "target_passes",
+            "drafted",
+        ):
             one, eight = getattr(on_one_device.stats, field), getattr(on_eight.stats, field)
             assert np.allclose(one, eight), (field, one, eight)
     return dict(rows=tally.rows, ties=tally.ties)

@@ -392,7 +392,12 @@ def test_the_kernel_runs_on_hopper_only_on_request(dtype, head_dim):
             A100,
             r"runs on NVIDIA Hopper .*9\.0.* and this device is NVIDIA A100; use",
         ),
-        ("bfloat16", 128, CPU, "runs on .* and this device is cpu; use backend='xla', or None"),
+        (
+            "bfloat16",
+            128,
+            CPU,
+            "runs on .* and this device is cpu; use backend='xla', or omit backend",
+        ),
     ],
 )
 def test_an_unsupported_call_is_refused(dtype, head_dim, device, message):

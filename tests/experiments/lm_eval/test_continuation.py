@@ -38,7 +38,7 @@ def test_without_a_stop_string_texts_equal_plain_generate(target, kind):
     assert result.texts == expected.texts
     assert result.emitted == expected.stats.emitted
     if kind == "plain":
-        assert result.rounds == result.emitted
+        assert result.target_passes == result.emitted
 
 
 def test_a_text_ends_before_the_first_of_its_stop_strings(target):
@@ -57,8 +57,8 @@ def test_the_loop_ends_when_every_row_contains_a_stop_string(target, monkeypatch
     prompts = prompts_of(target)
     whole = continue_until(target, prompts, [], max_new_tokens=NEW)
     early = continue_until(target, prompts, [text[2:4] for text in whole.texts], max_new_tokens=NEW)
-    assert early.rounds < whole.rounds == 3 * (NEW - 1)
-    assert early.rounds % (3 * 4) == 0  # calls of four rounds
+    assert early.target_passes < whole.target_passes == 3 * (NEW - 1)
+    assert early.target_passes % (3 * 4) == 0  # calls of four rounds
 
 
 def test_the_text_of_a_row_excludes_its_eos_token(target):

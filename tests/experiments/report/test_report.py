@@ -1,11 +1,12 @@
 """The report of a folder of results: finished cells, and failed ones."""
 
+import re
 import shutil
 
 import pytest
 import yaml
 
-from experiments.report import page, results_folder
+from experiments.report import page, results_folder, terminal
 from experiments.schema import config, grid, store
 from experiments.schema.columns import COLUMNS, TIMES
 
@@ -64,6 +65,8 @@ def test_a_page_holds_all_cells_figures_and_the_experiment(tmp_path):
     assert html.count("<tr") == 1 + 16 and "15 of 16 cells have a result" in html
     assert "out of memory: out of memory: the process held 3 GB" in html
     assert "a machine" in html and "budget" in html and "mean acceptance length" in html
+    assert re.search(r"<th>decode_tok_s</th>\s*<th>ar_decode_tok_s</th>", html)
+    assert "<title>mine: report</title>" in html and "<h1>mine</h1>" in html
     for name in written[1:]:
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
 
@@ -98,6 +101,17 @@ def test_two_folders_are_compared_cell_by_cell(tmp_path, capsys):
     assert len(both) == 7 and set(both["tok/s ratio"]) == {1.0, 2.0}
     assert both["same_tokens"].astype(str).value_counts().to_dict() == {"True": 6, "False": 1}
     assert (mine / "comparison.png").exists() and "same_tokens" in capsys.readouterr().out
+
+
+def test_a_share_above_the_measured_bandwidth_is_explained(tmp_path):
+    rows = results_folder.read(fill(tmp_path / "mine", batches=(1,), contexts=(64,))).rows
+    row = next(row for row in rows if row["draft"] == "none")
+    assert terminal.notes([row])[0].endswith("100% of the measured 1.0 GB/s")
+    above = terminal.notes([row | {"bandwidth_share": 1.25}])[0]
+    assert above.endswith(
+        "125% of the measured 1.0 GB/s (more than the measured bandwidth: the cache of the CPU "
+        "holds part of the data)"
+    )
 
 
 def broken(tmp_path, how):

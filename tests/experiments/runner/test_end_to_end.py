@@ -29,7 +29,7 @@ def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, here, capsys):
         assert (row["status"], float(row["exact_match"])) == ("ok", 1.0)
         assert float(row["decode_s"]) > 0
     assert float(plain["tau"]) == 1.0 and float(plain["compile_s"]) > 0
-    assert int(plain["rounds"]) == 2 * 11  # the first token of each row is the prefill's
+    assert int(plain["target_passes"]) == 2 * 11  # the first token of each row is the prefill's
     assert float(streaming["kv_mb_draft"]) < float(streaming["kv_mb_target"])
     assert 0 <= float(small["agreement"]) <= 1
     assert (streaming["verifier"], streaming["draw"], streaming["temperature"]) == (
@@ -91,9 +91,9 @@ def test_a_sampled_grid_compares_with_plain_sampling_of_the_same_parameters(zoo,
         "methods:\n"
         f"  - {{draft: small, model: {zoo / 'draft'}, tree: 'expansion:2,1', "
         "verifier: [mss, naive]}\n"
-        f"  - {{draft: ensemble, models: [{zoo / 'draft'}, prompt_lookup], "
+        f"  - {{draft: ensemble, models: [{zoo / 'draft'}, prompt-lookup], "
         "tree: 'expansion:1,1 + chain:2'}\n"
-        "  - {draft: prompt_lookup, tree: 'expansion:2,1', verifier: naive}\n"
+        "  - {draft: prompt-lookup, tree: 'expansion:2,1', verifier: naive}\n"
     )
     assert launch.main([str(path)]) == 0
     with (zoo / "results" / "sampled" / "summary.csv").open() as file:

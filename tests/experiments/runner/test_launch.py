@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from experiments import launch
-from experiments.runner import estimates, launchers, preflight, provenance
+from experiments.runner import estimates, launchers, preflight, provenance, tracking, worker
 from experiments.schema import config, grid, store
 from experiments.schema.columns import TIMES
 from experiments.studies.specinfer import __main__ as specinfer
@@ -133,12 +133,13 @@ def test_a_row_has_the_settings_of_the_draft_cache(start, tmp_path):
     ]
 
 
-def test_finished_cells_are_not_measured_again(start, scripted, tmp_path):
+def test_finished_cells_are_not_measured_again(start, scripted, tmp_path, capsys):
     start()
     first = summary(tmp_path)
     again = scripted()
     assert start(bench=again) == 0
     assert not again.ran and summary(tmp_path) == first
+    assert "0 of 0 cells" not in capsys.readouterr().out
     more = scripted()
     start(bench=more, grid={"batch": [1, 2, 4]})
     assert {cell.batch for cell in more.ran} == {4} and len(summary(tmp_path)) == 9
@@ -346,6 +347,25 @@ def test_an_interrupted_run_reports_finished_cells_and_resumes(start, tmp_path):
     assert start() == 0 and len(summary(tmp_path)) == 6
 
 
+def test_a_run_that_is_stopped_in_its_first_cell_says_how_to_resume(start, capsys, monkeypatch):
+    def interrupt(folder):
+        for _ in range(2):
+            launchers.signal.raise_signal(launchers.signal.SIGINT)
+
+    monkeypatch.setattr(worker, "measure_cell", lambda *arguments: None)  # it is killed
+    assert start(before=interrupt) == 130
+    assert "6 of 6 cells are still to do: rerun the command to resume" in capsys.readouterr().out
+
+
+def test_trackers_receive_the_summary_and_no_hidden_files(start, monkeypatch):
+    uploaded = []
+    tracker = tracking.Tracker({})
+    tracker.artifacts = lambda paths: uploaded.extend(path.name for path in paths)
+    monkeypatch.setattr(tracking, "open", lambda *arguments: tracker)
+    assert start(grid={}) == 0
+    assert uploaded == ["experiment.yaml", "summary.csv"]
+
+
 def test_invalid_settings_end_with_status_2_and_a_message(tmp_path, capsys):
     path = tmp_path / "wrong.yaml"
     path.write_text("repeets: 3")
@@ -364,7 +384,7 @@ IMPOSSIBLE = {
         "model: ./none is not a directory",
     ),
     "no such member": (
-        "methods: [{draft: ensemble, models: [./none, prompt_lookup], tree: chain:2}]",
+        "methods: [{draft: ensemble, models: [./none, prompt-lookup], tree: chain:2}]",
         "model: ./none is not a directory",
     ),
     "a verifier that is not exact": (
@@ -373,8 +393,9 @@ IMPOSSIBLE = {
     ),
     "texts too long": (
         "grid: {batch: [1, 2], context: [64, 16300]}\nnew_tokens: 128",
-        "context 16300: prompt 0 has 16300 tokens; with max_new_tokens=128 it needs 16428 "
-        "positions, and the target has 16384",
+        "context 16300: prompt 0 has 16300 tokens; with new_tokens=128 it needs 16428 "
+        "positions, and the target has 16384: shorten the prompt (to at most 16256 tokens) or "
+        "reduce new_tokens",
     ),
     "a budget too small": (
         "methods: [{draft: self, budget: [64, 8], sinks: 4, tree: chain:5}]",

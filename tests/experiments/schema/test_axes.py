@@ -24,17 +24,17 @@ def test_axes_are_combined_and_zipped_lists_vary_jointly():
 
 
 def test_exclude_removes_cells_also_by_options_of_methods():
-    methods = [{"draft": "self", "budget": [64, 128]}, {"draft": "prompt_lookup"}]
-    where = [{"batch": 4, "draft": "prompt_lookup"}, {"budget": [128], "context": 64}]
+    methods = [{"draft": "self", "budget": [64, 128]}, {"draft": "prompt-lookup"}]
+    where = [{"batch": 4, "draft": "prompt-lookup"}, {"budget": [128], "context": 64}]
     found = cells(grid={"batch": [1, 4], "context": [64, 96]}, methods=methods, exclude=where)
     named = {(c.batch, c.context, c.draft, c.budget) for c in found}
     everything = {
         (batch, context, *draft)
         for batch in (1, 4)
         for context in (64, 96)
-        for draft in (("none", None), ("self", 64), ("self", 128), ("prompt_lookup", None))
+        for draft in (("none", None), ("self", 64), ("self", 128), ("prompt-lookup", None))
     }
-    gone = {(4, c, "prompt_lookup", None) for c in (64, 96)} | {
+    gone = {(4, c, "prompt-lookup", None) for c in (64, 96)} | {
         (b, 64, "self", 128) for b in (1, 4)
     }
     assert named == everything - gone
@@ -59,6 +59,7 @@ def test_exclude_matches_an_option_that_is_not_set_by_zero_and_the_empty_text():
         ({"grid": {"batch": []}}, "the axis batch has no values, so the grid is empty"),
         ({"grid": {"bacth": [1]}}, "'bacth' is not a setting that a grid can vary; did you mean"),
         ({"grid": {"budget": [64]}}, "budget is an option of methods: list its values there"),
+        ({"grid": {"budgt": [1]}}, "can vary; did you mean 'budget' of methods?"),
         ({"grid": {"name": ["a"]}}, "'name' is not a setting that a grid can vary"),
         ({"grid": {"batch": [1, 1]}}, "the axis batch lists a value twice"),
         ({"grid": {"batch": [1]}, "zip": [{"batch": [2]}]}, "the axis batch occurs twice"),

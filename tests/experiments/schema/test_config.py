@@ -52,8 +52,8 @@ def test_all_problems_of_a_file_are_reported(tmp_path):
         ("{draft: self, policy: sanpkv}", "did you mean 'snapkv'?"),
         ("{draft: self, policy: [h2o, snap]}", "policy='snap' is unknown: use one of"),
         (
-            "{draft: prompt_lookup, policy: snapkv}",
-            "policy has no effect with draft=prompt_lookup",
+            "{draft: prompt-lookup, policy: snapkv}",
+            "policy has no effect with draft=prompt-lookup",
         ),
         (
             "{draft: self, policy: full, budget: 64}",
@@ -90,7 +90,7 @@ def test_all_problems_of_a_file_are_reported(tmp_path):
             "recent has no effect with policy=streaming: remove it, or set a policy that chooses",
         ),
         ("{draft: self, model: x}", "model has no effect with draft=self"),
-        ("{draft: prompt_lookup, draw: top}", "draw has no effect with draft=prompt_lookup"),
+        ("{draft: prompt-lookup, draw: top}", "draw has no effect with draft=prompt-lookup"),
         ("{draft: small, model: x, models: [y, z]}", "models has no effect with draft=small"),
         ("{draft: ensemble}", "models lists 0 members of an ensemble: list at least 2"),
         ("{draft: ensemble, models: [x]}", "models lists 1 members"),
@@ -99,9 +99,9 @@ def test_all_problems_of_a_file_are_reported(tmp_path):
             "has 3 trees for 2 drafters",
         ),
         ("{draft: self, tree: 'chain:1 + chain:2'}", "has 2 trees for 1 drafters"),
-        ("{draft: prompt_lookup, tree: 'expansion:1,2'}", "this tree branches below the root"),
+        ("{draft: prompt-lookup, tree: 'expansion:1,2'}", "this tree branches below the root"),
         (
-            "{draft: ensemble, models: [x, prompt_lookup], tree: 'expansion:2,2'}",
+            "{draft: ensemble, models: [x, prompt-lookup], tree: 'expansion:2,2'}",
             "this tree branches below the root",
         ),
         ("{draft: self, draw: with_replacement, tree: 'dynamic:8,3,4'}", "in a dynamic tree would"),
@@ -117,6 +117,12 @@ def test_all_problems_of_a_file_are_reported(tmp_path):
         ("{draft: auto, drafters: [slef]}", "'slef' is not a drafter: use self:streaming:256"),
         ("{draft: auto, tree: 'dynamic:9,4,3'}", "must be a static tree"),
         ("{draft: self, tree: ladder:3}", "'ladder:3' is not a tree: use chain:4"),
+        (
+            "{draft: self, tree: expansion:2,1}",
+            "methods.0.1: a key must be text: quote a value that contains commas, as in {tree: "
+            '"expansion:2,2,1"}',
+        ),
+        ("{draft: self, budgt: 64}", "methods.0.budgt: no such key; did you mean 'budget'?"),
     ],
 )
 def test_options_that_do_not_fit_together_are_refused(tmp_path, method, message):
@@ -192,18 +198,35 @@ def test_the_command_line_overrides_the_file_which_overrides_the_defaults(tmp_pa
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (["--methods.0.model", "x"], "has no effect with draft=self"),
-        (["--repeats", "-1"], "greater than or equal to 0"),
-        (["--repeets", "3"], "--repeats"),
+        (["--methods.0.model", "x"], "model has no effect with draft=self: remove it"),
+        (["--repeats", "-1"], "repeats=-1: Input should be greater than or equal to 0"),
+        (["--prompts", "stdlb"], "prompts='stdlb': 'stdlb' is not a kind of prompts; did you mean"),
+        (["--methods.0.policy", "streming"], "policy='streming' is unknown"),
+        (["--slurm.gpus", "-1"], "gpus=-1: Input should be greater than or equal to 0"),
     ],
 )
 def test_overrides_are_checked_like_the_file(tmp_path, capsys, override, message):
     path = tmp_path / "mine.yaml"
     path.write_text("methods: [{draft: self}]")
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(fields.ConfigError) as error:
         config.from_command_line([str(path), *override], "launch")
+    assert str(error.value).startswith(f"command line:\n  {message}")
+    assert "pydantic" not in str(error.value) and "input_value" not in str(error.value)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_unknown_option_ends_with_a_suggestion(tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text("methods: [{draft: self}]")
+    with pytest.raises(SystemExit) as end:
+        config.from_command_line([str(path), "--repeets", "3"], "launch")
     assert end.value.code == 2
-    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "--repeats" in capsys.readouterr().err
+
+
+def test_an_option_of_methods_among_the_settings_is_an_error_with_a_hint(tmp_path):
+    with pytest.raises(fields.ConfigError, match="budgt: no such key; did you mean 'budget' of m"):
+        read(tmp_path, "budgt: 64")
 
 
 def test_a_command_without_a_file_is_refused():

@@ -90,10 +90,10 @@ SAMPLED = fields.checked(
         "top_p": 0.9,
         "methods": [
             {"draft": "self", "tree": ["chain:3", "dynamic:16,6,4"], "verifier": ["mss", "naive"]},
-            {"draft": "prompt_lookup", "tree": "expansion:2,1,1"},
+            {"draft": "prompt-lookup", "tree": "expansion:2,1,1"},
             {
                 "draft": "ensemble",
-                "models": ["zoo/draft-1", "zoo/draft-2", "prompt_lookup"],
+                "models": ["zoo/draft-1", "zoo/draft-2", "prompt-lookup"],
                 "tree": ["chain:3", "expansion:2,2 + chain:4 + chain:5"],
             },
             {"draft": "small", "model": "zoo/draft-1", "draw": "with_replacement"},
@@ -105,14 +105,14 @@ SAMPLED = fields.checked(
 
 def test_a_sampled_grid_resolves_its_settings_and_asks_the_drafters_for_their_bounds():
     (cells,) = grid.groups(SAMPLED)
-    members = "draft-1 + draft-2 + prompt_lookup"
+    members = "draft-1 + draft-2 + prompt-lookup"
     assert [(c.method, c.gamma, c.nodes, c.draw_methods) for c in cells] == [
         ("plain", 0, 1, ""),
         ("self streaming 256, chain:3, mss", 3, 4, "without_replacement"),
         ("self streaming 256, chain:3, naive", 3, 4, "without_replacement"),
         ("self streaming 256, dynamic:16,6,4, mss", 6, 16, "top"),
         ("self streaming 256, dynamic:16,6,4, naive", 6, 16, "top"),
-        ("prompt-lookup, expansion:2,1,1, mss", 3, 7, "top"),
+        ("prompt-lookup ngram 4, expansion:2,1,1, mss", 3, 7, "top"),
         (f"{members}, chain:3, mss", 3, 10, "top + without_replacement"),
         (f"{members}, expansion:2,2 + chain:4 + chain:5, mss", 5, 16, "top + without_replacement"),
         ("draft-1, chain:4, with replacement, mss", 4, 5, "with_replacement"),
@@ -191,12 +191,12 @@ def test_a_cell_makes_the_drafter_of_its_settings():
 
 def test_an_option_makes_cells_columns_labels_and_arguments_of_the_drafter(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text("methods: [{draft: prompt_lookup, max_ngram: [2, 4]}, {draft: self}]")
+    path.write_text("methods: [{draft: prompt-lookup, max_ngram: [2, 4]}, {draft: self}]")
     ((plain, two, four, other),) = grid.groups(config.read(path))
     assert [c.max_ngram for c in (plain, two, four, other)] == [None, 2, 4, None]
     assert [c.method for c in (two, four)] == [
         "prompt-lookup ngram 2, chain:4",
-        "prompt-lookup, chain:4",
+        "prompt-lookup ngram 4, chain:4",
     ]
     assert [grid.columns(c)["max_ngram"] for c in (two, four, other)] == [2, 4, None]
     assert grid.make_drafter(two) == magicjax.PromptLookup(max_ngram=2)
@@ -230,7 +230,7 @@ def test_a_cell_is_frozen():
             {"draft": "small", "model": "d", "policy": "streaming", "sink_positions": "in_cache"},
             None,
         ),
-        ({"draft": "prompt_lookup"}, None),
+        ({"draft": "prompt-lookup"}, None),
     ],
 )
 def test_agreement_is_measured_only_if_the_view_of_the_text_is_fixed(described, view):

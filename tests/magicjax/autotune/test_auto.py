@@ -409,6 +409,12 @@ def test_candidates_have_the_names_and_costs_of_their_drafters():
     )
 
 
+def resaved(profile, **changes):
+    """Returns the profile after a change of its device."""
+    cost_model.save_profile(profile, dataclasses.replace(HERE, **changes), {})
+    return profile
+
+
 REFUSED = {
     "a string": (
         lambda p: "automatic",
@@ -437,6 +443,11 @@ REFUSED = {
     ),
     "a device": (lambda p: Auto(profile="h10"), {}, "device 'h10' is unknown: use one of"),
     "a dtype": (lambda p: Auto(profile="h100"), {}, "the rates of h100 are for bfloat16"),
+    "a dtype of a profile": (
+        lambda p: Auto(profile=resaved(p, dtype="bfloat16")),
+        {},
+        "/here.json are for bfloat16, and dtype=float32: use bfloat16",
+    ),
     "no file": (
         lambda p: Auto(profile="no.json"),
         {},

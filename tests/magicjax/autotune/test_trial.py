@@ -80,8 +80,8 @@ def test_tokens_of_a_tree_are_those_of_a_whole_run_if_all_rows_end_in_the_trial(
     prefilled = prefilled_of(request)
     for tree in (TREE, tiny.TREES["chain2"]):
         trial, prefilled = run_trial(request, "name", prefilled, 50, tree)
-        steps = tiny.generate(8, 0, "near", f"chain{tree.depth}").stats.steps
-        assert trial.tree_tokens == pytest.approx((tiny.NEW - 1) / steps)
+        rounds = tiny.generate(8, 0, "near", f"chain{tree.depth}").stats.rounds
+        assert trial.tree_tokens == pytest.approx((tiny.NEW - 1) / rounds)
         assert len(trial.chain_tokens) == tree.depth
 
 

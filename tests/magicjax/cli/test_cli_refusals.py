@@ -6,6 +6,7 @@ import pytest
 
 import magicjax
 import models
+from magicjax.cli import calibrate, fit, generate, plan
 from magicjax.cli.options import in_option_names
 from magicjax.decoding import program_cache
 from magicjax.drafters.spec import make_drafter
@@ -269,7 +270,19 @@ REFUSED = {
     ),
     "no such backend": (
         ["--target", "DIR", "--prompt", "a", "--backend", "triton"],
-        "--backend 'triton' is unknown",
+        "'xla'], or omit --backend",
+    ),
+    "a backend of another device": (
+        ["--target", "DIR", "--prompt", "a", "--backend", "mosaic"],
+        "; use --backend 'xla', or omit --backend",
+    ),
+    "a misspelt drafter": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "slef:streaming:256"],
+        "did you mean 'self'?",
+    ),
+    "a misspelt tree": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "self", "--tree", "chian:3"],
+        "did you mean 'chain'?",
     ),
 }
 
@@ -306,6 +319,22 @@ def test_a_slow_tokenizer_is_an_error_before_weights_are_loaded(directory, run, 
 def test_an_incomplete_drafter_is_an_error(text):
     with pytest.raises(ValueError, match="is not a drafter: use self:streaming:256"):
         make_drafter(text, magicjax.load)
+
+
+@pytest.mark.parametrize("command", [generate, plan, fit, calibrate])
+def test_an_interrupt_ends_with_one_line(command, run, monkeypatch):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run", interrupted)
+    name = command.__name__.rpartition(".")[2]
+    required = {
+        "generate": ("--target", "a", "--prompt", "a"),
+        "plan": ("--target", "a", "--batch", 1, "--context", 1, "--device", "h100"),
+        "fit": ("--target", "a", "--batch", 1, "--context", 1, "--device", "h100"),
+        "calibrate": (),
+    }
+    assert run(name, *required[name]) == (130, "", "magicjax: interrupted\n")
 
 
 def test_a_prompt_may_begin_with_dashes(directory, run):

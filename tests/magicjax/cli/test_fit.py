@@ -96,6 +96,10 @@ def test_the_largest_batch_is_a_multiple_of_the_groups(run):
         (["--mesh", "pipe=3"], "'pipe=3' is not a valid mesh: use stage=2,data=2,model=2"),
         (["--batch", "0"], "--batch 0 must be at least 1"),
         (["--target", "llama-9"], "llama-9"),
+        (
+            ["--context", "200000"],
+            "--context 200000 exceeds the 131072 positions of llama-3.1-8b: use at most 131072",
+        ),
     ],
 )
 def test_invalid_input_is_an_error_before_compilation(run, arguments, message):

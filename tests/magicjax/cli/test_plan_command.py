@@ -24,7 +24,8 @@ def test_text_names_the_best_drafter_the_runner_up_and_the_break_even(run):
     )
     assert re.match(r"plain decoding: predicted T_target [\d.]+ ms, [\d,]+ tokens/s", lines[1])
     best = (
-        r"best drafter: self:streaming:256, chain:\d+: predicted speedup [\d.]+x, [\d,]+ tokens/s"
+        r"fastest drafter: self:streaming:256, chain:\d+: "
+        r"predicted speedup [\d.]+x, [\d,]+ tokens/s"
     )
     assert re.match(best, lines[2])
     round_ = r"    [\d.]+ tokens per round, [\d.]+ ms per round: \d x T_draft [\d.]+, T_verify\("
@@ -63,7 +64,7 @@ def test_plain_decoding_is_recommended_where_it_is_faster(run):
     code, out, _ = run("plan", *where, *H100, "--acceptance", 0.84)
     assert code == 0
     assert re.search(
-        r"^best drafter: self:streaming:256, chain:1: predicted speedup 0\.", out, re.M
+        r"^fastest drafter: self:streaming:256, chain:1: predicted speedup 0\.", out, re.M
     )
     assert out.endswith("recommendation: plain decoding\n")
     found = planned(run, *where, *H100, "--acceptance", 0.84)
@@ -187,7 +188,7 @@ REFUSED = {
     ),
     "a drafter": (
         (*WHERE, *H100, "--acceptance", 0.8, "--drafter", "slef"),
-        "'slef' is not a drafter: use self:streaming:256",
+        "did you mean 'self'?",
     ),
     "another vocabulary": (
         (*WHERE, *H100, "--acceptance", 0.8, "--drafter", "small:llama-68m:streaming:256"),

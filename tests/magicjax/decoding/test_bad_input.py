@@ -278,7 +278,7 @@ REFUSED = {
     "unknown backend": (
         dict(backend="triton"),
         ValueError,
-        r"backend='triton' is unknown: use one of \['mosaic', .*'xla'\], or None",
+        r"backend='triton' is unknown: use one of \['mosaic', .*'xla'\], or omit backend",
     ),
     "another target": (
         dict(target="gpt"),

@@ -15,6 +15,7 @@ COUNTED = (
     "tau",
     "acceptance_rate",
     "acceptance_by_depth",
+    "target_passes",
     "rounds",
     "emitted",
     "drafted",
@@ -55,7 +56,7 @@ def test_a_batch_equals_its_rows_one_by_one(kind, tree):
     alone = [generate([prompt], kind, tree) for prompt in prompts]
     for row, single in zip(tiny.rows_of(batched), alone, strict=True):
         np.testing.assert_array_equal(row, tiny.rows_of(single)[0])
-    for count in ("rounds", "emitted", "accepted", "drafted"):
+    for count in ("target_passes", "emitted", "accepted", "drafted"):
         assert getattr(batched.stats, count) == sum(getattr(o.stats, count) for o in alone)
 
 

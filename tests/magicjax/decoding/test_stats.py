@@ -23,8 +23,8 @@ def test_statistics_follow_from_the_histogram_and_the_lengths():
         "nodes_per_round": 1 + 15 / 4,
         "acceptance_rate": 5 / 8,
         "acceptance_by_depth": (3 / 4, 2 / 4),
-        "rounds": 4,
-        "steps": 3,
+        "target_passes": 4,
+        "rounds": 3,
         "emitted": 9,
         "drafted": 15,
         "accepted": 5,
@@ -37,7 +37,7 @@ def test_rows_that_end_with_prefills_token_give_zeros_and_no_error():
     )
     assert found["tau"] == found["acceptance_rate"] == 0.0
     assert found["acceptance_by_depth"] == (0.0, 0.0)
-    assert found["rounds"] == found["emitted"] == 0
+    assert found["target_passes"] == found["emitted"] == 0
 
 
 def test_plain_decoding_has_a_tau_of_one_and_no_depths():

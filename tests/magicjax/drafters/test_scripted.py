@@ -65,7 +65,7 @@ def test_rounds_accept_exactly_the_scripted_tokens_in_every_row(kind):
         flat = np.concatenate(rounds)
         seen |= set(flat.tolist())
         stats = output.stats
-        assert stats.rounds == len(flat)
+        assert stats.target_passes == len(flat)
         assert stats.accepted == flat.sum()
         assert stats.emitted == sum(LIMITS) - 8
         real = [
