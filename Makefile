@@ -7,7 +7,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo notebooks gpu test test-slow test-other-end test-mutations lint format clean
+.PHONY: help setup demo docs notebooks gpu test test-slow test-other-end test-mutations lint format clean
 
 ARGS ?=
 WORKERS ?= logical
@@ -25,6 +25,11 @@ setup: ## make .venv with all development packages
 demo: ## compare plain and speculative decoding on long text; writes results/demo/
 	@tools/setup_env.sh .venv experiments
 	@.venv/bin/python -m experiments.launch experiments/configs/demo.yaml
+
+docs: ## build the documentation in build/docs, with warnings as errors
+	@tools/setup_env.sh .venv docs
+	@.venv/bin/python -m sphinx -W --keep-going -q -b html docs build/docs
+	@echo "Open build/docs/index.html"
 
 notebooks: ## run the notebooks and store their outputs
 	@tools/setup_env.sh .venv notebooks

@@ -108,9 +108,8 @@ def stream(
     The tokens are those of `generate`. The loop runs in Python, with a host synchronization after
     each round. The generator's return value is the `Output`.
 
-    Args:
-      See `generate`. "auto" chooses one drafter and one tree, which do not change during the
-      stream.
+    The arguments are those of `generate`. "auto" chooses one drafter and one tree, which do not
+    change during the stream.
 
     Raises:
       ValueError, TypeError: invalid arguments, at the call rather than at the first round.

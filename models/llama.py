@@ -22,10 +22,10 @@ class LlamaConfig:
     """Shapes and switches of a Llama-like model (letters as in the architecture notes).
 
     Attributes:
-      vocab_size: V.
-      hidden_size: E.
-      intermediate_size: F.
-      num_layers: L.
+      vocab_size: V, the tokens of the vocabulary.
+      hidden_size: E, the width.
+      intermediate_size: F, the width of the MLP.
+      num_layers: L, the blocks.
       num_heads: H query heads.
       num_kv_heads: K key/value heads; divides H.
       head_dim: D; need not be E / H.

@@ -25,10 +25,10 @@ class OptConfig:
     """Shapes and switches of an OPT model (letters as in the architecture notes).
 
     Attributes:
-      vocab_size: V.
-      hidden_size: E.
-      intermediate_size: F.
-      num_layers: L.
+      vocab_size: V, the tokens of the vocabulary.
+      hidden_size: E, the width.
+      intermediate_size: F, the width of the MLP.
+      num_layers: L, the blocks.
       num_heads: H; divides E.
       max_positions: rows of the position table minus its offset of 2.
       embedding_size: width of the token embedding; None: E. Other widths are projected to E after

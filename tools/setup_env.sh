@@ -52,7 +52,8 @@ fi
 
 # Each extra contains the smaller ones.
 case $extra in
-    dev) covered="experiments notebooks test dev" ;;
+    dev) covered="experiments notebooks test docs dev" ;;
+    docs) covered="experiments docs" ;;
     test) covered="experiments notebooks test" ;;
     notebooks) covered="experiments notebooks" ;;
     *) covered=$extra ;;

@@ -46,7 +46,7 @@ class Drafter(Protocol):
     `propose` and `commit`; these three are pure functions that are traced into the loop.
     On a mesh, arrays of a state are divided by rows along their first axis; other divisions are
     declared with `sharding.logical_axes`. Implementations need not repeat the types below. A
-    drafter that repeats the pending token:
+    drafter that repeats the pending token::
 
         @flax.struct.dataclass
         class Repeat(Drafter):

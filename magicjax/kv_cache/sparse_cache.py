@@ -68,7 +68,7 @@ def gather(cache: KVCache, pinned: Pins, ring: int, bits: int | None = None) -> 
       cache: all entries, after prefill.
       pinned: the policy's choice per layer, read only in rows longer than C, where positions must
         be distinct and below count - R.
-      ring: R.
+      ring: R, the slots of the ring.
       bits: 8 or 4 to quantize the entries; None: not quantized.
     """
     count = cache.lengths[:, None]

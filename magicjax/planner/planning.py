@@ -61,7 +61,7 @@ class Prediction:
       tree: what it drafts.
       tokens: expected tokens per round and row, including the bonus token.
       cost: seconds of a round and its parts.
-      batch: B.
+      batch: B, the rows.
     """
 
     drafter: str

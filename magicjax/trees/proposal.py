@@ -43,7 +43,7 @@ def deterministic_draws(parents: Int[Array, "B J"], vocab: int) -> Draws:
 
     Args:
       parents: of nodes 1, 2, …; -1 is padding.
-      vocab: V.
+      vocab: V, the size of the vocabulary.
     """
     count = parents.shape[1]
     node = jnp.broadcast_to(jnp.arange(1, count + 1, dtype=jnp.int32), parents.shape)

@@ -24,11 +24,13 @@ def optimal(acceptance: npt.ArrayLike, nodes: int, depth: int) -> TokenTree:
     of `acceptance` and `depth` allow. Ties are broken deterministically. Nodes are numbered breadth
     first, siblings by rank.
 
-    With acceptance [0.6, 0.3], four nodes and depth 3, the tree and the value of each node are
+    With acceptance [0.6, 0.3], four nodes and depth 3, the tree and the value of each node are::
+
         0       1
         ├─1     0.6
         │ └─3   0.36
         └─2     0.3
+
     so 2.26 tokens per round, where a chain of three gives 1 + 0.6 + 0.36 + 0.216 = 2.176.
 
     Args:

@@ -33,11 +33,13 @@ def _xp(parents: Parents):
 def ancestor_mask(parents: Parents) -> Bool[Array, "*B N N"]:
     """Returns which nodes each node sees: itself and its ancestors.
 
-    Parents [-1, 0, 0, 1] give
+    Parents [-1, 0, 0, 1] give::
+
         root   1 . . .
         1      1 1 . .
         2      1 . 1 .
         3      1 1 . 1
+
     The matrix of parents reaches one step up; each of log2(N) squarings doubles its reach.
     """
     xp, n = _xp(parents), parents.shape[-1]
@@ -143,7 +145,7 @@ class TokenTree:
 
     @property
     def depth(self) -> int:
-        """The longest path, in edges: the most tokens that one round can accept."""
+        """The longest path in edges, which is the most tokens that one round can accept."""
         return int(self.node_depths.max())
 
     @property
@@ -163,7 +165,7 @@ class TokenTree:
 
     @functools.cached_property
     def levels(self) -> np.ndarray:
-        """int32 [depth, W]: the nodes of each depth that have children, padded with N.
+        """The nodes of each depth that have children, int32 [depth, W], padded with N.
 
         A draft model runs these nodes; the others are leaves.
         """

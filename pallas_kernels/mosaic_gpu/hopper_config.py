@@ -193,7 +193,7 @@ def config_by_rule(
       heads: B * K, KV heads of all rows.
       rows: T * G, query rows of each KV head.
       slots: S, of the prefix.
-      head_dim: D.
+      head_dim: D, the head size.
       multiprocessors: of the device; each runs one block of the grid at a time.
       quantized: the kernel reads the prefix in 8 bits.
     """
