@@ -66,7 +66,7 @@ class Baseline:
           RuntimeError: the worker failed; the message has its traceback.
         """
         assert self.process.stdin is not None  # a pipe
-        with contextlib.suppress(BrokenPipeError):  # there is no answer, either
+        with contextlib.suppress(BrokenPipeError):  # the worker has exited
             self.process.stdin.write(json.dumps(arguments) + "\n")
             self.process.stdin.flush()
         return self._answer()

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from magicjax.benchmarks import hf_baseline
-from magicjax.benchmarks.step_times import StepTimes, step_times
+from magicjax.benchmarks.step_times import StepTimes, new_tokens, step_times
 from magicjax.benchmarks.synthetic import (
     Setup,
     synthetic_draft,
@@ -123,15 +123,24 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def make_setup(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, contexts: Sequence[int]
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    contexts: Sequence[int],
+    nodes: int = 1,
 ) -> Setup:
-    """Returns the setup; invalid options end the process with a message."""
+    """Returns the setup for passes over at most `nodes` nodes.
+
+    Invalid options end the process with a message.
+    """
     try:
         target = load(options.target, dtype=options.dtype)
         best = best_backend(target.dtype, target.config.head_dim, jax.devices()[0])
         setup = Setup(target, options.backend or best, options.new_tokens)
+        longest = max(setup.new_tokens, new_tokens(nodes))
         for context in contexts:
-            synthetic_request(setup, 1, context, None, None)
+            synthetic_request(
+                dataclasses.replace(setup, new_tokens=longest), 1, context, None, None
+            )
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return setup
@@ -147,7 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--rate {options.rate}: each must lie between 0 and 1")
     shapes = [(batch, context) for batch in options.batch for context in options.context]
     baselines = _time_hugging_face(options, shapes) if options.hugging_face else {}
-    setup = make_setup(parser, options, options.context)
+    deepest = max(*options.nodes, *(gamma + 1 for gamma in options.gamma))
+    setup = make_setup(parser, options, options.context, deepest)
     device, read, copy = jax.devices()[0], read_bandwidth(), copy_bandwidth()
     print(
         f"{device.device_kind}, jax {jax.__version__}, attention {setup.backend}, reads "

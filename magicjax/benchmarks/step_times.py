@@ -50,8 +50,7 @@ def step_times(
     """
     nodes = sorted({*nodes, *(gamma + 1 for _, gamma in drafters.values())})
     deepest = chain(nodes[-1] - 1)
-    enough = ROUNDS * nodes[-1] + 1  # no row ends in a timed call
-    setup = dataclasses.replace(setup, new_tokens=max(setup.new_tokens, enough))
+    setup = dataclasses.replace(setup, new_tokens=new_tokens(nodes[-1]))
     free = synthetic.Synthetic(None, jnp.zeros((batch, 1), jnp.int32), jnp.float32(1))
     request = synthetic.synthetic_request(setup, batch, context, free, deepest)
     plain = dataclasses.replace(request, drafter=None)
@@ -76,3 +75,8 @@ def step_times(
         drafts={key: float(np.median(seconds)) for key, seconds in levels.items()},
         rounds={key: statistics.median(seconds) for key, seconds in rounds.items()},
     )
+
+
+def new_tokens(nodes: int) -> int:
+    """Returns an output length that no row reaches in a timed call of rounds of so many nodes."""
+    return ROUNDS * nodes + 1

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from scipy.optimize import nnls
 
 from magicjax import cost_model
-from magicjax.benchmarks.step_times import StepTimes, step_times
+from magicjax.benchmarks.step_times import StepTimes, new_tokens, step_times
 from magicjax.benchmarks.synthetic import Setup, synthetic_request
 from magicjax.cli import options
 from magicjax.cost_model.profile import device_kind
@@ -222,7 +222,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise ValueError(f"{name}={value} must be at least {least}")
     target = load(arguments.target, dtype=arguments.dtype, offload=arguments.offload)
     deepest = max(*arguments.nodes, arguments.gamma + 1)
-    setup = Setup(target, arguments.backend)
+    setup = Setup(target, arguments.backend, new_tokens(deepest))
     drafters = _drafters(arguments)
     options.check_context(arguments.target, max(arguments.context), setup.new_tokens)
     for drafter in (None, *drafters.values()):

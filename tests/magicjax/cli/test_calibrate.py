@@ -204,8 +204,8 @@ REFUSED = {
     "no model": (["--out", "a.json", "--target", "lama"], "is not a directory"),
     "too long": (
         ["--out", "a.json", "--target", "DIR", "--context", "100", "9000"],
-        "--context 9000 exceeds the 512 positions of DIR, of which a timed loop needs 96: use at "
-        "most 416",
+        "--context 9000 exceeds the 512 positions of DIR, of which a timed loop needs 145: use "
+        "at most 367",
     ),
 }
 
