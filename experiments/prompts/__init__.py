@@ -2,7 +2,7 @@
 
 | kind | a prompt is | path |
 |---|---|---|
-| `stdlib` | text of Python's library that no embedded model was trained on | none |
+| `stdlib` | text of Python's library that no bundled model was trained on | none |
 | `files` | your text | a text file, a .jsonl file (field `text`), or a folder of them |
 | `pg19` | a part of one book | a folder of `<book id>.txt`, or a .jsonl file (field `text`) |
 | `docs` | a task about a section of Python's documentation | none |
@@ -119,7 +119,7 @@ def make(
 
     Raises:
       ValueError: as `check`; the text or the context is too short, a file has another format, or
-        there is no tokenizer, or no chat template that is asked for.
+        there is no tokenizer, or `chat_template` is True and the tokenizer has none.
     """
     check(kind, path)
     if kind == RANDOM:

@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.prompts.prompt import encode, leading_tokens
 
-# Around the messages if there is no template.
+# Separators for tokenizers without a chat template.
 QUESTION, ANSWER = "Question:\n", "\n\nAnswer:\n"
 ROLES = ("user", "assistant")
 DATE = "1 January 2025"  # some templates, such as Llama 3's, otherwise insert the current date
@@ -20,7 +20,7 @@ def uses_template(tokenizer: Any, asked: bool | None) -> bool:
     """Returns whether prompts are conversations; None: if the tokenizer has a chat template.
 
     Raises:
-      ValueError: a chat template is asked for, and there is none.
+      ValueError: `asked` is True, and the tokenizer has no chat template.
     """
     known = bool(getattr(tokenizer, "chat_template", None))
     if asked and not known:

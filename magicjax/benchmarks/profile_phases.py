@@ -99,6 +99,8 @@ def trace(
       ValueError, TypeError: invalid arguments; or this platform's trace does not name operations,
         or was truncated.
     """
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds} is too small: trace at least 1 round")
     request = _request(target, prompts, options)
     drafters = [] if request.drafter is None else [request.drafter]
     return trace_request(request, PrefilledPrompts.create(request, drafters), folder, rounds)
@@ -112,11 +114,13 @@ def trace_request(
 ) -> Phases:
     """Returns `trace` of a request whose prompts are prefilled; donates their cache.
 
+    Args:
+      request, prefilled: of the same prompts.
+      folder, rounds: as for `trace`; rounds is at least 1.
+
     Raises:
-      ValueError: as `trace`.
+      ValueError: this platform's trace does not name operations, or was truncated.
     """
-    if rounds < 1:
-        raise ValueError(f"rounds={rounds} is too small: trace at least 1 round")
     state = prefilled.start(request)
     compiled = program_cache.totals()
     loop = runner.compile_loop(request, request.settings, state)

@@ -28,7 +28,7 @@ def chat_tokens(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]
     """Returns the token ids of messages in the tokenizer's chat template, up to the answer.
 
     Raises:
-      ValueError: there is no template, or it rejects the messages.
+      ValueError: the tokenizer has no chat template, or the template rejects the messages.
     """
     import jinja2  # the language of templates
 

@@ -30,6 +30,7 @@ _OPTIONS = {"cpu": {"xla_cpu_prefer_vector_width": 512}}
 # On a CPU a program holds 185 to 300 memory maps, one for eight devices about 950. Linux allows a
 # process 65,530, and XLA crashes beyond that, so the cache evicts the least recently used programs.
 MAX_MEMORY_MAPS = 40_000
+MAX_PROGRAMS = 200  # also where memory maps are unknown
 _compiled: dict[Any, jax.stages.Compiled] = {}  # least recently used first
 _count, _seconds = 0, 0.0
 
@@ -57,7 +58,7 @@ def program(name: str, settings: AnySettings, *arguments: Any) -> jax.stages.Com
     global _count, _seconds
     _count, _seconds = _count + 1, _seconds + seconds
     logger.info("compiled %s (program %d) in %.1f s", name, _count, seconds)
-    while len(_compiled) > 1 and memory_maps() > MAX_MEMORY_MAPS:
+    while len(_compiled) > 1 and (len(_compiled) > MAX_PROGRAMS or memory_maps() > MAX_MEMORY_MAPS):
         del _compiled[next(iter(_compiled))]
     return compiled
 

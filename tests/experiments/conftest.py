@@ -57,10 +57,7 @@ class ScriptedBench(workload.Bench):
         return None if cell.draft == "none" else 0.75
 
     def runs(self, cells):
-        return SimpleNamespace(run=self.run, trace=self.trace, compile_s=0.0)
-
-    def trace(self, cell, folder):
-        raise ValueError("scripted")
+        return SimpleNamespace(run=self.run, compile_s=0.0)
 
     def run(self, cell):
         self.fails(cell)
