@@ -52,6 +52,12 @@ def split_of(config: models.Config, shards: int | None, mesh: AnyMesh) -> Split:
     c = config
     sizes = c.num_heads, c.num_kv_heads, c.intermediate_size, c.vocab_size
     split = split_over(mesh, *sizes, shards)
+    draft_vocab_size = getattr(c, "draft_vocab_size", None)
+    if split.shards > 1 and draft_vocab_size is not None:
+        raise ValueError(
+            f"a model with draft_vocab_size={draft_vocab_size} cannot be divided over "
+            f"model={split.shards} devices: load it with shards=1"
+        )
     if shares(c.vocab_size) % split.shards:
         valid = [n for n in (1, 2, 4, 8, 16) if shares(c.vocab_size) % n == 0]
         raise ValueError(

@@ -204,6 +204,7 @@ def _read_llama(reader: _Reader, family: str) -> LlamaConfig:
         qk_norm=family == "qwen3",
         family=family,
         sliding_window=window,
+        draft_vocab_size=reader.get("draft_vocab_size"),
     )
 
 
@@ -337,6 +338,8 @@ def _write_llama(c: LlamaConfig) -> dict[str, Any]:
         raw["attention_bias"] = c.out_bias
     if c.family == "llama":
         raw["mlp_bias"] = c.mlp_bias
+    if c.draft_vocab_size is not None:
+        raw["draft_vocab_size"] = c.draft_vocab_size
     if c.family == "mistral":
         raw["sliding_window"] = c.sliding_window
     if c.family in ("qwen2", "qwen3"):

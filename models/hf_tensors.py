@@ -97,6 +97,8 @@ def _llama(c: LlamaConfig) -> tuple[Tensor, ...]:
     tensors += _norm("model.norm", ("norm",))
     if not c.tie_embeddings:
         tensors.append(Tensor(UNEMBEDDING, ("unembedding",)))
+    if c.draft_vocab_size is not None:
+        tensors.append(Tensor("model.vocab_map", ("vocab_map",)))
     return tuple(tensors)
 
 

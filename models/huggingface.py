@@ -32,6 +32,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64}
+STORED = DTYPES | {"I32": np.int32}  # integers keep their dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,9 +251,10 @@ def _match(config: Config, stored: dict[str, _Stored]) -> list[tuple[Tensor, _St
         expected = needed[name].stored_shape(shapes[needed[name].path].value.shape)
         if where.shape != expected:
             problems.append(f"{where.name} has shape {where.shape}, expected {expected}")
-        if where.dtype not in DTYPES:
-            allowed = ", ".join(DTYPES)
-            problems.append(f"{where.name} has dtype {where.dtype}, supported: {allowed}")
+        allowed = ["I32"] if shapes[needed[name].path].value.dtype == np.int32 else list(DTYPES)
+        if where.dtype not in allowed:
+            names = ", ".join(allowed)
+            problems.append(f"{where.name} has dtype {where.dtype}, supported: {names}")
     if problems:
         raise ValueError(
             f"the weights do not match config.json ({len(problems)} problems):\n  "
@@ -288,7 +290,7 @@ def _bits(where: _Stored) -> np.ndarray:
 
 
 def _common_dtype(stored: list[tuple[Tensor, _Stored]]) -> np.dtype:
-    names = sorted({where.dtype for _, where in stored})
+    names = sorted({where.dtype for _, where in stored if where.dtype in DTYPES})
     if len(names) > 1:
         raise ValueError(
             f"the tensors have several dtypes ({', '.join(names)}): pass dtype to convert them"
@@ -312,7 +314,8 @@ def _read_params(
         if mapped_blocks and tensor.path[0].startswith(BLOCK):
             flat[tensor.path] = values
         else:
-            flat[tensor.path] = _put(values, module.dtype, sharding_of and sharding_of(box.names))
+            dtype = values.dtype if values.dtype == np.int32 else module.dtype
+            flat[tensor.path] = _put(values, dtype, sharding_of and sharding_of(box.names))
     return {"params": flax.traverse_util.unflatten_dict(flat)}
 
 
@@ -329,10 +332,10 @@ def _mapped(file: pathlib.Path) -> dict[str, np.ndarray]:
     header.pop("__metadata__", None)
     return {
         name: raw[slice(*entry["data_offsets"])]
-        .view(DTYPES[entry["dtype"]])
+        .view(STORED[entry["dtype"]])
         .reshape(entry["shape"])
         for name, entry in header.items()
-        if entry["dtype"] in DTYPES
+        if entry["dtype"] in STORED
     }
 
 

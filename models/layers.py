@@ -18,6 +18,8 @@ from sharding import Split, collectives
 # attend(layer, q [B,T,H,D], k [B,T,K,D], v [B,T,K,D]) -> (out [B,T,H,D], what to keep)
 Attend = Callable[[int, Array, Array, Array], tuple[Array, Any]]
 
+NEVER = -1e30  # logit of a token that is never predicted; finite, so that differences are numbers
+
 
 def dot_precision(dtype: Any) -> jax.lax.Precision | None:
     """Returns the precision of products; by default a GPU would round float32 to TF32."""

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from models.layers import (
+    NEVER,
     Attend,
     Projection,
     RMSNorm,
@@ -48,6 +49,10 @@ class LlamaConfig:
       family: the Hugging Face `model_type` in config.json.
       sliding_window: the attention window of the checkpoint's layers, which this module does not
         apply. It makes no difference up to that many tokens, so `max_positions` must not exceed it.
+      draft_vocab_size: for a draft model with embeddings of its most frequent tokens only, the
+        number of embeddings. The last stands for all other tokens, and is never predicted. The
+        parameter `vocab_map`, int32 [V], has the embedding of each token. None: every token has
+        its own.
     """
 
     vocab_size: int
@@ -67,6 +72,7 @@ class LlamaConfig:
     qk_norm: bool = False
     family: str = "llama"
     sliding_window: int | None = None
+    draft_vocab_size: int | None = None
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -77,11 +83,21 @@ class LlamaConfig:
             raise ValueError(
                 f"head_dim={self.head_dim} must be even: the rotation pairs its halves"
             )
+        if self.draft_vocab_size is not None and not 2 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size} must be between 2 and the vocabulary's "
+                f"{self.vocab_size} tokens"
+            )
         if self.sliding_window is not None and self.max_positions > self.sliding_window:
             raise ValueError(
                 f"max_positions={self.max_positions} exceeds sliding_window={self.sliding_window}, "
                 f"which is not applied: use max_positions of at most {self.sliding_window}"
             )
+
+    @property
+    def embedding_rows(self) -> int:
+        """The number of tokens with an own embedding."""
+        return self.draft_vocab_size or self.vocab_size
 
 
 class Attention(nn.Module):
@@ -160,13 +176,16 @@ class Llama(nn.Module):
     def setup(self):
         c = self.config
         init = nn.with_logical_partitioning(nn.initializers.normal(0.02), (VOCAB, EMBED))
-        shape = (c.vocab_size // self.split.shards, c.hidden_size)
+        shape = (c.embedding_rows // self.split.shards, c.hidden_size)
         self.embedding = self.param("embedding", init, shape, self.dtype)
         self.layers = [Block(c, self.dtype, self.split) for _ in range(c.num_layers)]
         self.norm = RMSNorm(c.hidden_size, c.norm_eps, self.dtype, EMBED)
         if not c.tie_embeddings:
             init = nn.with_logical_partitioning(nn.initializers.normal(0.02), (VOCAB, EMBED))
             self.unembedding = self.param("unembedding", init, shape, self.dtype)
+        if c.draft_vocab_size is not None:
+            init = nn.with_logical_partitioning(nn.initializers.zeros, (None,))
+            self.vocab_map = self.param("vocab_map", init, (c.vocab_size,), jnp.int32)
 
     def __call__(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend
@@ -183,6 +202,8 @@ class Llama(nn.Module):
     def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Array:
         """Returns the first block's input, [B,T,E]; rotary positions are applied in attention."""
         del positions
+        if self.config.draft_vocab_size is not None:
+            tokens = self.vocab_map[tokens]
         return embedding_lookup(self.embedding, tokens, self.split)
 
     def block(
@@ -193,7 +214,10 @@ class Llama(nn.Module):
             return self.layers[layer](x, positions, attend, layer)
 
     def unembed(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
-        """Returns the logits of hidden states, at least float32."""
+        """Returns the logits of hidden states, at least float32.
+
+        Tokens outside a draft vocabulary have the logit `NEVER`.
+        """
         weight = self.embedding if self.config.tie_embeddings else self.unembedding
         wide = jnp.promote_types(self.dtype, jnp.float32)
         product = functools.partial(
@@ -202,4 +226,7 @@ class Llama(nn.Module):
             precision=dot_precision(self.dtype),
             preferred_element_type=wide,
         )
-        return at_least_two_rows(lambda x: product(x, weight), self.norm(hidden), 1)
+        logits = at_least_two_rows(lambda x: product(x, weight), self.norm(hidden), 1)
+        if self.config.draft_vocab_size is None:
+            return logits
+        return logits.at[..., -1].set(NEVER)[..., self.vocab_map]

@@ -35,6 +35,7 @@ class Text:
       bytes_per_token: of the held-out text.
       digest: SHA-256 of all modules.
       source: its name in model cards.
+      selection: what is held out.
     """
 
     train: np.ndarray
@@ -42,6 +43,7 @@ class Text:
     bytes_per_token: float
     digest: str
     source: str
+    selection: str = "whole modules, selected by a hash of their path"
 
 
 def library(root: str | pathlib.Path | None = None) -> list[Module]:

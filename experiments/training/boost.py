@@ -31,7 +31,15 @@ import models
 from experiments.prompts import corpus
 from experiments.schema import grid
 from experiments.schema.fields import ConfigError
-from experiments.training import boost_config, boost_report, distill, export, trainer
+from experiments.training import (
+    boost_config,
+    boost_report,
+    distill,
+    draft_vocab,
+    export,
+    generated_text,
+    trainer,
+)
 from experiments.training.boost_config import Boosting
 from magicjax.files import write_atomically
 from magicjax.sources import checkpoint_directory
@@ -42,11 +50,12 @@ class Material:
     """Models and text of boost-tuning, loaded and checked.
 
     Attributes:
-      target: the model that labels the text, in float32.
+      target: the model that labels the text.
       tokenizer: the target's transformers tokenizer.
       text: training and held-out text.
       modules: one per draft.
       starts: initial parameters of each draft; None to train them on the text first.
+      vocab_map: the map of the drafts' vocabulary, or None.
     """
 
     target: models.Checkpoint
@@ -54,40 +63,66 @@ class Material:
     text: corpus.Text
     modules: list[nn.Module]
     starts: list[Any] | None
+    vocab_map: Int[np.ndarray, "V"] | None = None
+
+    def numbers(self, tokens: Int[np.ndarray, "T"]) -> Int[np.ndarray, "T"]:
+        """Returns what the drafts are trained on: the numbers of their embeddings."""
+        return tokens if self.vocab_map is None else self.vocab_map[tokens]
+
+    def finished(self, module: nn.Module, params: Any) -> tuple[nn.Module, Any]:
+        """Returns a draft that reads and predicts the target's tokens."""
+        if self.vocab_map is None:
+            return module, params
+        return draft_vocab.with_map(module, params, self.vocab_map)
 
 
-def prepare(settings: Boosting) -> Material:
-    """Loads models and text, without compiling anything.
+def prepare(settings: Boosting, work: pathlib.Path) -> Material:
+    """Loads models and text; generated text is written first, or read from `work`.
 
     Raises:
       ConfigError: models, text and settings do not fit each other.
       FileNotFoundError: a directory is missing.
     """
     directory = checkpoint_directory(settings.target)
-    target = models.load_checkpoint(directory, jnp.float32)
+    target = models.load_checkpoint(directory, jnp.dtype(settings.dtype))
     tokenizer = models.load_tokenizer(directory)
     if tokenizer is None or tokenizer.eos_token_id is None:
         raise ConfigError(f"{settings.target} has no tokenizer with an end token: add one")
+    if settings.generated is None:
+        root = settings.corpus or None
+        text = corpus.read(tokenizer.backend_tokenizer, tokenizer.eos_token_id, root)
+    else:
+        folder = work / "generated"
+        text = generated_text.write(settings.target, settings.dtype, settings.generated, folder)
+    vocab_map = None
     if settings.shape:
         if not isinstance(target.config, models.LlamaConfig):
             raise ConfigError(
                 "shape makes a Llama, but the target is not one: give small models as `start`"
             )
-        shape = dataclasses.replace(target.config, **settings.shape.model_dump())
-        modules, starts = [models.build(shape)] * settings.drafts, None
+        sizes = settings.shape.model_dump(exclude={"draft_vocab_size"})
+        if size := settings.shape.draft_vocab_size:
+            vocab_map = draft_vocab.make_map(text.train, target.config.vocab_size, size)
+            sizes["vocab_size"] = size
+        module = models.build(dataclasses.replace(target.config, **sizes))
+        modules, starts = [module] * settings.drafts, None
     else:
         loaded = [_start(path, target, tokenizer) for path in settings.start]
         loaded *= settings.drafts // len(loaded)
         modules, starts = [c.module for c in loaded], [c.params for c in loaded]
-    text = corpus.read(tokenizer.backend_tokenizer, tokenizer.eos_token_id, settings.corpus or None)
     check_sizes(settings, text, min(module.config.max_positions for module in modules))
-    return Material(target, tokenizer, text, modules, starts)
+    return Material(target, tokenizer, text, modules, starts, vocab_map)
 
 
 def _start(path: str, target: models.Checkpoint, tokenizer: Any) -> models.Checkpoint:
     """Loads a small model; raises ConfigError unless it has the target's vocabulary."""
     directory = checkpoint_directory(path)
     small = models.load_checkpoint(directory, jnp.float32)
+    if getattr(small.config, "draft_vocab_size", None) is not None:
+        raise ConfigError(
+            f"{path} has a draft vocabulary, with which training cannot start: give another model, "
+            "or `shape`"
+        )
     size, target_size = small.config.vocab_size, target.config.vocab_size
     if size != target_size:
         raise ConfigError(
@@ -220,7 +255,7 @@ def begin(settings: Boosting, material: Material, work: pathlib.Path) -> list[An
     assert settings.text is not None
     params = trainer.train(
         material.modules[0],
-        material.text.train,
+        material.numbers(material.text.train),
         settings.text,
         work / "draft-text",
         label="draft-text",
@@ -247,15 +282,15 @@ def run(
     Raises:
       ConfigError, FileNotFoundError: see `prepare`, `claim` and `sample_weights`.
     """
-    material = prepare(settings)
     work.mkdir(parents=True, exist_ok=True)
+    material = prepare(settings, work)
     claim(settings, material, work)
     modules, starts = material.modules, begin(settings, material, work)
     tokens = material.text.train[: settings.labelled_tokens]
     labels = distill.choices(
         material.target.module, material.target.params, tokens, work / "labels.npy"
     )
-    tokens = tokens[: len(labels)]
+    tokens, labels = material.numbers(tokens[: len(labels)]), material.numbers(labels)
     tuned, shares = tune(settings, modules, starts, tokens, labels, work)
     samples = tokens, labels, np.ones_like(labels)
     plain = [
@@ -264,14 +299,15 @@ def run(
     ]
     figures = boost_report.measure(
         (material.target.module, material.target.params),
-        list(zip(modules, starts)),
-        [(m, export.as_stored(p)) for m, p in zip(modules, tuned)],
-        [(m, export.as_stored(p)) for m, p in zip(modules[1:], plain)],
+        [material.finished(m, p) for m, p in zip(modules, starts)],
+        [material.finished(m, export.as_stored(p)) for m, p in zip(modules, tuned)],
+        [material.finished(m, export.as_stored(p)) for m, p in zip(modules[1:], plain)],
         material.text.held_out,
     )
     for draft, share in zip(figures["drafts"], shares):
         draft["samples"] = share
-    for number, (module, params) in enumerate(zip(modules, tuned), 1):
+    for number, draft in enumerate(zip(modules, tuned), 1):
+        module, params = material.finished(*draft)
         note = boost_report.note(figures, number)
         path, tokenizer, text = out / f"draft-{number}", material.tokenizer, material.text
         export.export(path, module, params, tokenizer, text, command=command, note=note)

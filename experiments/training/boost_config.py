@@ -2,11 +2,12 @@
 
 import dataclasses
 import pathlib
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from experiments.schema.fields import Many, Positive, Strict, checked, read_mapping
+from experiments.training.generated_text import Generated
 from experiments.training.trainer import Schedule
 
 
@@ -19,6 +20,9 @@ class Shape(Strict):
     num_heads: Positive = Field(description="H, query heads.")
     num_kv_heads: Positive = Field(description="K, key/value heads.")
     head_dim: Positive = Field(description="D, the size of a head.")
+    draft_vocab_size: Annotated[int, Field(ge=2)] | None = Field(
+        None, description="Embeddings, of the text's most frequent tokens; null: of all tokens."
+    )
 
 
 class Boosting(BaseModel):
@@ -45,6 +49,10 @@ class Boosting(BaseModel):
     """Share of the samples matched by earlier drafts that a later draft keeps; SpecInfer: 0."""
     corpus: str = ""
     """Folder of Python source; by default Python's standard library."""
+    generated: Generated | None = None
+    """Instead of a corpus: conversations that the target writes."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the target, when it writes and labels text."""
 
     @field_validator("text", "labels")
     @classmethod
@@ -52,6 +60,12 @@ class Boosting(BaseModel):
         if schedule and min((min(dataclasses.astuple(p)) for p in schedule.phases), default=0) < 1:
             raise ValueError("a schedule needs phases with context, batch and steps of at least 1")
         return schedule
+
+    @model_validator(mode="after")
+    def _one_text(self) -> "Boosting":
+        if self.corpus and self.generated:
+            raise ValueError("`corpus` has no effect with `generated`: remove one of them")
+        return self
 
     @model_validator(mode="after")
     def _one_initial_model(self) -> "Boosting":

@@ -21,12 +21,21 @@ EVALUATED_TOKENS = 65536
 
 def rounded(params):
     """Returns the parameters in bfloat16, the stored dtype."""
-    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    return _cast(params, jnp.bfloat16)
 
 
 def as_stored(params):
     """Returns the parameters in float32 after rounding to the stored dtype."""
-    return jax.tree.map(lambda x: x.astype(jnp.float32), rounded(params))
+    return _cast(rounded(params), jnp.float32)
+
+
+def _cast(params, dtype: Any):
+    """Returns the parameters in a dtype; integers, such as a vocabulary's map, keep theirs."""
+
+    def cast(x):
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(cast, params)
 
 
 def card(
@@ -49,13 +58,12 @@ def card(
     return f"""# magicjax zoo: {name}
 
 A {count / 1e6:.2f} M parameter model, trained on {text.source},
-for demonstrations and tests of speculative decoding. It generates text that resembles Python.
+for demonstrations and tests of speculative decoding.
 
     {command}
 
-Data: SHA-256 `{text.digest}` over paths and texts;
-{len(text.train):,} training tokens, {len(text.held_out):,} held out (whole modules, selected by a
-hash of their path).
+Data: SHA-256 `{text.digest}`;
+{len(text.train):,} training tokens, {len(text.held_out):,} held out ({text.selection}).
 
 Held-out loss after rounding to bfloat16, in windows of the given context:
 

@@ -32,7 +32,8 @@ class Sizes:
       mlp: elements of the MLP matrices.
       unembedding: elements of the output matrix.
       small: elements of norms and biases.
-      tables: elements of tables of which a pass reads few rows: positions, an untied embedding.
+      tables: elements of tables of which a pass reads few rows: positions, an untied embedding, the
+        map of a draft vocabulary.
       itemsize: bytes per element of weights and caches.
       streamed: bytes per element of offloaded blocks, which every pass copies from host memory; 0
         if the blocks are on the device.
@@ -98,13 +99,12 @@ def sizes_of(
     params = nn.meta.unbox(models.abstract_params(module))
     counted = dict.fromkeys(("attention", "mlp", "unembedding", "small", "tables"), 0)
     output = "embedding" if config.tie_embeddings else "unembedding"
-    itemsize = 0
+    itemsize = module.dtype.itemsize
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         keys = [entry.key for entry in path]
-        itemsize = leaf.dtype.itemsize
         if keys[-1] == output:
             counted["unembedding"] += leaf.size
-        elif keys[-1] in ("embedding", "position_embedding"):
+        elif keys[-1] in ("embedding", "position_embedding", "vocab_map"):
             counted["tables"] += leaf.size
         elif keys[-1] != "weight":
             counted["small"] += leaf.size

@@ -5,6 +5,7 @@ padded width everywhere, and every row has one EOS: a token that no text contain
 names another.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -71,9 +72,11 @@ def loud(params, rng, noise: float, never: int | None = NEVER):
 def model(kind: str = "target", dtype: str = "float32") -> magicjax.Model:
     """Returns a model: the `target`, one `near` it (its weights with noise), or an `other`.
 
-    `long`, `long near`: the first two with more positions. The weights are the same numbers in
-    every dtype.
+    `long`, `long near`: the first two with more positions. `few near`: embeddings of the first
+    tokens only. The weights are the same numbers in every dtype.
     """
+    if kind == "few near":
+        return few(model("near", dtype), VOCAB * 3 // 4)
     shape = config(num_layers=1, hidden_size=16, num_kv_heads=4) if kind == "other" else config()
     if kind.startswith("long"):
         shape = config(max_positions=4096)
@@ -81,6 +84,19 @@ def model(kind: str = "target", dtype: str = "float32") -> magicjax.Model:
     params = loud(random, np.random.default_rng(7), noise=0.1 if kind.endswith("near") else 0.0)
     params = jax.tree.map(lambda x: jax.numpy.asarray(x.astype(np.float32), dtype), params)
     return magicjax.Model(models.build(shape, dtype), params, name=kind)
+
+
+def few(whole: magicjax.Model, size: int) -> magicjax.Model:
+    """Returns the model with a draft vocabulary of its first tokens."""
+    shape = dataclasses.replace(whole.config, draft_vocab_size=size)
+    own = np.arange(size)
+    vocab_map = np.minimum(np.arange(shape.vocab_size, dtype=np.int32), size - 1)
+    inner = {
+        name: value[own] if name in ("embedding", "unembedding") else value
+        for name, value in whole.params["params"].items()
+    }
+    params = {"params": inner | {"vocab_map": jax.numpy.asarray(vocab_map)}}
+    return magicjax.Model(models.build(shape, whole.dtype), params, name="few near")
 
 
 def drawn(shape, seed):

@@ -39,6 +39,7 @@ OPT = models.OptConfig(
 CONFIGS = {
     "llama": LLAMA,
     "llama tied": dataclasses.replace(LLAMA, tie_embeddings=True),
+    "llama draft vocabulary": dataclasses.replace(LLAMA, draft_vocab_size=7),
     "opt": OPT,
     "opt post-norm": dataclasses.replace(
         OPT, embedding_size=4, norm_before=False, final_norm=False, tie_embeddings=True
@@ -46,7 +47,7 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(params=quick(CONFIGS, "llama tied", "opt post-norm"))
+@pytest.fixture(params=quick(CONFIGS, "llama draft vocabulary", "llama tied", "opt post-norm"))
 def module(request):
     return models.build(CONFIGS[request.param])
 

@@ -19,6 +19,7 @@ CASES = [
     ("near", "irregular", 8),
     ("self", "chain6", 1),
     ("near", "dynamic", 8),
+    ("few near", "2,2,1", 8),
     ("ensemble", "2,2,1", 8),
     ("prompt-lookup", "chain4", 8),
     ("prompt-lookup", "branches", 3),

@@ -138,6 +138,11 @@ SLICE = {
     ),
 }
 ALL = SLICE | {
+    "small with a draft vocabulary, 2,2": (
+        magicjax.SmallModel(tiny.few(model(1), 4)),
+        PAIRS,
+        {},
+    ),
     "small, dynamic": (small(1), DYNAMIC, {}),
     "self snapkv refreshed, 2,2": (refreshed("snapkv"), PAIRS, {}),
     "small top, 1,1,3": (small(1, draw="top"), DEEP, {}),
