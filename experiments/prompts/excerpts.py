@@ -2,13 +2,14 @@
 
 Texts are concatenated to one stream of tokens; prompts end at evenly spaced positions of it. An
 excerpt of a book lies within that book. Greedy text of a small model soon loops, and loops are easy
-to draft. So `least_repetitive` chooses among more candidates than there are rows.
+to draft. So `least_repetitive` chooses among more candidates than there are rows, also of prompts
+that are no excerpts.
 """
 
 import bisect
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -143,18 +144,32 @@ def cut(
 
 def least_repetitive(
     candidates: Int[np.ndarray, "N T"],
-    batch: int,
+    count: int,
     continue_: Callable[[Int[np.ndarray, "B T"]], Int[np.ndarray, "B M"]],
-) -> Int[np.ndarray, "B T"]:
-    """Returns the `batch` candidates with the least repetitive continuations, in their order.
+    end_tokens: Collection[int] = (),
+) -> Int[np.ndarray, "B"]:
+    """Returns the indices, ascending, of the `count` candidates whose continuations repeat least.
 
-    `continue_` returns the plain greedy continuation of `batch` prompts; N is a multiple of that.
+    Args:
+      candidates: prompts; N is a multiple of `count`.
+      count: how many are chosen.
+      continue_: returns the plain greedy continuation of `count` prompts.
+      end_tokens: tokens that end an answer. What follows does not count, and candidates whose
+        answer ends come after all others, the longest answer first.
     """
-    if len(candidates) == batch:
-        return candidates
-    parts = [continue_(part) for part in np.split(candidates, len(candidates) // batch)]
-    repeated = [metrics.repeated_ngrams(row[None]) for part in parts for row in part]
-    return candidates[np.sort(np.argsort(repeated, kind="stable")[:batch])]
+    if len(candidates) == count:
+        return np.arange(count)
+    parts = [continue_(part) for part in np.split(candidates, len(candidates) // count)]
+    ranks = [_rank(row, end_tokens) for part in parts for row in part]
+    return np.sort(sorted(range(len(ranks)), key=ranks.__getitem__)[:count])
+
+
+def _rank(row: Int[np.ndarray, "M"], end_tokens: Collection[int]) -> tuple[int, float]:
+    """Returns (tokens after the answer, repetition in the answer) of a continuation."""
+    ended = np.isin(row, list(end_tokens))
+    answer = row[: ended.argmax()] if ended.any() else row
+    repeated = metrics.repeated_ngrams(answer[None]) if len(answer) >= metrics.NGRAM else 0.0
+    return len(row) - len(answer), repeated
 
 
 def _divide(

@@ -3,8 +3,10 @@
 import numpy as np
 from jaxtyping import Int
 
+NGRAM = 8
 
-def repeated_ngrams(tokens: Int[np.ndarray, "B M"], n: int = 8) -> float:
+
+def repeated_ngrams(tokens: Int[np.ndarray, "B M"], n: int = NGRAM) -> float:
     """Returns the share of n-grams that occurred before in the same row.
 
     Repetitive text is easy to draft. The 2-grams of `a b a b a b` are ab, ba, ab, ba, ab: three of

@@ -11,7 +11,7 @@ LEGEND = (
     "speedup: over plain decoding in the cell's own process, with interleaved runs (the plain row "
     "has its own process, so its tok/s may differ);",
     "τ: tokens emitted per target pass and row; accepted: accepted tokens / (depth × rounds); "
-    "exact: rows equal to plain decoding;",
+    "exact: rows equal to plain decoding, or different after a tie (ties: rows that are);",
     "agree: how often draft and target predict the same token on the prompts' text (–: unknown for "
     "this draft); repeats: 8-grams that occurred before in the text",
 )
@@ -21,6 +21,7 @@ FORMATS = {
     "τ": ("tau", "{:.2f}"),
     "accepted": ("acceptance_rate", "{:.3f}"),
     "exact": ("exact_match", "{:.3f}"),
+    "ties": ("ties", "{}"),
     "agree": ("agreement", "{:.3f}"),
     "repeats": ("repeated_8grams", "{:.3f}"),
     "score": ("score", "{:.3f}"),
@@ -45,6 +46,8 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
     formats = dict(FORMATS)
     if all(row.get("score") is None for row in rows):
         del formats["score"]
+    if not any(row["ties"] for row in rows):
+        del formats["ties"]
     for heading in formats:
         out.add_column(heading, justify="right")
     for i, row in enumerate(rows):
@@ -59,8 +62,10 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
 def varying(rows: list[dict[str, Any]]) -> list[str]:
     """Returns the columns in which a grid's combinations differ, apart from batch and context."""
     names = [name for name in OTHERS if len({row.get(name) for row in rows}) > 1]
-    # The kind of prompts determines the number of candidates.
-    return [name for name in names if name != "candidates" or "prompts" not in names]
+    # By default, the kind of prompts determines the number of candidates.
+    pairs = {(row.get("prompts"), row.get("candidates")) for row in rows}
+    determined = len(pairs) == len({prompts for prompts, _ in pairs})
+    return [name for name in names if name != "candidates" or not determined]
 
 
 def is_exact(row: dict[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """Estimates memory and time of a cell before it runs.
 
-The time is the cost model's plain steps at the rates of this machine, plus a constant for starting
-and compiling: an order of magnitude.
+The time is that of prefills and of the cost model's plain steps at the rates of this machine, plus
+a constant for starting and compiling: an order of magnitude.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from pallas_kernels.benchmarks import bandwidth
 from sharding import MeshSize, parse_mesh
 
 START_S = 20.0  # of each cell: imports, weights, compiling
-CPU_FLOPS = 5e10
+CPU_FLOPS = 1.6e11  # of prefill in float32 on two cores with AVX-512
 LINK = 1e10  # bytes per second between the devices of a CPU, and of its copies
 GPU = cost_model.find_device("h100")
 
@@ -56,13 +56,17 @@ def _seconds(cell: grid.Cell, target: Sizes, on_gpu: bool) -> float:
     links = {"link": device.link or LINK, "host_link": device.host_link or LINK}
     machine = Machine(dataclasses.replace(device, **links), mesh.data, mesh.model)
     step = sum(cost_model.plain_step(target, machine, cell.batch, cell.context).values())
-    flops = 2 * (target.attention + target.mlp) * cell.batch * cell.context
-    prefill = flops / (device.matrix_rate * mesh.data * mesh.model)
+    parts = cost_model.pass_parts(target, machine, cell.batch, cell.context, slots=0)
+    flops = sum(part.flops for name, part in parts.items() if name != "logits")
+    prefill, decode = flops / device.matrix_rate, cell.new_tokens * step
     methods = 1 if cell.draft == "none" else 2  # plain decoding runs beside the cell
-    runs = methods * (cell.repeats + 1) + cell.phases
-    if cell.draft == "none" and cell.candidates > 1:
-        runs += cell.candidates  # to choose the prompts of a group
-    return START_S + runs * (prefill + cell.new_tokens * step)
+    runs = methods * (cell.repeats + 1)
+    shared = cell.repeats > 0 and cell.draft != "auto"  # one prefill for all runs of a batch
+    batch = (1 if shared else runs) * prefill + runs * decode
+    if cell.draft == "none" and cell.candidates > 1:  # to choose the prompts of a group
+        batch += cell.candidates * (prefill + decode)
+    traced = decode if cell.phases and cell.repeats else 0.0
+    return START_S + cell.num_requests // cell.batch * batch + traced
 
 
 @functools.cache

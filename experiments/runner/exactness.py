@@ -1,8 +1,12 @@
 """Compares the tokens of a speculative run with those of plain greedy decoding.
 
 Tokens are equal or wrong, with one exception that is counted: where a row first diverges, both
-tokens may be the best up to rounding. A teacher-forced forward of the target decides that. After
-such a tie the two texts rightly differ, and nothing more can be compared.
+tokens may be the best up to rounding. A teacher-forced forward of the target in float32 decides
+that. After such a tie the two texts rightly differ, and nothing more can be compared.
+
+For a 16-bit model, rounding is measured at the same position: the largest difference between its
+logits and those in float32. Rounding can exchange two tokens only if both are within twice this
+difference of the best.
 """
 
 import dataclasses
@@ -10,7 +14,7 @@ import math
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from experiments.runner import teacher
 
@@ -25,7 +29,9 @@ class Divergence:
       row: index in the batch.
       position: index among the new tokens.
       expected, found: plain decoding's token and the other one.
-      margin: difference of the best logit and the lower one of the two, relative to the largest.
+      margin: difference of the best logit and the lower one of the two, in float32, relative to the
+        largest.
+      bound: smaller margins are ties.
     """
 
     row: int
@@ -33,16 +39,17 @@ class Divergence:
     expected: int
     found: int
     margin: float
+    bound: float = TIE
 
     @property
     def is_tie(self) -> bool:
-        return self.margin < TIE
+        return self.margin < self.bound
 
     def __str__(self) -> str:
         kind = "tie decided by rounding" if self.is_tie else "WRONG"
         return (
             f"row {self.row}, new token {self.position}: {self.found} instead of {self.expected}, "
-            f"margin {self.margin:.1e} of the largest logit: {kind}"
+            f"margin {self.margin:.1e} of the largest logit, ties below {self.bound:.1e}: {kind}"
         )
 
 
@@ -82,12 +89,25 @@ def compare(
     for row in np.flatnonzero((expected != found).any(1)).tolist():
         position = int((expected[row] != found[row]).argmax())
         tokens = int(expected[row, position]), int(found[row, position])
-        margin = math.inf
+        margin, bound = math.inf, TIE
         if target is not None:
             # One shape for every position, so that the forward compiles once; attention is causal.
             text = np.concatenate([prompts[row], expected[row]])[None]
             index = np.array([prompts.shape[1] + position - 1])
-            logits = np.asarray(teacher.logits_at(target, text, index)[0], np.float64)
-            margin = float((logits.max() - logits[list(tokens)].min()) / np.abs(logits).max())
-        divergences.append(Divergence(row, position, *tokens, margin))
+            logits, rounding = _logits(target, text, index)
+            largest = np.abs(logits).max()
+            margin = float((logits.max() - logits[list(tokens)].min()) / largest)
+            bound = max(TIE, float(2 * rounding / largest))
+        divergences.append(Divergence(row, position, *tokens, margin, bound))
     return Match(len(expected), tuple(divergences))
+
+
+def _logits(
+    target: Any, text: Int[np.ndarray, "1 T"], index: Int[np.ndarray, "1"]
+) -> tuple[Float[np.ndarray, "V"], float]:
+    """Returns the logits, and the largest difference that 16-bit rounding makes to one of them."""
+    own = np.asarray(teacher.logits_at(target, text, index)[0], np.float64)
+    if target.dtype.itemsize >= 4:
+        return own, 0.0
+    wide = np.asarray(teacher.logits_in_float32(target, text, index)[0], np.float64)
+    return wide, float(np.abs(wide - own).max())

@@ -1,7 +1,8 @@
 """Measures a cell; its runs are interleaved with plain decoding of the same prompts.
 
 The first run of each compiles, and is not timed. A cell with repeats=0 has no other runs. After the
-timed runs one more is traced.
+timed runs one more is traced. Batches of different prompts are measured one after the other, and
+their runs are added.
 """
 
 import pathlib
@@ -19,7 +20,7 @@ from experiments import prompts
 from experiments.prompts.metrics import repeated_ngrams
 from experiments.runner import exactness
 from experiments.runner.provenance import device_name
-from experiments.runner.workload import Bench, Runs
+from experiments.runner.workload import Bench, Runs, merge
 from experiments.schema.columns import complete
 from experiments.schema.grid import Cell, columns, plain_of
 from magicjax import placement
@@ -42,12 +43,21 @@ def measure(
     plain = plain_of(cell)
     outputs: dict[Cell, list] = {plain: [], cell: []}  # one entry if the cell is plain decoding
     read_gbs = bandwidth.read_bandwidth() / 1e9 if cell.repeats else None
-    shared = bench.runs(list(outputs))
-    for repeat in range(cell.repeats + 1):
-        for each in outputs:
-            outputs[each].append(shared.run(each))
-            print(f"{each.label}: {f'run {repeat}' if repeat else 'compiled'}", flush=True)
-    runs, plain_runs = outputs[cell], outputs[plain]
+    prefill_compile_s = 0.0
+    for rows in bench.batches(cell):
+        shared = bench.runs(list(outputs), rows)
+        prefill_compile_s += shared.compile_s
+        parts: dict[Cell, list] = {each: [] for each in outputs}
+        for repeat in range(cell.repeats + 1):
+            for each in outputs:
+                parts[each].append(shared.run(each))
+                print(f"{each.label}: {f'run {repeat}' if repeat else 'compiled'}", flush=True)
+        for each, runs in parts.items():
+            outputs[each].append(runs)
+    # Of each repeat, the run over all batches.
+    runs, plain_runs = (
+        [merge(repeat) for repeat in zip(*outputs[each], strict=True)] for each in (cell, plain)
+    )
     if any(run.stats.compile_s for run in runs[1:] + plain_runs[1:]):
         raise RuntimeError(f"{cell.label}: a timed run compiled, so its time is invalid")
     match = _match(bench, cell, runs, plain_runs)
@@ -57,7 +67,7 @@ def measure(
     row = columns(cell) | {"device": device_name(), "status": "ok", "error": ""} | times
     row |= _acceptance(bench, cell, runs[0], requests) | _exactness(match, plain_runs)
     row |= {f"{name}_s": s for name, s in seconds.items()} | _resources(
-        runs, shared.compile_s + bench.choosing_s
+        runs, prefill_compile_s + bench.choosing_s
     )
     stats = runs[0].stats
     metrics = {
@@ -215,7 +225,7 @@ def _times(
         "speedup": rate / plain_rate,
         "speedup_low": min(ratios),
         "speedup_high": max(ratios),
-        "ttft_s": prefill_s,
+        "ttft_s": prefill_s / (cell.num_requests // cell.batch),
         "tpot_ms_p50": float(np.percentile(latencies, 50)),
         "tpot_ms_p99": float(np.percentile(latencies, 99)),
         "prefill_s": prefill_s,

@@ -63,7 +63,7 @@ def _check_tokenizer(target: str) -> None:
 
 
 def _make_prompts(cell: grid.Cell) -> None:
-    size = cell.batch * cell.candidates, cell.context, cell.prompt_seed
+    size = cell.num_requests * cell.candidates, cell.context, cell.prompt_seed
     source = cell.prompts, _tokenizer(cell.target), cell.prompt_path
     prompts.make(*source, *size, chat_template=cell.chat_template)
 

@@ -4,6 +4,7 @@ Attention processes chunks of queries with the keys that they can see, and logit
 by chunk, so that no T x T or T x V array is stored.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -118,6 +119,17 @@ def logits_at(
     hidden = _hidden(model, jnp.asarray(tokens), 0, None)
     selected = jnp.take_along_axis(hidden, jnp.asarray(index)[:, None, None], axis=1)[:, 0]
     return _unembed(model, selected)
+
+
+@jax.jit
+def logits_in_float32(
+    model: Any, tokens: Int[Array, "B T"], index: Int[Array, " B"]
+) -> Float[Array, "B V"]:
+    """Returns `logits_at` with the same weights, but activations in float32."""
+    # Products of 16-bit blocks with float32 activations are in float32.
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), model.params)
+    module = model.module.clone(dtype=jnp.float32)
+    return logits_at(dataclasses.replace(model, module=module, params=params), tokens, index)
 
 
 def log_probs(

@@ -7,7 +7,7 @@ import json
 import math
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -87,14 +87,16 @@ class Bench:
         return self.target_of(cell) if directory == cell.target else self.draft(directory, cell)
 
     def prompts(self, cell: Cell) -> np.ndarray:
-        """Returns int32 [batch, context], the same for all cells of a group."""
-        text = (cell.target, cell.dtype, cell.offload, *_prompt_settings(cell))
-        key = ("prompts", *text, cell.new_tokens, *cell.sampling.values())
-        return self._once(key, lambda: self._choose(cell))
+        """Returns int32 [requests, context], the same for all cells of a group."""
+        return np.stack([prompt.tokens for prompt in self._chosen(cell)])
+
+    def batches(self, cell: Cell) -> list[np.ndarray]:
+        """Returns the prompts of a cell, [batch, context] each."""
+        return np.split(self.prompts(cell), cell.num_requests // cell.batch)
 
     def tasks(self, cell: Cell) -> list[Prompt]:
         """Returns each row's prompt with its right answer, [] for prompts without a task."""
-        return [] if cell.prompts in (*TEXTS, RANDOM) else self._candidates(cell)
+        return [] if cell.prompts in (*TEXTS, RANDOM) else self._chosen(cell)
 
     def templated(self, cell: Cell) -> bool:
         """Returns whether the prompts are conversations by the target's chat template."""
@@ -107,13 +109,20 @@ class Bench:
         kept = itertools.takewhile(lambda token: token not in target.eos_token_ids, tokens)
         return target.tokenizer.decode(list(kept), skip_special_tokens=True)
 
-    def _choose(self, cell: Cell) -> np.ndarray:
-        """Returns the prompts, read from the folder if they were chosen before.
+    def _chosen(self, cell: Cell) -> list[Prompt]:
+        """Returns the prompts of a cell."""
+        candidates = self._candidates(cell)
+        if cell.candidates == 1:
+            return candidates
+        text = (cell.target, cell.dtype, cell.offload, *_prompt_settings(cell))
+        key = ("chosen", *text, cell.new_tokens, *cell.sampling.values())
+        return [candidates[i] for i in self._once(key, lambda: self._choose(cell))]
+
+    def _choose(self, cell: Cell) -> list[int]:
+        """Returns the indices of a cell's prompts, read from the folder if it has them.
 
         All processes choose the same prompts; rank 0 reads and writes the folder.
         """
-        if cell.candidates == 1:
-            return np.stack([prompt.tokens for prompt in self._candidates(cell)])
         if self.chosen is None:
             return self._least_repetitive(cell)
         plain = dataclasses.asdict(dataclasses.replace(plain_of(cell), repeats=0))
@@ -124,29 +133,32 @@ class Bench:
         first = jax.process_index() == 0
         lock = locked(self.chosen / f"{name}.lock") if first else contextlib.nullcontext()
         with lock:  # one of several concurrent cells chooses
-            rows = json.loads(path.read_text()) if first and path.exists() else None
-            rows = processes.broadcast_from_rank0(rows)
-            if rows is None:
-                rows = processes.broadcast_from_rank0(self._least_repetitive(cell).tolist())
+            indices = json.loads(path.read_text()) if first and path.exists() else None
+            indices = processes.broadcast_from_rank0(indices)
+            if indices is None:
+                indices = processes.broadcast_from_rank0(self._least_repetitive(cell))
                 if first:
-                    write_atomically(path, json.dumps(rows) + "\n")
-        return np.array(rows, np.int32)
+                    write_atomically(path, json.dumps(indices) + "\n")
+        return indices
 
-    def _least_repetitive(self, cell: Cell) -> np.ndarray:
-        """Returns the prompts whose plain continuation repeats itself least."""
+    def _least_repetitive(self, cell: Cell) -> list[int]:
+        """Returns the indices of the prompts whose plain continuation repeats itself least."""
+        end_tokens = () if cell.prompts in TEXTS else self.target_of(cell).eos_token_ids
 
         def continue_plainly(rows: np.ndarray) -> np.ndarray:
-            output = self.run(plain_of(cell), rows)
-            self.choosing_s += output.stats.compile_s
-            return output.tokens
+            parts = np.split(rows, len(rows) // cell.batch)
+            outputs = [self.run(plain_of(cell), part) for part in parts]
+            self.choosing_s += sum(output.stats.compile_s for output in outputs)
+            return np.concatenate([output.tokens for output in outputs])
 
-        candidates = np.stack([prompt.tokens for prompt in self._candidates(cell)])
-        return prompts.least_repetitive(candidates, cell.batch, continue_plainly)
+        rows = np.stack([prompt.tokens for prompt in self._candidates(cell)])
+        count = cell.num_requests
+        return prompts.least_repetitive(rows, count, continue_plainly, end_tokens).tolist()
 
     def _candidates(self, cell: Cell) -> list[Prompt]:
         """Returns the prompts that a cell's are chosen from."""
         model = self.target_of(cell)
-        size = cell.batch * cell.candidates, cell.context, cell.prompt_seed
+        size = cell.num_requests * cell.candidates, cell.context, cell.prompt_seed
 
         def make() -> list[Prompt]:
             if cell.prompts == RANDOM:
@@ -161,9 +173,9 @@ class Bench:
         target, text, arguments = self.call(cell, rows)
         return magicjax.generate(target, text, **arguments)
 
-    def runs(self, cells: Sequence[Cell]) -> "Runs":
-        """Returns the runs of cells of the same target and prompts."""
-        return Runs(self, cells)
+    def runs(self, cells: Sequence[Cell], rows: np.ndarray) -> "Runs":
+        """Returns the runs of cells of the same target, on one batch of their prompts."""
+        return Runs(self, cells, rows)
 
     def call(
         self, cell: Cell, rows: np.ndarray | None = None
@@ -212,8 +224,8 @@ class Runs:
       compile_s: seconds spent compiling the shared prefill.
     """
 
-    def __init__(self, bench: Bench, cells: Sequence[Cell]):
-        self.bench = bench
+    def __init__(self, bench: Bench, cells: Sequence[Cell], rows: np.ndarray):
+        self.bench, self.rows = bench, rows
         before = program_cache.totals()[1]
         self._requests = self._of_equal_capacity(cells)
         self._prefilled: PrefilledPrompts | None = None
@@ -230,7 +242,7 @@ class Runs:
             return {}
         requests = {}
         for cell in cells:
-            target, text, arguments = self.bench.call(cell)
+            target, text, arguments = self.bench.call(cell, self.rows)
             requests[cell] = request.prepare(target, text, **arguments)
         capacities = {each.settings.capacity for each in requests.values()}
         return requests if len(capacities) == 1 else {}
@@ -238,16 +250,76 @@ class Runs:
     def run(self, cell: Cell) -> Any:
         """Returns the cell's output."""
         if self._prefilled is None:
-            return self.bench.run(cell)
+            return self.bench.run(cell, self.rows)
         output, self._prefilled = self._prefilled.generate(self._requests[cell])
         return output
 
     def trace(self, cell: Cell, folder: pathlib.Path | None) -> profile_phases.Phases:
         """Returns the phases of one more run, the last one; see `profile_phases.trace`."""
         if self._prefilled is None:
-            target, text, arguments = self.bench.call(cell)
+            target, text, arguments = self.bench.call(cell, self.rows)
             return profile_phases.trace(target, text, folder, **arguments)
         return profile_phases.trace_request(self._requests[cell], self._prefilled, folder)
+
+
+def merge(outputs: Sequence[Any]) -> Any:
+    """Returns one output of consecutive runs of a method on batches of the same size.
+
+    Counts and times are sums, and every round has the same weight in rates. The depth of the tree
+    is fixed.
+    """
+    first, all_stats = outputs[0], [output.stats for output in outputs]
+    if len(outputs) == 1:
+        return first
+
+    def mean(rates: Iterable[Any], weights: Sequence[int]) -> Any:
+        """Returns the mean of numbers or lists; without rounds 0."""
+        weighted = [np.asarray(rate) * count for rate, count in zip(rates, weights, strict=True)]
+        return (np.sum(weighted, 0) / max(sum(weights), 1)).tolist()
+
+    def joined(lists: Iterable[Any]) -> tuple:
+        return tuple(itertools.chain.from_iterable(lists))
+
+    counts = ("target_passes", "rounds", "emitted", "drafted", "accepted", "compilations")
+    summed = (*counts, "prefill_s", "decode_s", "compile_s")
+    totals = {name: sum(getattr(stats, name) for stats in all_stats) for name in summed}
+    passes = [stats.target_passes for stats in all_stats]
+    averages = {
+        name: mean([getattr(stats, name) for stats in all_stats], passes)
+        for name in ("tau", "acceptance_rate", "nodes_per_round")
+    }
+    histogram = np.sum([stats.histogram for stats in all_stats], 0)
+    at_least = _at_least(histogram)
+    reached = [_at_least(stats.histogram) for stats in all_stats]
+    ranks = [
+        tuple(mean([stats.acceptance_by_rank[depth] for stats in all_stats], weights))
+        for depth, weights in enumerate(np.transpose(reached)[:-1].tolist())
+    ]
+    stats = dataclasses.replace(
+        first.stats,
+        **totals,
+        **averages,
+        tau_by_request=float(np.mean([stats.tau_by_request for stats in all_stats])),
+        histogram=tuple(histogram.tolist()),
+        histogram_by_request=joined(stats.histogram_by_request for stats in all_stats),
+        acceptance_by_depth=tuple((at_least[1:] / at_least[0]).tolist()),
+        acceptance_if_reached=tuple((at_least[1:] / np.maximum(at_least[:-1], 1)).tolist()),
+        acceptance_by_rank=tuple(ranks),
+        tokens_per_s=totals["emitted"] / totals["decode_s"],
+    )
+    return dataclasses.replace(
+        first,
+        sequences=[*joined(output.sequences for output in outputs)],
+        texts=first.texts and [*joined(output.texts for output in outputs)],
+        tokens=np.concatenate([output.tokens for output in outputs]),
+        lengths=np.concatenate([output.lengths for output in outputs]),
+        stats=stats,
+    )
+
+
+def _at_least(histogram: Any) -> np.ndarray:
+    """Returns the number of rounds that accepted at least 0, 1, … tokens."""
+    return np.asarray(histogram)[::-1].cumsum()[::-1]
 
 
 def _view(cell: Cell) -> dict[str, int] | None:
@@ -266,4 +338,4 @@ def _view(cell: Cell) -> dict[str, int] | None:
 def _prompt_settings(cell: Cell) -> tuple:
     """Returns the settings that the prompts depend on, apart from the target."""
     source = cell.prompts, cell.prompt_path, cell.prompt_seed, cell.chat_template
-    return *source, cell.batch, cell.context, cell.candidates
+    return *source, cell.batch, cell.num_requests, cell.context, cell.candidates

@@ -92,6 +92,9 @@ class Experiment(Strict):
     fastest number."""
     batch: Positive = setting(1)
     """Rows decoded in one batch."""
+    requests: Positive | None = setting(None)
+    """Prompts of a cell, a multiple of batch. The batches are decoded one after the other, and
+    their counts and times are added. If not set: one batch."""
     context: Positive = setting(2048)
     """Tokens of each prompt."""
     methods: list[Method] = Field([])
@@ -128,8 +131,8 @@ class Experiment(Strict):
     """Ask questions and tasks as a conversation by the target's chat template. If not set: if it
     has one."""
     candidates: Positive | None = setting(None, default=4)
-    """With prompts=stdlib, files or pg19, passages of the text per row; the batch is those whose
-    plain continuation repeats itself least. 1: no selection. If not set: 4."""
+    """Prompts made for each one that is used: those whose plain continuation repeats itself least.
+    1: no selection. If not set: 4 with prompts=stdlib, files or pg19, else 1."""
     agreement_tokens: Annotated[int, Field(ge=0)] = setting(8192)
     """Maximum number of prompt tokens on which target and draft are compared; the second half of
     each prompt counts. 0: no comparison."""
@@ -201,10 +204,9 @@ class Experiment(Strict):
 
     @model_validator(mode="after")
     def _check_prompts(self) -> "Experiment":
-        if self.candidates is not None and self.prompts not in prompts.TEXTS:
+        if self.candidates is not None and self.prompts == prompts.RANDOM:
             raise ValueError(
-                f"candidates has no effect with prompts={self.prompts}, whose rows are not "
-                "selected: remove it"
+                "candidates has no effect with prompts=random, which are not selected: remove it"
             )
         if self.chat_template is not None and self.prompts in (*prompts.TEXTS, prompts.RANDOM):
             raise ValueError(
@@ -214,6 +216,21 @@ class Experiment(Strict):
         if self.prompts == prompts.RANDOM and self.agreement_tokens and self.methods:
             raise ValueError(
                 "agreement_tokens has no effect with prompts=random, which is not text: set it to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_requests(self) -> "Experiment":
+        if self.requests is None:
+            return self
+        if self.requests % self.batch:
+            raise ValueError(
+                f"requests={self.requests} is not a multiple of batch={self.batch}: change one"
+            )
+        if any(method.draft == "auto" for method in self.methods):
+            raise ValueError(
+                "requests is not supported with draft=auto, whose choice depends on the batch: "
+                "remove one"
             )
         return self
 

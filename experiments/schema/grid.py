@@ -49,6 +49,11 @@ class Cell(_Settings):
         return " + ".join(self.models)
 
     @property
+    def num_requests(self) -> int:
+        """The number of prompts."""
+        return self.requests or self.batch
+
+    @property
     def shape(self) -> Shape:
         """The bounds of the tree of a round."""
         if self.draft == "none":
@@ -200,7 +205,7 @@ def _group(experiment: Experiment) -> list[Cell]:
         name: known.resolve(getattr(experiment, name), sampled=sampled)
         for name, known in declared(Experiment).items()
     }
-    if experiment.prompts not in TEXTS:
+    if experiment.candidates is None and experiment.prompts not in TEXTS:
         settings["candidates"] = 1
     plain = Cell(**settings, **PLAIN)
     cells = [plain]

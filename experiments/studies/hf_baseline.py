@@ -181,6 +181,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         experiment, _ = config.from_command_line(overrides, f"{PROG} --baseline-python PYTHON")
         if experiment.repeats < 1:
             raise ConfigError("repeats=0 times nothing: choose at least 1")
+        if any(group[0].num_requests > group[0].batch for group in grid.groups(experiment)):
+            raise ConfigError(
+                "requests is not supported here, where a cell is one batch: remove it"
+            )
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

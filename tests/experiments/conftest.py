@@ -56,7 +56,7 @@ class ScriptedBench(workload.Bench):
     def agreement(self, cell):
         return None if cell.draft == "none" else 0.75
 
-    def runs(self, cells):
+    def runs(self, cells, rows):
         return SimpleNamespace(run=self.run, compile_s=0.0)
 
     def run(self, cell):

@@ -80,7 +80,7 @@ def choose(tables: Tables, bench: Bench) -> Requests:
         return tokens
 
     cut = prompts.cut(stream, tried, tables.context)
-    chosen = prompts.least_repetitive(cut, count, continue_plainly)
+    chosen = cut[prompts.least_repetitive(cut, count, continue_plainly)]
     if not outputs:
         continue_plainly(chosen)
     # Probes are spread over the text: 4 probes of 8 prompts are every other one.

@@ -229,13 +229,30 @@ def test_the_least_repetitive_candidates_are_chosen():
         fresh = 1000 + np.arange(64)
         return np.stack([np.where(np.arange(64) < loops[row[0]] + 8, 7, fresh) for row in rows])
 
-    chosen = prompts.least_repetitive(candidates, 2, continue_)
-    np.testing.assert_array_equal(chosen, [[1], [4]])
+    assert prompts.least_repetitive(candidates, 2, continue_).tolist() == [1, 4]
+
+
+def test_candidates_whose_answers_end_early_come_last():
+    candidates = np.arange(4, dtype=np.int32)[:, None]
+    rows = np.arange(4 * 32).reshape(4, 32) + 10
+    rows[0, 20:] = 1  # the end, again and again
+    rows[1, 4:] = 1
+    rows[2] = 5  # repeats one token, but does not end
+    rows[3, 30] = 1
+
+    def choose(count, end_tokens=()):
+        numbers = prompts.least_repetitive(
+            candidates, count, lambda part: rows[part[:, 0]], end_tokens
+        )
+        return numbers.tolist()
+
+    assert [choose(1, {1}), choose(2, {1})] == [[2], [2, 3]]
+    assert choose(1) == [3]
 
 
 def test_without_a_choice_nothing_is_generated():
     candidates = np.arange(3, dtype=np.int32)[:, None]
-    assert prompts.least_repetitive(candidates, 3, None) is candidates
+    assert prompts.least_repetitive(candidates, 3, None).tolist() == [0, 1, 2]
 
 
 def test_a_short_text_is_an_error_that_names_the_longest_context():

@@ -52,6 +52,30 @@ def test_cells_with_and_without_chat_template_have_their_own_prompts(mine):
     assert not mine.templated(cells(prompts="stdlib", context=600)[0])
 
 
+def test_tasks_are_chosen_with_their_prompts(mine, tokenizer, monkeypatch):
+    target = SimpleNamespace(tokenizer=tokenizer, eos_token_ids=(7,))
+    mine.model = lambda *which: target
+    ends = {0: 3, 1: 16, 2: 16, 3: 5}  # where the answer of each candidate ends
+    made = prompts.make("chat", tokenizer, "", 4, 600)
+    number = {prompt.tokens.tobytes(): i for i, prompt in enumerate(made)}
+
+    def run(cell, rows):
+        assert rows.shape == (1, 600)  # batch by batch
+        row = np.arange(100, 116)
+        row[ends[number[rows[0].tobytes()]] :] = 7
+        stats = SimpleNamespace(compile_s=0.5)
+        return SimpleNamespace(tokens=row[None], stats=stats)
+
+    monkeypatch.setattr(mine, "run", run)
+    (plain, drafted) = cells(prompts="chat", context=600, requests=2, candidates=2)
+    for cell in (plain, drafted):
+        assert [task.source for task in mine.tasks(cell)] == [made[1].source, made[2].source]
+        first, second = mine.batches(cell)
+        np.testing.assert_array_equal(first, made[1].tokens[None])
+        np.testing.assert_array_equal(second, made[2].tokens[None])
+    assert mine.choosing_s == 2.0  # once for the group
+
+
 def test_an_answer_ends_at_the_end_token(mine, tokenizer):
     target = SimpleNamespace(tokenizer=tokenizer, eos_token_ids=(0,))
     mine.model = lambda *which: target
@@ -72,9 +96,9 @@ def test_chosen_prompts_are_kept_until_the_text_changes(mine, tmp_path, monkeypa
     path = tmp_path / "text.txt"
     chosen = []
 
-    def choose(candidates, batch, continue_):
+    def choose(candidates, count, continue_, end_tokens):
         chosen.append(len(candidates))
-        return candidates[:batch]
+        return np.arange(count)
 
     monkeypatch.setattr(workload.prompts, "least_repetitive", choose)
     for word in ("one", "two"):
@@ -111,7 +135,7 @@ def test_interleaved_runs_equal_separate_calls(context, sampling, monkeypatch):
     monkeypatch.setattr(
         workload.PrefilledPrompts, "create", lambda *a: prefills.append(1) or create(*a)
     )
-    runs = bench.runs(group)
+    runs = bench.runs(group, rows)
     for cell, expected in 2 * list(zip(group, separate, strict=True)):
         output = runs.run(cell)
         np.testing.assert_array_equal(output.tokens, expected.tokens)
@@ -139,7 +163,7 @@ def interleave_on_a_mesh():
         methods=methods, batch=4, context=40, new_tokens=8, mesh="data=2,model=2"
     )
     group = grid.groups(experiment)[0]
-    runs = bench.runs(group)
+    runs = bench.runs(group, rows)
     outputs = [runs.run(cell) for _ in range(3) for cell in group]
     first = outputs[:2] * 2
     equal = [np.array_equal(a.tokens, b.tokens) for a, b in zip(first, outputs[2:], strict=True)]

@@ -1,10 +1,13 @@
+import dataclasses
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments.runner import exactness, teacher
+from tests.magicjax import tiny as tiny_models
 
 PROMPTS = np.arange(24, dtype=np.int32).reshape(3, 8)
 PLAIN = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]], np.int32)
@@ -27,7 +30,7 @@ def target(**logits):
     values = np.zeros(16, np.float32)
     for name, value in logits.items():
         values[int(name[1:])] = value
-    return SimpleNamespace(logits=values)
+    return SimpleNamespace(logits=values, dtype=np.dtype(np.float32))
 
 
 def test_equal_tokens_need_no_forward(logits):
@@ -72,6 +75,48 @@ def test_a_real_model_is_read_at_the_position_of_the_divergence(tiny):
     gap = (logits[best] - logits[found[0, 0]]) / np.abs(logits).max()
     assert divergence.margin == pytest.approx(gap, rel=1e-4)
     assert not divergence.is_tie
+
+
+@pytest.fixture(scope="module")
+def rounded():
+    """(a random model in bfloat16, the same weights in float32)."""
+    model = tiny_models.model()
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params)
+    high = jax.tree.map(lambda x: x.astype(jnp.float32), low)
+    module = model.module.clone(dtype=jnp.bfloat16)
+    return dataclasses.replace(model, module=module, params=low), dataclasses.replace(
+        model, params=high
+    )
+
+
+def test_the_logits_of_a_16_bit_model_in_float32_are_those_of_its_weights(rounded):
+    low, high = rounded
+    text = np.random.default_rng(1).integers(0, 47, (1, 12)).astype(np.int32)
+    index = np.array([7])
+    found = teacher.logits_in_float32(low, text, index)
+    np.testing.assert_allclose(found, teacher.logits_at(high, text, index), rtol=1e-5, atol=1e-5)
+    assert np.abs(found - teacher.logits_at(low, text, index)).max() > 1e-3
+
+
+def test_a_16_bit_model_has_a_tie_where_rounding_can_exchange_two_tokens(rounded):
+    low, high = rounded
+    text = np.random.default_rng(1).integers(0, 47, (1, 128)).astype(np.int32)
+    best = np.sort(teacher.logits(high, text)[0, :-1])[:, -2:]
+    at = int((best[:, 1] - best[:, 0]).argmin())  # where the target can hardly decide
+    prompt, expected = text[:, : at + 1], text[:, at + 1 :].copy()
+    logits, own = (
+        np.asarray(teacher.logits_at(model, text, np.array([at])))[0] for model in (high, low)
+    )
+    order, rounding = np.argsort(-logits), np.abs(logits - own).max()
+    expected[0, 0] = order[0]
+    ties = {}
+    for token in (order[1], order[-1]):
+        found = expected.copy()
+        found[0, 0] = token
+        match = exactness.compare(low, prompt, expected, found)
+        ties[token] = bool(logits[order[0]] - logits[token] < 2 * rounding)
+        assert (match.ties, match.exact) == (ties[token], ties[token])
+    assert ties == {order[1]: True, order[-1]: False}
 
 
 def test_texts_of_different_shape_are_not_compared():

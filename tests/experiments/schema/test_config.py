@@ -159,10 +159,18 @@ def test_prompts_are_text_or_any_of_the_tasks(tmp_path):
     assert all(name in message for name in prompts.KINDS)
 
 
-def test_a_choice_among_prompts_of_a_task_is_refused(tmp_path):
-    with pytest.raises(fields.ConfigError, match="candidates has no effect with prompts=needle"):
-        read(tmp_path, "prompts: needle\ncandidates: 4")
-    read(tmp_path, "candidates: 4")
+def test_a_choice_among_random_prompts_is_refused(tmp_path):
+    with pytest.raises(fields.ConfigError, match="candidates has no effect with prompts=random"):
+        read(tmp_path, "prompts: random\nagreement_tokens: 0\ncandidates: 4")
+    assert read(tmp_path, "prompts: chat\ncandidates: 4").candidates == 4
+
+
+def test_requests_are_whole_batches_and_unknown_to_auto(tmp_path):
+    assert read(tmp_path, "requests: 6\nbatch: 3").requests == 6
+    with pytest.raises(fields.ConfigError, match="requests=6 is not a multiple of batch=4"):
+        read(tmp_path, "requests: 6\nbatch: 4")
+    with pytest.raises(fields.ConfigError, match="not supported with draft=auto"):
+        read(tmp_path, "requests: 6\nmethods: [{draft: auto}]")
 
 
 @pytest.mark.parametrize("kind", ["stdlib", "random"])

@@ -37,6 +37,20 @@ def test_a_grid_is_a_product_with_plain_decoding_first_in_each_group():
 
 
 @pytest.mark.parametrize(
+    ("settings", "candidates"),
+    [
+        ({}, 4),
+        ({"prompts": "chat"}, 1),
+        ({"prompts": "chat", "candidates": 3}, 3),
+        ({"candidates": 1}, 1),
+    ],
+)
+def test_only_texts_are_selected_by_default(settings, candidates):
+    ((cell,),) = grid.groups(config.Experiment(**settings))
+    assert cell.candidates == candidates
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"methods": [{"draft": "self", "tree": ["chain:3", "chain:3"]}]}, "twice: remove one"),

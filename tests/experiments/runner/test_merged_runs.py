@@ -1,0 +1,35 @@
+"""The merged output of two batches has the statistics of one batch with all rows."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import magicjax
+from experiments.runner import workload
+from tests.magicjax import tiny
+
+SUMS = ("prefill_s", "decode_s", "compile_s", "compilations", "rounds")
+OF_THE_CALL = (*SUMS, "tokens_per_s", "kv_bytes_target", "kv_bytes_draft")
+
+
+@pytest.mark.parametrize("tree", ["expansion:2,1", None])
+def test_merged_batches_have_the_statistics_of_one(tree):
+    rows = np.random.default_rng(0).integers(tiny.VOCAB, size=(4, 20)).astype(np.int32)
+    drafter = magicjax.PromptLookup() if tree is None else magicjax.SelfSpeculation(budget=20)
+    options = {"drafter": drafter, "tree": magicjax.parse_tree(tree or "chain:2")}
+
+    def run(rows):
+        return magicjax.generate(tiny.model(), list(rows), max_new_tokens=12, **options)
+
+    whole, parts = run(rows), [run(rows[:2]), run(rows[2:])]
+    merged = workload.merge(parts)
+    np.testing.assert_array_equal(merged.tokens, whole.tokens)
+    np.testing.assert_array_equal(merged.lengths, whole.lengths)
+    assert all(map(np.array_equal, merged.sequences, whole.sequences))
+    for field in dataclasses.fields(whole.stats):
+        found, expected = (getattr(one.stats, field.name) for one in (merged, whole))
+        if field.name not in OF_THE_CALL:
+            assert np.asarray(found) == pytest.approx(np.asarray(expected)), field.name
+    for name in SUMS:
+        assert getattr(merged.stats, name) == sum(getattr(part.stats, name) for part in parts)
