@@ -35,8 +35,9 @@ docs: ## build the documentation in build/docs, with warnings as errors
 	@.venv/bin/python -m sphinx -W --keep-going -q -b html docs build/docs
 	@echo "Open build/docs/index.html"
 
-notebooks: ## run the notebooks and store their outputs
+notebooks: ## run the notebooks and store their outputs (downloads 93 MB)
 	@tools/setup_env.sh .venv notebooks
+	@.venv/bin/python -m magicjax fetch smollm2
 	@.venv/bin/python -m experiments.notebooks $(ARGS)
 
 gpu: ## measure everything that needs an NVIDIA GPU, with a python3 that has JAX

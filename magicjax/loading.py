@@ -49,8 +49,9 @@ def load(
         and slightly different weights.
 
     Raises:
-      OSError, ValueError: the source does not exist or is incomplete, the dtype is unknown, the
-        mesh does not divide the model, or host memory is too small.
+      OSError, ValueError: the source does not exist or is incomplete, its tokenizer has tokens
+        outside the model's vocabulary, the dtype is unknown, the mesh does not divide the model, or
+        host memory is too small.
     """
     offloading.validate_offload(offload)
     _validate_dtype(dtype)
@@ -62,6 +63,8 @@ def load(
         pipeline_stages.validate_layers(config.num_layers, stages)
     checkpoint, path = None, directory_of(source)
     if path is not None:
+        tokenizer = load_tokenizer(source)
+        validate_tokenizer(tokenizer, models.load_config(path).vocab_size, source)
         mapped = bool(offload) or stages > 1
         checkpoint = models.load_checkpoint(
             path, dtype, sharding_of=sharding_of, mapped_blocks=mapped
@@ -92,7 +95,7 @@ def load(
         return model
     return dataclasses.replace(
         model,
-        tokenizer=load_tokenizer(source),
+        tokenizer=tokenizer,
         name=pathlib.Path(source).name,
         eos_token_ids=checkpoint.eos_token_ids,
         pad_token_id=checkpoint.pad_token_id,
@@ -171,6 +174,26 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
     """
     directory = directory_of(source)
     return None if directory is None else models.load_tokenizer(directory)
+
+
+def validate_tokenizer(tokenizer: Any, vocab_size: int, source: str | os.PathLike) -> None:
+    """Raises ValueError if a tokenizer has tokens that a model cannot embed.
+
+    A tokenizer may have fewer tokens than the model: many embeddings are padded.
+
+    Args:
+      tokenizer: a Hugging Face tokenizer, or None.
+      vocab_size: of the model.
+      source: of the tokenizer.
+    """
+    vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
+    token = max(vocabulary, key=vocabulary.__getitem__, default=None)
+    if token is not None and vocabulary[token] >= vocab_size:
+        raise ValueError(
+            f"the tokenizer of {source} has token {vocabulary[token]} ({token!r}), and the model's "
+            f"vocabulary ends at {vocab_size - 1}: use the model's own tokenizer, or remove larger "
+            "tokens from the tokenizer's files"
+        )
 
 
 def config_of(source: str | os.PathLike) -> models.Config:

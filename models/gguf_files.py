@@ -147,7 +147,14 @@ def _read(reader: gguf.GGUFReader) -> GgufModel:
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
     }
-    return GgufModel(config, weights, special, read_tokenizer(metadata))
+    tokenizer = read_tokenizer(metadata)
+    tokens = 0 if tokenizer is None else tokenizer[0].get_vocab_size()
+    if tokens > config.vocab_size:
+        raise ValueError(
+            f"tokenizer.ggml.tokens has {tokens} tokens, and token_embd.weight has "
+            f"{config.vocab_size} rows: the file is damaged, or its tokenizer is another model's"
+        )
+    return GgufModel(config, weights, special, tokenizer)
 
 
 def _config(

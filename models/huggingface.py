@@ -157,7 +157,10 @@ def save_checkpoint(
 
 
 def load_tokenizer(path: str | os.PathLike) -> Any:
-    """Returns the directory's transformers tokenizer, or None if there is none."""
+    """Returns the directory's transformers tokenizer, or None if there is none.
+
+    Raises ValueError if its files are incomplete or damaged.
+    """
     path = pathlib.Path(path)
     described = (path / "tokenizer_config.json").is_file()
     if not described and not (path / "tokenizer.json").is_file():
@@ -166,15 +169,25 @@ def load_tokenizer(path: str | os.PathLike) -> Any:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers  # takes seconds to import, and is needed only for text
 
-    if described:
-        return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
+    try:
+        if described:
+            return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
+    except Exception as error:  # `tokenizers` raises no other type for a damaged file
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"the tokenizer in {path} cannot be read ({reason}): replace tokenizer.json and "
+            "tokenizer_config.json by the model's"
+        ) from error
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: a checkpoint directory must hold it")
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): download it again") from error
 
 
 def _write_json(path: pathlib.Path, value: Any) -> None:
@@ -202,7 +215,9 @@ def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
     if (path / INDEX).is_file():
         names = sorted(set(_read_json(path / INDEX)["weight_map"].values()))
         if missing := [name for name in names if not (path / name).is_file()]:
-            raise FileNotFoundError(f"{path / INDEX} names files that do not exist: {missing}")
+            raise FileNotFoundError(
+                f"{path / INDEX} names files that do not exist: {missing}; download them"
+            )
         return [path / name for name in names]
     if (path / SINGLE).is_file():
         return [path / SINGLE]
@@ -226,7 +241,9 @@ def _scan(path: pathlib.Path) -> dict[str, _Stored]:
                     where = _Stored(file, name, part.get_dtype(), tuple(part.get_shape()))
                     stored[full_name(name)] = where
         except safetensors.SafetensorError as error:
-            raise ValueError(f"{file} is not a complete safetensors file: {error}") from error
+            raise ValueError(
+                f"{file} is not a complete safetensors file ({error}): download it again"
+            ) from error
     return stored
 
 

@@ -3,6 +3,7 @@
 A model without weights suffices for the checks that `magicjax.generate` makes of every call.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,11 +14,19 @@ from experiments.schema.fields import ConfigError
 from experiments.schema.method import PROMPT_LOOKUP
 from magicjax.autotune.search import make_problem
 from magicjax.decoding.request import Request, prepare
-from magicjax.loading import load_tokenizer, skeleton
+from magicjax.loading import load_tokenizer, skeleton, validate_tokenizer
+from magicjax.model import Model
 from magicjax.sources import directory_of
 
-_skeleton = functools.cache(skeleton)
 _tokenizer = functools.cache(load_tokenizer)
+
+
+@functools.cache
+def _skeleton(source: str) -> Model:
+    """Returns the model of a source without weights, with its tokenizer."""
+    model, tokenizer = skeleton(source), _tokenizer(source)
+    validate_tokenizer(tokenizer, model.config.vocab_size, source)
+    return dataclasses.replace(model, tokenizer=tokenizer)
 
 
 def check(groups: Sequence[Sequence[grid.Cell]], record: bool = False) -> dict[grid.Cell, str]:

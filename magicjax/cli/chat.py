@@ -236,6 +236,8 @@ def _answer(session: Session, message: str) -> Session:
         except ValueError as error:
             _note(f"{in_option_names(str(error), ['max_context'])} (/reset)")
             return session
+        if not session.answers:
+            _note("(compiling, only before the first answer)")
         reply = text.print_stream(rounds, tokenizer)
     if ending := _ending(reply, stop.is_set()):
         _note(ending)

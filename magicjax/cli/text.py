@@ -6,12 +6,12 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from magicjax.loading import config_of, load_tokenizer
+from magicjax.loading import config_of, load_tokenizer, validate_tokenizer
 
 
 def tokenizer_of(arguments: argparse.Namespace) -> Any:
     """Returns the target's tokenizer."""
-    config_of(arguments.target)
+    config = config_of(arguments.target)
     source = arguments.tokenizer or arguments.target
     tokenizer = load_tokenizer(source)
     if tokenizer is None:
@@ -21,6 +21,7 @@ def tokenizer_of(arguments: argparse.Namespace) -> Any:
             f"{source} has a tokenizer without tokenizer.json: save it with transformers' "
             "save_pretrained as a fast tokenizer"
         )
+    validate_tokenizer(tokenizer, config.vocab_size, source)
     return tokenizer
 
 

@@ -250,6 +250,10 @@ REFUSED = {
         {"tokenizer": BYTES | {"tokenizer.ggml.eos_token_id": 999}},
         "tokenizer.ggml.eos_token_id=999 exceeds the vocabulary of 300 tokens",
     ),
+    "more tokens than the model": (
+        {"tokenizer": BYTES | {"tokenizer.ggml.tokens": [*tokens(BYTES), "<new>"]}},
+        "tokenizer.ggml.tokens has 301 tokens, and token_embd.weight has 300 rows",
+    ),
     "normalization": (
         {"tokenizer": BYTES | {"tokenizer.ggml.precompiled_charsmap": [1, 2]}},
         "SentencePiece's normalization is not supported",

@@ -178,6 +178,23 @@ def test_tokenizers_are_read_where_there_is_one(saved, tiny, tmp_path):
     assert (found("b a").input_ids, found.eos_token_id) == ([2, 1], 2)
 
 
+def test_damaged_tokenizers_are_errors_that_name_the_directory(saved):
+    message = rf"the tokenizer in {saved} cannot be read .*: replace tokenizer.json and"
+    for files in (
+        {"tokenizer.json": '{"version"'},  # truncated
+        {"tokenizer.json": "{}"},
+        {"tokenizer_config.json": "{}"},  # alone
+        {"tokenizer.json": "{", "tokenizer_config.json": "{}"},
+    ):
+        for name, content in files.items():
+            (saved / name).write_text(content)
+        with pytest.raises(ValueError, match=message) as error:
+            models.load_tokenizer(saved)
+        assert "\n" not in str(error.value)
+        for name in files:
+            (saved / name).unlink()
+
+
 # Harmless variations
 
 
@@ -273,6 +290,19 @@ def test_a_directory_without_weights_is_an_error(saved):
 def test_a_directory_without_config_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
         models.load_checkpoint(tmp_path)
+
+
+def test_a_damaged_config_is_an_error(saved):
+    (saved / "config.json").write_text('{"model_type"')
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON .*: download it again"):
+        models.load_checkpoint(saved)
+
+
+def test_truncated_weights_are_an_error(saved):
+    file = saved / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"not a complete safetensors file .*: download it again"):
+        models.load_checkpoint(saved)
 
 
 def test_a_missing_shard_is_an_error(tiny, tmp_path):

@@ -20,16 +20,23 @@ from tests.quick import quick
 
 ROOT = pathlib.Path(__file__).parents[3]
 NAMES = [path.stem for path in running.find()]
+DOWNLOADED = 'MODEL = "smollm2"'
 CODE = ("magicjax", "models", "sharding", "pallas_kernels", "experiments")
 
 
 @pytest.fixture
 def clone(tmp_path):
-    """A copy of the repository's code without caches."""
+    """A copy of the repository's code without caches, whose notebooks use a bundled model."""
     made = tmp_path / "clone"
     for package in CODE:
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / package, made / package, ignore=ignore)
+    for path in (made / "experiments" / "notebooks").glob("*.ipynb"):
+        notebook = running.read(path)
+        for cell in notebook.cells:
+            cell.source = cell.source.replace(DOWNLOADED, 'MODEL = "experiments/zoo/target"')
+            assert '"smollm2"' not in cell.source
+        nbformat.write(notebook, path)
     return made
 
 

@@ -7,6 +7,7 @@ import pathlib
 import pty
 import re
 import select
+import shutil
 import subprocess
 import sys
 import time
@@ -17,7 +18,8 @@ import pytest
 
 import magicjax
 import models
-from magicjax.cli import chat, text
+from experiments.runner import preflight
+from magicjax.cli import chat
 from magicjax.decoding import program_cache
 from tests.magicjax import tiny
 
@@ -145,8 +147,10 @@ def test_a_conversation_in_a_terminal(model, tmp_path):
     options = "--drafter", "prompt-lookup", "--max-new-tokens", 7000
     terminal, file = Terminal("--target", model, *options), tmp_path / "c.json"
     terminal.until(r"^> $")
+    notice = "(compiling, only before the first answer)\n"
     for turn in range(4):
-        assert terminal.say(f"turn {turn}?").endswith(f"turn {turn}?\nfine.\n> ")
+        answer = f"{notice if turn == 0 else ''}fine.\n"
+        assert terminal.say(f"turn {turn}?").endswith(f"turn {turn}?\n{answer}> ")
     terminal.say("for ever!", "lolo")
     terminal.press("\x03", r"\n\(stopped\)\n> $")
     assert terminal.say("how are you?").endswith("?\nfine.\n> ")
@@ -198,7 +202,8 @@ def test_a_full_context_ends_answers_and_refuses_messages_in_one_line(talk):
     assert code == 0
     answer = ("lo" * 11)[:21]
     assert out.startswith(f"{answer}\nfine.\n")
-    assert err.splitlines()[:2] == [
+    assert err.splitlines()[:3] == [
+        "(compiling, only before the first answer)",
         "(the context of 24 tokens is full: /reset starts a new conversation)",
         "the conversation has 30 tokens with this message, and --max-context 24 leaves no room for "
         "an answer: shorten the message, or start a new conversation (/reset)",
@@ -207,7 +212,8 @@ def test_a_full_context_ends_answers_and_refuses_messages_in_one_line(talk):
 
 def test_an_answer_at_its_limit_says_so(talk):
     _, out, err = talk(["go!"], "--max-new-tokens", 4)
-    assert (out, err) == ("lolo\n", "(ended at --max-new-tokens 4)\n")
+    notice = "(compiling, only before the first answer)\n"
+    assert (out, err) == ("lolo\n", f"{notice}(ended at --max-new-tokens 4)\n")
 
 
 def test_generate_answers_a_message_in_the_chat_template(model, run):
@@ -254,14 +260,26 @@ def test_a_template_that_rejects_the_system_message_is_an_error(run, monkeypatch
     assert code == 2 and "the chat template rejects messages of system, user: no system" in err
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_an_error_where_it_is_used(model):
+@pytest.mark.parametrize("command", [["chat"], ["generate", "--prompt", "a"]])
+def test_a_tokenizer_with_more_tokens_than_the_model_is_an_error_before_weights_are_loaded(
+    command, model, run, monkeypatch, tmp_path
+):
     tokenizer = models.load_tokenizer(model)
+    last = len(tokenizer) - 1
     tokenizer.add_tokens(["<new>"])
-    target = magicjax.load(model)
-    conversation = magicjax.Conversation.create(target, max_context=64)
-    ids = text.chat_tokens(tokenizer, [{"role": "user", "content": "<new>?"}])
-    with pytest.raises(ValueError, match="outside the target's vocabulary"):
-        conversation.reply(ids)
+    tokenizer.save_pretrained(tmp_path)
+    message = (
+        f"the tokenizer of {tmp_path} has token {last + 1} ('<new>'), and the model's vocabulary "
+        f"ends at {last}: use the model's own tokenizer, or remove larger tokens"
+    )
+    monkeypatch.setattr(models, "load_checkpoint", None)
+    code, out, err = run(*command, "--target", model, "--tokenizer", tmp_path)
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+    shutil.copy(model / "config.json", tmp_path)
+    for check in (magicjax.load, preflight._skeleton):
+        with pytest.raises(ValueError) as error:
+            check(str(tmp_path))
+        assert message in str(error.value)
 
 
 def test_without_answers_there_are_no_statistics(talk):
