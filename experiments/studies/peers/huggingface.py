@@ -1,21 +1,15 @@
-"""Generates with Hugging Face transformers, for `experiments.studies.hf_baseline`.
-
-Runs in an environment with torch and transformers, without this project. Reads requests as JSON
-lines from stdin and writes answers as JSON lines to stdout; output of libraries goes to stderr.
-"""
+"""Generates with Hugging Face transformers; `serve.py` runs it where torch is installed."""
 
 import copy
 import functools
-import json
-import os
-import sys
 import time
-import traceback
 from typing import Any
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
 class Stopwatch(StoppingCriteria):
@@ -34,9 +28,9 @@ class Stopwatch(StoppingCriteria):
 
 
 @functools.cache
-def load(directory: str) -> Any:
-    """Returns a model in float32 that does not stop at end tokens."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+def load(directory: str, dtype: str) -> Any:
+    """Returns a model that does not stop at end tokens."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
@@ -44,10 +38,13 @@ def load(directory: str) -> Any:
 
 def generate(
     directory: str,
+    dtype: str,
     prompts: list[list[int]],
     new_tokens: int,
+    threads: int,
     cache: str,
     compiled: bool = False,
+    lookup_tokens: int = 0,
     assistant: str = "",
     assistant_tokens: int = 0,
 ) -> dict:
@@ -55,15 +52,18 @@ def generate(
 
     With `assistant_tokens`=0, an assistant drafts with the library's default settings.
     """
-    model = load(directory)
+    torch.set_num_threads(threads)
+    model = load(directory, dtype)
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
     if cache == "static":
         options["cache_implementation"] = "static"
     if compiled:
         options["compile_config"] = transformers.CompileConfig(fullgraph=False)
         options["compile_config"]._compile_all_devices = True
+    if lookup_tokens:
+        options["prompt_lookup_num_tokens"] = lookup_tokens
     if assistant:
-        drafter = load(assistant)
+        drafter = load(assistant, dtype)
         defaults = drafter.generation_config
         drafter.generation_config = copy.deepcopy(defaults)
         if assistant_tokens:
@@ -86,26 +86,5 @@ def generate(
     return {
         "tokens": out[:, tokens.shape[1] :].tolist(),
         "stamps": [(at - begin, length - tokens.shape[1]) for at, length in watch.stamps],
+        "dtype": dtype,
     }
-
-
-def main():
-    """Writes the versions, then answers requests until stdin ends.
-
-    An exception is answered with its traceback.
-    """
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    torch.set_num_threads(int(sys.argv[1]))
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    print(json.dumps(versions), file=answers, flush=True)
-    for line in sys.stdin:
-        try:
-            answer = generate(**json.loads(line))
-        except Exception as error:  # raised again by `hf_baseline`
-            answer = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-        print(json.dumps(answer), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,233 @@
+"""Times magicjax, Hugging Face transformers and llama.cpp on the same models and prompts.
+
+    python -m experiments.studies.peers FILE --hf-python PYTHON [--llama-python PYTHON
+        --llama-file MODEL.gguf] [--key value]
+
+The interpreters have torch and transformers, and llama-cpp-python. All runs are interleaved and
+greedy, and only decoding is timed: a peer's from its first new tokens, after prefill, to the last.
+Results of several values of `prompt_seed` are pooled.
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+import json
+import pathlib
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from experiments.runner import exactness
+from experiments.runner.provenance import device_name
+from experiments.runner.workload import Bench
+from experiments.schema import config, grid
+from experiments.schema.fields import ConfigError
+from experiments.studies.peers.process import Peer, Run, run_magicjax, run_peer
+from magicjax.benchmarks.tables import markdown_table
+from magicjax.files import write_atomically
+from magicjax.sources import checkpoint_directory
+
+PROG = "python -m experiments.studies.peers"
+PLAIN, STATIC = "magicjax plain", "HF static cache"
+HEADER = (
+    *("batch", "context", "prompts", "method", "dtype", "tok/s", "over static", "prefill s"),
+    *("equal", "ties"),
+)
+
+# Arguments of `generate` in huggingface.py by name in the table. assistant_tokens: 0 for an
+# assistant with the library's settings, else the tokens it drafts at a time.
+HF: dict[str, dict[str, Any]] = {
+    STATIC: {"cache": "static"},
+    "HF static cache, compiled": {"cache": "static", "compiled": True},
+    "HF dynamic cache": {"cache": "dynamic"},
+    "HF prompt lookup, 4 tokens": {"cache": "dynamic", "lookup_tokens": 4},
+    "HF assisted, its settings": {"cache": "dynamic", "assistant_tokens": 0},
+    "HF assisted, 4 tokens": {"cache": "dynamic", "assistant_tokens": 4},
+}
+SPECULATIVE = {"lookup_tokens", "assistant_tokens"}  # which transformers supports for one row only
+
+# Arguments of `generate` in llama.py.
+LLAMA: dict[str, dict[str, Any]] = {
+    "llama.cpp plain": {},
+    "llama.cpp prompt lookup, 4 tokens": {"lookup_tokens": 4},
+}
+
+Calls = dict[str, Callable[[], Run]]
+
+
+def magicjax_calls(bench: Bench, group: list[grid.Cell]) -> Calls:
+    """Returns the runs of a group's cells."""
+    return {f"magicjax {c.method}": functools.partial(run_magicjax, bench, c) for c in group}
+
+
+def hf_calls(peer: Peer, compiled: bool, group: list[grid.Cell], prompts: list) -> Calls:
+    """Returns the runs of transformers that support the group's batch and have their models."""
+
+    def directory(source: str) -> str:
+        return str(checkpoint_directory(source).resolve())
+
+    plain = group[0]
+    assistants = [cell.model for cell in group if cell.draft == "small"]
+    run = functools.partial(run_peer, peer, prompts, plain.new_tokens, dtype=plain.dtype)
+    calls: Calls = {}
+    for name, setting in HF.items():
+        arguments = setting | {"directory": directory(plain.target)}
+        if "assistant_tokens" in setting and assistants:
+            arguments["assistant"] = directory(assistants[0])
+        if (
+            (compiled or "compiled" not in setting)
+            and (plain.batch == 1 or not SPECULATIVE & setting.keys())
+            and ("assistant_tokens" not in setting or assistants)
+        ):
+            calls[name] = functools.partial(run, **arguments)
+    return calls
+
+
+def llama_calls(peer: Peer, file: str, group: list[grid.Cell], prompts: list) -> Calls:
+    """Returns the runs of llama.cpp, which decodes one row."""
+    if group[0].batch > 1:
+        return {}
+    run = functools.partial(run_peer, peer, prompts, group[0].new_tokens, file=file)
+    return {name: functools.partial(run, **setting) for name, setting in LLAMA.items()}
+
+
+def time_calls(prompts: list[Calls], repeats: int, bar: tqdm) -> dict[str, list[list[Run]]]:
+    """Returns the runs [prompt][repeat] by name; all are interleaved.
+
+    Every call first runs once on the first prompts, which compiles and warms up.
+    """
+
+    def run(name: str, call: Callable[[], Run]) -> Run:
+        bar.set_description(name)
+        bar.update()
+        return call()
+
+    for name, call in prompts[0].items():
+        run(name, call)
+    runs: dict[str, list[list[Run]]] = {name: [[] for _ in prompts] for name in prompts[0]}
+    for number, calls in enumerate(prompts):
+        for _ in range(repeats):
+            for name, call in calls.items():
+                runs[name][number].append(run(name, call))
+    return runs
+
+
+def compare(bench: Bench, cells: list[grid.Cell], runs: dict[str, list[list[Run]]]) -> list[dict]:
+    """Returns a row for each name; `cells` are those of plain decoding of each prompt.
+
+    The rate is that of all prompts' tokens, with the median of the repeats of each prompt.
+    """
+    rows = []
+    for name, timed in runs.items():
+        pairs = zip(cells, runs[PLAIN], timed, strict=True)
+        matches = [
+            exactness.compare(bench.target_of(c), bench.prompts(c), plain[0].tokens, own[0].tokens)
+            for c, plain, own in pairs
+        ]
+        divergences = [d for match in matches for d in match.divergences]
+        medians = [statistics.median(run.tokens_per_s for run in own) for own in timed]
+        rows.append(
+            {
+                "batch": cells[0].batch,
+                "context": cells[0].context,
+                "prompts": cells[0].prompts,
+                "method": name,
+                "dtype": timed[0][0].dtype,
+                "tok_s": statistics.harmonic_mean(medians),
+                "prefill_s": statistics.median(run.prefill_s for own in timed for run in own),
+                "equal": 1 - len(divergences) / (len(cells) * cells[0].batch),
+                "ties": sum(match.ties for match in matches),
+                "divergences": [str(d) for d in divergences],
+                "runs_tok_s": [[run.tokens_per_s for run in own] for own in timed],
+            }
+        )
+    return rows
+
+
+def _key(row: dict[str, Any]) -> tuple:
+    return row["batch"], row["context"], row["prompts"]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Returns the comparison; `over static` divides by transformers with a static cache."""
+    static = {_key(r): r["tok_s"] for r in rows if r["method"] == STATIC}
+    return markdown_table(
+        HEADER,
+        (
+            [*_key(r), r["method"], r["dtype"], f"{r['tok_s']:.1f}"]
+            + [f"{r['tok_s'] / static[_key(r)]:.2f}×", f"{r['prefill_s']:.2f}"]
+            + [f"{r['equal']:.3f}", r["ties"]]
+            for r in rows
+        ),
+    )
+
+
+def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, config.Experiment]:
+    parser = argparse.ArgumentParser(prog=PROG, description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--hf-python", required=True, help="a Python with torch and transformers")
+    parser.add_argument("--compiled", action="store_true", help="also time torch.compile")
+    parser.add_argument("--llama-python", help="a Python with llama-cpp-python, for batch 1")
+    parser.add_argument("--llama-file", help="the target as a GGUF file")
+    options, overrides = parser.parse_known_args(arguments)
+    if bool(options.llama_python) != bool(options.llama_file):
+        raise ConfigError("--llama-python and --llama-file need each other: give both")
+    if options.llama_file and not pathlib.Path(options.llama_file).is_file():
+        raise ConfigError(f"--llama-file {options.llama_file}: no such file")
+    experiment, _ = config.from_command_line(overrides, f"{PROG} --hf-python PYTHON")
+    if experiment.repeats < 1:
+        raise ConfigError("repeats=0 times nothing: choose at least 1")
+    if any(group[0].num_requests > group[0].batch for group in grid.groups(experiment)):
+        raise ConfigError(
+            "requests is not supported here, where a cell is one batch: remove it, and list "
+            "several values of prompt_seed"
+        )
+    return options, experiment
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, or 2 if the settings are invalid."""
+    try:
+        options, experiment = _parse(arguments)
+        groups = grid.groups(experiment)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    bench = Bench()
+    hf = Peer(options.hf_python, "huggingface", "torch and transformers")
+    versions = hf.versions
+    llama = None
+    if options.llama_python:
+        llama = Peer(options.llama_python, "llama", "llama-cpp-python")
+        versions = versions | llama.versions
+    pooled = collections.defaultdict(list)  # groups that differ only in their prompts
+    for group in groups:
+        pooled[dataclasses.replace(group[0], prompt_seed=0)].append(group)
+    rows: list[dict[str, Any]] = []
+    with tqdm(unit="run", dynamic_ncols=True) as bar:
+        for same in pooled.values():
+            calls = []
+            for group in same:
+                prompts = bench.prompts(group[0]).tolist()
+                made = magicjax_calls(bench, group)
+                made |= hf_calls(hf, options.compiled, group, prompts)
+                if llama:
+                    made |= llama_calls(llama, options.llama_file, group, prompts)
+                calls.append(made)
+            runs = time_calls(calls, experiment.repeats, bar)
+            rows += compare(bench, [group[0] for group in same], runs)
+    path = pathlib.Path(experiment.results) / experiment.name / "peers.json"
+    record = {"versions": versions, "device": device_name(), "rows": rows}
+    write_atomically(path, json.dumps(record, indent=1) + "\n")
+    print(table(rows))
+    print(", ".join(f"{name} {version}" for name, version in versions.items()))
+    print(f"wrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

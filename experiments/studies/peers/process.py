@@ -1,0 +1,81 @@
+"""A peer in its own process and environment, and timed runs of it and of magicjax."""
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.runner.workload import Bench
+from experiments.schema import grid
+
+
+class Peer:
+    """A process of another interpreter, which answers one request at a time until we exit.
+
+    Attributes:
+      versions: of the peer's libraries.
+    """
+
+    def __init__(self, python: str, module: str, needs: str):
+        """Starts `serve.py` with a module beside it; `needs` names its libraries in errors."""
+        self.needs = needs
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment.pop("PYTHONPATH", None)  # ours would shadow the other interpreter's packages
+        command = [python, str(pathlib.Path(__file__).with_name("serve.py")), module]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen(command, env=environment, text=True, **pipes)
+        self.versions: dict[str, str] = self._answer()
+
+    def request(self, **arguments: Any) -> dict[str, Any]:
+        """Returns what `generate` of the peer's module returns.
+
+        Raises:
+          RuntimeError: the peer failed; the message has its traceback.
+        """
+        assert self.process.stdin is not None  # a pipe
+        with contextlib.suppress(BrokenPipeError):  # the process has exited
+            self.process.stdin.write(json.dumps(arguments) + "\n")
+            self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None  # a pipe
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(
+                f"the peer's Python exited with status {self.process.wait()}: it needs "
+                f"{self.needs}; see its output above"
+            )
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(f"the peer failed: {answer['error']}\n{answer['trace']}")
+        return answer
+
+
+class Run(NamedTuple):
+    """One timed call: new tokens [B, M], and the rate of decoding without prefill."""
+
+    tokens: np.ndarray
+    tokens_per_s: float
+    prefill_s: float
+    dtype: str
+
+
+def run_magicjax(bench: Bench, cell: grid.Cell) -> Run:
+    """Returns a run of a cell."""
+    out = bench.run(cell)
+    rate = out.stats.emitted / out.stats.decode_s
+    return Run(np.asarray(out.tokens), rate, out.stats.prefill_s, cell.dtype)
+
+
+def run_peer(peer: Peer, prompts: list[list[int]], new_tokens: int, **arguments: Any) -> Run:
+    """Returns a run of a peer; decoding lies between the first and the last time stamp."""
+    threads = os.cpu_count() or 1
+    answer = peer.request(prompts=prompts, new_tokens=new_tokens, threads=threads, **arguments)
+    (begin, first), (end, last) = answer["stamps"][0], answer["stamps"][-1]
+    rate = len(prompts) * (last - first) / (end - begin)
+    return Run(np.array(answer["tokens"], np.int32), rate, begin, answer["dtype"])

@@ -1,0 +1,143 @@
+import importlib.util
+import json
+import sys
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from experiments.studies.peers import __main__ as peers
+from experiments.studies.peers.process import Peer, run_peer
+
+ONE_ROW = ["HF prompt lookup, 4 tokens", "HF assisted, its settings", "HF assisted, 4 tokens"]
+CONFIG = """
+results: {0}
+new_tokens: 16
+repeats: 2
+context: 8
+candidates: 1
+methods:
+- {{draft: self, tree: chain:3}}
+- {{draft: small, model: experiments/zoo/draft-1, tree: chain:3}}
+"""
+
+
+class ScriptedPeer:
+    """Answers with the scripted bench's plain tokens; decoding takes 1 s per token."""
+
+    made: ClassVar[list["ScriptedPeer"]] = []
+
+    def __init__(self, python, module, needs):
+        self.module, self.requests = module, []
+        self.versions = {module: "1"}
+        self.made.append(self)
+
+    def request(self, prompts, new_tokens, **arguments):
+        self.requests.append(arguments)
+        return {
+            "tokens": [list(range(new_tokens))] * len(prompts),
+            "stamps": [(4.0 + n, n) for n in range(1, new_tokens + 1)],
+            "dtype": arguments.get("dtype", "Q4_1"),
+        }
+
+
+@pytest.fixture
+def main(tmp_path, scripted, monkeypatch):
+    """Runs the command on a config that ends with the given lines; returns (rows, bench)."""
+
+    def run(lines, *options):
+        path = tmp_path / "mine.yaml"
+        path.write_text(CONFIG.format(tmp_path) + lines)
+        bench = scripted()
+        monkeypatch.setattr(peers, "Bench", lambda: bench)
+        monkeypatch.setattr(peers, "Peer", ScriptedPeer)
+        monkeypatch.setattr(ScriptedPeer, "made", [])
+        assert peers.main(["--hf-python", "python", *options, str(path)]) == 0
+        return json.loads((tmp_path / "mine" / "peers.json").read_text())["rows"], bench
+
+    return run
+
+
+def test_the_rate_of_a_peer_excludes_prefill(monkeypatch):
+    peer = ScriptedPeer("python", "huggingface", "torch")
+    stamps = [(4.0, 1), (5.0, 3), (6.0, 5)]
+    answer = {"tokens": [[1, 2, 3]] * 2, "stamps": stamps, "dtype": "float32"}
+    monkeypatch.setattr(peer, "request", lambda **arguments: answer)
+    run = run_peer(peer, [[0] * 8] * 2, 5, cache="static")
+    assert run.tokens_per_s == 2 * 4 / 2.0  # two rows, tokens 2 to 5, in two seconds
+    assert run.prefill_s == 4.0
+    np.testing.assert_array_equal(run.tokens, [[1, 2, 3]] * 2)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is installed")
+def test_a_python_without_the_libraries_is_reported():
+    with pytest.raises(RuntimeError, match="it needs torch and transformers"):
+        Peer(sys.executable, "huggingface", "torch and transformers")
+
+
+def test_runs_are_interleaved_and_speculation_of_peers_is_for_one_row(main, capsys):
+    rows, bench = main("grid: {batch: [1, 2]}")
+    assert [cell.draft for cell in bench.ran] == ["none", "self", "small"] * 6
+    both = ["HF static cache", "HF dynamic cache"]
+    assert [r["method"] for r in rows if r["batch"] == 1][3:] == both + ONE_ROW
+    assert [r["method"] for r in rows if r["batch"] == 2][3:] == both
+    found = {(r["tok_s"], r["equal"]) for r in rows if r["method"].startswith("HF")}
+    assert found == {(1.0, 1.0), (2.0, 1.0)}
+    assert {r["tok_s"] for r in rows if r["method"] == "magicjax plain"} == {16.0, 32.0}
+    assert "16.00×" in capsys.readouterr().out
+
+
+def test_precisions_are_named_and_reach_the_peers(main, tmp_path):
+    (tmp_path / "model.gguf").touch()
+    llama = ["--llama-python", "python", "--llama-file", str(tmp_path / "model.gguf")]
+    rows, _ = main("dtype: bfloat16", *llama)
+    found = {r["method"]: r["dtype"] for r in rows}
+    names = ["llama.cpp plain", "llama.cpp prompt lookup, 4 tokens"]
+    assert found == dict.fromkeys(found, "bfloat16") | dict.fromkeys(names, "Q4_1")
+    hf, llama_cpp = ScriptedPeer.made
+    assert {request["dtype"] for request in hf.requests} == {"bfloat16"}
+    assert [request.get("lookup_tokens") for request in llama_cpp.requests] == [None, 4] * 3
+
+
+def test_prompts_of_several_seeds_are_pooled(main):
+    rows, bench = main("grid: {prompt_seed: [0, 1], batch: [1]}")
+    assert [cell.prompt_seed for cell in bench.ran if cell.draft == "none"] == [0, 0, 0, 1, 1]
+    assert len(rows) == len({r["method"] for r in rows}) == 8
+    assert np.shape(rows[0]["runs_tok_s"]) == (2, 2)
+
+
+def test_a_different_row_is_counted_and_located(main, monkeypatch):
+    def request(self, prompts, new_tokens, **arguments):
+        answer = original(self, prompts, new_tokens, **arguments)
+        return answer | {"tokens": [[*range(15), 63]] * len(prompts)}
+
+    original = ScriptedPeer.request
+    monkeypatch.setattr(ScriptedPeer, "request", request)
+    rows, _ = main("grid: {prompt_seed: [0, 1]}")
+    assert [r["equal"] for r in rows] == [1.0] * 3 + [0.0] * 5
+    assert "new token 15: 63 instead of 15" in rows[-1]["divergences"][1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], f"{peers.PROG} --hf-python PYTHON experiments/"),
+        (["--llama-python", "python"], "need each other: give both"),
+        (["--llama-python", "python", "--llama-file", "none.gguf"], "none.gguf: no such file"),
+        (["experiments/configs/peers_llm.yaml", "--requests", "4"], "values of prompt_seed"),
+    ],
+)
+def test_invalid_options_are_refused_with_the_remedy(options, message, capsys):
+    assert peers.main(["--hf-python", "python", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_table_divides_by_the_static_cache():
+    common = {"batch": 4, "context": 8192, "prompts": "stdlib", "dtype": "float32"}
+    common |= {"prefill_s": 1.0, "equal": 1.0, "ties": 0}
+    rows = [
+        common | {"method": "magicjax plain", "tok_s": 300.0},
+        common | {"method": "HF static cache", "tok_s": 200.0},
+    ]
+    lines = peers.table(rows).splitlines()[2:]
+    assert [line.split("|")[7].strip() for line in lines] == ["1.50×", "1.00×"]
