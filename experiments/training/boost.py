@@ -282,8 +282,8 @@ def run(
     Raises:
       ConfigError, FileNotFoundError: see `prepare`, `claim` and `sample_weights`.
     """
-    work.mkdir(parents=True, exist_ok=True)
     material = prepare(settings, work)
+    work.mkdir(parents=True, exist_ok=True)
     claim(settings, material, work)
     modules, starts = material.modules, begin(settings, material, work)
     tokens = material.text.train[: settings.labelled_tokens]

@@ -21,12 +21,14 @@ from typing import Any
 
 from tqdm import tqdm
 
+import models
 from experiments.runner import exactness
 from experiments.runner.provenance import device_name
 from experiments.runner.workload import Bench
 from experiments.schema import config, grid
 from experiments.schema.fields import ConfigError
 from experiments.studies.peers.process import Peer, Run, run_magicjax, run_peer
+from experiments.training import draft_vocab
 from magicjax.benchmarks.tables import markdown_table
 from magicjax.files import write_atomically
 from magicjax.sources import checkpoint_directory
@@ -64,20 +66,35 @@ def magicjax_calls(bench: Bench, group: list[grid.Cell]) -> Calls:
     return {f"magicjax {c.method}": functools.partial(run_magicjax, bench, c) for c in group}
 
 
-def hf_calls(peer: Peer, compiled: bool, group: list[grid.Cell], prompts: list) -> Calls:
+def assistant_directory(source: str, folder: pathlib.Path) -> pathlib.Path:
+    """Returns a directory that transformers can load: of a model with a draft vocabulary, a copy.
+
+    The copy, in `folder`, has an embedding for every token.
+    """
+    directory = checkpoint_directory(source)
+    if getattr(models.load_config(directory), "draft_vocab_size", None) is None:
+        return directory
+    draft = models.load_checkpoint(directory)
+    expanded = draft_vocab.expanded(draft.module, draft.params)
+    path = folder / directory.name
+    special = {"eos_token_ids": draft.eos_token_ids, "pad_token_id": draft.pad_token_id}
+    tokenizer = models.load_tokenizer(directory)
+    models.save_checkpoint(path, *expanded, **special, tokenizer=tokenizer, overwrite=True)
+    return path
+
+
+def hf_calls(
+    peer: Peer, compiled: bool, group: list[grid.Cell], prompts: list, folder: pathlib.Path
+) -> Calls:
     """Returns the runs of transformers that support the group's batch and have their models."""
-
-    def directory(source: str) -> str:
-        return str(checkpoint_directory(source).resolve())
-
     plain = group[0]
     assistants = [cell.model for cell in group if cell.draft == "small"]
     run = functools.partial(run_peer, peer, prompts, plain.new_tokens, dtype=plain.dtype)
     calls: Calls = {}
     for name, setting in HF.items():
-        arguments = setting | {"directory": directory(plain.target)}
+        arguments = setting | {"directory": str(checkpoint_directory(plain.target).resolve())}
         if "assistant_tokens" in setting and assistants:
-            arguments["assistant"] = directory(assistants[0])
+            arguments["assistant"] = str(assistant_directory(assistants[0], folder).resolve())
         if (
             (compiled or "compiled" not in setting)
             and (plain.batch == 1 or not SPECULATIVE & setting.keys())
@@ -208,19 +225,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for group in groups:
         pooled[dataclasses.replace(group[0], prompt_seed=0)].append(group)
     rows: list[dict[str, Any]] = []
+    folder = pathlib.Path(experiment.results) / experiment.name
     with tqdm(unit="run", dynamic_ncols=True) as bar:
         for same in pooled.values():
             calls = []
             for group in same:
                 prompts = bench.prompts(group[0]).tolist()
                 made = magicjax_calls(bench, group)
-                made |= hf_calls(hf, options.compiled, group, prompts)
+                made |= hf_calls(hf, options.compiled, group, prompts, folder)
                 if llama:
                     made |= llama_calls(llama, options.llama_file, group, prompts)
                 calls.append(made)
             runs = time_calls(calls, experiment.repeats, bar)
             rows += compare(bench, [group[0] for group in same], runs)
-    path = pathlib.Path(experiment.results) / experiment.name / "peers.json"
+    path = folder / "peers.json"
     record = {"versions": versions, "device": device_name(), "rows": rows}
     write_atomically(path, json.dumps(record, indent=1) + "\n")
     print(table(rows))

@@ -14,10 +14,20 @@ import pytest
 import transformers
 import yaml
 
+import magicjax
 import models
 from experiments.prompts import corpus
 from experiments.schema import config
-from experiments.training import boost, boost_config, boost_report, distill, export, trainer
+from experiments.training import (
+    boost,
+    boost_config,
+    boost_report,
+    distill,
+    draft_vocab,
+    export,
+    generated_text,
+    trainer,
+)
 
 ROOT = pathlib.Path(boost.__file__).parents[2]
 RECIPES = pathlib.Path(boost.__file__).parents[1] / "recipes"
@@ -263,6 +273,8 @@ def test_a_draft_can_start_from_a_small_model(folder, tmp_path):
         ({"shape": None}, "the drafts need initial models"),
         ({"start": ["a"], "shape": None}, "have no effect with `start`"),
         ({"start": ["a", "b", "c"], "shape": None, "text": None}, "3 models for drafts=2"),
+        ({"generated": {"tokens": 8}}, "`corpus` has no effect with `generated`"),
+        ({"shape": SHAPE | {"draft_vocab_size": 1}}, "greater than or equal to 2"),
     ],
 )
 def test_invalid_settings_are_refused(folder, changes, message):
@@ -312,7 +324,80 @@ def test_a_corpus_without_held_out_text_is_refused(folder, tmp_path):
     for module in kept:
         (tmp_path / "corpus" / module.path).write_text(module.text)
     with pytest.raises(config.ConfigError, match="corpus has 0 held-out tokens"):
-        boost.prepare(settings(folder, corpus=str(tmp_path / "corpus")))
+        boost.prepare(settings(folder, corpus=str(tmp_path / "corpus")), tmp_path / "work")
+
+
+TEMPLATE = "<s>{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+GENERATED = generated_text.Generated(tokens=1500, batch=16, length=40)
+
+
+@pytest.fixture(scope="module")
+def chat_target(folder):
+    """The target with a chat template."""
+    shutil.copytree(folder / "target", folder / "chat")
+    path = folder / "chat" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+    return folder / "chat"
+
+
+@pytest.fixture(scope="module")
+def written(folder, chat_target):
+    return generated_text.write(str(chat_target), "float32", GENERATED, folder / "generated")
+
+
+def test_generated_text_is_whole_conversations_from_their_beginning(chat_target, written):
+    start = magicjax.load(chat_target).tokenizer("<s>user: ")["input_ids"]
+    rows = np.concatenate([written.held_out, written.train]).reshape(48, len(start) + 40)
+    assert (rows[:, : len(start)] == start).all()
+    assert len(np.unique(rows, axis=0)) == 48  # no batch repeats another
+    assert written.held_out.size == rows.size // 16
+
+
+def test_generated_text_is_read_back(folder, chat_target, written, monkeypatch):
+    monkeypatch.setattr(magicjax, "generate", None)
+    again = generated_text.write(str(chat_target), "float32", GENERATED, folder / "generated")
+    assert again.digest == written.digest
+    np.testing.assert_array_equal(again.train, written.train)
+    hotter = GENERATED.model_copy(update={"temperature": 1.0})
+    with pytest.raises(config.ConfigError, match="holds stages of other settings"):
+        generated_text.write(str(chat_target), "float32", hotter, folder / "generated")
+
+
+def test_generated_text_needs_a_chat_template(folder, tmp_path):
+    with pytest.raises(config.ConfigError, match="needs a target with a chat template"):
+        generated_text.write(str(folder / "target"), "float32", GENERATED, tmp_path)
+
+
+def test_a_draft_vocabulary_has_the_most_frequent_tokens():
+    vocab_map = draft_vocab.make_map(np.array([5, 2, 2, 7, 5, 2, 9]), 10, 3)
+    assert vocab_map.tolist() == [2, 2, 0, 2, 2, 1, 2, 2, 2, 2]
+
+
+def test_a_draft_with_a_vocabulary_is_trained_on_generated_text(
+    folder, chat_target, written, tmp_path
+):
+    shutil.copytree(folder / "generated", tmp_path / "work" / "generated")
+    changes = dict(target=str(chat_target), drafts=1, corpus=None, labelled_tokens=1024)
+    changes |= dict(generated=GENERATED.model_dump(), shape=SHAPE | {"draft_vocab_size": 32})
+    short = {"phases": [{"context": 16, "batch": 2, "steps": 2}], "learning_rate": 0.02}
+    changes |= dict(text=short, labels=short)
+    boost.run(settings(folder, **changes), tmp_path / "work", tmp_path / "out", "command")
+    draft = models.load_checkpoint(tmp_path / "out" / "draft-1", "float32")
+    assert (draft.config.vocab_size, draft.config.draft_vocab_size) == (290, 32)
+    wanted = draft_vocab.make_map(written.train, 290, 32)
+    np.testing.assert_array_equal(draft.params["params"]["vocab_map"], wanted)
+    # The expanded model, for other libraries, predicts the same tokens with an own embedding.
+    tokens = np.arange(32, dtype=np.int32)[None]
+    own = np.flatnonzero(wanted < 31)
+    ours = trainer.logits_of(draft.module, draft.params, tokens)[..., own]
+    whole = trainer.logits_of(*draft_vocab.expanded(draft.module, draft.params), tokens)
+    np.testing.assert_allclose(whole[..., own], ours, rtol=1e-5, atol=1e-5)
+    assert not whole[..., np.flatnonzero(wanted == 31)].any()
+    with pytest.raises(config.ConfigError, match="has a draft vocabulary"):
+        boost.prepare(
+            settings(folder, start=str(tmp_path / "out" / "draft-1"), shape=None, text=None),
+            tmp_path,
+        )
 
 
 def test_a_work_folder_of_other_settings_is_refused(folder, whole):
