@@ -1,1 +1,1 @@
-"""Experiments on magicjax: data, training of the embedded models, launcher, reports."""
+"""Experiments on magicjax: data, training of the bundled models, launcher, reports."""

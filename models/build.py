@@ -125,6 +125,15 @@ def abstract_params(module: nn.Module) -> dict[str, Any]:
     return {"params": others["params"] | blocks}
 
 
+def cast_params(params: Any, dtype: Any) -> Any:
+    """Returns the parameters in a floating-point dtype; integers keep theirs."""
+
+    def cast(x):
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(cast, params)
+
+
 def count_params(config: Config) -> int:
     """Returns the number of parameters of `config`; a tied output matrix counts once."""
     shapes = nn.meta.unbox(abstract_params(build(config)))

@@ -152,7 +152,8 @@ def _read(reader: gguf.GGUFReader) -> GgufModel:
     if tokens > config.vocab_size:
         raise ValueError(
             f"tokenizer.ggml.tokens has {tokens} tokens, and token_embd.weight has "
-            f"{config.vocab_size} rows: the file is damaged, or its tokenizer is another model's"
+            f"{config.vocab_size} rows: the file is damaged, or its tokenizer is another model's: "
+            "download it again"
         )
     return GgufModel(config, weights, special, tokenizer)
 

@@ -173,6 +173,8 @@ def load_tokenizer(path: str | os.PathLike) -> Any:
         if described:
             return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
+    except ImportError:
+        raise  # names the package that this tokenizer needs
     except Exception as error:  # `tokenizers` raises no other type for a damaged file
         reason = " ".join(str(error).split())
         raise ValueError(

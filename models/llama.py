@@ -83,10 +83,10 @@ class LlamaConfig:
             raise ValueError(
                 f"head_dim={self.head_dim} must be even: the rotation pairs its halves"
             )
-        if self.draft_vocab_size is not None and not 2 <= self.draft_vocab_size <= self.vocab_size:
+        if self.draft_vocab_size is not None and not 2 <= self.draft_vocab_size < self.vocab_size:
             raise ValueError(
-                f"draft_vocab_size={self.draft_vocab_size} must be between 2 and the vocabulary's "
-                f"{self.vocab_size} tokens"
+                f"draft_vocab_size={self.draft_vocab_size} must be at least 2 and smaller than "
+                f"vocab_size={self.vocab_size}"
             )
         if self.sliding_window is not None and self.max_positions > self.sliding_window:
             raise ValueError(
@@ -96,7 +96,7 @@ class LlamaConfig:
 
     @property
     def embedding_rows(self) -> int:
-        """The number of tokens with an own embedding."""
+        """The number of rows of the embedding."""
         return self.draft_vocab_size or self.vocab_size
 
 

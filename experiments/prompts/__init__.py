@@ -62,7 +62,7 @@ __all__ = [
     "uses_template",
 ]
 
-TEXTS = (STDLIB, FILES, PG19)  # plain text, which nothing is asked about
+TEXTS = (STDLIB, FILES, PG19)  # plain text without a task
 KINDS = (*TEXTS, CHAT, DATASET, LONGBENCH, *ruler.TASKS, RANDOM)
 PATHS = {
     FILES: "a text file, a .jsonl file with the field 'text', or a folder of them",

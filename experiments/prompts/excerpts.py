@@ -2,8 +2,8 @@
 
 Texts are concatenated to one stream of tokens; prompts end at evenly spaced positions of it. An
 excerpt of a book lies within that book. Greedy text of a small model soon loops, and loops are easy
-to draft. So `least_repetitive` chooses among more candidates than there are rows, also of prompts
-that are no excerpts.
+to draft. So `least_repetitive` chooses among more candidates than there are rows. It also selects
+prompts of tasks.
 """
 
 import bisect

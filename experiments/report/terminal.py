@@ -11,7 +11,7 @@ LEGEND = (
     "speedup: over plain decoding in the cell's own process, with interleaved runs (the plain row "
     "has its own process, so its tok/s may differ);",
     "τ: tokens emitted per target pass and row; accepted: accepted tokens / (depth × rounds); "
-    "exact: rows equal to plain decoding, or different after a tie (ties: rows that are);",
+    "exact: rows equal to plain decoding, ties included; ties: rows that differ at a tie;",
     "agree: how often draft and target predict the same token on the prompts' text (–: unknown for "
     "this draft); repeats: 8-grams that occurred before in the text",
 )

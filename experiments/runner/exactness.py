@@ -4,9 +4,10 @@ Tokens are equal or wrong, with one exception that is counted: where a row first
 tokens may be the best up to rounding. A teacher-forced forward of the target in float32 decides
 that. After such a tie the two texts rightly differ, and nothing more can be compared.
 
-For a 16-bit model, rounding is measured at the same position: the largest difference between its
-logits and those in float32. Rounding can exchange two tokens only if both are within twice this
-difference of the best.
+For a 16-bit model, rounding is estimated at the same position: the largest difference between its
+logits and those in float32. It is a tie if both tokens are within twice this difference of the
+best. This is no proof: a plain step and a tree round differently, and a small error can look like a
+tie. Only float32 proves that a method is exact.
 """
 
 import dataclasses

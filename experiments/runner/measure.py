@@ -5,6 +5,7 @@ timed runs one more is traced. Batches of different prompts are measured one aft
 their runs are added.
 """
 
+import dataclasses
 import pathlib
 import resource
 import statistics
@@ -43,27 +44,32 @@ def measure(
     plain = plain_of(cell)
     outputs: dict[Cell, list] = {plain: [], cell: []}  # one entry if the cell is plain decoding
     read_gbs = bandwidth.read_bandwidth() / 1e9 if cell.repeats else None
-    prefill_compile_s = 0.0
-    for rows in bench.batches(cell):
-        shared = bench.runs(list(outputs), rows)
+    prefill_compile_s, shared = 0.0, None
+    for number, rows in enumerate(bench.batches(cell)):
+        shared = None  # frees the caches of the last batch
+        of_batch = {each: _with_own_seed(each, number) for each in outputs}
+        shared = bench.runs(list(of_batch.values()), rows)
         prefill_compile_s += shared.compile_s
         parts: dict[Cell, list] = {each: [] for each in outputs}
         for repeat in range(cell.repeats + 1):
             for each in outputs:
-                parts[each].append(shared.run(each))
+                parts[each].append(shared.run(of_batch[each]))
                 print(f"{each.label}: {f'run {repeat}' if repeat else 'compiled'}", flush=True)
         for each, runs in parts.items():
             outputs[each].append(runs)
-    # Of each repeat, the run over all batches.
+    assert shared is not None  # a cell has at least one batch
+    # Of each repeat, the run over all batches, and the time per output token of every request.
+    repeats = list(zip(*outputs[cell], strict=True))
     runs, plain_runs = (
         [merge(repeat) for repeat in zip(*outputs[each], strict=True)] for each in (cell, plain)
     )
+    latencies = [np.concatenate([_tpot(run) for run in repeat]) for repeat in repeats[1:]]
     if any(run.stats.compile_s for run in runs[1:] + plain_runs[1:]):
         raise RuntimeError(f"{cell.label}: a timed run compiled, so its time is invalid")
     match = _match(bench, cell, runs, plain_runs)
-    requests = _requests(bench, cell, runs, match)
-    seconds, phases_error = _phases(shared, cell, folder) if cell.repeats else ({}, "")
-    times = _times(bench, cell, runs[1:], plain_runs[1:], read_gbs) if read_gbs else {}
+    requests = _requests(bench, cell, runs, match, latencies)
+    seconds, phases_error = _phases(shared, of_batch[cell], folder) if cell.repeats else ({}, "")
+    times = _times(bench, cell, runs[1:], plain_runs[1:], latencies, read_gbs) if read_gbs else {}
     row = columns(cell) | {"device": device_name(), "status": "ok", "error": ""} | times
     row |= _acceptance(bench, cell, runs[0], requests) | _exactness(match, plain_runs)
     row |= {f"{name}_s": s for name, s in seconds.items()} | _resources(
@@ -82,6 +88,11 @@ def measure(
         "divergences": [str(d) for d in match.divergences] if match else [],
     }
     return metrics, requests
+
+
+def _with_own_seed(cell: Cell, number: int) -> Cell:
+    """Returns the cell of a batch: batches of a sampled cell draw different random numbers."""
+    return dataclasses.replace(cell, seed=cell.seed + number) if cell.do_sample else cell
 
 
 def _run(run: Any) -> dict[str, float]:
@@ -151,12 +162,16 @@ def _peak_memory() -> float:
 
 
 def _requests(
-    bench: Bench, cell: Cell, runs: Sequence[Any], match: exactness.Match | None
+    bench: Bench,
+    cell: Cell,
+    runs: Sequence[Any],
+    match: exactness.Match | None,
+    latencies: Sequence[np.ndarray],
 ) -> list[dict[str, Any]]:
-    """Returns a line for each row of the batch: its tokens, acceptance and latency."""
+    """Returns a line for each request: its tokens, acceptance and latency."""
     output, tasks = runs[0], bench.tasks(cell)
     divergences = {d.row: d for d in match.divergences} if match else {}
-    latencies = np.median([_tpot(run) for run in runs[1:]], 0) if runs[1:] else None
+    median = np.median(latencies, 0) if latencies else None
     lines = []
     for i, histogram in enumerate(output.stats.histogram_by_request):
         divergence, task = divergences.get(i), tasks[i] if tasks else None
@@ -178,7 +193,7 @@ def _requests(
                 "exact": (divergence is None or divergence.is_tie) if match else None,
                 "first_divergence": divergence.position if divergence else None,
                 "top2_margin": divergence.margin if divergence else None,
-                "tpot_ms": float(latencies[i]) if latencies is not None else None,
+                "tpot_ms": float(median[i]) if median is not None else None,
             }
         )
     return lines
@@ -203,14 +218,18 @@ def _phases(runs: Runs, cell: Cell, folder: pathlib.Path | None) -> tuple[dict[s
 
 
 def _times(
-    bench: Bench, cell: Cell, runs: Sequence[Any], plain_runs: Sequence[Any], read_gbs: float
+    bench: Bench,
+    cell: Cell,
+    runs: Sequence[Any],
+    plain_runs: Sequence[Any],
+    latencies: Sequence[np.ndarray],
+    read_gbs: float,
 ) -> dict[str, float | None]:
     """Returns the times of the timed runs; `read_gbs` is the measured bandwidth of a device."""
     rates, plain_rates = [_rate(run) for run in runs], [_rate(run) for run in plain_runs]
     rate, plain_rate = statistics.median(rates), statistics.median(plain_rates)
     prefill_s = statistics.median(run.stats.prefill_s for run in runs)
     ratios = [mine / plain for mine, plain in zip(rates, plain_rates, strict=True)]
-    latencies = np.concatenate([_tpot(run) for run in runs])
     ar_gbs = _step_bytes(bench.target_of(cell), cell) / _step_s(plain_runs) / 1e9
     devices = cell.devices.size if cell.devices else 1
     if jax.default_backend() != "cpu":  # devices on a CPU share its memory
@@ -226,8 +245,8 @@ def _times(
         "speedup_low": min(ratios),
         "speedup_high": max(ratios),
         "ttft_s": prefill_s / (cell.num_requests // cell.batch),
-        "tpot_ms_p50": float(np.percentile(latencies, 50)),
-        "tpot_ms_p99": float(np.percentile(latencies, 99)),
+        "tpot_ms_p50": float(np.percentile(np.concatenate(latencies), 50)),
+        "tpot_ms_p99": float(np.percentile(np.concatenate(latencies), 99)),
         "prefill_s": prefill_s,
         "decode_s": statistics.median(run.stats.decode_s for run in runs),
         "round_ms": 1e3 * _step_s(runs),

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+import models
+
 CHUNK = 256
 
 
@@ -127,7 +129,7 @@ def logits_in_float32(
 ) -> Float[Array, "B V"]:
     """Returns `logits_at` with the same weights, but activations in float32."""
     # Products of 16-bit blocks with float32 activations are in float32.
-    params = jax.tree.map(lambda x: x.astype(jnp.float32), model.params)
+    params = models.cast_params(model.params, jnp.float32)
     module = model.module.clone(dtype=jnp.float32)
     return logits_at(dataclasses.replace(model, module=module, params=params), tokens, index)
 

@@ -3,10 +3,10 @@
     python -m experiments.studies.policy_acceptance FILE [--key value]
 
 The methods of a grid's group start from one prefill of the same prompts in one process, so that a
-method takes seconds. Finished groups are kept in the CSV, and a second run continues after them.
+method takes seconds. The CSV keeps all finished groups, and a second run continues after them.
 """
 
-import hashlib
+import dataclasses
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from experiments.prompts.metrics import repeated_ngrams
-from experiments.runner import exactness
+from experiments.runner import exactness, provenance
 from experiments.runner.workload import Bench, merge
 from experiments.schema import config, grid
 from experiments.schema.fields import ConfigError
@@ -27,15 +27,31 @@ from magicjax.files import write_atomically
 PROG = "python -m experiments.studies.policy_acceptance"
 
 
+def cells_of(experiment: config.Experiment) -> list[list[grid.Cell]]:
+    """Returns the groups of a grid, each run once.
+
+    Raises:
+      ConfigError: wrong settings, or sampling, which has no texts to compare.
+    """
+    if experiment.do_sample or any(method.draft == "auto" for method in experiment.methods):
+        raise ConfigError("do_sample and draft=auto are not supported here: use experiments.launch")
+    return [
+        [dataclasses.replace(cell, repeats=1) for cell in group]
+        for group in grid.groups(experiment)
+    ]
+
+
 def identity(cell: grid.Cell) -> str:
-    """Returns a name of all settings of a cell, by which finished rows are found."""
-    return hashlib.sha256(repr(cell).encode()).hexdigest()[:12]
+    """Returns a name of a cell's result: of its settings, code, and files."""
+    return grid.key(cell, provenance.of(cell))
 
 
 def measure(bench: Bench, group: list[grid.Cell]) -> list[dict[str, Any]]:
     """Returns a row for each method of a group, whose first cell is plain decoding."""
     outputs: dict[grid.Cell, list] = {cell: [] for cell in group}
+    shared = None
     for rows in bench.batches(group[0]):
+        shared = None  # frees the caches of the last batch
         shared = bench.runs(group, rows)
         for cell in tqdm(group, desc=group[0].label, unit="method", leave=False):
             outputs[cell].append(shared.run(cell))
@@ -47,7 +63,10 @@ def measure(bench: Bench, group: list[grid.Cell]) -> list[dict[str, Any]]:
         made.append(
             {
                 "cell": identity(cell),
+                "batch": cell.batch,
                 "context": cell.context,
+                "prompts": cell.prompts,
+                "method": cell.method,
                 "policy": cell.policy,
                 "budget": cell.budget,
                 "acceptance": output.stats.acceptance_rate,
@@ -65,23 +84,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         experiment, _ = config.from_command_line(arguments, PROG)
-        groups = grid.groups(experiment)
+        groups = cells_of(experiment)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     path = pathlib.Path(experiment.results) / f"{experiment.name}.csv"
-    finished = pd.read_csv(path).to_dict("records") if path.exists() else []
-    by_cell = {row["cell"]: row for row in finished}
-    bench, rows = Bench(), list[dict[str, Any]]()
+    rows = pd.read_csv(path).to_dict("records") if path.exists() else []
+    bench, current = Bench(), list[str]()
     for group in groups:
         names = [identity(cell) for cell in group[1:]]
-        if all(name in by_cell for name in names):
-            rows += [by_cell[name] for name in names]
+        current += names
+        if {*names} <= {row["cell"] for row in rows}:
             continue
         rows += measure(bench, group)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, pd.DataFrame(rows).to_csv(index=False))
-    print(record_table(rows))
+    print(record_table([row for row in rows if row["cell"] in current]))
     print(f"wrote {path}")
     return 0
 

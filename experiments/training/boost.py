@@ -65,11 +65,11 @@ class Material:
     starts: list[Any] | None
     vocab_map: Int[np.ndarray, "V"] | None = None
 
-    def numbers(self, tokens: Int[np.ndarray, "T"]) -> Int[np.ndarray, "T"]:
-        """Returns what the drafts are trained on: the numbers of their embeddings."""
+    def embedding_ids(self, tokens: Int[np.ndarray, "T"]) -> Int[np.ndarray, "T"]:
+        """Returns what the drafts are trained on: the index of each token's embedding."""
         return tokens if self.vocab_map is None else self.vocab_map[tokens]
 
-    def finished(self, module: nn.Module, params: Any) -> tuple[nn.Module, Any]:
+    def with_target_vocab(self, module: nn.Module, params: Any) -> tuple[nn.Module, Any]:
         """Returns a draft that reads and predicts the target's tokens."""
         if self.vocab_map is None:
             return module, params
@@ -88,6 +88,7 @@ def prepare(settings: Boosting, work: pathlib.Path) -> Material:
     tokenizer = models.load_tokenizer(directory)
     if tokenizer is None or tokenizer.eos_token_id is None:
         raise ConfigError(f"{settings.target} has no tokenizer with an end token: add one")
+    check_shape(settings, target.config)
     if settings.generated is None:
         root = settings.corpus or None
         text = corpus.read(tokenizer.backend_tokenizer, tokenizer.eos_token_id, root)
@@ -96,10 +97,6 @@ def prepare(settings: Boosting, work: pathlib.Path) -> Material:
         text = generated_text.write(settings.target, settings.dtype, settings.generated, folder)
     vocab_map = None
     if settings.shape:
-        if not isinstance(target.config, models.LlamaConfig):
-            raise ConfigError(
-                "shape makes a Llama, but the target is not one: give small models as `start`"
-            )
         sizes = settings.shape.model_dump(exclude={"draft_vocab_size"})
         if size := settings.shape.draft_vocab_size:
             vocab_map = draft_vocab.make_map(text.train, target.config.vocab_size, size)
@@ -112,6 +109,27 @@ def prepare(settings: Boosting, work: pathlib.Path) -> Material:
         modules, starts = [c.module for c in loaded], [c.params for c in loaded]
     check_sizes(settings, text, min(module.config.max_positions for module in modules))
     return Material(target, tokenizer, text, modules, starts, vocab_map)
+
+
+def check_shape(settings: Boosting, config: models.Config) -> None:
+    """Raises ConfigError if the drafts' shape or the generated text does not fit the target."""
+    if settings.shape:
+        if not isinstance(config, models.LlamaConfig):
+            raise ConfigError(
+                "shape makes a Llama, but the target is not one: give small models as `start`"
+            )
+        size = settings.shape.draft_vocab_size
+        if size is not None and size >= config.vocab_size:
+            raise ConfigError(
+                f"shape.draft_vocab_size={size} is not smaller than the target's vocabulary of "
+                f"{config.vocab_size} tokens: omit it"
+            )
+    if generated := settings.generated:
+        if generated.length >= config.max_positions:
+            raise ConfigError(
+                f"generated.length={generated.length} is too large: the target has "
+                f"{config.max_positions} positions"
+            )
 
 
 def _start(path: str, target: models.Checkpoint, tokenizer: Any) -> models.Checkpoint:
@@ -140,7 +158,7 @@ def check_sizes(settings: Boosting, text: corpus.Text, max_positions: int) -> No
     available, labelled = len(text.train), settings.labelled_tokens
     if available < labelled:
         raise ConfigError(
-            f"labelled_tokens={labelled} is too large: the corpus has {available} training tokens: "
+            f"labelled_tokens={labelled} is too large: the text has {available} training tokens: "
             "give more text, or lower labelled_tokens"
         )
     used = labelled // distill.CONTEXT * distill.CONTEXT
@@ -155,7 +173,7 @@ def check_sizes(settings: Boosting, text: corpus.Text, max_positions: int) -> No
         contexts += [phase.context for phase in settings.text.phases]
         if available < max(contexts) + 1:
             raise ConfigError(
-                f"the corpus has {available} training tokens, but text with "
+                f"the text has {available} training tokens, but the schedule `text` with "
                 f"context={max(contexts)} needs {max(contexts) + 1}: give more text"
             )
     if max(contexts) > max_positions:
@@ -166,8 +184,8 @@ def check_sizes(settings: Boosting, text: corpus.Text, max_positions: int) -> No
     needed = max(c for c in (*export.CONTEXTS, distill.CONTEXT) if c <= max_positions) + 1
     if len(text.held_out) < needed:
         raise ConfigError(
-            f"the corpus has {len(text.held_out)} held-out tokens, but the model cards need "
-            f"{needed}: give more modules"
+            f"the text has {len(text.held_out)} held-out tokens, but the model cards need "
+            f"{needed}: give more text"
         )
 
 
@@ -235,6 +253,8 @@ def tune(
 ) -> tuple[list[Any], list[float]]:
     """Returns the parameters of each draft, and the share of samples that it is tuned on."""
     matched = np.zeros(len(labels), bool)
+    size = settings.shape and settings.shape.draft_vocab_size
+    shared = size - 1 if size else None
     tuned, shares = [], []
     for number, (module, start) in enumerate(zip(modules, starts), 1):
         weights = sample_weights(matched, settings.kept_share, number)
@@ -244,7 +264,9 @@ def tune(
         shares.append(float(weights.mean()))
         if number < len(modules):
             path = work / f"{name}-choices.npy"
-            matched |= distill.choices(module, params, tokens, path) == labels
+            # A draft never predicts the embedding that rare tokens share.
+            can_match = labels != shared if shared is not None else True
+            matched |= (distill.choices(module, params, tokens, path) == labels) & can_match
     return tuned, shares
 
 
@@ -255,7 +277,7 @@ def begin(settings: Boosting, material: Material, work: pathlib.Path) -> list[An
     assert settings.text is not None
     params = trainer.train(
         material.modules[0],
-        material.numbers(material.text.train),
+        material.embedding_ids(material.text.train),
         settings.text,
         work / "draft-text",
         label="draft-text",
@@ -290,7 +312,7 @@ def run(
     labels = distill.choices(
         material.target.module, material.target.params, tokens, work / "labels.npy"
     )
-    tokens, labels = material.numbers(tokens[: len(labels)]), material.numbers(labels)
+    tokens, labels = material.embedding_ids(tokens[: len(labels)]), material.embedding_ids(labels)
     tuned, shares = tune(settings, modules, starts, tokens, labels, work)
     samples = tokens, labels, np.ones_like(labels)
     plain = [
@@ -299,15 +321,15 @@ def run(
     ]
     figures = boost_report.measure(
         (material.target.module, material.target.params),
-        [material.finished(m, p) for m, p in zip(modules, starts)],
-        [material.finished(m, export.as_stored(p)) for m, p in zip(modules, tuned)],
-        [material.finished(m, export.as_stored(p)) for m, p in zip(modules[1:], plain)],
+        [material.with_target_vocab(m, p) for m, p in zip(modules, starts)],
+        [material.with_target_vocab(m, export.as_stored(p)) for m, p in zip(modules, tuned)],
+        [material.with_target_vocab(m, export.as_stored(p)) for m, p in zip(modules[1:], plain)],
         material.text.held_out,
     )
     for draft, share in zip(figures["drafts"], shares):
         draft["samples"] = share
     for number, draft in enumerate(zip(modules, tuned), 1):
-        module, params = material.finished(*draft)
+        module, params = material.with_target_vocab(*draft)
         note = boost_report.note(figures, number)
         path, tokenizer, text = out / f"draft-{number}", material.tokenizer, material.text
         export.export(path, module, params, tokenizer, text, command=command, note=note)

@@ -4,7 +4,6 @@ import pathlib
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,21 +20,12 @@ EVALUATED_TOKENS = 65536
 
 def rounded(params):
     """Returns the parameters in bfloat16, the stored dtype."""
-    return _cast(params, jnp.bfloat16)
+    return models.cast_params(params, jnp.bfloat16)
 
 
 def as_stored(params):
     """Returns the parameters in float32 after rounding to the stored dtype."""
-    return _cast(rounded(params), jnp.float32)
-
-
-def _cast(params, dtype: Any):
-    """Returns the parameters in a dtype; integers, such as a vocabulary's map, keep theirs."""
-
-    def cast(x):
-        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    return jax.tree.map(cast, params)
+    return models.cast_params(rounded(params), jnp.float32)
 
 
 def card(
@@ -46,15 +36,21 @@ def card(
     command: str,
     note: str,
 ) -> str:
-    """Returns a model card in Markdown: description, command, losses by context, and `note`."""
+    """Returns a model card in Markdown: description, command, losses by context, and `note`.
+
+    A model with a draft vocabulary has no losses: on tokens that it never predicts, they would be
+    infinite.
+    """
     count = models.count_params(module.config)
-    table = markdown_table(
-        ("context", "nats per token", "bits per byte"),
-        (
-            (context, f"{nats:.3f}", f"{nats / np.log(2) / text.bytes_per_token:.3f}")
-            for context, nats in losses.items()
-        ),
-    )
+    rows = [
+        (context, f"{nats:.3f}", f"{nats / np.log(2) / text.bytes_per_token:.3f}")
+        for context, nats in losses.items()
+    ]
+    table = f"""
+Held-out loss after rounding to bfloat16, in windows of the given context:
+
+{markdown_table(("context", "nats per token", "bits per byte"), rows)}
+"""
     return f"""# magicjax zoo: {name}
 
 A {count / 1e6:.2f} M parameter model, trained on {text.source},
@@ -64,10 +60,7 @@ for demonstrations and tests of speculative decoding.
 
 Data: SHA-256 `{text.digest}`;
 {len(text.train):,} training tokens, {len(text.held_out):,} held out ({text.selection}).
-
-Held-out loss after rounding to bfloat16, in windows of the given context:
-
-{table}
+{table if losses else ""}
 {note and chr(10) + note}"""
 
 
@@ -91,10 +84,11 @@ def export(
       command, note: see `card`.
     """
     widened = as_stored(params)
+    every_token = getattr(module.config, "draft_vocab_size", None) is None
     losses = {
         context: trainer.evaluate(module, widened, text.held_out, context, EVALUATED_TOKENS)
         for context in CONTEXTS
-        if context <= module.config.max_positions
+        if every_token and context <= module.config.max_positions
     }
     models.save_checkpoint(
         path,

@@ -1,7 +1,7 @@
 """Conversations that a chat model writes: text for its draft models, without a corpus.
 
-The model continues the beginning of a conversation, up to where the user speaks, with a question,
-an answer, and further turns. Source: Magpie, arXiv 2406.08464.
+The prompt is the chat template up to the user's message: the model writes the message, the answer
+and later turns. Source: Magpie, arXiv 2406.08464.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from experiments.schema.fields import ConfigError, Positive, Strict
 from experiments.training import export
 from magicjax.files import write_atomically
 
-HELD_OUT_SHARE = 16  # one row in 16 is held out
+HELD_OUT_EVERY = 16  # one row in 16 is held out
 
 
 class Generated(Strict):
@@ -80,7 +80,7 @@ def write(source: str, dtype: str, settings: Generated, work: pathlib.Path) -> c
             write_atomically(path, buffer.getvalue())
         parts.append(np.load(path))
     rows = np.concatenate(parts)
-    is_held_out = np.arange(len(rows)) % HELD_OUT_SHARE == 0
+    is_held_out = np.arange(len(rows)) % HELD_OUT_EVERY == 0
     held_out = rows[is_held_out].ravel()
     return corpus.Text(
         train=rows[~is_held_out].ravel(),
@@ -88,5 +88,5 @@ def write(source: str, dtype: str, settings: Generated, work: pathlib.Path) -> c
         bytes_per_token=len(target.tokenizer.decode(held_out).encode()) / held_out.size,
         digest=hashlib.sha256(rows.tobytes()).hexdigest(),
         source=f"conversations that {source} wrote",
-        selection=f"one conversation in {HELD_OUT_SHARE}",
+        selection=f"one conversation in {HELD_OUT_EVERY}",
     )

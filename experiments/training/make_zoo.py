@@ -1,4 +1,4 @@
-"""Trains the embedded models: tokenizer, target and two drafts, each in a directory with a card.
+"""Trains the bundled models: tokenizer, target and two drafts, each in a directory with a card.
 
     python -m experiments.training.make_zoo experiments/recipes/cpu.yaml --work build/zoo --out DIR
 

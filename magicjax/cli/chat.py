@@ -237,7 +237,7 @@ def _answer(session: Session, message: str) -> Session:
             _note(f"{in_option_names(str(error), ['max_context'])} (/reset)")
             return session
         if not session.answers:
-            _note("(compiling, only before the first answer)")
+            _note("(compiling; this happens once)")
         reply = text.print_stream(rounds, tokenizer)
     if ending := _ending(reply, stop.is_set()):
         _note(ending)

@@ -118,7 +118,8 @@ class SmallModel(Drafter):
                 "they must be the same; use a drafter of the target's family"
             )
         resolve_draw_method(self.draw, tree)
-        check_width(tree, vocab)
+        draft_vocab = getattr(self.model.config, "draft_vocab_size", None)
+        check_width(tree, vocab if draft_vocab is None else draft_vocab - 1)
         if self.model.tokenizer is not None and target.tokenizer is not None:
             _check_tokenizers(self.model, target)
         self._check_positions(context, depth)

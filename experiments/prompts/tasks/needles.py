@@ -1,6 +1,6 @@
 """RULER's retrieval and tracking tasks: assignments hidden in a haystack.
 
-The embedded models are trained on Python source, so the hidden lines are assignments. The question
+The bundled models are trained on Python source, so the hidden lines are assignments. The question
 is a comment followed by the beginning of its answer, for the model to continue.
 
 Every task is a function (tokenizer, haystack, length, seed, row) -> prompt of exactly `length`

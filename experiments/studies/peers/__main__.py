@@ -54,8 +54,8 @@ SPECULATIVE = {"lookup_tokens", "assistant_tokens"}  # which transformers suppor
 
 # Arguments of `generate` in llama.py.
 LLAMA: dict[str, dict[str, Any]] = {
-    "llama.cpp plain": {},
-    "llama.cpp prompt lookup, 4 tokens": {"lookup_tokens": 4},
+    "llama-cpp-python plain": {},
+    "llama-cpp-python prompt lookup, 4 tokens": {"lookup_tokens": 4},
 }
 
 Calls = dict[str, Callable[[], Run]]
@@ -66,10 +66,11 @@ def magicjax_calls(bench: Bench, group: list[grid.Cell]) -> Calls:
     return {f"magicjax {c.method}": functools.partial(run_magicjax, bench, c) for c in group}
 
 
+@functools.cache
 def assistant_directory(source: str, folder: pathlib.Path) -> pathlib.Path:
-    """Returns a directory that transformers can load: of a model with a draft vocabulary, a copy.
+    """Returns a directory that transformers can load.
 
-    The copy, in `folder`, has an embedding for every token.
+    Of a model with a draft vocabulary it is a copy in `folder`, with an embedding for every token.
     """
     directory = checkpoint_directory(source)
     if getattr(models.load_config(directory), "draft_vocab_size", None) is None:
@@ -156,7 +157,7 @@ def compare(bench: Bench, cells: list[grid.Cell], runs: dict[str, list[list[Run]
                 "dtype": timed[0][0].dtype,
                 "tok_s": statistics.harmonic_mean(medians),
                 "prefill_s": statistics.median(run.prefill_s for own in timed for run in own),
-                "equal": 1 - len(divergences) / (len(cells) * cells[0].batch),
+                "equal": statistics.mean(match.exact for match in matches),
                 "ties": sum(match.ties for match in matches),
                 "divergences": [str(d) for d in divergences],
                 "runs_tok_s": [[run.tokens_per_s for run in own] for own in timed],
@@ -198,11 +199,18 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, config.
     experiment, _ = config.from_command_line(overrides, f"{PROG} --hf-python PYTHON")
     if experiment.repeats < 1:
         raise ConfigError("repeats=0 times nothing: choose at least 1")
-    if any(group[0].num_requests > group[0].batch for group in grid.groups(experiment)):
-        raise ConfigError(
-            "requests is not supported here, where a cell is one batch: remove it, and list "
-            "several values of prompt_seed"
-        )
+    for group in grid.groups(experiment):
+        cell = group[0]
+        if cell.num_requests > cell.batch:
+            raise ConfigError(
+                "requests is not supported here, where a cell is one batch: remove it, and list "
+                "several values of prompt_seed"
+            )
+        for name in ("do_sample", "mesh", "offload"):
+            if getattr(cell, name):
+                raise ConfigError(f"{name} is not supported here, where peers lack it: remove it")
+        if len({each.model for each in group if each.draft == "small"}) > 1:
+            raise ConfigError("several draft models are not supported here: give one")
     return options, experiment
 
 
@@ -211,16 +219,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options, experiment = _parse(arguments)
         groups = grid.groups(experiment)
+        hf = Peer(options.hf_python, "huggingface", "torch and transformers")
+        versions = hf.versions
+        llama = None
+        if options.llama_python:
+            llama = Peer(options.llama_python, "llama", "llama-cpp-python")
+            versions = versions | llama.versions
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     bench = Bench()
-    hf = Peer(options.hf_python, "huggingface", "torch and transformers")
-    versions = hf.versions
-    llama = None
-    if options.llama_python:
-        llama = Peer(options.llama_python, "llama", "llama-cpp-python")
-        versions = versions | llama.versions
     pooled = collections.defaultdict(list)  # groups that differ only in their prompts
     for group in groups:
         pooled[dataclasses.replace(group[0], prompt_seed=0)].append(group)

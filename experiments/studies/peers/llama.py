@@ -22,10 +22,12 @@ def load(file: str, capacity: int, threads: int, lookup_tokens: int) -> llama_cp
 
 def quantization(model: llama_cpp.Llama) -> str:
     """Returns the type of the file's weights, such as Q4_1."""
-    number = int(model.metadata["general.file_type"])
+    number = int(model.metadata.get("general.file_type", -1))
     names = [n for n in dir(llama_cpp) if n.startswith(FILE_TYPE)]
     found = [n for n in names if getattr(llama_cpp, n) == number]
-    return found[0].removeprefix(FILE_TYPE) if found else "float32"
+    if number == 0:
+        return "float32"
+    return found[0].removeprefix(FILE_TYPE) if found else f"type {number}"
 
 
 def generate(

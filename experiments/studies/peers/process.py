@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from experiments.runner.workload import Bench
 from experiments.schema import grid
+from experiments.schema.fields import ConfigError
 
 
 class Peer:
@@ -21,12 +23,19 @@ class Peer:
     """
 
     def __init__(self, python: str, module: str, needs: str):
-        """Starts `serve.py` with a module beside it; `needs` names its libraries in errors."""
+        """Starts `serve.py` with a module beside it; `needs` names its libraries in errors.
+
+        Raises:
+          ConfigError: there is no such program.
+          RuntimeError: it lacks the libraries.
+        """
         self.needs = needs
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment.pop("PYTHONPATH", None)  # ours would shadow the other interpreter's packages
         command = [python, str(pathlib.Path(__file__).with_name("serve.py")), module]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        if shutil.which(python) is None:
+            raise ConfigError(f"{python} is not a program: give the path of a Python with {needs}")
         self.process = subprocess.Popen(command, env=environment, text=True, **pipes)
         self.versions: dict[str, str] = self._answer()
 

@@ -8,7 +8,7 @@ import pytest
 
 import models
 from experiments import prompts
-from experiments.runner import workload
+from experiments.runner import measure, workload
 from experiments.schema import config, grid, method
 from tests.experiments import prompt_cases
 from tests.magicjax import mesh_cases, tiny
@@ -144,6 +144,29 @@ def test_interleaved_runs_equal_separate_calls(context, sampling, monkeypatch):
     assert len(prefills) == (context == 62)
     rounds = max(sum(histogram) for histogram in separate[1].stats.histogram_by_request)
     assert runs.trace(group[1], None).rounds == rounds
+
+
+def test_batches_of_a_sampled_cell_draw_different_numbers(monkeypatch):
+    bench = workload.Bench()
+    monkeypatch.setattr(bench, "model", lambda *arguments, **options: tiny.model())
+    rows = np.tile(np.arange(14, dtype=np.int32), (3, 1))
+    monkeypatch.setattr(bench, "prompts", lambda cell: rows)
+    (cell,) = grid.groups(
+        config.Experiment(
+            context=14,
+            new_tokens=16,
+            requests=3,
+            repeats=1,
+            do_sample=True,
+            agreement_tokens=0,
+            phases=False,
+            prompts="random",
+        )
+    )[0]
+    metrics, requests = measure.measure(bench, cell)
+    assert len({tuple(request["tokens"]) for request in requests}) == 3
+    assert len({request["tpot_ms"] for request in requests}) == 3  # each batch has its own time
+    assert metrics["row"]["exact_match"] == 1
 
 
 @pytest.mark.slow

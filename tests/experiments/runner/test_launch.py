@@ -464,7 +464,7 @@ SPAWNED = ("magicdec_tables", "two_nodes")  # need many devices, which only a ne
 
 @pytest.fixture
 def downloaded(tmp_path, monkeypatch):
-    """Models to download are in the cache folder, each with the files of the embedded target."""
+    """Models to download are in the cache folder, each with the files of the bundled target."""
     monkeypatch.setenv("MAGICJAX_CACHE", str(tmp_path / "cache"))
     for download in DOWNLOADS.values():
         download.directory.parent.mkdir(parents=True, exist_ok=True)

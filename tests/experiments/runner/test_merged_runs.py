@@ -10,12 +10,13 @@ from experiments.runner import workload
 from tests.magicjax import tiny
 
 SUMS = ("prefill_s", "decode_s", "compile_s", "compilations", "rounds")
+UNEQUAL = ("target_passes", "acceptance_rate")
 OF_THE_CALL = (*SUMS, "tokens_per_s", "kv_bytes_target", "kv_bytes_draft")
 
 
 @pytest.mark.parametrize("tree", ["expansion:2,1", None])
 def test_merged_batches_have_the_statistics_of_one(tree):
-    rows = np.random.default_rng(0).integers(tiny.VOCAB, size=(4, 20)).astype(np.int32)
+    rows = np.random.default_rng(3).integers(tiny.VOCAB, size=(4, 20)).astype(np.int32)
     drafter = magicjax.PromptLookup() if tree is None else magicjax.SelfSpeculation(budget=20)
     options = {"drafter": drafter, "tree": magicjax.parse_tree(tree or "chain:2")}
 
@@ -23,6 +24,8 @@ def test_merged_batches_have_the_statistics_of_one(tree):
         return magicjax.generate(tiny.model(), list(rows), max_new_tokens=12, **options)
 
     whole, parts = run(rows), [run(rows[:2]), run(rows[2:])]
+    passes, rates = ([getattr(part.stats, name) for part in parts] for name in UNEQUAL)
+    assert len({*passes}) == len({*rates}) == 2  # else a wrong mean would be right
     merged = workload.merge(parts)
     np.testing.assert_array_equal(merged.tokens, whole.tokens)
     np.testing.assert_array_equal(merged.lengths, whole.lengths)

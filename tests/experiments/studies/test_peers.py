@@ -92,7 +92,7 @@ def test_precisions_are_named_and_reach_the_peers(main, tmp_path):
     llama = ["--llama-python", "python", "--llama-file", str(tmp_path / "model.gguf")]
     rows, _ = main("dtype: bfloat16", *llama)
     found = {r["method"]: r["dtype"] for r in rows}
-    names = ["llama.cpp plain", "llama.cpp prompt lookup, 4 tokens"]
+    names = ["llama-cpp-python plain", "llama-cpp-python prompt lookup, 4 tokens"]
     assert found == dict.fromkeys(found, "bfloat16") | dict.fromkeys(names, "Q4_1")
     hf, llama_cpp = ScriptedPeer.made
     assert {request["dtype"] for request in hf.requests} == {"bfloat16"}
@@ -125,6 +125,11 @@ def test_a_different_row_is_counted_and_located(main, monkeypatch):
         (["--llama-python", "python"], "need each other: give both"),
         (["--llama-python", "python", "--llama-file", "none.gguf"], "none.gguf: no such file"),
         (["experiments/configs/peers_llm.yaml", "--requests", "4"], "values of prompt_seed"),
+        (["experiments/configs/peers_llm.yaml", "--do-sample"], "do_sample is not supported"),
+        (
+            ["--hf-python", "no-such-python", "experiments/configs/hf_baseline.yaml"],
+            "no-such-python",
+        ),
     ],
 )
 def test_invalid_options_are_refused_with_the_remedy(options, message, capsys):

@@ -147,7 +147,7 @@ def test_a_conversation_in_a_terminal(model, tmp_path):
     options = "--drafter", "prompt-lookup", "--max-new-tokens", 7000
     terminal, file = Terminal("--target", model, *options), tmp_path / "c.json"
     terminal.until(r"^> $")
-    notice = "(compiling, only before the first answer)\n"
+    notice = "(compiling; this happens once)\n"
     for turn in range(4):
         answer = f"{notice if turn == 0 else ''}fine.\n"
         assert terminal.say(f"turn {turn}?").endswith(f"turn {turn}?\n{answer}> ")
@@ -203,7 +203,7 @@ def test_a_full_context_ends_answers_and_refuses_messages_in_one_line(talk):
     answer = ("lo" * 11)[:21]
     assert out.startswith(f"{answer}\nfine.\n")
     assert err.splitlines()[:3] == [
-        "(compiling, only before the first answer)",
+        "(compiling; this happens once)",
         "(the context of 24 tokens is full: /reset starts a new conversation)",
         "the conversation has 30 tokens with this message, and --max-context 24 leaves no room for "
         "an answer: shorten the message, or start a new conversation (/reset)",
@@ -212,7 +212,7 @@ def test_a_full_context_ends_answers_and_refuses_messages_in_one_line(talk):
 
 def test_an_answer_at_its_limit_says_so(talk):
     _, out, err = talk(["go!"], "--max-new-tokens", 4)
-    notice = "(compiling, only before the first answer)\n"
+    notice = "(compiling; this happens once)\n"
     assert (out, err) == ("lolo\n", f"{notice}(ended at --max-new-tokens 4)\n")
 
 
