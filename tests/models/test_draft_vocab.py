@@ -62,5 +62,5 @@ def test_a_round_trip_keeps_the_map_in_every_dtype(small, tmp_path):
 
 @pytest.mark.parametrize("size", [1, 19])
 def test_a_size_that_does_not_fit_the_vocabulary_is_an_error(size):
-    with pytest.raises(ValueError, match=f"draft_vocab_size={size} must be at least 2 .*vocab_size=19"):
+    with pytest.raises(ValueError, match=f"={size} must be at least 2 .*vocab_size=19"):
         dataclasses.replace(CONFIG, draft_vocab_size=size)
