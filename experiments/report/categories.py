@@ -28,7 +28,7 @@ def by_category(cells: Sequence[CellResult]) -> pd.DataFrame:
             groups[line["category"]].append(line)
         if len(groups) > 1:
             rows += [
-                _settings(cell, cells) | {"category": name, "requests": len(some)} | _summary(some)
+                _settings(cell, cells) | {"category": name, "rows": len(some)} | _summary(some)
                 for name, some in groups.items()
             ]
     return pd.DataFrame(rows)

@@ -64,7 +64,8 @@ def test_every_parameter_names_its_logical_axes(module):
     for path, box in leaves:
         named = [name for name in box.names if name is not None]
         assert len(box.names) == box.value.ndim, path
-        assert named and set(named) <= LOGICAL, path
+        assert set(named) <= LOGICAL, path
+        assert named or box.value.dtype == jnp.int32, path  # maps of tokens are replicated
         assert len(set(named)) == len(named), f"{path}: one mesh axis cannot split two axes"
 
 
@@ -137,7 +138,7 @@ def test_attend_gets_the_shapes_of_the_contract(module, random_params):
 def test_logits_are_float32_even_of_a_bfloat16_model(module, random_params):
     narrow = models.build(module.config, "bfloat16")
     params = random_params(narrow)
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} - {"int32"} == {"bfloat16"}
     hidden = jnp.ones((2, 8), jnp.bfloat16)
     assert narrow.apply(params, hidden, method="unembed").dtype == jnp.float32
 

@@ -464,11 +464,11 @@ SPAWNED = ("magicdec_tables", "two_nodes")  # need many devices, which only a ne
 
 @pytest.fixture
 def downloaded(tmp_path, monkeypatch):
-    """Models to download are in the cache folder, each with the files of the bundled target."""
+    """Models to download are in the cache folder, each with the files of SmolLM2's draft model."""
     monkeypatch.setenv("MAGICJAX_CACHE", str(tmp_path / "cache"))
     for download in DOWNLOADS.values():
         download.directory.parent.mkdir(parents=True, exist_ok=True)
-        download.directory.symlink_to(SHIPPED.parent / "zoo" / "target")
+        download.directory.symlink_to(SHIPPED.parent / "zoo" / "smollm2" / "draft-1")
 
 
 @pytest.mark.parametrize(
