@@ -90,7 +90,7 @@ def test_a_page_holds_all_cells_figures_and_the_experiment(tmp_path):
 def test_categories_pool_the_rounds_of_their_requests(tmp_path):
     cells = results_folder.read(fill(tmp_path / "mine", contexts=(64,), failed={})).cells
     table = categories.by_category(cells)
-    assert list(table["batch"]) == [4] * 6 and list(table["requests"]) == [2] * 6
+    assert list(table["batch"]) == [4] * 6 and list(table["rows"]) == [2] * 6
     math = table[table["category"] == "math"].iloc[0]  # requests 0 and 2
     assert math["tau"] == (2 * 3.0 + 10 * 2.0) / 12
     assert math["accepted"] == (2 * 6 + 3 * 2) / (3 * 12) and np.isnan(math["score"])
