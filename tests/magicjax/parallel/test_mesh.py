@@ -133,6 +133,13 @@ def test_a_vocabulary_is_divided_as_tokens_are_drawn():
         placement.split_of(shape, None, abstract_mesh(1, 3))
 
 
+def test_a_draft_vocabulary_is_not_divided():
+    shape = dataclasses.replace(tiny.config(), draft_vocab_size=16)
+    with pytest.raises(ValueError, match="draft_vocab_size=16 .* model=2 devices: .* shards=1"):
+        placement.split_of(shape, None, abstract_mesh(1, 2))
+    assert placement.split_of(shape, 1, abstract_mesh(1, 2)).shards == 1
+
+
 def test_a_model_that_is_not_divided_may_have_any_vocabulary():
     shape = tiny.config(**mesh_cases.SIZES | dict(num_kv_heads=4, vocab_size=65))
     assert placement.split_of(shape, None, abstract_mesh(8, 1)).shards == 1
