@@ -119,7 +119,7 @@ def make(
 
     Raises:
       ValueError: as `check`; the text or the context is too short, a file has another format, or
-        there is no tokenizer, or `chat_template` is True and the tokenizer has none.
+        the tokenizer is None, or `chat_template` is True and the tokenizer has no chat template.
     """
     check(kind, path)
     if kind == RANDOM:

@@ -6,8 +6,8 @@ that. After such a tie the two texts rightly differ, and nothing more can be com
 
 For a 16-bit model, rounding is estimated at the same position: the largest difference between its
 logits and those in float32. It is a tie if both tokens are within twice this difference of the
-best. This is no proof: a plain step and a tree round differently, and a small error can look like a
-tie. Only float32 proves that a method is exact.
+best. This is a heuristic: a plain step and a tree round differently, and a small error can pass as
+a tie. Exactness is verified in float32.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import math
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 
 from experiments.runner import teacher
 
@@ -72,43 +72,80 @@ class Match:
         return 1.0 - (len(self.divergences) - self.ties) / self.rows
 
 
+class Reference:
+    """Plain decoding's tokens, with which those of other methods are compared.
+
+    The target reads a row when a method first diverges there, and only once.
+
+    Attributes:
+      target: as for `magicjax.generate`; None: there are no ties, as between tokens sampled with
+        the same random numbers.
+      prompts: int32 [B, T].
+      expected: int32 [B, M], plain decoding's.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        prompts: Int[np.ndarray, "B T"],
+        expected: Int[np.ndarray, "B M"],
+    ):
+        self.target, self.prompts, self.expected = target, prompts, expected
+        self._hidden: dict[int, list[tuple[bool, Array]]] = {}
+
+    def compare(self, found: Int[np.ndarray, "B M"]) -> Match:
+        """Returns how `found` compares with the expected tokens.
+
+        Raises:
+          ValueError: the shapes differ.
+        """
+        if self.expected.shape != found.shape:
+            raise ValueError(
+                f"cannot compare {found.shape} new tokens with {self.expected.shape} of plain "
+                "decoding"
+            )
+        divergences = []
+        for row in np.flatnonzero((self.expected != found).any(1)).tolist():
+            position = int((self.expected[row] != found[row]).argmax())
+            tokens = int(self.expected[row, position]), int(found[row, position])
+            margin, bound = math.inf, TIE
+            if self.target is not None:
+                logits, rounding = self._logits(row, position)
+                largest = np.abs(logits).max()
+                margin = float((logits.max() - logits[list(tokens)].min()) / largest)
+                bound = max(TIE, float(2 * rounding / largest))
+            divergences.append(Divergence(row, position, *tokens, margin, bound))
+        return Match(len(found), tuple(divergences))
+
+    def _logits(self, row: int, position: int) -> tuple[Float[np.ndarray, "V"], float]:
+        """Returns the logits of a new token, and the largest rounding error of one of them.
+
+        The error is that of a 16-bit model; for others it is 0.
+        """
+        if row not in self._hidden:
+            text = np.concatenate([self.prompts[row], self.expected[row]])[None]
+            kinds = (False,) if self.target.dtype.itemsize >= 4 else (False, True)
+            # Row t has the state from which token t + 1 follows.
+            start, end = self.prompts.shape[1] - 1, text.shape[1] - 1
+            self._hidden[row] = [
+                (wide, teacher.hidden_states(self.target, text, in_float32=wide)[:, start:end])
+                for wide in kinds
+            ]
+        logits = [
+            np.asarray(
+                teacher.unembed(self.target, hidden[:, position : position + 1], in_float32=wide),
+                np.float64,
+            )[0, 0]
+            for wide, hidden in self._hidden[row]
+        ]
+        return logits[-1], float(np.abs(logits[-1] - logits[0]).max())
+
+
 def compare(
     target: Any,
     prompts: Int[np.ndarray, "B T"],
     expected: Int[np.ndarray, "B M"],
     found: Int[np.ndarray, "B M"],
 ) -> Match:
-    """Returns how `found` compares with plain decoding's `expected`.
-
-    Without a target there are no ties, as between tokens sampled with the same random numbers.
-    """
-    if expected.shape != found.shape:
-        raise ValueError(
-            f"cannot compare {found.shape} new tokens with {expected.shape} of plain decoding"
-        )
-    divergences = []
-    for row in np.flatnonzero((expected != found).any(1)).tolist():
-        position = int((expected[row] != found[row]).argmax())
-        tokens = int(expected[row, position]), int(found[row, position])
-        margin, bound = math.inf, TIE
-        if target is not None:
-            # One shape for every position, so that the forward compiles once; attention is causal.
-            text = np.concatenate([prompts[row], expected[row]])[None]
-            index = np.array([prompts.shape[1] + position - 1])
-            logits, rounding = _logits(target, text, index)
-            largest = np.abs(logits).max()
-            margin = float((logits.max() - logits[list(tokens)].min()) / largest)
-            bound = max(TIE, float(2 * rounding / largest))
-        divergences.append(Divergence(row, position, *tokens, margin, bound))
-    return Match(len(expected), tuple(divergences))
-
-
-def _logits(
-    target: Any, text: Int[np.ndarray, "1 T"], index: Int[np.ndarray, "1"]
-) -> tuple[Float[np.ndarray, "V"], float]:
-    """Returns the logits, and the largest difference that 16-bit rounding makes to one of them."""
-    own = np.asarray(teacher.logits_at(target, text, index)[0], np.float64)
-    if target.dtype.itemsize >= 4:
-        return own, 0.0
-    wide = np.asarray(teacher.logits_in_float32(target, text, index)[0], np.float64)
-    return wide, float(np.abs(wide - own).max())
+    """Returns how `found` compares with plain decoding's `expected`; see `Reference`."""
+    return Reference(target, prompts, expected).compare(found)

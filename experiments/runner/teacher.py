@@ -83,10 +83,18 @@ def windowed_attend(sinks: int, window: int | None):
     return attend
 
 
-@functools.partial(jax.jit, static_argnames=("sinks", "window"))
-def _hidden(model, tokens, sinks, window):
+@functools.partial(jax.jit, static_argnames=("sinks", "window", "in_float32"))
+def _hidden(model, tokens, sinks=0, window=None, in_float32=False):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    model = _float32(model) if in_float32 else model
     return model(tokens, positions, windowed_attend(sinks, window))[0]
+
+
+def _float32(model: Any) -> Any:
+    """Returns the model with the same weights, but activations in float32."""
+    # Products of 16-bit blocks with float32 activations are in float32.
+    params = models.cast_params(model.params, jnp.float32)
+    return dataclasses.replace(model, module=model.module.clone(dtype=jnp.float32), params=params)
 
 
 @jax.jit
@@ -104,34 +112,27 @@ def greedy_tokens(
     return _greedy(model, _hidden(model, jnp.asarray(tokens), sinks, window))
 
 
+def hidden_states(
+    model: Any, tokens: Int[Array, "B T"], *, in_float32: bool = False
+) -> Float[Array, "B T E"]:
+    """Returns the hidden states of the last layer, for `unembed`.
+
+    `in_float32`: with the same weights, but activations in float32.
+    """
+    return _hidden(model, jnp.asarray(tokens), in_float32=in_float32)
+
+
+@functools.partial(jax.jit, static_argnames=("in_float32",))
+def unembed(
+    model: Any, hidden: Float[Array, "B T E"], *, in_float32: bool = False
+) -> Float[Array, "B T V"]:
+    """Returns the logits of hidden states."""
+    return (_float32(model) if in_float32 else model).unembed(hidden)
+
+
 def logits(model: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
     """Returns the logits after each prefix of `tokens`. The result is large: use short texts."""
-    return _unembed(model, _hidden(model, jnp.asarray(tokens), 0, None))
-
-
-@jax.jit
-def _unembed(model, hidden):
-    return model.unembed(hidden)
-
-
-def logits_at(
-    model: Any, tokens: Int[Array, "B T"], index: Int[Array, " B"]
-) -> Float[Array, "B V"]:
-    """Returns the logits after `tokens[row, :index[row] + 1]`."""
-    hidden = _hidden(model, jnp.asarray(tokens), 0, None)
-    selected = jnp.take_along_axis(hidden, jnp.asarray(index)[:, None, None], axis=1)[:, 0]
-    return _unembed(model, selected)
-
-
-@jax.jit
-def logits_in_float32(
-    model: Any, tokens: Int[Array, "B T"], index: Int[Array, " B"]
-) -> Float[Array, "B V"]:
-    """Returns `logits_at` with the same weights, but activations in float32."""
-    # Products of 16-bit blocks with float32 activations are in float32.
-    params = models.cast_params(model.params, jnp.float32)
-    module = model.module.clone(dtype=jnp.float32)
-    return logits_at(dataclasses.replace(model, module=module, params=params), tokens, index)
+    return unembed(model, hidden_states(model, tokens))
 
 
 def log_probs(
@@ -145,7 +146,7 @@ def log_probs(
     Each token of `following` is scored after `tokens[row, :index + 1]`. Logits are computed only
     there, a chunk at a time.
     """
-    hidden = _hidden(model, jnp.asarray(tokens), 0, None)
+    hidden = hidden_states(model, tokens)
     return _scored(model, hidden, jnp.asarray(index), jnp.asarray(following))
 
 

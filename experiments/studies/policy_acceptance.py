@@ -33,12 +33,10 @@ def cells_of(experiment: config.Experiment) -> list[list[grid.Cell]]:
     Raises:
       ConfigError: wrong settings, or sampling, which has no texts to compare.
     """
-    if experiment.do_sample or any(method.draft == "auto" for method in experiment.methods):
+    groups = grid.groups(experiment)
+    if any(cell.do_sample or cell.draft == "auto" for group in groups for cell in group):
         raise ConfigError("do_sample and draft=auto are not supported here: use experiments.launch")
-    return [
-        [dataclasses.replace(cell, repeats=1) for cell in group]
-        for group in grid.groups(experiment)
-    ]
+    return [[dataclasses.replace(cell, repeats=1) for cell in group] for group in groups]
 
 
 def identity(cell: grid.Cell) -> str:
@@ -55,11 +53,15 @@ def measure(bench: Bench, group: list[grid.Cell]) -> list[dict[str, Any]]:
         shared = bench.runs(group, rows)
         for cell in tqdm(group, desc=group[0].label, unit="method", leave=False):
             outputs[cell].append(shared.run(cell))
-    plain = merge(outputs[group[0]]).tokens
+    shared = None  # the comparison below reads whole texts, which needs memory
+    first = group[0]
+    reference = exactness.Reference(
+        bench.target_of(first), bench.prompts(first), merge(outputs[first]).tokens
+    )
     made = []
     for cell in group[1:]:
         output = merge(outputs[cell])
-        match = exactness.compare(bench.target_of(cell), bench.prompts(cell), plain, output.tokens)
+        match = reference.compare(output.tokens)
         made.append(
             {
                 "cell": identity(cell),
@@ -96,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         current += names
         if {*names} <= {row["cell"] for row in rows}:
             continue
-        rows += measure(bench, group)
+        rows = [row for row in rows if row["cell"] not in names] + measure(bench, group)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, pd.DataFrame(rows).to_csv(index=False))
     print(record_table([row for row in rows if row["cell"] in current]))

@@ -1,7 +1,7 @@
 """A draft vocabulary: embeddings of the most frequent tokens only, and one for all others.
 
 Most of a small model's parameters are embeddings, and most of the tokens are rare: FR-Spec, arXiv
-2502.14856. The draft model is trained on the numbers of its own embeddings, as an ordinary model
+2502.14856. The draft model is trained on the indices of its embeddings, as an ordinary model
 with that vocabulary, and reads and predicts the target's tokens once it has the map.
 """
 
@@ -41,7 +41,7 @@ def with_map(
 def expanded(module: nn.Module, params: Any) -> tuple[nn.Module, Any]:
     """Returns the model with an embedding for every token, which other libraries can run.
 
-    Tokens without an own embedding have the logit 0, below that of a likely token.
+    Tokens without their own embedding have the logit 0, below that of a likely token.
     """
     inner = dict(params["params"])
     vocab_map = inner.pop("vocab_map")

@@ -10,24 +10,15 @@ import models
 from models.layers import NEVER
 
 SIZE = 7
-CONFIG = models.LlamaConfig(
-    vocab_size=19,
-    hidden_size=8,
-    intermediate_size=12,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    max_positions=16,
-    draft_vocab_size=SIZE,
-)
 OWN = np.array([4, 0, 11, 18, 7, 2])  # each has its own embedding; the others share the last
 
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
-def small(request, random_params):
+def small(request, random_params, tiny):
     """A module and its parameters, with the map."""
-    module = models.build(dataclasses.replace(CONFIG, tie_embeddings=request.param))
+    module = models.build(
+        dataclasses.replace(tiny[0].config, tie_embeddings=request.param, draft_vocab_size=SIZE)
+    )
     vocab_map = np.full(19, SIZE - 1, np.int32)
     vocab_map[OWN] = np.arange(SIZE - 1)
     params = random_params(module)["params"] | {"vocab_map": jnp.asarray(vocab_map)}
@@ -61,6 +52,6 @@ def test_a_round_trip_keeps_the_map_in_every_dtype(small, tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 19])
-def test_a_size_that_does_not_fit_the_vocabulary_is_an_error(size):
+def test_a_size_that_does_not_fit_the_vocabulary_is_an_error(size, tiny):
     with pytest.raises(ValueError, match=f"={size} must be at least 2 .*vocab_size=19"):
-        dataclasses.replace(CONFIG, draft_vocab_size=size)
+        dataclasses.replace(tiny[0].config, draft_vocab_size=size)

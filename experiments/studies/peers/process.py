@@ -26,8 +26,8 @@ class Peer:
         """Starts `serve.py` with a module beside it; `needs` names its libraries in errors.
 
         Raises:
-          ConfigError: there is no such program.
-          RuntimeError: it lacks the libraries.
+          ConfigError: `python` is not an executable file.
+          RuntimeError: the libraries are not installed.
         """
         self.needs = needs
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

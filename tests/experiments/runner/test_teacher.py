@@ -74,8 +74,8 @@ def test_greedy_tokens_and_logits_agree_with_a_pass_over_each_prefix(monkeypatch
     greedy = teacher.greedy_tokens(tiny, text)
     np.testing.assert_array_equal(greedy, teacher.logits(tiny, text).argmax(-1))
     for length in (1, 8, 13, 21):
-        alone = teacher.logits_at(tiny, text[:, :length], np.full(2, length - 1))
-        within = teacher.logits_at(tiny, text, np.full(2, length - 1))
+        alone = teacher.logits(tiny, text[:, :length])[:, -1]
+        within = teacher.logits(tiny, text)[:, length - 1]
         np.testing.assert_allclose(alone, within, rtol=0, atol=1e-5)
         np.testing.assert_array_equal(greedy[:, length - 1], alone.argmax(-1))
 
