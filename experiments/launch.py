@@ -169,7 +169,7 @@ def publish(whole: Grid, console: Console) -> list[dict[str, Any]]:
 
 def _report(whole: Grid, console: Console, rows: list[dict[str, Any]]) -> None:
     """Writes and prints the results."""
-    store.write_summary(whole.directory, rows, columns.COLUMNS)
+    store.write_summary(whole.directory, rows, columns.names_of(rows))
     written = ["summary.csv", *page.write(whole.directory, [row["key"] for row in rows])]
     console.print(terminal.table(rows, title=whole.experiment.name))
     for line in (*terminal.LEGEND, *terminal.notes(rows)):

@@ -26,10 +26,17 @@ from magicjax.autotune.auto import Auto, Choice, choose_drafter  # noqa: E402
 from magicjax.decoding.conversation import Conversation, Reply  # noqa: E402
 from magicjax.decoding.runner import Output  # noqa: E402
 from magicjax.decoding.stats import Stats  # noqa: E402
-from magicjax.drafters import Ensemble, PromptLookup, SelfSpeculation, SmallModel  # noqa: E402
+from magicjax.drafters import (  # noqa: E402
+    Drafter,
+    Ensemble,
+    PromptLookup,
+    SelfSpeculation,
+    SmallModel,
+)
 from magicjax.generation import generate, stream  # noqa: E402
 from magicjax.loading import load, offload  # noqa: E402
 from magicjax.model import Model  # noqa: E402
+from magicjax.options import option  # noqa: E402
 from magicjax.policies import Policy, StreamingLLM  # noqa: E402
 from magicjax.trees.sequoia import expected_tokens, optimal  # noqa: E402
 from magicjax.trees.token_tree import DynamicTree, TokenTree, chain, expansion, parse_tree  # noqa: E402
@@ -39,6 +46,7 @@ __all__ = [
     "Auto",
     "Choice",
     "Conversation",
+    "Drafter",
     "DynamicTree",
     "Ensemble",
     "Model",
@@ -60,6 +68,7 @@ __all__ = [
     "make_mesh",
     "offload",
     "optimal",
+    "option",
     "parse_tree",
     "policies",
     "stream",

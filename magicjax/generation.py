@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -28,8 +28,8 @@ def generate(
     target: Model,
     prompts: Sequence[str] | Sequence[Sequence[int]],
     *,
-    drafter: Drafter | Auto | Choice | Literal["auto"] | None = None,
-    tree: Tree | None = None,
+    drafter: Drafter | Auto | Choice | str | None = None,
+    tree: Tree | str | None = None,
     max_new_tokens: int | Sequence[int] = 128,
     do_sample: bool = False,
     temperature: float | Sequence[float] | None = None,
@@ -52,10 +52,13 @@ def generate(
     Args:
       target: a model from `load`.
       prompts: texts, or token ids; rows may differ in length.
-      drafter: proposes tokens; None for plain decoding, one token per pass. "auto" runs trials of
-        several drafters on these prompts and uses the one that is measured to be fastest, or plain
-        decoding (see `magicjax.Auto`); the output's `choice` can be passed as a drafter later.
-      tree: shape of the proposal in each round; None for chain(4).
+      drafter: proposes tokens; None for plain decoding, one token per pass. An object, or its text,
+        as in commands: "self:streaming:256", "small:PATH", which loads the model in every call,
+        "prompt-lookup:4", several joined by " + " as an ensemble. "auto" runs trials of several
+        drafters on these prompts and uses the one that is measured to be fastest, or plain decoding
+        (see `magicjax.Auto`); the output's `choice` can be passed as a drafter later.
+      tree: shape of the proposal in each round, or its text, such as "chain:4" or
+        "expansion:2,2,1"; None for chain(4).
       max_new_tokens: the limit of every row, or one per row.
       do_sample: sample from the target's distribution instead of decoding greedily.
       temperature: divides the logits; None for 1. This and the next two require do_sample, apply to
@@ -91,8 +94,8 @@ def stream(
     target: Model,
     prompts: Sequence[str] | Sequence[Sequence[int]],
     *,
-    drafter: Drafter | Auto | Choice | Literal["auto"] | None = None,
-    tree: Tree | None = None,
+    drafter: Drafter | Auto | Choice | str | None = None,
+    tree: Tree | str | None = None,
     max_new_tokens: int | Sequence[int] = 128,
     do_sample: bool = False,
     temperature: float | Sequence[float] | None = None,
@@ -121,7 +124,7 @@ def stream(
 
 
 def _generate(target: Model, prompts: Any, drafter: Any, **options: Any) -> Output:
-    if isinstance(drafter, Auto | Choice | str):
+    if isinstance(drafter, Auto | Choice) or drafter == "auto":
         return auto.generate(target, prompts, drafter, options)
     request, compiled = prepare(target, prompts, drafter=drafter, **options), program_cache.totals()
     log_request(request)
@@ -132,7 +135,7 @@ def _generate(target: Model, prompts: Any, drafter: Any, **options: Any) -> Outp
 
 def _stream(target: Model, prompts: Any, drafter: Any, **options: Any) -> Rounds:
     before = program_cache.totals()
-    if isinstance(drafter, Auto | Choice | str):
+    if isinstance(drafter, Auto | Choice) or drafter == "auto":
         prepared: tuple = auto.prepare_stream(target, prompts, drafter=drafter, **options)
     else:
         prepared = prepare(target, prompts, drafter=drafter, **options), None, None

@@ -15,8 +15,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.report.terminal import shape
-from experiments.schema.method import Method
-from experiments.schema.settings import declared
 from magicjax.files import write_atomically
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
@@ -135,14 +133,11 @@ def by_budget(rows: Rows, title: str, column: str, label: str) -> Figure:
 
 
 # What a line's label may name beside the policy; only what varies is named.
-_LABELS = {name: option for name, option in declared(Method).items() if option.label}
-_NAMED = ("draft", "draft_model", *_LABELS, "tree", "draw", "verifier")
+_NAMED = ("draft", "draft_model", "refresh_every", "kv_dtype", "tree", "draw", "verifier")
 
 
 def _line_label(row: dict[str, Any], varying: list[str]) -> str:
-    words = [
-        _LABELS[name].describe(row[name]) if name in _LABELS else row[name] for name in varying
-    ]
+    words = [f"{name} {row[name]}" for name in varying if row[name] not in (None, "")]
     return " ".join(filter(None, [row["policy"], *words]))
 
 

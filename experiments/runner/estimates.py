@@ -9,10 +9,11 @@ import functools
 from typing import Literal
 
 from experiments.schema import grid
-from experiments.schema.method import PROMPT_LOOKUP
 from magicjax import cost_model
-from magicjax.cost_model import Device, Draft, Machine, Sizes, memory_bytes
+from magicjax.cost_model import Device, Machine, Sizes, memory_bytes
+from magicjax.drafters import SelfSpeculation, SmallModel, spec
 from magicjax.loading import skeleton
+from magicjax.planner.candidates import make_draft
 from pallas_kernels.benchmarks import bandwidth
 from sharding import MeshSize, parse_mesh
 
@@ -39,14 +40,12 @@ def of(cell: grid.Cell, on_gpu: bool) -> Estimate:
     """Returns the estimate of a cell on a GPU or a CPU."""
     target = _sizes(cell.target, cell.dtype, cell.offloaded)
     one, slots = Machine(GPU), cell.context + cell.new_tokens
-    bits = {"": None, "int8": 8, "int4": 4}[cell.kv_dtype]
-    models = [_sizes(path, cell.dtype) for path in cell.models if path != PROMPT_LOOKUP]
-    if cell.draft == "self":
-        models = [target]
     num_bytes = memory_bytes(target, one, cell.batch, slots, target.kv_bytes)
-    for sizes in models:
-        draft = Draft(sizes, cell.budget, bits)
-        num_bytes += draft.memory(one, cell.batch, slots, shared=cell.draft == "self")
+    for part in cell.drafts:
+        drafter = spec.from_spec(part, skeleton)
+        if isinstance(drafter, SelfSpeculation | SmallModel):
+            draft, shared = make_draft(drafter, target, cell.dtype), part.name == "self"
+            num_bytes += draft.memory(one, cell.batch, slots, shared=shared)
     return Estimate(num_bytes / 1e9, _seconds(cell, target, on_gpu))
 
 

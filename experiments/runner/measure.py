@@ -70,14 +70,14 @@ def measure(
     requests = _requests(bench, cell, runs, match, latencies)
     seconds, phases_error = _phases(shared, of_batch[cell], folder) if cell.repeats else ({}, "")
     times = _times(bench, cell, runs[1:], plain_runs[1:], latencies, read_gbs) if read_gbs else {}
-    row = columns(cell) | {"device": device_name(), "status": "ok", "error": ""} | times
+    row = {"device": device_name(), "status": "ok", "error": ""} | times
     row |= _acceptance(bench, cell, runs[0], requests) | _exactness(match, plain_runs)
     row |= {f"{name}_s": s for name, s in seconds.items()} | _resources(
         runs, prefill_compile_s + bench.choosing_s
     )
     stats = runs[0].stats
     metrics = {
-        "row": complete(row),
+        "row": complete(columns(cell), row),
         "runs": [_run(run) for run in runs[1:]],
         "plain_runs": [_run(run) for run in plain_runs[1:]],
         "histogram": list(stats.histogram),

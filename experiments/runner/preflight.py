@@ -11,7 +11,6 @@ from typing import Any
 from experiments import prompts
 from experiments.schema import grid
 from experiments.schema.fields import ConfigError
-from experiments.schema.method import PROMPT_LOOKUP
 from magicjax.autotune.search import make_problem
 from magicjax.decoding.request import Request, prepare
 from magicjax.loading import load_tokenizer, skeleton, validate_tokenizer
@@ -38,7 +37,7 @@ def check(groups: Sequence[Sequence[grid.Cell]], record: bool = False) -> dict[g
     """
     cells = [cell for group in groups for cell in group]
     sources = {("target", cell.target) for cell in cells}
-    sources |= {("model", m) for cell in cells for m in cell.models if m != PROMPT_LOOKUP}
+    sources |= {("model", m) for cell in cells for m in cell.models}
     problems = [_problem(key, _skeleton, source) for key, source in sorted(sources)]
     if not any(problems):
         texts = {(cell.target, cell.prompts, cell.prompt_path): cell for cell in cells}

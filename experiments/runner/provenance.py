@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from experiments import prompts
-from experiments.schema.grid import Cell, fingerprint, policy_fingerprint
+from experiments.schema.grid import Cell, drafters_fingerprint, fingerprint
 from magicjax import cost_model
 from magicjax.version import version
 
@@ -25,7 +25,7 @@ def of(cell: Cell) -> dict[str, str]:
         "python": ".".join(map(str, sys.version_info[:2])),
         "target": _model_fingerprint(cell.target),
         "model": " ".join(map(_model_fingerprint, cell.models)),
-        "policy": policy_fingerprint(cell.policy),
+        "drafters": drafters_fingerprint(cell),
         "prompts": _prompts_fingerprint(cell.prompts, cell.prompt_path),
         "code": code(),
     }

@@ -20,7 +20,7 @@ from experiments.prompts import RANDOM, TEXTS, Prompt, metrics
 from experiments.runner import teacher
 from experiments.runner.provenance import code
 from experiments.schema import store
-from experiments.schema.grid import Cell, fingerprint, options, plain_of
+from experiments.schema.grid import Cell, fingerprint, make_drafter, options, plain_of
 from magicjax import cost_model
 from magicjax.benchmarks import profile_phases
 from magicjax.decoding import program_cache, request
@@ -28,6 +28,7 @@ from magicjax.decoding.paired_timing import PrefilledPrompts
 from magicjax.files import locked, write_atomically
 from magicjax.loading import config_of
 from magicjax.parallel import offloading
+from magicjax.policies import Full
 from sharding import processes
 
 MEMORY_SHARE = 0.7  # of a device's memory, for the weights of a model that reads a text
@@ -328,11 +329,15 @@ def _view(cell: Cell) -> dict[str, int] | None:
     None if it depends on the text, or if entries or positions are not those of the text: quantized
     entries, sinks that move.
     """
-    if cell.draft not in ("self", "small") or cell.kv_dtype or cell.sink_positions == "in_cache":
+    if cell.draft not in ("self", "small"):
         return None
-    if cell.policy == "streaming":
-        return {"sinks": cell.sinks, "window": cell.budget - cell.sinks}
-    return {} if cell.policy in ("", "full") else None
+    drafter, _ = make_drafter(cell)
+    if drafter.kv_dtype or getattr(drafter, "sink_positions", "text") == "in_cache":
+        return None
+    if isinstance(drafter.policy, magicjax.StreamingLLM):
+        sinks = drafter.policy.sinks
+        return {"sinks": sinks, "window": drafter.budget - sinks}
+    return {} if isinstance(drafter.policy, Full) else None
 
 
 def _prompt_settings(cell: Cell) -> tuple:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from experiments.schema.fields import ConfigError, checked
-from experiments.schema.method import Method
+from experiments.schema.method import OPTIONS, Method
 from experiments.schema.settings import declared
 from magicjax.suggest import did_you_mean
 
@@ -71,8 +71,9 @@ def _check(
 
 def unknown(name: str, known: Iterable[str]) -> str:
     """Returns the error message for an unknown name in `grid`, `zip` or `exclude`."""
-    if name in Method.model_fields and name not in known:
+    of_methods = {*Method.model_fields, *OPTIONS}
+    if name in of_methods and name not in known:
         return f"{name} is an option of methods: list its values there"
     hint = did_you_mean(name, known)
-    hint = hint or did_you_mean(name, Method.model_fields).replace("?", " of methods?")
+    hint = hint or did_you_mean(name, of_methods).replace("?", " of methods?")
     return f"{name!r} is not a setting that a grid can vary{hint} (settings: {', '.join(known)})"

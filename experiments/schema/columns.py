@@ -6,7 +6,7 @@ The report shows the columns with a meaning; the others are in the summary only.
 from typing import Any, NamedTuple
 
 from experiments.schema.config import Experiment
-from experiments.schema.method import Method
+from experiments.schema.method import OPTIONS
 from experiments.schema.settings import columns_of, declared
 
 
@@ -95,9 +95,10 @@ MEASURED = TIMES | DECODING | PHASES | RESOURCES | STATUS
 # Settings that a grid can vary, and the columns of all settings.
 AXES = tuple(declared(Experiment))
 SETTINGS = (
-    "method",
-    *dict.fromkeys([*columns_of(Experiment).values(), "draft", *columns_of(Method).values()]),
-    *("gamma", "nodes"),
+    *("method", "draft", "draft_model"),
+    *columns_of(Experiment).values(),
+    *OPTIONS,
+    *("drafters", "profile", "tree", "verifier", "gamma", "nodes"),
 )
 # The first columns, in an order that scripts rely on.
 _FIRST = (
@@ -109,14 +110,20 @@ _FIRST = (
 _LAST = ("wall_s", "key")
 _OTHERS = (name for name in (*MEASURED, *SETTINGS) if name not in _LAST)
 COLUMNS = tuple(dict.fromkeys([*_FIRST, *_OTHERS, *_LAST]))
+RESERVED = {*COLUMNS} - {*OPTIONS}  # not names of options
 
 
-def complete(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row with None in its missing columns.
+def complete(settings: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row of the summary from a cell's settings and results, with None for the others.
 
     Raises:
-      ValueError: a column is not declared.
+      ValueError: a result is not declared.
     """
-    if unknown := row.keys() - set(COLUMNS):
+    if unknown := measured.keys() - MEASURED.keys():
         raise ValueError(f"not columns of the summary: {', '.join(sorted(unknown))}")
-    return dict.fromkeys(COLUMNS) | row
+    return dict.fromkeys(COLUMNS) | settings | measured
+
+
+def names_of(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns the columns of some rows: `COLUMNS`, then the options of drafters beside those."""
+    return list(dict.fromkeys([*COLUMNS, *(name for row in rows for name in row)]))

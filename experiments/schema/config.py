@@ -26,7 +26,7 @@ from experiments.schema.fields import (
     config_error,
     read_mapping,
 )
-from experiments.schema.method import Method
+from experiments.schema.method import AUTO, Method
 from experiments.schema.settings import declared, setting
 from sharding import parse_mesh
 from sharding.processes import JOIN_SECONDS
@@ -146,7 +146,7 @@ class Experiment(Strict):
     """Axes that vary jointly: lists of one length, combined element by element."""
     exclude: Annotated[list[dict[str, Any]], tyro.conf.Suppress] = Field([])
     """Cells to remove: those in which every named setting has the value, or one of the values;
-    options of methods, such as draft, policy, budget and tree, also work."""
+    drafter, tree, and options such as policy and budget also work."""
 
     coordinator: str = ""
     """HOST:PORT of rank 0, if many processes, on one host or several, run every cell jointly; each
@@ -227,9 +227,9 @@ class Experiment(Strict):
             raise ValueError(
                 f"requests={self.requests} is not a multiple of batch={self.batch}: change one"
             )
-        if any(method.draft == "auto" for method in self.methods):
+        if any(AUTO in method.drafter for method in self.methods):
             raise ValueError(
-                "requests is not supported with draft=auto, whose choice depends on the batch: "
+                "requests is not supported with drafter=auto, whose choice depends on the batch: "
                 "remove one"
             )
         return self
@@ -237,13 +237,10 @@ class Experiment(Strict):
     @model_validator(mode="after")
     def _check_sampling(self) -> "Experiment":
         """Refuses settings of sampling in greedy decoding, which would ignore them."""
-        holders = {"": self} | {f"methods.{i}.": method for i, method in enumerate(self.methods)}
-        stray = [
-            prefix + name
-            for prefix, holder in holders.items()
-            for name, known in declared(type(holder)).items()
-            if known.sampled and getattr(holder, name) not in (None, "", [])
-        ]
+        settings = declared(type(self)).items()
+        stray = [n for n, known in settings if known.sampled and getattr(self, n) is not None]
+        for i, method in enumerate(self.methods):
+            stray += [f"methods.{i}.{name}" for name in method.is_sampled]
         sampled = self.do_sample or "do_sample" in axes.names(self.grid, self.zip)
         if stray and not sampled:
             raise ValueError(

@@ -111,7 +111,7 @@ def _fields_at(kind: type, location: tuple) -> list[str]:
             kind = _settings_in(typing.get_type_hints(kind)[part]) or kind
     if dataclasses.is_dataclass(kind):
         return [field.name for field in dataclasses.fields(kind)]
-    return list(kind.model_fields)  # type: ignore[attr-defined]
+    return [*kind.model_fields, *getattr(kind, "further_keys", ())]  # type: ignore[attr-defined]
 
 
 def _settings_in(annotation: Any) -> Any:

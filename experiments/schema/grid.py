@@ -17,31 +17,61 @@ import magicjax
 from experiments.prompts import TEXTS
 from experiments.prompts.sources import hash_files
 from experiments.schema import axes, method, store
+from experiments.schema.columns import RESERVED
 from experiments.schema.config import Experiment
 from experiments.schema.fields import ConfigError
-from experiments.schema.method import Method, parse_trees
+from experiments.schema.method import AUTO, OPTIONS, PLAIN
 from experiments.schema.settings import columns_of, declared
-from magicjax.policies import get_policy
+from magicjax.drafters import spec
 from magicjax.sources import directory_of
 from magicjax.trees.token_tree import ROOT_ONLY, Shape
 from sharding import parse_mesh
 
-VERIFIER = declared(Method)["verifier"].default  # of sampled cells
-OPTIONS = tuple(name for name, known in declared(Method).items() if known.in_cell)
-PLAIN = {"draft": "none"} | {name: declared(Method)[name].absent for name in OPTIONS}
-
 _Settings: Any = dataclasses.make_dataclass(
-    "_Settings", [*declared(Experiment), "draft", *OPTIONS], frozen=True
+    "_Settings", [*declared(Experiment), *PLAIN], frozen=True
 )
 
 
 class Cell(_Settings):
-    """One row of the results: every setting of `Experiment` and `Method`, resolved.
+    """One row of the results: every setting of `Experiment`, and one combination of a `Method`.
 
-    It is frozen and hashable. Settings that do not apply are None, "" or (). `draft` is "none" for
-    plain decoding. `models` are the directories of small models: the draft's, an ensemble's
-    members, or those that "auto" tries.
+    It is frozen and hashable. Settings that do not apply are None, "" or (). `drafter` is the text
+    with all options, "none" for plain decoding, or "auto".
     """
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is plain decoding."""
+        return self.drafter == PLAIN["drafter"]
+
+    @property
+    def drafts(self) -> list[spec.Spec]:
+        """The drafters, several of an ensemble or of those that "auto" tries."""
+        texts = {PLAIN["drafter"]: (), AUTO: self.drafters}.get(self.drafter, (self.drafter,))
+        return [part for text in texts for part in spec.parse_all(text)]
+
+    @property
+    def draft(self) -> str:
+        """The kind of the drafter: its name, "none", "auto" or "ensemble"."""
+        if self.is_plain or self.drafter == AUTO:
+            return self.drafter
+        return self.drafts[0].name if len(self.drafts) == 1 else "ensemble"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of its only drafter, by name; the policy's are one text."""
+        if self.draft in (PLAIN["drafter"], AUTO, "ensemble"):
+            return {}
+        (part,) = self.drafts
+        values = spec.values_of(spec.make_drafter(self.drafter, method.named))
+        own = {name: values.pop(name) for name in part.policy_values}
+        written = " ".join(f"{name}={value}" for name, value in own.items())
+        return values | ({"policy_options": written} if own else {})
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The directories of draft models."""
+        return tuple(dict.fromkeys(part.path for part in self.drafts if part.path))
 
     @property
     def model(self) -> str:
@@ -56,10 +86,10 @@ class Cell(_Settings):
     @property
     def shape(self) -> Shape:
         """The bounds of the tree of a round."""
-        if self.draft == "none":
+        if self.is_plain:
             return ROOT_ONLY.shape
-        tree = parse_trees(self.tree)[0]
-        return tree.shape if self.draft == "auto" else make_drafter(self).shape(tree)
+        drafter, tree = make_drafter(self)
+        return drafter.tree.shape if self.drafter == AUTO else drafter.shape(tree)
 
     @property
     def gamma(self) -> int:
@@ -72,9 +102,10 @@ class Cell(_Settings):
     @property
     def draw_methods(self) -> str:
         """How children are drawn, "" in greedy decoding."""
-        if self.draft in ("none", "auto") or not self.do_sample:
+        if self.is_plain or self.drafter == AUTO or not self.do_sample:
             return ""
-        return " + ".join(sorted(make_drafter(self).draw_methods(parse_trees(self.tree)[0])))
+        drafter, tree = make_drafter(self)
+        return " + ".join(sorted(drafter.draw_methods(tree)))
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -97,16 +128,7 @@ class Cell(_Settings):
     @property
     def method(self) -> str:
         """The method's name in tables and figures."""
-        if self.draft == "none":
-            return "plain"
-        name = self.draft
-        if self.draft in ("small", "ensemble"):
-            name = " + ".join(pathlib.PurePath(model).name for model in self.models)
-        cache = (self.policy, self.budget) if self.draft == "self" or self.budget else ()
-        known = declared(Method)
-        labels = (known[option].describe(getattr(self, option)) for option in OPTIONS)
-        words = " ".join(str(word) for word in (name, *cache, *labels) if word)
-        parts = (words, self.tree, self.draw.replace("_", " "), self.verifier)
+        parts = method.short_name(self.drafter), self.tree, self.verifier
         return ", ".join(filter(None, parts))
 
     @property
@@ -162,10 +184,13 @@ def _excluded(where: dict[str, Any], cells: Iterable[Cell]) -> list[Cell]:
 
 
 def _facts(cell: Cell) -> dict[str, Any]:
-    """Returns what `exclude` can name: settings with a single value, `model`, and `method`."""
-    settings = dataclasses.asdict(cell)
+    """Returns what `exclude` can name: settings with a single value, and those of the method.
+
+    A drafter is named without its options.
+    """
+    settings = dataclasses.asdict(cell) | dict.fromkeys(OPTIONS) | cell.options
     single = {name: value for name, value in settings.items() if not isinstance(value, tuple)}
-    return single | {"model": cell.model, "method": cell.method}
+    return single | {"drafter": cell.draft, "model": cell.model, "method": cell.method}
 
 
 def resolved(cell: Cell) -> dict[str, Any]:
@@ -186,17 +211,22 @@ def plain_of(cell: Cell) -> Cell:
 
 def columns(cell: Cell) -> dict[str, Any]:
     """Returns the cell's columns of summary.csv."""
-    names = columns_of(Experiment) | {"draft": "draft"} | columns_of(Method)
-    settings = {column: getattr(cell, name) for name, column in names.items()}
-    joined = {name: " ".join(v) for name, v in settings.items() if isinstance(v, tuple)}
-    derived = {
-        "draft_model": cell.model,
-        "draw": cell.draw_methods,
-        "verifier": cell.verifier or ("" if cell.draft == "none" else "greedy"),
-        "gamma": cell.gamma,
-        "nodes": cell.nodes,
-    }
-    return {"method": cell.method} | settings | joined | derived
+    settings = {column: getattr(cell, name) for name, column in columns_of(Experiment).items()}
+    return (
+        {"method": cell.method, "draft": cell.draft, "draft_model": cell.model}
+        | settings
+        | dict.fromkeys(OPTIONS)
+        | cell.options
+        | {
+            "drafters": " ".join(cell.drafters),
+            "profile": cell.profile,
+            "tree": cell.tree,
+            "draw": cell.draw_methods,
+            "verifier": cell.verifier or ("" if cell.is_plain else "greedy"),
+            "gamma": cell.gamma,
+            "nodes": cell.nodes,
+        }
+    )
 
 
 def _group(experiment: Experiment) -> list[Cell]:
@@ -210,8 +240,9 @@ def _group(experiment: Experiment) -> list[Cell]:
     plain = Cell(**settings, **PLAIN)
     cells = [plain]
     for described in experiment.methods:
-        for options in described.options(sampled):
-            cell = dataclasses.replace(plain, draft=described.draft, **options)
+        for fields in described.cells(sampled):
+            cell = dataclasses.replace(plain, **fields)
+            _check_names(cell)
             if cell in cells:
                 raise ConfigError(f"methods list {cell.method!r} twice: remove one")
             if cell.method in [other.method for other in cells]:
@@ -223,18 +254,27 @@ def _group(experiment: Experiment) -> list[Cell]:
     return cells
 
 
-def make_drafter(cell: Cell, load: Callable[[str], Any] = lambda directory: None) -> Any:
-    """Returns the cell's drafter; see `method.make_drafter`."""
-    return method.make_drafter(cell.draft, {name: getattr(cell, name) for name in OPTIONS}, load)
+def _check_names(cell: Cell) -> None:
+    """Raises ConfigError if an option of a drafter has the name of another column."""
+    for name in cell.options.keys() - {*OPTIONS}:
+        if name in RESERVED:
+            raise ConfigError(
+                f"{cell.drafter}: the option {name} has the name of a column of the results: "
+                "rename it"
+            )
+
+
+def make_drafter(cell: Cell, load: Callable[[str], Any] = method.named) -> tuple[Any, Any]:
+    """Returns (drafter, tree) of a cell; see `method.make_drafter`."""
+    return method.make_drafter({name: getattr(cell, name) for name in PLAIN}, load)
 
 
 def options(cell: Cell, load: Callable[[str], Any]) -> dict[str, Any]:
     """Returns the cell's arguments of `magicjax.generate`; `load` returns a directory's model."""
-    trees = parse_trees(cell.tree) if cell.tree else ()
+    drafter, tree = make_drafter(cell, load)
     return {
-        "drafter": make_drafter(cell, load),
-        # "auto" holds its tree, and an ensemble the trees of its members.
-        "tree": trees[0] if len(trees) == 1 and cell.draft != "auto" else None,
+        "drafter": drafter,
+        "tree": tree,
         "max_new_tokens": cell.new_tokens,
         "verifier": cell.verifier or None,
         "eos_token_id": [],  # all rows generate max_new_tokens
@@ -259,8 +299,9 @@ def fingerprint(source: str) -> str:
     return hash_files(path for path in paths if path.suffix in (".json", ".jinja", ".safetensors"))
 
 
-def policy_fingerprint(policy: str) -> str:
-    """Returns a hash of the file that defines a policy, "" without a policy."""
-    if not policy:
-        return ""
-    return store.digest(pathlib.Path(inspect.getfile(type(get_policy(policy)))).read_text("utf-8"))
+def drafters_fingerprint(cell: Cell) -> str:
+    """Returns a hash of the files that define a cell's drafters and policies."""
+    drafters = [spec.from_spec(part, method.named) for part in cell.drafts]
+    defined = [*drafters, *(getattr(drafter, "policy", None) for drafter in drafters)]
+    files = {inspect.getfile(type(each)) for each in defined if each is not None}
+    return hash_files(map(pathlib.Path, sorted(files))) if files else ""

@@ -35,7 +35,9 @@ def cells_of(experiment: config.Experiment) -> list[list[grid.Cell]]:
     """
     groups = grid.groups(experiment)
     if any(cell.do_sample or cell.draft == "auto" for group in groups for cell in group):
-        raise ConfigError("do_sample and draft=auto are not supported here: use experiments.launch")
+        raise ConfigError(
+            "do_sample and drafter=auto are not supported here: use experiments.launch"
+        )
     return [[dataclasses.replace(cell, repeats=1) for cell in group] for group in groups]
 
 
@@ -69,8 +71,8 @@ def measure(bench: Bench, group: list[grid.Cell]) -> list[dict[str, Any]]:
                 "context": cell.context,
                 "prompts": cell.prompts,
                 "method": cell.method,
-                "policy": cell.policy,
-                "budget": cell.budget,
+                "policy": cell.options.get("policy"),
+                "budget": cell.options.get("budget"),
                 "acceptance": output.stats.acceptance_rate,
                 "tau": output.stats.tau,
                 "repeated_8grams": repeated_ngrams(np.asarray(output.tokens)),

@@ -54,7 +54,6 @@ class Workload:
     Attributes:
       target, drafter, tree, dtype: as for `magicjax generate`; drafter "": plain decoding; tree
         "": the default.
-      kv_dtype: of the draft's sparse cache; None: the model's dtype.
       offload: the target's blocks are in host memory, as for `magicjax.load`.
       draft_shards: devices over which a draft model is sharded; None: all of `model`.
       batch: rows on all devices.
@@ -80,7 +79,6 @@ class Workload:
     dtype: str = "bfloat16"
     backend: str | None = None
     draft_shards: int | None = None
-    kv_dtype: str | None = None
     offload: bool | str = False
 
     @property
@@ -149,12 +147,7 @@ def abstract_request(load: Workload, mesh: AnyMesh) -> Request:
     _check(load)
     model = functools.partial(abstract_model, dtype=load.dtype)
     small = functools.partial(model, shards=load.draft_shards)
-    drafter = make_drafter(load.drafter, small, kv_dtype=load.kv_dtype) if load.drafter else None
-    if load.kv_dtype and getattr(drafter, "kv_dtype", None) is None:
-        raise ValueError(
-            f"kv_dtype={load.kv_dtype} applies to sparse draft caches, and "
-            f"drafter={load.drafter!r} has none: omit kv_dtype, or use self:streaming:512"
-        )
+    drafter = make_drafter(load.drafter, small) if load.drafter else None
     if load.draft_shards is not None and not placement.models_of(drafter):
         raise ValueError(
             f"draft_shards={load.draft_shards} applies to draft models, and "

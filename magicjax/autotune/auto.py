@@ -87,8 +87,7 @@ def _settings(auto: Auto | str) -> Auto:
         return auto
     if auto != "auto":
         raise ValueError(
-            f"drafter={auto!r} is not supported: the only string is 'auto'; pass "
-            "magicjax.SelfSpeculation(...), or wrap a model, magicjax.SmallModel(model)"
+            f"drafter={auto!r} is not a choice of drafters: pass 'auto', or magicjax.Auto(...)"
         )
     return Auto()
 

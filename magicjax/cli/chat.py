@@ -71,7 +71,7 @@ def add(commands: Any) -> None:
         help="talk to a model",
         description="Answers messages line by line. The target's KV cache is kept, so each answer "
         "prefills only new tokens.",
-        epilog=HELP,
+        epilog=f"{HELP}\n\n{drafting.drafters_help()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -6,10 +6,16 @@ from typing import Any
 
 import magicjax
 from magicjax.cli import options
-from magicjax.drafters import DRAW_METHODS, Drafter
-from magicjax.drafters.small_model import SINK_POSITIONS
-from magicjax.drafters.sparse import KV_DTYPES
-from magicjax.drafters.spec import CACHE, DRAFTER_SYNTAX, has_option, make_drafter, match_drafter
+from magicjax.drafters import Drafter
+from magicjax.drafters.spec import (
+    DRAFTER_SYNTAX,
+    DRAFTERS,
+    has_model,
+    installed,
+    make_drafter,
+    parse_all,
+)
+from magicjax.options import as_help, options_of
 from magicjax.trees.token_tree import Tree
 from magicjax.verification.verify import VERIFIERS
 
@@ -40,26 +46,17 @@ def add_speculation(parser: Any, more: str = "") -> Any:
         help="chain:4 (default), expansion:2,2,1, parents:-1,0,0,1 or dynamic:16,6,4 (nodes, "
         "depth, width); one for all drafters, or one per drafter",
     )
-    group.add_argument(
-        "--refresh-every",
-        type=int,
-        metavar="ROUNDS",
-        help="select the pinned entries of a self:POLICY cache again after this many rounds; "
-        "default: never",
-    )
-    group.add_argument(
-        "--kv-dtype",
-        choices=[name for name in KV_DTYPES if name],
-        help="of sparse draft caches; default: the dtype of the model",
-    )
-    group.add_argument(
-        "--sink-positions",
-        choices=SINK_POSITIONS,
-        help="positions of the pinned first tokens of small:PATH:streaming: their positions in the "
-        "text (default), or in_cache, just before the newest tokens, which lets the draft model "
-        "read texts longer than its context",
-    )
     return group
+
+
+def drafters_help() -> str:
+    """Returns the drafters and their options, for the end of a command's help."""
+    lines = ["drafters, written NAME:VALUE:OPTION=VALUE, and their options:"]
+    for name, kind in DRAFTERS.items():
+        path = ":PATH" if has_model(kind) else ""
+        lines += [name + path, as_help(options_of(kind).values())]
+    others = ", ".join(installed()) or "none"
+    return "\n".join([*lines, f"drafters of installed packages: {others}"])
 
 
 def add_sampling(parser: Any) -> None:
@@ -75,12 +72,6 @@ def add_sampling(parser: Any) -> None:
         choices=VERIFIERS,
         help="rule that accepts drafted tokens; default: greedy, or mss with --do-sample",
     )
-    group.add_argument(
-        "--draw",
-        choices=DRAW_METHODS,
-        help="how drafters with a model draw the children of a node; default: without_replacement, "
-        "or top (the most likely) in a dynamic tree",
-    )
 
 
 def check(arguments: argparse.Namespace, drafters: Sequence[str], without: str) -> None:
@@ -91,18 +82,13 @@ def check(arguments: argparse.Namespace, drafters: Sequence[str], without: str) 
       drafters: the texts of the drafters.
       without: a phrase for when there are none, such as "without --drafter".
     """
-    specs = [match_drafter(text) for text in drafters]
-    effects: list[tuple[str, object, str]] = [
-        ("tree", drafters, without),
-        ("draw", drafters, without),
-        ("draw", arguments.do_sample, "in greedy decoding, without --do-sample"),
-        ("draw", not all(spec["prompt_lookup"] for spec in specs), "on prompt lookup"),
-    ]
-    for name, uses in CACHE.items():
-        used = any(has_option(text, name) for text in drafters)
-        effects.append((name, drafters, without))
-        effects.append((name, used, f"without a sparse cache of --drafter {uses}"))
+    effects: list[tuple[str, object, str]] = [("tree", drafters, without)]
     options.check_effects(arguments, effects)
+    drawn = [text for text in drafters if any("draw" in part.values for part in parse_all(text))]
+    if drawn and not arguments.do_sample:
+        raise ValueError(
+            f"draw has no effect in greedy decoding, without --do-sample: remove it from {drawn[0]}"
+        )
     if len(arguments.tree) not in (0, 1, max(1, len(drafters))):
         raise ValueError(
             f"{len(arguments.tree)} --tree for {len(drafters)} --drafter: pass one, or one per "
@@ -110,20 +96,13 @@ def check(arguments: argparse.Namespace, drafters: Sequence[str], without: str) 
         )
 
 
-def make_drafters(
-    arguments: argparse.Namespace, texts: Sequence[str], load: Callable[[str], magicjax.Model]
-) -> tuple[Drafter, ...]:
-    """Returns the drafters of some texts, with draft models that `load` returns."""
-    cache = {name: getattr(arguments, name) for name in CACHE}
-    return tuple(make_drafter(text, load, arguments.draw, **cache) for text in texts)
-
-
 def speculation(
     arguments: argparse.Namespace, load: Callable[[str], magicjax.Model]
 ) -> tuple[Drafter | None, Tree | None]:
     """Returns (drafter, tree) for `magicjax.generate`, with draft models that `load` returns."""
-    drafters = make_drafters(arguments, arguments.drafter, load)
+    if not arguments.drafter:
+        return None, None
+    drafter = make_drafter(" + ".join(arguments.drafter), load)
     if len(arguments.tree) > 1:
-        return magicjax.Ensemble(drafters, tuple(arguments.tree)), None
-    drafter = magicjax.Ensemble(drafters) if len(drafters) > 1 else next(iter(drafters), None)
+        return magicjax.Ensemble(drafter.members(), tuple(arguments.tree)), None
     return drafter, next(iter(arguments.tree), None)

@@ -65,7 +65,6 @@ def add(commands: Any) -> None:
         "--micro-batches", type=int, help="per pass through the stages; default: the fastest"
     )
     options.add_offload(parser)
-    parser.add_argument("--kv-dtype", choices=("int8", "int4"), help="of the sparse draft cache")
     parser.add_argument(
         "--draft-shards", type=int, help="number of GPUs over which a draft model is sharded"
     )

@@ -20,7 +20,7 @@ from magicjax.decoding.request import prepare
 from magicjax.decoding.runner import Output
 from magicjax.decoding.validation import DEFAULT_TREE
 from magicjax.drafters import Drafter
-from magicjax.drafters.spec import match_drafter
+from magicjax.drafters.spec import make_drafter, parse_all
 from magicjax.loading import config_of, skeleton
 from magicjax.model import DTYPES
 from magicjax.trees.token_tree import Tree
@@ -34,6 +34,8 @@ def add(commands: Any) -> None:
         "generate",
         help="continue a prompt",
         description="Continues a prompt by plain or speculative decoding.",
+        epilog=drafting.drafters_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -172,7 +174,7 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--drafter {AUTO} excludes other drafters: list them with --candidate instead"
         )
     drafters = arguments.candidate if auto else arguments.drafter
-    specs = [match_drafter(text) for text in drafters]
+    paths = [part.path for text in drafters for part in parse_all(text)]
     without_auto = f"without --drafter {AUTO}"
     without_drafter = "without --candidate" if auto else "without --drafter"
     effects: list[tuple[str, object, str]] = [
@@ -182,7 +184,7 @@ def _check(arguments: argparse.Namespace) -> None:
         ("profile", auto, without_auto),
         ("show_tree", drafters, without_drafter),
         ("draft_shards", arguments.mesh, "without --mesh"),
-        ("draft_shards", any(spec["path"] for spec in specs), "without --drafter small:PATH"),
+        ("draft_shards", any(paths), "without --drafter small:PATH"),
     ]
     options.check_effects(arguments, effects)
     drafting.check(arguments, drafters, without_drafter)
@@ -242,7 +244,7 @@ def speculation(
     small = functools.partial(load, shards=arguments.draft_shards)
     if AUTO not in arguments.drafter:
         return drafting.speculation(arguments, small)
-    candidates = drafting.make_drafters(arguments, arguments.candidate, small)
+    candidates = [make_drafter(text, small) for text in arguments.candidate]
     return magicjax.Auto(candidates or None, arguments.profile), None
 
 

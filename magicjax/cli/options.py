@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from magicjax.drafters.spec import DRAFTER_SYNTAX, match_drafter
+from magicjax.drafters.spec import DRAFTER_SYNTAX, parse_all
 from magicjax.loading import config_of
 from magicjax.trees.token_tree import Tree, parse_tree
 
@@ -24,7 +24,7 @@ def drafter(text: str) -> str:
     """Returns the text of a --drafter option; it is "auto", or a drafter with a known policy."""
     try:
         if text != AUTO:
-            match_drafter(text)
+            parse_all(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text

@@ -8,7 +8,7 @@ from typing import Any
 from magicjax import cost_model, planner
 from magicjax.cli import options
 from magicjax.drafters.sparse import BUDGET
-from magicjax.drafters.spec import make_drafter, match_drafter
+from magicjax.drafters.spec import make_drafter, parse
 from magicjax.loading import config_of, skeleton
 from magicjax.model import DTYPES
 from magicjax.parallel import offloading
@@ -129,7 +129,7 @@ def candidate(
       ValueError: another vocabulary, a context that is too long, or a budget that is too small.
     """
     drafter = make_drafter(name, skeleton)
-    # A small model that streams may read longer texts, with --sink-positions in_cache.
+    # A small model that streams may read longer texts, with sink_positions=in_cache.
     streams = isinstance(getattr(drafter, "policy", None), StreamingLLM)
     drafter.check(skeleton(target.name), chain(1), 1, 0 if streams else context)
     return dataclasses.replace(make_candidate(drafter, target, dtype, table.tolist()), name=name)
@@ -175,11 +175,11 @@ def as_json(
 
 
 def _prediction(p: planner.Prediction, sources: dict[str, str]) -> dict[str, Any]:
-    spec = match_drafter(p.drafter)
+    values = parse(p.drafter).values
     return {
         "drafter": p.drafter,
-        "policy": spec["policy"],
-        "budget": int(spec["budget"]) if spec["budget"] else None,
+        "policy": values.get("policy"),
+        "budget": values.get("budget"),
         "tree": tree_spec(p.tree),
         "acceptance_from": sources[p.drafter],
         "tokens_per_round": p.tokens,

@@ -13,11 +13,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Int
 
-from magicjax import placement
+from magicjax import loading, placement
 from magicjax.decoding import validation
 from magicjax.decoding.loop import Prefilled
 from magicjax.decoding.validation import RequestOptions
 from magicjax.drafters import Drafter
+from magicjax.drafters.spec import resolve
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.model import Model
 from magicjax.parallel import pipeline_stages
@@ -129,6 +130,7 @@ def validate(target: Model, prompts: str | Sequence[Any], options: RequestOption
         raise TypeError(
             f"target has type {type(target).__name__}: pass the model that magicjax.load returns"
         )
+    options = _without_texts(target, options)
     drafter, mesh = options.drafter, options.mesh
     tree = validation.checked_tree(options)
     shape = validation.checked_shape(drafter, tree)
@@ -167,6 +169,19 @@ def validate(target: Model, prompts: str | Sequence[Any], options: RequestOption
         sampling=sampling,
         pad_token_id=validation.checked_pad(target, options, eos),
     )
+
+
+def _without_texts(target: Model, options: RequestOptions) -> RequestOptions:
+    """Returns the options with a drafter and a tree instead of their texts."""
+
+    def load(source: str) -> Model:
+        if target.params is None:
+            return loading.skeleton(source)
+        stages = None if options.mesh is None else 1
+        return loading.load(source, str(target.dtype), mesh=options.mesh, stages=stages)
+
+    drafter, tree = resolve(options.drafter, options.tree, load)
+    return dataclasses.replace(options, drafter=drafter, tree=tree)
 
 
 def _padded(rows: Sequence[np.ndarray], rows_per_group: int) -> tuple[np.ndarray, np.ndarray, int]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from magicjax import placement
 from magicjax.drafters import DRAW_METHODS, Drafter, Ensemble
+from magicjax.drafters.base import REQUIRED, missing_methods
 from magicjax.model import Model
 from magicjax.trees.token_tree import (
     MAX_NODES,
@@ -36,8 +37,8 @@ DEFAULT_TREE = chain(4)
 class RequestOptions:
     """The keyword arguments of `magicjax.generate`, which documents them."""
 
-    drafter: Drafter | None = None
-    tree: Tree | None = None
+    drafter: Drafter | str | None = None
+    tree: Tree | str | None = None
     max_new_tokens: int | Sequence[int] = 128
     do_sample: bool = False
     temperature: float | Sequence[float] | None = None
@@ -83,11 +84,19 @@ def _check_is_drafter(drafter: Any) -> None:
         raise TypeError(
             f"drafter is the class {drafter.__name__}: pass an instance, {drafter.__name__}()"
         )
+    name = type(drafter).__name__
     if not hasattr(drafter, "propose"):
         raise TypeError(
-            f"drafter has type {type(drafter).__name__}: pass magicjax.SelfSpeculation(...), or "
-            "wrap a model as magicjax.SmallModel(model)"
+            f"drafter has type {name}: pass magicjax.SelfSpeculation(...), or wrap a model as "
+            "magicjax.SmallModel(model)"
         )
+    if lacking := missing_methods(type(drafter)):
+        raise TypeError(
+            f"drafter {name} lacks the methods {', '.join(lacking)}: derive it from "
+            f"magicjax.Drafter, which has defaults for all but {', '.join(REQUIRED)}"
+        )
+    if jax.tree_util.all_leaves([drafter]):
+        raise TypeError(f"drafter {name} is not a pytree: decorate it with @flax.struct.dataclass")
 
 
 def checked_shape(drafter: Drafter | None, tree: Tree) -> Shape:

@@ -180,3 +180,13 @@ class Drafter(Protocol):
         No array may appear twice in the result: programs donate it. Only benchmarks call it.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define synthetic_state")
+
+
+REQUIRED = ("check", "draw_methods", "prefill", "propose", "commit")  # others have defaults
+
+
+def missing_methods(kind: type) -> list[str]:
+    """Returns the methods of the contract that a class lacks."""
+    names = [name for name, value in vars(Drafter).items() if callable(value) and name[0] != "_"]
+    lacking = [name for name in names if not hasattr(kind, name)]
+    return lacking + [name for name in REQUIRED if getattr(kind, name, None) is vars(Drafter)[name]]

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int
 
 from magicjax.drafters.base import Drafter, RoundOutcome
 from magicjax.model import Model
+from magicjax.options import option
 from magicjax.settings import Settings
 from magicjax.trees.merge import merge
 from magicjax.trees.proposal import Proposal, deterministic_draws
@@ -51,8 +52,8 @@ class PromptLookup(Drafter):
       ValueError: min_ngram is below 1 or above max_ngram.
     """
 
-    max_ngram: int = struct.field(pytree_node=False, default=4)
-    min_ngram: int = struct.field(pytree_node=False, default=1)
+    max_ngram: int = option(4, "most of the newest tokens to look for", positional=True)
+    min_ngram: int = option(1, "fewest of the newest tokens to look for")
 
     def __post_init__(self):
         for name in ("max_ngram", "min_ngram"):

@@ -12,13 +12,23 @@ from jaxtyping import Array, Float, Int
 from magicjax.drafters.base import Drafter, RoundOutcome
 from magicjax.drafters.draft_pass import DraftContext, check_width, resolve_draw_method
 from magicjax.drafters.draft_tree import draft_tree
-from magicjax.drafters.sparse import SparseSettings, resolve_policy, sparse_settings
+from magicjax.drafters.sparse import (
+    BUDGET_HELP,
+    DRAW_HELP,
+    KV_DTYPE_HELP,
+    POLICY_HELP,
+    KVDtype,
+    SparseSettings,
+    resolve_policy,
+    sparse_settings,
+)
 from magicjax.kv_cache.attention_stats import AttentionStats, RecentQueries, update_from_path
 from magicjax.kv_cache.sparse_cache import DraftCache, append_ring, repin
 from magicjax.model import Model
+from magicjax.options import option
 from magicjax.policies import Policy, StreamingLLM
 from magicjax.settings import AttentionStatsSpec, Settings
-from magicjax.trees.proposal import Proposal
+from magicjax.trees.proposal import DrawMethod, Proposal
 from magicjax.trees.token_tree import Tree
 from pallas_kernels import prefix_mass
 
@@ -68,11 +78,13 @@ class SelfSpeculation(Drafter):
       TypeError: the policy is neither a name nor a `Policy`, or a number is not an integer.
     """
 
-    policy: Policy | str = struct.field(pytree_node=False, default="streaming")
-    budget: int | None = struct.field(pytree_node=False, default=None)
-    draw: str | None = struct.field(pytree_node=False, default=None)
-    refresh_every: int | None = struct.field(pytree_node=False, default=None)
-    kv_dtype: str | None = struct.field(pytree_node=False, default=None)
+    policy: Policy | str = option("streaming", POLICY_HELP, positional=True)
+    budget: int | None = option(None, BUDGET_HELP, positional=True)
+    draw: DrawMethod | None = option(None, DRAW_HELP)
+    refresh_every: int | None = option(
+        None, "rounds between two choices of the pinned entries; default: they are chosen once"
+    )
+    kv_dtype: KVDtype | None = option(None, KV_DTYPE_HELP)
 
     def __post_init__(self):
         resolve_policy(self, "reads the target's own cache", "refresh_every")

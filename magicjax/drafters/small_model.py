@@ -1,6 +1,7 @@
 """A draft model with its own cache (SpecInfer's SSM, MagicDec's stand-alone draft)."""
 
 import dataclasses
+from typing import Literal
 
 import jax.numpy as jnp
 from flax import struct
@@ -17,15 +18,25 @@ from magicjax.drafters.draft_pass import (
 )
 from magicjax.drafters.draft_tree import draft_tree
 from magicjax.drafters.sink_rotation import SinkKeys, prefill_sliding_window, rotate_sinks
-from magicjax.drafters.sparse import SparseSettings, resolve_policy, sparse_settings
+from magicjax.drafters.sparse import (
+    BUDGET_HELP,
+    DRAW_HELP,
+    KV_DTYPE_HELP,
+    POLICY_HELP,
+    KVDtype,
+    SparseSettings,
+    resolve_policy,
+    sparse_settings,
+)
 from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.kv_cache.prefill import extend_cache, prefill_cache
 from magicjax.kv_cache.sparse_cache import DraftCache, append_ring
 from magicjax.model import Model
+from magicjax.options import option
 from magicjax.policies import Policy, StreamingLLM
 from magicjax.settings import AttentionStatsSpec, Settings
-from magicjax.trees.proposal import Proposal
+from magicjax.trees.proposal import DrawMethod, Proposal
 from magicjax.trees.token_tree import Tree
 from sharding import BATCH, KV_HEADS, Split, logical_axes
 
@@ -79,11 +90,15 @@ class SmallModel(Drafter):
     """
 
     model: Model
-    draw: str | None = struct.field(pytree_node=False, default=None)
-    policy: Policy | str = struct.field(pytree_node=False, default="full")
-    budget: int | None = struct.field(pytree_node=False, default=None)
-    kv_dtype: str | None = struct.field(pytree_node=False, default=None)
-    sink_positions: str = struct.field(pytree_node=False, default="text")
+    draw: DrawMethod | None = option(None, DRAW_HELP)
+    policy: Policy | str = option("full", POLICY_HELP, positional=True)
+    budget: int | None = option(None, BUDGET_HELP, positional=True)
+    kv_dtype: KVDtype | None = option(None, KV_DTYPE_HELP)
+    sink_positions: Literal["text", "in_cache"] = option(
+        "text",
+        "positions of the sinks of policy streaming: those in the text, or just before the newest "
+        "tokens, which lets the draft model read texts longer than its context",
+    )
 
     def __post_init__(self):
         resolve_policy(self, "keeps all of its cache")

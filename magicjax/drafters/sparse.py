@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from typing import Any
+from typing import Any, Literal
 
 from magicjax.kv_cache.attention_stats import AttentionStats, newest
 from magicjax.kv_cache.full_cache import KVCache
@@ -11,12 +11,24 @@ from magicjax.model import Model
 from magicjax.policies import Evidence, Full, Policy, choose, get_policy
 from magicjax.settings import AttentionStatsSpec
 
+KVDtype = Literal["int8", "int4"]
 KV_DTYPES = {None: None, "int8": 8, "int4": 4}  # bits of an element
 BUDGET = 256  # the default
+
+# Help of the options that drafters with a cache share.
+POLICY_HELP = "which entries of the cache are pinned"
+BUDGET_HELP = f"slots of a sparse cache for each layer and KV head; default: {BUDGET}"
+KV_DTYPE_HELP = "of a sparse cache; default: the dtype of the model"
+DRAW_HELP = (
+    "how children are drawn under sampling; default: without_replacement, or top (the most likely) "
+    "in a dynamic tree"
+)
 
 
 def resolve_policy(drafter: Any, full_reads: str, *unused: str) -> None:
     """Replaces a drafter's policy by an object and its budget by an int, and validates both.
+
+    The budget of policy 'full' is None.
 
     Args:
       drafter: with `policy`, `budget` and `kv_dtype`; a frozen dataclass in `__post_init__`.
@@ -35,7 +47,10 @@ def resolve_policy(drafter: Any, full_reads: str, *unused: str) -> None:
             raise TypeError(
                 f"budget={drafter.budget!r}: it must be an integer, a number of slots"
             ) from None
-    if isinstance(drafter.policy, Full):
+    if not isinstance(drafter.policy, Full):
+        if drafter.budget is None:
+            object.__setattr__(drafter, "budget", BUDGET)
+    else:
         for name in ("budget", *unused, "kv_dtype"):
             value = getattr(drafter, name)
             if value is not None:
@@ -49,8 +64,7 @@ def sparse_settings(drafter: Any) -> "SparseSettings | None":
     """Returns the settings of a drafter's sparse cache; None with policy 'full'."""
     if isinstance(drafter.policy, Full):
         return None
-    budget = BUDGET if drafter.budget is None else drafter.budget
-    return SparseSettings(drafter.policy, budget, drafter.kv_dtype)
+    return SparseSettings(drafter.policy, drafter.budget, drafter.kv_dtype)
 
 
 @dataclasses.dataclass(frozen=True)

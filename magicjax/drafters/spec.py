@@ -1,94 +1,347 @@
-"""Drafters as text, in commands and tables: self:streaming:256, prompt-lookup:4."""
+"""Drafters as text, in Python, commands, configs and tables: self:streaming:256.
 
+    NAME[:PATH][:VALUE ...][:OPTION=VALUE ...]
+
+PATH is the model of a drafter that has one. Values without a name are those of the positional
+options, in order. An option may also be one of the policy's: self:streaming:256:sinks=4. Several
+drafters joined by " + " are an ensemble.
+"""
+
+import dataclasses
+import importlib
+import importlib.metadata
 import re
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from magicjax.drafters.base import Drafter
+from magicjax import options
+from magicjax.drafters.base import REQUIRED, Drafter, missing_methods
+from magicjax.drafters.ensemble import Ensemble
 from magicjax.drafters.prompt_lookup import PromptLookup
 from magicjax.drafters.self_speculation import SelfSpeculation
 from magicjax.drafters.small_model import SmallModel
-from magicjax.policies import Full, StreamingLLM, get_policy
+from magicjax.options import Option
+from magicjax.policies import Policy, get_policy
+from magicjax.policies.registry import policy_name
 from magicjax.suggest import did_you_mean
+from magicjax.trees.token_tree import Tree, parse_tree
 
-DRAFTER = re.compile(
-    r"(?P<kind>self|small:(?P<path>.+?))(:(?P<policy>[\w.-]+)(:(?P<budget>\d+))?)?"
-    r"|(?P<prompt_lookup>prompt-lookup)(:(?P<ngram>\d+))?"
-)
-KINDS = ("self", "small", "prompt-lookup")
+DRAFTERS: dict[str, type[Drafter]] = {
+    "self": SelfSpeculation,
+    "small": SmallModel,
+    "prompt-lookup": PromptLookup,
+}
+GROUP = "magicjax.drafters"  # of entry points
 DRAFTER_SYNTAX = (
     "self:streaming:256 (policy and budget), small:PATH (a model directory, GGUF file or preset), "
-    "small:PATH:streaming:256 or prompt-lookup:4 (how many of the newest tokens to look for)"
+    "small:PATH:streaming:256, prompt-lookup:4 (how many of the newest tokens to look for), the "
+    "name of an installed drafter, or an import path, my_file.MyDrafter; options as "
+    "self:snapkv:256:refresh_every=8"
 )
-
-# Options of the draft cache, and the drafters that have them.
-CACHE = {
-    "refresh_every": "self:POLICY, with another policy than streaming or full",
-    "kv_dtype": "self:POLICY or small:PATH:POLICY, with another policy than full",
-    "sink_positions": "small:PATH:streaming",
-}
+_JOIN = " + "
 
 
-def match_drafter(text: str) -> re.Match:
-    """Returns the parts of a drafter's text: path, policy and budget, or prompt_lookup and ngram.
+def installed() -> dict[str, importlib.metadata.EntryPoint]:
+    """Returns the entry points of drafters of installed packages, by name."""
+    return {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
+
+
+def get_drafter(name: str) -> type[Drafter]:
+    """Returns the class of a name.
+
+    A name is one of `DRAFTERS`, an entry point of the group "magicjax.drafters" of an installed
+    package, or the import path of a class, such as my_file.MyDrafter.
 
     Raises:
-      ValueError: the text is not a drafter, or names an unknown policy.
+      ValueError: an unknown name, or one of something else than a class of drafters.
     """
-    match = DRAFTER.fullmatch(text)
-    if match is None:
-        kind = text.partition(":")[0]
-        hint = "" if kind in KINDS else did_you_mean(kind, KINDS)
-        raise ValueError(f"{text!r} is not a drafter: use {DRAFTER_SYNTAX}{hint}")
-    if match["policy"]:
-        try:
-            get_policy(match["policy"])
-        except ValueError as error:
-            hint = f" (a directory of that name needs {text}:full)" if match["path"] else ""
-            raise ValueError(f"{error}{hint}") from error
-    return match
+    if name in DRAFTERS:
+        return DRAFTERS[name]
+    others = installed()
+    if name in others:
+        loaded = others[name].load()
+    elif "." in name:
+        loaded = _imported(name)
+    else:
+        known = sorted({*DRAFTERS, *others})
+        raise ValueError(
+            f"{name!r} is not a drafter{did_you_mean(name, known)} (drafters: {', '.join(known)}, "
+            "or the import path of a class, such as my_file.MyDrafter)"
+        )
+    if not isinstance(loaded, type) or missing_methods(loaded):
+        raise ValueError(
+            f"{name!r} is not a class of drafters: it must be a subclass of magicjax.Drafter with "
+            f"the methods {', '.join(REQUIRED)}"
+        )
+    return loaded
 
 
-def has_option(text: str, option: str) -> bool:
-    """Returns whether a drafter has an option of `CACHE`."""
-    match = match_drafter(text)
-    if match["prompt_lookup"]:
+def _imported(name: str) -> Any:
+    """Returns the object of an import path."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"drafter {name!r}: {error}; put the folder of {module}.py on PYTHONPATH, or correct "
+            "the name"
+        ) from error
+
+
+def drafter_name(kind: type[Drafter]) -> str:
+    """Returns the name of a class of drafters; its import path if it is not registered."""
+    value = f"{kind.__module__}:{kind.__qualname__}"
+    entry_points = {point.value: point.name for point in installed().values()}
+    names = {known: name for name, known in DRAFTERS.items()}
+    return names.get(kind) or entry_points.get(value) or value.replace(":", ".")
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """The parts of a drafter's text.
+
+    Attributes:
+      name: of the drafter.
+      path: of its model, "" if it has none.
+      values: options of the drafter that the text sets.
+      policy_values: options of its policy that the text sets.
+    """
+
+    name: str
+    path: str
+    values: Mapping[str, Any]
+    policy_values: Mapping[str, Any]
+
+
+def has_model(kind: type[Drafter]) -> bool:
+    """Returns whether a class of drafters has a model, whose path its text contains."""
+    return any(field.name == "model" for field in dataclasses.fields(kind))  # type: ignore[arg-type]
+
+
+def split(text: str) -> list[str]:
+    """Returns the texts of an ensemble's members, or the text of a single drafter."""
+    return [part.strip() for part in text.split(_JOIN)]
+
+
+def parse(text: str) -> Spec:
+    """Returns the parts of one drafter's text.
+
+    The shortest path is taken after which the other parts are values: a directory whose name ends
+    as a policy needs one, small:a:streaming:full.
+
+    Raises:
+      ValueError: an unknown drafter, option or policy, or a wrong value.
+    """
+    name, *parts = text.split(":")
+    try:
+        kind = get_drafter(name)
+    except ValueError as error:
+        raise ValueError(f"drafter {text!r}: {error}") from error
+    declared = options.options_of(kind)
+    positional = [option for option in declared.values() if option.positional]
+    named: list[re.Match] = []
+    while len(parts) > has_model(kind) and (match := re.fullmatch(r"(\w+)=(.*)", parts[-1])):
+        named.insert(0, match)
+        parts.pop()
+    path = ""
+    if has_model(kind):
+        if not any(parts):
+            raise ValueError(f"drafter {text!r} needs a model: write {name}:PATH")
+        length = next(n for n in range(1, len(parts) + 1) if _fit(positional, parts[n:]))
+        path, parts = ":".join(parts[:length]), parts[length:]
+    if len(parts) > len(positional):
+        raise ValueError(
+            f"drafter {text!r} has {len(parts)} values, and {name} takes at most "
+            f"{len(positional)} without a name; write {DRAFTER_SYNTAX}"
+        )
+    values = {
+        each.name: _parsed(each, part, text) for each, part in zip(positional, parts, strict=False)
+    }
+    policy = next((match[2] for match in named if match[1] == "policy"), values.get("policy"))
+    known = declared | _policy_options(declared, policy, path and text)
+    parsed = Spec(name, path, values, {})
+    for match in named:
+        parsed = _with_option(parsed, options.find(match[1], known, text), match[2], text)
+    return parsed
+
+
+def _with_option(parts: Spec, known: Option, value: str, text: str) -> Spec:
+    """Returns the parts with one more option.
+
+    Raises:
+      ValueError: a wrong value, or the option is already set.
+    """
+    if known.name in {**parts.values, **parts.policy_values}:
+        raise ValueError(f"drafter {text!r} sets {known.name} twice: remove one")
+    is_own = known.name in options.options_of(get_drafter(parts.name))
+    field = "values" if is_own else "policy_values"
+    added = {**getattr(parts, field), known.name: _parsed(known, value, text)}
+    return dataclasses.replace(parts, **{field: added})
+
+
+def known_options(text: str, policy: str | None = None) -> dict[str, Option]:
+    """Returns the options of a drafter's text, and those of its policy, or of another `policy`.
+
+    Raises:
+      ValueError: as `parse`.
+    """
+    parts = parse(text)
+    declared = options.options_of(get_drafter(parts.name))
+    return declared | _policy_options(declared, policy or parts.values.get("policy"), "")
+
+
+def with_options(text: str, values: Mapping[str, Any]) -> Spec:
+    """Returns the parts of a drafter's text with further options.
+
+    Raises:
+      ValueError: as `parse`; an option that the text sets.
+    """
+    parts, known = parse(text), known_options(text, values.get("policy"))
+    for name, value in values.items():
+        parts = _with_option(parts, options.find(name, known, text), str(value), text)
+    return parts
+
+
+def parse_all(text: str) -> list[Spec]:
+    """Returns the parts of each member of an ensemble's text, or of a single drafter's."""
+    return [parse(part) for part in split(text)]
+
+
+def _fit(positional: Sequence[Option], parts: Sequence[str]) -> bool:
+    """Returns whether the parts can be values of positional options, rather than of a path."""
+    try:
+        for each, part in zip(positional, parts, strict=False):
+            options.parse(each, part)
+    except ValueError:
         return False
-    policy = get_policy(match["policy"] or ("full" if match["path"] else "streaming"))
-    streams = isinstance(policy, StreamingLLM)
-    return {
-        "refresh_every": not match["path"] and not streams,
-        "kv_dtype": True,
-        "sink_positions": bool(match["path"]) and streams,
-    }[option] and not isinstance(policy, Full)
+    return len(parts) <= len(positional) and all(re.fullmatch(r"[\w.-]+", part) for part in parts)
 
 
-def make_drafter(
-    text: str, load: Callable[[str], Any], draw: str | None = None, **cache: Any
-) -> Drafter:
-    """Returns the drafter of a text: self:snapkv:256, small:PATH:streaming:256 or prompt-lookup:4.
+def _parsed(known: Option, value: str, text: str) -> Any:
+    try:
+        return options.parse(known, value)
+    except ValueError as error:
+        raise ValueError(f"drafter {text!r}: {error}") from error
+
+
+def _policy_options(
+    declared: Mapping[str, Option], policy: str | None, of_path: str
+) -> dict[str, Option]:
+    """Returns the options of a policy, None for the default; {} for a drafter without one."""
+    if "policy" not in declared or Policy not in typing.get_args(declared["policy"].annotation):
+        return {}
+    try:
+        found = get_policy(policy or declared["policy"].default)
+    except ValueError as error:
+        hint = f" (a directory of that name needs {of_path}:full)" if of_path else ""
+        raise ValueError(f"{error}{hint}") from error
+    return options.fields_of(type(found))
+
+
+def make_drafter(text: str, load: Callable[[str], Any]) -> Drafter:
+    """Returns the drafter of a text, an `Ensemble` of several joined by " + ".
 
     Args:
-      text: policy and budget are optional. The last parts of a small model's path are read as
-        policy and budget if possible: a directory with such a name needs a policy, small:a:b:full.
+      text: such as self:snapkv:256, small:PATH:streaming:256 or prompt-lookup:4.
       load: returns the model of a path.
-      draw: how children are drawn under sampling (`DRAW_METHODS`); prompt lookup ignores it.
-      cache: options of `CACHE`; a drafter without an option ignores it.
 
     Raises:
       ValueError, FileNotFoundError: the text is not a drafter, an unknown policy or model, or
         options that cannot be combined.
     """
-    match = match_drafter(text)
-    if match["prompt_lookup"]:
-        return PromptLookup(int(match["ngram"])) if match["ngram"] else PromptLookup()
-    options: dict[str, Any] = {
-        name: value for name, value in cache.items() if value is not None and has_option(text, name)
+    members = [from_spec(part, load) for part in parse_all(text)]
+    return members[0] if len(members) == 1 else Ensemble(tuple(members))
+
+
+def from_spec(spec: Spec, load: Callable[[str], Any]) -> Drafter:
+    """Returns the drafter of parsed text; see `make_drafter`."""
+    kind, values = get_drafter(spec.name), dict(spec.values)
+    if spec.policy_values:
+        default = options.options_of(kind)["policy"].default
+        policy: Any = get_policy(values.get("policy", default))
+        values["policy"] = dataclasses.replace(policy, **spec.policy_values)
+    return kind(load(spec.path), **values) if spec.path else kind(**values)
+
+
+def text_of(drafter: Drafter) -> str:
+    """Returns the text of a drafter: its positional options, and others that are not defaults.
+
+    A model is written as its `name`.
+    """
+    if isinstance(drafter, Ensemble):
+        return _JOIN.join(map(text_of, drafter.drafters))
+    kind: Any = type(drafter)
+    parts = [drafter_name(kind)]
+    if has_model(kind):
+        parts.append(drafter.model.name)  # type: ignore[attr-defined]
+    declared, values = options.options_of(kind), values_of(drafter)
+    for each in declared.values():
+        if each.positional:
+            if values[each.name] is None:
+                break  # later ones would take its place
+            parts.append(_written(values.pop(each.name)))
+    defaults = {name: each.default for name, each in declared.items()}
+    named = (
+        f"{n}={_written(v)}" for n, v in values.items() if n not in defaults or v != defaults[n]
+    )
+    return ":".join([*parts, *named])
+
+
+def values_of(drafter: Drafter) -> dict[str, Any]:
+    """Returns the options of a drafter with their values, and the policy's that are not defaults.
+
+    The policy is its name. An ensemble has none.
+    """
+    values = {name: getattr(drafter, name) for name in options.options_of(type(drafter))}
+    policy = values.get("policy")
+    if not isinstance(policy, Policy):
+        return values
+    own = {
+        name: getattr(policy, name)
+        for name, known in options.fields_of(type(policy)).items()
+        if getattr(policy, name) != known.default
     }
-    if match["policy"]:
-        options["policy"] = match["policy"]
-    if match["budget"]:
-        options["budget"] = int(match["budget"])
-    if match["path"]:
-        return SmallModel(load(match["path"]), draw, **options)
-    return SelfSpeculation(draw=draw, **options)
+    return values | {"policy": policy_name(policy)} | own
+
+
+def _written(value: Any) -> str:
+    """Returns the text of an option's value.
+
+    Raises:
+      ValueError: the text would not be read as this value.
+    """
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    if ":" in text or _JOIN in text:
+        raise ValueError(f"an option has the value {text!r}, which must not contain ':' or ' + '")
+    return text
+
+
+def parse_trees(text: str) -> tuple[Tree, ...]:
+    """Returns the trees of "chain:3", or of "expansion:2,1 + chain:3", one for each member."""
+    return tuple(parse_tree(part.strip()) for part in text.split("+"))
+
+
+def resolve(
+    drafter: Any, tree: Tree | str | None, load: Callable[[str], Any]
+) -> tuple[Any, Tree | None]:
+    """Returns (drafter, tree), made from their texts if they are texts.
+
+    Raises:
+      ValueError, FileNotFoundError: as `make_drafter`; several trees for another number of
+        drafters.
+    """
+    if isinstance(drafter, str):
+        drafter = make_drafter(drafter, load)
+    if not isinstance(tree, str):
+        return drafter, tree
+    trees = parse_trees(tree)
+    if len(trees) == 1:
+        return drafter, trees[0]
+    members = drafter.members() if hasattr(drafter, "members") else ()
+    if len(trees) != len(members):
+        raise ValueError(
+            f"tree={tree!r} has {len(trees)} trees for {len(members)} drafters: give one for all, "
+            "or one for each"
+        )
+    return Ensemble(members, trees), None

@@ -8,9 +8,9 @@ import numpy as np
 from magicjax import cost_model
 from magicjax.drafters import Drafter, PromptLookup, SelfSpeculation, SmallModel
 from magicjax.drafters.sparse import KV_DTYPES
+from magicjax.drafters.spec import text_of
 from magicjax.model import Model
 from magicjax.planner.planning import MAX_DEPTH, Candidate
-from magicjax.policies import POLICIES
 
 
 def model_sizes(model: Model, dtype: Any) -> cost_model.Sizes:
@@ -20,24 +20,17 @@ def model_sizes(model: Model, dtype: Any) -> cost_model.Sizes:
 
 
 def name_of(drafter: Drafter) -> str:
-    """Returns the spec of the drafter, without options that a spec cannot express.
+    """Returns the text of the drafter.
 
     Raises:
       ValueError: the cost of such a drafter is not modelled.
     """
-    if isinstance(drafter, PromptLookup):
-        return f"prompt-lookup:{drafter.max_ngram}"
-    if not isinstance(drafter, SelfSpeculation | SmallModel):
+    if not isinstance(drafter, SelfSpeculation | SmallModel | PromptLookup):
         raise ValueError(
             f"the cost of {type(drafter).__name__} is not modelled: use SelfSpeculation, "
             "SmallModel or PromptLookup"
         )
-    kind = f"small:{drafter.model.name}" if isinstance(drafter, SmallModel) else "self"
-    if drafter.sparse is None:
-        return f"{kind}:full"
-    policy = type(drafter.sparse.policy)
-    name = next((n for n, known in POLICIES.items() if known is policy), policy.__name__)
-    return f"{kind}:{name}:{drafter.sparse.budget}"
+    return text_of(drafter)
 
 
 def make_draft(drafter: Drafter, target: cost_model.Sizes, dtype: Any) -> cost_model.Draft:

@@ -59,3 +59,12 @@ def get_policy(policy: str | Policy) -> Policy:
             f"{type(instance).__name__}: it must name a subclass of magicjax.Policy"
         )
     return instance
+
+
+def policy_name(policy: Policy) -> str:
+    """Returns the name of a policy; that of its class if it is not registered."""
+    kind = type(policy)
+    value = f"{kind.__module__}:{kind.__qualname__}"
+    points = importlib.metadata.entry_points(group=GROUP)
+    names = {known: name for name, known in POLICIES.items()}
+    return names.get(kind) or {p.value: p.name for p in points}.get(value) or kind.__name__

@@ -1,15 +1,18 @@
 """Proposals: a tree of tokens for each row, and how its nodes were drawn."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+DrawMethod = Literal["with_replacement", "without_replacement", "top"]
 ONE_HOT = -1  # as the distribution of a token that was not drawn at random
 
 # How children can be drawn under sampling -> the verifier that is exact for it.
-DRAW_METHODS = {
+DRAW_METHODS: dict[DrawMethod, str] = {
     "with_replacement": "mss_with_replacement",
     "without_replacement": "mss_without_replacement",
     "top": "one_hot",  # the most likely tokens; not random

@@ -21,9 +21,9 @@ from experiments.runner.workload import Bench
 from experiments.schema import grid, store
 from experiments.schema.fields import ConfigError
 from experiments.schema.grid import Cell
-from experiments.schema.method import parse_trees
 from experiments.studies.specinfer import settings
 from experiments.studies.specinfer.settings import Tables
+from magicjax.drafters.spec import parse_trees
 
 
 @dataclasses.dataclass(frozen=True)

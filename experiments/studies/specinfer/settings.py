@@ -10,6 +10,7 @@ import models
 from experiments.schema import config, grid
 from experiments.schema.fields import STRICT, ConfigError, Positive, Strict, checked, read_mapping
 from experiments.schema.grid import Cell
+from experiments.schema.method import VERIFIER
 from magicjax import DynamicTree, TokenTree, parse_tree
 from magicjax.sources import checkpoint_directory
 
@@ -158,9 +159,7 @@ def speculative(
     """Returns the cell of one draft with a tree, or of several merged drafts."""
     return dataclasses.replace(
         plain(tables, sampled),
-        draft="small" if len(drafts) == 1 else "ensemble",
-        models=tuple(drafts),
+        drafter=" + ".join(f"small:{path}:full" + f":draw={draw}" * bool(draw) for path in drafts),
         tree=tree,
-        draw=draw,
-        verifier=(verifier or grid.VERIFIER) if sampled else "",
+        verifier=(verifier or VERIFIER) if sampled else "",
     )

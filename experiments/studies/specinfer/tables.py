@@ -3,6 +3,7 @@
 Every function takes a runner or a dry run and returns one row per cell.
 """
 
+import pathlib
 from typing import Any
 
 import magicjax
@@ -91,7 +92,7 @@ def _row(labels: dict[str, Any], cell: Cell, result: Result, base: Result) -> di
     """Returns a row; the gain is the tokens per step relative to `base`, on the same requests."""
     tau, gain = mean_and_error(result.tau), ratio(result.tau, base.tau)
     return labels | {
-        "draft": cell.method.split(",")[0],
+        "draft": " + ".join(pathlib.PurePath(path).name for path in cell.models),
         "tree": cell.tree,
         "depth": cell.gamma,
         "nodes": cell.nodes,

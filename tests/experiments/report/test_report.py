@@ -12,8 +12,8 @@ from experiments.schema import config, grid, store
 from experiments.schema.columns import COLUMNS, TIMES
 
 METHODS = [
-    {"draft": "self", "budget": [64, 256], "tree": "chain:3"},
-    {"draft": "small", "model": "somewhere/draft-1", "tree": "expansion:2,1"},
+    {"drafter": "self", "budget": [64, 256], "tree": "chain:3"},
+    {"drafter": "small:somewhere/draft-1", "tree": "expansion:2,1"},
 ]
 FAILED = {(4, 96, "small"): ("memory", "out of memory: the process held 3 GB")}
 
@@ -196,7 +196,11 @@ def test_columns_of_the_page_are_columns_of_the_summary():
 def test_a_failed_cell_has_its_status_and_settings(tmp_path):
     folder = fill(tmp_path / "mine")
     (row,) = (row for row in results_folder.read(folder).rows if row["status"] != "ok")
-    assert (row["status"], row["method"], row["batch"]) == ("memory", "draft-1, expansion:2,1", 4)
+    assert (row["status"], row["method"], row["batch"]) == (
+        "memory",
+        "small:draft-1:full, expansion:2,1",
+        4,
+    )
 
 
 def change(folder, what, **columns):
@@ -219,7 +223,7 @@ def test_cells_without_times_are_not_in_figures_of_speed(tmp_path):
 def test_curves_of_different_depths_are_averaged_at_each_depth(tmp_path):
     folder = fill(tmp_path / "mine", failed={})
     change(folder, {"batch": 4}, acceptance_by_depth=[0.5], acceptance_if_reached=[])
-    curves = page._curves(results_folder.read(folder).cells)["draft-1, expansion:2,1"]
+    curves = page._curves(results_folder.read(folder).cells)["small:draft-1:full, expansion:2,1"]
     assert curves == ([0.7, 0.6], [pytest.approx(0.6), 0.4])
     assert "depth.png" in page.write(folder)
 

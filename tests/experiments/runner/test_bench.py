@@ -123,7 +123,7 @@ def test_interleaved_runs_equal_separate_calls(context, sampling, monkeypatch):
     monkeypatch.setattr(bench, "model", lambda *arguments, **options: tiny.model())
     rows = np.random.default_rng(0).integers(tiny.VOCAB, size=(2, context)).astype(np.int32)
     monkeypatch.setattr(bench, "prompts", lambda cell: rows)
-    methods = [method.Method(draft="self", policy="snapkv", budget=32, tree="chain:3")]
+    methods = [method.Method(drafter="self:snapkv:32", tree="chain:3")]
     experiment = config.Experiment(
         methods=methods, batch=2, context=context, new_tokens=16, **sampling
     )
@@ -181,7 +181,7 @@ def interleave_on_a_mesh():
     bench.model = lambda *arguments, **options: target
     rows = np.random.default_rng(0).integers(tiny.VOCAB, size=(4, 40)).astype(np.int32)
     bench.prompts = lambda cell: rows
-    methods = [method.Method(draft="self", policy="snapkv", budget=32, tree="chain:2")]
+    methods = [method.Method(drafter="self:snapkv:32", tree="chain:2")]
     experiment = config.Experiment(
         methods=methods, batch=4, context=40, new_tokens=8, mesh="data=2,model=2"
     )

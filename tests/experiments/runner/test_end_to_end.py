@@ -19,8 +19,8 @@ def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, here, capsys):
         "agreement_tokens: 96\n"
         "batch: 2\ncontext: 48\n"
         "methods:\n"
-        "  - {draft: self, budget: 24, sinks: 4, tree: chain:3}\n"
-        f"  - {{draft: small, model: {zoo / 'draft'}, tree: 'expansion:2,1'}}\n"
+        "  - {drafter: self, budget: 24, sinks: 4, tree: chain:3}\n"
+        f"  - {{drafter: small:{zoo / 'draft'}, tree: 'expansion:2,1'}}\n"
     )
     assert launch.main([str(path), "--profile"]) == 0
     with (zoo / "results" / "grid" / "summary.csv").open() as file:
@@ -63,7 +63,7 @@ def test_auto_reports_its_choice(zoo, here):
         "new_tokens: 12\nrepeats: 1\ncandidates: 1\nagreement_tokens: 0\n"
         "batch: 2\ncontext: 48\n"
         "methods:\n"
-        f"  - {{draft: auto, profile: {profile}, tree: chain:3,\n"
+        f"  - {{drafter: auto, profile: {profile}, tree: chain:3,\n"
         f"     drafters: ['self:streaming:24', 'small:{zoo / 'draft'}', prompt-lookup]}}\n"
     )
     assert launch.main([str(path)]) == 0
@@ -89,11 +89,11 @@ def test_a_sampled_grid_compares_with_plain_sampling_of_the_same_parameters(zoo,
         "new_tokens: 12\nrepeats: 1\ncandidates: 2\nagreement_tokens: 96\n"
         "batch: 2\ncontext: 48\n"
         "methods:\n"
-        f"  - {{draft: small, model: {zoo / 'draft'}, tree: 'expansion:2,1', "
+        f"  - {{drafter: small:{zoo / 'draft'}, tree: 'expansion:2,1', "
         "verifier: [mss, naive]}\n"
-        f"  - {{draft: ensemble, models: [{zoo / 'draft'}, prompt-lookup], "
+        f"  - {{drafter: small:{zoo / 'draft'} + prompt-lookup, "
         "tree: 'expansion:1,1 + chain:2'}\n"
-        "  - {draft: prompt-lookup, tree: 'expansion:2,1', verifier: naive}\n"
+        "  - {drafter: prompt-lookup, tree: 'expansion:2,1', verifier: naive}\n"
     )
     assert launch.main([str(path)]) == 0
     with (zoo / "results" / "sampled" / "summary.csv").open() as file:
@@ -117,7 +117,7 @@ def test_an_offloaded_target_is_exact(zoo, here):
         f"results: {zoo / 'results'}\n"
         "new_tokens: 12\nagreement_tokens: 96\nbatch: 1\ncontext: 48\nrepeats: 0\n"
         "offload: yes\n"
-        "methods: [{draft: self, policy: streaming, budget: 24, sinks: 4, tree: chain:2}]\n"
+        "methods: [{drafter: self, policy: streaming, budget: 24, sinks: 4, tree: chain:2}]\n"
     )
     assert launch.main([str(path)]) == 0
     with (zoo / "results" / "offload" / "summary.csv").open() as lines:

@@ -45,7 +45,7 @@ def test_timed_runs_share_a_prefill(settings, plain, drafted):
 
 
 def test_auto_prefills_in_every_run():
-    methods = [method.Method(draft="auto")]
+    methods = [method.Method(drafter="auto")]
     experiment = config.Experiment(
         methods=methods, repeats=1, phases=False, candidates=1, new_tokens=8
     )

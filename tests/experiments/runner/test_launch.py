@@ -24,8 +24,8 @@ SETTINGS = {
     "context": 8,
     "grid": {"batch": [1, 2]},
     "methods": [
-        {"draft": "self", "tree": "chain:3"},
-        {"draft": "small", "model": "experiments/zoo/draft-1", "tree": "expansion:2,1"},
+        {"drafter": "self", "tree": "chain:3"},
+        {"drafter": "small:experiments/zoo/draft-1", "tree": "expansion:2,1"},
     ],
 }
 
@@ -117,17 +117,17 @@ def test_without_repeats_every_cell_runs_once_and_nothing_is_timed(start, script
 
 def test_a_row_has_the_settings_of_the_draft_cache(start, tmp_path):
     methods = [
-        {"draft": "self", "policy": "snapkv", "refresh_every": [0, 4], "kv_dtype": ["", "int8"]},
-        {"draft": "self", "policy": "full"},
+        {"drafter": "self", "policy": "snapkv", "refresh_every": ["", 4], "kv_dtype": ["", "int8"]},
+        {"drafter": "self", "policy": "full"},
         {
-            "draft": "small",
-            "model": "experiments/zoo/draft-1",
+            "drafter": "small:experiments/zoo/draft-1",
             "policy": "streaming",
             "sink_positions": "in_cache",
+            "sinks": 4,
         },
     ]
     start(methods=methods, grid={})
-    names = ("policy", "budget", "refresh_every", "kv_dtype", "sink_positions", "sinks")
+    names = ("policy", "budget", "refresh_every", "kv_dtype", "sink_positions", "policy_options")
     assert [tuple(row[name] for name in names) for row in summary(tmp_path)] == [
         ("", "", "", "", "", ""),
         ("snapkv", "256", "", "", "", ""),
@@ -135,7 +135,7 @@ def test_a_row_has_the_settings_of_the_draft_cache(start, tmp_path):
         ("snapkv", "256", "4", "", "", ""),
         ("snapkv", "256", "4", "int8", "", ""),
         ("full", "", "", "", "", ""),
-        ("streaming", "256", "", "", "in_cache", "16"),
+        ("streaming", "256", "", "", "in_cache", "sinks=4"),
     ]
 
 
@@ -188,7 +188,7 @@ def test_a_result_is_stale_after_a_change_of_an_installed_policy(
     for text, measured in ((code, True), (code, False), (code + "# another\n", True)):
         install(text)
         bench = scripted()
-        methods = [{"draft": "self", "policy": "mine"}]
+        methods = [{"drafter": "self", "policy": "mine"}]
         assert start("--stale", "redo", bench=bench, grid={}, methods=methods) == 0
         assert ("self" in {cell.draft for cell in bench.ran}) == measured
 
@@ -386,15 +386,15 @@ IMPOSSIBLE = {
     "no model": ("target: tests", "target: tests/config.json does not exist"),
     "a preset": ("target: opt-125m", "target: 'opt-125m' is a preset, which has no tokenizer"),
     "no such draft": (
-        "methods: [{draft: small, model: ./none}]",
+        "methods: [{drafter: small:./none}]",
         "model: ./none is not a directory",
     ),
     "no such member": (
-        "methods: [{draft: ensemble, models: [./none, prompt-lookup], tree: chain:2}]",
+        "methods: [{drafter: small:./none + prompt-lookup, tree: chain:2}]",
         "model: ./none is not a directory",
     ),
     "a verifier that is not exact": (
-        "do_sample: true\nmethods: [{draft: self, draw: top, verifier: mss_with_replacement}]",
+        "do_sample: true\nmethods: [{drafter: self, draw: top, verifier: mss_with_replacement}]",
         "verifier='mss_with_replacement' is not exact for children drawn 'top'",
     ),
     "texts too long": (
@@ -404,16 +404,16 @@ IMPOSSIBLE = {
         "reduce new_tokens",
     ),
     "a budget too small": (
-        "methods: [{draft: self, budget: [64, 8], sinks: 4, tree: chain:5}]",
-        "self streaming 8 sinks 4, chain:5: budget=8 is too small: its ring has 4",
+        "methods: [{drafter: self, budget: [64, 8], sinks: 4, tree: chain:5}]",
+        "self:streaming:8:sinks=4, chain:5: budget=8 is too small: its ring has 4",
     ),
     "more of the newest tokens than slots": (
-        "methods: [{draft: self, policy: snapkv, budget: 64, recent: 64}]",
-        "self snapkv 64 recent 64, chain:4: budget=64 leaves no pinned slots besides a ring of 64",
+        "methods: [{drafter: self, policy: snapkv, budget: 64, recent: 64}]",
+        "self:snapkv:64:recent=64, chain:4: budget=64 leaves no pinned slots besides a ring of 64",
     ),
     "a small draft's budget too small": (
-        "methods: [{draft: small, model: experiments/zoo/draft-1, policy: streaming, budget: 24}]",
-        "draft-1 streaming 24, chain:4: budget=24 is too small: its ring has 8 slots",
+        "methods: [{drafter: small:experiments/zoo/draft-1, policy: streaming, budget: 24}]",
+        "small:draft-1:streaming:24, chain:4: budget=24 is too small: its ring has 8 slots",
     ),
     "a context too short for the question": (
         "prompts: variable_tracking\ngrid: {batch: [1, 2], context: [64, 2048]}",
@@ -424,7 +424,7 @@ IMPOSSIBLE = {
         "prompts: files\nprompt_path: ./none.txt",
         "./none.txt",
     ),
-    "a duplicate cell": ("methods: [{draft: self}, {draft: self}]", "twice: remove one"),
+    "a duplicate cell": ("methods: [{drafter: self}, {drafter: self}]", "twice: remove one"),
     "an empty grid": ("grid: {batch: []}", "the axis batch has no values, so the grid is empty"),
     "an unknown axis": ("grid: {bacth: [1]}", "did you mean 'batch'?"),
 }
@@ -446,7 +446,7 @@ def test_invalid_cells_are_recorded_with_impossible_record(tmp_path, capsys, her
     path = tmp_path / "mine.yaml"
     path.write_text(
         f"results: {tmp_path}\nimpossible: record\nrepeats: 1\ncontext: 320\n"
-        "methods: [{draft: self, budget: [64, 8], sinks: 4, tree: chain:5}]"
+        "methods: [{drafter: self, budget: [64, 8], sinks: 4, tree: chain:5}]"
     )
     assert launch.main([str(path)]) == 1
     assert [row["status"] for row in summary(tmp_path)] == ["ok", "ok", "config"]

@@ -28,7 +28,7 @@ agreement_tokens: 0
 phases: false
 candidates: 2
 methods:
-  - {{draft: self, budget: 32, tree: chain:2}}
+  - {{drafter: self, budget: 32, tree: chain:2}}
 grid:
   context: [64, 96, 128]
 """
@@ -207,7 +207,7 @@ def test_a_mesh_of_fewer_devices_is_refused_by_both(launch):
         ({"jobs": 2, "timeout_minutes": 1.0}, "timeout_minutes, jobs: not supported with 2"),
         ({"launcher": "slurm"}, "launcher: not supported with 2"),
         ({"profile": True}, "profile: not supported with 2"),
-        ({"methods": [{"draft": "auto"}]}, "auto depends on timings"),
+        ({"methods": [{"drafter": "auto"}]}, "auto depends on timings"),
         ({"rank": 7}, "rank=7 is out of range: 2 processes"),
     ],
 )

@@ -13,7 +13,7 @@ def test_a_draft_with_another_tokenizer_is_an_error_before_the_grid_starts(tmp_p
     vocab["import"], vocab["return"] = vocab["return"], vocab["import"]
     (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
     path = tmp_path / "mine.yaml"
-    path.write_text(f"methods: [{{draft: small, model: {draft}}}]")
+    path.write_text(f"methods: [{{drafter: small:{draft}}}]")
     assert launch.main([str(path), "--dry-run"]) == 2
     message = "the drafter's tokenizer differs from the target's in 2 tokens"
     assert message in capsys.readouterr().err

@@ -36,7 +36,7 @@ def write(zoo, name, **changes):
         "repeats": 1,
         "agreement_tokens": 0,
         "phases": False,
-        "methods": [{"draft": "self", "budget": 24, "sinks": 4, "tree": "chain:3"}],
+        "methods": [{"drafter": "self", "budget": 24, "sinks": 4, "tree": "chain:3"}],
     }
     path = zoo / f"{name}.yaml"
     path.write_text(yaml.safe_dump(settings | changes))
@@ -103,7 +103,7 @@ def test_a_grid_killed_ten_times_ends_like_an_uninterrupted_one(zoo):
 
 @pytest.mark.slow
 def test_a_crashed_cell_is_recorded_and_the_exit_status_is_1(zoo):
-    method = {"draft": "self", "budget": [24, 8], "sinks": 4, "tree": "chain:5"}
+    method = {"drafter": "self", "budget": [24, 8], "sinks": 4, "tree": "chain:5"}
     path = write(
         zoo, "dying", impossible="record", repeats=0, grid={"batch": [1, 2]}, methods=[method]
     )
@@ -115,7 +115,7 @@ def test_a_crashed_cell_is_recorded_and_the_exit_status_is_1(zoo):
         "    os.kill(os.getpid(), 11)\n"
         "folder = pathlib.Path(sys.orig_argv[-1] if len(sys.orig_argv) > 3 else '.')\n"
         "config = folder / 'config.yaml'\n"
-        "if config.exists() and 'draft: self' in config.read_text() and "
+        "if config.exists() and 'drafter: self' in config.read_text() and "
         "'batch: 2' in config.read_text():\n"
         "    threading.Thread(target=wait, daemon=True).start()\n"
     )

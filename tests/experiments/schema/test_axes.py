@@ -24,10 +24,10 @@ def test_axes_are_combined_and_zipped_lists_vary_jointly():
 
 
 def test_exclude_removes_cells_also_by_options_of_methods():
-    methods = [{"draft": "self", "budget": [64, 128]}, {"draft": "prompt-lookup"}]
-    where = [{"batch": 4, "draft": "prompt-lookup"}, {"budget": [128], "context": 64}]
+    methods = [{"drafter": "self", "budget": [64, 128]}, {"drafter": "prompt-lookup"}]
+    where = [{"batch": 4, "drafter": "prompt-lookup"}, {"budget": [128], "context": 64}]
     found = cells(grid={"batch": [1, 4], "context": [64, 96]}, methods=methods, exclude=where)
-    named = {(c.batch, c.context, c.draft, c.budget) for c in found}
+    named = {(c.batch, c.context, c.draft, c.options.get("budget")) for c in found}
     everything = {
         (batch, context, *draft)
         for batch in (1, 4)
@@ -42,14 +42,16 @@ def test_exclude_removes_cells_also_by_options_of_methods():
 
 def test_exclude_matches_an_option_that_is_not_set_by_zero_and_the_empty_text():
     methods = [
-        {"draft": "self", "policy": "snapkv", "refresh_every": [0, 8], "kv_dtype": ["", "int8"]}
+        {"drafter": "self", "policy": "snapkv", "refresh_every": ["", 8], "kv_dtype": ["", "int8"]}
     ]
 
     def drafted(**where):
-        found = cells(methods=methods, exclude=[{"draft": "self", **where}])
-        return {(c.refresh_every, c.kv_dtype) for c in found if c.draft == "self"}
+        found = cells(methods=methods, exclude=[{"drafter": "self", **where}])
+        return {
+            (c.options["refresh_every"], c.options["kv_dtype"]) for c in found if c.draft == "self"
+        }
 
-    assert drafted(refresh_every=0) == {(8, ""), (8, "int8")}
+    assert drafted(refresh_every=0) == {(8, None), (8, "int8")}
     assert drafted(refresh_every=[0, 8], kv_dtype="") == {(None, "int8"), (8, "int8")}
 
 
@@ -67,7 +69,7 @@ def test_exclude_matches_an_option_that_is_not_set_by_zero_and_the_empty_text():
         ({"grid": {"batch": [1, 0]}}, r"grid: with batch=0:\n  batch=0: Input should be greater"),
         ({"exclude": [{"batch": 5}]}, "no cell has {'batch': 5}"),
         ({"exclude": [{"bacth": 1}]}, "did you mean 'batch'?"),
-        ({"exclude": [{"draft": "none"}]}, "exclude leaves no cell of the grid"),
+        ({"exclude": [{"drafter": "none"}]}, "exclude leaves no cell of the grid"),
         ({"batch": [1, 2]}, r"several values are an axis: grid: {batch: \[...\]}"),
     ],
 )
@@ -83,7 +85,7 @@ def test_a_setting_of_sampling_needs_do_sample_in_every_combination():
 
 
 def test_a_cell_is_restored_from_its_resolved_settings():
-    (plain, cell) = cells(methods=[{"draft": "auto", "drafters": ["small:a/b", "self:h2o:64"]}])
+    (plain, cell) = cells(methods=[{"drafter": "auto", "drafters": ["small:a/b", "self:h2o:64"]}])
     assert grid.restored(grid.resolved(cell)) == cell
     assert grid.key(grid.restored(grid.resolved(cell))) == grid.key(cell)
     assert grid.plain_of(cell) == plain
@@ -91,15 +93,17 @@ def test_a_cell_is_restored_from_its_resolved_settings():
 
 def test_auto_has_its_own_default_tree_also_with_overrides(tmp_path):
     path = tmp_path / "auto.yaml"
-    path.write_text("methods: [{draft: auto}, {draft: self}]")
+    path.write_text("methods: [{drafter: auto}, {drafter: self}]")
     found = config.from_command_line([str(path), "--batch", "2"], "launch")[0]
     ((_, auto, mine),) = grid.groups(found)
     assert (auto.tree, mine.tree) == ("chain:8", "chain:4")
 
 
 def test_methods_with_one_name_are_refused():
-    methods = [{"draft": "small", "model": "a/d"}, {"draft": "small", "model": "b/d"}]
-    with pytest.raises(fields.ConfigError, match="two methods have the name 'd, chain:4'"):
+    methods = [{"drafter": "small:a/d"}, {"drafter": "small:b/d"}]
+    with pytest.raises(
+        fields.ConfigError, match="two methods have the name 'small:d:full, chain:4'"
+    ):
         cells(methods=methods)
 
 

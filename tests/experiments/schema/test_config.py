@@ -1,10 +1,13 @@
+import dataclasses
 import importlib.metadata
 import pathlib
+import sys
 
 import pytest
 
 from experiments import prompts
 from experiments.schema import config, fields, method, settings
+from magicjax import policies
 
 FOLDER = pathlib.Path(config.__file__).parents[1] / "configs"
 OTHERS = {"specinfer_tables.yaml"}  # read by a command of their own
@@ -23,7 +26,6 @@ def read(tmp_path, text):
         ("repeets: 3", "repeets", "repeats"),
         ("batches: 3", "batches", "batch"),
         ("slurm: {minuts: 3}", "slurm.minuts", "minutes"),
-        ("methods: [{draft: self, bugdet: 64}]", "methods.0.bugdet", "budget"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_one(tmp_path, text, key, nearest):
@@ -43,86 +45,84 @@ def test_all_problems_of_a_file_are_reported(tmp_path):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("{draft: small}", "draft=small needs the model's directory"),
+        ("{drafter: small}", "drafter 'small' needs a model: write small:PATH"),
         (
-            "{draft: small, model: x, budget: 64}",
+            "{drafter: small:x, budget: 64}",
             "budget=64: with policy 'full' the draft keeps all of its cache; use another "
             "policy, or omit budget",
         ),
-        ("{draft: self, policy: sanpkv}", "did you mean 'snapkv'?"),
-        ("{draft: self, policy: [h2o, snap]}", "policy='snap' is unknown: use one of"),
+        ("{drafter: self, policy: sanpkv}", "did you mean 'snapkv'?"),
+        ("{drafter: self, policy: [h2o, snap]}", "policy='snap' is unknown: use one of"),
         (
-            "{draft: prompt-lookup, policy: snapkv}",
-            "policy has no effect with draft=prompt-lookup",
+            "{drafter: prompt-lookup, policy: snapkv}",
+            "policy: no such key with drafter=prompt-lookup (keys: drafter, drafters, max_ngram",
         ),
         (
-            "{draft: self, policy: full, budget: 64}",
+            "{drafter: self, policy: full, budget: 64}",
             "budget=64: with policy 'full' the draft reads the target's own cache; use "
             "another policy, or omit budget",
         ),
-        ("{draft: self, policy: [snapkv, full], kv_dtype: int8}", "omit kv_dtype"),
+        ("{drafter: self, policy: [snapkv, full], kv_dtype: int8}", "omit kv_dtype"),
         (
-            "{draft: self, refresh_every: 4}",
+            "{drafter: self, refresh_every: 4}",
             "refresh_every=4: a streaming cache always pins the first tokens; omit refresh_every, "
             "or use another policy",
         ),
-        ("{draft: self, policy: h2o, refresh_every: -1}", "greater than or equal to 0"),
+        ("{drafter: self, policy: h2o, refresh_every: -1}", "must be at least 1 round"),
         (
-            "{draft: small, model: x, policy: h2o, refresh_every: 4}",
-            "refresh_every has no effect with draft=small",
+            "{drafter: small:x, policy: h2o, refresh_every: 4}",
+            "refresh_every: no such key with drafter=small:x",
         ),
-        ("{draft: self, kv_dtype: int2}", "methods.0.kv_dtype.0='int2'"),
-        ("{draft: self, sink_positions: text}", "sink_positions has no effect with draft=self"),
+        ("{drafter: self, kv_dtype: int2}", "kv_dtype='int2': it must be int8 or int4"),
+        ("{drafter: self, sink_positions: text}", "sink_positions: no such key with drafter=self"),
         (
-            "{draft: small, model: x, sink_positions: text}",
-            "sink_positions has no effect with policy=full: remove it, or set policy=streaming",
-        ),
-        (
-            "{draft: small, model: x, policy: [streaming, h2o], sink_positions: in_cache}",
+            "{drafter: small:x, policy: [streaming, h2o], sink_positions: in_cache}",
             "sink_positions='in_cache' needs policy 'streaming' and no kv_dtype",
         ),
         (
-            "{draft: self, policy: [h2o, tova], sinks: 4}",
-            "sinks has no effect with policy=h2o, tova: remove it, or set policy=streaming",
+            "{drafter: self, policy: [h2o, tova], sinks: 4}",
+            "sinks: no such key with drafter=self",
         ),
         (
-            "{draft: self, recent: 32}",
-            "recent has no effect with policy=streaming: remove it, or set a policy that chooses",
+            "{drafter: self, recent: 32}",
+            "recent=32: the ring of a streaming cache is the budget without the sinks",
         ),
-        ("{draft: self, model: x}", "model has no effect with draft=self"),
-        ("{draft: prompt-lookup, draw: top}", "draw has no effect with draft=prompt-lookup"),
-        ("{draft: small, model: x, models: [y, z]}", "models has no effect with draft=small"),
-        ("{draft: ensemble}", "models lists 0 members of an ensemble: list at least 2"),
-        ("{draft: ensemble, models: [x]}", "models lists 1 members"),
+        ("{drafter: self, model: x}", "model: no such key with drafter=self"),
+        ("{drafter: prompt-lookup, draw: top}", "draw: no such key with drafter=prompt-lookup"),
+        ("{drafter: small:x + small:y, budget: 64}", "budget could belong to any member of"),
         (
-            "{draft: ensemble, models: [x, y], tree: 'chain:1 + chain:2 + chain:3'}",
+            "{drafter: small:x + small:y, tree: 'chain:1 + chain:2 + chain:3'}",
             "has 3 trees for 2 drafters",
         ),
-        ("{draft: self, tree: 'chain:1 + chain:2'}", "has 2 trees for 1 drafters"),
-        ("{draft: prompt-lookup, tree: 'expansion:1,2'}", "this tree branches below the root"),
+        ("{drafter: self, tree: 'chain:1 + chain:2'}", "has 2 trees for 1 drafters"),
         (
-            "{draft: ensemble, models: [x, prompt-lookup], tree: 'expansion:2,2'}",
-            "this tree branches below the root",
+            "{drafter: self, draw: with_replacement, tree: 'dynamic:8,3,4'}",
+            "in a dynamic tree would",
         ),
-        ("{draft: self, draw: with_replacement, tree: 'dynamic:8,3,4'}", "in a dynamic tree would"),
         (
-            "{draft: self, verifier: greedy}",
+            "{drafter: self, verifier: greedy}",
             "verifier='greedy' does not verify sampled tokens: use naive, mss",
         ),
-        ("{draft: self, tree: 'dynamic:9,1,2'}", "draft 2 nodes; use at most 3"),
-        ("{draft: self, tree: chain:0}", "chain(0): the length must be at least 1"),
-        ("{draft: self, tree: 'chain:2,2'}", "'chain:2,2' is not a tree: use chain:4"),
-        ("{draft: self, drafters: [prompt-lookup]}", "drafters has no effect with draft=self"),
-        ("{draft: auto, policy: snapkv}", "policy has no effect with draft=auto"),
-        ("{draft: auto, drafters: [slef]}", "'slef' is not a drafter: use self:streaming:256"),
-        ("{draft: auto, tree: 'dynamic:9,4,3'}", "must be a static tree"),
-        ("{draft: self, tree: ladder:3}", "'ladder:3' is not a tree: use chain:4"),
+        ("{drafter: self, tree: 'dynamic:9,1,2'}", "draft 2 nodes; use at most 3"),
+        ("{drafter: self, tree: chain:0}", "chain(0): the length must be at least 1"),
+        ("{drafter: self, tree: 'chain:2,2'}", "'chain:2,2' is not a tree: use chain:4"),
         (
-            "{draft: self, tree: expansion:2,1}",
+            "{drafter: self, drafters: [prompt-lookup]}",
+            "drafters has no effect without drafter=auto",
+        ),
+        ("{drafter: auto, policy: snapkv}", "policy has no effect with drafter=auto"),
+        ("{drafter: auto, drafters: [slef]}", "'slef' is not a drafter; did you mean 'self'?"),
+        ("{drafter: auto, tree: 'dynamic:9,4,3'}", "must be a static tree"),
+        ("{drafter: self, tree: ladder:3}", "'ladder:3' is not a tree: use chain:4"),
+        (
+            "{drafter: self, tree: expansion:2,1}",
             "methods.0.1: a key must be text: quote a value that contains commas, as in {tree: "
             '"expansion:2,2,1"}',
         ),
-        ("{draft: self, budgt: 64}", "methods.0.budgt: no such key; did you mean 'budget'?"),
+        (
+            "{drafter: self, budgt: 64}",
+            "budgt: no such key with drafter=self; did you mean 'budget'?",
+        ),
     ],
 )
 def test_options_that_do_not_fit_together_are_refused(tmp_path, method, message):
@@ -137,8 +137,8 @@ def test_options_that_do_not_fit_together_are_refused(tmp_path, method, message)
         ("temperature: 0.5\ntop_k: 3", "temperature, top_k"),
         ("top_p: 0.5", "top_p"),
         ("seed: 0", "seed"),
-        ("methods: [{draft: self}, {draft: self, verifier: mss}]", "methods.1.verifier"),
-        ("methods: [{draft: self, draw: top}]", "methods.0.draw"),
+        ("methods: [{drafter: self}, {drafter: self, verifier: mss}]", "methods.1.verifier"),
+        ("methods: [{drafter: self, draw: top}]", "methods.0.draw"),
     ],
 )
 def test_settings_of_sampling_are_refused_in_greedy_decoding(tmp_path, text, names):
@@ -169,8 +169,8 @@ def test_requests_are_whole_batches_and_unknown_to_auto(tmp_path):
     assert read(tmp_path, "requests: 6\nbatch: 3").requests == 6
     with pytest.raises(fields.ConfigError, match="requests=6 is not a multiple of batch=4"):
         read(tmp_path, "requests: 6\nbatch: 4")
-    with pytest.raises(fields.ConfigError, match="not supported with draft=auto"):
-        read(tmp_path, "requests: 6\nmethods: [{draft: auto}]")
+    with pytest.raises(fields.ConfigError, match="not supported with drafter=auto"):
+        read(tmp_path, "requests: 6\nmethods: [{drafter: auto}]")
 
 
 @pytest.mark.parametrize("kind", ["stdlib", "random"])
@@ -183,15 +183,25 @@ def test_a_chat_template_for_text_that_asks_nothing_is_refused(kind, tmp_path):
     assert read(tmp_path, "prompts: chat\nchat_template: no").chat_template is False
 
 
+@dataclasses.dataclass(frozen=True)
+class Mine(policies.KNorm):
+    pass
+
+
 def test_a_policy_of_another_package_has_a_name(tmp_path, monkeypatch):
-    point = importlib.metadata.EntryPoint("mine", "magicjax.policies:KNorm", "magicjax.policies")
+    value = f"{__name__}:Mine"
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[Mine.__module__])
+    point = importlib.metadata.EntryPoint("mine", value, "magicjax.policies")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point])
-    method = read(tmp_path, "methods: [{draft: self, policy: [mine, h2o]}]").methods[0]
-    assert [options["policy"] for options in method.options(sampled=False)] == ["mine", "h2o"]
+    method = read(tmp_path, "methods: [{drafter: self, policy: [mine, h2o]}]").methods[0]
+    assert [cell["drafter"] for cell in method.cells(sampled=False)] == [
+        "self:mine:256",
+        "self:h2o:256",
+    ]
     with pytest.raises(
         fields.ConfigError, match="policy='mini' is unknown: .*; did you mean 'mine'"
     ):
-        read(tmp_path, "methods: [{draft: self, policy: mini}]")
+        read(tmp_path, "methods: [{drafter: self, policy: mini}]")
 
 
 @pytest.mark.parametrize("text", ["temperature: 0", "top_p: 0", "top_p: 1.1", "top_k: 0"])
@@ -202,7 +212,7 @@ def test_parameters_of_sampling_out_of_range_are_refused(tmp_path, text):
 
 def test_the_command_line_overrides_the_file_which_overrides_the_defaults(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text("repeats: 5\nnew_tokens: 32\nmethods: [{draft: self, tree: chain:2}]")
+    path.write_text("repeats: 5\nnew_tokens: 32\nmethods: [{drafter: self, tree: chain:2}]")
     overrides = ["--repeats", "7", "--methods.0.tree", "chain:3", "chain:4"]
     experiment, source = config.from_command_line([str(path), *overrides], "launch")
     assert source == str(path)
@@ -216,16 +226,16 @@ def test_the_command_line_overrides_the_file_which_overrides_the_defaults(tmp_pa
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (["--methods.0.model", "x"], "model has no effect with draft=self: remove it"),
+        (["--methods.0.profile", "x"], "profile has no effect without drafter=auto: remove it"),
         (["--repeats", "-1"], "repeats=-1: Input should be greater than or equal to 0"),
         (["--prompts", "stdlb"], "prompts='stdlb': 'stdlb' is not a kind of prompts; did you mean"),
-        (["--methods.0.policy", "streming"], "policy='streming' is unknown"),
+        (["--methods.0.drafter", "self:streming"], "policy='streming' is unknown"),
         (["--slurm.gpus", "-1"], "gpus=-1: Input should be greater than or equal to 0"),
     ],
 )
 def test_overrides_are_checked_like_the_file(tmp_path, capsys, override, message):
     path = tmp_path / "mine.yaml"
-    path.write_text("methods: [{draft: self}]")
+    path.write_text("methods: [{drafter: self}]")
     with pytest.raises(fields.ConfigError) as error:
         config.from_command_line([str(path), *override], "launch")
     assert str(error.value).startswith(f"command line:\n  {message}")
@@ -235,7 +245,7 @@ def test_overrides_are_checked_like_the_file(tmp_path, capsys, override, message
 
 def test_an_unknown_option_ends_with_a_suggestion(tmp_path, capsys):
     path = tmp_path / "mine.yaml"
-    path.write_text("methods: [{draft: self}]")
+    path.write_text("methods: [{drafter: self}]")
     with pytest.raises(SystemExit) as end:
         config.from_command_line([str(path), "--repeets", "3"], "launch")
     assert end.value.code == 2
@@ -267,7 +277,7 @@ def test_help_describes_every_setting(capsys):
 def test_every_setting_is_documented(model):
     assert all(field.description for field in model.model_fields.values())
     for name, known in settings.declared(model).items():
-        defaults = [x for x in (known.default, *known.defaults.values()) if x is not None]
+        defaults = [] if known.default is None else [known.default]
         description = model.model_fields[name].description
         texts = [f"{x:g}" if isinstance(x, float) else str(x) for x in defaults]
         assert all(text in description for text in texts), name
@@ -304,9 +314,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
 def test_a_mapping_with_a_problem_is_not_repeated_in_its_message(tmp_path):
     with pytest.raises(fields.ConfigError) as error:
-        read(tmp_path, "methods: [{draft: small}]")
+        read(tmp_path, "methods: [{drafter: small}]")
     lines = str(error.value).splitlines()
-    assert lines[1] == "  methods.0: draft=small needs the model's directory: set model"
+    assert lines[1] == "  methods.0: drafter 'small' needs a model: write small:PATH"
 
 
 def test_a_file_after_options_is_refused(tmp_path):

@@ -13,8 +13,8 @@ EXPERIMENT = fields.checked(
     {
         "zip": [{"batch": [1, 4, 4], "context": [2048, 2048, 8192]}],
         "methods": [
-            {"draft": "self", "budget": [128, 256], "tree": ["chain:3", "chain:7"]},
-            {"draft": "small", "model": "somewhere/draft-1", "tree": "expansion:2,2,1"},
+            {"drafter": "self", "budget": [128, 256], "tree": ["chain:3", "chain:7"]},
+            {"drafter": "small:somewhere/draft-1", "tree": "expansion:2,2,1"},
         ],
     },
     "test",
@@ -27,11 +27,11 @@ def test_a_grid_is_a_product_with_plain_decoding_first_in_each_group():
     for group in groups:
         assert [cell.method for cell in group] == [
             "plain",
-            "self streaming 128, chain:3",
-            "self streaming 256, chain:3",
-            "self streaming 128, chain:7",
-            "self streaming 256, chain:7",
-            "draft-1, expansion:2,2,1",
+            "self:streaming:128, chain:3",
+            "self:streaming:128, chain:7",
+            "self:streaming:256, chain:3",
+            "self:streaming:256, chain:7",
+            "small:draft-1:full, expansion:2,2,1",
         ]
         assert len({(cell.batch, cell.context, cell.candidates) for cell in group}) == 1
 
@@ -53,8 +53,8 @@ def test_only_texts_are_selected_by_default(settings, candidates):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"methods": [{"draft": "self", "tree": ["chain:3", "chain:3"]}]}, "twice: remove one"),
-        ({"methods": [{"draft": "self"}, {"draft": "self", "sinks": 16}]}, "twice: remove one"),
+        ({"methods": [{"drafter": "self", "tree": ["chain:3", "chain:3"]}]}, "twice: remove one"),
+        ({"methods": [{"drafter": "self"}, {"drafter": "self", "sinks": 16}]}, "twice: remove one"),
     ],
 )
 def test_the_same_cell_twice_is_refused(change, message):
@@ -103,14 +103,17 @@ SAMPLED = fields.checked(
         "do_sample": True,
         "top_p": 0.9,
         "methods": [
-            {"draft": "self", "tree": ["chain:3", "dynamic:16,6,4"], "verifier": ["mss", "naive"]},
-            {"draft": "prompt-lookup", "tree": "expansion:2,1,1"},
             {
-                "draft": "ensemble",
-                "models": ["zoo/draft-1", "zoo/draft-2", "prompt-lookup"],
+                "drafter": "self",
+                "tree": ["chain:3", "dynamic:16,6,4"],
+                "verifier": ["mss", "naive"],
+            },
+            {"drafter": "prompt-lookup", "tree": "expansion:2,1,1"},
+            {
+                "drafter": "small:zoo/draft-1 + small:zoo/draft-2 + prompt-lookup",
                 "tree": ["chain:3", "expansion:2,2 + chain:4 + chain:5"],
             },
-            {"draft": "small", "model": "zoo/draft-1", "draw": "with_replacement"},
+            {"drafter": "small:zoo/draft-1", "draw": "with_replacement"},
         ],
     },
     "test",
@@ -119,17 +122,17 @@ SAMPLED = fields.checked(
 
 def test_a_sampled_grid_resolves_its_settings_and_asks_the_drafters_for_their_bounds():
     (cells,) = grid.groups(SAMPLED)
-    members = "draft-1 + draft-2 + prompt-lookup"
+    members = "small:draft-1:full + small:draft-2:full + prompt-lookup:4"
     assert [(c.method, c.gamma, c.nodes, c.draw_methods) for c in cells] == [
         ("plain", 0, 1, ""),
-        ("self streaming 256, chain:3, mss", 3, 4, "without_replacement"),
-        ("self streaming 256, chain:3, naive", 3, 4, "without_replacement"),
-        ("self streaming 256, dynamic:16,6,4, mss", 6, 16, "top"),
-        ("self streaming 256, dynamic:16,6,4, naive", 6, 16, "top"),
-        ("prompt-lookup ngram 4, expansion:2,1,1, mss", 3, 7, "top"),
+        ("self:streaming:256, chain:3, mss", 3, 4, "without_replacement"),
+        ("self:streaming:256, chain:3, naive", 3, 4, "without_replacement"),
+        ("self:streaming:256, dynamic:16,6,4, mss", 6, 16, "top"),
+        ("self:streaming:256, dynamic:16,6,4, naive", 6, 16, "top"),
+        ("prompt-lookup:4, expansion:2,1,1, mss", 3, 7, "top"),
         (f"{members}, chain:3, mss", 3, 10, "top + without_replacement"),
         (f"{members}, expansion:2,2 + chain:4 + chain:5, mss", 5, 16, "top + without_replacement"),
-        ("draft-1, chain:4, with replacement, mss", 4, 5, "with_replacement"),
+        ("small:draft-1:full:draw=with_replacement, chain:4, mss", 4, 5, "with_replacement"),
     ]
     same = {"do_sample": True, "temperature": 1.0, "top_k": None, "top_p": 0.9, "seed": 0}
     assert all(cell.sampling == same for cell in cells)
@@ -151,78 +154,84 @@ def cells_of(*methods):
 
 def test_policies_budgets_refreshes_and_dtypes_make_a_cell_of_each_combination():
     cells = cells_of(
-        {"draft": "self", "policy": ["h2o", "snapkv"], "budget": 64, "refresh_every": [0, 4]},
-        {"draft": "self", "policy": ["streaming", "tova"], "kv_dtype": ["", "int8"], "recent": 9},
-        {"draft": "self", "policy": "full", "tree": "chain:3"},
-        {"draft": "small", "model": "zoo/draft-1", "policy": ["streaming", "knorm", "full"]},
-        {"draft": "small", "model": "draft-1", "policy": "streaming", "sink_positions": "in_cache"},
         {
-            "draft": "self",
-            "policy": "snapkv",
-            "refresh_every": 4,
-            "kv_dtype": "int4",
+            "drafter": "self",
+            "policy": ["h2o", "snapkv"],
+            "budget": 64,
+            "refresh_every": [None, 4],
         },
+        {"drafter": "self", "policy": ["knorm", "tova"], "kv_dtype": ["", "int8"], "recent": 9},
+        {"drafter": "self", "policy": "full", "tree": "chain:3"},
+        {"drafter": "small:zoo/draft-1", "policy": ["streaming", "knorm", "full"]},
+        {"drafter": "small:draft-1:streaming", "sink_positions": "in_cache"},
+        {"drafter": "self:snapkv:refresh_every=4", "kv_dtype": "int4"},
     )
     assert [cell.method for cell in cells] == [
-        "self h2o 64, chain:4",
-        "self h2o 64 refresh 4, chain:4",
-        "self snapkv 64, chain:4",
-        "self snapkv 64 refresh 4, chain:4",
-        "self streaming 256, chain:4",
-        "self streaming 256 int8, chain:4",
-        "self tova 256 recent 9, chain:4",
-        "self tova 256 recent 9 int8, chain:4",
-        "self full, chain:3",
-        "draft-1 streaming 256, chain:4",
-        "draft-1 knorm 256, chain:4",
-        "draft-1, chain:4",
-        "draft-1 streaming 256 in cache, chain:4",
-        "self snapkv 256 refresh 4 int4, chain:4",
+        "self:h2o:64, chain:4",
+        "self:h2o:64:refresh_every=4, chain:4",
+        "self:snapkv:64, chain:4",
+        "self:snapkv:64:refresh_every=4, chain:4",
+        "self:knorm:256:recent=9, chain:4",
+        "self:knorm:256:kv_dtype=int8:recent=9, chain:4",
+        "self:tova:256:recent=9, chain:4",
+        "self:tova:256:kv_dtype=int8:recent=9, chain:4",
+        "self:full, chain:3",
+        "small:draft-1:streaming:256, chain:4",
+        "small:draft-1:knorm:256, chain:4",
+        "small:draft-1:full, chain:4",
+        "small:draft-1:streaming:256:sink_positions=in_cache, chain:4",
+        "self:snapkv:256:refresh_every=4:kv_dtype=int4, chain:4",
     ]
 
 
 def test_a_cell_makes_the_drafter_of_its_settings():
     def made(**method):
         (cell,) = cells_of(method)
-        return grid.make_drafter(cell, lambda directory: directory)
+        return grid.make_drafter(cell, lambda directory: directory)[0]
 
-    assert made(draft="self", policy="snapkv", refresh_every=4, kv_dtype="int8") == (
+    assert made(drafter="self", policy="snapkv", refresh_every=4, kv_dtype="int8") == (
         magicjax.SelfSpeculation("snapkv", 256, refresh_every=4, kv_dtype="int8")
     )
-    assert made(draft="self", budget=64, sinks=4, refresh_every=0, kv_dtype="") == (
+    assert made(drafter="self", budget=64, sinks=4, refresh_every="", kv_dtype="") == (
         magicjax.SelfSpeculation(magicjax.StreamingLLM(sinks=4), 64)
     )
-    assert made(draft="self", policy="full") == magicjax.SelfSpeculation("full")
-    assert made(draft="small", model="d") == magicjax.SmallModel("d")
+    assert made(drafter="self", policy="full") == magicjax.SelfSpeculation("full")
+    assert made(drafter="small:d") == magicjax.SmallModel("d")
     policy = policies.TOVA(recent=8)
-    assert made(draft="small", model="d", policy="tova", recent=8, kv_dtype="int4") == (
+    assert made(drafter="small:d", policy="tova", recent=8, kv_dtype="int4") == (
         magicjax.SmallModel("d", policy=policy, budget=256, kv_dtype="int4")
     )
-    assert made(draft="small", model="d", policy="streaming", sink_positions="in_cache") == (
+    assert made(drafter="small:d:streaming", sink_positions="in_cache") == (
         magicjax.SmallModel("d", policy="streaming", budget=256, sink_positions="in_cache")
     )
 
 
-def test_an_option_makes_cells_columns_labels_and_arguments_of_the_drafter(tmp_path):
+def test_an_option_makes_cells_columns_names_and_arguments_of_the_drafter(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text("methods: [{draft: prompt-lookup, max_ngram: [2, 4]}, {draft: self}]")
+    path.write_text("methods: [{drafter: prompt-lookup, max_ngram: [2, 4]}, {drafter: self}]")
     ((plain, two, four, other),) = grid.groups(config.read(path))
-    assert [c.max_ngram for c in (plain, two, four, other)] == [None, 2, 4, None]
     assert [c.method for c in (two, four)] == [
-        "prompt-lookup ngram 2, chain:4",
-        "prompt-lookup ngram 4, chain:4",
+        "prompt-lookup:2, chain:4",
+        "prompt-lookup:4, chain:4",
     ]
-    assert [grid.columns(c)["max_ngram"] for c in (two, four, other)] == [2, 4, None]
-    assert grid.make_drafter(two) == magicjax.PromptLookup(max_ngram=2)
+    values = [grid.columns(c)["max_ngram"] for c in (plain, two, four, other)]
+    assert values == [None, 2, 4, None]
+    assert grid.make_drafter(two)[0] == magicjax.PromptLookup(max_ngram=2)
     assert grid.key(two) != grid.key(four)
 
 
-def test_every_option_is_a_field_of_cells_and_a_column():
-    options = {name for name, known in settings.declared(method.Method).items() if known.in_cell}
-    assert options == set(method.Method.model_fields) - {"draft", "model"}
-    assert options <= {field.name for field in dataclasses.fields(grid.Cell)}
-    assert options - {"models"} <= set(columns.SETTINGS) <= set(columns.COLUMNS)
-    assert set(grid.columns(grid.groups(EXPERIMENT)[0][1])) == set(columns.SETTINGS)
+def test_an_option_of_a_policy_is_a_column():
+    (cell,) = cells_of({"drafter": "self", "sinks": 4})
+    row = grid.columns(cell)
+    assert (row["policy"], row["policy_options"]) == ("streaming", "sinks=4")
+
+
+def test_every_setting_is_a_field_of_cells_and_a_column():
+    known = {field.name for field in dataclasses.fields(grid.Cell)}
+    assert known == {*settings.declared(config.Experiment), *method.PLAIN}
+    assert set(method.PLAIN) == set(method.Method.model_fields) - {"options"}
+    assert set(columns.SETTINGS) <= set(columns.COLUMNS)
+    assert set(grid.columns(grid.groups(EXPERIMENT)[0][1])) == {*columns.SETTINGS, "draw"}
 
 
 def test_a_cell_is_frozen():
@@ -234,17 +243,14 @@ def test_a_cell_is_frozen():
 @pytest.mark.parametrize(
     ("described", "view"),
     [
-        ({"draft": "self", "sinks": 4}, {"sinks": 4, "window": 252}),
-        ({"draft": "small", "model": "d", "policy": "streaming"}, {"sinks": 16, "window": 240}),
-        ({"draft": "small", "model": "d"}, {}),
-        ({"draft": "self", "policy": "full"}, {}),
-        ({"draft": "self", "kv_dtype": "int8"}, None),
-        ({"draft": "self", "policy": "snapkv"}, None),
-        (
-            {"draft": "small", "model": "d", "policy": "streaming", "sink_positions": "in_cache"},
-            None,
-        ),
-        ({"draft": "prompt-lookup"}, None),
+        ({"drafter": "self", "sinks": 4}, {"sinks": 4, "window": 252}),
+        ({"drafter": "small:d", "policy": "streaming"}, {"sinks": 16, "window": 240}),
+        ({"drafter": "small:d"}, {}),
+        ({"drafter": "self", "policy": "full"}, {}),
+        ({"drafter": "self", "kv_dtype": "int8"}, None),
+        ({"drafter": "self", "policy": "snapkv"}, None),
+        ({"drafter": "small:d", "policy": "streaming", "sink_positions": "in_cache"}, None),
+        ({"drafter": "prompt-lookup"}, None),
     ],
 )
 def test_agreement_is_measured_only_if_the_view_of_the_text_is_fixed(described, view):
@@ -264,9 +270,9 @@ def test_a_mesh_reaches_the_call():
 
 def test_auto_tries_its_drafters_with_its_tree():
     methods = [
-        {"draft": "auto"},
+        {"drafter": "auto"},
         {
-            "draft": "auto",
+            "drafter": "auto",
             "drafters": ["small:a/b:streaming:64", "prompt-lookup"],
             "tree": "chain:4",
         },

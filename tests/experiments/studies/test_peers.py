@@ -17,8 +17,8 @@ repeats: 2
 context: 8
 candidates: 1
 methods:
-- {{draft: self, tree: chain:3}}
-- {{draft: small, model: experiments/zoo/draft-1, tree: chain:3}}
+- {{drafter: self, tree: chain:3}}
+- {{drafter: small:experiments/zoo/draft-1, tree: chain:3}}
 """
 
 

@@ -11,7 +11,7 @@ new_tokens: 16
 candidates: 1
 repeats: 0
 methods:
-- {{draft: self, policy: [streaming, snapkv], budget: 64, tree: chain:3}}
+- {{drafter: self, policy: [streaming, snapkv], budget: 64, tree: chain:3}}
 """
 
 
@@ -32,7 +32,7 @@ def main(tmp_path, scripted, monkeypatch):
 
 def test_every_method_runs_once_beside_plain_decoding(main, capsys):
     ran, rows = main("--context", "96")
-    assert [cell.policy for cell in ran] == ["", "streaming", "snapkv"]
+    assert [cell.options.get("policy") for cell in ran] == [None, "streaming", "snapkv"]
     assert rows.policy.tolist() == ["streaming", "snapkv"]
     assert (rows.tau == 2).all() and (rows.acceptance == 0.5).all() and (rows.exact == 1).all()
     assert "snapkv" in capsys.readouterr().out

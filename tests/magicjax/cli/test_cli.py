@@ -14,7 +14,6 @@ import magicjax
 import models
 from magicjax import cost_model
 from magicjax.cli import generate, main, text
-from magicjax.drafters.spec import make_drafter
 from magicjax.loading import skeleton
 from tests.magicjax import tiny
 from tests.quick import quick
@@ -96,8 +95,8 @@ SAMPLING = {
     ),
     "a verifier and a draw": (
         [
-            *("--drafter", "self:streaming:32", "--tree", "expansion:2,1"),
-            *("--draw", "with_replacement", "--verifier", "mss_with_replacement"),
+            *("--drafter", "self:streaming:32:draw=with_replacement", "--tree", "expansion:2,1"),
+            *("--verifier", "mss_with_replacement"),
         ],
         dict(
             drafter=magicjax.SelfSpeculation("streaming", 32, "with_replacement"),
@@ -133,10 +132,7 @@ def test_options_have_the_effect_of_generates_arguments(what, directory, run):
 
 SPARSE = {
     "self, refreshed and quantized": (
-        [
-            *("--drafter", "self:snapkv:32", "--tree", "chain:3"),
-            *("--refresh-every", "2", "--kv-dtype", "int8"),
-        ],
+        ["--drafter", "self:snapkv:32:refresh_every=2:kv_dtype=int8", "--tree", "chain:3"],
         r"tau .*, draft 0\.0 MB$",
     ),
     "self, full": (
@@ -144,17 +140,11 @@ SPARSE = {
         r"1: 1\.00  2: 1\.00  3: 1\.00",
     ),
     "small, sparse": (
-        [
-            *("--drafter", "small:DIR:streaming:48", "--tree", "chain:3"),
-            *("--sink-positions", "in_cache"),
-        ],
+        ["--drafter", "small:DIR:streaming:48:sink_positions=in_cache", "--tree", "chain:3"],
         r"acceptance by depth",
     ),
-    "an option for one of two": (
-        [
-            *("--drafter", "self:h2o:32", "--drafter", "self:streaming:32", "--tree", "chain:2"),
-            *("--refresh-every", "2", "--kv-dtype", "int4"),
-        ],
+    "an ensemble in one text": (
+        ["--drafter", "self:h2o:32:kv_dtype=int4 + self:streaming:32", "--tree", "chain:2"],
         r"acceptance by depth",
     ),
 }
@@ -206,48 +196,6 @@ def test_a_character_of_several_tokens_is_printed_when_it_is_complete(directory,
     printed.clear()
     text.print_stream(rounds(2), tokenizer)  # an incomplete character at the end
     assert printed == ["n", "", "\N{REPLACEMENT CHARACTER}"]
-
-
-def test_drafter_specs_are_parsed():
-    assert make_drafter("self:streaming:64", magicjax.load) == magicjax.SelfSpeculation(budget=64)
-    assert make_drafter("self", magicjax.load) == magicjax.SelfSpeculation()
-    assert make_drafter("self", magicjax.load, draw="top") == magicjax.SelfSpeculation(draw="top")
-    assert make_drafter("self:full", magicjax.load) == magicjax.SelfSpeculation("full")
-    assert make_drafter("self:h2o:9", magicjax.load, refresh_every=4, kv_dtype="int8") == (
-        magicjax.SelfSpeculation("h2o", 9, refresh_every=4, kv_dtype="int8")
-    )
-    assert make_drafter("prompt-lookup", magicjax.load) == magicjax.PromptLookup()
-    assert make_drafter("prompt-lookup:7", magicjax.load) == magicjax.PromptLookup(7)
-
-
-@pytest.mark.parametrize(
-    ("text", "path", "policy", "budget"),
-    [
-        ("small:opt-125m", "opt-125m", "full", None),
-        ("small:./a/b:snapkv", "./a/b", "snapkv", None),
-        ("small:./a/b:snapkv:64", "./a/b", "snapkv", 64),
-        ("small:./a:b/c", "./a:b/c", "full", None),  # no policy has a slash
-        ("small:./a/b:c:full", "./a/b:c", "full", None),
-        ("small:a:snapkv:64:h2o:32", "a:snapkv:64", "h2o", 32),
-    ],
-)
-def test_the_policy_of_a_small_model_follows_its_last_colons(text, path, policy, budget):
-    made = make_drafter(text, lambda source: source)
-    assert made == magicjax.SmallModel(path, policy=policy, budget=budget)
-
-
-def test_options_reach_the_drafters_that_can_use_them():
-    options = dict(refresh_every=4, kv_dtype="int8", sink_positions="text")
-
-    def made(text):
-        return make_drafter(text, lambda source: source, **options)
-
-    assert made("small:d") == magicjax.SmallModel("d")
-    assert made("small:d:h2o") == magicjax.SmallModel("d", policy="h2o", kv_dtype="int8")
-    assert made("self:full") == magicjax.SelfSpeculation("full")
-    assert made("prompt-lookup") == magicjax.PromptLookup()
-    policy = magicjax.policies.TOVA()
-    assert made("self:tova:64") == magicjax.SelfSpeculation(policy, 64, None, 4, "int8")
 
 
 def test_the_version_is_that_of_the_installed_package(run):

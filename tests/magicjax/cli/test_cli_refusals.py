@@ -74,16 +74,10 @@ REFUSED = {
         ["--target", "DIR", "--prompt", "a", "--show-tree"],
         "--show-tree has no effect without --drafter",
     ),
-    "a draw alone": (
-        ["--target", "DIR", "--prompt", "a", "--do-sample", "--draw", "top"],
-        "--draw has no effect without --drafter",
-    ),
     "a draw of nothing": (
-        [
-            *("--target", "DIR", "--prompt", "a", "--do-sample"),
-            *("--drafter", "prompt-lookup", "--draw", "top"),
-        ],
-        "--draw has no effect on prompt lookup: remove it",
+        [*("--target", "DIR", "--prompt", "a"), *("--drafter", "prompt-lookup:draw=top")],
+        "argument --drafter: 'draw' is not an option of prompt-lookup:draw=top (options: "
+        "max_ngram, min_ngram)",
     ),
     "auto beside another": (
         [
@@ -124,66 +118,41 @@ REFUSED = {
         ],
         "budget=20 is too small: its ring has",
     ),
-    "an option of no candidate": (
-        ["--target", "DIR", "--prompt", "a", "--drafter", "auto", "--kv-dtype", "int8"],
-        "--kv-dtype has no effect without --candidate",
-    ),
-    "a refresh alone": (
-        ["--target", "DIR", "--prompt", "a", "--refresh-every", "4"],
-        "--refresh-every has no effect without --drafter",
-    ),
     "a refresh of a full cache": (
-        [
-            *("--target", "DIR", "--prompt", "a", "--drafter", "self:full"),
-            *("--drafter", "small:DIR:snapkv:64", "--refresh-every", "4"),
-        ],
-        "--refresh-every has no effect without a sparse cache of --drafter self:POLICY, with "
-        "another policy than streaming or full: remove it",
+        [*("--target", "DIR", "--prompt", "a"), *("--drafter", "self:full:refresh_every=4")],
+        "refresh_every=4: with policy 'full' the draft reads the target's own cache",
     ),
     "a dtype of no cache": (
-        [
-            *(
-                "--target",
-                "DIR",
-                "--prompt",
-                "a",
-                "--drafter",
-                "small:DIR",
-                "--drafter",
-                "prompt-lookup",
-            ),
-            *("--kv-dtype", "int8"),
-        ],
-        "--kv-dtype has no effect without a sparse cache of --drafter self:POLICY or small:",
+        [*("--target", "DIR", "--prompt", "a"), *("--drafter", "small:DIR:kv_dtype=int8")],
+        "kv_dtype='int8': with policy 'full' the draft keeps all of its cache",
     ),
     "sinks of no small model": (
         [
-            *("--target", "DIR", "--prompt", "a", "--drafter", "self:streaming:64"),
-            *("--sink-positions", "text"),
+            *("--target", "DIR", "--prompt", "a"),
+            *("--drafter", "self:streaming:64:sink_positions=text"),
         ],
-        "--sink-positions has no effect without a sparse cache of --drafter small:PATH:streaming",
+        "'sink_positions' is not an option of self:streaming:64",
     ),
     "a refresh of no round": (
         [
-            *("--target", "DIR", "--prompt", "a", "--drafter", "self:snapkv:64"),
-            *("--refresh-every", "0"),
+            *("--target", "DIR", "--prompt", "a"),
+            *("--drafter", "self:snapkv:64:refresh_every=0"),
         ],
-        "--refresh-every 0: it must be at least 1 round",
+        "refresh_every=0: it must be at least 1 round",
     ),
     "a refresh of sinks": (
         [
-            *("--target", "DIR", "--prompt", "a", "--drafter", "self:streaming:64"),
-            *("--refresh-every", "4"),
+            *("--target", "DIR", "--prompt", "a"),
+            *("--drafter", "self:streaming:64:refresh_every=4"),
         ],
-        "--refresh-every has no effect without a sparse cache of --drafter self:POLICY, with "
-        "another policy than streaming or full: remove it",
+        "refresh_every=4: a streaming cache always pins the first tokens",
     ),
     "sinks that move with another policy": (
         [
-            *("--target", "DIR", "--prompt", "a", "--drafter", "small:DIR:snapkv:64"),
-            *("--sink-positions", "in_cache"),
+            *("--target", "DIR", "--prompt", "a"),
+            *("--drafter", "small:DIR:snapkv:64:sink_positions=in_cache"),
         ],
-        "--sink-positions has no effect without a sparse cache of --drafter small:PATH:streaming",
+        "needs policy 'streaming' and no kv_dtype",
     ),
     "a budget of a full cache": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "self:full:64"],
@@ -191,8 +160,8 @@ REFUSED = {
         "policy, or omit budget",
     ),
     "no such kv dtype": (
-        ["--target", "DIR", "--prompt", "a", "--drafter", "self:snapkv", "--kv-dtype", "int2"],
-        "argument --kv-dtype: invalid choice: 'int2'",
+        ["--target", "DIR", "--prompt", "a", "--drafter", "self:snapkv:kv_dtype=int2"],
+        "kv_dtype='int2': it must be int8 or int4",
     ),
     "no such policy of a small model": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "small:DIR:h20:64"],
@@ -203,8 +172,8 @@ REFUSED = {
         "(a directory of that name needs small:llama:7b:full)",
     ),
     "a draw in greedy decoding": (
-        ["--target", "DIR", "--prompt", "a", "--drafter", "self", "--draw", "top"],
-        "--draw has no effect in greedy decoding, without --do-sample",
+        ["--target", "DIR", "--prompt", "a", "--drafter", "self:draw=top"],
+        "draw has no effect in greedy decoding, without --do-sample: remove it from self:draw=top",
     ),
     "three trees for two drafters": (
         [
@@ -244,8 +213,8 @@ REFUSED = {
         "--verifier 'mss_with_replacement' is not exact for children drawn 'without_replacement'",
     ),
     "no such draw": (
-        ["--target", "DIR", "--prompt", "a", "--drafter", "self", "--draw", "tops"],
-        "argument --draw: invalid choice: 'tops'",
+        ["--target", "DIR", "--prompt", "a", "--drafter", "self:draw=tops"],
+        "draw='tops': it must be with_replacement or without_replacement or top",
     ),
     "no such tree": (
         ["--target", "DIR", "--prompt", "a", "--tree", "bush:2"],
@@ -257,7 +226,7 @@ REFUSED = {
     ),
     "no such drafter": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "big:DIR"],
-        "'big:DIR' is not a drafter: use self:streaming:256 (policy and budget), small:PATH",
+        "'big' is not a drafter (drafters: prompt-lookup, self, small, or an entry point of",
     ),
     "no such small model": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "small:./none"],

@@ -1,0 +1,220 @@
+"""Drafters as text: what is parsed, written, refused, and found in installed packages."""
+
+import importlib.metadata
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+
+import magicjax
+from magicjax import policies
+from magicjax.drafters import Drafter, Proposal, spec
+from magicjax.options import Option, parse
+
+
+def named(path):
+    return types.SimpleNamespace(name=path)
+
+
+def make(text):
+    return spec.make_drafter(text, lambda path: path)
+
+
+@pytest.mark.parametrize(
+    ("text", "drafter"),
+    [
+        ("self", magicjax.SelfSpeculation()),
+        ("self:streaming:64", magicjax.SelfSpeculation(budget=64)),
+        ("self:budget=64", magicjax.SelfSpeculation(budget=64)),
+        ("self:full", magicjax.SelfSpeculation("full")),
+        ("self:draw=top", magicjax.SelfSpeculation(draw="top")),
+        (
+            "self:h2o:9:refresh_every=4:kv_dtype=int8",
+            magicjax.SelfSpeculation("h2o", 9, refresh_every=4, kv_dtype="int8"),
+        ),
+        ("self:sinks=4", magicjax.SelfSpeculation(magicjax.StreamingLLM(sinks=4))),
+        (
+            "self:snapkv:scaled=false:recent=8",
+            magicjax.SelfSpeculation(policies.SnapKV(scaled=False, recent=8)),
+        ),
+        ("prompt-lookup", magicjax.PromptLookup()),
+        ("prompt-lookup:7:min_ngram=2", magicjax.PromptLookup(7, 2)),
+        ("small:opt-125m", magicjax.SmallModel("opt-125m")),
+        ("small:./a/b:snapkv", magicjax.SmallModel("./a/b", policy="snapkv")),
+        ("small:./a/b:snapkv:64", magicjax.SmallModel("./a/b", policy="snapkv", budget=64)),
+        ("small:./a:b/c", magicjax.SmallModel("./a:b/c")),  # no policy has a slash
+        ("small:./a/b:c:full", magicjax.SmallModel("./a/b:c")),
+        ("small:a:snapkv:64:h2o:32", magicjax.SmallModel("a:snapkv:64", None, "h2o", 32)),
+        ("small:lr=3", magicjax.SmallModel("lr=3")),
+        (
+            "self:tova:64 + prompt-lookup:3",
+            magicjax.Ensemble((magicjax.SelfSpeculation("tova", 64), magicjax.PromptLookup(3))),
+        ),
+    ],
+)
+def test_a_text_is_a_drafter(text, drafter):
+    assert make(text) == drafter
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("self", "self:streaming:256"),
+        ("self:full", "self:full"),
+        ("self:kv_dtype=int8:snapkv", None),
+        ("self:snapkv:kv_dtype=int8:draw=top", "self:snapkv:256:draw=top:kv_dtype=int8"),
+        ("self:streaming:sinks=4", "self:streaming:256:sinks=4"),
+        ("self:snapkv:scaled=false", "self:snapkv:256:scaled=false"),
+        ("prompt-lookup", "prompt-lookup:4"),
+        ("small:a/b:draw=top", "small:a/b:full:draw=top"),
+        ("small:a:snapkv:8 + prompt-lookup:2", "small:a:snapkv:8 + prompt-lookup:2"),
+    ],
+)
+def test_a_drafter_is_written_with_its_defaults_and_read_back(text, written):
+    if written is None:
+        with pytest.raises(ValueError, match="at most 2 without a name"):
+            spec.make_drafter(text, named)
+        return
+    drafter = spec.make_drafter(text, named)
+    assert spec.text_of(drafter) == written
+    assert spec.make_drafter(written, named) == drafter
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("slef", "'slef' is not a drafter; did you mean 'self'?"),
+        ("self:snapkv:many", "budget='many': it must be an integer"),
+        ("self:snapkv:1:2", "has 3 values, and self takes at most 2 without a name"),
+        ("self:refresh=4", "'refresh' is not an option of .*; did you mean 'refresh_every'"),
+        ("self:snapkv:sinks=4", "'sinks' is not an option of"),
+        ("self:streaming:4:budget=8", "sets budget twice"),
+        ("self:kv_dtype=int2", "kv_dtype='int2': it must be int8 or int4"),
+        ("small", "needs a model: write small:PATH"),
+        ("small:llama:7b", "a directory of that name needs small:llama:7b:full"),
+        ("self:snapkv:scaled=maybe", "scaled='maybe': it must be true or false"),
+        ("self + slef", "'slef' is not a drafter"),
+    ],
+)
+def test_a_wrong_text_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        make(text)
+
+
+def test_a_value_that_cannot_be_read_back_is_not_written():
+    with pytest.raises(ValueError, match="must not contain ':'"):
+        spec.text_of(magicjax.SelfSpeculation(policies.SnapKV(pooling="max"))) and spec.text_of(
+            Repeat(text="a:b")
+        )
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text", "value"),
+    [(int | None, "4", 4), (float, "1e-3", 1e-3), (bool, "True", True), (str, "x", "x")],
+)
+def test_values_have_the_type_of_their_option(annotation, text, value):
+    assert parse(Option("a", annotation, None), text) == value
+
+
+@struct.dataclass
+class Repeat(Drafter):
+    """Drafts the pending token again."""
+
+    times: int = magicjax.option(1, "how often it is repeated at most", positional=True)
+    text: str = magicjax.option("", "not used")
+
+    def check(self, target, tree, depth, context):
+        if depth > self.times:
+            raise ValueError(f"depth {depth} exceeds times={self.times}")
+
+    def draw_methods(self, tree):
+        return {"top"}
+
+    def prefill(self, target, tokens, cache, stats, settings):
+        return ()
+
+    def propose(self, target, state, root, cache, sampling, settings):
+        parents = settings.tree.array
+        return Proposal(jnp.repeat(root[:, None], len(parents), axis=1), parents, None), None
+
+    def commit(self, target, state, draft, proposal, outcome):
+        return state
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Installs `Repeat` as "repeat", and a function as "wrong"."""
+    points = [
+        importlib.metadata.EntryPoint("repeat", f"{Repeat.__module__}:Repeat", spec.GROUP),
+        importlib.metadata.EntryPoint("wrong", "math:sqrt", spec.GROUP),
+    ]
+    monkeypatch.setattr(importlib.metadata.EntryPoint, "load", lambda self: LOADED[self.name])
+    monkeypatch.setattr(
+        importlib.metadata,
+        "entry_points",
+        lambda group: [point for point in points if point.group == group],
+    )
+
+
+LOADED = {"repeat": Repeat, "wrong": len}
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_drafter_of_another_package_has_a_name_and_options():
+    assert make("repeat:3") == Repeat(3)
+    assert spec.text_of(Repeat(3)) == "repeat:3:text=" or spec.text_of(Repeat(3)) == "repeat:3"
+    with pytest.raises(ValueError, match="did you mean 'repeat'"):
+        make("repaet")
+    with pytest.raises(ValueError, match="len is not|is not a class of drafters"):
+        make("wrong")
+
+
+@pytest.mark.usefixtures("installed")
+def test_generate_takes_texts(tiny):
+    prompts = [np.arange(5, 25).tolist()]
+    arguments = {"max_new_tokens": 6, "eos_token_id": []}
+    plain = magicjax.generate(tiny, prompts, **arguments)
+    repeated = magicjax.generate(tiny, prompts, drafter="repeat:2", tree="chain:2", **arguments)
+    assert repeated.sequences == plain.sequences
+    both = magicjax.generate(
+        tiny,
+        prompts,
+        drafter="repeat:2 + self:streaming:24:sinks=4",
+        tree="chain:2 + chain:1",
+        **arguments,
+    )
+    assert both.sequences == plain.sequences
+    with pytest.raises(ValueError, match="2 trees for 1 drafters"):
+        magicjax.generate(tiny, prompts, drafter="repeat", tree="chain:1 + chain:2")
+    with pytest.raises(ValueError, match="depth 2 exceeds times=1"):
+        magicjax.generate(tiny, prompts, drafter="repeat", tree="chain:2")
+
+
+def test_an_object_that_is_no_drafter_is_told_what_it_lacks(tiny):
+    class Half(Drafter):
+        def check(self, target, tree, depth, context):
+            pass
+
+        def propose(self, target, state, root, cache, sampling, settings):
+            pass
+
+    class Stranger:
+        def propose(self):
+            pass
+
+    with pytest.raises(TypeError, match="Half lacks the methods draw_methods, prefill, commit"):
+        magicjax.generate(tiny, [[1, 2]], drafter=Half())
+    with pytest.raises(TypeError, match="Stranger lacks the methods check, shape"):
+        magicjax.generate(tiny, [[1, 2]], drafter=Stranger())
+
+
+def test_a_drafter_that_is_no_pytree_is_refused(tiny):
+    plain = type("Plain", (), {n: f for n, f in vars(Drafter).items() if n[0] != "_"})
+    for name in ("check", "draw_methods", "prefill", "propose", "commit"):
+        setattr(plain, name, vars(Repeat)[name])
+    assert jax.tree_util.all_leaves([plain()])
+    with pytest.raises(TypeError, match="Plain is not a pytree: decorate it with @flax.struct"):
+        magicjax.generate(tiny, [[1, 2]], drafter=plain())
