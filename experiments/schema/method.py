@@ -138,8 +138,8 @@ def _text(drafter: str, options: dict[str, Any]) -> str:
         return spec.text_of(spec.make_drafter(drafter, named))
     if len(spec.split(drafter)) > 1:
         raise ValueError(
-            f"{', '.join(chosen)} could belong to any member of {drafter!r}: write it in a member's "
-            "text"
+            f"{', '.join(chosen)} could belong to any member of {drafter!r}: write it in the text "
+            "of one"
         )
     known = spec.known_options(drafter, chosen.get("policy"))
     for name in chosen:

@@ -150,6 +150,8 @@ def parse(text: str) -> Spec:
             raise ValueError(f"drafter {text!r} needs a model: write {name}:PATH")
         length = next(n for n in range(1, len(parts) + 1) if _fit(positional, parts[n:]))
         path, parts = ":".join(parts[:length]), parts[length:]
+    if option := next((part for part in parts if "=" in part), None):
+        raise ValueError(f"drafter {text!r}: write values without a name before {option}")
     if len(parts) > len(positional):
         raise ValueError(
             f"drafter {text!r} has {len(parts)} values, and {name} takes at most "

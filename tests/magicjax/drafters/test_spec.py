@@ -13,6 +13,7 @@ import magicjax
 from magicjax import policies
 from magicjax.drafters import Drafter, Proposal, spec
 from magicjax.options import Option, parse
+from tests.magicjax import tiny as tiny_models
 
 
 def named(path):
@@ -64,7 +65,6 @@ def test_a_text_is_a_drafter(text, drafter):
     [
         ("self", "self:streaming:256"),
         ("self:full", "self:full"),
-        ("self:kv_dtype=int8:snapkv", None),
         ("self:snapkv:kv_dtype=int8:draw=top", "self:snapkv:256:draw=top:kv_dtype=int8"),
         ("self:streaming:sinks=4", "self:streaming:256:sinks=4"),
         ("self:snapkv:scaled=false", "self:snapkv:256:scaled=false"),
@@ -74,10 +74,6 @@ def test_a_text_is_a_drafter(text, drafter):
     ],
 )
 def test_a_drafter_is_written_with_its_defaults_and_read_back(text, written):
-    if written is None:
-        with pytest.raises(ValueError, match="at most 2 without a name"):
-            spec.make_drafter(text, named)
-        return
     drafter = spec.make_drafter(text, named)
     assert spec.text_of(drafter) == written
     assert spec.make_drafter(written, named) == drafter
@@ -94,6 +90,7 @@ def test_a_drafter_is_written_with_its_defaults_and_read_back(text, written):
         ("self:streaming:4:budget=8", "sets budget twice"),
         ("self:kv_dtype=int2", "kv_dtype='int2': it must be int8 or int4"),
         ("small", "needs a model: write small:PATH"),
+        ("self:kv_dtype=int8:snapkv", "write values without a name before kv_dtype=int8"),
         ("small:llama:7b", "a directory of that name needs small:llama:7b:full"),
         ("self:snapkv:scaled=maybe", "scaled='maybe': it must be true or false"),
         ("self + slef", "'slef' is not a drafter"),
@@ -105,10 +102,8 @@ def test_a_wrong_text_is_refused(text, message):
 
 
 def test_a_value_that_cannot_be_read_back_is_not_written():
-    with pytest.raises(ValueError, match="must not contain ':'"):
-        spec.text_of(magicjax.SelfSpeculation(policies.SnapKV(pooling="max"))) and spec.text_of(
-            Repeat(text="a:b")
-        )
+    with pytest.raises(ValueError, match="'a:b', which must not contain ':'"):
+        spec.text_of(Repeat(text="a:b"))
 
 
 @pytest.mark.parametrize(
@@ -144,6 +139,11 @@ class Repeat(Drafter):
         return state
 
 
+@pytest.fixture(scope="module")
+def tiny():
+    return tiny_models.model()
+
+
 @pytest.fixture
 def installed(monkeypatch):
     """Installs `Repeat` as "repeat", and a function as "wrong"."""
@@ -165,10 +165,10 @@ LOADED = {"repeat": Repeat, "wrong": len}
 @pytest.mark.usefixtures("installed")
 def test_a_drafter_of_another_package_has_a_name_and_options():
     assert make("repeat:3") == Repeat(3)
-    assert spec.text_of(Repeat(3)) == "repeat:3:text=" or spec.text_of(Repeat(3)) == "repeat:3"
+    assert spec.text_of(Repeat(3, text="x")) == "repeat:3:text=x"
     with pytest.raises(ValueError, match="did you mean 'repeat'"):
         make("repaet")
-    with pytest.raises(ValueError, match="len is not|is not a class of drafters"):
+    with pytest.raises(ValueError, match="'wrong' is not a class of drafters"):
         make("wrong")
 
 
@@ -178,7 +178,7 @@ def test_generate_takes_texts(tiny):
     arguments = {"max_new_tokens": 6, "eos_token_id": []}
     plain = magicjax.generate(tiny, prompts, **arguments)
     repeated = magicjax.generate(tiny, prompts, drafter="repeat:2", tree="chain:2", **arguments)
-    assert repeated.sequences == plain.sequences
+    np.testing.assert_array_equal(repeated.tokens, plain.tokens)
     both = magicjax.generate(
         tiny,
         prompts,
@@ -186,7 +186,7 @@ def test_generate_takes_texts(tiny):
         tree="chain:2 + chain:1",
         **arguments,
     )
-    assert both.sequences == plain.sequences
+    np.testing.assert_array_equal(both.tokens, plain.tokens)
     with pytest.raises(ValueError, match="2 trees for 1 drafters"):
         magicjax.generate(tiny, prompts, drafter="repeat", tree="chain:1 + chain:2")
     with pytest.raises(ValueError, match="depth 2 exceeds times=1"):
