@@ -123,12 +123,12 @@ class Reference:
         The error is that of a 16-bit model; for others it is 0.
         """
         if row not in self._hidden:
-            text = np.concatenate([self.prompts[row], self.expected[row]])[None]
+            text = np.concatenate([self.prompts[row], self.expected[row, :-1]])[None]
             kinds = (False,) if self.target.dtype.itemsize >= 4 else (False, True)
-            # Row t has the state from which token t + 1 follows.
-            start, end = self.prompts.shape[1] - 1, text.shape[1] - 1
+            # A new token follows from the state of the token before it.
+            count = self.expected.shape[1]
             self._hidden[row] = [
-                (wide, teacher.hidden_states(self.target, text, in_float32=wide)[:, start:end])
+                (wide, teacher.last_hidden_states(self.target, text, count, in_float32=wide))
                 for wide in kinds
             ]
         logits = [

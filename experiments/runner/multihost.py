@@ -25,6 +25,7 @@ from experiments.runner.workload import Bench
 from experiments.schema import grid, store
 from experiments.schema.config import Experiment
 from experiments.schema.fields import ConfigError
+from experiments.schema.method import AUTO
 from sharding import parse_mesh, processes
 
 SETTINGS = ("coordinator", "processes", "rank", "join_seconds")
@@ -54,7 +55,7 @@ def detect(experiment: Experiment) -> processes.Processes | None:
             f"{', '.join(unsupported)}: not supported with {who.count} processes, which run the "
             "cells themselves: omit it"
         )
-    if any(method.draft == "auto" for method in experiment.methods):
+    if any(AUTO in method.drafter for method in experiment.methods):
         raise ConfigError(
             f"methods: auto depends on timings, which differ between {who.count} processes: name "
             "the drafter"

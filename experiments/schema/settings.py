@@ -38,9 +38,8 @@ class Setting:
 
 def setting(absent: Any, *, help: str | None = None, **declared: Any) -> Any:
     """Returns a pydantic field that declares a `Setting`; its default is `absent`."""
-    return Field(
-        absent, description=help, json_schema_extra={"setting": Setting(absent, **declared)}
-    )
+    extra: Any = {"setting": Setting(absent, **declared)}
+    return Field(absent, description=help, json_schema_extra=extra)
 
 
 @functools.cache

@@ -18,9 +18,16 @@ import numpy as np
 from jaxtyping import Int
 
 from magicjax.decoding import program_cache, runner
-from magicjax.decoding.request import CAPACITY_MULTIPLE, Request, place, round_up, validate
+from magicjax.decoding.request import (
+    CAPACITY_MULTIPLE,
+    Request,
+    make_options,
+    place,
+    round_up,
+    validate,
+)
 from magicjax.decoding.runner import Output
-from magicjax.decoding.validation import RequestOptions, token_ids
+from magicjax.decoding.validation import token_ids
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.model import Model
 from sharding import processes
@@ -181,7 +188,7 @@ def validate_conversation(
         )
     max_new_tokens = min(max_new_tokens, limit - 1)
     longest = np.zeros(limit - max(1, max_new_tokens), np.int32)
-    request_options = RequestOptions(max_new_tokens=max_new_tokens, **options)
+    request_options = make_options(target, max_new_tokens=max_new_tokens, **options)
     request = validate(target, [longest], request_options)
     if request.drafter is not None:
         request.drafter.check_conversation()

@@ -113,11 +113,30 @@ def prepare(
     Raises:
       ValueError, TypeError: invalid arguments; see `magicjax.generate`.
     """
-    request_options = RequestOptions(**options)
+    request_options = make_options(target, **options)
     request = validate(target, prompts, request_options)
     if target.params is None:
         return request
     return place(request, request_options.mesh, request_options.micro_batches, put)
+
+
+def make_options(
+    target: Model, drafter: Any = None, tree: Any = None, mesh: Any = None, **options: Any
+) -> RequestOptions:
+    """Returns the options of a request; a drafter and a tree may be texts.
+
+    Raises:
+      ValueError, FileNotFoundError: a text that is not a drafter or a tree.
+    """
+
+    def load(source: str) -> Model:
+        if target.params is None:
+            return loading.skeleton(source)
+        stages = None if mesh is None else 1
+        return loading.load(source, str(target.dtype), mesh=mesh, stages=stages)
+
+    drafter, tree = resolve(drafter, tree, load)
+    return RequestOptions(drafter=drafter, tree=tree, mesh=mesh, **options)
 
 
 def validate(target: Model, prompts: str | Sequence[Any], options: RequestOptions) -> Request:
@@ -130,7 +149,6 @@ def validate(target: Model, prompts: str | Sequence[Any], options: RequestOption
         raise TypeError(
             f"target has type {type(target).__name__}: pass the model that magicjax.load returns"
         )
-    options = _without_texts(target, options)
     drafter, mesh = options.drafter, options.mesh
     tree = validation.checked_tree(options)
     shape = validation.checked_shape(drafter, tree)
@@ -169,19 +187,6 @@ def validate(target: Model, prompts: str | Sequence[Any], options: RequestOption
         sampling=sampling,
         pad_token_id=validation.checked_pad(target, options, eos),
     )
-
-
-def _without_texts(target: Model, options: RequestOptions) -> RequestOptions:
-    """Returns the options with a drafter and a tree instead of their texts."""
-
-    def load(source: str) -> Model:
-        if target.params is None:
-            return loading.skeleton(source)
-        stages = None if options.mesh is None else 1
-        return loading.load(source, str(target.dtype), mesh=options.mesh, stages=stages)
-
-    drafter, tree = resolve(options.drafter, options.tree, load)
-    return dataclasses.replace(options, drafter=drafter, tree=tree)
 
 
 def _padded(rows: Sequence[np.ndarray], rows_per_group: int) -> tuple[np.ndarray, np.ndarray, int]:

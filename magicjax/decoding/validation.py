@@ -35,10 +35,10 @@ DEFAULT_TREE = chain(4)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """The keyword arguments of `magicjax.generate`, which documents them."""
+    """The keyword arguments of `magicjax.generate`, which documents them; no texts."""
 
-    drafter: Drafter | str | None = None
-    tree: Tree | str | None = None
+    drafter: Drafter | None = None
+    tree: Tree | None = None
     max_new_tokens: int | Sequence[int] = 128
     do_sample: bool = False
     temperature: float | Sequence[float] | None = None

@@ -177,9 +177,10 @@ def _with_option(parts: Spec, known: Option, value: str, text: str) -> Spec:
     if known.name in {**parts.values, **parts.policy_values}:
         raise ValueError(f"drafter {text!r} sets {known.name} twice: remove one")
     is_own = known.name in options.options_of(get_drafter(parts.name))
-    field = "values" if is_own else "policy_values"
-    added = {**getattr(parts, field), known.name: _parsed(known, value, text)}
-    return dataclasses.replace(parts, **{field: added})
+    added = {known.name: _parsed(known, value, text)}
+    if is_own:
+        return dataclasses.replace(parts, values={**parts.values, **added})
+    return dataclasses.replace(parts, policy_values={**parts.policy_values, **added})
 
 
 def known_options(text: str, policy: str | None = None) -> dict[str, Option]:
@@ -258,7 +259,8 @@ def make_drafter(text: str, load: Callable[[str], Any]) -> Drafter:
 
 def from_spec(spec: Spec, load: Callable[[str], Any]) -> Drafter:
     """Returns the drafter of parsed text; see `make_drafter`."""
-    kind, values = get_drafter(spec.name), dict(spec.values)
+    kind: Any = get_drafter(spec.name)
+    values = dict(spec.values)
     if spec.policy_values:
         default = options.options_of(kind)["policy"].default
         policy: Any = get_policy(values.get("policy", default))

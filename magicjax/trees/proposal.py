@@ -12,7 +12,7 @@ DrawMethod = Literal["with_replacement", "without_replacement", "top"]
 ONE_HOT = -1  # as the distribution of a token that was not drawn at random
 
 # How children can be drawn under sampling -> the verifier that is exact for it.
-DRAW_METHODS: dict[DrawMethod, str] = {
+DRAW_METHODS = {
     "with_replacement": "mss_with_replacement",
     "without_replacement": "mss_without_replacement",
     "top": "one_hot",  # the most likely tokens; not random

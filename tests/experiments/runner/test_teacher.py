@@ -84,3 +84,15 @@ def test_a_window_over_the_whole_text_agrees_everywhere(tiny):
     text = np.random.default_rng(2).integers(0, 64, (1, 60)).astype(np.int32)
     whole = teacher.greedy_tokens(tiny, text)
     np.testing.assert_array_equal(whole, teacher.greedy_tokens(tiny, text, sinks=4, window=60))
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 21])
+def test_a_text_is_read_in_chunks_with_a_cache(monkeypatch, tiny, length):
+    monkeypatch.setattr(teacher, "CHUNK", 8)
+    text = np.random.default_rng(3).integers(0, 64, (1, length)).astype(np.int32)
+    whole = teacher.logits(tiny, text)
+    for count in {1, length // 2 or 1, length}:
+        hidden = teacher.last_hidden_states(tiny, text, count)
+        assert hidden.shape[1] == count
+        found = teacher.unembed(tiny, hidden)
+        np.testing.assert_allclose(found, whole[:, -count:], rtol=0, atol=1e-5)
