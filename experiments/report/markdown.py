@@ -24,7 +24,7 @@ def updated(text: str, folder: pathlib.Path = pathlib.Path()) -> str:
     """Returns the document with the current contents of its tables.
 
     Raises:
-      ValueError: a table names an unknown column.
+      ValueError: a table names an unknown column, or has no rows.
       OSError: its file cannot be read.
     """
     return BLOCK.sub(lambda match: match[1] + _table(match[2], folder) + match[3], text)
@@ -41,6 +41,8 @@ def _table(request: str, folder: pathlib.Path) -> str:
     )
     if "where" in options:
         rows = rows.query(options["where"])
+        if rows.empty:
+            raise ValueError(f"table {path}: no row has {options['where']}: correct `where`")
     columns = [column.partition(" as ") for column in options.get("columns", "").split(", ")]
     if "columns" in options:
         if missing := [name for name, _, _ in columns if name not in rows]:
