@@ -196,6 +196,8 @@ def dry_run(
     console.print(table)
     pending = whole.pending()
     total = _duration(sum(known[cell].seconds for cell in pending))
+    for problem in _too_large(whole, pending, on_gpu).values():
+        console.print(f"cannot run: {problem}", markup=False)
     processor = "on GPUs" if on_gpu else "on this CPU"
     console.print(f"{len(pending)} cells to run, about {total} if run one at a time {processor}")
 
@@ -262,7 +264,21 @@ def _launch(
                 "--name"
             )
         launcher = in_process or launchers.make(experiment, devices)
-        return _measure(whole, source, console, launcher, known)
+        return _measure(whole, source, console, launcher, known, on_gpu and not in_process)
+
+
+def _too_large(
+    whole: Grid, pending: Sequence[grid.Cell], gpu_processes: bool
+) -> dict[grid.Cell, str]:
+    """Returns the pending cells that do not fit this machine's memory, with the reasons.
+
+    Cells that run on other machines are refused there. With `gpu_processes`, cells run in processes
+    that have the GPUs.
+    """
+    available = launchers.gpu_memory() if gpu_processes else None
+    if whole.experiment.launcher != "local" or (gpu_processes and available is None):
+        return {}
+    return preflight.too_large(pending, available)
 
 
 def _normalized(source: str) -> str:
@@ -277,9 +293,15 @@ def _measure(
     console: Console,
     launcher: launchers.Launcher,
     known: dict[grid.Cell, estimates.Estimate],
+    gpu_processes: bool,
 ) -> int:
-    """Returns the exit status of a run that holds the folder's lock."""
+    """Returns the exit status of a run that holds the folder's lock; see `_too_large`."""
     pending = whole.pending()  # refuses stale cells before anything is written
+    if too_large := _too_large(whole, pending, gpu_processes):
+        if whole.experiment.impossible == "refuse" or len(too_large) == len(pending):
+            raise ConfigError("\n".join(too_large.values()))
+        whole.invalid |= too_large
+        pending = [cell for cell in pending if cell not in too_large]
     store.remove_partials(whole.directory)
     settings = whole.experiment.model_dump(
         mode="json", exclude_unset=True, exclude=set(multihost.SETTINGS)
