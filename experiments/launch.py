@@ -196,8 +196,8 @@ def dry_run(
     console.print(table)
     pending = whole.pending()
     total = _duration(sum(known[cell].seconds for cell in pending))
-    for problem in _too_large(whole, pending, on_gpu).values():
-        console.print(f"cannot run: {problem}", markup=False)
+    for cell, problem in _too_large(whole, pending, on_gpu).items():
+        console.print(f"{whole.labels[cell]} cannot run: {problem}", markup=False)
     processor = "on GPUs" if on_gpu else "on this CPU"
     console.print(f"{len(pending)} cells to run, about {total} if run one at a time {processor}")
 
@@ -297,9 +297,11 @@ def _measure(
 ) -> int:
     """Returns the exit status of a run that holds the folder's lock; see `_too_large`."""
     pending = whole.pending()  # refuses stale cells before anything is written
-    if too_large := _too_large(whole, pending, gpu_processes):
+    too_large = _too_large(whole, pending, gpu_processes)
+    if too_large:
         if whole.experiment.impossible == "refuse" or len(too_large) == len(pending):
-            raise ConfigError("\n".join(too_large.values()))
+            lines = [f"{whole.labels[cell]}: {problem}" for cell, problem in too_large.items()]
+            raise ConfigError("\n".join(lines))
         whole.invalid |= too_large
         pending = [cell for cell in pending if cell not in too_large]
     store.remove_partials(whole.directory)
@@ -309,7 +311,8 @@ def _measure(
     store.write_experiment(whole.directory, settings, source)
     for cell, problem in whole.invalid.items():
         store.write_cell(whole.folders[cell], grid.resolved(cell))
-        store.write_failure(whole.folders[cell], "config", problem)
+        kind = "memory" if cell in too_large else "config"
+        store.write_failure(whole.folders[cell], kind, problem)
         console.print(f"{whole.labels[cell]} cannot run: {problem}", markup=False)
     tracker = tracking.open(
         list(whole.experiment.track), whole.experiment.name, whole.directory, settings

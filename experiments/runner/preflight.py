@@ -119,5 +119,8 @@ def too_large(cells: Iterable[grid.Cell], available: float | None = None) -> dic
         # "auto" skips drafters that do not fit, and loading counts offloaded weights.
         request = check_cell(grid.plain_of(cell) if cell.draft == "auto" else cell)
         if request is not None and not cell.offloaded:
-            problems[cell] = _problem(cell.label, memory.check, request, available)
-    return {cell: problem for cell, problem in problems.items() if problem}
+            try:
+                memory.check(request, available)
+            except memory.OutOfMemoryError as error:
+                problems[cell] = str(error)
+    return problems

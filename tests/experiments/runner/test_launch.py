@@ -465,16 +465,20 @@ def test_cells_larger_than_the_memory_are_refused_or_recorded(
     here(bench)
     monkeypatch.setattr(offloading, "free_host_memory", lambda: 20e6)
     path = tmp_path / "mine.yaml"
-    settings = f"results: {tmp_path}\nrepeats: 1\ngrid: {{batch: [1, 512]}}\nmethods: []\n"
+    settings = (
+        f"results: {tmp_path}\nrepeats: 1\nprompts: random\ncontext: 512\nnew_tokens: 64\n"
+        "grid: {batch: [1, 512]}\nmethods: []\n"
+    )
     path.write_text(settings)
     assert launch.main([str(path)]) == 2
-    message = r"batch 512, context \d+: plain: a batch of 512 rows .* use at most \d+ rows"
-    assert re.search(message, capsys.readouterr().err) and bench.ran == []
+    message = "a batch of 512 rows .* use at most [0-9]+ rows"
+    assert re.search(f"batch 512, context 512: plain: {message}", capsys.readouterr().err)
+    assert bench.ran == []
     assert launch.main([str(path), "--dry-run"]) == 0
-    assert re.search(message, capsys.readouterr().out)
+    assert re.search(f"plain cannot run: {message}", " ".join(capsys.readouterr().out.split()))
     path.write_text(f"{settings}impossible: record\n")
     assert launch.main([str(path)]) == 1
-    assert [row["status"] for row in summary(tmp_path)] == ["ok", "config"]
+    assert [row["status"] for row in summary(tmp_path)] == ["ok", "memory"]
     assert {cell.batch for cell in bench.ran} == {1}
     monkeypatch.setattr(offloading, "free_host_memory", lambda: 1000)
     assert launch.main([str(path)]) == 1  # nothing is to do: finished cells are not counted
