@@ -196,6 +196,8 @@ def dry_run(
     console.print(table)
     pending = whole.pending()
     total = _duration(sum(known[cell].seconds for cell in pending))
+    for cell, problem in _too_large(whole, pending, on_gpu).items():
+        console.print(f"{whole.labels[cell]} cannot run: {problem}", markup=False)
     processor = "on GPUs" if on_gpu else "on this CPU"
     console.print(f"{len(pending)} cells to run, about {total} if run one at a time {processor}")
 
@@ -262,7 +264,21 @@ def _launch(
                 "--name"
             )
         launcher = in_process or launchers.make(experiment, devices)
-        return _measure(whole, source, console, launcher, known)
+        return _measure(whole, source, console, launcher, known, on_gpu and not in_process)
+
+
+def _too_large(
+    whole: Grid, pending: Sequence[grid.Cell], gpu_processes: bool
+) -> dict[grid.Cell, str]:
+    """Returns the pending cells that do not fit this machine's memory, with the reasons.
+
+    Cells that run on other machines are refused there. With `gpu_processes`, cells run in processes
+    that have the GPUs.
+    """
+    available = launchers.gpu_memory() if gpu_processes else None
+    if whole.experiment.launcher != "local" or (gpu_processes and available is None):
+        return {}
+    return preflight.too_large(pending, available)
 
 
 def _normalized(source: str) -> str:
@@ -277,9 +293,17 @@ def _measure(
     console: Console,
     launcher: launchers.Launcher,
     known: dict[grid.Cell, estimates.Estimate],
+    gpu_processes: bool,
 ) -> int:
-    """Returns the exit status of a run that holds the folder's lock."""
+    """Returns the exit status of a run that holds the folder's lock; see `_too_large`."""
     pending = whole.pending()  # refuses stale cells before anything is written
+    too_large = _too_large(whole, pending, gpu_processes)
+    if too_large:
+        if whole.experiment.impossible == "refuse" or len(too_large) == len(pending):
+            lines = [f"{whole.labels[cell]}: {problem}" for cell, problem in too_large.items()]
+            raise ConfigError("\n".join(lines))
+        whole.invalid |= too_large
+        pending = [cell for cell in pending if cell not in too_large]
     store.remove_partials(whole.directory)
     settings = whole.experiment.model_dump(
         mode="json", exclude_unset=True, exclude=set(multihost.SETTINGS)
@@ -287,7 +311,8 @@ def _measure(
     store.write_experiment(whole.directory, settings, source)
     for cell, problem in whole.invalid.items():
         store.write_cell(whole.folders[cell], grid.resolved(cell))
-        store.write_failure(whole.folders[cell], "config", problem)
+        kind = "memory" if cell in too_large else "config"
+        store.write_failure(whole.folders[cell], kind, problem)
         console.print(f"{whole.labels[cell]} cannot run: {problem}", markup=False)
     tracker = tracking.open(
         list(whole.experiment.track), whole.experiment.name, whole.directory, settings

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from magicjax.autotune import auto
 from magicjax.autotune.auto import Auto, Choice
-from magicjax.decoding import program_cache
+from magicjax.decoding import memory, program_cache
 from magicjax.decoding.request import Request, prepare
 from magicjax.decoding.runner import (
     Output,
@@ -85,7 +85,8 @@ def generate(
         long prompt, tokens outside the vocabulary, a tree without a drafter, a temperature of 0 or
         below, a top_p outside (0, 1], a verifier that is not exact for the drafter, a drafter that
         does not match the target, a budget too small for the tree, an unknown backend, a mesh that
-        does not divide the models or the rows.
+        does not divide the models or the rows, KV caches larger than the free memory. The last is a
+        `magicjax.decoding.memory.OutOfMemoryError`, as is running out of memory later.
     """
     return _generate(**locals())
 
@@ -112,7 +113,8 @@ def stream(
     """Yields the new tokens of each row after prefill and after every round.
 
     The tokens are those of `generate`. The loop runs in Python, with a host synchronization after
-    each round. The generator's return value is the `Output`.
+    each round. The generator's return value is the `Output`; after `send(True)` it returns without
+    another round.
 
     The arguments are those of `generate`. "auto" chooses one drafter and one tree, which do not
     change during the stream.
@@ -139,6 +141,7 @@ def _stream(target: Model, prompts: Any, drafter: Any, **options: Any) -> Rounds
         prepared: tuple = auto.prepare_stream(target, prompts, drafter=drafter, **options)
     else:
         prepared = prepare(target, prompts, drafter=drafter, **options), None, None
+        memory.check(prepared[0])
     after = program_cache.totals()
     return _rounds((after[0] - before[0], after[1] - before[1]), *prepared)
 

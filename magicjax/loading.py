@@ -19,6 +19,8 @@ from magicjax.parallel.offloading import Offload
 from magicjax.sources import directory_of
 from sharding import STAGE, factored
 
+PRESET_DTYPE = "bfloat16"
+
 
 def load(
     source: str | os.PathLike,
@@ -71,7 +73,7 @@ def load(
         )
         module, params = checkpoint.module, checkpoint.params
     else:
-        dtype = "bfloat16" if dtype is None else dtype
+        dtype = PRESET_DTYPE if dtype is None else dtype
         module, params = models.build(config_of(source), dtype), None
     layout: Layout = Resident()
     if offload:
@@ -158,13 +160,25 @@ def _validate_dtype(dtype: Any) -> None:
         ) from None
 
 
-def skeleton(source: str | os.PathLike, *, shards: int | None = None) -> Model:
+def skeleton(
+    source: str | os.PathLike, dtype: Any = "float32", *, shards: int | None = None
+) -> Model:
     """Returns the model of a source without weights, tokenizer and special tokens.
 
-    `magicjax.decoding.request.prepare` validates requests with it before weights are loaded.
+    `magicjax.decoding.request.prepare` validates requests with it before weights are loaded, and
+    `magicjax.decoding.memory.check` their memory.
     """
-    module = models.build(config_of(source))
+    module = models.build(config_of(source), dtype)
     return Model(module, params=None, name=str(source), shards=shards)
+
+
+def stored_dtype(source: str | os.PathLike) -> Any:
+    """Returns the dtype that `load` gives a source if none is passed; reads files' headers only.
+
+    Raises as `magicjax.sources.directory_of` and `models.load_checkpoint`.
+    """
+    directory = directory_of(source)
+    return PRESET_DTYPE if directory is None else models.stored_dtype(directory)
 
 
 def load_tokenizer(source: str | os.PathLike) -> Any:

@@ -53,6 +53,8 @@ class Model:
     @property
     def dtype(self) -> Any:
         """The dtype of parameters, caches and activations."""
+        if self.params is None:  # a skeleton
+            return self.module.dtype
         return jax.tree.leaves(self.params)[0].dtype
 
     @property

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import models
 from magicjax.model import Model
-from magicjax.parallel import offloading, pipeline_stages
+from magicjax.parallel import pipeline_stages
 from magicjax.parallel.layouts import Pipelined
 from magicjax.verification.sampling import shares
 from sharding import (
@@ -29,7 +29,6 @@ from sharding import (
     AnyMesh,
     Split,
     factored,
-    part_bytes,
     processes,
     split_over,
 )
@@ -139,31 +138,6 @@ def validate_single_device(target: Model, drafter: Any) -> None:
                     f"the model {model.name!r} is on {count} {unit}: pass the mesh that it was "
                     "loaded for"
                 )
-
-
-def validate_offloaded_caches(target: Model, drafter: Any, kv_bytes: int) -> None:
-    """Raises ValueError if caches do not fit the device's memory beside an offloaded target.
-
-    Models that are only shapes, and devices that do not report their memory, are not validated.
-
-    Args:
-      target: offloaded, on its devices.
-      drafter: whose models' parameters are resident.
-      kv_bytes: bytes of all caches on all devices.
-    """
-    limit, drafts = offloading.device_memory(), models_of(drafter)
-    leaves = jax.tree.leaves((target, drafts))
-    if limit is None or not all(isinstance(leaf, jax.Array) for leaf in leaves):
-        return
-    caches = kv_bytes / len(leaves[0].sharding.device_set)
-    resident = part_bytes((target.params, [draft.params for draft in drafts]))
-    resident += offloading.two_layers(part_bytes(target.layout), target.config.num_layers)
-    if resident + caches > limit:
-        raise ValueError(
-            f"caches of {caches / GB:.1f} GB and {resident / GB:.1f} GB of weights do not fit the "
-            f"device's {limit / GB:.1f} GB: offload moves the blocks' weights to the host, and "
-            "caches stay on the device; use fewer or shorter prompts, or more devices"
-        )
 
 
 def models_of(tree: Any) -> list[Model]:

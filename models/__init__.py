@@ -22,6 +22,7 @@ from models.huggingface import (
     load_config,
     load_tokenizer,
     save_checkpoint,
+    stored_dtype,
 )
 from models.layers import Attend
 from models.llama import Llama, LlamaConfig
@@ -57,4 +58,5 @@ __all__ = [
     "preset",
     "save_checkpoint",
     "split_blocks",
+    "stored_dtype",
 ]

@@ -104,6 +104,15 @@ def load_checkpoint(
     return Checkpoint(module, params, **_special_tokens(path))
 
 
+def stored_dtype(path: str | os.PathLike) -> np.dtype:
+    """Returns the dtype of the weights in a directory of Hugging Face format.
+
+    Raises as `load_checkpoint`.
+    """
+    path = pathlib.Path(path)
+    return _common_dtype(_match(load_config(path), _scan(path)))
+
+
 def load_config(path: str | os.PathLike) -> Config:
     """Returns the config in a directory of Hugging Face format; reads only config.json.
 

@@ -104,6 +104,16 @@ def gpus() -> list[str]:
     return [str(i) for i in range(count)]
 
 
+def gpu_memory() -> float | None:
+    """Returns the bytes of the smallest NVIDIA GPU of this machine; None if it cannot be read."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    listed = subprocess.run(query, capture_output=True, text=True, check=False)
+    sizes = [int(line) for line in listed.stdout.split() if line.isdigit()]
+    return min(sizes) * 2.0**20 if sizes else None
+
+
 class Local:
     """Processes on this machine: one at a time on a CPU, or as many as its GPUs allow."""
 

@@ -5,13 +5,16 @@ A model without weights suffices for the checks that `magicjax.generate` makes o
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import numpy as np
 
 from experiments import prompts
 from experiments.schema import grid
 from experiments.schema.fields import ConfigError
 from magicjax.autotune.search import make_problem
+from magicjax.decoding import memory
 from magicjax.decoding.request import Request, prepare
 from magicjax.loading import load_tokenizer, skeleton, validate_tokenizer
 from magicjax.model import Model
@@ -21,9 +24,9 @@ _tokenizer = functools.cache(load_tokenizer)
 
 
 @functools.cache
-def _skeleton(source: str) -> Model:
+def _skeleton(source: str, dtype: str = "float32") -> Model:
     """Returns the model of a source without weights, with its tokenizer."""
-    model, tokenizer = skeleton(source), _tokenizer(source)
+    model, tokenizer = skeleton(source, dtype), _tokenizer(source)
     validate_tokenizer(tokenizer, model.config.vocab_size, source)
     return dataclasses.replace(model, tokenizer=tokenizer)
 
@@ -95,8 +98,28 @@ def check_cell(cell: grid.Cell) -> Request | None:
     Raises:
       ValueError: the call would raise it too.
     """
-    text, options = [[0] * cell.context] * cell.batch, grid.options(cell, _skeleton)
+    load = functools.partial(_skeleton, dtype=cell.dtype)
+    text, options = [np.zeros(cell.context, np.int32)] * cell.batch, grid.options(cell, load)
     if cell.draft == "auto":
-        make_problem(_skeleton(cell.target), text, **options)
+        make_problem(load(cell.target), text, **options)
         return None
-    return prepare(_skeleton(cell.target), text, **options)
+    return prepare(load(cell.target), text, **options)
+
+
+def too_large(cells: Iterable[grid.Cell], available: float | None = None) -> dict[grid.Cell, str]:
+    """Returns the cells whose weights and KV caches do not fit the memory, with the reasons.
+
+    Args:
+      cells: that pass `check`.
+      available: bytes of each device; None: what is free on this process's devices.
+    """
+    problems = {}
+    for cell in cells:
+        # "auto" skips drafters that do not fit, and loading counts offloaded weights.
+        request = check_cell(grid.plain_of(cell) if cell.draft == "auto" else cell)
+        if request is not None and not cell.offloaded:
+            try:
+                memory.check(request, available)
+            except memory.OutOfMemoryError as error:
+                problems[cell] = str(error)
+    return problems

@@ -59,8 +59,10 @@ def measure_cell(folder: pathlib.Path, bench: Any = None, profile: bool = False)
 
 def failure_kind(error: Exception) -> str:
     """Returns "memory" for an out-of-memory error, else "error"."""
-    memory = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
-    return "memory" if memory else "error"
+    from magicjax.decoding.memory import OutOfMemoryError
+
+    known = isinstance(error, MemoryError | OutOfMemoryError)
+    return "memory" if known or "RESOURCE_EXHAUSTED" in str(error) else "error"
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ from experiments.schema import store
 from experiments.schema.grid import Cell, fingerprint, make_drafter, options, plain_of
 from magicjax import cost_model
 from magicjax.benchmarks import profile_phases
-from magicjax.decoding import program_cache, request
+from magicjax.decoding import memory, program_cache, request
 from magicjax.decoding.paired_timing import PrefilledPrompts
 from magicjax.files import locked, write_atomically
 from magicjax.loading import config_of
@@ -83,8 +83,8 @@ class Bench:
         if devices and (devices.shape["stage"] > 1 or jax.process_count() > 1):
             sizes = cost_model.sizes_of(config_of(directory), cell.dtype)
             weights = sizes.weight_bytes + sizes.itemsize * sizes.tables
-            memory = offloading.device_memory() or offloading.free_host_memory() or math.inf
-            return self.model(directory, cell.dtype) if weights < MEMORY_SHARE * memory else None
+            size = offloading.device_memory() or offloading.free_host_memory() or math.inf
+            return self.model(directory, cell.dtype) if weights < MEMORY_SHARE * size else None
         return self.target_of(cell) if directory == cell.target else self.draft(directory, cell)
 
     def prompts(self, cell: Cell) -> np.ndarray:
@@ -238,13 +238,18 @@ class Runs:
         self.compile_s = program_cache.totals()[1] - before
 
     def _of_equal_capacity(self, cells: Sequence[Cell]) -> dict[Cell, request.Request]:
-        """Returns the cells' requests; {} if each run has its own prefill."""
+        """Returns the cells' requests; {} if each run has its own prefill.
+
+        Raises:
+          OutOfMemoryError: a cell does not fit the free memory.
+        """
         if any(cell.draft == "auto" or not cell.repeats for cell in cells):
             return {}
         requests = {}
         for cell in cells:
             target, text, arguments = self.bench.call(cell, self.rows)
             requests[cell] = request.prepare(target, text, **arguments)
+            memory.check(requests[cell])
         capacities = {each.settings.capacity for each in requests.values()}
         return requests if len(capacities) == 1 else {}
 

@@ -284,7 +284,7 @@ def read(path: pathlib.Path) -> Experiment:
 
 
 def _with_base(path: pathlib.Path, above: tuple[pathlib.Path, ...]) -> dict[str, Any]:
-    """Returns a file's keys and values; its base, in the same folder, provides missing ones."""
+    """Returns a file's keys and values; its base provides missing ones except name and exclude."""
     if path.resolve() in above:
         raise ConfigError(f"{path} is its own base, through {above[-1].name}: remove one `base`")
     if above and not path.exists():
@@ -296,8 +296,8 @@ def _with_base(path: pathlib.Path, above: tuple[pathlib.Path, ...]) -> dict[str,
     if not isinstance(base, str):
         raise ConfigError(f"{path}: base={base!r} must be the path of one file")
     under = _with_base(path.parent / base, (*above, path.resolve()))
-    under.pop("name", None)  # the folder of the results, which experiments cannot share
-    return under | raw
+    # The folder of the results, which experiments cannot share, and cells of the base's own grid.
+    return {key: value for key, value in under.items() if key not in ("name", "exclude")} | raw
 
 
 def from_command_line(arguments: Sequence[str], prog: str) -> tuple[Experiment, str]:

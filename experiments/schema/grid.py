@@ -176,10 +176,7 @@ def _excluded(where: dict[str, Any], cells: Iterable[Cell]) -> list[Cell]:
 
     found = [cell for cell in cells if all(matches(cell, *pair) for pair in where.items())]
     if not found:
-        raise ConfigError(
-            f"exclude: no cell has {where}: remove the line or correct a value; `exclude: []` "
-            "drops the lines of the base"
-        )
+        raise ConfigError(f"exclude: no cell has {where}: remove the line or correct a value")
     return found
 
 

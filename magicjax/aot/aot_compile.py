@@ -62,7 +62,7 @@ class Workload:
       device: a name in `devices/`, or the path of a description.
       data, model, stage: sizes of the mesh.
       micro_batches: of a mesh with stages; None: the fastest number.
-      backend: attention backend; None: mosaic on Hopper, else xla.
+      backend: attention backend; None: that of `magicjax.generate`.
     """
 
     target: str
@@ -88,7 +88,7 @@ class Workload:
     @property
     def attention(self) -> str:
         """The attention backend of the compiled programs."""
-        return self.backend or ("mosaic" if is_hopper(self.device) else "xla")
+        return choose_backend(self.backend)
 
 
 def description(device: str) -> str:

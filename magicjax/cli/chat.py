@@ -3,11 +3,10 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
-import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,9 +16,10 @@ import numpy as np
 import magicjax
 from magicjax.cli import drafting, options, text
 from magicjax.cli.options import AUTO, in_option_names
+from magicjax.decoding import memory
 from magicjax.decoding.conversation import MAX_CONTEXT, MAX_NEW_TOKENS, validate_conversation
 from magicjax.files import write_atomically
-from magicjax.loading import skeleton
+from magicjax.loading import skeleton, stored_dtype
 from magicjax.model import DTYPES
 from magicjax.suggest import did_you_mean
 
@@ -125,16 +125,21 @@ def run(arguments: argparse.Namespace) -> None:
     tokenizer = text.tokenizer_of(arguments)
     greeting = [*_first_messages(arguments), {"role": "user", "content": "Hello"}]
     text.chat_tokens(tokenizer, greeting)  # an error if the template rejects such messages
-    drafter, tree = drafting.speculation(arguments, skeleton)
+    dtype = arguments.dtype or _default_dtype()
+
+    def without_weights(source: str) -> magicjax.Model:
+        return skeleton(source, dtype or stored_dtype(source))
+
+    drafter, tree = drafting.speculation(arguments, without_weights)
     keywords = {name: getattr(arguments, name) for name in ("backend", *drafting.SAMPLING)}
     keywords |= {"drafter": drafter, "tree": tree}
     limits = arguments.max_context, arguments.max_new_tokens
-    target = dataclasses.replace(skeleton(arguments.target), tokenizer=tokenizer)
-    validate_conversation(target, *limits, keywords)
+    target = dataclasses.replace(without_weights(arguments.target), tokenizer=tokenizer)
+    request, _ = validate_conversation(target, *limits, keywords)
+    if not arguments.offload:  # `load` counts the host memory of offloaded weights
+        memory.check(request)
 
-    def load(source: str, **loading: Any) -> magicjax.Model:
-        return magicjax.load(source, arguments.dtype or _default_dtype(), **loading)
-
+    load = functools.partial(magicjax.load, dtype=dtype)
     target = load(arguments.target, offload=arguments.offload)
     target = dataclasses.replace(target, tokenizer=tokenizer)
     keywords["drafter"], _ = drafting.speculation(arguments, load)
@@ -230,38 +235,21 @@ def _answer(session: Session, message: str) -> Session:
     """Prints an answer and returns the session after it; a message that does not fit is dropped."""
     conversation, tokenizer = session.conversation, session.conversation.request.target.tokenizer
     messages = [*session.messages, {"role": "user", "content": message}]
-    with _interruptible() as stop:
+    with text.interruptible() as stop:
         try:
-            rounds = conversation.reply(text.chat_tokens(tokenizer, messages), stop.is_set)
+            rounds = conversation.reply(text.chat_tokens(tokenizer, messages))
         except ValueError as error:
             _note(f"{in_option_names(str(error), ['max_context'])} (/reset)")
             return session
         if not session.answers:
             _note("(compiling; this happens once)")
-        reply = text.print_stream(rounds, tokenizer)
+        reply = text.print_stream(rounds, tokenizer, stop.is_set)
     if ending := _ending(reply, stop.is_set()):
         _note(ending)
     output = reply.output
     messages.append({"role": "assistant", "content": output.texts[0]})
     answer = Answer(output.stats, int(output.lengths[0]), reply.prefilled)
     return Session(reply.conversation, messages, (*session.answers, answer))
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[threading.Event]:
-    """Yields an event that Ctrl-C sets; a second Ctrl-C interrupts the process."""
-    stop = threading.Event()
-
-    def handle(number: int, frame: Any) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _ending(reply: magicjax.Reply, stopped: bool) -> str:

@@ -70,7 +70,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument(
-        "--backend", choices=("mosaic", "xla"), help="default: mosaic on Hopper, else xla"
+        "--backend", choices=("mosaic", "xla"), help="default: xla, as `magicjax generate`"
     )
     parser.add_argument(
         "--analytic", action="store_true", help="estimate from shapes, without compilation"

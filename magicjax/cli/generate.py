@@ -7,7 +7,9 @@ import functools
 import os
 import pathlib
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -16,12 +18,13 @@ import magicjax
 from magicjax.autotune.search import make_problem
 from magicjax.cli import drafting, options, text
 from magicjax.cli.options import AUTO
+from magicjax.decoding import memory
 from magicjax.decoding.request import prepare
 from magicjax.decoding.runner import Output
 from magicjax.decoding.validation import DEFAULT_TREE
 from magicjax.drafters import Drafter
 from magicjax.drafters.spec import make_drafter, parse_all
-from magicjax.loading import config_of, skeleton
+from magicjax.loading import config_of, skeleton, stored_dtype
 from magicjax.model import DTYPES
 from magicjax.trees.token_tree import Tree
 from magicjax.version import version
@@ -120,8 +123,10 @@ def _add_processes(group: Any) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> int:
     """Generates in this process, or in every process of a multi-process run; rank 0 prints.
+
+    Returns the exit code. In a single process Ctrl-C ends the text after the current round.
 
     Raises:
       ValueError, OSError: invalid input.
@@ -130,8 +135,7 @@ def run(arguments: argparse.Namespace) -> None:
     who = processes.detect(arguments.coordinator, arguments.processes, arguments.rank)
     options.check_effects(arguments, [("join_seconds", who, "in a single process")])
     if who is None:
-        _generate(arguments)
-        return
+        return _generate(arguments, text.interruptible())
     if AUTO in arguments.drafter:
         raise ValueError(
             f"--drafter {AUTO} depends on measured times, which differ between the {who.count} "
@@ -153,7 +157,7 @@ def run(arguments: argparse.Namespace) -> None:
                 f"{jax.device_count()}: use a mesh of all devices"
             )
         with _silent() if who.rank > 0 else contextlib.nullcontext():
-            _generate(arguments)
+            return _generate(arguments, contextlib.nullcontext(threading.Event()))
 
 
 @contextlib.contextmanager
@@ -190,20 +194,31 @@ def _check(arguments: argparse.Namespace) -> None:
     drafting.check(arguments, drafters, without_drafter)
 
 
-def _generate(arguments: argparse.Namespace) -> None:
+def _generate(
+    arguments: argparse.Namespace, interruptible: AbstractContextManager[threading.Event]
+) -> int:
     """Validates everything with models without weights, then loads the weights and generates."""
     tokenizer = text.tokenizer_of(arguments)
     prompt: Any = _text(arguments)  # or token ids
     if arguments.chat is not None:
         prompt = text.chat_tokens(tokenizer, [{"role": "user", "content": arguments.chat}])
     mesh = magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None
-    target = dataclasses.replace(skeleton(arguments.target), tokenizer=tokenizer)
-    drafter, tree = speculation(arguments, skeleton)
+
+    def without_weights(source: str, shards: int | None = None) -> magicjax.Model:
+        return skeleton(source, arguments.dtype or stored_dtype(source), shards=shards)
+
+    target = dataclasses.replace(without_weights(arguments.target), tokenizer=tokenizer)
+    drafter, tree = speculation(arguments, without_weights)
     keywords = {name: getattr(arguments, name) for name in ("max_new_tokens", "backend")}
     keywords |= {name: getattr(arguments, name) for name in drafting.SAMPLING}
     keywords |= {"tree": tree, "mesh": mesh}
-    check: Callable = make_problem if isinstance(drafter, magicjax.Auto) else prepare
-    check(target, [prompt], drafter=drafter, **keywords)
+    if isinstance(drafter, magicjax.Auto):
+        problem = make_problem(target, [prompt], drafter, **keywords)
+        request = dataclasses.replace(problem.request, drafter=None)
+    else:
+        request = prepare(target, [prompt], drafter=drafter, **keywords)
+    if not arguments.offload:  # `load` counts the host memory of offloaded weights
+        memory.check(request)
 
     load = functools.partial(magicjax.load, dtype=arguments.dtype, mesh=mesh)
     target = load(arguments.target, offload=arguments.offload)
@@ -213,10 +228,12 @@ def _generate(arguments: argparse.Namespace) -> None:
     rounds = magicjax.stream(target, [prompt], drafter=drafter, **keywords)
     if arguments.show_tree:
         print(*arguments.tree or [DEFAULT_TREE], sep="\n")
-    output = text.print_stream(rounds, tokenizer)
+    with interruptible as stop:
+        output = text.print_stream(rounds, tokenizer, stop.is_set)
     if output.choice is not None:
         print(output.choice, file=sys.stderr)
     print(report(output), file=sys.stderr)
+    return options.INTERRUPTED if stop.is_set() else 0
 
 
 def _text(arguments: argparse.Namespace) -> str:

@@ -2,15 +2,14 @@
 
 import argparse
 import logging
+import os
 import sys
 from typing import NoReturn
 
 from magicjax.cli import calibrate, chat, fetch, fit, generate, plan
-from magicjax.cli.options import in_option_names
+from magicjax.cli.options import INTERRUPTED, in_option_names
 from magicjax.suggest import did_you_mean
 from magicjax.version import version
-
-INTERRUPTED = 130  # exit code, as of a shell: 128 + SIGINT
 
 
 class _SubCommand(argparse.ArgumentParser):
@@ -54,7 +53,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Runs the command line.
 
-    Invalid input exits with a message and code 2, an interrupt by the user with code 130.
+    Invalid input exits with a message and code 2, an interrupt by the user with code 130. If the
+    reader of the output has ended, as `head` does, the command ends with code 0.
     """
     main_parser = parser()
     arguments = main_parser.parse_args()
@@ -63,11 +63,15 @@ def main() -> None:
         logging.getLogger("magicjax").setLevel(logging.INFO)
     try:
         code = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+        code = 0
     except (ValueError, OSError) as error:
         main_parser.exit(2, f"magicjax: {in_option_names(str(error), vars(arguments))}\n")
     except KeyboardInterrupt:
         main_parser.exit(INTERRUPTED, "magicjax: interrupted\n")
-    if code:  # `fit` returns one
+    if code:
         sys.exit(code)
 
 

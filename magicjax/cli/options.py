@@ -10,6 +10,7 @@ from magicjax.loading import config_of
 from magicjax.trees.token_tree import Tree, parse_tree
 
 AUTO = "auto"
+INTERRUPTED = 130  # exit code, as of a shell: 128 + SIGINT
 
 
 def tree(text: str) -> Tree:

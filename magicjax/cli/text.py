@@ -1,7 +1,10 @@
 """Text of commands: tokenizers, chat templates, and printing while tokens are generated."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -48,15 +51,36 @@ def chat_tokens(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]
     return rendered["input_ids"]
 
 
-def print_stream(rounds: Iterator, tokenizer: Any) -> Any:
+@contextlib.contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """Yields an event that Ctrl-C sets; a second Ctrl-C interrupts the process."""
+    stop = threading.Event()
+
+    def handle(number: int, frame: Any) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def print_stream(
+    rounds: Generator, tokenizer: Any, stop: Callable[[], bool] = lambda: False
+) -> Any:
     """Prints the text as it is generated, and returns the generator's return value.
 
-    A character that spans several tokens is printed when it is complete.
+    A character that spans several tokens is printed when it is complete. After a round in which
+    `stop` returns True, the generator ends (`magicjax.stream`).
     """
     decoder, text, all_tokens = DecodeStream(skip_special_tokens=True), "", []
+    stopped = None  # a generator starts with None
     while True:
         try:
-            tokens = next(rounds)[0].tolist()
+            tokens = rounds.send(stopped)[0].tolist()
         except StopIteration as end:
             result = end.value
             break
@@ -65,6 +89,7 @@ def print_stream(rounds: Iterator, tokenizer: Any) -> Any:
         chunk = "".join(filter(None, chunks))
         print(chunk, end="", flush=True)
         text += chunk
+        stopped = stop()
     # With the last character, if it is incomplete.
     whole = tokenizer.decode(all_tokens, skip_special_tokens=True)
     print(whole[len(text) :] if whole.startswith(text) else "", flush=True)

@@ -9,7 +9,7 @@ Shapes depend on the longest text only, so replies after the first compile nothi
 """
 
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from magicjax.decoding import program_cache, runner
+from magicjax.decoding import memory, program_cache, runner
 from magicjax.decoding.request import (
     CAPACITY_MULTIPLE,
     Request,
@@ -94,28 +94,32 @@ class Conversation:
           options: the other options of `magicjax.generate`, except drafter="auto".
 
         Raises:
-          ValueError, TypeError: as `magicjax.generate`; max_context exceeds the target's positions;
-            a drafter that would need the whole text in every reply (`Drafter.check_conversation`).
+          ValueError, TypeError: as `magicjax.generate`, caches that do not fit the free memory
+            included; max_context exceeds the target's positions; a drafter that would need the
+            whole text in every reply (`Drafter.check_conversation`).
         """
         request, max_context = validate_conversation(target, max_context, max_new_tokens, options)
         request = place(request, options.get("mesh"), options.get("micro_batches"))
+        memory.check(request)
         state = runner.state_shapes(request)
-        cache, drafter_state = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), (state.cache, state.drafter)
-        )
+        with memory.explained(request):
+            cache, drafter_state = jax.tree.map(
+                lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding),
+                (state.cache, state.drafter),
+            )
         return cls(request, max_context, np.zeros(0, np.int32), cache, drafter_state)
 
     def reply(
-        self, tokens: Sequence[int] | Int[np.ndarray, "T"], stop: Callable[[], bool] = lambda: False
-    ) -> Generator[list[Int[np.ndarray, "N"]], None, Reply]:
+        self, tokens: Sequence[int] | Int[np.ndarray, "T"]
+    ) -> Generator[list[Int[np.ndarray, "N"]], bool | None, Reply]:
         """Yields the new tokens after prefill and after every round, as `magicjax.stream`.
 
         The tokens are those of `magicjax.generate` for the whole text. The generator's return value
-        is the `Reply`; run it to its end, because the conversation's caches are donated.
+        is the `Reply`; run it to its end, because the conversation's caches are donated. After
+        `send(True)` the answer ends without another round.
 
         Args:
           tokens: of the whole text to continue, earlier answers included.
-          stop: is called after every round; True ends the answer there.
 
         Raises:
           ValueError, TypeError: invalid tokens, or a text without room for an answer, at the call
@@ -128,9 +132,9 @@ class Conversation:
                 f"{self.max_context} leaves no room for an answer: shorten the message, or start "
                 "a new conversation"
             )
-        return self._reply(text, stop)
+        return self._reply(text)
 
-    def _reply(self, text: Int[np.ndarray, "T"], stop: Callable[[], bool]):
+    def _reply(self, text: Int[np.ndarray, "T"]):
         request, compiled = self._request(text), program_cache.totals()
         runner.log_request(request)
         settings = request.prefill_settings
@@ -141,7 +145,7 @@ class Conversation:
         cache = dataclasses.replace(self.cache, lengths=first)
         prefilled, prefill_s = runner.extend(request, cache)
         state, resume_s = runner.resume_state(request, *prefilled, self.drafter_state, kept)
-        state, decode_s = yield from runner.stream_rounds(request, state, stop)
+        state, decode_s = yield from runner.stream_rounds(request, state)
         output = runner.output_of(
             request, state, compiled, prefill_s=prefill_s + resume_s, decode_s=decode_s
         )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from magicjax.decoding import program_cache, runner
+from magicjax.decoding import memory, program_cache, runner
 from magicjax.decoding.loop import DecodeState, Prefilled
 from magicjax.decoding.request import Request
 from magicjax.decoding.runner import Output
@@ -42,7 +42,12 @@ class PrefilledPrompts:
 
     @classmethod
     def create(cls, request: Request, drafters: Sequence[Drafter]) -> "PrefilledPrompts":
-        """Returns the prompts after prefill, with the attention statistics of all drafters."""
+        """Returns the prompts after prefill, with the attention statistics of all drafters.
+
+        Raises:
+          OutOfMemoryError: plain decoding does not fit the free memory.
+        """
+        memory.check(dataclasses.replace(request, drafter=None))
         settings = request.prefill_settings
         stats_spec = settings.stats_spec
         for drafter in drafters:

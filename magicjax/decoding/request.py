@@ -131,7 +131,7 @@ def make_options(
 
     def load(source: str) -> Model:
         if target.params is None:
-            return loading.skeleton(source)
+            return loading.skeleton(source, target.dtype)
         stages = None if mesh is None else 1
         return loading.load(source, str(target.dtype), mesh=mesh, stages=stages)
 
@@ -176,6 +176,7 @@ def validate(target: Model, prompts: str | Sequence[Any], options: RequestOption
             chunk=chunk,
             max_new_tokens=int(limits.max()),
             backend=validation.checked_backend(target, options),
+            mesh=None if mesh is None else factored(mesh),
         ),
         target=target,
         drafter=drafter,
@@ -212,26 +213,18 @@ def place(
       mesh: None for the default device, where the models already are.
       micro_batches: of a mesh with stages; None chooses the fastest.
       put: (array, sharding) -> the array with that sharding.
-
-    Raises:
-      ValueError: the caches do not fit the device beside an offloaded target.
     """
     if mesh is None:
         on_device = {
             name: jax.tree.map(jnp.asarray, getattr(request, name))
             for name in ("tokens", "lengths", "limits", "eos", "sampling")
         }
-        request = dataclasses.replace(request, **on_device)
-    else:
-        request = _placed(request, mesh, micro_batches, put)
-    if request.target.offload:
-        placement.validate_offloaded_caches(request.target, request.drafter, sum(request.kv_bytes))
-    return request
+        return dataclasses.replace(request, **on_device)
+    return _placed(request, factored(mesh), micro_batches, put)
 
 
 def _placed(request: Request, mesh: AnyMesh, micro_batches: int | None, put: Callable) -> Request:
     """Returns the request with all its arrays on the mesh."""
-    mesh = factored(mesh)
     if micro_batches is None:
         micro_batches = _micro_batches(request, mesh)
     rows = NamedSharding(mesh, placement.ROWS)
@@ -241,7 +234,6 @@ def _placed(request: Request, mesh: AnyMesh, micro_batches: int | None, put: Cal
 
     return dataclasses.replace(
         request,
-        settings=dataclasses.replace(request.settings, mesh=mesh),
         target=placement.shard_target(request.target, mesh, micro_batches, put),
         drafter=placement.shard_drafter(request.drafter, mesh, put),
         tokens=per_row(request.tokens),

@@ -3,14 +3,14 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Int
 
-from magicjax.decoding import program_cache
+from magicjax.decoding import memory, program_cache
 from magicjax.decoding.loop import ALL_ROUNDS, DecodeState, Prefilled
 from magicjax.decoding.request import Request
 from magicjax.decoding.stats import Stats, acceptance
@@ -20,7 +20,7 @@ from sharding import processes
 
 logger = logging.getLogger("magicjax")
 
-Rounds = Iterator[list[Int[np.ndarray, "T"]]]
+Rounds = Generator[list[Int[np.ndarray, "T"]], bool | None, Any]
 Call = tuple[int, Int[np.ndarray, "B A"]]
 
 
@@ -46,7 +46,12 @@ class Output:
 
 
 def prefill_and_init(request: Request) -> tuple[DecodeState, float]:
-    """Runs the programs `prefill` and `init`; returns the state and their seconds."""
+    """Runs the programs `prefill` and `init`; returns the state and their seconds.
+
+    Raises:
+      OutOfMemoryError: the request does not fit the free memory, before anything is compiled.
+    """
+    memory.check(request)
     prefilled, prefill_s = prefill(request, request.prefill_settings)
     state, init_s = init_state(request, *prefilled)
     return state, prefill_s + init_s
@@ -54,18 +59,19 @@ def prefill_and_init(request: Request) -> tuple[DecodeState, float]:
 
 def prefill(request: Request, settings: PrefillSettings) -> tuple[tuple[KVCache, Prefilled], float]:
     """Returns the results of prefill, and its seconds."""
-    return _run("prefill", settings, request.prefill_arguments)
+    return _run(request, "prefill", settings, request.prefill_arguments)
 
 
 def init_state(request: Request, cache: KVCache, prefilled: Prefilled) -> tuple[DecodeState, float]:
     """Returns the initial state, and the seconds of init; donates `cache`."""
-    return _run("init", request.settings, request.init_arguments(cache, prefilled))
+    arguments = request.init_arguments(cache, prefilled)
+    return _run(request, "init", request.settings, arguments)
 
 
 def extend(request: Request, cache: KVCache) -> tuple[tuple[KVCache, Prefilled], float]:
     """Returns the results of extend, and its seconds; donates `cache`."""
     target, *inputs = request.prefill_arguments
-    return _run("extend", request.prefill_settings, (target, cache, *inputs))
+    return _run(request, "extend", request.prefill_settings, (target, cache, *inputs))
 
 
 def resume_state(
@@ -79,7 +85,8 @@ def resume_state(
       previous, kept: as for `Drafter.extend`.
     """
     target, drafter, cache, *inputs = request.init_arguments(cache, prefilled)
-    return _run("resume", request.settings, (target, drafter, cache, previous, kept, *inputs))
+    arguments = target, drafter, cache, previous, kept, *inputs
+    return _run(request, "resume", request.settings, arguments)
 
 
 def run(
@@ -94,30 +101,32 @@ def run(
       rounds: the maximum; fewer run if all rows end.
     """
     arguments = request.target, request.drafter, with_rounds(state, rounds)
-    return _run("decode", settings, arguments)
+    return _run(request, "decode", settings, arguments)
 
 
 def stream_rounds(
-    request: Request, state: DecodeState, stop: Callable[[], bool] = lambda: False
-) -> Generator[list[Int[np.ndarray, "T"]], None, tuple[DecodeState, float]]:
+    request: Request, state: DecodeState
+) -> Generator[list[Int[np.ndarray, "T"]], bool | None, tuple[DecodeState, float]]:
     """Yields the new tokens of each row after prefill and after every round.
 
     Returns the last state and the seconds of all rounds. It ends after the round in which all rows
-    have ended or `stop` returns True.
+    have ended, or when True is sent to it.
     """
     decode_s, yielded = 0.0, np.zeros(len(request.prompts), np.int32)
     while True:
         emitted, output, ended = processes.fetch((state.emitted, state.output, state.ended))
-        yield [row[a:b] for row, a, b in zip(output, yielded, emitted, strict=True)]
+        stop = yield [row[a:b] for row, a, b in zip(output, yielded, emitted, strict=True)]
         yielded = emitted
-        if ended.all() or stop():
+        if stop or ended.all():
             return state, decode_s
-        state, seconds = _run("step", request.settings, (request.target, request.drafter, state))
+        arguments = request.target, request.drafter, state
+        state, seconds = _run(request, "step", request.settings, arguments)
         decode_s += seconds
 
 
-def _run(name: str, settings: Any, arguments: tuple) -> tuple[Any, float]:
-    return timed(program_cache.program(name, settings, *arguments), *arguments)
+def _run(request: Request, name: str, settings: Any, arguments: tuple) -> tuple[Any, float]:
+    with memory.explained(request):
+        return timed(program_cache.program(name, settings, *arguments), *arguments)
 
 
 def compile_loop(request: Request, settings: Settings, state: DecodeState) -> jax.stages.Compiled:

@@ -216,7 +216,8 @@ def _follow(world, weights, logits, tokens, draws, depth, noise, found) -> None:
         one = jax.device_get(_padded_attempt(world, walk, logits, tokens, draws))
         for row in np.flatnonzero(~one.active):
             _emit(found, weights[row], walk, tokens, row)
-        accept = one.accept_prob.astype(np.float64)
+        # As in the loop, where no random number is below NaN.
+        accept = np.clip(np.nan_to_num(one.accept_prob.astype(np.float64)), 0, 1)
         if noise == "shared":  # the number is known to be at least `used`
             accept = np.clip(accept - used, 0, None) / np.maximum(1 - used, 1e-30)
         accepted = one.active & (weights * accept > 0)
@@ -246,13 +247,18 @@ def _padded_attempt(world, walk, logits, tokens, draws):
 def _emit(found, weight, walk, tokens, row) -> None:
     path = walk.path[row, 1 : walk.accepted[row] + 1]
     text = tuple(tokens[row, path].tolist())
-    p = walk.p[row].astype(np.float64)
+    p = np.clip(np.nan_to_num(walk.p[row].astype(np.float64), posinf=0), 0, None)
+    if not p.any():
+        return  # a broken rule: the mass is lost, which `distance` counts
     for token, mass in enumerate(p / p.sum()):
         found[(*text, token)] = found.get((*text, token), 0.0) + weight * mass
 
 
 def distance(world: World, found: dict, length: int) -> float:
-    """Returns the total variation distance of the texts, completed by the target, from its own."""
+    """Returns the total variation distance of the texts, completed by the target, from its own.
+
+    Mass that a broken rule loses counts as one more text.
+    """
     completed = {}
     for text in sorted(found, key=len):
         continuations = {text: found[text]}
@@ -265,4 +271,5 @@ def distance(world: World, found: dict, length: int) -> float:
         for whole, mass in continuations.items():
             completed[whole] = completed.get(whole, 0.0) + mass
     wanted = world.joint(length)
-    return 0.5 * sum(abs(completed.get(text, 0.0) - mass) for text, mass in wanted.items())
+    differences = [abs(completed.get(text, 0.0) - mass) for text, mass in wanted.items()]
+    return 0.5 * (sum(differences) + abs(1 - sum(completed.values())))

@@ -13,6 +13,7 @@ import pytest
 from experiments.runner import cell_process, worker
 from experiments.runner.cell_process import Limits
 from experiments.schema import store
+from magicjax.decoding.memory import OutOfMemoryError
 
 UNLIMITED = Limits()
 
@@ -123,6 +124,7 @@ def _until(condition):
 
 def test_out_of_memory_errors_are_recognized():
     assert worker.failure_kind(MemoryError("no")) == "memory"
+    assert worker.failure_kind(OutOfMemoryError("no")) == "memory"
     assert worker.failure_kind(RuntimeError("RESOURCE_EXHAUSTED: Out of memory")) == "memory"
     assert worker.failure_kind(ValueError("budget")) == "error"
 

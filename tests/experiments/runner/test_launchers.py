@@ -93,3 +93,14 @@ def test_slurm_is_refused_without_sbatch_or_with_too_few_gpus(monkeypatch):
         launchers.make(mine, 1)
     with pytest.raises(ConfigError, match="needs 8 devices, but slurm.gpus is 1: set it to 8"):
         launchers.make(mine, 8)
+
+
+def test_the_memory_of_gpus_is_that_of_the_smallest(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert launchers.gpu_memory() is None  # no nvidia-smi
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\necho 81559\necho 40960\n")
+    command.chmod(0o755)
+    assert launchers.gpu_memory() == 40960 * 2**20
+    command.write_text("#!/bin/sh\necho no devices were found\nexit 6\n")
+    assert launchers.gpu_memory() is None

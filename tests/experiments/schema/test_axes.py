@@ -117,14 +117,15 @@ def read(tmp_path, **files):
     return config.read(tmp_path / "top.yaml")
 
 
-def test_a_base_provides_missing_keys_except_the_name(tmp_path):
+def test_a_base_provides_missing_keys_except_the_name_and_exclude(tmp_path):
     found = read(
         tmp_path,
         top="base: under.yaml\nrepeats: 5",
-        under="base: lowest.yaml\nname: under\nbatch: 2\nrepeats: 7",
-        lowest="batch: 9\ncontext: 64",
+        under="base: lowest.yaml\nname: under\nbatch: 2\nexclude: [{batch: 2}]",
+        lowest="batch: 9\ncontext: 64\nexclude: [{batch: 9}]",
     )
     assert (found.name, found.batch, found.context, found.repeats) == ("top", 2, 64, 5)
+    assert found.exclude == []
 
 
 def test_a_missing_or_circular_base_is_refused(tmp_path):

@@ -7,7 +7,9 @@ import jax
 import pytest
 
 from magicjax.aot import aot_compile
+from magicjax.decoding.validation import RequestOptions, checked_backend
 from sharding import abstract_mesh
+from tests.magicjax import tiny
 
 LOAD = aot_compile.Workload("llama-3.2-1b", "self:streaming:512", "chain:4", 16, 32768, "h200")
 
@@ -30,7 +32,7 @@ def two_layers(monkeypatch):
 
 
 def test_a_request_of_a_large_model_has_only_shapes():
-    request = abstract_request()
+    request = abstract_request(backend="mosaic")
     assert request.settings.backend == "mosaic"
     leaves = jax.tree.leaves(request.target.params)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
@@ -39,6 +41,13 @@ def test_a_request_of_a_large_model_has_only_shapes():
     assert 32768 <= slots < 32768 + 128
     assert state.cache.k[0].shape == (16, 8, slots, 64) and len(state.cache.k) == 16
     assert state.drafter.cache.k[0].shape == (16, 8, 512, 64)
+
+
+@pytest.mark.parametrize("device", aot_compile.DEVICES)
+def test_the_attention_is_that_of_generate(device):
+    load = dataclasses.replace(LOAD, device=device)
+    assert load.attention == checked_backend(tiny.model(), RequestOptions())
+    assert dataclasses.replace(load, backend="mosaic").attention == "mosaic"
 
 
 @pytest.mark.usefixtures("two_layers")

@@ -21,6 +21,7 @@ import models
 from experiments.runner import preflight
 from magicjax.cli import chat
 from magicjax.decoding import program_cache
+from magicjax.parallel import offloading
 from tests.magicjax import tiny
 
 # What follows each character: a message that ends with ? is answered "fine.", and one that ends
@@ -285,3 +286,11 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_an_error_before_weights_
 def test_without_answers_there_are_no_statistics(talk):
     assert talk(["/stats"])[2] == "no answers yet\n"
     assert chat.HELP in talk(["/help"])[2]
+
+
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_loaded(model, run, monkeypatch):
+    monkeypatch.setattr(offloading, "free_host_memory", lambda: 1000)
+    monkeypatch.setattr(magicjax, "load", None)
+    code, _, err = run("chat", "--target", model)
+    assert code == 2 and "1e-06 GB are available (target's weights" in err
+    assert err.count("\n") == 1

@@ -1,9 +1,12 @@
 """The command line on a tiny model directory: its output and its statistics."""
 
 import builtins
+import io
 import logging
+import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 
@@ -15,6 +18,7 @@ import models
 from magicjax import cost_model
 from magicjax.cli import generate, main, text
 from magicjax.loading import skeleton
+from magicjax.parallel import offloading
 from tests.magicjax import tiny
 from tests.quick import quick
 
@@ -219,3 +223,60 @@ def test_verbose_logs_this_package_only(directory, run):
     assert logging.getLogger("magicjax").level == logging.INFO
     assert logging.getLogger().level == logging.WARNING
     logging.getLogger("magicjax").setLevel(logging.NOTSET)
+
+
+def test_ctrl_c_ends_after_the_round_with_the_text_and_the_statistics_so_far(
+    directory, run, monkeypatch
+):
+    stream = magicjax.stream
+
+    def interrupted_stream(*arguments, **options):
+        rounds, sent = stream(*arguments, **options), None
+        try:
+            for i in range(20):
+                if i == 3:
+                    signal.raise_signal(signal.SIGINT)
+                sent = yield rounds.send(sent)
+        except StopIteration as end:
+            return end.value
+
+    monkeypatch.setattr(magicjax, "stream", interrupted_stream)
+    before = signal.getsignal(signal.SIGINT)
+    code, out, err = run(
+        "generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20
+    )
+    assert code == 130 and signal.getsignal(signal.SIGINT) is before
+    assert expected_text(directory).startswith(out.rstrip("\n")) and out.strip()
+    assert "4 tokens, attention" in err and "decoding 3 tokens: " in err
+
+
+class ClosedPipe(io.StringIO):
+    """An output whose reader has ended."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def write(self, text):
+        raise BrokenPipeError
+
+    def fileno(self):
+        return self.number
+
+
+def test_a_reader_that_ends_early_is_no_error(run, monkeypatch, tmp_path):
+    number = os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT)
+    monkeypatch.setattr(sys, "stdout", ClosedPipe(number))
+    monkeypatch.setattr(sys, "argv", ["magicjax", "fetch"])
+    main.main()
+    os.write(number, b"lost")  # at the end of Python
+    assert (tmp_path / "out").read_bytes() == b""
+    os.close(number)
+
+
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_loaded(directory, run, monkeypatch):
+    monkeypatch.setattr(offloading, "free_host_memory", lambda: 1000)
+    monkeypatch.setattr(magicjax, "load", None)
+    code, _, err = run("generate", "--target", directory, "--prompt", "a")
+    assert code == 2 and "1e-06 GB are available (target's weights" in err
+    assert err.count("\n") == 1

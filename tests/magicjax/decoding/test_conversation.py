@@ -124,8 +124,11 @@ def test_a_text_that_changed_earlier_is_prefilled_from_there(what, tally):
 
 def test_a_stopped_answer_is_the_beginning_of_the_whole_one_and_can_be_continued(tally):
     whole, _ = finish(converse().reply(random_tokens(30)))
-    rounds = iter([False, False, True])
-    found, reply = finish(converse().reply(random_tokens(30), stop=lambda: next(rounds)))
+    rounds = converse().reply(random_tokens(30))
+    found = np.concatenate([next(rounds)[0] for _ in range(3)])
+    with pytest.raises(StopIteration) as end:
+        rounds.send(True)
+    reply = end.value.value
     np.testing.assert_array_equal(found, whole[:3])
     text = np.concatenate([reply.output.sequences[0], random_tokens(4, 1)])
     found, reply = finish(reply.conversation.reply(text))

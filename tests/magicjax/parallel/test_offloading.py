@@ -14,7 +14,7 @@ import magicjax
 import models
 from magicjax.aot import aot_compile, memory_estimate
 from magicjax.cli import fit
-from magicjax.decoding import program_cache
+from magicjax.decoding import memory, program_cache
 from magicjax.decoding.request import prepare
 from magicjax.decoding.runner import state_shapes
 from magicjax.parallel import offloading
@@ -301,12 +301,14 @@ def test_caches_that_do_not_fit_are_refused_and_a_model_that_would_fit_is_logged
 ):
     monkeypatch.setattr(offloading, "device_memory", lambda: 50_000)
     target = magicjax.offload(model(DEEP))
-    with pytest.raises(ValueError, match="caches stay on the device; use fewer or shorter prompts"):
+    monkeypatch.setattr(memory, "free_memory", lambda request: 50_000)
+    with pytest.raises(memory.OutOfMemoryError, match="a batch of .* and 5e-05 GB are available"):
         text(target)
     assert "would fit" not in caplog.text
     monkeypatch.setattr(offloading, "device_memory", lambda: 10_000_000)
     target = magicjax.offload(model(DEEP))
     assert "offload: the model (0.00 GB) would fit the device (0.01 GB)" in caplog.text
+    monkeypatch.undo()
     text(target)
 
 

@@ -1,0 +1,200 @@
+"""The memory of a request, counted and compared with what is free before anything is compiled.
+
+Weights and KV caches count, and temporaries of the programs do not: a request that is refused
+cannot run, and one that passes can still run out of memory.
+"""
+
+import bisect
+import contextlib
+import dataclasses
+import functools
+import gc
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import models
+from magicjax import placement
+from magicjax.decoding.request import CAPACITY_MULTIPLE, Request
+from magicjax.model import Model
+from magicjax.parallel import offloading
+from sharding import DATA, STAGE, part_bytes
+
+GB = 1e9
+
+
+class OutOfMemoryError(ValueError):
+    """A request needs more memory than there is; the message has sizes, limit and remedy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """Bytes of a request on each device.
+
+    Attributes:
+      weights: of the target; without the blocks of an offloaded one, but with two layers of them.
+      cache: the target's KV cache.
+      drafter: KV caches and weights of the drafter.
+      loaded: whether the weights are allocated already.
+    """
+
+    weights: float
+    cache: float
+    drafter: float
+    loaded: bool
+
+    def __str__(self) -> str:
+        loaded = ", loaded" if self.loaded else ""
+        return (
+            f"target's weights {_gb(self.weights)}{loaded}, its KV cache {_gb(self.cache)}, the "
+            f"drafter's weights and KV caches {_gb(self.drafter)}"
+        )
+
+
+def check(request: Request, available: float | None = None) -> None:
+    """Raises OutOfMemoryError if weights and caches do not fit the free memory.
+
+    Args:
+      request: on its devices, or with models without parameters, whose weights then count as well.
+      available: bytes of each device; None: as its devices report now, on a CPU the memory that is
+        available to this process. Nothing is compared if they do not report it.
+    """
+    needed = _new_bytes(request)
+    limit = free_memory(request) if available is None else available
+    if limit is None or needed <= limit:
+        return
+    if available is None:
+        gc.collect()  # arrays in reference cycles
+        limit = free_memory(request) or limit
+    if needed > limit:
+        each = "" if request.settings.mesh is None else " on each device"
+        raise OutOfMemoryError(
+            f"{_workload(request)} needs {_gb(needed)} of memory{each}, and {_gb(limit)} are "
+            f"available ({count(request)}): {_remedy(request, limit)}"
+        )
+
+
+@contextlib.contextmanager
+def explained(request: Request) -> Iterator[None]:
+    """Raises OutOfMemoryError, with the counted sizes, from an error of XLA or Python."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise OutOfMemoryError(
+            f"out of memory: {_workload(request)} has {count(request)}, and temporary arrays "
+            "besides: use fewer rows or fewer tokens per row"
+        ) from error
+
+
+def count(request: Request) -> Counted:
+    """Returns the bytes of a request on each device."""
+    target, drafts = request.target, placement.models_of(request.drafter)
+    weights = _weight_bytes(target, request)
+    draft_weights = sum(_weight_bytes(draft, request) for draft in drafts)
+    cache, draft_cache = _cache_bytes(request, len(request.prompts), request.settings.capacity)
+    return Counted(weights, cache, draft_weights + draft_cache, target.params is not None)
+
+
+def free_memory(request: Request) -> float | None:
+    """Returns the bytes that are free on each device of this process; None if unknown."""
+    mesh, arrays = request.settings.mesh, jax.tree.leaves(request.target.params)
+    if isinstance(mesh, Mesh):
+        devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    elif mesh is None:
+        devices = list(arrays[0].sharding.device_set) if arrays else jax.local_devices()[:1]
+    else:
+        return None
+    if not devices:
+        return None
+    if devices[0].platform == "cpu":  # all devices share it
+        free = offloading.free_host_memory()
+        return None if free is None else free / len(devices)
+    stats = [device.memory_stats() or {} for device in devices]
+    if not all("bytes_limit" in each for each in stats):
+        return None
+    return min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
+
+
+def _new_bytes(request: Request, batch: int | None = None, capacity: int | None = None) -> float:
+    """Returns the bytes to allocate on each device, with another batch or capacity."""
+    batch, capacity = batch or len(request.prompts), capacity or request.settings.capacity
+    blocks = part_bytes(request.target.layout)  # of an offloaded target, in host memory
+    streamed = offloading.two_layers(blocks, request.target.config.num_layers)
+    drafts = placement.models_of(request.drafter)
+    absent = [model for model in (request.target, *drafts) if model.params is None]
+    weights = sum(_weight_bytes(model, request) for model in absent)
+    return weights + streamed + sum(_cache_bytes(request, batch, capacity))
+
+
+def _cache_bytes(request: Request, batch: int, capacity: int) -> tuple[float, float]:
+    """Returns the bytes of the KV caches of (target, drafter) on each device."""
+    target, mesh = request.target, request.settings.mesh
+    rows = batch if mesh is None else -(-batch // mesh.shape[DATA])
+    cache = target.kv_bytes(rows, capacity) / _parts(target, target, request, "kv_shards")
+    draft_cache = 0.0
+    for member in () if request.drafter is None else request.drafter.members():
+        model = next(iter(placement.models_of(member)), target)
+        size = member.cache_bytes(target, rows, capacity)
+        draft_cache += size / _parts(model, target, request, "kv_shards")
+    return cache, draft_cache
+
+
+def _weight_bytes(model: Model, request: Request) -> float:
+    """Returns the bytes of a model's weights on each device."""
+    if model.params is None:
+        size = _parameter_bytes(model.config, model.dtype)
+        return size / _parts(model, request.target, request, "shards")
+    blocks = part_bytes(model.layout)
+    return part_bytes(model.params) + offloading.two_layers(blocks, model.config.num_layers)
+
+
+def _parts(model: Model, target: Model, request: Request, kind: str) -> int:
+    """Returns the number of devices over which a model's `kind`, with all rows, is divided."""
+    mesh = request.settings.mesh
+    if mesh is None:
+        return 1
+    stages = mesh.shape[STAGE] if model is target else 1  # a draft model is on every stage
+    return stages * getattr(placement.split_of(model.config, model.shards, mesh), kind)
+
+
+@functools.lru_cache(maxsize=64)
+def _parameter_bytes(config: models.Config, dtype: np.dtype) -> int:
+    leaves = jax.tree.leaves(models.abstract_params(models.build(config, dtype)))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _remedy(request: Request, limit: float) -> str:
+    """Returns the largest batch and the longest context that fit, or what else helps."""
+    batch, settings = len(request.prompts), request.settings
+    groups = 1 if settings.mesh is None else settings.mesh.shape[DATA]
+    rows = groups * bisect.bisect_right(
+        range(groups, batch, groups), limit, key=lambda n: _new_bytes(request, n)
+    )
+    slots = CAPACITY_MULTIPLE * bisect.bisect_right(
+        range(CAPACITY_MULTIPLE, settings.capacity, CAPACITY_MULTIPLE),
+        limit,
+        key=lambda n: _new_bytes(request, capacity=n),
+    )
+    tokens = slots - (settings.capacity - _tokens(request))
+    fitting = [f"at most {rows} rows of this length"] if rows else []
+    fitting += [f"at most {tokens} tokens per row"] if tokens > 1 else []
+    if fitting:
+        return f"use {' or '.join(fitting)}, or more devices"
+    return "use a smaller model, a smaller dtype, offload, or more devices"
+
+
+def _tokens(request: Request) -> int:
+    """Returns the tokens of the longest row, new ones included."""
+    return max(map(len, request.prompts)) + request.settings.max_new_tokens
+
+
+def _workload(request: Request) -> str:
+    return f"a batch of {len(request.prompts)} rows of {_tokens(request)} tokens"
+
+
+def _gb(size: float) -> str:
+    return f"{size / GB:.3g} GB"

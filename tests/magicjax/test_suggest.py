@@ -1,0 +1,44 @@
+"""Hints name a known name for a misspelling, and nothing for an unrelated name."""
+
+import pytest
+
+from magicjax.suggest import did_you_mean
+
+OPTIONS = ("--target", "--tree", "--top-k", "--top-p", "--seed", "--drafter", "--max-new-tokens")
+KEYS = ("batch", "context", "new_tokens", "budget", "methods", "prompts", "repeats", "verifier")
+POLICIES = ("streaming", "snapkv", "h2o", "keydiff", "full")
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "nearest"),
+    [
+        ("--taget", OPTIONS, "--target"),
+        ("--max_new_tokens", OPTIONS, "--max-new-tokens"),
+        ("--Tree", OPTIONS, "--tree"),
+        ("bacth", KEYS, "batch"),
+        ("new_token", KEYS, "new_tokens"),
+        ("streamin", POLICIES, "streaming"),
+        ("sanpkv", POLICIES, "snapkv"),
+        ("slef", ("self", "small"), "self"),
+    ],
+)
+def test_a_misspelling_names_the_nearest(name, known, nearest):
+    assert did_you_mean(name, known) == f"; did you mean {nearest!r}?"
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("--stream", OPTIONS),
+        ("--timeout", OPTIONS),
+        ("--draft", ("--tree", "--target")),
+        ("threads", KEYS),
+        ("length", KEYS),
+        ("method_list", ("metrics", "models")),
+        ("tova", POLICIES),
+        ("pyramidkv", POLICIES),
+        ("gptj", ("opt", "qwen")),
+    ],
+)
+def test_an_unrelated_name_has_no_hint(name, known):
+    assert did_you_mean(name, known) == ""
