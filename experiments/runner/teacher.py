@@ -124,10 +124,8 @@ def last_hidden_states(
     padded = jnp.pad(jnp.asarray(tokens), ((0, 0), (0, -length % CHUNK)))
     cache = full_cache.empty(model, 1, padded.shape[1])
     if in_float32:
-        cache = cache.replace(
-            k=tuple(x.astype(jnp.float32) for x in cache.k),
-            v=tuple(x.astype(jnp.float32) for x in cache.v),
-        )
+        k, v = (tuple(x.astype(jnp.float32) for x in layers) for layers in (cache.k, cache.v))
+        cache = dataclasses.replace(cache, k=k, v=v)
     kept = []
     for start in range(0, padded.shape[1], CHUNK):
         part = padded[:, start : start + CHUNK]

@@ -69,7 +69,9 @@ def interruptible() -> Iterator[threading.Event]:
 
 
 def print_stream(
-    rounds: Generator, tokenizer: Any, stop: Callable[[], bool] = lambda: False
+    rounds: Generator[Any, bool | None, Any],
+    tokenizer: Any,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Any:
     """Prints the text as it is generated, and returns the generator's return value.
 
@@ -77,7 +79,7 @@ def print_stream(
     `stop` returns True, the generator ends (`magicjax.stream`).
     """
     decoder, text, all_tokens = DecodeStream(skip_special_tokens=True), "", []
-    stopped = None  # a generator starts with None
+    stopped: bool | None = None  # a generator starts with None
     while True:
         try:
             tokens = rounds.send(stopped)[0].tolist()
