@@ -90,7 +90,7 @@ def _check_is_drafter(drafter: Any) -> None:
             f"drafter has type {name}: pass magicjax.SelfSpeculation(...), or wrap a model as "
             "magicjax.SmallModel(model)"
         )
-    if lacking := missing_methods(type(drafter)):
+    if lacking := missing_methods(drafter):
         raise TypeError(
             f"drafter {name} lacks the methods {', '.join(lacking)}: derive it from "
             f"magicjax.Drafter, which has defaults for all but {', '.join(REQUIRED)}"

@@ -185,8 +185,14 @@ class Drafter(Protocol):
 REQUIRED = ("check", "draw_methods", "prefill", "propose", "commit")  # others have defaults
 
 
-def missing_methods(kind: type) -> list[str]:
-    """Returns the methods of the contract that a class lacks."""
+def missing_methods(drafter: Any) -> list[str]:
+    """Returns the methods of the contract that a drafter, or a class of drafters, lacks."""
     names = [name for name, value in vars(Drafter).items() if callable(value) and name[0] != "_"]
-    lacking = [name for name in names if not hasattr(kind, name)]
-    return lacking + [name for name in REQUIRED if getattr(kind, name, None) is vars(Drafter)[name]]
+    found = {name: getattr(drafter, name, None) for name in names}
+    lacking = [name for name, method in found.items() if method is None]
+    inherited = (name for name in REQUIRED if _function(found[name]) is vars(Drafter)[name])
+    return [*lacking, *inherited]
+
+
+def _function(method: Any) -> Any:
+    return getattr(method, "__func__", method)

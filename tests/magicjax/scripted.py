@@ -13,7 +13,7 @@ from tests.magicjax import tiny
 
 
 @struct.dataclass
-class Scripted:
+class Scripted(Drafter):
     """A `Drafter` whose proposal in round r of row b is scripted.
 
     Attributes:

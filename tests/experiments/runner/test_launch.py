@@ -133,8 +133,8 @@ def test_a_row_has_the_settings_of_the_draft_cache(start, tmp_path):
     assert [tuple(row[name] for name in names) for row in summary(tmp_path)] == [
         ("", "", "", "", "", ""),
         ("snapkv", "256", "", "", "", ""),
-        ("snapkv", "256", "", "int8", "", ""),
         ("snapkv", "256", "4", "", "", ""),
+        ("snapkv", "256", "", "int8", "", ""),
         ("snapkv", "256", "4", "int8", "", ""),
         ("full", "", "", "", "", ""),
         ("streaming", "256", "", "", "in_cache", "sinks=4"),
@@ -387,13 +387,14 @@ IMPOSSIBLE = {
     "no such target": ("target: ./none", "target: ./none is not a directory"),
     "no model": ("target: tests", "target: tests/config.json does not exist"),
     "a preset": ("target: opt-125m", "target: 'opt-125m' is a preset, which has no tokenizer"),
-    "no such draft": (
-        "methods: [{drafter: small:./none}]",
+    "no such draft": ("methods: [{drafter: small:./none}]", "model: ./none is not a directory"),
+    "no such member": (
+        "methods: [{drafter: small:./none + prompt-lookup}]",
         "model: ./none is not a directory",
     ),
-    "no such member": (
-        "methods: [{drafter: small:./none + prompt-lookup, tree: chain:2}]",
-        "model: ./none is not a directory",
+    "branches of prompt lookup": (
+        "methods: [{drafter: prompt-lookup, tree: 'expansion:1,2'}]",
+        "this tree branches below the root",
     ),
     "a verifier that is not exact": (
         "do_sample: true\nmethods: [{drafter: self, draw: top, verifier: mss_with_replacement}]",

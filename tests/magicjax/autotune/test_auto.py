@@ -18,6 +18,8 @@ from magicjax.planner.candidates import model_sizes
 from magicjax.trees.token_tree import ROOT_ONLY
 from tests.magicjax import tiny
 
+SELF = "self:streaming:12:sinks=2"  # the name of the small cache below
+
 TREE = tiny.TREES["chain4"]
 # A pass of the tiny target takes 2 ms, a round 0.1 ms more, and a draft the time of its budget.
 LEVELS = {12: 2e-4, 16: 3e-3}
@@ -101,10 +103,10 @@ def test_the_text_is_exact_and_the_choice_can_be_reused(profile, tally, short_ca
     first = generate(settings)
     tally.compare(tiny.model(), tiny.prompts(8), tiny.expected(8), tiny.rows_of(first))
     choice = first.choice
-    assert choice.name == "self:streaming:12"
+    assert choice.name == SELF
     names = {trial.name for trial in choice.trials} | {*choice.skipped}
     other = candidates.name_of(settings.drafters[0])
-    assert names == {"", "self:streaming:12", other, "prompt-lookup:4"}
+    assert names == {"", SELF, other, "prompt-lookup:4"}
     assert first.stats.plan_s > 0 and first.stats.depths[0] == choice.tree.depth
     assert len(first.stats.depths) > 2
     assert {*choice.predicted_speedup} <= names
@@ -122,9 +124,9 @@ def test_a_choice_prints_its_measurements(profile):
     lines = str(choice).splitlines()
     assert lines[0] == "plain decoding: 2.00 ms per step"
     rates = r"acceptance by depth \d\.\d\d( \d\.\d\d)*"
-    assert re.fullmatch(rf"self:streaming:12: 2\.90 ms per round, {rates}", lines[2])
+    assert re.fullmatch(rf"{SELF}: 2\.90 ms per round, {rates}", lines[2])
     speedups = r"predicted speedup \d\.\d\d, measured \d\.\d\d"
-    chosen = rf"self:streaming:12, depth \d, \d nodes, {speedups}"
+    chosen = rf"{SELF}, depth \d, \d nodes, {speedups}"
     assert re.search(rf"^chosen: {chosen}$", str(choice), re.MULTILINE)
     assert re.search(r"^runner-up: prompt-lookup:4, depth \d", str(choice), re.MULTILINE)
     slow = dataclasses.replace(choice, drafter=None)
@@ -208,7 +210,7 @@ def test_a_stream_runs_the_choice_after_one_prefill(profile, monkeypatch):
         prefills.clear()
         for row, expected in zip(texts, tiny.expected(8), strict=True):
             np.testing.assert_array_equal(row, expected)
-        assert output.choice.name == "self:streaming:12"
+        assert output.choice.name == SELF
         assert len(output.stats.acceptance_by_depth) == output.choice.tree.depth
         assert output.stats.prefill_s > 0
 
@@ -238,7 +240,7 @@ def test_a_candidate_below_its_upper_bound_has_no_trial(profile):
 
 def test_rows_that_end_with_prefills_token_need_no_trial(profile):
     output = generate(Auto(drafters("cheap"), profile, tree=TREE), max_new_tokens=1)
-    assert output.choice.skipped == {"self:streaming:12": "prefill's token ended all rows"}
+    assert output.choice.skipped == {SELF: "prefill's token ended all rows"}
     np.testing.assert_array_equal(output.tokens, generate(None, max_new_tokens=1).tokens)
 
 
@@ -247,7 +249,7 @@ def test_memory_limits_candidates_and_the_target(profile):
     need = cost_model.memory_bytes(sizes, cost_model.Machine(HERE), 8, slots, sizes.kv_bytes) + 1
     cost_model.save_profile(profile, dataclasses.replace(HERE, memory=need), {})
     choice = generate(Auto(drafters("cheap"), profile, tree=TREE, trial_rounds=16)).choice
-    assert "GB per device; the target leaves" in choice.skipped["self:streaming:12"]
+    assert "GB per device; the target leaves" in choice.skipped[SELF]
     cost_model.save_profile(profile, dataclasses.replace(HERE, memory=1.0), {})
     with pytest.raises(ValueError, match="not one row fits"):
         generate(Auto(drafters("cheap"), profile, tree=TREE))
@@ -374,7 +376,7 @@ def test_unsupported_default_drafters_are_reported_with_the_reason(profile, monk
     monkeypatch.setattr(search, "default_drafters", default)
     branches = magicjax.TokenTree.from_parents((-1, 0, 1, 1))
     problem = problem_of(Auto(profile=profile, tree=branches))
-    assert [*problem.requests] == ["self:streaming:12"]
+    assert [*problem.requests] == [SELF]
     assert "prompt lookup proposes chains" in problem.unsupported["prompt-lookup:4"]
     output = generate(Auto(profile=profile, tree=branches, trial_rounds=16))
     reason = problem.unsupported["prompt-lookup:4"]
@@ -420,7 +422,7 @@ REFUSED = {
     "a string": (
         lambda p: "automatic",
         {},
-        "drafter='automatic' is not supported: the only string",
+        "'automatic' is not a drafter (drafters: ",
     ),
     "a tree": (
         lambda p: Auto(profile=p),
@@ -430,7 +432,7 @@ REFUSED = {
     "equal names": (
         lambda p: Auto([*drafters("cheap"), *drafters("cheap")], p),
         {},
-        "drafters=self:streaming:12, self:streaming:12 have equal names",
+        f"drafters={SELF}, {SELF} have equal names",
     ),
     "no default": (
         lambda p: Auto(profile=p, tree=magicjax.TokenTree.from_parents((-1, 0, 1, 1))),

@@ -226,7 +226,7 @@ REFUSED = {
     ),
     "no such drafter": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "big:DIR"],
-        "'big' is not a drafter (drafters: prompt-lookup, self, small, or an entry point of",
+        "'big' is not a drafter (drafters: prompt-lookup, self, small, or the import path of a class",
     ),
     "no such small model": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "small:./none"],
@@ -286,10 +286,18 @@ def test_a_slow_tokenizer_is_an_error_before_weights_are_loaded(directory, run, 
 
 
 @pytest.mark.parametrize(
-    "text", ["", "self:", "self:streaming:", "small", "small:", "prompt-lookup:a"]
+    ("text", "message"),
+    [
+        ("", "'' is not a drafter"),
+        ("self:", "policy='' is unknown"),
+        ("self:streaming:", "budget='': it must be an integer"),
+        ("small", "needs a model: write small:PATH"),
+        ("small:", "needs a model: write small:PATH"),
+        ("prompt-lookup:a", "max_ngram='a': it must be an integer"),
+    ],
 )
-def test_an_incomplete_drafter_is_an_error(text):
-    with pytest.raises(ValueError, match="is not a drafter: use self:streaming:256"):
+def test_an_incomplete_drafter_is_an_error(text, message):
+    with pytest.raises(ValueError, match=message):
         make_drafter(text, magicjax.load)
 
 

@@ -85,7 +85,7 @@ def test_a_drafter_is_written_with_its_defaults_and_read_back(text, written):
         ("slef", "'slef' is not a drafter; did you mean 'self'?"),
         ("self:snapkv:many", "budget='many': it must be an integer"),
         ("self:snapkv:1:2", "has 3 values, and self takes at most 2 without a name"),
-        ("self:refresh=4", "'refresh' is not an option of .*; did you mean 'refresh_every'"),
+        ("self:refresh_evry=4", "'refresh_evry' is not an .*; did you mean 'refresh_every'"),
         ("self:snapkv:sinks=4", "'sinks' is not an option of"),
         ("self:streaming:4:budget=8", "sets budget twice"),
         ("self:kv_dtype=int2", "kv_dtype='int2': it must be int8 or int4"),
