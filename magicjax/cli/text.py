@@ -69,7 +69,9 @@ def interruptible() -> Iterator[threading.Event]:
 
 
 def print_stream(
-    rounds: Generator, tokenizer: Any, stop: Callable[[], bool] = lambda: False
+    rounds: Generator[Any, bool | None, Any],
+    tokenizer: Any,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Any:
     """Prints the text as it is generated, and returns the generator's return value.
 
