@@ -185,7 +185,8 @@ def _check(load: Workload) -> None:
         raise ValueError(
             f"context={load.context} must be larger than max_new_tokens={load.max_new_tokens}"
         )
-    if load.attention == "mosaic" and not is_hopper(load.device):
+    hopper = is_hopper(load.device)  # raises for an unknown device
+    if load.attention == "mosaic" and not hopper:
         raise ValueError(f"backend=mosaic needs Hopper, not {load.device}: use backend=xla")
 
 

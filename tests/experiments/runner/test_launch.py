@@ -5,7 +5,6 @@ import importlib.metadata
 import importlib.util
 import json
 import pathlib
-import re
 import subprocess
 import sys
 
@@ -17,7 +16,6 @@ from experiments.runner import estimates, launchers, preflight, provenance, trac
 from experiments.schema import config, grid, store
 from experiments.schema.columns import TIMES
 from experiments.studies.specinfer import __main__ as specinfer
-from magicjax.parallel import offloading
 from magicjax.sources import DOWNLOADS
 
 SETTINGS = {
@@ -457,37 +455,6 @@ def test_invalid_cells_are_recorded_with_impossible_record(tmp_path, capsys, her
     assert "budget=8 is too small: its ring has 4" in capsys.readouterr().out
     path.write_text(f"results: {tmp_path / 'x'}\nimpossible: record\ncontext: 99999\n")
     assert launch.main([str(path)]) == 2  # all cells are invalid
-
-
-def test_cells_larger_than_the_memory_are_refused_or_recorded(
-    tmp_path, capsys, here, scripted, monkeypatch
-):
-    bench = scripted()
-    here(bench)
-    monkeypatch.setattr(offloading, "free_host_memory", lambda: 20e6)
-    path = tmp_path / "mine.yaml"
-    settings = (
-        f"results: {tmp_path}\nrepeats: 1\nprompts: random\ncontext: 512\nnew_tokens: 64\n"
-        "grid: {batch: [1, 512]}\nmethods: []\n"
-    )
-    path.write_text(settings)
-    assert launch.main([str(path)]) == 2
-    message = "a batch of 512 rows .* use at most [0-9]+ rows"
-    assert re.search(f"batch 512, context 512: plain: {message}", capsys.readouterr().err)
-    assert bench.ran == []
-    assert launch.main([str(path), "--dry-run"]) == 0
-    assert re.search(f"plain cannot run: {message}", " ".join(capsys.readouterr().out.split()))
-    path.write_text(f"{settings}impossible: record\n")
-    assert launch.main([str(path)]) == 1
-    assert [row["status"] for row in summary(tmp_path)] == ["ok", "memory"]
-    assert {cell.batch for cell in bench.ran} == {1}
-    monkeypatch.setattr(offloading, "free_host_memory", lambda: 1000)
-    assert launch.main([str(path)]) == 1  # nothing is to do: finished cells are not counted
-    monkeypatch.setattr(launchers, "gpus", lambda: ["0"])
-    for memory in (None, 1e12):
-        monkeypatch.setattr(launchers, "gpu_memory", lambda memory=memory: memory)
-        path.write_text(f"{settings}name: gpu-{bool(memory)}")
-        assert launch.main([str(path)]) == 0
 
 
 SHIPPED = pathlib.Path(config.__file__).parents[1] / "configs"

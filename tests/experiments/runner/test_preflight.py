@@ -1,9 +1,13 @@
-"""Models of a grid are validated, with their tokenizers, before weights are loaded."""
+"""Models of a grid are validated, and their memory compared, before weights are loaded."""
 
+import csv
 import json
+import re
 import shutil
 
 from experiments import launch
+from experiments.runner import launchers
+from magicjax.parallel import offloading
 
 
 def test_a_draft_with_another_tokenizer_is_an_error_before_the_grid_starts(tmp_path, capsys):
@@ -17,3 +21,35 @@ def test_a_draft_with_another_tokenizer_is_an_error_before_the_grid_starts(tmp_p
     assert launch.main([str(path), "--dry-run"]) == 2
     message = "the drafter's tokenizer differs from the target's in 2 tokens"
     assert message in capsys.readouterr().err
+
+
+def test_cells_larger_than_the_memory_are_refused_or_recorded(
+    tmp_path, capsys, here, scripted, monkeypatch
+):
+    bench = scripted()
+    here(bench)
+    monkeypatch.setattr(offloading, "free_host_memory", lambda: 20e6)
+    path = tmp_path / "mine.yaml"
+    settings = (
+        f"results: {tmp_path}\nrepeats: 1\nprompts: random\ncontext: 512\nnew_tokens: 64\n"
+        "grid: {batch: [1, 512]}\nmethods: []\n"
+    )
+    path.write_text(settings)
+    assert launch.main([str(path)]) == 2
+    message = "a batch of 512 rows .* use at most [0-9]+ rows"
+    assert re.search(f"batch 512, context 512: plain: {message}", capsys.readouterr().err)
+    assert bench.ran == []
+    assert launch.main([str(path), "--dry-run"]) == 0
+    assert re.search(f"plain cannot run: {message}", " ".join(capsys.readouterr().out.split()))
+    path.write_text(f"{settings}impossible: record\n")
+    assert launch.main([str(path)]) == 1
+    with (tmp_path / "mine" / "summary.csv").open() as file:
+        assert [row["status"] for row in csv.DictReader(file)] == ["ok", "memory"]
+    assert {cell.batch for cell in bench.ran} == {1}
+    monkeypatch.setattr(offloading, "free_host_memory", lambda: 1000)
+    assert launch.main([str(path)]) == 1  # nothing is to do: finished cells are not counted
+    monkeypatch.setattr(launchers, "gpus", lambda: ["0"])
+    for memory in (None, 1e12):
+        monkeypatch.setattr(launchers, "gpu_memory", lambda memory=memory: memory)
+        path.write_text(f"{settings}name: gpu-{bool(memory)}")
+        assert launch.main([str(path)]) == 0

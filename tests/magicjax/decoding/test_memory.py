@@ -15,7 +15,7 @@ from magicjax.parallel import offloading
 from sharding import abstract_mesh
 from tests.magicjax import tiny
 
-LOAD = aot_compile.Workload("llama-2-7b-32k", "", "", 8, 4096, "h100", max_new_tokens=64)
+LOAD = aot_compile.Workload("llama-2-7b-32k", "", "", 8, 2048, "h100", max_new_tokens=64)
 WORKLOADS = {
     "plain": {},
     "sparse": {"drafter": "self:streaming:256"},
