@@ -7,7 +7,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from magicjax.drafters import Proposal
+from magicjax.drafters import Drafter, Proposal
 from magicjax.settings import AttentionStatsSpec
 from tests.magicjax import tiny
 

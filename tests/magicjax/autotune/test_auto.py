@@ -402,7 +402,9 @@ def test_candidates_have_the_names_and_costs_of_their_drafters():
     small = magicjax.SmallModel(tiny.model("near"), policy="streaming", budget=40, kv_dtype="int8")
     draft = candidates.make_candidate(small, sizes, None, [[0.5]]).draft
     assert (draft.budget, draft.bits) == (40, 8)
-    assert candidates.name_of(small) == f"small:{tiny.model('near').name}:streaming:40"
+    assert (
+        candidates.name_of(small) == f"small:{tiny.model('near').name}:streaming:40:kv_dtype=int8"
+    )
     assert candidates.name_of(tiny.drafter("near")).endswith(":full")
     assert (
         candidates.make_candidate(tiny.drafter("near"), sizes, None, [[0.5]]).draft.budget is None

@@ -226,7 +226,7 @@ REFUSED = {
     ),
     "no such drafter": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "big:DIR"],
-        "'big' is not a drafter (drafters: prompt-lookup, self, small, or the import path of a class",
+        "'big' is not a drafter (drafters: prompt-lookup, self, small, or the import path of",
     ),
     "no such small model": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "small:./none"],

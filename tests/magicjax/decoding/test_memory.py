@@ -22,7 +22,11 @@ WORKLOADS = {
     "quantized": {"drafter": "self:snapkv:256:kv_dtype=int8"},
     "tensor parallel": {"drafter": "self:streaming:256", "data": 2, "model": 4},
     "small": {"drafter": "small:llama-68m:streaming:256:sink_positions=in_cache", "data": 2},
-    "small, sharded": {"drafter": "small:llama-68m:streaming:256:sink_positions=in_cache", "model": 4, "draft_shards": 2},
+    "small, sharded": {
+        "drafter": "small:llama-68m:streaming:256:sink_positions=in_cache",
+        "model": 4,
+        "draft_shards": 2,
+    },
     "replicated heads": {"target": "llama-3.1-8b", "model": 16},
     "stages": {"drafter": "self:streaming:256", "stage": 2, "model": 2},
     "offloaded": {"offload": True},
