@@ -3,9 +3,9 @@
 from typing import Any
 
 import pandas as pd
-from matplotlib.figure import Figure
 
-from experiments.report.figures import COLOURS, add_legend, cells_axes
+from experiments.report import figures
+from experiments.report.export import Figure
 from experiments.report.results_folder import CellResult, Results
 
 COLUMNS = {"speedup": "speedup", "τ": "tau", "tok/s": "decode_tok_s"}
@@ -46,14 +46,7 @@ def _line(
 def _figure(table: pd.DataFrame, names: tuple[str, str]) -> Figure:
     """Returns a line per cell with a point for each of its two speedups."""
     both = table.dropna(subset=[f"speedup {name}" for name in names])
-    both = both[both["method"] != "plain"]
-    label = "speedup over plain decoding"
-    figure, axes = cells_axes(both.to_dict("records"), label)  # type: ignore[arg-type]
-    y = range(len(both))
-    low, high = (both[f"speedup {name}"] for name in names)
-    axes.hlines(y, low, high, color="#BBBBBB", linewidth=2, zorder=1)
-    for name, colour, mark in zip(names, COLOURS, ("o", "D"), strict=False):
-        axes.scatter(both[f"speedup {name}"], y, 36, colour, marker=mark, label=name, zorder=2)
-    axes.axvline(1.0, color="black", linestyle="--", linewidth=1)
-    add_legend(axes)
-    return figure
+    both = both[both["method"] != "plain"].rename(
+        columns=lambda name: name.removeprefix("speedup ")
+    )
+    return figures.side_by_side(both.to_dict("records"), names)
