@@ -1,10 +1,9 @@
 """Results as interactive plots: speedups, acceptance, τ, phases, throughput against latency.
 
-A figure draws itself for a number of columns of panels and a width of each; `export` writes it in
-the widths of a paper's columns. A method has one colour and one marker in all figures of a report.
+A method has one colour and one marker in all figures of a report.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -22,19 +21,26 @@ PARTS = {
     "host_s": ("host", "#DDDDDD"),
 }
 SPEEDUP = "speedup over plain decoding"
+# What hovering shows: (title, format) of columns.
 TOOLTIPS = {
-    "method": alt.Tooltip("method:N"),
-    "batch": alt.Tooltip("batch:Q"),
-    "context": alt.Tooltip("context:Q", format=","),
-    "speedup": alt.Tooltip("speedup:Q", format=".2f"),
-    "low": alt.Tooltip("low:Q", format=".2f", title="interval from"),
-    "high": alt.Tooltip("high:Q", format=".2f", title="to"),
-    "evidence": alt.Tooltip("evidence:N", title="measured"),
-    "tau": alt.Tooltip("tau:Q", format=".2f", title="τ"),
-    "acceptance_rate": alt.Tooltip("acceptance_rate:Q", format=".3f", title="acceptance rate"),
-    "decode_tok_s": alt.Tooltip("decode_tok_s:Q", format=",.1f", title="tokens/s"),
-    "ar_decode_tok_s": alt.Tooltip("ar_decode_tok_s:Q", format=",.1f", title="plain tokens/s"),
-    "tpot_ms_p50": alt.Tooltip("tpot_ms_p50:Q", format=".2f", title="ms/token"),
+    "method": ("method", ""),
+    "family": ("method", ""),
+    "folder": ("folder", ""),
+    "phase": ("phase", ""),
+    "batch": ("batch", ""),
+    "context": ("context", ","),
+    "budget": ("budget", ","),
+    "depth": ("depth", ""),
+    "speedup": (SPEEDUP, ".2f"),
+    "low": ("interval from", ".2f"),
+    "high": ("to", ".2f"),
+    "evidence": ("measured", ""),
+    "tau": ("τ", ".2f"),
+    "acceptance_rate": ("acceptance rate", ".3f"),
+    "decode_tok_s": ("tokens/s", ",.1f"),
+    "ar_decode_tok_s": ("plain tokens/s", ",.1f"),
+    "tpot_ms_p50": ("ms/token", ".2f"),
+    "share": ("share", ".1%"),
 }
 # Long names in two lines.
 LINES = "length(datum.label) > 36 ? split(datum.label, ', ') : datum.label"
@@ -46,38 +52,22 @@ Chart = Any  # of Altair, whose classes have no common base with `facet`
 Styles = Mapping[str, tuple[str, str]]
 
 
-def data(rows: Rows, *columns: str) -> alt.Data:
-    """Returns the rows as data of a chart, restricted to the columns of tooltips and `columns`."""
-    names = (*TOOLTIPS, *columns)
-    return alt.Data(values=[{name: row.get(name) for name in names} for row in rows])
+def shown(rows: Rows) -> dict[str, Any]:
+    """Returns the rows as data of a chart: panels and the columns of tooltips."""
+    names = [name for name in ("panel", *TOOLTIPS) if any(name in row for row in rows)]
+    return {"data": alt.Data(values=[{name: row.get(name) for name in names} for row in rows])}
 
 
 def tooltips(rows: Rows) -> list[alt.Tooltip]:
     """Returns the tooltips for which a row has a value."""
     known = {name for row in rows for name, value in row.items() if value not in (None, "")}
-    return [tooltip for name, tooltip in TOOLTIPS.items() if name in known]
-
-
-def encoded(
-    names: Sequence[str], styles: Styles, width: float, field: str = "method"
-) -> dict[str, Any]:
-    """Returns the colour and the marker by method, or family, with one legend below the panels.
-
-    `width` is that of all panels.
-    """
-    colours, marks = zip(*(styles[name] for name in names), strict=True)
-    legend = alt.Legend(
-        orient="bottom", direction="vertical", columns=2 if width > NARROW else 1, symbolOpacity=1
-    )
-    domain = list(names)
-    return {
-        "color": alt.Color(
-            f"{field}:N", scale=alt.Scale(domain=domain, range=colours), title=None, legend=legend
-        ),
-        "shape": alt.Shape(
-            f"{field}:N", scale=alt.Scale(domain=domain, range=marks), title=None, legend=legend
-        ),
-    }
+    return [
+        alt.Tooltip(
+            f"{name}:{'Q' if pattern else 'N'}", title=title, format=pattern or alt.Undefined
+        )
+        for name, (title, pattern) in TOOLTIPS.items()
+        if name in known
+    ]
 
 
 def in_panels(chart: Chart, names: Sequence[str], columns: int, field: str = "panel") -> Chart:
@@ -89,88 +79,93 @@ def in_panels(chart: Chart, names: Sequence[str], columns: int, field: str = "pa
     return chart.facet(facet=facet, columns=columns).resolve_axis(x=resolved)
 
 
-def highlighted(field: str = "method") -> tuple[alt.Parameter, Any]:
-    """Returns (a selection by clicking the legend, the opacity that shows it)."""
-    chosen = alt.selection_point(name="chosen", fields=[field], bind="legend")
-    return chosen, alt.condition(chosen, alt.value(1.0), alt.value(0.12))
+def _described(rows: Rows, columns: Sequence[str]) -> list[Row]:
+    """Returns the rows with the column `panel`, which describes `columns`."""
+    return [r | {"panel": labels.describe({c: r.get(c) for c in columns})} for r in rows]
 
 
-def plain_rule(axis: str) -> Chart:
-    """Returns the line at a speedup of 1."""
+def _values(rows: Rows, column: str) -> list[Any]:
+    """Returns the values of a column, in the order of the rows."""
+    return list(dict.fromkeys(row[column] for row in rows))
+
+
+def _styled(names: Sequence[str], styles: Styles, field: str, width: float) -> dict[str, Any]:
+    """Returns colour and marker by a field, with one legend below panels of this total width."""
+    columns = 2 if width > NARROW else 1
+    legend = alt.Legend(orient="bottom", direction="vertical", columns=columns, symbolOpacity=1)
+    colours, marks = (
+        alt.Scale(domain=list(names), range=list(values))
+        for values in zip(*(styles[name] for name in names), strict=True)
+    )
+    return {
+        "color": alt.Color(f"{field}:N", scale=colours, title=None, legend=legend),
+        "shape": alt.Shape(f"{field}:N", scale=marks, title=None, legend=legend),
+    }
+
+
+def _rule(axis: str) -> Chart:
+    """Returns the dashed line at a speedup of 1."""
     encoding: Any = {axis: alt.datum(1)}
     return alt.Chart().mark_rule(strokeDash=[4, 3], color="black").encode(**encoding)
 
 
-def _panels(rows: Rows, columns: Sequence[str]) -> tuple[list[Row], list[str]]:
-    """Returns the rows with the column `panel`, which describes `columns`, and its values."""
-    named = [r | {"panel": labels.describe({c: r.get(c) for c in columns})} for r in rows]
-    return named, list(dict.fromkeys(row["panel"] for row in named))
+def _lines(
+    rows: Rows,
+    styles: Styles,
+    x: alt.X,
+    y: alt.Y,
+    caption: str,
+    others: Callable[[Chart], Sequence[Chart]] = lambda base: (),
+    field: str = "method",
+    order: Any = alt.Undefined,
+    size: Any = alt.Undefined,
+) -> Figure:
+    """Returns a line with markers for each value of a field; clicking the legend shows only it.
 
-
-def speedups(rows: Rows, styles: Styles) -> Figure:
-    """Returns speedups with intervals: a panel per group, a line per method, the fastest first."""
-    shown, panels = _panels(rows, labels.group_columns(rows))
-    best: dict[str, float] = {}
-    for row in rows:
-        best[row["method"]] = max(row["speedup"], best.get(row["method"], 0.0))
-    order = sorted(best, key=lambda name: -best[name])
-    marks = {name: mark.legend(None) for name, mark in encoded(order, styles, 0).items()}
-    y = alt.Y("method:N", sort=order, title=None, axis=alt.Axis(labelExpr=LINES, labelLimit=0))
-    x = alt.X("speedup:Q", title=SPEEDUP, scale=alt.Scale(zero=False))
-    base = alt.Chart().encode(y=y, color=marks["color"])
-
-    def draw(width: float, columns: int) -> Chart:
-        interval = base.mark_rule(strokeWidth=1.5).encode(
-            x=alt.X("low:Q", title=SPEEDUP), x2="high"
-        )
-        points = base.mark_point(filled=True, size=45).encode(
-            x=x, shape=marks["shape"], tooltip=tooltips(shown), opacity=alt.value(1)
-        )
-        layers = alt.layer(plain_rule("x"), interval, points, data=data(shown, "panel"))
-        return in_panels(layers.properties(width=width, height=alt.Step(STEP)), panels, columns)
-
-    return Figure(
-        draw, len(panels), f"{SPEEDUP.capitalize()}, with the interval. Dashed: plain decoding."
-    )
-
-
-def by_axis(rows: Rows, styles: Styles, axis: str) -> Figure:
-    """Returns speedups with intervals by batch or context: a line per method.
-
-    No panels: in every panel the axis would have one value.
+    `others` returns more layers, of a chart with the lines' colours. By default a line is in the
+    order of x.
     """
-    rest = [name for name in labels.group_columns(rows) if name != axis]
-    shown, panels = _panels(rows, rest)
-    panels = [p for p in panels if len({r[axis] for r in shown if r["panel"] == p}) > 1]
-    shown = [row for row in shown if row["panel"] in panels]
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    values = sorted({row[axis] for row in rows})
-    x = alt.X(
-        f"{axis}:Q",
-        scale=alt.Scale(type="log", base=2, nice=False, padding=8),
-        axis=alt.Axis(values=values, format=",", grid=False),
-        title=axis,
-    )
-    chosen, opacity = highlighted()
+    panels, names = _values(rows, "panel"), _values(rows, field)
+    chosen = alt.selection_point(name="chosen", fields=[field], bind="legend")
+    opacity = alt.condition(chosen, alt.value(1.0), alt.value(0.12))
 
     def draw(width: float, columns: int) -> Chart:
-        marks = encoded(methods, styles, width * columns)
-        base = alt.Chart().encode(x=x, color=marks["color"], opacity=opacity)
-        y = alt.Y("speedup:Q", title=SPEEDUP, scale=alt.Scale(zero=False))
-        layers = alt.layer(
-            plain_rule("y"),
-            base.mark_rule().encode(y=alt.Y("low:Q", title=SPEEDUP), y2="high"),
-            base.mark_line(strokeWidth=1.2).encode(y=y),
-            base.mark_point(filled=True, size=40)
-            .encode(y=y, shape=marks["shape"], tooltip=tooltips(shown))
-            .add_params(chosen),
-            data=data(shown, "panel"),
+        marks = _styled(names, styles, field, width * columns)
+        base = alt.Chart().encode(color=marks["color"], opacity=opacity)
+        points = base.mark_point(filled=True, size=40).encode(
+            x=x, y=y, shape=marks["shape"], tooltip=tooltips(rows), size=size
         )
+        line = base.mark_line(strokeWidth=1.2).encode(x=x, y=y, order=order)
+        layers = alt.layer(*others(base), line, points.add_params(chosen), **shown(rows))
         return in_panels(layers.properties(width=width, height=PANEL_HEIGHT), panels, columns)
 
-    return Figure(
-        draw, len(panels), f"{SPEEDUP.capitalize()} by {axis}. Click a method in the legend."
-    )
+    return Figure(draw, len(panels), f"{caption} Click a name in the legend.")
+
+
+def _log_axis(rows: Rows, column: str, title: str) -> alt.X:
+    """Returns a logarithmic axis with a tick at each value."""
+    ticks = alt.Axis(values=sorted(set(_values(rows, column)) - {None}), format=",", grid=False)
+    scale = alt.Scale(type="log", base=2, nice=False, padding=8)
+    return alt.X(f"{column}:Q", scale=scale, axis=ticks, title=title)
+
+
+def by_axis(rows: Rows, styles: Styles, axis: str) -> Figure | None:
+    """Returns speedups with intervals by batch or context; None if no panel has two values."""
+    named = _described(rows, [name for name in labels.group_columns(rows) if name != axis])
+    found: dict[str, set[int]] = {}
+    for row in named:
+        found.setdefault(row["panel"], set()).add(row[axis])
+    named = [row for row in named if len(found[row["panel"]]) > 1]
+    if not named:
+        return None
+    x = _log_axis(named, axis, axis)
+    low = alt.Y("low:Q", title=SPEEDUP)
+
+    def intervals(base: Chart) -> Sequence[Chart]:
+        return _rule("y"), base.mark_rule().encode(x=x, y=low, y2="high")
+
+    y = alt.Y("speedup:Q", title=SPEEDUP, scale=alt.Scale(zero=False))
+    return _lines(named, styles, x, y, f"{SPEEDUP.capitalize()} by {axis}.", intervals)
 
 
 def by_budget(rows: Rows, styles: Styles, column: str, label: str) -> Figure:
@@ -179,36 +174,18 @@ def by_budget(rows: Rows, styles: Styles, column: str, label: str) -> Figure:
     A method without a budget is a horizontal line.
     """
     families = labels.families(rows)
-    shown, panels = _panels(rows, labels.group_columns(rows))
-    shown = [row | {"family": families[row["method"]]} for row in shown]
-    names = list(dict.fromkeys(row["family"] for row in shown))
-    budgets = sorted({row["budget"] for row in rows} - {None})
-    x = alt.X(
-        "budget:Q",
-        scale=alt.Scale(type="log", base=2, nice=False, padding=8),
-        axis=alt.Axis(values=budgets, grid=False),
-        title="budget B (slots)",
-    )
-    y = alt.Y(f"{column}:Q", title=label, scale=alt.Scale(zero=False))
-    chosen, opacity = highlighted("family")
+    named = [
+        row | {"family": families[row["method"]]}
+        for row in _described(rows, labels.group_columns(rows))
+    ]
+    x, y = _log_axis(named, "budget", "budget B (slots)"), alt.Y(f"{column}:Q", title=label)
+    y = y.scale(zero=False)
 
-    def draw(width: float, columns: int) -> Chart:
-        marks = encoded(names, styles, width * columns, "family")
-        base = alt.Chart().encode(color=marks["color"], y=y, opacity=opacity)
-        limited = base.transform_filter("isValid(datum.budget)").encode(x=x)
-        tips = [alt.Tooltip("budget:Q"), *tooltips(shown)]
-        layers = alt.layer(
-            base.transform_filter("!isValid(datum.budget)").mark_rule(),
-            limited.mark_line(strokeWidth=1.2),
-            limited.mark_point(filled=True, size=40)
-            .encode(shape=marks["shape"], tooltip=tips)
-            .add_params(chosen),
-            data=data(shown, "panel", "family", "budget"),
-        )
-        return in_panels(layers.properties(width=width, height=PANEL_HEIGHT), panels, columns)
+    def unlimited(base: Chart) -> Sequence[Chart]:
+        return (base.transform_filter("!isValid(datum.budget)").mark_rule().encode(y=y),)
 
-    caption = f"By budget of the draft's cache: {label}. Click a method in the legend."
-    return Figure(draw, len(panels), caption)
+    caption = f"By budget of the draft's cache: {label}."
+    return _lines(named, styles, x, y, caption, unlimited, "family")
 
 
 def acceptance_by_depth(
@@ -218,141 +195,116 @@ def acceptance_by_depth(
 
     `curves` are (acceptance if the depth before was reached, acceptance by depth).
     """
-    panels = ["of the rounds that reached the previous depth", "of all rounds"]
-    shown = [
+    panels = "of the rounds that reached the previous depth", "of all rounds"
+    rows = [
         {"method": name, "panel": panel, "depth": depth, "share": share}
+        for panel, which in zip(panels, (0, 1), strict=True)
         for name, pair in curves.items()
-        for panel, curve in zip(panels, pair, strict=True)
-        for depth, share in enumerate(curve, 1)
+        for depth, share in enumerate(pair[which], 1)
     ]
-    deepest = max((row["depth"] for row in shown), default=1)
-    chosen, opacity = highlighted()
-    tips = ["method:N", "depth:Q", alt.Tooltip("share:Q", format=".3f")]
+    deepest = max((row["depth"] for row in rows), default=1)
+    x = alt.X("depth:Q", axis=alt.Axis(values=list(range(1, deepest + 1)), format="d"))
+    y = alt.Y("share:Q", title="accepted", scale=alt.Scale(domain=[0, 1]))
+    caption = "Acceptance by depth of the tree, averaged over the cells of a method."
+    return _lines(rows, styles, x.scale(domain=[1, max(2, deepest)]), y, caption)
+
+
+def throughput(rows: Rows, styles: Styles) -> Figure:
+    """Returns tokens/s of a batch against ms/token of one user, a line over the batches."""
+    named = _described(rows, [name for name in labels.group_columns(rows) if name != "batch"])
+    sizes = alt.Scale(domain=sorted(_values(rows, "batch")), range=[20, 120])
+    legend = alt.Legend(orient="bottom", direction="horizontal")
+    return _lines(
+        named,
+        styles,
+        alt.X("tpot_ms_p50:Q", title="ms/token of one user, median"),
+        alt.Y("decode_tok_s:Q", title="tokens/s of the batch"),
+        "Throughput of the batch against latency of one user. Every cell, including plain "
+        "decoding, is timed in its own process.",
+        order="batch:Q",
+        size=alt.Size("batch:O", scale=sizes, legend=legend),
+    )
+
+
+def _by_method(
+    rows: Rows, layers: Callable[[alt.Y], Chart], order: Sequence[str], caption: str
+) -> Figure:
+    """Returns a line of each panel for each method; `layers` has the rows as data."""
+    panels = _values(rows, "panel")
+    y = alt.Y("method:N", sort=list(order), title=None, axis=alt.Axis(labelExpr=LINES))
 
     def draw(width: float, columns: int) -> Chart:
-        marks = encoded(list(curves), styles, width * columns)
-        axis = alt.Axis(values=list(range(1, deepest + 1)), format="d", grid=False)
-        base = alt.Chart().encode(
-            x=alt.X("depth:Q", axis=axis, scale=alt.Scale(domain=[1, max(2, deepest)])),
-            y=alt.Y("share:Q", title="accepted", scale=alt.Scale(domain=[0, 1])),
-            color=marks["color"],
-            opacity=opacity,
-        )
-        points = base.mark_point(filled=True, size=40).encode(shape=marks["shape"], tooltip=tips)
-        layers = alt.layer(
-            base.mark_line(strokeWidth=1.2), points.add_params(chosen), data=alt.Data(values=shown)
-        )
-        return in_panels(layers.properties(width=width, height=PANEL_HEIGHT), panels, columns)
+        sized = layers(y).properties(width=width, height=alt.Step(STEP))
+        return in_panels(sized, panels, columns)
 
-    return Figure(draw, 2, "Acceptance by depth of the tree, averaged over the cells of a method.")
+    return Figure(draw, len(panels), caption)
+
+
+def speedups(rows: Rows, styles: Styles) -> Figure:
+    """Returns speedups with intervals: a panel per group, a line per method, the fastest first."""
+    named = _described(rows, labels.group_columns(rows))
+    order = _values(sorted(rows, key=lambda row: -row["speedup"]), "method")
+    marks = {name: mark.legend(None) for name, mark in _styled(order, styles, "method", 0).items()}
+    x = alt.X("speedup:Q", title=SPEEDUP, scale=alt.Scale(zero=False))
+    low = alt.X("low:Q", title=SPEEDUP)
+
+    def layers(y: alt.Y) -> Chart:
+        base = alt.Chart().encode(y=y, color=marks["color"])
+        points = base.mark_point(filled=True, size=45, opacity=1)
+        points = points.encode(x=x, shape=marks["shape"], tooltip=tooltips(named))
+        interval = base.mark_rule(strokeWidth=1.5).encode(x=low, x2="high")
+        return alt.layer(_rule("x"), interval, points, **shown(named))
+
+    caption = f"{SPEEDUP.capitalize()}, with the interval. Dashed: plain decoding."
+    return _by_method(named, layers, order, caption)
 
 
 def time_split(rows: Rows) -> Figure:
     """Returns the phases of a round, a bar per cell, as shares of the traced rounds."""
-    shown, panels = _panels(rows, labels.group_columns(rows))
-    order = list(dict.fromkeys(row["method"] for row in rows))
     parts = [
-        {"method": row["method"], "panel": row["panel"], "phase": name, "share": share, "i": i}
-        for row in shown
-        for i, (name, share) in enumerate(_shares(row).items())
+        {"method": row["method"], "panel": row["panel"], "phase": name, "share": share}
+        for row in _described(rows, labels.group_columns(rows))
+        for name, share in _shares(row).items()
     ]
     names, colours = zip(*PARTS.values(), strict=True)
-    tips = ["method:N", "phase:N", alt.Tooltip("share:Q", format=".1%")]
+    colour = alt.Color(
+        "phase:N",
+        scale=alt.Scale(domain=list(names), range=list(colours)),
+        legend=alt.Legend(orient="bottom", columns=3),
+        title=None,
+    )
+    x = alt.X("share:Q", axis=alt.Axis(format="%"), title="time of a round")
 
-    def draw(width: float, columns: int) -> Chart:
-        chart = (
-            alt.Chart(alt.Data(values=parts))
-            .mark_bar()
-            .encode(
-                x=alt.X("share:Q", axis=alt.Axis(format="%"), title="time of a round"),
-                y=alt.Y("method:N", sort=order, title=None, axis=alt.Axis(labelExpr=LINES)),
-                color=alt.Color(
-                    "phase:N",
-                    scale=alt.Scale(domain=list(names), range=list(colours)),
-                    legend=alt.Legend(orient="bottom", columns=3),
-                    title=None,
-                ),
-                order="i:Q",
-                tooltip=tips,
-            )
-        )
-        return in_panels(chart.properties(width=width, height=alt.Step(STEP)), panels, columns)
+    def bars(y: alt.Y) -> Chart:
+        bar = alt.Chart(**shown(parts)).mark_bar()
+        return bar.encode(x=x, y=y, color=colour, tooltip=tooltips(parts))
 
-    return Figure(draw, len(panels), "Phases of a round, in one traced run of each cell.")
+    order = _values(rows, "method")
+    return _by_method(parts, bars, order, "Phases of a round, in one traced run of each cell.")
 
 
 def _shares(row: Row) -> dict[str, float]:
     """Returns the share of each phase in a round of a cell."""
     seconds = {name: row[column] or 0.0 for column, (name, _) in PARTS.items()}
-    total = sum(seconds.values())
-    return {name: value / total for name, value in seconds.items()}
-
-
-def throughput(rows: Rows, styles: Styles) -> Figure:
-    """Returns tokens/s of a batch against ms/token of one user, a line over the batches."""
-    rest = [name for name in labels.group_columns(rows) if name != "batch"]
-    shown, panels = _panels(rows, rest)
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    batches = sorted({row["batch"] for row in rows})
-    size = alt.Size(
-        "batch:O",
-        scale=alt.Scale(domain=batches, range=[20, 120]),
-        legend=alt.Legend(orient="bottom", direction="horizontal"),
-    )
-    chosen, opacity = highlighted()
-
-    def draw(width: float, columns: int) -> Chart:
-        marks = encoded(methods, styles, width * columns)
-        base = alt.Chart().encode(
-            x=alt.X("tpot_ms_p50:Q", title="ms/token of one user, median"),
-            y=alt.Y("decode_tok_s:Q", title="tokens/s of the batch"),
-            color=marks["color"],
-            opacity=opacity,
-        )
-        points = base.mark_point(filled=True).encode(
-            shape=marks["shape"], size=size, tooltip=tooltips(shown)
-        )
-        layers = alt.layer(
-            base.mark_line(strokeWidth=1).encode(order="batch:Q"),
-            points.add_params(chosen),
-            data=data(shown, "panel"),
-        )
-        return in_panels(layers.properties(width=width, height=PANEL_HEIGHT), panels, columns)
-
-    return Figure(
-        draw,
-        len(panels),
-        "Throughput of the batch against latency of one user. Every cell, including plain "
-        "decoding, is timed in its own process.",
-    )
+    return {name: value / sum(seconds.values()) for name, value in seconds.items()}
 
 
 def side_by_side(rows: Rows, names: Sequence[str]) -> Figure:
     """Returns the speedups of two folders, given as the columns `names`: a line for each cell."""
-    shown, panels = _panels(rows, labels.group_columns(rows))
-    order = list(dict.fromkeys(row["method"] for row in rows))
     points = [
         {"method": row["method"], "panel": row["panel"], "folder": name, "speedup": row[name]}
-        for row in shown
+        for row in _described(rows, labels.group_columns(rows))
         for name in names
     ]
-    tips = ["method:N", "folder:N", alt.Tooltip("speedup:Q", format=".2f")]
-    colours = alt.Scale(domain=list(names), range=["#000000", "#888888"])
-    marks = alt.Scale(domain=list(names), range=["circle", "diamond"])
+    styles = dict(zip(names, (("#000000", "circle"), ("#888888", "diamond")), strict=True))
+    marks = _styled(names, styles, "folder", 0)
+    x = alt.X("speedup:Q", title=SPEEDUP, scale=alt.Scale(zero=False))
 
-    def draw(width: float, columns: int) -> Chart:
-        legend = alt.Legend(orient="bottom")
-        base = alt.Chart().encode(
-            x=alt.X("speedup:Q", title=SPEEDUP, scale=alt.Scale(zero=False)),
-            y=alt.Y("method:N", sort=order, title=None, axis=alt.Axis(labelExpr=LINES)),
-        )
-        dots = base.mark_point(filled=True, size=40).encode(
-            color=alt.Color("folder:N", scale=colours, title=None, legend=legend),
-            shape=alt.Shape("folder:N", scale=marks, title=None, legend=legend),
-            tooltip=tips,
-        )
+    def layers(y: alt.Y) -> Chart:
+        base = alt.Chart().encode(x=x, y=y)
+        dots = base.mark_point(filled=True, size=40, opacity=1)
+        dots = dots.encode(tooltip=tooltips(points), **marks)
         line = base.mark_line(color="#BBBBBB").encode(detail="method:N")
-        layers = alt.layer(plain_rule("x"), line, dots, data=alt.Data(values=points))
-        return in_panels(layers.properties(width=width, height=alt.Step(STEP)), panels, columns)
+        return alt.layer(_rule("x"), line, dots, **shown(points))
 
-    return Figure(draw, len(panels), "Speedups of two folders.")
+    return _by_method(points, layers, _values(rows, "method"), "Speedups of two folders.")

@@ -92,9 +92,8 @@ def make_figures(cells: Sequence[CellResult], rows: Rows) -> dict[str, Figure]:
         if len({labels.shape(row) for row in fast}) <= MAX_SHAPES:
             found["speedup"] = figures.speedups(fast, styles)
         for axis in ("context", "batch"):
-            by_axis = figures.by_axis(fast, styles, axis)
-            if by_axis.panels:
-                found[f"speedup_by_{axis}"] = by_axis
+            if lines := figures.by_axis(fast, styles, axis):
+                found[f"speedup_by_{axis}"] = lines
     by_shape = labels.group_columns(rows) == ["batch", "context"]
     if fast and by_shape and len({labels.shape(row) for row in fast}) > 1:
         failed = [row for row in rows if row["status"] != "ok" and row["draft"] != "none"]
@@ -357,7 +356,8 @@ def main(
             written.append(f"{FIGURES}/{TABLE}")
         if against is not None:
             compared, figure = comparison.compare(read(folder), read(against))
-            export.write(folder / FIGURES, "comparison", figure)
+            if figure is not None:
+                export.write(folder / FIGURES, "comparison", figure)
             write_atomically(folder / "comparison.csv", compared.to_csv(index=False))
             with pd.option_context("display.width", 200, "display.max_columns", None):
                 print(compared.round(3).to_string(index=False))

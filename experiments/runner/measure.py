@@ -97,7 +97,8 @@ def _run(batches: Sequence[Any]) -> dict[str, Any]:
     """Returns the sums of a run over all batches, and the seconds of each if there are several."""
     times = ("prefill_s", "decode_s", "tokens_per_s")
     names = (*times, "target_passes", "rounds", "emitted", "drafted", "accepted")
-    run: dict[str, Any] = {name: float(getattr(merge(batches).stats, name)) for name in names}
+    stats = merge(batches).stats
+    run: dict[str, Any] = {name: float(getattr(stats, name)) for name in names}
     if len(batches) > 1:
         run["decode_s_by_batch"] = [batch.stats.decode_s for batch in batches]
     return run
