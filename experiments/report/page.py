@@ -204,32 +204,41 @@ def _answers(rows: Rows) -> str:
         sentences.append(f"<b>{wrong} are NOT equal to plain decoding.</b>")
     table = pd.DataFrame([_line(one) for one in found]).fillna("–")
     table = table.loc[:, (table != "").any()]
-    shown = table.to_html(index=False, border=0, classes="answers")
     return (
-        f'<p class="lead">{" ".join(sentences)}</p><div class="wide">{shown}</div>'
+        f'<p class="lead">{" ".join(sentences)}</p>{_html(table, "answers")}'
         f'<p class="note">{NOTE}</p>'
     )
+
+
+def _html(table: pd.DataFrame, kind: str | None = None) -> str:
+    """Returns the HTML of a table, which scrolls if it is wider than the window."""
+    with pd.option_context("display.max_colwidth", None):
+        shown = table.to_html(
+            index=False, border=0, classes=kind, na_rep="–", float_format="{:.2f}".format
+        )
+    return f'<div class="wide">{shown}</div>'
 
 
 def _summary(found: Sequence[answer.Answer]) -> list[str]:
     """Returns the HTML sentences with the best speedup, and with where plain decoding wins."""
     timed = [one for one in found if one.timed]
-    faster = [one for one in timed if not one.plain_wins]
+    faster = [(one, one.best) for one in timed if one.best is not None and not one.plain_wins]
+    lost = "; ".join(labels.describe(one.group) for one in timed if one.plain_wins)
     sentences = []
     if faster:
-        first = max(faster, key=lambda one: one.best["speedup"])
+        first, best = max(faster, key=lambda pair: pair[1]["speedup"])
         sentences.append(
-            f"Best: <b>{html.escape(first.best['method'])}</b>, "
-            f"<b>{ranking.with_interval(first.best, 'speedup')}×</b> plain decoding "
-            f"({html.escape(labels.describe(first.group))}; {first.best['evidence']})."
+            f"Best: <b>{html.escape(best['method'])}</b>, "
+            f"<b>{ranking.with_interval(best, 'speedup')}×</b> plain decoding "
+            f"({html.escape(labels.describe(first.group))}; {best['evidence']})."
         )
-    if timed:
-        lost = "; ".join(labels.describe(one.group) for one in timed if one.plain_wins)
         sentences.append(
             f"Plain decoding wins at {html.escape(lost)}."
             if lost
-            else "Speculation is faster than plain decoding in every group."
+            else "Speculation is faster than plain decoding wherever it was timed."
         )
+    elif timed:
+        sentences.append("<b>No method is faster than plain decoding.</b>")
     if unclear := sum(one.unclear for one in timed):
         sentences.append(f"{unclear} of {len(timed)} intervals contain 1.")
     if untimed := sum(one.best is not None and not one.timed for one in found):
@@ -245,7 +254,7 @@ def _line(one: answer.Answer) -> dict[str, str]:
     if one.plain_wins and best is not None:
         line["best method"] = f"plain decoding (next: {best['method']})"
     if best is not None:
-        line["τ"] = ranking.with_interval(best, "tau")
+        line["τ"] = ranking.with_interval(best, "tau").replace(" ", "\u00a0")
         if one.timed:
             line["speedup"] = ranking.with_interval(best, "speedup").replace(" ", "\u00a0")
             line["tokens/s"] = f"{best['decode_tok_s']:,.1f}"
@@ -278,9 +287,7 @@ def _table(rows: Rows) -> str:
     """Returns the HTML table of all cells with all columns that are not empty."""
     names = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
     names = list(dict.fromkeys([*names[:3], *labels.varying(rows), *names[3:]]))
-    table = pd.DataFrame([{name: _text(row, name) for name in names} for row in rows])
-    with pd.option_context("display.max_colwidth", None):
-        return f'<div class="wide">{table.to_html(index=False, border=0)}</div>'
+    return _html(pd.DataFrame([{name: _text(row, name) for name in names} for row in rows]))
 
 
 def _text(row: Row, name: str) -> str:
@@ -293,13 +300,11 @@ def _text(row: Row, name: str) -> str:
 def _requests(cells: Sequence[CellResult]) -> str:
     """Returns the HTML tables of categories and of requests, folded."""
     groups, lines = categories.by_category(cells), categories.by_request(cells)
-    options = {"index": False, "border": 0, "na_rep": "–", "float_format": "{:.2f}".format}
     shown = ""
     if len(groups):
-        table = f'<div class="wide">{groups.to_html(**options)}</div>'
-        shown = _folded("Categories", f"<p>{categories.MEANING}</p>", table)
+        shown = _folded("Categories", f"<p>{categories.MEANING}</p>", _html(groups))
     if len(lines):
-        shown += _folded("Requests", f'<div class="wide">{lines.to_html(**options)}</div>')
+        shown += _folded("Requests", _html(lines))
     return shown
 
 

@@ -129,7 +129,6 @@ _LATEX = {character: f"\\{character}" for character in "&%$#_{}"} | {
     "^": "\\textasciicircum{}",
     "τ": "$\\tau$",
     "–": "--",
-    "[": "{[}",  # after \\, a bracket would begin an option
 }
 
 
