@@ -53,9 +53,14 @@ Styles = Mapping[str, tuple[str, str]]
 
 
 def shown(rows: Rows) -> dict[str, Any]:
-    """Returns the rows as data of a chart: panels and the columns of tooltips."""
-    names = [name for name in ("panel", *TOOLTIPS) if any(name in row for row in rows)]
-    return {"data": alt.Data(values=[{name: row.get(name) for name in names} for row in rows])}
+    """Returns the rows as data of a chart: panels and the columns of tooltips, rounded."""
+
+    def short(value: Any) -> Any:
+        return float(f"{value:.5g}") if isinstance(value, float) else value
+
+    names = ("panel", *TOOLTIPS)
+    values = [{n: short(row[n]) for n in names if row.get(n) is not None} for row in rows]
+    return {"data": alt.Data(values=values)}
 
 
 def tooltips(rows: Rows) -> list[alt.Tooltip]:

@@ -1,5 +1,7 @@
 """The report of a folder of results: finished cells, and failed ones."""
 
+import itertools
+import json
 import re
 import shutil
 
@@ -87,12 +89,22 @@ def page_size(pdf):
     return [float(x) for x in re.search(rb"/MediaBox ?\[([^]]*)\]", pdf)[1].split()[2:]]
 
 
-def test_a_page_holds_all_cells_figures_and_the_experiment(tmp_path):
+def check_sizes(folder, names):
+    """Checks that the figures have a paper's column widths."""
+    for name, (kind, inches) in itertools.product(names, (("single", 3.3), ("double", 6.9))):
+        file = folder / "figures" / f"{name}-{kind}"
+        assert page_size(file.with_suffix(".pdf").read_bytes())[0] == pytest.approx(72 * inches)
+        assert f'width="{72 * inches:g}pt"' in file.with_suffix(".svg").read_text()
+
+
+def test_a_page_holds_all_cells_figures_and_the_experiment(tmp_path, monkeypatch):
     folder = fill(tmp_path / "mine")
+    make = page.make_figures
+    monkeypatch.setattr(page, "make_figures", lambda *a: {"speedup": make(*a)["speedup"]})
     assert page.write(folder) == ["report.html", "figures/"]
-    assert figures_of(folder) == FIGURES
+    check_sizes(folder, ["speedup"])
     html = (folder / "report.html").read_text()
-    assert html.count('class="chart"') == 9 and len(html) < 1.5e6
+    assert html.count('class="chart"') == 1 and len(html) < 1e6
     outside = re.sub("<script.*?</script>", "", html, flags=re.DOTALL)
     assert "<script src" not in html and not re.search("src=|href=", outside)  # no network
     # Four groups; 16 cells, twice; two categories of the drafted cells of batch 4; requests of the
@@ -100,14 +112,28 @@ def test_a_page_holds_all_cells_figures_and_the_experiment(tmp_path):
     rows = (1 + 4) + 2 * (1 + 16) + (1 + 5 * 2) + (1 + 6 + 5 * 4)
     assert outside.count("<tr") == rows
     assert "15 of 16 cells have a result" in html
-    assert "out of memory: out of memory: the process held 3 GB" in html
+    assert "out of memory: the process held 3 GB" in html
     assert "a machine" in html and "budget" in html and "mean acceptance length" in html
     assert "<title>mine: report</title>" in html and "<h1>mine</h1>" in html
-    for name in FIGURES:
-        for kind, inches in (("single", 3.3), ("double", 6.9)):
-            file = folder / "figures" / f"{name}-{kind}"
-            assert page_size(file.with_suffix(".pdf").read_bytes())[0] == pytest.approx(72 * inches)
-            assert f'width="{72 * inches:g}pt"' in file.with_suffix(".svg").read_text()
+
+
+def test_figures_have_the_same_style_for_a_method(tmp_path):
+    cells = results_folder.read(fill(tmp_path / "mine")).cells
+    rows = answer.with_intervals(cells)
+    styles = labels.styles(rows)
+    for figure in page.make_figures(cells, rows).values():
+        chart = json.dumps(figure.draw(100.0, 1).to_dict())  # checked against Vega-Lite's schema
+        for names, colours in re.findall(r'"domain": (\[[^]]*\]), "range": (\["#[^]]*\])', chart):
+            for name, colour in zip(json.loads(names), json.loads(colours)):
+                assert name not in styles or styles[name][0] == colour
+
+
+@pytest.mark.slow
+def test_all_figures_are_written_in_the_widths_of_a_paper(tmp_path):
+    folder = fill(tmp_path / "mine")
+    page.write(folder)
+    assert figures_of(folder) == FIGURES
+    check_sizes(folder, FIGURES)
 
 
 def test_the_page_opens_with_the_best_method_and_where_plain_decoding_wins(tmp_path):
