@@ -48,8 +48,9 @@ class Answer:
     @property
     def unclear(self) -> bool:
         """Whether the interval of the best speedup contains 1."""
-        low, high = (self.best or {}).get("low"), (self.best or {}).get("high")
-        return self.timed and low is not None and low <= 1 <= high
+        if self.best is None or self.best["low"] is None:
+            return False
+        return self.timed and self.best["low"] <= 1 <= self.best["high"]
 
 
 def with_intervals(cells: Sequence[CellResult]) -> list[Row]:

@@ -119,7 +119,7 @@ def write(folder: pathlib.Path, name: str, figure: Figure) -> dict[str, Any]:
 @functools.cache
 def _bundle() -> str:
     """Returns the JavaScript that draws charts: Vega, Vega-Lite and Vega-Embed."""
-    return vl_convert.javascript_bundle(vl_version=_version()).replace("</script", "<\\/script")
+    return vl_convert.javascript_bundle(None, _version()).replace("</script", "<\\/script")
 
 
 def embedded(figures: Mapping[str, tuple[dict[str, Any], str]]) -> str:

@@ -201,7 +201,7 @@ def acceptance_by_depth(
     `curves` are (acceptance if the depth before was reached, acceptance by depth).
     """
     panels = "of the rounds that reached the previous depth", "of all rounds"
-    rows = [
+    rows: list[Row] = [
         {"method": name, "panel": panel, "depth": depth, "share": share}
         for panel, which in zip(panels, (0, 1), strict=True)
         for name, pair in curves.items()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
+from experiments import launch
 from experiments.report import (
     answer,
     categories,
@@ -278,8 +279,8 @@ def test_cells_without_a_result_differ_from_a_speedup_of_one():
     cells = {(c["batch"], c["context"]): (c["log"], c["text"]) for c in chart["data"]["values"]}
     assert cells[1, 64] == (0.0, "1.00×") and cells[1, 96] == (1.0, "2.00×")
     assert cells[4, 64] == (None, "out of\nmemory") and cells[4, 96] == (None, "not run")
-    colour = chart["spec"]["layer"][0]["encoding"]["color"]
-    assert colour["condition"]["value"] not in colour["scale"]["range"]
+    absent, filled = chart["spec"]["layer"][:2]
+    assert absent["mark"]["fill"] not in filled["encoding"]["color"]["scale"]["range"]
 
 
 @pytest.mark.parametrize(
@@ -295,6 +296,16 @@ def test_cells_without_a_result_differ_from_a_speedup_of_one():
 )
 def test_settings_that_are_not_set_are_not_named(settings, text):
     assert labels.describe(settings) == text
+
+
+def test_labels_name_only_settings_that_are_set_and_differ():
+    pairs = {"do_sample": [False, True], "top_p": [None, 0.9]}
+    experiment = config.Experiment(zip=[pairs], prompts="chat", methods=[{"draft": "self"}])
+    cells = launch.Grid(experiment).labels
+    assert [label.removeprefix(cell.label) for cell, label in cells.items()] == [
+        *[", greedy"] * 2,
+        *[", temperature 1.0, top p 0.9, seed 0"] * 2,
+    ]
 
 
 def test_only_settings_other_than_the_defaults_are_shown_first():

@@ -56,16 +56,6 @@ def folders(tmp_path, name):
     return {path.parent.name for path in (tmp_path / "mine" / "cells").glob(f"*/{name}")}
 
 
-def test_labels_name_only_settings_that_are_set_and_differ():
-    pairs = {"do_sample": [False, True], "top_p": [None, 0.9]}
-    experiment = config.Experiment(zip=[pairs], prompts="chat", methods=[{"draft": "self"}])
-    cells = launch.Grid(experiment).labels
-    assert [label.removeprefix(cell.label) for cell, label in cells.items()] == [
-        *[", greedy"] * 2,
-        *[", temperature 1.0, top p 0.9, seed 0"] * 2,
-    ]
-
-
 def test_a_cell_is_interleaved_with_plain_decoding_which_starts_each_repeat(start, scripted):
     bench = scripted()
     assert start(bench=bench, grid={}) == 0
