@@ -5,6 +5,7 @@ Expands the grid, measures each cell in a separate process, prints a table, and 
 again, so rerunning the command resumes an interrupted run.
 """
 
+import itertools
 import os
 import pathlib
 import sys
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from experiments.report import page, results_folder, terminal
+from experiments.report import labels, page, results_folder, terminal
 from experiments.runner import estimates, launchers, multihost, preflight, provenance, tracking
 from experiments.runner.cell_process import Limits
 from experiments.schema import columns, config, grid, store
@@ -45,10 +46,7 @@ class Grid:
         }
         varied = [axis for axis in columns.AXES if axis not in ("batch", "context")]
         named = [axis for axis in varied if len({getattr(c, axis) for c in self.cells}) > 1]
-        self.labels = {
-            cell: ", ".join([cell.label, *(f"{axis}={getattr(cell, axis)}" for axis in named)])
-            for cell in self.cells
-        }
+        self.labels = {cell: _label(cell, named) for cell in self.cells}
 
     def state(self, cell: grid.Cell) -> str:
         """Returns "finished", "failed" or "to do"."""
@@ -92,6 +90,14 @@ class Grid:
                 "a new folder"
             )
         return set(stale)
+
+
+def _label(cell: grid.Cell, axes: Sequence[str]) -> str:
+    """Returns a cell's name with its values on some axes; greedy has no sampling settings."""
+    settings = {axis: getattr(cell, axis) for axis in axes if axis != "do_sample"}
+    if "do_sample" in axes and not cell.do_sample:
+        settings["temperature"] = None  # which is named greedy
+    return ", ".join(filter(None, [cell.label, labels.describe(settings)]))
 
 
 def run(
@@ -324,7 +330,8 @@ def _measure(
     passed = all(row["status"] == "ok" and terminal.is_exact(row) for row in rows)
     passed &= all(whole.state(cell) == "finished" for cell in pending)
     status = INTERRUPTED if stop.no_more else 0 if passed else 1
-    tracker.artifacts(sorted(whole.directory.glob("[!.]*.*")))
+    found = (whole.directory.glob(pattern) for pattern in ("[!.]*.*", "figures/*.png"))
+    tracker.artifacts(sorted(itertools.chain(*found)))
     tracker.close({INTERRUPTED: "interrupted", 0: "ok", 1: "failed"}[status])
     return status
 

@@ -55,7 +55,7 @@ LEVEL = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 
 # The core runs on a bare GPU image, which has none of these. Nothing needs torch.
 NOT_IN_CORE = {"pydantic", "tyro", "yaml", "pandas", "matplotlib", "rich", "tqdm", "torch"} | {
-    *("wandb", "tensorboardX", "lm_eval", "optax", "orbax")
+    *("altair", "vl_convert", "wandb", "tensorboardX", "lm_eval", "optax", "orbax")
 }
 MAX_LINES = 500
 MAX_MODULES = 12  # in one folder, besides __init__ and __main__

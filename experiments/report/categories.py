@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.report import terminal
+from experiments.report import labels
 from experiments.report.results_folder import CellResult
 
 MAX_ROWS = 1000  # of the table of requests
@@ -52,7 +52,7 @@ def _drafted(cells: Sequence[CellResult]) -> Iterable[tuple[CellResult, Lines]]:
 
 
 def _settings(cell: CellResult, cells: Sequence[CellResult]) -> dict[str, Any]:
-    names = ("method", "batch", "context", *terminal.varying([other.row for other in cells]))
+    names = ("method", "batch", "context", *labels.varying([other.row for other in cells]))
     return {name: cell.row[name] for name in names}
 
 

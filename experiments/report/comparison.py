@@ -1,18 +1,19 @@
 """Two folders of results side by side: the same cells on two machines, or of two versions."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import pandas as pd
-from matplotlib.figure import Figure
 
-from experiments.report.figures import COLOURS, add_legend, cells_axes
+from experiments.report import figures, labels
+from experiments.report.export import Figure
+from experiments.report.labels import Row
 from experiments.report.results_folder import CellResult, Results
 
 COLUMNS = {"speedup": "speedup", "τ": "tau", "tok/s": "decode_tok_s"}
 
 
-def compare(first: Results, second: Results) -> tuple[pd.DataFrame, Figure]:
-    """Returns (a line per cell of either folder, a figure with the speedups of both).
+def compare(first: Results, second: Results) -> tuple[pd.DataFrame, Figure | None]:
+    """Returns (a line per cell of either folder, a figure with the speedups of both if any are).
 
     Cells are the same if all their settings are equal. `same_tokens` is whether the tokens of all
     requests are equal. A cell that is missing or failed in a folder has no numbers there.
@@ -22,17 +23,21 @@ def compare(first: Results, second: Results) -> tuple[pd.DataFrame, Figure]:
     if names[0] == names[1]:
         names = str(first.directory), str(second.directory)
     keys = dict.fromkeys([*cells[0], *cells[1]])
-    table = pd.DataFrame([_line(cells[0].get(key), cells[1].get(key), names) for key in keys])
-    return table, _figure(table, names)
+    settings = labels.group_columns([*first.rows, *second.rows])
+    lines = [_line(cells[0].get(key), cells[1].get(key), names, settings) for key in keys]
+    return pd.DataFrame(lines), _figure(lines, names)
 
 
 def _line(
-    first: CellResult | None, second: CellResult | None, names: tuple[str, str]
-) -> dict[str, Any]:
-    """Returns the comparison of a cell."""
+    first: CellResult | None,
+    second: CellResult | None,
+    names: tuple[str, str],
+    settings: Sequence[str],
+) -> Row:
+    """Returns the comparison of a cell, whose settings tell its group."""
     either = first or second
     assert either is not None
-    line: dict[str, Any] = {name: either.row[name] for name in ("batch", "context", "method")}
+    line = {name: either.row[name] for name in (*settings, "draft", "method")}
     for name, cell in zip(names, (first, second), strict=True):
         line |= {f"{h} {name}": cell.row[c] if cell else None for h, c in COLUMNS.items()}
     rates = [line[f"tok/s {name}"] for name in names]
@@ -43,17 +48,11 @@ def _line(
     return line
 
 
-def _figure(table: pd.DataFrame, names: tuple[str, str]) -> Figure:
-    """Returns a line per cell with a point for each of its two speedups."""
-    both = table.dropna(subset=[f"speedup {name}" for name in names])
-    both = both[both["method"] != "plain"]
-    label = "speedup over plain decoding"
-    figure, axes = cells_axes(both.to_dict("records"), label)  # type: ignore[arg-type]
-    y = range(len(both))
-    low, high = (both[f"speedup {name}"] for name in names)
-    axes.hlines(y, low, high, color="#BBBBBB", linewidth=2, zorder=1)
-    for name, colour, mark in zip(names, COLOURS, ("o", "D"), strict=False):
-        axes.scatter(both[f"speedup {name}"], y, 36, colour, marker=mark, label=name, zorder=2)
-    axes.axvline(1.0, color="black", linestyle="--", linewidth=1)
-    add_legend(axes)
-    return figure
+def _figure(lines: Sequence[Row], names: tuple[str, str]) -> Figure | None:
+    """Returns a line per drafted cell with a point for each of its two speedups."""
+    both = [
+        line | {name: line[f"speedup {name}"] for name in names}
+        for line in lines
+        if line["draft"] != "none" and all(line[f"speedup {name}"] for name in names)
+    ]
+    return figures.side_by_side(both, names) if both else None

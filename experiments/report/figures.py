@@ -1,228 +1,315 @@
-"""Results as bars and lines: speedups, acceptance, τ, phases, throughput against latency.
+"""Results as interactive plots: speedups, acceptance, τ, phases, throughput against latency.
 
-The colours are Okabe and Ito's, which colour-blind readers can distinguish; lines also differ in
-their markers.
+A method has one colour and one marker in all figures of a report.
 """
 
-import collections
-import io
-import pathlib
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+import altair as alt
 
-from experiments.report.terminal import shape
-from magicjax.files import write_atomically
+from experiments.report import labels
+from experiments.report.export import Figure
+from experiments.report.labels import Row, Rows
 
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
-MARKS = ("o", "s", "^", "D", "v", "P", "X")
 PARTS = {
-    "draft_s": ("draft", "#E69F00"),
-    "score_s": ("target pass", "#0072B2"),
-    "verify_s": ("verification", "#CC79A7"),
-    "commit_s": ("commit", "#009E73"),
-    "rest_s": ("other", "#999999"),
+    "draft_s": ("draft", "#EE8866"),
+    "score_s": ("target pass", "#77AADD"),
+    "verify_s": ("verification", "#FFAABB"),
+    "commit_s": ("commit", "#BBCC33"),
+    "rest_s": ("other", "#AAAAAA"),
     "host_s": ("host", "#DDDDDD"),
 }
-Rows = Sequence[dict[str, Any]]
+SPEEDUP = "speedup over plain decoding"
+# What hovering shows: (title, format) of columns.
+TOOLTIPS = {
+    "method": ("method", ""),
+    "family": ("method", ""),
+    "folder": ("folder", ""),
+    "phase": ("phase", ""),
+    "batch": ("batch", ""),
+    "context": ("context", ","),
+    "budget": ("budget", ","),
+    "depth": ("depth", ""),
+    "speedup": (SPEEDUP, ".2f"),
+    "low": ("interval from", ".2f"),
+    "high": ("to", ".2f"),
+    "evidence": ("measured", ""),
+    "tau": ("τ", ".2f"),
+    "acceptance_rate": ("acceptance rate", ".3f"),
+    "decode_tok_s": ("tokens/s", ",.1f"),
+    "ar_decode_tok_s": ("plain tokens/s", ",.1f"),
+    "tpot_ms_p50": ("ms/token", ".2f"),
+    "share": ("share", ".1%"),
+}
+# Long names in two lines.
+LINES = "length(datum.label) > 36 ? split(datum.label, ', ') : datum.label"
+STEP = 19  # height of a line of text for each method
+PANEL_HEIGHT = 130
+NARROW = 240  # all panels of a single column
+
+Chart = Any  # of Altair, whose classes have no common base with `facet`
+Styles = Mapping[str, tuple[str, str]]
 
 
-def write_png(path: pathlib.Path, figure: Figure) -> bytes:
-    """Writes a figure as a PNG file, and returns the content of the file."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=150, format="png")
-    write_atomically(path, buffer.getvalue())
-    return buffer.getvalue()
+def shown(rows: Rows) -> dict[str, Any]:
+    """Returns the rows as data of a chart: panels and the columns of tooltips, rounded."""
+
+    def short(value: Any) -> Any:
+        return float(f"{value:.5g}") if isinstance(value, float) else value
+
+    names = ("panel", *TOOLTIPS)
+    values = [{n: short(row[n]) for n in names if row.get(n) is not None} for row in rows]
+    return {"data": alt.Data(values=values)}
 
 
-def clean(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
-    """Draws a light grid, and removes the upper and right spines."""
-    axes.grid(axis=grid, alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def add_legend(axes: Axes, size: int = 8) -> None:
-    """Adds a legend to the right of the axes."""
-    axes.legend(frameon=False, fontsize=size, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-
-
-def _line_style(i: int) -> dict[str, Any]:
-    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKS[i % len(MARKS)]}
-
-
-def speedups(rows: Rows, drafted: Rows, title: str) -> Figure:
-    """Returns speedups by (batch, context), a bar per method with τ above it.
-
-    Whiskers span the single repeats, each over the plain run next to it. `rows` are timed,
-    `drafted` those of methods that draft.
-    """
-    shapes = list(dict.fromkeys(shape(row) for row in rows))
-    methods = list(dict.fromkeys(row["method"] for row in drafted))
-    width = max(6.4, 1.2 + 0.75 * len(shapes) * (len(methods) + 0.6))
-    figure = Figure(figsize=(width, 4.4), layout="constrained")
-    axes = figure.subplots()
-    for i, name in enumerate(methods):
-        mine = [row for row in drafted if row["method"] == name]
-        offset = (i - (len(methods) - 1) / 2) * 0.8 / len(methods)
-        x = [shapes.index(shape(row)) + offset for row in mine]
-        _bars(axes, mine, x, 0.8 / len(methods) * 0.92, name, COLOURS[i % len(COLOURS)])
-    axes.axhline(1.0, color="black", linestyle="--", linewidth=1, zorder=4, label="plain decoding")
-    axes.set_xticks(range(len(shapes)), [f"batch {b}\ncontext {c:,}" for b, c, *_ in shapes])
-    axes.set_xlim(-0.5, max(1, len(shapes)) - 0.5)
-    axes.set_ylim(0, 1.2 * max([1.0, *(max(r["speedup"], r["speedup_high"]) for r in drafted)]))
-    axes.set_ylabel("speedup over plain decoding")
-    axes.set_title(f"{title}: {rows[0]['dtype']}, {rows[0]['device']}" if rows else title)
-    clean(axes, "y")
-    add_legend(axes, 9)
-    return figure
-
-
-def _bars(axes: Axes, rows: Rows, x: list[float], width: float, label: str, colour: str) -> None:
-    """Draws the bars of one method, with whiskers and τ."""
-    height = np.array([row["speedup"] for row in rows])
-    low = np.array([row["speedup_low"] for row in rows])
-    high = np.array([row["speedup_high"] for row in rows])
-    whiskers = np.maximum(0.0, [height - low, high - height])
-    axes.bar(x, height, width, label=label, color=colour, zorder=2)
-    axes.errorbar(x, height, whiskers, fmt="none", ecolor="#444444", capsize=3, zorder=3)
-    for at, row, top in zip(x, rows, np.maximum(height, high), strict=True):
-        axes.annotate(
-            f"{row['speedup']:.2f}×\nτ {row['tau']:.1f}",
-            (at, top),
-            (0, 4),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-            zorder=5,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.5},
+def tooltips(rows: Rows) -> list[alt.Tooltip]:
+    """Returns the tooltips for which a row has a value."""
+    known = {name for row in rows for name, value in row.items() if value not in (None, "")}
+    return [
+        alt.Tooltip(
+            f"{name}:{'Q' if pattern else 'N'}", title=title, format=pattern or alt.Undefined
         )
+        for name, (title, pattern) in TOOLTIPS.items()
+        if name in known
+    ]
 
 
-def by_budget(rows: Rows, title: str, column: str, label: str) -> Figure:
-    """Returns a column by budget: a panel per (batch, context), a line per method.
+def in_panels(chart: Chart, names: Sequence[str], columns: int, field: str = "panel") -> Chart:
+    """Returns a panel for each value of a field, in this order; no title if there is one."""
+    header = alt.Header(title=None, labelExpr=LINES, labels=len(names) > 1)
+    facet = alt.Facet(f"{field}:N", sort=list(names), header=header)
+    # With shared axes, an incomplete line of panels has an axis below nothing.
+    resolved = "independent" if len(names) % columns else "shared"
+    return chart.facet(facet=facet, columns=columns).resolve_axis(x=resolved)
 
-    Lines with refreshed pins are dashed, those with quantized entries dotted; a method without a
-    budget is a horizontal line.
+
+def _described(rows: Rows, columns: Sequence[str]) -> list[Row]:
+    """Returns the rows with the column `panel`, which describes `columns`."""
+    return [r | {"panel": labels.describe({c: r.get(c) for c in columns})} for r in rows]
+
+
+def _values(rows: Rows, column: str) -> list[Any]:
+    """Returns the values of a column, in the order of the rows."""
+    return list(dict.fromkeys(row[column] for row in rows))
+
+
+def _styled(names: Sequence[str], styles: Styles, field: str, width: float) -> dict[str, Any]:
+    """Returns colour and marker by a field, with one legend below panels of this total width."""
+    columns = 2 if width > NARROW else 1
+    legend = alt.Legend(orient="bottom", direction="vertical", columns=columns, symbolOpacity=1)
+    colours, marks = (
+        alt.Scale(domain=list(names), range=list(values))
+        for values in zip(*(styles[name] for name in names), strict=True)
+    )
+    return {
+        "color": alt.Color(f"{field}:N", scale=colours, title=None, legend=legend),
+        "shape": alt.Shape(f"{field}:N", scale=marks, title=None, legend=legend),
+    }
+
+
+def _rule(axis: str) -> Chart:
+    """Returns the dashed line at a speedup of 1."""
+    encoding: Any = {axis: alt.datum(1)}
+    return alt.Chart().mark_rule(strokeDash=[4, 3], color="black").encode(**encoding)
+
+
+def _lines(
+    rows: Rows,
+    styles: Styles,
+    x: alt.X,
+    y: alt.Y,
+    caption: str,
+    others: Callable[[Chart], Sequence[Chart]] = lambda base: (),
+    field: str = "method",
+    order: Any = alt.Undefined,
+    size: Any = alt.Undefined,
+) -> Figure:
+    """Returns a line with markers for each value of a field; clicking the legend shows only it.
+
+    `others` returns more layers, of a chart with the lines' colours. By default a line is in the
+    order of x.
     """
-    shapes = list(dict.fromkeys(shape(row) for row in rows))
-    figure = Figure(figsize=(3.0 + 4.2 * len(shapes), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(shapes), sharey=True, squeeze=False)[0]
-    varying = [name for name in _NAMED if len({row[name] for row in rows}) > 1]
-    policies = list(dict.fromkeys(row["policy"] for row in rows))
-    for axes, at in zip(panels, shapes, strict=True):
-        lines = collections.defaultdict(list)
-        for row in rows:
-            if shape(row) == at:
-                lines[_line_label(row, varying)].append(row)
-        for name, mine in lines.items():
-            colour = COLOURS[policies.index(mine[0]["policy"]) % len(COLOURS)]
-            _draw_line(axes, mine, name, colour, column)
-        ticks = sorted({row["budget"] for row in rows} - {None})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.set_xlabel("budget (slots for each layer and KV head)")
-        axes.set_title(f"batch {at[0]}, context {at[1]:,}", fontsize=10)
-        clean(axes)
-    panels[0].set_ylabel(label)
-    add_legend(panels[-1], 7)
-    figure.suptitle(f"{title}: {rows[0]['dtype']}, {rows[0]['new_tokens']} new tokens per row")
-    return figure
+    panels, names = _values(rows, "panel"), _values(rows, field)
+    chosen = alt.selection_point(name="chosen", fields=[field], bind="legend")
+    opacity = alt.condition(chosen, alt.value(1.0), alt.value(0.12))
+
+    def draw(width: float, columns: int) -> Chart:
+        marks = _styled(names, styles, field, width * columns)
+        base = alt.Chart().encode(color=marks["color"], opacity=opacity)
+        points = base.mark_point(filled=True, size=40).encode(
+            x=x, y=y, shape=marks["shape"], tooltip=tooltips(rows), size=size
+        )
+        line = base.mark_line(strokeWidth=1.2).encode(x=x, y=y, order=order)
+        layers = alt.layer(*others(base), line, points.add_params(chosen), **shown(rows))
+        return in_panels(layers.properties(width=width, height=PANEL_HEIGHT), panels, columns)
+
+    return Figure(draw, len(panels), f"{caption} Click a name in the legend.")
 
 
-# What a line's label may name beside the policy; only what varies is named.
-_NAMED = ("draft", "draft_model", "refresh_every", "kv_dtype", "tree", "draw", "verifier")
+def _log_axis(rows: Rows, column: str, title: str) -> alt.X:
+    """Returns a logarithmic axis with a tick at each value."""
+    ticks = alt.Axis(values=sorted(set(_values(rows, column)) - {None}), format=",", grid=False)
+    scale = alt.Scale(type="log", base=2, nice=False, padding=8)
+    return alt.X(f"{column}:Q", scale=scale, axis=ticks, title=title)
 
 
-def _line_label(row: dict[str, Any], varying: list[str]) -> str:
-    words = [f"{name} {row[name]}" for name in varying if row[name] not in (None, "")]
-    return " ".join(filter(None, [row["policy"], *words]))
+def by_axis(rows: Rows, styles: Styles, axis: str) -> Figure | None:
+    """Returns speedups with intervals by batch or context; None if no panel has two values."""
+    named = _described(rows, [name for name in labels.group_columns(rows) if name != axis])
+    found: dict[str, set[int]] = {}
+    for row in named:
+        found.setdefault(row["panel"], set()).add(row[axis])
+    named = [row for row in named if len(found[row["panel"]]) > 1]
+    if not named:
+        return None
+    x = _log_axis(named, axis, axis)
+    low = alt.Y("low:Q", title=SPEEDUP)
+
+    def intervals(base: Chart) -> Sequence[Chart]:
+        return _rule("y"), base.mark_rule().encode(x=x, y=low, y2="high")
+
+    y = alt.Y("speedup:Q", title=SPEEDUP, scale=alt.Scale(zero=False))
+    return _lines(named, styles, x, y, f"{SPEEDUP.capitalize()} by {axis}.", intervals)
 
 
-def _draw_line(axes: Axes, rows: Rows, label: str, colour: str, column: str) -> None:
-    """Draws one method's column at one (batch, context)."""
-    first = rows[0]
-    if first["budget"] is None:
-        axes.axhline(first[column], color=colour, linewidth=1, label=label)
-        return
-    style = ":" if first["kv_dtype"] else "--" if first["refresh_every"] else "-"
-    pairs = sorted((row["budget"], row[column]) for row in rows)
-    axes.plot(*zip(*pairs, strict=True), style, marker="o", ms=4, color=colour, label=label)
+def by_budget(rows: Rows, styles: Styles, column: str, label: str) -> Figure:
+    """Returns a column by budget: a panel per group, a line per family of methods.
+
+    A method without a budget is a horizontal line.
+    """
+    families = labels.families(rows)
+    named = [
+        row | {"family": families[row["method"]]}
+        for row in _described(rows, labels.group_columns(rows))
+    ]
+    x, y = _log_axis(named, "budget", "budget B (slots)"), alt.Y(f"{column}:Q", title=label)
+    y = y.scale(zero=False)
+
+    def unlimited(base: Chart) -> Sequence[Chart]:
+        return (base.transform_filter("!isValid(datum.budget)").mark_rule().encode(y=y),)
+
+    caption = f"By budget of the draft's cache: {label}."
+    return _lines(named, styles, x, y, caption, unlimited, "family")
 
 
-def acceptance_by_depth(curves: dict[str, tuple[list[float], list[float]]]) -> Figure:
+def acceptance_by_depth(
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], styles: Styles
+) -> Figure:
     """Returns the share of rounds by depth, a line per method.
 
     `curves` are (acceptance if the depth before was reached, acceptance by depth).
     """
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    titles = ("accepted, of the rounds that reached the previous depth", "accepted, of all rounds")
-    for which, (axes, title) in enumerate(zip(panels, titles, strict=True)):
-        for i, (name, pair) in enumerate(curves.items()):
-            depths = range(1, len(pair[which]) + 1)
-            axes.plot(depths, pair[which], label=name, **_line_style(i))
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("depth")
-        axes.set_ylim(0, 1.03)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        clean(axes)
-    panels[0].set_ylabel("share of rounds")
-    add_legend(panels[1])
-    return figure
+    panels = "of the rounds that reached the previous depth", "of all rounds"
+    rows: list[Row] = [
+        {"method": name, "panel": panel, "depth": depth, "share": share}
+        for panel, which in zip(panels, (0, 1), strict=True)
+        for name, pair in curves.items()
+        for depth, share in enumerate(pair[which], 1)
+    ]
+    deepest = max((row["depth"] for row in rows), default=1)
+    x = alt.X("depth:Q", axis=alt.Axis(values=list(range(1, deepest + 1)), format="d"))
+    y = alt.Y("share:Q", title="accepted", scale=alt.Scale(domain=[0, 1]))
+    caption = "Acceptance by depth of the tree, averaged over the cells of a method."
+    return _lines(rows, styles, x.scale(domain=[1, max(2, deepest)]), y, caption)
 
 
-def cells_axes(rows: Rows, label: str) -> tuple[Figure, Axes]:
-    """Returns a figure whose y axis has a line for each cell, from top to bottom."""
-    figure = Figure(figsize=(9, 1.4 + 0.28 * max(1, len(rows))), layout="constrained")
-    axes = figure.subplots()
-    names = [f"{row['method']}  ({row['batch']} × {row['context']:,})" for row in rows]
-    axes.set_yticks(range(len(rows)), names, fontsize=8)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlabel(f"{label} (in parentheses: batch × context)")
-    clean(axes, "x")
-    return figure, axes
+def throughput(rows: Rows, styles: Styles) -> Figure:
+    """Returns tokens/s of a batch against ms/token of one user, a line over the batches."""
+    named = _described(rows, [name for name in labels.group_columns(rows) if name != "batch"])
+    sizes = alt.Scale(domain=sorted(_values(rows, "batch")), range=[20, 120])
+    legend = alt.Legend(orient="bottom", direction="horizontal")
+    return _lines(
+        named,
+        styles,
+        alt.X("tpot_ms_p50:Q", title="ms/token of one user, median"),
+        alt.Y("decode_tok_s:Q", title="tokens/s of the batch"),
+        "Throughput of the batch against latency of one user. Every cell, including plain "
+        "decoding, is timed in its own process.",
+        order="batch:Q",
+        size=alt.Size("batch:O", scale=sizes, legend=legend),
+    )
+
+
+def _by_method(
+    rows: Rows, layers: Callable[[alt.Y], Chart], order: Sequence[str], caption: str
+) -> Figure:
+    """Returns a line of each panel for each method; `layers` has the rows as data."""
+    panels = _values(rows, "panel")
+    y = alt.Y("method:N", sort=list(order), title=None, axis=alt.Axis(labelExpr=LINES))
+
+    def draw(width: float, columns: int) -> Chart:
+        sized = layers(y).properties(width=width, height=alt.Step(STEP))
+        return in_panels(sized, panels, columns)
+
+    return Figure(draw, len(panels), caption)
+
+
+def speedups(rows: Rows, styles: Styles) -> Figure:
+    """Returns speedups with intervals: a panel per group, a line per method, the fastest first."""
+    named = _described(rows, labels.group_columns(rows))
+    order = _values(sorted(rows, key=lambda row: -row["speedup"]), "method")
+    marks = {name: mark.legend(None) for name, mark in _styled(order, styles, "method", 0).items()}
+    x = alt.X("speedup:Q", title=SPEEDUP, scale=alt.Scale(zero=False))
+    low = alt.X("low:Q", title=SPEEDUP)
+
+    def layers(y: alt.Y) -> Chart:
+        base = alt.Chart().encode(y=y, color=marks["color"])
+        points = base.mark_point(filled=True, size=45, opacity=1)
+        points = points.encode(x=x, shape=marks["shape"], tooltip=tooltips(named))
+        interval = base.mark_rule(strokeWidth=1.5).encode(x=low, x2="high")
+        return alt.layer(_rule("x"), interval, points, **shown(named))
+
+    caption = f"{SPEEDUP.capitalize()}, with the interval. Dashed: plain decoding."
+    return _by_method(named, layers, order, caption)
 
 
 def time_split(rows: Rows) -> Figure:
     """Returns the phases of a round, a bar per cell, as shares of the traced rounds."""
-    figure, axes = cells_axes(rows, "% of the time of a round")
-    seconds = np.array([[row[column] or 0.0 for column in PARTS] for row in rows])
-    shares = 100 * seconds / seconds.sum(1, keepdims=True)
-    starts = shares.cumsum(1) - shares
-    for i, (name, colour) in enumerate(PARTS.values()):
-        bars = shares[:, i], 0.75, starts[:, i]
-        axes.barh(range(len(rows)), *bars, color=colour, label=name, zorder=2)
-    axes.set_xlim(0, 100)
-    add_legend(axes)
-    return figure
+    parts = [
+        {"method": row["method"], "panel": row["panel"], "phase": name, "share": share}
+        for row in _described(rows, labels.group_columns(rows))
+        for name, share in _shares(row).items()
+    ]
+    names, colours = zip(*PARTS.values(), strict=True)
+    colour = alt.Color(
+        "phase:N",
+        scale=alt.Scale(domain=list(names), range=list(colours)),
+        legend=alt.Legend(orient="bottom", columns=3),
+        title=None,
+    )
+    x = alt.X("share:Q", axis=alt.Axis(format="%"), title="time of a round")
+
+    def bars(y: alt.Y) -> Chart:
+        bar = alt.Chart(**shown(parts)).mark_bar()
+        return bar.encode(x=x, y=y, color=colour, tooltip=tooltips(parts))
+
+    order = _values(rows, "method")
+    return _by_method(parts, bars, order, "Phases of a round, in one traced run of each cell.")
 
 
-def throughput(rows: Rows) -> Figure:
-    """Returns tokens/s of a batch against ms/token of one user, a panel per context."""
-    contexts = sorted({row["context"] for row in rows})
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    columns = min(4, len(contexts))
-    lines = -(-len(contexts) // columns)
-    figure = Figure(figsize=(2.6 + 3.3 * columns, 3.4 * lines), layout="constrained")
-    panels = figure.subplots(lines, columns, squeeze=False).flatten()
-    for axes, context in zip(panels, contexts, strict=False):
-        for i, name in enumerate(methods):
-            mine = [row for row in rows if (row["method"], row["context"]) == (name, context)]
-            mine.sort(key=lambda row: row["batch"])
-            points = np.array([(r["tpot_ms_p50"], r["decode_tok_s"]) for r in mine]).reshape(-1, 2)
-            axes.plot(*points.T, label=name, **_line_style(i))
-            for row, at in zip(mine, points, strict=True):
-                axes.annotate(str(row["batch"]), at, (4, 4), textcoords="offset points", fontsize=7)
-        axes.set_title(f"context {context:,}", fontsize=10)
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        clean(axes)
-    for axes in panels[len(contexts) :]:
-        axes.set_visible(False)
-    figure.supxlabel("ms/token of one user, median (numbers: batch)", fontsize=10)
-    figure.supylabel("tokens/s of the batch", fontsize=10)
-    add_legend(panels[min(columns, len(contexts)) - 1])
-    return figure
+def _shares(row: Row) -> dict[str, float]:
+    """Returns the share of each phase in a round of a cell."""
+    seconds = {name: row[column] or 0.0 for column, (name, _) in PARTS.items()}
+    return {name: value / sum(seconds.values()) for name, value in seconds.items()}
+
+
+def side_by_side(rows: Rows, names: Sequence[str]) -> Figure:
+    """Returns the speedups of two folders, given as the columns `names`: a line for each cell."""
+    points = [
+        {"method": row["method"], "panel": row["panel"], "folder": name, "speedup": row[name]}
+        for row in _described(rows, labels.group_columns(rows))
+        for name in names
+    ]
+    styles = dict(zip(names, (("#000000", "circle"), ("#888888", "diamond")), strict=True))
+    marks = _styled(names, styles, "folder", 0)
+    x = alt.X("speedup:Q", title=SPEEDUP, scale=alt.Scale(zero=False))
+
+    def layers(y: alt.Y) -> Chart:
+        base = alt.Chart().encode(x=x, y=y)
+        dots = base.mark_point(filled=True, size=40, opacity=1)
+        dots = dots.encode(tooltip=tooltips(points), **marks)
+        line = base.mark_line(color="#BBBBBB").encode(detail="method:N")
+        return alt.layer(_rule("x"), line, dots, **shown(points))
+
+    return _by_method(points, layers, _values(rows, "method"), "Speedups of two folders.")

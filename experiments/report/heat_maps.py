@@ -1,54 +1,72 @@
 """Speedups over batch and context as heat maps, with the cells that did not run."""
 
-from collections.abc import Sequence
+import math
 from typing import Any
 
-import numpy as np
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.colors import TwoSlopeNorm
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+import altair as alt
 
-from experiments.report.annotated_image import annotated_image
-from experiments.report.terminal import failure
+from experiments.report import terminal
+from experiments.report.export import Figure
+from experiments.report.figures import in_panels
+from experiments.report.labels import Row, Rows
 
 MAX_PANELS = 9
-# Violet is faster, orange is slower; colour-blind readers can distinguish them.
-COLOUR_MAP = colormaps["PuOr"]
+# Orange is slower, violet is faster; colour-blind readers can distinguish them.
+COLOURS = ("#B35806", "#F7F7F7", "#542788")
+ABSENT = "#C8C8C8"
+NOT_RUN = "not run"
+BORDER: Any = {"stroke": "white", "strokeWidth": 2}
 
 
-def speedups(rows: Sequence[dict[str, Any]], value: str = "speedup", unit: str = "×") -> Figure:
+def speedups(rows: Rows, value: str = "speedup", unit: str = "×") -> Figure:
     """Returns a column by batch and context, a panel per method, on a log scale centred at 1.
 
-    Cells that did not run are hatched, with the reason. At most `MAX_PANELS` methods are shown, the
-    fastest.
+    A cell without a value is grey and has the reason as text: that of its failure, or that it was
+    not run. At most `MAX_PANELS` methods are shown, the fastest.
     """
-    batches, contexts = sorted({r["batch"] for r in rows}), sorted({r["context"] for r in rows})
     methods = _fastest(rows, value)
-    columns = min(3, len(methods))
-    lines = -(-len(methods) // columns)
-    size = (1.6 + columns * (1.0 + 0.95 * len(contexts)), lines * (1.1 + 0.5 * len(batches)) + 0.3)
-    figure = Figure(figsize=(max(5.0, size[0]), max(2.4, size[1])), layout="constrained")
-    panels = figure.subplots(lines, columns, squeeze=False).flatten()
-    logs = [abs(np.log2(row[value])) for row in rows if row[value]]
+    shown = [_cell(cell, value, unit) for cell in _filled(rows, methods)]
+    logs = [abs(cell["log"]) for cell in shown if cell["log"] is not None]
     span = max(0.3, *logs) if logs else 1.0
-    norm = TwoSlopeNorm(0.0, -span, span)
-    image = None
-    for axes, name in zip(panels, methods, strict=False):
-        mine = {(r["batch"], r["context"]): r for r in rows if r["method"] == name}
-        image = _panel(axes, mine, batches, contexts, value, unit, norm)
-        axes.set_title(name, fontsize=9)
-    for axes in panels[len(methods) :]:
-        axes.set_visible(False)
-    if image is not None:
-        ticks = [t for t in range(-3, 4) if abs(t) <= span]
-        bar = figure.colorbar(image, ax=list(panels), ticks=ticks, shrink=0.8)
-        bar.ax.set_yticklabels([f"{2.0**t:g}{unit}" for t in ticks])
-    return figure
+    num_batches = len({cell["batch"] for cell in shown})
+    colour: Any = alt.Color(
+        "log:Q",
+        scale=alt.Scale(domain=[-span, 0, span], range=COLOURS),
+        title=None,
+        legend=alt.Legend(
+            labelExpr=f"format(pow(2, datum.value), '.2~f') + '{unit}'",
+            values=[t for t in range(-3, 4) if abs(t) <= span] if span >= 1 else [-span, 0, span],
+            orient="bottom",
+            gradientThickness=7,
+        ),
+    )
+    dark = f"isValid(datum.log) && abs(datum.log) > {0.75 * span}"
+
+    def draw(width: float, columns: int) -> Any:
+        base = alt.Chart().encode(
+            x=alt.X("context:O", axis=alt.Axis(format=",", labelAngle=0)),
+            y=alt.Y("batch:O"),
+        )
+        tips = ["method:N", "batch:O", "context:O", "text:N"]
+        absent = base.mark_rect(fill=ABSENT, **BORDER).encode(tooltip=tips)
+        cells = base.mark_rect(**BORDER).encode(color=colour, tooltip=tips)
+        texts = base.mark_text(fontSize=7, lineBreak="\n").encode(
+            text="text:N",
+            color=alt.when(dark).then(alt.value("white")).otherwise(alt.value("black")),
+        )
+        layers = alt.layer(absent, cells, texts, data=alt.Data(values=shown))
+        sized = layers.properties(width=width, height=24 * num_batches)
+        return in_panels(sized, methods, columns, "method")
+
+    return Figure(
+        draw,
+        len(methods),
+        f"{value} by batch and context, a panel per method: violet above 1, orange below, grey "
+        "without a result.",
+    )
 
 
-def _fastest(rows: Sequence[dict[str, Any]], value: str) -> list[str]:
+def _fastest(rows: Rows, value: str) -> list[str]:
     """Returns the methods to show, in the order of the rows."""
     best: dict[str, float] = {}
     for row in rows:
@@ -57,30 +75,24 @@ def _fastest(rows: Sequence[dict[str, Any]], value: str) -> list[str]:
     return [name for name in best if name in shown]
 
 
-def _panel(
-    axes: Axes,
-    cells: dict[tuple[int, int], dict[str, Any]],
-    batches: Sequence[int],
-    contexts: Sequence[int],
-    value: str,
-    unit: str,
-    norm: TwoSlopeNorm,
-) -> Any:
-    """Returns the image of one method's panel; `cells` are its rows by (batch, context)."""
-    table = np.full((len(batches), len(contexts)), np.nan)
-    texts = np.full(table.shape, "", object)
-    for (batch, context), row in cells.items():
-        i, j = batches.index(batch), contexts.index(context)
-        if row[value]:
-            table[i, j] = np.log2(row[value])
-            texts[i, j] = f"{row[value]:.2f}{unit}"
-        else:
-            hatched = Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, hatch="////", ec="#BBBBBB")
-            axes.add_patch(hatched)
-            texts[i, j] = failure(row).replace(" of ", " of\n")
-    image = annotated_image(axes, table, texts, contexts, batches, COLOUR_MAP, norm)
-    axes.invert_yaxis()
-    axes.set_xlabel("context", fontsize=8)
-    axes.set_ylabel("batch", fontsize=8)
-    axes.tick_params(labelsize=8)
-    return image
+def _filled(rows: Rows, methods: list[str]) -> list[Row]:
+    """Returns a row for each method, batch and context; one without `status` was not run."""
+    found = {(row["method"], row["batch"], row["context"]): row for row in rows}
+    batches, contexts = sorted({r["batch"] for r in rows}), sorted({r["context"] for r in rows})
+    return [
+        found.get((name, batch, context), {"method": name, "batch": batch, "context": context})
+        for name in methods
+        for batch in batches
+        for context in contexts
+    ]
+
+
+def _cell(row: Row, value: str, unit: str) -> Row:
+    """Returns the data of one cell: the logarithm of its value, and its text."""
+    number = row.get(value)
+    if number:
+        text = f"{number:.2f}{unit}"
+    else:
+        text = terminal.failure(row).replace(" of ", " of\n") if "status" in row else NOT_RUN
+    log = math.log2(number) if number else None
+    return {name: row[name] for name in ("method", "batch", "context")} | {"log": log, "text": text}

@@ -1,56 +1,65 @@
 """Writes the report of a folder of results: python -m experiments.report results/NAME
 
-One self-contained HTML file, and its figures as PNG: speedups by batch and context, τ and
-acceptance by budget and depth, the phases of a round, throughput against latency, tables of all
-cells, of categories of prompts and of requests, the meaning of the columns, the experiment, and
-where it ran. To merge folders of several machines, copy their `cells` into one folder. `--against
-OTHER` compares two folders.
+`report.html` is one file that needs no network: the best method of each batch and context, all
+methods ranked, plots, categories of prompts and requests, and, folded, all columns, the experiment
+and where it ran. `figures/` has each plot as PDF and SVG in the widths of a paper's columns (3.3
+and 6.9 inches). `--latex` writes the ranking as a LaTeX table. `--against OTHER` compares two
+folders. To merge folders of several machines, copy their `cells` into one folder.
 """
 
-import base64
 import collections
 import html
 import itertools
 import json
 import pathlib
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import tyro
 import yaml
-from matplotlib.figure import Figure
 
-from experiments.report import categories, comparison, figures, heat_maps, terminal
+from experiments.report import (
+    answer,
+    categories,
+    comparison,
+    export,
+    figures,
+    heat_maps,
+    labels,
+    ranking,
+    terminal,
+)
+from experiments.report.export import Figure
+from experiments.report.labels import Row, Rows
 from experiments.report.results_folder import CellResult, Results, read
 from experiments.schema import columns
+from experiments.schema.config import Experiment
 from experiments.schema.fields import ConfigError
+from experiments.schema.method import Method
 from magicjax.files import write_atomically
 
-PAGE = "report.html"
+PAGE, FIGURES, TABLE = "report.html", "figures", "table.tex"
 MAX_BARS = 32  # of time_split
-MAX_SHAPES = 6  # (batch, context) pairs of a bar chart; the heat map shows more
+MAX_SHAPES = 8  # panels of speedups; lines and heat maps show more
 MAX_CURVES = 7
 
-# Columns of the table: (format, meaning).
+# Columns of the folded table of all columns: (format, meaning).
 COLUMNS = {
     "method": ("{}", "drafter, cache and tree; plain: no speculation"),
     "batch": ("{}", "rows decoded in one batch"),
     "context": ("{:,}", "tokens of each prompt"),
 } | {name: column for name, column in columns.MEASURED.items() if column.meaning}
-CAPTIONS = {
-    "speedup_map.png": "Speedup over plain decoding by batch and context, a panel per method. "
-    "Violet is faster, orange is slower, hatched cells did not run.",
-    "speedup.png": "Speedup over plain decoding. Whiskers span the single runs.",
-    "tau.png": "Tokens per target pass, by the budget of the draft's cache.",
-    "acceptance.png": "Share of drafted tokens accepted, by the budget of the draft's cache.",
-    "depth.png": "Acceptance by depth of the tree, averaged over the cells of a method.",
-    "phases.png": "Phases of a round, in one traced run of each cell.",
-    "throughput.png": "Throughput of the batch against latency of one user; numbers are batch "
-    "sizes. Every cell, including plain decoding, is timed in its own process.",
-}
+NOTE = (
+    "Speedups are over plain decoding of the same prompts, whose runs alternate with the method's "
+    f"in one process. Intervals ({answer.LEVEL} %): percentile bootstrap over runs and batches of "
+    "prompts, drawn in pairs with the plain runs (τ without times: over requests). With fewer than "
+    f"{answer.FEW} measurements (“few”) an interval is too narrow. A method that is not equal to "
+    "plain decoding cannot be the best."
+)
 
 
 def write(directory: pathlib.Path, keys: list[str] | None = None) -> list[str]:
@@ -60,45 +69,51 @@ def write(directory: pathlib.Path, keys: list[str] | None = None) -> list[str]:
       ConfigError: the folder cannot be read (`results_folder.read`).
     """
     results = read(directory, keys)
-    made = make_figures(results)
-    for name in CAPTIONS:
-        (directory / name).unlink(missing_ok=True)  # of an earlier report
-    images = {name: figures.write_png(directory / name, figure) for name, figure in made.items()}
-    write_atomically(directory / PAGE, _page(results, images))
-    return [PAGE, *images]
+    rows = answer.with_intervals(results.cells)
+    shutil.rmtree(directory / FIGURES, ignore_errors=True)  # of an earlier report
+    made = {
+        name: (export.write(directory / FIGURES, name, figure), figure.caption)
+        for name, figure in make_figures(results.cells, rows).items()
+    }
+    write_atomically(directory / PAGE, _page(results, rows, export.embedded(made)))
+    return [PAGE, *([f"{FIGURES}/"] if made else [])]
 
 
-def make_figures(results: Results) -> dict[str, Figure]:
-    """Returns the figures that the results suffice for, by file name."""
-    rows, title = results.rows, results.directory.name
+def make_figures(cells: Sequence[CellResult], rows: Rows) -> dict[str, Figure]:
+    """Returns the figures that the cells, and their rows with intervals, suffice for, by name."""
+    styles = labels.styles(rows)
+    rows = [row for group in labels.grouped(rows) for row in group]
     finished = [row for row in rows if row["status"] == "ok"]
     timed = [row for row in finished if row["speedup"] is not None]
     drafted = [row for row in finished if row["draft"] != "none"]
+    fast = [row for row in drafted if row in timed]
     found: dict[str, Figure] = {}
-    if not terminal.varying(rows):  # only batch and context vary
-        shapes = {(row["batch"], row["context"]) for row in rows}
-        fast = [row for row in drafted if row in timed]
+    if fast:
+        if len({labels.shape(row) for row in fast}) <= MAX_SHAPES:
+            found["speedup"] = figures.speedups(fast, styles)
+        for axis in ("context", "batch"):
+            if lines := figures.by_axis(fast, styles, axis):
+                found[f"speedup_by_{axis}"] = lines
+    by_shape = labels.group_columns(rows) == ["batch", "context"]
+    if fast and by_shape and len({labels.shape(row) for row in fast}) > 1:
         failed = [row for row in rows if row["status"] != "ok" and row["draft"] != "none"]
-        if fast and len(shapes) > 1:
-            shown = [row for row in rows if row in fast or row in failed]
-            found["speedup_map.png"] = heat_maps.speedups(shown)
-        if fast and len(shapes) <= MAX_SHAPES:
-            found["speedup.png"] = figures.speedups(timed, fast, title)
-        if len({row["batch"] for row in timed}) > 1:
-            found["throughput.png"] = figures.throughput(timed)
+        found["speedup_map"] = heat_maps.speedups([r for r in rows if r in fast or r in failed])
     if len({row["budget"] for row in drafted} - {None}) > 1:
         label = "τ, tokens per target pass"
-        found["tau.png"] = figures.by_budget(drafted, title, "tau", label)
-        label = "share of drafted tokens accepted"
-        found["acceptance.png"] = figures.by_budget(drafted, title, "acceptance_rate", label)
-    if curves := _curves(results.cells):
-        found["depth.png"] = figures.acceptance_by_depth(curves)
+        found["tau"] = figures.by_budget(drafted, styles, "tau", label)
+        found["acceptance"] = figures.by_budget(
+            drafted, styles, "acceptance_rate", "acceptance rate"
+        )
+    if curves := _curves(cells):
+        found["depth"] = figures.acceptance_by_depth(curves, styles)
     if traced := [row for row in finished if row["score_s"]]:
         if len(traced) > MAX_BARS:
             largest = max(row["context"] for row in traced)
             traced = [row for row in traced if row["context"] == largest]
-        found["phases.png"] = figures.time_split(traced[:MAX_BARS])
-    return {name: found[name] for name in CAPTIONS if name in found}
+        found["phases"] = figures.time_split(traced[:MAX_BARS])
+    if len({row["batch"] for row in timed}) > 1:
+        found["throughput"] = figures.throughput(timed, styles)
+    return found
 
 
 def _curves(cells: Sequence[CellResult]) -> dict[str, tuple[list[float], list[float]]]:
@@ -109,7 +124,7 @@ def _curves(cells: Sequence[CellResult]) -> dict[str, tuple[list[float], list[fl
             kept[cell.row["method"]].append(cell.metrics)
     names = ("acceptance_if_reached", "acceptance_by_depth")
     return {
-        method: (_mean([one[names[0]] for one in found]), _mean([one[names[1]] for one in found]))
+        method: (_mean([m[names[0]] for m in found]), _mean([m[names[1]] for m in found]))
         for method, found in list(kept.items())[:MAX_CURVES]
     }
 
@@ -121,86 +136,192 @@ def _mean(curves: Sequence[Sequence[float]]) -> list[float]:
 
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; }
-img { max-width: 100%; } figcaption { color: #555; font-size: 13px; }
-table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1150px; margin: 2em auto; padding: 0 1em; }
+h1 { margin-bottom: 0; } .lead { font-size: 17px; }
+figure { margin: 1.5em 0; } figcaption, .note { color: #555; font-size: 13px; }
+.chart { width: 100%; max-width: 56em; } .chart svg { width: 100%; height: auto; }
+.wide { overflow: auto; max-height: 85vh; }
+table { border-collapse: collapse; font-size: 13px; }
+.answers td, .answers th { white-space: normal; text-align: left; }
 td, th { padding: 2px 8px; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
+th { position: sticky; top: 0; background: white; box-shadow: 0 1px #999; white-space: normal; }
 td:first-child, th:first-child { text-align: left; }
-.failures td:last-child, .failures th:last-child { text-align: left; }
-pre { background: #f5f5f5; padding: 1em; overflow-x: auto; }
+.sortable td:first-child { position: sticky; left: 0; background: white; white-space: normal; }
+.sortable td:first-child { overflow-wrap: anywhere; min-width: 8em; }
+.sortable th { cursor: pointer; } th[aria-sort=ascending]::after { content: " ↑"; }
+th[aria-sort=descending]::after { content: " ↓"; } .failures { overflow-wrap: anywhere; }
+pre { background: #f5f5f5; padding: 1em; overflow-x: auto; } summary { cursor: pointer; }
 dt { font-family: monospace; } dd { margin: 0 0 .4em 2em; }
+"""
+# A click sorts by the column, a second one in the other direction; cells without a value are last.
+SORT = """
+for (const th of document.querySelectorAll(".sortable th")) th.onclick = () => {
+  const down = th.ariaSort !== "descending", body = th.closest("table").tBodies[0];
+  for (const other of th.parentNode.children) other.removeAttribute("aria-sort");
+  th.ariaSort = down ? "descending" : "ascending";
+  const key = row => row.cells[th.cellIndex].dataset.sort;
+  const order = (a, b) => {
+    if (a === "" || b === "") return (a === "") - (b === "");
+    const [x, y] = [Number(a), Number(b)], text = Number.isNaN(x) || Number.isNaN(y);
+    return (text ? b.localeCompare(a) : y - x) * (down ? 1 : -1);
+  };
+  body.append(...[...body.rows].sort((a, b) => order(key(a), key(b))));
+};
 """
 
 
-def _page(results: Results, images: dict[str, bytes]) -> str:
-    """Returns the HTML of the page."""
-    shown = "".join(
-        f'<figure><img alt="{html.escape(CAPTIONS[name])}" src="data:image/png;base64,'
-        f'{base64.b64encode(image).decode()}"><figcaption>{html.escape(CAPTIONS[name])}'
-        "</figcaption></figure>"
-        for name, image in images.items()
-    )
+def _page(results: Results, rows: Rows, shown: str) -> str:
+    """Returns the HTML of the page; `shown` is that of the figures."""
     meanings = "".join(
         f"<dt>{name}</dt><dd>{html.escape(meaning)}</dd>" for name, (_, meaning) in COLUMNS.items()
     )
-    config = yaml.safe_dump(results.experiment["config"], sort_keys=False, allow_unicode=True)
     title = html.escape(results.directory.name)
+    config = results.experiment["config"]
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}: report</title>'
-        f"<style>{STYLE}</style></head><body><h1>{title}</h1><p>{_abstract(results.rows)}</p>"
-        f"{shown}<h2>All cells</h2>{_table(results.rows)}{_requests(results.cells)}"
-        f"<h2>Columns</h2><dl>{meanings}</dl>"
-        f"<h2>Experiment</h2><pre>{html.escape(config)}</pre>"
-        f"<h2>Environment</h2>{_environments(results)}</body></html>\n"
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><title>{title}: report</title>'
+        f"<style>{STYLE}</style></head><body><h1>{title}</h1>{_answers(rows)}"
+        f"<h2>Methods</h2>{_failures(rows)}"
+        f'<div class="wide">{ranking.to_html(rows)}</div><script>{SORT}</script>'
+        f"{'<h2>Figures</h2>' if shown else ''}{shown}{_requests(results.cells)}"
+        f"<h2>Experiment</h2><p>Settings other than the defaults:</p>{_yaml(changed(config))}"
+        f"{_folded('All settings', _yaml(config))}"
+        f"{_folded('All columns', _table(rows), f'<dl>{meanings}</dl>')}"
+        f"{_folded('Environment', _environments(results))}</body></html>\n"
     )
 
 
-def _abstract(rows: list[dict[str, Any]]) -> str:
-    """Returns the HTML sentences that open the page."""
-    finished = [row for row in rows if row["status"] == "ok"]
-    sentences = [f"{len(finished)} of {len(rows)} cells have a result."]
-    if len(finished) < len(rows):
-        sentences.append(f"{len(rows) - len(finished)} failed; see the table.")
-    if others := terminal.varying(rows):
-        sentences.append(
-            f"Cells also differ in {', '.join(others)}, so figures by batch and context alone are "
-            "omitted."
-        )
-    if wrong := sum(not terminal.is_exact(row) for row in finished):
+def _folded(title: str, *parts: str) -> str:
+    return f"<details><summary>{title}</summary>{''.join(parts)}</details>"
+
+
+def _answers(rows: Rows) -> str:
+    """Returns the HTML that opens the page: the best method of each group."""
+    found = answer.answers(rows)
+    finished = sum(row["status"] == "ok" for row in rows)
+    sentences = [*_summary(found), f"{finished} of {len(rows)} cells have a result."]
+    if wrong := sum(row["status"] == "ok" and not terminal.is_exact(row) for row in rows):
         sentences.append(f"<b>{wrong} are NOT equal to plain decoding.</b>")
-    return " ".join(sentences)
+    table = pd.DataFrame([_line(one) for one in found]).fillna("–")
+    table = table.loc[:, (table != "").any()]
+    return (
+        f'<p class="lead">{" ".join(sentences)}</p>{_html(table, "answers")}'
+        f'<p class="note">{NOTE}</p>'
+    )
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
-    """Returns the HTML table of all cells, without empty columns; the last column has failures."""
-    names = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
-    names = list(dict.fromkeys([*names[:3], *terminal.varying(rows), *names[3:]]))
-    table = pd.DataFrame([{name: _text(row, name) for name in names} for row in rows])
-    failed = any(row["status"] != "ok" for row in rows)
-    if failed:
-        table["failure"] = [
-            "" if row["status"] == "ok" else f"{terminal.failure(row)}: {row['error']}"
-            for row in rows
-        ]
+def _html(table: pd.DataFrame, kind: str | None = None) -> str:
+    """Returns the HTML of a table, which scrolls if it is wider than the window."""
     with pd.option_context("display.max_colwidth", None):
-        return table.to_html(index=False, border=0, classes="failures" if failed else None)
+        shown = table.to_html(
+            index=False, border=0, classes=kind, na_rep="–", float_format="{:.2f}".format
+        )
+    return f'<div class="wide">{shown}</div>'
+
+
+def _summary(found: Sequence[answer.Answer]) -> list[str]:
+    """Returns the HTML sentences with the best speedup, and with where plain decoding wins."""
+    timed = [one for one in found if one.timed]
+    faster = [(one, one.best) for one in timed if one.best is not None and not one.plain_wins]
+    lost = "; ".join(labels.describe(one.group) for one in timed if one.plain_wins)
+    sentences = []
+    if faster:
+        first, best = max(faster, key=lambda pair: pair[1]["speedup"])
+        sentences.append(
+            f"Best: <b>{html.escape(best['method'])}</b>, "
+            f"<b>{ranking.with_interval(best, 'speedup')}×</b> plain decoding "
+            f"({html.escape(labels.describe(first.group))}; {best['evidence']})."
+        )
+        sentences.append(
+            f"Plain decoding wins at {html.escape(lost)}."
+            if lost
+            else "Speculation is faster than plain decoding wherever it was timed."
+        )
+    elif timed:
+        sentences.append("<b>No method is faster than plain decoding.</b>")
+    if unclear := sum(one.unclear for one in timed):
+        sentences.append(f"{unclear} of {len(timed)} intervals contain 1.")
+    if untimed := sum(one.best is not None and not one.timed for one in found):
+        sentences.append(f"Without times, methods are compared by τ ({untimed} of {len(found)}).")
+    return sentences
+
+
+def _line(one: answer.Answer) -> dict[str, str]:
+    """Returns the line of a group, by heading."""
+    best = one.best
+    line = {labels.heading(n): labels.value_text(n, value) for n, value in one.group.items()}
+    line["best method"] = "no exact result" if best is None else best["method"]
+    if one.plain_wins and best is not None:
+        line["best method"] = f"plain decoding (next: {best['method']})"
+    if best is not None:
+        line["τ"] = ranking.with_interval(best, "tau").replace(" ", "\u00a0")
+        if one.timed:
+            line["speedup"] = ranking.with_interval(best, "speedup").replace(" ", "\u00a0")
+            line["tokens/s"] = f"{best['decode_tok_s']:,.1f}"
+            line["plain tokens/s"] = f"{best['ar_decode_tok_s']:,.1f}"
+        line["measured"] = best["evidence"]
+    remarks = ["the interval contains 1"] if one.unclear else []
+    if one.inexact:
+        remarks.append(f"not equal to plain decoding: {', '.join(one.inexact)}")
+    if one.close:
+        remarks.append(f"overlapping intervals: {', '.join(one.close)}")
+    return line | {"remarks": "; ".join(remarks)}
+
+
+def _failures(rows: Rows) -> str:
+    """Returns the HTML list of the errors, each with the cells that have it."""
+    cells = collections.defaultdict(list)
+    for row in rows:
+        if row["status"] != "ok":
+            cells[f"{terminal.failure(row)}: {row['error']}"].append(
+                f"{row['method']} (batch {row['batch']}, context {row['context']:,})"
+            )
+    lines = "".join(
+        f"<li>{html.escape(', '.join(names))}: {html.escape(error)}</li>"
+        for error, names in cells.items()
+    )
+    return _folded("Failures", f'<ul class="failures">{lines}</ul>') if cells else ""
+
+
+def _table(rows: Rows) -> str:
+    """Returns the HTML table of all cells with all columns that are not empty."""
+    names = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
+    names = list(dict.fromkeys([*names[:3], *labels.varying(rows), *names[3:]]))
+    return _html(pd.DataFrame([{name: _text(row, name) for name in names} for row in rows]))
+
+
+def _text(row: Row, name: str) -> str:
+    if name not in COLUMNS:
+        return labels.value_text(name, row.get(name))
+    value = row.get(name)
+    return "–" if value is None else COLUMNS[name][0].format(value)
 
 
 def _requests(cells: Sequence[CellResult]) -> str:
-    """Returns the HTML tables of categories and, folded, of requests."""
+    """Returns the HTML tables of categories and of requests, folded."""
     groups, lines = categories.by_category(cells), categories.by_request(cells)
-    options = {"index": False, "border": 0, "na_rep": "–", "float_format": "{:.2f}".format}
     shown = ""
     if len(groups):
-        shown = f"<h2>Categories</h2><p>{categories.MEANING}</p>{groups.to_html(**options)}"
+        shown = _folded("Categories", f"<p>{categories.MEANING}</p>", _html(groups))
     if len(lines):
-        shown += f"<details><summary>Requests</summary>{lines.to_html(**options)}</details>"
+        shown += _folded("Requests", _html(lines))
     return shown
 
 
-def _text(row: dict[str, Any], name: str) -> str:
-    value = row.get(name)
-    return "–" if value is None else COLUMNS.get(name, ("{}",))[0].format(value)
+def changed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of an experiment that differ from the defaults."""
+    methods = [_other_than(method, Method()) for method in config.get("methods", [])]
+    return _other_than(config, Experiment()) | ({"methods": methods} if methods else {})
+
+
+def _other_than(settings: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    defaults = model.model_dump(mode="json")
+    return {n: v for n, v in settings.items() if n == "draft" or v != defaults.get(n)}
+
+
+def _yaml(settings: Mapping[str, Any]) -> str:
+    text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
+    return f"<pre>{html.escape(text)}</pre>"
 
 
 def _environments(results: Results) -> str:
@@ -220,25 +341,32 @@ def _environments(results: Results) -> str:
 def main(
     folder: tyro.conf.Positional[pathlib.Path],
     against: pathlib.Path | None = None,
+    latex: bool = False,
 ) -> int:
     """Writes the report of a folder of results.
 
     Args:
       folder: the folder, such as results/demo.
       against: another folder to compare with, in a table and a figure.
+      latex: also write the ranking as a LaTeX table, figures/table.tex.
 
     Returns:
       The exit status: 0, or 2 if a folder cannot be read.
     """
     try:
         written = write(folder)
+        if latex:
+            table = ranking.to_latex(answer.with_intervals(read(folder).cells))
+            write_atomically(folder / FIGURES / TABLE, table)
+            written.append(f"{FIGURES}/{TABLE}")
         if against is not None:
-            table, figure = comparison.compare(read(folder), read(against))
-            figures.write_png(folder / "comparison.png", figure)
-            write_atomically(folder / "comparison.csv", table.to_csv(index=False))
+            compared, figure = comparison.compare(read(folder), read(against))
+            if figure is not None:
+                export.write(folder / FIGURES, "comparison", figure)
+            write_atomically(folder / "comparison.csv", compared.to_csv(index=False))
             with pd.option_context("display.width", 200, "display.max_columns", None):
-                print(table.round(3).to_string(index=False))
-            written += ["comparison.png", "comparison.csv"]
+                print(compared.round(3).to_string(index=False))
+            written.append("comparison.csv")
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

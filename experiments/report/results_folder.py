@@ -5,7 +5,9 @@ import json
 import pathlib
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from jaxtyping import Float
 
 from experiments.schema import grid, store
 from experiments.schema.columns import COLUMNS
@@ -40,6 +42,19 @@ class CellResult:
         """Returns the line of each request."""
         lines = (self.folder / "requests.jsonl").read_text("utf-8").splitlines()
         return [json.loads(line) for line in lines]
+
+    def seconds(self) -> tuple[Float[np.ndarray, "R B"], Float[np.ndarray, "R B"]]:
+        """Returns the seconds of decoding of each timed run and batch of prompts.
+
+        Of the method, and of plain decoding interleaved with it.
+        """
+        mine, plain = (
+            np.array(
+                [run.get("decode_s_by_batch", [run["decode_s"]]) for run in self.metrics[name]]
+            )
+            for name in ("runs", "plain_runs")
+        )
+        return mine, plain
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,8 +4,7 @@ from typing import Any
 
 from rich.table import Table
 
-from experiments.schema.columns import columns_of
-from experiments.schema.config import Experiment
+from experiments.report.labels import shape, value_text, varying
 
 LEGEND = (
     "speedup: over plain decoding in the cell's own process, with interleaved runs (the plain row "
@@ -26,8 +25,6 @@ FORMATS = {
     "repeats": ("repeated_8grams", "{:.3f}"),
     "score": ("score", "{:.3f}"),
 }
-# The columns of axes, apart from batch and context.
-OTHERS = [name for name in columns_of(Experiment).values() if name not in ("batch", "context")]
 ABOVE_MEASURED = "more than the measured bandwidth: the cache of the CPU holds part of the data"
 FAILED = {"memory": "out of memory", "timeout": "too slow", "crash": "crashed"}
 
@@ -55,17 +52,8 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
         if row["status"] == "ok":
             cells = ["–" if row[n] is None else f.format(row[n]) for n, f in formats.values()]
         end = i + 1 == len(rows) or shape(rows[i + 1]) != shape(row)
-        out.add_row(*(str(row[name]) for name in names), *cells, end_section=end)
+        out.add_row(*(value_text(name, row[name]) for name in names), *cells, end_section=end)
     return out
-
-
-def varying(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns the columns in which a grid's combinations differ, apart from batch and context."""
-    names = [name for name in OTHERS if len({row.get(name) for row in rows}) > 1]
-    # By default, the kind of prompts determines the number of candidates.
-    pairs = {(row.get("prompts"), row.get("candidates")) for row in rows}
-    determined = len(pairs) == len({prompts for prompts, _ in pairs})
-    return [name for name in names if name != "candidates" or not determined]
 
 
 def is_exact(row: dict[str, Any]) -> bool:
@@ -91,8 +79,8 @@ def notes(rows: list[dict[str, Any]]) -> list[str]:
             )
     finished = [row for row in rows if row["status"] == "ok"]
     untraced = [
-        f"batch {row['batch']}, context {row['context']}, {row['method']}: not in phases.png, "
-        "because its run was not traced (see phases_error in its metrics.json)"
+        f"batch {row['batch']}, context {row['context']}, {row['method']}: not in the figure of "
+        "phases, because its run was not traced (see phases_error in its metrics.json)"
         for row in finished
         if row.get("phases") and row["repeat"] and row.get("score_s") is None
     ]
@@ -104,8 +92,3 @@ def notes(rows: list[dict[str, Any]]) -> list[str]:
         f"{ties} rows diverge from plain decoding at a tie decided by rounding",
         *([f"{wrong} cells are NOT equal to plain decoding"] if wrong else []),
     ]
-
-
-def shape(row: dict[str, Any]) -> tuple:
-    """Returns (batch, context, ...), equal for the cells of a group."""
-    return row["batch"], row["context"], *(row.get(name) for name in OTHERS)

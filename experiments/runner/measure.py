@@ -59,10 +59,8 @@ def measure(
             outputs[each].append(runs)
     assert shared is not None  # a cell has at least one batch
     # Of each repeat, the run over all batches, and the time per output token of every request.
-    repeats = list(zip(*outputs[cell], strict=True))
-    runs, plain_runs = (
-        [merge(repeat) for repeat in zip(*outputs[each], strict=True)] for each in (cell, plain)
-    )
+    repeats, plain_repeats = (list(zip(*outputs[each], strict=True)) for each in (cell, plain))
+    runs, plain_runs = ([merge(run) for run in both] for both in (repeats, plain_repeats))
     latencies = [np.concatenate([_tpot(run) for run in repeat]) for repeat in repeats[1:]]
     if any(run.stats.compile_s for run in runs[1:] + plain_runs[1:]):
         raise RuntimeError(f"{cell.label}: a timed run compiled, so its time is invalid")
@@ -78,8 +76,8 @@ def measure(
     stats = runs[0].stats
     metrics = {
         "row": complete(columns(cell), row),
-        "runs": [_run(run) for run in runs[1:]],
-        "plain_runs": [_run(run) for run in plain_runs[1:]],
+        "runs": [_run(batches) for batches in repeats[1:]],
+        "plain_runs": [_run(batches) for batches in plain_repeats[1:]],
         "histogram": list(stats.histogram),
         "acceptance_by_depth": list(stats.acceptance_by_depth),
         "acceptance_if_reached": list(stats.acceptance_if_reached),
@@ -95,10 +93,15 @@ def _with_own_seed(cell: Cell, number: int) -> Cell:
     return dataclasses.replace(cell, seed=cell.seed + number) if cell.do_sample else cell
 
 
-def _run(run: Any) -> dict[str, float]:
+def _run(batches: Sequence[Any]) -> dict[str, Any]:
+    """Returns the sums of a run over all batches, and the seconds of each if there are several."""
     times = ("prefill_s", "decode_s", "tokens_per_s")
     names = (*times, "target_passes", "rounds", "emitted", "drafted", "accepted")
-    return {name: float(getattr(run.stats, name)) for name in names}
+    stats = merge(batches).stats
+    run: dict[str, Any] = {name: float(getattr(stats, name)) for name in names}
+    if len(batches) > 1:
+        run["decode_s_by_batch"] = [batch.stats.decode_s for batch in batches]
+    return run
 
 
 def _acceptance(

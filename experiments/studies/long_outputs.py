@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 import magicjax
 from experiments import prompts
-from experiments.report import figures
+from experiments.studies import plots
 from magicjax.files import write_atomically
 
 QUARTERS = 4
@@ -171,7 +171,7 @@ def plot(table: pd.DataFrame) -> Figure:
         axes.plot(quarters, row.iloc[:QUARTERS], line, marker="o", label=name)
     axes.set(xlabel="quarter of the output", ylabel="drafted tokens accepted", ylim=(0, 1))
     axes.set_xticks(quarters)
-    figures.add_legend(axes)
+    plots.add_legend(axes)
     return figure
 
 
@@ -186,7 +186,7 @@ def main(settings: Settings) -> None:
     table = pd.DataFrame(shares).T.rename_axis("draft")
     folder = pathlib.Path(settings.results)
     write_atomically(folder / "long_outputs.csv", table.round(4).to_csv())
-    figures.write_png(folder / "long_outputs.png", plot(table))
+    plots.write_png(folder / "long_outputs.png", plot(table))
     print(table.round(3).to_string())
     print(f"wrote long_outputs.csv and long_outputs.png to {folder}")
 

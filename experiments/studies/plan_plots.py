@@ -18,9 +18,8 @@ from matplotlib.colors import Colormap, ListedColormap, Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from experiments.report.annotated_image import ABSENT, annotated_image
-from experiments.report.figures import COLOURS, add_legend, clean, write_png
 from experiments.studies import cost_tables
+from experiments.studies.plots import ABSENT, COLOURS, add_legend, annotated_image, clean, write_png
 from magicjax import cost_model, planner
 from magicjax.cli import plan
 from magicjax.loading import config_of

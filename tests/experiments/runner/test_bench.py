@@ -166,6 +166,9 @@ def test_batches_of_a_sampled_cell_draw_different_numbers(monkeypatch):
     metrics, requests = measure.measure(bench, cell)
     assert len({tuple(request["tokens"]) for request in requests}) == 3
     assert len({request["tpot_ms"] for request in requests}) == 3  # each batch has its own time
+    for run in (*metrics["runs"], *metrics["plain_runs"]):
+        assert len(run["decode_s_by_batch"]) == 3
+        assert sum(run["decode_s_by_batch"]) == pytest.approx(run["decode_s"])
     assert metrics["row"]["exact_match"] == 1
 
 

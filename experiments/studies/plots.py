@@ -1,13 +1,37 @@
-"""An image of values with a text in every cell."""
+"""Parts of the studies' plots: colours, legends, and an image of values with texts."""
 
+import io
+import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, Normalize
+from matplotlib.figure import Figure
+
+from experiments.report.labels import COLOURS as COLOURS
+from magicjax.files import write_atomically
 
 ABSENT = "#DDDDDD"
+
+
+def write_png(path: pathlib.Path, figure: Figure) -> None:
+    """Writes a figure as a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=150, format="png")
+    write_atomically(path, buffer.getvalue())
+
+
+def clean(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
+    """Draws a light grid, and removes the upper and right spines."""
+    axes.grid(axis=grid, alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def add_legend(axes: Axes, size: int = 8) -> None:
+    """Adds a legend to the right of the axes."""
+    axes.legend(frameon=False, fontsize=size, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def annotated_image(

@@ -1,0 +1,154 @@
+"""The best method of each group of cells, with intervals of its speedup.
+
+A cell's runs alternate with runs of plain decoding of the same prompts. The interval is a
+percentile bootstrap that draws runs and batches of prompts with replacement, the same for the
+method and for plain decoding (Efron and Tibshirani, 1993). Batches are drawn, not the rows of one
+batch, because rows that decode together have one time. Without times, methods are compared by τ,
+with requests drawn.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from experiments.report import labels, terminal
+from experiments.report.labels import Row, Rows
+from experiments.report.results_folder import CellResult
+
+RESAMPLES = 2000
+LEVEL = 95  # percent
+FEW = 10  # with fewer measurements an interval is too narrow
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The result of a group of cells.
+
+    Attributes:
+      group: columns that tell groups apart, with their values.
+      best: the exact row with the highest speedup, or τ without times; None if there is none.
+      close: methods whose intervals overlap that of the best.
+      inexact: methods that are faster, but are not equal to plain decoding.
+      timed: whether speedups are compared, not τ.
+    """
+
+    group: Row
+    best: Row | None
+    close: tuple[str, ...]
+    inexact: tuple[str, ...]
+    timed: bool
+
+    @property
+    def plain_wins(self) -> bool:
+        """Whether no exact method is faster than plain decoding."""
+        return self.timed and (self.best is None or self.best["speedup"] <= 1)
+
+    @property
+    def unclear(self) -> bool:
+        """Whether the interval of the best speedup contains 1."""
+        if self.best is None or self.best["low"] is None:
+            return False
+        return self.timed and self.best["low"] <= 1 <= self.best["high"]
+
+
+def with_intervals(cells: Sequence[CellResult]) -> list[Row]:
+    """Returns the cells' rows with the columns `low`, `high` and `evidence`.
+
+    The interval is of the speedup, of τ in rows without times, and None without a repetition.
+    """
+    return [cell.row | _interval(cell) for cell in cells]
+
+
+def _interval(cell: CellResult) -> Row:
+    """Returns the columns that `with_intervals` adds to a cell's row."""
+    if not cell.metrics:
+        return {"low": None, "high": None, "evidence": ""}
+    timed = cell.row["speedup"] is not None
+    if timed:
+        seconds, plain_seconds = cell.seconds()
+        runs, batches = seconds.shape
+        found = speedup_interval(seconds, plain_seconds)
+    else:
+        requests = cell.requests()
+        rounds = np.array([request["rounds"] for request in requests], float)
+        runs, batches = 1, len(rounds)
+        found = tau_interval(rounds, np.array([request["tau"] for request in requests]))
+    low, high = found or (None, None)
+    size = cell.row.get("requests") or cell.row["batch"]
+    evidence = f"{runs} run{'s' * (runs > 1)} of {size} request{'s' * (size > 1)}"
+    if timed and cell.row["batch"] > 1:
+        evidence += f" in {batches} batch{'es' * (batches > 1)}"
+    if found is None:
+        evidence += ": no interval"
+    elif runs * batches < FEW:
+        evidence += ": few"
+    return {"low": low, "high": high, "evidence": evidence}
+
+
+def speedup_interval(
+    seconds: Float[np.ndarray, "R B"], plain_seconds: Float[np.ndarray, "R B"]
+) -> tuple[float, float] | None:
+    """Returns the interval of median rate over median plain rate; None for a single measurement.
+
+    The arrays hold the seconds of each run and batch; both decode the same number of tokens.
+    """
+    num_runs, num_batches = seconds.shape
+    if seconds.size < 2:
+        return None
+    draw = np.random.default_rng(0)
+    runs = draw.integers(num_runs, size=(RESAMPLES, num_runs, 1))
+    batches = draw.integers(num_batches, size=(RESAMPLES, 1, num_batches))
+    rate, plain_rate = (
+        np.median(1 / table[runs, batches].sum(-1), -1) for table in (seconds, plain_seconds)
+    )
+    return _percentiles(rate / plain_rate)
+
+
+def tau_interval(
+    rounds: Float[np.ndarray, " N"], taus: Float[np.ndarray, " N"]
+) -> tuple[float, float] | None:
+    """Returns the interval of tokens per round over requests; None for a single request."""
+    if len(rounds) < 2:
+        return None
+    drawn = np.random.default_rng(0).integers(len(rounds), size=(RESAMPLES, len(rounds)))
+    return _percentiles((taus * rounds)[drawn].sum(1) / rounds[drawn].sum(1))
+
+
+def _percentiles(values: np.ndarray) -> tuple[float, float]:
+    low, high = np.percentile(values, [(100 - LEVEL) / 2, (100 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def answers(rows: Rows) -> list[Answer]:
+    """Returns the answer of each group, of rows with intervals."""
+    columns = labels.group_columns(rows)
+    return [_answer(group, columns) for group in labels.grouped(rows)]
+
+
+def _answer(rows: Rows, columns: Sequence[str]) -> Answer:
+    drafted = [row for row in rows if row["status"] == "ok" and row["draft"] != "none"]
+    timed = any(row["speedup"] is not None for row in drafted)
+    ranked = ranking(drafted, "speedup" if timed else "tau")
+    exact = [row for row in ranked if terminal.is_exact(row)]
+    best = exact[0] if exact else None
+    faster = ranked[: ranked.index(best)] if best else ranked
+    return Answer(
+        {name: rows[0].get(name) for name in columns},
+        best,
+        tuple(row["method"] for row in exact[1:] if best and _overlap(row, best)),
+        tuple(row["method"] for row in faster),
+        timed,
+    )
+
+
+def ranking(rows: Rows, column: str) -> list[Row]:
+    """Returns the rows that have a value in a column, the largest first."""
+    known = [row for row in rows if row[column] is not None]
+    return sorted(known, key=lambda row: -row[column])
+
+
+def _overlap(row: Row, best: Row) -> bool:
+    """Returns whether the intervals of two rows overlap."""
+    return row["high"] is not None and best["low"] is not None and row["high"] >= best["low"]

@@ -1,0 +1,118 @@
+"""Names of settings in tables, figures and messages, and the colour and marker of each method."""
+
+import collections
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.schema.columns import columns_of
+from experiments.schema.config import Experiment
+from experiments.schema.method import OPTIONS
+
+# Okabe and Ito's colours, which colour-blind readers can distinguish; black is plain decoding.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
+PLAIN_STYLE = ("#000000", "cross")
+MARKS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "triangle-right", "stroke")
+# The columns of axes, apart from batch and context.
+OTHERS = [name for name in columns_of(Experiment).values() if name not in ("batch", "context")]
+# How much is measured, not what: named only if nothing else tells two groups apart.
+EFFORT = ("requests", "repeat", "candidates", "agreement_tokens", "phases")
+_FAMILY = [n for n in ("draft", "draft_model", *OPTIONS, "tree", "verifier") if n != "budget"]
+
+Row = dict[str, Any]
+Rows = Sequence[Row]
+
+
+def varying(rows: Rows) -> list[str]:
+    """Returns the columns in which a grid's combinations differ, apart from batch and context."""
+    names = [name for name in OTHERS if len({row.get(name) for row in rows}) > 1]
+    # By default, the kind of prompts determines the number of candidates.
+    pairs = {(row.get("prompts"), row.get("candidates")) for row in rows}
+    determined = len(pairs) == len({prompts for prompts, _ in pairs})
+    return [name for name in names if name != "candidates" or not determined]
+
+
+def shape(row: Row) -> tuple:
+    """Returns (batch, context, ...), equal for the cells of a group."""
+    return row["batch"], row["context"], *(row.get(name) for name in OTHERS)
+
+
+def grouped(rows: Rows) -> list[list[Row]]:
+    """Returns the rows of each group, by batch and context."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(shape(row), []).append(row)
+    return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]
+
+
+def value_text(name: str, value: Any) -> str:
+    """Returns a setting's value as text, "–" if it is not set; without a temperature: greedy."""
+    if name == "temperature" and value is None:
+        return "greedy"
+    if value in (None, "", ()):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def heading(name: str) -> str:
+    """Returns the heading of a column of settings."""
+    return "sampling" if name == "temperature" else name.replace("_", " ")
+
+
+def describe(settings: Mapping[str, Any]) -> str:
+    """Returns settings as text, without those that are not set.
+
+    {"dtype": "float32", "temperature": None, "top_p": None, "prompts": "chat"} gives
+    "float32, greedy, chat".
+    """
+    texts = {name: value_text(name, value) for name, value in settings.items()}
+    unnamed = ("dtype", "prompts", "target")
+    return ", ".join(
+        text if name in unnamed or text == "greedy" else f"{name.replace('_', ' ')} {text}"
+        for name, text in texts.items()
+        if text != "–"
+    )
+
+
+def group_columns(rows: Rows) -> list[str]:
+    """Returns the columns that tell the groups apart: batch, context and what else varies."""
+    names = ["batch", "context", *varying(rows)]
+    short = [name for name in names if name not in EFFORT]
+    groups = {shape(row) for row in rows}
+    enough = len({tuple(row.get(name) for name in short) for row in rows}) == len(groups)
+    return short if enough else names
+
+
+def families(rows: Rows) -> dict[str, str]:
+    """Returns the family of each method: its name, with B for the budget if others exist.
+
+    Methods of a family differ in the budget of the draft's cache only.
+    """
+    members: dict[tuple, dict[str, Any]] = {}
+    for row in rows:
+        members.setdefault(tuple(row.get(n) for n in _FAMILY), {})[row["method"]] = row["budget"]
+    return {
+        method: re.sub(rf"([ :]){budget}\b", r"\1B", method, count=1) if len(known) > 1 else method
+        for known in members.values()
+        for method, budget in known.items()
+    }
+
+
+def styles(rows: Rows) -> dict[str, tuple[str, str]]:
+    """Returns (colour, marker) of each method and each family, in the order of the rows.
+
+    A family has one colour, and its methods differ in their markers.
+    """
+    found = {"plain": PLAIN_STYLE}
+    numbers: dict[str, int] = {}
+    used: collections.Counter[str] = collections.Counter()
+    for method, family in families([row for row in rows if row["draft"] != "none"]).items():
+        number = numbers.setdefault(family, len(numbers))
+        colour = COLOURS[number % len(COLOURS)]
+        style = colour, MARKS[(number + used[colour]) % len(MARKS)]
+        used[colour] += 1
+        found.setdefault(family, style)
+        found[method] = style
+    return found

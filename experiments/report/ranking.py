@@ -1,0 +1,137 @@
+"""The methods of each group in order of their speedup, in HTML and in LaTeX."""
+
+import html
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from experiments.report import labels, terminal
+from experiments.report.labels import Row, Rows
+
+
+def with_interval(row: Row, column: str) -> str:
+    """Returns a row's value with its interval: "1.84 [1.79, 1.90]"."""
+    value = f"{row[column]:.2f}"
+    timed = row["speedup"] is not None
+    if row["low"] is None or timed != (column == "speedup") or row["draft"] == "none":
+        return value
+    return f"{value} [{row['low']:.2f}, {row['high']:.2f}]"
+
+
+def exactness(row: Row) -> str:
+    """Returns whether a row has plain decoding's tokens; "–" where only distributions agree."""
+    if row["exact_match"] is None:
+        return "–"
+    if not terminal.is_exact(row):
+        return f"NO: {row['exact_match']:.1%}"
+    return f"yes, {row['ties']} tie{'s' * (row['ties'] > 1)}" if row["ties"] else "yes"
+
+
+class Heading(NamedTuple):
+    """A column of the ranking: its heading, its column of the summary, and its text."""
+
+    heading: str
+    column: str
+    text: Callable[[Row], str]
+
+
+def _number(heading: str, column: str, pattern: str) -> Heading:
+    return Heading(heading, column, lambda row: pattern.format(row[column]))
+
+
+HEADINGS = (
+    Heading("method", "method", lambda row: row["method"]),
+    Heading("τ", "tau", lambda row: with_interval(row, "tau")),
+    Heading("exact", "exact_match", exactness),
+    Heading("speedup", "speedup", lambda row: with_interval(row, "speedup")),
+    _number("tokens/s", "decode_tok_s", "{:,.1f}"),
+    _number("plain tokens/s", "ar_decode_tok_s", "{:,.1f}"),
+)
+MORE = (
+    _number("acceptance rate", "acceptance_rate", "{:.3f}"),
+    _number("ms/token", "tpot_ms_p50", "{:.1f}"),
+    _number("score", "score", "{:.2f}"),
+)
+
+
+def ranked(rows: Rows) -> list[list[Row]]:
+    """Returns the rows of each group, the highest speedup first (without times, the highest τ).
+
+    Rows without a result are last.
+    """
+
+    def order(row: Row) -> tuple:
+        value = row["tau"] if row["speedup"] is None else row["speedup"]
+        return row["status"] != "ok", -(value or 0.0)
+
+    return [sorted(group, key=order) for group in labels.grouped(rows)]
+
+
+def to_html(rows: Rows) -> str:
+    """Returns the table of all cells, which a click on a heading sorts."""
+    settings = [_setting(name) for name in labels.group_columns(rows)]
+    every = (*HEADINGS, *settings, *MORE)
+    shown = [h for h in every if any(row.get(h.column) is not None for row in rows)]
+    head = "".join(f"<th>{html.escape(h.heading)}</th>" for h in shown)
+    body = "".join(
+        f"<tr>{''.join(_cell(row, heading) for heading in shown)}</tr>"
+        for group in ranked(rows)
+        for row in group
+    )
+    return f'<table class="sortable"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _setting(name: str) -> Heading:
+    return Heading(labels.heading(name), name, lambda row: labels.value_text(name, row[name]))
+
+
+def _cell(row: Row, heading: Heading) -> str:
+    """Returns the HTML of a cell, with the value to sort by."""
+    value = row.get(heading.column)
+    text, title = "–" if value is None else heading.text(row), ""
+    if row["status"] != "ok" and heading.column == "tau":
+        text = terminal.failure(row)
+    if heading.column == ("tau" if row["speedup"] is None else "speedup"):
+        title = f' title="{html.escape(row["evidence"] or row["error"])}"'
+    sort = html.escape("" if value is None else str(value))
+    return f'<td data-sort="{sort}"{title}>{html.escape(text)}</td>'
+
+
+def to_latex(rows: Rows) -> str:
+    """Returns the ranking as a LaTeX table with the rules of the package booktabs.
+
+    A line per finished cell, a part per group; the best exact method of a group is bold. It needs
+    no other package.
+    """
+    finished = [row for row in rows if row["status"] == "ok"]
+    columns = labels.group_columns(rows)
+    lines = ["\\begin{tabular}{lrrrrr}", "\\toprule"]
+    lines.append(_line([heading.heading for heading in HEADINGS]))
+    for group in ranked(finished):
+        best = next((r for r in group if terminal.is_exact(r) and r["draft"] != "none"), None)
+        title = escaped(labels.describe({name: group[0].get(name) for name in columns}))
+        lines += ["\\midrule", f"\\multicolumn{{6}}{{l}}{{\\emph{{{title}}}}} \\\\"]
+        for row in group:
+            texts = ["–" if row[h.column] is None else h.text(row) for h in HEADINGS]
+            lines.append(_line(texts, bold=row is best))
+    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
+
+
+def _line(texts: Sequence[str], bold: bool = False) -> str:
+    cells = [escaped(text) for text in texts]
+    if bold:
+        cells[0] = f"\\textbf{{{cells[0]}}}"
+    return " & ".join(cells) + " \\\\"
+
+
+_LATEX = {character: f"\\{character}" for character in "&%$#_{}"} | {
+    "\\": "\\textbackslash{}",
+    "~": "\\textasciitilde{}",
+    "^": "\\textasciicircum{}",
+    "τ": "$\\tau$",
+    "–": "--",
+}
+
+
+def escaped(text: str) -> str:
+    """Returns a text with LaTeX's special characters escaped."""
+    return text.translate(str.maketrans(_LATEX))
