@@ -76,8 +76,8 @@ def tooltips(rows: Rows) -> list[alt.Tooltip]:
 
 
 def in_panels(chart: Chart, names: Sequence[str], columns: int, field: str = "panel") -> Chart:
-    """Returns a panel for each value of a field, in this order; no title if there is one."""
-    header = alt.Header(title=None, labelExpr=LINES, labels=len(names) > 1)
+    """Returns a panel for each value of a field, in this order."""
+    header = alt.Header(title=None, labelExpr=LINES)
     facet = alt.Facet(f"{field}:N", sort=list(names), header=header)
     # With shared axes, an incomplete line of panels has an axis below nothing.
     resolved = "independent" if len(names) % columns else "shared"
@@ -279,6 +279,7 @@ def time_split(rows: Rows) -> Figure:
         title=None,
     )
     x = alt.X("share:Q", axis=alt.Axis(format="%"), title="time of a round")
+    x = x.scale(domain=[0, 1], clamp=True)  # sums of rounded shares can exceed 1
 
     def bars(y: alt.Y) -> Chart:
         bar = alt.Chart(**shown(parts)).mark_bar()

@@ -120,7 +120,8 @@ def _curves(cells: Sequence[CellResult]) -> dict[str, tuple[list[float], list[fl
     """Returns each method's (acceptance if reached, acceptance) by depth, means over its cells."""
     kept = collections.defaultdict(list)
     for cell in cells:
-        if cell.metrics and cell.row["draft"] != "none":
+        # "auto" has no depths where it chooses plain decoding.
+        if cell.metrics and cell.metrics["acceptance_by_depth"] and cell.row["draft"] != "none":
             kept[cell.row["method"]].append(cell.metrics)
     names = ("acceptance_if_reached", "acceptance_by_depth")
     return {
@@ -240,7 +241,7 @@ def _summary(found: Sequence[answer.Answer]) -> list[str]:
     elif timed:
         sentences.append("<b>No method is faster than plain decoding.</b>")
     if unclear := sum(one.unclear for one in timed):
-        sentences.append(f"{unclear} of {len(timed)} intervals contain 1.")
+        sentences.append(f"The interval contains 1 in {unclear} of {len(timed)} groups.")
     if untimed := sum(one.best is not None and not one.timed for one in found):
         sentences.append(f"Without times, methods are compared by τ ({untimed} of {len(found)}).")
     return sentences

@@ -468,6 +468,10 @@ def test_curves_of_different_depths_are_averaged_at_each_depth(tmp_path):
     curves = page._curves(results_folder.read(folder).cells)["small:draft-1:full, expansion:2,1"]
     assert curves == ([0.7, 0.6], [pytest.approx(0.6), 0.4])
     assert "depth" in made(folder)
+    change(
+        folder, {}, acceptance_by_depth=[], acceptance_if_reached=[]
+    )  # auto chose plain decoding
+    assert "depth" not in made(folder)
 
 
 def test_groups_are_told_apart_by_what_varies(tmp_path):
