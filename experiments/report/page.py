@@ -311,13 +311,16 @@ def _requests(cells: Sequence[CellResult]) -> str:
 
 def changed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of an experiment that differ from the defaults."""
-    methods = [_other_than(method, Method()) for method in config.get("methods", [])]
+    methods = []
+    for method in config.get("methods", []):
+        shown = _other_than(method, Method())
+        methods.append({"drafter": method["drafter"]} | shown.pop("options", {}) | shown)
     return _other_than(config, Experiment()) | ({"methods": methods} if methods else {})
 
 
 def _other_than(settings: Mapping[str, Any], model: Any) -> dict[str, Any]:
     defaults = model.model_dump(mode="json")
-    return {n: v for n, v in settings.items() if n == "draft" or v != defaults.get(n)}
+    return {n: v for n, v in settings.items() if v != defaults.get(n)}
 
 
 def _yaml(settings: Mapping[str, Any]) -> str:

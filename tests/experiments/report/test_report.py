@@ -43,7 +43,11 @@ def fill(directory, batches=(1, 4), contexts=(64, 96), faster=1.0, failed=FAILED
             store.write_failure(folder, *why)
             continue
         speed = (
-            faster * cell.batch * cell.context / 128 * {64: 1.0, 256: 1.1}.get(cell.budget, 1.25)
+            faster
+            * cell.batch
+            * cell.context
+            / 128
+            * {64: 1.0, 256: 1.1}.get(cell.options.get("budget"), 1.25)
         )
         speed = 1.0 if cell.draft == "none" else speed
         row = dict.fromkeys(COLUMNS) | grid.columns(cell)
@@ -300,7 +304,7 @@ def test_settings_that_are_not_set_are_not_named(settings, text):
 
 def test_labels_name_only_settings_that_are_set_and_differ():
     pairs = {"do_sample": [False, True], "top_p": [None, 0.9]}
-    experiment = config.Experiment(zip=[pairs], prompts="chat", methods=[{"draft": "self"}])
+    experiment = config.Experiment(zip=[pairs], prompts="chat", methods=[{"drafter": "self"}])
     cells = launch.Grid(experiment).labels
     assert [label.removeprefix(cell.label) for cell, label in cells.items()] == [
         *[", greedy"] * 2,
@@ -310,7 +314,10 @@ def test_labels_name_only_settings_that_are_set_and_differ():
 
 def test_only_settings_other_than_the_defaults_are_shown_first():
     config = config_of({"batch": 8, "repeats": 3, "methods": [METHODS[0]]})
-    assert page.changed(config) == {"batch": 8, "methods": [METHODS[0] | {"tree": ["chain:3"]}]}
+    assert page.changed(config) == {
+        "batch": 8,
+        "methods": [METHODS[0] | {"drafter": ["self"], "tree": ["chain:3"]}],
+    }
 
 
 def config_of(settings):
