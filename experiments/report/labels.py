@@ -15,6 +15,7 @@ PLAIN_STYLE = ("#000000", "cross")
 MARKS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "triangle-right", "stroke")
 # The columns of axes, apart from batch and context.
 OTHERS = [name for name in columns_of(Experiment).values() if name not in ("batch", "context")]
+SAMPLED = ("top_k", "top_p", "seed")  # beside the temperature
 # How much is measured, not what: named only if nothing else tells two groups apart.
 EFFORT = ("requests", "repeat", "candidates", "agreement_tokens", "phases")
 _FAMILY = [n for n in ("draft", "draft_model", *OPTIONS, "tree", "verifier") if n != "budget"]
@@ -25,7 +26,10 @@ Rows = Sequence[Row]
 
 def varying(rows: Rows) -> list[str]:
     """Returns the columns in which a grid's combinations differ, apart from batch and context."""
-    names = [name for name in OTHERS if len({row.get(name) for row in rows}) > 1]
+    values = {name: {row.get(name) for row in rows} for name in OTHERS}
+    for name in SAMPLED:
+        values[name] -= {None}  # in greedy cells, which have no temperature either
+    names = [name for name, found in values.items() if len(found) > 1]
     # By default, the kind of prompts determines the number of candidates.
     pairs = {(row.get("prompts"), row.get("candidates")) for row in rows}
     determined = len(pairs) == len({prompts for prompts, _ in pairs})
