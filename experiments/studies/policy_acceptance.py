@@ -3,7 +3,8 @@
     python -m experiments.studies.policy_acceptance FILE [--key value]
 
 The methods of a grid's group start from one prefill of the same prompts in one process, so that a
-method takes seconds. The CSV keeps all finished groups, and a second run continues after them.
+method takes seconds. The CSV keeps all finished groups, and a second run continues after them. A folder
+beside it has a figure of the acceptance rate by budget.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from experiments.prompts.metrics import repeated_ngrams
+from experiments.report import export, figures, labels
 from experiments.runner import exactness, provenance
 from experiments.runner.workload import Bench, merge
 from experiments.schema import config, grid
@@ -25,6 +27,7 @@ from magicjax.benchmarks.tables import record_table
 from magicjax.files import write_atomically
 
 PROG = "python -m experiments.studies.policy_acceptance"
+SHOWN = ("context", "policy", "budget", "acceptance_rate", "tau", "exact_match", "ties")
 
 
 def cells_of(experiment: config.Experiment) -> list[list[grid.Cell]]:
@@ -67,16 +70,11 @@ def measure(bench: Bench, group: list[grid.Cell]) -> list[dict[str, Any]]:
         made.append(
             {
                 "cell": identity(cell),
-                "batch": cell.batch,
-                "context": cell.context,
-                "prompts": cell.prompts,
-                "method": cell.method,
-                "policy": cell.options.get("policy"),
-                "budget": cell.options.get("budget"),
-                "acceptance": output.stats.acceptance_rate,
+                **grid.columns(cell),
+                "acceptance_rate": output.stats.acceptance_rate,
                 "tau": output.stats.tau,
                 "repeated_8grams": repeated_ngrams(np.asarray(output.tokens)),
-                "exact": match.exact,
+                "exact_match": match.exact,
                 "ties": match.ties,
             }
         )
@@ -103,8 +101,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = [row for row in rows if row["cell"] not in names] + measure(bench, group)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, pd.DataFrame(rows).to_csv(index=False))
-    print(record_table([row for row in rows if row["cell"] in current]))
-    print(f"wrote {path}")
+    # As the file has them: without the values that are not set.
+    table = pd.read_csv(path).astype(object)
+    shown = table[table["cell"].isin(current)].where(table.notna(), None).to_dict("records")
+    print(record_table([{name: row[name] for name in SHOWN} for row in shown]))
+    figure = figures.by_budget(shown, labels.styles(shown), "acceptance_rate", "acceptance rate")
+    export.write(path.parent / experiment.name, "acceptance", figure)
+    print(f"wrote {path} and {path.parent / experiment.name}/acceptance-*.pdf, .svg, .png")
     return 0
 
 
