@@ -3,8 +3,8 @@
     python -m experiments.studies.policy_acceptance FILE [--key value]
 
 The methods of a grid's group start from one prefill of the same prompts in one process, so that a
-method takes seconds. The CSV keeps all finished groups, and a second run continues after them. A folder
-beside it has a figure of the acceptance rate by budget.
+method takes seconds. The CSV keeps all finished groups, and a second run continues after them; a
+folder beside it has a figure of the acceptance rate by budget.
 """
 
 import dataclasses
