@@ -27,6 +27,7 @@ from magicjax.decoding.conversation import Conversation, Reply  # noqa: E402
 from magicjax.decoding.runner import Output  # noqa: E402
 from magicjax.decoding.stats import Stats  # noqa: E402
 from magicjax.drafters import Ensemble, PromptLookup, SelfSpeculation, SmallModel  # noqa: E402
+from magicjax.engine.engine import Engine  # noqa: E402
 from magicjax.generation import generate, stream  # noqa: E402
 from magicjax.loading import load, offload  # noqa: E402
 from magicjax.model import Model  # noqa: E402
@@ -40,6 +41,7 @@ __all__ = [
     "Choice",
     "Conversation",
     "DynamicTree",
+    "Engine",
     "Ensemble",
     "Model",
     "Output",

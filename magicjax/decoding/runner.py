@@ -97,6 +97,25 @@ def run(
     return _run("decode", settings, arguments)
 
 
+def run_until_row_ends(
+    request: Request, state: DecodeState, rounds: int
+) -> tuple[DecodeState, float]:
+    """Returns the state after a row has ended or `rounds` have run, and the seconds.
+
+    `state` is donated.
+    """
+    arguments = request.target, request.drafter, with_rounds(state, rounds)
+    return _run("decode_until_row_ends", request.settings, arguments)
+
+
+def insert(
+    request: Request, state: DecodeState, row: DecodeState, slot: int
+) -> tuple[DecodeState, float]:
+    """Returns the state with a row replaced, and the seconds; donates `state`, but not `row`."""
+    index = processes.put(np.int32(slot), state.rounds_left.sharding)
+    return _run("insert", request.settings, (request.target, request.drafter, state, row, index))
+
+
 def stream_rounds(
     request: Request, state: DecodeState, stop: Callable[[], bool] = lambda: False
 ) -> Generator[list[Int[np.ndarray, "T"]], None, tuple[DecodeState, float]]:

@@ -130,6 +130,10 @@ class Ensemble(Drafter):
             for drafter, member_state, member_draft in zip(self.drafters, state, draft, strict=True)
         )
 
+    def insert(self, state, row, slot) -> tuple[Any, ...]:
+        members = zip(self.drafters, state, row, strict=True)
+        return tuple(drafter.insert(old, new, slot) for drafter, old, new in members)
+
     def members(self) -> tuple[Drafter, ...]:
         return self.drafters
 
