@@ -293,7 +293,8 @@ def insert(
 
 
 def _per_row(state: DecodeState) -> Any:
-    return dataclasses.replace(state, drafter=None, eos=None, rounds_left=None)
+    shared: Any = dict(drafter=None, eos=None, rounds_left=None)
+    return dataclasses.replace(state, **shared)
 
 
 def _without_draws(proposal: Proposal, ended: Bool[Array, "B"]) -> Proposal:

@@ -6,6 +6,7 @@ all slots. A row's tokens depend on its own prompt, limits, sampling and seed on
 """
 
 import collections
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -15,26 +16,23 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from magicjax.decoding import program_cache, runner
-from magicjax.decoding.validation import token_ids
 from magicjax.drafters import Drafter
-from magicjax.engine import prefill
-from magicjax.engine.handle import FINISH_REASONS, Handle, Submitted
+from magicjax.engine import prefill, submission
+from magicjax.engine.handle import FINISH_REASONS, Handle
 from magicjax.engine.prefill import Prefilling
-from magicjax.engine.prefix_store import Prefix, PrefixStore
+from magicjax.engine.prefix_store import Prefix, make_store
 from magicjax.engine.stats import MAX_REQUESTS, EngineStats
 from magicjax.engine.templates import (
     empty_row,
     empty_state,
     make_templates,
     request_of,
-    row_sampling,
 )
 from magicjax.model import Model
 from magicjax.trees.token_tree import Tree
 from sharding import processes
 
 AGING_S = 10.0  # waiting for this long raises a request's priority by 1
-PREFIX_ROWS = 4  # of the prefix store, unless its bytes are given
 
 
 class Engine:
@@ -102,15 +100,16 @@ class Engine:
         for name, value in (("rounds_per_step", rounds_per_step), ("queue_limit", queue_limit)):
             if value < 1:
                 raise ValueError(f"{name}={value}: it must be at least 1")
-        options = dict(drafter=drafter, tree=tree, do_sample=do_sample, verifier=verifier)
+        options: dict[str, Any] = dict(
+            drafter=drafter, tree=tree, do_sample=do_sample, verifier=verifier
+        )
         options |= dict(eos_token_id=eos_token_id, backend=backend, mesh=mesh)
         self._templates = make_templates(
             target, slots, capacity, max_new_tokens, prefill_chunk, options
         )
-        self._target = target
         self._eos = set(processes.fetch(self._templates.row.eos).tolist())
         self._rounds_per_step, self._queue_limit = rounds_per_step, queue_limit
-        self._prefixes = self._make_store(prefix_bytes)
+        self._prefixes = make_store(self._templates, prefix_bytes)
         self._state = empty_state(self._templates)
         self._ended = np.ones(slots, bool)  # as in the state, and rows that the host has ended
         self._ended_by_host = False  # since the state was last changed
@@ -154,20 +153,16 @@ class Engine:
                 f"the queue has queue_limit={self._queue_limit} requests: run engine.step() until "
                 "some have started, or create the engine with a larger limit"
             )
-        (tokens,) = token_ids(self._target, [prompt])
-        if deadline_s is not None and not deadline_s > 0:
-            raise ValueError(f"deadline_s={deadline_s}: it must be above 0 seconds from now")
-        now = time.monotonic()
-        submitted = Submitted(
-            prompt=tokens,
-            limit=self._limit(len(tokens), max_new_tokens),
-            sampling=row_sampling(self._templates, temperature, top_k, top_p, seed),
-            stop=self._checked_stop(stop),
+        submitted = submission.checked(
+            self._templates,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            sampling=dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
+            stop=stop,
             priority=priority,
-            submitted_s=now,
-            deadline_s=None if deadline_s is None else now + deadline_s,
+            deadline_s=deadline_s,
         )
-        handle = Handle(self, submitted, self._target.tokenizer)
+        handle = Handle(self, submitted, self._templates.row.target.tokenizer)
         self._queue.append(handle)
         return handle
 
@@ -185,7 +180,8 @@ class Engine:
         prefill_s = self._admit()
         loop_s = self._decode() if self._running else 0.0
         self._steps += 1
-        self._prefill_s, self._loop_s = self._prefill_s + prefill_s, self._loop_s + loop_s
+        self._prefill_s += prefill_s
+        self._loop_s += loop_s
         compile_s = program_cache.totals()[1] - compiled_s
         self._host_s += time.monotonic() - begun - prefill_s - loop_s - compile_s
 
@@ -238,59 +234,6 @@ class Engine:
 
     # What follows runs inside `step` and `submit`.
 
-    def _make_store(self, max_bytes: int | None) -> PrefixStore:
-        templates = self._templates
-        entry_bytes = sum(templates.row.kv_bytes)
-        if max_bytes is None:
-            max_bytes = 0 if templates.needs_whole_prompt else PREFIX_ROWS * entry_bytes
-        if max_bytes and templates.needs_whole_prompt:
-            raise ValueError(
-                f"prefix_bytes={max_bytes}: the drafter's policy reads the attention of all prompt "
-                "tokens, so each prompt is prefilled whole: omit prefix_bytes, or use another "
-                "policy, such as streaming or snapkv"
-            )
-        if not 0 <= max_bytes or 0 < max_bytes < entry_bytes:
-            raise ValueError(
-                f"prefix_bytes={max_bytes}: one prefix has {entry_bytes} bytes, those of a slot; "
-                "use at least as many, or 0 to keep none"
-            )
-        return PrefixStore(max_bytes, entry_bytes)
-
-    def _limit(self, length: int, limit: int | None) -> int:
-        """Returns the limit of new tokens of a prompt of `length` tokens."""
-        capacity, largest = self._templates.capacity, self._templates.row.settings.max_new_tokens
-        if length >= capacity:
-            raise ValueError(
-                f"the prompt has {length} tokens, and capacity={capacity} leaves no room for new "
-                "ones: shorten the prompt, or create the engine with a larger capacity"
-            )
-        if limit is None:
-            return min(largest, capacity - length)
-        if not 1 <= limit <= largest:
-            raise ValueError(
-                f"max_new_tokens={limit}: it must be at least 1, and at most {largest}, the limit "
-                "of the engine"
-            )
-        if length + limit > capacity:
-            raise ValueError(
-                f"the prompt has {length} tokens, and with max_new_tokens={limit} it exceeds "
-                f"capacity={capacity}: use at most {capacity - length} new tokens, shorten the "
-                "prompt, or create the engine with a larger capacity"
-            )
-        return limit
-
-    def _checked_stop(self, stop: str | Sequence[str]) -> tuple[str, ...]:
-        strings = (stop,) if isinstance(stop, str) else tuple(stop)
-        for string in strings:
-            if not isinstance(string, str) or not string:
-                raise ValueError(f"stop={string!r}: a stop string must have at least 1 character")
-        if strings and self._target.tokenizer is None:
-            raise ValueError(
-                f"stop={strings[0]!r}: the target {self._target.name!r} has no tokenizer, and stop "
-                "strings are searched for in the text; use eos_token_id of the engine"
-            )
-        return strings
-
     def _unfinished(self) -> list[Handle]:
         prefilling = [self._prefilling[0]] if self._prefilling else []
         return [*self._running.values(), *prefilling, *self._queue]
@@ -299,7 +242,7 @@ class Engine:
         """Ends the rows of requests that the host has ended."""
         if self._ended_by_host:
             ended = processes.put(self._ended, self._state.ended.sharding)
-            self._state = self._state.replace(ended=ended)
+            self._state = dataclasses.replace(self._state, ended=ended)
             self._ended_by_host = False
 
     def _admit(self) -> float:

@@ -12,7 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from magicjax.engine.templates import Templates
 from magicjax.kv_cache.full_cache import KVCache
+
+DEFAULT_ENTRIES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +112,29 @@ class PrefixStore:
 
     def _remove(self, prefix: Prefix) -> None:
         self._entries = [entry for entry in self._entries if entry is not prefix]
+
+
+def make_store(templates: Templates, max_bytes: int | None) -> PrefixStore:
+    """Returns the store of an engine; None: four prompts' worth of bytes, if it can reuse any.
+
+    Raises:
+      ValueError: fewer bytes than a prompt has, or prompts that must be prefilled whole.
+    """
+    whole, entry_bytes = templates.needs_whole_prompt, sum(templates.row.kv_bytes)
+    if max_bytes is None:
+        max_bytes = 0 if whole else DEFAULT_ENTRIES * entry_bytes
+    if max_bytes and whole:
+        raise ValueError(
+            f"prefix_bytes={max_bytes}: the drafter's policy reads the attention of all prompt "
+            "tokens, so each prompt is prefilled whole: omit prefix_bytes, or use another policy, "
+            "such as streaming or snapkv"
+        )
+    if max_bytes < 0 or 0 < max_bytes < entry_bytes:
+        raise ValueError(
+            f"prefix_bytes={max_bytes}: one prefix has {entry_bytes} bytes, those of a slot; use "
+            "at least as many, or 0 to keep none"
+        )
+    return PrefixStore(max_bytes, entry_bytes)
 
 
 def common_prefix(a: Int[np.ndarray, "T"], b: Int[np.ndarray, "U"]) -> int:

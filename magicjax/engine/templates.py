@@ -95,7 +95,7 @@ def make_templates(
         row,
         settings=dataclasses.replace(row.settings, capacity=slot_capacity, chunk=chunk),
         tokens=np.zeros((1, slot_capacity), np.int32),
-        sampling=_any_sampling(request_options, 1),
+        sampling=any_sampling(request_options, 1),
     )
     row = place(row, options.get("mesh"), 1)
     all_rows = dataclasses.replace(
@@ -153,51 +153,12 @@ def _check_insertable(templates: Templates) -> None:
         )
 
 
-def _any_sampling(options: RequestOptions, rows: int) -> Sampling | None:
+def any_sampling(options: RequestOptions, rows: int) -> Sampling | None:
     """Returns the parameters of rows that may use top_k and top_p, whatever the rows use."""
     sampling = checked_sampling(options, rows)
     if sampling is None:
         return None
     return dataclasses.replace(sampling, top_k_used=True, top_p_used=True)
-
-
-def row_sampling(
-    templates: Templates,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int | None,
-) -> Sampling | None:
-    """Returns the sampling of one request; None in a greedy engine.
-
-    Temperature 0 means greedy decoding, which a sampled engine runs as top_k=1.
-
-    Raises:
-      ValueError: a sampled request in a greedy engine, or invalid parameters.
-    """
-    greedy = temperature == 0
-    if greedy:
-        for name, value in (("top_k", top_k), ("top_p", top_p), ("seed", seed)):
-            if value is not None:
-                raise ValueError(
-                    f"{name}={value!r} has no effect with temperature=0, which decodes greedily: "
-                    f"omit {name}, or give a temperature above 0"
-                )
-    if not templates.sampled:
-        given = dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-        for name, value in given.items():
-            if value is not None and not greedy:
-                raise ValueError(
-                    f"{name}={value!r} in an engine that decodes greedily: create the engine with "
-                    f"do_sample=True, or omit {name}"
-                )
-        return None
-    if greedy:
-        temperature, top_k = None, 1
-    options = RequestOptions(
-        do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
-    )
-    return _any_sampling(options, 1)
 
 
 def request_of(
@@ -225,7 +186,8 @@ def put_row(values: Any, request: Request) -> jax.Array:
 def empty_state(templates: Templates) -> DecodeState:
     """Returns the state of slots that are all free; allocates the caches."""
     slots = templates.slots
-    shapes = dataclasses.replace(runner.state_shapes(slots), sampling=None, ended=None, eos=None)
+    separate: Any = dict(sampling=None, ended=None, eos=None)
+    shapes = dataclasses.replace(runner.state_shapes(slots), **separate)
     # Copies, because programs donate the state.
     sampling, eos = jax.tree.map(jnp.copy, (slots.sampling, slots.eos))
     ended = processes.put(np.ones(templates.num_slots, bool), slots.lengths.sharding)
