@@ -10,6 +10,7 @@ import dataclasses
 import json
 import pathlib
 import time
+from typing import Any
 
 import numpy as np
 import tyro
@@ -18,6 +19,7 @@ import magicjax
 from experiments import prompts
 from magicjax.benchmarks.tables import record_table
 from magicjax.drafters.spec import make_drafter
+from magicjax.engine.handle import Handle
 from magicjax.files import write_atomically
 
 
@@ -114,7 +116,8 @@ def make_workload(settings: Settings, tokenizer) -> Workload:
 
 def serve(engine: magicjax.Engine, workload: Workload) -> Served:
     """Returns the run of an engine; sleeps while no request has arrived."""
-    start, handles, count = time.monotonic(), [], len(workload.rows)
+    start, count = time.monotonic(), len(workload.rows)
+    handles: list[Handle] = []
     requests = list(zip(workload.rows, workload.limits, workload.arrivals, strict=True))
     while len(handles) < count or not all(handle.finished for handle in handles):
         now = time.monotonic() - start
@@ -135,7 +138,7 @@ def serve(engine: magicjax.Engine, workload: Workload) -> Served:
     return Served(
         [result.tokens for result in results],
         seconds,
-        [result.stats.ttft_s + wait for result, wait in zip(results, late, strict=True)],
+        [(result.stats.ttft_s or 0.0) + wait for result, wait in zip(results, late, strict=True)],
         [result.stats.total_s + wait for result, wait in zip(results, late, strict=True)],
     )
 
@@ -193,16 +196,17 @@ def measure(settings: Settings) -> list[dict]:
     runs: dict[tuple[str, str], list[Served]] = {}
     for _ in range(settings.repeats + 1):
         for name, drafting in drafters.items():
-            engine = runs.setdefault(("engine", name), [])
-            engine.append(serve(engines[name], workload))
-            batches = runs.setdefault(("static batches", name), [])
-            batches.append(static(settings, target, drafting, workload))
-    records, reference = [], runs["static batches", "plain"][0].texts
-    for (how, name), served in runs.items():
-        measured = [one.record() for one in served[1:]]
+            served = serve(engines[name], workload)
+            runs.setdefault(("engine", name), []).append(served)
+            served = static(settings, target, drafting, workload)
+            runs.setdefault(("static batches", name), []).append(served)
+    records: list[dict[str, Any]] = []
+    reference = runs["static batches", "plain"][0].texts
+    for (how, name), repeats in runs.items():
+        measured = [served.record() for served in repeats[1:]]
         medians = {key: float(np.median([m[key] for m in measured])) for key in measured[0]}
         differing = sum(
-            not np.array_equal(a, b) for a, b in zip(served[0].texts, reference, strict=True)
+            not np.array_equal(a, b) for a, b in zip(repeats[0].texts, reference, strict=True)
         )
         records.append({"serving": how, "drafter": name, **medians, "differing": differing})
         if how == "engine":

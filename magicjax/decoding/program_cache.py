@@ -48,7 +48,7 @@ def program(name: str, settings: AnySettings, *arguments: Any) -> jax.stages.Com
       arguments: arrays or their shapes.
     """
     leaves, treedef = jax.tree.flatten(arguments)
-    shapes = tuple((x.shape, str(x.dtype), getattr(x, "sharding", None)) for x in leaves)
+    shapes = tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
     key = (name, settings, treedef, shapes)
     if key in _compiled:
         _compiled[key] = _compiled.pop(key)

@@ -33,6 +33,7 @@ from magicjax.trees.token_tree import Tree
 from sharding import processes
 
 AGING_S = 10.0  # waiting for this long raises a request's priority by 1
+MAX_PREFILLS = 2  # at once, each in a row of its own: a short prompt overtakes a long one
 
 
 class Engine:
@@ -115,9 +116,9 @@ class Engine:
         self._ended_by_host = False  # since the state was last changed
         self._delivered = np.zeros(slots, np.int32)  # tokens of each row that its handle has
         self._queue: list[Handle] = []
-        self._prefilling: tuple[Handle, Prefilling] | None = None
+        self._prefilling: list[tuple[Handle, Prefilling]] = []  # the next one to advance first
         self._running: dict[int, Handle] = {}  # by slot
-        self._spare_row: tuple[Any, Any] | None = None  # buffers of a prefill that has ended
+        self._spare_rows: list[tuple[Any, Any]] = []  # buffers for prefill
         self._reset_stats()
 
     def submit(
@@ -209,7 +210,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counts and times so far."""
         seconds = self._loop_s + self._prefill_s + self._host_s
-        store, waiting = self._prefixes, len(self._queue) + (self._prefilling is not None)
+        store, waiting = self._prefixes, len(self._queue) + len(self._prefilling)
         return EngineStats(
             finished=dict(self._finished),
             waiting=waiting,
@@ -235,7 +236,7 @@ class Engine:
     # What follows runs inside `step` and `submit`.
 
     def _unfinished(self) -> list[Handle]:
-        prefilling = [self._prefilling[0]] if self._prefilling else []
+        prefilling = [handle for handle, _ in self._prefilling]
         return [*self._running.values(), *prefilling, *self._queue]
 
     def _end_rows(self) -> None:
@@ -249,49 +250,68 @@ class Engine:
         """Prefills and inserts requests that wait while slots are free; returns the seconds.
 
         While requests are decoded, at most `prefill_chunk` tokens are prefilled, or one piece.
+        Prompts of several pieces take turns.
         """
         seconds, tokens = 0.0, 0
-        while self._prefilling or (self._queue and len(self._running) < len(self._ended)):
-            if self._prefilling is None:
-                self._start_next()
-            assert self._prefilling is not None
-            handle, prefilling = self._prefilling
+        while True:
+            self._start_prefills()
+            if not self._prefilling:
+                return seconds
+            handle, prefilling = self._prefilling[0]
             piece = prefilling.pieces[0]
+            if self._running and tokens and tokens + piece.tokens > self._templates.prefill_chunk:
+                return seconds
             tokens += piece.tokens
-            if self._running and piece.tokens < tokens > self._templates.prefill_chunk:
-                break
             prefilled, piece_s = prefill.advance(prefilling)
             handle.prefilled_tokens += piece.end - piece.first
             seconds += piece_s
-            if not prefilling.pieces:
+            del self._prefilling[0]
+            if prefilling.pieces:
+                self._prefilling.append((handle, prefilling))
+            else:
                 seconds += self._insert(handle, prefilling, prefilled)
-        return seconds
 
-    def _start_next(self) -> None:
-        """Takes the first request of the queue, and the longest prefix that is stored."""
-        handle = min(self._queue, key=_order)
-        self._queue.remove(handle)
-        handle.started_s = time.monotonic()
+    def _start_prefills(self) -> None:
+        """Starts the prefill of the first requests of the queue that have slots."""
+        while (
+            self._queue
+            and len(self._prefilling) < MAX_PREFILLS
+            and len(self._running) + len(self._prefilling) < len(self._ended)
+        ):
+            handle = min(self._queue, key=_order)
+            prompt = handle.submitted.prompt
+            current = [other.submitted.prompt for other, _ in self._prefilling]
+            if self._prefixes.is_worth_waiting(prompt, current):
+                return
+            self._queue.remove(handle)
+            handle.started_s = time.monotonic()
+            self._prefilling.append((handle, self._start(handle)))
+
+    def _start(self, handle: Handle) -> Prefilling:
+        """Returns the prefill of a request, from the longest prefix that is stored."""
         submitted, templates = handle.submitted, self._templates
         request = request_of(templates, submitted.prompt, submitted.limit, submitted.sampling)
-        # A shorter prefix saves no step of prefill.
-        row, kept = self._prefixes.copy_longest(submitted.prompt, templates.row.settings.chunk)
+        row, kept = self._prefixes.copy_longest(submitted.prompt)
         if row is None:
-            row, self._spare_row = self._spare_row or empty_row(templates), None
+            row = self._spare_rows.pop() if self._spare_rows else empty_row(templates)
         prefilling = prefill.start(templates, request, row, kept)
         handle.reused_tokens = prefilling.kept
-        self._prefilling = handle, prefilling
+        return prefilling
 
     def _insert(self, handle: Handle, prefilling: Prefilling, prefilled: Any) -> float:
         """Copies a prefilled row into a free slot, and keeps it as a prefix."""
-        self._prefilling = None
         row, finish_s = prefill.finish(prefilling, prefilled)
         slot = next(n for n in range(len(self._ended)) if n not in self._running)
         self._state, insert_s = runner.insert(self._templates.slots, self._state, row, slot)
         self._running[slot], self._delivered[slot] = handle, 0
         unused = self._prefixes.add(Prefix(handle.submitted.prompt, row.cache, row.drafter))
-        self._spare_row = None if unused is None else unused.row
+        if unused is not None:
+            self._keep_buffers(unused.row)
         return finish_s + insert_s
+
+    def _keep_buffers(self, row: tuple[Any, Any]) -> None:
+        if len(self._spare_rows) < MAX_PREFILLS:
+            self._spare_rows.append(row)
 
     def _decode(self) -> float:
         """Runs the loop, hands out new tokens and ends requests; returns the loop's seconds."""
@@ -322,9 +342,9 @@ class Engine:
             del self._running[slot]
             self._ended_by_host |= not self._ended[slot]
             self._ended[slot] = True
-        elif self._prefilling is not None and self._prefilling[0] is handle:
-            prefilling = self._prefilling[1]
-            self._spare_row, self._prefilling = (prefilling.cache, prefilling.drafter_state), None
+        elif found := [pair for pair in self._prefilling if pair[0] is handle]:
+            self._prefilling.remove(found[0])
+            self._keep_buffers((found[0][1].cache, found[0][1].drafter_state))
         else:
             self._queue.remove(handle)
         result = handle.finish(reason, time.monotonic())

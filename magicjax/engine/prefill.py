@@ -50,7 +50,7 @@ def pieces(templates: Templates, length: int, cached: int) -> list[Piece]:
     return [*found, Piece(max(0, min(first, length - templates.window)), length, chunk)]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Prefilling:
     """A prompt that is being prefilled.
 

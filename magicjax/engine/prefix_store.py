@@ -5,6 +5,7 @@ entries have the shapes of one row, so copying compiles nothing.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -47,11 +48,11 @@ class PrefixStore:
       reused_tokens: of all hits.
     """
 
-    def __init__(self, max_bytes: int, entry_bytes: int):
-        """Starts an empty store."""
+    def __init__(self, max_bytes: int, entry_bytes: int, at_least: int):
+        """Starts an empty store; prefixes of fewer than `at_least` common tokens are not reused."""
         self.entry_bytes = entry_bytes
         self.lookups = self.hits = self.reused_tokens = 0
-        self._max_entries = max_bytes // entry_bytes
+        self._max_entries, self._at_least = max_bytes // entry_bytes, at_least
         self._entries: list[Prefix] = []  # least recently used first
 
     @property
@@ -59,26 +60,37 @@ class PrefixStore:
         """The bytes of all entries."""
         return len(self._entries) * self.entry_bytes
 
-    def copy_longest(
-        self, tokens: Int[np.ndarray, "T"], at_least: int
-    ) -> tuple[tuple[KVCache, Any] | None, int]:
+    def copy_longest(self, tokens: Int[np.ndarray, "T"]) -> tuple[tuple[KVCache, Any] | None, int]:
         """Returns a copy of the arrays that share the most first tokens, and their number.
 
-        (None, 0) if none shares `at_least` tokens.
+        (None, 0) if none shares enough.
         """
         if not self._max_entries:
             return None, 0
         self.lookups += 1
-        best, common = None, at_least - 1
-        for entry in self._entries:
-            if (count := common_prefix(entry.tokens, tokens)) > common:
-                best, common = entry, count
+        best, common = self._longest(tokens)
         if best is None:
             return None, 0
         self._use(best)
         self.hits += 1
         self.reused_tokens += common
         return jax.tree.map(jnp.copy, best.row), common
+
+    def is_worth_waiting(
+        self, tokens: Int[np.ndarray, "T"], others: Sequence[Int[np.ndarray, "U"]]
+    ) -> bool:
+        """Returns whether one of the prompts, once it is stored, shares more than all entries."""
+        if not self._max_entries:
+            return False
+        stored = max(self._at_least - 1, self._longest(tokens)[1])
+        return any(common_prefix(other, tokens) > stored for other in others)
+
+    def _longest(self, tokens: Int[np.ndarray, "T"]) -> tuple[Prefix | None, int]:
+        best, common = None, self._at_least - 1
+        for entry in self._entries:
+            if (count := common_prefix(entry.tokens, tokens)) > common:
+                best, common = entry, count
+        return (None, 0) if best is None else (best, common)
 
     def add(self, prefix: Prefix) -> Prefix | None:
         """Stores a prefix; returns one that is not stored, whose buffers are free, or None.
@@ -134,7 +146,8 @@ def make_store(templates: Templates, max_bytes: int | None) -> PrefixStore:
             f"prefix_bytes={max_bytes}: one prefix has {entry_bytes} bytes, those of a slot; use "
             "at least as many, or 0 to keep none"
         )
-    return PrefixStore(max_bytes, entry_bytes)
+    # A shorter prefix saves no step of prefill.
+    return PrefixStore(max_bytes, entry_bytes, templates.row.settings.chunk)
 
 
 def common_prefix(a: Int[np.ndarray, "T"], b: Int[np.ndarray, "U"]) -> int:

@@ -81,10 +81,10 @@ def held(store) -> list[list[int]]:
 
 
 def test_the_store_evicts_the_least_recently_used_prefix():
-    store = prefix_store.PrefixStore(max_bytes=250, entry_bytes=100)
+    store = prefix_store.PrefixStore(max_bytes=250, entry_bytes=100, at_least=2)
     assert store.add(entry([1, 2, 3])) is None
     assert store.add(entry([4, 5])) is None and store.num_bytes == 200
-    row, common = store.copy_longest(np.array([1, 2, 9]), at_least=2)
+    row, common = store.copy_longest(np.array([1, 2, 9]))
     assert common == 2 and int(row[0][0]) == 3
     evicted = store.add(entry([6]))
     assert evicted.tokens.tolist() == [4, 5]
@@ -93,7 +93,7 @@ def test_the_store_evicts_the_least_recently_used_prefix():
 
 
 def test_the_store_keeps_the_longest_of_prefixes_of_each_other():
-    store = prefix_store.PrefixStore(max_bytes=300, entry_bytes=100)
+    store = prefix_store.PrefixStore(max_bytes=300, entry_bytes=100, at_least=1)
     store.add(entry([1, 2]))
     store.add(entry([7]))
     longer, shorter = entry([1, 2, 3]), entry([1, 2])
@@ -102,17 +102,26 @@ def test_the_store_keeps_the_longest_of_prefixes_of_each_other():
 
 
 def test_too_few_common_tokens_are_no_hit():
-    store = prefix_store.PrefixStore(max_bytes=100, entry_bytes=100)
+    store = prefix_store.PrefixStore(max_bytes=100, entry_bytes=100, at_least=3)
     store.add(entry([1, 2, 3]))
-    assert store.copy_longest(np.array([1, 2, 9]), at_least=3) == (None, 0)
+    assert store.copy_longest(np.array([1, 2, 9])) == (None, 0)
     assert (store.lookups, store.hits) == (1, 0)
 
 
+def test_a_prompt_waits_for_one_that_shares_more_than_the_store():
+    store = prefix_store.PrefixStore(max_bytes=100, entry_bytes=100, at_least=2)
+    prompt, other = np.array([1, 2, 3, 4]), np.array([1, 2, 3, 9])
+    assert store.is_worth_waiting(prompt, [np.array([5]), other])
+    assert not store.is_worth_waiting(prompt, [np.array([1, 9])])
+    store.add(entry([1, 2, 3, 8]))
+    assert not store.is_worth_waiting(prompt, [other])
+
+
 def test_a_store_of_no_bytes_keeps_nothing():
-    store = prefix_store.PrefixStore(max_bytes=0, entry_bytes=100)
+    store = prefix_store.PrefixStore(max_bytes=0, entry_bytes=100, at_least=1)
     first = entry([1, 2])
     assert store.add(first) is first
-    assert store.copy_longest(np.array([1, 2]), at_least=1) == (None, 0) and store.lookups == 0
+    assert store.copy_longest(np.array([1, 2])) == (None, 0) and store.lookups == 0
 
 
 @pytest.mark.slow

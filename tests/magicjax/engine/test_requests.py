@@ -95,7 +95,7 @@ def test_a_request_cancelled_in_prefill_frees_its_slot():
     engine.step()
     long = engine.submit(np.ones(300, np.int32))
     engine.step()
-    assert engine._prefilling is not None
+    assert engine._prefilling
     long.cancel()
     np.testing.assert_array_equal(
         engine.submit(engines.prompts()[1]).result().tokens, engines.expected(1)

@@ -105,7 +105,7 @@ def test_long_prompts_are_prefilled_in_pieces_between_calls_of_the_loop(name, ta
     engine.step()
     handle = engine.submit(Long.prompt(Long.LENGTH), max_new_tokens=Long.NEW)
     arrived_before = [len(short.arrived())]
-    while handle.started_s is None or engine._prefilling is not None:
+    while handle.started_s is None or engine._prefilling:
         engine.step()
         arrived_before.append(sum(len(new.tokens) for new in short.arrived()))
     in_pieces = len(arrived_before) - 1
@@ -116,6 +116,19 @@ def test_long_prompts_are_prefilled_in_pieces_between_calls_of_the_loop(name, ta
     tally.compare(tiny.model(), [Long.prompt(Long.LENGTH)], [plain], [found.tokens])
     window = engine._templates.window
     assert Long.LENGTH <= found.stats.prefilled_tokens <= Long.LENGTH + window
+
+
+def test_a_short_prompt_overtakes_a_long_one():
+    engine = Long.engine("plain", slots=4, rounds_per_step=1)
+    engine.submit(engines.prompts()[0])
+    engine.step()
+    long = engine.submit(Long.prompt(350), max_new_tokens=Long.NEW)
+    short = engine.submit(engines.prompts()[1])
+    engine.step()
+    engine.step()
+    assert short.arrived() and not long.arrived()
+    engine.run()
+    np.testing.assert_array_equal(short.result().tokens, engines.expected(1))
 
 
 def test_the_pieces_of_a_prompt_end_with_the_window_of_the_policy():
