@@ -206,6 +206,10 @@ class Engine:
         self._prefixes.clear()
         self._reset_stats()
 
+    def forget_prefixes(self) -> None:
+        """Empties the prefix store and its counts."""
+        self._prefixes.clear()
+
     @property
     def stats(self) -> EngineStats:
         """Counts and times so far."""
