@@ -4,7 +4,7 @@
 `resume_state` do so for a conversation whose beginning the caches hold. The state is
 immutable and holds everything that a round reads or writes. `decode` runs rounds in one compiled
 `while_loop` until all rows have ended or no rounds are left; `step` runs one round, for streaming.
-`insert` replaces a row by that of another request, in an engine.
+In an engine, `insert` replaces a row by that of another request, and `extract` copies one.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from magicjax.drafters.base import Drafter, RoundOutcome, insert_row
+from magicjax.drafters.base import Drafter, RoundOutcome, extract_row, insert_row
 from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.attend import AttendTo
 from magicjax.kv_cache.attention_stats import AttentionStats
@@ -290,6 +290,18 @@ def insert(
     return dataclasses.replace(
         rows, drafter=drafter_state, eos=state.eos, rounds_left=state.rounds_left
     )
+
+
+def extract(
+    settings: Settings,
+    target: Model,
+    drafter: Drafter | None,
+    state: DecodeState,
+    slot: Int[Array, ""],
+) -> tuple[KVCache, Any]:
+    """Returns row `slot` of the target's cache and of the drafter's state, for `extend`."""
+    drafter_state = None if drafter is None else drafter.extract(state.drafter, slot)
+    return extract_row(state.cache, slot), drafter_state
 
 
 def _per_row(state: DecodeState) -> Any:

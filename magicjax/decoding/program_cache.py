@@ -26,6 +26,7 @@ _PROGRAMS: dict[str, tuple[Callable, dict]] = {
     "step": (loop.step, {"donate_argnums": 2}),
     "decode_until_row_ends": (loop.decode_until_row_ends, {"donate_argnums": 2}),
     "insert": (loop.insert, {"donate_argnums": 2}),
+    "extract": (loop.extract, {}),
 }
 # XLA prefers 256-bit vectors; with 512 bits, a CPU that has them reads a cache up to 25% faster.
 _OPTIONS = {"cpu": {"xla_cpu_prefer_vector_width": 512}}
@@ -41,9 +42,10 @@ def program(name: str, settings: AnySettings, *arguments: Any) -> jax.stages.Com
     """Returns the compiled program.
 
     Args:
-      name: "prefill", "init", "extend", "resume", "decode", "decode_until_row_ends", "step" or
-        "insert" (`magicjax.decoding.loop`). init and extend donate their cache, resume also the
-        drafter's previous state, the others the state of all rows: none may be used afterwards.
+      name: "prefill", "init", "extend", "resume", "decode", "decode_until_row_ends", "step",
+        "insert" or "extract" (`magicjax.decoding.loop`). init and extend donate their cache, resume
+        also the drafter's previous state, decode, step and insert the state of all rows: none may
+        be used afterwards.
       settings: static.
       arguments: arrays or their shapes.
     """

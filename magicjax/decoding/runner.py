@@ -116,6 +116,12 @@ def insert(
     return _run("insert", request.settings, (request.target, request.drafter, state, row, index))
 
 
+def extract(request: Request, state: DecodeState, slot: int) -> tuple[tuple[KVCache, Any], float]:
+    """Returns the target's cache and the drafter's state of one row, and the seconds."""
+    index = processes.put(np.int32(slot), state.rounds_left.sharding)
+    return _run("extract", request.settings, (request.target, request.drafter, state, index))
+
+
 def stream_rounds(
     request: Request, state: DecodeState, stop: Callable[[], bool] = lambda: False
 ) -> Generator[list[Int[np.ndarray, "T"]], None, tuple[DecodeState, float]]:

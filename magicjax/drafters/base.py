@@ -183,6 +183,10 @@ class Drafter(Protocol):
         """
         return insert_row(state, row, slot)
 
+    def extract(self, state: Any, slot: Int[Array, ""]) -> Any:
+        """Returns its state of one row, as `insert` takes it and `extend` continues it."""
+        return extract_row(state, slot)
+
     def members(self) -> tuple["Drafter", ...]:
         """Returns the drafters of an ensemble, or the drafter itself."""
         return (self,)
@@ -212,3 +216,8 @@ def insert_row(rows: Any, row: Any, slot: Int[Array, ""]) -> Any:
         return jax.lax.dynamic_update_slice_in_dim(old, new, slot, 0)
 
     return jax.tree_util.tree_map_with_path(write, rows, row)
+
+
+def extract_row(rows: Any, slot: Int[Array, ""]) -> Any:
+    """Returns row `slot` of a pytree of arrays [B, ...] as arrays [1, ...]."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), rows)

@@ -178,13 +178,14 @@ class Engine:
             if deadline_s is not None and deadline_s <= begun:
                 self._end(handle, "deadline")
         self._end_rows()
-        prefill_s = self._admit()
-        loop_s = self._decode() if self._running else 0.0
+        device_s = self._prefill_s + self._loop_s
+        self._admit()
+        if self._running:
+            self._decode()
         self._steps += 1
-        self._prefill_s += prefill_s
-        self._loop_s += loop_s
+        device_s = self._prefill_s + self._loop_s - device_s
         compile_s = program_cache.totals()[1] - compiled_s
-        self._host_s += time.monotonic() - begun - prefill_s - loop_s - compile_s
+        self._host_s += time.monotonic() - begun - device_s - compile_s
 
     def run(self) -> None:
         """Runs steps until all requests have finished."""
@@ -250,30 +251,30 @@ class Engine:
             self._state = dataclasses.replace(self._state, ended=ended)
             self._ended_by_host = False
 
-    def _admit(self) -> float:
-        """Prefills and inserts requests that wait while slots are free; returns the seconds.
+    def _admit(self) -> None:
+        """Prefills and inserts requests that wait while slots are free.
 
         While requests are decoded, at most `prefill_chunk` tokens are prefilled, or one piece.
         Prompts of several pieces take turns.
         """
-        seconds, tokens = 0.0, 0
+        tokens = 0
         while True:
             self._start_prefills()
             if not self._prefilling:
-                return seconds
+                return
             handle, prefilling = self._prefilling[0]
             piece = prefilling.pieces[0]
             if self._running and tokens and tokens + piece.tokens > self._templates.prefill_chunk:
-                return seconds
+                return
             tokens += piece.tokens
-            prefilled, piece_s = prefill.advance(prefilling)
+            prefilled, seconds = prefill.advance(prefilling)
             handle.prefilled_tokens += piece.end - piece.first
-            seconds += piece_s
+            self._prefill_s += seconds
             del self._prefilling[0]
             if prefilling.pieces:
                 self._prefilling.append((handle, prefilling))
             else:
-                seconds += self._insert(handle, prefilling, prefilled)
+                self._insert(handle, prefilling, prefilled)
 
     def _start_prefills(self) -> None:
         """Starts the prefill of the first requests of the queue that have slots."""
@@ -302,23 +303,33 @@ class Engine:
         handle.reused_tokens = prefilling.kept
         return prefilling
 
-    def _insert(self, handle: Handle, prefilling: Prefilling, prefilled: Any) -> float:
+    def _insert(self, handle: Handle, prefilling: Prefilling, prefilled: Any) -> None:
         """Copies a prefilled row into a free slot, and keeps it as a prefix."""
         row, finish_s = prefill.finish(prefilling, prefilled)
         slot = next(n for n in range(len(self._ended)) if n not in self._running)
         self._state, insert_s = runner.insert(self._templates.slots, self._state, row, slot)
         self._running[slot], self._delivered[slot] = handle, 0
-        unused = self._prefixes.add(Prefix(handle.submitted.prompt, row.cache, row.drafter))
+        self._keep_prefix(Prefix(handle.submitted.prompt, row.cache, row.drafter))
+        self._prefill_s += finish_s + insert_s
+
+    def _keep_text(self, slot: int, tokens: Int[np.ndarray, "T"]) -> None:
+        """Keeps the row of a finished request as a prefix, for the next turn of a chat."""
+        if self._prefixes.max_entries:
+            row, seconds = runner.extract(self._templates.slots, self._state, slot)
+            self._keep_prefix(Prefix(tokens, *row))
+            self._prefill_s += seconds
+
+    def _keep_prefix(self, prefix: Prefix) -> None:
+        unused = self._prefixes.add(prefix)
         if unused is not None:
             self._keep_buffers(unused.row)
-        return finish_s + insert_s
 
     def _keep_buffers(self, row: tuple[Any, Any]) -> None:
         if len(self._spare_rows) < MAX_PREFILLS:
             self._spare_rows.append(row)
 
-    def _decode(self) -> float:
-        """Runs the loop, hands out new tokens and ends requests; returns the loop's seconds."""
+    def _decode(self) -> None:
+        """Runs the loop, hands out new tokens and ends requests."""
         self._state, seconds = runner.run_until_row_ends(
             self._templates.slots, self._state, self._rounds_per_step
         )
@@ -326,18 +337,19 @@ class Engine:
         emitted, output, ended, histogram = processes.fetch(
             (state.emitted, state.output, state.ended, state.histogram)
         )
+        self._loop_s += seconds
         self._ended = ended.copy()
         now = time.monotonic()
         for slot, handle in list(self._running.items()):
             tokens = output[slot, self._delivered[slot] : emitted[slot]]
             self._delivered[slot] = emitted[slot]
             handle.rounds = int(histogram[slot].sum())
-            if handle.deliver(tokens, now):
-                self._end(handle, "stop")
-            elif ended[slot]:
+            stopped = handle.deliver(tokens, now)
+            if stopped or ended[slot]:
+                text = handle.submitted.prompt, output[slot, : emitted[slot]]
+                self._keep_text(slot, np.concatenate(text)[:-1])  # the last token is pending
                 is_eos = output[slot, emitted[slot] - 1] in self._eos
-                self._end(handle, "eos" if is_eos else "length")
-        return seconds
+                self._end(handle, "stop" if stopped else "eos" if is_eos else "length")
 
     def _end(self, handle: Handle, reason: str) -> None:
         """Ends a request, wherever it is."""

@@ -1,4 +1,4 @@
-"""Prompts whose keys and values are kept, so that later prompts prefill only what differs.
+"""Texts whose keys and values are kept, so that later prompts prefill only what differs.
 
 A new prompt starts from a copy of the entry that shares the most tokens with its beginning. All
 entries have the shapes of one row, so copying compiles nothing.
@@ -21,12 +21,12 @@ DEFAULT_ENTRIES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-    """The keys and values of a prompt.
+    """The keys and values of a text.
 
     Attributes:
-      tokens: int32 [T], of the prompt.
+      tokens: int32 [T], of the text.
       cache: the target's, of one row.
-      drafter_state: the drafter's, of one row, after the prompt.
+      drafter_state: the drafter's, of one row, after the text.
     """
 
     tokens: Int[np.ndarray, "T"]
@@ -44,6 +44,7 @@ class PrefixStore:
 
     Attributes:
       entry_bytes: of one entry.
+      max_entries: 0: nothing is stored.
       lookups, hits: prompts that were looked up, and those that shared enough tokens.
       reused_tokens: of all hits.
     """
@@ -52,7 +53,7 @@ class PrefixStore:
         """Starts an empty store; prefixes of fewer than `at_least` common tokens are not reused."""
         self.entry_bytes = entry_bytes
         self.lookups = self.hits = self.reused_tokens = 0
-        self._max_entries, self._at_least = max_bytes // entry_bytes, at_least
+        self.max_entries, self._at_least = max_bytes // entry_bytes, at_least
         self._entries: list[Prefix] = []  # least recently used first
 
     @property
@@ -65,7 +66,7 @@ class PrefixStore:
 
         (None, 0) if none shares enough.
         """
-        if not self._max_entries:
+        if not self.max_entries:
             return None, 0
         self.lookups += 1
         best, common = self._longest(tokens)
@@ -80,7 +81,7 @@ class PrefixStore:
         self, tokens: Int[np.ndarray, "T"], others: Sequence[Int[np.ndarray, "U"]]
     ) -> bool:
         """Returns whether one of the prompts, once it is stored, shares more than all entries."""
-        if not self._max_entries:
+        if not self.max_entries:
             return False
         stored = max(self._at_least - 1, self._longest(tokens)[1])
         return any(common_prefix(other, tokens) > stored for other in others)
@@ -97,7 +98,7 @@ class PrefixStore:
 
         A prefix of another entry is not stored, and replaces those that are its own prefixes.
         """
-        if not self._max_entries:
+        if not self.max_entries:
             return prefix
         for entry in self._entries:
             if common_prefix(entry.tokens, prefix.tokens) == len(prefix.tokens):
@@ -108,7 +109,7 @@ class PrefixStore:
         ]
         for entry in covered:
             self._remove(entry)
-        if len(self._entries) == self._max_entries:
+        if len(self._entries) == self.max_entries:
             covered.append(self._entries.pop(0))
         self._entries.append(prefix)
         return covered[0] if covered else None

@@ -16,7 +16,7 @@ class EngineStats:
       waiting, running: requests in the queue or in prefill, and in slots.
       new_tokens: of finished requests.
       steps: calls of `Engine.step`.
-      loop_s, prefill_s: of the compiled loop, and of the programs that prefill and insert.
+      loop_s, prefill_s: of the compiled loop, and of the programs that prefill and copy rows.
       host_s: of the steps, without the two before and without compilation: scheduling, transfers
         and detokenization.
       tokens_per_s: new_tokens divided by the sum of the three times.

@@ -27,12 +27,17 @@ DRAFTERS = {
     "int8": (magicjax.SelfSpeculation(budget=24, kv_dtype="int8"), tiny.TREES["chain4"]),
     "small": (tiny.drafter("near"), tiny.TREES["irregular"]),
     "sparse small": (
-        magicjax.SmallModel(tiny.model("near"), policy=SNAPKV, budget=20),
+        magicjax.SmallModel(
+            tiny.model("near"), policy=SnapKV(window=5, kernel=3, recent=10), budget=20
+        ),
         tiny.TREES["chain4"],
     ),
     "sinks in the cache": (
         magicjax.SmallModel(
-            tiny.model("near"), policy="streaming", budget=24, sink_positions="in_cache"
+            tiny.model("near"),
+            policy=magicjax.StreamingLLM(sinks=4),
+            budget=24,
+            sink_positions="in_cache",
         ),
         tiny.TREES["chain4"],
     ),

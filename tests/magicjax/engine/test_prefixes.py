@@ -54,7 +54,7 @@ def test_the_same_prompt_with_several_seeds_is_prefilled_once():
     assert len(set(texts)) > 4
     prefilled = [handle.result().stats.prefilled_tokens for handle in handles]
     assert prefilled == [200] + [1] * 7
-    assert engine.stats.prefix_bytes == sum(engine._templates.row.kv_bytes)
+    assert engine.stats.prefix_bytes == 4 * sum(engine._templates.row.kv_bytes)
     cold = Long.engine("streaming", do_sample=True, slots=8, prefix_bytes=0)
     again = [cold.submit(prompt, max_new_tokens=NEW, seed=seed) for seed in range(8)]
     cold.run()
@@ -69,6 +69,22 @@ def test_a_prefix_is_not_changed_by_those_who_start_from_it(tally):
         found = engine.submit(prompt, max_new_tokens=NEW).result().tokens
         plain = oracle.greedy(tiny.model(), prompt, NEW)
         tally.compare(tiny.model(), [prompt], [plain], [found])
+
+
+@pytest.mark.parametrize("name", quick(DRAFTERS, "ensemble"))
+def test_the_turns_of_a_chat_prefill_only_what_is_new(name, tally):
+    engine, text = Long.engine(name), Long.prompt(100)
+    engine.warm_up()
+    compiled, known = program_cache.totals(), 0
+    for turn in range(3):
+        found = engine.submit(text, max_new_tokens=NEW).result()
+        plain = oracle.greedy(tiny.model(), text, NEW)
+        tally.compare(tiny.model(), [text], [plain], [found.tokens])
+        assert found.stats.reused_tokens == known
+        known = len(text) + NEW - 1  # the last token was pending
+        text = np.concatenate([text, found.tokens, Long.prompt(20 + turn)])
+    assert program_cache.totals() == compiled
+    assert engine.stats.prefix_bytes == sum(engine._templates.row.kv_bytes)
 
 
 def entry(tokens) -> prefix_store.Prefix:

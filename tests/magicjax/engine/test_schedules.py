@@ -45,7 +45,7 @@ def run_schedule(engine, eos: int, seed: int, requests: int, tally) -> None:
         rows += engines.check_rows(engine)
     for handle, index, limit in submitted:
         check_result(handle, index, eos, limit, tally)
-    assert rows > requests // 2
+    assert rows >= 5
     stats = engine.stats
     assert sum(stats.finished.values()) == len(submitted) and stats.running == stats.waiting == 0
     assert stats.finished["cancelled"] and stats.finished["eos"] and stats.finished["length"]
@@ -67,7 +67,7 @@ def test_random_schedules_give_each_request_its_text_alone_and_compile_nothing(n
 def test_many_random_schedules(name, tally):
     eos = int(engines.expected(4)[6])
     for seed, slots in enumerate((1, 2, 5)):
-        engine = engines.engine(name, eos_token_id=eos, slots=slots)
+        engine = engines.engine(name, eos_token_id=eos, slots=slots, rounds_per_step=seed + 1)
         run_schedule(engine, eos, seed + 1, requests=60, tally=tally)
 
 
