@@ -22,12 +22,7 @@ from magicjax.engine.handle import FINISH_REASONS, Handle
 from magicjax.engine.prefill import Prefilling
 from magicjax.engine.prefix_store import Prefix, make_store
 from magicjax.engine.stats import MAX_REQUESTS, EngineStats
-from magicjax.engine.templates import (
-    empty_row,
-    empty_state,
-    make_templates,
-    request_of,
-)
+from magicjax.engine.templates import empty_row, empty_state, make_templates, request_of
 from magicjax.model import Model
 from magicjax.trees.token_tree import Tree
 from sharding import processes
@@ -90,7 +85,8 @@ class Engine:
           rounds_per_step: the most rounds of a call of the loop, which also ends when a request
             does. New requests, text and cancellations wait for the end of a call.
           queue_limit: the most requests that wait for a slot.
-          prefix_bytes: of the prefix store, 0 to keep no prefixes; None: four prompts' worth.
+          prefix_bytes: of the store of prompts and answers; 0: nothing is kept; None: four slots'
+            worth.
           mesh: of devices, of which only the axis `model` may be divided; None for one device.
 
         Raises:
@@ -170,7 +166,7 @@ class Engine:
     def step(self) -> None:
         """Starts requests that wait, prefills, and decodes some rounds.
 
-        Synchronizes with the device once for each piece of a prompt and once for the loop.
+        The loop, each piece of a prompt and each copy of a row synchronize with the device once.
         """
         begun, compiled_s = time.monotonic(), program_cache.totals()[1]
         for handle in self._unfinished():

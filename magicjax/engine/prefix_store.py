@@ -128,7 +128,7 @@ class PrefixStore:
 
 
 def make_store(templates: Templates, max_bytes: int | None) -> PrefixStore:
-    """Returns the store of an engine; None: four prompts' worth of bytes, if it can reuse any.
+    """Returns the store of an engine; None: four slots' worth of bytes, if prompts can be reused.
 
     Raises:
       ValueError: fewer bytes than a prompt has, or prompts that must be prefilled whole.
