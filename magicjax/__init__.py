@@ -33,6 +33,7 @@ from magicjax.drafters import (  # noqa: E402
     SelfSpeculation,
     SmallModel,
 )
+from magicjax.engine.engine import Engine  # noqa: E402
 from magicjax.generation import generate, stream  # noqa: E402
 from magicjax.loading import load, offload  # noqa: E402
 from magicjax.model import Model  # noqa: E402
@@ -48,6 +49,7 @@ __all__ = [
     "Conversation",
     "Drafter",
     "DynamicTree",
+    "Engine",
     "Ensemble",
     "Model",
     "Output",

@@ -37,7 +37,7 @@ LEVELS = (
     ("magicjax.decoding", "magicjax.cost_model"),
     ("magicjax.planner", "magicjax.aot"),
     ("magicjax.autotune",),
-    ("magicjax.generation",),
+    ("magicjax.generation", "magicjax.engine"),
     ("magicjax",),  # the public names
     ("magicjax.benchmarks",),
     ("magicjax.cli",),

@@ -4,9 +4,11 @@
 `resume_state` do so for a conversation whose beginning the caches hold. The state is
 immutable and holds everything that a round reads or writes. `decode` runs rounds in one compiled
 `while_loop` until all rows have ended or no rounds are left; `step` runs one round, for streaming.
+In an engine, `insert` replaces a row by that of another request, and `extract` copies one.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from magicjax.drafters.base import Drafter, RoundOutcome
+from magicjax.drafters.base import Drafter, RoundOutcome, extract_row, insert_row
 from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.attend import AttendTo
 from magicjax.kv_cache.attention_stats import AttentionStats
@@ -239,11 +241,72 @@ def decode(
     Runs one `while_loop` without host synchronization. The state may have been created for a deeper
     tree than the settings'.
     """
+    return _run_while(lambda state: ~state.ended.all(), settings, target, drafter, state)
 
+
+def decode_until_row_ends(
+    settings: Settings, target: Model, drafter: Drafter | None, state: DecodeState
+) -> DecodeState:
+    """Returns the state after a row has ended, as `decode` otherwise; another can take its slot."""
+    before = state.ended
+
+    def goes_on(state):
+        return (state.ended == before).all() & ~state.ended.all()
+
+    return _run_while(goes_on, settings, target, drafter, state)
+
+
+def _run_while(
+    condition: Callable, settings: Settings, target: Model, drafter: Drafter | None, state
+) -> DecodeState:
     def running(state):
-        return target.layout.any_running(~state.ended.all()) & (state.rounds_left > 0)
+        return target.layout.any_running(condition(state)) & (state.rounds_left > 0)
 
     return jax.lax.while_loop(running, lambda state: step(settings, target, drafter, state), state)
+
+
+def insert(
+    settings: Settings,
+    target: Model,
+    drafter: Drafter | None,
+    state: DecodeState,
+    row: DecodeState,
+    slot: Int[Array, ""],
+) -> DecodeState:
+    """Returns the state with row `slot` replaced by the row of another request.
+
+    The rows share `eos` and `rounds_left`, which do not change.
+
+    Args:
+      settings, target, drafter: of both states.
+      state: of all rows.
+      row: of one row.
+      slot: int32 [], the index of the row.
+    """
+    drafter_state = None
+    if drafter is not None:
+        drafter_state = drafter.insert(state.drafter, row.drafter, slot)
+    rows = insert_row(_per_row(state), _per_row(row), slot)
+    return dataclasses.replace(
+        rows, drafter=drafter_state, eos=state.eos, rounds_left=state.rounds_left
+    )
+
+
+def extract(
+    settings: Settings,
+    target: Model,
+    drafter: Drafter | None,
+    state: DecodeState,
+    slot: Int[Array, ""],
+) -> tuple[KVCache, Any]:
+    """Returns row `slot` of the target's cache and of the drafter's state, for `extend`."""
+    drafter_state = None if drafter is None else drafter.extract(state.drafter, slot)
+    return extract_row(state.cache, slot), drafter_state
+
+
+def _per_row(state: DecodeState) -> Any:
+    shared: Any = dict(drafter=None, eos=None, rounds_left=None)
+    return dataclasses.replace(state, **shared)
 
 
 def _without_draws(proposal: Proposal, ended: Bool[Array, "B"]) -> Proposal:

@@ -24,6 +24,9 @@ _PROGRAMS: dict[str, tuple[Callable, dict]] = {
     "resume": (loop.resume_state, {"donate_argnums": (2, 3)}),
     "decode": (loop.decode, {"donate_argnums": 2}),
     "step": (loop.step, {"donate_argnums": 2}),
+    "decode_until_row_ends": (loop.decode_until_row_ends, {"donate_argnums": 2}),
+    "insert": (loop.insert, {"donate_argnums": 2}),
+    "extract": (loop.extract, {}),
 }
 # XLA prefers 256-bit vectors; with 512 bits, a CPU that has them reads a cache up to 25% faster.
 _OPTIONS = {"cpu": {"xla_cpu_prefer_vector_width": 512}}
@@ -39,14 +42,15 @@ def program(name: str, settings: AnySettings, *arguments: Any) -> jax.stages.Com
     """Returns the compiled program.
 
     Args:
-      name: "prefill", "init", "extend", "resume", "decode" or "step" (`magicjax.decoding.loop`).
-        init and extend donate their cache, resume also the drafter's previous state, decode and
-        step their state: none may be used afterwards.
+      name: "prefill", "init", "extend", "resume", "decode", "decode_until_row_ends", "step",
+        "insert" or "extract" (`magicjax.decoding.loop`). init and extend donate their cache, resume
+        also the drafter's previous state, decode, step and insert the state of all rows: none may
+        be used afterwards.
       settings: static.
       arguments: arrays or their shapes.
     """
     leaves, treedef = jax.tree.flatten(arguments)
-    shapes = tuple((x.shape, str(x.dtype), getattr(x, "sharding", None)) for x in leaves)
+    shapes = tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
     key = (name, settings, treedef, shapes)
     if key in _compiled:
         _compiled[key] = _compiled.pop(key)
@@ -91,7 +95,7 @@ def jitted(name: str, settings: AnySettings, arguments: tuple) -> Any:
 
 def result_shapes(name: str, settings: AnySettings, arguments: tuple) -> Any:
     """Returns the shapes of a program's results, with shardings for a mesh; runs nothing."""
-    if name in ("decode", "step"):
+    if name in ("decode", "decode_until_row_ends", "step", "insert"):
         return arguments[2]  # the state, whose shapes a round preserves
     run = functools.partial(_PROGRAMS[name][0], settings)
     if settings.mesh is None:

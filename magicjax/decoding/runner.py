@@ -104,6 +104,31 @@ def run(
     return _run(request, "decode", settings, arguments)
 
 
+def run_until_row_ends(
+    request: Request, state: DecodeState, rounds: int
+) -> tuple[DecodeState, float]:
+    """Returns the state after a row has ended or `rounds` have run, and the seconds.
+
+    `state` is donated.
+    """
+    arguments = request.target, request.drafter, with_rounds(state, rounds)
+    return _run("decode_until_row_ends", request.settings, arguments)
+
+
+def insert(
+    request: Request, state: DecodeState, row: DecodeState, slot: int
+) -> tuple[DecodeState, float]:
+    """Returns the state with a row replaced, and the seconds; donates `state`, but not `row`."""
+    index = processes.put(np.int32(slot), state.rounds_left.sharding)
+    return _run("insert", request.settings, (request.target, request.drafter, state, row, index))
+
+
+def extract(request: Request, state: DecodeState, slot: int) -> tuple[tuple[KVCache, Any], float]:
+    """Returns the target's cache and the drafter's state of one row, and the seconds."""
+    index = processes.put(np.int32(slot), state.rounds_left.sharding)
+    return _run("extract", request.settings, (request.target, request.drafter, state, index))
+
+
 def stream_rounds(
     request: Request, state: DecodeState
 ) -> Generator[list[Int[np.ndarray, "T"]], bool | None, tuple[DecodeState, float]]:

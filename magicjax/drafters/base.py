@@ -2,6 +2,7 @@
 
 from typing import Any, Protocol
 
+import jax
 from flax import struct
 from jaxtyping import Array, Int
 
@@ -44,7 +45,7 @@ class Drafter(Protocol):
     arguments of them. `check`, `shape`, `draw_methods`, `attention_stats_spec` and `cache_bytes`
     run on the host before compilation. `prefill` runs once per request, then every round calls
     `propose` and `commit`; these three are pure functions that are traced into the loop. In a
-    conversation, `extend` runs instead of `prefill`.
+    conversation, `extend` runs instead of `prefill`; in an engine, too, followed by `insert`.
     On a mesh, arrays of a state are divided by rows along their first axis; other divisions are
     declared with `sharding.logical_axes`. Implementations need not repeat the types below. A
     drafter that repeats the pending token::
@@ -170,6 +171,22 @@ class Drafter(Protocol):
           outcome: the accepted nodes.
         """
 
+    def insert(self, state: Any, row: Any, slot: Int[Array, ""]) -> Any:
+        """Returns the state with one row replaced by that of a request which joins the batch.
+
+        A row's later drafts must not depend on the other rows: nothing of the state is shared.
+
+        Args:
+          state: its own, of all rows.
+          row: its own, of the one row that joins.
+          slot: int32 [], the index of the row.
+        """
+        return insert_row(state, row, slot)
+
+    def extract(self, state: Any, slot: Int[Array, ""]) -> Any:
+        """Returns its state of one row, as `insert` takes it and `extend` continues it."""
+        return extract_row(state, slot)
+
     def members(self) -> tuple["Drafter", ...]:
         """Returns the drafters of an ensemble, or the drafter itself."""
         return (self,)
@@ -180,6 +197,30 @@ class Drafter(Protocol):
         No array may appear twice in the result: programs donate it. Only benchmarks call it.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define synthetic_state")
+
+
+def insert_row(rows: Any, row: Any, slot: Int[Array, ""]) -> Any:
+    """Returns a pytree of arrays [B, ...] with row `slot` replaced by that of arrays [1, ...].
+
+    Raises:
+      ValueError: an array has no axis of rows.
+    """
+
+    def write(path, old: Array, new: Array) -> Array:
+        if old.ndim == 0 or new.shape != (1, *old.shape[1:]):
+            raise ValueError(
+                f"the state{jax.tree_util.keystr(path)} has shapes {old.shape} for all rows and "
+                f"{new.shape} for one, so that a row cannot be inserted: give it a first axis of "
+                "rows, or define the drafter's `insert`"
+            )
+        return jax.lax.dynamic_update_slice_in_dim(old, new, slot, 0)
+
+    return jax.tree_util.tree_map_with_path(write, rows, row)
+
+
+def extract_row(rows: Any, slot: Int[Array, ""]) -> Any:
+    """Returns row `slot` of a pytree of arrays [B, ...] as arrays [1, ...]."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), rows)
 
 
 REQUIRED = ("check", "draw_methods", "prefill", "propose", "commit")  # others have defaults

@@ -7,7 +7,7 @@ import operator
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from magicjax.drafters.base import Drafter, RoundOutcome
 from magicjax.drafters.draft_pass import DraftContext, check_width, resolve_draw_method
@@ -41,13 +41,14 @@ class SelfSpeculationState:
       cache: the sparse draft cache.
       stats: what the policy reads at the next refresh; empty without refreshes.
       counted: int32 [B], the queries before this position are in `stats.total`.
-      rounds: int32 [], the rounds so far.
+      rounds: int32 [B], the rounds of each row so far. The schedule of refreshes is a row's own, so
+        its drafts do not depend on when other rows began.
     """
 
     cache: DraftCache
     stats: AttentionStats
     counted: Int[Array, "B"]
-    rounds: Int[Array, ""]
+    rounds: Int[Array, "B"]
 
 
 @struct.dataclass
@@ -140,7 +141,9 @@ class SelfSpeculation(Drafter):
         draft_cache = self.sparse.make_cache(target, cache, stats, settings.backend)
         if self.refresh_every is None:
             stats = AttentionStats(None, None)
-        return SelfSpeculationState(draft_cache, stats, cache.lengths, jnp.zeros((), jnp.int32))
+        return SelfSpeculationState(
+            draft_cache, stats, cache.lengths, jnp.zeros_like(cache.lengths)
+        )
 
     def propose(
         self, target, state: SelfSpeculationState | None, root, cache, sampling, settings: Settings
@@ -181,26 +184,39 @@ class SelfSpeculation(Drafter):
             )
             stats = dataclasses.replace(stats, queries=queries)
         state = SelfSpeculationState(cache, stats, state.counted, state.rounds + 1)
-        due = state.rounds % self.refresh_every == 0
-        refresh = functools.partial(self._refresh, target, outcome)
-        return jax.lax.cond(due, refresh, lambda state: state, state)
+        due = (state.rounds % self.refresh_every == 0) & (kept > 0)
+        refresh = functools.partial(self._refresh, target, outcome, due)
+        return jax.lax.cond(due.any(), refresh, lambda state: state, state)
 
     def _refresh(
-        self, target: Model, outcome: RoundOutcome, state: SelfSpeculationState
+        self,
+        target: Model,
+        outcome: RoundOutcome,
+        due: Bool[Array, "B"],
+        state: SelfSpeculationState,
     ) -> SelfSpeculationState:
-        """Returns the state with pins chosen by the attention up to now."""
+        """Returns the state with pins chosen by the attention up to now, in the rows that are due.
+
+        The other rows keep their pins. Their entries are read again, which changes no value.
+        """
         stats, sparse, full, backend = state.stats, self.sparse, outcome.cache, outcome.backend
         assert sparse is not None
         if stats.total is not None:
             assert stats.queries is not None
+            first = jnp.where(due, state.counted, jnp.iinfo(jnp.int32).max)
             layers = zip(stats.total, stats.queries, full.k, strict=True)
             total = tuple(
-                old + target.sum_over_replicas(_mass_since(q, k, state.counted, backend))
+                old + target.sum_over_replicas(_mass_since(q, k, first, backend))
                 for old, q, k in layers
             )
             stats = dataclasses.replace(stats, total=total)
-        cache = repin(state.cache, full, sparse.choose_pins(target, full, stats, backend))
-        return SelfSpeculationState(cache, stats, full.lengths, state.rounds)
+        chosen = sparse.choose_pins(target, full, stats, backend)
+        pins = tuple(
+            jnp.where(due[:, None, None], new, old)
+            for new, old in zip(chosen, state.cache.pinned, strict=True)
+        )
+        counted = jnp.where(due, full.lengths, state.counted)
+        return SelfSpeculationState(repin(state.cache, full, pins), stats, counted, state.rounds)
 
     def synthetic_state(
         self, state: SelfSpeculationState | None, lengths: Int[Array, "B"]

@@ -81,7 +81,8 @@ def prefill_sliding_window(
         count = jnp.clip(lengths - start, 0, chunk) + full_cache.zero_after(witness)
         return rotate_sinks(model, append_ring(cache, new, path, count), unrotated, cache.count)
 
-    return jax.lax.fori_loop(0, tokens.shape[1] // chunk, run_chunk, (cache, unrotated))
+    chunks = -(-lengths.max() // chunk)
+    return jax.lax.fori_loop(0, chunks, run_chunk, (cache, unrotated))
 
 
 def rotate_sinks(

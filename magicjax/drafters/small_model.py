@@ -1,7 +1,8 @@
 """A draft model with its own cache (SpecInfer's SSM, MagicDec's stand-alone draft)."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import struct
@@ -195,20 +196,27 @@ class SmallModel(Drafter):
         self, target, state: SmallModelState, kept, tokens, cache, stats, settings: Settings
     ) -> SmallModelState:
         own, lengths = state.cache, cache.lengths
-        assert isinstance(own, KVCache)  # `check_conversation` rejects others
-        own = dataclasses.replace(own, lengths=jnp.minimum(own.lengths, kept))
-        own, *_ = extend_cache(self.model, own, tokens, lengths, settings, AttentionStatsSpec())
-        return SmallModelState(own, _no_backlog(cache, settings), None)
+        if isinstance(own, KVCache):
+            own = dataclasses.replace(own, lengths=jnp.minimum(own.lengths, kept))
+            own, *_ = extend_cache(self.model, own, tokens, lengths, settings, AttentionStatsSpec())
+            return SmallModelState(own, _no_backlog(cache, settings), None)
+        # A sparse cache has dropped entries that the policy may choose for the longer text.
+        sparse_cache, sinks = self._prefill(tokens, lengths, settings, _extend_from_nothing)
+        return SmallModelState(sparse_cache, _no_backlog(cache, settings), sinks)
 
     def _prefill(
-        self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], settings: Settings
+        self,
+        tokens: Int[Array, "B T"],
+        lengths: Int[Array, "B"],
+        settings: Settings,
+        prefill: Callable = prefill_cache,
     ) -> tuple[KVCache | DraftCache, SinkKeys | None]:
         sparse = self.sparse
         if sparse is not None and self._moves_sinks:
             size = sparse.num_pinned, sparse.ring
             return prefill_sliding_window(self.model, tokens, lengths, settings, *size)
         spec = AttentionStatsSpec() if sparse is None else sparse.attention_stats_spec()
-        full, _, stats = prefill_cache(self.model, tokens, lengths, settings, spec)
+        full, _, stats = prefill(self.model, tokens, lengths, settings, spec)
         if sparse is None:
             return full, None
         return sparse.make_cache(self.model, full, stats, settings.backend), None
@@ -278,6 +286,13 @@ class SmallModel(Drafter):
             cache = dataclasses.replace(cache, count=count)
         backlog = dataclasses.replace(state.backlog, count=jnp.zeros_like(lengths))
         return dataclasses.replace(state, cache=cache, backlog=backlog)
+
+
+def _extend_from_nothing(model: Model, tokens: Int[Array, "B T"], *arguments: Any) -> tuple:
+    """Returns what `prefill_cache` does, in as many chunks as the longest text needs."""
+    settings = arguments[1]
+    cache = full_cache.empty(model, tokens.shape[0], settings.capacity)
+    return extend_cache(model, cache, tokens, *arguments)
 
 
 def _no_backlog(cache: KVCache, settings: Settings) -> Backlog:

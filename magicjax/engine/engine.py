@@ -1,0 +1,376 @@
+"""The engine: requests join a batch of fixed shape when a slot is free, and leave when they end.
+
+An engine has one decoding state of `slots` rows. A request is prefilled in a cache of one row
+(`magicjax.engine.prefill`); the program `insert` copies that row into a free slot; the loop decodes
+all slots. A row's tokens depend on its own prompt, limits, sampling and seed only.
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int
+
+from magicjax.decoding import program_cache, runner
+from magicjax.drafters import Drafter
+from magicjax.engine import prefill, submission
+from magicjax.engine.handle import FINISH_REASONS, Handle
+from magicjax.engine.prefill import Prefilling
+from magicjax.engine.prefix_store import Prefix, make_store
+from magicjax.engine.stats import MAX_REQUESTS, EngineStats
+from magicjax.engine.templates import empty_row, empty_state, make_templates, request_of
+from magicjax.model import Model
+from magicjax.trees.token_tree import Tree
+from sharding import processes
+
+AGING_S = 10.0  # waiting for this long raises a request's priority by 1
+MAX_PREFILLS = 2  # at once, each in a row of its own: a short prompt overtakes a long one
+
+
+class Engine:
+    """Decodes requests that come and go, in a batch of fixed shape (continuous batching).
+
+    Greedy requests get the text of `magicjax.generate` for their prompt alone, sampled ones that of
+    `generate` with their seed, whoever shares the batch. Both hold up to float32 rounding, which
+    can decide ties. After `warm_up`, or after the first requests of each kind, nothing is compiled.
+
+    ::
+
+        engine = magicjax.Engine(target, "self:streaming:256", "chain:4", slots=8)
+        handles = [engine.submit(prompt) for prompt in prompts]
+        engine.run()
+        texts = [handle.result().text for handle in handles]
+
+    Use an engine from one thread.
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        drafter: Drafter | str | None = None,
+        tree: Tree | str | None = None,
+        *,
+        slots: int = 8,
+        capacity: int | None = None,
+        max_new_tokens: int = 512,
+        do_sample: bool = False,
+        verifier: str | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        prefill_chunk: int | None = None,
+        rounds_per_step: int = 8,
+        queue_limit: int = 1024,
+        prefix_bytes: int | None = None,
+        backend: str | None = None,
+        mesh: Mesh | None = None,
+    ):
+        """Validates the settings and allocates the caches; compiles nothing.
+
+        Args:
+          target: a model from `magicjax.load`.
+          drafter: as for `magicjax.generate`, except "auto"; None for plain decoding.
+          tree: as for `magicjax.generate`.
+          slots: the most requests that are decoded at once.
+          capacity: the most tokens of a request, prompt and new ones; None: the target's
+            positions, and at most 4,096. Each slot holds as many, and some for a step of prefill.
+          max_new_tokens: the limit of any request's new tokens; at most capacity - 1 are used.
+          do_sample: whether requests may sample; a greedy engine is faster.
+          verifier, eos_token_id, backend: as for `magicjax.generate`.
+          prefill_chunk: the most prompt tokens that are prefilled between two calls of the loop
+            while requests are decoded; None: 512. A policy that sums the attention of all prompt
+            tokens, such as h2o, prefills each prompt at once.
+          rounds_per_step: the most rounds of a call of the loop, which also ends when a request
+            does. New requests, text and cancellations wait for the end of a call.
+          queue_limit: the most requests that wait for a slot.
+          prefix_bytes: of the store of prompts and answers; 0: nothing is kept; None: four slots'
+            worth.
+          mesh: of devices, of which only the axis `model` may be divided; None for one device.
+
+        Raises:
+          ValueError, TypeError: invalid arguments, as for `magicjax.generate`; a drafter whose
+            state cannot be inserted row by row; a store of prefixes for a policy that reads all
+            prompt tokens.
+        """
+        for name, value in (("rounds_per_step", rounds_per_step), ("queue_limit", queue_limit)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: it must be at least 1")
+        options: dict[str, Any] = dict(
+            drafter=drafter, tree=tree, do_sample=do_sample, verifier=verifier
+        )
+        options |= dict(eos_token_id=eos_token_id, backend=backend, mesh=mesh)
+        self._templates = make_templates(
+            target, slots, capacity, max_new_tokens, prefill_chunk, options
+        )
+        self._eos = set(processes.fetch(self._templates.row.eos).tolist())
+        self._rounds_per_step, self._queue_limit = rounds_per_step, queue_limit
+        self._prefixes = make_store(self._templates, prefix_bytes)
+        self._state = empty_state(self._templates)
+        self._ended = np.ones(slots, bool)  # as in the state, and rows that the host has ended
+        self._ended_by_host = False  # since the state was last changed
+        self._delivered = np.zeros(slots, np.int32)  # tokens of each row that its handle has
+        self._queue: list[Handle] = []
+        self._prefilling: list[tuple[Handle, Prefilling]] = []  # the next one to advance first
+        self._running: dict[int, Handle] = {}  # by slot
+        self._spare_rows: list[tuple[Any, Any]] = []  # buffers for prefill
+        self._reset_stats()
+
+    def submit(
+        self,
+        prompt: str | Sequence[int] | Int[np.ndarray, "T"],
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        priority: float = 0,
+        deadline_s: float | None = None,
+    ) -> Handle:
+        """Queues a request; runs nothing.
+
+        Args:
+          prompt: text, or token ids.
+          max_new_tokens: None: the engine's limit, or what fits the capacity.
+          temperature, top_k, top_p, seed: as for `magicjax.generate`, in an engine with do_sample;
+            temperature=0 decodes greedily.
+          stop: strings that end the text, which is cut before them; requires a tokenizer.
+          priority: requests of larger priority start first; waiting for 10 s adds 1.
+          deadline_s: seconds from now after which the request ends with the tokens so far.
+
+        Raises:
+          ValueError, TypeError: invalid arguments, a prompt without room for new tokens, sampling
+            in a greedy engine, a deadline in the past, or a full queue. Other requests go on.
+        """
+        if len(self._queue) >= self._queue_limit:
+            raise ValueError(
+                f"the queue has queue_limit={self._queue_limit} requests: run engine.step() until "
+                "some have started, or create the engine with a larger limit"
+            )
+        submitted = submission.checked(
+            self._templates,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            sampling=dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
+            stop=stop,
+            priority=priority,
+            deadline_s=deadline_s,
+        )
+        handle = Handle(self, submitted, self._templates.row.target.tokenizer)
+        self._queue.append(handle)
+        return handle
+
+    def step(self) -> None:
+        """Starts requests that wait, prefills, and decodes some rounds.
+
+        The loop, each piece of a prompt and each copy of a row synchronize with the device once.
+        """
+        begun, compiled_s = time.monotonic(), program_cache.totals()[1]
+        for handle in self._unfinished():
+            deadline_s = handle.submitted.deadline_s
+            if deadline_s is not None and deadline_s <= begun:
+                self._end(handle, "deadline")
+        self._end_rows()
+        device_s = self._prefill_s + self._loop_s
+        self._admit()
+        if self._running:
+            self._decode()
+        self._steps += 1
+        device_s = self._prefill_s + self._loop_s - device_s
+        compile_s = program_cache.totals()[1] - compiled_s
+        self._host_s += time.monotonic() - begun - device_s - compile_s
+
+    def run(self) -> None:
+        """Runs steps until all requests have finished."""
+        while self._unfinished():
+            self.step()
+
+    def warm_up(self) -> None:
+        """Compiles all programs, by running short requests; then forgets their statistics.
+
+        Raises:
+          RuntimeError: there are unfinished requests.
+        """
+        if self._unfinished():
+            raise RuntimeError("warm_up with unfinished requests: call it before submit, or later")
+        longest = min(self._templates.capacity - 1, self._templates.prefill_chunk + 1)
+        for _ in range(2):  # the second one starts from the prefix of the first
+            self.submit(np.zeros(longest, np.int32), max_new_tokens=1)
+            self.run()
+        self._prefixes.clear()
+        self._reset_stats()
+
+    def forget_prefixes(self) -> None:
+        """Empties the prefix store and its counts."""
+        self._prefixes.clear()
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts and times so far."""
+        seconds = self._loop_s + self._prefill_s + self._host_s
+        store, waiting = self._prefixes, len(self._queue) + len(self._prefilling)
+        return EngineStats(
+            finished=dict(self._finished),
+            waiting=waiting,
+            running=len(self._running),
+            new_tokens=self._new_tokens,
+            steps=self._steps,
+            loop_s=self._loop_s,
+            prefill_s=self._prefill_s,
+            host_s=self._host_s,
+            tokens_per_s=self._new_tokens / seconds if seconds else 0.0,
+            prefix_lookups=store.lookups,
+            prefix_hits=store.hits,
+            reused_tokens=store.reused_tokens,
+            prefix_bytes=store.num_bytes,
+            kv_bytes=sum(self._templates.slots.kv_bytes),
+            requests=tuple(self._requests),
+        )
+
+    def cancel(self, handle: Handle) -> None:
+        """Ends an unfinished request with the tokens so far; `Handle.cancel` calls it."""
+        self._end(handle, "cancelled")
+
+    # What follows runs inside `step` and `submit`.
+
+    def _unfinished(self) -> list[Handle]:
+        prefilling = [handle for handle, _ in self._prefilling]
+        return [*self._running.values(), *prefilling, *self._queue]
+
+    def _end_rows(self) -> None:
+        """Ends the rows of requests that the host has ended."""
+        if self._ended_by_host:
+            ended = processes.put(self._ended, self._state.ended.sharding)
+            self._state = dataclasses.replace(self._state, ended=ended)
+            self._ended_by_host = False
+
+    def _admit(self) -> None:
+        """Prefills and inserts requests that wait while slots are free.
+
+        While requests are decoded, at most `prefill_chunk` tokens are prefilled, or one piece.
+        Prompts of several pieces take turns.
+        """
+        tokens = 0
+        while True:
+            self._start_prefills()
+            if not self._prefilling:
+                return
+            handle, prefilling = self._prefilling[0]
+            piece = prefilling.pieces[0]
+            if self._running and tokens and tokens + piece.tokens > self._templates.prefill_chunk:
+                return
+            tokens += piece.tokens
+            prefilled, seconds = prefill.advance(prefilling)
+            handle.prefilled_tokens += piece.end - piece.first
+            self._prefill_s += seconds
+            del self._prefilling[0]
+            if prefilling.pieces:
+                self._prefilling.append((handle, prefilling))
+            else:
+                self._insert(handle, prefilling, prefilled)
+
+    def _start_prefills(self) -> None:
+        """Starts the prefill of the first requests of the queue that have slots."""
+        while (
+            self._queue
+            and len(self._prefilling) < MAX_PREFILLS
+            and len(self._running) + len(self._prefilling) < len(self._ended)
+        ):
+            handle = min(self._queue, key=_order)
+            prompt = handle.submitted.prompt
+            current = [other.submitted.prompt for other, _ in self._prefilling]
+            if self._prefixes.is_worth_waiting(prompt, current):
+                return
+            self._queue.remove(handle)
+            handle.started_s = time.monotonic()
+            self._prefilling.append((handle, self._start(handle)))
+
+    def _start(self, handle: Handle) -> Prefilling:
+        """Returns the prefill of a request, from the longest prefix that is stored."""
+        submitted, templates = handle.submitted, self._templates
+        request = request_of(templates, submitted.prompt, submitted.limit, submitted.sampling)
+        row, kept = self._prefixes.copy_longest(submitted.prompt)
+        if row is None:
+            row = self._spare_rows.pop() if self._spare_rows else empty_row(templates)
+        prefilling = prefill.start(templates, request, row, kept)
+        handle.reused_tokens = prefilling.kept
+        return prefilling
+
+    def _insert(self, handle: Handle, prefilling: Prefilling, prefilled: Any) -> None:
+        """Copies a prefilled row into a free slot, and keeps it as a prefix."""
+        row, finish_s = prefill.finish(prefilling, prefilled)
+        slot = next(n for n in range(len(self._ended)) if n not in self._running)
+        self._state, insert_s = runner.insert(self._templates.slots, self._state, row, slot)
+        self._running[slot], self._delivered[slot] = handle, 0
+        self._keep_prefix(Prefix(handle.submitted.prompt, row.cache, row.drafter))
+        self._prefill_s += finish_s + insert_s
+
+    def _keep_text(self, slot: int, tokens: Int[np.ndarray, "T"]) -> None:
+        """Keeps the row of a finished request as a prefix, for the next turn of a chat."""
+        if self._prefixes.max_entries:
+            row, seconds = runner.extract(self._templates.slots, self._state, slot)
+            self._keep_prefix(Prefix(tokens, *row))
+            self._prefill_s += seconds
+
+    def _keep_prefix(self, prefix: Prefix) -> None:
+        unused = self._prefixes.add(prefix)
+        if unused is not None:
+            self._keep_buffers(unused.row)
+
+    def _keep_buffers(self, row: tuple[Any, Any]) -> None:
+        if len(self._spare_rows) < MAX_PREFILLS:
+            self._spare_rows.append(row)
+
+    def _decode(self) -> None:
+        """Runs the loop, hands out new tokens and ends requests."""
+        self._state, seconds = runner.run_until_row_ends(
+            self._templates.slots, self._state, self._rounds_per_step
+        )
+        state = self._state
+        emitted, output, ended, histogram = processes.fetch(
+            (state.emitted, state.output, state.ended, state.histogram)
+        )
+        self._loop_s += seconds
+        self._ended = ended.copy()
+        now = time.monotonic()
+        for slot, handle in list(self._running.items()):
+            tokens = output[slot, self._delivered[slot] : emitted[slot]]
+            self._delivered[slot] = emitted[slot]
+            handle.rounds = int(histogram[slot].sum())
+            stopped = handle.deliver(tokens, now)
+            if stopped or ended[slot]:
+                text = handle.submitted.prompt, output[slot, : emitted[slot]]
+                self._keep_text(slot, np.concatenate(text)[:-1])  # the last token is pending
+                is_eos = output[slot, emitted[slot] - 1] in self._eos
+                self._end(handle, "stop" if stopped else "eos" if is_eos else "length")
+
+    def _end(self, handle: Handle, reason: str) -> None:
+        """Ends a request, wherever it is."""
+        slot = next((slot for slot, other in self._running.items() if other is handle), None)
+        if slot is not None:
+            del self._running[slot]
+            self._ended_by_host |= not self._ended[slot]
+            self._ended[slot] = True
+        elif found := [pair for pair in self._prefilling if pair[0] is handle]:
+            self._prefilling.remove(found[0])
+            self._keep_buffers((found[0][1].cache, found[0][1].drafter_state))
+        else:
+            self._queue.remove(handle)
+        result = handle.finish(reason, time.monotonic())
+        self._finished[reason] += 1
+        self._new_tokens += len(result.tokens)
+        self._requests.append(result.stats)
+
+    def _reset_stats(self) -> None:
+        self._finished = dict.fromkeys(FINISH_REASONS, 0)
+        self._steps = self._new_tokens = 0
+        self._loop_s = self._prefill_s = self._host_s = 0.0
+        self._requests: collections.deque = collections.deque(maxlen=MAX_REQUESTS)
+
+
+def _order(handle: Handle) -> float:
+    """Returns the time at which a request is due: the smallest starts first."""
+    return handle.submitted.submitted_s - AGING_S * handle.submitted.priority

@@ -1,0 +1,207 @@
+"""A submitted request: its new text and tokens as they arrive, and its result."""
+
+import collections
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from jaxtyping import Int
+
+from magicjax.engine.text_stream import TextStream
+from magicjax.verification.sampling import Sampling
+
+# Why a request ended: an EOS token, its limit of new tokens, a stop string, `Handle.cancel`, or its
+# deadline.
+FINISH_REASONS = ("eos", "length", "stop", "cancelled", "deadline")
+
+
+@dataclasses.dataclass(frozen=True)
+class NewTokens:
+    """What a request has generated since the previous piece.
+
+    Attributes:
+      tokens: int32 [T].
+      text: the new text; None without a tokenizer. It can lag behind the tokens.
+    """
+
+    tokens: Int[np.ndarray, "T"]
+    text: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestStats:
+    """Statistics of one finished request; times are seconds of the wall clock.
+
+    Attributes:
+      prompt_tokens: tokens of the prompt.
+      new_tokens: tokens of the result.
+      reused_tokens: prompt tokens whose keys and values another request had left.
+      prefilled_tokens: prompt tokens that ran, repeated ones included, without padding.
+      rounds: of the loop, in which the request emitted tokens.
+      tau: mean acceptance length: emitted tokens per round, without prefill's.
+      queue_s: from `submit` to the start of prefill.
+      ttft_s: time to first token, from `submit`; None if there was none.
+      tpot_s: time per output token after the first ones that arrived; None if no others did.
+      total_s: from `submit` to the end.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    reused_tokens: int
+    prefilled_tokens: int
+    rounds: int
+    tau: float
+    queue_s: float
+    ttft_s: float | None
+    tpot_s: float | None
+    total_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A finished request.
+
+    Attributes:
+      tokens: int32 [T], the new tokens, an EOS included; after a stop string, up to the token that
+        completed it.
+      text: the new text without special tokens, before the stop string; None without a tokenizer.
+      finish_reason: one of `FINISH_REASONS`.
+      stats: times and counts.
+    """
+
+    tokens: Int[np.ndarray, "T"]
+    text: str | None
+    finish_reason: str
+    stats: RequestStats
+
+
+@dataclasses.dataclass(frozen=True)
+class Submitted:
+    """What was submitted; all of it is validated.
+
+    Attributes:
+      prompt: int32 [T].
+      limit: of new tokens.
+      sampling: of one row; None in a greedy engine.
+      stop: strings that end the text.
+      priority: larger goes first.
+      submitted_s: when, on the engine's clock.
+      deadline_s: when it must be finished, on the same clock; None: never.
+    """
+
+    prompt: Int[np.ndarray, "T"]
+    limit: int
+    sampling: Sampling | None
+    stop: tuple[str, ...]
+    priority: float
+    submitted_s: float
+    deadline_s: float | None
+
+
+class _Engine(Protocol):
+    def step(self) -> None: ...
+    def cancel(self, handle: "Handle") -> None: ...
+
+
+class Handle:
+    """A request in an engine. Iterating over it runs the engine's steps.
+
+    ::
+
+        for new in engine.submit("def main("):
+            print(new.text, end="")
+
+    Attributes:
+      submitted: the validated request.
+    """
+
+    def __init__(self, engine: _Engine, submitted: Submitted, tokenizer: Any):
+        """Only `Engine.submit` makes handles."""
+        self.submitted = submitted
+        self._engine = engine
+        self._text = None if tokenizer is None else TextStream(tokenizer, submitted.stop)
+        self._tokens: list[int] = []
+        self._waiting: collections.deque[NewTokens] = collections.deque()
+        self._result: Result | None = None
+        # Counters that the engine updates.
+        self.started_s: float | None = None
+        self.first_s: float | None = None
+        self.first_tokens = self.reused_tokens = self.prefilled_tokens = self.rounds = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the result is available without another step."""
+        return self._result is not None
+
+    def __iter__(self) -> Iterator[NewTokens]:
+        """Yields new tokens as they arrive; runs the engine's steps until the request is finished.
+
+        Every piece is yielded once.
+        """
+        while True:
+            yield from self.arrived()
+            if self.finished:
+                return
+            self._engine.step()
+
+    def arrived(self) -> list[NewTokens]:
+        """Returns what has arrived and was not returned before; runs nothing."""
+        arrived = list(self._waiting)
+        self._waiting.clear()
+        return arrived
+
+    def result(self) -> Result:
+        """Returns the result; runs the engine's steps until the request is finished."""
+        while self._result is None:
+            self._engine.step()
+        return self._result
+
+    def cancel(self) -> None:
+        """Ends the request with the tokens so far; does nothing if it is finished."""
+        if not self.finished:
+            self._engine.cancel(self)
+
+    def deliver(self, tokens: Int[np.ndarray, "T"], now: float) -> bool:
+        """Adds new tokens; returns whether a stop string has ended the text. For the engine."""
+        text = None
+        if self._text is not None:
+            count, text = self._text.push(tokens.tolist())
+            tokens = tokens[:count]
+        if self.first_s is None and len(tokens):
+            self.first_s, self.first_tokens = now, len(tokens)
+        self._tokens += tokens.tolist()
+        if len(tokens):
+            self._waiting.append(NewTokens(tokens, text))
+        return self._text is not None and self._text.stopped
+
+    def finish(self, reason: str, now: float) -> Result:
+        """Ends the request; returns the result. For the engine."""
+        text = None
+        if self._text is not None:
+            if rest := self._text.finish():
+                self._waiting.append(NewTokens(np.zeros(0, np.int32), rest))
+            text = self._text.text
+        tokens = np.array(self._tokens, np.int32)
+        self._result = Result(tokens, text, reason, self._stats(now))
+        return self._result
+
+    def _stats(self, now: float) -> RequestStats:
+        submitted, new = self.submitted, len(self._tokens)
+        ttft_s = tpot_s = None
+        if self.first_s is not None:
+            ttft_s = self.first_s - submitted.submitted_s
+            if new > self.first_tokens:
+                tpot_s = (now - self.first_s) / (new - self.first_tokens)
+        return RequestStats(
+            prompt_tokens=len(submitted.prompt),
+            new_tokens=new,
+            reused_tokens=self.reused_tokens,
+            prefilled_tokens=self.prefilled_tokens,
+            rounds=self.rounds,
+            tau=(new - 1) / self.rounds if self.rounds else 0.0,
+            queue_s=(now if self.started_s is None else self.started_s) - submitted.submitted_s,
+            ttft_s=ttft_s,
+            tpot_s=tpot_s,
+            total_s=now - submitted.submitted_s,
+        )

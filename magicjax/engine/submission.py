@@ -1,0 +1,120 @@
+"""Validation of a submitted request, on the host, before anything runs."""
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from magicjax.decoding.validation import RequestOptions, token_ids
+from magicjax.engine.handle import Submitted
+from magicjax.engine.templates import Templates, any_sampling
+from magicjax.verification.sampling import Sampling
+
+
+def checked(
+    templates: Templates,
+    prompt: Any,
+    *,
+    max_new_tokens: int | None,
+    sampling: dict[str, Any],
+    stop: str | Sequence[str],
+    priority: float,
+    deadline_s: float | None,
+) -> Submitted:
+    """Returns the validated request, submitted now; `sampling` has the four sampling arguments.
+
+    Raises:
+      ValueError, TypeError: as `Engine.submit`.
+    """
+    (tokens,) = token_ids(templates.row.target, [prompt])
+    if deadline_s is not None and not deadline_s > 0:
+        raise ValueError(f"deadline_s={deadline_s}: it must be above 0 seconds from now")
+    if not math.isfinite(priority):
+        raise ValueError(f"priority={priority}: it must be finite")
+    now = time.monotonic()
+    return Submitted(
+        prompt=tokens,
+        limit=_checked_limit(templates, len(tokens), max_new_tokens),
+        sampling=_checked_sampling(templates, **sampling),
+        stop=_checked_stop(templates, stop),
+        priority=priority,
+        submitted_s=now,
+        deadline_s=None if deadline_s is None else now + deadline_s,
+    )
+
+
+def _checked_limit(templates: Templates, length: int, limit: int | None) -> int:
+    """Returns the limit of new tokens of a prompt of `length` tokens."""
+    capacity, largest = templates.capacity, templates.row.settings.max_new_tokens
+    if length >= capacity:
+        raise ValueError(
+            f"the prompt has {length} tokens, and capacity={capacity} leaves no room for new "
+            "ones: shorten the prompt, or create the engine with a larger capacity"
+        )
+    if limit is None:
+        return min(largest, capacity - length)
+    if not 1 <= limit <= largest:
+        raise ValueError(
+            f"max_new_tokens={limit}: it must be at least 1, and at most {largest}, the limit of "
+            "the engine"
+        )
+    if length + limit > capacity:
+        raise ValueError(
+            f"the prompt has {length} tokens, and with max_new_tokens={limit} it exceeds "
+            f"capacity={capacity}: use at most {capacity - length} new tokens, shorten the "
+            "prompt, or create the engine with a larger capacity"
+        )
+    return limit
+
+
+def _checked_sampling(
+    templates: Templates,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int | None,
+) -> Sampling | None:
+    """Returns the sampling of one request; None in a greedy engine.
+
+    Temperature 0 means greedy decoding, which a sampled engine runs as top_k=1.
+
+    Raises:
+      ValueError: a sampled request in a greedy engine, or invalid parameters.
+    """
+    greedy = temperature == 0
+    if greedy:
+        for name, value in (("top_k", top_k), ("top_p", top_p), ("seed", seed)):
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value!r} has no effect with temperature=0, which decodes greedily: "
+                    f"omit {name}, or give a temperature above 0"
+                )
+    if not templates.sampled:
+        given = dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        for name, value in given.items():
+            if value is not None and not greedy:
+                raise ValueError(
+                    f"{name}={value!r} in an engine that decodes greedily: create the engine with "
+                    f"do_sample=True, or omit {name}"
+                )
+        return None
+    if greedy:
+        temperature, top_k = None, 1
+    options = RequestOptions(
+        do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    )
+    return any_sampling(options, 1)
+
+
+def _checked_stop(templates: Templates, stop: str | Sequence[str]) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise ValueError(f"stop={string!r}: a stop string must have at least 1 character")
+    target = templates.row.target
+    if strings and target.tokenizer is None:
+        raise ValueError(
+            f"stop={strings[0]!r}: the target {target.name!r} has no tokenizer, and stop strings "
+            "are searched for in the text; use eos_token_id of the engine"
+        )
+    return strings

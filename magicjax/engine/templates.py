@@ -1,0 +1,211 @@
+"""The fixed shapes of an engine: validated once, before any request arrives."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from magicjax.decoding import runner
+from magicjax.decoding.loop import DecodeState
+from magicjax.decoding.request import (
+    CAPACITY_MULTIPLE,
+    Request,
+    make_options,
+    place,
+    round_up,
+    validate,
+)
+from magicjax.decoding.validation import RequestOptions, checked_sampling
+from magicjax.kv_cache.full_cache import KVCache
+from magicjax.model import Model
+from magicjax.verification.sampling import Sampling
+from sharding import DATA, STAGE, factored, processes
+
+CHUNK = 64  # tokens of the prefill steps that end a prompt: few are padding
+PREFILL_CHUNK = 512
+MAX_CAPACITY = 4096  # default limit: a model's own one can need more memory than the device has
+
+
+@dataclasses.dataclass(frozen=True)
+class Templates:
+    """The requests whose shapes and settings all programs of an engine share.
+
+    Attributes:
+      row: of one row, which is prefilled.
+      slots: of all rows, which are decoded.
+      capacity: the most tokens of a row, prompt and new ones.
+      prefill_chunk: the most prompt tokens that are prefilled between two calls of the loop.
+    """
+
+    row: Request
+    slots: Request
+    capacity: int
+    prefill_chunk: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.slots.tokens.shape[0]
+
+    @property
+    def sampled(self) -> bool:
+        return self.row.sampling is not None
+
+    @property
+    def window(self) -> int:
+        """The newest prompt tokens whose queries the drafter's policy reads."""
+        return self.row.prefill_settings.stats_spec.window
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether the drafter's policy reads the attention of all prompt tokens."""
+        return self.row.prefill_settings.stats_spec.total
+
+
+def make_templates(
+    target: Model,
+    slots: int,
+    capacity: int | None,
+    max_new_tokens: int,
+    prefill_chunk: int | None,
+    options: dict[str, Any],
+) -> Templates:
+    """Returns the templates; `options` are those of `magicjax.generate`.
+
+    Raises:
+      ValueError, TypeError: as `magicjax.Engine`.
+    """
+    prefill_chunk = PREFILL_CHUNK if prefill_chunk is None else prefill_chunk
+    for name, value in (("slots", slots), ("prefill_chunk", prefill_chunk)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: it must be at least 1")
+    positions = target.config.max_positions
+    capacity = min(positions, MAX_CAPACITY) if capacity is None else capacity
+    if not 2 <= capacity <= positions:
+        raise ValueError(
+            f"capacity={capacity}: a slot must hold at least 2 tokens, and at most the {positions} "
+            "positions of the target"
+        )
+    _check_mesh(options.get("mesh"))
+    _check_tokenizer(target)
+    max_new_tokens = min(max_new_tokens, capacity - 1)
+    longest = np.zeros(capacity - max(1, max_new_tokens), np.int32)
+    request_options = make_options(target, max_new_tokens=max_new_tokens, **options)
+    row = validate(target, [longest], request_options)
+    chunk = min(CHUNK, prefill_chunk)
+    # A round writes a whole path, and a draft model its backlog before it; prefill a whole chunk.
+    spare = max(chunk, 2 * row.settings.shape.depth + 1)
+    slot_capacity = round_up(capacity + spare, CAPACITY_MULTIPLE)
+    row = dataclasses.replace(
+        row,
+        settings=dataclasses.replace(row.settings, capacity=slot_capacity, chunk=chunk),
+        tokens=np.zeros((1, slot_capacity), np.int32),
+        sampling=any_sampling(request_options, 1),
+    )
+    row = place(row, options.get("mesh"), 1)
+    all_rows = dataclasses.replace(
+        row,
+        prompts=row.prompts * slots,
+        tokens=_repeated(row.tokens, slots),
+        lengths=_repeated(row.lengths, slots),
+        limits=_repeated(row.limits, slots),
+        sampling=jax.tree.map(lambda x: _repeated(x, slots), row.sampling),
+    )
+    templates = Templates(row, all_rows, capacity, prefill_chunk)
+    _check_insertable(templates)
+    return templates
+
+
+def _repeated(x: jax.Array, count: int) -> jax.Array:
+    return jax.device_put(jnp.concatenate([x] * count), x.sharding)
+
+
+def _check_mesh(mesh: Any) -> None:
+    """Raises ValueError if a mesh divides rows or layers."""
+    if mesh is None:
+        return
+    for axis in (DATA, STAGE):
+        if (size := factored(mesh).shape[axis]) > 1:
+            raise ValueError(
+                f"the mesh has {axis}={size}: an engine runs on a mesh of which only the axis "
+                "model is divided; start one engine for each group of devices"
+            )
+
+
+def _check_tokenizer(target: Model) -> None:
+    tokenizer = target.tokenizer
+    if tokenizer is not None and getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise ValueError(
+            f"the tokenizer of {target.name!r} has no tokenizer.json, which incremental "
+            "detokenization reads: save it with transformers' save_pretrained as a fast tokenizer"
+        )
+
+
+def _check_insertable(templates: Templates) -> None:
+    """Raises ValueError if the drafter's state cannot be inserted row by row."""
+    drafter = templates.row.drafter
+    if drafter is None:
+        return
+    state, row = (runner.state_shapes(x).drafter for x in (templates.slots, templates.row))
+    state, row = (
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x) for x in (state, row)
+    )
+    inserted = jax.eval_shape(drafter.insert, state, row, jax.ShapeDtypeStruct((), jnp.int32))
+    if jax.tree.map(lambda x: x.shape, inserted) != jax.tree.map(lambda x: x.shape, state):
+        raise ValueError(
+            f"{type(drafter).__name__}.insert returns a state of other shapes than it was given: "
+            "it must replace one row"
+        )
+
+
+def any_sampling(options: RequestOptions, rows: int) -> Sampling | None:
+    """Returns the parameters of rows that may use top_k and top_p, whatever the rows use."""
+    sampling = checked_sampling(options, rows)
+    if sampling is None:
+        return None
+    return dataclasses.replace(sampling, top_k_used=True, top_p_used=True)
+
+
+def request_of(
+    templates: Templates, prompt: Int[np.ndarray, "T"], limit: int, sampling: Sampling | None
+) -> Request:
+    """Returns the one-row request of a prompt, in the shapes of all prompts."""
+    row = templates.row
+    tokens = np.zeros(row.tokens.shape, np.int32)
+    tokens[0, : len(prompt)] = prompt
+    return dataclasses.replace(
+        row,
+        prompts=[prompt],
+        tokens=processes.put(tokens, row.tokens.sharding),
+        lengths=put_row([len(prompt)], row),
+        limits=put_row([limit], row),
+        sampling=jax.tree.map(lambda x: processes.put(x, row.lengths.sharding), sampling),
+    )
+
+
+def put_row(values: Any, request: Request) -> jax.Array:
+    """Returns int32 [B] values with the sharding of a request's rows."""
+    return processes.put(np.array(values, np.int32), request.lengths.sharding)
+
+
+def empty_state(templates: Templates) -> DecodeState:
+    """Returns the state of slots that are all free; allocates the caches."""
+    slots = templates.slots
+    separate: Any = dict(sampling=None, ended=None, eos=None)
+    shapes = dataclasses.replace(runner.state_shapes(slots), **separate)
+    # Copies, because programs donate the state.
+    sampling, eos = jax.tree.map(jnp.copy, (slots.sampling, slots.eos))
+    ended = processes.put(np.ones(templates.num_slots, bool), slots.lengths.sharding)
+    return dataclasses.replace(_zeros(shapes), sampling=sampling, ended=ended, eos=eos)
+
+
+def empty_row(templates: Templates) -> tuple[KVCache, Any]:
+    """Returns the target's cache and the drafter's state of one row, zeros."""
+    shapes = runner.state_shapes(templates.row)
+    return _zeros((shapes.cache, shapes.drafter))
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)

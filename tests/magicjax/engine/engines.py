@@ -1,0 +1,113 @@
+"""Engines of tiny models, and checks of their rows against the texts so far."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+import magicjax
+from magicjax.policies import SnapKV
+from tests.magicjax import oracle, tiny
+from tests.magicjax.kv_cache import test_loop_caches as caches
+
+NEW = 24
+CAPACITY = caches.WIDTH  # every text fits the fresh prefill that caches are compared with
+SNAPKV = SnapKV(window=5, kernel=3, recent=7)
+# Name: (drafter, tree).
+DRAFTERS = {
+    "plain": (None, None),
+    "streaming": (tiny.drafter("self"), tiny.TREES["chain4"]),
+    "full": (magicjax.SelfSpeculation("full"), tiny.TREES["2,2,1"]),
+    "snapkv": (magicjax.SelfSpeculation(SNAPKV, 13, refresh_every=2), tiny.TREES["2,2,1"]),
+    "h2o": (
+        magicjax.SelfSpeculation(magicjax.policies.H2O(window=30, recent=7), 13, refresh_every=3),
+        tiny.TREES["chain4"],
+    ),
+    "int8": (magicjax.SelfSpeculation(budget=24, kv_dtype="int8"), tiny.TREES["chain4"]),
+    "small": (tiny.drafter("near"), tiny.TREES["irregular"]),
+    "sparse small": (
+        magicjax.SmallModel(
+            tiny.model("near"), policy=SnapKV(window=5, kernel=3, recent=10), budget=20
+        ),
+        tiny.TREES["chain4"],
+    ),
+    "sinks in the cache": (
+        magicjax.SmallModel(
+            tiny.model("near"),
+            policy=magicjax.StreamingLLM(sinks=4),
+            budget=24,
+            sink_positions="in_cache",
+        ),
+        tiny.TREES["chain4"],
+    ),
+    "prompt lookup": (magicjax.PromptLookup(), tiny.TREES["chain4"]),
+    "ensemble": (
+        magicjax.Ensemble([tiny.drafter("near"), tiny.drafter("self"), magicjax.PromptLookup()]),
+        tiny.TREES["chain2"],
+    ),
+    "dynamic": (tiny.drafter("near"), tiny.SPECIAL["dynamic"]),
+}
+
+
+def engine(name: str = "streaming", **options) -> magicjax.Engine:
+    drafter, tree = DRAFTERS[name]
+    defaults = dict(slots=3, capacity=CAPACITY, max_new_tokens=NEW, eos_token_id=tiny.NEVER)
+    defaults |= dict(prefill_chunk=16, rounds_per_step=3)
+    return magicjax.Engine(tiny.model(), drafter, tree, **defaults | options)
+
+
+@functools.cache
+def prompts() -> tuple[np.ndarray, ...]:
+    """Returns ragged prompts of 1 to 40 tokens; 16 fill a step of prefill."""
+    rng = np.random.default_rng(11)
+    lengths = (5, 40, 1, 16, 17, 2, 33, 15, 32, 8, 24, 39)
+    return tuple(rng.integers(0, tiny.VOCAB - 1, n).astype(np.int32) for n in lengths)
+
+
+@functools.cache
+def expected(index: int) -> np.ndarray:
+    """Returns the oracle's text after a prompt."""
+    return oracle.greedy(tiny.model(), prompts()[index], NEW)
+
+
+def rows_of(engine: magicjax.Engine) -> tuple[object, list[np.ndarray]]:
+    """Returns the state of the rows that are decoded, as numpy, and their texts so far."""
+    slots = sorted(engine._running)
+    state = dataclasses.replace(engine._state, sampling=None, eos=None, rounds_left=None)
+    state = jax.tree.map(lambda x: np.array(x)[slots], state)
+    texts = [
+        np.concatenate([engine._running[slot].submitted.prompt, output[:emitted]])
+        for slot, output, emitted in zip(slots, state.output, state.emitted, strict=True)
+    ]
+    return state, texts
+
+
+def check_rows(engine: magicjax.Engine) -> int:
+    """Asserts that the rows' caches are those of a fresh prefill; returns the number of rows."""
+    state, texts = rows_of(engine)
+    if not texts:
+        return 0
+    np.testing.assert_array_equal(state.cache.lengths, [len(text) - 1 for text in texts])
+    np.testing.assert_array_equal(state.pending, [text[-1] for text in texts])
+    caches.check_cache(state.cache, tiny.model(), texts, state.cache.lengths, 1e-5)
+    drafter = engine._templates.row.drafter
+    if drafter is not None:
+        own = state.drafter if isinstance(drafter, magicjax.Ensemble) else (state.drafter,)
+        for member, member_state in zip(drafter.members(), own, strict=True):
+            check_drafter(member, member_state, state.cache, texts)
+    return len(texts)
+
+
+def check_drafter(drafter, state, cache, texts) -> None:
+    """Asserts that a drafter's state is that of the texts, as far as it is determined."""
+    if isinstance(drafter, magicjax.PromptLookup):
+        caches.check_text(state, texts)
+    elif isinstance(drafter, magicjax.SelfSpeculation):
+        if state is not None and drafter.kv_dtype is None:
+            caches.check_draft_cache(state.cache, cache)
+    elif drafter.sparse is None:
+        caches.check_small(state, drafter.model, texts, 1e-5)
+    else:
+        committed = state.cache.count + state.backlog.count
+        np.testing.assert_array_equal(committed, [len(text) - 1 for text in texts])

@@ -1,0 +1,149 @@
+"""Prompts that share a beginning prefill it once, and get the texts of plain decoding."""
+
+import jax
+import numpy as np
+import pytest
+
+import magicjax
+from magicjax.decoding import program_cache
+from magicjax.engine import prefix_store
+from tests.magicjax import oracle, tiny
+from tests.magicjax.engine import engines
+from tests.magicjax.engine.test_schedules import Long
+from tests.quick import quick
+
+NEW = 8
+DRAFTERS = ("plain", "streaming", "snapkv", "small", "sparse small", "ensemble")
+
+
+def questions(count: int, common: int = 250) -> list[np.ndarray]:
+    """Returns prompts that begin with the same document."""
+    document = Long.prompt(common)
+    return [np.concatenate([document, Long.prompt(10 + n)]) for n in range(count)]
+
+
+@pytest.mark.parametrize("name", quick(DRAFTERS, "snapkv", "ensemble"))
+def test_questions_on_one_document_prefill_it_once(name, tally):
+    engine, asked = Long.engine(name), questions(4)
+    engine.warm_up()
+    compiled = program_cache.totals()
+    handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in asked]
+    while engine._unfinished():
+        engine.step()
+        state, texts = engines.rows_of(engine)
+        np.testing.assert_array_equal(state.cache.lengths, [len(text) - 1 for text in texts])
+    assert program_cache.totals() == compiled
+    rows = [handle.result().tokens for handle in handles]
+    plain = [oracle.greedy(tiny.model(), prompt, NEW) for prompt in asked]
+    tally.compare(tiny.model(), asked, plain, rows)
+    for number, handle in enumerate(handles):
+        stats = handle.result().stats
+        assert stats.reused_tokens == (250 if number else 0)
+        window = max(1, engine._templates.window)
+        whole = number == 0
+        assert stats.prefilled_tokens <= (len(asked[0]) + window if whole else 13 + window)
+    assert (engine.stats.prefix_lookups, engine.stats.prefix_hits) == (4, 3)
+    assert engine.stats.reused_tokens == 750
+
+
+def test_the_same_prompt_with_several_seeds_is_prefilled_once():
+    engine, prompt = Long.engine("streaming", do_sample=True, slots=8), Long.prompt(200)
+    handles = [engine.submit(prompt, max_new_tokens=NEW, seed=seed) for seed in range(8)]
+    engine.run()
+    texts = [tuple(handle.result().tokens.tolist()) for handle in handles]
+    assert len(set(texts)) > 4
+    prefilled = [handle.result().stats.prefilled_tokens for handle in handles]
+    assert prefilled == [200] + [1] * 7
+    assert engine.stats.prefix_bytes == 4 * sum(engine._templates.row.kv_bytes)
+    cold = Long.engine("streaming", do_sample=True, slots=8, prefix_bytes=0)
+    again = [cold.submit(prompt, max_new_tokens=NEW, seed=seed) for seed in range(8)]
+    cold.run()
+    assert [tuple(handle.result().tokens.tolist()) for handle in again] == texts
+    assert cold.stats.prefix_hits == cold.stats.prefix_lookups == cold.stats.prefix_bytes == 0
+
+
+def test_a_prefix_is_not_changed_by_those_who_start_from_it(tally):
+    engine = Long.engine("ensemble", prefix_bytes=None)
+    asked = [*questions(3), questions(1, common=120)[0], questions(1)[0]]
+    for prompt in asked:
+        found = engine.submit(prompt, max_new_tokens=NEW).result().tokens
+        plain = oracle.greedy(tiny.model(), prompt, NEW)
+        tally.compare(tiny.model(), [prompt], [plain], [found])
+
+
+@pytest.mark.parametrize("name", quick(DRAFTERS, "ensemble"))
+def test_the_turns_of_a_chat_prefill_only_what_is_new(name, tally):
+    engine, text = Long.engine(name), Long.prompt(100)
+    engine.warm_up()
+    compiled, known = program_cache.totals(), 0
+    for turn in range(3):
+        found = engine.submit(text, max_new_tokens=NEW).result()
+        plain = oracle.greedy(tiny.model(), text, NEW)
+        tally.compare(tiny.model(), [text], [plain], [found.tokens])
+        assert found.stats.reused_tokens == known
+        known = len(text) + NEW - 1  # the last token was pending
+        text = np.concatenate([text, found.tokens, Long.prompt(20 + turn)])
+    assert program_cache.totals() == compiled
+    assert engine.stats.prefix_bytes == sum(engine._templates.row.kv_bytes)
+
+
+def entry(tokens) -> prefix_store.Prefix:
+    cache = jax.numpy.array([len(tokens)])
+    return prefix_store.Prefix(np.array(tokens, np.int32), cache, None)
+
+
+def held(store) -> list[list[int]]:
+    return [prefix.tokens.tolist() for prefix in store._entries]
+
+
+def test_the_store_evicts_the_least_recently_used_prefix():
+    store = prefix_store.PrefixStore(max_bytes=250, entry_bytes=100, at_least=2)
+    assert store.add(entry([1, 2, 3])) is None
+    assert store.add(entry([4, 5])) is None and store.num_bytes == 200
+    row, common = store.copy_longest(np.array([1, 2, 9]))
+    assert common == 2 and int(row[0][0]) == 3
+    evicted = store.add(entry([6]))
+    assert evicted.tokens.tolist() == [4, 5]
+    assert held(store) == [[1, 2, 3], [6]]
+    assert (store.lookups, store.hits, store.reused_tokens) == (1, 1, 2)
+
+
+def test_the_store_keeps_the_longest_of_prefixes_of_each_other():
+    store = prefix_store.PrefixStore(max_bytes=300, entry_bytes=100, at_least=1)
+    store.add(entry([1, 2]))
+    store.add(entry([7]))
+    longer, shorter = entry([1, 2, 3]), entry([1, 2])
+    assert store.add(longer).tokens.tolist() == [1, 2]
+    assert store.add(shorter) is shorter and held(store) == [[7], [1, 2, 3]]
+
+
+def test_too_few_common_tokens_are_no_hit():
+    store = prefix_store.PrefixStore(max_bytes=100, entry_bytes=100, at_least=3)
+    store.add(entry([1, 2, 3]))
+    assert store.copy_longest(np.array([1, 2, 9])) == (None, 0)
+    assert (store.lookups, store.hits) == (1, 0)
+
+
+def test_a_prompt_waits_for_one_that_shares_more_than_the_store():
+    store = prefix_store.PrefixStore(max_bytes=100, entry_bytes=100, at_least=2)
+    prompt, other = np.array([1, 2, 3, 4]), np.array([1, 2, 3, 9])
+    assert store.is_worth_waiting(prompt, [np.array([5]), other])
+    assert not store.is_worth_waiting(prompt, [np.array([1, 9])])
+    store.add(entry([1, 2, 3, 8]))
+    assert not store.is_worth_waiting(prompt, [other])
+
+
+def test_a_store_of_no_bytes_keeps_nothing():
+    store = prefix_store.PrefixStore(max_bytes=0, entry_bytes=100, at_least=1)
+    first = entry([1, 2])
+    assert store.add(first) is first
+    assert store.copy_longest(np.array([1, 2])) == (None, 0) and store.lookups == 0
+
+
+@pytest.mark.slow
+def test_a_policy_that_reads_all_attention_keeps_no_prefixes():
+    engine = Long.engine("h2o")
+    assert isinstance(engine._templates.row.drafter, magicjax.SelfSpeculation)
+    for prompt in questions(2):
+        assert engine.submit(prompt, max_new_tokens=NEW).result().stats.reused_tokens == 0
+    assert engine.stats.prefix_lookups == 0

@@ -1,0 +1,265 @@
+"""Stop strings, deadlines, cancellation, priorities and limits; what is invalid is an error."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+
+import magicjax
+from magicjax.decoding import program_cache
+from magicjax.drafters.base import Drafter
+from magicjax.engine import engine as engine_module
+from magicjax.trees.proposal import Proposal
+from tests.magicjax import tiny
+from tests.magicjax.engine import engines
+
+PROMPT = "def add(first, second):"
+
+
+class Clock:
+    """Time as the tests set it."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr("time.monotonic", lambda: self.now)
+
+
+@pytest.fixture(scope="module")
+def target(directory):
+    return magicjax.load(directory, dtype="float32")
+
+
+@functools.cache
+def _whole(target) -> tuple[np.ndarray, str]:
+    output = magicjax.generate(target, [PROMPT], max_new_tokens=60, eos_token_id=[])
+    return output.tokens[0], output.texts[0]
+
+
+@functools.cache
+def texts_engine(target) -> magicjax.Engine:
+    drafter = magicjax.PromptLookup()
+    options = dict(slots=3, capacity=128, max_new_tokens=60, eos_token_id=[], prefill_chunk=16)
+    return magicjax.Engine(target, drafter, magicjax.chain(4), rounds_per_step=3, **options)
+
+
+def test_a_text_ends_before_its_stop_string(target):
+    tokens, whole = _whole(target)
+    rng, engine, handles = np.random.default_rng(0), texts_engine(target), []
+    for _ in range(24):
+        begin, length = int(rng.integers(len(whole) - 8)), int(rng.integers(1, 9))
+        stops = [whole[begin : begin + length], "never said"]
+        handles.append((engine.submit(PROMPT, stop=stops), stops[0]))
+    engine.run()
+    for handle, stop in handles:
+        result = handle.result()
+        pieces = handle.arrived()
+        assert "".join(new.text for new in pieces) == result.text
+        np.testing.assert_array_equal(np.concatenate([new.tokens for new in pieces]), result.tokens)
+        np.testing.assert_array_equal(result.tokens, tokens[: len(result.tokens)])
+        if "\N{REPLACEMENT CHARACTER}" not in stop:  # part of a character that is not complete
+            assert result.finish_reason == "stop"
+            assert result.text == whole[: whole.index(stop)]
+    stopped = [handle for handle, _ in handles if handle.result().finish_reason == "stop"]
+    assert len(stopped) > 12
+    assert any(len(handle.result().tokens) < 30 for handle in stopped)
+
+
+def test_a_text_without_a_stop_string_is_that_of_generate(target):
+    tokens, whole = _whole(target)
+    handle = texts_engine(target).submit(PROMPT)
+    pieces = list(handle)
+    assert "".join(new.text for new in pieces) == handle.result().text == whole
+    np.testing.assert_array_equal(handle.result().tokens, tokens)
+
+
+def test_a_cancelled_request_keeps_its_tokens_and_frees_its_slot():
+    engine = engines.engine(slots=1, rounds_per_step=1)
+    first, second, third = (engine.submit(prompt) for prompt in engines.prompts()[:3])
+    second.cancel()  # in the queue
+    engine.step()
+    first.cancel()  # in its slot
+    first.cancel()
+    tokens = first.result().tokens
+    assert 0 < len(tokens) < engines.NEW and len(second.result().tokens) == 0
+    np.testing.assert_array_equal(tokens, engines.expected(0)[: len(tokens)])
+    np.testing.assert_array_equal(third.result().tokens, engines.expected(2))
+    assert {h.result().finish_reason for h in (first, second)} == {"cancelled"}
+
+
+def test_a_request_cancelled_in_prefill_frees_its_slot():
+    engine = engines.engine(slots=2, capacity=400, prefill_chunk=100, rounds_per_step=1)
+    engine.submit(engines.prompts()[0])
+    engine.step()
+    long = engine.submit(np.ones(300, np.int32))
+    engine.step()
+    assert engine._prefilling
+    long.cancel()
+    np.testing.assert_array_equal(
+        engine.submit(engines.prompts()[1]).result().tokens, engines.expected(1)
+    )
+    assert long.result().finish_reason == "cancelled" and long.result().stats.ttft_s is None
+
+
+def test_a_deadline_ends_requests_wherever_they_are(monkeypatch):
+    clock = Clock(monkeypatch)
+    engine = engines.engine(slots=1, rounds_per_step=1)
+    running, waiting, patient = (
+        engine.submit(prompt, deadline_s=seconds)
+        for prompt, seconds in zip(engines.prompts(), (5, 4, None), strict=False)
+    )
+    engine.step()
+    clock.now = 5.0
+    engine.step()
+    assert running.finished and waiting.finished
+    assert running.result().finish_reason == waiting.result().finish_reason == "deadline"
+    assert len(running.result().tokens) and not len(waiting.result().tokens)
+    assert waiting.result().stats.queue_s == 5
+    np.testing.assert_array_equal(patient.result().tokens, engines.expected(2))
+
+
+def test_requests_start_by_priority_and_waiting_raises_it(monkeypatch):
+    clock = Clock(monkeypatch)
+    engine = engines.engine(slots=1)
+    arrivals = ((0.0, 0), (1.0, 0), (2.0, 5), (3.0, 1), (4.0, 0), (30.0, 2))
+    handles = []
+    for clock.now, priority in arrivals:
+        handles.append(engine.submit([1, 2, 3], max_new_tokens=1, priority=priority))
+    order = []
+    while engine._unfinished():
+        engine.step()
+        order += [n for n, h in enumerate(handles) if h.finished and n not in order]
+    assert engine_module.AGING_S == 10.0
+    # Each level is worth 10 s: those of priority 0 from the first seconds, then the late one of 2.
+    assert order == [2, 3, 0, 1, 4, 5]
+
+
+def test_statistics_of_requests_and_of_the_engine():
+    engine = engines.engine("small")
+    engine.warm_up()
+    assert engine.stats.steps == 0 and not engine.stats.requests
+    handles = [engine.submit(prompt) for prompt in engines.prompts()[:4]]
+    assert (engine.stats.waiting, engine.stats.running) == (4, 0)
+    engine.run()
+    stats = engine.stats
+    assert stats.new_tokens == 4 * engines.NEW and stats.finished["length"] == 4
+    assert stats.loop_s > 0 and stats.prefill_s > 0 and stats.host_s > 0
+    seconds = stats.loop_s + stats.prefill_s + stats.host_s
+    assert stats.tokens_per_s == pytest.approx(stats.new_tokens / seconds)
+    assert stats.requests == tuple(
+        sorted((h.result().stats for h in handles), key=stats.requests.index)
+    )
+    for handle, prompt in zip(handles, engines.prompts(), strict=False):
+        own = handle.result().stats
+        assert (own.prompt_tokens, own.new_tokens) == (len(prompt), engines.NEW)
+        assert own.prefilled_tokens == len(prompt) and own.reused_tokens == 0
+        assert own.tau == pytest.approx((engines.NEW - 1) / own.rounds)
+        assert 0 <= own.queue_s <= own.ttft_s <= own.total_s and own.tpot_s > 0
+
+
+@struct.dataclass
+class Counting(Drafter):
+    """Shares one number between the rows."""
+
+    def check(self, target, tree, depth, context):
+        pass
+
+    def draw_methods(self, tree):
+        return {"top"}
+
+    def prefill(self, target, tokens, cache, stats, settings):
+        return {"rounds": jnp.zeros((), jnp.int32)}
+
+    def propose(self, target, state, root, cache, sampling, settings):
+        tokens = jnp.repeat(root[:, None], settings.tree.num_nodes, axis=1)
+        return Proposal(tokens, settings.tree.array), None
+
+    def commit(self, target, state, draft, proposal, outcome):
+        return {"rounds": state["rounds"] + 1}
+
+
+INVALID_ENGINES = {
+    "slots": (dict(slots=0), ValueError, "slots=0: it must be at least 1"),
+    "rounds": (dict(rounds_per_step=0), ValueError, "rounds_per_step=0"),
+    "queue": (dict(queue_limit=0), ValueError, "queue_limit=0"),
+    "chunk": (dict(prefill_chunk=0), ValueError, "prefill_chunk=0"),
+    "capacity": (dict(capacity=513), ValueError, "capacity=513: .* the 512 positions"),
+    "no capacity": (dict(capacity=1), ValueError, "capacity=1: a slot must hold at least 2"),
+    "new tokens": (dict(max_new_tokens=0), ValueError, "max_new_tokens=0 must be at least 1"),
+    "bytes": (dict(prefix_bytes=5), ValueError, "prefix_bytes=5: one prefix has .* bytes"),
+    "verifier": (dict(verifier="mss"), ValueError, "requires sampling"),
+    "auto": (dict(drafter="auto"), TypeError, "drafter has type str"),
+    "tree": (dict(drafter=None), ValueError, "tree has no effect without a drafter"),
+    "shared state": (
+        dict(drafter=Counting()),
+        ValueError,
+        r"the state\['rounds'\] has shapes \(\) .* define the drafter's `insert`",
+    ),
+    "sums": (
+        dict(drafter=magicjax.SelfSpeculation("h2o", 64), prefix_bytes=10**9),
+        ValueError,
+        "prefix_bytes=1000000000: the drafter's policy reads the attention of all prompt tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", INVALID_ENGINES)
+def test_invalid_settings_are_errors_before_compilation(what):
+    options, error, message = INVALID_ENGINES[what]
+    defaults = dict(drafter=tiny.drafter("self"), tree=tiny.TREES["chain4"])
+    before = program_cache.totals()
+    with pytest.raises(error, match=message):
+        magicjax.Engine(tiny.model(), **defaults | options)
+    assert program_cache.totals() == before
+
+
+INVALID_REQUESTS = {
+    "no tokens": ([], {}, "prompt 0 is empty"),
+    "a token": ([tiny.VOCAB], {}, "outside the target's vocabulary"),
+    "a text": ("text", {}, "has no tokenizer"),
+    "a long prompt": ([1] * 64, {}, "the prompt has 64 tokens, and capacity=64 leaves no room"),
+    "a long text": ([1] * 60, dict(max_new_tokens=5), "use at most 4 new tokens"),
+    "a limit": ([1], dict(max_new_tokens=25), "max_new_tokens=25: .* at most 24"),
+    "no limit": ([1], dict(max_new_tokens=0), "max_new_tokens=0: it must be at least 1"),
+    "a deadline": ([1], dict(deadline_s=0), "deadline_s=0: it must be above 0"),
+    "a stop string": ([1], dict(stop=["a", ""]), "stop='': a stop string must have at least 1"),
+    "no tokenizer": ([1], dict(stop="a"), "stop='a': the target 'target' has no tokenizer"),
+    "a priority": ([1], dict(priority=float("nan")), "priority=nan: it must be finite"),
+}
+
+
+@pytest.mark.parametrize("what", INVALID_REQUESTS)
+def test_an_invalid_request_is_an_error_at_submit_and_disturbs_no_other(what):
+    prompt, options, message = INVALID_REQUESTS[what]
+    engine = engines.engine()
+    other = engine.submit(engines.prompts()[0])
+    engine.step()
+    with pytest.raises(ValueError, match=message):
+        engine.submit(prompt, **options)
+    np.testing.assert_array_equal(other.result().tokens, engines.expected(0))
+
+
+def test_a_full_queue_is_an_error_at_submit():
+    engine = engines.engine(slots=1, queue_limit=2)
+    handles = [engine.submit([1, 2, 3]) for _ in range(2)]
+    with pytest.raises(ValueError, match="the queue has queue_limit=2 requests"):
+        engine.submit([1, 2, 3])
+    engine.step()
+    handles.append(engine.submit([1, 2, 3]))
+    engine.run()
+    assert all(handle.result().finish_reason == "length" for handle in handles)
+
+
+def test_a_tokenizer_that_cannot_decode_incrementally_is_an_error():
+    target = dataclasses.replace(tiny.model(), tokenizer=lambda text: {"input_ids": [1]})
+    with pytest.raises(ValueError, match="has no tokenizer.json"):
+        magicjax.Engine(target)
+
+
+def test_warm_up_with_unfinished_requests_is_an_error():
+    engine = engines.engine()
+    engine.submit([1])
+    with pytest.raises(RuntimeError, match="warm_up with unfinished requests"):
+        engine.warm_up()

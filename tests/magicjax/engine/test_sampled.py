@@ -1,0 +1,110 @@
+"""A sampled request gets the text that its seed gives alone, whoever shares the batch."""
+
+import numpy as np
+import pytest
+
+import magicjax
+from magicjax.decoding import program_cache
+from tests.magicjax import tiny
+from tests.magicjax.engine import engines
+from tests.quick import quick
+
+NEW = 12
+WARPED = dict(temperature=0.8, top_k=20, top_p=0.9)
+SAMPLINGS = (WARPED, dict(temperature=1.3), dict(temperature=0))
+
+
+def prompts() -> list[np.ndarray]:
+    """Returns prompts of one padded width, so that they share the programs of `generate`."""
+    rng = np.random.default_rng(5)
+    lengths = (17, 30, 23, 32, 20, 27)
+    return [rng.integers(0, tiny.VOCAB - 1, n).astype(np.int32) for n in lengths]
+
+
+def alone(name: str, prompt, seed: int, sampling: dict) -> np.ndarray:
+    drafter, tree = engines.DRAFTERS[name]
+    if sampling["temperature"]:
+        sampling = dict(do_sample=True, seed=seed, **sampling)
+    else:
+        drafter = tree = None
+        sampling = {}
+    options = dict(max_new_tokens=NEW, eos_token_id=tiny.NEVER, drafter=drafter, tree=tree)
+    output = magicjax.generate(tiny.model(), [prompt], **options, **sampling)
+    return tiny.rows_of(output)[0]
+
+
+def submit(engine, number: int):
+    sampling = SAMPLINGS[number % len(SAMPLINGS)]
+    seed = dict(seed=number) if sampling["temperature"] else {}
+    prompt = prompts()[number % len(prompts())]
+    return engine.submit(prompt, max_new_tokens=NEW, **sampling, **seed)
+
+
+@pytest.mark.parametrize(
+    "name",
+    quick(
+        [name for name in engines.DRAFTERS if name not in ("full", "h2o", "int8")],
+        *("plain", "snapkv"),
+    ),
+)
+def test_the_same_seed_gives_the_same_text_alone_and_in_company(name):
+    engine = engines.engine(name, do_sample=True, slots=4)
+    engine.warm_up()
+    compiled, rng, handles = program_cache.totals(), np.random.default_rng(0), []
+    while len(handles) < 12 or engine._unfinished():
+        for _ in range(min(rng.poisson(1.5), 12 - len(handles))):
+            handles.append(submit(engine, len(handles)))
+        if rng.random() < 0.3:
+            submit(engine, 100 + len(handles)).cancel()
+        engine.step()
+        engines.check_rows(engine)
+    assert program_cache.totals() == compiled
+    for number, handle in enumerate(handles):
+        sampling = SAMPLINGS[number % len(SAMPLINGS)]
+        text = alone(name, prompts()[number % len(prompts())], number, sampling)
+        np.testing.assert_array_equal(handle.result().tokens, text)
+
+
+def test_other_seeds_give_other_texts():
+    engine = engines.engine("streaming", do_sample=True, slots=4)
+    handles = [engine.submit(prompts()[0], temperature=1.3, seed=seed) for seed in range(4)]
+    handles.append(engine.submit(prompts()[0], temperature=1.3))  # seed 0
+    engine.run()
+    texts = [handle.result().tokens.tolist() for handle in handles]
+    assert len(set(map(tuple, texts[:4]))) == 4 and texts[4] == texts[0]
+
+
+REFUSED = {
+    "a temperature": (dict(temperature=0.5), "temperature=0.5 in an engine that decodes greedily"),
+    "a top_k": (dict(top_k=3), "top_k=3 in an engine that decodes greedily: .* do_sample=True"),
+    "a seed": (dict(seed=3), "seed=3 in an engine that decodes greedily"),
+    "a seed of greedy decoding": (dict(temperature=0, seed=3), "seed=3 has no effect"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_sampled_requests_are_errors_in_a_greedy_engine(what):
+    options, message = REFUSED[what]
+    engine = engines.engine()
+    with pytest.raises(ValueError, match=message):
+        engine.submit([1, 2], **options)
+    assert not engine._unfinished()
+    engine.submit([1, 2], temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(temperature=-1.0), "temperature=-1 must be above 0"),
+        (dict(top_p=1.5), "top_p=1.5 must be above 0 and at most 1"),
+        (dict(top_k=2.5), "top_k=2.5 must be a whole number"),
+        (dict(seed=-1), "seed=-1 must be a whole number"),
+        (dict(temperature=0, top_k=3), "top_k=3 has no effect with temperature=0"),
+        (dict(temperature=[0.5, 1.0]), "temperature has shape"),
+    ],
+)
+def test_invalid_sampling_is_an_error_at_submit(options, message):
+    engine = engines.engine(do_sample=True)
+    with pytest.raises(ValueError, match=message):
+        engine.submit([1, 2], **options)
+    assert not engine._unfinished()
