@@ -40,8 +40,8 @@ def add_speculation(parser: Any, more: str = "") -> Any:
     )
     group.add_argument(
         "--tree",
-        action="append",
-        type=options.tree,
+        action="extend",
+        type=options.trees,
         default=[],
         help="chain:4 (default), expansion:2,2,1, parents:-1,0,0,1 or dynamic:16,6,4 (nodes, "
         "depth, width); one for all drafters, or one per drafter",
@@ -89,10 +89,10 @@ def check(arguments: argparse.Namespace, drafters: Sequence[str], without: str) 
         raise ValueError(
             f"draw has no effect in greedy decoding, without --do-sample: remove it from {drawn[0]}"
         )
-    if len(arguments.tree) not in (0, 1, max(1, len(drafters))):
+    count = sum(len(parse_all(text)) for text in drafters)
+    if len(arguments.tree) not in (0, 1, max(1, count)):
         raise ValueError(
-            f"{len(arguments.tree)} --tree for {len(drafters)} --drafter: pass one, or one per "
-            "drafter"
+            f"{len(arguments.tree)} --tree for {count} --drafter: pass one, or one per drafter"
         )
 
 

@@ -5,18 +5,18 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from magicjax.drafters.spec import DRAFTER_SYNTAX, parse_all
+from magicjax.drafters.spec import DRAFTER_SYNTAX, parse_all, parse_trees
 from magicjax.loading import config_of
-from magicjax.trees.token_tree import Tree, parse_tree
+from magicjax.trees.token_tree import Tree
 
 AUTO = "auto"
 INTERRUPTED = 130  # exit code, as of a shell: 128 + SIGINT
 
 
-def tree(text: str) -> Tree:
-    """Returns the tree of a --tree option, for `argparse`."""
+def trees(text: str) -> tuple[Tree, ...]:
+    """Returns the trees of a --tree option, for `argparse`; several are joined by " + "."""
     try:
-        return parse_tree(text)
+        return parse_trees(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

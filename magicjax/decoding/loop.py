@@ -195,9 +195,10 @@ def step(
         if drafter is None:
             proposal, draft = Proposal(state.pending[:, None], token_tree.ROOT_ONLY.array), None
         else:
-            proposal, draft = drafter.propose(
+            proposed = drafter.propose(
                 target, state.drafter, state.pending, state.cache, state.sampling, settings
             )
+            proposal, draft = _checked(proposed, type(drafter).__name__, state)
         decision = target.layout.broadcast_decision((proposal.tokens, proposal.parents))
         proposal = dataclasses.replace(proposal, tokens=decision[0], parents=decision[1])
         proposal = _without_draws(proposal, state.ended)
@@ -307,6 +308,34 @@ def extract(
 def _per_row(state: DecodeState) -> Any:
     shared: Any = dict(drafter=None, eos=None, rounds_left=None)
     return dataclasses.replace(state, **shared)
+
+
+def _checked(proposed: Any, drafter: str, state: DecodeState) -> tuple[Proposal, Any]:
+    """Returns what a drafter proposes, if its types and shapes are right; runs while tracing.
+
+    Raises:
+      TypeError: they are not.
+    """
+    if not (isinstance(proposed, tuple) and len(proposed) == 2):
+        raise TypeError(
+            f"{drafter}.propose returned {type(proposed).__name__}: return (Proposal, what "
+            "`commit` needs of it)"
+        )
+    proposal, rows = proposed[0], len(state.pending)
+    if not isinstance(proposal, Proposal):
+        raise TypeError(f"{drafter}.propose returned {type(proposal).__name__}, not a Proposal")
+    tokens, nodes = proposal.tokens, proposal.parents.shape[-1]
+    if tokens.shape != (rows, nodes) or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(
+            f"{drafter}.propose returned tokens {tokens.dtype}{list(tokens.shape)} for parents of "
+            f"{nodes} nodes: they must be int32 [rows, nodes] = {[rows, nodes]}"
+        )
+    if state.sampling is not None and proposal.draws is None:
+        raise TypeError(
+            f"{drafter}.propose returned no draws under sampling: give Proposal its draws, for "
+            "tokens that are not drawn at random `magicjax.trees.proposal.deterministic_draws`"
+        )
+    return proposed
 
 
 def _without_draws(proposal: Proposal, ended: Bool[Array, "B"]) -> Proposal:

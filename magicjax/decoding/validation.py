@@ -87,8 +87,9 @@ def _check_is_drafter(drafter: Any) -> None:
     name = type(drafter).__name__
     if not hasattr(drafter, "propose"):
         raise TypeError(
-            f"drafter has type {name}: pass magicjax.SelfSpeculation(...), or wrap a model as "
-            "magicjax.SmallModel(model)"
+            f"drafter has type {name}: pass a text such as 'self:streaming:256', an object such as "
+            "magicjax.SmallModel(model), or one of your own class derived from magicjax.Drafter; "
+            "several as magicjax.Ensemble"
         )
     if lacking := missing_methods(drafter):
         raise TypeError(
@@ -132,7 +133,13 @@ def checked_verifier(options: RequestOptions, tree: Tree) -> str:
                 f"verifier={verifier!r} has no effect without a drafter: pass one or omit verifier"
             )
         return "naive"
-    _check_exact(options.drafter.draw_methods(tree), verifier)
+    drawn = options.drafter.draw_methods(tree)
+    if not isinstance(drawn, set | frozenset) or not drawn <= {*DRAW_METHODS}:
+        raise ValueError(
+            f"{type(options.drafter).__name__}.draw_methods returned {drawn!r}: return a set of "
+            f"{', '.join(DRAW_METHODS)}"
+        )
+    _check_exact(drawn, verifier)
     return "mss" if verifier is None else verifier
 
 

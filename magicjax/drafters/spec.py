@@ -81,12 +81,18 @@ def _imported(name: str) -> Any:
     """Returns the object of an import path."""
     module, _, attribute = name.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        imported = importlib.import_module(module)
+    except Exception as error:  # of any kind: the file is the user's
+        missing = isinstance(error, ModuleNotFoundError) and module.startswith(str(error.name))
+        remedy = f"put the folder of {module}.py on PYTHONPATH, or correct the name"
         raise ValueError(
-            f"drafter {name!r}: {error}; put the folder of {module}.py on PYTHONPATH, or correct "
-            "the name"
+            f"drafter {name!r}: importing {module} raises {type(error).__name__}: {error}; "
+            f"{remedy if missing else f'correct {module}'}"
         ) from error
+    if not hasattr(imported, attribute):
+        hint = did_you_mean(attribute, vars(imported))
+        raise ValueError(f"drafter {name!r}: {module} has no {attribute!r}{hint}")
+    return getattr(imported, attribute)
 
 
 def drafter_name(kind: type[Drafter]) -> str:

@@ -1,6 +1,7 @@
 """Policies by name: those of this package, and those that other packages register."""
 
 import importlib.metadata
+import inspect
 
 from magicjax.policies.attention_mass import H2O, TOVA, PyramidKV, SnapKV
 from magicjax.policies.base import Policy
@@ -34,6 +35,7 @@ def get_policy(policy: str | Policy) -> Policy:
       TypeError: neither a name nor a `Policy`.
     """
     if isinstance(policy, Policy):
+        _check_dataclass(type(policy))
         return policy
     if isinstance(policy, type) and issubclass(policy, Policy):
         raise TypeError(f"policy={policy.__name__} is a class: give an object, {policy.__name__}()")
@@ -59,6 +61,21 @@ def get_policy(policy: str | Policy) -> Policy:
             f"{type(instance).__name__}: it must name a subclass of magicjax.Policy"
         )
     return instance
+
+
+def _check_dataclass(kind: type) -> None:
+    """Raises TypeError for a class whose fields do not count in comparisons of its objects.
+
+    Programs are compiled for a policy, and equal policies share them.
+    """
+    for each in kind.__mro__[: kind.__mro__.index(Policy)]:
+        has_fields = "__init__" in vars(each) or inspect.get_annotations(each)
+        if has_fields and "__dataclass_fields__" not in vars(each):
+            raise TypeError(
+                f"policy {each.__name__} is not a dataclass, so that programs compiled for one "
+                "object would run for another: decorate it with "
+                "@dataclasses.dataclass(frozen=True), and declare its fields"
+            )
 
 
 def policy_name(policy: Policy) -> str:

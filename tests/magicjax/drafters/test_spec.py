@@ -211,6 +211,55 @@ def test_an_object_that_is_no_drafter_is_told_what_it_lacks(tiny):
         magicjax.generate(tiny, [[1, 2]], drafter=Stranger())
 
 
+@pytest.mark.parametrize(
+    ("proposed", "sampled", "message"),
+    [
+        (lambda p: p, False, "Wrong.propose returned Proposal: return .Proposal, what `commit`"),
+        (lambda p: (p.tokens, None), False, "not a Proposal"),
+        (lambda p: (p.replace(tokens=p.tokens[:, 1:]), None), False, r"int32\[1, 2\] for parents"),
+        (lambda p: (p.replace(tokens=p.tokens * 1.0), None), False, r"float32\[1, 3\] for parents"),
+        (lambda p: (p, None), True, "no draws under sampling: give Proposal its draws"),
+    ],
+)
+def test_a_wrong_proposal_is_named(tiny, proposed, sampled, message):
+    @struct.dataclass
+    class Wrong(Repeat):
+        def propose(self, target, state, root, cache, sampling, settings):
+            return proposed(Repeat.propose(self, target, state, root, cache, None, settings)[0])
+
+    with pytest.raises(TypeError, match=message):
+        magicjax.generate(tiny, [[1, 2]], drafter=Wrong(2), tree="chain:2", do_sample=sampled)
+
+
+@pytest.mark.parametrize("drawn", ["top", {"random"}])
+def test_unknown_draw_methods_are_refused(tiny, drawn):
+    @struct.dataclass
+    class Wrong(Repeat):
+        def draw_methods(self, tree):
+            return drawn
+
+    with pytest.raises(ValueError, match="draw_methods returned .*: return a set of with_repl"):
+        magicjax.generate(tiny, [[1, 2]], drafter=Wrong(), tree="chain:1", do_sample=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("broken.Mine", "importing broken raises SyntaxError: .*; correct broken"),
+        ("needs.Mine", "importing needs raises ModuleNotFoundError: .*; correct needs"),
+        ("absent.Mine", "put the folder of absent.py on PYTHONPATH"),
+        ("good.Repeet", "good has no 'Repeet'; did you mean 'Repeat'"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_explained(tmp_path, monkeypatch, text, message):
+    (tmp_path / "broken.py").write_text("def")
+    (tmp_path / "needs.py").write_text("import not_there")
+    (tmp_path / "good.py").write_text("class Repeat: pass")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        make(text)
+
+
 def test_a_drafter_that_is_no_pytree_is_refused(tiny):
     plain = type("Plain", (), {n: f for n, f in vars(Drafter).items() if n[0] != "_"})
     for name in ("check", "draw_methods", "prefill", "propose", "commit"):

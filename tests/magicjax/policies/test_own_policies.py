@@ -88,3 +88,21 @@ def test_an_entry_point_that_is_not_a_policy_is_rejected(installed, value, made)
 def test_entry_points_cannot_replace_builtin_policies(installed):
     installed("snapkv", "magicjax:PromptLookup")
     assert magicjax.SelfSpeculation("snapkv").policy == policies.SnapKV()
+
+
+def test_a_policy_whose_fields_do_not_count_is_refused():
+    class Undecorated(magicjax.Policy):
+        def __init__(self, sign):
+            object.__setattr__(self, "sign", sign)
+
+        def score(self, evidence):
+            return evidence.keys.sum(-1)
+
+    class Annotated(policies.KNorm):
+        sign: float = 1.0
+
+    for policy in (Undecorated(1.0), Annotated()):
+        with pytest.raises(
+            TypeError, match="is not a dataclass, so that programs compiled for one"
+        ):
+            magicjax.SelfSpeculation(policy)
