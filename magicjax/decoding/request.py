@@ -135,6 +135,10 @@ def make_options(
         stages = None if mesh is None else 1
         return loading.load(source, str(target.dtype), mesh=mesh, stages=stages)
 
+    if drafter == "auto":
+        raise ValueError(
+            "drafter='auto' is not supported here: choose one, magicjax.choose_drafter"
+        )
     drafter, tree = resolve(drafter, tree, load)
     return RequestOptions(drafter=drafter, tree=tree, mesh=mesh, **options)
 

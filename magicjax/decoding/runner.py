@@ -112,7 +112,7 @@ def run_until_row_ends(
     `state` is donated.
     """
     arguments = request.target, request.drafter, with_rounds(state, rounds)
-    return _run("decode_until_row_ends", request.settings, arguments)
+    return _run(request, "decode_until_row_ends", request.settings, arguments)
 
 
 def insert(
@@ -120,13 +120,17 @@ def insert(
 ) -> tuple[DecodeState, float]:
     """Returns the state with a row replaced, and the seconds; donates `state`, but not `row`."""
     index = processes.put(np.int32(slot), state.rounds_left.sharding)
-    return _run("insert", request.settings, (request.target, request.drafter, state, row, index))
+    return _run(
+        request, "insert", request.settings, (request.target, request.drafter, state, row, index)
+    )
 
 
 def extract(request: Request, state: DecodeState, slot: int) -> tuple[tuple[KVCache, Any], float]:
     """Returns the target's cache and the drafter's state of one row, and the seconds."""
     index = processes.put(np.int32(slot), state.rounds_left.sharding)
-    return _run("extract", request.settings, (request.target, request.drafter, state, index))
+    return _run(
+        request, "extract", request.settings, (request.target, request.drafter, state, index)
+    )
 
 
 def stream_rounds(

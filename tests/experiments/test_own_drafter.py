@@ -64,7 +64,7 @@ def test_one_file_gives_a_drafter_in_python_commands_and_grids(
 def test_a_wrong_import_path_and_option_are_refused(one_file, zoo, capsys):
     path = zoo / "own.yaml"
     for method, message in {
-        "{drafter: repeat_last.Repeat}": "has no attribute 'Repeat'; put the folder of repeat_last",
+        "{drafter: repeat_last.Repeat}": "repeat_last has no 'Repeat'",
         "{drafter: nowhere.Repeat}": "No module named 'nowhere'; put the folder of nowhere.py on",
         "{drafter: repeat_last.TokenTree}": "is not a class of drafters: it must be a subclass",
         f"{{drafter: {one_file}, perod: 2}}": "perod: no such key with drafter=repeat_last.",

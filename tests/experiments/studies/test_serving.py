@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import magicjax
-from experiments.studies import serving
+from experiments.studies.serving import __main__ as serving
 
 
 @pytest.fixture(scope="module")

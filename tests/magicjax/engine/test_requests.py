@@ -190,7 +190,7 @@ INVALID_ENGINES = {
     "new tokens": (dict(max_new_tokens=0), ValueError, "max_new_tokens=0 must be at least 1"),
     "bytes": (dict(prefix_bytes=5), ValueError, "prefix_bytes=5: one prefix has .* bytes"),
     "verifier": (dict(verifier="mss"), ValueError, "requires sampling"),
-    "auto": (dict(drafter="auto"), TypeError, "drafter has type str"),
+    "auto": (dict(drafter="auto"), ValueError, "drafter='auto' is not supported here"),
     "tree": (dict(drafter=None), ValueError, "tree has no effect without a drafter"),
     "shared state": (
         dict(drafter=Counting()),
