@@ -33,6 +33,8 @@ class Option(NamedTuple):
 def option(default: Any, help: str, *, positional: bool = False) -> Any:
     """Returns a static field of a drafter that commands and configs can set.
 
+    ::
+
         @flax.struct.dataclass
         class Repeat(magicjax.Drafter):
             period: int = magicjax.option(4, "how many tokens are repeated", positional=True)

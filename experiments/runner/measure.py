@@ -76,8 +76,8 @@ def measure(
     stats = runs[0].stats
     metrics = {
         "row": complete(columns(cell), row),
-        "runs": [_run(batches) for batches in repeats[1:]],
-        "plain_runs": [_run(batches) for batches in plain_repeats[1:]],
+        "runs": [_run(*pair) for pair in zip(runs[1:], repeats[1:], strict=True)],
+        "plain_runs": [_run(*pair) for pair in zip(plain_runs[1:], plain_repeats[1:], strict=True)],
         "histogram": list(stats.histogram),
         "acceptance_by_depth": list(stats.acceptance_by_depth),
         "acceptance_if_reached": list(stats.acceptance_if_reached),
@@ -93,12 +93,11 @@ def _with_own_seed(cell: Cell, number: int) -> Cell:
     return dataclasses.replace(cell, seed=cell.seed + number) if cell.do_sample else cell
 
 
-def _run(batches: Sequence[Any]) -> dict[str, Any]:
+def _run(merged: Any, batches: Sequence[Any]) -> dict[str, Any]:
     """Returns the sums of a run over all batches, and the seconds of each if there are several."""
     times = ("prefill_s", "decode_s", "tokens_per_s")
     names = (*times, "target_passes", "rounds", "emitted", "drafted", "accepted")
-    stats = merge(batches).stats
-    run: dict[str, Any] = {name: float(getattr(stats, name)) for name in names}
+    run: dict[str, Any] = {name: float(getattr(merged.stats, name)) for name in names}
     if len(batches) > 1:
         run["decode_s_by_batch"] = [batch.stats.decode_s for batch in batches]
     return run

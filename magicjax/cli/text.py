@@ -7,8 +7,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
-
+from magicjax.engine.text_stream import TextStream
 from magicjax.loading import config_of, load_tokenizer, validate_tokenizer
 
 
@@ -78,7 +77,7 @@ def print_stream(
     A character that spans several tokens is printed when it is complete. After a round in which
     `stop` returns True, the generator ends (`magicjax.stream`).
     """
-    decoder, text, all_tokens = DecodeStream(skip_special_tokens=True), "", []
+    text = TextStream(tokenizer)
     stopped: bool | None = None  # a generator starts with None
     while True:
         try:
@@ -86,13 +85,7 @@ def print_stream(
         except StopIteration as end:
             result = end.value
             break
-        all_tokens += tokens
-        chunks = [decoder.step(tokenizer.backend_tokenizer, token) for token in tokens]
-        chunk = "".join(filter(None, chunks))
-        print(chunk, end="", flush=True)
-        text += chunk
+        print(text.push(tokens)[1], end="", flush=True)
         stopped = stop()
-    # With the last character, if it is incomplete.
-    whole = tokenizer.decode(all_tokens, skip_special_tokens=True)
-    print(whole[len(text) :] if whole.startswith(text) else "", flush=True)
+    print(text.finish(), flush=True)
     return result

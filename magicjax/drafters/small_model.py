@@ -1,6 +1,7 @@
 """A draft model with its own cache (SpecInfer's SSM, MagicDec's stand-alone draft)."""
 
 import dataclasses
+import typing
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -41,7 +42,8 @@ from magicjax.trees.proposal import DrawMethod, Proposal
 from magicjax.trees.token_tree import Tree
 from sharding import BATCH, KV_HEADS, Split, logical_axes
 
-SINK_POSITIONS = ("text", "in_cache")
+SinkPositions = Literal["text", "in_cache"]
+SINK_POSITIONS = typing.get_args(SinkPositions)
 
 
 @struct.dataclass
@@ -95,7 +97,7 @@ class SmallModel(Drafter):
     policy: Policy | str = option("full", POLICY_HELP, positional=True)
     budget: int | None = option(None, BUDGET_HELP, positional=True)
     kv_dtype: KVDtype | None = option(None, KV_DTYPE_HELP)
-    sink_positions: Literal["text", "in_cache"] = option(
+    sink_positions: SinkPositions = option(
         "text",
         "positions of the sinks of policy streaming: those in the text, or just before the newest "
         "tokens, which lets the draft model read texts longer than its context",

@@ -35,7 +35,7 @@ class Prefix:
 
     @property
     def row(self) -> tuple[KVCache, Any]:
-        """The arrays; programs may be given them once the prefix is no longer stored."""
+        """The arrays, which can be donated to a program once the prefix is not stored."""
         return self.cache, self.drafter_state
 
 
