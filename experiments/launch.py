@@ -224,17 +224,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not console.is_terminal:
         console = Console(width=140)  # for log files
     try:
-        experiment, source = config.from_command_line(
+        experiment = config.from_command_line(
             sys.argv[1:] if arguments is None else arguments, PROG
         )
         who = multihost.detect(experiment)
         if who is None:
-            return _launch(experiment, source, console)
+            return _launch(experiment, console)
         with multihost.joined(who, experiment):
             if who.rank > 0:
                 return multihost.follow()
             launcher = multihost.InProcess()
-            return multihost.lead(launcher, lambda: _launch(experiment, source, console, launcher))
+            return multihost.lead(launcher, lambda: _launch(experiment, console, launcher))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -245,14 +245,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _launch(
     experiment: config.Experiment,
-    source: str,
     console: Console,
     in_process: launchers.Launcher | None = None,
 ) -> int:
     """Returns the exit status of an experiment; `in_process` runs cells in a multi-process run."""
     whole = Grid(experiment)
-    source = _normalized(source)
-    store.check_folder(whole.directory, source)
+    store.check_folder(whole.directory, {folder.name for folder in whole.folders.values()})
     jobs_on_gpu = experiment.launcher == "slurm" and experiment.slurm.gpus > 0
     on_gpu = jobs_on_gpu or bool(launchers.gpus())
     devices = 0 if in_process else _use_only_cpu(whole.cells)
@@ -270,7 +268,7 @@ def _launch(
                 "--name"
             )
         launcher = in_process or launchers.make(experiment, devices)
-        return _measure(whole, source, console, launcher, known, on_gpu and not in_process)
+        return _measure(whole, console, launcher, known, on_gpu and not in_process)
 
 
 def _too_large(
@@ -287,15 +285,8 @@ def _too_large(
     return preflight.too_large(pending, available)
 
 
-def _normalized(source: str) -> str:
-    """Returns the path of a file, relative if it is below the working directory."""
-    path, directory = pathlib.Path(source).resolve(), pathlib.Path.cwd()
-    return str(path.relative_to(directory) if path.is_relative_to(directory) else path)
-
-
 def _measure(
     whole: Grid,
-    source: str,
     console: Console,
     launcher: launchers.Launcher,
     known: dict[grid.Cell, estimates.Estimate],
@@ -314,7 +305,7 @@ def _measure(
     settings = whole.experiment.model_dump(
         mode="json", exclude_unset=True, exclude=set(multihost.SETTINGS)
     )
-    store.write_experiment(whole.directory, settings, source)
+    store.write_experiment(whole.directory, settings)
     for cell, problem in whole.invalid.items():
         store.write_cell(whole.folders[cell], grid.resolved(cell))
         kind = "memory" if cell in too_large else "config"

@@ -107,7 +107,7 @@ def to_latex(rows: Rows) -> str:
     lines = ["\\begin{tabular}{lrrrrr}", "\\toprule"]
     lines.append(_line([heading.heading for heading in HEADINGS]))
     for group in ranked(finished):
-        best = next((r for r in group if terminal.is_exact(r) and r["draft"] != "none"), None)
+        best = next((row for row in group if terminal.is_exact(row)), None)
         title = escaped(labels.describe({name: group[0].get(name) for name in columns}))
         lines += ["\\midrule", f"\\multicolumn{{6}}{{l}}{{\\emph{{{title}}}}} \\\\"]
         for row in group:

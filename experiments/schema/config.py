@@ -1,7 +1,8 @@
 """What an experiment file may contain: strict, typed, every field documented.
 
 A setting comes from the defaults here, then the YAML file that `base` names, then the file itself,
-then the command line; the last one wins.
+then the command line; the last one wins. Paths in a file are relative to its folder, those on the
+command line to the working directory.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from experiments import prompts
-from experiments.schema import axes
+from experiments.schema import axes, paths
 from experiments.schema.fields import (
     ConfigError,
     Positive,
@@ -289,7 +290,7 @@ def _with_base(path: pathlib.Path, above: tuple[pathlib.Path, ...]) -> dict[str,
         raise ConfigError(f"{path} is its own base, through {above[-1].name}: remove one `base`")
     if above and not path.exists():
         raise ConfigError(f"{above[-1].name}: base={path}: no such file")
-    raw = read_mapping(path)
+    raw = paths.from_working_directory(read_mapping(path), path.parent)
     base = raw.pop("base", None)
     if base is None:
         return raw
@@ -300,8 +301,8 @@ def _with_base(path: pathlib.Path, above: tuple[pathlib.Path, ...]) -> dict[str,
     return {key: value for key, value in under.items() if key not in ("name", "exclude")} | raw
 
 
-def from_command_line(arguments: Sequence[str], prog: str) -> tuple[Experiment, str]:
-    """Returns (experiment, file) of the arguments `FILE [--key value ...]`.
+def from_command_line(arguments: Sequence[str], prog: str) -> Experiment:
+    """Returns the experiment of the arguments `FILE [--key value ...]`.
 
     The command line overrides the file: `--grid.batch 1 2` replaces the file's axis, and
     `--batch 1` replaces both.
@@ -310,10 +311,9 @@ def from_command_line(arguments: Sequence[str], prog: str) -> tuple[Experiment, 
       ConfigError: wrong settings, or no file before the options.
     """
     arguments = list(arguments)
-    base, source = Experiment(), ""
+    base = Experiment()
     if arguments and not arguments[0].startswith("-"):
-        source = arguments.pop(0)
-        base = read(pathlib.Path(source))
+        base = read(pathlib.Path(arguments.pop(0)))
     elif not {"-h", "--help"} & {*arguments}:
         if files := [a for a in arguments if pathlib.Path(a).is_file()]:
             others = " ".join(a for a in arguments if a != files[0])
@@ -334,7 +334,7 @@ def from_command_line(arguments: Sequence[str], prog: str) -> tuple[Experiment, 
         prog=f"{prog} FILE",
         description=described,
     )
-    return _with_config_errors(parse), source
+    return _with_config_errors(parse)
 
 
 def _with_config_errors(parse: Callable[[], Experiment]) -> Experiment:

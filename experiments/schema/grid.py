@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import json
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from jax.sharding import Mesh
@@ -21,6 +21,7 @@ from experiments.schema.columns import RESERVED
 from experiments.schema.config import Experiment
 from experiments.schema.fields import ConfigError
 from experiments.schema.method import AUTO, OPTIONS, PLAIN
+from experiments.schema.paths import PATHS
 from experiments.schema.settings import columns_of, declared
 from magicjax.drafters import spec
 from magicjax.sources import directory_of
@@ -127,8 +128,9 @@ class Cell(_Settings):
 
     @property
     def method(self) -> str:
-        """The method's name in tables and figures."""
-        parts = method.short_name(self.drafter), self.tree, self.verifier
+        """The method's name in tables and figures, the same greedily and sampled by default."""
+        verifier = "" if self.verifier == method.VERIFIER else self.verifier
+        parts = method.short_name(self.drafter), self.tree, verifier
         return ", ".join(filter(None, parts))
 
     @property
@@ -146,16 +148,31 @@ def groups(experiment: Experiment) -> list[list[Cell]]:
     """
     found = [_group(one) for one in axes.expand(experiment)]
     cells = [cell for group in found for cell in group]
-    duplicate = next((cell for i, cell in enumerate(cells) if cell in cells[:i]), None)
-    if duplicate is not None:
-        raise ConfigError(
-            f"{duplicate.label}: two combinations of the grid give this cell: remove one"
-        )
+    _check_keys(cells)
     excluded = {cell for where in experiment.exclude for cell in _excluded(where, cells)}
     found = [[cell for cell in group if cell not in excluded] for group in found]
     if not any(found):
         raise ConfigError("exclude leaves no cell of the grid: remove a line of it")
     return [group for group in found if group]
+
+
+def _check_keys(cells: Sequence[Cell]) -> None:
+    """Raises ConfigError if two cells have one key."""
+    known: dict[str, Cell] = {}
+    for cell in cells:
+        if (other := known.setdefault(key(cell), cell)) is cell:
+            continue
+        if other == cell:
+            raise ConfigError(
+                f"{cell.label}: two combinations of the grid give this cell: remove one"
+            )
+        paths = [
+            (getattr(other, name), getattr(cell, name)) for name in (*PATHS, "drafter", "drafters")
+        ]
+        first, second = next(pair for pair in paths if pair[0] != pair[1])
+        raise ConfigError(
+            f"{first} and {second} have the same name in the results: rename a folder or a file"
+        )
 
 
 def _excluded(where: dict[str, Any], cells: Iterable[Cell]) -> list[Cell]:
@@ -284,9 +301,14 @@ def options(cell: Cell, load: Callable[[str], Any]) -> dict[str, Any]:
 def key(cell: Cell, provenance: dict[str, str] | None = None) -> str:
     """Returns 16 hexadecimal digits that identify the cell's result.
 
-    With a provenance (device, versions and weights), results that differ in it have different keys.
+    Of a path only the name counts, so that the key is the same on every machine and from every
+    working directory. With a provenance (device, versions and weights), results that differ in it
+    have different keys.
     """
-    return store.digest(json.dumps([resolved(cell), provenance], sort_keys=True))
+    names = {path: pathlib.PurePath(getattr(cell, path)).name for path in PATHS}
+    drafters = [method.short_name(text) for text in (cell.drafter, *cell.drafters)]
+    settings = resolved(cell) | names | {"drafter": drafters[0], "drafters": drafters[1:]}
+    return store.digest(json.dumps([settings, provenance], sort_keys=True))
 
 
 def fingerprint(source: str) -> str:

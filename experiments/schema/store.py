@@ -19,7 +19,7 @@ import io
 import json
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import yaml
@@ -27,7 +27,7 @@ import yaml
 from experiments.schema.fields import ConfigError
 from magicjax.files import write_atomically
 
-FORMAT = 5  # of a folder of results
+FORMAT = 6  # of a folder of results
 METRICS, FAILURE = "metrics.json", "failure.json"
 
 
@@ -103,28 +103,33 @@ def read_json(path: pathlib.Path) -> dict[str, Any] | None:
         ) from error
 
 
-def write_experiment(directory: pathlib.Path, settings: dict[str, Any], source: str) -> None:
+def write_experiment(directory: pathlib.Path, settings: dict[str, Any]) -> None:
     """Writes the experiment and the format of the folder."""
-    content = {"format": FORMAT, "source": source, "config": settings}
+    content = {"format": FORMAT, "config": settings}
     write_atomically(directory / "experiment.yaml", yaml.safe_dump(content, sort_keys=False))
 
 
-def check_folder(directory: pathlib.Path, source: str) -> None:
+def check_folder(directory: pathlib.Path, keys: Collection[str]) -> None:
     """Checks that an experiment can resume in a folder of results.
 
+    Args:
+      directory: may be missing.
+      keys: of the experiment's cells.
+
     Raises:
-      ConfigError: the folder has another format, or belongs to another experiment file.
+      ConfigError: the folder has another format, or cells and none of this experiment's.
     """
     remedy = "use another --name, or move the folder away"
     if not (directory / "experiment.yaml").exists():
         if (directory / "cells").exists() or any(directory.glob("*.csv")):
             raise ConfigError(f"{directory} holds results, but no experiment.yaml: {remedy}")
         return
-    experiment = read_experiment(directory, remedy)
-    if experiment["source"] != source:
+    read_experiment(directory, remedy)
+    others = {path.parent.name for path in directory.glob("cells/*/config.yaml")}
+    if others and others.isdisjoint(keys):
         raise ConfigError(
-            f"{directory} belongs to {experiment['source'] or 'no file'}, and this is {source}: "
-            f"experiments must have different names; {remedy}"
+            f"{directory} has the cells of another experiment, {len(others)} of which none is in "
+            f"this one: {remedy}"
         )
 
 

@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 if the settings are invalid."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        experiment, _ = config.from_command_line(arguments, PROG)
+        experiment = config.from_command_line(arguments, PROG)
         groups = cells_of(experiment)
     except ConfigError as error:
         print(error, file=sys.stderr)

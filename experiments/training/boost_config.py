@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from experiments.schema.fields import Many, Positive, Strict, checked, read_mapping
+from experiments.schema.paths import from_working_directory
 from experiments.training.generated_text import Generated
 from experiments.training.trainer import Schedule
 
@@ -89,4 +90,5 @@ def read(path: pathlib.Path) -> Boosting:
     Raises:
       ConfigError: the file is not a mapping, has an unknown key, or a value out of range.
     """
-    return checked(Boosting, read_mapping(path), str(path))
+    raw = from_working_directory(read_mapping(path), path.parent, ("target",))
+    return checked(Boosting, raw, str(path))

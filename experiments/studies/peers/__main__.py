@@ -196,7 +196,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, config.
         raise ConfigError("--llama-python and --llama-file need each other: give both")
     if options.llama_file and not pathlib.Path(options.llama_file).is_file():
         raise ConfigError(f"--llama-file {options.llama_file}: no such file")
-    experiment, _ = config.from_command_line(overrides, f"{PROG} --hf-python PYTHON")
+    experiment = config.from_command_line(overrides, f"{PROG} --hf-python PYTHON")
     if experiment.repeats < 1:
         raise ConfigError("repeats=0 times nothing: choose at least 1")
     for group in grid.groups(experiment):

@@ -11,6 +11,7 @@ from experiments.schema import config, grid
 from experiments.schema.fields import STRICT, ConfigError, Positive, Strict, checked, read_mapping
 from experiments.schema.grid import Cell
 from experiments.schema.method import VERIFIER
+from experiments.schema.paths import from_working_directory
 from magicjax import DynamicTree, TokenTree, parse_tree
 from magicjax.sources import checkpoint_directory
 
@@ -126,7 +127,8 @@ def read(path: pathlib.Path) -> Tables:
     Raises:
       ConfigError: an unknown key, a value out of range, or a missing model.
     """
-    tables = checked(Tables, read_mapping(path), str(path))
+    raw = from_working_directory(read_mapping(path), path.parent, ("target", "drafts"))
+    tables = checked(Tables, raw, str(path))
     for source in (tables.target, *tables.drafts):
         try:
             models.load_config(checkpoint_directory(source))

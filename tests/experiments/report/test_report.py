@@ -35,7 +35,7 @@ def fill(directory, batches=(1, 4), contexts=(64, 96), faster=1.0, failed=FAILED
     axes = {"batch": list(batches), "context": list(contexts)}
     experiment = config.Experiment(grid=axes, methods=METHODS)
     settings = experiment.model_dump(mode="json", exclude_unset=True)
-    store.write_experiment(directory, settings, "mine.yaml")
+    store.write_experiment(directory, settings)
     for cell in (cell for group in grid.groups(experiment) for cell in group):
         folder = store.cell_folder(directory, grid.key(cell))
         store.write_cell(folder, grid.resolved(cell))

@@ -290,11 +290,11 @@ def test_a_dry_run_lists_the_cells_and_writes_nothing(start, tmp_path, capsys):
     assert not (tmp_path / "mine").exists()
 
 
-def test_one_folder_belongs_to_one_file_and_one_version(start, tmp_path, capsys):
+def test_one_folder_belongs_to_one_experiment_and_one_version(start, tmp_path, capsys):
     assert start() == 0
-    assert start(file="other/mine.yaml") == 2
-    message = capsys.readouterr().err
-    assert "experiments must have different names" in message and "other/mine.yaml" in message
+    assert start("--new-tokens", "33") == 2
+    assert "has the cells of another experiment" in capsys.readouterr().err
+    assert start(file="other/mine.yaml") == 0
     path = tmp_path / "mine" / "experiment.yaml"
     path.write_text(path.read_text().replace(f"format: {store.FORMAT}", "format: 1"))
     assert start() == 2
@@ -320,7 +320,7 @@ def test_two_launchers_do_not_write_to_one_folder(start, capsys):
 def test_half_written_files_of_a_killed_process_are_removed(start, tmp_path):
     folder = tmp_path / "mine" / "cells" / "0123"
     folder.mkdir(parents=True)
-    store.write_experiment(tmp_path / "mine", {}, str(tmp_path / "mine.yaml"))
+    store.write_experiment(tmp_path / "mine", {})
     (folder / ".metrics.json.77.partial").write_text("{")
     assert start() == 0
     assert not list((tmp_path / "mine").rglob("*.partial"))

@@ -94,7 +94,7 @@ def test_a_cell_is_restored_from_its_resolved_settings():
 def test_auto_has_its_own_default_tree_also_with_overrides(tmp_path):
     path = tmp_path / "auto.yaml"
     path.write_text("methods: [{drafter: auto}, {drafter: self}]")
-    found = config.from_command_line([str(path), "--batch", "2"], "launch")[0]
+    found = config.from_command_line([str(path), "--batch", "2"], "launch")
     ((_, auto, mine),) = grid.groups(found)
     assert (auto.tree, mine.tree) == ("chain:8", "chain:4")
 
@@ -142,7 +142,7 @@ def test_the_command_line_overrides_the_axes_of_a_file(tmp_path):
     path.write_text("grid: {batch: [1, 2], context: [64, 128]}\nzip: [{seed: [1], repeats: [2]}]")
 
     def read_with(*arguments):
-        return config.from_command_line([str(path), *arguments], "launch")[0]
+        return config.from_command_line([str(path), *arguments], "launch")
 
     assert read_with().grid == {"batch": [1, 2], "context": [64, 128]}
     assert read_with("--batch", "4").grid == {"context": [64, 128]}
@@ -153,7 +153,7 @@ def test_the_command_line_overrides_the_axes_of_a_file(tmp_path):
     assert read_with("--name", "context").grid == {"batch": [1, 2], "context": [64, 128]}
     flags = tmp_path / "flags.yaml"
     flags.write_text("grid: {phases: [true, false]}")
-    assert not config.from_command_line([str(flags), "--no-phases"], "launch")[0].grid
+    assert not config.from_command_line([str(flags), "--no-phases"], "launch").grid
     with pytest.raises(fields.ConfigError, match=r"--grid.mesh \[: not a YAML value"):
         read_with("--grid.mesh", "[")
     with pytest.raises(fields.ConfigError, match="--batch and --grid.batch are both set"):

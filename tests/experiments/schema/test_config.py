@@ -210,12 +210,41 @@ def test_parameters_of_sampling_out_of_range_are_refused(tmp_path, text):
         read(tmp_path, f"do_sample: true\n{text}")
 
 
+def test_paths_in_a_file_are_relative_to_it_and_those_of_commands_are_not(tmp_path, monkeypatch):
+    for folder in ("models/t", "models/d", "configs/deeper", "work/models/t"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "work")
+    text = (
+        "target: ../models/t\nresults: ../out\nprompts: files\nprompt_path: texts.txt\n"
+        "methods:\n"
+        "  - {drafter: ['small:../models/d:full', 'small:../models/d + prompt-lookup:3']}\n"
+        "  - {drafter: auto, drafters: ['small:../models/d'], profile: mine.json}\n"
+        "  - {drafter: small:opt-125m}\n"
+    )
+    (tmp_path / "configs" / "texts.txt").write_text("x")
+    (tmp_path / "configs" / "mine.json").write_text("{}")
+    (tmp_path / "configs" / "mine.yaml").write_text(text)
+    (tmp_path / "configs" / "deeper" / "more.yaml").write_text("base: ../mine.yaml")
+    for file in ("mine", "deeper/more"):
+        made = config.read(tmp_path / "configs" / f"{file}.yaml")
+        assert made.target == str(tmp_path / "models" / "t")
+        assert made.results == str(tmp_path / "out")
+        assert made.prompt_path == str(tmp_path / "configs" / "texts.txt")
+        draft = f"small:{tmp_path}/models/d"
+        assert made.methods[0].drafter == [f"{draft}:full", f"{draft} + prompt-lookup:3"]
+        assert made.methods[1].drafters == [draft]
+        assert made.methods[1].profile == str(tmp_path / "configs" / "mine.json")
+        assert made.methods[2].drafter == ["small:opt-125m"]
+    assert config.read(pathlib.Path("../configs/mine.yaml")).target == "../models/t"
+    arguments = ["../configs/mine.yaml", "--target", "models/t"]
+    assert config.from_command_line(arguments, "launch").target == "models/t"
+
+
 def test_the_command_line_overrides_the_file_which_overrides_the_defaults(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("repeats: 5\nnew_tokens: 32\nmethods: [{drafter: self, tree: chain:2}]")
     overrides = ["--repeats", "7", "--methods.0.tree", "chain:3", "chain:4"]
-    experiment, source = config.from_command_line([str(path), *overrides], "launch")
-    assert source == str(path)
+    experiment = config.from_command_line([str(path), *overrides], "launch")
     assert experiment.repeats == 7
     assert experiment.new_tokens == 32
     assert experiment.candidates == config.Experiment().candidates

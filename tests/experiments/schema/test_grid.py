@@ -66,7 +66,7 @@ def another(value):
     """Returns another value of a setting."""
     if value is None:
         return 1
-    return (*value, "x") if isinstance(value, tuple) else value + type(value)(1)
+    return (*value, "self") if isinstance(value, tuple) else value + type(value)(1)
 
 
 def test_a_key_changes_with_every_setting_and_with_the_provenance():
@@ -77,6 +77,30 @@ def test_a_key_changes_with_every_setting_and_with_the_provenance():
         keys.add(grid.key(changed, {"device": "a"}))
     assert len(keys) == 2 + len(dataclasses.fields(cell))
     assert grid.key(cell, {"device": "a"}) == grid.key(cell, {"device": "a"})
+
+
+def test_a_key_has_the_names_of_models_and_files_not_their_folders():
+    def cell(folder, target="target"):
+        methods = [method.Method(drafter=[f"small:{folder}draft"])]
+        experiment = config.Experiment(
+            target=f"{folder}{target}",
+            prompts="files",
+            prompt_path=f"{folder}texts",
+            methods=methods,
+        )
+        return grid.groups(experiment)[0][1]
+
+    assert grid.key(cell("a/")) == grid.key(cell("../b/")) == grid.key(cell(""))
+    assert grid.key(cell("a/")) != grid.key(cell("a/", "other"))
+
+
+def test_two_models_of_one_name_in_a_grid_are_refused():
+    raw = {"grid": {"target": ["a/model", "b/model"]}}
+    with pytest.raises(fields.ConfigError, match="a/model and b/model have the same name"):
+        grid.groups(fields.checked(config.Experiment, raw, "test"))
+    raw = {"methods": [{"drafter": "small:a/model"}, {"drafter": "small:b/model"}]}
+    with pytest.raises(fields.ConfigError, match="two methods have the name"):
+        grid.groups(fields.checked(config.Experiment, raw, "test"))
 
 
 def test_a_fingerprint_names_the_weights_not_the_folder(tmp_path):
@@ -125,14 +149,14 @@ def test_a_sampled_grid_resolves_its_settings_and_asks_the_drafters_for_their_bo
     members = "small:draft-1:full + small:draft-2:full + prompt-lookup:4"
     assert [(c.method, c.gamma, c.nodes, c.draw_methods) for c in cells] == [
         ("plain", 0, 1, ""),
-        ("self:streaming:256, chain:3, mss", 3, 4, "without_replacement"),
+        ("self:streaming:256, chain:3", 3, 4, "without_replacement"),
         ("self:streaming:256, chain:3, naive", 3, 4, "without_replacement"),
-        ("self:streaming:256, dynamic:16,6,4, mss", 6, 16, "top"),
+        ("self:streaming:256, dynamic:16,6,4", 6, 16, "top"),
         ("self:streaming:256, dynamic:16,6,4, naive", 6, 16, "top"),
-        ("prompt-lookup:4, expansion:2,1,1, mss", 3, 7, "top"),
-        (f"{members}, chain:3, mss", 3, 10, "top + without_replacement"),
-        (f"{members}, expansion:2,2 + chain:4 + chain:5, mss", 5, 16, "top + without_replacement"),
-        ("small:draft-1:full:draw=with_replacement, chain:4, mss", 4, 5, "with_replacement"),
+        ("prompt-lookup:4, expansion:2,1,1", 3, 7, "top"),
+        (f"{members}, chain:3", 3, 10, "top + without_replacement"),
+        (f"{members}, expansion:2,2 + chain:4 + chain:5", 5, 16, "top + without_replacement"),
+        ("small:draft-1:full:draw=with_replacement, chain:4", 4, 5, "with_replacement"),
     ]
     same = {"do_sample": True, "temperature": 1.0, "top_k": None, "top_p": 0.9, "seed": 0}
     assert all(cell.sampling == same for cell in cells)
