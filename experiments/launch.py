@@ -8,6 +8,7 @@ again, so rerunning the command resumes an interrupted run.
 import itertools
 import os
 import pathlib
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+import experiments
 from experiments.report import labels, page, results_folder, terminal
 from experiments.runner import estimates, launchers, multihost, preflight, provenance, tracking
 from experiments.runner.cell_process import Limits
@@ -32,7 +34,8 @@ INTERRUPTED = multihost.INTERRUPTED
 class Grid:
     """The cells of an experiment, with their folders and their names in messages.
 
-    `invalid` are the cells that cannot run, each with the reason, after the preflight check.
+    `too_large` and `invalid` are the cells that cannot run, each with the reason: those that do not
+    fit the memory, and those that fail the preflight check.
     """
 
     def __init__(self, experiment: config.Experiment):
@@ -40,6 +43,7 @@ class Grid:
         self.directory = pathlib.Path(experiment.results) / experiment.name
         self.groups = grid.groups(experiment)
         self.cells = [cell for group in self.groups for cell in group]
+        self.too_large: dict[grid.Cell, str] = {}
         self.invalid: dict[grid.Cell, str] = {}
         self.folders = {
             cell: store.cell_folder(self.directory, grid.key(cell)) for cell in self.cells
@@ -53,13 +57,14 @@ class Grid:
         return store.state(self.folders[cell])
 
     def pending(self) -> list[grid.Cell]:
-        """Returns the cells to measure in this run.
+        """Returns the cells to measure in this run, of those that can run.
 
         Raises:
           ConfigError: finished cells are stale and `stale` is "refuse".
         """
         settings = self.experiment
-        cells = [cell for cell in self.cells if cell not in self.invalid]
+        impossible = self.invalid | self.too_large
+        cells = [cell for cell in self.cells if cell not in impossible]
         if settings.fraction is not None:
             count = max(1, round(settings.fraction * len(cells)))
             cells = [cells[i * len(cells) // count] for i in range(count)]
@@ -202,7 +207,7 @@ def dry_run(
     console.print(table)
     pending = whole.pending()
     total = _duration(sum(known[cell].seconds for cell in pending))
-    for cell, problem in _too_large(whole, pending, on_gpu).items():
+    for cell, problem in whole.too_large.items():
         console.print(f"{whole.labels[cell]} cannot run: {problem}", markup=False)
     processor = "on GPUs" if on_gpu else "on this CPU"
     console.print(f"{len(pending)} cells to run, about {total} if run one at a time {processor}")
@@ -220,6 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0; 1 if a cell failed or is not exact; 2 for invalid settings; 130 if the user stopped the run.
     In a multi-process run 4 if another process was lost (`sharding.processes`).
     """
+    if signal.getsignal(signal.SIGINT) is experiments._end_imports:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     console = Console()
     if not console.is_terminal:
         console = Console(width=140)  # for log files
@@ -254,7 +261,9 @@ def _launch(
     jobs_on_gpu = experiment.launcher == "slurm" and experiment.slurm.gpus > 0
     on_gpu = jobs_on_gpu or bool(launchers.gpus())
     devices = 0 if in_process else _use_only_cpu(whole.cells)
-    whole.invalid = preflight.check(whole.groups, experiment.impossible == "record")
+    whole.too_large = _too_large(whole, on_gpu and not in_process)
+    left = [[c for c in group if c not in whole.too_large] for group in whole.groups]
+    whole.invalid = preflight.check([*filter(None, left)], experiment.impossible == "record")
     known = {c: estimates.of(c, on_gpu) for c in whole.cells if c not in whole.invalid}
     known |= dict.fromkeys(whole.invalid, estimates.Estimate(0.0, 0.0))
     if experiment.dry_run:
@@ -268,21 +277,28 @@ def _launch(
                 "--name"
             )
         launcher = in_process or launchers.make(experiment, devices)
-        return _measure(whole, console, launcher, known, on_gpu and not in_process)
+        return _measure(whole, console, launcher, known)
 
 
-def _too_large(
-    whole: Grid, pending: Sequence[grid.Cell], gpu_processes: bool
-) -> dict[grid.Cell, str]:
-    """Returns the pending cells that do not fit this machine's memory, with the reasons.
+def _too_large(whole: Grid, gpu_processes: bool) -> dict[grid.Cell, str]:
+    """Returns the cells to measure that do not fit this machine's memory, with the reasons.
 
     Cells that run on other machines are refused there. With `gpu_processes`, cells run in processes
     that have the GPUs.
+
+    Raises:
+      ConfigError: no cell fits, or some do not and `impossible` is "refuse"; not in a dry run.
     """
     available = launchers.gpu_memory() if gpu_processes else None
     if whole.experiment.launcher != "local" or (gpu_processes and available is None):
         return {}
-    return preflight.too_large(pending, available)
+    pending = whole.pending()
+    found = preflight.too_large(pending, available)
+    refused = whole.experiment.impossible == "refuse" or len(found) == len(pending)
+    if found and refused and not whole.experiment.dry_run:
+        lines = [f"{whole.labels[cell]}: {problem}" for cell, problem in found.items()]
+        raise ConfigError("\n".join(lines))
+    return found
 
 
 def _measure(
@@ -290,25 +306,17 @@ def _measure(
     console: Console,
     launcher: launchers.Launcher,
     known: dict[grid.Cell, estimates.Estimate],
-    gpu_processes: bool,
 ) -> int:
-    """Returns the exit status of a run that holds the folder's lock; see `_too_large`."""
+    """Returns the exit status of a run that holds the folder's lock."""
     pending = whole.pending()  # refuses stale cells before anything is written
-    too_large = _too_large(whole, pending, gpu_processes)
-    if too_large:
-        if whole.experiment.impossible == "refuse" or len(too_large) == len(pending):
-            lines = [f"{whole.labels[cell]}: {problem}" for cell, problem in too_large.items()]
-            raise ConfigError("\n".join(lines))
-        whole.invalid |= too_large
-        pending = [cell for cell in pending if cell not in too_large]
     store.remove_partials(whole.directory)
     settings = whole.experiment.model_dump(
         mode="json", exclude_unset=True, exclude=set(multihost.SETTINGS)
     )
     store.write_experiment(whole.directory, settings)
-    for cell, problem in whole.invalid.items():
+    for cell, problem in (whole.invalid | whole.too_large).items():
         store.write_cell(whole.folders[cell], grid.resolved(cell))
-        kind = "memory" if cell in too_large else "config"
+        kind = "memory" if cell in whole.too_large else "config"
         store.write_failure(whole.folders[cell], kind, problem)
         console.print(f"{whole.labels[cell]} cannot run: {problem}", markup=False)
     tracker = tracking.open(

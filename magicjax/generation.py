@@ -126,6 +126,7 @@ def stream(
 
 
 def _generate(target: Model, prompts: Any, drafter: Any, **options: Any) -> Output:
+    memory.check_rows(target, prompts, options["mesh"])
     if isinstance(drafter, Auto | Choice) or drafter == "auto":
         return auto.generate(target, prompts, drafter, options)
     request, compiled = prepare(target, prompts, drafter=drafter, **options), program_cache.totals()
@@ -137,6 +138,7 @@ def _generate(target: Model, prompts: Any, drafter: Any, **options: Any) -> Outp
 
 def _stream(target: Model, prompts: Any, drafter: Any, **options: Any) -> Rounds:
     before = program_cache.totals()
+    memory.check_rows(target, prompts, options["mesh"])
     if isinstance(drafter, Auto | Choice) or drafter == "auto":
         prepared: tuple = auto.prepare_stream(target, prompts, drafter=drafter, **options)
     else:

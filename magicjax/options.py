@@ -1,12 +1,14 @@
 """Options of drafters: declared in the class, and read from text in commands and configs."""
 
 import dataclasses
+import functools
 import textwrap
 import types
 import typing
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from flax import struct
 
 from magicjax.suggest import did_you_mean
@@ -21,6 +23,7 @@ class Option(NamedTuple):
       default: its value if it is not set.
       help: what it does.
       positional: whether its value may be written without its name.
+      owner: the policy that it belongs to; "": the drafter.
     """
 
     name: str
@@ -28,6 +31,7 @@ class Option(NamedTuple):
     default: Any
     help: str = ""
     positional: bool = False
+    owner: str = ""
 
 
 def option(default: Any, help: str, *, positional: bool = False) -> Any:
@@ -46,13 +50,14 @@ def option(default: Any, help: str, *, positional: bool = False) -> Any:
     return struct.field(pytree_node=False, default=default, metadata=metadata)
 
 
+@functools.cache
 def options_of(kind: type) -> dict[str, Option]:
     """Returns the options that a class of drafters declares, by name, in order."""
-    hints = typing.get_type_hints(kind)
+    declared = [field for field in dataclasses.fields(kind) if "help" in field.metadata]
+    hints = typing.get_type_hints(kind) if declared else {}
     return {
         field.name: Option(field.name, hints[field.name], field.default, **_declared(field))
-        for field in dataclasses.fields(kind)
-        if "help" in field.metadata
+        for field in declared
     }
 
 
@@ -60,11 +65,41 @@ def _declared(field: dataclasses.Field) -> dict[str, Any]:
     return {name: field.metadata[name] for name in ("help", "positional")}
 
 
-def fields_of(kind: type) -> dict[str, Option]:
-    """Returns all fields of a dataclass, such as a policy's, as options."""
+@functools.cache
+def fields_of(kind: type, owner: str = "") -> dict[str, Option]:
+    """Returns all fields of a dataclass, such as a policy's, as options of `owner`."""
     hints = typing.get_type_hints(kind)
-    fields = dataclasses.fields(kind)
-    return {field.name: Option(field.name, hints[field.name], field.default) for field in fields}
+    return {
+        field.name: Option(field.name, hints[field.name], field.default, owner=owner)
+        for field in dataclasses.fields(kind)
+    }
+
+
+def check_types(owner: Any, declared: Iterable[Option]) -> None:
+    """Checks the values of an object's options, and replaces NumPy's scalars by Python's.
+
+    Options of other types than those that a text can have are not checked.
+
+    Raises:
+      TypeError: a value of another type, which would fail while a program is traced.
+    """
+    for known in declared:
+        value = getattr(owner, known.name)
+        if isinstance(value, np.generic):
+            value = value.item()
+            object.__setattr__(owner, known.name, value)
+        kinds = _members(known.annotation)
+        checkable = len(_alternatives(known.annotation)) == len(kinds) - (types.NoneType in kinds)
+        if checkable and value is not known.default and not any(_is_a(value, k) for k in kinds):
+            raise TypeError(f"{known.name}={value!r}: it must be {describe(known.annotation)}")
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    if typing.get_origin(kind) is Literal:
+        return value in typing.get_args(kind)
+    if kind is float:
+        kind = int | float
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def parse(known: Option, text: str) -> Any:
@@ -101,10 +136,15 @@ def describe(annotation: Any) -> str:
 
 def _alternatives(annotation: Any) -> list[Any]:
     """Returns the types of an annotation that can be written as text."""
-    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    members = typing.get_args(annotation) if is_union else (annotation,)
     known = (int, float, str, bool)
+    members = _members(annotation)
     return [kind for kind in members if kind in known or typing.get_origin(kind) is Literal]
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """Returns the types of a union, or the type itself."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if is_union else (annotation,)
 
 
 def find(name: str, known: dict[str, Option], owner: str) -> Option:
@@ -115,10 +155,18 @@ def find(name: str, known: dict[str, Option], owner: str) -> Option:
     """
     if name in known:
         return known[name]
-    listed = ", ".join(known) if known else "none"
     raise ValueError(
-        f"{name!r} is not an option of {owner}{did_you_mean(name, known)} (options: {listed})"
+        f"{name!r} is not an option of {owner}{did_you_mean(name, known)} "
+        f"(options: {names_by_owner(known.values())})"
     )
+
+
+def names_by_owner(known: Iterable[Option]) -> str:
+    """Returns the names of options as "budget, draw; of h2o: recent, window"."""
+    by_owner: dict[str, list[str]] = {}
+    for each in known:
+        by_owner.setdefault(each.owner and f"of {each.owner}: ", []).append(each.name)
+    return "; ".join(owner + ", ".join(names) for owner, names in by_owner.items()) or "none"
 
 
 def as_help(known: Iterable[Option]) -> str:

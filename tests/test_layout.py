@@ -26,7 +26,7 @@ LEVELS = (
     ("pallas_kernels", "sharding"),
     ("models",),
     ("magicjax.version", "magicjax.hlo", "magicjax.files", "magicjax.suggest"),
-    ("magicjax.trees", "magicjax.sources", "magicjax.options"),
+    ("magicjax.trees", "magicjax.sources", "magicjax.options", "magicjax.plugins"),
     ("magicjax.settings", "magicjax.parallel", "magicjax.verification"),
     ("magicjax.model",),
     ("magicjax.kv_cache",),

@@ -41,11 +41,13 @@ TOOLTIPS = {
     "ar_decode_tok_s": ("plain tokens/s", ",.1f"),
     "tpot_ms_p50": ("ms/token", ".2f"),
     "share": ("share", ".1%"),
+    "reason": ("not traced", ""),
 }
 # Long names in two lines.
 LINES = "length(datum.label) > 36 ? split(datum.label, ', ') : datum.label"
 STEP = 19  # height of a line of text for each method
 PANEL_HEIGHT = 130
+REASON_WIDTH = 150  # points; hovering shows all of a longer text
 NARROW = 240  # all panels of a single column
 
 Chart = Any  # of Altair, whose classes have no common base with `facet`
@@ -264,13 +266,19 @@ def speedups(rows: Rows, styles: Styles) -> Figure:
     return _by_method(named, layers, order, caption)
 
 
-def time_split(rows: Rows) -> Figure:
-    """Returns the phases of a round, a bar per cell, as shares of the traced rounds."""
-    parts = [
-        {"method": row["method"], "panel": row["panel"], "phase": name, "share": share}
-        for row in _described(rows, labels.group_columns(rows))
-        for name, share in _shares(row).items()
-    ]
+def time_split(rows: Rows, traced: int) -> Figure:
+    """Returns the phases of a round, a bar per cell, as shares of the traced rounds.
+
+    A cell without them has the reason, `phases_error`, in place of the bar. `traced` is the number
+    of all traced cells, of which `rows` may be a part.
+    """
+    parts: list[Row] = []
+    for row in _described(rows, labels.group_columns(rows)):
+        named = {"method": row["method"], "panel": row["panel"]}
+        if row["score_s"]:
+            parts += [named | {"phase": n, "share": share} for n, share in _shares(row).items()]
+        else:
+            parts.append(named | {"reason": row["phases_error"]})
     names, colours = zip(*PARTS.values(), strict=True)
     colour = alt.Color(
         "phase:N",
@@ -282,11 +290,17 @@ def time_split(rows: Rows) -> Figure:
     x = x.scale(domain=[0, 1], clamp=True)  # sums of rounded shares can exceed 1
 
     def bars(y: alt.Y) -> Chart:
-        bar = alt.Chart(**shown(parts)).mark_bar()
-        return bar.encode(x=x, y=y, color=colour, tooltip=tooltips(parts))
+        base = alt.Chart().encode(y=y, tooltip=tooltips(parts))
+        bar = base.transform_filter("isValid(datum.share)").mark_bar().encode(x=x, color=colour)
+        reason = base.mark_text(align="left", fontSize=6, limit=REASON_WIDTH)
+        reason = reason.encode(x=alt.value(2), text="reason:N")
+        reason = reason.transform_filter("isValid(datum.reason)")
+        return alt.layer(bar, reason, **shown(parts))
 
-    order = _values(rows, "method")
-    return _by_method(parts, bars, order, "Phases of a round, in one traced run of each cell.")
+    caption = "Phases of a round, in one traced run of each cell."
+    if len(rows) < traced:
+        caption += f" {len(rows)} of {traced} cells are shown, those of the longest context."
+    return _by_method(parts, bars, _values(rows, "method"), caption)
 
 
 def _shares(row: Row) -> dict[str, float]:

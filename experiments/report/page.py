@@ -106,11 +106,12 @@ def make_figures(cells: Sequence[CellResult], rows: Rows) -> dict[str, Figure]:
         )
     if curves := _curves(cells):
         found["depth"] = figures.acceptance_by_depth(curves, styles)
-    if traced := [row for row in finished if row["score_s"]]:
+    if traced := [row for row in finished if row["score_s"] or row["phases_error"]]:
+        bars = traced
         if len(traced) > MAX_BARS:
             largest = max(row["context"] for row in traced)
-            traced = [row for row in traced if row["context"] == largest]
-        found["phases"] = figures.time_split(traced[:MAX_BARS])
+            bars = [row for row in traced if row["context"] == largest][:MAX_BARS]
+        found["phases"] = figures.time_split(bars, len(traced))
     if len({row["batch"] for row in timed}) > 1:
         found["throughput"] = figures.throughput(timed, styles)
     return found

@@ -11,8 +11,9 @@ LEGEND = (
     "has its own process, so its tok/s may differ);",
     "τ: tokens emitted per target pass and row; accepted: accepted tokens / (depth × rounds); "
     "exact: rows equal to plain decoding, ties included; ties: rows that differ at a tie;",
-    "agree: how often draft and target predict the same token on the prompts' text (–: unknown for "
-    "this draft); repeats: 8-grams that occurred before in the text",
+    "agree: how often draft and target predict the same token on the second half of the prompts "
+    "(agreement_tokens tokens at most; –: unknown for this draft); repeats: 8-grams that occurred "
+    "before in the text",
 )
 FORMATS = {
     "tok/s": ("decode_tok_s", "{:.0f}"),
@@ -79,10 +80,10 @@ def notes(rows: list[dict[str, Any]]) -> list[str]:
             )
     finished = [row for row in rows if row["status"] == "ok"]
     untraced = [
-        f"batch {row['batch']}, context {row['context']}, {row['method']}: not in the figure of "
-        "phases, because its run was not traced (see phases_error in its metrics.json)"
+        f"batch {row['batch']}, context {row['context']}, {row['method']}: no bar in the figure of "
+        f"phases: {row['phases_error']}"
         for row in finished
-        if row.get("phases") and row["repeat"] and row.get("score_s") is None
+        if row.get("phases_error")
     ]
     ties = sum(row["ties"] for row in finished)
     wrong = sum(not is_exact(row) for row in finished)

@@ -70,9 +70,8 @@ def measure(
     times = _times(bench, cell, runs[1:], plain_runs[1:], latencies, read_gbs) if read_gbs else {}
     row = {"device": device_name(), "status": "ok", "error": ""} | times
     row |= _acceptance(bench, cell, runs[0], requests) | _exactness(match, plain_runs)
-    row |= {f"{name}_s": s for name, s in seconds.items()} | _resources(
-        runs, prefill_compile_s + bench.choosing_s
-    )
+    row |= {f"{name}_s": s for name, s in seconds.items()} | {"phases_error": phases_error}
+    row |= _resources(runs, prefill_compile_s + bench.choosing_s)
     stats = runs[0].stats
     metrics = {
         "row": complete(columns(cell), row),
@@ -82,7 +81,6 @@ def measure(
         "acceptance_by_depth": list(stats.acceptance_by_depth),
         "acceptance_if_reached": list(stats.acceptance_if_reached),
         "phases": seconds,
-        "phases_error": phases_error,
         "divergences": [str(d) for d in match.divergences] if match else [],
     }
     return metrics, requests
@@ -216,7 +214,7 @@ def _phases(runs: Runs, cell: Cell, folder: pathlib.Path | None) -> tuple[dict[s
             raise
         print(f"{cell.label}: not traced: {error}", flush=True)
         return {}, str(error)
-    return (seconds, "") if seconds["score"] else ({}, "the loop is one operation of the trace")
+    return (seconds, "") if seconds["score"] else ({}, "XLA compiled the loop to one operation")
 
 
 def _times(

@@ -15,10 +15,13 @@ from experiments.schema import grid
 from experiments.schema.fields import ConfigError
 from magicjax.autotune.search import make_problem
 from magicjax.decoding import memory
-from magicjax.decoding.request import Request, prepare
+from magicjax.decoding.request import PREFILL_TOKENS, Request, prepare
 from magicjax.loading import load_tokenizer, skeleton, validate_tokenizer
 from magicjax.model import Model
 from magicjax.sources import directory_of
+from sharding import parse_mesh
+
+ROWS = PREFILL_TOKENS // 16  # with more rows of a device, a prefill step is as short
 
 _tokenizer = functools.cache(load_tokenizer)
 
@@ -76,7 +79,11 @@ def _check_tokenizer(target: str) -> None:
 def _make_prompts(cell: grid.Cell) -> None:
     size = cell.num_requests * cell.candidates, cell.context, cell.prompt_seed
     source = cell.prompts, _tokenizer(cell.target), cell.prompt_path
-    prompts.make(*source, *size, chat_template=cell.chat_template)
+    try:
+        prompts.make(*source, *size, chat_template=cell.chat_template)
+    except ValueError as error:  # its function counts prompts, a config rows
+        fewer = "a smaller batch, requests or candidates"
+        raise ValueError(str(error).replace("fewer prompts", fewer)) from error
 
 
 def _check_group(group: Sequence[grid.Cell]) -> dict[grid.Cell, str]:
@@ -92,14 +99,17 @@ def _check_group(group: Sequence[grid.Cell]) -> dict[grid.Cell, str]:
     return {cell: problem for cell, problem in problems.items() if problem}
 
 
-def check_cell(cell: grid.Cell) -> Request | None:
+def check_cell(cell: grid.Cell, rows: int | None = None) -> Request | None:
     """Returns the request of the cell's call of `generate`, without text; None for "auto".
+
+    With `rows` it has as many rows, by default those of the cell's batch.
 
     Raises:
       ValueError: the call would raise it too.
     """
     load = functools.partial(_skeleton, dtype=cell.dtype)
-    text, options = [np.zeros(cell.context, np.int32)] * cell.batch, grid.options(cell, load)
+    text = [np.zeros(cell.context, np.int32)] * (rows or cell.batch)
+    options = grid.options(cell, load)
     if cell.draft == "auto":
         make_problem(load(cell.target), text, **options)
         return None
@@ -109,17 +119,28 @@ def check_cell(cell: grid.Cell) -> Request | None:
 def too_large(cells: Iterable[grid.Cell], available: float | None = None) -> dict[grid.Cell, str]:
     """Returns the cells whose weights and KV caches do not fit the memory, with the reasons.
 
+    No prompts are made, and no more rows than change the size of a row's cache.
+
     Args:
-      cells: that pass `check`.
+      cells: invalid ones are omitted: `check` reports them.
       available: bytes of each device; None: what is free on this process's devices.
     """
     problems = {}
     for cell in cells:
-        # "auto" skips drafters that do not fit, and loading counts offloaded weights.
-        request = check_cell(grid.plain_of(cell) if cell.draft == "auto" else cell)
-        if request is not None and not cell.offloaded:
-            try:
-                memory.check(request, available)
-            except memory.OutOfMemoryError as error:
-                problems[cell] = str(error)
+        if cell.offloaded:
+            continue  # loading counts offloaded weights
+        rows = parse_mesh(cell.mesh).data if cell.mesh else 1
+        rows *= ROWS * (cell.micro_batches or 1)
+        try:
+            # "auto" skips drafters that do not fit.
+            tried = grid.plain_of(cell) if cell.draft == "auto" else cell
+            request = check_cell(tried, min(rows, cell.batch))
+        except (ValueError, OSError):
+            continue
+        assert request is not None
+        try:
+            row = request.prompts[:1]
+            memory.check(dataclasses.replace(request, prompts=row * cell.batch), available)
+        except memory.OutOfMemoryError as error:
+            problems[cell] = str(error)
     return problems

@@ -61,7 +61,12 @@ DECODING = {
     ),
     "acceptance_rate": Column("{:.3f}", "accepted tokens / (depth × rounds)"),
     **dict.fromkeys(("nodes_per_round", "target_passes", "rounds"), Column()),
-    **dict.fromkeys(("repeated_8grams", "agreement"), Column()),
+    "repeated_8grams": Column(),
+    "agreement": Column(
+        "{:.3f}",
+        "how often draft and target predict the same token on the second half of the prompts, of "
+        "at most agreement_tokens tokens; empty for drafts whose cache depends on the text",
+    ),
     "score": Column("{:.2f}", "share of the correct answers that occur in the text"),
     **dict.fromkeys(("chosen", "templated"), Column()),
     "exact_match": Column(
@@ -79,8 +84,10 @@ DECODING = {
         "the largest logit",
     ),
 }
-# Seconds of each phase of the traced rounds.
-PHASES = dict.fromkeys(("draft_s", "score_s", "verify_s", "commit_s", "rest_s", "host_s"), Column())
+# Seconds of each phase of the traced rounds, and why there are none.
+PHASES = dict.fromkeys(
+    ("draft_s", "score_s", "verify_s", "commit_s", "rest_s", "host_s", "phases_error"), Column()
+)
 RESOURCES = {
     **dict.fromkeys(("compile_s", "kv_mb_target", "kv_mb_draft"), Column()),
     "memory_mb": Column(

@@ -98,7 +98,7 @@ class Experiment(Strict):
     their counts and times are added. If not set: one batch."""
     context: Positive = setting(2048)
     """Tokens of each prompt."""
-    methods: list[Method] = Field([])
+    methods: list[Method] = Field([], examples=["[{drafter: self:streaming:256}]"])
     """Methods to compare; plain decoding is always measured as well."""
     new_tokens: Annotated[int, Field(ge=8)] = setting(128)
     """Tokens generated for each row, at least 8: repetition is measured on 8-grams."""

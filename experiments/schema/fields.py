@@ -24,6 +24,16 @@ def _listed(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
 
 
+# What pydantic's errors expect, in the words of YAML.
+EXPECTED = {
+    "list_type": "a list",
+    "string_type": "text",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "dict_type": "`key: value` lines",
+    "model_type": "`key: value` lines",
+}
 Settings = typing.TypeVar("Settings", bound=BaseModel)
 Positive = Annotated[int, Field(ge=1)]
 Many = BeforeValidator(_listed)  # a single value in a file is a list of one
@@ -95,6 +105,8 @@ def _explain(kind: type, problem: Any) -> str:
         compound = isinstance(problem["input"], dict | list)
         value = "" if compound else f"={problem['input']!r}"
         message = problem["msg"].removeprefix("Value error, ")
+        if expected := EXPECTED.get(problem["type"]):
+            message = f"it must be {expected}{_example(kind, problem['loc'])}"
         return f"{location}{value}: {message}".removeprefix(": ")
     name, known = str(problem["loc"][-1]), sorted(_fields_at(kind, problem["loc"][:-1]))
     hint = did_you_mean(name, known)
@@ -102,6 +114,15 @@ def _explain(kind: type, problem: Any) -> str:
         methods = _fields_at(kind, ("methods",))
         hint = did_you_mean(name, methods).replace("?", " of methods?")
     return f"{location}: no such key{hint} (keys: {', '.join(known)})"
+
+
+def _example(kind: type, location: tuple) -> str:
+    """Returns ", as in KEY: VALUE" if the setting at `location` declares an example, else ""."""
+    names = [part for part in location if isinstance(part, str)]
+    for name in names[:-1]:
+        kind = _settings_in(typing.get_type_hints(kind).get(name)) or kind
+    field = getattr(kind, "model_fields", {}).get(names[-1]) if names else None
+    return f", as in {names[-1]}: {field.examples[0]}" if field and field.examples else ""
 
 
 def _fields_at(kind: type, location: tuple) -> list[str]:

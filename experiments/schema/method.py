@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 import magicjax
 from experiments.schema.fields import Many, Strict
 from magicjax.drafters import spec
-from magicjax.options import options_of
+from magicjax.options import names_by_owner, options_of
 from magicjax.suggest import did_you_mean
 from magicjax.verification.verify import VERIFIERS
 
@@ -35,7 +35,7 @@ class Method(Strict):
     """A method of speculation; lists make one cell of each combination."""
 
     further_keys: ClassVar = OPTIONS
-    drafter: Annotated[list[str], Many] = Field(["self"])
+    drafter: Annotated[list[str], Many] = Field(["self"], examples=["self:streaming:256"])
     """The drafter, as in commands: self:streaming:256 (the target on a sparse cache), small:PATH (a
     small model), prompt-lookup:4, or the name of an installed drafter; several joined by " + " are
     an ensemble, whose trees are merged. auto: the fastest after a short trial, plain decoding if
@@ -47,7 +47,7 @@ class Method(Strict):
     profile: str = ""
     """With drafter=auto, the device: a file of `magicjax calibrate` or a preset. If not set: the
     file that calibrate writes."""
-    tree: Annotated[list[str], Many] = Field([])
+    tree: Annotated[list[str], Many] = Field([], examples=["chain:4"])
     """What a round proposes: chain:n, expansion:k1,...,km, parents:-1,... or
     dynamic:nodes,depth,width; for an ensemble one tree, or one for each member joined by " + ".
     With drafter=auto, the tree of the trials. If not set: chain:4, with drafter=auto chain:8."""
@@ -144,10 +144,10 @@ def _text(drafter: str, options: dict[str, Any]) -> str:
     known = spec.known_options(drafter, chosen.get("policy"))
     for name in chosen:
         if name not in known:
-            keys = sorted({*Method.model_fields, *known} - {"options"})
+            own = [key for key in Method.model_fields if key not in {*known, "options"}]
             raise ValueError(
-                f"{name}: no such key with drafter={drafter}{did_you_mean(name, keys)} (keys: "
-                f"{', '.join(keys)})"
+                f"{name}: no such key with drafter={drafter}{did_you_mean(name, [*own, *known])} "
+                f"(keys: {', '.join(own)}, {names_by_owner(known.values())})"
             )
     return spec.text_of(spec.from_spec(spec.with_options(drafter, chosen), named))
 

@@ -10,12 +10,13 @@ from magicjax.drafters import Drafter
 from magicjax.drafters.spec import (
     DRAFTER_SYNTAX,
     DRAFTERS,
+    GROUP,
     has_model,
-    installed,
     make_drafter,
     parse_all,
 )
 from magicjax.options import as_help, options_of
+from magicjax.plugins import installed
 from magicjax.trees.token_tree import Tree
 from magicjax.verification.verify import VERIFIERS
 
@@ -55,7 +56,7 @@ def drafters_help() -> str:
     for name, kind in DRAFTERS.items():
         path = ":PATH" if has_model(kind) else ""
         lines += [name + path, as_help(options_of(kind).values())]
-    others = ", ".join(installed()) or "none"
+    others = ", ".join(installed(GROUP)) or "none"
     return "\n".join([*lines, f"drafters of installed packages: {others}"])
 
 

@@ -3,9 +3,11 @@
 import argparse
 import logging
 import os
+import signal
 import sys
 from typing import NoReturn
 
+import magicjax
 from magicjax.cli import calibrate, chat, fetch, fit, generate, plan
 from magicjax.cli.options import INTERRUPTED, in_option_names
 from magicjax.suggest import did_you_mean
@@ -30,7 +32,9 @@ class _SubCommand(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exits with the message, without the usage, which takes many lines."""
-        self.exit(2, f"{self.prog}: error: {message} (--help lists all options)\n")
+        names_it = message.startswith("argument ") or "did you mean" in message
+        more = "" if names_it else " (--help lists all options)"
+        self.exit(2, f"{self.prog}: error: {message}{more}\n")
 
     def _refuse(self, name: str) -> NoReturn:
         self.error(f"unknown option {name}{did_you_mean(name, self._option_string_actions)}")
@@ -56,6 +60,8 @@ def main() -> None:
     Invalid input exits with a message and code 2, an interrupt by the user with code 130. If the
     reader of the output has ended, as `head` does, the command ends with code 0.
     """
+    if signal.getsignal(signal.SIGINT) is magicjax._end_imports:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     main_parser = parser()
     arguments = main_parser.parse_args()
     if getattr(arguments, "verbose", False):

@@ -16,7 +16,13 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from magicjax.drafters.base import Drafter, RoundOutcome, extract_row, insert_row
+from magicjax.drafters.base import (
+    Drafter,
+    RoundOutcome,
+    commit_checked,
+    extract_row,
+    insert_row,
+)
 from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.attend import AttendTo
 from magicjax.kv_cache.attention_stats import AttentionStats
@@ -228,7 +234,7 @@ def step(
         cache = full_cache.append(state.cache, new, result.path, kept)
         outcome = RoundOutcome(result.path, kept, new, queries, cache, settings.backend)
         if drafter is not None:
-            drafter_state = drafter.commit(target, state.drafter, draft, proposal, outcome)
+            drafter_state = commit_checked(drafter, target, state.drafter, draft, proposal, outcome)
             state = dataclasses.replace(state, drafter=drafter_state)
         state = _count(state, proposal, result)
         return _emit(dataclasses.replace(state, cache=cache), tokens, kept, ended)

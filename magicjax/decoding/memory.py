@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,9 +21,10 @@ from magicjax import placement
 from magicjax.decoding.request import CAPACITY_MULTIPLE, Request
 from magicjax.model import Model
 from magicjax.parallel import offloading
-from sharding import DATA, STAGE, part_bytes
+from sharding import DATA, STAGE, AnyMesh, part_bytes
 
 GB = 1e9
+MANY_ROWS = 2**14  # fewer prompts are read in less than a second
 
 
 class OutOfMemoryError(ValueError):
@@ -62,17 +64,37 @@ def check(request: Request, available: float | None = None) -> None:
         available to this process. Nothing is compared if they do not report it.
     """
     needed = _new_bytes(request)
-    limit = free_memory(request) if available is None else available
+    where = request.target, request.settings.mesh
+    limit = free_memory(*where) if available is None else available
     if limit is None or needed <= limit:
         return
     if available is None:
         gc.collect()  # arrays in reference cycles
-        limit = free_memory(request) or limit
+        limit = free_memory(*where) or limit
     if needed > limit:
         each = "" if request.settings.mesh is None else " on each device"
         raise OutOfMemoryError(
             f"{_workload(request)} needs {_gb(needed)} of memory{each}, and {_gb(limit)} are "
             f"available ({count(request)}): {_remedy(request, limit)}"
+        )
+
+
+def check_rows(target: Model, prompts: Any, mesh: AnyMesh | None) -> None:
+    """Raises OutOfMemoryError if the caches of many rows do not fit, however short the rows are.
+
+    Reading a million prompts takes seconds, and `check` needs their lengths. Other errors are left
+    to `validate`.
+    """
+    if not isinstance(target, Model) or isinstance(prompts, str) or len(prompts) < MANY_ROWS:
+        return
+    devices = 1 if mesh is None else mesh.size
+    per_row = target.kv_bytes(1, CAPACITY_MULTIPLE) / devices
+    limit = free_memory(target, mesh)
+    if limit is not None and len(prompts) * per_row > limit:
+        raise OutOfMemoryError(
+            f"a batch of {len(prompts)} rows needs at least {_gb(len(prompts) * per_row)} of "
+            f"memory for its KV cache, and {_gb(limit)} are available: use fewer than "
+            f"{int(limit / per_row) + 1} rows (batch)"
         )
 
 
@@ -86,7 +108,7 @@ def explained(request: Request) -> Iterator[None]:
             raise
         raise OutOfMemoryError(
             f"out of memory: {_workload(request)} has {count(request)}, and temporary arrays "
-            "besides: use fewer rows or fewer tokens per row"
+            "besides: use fewer rows (batch) or fewer tokens per row (context and new tokens)"
         ) from error
 
 
@@ -99,9 +121,9 @@ def count(request: Request) -> Counted:
     return Counted(weights, cache, draft_weights + draft_cache, target.params is not None)
 
 
-def free_memory(request: Request) -> float | None:
+def free_memory(target: Model, mesh: AnyMesh | None) -> float | None:
     """Returns the bytes that are free on each device of this process; None if unknown."""
-    mesh, arrays = request.settings.mesh, jax.tree.leaves(request.target.params)
+    arrays = jax.tree.leaves(target.params)
     if isinstance(mesh, Mesh):
         devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     elif mesh is None:
@@ -180,8 +202,8 @@ def _remedy(request: Request, limit: float) -> str:
         key=lambda n: _new_bytes(request, capacity=n),
     )
     tokens = slots - (settings.capacity - _tokens(request))
-    fitting = [f"at most {rows} rows of this length"] if rows else []
-    fitting += [f"at most {tokens} tokens per row"] if tokens > 1 else []
+    fitting = [f"at most {rows} rows of this length (batch)"] if rows else []
+    fitting += [f"at most {tokens} tokens per row (context and new tokens)"] if tokens > 1 else []
     if fitting:
         return f"use {' or '.join(fitting)}, or more devices"
     return "use a smaller model, a smaller dtype, offload, or more devices"

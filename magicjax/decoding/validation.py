@@ -303,7 +303,7 @@ def checked_eos(target: Model, options: RequestOptions) -> tuple[int, ...]:
     eos: Any = options.eos_token_id
     if eos is None:
         return target.eos_token_ids
-    ids = tuple(operator.index(i) for i in ((eos,) if np.ndim(eos) == 0 else eos))
+    ids = tuple(_token_id("eos_token_id", i) for i in ((eos,) if np.ndim(eos) == 0 else eos))
     for i in ids:
         if not 0 <= i < target.config.vocab_size:
             raise ValueError(
@@ -316,7 +316,7 @@ def checked_eos(target: Model, options: RequestOptions) -> tuple[int, ...]:
 def checked_pad(target: Model, options: RequestOptions, eos: tuple[int, ...]) -> int:
     """Returns the id that pads rows that ended."""
     if options.pad_token_id is not None:
-        pad_token_id = operator.index(options.pad_token_id)
+        pad_token_id = _token_id("pad_token_id", options.pad_token_id)
         if not 0 <= pad_token_id < target.config.vocab_size:
             raise ValueError(
                 f"pad_token_id={pad_token_id} must lie between 0 and {target.config.vocab_size - 1}"
@@ -325,6 +325,15 @@ def checked_pad(target: Model, options: RequestOptions, eos: tuple[int, ...]) ->
     if target.pad_token_id is not None and 0 <= target.pad_token_id < target.config.vocab_size:
         return target.pad_token_id  # LLaMA-1's config has -1, which means none
     return eos[0] if eos else 0
+
+
+def _token_id(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        text = isinstance(value, str)
+        remedy = f"target.tokenizer.convert_tokens_to_ids({value!r})" if text else "an integer"
+        raise TypeError(f"{name}={value!r} is not a token id: pass {remedy}") from None
 
 
 def checked_backend(target: Model, options: RequestOptions) -> str:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Int
 from magicjax.kv_cache.attention_stats import AttentionStats
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.model import Model
+from magicjax.options import check_types, options_of
 from magicjax.settings import AttentionStatsSpec, Settings
 from magicjax.trees.proposal import Proposal
 from magicjax.trees.token_tree import Shape, Tree
@@ -65,6 +66,18 @@ class Drafter(Protocol):
                 return Proposal(tokens, parents, draws), None
             def commit(self, target, state, draft, proposal, outcome): return state
     """
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Makes objects of a subclass check the types of their options, before `__post_init__`."""
+        super().__init_subclass__(**keywords)
+        own = getattr(cls, "__post_init__", None)
+
+        def check_first(self: Any) -> None:
+            check_types(self, options_of(type(self)).values())
+            if own is not None:
+                own(self)
+
+        cls.__post_init__ = check_first  # type: ignore[attr-defined]
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         """Raises ValueError if it cannot draft `tree` for `target` in texts of `context` tokens.
@@ -197,6 +210,45 @@ class Drafter(Protocol):
         No array may appear twice in the result: programs donate it. Only benchmarks call it.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define synthetic_state")
+
+
+def commit_checked(
+    drafter: Drafter,
+    target: Model,
+    state: Any,
+    draft: Any,
+    proposal: Proposal,
+    outcome: RoundOutcome,
+) -> Any:
+    """Returns `drafter.commit`, whose arrays are those of the state before; runs while tracing.
+
+    Raises:
+      TypeError: they have another structure, shape or dtype, which a compiled loop cannot carry.
+    """
+    committed = drafter.commit(target, state, draft, proposal, outcome)
+    name = f"{type(drafter).__name__}.commit"
+    before, after = jax.tree.structure(state), jax.tree.structure(committed)
+    if after != before:
+        raise TypeError(
+            f"{name} returned a state of the structure {after}, and the state before has {before}: "
+            "return the structure that `prefill` returns"
+        )
+
+    def check(path, old: Any, new: Any) -> None:
+        if _described(old) != _described(new):
+            raise TypeError(
+                f"{name} returned the state{jax.tree_util.keystr(path)} as {_described(new)}, and "
+                f"the state before has {_described(old)}: return the shapes and dtypes that "
+                "`prefill` returns"
+            )
+
+    jax.tree_util.tree_map_with_path(check, state, committed)
+    return committed
+
+
+def _described(x: Any) -> str:
+    kind = jax.typeof(x)
+    return f"{kind.dtype}{list(kind.shape)}"
 
 
 def insert_row(rows: Any, row: Any, slot: Int[Array, ""]) -> Any:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from magicjax.drafters.base import Drafter
+from magicjax.drafters.base import Drafter, commit_checked
 from magicjax.drafters.draft_pass import NOT_RUN, DraftBlock
 from magicjax.model import Model
 from magicjax.settings import AttentionStatsSpec, Settings
@@ -126,7 +126,7 @@ class Ensemble(Drafter):
 
     def commit(self, target, state, draft, proposal, outcome) -> tuple[Any, ...]:
         return tuple(
-            drafter.commit(target, member_state, member_draft, proposal, outcome)
+            commit_checked(drafter, target, member_state, member_draft, proposal, outcome)
             for drafter, member_state, member_draft in zip(self.drafters, state, draft, strict=True)
         )
 

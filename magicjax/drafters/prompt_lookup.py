@@ -1,7 +1,6 @@
 """Prompt lookup: drafts the continuation of an n-gram match in the row's own text."""
 
 import dataclasses
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -50,14 +49,13 @@ class PromptLookup(Drafter):
 
     Raises:
       ValueError: min_ngram is below 1 or above max_ngram.
+      TypeError: a number is not an integer.
     """
 
     max_ngram: int = option(4, "most of the newest tokens to look for", positional=True)
     min_ngram: int = option(1, "fewest of the newest tokens to look for")
 
     def __post_init__(self):
-        for name in ("max_ngram", "min_ngram"):
-            object.__setattr__(self, name, operator.index(getattr(self, name)))
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ValueError(
                 f"min_ngram={self.min_ngram} and max_ngram={self.max_ngram}: "

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +75,8 @@ class SelfSpeculation(Drafter):
     Raises:
       ValueError: an unknown policy, refresh_every < 1 or for a policy that a refresh cannot change,
         or a field that policy "full" does not use.
-      TypeError: the policy is neither a name nor a `Policy`, or a number is not an integer.
+      TypeError: the policy is neither a name nor a `Policy`, a number is not an integer, or an
+        unknown draw or kv_dtype.
     """
 
     policy: Policy | str = option("streaming", POLICY_HELP, positional=True)
@@ -90,7 +90,6 @@ class SelfSpeculation(Drafter):
     def __post_init__(self):
         resolve_policy(self, "reads the target's own cache", "refresh_every")
         if self.refresh_every is not None:
-            object.__setattr__(self, "refresh_every", operator.index(self.refresh_every))
             if self.refresh_every < 1:
                 raise ValueError(
                     f"refresh_every={self.refresh_every}: it must be at least 1 round; omit it to "

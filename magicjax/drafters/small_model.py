@@ -1,7 +1,6 @@
 """A draft model with its own cache (SpecInfer's SSM, MagicDec's stand-alone draft)."""
 
 import dataclasses
-import typing
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -43,7 +42,6 @@ from magicjax.trees.token_tree import Tree
 from sharding import BATCH, KV_HEADS, Split, logical_axes
 
 SinkPositions = Literal["text", "in_cache"]
-SINK_POSITIONS = typing.get_args(SinkPositions)
 
 
 @struct.dataclass
@@ -87,9 +85,10 @@ class SmallModel(Drafter):
         sliding window.
 
     Raises:
-      ValueError: an unknown policy or sink_positions; a budget or kv_dtype of a full cache;
+      ValueError: an unknown policy; a budget or kv_dtype of a full cache;
         sink_positions="in_cache" with another policy than streaming, or with a kv_dtype.
-      TypeError: the policy is neither a name nor a `Policy`, or the budget is not an integer.
+      TypeError: the policy is neither a name nor a `Policy`, the budget is not an integer, or an
+        unknown draw, kv_dtype or sink_positions.
     """
 
     model: Model
@@ -105,11 +104,6 @@ class SmallModel(Drafter):
 
     def __post_init__(self):
         resolve_policy(self, "keeps all of its cache")
-        if self.sink_positions not in SINK_POSITIONS:
-            raise ValueError(
-                f"sink_positions={self.sink_positions!r} is unknown: use one of "
-                f"{', '.join(SINK_POSITIONS)}"
-            )
         if self._moves_sinks and (not isinstance(self.policy, StreamingLLM) or self.kv_dtype):
             raise ValueError(
                 "sink_positions='in_cache' needs policy 'streaming' and no kv_dtype, not "

@@ -1,7 +1,6 @@
 """Sparse draft caches: a policy and a budget, validated, and turned into a cache."""
 
 import dataclasses
-import operator
 from typing import Any, Literal
 
 from magicjax.kv_cache.attention_stats import AttentionStats, newest
@@ -26,7 +25,7 @@ DRAW_HELP = (
 
 
 def resolve_policy(drafter: Any, full_reads: str, *unused: str) -> None:
-    """Replaces a drafter's policy by an object and its budget by an int, and validates both.
+    """Replaces a drafter's policy by an object and sets its budget, and validates both.
 
     The budget of policy 'full' is None.
 
@@ -36,20 +35,18 @@ def resolve_policy(drafter: Any, full_reads: str, *unused: str) -> None:
       unused: fields without a meaning for policy 'full', besides budget and kv_dtype.
 
     Raises:
-      ValueError: an unknown policy, or a field that policy 'full' does not use.
-      TypeError: the policy is neither a name nor a `Policy`, or the budget is not an integer.
+      ValueError: an unknown policy, a budget below 1, or a field that policy 'full' does not use.
+      TypeError: the policy is neither a name nor a `Policy`.
     """
     object.__setattr__(drafter, "policy", get_policy(drafter.policy))
-    if drafter.budget is not None:
-        try:
-            object.__setattr__(drafter, "budget", operator.index(drafter.budget))
-        except TypeError:
-            raise TypeError(
-                f"budget={drafter.budget!r}: it must be an integer, a number of slots"
-            ) from None
     if not isinstance(drafter.policy, Full):
         if drafter.budget is None:
             object.__setattr__(drafter, "budget", BUDGET)
+        if drafter.budget < 1:
+            raise ValueError(
+                f"budget={drafter.budget}: a draft cache needs at least 1 slot for each layer and "
+                f"KV head; omit budget for the default of {BUDGET}"
+            )
     else:
         for name in ("budget", *unused, "kv_dtype"):
             value = getattr(drafter, name)
@@ -94,9 +91,6 @@ class SparseSettings:
 
     def check(self, model: Model, needed: int, because: str) -> None:
         """Raises ValueError if the ring has fewer than `needed` slots, or nothing can be pinned."""
-        if self.kv_dtype not in KV_DTYPES:
-            names = ", ".join(name for name in KV_DTYPES if name)
-            raise ValueError(f"kv_dtype={self.kv_dtype!r} is unknown: use {names}, or None")
         if self.kv_dtype == "int4" and model.config.head_dim % 2:
             raise ValueError(
                 f"kv_dtype='int4' packs two elements into a byte and needs an even head "

@@ -3,19 +3,18 @@
     NAME[:PATH][:VALUE ...][:OPTION=VALUE ...]
 
 PATH is the model of a drafter that has one. Values without a name are those of the positional
-options, in order. An option may also be one of the policy's: self:streaming:256:sinks=4. Several
-drafters joined by " + " are an ensemble.
+options, in order. An option may also be one of the policy's: self:streaming:256:sinks=4. Drafters
+and policies of other files are import paths: self:my_file.MyPolicy:256. Several drafters joined by
+" + " are an ensemble.
 """
 
 import dataclasses
-import importlib
-import importlib.metadata
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from magicjax import options
+from magicjax import options, plugins
 from magicjax.drafters.base import REQUIRED, Drafter, missing_methods
 from magicjax.drafters.ensemble import Ensemble
 from magicjax.drafters.prompt_lookup import PromptLookup
@@ -42,11 +41,6 @@ DRAFTER_SYNTAX = (
 _JOIN = " + "
 
 
-def installed() -> dict[str, importlib.metadata.EntryPoint]:
-    """Returns the entry points of drafters of installed packages, by name."""
-    return {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
-
-
 def get_drafter(name: str) -> type[Drafter]:
     """Returns the class of a name.
 
@@ -56,15 +50,9 @@ def get_drafter(name: str) -> type[Drafter]:
     Raises:
       ValueError: an unknown name, or one of something else than a class of drafters.
     """
-    if name in DRAFTERS:
-        return DRAFTERS[name]
-    others = installed()
-    if name in others:
-        loaded = others[name].load()
-    elif "." in name:
-        loaded = _imported(name)
-    else:
-        known = sorted({*DRAFTERS, *others})
+    loaded = plugins.find(name, DRAFTERS, GROUP)
+    if loaded is None:
+        known = sorted({*DRAFTERS, *plugins.installed(GROUP)})
         raise ValueError(
             f"{name!r} is not a drafter{did_you_mean(name, known)} (drafters: {', '.join(known)}, "
             "or the import path of a class, such as my_file.MyDrafter)"
@@ -77,30 +65,9 @@ def get_drafter(name: str) -> type[Drafter]:
     return loaded
 
 
-def _imported(name: str) -> Any:
-    """Returns the object of an import path."""
-    module, _, attribute = name.rpartition(".")
-    try:
-        imported = importlib.import_module(module)
-    except Exception as error:  # of any kind: the file is the user's
-        missing = isinstance(error, ModuleNotFoundError) and module.startswith(str(error.name))
-        remedy = f"put the folder of {module}.py on PYTHONPATH, or correct the name"
-        raise ValueError(
-            f"drafter {name!r}: importing {module} raises {type(error).__name__}: {error}; "
-            f"{remedy if missing else f'correct {module}'}"
-        ) from error
-    if not hasattr(imported, attribute):
-        hint = did_you_mean(attribute, vars(imported))
-        raise ValueError(f"drafter {name!r}: {module} has no {attribute!r}{hint}")
-    return getattr(imported, attribute)
-
-
 def drafter_name(kind: type[Drafter]) -> str:
     """Returns the name of a class of drafters; its import path if it is not registered."""
-    value = f"{kind.__module__}:{kind.__qualname__}"
-    entry_points = {point.value: point.name for point in installed().values()}
-    names = {known: name for name, known in DRAFTERS.items()}
-    return names.get(kind) or entry_points.get(value) or value.replace(":", ".")
+    return plugins.name_of(kind, DRAFTERS, GROUP)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +212,7 @@ def _policy_options(
     except ValueError as error:
         hint = f" (a directory of that name needs {of_path}:full)" if of_path else ""
         raise ValueError(f"{error}{hint}") from error
-    return options.fields_of(type(found))
+    return options.fields_of(type(found), policy_name(found))
 
 
 def make_drafter(text: str, load: Callable[[str], Any]) -> Drafter:

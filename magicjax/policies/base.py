@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
 from magicjax.kv_cache.attention_stats import RecentQueries
+from magicjax.options import check_types, fields_of
 from pallas_kernels import prefix_mass
 from sharding import Split, collectives
 
@@ -90,7 +90,7 @@ class Policy:
 
     Raises:
       ValueError: recent < 1.
-      TypeError: an integer field has another value.
+      TypeError: a field has a value of another type.
     """
 
     recent: int | None = None
@@ -100,12 +100,7 @@ class Policy:
     accumulates = False  # whether the attention of all queries is summed
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            # A float such as 32.0 would fail while a program is traced.
-            if field.type in ("int", int, "int | None", int | None):
-                value = getattr(self, field.name)
-                if value is not None and not isinstance(value, int | np.integer):
-                    raise TypeError(f"{field.name}={value!r}: it must be an integer")
+        check_types(self, fields_of(type(self)).values())
         if self.recent is not None and self.recent < 1:
             raise ValueError(f"recent={self.recent}: the ring needs at least 1 slot")
 

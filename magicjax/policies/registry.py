@@ -1,8 +1,8 @@
-"""Policies by name: those of this package, and those that other packages register."""
+"""Policies by name: those of this package, of other packages, and of any importable file."""
 
-import importlib.metadata
 import inspect
 
+from magicjax import plugins
 from magicjax.policies.attention_mass import H2O, TOVA, PyramidKV, SnapKV
 from magicjax.policies.base import Policy
 from magicjax.policies.expected_attention import ExpectedAttention
@@ -27,51 +27,60 @@ GROUP = "magicjax.policies"  # of entry points
 def get_policy(policy: str | Policy) -> Policy:
     """Returns the policy of a name with its default settings, or `policy` itself.
 
-    A name is one of `POLICIES`, or an entry point of the group "magicjax.policies" of an installed
-    package.
+    A name is one of `POLICIES`, an entry point of the group "magicjax.policies" of an installed
+    package, or the import path of a class, such as my_file.MyPolicy.
 
     Raises:
-      ValueError: an unknown name, or an entry point that is not a policy.
+      ValueError: an unknown name, one of something else than a policy, or a policy that is not a
+        dataclass.
       TypeError: neither a name nor a `Policy`.
     """
+    if isinstance(policy, str):
+        policy = _named(policy)
     if isinstance(policy, Policy):
         _check_dataclass(type(policy))
         return policy
     if isinstance(policy, type) and issubclass(policy, Policy):
         raise TypeError(f"policy={policy.__name__} is a class: give an object, {policy.__name__}()")
-    if not isinstance(policy, str):
-        raise TypeError(
-            f"policy={policy!r} is neither a name nor a policy: give one of {', '.join(POLICIES)}, "
-            "or an object of a subclass of magicjax.Policy"
-        )
-    if policy in POLICIES:
-        return POLICIES[policy]()
-    installed = {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
-    if policy not in installed:
-        known = sorted({*POLICIES, *installed})
+    raise TypeError(
+        f"policy={policy!r} is neither a name nor a policy: give one of {', '.join(POLICIES)}, "
+        "or an object of a subclass of magicjax.Policy"
+    )
+
+
+def _named(name: str) -> Policy:
+    """Returns the policy of a name."""
+    found = plugins.find(name, POLICIES, GROUP)
+    if found is None:
+        known = sorted({*POLICIES, *plugins.installed(GROUP)})
         raise ValueError(
-            f"policy={policy!r} is unknown: use one of {', '.join(known)}, or an entry point of "
-            f"{GROUP!r} in an installed package{did_you_mean(policy, known)}"
+            f"policy={name!r} is unknown: use one of {', '.join(known)}, or the import path of a "
+            f"class, such as my_file.MyPolicy{did_you_mean(name, known)}"
         )
-    loaded = installed[policy].load()
-    instance = loaded() if callable(loaded) else loaded
-    if not isinstance(instance, Policy):
+    try:
+        made = found() if callable(found) else found
+    except Exception as error:  # of any kind: the class is the user's
         raise ValueError(
-            f"policy={policy!r}: the entry point {installed[policy].value} gives a "
-            f"{type(instance).__name__}: it must name a subclass of magicjax.Policy"
+            f"policy={name!r}: creating it raises {type(error).__name__}: {error}; give every "
+            "field a default"
+        ) from error
+    if not isinstance(made, Policy):
+        raise ValueError(
+            f"policy={name!r} gives a {type(made).__name__}: it must name a subclass of "
+            "magicjax.Policy"
         )
-    return instance
+    return made
 
 
 def _check_dataclass(kind: type) -> None:
-    """Raises TypeError for a class whose fields do not count in comparisons of its objects.
+    """Raises ValueError for a class whose fields do not count in comparisons of its objects.
 
     Programs are compiled for a policy, and equal policies share them.
     """
     for each in kind.__mro__[: kind.__mro__.index(Policy)]:
         has_fields = "__init__" in vars(each) or inspect.get_annotations(each)
         if has_fields and "__dataclass_fields__" not in vars(each):
-            raise TypeError(
+            raise ValueError(
                 f"policy {each.__name__} is not a dataclass, so that programs compiled for one "
                 "object would run for another: decorate it with "
                 "@dataclasses.dataclass(frozen=True), and declare its fields"
@@ -79,9 +88,5 @@ def _check_dataclass(kind: type) -> None:
 
 
 def policy_name(policy: Policy) -> str:
-    """Returns the name of a policy; that of its class if it is not registered."""
-    kind = type(policy)
-    value = f"{kind.__module__}:{kind.__qualname__}"
-    points = importlib.metadata.entry_points(group=GROUP)
-    names = {known: name for name, known in POLICIES.items()}
-    return names.get(kind) or {p.value: p.name for p in points}.get(value) or kind.__name__
+    """Returns the name of a policy; the import path of its class if it is not registered."""
+    return plugins.name_of(type(policy), POLICIES, GROUP)

@@ -5,7 +5,9 @@ import json
 import re
 import shutil
 
-from experiments import launch
+import pytest
+
+from experiments import launch, prompts
 from experiments.runner import launchers
 from magicjax.parallel import offloading
 
@@ -23,6 +25,27 @@ def test_a_draft_with_another_tokenizer_is_an_error_before_the_grid_starts(tmp_p
     assert message in capsys.readouterr().err
 
 
+def test_a_huge_batch_is_refused_before_its_prompts_are_made(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"results: {tmp_path}\ncontext: 512\nnew_tokens: 64\nbatch: 1000000\n")
+    monkeypatch.setattr(offloading, "free_host_memory", lambda: 20e6)
+    monkeypatch.setattr(prompts, "make", lambda *_, **__: pytest.fail("prompts were made"))
+    assert launch.main([str(path)]) == 2
+    assert "a batch of 1000000 rows of 576 tokens needs" in capsys.readouterr().err
+
+
+def test_too_few_prompts_are_an_error_in_terms_of_the_config(tmp_path, capsys, monkeypatch):
+    def too_few(*_, **__):
+        raise ValueError("4 of the 4 questions suit 8 prompts: use fewer prompts, or give more")
+
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"results: {tmp_path}\nprompts: chat\nbatch: 8\n")
+    monkeypatch.setattr(prompts, "make", too_few)
+    assert launch.main([str(path)]) == 2
+    message = "suit 8 prompts: use a smaller batch, requests or candidates, or give more"
+    assert message in capsys.readouterr().err
+
+
 def test_cells_larger_than_the_memory_are_refused_or_recorded(
     tmp_path, capsys, here, scripted, monkeypatch
 ):
@@ -36,7 +59,7 @@ def test_cells_larger_than_the_memory_are_refused_or_recorded(
     )
     path.write_text(settings)
     assert launch.main([str(path)]) == 2
-    message = "a batch of 512 rows .* use at most [0-9]+ rows"
+    message = "a batch of 512 rows .* use at most [0-9]+ rows of this length .batch., or more"
     assert re.search(f"batch 512, context 512: plain: {message}", capsys.readouterr().err)
     assert bench.ran == []
     assert launch.main([str(path), "--dry-run"]) == 0

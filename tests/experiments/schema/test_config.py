@@ -55,7 +55,8 @@ def test_all_problems_of_a_file_are_reported(tmp_path):
         ("{drafter: self, policy: [h2o, snap]}", "policy='snap' is unknown: use one of"),
         (
             "{drafter: prompt-lookup, policy: snapkv}",
-            "policy: no such key with drafter=prompt-lookup (keys: drafter, drafters, max_ngram",
+            "policy: no such key with drafter=prompt-lookup (keys: drafter, drafters, profile, "
+            "tree, verifier, max_ngram, min_ngram)",
         ),
         (
             "{drafter: self, policy: full, budget: 64}",
@@ -81,7 +82,8 @@ def test_all_problems_of_a_file_are_reported(tmp_path):
         ),
         (
             "{drafter: self, policy: [h2o, tova], sinks: 4}",
-            "sinks: no such key with drafter=self",
+            "sinks: no such key with drafter=self (keys: drafter, drafters, profile, tree, "
+            "verifier, policy, budget, draw, refresh_every, kv_dtype; of h2o: recent, window)",
         ),
         (
             "{drafter: self, recent: 32}",
@@ -113,6 +115,14 @@ def test_all_problems_of_a_file_are_reported(tmp_path):
         ("{drafter: auto, policy: snapkv}", "policy has no effect with drafter=auto"),
         ("{drafter: auto, drafters: [slef]}", "'slef' is not a drafter; did you mean 'self'?"),
         ("{drafter: auto, tree: 'dynamic:9,4,3'}", "must be a static tree"),
+        (
+            "{drafter: self, tree: [4]}",
+            "methods.0.tree.0=4: it must be text, as in tree: chain:4",
+        ),
+        (
+            "self",
+            "methods.0='self': it must be `key: value` lines, as in methods: [{drafter: self:str",
+        ),
         ("{drafter: self, tree: ladder:3}", "'ladder:3' is not a tree: use chain:4"),
         (
             "{drafter: self, tree: expansion:2,1}",
@@ -129,6 +139,23 @@ def test_options_that_do_not_fit_together_are_refused(tmp_path, method, message)
     with pytest.raises(fields.ConfigError) as error:
         read(tmp_path, f"methods: [{method}]")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("methods: self", "methods='self': it must be a list, as in methods: [{drafter: self:stre"),
+        ("batch: two", "batch='two': it must be an integer"),
+        ("results: 4", "results=4: it must be text"),
+        ("slurm: gpu", "slurm='gpu': it must be `key: value` lines"),
+        ("slurm: {setup: module load}", "slurm.setup='module load': it must be a list"),
+        ("phases: 1", "phases=1: it must be true or false"),
+    ],
+)
+def test_values_of_a_wrong_type_are_refused_in_plain_words(tmp_path, text, message):
+    with pytest.raises(fields.ConfigError) as error:
+        read(tmp_path, text)
+    assert str(error.value).splitlines()[1].startswith(f"  {message}")
 
 
 @pytest.mark.parametrize(

@@ -274,6 +274,8 @@ def test_invalid_arguments_exit_with_code_2_and_the_reason(
     assert (code, out) == (2, "")
     assert message in " ".join(err.split())
     assert "Traceback" not in err
+    if "argument --" in err or "did you mean" in err:
+        assert "--help" not in err
     assert program_cache.totals() == before
 
 

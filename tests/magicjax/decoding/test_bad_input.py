@@ -105,6 +105,8 @@ REFUSED = {
         ValueError,
         r"eos_token_id=48 must lie between 0 and 47; to disable early stopping, pass \[\]",
     ),
+    "eos text": (dict(eos_token_id="</s>"), TypeError, "eos_token_id='</s>' .* pass target.token"),
+    "pad text": (dict(pad_token_id=1.5), TypeError, "pad_token_id=1.5 is not a token id: pass an"),
     "pad outside": (dict(pad_token_id=-1), ValueError, "pad_token_id=-1 must lie between 0 and 47"),
     # options
     "unknown option": (dict(temprature=0.7), TypeError, "temprature"),
@@ -191,11 +193,6 @@ REFUSED = {
         dict(drafter=budget(12, draw="top"), do_sample=True, verifier="mss_without_replacement"),
         ValueError,
         "is not exact for children drawn 'top': .* use 'one_hot'",
-    ),
-    "unknown draw": (
-        dict(drafter=budget(12, draw="beam")),
-        ValueError,
-        "draw='beam' is unknown: use one of with_replacement, without_replacement, top",
     ),
     "dynamic tree of draws": (
         dict(
@@ -342,11 +339,6 @@ REFUSED = {
         ValueError,
         "budget=32 leaves no pinned slots besides a ring of 40",
     ),
-    "unknown kv_dtype": (
-        dict(drafter=magicjax.SelfSpeculation("snapkv", 64, kv_dtype="int2")),
-        ValueError,
-        "kv_dtype='int2' is unknown: use int8, int4, or None",
-    ),
     "half a byte": (
         sparse(opt(num_heads=16), policy="h2o", budget=64, kv_dtype="int4"),
         ValueError,
@@ -414,8 +406,8 @@ def test_invalid_arguments_are_errors_before_compilation(what, call):
         ),
         (
             lambda: magicjax.SmallModel(None, policy="key_diff"),
-            "policy='key_diff' is unknown: use one of expected_attention, .* an entry point of "
-            "'magicjax.policies' .*; did you mean 'keydiff'",
+            "policy='key_diff' is unknown: use one of expected_attention, .* or the import path of "
+            "a class, such as my_file.MyPolicy; did you mean 'keydiff'",
         ),
         (
             lambda: magicjax.SelfSpeculation("snapkv", refresh_every=0),
@@ -444,8 +436,19 @@ def test_invalid_arguments_are_errors_before_compilation(what, call):
         ),
         (
             lambda: magicjax.SmallModel(None, policy="streaming", sink_positions="cache"),
-            "sink_positions='cache' is unknown: use one of text, in_cache",
+            "sink_positions='cache': it must be text or in_cache",
         ),
+        (lambda: magicjax.SelfSpeculation(kv_dtype="int2"), "kv_dtype='int2': .* int8 or int4"),
+        (lambda: magicjax.SelfSpeculation(draw="beam"), "draw='beam': it must be with_replacement"),
+        (lambda: magicjax.SelfSpeculation(budget=512.0), "budget=512.0: it must be an integer"),
+        (lambda: magicjax.SelfSpeculation(budget=True), "budget=True: it must be an integer"),
+        (
+            lambda: magicjax.SelfSpeculation(budget=-1),
+            "budget=-1: a draft cache needs at least 1 slot .*; omit budget for .* 256",
+        ),
+        (lambda: magicjax.PromptLookup(max_ngram=2.5), "max_ngram=2.5: it must be an integer"),
+        (lambda: magicjax.PromptLookup("4"), "max_ngram='4': it must be an integer"),
+        (lambda: policies.SnapKV(scaled=1), "scaled=1: it must be true or false"),
         (lambda: policies.SnapKV(recent=0), "recent=0: the ring needs at least 1 slot"),
         (
             lambda: magicjax.StreamingLLM(recent=8),

@@ -86,7 +86,10 @@ def test_a_drafter_is_written_with_its_defaults_and_read_back(text, written):
         ("self:snapkv:many", "budget='many': it must be an integer"),
         ("self:snapkv:1:2", "has 3 values, and self takes at most 2 without a name"),
         ("self:refresh_evry=4", "'refresh_evry' is not an .*; did you mean 'refresh_every'"),
-        ("self:snapkv:sinks=4", "'sinks' is not an option of"),
+        (
+            "self:h2o:sinks=4",
+            "'sinks' is not an option of .* kv_dtype; of h2o: recent, window",
+        ),
         ("self:streaming:4:budget=8", "sets budget twice"),
         ("self:kv_dtype=int2", "kv_dtype='int2': it must be int8 or int4"),
         ("small", "needs a model: write small:PATH"),
@@ -114,12 +117,23 @@ def test_values_have_the_type_of_their_option(annotation, text, value):
     assert parse(Option("a", annotation, None), text) == value
 
 
+def test_the_options_of_any_drafter_have_their_types():
+    assert type(Repeat(np.int64(3)).times) is int
+    for wrong in ("3", 3.0, True, None):
+        with pytest.raises(TypeError, match=f"times={wrong!r}: it must be an integer"):
+            Repeat(wrong)
+
+
 @struct.dataclass
 class Repeat(Drafter):
     """Drafts the pending token again."""
 
     times: int = magicjax.option(1, "how often it is repeated at most", positional=True)
     text: str = magicjax.option("", "not used")
+
+    def __post_init__(self):
+        if self.times < 1:
+            raise ValueError(f"times={self.times} must be at least 1")
 
     def check(self, target, tree, depth, context):
         if depth > self.times:
@@ -229,6 +243,33 @@ def test_a_wrong_proposal_is_named(tiny, proposed, sampled, message):
 
     with pytest.raises(TypeError, match=message):
         magicjax.generate(tiny, [[1, 2]], drafter=Wrong(2), tree="chain:2", do_sample=sampled)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: {"text": x[:, 1:]}, r"state\['text'\] as int32\[1, 3\], .* has int32\[1, 4\]"),
+        (lambda x: {"text": x * 1.0}, r"state\['text'\] as float32\[1, 4\], .* has int32\[1, 4\]"),
+        (
+            lambda x: [x],
+            r"structure PyTreeDef\(\[\*\]\), and the state before has PyTreeDef\({'text'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_state_that_changes_is_named(tiny, change, message, members):
+    @struct.dataclass
+    class Growing(Repeat):
+        def prefill(self, target, tokens, cache, stats, settings):
+            return {"text": tokens[:, :4]}
+
+        def commit(self, target, state, draft, proposal, outcome):
+            return change(state["text"])
+
+    drafter = magicjax.Ensemble((Repeat(2), Growing(2))) if members == 2 else Growing(2)
+    with pytest.raises(TypeError, match=f"^Growing.commit returned .*{message}") as error:
+        magicjax.generate(tiny, [[1, 2]], drafter=drafter, tree="chain:2")
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("drawn", ["top", {"random"}])

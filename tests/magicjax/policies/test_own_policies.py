@@ -8,6 +8,7 @@ import pytest
 
 import magicjax
 from magicjax import policies
+from magicjax.drafters import spec
 from tests.magicjax import tiny
 
 
@@ -81,8 +82,36 @@ def test_a_policy_of_another_package_is_found_by_its_name(installed):
 )
 def test_an_entry_point_that_is_not_a_policy_is_rejected(installed, value, made):
     installed("mine", value)
-    with pytest.raises(ValueError, match=f"the entry point {value} gives a {made}: it must name a"):
+    with pytest.raises(ValueError, match=f"policy='mine' gives a {made}: it must name a"):
         magicjax.SelfSpeculation("mine")
+
+
+def test_a_policy_has_an_import_path(tmp_path, monkeypatch):
+    (tmp_path / "my_policies.py").write_text(
+        "import dataclasses, magicjax\n"
+        "@dataclasses.dataclass(frozen=True)\n"
+        "class Longest(magicjax.policies.KNorm):\n"
+        "    power: float = 1.0\n"
+        "@dataclasses.dataclass(frozen=True)\n"
+        "class Open(Longest):\n"
+        "    def __post_init__(self): raise ValueError('no power')\n"
+        "class Undecorated(magicjax.Policy):\n"
+        "    sign: int = 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "self:my_policies.Longest:64:power=2.0"
+    drafter = spec.make_drafter(text, magicjax.load)
+    assert (type(drafter.policy).__name__, drafter.policy.power) == ("Longest", 2)
+    assert spec.text_of(drafter) == text
+    for wrong, message in {
+        "my_policies.Longst": "my_policies has no 'Longst'; did you mean 'Longest'",
+        "nowhere.Longest": "put the folder of nowhere.py on PYTHONPATH",
+        "my_policies.Open": "creating it raises ValueError: no power; give every field a default",
+        "my_policies.Undecorated": "policy Undecorated is not a dataclass",
+        "dataclasses.MISSING": "policy='dataclasses.MISSING' gives a _MISSING_TYPE",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            spec.make_drafter(f"self:{wrong}:64", magicjax.load)
 
 
 def test_entry_points_cannot_replace_builtin_policies(installed):
@@ -103,6 +132,6 @@ def test_a_policy_whose_fields_do_not_count_is_refused():
 
     for policy in (Undecorated(1.0), Annotated()):
         with pytest.raises(
-            TypeError, match="is not a dataclass, so that programs compiled for one"
+            ValueError, match="is not a dataclass, so that programs compiled for one"
         ):
             magicjax.SelfSpeculation(policy)
