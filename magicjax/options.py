@@ -13,6 +13,8 @@ from flax import struct
 
 from magicjax.suggest import did_you_mean
 
+_hints = functools.cache(typing.get_type_hints)  # objects are made while programs are traced
+
 
 class Option(NamedTuple):
     """A setting of a drafter or a policy.
@@ -50,11 +52,10 @@ def option(default: Any, help: str, *, positional: bool = False) -> Any:
     return struct.field(pytree_node=False, default=default, metadata=metadata)
 
 
-@functools.cache
 def options_of(kind: type) -> dict[str, Option]:
     """Returns the options that a class of drafters declares, by name, in order."""
     declared = [field for field in dataclasses.fields(kind) if "help" in field.metadata]
-    hints = typing.get_type_hints(kind) if declared else {}
+    hints = _hints(kind) if declared else {}
     return {
         field.name: Option(field.name, hints[field.name], field.default, **_declared(field))
         for field in declared
@@ -65,10 +66,9 @@ def _declared(field: dataclasses.Field) -> dict[str, Any]:
     return {name: field.metadata[name] for name in ("help", "positional")}
 
 
-@functools.cache
 def fields_of(kind: type, owner: str = "") -> dict[str, Option]:
     """Returns all fields of a dataclass, such as a policy's, as options of `owner`."""
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     return {
         field.name: Option(field.name, hints[field.name], field.default, owner=owner)
         for field in dataclasses.fields(kind)

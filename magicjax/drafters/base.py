@@ -227,7 +227,8 @@ def commit_checked(
     """
     committed = drafter.commit(target, state, draft, proposal, outcome)
     name = f"{type(drafter).__name__}.commit"
-    before, after = jax.tree.structure(state), jax.tree.structure(committed)
+    before: Any = jax.tree.structure(state)
+    after: Any = jax.tree.structure(committed)
     if after != before:
         raise TypeError(
             f"{name} returned a state of the structure {after}, and the state before has {before}: "
