@@ -47,7 +47,7 @@ TOOLTIPS = {
 LINES = "length(datum.label) > 36 ? split(datum.label, ', ') : datum.label"
 STEP = 19  # height of a line of text for each method
 PANEL_HEIGHT = 130
-REASON_WIDTH = 150  # points; hovering shows all of a longer text
+REASON_WIDTH = 108  # points, as a narrow panel; hovering shows all of a longer text
 NARROW = 240  # all panels of a single column
 
 Chart = Any  # of Altair, whose classes have no common base with `facet`
