@@ -51,7 +51,9 @@ def _imported(name: str) -> Any:
 
 def name_of(kind: type, known: Mapping[str, Any], group: str) -> str:
     """Returns the name of a class; its import path if it has no other."""
+    for name, each in known.items():
+        if each is kind:
+            return name  # before the metadata of all packages is read, which takes milliseconds
     value = f"{kind.__module__}:{kind.__qualname__}"
-    names = {each: name for name, each in known.items()}
     points = {point.value: point.name for point in installed(group).values()}
-    return names.get(kind) or points.get(value) or value.replace(":", ".")
+    return points.get(value, value.replace(":", "."))
