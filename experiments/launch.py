@@ -8,7 +8,6 @@ again, so rerunning the command resumes an interrupted run.
 import itertools
 import os
 import pathlib
-import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-import experiments
 from experiments.report import labels, page, results_folder, terminal
 from experiments.runner import estimates, launchers, multihost, preflight, provenance, tracking
 from experiments.runner.cell_process import Limits
@@ -225,8 +223,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0; 1 if a cell failed or is not exact; 2 for invalid settings; 130 if the user stopped the run.
     In a multi-process run 4 if another process was lost (`sharding.processes`).
     """
-    if signal.getsignal(signal.SIGINT) is experiments._end_imports:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     console = Console()
     if not console.is_terminal:
         console = Console(width=140)  # for log files

@@ -1,23 +1,7 @@
 """Lossless speculative decoding for long contexts: sparse KV caches and token trees."""
 
 import importlib.util
-import os
 import pathlib
-import signal
-import sys
-from typing import Any, NoReturn
-
-
-def _end_imports(number: int, frame: Any) -> NoReturn:
-    """Ends the command `magicjax` on Ctrl-C while it imports, without a traceback."""
-    print("magicjax: interrupted", file=sys.stderr)
-    os._exit(130)
-
-
-_as_module = sys.argv[:1] == ["-m"] and "magicjax" in sys.orig_argv
-_is_command = _as_module or pathlib.Path(*sys.argv[:1]).name == "magicjax"
-if _is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, _end_imports)  # until `cli.main.main`
 
 
 def _check_neighbours() -> None:

@@ -3,11 +3,9 @@
 import argparse
 import logging
 import os
-import signal
 import sys
 from typing import NoReturn
 
-import magicjax
 from magicjax.cli import calibrate, chat, fetch, fit, generate, plan
 from magicjax.cli.options import INTERRUPTED, in_option_names
 from magicjax.suggest import did_you_mean
@@ -60,8 +58,6 @@ def main() -> None:
     Invalid input exits with a message and code 2, an interrupt by the user with code 130. If the
     reader of the output has ended, as `head` does, the command ends with code 0.
     """
-    if signal.getsignal(signal.SIGINT) is magicjax._end_imports:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     main_parser = parser()
     arguments = main_parser.parse_args()
     if getattr(arguments, "verbose", False):

@@ -52,25 +52,6 @@ def test_the_same_file_after_magicjax_on_the_path_is_harmless(tmp_path):
     assert importing(ROOT, tmp_path).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("command", "line"),
-    [("magicjax", "magicjax: interrupted\n"), ("experiments.launch", "interrupted\n")],
-)
-def test_an_interrupt_while_a_command_imports_is_one_line(command, line, tmp_path):
-    """A stand-in for jax, which every module imports, presses Ctrl-C."""
-    press = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nfor _ in range(9): pass\n"
-    (tmp_path / "jax.py").write_text(press)
-    done = subprocess.run(
-        [sys.executable, "-m", command, "a.yaml"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={"PYTHONPATH": str(tmp_path)},
-        timeout=300,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", line)
-
-
 def test_a_checkout_that_is_not_installed_has_version_0(monkeypatch):
     def absent(name):
         raise importlib.metadata.PackageNotFoundError(name)
