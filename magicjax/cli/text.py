@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
-from magicjax.engine.text_stream import TextStream
+from magicjax.decoding.text_stream import TextStream
 from magicjax.loading import config_of, load_tokenizer, validate_tokenizer
 
 
@@ -70,22 +70,22 @@ def interruptible() -> Iterator[threading.Event]:
 def print_stream(
     rounds: Generator[Any, bool | None, Any],
     tokenizer: Any,
-    stop: Callable[[], bool] = lambda: False,
+    interrupted: Callable[[], bool] = lambda: False,
+    stop: Sequence[str] = (),
 ) -> Any:
     """Prints the text as it is generated, and returns the generator's return value.
 
     A character that spans several tokens is printed when it is complete. After a round in which
-    `stop` returns True, the generator ends (`magicjax.stream`).
+    `interrupted` returns True, the generator ends (`magicjax.stream`). The text ends before the
+    first of the `stop` strings.
     """
-    text = TextStream(tokenizer)
-    stopped: bool | None = None  # a generator starts with None
+    text = TextStream(tokenizer, stop)
+    ends: bool | None = None  # a generator starts with None
     while True:
         try:
-            tokens = rounds.send(stopped)[0].tolist()
+            tokens = rounds.send(ends)[0].tolist()
         except StopIteration as end:
-            result = end.value
-            break
+            print(text.finish(), flush=True)
+            return end.value
         print(text.push(tokens)[1], end="", flush=True)
-        stopped = stop()
-    print(text.finish(), flush=True)
-    return result
+        ends = interrupted()

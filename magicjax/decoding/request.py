@@ -48,6 +48,7 @@ class Request:
       eos: int32 [E], tokens that end a row.
       sampling: parameters and key of each row; None for greedy decoding.
       pad_token_id: pads rows that ended.
+      stop: strings that end a row; the host searches for them (`runner.end_stopped`).
     """
 
     settings: Settings
@@ -60,6 +61,7 @@ class Request:
     eos: Int[Any, "E"]
     sampling: Sampling | None
     pad_token_id: int
+    stop: tuple[str, ...] = ()
 
     @property
     def prefill_settings(self) -> PrefillSettings:
@@ -191,6 +193,7 @@ def validate(target: Model, prompts: str | Sequence[Any], options: RequestOption
         eos=np.array(eos, np.int32),
         sampling=sampling,
         pad_token_id=validation.checked_pad(target, options, eos),
+        stop=validation.checked_stop(target, options.stop),
     )
 
 

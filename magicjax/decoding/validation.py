@@ -48,6 +48,7 @@ class RequestOptions:
     verifier: str | None = None
     eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int | None = None
+    stop: str | Sequence[str] = ()
     backend: str | None = None
     mesh: AnyMesh | None = None
     micro_batches: int | None = None
@@ -325,6 +326,32 @@ def checked_pad(target: Model, options: RequestOptions, eos: tuple[int, ...]) ->
     if target.pad_token_id is not None and 0 <= target.pad_token_id < target.config.vocab_size:
         return target.pad_token_id  # LLaMA-1's config has -1, which means none
     return eos[0] if eos else 0
+
+
+def checked_stop(target: Model, stop: Any) -> tuple[str, ...]:
+    """Returns the strings that end a text."""
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise ValueError(f"stop={string!r}: a stop string must have at least 1 character")
+    if strings and target.tokenizer is None:
+        raise ValueError(
+            f"stop={strings[0]!r}: the target {target.name!r} has no tokenizer, and stop strings "
+            "are searched for in the text; use eos_token_id"
+        )
+    if strings:
+        check_detokenization(target)
+    return strings
+
+
+def check_detokenization(target: Model) -> None:
+    """Raises ValueError if the target's tokenizer cannot decode token by token."""
+    tokenizer = target.tokenizer
+    if tokenizer is not None and getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise ValueError(
+            f"the tokenizer of {target.name!r} has no tokenizer.json, which incremental "
+            "detokenization reads: save it with transformers' save_pretrained as a fast tokenizer"
+        )
 
 
 def checked_backend(target: Model, options: RequestOptions) -> str:

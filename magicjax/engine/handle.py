@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from jaxtyping import Int
 
-from magicjax.engine.text_stream import TextStream
+from magicjax.decoding.text_stream import TextStream
 from magicjax.verification.sampling import Sampling
 
 # Why a request ended: an EOS token, its limit of new tokens, a stop string, `Handle.cancel`, or its

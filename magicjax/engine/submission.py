@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from magicjax.decoding.validation import RequestOptions, token_ids
+from magicjax.decoding.validation import RequestOptions, checked_stop, token_ids
 from magicjax.engine.handle import Submitted
 from magicjax.engine.templates import Templates, any_sampling
 from magicjax.verification.sampling import Sampling
@@ -36,7 +36,7 @@ def checked(
         prompt=tokens,
         limit=_checked_limit(templates, len(tokens), max_new_tokens),
         sampling=_checked_sampling(templates, **sampling),
-        stop=_checked_stop(templates, stop),
+        stop=checked_stop(templates.row.target, stop),
         priority=priority,
         submitted_s=now,
         deadline_s=None if deadline_s is None else now + deadline_s,
@@ -104,17 +104,3 @@ def _checked_sampling(
         do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
     return any_sampling(options, 1)
-
-
-def _checked_stop(templates: Templates, stop: str | Sequence[str]) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
-    for string in strings:
-        if not isinstance(string, str) or not string:
-            raise ValueError(f"stop={string!r}: a stop string must have at least 1 character")
-    target = templates.row.target
-    if strings and target.tokenizer is None:
-        raise ValueError(
-            f"stop={strings[0]!r}: the target {target.name!r} has no tokenizer, and stop strings "
-            "are searched for in the text; use eos_token_id of the engine"
-        )
-    return strings

@@ -82,6 +82,17 @@ def test_plain_decoding_reports_no_acceptance(directory, run):
     assert "acceptance by depth" not in err
 
 
+def test_stop_strings_end_the_printed_text(directory, run):
+    whole = expected_text(directory)
+    stop = whole[5:8]
+    code, out, err = run(
+        *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20),
+        *("--stop", "never said", "--stop", stop),
+    )
+    assert (code, out) == (0, whole[: whole.index(stop)] + "\n")
+    assert re.search(r"^(\d|1\d) tokens, ", err)
+
+
 def test_without_a_round_no_tau_is_reported(directory, run):
     code, out, err = run(
         *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 1),
