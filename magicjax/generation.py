@@ -40,6 +40,7 @@ def generate(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     stop: str | Sequence[str] = (),
+    logprobs: int | None = None,
     backend: str | None = None,
     mesh: Mesh | None = None,
     micro_batches: int | None = None,
@@ -76,6 +77,8 @@ def generate(
       pad_token_id: fills `tokens` after the end of a row; None for the target's, else EOS.
       stop: strings that end a row; its text is cut before the first one. They may span tokens.
         The loop then runs 8 rounds at a time. Requires a tokenizer.
+      logprobs: return the log-probabilities of the new tokens, and of this many of the most likely
+        tokens at their positions, 0 to 20 (`magicjax.LogProbs`); None for none.
       backend: of the attention (`pallas_kernels.BACKENDS`); None for xla.
       mesh: of devices (`magicjax.make_mesh`); None for one device. Models loaded for the mesh
         (`load(..., mesh=mesh)`) are used in place, others are moved in every call.
@@ -88,9 +91,9 @@ def generate(
         long prompt, tokens outside the vocabulary, a tree without a drafter, a temperature of 0 or
         below, a top_p outside (0, 1], a verifier that is not exact for the drafter, a drafter that
         does not match the target, a budget too small for the tree, an unknown backend, a mesh that
-        does not divide the models or the rows, an empty stop string, KV caches larger than the free
-        memory. The last is a `magicjax.decoding.memory.OutOfMemoryError`, as is running out of
-        memory later.
+        does not divide the models or the rows, an empty stop string, more than 20 logprobs, KV
+        caches larger than the free memory. The last is a
+        `magicjax.decoding.memory.OutOfMemoryError`, as is running out of memory later.
     """
     return _generate(**locals())
 
@@ -111,6 +114,7 @@ def stream(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     stop: str | Sequence[str] = (),
+    logprobs: int | None = None,
     backend: str | None = None,
     mesh: Mesh | None = None,
     micro_batches: int | None = None,
@@ -119,7 +123,8 @@ def stream(
 
     The tokens are those of `generate`; a row with a stop string ends with the token that completes
     it. The loop runs in Python, with a host synchronization after each round. The generator's
-    return value is the `Output`; after `send(True)` it returns without another round.
+    return value is the `Output`, which has the log-probabilities; after `send(True)` it returns
+    without another round.
 
     The arguments are those of `generate`. "auto" chooses one drafter and one tree, which do not
     change during the stream.

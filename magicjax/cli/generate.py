@@ -61,6 +61,13 @@ def add(commands: Any) -> None:
         help="string that ends the text, which is cut before it; repeat the option for several; "
         "--stop $'\\n' in bash for the end of a line",
     )
+    parser.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="K",
+        help="print each token's log-probability under the target, and the K most likely tokens, "
+        "0 to 20, after the text",
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="of all models; default: as stored")
     parser.add_argument("--backend", help="attention backend; default: xla")
     parser.add_argument(
@@ -217,7 +224,7 @@ def _generate(
 
     target = dataclasses.replace(without_weights(arguments.target), tokenizer=tokenizer)
     drafter, tree = speculation(arguments, without_weights)
-    own = ("max_new_tokens", "stop", "backend")
+    own = ("max_new_tokens", "stop", "logprobs", "backend")
     keywords = {name: getattr(arguments, name) for name in own}
     keywords |= {name: getattr(arguments, name) for name in drafting.SAMPLING}
     keywords |= {"tree": tree, "mesh": mesh}
@@ -239,6 +246,9 @@ def _generate(
         print(*arguments.tree or [DEFAULT_TREE], sep="\n")
     with interruptible as interrupted:
         output = text.print_stream(rounds, tokenizer, interrupted.is_set, arguments.stop)
+    if output.logprobs is not None:
+        tokens = output.tokens[0, : output.lengths[0]]
+        print(text.log_prob_lines(tokenizer, tokens, output.logprobs[0]), file=sys.stderr)
     if output.choice is not None:
         print(output.choice, file=sys.stderr)
     print(report(output), file=sys.stderr)

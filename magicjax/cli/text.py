@@ -7,8 +7,12 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+from jaxtyping import Int
+
 from magicjax.decoding.text_stream import TextStream
 from magicjax.loading import config_of, load_tokenizer, validate_tokenizer
+from magicjax.verification.logprobs import LogProbs
 
 
 def tokenizer_of(arguments: argparse.Namespace) -> Any:
@@ -89,3 +93,17 @@ def print_stream(
             return end.value
         print(text.push(tokens)[1], end="", flush=True)
         ends = interrupted()
+
+
+def log_prob_lines(tokenizer: Any, tokens: Int[np.ndarray, "T"], logprobs: LogProbs) -> str:
+    """Returns a line per token: its log-probability and text, then those of the alternatives."""
+
+    def described(log: float, token: int) -> str:
+        return f"{log:8.3f} {tokenizer.decode([token])!r}"
+
+    alternatives = zip(logprobs.top, logprobs.top_tokens, strict=True)
+    lines = [
+        "  ".join([described(log, token), *map(described, *others)])
+        for log, token, others in zip(logprobs.chosen, tokens, alternatives, strict=True)
+    ]
+    return "\n".join(["log-probabilities:", *lines])

@@ -75,6 +75,7 @@ class Request:
             backend=self.settings.backend,
             stats_spec=dataclasses.replace(stats_spec, rounds=False),  # concerns decoding only
             mesh=self.settings.mesh,
+            logprobs=self.settings.logprobs,
         )
 
     @property
@@ -183,6 +184,7 @@ def validate(target: Model, prompts: str | Sequence[Any], options: RequestOption
             max_new_tokens=int(limits.max()),
             backend=validation.checked_backend(target, options),
             mesh=None if mesh is None else factored(mesh),
+            logprobs=validation.checked_logprobs(target, options.logprobs),
         ),
         target=target,
         drafter=drafter,

@@ -17,6 +17,7 @@ from magicjax.decoding.stats import Stats, acceptance
 from magicjax.decoding.text_stream import TextStream
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.settings import PrefillSettings, Settings
+from magicjax.verification.logprobs import LogProbs
 from sharding import processes
 
 logger = logging.getLogger("magicjax")
@@ -39,6 +40,7 @@ class Output:
       lengths: int32 [B], the number of new tokens of each row.
       finish_reasons: per row, why it ended: "eos", "length", "stop", or "cancelled" in a stream
         that was ended by `send(True)`.
+      logprobs: per row, of its new tokens; None if they were not requested.
       stats: acceptance, counts, times and bytes.
       choice: with `drafter="auto"`, the selected `magicjax.Choice`, which can be reused.
     """
@@ -48,6 +50,7 @@ class Output:
     tokens: Int[np.ndarray, "B M"]
     lengths: Int[np.ndarray, "B"]
     finish_reasons: list[str]
+    logprobs: list[LogProbs] | None
     stats: Stats
     choice: Any = None
 
@@ -260,8 +263,9 @@ def output_of(
       calls: depth and histogram of each call of the loop, if their trees differed.
       measured: the measured fields of `Stats`.
     """
-    output, emitted, ended, histogram, ranks, nodes = processes.fetch(
-        (state.output, state.emitted, state.ended, state.histogram, state.ranks, state.nodes)
+    counters = state.histogram, state.ranks, state.nodes
+    output, emitted, ended, logprobs, (histogram, ranks, nodes) = processes.fetch(
+        (state.output, state.emitted, state.ended, state.logprobs, counters)
     )
     new = [row[:n] for row, n in zip(output, emitted, strict=True)]
     tokenizer, streams = request.target.tokenizer, text_streams(request)
@@ -275,6 +279,8 @@ def output_of(
     elif tokenizer is not None:
         texts = [tokenizer.decode(row, skip_special_tokens=True) for row in new]
     lengths = np.array([len(row) for row in new], np.int32)
+    if logprobs is not None:
+        logprobs = [logprobs[row, :n] for row, n in enumerate(lengths)]
     output = output[:, : request.settings.max_new_tokens]
     inside = np.arange(output.shape[1]) < lengths[:, None]
     stopped = [text.stopped for text in streams] or [False] * len(new)
@@ -302,5 +308,6 @@ def output_of(
             "stop" if stop else "cancelled" if not end else "eos" if row[-1] in eos else "length"
             for row, end, stop in zip(new, ended, stopped, strict=True)
         ],
+        logprobs=logprobs,
         stats=stats,
     )

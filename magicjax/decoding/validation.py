@@ -25,6 +25,7 @@ from magicjax.trees.token_tree import (
     Tree,
     chain,
 )
+from magicjax.verification.logprobs import MAX_ALTERNATIVES
 from magicjax.verification.sampling import Sampling, row_keys
 from magicjax.verification.verify import VERIFIERS
 from pallas_kernels import choose_backend
@@ -49,6 +50,7 @@ class RequestOptions:
     eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int | None = None
     stop: str | Sequence[str] = ()
+    logprobs: int | None = None
     backend: str | None = None
     mesh: AnyMesh | None = None
     micro_batches: int | None = None
@@ -352,6 +354,20 @@ def check_detokenization(target: Model) -> None:
             f"the tokenizer of {target.name!r} has no tokenizer.json, which incremental "
             "detokenization reads: save it with transformers' save_pretrained as a fast tokenizer"
         )
+
+
+def checked_logprobs(target: Model, logprobs: Any) -> int | None:
+    """Returns for how many of the most likely tokens log-probabilities are returned; None: off."""
+    if logprobs is None:
+        return None
+    limit = min(MAX_ALTERNATIVES, target.config.vocab_size)
+    is_int = isinstance(logprobs, int | np.integer) and not isinstance(logprobs, bool)
+    if not is_int or not 0 <= logprobs <= limit:
+        raise ValueError(
+            f"logprobs={logprobs!r} must be a whole number of alternatives between 0 (the chosen "
+            f"token only) and {limit}; for no log-probabilities, omit it"
+        )
+    return int(logprobs)
 
 
 def checked_backend(target: Model, options: RequestOptions) -> str:
