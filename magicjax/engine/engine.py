@@ -345,7 +345,7 @@ class Engine:
         for slot, handle in list(self._running.items()):
             new = slot, slice(self._delivered[slot], emitted[slot])
             self._delivered[slot] = emitted[slot]
-            handle.rounds = int(histogram[slot].sum())
+            handle.rounds, handle.emitted = int(histogram[slot].sum()), int(emitted[slot])
             stopped = handle.deliver(output[new], None if logprobs is None else logprobs[new], now)
             if stopped or ended[slot]:
                 text = handle.submitted.prompt, output[slot, : emitted[slot]]

@@ -43,7 +43,8 @@ class RequestStats:
       reused_tokens: prompt tokens whose keys and values another request had left.
       prefilled_tokens: prompt tokens that ran, repeated ones included, without padding.
       rounds: of the loop, in which the request emitted tokens.
-      tau: mean acceptance length: emitted tokens per round, without prefill's.
+      tau: mean acceptance length: tokens that the loop emitted per round, without prefill's, and
+        with those after a stop string.
       queue_s: from `submit` to the start of prefill.
       ttft_s: time to first token, from `submit`; None if there was none.
       tpot_s: time per output token after the first ones that arrived; None if no others did.
@@ -136,7 +137,8 @@ class Handle:
         # Counters that the engine updates.
         self.started_s: float | None = None
         self.first_s: float | None = None
-        self.first_tokens = self.reused_tokens = self.prefilled_tokens = self.rounds = 0
+        self.first_tokens = self.reused_tokens = self.prefilled_tokens = 0
+        self.rounds = self.emitted = 0
 
     @property
     def finished(self) -> bool:
@@ -211,7 +213,7 @@ class Handle:
             reused_tokens=self.reused_tokens,
             prefilled_tokens=self.prefilled_tokens,
             rounds=self.rounds,
-            tau=(new - 1) / self.rounds if self.rounds else 0.0,
+            tau=(self.emitted - 1) / self.rounds if self.rounds else 0.0,
             queue_s=(now if self.started_s is None else self.started_s) - submitted.submitted_s,
             ttft_s=ttft_s,
             tpot_s=tpot_s,
