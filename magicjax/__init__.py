@@ -41,6 +41,7 @@ from magicjax.options import option  # noqa: E402
 from magicjax.policies import Policy, StreamingLLM  # noqa: E402
 from magicjax.trees.sequoia import expected_tokens, optimal  # noqa: E402
 from magicjax.trees.token_tree import DynamicTree, TokenTree, chain, expansion, parse_tree  # noqa: E402
+from magicjax.verification.logprobs import LogProbs  # noqa: E402
 from sharding import make_mesh  # noqa: E402
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "DynamicTree",
     "Engine",
     "Ensemble",
+    "LogProbs",
     "Model",
     "Output",
     "Policy",

@@ -16,7 +16,7 @@ from magicjax.decoding.runner import (
     log_request,
     output_of,
     prefill_and_init,
-    run,
+    run_to_end,
     stream_rounds,
 )
 from magicjax.drafters import Drafter
@@ -39,6 +39,8 @@ def generate(
     verifier: str | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
+    stop: str | Sequence[str] = (),
+    logprobs: int | None = None,
     backend: str | None = None,
     mesh: Mesh | None = None,
     micro_batches: int | None = None,
@@ -73,6 +75,10 @@ def generate(
         sampling.
       eos_token_id: ends a row, one id or several; None for those of the target, [] for none.
       pad_token_id: fills `tokens` after the end of a row; None for the target's, else EOS.
+      stop: strings that end a row; its text is cut before the first one. They may span tokens.
+        The loop then runs 8 rounds at a time. Requires a tokenizer.
+      logprobs: return the log-probabilities of the new tokens, and of this many of the most likely
+        tokens at their positions, 0 to 20 (`magicjax.LogProbs`); None for none.
       backend: of the attention (`pallas_kernels.BACKENDS`); None for xla.
       mesh: of devices (`magicjax.make_mesh`); None for one device. Models loaded for the mesh
         (`load(..., mesh=mesh)`) are used in place, others are moved in every call.
@@ -85,7 +91,8 @@ def generate(
         long prompt, tokens outside the vocabulary, a tree without a drafter, a temperature of 0 or
         below, a top_p outside (0, 1], a verifier that is not exact for the drafter, a drafter that
         does not match the target, a budget too small for the tree, an unknown backend, a mesh that
-        does not divide the models or the rows, KV caches larger than the free memory. The last is a
+        does not divide the models or the rows, an empty stop string, more than 20 logprobs, KV
+        caches larger than the free memory. The last is a
         `magicjax.decoding.memory.OutOfMemoryError`, as is running out of memory later.
     """
     return _generate(**locals())
@@ -106,15 +113,18 @@ def stream(
     verifier: str | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
+    stop: str | Sequence[str] = (),
+    logprobs: int | None = None,
     backend: str | None = None,
     mesh: Mesh | None = None,
     micro_batches: int | None = None,
 ) -> Rounds:
     """Yields the new tokens of each row after prefill and after every round.
 
-    The tokens are those of `generate`. The loop runs in Python, with a host synchronization after
-    each round. The generator's return value is the `Output`; after `send(True)` it returns without
-    another round.
+    The tokens are those of `generate`; a row with a stop string ends with the token that completes
+    it. The loop runs in Python, with a host synchronization after each round. The generator's
+    return value is the `Output`, which has the log-probabilities; after `send(True)` it returns
+    without another round.
 
     The arguments are those of `generate`. "auto" chooses one drafter and one tree, which do not
     change during the stream.
@@ -132,7 +142,7 @@ def _generate(target: Model, prompts: Any, drafter: Any, **options: Any) -> Outp
     request, compiled = prepare(target, prompts, drafter=drafter, **options), program_cache.totals()
     log_request(request)
     state, prefill_s = prefill_and_init(request)
-    state, decode_s = run(request, request.settings, state)
+    state, decode_s = run_to_end(request, state)
     return output_of(request, state, compiled, prefill_s=prefill_s, decode_s=decode_s)
 
 

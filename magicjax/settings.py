@@ -42,6 +42,8 @@ class Settings:
       max_backlog: the most committed tokens that a draft model's cache may lack.
       drafter_index: index of the drafter in its ensemble.
       mesh: the factored device mesh; None: one device.
+      logprobs: for how many of the most likely tokens the log-probabilities are returned, besides
+        those of the emitted tokens; None: no log-probabilities are computed.
     """
 
     tree: Tree
@@ -54,6 +56,7 @@ class Settings:
     max_backlog: int = 1
     drafter_index: int = 0
     mesh: AnyMesh | None = None
+    logprobs: int | None = None
 
     def with_tree(self, tree: Tree) -> "Settings":
         """Returns the settings for another tree of one drafter, no deeper and no wider.
@@ -73,7 +76,7 @@ class PrefillSettings:
     A deeper tree may still need a larger capacity, in steps of 64 slots.
 
     Attributes:
-      capacity, chunk, backend, mesh: as in `Settings`.
+      capacity, chunk, backend, mesh, logprobs: as in `Settings`.
       stats_spec: the attention statistics to collect.
     """
 
@@ -82,3 +85,4 @@ class PrefillSettings:
     backend: str | None
     stats_spec: AttentionStatsSpec
     mesh: AnyMesh | None = None
+    logprobs: int | None = None

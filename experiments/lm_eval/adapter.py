@@ -7,18 +7,18 @@ this model registered. Versions of the harness with plugins register it themselv
 
 import dataclasses
 import itertools
-import json
 import logging
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from tqdm import tqdm
 
 import magicjax
-from experiments.lm_eval.continuation import continue_until
-from experiments.lm_eval.likelihood import log_likelihoods
+from experiments.lm_eval.likelihood import bucket, log_likelihoods
 from magicjax.drafters.spec import make_drafter
+from magicjax.engine.handle import Handle, Result
 from magicjax.trees.token_tree import Tree
 
 try:
@@ -120,7 +120,7 @@ class MagicJaxLM(TemplateLM):
       drafter, tree: see `speculation`; None for plain decoding.
       dtype: dtype of the models; None for the stored one.
       backend: attention backend; None for xla.
-      batch_size: rows per batch.
+      batch_size: texts that are decoded or scored at once.
       max_gen_toks: default number of new tokens.
       max_length: maximal length of prompt and new text; None for the target's positions. Longer
         prompts are truncated at the beginning with a warning, as in the harness.
@@ -255,39 +255,65 @@ class MagicJaxLM(TemplateLM):
         return sums
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Returns the new text of each request up to its first stop string."""
-        texts: list[str] = [""] * len(requests)
-        groups: dict[str, list[int]] = {}  # indices of requests by their options
-        for i, request in enumerate(requests):
-            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
-        emitted = passes = 0
+        """Returns the new text of each request up to its first stop string.
+
+        Greedy requests share an engine, and so do sampled ones; `batch_size` is its slots.
+        """
+        options = [parse_options(request.args[1], self.max_gen_toks) for request in requests]
+        prompts = [self._prompt(r.args[0], one) for r, one in zip(requests, options, strict=True)]
+        results: dict[int, Result] = {}
         with tqdm(total=len(requests), disable=disable_tqdm) as progress:
-            for gen_kwargs, indices in groups.items():
-                options = parse_options(json.loads(gen_kwargs), self.max_gen_toks)
-                prompts = {i: self._prompt(requests[i].args[0], options) for i in indices}
-                indices.sort(key=lambda i: -len(prompts[i]))  # similar lengths in a batch
-                for start in range(0, len(indices), self.batch_size):
-                    part = indices[start : start + self.batch_size]
-                    done = continue_until(
-                        self.target,
-                        [prompts[i] for i in part],
-                        options.until,
-                        max_new_tokens=options.max_new_tokens,
-                        rows=self.batch_size,
-                        indices=part,
-                        drafter=self.drafter,
-                        tree=self.tree,
-                        backend=self.attention,
-                        seed=self.seed,
-                        **options.sampling,
-                    )
-                    emitted, passes = emitted + done.emitted, passes + done.target_passes
-                    for i, text in zip(part, done.texts, strict=True):
-                        texts[i] = text
-                        self.cache_hook.add_partial("generate_until", requests[i].args, text)
-                    progress.update(len(part))
-        logger.info("%d texts, τ %.2f", len(texts), emitted / passes if passes else 0.0)
-        return texts
+            for sampled in (False, True):
+                indices = [i for i, one in enumerate(options) if bool(one.sampling) == sampled]
+                handles = self._submitted(indices, prompts, options, sampled)
+                for i, handle in handles.items():
+                    results[i] = handle.result()
+                    self.cache_hook.add_partial("generate_until", requests[i].args, results[i].text)
+                    progress.update()
+        stats = [result.stats for result in results.values()]
+        rounds = sum(one.rounds for one in stats)
+        tau = sum(one.tau * one.rounds for one in stats) / max(rounds, 1)
+        logger.info("%d texts, τ %.2f", len(results), tau)
+        return [results[i].text or "" for i in range(len(requests))]
+
+    def _submitted(
+        self,
+        indices: list[int],
+        prompts: list[list[int]],
+        options: list[Options],
+        sampled: bool,
+    ) -> dict[int, Handle]:
+        """Returns the requests of some indices in a new engine.
+
+        A request's samples depend on the seed and its index. Capacities are powers of two, so that
+        a benchmark compiles few programs.
+        """
+        if not indices:
+            return {}
+        longest = max(len(prompts[i]) + options[i].max_new_tokens for i in indices)
+        engine = magicjax.Engine(
+            self.target,
+            self.drafter,
+            self.tree,
+            slots=self.batch_size,
+            capacity=min(bucket(longest), self.target.config.max_positions),
+            max_new_tokens=max(options[i].max_new_tokens for i in indices),
+            do_sample=sampled,
+            queue_limit=len(indices),
+            backend=self.attention,
+        )
+        handles = {}
+        for i in indices:
+            sampling = dict(options[i].sampling)
+            if sampling.pop("do_sample", False):
+                sampling["seed"] = int(np.random.SeedSequence([self.seed, i]).generate_state(1)[0])
+            handles[i] = engine.submit(
+                prompts[i],
+                max_new_tokens=options[i].max_new_tokens,
+                stop=[stop for stop in options[i].until if stop],
+                **sampling,
+            )
+        return handles
 
     def _prompt(self, text: str, options: Options) -> list[int]:
         tokens = self.tok_encode(text) or [self.prefix_token_id]

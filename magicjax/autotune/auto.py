@@ -141,7 +141,7 @@ def run_choice(
     sampled = request.sampling is not None
     if not _is_adaptive(choice, sampled):
         depth = request.settings.shape.depth
-        state, seconds = runner.run(request, request.settings, state)
+        state, seconds = runner.run_to_end(request, state)
         return state, [(depth, np.asarray(state.histogram))], seconds
     assert choice.tree is not None
     trial = next(trial for trial in choice.trials if trial.name == choice.name)
@@ -171,11 +171,13 @@ def run_adaptive(
         runner.compile_loop(request, one, state)
     calls: list[Call] = []
     total, decode_s = np.zeros(state.histogram.shape, np.int32), 0.0
-    limits, ended = np.asarray(request.limits), np.array(state.ended)
+    limits, texts = np.asarray(request.limits), runner.text_streams(request)
+    state, _, _, ended = runner.end_stopped(state, texts)
     while not ended.all():
         depth = controller.depth
         state, seconds = runner.run(request, settings[depth], state, rounds)
-        new_total, emitted, ended = map(np.array, (state.histogram, state.emitted, state.ended))
+        state, emitted, _, ended = runner.end_stopped(state, texts)
+        new_total = np.array(state.histogram)
         histogram, total, decode_s = new_total - total, new_total, decode_s + seconds
         calls.append((depth, histogram))
         left = np.where(ended, 0, limits - emitted)

@@ -53,6 +53,21 @@ def add(commands: Any) -> None:
     source.add_argument("--prompt-file", type=pathlib.Path, help="file with the text to continue")
     source.add_argument("--chat", metavar="MESSAGE", help="message to answer, in a chat template")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="string that ends the text, which is cut before it; repeat the option for several; "
+        "--stop $'\\n' in bash for the end of a line",
+    )
+    parser.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="K",
+        help="print each token's log-probability under the target, and the K most likely tokens, "
+        "0 to 20, after the text",
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="of all models; default: as stored")
     parser.add_argument("--backend", help="attention backend; default: xla")
     parser.add_argument(
@@ -209,7 +224,8 @@ def _generate(
 
     target = dataclasses.replace(without_weights(arguments.target), tokenizer=tokenizer)
     drafter, tree = speculation(arguments, without_weights)
-    keywords = {name: getattr(arguments, name) for name in ("max_new_tokens", "backend")}
+    own = ("max_new_tokens", "stop", "logprobs", "backend")
+    keywords = {name: getattr(arguments, name) for name in own}
     keywords |= {name: getattr(arguments, name) for name in drafting.SAMPLING}
     keywords |= {"tree": tree, "mesh": mesh}
     if isinstance(drafter, magicjax.Auto):
@@ -228,12 +244,15 @@ def _generate(
     rounds = magicjax.stream(target, [prompt], drafter=drafter, **keywords)
     if arguments.show_tree:
         print(*arguments.tree or [DEFAULT_TREE], sep="\n")
-    with interruptible as stop:
-        output = text.print_stream(rounds, tokenizer, stop.is_set)
+    with interruptible as interrupted:
+        output = text.print_stream(rounds, tokenizer, interrupted.is_set, arguments.stop)
+    if output.logprobs is not None:
+        tokens = output.tokens[0, : output.lengths[0]]
+        print(text.log_prob_lines(tokenizer, tokens, output.logprobs[0]), file=sys.stderr)
     if output.choice is not None:
         print(output.choice, file=sys.stderr)
     print(report(output), file=sys.stderr)
-    return options.INTERRUPTED if stop.is_set() else 0
+    return options.INTERRUPTED if interrupted.is_set() else 0
 
 
 def _text(arguments: argparse.Namespace) -> str:

@@ -7,8 +7,12 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
-from magicjax.engine.text_stream import TextStream
+import numpy as np
+from jaxtyping import Int
+
+from magicjax.decoding.text_stream import TextStream
 from magicjax.loading import config_of, load_tokenizer, validate_tokenizer
+from magicjax.verification.logprobs import LogProbs
 
 
 def tokenizer_of(arguments: argparse.Namespace) -> Any:
@@ -70,22 +74,36 @@ def interruptible() -> Iterator[threading.Event]:
 def print_stream(
     rounds: Generator[Any, bool | None, Any],
     tokenizer: Any,
-    stop: Callable[[], bool] = lambda: False,
+    interrupted: Callable[[], bool] = lambda: False,
+    stop: Sequence[str] = (),
 ) -> Any:
     """Prints the text as it is generated, and returns the generator's return value.
 
     A character that spans several tokens is printed when it is complete. After a round in which
-    `stop` returns True, the generator ends (`magicjax.stream`).
+    `interrupted` returns True, the generator ends (`magicjax.stream`). The text ends before the
+    first of the `stop` strings.
     """
-    text = TextStream(tokenizer)
-    stopped: bool | None = None  # a generator starts with None
+    text = TextStream(tokenizer, stop)
+    ends: bool | None = None  # a generator starts with None
     while True:
         try:
-            tokens = rounds.send(stopped)[0].tolist()
+            tokens = rounds.send(ends)[0].tolist()
         except StopIteration as end:
-            result = end.value
-            break
+            print(text.finish(), flush=True)
+            return end.value
         print(text.push(tokens)[1], end="", flush=True)
-        stopped = stop()
-    print(text.finish(), flush=True)
-    return result
+        ends = interrupted()
+
+
+def log_prob_lines(tokenizer: Any, tokens: Int[np.ndarray, "T"], logprobs: LogProbs) -> str:
+    """Returns a line per token: its log-probability and text, then those of the alternatives."""
+
+    def described(log: float, token: int) -> str:
+        return f"{log:8.3f} {tokenizer.decode([token])!r}"
+
+    alternatives = zip(logprobs.top, logprobs.top_tokens, strict=True)
+    lines = [
+        "  ".join([described(log, token), *map(described, *others)])
+        for log, token, others in zip(logprobs.chosen, tokens, alternatives, strict=True)
+    ]
+    return "\n".join(["log-probabilities:", *lines])

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from magicjax.drafters.base import (
     Drafter,
@@ -33,6 +33,7 @@ from magicjax.settings import PrefillSettings, Settings
 from magicjax.trees import token_tree
 from magicjax.trees.proposal import Proposal
 from magicjax.verification import verify
+from magicjax.verification.logprobs import LogProbs, log_probs
 from magicjax.verification.sampling import Purpose, Sampling, sample, uniforms, warp
 from sharding import collectives, logical_axes
 
@@ -46,10 +47,12 @@ class Prefilled:
     Attributes:
       first: int32 [B], each row's first new token.
       stats: the target's attention over the prompts.
+      logprobs: [B, 1], of the first tokens; None if they are not computed.
     """
 
     first: Int[Array, "B"]
     stats: AttentionStats
+    logprobs: LogProbs | None
 
 
 @struct.dataclass
@@ -71,6 +74,7 @@ class DecodeState:
         1st, 2nd, … W-th or later try; 0 at the last depth.
       nodes: int32 [B], number of proposed nodes without padding and roots.
       rounds_left: int32 [], number of rounds that `decode` may still run.
+      logprobs: [B, max_new_tokens + A], of the tokens in `output`; None if they are not computed.
     """
 
     cache: KVCache
@@ -86,6 +90,7 @@ class DecodeState:
     ranks: Int[Array, "B A W"]
     nodes: Int[Array, "B"]
     rounds_left: Int[Array, ""]
+    logprobs: LogProbs | None
 
 
 def prefill(
@@ -97,7 +102,7 @@ def prefill(
 ) -> tuple[KVCache, Prefilled]:
     """Returns the target's cache of the prompts, and the other results of prefill."""
     cache, last, stats = prefill_cache(target, tokens, lengths, settings, settings.stats_spec)
-    return cache, Prefilled(_first_token(target, last, lengths, sampling), stats)
+    return cache, _prefilled(settings, target, last, lengths, sampling, stats)
 
 
 def extend(
@@ -111,7 +116,7 @@ def extend(
     """Returns what `prefill` does, given a cache of the first tokens of each row."""
     spec = settings.stats_spec
     cache, last, stats = extend_cache(target, cache, tokens, lengths, settings, spec)
-    return cache, Prefilled(_first_token(target, last, lengths, sampling), stats)
+    return cache, _prefilled(settings, target, last, lengths, sampling, stats)
 
 
 def init_state(
@@ -129,7 +134,7 @@ def init_state(
     drafter_state = None
     if drafter is not None:
         drafter_state = drafter.prefill(target, tokens, cache, prefilled.stats, settings)
-    return _first_state(settings, cache, drafter_state, prefilled.first, limits, eos, sampling)
+    return _first_state(settings, cache, drafter_state, prefilled, limits, eos, sampling)
 
 
 def resume_state(
@@ -151,26 +156,30 @@ def resume_state(
         drafter_state = drafter.extend(
             target, previous, kept, tokens, cache, prefilled.stats, settings
         )
-    return _first_state(settings, cache, drafter_state, prefilled.first, limits, eos, sampling)
+    return _first_state(settings, cache, drafter_state, prefilled, limits, eos, sampling)
 
 
 def _first_state(
     settings: Settings,
     cache: KVCache,
     drafter_state: Any,
-    first: Int[Array, "B"],
+    prefilled: Prefilled,
     limits: Int[Array, "B"],
     eos: Int[Array, "E"],
     sampling: Sampling | None,
 ) -> DecodeState:
-    rows, path = first.shape[0], settings.shape.depth + 1
-    output = jnp.zeros((rows, settings.max_new_tokens + path), jnp.int32)
+    first, path = prefilled.first, settings.shape.depth + 1
+    rows, tokens = first.shape[0], settings.max_new_tokens + path
+
+    def buffer(x):  # [B, 1, ...]
+        return jnp.zeros((rows, tokens, *x.shape[2:]), x.dtype).at[:, 0].set(x[:, 0])
+
     emitted = jnp.ones(rows, jnp.int32)
     return DecodeState(
         cache=cache,
         drafter=drafter_state,
         pending=first,
-        output=output.at[:, 0].set(first),
+        output=buffer(first[:, None]),
         emitted=emitted,
         limits=limits,
         ended=_is_eos(first, eos) | (emitted >= limits),
@@ -180,17 +189,29 @@ def _first_state(
         ranks=jnp.zeros((rows, path, max(1, settings.shape.width)), jnp.int32),
         nodes=jnp.zeros(rows, jnp.int32),
         rounds_left=jnp.full((), ALL_ROUNDS, jnp.int32),
+        logprobs=jax.tree.map(buffer, prefilled.logprobs),
     )
 
 
-def _first_token(target: Model, hidden, lengths, sampling: Sampling | None) -> Int[Array, "B"]:
+def _prefilled(
+    settings: PrefillSettings,
+    target: Model,
+    hidden: Float[Array, "B E"],
+    lengths: Int[Array, "B"],
+    sampling: Sampling | None,
+    stats: AttentionStats,
+) -> Prefilled:
+    """Returns the first tokens, chosen from the hidden states of the prompts' last tokens."""
     logits, axis_names = target.unembed(hidden), target.split.axes
     if sampling is None:
         first = collectives.argmax(logits, axis_names)
     else:
         u = uniforms(sampling.keys, lengths, Purpose.TARGET)
         first = sample(warp(sampling, logits, axis_names), u, axis_names)
-    return target.layout.broadcast_decision(first)
+    first, logprobs = target.layout.broadcast_decision(first), None
+    if settings.logprobs is not None:
+        logprobs = log_probs(logits[:, None], first[:, None], settings.logprobs, axis_names)
+    return Prefilled(first, stats, logprobs)
 
 
 def step(
@@ -229,6 +250,10 @@ def step(
         result = target.layout.broadcast_decision(result)
         tokens = _emitted_tokens(proposal.tokens, result)
         kept, ended = _truncate(tokens, result, state)
+        logprobs = None
+        if settings.logprobs is not None:
+            chosen_from = _along_path(logits, result)
+            logprobs = log_probs(chosen_from, tokens, settings.logprobs, target.split.axes)
     with jax.named_scope("commit"):
         kept = kept + full_cache.zero_after(result.bonus)
         cache = full_cache.append(state.cache, new, result.path, kept)
@@ -237,7 +262,7 @@ def step(
             drafter_state = commit_checked(drafter, target, state.drafter, draft, proposal, outcome)
             state = dataclasses.replace(state, drafter=drafter_state)
         state = _count(state, proposal, result)
-        return _emit(dataclasses.replace(state, cache=cache), tokens, kept, ended)
+        return _emit(dataclasses.replace(state, cache=cache), tokens, logprobs, kept, ended)
 
 
 def decode(
@@ -367,6 +392,15 @@ def _emitted_tokens(tokens: Int[Array, "B N"], result: verify.VerifyResult) -> I
     return jnp.where(index < result.accepted[:, None], drafted, result.bonus[:, None])
 
 
+def _along_path(logits: Float[Array, "B N V"], result: verify.VerifyResult) -> Array:
+    """Returns the logits [B, A, V] from which the tokens of a round were chosen.
+
+    The path 0 2 5 with A = 4 gives the logits of the nodes 0, 2, 5, 5. Those of node 2 are of the
+    token after it, which node 5 has.
+    """
+    return jnp.take_along_axis(logits, result.path[:, :, None], 1)
+
+
 def _truncate(
     tokens: Int[Array, "B A"], result: verify.VerifyResult, state: DecodeState
 ) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
@@ -404,15 +438,25 @@ def _count(state: DecodeState, proposal: Proposal, result: verify.VerifyResult) 
 
 
 def _emit(
-    state: DecodeState, tokens: Int[Array, "B A"], kept: Int[Array, "B"], ended: Bool[Array, "B"]
+    state: DecodeState,
+    tokens: Int[Array, "B A"],
+    logprobs: LogProbs | None,
+    kept: Int[Array, "B"],
+    ended: Bool[Array, "B"],
 ) -> DecodeState:
     """Returns the state with the first `kept` tokens of each row emitted, the last one pending."""
     last = jnp.take_along_axis(tokens, jnp.maximum(kept - 1, 0)[:, None], 1)[:, 0]
-    write = jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (start,)))
+    write = jax.vmap(lambda row, new, i: jax.lax.dynamic_update_slice_in_dim(row, new, i, 0))
+    output, logprobs = jax.tree.map(
+        lambda old, new: write(old, new, state.emitted),
+        (state.output, state.logprobs),
+        (tokens, logprobs),
+    )
     return dataclasses.replace(
         state,
         pending=jnp.where(kept > 0, last, state.pending),
-        output=write(state.output, tokens, state.emitted),
+        output=output,
         emitted=state.emitted + kept,
         ended=ended,
+        logprobs=logprobs,
     )

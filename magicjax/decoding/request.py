@@ -48,6 +48,7 @@ class Request:
       eos: int32 [E], tokens that end a row.
       sampling: parameters and key of each row; None for greedy decoding.
       pad_token_id: pads rows that ended.
+      stop: strings that end a row; the host searches for them (`runner.end_stopped`).
     """
 
     settings: Settings
@@ -60,6 +61,7 @@ class Request:
     eos: Int[Any, "E"]
     sampling: Sampling | None
     pad_token_id: int
+    stop: tuple[str, ...] = ()
 
     @property
     def prefill_settings(self) -> PrefillSettings:
@@ -73,6 +75,7 @@ class Request:
             backend=self.settings.backend,
             stats_spec=dataclasses.replace(stats_spec, rounds=False),  # concerns decoding only
             mesh=self.settings.mesh,
+            logprobs=self.settings.logprobs,
         )
 
     @property
@@ -181,6 +184,7 @@ def validate(target: Model, prompts: str | Sequence[Any], options: RequestOption
             max_new_tokens=int(limits.max()),
             backend=validation.checked_backend(target, options),
             mesh=None if mesh is None else factored(mesh),
+            logprobs=validation.checked_logprobs(target, options.logprobs),
         ),
         target=target,
         drafter=drafter,
@@ -191,6 +195,7 @@ def validate(target: Model, prompts: str | Sequence[Any], options: RequestOption
         eos=np.array(eos, np.int32),
         sampling=sampling,
         pad_token_id=validation.checked_pad(target, options, eos),
+        stop=validation.checked_stop(target, options.stop),
     )
 
 

@@ -8,20 +8,23 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from magicjax.decoding import memory, program_cache
 from magicjax.decoding.loop import ALL_ROUNDS, DecodeState, Prefilled
 from magicjax.decoding.request import Request
 from magicjax.decoding.stats import Stats, acceptance
+from magicjax.decoding.text_stream import TextStream
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.settings import PrefillSettings, Settings
+from magicjax.verification.logprobs import LogProbs
 from sharding import processes
 
 logger = logging.getLogger("magicjax")
 
 Rounds = Generator[list[Int[np.ndarray, "T"]], bool | None, Any]
 Call = tuple[int, Int[np.ndarray, "B A"]]
+ROUNDS_PER_CALL = 8  # of the loop between two searches for stop strings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +33,14 @@ class Output:
 
     Attributes:
       sequences: per row, prompt and new tokens, int32.
-      texts: per row, the new text without special tokens; None without a tokenizer.
-      tokens: int32 [B, max_new_tokens], the new tokens, padded with the pad token.
+      texts: per row, the new text without special tokens, before the stop string; None without a
+        tokenizer.
+      tokens: int32 [B, max_new_tokens], the new tokens, padded with the pad token; after a stop
+        string, up to the one that completed it.
       lengths: int32 [B], the number of new tokens of each row.
+      finish_reasons: per row, why it ended: "eos", "length", "stop", or "cancelled" in a stream
+        that was ended by `send(True)`.
+      logprobs: per row, of its new tokens; None if they were not requested.
       stats: acceptance, counts, times and bytes.
       choice: with `drafter="auto"`, the selected `magicjax.Choice`, which can be reused.
     """
@@ -41,6 +49,8 @@ class Output:
     texts: list[str] | None
     tokens: Int[np.ndarray, "B M"]
     lengths: Int[np.ndarray, "B"]
+    finish_reasons: list[str]
+    logprobs: list[LogProbs] | None
     stats: Stats
     choice: Any = None
 
@@ -104,6 +114,53 @@ def run(
     return _run(request, "decode", settings, arguments)
 
 
+def run_to_end(request: Request, state: DecodeState) -> tuple[DecodeState, float]:
+    """Returns the state when all rows have ended, and the seconds of the loop; donates `state`.
+
+    The loop compares tokens, not strings. With stop strings it therefore runs a few rounds at a
+    time, and the host searches the text.
+    """
+    if not request.stop:
+        return run(request, request.settings, state)
+    texts, total = text_streams(request), 0.0
+    while True:
+        state, _, _, ended = end_stopped(state, texts)
+        if ended.all():
+            return state, total
+        state, seconds = run(request, request.settings, state, ROUNDS_PER_CALL)
+        total += seconds
+
+
+def text_streams(request: Request) -> list[TextStream]:
+    """Returns the empty texts of the rows, in which stop strings are searched for; [] without."""
+    if not request.stop:
+        return []
+    return [TextStream(request.target.tokenizer, request.stop) for _ in request.prompts]
+
+
+def end_stopped(
+    state: DecodeState, texts: Sequence[TextStream]
+) -> tuple[DecodeState, Int[np.ndarray, "B"], Int[np.ndarray, "B M"], Bool[np.ndarray, "B"]]:
+    """Returns (the state, tokens of each row, the output, which rows have ended) on the host.
+
+    Rows whose text contains a stop string end, and the tokens after it do not count.
+
+    Args:
+      state: between two calls of the loop.
+      texts: of `text_streams`; the new tokens are pushed.
+    """
+    lengths, output, ended = processes.fetch((state.emitted, state.output, state.ended))
+    if not texts:
+        return state, lengths, output, ended
+    for text, row, length in zip(texts, output, lengths, strict=True):
+        if not text.stopped:
+            text.push(row[len(text.tokens) : length].tolist())
+    stopped = ended | np.array([text.stopped for text in texts])
+    if (stopped != ended).any():
+        state = dataclasses.replace(state, ended=processes.put(stopped, state.ended.sharding))
+    return state, np.array([len(text.tokens) for text in texts], np.int32), output, stopped
+
+
 def run_until_row_ends(
     request: Request, state: DecodeState, rounds: int
 ) -> tuple[DecodeState, float]:
@@ -141,9 +198,9 @@ def stream_rounds(
     Returns the last state and the seconds of all rounds. It ends after the round in which all rows
     have ended, or when True is sent to it.
     """
-    decode_s, yielded = 0.0, np.zeros(len(request.prompts), np.int32)
+    texts, decode_s, yielded = text_streams(request), 0.0, np.zeros(len(request.prompts), np.int32)
     while True:
-        emitted, output, ended = processes.fetch((state.emitted, state.output, state.ended))
+        state, emitted, output, ended = end_stopped(state, texts)
         stop = yield [row[a:b] for row, a, b in zip(output, yielded, emitted, strict=True)]
         yielded = emitted
         if stop or ended.all():
@@ -206,12 +263,28 @@ def output_of(
       calls: depth and histogram of each call of the loop, if their trees differed.
       measured: the measured fields of `Stats`.
     """
-    output, emitted, histogram, ranks, nodes = processes.fetch(
-        (state.output, state.emitted, state.histogram, state.ranks, state.nodes)
+    counters = state.histogram, state.ranks, state.nodes
+    output, emitted, ended, logprobs, (histogram, ranks, nodes) = processes.fetch(
+        (state.output, state.emitted, state.ended, state.logprobs, counters)
     )
-    output = output[:, : request.settings.max_new_tokens]
-    inside = np.arange(output.shape[1]) < emitted[:, None]
     new = [row[:n] for row, n in zip(output, emitted, strict=True)]
+    tokenizer, streams = request.target.tokenizer, text_streams(request)
+    texts = None
+    if streams:
+        for text, row in zip(streams, new, strict=True):
+            text.push(row.tolist())
+            text.finish()
+        texts = [text.text for text in streams]
+        new = [row[: len(text.tokens)] for text, row in zip(streams, new, strict=True)]
+    elif tokenizer is not None:
+        texts = [tokenizer.decode(row, skip_special_tokens=True) for row in new]
+    lengths = np.array([len(row) for row in new], np.int32)
+    if logprobs is not None:
+        logprobs = [logprobs[row, :n] for row, n in enumerate(lengths)]
+    output = output[:, : request.settings.max_new_tokens]
+    inside = np.arange(output.shape[1]) < lengths[:, None]
+    stopped = [text.stopped for text in streams] or [False] * len(new)
+    eos = set(processes.fetch(request.eos).tolist())
     target_bytes, draft_bytes = request.kv_bytes
     counted = acceptance(emitted, histogram, ranks, nodes, calls)
     decode_s = measured["decode_s"]
@@ -226,13 +299,15 @@ def output_of(
         kv_bytes_draft=draft_bytes,
         attention_backend=str(request.settings.backend),
     )
-    tokenizer, texts = request.target.tokenizer, None
-    if tokenizer is not None:
-        texts = [tokenizer.decode(row, skip_special_tokens=True) for row in new]
     return Output(
         sequences=[np.concatenate(pair) for pair in zip(request.prompts, new, strict=True)],
         texts=texts,
         tokens=np.where(inside, output, request.pad_token_id).astype(np.int32),
-        lengths=emitted,
+        lengths=lengths,
+        finish_reasons=[
+            "stop" if stop else "cancelled" if not end else "eos" if row[-1] in eos else "length"
+            for row, end, stop in zip(new, ended, stopped, strict=True)
+        ],
+        logprobs=logprobs,
         stats=stats,
     )

@@ -12,7 +12,8 @@ from jaxtyping import Int
 class Stats:
     """Statistics of one call, over all rows.
 
-    Times are wall-clock seconds; `prefill_s`, `decode_s` and `plan_s` exclude compilation.
+    Times are wall-clock seconds; `prefill_s`, `decode_s` and `plan_s` exclude compilation. Counts
+    are those of the loop, which can run some rounds after a stop string.
 
     Attributes:
       tau: mean acceptance length τ: emitted tokens per target pass and row, bonus token included.

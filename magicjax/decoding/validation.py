@@ -25,6 +25,7 @@ from magicjax.trees.token_tree import (
     Tree,
     chain,
 )
+from magicjax.verification.logprobs import MAX_ALTERNATIVES
 from magicjax.verification.sampling import Sampling, row_keys
 from magicjax.verification.verify import VERIFIERS
 from pallas_kernels import choose_backend
@@ -48,6 +49,8 @@ class RequestOptions:
     verifier: str | None = None
     eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int | None = None
+    stop: str | Sequence[str] = ()
+    logprobs: int | None = None
     backend: str | None = None
     mesh: AnyMesh | None = None
     micro_batches: int | None = None
@@ -334,6 +337,46 @@ def _token_id(name: str, value: Any) -> int:
         text = isinstance(value, str)
         remedy = f"target.tokenizer.convert_tokens_to_ids({value!r})" if text else "an integer"
         raise TypeError(f"{name}={value!r} is not a token id: pass {remedy}") from None
+
+
+def checked_stop(target: Model, stop: Any) -> tuple[str, ...]:
+    """Returns the strings that end a text."""
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise ValueError(f"stop={string!r}: a stop string must have at least 1 character")
+    if strings and target.tokenizer is None:
+        raise ValueError(
+            f"stop={strings[0]!r}: the target {target.name!r} has no tokenizer, and stop strings "
+            "are searched for in the text; use eos_token_id"
+        )
+    if strings:
+        check_detokenization(target)
+    return strings
+
+
+def check_detokenization(target: Model) -> None:
+    """Raises ValueError if the target's tokenizer cannot decode token by token."""
+    tokenizer = target.tokenizer
+    if tokenizer is not None and getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise ValueError(
+            f"the tokenizer of {target.name!r} has no tokenizer.json, which incremental "
+            "detokenization reads: save it with transformers' save_pretrained as a fast tokenizer"
+        )
+
+
+def checked_logprobs(target: Model, logprobs: Any) -> int | None:
+    """Returns for how many of the most likely tokens log-probabilities are returned; None: off."""
+    if logprobs is None:
+        return None
+    limit = min(MAX_ALTERNATIVES, target.config.vocab_size)
+    is_int = isinstance(logprobs, int | np.integer) and not isinstance(logprobs, bool)
+    if not is_int or not 0 <= logprobs <= limit:
+        raise ValueError(
+            f"logprobs={logprobs!r} must be a whole number of alternatives between 0 (the chosen "
+            f"token only) and {limit}; for no log-probabilities, omit it"
+        )
+    return int(logprobs)
 
 
 def checked_backend(target: Model, options: RequestOptions) -> str:

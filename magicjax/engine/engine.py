@@ -64,6 +64,7 @@ class Engine:
         rounds_per_step: int = 8,
         queue_limit: int = 1024,
         prefix_bytes: int | None = None,
+        logprobs: int | None = None,
         backend: str | None = None,
         mesh: Mesh | None = None,
     ):
@@ -87,6 +88,8 @@ class Engine:
           queue_limit: the most requests that wait for a slot.
           prefix_bytes: of the store of prompts and answers; 0: nothing is kept; None: four slots'
             worth.
+          logprobs: the most alternatives whose log-probabilities a request may ask for, 0 to 20;
+            None: no log-probabilities.
           mesh: of devices, of which only the axis `model` may be divided; None for one device.
 
         Raises:
@@ -100,7 +103,7 @@ class Engine:
         options: dict[str, Any] = dict(
             drafter=drafter, tree=tree, do_sample=do_sample, verifier=verifier
         )
-        options |= dict(eos_token_id=eos_token_id, backend=backend, mesh=mesh)
+        options |= dict(eos_token_id=eos_token_id, backend=backend, mesh=mesh, logprobs=logprobs)
         self._templates = make_templates(
             target, slots, capacity, max_new_tokens, prefill_chunk, options
         )
@@ -127,6 +130,7 @@ class Engine:
         top_p: float | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
+        logprobs: int | None = None,
         priority: float = 0,
         deadline_s: float | None = None,
     ) -> Handle:
@@ -138,6 +142,7 @@ class Engine:
           temperature, top_k, top_p, seed: as for `magicjax.generate`, in an engine with do_sample;
             temperature=0 decodes greedily.
           stop: strings that end the text, which is cut before them; requires a tokenizer.
+          logprobs: as for `magicjax.generate`; at most the engine's.
           priority: requests of larger priority start first; waiting for 10 s adds 1.
           deadline_s: seconds from now after which the request ends with the tokens so far.
 
@@ -156,6 +161,7 @@ class Engine:
             max_new_tokens=max_new_tokens,
             sampling=dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
             stop=stop,
+            logprobs=logprobs,
             priority=priority,
             deadline_s=deadline_s,
         )
@@ -330,17 +336,17 @@ class Engine:
             self._templates.slots, self._state, self._rounds_per_step
         )
         state = self._state
-        emitted, output, ended, histogram = processes.fetch(
-            (state.emitted, state.output, state.ended, state.histogram)
+        emitted, output, ended, histogram, logprobs = processes.fetch(
+            (state.emitted, state.output, state.ended, state.histogram, state.logprobs)
         )
         self._loop_s += seconds
         self._ended = ended.copy()
         now = time.monotonic()
         for slot, handle in list(self._running.items()):
-            tokens = output[slot, self._delivered[slot] : emitted[slot]]
+            new = slot, slice(self._delivered[slot], emitted[slot])
             self._delivered[slot] = emitted[slot]
-            handle.rounds = int(histogram[slot].sum())
-            stopped = handle.deliver(tokens, now)
+            handle.rounds, handle.emitted = int(histogram[slot].sum()), int(emitted[slot])
+            stopped = handle.deliver(output[new], None if logprobs is None else logprobs[new], now)
             if stopped or ended[slot]:
                 text = handle.submitted.prompt, output[slot, : emitted[slot]]
                 self._keep_text(slot, np.concatenate(text)[:-1])  # the last token is pending

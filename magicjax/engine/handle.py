@@ -5,10 +5,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 from jaxtyping import Int
 
-from magicjax.engine.text_stream import TextStream
+from magicjax.decoding.text_stream import TextStream
+from magicjax.verification.logprobs import LogProbs
 from magicjax.verification.sampling import Sampling
 
 # Why a request ended: an EOS token, its limit of new tokens, a stop string, `Handle.cancel`, or its
@@ -23,10 +25,12 @@ class NewTokens:
     Attributes:
       tokens: int32 [T].
       text: the new text; None without a tokenizer. It can lag behind the tokens.
+      logprobs: of the tokens; None if they were not requested.
     """
 
     tokens: Int[np.ndarray, "T"]
     text: str | None
+    logprobs: LogProbs | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +43,8 @@ class RequestStats:
       reused_tokens: prompt tokens whose keys and values another request had left.
       prefilled_tokens: prompt tokens that ran, repeated ones included, without padding.
       rounds: of the loop, in which the request emitted tokens.
-      tau: mean acceptance length: emitted tokens per round, without prefill's.
+      tau: mean acceptance length: tokens that the loop emitted per round, without prefill's, and
+        with those after a stop string.
       queue_s: from `submit` to the start of prefill.
       ttft_s: time to first token, from `submit`; None if there was none.
       tpot_s: time per output token after the first ones that arrived; None if no others did.
@@ -66,12 +71,14 @@ class Result:
       tokens: int32 [T], the new tokens, an EOS included; after a stop string, up to the token that
         completed it.
       text: the new text without special tokens, before the stop string; None without a tokenizer.
+      logprobs: of the tokens; None if they were not requested.
       finish_reason: one of `FINISH_REASONS`.
       stats: times and counts.
     """
 
     tokens: Int[np.ndarray, "T"]
     text: str | None
+    logprobs: LogProbs | None
     finish_reason: str
     stats: RequestStats
 
@@ -85,6 +92,7 @@ class Submitted:
       limit: of new tokens.
       sampling: of one row; None in a greedy engine.
       stop: strings that end the text.
+      logprobs: the number of alternatives; None: no log-probabilities.
       priority: larger goes first.
       submitted_s: when, on the engine's clock.
       deadline_s: when it must be finished, on the same clock; None: never.
@@ -94,6 +102,7 @@ class Submitted:
     limit: int
     sampling: Sampling | None
     stop: tuple[str, ...]
+    logprobs: int | None
     priority: float
     submitted_s: float
     deadline_s: float | None
@@ -122,12 +131,14 @@ class Handle:
         self._engine = engine
         self._text = None if tokenizer is None else TextStream(tokenizer, submitted.stop)
         self._tokens: list[int] = []
+        self._logprobs = [_no_logprobs(submitted.logprobs)]  # of the pieces, the first one empty
         self._waiting: collections.deque[NewTokens] = collections.deque()
         self._result: Result | None = None
         # Counters that the engine updates.
         self.started_s: float | None = None
         self.first_s: float | None = None
-        self.first_tokens = self.reused_tokens = self.prefilled_tokens = self.rounds = 0
+        self.first_tokens = self.reused_tokens = self.prefilled_tokens = 0
+        self.rounds = self.emitted = 0
 
     @property
     def finished(self) -> bool:
@@ -162,7 +173,7 @@ class Handle:
         if not self.finished:
             self._engine.cancel(self)
 
-    def deliver(self, tokens: Int[np.ndarray, "T"], now: float) -> bool:
+    def deliver(self, tokens: Int[np.ndarray, "T"], logprobs: LogProbs | None, now: float) -> bool:
         """Adds new tokens; returns whether a stop string has ended the text. For the engine."""
         text = None
         if self._text is not None:
@@ -171,8 +182,10 @@ class Handle:
         if self.first_s is None and len(tokens):
             self.first_s, self.first_tokens = now, len(tokens)
         self._tokens += tokens.tolist()
+        requested = _requested(logprobs, len(tokens), self.submitted.logprobs)
+        self._logprobs.append(requested)
         if len(tokens):
-            self._waiting.append(NewTokens(tokens, text))
+            self._waiting.append(NewTokens(tokens, text, requested))
         return self._text is not None and self._text.stopped
 
     def finish(self, reason: str, now: float) -> Result:
@@ -180,10 +193,11 @@ class Handle:
         text = None
         if self._text is not None:
             if rest := self._text.finish():
-                self._waiting.append(NewTokens(np.zeros(0, np.int32), rest))
+                self._waiting.append(NewTokens(np.zeros(0, np.int32), rest, self._logprobs[0]))
             text = self._text.text
         tokens = np.array(self._tokens, np.int32)
-        self._result = Result(tokens, text, reason, self._stats(now))
+        logprobs = jax.tree.map(lambda *pieces: np.concatenate(pieces), *self._logprobs)
+        self._result = Result(tokens, text, logprobs, reason, self._stats(now))
         return self._result
 
     def _stats(self, now: float) -> RequestStats:
@@ -199,9 +213,27 @@ class Handle:
             reused_tokens=self.reused_tokens,
             prefilled_tokens=self.prefilled_tokens,
             rounds=self.rounds,
-            tau=(new - 1) / self.rounds if self.rounds else 0.0,
+            tau=(self.emitted - 1) / self.rounds if self.rounds else 0.0,
             queue_s=(now if self.started_s is None else self.started_s) - submitted.submitted_s,
             ttft_s=ttft_s,
             tpot_s=tpot_s,
             total_s=now - submitted.submitted_s,
         )
+
+
+def _no_logprobs(alternatives: int | None) -> LogProbs | None:
+    """Returns the log-probabilities of no token; None if they were not requested."""
+    if alternatives is None:
+        return None
+    shape = (0, alternatives)
+    return LogProbs(np.zeros(0, np.float32), np.zeros(shape, np.float32), np.zeros(shape, np.int32))
+
+
+def _requested(logprobs: LogProbs | None, tokens: int, alternatives: int | None) -> LogProbs | None:
+    """Returns the log-probabilities of the first tokens with fewer alternatives."""
+    if logprobs is None or alternatives is None:
+        return None
+    top, top_tokens = logprobs.top, logprobs.top_tokens
+    return LogProbs(
+        logprobs.chosen[:tokens], top[:tokens, :alternatives], top_tokens[:tokens, :alternatives]
+    )

@@ -5,7 +5,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from magicjax.decoding.validation import RequestOptions, token_ids
+from magicjax.decoding.validation import (
+    RequestOptions,
+    checked_logprobs,
+    checked_stop,
+    token_ids,
+)
 from magicjax.engine.handle import Submitted
 from magicjax.engine.templates import Templates, any_sampling
 from magicjax.verification.sampling import Sampling
@@ -18,6 +23,7 @@ def checked(
     max_new_tokens: int | None,
     sampling: dict[str, Any],
     stop: str | Sequence[str],
+    logprobs: int | None,
     priority: float,
     deadline_s: float | None,
 ) -> Submitted:
@@ -36,7 +42,8 @@ def checked(
         prompt=tokens,
         limit=_checked_limit(templates, len(tokens), max_new_tokens),
         sampling=_checked_sampling(templates, **sampling),
-        stop=_checked_stop(templates, stop),
+        stop=checked_stop(templates.row.target, stop),
+        logprobs=_checked_logprobs(templates, logprobs),
         priority=priority,
         submitted_s=now,
         deadline_s=None if deadline_s is None else now + deadline_s,
@@ -65,6 +72,17 @@ def _checked_limit(templates: Templates, length: int, limit: int | None) -> int:
             "prompt, or create the engine with a larger capacity"
         )
     return limit
+
+
+def _checked_logprobs(templates: Templates, logprobs: int | None) -> int | None:
+    """Returns the number of alternatives of a request; None without log-probabilities."""
+    count, limit = checked_logprobs(templates.row.target, logprobs), templates.row.settings.logprobs
+    if count is None or (limit is not None and count <= limit):
+        return count
+    raise ValueError(
+        f"logprobs={count} in an engine with logprobs={limit}: create the engine with "
+        f"logprobs={count}, or {'omit it' if limit is None else 'request fewer'}"
+    )
 
 
 def _checked_sampling(
@@ -104,17 +122,3 @@ def _checked_sampling(
         do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
     return any_sampling(options, 1)
-
-
-def _checked_stop(templates: Templates, stop: str | Sequence[str]) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
-    for string in strings:
-        if not isinstance(string, str) or not string:
-            raise ValueError(f"stop={string!r}: a stop string must have at least 1 character")
-    target = templates.row.target
-    if strings and target.tokenizer is None:
-        raise ValueError(
-            f"stop={strings[0]!r}: the target {target.name!r} has no tokenizer, and stop strings "
-            "are searched for in the text; use eos_token_id of the engine"
-        )
-    return strings

@@ -18,7 +18,7 @@ from magicjax.decoding.request import (
     round_up,
     validate,
 )
-from magicjax.decoding.validation import RequestOptions, checked_sampling
+from magicjax.decoding.validation import RequestOptions, check_detokenization, checked_sampling
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.model import Model
 from magicjax.verification.sampling import Sampling
@@ -89,7 +89,7 @@ def make_templates(
             "positions of the target"
         )
     _check_mesh(options.get("mesh"))
-    _check_tokenizer(target)
+    check_detokenization(target)
     max_new_tokens = min(max_new_tokens, capacity - 1)
     longest = np.zeros(capacity - max(1, max_new_tokens), np.int32)
     request_options = make_options(target, max_new_tokens=max_new_tokens, **options)
@@ -132,15 +132,6 @@ def _check_mesh(mesh: Any) -> None:
                 f"the mesh has {axis}={size}: an engine runs on a mesh of which only the axis "
                 "model is divided; start one engine for each group of devices"
             )
-
-
-def _check_tokenizer(target: Model) -> None:
-    tokenizer = target.tokenizer
-    if tokenizer is not None and getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise ValueError(
-            f"the tokenizer of {target.name!r} has no tokenizer.json, which incremental "
-            "detokenization reads: save it with transformers' save_pretrained as a fast tokenizer"
-        )
 
 
 def _check_insertable(templates: Templates) -> None:

@@ -14,6 +14,7 @@ import magicjax
 from experiments.lm_eval import adapter
 from experiments.lm_eval.adapter import MagicJaxLM, parse_options, speculation
 from experiments.runner import teacher
+from magicjax.decoding import program_cache
 
 SPECULATIVE = dict(drafter="self:streaming:64", tree="chain:3")
 TEXT = "def f1(x1):\n    return x1 + 1\n\n\n"
@@ -58,6 +59,15 @@ def test_requests_with_different_options_are_answered_in_order(directory):
         for one in requests
     ]
     assert result == alone and result[3].startswith(result[1])
+
+
+def test_similar_requests_share_their_programs(directory):
+    lm, options = model(directory), {"until": ["\n", ""], "max_gen_toks": 8}
+    short, long = ("def", options), (TEXT * 3, options)
+    lm.generate_until(instances("generate_until", long), disable_tqdm=True)
+    before = program_cache.totals()
+    lm.generate_until(instances("generate_until", short, long, short), disable_tqdm=True)
+    assert program_cache.totals() == before
 
 
 def test_a_prompt_sampled_several_times_gives_several_texts(directory):

@@ -82,6 +82,32 @@ def test_plain_decoding_reports_no_acceptance(directory, run):
     assert "acceptance by depth" not in err
 
 
+def test_stop_strings_end_the_printed_text(directory, run):
+    whole = expected_text(directory)
+    stop = whole[5:8]
+    code, out, err = run(
+        *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20),
+        *("--stop", "never said", "--stop", stop),
+    )
+    assert (code, out) == (0, whole[: whole.index(stop)] + "\n")
+    assert re.search(r"^(\d|1\d) tokens, ", err)
+
+
+def test_log_probabilities_follow_the_text_as_a_table(directory, run):
+    code, out, err = run(
+        *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 3),
+        *("--logprobs", 2),
+    )
+    target = magicjax.load(directory)
+    output = magicjax.generate(target, [PROMPT], max_new_tokens=3, logprobs=2)
+    assert (code, out) == (0, output.texts[0] + "\n")
+    heading, *lines = err.splitlines()[:4]
+    assert heading == "log-probabilities:"
+    for line, token, log in zip(lines, output.tokens[0], output.logprobs[0].chosen, strict=True):
+        best = f"{log:8.3f} {target.tokenizer.decode([token])!r}"
+        assert line.startswith(f"{best}  {best}  ")  # greedy: the first alternative is the chosen
+
+
 def test_without_a_round_no_tau_is_reported(directory, run):
     code, out, err = run(
         *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 1),

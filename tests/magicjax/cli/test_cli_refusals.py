@@ -66,6 +66,15 @@ REFUSED = {
         ["--target", "DIR", "--prompt", "a", "--max-new-tokens", "0"],
         "--max-new-tokens 0 must be at least 1",
     ),
+    "an empty stop string": (
+        ["--target", "DIR", "--prompt", "a", "--stop", ""],
+        "--stop '': a stop string must have at least 1 character",
+    ),
+    "too many log-probabilities": (
+        ["--target", "DIR", "--prompt", "a", "--logprobs", "21"],
+        "--logprobs 21 must be a whole number of alternatives between 0 (the chosen token only) "
+        "and 20",
+    ),
     "a tree alone": (
         ["--target", "DIR", "--prompt", "a", "--tree", "chain:2"],
         "--tree has no effect without --drafter: remove it",

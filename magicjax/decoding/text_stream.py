@@ -1,4 +1,4 @@
-"""Text of a request while its tokens arrive, cut before the first stop string."""
+"""Text of a row while its tokens arrive, cut before the first stop string."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,16 +13,17 @@ class TextStream:
     held back while it may be the beginning of a stop string.
 
     Attributes:
+      tokens: the tokens so far; end with the one that completed a stop string.
       text: the text so far; ends before the stop string once it has been found.
       stopped: whether a stop string has been found.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
         """Starts an empty text; `tokenizer` is a fast tokenizer of transformers."""
+        self.tokens: list[int] = []
         self.text, self.stopped = "", False
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._decoder = DecodeStream(skip_special_tokens=True)
-        self._tokens: list[int] = []
         self._returned = 0  # characters
 
     def push(self, tokens: Sequence[int]) -> tuple[int, str]:
@@ -31,7 +32,7 @@ class TextStream:
         The tokens after the one that completes a stop string do not.
         """
         for count, token in enumerate(tokens, 1):
-            self._tokens.append(token)
+            self.tokens.append(token)
             chunk = self._decoder.step(self._tokenizer.backend_tokenizer, token)
             if not chunk:
                 continue
@@ -45,7 +46,7 @@ class TextStream:
     def finish(self) -> str:
         """Returns the rest of the text: what was held back, and an incomplete last character."""
         if not self.stopped:
-            whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+            whole = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
             self.text = whole if whole.startswith(self.text) else self.text
         return self._new(len(self.text))
 

@@ -1,0 +1,172 @@
+"""A row ends with the token that completes a stop string; its text is cut before the string."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import magicjax
+from magicjax.autotune import auto
+from magicjax.decoding import program_cache, runner
+from magicjax.decoding.request import prepare
+from tests.magicjax import tiny
+
+NEW = 40
+PROMPTS = ["def add(first, second):", "    return first", "é"]
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # part of a character
+DRAFTED = dict(drafter=magicjax.PromptLookup(), tree=magicjax.chain(4))
+SAMPLED = dict(do_sample=True, seed=4, temperature=0.9)
+
+
+@pytest.fixture(scope="module")
+def target(directory):
+    return magicjax.load(directory, dtype="float32")
+
+
+@functools.cache
+def whole(target, sampled: bool = False) -> magicjax.Output:
+    """Returns the output without stop strings."""
+    return generate(target, **SAMPLED if sampled else {})
+
+
+def generate(target, **options) -> magicjax.Output:
+    options = dict(max_new_tokens=NEW, eos_token_id=[]) | DRAFTED | options
+    return magicjax.generate(target, PROMPTS, **options)
+
+
+def stream(target, **options) -> magicjax.Output:
+    """Returns the output of a stream; asserts that the tokens of its rounds are the output's."""
+    options = dict(max_new_tokens=NEW, eos_token_id=[]) | DRAFTED | options
+    rounds, parts = magicjax.stream(target, PROMPTS, **options), []
+    while True:
+        try:
+            parts.append(next(rounds))
+        except StopIteration as end:
+            streamed = [np.concatenate(row) for row in zip(*parts, strict=True)]
+            for row, expected in zip(streamed, tiny.rows_of(end.value), strict=True):
+                np.testing.assert_array_equal(row, expected)
+            return end.value
+
+
+def check_cut(target, output: magicjax.Output, before: magicjax.Output, stops) -> list[str]:
+    """Asserts that each row ends at its first stop string; returns the finish reasons."""
+    for row, text in enumerate(before.texts):
+        tokens = before.tokens[row, : before.lengths[row]]
+        decoded = [target.tokenizer.decode(tokens[: n + 1]) for n in range(len(tokens))]
+        complete = [n for n, part in enumerate(decoded) if any(stop in part for stop in stops)]
+        count = complete[0] + 1 if complete else len(tokens)
+        np.testing.assert_array_equal(tiny.rows_of(output)[row], tokens[:count])
+        found = [text.index(stop) for stop in stops if stop in decoded[count - 1]]
+        assert output.texts[row] == text[: min(found, default=len(text))]
+        assert output.finish_reasons[row] == ("stop" if complete else "length")
+        assert len(output.sequences[row]) == len(before.sequences[row]) - len(tokens) + count
+    return output.finish_reasons
+
+
+def stops_in(texts, count: int):
+    """Yields pairs of strings of 1 to 8 characters that the texts contain."""
+    rng = np.random.default_rng(0)
+    while count:
+        text = texts[rng.integers(len(texts))]
+        begin, length = int(rng.integers(len(text) - 8)), int(rng.integers(1, 9))
+        if UNKNOWN not in (stop := text[begin : begin + length]):
+            count -= 1
+            yield [stop, "never said"]
+
+
+@pytest.mark.parametrize("call", [generate, stream])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_rows_end_at_their_first_stop_string(target, call, sampled):
+    before, reasons = whole(target, sampled), []
+    for stops in stops_in(before.texts, 6):
+        output = call(target, stop=stops, **SAMPLED if sampled else {})
+        reasons += check_cut(target, output, before, stops)
+    assert {"stop", "length"} == set(reasons)
+
+
+def test_the_loop_ends_when_all_rows_have_and_nothing_else_is_compiled(target):
+    before = whole(target)
+    compiled = program_cache.totals()
+    firsts = [target.tokenizer.decode(row[:1]) for row in before.tokens]
+    stops = [first for first in firsts if UNKNOWN not in first]
+    output = generate(target, stop=stops)
+    assert program_cache.totals() == compiled
+    assert check_cut(target, output, before, stops).count("stop") >= len(stops) > 0
+    short = [text[4:6] for text in before.texts]
+    rounds = generate(target, stop=short).stats.rounds
+    assert rounds <= runner.ROUNDS_PER_CALL < before.stats.rounds
+
+
+def test_without_a_stop_string_rows_end_with_eos_or_at_their_limit(target):
+    eos = int(whole(target).tokens[0, 5])
+    output = generate(target, eos_token_id=eos, stop=["never said"])
+    assert output.texts == generate(target, eos_token_id=eos).texts
+    ends = [row[-1] == eos for row in tiny.rows_of(output)]
+    assert output.finish_reasons == ["eos" if end else "length" for end in ends] and any(ends)
+
+
+def test_a_cancelled_stream_says_so(target):
+    rounds = magicjax.stream(target, PROMPTS, max_new_tokens=[1, NEW, NEW], eos_token_id=[])
+    next(rounds)
+    with pytest.raises(StopIteration) as end:
+        rounds.send(True)
+    assert end.value.value.finish_reasons == ["length", "cancelled", "cancelled"]
+
+
+def test_a_stop_string_ends_a_row_between_calls_of_different_depths(target):
+    class Controller:
+        depth = 2
+
+        def update(self, *_):
+            return self
+
+    stops = [whole(target).texts[0][6:9]]
+    options = dict(max_new_tokens=NEW, eos_token_id=[], stop=stops) | DRAFTED
+    request = prepare(target, PROMPTS, **options)
+    state, _ = runner.prefill_and_init(request)
+    state, calls, _ = auto.run_adaptive(request, [2], Controller(), state, rounds=2)
+    measured = dict(prefill_s=0.0, decode_s=1.0)
+    output = runner.output_of(request, state, program_cache.totals(), calls, **measured)
+    assert "stop" in check_cut(target, output, whole(target), stops)
+
+
+def test_a_conversation_goes_on_after_a_stop_string(target):
+    prompt = target.tokenizer(PROMPTS[0])["input_ids"]
+    options = dict(max_new_tokens=12, eos_token_id=[]) | DRAFTED
+    plain = magicjax.generate(target, [prompt], **options)
+    stop = plain.texts[0][3:5]
+    assert UNKNOWN not in stop
+    first = drained(
+        magicjax.Conversation.create(target, max_context=100, stop=stop, **options).reply(prompt)
+    )
+    assert first.output.texts == [plain.texts[0][: plain.texts[0].index(stop)]]
+    assert first.output.finish_reasons == ["stop"]
+    text = [*first.output.sequences[0], *prompt]
+    second = drained(first.conversation.reply(text))
+    assert second.prefilled <= len(prompt) + 1
+    assert second.output.texts == magicjax.generate(target, [text], stop=stop, **options).texts
+
+
+def drained(rounds):
+    while True:
+        try:
+            next(rounds)
+        except StopIteration as end:
+            return end.value
+
+
+INVALID = {
+    "an empty string": (dict(stop=["a", ""]), "stop='': a stop string must have at least 1"),
+    "a token": (dict(stop=[3]), "stop=3: a stop string must have at least 1 character"),
+    "no tokenizer": (dict(stop="a"), "stop='a': the target 'target' has no tokenizer, .* use eos_"),
+}
+
+
+@pytest.mark.parametrize("what", INVALID)
+def test_invalid_stop_strings_are_errors_before_compilation(what):
+    options, message = INVALID[what]
+    before = program_cache.totals()
+    for call in (magicjax.generate, magicjax.stream):
+        with pytest.raises(ValueError, match=message):
+            call(tiny.model(), [[1, 2, 3]], **options)
+    assert program_cache.totals() == before

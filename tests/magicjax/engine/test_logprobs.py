@@ -1,0 +1,74 @@
+"""A request's log-probabilities are those of a plain pass, with reused prefixes too."""
+
+import numpy as np
+import pytest
+
+import magicjax
+from magicjax.decoding import program_cache
+from tests.magicjax import tiny
+from tests.magicjax.decoding.test_logprobs import check
+from tests.magicjax.engine import engines
+from tests.magicjax.engine.test_requests import PROMPT
+from tests.quick import quick
+
+NAMES = ("plain", "streaming", "small", "ensemble", "dynamic")
+CASES = [(name, sampled) for name in NAMES for sampled in (False, True)]
+
+
+@pytest.mark.parametrize(("name", "sampled"), quick(CASES, ("streaming", False), ("dynamic", True)))
+def test_log_probabilities_are_those_of_a_plain_pass(name, sampled):
+    engine = engines.engine(name, logprobs=4, do_sample=sampled)
+    engine.warm_up()
+    compiled, handles = program_cache.totals(), []
+    document = np.arange(40, dtype=np.int32) % 7
+    asked = [*engines.prompts()[:4], document, np.append(document, [3, 1]), np.append(document, 9)]
+    for number, prompt in enumerate(asked):
+        sampling = dict(temperature=0.7, seed=number) if sampled else {}
+        count = (4, 0, None, 2)[number % 4]
+        options = dict(max_new_tokens=12, logprobs=count) | sampling
+        handles.append((prompt, count, engine.submit(prompt, **options)))
+    engine.run()
+    assert program_cache.totals() == compiled
+    assert engine.stats.prefix_hits
+    for prompt, count, handle in handles:
+        result, pieces = handle.result(), handle.arrived()
+        if count is None:
+            assert result.logprobs is None and pieces[0].logprobs is None
+            continue
+        check(tiny.model(), prompt, result.tokens, result.logprobs, count)
+        arrived = np.concatenate([piece.logprobs.chosen for piece in pieces])
+        np.testing.assert_array_equal(arrived, result.logprobs.chosen)
+
+
+def test_a_stop_string_ends_them_with_the_tokens(directory):
+    target = magicjax.load(directory, dtype="float32")
+    options = dict(slots=1, capacity=128, max_new_tokens=30, eos_token_id=[], logprobs=1)
+    engine = magicjax.Engine(target, magicjax.PromptLookup(), magicjax.chain(4), **options)
+    whole = engine.submit(PROMPT, logprobs=1).result()
+    cut = engine.submit(PROMPT, logprobs=1, stop=whole.text[4:6]).result()
+    assert cut.finish_reason == "stop" and len(cut.tokens) < len(whole.tokens)
+    assert cut.logprobs.top.shape == (len(cut.tokens), 1)
+    np.testing.assert_allclose(
+        cut.logprobs.chosen, whole.logprobs.chosen[: len(cut.tokens)], atol=1e-5
+    )
+
+
+def test_a_request_without_tokens_has_no_log_probabilities():
+    handle = engines.engine(logprobs=2).submit([1, 2], logprobs=2)
+    handle.cancel()
+    assert handle.result().logprobs.top.shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("limit", "count", "message"),
+    [
+        (None, 0, "logprobs=0 in an engine with logprobs=None: create .* logprobs=0, or omit it"),
+        (2, 3, "logprobs=3 in an engine with logprobs=2: create .* logprobs=3, or request fewer"),
+        (2, -1, "logprobs=-1 must be a whole number of alternatives"),
+    ],
+)
+def test_more_than_those_of_the_engine_are_an_error_at_submit(limit, count, message):
+    engine = engines.engine(logprobs=limit)
+    with pytest.raises(ValueError, match=message):
+        engine.submit([1, 2], logprobs=count)
+    assert not engine._unfinished()
