@@ -4,6 +4,7 @@ The oracle (`tests.magicjax.oracle`) runs once over a whole text. If every token
 the tokens before it, the text is that of plain decoding.
 """
 
+import collections
 import dataclasses
 import itertools
 import traceback
@@ -34,6 +35,7 @@ class Found:
       tokens: of all these.
       caches: rows whose KV caches were compared with a fresh prefill.
       ties: rows and requests with a token that float32 may decide either way.
+      ends: requests by finish reason, and those that reused a prefix.
       failures: (case, message).
     """
 
@@ -43,6 +45,7 @@ class Found:
     tokens: int = 0
     caches: int = 0
     ties: int = 0
+    ends: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     failures: list[tuple[int, str]] = dataclasses.field(default_factory=list)
 
     def compare(self, case: int, check: Callable[..., int], *arguments) -> bool:

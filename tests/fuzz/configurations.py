@@ -13,17 +13,18 @@ import numpy as np
 import magicjax
 import models
 from magicjax import policies
+from magicjax.drafters import DRAW_METHODS
 from magicjax.drafters.spec import text_of
 from tests.magicjax import tiny
 
-# Few, so that configurations share the programs of prefill.
+# Few and small, because compilation is most of the time.
 SHAPES: tuple[dict[str, int], ...] = (
     {},
     dict(num_layers=1, num_kv_heads=1, head_dim=16, vocab_size=32),
-    dict(num_kv_heads=4, hidden_size=24, vocab_size=20),
-    dict(num_layers=3, num_heads=6, hidden_size=16, vocab_size=60),
+    dict(num_layers=1, num_kv_heads=4, hidden_size=24, vocab_size=20),
+    dict(num_heads=6, hidden_size=16, vocab_size=60),
 )
-MAX_DEPTH = 7
+MAX_DEPTH = 5
 ENGINES = 3  # one configuration of so many is an engine
 DRAFTER, FLAGS, BATCHES, SCHEDULES = range(1, 5)  # purposes of random numbers
 MESHES = 10  # one of so many, in a process with two devices, runs on both
@@ -84,7 +85,8 @@ class Configuration:
         parts = [f"engine of {self.rows} slots" if self.is_engine else f"batch of {self.rows}"]
         parts += [f"shape {self.shape}", "plain" if drafter is None else text_of(drafter)]
         parts += [] if drafter is None else [_short(trees)]
-        parts += [self.verifier or "mss"] if self.do_sample else []
+        if self.do_sample:
+            parts += [self.verifier or ("sampled" if drafter is None else "mss")]
         return ", ".join([*parts, *(["two devices"] if self.on_mesh else [])])
 
 
@@ -111,7 +113,7 @@ def configuration(seed: int, number: int) -> Configuration:
     drafter, tree = made.drafting(0)
     if not do_sample or drafter is None:
         return made
-    exact = {magicjax.trees.proposal.DRAW_METHODS[draw] for draw in drafter.draw_methods(tree)}
+    exact = {DRAW_METHODS[draw] for draw in drafter.draw_methods(tree)}
     choices = ["naive", "naive", None, *(exact if len(exact) == 1 else ())]
     return dataclasses.replace(made, verifier=choices[rng.integers(len(choices))])
 

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import pathlib
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,6 +80,7 @@ def run(made: Configuration) -> dict[str, Any]:
         engine=made.is_engine,
         what=str(made),
         **{name: getattr(found, name) for name in COUNTED},
+        ends=dict(found.ends),
         failures=[[command(made, case), message] for case, message in found.failures],
         programs=program_cache.totals()[0] - compiled,
         seconds=round(time.time() - begun, 1),
@@ -106,8 +108,9 @@ def progress(records: dict[int, dict[str, Any]], number: int) -> str:
     failed = sum(len(r["failures"]) for r in records.values())
     return (
         f"{number}: {record['what']}: {record['rows'] + record['requests']} cases, "
-        f"{record['programs']} programs, {record['seconds']:.0f} s | {len(records)} configurations, "
-        f"{total['rows'] + total['requests']:,} cases, {total['schedules']:,} schedules, "
+        f"{record['programs']} programs, {record['seconds']:.0f} s | "
+        f"{len(records)} configurations, {total['rows'] + total['requests']:,} cases, "
+        f"{total['schedules']:,} schedules, "
         f"{total['ties']} ties, {failed} mismatches"
     )
 
@@ -128,6 +131,8 @@ def summary(records: dict[int, dict[str, Any]]) -> str:
         cells += [sum(len(record["failures"]) for record in chosen)]
         minutes = sum(record["seconds"] for record in chosen) / 60
         lines.append(f"| {name} | {' | '.join(f'{n:,}' for n in cells)} | {minutes:.1f} |")
+    ends = sum((Counter(record["ends"]) for record in records.values()), Counter())
+    lines += ["", "requests: " + ", ".join(f"{n:,} {name}" for name, n in sorted(ends.items()))]
     return "\n".join(lines)
 
 

@@ -166,8 +166,10 @@ def _run(session: Session, unit: int, found: Found) -> int:
     _check_idle(session)
     found.schedules += 1
     for row, one in enumerate(asked):
-        found.requests += 1
-        found.tokens += len(one.handle.result().tokens)
+        result = one.handle.result()
+        found.requests, found.tokens = found.requests + 1, found.tokens + len(result.tokens)
+        found.ends[result.finish_reason] += 1
+        found.ends["reused"] += result.stats.reused_tokens > 0
         found.compare(UNIT * unit + row, _check, session, one)
     whole = [np.concatenate([a.handle.submitted.prompt, a.handle.result().tokens]) for a in asked]
     session.texts = [*session.texts, *whole][-8:]

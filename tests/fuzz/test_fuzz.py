@@ -13,9 +13,10 @@ from magicjax.verification import verify
 from tests.fuzz import batches, checks, fuzzing, schedules
 from tests.fuzz.checks import UNIT, Found
 from tests.fuzz.configurations import configuration
+from tests.magicjax import oracle
 from tests.magicjax.engine.test_schedules import forget
 
-SEED, BATCH, ENGINE = 0, 0, 2  # configurations that compile quickly
+SEED, BATCH, ENGINE = 0, 1, 2  # configurations that compile quickly
 
 
 @pytest.fixture
@@ -76,14 +77,36 @@ def test_an_engine_that_forgets_the_values_of_a_row_is_found_and_repeated(
         assert repeated(printed) == 1
 
 
-def test_an_impossible_token_a_wrong_end_and_a_wrong_draw_are_found():
-    made = configuration(SEED, BATCH)
-    target, prompt = made.target(3), [1, 2, 3]
+def test_the_checks_of_a_text_pass_the_right_one_and_catch_a_changed_token():
+    target, prompt, length = configuration(SEED, BATCH).target(3), [1, 2, 3], 6
     numbers = np.random.default_rng(0).random((checks.MAX_NEW, 2))
-    sampler = checks.Sampler(0.7, 3, 1.0, numbers)
-    row = checks.greedy_text(target, prompt, 4)
-    assert checks.greedy(target, prompt, row) == 0
-    assert checks.possible(target, prompt, row, sampler) == 0
+    sampler = checks.Sampler(0.7, 3, 0.9, numbers)
+    drawn: list[int] = []
+    for i in range(length):
+        logits = oracle.logits(target, [*prompt, *drawn])[-1:]
+        p = checks.warped(logits, sampler.temperature, sampler.top_k, sampler.top_p)
+        drawn.append(int(checks._choices(p, numbers[i : i + 1])[0]))
+    best = oracle.greedy(target, prompt, length)
+    assert checks.greedy(target, prompt, best) == 0
+    assert checks.sampled(target, prompt, np.array(drawn), sampler) == 0
+    assert checks.possible(target, prompt, np.array(drawn), sampler) == 0
+    worst = int(oracle.logits(target, prompt)[-1].argmin())
+    for check, row in ((checks.greedy, best), (checks.sampled, drawn), (checks.possible, drawn)):
+        wrong = np.array([worst, *row[1:]])
+        arguments = () if check is checks.greedy else (sampler,)
+        with pytest.raises(AssertionError, match="after 3"):
+            check(target, prompt, wrong, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [([1, 2], "ends before 3"), ([1, 9, 2], "after an EOS"), ([1, 2, 3, 4], "limit 3")],
+)
+def test_a_wrong_end_is_found(row, message):
+    checks.end(np.array([1, 2, 3]), 3, [9])
+    checks.end(np.array([1, 9]), 3, [9])
+    with pytest.raises(AssertionError, match=message):
+        checks.end(np.array(row), 3, [9])
 
 
 def test_a_killed_run_continues_after_half_a_line(monkeypatch, tmp_path, capsys):
