@@ -7,7 +7,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-llm docs notebooks gpu test test-slow test-other-end test-mutations lint format clean
+.PHONY: help setup demo demo-llm docs notebooks gpu test test-slow test-other-end test-mutations fuzz lint format clean
 
 ARGS ?=
 WORKERS ?= logical
@@ -58,6 +58,10 @@ test-other-end: ## run kernel and loop tests at the other end of the supported J
 test-mutations: ## check that the quick suite catches wrong changes to the core
 	@tools/setup_env.sh .venv test
 	@.venv/bin/python -m tests.mutations
+
+fuzz: ## compare random configurations and engine schedules with plain decoding (ARGS="--minutes 60")
+	@tools/setup_env.sh .venv test
+	@.venv/bin/python -m tests.fuzz $(ARGS)
 
 lint: ## check formatting, lint and types
 	@tools/setup_env.sh .venv dev

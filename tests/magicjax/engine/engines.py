@@ -86,17 +86,20 @@ def rows_of(engine: magicjax.Engine) -> tuple[object, list[np.ndarray]]:
 def check_rows(engine: magicjax.Engine) -> int:
     """Asserts that the rows' caches are those of a fresh prefill; returns the number of rows."""
     state, texts = rows_of(engine)
-    if not texts:
-        return 0
+    if texts:
+        check_state(state, texts, tiny.model(), engine._templates.row.drafter)
+    return len(texts)
+
+
+def check_state(state, texts, target, drafter) -> None:
+    """Asserts that a state's caches, as numpy arrays, are those of a fresh prefill of the texts."""
     np.testing.assert_array_equal(state.cache.lengths, [len(text) - 1 for text in texts])
     np.testing.assert_array_equal(state.pending, [text[-1] for text in texts])
-    caches.check_cache(state.cache, tiny.model(), texts, state.cache.lengths, 1e-5)
-    drafter = engine._templates.row.drafter
+    caches.check_cache(state.cache, target, texts, state.cache.lengths, 1e-5)
     if drafter is not None:
         own = state.drafter if isinstance(drafter, magicjax.Ensemble) else (state.drafter,)
         for member, member_state in zip(drafter.members(), own, strict=True):
             check_drafter(member, member_state, state.cache, texts)
-    return len(texts)
 
 
 def check_drafter(drafter, state, cache, texts) -> None:

@@ -1,0 +1,1 @@
+"""Random configurations and engine schedules, compared with the oracle: `python -m tests.fuzz`."""

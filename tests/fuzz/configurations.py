@@ -1,0 +1,239 @@
+"""Random configurations: the model shapes, the drafter, the tree and the settings of one program.
+
+Weights are no part of a program, so each unit of a configuration has weights of its own.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+import magicjax
+import models
+from magicjax import policies
+from magicjax.drafters import DRAW_METHODS
+from magicjax.drafters.spec import text_of
+from tests.magicjax import tiny
+
+# Few and small, because compilation is most of the time.
+SHAPES: tuple[dict[str, int], ...] = (
+    {},
+    dict(num_layers=1, num_kv_heads=1, head_dim=16, vocab_size=32),
+    dict(num_layers=1, num_kv_heads=4, hidden_size=24, vocab_size=20),
+    dict(num_heads=6, hidden_size=16, vocab_size=60),
+)
+MAX_DEPTH = 5
+ENGINES = 3  # one configuration of so many is an engine
+DRAFTER, FLAGS, BATCHES, SCHEDULES = range(1, 5)  # purposes of random numbers
+MESHES = 10  # one of so many, in a process with two devices, runs on both
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """One set of programs, determined by a seed and a number.
+
+    Attributes:
+      seed, number: of the configuration.
+      is_engine: whether it serves schedules of requests; else it generates batches.
+      shape: of the target, an index into `SHAPES`.
+      do_sample: whether rows sample.
+      verifier: as for `magicjax.generate`.
+      eos: how many tokens end a row.
+      rows: of a batch, or slots of an engine.
+      width: the longest prompt, in tokens.
+      new_tokens: the largest limit of a row.
+      on_mesh: two devices divide the models.
+    """
+
+    seed: int
+    number: int
+    is_engine: bool
+    shape: int
+    do_sample: bool
+    verifier: str | None
+    eos: int
+    rows: int
+    width: int
+    new_tokens: int
+    on_mesh: bool
+
+    def rng(self, *purpose: int) -> np.random.Generator:
+        """Returns the generator for a purpose, none of whose numbers is 0."""
+        return np.random.default_rng([self.seed, self.number, *purpose])
+
+    @property
+    def exact(self) -> bool:
+        """Whether the text is that of plain decoding, so that the oracle determines it."""
+        return not self.do_sample or self.verifier == "naive" or self.drafting(0)[0] is None
+
+    @property
+    def mesh(self) -> Any:
+        return magicjax.make_mesh(1, 2) if self.on_mesh else None
+
+    def target(self, weights: int) -> magicjax.Model:
+        return model(self.shape, weights)
+
+    def drafting(self, weights: int) -> tuple[Any, Any]:
+        """Returns the drafter and the tree, for the target of these weights."""
+        return _drafting(self.rng(DRAFTER), self.shape, weights, self.do_sample)
+
+    def __str__(self) -> str:
+        drafter, tree = self.drafting(0)
+        trees = tree if isinstance(drafter, magicjax.Ensemble) is False else drafter.trees or tree
+        parts = [f"engine of {self.rows} slots" if self.is_engine else f"batch of {self.rows}"]
+        parts += [f"shape {self.shape}", "plain" if drafter is None else text_of(drafter)]
+        parts += [] if drafter is None else [_short(trees)]
+        if self.do_sample:
+            parts += [self.verifier or ("sampled" if drafter is None else "mss")]
+        return ", ".join([*parts, *(["two devices"] if self.on_mesh else [])])
+
+
+def configuration(seed: int, number: int) -> Configuration:
+    """Returns the configuration of a number."""
+    rng = np.random.default_rng([seed, number])
+    is_engine = number % ENGINES == ENGINES - 1
+    do_sample = bool(rng.random() < 0.45)
+    made = Configuration(
+        seed=seed,
+        number=number,
+        is_engine=is_engine,
+        shape=int(rng.integers(len(SHAPES))),
+        do_sample=do_sample,
+        verifier=None,
+        eos=int(rng.integers(1, 3)),
+        rows=int(rng.integers(1, 6)) if is_engine else int(rng.choice([2, 7, 16, 32])),
+        width=int(rng.choice([16, 32])),
+        new_tokens=int(rng.choice([16, 24])),
+        on_mesh=number % MESHES == MESHES - 1,
+    )
+    if made.on_mesh:  # the heads of other shapes cannot be divided
+        made = dataclasses.replace(made, shape=int(rng.choice([0, 2, 3])))
+    drafter, tree = made.drafting(0)
+    if not do_sample or drafter is None:
+        return made
+    exact = {DRAW_METHODS[draw] for draw in drafter.draw_methods(tree)}
+    choices = ["naive", "naive", None, *(exact if len(exact) == 1 else ())]
+    return dataclasses.replace(made, verifier=choices[rng.integers(len(choices))])
+
+
+@functools.cache
+def _module(shape: int, changes: tuple[tuple[str, int], ...]):
+    return models.build(tiny.config(**SHAPES[shape] | dict(changes)), "float32")
+
+
+def model(shape: int, weights: int, noise: float = 0.0, **changes) -> magicjax.Model:
+    """Returns a random model; `noise` relative to the weights makes another one near it."""
+    module = _module(shape, tuple(changes.items()))
+    rng = np.random.default_rng([weights, 1])
+    params = tiny.loud(tiny.drawn(module.config, weights), rng, noise, never=None)
+    params = jax.tree.map(lambda x: jax.numpy.asarray(x, "float32"), params)
+    return magicjax.Model(module, params, name="tiny")
+
+
+def _drafting(rng, shape: int, weights: int, do_sample: bool) -> tuple[Any, Any]:
+    kinds = ["self", "self", "self", "small", "small", "prompt-lookup", "ensemble", "plain"]
+    kind = kinds[rng.integers(len(kinds))]
+    if kind == "plain":
+        return None, None
+    members = [kind]
+    if kind == "ensemble":
+        members = list(rng.choice(["self", "small", "prompt-lookup"], int(rng.integers(2, 4))))
+    separate = kind == "ensemble" and rng.random() < 0.5
+    of_members = members if separate else [" ".join(members)]
+    trees = [_tree(rng, "prompt-lookup" in of_member) for of_member in of_members]
+    depth = max(tree.shape.depth for tree in trees)
+    dynamic = any(isinstance(tree, magicjax.DynamicTree) for tree in trees)
+    draws = [None, "top"] if dynamic else [None, "top", "with_replacement"]
+    draw = draws[rng.integers(len(draws))] if do_sample else None
+    made = [_member(rng, member, shape, weights, depth, draw) for member in members]
+    if kind != "ensemble":
+        return made[0], trees[0]
+    return (magicjax.Ensemble(made, trees), None) if separate else (magicjax.Ensemble(made), *trees)
+
+
+def _member(rng, kind: str, shape: int, weights: int, depth: int, draw: str | None) -> Any:
+    if kind == "prompt-lookup":
+        longest = int(rng.integers(1, 5))
+        return magicjax.PromptLookup(longest, int(rng.integers(1, longest + 1)))
+    kv_dtype = [None, None, None, "int8", "int4"][rng.integers(5)]
+    if kind == "self":
+        if rng.random() < 0.1:
+            return magicjax.SelfSpeculation("full", draw=draw)
+        policy, budget = _policy(rng, depth + 1)
+        refresh = int(rng.integers(1, 5)) if rng.random() < 0.5 else None
+        if isinstance(policy, magicjax.StreamingLLM):
+            refresh = None
+        return magicjax.SelfSpeculation(policy, budget, draw, refresh, kv_dtype)
+    draft = _draft_model(rng, shape, weights)
+    if rng.random() < 0.5:
+        return magicjax.SmallModel(draft, draw)
+    policy, budget = _policy(rng, 2 * depth + 1)
+    in_cache = isinstance(policy, magicjax.StreamingLLM) and kv_dtype is None
+    sinks = "in_cache" if in_cache and rng.random() < 0.5 else "text"
+    return magicjax.SmallModel(draft, draw, policy, budget, kv_dtype, sinks)
+
+
+def _draft_model(rng, shape: int, weights: int) -> magicjax.Model:
+    """Returns one near the target, another one, the target, or one of fewer tokens."""
+    kind, noise = rng.integers(6), float(np.exp(rng.uniform(np.log(0.02), np.log(0.3))))
+    if kind == 0:
+        return model(shape, weights)
+    if kind == 1:
+        return model(shape, weights + 1, num_layers=1, hidden_size=32)
+    near = model(shape, weights, noise)
+    if kind > 2:
+        return near
+    few = tiny.few(near, near.config.vocab_size * 3 // 4)
+    return dataclasses.replace(few, name="tiny")
+
+
+def _policy(rng, ring: int) -> tuple[Any, int]:
+    """Returns a policy with a ring of at least `ring` slots, and the budget."""
+    ring, pinned = ring + int(rng.integers(8)), int(rng.integers(1, 9))
+    window, kernel = int(rng.integers(1, 10)), int(rng.choice([1, 3, 5]))
+    mass = dict(recent=ring, window=window)
+    pooled = mass | dict(kernel=kernel, pooling=str(rng.choice(["max", "avg"])))
+    made = [
+        magicjax.StreamingLLM(sinks=pinned),
+        magicjax.StreamingLLM(sinks=pinned),
+        policies.SnapKV(**pooled, scaled=bool(rng.random() < 0.5)),
+        policies.PyramidKV(**pooled, beta=float(rng.uniform(1, 20))),
+        policies.H2O(**mass),
+        policies.TOVA(recent=ring),
+        policies.KeyDiff(recent=ring),
+        policies.KNorm(recent=ring),
+        policies.ExpectedAttention(
+            **mass, future=int(rng.integers(1, 30)), covariance=bool(rng.random() < 0.5)
+        ),
+        policies.Random(recent=ring, seed=int(rng.integers(9))),
+    ]
+    return made[rng.integers(len(made))], ring + pinned
+
+
+def _tree(rng, chains: bool) -> Any:
+    """Returns a tree; `chains`: one that branches only below the root."""
+    depth = int(rng.integers(1, MAX_DEPTH + 1))
+    kind = rng.integers(2 if chains else 5)
+    if kind == 0:
+        return magicjax.chain(depth)
+    if chains:
+        return magicjax.expansion((int(rng.integers(2, 4)), *[1] * (depth // 2)))
+    if kind == 1:
+        return magicjax.expansion(tuple(int(n) for n in rng.integers(1, 4, min(depth, 3))))
+    if kind == 2:
+        width, depth = int(rng.integers(1, 5)), min(depth, 4)
+        most = width + (depth - 1) * width**2
+        return magicjax.DynamicTree(int(rng.integers(2, min(most, 12) + 2)), depth, width)
+    parents = [-1]
+    while len(parents) < int(rng.integers(3, 14)):  # each child is below one of the newest nodes
+        parents.append(int(rng.integers(max(0, len(parents) - 4), len(parents))))
+    made = magicjax.TokenTree.from_parents(parents)
+    return made if made.depth <= MAX_DEPTH else magicjax.chain(MAX_DEPTH)
+
+
+def _short(tree: Any) -> str:
+    if isinstance(tree, tuple):
+        return " + ".join(map(_short, tree))
+    return f"tree {tree.parents}" if isinstance(tree, magicjax.TokenTree) else repr(tree)

@@ -1,0 +1,324 @@
+"""Schedules of requests that come, share beginnings, and leave, on one engine after another.
+
+A case is a request. The engine of a configuration serves all of its schedules, so what one leaves
+behind (prefixes, spare rows, old entries of slots) meets the next.
+"""
+
+import dataclasses
+import functools
+import itertools
+import types
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import magicjax
+from magicjax.decoding import program_cache
+from magicjax.decoding.request import Request, prepare
+from magicjax.decoding.runner import prefill_and_init, run
+from magicjax.engine.engine import MAX_PREFILLS
+from magicjax.engine.handle import Handle, NewTokens
+from tests.fuzz import checks
+from tests.fuzz.batches import prompt as random_prompt
+from tests.fuzz.checks import UNIT, WHOLE, Found
+from tests.fuzz.configurations import FLAGS, SCHEDULES, Configuration
+from tests.magicjax.engine import engines
+
+UNITS = 24  # schedules of a configuration
+MOST = 20  # requests of a schedule
+NEAR = 16  # runs with weights that differ by rounding, to decide a tie
+
+
+@dataclasses.dataclass
+class Session:
+    """An engine and what the checks of its requests need.
+
+    Attributes:
+      engine: of `target` and `drafter`.
+      eos: tokens that end a row.
+      alone: a request of one row, whose programs decode any prompt alone; None where the oracle
+        determines the texts.
+      clock: its `now`, in seconds, is the time for the engine.
+      texts: of earlier prompts and answers, which later prompts repeat or continue.
+      compiled: programs before the first schedule.
+      submitted: requests so far.
+    """
+
+    made: Configuration
+    engine: magicjax.Engine
+    target: magicjax.Model
+    drafter: Any
+    eos: list[int]
+    alone: Request | None
+    clock: Any
+    texts: list[np.ndarray]
+    compiled: int
+    submitted: int = 0
+
+
+@dataclasses.dataclass
+class Asked:
+    """A request, and what has arrived of it."""
+
+    handle: Handle
+    sampling: dict[str, Any]
+    pieces: list[NewTokens]
+
+
+def units(made: Configuration) -> int:
+    """Returns the number of schedules of a configuration."""
+    return UNITS
+
+
+def run_units(made: Configuration, numbers: list[int]) -> Found:
+    """Runs the schedules up to the largest number; checks those of the numbers."""
+    found, clock = Found(), types.SimpleNamespace(now=1.0)
+    started: list[Session] = []
+
+    def start() -> int:
+        started.append(_start(made, clock))
+        return 0
+
+    with mock.patch("time.monotonic", lambda: clock.now):
+        if not found.compare(UNIT * numbers[0] + WHOLE, start):
+            return found
+        for unit in range(max(numbers) + 1):
+            counted = found if unit in numbers else Found()
+            if not found.compare(UNIT * unit + WHOLE, _run, started[0], unit, counted):
+                break  # the engine may have unfinished requests
+    return found
+
+
+@functools.cache
+def tokenizer(vocab: int):
+    """Returns a tokenizer whose tokens are a, b, c, aa, ab, ...: stop strings span several."""
+    import tokenizers
+    import transformers
+
+    words = ("".join(w) for n in itertools.count(1) for w in itertools.product("abc", repeat=n))
+    own = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in zip(range(vocab), words)}, "a")
+    )
+    own.decoder = tokenizers.decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=own)
+
+
+def text_of(target, tokens) -> str:
+    """Returns the text of tokens."""
+    return "".join(target.tokenizer.convert_ids_to_tokens([int(token) for token in tokens]))
+
+
+def _start(made: Configuration, clock: Any) -> Session:
+    rng = made.rng(FLAGS)
+    weights = int(rng.integers(2**31))
+    target, (drafter, tree) = made.target(weights), made.drafting(weights)
+    target = dataclasses.replace(target, tokenizer=tokenizer(target.config.vocab_size))
+    eos = [int(token) for token in rng.integers(target.config.vocab_size, size=made.eos)]
+    options: dict[str, Any] = dict(drafter=drafter, tree=tree, eos_token_id=eos)
+    options |= dict(do_sample=made.do_sample, verifier=made.verifier)
+    engine = magicjax.Engine(
+        target,
+        **options,
+        slots=made.rows,
+        capacity=int(rng.integers(made.width + 8, engines.CAPACITY + 1)),
+        max_new_tokens=made.new_tokens,
+        prefill_chunk=int(rng.choice([7, 16, 20, 33, 64])),
+        rounds_per_step=int(rng.choice([1, 2, 3, 8])),
+        prefix_bytes=[None, None, None, 0][rng.integers(4)],
+        mesh=made.mesh,
+    )
+    engine.warm_up()
+    alone = None
+    if not made.exact:
+        longest = np.zeros(engine._templates.capacity - 1, np.int32)
+        options |= dict(max_new_tokens=made.new_tokens, top_k=3, top_p=0.9)  # as static settings
+        alone = prepare(target, [longest], **options)
+        request = types.SimpleNamespace(prompt=longest[:1], limit=1, sampling=alone.sampling)
+        _alone(alone, request)  # compiles
+    compiled = program_cache.totals()[0]
+    return Session(made, engine, target, drafter, eos, alone, clock, [], compiled)
+
+
+def _run(session: Session, unit: int, found: Found) -> int:
+    """Runs one schedule; checks the engine, and then every request."""
+    rng, engine = session.made.rng(SCHEDULES, unit + 1), session.engine
+    if rng.random() < 0.5:
+        engine.forget_prefixes()
+    rate, count = float(rng.uniform(0.3, 3)), int(rng.integers(5, MOST + 1))
+    asked: list[Asked] = []
+    rows_at = int(rng.integers(1, 12))  # the step after which the rows' caches are checked
+    for step in itertools.count():
+        for _ in range(min(rng.poisson(rate), count - len(asked))):
+            asked.append(_submit(rng, session))
+        if not engine._unfinished() and len(asked) == count:
+            break
+        _act(rng, engine, asked)
+        session.clock.now += float(rng.exponential(2.0))
+        assert len(engine._running) + len(engine._prefilling) <= session.made.rows
+        if step >= rows_at and engine._running:
+            state, texts = engines.rows_of(engine)
+            engines.check_state(state, texts, session.target, session.drafter)
+            found.caches, rows_at = found.caches + len(texts), 10**9
+    session.submitted += count
+    _check_idle(session)
+    found.schedules += 1
+    for row, one in enumerate(asked):
+        result = one.handle.result()
+        found.requests, found.tokens = found.requests + 1, found.tokens + len(result.tokens)
+        found.ends[result.finish_reason] += 1
+        found.ends["reused"] += result.stats.reused_tokens > 0
+        found.compare(UNIT * unit + row, _check, session, one)
+    whole = [np.concatenate([a.handle.submitted.prompt, a.handle.result().tokens]) for a in asked]
+    session.texts = [*session.texts, *whole][-8:]
+    return 0
+
+
+def _submit(rng, session: Session) -> Asked:
+    engine, made = session.engine, session.made
+    sampling: dict[str, Any] = {}
+    if made.do_sample and rng.random() < 0.15:
+        sampling = dict(temperature=0)
+    elif made.do_sample:
+        sampling = dict(temperature=float(rng.uniform(0.3, 1.6)), seed=int(rng.integers(2**32)))
+        if rng.random() < 0.5:
+            sampling["top_k"] = int(rng.integers(0, 16))
+        if rng.random() < 0.5:
+            sampling["top_p"] = float(rng.uniform(0.3, 1))
+    prompt = _prompt(rng, session)
+    most = min(made.new_tokens, engine._templates.capacity - len(prompt))
+    handle = engine.submit(
+        prompt,
+        max_new_tokens=None if rng.random() < 0.3 else int(rng.integers(1, most + 1)),
+        stop=_stop(rng, session) if rng.random() < 0.3 else (),
+        priority=float(rng.integers(3)),
+        deadline_s=float(rng.exponential(30.0)) + 0.1 if rng.random() < 0.1 else None,
+        **sampling,
+    )
+    return Asked(handle, sampling, [])
+
+
+def _prompt(rng, session: Session) -> np.ndarray:
+    """Returns a new prompt, or one that begins like an earlier text or is such a text."""
+    vocab, width = session.target.config.vocab_size, session.made.width
+    new = random_prompt(rng, int(rng.integers(1, width + 1)), vocab)
+    waiting = [handle.submitted.prompt for handle in session.engine._unfinished()]
+    earlier = [*session.texts, *waiting]
+    if not earlier or rng.random() < 0.4:
+        return new
+    text = earlier[rng.integers(len(earlier))]
+    kept = text if rng.random() < 0.5 else text[: rng.integers(1, len(text) + 1)]
+    whole = kept if rng.random() < 0.3 else np.concatenate([kept, new])
+    return whole[: session.engine._templates.capacity - 1 - int(rng.integers(8))]
+
+
+def _stop(rng, session: Session) -> list[str]:
+    """Returns parts of an earlier text, and a random string."""
+    random = "".join(rng.choice([*"abc"], int(rng.integers(1, 5))))
+    if not session.texts:
+        return [random]
+    text = text_of(session.target, session.texts[rng.integers(len(session.texts))])
+    begin, length = int(rng.integers(len(text))), int(rng.integers(1, 9))
+    return [text[begin : begin + length], random][: int(rng.integers(1, 3))]
+
+
+def _act(rng, engine: magicjax.Engine, asked: list[Asked]) -> None:
+    """Does what a server may do next: mostly a step."""
+    one = asked[rng.integers(len(asked))] if asked else None
+    kind = rng.random()
+    if one is None or kind < 0.82:
+        engine.step()
+    elif kind < 0.90:
+        one.handle.cancel()
+    elif kind < 0.96:
+        one.pieces += one.handle.arrived()
+    elif kind < 0.98:
+        one.pieces += one.handle  # runs the engine until this request is finished
+    else:
+        one.handle.result()
+
+
+def _check_idle(session: Session) -> None:
+    """Asserts that no request, slot or row is left over, and that nothing was compiled."""
+    engine, stats = session.engine, session.engine.stats
+    assert not engine._running and not engine._prefilling and not engine._queue
+    assert stats.running == stats.waiting == 0
+    assert engine._ended.all(), f"slots are leaked: {engine._ended}"
+    assert len(engine._spare_rows) <= MAX_PREFILLS, f"{len(engine._spare_rows)} spare rows"
+    store = engine._prefixes
+    assert len(store._entries) <= store.max_entries, f"{len(store._entries)} prefixes"
+    assert sum(stats.finished.values()) == session.submitted
+    compiled = program_cache.totals()[0] - session.compiled
+    assert not compiled, f"{compiled} programs compiled after warm-up"
+
+
+def _check(session: Session, one: Asked) -> int:
+    """Asserts that a finished request has its text alone, or the right beginning of it."""
+    result, submitted, target = one.handle.result(), one.handle.submitted, session.target
+    tokens, reason, stops = result.tokens, result.finish_reason, submitted.stop
+    one.pieces += one.handle.arrived()
+    arrived = [new.tokens for new in one.pieces]
+    np.testing.assert_array_equal(np.concatenate([[], *arrived]), tokens)
+    assert "".join(new.text for new in one.pieces) == result.text
+    text, before = text_of(target, tokens), text_of(target, tokens[:-1])
+    assert not any(stop in before for stop in stops), f"goes on after one of {stops}: {text}"
+    ends = [text.index(stop) for stop in stops if stop in text]
+    assert (reason == "stop") == bool(ends), f"{reason}, stop strings {stops}: {text}"
+    assert result.text == text[: min(ends, default=None)]
+    if reason in ("eos", "length"):
+        checks.end(tokens, submitted.limit, session.eos)
+        assert (reason == "eos") == (tokens[-1] in session.eos), reason
+    else:
+        is_eos = np.isin(tokens, session.eos)
+        assert not is_eos[: -1 if reason == "stop" else None].any(), f"{reason}: {tokens}"
+        assert len(tokens) <= submitted.limit - (reason != "stop")
+    return _check_tokens(session, one, tokens) if len(tokens) else 0
+
+
+def _check_tokens(session: Session, one: Asked, tokens) -> int:
+    submitted, target = one.handle.submitted, session.target
+    if submitted.sampling is None or one.sampling["temperature"] == 0:
+        return checks.greedy(target, submitted.prompt, tokens)
+    (how,) = checks.samplers(submitted.sampling, [submitted.prompt])
+    if session.alone is None:
+        return checks.sampled(target, submitted.prompt, tokens, how)
+    checks.possible(target, submitted.prompt, tokens, how)
+    whole = _alone(session.alone, submitted)
+    wrong = np.flatnonzero(whole[: len(tokens)] != tokens)
+    assert len(whole) >= len(tokens), f"{tokens} instead of {whole} alone"
+    if not wrong.size:
+        return 0
+    same = wrong[0] + 1
+    for seed in range(NEAR):  # a request that differs by rounding has either text
+        other = _alone(_disturbed(session.alone, seed), submitted)
+        if np.array_equal(other[:same], tokens[:same]):
+            return 1
+    raise AssertionError(f"{tokens} instead of {whole} alone")
+
+
+def _alone(request: Request, submitted) -> np.ndarray:
+    """Returns the text that `generate` has for the prompt alone, in fixed shapes."""
+    tokens = np.zeros(request.tokens.shape, np.int32)
+    tokens[0, : len(submitted.prompt)] = submitted.prompt
+    request = dataclasses.replace(
+        request,
+        prompts=[submitted.prompt],
+        tokens=jnp.asarray(tokens),
+        lengths=jnp.asarray([len(submitted.prompt)], jnp.int32),
+        limits=jnp.asarray([submitted.limit], jnp.int32),
+        sampling=submitted.sampling,
+    )
+    state = run(request, request.settings, prefill_and_init(request)[0])[0]
+    return np.asarray(state.output)[0, : int(state.emitted[0])]
+
+
+def _disturbed(request: Request, seed: int) -> Request:
+    """Returns the request with weights of the target that differ by rounding."""
+    rng = np.random.default_rng(seed)
+    params = jax.tree.map(
+        lambda x: x * jnp.asarray(1 + 3e-7 * rng.standard_normal(x.shape), x.dtype),
+        request.target.params,
+    )
+    return dataclasses.replace(request, target=dataclasses.replace(request.target, params=params))
