@@ -18,14 +18,7 @@ import numpy as np
 from jaxtyping import Int
 
 from magicjax.decoding import memory, program_cache, runner
-from magicjax.decoding.request import (
-    CAPACITY_MULTIPLE,
-    Request,
-    make_options,
-    place,
-    round_up,
-    validate,
-)
+from magicjax.decoding.request import Request, capacity_of, make_options, place, validate
 from magicjax.decoding.runner import Output
 from magicjax.decoding.validation import token_ids
 from magicjax.kv_cache.full_cache import KVCache
@@ -138,7 +131,7 @@ class Conversation:
         request, compiled = self._request(text), program_cache.totals()
         runner.log_request(request)
         settings = request.prefill_settings
-        same = min(_common_prefix(self.tokens, text), len(text) - 1)
+        same = min(common_prefix(self.tokens, text), len(text) - 1)
         # The queries of a policy's window run again if they are in the cache.
         start = max(0, min(same, len(text) - settings.stats_spec.window))
         kept, first = (_put([n], request.lengths) for n in (same, start))
@@ -196,15 +189,13 @@ def validate_conversation(
     request = validate(target, [longest], request_options)
     if request.drafter is not None:
         request.drafter.check_conversation()
-    # A round writes a whole path, and a draft model its backlog before it; prefill a whole chunk.
-    spare = max(CHUNK, 2 * request.settings.shape.depth + 1)
-    capacity = round_up(limit + spare, CAPACITY_MULTIPLE)
+    capacity = capacity_of(limit, request.settings.shape.depth, CHUNK)
     settings = dataclasses.replace(request.settings, capacity=capacity, chunk=CHUNK)
     tokens = np.zeros((1, capacity), np.int32)
     return dataclasses.replace(request, settings=settings, tokens=tokens), limit
 
 
-def _common_prefix(a: Int[np.ndarray, "T"], b: Int[np.ndarray, "U"]) -> int:
+def common_prefix(a: Int[np.ndarray, "T"], b: Int[np.ndarray, "U"]) -> int:
     """Returns the number of equal tokens before the first difference."""
     length = min(len(a), len(b))
     differing = np.flatnonzero(a[:length] != b[:length])

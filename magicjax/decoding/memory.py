@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -63,7 +63,24 @@ def check(request: Request, available: float | None = None) -> None:
       available: bytes of each device; None: as its devices report now, on a CPU the memory that is
         available to this process. Nothing is compared if they do not report it.
     """
-    needed = _new_bytes(request)
+    check_workload(request, _workload(request), functools.partial(_remedy, request), available)
+
+
+def check_workload(
+    request: Request,
+    workload: str,
+    remedy: Callable[[float], list[str]],
+    available: float | None = None,
+) -> None:
+    """Raises OutOfMemoryError if weights and caches do not fit the free memory.
+
+    Args:
+      request: with all rows that are allocated.
+      workload: what needs the memory, for the message.
+      remedy: of available bytes; what fits them.
+      available: as for `check`.
+    """
+    needed = new_bytes(request)
     where = request.target, request.settings.mesh
     limit = free_memory(*where) if available is None else available
     if limit is None or needed <= limit:
@@ -73,9 +90,13 @@ def check(request: Request, available: float | None = None) -> None:
         limit = free_memory(*where) or limit
     if needed > limit:
         each = "" if request.settings.mesh is None else " on each device"
+        fitting = remedy(limit)
+        use = "use a smaller model, a smaller dtype, offload, or more devices"
+        if fitting:
+            use = f"use {' or '.join(fitting)}, or more devices"
         raise OutOfMemoryError(
-            f"{_workload(request)} needs {_gb(needed)} of memory{each}, and {_gb(limit)} are "
-            f"available ({count(request)}): {_remedy(request, limit)}"
+            f"{workload} needs {_gb(needed)} of memory{each}, and {_gb(limit)} are available "
+            f"({count(request)}): {use}"
         )
 
 
@@ -141,7 +162,7 @@ def free_memory(target: Model, mesh: AnyMesh | None) -> float | None:
     return min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
 
 
-def _new_bytes(request: Request, batch: int | None = None, capacity: int | None = None) -> float:
+def new_bytes(request: Request, batch: int | None = None, capacity: int | None = None) -> float:
     """Returns the bytes to allocate on each device, with another batch or capacity."""
     batch, capacity = batch or len(request.prompts), capacity or request.settings.capacity
     blocks = part_bytes(request.target.layout)  # of an offloaded target, in host memory
@@ -189,24 +210,23 @@ def _parameter_bytes(config: models.Config, dtype: np.dtype) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
-def _remedy(request: Request, limit: float) -> str:
-    """Returns the largest batch and the longest context that fit, or what else helps."""
+def _remedy(request: Request, limit: float) -> list[str]:
+    """Returns the largest batch and the longest context that fit."""
     batch, settings = len(request.prompts), request.settings
     groups = 1 if settings.mesh is None else settings.mesh.shape[DATA]
     rows = groups * bisect.bisect_right(
-        range(groups, batch, groups), limit, key=lambda n: _new_bytes(request, n)
+        range(groups, batch, groups), limit, key=lambda n: new_bytes(request, n)
     )
     slots = CAPACITY_MULTIPLE * bisect.bisect_right(
         range(CAPACITY_MULTIPLE, settings.capacity, CAPACITY_MULTIPLE),
         limit,
-        key=lambda n: _new_bytes(request, capacity=n),
+        key=lambda n: new_bytes(request, capacity=n),
     )
     tokens = slots - (settings.capacity - _tokens(request))
     fitting = [f"at most {rows} rows of this length (batch)"] if rows else []
-    fitting += [f"at most {tokens} tokens per row (context and new tokens)"] if tokens > 1 else []
-    if fitting:
-        return f"use {' or '.join(fitting)}, or more devices"
-    return "use a smaller model, a smaller dtype, offload, or more devices"
+    return fitting + (
+        [f"at most {tokens} tokens per row (context and new tokens)"] if tokens > 1 else []
+    )
 
 
 def _tokens(request: Request) -> int:

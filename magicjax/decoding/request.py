@@ -171,15 +171,14 @@ def validate(target: Model, prompts: str | Sequence[Any], options: RequestOption
         placement.validate(mesh, target, drafter, len(rows), options.micro_batches)
     groups = 1 if mesh is None else factored(mesh).shape[DATA]
     tokens, lengths, chunk = _padded(rows, -(-len(rows) // groups))
-    # A round writes a whole path at once, and the cache of a draft model its backlog before it.
-    longest = int((lengths + limits).max()) + 2 * shape.depth + 1
+    capacity = capacity_of(int((lengths + limits).max()), shape.depth)
     eos = validation.checked_eos(target, options)
     return Request(
         settings=Settings(
             tree=tree,
             shape=shape,
             verifier=verifier,
-            capacity=round_up(max(longest, tokens.shape[1]), CAPACITY_MULTIPLE),
+            capacity=max(capacity, round_up(tokens.shape[1], CAPACITY_MULTIPLE)),
             chunk=chunk,
             max_new_tokens=int(limits.max()),
             backend=validation.checked_backend(target, options),
@@ -197,6 +196,20 @@ def validate(target: Model, prompts: str | Sequence[Any], options: RequestOption
         pad_token_id=validation.checked_pad(target, options, eos),
         stop=validation.checked_stop(target, options.stop),
     )
+
+
+def capacity_of(tokens: int, depth: int, chunk: int = 0) -> int:
+    """Returns the slots of a row, a multiple of `CAPACITY_MULTIPLE`, for a text of `tokens`.
+
+    After the text, a round writes a whole path, and a draft model its backlog before it, or prefill
+    writes a whole chunk: a text of 500 tokens, depth 4 and chunks of 64 tokens take 576 slots.
+
+    Args:
+      tokens: of the longest text, new tokens included.
+      depth: of the longest path, in edges.
+      chunk: tokens of a prefill step that can begin at any token; 0: prefill begins at the first.
+    """
+    return round_up(tokens + max(chunk, 2 * depth + 1), CAPACITY_MULTIPLE)
 
 
 def _padded(rows: Sequence[np.ndarray], rows_per_group: int) -> tuple[np.ndarray, np.ndarray, int]:

@@ -17,18 +17,23 @@ from jaxtyping import Int
 
 from magicjax.decoding import program_cache, runner
 from magicjax.drafters import Drafter
-from magicjax.engine import prefill, submission
+from magicjax.engine import memory_check, prefill, submission
 from magicjax.engine.handle import FINISH_REASONS, Handle
 from magicjax.engine.prefill import Prefilling
 from magicjax.engine.prefix_store import Prefix, make_store
 from magicjax.engine.stats import MAX_REQUESTS, EngineStats
-from magicjax.engine.templates import empty_row, empty_state, make_templates, request_of
+from magicjax.engine.templates import (
+    MAX_PREFILLS,
+    empty_row,
+    empty_state,
+    make_templates,
+    request_of,
+)
 from magicjax.model import Model
 from magicjax.trees.token_tree import Tree
 from sharding import processes
 
 AGING_S = 10.0  # waiting for this long raises a request's priority by 1
-MAX_PREFILLS = 2  # at once, each in a row of its own: a short prompt overtakes a long one
 
 
 class Engine:
@@ -64,6 +69,7 @@ class Engine:
         rounds_per_step: int = 8,
         queue_limit: int = 1024,
         prefix_bytes: int | None = None,
+        host_prefix_bytes: int = 0,
         logprobs: int | None = None,
         backend: str | None = None,
         mesh: Mesh | None = None,
@@ -86,8 +92,9 @@ class Engine:
           rounds_per_step: the most rounds of a call of the loop, which also ends when a request
             does. New requests, text and cancellations wait for the end of a call.
           queue_limit: the most requests that wait for a slot.
-          prefix_bytes: of the store of prompts and answers; 0: nothing is kept; None: four slots'
-            worth.
+          prefix_bytes: of the store of prompts and answers on the device; 0: nothing is kept; None:
+            four slots' worth.
+          host_prefix_bytes: of those that the device has no room for, in host memory.
           logprobs: the most alternatives whose log-probabilities a request may ask for, 0 to 20;
             None: no log-probabilities.
           mesh: of devices, of which only the axis `model` may be divided; None for one device.
@@ -95,7 +102,7 @@ class Engine:
         Raises:
           ValueError, TypeError: invalid arguments, as for `magicjax.generate`; a drafter whose
             state cannot be inserted row by row; a store of prefixes for a policy that reads all
-            prompt tokens.
+            prompt tokens; slots, rows for prefill and prefixes that do not fit the free memory.
         """
         for name, value in (("rounds_per_step", rounds_per_step), ("queue_limit", queue_limit)):
             if value < 1:
@@ -109,7 +116,8 @@ class Engine:
         )
         self._eos = set(processes.fetch(self._templates.row.eos).tolist())
         self._rounds_per_step, self._queue_limit = rounds_per_step, queue_limit
-        self._prefixes = make_store(self._templates, prefix_bytes)
+        self._prefixes = make_store(self._templates, prefix_bytes, host_prefix_bytes)
+        memory_check.check(self._templates, prefix_bytes)
         self._state = empty_state(self._templates)
         self._ended = np.ones(slots, bool)  # as in the state, and rows that the host has ended
         self._ended_by_host = False  # since the state was last changed
@@ -150,11 +158,7 @@ class Engine:
           ValueError, TypeError: invalid arguments, a prompt without room for new tokens, sampling
             in a greedy engine, a deadline in the past, or a full queue. Other requests go on.
         """
-        if len(self._queue) >= self._queue_limit:
-            raise ValueError(
-                f"the queue has queue_limit={self._queue_limit} requests: run engine.step() until "
-                "some have started, or create the engine with a larger limit"
-            )
+        self._check_queue(1)
         submitted = submission.checked(
             self._templates,
             prompt,
@@ -168,6 +172,32 @@ class Engine:
         handle = Handle(self, submitted, self._templates.row.target.tokenizer)
         self._queue.append(handle)
         return handle
+
+    def submit_samples(
+        self,
+        prompt: str | Sequence[int] | Int[np.ndarray, "T"],
+        n: int,
+        *,
+        seed: int | None = None,
+        **options: Any,
+    ) -> list[Handle]:
+        """Queues n requests of one prompt, with the seeds `seed`, `seed` + 1, ...; runs nothing.
+
+        The prompt is prefilled once, if the engine keeps prefixes; else n times.
+
+        Args:
+          prompt, seed, options: as for `submit`.
+          n: the number of requests.
+
+        Raises:
+          ValueError, TypeError: as `submit`; n below 1; several greedy requests, whose texts would
+            be equal; a queue without room for all of them.
+        """
+        submission.check_samples(self._templates, n, options.get("temperature"))
+        self._check_queue(n)
+        first = self.submit(prompt, seed=seed, **options)
+        seeds = range((seed or 0) + 1, (seed or 0) + n)
+        return [first, *(self.submit(first.submitted.prompt, seed=s, **options) for s in seeds)]
 
     def step(self) -> None:
         """Starts requests that wait, prefills, and decodes some rounds.
@@ -230,8 +260,10 @@ class Engine:
             tokens_per_s=self._new_tokens / seconds if seconds else 0.0,
             prefix_lookups=store.lookups,
             prefix_hits=store.hits,
+            prefix_host_hits=store.host_hits,
             reused_tokens=store.reused_tokens,
             prefix_bytes=store.num_bytes,
+            prefix_host_bytes=store.num_host_bytes,
             kv_bytes=sum(self._templates.slots.kv_bytes),
             requests=tuple(self._requests),
         )
@@ -241,6 +273,14 @@ class Engine:
         self._end(handle, "cancelled")
 
     # What follows runs inside `step` and `submit`.
+
+    def _check_queue(self, new: int) -> None:
+        if len(self._queue) + new > self._queue_limit:
+            raise ValueError(
+                f"the queue has {len(self._queue)} requests, and with {new} more it exceeds "
+                f"queue_limit={self._queue_limit}: run engine.step() until some have started, or "
+                "create the engine with a larger limit"
+            )
 
     def _unfinished(self) -> list[Handle]:
         prefilling = [handle for handle, _ in self._prefilling]
@@ -299,8 +339,8 @@ class Engine:
         submitted, templates = handle.submitted, self._templates
         request = request_of(templates, submitted.prompt, submitted.limit, submitted.sampling)
         row, kept = self._prefixes.copy_longest(submitted.prompt)
-        if row is None:
-            row = self._spare_rows.pop() if self._spare_rows else empty_row(templates)
+        spare = self._spare_rows.pop() if self._spare_rows else None  # dropped if there is a copy
+        row = row or spare or empty_row(templates)
         prefilling = prefill.start(templates, request, row, kept)
         handle.reused_tokens = prefilling.kept
         return prefilling
@@ -324,10 +364,10 @@ class Engine:
     def _keep_prefix(self, prefix: Prefix) -> None:
         unused = self._prefixes.add(prefix)
         if unused is not None:
-            self._keep_buffers(unused.row)
+            self._keep_buffers(unused)
 
     def _keep_buffers(self, row: tuple[Any, Any]) -> None:
-        if len(self._spare_rows) < MAX_PREFILLS:
+        if len(self._spare_rows) + len(self._prefilling) < MAX_PREFILLS:
             self._spare_rows.append(row)
 
     def _decode(self) -> None:

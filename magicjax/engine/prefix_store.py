@@ -1,7 +1,8 @@
 """Texts whose keys and values are kept, so that later prompts prefill only what differs.
 
-A new prompt starts from a copy of the entry that shares the most tokens with its beginning. All
-entries have the shapes of one row, so copying compiles nothing.
+A new prompt starts from a copy of the entry that shares the most tokens with its beginning. The
+most recently used entries are on the device and the others in host memory. All entries on the
+device have the shapes of one row, so copying compiles nothing.
 """
 
 import dataclasses
@@ -13,13 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from magicjax.decoding.conversation import common_prefix
+from magicjax.decoding.memory import OutOfMemoryError
+from magicjax.decoding.request import Request
 from magicjax.engine.templates import Templates
 from magicjax.kv_cache.full_cache import KVCache
+from magicjax.parallel import offloading
+from sharding import processes
 
 DEFAULT_ENTRIES = 4
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Prefix:
     """The keys and values of a text.
 
@@ -27,39 +33,76 @@ class Prefix:
       tokens: int32 [T], of the text.
       cache: the target's, of one row.
       drafter_state: the drafter's, of one row, after the text.
+      on_host: whether the arrays are NumPy arrays, and the caches have T slots.
     """
 
     tokens: Int[np.ndarray, "T"]
     cache: KVCache
     drafter_state: Any
+    on_host: bool = False
 
     @property
     def row(self) -> tuple[KVCache, Any]:
         """The arrays, which can be donated to a program once the prefix is not stored."""
         return self.cache, self.drafter_state
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all arrays."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.row))
+
 
 class PrefixStore:
-    """A bounded number of prefixes; the least recently used one is evicted.
+    """Prefixes on the device and in host memory, each bounded; least recently used ones leave.
+
+    A prefix that leaves the device goes to host memory, and one that leaves host memory is dropped.
+    A hit in host memory returns the prefix to the device.
 
     Attributes:
-      entry_bytes: of one entry.
-      max_entries: 0: nothing is stored.
+      entry_bytes: of one entry on the device.
+      max_entries: on the device; 0: nothing is stored.
+      max_host_bytes: 0: nothing is stored in host memory.
       lookups, hits: prompts that were looked up, and those that shared enough tokens.
+      host_hits: the hits of prefixes that were in host memory.
       reused_tokens: of all hits.
     """
 
-    def __init__(self, max_bytes: int, entry_bytes: int, at_least: int):
-        """Starts an empty store; prefixes of fewer than `at_least` common tokens are not reused."""
-        self.entry_bytes = entry_bytes
-        self.lookups = self.hits = self.reused_tokens = 0
-        self.max_entries, self._at_least = max_bytes // entry_bytes, at_least
-        self._entries: list[Prefix] = []  # least recently used first
+    def __init__(
+        self,
+        max_bytes: int,
+        entry_bytes: int,
+        at_least: int,
+        max_host_bytes: int = 0,
+        row_shapes: Any = None,
+    ):
+        """Starts an empty store.
+
+        Args:
+          max_bytes, entry_bytes: of all entries on the device, and of one.
+          at_least: common tokens; prefixes that share fewer are not reused, and shorter ones not
+            stored.
+          max_host_bytes: of all entries in host memory.
+          row_shapes: shapes and shardings of the arrays on the device, if max_host_bytes is not 0.
+        """
+        self.entry_bytes, self.max_entries = entry_bytes, max_bytes // entry_bytes
+        self.max_host_bytes, self._row_shapes = max_host_bytes, row_shapes
+        self._at_least = at_least
+        self.clear()
+
+    def clear(self) -> None:
+        """Drops all entries and counts."""
+        self._entries: list[Prefix] = []  # least recently used first; so those on the host are
+        self.lookups = self.hits = self.host_hits = self.reused_tokens = 0
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all entries."""
-        return len(self._entries) * self.entry_bytes
+        """The bytes of the entries on the device."""
+        return len(self._on_device()) * self.entry_bytes
+
+    @property
+    def num_host_bytes(self) -> int:
+        """The bytes of the entries in host memory."""
+        return sum(entry.num_bytes for entry in self._entries if entry.on_host)
 
     def copy_longest(self, tokens: Int[np.ndarray, "T"]) -> tuple[tuple[KVCache, Any] | None, int]:
         """Returns a copy of the arrays that share the most first tokens, and their number.
@@ -72,10 +115,10 @@ class PrefixStore:
         best, common = self._longest(tokens)
         if best is None:
             return None, 0
-        self._use(best)
         self.hits += 1
+        self.host_hits += best.on_host
         self.reused_tokens += common
-        return jax.tree.map(jnp.copy, best.row), common
+        return jax.tree.map(jnp.copy, self._use(best).row), common
 
     def is_worth_waiting(
         self, tokens: Int[np.ndarray, "T"], others: Sequence[Int[np.ndarray, "U"]]
@@ -87,72 +130,158 @@ class PrefixStore:
         return any(common_prefix(other, tokens) > stored for other in others)
 
     def _longest(self, tokens: Int[np.ndarray, "T"]) -> tuple[Prefix | None, int]:
+        """Returns the entry that shares the most tokens, of several the most recently used."""
         best, common = None, self._at_least - 1
-        for entry in self._entries:
+        for entry in reversed(self._entries):
             if (count := common_prefix(entry.tokens, tokens)) > common:
                 best, common = entry, count
         return (None, 0) if best is None else (best, common)
 
-    def add(self, prefix: Prefix) -> Prefix | None:
-        """Stores a prefix; returns one that is not stored, whose buffers are free, or None.
+    def add(self, prefix: Prefix) -> tuple[KVCache, Any] | None:
+        """Stores a prefix; returns arrays on the device that it has no more use for, or None.
 
         A prefix of another entry is not stored, and replaces those that are its own prefixes.
         """
-        if not self.max_entries:
-            return prefix
+        if not self.max_entries or len(prefix.tokens) < self._at_least:
+            return prefix.row
         for entry in self._entries:
             if common_prefix(entry.tokens, prefix.tokens) == len(prefix.tokens):
                 self._use(entry)
-                return prefix
+                return prefix.row
         covered = [
             e for e in self._entries if common_prefix(e.tokens, prefix.tokens) == len(e.tokens)
         ]
         for entry in covered:
-            self._remove(entry)
-        if len(self._entries) == self.max_entries:
-            covered.append(self._entries.pop(0))
+            self._entries.remove(entry)
+        unused = next((entry.row for entry in covered if not entry.on_host), None)
+        unused = unused or self._make_room()
         self._entries.append(prefix)
-        return covered[0] if covered else None
+        return unused
 
-    def clear(self) -> None:
-        """Drops all entries and counts."""
-        self._entries = []
-        self.lookups = self.hits = self.reused_tokens = 0
-
-    def _use(self, prefix: Prefix) -> None:
-        self._remove(prefix)
+    def _use(self, prefix: Prefix) -> Prefix:
+        """Makes an entry the most recently used one; returns it on the device."""
+        self._entries.remove(prefix)
+        if prefix.on_host:
+            self._make_room()
+            prefix = to_device(prefix, self._row_shapes)
         self._entries.append(prefix)
+        return prefix
 
-    def _remove(self, prefix: Prefix) -> None:
-        self._entries = [entry for entry in self._entries if entry is not prefix]
+    def _on_device(self) -> list[Prefix]:
+        return [entry for entry in self._entries if not entry.on_host]
+
+    def _make_room(self) -> tuple[KVCache, Any] | None:
+        """Makes room for one entry on the device; returns the arrays of the one that left."""
+        on_device = self._on_device()
+        if len(on_device) < self.max_entries:
+            return None
+        oldest = on_device[0]
+        index = self._entries.index(oldest)
+        self._entries[index : index + 1] = [to_host(oldest)] if self.max_host_bytes else []
+        while self.num_host_bytes > self.max_host_bytes:
+            del self._entries[0]
+        return oldest.row
 
 
-def make_store(templates: Templates, max_bytes: int | None) -> PrefixStore:
-    """Returns the store of an engine; None: four slots' worth of bytes, if prompts can be reused.
+def to_host(prefix: Prefix) -> Prefix:
+    """Returns a copy of a prefix in host memory, whose caches have the slots of its text only."""
+    length = len(prefix.tokens)
+
+    def cut(x):
+        if not isinstance(x, KVCache):
+            return x
+        k, v = (tuple(layer[:, :, :length] for layer in layers) for layers in (x.k, x.v))
+        return dataclasses.replace(x, k=k, v=v)
+
+    fetched = processes.fetch(prefix.row)
+    cut_row = jax.tree.map(cut, fetched, is_leaf=lambda x: isinstance(x, KVCache))
+    # Copies: what is fetched from a CPU device are views of buffers that programs will overwrite.
+    cache, drafter_state = jax.tree.map(np.array, cut_row)
+    return Prefix(prefix.tokens, cache, drafter_state, on_host=True)
+
+
+def to_device(prefix: Prefix, row_shapes: Any) -> Prefix:
+    """Returns a copy of a prefix of `to_host` on the device; zeros follow the text.
+
+    Args:
+      prefix: in host memory.
+      row_shapes: shapes and shardings of the arrays on the device.
+    """
+
+    def put(x, shape):
+        whole = np.zeros(shape.shape, shape.dtype)
+        whole[tuple(map(slice, x.shape))] = x
+        return processes.put(whole, shape.sharding)
+
+    return Prefix(prefix.tokens, *jax.tree.map(put, prefix.row, row_shapes))
+
+
+def make_store(templates: Templates, max_bytes: int | None, max_host_bytes: int) -> PrefixStore:
+    """Returns the store of an engine.
+
+    Args:
+      templates: of the engine.
+      max_bytes: on the device; None: four slots' worth, if prompts can be reused.
+      max_host_bytes: in host memory.
 
     Raises:
-      ValueError: fewer bytes than a prompt has, or prompts that must be prefilled whole.
+      ValueError: fewer bytes than a prompt has, prompts that must be prefilled whole, or host
+        memory without a store on the device.
+      OutOfMemoryError: more bytes than host memory has.
     """
-    whole, entry_bytes = templates.needs_whole_prompt, sum(templates.row.kv_bytes)
-    if max_bytes is None:
-        max_bytes = 0 if whole else DEFAULT_ENTRIES * entry_bytes
-    if max_bytes and whole:
+    entry_bytes = sum(templates.row.kv_bytes)
+    if max_bytes and templates.needs_whole_prompt:
         raise ValueError(
             f"prefix_bytes={max_bytes}: the drafter's policy reads the attention of all prompt "
             "tokens, so each prompt is prefilled whole: omit prefix_bytes, or use another policy, "
             "such as streaming or snapkv"
         )
-    if max_bytes < 0 or 0 < max_bytes < entry_bytes:
+    if max_bytes is not None and (max_bytes < 0 or 0 < max_bytes < entry_bytes):
         raise ValueError(
             f"prefix_bytes={max_bytes}: one prefix has {entry_bytes} bytes, those of a slot; use "
             "at least as many, or 0 to keep none"
         )
+    entries = num_entries(templates.row, max_bytes)
     # A shorter prefix saves no step of prefill.
-    return PrefixStore(max_bytes, entry_bytes, templates.row.settings.chunk)
+    at_least = templates.row.settings.chunk
+    if not max_host_bytes:
+        return PrefixStore(entries * entry_bytes, entry_bytes, at_least)
+    shapes = _with_shardings(templates)
+    _check_host_bytes(max_host_bytes, entries, shapes)
+    return PrefixStore(entries * entry_bytes, entry_bytes, at_least, max_host_bytes, shapes)
 
 
-def common_prefix(a: Int[np.ndarray, "T"], b: Int[np.ndarray, "U"]) -> int:
-    """Returns the number of equal tokens before the first difference."""
-    length = min(len(a), len(b))
-    differing = np.flatnonzero(a[:length] != b[:length])
-    return int(differing[0]) if differing.size else length
+def num_entries(row: Request, max_bytes: int | None) -> int:
+    """Returns the number of prefixes on the device, in rows like `row`; see `make_store`."""
+    if max_bytes is not None:
+        return max_bytes // sum(row.kv_bytes)
+    return 0 if row.prefill_settings.stats_spec.total else DEFAULT_ENTRIES
+
+
+def _with_shardings(templates: Templates) -> Any:
+    """Returns the shapes of a row's arrays with their shardings, on one device as well."""
+    one_device = templates.row.lengths.sharding
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or one_device),
+        templates.row_shapes,
+    )
+
+
+def _check_host_bytes(max_bytes: int, entries: int, shapes: Any) -> None:
+    """Raises ValueError or OutOfMemoryError; see `make_store`."""
+    if not entries:
+        raise ValueError(
+            f"host_prefix_bytes={max_bytes} has no effect without prefixes on the device: omit it, "
+            "or give prefix_bytes, with a policy that does not read the whole prompt"
+        )
+    longest = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+    if max_bytes < longest:
+        raise ValueError(
+            f"host_prefix_bytes={max_bytes}: the longest prefix has {longest} bytes; use at least "
+            "as many, or 0 to keep none in host memory"
+        )
+    free = offloading.free_host_memory()
+    if free is not None and max_bytes > free:
+        raise OutOfMemoryError(
+            f"host_prefix_bytes={max_bytes}: {free} bytes of host memory are free: use fewer"
+        )

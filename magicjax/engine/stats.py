@@ -22,8 +22,9 @@ class EngineStats:
       tokens_per_s: new_tokens divided by the sum of the three times.
       prefix_lookups, prefix_hits: prompts looked up in the prefix store, and those that reused
         tokens.
+      prefix_host_hits: the hits of prefixes that were in host memory.
       reused_tokens: prompt tokens that were not prefilled.
-      prefix_bytes: of the prefix store.
+      prefix_bytes, prefix_host_bytes: of the prefixes on the device and in host memory.
       kv_bytes: of the keys and values of all slots, target and drafter.
       requests: of the newest finished requests, oldest first.
     """
@@ -39,7 +40,9 @@ class EngineStats:
     tokens_per_s: float
     prefix_lookups: int
     prefix_hits: int
+    prefix_host_hits: int
     reused_tokens: int
     prefix_bytes: int
+    prefix_host_bytes: int
     kv_bytes: int
     requests: tuple[RequestStats, ...] = dataclasses.field(repr=False)

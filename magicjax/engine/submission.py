@@ -5,6 +5,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from magicjax.decoding.validation import (
     RequestOptions,
     checked_logprobs,
@@ -48,6 +50,19 @@ def checked(
         submitted_s=now,
         deadline_s=None if deadline_s is None else now + deadline_s,
     )
+
+
+def check_samples(templates: Templates, n: int, temperature: float | None) -> None:
+    """Raises TypeError or ValueError unless `n` requests of one prompt can differ."""
+    if not isinstance(n, int | np.integer):
+        raise TypeError(f"n={n!r}: it must be a whole number")
+    if n < 1:
+        raise ValueError(f"n={n}: it must be at least 1")
+    if n > 1 and (not templates.sampled or temperature == 0):
+        raise ValueError(
+            f"n={n} greedy requests of one prompt have equal texts: use n=1, or create the engine "
+            "with do_sample=True and give a temperature above 0"
+        )
 
 
 def _checked_limit(templates: Templates, length: int, limit: int | None) -> int:

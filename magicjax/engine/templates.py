@@ -1,6 +1,7 @@
 """The fixed shapes of an engine: validated once, before any request arrives."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -10,14 +11,7 @@ from jaxtyping import Int
 
 from magicjax.decoding import runner
 from magicjax.decoding.loop import DecodeState
-from magicjax.decoding.request import (
-    CAPACITY_MULTIPLE,
-    Request,
-    make_options,
-    place,
-    round_up,
-    validate,
-)
+from magicjax.decoding.request import Request, capacity_of, make_options, place, validate
 from magicjax.decoding.validation import RequestOptions, check_detokenization, checked_sampling
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.model import Model
@@ -26,6 +20,7 @@ from sharding import DATA, STAGE, factored, processes
 
 CHUNK = 64  # tokens of the prefill steps that end a prompt: few are padding
 PREFILL_CHUNK = 512
+MAX_PREFILLS = 2  # at once, each in a row of its own: a short prompt overtakes a long one
 MAX_CAPACITY = 4096  # default limit: a model's own one can need more memory than the device has
 
 
@@ -63,6 +58,12 @@ class Templates:
         """Whether the drafter's policy reads the attention of all prompt tokens."""
         return self.row.prefill_settings.stats_spec.total
 
+    @functools.cached_property
+    def row_shapes(self) -> tuple[KVCache, Any]:
+        """The shapes of the target's cache and the drafter's state of one row."""
+        shapes = runner.state_shapes(self.row)
+        return shapes.cache, shapes.drafter
+
 
 def make_templates(
     target: Model,
@@ -95,9 +96,7 @@ def make_templates(
     request_options = make_options(target, max_new_tokens=max_new_tokens, **options)
     row = validate(target, [longest], request_options)
     chunk = min(CHUNK, prefill_chunk)
-    # A round writes a whole path, and a draft model its backlog before it; prefill a whole chunk.
-    spare = max(chunk, 2 * row.settings.shape.depth + 1)
-    slot_capacity = round_up(capacity + spare, CAPACITY_MULTIPLE)
+    slot_capacity = capacity_of(capacity, row.settings.shape.depth, chunk)
     row = dataclasses.replace(
         row,
         settings=dataclasses.replace(row.settings, capacity=slot_capacity, chunk=chunk),
@@ -194,8 +193,7 @@ def empty_state(templates: Templates) -> DecodeState:
 
 def empty_row(templates: Templates) -> tuple[KVCache, Any]:
     """Returns the target's cache and the drafter's state of one row, zeros."""
-    shapes = runner.state_shapes(templates.row)
-    return _zeros((shapes.cache, shapes.drafter))
+    return _zeros(templates.row_shapes)
 
 
 def _zeros(shapes: Any) -> Any:

@@ -10,6 +10,8 @@ import pytest
 import magicjax
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.conversation import CHUNK, Conversation, Reply, validate_conversation
+from magicjax.decoding.request import capacity_of
+from magicjax.engine.templates import make_templates
 from magicjax.policies import SnapKV
 from tests.magicjax import oracle, tiny
 from tests.magicjax.decoding.test_compiled import WIDE, moved_caches, shaped
@@ -35,6 +37,25 @@ DRAFTERS = {
 def converse(drafter=None, **options) -> Conversation:
     options = dict(max_context=LIMIT, max_new_tokens=NEW, eos_token_id=tiny.NEVER) | options
     return Conversation.create(tiny.model(), drafter=drafter, **options)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "depth", "chunk", "slots"),
+    [(500, 4, 64, 576), (448, 4, 64, 512), (449, 4, 64, 576), (503, 4, 0, 512), (504, 4, 0, 576)]
+    + [(440, 40, 64, 576)],
+)
+def test_slots_hold_the_text_and_a_chunk_or_a_path(tokens, depth, chunk, slots):
+    assert capacity_of(tokens, depth, chunk) == slots
+
+
+def test_conversations_and_engines_have_the_same_slots():
+    for drafter, tree in ((None, None), (tiny.drafter("self"), tiny.TREES["chain4"])):
+        options = dict(drafter=drafter, tree=tree)
+        request, _ = validate_conversation(tiny.model(), LIMIT, NEW, options)
+        templates = make_templates(tiny.model(), 1, LIMIT, NEW, None, options)
+        depth = request.settings.shape.depth
+        assert request.settings.capacity == capacity_of(LIMIT, depth, CHUNK)
+        assert templates.row.settings.capacity == request.settings.capacity
 
 
 def finish(rounds) -> tuple[np.ndarray, Reply]:

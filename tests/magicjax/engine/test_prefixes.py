@@ -62,6 +62,26 @@ def test_the_same_prompt_with_several_seeds_is_prefilled_once():
     assert cold.stats.prefix_hits == cold.stats.prefix_lookups == cold.stats.prefix_bytes == 0
 
 
+@pytest.mark.parametrize("name", quick(["plain", "snapkv", "h2o", "small"], "snapkv"))
+def test_samples_of_one_prompt_are_those_of_separate_requests(name):
+    sampling = dict(temperature=1.1, max_new_tokens=NEW)
+    engine, prompt = Long.engine(name, do_sample=True), Long.prompt(150)
+    samples = engine.submit_samples(prompt, 4, seed=3, **sampling)
+    separate = Long.engine(name, do_sample=True, prefix_bytes=0)
+    alone = [separate.submit(prompt, seed=seed, **sampling) for seed in range(3, 7)]
+    again = separate.submit_samples(prompt, 2, seed=3, **sampling)
+    for each in (engine, separate):
+        each.run()
+    texts = [handle.result().tokens.tolist() for handle in samples]
+    assert texts == [handle.result().tokens.tolist() for handle in alone]
+    assert texts[:2] == [handle.result().tokens.tolist() for handle in again]
+    assert len(set(map(tuple, texts))) > 1
+    whole = name == "h2o"
+    reused = [handle.result().stats.reused_tokens for handle in samples]
+    assert reused == ([0] * 4 if whole else [0, 149, 149, 149])
+    assert all(not handle.result().stats.reused_tokens for handle in (*alone, *again))
+
+
 def test_a_prefix_is_not_changed_by_those_who_start_from_it(tally):
     engine = Long.engine("ensemble", prefix_bytes=None)
     asked = [*questions(3), questions(1, common=120)[0], questions(1)[0]]
@@ -102,9 +122,9 @@ def test_the_store_evicts_the_least_recently_used_prefix():
     assert store.add(entry([4, 5])) is None and store.num_bytes == 200
     row, common = store.copy_longest(np.array([1, 2, 9]))
     assert common == 2 and int(row[0][0]) == 3
-    evicted = store.add(entry([6]))
-    assert evicted.tokens.tolist() == [4, 5]
-    assert held(store) == [[1, 2, 3], [6]]
+    unused = store.add(entry([6, 7]))
+    assert int(unused[0][0]) == len([4, 5])
+    assert held(store) == [[1, 2, 3], [6, 7]]
     assert (store.lookups, store.hits, store.reused_tokens) == (1, 1, 2)
 
 
@@ -113,8 +133,8 @@ def test_the_store_keeps_the_longest_of_prefixes_of_each_other():
     store.add(entry([1, 2]))
     store.add(entry([7]))
     longer, shorter = entry([1, 2, 3]), entry([1, 2])
-    assert store.add(longer).tokens.tolist() == [1, 2]
-    assert store.add(shorter) is shorter and held(store) == [[7], [1, 2, 3]]
+    assert int(store.add(longer)[0][0]) == len([1, 2])
+    assert store.add(shorter)[0] is shorter.cache and held(store) == [[7], [1, 2, 3]]
 
 
 def test_too_few_common_tokens_are_no_hit():
@@ -122,6 +142,16 @@ def test_too_few_common_tokens_are_no_hit():
     store.add(entry([1, 2, 3]))
     assert store.copy_longest(np.array([1, 2, 9])) == (None, 0)
     assert (store.lookups, store.hits) == (1, 0)
+    short = entry([4, 5])  # no prompt shares enough with it
+    assert store.add(short)[0] is short.cache and held(store) == [[1, 2, 3]]
+
+
+def test_the_most_recently_used_of_equally_long_prefixes_is_copied():
+    store = prefix_store.PrefixStore(max_bytes=300, entry_bytes=100, at_least=2)
+    for tokens in ([1, 2, 3, 4], [1, 2, 5]):
+        store.add(entry(tokens))
+    row, common = store.copy_longest(np.array([1, 2, 9]))
+    assert common == 2 and int(row[0][0]) == len([1, 2, 5])
 
 
 def test_a_prompt_waits_for_one_that_shares_more_than_the_store():
@@ -136,7 +166,7 @@ def test_a_prompt_waits_for_one_that_shares_more_than_the_store():
 def test_a_store_of_no_bytes_keeps_nothing():
     store = prefix_store.PrefixStore(max_bytes=0, entry_bytes=100, at_least=1)
     first = entry([1, 2])
-    assert store.add(first) is first
+    assert store.add(first)[0] is first.cache
     assert store.copy_longest(np.array([1, 2])) == (None, 0) and store.lookups == 0
 
 

@@ -92,6 +92,37 @@ def test_sampled_requests_are_errors_in_a_greedy_engine(what):
     engine.submit([1, 2], temperature=0)
 
 
+INVALID_SAMPLES = {
+    "greedy engine": (2, False, {}, "n=2 greedy requests of one prompt have equal texts"),
+    "greedy request": (3, True, dict(temperature=0), "n=3 greedy requests .* temperature above 0"),
+    "none": (0, True, {}, "n=0: it must be at least 1"),
+    "a seed": (2, True, dict(seed=-1), "seed=-1 must be a whole number"),
+    "the queue": (
+        4,
+        True,
+        {},
+        "the queue has 0 requests, and with 4 more it exceeds queue_limit=3",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", INVALID_SAMPLES)
+def test_invalid_samples_are_errors_and_none_is_queued(what):
+    n, sampled, options, message = INVALID_SAMPLES[what]
+    engine = engines.engine(do_sample=sampled, queue_limit=3)
+    with pytest.raises(ValueError, match=message):
+        engine.submit_samples([1, 2], n, **options)
+    assert not engine._unfinished()
+
+
+def test_one_sample_may_be_greedy_and_a_number_must_be_whole():
+    engine = engines.engine()
+    (handle,) = engine.submit_samples(engines.prompts()[0], 1)
+    np.testing.assert_array_equal(handle.result().tokens, engines.expected(0))
+    with pytest.raises(TypeError, match="n=2.0: it must be a whole number"):
+        engine.submit_samples([1, 2], 2.0)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

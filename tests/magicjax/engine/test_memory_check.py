@@ -1,0 +1,79 @@
+"""An engine that does not fit the free memory is refused before its caches are allocated."""
+
+import re
+
+import pytest
+
+import magicjax
+from magicjax.decoding import memory, program_cache
+from magicjax.engine import engine as engine_module
+from magicjax.engine import memory_check
+from magicjax.engine.templates import MAX_PREFILLS, make_templates
+from magicjax.parallel import offloading
+from tests.magicjax import tiny
+from tests.magicjax.engine import engines
+
+SLOTS, CAPACITY = 6, 300
+
+
+def templates(name: str = "small", slots: int = SLOTS, capacity: int = CAPACITY):
+    drafter, tree = engines.DRAFTERS[name]
+    options = dict(drafter=drafter, tree=tree)
+    return make_templates(tiny.model(), slots, capacity, engines.NEW, None, options)
+
+
+def row_bytes(name: str = "small", capacity: int = CAPACITY) -> int:
+    return sum(templates(name, 1, capacity).row.kv_bytes)
+
+
+@pytest.mark.parametrize("name", ["plain", "small", "streaming"])
+@pytest.mark.parametrize("stored", [None, 0, 3])
+def test_slots_prefill_and_prefixes_count(name, stored):
+    size = row_bytes(name)
+    prefix_bytes = None if stored is None else stored * size + 1
+    rows = SLOTS + MAX_PREFILLS + (4 if stored is None else stored)
+    memory_check.check(templates(name), prefix_bytes, available=rows * size)
+    with pytest.raises(memory.OutOfMemoryError, match=f"an engine with slots={SLOTS} of capacity"):
+        memory_check.check(templates(name), prefix_bytes, available=rows * size - 1)
+
+
+@pytest.mark.parametrize("stored", [None, 3])
+def test_the_remedies_fit_and_more_does_not(stored):
+    size = row_bytes()
+    available = (SLOTS + MAX_PREFILLS + 2) * size  # 2 of the prefixes, or fewer slots
+    prefix_bytes = None if stored is None else stored * size
+    with pytest.raises(memory.OutOfMemoryError) as refused:
+        memory_check.check(templates(), prefix_bytes, available)
+    remedies = dict(re.findall(r"(slots|capacity|prefix_bytes)=(\d+)", str(refused.value)))
+    slots, capacity = int(remedies["slots"]), int(remedies["capacity"])
+    assert slots == SLOTS + 2 - (4 if stored is None else stored)
+    assert int(remedies["prefix_bytes"]) == 2 * size
+
+    def fits(prefix_bytes=prefix_bytes, **options) -> bool:
+        try:
+            memory_check.check(templates(**options), prefix_bytes, available)
+        except memory.OutOfMemoryError:
+            return False
+        return True
+
+    assert fits(slots=slots) and not fits(slots=slots + 1)
+    assert fits(capacity=capacity) and not fits(capacity=capacity + 64)
+    assert fits(prefix_bytes=2 * size) and not fits(prefix_bytes=3 * size)
+
+
+def test_what_cannot_help_is_not_named():
+    with pytest.raises(memory.OutOfMemoryError, match="use slots=1 or capacity=.*, or more dev"):
+        memory_check.check(templates(), 0, available=(1 + MAX_PREFILLS) * row_bytes())
+    with pytest.raises(memory.OutOfMemoryError, match="use a smaller model, a smaller dtype, off"):
+        memory_check.check(templates(), None, available=100)
+
+
+def test_an_engine_is_refused_before_allocation(monkeypatch):
+    monkeypatch.setattr(offloading, "free_host_memory", lambda: 1000)
+    monkeypatch.setattr(engine_module, "empty_state", lambda templates: pytest.fail("allocated"))
+    before = program_cache.totals()
+    with pytest.raises(
+        memory.OutOfMemoryError, match="2 rows for prefill and 4 for prefixes needs"
+    ):
+        magicjax.Engine(tiny.model(), slots=2, capacity=64)
+    assert program_cache.totals() == before
