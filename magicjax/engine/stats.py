@@ -25,6 +25,7 @@ class EngineStats:
       reused_tokens: prompt tokens that were not prefilled.
       prefix_bytes: of the prefix store.
       kv_bytes: of the keys and values of all slots, target and drafter.
+      rounds_by_depth: rounds of the loop by the depth of the tree; depth 0 drafts nothing.
       requests: of the newest finished requests, oldest first.
     """
 
@@ -42,4 +43,5 @@ class EngineStats:
     reused_tokens: int
     prefix_bytes: int
     kv_bytes: int
+    rounds_by_depth: dict[int, int]
     requests: tuple[RequestStats, ...] = dataclasses.field(repr=False)
