@@ -22,11 +22,44 @@ FIRST_PAUSE, LONGEST_PAUSE = 2, 64  # calls at depth 0 before a probe
 
 
 @dataclasses.dataclass(frozen=True)
+class DepthRule:
+    """The depth of the next call, given what each depth costs.
+
+    Attributes:
+      depth: of the next call.
+      pause, waited: calls at depth 0 before the next probe, and since the last one.
+      probing: whether the next call is a probe.
+    """
+
+    depth: int
+    pause: int = FIRST_PAUSE
+    waited: int = 0
+    probing: bool = False
+
+    def next(self, costs: Mapping[int, float]) -> "DepthRule":
+        """Returns the rule after a call; `costs` has each depth's, the smallest is best."""
+        current = 0 if self.probing else self.depth  # a probe must gain something to continue
+        best = min(costs, key=lambda depth: costs[depth])
+        if costs[current] <= (1 + HYSTERESIS) * costs[best]:
+            best = current
+        if 0 not in costs:
+            return dataclasses.replace(self, depth=best)
+        if self.depth:
+            return DepthRule(best, FIRST_PAUSE if best else self.pause)
+        # A call at depth 0 counts no acceptance, so only a probe leads to another depth.
+        if self.waited + 1 < self.pause:
+            return dataclasses.replace(self, waited=self.waited + 1)
+        smallest = min(depth for depth in costs if depth)
+        pause = min(2 * self.pause, LONGEST_PAUSE)
+        return dataclasses.replace(self, depth=smallest, pause=pause, probing=True)
+
+
+@dataclasses.dataclass(frozen=True)
 class DepthController:
     """The state of the controller; `create` makes the first one, `update` the next one.
 
     Attributes:
-      depth: of the next call.
+      rule: which has the depth of the next call.
       seconds: per round by depth: predicted, then corrected by measured times.
       rates: [D], the trial's acceptance rates by depth.
       known_rounds: next rounds of each row that a trial on the same text has already counted. They
@@ -34,11 +67,9 @@ class DepthController:
       prior_rounds: weight of `rates`.
       tried, accepted: [B, D], decayed counts of each row.
       calls: by depth.
-      pause, waited: calls at depth 0 before the next probe, and since the last one.
-      probing: whether the next call is a probe.
     """
 
-    depth: int
+    rule: DepthRule
     seconds: Mapping[int, float]
     rates: Float[np.ndarray, "D"]
     known_rounds: int
@@ -46,9 +77,11 @@ class DepthController:
     accepted: Table
     calls: Mapping[int, int]
     prior_rounds: float = PRIOR_ROUNDS
-    pause: int = FIRST_PAUSE
-    waited: int = 0
-    probing: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Of the next call."""
+        return self.rule.depth
 
     @classmethod
     def create(
@@ -68,7 +101,7 @@ class DepthController:
         padded = np.array([*rates, *[rates[-1]] * deepest][:deepest], float)
         nothing = np.zeros((1, deepest))
         return cls(
-            *(depth, dict(seconds), padded, known_rounds, nothing, nothing),
+            *(DepthRule(depth), dict(seconds), padded, known_rounds, nothing, nothing),
             calls=dict.fromkeys(seconds, 0),
         )
 
@@ -96,7 +129,9 @@ class DepthController:
                 tried=DECAY * self.tried + tried,
                 accepted=DECAY * self.accepted + accepted,
             )
-        return new._with_next_depth(np.asarray(left, float))
+        remaining = np.asarray(left, float)
+        costs = {d: (remaining / new.tokens(d)).max() * s for d, s in new.seconds.items()}
+        return dataclasses.replace(new, rule=new.rule.next(costs))
 
     def _with_time(self, seconds: float) -> "DepthController":
         """Returns the controller with seconds per round corrected by those of a call.
@@ -122,21 +157,3 @@ class DepthController:
         """Returns the expected tokens of each row's round at a depth."""
         rates = row_rates(self.tried, self.accepted, self.rates, self.prior_rounds)
         return row_tokens(rates, depth)
-
-    def _with_next_depth(self, left: Float[np.ndarray, "B"]) -> "DepthController":
-        remaining = {d: (left / self.tokens(d)).max() * s for d, s in self.seconds.items()}
-        current = 0 if self.probing else self.depth  # a probe must gain something to continue
-        best = min(remaining, key=lambda depth: remaining[depth])
-        if remaining[current] <= (1 + HYSTERESIS) * remaining[best]:
-            best = current
-        if 0 not in self.seconds:
-            return dataclasses.replace(self, depth=best)
-        if self.depth:
-            pause = FIRST_PAUSE if best else self.pause
-            return dataclasses.replace(self, depth=best, pause=pause, waited=0, probing=False)
-        # A call at depth 0 counts no acceptance, so only a probe leads to another depth.
-        if self.waited + 1 < self.pause:
-            return dataclasses.replace(self, waited=self.waited + 1)
-        smallest = min(depth for depth in self.seconds if depth)
-        pause = min(2 * self.pause, LONGEST_PAUSE)
-        return dataclasses.replace(self, depth=smallest, pause=pause, probing=True)

@@ -361,7 +361,7 @@ def _checked(proposed: Any, drafter: str, state: DecodeState) -> tuple[Proposal,
             f"{drafter}.propose returned tokens {tokens.dtype}{list(tokens.shape)} for parents of "
             f"{nodes} nodes: they must be int32 [rows, nodes] = {[rows, nodes]}"
         )
-    if state.sampling is not None and proposal.draws is None:
+    if state.sampling is not None and nodes > 1 and proposal.draws is None:
         raise TypeError(
             f"{drafter}.propose returned no draws under sampling: give Proposal its draws, for "
             "tokens that are not drawn at random `magicjax.trees.proposal.deterministic_draws`"

@@ -90,10 +90,16 @@ class Variant(NamedTuple):
     """A program to time: a request and the settings of its loop.
 
     Variants with the same drafter object share one drafter state: its address affects times.
+
+    Attributes:
+      request: with the models.
+      settings: of the loop.
+      program: the loop's name, "decode" or "decode_until_row_ends".
     """
 
     request: Request
     settings: Settings
+    program: str = "decode"
 
 
 def time_variants(
@@ -105,14 +111,14 @@ def time_variants(
     """
     drafters: dict[int, Any] = {}
     state = None
-    for request, settings in variants:
+    for request, settings, program in variants:
         key = id(request.drafter)
         if state is None or key not in drafters:
             prefilled = prefilled if state is None else prefilled.reset(state)
             state = prefilled.start(request)
             drafters[key] = state.drafter
         state = dataclasses.replace(state, drafter=drafters[key])
-        runner.compile_loop(request, settings, state)
+        runner.compile_loop(request, settings, state, program)
     assert state is not None, "no variant to time"
     times, state = time_interleaved(variants, state, drafters, repeats, min_seconds)
     return times, prefilled.reset(state)
@@ -163,8 +169,9 @@ def median_ratio(times: Sequence[float], baseline: Sequence[float]) -> float:
 
 
 def _call(variant: Variant, state: DecodeState) -> tuple[DecodeState, float]:
-    arguments = variant.request.target, variant.request.drafter, state
-    loop = runner.compile_loop(*variant, state)
+    request, settings, program = variant
+    arguments = request.target, request.drafter, state
+    loop = runner.compile_loop(request, settings, state, program)
     jax.block_until_ready(arguments)
     return runner.timed(loop, *arguments)
 

@@ -162,14 +162,14 @@ def end_stopped(
 
 
 def run_until_row_ends(
-    request: Request, state: DecodeState, rounds: int
+    request: Request, settings: Settings, state: DecodeState, rounds: int
 ) -> tuple[DecodeState, float]:
     """Returns the state after a row has ended or `rounds` have run, and the seconds.
 
-    `state` is donated.
+    Arguments are those of `run`.
     """
     arguments = request.target, request.drafter, with_rounds(state, rounds)
-    return _run(request, "decode_until_row_ends", request.settings, arguments)
+    return _run(request, "decode_until_row_ends", settings, arguments)
 
 
 def insert(
@@ -215,9 +215,11 @@ def _run(request: Request, name: str, settings: Any, arguments: tuple) -> tuple[
         return timed(program_cache.program(name, settings, *arguments), *arguments)
 
 
-def compile_loop(request: Request, settings: Settings, state: DecodeState) -> jax.stages.Compiled:
-    """Returns the compiled program that `run` runs."""
-    return program_cache.program("decode", settings, request.target, request.drafter, state)
+def compile_loop(
+    request: Request, settings: Settings, state: DecodeState, name: str = "decode"
+) -> jax.stages.Compiled:
+    """Returns the compiled program that `run` runs, or another loop of that name."""
+    return program_cache.program(name, settings, request.target, request.drafter, state)
 
 
 def with_rounds(state: DecodeState, rounds: int) -> DecodeState:

@@ -207,7 +207,7 @@ class Drafter(Protocol):
     def synthetic_state(self, state: Any, lengths: Int[Array, "B"]) -> Any:
         """Returns a state of arbitrary values with its lengths set as after prompts of `lengths`.
 
-        No array may appear twice in the result: programs donate it. Only benchmarks call it.
+        No array may appear twice in the result: programs donate it. It is for timing only.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define synthetic_state")
 

@@ -17,10 +17,11 @@ from jaxtyping import Int
 
 from magicjax.decoding import program_cache, runner
 from magicjax.drafters import Drafter
-from magicjax.engine import memory_check, prefill, submission
+from magicjax.engine import memory_check, prefill, speculation, submission
 from magicjax.engine.handle import FINISH_REASONS, Handle
 from magicjax.engine.prefill import Prefilling
 from magicjax.engine.prefix_store import Prefix, make_store
+from magicjax.engine.speculation import DepthChooser
 from magicjax.engine.stats import MAX_REQUESTS, EngineStats
 from magicjax.engine.templates import (
     MAX_PREFILLS,
@@ -67,6 +68,7 @@ class Engine:
         eos_token_id: int | Sequence[int] | None = None,
         prefill_chunk: int | None = None,
         rounds_per_step: int = 8,
+        adaptive_depth: bool = False,
         queue_limit: int = 1024,
         prefix_bytes: int | None = None,
         host_prefix_bytes: int = 0,
@@ -91,6 +93,10 @@ class Engine:
             tokens, such as h2o, prefills each prompt at once.
           rounds_per_step: the most rounds of a call of the loop, which also ends when a request
             does. New requests, text and cancellations wait for the end of a call.
+          adaptive_depth: whether each call of the loop drafts the depth of the tree, from 0 to that
+            of `tree`, with the most expected tokens per second. Rounds of each depth are compiled
+            and timed by `warm_up`, or before the first request. Sampled requests are then verified
+            by "naive", whose text does not depend on the depth.
           queue_limit: the most requests that wait for a slot.
           prefix_bytes: of the store of prompts and answers on the device; 0: nothing is kept; None:
             four slots' worth.
@@ -102,11 +108,14 @@ class Engine:
         Raises:
           ValueError, TypeError: invalid arguments, as for `magicjax.generate`; a drafter whose
             state cannot be inserted row by row; a store of prefixes for a policy that reads all
-            prompt tokens; slots, rows for prefill and prefixes that do not fit the free memory.
+            prompt tokens; adaptive_depth without a drafter, or with another verifier than naive;
+            slots, rows for prefill and prefixes that do not fit the free memory.
         """
         for name, value in (("rounds_per_step", rounds_per_step), ("queue_limit", queue_limit)):
             if value < 1:
                 raise ValueError(f"{name}={value}: it must be at least 1")
+        if adaptive_depth and do_sample and verifier is None:
+            verifier = "naive"
         options: dict[str, Any] = dict(
             drafter=drafter, tree=tree, do_sample=do_sample, verifier=verifier
         )
@@ -117,7 +126,9 @@ class Engine:
         self._eos = set(processes.fetch(self._templates.row.eos).tolist())
         self._rounds_per_step, self._queue_limit = rounds_per_step, queue_limit
         self._prefixes = make_store(self._templates, prefix_bytes, host_prefix_bytes)
+        self._loops = speculation.loops(self._templates.slots, adaptive_depth)
         memory_check.check(self._templates, prefix_bytes)
+        self._depths = DepthChooser.create(self._loops, slots)
         self._state = empty_state(self._templates)
         self._ended = np.ones(slots, bool)  # as in the state, and rows that the host has ended
         self._ended_by_host = False  # since the state was last changed
@@ -204,6 +215,8 @@ class Engine:
 
         The loop, each piece of a prompt and each copy of a row synchronize with the device once.
         """
+        if len(self._loops) > 1 and self._depths.times is None:
+            self._time_rounds()
         begun, compiled_s = time.monotonic(), program_cache.totals()[1]
         for handle in self._unfinished():
             deadline_s = handle.submitted.deadline_s
@@ -226,6 +239,8 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compiles all programs, by running short requests; then forgets their statistics.
+
+        With `adaptive_depth`, rounds are timed too.
 
         Raises:
           RuntimeError: there are unfinished requests.
@@ -265,6 +280,7 @@ class Engine:
             prefix_bytes=store.num_bytes,
             prefix_host_bytes=store.num_host_bytes,
             kv_bytes=sum(self._templates.slots.kv_bytes),
+            rounds_by_depth=dict(self._rounds),
             requests=tuple(self._requests),
         )
 
@@ -285,6 +301,11 @@ class Engine:
     def _unfinished(self) -> list[Handle]:
         prefilling = [handle for handle, _ in self._prefilling]
         return [*self._running.values(), *prefilling, *self._queue]
+
+    def _time_rounds(self) -> None:
+        """Times the loop at each depth, before the first request."""
+        times, self._state = speculation.time_rounds(self._templates, self._loops, self._state)
+        self._depths = dataclasses.replace(self._depths, times=times)
 
     def _end_rows(self) -> None:
         """Ends the rows of requests that the host has ended."""
@@ -351,6 +372,7 @@ class Engine:
         slot = next(n for n in range(len(self._ended)) if n not in self._running)
         self._state, insert_s = runner.insert(self._templates.slots, self._state, row, slot)
         self._running[slot], self._delivered[slot] = handle, 0
+        self._depths = self._depths.joined(slot)
         self._keep_prefix(Prefix(handle.submitted.prompt, row.cache, row.drafter))
         self._prefill_s += finish_s + insert_s
 
@@ -372,13 +394,18 @@ class Engine:
 
     def _decode(self) -> None:
         """Runs the loop, hands out new tokens and ends requests."""
+        self._depths = self._depths.chosen(self._live_rows())
+        depth = self._depths.depth
         self._state, seconds = runner.run_until_row_ends(
-            self._templates.slots, self._state, self._rounds_per_step
+            self._templates.slots, self._loops[depth], self._state, self._rounds_per_step
         )
-        state = self._state
-        emitted, output, ended, histogram, logprobs = processes.fetch(
-            (state.emitted, state.output, state.ended, state.histogram, state.logprobs)
+        s = self._state
+        emitted, output, ended, histogram, logprobs, rounds_left = processes.fetch(
+            (s.emitted, s.output, s.ended, s.histogram, s.logprobs, s.rounds_left)
         )
+        rounds = self._rounds_per_step - int(rounds_left)
+        self._rounds[depth] += rounds
+        self._depths = self._depths.counted(histogram, rounds, seconds)
         self._loop_s += seconds
         self._ended = ended.copy()
         now = time.monotonic()
@@ -392,6 +419,15 @@ class Engine:
                 self._keep_text(slot, np.concatenate(text)[:-1])  # the last token is pending
                 is_eos = output[slot, emitted[slot] - 1] in self._eos
                 self._end(handle, "stop" if stopped else "eos" if is_eos else "length")
+
+    def _live_rows(self) -> dict[int, tuple[int, int]]:
+        """Returns, by slot, the tokens so far and the new ones that may follow."""
+        rows = {}
+        for slot, handle in self._running.items():
+            emitted = max(1, int(self._delivered[slot]))  # prefill's token is delivered later
+            submitted = handle.submitted
+            rows[slot] = len(submitted.prompt) + emitted, submitted.limit - emitted
+        return {slot: row for slot, row in rows.items() if row[1]}
 
     def _end(self, handle: Handle, reason: str) -> None:
         """Ends a request, wherever it is."""
@@ -413,6 +449,7 @@ class Engine:
     def _reset_stats(self) -> None:
         self._finished = dict.fromkeys(FINISH_REASONS, 0)
         self._steps = self._new_tokens = 0
+        self._rounds = dict.fromkeys(self._loops, 0)
         self._loop_s = self._prefill_s = self._host_s = 0.0
         self._requests: collections.deque = collections.deque(maxlen=MAX_REQUESTS)
 

@@ -26,6 +26,7 @@ class EngineStats:
       reused_tokens: prompt tokens that were not prefilled.
       prefix_bytes, prefix_host_bytes: of the prefixes on the device and in host memory.
       kv_bytes: of the keys and values of all slots, target and drafter.
+      rounds_by_depth: rounds of the loop by the depth of the tree; depth 0 drafts nothing.
       requests: of the newest finished requests, oldest first.
     """
 
@@ -45,4 +46,5 @@ class EngineStats:
     prefix_bytes: int
     prefix_host_bytes: int
     kv_bytes: int
+    rounds_by_depth: dict[int, int]
     requests: tuple[RequestStats, ...] = dataclasses.field(repr=False)

@@ -260,6 +260,13 @@ def chain(length: int) -> TokenTree:
     return TokenTree(tuple(range(NO_NODE, length)))
 
 
+def truncated(tree: TokenTree, depth: int) -> TokenTree:
+    """Returns the nodes of a tree down to a depth; 0: only the root."""
+    kept = np.flatnonzero(tree.node_depths <= depth).tolist()
+    number = {node: i for i, node in enumerate(kept)} | {NO_NODE: NO_NODE}
+    return TokenTree(tuple(number[tree.parents[node]] for node in kept))
+
+
 def expansion(branches: Sequence[int]) -> TokenTree:
     """Returns the tree in which every node at depth d has branches[d] children.
 

@@ -14,7 +14,6 @@ lasts as long as its longest request. Compilation is not timed; `generate` compi
 import dataclasses
 import json
 import pathlib
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,168 +21,44 @@ import numpy as np
 import tyro
 
 import magicjax
-from experiments import prompts
+from experiments.studies.serving.workload import (
+    Requests,
+    Served,
+    Workload,
+    arrivals,
+    make_workload,
+    serve,
+)
 from magicjax.benchmarks.tables import record_table
 from magicjax.drafters.spec import make_drafter
-from magicjax.engine.handle import Handle
 from magicjax.files import write_atomically
 
 ENGINE, ENGINE_BATCHES, GENERATE = "engine", "engine, static batches", "generate, static batches"
 
 
 @dataclasses.dataclass
-class Settings:
+class Settings(Requests):
     """Requests, and the engine that serves them.
 
     Attributes:
-      target: directory of the target.
-      dtype: of the models.
       drafter: as on the command line; "none": only plain decoding.
       tree: of the drafter.
       results: folder.
       slots: of the engine, and rows of a static batch.
-      requests: their number.
       rate: requests per second, with exponential intervals; None: all arrive at once.
-      prompt_tokens: shortest and longest prompt, uniform in the logarithm.
-      shared_tokens: that all prompts begin with, besides; 0: none.
-      long_tokens: prompt of the request in the middle; None: as the others.
-      new_tokens: fewest and most new tokens; n has a probability proportional to 1/n (Zipf).
       rounds_per_step: of the engine.
       prefill_chunk: of the engine.
       repeats: of the timing, after one run that compiles.
-      seed: of lengths and arrivals.
     """
 
-    target: str = "experiments/zoo/target"
-    dtype: str = "float32"
     drafter: str = "prompt-lookup:4"
     tree: str = "chain:4"
     results: str = "results/serving"
     slots: int = 8
-    requests: int = 64
     rate: float | None = None
-    prompt_tokens: tuple[int, int] = (16, 256)
-    shared_tokens: int = 0
-    long_tokens: int | None = None
-    new_tokens: tuple[int, int] = (16, 512)
     rounds_per_step: int = 8
     prefill_chunk: int = 512
     repeats: int = 3
-    seed: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """The requests: token ids, limits of new tokens, and seconds of arrival."""
-
-    rows: list[np.ndarray]
-    limits: list[int]
-    arrivals: list[float]
-
-
-@dataclasses.dataclass(frozen=True)
-class Served:
-    """One run: its texts and seconds, and of each request the seconds from its arrival.
-
-    Attributes:
-      texts: new tokens of each request.
-      seconds: from the first arrival to the last end.
-      prefill_s: of all requests.
-      stall_s: the longest time between two pieces of any request; None for `generate`.
-      ttft_s: time to first token.
-      total_s: time to the end of the request, or of its static batch.
-    """
-
-    texts: list[np.ndarray]
-    seconds: float
-    ttft_s: list[float]
-    total_s: list[float]
-    prefill_s: float
-    stall_s: float | None = None
-
-    def record(self) -> dict[str, float]:
-        tokens = sum(map(len, self.texts))
-        found = {"tokens/s": tokens / self.seconds, "seconds": self.seconds}
-        found |= {"prefill s": self.prefill_s}
-        for name, values in (("TTFT", self.ttft_s), ("total", self.total_s)):
-            found |= {f"{name} p{p} s": float(np.percentile(values, p)) for p in (50, 95)}
-        later = [
-            (total - first) / max(1, len(text) - 1)
-            for text, first, total in zip(self.texts, self.ttft_s, self.total_s, strict=True)
-        ]
-        found |= {f"TPOT p{p} ms": 1e3 * float(np.percentile(later, p)) for p in (50, 95)}
-        return found if self.stall_s is None else found | {"longest stall s": self.stall_s}
-
-
-def make_workload(settings: Settings, tokenizer: Any) -> Workload:
-    """Returns requests of ragged lengths."""
-    rng, (low, high) = np.random.default_rng(settings.seed), settings.prompt_tokens
-    count, longest = settings.requests, max(high, settings.long_tokens or 0)
-    made = prompts.make(prompts.STDLIB, tokenizer, "", count, longest, settings.seed)
-    lengths = np.exp(rng.uniform(np.log(low), np.log(high), count)).astype(int)
-    if settings.long_tokens is not None:
-        lengths[count // 2] = settings.long_tokens
-    counts = np.arange(settings.new_tokens[0], settings.new_tokens[1] + 1)
-    limits = rng.choice(counts, count, p=(1 / counts) / (1 / counts).sum())
-    gaps = np.zeros(count)
-    if settings.rate is not None:
-        gaps = rng.exponential(1 / settings.rate, count)
-    shared = np.zeros(0, np.int32)
-    if settings.shared_tokens:
-        seed = settings.seed + 1
-        (document,) = prompts.make(prompts.STDLIB, tokenizer, "", 1, settings.shared_tokens, seed)
-        shared = document.tokens
-    return Workload(
-        [np.concatenate([shared, p.tokens[-n:]]) for p, n in zip(made, lengths, strict=True)],
-        limits.tolist(),
-        np.cumsum(gaps).tolist(),
-    )
-
-
-def serve(engine: magicjax.Engine, workload: Workload, batch: int | None = None) -> Served:
-    """Returns the run of an engine; sleeps while no request has arrived.
-
-    Args:
-      engine: idle.
-      workload: the requests.
-      batch: submit as many requests at a time, when those before have finished; None: each when it
-        arrives.
-    """
-    before, start, count = engine.stats.prefill_s, time.monotonic(), len(workload.rows)
-    handles: list[Handle] = []
-    newest: dict[int, float] = {}  # time of the newest piece of each request
-    stall_s = 0.0
-    while len(handles) < count or not all(handle.finished for handle in handles):
-        now = time.monotonic() - start
-        idle = all(handle.finished for handle in handles)
-        arrived = sum(arrival <= now for arrival in workload.arrivals)
-        if batch is not None:
-            following = min(count, len(handles) + batch)
-            arrived = following if idle and arrived >= following else len(handles)
-        for i in range(len(handles), arrived):
-            handles.append(engine.submit(workload.rows[i], max_new_tokens=workload.limits[i]))
-        if idle and len(handles) < count and arrived <= len(handles) and not engine.stats.waiting:
-            last = len(handles) if batch is None else min(count, len(handles) + batch) - 1
-            time.sleep(max(0.0, workload.arrivals[last] - now))
-        engine.step()
-        for i, handle in enumerate(handles):
-            if handle.arrived():
-                now = time.monotonic()
-                stall_s = max(stall_s, now - newest.get(i, now))
-                newest[i] = now
-    results = [handle.result() for handle in handles]
-    late = [  # from the arrival, which can be during a step, to `submit`
-        handle.submitted.submitted_s - start - arrival
-        for handle, arrival in zip(handles, workload.arrivals, strict=True)
-    ]
-    return Served(
-        [result.tokens for result in results],
-        time.monotonic() - start,
-        [(result.stats.ttft_s or 0.0) + wait for result, wait in zip(results, late, strict=True)],
-        [result.stats.total_s + wait for result, wait in zip(results, late, strict=True)],
-        engine.stats.prefill_s - before,
-        stall_s,
-    )
 
 
 def static(settings: Settings, target, drafting: dict, workload: Workload) -> Served:
@@ -211,7 +86,9 @@ def static(settings: Settings, target, drafting: dict, workload: Workload) -> Se
 def measure(settings: Settings) -> list[dict]:
     """Returns a record for each way of serving; medians over the repeats."""
     target = magicjax.load(settings.target, dtype=settings.dtype)
-    workload = make_workload(settings, target.tokenizer)
+    kind = "at once" if settings.rate is None else "poisson"
+    arriving = arrivals(kind, settings.rate or 1.0, settings.requests, settings.seed)
+    workload = make_workload(settings, target.tokenizer, arriving)
     runs: dict[tuple[str, str], list[Served]] = {}
     drafters = _drafters(settings)
     engines = {name: _engine(settings, target, workload, d) for name, d in drafters.items()}

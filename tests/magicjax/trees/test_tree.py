@@ -109,6 +109,15 @@ def test_an_expansion_gives_each_node_of_a_level_its_children():
     assert magicjax.expansion([1, 1, 1]) == magicjax.chain(3)
 
 
+def test_a_truncated_tree_has_the_nodes_down_to_a_depth():
+    tree = tiny.TREES["irregular"]
+    assert token_tree.truncated(tree, 0) == token_tree.ROOT_ONLY
+    assert token_tree.truncated(tree, tree.depth) == tree
+    assert token_tree.truncated(magicjax.chain(5), 3) == magicjax.chain(3)
+    found = token_tree.truncated(magicjax.TokenTree((-1, 0, 1, 2, 0, 4)), 2)
+    assert found == magicjax.TokenTree((-1, 0, 1, 0, 3))
+
+
 def test_equal_trees_have_equal_hashes():
     made = magicjax.TokenTree.from_parents(np.array([-1, 0, 1]))
     assert made == magicjax.chain(2) and hash(made) == hash(magicjax.chain(2))

@@ -1,0 +1,177 @@
+"""Requests of ragged lengths that arrive over time, and how an engine served them."""
+
+import dataclasses
+import time
+from typing import Any, Literal
+
+import numpy as np
+
+import magicjax
+from experiments import prompts
+from magicjax.engine.handle import Handle
+
+Arrivals = Literal["at once", "poisson", "burst"]
+
+
+@dataclasses.dataclass
+class Requests:
+    """Requests to a target.
+
+    Attributes:
+      target: directory of the target.
+      dtype: of the models.
+      requests: their number.
+      prompt_tokens: shortest and longest prompt, uniform in the logarithm.
+      shared_tokens: that all prompts begin with, besides; 0: none.
+      long_tokens: prompt of the request in the middle; None: as the others.
+      new_tokens: fewest and most new tokens; n has a probability proportional to 1/n (Zipf).
+      seed: of lengths and arrivals.
+    """
+
+    target: str = "experiments/zoo/target"
+    dtype: str = "float32"
+    requests: int = 64
+    prompt_tokens: tuple[int, int] = (16, 256)
+    shared_tokens: int = 0
+    long_tokens: int | None = None
+    new_tokens: tuple[int, int] = (16, 512)
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """The requests: token ids, limits of new tokens, and seconds of arrival."""
+
+    rows: list[np.ndarray]
+    limits: list[int]
+    arrivals: list[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """One run: its texts and seconds, and of each request the seconds from its arrival.
+
+    Attributes:
+      texts: new tokens of each request.
+      seconds: from the first arrival to the last end.
+      prefill_s: of all requests.
+      stall_s: the longest time between two pieces of any request; None for `generate`.
+      ttft_s: time to first token.
+      total_s: time to the end of the request, or of its static batch.
+    """
+
+    texts: list[np.ndarray]
+    seconds: float
+    ttft_s: list[float]
+    total_s: list[float]
+    prefill_s: float
+    stall_s: float | None = None
+
+    @property
+    def tpot_s(self) -> list[float]:
+        """Time per output token of each request after its first token."""
+        return [
+            (total - first) / max(1, len(text) - 1)
+            for text, first, total in zip(self.texts, self.ttft_s, self.total_s, strict=True)
+        ]
+
+    def goodput(self, ttft_s: float, tpot_s: float) -> float:
+        """Returns the requests per second that meet both limits."""
+        pairs = zip(self.ttft_s, self.tpot_s, strict=True)
+        return sum(first <= ttft_s and each <= tpot_s for first, each in pairs) / self.seconds
+
+    def record(self) -> dict[str, float]:
+        """Returns medians and 95th percentiles over the requests."""
+        tokens = sum(map(len, self.texts))
+        found = {"tokens/s": tokens / self.seconds, "seconds": self.seconds}
+        found |= {"prefill s": self.prefill_s}
+        for name, values in (("TTFT", self.ttft_s), ("total", self.total_s)):
+            found |= {f"{name} p{p} s": float(np.percentile(values, p)) for p in (50, 95)}
+        found |= {f"TPOT p{p} ms": 1e3 * float(np.percentile(self.tpot_s, p)) for p in (50, 95)}
+        return found if self.stall_s is None else found | {"longest stall s": self.stall_s}
+
+
+def arrivals(kind: Arrivals, rate: float, count: int, seed: int, burst: int = 1) -> list[float]:
+    """Returns the seconds of arrival.
+
+    Args:
+      kind: "poisson" has exponential intervals, the same for all rates but for a factor; in a
+        "burst", `burst` requests arrive together, at equal intervals.
+      rate: mean requests per second.
+      count, seed: of the requests.
+      burst: requests of a burst.
+    """
+    if kind == "at once":
+        return [0.0] * count
+    if kind == "burst":
+        return [n // burst * burst / rate for n in range(count)]
+    gaps = np.random.default_rng([seed, 1]).exponential(size=count)
+    return (np.cumsum(gaps) / rate).tolist()
+
+
+def make_workload(settings: Requests, tokenizer: Any, arriving: list[float]) -> Workload:
+    """Returns requests of ragged lengths; `arriving` has their seconds of arrival."""
+    rng, (low, high) = np.random.default_rng(settings.seed), settings.prompt_tokens
+    count, longest = settings.requests, max(high, settings.long_tokens or 0)
+    made = prompts.make(prompts.STDLIB, tokenizer, "", count, longest, settings.seed)
+    lengths = np.exp(rng.uniform(np.log(low), np.log(high), count)).astype(int)
+    if settings.long_tokens is not None:
+        lengths[count // 2] = settings.long_tokens
+    counts = np.arange(settings.new_tokens[0], settings.new_tokens[1] + 1)
+    limits = rng.choice(counts, count, p=(1 / counts) / (1 / counts).sum())
+    shared = np.zeros(0, np.int32)
+    if settings.shared_tokens:
+        seed = settings.seed + 1
+        (document,) = prompts.make(prompts.STDLIB, tokenizer, "", 1, settings.shared_tokens, seed)
+        shared = document.tokens
+    return Workload(
+        [np.concatenate([shared, p.tokens[-n:]]) for p, n in zip(made, lengths, strict=True)],
+        limits.tolist(),
+        arriving,
+    )
+
+
+def serve(engine: magicjax.Engine, workload: Workload, batch: int | None = None) -> Served:
+    """Returns the run of an engine; sleeps while no request has arrived.
+
+    Args:
+      engine: idle.
+      workload: the requests.
+      batch: submit as many requests at a time, when those before have finished; None: each when it
+        arrives.
+    """
+    before, start, count = engine.stats.prefill_s, time.monotonic(), len(workload.rows)
+    handles: list[Handle] = []
+    newest: dict[int, float] = {}  # time of the newest piece of each request
+    stall_s = 0.0
+    while len(handles) < count or not all(handle.finished for handle in handles):
+        now = time.monotonic() - start
+        idle = all(handle.finished for handle in handles)
+        arrived = sum(arrival <= now for arrival in workload.arrivals)
+        if batch is not None:
+            following = min(count, len(handles) + batch)
+            arrived = following if idle and arrived >= following else len(handles)
+        for i in range(len(handles), arrived):
+            handles.append(engine.submit(workload.rows[i], max_new_tokens=workload.limits[i]))
+        if idle and len(handles) < count and arrived <= len(handles) and not engine.stats.waiting:
+            last = len(handles) if batch is None else min(count, len(handles) + batch) - 1
+            time.sleep(max(0.0, workload.arrivals[last] - now))
+        engine.step()
+        for i, handle in enumerate(handles):
+            if handle.arrived():
+                now = time.monotonic()
+                stall_s = max(stall_s, now - newest.get(i, now))
+                newest[i] = now
+    results = [handle.result() for handle in handles]
+    late = [  # from the arrival, which can be during a step, to `submit`
+        handle.submitted.submitted_s - start - arrival
+        for handle, arrival in zip(handles, workload.arrivals, strict=True)
+    ]
+    return Served(
+        [result.tokens for result in results],
+        time.monotonic() - start,
+        [(result.stats.ttft_s or 0.0) + wait for result, wait in zip(results, late, strict=True)],
+        [result.stats.total_s + wait for result, wait in zip(results, late, strict=True)],
+        engine.stats.prefill_s - before,
+        stall_s,
+    )
