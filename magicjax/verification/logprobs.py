@@ -25,9 +25,9 @@ class LogProbs:
       top_tokens: int32 [..., T, K], these tokens.
     """
 
-    chosen: Float[Array, "*B T"]
-    top: Float[Array, "*B T K"]
-    top_tokens: Int[Array, "*B T K"]
+    chosen: Float[Any, "*B T"]
+    top: Float[Any, "*B T K"]
+    top_tokens: Int[Any, "*B T K"]
 
     def __getitem__(self, index: Any) -> "LogProbs":
         """Returns the log-probabilities of some of the tokens; the index is of `chosen`."""
