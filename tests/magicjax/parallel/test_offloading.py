@@ -301,7 +301,7 @@ def test_caches_that_do_not_fit_are_refused_and_a_model_that_would_fit_is_logged
 ):
     monkeypatch.setattr(offloading, "device_memory", lambda: 50_000)
     target = magicjax.offload(model(DEEP))
-    monkeypatch.setattr(memory, "free_memory", lambda request: 50_000)
+    monkeypatch.setattr(memory, "free_memory", lambda target, mesh: 50_000)
     with pytest.raises(memory.OutOfMemoryError, match="a batch of .* and 5e-05 GB are available"):
         text(target)
     assert "would fit" not in caplog.text
