@@ -9,6 +9,7 @@ from tests.magicjax import tiny
 from tests.magicjax.decoding.test_logprobs import check
 from tests.magicjax.engine import engines
 from tests.magicjax.engine.test_requests import PROMPT
+from tests.magicjax.engine.test_speculation import forced
 from tests.quick import quick
 
 NAMES = ("plain", "streaming", "small", "ensemble", "dynamic")
@@ -38,6 +39,18 @@ def test_log_probabilities_are_those_of_a_plain_pass(name, sampled):
         check(tiny.model(), prompt, result.tokens, result.logprobs, count)
         arrived = np.concatenate([piece.logprobs.chosen for piece in pieces])
         np.testing.assert_array_equal(arrived, result.logprobs.chosen)
+
+
+def test_depths_that_change_between_calls_give_the_same():
+    options = dict(do_sample=True, slots=2, rounds_per_step=1, logprobs=2)
+    engine, prompt = forced("prompt lookup", **options), engines.prompts()[1]
+    compiled = program_cache.totals()
+    handles = engine.submit_samples(prompt, 3, max_new_tokens=16, logprobs=2, seed=1)
+    engine.run()
+    assert program_cache.totals() == compiled and len(engine.stats.rounds_by_depth) > 1
+    for handle in handles:
+        result = handle.result()
+        check(tiny.model(), prompt, result.tokens, result.logprobs, 2)
 
 
 def test_a_stop_string_ends_them_with_the_tokens(directory):
