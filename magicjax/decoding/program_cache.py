@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from magicjax import placement
 from magicjax.decoding import loop
@@ -50,7 +51,7 @@ def program(name: str, settings: AnySettings, *arguments: Any) -> jax.stages.Com
       arguments: arrays or their shapes.
     """
     leaves, treedef = jax.tree.flatten(arguments)
-    shapes = tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
+    shapes = tuple((x.shape, x.dtype, _division(getattr(x, "sharding", None))) for x in leaves)
     key = (name, settings, treedef, shapes)
     if key in _compiled:
         _compiled[key] = _compiled.pop(key)
@@ -65,6 +66,22 @@ def program(name: str, settings: AnySettings, *arguments: Any) -> jax.stages.Com
     while len(_compiled) > 1 and (len(_compiled) > MAX_PROGRAMS or memory_maps() > MAX_MEMORY_MAPS):
         del _compiled[next(iter(_compiled))]
     return compiled
+
+
+def _division(sharding: Any) -> Any:
+    """Returns a sharding without what divides nothing: axes of one device, and trailing None.
+
+    Programs return arrays with either form, and compiled programs take both.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    sizes, spec = sharding.mesh.shape, []
+    for entry in sharding.spec:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        spec.append(tuple(name for name in names if name is not None and sizes[name] > 1))
+    while spec and not spec[-1]:
+        spec.pop()
+    return sharding.mesh, tuple(spec), sharding.memory_kind
 
 
 def memory_maps() -> int:

@@ -308,7 +308,7 @@ def _alone(request: Request, submitted) -> np.ndarray:
         tokens=jnp.asarray(tokens),
         lengths=jnp.asarray([len(submitted.prompt)], jnp.int32),
         limits=jnp.asarray([submitted.limit], jnp.int32),
-        sampling=submitted.sampling,
+        sampling=jax.tree.map(jnp.asarray, submitted.sampling),
     )
     state = run(request, request.settings, prefill_and_init(request)[0])[0]
     return np.asarray(state.output)[0, : int(state.emitted[0])]

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import magicjax
+from magicjax.decoding import program_cache
 from sharding import make_mesh
 from tests.magicjax import mesh_cases, oracle, tiny
 
@@ -43,6 +44,26 @@ def test_an_engine_divides_models_over_the_axis_model(case, eight):
     oracle.Tally().compare(target, mesh_cases.prompts()[: len(LIMITS)], wanted, rows)
 
 
+def compiled_after_warm_up(mesh: list[int]) -> int:
+    """Returns the programs that requests compile beside a draft model that is not divided."""
+    drafter, tree, _, kv_heads = mesh_cases.CASES["small"]
+    options = dict(slots=1, capacity=64, max_new_tokens=24, prefill_chunk=16, eos_token_id=63)
+    engine = magicjax.Engine(
+        mesh_cases.target(kv_heads), drafter(kv_heads, 1), tree, mesh=make_mesh(*mesh), **options
+    )
+    engine.warm_up()
+    before = program_cache.totals()[0]
+    for prompt in mesh_cases.prompts()[:2] * 2:  # the last two begin with a stored prefix
+        engine.submit(prompt[:30], max_new_tokens=9)
+    engine.run()
+    return program_cache.totals()[0] - before
+
+
+@pytest.mark.slow
+def test_an_engine_on_a_mesh_compiles_nothing_after_warm_up(eight):
+    assert eight(compiled_after_warm_up, mesh=[1, 2]) == 0
+
+
 def refused(mesh: list[int]) -> str:
     with pytest.raises(ValueError) as error:
         magicjax.Engine(tiny.model(), mesh=make_mesh(*mesh))
@@ -58,7 +79,7 @@ def test_a_mesh_that_divides_rows_or_layers_is_an_error(mesh, axis, eight):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA makes for a CPU")
 def test_inserting_a_row_copies_no_cache():
-    from magicjax.decoding import program_cache, runner
+    from magicjax.decoding import runner
     from magicjax.engine.templates import make_templates
     from tests.magicjax.decoding.test_compiled import WIDE, moved_caches, shaped
 
