@@ -66,26 +66,31 @@ class Settings(Requests):
 
 
 def measure(settings: Settings) -> Iterator[dict[str, Any]]:
-    """Yields a record for each engine, kind of arrivals and rate."""
+    """Yields a record for each number of slots, kind of arrivals, rate and engine."""
     target = magicjax.load(settings.target, dtype=settings.dtype)
-    cells = list(itertools.product(settings.arrivals, settings.rates))
-    for name, slots in itertools.product(settings.drafters, settings.slots):
-        for adaptive in (False,) if name == PLAIN else settings.adaptive:
-            engine = _engine(settings, target, name, slots, adaptive)
-            for kind, rate in cells:
-                arriving = arrivals(kind, rate, settings.requests, settings.seed, settings.burst)
-                engine.forget_prefixes()
+    kinds = [
+        (name, adaptive)
+        for name in settings.drafters
+        for adaptive in ((False,) if name == PLAIN else settings.adaptive)
+    ]
+    for slots in settings.slots:
+        engines = [_engine(settings, target, name, slots, adaptive) for name, adaptive in kinds]
+        # Engines take turns, so that a change of the machine's speed affects all of them.
+        for kind, rate in itertools.product(settings.arrivals, settings.rates):
+            arriving = arrivals(kind, rate, settings.requests, settings.seed, settings.burst)
+            workload = make_workload(settings, target.tokenizer, arriving)
+            for (name, adaptive), engine in zip(kinds, engines, strict=True):
                 before = engine.stats.rounds_by_depth
-                served = serve(engine, make_workload(settings, target.tokenizer, arriving))
+                engine.forget_prefixes()
+                served = serve(engine, workload)
                 after = engine.stats.rounds_by_depth
                 rounds = {depth: count - before[depth] for depth, count in after.items()}
-                depth = sum(d * n for d, n in rounds.items()) / sum(rounds.values())
                 yield {
                     "arrivals": kind,
                     "slots": slots,
                     "drafter": f"{name}, adaptive" if adaptive else name,
                     "rate": rate,
-                    "mean depth": depth,
+                    "mean depth": sum(d * n for d, n in rounds.items()) / sum(rounds.values()),
                     **_record(settings, served),
                 }
 

@@ -88,7 +88,7 @@ def test_arrival_rates_write_a_table_and_a_figure(settings, capsys):
     assert len(records) == 3 * 2 * 2  # plain, fixed and adaptive; arrivals; rates
     drafters = ["none", "prompt-lookup:4", "prompt-lookup:4, adaptive"]
     assert list(dict.fromkeys(r["drafter"] for r in records)) == drafters
-    assert {r["mean depth"] for r in records[:4]} == {"0.0"}
-    assert {r["mean depth"] for r in records[4:8]} == {"4.0"}
+    assert {r["mean depth"] for r in records if r["drafter"] == drafters[0]} == {"0.0"}
+    assert {r["mean depth"] for r in records if r["drafter"] == drafters[1]} == {"4.0"}
     assert (pathlib.Path(settings.results) / "goodput.png").stat().st_size > 1000
     assert "Goodput" in capsys.readouterr().out
