@@ -192,7 +192,7 @@ class Engine:
         seed: int | None = None,
         **options: Any,
     ) -> list[Handle]:
-        """Queues n requests of one prompt, with the seeds `seed`, `seed` + 1, ...; runs nothing.
+        """Queues n requests of one prompt, with the seeds `seed`, `seed` + 1, ... modulo 2**32.
 
         The prompt is prefilled once, if the engine keeps prefixes; else n times.
 
@@ -207,7 +207,7 @@ class Engine:
         submission.check_samples(self._templates, n, options.get("temperature"))
         self._check_queue(n)
         first = self.submit(prompt, seed=seed, **options)
-        seeds = range((seed or 0) + 1, (seed or 0) + n)
+        seeds = (((seed or 0) + i) % 2**32 for i in range(1, n))
         return [first, *(self.submit(first.submitted.prompt, seed=s, **options) for s in seeds)]
 
     def step(self) -> None:
