@@ -166,6 +166,7 @@ def publish(whole: Grid, console: Console) -> list[dict[str, Any]]:
     """Writes the summary and the report; returns the rows of the cells that have ended."""
     rows = [row for folder in whole.folders.values() if (row := results_folder.row_of(folder))]
     if rows:
+        console.print("writing the report")
         _report(whole, console, rows)
     else:
         console.print("no cell has ended: nothing to report")
@@ -179,11 +180,14 @@ def publish(whole: Grid, console: Console) -> list[dict[str, Any]]:
 def _report(whole: Grid, console: Console, rows: list[dict[str, Any]]) -> None:
     """Writes and prints the results."""
     store.write_summary(whole.directory, rows, columns.names_of(rows))
-    written = ["summary.csv", *page.write(whole.directory, [row["key"] for row in rows])]
+    to_do = len(whole.cells) - len(rows)
+    written = page.write(whole.directory, [row["key"] for row in rows], to_do)
     console.print(terminal.table(rows, title=whole.experiment.name))
     for line in (*terminal.LEGEND, *terminal.notes(rows)):
         console.print(line, markup=False)
-    console.print(f"wrote {whole.directory}: {', '.join(written)}, cells/", markup=False)
+    console.print(
+        f"wrote {whole.directory}: summary.csv, {', '.join(written)}, cells/", markup=False
+    )
 
 
 def dry_run(

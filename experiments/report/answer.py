@@ -20,6 +20,7 @@ from experiments.report.results_folder import CellResult
 RESAMPLES = 2000
 LEVEL = 95  # percent
 FEW = 10  # with fewer measurements an interval is too narrow
+STEADY = 1.5  # largest ratio between speeds of plain decoding on a machine without other work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Answer:
       close: methods whose intervals overlap that of the best.
       inexact: methods that are faster, but are not equal to plain decoding.
       timed: whether speedups are compared, not τ.
+      plain_rates: the lowest and the highest tokens/s of plain decoding beside the methods.
     """
 
     group: Row
@@ -39,11 +41,13 @@ class Answer:
     close: tuple[str, ...]
     inexact: tuple[str, ...]
     timed: bool
+    plain_rates: tuple[float, float] | None
 
     @property
     def plain_wins(self) -> bool:
-        """Whether no exact method is faster than plain decoding."""
-        return self.timed and (self.best is None or self.best["speedup"] <= 1)
+        """Whether plain decoding is faster than every exact method."""
+        slower = self.best is None or self.best["speedup"] <= 1
+        return self.timed and slower and not self.unclear
 
     @property
     def unclear(self) -> bool:
@@ -51,6 +55,11 @@ class Answer:
         if self.best is None or self.best["low"] is None:
             return False
         return self.timed and self.best["low"] <= 1 <= self.best["high"]
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether the same plain decoding had very different speeds beside the methods."""
+        return self.plain_rates is not None and self.plain_rates[1] > STEADY * self.plain_rates[0]
 
 
 def with_intervals(cells: Sequence[CellResult]) -> list[Row]:
@@ -134,12 +143,14 @@ def _answer(rows: Rows, columns: Sequence[str]) -> Answer:
     exact = [row for row in ranked if terminal.is_exact(row)]
     best = exact[0] if exact else None
     faster = ranked[: ranked.index(best)] if best else ranked
+    rates = [row["ar_decode_tok_s"] for row in drafted if row["speedup"] is not None]
     return Answer(
         {name: rows[0].get(name) for name in columns},
         best,
         tuple(row["method"] for row in exact[1:] if best and _overlap(row, best)),
         tuple(row["method"] for row in faster),
         timed,
+        (min(rates), max(rates)) if rates else None,
     )
 
 

@@ -14,7 +14,7 @@ import json
 import pathlib
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,8 +62,13 @@ NOTE = (
 )
 
 
-def write(directory: pathlib.Path, keys: list[str] | None = None) -> list[str]:
+def write(directory: pathlib.Path, keys: list[str] | None = None, to_do: int = 0) -> list[str]:
     """Writes the report of a folder's cells, by default all, and returns the names of its files.
+
+    Args:
+      directory: of the results.
+      keys: of the cells.
+      to_do: how many other cells of the experiment have not ended.
 
     Raises:
       ConfigError: the folder cannot be read (`results_folder.read`).
@@ -75,7 +80,7 @@ def write(directory: pathlib.Path, keys: list[str] | None = None) -> list[str]:
         name: (export.write(directory / FIGURES, name, figure), figure.caption)
         for name, figure in make_figures(results.cells, rows).items()
     }
-    write_atomically(directory / PAGE, _page(results, rows, export.embedded(made)))
+    write_atomically(directory / PAGE, _page(results, rows, export.embedded(made), to_do))
     return [PAGE, *([f"{FIGURES}/"] if made else [])]
 
 
@@ -172,8 +177,8 @@ for (const th of document.querySelectorAll(".sortable th")) th.onclick = () => {
 """
 
 
-def _page(results: Results, rows: Rows, shown: str) -> str:
-    """Returns the HTML of the page; `shown` is that of the figures."""
+def _page(results: Results, rows: Rows, shown: str, to_do: int = 0) -> str:
+    """Returns the HTML of the page; `shown` is that of the figures, `to_do` as in `write`."""
     meanings = "".join(
         f"<dt>{name}</dt><dd>{html.escape(meaning)}</dd>" for name, (_, meaning) in COLUMNS.items()
     )
@@ -182,7 +187,7 @@ def _page(results: Results, rows: Rows, shown: str) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width"><title>{title}: report</title>'
-        f"<style>{STYLE}</style></head><body><h1>{title}</h1>{_answers(rows)}"
+        f"<style>{STYLE}</style></head><body><h1>{title}</h1>{_answers(rows, to_do)}"
         f"<h2>Methods</h2>{_failures(rows)}"
         f'<div class="wide">{ranking.to_html(rows)}</div><script>{SORT}</script>'
         f"{'<h2>Figures</h2>' if shown else ''}{shown}{_requests(results.cells)}"
@@ -197,11 +202,11 @@ def _folded(title: str, *parts: str) -> str:
     return f"<details><summary>{title}</summary>{''.join(parts)}</details>"
 
 
-def _answers(rows: Rows) -> str:
+def _answers(rows: Rows, to_do: int) -> str:
     """Returns the HTML that opens the page: the best method of each group."""
     found = answer.answers(rows)
     finished = sum(row["status"] == "ok" for row in rows)
-    sentences = [*_summary(found), f"{finished} of {len(rows)} cells have a result."]
+    sentences = [*_summary(found), f"{finished} of {len(rows) + to_do} cells have a result."]
     if wrong := sum(row["status"] == "ok" and not terminal.is_exact(row) for row in rows):
         sentences.append(f"<b>{wrong} are NOT equal to plain decoding.</b>")
     table = pd.DataFrame([_line(one) for one in found]).fillna("–")
@@ -224,8 +229,10 @@ def _html(table: pd.DataFrame, kind: str | None = None) -> str:
 def _summary(found: Sequence[answer.Answer]) -> list[str]:
     """Returns the HTML sentences with the best speedup, and with where plain decoding wins."""
     timed = [one for one in found if one.timed]
-    faster = [(one, one.best) for one in timed if one.best is not None and not one.plain_wins]
-    lost = "; ".join(labels.describe(one.group) for one in timed if one.plain_wins)
+    decided = [one for one in timed if not one.unclear]
+    faster = [(one, one.best) for one in decided if one.best is not None and not one.plain_wins]
+    lost = _groups(one for one in timed if one.plain_wins)
+    unclear = _groups(one for one in timed if one.unclear)
     sentences = []
     if faster:
         first, best = max(faster, key=lambda pair: pair[1]["speedup"])
@@ -234,18 +241,29 @@ def _summary(found: Sequence[answer.Answer]) -> list[str]:
             f"<b>{ranking.with_interval(best, 'speedup')}×</b> plain decoding "
             f"({html.escape(labels.describe(first.group))}; {best['evidence']})."
         )
-        sentences.append(
-            f"Plain decoding wins at {html.escape(lost)}."
-            if lost
-            else "Speculation is faster than plain decoding wherever it was timed."
-        )
+        if len(faster) == len(timed):
+            sentences.append("Speculation is faster than plain decoding wherever it was timed.")
     elif timed:
-        sentences.append("<b>No method is faster than plain decoding.</b>")
-    if unclear := sum(one.unclear for one in timed):
-        sentences.append(f"The interval contains 1 in {unclear} of {len(timed)} groups.")
+        sentences.append("<b>No method is shown to be faster than plain decoding.</b>")
+    if lost:
+        sentences.append(f"Plain decoding wins at {lost}.")
+    if unclear:
+        sentences.append(f"Undecided, because the interval contains 1: {unclear}.")
+    for one in timed:
+        if one.disturbed and one.plain_rates is not None:
+            slow, fast = one.plain_rates
+            sentences.append(
+                f"<b>Plain decoding of the same prompts ran at {slow:,.0f} to {fast:,.0f} tokens/s "
+                f"({_groups([one])}): other work disturbed the machine, so measure again.</b>"
+            )
     if untimed := sum(one.best is not None and not one.timed for one in found):
         sentences.append(f"Without times, methods are compared by τ ({untimed} of {len(found)}).")
     return sentences
+
+
+def _groups(found: Iterable[answer.Answer]) -> str:
+    """Returns the HTML of the names of groups."""
+    return html.escape("; ".join(labels.describe(one.group) for one in found))
 
 
 def _line(one: answer.Answer) -> dict[str, str]:
@@ -255,6 +273,8 @@ def _line(one: answer.Answer) -> dict[str, str]:
     line["best method"] = "no exact result" if best is None else best["method"]
     if one.plain_wins and best is not None:
         line["best method"] = f"plain decoding (next: {best['method']})"
+    if one.unclear and best is not None:
+        line["best method"] = f"undecided (highest: {best['method']})"
     if best is not None:
         line["τ"] = ranking.with_interval(best, "tau").replace(" ", "\u00a0")
         if one.timed:

@@ -96,18 +96,27 @@ def _cell(row: Row, heading: Heading) -> str:
     return f'<td data-sort="{sort}"{title}>{html.escape(text)}</td>'
 
 
+LATEX_NOTES = (
+    "% Needs booktabs; in a paper of two columns, use table*.",
+    "% Speedups are over plain decoding of the same prompts in the process of each method, whose",
+    "% tokens/s are the last column. Brackets: 95 % bootstrap intervals over runs and prompts.",
+)
+
+
 def to_latex(rows: Rows) -> str:
     """Returns the ranking as a LaTeX table with the rules of the package booktabs.
 
-    A line per finished cell, a part per group; the best exact method of a group is bold. It needs
-    no other package.
+    A line per finished cell, a part per group. The first exact method of a group is bold, unless
+    the interval of its speedup contains 1. It needs no other package, and the width of a page.
     """
     finished = [row for row in rows if row["status"] == "ok"]
     columns = labels.group_columns(rows)
-    lines = ["\\begin{tabular}{lrrrrr}", "\\toprule"]
+    lines = [*LATEX_NOTES, "\\begin{tabular}{lrrrrr}", "\\toprule"]
     lines.append(_line([heading.heading for heading in HEADINGS]))
     for group in ranked(finished):
         best = next((row for row in group if terminal.is_exact(row)), None)
+        if best is not None and best["low"] is not None and best["low"] <= 1:
+            best = None
         title = escaped(labels.describe({name: group[0].get(name) for name in columns}))
         lines += ["\\midrule", f"\\multicolumn{{6}}{{l}}{{\\emph{{{title}}}}} \\\\"]
         for row in group:

@@ -229,7 +229,6 @@ def _times(
     rates, plain_rates = [_rate(run) for run in runs], [_rate(run) for run in plain_runs]
     rate, plain_rate = statistics.median(rates), statistics.median(plain_rates)
     prefill_s = statistics.median(run.stats.prefill_s for run in runs)
-    ratios = [mine / plain for mine, plain in zip(rates, plain_rates, strict=True)]
     ar_gbs = _step_bytes(bench.target_of(cell), cell) / _step_s(plain_runs) / 1e9
     devices = cell.devices.size if cell.devices else 1
     if jax.default_backend() != "cpu":  # devices on a CPU share its memory
@@ -242,8 +241,6 @@ def _times(
         "decode_tok_s_device": rate / devices,
         "ar_decode_tok_s": plain_rate,
         "speedup": rate / plain_rate,
-        "speedup_low": min(ratios),
-        "speedup_high": max(ratios),
         "ttft_s": prefill_s / (cell.num_requests // cell.batch),
         "tpot_ms_p50": float(np.percentile(np.concatenate(latencies), 50)),
         "tpot_ms_p99": float(np.percentile(np.concatenate(latencies), 99)),

@@ -34,8 +34,6 @@ TIMES = {
         "decode_tok_s over that of plain decoding at the same batch, context and dtype, whose runs "
         "are interleaved with this method's in one process",
     ),
-    "speedup_low": Column("{:.2f}", "the lowest speedup of a run over the plain run next to it"),
-    "speedup_high": Column("{:.2f}", "the highest of these speedups"),
     "ttft_s": Column(
         "{:.3f}", "time to first token: seconds of prefill; timed runs share the target's pass"
     ),

@@ -8,6 +8,7 @@ command line to the working directory.
 import contextlib
 import functools
 import io
+import os
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
@@ -32,6 +33,7 @@ from experiments.schema.settings import declared, setting
 from sharding import parse_mesh
 from sharding.processes import JOIN_SECONDS
 
+BUNDLED = pathlib.Path(__file__).parents[1] / "zoo" / "target"
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Kind = Annotated[str, AfterValidator(prompts.known_kind)]
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -281,6 +283,7 @@ def read(path: pathlib.Path) -> Experiment:
     """
     raw = _with_base(path, ())
     raw.setdefault("name", path.stem)
+    raw.setdefault("target", os.path.relpath(BUNDLED))
     return checked(Experiment, raw, str(path))
 
 

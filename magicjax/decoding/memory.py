@@ -148,7 +148,8 @@ def free_memory(target: Model, mesh: AnyMesh | None) -> float | None:
     if isinstance(mesh, Mesh):
         devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     elif mesh is None:
-        devices = list(arrays[0].sharding.device_set) if arrays else jax.local_devices()[:1]
+        placed = arrays and arrays[0].sharding is not None  # not the shapes of a skeleton
+        devices = list(arrays[0].sharding.device_set) if placed else jax.local_devices()[:1]
     else:
         return None
     if not devices:

@@ -245,7 +245,8 @@ def token_ids(target: Model, prompts: str | Sequence[Any]) -> list[np.ndarray]:
         if ids.size == 0:
             raise ValueError(f"prompt {i} is empty: it needs at least 1 token")
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-            wrap = "; for a batch of one row, wrap it: [[5, 6, 7]]" if ids.ndim == 0 else ""
+            many = ids.ndim == 0 and len(prompts) > 1
+            wrap = "; for a batch of one row, wrap it: [[5, 6, 7]]" if many else ""
             raise ValueError(
                 f"prompt {i} has shape {ids.shape} and dtype {ids.dtype}: "
                 f"it must be text or a list of token ids{wrap}"
@@ -258,6 +259,14 @@ def token_ids(target: Model, prompts: str | Sequence[Any]) -> list[np.ndarray]:
             )
         rows.append(ids.astype(np.int32))
     return rows
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Raises TypeError unless the value is a whole number, ValueError if it is below `least`."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: it must be a whole number")
+    if value < least:
+        raise ValueError(f"{name}={value}: it must be at least {least}")
 
 
 def checked_limits(options: RequestOptions, rows: int) -> np.ndarray:
@@ -341,6 +350,8 @@ def _token_id(name: str, value: Any) -> int:
 
 def checked_stop(target: Model, stop: Any) -> tuple[str, ...]:
     """Returns the strings that end a text."""
+    if not isinstance(stop, str | Sequence):
+        raise TypeError(f"stop={stop!r}: it must be a string, or a list of strings")
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
     for string in strings:
         if not isinstance(string, str) or not string:

@@ -16,20 +16,16 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from magicjax.decoding import program_cache, runner
+from magicjax.decoding.validation import check_count
 from magicjax.drafters import Drafter
-from magicjax.engine import memory_check, prefill, speculation, submission
-from magicjax.engine.handle import FINISH_REASONS, Handle
+from magicjax.engine import prefill, speculation, submission
+from magicjax.engine.handle import FINISH_REASONS, Handle, QueueFullError
+from magicjax.engine.memory_check import MAX_PREFILLS
 from magicjax.engine.prefill import Prefilling
 from magicjax.engine.prefix_store import Prefix, make_store
 from magicjax.engine.speculation import DepthChooser
 from magicjax.engine.stats import MAX_REQUESTS, EngineStats
-from magicjax.engine.templates import (
-    MAX_PREFILLS,
-    empty_row,
-    empty_state,
-    make_templates,
-    request_of,
-)
+from magicjax.engine.templates import empty_row, empty_state, make_templates, request_of
 from magicjax.model import Model
 from magicjax.trees.token_tree import Tree
 from sharding import processes
@@ -111,9 +107,11 @@ class Engine:
             prompt tokens; adaptive_depth without a drafter, or with another verifier than naive;
             slots, rows for prefill and prefixes that do not fit the free memory.
         """
-        for name, value in (("rounds_per_step", rounds_per_step), ("queue_limit", queue_limit)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: it must be at least 1")
+        check_count("rounds_per_step", rounds_per_step)
+        check_count("queue_limit", queue_limit)
+        if prefix_bytes is not None:
+            check_count("prefix_bytes", prefix_bytes, least=0)
+        check_count("host_prefix_bytes", host_prefix_bytes, least=0)
         if adaptive_depth and do_sample and verifier is None:
             verifier = "naive"
         options: dict[str, Any] = dict(
@@ -121,13 +119,12 @@ class Engine:
         )
         options |= dict(eos_token_id=eos_token_id, backend=backend, mesh=mesh, logprobs=logprobs)
         self._templates = make_templates(
-            target, slots, capacity, max_new_tokens, prefill_chunk, options
+            target, slots, capacity, max_new_tokens, prefill_chunk, prefix_bytes, options
         )
         self._eos = set(processes.fetch(self._templates.row.eos).tolist())
         self._rounds_per_step, self._queue_limit = rounds_per_step, queue_limit
         self._prefixes = make_store(self._templates, prefix_bytes, host_prefix_bytes)
         self._loops = speculation.loops(self._templates.slots, adaptive_depth)
-        memory_check.check(self._templates, prefix_bytes)
         self._depths = DepthChooser.create(self._loops, slots)
         self._state = empty_state(self._templates)
         self._ended = np.ones(slots, bool)  # as in the state, and rows that the host has ended
@@ -167,7 +164,8 @@ class Engine:
 
         Raises:
           ValueError, TypeError: invalid arguments, a prompt without room for new tokens, sampling
-            in a greedy engine, a deadline in the past, or a full queue. Other requests go on.
+            in a greedy engine, or a deadline in the past.
+          QueueFullError: the queue is full. In all cases other requests go on.
         """
         self._check_queue(1)
         submitted = submission.checked(
@@ -292,7 +290,7 @@ class Engine:
 
     def _check_queue(self, new: int) -> None:
         if len(self._queue) + new > self._queue_limit:
-            raise ValueError(
+            raise QueueFullError(
                 f"the queue has {len(self._queue)} requests, and with {new} more it exceeds "
                 f"queue_limit={self._queue_limit}: run engine.step() until some have started, or "
                 "create the engine with a larger limit"

@@ -13,6 +13,11 @@ from magicjax.decoding.text_stream import TextStream
 from magicjax.verification.logprobs import LogProbs
 from magicjax.verification.sampling import Sampling
 
+
+class QueueFullError(ValueError):
+    """As many requests as `queue_limit` wait for a slot."""
+
+
 # Why a request ended: an EOS token, its limit of new tokens, a stop string, `Handle.cancel`, or its
 # deadline.
 FINISH_REASONS = ("eos", "length", "stop", "cancelled", "deadline")
@@ -38,6 +43,7 @@ class RequestStats:
     """Statistics of one finished request; times are seconds of the wall clock.
 
     Attributes:
+      finish_reason: one of `FINISH_REASONS`.
       prompt_tokens: tokens of the prompt.
       new_tokens: tokens of the result.
       reused_tokens: prompt tokens whose keys and values another request had left.
@@ -51,6 +57,7 @@ class RequestStats:
       total_s: from `submit` to the end.
     """
 
+    finish_reason: str
     prompt_tokens: int
     new_tokens: int
     reused_tokens: int
@@ -197,10 +204,10 @@ class Handle:
             text = self._text.text
         tokens = np.array(self._tokens, np.int32)
         logprobs = jax.tree.map(lambda *pieces: np.concatenate(pieces), *self._logprobs)
-        self._result = Result(tokens, text, logprobs, reason, self._stats(now))
+        self._result = Result(tokens, text, logprobs, reason, self._stats(reason, now))
         return self._result
 
-    def _stats(self, now: float) -> RequestStats:
+    def _stats(self, reason: str, now: float) -> RequestStats:
         submitted, new = self.submitted, len(self._tokens)
         ttft_s = tpot_s = None
         if self.first_s is not None:
@@ -208,6 +215,7 @@ class Handle:
             if new > self.first_tokens:
                 tpot_s = (now - self.first_s) / (new - self.first_tokens)
         return RequestStats(
+            finish_reason=reason,
             prompt_tokens=len(submitted.prompt),
             new_tokens=new,
             reused_tokens=self.reused_tokens,

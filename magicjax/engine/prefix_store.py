@@ -16,13 +16,11 @@ from jaxtyping import Int
 
 from magicjax.decoding.conversation import common_prefix
 from magicjax.decoding.memory import OutOfMemoryError
-from magicjax.decoding.request import Request
+from magicjax.engine.memory_check import num_prefixes
 from magicjax.engine.templates import Templates
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.parallel import offloading
 from sharding import processes
-
-DEFAULT_ENTRIES = 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -241,7 +239,7 @@ def make_store(templates: Templates, max_bytes: int | None, max_host_bytes: int)
             f"prefix_bytes={max_bytes}: one prefix has {entry_bytes} bytes, those of a slot; use "
             "at least as many, or 0 to keep none"
         )
-    entries = num_entries(templates.row, max_bytes)
+    entries = num_prefixes(templates.row, max_bytes)
     # A shorter prefix saves no step of prefill.
     at_least = templates.row.settings.chunk
     if not max_host_bytes:
@@ -249,13 +247,6 @@ def make_store(templates: Templates, max_bytes: int | None, max_host_bytes: int)
     shapes = _with_shardings(templates)
     _check_host_bytes(max_host_bytes, entries, shapes)
     return PrefixStore(entries * entry_bytes, entry_bytes, at_least, max_host_bytes, shapes)
-
-
-def num_entries(row: Request, max_bytes: int | None) -> int:
-    """Returns the number of prefixes on the device, in rows like `row`; see `make_store`."""
-    if max_bytes is not None:
-        return max_bytes // sum(row.kv_bytes)
-    return 0 if row.prefill_settings.stats_spec.total else DEFAULT_ENTRIES
 
 
 def _with_shardings(templates: Templates) -> Any:

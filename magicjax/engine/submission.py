@@ -1,14 +1,14 @@
 """Validation of a submitted request, on the host, before anything runs."""
 
 import math
+import numbers
 import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from magicjax.decoding.validation import (
     RequestOptions,
+    check_count,
     checked_logprobs,
     checked_stop,
     token_ids,
@@ -35,6 +35,9 @@ def checked(
       ValueError, TypeError: as `Engine.submit`.
     """
     (tokens,) = token_ids(templates.row.target, [prompt])
+    for name, value in (("deadline_s", deadline_s), ("priority", priority)):
+        if not isinstance(value, numbers.Real | None):
+            raise TypeError(f"{name}={value!r}: it must be a number")
     if deadline_s is not None and not deadline_s > 0:
         raise ValueError(f"deadline_s={deadline_s}: it must be above 0 seconds from now")
     if not math.isfinite(priority):
@@ -54,10 +57,7 @@ def checked(
 
 def check_samples(templates: Templates, n: int, temperature: float | None) -> None:
     """Raises TypeError or ValueError unless `n` requests of one prompt can differ."""
-    if not isinstance(n, int | np.integer):
-        raise TypeError(f"n={n!r}: it must be a whole number")
-    if n < 1:
-        raise ValueError(f"n={n}: it must be at least 1")
+    check_count("n", n)
     if n > 1 and (not templates.sampled or temperature == 0):
         raise ValueError(
             f"n={n} greedy requests of one prompt have equal texts: use n=1, or create the engine "
@@ -75,10 +75,10 @@ def _checked_limit(templates: Templates, length: int, limit: int | None) -> int:
         )
     if limit is None:
         return min(largest, capacity - length)
-    if not 1 <= limit <= largest:
+    check_count("max_new_tokens", limit)
+    if limit > largest:
         raise ValueError(
-            f"max_new_tokens={limit}: it must be at least 1, and at most {largest}, the limit of "
-            "the engine"
+            f"max_new_tokens={limit}: it must be at most {largest}, the limit of the engine"
         )
     if length + limit > capacity:
         raise ValueError(

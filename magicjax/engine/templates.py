@@ -12,7 +12,13 @@ from jaxtyping import Int
 from magicjax.decoding import runner
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.request import Request, capacity_of, make_options, place, validate
-from magicjax.decoding.validation import RequestOptions, check_detokenization, checked_sampling
+from magicjax.decoding.validation import (
+    RequestOptions,
+    check_count,
+    check_detokenization,
+    checked_sampling,
+)
+from magicjax.engine import memory_check
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.model import Model
 from magicjax.verification.sampling import Sampling
@@ -20,7 +26,7 @@ from sharding import DATA, STAGE, factored, processes
 
 CHUNK = 64  # tokens of the prefill steps that end a prompt: few are padding
 PREFILL_CHUNK = 512
-MAX_PREFILLS = 2  # at once, each in a row of its own: a short prompt overtakes a long one
+MAX_SLOTS = 2**16
 MAX_CAPACITY = 4096  # default limit: a model's own one can need more memory than the device has
 
 
@@ -71,6 +77,7 @@ def make_templates(
     capacity: int | None,
     max_new_tokens: int,
     prefill_chunk: int | None,
+    prefix_bytes: int | None,
     options: dict[str, Any],
 ) -> Templates:
     """Returns the templates; `options` are those of `magicjax.generate`.
@@ -78,12 +85,18 @@ def make_templates(
     Raises:
       ValueError, TypeError: as `magicjax.Engine`.
     """
+    if not isinstance(target, Model):
+        raise TypeError(
+            f"target has type {type(target).__name__}: pass the model that magicjax.load returns"
+        )
     prefill_chunk = PREFILL_CHUNK if prefill_chunk is None else prefill_chunk
-    for name, value in (("slots", slots), ("prefill_chunk", prefill_chunk)):
-        if value < 1:
-            raise ValueError(f"{name}={value}: it must be at least 1")
     positions = target.config.max_positions
     capacity = min(positions, MAX_CAPACITY) if capacity is None else capacity
+    counts = dict(slots=slots, prefill_chunk=prefill_chunk, capacity=capacity)
+    for name, value in (counts | dict(max_new_tokens=max_new_tokens)).items():
+        check_count(name, value)
+    if slots > MAX_SLOTS:
+        raise ValueError(f"slots={slots}: it must be at most {MAX_SLOTS}")
     if not 2 <= capacity <= positions:
         raise ValueError(
             f"capacity={capacity}: a slot must hold at least 2 tokens, and at most the {positions} "
@@ -104,6 +117,7 @@ def make_templates(
         sampling=any_sampling(request_options, 1),
     )
     row = place(row, options.get("mesh"), 1)
+    memory_check.check(row, slots, capacity, prefix_bytes)  # before arrays of all slots are made
     all_rows = dataclasses.replace(
         row,
         prompts=row.prompts * slots,
@@ -118,7 +132,7 @@ def make_templates(
 
 
 def _repeated(x: jax.Array, count: int) -> jax.Array:
-    return jax.device_put(jnp.concatenate([x] * count), x.sharding)
+    return jax.device_put(jnp.broadcast_to(x, (count, *x.shape[1:])), x.sharding)
 
 
 def _check_mesh(mesh: Any) -> None:

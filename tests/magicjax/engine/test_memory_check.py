@@ -7,8 +7,8 @@ import pytest
 import magicjax
 from magicjax.decoding import memory, program_cache
 from magicjax.engine import engine as engine_module
-from magicjax.engine import memory_check
-from magicjax.engine.templates import MAX_PREFILLS, make_templates
+from magicjax.engine.memory_check import MAX_PREFILLS, check
+from magicjax.engine.templates import make_templates
 from magicjax.parallel import offloading
 from tests.magicjax import tiny
 from tests.magicjax.engine import engines
@@ -19,7 +19,11 @@ SLOTS, CAPACITY = 6, 300
 def templates(name: str = "small", slots: int = SLOTS, capacity: int = CAPACITY):
     drafter, tree = engines.DRAFTERS[name]
     options = dict(drafter=drafter, tree=tree)
-    return make_templates(tiny.model(), slots, capacity, engines.NEW, None, options)
+    return make_templates(tiny.model(), slots, capacity, engines.NEW, None, 0, options)
+
+
+def check_engine(made, prefix_bytes: int | None, available: float) -> None:
+    check(made.row, made.num_slots, made.capacity, prefix_bytes, available)
 
 
 def row_bytes(name: str = "small", capacity: int = CAPACITY) -> int:
@@ -32,9 +36,9 @@ def test_slots_prefill_and_prefixes_count(name, stored):
     size = row_bytes(name)
     prefix_bytes = None if stored is None else stored * size + 1
     rows = SLOTS + MAX_PREFILLS + (4 if stored is None else stored)
-    memory_check.check(templates(name), prefix_bytes, available=rows * size)
+    check_engine(templates(name), prefix_bytes, available=rows * size)
     with pytest.raises(memory.OutOfMemoryError, match=f"an engine with slots={SLOTS} of capacity"):
-        memory_check.check(templates(name), prefix_bytes, available=rows * size - 1)
+        check_engine(templates(name), prefix_bytes, available=rows * size - 1)
 
 
 @pytest.mark.parametrize("stored", [None, 3])
@@ -43,7 +47,7 @@ def test_the_remedies_fit_and_more_does_not(stored):
     available = (SLOTS + MAX_PREFILLS + 2) * size  # 2 of the prefixes, or fewer slots
     prefix_bytes = None if stored is None else stored * size
     with pytest.raises(memory.OutOfMemoryError) as refused:
-        memory_check.check(templates(), prefix_bytes, available)
+        check_engine(templates(), prefix_bytes, available)
     remedies = dict(re.findall(r"(slots|capacity|prefix_bytes)=(\d+)", str(refused.value)))
     slots, capacity = int(remedies["slots"]), int(remedies["capacity"])
     assert slots == SLOTS + 2 - (4 if stored is None else stored)
@@ -51,7 +55,7 @@ def test_the_remedies_fit_and_more_does_not(stored):
 
     def fits(prefix_bytes=prefix_bytes, **options) -> bool:
         try:
-            memory_check.check(templates(**options), prefix_bytes, available)
+            check_engine(templates(**options), prefix_bytes, available)
         except memory.OutOfMemoryError:
             return False
         return True
@@ -63,9 +67,9 @@ def test_the_remedies_fit_and_more_does_not(stored):
 
 def test_what_cannot_help_is_not_named():
     with pytest.raises(memory.OutOfMemoryError, match="use slots=1 or capacity=.*, or more dev"):
-        memory_check.check(templates(), 0, available=(1 + MAX_PREFILLS) * row_bytes())
+        check_engine(templates(), 0, available=(1 + MAX_PREFILLS) * row_bytes())
     with pytest.raises(memory.OutOfMemoryError, match="use a smaller model, a smaller dtype, off"):
-        memory_check.check(templates(), None, available=100)
+        check_engine(templates(), None, available=100)
 
 
 def test_an_engine_is_refused_before_allocation(monkeypatch):

@@ -12,6 +12,7 @@ import magicjax
 from magicjax.decoding import program_cache
 from magicjax.drafters.base import Drafter
 from magicjax.engine import engine as engine_module
+from magicjax.engine.handle import QueueFullError
 from magicjax.trees.proposal import Proposal
 from tests.magicjax import tiny
 from tests.magicjax.engine import engines
@@ -187,7 +188,7 @@ INVALID_ENGINES = {
     "chunk": (dict(prefill_chunk=0), ValueError, "prefill_chunk=0"),
     "capacity": (dict(capacity=513), ValueError, "capacity=513: .* the 512 positions"),
     "no capacity": (dict(capacity=1), ValueError, "capacity=1: a slot must hold at least 2"),
-    "new tokens": (dict(max_new_tokens=0), ValueError, "max_new_tokens=0 must be at least 1"),
+    "new tokens": (dict(max_new_tokens=0), ValueError, "max_new_tokens=0: it must be at least 1"),
     "bytes": (dict(prefix_bytes=5), ValueError, "prefix_bytes=5: one prefix has .* bytes"),
     "verifier": (dict(verifier="mss"), ValueError, "requires sampling"),
     "auto": (dict(drafter="auto"), ValueError, "drafter='auto' is not supported here"),
@@ -197,6 +198,10 @@ INVALID_ENGINES = {
         ValueError,
         r"the state\['rounds'\] has shapes \(\) .* define the drafter's `insert`",
     ),
+    "a text as slots": (dict(slots="2"), TypeError, "slots='2': it must be a whole number"),
+    "a fraction": (dict(capacity=64.0), TypeError, "capacity=64.0: it must be a whole number"),
+    "negative bytes": (dict(prefix_bytes=-1), ValueError, "prefix_bytes=-1: it must be at least 0"),
+    "a trillion slots": (dict(slots=10**12), ValueError, "slots=10.* it must be at most 65536"),
     "sums": (
         dict(drafter=magicjax.SelfSpeculation("h2o", 64), prefix_bytes=10**9),
         ValueError,
@@ -227,6 +232,11 @@ INVALID_REQUESTS = {
     "a stop string": ([1], dict(stop=["a", ""]), "stop='': a stop string must have at least 1"),
     "no tokenizer": ([1], dict(stop="a"), "stop='a': the target 'target' has no tokenizer"),
     "a priority": ([1], dict(priority=float("nan")), "priority=nan: it must be finite"),
+    "a text as priority": ([1], dict(priority="high"), "priority='high': it must be a number"),
+    "a text as deadline": ([1], dict(deadline_s="1"), "deadline_s='1': it must be a number"),
+    "a truth value": ([1], dict(max_new_tokens=True), "max_new_tokens=True: it must be a whole"),
+    "a number to stop": ([1], dict(stop=3), "stop=3: it must be a string"),
+    "a number as prompt": (5, {}, r"prompt 0 has shape \(\) .* a list of token ids$"),
 }
 
 
@@ -236,7 +246,7 @@ def test_an_invalid_request_is_an_error_at_submit_and_disturbs_no_other(what):
     engine = engines.engine()
     other = engine.submit(engines.prompts()[0])
     engine.step()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         engine.submit(prompt, **options)
     np.testing.assert_array_equal(other.result().tokens, engines.expected(0))
 
@@ -244,7 +254,7 @@ def test_an_invalid_request_is_an_error_at_submit_and_disturbs_no_other(what):
 def test_a_full_queue_is_an_error_at_submit():
     engine = engines.engine(slots=1, queue_limit=2)
     handles = [engine.submit([1, 2, 3]) for _ in range(2)]
-    with pytest.raises(ValueError, match="the queue has 2 requests, .* exceeds queue_limit=2"):
+    with pytest.raises(QueueFullError, match="the queue has 2 requests, .* exceeds queue_limit=2"):
         engine.submit([1, 2, 3])
     engine.step()
     handles.append(engine.submit([1, 2, 3]))

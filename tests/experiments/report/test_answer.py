@@ -1,0 +1,74 @@
+"""Intervals of speedups, and the answer that opens a report."""
+
+import pytest
+
+from experiments.report import answer, page, results_folder
+
+
+def seconds(folder, runs):
+    """Returns the rows of one cell whose (plain, method) seconds by batch of each run are given."""
+    metrics = {
+        name: [{"decode_s": sum(run[i]), "decode_s_by_batch": run[i]} for run in runs]
+        for i, name in enumerate(("plain_runs", "runs"))
+    }
+    row = {"speedup": 2.0, "batch": 1, "requests": len(runs[0][0])}
+    return answer.with_intervals([results_folder.CellResult(folder, row, {}, metrics)])[0]
+
+
+def test_an_interval_is_paired_with_the_interleaved_plain_runs(tmp_path):
+    # Runs and requests differ by a factor of 9, in the method as in plain decoding.
+    noisy = [([2.0 * run, 6.0 * run], [1.0 * run, 3.0 * run]) for run in (1, 2, 3)]
+    row = seconds(tmp_path, noisy)
+    assert (row["low"], row["high"]) == (pytest.approx(2.0), pytest.approx(2.0))
+    assert row["evidence"] == "3 runs of 2 requests: few"
+
+
+def test_an_interval_covers_runs_and_requests(tmp_path):
+    # Speedups of 1, 2, 3 and 4 by request: the total over drawn requests is between 1 and 4.
+    by_request = seconds(tmp_path, [([1.0, 2.0, 3.0, 4.0] * 4, [1.0] * 16)] * 2)
+    assert 1.8 < by_request["low"] < 2.2 and 2.8 < by_request["high"] < 3.2
+    assert by_request["evidence"] == "2 runs of 16 requests"
+    by_run = seconds(tmp_path, [([float(n)], [1.0]) for n in (1, 2, 3)])
+    assert (by_run["low"], by_run["high"]) == (1.0, 3.0)
+    assert by_run["evidence"] == "3 runs of 1 request: few"
+
+
+def test_one_run_has_no_interval(tmp_path):
+    row = seconds(tmp_path, [([4.0], [2.0])])
+    assert row["low"] is None and row["evidence"] == "1 run of 1 request: no interval"
+
+
+def rows_of(*methods, **columns):
+    """Returns rows of one group: (method, speedup, low, high)."""
+    common = {"status": "ok", "draft": "self", "batch": 1, "context": 64, "exact_match": 1.0}
+    common |= {"ar_decode_tok_s": 100.0, "evidence": "3 runs of 2 requests: few"}
+    return [
+        common | {"method": name, "speedup": value, "low": low, "high": high} | columns
+        for name, value, low, high in methods
+    ]
+
+
+def test_the_best_method_is_exact_and_compared_with_its_interval():
+    wrong = rows_of(("wrong", 3.0, 2.9, 3.1), exact_match=0.5)
+    (found,) = answer.answers(
+        rows_of(("a", 1.5, 1.3, 1.6), ("b", 1.6, 1.5, 1.7), ("c", 1.1, 1.0, 1.2)) + wrong
+    )
+    assert found.best["method"] == "b" and found.close == ("a",) and found.inexact == ("wrong",)
+    assert not found.plain_wins and not found.unclear
+    (slow,) = answer.answers(rows_of(("a", 0.9, 0.8, 1.1)))
+    assert slow.unclear and not slow.plain_wins
+    assert page._summary([slow]) == [
+        "<b>No method is shown to be faster than plain decoding.</b>",
+        "Undecided, because the interval contains 1: batch 1, context 64.",
+    ]
+    (nothing,) = answer.answers(rows_of(("a", None, None, None), status="crash"))
+    assert nothing.best is None and not nothing.timed
+
+
+def test_different_speeds_of_the_same_plain_decoding_are_reported():
+    rows = rows_of(("a", 1.5, 1.3, 1.6)) + rows_of(("b", 1.4, 1.2, 1.5), ar_decode_tok_s=151.0)
+    (found,) = answer.answers(rows)
+    assert found.disturbed
+    assert "ran at 100 to 151 tokens/s (batch 1, context 64)" in page._summary([found])[-1]
+    (found,) = answer.answers(rows_of(("a", 1.5, 1.3, 1.6), ("b", 1.4, 1.2, 1.5)))
+    assert not found.disturbed and len(page._summary([found])) == 2
