@@ -61,8 +61,7 @@ class Grid:
           ConfigError: finished cells are stale and `stale` is "refuse".
         """
         settings = self.experiment
-        impossible = self.invalid | self.too_large
-        cells = [cell for cell in self.cells if cell not in impossible]
+        cells = [cell for cell in self.cells if cell not in self.invalid]
         if settings.fraction is not None:
             count = max(1, round(settings.fraction * len(cells)))
             cells = [cells[i * len(cells) // count] for i in range(count)]
@@ -70,7 +69,7 @@ class Grid:
         if settings.retry_failed:
             repeated |= {cell for cell in cells if self.state(cell) == "failed"}
         selected = [c for c in cells if c in repeated or self.state(c) == "to do"]
-        return selected[: settings.limit]
+        return [cell for cell in selected[: settings.limit] if cell not in self.too_large]
 
     def _stale(self, cells: Sequence[grid.Cell]) -> set[grid.Cell]:
         """Returns the finished cells to measure again because their provenance has changed."""

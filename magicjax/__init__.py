@@ -34,6 +34,7 @@ from magicjax.drafters import (  # noqa: E402
     SmallModel,
 )
 from magicjax.engine.engine import Engine  # noqa: E402
+from magicjax.engine.handle import QueueFullError  # noqa: E402
 from magicjax.generation import generate, stream  # noqa: E402
 from magicjax.loading import load, offload  # noqa: E402
 from magicjax.model import Model  # noqa: E402
@@ -57,6 +58,7 @@ __all__ = [
     "Output",
     "Policy",
     "PromptLookup",
+    "QueueFullError",
     "Reply",
     "SelfSpeculation",
     "SmallModel",

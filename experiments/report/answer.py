@@ -46,8 +46,9 @@ class Answer:
     @property
     def plain_wins(self) -> bool:
         """Whether plain decoding is faster than every exact method."""
-        slower = self.best is None or self.best["speedup"] <= 1
-        return self.timed and slower and not self.unclear
+        if not self.timed or self.unclear:
+            return False
+        return self.best is None or self.best["speedup"] <= 1
 
     @property
     def unclear(self) -> bool:

@@ -23,14 +23,16 @@ def from_working_directory(
         is relative to the working directory.
       names: of the settings that are paths.
     """
-    changed = dict(raw)
+    changed, nested = dict(raw), (*names, "model")  # `exclude` names models
     for name, value in raw.items():
         if name in names:
             changed[name] = _each(value, lambda path: _path(path, folder))
         elif name in DRAFTERS:
             changed[name] = _each(value, lambda text: _drafter(text, folder))
-        elif name in ("grid", "zip", "methods"):
-            changed[name] = _each(value, lambda inner: from_working_directory(inner, folder), dict)
+        elif name in ("grid", "zip", "methods", "exclude"):
+            changed[name] = _each(
+                value, lambda part: from_working_directory(part, folder, nested), dict
+            )
     if isinstance(raw.get("results"), str):  # a folder that need not exist
         changed["results"] = os.path.normpath(folder / raw["results"])
     return changed

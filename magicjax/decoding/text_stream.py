@@ -33,7 +33,7 @@ class TextStream:
         """
         for count, token in enumerate(tokens, 1):
             self.tokens.append(token)
-            chunk = self._decoder.step(self._tokenizer.backend_tokenizer, token)
+            chunk = self._step(token)
             if not chunk:
                 continue
             before = len(self.text)
@@ -42,6 +42,20 @@ class TextStream:
                 self.text, self.stopped = self.text[:end], True
                 return count, self._new(len(self.text))
         return len(tokens), self._new(len(self.text) - self._held())
+
+    def _step(self, token: int) -> str:
+        """Returns the text that a token, the last one of `tokens`, adds."""
+        backend = self._tokenizer.backend_tokenizer
+        try:
+            return self._decoder.step(backend, token) or ""
+        except Exception as error:  # the class that tokenizers raises
+            if "Invalid prefix" not in str(error):
+                raise
+        # A byte token that belongs to no character: the stream cannot continue after it.
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        chunk = self._decoder.step(backend, token) or ""
+        whole = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
+        return whole[len(self.text) :] if whole.startswith(self.text) else chunk
 
     def finish(self) -> str:
         """Returns the rest of the text: what was held back, and an incomplete last character."""

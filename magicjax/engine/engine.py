@@ -370,6 +370,7 @@ class Engine:
         slot = next(n for n in range(len(self._ended)) if n not in self._running)
         self._state, insert_s = runner.insert(self._templates.slots, self._state, row, slot)
         self._running[slot], self._delivered[slot] = handle, 0
+        self._ended[slot] = processes.fetch(row.ended)[0]
         self._depths = self._depths.joined(slot)
         self._keep_prefix(Prefix(handle.submitted.prompt, row.cache, row.drafter))
         self._prefill_s += finish_s + insert_s
@@ -398,9 +399,11 @@ class Engine:
             self._templates.slots, self._loops[depth], self._state, self._rounds_per_step
         )
         s = self._state
-        emitted, output, ended, histogram, logprobs, rounds_left = processes.fetch(
-            (s.emitted, s.output, s.ended, s.histogram, s.logprobs, s.rounds_left)
+        emitted, output, ended, histogram, rounds_left = processes.fetch(
+            (s.emitted, s.output, s.ended, s.histogram, s.rounds_left)
         )
+        asked = any(handle.submitted.logprobs is not None for handle in self._running.values())
+        logprobs = processes.fetch(s.logprobs) if asked else None
         rounds = self._rounds_per_step - int(rounds_left)
         self._rounds[depth] += rounds
         self._depths = self._depths.counted(histogram, rounds, seconds)

@@ -91,7 +91,7 @@ class DepthChooser:
 
     @classmethod
     def create(cls, depths: Iterable[int], slots: int) -> "DepthChooser":
-        """Returns the choice before the first call, which has the largest depth."""
+        """Returns the choice before any acceptance is counted, at the largest depth."""
         depths = tuple(sorted(depths))
         tried = np.zeros((slots + 1, depths[-1]))
         tried[-1] = FIRST_ROUNDS

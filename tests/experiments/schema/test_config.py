@@ -247,6 +247,7 @@ def test_paths_in_a_file_are_relative_to_it_and_those_of_commands_are_not(tmp_pa
         "  - {drafter: ['small:../models/d:full', 'small:../models/d + prompt-lookup:3']}\n"
         "  - {drafter: auto, drafters: ['small:../models/d'], profile: mine.json}\n"
         "  - {drafter: small:opt-125m}\n"
+        "exclude: [{target: ../models/t, model: [../models/d]}]\n"
     )
     (tmp_path / "configs" / "texts.txt").write_text("x")
     (tmp_path / "configs" / "mine.json").write_text("{}")
@@ -262,6 +263,9 @@ def test_paths_in_a_file_are_relative_to_it_and_those_of_commands_are_not(tmp_pa
         assert made.methods[1].drafters == [draft]
         assert made.methods[1].profile == str(tmp_path / "configs" / "mine.json")
         assert made.methods[2].drafter == ["small:opt-125m"]
+        if file == "mine":  # `exclude` is not inherited
+            paths = {"target": made.target, "model": [f"{tmp_path}/models/d"]}
+            assert made.exclude == [paths]
     assert config.read(pathlib.Path("../configs/mine.yaml")).target == "../models/t"
     arguments = ["../configs/mine.yaml", "--target", "models/t"]
     assert config.from_command_line(arguments, "launch").target == "models/t"
