@@ -79,7 +79,11 @@ class Method(Strict):
         for name in self.verifier:
             if name not in SAMPLING_VERIFIERS:
                 known = ", ".join(SAMPLING_VERIFIERS)
-                raise ValueError(f"verifier={name!r} does not verify sampled tokens: use {known}")
+                hint = did_you_mean(name, SAMPLING_VERIFIERS)
+                raise ValueError(
+                    f"verifier={name!r} does not verify sampled tokens{hint} (verifiers: {known}; "
+                    "omit it in greedy decoding)"
+                )
         for name, values in self.options.items():
             if not values or any(isinstance(value, dict | list) for value in values):
                 raise ValueError(f"{name}={values!r}: give a value, or a list of values")

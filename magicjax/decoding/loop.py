@@ -226,6 +226,7 @@ def step(
                 target, state.drafter, state.pending, state.cache, state.sampling, settings
             )
             proposal, draft = _checked(proposed, type(drafter).__name__, state)
+            proposal = _in_vocabulary(proposal, state.pending, target.config.vocab_size)
         decision = target.layout.broadcast_decision((proposal.tokens, proposal.parents))
         proposal = dataclasses.replace(proposal, tokens=decision[0], parents=decision[1])
         proposal = _without_draws(proposal, state.ended)
@@ -367,6 +368,15 @@ def _checked(proposed: Any, drafter: str, state: DecodeState) -> tuple[Proposal,
             "tokens that are not drawn at random `magicjax.trees.proposal.deterministic_draws`"
         )
     return proposed
+
+
+def _in_vocabulary(proposal: Proposal, root: Int[Array, "B"], vocab_size: int) -> Proposal:
+    """Returns the proposal with the pending token as root, and with tokens of the vocabulary or -1.
+
+    Otherwise a wrong drafter would change the text: both are read before anything is verified.
+    """
+    tokens = jnp.clip(proposal.tokens, -1, vocab_size - 1).at[:, 0].set(root)
+    return dataclasses.replace(proposal, tokens=tokens)
 
 
 def _without_draws(proposal: Proposal, ended: Bool[Array, "B"]) -> Proposal:

@@ -354,7 +354,9 @@ def checked_stop(target: Model, stop: Any) -> tuple[str, ...]:
         raise TypeError(f"stop={stop!r}: it must be a string, or a list of strings")
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
     for string in strings:
-        if not isinstance(string, str) or not string:
+        if not isinstance(string, str):
+            raise TypeError(f"stop={stop!r}: {string!r} is not a string")
+        if not string:
             raise ValueError(f"stop={string!r}: a stop string must have at least 1 character")
     if strings and target.tokenizer is None:
         raise ValueError(

@@ -103,7 +103,7 @@ def test_all_problems_of_a_file_are_reported(tmp_path):
         ),
         (
             "{drafter: self, verifier: greedy}",
-            "verifier='greedy' does not verify sampled tokens: use naive, mss",
+            "verifier='greedy' does not verify sampled tokens (verifiers: naive, mss",
         ),
         ("{drafter: self, tree: 'dynamic:9,1,2'}", "draft 2 nodes; use at most 3"),
         ("{drafter: self, tree: chain:0}", "chain(0): the length must be at least 1"),

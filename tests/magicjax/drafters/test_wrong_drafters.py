@@ -1,0 +1,41 @@
+"""Texts do not depend on what a drafter proposes, however wrong it is."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from flax import struct
+
+import magicjax
+from tests.magicjax import tiny
+
+
+@struct.dataclass
+class Wrong(magicjax.PromptLookup):
+    """Adds a number to every token, or to the root only."""
+
+    added: int = struct.field(pytree_node=False, default=0)
+    to_root: bool = struct.field(pytree_node=False, default=False)
+
+    def propose(self, target, state, root, cache, sampling, settings):
+        proposal, draft = super().propose(target, state, root, cache, sampling, settings)
+        at = slice(0, 1) if self.to_root else slice(None)
+        tokens = proposal.tokens.at[:, at].add(self.added)
+        return dataclasses.replace(proposal, tokens=tokens), draft
+
+
+@pytest.mark.parametrize("added", [-(10**6), -1, 1, tiny.VOCAB, 10**6])
+@pytest.mark.parametrize("to_root", [False, True])
+def test_wrong_tokens_do_not_change_the_text(added, to_root):
+    prompts, options = tiny.prompts(3), dict(max_new_tokens=12, eos_token_id=[], logprobs=0)
+    plain = magicjax.generate(tiny.model(), prompts, **options)
+    output = magicjax.generate(
+        tiny.model(),
+        prompts,
+        drafter=Wrong(added=added, to_root=to_root),
+        tree=magicjax.chain(2),
+        **options,
+    )
+    np.testing.assert_array_equal(output.tokens, plain.tokens)
+    for mine, others in zip(output.logprobs, plain.logprobs, strict=True):
+        np.testing.assert_allclose(mine.chosen, others.chosen, atol=1e-4)
