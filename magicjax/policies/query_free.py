@@ -85,7 +85,9 @@ class KNorm(Policy):
     """
 
     def score(self, evidence: Evidence) -> Float[Array, "B K S"]:
-        return -_norms(evidence.keys)
+        # In the first layer, equal tokens have keys of equal norm. Fewer bits make them equal
+        # scores, of which the oldest is pinned, where rounding would decide.
+        return -jax.lax.reduce_precision(_norms(evidence.keys), exponent_bits=8, mantissa_bits=14)
 
 
 @dataclasses.dataclass(frozen=True)
