@@ -152,10 +152,7 @@ def validate(target: Model, prompts: str | Sequence[Any], options: RequestOption
     Raises:
       ValueError, TypeError: invalid arguments; see `magicjax.generate`.
     """
-    if not isinstance(target, Model):
-        raise TypeError(
-            f"target has type {type(target).__name__}: pass the model that magicjax.load returns"
-        )
+    validation.check_target(target)
     drafter, mesh = options.drafter, options.mesh
     tree = validation.checked_tree(options)
     shape = validation.checked_shape(drafter, tree)

@@ -48,7 +48,7 @@ class TextStream:
         backend = self._tokenizer.backend_tokenizer
         try:
             return self._decoder.step(backend, token) or ""
-        except Exception as error:  # the class that tokenizers raises
+        except Exception as error:  # tokenizers has no narrower class for it
             if "Invalid prefix" not in str(error):
                 raise
         # A byte token that belongs to no character: the stream cannot continue after it.

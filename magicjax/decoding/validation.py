@@ -261,6 +261,14 @@ def token_ids(target: Model, prompts: str | Sequence[Any]) -> list[np.ndarray]:
     return rows
 
 
+def check_target(target: Any) -> None:
+    """Raises TypeError unless the target is a model."""
+    if not isinstance(target, Model):
+        raise TypeError(
+            f"target has type {type(target).__name__}: pass the model that magicjax.load returns"
+        )
+
+
 def check_count(name: str, value: Any, least: int = 1) -> None:
     """Raises TypeError unless the value is a whole number, ValueError if it is below `least`."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool):

@@ -16,6 +16,7 @@ from magicjax.decoding.validation import (
     RequestOptions,
     check_count,
     check_detokenization,
+    check_target,
     checked_sampling,
 )
 from magicjax.engine import memory_check
@@ -85,10 +86,7 @@ def make_templates(
     Raises:
       ValueError, TypeError: as `magicjax.Engine`.
     """
-    if not isinstance(target, Model):
-        raise TypeError(
-            f"target has type {type(target).__name__}: pass the model that magicjax.load returns"
-        )
+    check_target(target)
     prefill_chunk = PREFILL_CHUNK if prefill_chunk is None else prefill_chunk
     positions = target.config.max_positions
     capacity = min(positions, MAX_CAPACITY) if capacity is None else capacity
