@@ -53,9 +53,9 @@ def program(name: str, settings: AnySettings, *arguments: Any) -> jax.stages.Com
     leaves, treedef = jax.tree.flatten(arguments)
     shapes = tuple((x.shape, x.dtype, _division(getattr(x, "sharding", None))) for x in leaves)
     key = (name, settings, treedef, shapes)
-    if key in _compiled:
-        _compiled[key] = _compiled.pop(key)
-        return _compiled[key]
+    if compiled := _compiled.pop(key, None):
+        _compiled[key] = compiled  # the most recently used one is last
+        return compiled
     start = time.perf_counter()
     lowered = jitted(name, settings, arguments).lower(*arguments)
     compiled = _compiled[key] = lowered.compile(options_of(jax.default_backend(), arguments))

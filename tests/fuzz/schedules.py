@@ -25,10 +25,14 @@ from tests.fuzz import checks
 from tests.fuzz.batches import prompt as random_prompt
 from tests.fuzz.checks import UNIT, WHOLE, Found
 from tests.fuzz.configurations import FLAGS, SCHEDULES, Configuration
+from tests.magicjax.decoding import test_logprobs
 from tests.magicjax.engine import engines
+from tests.magicjax.engine.test_speculation import Forced
 
 UNITS = 24  # schedules of a configuration
 MOST = 20  # requests of a schedule
+LOGPROBS = 2  # alternatives of an engine with log-probabilities
+HOST_BYTES = 10**6  # of prefixes in host memory
 NEAR = 16  # runs with weights that differ by rounding, to decide a tie
 
 
@@ -127,10 +131,12 @@ def _start(made: Configuration, clock: Any) -> Session:
         max_new_tokens=made.new_tokens,
         prefill_chunk=int(rng.choice([7, 16, 20, 33, 64])),
         rounds_per_step=int(rng.choice([1, 2, 3, 8])),
-        prefix_bytes=[None, None, None, 0][rng.integers(4)],
         mesh=made.mesh,
+        **_options(rng, made, drafter),
     )
     engine.warm_up()
+    if len(engine._loops) > 1:  # depths that times choose would differ in each run
+        engine._depths = Forced(**vars(engine._depths))
     alone = None
     if not made.exact:
         longest = np.zeros(engine._templates.capacity - 1, np.int32)
@@ -142,6 +148,21 @@ def _start(made: Configuration, clock: Any) -> Session:
     return Session(made, engine, target, drafter, eos, alone, clock, [], compiled)
 
 
+def _options(rng, made: Configuration, drafter: Any) -> dict[str, Any]:
+    """Returns options of the engine that change no text."""
+    prefix_bytes = [None, None, None, 0][rng.integers(4)]
+    logprobs, host, adaptive = rng.random(3) < (0.3, 0.4, 0.3)
+    found = dict(prefix_bytes=prefix_bytes, logprobs=LOGPROBS if logprobs else None)
+    whole = drafter is not None and drafter.attention_stats_spec().total
+    if host and prefix_bytes is None and not whole:
+        found["host_prefix_bytes"] = HOST_BYTES
+    has_trees = isinstance(drafter, magicjax.Ensemble) and drafter.trees is not None
+    found["adaptive_depth"] = bool(
+        adaptive and made.exact and drafter is not None and not has_trees
+    )
+    return found
+
+
 def _run(session: Session, unit: int, found: Found) -> int:
     """Runs one schedule; checks the engine, and then every request."""
     rng, engine = session.made.rng(SCHEDULES, unit + 1), session.engine
@@ -151,8 +172,10 @@ def _run(session: Session, unit: int, found: Found) -> int:
     asked: list[Asked] = []
     rows_at = int(rng.integers(1, 12))  # the step after which the rows' caches are checked
     for step in itertools.count():
-        for _ in range(min(rng.poisson(rate), count - len(asked))):
-            asked.append(_submit(rng, session))
+        arriving = min(rng.poisson(rate), count - len(asked))
+        while arriving > 0:
+            new = _submit(rng, session, arriving)
+            asked, arriving = asked + new, arriving - len(new)
         if not engine._unfinished() and len(asked) == count:
             break
         _act(rng, engine, asked)
@@ -176,7 +199,8 @@ def _run(session: Session, unit: int, found: Found) -> int:
     return 0
 
 
-def _submit(rng, session: Session) -> Asked:
+def _submit(rng, session: Session, most_requests: int) -> list[Asked]:
+    """Submits a request, or several samples of one prompt."""
     engine, made = session.engine, session.made
     sampling: dict[str, Any] = {}
     if made.do_sample and rng.random() < 0.15:
@@ -189,15 +213,25 @@ def _submit(rng, session: Session) -> Asked:
             sampling["top_p"] = float(rng.uniform(0.3, 1))
     prompt = _prompt(rng, session)
     most = min(made.new_tokens, engine._templates.capacity - len(prompt))
-    handle = engine.submit(
-        prompt,
+    options: dict[str, Any] = dict(
         max_new_tokens=None if rng.random() < 0.3 else int(rng.integers(1, most + 1)),
         stop=_stop(rng, session) if rng.random() < 0.3 else (),
         priority=float(rng.integers(3)),
         deadline_s=float(rng.exponential(30.0)) + 0.1 if rng.random() < 0.1 else None,
-        **sampling,
+        logprobs=_logprobs(rng, engine),
     )
-    return Asked(handle, sampling, [])
+    samples = int(rng.integers(1, most_requests + 1)) if rng.random() < 0.2 else 1
+    if samples == 1 or not sampling.get("temperature"):
+        handles = [engine.submit(prompt, **options, **sampling)]
+    else:
+        handles = engine.submit_samples(prompt, samples, **options, **sampling)
+    return [Asked(handle, sampling, []) for handle in handles]
+
+
+def _logprobs(rng, engine: magicjax.Engine) -> int | None:
+    if engine._templates.row.settings.logprobs is None:
+        return None
+    return [None, *range(LOGPROBS + 1)][rng.integers(LOGPROBS + 2)]
 
 
 def _prompt(rng, session: Session) -> np.ndarray:
@@ -248,7 +282,9 @@ def _check_idle(session: Session) -> None:
     assert engine._ended.all(), f"slots are leaked: {engine._ended}"
     assert len(engine._spare_rows) <= MAX_PREFILLS, f"{len(engine._spare_rows)} spare rows"
     store = engine._prefixes
-    assert len(store._entries) <= store.max_entries, f"{len(store._entries)} prefixes"
+    on_device = [entry for entry in store._entries if not entry.on_host]
+    assert len(on_device) <= store.max_entries, f"{len(on_device)} prefixes on the device"
+    assert stats.prefix_host_bytes <= store.max_host_bytes
     assert sum(stats.finished.values()) == session.submitted
     compiled = program_cache.totals()[0] - session.compiled
     assert not compiled, f"{compiled} programs compiled after warm-up"
@@ -274,6 +310,8 @@ def _check(session: Session, one: Asked) -> int:
         is_eos = np.isin(tokens, session.eos)
         assert not is_eos[: -1 if reason == "stop" else None].any(), f"{reason}: {tokens}"
         assert len(tokens) <= submitted.limit - (reason != "stop")
+    if submitted.logprobs is not None and len(tokens):
+        test_logprobs.check(target, submitted.prompt, tokens, result.logprobs, submitted.logprobs)
     return _check_tokens(session, one, tokens) if len(tokens) else 0
 
 
