@@ -427,20 +427,24 @@ def fetch(tree: Any) -> Any:
     return jax.tree.map(fetch_one, tree)
 
 
-def put(x: Any, sharding: jax.sharding.Sharding) -> Any:
-    """Returns an array with a sharding, of which each process transfers its own part.
+def put(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+    """Returns arrays with a sharding, of which each process transfers its own part.
 
-    All processes must call it with the same array.
+    All processes must call it with the same arrays.
     """
     if sharding.is_fully_addressable:
-        return jax.device_put(x, sharding)
+        return jax.device_put(tree, sharding)
+    return jax.tree.map(lambda x: _put_part(x, sharding), tree)
+
+
+def _put_part(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         if x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
         return jax.jit(lambda x: x, out_shardings=sharding)(x)
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         data, impl = np.asarray(jax.random.key_data(x)), jax.random.key_impl(x)
-        return jax.random.wrap_key_data(put(data, sharding), impl=impl)
+        return jax.random.wrap_key_data(_put_part(data, sharding), impl=impl)
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 

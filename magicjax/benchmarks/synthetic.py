@@ -140,7 +140,8 @@ def synthetic_state(request: Request) -> loop.DecodeState:
         drafter=drafter_state,
         emitted=jnp.ones_like(request.lengths),
         limits=jnp.array(request.limits),
-        rounds_left=jnp.int32(loop.ALL_ROUNDS),
+        rounds=jnp.int32(0),
+        max_rounds=jnp.int32(loop.ALL_ROUNDS),
     )
 
 

@@ -3,7 +3,7 @@
 `prefill` runs the target over the prompts, and `init_state` builds the initial state; `extend` and
 `resume_state` do so for a conversation whose beginning the caches hold. The state is
 immutable and holds everything that a round reads or writes. `decode` runs rounds in one compiled
-`while_loop` until all rows have ended or no rounds are left; `step` runs one round, for streaming.
+`while_loop` until all rows have ended or `max_rounds` have run; `step` runs one, for streaming.
 In an engine, `insert` replaces a row by that of another request, and `extract` copies one.
 """
 
@@ -73,7 +73,8 @@ class DecodeState:
       ranks: int32 [B, A, W], number of rounds whose path continued, at each depth, with a node's
         1st, 2nd, … W-th or later try; 0 at the last depth.
       nodes: int32 [B], number of proposed nodes without padding and roots.
-      rounds_left: int32 [], number of rounds that `decode` may still run.
+      rounds: int32 [], number of rounds since the newest call of `decode` began.
+      max_rounds: int32 [], the most rounds of a call of `decode`.
       logprobs: [B, max_new_tokens + A], of the tokens in `output`; None if they are not computed.
     """
 
@@ -89,7 +90,8 @@ class DecodeState:
     histogram: Int[Array, "B A"]
     ranks: Int[Array, "B A W"]
     nodes: Int[Array, "B"]
-    rounds_left: Int[Array, ""]
+    rounds: Int[Array, ""]
+    max_rounds: Int[Array, ""]
     logprobs: LogProbs | None
 
 
@@ -188,7 +190,8 @@ def _first_state(
         histogram=jnp.zeros((rows, path), jnp.int32),
         ranks=jnp.zeros((rows, path, max(1, settings.shape.width)), jnp.int32),
         nodes=jnp.zeros(rows, jnp.int32),
-        rounds_left=jnp.full((), ALL_ROUNDS, jnp.int32),
+        rounds=jnp.zeros((), jnp.int32),
+        max_rounds=jnp.full((), ALL_ROUNDS, jnp.int32),
         logprobs=jax.tree.map(buffer, prefilled.logprobs),
     )
 
@@ -269,7 +272,7 @@ def step(
 def decode(
     settings: Settings, target: Model, drafter: Drafter | None, state: DecodeState
 ) -> DecodeState:
-    """Returns the state after all rows have ended or no rounds are left.
+    """Returns the state after all rows have ended or `max_rounds` rounds have run.
 
     Runs one `while_loop` without host synchronization. The state may have been created for a deeper
     tree than the settings'.
@@ -293,8 +296,9 @@ def _run_while(
     condition: Callable, settings: Settings, target: Model, drafter: Drafter | None, state
 ) -> DecodeState:
     def running(state):
-        return target.layout.any_running(condition(state)) & (state.rounds_left > 0)
+        return target.layout.any_running(condition(state)) & (state.rounds < state.max_rounds)
 
+    state = dataclasses.replace(state, rounds=jnp.zeros_like(state.rounds))
     return jax.lax.while_loop(running, lambda state: step(settings, target, drafter, state), state)
 
 
@@ -308,7 +312,7 @@ def insert(
 ) -> DecodeState:
     """Returns the state with row `slot` replaced by the row of another request.
 
-    The rows share `eos` and `rounds_left`, which do not change.
+    The rows share `eos`, `rounds` and `max_rounds`, which do not change.
 
     Args:
       settings, target, drafter: of both states.
@@ -320,9 +324,8 @@ def insert(
     if drafter is not None:
         drafter_state = drafter.insert(state.drafter, row.drafter, slot)
     rows = insert_row(_per_row(state), _per_row(row), slot)
-    return dataclasses.replace(
-        rows, drafter=drafter_state, eos=state.eos, rounds_left=state.rounds_left
-    )
+    shared = dict(eos=state.eos, rounds=state.rounds, max_rounds=state.max_rounds)
+    return dataclasses.replace(rows, drafter=drafter_state, **shared)
 
 
 def extract(
@@ -338,7 +341,7 @@ def extract(
 
 
 def _per_row(state: DecodeState) -> Any:
-    shared: Any = dict(drafter=None, eos=None, rounds_left=None)
+    shared: Any = dict(drafter=None, eos=None, rounds=None, max_rounds=None)
     return dataclasses.replace(state, **shared)
 
 
@@ -443,7 +446,7 @@ def _count(state: DecodeState, proposal: Proposal, result: verify.VerifyResult) 
         histogram=state.histogram + accepted,
         ranks=state.ranks.at[:, : at_rank.shape[1]].add(at_rank),
         nodes=state.nodes + jnp.where(active, nodes - 1, 0).astype(jnp.int32),
-        rounds_left=state.rounds_left - 1,
+        rounds=state.rounds + 1,
     )
 
 

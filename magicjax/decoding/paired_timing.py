@@ -153,7 +153,7 @@ def time_interleaved(
             state = dataclasses.replace(_restored(state, counters), drafter=drafter)
             state, seconds = _call(variants[i], runner.with_rounds(state, rounds[i]))
             spent += seconds
-            seconds /= rounds[i] - int(state.rounds_left)  # all rows may end before
+            seconds /= int(state.rounds)  # all rows may end before the others
             drafters[key], state = state.drafter, dataclasses.replace(state, drafter=None)
             if repeat:
                 times[i].append(seconds)

@@ -162,13 +162,13 @@ def end_stopped(
 
 
 def run_until_row_ends(
-    request: Request, settings: Settings, state: DecodeState, rounds: int
+    request: Request, settings: Settings, state: DecodeState
 ) -> tuple[DecodeState, float]:
-    """Returns the state after a row has ended or `rounds` have run, and the seconds.
+    """Returns the state after a row has ended or `state.max_rounds` have run, and the seconds.
 
     Arguments are those of `run`.
     """
-    arguments = request.target, request.drafter, with_rounds(state, rounds)
+    arguments = request.target, request.drafter, state
     return _run(request, "decode_until_row_ends", settings, arguments)
 
 
@@ -176,7 +176,7 @@ def insert(
     request: Request, state: DecodeState, row: DecodeState, slot: int
 ) -> tuple[DecodeState, float]:
     """Returns the state with a row replaced, and the seconds; donates `state`, but not `row`."""
-    index = processes.put(np.int32(slot), state.rounds_left.sharding)
+    index = processes.put(np.int32(slot), state.rounds.sharding)
     return _run(
         request, "insert", request.settings, (request.target, request.drafter, state, row, index)
     )
@@ -184,7 +184,7 @@ def insert(
 
 def extract(request: Request, state: DecodeState, slot: int) -> tuple[tuple[KVCache, Any], float]:
     """Returns the target's cache and the drafter's state of one row, and the seconds."""
-    index = processes.put(np.int32(slot), state.rounds_left.sharding)
+    index = processes.put(np.int32(slot), state.rounds.sharding)
     return _run(
         request, "extract", request.settings, (request.target, request.drafter, state, index)
     )
@@ -223,9 +223,9 @@ def compile_loop(
 
 
 def with_rounds(state: DecodeState, rounds: int) -> DecodeState:
-    """Returns the state with `rounds_left` set."""
-    left = processes.put(np.int32(rounds), state.rounds_left.sharding)
-    return dataclasses.replace(state, rounds_left=left)
+    """Returns the state with `max_rounds` set."""
+    most = processes.put(np.int32(rounds), state.max_rounds.sharding)
+    return dataclasses.replace(state, max_rounds=most)
 
 
 def state_shapes(request: Request) -> DecodeState:

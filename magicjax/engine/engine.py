@@ -107,7 +107,6 @@ class Engine:
             prompt tokens; adaptive_depth without a drafter, or with another verifier than naive;
             slots, rows for prefill and prefixes that do not fit the free memory.
         """
-        check_count("rounds_per_step", rounds_per_step)
         check_count("queue_limit", queue_limit)
         if prefix_bytes is not None:
             check_count("prefix_bytes", prefix_bytes, least=0)
@@ -119,10 +118,17 @@ class Engine:
         )
         options |= dict(eos_token_id=eos_token_id, backend=backend, mesh=mesh, logprobs=logprobs)
         self._templates = make_templates(
-            target, slots, capacity, max_new_tokens, prefill_chunk, prefix_bytes, options
+            target,
+            slots,
+            capacity,
+            max_new_tokens,
+            prefill_chunk,
+            rounds_per_step,
+            prefix_bytes,
+            options,
         )
         self._eos = set(processes.fetch(self._templates.row.eos).tolist())
-        self._rounds_per_step, self._queue_limit = rounds_per_step, queue_limit
+        self._queue_limit = queue_limit
         self._prefixes = make_store(self._templates, prefix_bytes, host_prefix_bytes)
         self._loops = speculation.loops(self._templates.slots, adaptive_depth)
         self._depths = DepthChooser.create(self._loops, slots)
@@ -396,15 +402,15 @@ class Engine:
         self._depths = self._depths.chosen(self._live_rows())
         depth = self._depths.depth
         self._state, seconds = runner.run_until_row_ends(
-            self._templates.slots, self._loops[depth], self._state, self._rounds_per_step
+            self._templates.slots, self._loops[depth], self._state
         )
         s = self._state
-        emitted, output, ended, histogram, rounds_left = processes.fetch(
-            (s.emitted, s.output, s.ended, s.histogram, s.rounds_left)
+        emitted, output, ended, histogram, rounds = processes.fetch(
+            (s.emitted, s.output, s.ended, s.histogram, s.rounds)
         )
         asked = any(handle.submitted.logprobs is not None for handle in self._running.values())
         logprobs = processes.fetch(s.logprobs) if asked else None
-        rounds = self._rounds_per_step - int(rounds_left)
+        rounds = int(rounds)
         self._rounds[depth] += rounds
         self._depths = self._depths.counted(histogram, rounds, seconds)
         self._loop_s += seconds

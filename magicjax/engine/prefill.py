@@ -82,12 +82,10 @@ def start(
 def advance(prefilling: Prefilling) -> tuple[Prefilled, float]:
     """Runs the next piece; returns the results of the program and its seconds."""
     piece, request = prefilling.pieces.pop(0), prefilling.request
-    request = dataclasses.replace(
-        request,
-        lengths=put_row([piece.end], request),
-        settings=dataclasses.replace(request.settings, chunk=piece.chunk),
-    )
-    cache = dataclasses.replace(prefilling.cache, lengths=put_row([piece.first], request))
+    end, first = put_row(request, piece.end, piece.first)
+    settings = dataclasses.replace(request.settings, chunk=piece.chunk)
+    request = dataclasses.replace(request, lengths=end, settings=settings)
+    cache = dataclasses.replace(prefilling.cache, lengths=first)
     (prefilling.cache, prefilled), seconds = runner.extend(request, cache)
     return prefilled, seconds
 
@@ -95,5 +93,5 @@ def advance(prefilling: Prefilling) -> tuple[Prefilled, float]:
 def finish(prefilling: Prefilling, prefilled: Prefilled) -> tuple[DecodeState, float]:
     """Returns the state of the row after the last piece, and the seconds."""
     request = prefilling.request
-    kept = put_row([prefilling.kept], request)
+    (kept,) = put_row(request, prefilling.kept)
     return runner.resume_state(request, prefilling.cache, prefilled, prefilling.drafter_state, kept)

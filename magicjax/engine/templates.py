@@ -40,12 +40,14 @@ class Templates:
       slots: of all rows, which are decoded.
       capacity: the most tokens of a row, prompt and new ones.
       prefill_chunk: the most prompt tokens that are prefilled between two calls of the loop.
+      rounds_per_step: the most rounds of a call of the loop.
     """
 
     row: Request
     slots: Request
     capacity: int
     prefill_chunk: int
+    rounds_per_step: int
 
     @property
     def num_slots(self) -> int:
@@ -78,6 +80,7 @@ def make_templates(
     capacity: int | None,
     max_new_tokens: int,
     prefill_chunk: int | None,
+    rounds_per_step: int,
     prefix_bytes: int | None,
     options: dict[str, Any],
 ) -> Templates:
@@ -91,7 +94,8 @@ def make_templates(
     positions = target.config.max_positions
     capacity = min(positions, MAX_CAPACITY) if capacity is None else capacity
     counts = dict(slots=slots, prefill_chunk=prefill_chunk, capacity=capacity)
-    for name, value in (counts | dict(max_new_tokens=max_new_tokens)).items():
+    counts |= dict(max_new_tokens=max_new_tokens, rounds_per_step=rounds_per_step)
+    for name, value in counts.items():
         check_count(name, value)
     if slots > MAX_SLOTS:
         raise ValueError(f"slots={slots}: it must be at most {MAX_SLOTS}")
@@ -124,7 +128,7 @@ def make_templates(
         limits=_repeated(row.limits, slots),
         sampling=jax.tree.map(lambda x: _repeated(x, slots), row.sampling),
     )
-    templates = Templates(row, all_rows, capacity, prefill_chunk)
+    templates = Templates(row, all_rows, capacity, prefill_chunk, rounds_per_step)
     _check_insertable(templates)
     return templates
 
@@ -177,19 +181,20 @@ def request_of(
     row = templates.row
     tokens = np.zeros(row.tokens.shape, np.int32)
     tokens[0, : len(prompt)] = prompt
+    of_row = tokens, _one_row(len(prompt)), _one_row(limit), sampling
+    tokens, lengths, limits, sampling = processes.put(of_row, row.lengths.sharding)
     return dataclasses.replace(
-        row,
-        prompts=[prompt],
-        tokens=processes.put(tokens, row.tokens.sharding),
-        lengths=put_row([len(prompt)], row),
-        limits=put_row([limit], row),
-        sampling=jax.tree.map(lambda x: processes.put(x, row.lengths.sharding), sampling),
+        row, prompts=[prompt], tokens=tokens, lengths=lengths, limits=limits, sampling=sampling
     )
 
 
-def put_row(values: Any, request: Request) -> jax.Array:
-    """Returns int32 [B] values with the sharding of a request's rows."""
-    return processes.put(np.array(values, np.int32), request.lengths.sharding)
+def put_row(request: Request, *values: int) -> list[jax.Array]:
+    """Returns int32 [1] arrays with the sharding of a request's row, in one transfer."""
+    return processes.put([_one_row(value) for value in values], request.lengths.sharding)
+
+
+def _one_row(value: int) -> Int[np.ndarray, "1"]:
+    return np.array([value], np.int32)
 
 
 def empty_state(templates: Templates) -> DecodeState:
@@ -200,7 +205,8 @@ def empty_state(templates: Templates) -> DecodeState:
     # Copies, because programs donate the state.
     sampling, eos = jax.tree.map(jnp.copy, (slots.sampling, slots.eos))
     ended = processes.put(np.ones(templates.num_slots, bool), slots.lengths.sharding)
-    return dataclasses.replace(_zeros(shapes), sampling=sampling, ended=ended, eos=eos)
+    state = dataclasses.replace(_zeros(shapes), sampling=sampling, ended=ended, eos=eos)
+    return runner.with_rounds(state, templates.rounds_per_step)
 
 
 def empty_row(templates: Templates) -> tuple[KVCache, Any]:

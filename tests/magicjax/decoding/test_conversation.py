@@ -52,7 +52,7 @@ def test_conversations_and_engines_have_the_same_slots():
     for drafter, tree in ((None, None), (tiny.drafter("self"), tiny.TREES["chain4"])):
         options = dict(drafter=drafter, tree=tree)
         request, _ = validate_conversation(tiny.model(), LIMIT, NEW, options)
-        templates = make_templates(tiny.model(), 1, LIMIT, NEW, None, 0, options)
+        templates = make_templates(tiny.model(), 1, LIMIT, NEW, None, 8, 0, options)
         depth = request.settings.shape.depth
         assert request.settings.capacity == capacity_of(LIMIT, depth, CHUNK)
         assert templates.row.settings.capacity == request.settings.capacity

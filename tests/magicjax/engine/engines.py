@@ -74,7 +74,9 @@ def expected(index: int) -> np.ndarray:
 def rows_of(engine: magicjax.Engine) -> tuple[object, list[np.ndarray]]:
     """Returns the state of the rows that are decoded, as numpy, and their texts so far."""
     slots = sorted(engine._running)
-    state = dataclasses.replace(engine._state, sampling=None, eos=None, rounds_left=None)
+    state = dataclasses.replace(
+        engine._state, sampling=None, eos=None, rounds=None, max_rounds=None
+    )
     state = jax.tree.map(lambda x: np.array(x)[slots], state)
     texts = [
         np.concatenate([engine._running[slot].submitted.prompt, output[:emitted]])

@@ -19,7 +19,7 @@ SLOTS, CAPACITY = 6, 300
 def templates(name: str = "small", slots: int = SLOTS, capacity: int = CAPACITY):
     drafter, tree = engines.DRAFTERS[name]
     options = dict(drafter=drafter, tree=tree)
-    return make_templates(tiny.model(), slots, capacity, engines.NEW, None, 0, options)
+    return make_templates(tiny.model(), slots, capacity, engines.NEW, None, 8, 0, options)
 
 
 def check_engine(made, prefix_bytes: int | None, available: float) -> None:

@@ -84,7 +84,7 @@ def test_inserting_a_row_copies_no_cache():
     from tests.magicjax.decoding.test_compiled import WIDE, moved_caches, shaped
 
     options = dict(drafter=tiny.drafter("self"), tree=tiny.TREES["chain4"])
-    templates = make_templates(shaped(WIDE), 4, 16_000, 32, None, 0, options)
+    templates = make_templates(shaped(WIDE), 4, 16_000, 32, None, 8, 0, options)
     state, row = (runner.state_shapes(x) for x in (templates.slots, templates.row))
     slot = jax.ShapeDtypeStruct((), np.int32)
     models = templates.row.target, templates.row.drafter
