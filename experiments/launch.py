@@ -46,7 +46,7 @@ class Grid:
         self.folders = {
             cell: store.cell_folder(self.directory, grid.key(cell)) for cell in self.cells
         }
-        varied = [axis for axis in columns.AXES if axis not in ("batch", "context")]
+        varied = [axis for axis in columns.AXES if axis not in labels.SIZES]
         named = [axis for axis in varied if len({getattr(c, axis) for c in self.cells}) > 1]
         self.labels = {cell: _label(cell, named) for cell in self.cells}
 

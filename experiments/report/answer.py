@@ -88,7 +88,7 @@ def _interval(cell: CellResult) -> Row:
     low, high = found or (None, None)
     size = cell.row.get("requests") or cell.row["batch"]
     evidence = f"{runs} run{'s' * (runs > 1)} of {size} request{'s' * (size > 1)}"
-    if timed and cell.row["batch"] > 1:
+    if timed and cell.row["batch"] > 1 and not cell.row.get("slots"):
         evidence += f" in {batches} batch{'es' * (batches > 1)}"
     if found is None:
         evidence += ": no interval"

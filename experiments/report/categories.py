@@ -47,7 +47,8 @@ def by_request(cells: Sequence[CellResult]) -> pd.DataFrame:
 
 def _drafted(cells: Sequence[CellResult]) -> Iterable[tuple[CellResult, Lines]]:
     for cell in cells:
-        if cell.metrics and cell.row["draft"] != "none":
+        # An engine counts no histograms.
+        if cell.metrics and cell.row["draft"] != "none" and not cell.row.get("slots"):
             yield cell, cell.requests()
 
 

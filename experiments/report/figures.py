@@ -4,7 +4,7 @@ A method has one colour and one marker in all figures of a report.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import altair as alt
 
@@ -29,6 +29,7 @@ TOOLTIPS = {
     "phase": ("phase", ""),
     "batch": ("batch", ""),
     "context": ("context", ","),
+    "rate": ("requests/s", ""),
     "budget": ("budget", ","),
     "depth": ("depth", ""),
     "speedup": (SPEEDUP, ".2f"),
@@ -40,6 +41,8 @@ TOOLTIPS = {
     "decode_tok_s": ("tokens/s", ",.1f"),
     "ar_decode_tok_s": ("plain tokens/s", ",.1f"),
     "tpot_ms_p50": ("ms/token", ".2f"),
+    "goodput": ("goodput, requests/s", ".2f"),
+    "ttft_s_p95": ("TTFT p95, s", ".3f"),
     "share": ("share", ".1%"),
     "reason": ("not traced", ""),
 }
@@ -173,6 +176,16 @@ def by_axis(rows: Rows, styles: Styles, axis: str) -> Figure | None:
 
     y = alt.Y("speedup:Q", title=SPEEDUP, scale=alt.Scale(zero=False))
     return _lines(named, styles, x, y, f"{SPEEDUP.capitalize()} by {axis}.", intervals)
+
+
+def by_rate(rows: Rows, styles: Styles, column: str, scale: Literal["linear", "log"]) -> Figure:
+    """Returns a column by arrival rate: a panel for each other setting, a line per method."""
+    label = TOOLTIPS[column][0]
+    named = _described(rows, [name for name in labels.group_columns(rows) if name != "rate"])
+    rates = sorted(_values(rows, "rate"), key=float)
+    x = alt.X("rate:O", sort=rates, title="requests/s", axis=alt.Axis(labelAngle=0))
+    y = alt.Y(f"{column}:Q", title=label, scale=alt.Scale(type=scale))
+    return _lines(named, styles, x, y, f"By arrival rate: {label}.")
 
 
 def by_budget(rows: Rows, styles: Styles, column: str, label: str) -> Figure:

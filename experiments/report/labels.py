@@ -13,15 +13,22 @@ from experiments.schema.method import OPTIONS
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
 PLAIN_STYLE = ("#000000", "cross")
 MARKS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "triangle-right", "stroke")
-# The columns of axes, apart from batch and context.
-OTHERS = [name for name in columns_of(Experiment).values() if name not in ("batch", "context")]
+# The columns of axes, apart from batch or slots, and context.
+SIZES = ("batch", "slots", "context")
+OTHERS = [name for name in columns_of(Experiment).values() if name not in SIZES]
 SAMPLED = ("top_k", "top_p", "seed")  # beside the temperature
 # How much is measured, not what: named only if nothing else tells two groups apart.
 EFFORT = ("requests", "repeat", "candidates", "agreement_tokens", "phases")
-_FAMILY = [n for n in ("draft", "draft_model", *OPTIONS, "tree", "verifier") if n != "budget"]
+_FAMILY = ["draft", "draft_model", *(n for n in OPTIONS if n != "budget")]
+_FAMILY += ["tree", "verifier", "adaptive_depth"]
 
 Row = dict[str, Any]
 Rows = Sequence[Row]
+
+
+def size_name(row: Row) -> str:
+    """Returns what the column `batch` of a row counts: "batch", or "slots" of an engine."""
+    return "slots" if row.get("slots") else "batch"
 
 
 def varying(rows: Rows) -> list[str]:
@@ -57,6 +64,8 @@ def value_text(name: str, value: Any) -> str:
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if name == "rate":  # text in a summary, where infinity is no number
+        return f"{float(value):g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
@@ -72,7 +81,7 @@ def describe(settings: Mapping[str, Any]) -> str:
     "float32, greedy, chat".
     """
     texts = {name: value_text(name, value) for name, value in settings.items()}
-    unnamed = ("dtype", "prompts", "target")
+    unnamed = ("dtype", "prompts", "target", "arrivals")
     return ", ".join(
         text if name in unnamed or text == "greedy" else f"{name.replace('_', ' ')} {text}"
         for name, text in texts.items()
@@ -81,8 +90,8 @@ def describe(settings: Mapping[str, Any]) -> str:
 
 
 def group_columns(rows: Rows) -> list[str]:
-    """Returns the columns that tell the groups apart: batch, context and what else varies."""
-    names = ["batch", "context", *varying(rows)]
+    """Returns the columns that tell the groups apart: batch or slots, context, what else varies."""
+    names = [*dict.fromkeys(map(size_name, rows)), "context", *varying(rows)]
     short = [name for name in names if name not in EFFORT]
     groups = {shape(row) for row in rows}
     enough = len({tuple(row.get(name) for name in short) for row in rows}) == len(groups)

@@ -60,6 +60,10 @@ NOTE = (
     f"{answer.FEW} measurements (“few”) an interval is too narrow. A method that is not equal to "
     "plain decoding cannot be the best."
 )
+SERVED_NOTE = (
+    " Tokens/s are those from the first arrival to the last end: at a rate that all methods can "
+    "serve they are equal, so compare latencies and goodput."
+)
 
 
 def write(directory: pathlib.Path, keys: list[str] | None = None, to_do: int = 0) -> list[str]:
@@ -96,7 +100,7 @@ def make_figures(cells: Sequence[CellResult], rows: Rows) -> dict[str, Figure]:
     if fast:
         if len({labels.shape(row) for row in fast}) <= MAX_SHAPES:
             found["speedup"] = figures.speedups(fast, styles)
-        for axis in ("context", "batch"):
+        for axis in ("context", "batch", "slots"):
             if lines := figures.by_axis(fast, styles, axis):
                 found[f"speedup_by_{axis}"] = lines
     by_shape = labels.group_columns(rows) == ["batch", "context"]
@@ -117,7 +121,11 @@ def make_figures(cells: Sequence[CellResult], rows: Rows) -> dict[str, Figure]:
             largest = max(row["context"] for row in traced)
             bars = [row for row in traced if row["context"] == largest][:MAX_BARS]
         found["phases"] = figures.time_split(bars, len(traced))
-    if len({row["batch"] for row in timed}) > 1:
+    served = [row for row in timed if row["slots"]]
+    if len({row["rate"] for row in served}) > 1:
+        found["goodput"] = figures.by_rate(served, styles, "goodput", "linear")
+        found["ttft"] = figures.by_rate(served, styles, "ttft_s_p95", "log")
+    if not served and len({row["batch"] for row in timed}) > 1:
         found["throughput"] = figures.throughput(timed, styles)
     return found
 
@@ -213,7 +221,7 @@ def _answers(rows: Rows, to_do: int) -> str:
     table = table.loc[:, (table != "").any()]
     return (
         f'<p class="lead">{" ".join(sentences)}</p>{_html(table, "answers")}'
-        f'<p class="note">{NOTE}</p>'
+        f'<p class="note">{NOTE}{SERVED_NOTE * any(row["slots"] for row in rows)}</p>'
     )
 
 
@@ -281,6 +289,9 @@ def _line(one: answer.Answer) -> dict[str, str]:
             line["speedup"] = ranking.with_interval(best, "speedup").replace(" ", "\u00a0")
             line["tokens/s"] = f"{best['decode_tok_s']:,.1f}"
             line["plain tokens/s"] = f"{best['ar_decode_tok_s']:,.1f}"
+            if best["goodput"] is not None:
+                line["goodput"] = f"{best['goodput']:.2f}"
+                line["plain goodput"] = f"{best['ar_goodput']:.2f}"
         line["measured"] = best["evidence"]
     remarks = ["the interval contains 1"] if one.unclear else []
     if one.inexact:
@@ -296,7 +307,8 @@ def _failures(rows: Rows) -> str:
     for row in rows:
         if row["status"] != "ok":
             cells[f"{terminal.failure(row)}: {row['error']}"].append(
-                f"{row['method']} (batch {row['batch']}, context {row['context']:,})"
+                f"{row['method']} ({labels.size_name(row)} {row['batch']}, "
+                f"context {row['context']:,})"
             )
     lines = "".join(
         f"<li>{html.escape(', '.join(names))}: {html.escape(error)}</li>"

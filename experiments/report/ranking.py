@@ -47,8 +47,13 @@ HEADINGS = (
     _number("plain tokens/s", "ar_decode_tok_s", "{:,.1f}"),
 )
 MORE = (
+    _number("goodput", "goodput", "{:.2f}"),
     _number("acceptance rate", "acceptance_rate", "{:.3f}"),
     _number("ms/token", "tpot_ms_p50", "{:.1f}"),
+    _number("ms/token p95", "tpot_ms_p95", "{:.1f}"),
+    *(_number(f"TTFT p{p} (s)", f"ttft_s_p{p}", "{:.2f}") for p in (50, 95)),
+    *(_number(f"E2E p{p} (s)", f"e2e_s_p{p}", "{:.2f}") for p in (50, 95)),
+    Heading("rounds at depth", "rounds_by_depth", lambda row: row["rounds_by_depth"]),
     _number("score", "score", "{:.2f}"),
 )
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.table import Table
 
-from experiments.report.labels import shape, value_text, varying
+from experiments.report.labels import shape, size_name, value_text, varying
 
 LEGEND = (
     "speedup: over plain decoding in the cell's own process, with interleaved runs (the plain row "
@@ -25,6 +25,9 @@ FORMATS = {
     "agree": ("agreement", "{:.3f}"),
     "repeats": ("repeated_8grams", "{:.3f}"),
     "score": ("score", "{:.3f}"),
+    "TTFT p95": ("ttft_s_p95", "{:.2f} s"),
+    "TPOT p95": ("tpot_ms_p95", "{:.1f} ms"),
+    "goodput": ("goodput", "{:.2f}/s"),
 }
 ABOVE_MEASURED = "more than the measured bandwidth: the cache of the CPU holds part of the data"
 FAILED = {"memory": "out of memory", "timeout": "too slow", "crash": "crashed"}
@@ -36,16 +39,15 @@ def failure(row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
-    """Returns the launcher's table, one section per (batch, context); `LEGEND` explains it."""
+    """Returns the launcher's table, one section per group; `LEGEND` explains it."""
     out = Table(title=title)
-    names = ("batch", "context", *varying(rows), "method")
+    names = (size_name(rows[0]), "context", *varying(rows), "method")
     for name in names:
         out.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
-    formats = dict(FORMATS)
-    if all(row.get("score") is None for row in rows):
-        del formats["score"]
+    known = {name for row in rows for name, value in row.items() if value is not None}
+    formats = {name: pair for name, pair in FORMATS.items() if pair[0] in {*known, "decode_tok_s"}}
     if not any(row["ties"] for row in rows):
-        del formats["ties"]
+        formats.pop("ties", None)
     for heading in formats:
         out.add_column(heading, justify="right")
     for i, row in enumerate(rows):
@@ -66,7 +68,7 @@ def notes(rows: list[dict[str, Any]]) -> list[str]:
     """Returns the lines below the table: bandwidth of plain decoding, failures, ties."""
     lines, errors = [], set()
     for row in rows:
-        where = f"batch {row['batch']}, context {row['context']}"
+        where = f"{size_name(row)} {row['batch']}, context {row['context']}"
         if row["status"] != "ok":
             if (shape(row), row["error"]) not in errors:  # once for all cells of a group
                 lines.append(f"{where}, {row['method']} failed: {row['error']}")

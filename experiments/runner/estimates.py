@@ -59,6 +59,10 @@ def _seconds(cell: grid.Cell, target: Sizes, on_gpu: bool) -> float:
     flops = sum(part.flops for name, part in parts.items() if name != "logits")
     prefill, decode = flops / device.matrix_rate, cell.new_tokens * step
     methods = 1 if cell.draft == "none" else 2  # plain decoding runs beside the cell
+    if cell.slots:  # until the last arrival, or longer if the engine is too slow
+        busy = cell.num_requests / cell.slots * (prefill + decode)
+        arriving = cell.num_requests / cell.rate
+        return START_S + methods * max(1, cell.repeats) * max(busy, arriving)
     runs = methods * (cell.repeats + 1)
     shared = cell.repeats > 0 and cell.draft != "auto"  # one prefill for all runs of a batch
     batch = (1 if shared else runs) * prefill + runs * decode

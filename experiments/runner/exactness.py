@@ -72,6 +72,18 @@ class Match:
         return 1.0 - (len(self.divergences) - self.ties) / self.rows
 
 
+def columns(match: Match | None) -> dict[str, Any]:
+    """Returns the columns of the summary; None: nothing was compared."""
+    divergences = match.divergences if match else ()
+    first = min(divergences, key=lambda d: d.position, default=None)
+    return {
+        "exact_match": match.exact if match else None,
+        "ties": match.ties if match else 0,
+        "first_divergence": first.position if first else None,
+        "top2_margin": first.margin if first else None,
+    }
+
+
 class Reference:
     """Plain decoding's tokens, with which those of other methods are compared.
 

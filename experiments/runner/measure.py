@@ -69,7 +69,8 @@ def measure(
     seconds, phases_error = _phases(shared, of_batch[cell], folder) if cell.repeats else ({}, "")
     times = _times(bench, cell, runs[1:], plain_runs[1:], latencies, read_gbs) if read_gbs else {}
     row = {"device": device_name(), "status": "ok", "error": ""} | times
-    row |= _acceptance(bench, cell, runs[0], requests) | _exactness(match, plain_runs)
+    row |= _acceptance(bench, cell, runs[0], requests) | exactness.columns(match)
+    row["noise_match"] = _equal_rows(plain_runs)
     row |= {f"{name}_s": s for name, s in seconds.items()} | {"phases_error": phases_error}
     row |= _resources(runs, prefill_compile_s + bench.choosing_s)
     stats = runs[0].stats
@@ -129,30 +130,18 @@ def _chosen(choice: magicjax.Choice | None) -> str:
     return choice.name if choice.tree is None else f"{choice.name}, {tree_spec(choice.tree)}"
 
 
-def _exactness(match: exactness.Match | None, plain_runs: Sequence[Any]) -> dict[str, Any]:
-    divergences = match.divergences if match else ()
-    first = min(divergences, key=lambda d: d.position, default=None)
-    return {
-        "exact_match": match.exact if match else None,
-        "noise_match": _equal_rows(plain_runs),
-        "ties": match.ties if match else 0,
-        "first_divergence": first.position if first else None,
-        "top2_margin": first.margin if first else None,
-    }
-
-
 def _resources(runs: Sequence[Any], other_compile_s: float) -> dict[str, Any]:
     stats = runs[0].stats
     return {
         "compile_s": sum(run.stats.compile_s for run in runs) + other_compile_s,
         "kv_mb_target": stats.kv_bytes_target / 1e6,
         "kv_mb_draft": stats.kv_bytes_draft / 1e6,
-        "memory_mb": _peak_memory() / 1e6,
+        "memory_mb": peak_memory() / 1e6,
         "attention_backend": stats.attention_backend,
     }
 
 
-def _peak_memory() -> float:
+def peak_memory() -> float:
     """Returns the peak bytes in use: of a GPU, or of this process if devices do not report it."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     if all(stats):

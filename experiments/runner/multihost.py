@@ -22,7 +22,7 @@ from experiments.runner import measure, provenance, worker
 from experiments.runner.cell_process import Limits
 from experiments.runner.launchers import Stop
 from experiments.runner.workload import Bench
-from experiments.schema import grid, store
+from experiments.schema import axes, grid, store
 from experiments.schema.config import Experiment
 from experiments.schema.fields import ConfigError
 from experiments.schema.method import AUTO
@@ -30,7 +30,8 @@ from sharding import parse_mesh, processes
 
 SETTINGS = ("coordinator", "processes", "rank", "join_seconds")
 # These need a separate process per cell, or trace one process without the others.
-_UNSUPPORTED = ("memory_limit_gb", "timeout_minutes", "jobs", "profile")
+# With slots, arrivals would be timed by each process's own clock.
+_UNSUPPORTED = ("memory_limit_gb", "timeout_minutes", "jobs", "profile", "slots")
 INTERRUPTED = 130
 
 
@@ -47,7 +48,8 @@ def detect(experiment: Experiment) -> processes.Processes | None:
         raise ConfigError(str(error)) from error
     if who is None:
         return None
-    unsupported = [name for name in _UNSUPPORTED if getattr(experiment, name)]
+    varied = axes.names(experiment.grid, experiment.zip)
+    unsupported = [n for n in _UNSUPPORTED if getattr(experiment, n) or n in varied]
     if experiment.launcher != "local":
         unsupported.append("launcher")
     if unsupported:

@@ -16,6 +16,7 @@ from experiments.schema.fields import ConfigError
 from magicjax.autotune.search import make_problem
 from magicjax.decoding import memory
 from magicjax.decoding.request import PREFILL_TOKENS, Request, prepare
+from magicjax.engine import memory_check
 from magicjax.loading import load_tokenizer, skeleton, validate_tokenizer
 from magicjax.model import Model
 from magicjax.sources import directory_of
@@ -102,7 +103,7 @@ def _check_group(group: Sequence[grid.Cell]) -> dict[grid.Cell, str]:
 def check_cell(cell: grid.Cell, rows: int | None = None) -> Request | None:
     """Returns the request of the cell's call of `generate`, without text; None for "auto".
 
-    With `rows` it has as many rows, by default those of the cell's batch.
+    With `rows` it has as many rows, by default those of the cell's batch, or an engine's slots.
 
     Raises:
       ValueError: the call would raise it too.
@@ -135,12 +136,16 @@ def too_large(cells: Iterable[grid.Cell], available: float | None = None) -> dic
             # "auto" skips drafters that do not fit.
             tried = grid.plain_of(cell) if cell.draft == "auto" else cell
             request = check_cell(tried, min(rows, cell.batch))
-        except (ValueError, OSError):
-            continue
-        assert request is not None
-        try:
-            row = request.prompts[:1]
-            memory.check(dataclasses.replace(request, prompts=row * cell.batch), available)
+            assert request is not None
+            one = dataclasses.replace(request, prompts=request.prompts[:1])
+            if cell.slots:
+                capacity = cell.context + cell.new_tokens
+                memory_check.check(one, cell.slots, capacity, 0, available)
+            else:
+                rows_of = dataclasses.replace(one, prompts=one.prompts * cell.batch)
+                memory.check(rows_of, available)
         except memory.OutOfMemoryError as error:
             problems[cell] = str(error)
+        except (ValueError, OSError):
+            continue
     return problems

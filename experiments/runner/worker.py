@@ -34,6 +34,7 @@ def measure_cell(folder: pathlib.Path, bench: Any = None, profile: bool = False)
     Without a bench it makes one. `profile` is whether to write a trace.
     """
     from experiments.runner import measure, provenance
+    from experiments.runner.serving import cell as serving
     from experiments.schema import grid, store
     from sharding import processes
 
@@ -43,7 +44,10 @@ def measure_cell(folder: pathlib.Path, bench: Any = None, profile: bool = False)
     env = provenance.environment(cell)
     try:
         bench = bench or measure.Bench(folder.parent.parent / "prompts")
-        metrics, requests = measure.measure(bench, cell, folder if profile else None)
+        if cell.slots:
+            metrics, requests = serving.measure(bench, cell)
+        else:
+            metrics, requests = measure.measure(bench, cell, folder if profile else None)
     except Exception as error:  # any error is the result of this cell
         processes.await_loss(error)
         line = f"{type(error).__name__}: {error}"

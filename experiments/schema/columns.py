@@ -22,7 +22,9 @@ STATUS = dict.fromkeys(("device", "status", "error", "wall_s", "key"), Column())
 # Medians of the timed runs.
 TIMES = {
     "decode_tok_s": Column(
-        "{:.0f}", "decoded tokens per second of the whole batch, without prefill (median run)"
+        "{:.0f}",
+        "decoded tokens per second of the whole batch, without prefill (median run); with slots, "
+        "new tokens over the time from the first arrival to the last end, prefill included",
     ),
     "ar_decode_tok_s": Column(
         "{:.0f}", "decode_tok_s of the interleaved runs of plain decoding (median run)"
@@ -45,6 +47,21 @@ TIMES = {
     "tpot_ms_p99": Column("{:.2f}", "the 99th percentile of these times"),
     **dict.fromkeys(("prefill_s", "decode_s", "round_ms"), Column()),
     **dict.fromkeys(("ar_gbs", "read_gbs", "bandwidth_share"), Column()),
+}
+# Latencies of requests that arrive over time (slots), over requests and runs.
+SERVING = {
+    "goodput": Column(
+        "{:.2f}",
+        "requests per second whose time to first token is at most ttft_limit_s and whose time per "
+        "output token is at most tpot_limit_ms (median run)",
+    ),
+    "ar_goodput": Column("{:.2f}", "goodput of the interleaved runs of plain decoding"),
+    "ttft_s_p50": Column("{:.3f}", "time to first token from the arrival, in s, median"),
+    "ttft_s_p95": Column("{:.3f}", "the 95th percentile of these times"),
+    "tpot_ms_p95": Column("{:.2f}", "the 95th percentile of the times per output token"),
+    "e2e_s_p50": Column("{:.3f}", "end-to-end latency: from the arrival to the end, in s, median"),
+    "e2e_s_p95": Column("{:.3f}", "the 95th percentile of these times"),
+    "rounds_by_depth": Column("{}", "rounds of the loop at each depth that adaptive_depth chose"),
 }
 # How many drafted tokens the target accepts, and how the text compares with plain decoding's.
 DECODING = {
@@ -95,7 +112,7 @@ RESOURCES = {
     ),
     "attention_backend": Column(),
 }
-MEASURED = TIMES | DECODING | PHASES | RESOURCES | STATUS
+MEASURED = TIMES | SERVING | DECODING | PHASES | RESOURCES | STATUS
 
 # Settings that a grid can vary, and the columns of all settings.
 AXES = tuple(declared(Experiment))
@@ -103,7 +120,7 @@ SETTINGS = (
     *("method", "draft", "draft_model"),
     *columns_of(Experiment).values(),
     *OPTIONS,
-    *("drafters", "profile", "tree", "verifier", "gamma", "nodes"),
+    *("drafters", "profile", "tree", "verifier", "adaptive_depth", "gamma", "nodes"),
 )
 # The first columns, in an order that scripts rely on.
 _FIRST = (

@@ -8,8 +8,10 @@ command line to the working directory.
 import contextlib
 import functools
 import io
+import math
 import os
 import pathlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
@@ -30,13 +32,15 @@ from experiments.schema.fields import (
 )
 from experiments.schema.method import AUTO, Method
 from experiments.schema.settings import declared, setting
-from sharding import parse_mesh
+from sharding import MeshSize, parse_mesh
 from sharding.processes import JOIN_SECONDS
 
 BUNDLED = pathlib.Path(__file__).parents[1] / "zoo" / "target"
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Kind = Annotated[str, AfterValidator(prompts.known_kind)]
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# Settings without effect on an engine: its slots are the batch.
+NOT_SERVED = ("batch", "micro_batches", "candidates", "agreement_tokens", "phases", "profile")
 
 
 def _mesh(text: str) -> str:
@@ -48,6 +52,17 @@ def _mesh(text: str) -> str:
 def _offload(value: Any) -> Any:
     """Returns "yes" or "" for a YAML boolean, and other values unchanged."""
     return ("yes" if value else "") if isinstance(value, bool) else value
+
+
+def _rate(value: Any) -> Any:
+    """Returns infinity for the text "inf", which YAML writes .inf, and other values unchanged."""
+    return math.inf if value == "inf" else value
+
+
+def _arrivals(text: str) -> str:
+    if not re.fullmatch(r"poisson|burst:[1-9]\d*", text):
+        raise ValueError("give poisson, or burst:n for n requests at a time")
+    return text
 
 
 class Slurm(Strict):
@@ -97,7 +112,30 @@ class Experiment(Strict):
     """Rows decoded in one batch."""
     requests: Positive | None = setting(None)
     """Prompts of a cell, a multiple of batch. The batches are decoded one after the other, and
-    their counts and times are added. If not set: one batch."""
+    their counts and times are added. With slots, any number. If not set: one batch."""
+    slots: Positive | None = setting(None)
+    """Serve requests as they arrive, with an engine of this many slots. If not set: batches."""
+    rate: Annotated[float, Field(gt=0), BeforeValidator(_rate)] | None = setting(
+        None, default=math.inf, needs="slots"
+    )
+    """With slots, mean requests per second. If not set: inf, all arrive at once."""
+    arrivals: Annotated[str, AfterValidator(_arrivals)] | None = setting(
+        None, default="poisson", needs="slots"
+    )
+    """With slots, poisson: independent arrivals; burst:n: n requests at a time, at equal intervals.
+    If not set: poisson."""
+    min_context: Positive | None = setting(None, needs="slots")
+    """With slots, prompts have from this many to context tokens, uniform in the logarithm. If not
+    set: all have context."""
+    min_new_tokens: Positive | None = setting(None, needs="slots")
+    """With slots, requests generate from this many to new_tokens, n with a probability proportional
+    to 1/n (Zipf). If not set: all generate new_tokens."""
+    ttft_limit_s: Amount | None = setting(None, default=1.0, needs="slots")
+    """With slots, the time to first token up to which a request counts for goodput. If not set: 1.
+    """
+    tpot_limit_ms: Amount | None = setting(None, default=50.0, needs="slots")
+    """With slots, the time per output token up to which a request counts for goodput. If not set:
+    50."""
     context: Positive = setting(2048)
     """Tokens of each prompt."""
     methods: list[Method] = Field([], examples=["[{drafter: self:streaming:256}]"])
@@ -106,14 +144,14 @@ class Experiment(Strict):
     """Tokens generated for each row, at least 8: repetition is measured on 8-grams."""
     do_sample: bool = setting(False, column="")
     """Sample tokens from the target's distribution. If not set: greedy decoding."""
-    temperature: Amount | None = setting(None, default=1.0, sampled=True)
+    temperature: Amount | None = setting(None, default=1.0, needs="do_sample")
     """With do_sample, divides the logits. If not set: 1."""
-    top_k: Positive | None = setting(None, sampled=True)
+    top_k: Positive | None = setting(None, needs="do_sample")
     """With do_sample, sample from the k most likely tokens. If not set: all."""
-    top_p: Fraction | None = setting(None, default=1.0, sampled=True)
+    top_p: Fraction | None = setting(None, default=1.0, needs="do_sample")
     """With do_sample, sample from the most likely tokens whose probabilities reach p. If not set:
     1."""
-    seed: int | None = setting(None, default=0, sampled=True)
+    seed: int | None = setting(None, default=0, needs="do_sample")
     """With do_sample, the random seed. If not set: 0."""
     repeats: Annotated[int, Field(ge=0)] = setting(3, column="repeat")
     """Timed runs of each cell; the median is reported. 0: one run without timing, for quantities
@@ -216,7 +254,8 @@ class Experiment(Strict):
                 f"chat_template has no effect with prompts={self.prompts}, which asks nothing: "
                 "remove it, or choose another kind such as docs or chat"
             )
-        if self.prompts == prompts.RANDOM and self.agreement_tokens and self.methods:
+        compared = self.agreement_tokens and self.methods and not self._varies_or_sets("slots")
+        if self.prompts == prompts.RANDOM and compared:
             raise ValueError(
                 "agreement_tokens has no effect with prompts=random, which is not text: set it to 0"
             )
@@ -224,7 +263,7 @@ class Experiment(Strict):
 
     @model_validator(mode="after")
     def _check_requests(self) -> "Experiment":
-        if self.requests is None:
+        if self.requests is None or self._varies_or_sets("slots"):
             return self
         if self.requests % self.batch:
             raise ValueError(
@@ -238,18 +277,56 @@ class Experiment(Strict):
         return self
 
     @model_validator(mode="after")
-    def _check_sampling(self) -> "Experiment":
-        """Refuses settings of sampling in greedy decoding, which would ignore them."""
+    def _check_needed(self) -> "Experiment":
+        """Refuses settings of sampling in greedy decoding, and of serving without an engine."""
         settings = declared(type(self)).items()
-        stray = [n for n, known in settings if known.sampled and getattr(self, n) is not None]
-        for i, method in enumerate(self.methods):
-            stray += [f"methods.{i}.{name}" for name in method.is_sampled]
-        sampled = self.do_sample or "do_sample" in axes.names(self.grid, self.zip)
-        if stray and not sampled:
-            raise ValueError(
-                f"{', '.join(stray)} has no effect in greedy decoding: set do_sample, or remove it"
-            )
+        for needed, where in {"do_sample": "in greedy decoding", "slots": "without slots"}.items():
+            stray = [
+                n for n, known in settings if known.needs == needed and getattr(self, n) is not None
+            ]
+            for i, method in enumerate(self.methods):
+                stray += [f"methods.{i}.{name}" for name in method.needing(needed)]
+            if stray and not self._varies_or_sets(needed):
+                raise ValueError(
+                    f"{', '.join(stray)} has no effect {where}: set {needed}, or remove it"
+                )
         return self
+
+    @model_validator(mode="after")
+    def _check_serving(self) -> "Experiment":
+        if self.slots is None:
+            return self
+        fields = type(self).model_fields
+        if stray := [n for n in NOT_SERVED if getattr(self, n) != fields[n].default]:
+            raise ValueError(f"{', '.join(stray)} has no effect with slots: remove it")
+        if any(AUTO in method.drafter for method in self.methods):
+            raise ValueError("drafter=auto is not supported with slots: name a drafter")
+        for i, method in enumerate(self.methods):
+            if self.do_sample and any(method.adaptive_depth) and method.verifier != ["naive"]:
+                raise ValueError(
+                    f"methods.{i}: adaptive_depth with do_sample changes the text unless the "
+                    "verifier is naive: set verifier: naive"
+                )
+        mesh = parse_mesh(self.mesh) if self.mesh else MeshSize()
+        if max(mesh.data, mesh.stage) > 1:
+            raise ValueError(f"mesh={self.mesh} with slots: an engine divides only the axis model")
+        if self.min_context and self.prompts not in (*prompts.TEXTS, prompts.RANDOM):
+            raise ValueError(
+                f"min_context shortens texts, not prompts={self.prompts}: remove it, or choose "
+                f"{', '.join(prompts.TEXTS)} or {prompts.RANDOM}"
+            )
+        for least, most in (("min_context", "context"), ("min_new_tokens", "new_tokens")):
+            value, limit = getattr(self, least), getattr(self, most)
+            if value is not None and value > limit and not self._varies(most):
+                raise ValueError(f"{least}={value} is larger than {most}={limit}: change one")
+        return self
+
+    def _varies(self, name: str) -> bool:
+        """Returns whether a setting is an axis of the grid."""
+        return name in axes.names(self.grid, self.zip)
+
+    def _varies_or_sets(self, name: str) -> bool:
+        return bool(getattr(self, name)) or self._varies(name)
 
     @model_validator(mode="after")
     def _check_launcher(self) -> "Experiment":

@@ -113,7 +113,7 @@ class Cell(_Settings):
         """The sampling arguments of `generate`, empty in greedy decoding."""
         if not self.do_sample:
             return {}
-        names = [name for name, known in declared(Experiment).items() if known.sampled]
+        names = [n for n, known in declared(Experiment).items() if known.needs == "do_sample"]
         return {"do_sample": True} | {name: getattr(self, name) for name in names}
 
     @property
@@ -130,13 +130,15 @@ class Cell(_Settings):
     def method(self) -> str:
         """The method's name in tables and figures, the same greedily and sampled by default."""
         verifier = "" if self.verifier == method.VERIFIER else self.verifier
-        parts = method.short_name(self.drafter), self.tree, verifier
+        adaptive = "adaptive" * self.adaptive_depth
+        parts = method.short_name(self.drafter), self.tree, verifier, adaptive
         return ", ".join(filter(None, parts))
 
     @property
     def label(self) -> str:
         """The cell's name in messages."""
-        return f"batch {self.batch}, context {self.context}: {self.method}"
+        size = "slots" if self.slots else "batch"
+        return f"{size} {self.batch}, context {self.context}: {self.method}"
 
 
 def groups(experiment: Experiment) -> list[list[Cell]]:
@@ -226,6 +228,8 @@ def plain_of(cell: Cell) -> Cell:
 def columns(cell: Cell) -> dict[str, Any]:
     """Returns the cell's columns of summary.csv."""
     settings = {column: getattr(cell, name) for name, column in columns_of(Experiment).items()}
+    if cell.slots:
+        settings["rate"] = f"{cell.rate:g}"  # JSON has no infinity
     return (
         {"method": cell.method, "draft": cell.draft, "draft_model": cell.model}
         | settings
@@ -237,6 +241,7 @@ def columns(cell: Cell) -> dict[str, Any]:
             "tree": cell.tree,
             "draw": cell.draw_methods,
             "verifier": cell.verifier or ("" if cell.is_plain else "greedy"),
+            "adaptive_depth": cell.adaptive_depth,
             "gamma": cell.gamma,
             "nodes": cell.nodes,
         }
@@ -246,11 +251,16 @@ def columns(cell: Cell) -> dict[str, Any]:
 def _group(experiment: Experiment) -> list[Cell]:
     sampled = experiment.do_sample
     settings = {
-        name: known.resolve(getattr(experiment, name), sampled=sampled)
+        name: known.resolve(
+            getattr(experiment, name), not known.needs or bool(getattr(experiment, known.needs))
+        )
         for name, known in declared(Experiment).items()
     }
     if experiment.candidates is None and experiment.prompts not in TEXTS:
         settings["candidates"] = 1
+    if experiment.slots:
+        settings |= {"batch": experiment.slots, "candidates": 1}
+        settings |= {"agreement_tokens": 0, "phases": False}
     plain = Cell(**settings, **PLAIN)
     cells = [plain]
     for described in experiment.methods:

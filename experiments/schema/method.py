@@ -27,7 +27,8 @@ OPTIONS = tuple(
 )
 # The fields of a cell that a method gives, with their values in plain decoding.
 PLAIN: dict[str, Any] = {
-    **{"drafter": "none", "drafters": (), "profile": "", "tree": "", "verifier": ""}
+    **{"drafter": "none", "drafters": (), "profile": "", "tree": "", "verifier": ""},
+    "adaptive_depth": False,
 }
 
 
@@ -56,6 +57,9 @@ class Method(Strict):
         description=f"Verification under sampling: {', '.join(SAMPLING_VERIFIERS)}. If not set: "
         f"{VERIFIER}, which follows the draw.",
     )
+    adaptive_depth: Annotated[list[bool], Many] = Field([False])
+    """With slots, draft the depth of the tree with the most expected tokens per second, from 0 to
+    that of the tree."""
     options: Annotated[dict[str, list[Any]], tyro.conf.Suppress] = Field({})
     """Options of the drafter: the keys of the method that are none of the above."""
 
@@ -100,10 +104,13 @@ class Method(Strict):
         for text in self.drafters:
             spec.parse(text)
 
-    @property
-    def is_sampled(self) -> list[str]:
-        """The keys that have an effect under sampling only."""
-        return ["verifier"] * bool(self.verifier) + ["draw"] * ("draw" in self.options)
+    def needing(self, setting: str) -> list[str]:
+        """Returns the keys that have no effect without a setting of the experiment."""
+        found: dict[str, dict[str, Any]] = {
+            "do_sample": {"verifier": self.verifier, "draw": "draw" in self.options},
+            "slots": {"adaptive_depth": any(self.adaptive_depth)},
+        }
+        return [name for name, is_set in found[setting].items() if is_set]
 
     def cells(self, sampled: bool) -> list[dict[str, Any]]:
         """Returns the method's fields of each cell; `sampled`: under sampling.
@@ -120,10 +127,11 @@ class Method(Strict):
                 "drafter": _text(drafter, dict(zip(options, values))),
                 "tree": tree,
                 "verifier": verifier,
+                "adaptive_depth": adaptive,
             }
             | fixed
-            for drafter, *values, tree, verifier in itertools.product(
-                self.drafter, *options.values(), trees, verifiers
+            for drafter, *values, tree, verifier, adaptive in itertools.product(
+                self.drafter, *options.values(), trees, verifiers, self.adaptive_depth
             )
         ]
 

@@ -18,18 +18,18 @@ class Setting:
     Attributes:
       absent: the value in cells that the setting does not apply to.
       default: the value in other cells if the file does not set it; None: `absent`.
-      sampled: whether it applies only under sampling.
+      needs: the setting without which it has no effect; "": none.
       column: its name in summary.csv; None: the setting's name; "": it has no column.
     """
 
     absent: Any
     default: Any = None
-    sampled: bool = False
+    needs: str = ""
     column: str | None = None
 
-    def resolve(self, value: Any, sampled: bool) -> Any:
-        """Returns the value in a cell, where a file sets `value`; `sampled`: under sampling."""
-        if self.sampled and not sampled:
+    def resolve(self, value: Any, applies: bool) -> Any:
+        """Returns the value in a cell, where a file sets `value`."""
+        if not applies:
             return self.absent
         if value is None:
             value = self.default

@@ -13,6 +13,7 @@ lasts as long as its longest request. Compilation is not timed; `generate` compi
 
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -21,14 +22,8 @@ import numpy as np
 import tyro
 
 import magicjax
-from experiments.studies.serving.workload import (
-    Requests,
-    Served,
-    Workload,
-    arrivals,
-    make_workload,
-    serve,
-)
+from experiments import prompts
+from experiments.runner.serving.workload import Served, Workload, arrivals, ragged, serve, zipf
 from magicjax.benchmarks.tables import record_table
 from magicjax.drafters.spec import make_drafter
 from magicjax.files import write_atomically
@@ -37,28 +32,64 @@ ENGINE, ENGINE_BATCHES, GENERATE = "engine", "engine, static batches", "generate
 
 
 @dataclasses.dataclass
-class Settings(Requests):
+class Settings:
     """Requests, and the engine that serves them.
 
     Attributes:
+      target: directory of the target.
+      dtype: of the models.
+      requests: their number.
+      prompt_tokens: shortest and longest prompt, uniform in the logarithm.
+      shared_tokens: that all prompts begin with, besides; 0: none.
+      long_tokens: prompt of the request in the middle; None: as the others.
+      new_tokens: fewest and most new tokens; n has a probability proportional to 1/n (Zipf).
+      seed: of lengths and arrivals.
       drafter: as on the command line; "none": only plain decoding.
       tree: of the drafter.
       results: folder.
       slots: of the engine, and rows of a static batch.
-      rate: requests per second, with exponential intervals; None: all arrive at once.
+      rate: requests per second, with exponential intervals; infinity: all arrive at once.
       rounds_per_step: of the engine.
       prefill_chunk: of the engine.
       repeats: of the timing, after one run that compiles.
     """
 
+    target: str = "experiments/zoo/target"
+    dtype: str = "float32"
+    requests: int = 64
+    prompt_tokens: tuple[int, int] = (16, 256)
+    shared_tokens: int = 0
+    long_tokens: int | None = None
+    new_tokens: tuple[int, int] = (16, 512)
+    seed: int = 0
     drafter: str = "prompt-lookup:4"
     tree: str = "chain:4"
     results: str = "results/serving"
     slots: int = 8
-    rate: float | None = None
+    rate: float = math.inf
     rounds_per_step: int = 8
     prefill_chunk: int = 512
     repeats: int = 3
+
+
+def make_workload(settings: Settings, tokenizer: Any) -> Workload:
+    """Returns requests of ragged lengths."""
+    count, rng = settings.requests, np.random.default_rng(settings.seed)
+    longest = max(settings.prompt_tokens[1], settings.long_tokens or 0)
+    made = prompts.make(prompts.STDLIB, tokenizer, "", count, longest, settings.seed)
+    lengths = ragged(rng, *settings.prompt_tokens, count)
+    if settings.long_tokens is not None:
+        lengths[count // 2] = settings.long_tokens
+    shared = np.zeros(0, np.int32)
+    if settings.shared_tokens:
+        seed = settings.seed + 1
+        (document,) = prompts.make(prompts.STDLIB, tokenizer, "", 1, settings.shared_tokens, seed)
+        shared = document.tokens
+    return Workload(
+        [np.concatenate([shared, p.tokens[-n:]]) for p, n in zip(made, lengths, strict=True)],
+        zipf(rng, *settings.new_tokens, count),
+        arrivals("poisson", settings.rate, count, settings.seed),
+    )
 
 
 def static(settings: Settings, target, drafting: dict, workload: Workload) -> Served:
@@ -86,9 +117,7 @@ def static(settings: Settings, target, drafting: dict, workload: Workload) -> Se
 def measure(settings: Settings) -> list[dict]:
     """Returns a record for each way of serving; medians over the repeats."""
     target = magicjax.load(settings.target, dtype=settings.dtype)
-    kind = "at once" if settings.rate is None else "poisson"
-    arriving = arrivals(kind, settings.rate or 1.0, settings.requests, settings.seed)
-    workload = make_workload(settings, target.tokenizer, arriving)
+    workload = make_workload(settings, target.tokenizer)
     runs: dict[tuple[str, str], list[Served]] = {}
     drafters = _drafters(settings)
     engines = {name: _engine(settings, target, workload, d) for name, d in drafters.items()}

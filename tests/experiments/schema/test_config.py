@@ -56,7 +56,7 @@ def test_all_problems_of_a_file_are_reported(tmp_path):
         (
             "{drafter: prompt-lookup, policy: snapkv}",
             "policy: no such key with drafter=prompt-lookup (keys: drafter, drafters, profile, "
-            "tree, verifier, max_ngram, min_ngram)",
+            "tree, verifier, adaptive_depth, max_ngram, min_ngram)",
         ),
         (
             "{drafter: self, policy: full, budget: 64}",
@@ -83,7 +83,8 @@ def test_all_problems_of_a_file_are_reported(tmp_path):
         (
             "{drafter: self, policy: [h2o, tova], sinks: 4}",
             "sinks: no such key with drafter=self (keys: drafter, drafters, profile, tree, "
-            "verifier, policy, budget, draw, refresh_every, kv_dtype; of h2o: recent, window)",
+            "verifier, adaptive_depth, policy, budget, draw, refresh_every, kv_dtype; of h2o: "
+            "recent, window)",
         ),
         (
             "{drafter: self, recent: 32}",

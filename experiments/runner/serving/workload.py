@@ -2,49 +2,23 @@
 
 import dataclasses
 import time
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
 import magicjax
-from experiments import prompts
-from magicjax.engine.handle import Handle
-
-Arrivals = Literal["at once", "poisson", "burst"]
-
-
-@dataclasses.dataclass
-class Requests:
-    """Requests to a target.
-
-    Attributes:
-      target: directory of the target.
-      dtype: of the models.
-      requests: their number.
-      prompt_tokens: shortest and longest prompt, uniform in the logarithm.
-      shared_tokens: that all prompts begin with, besides; 0: none.
-      long_tokens: prompt of the request in the middle; None: as the others.
-      new_tokens: fewest and most new tokens; n has a probability proportional to 1/n (Zipf).
-      seed: of lengths and arrivals.
-    """
-
-    target: str = "experiments/zoo/target"
-    dtype: str = "float32"
-    requests: int = 64
-    prompt_tokens: tuple[int, int] = (16, 256)
-    shared_tokens: int = 0
-    long_tokens: int | None = None
-    new_tokens: tuple[int, int] = (16, 512)
-    seed: int = 0
+from magicjax.engine.handle import Handle, RequestStats
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The requests: token ids, limits of new tokens, and seconds of arrival."""
+    """The requests: token ids, limits of new tokens, seconds of arrival, arguments of `submit`."""
 
     rows: list[np.ndarray]
     limits: list[int]
     arrivals: list[float]
+    sampling: list[dict[str, Any]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +32,7 @@ class Served:
       stall_s: the longest time between two pieces of any request; None for `generate`.
       ttft_s: time to first token.
       total_s: time to the end of the request, or of its static batch.
+      stats: of each request; empty for `generate`.
     """
 
     texts: list[np.ndarray]
@@ -66,6 +41,7 @@ class Served:
     total_s: list[float]
     prefill_s: float
     stall_s: float | None = None
+    stats: tuple[RequestStats, ...] = ()
 
     @property
     def tpot_s(self) -> list[float]:
@@ -91,44 +67,32 @@ class Served:
         return found if self.stall_s is None else found | {"longest stall s": self.stall_s}
 
 
-def arrivals(kind: Arrivals, rate: float, count: int, seed: int, burst: int = 1) -> list[float]:
+def arrivals(kind: str, rate: float, count: int, seed: int) -> list[float]:
     """Returns the seconds of arrival.
 
     Args:
-      kind: "poisson" has exponential intervals, the same for all rates but for a factor; in a
-        "burst", `burst` requests arrive together, at equal intervals.
-      rate: mean requests per second.
+      kind: "poisson" has exponential intervals, the same for all rates but for a factor; with
+        "burst:n", n requests arrive together, at equal intervals.
+      rate: mean requests per second; infinity: all arrive at once.
       count, seed: of the requests.
-      burst: requests of a burst.
     """
-    if kind == "at once":
-        return [0.0] * count
-    if kind == "burst":
-        return [n // burst * burst / rate for n in range(count)]
-    gaps = np.random.default_rng([seed, 1]).exponential(size=count)
-    return (np.cumsum(gaps) / rate).tolist()
+    if kind == "poisson":
+        gaps = np.random.default_rng([seed, 1]).exponential(size=count)
+        return ((np.cumsum(gaps) - gaps[0]) / rate).tolist()
+    size = int(kind.removeprefix("burst:"))
+    return [n // size * size / rate for n in range(count)]
 
 
-def make_workload(settings: Requests, tokenizer: Any, arriving: list[float]) -> Workload:
-    """Returns requests of ragged lengths; `arriving` has their seconds of arrival."""
-    rng, (low, high) = np.random.default_rng(settings.seed), settings.prompt_tokens
-    count, longest = settings.requests, max(high, settings.long_tokens or 0)
-    made = prompts.make(prompts.STDLIB, tokenizer, "", count, longest, settings.seed)
-    lengths = np.exp(rng.uniform(np.log(low), np.log(high), count)).astype(int)
-    if settings.long_tokens is not None:
-        lengths[count // 2] = settings.long_tokens
-    counts = np.arange(settings.new_tokens[0], settings.new_tokens[1] + 1)
-    limits = rng.choice(counts, count, p=(1 / counts) / (1 / counts).sum())
-    shared = np.zeros(0, np.int32)
-    if settings.shared_tokens:
-        seed = settings.seed + 1
-        (document,) = prompts.make(prompts.STDLIB, tokenizer, "", 1, settings.shared_tokens, seed)
-        shared = document.tokens
-    return Workload(
-        [np.concatenate([shared, p.tokens[-n:]]) for p, n in zip(made, lengths, strict=True)],
-        limits.tolist(),
-        arriving,
-    )
+def ragged(rng: np.random.Generator, least: int, most: int, count: int) -> Int[np.ndarray, "N"]:
+    """Returns lengths from `least` to `most`, uniform in the logarithm."""
+    drawn = np.exp(rng.uniform(np.log(least), np.log(most + 1), count))
+    return np.clip(drawn.astype(int), least, most)  # rounding can cross a bound
+
+
+def zipf(rng: np.random.Generator, least: int, most: int, count: int) -> list[int]:
+    """Returns numbers from `least` to `most`, n with a probability proportional to 1/n."""
+    numbers = np.arange(least, most + 1)
+    return rng.choice(numbers, count, p=(1 / numbers) / (1 / numbers).sum()).tolist()
 
 
 def serve(engine: magicjax.Engine, workload: Workload, batch: int | None = None) -> Served:
@@ -152,7 +116,9 @@ def serve(engine: magicjax.Engine, workload: Workload, batch: int | None = None)
             following = min(count, len(handles) + batch)
             arrived = following if idle and arrived >= following else len(handles)
         for i in range(len(handles), arrived):
-            handles.append(engine.submit(workload.rows[i], max_new_tokens=workload.limits[i]))
+            sampling = workload.sampling[i] if workload.sampling else {}
+            row, limit = workload.rows[i], workload.limits[i]
+            handles.append(engine.submit(row, max_new_tokens=limit, **sampling))
         if idle and len(handles) < count and arrived <= len(handles) and not engine.stats.waiting:
             last = len(handles) if batch is None else min(count, len(handles) + batch) - 1
             time.sleep(max(0.0, workload.arrivals[last] - now))
@@ -174,4 +140,5 @@ def serve(engine: magicjax.Engine, workload: Workload, batch: int | None = None)
         [result.stats.total_s + wait for result, wait in zip(results, late, strict=True)],
         engine.stats.prefill_s - before,
         stall_s,
+        tuple(result.stats for result in results),
     )

@@ -1,0 +1,1 @@
+"""Cells with slots: an engine serves requests that arrive over time."""

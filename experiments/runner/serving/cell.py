@@ -1,0 +1,186 @@
+"""Measures a cell with slots: an engine serves requests, interleaved with plain decoding.
+
+Both engines get the same requests at the same times, one run after the other. `Engine.warm_up`
+compiles, and is not timed. Every request generates as many tokens as it is allowed.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+import magicjax
+from experiments.runner import exactness
+from experiments.runner.measure import peak_memory
+from experiments.runner.provenance import device_name
+from experiments.runner.serving.workload import Served, Workload, arrivals, ragged, serve, zipf
+from experiments.runner.workload import Bench
+from experiments.schema.columns import complete
+from experiments.schema.grid import Cell, columns, options, plain_of
+from magicjax.decoding import program_cache
+
+
+def measure(bench: Bench, cell: Cell) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns the content of a cell's `metrics.json`, and the lines of its `requests.jsonl`.
+
+    Raises:
+      RuntimeError: a timed run compiled.
+    """
+    workload, plain = make_workload(bench, cell), plain_of(cell)
+    engines = {each: _engine(bench, each) for each in dict.fromkeys((plain, cell))}
+    compiled = program_cache.totals()
+    served: dict[Cell, list[Served]] = {each: [] for each in engines}
+    for repeat in range(max(1, cell.repeats)):
+        for each, engine in engines.items():
+            served[each].append(serve(engine, workload))
+            print(f"{each.label}: run {repeat + 1}", flush=True)
+    if program_cache.totals() != compiled:
+        raise RuntimeError(f"{cell.label}: a timed run compiled, so its time is invalid")
+    runs, plain_runs = served[cell], served[plain]
+    match = _match(bench, cell, workload, runs, plain_runs[0])
+    rounds = engines[cell].stats.rounds_by_depth
+    row: dict[str, Any] = {"device": device_name(), "status": "ok", "error": ""}
+    row |= _times(cell, runs, plain_runs) if cell.repeats else {}
+    row |= _acceptance(runs) | exactness.columns(match)
+    if cell.adaptive_depth:
+        row["rounds_by_depth"] = ", ".join(f"{n} at {d}" for d, n in rounds.items())
+    row |= {"compile_s": compiled[1], "memory_mb": peak_memory() / 1e6}
+    metrics = {
+        "row": complete(columns(cell), row),
+        "runs": [*map(_run, runs)],
+        "plain_runs": [*map(_run, plain_runs)],
+        "acceptance_by_depth": [],  # an engine counts tokens and rounds only
+        "rounds_by_depth": rounds,
+        "divergences": [str(d) for d in match.divergences] if match else [],
+    }
+    return metrics, _requests(workload, runs[0])
+
+
+def make_workload(bench: Bench, cell: Cell) -> Workload:
+    """Returns the requests of a cell, the same for all methods and rates."""
+    count, rng = cell.num_requests, np.random.default_rng(cell.prompt_seed)
+    lengths = ragged(rng, cell.min_context or cell.context, cell.context, count)
+    sampling = dict(cell.sampling)
+    seed = sampling.pop("seed", 0) if sampling.pop("do_sample", False) else None
+    return Workload(
+        [row[-n:] for row, n in zip(bench.prompts(cell), lengths, strict=True)],
+        zipf(rng, cell.min_new_tokens or cell.new_tokens, cell.new_tokens, count),
+        arrivals(cell.arrivals, cell.rate, count, cell.prompt_seed),
+        None if seed is None else [sampling | {"seed": seed + i} for i in range(count)],
+    )
+
+
+def _engine(bench: Bench, cell: Cell) -> magicjax.Engine:
+    """Returns an engine that has compiled its programs."""
+    arguments = options(cell, lambda directory: bench.draft(directory, cell))
+    names = ("drafter", "tree", "max_new_tokens", "verifier", "eos_token_id", "mesh")
+    engine = magicjax.Engine(
+        bench.target_of(cell),
+        slots=cell.slots,
+        capacity=cell.context + cell.new_tokens,
+        do_sample=cell.do_sample,
+        adaptive_depth=cell.adaptive_depth,
+        queue_limit=cell.num_requests,
+        prefix_bytes=0,  # the runs repeat the same prompts
+        **{name: arguments[name] for name in names},
+    )
+    engine.warm_up()
+    return engine
+
+
+def _times(cell: Cell, runs: Sequence[Served], plain_runs: Sequence[Served]) -> dict[str, float]:
+    """Returns tokens/s and goodput, medians over the runs, and percentiles over the requests."""
+
+    def rate(runs: Sequence[Served]) -> float:
+        return statistics.median(_tokens(run) / run.seconds for run in runs)
+
+    def goodput(runs: Sequence[Served]) -> float:
+        limits = cell.ttft_limit_s, cell.tpot_limit_ms / 1e3
+        return statistics.median(run.goodput(*limits) for run in runs)
+
+    def percentiles(name: str, values: Sequence[Sequence[float]], unit: float) -> dict[str, float]:
+        joined = unit * np.concatenate(values)
+        return {f"{name}_p{p}": float(np.percentile(joined, p)) for p in (50, 95)}
+
+    return {
+        "decode_tok_s": rate(runs),
+        "ar_decode_tok_s": rate(plain_runs),
+        "speedup": rate(runs) / rate(plain_runs),
+        "decode_s": statistics.median(run.seconds for run in runs),
+        "prefill_s": statistics.median(run.prefill_s for run in runs),
+        "goodput": goodput(runs),
+        "ar_goodput": goodput(plain_runs),
+        **percentiles("ttft_s", [run.ttft_s for run in runs], 1.0),
+        **percentiles("tpot_ms", [run.tpot_s for run in runs], 1e3),
+        **percentiles("e2e_s", [run.total_s for run in runs], 1.0),
+    }
+
+
+def _tokens(run: Served) -> int:
+    return sum(map(len, run.texts))
+
+
+def _run(run: Served) -> dict[str, Any]:
+    return {
+        "decode_s": run.seconds,
+        "prefill_s": run.prefill_s,
+        "tokens_per_s": _tokens(run) / run.seconds,
+        "ttft_s": run.ttft_s,
+        "tpot_s": run.tpot_s,
+        "e2e_s": run.total_s,
+    }
+
+
+def _acceptance(runs: Sequence[Served]) -> dict[str, float]:
+    stats = [one for run in runs for one in run.stats]
+    passes = sum(one.rounds for one in stats)
+    return {
+        "tau": sum(one.tau * one.rounds for one in stats) / passes,
+        "tau_by_request": statistics.mean(one.tau for one in stats),
+        "target_passes": passes / len(runs),
+    }
+
+
+def _match(
+    bench: Bench, cell: Cell, workload: Workload, runs: Sequence[Served], plain: Served
+) -> exactness.Match | None:
+    """Returns how the texts of all runs compare with plain decoding's.
+
+    None if only the distribution is the same: see `measure`. A request counts once, by its first
+    text that differs.
+    """
+    if cell.do_sample and not cell.is_plain and cell.verifier != "naive":
+        return None
+    found = [
+        next((text for text in texts if not np.array_equal(text, expected)), expected)
+        for expected, *texts in zip(plain.texts, *(run.texts for run in runs), strict=True)
+    ]
+    target = None if cell.do_sample else bench.target_of(cell)
+    return exactness.compare(target, workload.rows, _padded(plain.texts), _padded(found))
+
+
+def _padded(texts: Sequence[Int[np.ndarray, "T"]]) -> Int[np.ndarray, "N M"]:
+    """Returns texts of different lengths as one array, filled up with zeros."""
+    padded = np.zeros((len(texts), max(map(len, texts))), np.int32)
+    for row, text in zip(padded, texts, strict=True):
+        row[: len(text)] = text
+    return padded
+
+
+def _requests(workload: Workload, run: Served) -> list[dict[str, Any]]:
+    """Returns a line for each request: lengths, arrival, latencies, tokens."""
+    return [
+        {
+            **dataclasses.asdict(run.stats[i]),
+            "request": i,
+            "arrival_s": workload.arrivals[i],
+            "ttft_s": run.ttft_s[i],
+            "tpot_ms": 1e3 * run.tpot_s[i],
+            "e2e_s": run.total_s[i],
+            "tokens": run.texts[i].tolist(),
+        }
+        for i in range(len(run.texts))
+    ]

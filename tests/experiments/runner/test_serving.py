@@ -1,0 +1,191 @@
+"""Cells with slots: their workload, statistics by hand, bad settings, and a grid that resumes."""
+
+import csv
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+
+from experiments import launch
+from experiments.report import page
+from experiments.runner import estimates, multihost
+from experiments.runner.serving import workload
+from experiments.runner.workload import Bench
+from experiments.schema import config, fields, grid, method
+from magicjax.parallel import offloading
+
+
+def test_arrivals_have_their_rate_and_bursts():
+    assert workload.arrivals("poisson", math.inf, 3, 0) == [0, 0, 0]
+    assert workload.arrivals("burst:3", math.inf, 4, 0) == [0, 0, 0, 0]
+    assert workload.arrivals("burst:3", 2.0, 7, 0) == [0, 0, 0, 1.5, 1.5, 1.5, 3]
+    slow, fast = (workload.arrivals("poisson", rate, 4000, 0) for rate in (1.0, 4.0))
+    assert slow[0] == 0 and slow[-1] == pytest.approx(4000, rel=0.1)
+    np.testing.assert_allclose(np.array(slow), 4 * np.array(fast))
+
+
+def test_lengths_are_ragged_between_their_bounds():
+    rng = np.random.default_rng(0)
+    lengths, limits = workload.ragged(rng, 8, 512, 4000), workload.zipf(rng, 4, 64, 4000)
+    assert (lengths.min(), max(limits), min(limits)) == (8, 64, 4) and lengths.max() <= 512
+    assert np.median(lengths) == pytest.approx(64, rel=0.1)  # of the logarithm
+    assert limits.count(8) == pytest.approx(4 * limits.count(32), rel=0.5)
+    assert set(workload.ragged(rng, 7, 7, 5)) == {7}
+
+
+def test_percentiles_of_a_run():
+    served = workload.Served(
+        [np.zeros(n) for n in (1, 3, 5)], 2.0, [0.1, 0.2, 0.3], [0.1, 1.2, 2.3], 0.5, 0.7
+    )
+    record = served.record()
+    assert record["tokens/s"] == 4.5 and record["longest stall s"] == 0.7
+    assert record["TTFT p50 s"] == pytest.approx(0.2)
+    assert record["total p50 s"] == pytest.approx(1.2)
+    assert record["TPOT p50 ms"] == pytest.approx(500)
+    assert served.goodput(0.2, 1.0) == 1.0  # two requests in 2 s
+    assert served.goodput(0.3, 0.6) == 1.5
+    assert served.goodput(0.25, 0.4) == 0.5
+
+
+ADAPTIVE = "methods: [{drafter: prompt-lookup, adaptive_depth: true}]"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("slots: 0", "slots=0: Input should be greater than or equal to 1"),
+        ("slots: 2\nrate: -1", "rate=-1: Input should be greater than 0"),
+        ("slots: 2\nrate: fast", "rate='fast': it must be a number"),
+        ("slots: 2\narrivals: uniform", "arrivals='uniform': give poisson, or burst:n for n"),
+        ("slots: 2\narrivals: burst:0", "arrivals='burst:0': give poisson, or burst:n"),
+        ("slots: 2\nttft_limit: 1", "ttft_limit: no such key; did you mean 'ttft_limit_s'?"),
+        ("rate: 4\nmin_context: 8", "rate, min_context has no effect without slots: set slots, or"),
+        (ADAPTIVE, "methods.0.adaptive_depth has no effect without slots: set slots"),
+        ("slots: 2\nbatch: 4\nphases: no", "batch, phases has no effect with slots: remove it"),
+        ("slots: 2\nmethods: [{drafter: auto}]", "drafter=auto is not supported with slots"),
+        ("slots: 2\ncontext: 8\nmin_context: 9", "min_context=9 is larger than context=8"),
+        ("slots: 2\nmin_new_tokens: 200", "min_new_tokens=200 is larger than new_tokens=128"),
+        ("slots: 2\nprompts: chat\nmin_context: 8", "shortens texts, not prompts=chat: remove it"),
+        ("slots: 2\nmesh: data=2", "mesh=data=2 with slots: an engine divides only the axis model"),
+        (f"slots: 2\ndo_sample: true\n{ADAPTIVE}", "set verifier: naive"),
+    ],
+)
+def test_wrong_settings_are_refused_in_one_line(tmp_path, capsys, text, message):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    assert launch.main([str(path), "--dry-run"]) == 2
+    source, line = capsys.readouterr().err.splitlines()
+    assert source == f"{path}:" and message in line
+
+
+def test_every_combination_of_a_grid_is_checked(tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text("batch: 2\ngrid: {rate: [1, inf], slots: [1, 2]}")
+    assert launch.main([str(path), "--dry-run"]) == 2
+    assert "with rate=1, slots=1" in capsys.readouterr().err
+    path.write_text("grid: {rate: [1, 0], slots: [1, 2]}")
+    assert launch.main([str(path), "--dry-run"]) == 2
+    assert "rate=0: Input should be greater than 0" in capsys.readouterr().err
+
+
+def test_several_processes_are_refused():
+    experiment = config.Experiment(
+        grid={"slots": [2]}, coordinator="localhost:1", processes=2, rank=0
+    )
+    with pytest.raises(fields.ConfigError, match="slots: not supported with 2 processes"):
+        multihost.detect(experiment)
+
+
+def test_cells_share_a_plain_cell_and_only_those_with_slots_have_its_settings():
+    described = method.Method(drafter=["prompt-lookup"], adaptive_depth=[False, True])
+    experiment = config.Experiment(slots=2, rate=8.0, methods=[described])
+    ((plain, fixed, adaptive),) = grid.groups(experiment)
+    assert [cell.adaptive_depth for cell in (plain, fixed, adaptive)] == [False, False, True]
+    assert adaptive.method == f"{fixed.method}, adaptive" and grid.plain_of(adaptive) == plain
+    assert (plain.batch, plain.rate, plain.arrivals, plain.ttft_limit_s) == (2, 8.0, "poisson", 1.0)
+    assert grid.restored(grid.resolved(plain)) == plain
+    everything = grid.groups(config.Experiment(slots=2))[0][0]
+    assert everything.rate == math.inf and grid.columns(everything)["rate"] == "inf"
+    assert grid.restored(grid.resolved(everything)) == everything
+    batch = grid.groups(config.Experiment())[0][0]
+    assert (batch.rate, batch.arrivals, batch.tpot_limit_ms) == (None, None, None)
+
+
+def test_an_estimate_waits_for_the_last_arrival():
+    cells = [
+        grid.groups(config.Experiment(slots=2, requests=100, rate=rate, repeats=2))[0][0]
+        for rate in (0.1, math.inf)
+    ]
+    slow, fast = (estimates.of(cell, on_gpu=False).seconds for cell in cells)
+    assert slow == estimates.START_S + 2 * 1000 and fast < slow
+
+
+def test_an_engine_that_does_not_fit_the_memory_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(offloading, "free_host_memory", lambda: 20e6)
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"results: {tmp_path}\nslots: 512\ncontext: 512\nnew_tokens: 64\n")
+    assert launch.main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "slots 512, context 512: plain: an engine with slots=512" in error
+
+
+def test_a_grid_of_rates_is_exact_reported_and_resumed(zoo, here, capsys, monkeypatch):
+    measured = []
+    here(Bench(), lambda folder: measured.append(folder.name))
+    path = zoo / "rates.yaml"
+    path.write_text(
+        f"target: {zoo / 'target'}\n"
+        f"results: {zoo / 'results'}\n"
+        "slots: 2\nrequests: 5\nrepeats: 2\n"
+        "context: 48\nmin_context: 8\nnew_tokens: 12\nmin_new_tokens: 2\n"
+        "grid: {rate: [200, inf]}\narrivals: burst:2\n"
+        "exclude: [{rate: 200, adaptive_depth: true}]\n"
+        "methods: [{drafter: prompt-lookup, tree: chain:2, adaptive_depth: [false, true]}]\n"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(page, "write", lambda *_: [])
+        assert launch.main([str(path), "--limit", "3"]) == 0
+    assert launch.main([str(path)]) == 0
+    assert len(measured) == len(set(measured)) == 5  # finished cells are not measured again
+    directory = zoo / "results" / "rates"
+    with (directory / "summary.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    names = ["plain", "prompt-lookup:4, chain:2", "prompt-lookup:4, chain:2, adaptive"]
+    expected = [*itertools.product(["200"], names[:2]), *itertools.product(["inf"], names)]
+    assert [(row["rate"], row["method"]) for row in rows] == expected
+    for row in rows:
+        assert (row["status"], row["exact_match"], row["slots"]) == ("ok", "1.0", "2")
+        assert 0 < float(row["ttft_s_p50"]) <= float(row["ttft_s_p95"]) <= float(row["e2e_s_p95"])
+        assert float(row["goodput"]) > 0 and float(row["tpot_ms_p95"]) > 0
+        rate = float(row["decode_tok_s"]) / float(row["ar_decode_tok_s"])
+        assert float(row["speedup"]) == pytest.approx(rate)
+    assert [bool(row["rounds_by_depth"]) for row in rows] == [False] * 4 + [True]
+    assert {row["tau"] for row in rows if row["method"] == "plain"} == {"1.0"}
+    folder = directory / "cells" / rows[1]["key"]
+    requests = [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
+    assert [request["arrival_s"] for request in requests] == [0, 0, 0.01, 0.01, 0.02]
+    assert all(len(request["tokens"]) == request["new_tokens"] for request in requests)
+    report = (directory / "report.html").read_text()
+    for text in ("goodput", "TTFT p95", "plain goodput", 'id="ttft"'):
+        assert text in report
+    assert "goodput" in capsys.readouterr().out
+    assert (directory / "figures" / "goodput.png").exists()
+
+
+@pytest.mark.slow
+def test_sampled_requests_have_the_texts_of_plain_sampling_with_naive(zoo, here):
+    here()
+    path = zoo / "sampled.yaml"
+    path.write_text(
+        f"target: {zoo / 'target'}\nresults: {zoo / 'results'}\n"
+        "slots: 2\nrequests: 3\nrepeats: 0\ncontext: 48\nnew_tokens: 12\n"
+        "do_sample: true\ntemperature: 0.7\n"
+        "methods: [{drafter: prompt-lookup, tree: chain:2, verifier: [naive, mss]}]\n"
+    )
+    assert launch.main([str(path)]) == 0
+    with (zoo / "results" / "sampled" / "summary.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["exact_match"] for row in rows] == ["1.0", "1.0", ""]
+    assert {row["goodput"] for row in rows} == {""}  # without times
