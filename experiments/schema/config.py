@@ -127,9 +127,9 @@ class Experiment(Strict):
     min_context: Positive | None = setting(None, needs="slots")
     """With slots, prompts have from this many to context tokens, uniform in the logarithm. If not
     set: all have context."""
-    min_new_tokens: Positive | None = setting(None, needs="slots")
-    """With slots, requests generate from this many to new_tokens, n with a probability proportional
-    to 1/n (Zipf). If not set: all generate new_tokens."""
+    min_new_tokens: Annotated[int, Field(ge=2)] | None = setting(None, needs="slots")
+    """With slots, requests generate from this many, at least 2, to new_tokens, n with a probability
+    proportional to 1/n (Zipf). If not set: all generate new_tokens."""
     ttft_limit_s: Amount | None = setting(None, default=1.0, needs="slots")
     """With slots, the time to first token up to which a request counts for goodput. If not set: 1.
     """

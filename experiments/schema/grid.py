@@ -7,6 +7,7 @@ first.
 import dataclasses
 import inspect
 import json
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -205,6 +206,7 @@ def _facts(cell: Cell) -> dict[str, Any]:
     A drafter is named without its options.
     """
     settings = dataclasses.asdict(cell) | dict.fromkeys(OPTIONS) | cell.options
+    settings["rate"] = "inf" if cell.rate == math.inf else cell.rate
     single = {name: value for name, value in settings.items() if not isinstance(value, tuple)}
     return single | {"drafter": cell.draft, "model": cell.model, "method": cell.method}
 

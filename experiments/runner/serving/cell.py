@@ -4,7 +4,6 @@ Both engines get the same requests at the same times, one run after the other. `
 compiles, and is not timed. Every request generates as many tokens as it is allowed.
 """
 
-import dataclasses
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,15 @@ import magicjax
 from experiments.runner import exactness
 from experiments.runner.measure import peak_memory
 from experiments.runner.provenance import device_name
-from experiments.runner.serving.workload import Served, Workload, arrivals, ragged, serve, zipf
+from experiments.runner.serving.workload import (
+    Served,
+    Workload,
+    arrivals,
+    percentiles,
+    ragged,
+    serve,
+    zipf,
+)
 from experiments.runner.workload import Bench
 from experiments.schema.columns import complete
 from experiments.schema.grid import Cell, columns, options, plain_of
@@ -101,10 +108,10 @@ def _times(cell: Cell, runs: Sequence[Served], plain_runs: Sequence[Served]) -> 
         limits = cell.ttft_limit_s, cell.tpot_limit_ms / 1e3
         return statistics.median(run.goodput(*limits) for run in runs)
 
-    def percentiles(name: str, values: Sequence[Sequence[float]], unit: float) -> dict[str, float]:
-        joined = unit * np.concatenate(values)
-        return {f"{name}_p{p}": float(np.percentile(joined, p)) for p in (50, 95)}
-
+    ttft, tpot, e2e = (
+        percentiles(value for run in runs for value in getattr(run, name))
+        for name in ("ttft_s", "tpot_s", "total_s")
+    )
     return {
         "decode_tok_s": rate(runs),
         "ar_decode_tok_s": rate(plain_runs),
@@ -113,9 +120,9 @@ def _times(cell: Cell, runs: Sequence[Served], plain_runs: Sequence[Served]) -> 
         "prefill_s": statistics.median(run.prefill_s for run in runs),
         "goodput": goodput(runs),
         "ar_goodput": goodput(plain_runs),
-        **percentiles("ttft_s", [run.ttft_s for run in runs], 1.0),
-        **percentiles("tpot_ms", [run.tpot_s for run in runs], 1e3),
-        **percentiles("e2e_s", [run.total_s for run in runs], 1.0),
+        **{f"ttft_s_p{p}": value for p, value in ttft.items()},
+        **{f"tpot_ms_p{p}": 1e3 * value for p, value in tpot.items()},
+        **{f"e2e_s_p{p}": value for p, value in e2e.items()},
     }
 
 
@@ -149,8 +156,8 @@ def _match(
 ) -> exactness.Match | None:
     """Returns how the texts of all runs compare with plain decoding's.
 
-    None if only the distribution is the same: see `measure`. A request counts once, by its first
-    text that differs.
+    None if only the distribution is the same, as under sampling unless verified by "naive". A
+    request counts once, by its first text that differs.
     """
     if cell.do_sample and not cell.is_plain and cell.verifier != "naive":
         return None
@@ -171,14 +178,15 @@ def _padded(texts: Sequence[Int[np.ndarray, "T"]]) -> Int[np.ndarray, "N M"]:
 
 
 def _requests(workload: Workload, run: Served) -> list[dict[str, Any]]:
-    """Returns a line for each request: lengths, arrival, latencies, tokens."""
+    """Returns a line for each request: lengths, acceptance, arrival, latencies, tokens."""
+    names = ("prompt_tokens", "new_tokens", "rounds", "tau")
     return [
         {
-            **dataclasses.asdict(run.stats[i]),
             "request": i,
+            **{name: getattr(run.stats[i], name) for name in names},
             "arrival_s": workload.arrivals[i],
             "ttft_s": run.ttft_s[i],
-            "tpot_ms": 1e3 * run.tpot_s[i],
+            "tpot_s": run.tpot_s[i],
             "e2e_s": run.total_s[i],
             "tokens": run.texts[i].tolist(),
         }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -44,27 +45,35 @@ class Served:
     stats: tuple[RequestStats, ...] = ()
 
     @property
-    def tpot_s(self) -> list[float]:
-        """Time per output token of each request after its first token."""
+    def tpot_s(self) -> list[float | None]:
+        """Time per output token after the first ones that arrived; None if no others did."""
+        if self.stats:
+            return [one.tpot_s for one in self.stats]
         return [
-            (total - first) / max(1, len(text) - 1)
+            (total - first) / (len(text) - 1) if len(text) > 1 else None
             for text, first, total in zip(self.texts, self.ttft_s, self.total_s, strict=True)
         ]
 
     def goodput(self, ttft_s: float, tpot_s: float) -> float:
         """Returns the requests per second that meet both limits."""
         pairs = zip(self.ttft_s, self.tpot_s, strict=True)
-        return sum(first <= ttft_s and each <= tpot_s for first, each in pairs) / self.seconds
+        met = [first <= ttft_s and (each or 0.0) <= tpot_s for first, each in pairs]
+        return sum(met) / self.seconds
 
     def record(self) -> dict[str, float]:
         """Returns medians and 95th percentiles over the requests."""
         tokens = sum(map(len, self.texts))
         found = {"tokens/s": tokens / self.seconds, "seconds": self.seconds}
         found |= {"prefill s": self.prefill_s}
-        for name, values in (("TTFT", self.ttft_s), ("total", self.total_s)):
-            found |= {f"{name} p{p} s": float(np.percentile(values, p)) for p in (50, 95)}
-        found |= {f"TPOT p{p} ms": 1e3 * float(np.percentile(self.tpot_s, p)) for p in (50, 95)}
+        for name, values in (("TTFT", self.ttft_s), ("total", self.total_s), ("TPOT", self.tpot_s)):
+            found |= {f"{name} p{p} s": value for p, value in percentiles(values).items()}
         return found if self.stall_s is None else found | {"longest stall s": self.stall_s}
+
+
+def percentiles(values: Iterable[float | None]) -> dict[int, float]:
+    """Returns the median and the 95th percentile; 0 without values."""
+    known = [value for value in values if value is not None] or [0.0]
+    return {p: float(np.percentile(known, p)) for p in (50, 95)}
 
 
 def arrivals(kind: str, rate: float, count: int, seed: int) -> list[float]:

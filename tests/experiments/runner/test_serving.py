@@ -43,7 +43,8 @@ def test_percentiles_of_a_run():
     assert record["tokens/s"] == 4.5 and record["longest stall s"] == 0.7
     assert record["TTFT p50 s"] == pytest.approx(0.2)
     assert record["total p50 s"] == pytest.approx(1.2)
-    assert record["TPOT p50 ms"] == pytest.approx(500)
+    assert record["TPOT p50 s"] == pytest.approx(0.5)
+    assert served.tpot_s[0] is None  # its only token is the first
     assert served.goodput(0.2, 1.0) == 1.0  # two requests in 2 s
     assert served.goodput(0.3, 0.6) == 1.5
     assert served.goodput(0.25, 0.4) == 0.5
@@ -85,6 +86,8 @@ def test_every_combination_of_a_grid_is_checked(tmp_path, capsys):
     path.write_text("batch: 2\ngrid: {rate: [1, inf], slots: [1, 2]}")
     assert launch.main([str(path), "--dry-run"]) == 2
     assert "with rate=1, slots=1" in capsys.readouterr().err
+    path.write_text("slots: 2\ngrid: {rate: [1, inf]}\nexclude: [{rate: inf}]")
+    assert {cell.rate for cell in launch.Grid(config.read(path)).cells} == {1.0}
     path.write_text("grid: {rate: [1, 0], slots: [1, 2]}")
     assert launch.main([str(path), "--dry-run"]) == 2
     assert "rate=0: Input should be greater than 0" in capsys.readouterr().err
@@ -158,7 +161,7 @@ def test_a_grid_of_rates_is_exact_reported_and_resumed(zoo, here, capsys, monkey
     for row in rows:
         assert (row["status"], row["exact_match"], row["slots"]) == ("ok", "1.0", "2")
         assert 0 < float(row["ttft_s_p50"]) <= float(row["ttft_s_p95"]) <= float(row["e2e_s_p95"])
-        assert float(row["goodput"]) > 0 and float(row["tpot_ms_p95"]) > 0
+        assert float(row["goodput"]) > 0 and float(row["tpot_ms_p95"]) >= 0
         rate = float(row["decode_tok_s"]) / float(row["ar_decode_tok_s"])
         assert float(row["speedup"]) == pytest.approx(rate)
     assert [bool(row["rounds_by_depth"]) for row in rows] == [False] * 4 + [True]
