@@ -4,7 +4,7 @@ A program for a mesh is the program for one device, run on each device's part: `
 `model` divides models (`sharding.Split`), and `stage` divides the target's layers
 (`magicjax.parallel.pipeline_stages`). Devices communicate in a model's all-reduces, in choices over
 its vocabulary, and from stage to stage. Decisions are equal on all devices of a group. Groups do
-not communicate: a group whose rows have ended stops.
+not communicate in the loop: a group whose rows have ended stops.
 """
 
 import dataclasses
@@ -209,28 +209,35 @@ def on_mesh(
     return _mapped(function, mesh, arguments)(out_specs=_specs(results))
 
 
-def result_shapes(function: Callable, mesh: AnyMesh, arguments: tuple) -> Any:
+def result_shapes(
+    function: Callable, mesh: AnyMesh, arguments: tuple, replicated_rows: bool = False
+) -> Any:
     """Returns the shapes and shardings of what the function returns; runs nothing.
 
     A field's metadata declares the logical axes of its arrays (`sharding.logical_axes`); a field
     without it has those of the enclosing field, at the outermost level (BATCH,). The nearest
-    enclosing attribute `split` maps them to mesh axes.
+    enclosing attribute `split` maps them to mesh axes. With `replicated_rows`, `data` divides no
+    axis.
     """
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
     local = jax.eval_shape(_mapped(function, mesh, arguments)(out_specs=EVERYWHERE), *plain)
-    return _global_shapes(local, mesh, (BATCH,), Split())
+    data_axes = () if replicated_rows else (DATA,)
+    return _global_shapes(local, mesh, (BATCH,), Split(), data_axes)
 
 
-def _global_shapes(node: Any, mesh: AnyMesh, axes: tuple, split: Split) -> Any:
+def _global_shapes(
+    node: Any, mesh: AnyMesh, axes: tuple, split: Split, data_axes: tuple[str, ...]
+) -> Any:
     if isinstance(node, jax.ShapeDtypeStruct):
-        spec = split.spec((*axes, *[None] * len(node.shape))[: len(node.shape)])
+        spec = split.spec((*axes, *[None] * len(node.shape))[: len(node.shape)], data_axes)
         return _global_shape(node, NamedSharding(mesh, spec))
     split = getattr(node, "split", split)
     fields = dataclasses.fields(node) if dataclasses.is_dataclass(node) else ()
     declared = {field.name: field.metadata.get("axes", axes) for field in fields}
 
     def child(path, x):
-        return _global_shapes(x, mesh, declared.get(getattr(path[0], "name", ""), axes), split)
+        child_axes = declared.get(getattr(path[0], "name", ""), axes)
+        return _global_shapes(x, mesh, child_axes, split, data_axes)
 
     return jax.tree_util.tree_map_with_path(child, node, is_leaf=lambda x: x is not node)
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from magicjax.trees.token_tree import Shape, Tree
-from sharding import AnyMesh
+from sharding import DATA, AnyMesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Settings:
       max_backlog: the most committed tokens that a draft model's cache may lack.
       drafter_index: index of the drafter in its ensemble.
       mesh: the factored device mesh; None: one device.
+      replicated_rows: whether all groups of devices have the same rows; else `data` divides them.
       logprobs: for how many of the most likely tokens the log-probabilities are returned, besides
         those of the emitted tokens; None: no log-probabilities are computed.
     """
@@ -56,7 +57,18 @@ class Settings:
     max_backlog: int = 1
     drafter_index: int = 0
     mesh: AnyMesh | None = None
+    replicated_rows: bool = False
     logprobs: int | None = None
+
+    @property
+    def groups(self) -> int:
+        """The number of groups of devices that divide the rows of a batch."""
+        return 1 if self.mesh is None else self.mesh.shape[DATA]
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The mesh axes along which the groups of devices differ; () for one group."""
+        return (DATA,) if self.groups > 1 else ()
 
     def with_tree(self, tree: Tree) -> "Settings":
         """Returns the settings for another tree of one drafter, no deeper and no wider.
@@ -76,7 +88,7 @@ class PrefillSettings:
     A deeper tree may still need a larger capacity, in steps of 64 slots.
 
     Attributes:
-      capacity, chunk, backend, mesh, logprobs: as in `Settings`.
+      capacity, chunk, backend, mesh, replicated_rows, logprobs: as in `Settings`.
       stats_spec: the attention statistics to collect.
     """
 
@@ -85,4 +97,5 @@ class PrefillSettings:
     backend: str | None
     stats_spec: AttentionStatsSpec
     mesh: AnyMesh | None = None
+    replicated_rows: bool = False
     logprobs: int | None = None

@@ -8,7 +8,7 @@ Devices exchange a few numbers per row, never the array.
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 AxisNames = tuple[str, ...]
 
@@ -31,6 +31,17 @@ def psum(x: Array, axis_names: AxisNames) -> Array:
 def pmax(x: Array, axis_names: AxisNames) -> Array:
     """Returns the elementwise maximum of x over the devices."""
     return lax.pmax(x, axis_names) if axis_names else x
+
+
+def broadcast_from(x: Array, is_source: Bool[Array, ""] | bool, axis_names: AxisNames) -> Array:
+    """Returns the x of the one device for which `is_source` holds, on all devices."""
+    if not axis_names:
+        return x
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = broadcast_from(jax.random.key_data(x), is_source, axis_names)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    summed = lax.psum(jnp.where(is_source, x, jnp.zeros_like(x)), axis_names)
+    return summed.astype(x.dtype)  # that of booleans are integers
 
 
 def all_gather(x: Float[Array, "*B M"], axis_names: AxisNames) -> Float[Array, "*B N"]:

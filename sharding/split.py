@@ -46,8 +46,14 @@ class Split:
         """The axes along which KV heads are replicated."""
         return self.axes[len(self.kv_axes) :]
 
-    def spec(self, names: tuple[str | None, ...]) -> PartitionSpec:
+    def spec(
+        self, names: tuple[str | None, ...], data_axes: tuple[str, ...] = (DATA,)
+    ) -> PartitionSpec:
         """Returns the partition of an array, by the logical names of its axes.
+
+        Args:
+          names: of the array's axes.
+          data_axes: mesh axes that divide the rows; (): rows are replicated.
 
         Heads, the MLP's hidden width and the vocabulary are divided: attention and the MLP then
         need one all-reduce each, after their second product, and logits none. The width E is
@@ -55,8 +61,8 @@ class Split:
         because rotation and softmax go over it.
         """
         table = {
-            BATCH: (DATA,),
-            LAYER_BATCH: (*self.layer_axes, DATA),
+            BATCH: data_axes,
+            LAYER_BATCH: (*self.layer_axes, *data_axes),
             STAGES: (STAGE,),
             HEADS: self.axes,
             KV_HEADS: self.kv_axes,

@@ -4,7 +4,7 @@
 `resume_state` do so for a conversation whose beginning the caches hold. The state is
 immutable and holds everything that a round reads or writes. `decode` runs rounds in one compiled
 `while_loop` until all rows have ended or `max_rounds` have run; `step` runs one, for streaming.
-In an engine, `insert` replaces a row by that of another request, and `extract` copies one.
+In an engine, `magicjax.decoding.slots` replaces rows of the state.
 """
 
 import dataclasses
@@ -16,13 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from magicjax.drafters.base import (
-    Drafter,
-    RoundOutcome,
-    commit_checked,
-    extract_row,
-    insert_row,
-)
+from magicjax.drafters.base import Drafter, RoundOutcome, commit_checked
 from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.attend import AttendTo
 from magicjax.kv_cache.attention_stats import AttentionStats
@@ -283,13 +277,19 @@ def decode(
 def decode_until_row_ends(
     settings: Settings, target: Model, drafter: Drafter | None, state: DecodeState
 ) -> DecodeState:
-    """Returns the state after a row has ended, as `decode` otherwise; another can take its slot."""
+    """Returns the state after a row has ended, as `decode` otherwise; another can take its slot.
+
+    On a mesh, each group of devices stops when one of its own rows has ended, and `rounds` is the
+    largest number of any group.
+    """
     before = state.ended
 
     def goes_on(state):
         return (state.ended == before).all() & ~state.ended.all()
 
-    return _run_while(goes_on, settings, target, drafter, state)
+    state = _run_while(goes_on, settings, target, drafter, state)
+    rounds = collectives.pmax(state.rounds, settings.data_axes)
+    return dataclasses.replace(state, rounds=rounds)
 
 
 def _run_while(
@@ -300,49 +300,6 @@ def _run_while(
 
     state = dataclasses.replace(state, rounds=jnp.zeros_like(state.rounds))
     return jax.lax.while_loop(running, lambda state: step(settings, target, drafter, state), state)
-
-
-def insert(
-    settings: Settings,
-    target: Model,
-    drafter: Drafter | None,
-    state: DecodeState,
-    row: DecodeState,
-    slot: Int[Array, ""],
-) -> DecodeState:
-    """Returns the state with row `slot` replaced by the row of another request.
-
-    The rows share `eos`, `rounds` and `max_rounds`, which do not change.
-
-    Args:
-      settings, target, drafter: of both states.
-      state: of all rows.
-      row: of one row.
-      slot: int32 [], the index of the row.
-    """
-    drafter_state = None
-    if drafter is not None:
-        drafter_state = drafter.insert(state.drafter, row.drafter, slot)
-    rows = insert_row(_per_row(state), _per_row(row), slot)
-    shared = dict(eos=state.eos, rounds=state.rounds, max_rounds=state.max_rounds)
-    return dataclasses.replace(rows, drafter=drafter_state, **shared)
-
-
-def extract(
-    settings: Settings,
-    target: Model,
-    drafter: Drafter | None,
-    state: DecodeState,
-    slot: Int[Array, ""],
-) -> tuple[KVCache, Any]:
-    """Returns row `slot` of the target's cache and of the drafter's state, for `extend`."""
-    drafter_state = None if drafter is None else drafter.extract(state.drafter, slot)
-    return extract_row(state.cache, slot), drafter_state
-
-
-def _per_row(state: DecodeState) -> Any:
-    shared: Any = dict(drafter=None, eos=None, rounds=None, max_rounds=None)
-    return dataclasses.replace(state, **shared)
 
 
 def _checked(proposed: Any, drafter: str, state: DecodeState) -> tuple[Proposal, Any]:

@@ -21,7 +21,7 @@ from magicjax import placement
 from magicjax.decoding.request import CAPACITY_MULTIPLE, Request
 from magicjax.model import Model
 from magicjax.parallel import offloading
-from sharding import DATA, STAGE, AnyMesh, part_bytes
+from sharding import STAGE, AnyMesh, part_bytes
 
 GB = 1e9
 MANY_ROWS = 2**14  # fewer prompts are read in less than a second
@@ -176,8 +176,8 @@ def new_bytes(request: Request, batch: int | None = None, capacity: int | None =
 
 def _cache_bytes(request: Request, batch: int, capacity: int) -> tuple[float, float]:
     """Returns the bytes of the KV caches of (target, drafter) on each device."""
-    target, mesh = request.target, request.settings.mesh
-    rows = batch if mesh is None else -(-batch // mesh.shape[DATA])
+    target, settings = request.target, request.settings
+    rows = batch if settings.replicated_rows else -(-batch // settings.groups)
     cache = target.kv_bytes(rows, capacity) / _parts(target, target, request, "kv_shards")
     draft_cache = 0.0
     for member in () if request.drafter is None else request.drafter.members():
@@ -214,7 +214,7 @@ def _parameter_bytes(config: models.Config, dtype: np.dtype) -> int:
 def _remedy(request: Request, limit: float) -> list[str]:
     """Returns the largest batch and the longest context that fit."""
     batch, settings = len(request.prompts), request.settings
-    groups = 1 if settings.mesh is None else settings.mesh.shape[DATA]
+    groups = settings.groups
     rows = groups * bisect.bisect_right(
         range(groups, batch, groups), limit, key=lambda n: new_bytes(request, n)
     )

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from magicjax import placement
-from magicjax.decoding import loop
+from magicjax.decoding import loop, slots
 from magicjax.parallel import offloading
 from magicjax.settings import PrefillSettings, Settings
 
@@ -26,8 +26,8 @@ _PROGRAMS: dict[str, tuple[Callable, dict]] = {
     "decode": (loop.decode, {"donate_argnums": 2}),
     "step": (loop.step, {"donate_argnums": 2}),
     "decode_until_row_ends": (loop.decode_until_row_ends, {"donate_argnums": 2}),
-    "insert": (loop.insert, {"donate_argnums": 2}),
-    "extract": (loop.extract, {}),
+    "insert": (slots.insert, {"donate_argnums": 2}),
+    "extract": (slots.extract, {}),
 }
 # XLA prefers 256-bit vectors; with 512 bits, a CPU that has them reads a cache up to 25% faster.
 _OPTIONS = {"cpu": {"xla_cpu_prefer_vector_width": 512}}
@@ -44,9 +44,9 @@ def program(name: str, settings: AnySettings, *arguments: Any) -> jax.stages.Com
 
     Args:
       name: "prefill", "init", "extend", "resume", "decode", "decode_until_row_ends", "step",
-        "insert" or "extract" (`magicjax.decoding.loop`). init and extend donate their cache, resume
-        also the drafter's previous state, decode, step and insert the state of all rows: none may
-        be used afterwards.
+        "insert" or "extract" (`magicjax.decoding.loop` and `slots`). init and extend donate their
+        cache, resume also the drafter's previous state, decode, step and insert the state of all
+        rows: none may be used afterwards.
       settings: static.
       arguments: arrays or their shapes.
     """
@@ -117,7 +117,7 @@ def result_shapes(name: str, settings: AnySettings, arguments: tuple) -> Any:
     run = functools.partial(_PROGRAMS[name][0], settings)
     if settings.mesh is None:
         return jax.eval_shape(run, *arguments)
-    return placement.result_shapes(run, settings.mesh, arguments)
+    return placement.result_shapes(run, settings.mesh, arguments, settings.replicated_rows)
 
 
 def totals() -> tuple[int, float]:

@@ -75,6 +75,7 @@ class Request:
             backend=self.settings.backend,
             stats_spec=dataclasses.replace(stats_spec, rounds=False),  # concerns decoding only
             mesh=self.settings.mesh,
+            replicated_rows=self.settings.replicated_rows,
             logprobs=self.settings.logprobs,
         )
 
@@ -246,7 +247,9 @@ def _placed(request: Request, mesh: AnyMesh, micro_batches: int | None, put: Cal
     """Returns the request with all its arrays on the mesh."""
     if micro_batches is None:
         micro_batches = _micro_batches(request, mesh)
-    rows = NamedSharding(mesh, placement.ROWS)
+    replicated = NamedSharding(mesh, placement.EVERYWHERE)
+    divided = NamedSharding(mesh, placement.ROWS)
+    rows = replicated if request.settings.replicated_rows else divided
 
     def per_row(x):
         return jax.tree.map(lambda leaf: put(leaf, rows), x)
@@ -259,7 +262,7 @@ def _placed(request: Request, mesh: AnyMesh, micro_batches: int | None, put: Cal
         lengths=per_row(request.lengths),
         limits=per_row(request.limits),
         sampling=per_row(request.sampling),
-        eos=put(request.eos, NamedSharding(mesh, placement.EVERYWHERE)),
+        eos=put(request.eos, replicated),
     )
 
 

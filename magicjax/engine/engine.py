@@ -373,7 +373,7 @@ class Engine:
     def _insert(self, handle: Handle, prefilling: Prefilling, prefilled: Any) -> None:
         """Copies a prefilled row into a free slot, and keeps it as a prefix."""
         row, finish_s = prefill.finish(prefilling, prefilled)
-        slot = next(n for n in range(len(self._ended)) if n not in self._running)
+        slot = self._free_slot()
         self._state, insert_s = runner.insert(self._templates.slots, self._state, row, slot)
         self._running[slot], self._delivered[slot] = handle, 0
         self._ended[slot] = processes.fetch(row.ended)[0]
@@ -381,10 +381,17 @@ class Engine:
         self._keep_prefix(Prefix(handle.submitted.prompt, row.cache, row.drafter))
         self._prefill_s += finish_s + insert_s
 
+    def _free_slot(self) -> int:
+        """Returns a free slot of the group of devices that has the fewest requests."""
+        slots, groups = len(self._ended), self._templates.slots.settings.groups
+        requests = collections.Counter(slot * groups // slots for slot in self._running)
+        free = (slot for slot in range(slots) if slot not in self._running)
+        return min(free, key=lambda slot: requests[slot * groups // slots])
+
     def _keep_text(self, slot: int, tokens: Int[np.ndarray, "T"]) -> None:
         """Keeps the row of a finished request as a prefix, for the next turn of a chat."""
         if self._prefixes.max_entries:
-            row, seconds = runner.extract(self._templates.slots, self._state, slot)
+            row, seconds = runner.extract(self._templates.row, self._state, slot)
             self._keep_prefix(Prefix(tokens, *row))
             self._prefill_s += seconds
 

@@ -36,18 +36,19 @@ def check(
 
     Args:
       row: the request of one row.
-      slots: rows that are decoded.
+      slots: rows that are decoded, divided over the groups of devices; each has all other rows.
       capacity: the most tokens of a row.
       prefix_bytes: of the prefixes on the device; None: the default number of prefixes.
       available: bytes of each device; None: as `magicjax.decoding.memory.check`.
     """
-    prefixes = num_prefixes(row, prefix_bytes)
-    rows = slots + MAX_PREFILLS + prefixes
+    prefixes, groups = num_prefixes(row, prefix_bytes), row.settings.groups
+    rows = slots // groups + MAX_PREFILLS + prefixes
 
     def needed(row_slots: int) -> float:
         settings = dataclasses.replace(row.settings, capacity=row_slots)
         sized = dataclasses.replace(row, settings=settings)
-        return memory.new_bytes(sized, slots + MAX_PREFILLS + num_prefixes(sized, prefix_bytes))
+        other_rows = MAX_PREFILLS + num_prefixes(sized, prefix_bytes)
+        return memory.new_bytes(sized, slots // groups + other_rows)
 
     def remedy(limit: float) -> list[str]:
         fitting = []
@@ -55,13 +56,13 @@ def check(
             range(1, rows + 1), limit, key=lambda n: memory.new_bytes(row, n)
         )
         if (most_slots := most_rows - MAX_PREFILLS - prefixes) > 0:
-            fitting.append(f"slots={most_slots}")
+            fitting.append(f"slots={most_slots * groups}")
         row_slots = row.settings.capacity
         smaller = range(row_slots - CAPACITY_MULTIPLE, 0, -CAPACITY_MULTIPLE)
         largest = next((n for n in smaller if needed(n) <= limit), 0)
         if (tokens := largest - (row_slots - capacity)) > 1:
             fitting.append(f"capacity={tokens}")
-        if (most_prefixes := most_rows - MAX_PREFILLS - slots) >= 0:
+        if (most_prefixes := most_rows - MAX_PREFILLS - slots // groups) >= 0:
             fitting.append(f"prefix_bytes={most_prefixes * sum(row.kv_bytes)}")
         return fitting
 

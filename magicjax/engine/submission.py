@@ -6,6 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+from jax.sharding import Mesh
+
 from magicjax.decoding.validation import (
     RequestOptions,
     check_count,
@@ -42,6 +45,14 @@ def checked(
         raise ValueError(f"deadline_s={deadline_s}: it must be above 0 seconds from now")
     if not math.isfinite(priority):
         raise ValueError(f"priority={priority}: it must be finite")
+    mesh = templates.row.settings.mesh
+    if isinstance(mesh, Mesh) and mesh.is_multi_process:
+        for name, value in (("deadline_s", deadline_s), ("priority", priority or None)):
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value} on a mesh of {jax.process_count()} processes, whose clocks "
+                    f"differ: omit {name}"
+                )
     now = time.monotonic()
     return Submitted(
         prompt=tokens,

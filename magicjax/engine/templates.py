@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Int
 
+from magicjax import placement
 from magicjax.decoding import runner
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.request import Request, capacity_of, make_options, place, validate
@@ -104,49 +106,68 @@ def make_templates(
             f"capacity={capacity}: a slot must hold at least 2 tokens, and at most the {positions} "
             "positions of the target"
         )
-    _check_mesh(options.get("mesh"))
+    mesh = options.get("mesh")
+    groups = _groups(mesh, slots)
     check_detokenization(target)
     max_new_tokens = min(max_new_tokens, capacity - 1)
     longest = np.zeros(capacity - max(1, max_new_tokens), np.int32)
     request_options = make_options(target, max_new_tokens=max_new_tokens, **options)
-    row = validate(target, [longest], request_options)
+    row = validate(target, [longest] * groups, request_options)
     chunk = min(CHUNK, prefill_chunk)
     slot_capacity = capacity_of(capacity, row.settings.shape.depth, chunk)
+    settings = dataclasses.replace(row.settings, capacity=slot_capacity, chunk=chunk)
     row = dataclasses.replace(
         row,
-        settings=dataclasses.replace(row.settings, capacity=slot_capacity, chunk=chunk),
+        settings=dataclasses.replace(settings, replicated_rows=True),
+        prompts=[longest],
         tokens=np.zeros((1, slot_capacity), np.int32),
+        lengths=row.lengths[:1],
+        limits=row.limits[:1],
         sampling=any_sampling(request_options, 1),
     )
-    row = place(row, options.get("mesh"), 1)
+    row = place(row, mesh, 1)
     memory_check.check(row, slots, capacity, prefix_bytes)  # before arrays of all slots are made
+    divided = row.lengths.sharding
+    if mesh is not None:
+        divided = NamedSharding(factored(mesh), placement.ROWS)
+
+    def repeated(x: jax.Array) -> jax.Array:
+        return processes.put(jnp.broadcast_to(x, (slots, *x.shape[1:])), divided)
+
     all_rows = dataclasses.replace(
         row,
+        settings=settings,
         prompts=row.prompts * slots,
-        tokens=_repeated(row.tokens, slots),
-        lengths=_repeated(row.lengths, slots),
-        limits=_repeated(row.limits, slots),
-        sampling=jax.tree.map(lambda x: _repeated(x, slots), row.sampling),
+        tokens=repeated(row.tokens),
+        lengths=repeated(row.lengths),
+        limits=repeated(row.limits),
+        sampling=jax.tree.map(repeated, row.sampling),
     )
     templates = Templates(row, all_rows, capacity, prefill_chunk, rounds_per_step)
     _check_insertable(templates)
     return templates
 
 
-def _repeated(x: jax.Array, count: int) -> jax.Array:
-    return jax.device_put(jnp.broadcast_to(x, (count, *x.shape[1:])), x.sharding)
+def _groups(mesh: Any, slots: int) -> int:
+    """Returns the number of groups of devices over which the slots are divided.
 
-
-def _check_mesh(mesh: Any) -> None:
-    """Raises ValueError if a mesh divides rows or layers."""
+    Raises:
+      ValueError: the slots do not divide over the groups, or the mesh divides layers.
+    """
     if mesh is None:
-        return
-    for axis in (DATA, STAGE):
-        if (size := factored(mesh).shape[axis]) > 1:
-            raise ValueError(
-                f"the mesh has {axis}={size}: an engine runs on a mesh of which only the axis "
-                "model is divided; start one engine for each group of devices"
-            )
+        return 1
+    groups, stages = (factored(mesh).shape[axis] for axis in (DATA, STAGE))
+    if stages > 1:
+        raise ValueError(
+            f"the mesh has stage={stages}, and an engine cannot divide layers: use a mesh of the "
+            "axes data and model"
+        )
+    if slots % groups:
+        raise ValueError(
+            f"slots={slots} do not divide over data={groups} groups of devices: use a multiple of "
+            f"{groups}, such as {-(-slots // groups) * groups}"
+        )
+    return groups
 
 
 def _check_insertable(templates: Templates) -> None:

@@ -148,13 +148,13 @@ def test_the_pieces_of_a_prompt_end_with_the_window_of_the_policy():
 
 def forget(monkeypatch, what: str) -> None:
     """Breaks the insertion of a row."""
-    from magicjax.decoding import loop
+    from magicjax.decoding import slots
 
     if what == "the drafter's state":
         cls = magicjax.SelfSpeculation
         monkeypatch.setattr(cls, "insert", lambda self, state, row, slot: state)
         return
-    whole = loop.insert_row
+    whole = slots.insert_row
 
     def insert_row(state, row, slot):
         inserted = whole(state, row, slot)
@@ -164,7 +164,7 @@ def forget(monkeypatch, what: str) -> None:
             cache = inserted.cache.replace(v=state.cache.v)
         return inserted.replace(cache=cache)
 
-    monkeypatch.setattr(loop, "insert_row", insert_row)
+    monkeypatch.setattr(slots, "insert_row", insert_row)
 
 
 @pytest.mark.parametrize("what", ["the drafter's state", "lengths", "values"])
