@@ -78,7 +78,7 @@ class Engine:
           target: a model from `magicjax.load`.
           drafter: as for `magicjax.generate`, except "auto"; None for plain decoding.
           tree: as for `magicjax.generate`.
-          slots: the most requests that are decoded at once.
+          slots: the most requests that are decoded at once; a multiple of the mesh's `data`.
           capacity: the most tokens of a request, prompt and new ones; None: the target's
             positions, and at most 4,096. Each slot holds as many, and some for a step of prefill.
           max_new_tokens: the limit of any request's new tokens; at most capacity - 1 are used.
@@ -94,18 +94,21 @@ class Engine:
             and timed by `warm_up`, or before the first request. Sampled requests are then verified
             by "naive", whose text does not depend on the depth.
           queue_limit: the most requests that wait for a slot.
-          prefix_bytes: of the store of prompts and answers on the device; 0: nothing is kept; None:
-            four slots' worth.
+          prefix_bytes: of the store of prompts and answers on the device, on a mesh in each group
+            of devices; 0: nothing is kept; None: four slots' worth.
           host_prefix_bytes: of those that the device has no room for, in host memory.
           logprobs: the most alternatives whose log-probabilities a request may ask for, 0 to 20;
             None: no log-probabilities.
-          mesh: of devices, of which only the axis `model` may be divided; None for one device.
+          mesh: of devices: `data` divides the slots, `model` each layer, and there are no stages;
+            None for one device. All processes of a mesh create the engine, and call its methods in
+            the same order with the same arguments.
 
         Raises:
           ValueError, TypeError: invalid arguments, as for `magicjax.generate`; a drafter whose
             state cannot be inserted row by row; a store of prefixes for a policy that reads all
             prompt tokens; adaptive_depth without a drafter, or with another verifier than naive;
-            slots, rows for prefill and prefixes that do not fit the free memory.
+            slots that do not divide over the mesh's `data`; slots, rows for prefill and prefixes
+            that do not fit the free memory.
         """
         check_count("queue_limit", queue_limit)
         if prefix_bytes is not None:
@@ -170,7 +173,8 @@ class Engine:
 
         Raises:
           ValueError, TypeError: invalid arguments, a prompt without room for new tokens, sampling
-            in a greedy engine, or a deadline in the past.
+            in a greedy engine, a deadline in the past, or a deadline or priority on a mesh of
+            several processes, whose clocks differ.
           QueueFullError: the queue is full. In all cases other requests go on.
         """
         self._check_queue(1)

@@ -27,7 +27,7 @@ SHAPES: tuple[dict[str, int], ...] = (
 MAX_DEPTH = 5
 ENGINES = 3  # one configuration of so many is an engine
 DRAFTER, FLAGS, BATCHES, SCHEDULES = range(1, 5)  # purposes of random numbers
-MESHES = 10  # one of so many, in a process with two devices, runs on both
+MESHES = 10  # one of so many runs on two devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Configuration:
       rows: of a batch, or slots of an engine.
       width: the longest prompt, in tokens.
       new_tokens: the largest limit of a row.
-      on_mesh: two devices divide the models.
+      mesh_size: (data, model) of two devices, of which `data` divides slots; None: one device.
     """
 
     seed: int
@@ -57,7 +57,7 @@ class Configuration:
     rows: int
     width: int
     new_tokens: int
-    on_mesh: bool
+    mesh_size: tuple[int, int] | None
 
     def rng(self, *purpose: int) -> np.random.Generator:
         """Returns the generator for a purpose, none of whose numbers is 0."""
@@ -70,7 +70,7 @@ class Configuration:
 
     @property
     def mesh(self) -> Any:
-        return magicjax.make_mesh(1, 2) if self.on_mesh else None
+        return None if self.mesh_size is None else magicjax.make_mesh(*self.mesh_size)
 
     def target(self, weights: int) -> magicjax.Model:
         return model(self.shape, weights)
@@ -87,7 +87,9 @@ class Configuration:
         parts += [] if drafter is None else [_short(trees)]
         if self.do_sample:
             parts += [self.verifier or ("sampled" if drafter is None else "mss")]
-        return ", ".join([*parts, *(["two devices"] if self.on_mesh else [])])
+        if self.mesh_size is not None:
+            parts += ["data=2" if self.mesh_size == (2, 1) else "model=2"]
+        return ", ".join(parts)
 
 
 def configuration(seed: int, number: int) -> Configuration:
@@ -106,10 +108,12 @@ def configuration(seed: int, number: int) -> Configuration:
         rows=int(rng.integers(1, 6)) if is_engine else int(rng.choice([3, 7, 16, 32])),
         width=int(rng.choice([16, 32])),
         new_tokens=int(rng.choice([16, 24])),
-        on_mesh=number % MESHES == MESHES - 1,
+        mesh_size=(1, 2) if number % MESHES == MESHES - 1 else None,
     )
-    if made.on_mesh:  # the heads of other shapes cannot be divided
+    if made.mesh_size:  # the heads of other shapes cannot be divided
         made = dataclasses.replace(made, shape=int(rng.choice([0, 2, 3])))
+        if is_engine and rng.random() < 0.5:
+            made = dataclasses.replace(made, mesh_size=(2, 1), rows=2 * int(rng.integers(1, 4)))
     drafter, tree = made.drafting(0)
     if not do_sample or drafter is None:
         return made

@@ -1,36 +1,210 @@
 """An engine on a mesh decodes what it decodes on one device; inserting a row copies no cache."""
 
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 
 import magicjax
-from magicjax.decoding import program_cache
-from sharding import make_mesh
+import models
+from magicjax import hlo
+from magicjax.decoding import program_cache, runner, slots
+from magicjax.engine.templates import make_templates
+from sharding import abstract_mesh, make_mesh
 from tests.magicjax import mesh_cases, oracle, tiny
+from tests.magicjax.engine import engines
+from tests.quick import quick
+from tests.two_processes import Two
 
-LIMITS = (20, 9, 24, 16)
+NEW, EOS, SLOTS = 24, 63, 4
+DATA_MESHES = ((2, 1), (2, 2), (4, 2))  # data, model
+GREEDY = ("plain", "self", "snapkv", "h2o int8", "small", "prompt-lookup", "several", "dynamic")
+SAMPLED = ("plain sampled", "self sampled", "small sampled", "several sampled")
+
+
+def engine(case: str, mesh: Sequence[int] | None, **options) -> magicjax.Engine:
+    """Returns an engine of a case on a mesh (data, model); None: one device."""
+    drafter, tree, case_options, kv_heads = mesh_cases.CASES[case]
+    defaults = dict(slots=SLOTS, capacity=128, max_new_tokens=NEW, eos_token_id=EOS)
+    defaults |= dict(prefill_chunk=32, rounds_per_step=3)
+    defaults |= dict(do_sample=case_options.get("do_sample", False))
+    defaults |= dict(drafter=drafter(kv_heads, None), tree=tree)
+    defaults |= dict(mesh=None if mesh is None else make_mesh(*mesh))
+    return magicjax.Engine(mesh_cases.target(kv_heads), **defaults | options)
+
+
+def requests() -> list[tuple[np.ndarray, int]]:
+    """Returns prompts with limits; the second prompt and its answer begin later ones."""
+    prompts = mesh_cases.prompts()[:6]
+    longer = [np.concatenate([prompts[1], tail]) for tail in ([1, 2, 3], [4, 5])]
+    limits = (20, 9, 24, 16, 24, 7, 12, 1)
+    return list(zip([*prompts, *longer], limits, strict=True))
+
+
+def served(case: str, mesh: list[int] | None, **options) -> dict:
+    """Returns the tokens of requests that share the slots, and what happened meanwhile.
+
+    One is cancelled in its slot, and one has a deadline in the past.
+    """
+    running = engine(case, mesh, **options)
+    templates, drafter = running._templates, running._templates.row.drafter
+    running.warm_up()
+    compiled = program_cache.totals()[0]
+    handles = [running.submit(prompt, max_new_tokens=limit) for prompt, limit in requests()]
+    late = running.submit([1, 2], deadline_s=1e-9)
+    groups, rows = set(), 0
+    while running._unfinished():
+        running.step()
+        left = [int(part.data) for part in running._state.rounds_left.addressable_shards]
+        assert len(set(left)) == 1, f"the groups have different rounds left: {left}"
+        groups |= {slot * templates.slots.settings.groups // SLOTS for slot in running._running}
+        state, texts = engines.rows_of(running)
+        if len(texts) > 1 and not rows:
+            engines.check_state(state, texts, templates.row.target, drafter)
+            rows = len(texts)
+        if handles[2]._tokens and not handles[2].finished:
+            handles[2].cancel()
+    assert late.result().finish_reason == "deadline" and running._ended.all()
+    return dict(
+        tokens=[handle.result().tokens.tolist() for handle in handles],
+        cancelled=handles[2].result().finish_reason,
+        compiled=program_cache.totals()[0] - compiled,
+        hits=running.stats.prefix_hits,
+        reused=running.stats.reused_tokens,
+        groups=sorted(groups),
+        checked=rows,
+    )
+
+
+def check_served(found: dict, case: str, mesh: Sequence[int], tally) -> None:
+    target = mesh_cases.target(mesh_cases.CASES[case][3])
+    prompts = [prompt for prompt, _ in requests()]
+    rows = [np.array(row, np.int32) for row in found["tokens"]]
+    plain = [oracle.cut(oracle.greedy(target, p, n), EOS, n) for p, n in requests()]
+    assert 0 < len(rows[2]) < len(plain[2]) and found["cancelled"] == "cancelled"
+    plain[2] = plain[2][: len(rows[2])]
+    tally.compare(target, prompts, plain, rows)
+    assert found["compiled"] == 0 and found["checked"] > 1
+    assert found["groups"] == list(range(mesh[0]))
+    if "h2o" not in case:
+        assert found["hits"] == 2 and found["reused"] >= 80
+
+
+@pytest.mark.parametrize(
+    ("case", "mesh"), quick([*itertools.product(GREEDY, DATA_MESHES)], ("snapkv", (2, 2)))
+)
+def test_slots_divided_over_groups_of_devices_give_each_request_its_text_alone(
+    case, mesh, eight, tally
+):
+    check_served(eight(served, case=case, mesh=mesh), case, mesh, tally)
+
+
+def samples(case: str, mesh: list[int] | None) -> tuple[list[list[int]], list[list[float]]]:
+    """Returns the tokens of samples of one prompt, and their log-probabilities."""
+    running = engine(case, mesh, logprobs=1)
+    options = dict(seed=3, temperature=0.8, logprobs=1)
+    handles = running.submit_samples(mesh_cases.prompts()[1], 5, **options)
+    running.run()
+    results = [handle.result() for handle in handles]
+    return [r.tokens.tolist() for r in results], [r.logprobs.chosen.tolist() for r in results]
+
+
+@pytest.mark.parametrize(
+    ("case", "mesh"), quick([*itertools.product(SAMPLED, DATA_MESHES)], ("plain sampled", (2, 1)))
+)
+def test_samples_on_a_data_mesh_are_those_of_generate_alone(case, mesh, eight):
+    drafter, tree, _, kv_heads = mesh_cases.CASES[case]
+    found, logprobs = eight(samples, case=case, mesh=mesh)
+    for seed in range(5):
+        alone = magicjax.generate(
+            mesh_cases.target(kv_heads),
+            [mesh_cases.prompts()[1]],
+            drafter=drafter(kv_heads, None),
+            tree=tree,
+            max_new_tokens=NEW,
+            eos_token_id=EOS,
+            do_sample=True,
+            seed=3 + seed,
+            temperature=0.8,
+            top_k=0,
+            logprobs=1,
+        )
+        assert found[seed] == tiny.rows_of(alone)[0].tolist()
+        np.testing.assert_allclose(logprobs[seed], alone.logprobs[0].chosen, atol=1e-4)
+
+
+def adaptive(mesh: list[int]) -> dict:
+    return served("small", mesh, adaptive_depth=True)
+
+
+@pytest.mark.slow
+def test_the_depth_adapts_on_a_data_mesh(eight, tally):
+    check_served(eight(adaptive, mesh=[2, 2]), "small", (2, 2), tally)
+
+
+@struct.dataclass
+class Own(magicjax.PromptLookup):
+    """Prompt lookup that replaces and copies rows in another way."""
+
+    def insert(self, state, row, slot):
+        def select(old, new):
+            is_slot = jnp.arange(len(old)) == slot
+            return jnp.where(is_slot.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+        return jax.tree.map(select, state, row)
+
+    def extract(self, state, slot):
+        return jax.tree.map(lambda x: x[slot][None], state)
+
+
+def own(mesh: list[int]) -> dict:
+    return served("prompt-lookup", mesh, drafter=Own())
+
+
+@pytest.mark.slow
+def test_drafters_with_their_own_insert_run_on_a_data_mesh(eight, tally):
+    check_served(eight(own, mesh=[2, 1]), "prompt-lookup", (2, 1), tally)
+
+
+def with_a_wrong_rule(mesh: list[int]) -> list[bool]:
+    """Returns whether the tokens are right if groups ignore whose slot it is."""
+    in_group, found = slots._in_group, []
+    expected = served("plain", None)["tokens"]
+    wrong_rules = {
+        "all groups write": lambda *x: (in_group(*x)[0], True),
+        "the first group writes": lambda *x: (
+            in_group(*x)[0],
+            jax.lax.axis_index("data") == 0,
+        ),
+    }
+    for rule in [in_group, *wrong_rules.values()]:
+        program_cache.clear()
+        slots._in_group = rule
+        try:
+            found.append(served("plain", mesh)["tokens"] == expected)
+        except AssertionError:
+            found.append(False)
+        finally:
+            slots._in_group = in_group
+            program_cache.clear()
+    return found
+
+
+@pytest.mark.slow
+def test_a_row_that_is_written_in_another_group_is_detected(eight):
+    assert eight(with_a_wrong_rule, mesh=[2, 1]) == [True, False, False]
 
 
 def texts(case: str, mesh: list[int] | None) -> list[list[int]]:
-    """Returns the tokens of requests that share two slots."""
-    drafter, tree, _, kv_heads = mesh_cases.CASES[case]
-    engine = magicjax.Engine(
-        mesh_cases.target(kv_heads),
-        drafter(kv_heads, None),
-        tree,
-        slots=2,
-        capacity=128,
-        max_new_tokens=24,
-        eos_token_id=63,
-        prefill_chunk=32,
-        mesh=None if mesh is None else make_mesh(*mesh),
-    )
-    handles = [
-        engine.submit(prompt, max_new_tokens=limit)
-        for prompt, limit in zip(mesh_cases.prompts(), LIMITS, strict=False)
-    ]
-    engine.run()
+    """Returns the tokens of requests that share the slots."""
+    running = engine(case, mesh)
+    handles = [running.submit(prompt, max_new_tokens=limit) for prompt, limit in requests()]
+    running.run()
     return [handle.result().tokens.tolist() for handle in handles]
 
 
@@ -41,57 +215,195 @@ def test_an_engine_divides_models_over_the_axis_model(case, eight):
     target = mesh_cases.target(mesh_cases.CASES[case][3])
     rows = [np.array(row, np.int32) for row in found]
     wanted = [np.array(row, np.int32) for row in expected]
-    oracle.Tally().compare(target, mesh_cases.prompts()[: len(LIMITS)], wanted, rows)
+    oracle.Tally().compare(target, [prompt for prompt, _ in requests()], wanted, rows)
 
 
 def compiled_after_warm_up(mesh: list[int]) -> int:
     """Returns the programs that requests compile beside a draft model that is not divided."""
-    drafter, tree, _, kv_heads = mesh_cases.CASES["small"]
-    options = dict(slots=1, capacity=64, max_new_tokens=24, prefill_chunk=16, eos_token_id=63)
-    engine = magicjax.Engine(
-        mesh_cases.target(kv_heads), drafter(kv_heads, 1), tree, mesh=make_mesh(*mesh), **options
-    )
-    engine.warm_up()
+    kv_heads = mesh_cases.CASES["small"][3]
+    drafter = magicjax.SmallModel(mesh_cases.draft(kv_heads, 1))
+    running = engine("small", mesh, drafter=drafter, capacity=64, prefill_chunk=16)
+    running.warm_up()
     before = program_cache.totals()[0]
     for prompt in mesh_cases.prompts()[:2] * 2:  # the last two begin with a stored prefix
-        engine.submit(prompt[:30], max_new_tokens=9)
-    engine.run()
+        running.submit(prompt[:30], max_new_tokens=9)
+    running.run()
     return program_cache.totals()[0] - before
 
 
 @pytest.mark.slow
-def test_an_engine_on_a_mesh_compiles_nothing_after_warm_up(eight):
-    assert eight(compiled_after_warm_up, mesh=[1, 2]) == 0
+@pytest.mark.parametrize("mesh", [[1, 2], [2, 2]])
+def test_an_engine_on_a_mesh_compiles_nothing_after_warm_up(mesh, eight):
+    assert eight(compiled_after_warm_up, mesh=mesh) == 0
 
 
-def refused(mesh: list[int]) -> str:
-    with pytest.raises(ValueError) as error:
-        magicjax.Engine(tiny.model(), mesh=make_mesh(*mesh))
-    return str(error.value)
+def test_slots_that_do_not_divide_over_the_groups_are_an_error():
+    with pytest.raises(ValueError, match="slots=6 do not divide over data=4 .* such as 8"):
+        magicjax.Engine(tiny.model(), slots=6, mesh=abstract_mesh(4, 1))
+
+
+def test_a_mesh_that_divides_layers_is_an_error():
+    with pytest.raises(ValueError, match="the mesh has stage=2, and an engine cannot divide"):
+        magicjax.Engine(tiny.model(), mesh=abstract_mesh(1, 1, 2))
+
+
+@pytest.fixture(scope="module")
+def two():
+    processes = Two()
+    yield processes
+    processes.close()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "axis"), [([2, 1], "data=2"), ([1, 1, 2], "stage=2")])
-def test_a_mesh_that_divides_rows_or_layers_is_an_error(mesh, axis, eight):
-    message = eight(refused, mesh=mesh)
-    assert f"the mesh has {axis}: an engine runs on a mesh of which only the axis model" in message
+@pytest.mark.parametrize("case", ["plain", "several"])
+@pytest.mark.parametrize("mesh", [[1, 8], [2, 4], [4, 2]])
+def test_an_engine_in_two_processes_gives_the_texts_of_one(case, mesh, two):
+    assert two(texts, case=case, mesh=mesh) == texts(case, None)
+
+
+def refused_in_two_processes(mesh: list[int]) -> list[str]:
+    running, messages = engine("plain", mesh), []
+    for options in (dict(deadline_s=5.0), dict(priority=1)):
+        with pytest.raises(ValueError) as error:
+            running.submit([1], **options)
+        messages.append(str(error.value))
+    return messages
+
+
+@pytest.mark.slow
+def test_requests_that_depend_on_the_clock_are_errors_in_two_processes(two):
+    messages = two(refused_in_two_processes, mesh=[2, 4])
+    assert messages == [
+        f"{what} on a mesh of 2 processes, whose clocks differ: omit {what.split('=')[0]}"
+        for what in ("deadline_s=5.0", "priority=1")
+    ]
+
+
+def wide_drafter(name: str):
+    """Returns a drafter whose caches are distinguishable by their sizes."""
+    from tests.magicjax.decoding.test_compiled import SMALL
+
+    if name == "int8":
+        return magicjax.SelfSpeculation("h2o", 1000, refresh_every=4, kv_dtype="int8")
+    small = magicjax.SmallModel(wide_model(SMALL))
+    return magicjax.Ensemble([magicjax.SelfSpeculation(budget=1000), small, Own()])
+
+
+def wide_model(config) -> magicjax.Model:
+    module = models.build(config)
+    return magicjax.Model(module, models.init_params(module, 0))
+
+
+def row_programs(name: str, data: int) -> dict:
+    """Returns what `insert` and `extract` move, exchange and allocate, in bytes and elements."""
+    from tests.magicjax.decoding.test_compiled import WIDE, is_cache, moves
+
+    mesh = None if data == 1 else make_mesh(data, 1)
+    options = dict(drafter=wide_drafter(name), tree=magicjax.chain(3), mesh=mesh)
+    templates = make_templates(wide_model(WIDE), SLOTS, 16_000, 32, None, 0, options)
+    state, row = (runner.state_shapes(x) for x in (templates.slots, templates.row))
+    slot = jax.ShapeDtypeStruct((), np.int32, sharding=state.rounds_left.sharding)
+    parts = templates.row.target, templates.row.drafter, state
+    programs = {
+        "insert": program_cache.program("insert", templates.slots.settings, *parts, row, slot),
+        "extract": program_cache.program("extract", templates.row.settings, *parts, slot),
+    }
+    caches = jax.tree.leaves((state.cache, state.drafter), is_leaf=is_cache)
+    sizes = [jax.tree.leaves(cache.k)[0].size // data for cache in caches if is_cache(cache)]
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((row.cache, row.drafter)))
+    found: dict = dict(row=held, caches=len(sizes))
+    for what, program in programs.items():
+        text, memory = program.as_text(), program.memory_analysis()
+        found[what] = dict(
+            moved=sum(sum(moves(text, size).values()) for size in sizes),
+            collectives=sorted({c.kind for c in hlo.collectives(text)}),
+            largest=hlo.largest_collective(text),
+            aliased=memory.alias_size_in_bytes,
+            temporary=memory.temp_size_in_bytes,
+        )
+    return found
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA makes for a CPU")
-def test_inserting_a_row_copies_no_cache():
-    from magicjax.decoding import runner
-    from magicjax.engine.templates import make_templates
-    from tests.magicjax.decoding.test_compiled import WIDE, moved_caches, shaped
+@pytest.mark.parametrize(
+    ("name", "data"),
+    quick([*itertools.product(["ensemble", "int8"], [1, 2, 4])], ("ensemble", 1), ("ensemble", 2)),
+)
+def test_inserting_and_extracting_a_row_copy_no_cache(name, data, eight):
+    found = row_programs(name, 1) if data == 1 else eight(row_programs, name=name, data=data)
+    insert, extract = found["insert"], found["extract"]
+    assert found["caches"] == (3 if name == "ensemble" else 2)
+    assert insert["moved"] == extract["moved"] == 0
+    assert insert["collectives"] == []
+    assert insert["aliased"] >= SLOTS // data * 0.99 * found["row"]
+    assert insert["temporary"] < found["row"] / 100
+    assert extract["collectives"] == ([] if data == 1 else ["all-reduce"])
+    assert extract["largest"] <= found["row"]
+    assert extract["temporary"] <= (1e5 if data == 1 else 1.01 * found["row"])
 
-    options = dict(drafter=tiny.drafter("self"), tree=tiny.TREES["chain4"])
-    templates = make_templates(shaped(WIDE), 4, 16_000, 32, None, 8, 0, options)
-    state, row = (runner.state_shapes(x) for x in (templates.slots, templates.row))
-    slot = jax.ShapeDtypeStruct((), np.int32)
-    models = templates.row.target, templates.row.drafter
-    program = program_cache.program("insert", templates.row.settings, *models, state, row, slot)
-    sizes = {"slots": state.cache.k[0].size, "row": row.cache.k[0].size}
-    assert moved_caches(program, sizes) == {}
-    held = 2 * WIDE.num_layers * state.cache.k[0].size * 4
-    memory = program.memory_analysis()
-    assert memory.alias_size_in_bytes >= held
-    assert memory.temp_size_in_bytes < held / 16
+
+def loop_collectives(mesh: list[int]) -> dict:
+    """Returns what the engine's loop exchanges."""
+    running = engine("self", mesh, slots=8)
+    request, state = running._templates.slots, running._state
+    loop = runner.compile_loop(request, request.settings, state, "decode_until_row_ends")
+    text = loop.as_text()
+    return dict(
+        collectives={c.kind: c.count for c in hlo.collectives(text)},
+        largest=hlo.largest_collective(text),
+    )
+
+
+def test_groups_exchange_one_number_after_the_loop(eight):
+    found = eight(loop_collectives, mesh=[8, 1])
+    assert found == dict(collectives={"all-reduce": 1}, largest=1)
+
+
+def broadcast_values() -> list[bool]:
+    """Returns whether values of all kinds come from the third of four devices."""
+    from jax.sharding import PartitionSpec
+
+    from sharding import collectives, factored
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    values = dict(
+        key=keys,
+        flag=np.array([False, False, True, False]),
+        small=np.array([1, 2, -3, 4], np.int8),
+        infinite=np.array([np.nan, np.inf, -np.inf, np.nan], np.float32),
+        half=jnp.array([1.5, 2, 0.1, 4], jnp.bfloat16),
+    )
+
+    def run(x):
+        is_source = jax.lax.axis_index("data") == 2
+        return jax.tree.map(lambda x: collectives.broadcast_from(x, is_source, ("data",)), x)
+
+    mesh = factored(make_mesh(4, 1))
+    rows = PartitionSpec("data")
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(rows,), out_specs=rows, check_vma=False)
+    found = jax.jit(mapped)(values)
+    found["key"], values["key"] = (jax.random.key_data(x["key"]) for x in (found, values))
+    return [
+        found[name].dtype == values[name].dtype
+        and all(np.array_equal(row, values[name][2], equal_nan=name == "infinite") for row in whole)
+        for name, whole in found.items()
+    ]
+
+
+def test_a_value_of_any_kind_is_broadcast_from_one_device(eight):
+    assert all(eight(broadcast_values))
+
+
+def test_replicated_rows_are_counted_on_every_device():
+    from magicjax.decoding import memory
+    from magicjax.engine.memory_check import MAX_PREFILLS, check
+
+    options = dict(drafter=None, tree=None)
+    row = make_templates(tiny.model(), 1, 300, NEW, None, 0, options).row
+    size = sum(row.kv_bytes)
+    settings = dataclasses.replace(row.settings, mesh=abstract_mesh(4, 1))
+    row = dataclasses.replace(row, settings=settings)
+    rows = 8 // 4 + MAX_PREFILLS + 3
+    check(row, 8, 300, 3 * size, available=rows * size)
+    with pytest.raises(memory.OutOfMemoryError, match="slots=4 or capacity=.* prefix_bytes"):
+        check(row, 8, 300, 3 * size, available=(rows - 1) * size)
