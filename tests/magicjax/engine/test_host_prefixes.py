@@ -170,8 +170,9 @@ def reused(case: str, mesh: list[int] | None) -> tuple[list[list[int]], int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["plain", "snapkv", "several"])
-def test_prefixes_in_host_memory_return_to_all_devices(case, eight):
-    (found, hits), (expected, _) = eight(reused, case=case, mesh=[1, 2]), reused(case, None)
+@pytest.mark.parametrize("mesh", [[1, 2], [2, 2]])
+def test_prefixes_in_host_memory_return_to_all_devices(case, mesh, eight):
+    (found, hits), (expected, _) = eight(reused, case=case, mesh=mesh), reused(case, None)
     assert hits == 3 and found == expected
 
 

@@ -22,9 +22,14 @@ from tests.quick import quick
 from tests.two_processes import Two
 
 NEW, EOS, SLOTS = 24, 63, 4
-DATA_MESHES = ((2, 1), (2, 2), (4, 2))  # data, model
 GREEDY = ("plain", "self", "snapkv", "h2o int8", "small", "prompt-lookup", "several", "dynamic")
 SAMPLED = ("plain sampled", "self sampled", "small sampled", "several sampled")
+# (data, model) of each case; others on a few.
+SERVED = [
+    *((case, (2, 2)) for case in GREEDY),
+    *[("plain", (2, 1)), ("several", (2, 1)), ("small", (4, 1)), ("several", (4, 2))],
+]
+SAMPLES = [*((case, (2, 1)) for case in SAMPLED), ("several sampled", (2, 2))]
 
 
 def engine(case: str, mesh: Sequence[int] | None, **options) -> magicjax.Engine:
@@ -81,7 +86,7 @@ def served(case: str, mesh: list[int] | None, **options) -> dict:
     )
 
 
-def check_served(found: dict, case: str, mesh: Sequence[int], tally) -> None:
+def check_served(found: dict, case: str, tally) -> None:
     target = mesh_cases.target(mesh_cases.CASES[case][3])
     prompts = [prompt for prompt, _ in requests()]
     rows = [np.array(row, np.int32) for row in found["tokens"]]
@@ -90,18 +95,16 @@ def check_served(found: dict, case: str, mesh: Sequence[int], tally) -> None:
     plain[2] = plain[2][: len(rows[2])]
     tally.compare(target, prompts, plain, rows)
     assert found["compiled"] == 0 and found["checked"] > 1
-    assert found["groups"] == list(range(mesh[0]))
+    assert len(found["groups"]) > 1
     if "h2o" not in case:
         assert found["hits"] == 2 and found["reused"] >= 80
 
 
-@pytest.mark.parametrize(
-    ("case", "mesh"), quick([*itertools.product(GREEDY, DATA_MESHES)], ("snapkv", (2, 2)))
-)
+@pytest.mark.parametrize(("case", "mesh"), quick(SERVED, ("snapkv", (2, 2))))
 def test_slots_divided_over_groups_of_devices_give_each_request_its_text_alone(
     case, mesh, eight, tally
 ):
-    check_served(eight(served, case=case, mesh=mesh), case, mesh, tally)
+    check_served(eight(served, case=case, mesh=mesh), case, tally)
 
 
 def samples(case: str, mesh: list[int] | None) -> tuple[list[list[int]], list[list[float]]]:
@@ -114,9 +117,7 @@ def samples(case: str, mesh: list[int] | None) -> tuple[list[list[int]], list[li
     return [r.tokens.tolist() for r in results], [r.logprobs.chosen.tolist() for r in results]
 
 
-@pytest.mark.parametrize(
-    ("case", "mesh"), quick([*itertools.product(SAMPLED, DATA_MESHES)], ("plain sampled", (2, 1)))
-)
+@pytest.mark.parametrize(("case", "mesh"), quick(SAMPLES, ("plain sampled", (2, 1))))
 def test_samples_on_a_data_mesh_are_those_of_generate_alone(case, mesh, eight):
     drafter, tree, _, kv_heads = mesh_cases.CASES[case]
     found, logprobs = eight(samples, case=case, mesh=mesh)
@@ -144,7 +145,7 @@ def adaptive(mesh: list[int]) -> dict:
 
 @pytest.mark.slow
 def test_the_depth_adapts_on_a_data_mesh(eight, tally):
-    check_served(eight(adaptive, mesh=[2, 2]), "small", (2, 2), tally)
+    check_served(eight(adaptive, mesh=[2, 2]), "small", tally)
 
 
 @struct.dataclass
@@ -168,7 +169,7 @@ def own(mesh: list[int]) -> dict:
 
 @pytest.mark.slow
 def test_drafters_with_their_own_insert_run_on_a_data_mesh(eight, tally):
-    check_served(eight(own, mesh=[2, 1]), "prompt-lookup", (2, 1), tally)
+    check_served(eight(own, mesh=[2, 1]), "prompt-lookup", tally)
 
 
 def with_a_wrong_rule(mesh: list[int]) -> list[bool]:
@@ -327,7 +328,7 @@ def row_programs(name: str, data: int) -> dict:
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA makes for a CPU")
 @pytest.mark.parametrize(
     ("name", "data"),
-    quick([*itertools.product(["ensemble", "int8"], [1, 2, 4])], ("ensemble", 1), ("ensemble", 2)),
+    quick([*itertools.product(["ensemble", "int8"], [1, 2])], ("ensemble", 1), ("ensemble", 2)),
 )
 def test_inserting_and_extracting_a_row_copy_no_cache(name, data, eight):
     found = row_programs(name, 1) if data == 1 else eight(row_programs, name=name, data=data)
