@@ -65,8 +65,8 @@ def served(case: str, mesh: list[int] | None, **options) -> dict:
     groups, rows = set(), 0
     while running._unfinished():
         running.step()
-        left = [int(part.data) for part in running._state.rounds_left.addressable_shards]
-        assert len(set(left)) == 1, f"the groups have different rounds left: {left}"
+        rounds = [int(part.data) for part in running._state.rounds.addressable_shards]
+        assert len(set(rounds)) == 1, f"the devices have different rounds: {rounds}"
         groups |= {slot * templates.slots.settings.groups // SLOTS for slot in running._running}
         state, texts = engines.rows_of(running)
         if len(texts) > 1 and not rows:
@@ -301,9 +301,9 @@ def row_programs(name: str, data: int) -> dict:
 
     mesh = None if data == 1 else make_mesh(data, 1)
     options = dict(drafter=wide_drafter(name), tree=magicjax.chain(3), mesh=mesh)
-    templates = make_templates(wide_model(WIDE), SLOTS, 16_000, 32, None, 0, options)
+    templates = make_templates(wide_model(WIDE), SLOTS, 16_000, 32, None, 8, 0, options)
     state, row = (runner.state_shapes(x) for x in (templates.slots, templates.row))
-    slot = jax.ShapeDtypeStruct((), np.int32, sharding=state.rounds_left.sharding)
+    slot = jax.ShapeDtypeStruct((), np.int32, sharding=state.rounds.sharding)
     parts = templates.row.target, templates.row.drafter, state
     programs = {
         "insert": program_cache.program("insert", templates.slots.settings, *parts, row, slot),
@@ -400,7 +400,7 @@ def test_replicated_rows_are_counted_on_every_device():
     from magicjax.engine.memory_check import MAX_PREFILLS, check
 
     options = dict(drafter=None, tree=None)
-    row = make_templates(tiny.model(), 1, 300, NEW, None, 0, options).row
+    row = make_templates(tiny.model(), 1, 300, NEW, None, 8, 0, options).row
     size = sum(row.kv_bytes)
     settings = dataclasses.replace(row.settings, mesh=abstract_mesh(4, 1))
     row = dataclasses.replace(row, settings=settings)
