@@ -190,7 +190,7 @@ class Drafter(Protocol):
         A row's later drafts must not depend on the other rows: nothing of the state is shared.
 
         Args:
-          state: its own, of all rows.
+          state: its own, of all rows; on a mesh, of those of one group of devices.
           row: its own, of the one row that joins.
           slot: int32 [], the index of the row.
         """
