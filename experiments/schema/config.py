@@ -309,7 +309,9 @@ class Experiment(Strict):
                 )
         mesh = parse_mesh(self.mesh) if self.mesh else MeshSize()
         if max(mesh.data, mesh.stage) > 1:
-            raise ValueError(f"mesh={self.mesh} with slots: an engine divides only the axis model")
+            raise ValueError(
+                f"mesh={self.mesh} with slots: divide only the axis model, or omit slots"
+            )
         if self.min_context and self.prompts not in (*prompts.TEXTS, prompts.RANDOM):
             raise ValueError(
                 f"min_context shortens texts, not prompts={self.prompts}: remove it, or choose "

@@ -69,7 +69,7 @@ ADAPTIVE = "methods: [{drafter: prompt-lookup, adaptive_depth: true}]"
         ("slots: 2\ncontext: 8\nmin_context: 9", "min_context=9 is larger than context=8"),
         ("slots: 2\nmin_new_tokens: 200", "min_new_tokens=200 is larger than new_tokens=128"),
         ("slots: 2\nprompts: chat\nmin_context: 8", "shortens texts, not prompts=chat: remove it"),
-        ("slots: 2\nmesh: data=2", "mesh=data=2 with slots: an engine divides only the axis model"),
+        ("slots: 2\nmesh: data=2", "mesh=data=2 with slots: divide only the axis model"),
         (f"slots: 2\ndo_sample: true\n{ADAPTIVE}", "set verifier: naive"),
     ],
 )
