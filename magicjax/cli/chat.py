@@ -5,29 +5,23 @@ import contextlib
 import dataclasses
 import functools
 import json
-import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 import magicjax
 from magicjax.cli import drafting, options, text
 from magicjax.cli.options import AUTO, in_option_names
 from magicjax.decoding import memory
+from magicjax.decoding.chat_template import chat_tokens
 from magicjax.decoding.conversation import MAX_CONTEXT, MAX_NEW_TOKENS, validate_conversation
 from magicjax.files import write_atomically
 from magicjax.loading import skeleton, stored_dtype
 from magicjax.model import DTYPES
 from magicjax.suggest import did_you_mean
 
-# CPU instructions for products of bfloat16, as Linux names them on x86 and Arm. With them, bfloat16
-# against float32 takes 3.2 and 6.9 s for the prefill of 2,048 tokens, 90 and 148 ms for a round of
-# prompt lookup with chain:4, and 103 and 108 ms for a plain step (SmolLM2-135M, two shared cores of
-# an Intel Xeon with AMX, medians of interleaved runs). Without them, weights would be converted.
-BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 PROMPT = "> "
 HELP = """\
 /stats      tokens, tokens/s, acceptance and prefill of the last answer and of all answers
@@ -124,8 +118,8 @@ def run(arguments: argparse.Namespace) -> None:
     drafting.check(arguments, arguments.drafter, "without --drafter")
     tokenizer = text.tokenizer_of(arguments)
     greeting = [*_first_messages(arguments), {"role": "user", "content": "Hello"}]
-    text.chat_tokens(tokenizer, greeting)  # an error if the template rejects such messages
-    dtype = arguments.dtype or _default_dtype()
+    chat_tokens(tokenizer, greeting)  # an error if the template rejects such messages
+    dtype = arguments.dtype or options.default_dtype()
 
     def without_weights(source: str) -> magicjax.Model:
         return skeleton(source, dtype or stored_dtype(source))
@@ -156,15 +150,6 @@ def run(arguments: argparse.Namespace) -> None:
             session = next_session
         elif line.strip():
             session = _answer(session, line)
-
-
-def _default_dtype() -> str | None:
-    """Returns the faster dtype on a CPU, and None elsewhere: as stored."""
-    if jax.default_backend() != "cpu":
-        return None
-    flags = pathlib.Path("/proc/cpuinfo")
-    has_bfloat16 = flags.exists() and BFLOAT16_FLAGS & set(flags.read_text().split())
-    return "bfloat16" if has_bfloat16 else "float32"
 
 
 def _first_messages(arguments: argparse.Namespace) -> Messages:
@@ -237,7 +222,7 @@ def _answer(session: Session, message: str) -> Session:
     messages = [*session.messages, {"role": "user", "content": message}]
     with text.interruptible() as stop:
         try:
-            rounds = conversation.reply(text.chat_tokens(tokenizer, messages))
+            rounds = conversation.reply(chat_tokens(tokenizer, messages))
         except ValueError as error:
             _note(f"{in_option_names(str(error), ['max_context'])} (/reset)")
             return session

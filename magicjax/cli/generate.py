@@ -19,6 +19,7 @@ from magicjax.autotune.search import make_problem
 from magicjax.cli import drafting, options, text
 from magicjax.cli.options import AUTO
 from magicjax.decoding import memory
+from magicjax.decoding.chat_template import chat_tokens
 from magicjax.decoding.request import prepare
 from magicjax.decoding.runner import Output
 from magicjax.decoding.validation import DEFAULT_TREE
@@ -216,7 +217,7 @@ def _generate(
     tokenizer = text.tokenizer_of(arguments)
     prompt: Any = _text(arguments)  # or token ids
     if arguments.chat is not None:
-        prompt = text.chat_tokens(tokenizer, [{"role": "user", "content": arguments.chat}])
+        prompt = chat_tokens(tokenizer, [{"role": "user", "content": arguments.chat}])
     mesh = magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None
 
     def without_weights(source: str, shards: int | None = None) -> magicjax.Model:

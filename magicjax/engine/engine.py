@@ -24,7 +24,7 @@ from magicjax.engine.memory_check import MAX_PREFILLS
 from magicjax.engine.prefill import Prefilling
 from magicjax.engine.prefix_store import Prefix, make_store
 from magicjax.engine.speculation import DepthChooser
-from magicjax.engine.stats import MAX_REQUESTS, EngineStats
+from magicjax.engine.stats import MAX_REQUESTS, EngineLimits, EngineStats
 from magicjax.engine.templates import empty_row, empty_state, make_templates, request_of
 from magicjax.model import Model
 from magicjax.trees.token_tree import Tree
@@ -267,6 +267,19 @@ class Engine:
         self._prefixes.clear()
 
     @property
+    def limits(self) -> EngineLimits:
+        """What requests may ask for."""
+        templates, settings = self._templates, self._templates.row.settings
+        return EngineLimits(
+            slots=templates.num_slots,
+            capacity=templates.capacity,
+            max_new_tokens=settings.max_new_tokens,
+            queue_limit=self._queue_limit,
+            logprobs=settings.logprobs,
+            do_sample=templates.sampled,
+        )
+
+    @property
     def stats(self) -> EngineStats:
         """Counts and times so far."""
         seconds = self._loop_s + self._prefill_s + self._host_s
@@ -416,8 +429,8 @@ class Engine:
             self._templates.slots, self._loops[depth], self._state
         )
         s = self._state
-        emitted, output, ended, histogram, rounds = processes.fetch(
-            (s.emitted, s.output, s.ended, s.histogram, s.rounds)
+        emitted, output, ended, histogram, nodes, rounds = processes.fetch(
+            (s.emitted, s.output, s.ended, s.histogram, s.nodes, s.rounds)
         )
         asked = any(handle.submitted.logprobs is not None for handle in self._running.values())
         logprobs = processes.fetch(s.logprobs) if asked else None
@@ -430,7 +443,8 @@ class Engine:
         for slot, handle in list(self._running.items()):
             new = slot, slice(self._delivered[slot], emitted[slot])
             self._delivered[slot] = emitted[slot]
-            handle.rounds, handle.emitted = int(histogram[slot].sum()), int(emitted[slot])
+            handle.histogram = tuple(histogram[slot].tolist())
+            handle.drafted, handle.emitted = int(nodes[slot]), int(emitted[slot])
             stopped = handle.deliver(output[new], None if logprobs is None else logprobs[new], now)
             if stopped or ended[slot]:
                 text = handle.submitted.prompt, output[slot, : emitted[slot]]

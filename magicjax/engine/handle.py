@@ -51,6 +51,8 @@ class RequestStats:
       rounds: of the loop, in which the request emitted tokens.
       tau: mean acceptance length: tokens that the loop emitted per round, without prefill's, and
         with those after a stop string.
+      histogram: number of rounds that accepted 0, 1, … drafted tokens; empty without rounds.
+      drafted: proposed nodes without roots and padding.
       queue_s: from `submit` to the start of prefill.
       ttft_s: time to first token, from `submit`; None if there was none.
       tpot_s: time per output token after the first ones that arrived; None if no others did.
@@ -64,10 +66,17 @@ class RequestStats:
     prefilled_tokens: int
     rounds: int
     tau: float
+    histogram: tuple[int, ...]
+    drafted: int
     queue_s: float
     ttft_s: float | None
     tpot_s: float | None
     total_s: float
+
+    @property
+    def accepted(self) -> int:
+        """Accepted drafted tokens, those after the end of the text included."""
+        return sum(count * rounds for count, rounds in enumerate(self.histogram))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +154,13 @@ class Handle:
         self.started_s: float | None = None
         self.first_s: float | None = None
         self.first_tokens = self.reused_tokens = self.prefilled_tokens = 0
-        self.rounds = self.emitted = 0
+        self.histogram: tuple[int, ...] = ()
+        self.drafted = self.emitted = 0
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the loop so far."""
+        return sum(self.histogram)
 
     @property
     def finished(self) -> bool:
@@ -222,6 +237,8 @@ class Handle:
             prefilled_tokens=self.prefilled_tokens,
             rounds=self.rounds,
             tau=(self.emitted - 1) / self.rounds if self.rounds else 0.0,
+            histogram=self.histogram,
+            drafted=self.drafted,
             queue_s=(now if self.started_s is None else self.started_s) - submitted.submitted_s,
             ttft_s=ttft_s,
             tpot_s=tpot_s,

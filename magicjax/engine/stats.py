@@ -8,6 +8,18 @@ MAX_REQUESTS = 10_000  # finished requests whose statistics are kept
 
 
 @dataclasses.dataclass(frozen=True)
+class EngineLimits:
+    """What requests of an engine may ask for; its arguments of the same names."""
+
+    slots: int
+    capacity: int
+    max_new_tokens: int
+    queue_limit: int
+    logprobs: int | None
+    do_sample: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineStats:
     """Counts and times since the engine was created or warmed up; seconds of the wall clock.
 

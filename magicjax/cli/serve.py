@@ -1,0 +1,206 @@
+"""`magicjax serve`: an HTTP server with OpenAI's API."""
+
+import argparse
+import dataclasses
+import functools
+import ipaddress
+import os
+import pathlib
+import sys
+from typing import Any
+
+import magicjax
+from magicjax.cli import drafting, options, text
+from magicjax.cli.options import AUTO
+from magicjax.loading import stored_dtype
+from magicjax.model import DTYPES
+from magicjax.verification.verify import VERIFIERS
+
+API_KEY = "MAGICJAX_API_KEY"
+MAX_BODY_BYTES = 4 * 2**20
+SLOTS = 8
+PACKAGES = {"starlette", "uvicorn", "prometheus_client", "pydantic", "pydantic_core"}
+ENGINE = (
+    *("slots", "capacity", "max_new_tokens", "verifier", "prefill_chunk", "rounds_per_step"),
+    *("adaptive_depth", "queue_limit", "prefix_bytes", "host_prefix_bytes", "logprobs", "backend"),
+)
+
+
+def add(commands: Any) -> None:
+    """Adds the subcommand to those of `magicjax`."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, with OpenAI's API",
+        description="Serves /v1/completions and /v1/chat/completions on an engine, a status page "
+        "at / and metrics at /metrics.",
+        epilog=drafting.drafters_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--target",
+        required=True,
+        help="model directory, GGUF file, or name that `magicjax fetch` lists",
+    )
+    parser.add_argument("--tokenizer", help="tokenizer directory, if --target has no tokenizer")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="of all models; default: as stored; on a CPU bfloat16 if it has instructions for it, "
+        "else float32",
+    )
+    parser.add_argument("--backend", help="attention backend; default: xla")
+    options.add_offload(parser)
+    parser.add_argument(
+        "--verbose", action="store_true", help="log compilations and the size of the caches"
+    )
+    drafting.add_speculation(parser)
+    _add_engine(parser.add_argument_group("engine"))
+    _add_server(parser.add_argument_group("server"))
+    parser.set_defaults(run=run)
+
+
+def _add_engine(group: Any) -> None:
+    group.add_argument(
+        "--slots", type=int, default=SLOTS, help=f"requests decoded at once; default: {SLOTS}"
+    )
+    group.add_argument(
+        "--capacity",
+        type=int,
+        metavar="TOKENS",
+        help="of a request, prompt and new ones; default: the model's positions, at most 4,096",
+    )
+    group.add_argument(
+        "--max-new-tokens", type=int, default=512, help="limit of any request; default: 512"
+    )
+    group.add_argument(
+        "--greedy",
+        action="store_true",
+        help="decode all requests greedily, which is faster; default: requests sample, with "
+        "temperature 1 unless they give another; 0 is greedy",
+    )
+    group.add_argument(
+        "--verifier", choices=VERIFIERS, help="default: mss, or greedy with --greedy"
+    )
+    group.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="K",
+        help="compute log-probabilities of tokens and of K alternatives, 0 to 20, for requests "
+        "that ask for them; default: none",
+    )
+    group.add_argument(
+        "--adaptive-depth", action="store_true", help="choose the depth of the tree while serving"
+    )
+    group.add_argument(
+        "--queue-limit", type=int, default=1024, help="requests that wait; default: 1,024"
+    )
+    group.add_argument(
+        "--prefix-bytes", type=int, help="of shared prefixes on the device; default: four slots'"
+    )
+    group.add_argument(
+        "--host-prefix-bytes", type=int, default=0, help="the same in host memory; default: 0"
+    )
+    group.add_argument(
+        "--prefill-chunk",
+        type=int,
+        help="prompt tokens between two calls of the loop; default: 512",
+    )
+    group.add_argument(
+        "--rounds-per-step",
+        type=int,
+        default=8,
+        help="the most rounds before new text is sent; default: 8",
+    )
+
+
+def _add_server(group: Any) -> None:
+    group.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
+    group.add_argument("--port", type=int, default=8000, help="default: 8000; 0: a free one")
+    group.add_argument("--served-model-name", help="for clients; default: the name of --target")
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"which requests must have; default: ${API_KEY}, which other users of the machine "
+        "cannot read; without one, no key is needed",
+    )
+    group.add_argument(
+        "--max-body-bytes",
+        type=int,
+        default=MAX_BODY_BYTES,
+        help=f"of a request; default: {MAX_BODY_BYTES:,}",
+    )
+    group.add_argument(
+        "--drain-s",
+        type=float,
+        default=30.0,
+        help="seconds that running requests may take after SIGTERM or Ctrl-C; a second signal "
+        "ends the server at once; default: 30",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves until a signal arrives; returns the exit code.
+
+    Raises:
+      ValueError, OSError: invalid options, missing packages, or an address that is in use; these
+        are checked before weights are loaded.
+    """
+    try:
+        from magicjax.server.app import create_app
+        from magicjax.server.protocol import Served
+        from magicjax.server.run import bind
+        from magicjax.server.run import run as serve
+        from magicjax.server.worker import Worker
+    except ModuleNotFoundError as error:
+        if error.name not in PACKAGES:
+            raise
+        raise ValueError(
+            f'magicjax serve requires {error.name}: pip install "magicjax[serve]"'
+        ) from error
+    api_key = _checked(arguments)
+    tokenizer = text.tokenizer_of(arguments)
+    with bind(arguments.host, arguments.port) as bound:
+        host, port = bound.getsockname()[:2]
+        if api_key is None and not ipaddress.ip_address(host).is_loopback:
+            _note(f"warning: anyone who reaches {host} can use the model: set ${API_KEY}")
+        dtype = arguments.dtype or options.default_dtype() or stored_dtype(arguments.target)
+        load = functools.partial(magicjax.load, dtype=dtype)
+        target = load(arguments.target, offload=arguments.offload)
+        target = dataclasses.replace(target, tokenizer=tokenizer)
+        drafter, tree = drafting.speculation(arguments, load)
+        keywords = {name: getattr(arguments, name) for name in ENGINE}
+        engine = magicjax.Engine(target, drafter, tree, do_sample=not arguments.greedy, **keywords)
+        worker = Worker(engine)
+        _note("compiling; this takes seconds to minutes")
+        worker.warm_up()
+        name = arguments.served_model_name or pathlib.PurePath(arguments.target).name
+        served = Served(name, target, engine.limits)
+        app = create_app(worker, served, api_key=api_key, max_body_bytes=arguments.max_body_bytes)
+        _note(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}")
+        return serve(app, worker, bound, arguments.drain_s)
+
+
+def _checked(arguments: argparse.Namespace) -> str | None:
+    """Returns the API key; raises ValueError for invalid options."""
+    if AUTO in arguments.drafter:
+        raise ValueError(
+            f"--drafter {AUTO} measures a single prompt: find a drafter with `magicjax generate "
+            f"--drafter {AUTO}`, and pass it"
+        )
+    arguments.do_sample = not arguments.greedy
+    drafting.check(arguments, arguments.drafter, "without --drafter")
+    if not 0 <= arguments.port < 2**16:
+        raise ValueError(f"port={arguments.port}: it must be between 0 and {2**16 - 1}")
+    if arguments.max_body_bytes < 1:
+        raise ValueError(f"max_body_bytes={arguments.max_body_bytes}: it must be at least 1")
+    if not 0 <= arguments.drain_s < float("inf"):
+        raise ValueError(f"drain_s={arguments.drain_s}: it must be 0 or more seconds")
+    key = os.environ.get(API_KEY) if arguments.api_key is None else arguments.api_key
+    if key is not None and not key.strip():
+        raise ValueError(f"the API key is empty: unset {API_KEY} and omit --api-key for no key")
+    return key
+
+
+def _note(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""An HTTP server with OpenAI's API on an engine; requires `pip install "magicjax[serve]"`."""

@@ -1,0 +1,276 @@
+"""The routes of the server, an ASGI application."""
+
+import asyncio
+import hmac
+import importlib.resources
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import prometheus_client
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from magicjax.engine.handle import Result
+from magicjax.server import protocol, responses
+from magicjax.server.errors import ApiError, server_error
+from magicjax.server.metrics import Metrics
+from magicjax.server.protocol import Generation, Served
+from magicjax.server.worker import Job, Snapshot, Worker
+
+MAX_BODY_BYTES = 4 * 2**20
+STATUS_S = 1.0  # between two events of /status
+CLOSED = 499  # a client that has disconnected receives nothing; the status is for the log
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+)
+NO_TOKENS = np.zeros(0, np.int32)
+
+Parse = Callable[[bytes, Served], Generation]
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def create_app(
+    worker: Worker,
+    served: Served,
+    *,
+    api_key: str | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> Starlette:
+    """Returns the application.
+
+    Args:
+      worker: of the engine.
+      served: what it serves; the target has a tokenizer.
+      api_key: which requests to /v1/ must have; None: none.
+      max_body_bytes: of a request.
+    """
+    tokenizer = served.target.tokenizer
+    tokenizer("")  # sets truncation and padding once: threads only read the tokenizer from now on
+    texts, created = responses.token_text(tokenizer), int(time.time())
+    metrics = Metrics(lambda: worker.snapshot, served.limits.slots)
+    worker.on_result = metrics.count
+    page = importlib.resources.files("magicjax.server").joinpath("status.html").read_text("utf-8")
+
+    def guarded(handler: Handler) -> Handler:
+        """Returns the handler for requests with the key."""
+
+        async def check(request: Request) -> Response:
+            given = request.headers.get("authorization", "").encode()
+            if api_key is not None and not hmac.compare_digest(given, f"Bearer {api_key}".encode()):
+                raise ApiError(
+                    401,
+                    "the API key is missing or wrong: send Authorization: Bearer KEY",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+            return await handler(request)
+
+        return check
+
+    def generating(parse: Parse) -> Handler:
+        async def handle(request: Request) -> Response:
+            try:
+                data = await _body(request, max_body_bytes)
+            except ClientDisconnect:
+                return Response(status_code=CLOSED)
+            return await _unless_disconnected(request, respond(parse, data))
+
+        return guarded(handle)
+
+    async def respond(parse: Parse, data: bytes) -> Response:
+        generation = await asyncio.to_thread(parse, data, served)
+        job = await worker.submit(generation)
+        if generation.stream:
+            return _JobStream(worker, job, _chunks(job, served, texts))
+        try:
+            results = await job.results()
+        finally:
+            worker.cancel(job)  # if the client has disconnected
+        return JSONResponse(
+            await asyncio.to_thread(responses.answer, generation, served, texts, results)
+        )
+
+    async def models(request: Request) -> Response:
+        return JSONResponse(responses.model_list(served, created))
+
+    async def model(request: Request) -> Response:
+        if (name := request.path_params["name"]) != served.name:
+            raise ApiError(404, f"the model {name!r} is not served here", code="model_not_found")
+        return JSONResponse(responses.model_card(served, created))
+
+    async def health(request: Request) -> Response:
+        ready = worker.error is None and not worker.draining
+        return Response(status_code=200 if ready else 503)
+
+    async def metrics_text(request: Request) -> Response:
+        text = prometheus_client.generate_latest(metrics.registry)
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    async def index(request: Request) -> Response:
+        return HTMLResponse(page, headers={"Content-Security-Policy": PAGE_POLICY})
+
+    async def status(request: Request) -> Response:
+        return _EventStream(_states(worker, served))
+
+    routes = [
+        Route("/v1/completions", generating(protocol.parse_completion), methods=["POST"]),
+        Route("/v1/chat/completions", generating(protocol.parse_chat), methods=["POST"]),
+        Route("/v1/models", guarded(models)),
+        Route("/v1/models/{name:path}", guarded(model)),
+        Route("/health", health),
+        Route("/metrics", metrics_text),
+        Route("/status", status),
+        Route("/", index),
+    ]
+    handlers: dict[Any, Any] = {ApiError: _error, HTTPException: _http_error, Exception: _bug}
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+async def _error(_: Request, error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    return await _error(request, ApiError(error.status_code, error.detail))
+
+
+async def _bug(request: Request, _: Exception) -> Response:
+    return await _error(request, server_error("internal error"))
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    """Returns the body of a request; raises ApiError (413, 415)."""
+    # A web page of another origin cannot send this type without asking the server first.
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise ApiError(415, "the body must have Content-Type: application/json")
+    too_large = ApiError(413, f"the body has more than {limit} bytes, the limit of the server")
+    length = request.headers.get("content-length", "0")
+    if not length.isascii() or not length.isdigit() or int(length) > limit:
+        raise too_large
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > limit:
+            raise too_large
+    return bytes(data)
+
+
+async def _unless_disconnected(
+    request: Request, response: Coroutine[Any, Any, Response]
+) -> Response:
+    """Returns a response; cancels making it when the client disconnects."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    making, gone = asyncio.create_task(response), asyncio.create_task(disconnected())
+    try:
+        await asyncio.wait({making, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return making.result() if making.done() else Response(status_code=CLOSED)
+    finally:
+        for task in (making, gone):
+            task.cancel()
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events."""
+
+    def __init__(self, events: AsyncIterator[str]):
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+
+
+class _JobStream(_EventStream):
+    """The events of a job, which ends with the connection."""
+
+    def __init__(self, worker: Worker, job: Job, events: AsyncIterator[str]):
+        super().__init__(events)
+        self._worker, self._job = worker, job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._worker.cancel(self._job)
+
+
+async def _chunks(job: Job, served: Served, texts: responses.TokenText) -> AsyncIterator[str]:
+    """Yields the events of a stream of /v1/."""
+    generation = job.generation
+    envelope = responses.envelope(generation, served)
+    if generation.include_usage:
+        envelope["usage"] = None
+    made = responses.Texts(generation.chat, texts)
+    if generation.chat:
+        for index in range(job.missing):
+            delta = {"role": "assistant", "content": ""}
+            first = dict(index=index, delta=delta, logprobs=None, finish_reason=None)
+            yield _event(envelope | {"choices": [first]})
+    results: dict[int, Result] = {}
+    try:
+        async for event in job.events():
+            index, value = event.index, event.value
+            if isinstance(value, Result):
+                results[index] = value
+                reason = value.finish_reason
+                choice = made.choice(index, "", NO_TOKENS, None, reason, stream=True)
+            elif value.text or value.logprobs is not None:
+                logprobs = value.logprobs if len(value.tokens) else None
+                choice = made.choice(
+                    index, value.text or "", value.tokens, logprobs, None, stream=True
+                )
+            else:
+                continue
+            yield _event(envelope | {"choices": [choice]})
+    except ApiError as error:
+        yield _event(error.body())
+        return
+    if generation.include_usage:
+        counts = responses.usage([results[i] for i in sorted(results)], generation.n)
+        yield _event(envelope | {"choices": [], "usage": counts})
+    yield "data: [DONE]\n\n"
+
+
+async def _states(worker: Worker, served: Served) -> AsyncIterator[str]:
+    """Yields the state of the engine every second, until the server ends."""
+    before, then = worker.snapshot, time.monotonic()
+    while True:
+        snapshot, now = worker.snapshot, time.monotonic()
+        yield _event(_state(served, snapshot, before, now - then))
+        if worker.error is not None or (worker.draining and not worker.num_jobs):
+            return
+        before, then = snapshot, now
+        await asyncio.sleep(STATUS_S)
+
+
+def _state(served: Served, now: Snapshot, before: Snapshot, seconds: float) -> dict[str, Any]:
+    """Returns what the status page shows; rates are those since the snapshot before."""
+    stats, rounds = now.stats, now.rounds - before.rounds
+    tokens = now.tokens - before.tokens
+    return dict(
+        model=served.name,
+        slots=served.limits.slots,
+        running=stats.running,
+        waiting=stats.waiting,
+        tokens_per_s=round(tokens / seconds, 1) if seconds else 0.0,
+        tau=round(tokens / rounds, 3) if rounds else None,
+        tau_in_total=round(now.tokens / now.rounds, 3) if now.rounds else None,
+        new_tokens=now.tokens,
+        finished=stats.finished,
+        prefix_hits=stats.prefix_hits,
+        prefix_lookups=stats.prefix_lookups,
+    )
+
+
+def _event(value: dict[str, Any]) -> str:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return f"data: {text}\n\n"

@@ -1,0 +1,224 @@
+"""The bodies of requests: which fields there are and what they may be.
+
+A field's description completes the error "FIELD=VALUE: it must be DESCRIPTION".
+"""
+
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Field
+
+from magicjax.server.errors import ApiError
+from magicjax.suggest import did_you_mean
+from magicjax.verification.logprobs import MAX_ALTERNATIVES
+
+MAX_N = 128
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256  # each piece of text is searched for all of them
+SHOWN = 60  # characters of a wrong value in an error
+
+# Fields that do not change the text.
+WITHOUT_EFFECT = frozenset(
+    {"user", "metadata", "safety_identifier", "service_tier"}
+    | {"prompt_cache_key", "prompt_cache_retention"}
+)
+# Fields that are not supported, with the values that change nothing; null is one of them.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "store": (False,),
+}
+NEUTRAL_COMPLETION = NEUTRAL | {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+NEUTRAL_CHAT = NEUTRAL | {
+    "audio": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "reasoning_effort": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+NEUTRAL_MESSAGE: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "name": (),
+    "refusal": (),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+_Fast = pydantic.FailFast()  # one error of a long list is enough
+
+
+class _Object(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Object):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponseFormat(_Object):
+    type: Literal["text"]
+
+
+class _Body(_Object):
+    """The fields of both APIs."""
+
+    model: str | None = Field(None, description="the name that /v1/models lists")
+    n: int | None = Field(None, ge=1, le=MAX_N, description=f"a whole number from 1 to {MAX_N}")
+    temperature: float | None = Field(None, ge=0, description="a number, 0 or more")
+    top_p: float | None = Field(None, gt=0, le=1, description="above 0 and at most 1")
+    top_k: int | None = Field(
+        None, ge=-1, lt=2**31, description="a whole number; 0 or -1 for all tokens"
+    )
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**63, description="a whole number in the range of int64"
+    )
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS), _Fast] | None = (
+        Field(
+            None,
+            description=f"a string, or a list of at most {MAX_STOPS}, of 1 to "
+            f"{MAX_STOP_CHARACTERS} characters each",
+        )
+    )
+    max_tokens: int | None = Field(None, ge=1, description="a whole number, 1 or more")
+    stream: bool | None = Field(None, description="true or false")
+    stream_options: StreamOptions | None = Field(
+        None, description='an object such as {"include_usage": true}'
+    )
+    response_format: ResponseFormat | None = Field(
+        None, description='{"type": "text"}; others are not supported'
+    )
+
+
+class CompletionBody(_Body):
+    """The body of /v1/completions."""
+
+    prompt: (
+        str
+        | Annotated[list[TokenId], _Fast]
+        | Annotated[list[str], _Fast]
+        | Annotated[list[Annotated[list[TokenId], _Fast]], _Fast]
+    ) = Field(description="a text, a list of texts, token ids, or a list of lists of token ids")
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_ALTERNATIVES,
+        description=f"a whole number from 0 to {MAX_ALTERNATIVES}",
+    )
+
+
+class TextPart(_Object):
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Object):
+    role: Literal["system", "user", "assistant"]
+    content: str | Annotated[list[TextPart], _Fast]
+
+    @property
+    def text(self) -> str:
+        parts = self.content
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+
+class ChatBody(_Body):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], _Fast] = Field(
+        min_length=1,
+        description="a list of messages, each with a role (system, user or assistant) and a "
+        "content (a text, or a list of parts of type text)",
+    )
+    max_completion_tokens: int | None = Field(None, ge=1, description="a whole number, 1 or more")
+    logprobs: bool | None = Field(None, description="true or false")
+    top_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_ALTERNATIVES,
+        description=f"a whole number from 0 to {MAX_ALTERNATIVES}",
+    )
+
+
+def parse_completion(value: Any) -> CompletionBody:
+    """Returns a valid body of /v1/completions; raises ApiError (400)."""
+    return _parse(CompletionBody, value, NEUTRAL_COMPLETION)
+
+
+def parse_chat(value: Any) -> ChatBody:
+    """Returns a valid body of /v1/chat/completions; raises ApiError (400)."""
+    if isinstance(value, dict) and isinstance(messages := value.get("messages"), list):
+        kept = [
+            _without_neutral(message, NEUTRAL_MESSAGE, f"messages[{i}].")
+            if isinstance(message, dict)
+            else message
+            for i, message in enumerate(messages)
+        ]
+        value = value | {"messages": kept}
+    return _parse(ChatBody, value, NEUTRAL_CHAT)
+
+
+def _parse(kind: Any, value: Any, neutral: dict[str, tuple[Any, ...]]) -> Any:
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    kept = _without_neutral(value, neutral, "")
+    kept = {name: field for name, field in kept.items() if name not in WITHOUT_EFFECT}
+    try:
+        return kind.model_validate(kept)
+    except pydantic.ValidationError as error:
+        raise _as_api_error(error, kind, kept) from None
+
+
+def _without_neutral(
+    fields: dict[str, Any], neutral: dict[str, tuple[Any, ...]], prefix: str
+) -> dict[str, Any]:
+    """Returns the fields that have an effect; raises ApiError for one that is not supported."""
+    kept = {}
+    for name, value in fields.items():
+        if name not in neutral:
+            kept[name] = value
+        elif value is not None and value not in neutral[name]:
+            raise ApiError(
+                400,
+                f"{prefix}{name}={_shown(value)} is not supported: omit {name}",
+                param=prefix + name,
+                code="unsupported_parameter",
+            )
+    return kept
+
+
+def _as_api_error(error: pydantic.ValidationError, kind: Any, value: dict[str, Any]) -> ApiError:
+    """Returns the first error; it names the field, the value and what it must be."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    name, *inner = (str(part) for part in first["loc"])
+    fields = kind.model_fields
+    if name not in fields:
+        hint = did_you_mean(name, fields)
+        return ApiError(
+            400,
+            f"unknown field {_shown(name)}{hint or '; supported are ' + ', '.join(fields)}",
+            param=name[:SHOWN],
+            code="unknown_parameter",
+        )
+    description = fields[name].description
+    if first["type"] == "missing" and not inner:
+        return ApiError(400, f"{name} is missing: it must be {description}", param=name)
+    where = f" (at {'.'.join(inner)})" if name in ("messages", "stream_options") and inner else ""
+    message = f"{name}={_shown(value[name])}{where}: it must be {description}"
+    return ApiError(400, message, param=name)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

@@ -1,0 +1,68 @@
+"""Errors in the shape of OpenAI's API."""
+
+import re
+from typing import Any
+
+from magicjax.engine.handle import QueueFullError
+
+RETRY_AFTER_S = 1  # a slot is free when the shortest request ends; clients back off further
+
+
+class ApiError(Exception):
+    """An error that is the answer to a request.
+
+    Attributes:
+      status: of HTTP.
+      message: for the client.
+      type: as OpenAI names it.
+      param: the field of the body; None for other errors.
+      code: as OpenAI names it; None without one.
+      headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.type = status, message, type
+        self.param, self.code, self.headers = param, code, headers
+
+    def body(self) -> dict[str, Any]:
+        """Returns the body of the answer."""
+        error = dict(message=self.message, type=self.type, param=self.param, code=self.code)
+        return {"error": error}
+
+
+def server_error(message: str, status: int = 500) -> ApiError:
+    """Returns an error that is not the client's."""
+    return ApiError(status, message, type="server_error")
+
+
+def refused(error: Exception, limit_field: str) -> ApiError:
+    """Returns the answer to an error of `Engine.submit`.
+
+    Args:
+      error: a full queue is 429, other ValueErrors and TypeErrors are 400, the rest is 500.
+      limit_field: the body's field for the limit of new tokens.
+    """
+    if isinstance(error, QueueFullError):
+        return ApiError(
+            429,
+            "the queue is full: try again later",
+            type="rate_limit_error",
+            code="queue_full",
+            headers={"Retry-After": str(RETRY_AFTER_S)},
+        )
+    if not isinstance(error, ValueError | TypeError):
+        return server_error(f"the request failed: {type(error).__name__}")
+    message = str(error).replace("max_new_tokens", limit_field)
+    named = re.match(r"(\w+)=", message)
+    code = "context_length_exceeded" if "capacity=" in message else None
+    return ApiError(400, message, param=named and named[1], code=code)

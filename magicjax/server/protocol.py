@@ -1,0 +1,219 @@
+"""Requests as OpenAI's clients send them, as arguments of the engine."""
+
+import dataclasses
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import jinja2
+import numpy as np
+from jaxtyping import Int
+from pydantic_core import from_json
+
+from magicjax.decoding.chat_template import chat_tokens
+from magicjax.decoding.validation import token_ids
+from magicjax.engine.stats import EngineLimits
+from magicjax.model import Model
+from magicjax.server import bodies
+from magicjax.server.bodies import ChatBody, CompletionBody
+from magicjax.server.errors import ApiError
+
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """What the server serves.
+
+    Attributes:
+      name: of the model, for clients.
+      target: the engine's.
+      limits: the engine's.
+    """
+
+    name: str
+    target: Model
+    limits: EngineLimits
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """A valid request.
+
+    Attributes:
+      chat: whether it came to /v1/chat/completions.
+      prompts: int32 [T] each.
+      n: samples of each prompt.
+      options: of `Engine.submit_samples`, for each prompt.
+      stream: whether text is sent as it arrives.
+      include_usage: whether a stream ends with the counts of tokens.
+      limit_field: the body's field for the limit of new tokens.
+    """
+
+    chat: bool
+    prompts: list[Int[np.ndarray, "T"]]
+    n: int
+    options: dict[str, Any]
+    stream: bool
+    include_usage: bool
+    limit_field: str
+
+
+def parse_completion(data: bytes, served: Served) -> Generation:
+    """Returns the request that a body of /v1/completions makes.
+
+    Raises:
+      ApiError: 400 or 404.
+    """
+    body = bodies.parse_completion(_json(data))
+    _check_model(body.model, served)
+    prompt: Any = body.prompt
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        prompt = [prompt]
+    n = _checked_count(body, len(prompt), served.limits)
+    limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    options = _options(body, served, "max_tokens", limit, "logprobs", body.logprobs)
+    prompts = _tokens(lambda: token_ids(served.target, prompt), "prompt")
+    return _generation(body, prompts, n, options, "max_tokens")
+
+
+def parse_chat(data: bytes, served: Served) -> Generation:
+    """Returns the request that a body of /v1/chat/completions makes.
+
+    Raises:
+      ApiError: 400 or 404.
+    """
+    body = bodies.parse_chat(_json(data))
+    _check_model(body.model, served)
+    tokenizer = served.target.tokenizer
+    if not tokenizer.chat_template:
+        raise ApiError(400, "the model has no chat template: use /v1/completions")
+    n = _checked_count(body, 1, served.limits)
+    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    if None not in (body.max_tokens, body.max_completion_tokens):
+        raise ApiError(
+            400, "max_tokens and max_completion_tokens exclude each other", param="max_tokens"
+        )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs requires logprobs=true", param="top_logprobs")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    limit = getattr(body, field)
+    options = _options(body, served, field, limit, "top_logprobs", logprobs)
+    messages = [{"role": message.role, "content": message.text} for message in body.messages]
+
+    def prompts() -> list[Int[np.ndarray, "T"]]:
+        return token_ids(served.target, [chat_tokens(tokenizer, messages)])
+
+    return _generation(body, _tokens(prompts, "messages"), n, options, field)
+
+
+def _generation(
+    body: CompletionBody | ChatBody,
+    prompts: list[Int[np.ndarray, "T"]],
+    n: int,
+    options: dict[str, Any],
+    limit_field: str,
+) -> Generation:
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options requires stream=true", param="stream_options")
+    return Generation(
+        chat=isinstance(body, ChatBody),
+        prompts=prompts,
+        n=n,
+        options=options,
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        limit_field=limit_field,
+    )
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+
+
+def _check_model(name: str | None, served: Served) -> None:
+    if name not in (None, served.name):
+        raise ApiError(
+            404,
+            f"the model {name[:100]!r} is not served here: use {served.name!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def _checked_count(body: CompletionBody | ChatBody, prompts: int, limits: EngineLimits) -> int:
+    """Returns the number of samples of each prompt."""
+    n = body.n or 1
+    if n > 1 and not _samples(body, limits):
+        raise ApiError(
+            400, f"n={n} greedy texts of one prompt are equal: use n=1, or sample", param="n"
+        )
+    if prompts * n > limits.queue_limit:
+        raise ApiError(
+            400,
+            f"{prompts} prompts with n={n} are {prompts * n} requests, and the queue holds "
+            f"{limits.queue_limit}: send fewer at once",
+            param="prompt",
+        )
+    return n
+
+
+def _samples(body: CompletionBody | ChatBody, limits: EngineLimits) -> bool:
+    return limits.do_sample and body.temperature != 0
+
+
+def _options(
+    body: CompletionBody | ChatBody,
+    served: Served,
+    limit_field: str,
+    limit: int | None,
+    logprobs_field: str,
+    logprobs: int | None,
+) -> dict[str, Any]:
+    """Returns the arguments of `Engine.submit_samples` besides the prompt and n."""
+    limits = served.limits
+    if logprobs is not None and (limits.logprobs is None or logprobs > limits.logprobs):
+        has = "without --logprobs" if limits.logprobs is None else f"with at most {limits.logprobs}"
+        raise ApiError(
+            400,
+            f"{logprobs_field}={logprobs}: the server was started {has}",
+            param="logprobs" if limits.logprobs is None else logprobs_field,
+        )
+    if limit is not None and limit > limits.max_new_tokens:
+        raise ApiError(
+            400,
+            f"{limit_field}={limit}: it must be at most {limits.max_new_tokens} on this server",
+            param=limit_field,
+        )
+    options: dict[str, Any] = dict(max_new_tokens=limit, stop=body.stop or (), logprobs=logprobs)
+    # `body.response_format` can only be text. A grammar is an argument of `submit`, made here.
+    return options | _sampling(body, limits)
+
+
+def _sampling(body: CompletionBody | ChatBody, limits: EngineLimits) -> dict[str, Any]:
+    """Returns the sampling arguments; none for greedy decoding, which they do not change."""
+    if not limits.do_sample and body.temperature:
+        raise ApiError(
+            400,
+            f"temperature={body.temperature:g}: this server decodes greedily (--greedy): omit it, "
+            "or use 0",
+            param="temperature",
+        )
+    if not limits.do_sample:
+        return {}
+    if body.temperature == 0:
+        return {"temperature": 0}
+    seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
+    top_k = None if body.top_k == -1 else body.top_k
+    return dict(temperature=body.temperature, top_k=top_k, top_p=body.top_p, seed=seed)
+
+
+def _tokens(make: Callable[[], list[np.ndarray]], field: str) -> list[np.ndarray]:
+    """Returns token ids; text that has none, or that the template rejects, is an ApiError."""
+    try:
+        return make()
+    except (ValueError, TypeError, jinja2.TemplateError) as error:
+        raise ApiError(400, str(error), param=field) from error

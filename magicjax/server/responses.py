@@ -1,0 +1,162 @@
+"""Results of the engine in the shapes of OpenAI's API."""
+
+import dataclasses
+import functools
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from magicjax.engine.handle import Result
+from magicjax.server.protocol import Generation, Served
+from magicjax.verification.logprobs import LogProbs
+
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}  # others are errors
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # part of a character
+
+TokenText = Callable[[int], str]
+
+
+def token_text(tokenizer: Any) -> TokenText:
+    """Returns the function from a token to its text within a text.
+
+    A tokenizer may drop the space before the first token of a text, so a token is decoded twice in
+    a row.
+    """
+
+    @functools.lru_cache(maxsize=2**16)
+    def text(token: int) -> str:
+        one, two = (
+            tokenizer.decode([token] * n, clean_up_tokenization_spaces=False) for n in (1, 2)
+        )
+        return two[len(one) :] if two.startswith(one) else one
+
+    return text
+
+
+@dataclasses.dataclass
+class Texts:
+    """Makes the choices of one answer, or of the chunks of one stream.
+
+    Attributes:
+      chat: whether it is an answer of /v1/chat/completions.
+      token_text: of the model.
+      offsets: characters of each choice so far, as its tokens decode.
+    """
+
+    chat: bool
+    token_text: TokenText
+    offsets: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def choice(
+        self,
+        index: int,
+        text: str,
+        tokens: Int[np.ndarray, "T"],
+        logprobs: LogProbs | None,
+        reason: str | None,
+        stream: bool,
+    ) -> dict[str, Any]:
+        """Returns a choice; `reason` is None while it continues."""
+        finish_reason = None if reason is None else FINISH_REASONS[reason]
+        shared: dict[str, Any] = dict(index=index, logprobs=None, finish_reason=finish_reason)
+        if logprobs is not None:
+            shape = self._chat_logprobs if self.chat else self._completion_logprobs
+            shared["logprobs"] = shape(index, tokens.tolist(), logprobs)
+        if not self.chat:
+            return shared | {"text": text}
+        if not stream:
+            return shared | {"message": {"role": "assistant", "content": text}}
+        return shared | {"delta": {"content": text} if text else {}}
+
+    def _chat_logprobs(self, _: int, tokens: list[int], logprobs: LogProbs) -> dict[str, Any]:
+        def described(token: int, log: float) -> dict[str, Any]:
+            text = self.token_text(token)
+            encoded = None if UNKNOWN in text else list(text.encode())
+            return dict(token=text, logprob=max(float(log), LEAST_LOGPROB), bytes=encoded)
+
+        content = [
+            described(token, log) | {"top_logprobs": [*map(described, tops, logs)]}
+            for token, log, tops, logs in _rows(tokens, logprobs)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _completion_logprobs(
+        self, index: int, tokens: list[int], logprobs: LogProbs
+    ) -> dict[str, Any]:
+        texts, offsets, chosen, top = [], [], [], []
+        end = self.offsets.get(index, 0)
+        for token, log, tops, logs in _rows(tokens, logprobs):
+            texts.append(self.token_text(token))
+            offsets.append(end)
+            end += len(texts[-1])
+            chosen.append(max(float(log), LEAST_LOGPROB))
+            alternatives: dict[str, float] = {}
+            for other, other_log in zip(tops, logs, strict=True):
+                alternatives.setdefault(self.token_text(other), max(other_log, LEAST_LOGPROB))
+            top.append(alternatives | {texts[-1]: chosen[-1]})
+        self.offsets[index] = end
+        return dict(tokens=texts, token_logprobs=chosen, top_logprobs=top, text_offset=offsets)
+
+
+def _rows(tokens: Sequence[int], logprobs: LogProbs) -> Any:
+    """Returns (token, its log-probability, alternatives, theirs) by token."""
+    tops, logs = logprobs.top_tokens.tolist(), logprobs.top.tolist()
+    return zip(tokens, logprobs.chosen.tolist(), tops, logs, strict=True)
+
+
+def envelope(generation: Generation, served: Served) -> dict[str, Any]:
+    """Returns what an answer, and every chunk of a stream, begins with."""
+    if not generation.chat:
+        kind, prefix = "text_completion", "cmpl"
+    else:
+        kind, prefix = "chat.completion" + ".chunk" * generation.stream, "chatcmpl"
+    identifier = f"{prefix}-{uuid.uuid4().hex}"
+    return dict(id=identifier, object=kind, created=int(time.time()), model=served.name)
+
+
+def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
+    """Returns the counts of tokens of an answer; the prompt of n samples counts once."""
+    stats = [result.stats for result in results]
+    prompt = sum(one.prompt_tokens for one in stats[::n])
+    new = sum(one.new_tokens for one in stats)
+    accepted = sum(one.accepted for one in stats)
+    details = dict(
+        accepted_prediction_tokens=accepted,
+        rejected_prediction_tokens=sum(one.drafted for one in stats) - accepted,
+    )
+    return dict(
+        prompt_tokens=prompt,
+        completion_tokens=new,
+        total_tokens=prompt + new,
+        prompt_tokens_details={"cached_tokens": sum(one.reused_tokens for one in stats[::n])},
+        completion_tokens_details=details,
+    )
+
+
+def answer(
+    generation: Generation, served: Served, texts: TokenText, results: Sequence[Result]
+) -> dict[str, Any]:
+    """Returns the answer to a request without a stream."""
+    made = Texts(generation.chat, texts)
+    choices = [
+        made.choice(index, r.text or "", r.tokens, r.logprobs, r.finish_reason, stream=False)
+        for index, r in enumerate(results)
+    ]
+    counts = usage(results, generation.n)
+    return envelope(generation, served) | {"choices": choices, "usage": counts}
+
+
+def model_list(served: Served, created: int) -> dict[str, Any]:
+    """Returns the answer of /v1/models."""
+    return {"object": "list", "data": [model_card(served, created)]}
+
+
+def model_card(served: Served, created: int) -> dict[str, Any]:
+    """Returns the description of the model."""
+    card = dict(id=served.name, object="model", created=created, owned_by="magicjax")
+    return card | {"max_model_len": served.limits.capacity}

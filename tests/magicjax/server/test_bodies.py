@@ -1,0 +1,264 @@
+"""Bodies: what is supported, what is refused by name, and that nothing malformed is a 5xx."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from magicjax.engine.stats import EngineLimits
+from magicjax.server import bodies, protocol
+from magicjax.server.errors import ApiError
+from magicjax.server.protocol import Generation, Served
+from tests.magicjax.server import serving
+
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+TEXT = {"prompt": "x", "max_tokens": 1}
+PARSERS = {"completions": protocol.parse_completion, "chat/completions": protocol.parse_chat}
+VALID = {"completions": TEXT, "chat/completions": CHAT}
+LIMITS = EngineLimits(
+    slots=2, capacity=64, max_new_tokens=32, queue_limit=8, logprobs=3, do_sample=True
+)
+
+
+def served(limits: EngineLimits = LIMITS) -> Served:
+    """Returns a model whose tokenizer has a token per character."""
+
+    class Tokenizer:
+        chat_template = "yes"
+
+        def __call__(self, text):
+            return {"input_ids": [ord(character) % 50 for character in text]}
+
+        def apply_chat_template(self, messages, **_):
+            return self("".join(message["content"] for message in messages))
+
+    target = SimpleNamespace(
+        tokenizer=Tokenizer(), config=SimpleNamespace(vocab_size=50), name="tiny"
+    )
+    return Served("tiny", target, limits)
+
+
+def parse(path: str, limits: EngineLimits = LIMITS, **fields) -> Generation:
+    return PARSERS[path](json.dumps(VALID[path] | fields).encode(), served(limits))
+
+
+def refused(path: str, limits: EngineLimits = LIMITS, **fields) -> ApiError:
+    with pytest.raises(ApiError) as raised:
+        parse(path, limits, **fields)
+    assert raised.value.status in (400, 404)
+    return raised.value
+
+
+@pytest.mark.parametrize("path", PARSERS)
+def test_fields_become_arguments_of_submit(path):
+    options = parse(path, temperature=0.5, top_p=0.9, top_k=5, seed=7, stop="a", n=2).options
+    expected = dict(temperature=0.5, top_p=0.9, top_k=5, seed=7, stop="a", max_new_tokens=1)
+    assert options == expected | {"logprobs": None}
+    greedy = parse(path, temperature=0, top_p=0.9, top_k=5, seed=7).options
+    assert greedy == dict(temperature=0, stop=(), max_new_tokens=1, logprobs=None)
+    assert parse(path, top_k=-1).options["top_k"] is None
+    assert parse(path).options["seed"] != parse(path).options["seed"]
+
+
+def test_limits_of_new_tokens():
+    completion = {"prompt": "x"}
+    data = json.dumps(completion).encode()
+    assert protocol.parse_completion(data, served()).options["max_new_tokens"] == 16
+    assert parse("chat/completions", max_tokens=None).options["max_new_tokens"] is None
+    made = parse("chat/completions", max_tokens=None, max_completion_tokens=3)
+    assert made.options["max_new_tokens"] == 3 and made.limit_field == "max_completion_tokens"
+
+
+@pytest.mark.parametrize("path", PARSERS)
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("n", 0, "n=0: it must be a whole number from 1 to 128"),
+        ("n", True, "n=True"),
+        ("temperature", -1, "temperature=-1: it must be a number, 0 or more"),
+        ("temperature", "hot", "temperature='hot'"),
+        ("top_p", 0, "top_p=0: it must be above 0 and at most 1"),
+        ("top_k", 1.5, "top_k=1.5: it must be a whole number"),
+        ("seed", 2**63, "seed=9223372036854775808: it must be a whole number in the range of"),
+        ("stop", "", "stop='': it must be a string, or a list"),
+        ("stop", ["a"] * 17, "at most 16"),
+        ("stop", "a" * 257, "256 characters"),
+        ("max_tokens", 0, "max_tokens=0: it must be a whole number, 1 or more"),
+        ("max_tokens", 33, "max_tokens=33: it must be at most 32 on this server"),
+        ("stream", "yes", "stream='yes': it must be true or false"),
+        ("stream_options", {"include_usage": True}, "stream_options requires stream=true"),
+        ("stream_options", {"x": 1}, "(at x): it must be an object such as"),
+        ("response_format", {"type": "json_object"}, 'it must be {"type": "text"}'),
+        ("frequency_penalty", 0.1, "frequency_penalty=0.1 is not supported: omit"),
+        ("presence_penalty", -1, "presence_penalty=-1 is not supported"),
+        ("logit_bias", {"5": 100}, "logit_bias={'5': 100} is not supported"),
+        ("store", True, "store=True is not supported"),
+        ("temprature", 1, "unknown field 'temprature'; did you mean 'temperature'?"),
+        ("guided_json", {}, "unknown field 'guided_json'; supported are model, n, temp"),
+        ("model", "gpt-9", "the model 'gpt-9' is not served here: use 'tiny'"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(path, field, value, text):
+    error = refused(path, **{field: value})
+    assert text in error.message and error.param == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("prompt", None, "prompt=None: it must be a text, a list of texts"),
+        ("prompt", [], "prompts is empty"),
+        ("prompt", [""], "prompt 0 is empty"),
+        ("prompt", [[1], []], "prompt 1 is empty"),
+        ("prompt", ["a", 1], "prompt=['a', 1]: it must be"),
+        ("prompt", [2**31], "prompt=[2147483648]: it must be"),
+        ("prompt", [50], "token 50, outside the target's vocabulary"),
+        ("prompt", ["a"] * 9, "9 prompts with n=1 are 9 requests, and the queue holds 8"),
+        ("logprobs", 4, "logprobs=4: the server was started with at most 3"),
+        ("logprobs", True, "logprobs=True: it must be a whole number"),
+        ("best_of", 2, "best_of=2 is not supported: omit best_of"),
+        ("echo", True, "echo=True is not supported"),
+        ("suffix", "}", "suffix='}' is not supported"),
+    ],
+)
+def test_wrong_completions_are_refused_by_name(field, value, text):
+    error = refused("completions", **{field: value})
+    assert text in error.message and error.param == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (dict(messages=[]), "messages=[]: it must be a list of messages"),
+        (dict(messages=[{"role": "tool", "content": "x"}]), "(at 0.role): it must be"),
+        (dict(messages=[{"role": "user"}]), "(at 0.content)"),
+        (dict(messages=[{"role": "user", "content": None}]), "messages=["),
+        (
+            dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
+            "parts of type text",
+        ),
+        (
+            dict(messages=[{"role": "user", "content": "x", "name": "me"}]),
+            "messages[0].name='me' is not supported: omit name",
+        ),
+        (dict(tools=[{"type": "function"}]), "tools=[{'type': 'function'}] is not supported"),
+        (dict(tool_choice="required"), "tool_choice='required' is not supported"),
+        (dict(modalities=["audio"]), "modalities=['audio'] is not supported"),
+        (dict(reasoning_effort="high"), "reasoning_effort='high' is not supported"),
+        (dict(logprobs=2), "logprobs=2: it must be true or false"),
+        (dict(top_logprobs=2), "top_logprobs requires logprobs=true"),
+        (dict(logprobs=True, top_logprobs=4), "top_logprobs=4: the server was started with at"),
+        (dict(max_completion_tokens=2), "max_tokens and max_completion_tokens exclude each other"),
+    ],
+)
+def test_wrong_chats_are_refused_by_name(fields, text):
+    error = refused("chat/completions", **fields)
+    assert text in error.message
+    assert error.param.partition("[")[0] in {*fields, "max_tokens"}
+
+
+def test_the_engine_limits_what_may_be_asked():
+    greedy = EngineLimits(
+        slots=2, capacity=64, max_new_tokens=32, queue_limit=8, logprobs=None, do_sample=False
+    )
+    for path in PARSERS:
+        assert "decodes greedily" in refused(path, greedy, temperature=0.5).message
+        assert "greedy texts of one prompt are equal" in refused(path, greedy, n=2).message
+        assert "n=2 greedy" in refused(path, temperature=0, n=2).message
+        assert "temperature" not in parse(path, greedy, temperature=0, top_p=0.5, seed=1).options
+    message = refused("completions", greedy, logprobs=0).message
+    assert message == "logprobs=0: the server was started without --logprobs"
+
+
+@pytest.mark.parametrize("path", PARSERS)
+def test_values_that_change_nothing_are_accepted(path):
+    neutral = bodies.NEUTRAL_CHAT if "chat" in path else bodies.NEUTRAL_COMPLETION
+    for name, values in neutral.items():
+        for value in (None, *values):
+            assert parse(path, **{name: value})
+    everything = dict.fromkeys(bodies.WITHOUT_EFFECT, "x")
+    assert parse(path, **everything, response_format={"type": "text"}, n=None, stop=None)
+
+
+def test_an_answer_can_be_sent_back_as_the_client_dumps_it():
+    answer = {"role": "assistant", "content": "hi", "refusal": None, "annotations": []}
+    answer |= {"audio": None, "function_call": None, "tool_calls": None}
+    assert parse("chat/completions", messages=[*CHAT["messages"], answer, *CHAT["messages"]])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"[]", b"null", b"\xff", b'"\\ud800"', b"[" * 10_000, b'{"n": NaN, "prompt": "x"}']
+    + [b'{"prompt": "\\udc00"}', b'{"prompt": "x", "seed": ' + b"9" * 5_000 + b"}"],
+)
+@pytest.mark.parametrize("path", PARSERS)
+def test_what_is_not_a_json_object_is_refused(path, data):
+    with pytest.raises(ApiError) as raised:
+        PARSERS[path](data, served())
+    assert raised.value.status == 400 and "the body" in raised.value.message
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+VALUES = st.recursive(
+    SCALARS, lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text(), x, max_size=3)
+)
+MESSAGES = st.lists(
+    st.dictionaries(st.sampled_from(["role", "content", "name", "x"]), VALUES | st.just("user"))
+)
+FIELDS = st.dictionaries(
+    st.sampled_from(
+        [*bodies.CompletionBody.model_fields, *bodies.ChatBody.model_fields]
+        + [*bodies.NEUTRAL_COMPLETION, *bodies.NEUTRAL_CHAT]
+    )
+    | st.text(),
+    VALUES | MESSAGES | st.integers(0, 4) | st.floats(0, 2),
+    max_size=5,
+)
+BODIES = st.binary() | st.builds(
+    lambda base, fields: json.dumps(base | fields).encode(),
+    st.sampled_from([{}, CHAT, TEXT]),
+    FIELDS,
+)
+
+
+@pytest.mark.parametrize("path", PARSERS)
+@settings(max_examples=100)
+@given(data=BODIES)
+def test_any_body_is_a_request_or_the_clients_error(path, data):
+    try:
+        assert isinstance(PARSERS[path](data, served()), Generation)
+    except ApiError as error:
+        assert 400 <= error.status < 500
+        json.dumps(error.body())
+
+
+@pytest.fixture(scope="module")
+def server(directory):
+    engine = serving.make_engine(serving.target_of(directory), max_new_tokens=16)
+    with serving.running(engine) as made:
+        yield made
+
+
+def check_answer(server, path: str, data: bytes) -> None:
+    response = server.post(path, content=data, headers={"Content-Type": "application/json"})
+    assert response.status_code < 500, response.text
+    if response.status_code != 200:
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("path", PARSERS)
+@settings(max_examples=10)
+@given(data=BODIES)
+def test_no_body_is_a_server_error(server, path, data):
+    check_answer(server, path, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PARSERS)
+@settings(max_examples=1000)
+@given(data=BODIES)
+def test_no_body_of_many_is_a_server_error(server, path, data):
+    check_answer(server, path, data)
+    assert server.worker.error is None

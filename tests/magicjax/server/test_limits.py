@@ -1,0 +1,207 @@
+"""Keys, limits, full queues, clients that disconnect, draining, and a device that fails."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+
+from tests.magicjax.server import serving
+from tests.magicjax.server.serving import NAME, paused, running, slow, until
+
+KEY = "a key of 16 byte"
+MAX_BYTES = 20_000
+LONG = {"prompt": "def add(", "max_tokens": 128, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def engine(directory):
+    target = serving.target_of(directory)
+    return serving.make_engine(target, eos_token_id=[], rounds_per_step=1)
+
+
+@pytest.fixture(scope="module")
+def server(engine):
+    with running(engine, max_body_bytes=MAX_BYTES) as made:
+        yield made
+
+
+def message(response: httpx.Response) -> str:
+    return response.json()["error"]["message"]
+
+
+def test_requests_need_the_key(engine):
+    with running(engine, api_key=KEY) as server:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
+            for response in (
+                server.post("completions", json=LONG, headers=headers),
+                httpx.get(f"{server.url}/v1/models", headers=headers),
+            ):
+                assert response.status_code == 401
+                assert response.headers["WWW-Authenticate"] == "Bearer"
+                assert response.json()["error"]["code"] == "invalid_api_key"
+        with pytest.raises(openai.AuthenticationError):
+            server.client().models.list()
+        assert server.client(api_key=KEY).models.list().data
+        assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_large_bodies_are_refused(server):
+    def parts():
+        for _ in range(10 * MAX_BYTES // 1000):
+            yield b" " * 1000
+
+    headers = {"Content-Type": "application/json"}
+    fits = server.post("completions", content=b" " * MAX_BYTES, headers=headers)
+    assert fits.status_code == 400 and "not valid JSON" in message(fits)
+    response = server.post("completions", content=b" " * (MAX_BYTES + 1), headers=headers)
+    assert response.status_code == 413 and str(MAX_BYTES) in message(response)
+    response = server.post("completions", content=parts(), headers=headers)
+    assert response.status_code == 413
+
+
+def test_other_types_methods_and_paths_are_refused(server):
+    typed = server.post("completions", content=json.dumps(LONG), headers={"Content-Type": "a/b"})
+    assert typed.status_code == 415 and "application/json" in message(typed)
+    assert httpx.get(f"{server.url}/v1/completions").status_code == 405
+    response = server.post("embeddings", json={})
+    assert response.status_code == 404 and message(response) == "Not Found"
+
+
+def test_a_full_queue_is_429(server):
+    with ThreadPoolExecutor(8) as pool, paused(server.worker):
+        waiting = [
+            pool.submit(server.post, "completions", json=LONG | {"max_tokens": 4})
+            for _ in range(serving.QUEUE)
+        ]
+        until(lambda: server.worker.num_jobs == serving.QUEUE)
+        refused = pool.submit(server.post, "completions", json=LONG)
+        until(lambda: server.worker.num_jobs == serving.QUEUE + 1)
+    assert [request.result().status_code for request in waiting] == [200] * serving.QUEUE
+    response = refused.result()
+    assert response.status_code == 429 and response.headers["Retry-After"] == "1"
+    assert response.json()["error"]["code"] == "queue_full"
+    assert server.worker.num_jobs == 0
+
+
+def test_several_prompts_are_queued_together_or_not_at_all(server):
+    cancelled = server.engine.stats.finished["cancelled"]
+    with ThreadPoolExecutor(8) as pool, paused(server.worker):
+        first = pool.submit(server.post, "completions", json=LONG | {"max_tokens": 4, "n": 2})
+        until(lambda: server.worker.num_jobs == 1)
+        body = LONG | {"prompt": ["a", "b", "c"]}
+        second = pool.submit(server.post, "completions", json=body)
+        until(lambda: server.worker.num_jobs == 2)
+    assert first.result().status_code == 200
+    assert second.result().status_code == 429
+    assert server.engine.stats.finished["cancelled"] == cancelled + 2
+
+
+def test_a_stream_that_is_closed_frees_its_slot(server):
+    cancelled = server.engine.stats.finished["cancelled"]
+    with slow(server.engine):
+        stream = server.client().completions.create(model=NAME, stream=True, n=2, **LONG)
+        next(iter(stream))
+        assert server.worker.num_jobs == 1
+        stream.close()
+        until(lambda: server.engine.stats.finished["cancelled"] == cancelled + 2)
+    assert server.worker.num_jobs == 0
+
+
+def test_a_client_that_does_not_wait_frees_its_slot(server):
+    cancelled = server.engine.stats.finished["cancelled"]
+    with slow(server.engine, 0.05), pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=0.3)
+    until(lambda: server.engine.stats.finished["cancelled"] == cancelled + 1)
+    assert server.worker.num_jobs == 0
+
+
+def test_a_reader_that_is_slow_stops_nobody(server):
+    stream = server.client().completions.create(model=NAME, stream=True, **LONG)
+    texts = [server.post("completions", json=LONG).json()["choices"][0]["text"] for _ in range(2)]
+    assert [*{*texts}] == ["".join(chunk.choices[0].text for chunk in stream)]
+
+
+def test_draining_ends_with_the_running_requests(engine):
+    with running(engine) as server, slow(engine):
+        stream = server.client().completions.create(model=NAME, stream=True, **LONG)
+        first = next(stream).choices[0].text
+        server.server.draining = True
+        until(lambda: server.worker.draining)
+        response = server.post("completions", json=LONG)
+        assert response.status_code == 503 and "shutting down" in message(response)
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        chunks = [chunk.choices[0] for chunk in stream]
+        assert chunks[-1].finish_reason == "length" and first
+        server.thread.join(serving.SECONDS)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/health")
+
+
+def test_draining_cancels_what_takes_too_long(engine):
+    with running(engine, drain_s=0.1) as server, slow(engine, 0.2), ThreadPoolExecutor(1) as pool:
+        stream = server.client().completions.create(model=NAME, stream=True, **LONG)
+        next(stream)
+        whole = pool.submit(server.post, "completions", json=LONG)
+        until(lambda: server.worker.num_jobs == 2)
+        server.server.draining = True
+        with pytest.raises(openai.APIError, match="shutting down"):
+            for _ in stream:
+                pass
+        assert whole.result().status_code == 503
+
+
+def test_a_failed_step_is_500_for_all_and_ends_the_server(engine, monkeypatch):
+    def fail() -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    with running(engine) as server, ThreadPoolExecutor(1) as pool:
+        with slow(engine):
+            stream = server.client().completions.create(model=NAME, stream=True, **LONG)
+            next(stream)
+            whole = pool.submit(server.post, "completions", json=LONG)
+            until(lambda: server.worker.num_jobs == 2)
+        monkeypatch.setattr(engine, "step", fail)
+        with pytest.raises(openai.APIError, match="the engine has failed"):
+            for _ in stream:
+                pass
+        assert whole.result().status_code == 500
+        assert "the engine has failed" in message(whole.result())
+        server.thread.join(serving.SECONDS)
+        assert isinstance(server.worker.error, RuntimeError)
+    monkeypatch.undo()
+
+
+@pytest.mark.slow
+def test_clients_that_die_change_no_other_texts(server):
+    bodies = [LONG | {"seed": seed, "temperature": seed % 2} for seed in range(20)]
+    expected = [server.post("completions", json=body).json()["choices"] for body in bodies]
+    client, ended = server.client(max_retries=100), threading.Event()
+
+    def die(index: int) -> None:
+        stream = client.completions.create(
+            model=NAME, prompt=f"x{index} = ", max_tokens=128, stream=True
+        )
+        for count, _ in enumerate(stream):
+            if count == index % 7:
+                stream.close()
+                return
+
+    def ask(index: int) -> list[dict]:
+        text = client.completions.create(model=NAME, **bodies[index % len(bodies)])
+        return [choice.model_dump() for choice in text.choices]
+
+    with slow(server.engine, 0.002), ThreadPoolExecutor(12) as dying, ThreadPoolExecutor(2) as pool:
+        deaths = [dying.submit(die, index) for index in range(200)]
+        answers = [pool.submit(ask, index) for index in range(60)]
+        for index, answer in enumerate(answers):
+            found, wanted = answer.result(), expected[index % len(bodies)]
+            assert [c["text"] for c in found] == [c["text"] for c in wanted]
+        for death in deaths:
+            death.result()
+    ended.set()
+    until(lambda: server.worker.num_jobs == 0)
+    stats = server.engine.stats
+    assert stats.running == stats.waiting == 0 and stats.finished["cancelled"] >= 50

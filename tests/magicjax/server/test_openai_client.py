@@ -1,0 +1,214 @@
+"""OpenAI's client, unchanged: its answers are the texts of `magicjax.generate`."""
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+import magicjax
+from magicjax.decoding.chat_template import chat_tokens
+from tests.magicjax.server import serving
+from tests.magicjax.server.serving import NAME, NEW
+
+PROMPTS = ["def add(first, second):", "    return first"]
+MESSAGES = [{"role": "system", "content": "short"}, {"role": "user", "content": "def add("}]
+SAMPLED = dict(temperature=0.9, top_p=0.95)
+
+
+@pytest.fixture(scope="module")
+def target(directory):
+    return serving.target_of(directory)
+
+
+@pytest.fixture(scope="module")
+def server(target):
+    with serving.running(serving.make_engine(target)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return server.client()
+
+
+def generate(target, prompt, seed=None, **options) -> magicjax.Output:
+    sampling = {} if seed is None else SAMPLED | dict(do_sample=True, seed=seed)
+    drafting = dict(drafter=magicjax.PromptLookup(), tree=magicjax.chain(4))
+    options = dict(max_new_tokens=NEW) | sampling | drafting | options
+    return magicjax.generate(target, [prompt], **options)
+
+
+def text(target, prompt, seed=None, **options) -> str:
+    return generate(target, prompt, seed, **options).texts[0]
+
+
+def completion(client, prompt, **options):
+    options = dict(model=NAME, max_tokens=NEW, temperature=0) | options
+    return client.completions.create(prompt=prompt, **options)
+
+
+def chat(client, **options):
+    options = dict(model=NAME, max_tokens=NEW, temperature=0, messages=MESSAGES) | options
+    return client.chat.completions.create(**options)
+
+
+def test_greedy_texts_are_those_of_generate(target, client):
+    expected = [text(target, prompt) for prompt in PROMPTS]
+    assert len({*expected}) == 2
+    ids = [target.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    for prompt in (PROMPTS[0], [PROMPTS[0]], ids[0], [ids[0]]):
+        answer = completion(client, prompt)
+        assert [choice.text for choice in answer.choices] == expected[:1]
+    for prompt in (PROMPTS, ids):
+        answer = completion(client, prompt, top_p=0.5, seed=4)  # nothing to sample
+        assert [choice.text for choice in answer.choices] == expected
+        assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.object == "text_completion" and answer.model == NAME
+
+
+def test_sampled_texts_are_those_of_generate_with_the_seed(target, client):
+    expected = [text(target, PROMPTS[0], seed) for seed in (3, 4, 5)]
+    assert len({*expected}) == 3
+    answer = completion(client, PROMPTS[0], n=3, seed=3, **SAMPLED)
+    assert [choice.text for choice in answer.choices] == expected
+    again = completion(client, PROMPTS[0], seed=3 - 2**32, **SAMPLED)
+    assert again.choices[0].text == expected[0]
+
+
+def test_requests_without_a_seed_differ(client):
+    texts = {completion(client, PROMPTS[0], temperature=None).choices[0].text for _ in range(3)}
+    assert len(texts) > 1
+
+
+def test_a_chat_is_answered_in_the_template(target, client):
+    prompt = np.array(chat_tokens(target.tokenizer, MESSAGES))
+    assert target.tokenizer.decode(prompt) == "[system]short[user]def add([assistant]"
+    answer = chat(client)
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content == text(target, prompt)
+    parts = [{"type": "text", "text": "def "}, {"type": "text", "text": "add("}]
+    again = chat(client, messages=[MESSAGES[0], {"role": "user", "content": parts}])
+    assert again.choices[0].message.content == choice.message.content
+
+
+def test_the_counts_of_tokens_are_those_of_the_loop(target, client):
+    output = generate(target, PROMPTS[0])
+    usage = completion(client, PROMPTS[0]).usage
+    assert usage.prompt_tokens == len(target.tokenizer(PROMPTS[0])["input_ids"])
+    assert usage.completion_tokens == output.lengths[0]
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    details = usage.completion_tokens_details
+    assert details.accepted_prediction_tokens == output.stats.accepted
+    drafted = details.accepted_prediction_tokens + details.rejected_prediction_tokens
+    assert drafted == output.stats.drafted > 0
+    several = completion(client, PROMPTS[0], n=2, seed=1, **SAMPLED).usage
+    assert several.prompt_tokens == usage.prompt_tokens  # of n samples it counts once
+
+
+def test_streamed_completions_add_up(target, client):
+    chunks = [*completion(client, PROMPTS, stream=True, stream_options={"include_usage": True})]
+    *pieces, last = chunks
+    assert all(chunk.id == last.id and chunk.object == "text_completion" for chunk in chunks)
+    assert all(chunk.usage is None for chunk in pieces) and last.choices == []
+    assert last.usage == completion(client, PROMPTS).usage or last.usage.prompt_tokens
+    for index, prompt in enumerate(PROMPTS):
+        own = [c for chunk in pieces for c in chunk.choices if c.index == index]
+        assert "".join(choice.text for choice in own) == text(target, prompt)
+        assert [choice.finish_reason for choice in own[:-1]] == [None] * (len(own) - 1)
+        assert own[-1].finish_reason == "length"
+
+
+def test_streamed_chats_add_up(client):
+    whole = chat(client, n=2, seed=6, **SAMPLED)
+    chunks = [*chat(client, n=2, seed=6, stream=True, **SAMPLED)]
+    assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
+    for choice in whole.choices:
+        own = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+        assert own[0].delta.role == "assistant"
+        assert "".join(c.delta.content or "" for c in own) == choice.message.content
+        assert own[-1].finish_reason == choice.finish_reason
+
+
+def test_texts_end_before_a_stop_string(target, client):
+    whole = text(target, PROMPTS[0])
+    stop = whole[7:10]
+    answer = completion(client, PROMPTS[0], stop=[stop, "never said"])
+    assert answer.choices[0].text == whole[: whole.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    streamed = [*chat(client, stop=stop, stream=True)]
+    assert stop not in "".join(chunk.choices[0].delta.content or "" for chunk in streamed)
+
+
+def test_log_probabilities_are_those_of_generate(target, client):
+    output = generate(target, PROMPTS[0], logprobs=2)
+    expected = output.logprobs[0]
+    tokens = output.tokens[0, : output.lengths[0]]
+    answer = completion(client, PROMPTS[0], logprobs=2)
+    found = answer.choices[0].logprobs
+    np.testing.assert_allclose(found.token_logprobs, expected.chosen, atol=1e-4)
+    assert found.tokens == [target.tokenizer.decode([token]) for token in tokens]
+    for top, logs, tops in zip(found.top_logprobs, expected.top, expected.top_tokens):
+        pairs = [(target.tokenizer.decode([token]), log) for log, token in zip(logs, tops)]
+        assert top.keys() >= {text for text, _ in pairs}
+        assert top[pairs[0][0]] == pytest.approx(pairs[0][1], abs=1e-4)  # parts of characters
+    assert found.text_offset == np.cumsum([0, *map(len, found.tokens)])[:-1].tolist()
+    chunks = [c.choices[0] for c in completion(client, PROMPTS[0], logprobs=2, stream=True)]
+    assert [t for c in chunks if c.logprobs for t in c.logprobs.tokens] == found.tokens
+    assert [o for c in chunks if c.logprobs for o in c.logprobs.text_offset] == found.text_offset
+
+
+def test_log_probabilities_of_a_chat(target, client):
+    prompt = np.array(chat_tokens(target.tokenizer, MESSAGES))
+    expected = generate(target, prompt, logprobs=2).logprobs[0]
+    content = chat(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    np.testing.assert_allclose([c.logprob for c in content], expected.chosen, atol=1e-4)
+    for one, tops in zip(content, expected.top_tokens, strict=True):
+        texts = [target.tokenizer.decode([token]) for token in tops]
+        assert [top.token for top in one.top_logprobs] == texts
+        readable = "\N{REPLACEMENT CHARACTER}" not in one.token
+        assert one.bytes == (list(one.token.encode()) if readable else None)
+    alone = chat(client, logprobs=True).choices[0].logprobs.content
+    assert [one.token for one in alone] == [one.token for one in content]
+    assert not any(one.top_logprobs for one in alone)
+
+
+def test_the_model_is_listed(client):
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError, match="the model 'gpt-9' is not served here"):
+        completion(client, PROMPTS[0], model="gpt-9")
+
+
+def test_errors_reach_the_client_in_its_shape(client):
+    with pytest.raises(openai.BadRequestError) as raised:
+        chat(client, tools=[{"type": "function", "function": {"name": "f"}}])
+    error = raised.value.body
+    assert error["param"] == "tools" and error["type"] == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError, match="the chat template rejects"):
+        chat(client, messages=[{"role": "assistant", "content": "Hello"}])
+    with pytest.raises(openai.BadRequestError, match="the prompt has 260 tokens") as raised:
+        completion(client, [5] * 260)
+    assert raised.value.code == "context_length_exceeded"
+
+
+def test_health_status_page_and_metrics(server, client):
+    completion(client, PROMPTS[0])
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert "EventSource" in httpx.get(server.url).text
+    with httpx.stream("GET", f"{server.url}/status") as events:
+        line = next(events.iter_lines())
+    assert line.startswith("data: ") and f'"slots":{serving.SLOTS}' in line
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    stats = server.worker.snapshot.stats
+    finished = values['magicjax_requests_finished_total{reason="length"}']
+    assert float(finished) == stats.finished["length"] > 0
+    assert float(values["magicjax_new_tokens_total"]) > 0
+    assert float(values["magicjax_loop_tokens_total"]) > float(values["magicjax_rounds_total"])
+    assert float(values["magicjax_time_to_first_token_seconds_count"]) > 0
+    accepted = [
+        float(values[f'magicjax_accepted_rounds_total{{depth="{d}"}}']) for d in (1, 2, 3, 4)
+    ]
+    assert accepted == sorted(accepted, reverse=True)
+    assert sum(accepted) == float(values["magicjax_accepted_tokens_total"]) > 0
