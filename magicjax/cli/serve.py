@@ -7,12 +7,14 @@ import ipaddress
 import os
 import pathlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import magicjax
 from magicjax.cli import drafting, options, text
 from magicjax.cli.options import AUTO
-from magicjax.loading import stored_dtype
+from magicjax.decoding.request import prepare
+from magicjax.loading import skeleton, stored_dtype
 from magicjax.model import DTYPES
 from magicjax.verification.verify import VERIFIERS
 
@@ -165,11 +167,12 @@ def run(arguments: argparse.Namespace) -> int:
         if api_key is None and not ipaddress.ip_address(host).is_loopback:
             _note(f"warning: anyone who reaches {host} can use the model: set ${API_KEY}")
         dtype = arguments.dtype or options.default_dtype() or stored_dtype(arguments.target)
+        keywords = {name: getattr(arguments, name) for name in ENGINE}
+        _validate(arguments, functools.partial(skeleton, dtype=dtype), keywords)
         load = functools.partial(magicjax.load, dtype=dtype)
         target = load(arguments.target, offload=arguments.offload)
         target = dataclasses.replace(target, tokenizer=tokenizer)
         drafter, tree = drafting.speculation(arguments, load)
-        keywords = {name: getattr(arguments, name) for name in ENGINE}
         engine = magicjax.Engine(target, drafter, tree, do_sample=not arguments.greedy, **keywords)
         worker = Worker(engine)
         _note("compiling; this takes seconds to minutes")
@@ -200,6 +203,25 @@ def _checked(arguments: argparse.Namespace) -> str | None:
     if key is not None and not key.strip():
         raise ValueError(f"the API key is empty: unset {API_KEY} and omit --api-key for no key")
     return key
+
+
+def _validate(
+    arguments: argparse.Namespace,
+    without_weights: Callable[[str], magicjax.Model],
+    keywords: dict[str, Any],
+) -> None:
+    """Raises ValueError if the models do not fit each other, or for invalid options of requests."""
+    drafter, tree = drafting.speculation(arguments, without_weights)
+    own = {name: keywords[name] for name in ("verifier", "logprobs", "backend")}
+    prepare(
+        without_weights(arguments.target),
+        [[0]],
+        drafter=drafter,
+        tree=tree,
+        do_sample=arguments.do_sample,
+        max_new_tokens=1,
+        **own,
+    )
 
 
 def _note(message: str) -> None:

@@ -1,6 +1,7 @@
 """The routes of the server, an ASGI application."""
 
 import asyncio
+import collections
 import hmac
 import importlib.resources
 import json
@@ -26,6 +27,7 @@ from magicjax.server.worker import Job, Snapshot, Worker
 
 MAX_BODY_BYTES = 4 * 2**20
 STATUS_S = 1.0  # between two events of /status
+RATE_EVENTS = 5  # over which its rates are: a step of a slow engine takes longer than one
 CLOSED = 499  # a client that has disconnected receives nothing; the status is for the log
 PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
@@ -242,13 +244,13 @@ async def _chunks(job: Job, served: Served, texts: responses.TokenText) -> Async
 
 async def _states(worker: Worker, served: Served) -> AsyncIterator[str]:
     """Yields the state of the engine every second, until the server ends."""
-    before, then = worker.snapshot, time.monotonic()
+    newest = collections.deque([(worker.snapshot, time.monotonic())], maxlen=RATE_EVENTS + 1)
     while True:
-        snapshot, now = worker.snapshot, time.monotonic()
+        newest.append((worker.snapshot, time.monotonic()))
+        (before, then), (snapshot, now) = newest[0], newest[-1]
         yield _event(_state(served, snapshot, before, now - then))
         if worker.error is not None or (worker.draining and not worker.num_jobs):
             return
-        before, then = snapshot, now
         await asyncio.sleep(STATUS_S)
 
 

@@ -182,6 +182,14 @@ def test_values_that_change_nothing_are_accepted(path):
     assert parse(path, **everything, response_format={"type": "text"}, n=None, stop=None)
 
 
+def test_tasks_of_lm_evaluation_harness_that_generate_are_accepted():
+    own = dict(temperature=0, stop=["</s>", "\n\n"], seed=1234, max_tokens=32)
+    assert parse("completions", prompt=["a", "b"], **own).n == 1
+    assert parse("chat/completions", **own).options["max_new_tokens"] == 32
+    error = refused("completions", prompt=[[1, 2]], echo=True, logprobs=1, max_tokens=1)
+    assert error.param == "echo" and error.code == "unsupported_parameter"
+
+
 def test_an_answer_can_be_sent_back_as_the_client_dumps_it():
     answer = {"role": "assistant", "content": "hi", "refusal": None, "annotations": []}
     answer |= {"audio": None, "function_call": None, "tool_calls": None}

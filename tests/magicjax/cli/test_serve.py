@@ -1,0 +1,127 @@
+"""`magicjax serve`: refused before weights are loaded, and in a process that signals end."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+import magicjax
+from magicjax.cli.serve import API_KEY
+
+SECONDS = 120  # until a server in a process has compiled its programs
+REFUSED = {
+    "auto": (["--drafter", "auto"], "--drafter auto measures a single prompt"),
+    "a tree without a drafter": (["--tree", "chain:4"], "--tree has no effect without --drafter"),
+    "an inexact verifier": (
+        ["--drafter", "prompt-lookup", "--verifier", "greedy"],
+        "--verifier 'greedy' with --do-sample",
+    ),
+    "a verifier of sampling": (["--greedy", "--verifier", "mss"], "--verifier 'mss' requires"),
+    "logprobs": (["--logprobs", 21], "--logprobs 21 must be a whole number of alternatives"),
+    "port": (["--port", 65536], "--port 65536: it must be between 0 and 65535"),
+    "drain": (["--drain-s", "nan"], "--drain-s nan: it must be 0 or more seconds"),
+    "body": (["--max-body-bytes", 0], "--max-body-bytes 0: it must be at least 1"),
+    "key": (["--api-key", " "], "the API key is empty: unset MAGICJAX_API_KEY and omit --api-key"),
+    "host": (["--host", "no host"], "--host no host and --port 8000:"),
+    "draw": (["--greedy", "--drafter", "prompt-lookup:4:x=1"], "'x'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_invalid_options_exit_with_code_2_and_the_reason(name, directory, run, monkeypatch):
+    monkeypatch.setattr(magicjax, "load", None)
+    arguments, message = REFUSED[name]
+    code, _, errors = run("serve", "--target", directory, *arguments)
+    assert code == 2 and message in errors and errors.count("\n") == 1
+
+
+def test_a_port_in_use_is_an_error_before_weights_are_loaded(directory, run, monkeypatch):
+    monkeypatch.setattr(magicjax, "load", None)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        code, _, errors = run("serve", "--target", directory, "--port", port)
+    assert code == 2 and f"--port {port}: Address already in use" in errors
+
+
+def test_a_missing_package_is_named(directory, run, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("magicjax.server")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    code, _, errors = run("serve", "--target", directory)
+    assert code == 2
+    assert errors == (
+        'magicjax: magicjax serve requires prometheus_client: pip install "magicjax[serve]"\n'
+    )
+
+
+class Serving:
+    """`magicjax serve` in a process, on a free port."""
+
+    def __init__(self, *arguments):
+        command = [sys.executable, "-m", "magicjax", "serve", "--port", "0", *map(str, arguments)]
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=os.environ | {API_KEY: "secret"}
+        )
+        self.lines: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+        end = time.monotonic() + SECONDS
+        while not (found := re.search(r"http://[\d.:]+", "".join(self.lines))):
+            assert self.process.poll() is None and time.monotonic() < end, "".join(self.lines)
+            time.sleep(0.05)
+        self.url = found[0]
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="secret", timeout=SECONDS)
+
+    def _read(self) -> None:
+        for line in self.process.stderr:
+            self.lines.append(line)
+
+    def stream(self, **options):
+        defaults = dict(model="tiny", prompt="a secret text", stream=True)
+        return self.client.completions.create(**defaults | options)
+
+
+@pytest.fixture
+def serving(directory):
+    options = ("--capacity", 400, "--max-new-tokens", 300, "--rounds-per-step", 1, "--slots", 2)
+    made = Serving("--target", directory, "--dtype", "float32", *options)
+    yield made
+    made.process.kill()
+    made.process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_server_after_its_requests(serving, number):
+    stream = serving.stream(max_tokens=300)
+    next(stream)
+    serving.process.send_signal(number)
+    reasons = [chunk.choices[0].finish_reason for chunk in stream]
+    assert reasons[-1] in ("length", "stop")
+    assert serving.process.wait(SECONDS) == 0
+    assert "secret" not in "".join(serving.lines)
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_the_server_at_once(serving):
+    stream = serving.stream(max_tokens=300, n=128)  # takes long in two slots
+    next(stream)
+    serving.process.send_signal(signal.SIGTERM)
+    while httpx.get(f"{serving.url}/health").status_code != 503:
+        time.sleep(0.01)
+    assert serving.process.poll() is None
+    serving.process.send_signal(signal.SIGTERM)
+    assert serving.process.wait(SECONDS) == -signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_the_server_answers_only_with_the_key(serving):
+    assert httpx.get(f"{serving.url}/v1/models").status_code == 401
+    assert [model.id for model in serving.client.models.list()] == ["tiny"]
