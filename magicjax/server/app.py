@@ -25,7 +25,6 @@ from magicjax.server.metrics import Metrics
 from magicjax.server.protocol import Generation, Served
 from magicjax.server.worker import Job, Snapshot, Worker
 
-MAX_BODY_BYTES = 4 * 2**20
 STATUS_S = 1.0  # between two events of /status
 RATE_EVENTS = 5  # over which its rates are: a step of a slow engine takes longer than one
 CLOSED = 499  # a client that has disconnected receives nothing; the status is for the log
@@ -42,8 +41,8 @@ def create_app(
     worker: Worker,
     served: Served,
     *,
-    api_key: str | None = None,
-    max_body_bytes: int = MAX_BODY_BYTES,
+    api_key: str | None,
+    max_body_bytes: int,
 ) -> Starlette:
     """Returns the application.
 

@@ -68,6 +68,7 @@ def running(engine: magicjax.Engine, drain_s: float = 5.0, **options) -> Iterato
     """Runs a server of an engine; ends it, and the engine's requests."""
     target = engine._templates.row.target
     worker = Worker(engine)
+    options = dict(api_key=None, max_body_bytes=2**20) | options
     app = create_app(worker, Served(NAME, target, engine.limits), **options)
     server = Server(app, worker, drain_s)
     with bind("127.0.0.1", 0) as bound:

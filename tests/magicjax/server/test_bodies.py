@@ -1,6 +1,7 @@
 """Bodies: what is supported, what is refused by name, and that nothing malformed is a 5xx."""
 
 import json
+import pathlib
 from types import SimpleNamespace
 
 import pytest
@@ -180,6 +181,13 @@ def test_values_that_change_nothing_are_accepted(path):
             assert parse(path, **{name: value})
     everything = dict.fromkeys(bodies.WITHOUT_EFFECT, "x")
     assert parse(path, **everything, response_format={"type": "text"}, n=None, stop=None)
+
+
+def test_every_field_is_documented():
+    page = (pathlib.Path(__file__).parents[3] / "docs" / "server.md").read_text()
+    bodies_fields = {*bodies.CompletionBody.model_fields, *bodies.ChatBody.model_fields}
+    neutral = {*bodies.NEUTRAL_COMPLETION, *bodies.NEUTRAL_CHAT, *bodies.WITHOUT_EFFECT}
+    assert [name for name in bodies_fields | neutral if f"`{name}`" not in page] == []
 
 
 def test_tasks_of_lm_evaluation_harness_that_generate_are_accepted():

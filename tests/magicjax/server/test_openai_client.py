@@ -1,5 +1,7 @@
 """OpenAI's client, unchanged: its answers are the texts of `magicjax.generate`."""
 
+import pathlib
+
 import httpx
 import numpy as np
 import openai
@@ -212,3 +214,11 @@ def test_health_status_page_and_metrics(server, client):
     ]
     assert accepted == sorted(accepted, reverse=True)
     assert sum(accepted) == float(values["magicjax_accepted_tokens_total"]) > 0
+
+
+def test_every_metric_is_documented(server):
+    page = (pathlib.Path(__file__).parents[3] / "docs" / "server.md").read_text()
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    families = [line.split()[2:] for line in lines if line.startswith("# TYPE")]
+    names = [name for name, kind in families if not name.endswith("_created")]
+    assert len(names) > 20 and [name for name in names if f"`{name}" not in page] == []
