@@ -75,20 +75,26 @@ def add_sampling(parser: Any) -> None:
     )
 
 
-def check(arguments: argparse.Namespace, drafters: Sequence[str], without: str) -> None:
+def check(
+    arguments: argparse.Namespace,
+    drafters: Sequence[str],
+    without: str,
+    greedy: str = "without --do-sample",
+) -> None:
     """Raises ValueError for options without effect, and for a wrong number of trees.
 
     Args:
       arguments: the parsed options.
       drafters: the texts of the drafters.
       without: a phrase for when there are none, such as "without --drafter".
+      greedy: a phrase for when nothing is sampled.
     """
     effects: list[tuple[str, object, str]] = [("tree", drafters, without)]
     options.check_effects(arguments, effects)
     drawn = [text for text in drafters if any("draw" in part.values for part in parse_all(text))]
     if drawn and not arguments.do_sample:
         raise ValueError(
-            f"draw has no effect in greedy decoding, without --do-sample: remove it from {drawn[0]}"
+            f"draw has no effect in greedy decoding, {greedy}: remove it from {drawn[0]}"
         )
     count = sum(len(parse_all(text)) for text in drafters)
     if len(arguments.tree) not in (0, 1, max(1, count)):

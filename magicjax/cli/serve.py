@@ -82,7 +82,9 @@ def _add_engine(group: Any) -> None:
         "temperature 1 unless they give another; 0 is greedy",
     )
     group.add_argument(
-        "--verifier", choices=VERIFIERS, help="default: mss, or greedy with --greedy"
+        "--verifier",
+        choices=[name for name in VERIFIERS if name != "greedy"],
+        help="rule that accepts drafted tokens; default: mss, or naive with --adaptive-depth",
     )
     group.add_argument(
         "--logprobs",
@@ -192,7 +194,8 @@ def _checked(arguments: argparse.Namespace) -> str | None:
             f"--drafter {AUTO}`, and pass it"
         )
     arguments.do_sample = not arguments.greedy
-    drafting.check(arguments, arguments.drafter, "without --drafter")
+    drafting.check(arguments, arguments.drafter, "without --drafter", "with --greedy")
+    options.check_effects(arguments, [("verifier", not arguments.greedy, "with --greedy")])
     if not 0 <= arguments.port < 2**16:
         raise ValueError(f"port={arguments.port}: it must be between 0 and {2**16 - 1}")
     if arguments.max_body_bytes < 1:

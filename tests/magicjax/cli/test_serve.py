@@ -20,18 +20,24 @@ SECONDS = 120  # until a server in a process has compiled its programs
 REFUSED = {
     "auto": (["--drafter", "auto"], "--drafter auto measures a single prompt"),
     "a tree without a drafter": (["--tree", "chain:4"], "--tree has no effect without --drafter"),
-    "an inexact verifier": (
-        ["--drafter", "prompt-lookup", "--verifier", "greedy"],
-        "--verifier 'greedy' with --do-sample",
+    "a verifier of sampling": (
+        ["--greedy", "--verifier", "mss"],
+        "--verifier has no effect with --greedy: remove it",
     ),
-    "a verifier of sampling": (["--greedy", "--verifier", "mss"], "--verifier 'mss' requires"),
+    "a verifier without a drafter": (
+        ["--verifier", "mss"],
+        "--verifier 'mss' has no effect without a drafter",
+    ),
+    "a draw": (
+        ["--greedy", "--drafter", "self:streaming:16:draw=with_replacement"],
+        "draw has no effect in greedy decoding, with --greedy: remove it from self:streaming:16",
+    ),
     "logprobs": (["--logprobs", 21], "--logprobs 21 must be a whole number of alternatives"),
     "port": (["--port", 65536], "--port 65536: it must be between 0 and 65535"),
     "drain": (["--drain-s", "nan"], "--drain-s nan: it must be 0 or more seconds"),
     "body": (["--max-body-bytes", 0], "--max-body-bytes 0: it must be at least 1"),
     "key": (["--api-key", " "], "the API key is empty: unset MAGICJAX_API_KEY and omit --api-key"),
     "host": (["--host", "no host"], "--host no host and --port 8000:"),
-    "draw": (["--greedy", "--drafter", "prompt-lookup:4:x=1"], "'x'"),
 }
 
 
