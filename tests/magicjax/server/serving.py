@@ -111,7 +111,7 @@ def paused(worker: Worker) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def slow(engine: magicjax.Engine, seconds: float = 0.02) -> Iterator[None]:
+def slow(engine: magicjax.Engine, seconds: float = 0.05) -> Iterator[None]:
     """Lets every step of the engine take longer."""
     step = engine.step
 
