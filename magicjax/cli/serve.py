@@ -17,6 +17,7 @@ from magicjax.decoding.request import prepare
 from magicjax.loading import skeleton, stored_dtype
 from magicjax.model import DTYPES
 from magicjax.verification.verify import VERIFIERS
+from sharding import parse_mesh
 
 API_KEY = "MAGICJAX_API_KEY"
 MAX_BODY_BYTES = 4 * 2**20
@@ -52,6 +53,11 @@ def add(commands: Any) -> None:
         "else float32",
     )
     parser.add_argument("--backend", help="attention backend; default: xla")
+    parser.add_argument(
+        "--mesh",
+        metavar="data=1,model=8",
+        help="shard the target's heads, MLP and vocabulary (model) and the slots (data)",
+    )
     options.add_offload(parser)
     parser.add_argument(
         "--verbose", action="store_true", help="log compilations and the size of the caches"
@@ -171,11 +177,15 @@ def run(arguments: argparse.Namespace) -> int:
         dtype = arguments.dtype or options.default_dtype() or stored_dtype(arguments.target)
         keywords = {name: getattr(arguments, name) for name in ENGINE}
         _validate(arguments, functools.partial(skeleton, dtype=dtype), keywords)
-        load = functools.partial(magicjax.load, dtype=dtype)
+        mesh = magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None
+        load = functools.partial(magicjax.load, dtype=dtype, mesh=mesh)
         target = load(arguments.target, offload=arguments.offload)
         target = dataclasses.replace(target, tokenizer=tokenizer)
-        drafter, tree = drafting.speculation(arguments, load)
-        engine = magicjax.Engine(target, drafter, tree, do_sample=not arguments.greedy, **keywords)
+        load_draft = load if mesh is None else functools.partial(load, stages=1)
+        drafter, tree = drafting.speculation(arguments, load_draft)
+        engine = magicjax.Engine(
+            target, drafter, tree, do_sample=not arguments.greedy, mesh=mesh, **keywords
+        )
         worker = Worker(engine)
         _note("compiling; this takes seconds to minutes")
         worker.warm_up()

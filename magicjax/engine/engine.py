@@ -269,15 +269,7 @@ class Engine:
     @property
     def limits(self) -> EngineLimits:
         """What requests may ask for."""
-        templates, settings = self._templates, self._templates.row.settings
-        return EngineLimits(
-            slots=templates.num_slots,
-            capacity=templates.capacity,
-            max_new_tokens=settings.max_new_tokens,
-            queue_limit=self._queue_limit,
-            logprobs=settings.logprobs,
-            do_sample=templates.sampled,
-        )
+        return EngineLimits.of(self._templates, self._queue_limit)
 
     @property
     def stats(self) -> EngineStats:

@@ -3,6 +3,7 @@
 import dataclasses
 
 from magicjax.engine.handle import RequestStats
+from magicjax.engine.templates import Templates
 
 MAX_REQUESTS = 10_000  # finished requests whose statistics are kept
 
@@ -17,6 +18,19 @@ class EngineLimits:
     queue_limit: int
     logprobs: int | None
     do_sample: bool
+
+    @classmethod
+    def of(cls, templates: Templates, queue_limit: int) -> "EngineLimits":
+        """Returns the limits of an engine."""
+        settings = templates.row.settings
+        return cls(
+            slots=templates.num_slots,
+            capacity=templates.capacity,
+            max_new_tokens=settings.max_new_tokens,
+            queue_limit=queue_limit,
+            logprobs=settings.logprobs,
+            do_sample=templates.sampled,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,8 @@ REFUSED = {
         "draw has no effect in greedy decoding, with --greedy: remove it from self:streaming:16",
     ),
     "logprobs": (["--logprobs", 21], "--logprobs 21 must be a whole number of alternatives"),
+    "mesh": (["--mesh", "model=3,x=1"], "'model=3,x=1' is not a valid mesh"),
+    "devices": (["--mesh", "model=64"], "64"),
     "port": (["--port", 65536], "--port 65536: it must be between 0 and 65535"),
     "drain": (["--drain-s", "nan"], "--drain-s nan: it must be 0 or more seconds"),
     "body": (["--max-body-bytes", 0], "--max-body-bytes 0: it must be at least 1"),
@@ -71,10 +73,13 @@ def test_a_missing_package_is_named(directory, run, monkeypatch):
 class Serving:
     """`magicjax serve` in a process, on a free port."""
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, **environment):
         command = [sys.executable, "-m", "magicjax", "serve", "--port", "0", *map(str, arguments)]
         self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env=os.environ | {API_KEY: "secret"}
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {API_KEY: "secret"} | environment,
         )
         self.lines: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
@@ -131,3 +136,21 @@ def test_a_second_signal_ends_the_server_at_once(serving):
 def test_the_server_answers_only_with_the_key(serving):
     assert httpx.get(f"{serving.url}/v1/models").status_code == 401
     assert [model.id for model in serving.client.models.list()] == ["tiny"]
+
+
+@pytest.mark.slow
+def test_a_mesh_gives_the_texts_of_one_device(directory, serving):
+    options = ("--capacity", 400, "--slots", 2, "--dtype", "float32", "--mesh", "data=2")
+    flags = "--xla_force_host_platform_device_count=2"
+    meshed = Serving("--target", directory, *options, XLA_FLAGS=flags)
+    try:
+        texts = [
+            made.client.completions.create(
+                model="tiny", prompt=["def add(", "x = "], temperature=0, max_tokens=20
+            )
+            for made in (meshed, serving)
+        ]
+        assert [c.text for c in texts[0].choices] == [c.text for c in texts[1].choices]
+    finally:
+        meshed.process.kill()
+        meshed.process.wait()
