@@ -36,6 +36,7 @@ from magicjax.drafters import (  # noqa: E402
 from magicjax.engine.engine import Engine  # noqa: E402
 from magicjax.engine.handle import QueueFullError  # noqa: E402
 from magicjax.generation import generate, stream  # noqa: E402
+from magicjax.grammars.grammar import Grammar  # noqa: E402
 from magicjax.loading import load, offload  # noqa: E402
 from magicjax.model import Model  # noqa: E402
 from magicjax.options import option  # noqa: E402
@@ -53,6 +54,7 @@ __all__ = [
     "DynamicTree",
     "Engine",
     "Ensemble",
+    "Grammar",
     "LogProbs",
     "Model",
     "Output",

@@ -20,6 +20,7 @@ from magicjax.decoding.runner import (
     stream_rounds,
 )
 from magicjax.drafters import Drafter
+from magicjax.grammars.grammar import Grammar
 from magicjax.model import Model
 from magicjax.trees.token_tree import Tree
 
@@ -40,6 +41,7 @@ def generate(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     stop: str | Sequence[str] = (),
+    grammar: Grammar | Sequence[Grammar | None] | None = None,
     logprobs: int | None = None,
     backend: str | None = None,
     mesh: Mesh | None = None,
@@ -77,6 +79,9 @@ def generate(
       pad_token_id: fills `tokens` after the end of a row; None for the target's, else EOS.
       stop: strings that end a row; its text is cut before the first one. They may span tokens.
         The loop then runs 8 rounds at a time. Requires a tokenizer.
+      grammar: what the text must match, a `magicjax.Grammar`, or one or None per row. Tokens that
+        it does not allow have probability 0; a text ends with EOS where the grammar allows its end.
+        Requires a tokenizer and an EOS token.
       logprobs: return the log-probabilities of the new tokens, and of this many of the most likely
         tokens at their positions, 0 to 20 (`magicjax.LogProbs`); None for none.
       backend: of the attention (`pallas_kernels.BACKENDS`); None for xla.
@@ -91,9 +96,9 @@ def generate(
         long prompt, tokens outside the vocabulary, a tree without a drafter, a temperature of 0 or
         below, a top_p outside (0, 1], a verifier that is not exact for the drafter, a drafter that
         does not match the target, a budget too small for the tree, an unknown backend, a mesh that
-        does not divide the models or the rows, an empty stop string, more than 20 logprobs, KV
-        caches larger than the free memory. The last is a
-        `magicjax.decoding.memory.OutOfMemoryError`, as is running out of memory later.
+        does not divide the models or the rows, an empty stop string, a grammar for a target without
+        tokenizer or EOS, more than 20 logprobs, KV caches larger than the free memory. The last is
+        a `magicjax.decoding.memory.OutOfMemoryError`, as is running out of memory later.
     """
     return _generate(**locals())
 
@@ -114,6 +119,7 @@ def stream(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     stop: str | Sequence[str] = (),
+    grammar: Grammar | Sequence[Grammar | None] | None = None,
     logprobs: int | None = None,
     backend: str | None = None,
     mesh: Mesh | None = None,

@@ -62,6 +62,15 @@ def add(commands: Any) -> None:
         help="string that ends the text, which is cut before it; repeat the option for several; "
         "--stop $'\\n' in bash for the end of a line",
     )
+    grammar = parser.add_mutually_exclusive_group()
+    grammar.add_argument("--regex", help="regular expression that the whole text must match")
+    grammar.add_argument(
+        "--json-schema",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="file with the JSON schema of the text",
+    )
+    grammar.add_argument("--json", action="store_true", help="the text is a JSON object")
     parser.add_argument(
         "--logprobs",
         type=int,
@@ -229,6 +238,7 @@ def _generate(
     keywords = {name: getattr(arguments, name) for name in own}
     keywords |= {name: getattr(arguments, name) for name in drafting.SAMPLING}
     keywords |= {"tree": tree, "mesh": mesh}
+    grammar = _grammar(arguments)  # its tokens need those of the loaded target, such as EOS
     if isinstance(drafter, magicjax.Auto):
         problem = make_problem(target, [prompt], drafter, **keywords)
         request = dataclasses.replace(problem.request, drafter=None)
@@ -242,7 +252,7 @@ def _generate(
     target = dataclasses.replace(target, tokenizer=tokenizer)
     load_draft = load if mesh is None else functools.partial(load, stages=1)
     drafter, _ = speculation(arguments, load_draft)
-    rounds = magicjax.stream(target, [prompt], drafter=drafter, **keywords)
+    rounds = magicjax.stream(target, [prompt], drafter=drafter, grammar=grammar, **keywords)
     if arguments.show_tree:
         print(*arguments.tree or [DEFAULT_TREE], sep="\n")
     with interruptible as interrupted:
@@ -256,20 +266,33 @@ def _generate(
     return options.INTERRUPTED if interrupted.is_set() else 0
 
 
+def _grammar(arguments: argparse.Namespace) -> magicjax.Grammar | None:
+    """Returns what the text must match."""
+    if arguments.regex is not None:
+        return magicjax.Grammar.regex(arguments.regex)
+    if arguments.json_schema is not None:
+        return magicjax.Grammar.json_schema(_read("--json-schema", arguments.json_schema))
+    return magicjax.Grammar.json_object() if arguments.json else None
+
+
 def _text(arguments: argparse.Namespace) -> str:
     """Returns the text to continue, or the message to answer."""
-    path = arguments.prompt_file
-    if path is None:
-        return arguments.prompt if arguments.chat is None else arguments.chat
+    if arguments.prompt_file is not None:
+        return _read("--prompt-file", arguments.prompt_file)
+    return arguments.prompt if arguments.chat is None else arguments.chat
+
+
+def _read(option: str, path: pathlib.Path) -> str:
+    """Returns the text of the file of an option."""
     if not path.exists():
-        raise ValueError(f"--prompt-file {path} does not exist")
+        raise ValueError(f"{option} {path} does not exist")
     if path.is_dir():
-        raise ValueError(f"--prompt-file {path} is a directory: pass a text file")
+        raise ValueError(f"{option} {path} is a directory: pass a text file")
     try:
         return path.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"--prompt-file {path} is not UTF-8 text: byte {error.object[error.start]:#04x} "
+            f"{option} {path} is not UTF-8 text: byte {error.object[error.start]:#04x} "
             f"at position {error.start}"
         ) from error
 

@@ -17,6 +17,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from magicjax.drafters.base import Drafter, RoundOutcome, commit_checked
+from magicjax.grammars import masking
+from magicjax.grammars.masking import GrammarRows, Transitions
 from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.attend import AttendTo
 from magicjax.kv_cache.attention_stats import AttentionStats
@@ -42,11 +44,13 @@ class Prefilled:
       first: int32 [B], each row's first new token.
       stats: the target's attention over the prompts.
       logprobs: [B, 1], of the first tokens; None if they are not computed.
+      grammar: of the rows, after the first tokens; None without grammars.
     """
 
     first: Int[Array, "B"]
     stats: AttentionStats
     logprobs: LogProbs | None
+    grammar: GrammarRows | None
 
 
 @struct.dataclass
@@ -70,6 +74,7 @@ class DecodeState:
       rounds: int32 [], number of rounds since the newest call of `decode` began.
       max_rounds: int32 [], the most rounds of a call of `decode`.
       logprobs: [B, max_new_tokens + A], of the tokens in `output`; None if they are not computed.
+      grammar: of the rows, after the pending tokens; None without grammars.
     """
 
     cache: KVCache
@@ -87,6 +92,7 @@ class DecodeState:
     rounds: Int[Array, ""]
     max_rounds: Int[Array, ""]
     logprobs: LogProbs | None
+    grammar: GrammarRows | None
 
 
 def prefill(
@@ -95,10 +101,13 @@ def prefill(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     sampling: Sampling | None,
+    grammar: GrammarRows | None,
+    transitions: Transitions,
 ) -> tuple[KVCache, Prefilled]:
     """Returns the target's cache of the prompts, and the other results of prefill."""
     cache, last, stats = prefill_cache(target, tokens, lengths, settings, settings.stats_spec)
-    return cache, _prefilled(settings, target, last, lengths, sampling, stats)
+    chosen_by = lengths, sampling, grammar, transitions
+    return cache, _prefilled(settings, target, last, *chosen_by, stats)
 
 
 def extend(
@@ -108,11 +117,14 @@ def extend(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     sampling: Sampling | None,
+    grammar: GrammarRows | None,
+    transitions: Transitions,
 ) -> tuple[KVCache, Prefilled]:
     """Returns what `prefill` does, given a cache of the first tokens of each row."""
     spec = settings.stats_spec
     cache, last, stats = extend_cache(target, cache, tokens, lengths, settings, spec)
-    return cache, _prefilled(settings, target, last, lengths, sampling, stats)
+    chosen_by = lengths, sampling, grammar, transitions
+    return cache, _prefilled(settings, target, last, *chosen_by, stats)
 
 
 def init_state(
@@ -187,6 +199,7 @@ def _first_state(
         rounds=jnp.zeros((), jnp.int32),
         max_rounds=jnp.full((), ALL_ROUNDS, jnp.int32),
         logprobs=jax.tree.map(buffer, prefilled.logprobs),
+        grammar=prefilled.grammar,
     )
 
 
@@ -196,10 +209,15 @@ def _prefilled(
     hidden: Float[Array, "B E"],
     lengths: Int[Array, "B"],
     sampling: Sampling | None,
+    grammar: GrammarRows | None,
+    transitions: Transitions,
     stats: AttentionStats,
 ) -> Prefilled:
     """Returns the first tokens, chosen from the hidden states of the prompts' last tokens."""
     logits, axis_names = target.unembed(hidden), target.split.axes
+    if grammar is not None:
+        states = grammar.state[:, None]
+        logits = masking.mask(transitions, grammar, states, logits[:, None], axis_names)[:, 0]
     if sampling is None:
         first = collectives.argmax(logits, axis_names)
     else:
@@ -208,11 +226,18 @@ def _prefilled(
     first, logprobs = target.layout.broadcast_decision(first), None
     if settings.logprobs is not None:
         logprobs = log_probs(logits[:, None], first[:, None], settings.logprobs, axis_names)
-    return Prefilled(first, stats, logprobs)
+    if grammar is not None:
+        state = masking.advance(transitions, grammar, grammar.state, first)
+        grammar = dataclasses.replace(grammar, state=state)
+    return Prefilled(first, stats, logprobs, grammar)
 
 
 def step(
-    settings: Settings, target: Model, drafter: Drafter | None, state: DecodeState
+    settings: Settings,
+    target: Model,
+    drafter: Drafter | None,
+    state: DecodeState,
+    transitions: Transitions = None,
 ) -> DecodeState:
     """Returns the state after one round, in which every active row emits 1 to A tokens."""
     with jax.named_scope("propose"):
@@ -235,6 +260,13 @@ def step(
         hidden, scored = target(proposal.tokens, positions, attend)
         new, queries = zip(*scored, strict=True)
         logits = target.unembed(hidden)
+        if state.grammar is not None:
+            node_states = masking.node_states(
+                transitions, state.grammar, proposal.tokens, proposal.parents, settings.shape.depth
+            )
+            logits = masking.mask(
+                transitions, state.grammar, node_states, logits, target.split.axes
+            )
     with jax.named_scope("verify"):
         result = verify.verify_tree(
             settings.verifier,
@@ -260,22 +292,40 @@ def step(
             drafter_state = commit_checked(drafter, target, state.drafter, draft, proposal, outcome)
             state = dataclasses.replace(state, drafter=drafter_state)
         state = _count(state, proposal, result)
-        return _emit(dataclasses.replace(state, cache=cache), tokens, logprobs, kept, ended)
+        state = _emit(dataclasses.replace(state, cache=cache), tokens, logprobs, kept, ended)
+        if state.grammar is not None:
+            grammar = masking.after_path(
+                transitions, state.grammar, node_states, result.path, kept, state.pending
+            )
+            state = dataclasses.replace(state, grammar=grammar)
+        return state
 
 
 def decode(
-    settings: Settings, target: Model, drafter: Drafter | None, state: DecodeState
+    settings: Settings,
+    target: Model,
+    drafter: Drafter | None,
+    state: DecodeState,
+    transitions: Transitions = None,
 ) -> DecodeState:
     """Returns the state after all rows have ended or `max_rounds` rounds have run.
 
     Runs one `while_loop` without host synchronization. The state may have been created for a deeper
     tree than the settings'.
     """
-    return _run_while(lambda state: ~state.ended.all(), settings, target, drafter, state)
+
+    def goes_on(state):
+        return ~state.ended.all()
+
+    return _run_while(goes_on, settings, target, drafter, state, transitions)
 
 
 def decode_until_row_ends(
-    settings: Settings, target: Model, drafter: Drafter | None, state: DecodeState
+    settings: Settings,
+    target: Model,
+    drafter: Drafter | None,
+    state: DecodeState,
+    transitions: Transitions = None,
 ) -> DecodeState:
     """Returns the state after a row has ended, as `decode` otherwise; another can take its slot.
 
@@ -287,19 +337,28 @@ def decode_until_row_ends(
     def goes_on(state):
         return (state.ended == before).all() & ~state.ended.all()
 
-    state = _run_while(goes_on, settings, target, drafter, state)
+    state = _run_while(goes_on, settings, target, drafter, state, transitions)
     rounds = collectives.pmax(state.rounds, settings.data_axes)
     return dataclasses.replace(state, rounds=rounds)
 
 
 def _run_while(
-    condition: Callable, settings: Settings, target: Model, drafter: Drafter | None, state
+    condition: Callable,
+    settings: Settings,
+    target: Model,
+    drafter: Drafter | None,
+    state: DecodeState,
+    transitions: Transitions,
 ) -> DecodeState:
     def running(state):
         return target.layout.any_running(condition(state)) & (state.rounds < state.max_rounds)
 
     state = dataclasses.replace(state, rounds=jnp.zeros_like(state.rounds))
-    return jax.lax.while_loop(running, lambda state: step(settings, target, drafter, state), state)
+
+    def body(state):
+        return step(settings, target, drafter, state, transitions)
+
+    return jax.lax.while_loop(running, body, state)
 
 
 def _checked(proposed: Any, drafter: str, state: DecodeState) -> tuple[Proposal, Any]:

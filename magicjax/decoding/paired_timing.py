@@ -170,7 +170,7 @@ def median_ratio(times: Sequence[float], baseline: Sequence[float]) -> float:
 
 def _call(variant: Variant, state: DecodeState) -> tuple[DecodeState, float]:
     request, settings, program = variant
-    arguments = request.target, request.drafter, state
+    arguments = request.loop_arguments(state)
     loop = runner.compile_loop(request, settings, state, program)
     jax.block_until_ready(arguments)
     return runner.timed(loop, *arguments)

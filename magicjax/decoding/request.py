@@ -15,10 +15,12 @@ from jaxtyping import Int
 
 from magicjax import loading, placement
 from magicjax.decoding import validation
-from magicjax.decoding.loop import Prefilled
+from magicjax.decoding.loop import DecodeState, Prefilled
 from magicjax.decoding.validation import RequestOptions
 from magicjax.drafters import Drafter
 from magicjax.drafters.spec import resolve
+from magicjax.grammars.arena import rows_of
+from magicjax.grammars.masking import GrammarRows
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.model import Model
 from magicjax.parallel import pipeline_stages
@@ -49,6 +51,8 @@ class Request:
       sampling: parameters and key of each row; None for greedy decoding.
       pad_token_id: pads rows that ended.
       stop: strings that end a row; the host searches for them (`runner.end_stopped`).
+      grammar: of the rows, before their first new tokens; None without grammars.
+      transitions: int32 [M], of all grammars (`magicjax.grammars.masking`).
     """
 
     settings: Settings
@@ -62,6 +66,8 @@ class Request:
     sampling: Sampling | None
     pad_token_id: int
     stop: tuple[str, ...] = ()
+    grammar: GrammarRows | None = None
+    transitions: Int[Any, "M"] | None = None
 
     @property
     def prefill_settings(self) -> PrefillSettings:
@@ -82,12 +88,17 @@ class Request:
     @property
     def prefill_arguments(self) -> tuple:
         """Arguments of the program `prefill`."""
-        return self.target, self.tokens, self.lengths, self.sampling
+        per_row = self.tokens, self.lengths, self.sampling, self.grammar
+        return self.target, *per_row, self.transitions
 
     def init_arguments(self, cache: KVCache, prefilled: Prefilled) -> tuple:
         """Returns the arguments of the program `init`, which runs on the results of `prefill`."""
         per_row = self.tokens, self.limits, self.eos, self.sampling
         return self.target, self.drafter, cache, prefilled, *per_row
+
+    def loop_arguments(self, state: DecodeState) -> tuple:
+        """Returns the arguments of the programs `decode`, `decode_until_row_ends` and `step`."""
+        return self.target, self.drafter, state, self.transitions
 
     @property
     def kv_bytes(self) -> tuple[int, int]:
@@ -171,6 +182,7 @@ def validate(target: Model, prompts: str | Sequence[Any], options: RequestOption
     tokens, lengths, chunk = _padded(rows, -(-len(rows) // groups))
     capacity = capacity_of(int((lengths + limits).max()), shape.depth)
     eos = validation.checked_eos(target, options)
+    grammar, transitions = rows_of(target, options.grammar, eos, len(rows))
     return Request(
         settings=Settings(
             tree=tree,
@@ -193,6 +205,8 @@ def validate(target: Model, prompts: str | Sequence[Any], options: RequestOption
         sampling=sampling,
         pad_token_id=validation.checked_pad(target, options, eos),
         stop=validation.checked_stop(target, options.stop),
+        grammar=grammar,
+        transitions=transitions,
     )
 
 
@@ -237,7 +251,7 @@ def place(
     if mesh is None:
         on_device = {
             name: jax.tree.map(jnp.asarray, getattr(request, name))
-            for name in ("tokens", "lengths", "limits", "eos", "sampling")
+            for name in ("tokens", "lengths", "limits", "eos", "sampling", "grammar", "transitions")
         }
         return dataclasses.replace(request, **on_device)
     return _placed(request, factored(mesh), micro_batches, put)
@@ -262,7 +276,9 @@ def _placed(request: Request, mesh: AnyMesh, micro_batches: int | None, put: Cal
         lengths=per_row(request.lengths),
         limits=per_row(request.limits),
         sampling=per_row(request.sampling),
+        grammar=per_row(request.grammar),
         eos=put(request.eos, replicated),
+        transitions=jax.tree.map(lambda x: put(x, replicated), request.transitions),
     )
 
 

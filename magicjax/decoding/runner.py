@@ -110,7 +110,7 @@ def run(
       state: is donated.
       rounds: the maximum; fewer run if all rows end.
     """
-    arguments = request.target, request.drafter, with_rounds(state, rounds)
+    arguments = request.loop_arguments(with_rounds(state, rounds))
     return _run(request, "decode", settings, arguments)
 
 
@@ -168,7 +168,7 @@ def run_until_row_ends(
 
     Arguments are those of `run`.
     """
-    arguments = request.target, request.drafter, state
+    arguments = request.loop_arguments(state)
     return _run(request, "decode_until_row_ends", settings, arguments)
 
 
@@ -205,7 +205,7 @@ def stream_rounds(
         yielded = emitted
         if stop or ended.all():
             return state, decode_s
-        arguments = request.target, request.drafter, state
+        arguments = request.loop_arguments(state)
         state, seconds = _run(request, "step", request.settings, arguments)
         decode_s += seconds
 
@@ -219,7 +219,7 @@ def compile_loop(
     request: Request, settings: Settings, state: DecodeState, name: str = "decode"
 ) -> jax.stages.Compiled:
     """Returns the compiled program that `run` runs, or another loop of that name."""
-    return program_cache.program(name, settings, request.target, request.drafter, state)
+    return program_cache.program(name, settings, *request.loop_arguments(state))
 
 
 def with_rounds(state: DecodeState, rounds: int) -> DecodeState:

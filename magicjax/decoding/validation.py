@@ -15,6 +15,7 @@ import numpy as np
 from magicjax import placement
 from magicjax.drafters import DRAW_METHODS, Drafter, Ensemble
 from magicjax.drafters.base import REQUIRED, missing_methods
+from magicjax.grammars.grammar import Grammar
 from magicjax.model import Model
 from magicjax.trees.token_tree import (
     MAX_NODES,
@@ -50,6 +51,7 @@ class RequestOptions:
     eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int | None = None
     stop: str | Sequence[str] = ()
+    grammar: Grammar | Sequence[Grammar | None] | None = None
     logprobs: int | None = None
     backend: str | None = None
     mesh: AnyMesh | None = None

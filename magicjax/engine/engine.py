@@ -25,7 +25,16 @@ from magicjax.engine.prefill import Prefilling
 from magicjax.engine.prefix_store import Prefix, make_store
 from magicjax.engine.speculation import DepthChooser
 from magicjax.engine.stats import MAX_REQUESTS, EngineLimits, EngineStats
-from magicjax.engine.templates import empty_row, empty_state, make_templates, request_of
+from magicjax.engine.templates import (
+    empty_row,
+    empty_state,
+    make_templates,
+    request_of,
+    with_grammar,
+)
+from magicjax.grammars.arena import CLASSES, Arena
+from magicjax.grammars.grammar import Grammar
+from magicjax.grammars.masking import GrammarRows
 from magicjax.model import Model
 from magicjax.trees.token_tree import Tree
 from sharding import processes
@@ -68,6 +77,7 @@ class Engine:
         queue_limit: int = 1024,
         prefix_bytes: int | None = None,
         host_prefix_bytes: int = 0,
+        grammar_states: int | None = None,
         logprobs: int | None = None,
         backend: str | None = None,
         mesh: Mesh | None = None,
@@ -97,6 +107,8 @@ class Engine:
           prefix_bytes: of the store of prompts and answers on the device, on a mesh in each group
             of devices; 0: nothing is kept; None: four slots' worth.
           host_prefix_bytes: of those that the device has no room for, in host memory.
+          grammar_states: of all grammars in use at a time, at 256 classes of tokens and 1 KiB each;
+            a JSON schema has some hundreds. None: no grammars.
           logprobs: the most alternatives whose log-probabilities a request may ask for, 0 to 20;
             None: no log-probabilities.
           mesh: of devices: `data` divides the slots, `model` each layer, and there are no stages;
@@ -128,8 +140,10 @@ class Engine:
             prefill_chunk,
             rounds_per_step,
             prefix_bytes,
+            grammar_states,
             options,
         )
+        self._arena = Arena((grammar_states or 0) * CLASSES)
         self._eos = set(processes.fetch(self._templates.row.eos).tolist())
         self._queue_limit = queue_limit
         self._prefixes = make_store(self._templates, prefix_bytes, host_prefix_bytes)
@@ -155,6 +169,7 @@ class Engine:
         top_p: float | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
+        grammar: Grammar | None = None,
         logprobs: int | None = None,
         priority: float = 0,
         deadline_s: float | None = None,
@@ -167,6 +182,8 @@ class Engine:
           temperature, top_k, top_p, seed: as for `magicjax.generate`, in an engine with do_sample;
             temperature=0 decodes greedily.
           stop: strings that end the text, which is cut before them; requires a tokenizer.
+          grammar: what the text must match, in an engine with grammar_states; a new one is compiled
+            on the host in this call. The request waits until it fits beside the grammars in use.
           logprobs: as for `magicjax.generate`; at most the engine's.
           priority: requests of larger priority start first; waiting for 10 s adds 1.
           deadline_s: seconds from now after which the request ends with the tokens so far.
@@ -184,6 +201,7 @@ class Engine:
             max_new_tokens=max_new_tokens,
             sampling=dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
             stop=stop,
+            grammar=grammar,
             logprobs=logprobs,
             priority=priority,
             deadline_s=deadline_s,
@@ -364,14 +382,20 @@ class Engine:
             current = [other.submitted.prompt for other, _ in self._prefilling]
             if self._prefixes.is_worth_waiting(prompt, current):
                 return
+            automaton = handle.submitted.grammar
+            self._templates, grammar = with_grammar(self._templates, self._arena, automaton)
+            if grammar is None and automaton is not None:
+                return  # until the grammars of other requests leave
             self._queue.remove(handle)
             handle.started_s = time.monotonic()
-            self._prefilling.append((handle, self._start(handle)))
+            self._prefilling.append((handle, self._start(handle, grammar)))
 
-    def _start(self, handle: Handle) -> Prefilling:
+    def _start(self, handle: Handle, grammar: GrammarRows | None) -> Prefilling:
         """Returns the prefill of a request, from the longest prefix that is stored."""
         submitted, templates = handle.submitted, self._templates
-        request = request_of(templates, submitted.prompt, submitted.limit, submitted.sampling)
+        request = request_of(
+            templates, submitted.prompt, submitted.limit, submitted.sampling, grammar
+        )
         row, kept = self._prefixes.copy_longest(submitted.prompt)
         spare = self._spare_rows.pop() if self._spare_rows else None  # dropped if there is a copy
         row = row or spare or empty_row(templates)
@@ -465,6 +489,8 @@ class Engine:
             self._keep_buffers((found[0][1].cache, found[0][1].drafter_state))
         else:
             self._queue.remove(handle)
+        if handle.submitted.grammar is not None and handle.started_s is not None:
+            self._arena.release(handle.submitted.grammar)
         result = handle.finish(reason, time.monotonic())
         self._finished[reason] += 1
         self._new_tokens += len(result.tokens)

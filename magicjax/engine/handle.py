@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from magicjax.decoding.text_stream import TextStream
+from magicjax.grammars.compiler import TokenAutomaton
 from magicjax.verification.logprobs import LogProbs
 from magicjax.verification.sampling import Sampling
 
@@ -108,6 +109,7 @@ class Submitted:
       limit: of new tokens.
       sampling: of one row; None in a greedy engine.
       stop: strings that end the text.
+      grammar: what the text must match; None: any text.
       logprobs: the number of alternatives; None: no log-probabilities.
       priority: larger goes first.
       submitted_s: when, on the engine's clock.
@@ -118,6 +120,7 @@ class Submitted:
     limit: int
     sampling: Sampling | None
     stop: tuple[str, ...]
+    grammar: TokenAutomaton | None
     logprobs: int | None
     priority: float
     submitted_s: float

@@ -18,7 +18,11 @@ from magicjax.decoding.validation import (
 )
 from magicjax.engine.handle import Submitted
 from magicjax.engine.templates import Templates, any_sampling
+from magicjax.grammars.arena import CLASSES, automaton_of
+from magicjax.grammars.compiler import TokenAutomaton
+from magicjax.grammars.grammar import Grammar
 from magicjax.verification.sampling import Sampling
+from sharding import processes
 
 
 def checked(
@@ -28,6 +32,7 @@ def checked(
     max_new_tokens: int | None,
     sampling: dict[str, Any],
     stop: str | Sequence[str],
+    grammar: Grammar | None,
     logprobs: int | None,
     priority: float,
     deadline_s: float | None,
@@ -59,6 +64,7 @@ def checked(
         limit=_checked_limit(templates, len(tokens), max_new_tokens),
         sampling=_checked_sampling(templates, **sampling),
         stop=checked_stop(templates.row.target, stop),
+        grammar=_checked_grammar(templates, grammar),
         logprobs=_checked_logprobs(templates, logprobs),
         priority=priority,
         submitted_s=now,
@@ -109,6 +115,27 @@ def _checked_logprobs(templates: Templates, logprobs: int | None) -> int | None:
         f"logprobs={count} in an engine with logprobs={limit}: create the engine with "
         f"logprobs={count}, or {'omit it' if limit is None else 'request fewer'}"
     )
+
+
+def _checked_grammar(templates: Templates, grammar: Grammar | None) -> TokenAutomaton | None:
+    """Returns the automaton of a request's grammar, which fits the engine's table."""
+    if grammar is None:
+        return None
+    row = templates.row
+    if row.transitions is None:
+        raise ValueError(
+            "grammar in an engine without grammars: create the engine with grammar_states=4096"
+        )
+    automaton = automaton_of(row.target, grammar, processes.fetch(row.eos).tolist())
+    states, classes = automaton.next.shape
+    needed, limit = -(-(automaton.next.size + 1) // CLASSES), len(row.transitions) // CLASSES
+    if needed > limit:
+        raise ValueError(
+            f"the grammar has {states} states of {classes} token classes, which take {needed} of "
+            f"the engine's grammar_states={limit}: create the engine with at least {needed}, or "
+            "simplify the grammar"
+        )
+    return automaton
 
 
 def _checked_sampling(

@@ -22,6 +22,9 @@ from magicjax.decoding.validation import (
     checked_sampling,
 )
 from magicjax.engine import memory_check
+from magicjax.grammars.arena import CLASSES, Arena, row_of
+from magicjax.grammars.compiler import TokenAutomaton
+from magicjax.grammars.masking import GrammarRows
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.model import Model
 from magicjax.verification.sampling import Sampling
@@ -43,6 +46,8 @@ class Templates:
       capacity: the most tokens of a row, prompt and new ones.
       prefill_chunk: the most prompt tokens that are prefilled between two calls of the loop.
       rounds_per_step: the most rounds of a call of the loop.
+
+    In an engine with grammars, `row.transitions` and `slots.transitions` are the loaded ones.
     """
 
     row: Request
@@ -84,6 +89,7 @@ def make_templates(
     prefill_chunk: int | None,
     rounds_per_step: int,
     prefix_bytes: int | None,
+    grammar_states: int | None,
     options: dict[str, Any],
 ) -> Templates:
     """Returns the templates; `options` are those of `magicjax.generate`.
@@ -124,6 +130,7 @@ def make_templates(
         lengths=row.lengths[:1],
         limits=row.limits[:1],
         sampling=any_sampling(request_options, 1),
+        **_any_grammar(row, grammar_states),
     )
     row = place(row, mesh, 1)
     memory_check.check(row, slots, capacity, prefix_bytes)  # before arrays of all slots are made
@@ -142,6 +149,7 @@ def make_templates(
         lengths=repeated(row.lengths),
         limits=repeated(row.limits),
         sampling=jax.tree.map(repeated, row.sampling),
+        grammar=jax.tree.map(repeated, row.grammar),
     )
     templates = Templates(row, all_rows, capacity, prefill_chunk, rounds_per_step)
     _check_insertable(templates)
@@ -195,17 +203,58 @@ def any_sampling(options: RequestOptions, rows: int) -> Sampling | None:
     return dataclasses.replace(sampling, top_k_used=True, top_p_used=True)
 
 
+def _any_grammar(row: Request, states: int | None) -> dict[str, Any]:
+    """Returns the fields of a row without a grammar, in an engine with `grammar_states`."""
+    if states is None:
+        return {}
+    check_count("grammar_states", states)
+    arena = Arena(states * CLASSES)
+    grammar = row_of(None, row.target.config.vocab_size, arena)
+    return dict(grammar=grammar, transitions=arena.table)
+
+
+def with_grammar(
+    templates: Templates, arena: Arena, automaton: TokenAutomaton | None
+) -> tuple[Templates, GrammarRows | None]:
+    """Returns (the templates with a grammar among the loaded ones, one row that begins with it).
+
+    The row is None in an engine without grammars, and if the arena has no room now.
+    """
+    transitions = templates.row.transitions
+    if transitions is None:
+        return templates, None
+    before = arena.table
+    grammar = row_of(automaton, templates.row.target.config.vocab_size, arena)
+    if arena.table is before:
+        return templates, grammar
+    placed = processes.put(arena.table, transitions.sharding)
+    row, slots = (
+        dataclasses.replace(x, transitions=placed) for x in (templates.row, templates.slots)
+    )
+    return dataclasses.replace(templates, row=row, slots=slots), grammar
+
+
 def request_of(
-    templates: Templates, prompt: Int[np.ndarray, "T"], limit: int, sampling: Sampling | None
+    templates: Templates,
+    prompt: Int[np.ndarray, "T"],
+    limit: int,
+    sampling: Sampling | None,
+    grammar: GrammarRows | None,
 ) -> Request:
     """Returns the one-row request of a prompt, in the shapes of all prompts."""
     row = templates.row
     tokens = np.zeros(row.tokens.shape, np.int32)
     tokens[0, : len(prompt)] = prompt
-    of_row = tokens, _one_row(len(prompt)), _one_row(limit), sampling
-    tokens, lengths, limits, sampling = processes.put(of_row, row.lengths.sharding)
+    of_row = tokens, _one_row(len(prompt)), _one_row(limit), sampling, grammar
+    tokens, lengths, limits, sampling, grammar = processes.put(of_row, row.lengths.sharding)
     return dataclasses.replace(
-        row, prompts=[prompt], tokens=tokens, lengths=lengths, limits=limits, sampling=sampling
+        row,
+        prompts=[prompt],
+        tokens=tokens,
+        lengths=lengths,
+        limits=limits,
+        sampling=sampling,
+        grammar=grammar,
     )
 
 

@@ -68,6 +68,10 @@ class World:
         logits = jnp.asarray(self.logits(who, text))[None]
         return np.asarray(_warp(self.sampling(1), logits)[0], np.float64)
 
+    def masked(self, logits: np.ndarray, proposal: Proposal) -> np.ndarray:
+        """Returns the logits [B, N, V] at the nodes as the loop hands them to the verifier."""
+        return logits
+
     def joint(self, length: int) -> dict[tuple[int, ...], float]:
         """Returns the target's distribution of texts of that length."""
         found = {(): 1.0}
@@ -179,7 +183,7 @@ def target_logits(world: World, proposal: Proposal) -> np.ndarray:
         for node in range(tokens.shape[1]):
             if node == 0 or parents[row, node] >= 0:
                 out[row, node] = world.logits(-1, text_of(parents[row], of_row, node))
-    return out
+    return world.masked(out, proposal)
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -77,12 +77,14 @@ def warped(logits, temperature=1.0, top_k=0, top_p=1.0) -> np.ndarray:
     return p / p.sum()
 
 
-def sampled(drafter: Any, tree: Any, calls: int, **options) -> dict[tuple[int, ...], int]:
+def sampled(
+    drafter: Any, tree: Any, calls: int, target: magicjax.Model | None = None, **options
+) -> dict[tuple[int, ...], int]:
     """Returns how often the loop emitted each text."""
     counts: dict[tuple[int, ...], int] = {}
     for seed in range(calls):
         output = magicjax.generate(
-            model(0),
+            target or model(0),
             [PROMPT] * ROWS,
             drafter=drafter,
             tree=tree,

@@ -1,0 +1,1 @@
+"""Structured output: regular grammars as token automata, and masks of the target's logits."""

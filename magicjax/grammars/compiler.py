@@ -1,0 +1,123 @@
+"""Token automata: the tokens that a grammar allows after a text, as compact tables."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+import scipy.sparse
+from jaxtyping import Int
+
+from magicjax.grammars.grammar import ByteAutomaton, Grammar, byte_automaton
+from magicjax.grammars.vocabulary import Vocabulary, vocabulary_of
+
+BLOCK = 64  # states whose tokens are walked at once: bounds the memory
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenAutomaton:
+    """A deterministic automaton over tokens; state 0 is the first one.
+
+    Tokens that lead to the same states everywhere are one class: 49,152 tokens have about 150
+    classes under a JSON schema.
+
+    Attributes:
+      next: int32 [S, C], the state after a token of each class; -1: it is not allowed.
+      classes: int32 [V], the class of each token.
+    """
+
+    next: Int[np.ndarray, "S C"]
+    classes: Int[np.ndarray, "V"]
+
+
+def compiled(
+    grammar: Grammar, tokenizer: Any, eos: tuple[int, ...], vocab_size: int
+) -> TokenAutomaton:
+    """Returns the automaton of a grammar over the tokens of a model; the newest ones are kept.
+
+    Args:
+      grammar: of the text.
+      tokenizer: a fast tokenizer of transformers.
+      eos: the tokens that end a text, at least one.
+      vocab_size: V, of the model; tokens without text are not allowed.
+
+    Raises:
+      ValueError: a tokenizer without bytes, or a grammar without a match that its tokens spell.
+      ImportError: outlines-core is not installed.
+    """
+    return _compiled(grammar, tokenizer, eos, vocab_size)
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(
+    grammar: Grammar, tokenizer: Any, eos: tuple[int, ...], vocab_size: int
+) -> TokenAutomaton:
+    automaton, vocabulary = byte_automaton(grammar), vocabulary_of(tokenizer)
+    spelled = (vocabulary.ids < vocab_size) & ~np.isin(vocabulary.ids, eos)
+    vocabulary = Vocabulary(
+        *(x[spelled] for x in (vocabulary.ids, vocabulary.texts, vocabulary.lengths))
+    )
+    own, following = _merged(automaton, vocabulary)
+    states, count = following.shape
+    classes = np.full(vocab_size, count, np.int32)  # of tokens without text
+    classes[vocabulary.ids] = own
+    classes[list(eos)] = count + 1
+    of_eos = np.where(automaton.final, np.arange(states), -1)
+    table = np.column_stack([following, np.full(states, -1), of_eos]).astype(np.int32)
+    table = _without_dead_ends(table, automaton.final)
+    if not (table[0] >= 0).any():
+        raise ValueError(f"no text of the tokenizer's tokens matches the grammar {grammar}")
+    return TokenAutomaton(table, classes)
+
+
+def _merged(
+    automaton: ByteAutomaton, vocabulary: Vocabulary
+) -> tuple[Int[np.ndarray, "K"], Int[np.ndarray, "S C"]]:
+    """Returns (the class of each token, the state after a token of each class)."""
+    states = np.arange(len(automaton.next))
+    classes = np.zeros(len(vocabulary.ids), np.int64)
+    for first in range(0, len(states), BLOCK):
+        after = _walk(automaton, states[first : first + BLOCK], vocabulary)
+        rows = np.ascontiguousarray(np.column_stack([classes, *after]).astype(np.int32))
+        number: dict[bytes, int] = {}
+        classes = np.array([number.setdefault(row.tobytes(), len(number)) for row in rows])
+    _, example = np.unique(classes, return_index=True)
+    few = Vocabulary(
+        vocabulary.ids[example], vocabulary.texts[example], vocabulary.lengths[example]
+    )
+    return classes, _walk(automaton, states, few)
+
+
+def _walk(
+    automaton: ByteAutomaton, states: Int[np.ndarray, "S"], vocabulary: Vocabulary
+) -> Int[np.ndarray, "S K"]:
+    """Returns the state after each token from each state; -1 for none."""
+    found = automaton.next[states][:, vocabulary.texts[:, 0]]
+    row, token = np.nonzero(found >= 0)
+    after = found[row, token]
+    for position in range(1, vocabulary.texts.shape[1]):
+        longer = vocabulary.lengths[token] > position
+        row, token, after = row[longer], token[longer], after[longer]
+        after = automaton.next[after, vocabulary.texts[token, position]]
+        found[row, token] = after
+        alive = after >= 0
+        row, token, after = row[alive], token[alive], after[alive]
+    return found
+
+
+def _without_dead_ends(table: Int[np.ndarray, "S C"], final: Any) -> Int[np.ndarray, "S C"]:
+    """Returns the table without the tokens after which no tokens spell a match."""
+    states = len(table)
+    source, column = np.nonzero(table >= 0)
+    # From a node after all final states, backwards.
+    start = np.concatenate([table[source, column], np.full(final.sum(), states)])
+    end = np.concatenate([source, np.flatnonzero(final)])
+    graph = scipy.sparse.coo_array(
+        (np.ones(len(start), bool), (start, end)), shape=(states + 1, states + 1)
+    )
+    reached = scipy.sparse.csgraph.breadth_first_order(
+        graph.tocsr(), states, return_predecessors=False
+    )
+    alive = np.zeros(states + 1, bool)  # the last one for -1
+    alive[reached[1:]] = True
+    return np.where(alive[table], table, -1)

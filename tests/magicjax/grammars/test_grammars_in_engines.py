@@ -1,0 +1,121 @@
+"""Requests of an engine have grammars of their own, whose tables come and go."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import magicjax
+from magicjax.decoding import program_cache
+from magicjax.engine import submission
+from magicjax.grammars.arena import CLASSES
+from tests.magicjax import tiny
+from tests.magicjax.engine import engines
+from tests.magicjax.grammars import spelled
+from tests.magicjax.grammars.test_constrained_texts import ENDING, PATTERN
+from tests.quick import quick
+
+LIMIT = 14
+PATTERNS = (PATTERN, ENDING, None, "[a-m]{6}", "(xyz|n[o-z]){2,4}", "a*b*c*d*e*f*g*")
+
+
+@functools.cache
+def expected(index: int, pattern: str | None) -> np.ndarray:
+    if pattern is None:
+        return engines.expected(index)[:LIMIT]
+    return spelled.greedy(pattern, engines.prompts()[index], LIMIT)
+
+
+def make(name: str = "small", **options) -> magicjax.Engine:
+    drafter, tree = engines.DRAFTERS[name]
+    defaults = dict(slots=3, capacity=64, max_new_tokens=LIMIT, prefill_chunk=16)
+    defaults |= dict(rounds_per_step=2, grammar_states=64)
+    return magicjax.Engine(spelled.target(), drafter, tree, **defaults | options)
+
+
+def submit(engine, index: int, pattern: str | None, **options):
+    grammar = None if pattern is None else magicjax.Grammar.regex(pattern)
+    return engine.submit(engines.prompts()[index].tolist(), grammar=grammar, **options)
+
+
+def states_of(pattern: str) -> int:
+    """Returns how much of `grammar_states` a pattern takes, besides the rows without a grammar."""
+    grammar = submission.automaton_of(
+        spelled.target(), magicjax.Grammar.regex(pattern), (tiny.NEVER,)
+    )
+    return grammar.next.size / CLASSES
+
+
+@pytest.mark.parametrize("name", quick(["plain", "small", "dynamic", "snapkv"], "small"))
+def test_requests_with_and_without_grammars_get_their_texts_alone(name):
+    """The table holds one or two of the grammars at a time; the others wait."""
+    largest = max(states_of(pattern) for pattern in PATTERNS if pattern)
+    engine = make(name, grammar_states=int(largest) + 2)
+    assert sum(states_of(pattern) for pattern in PATTERNS if pattern) > largest + 2
+    engine.warm_up()
+    compiled, rng, handles = program_cache.totals(), np.random.default_rng(2), []
+    while len(handles) < 24 or engine._unfinished():
+        for _ in range(min(rng.poisson(2.0), 24 - len(handles))):
+            index = int(rng.integers(len(engines.prompts())))
+            pattern = PATTERNS[rng.integers(len(PATTERNS))]
+            handles.append((submit(engine, index, pattern), index, pattern))
+        if rng.random() < 0.1:
+            submit(engine, 0, PATTERN).cancel()
+        if rng.random() < 0.1 and handles:
+            handles[rng.integers(len(handles))][0].cancel()
+        engine.step()
+    assert program_cache.totals() == compiled
+    for handle, index, pattern in handles:
+        result, whole = handle.result(), expected(index, pattern)
+        if result.finish_reason == "cancelled":
+            whole = whole[: len(result.tokens)]
+        np.testing.assert_array_equal(result.tokens, whole)
+    reasons = [handle.result().finish_reason for handle, *_ in handles]
+    assert {"eos", "length"} <= {*reasons}
+    assert all(found.users == 0 for found in engine._arena._ranges.values())
+
+
+@pytest.mark.slow
+def test_sampled_requests_have_the_text_of_their_seed_alone():
+    engine = make(do_sample=True, slots=2)
+    handles = [
+        (submit(engine, index, pattern, seed=index, temperature=1.2), index, pattern)
+        for index, pattern in enumerate(PATTERNS)
+    ]
+    engine.run()
+    for handle, index, pattern in handles:
+        alone = make(do_sample=True, slots=1)
+        other = submit(alone, index, pattern, seed=index, temperature=1.2)
+        np.testing.assert_array_equal(handle.result().tokens, other.result().tokens)
+        if pattern and handle.result().finish_reason == "eos":
+            assert spelled.regex.fullmatch(pattern, handle.result().text)
+
+
+def test_the_depth_of_drafts_may_change():
+    engine = make(adaptive_depth=True)
+    engine.warm_up()
+    compiled = program_cache.totals()
+    handles = [submit(engine, index, PATTERNS[index % 3]) for index in range(6)]
+    engine.run()
+    assert program_cache.totals() == compiled
+    for index, handle in enumerate(handles):
+        np.testing.assert_array_equal(handle.result().tokens, expected(index, PATTERNS[index % 3]))
+
+
+def test_wrong_grammars_are_errors_at_submit():
+    engine = make()
+    before = program_cache.totals()
+    with pytest.raises(ValueError, match="create the engine with grammar_states"):
+        submit(make(grammar_states=None), 0, PATTERN)
+    with pytest.raises(ValueError, match=r"take \d+ of the engine's grammar_states=1: .* least"):
+        submit(make(grammar_states=1), 0, "([a-e]x|[f-z]y){30}")
+    with pytest.raises(TypeError, match="grammar has type str"):
+        engine.submit([1, 2], grammar="a+")
+    with pytest.raises(ValueError, match="has no EOS token"):
+        submit(make(eos_token_id=[]), 0, PATTERN)
+    with pytest.raises(ValueError, match="grammar_states=0"):
+        make(grammar_states=0)
+    with pytest.raises(ValueError, match="has none"):
+        engines.engine(grammar_states=8).submit([1, 2], grammar=magicjax.Grammar.regex("a"))
+    assert program_cache.totals() == before
+    assert not engine._unfinished()
