@@ -39,8 +39,6 @@ from magicjax.model import Model
 from magicjax.trees.token_tree import Tree
 from sharding import processes
 
-AGING_S = 10.0  # waiting for this long raises a request's priority by 1
-
 
 class Engine:
     """Decodes requests that come and go, in a batch of fixed shape (continuous batching).
@@ -377,7 +375,7 @@ class Engine:
             and len(self._prefilling) < MAX_PREFILLS
             and len(self._running) + len(self._prefilling) < len(self._ended)
         ):
-            handle = min(self._queue, key=_order)
+            handle = min(self._queue, key=lambda handle: handle.submitted.due_s)
             prompt = handle.submitted.prompt
             current = [other.submitted.prompt for other, _ in self._prefilling]
             if self._prefixes.is_worth_waiting(prompt, current):
@@ -502,8 +500,3 @@ class Engine:
         self._rounds = dict.fromkeys(self._loops, 0)
         self._loop_s = self._prefill_s = self._host_s = 0.0
         self._requests: collections.deque = collections.deque(maxlen=MAX_REQUESTS)
-
-
-def _order(handle: Handle) -> float:
-    """Returns the time at which a request is due: the smallest starts first."""
-    return handle.submitted.submitted_s - AGING_S * handle.submitted.priority

@@ -15,6 +15,9 @@ from magicjax.verification.logprobs import LogProbs
 from magicjax.verification.sampling import Sampling
 
 
+AGING_S = 10.0  # waiting for this long raises a request's priority by 1
+
+
 class QueueFullError(ValueError):
     """As many requests as `queue_limit` wait for a slot."""
 
@@ -125,6 +128,11 @@ class Submitted:
     priority: float
     submitted_s: float
     deadline_s: float | None
+
+    @property
+    def due_s(self) -> float:
+        """When the request is due, on the same clock: of those that wait, the first one starts."""
+        return self.submitted_s - AGING_S * self.priority
 
 
 class _Engine(Protocol):

@@ -11,7 +11,7 @@ from flax import struct
 import magicjax
 from magicjax.decoding import program_cache
 from magicjax.drafters.base import Drafter
-from magicjax.engine import engine as engine_module
+from magicjax.engine import handle as handle_module
 from magicjax.engine.handle import QueueFullError
 from magicjax.trees.proposal import Proposal
 from tests.magicjax import tiny
@@ -132,7 +132,7 @@ def test_requests_start_by_priority_and_waiting_raises_it(monkeypatch):
     while engine._unfinished():
         engine.step()
         order += [n for n, h in enumerate(handles) if h.finished and n not in order]
-    assert engine_module.AGING_S == 10.0
+    assert handle_module.AGING_S == 10.0
     # Each level is worth 10 s: those of priority 0 from the first seconds, then the late one of 2.
     assert order == [2, 3, 0, 1, 4, 5]
 
