@@ -138,8 +138,8 @@ class Engine:
             prefill_chunk,
             rounds_per_step,
             prefix_bytes,
-            grammar_states,
             options,
+            grammar_states,
         )
         self._arena = Arena((grammar_states or 0) * CLASSES)
         self._eos = set(processes.fetch(self._templates.row.eos).tolist())

@@ -14,7 +14,6 @@ from magicjax.grammars.compiler import TokenAutomaton
 from magicjax.verification.logprobs import LogProbs
 from magicjax.verification.sampling import Sampling
 
-
 AGING_S = 10.0  # waiting for this long raises a request's priority by 1
 
 

@@ -89,8 +89,8 @@ def make_templates(
     prefill_chunk: int | None,
     rounds_per_step: int,
     prefix_bytes: int | None,
-    grammar_states: int | None,
     options: dict[str, Any],
+    grammar_states: int | None = None,
 ) -> Templates:
     """Returns the templates; `options` are those of `magicjax.generate`.
 

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from magicjax.grammars.grammar import ByteAutomaton, Grammar, byte_automaton
 from magicjax.grammars.vocabulary import Vocabulary, vocabulary_of
 
-BLOCK = 64  # states whose tokens are walked at once: bounds the memory
+BLOCK = 128  # states whose tokens are walked at once: bounds the memory
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,34 +74,68 @@ def _merged(
     automaton: ByteAutomaton, vocabulary: Vocabulary
 ) -> tuple[Int[np.ndarray, "K"], Int[np.ndarray, "S C"]]:
     """Returns (the class of each token, the state after a token of each class)."""
-    states = np.arange(len(automaton.next))
-    classes = np.zeros(len(vocabulary.ids), np.int64)
+    states, levels = np.arange(len(automaton.next)), _trie(vocabulary)
+    classes = np.zeros(len(vocabulary.ids), np.int32)
     for first in range(0, len(states), BLOCK):
-        after = _walk(automaton, states[first : first + BLOCK], vocabulary)
-        rows = np.ascontiguousarray(np.column_stack([classes, *after]).astype(np.int32))
+        after = _walk(automaton, states[first : first + BLOCK], levels, len(classes))
+        rows = np.column_stack([classes, after])
         number: dict[bytes, int] = {}
-        classes = np.array([number.setdefault(row.tobytes(), len(number)) for row in rows])
+        found = (number.setdefault(row.tobytes(), len(number)) for row in rows)
+        classes = np.fromiter(found, np.int32, len(rows))
     _, example = np.unique(classes, return_index=True)
-    few = Vocabulary(
-        vocabulary.ids[example], vocabulary.texts[example], vocabulary.lengths[example]
-    )
-    return classes, _walk(automaton, states, few)
+    few = Vocabulary(*(x[example] for x in (vocabulary.ids, vocabulary.texts, vocabulary.lengths)))
+    return classes, _walk(automaton, states, _trie(few), len(example)).T
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Level:
+    """The nodes of a trie of texts at one depth.
+
+    Attributes:
+      parent: int [M], the nodes' parents in the level above.
+      byte: uint8 [M], the last byte of each node.
+      node, token: int [T], nodes that are whole tokens, and these tokens.
+    """
+
+    parent: Int[np.ndarray, "M"]
+    byte: Int[np.ndarray, "M"]
+    node: Int[np.ndarray, "T"]
+    token: Int[np.ndarray, "T"]
+
+
+def _trie(vocabulary: Vocabulary) -> list[_Level]:
+    """Returns the levels of the trie of all tokens: each common beginning is walked once."""
+    order = np.lexsort([vocabulary.lengths, *vocabulary.texts.T[::-1]])
+    texts, lengths = vocabulary.texts[order], vocabulary.lengths[order]
+    levels, above = [], np.zeros(len(order), np.int64)
+    is_new = np.zeros(len(order), bool)  # whether the text begins otherwise than the one before
+    is_new[0] = True
+    for depth in range(texts.shape[1]):
+        is_new[1:] |= texts[1:, depth] != texts[:-1, depth]
+        inside = lengths > depth
+        first = is_new.copy()  # also after a text that ends above
+        first[1:] |= ~inside[:-1]
+        starts = inside & first
+        node = np.cumsum(starts) - 1
+        ends = lengths == depth + 1
+        levels.append(_Level(above[starts], texts[starts, depth], node[ends], order[ends]))
+        above = node
+    return levels
 
 
 def _walk(
-    automaton: ByteAutomaton, states: Int[np.ndarray, "S"], vocabulary: Vocabulary
-) -> Int[np.ndarray, "S K"]:
-    """Returns the state after each token from each state; -1 for none."""
-    found = automaton.next[states][:, vocabulary.texts[:, 0]]
-    row, token = np.nonzero(found >= 0)
-    after = found[row, token]
-    for position in range(1, vocabulary.texts.shape[1]):
-        longer = vocabulary.lengths[token] > position
-        row, token, after = row[longer], token[longer], after[longer]
-        after = automaton.next[after, vocabulary.texts[token, position]]
-        found[row, token] = after
-        alive = after >= 0
-        row, token, after = row[alive], token[alive], after[alive]
+    automaton: ByteAutomaton, states: Int[np.ndarray, "S"], levels: list[_Level], tokens: int
+) -> Int[np.ndarray, "K S"]:
+    """Returns the state after each of `tokens` tokens from each state; -1 for none."""
+    dead = len(automaton.next)
+    following = np.full((dead + 1, 256), dead, np.int32)
+    following[:dead] = np.where(automaton.next < 0, dead, automaton.next)
+    found = np.empty((tokens, len(states)), np.int32)
+    current = states.astype(np.int32)[None]
+    for level in levels:
+        current = following.ravel().take(current[level.parent] * 256 + level.byte[:, None])
+        found[level.token] = current[level.node]
+    found[found == dead] = -1
     return found
 
 

@@ -102,6 +102,23 @@ def test_the_depth_of_drafts_may_change():
         np.testing.assert_array_equal(handle.result().tokens, expected(index, PATTERNS[index % 3]))
 
 
+def on_a_mesh(mesh: list[int]) -> list[list[int]]:
+    engine = make(slots=4, mesh=magicjax.make_mesh(*mesh))
+    engine.warm_up()
+    compiled = program_cache.totals()
+    handles = [submit(engine, index, pattern) for index, pattern in enumerate(PATTERNS)]
+    engine.run()
+    assert program_cache.totals() == compiled
+    return [handle.result().tokens.tolist() for handle in handles]
+
+
+@pytest.mark.slow
+def test_an_engine_on_a_mesh_gives_the_texts_of_one_device(eight):
+    found = eight(on_a_mesh, mesh=[2, 2])
+    for index, pattern in enumerate(PATTERNS):
+        np.testing.assert_array_equal(found[index], expected(index, pattern))
+
+
 def test_wrong_grammars_are_errors_at_submit():
     engine = make()
     before = program_cache.totals()
