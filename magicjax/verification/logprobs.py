@@ -17,8 +17,8 @@ MAX_ALTERNATIVES = 20
 class LogProbs:
     """Natural logarithms of probabilities under the target: `log_softmax` of its logits.
 
-    They are computed in float32, before temperature, top_k and top_p. Tokens that a grammar does not
-    allow have -inf.
+    They are computed in float32, before temperature, top_k and top_p; -inf for tokens that a
+    grammar does not allow.
 
     Attributes:
       chosen: float32 [..., T], of the tokens that were emitted.
