@@ -4,6 +4,7 @@ import itertools
 import json
 import pathlib
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -237,3 +238,10 @@ def test_a_grammar_requires_a_tokenizer_and_eos():
         automaton_of(spelled.target(), "a+", (0,))
     with pytest.raises(ValueError, match="2 grammars for 3 prompts"):
         rows_of(spelled.target(), [grammar, None], (0,), 3)
+
+
+def test_a_missing_package_is_an_error_that_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "outlines_core", None)
+    with pytest.raises(ImportError, match=r"pip install 'magicjax\[grammar\]'"):
+        Grammar.regex("never compiled before")
+    Grammar.json_object()

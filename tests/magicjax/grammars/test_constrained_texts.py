@@ -1,13 +1,17 @@
 """Greedy texts under a grammar are those of plain decoding with masked logits."""
 
+import dataclasses
 import functools
 
 import numpy as np
 import pytest
 
 import magicjax
-from magicjax.decoding import program_cache
+from magicjax.decoding import program_cache, runner
+from magicjax.decoding.request import place
+from magicjax.grammars import masking
 from tests.magicjax import mesh_cases, oracle, scripted, tiny
+from tests.magicjax.decoding import test_compiled
 from tests.magicjax.drafters import test_scripted
 from tests.magicjax.grammars import spelled
 from tests.quick import quick
@@ -149,3 +153,16 @@ def test_a_mesh_gives_the_texts_of_one_device(eight, sampled):
     options = dict(do_sample=True, seed=1, verifier="naive") if sampled else {}
     wanted = on_a_mesh([], drafter=False, **(dict(options, verifier=None) if sampled else {}))
     assert eight(on_a_mesh, mesh=[2, 4], drafter=True, **options) == wanted
+
+
+@test_compiled.pytestmark
+def test_the_loop_copies_neither_caches_nor_the_table():
+    request = test_compiled.request_of("self_tree")
+    rows = masking.GrammarRows(np.zeros(2, np.int32), np.zeros((2, tiny.VOCAB), np.int32))
+    table = np.zeros(5_000_003, np.int32)
+    request = place(dataclasses.replace(request, grammar=rows, transitions=table))
+    state = runner.state_shapes(request)
+    program = runner.compile_loop(request, request.settings, state)
+    sizes = test_compiled.sizes_of(request, state) | {"table": table.size}
+    assert test_compiled.moved_caches(program, sizes) == {}
+    assert program.memory_analysis().temp_size_in_bytes < table.nbytes
