@@ -268,10 +268,13 @@ def _generate(
 
 def _grammar(arguments: argparse.Namespace) -> magicjax.Grammar | None:
     """Returns what the text must match."""
-    if arguments.regex is not None:
-        return magicjax.Grammar.regex(arguments.regex)
-    if arguments.json_schema is not None:
-        return magicjax.Grammar.json_schema(_read("--json-schema", arguments.json_schema))
+    try:
+        if arguments.regex is not None:
+            return magicjax.Grammar.regex(arguments.regex)
+        if arguments.json_schema is not None:
+            return magicjax.Grammar.json_schema(_read("--json-schema", arguments.json_schema))
+    except ImportError as error:
+        raise ValueError(str(error)) from error
     return magicjax.Grammar.json_object() if arguments.json else None
 
 

@@ -17,7 +17,6 @@ from magicjax.planner import candidates
 from magicjax.planner.candidates import model_sizes
 from magicjax.trees.token_tree import ROOT_ONLY
 from tests.magicjax import tiny
-from tests.magicjax.grammars import spelled, test_constrained_texts
 
 SELF = "self:streaming:12:sinks=2"  # the name of the small cache below
 
@@ -497,22 +496,3 @@ def test_without_a_profile_the_error_names_the_command(tmp_path, monkeypatch):
         generate("auto")
     cost_model.save_profile(cost_model.default_profile(), HERE, {})
     assert cost_model.load_profile(cost_model.default_profile()) == HERE
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("predicted_times")
-def test_the_text_under_a_grammar_is_exact(profile, short_calls):
-    settings = Auto(drafters("cheap", "prompt-lookup"), profile, tree=TREE, trial_rounds=16)
-    output = magicjax.generate(
-        spelled.target(),
-        tiny.prompts(8),
-        drafter=settings,
-        max_new_tokens=test_constrained_texts.LIMIT,
-        grammar=magicjax.Grammar.regex(test_constrained_texts.PATTERN),
-    )
-    for wanted, row in zip(
-        test_constrained_texts.expected(test_constrained_texts.PATTERN),
-        tiny.rows_of(output),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(row, wanted)
