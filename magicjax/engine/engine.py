@@ -382,7 +382,7 @@ class Engine:
                 return
             automaton = handle.submitted.grammar
             self._templates, grammar = with_grammar(self._templates, self._arena, automaton)
-            if grammar is None and automaton is not None:
+            if automaton is not None and grammar is None:
                 return  # until the grammars of other requests leave
             self._queue.remove(handle)
             handle.started_s = time.monotonic()
@@ -391,9 +391,7 @@ class Engine:
     def _start(self, handle: Handle, grammar: GrammarRows | None) -> Prefilling:
         """Returns the prefill of a request, from the longest prefix that is stored."""
         submitted, templates = handle.submitted, self._templates
-        request = request_of(
-            templates, submitted.prompt, submitted.limit, submitted.sampling, grammar
-        )
+        request = request_of(templates, submitted, grammar)
         row, kept = self._prefixes.copy_longest(submitted.prompt)
         spare = self._spare_rows.pop() if self._spare_rows else None  # dropped if there is a copy
         row = row or spare or empty_row(templates)

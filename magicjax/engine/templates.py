@@ -22,6 +22,7 @@ from magicjax.decoding.validation import (
     checked_sampling,
 )
 from magicjax.engine import memory_check
+from magicjax.engine.handle import Submitted
 from magicjax.grammars.arena import CLASSES, Arena, row_of
 from magicjax.grammars.compiler import TokenAutomaton
 from magicjax.grammars.masking import GrammarRows
@@ -234,26 +235,21 @@ def with_grammar(
     return dataclasses.replace(templates, row=row, slots=slots), grammar
 
 
-def request_of(
-    templates: Templates,
-    prompt: Int[np.ndarray, "T"],
-    limit: int,
-    sampling: Sampling | None,
-    grammar: GrammarRows | None,
-) -> Request:
-    """Returns the one-row request of a prompt, in the shapes of all prompts."""
-    row = templates.row
+def request_of(templates: Templates, submitted: Submitted, grammar: GrammarRows | None) -> Request:
+    """Returns the one-row request of a submitted one, in the shapes of all prompts."""
+    row, prompt = templates.row, submitted.prompt
     tokens = np.zeros(row.tokens.shape, np.int32)
     tokens[0, : len(prompt)] = prompt
-    of_row = tokens, _one_row(len(prompt)), _one_row(limit), sampling, grammar
-    tokens, lengths, limits, sampling, grammar = processes.put(of_row, row.lengths.sharding)
+    limit, sampling = _one_row(submitted.limit), submitted.sampling
+    of_row = tokens, _one_row(len(prompt)), limit, sampling, grammar
+    tokens, lengths, limits, placed, grammar = processes.put(of_row, row.lengths.sharding)
     return dataclasses.replace(
         row,
         prompts=[prompt],
         tokens=tokens,
         lengths=lengths,
         limits=limits,
-        sampling=sampling,
+        sampling=placed,
         grammar=grammar,
     )
 
