@@ -15,7 +15,7 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).parent.parent
 TIMEOUT = 1200  # seconds of a run
-CORE = ("trees", "verification", "kv_cache", "decoding", "drafters", "policies")
+CORE = ("trees", "verification", "kv_cache", "decoding", "drafters", "policies", "grammars")
 # name -> file, correct text, wrong text
 MUTATIONS = {
     "rejection keeps the target's distribution": (
@@ -52,6 +52,11 @@ MUTATIONS = {
         "magicjax/decoding/loop.py",
         "positions = state.cache.lengths[:, None] + token_tree.depths(proposal.parents)",
         "positions = state.cache.lengths[:, None] + jnp.arange(proposal.tokens.shape[1])",
+    ),
+    "all nodes have the grammar's state at the root": (
+        "magicjax/grammars/masking.py",
+        "return jnp.where(is_root, first, advance(transitions, rows, before, tokens))",
+        "return first",
     ),
     "the ring starts one slot late": (
         "magicjax/kv_cache/sparse_cache.py",

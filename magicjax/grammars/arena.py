@@ -102,12 +102,13 @@ def automaton_of(target: Any, grammar: Any, eos: Sequence[int]) -> TokenAutomato
             f"a grammar requires a tokenizer, and the target {target.name!r} has none: load one "
             "with a tokenizer"
         )
+    eos = tuple(token for token in eos if 0 <= token < target.config.vocab_size)
     if not eos:
         raise ValueError(
             f"a grammar ends a text with EOS, and the target {target.name!r} has no EOS token: "
             "pass eos_token_id"
         )
-    return compiled(grammar, target.tokenizer, tuple(eos), target.config.vocab_size)
+    return compiled(grammar, target.tokenizer, eos, target.config.vocab_size)
 
 
 def rows_of(
@@ -125,7 +126,8 @@ def rows_of(
     """
     if grammar is None:
         return None, None
-    each = list(grammar) if isinstance(grammar, Sequence) else [grammar] * rows
+    several = isinstance(grammar, Sequence) and not isinstance(grammar, str)
+    each = list(grammar) if several else [grammar] * rows
     if len(each) != rows:
         raise ValueError(f"{len(each)} grammars for {rows} prompts: pass one, or one per prompt")
     automata = [None if one is None else automaton_of(target, one, eos) for one in each]

@@ -236,6 +236,10 @@ def test_a_grammar_requires_a_tokenizer_and_eos():
         automaton_of(spelled.target(), grammar, ())
     with pytest.raises(TypeError, match="grammar has type str"):
         automaton_of(spelled.target(), "a+", (0,))
+    with pytest.raises(ValueError, match="no EOS token"):
+        automaton_of(spelled.target(), grammar, (tiny.VOCAB,))
+    with pytest.raises(TypeError, match="grammar has type str"):
+        rows_of(spelled.target(), "a+", (0,), 3)
     with pytest.raises(ValueError, match="2 grammars for 3 prompts"):
         rows_of(spelled.target(), [grammar, None], (0,), 3)
 
