@@ -6,7 +6,7 @@ import os
 import sys
 from typing import NoReturn
 
-from magicjax.cli import calibrate, chat, fetch, fit, generate, plan, serve
+from magicjax.cli import bench_serve, calibrate, chat, fetch, fit, generate, plan, serve
 from magicjax.cli.options import INTERRUPTED, in_option_names
 from magicjax.suggest import did_you_mean
 from magicjax.version import version
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     )
     main_parser.add_argument("--version", action="version", version=f"magicjax {version()}")
     commands = main_parser.add_subparsers(dest="command", required=True, parser_class=_SubCommand)
-    for command in (generate, chat, serve, plan, fit, calibrate, fetch):
+    for command in (generate, chat, serve, bench_serve, plan, fit, calibrate, fetch):
         command.add(commands)
     return main_parser
 

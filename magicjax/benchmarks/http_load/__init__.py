@@ -1,0 +1,1 @@
+"""Load on HTTP servers with OpenAI's API: requests, what is measured of them, and reports."""

@@ -1,0 +1,205 @@
+"""`magicjax bench-serve`: refused input, and measuring a tiny server on loopback."""
+
+import csv
+import json
+import socket
+import sys
+
+import pytest
+
+from magicjax.benchmarks.http_load import load
+from magicjax.benchmarks.http_load.client import OK, Sample
+from magicjax.benchmarks.http_load.load import Run
+from magicjax.benchmarks.http_load.prompts import read_prompts
+from magicjax.cli.serve import API_KEY
+from tests.magicjax.server import serving
+
+KEY = "a key of 16 byte"
+REFUSED = {
+    "no URL": (["--url", "localhost"], "--url localhost: it must be like http://127.0.0.1:8000"),
+    "no host": (["--url", "on=http://:80"], "--url on=http://:80: it must be like"),
+    "a label twice": (
+        ["--url", "a=http://b", "--url", "a=http://c"],
+        "--url a=http://c: the label 'a' is used twice",
+    ),
+    "rate 0": (["--rates", "1,0"], "--rates: '1,0' must be positive numbers, such as 1,4,16"),
+    "half a user": (["--concurrency", "1.5"], "--concurrency: '1.5' must be positive"),
+    "two loads": (["--concurrency", "1", "--rates", "1"], "not allowed with argument"),
+    "few requests": (
+        ["--concurrency", "4", "--requests", "3"],
+        "--requests 3 is less than the concurrency 4",
+    ),
+    "no tokens": (["--max-tokens", "0"], "--max-tokens 0: it must be at least 1"),
+    "no time": (["--seconds", "0"], "--seconds 0: it must be above 0"),
+    "a limit of 0": (["--max-ttft", "0"], "--max-ttft 0: it must be above 0"),
+    "temperature": (["--temperature", "nan"], "--temperature nan: it must be 0 or more"),
+    "no such file": (["--prompts", "/none"], "--prompts /none is not a file"),
+    "an empty file": (["--prompts", "FILE"], "is empty: it must have a JSON object per line"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_invalid_options_exit_with_code_2_and_the_reason(name, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments, message = REFUSED[name]
+    file = tmp_path / "empty.jsonl"
+    file.write_text("\n")
+    code, _, errors = run("bench-serve", *[file if a == "FILE" else a for a in arguments])
+    assert code == 2 and message in errors and errors.count("\n") == 1
+    assert [*tmp_path.iterdir()] == [file]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[1]", 'line 2: it must have either "prompt"'),
+        ('{"prompt": ""}', "line 2: it must have either"),
+        ('{"prompt": "a", "messages": []}', "line 2: it must have either"),
+        ('{"messages": [{"role": "user"}]}', "line 2: it must have either"),
+        (json.dumps({"messages": [dict(role="user", content="a")] * 2}), "line 2: 2 messages are"),
+    ],
+)
+def test_wrong_lines_of_prompts_are_named(line, message, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n' + line)
+    with pytest.raises(ValueError, match=message):
+        read_prompts(str(path), "completions")
+
+
+def test_lines_go_to_the_api_that_they_name_or_to_the_chosen_one(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    messages = [{"role": "user", "content": "b"}]
+    lines = [{"prompt": "a", "id": 3}, {"messages": messages}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+
+    def found(api):
+        return [(request.path, request.body) for request in read_prompts(str(path), api)]
+
+    chat, completions = "chat/completions", "completions"
+    assert found(None) == [(completions, {"prompt": "a"}), (chat, {"messages": messages})]
+    user = [{"role": "user", "content": "a"}]
+    assert found("chat") == [(chat, {"messages": user}), (chat, {"messages": messages})]
+    assert found("completions") == [(completions, {"prompt": "a"}), (completions, {"prompt": "b"})]
+    bundled = read_prompts(None, None)
+    assert len(bundled) >= 8 and {request.path for request in bundled} == {chat}
+
+
+def test_a_server_that_is_not_there_is_one_line(run, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    code, _, errors = run("bench-serve", "--url", url, "--output", tmp_path)
+    assert code == 2 and errors.count("\n") == 1
+    assert f"--url {url} does not answer" in errors and "start the server" in errors
+
+
+def test_a_missing_package_is_named(run, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("magicjax.benchmarks.http_load")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    code, _, errors = run("bench-serve")
+    assert code == 2
+    assert (
+        errors == 'magicjax: magicjax bench-serve requires httpx: pip install "magicjax[serve]"\n'
+    )
+
+
+@pytest.fixture(scope="module")
+def server(directory):
+    engine = serving.make_engine(serving.target_of(directory))
+    with serving.running(engine, api_key=KEY) as made:
+        yield made
+
+
+@pytest.fixture
+def bench(server, run, tmp_path, monkeypatch):
+    """Runs `magicjax bench-serve` on the tiny server; returns (code, output, errors, levels)."""
+    monkeypatch.setenv(API_KEY, KEY)
+
+    def call(*arguments):
+        chosen = () if "--url" in arguments else ("--url", server.url)
+        common = ("--max-tokens", 24, "--output", tmp_path / "out")
+        code, output, errors = run("bench-serve", *chosen, *common, *arguments)
+        written = tmp_path / "out" / "levels.csv"
+        rows = list(csv.DictReader(written.open())) if written.is_file() else []
+        return code, output, errors, rows
+
+    return call
+
+
+def test_two_servers_are_compared(server, bench, tmp_path):
+    urls = ("--url", f"on={server.url}", "--url", f"off={server.url}/v1")
+    code, output, errors, rows = bench(*urls, "--concurrency", "1,3", "--requests", 6)
+    assert code == 0
+    assert [(row["level"], row["server"]) for row in rows] == [
+        *(("1 at once", "on"), ("1 at once", "off")),
+        *(("3 at once", "on"), ("3 at once", "off")),
+    ]
+    for row in rows:
+        assert row["requests"] == "6" and row["errors"] == ""
+        assert 6 <= int(row["new_tokens"]) <= 6 * 24
+        assert float(row["ttft_ms_p50"]) <= 1e3 * float(row["e2e_s_p50"])
+        assert 1 <= float(row["tau"]) <= 6
+    assert "vs off" in output and output.count("\n") == 6
+    assert "on, 1 at once: 6 requests in" in errors
+    assert "tiny at http://127.0.0.1" in (tmp_path / "out" / "report.html").read_text("utf-8")
+    assert KEY not in "".join(path.read_text("utf-8") for path in (tmp_path / "out").iterdir())
+
+
+def test_refused_requests_are_no_failure(bench):
+    with_limits = ("--max-ttft", 60, "--max-tpot", 60_000)
+    code, output, _, (row,) = bench("--rates", "10000", "--requests", 40, *with_limits)
+    assert code == 0 and row["errors"].startswith("429: ") and "goodput/s" in output
+    assert float(row["goodput_per_s"]) == float(row["requests_per_s"]) > 0
+
+
+def test_sampled_requests_have_their_seeds(server, bench, monkeypatch):
+    bodies = []
+    send = load.send
+
+    async def noted(client, server, request, start, due):
+        bodies.append(request.body)
+        return await send(client, server, request, start, due)
+
+    monkeypatch.setattr(load, "send", noted)
+    options = ("--concurrency", 1, "--requests", 2, "--temperature", 0.7, "--seed", 5)
+    assert bench(*options)[0] == 0
+    assert [body["seed"] for body in bodies] == [5, 5, 6]  # the first warms up
+    assert bench("--concurrency", 1, "--requests", 1, "--api", "completions")[0] == 0
+    assert "prompt" in bodies[-1] and "seed" not in bodies[-1]
+
+
+def test_a_first_request_that_fails_is_one_line(bench, monkeypatch):
+    code, _, errors, rows = bench("--max-tokens", 1000)
+    assert code == 2 and errors.count("\n") == 1 and not rows
+    assert "the first request failed: 400: max_tokens=1000" in errors.replace(
+        "--max-tokens ", "max_tokens="
+    )
+    assert "404: the model 'gpt-9' is not served here" in bench("--model", "gpt-9")[2]
+    monkeypatch.setenv(API_KEY, "another")
+    assert "/v1/models answers 401: the API key is missing or wrong" in bench()[2]
+
+
+def test_a_failed_request_is_exit_code_1(bench, monkeypatch):
+    async def measure(*_, runs, servers=None, **__):
+        server, level = load.Server("on", "http://on", "a"), load.Level(concurrency=1)
+        samples = [Sample("500", "the engine has failed", 0.0, 0.1), Sample(OK, "", 0.0, 0.1, 0.1)]
+        runs.append(Run(server, level, samples, 1.0))
+
+    monkeypatch.setattr(load, "measure", measure)
+    code, _, errors, rows = bench()
+    assert code == 1 and rows[0]["errors"] == "500: 1"
+    assert "1 requests failed; the first: 500: the engine has failed" in errors
+
+
+def test_an_interrupt_writes_what_there_is(bench, monkeypatch):
+    async def measure(*_, runs, **__):
+        server, level = load.Server("on", "http://on", "a"), load.Level(concurrency=1)
+        runs.append(Run(server, level, [Sample(OK, "", 0.0, 0.1, 0.1)], 1.0))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(load, "measure", measure)
+    code, output, errors, rows = bench()
+    assert code == 130 and rows[0]["requests"] == "1" and "1 at once" in output
+    assert "interrupted: the report has the requests that have ended" in errors
