@@ -166,7 +166,11 @@ def run(arguments: argparse.Namespace) -> int:
     _note("wrote " + ", ".join(str(folder / name) for name in report.FILES))
     failed = summary.failures(runs)
     if failed:
-        _note(f"{len(failed)} requests failed; the first: {failed[0].status}: {failed[0].error}")
+        count = sum(len(run.samples) for run in runs)
+        _note(
+            f"{len(failed)} of {count} requests failed; the first: {failed[0].status}: "
+            f"{failed[0].error}"
+        )
     return code or (FAILED if failed else 0)
 
 

@@ -190,7 +190,7 @@ def test_a_failed_request_is_exit_code_1(bench, monkeypatch):
     monkeypatch.setattr(load, "measure", measure)
     code, _, errors, rows = bench()
     assert code == 1 and rows[0]["errors"] == "500: 1"
-    assert "1 requests failed; the first: 500: the engine has failed" in errors
+    assert "1 of 2 requests failed; the first: 500: the engine has failed" in errors
 
 
 def test_an_interrupt_writes_what_there_is(bench, monkeypatch):
