@@ -179,24 +179,28 @@ def time_per_token(
 
 
 async def _chunks(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """Yields the events of a stream; raises StreamError unless it ends with [DONE]."""
-    done, rest = False, b""
+    """Yields the events of a stream; raises StreamError if it ends too early.
+
+    It ends with [DONE]. `transformers serve` sends none, so a finish reason is enough.
+    """
+    ended, rest = False, b""
     # Not `aiter_lines`: it also splits at U+2028 and U+0085, which JSON may contain.
     async for part in answer.aiter_bytes():
         *lines, rest = (rest + part).split(b"\n")
         for line in lines:
             data = line.removeprefix(b"data:").strip()
-            if not line.startswith(b"data:") or done:
+            if not line.startswith(b"data:"):
                 continue
             if data == b"[DONE]":
-                done = True
+                ended = True
                 continue
             chunk = json.loads(data)
             if error := chunk.get("error"):
                 raise StreamError("error in stream", str(error.get("message", error))[:SHOWN])
+            ended |= any(choice.get("finish_reason") for choice in chunk.get("choices") or ())
             yield chunk
-    if not done:
-        raise StreamError("cut stream", "the stream ended without [DONE]")
+    if not ended:
+        raise StreamError("cut stream", "the stream ended without a finish reason")
 
 
 def _text(choice: dict[str, Any]) -> str:

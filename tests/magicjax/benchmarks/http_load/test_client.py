@@ -106,7 +106,7 @@ def test_separators_inside_a_text_and_events_in_parts():
 @pytest.mark.parametrize(
     ("parts", "status", "error"),
     [
-        ([completion("a")], "cut stream", "without [DONE]"),
+        ([completion("a")], "cut stream", "without a finish reason"),
         (
             [completion("a"), event({"error": {"message": "no memory"}}), DONE],
             "error in stream",
@@ -121,6 +121,11 @@ def test_wrong_streams_fail(parts, status, error):
     sample = answered(*parts)
     assert sample.status == status and error in sample.error
     assert sample.ttft_s is sample.tpot_s is sample.new_tokens is None
+
+
+def test_a_finish_reason_ends_a_stream():
+    end = event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    assert answered(chat(content="a"), end).status == OK
 
 
 def test_an_error_of_the_server_is_its_message():
