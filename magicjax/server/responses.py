@@ -120,11 +120,15 @@ def envelope(generation: Generation, served: Served) -> dict[str, Any]:
 
 
 def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
-    """Returns the counts of tokens of an answer; the prompt of n samples counts once."""
+    """Returns the counts of tokens of an answer; the prompt of n samples counts once.
+
+    Accepted tokens are those of the answer without one for prefill and one for each round. So
+    clients get the number of rounds, and tau, also if a round drafted beyond the end.
+    """
     stats = [result.stats for result in results]
     prompt = sum(one.prompt_tokens for one in stats[::n])
     new = sum(one.new_tokens for one in stats)
-    accepted = sum(one.accepted for one in stats)
+    accepted = sum(max(0, one.new_tokens - 1 - one.rounds) for one in stats)
     details = dict(
         accepted_prediction_tokens=accepted,
         rejected_prediction_tokens=sum(one.drafted for one in stats) - accepted,

@@ -100,9 +100,8 @@ def failures(runs: Iterable[Run]) -> list[Sample]:
 def tau(samples: Sequence[Sample]) -> float | None:
     """Returns the mean acceptance length; None if the servers do not count accepted tokens.
 
-    A request of n tokens, a of them drafted, needs n - 1 - a rounds: prefill gives one token, and
-    every round one that was not drafted. Accepted tokens after the end of a text count as well, so
-    short texts give slightly more than the loop has.
+    A request of n tokens with a accepted ones has n - 1 - a rounds: prefill gives one token, and
+    every round one more than it accepts.
     """
     pairs = [(s.new_tokens, s.accepted_tokens) for s in samples]
     known = [(n - 1, a) for n, a in pairs if n is not None and a is not None]
