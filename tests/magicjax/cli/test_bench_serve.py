@@ -147,10 +147,14 @@ def test_two_servers_are_compared(server, bench, tmp_path):
     assert KEY not in "".join(path.read_text("utf-8") for path in (tmp_path / "out").iterdir())
 
 
-def test_refused_requests_are_no_failure(bench):
-    with_limits = ("--max-ttft", 60, "--max-tpot", 60_000)
-    code, output, _, (row,) = bench("--rates", "10000", "--requests", 40, *with_limits)
-    assert code == 0 and row["errors"].startswith("429: ") and "goodput/s" in output
+def test_refused_requests_are_no_failure(server, bench, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "def add("}')
+    options = ("--prompts", prompts, "--max-ttft", 60, "--max-tpot", 60_000)
+    with serving.slow(server.engine):
+        code, output, errors, (row,) = bench("--rates", "10000", "--requests", 40, *options)
+    assert code == 0, errors
+    assert row["errors"].startswith("429: ") and "goodput/s" in output
     assert float(row["goodput_per_s"]) == float(row["requests_per_s"]) > 0
 
 
