@@ -71,7 +71,8 @@ class DecodeState:
       ranks: int32 [B, A, W], number of rounds whose path continued, at each depth, with a node's
         1st, 2nd, … W-th or later try; 0 at the last depth.
       nodes: int32 [B], number of proposed nodes without padding and roots.
-      rounds: int32 [], number of rounds since the newest call of `decode` began.
+      rounds: int32 [], number of rounds since the newest call of `decode` began; on a mesh the
+        largest number of any group.
       max_rounds: int32 [], the most rounds of a call of `decode`.
       logprobs: [B, max_new_tokens + A], of the tokens in `output`; None if they are not computed.
       grammar: of the rows, after the pending tokens; None without grammars.
@@ -329,17 +330,14 @@ def decode_until_row_ends(
 ) -> DecodeState:
     """Returns the state after a row has ended, as `decode` otherwise; another can take its slot.
 
-    On a mesh, each group of devices stops when one of its own rows has ended, and `rounds` is the
-    largest number of any group.
+    On a mesh, each group of devices stops when one of its own rows has ended.
     """
     before = state.ended
 
     def goes_on(state):
         return (state.ended == before).all() & ~state.ended.all()
 
-    state = _run_while(goes_on, settings, target, drafter, state, transitions)
-    rounds = collectives.pmax(state.rounds, settings.data_axes)
-    return dataclasses.replace(state, rounds=rounds)
+    return _run_while(goes_on, settings, target, drafter, state, transitions)
 
 
 def _run_while(
@@ -358,7 +356,9 @@ def _run_while(
     def body(state):
         return step(settings, target, drafter, state, transitions)
 
-    return jax.lax.while_loop(running, body, state)
+    state = jax.lax.while_loop(running, body, state)
+    rounds = collectives.pmax(state.rounds, settings.data_axes)
+    return dataclasses.replace(state, rounds=rounds)
 
 
 def _checked(proposed: Any, drafter: str, state: DecodeState) -> tuple[Proposal, Any]:

@@ -103,11 +103,12 @@ def jitted(name: str, settings: AnySettings, arguments: tuple) -> Any:
     function, options = _PROGRAMS[name]
     # A new function, so that no cache of JAX keeps the program alive after eviction.
     run: Callable = functools.partial(function, settings)
-    if settings.mesh is not None:
-        run = placement.on_mesh(
-            run, settings.mesh, arguments, result_shapes(name, settings, arguments)
-        )
-    return jax.jit(run, **options)
+    if settings.mesh is None:
+        return jax.jit(run, **options)
+    results = result_shapes(name, settings, arguments)
+    run = placement.on_mesh(run, settings.mesh, arguments, results)
+    # Explicit, because XLA replicates arrays without elements.
+    return jax.jit(run, out_shardings=jax.tree.map(lambda x: x.sharding, results), **options)
 
 
 def result_shapes(name: str, settings: AnySettings, arguments: tuple) -> Any:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from magicjax import placement
@@ -200,7 +199,7 @@ def checked_sampling(options: RequestOptions, rows: int) -> Sampling | None:
     }
     return Sampling(
         **arrays,
-        keys=row_keys(_checked_seed(options.seed), jnp.arange(rows)),
+        keys=row_keys(np.uint32(_checked_seed(options.seed)), np.arange(rows, dtype=np.int32)),
         top_k_used=bool((top_k > 0).any()),
         top_p_used=bool((top_p < 1).any()),
     )

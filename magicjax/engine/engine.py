@@ -24,7 +24,7 @@ from magicjax.engine.memory_check import MAX_PREFILLS
 from magicjax.engine.prefill import Prefilling
 from magicjax.engine.prefix_store import Prefix, make_store
 from magicjax.engine.speculation import DepthChooser
-from magicjax.engine.stats import MAX_REQUESTS, EngineLimits, EngineStats
+from magicjax.engine.stats import EngineLimits, EngineStats
 from magicjax.engine.templates import (
     empty_row,
     empty_state,
@@ -308,9 +308,8 @@ class Engine:
             reused_tokens=store.reused_tokens,
             prefix_bytes=store.num_bytes,
             prefix_host_bytes=store.num_host_bytes,
-            kv_bytes=sum(self._templates.slots.kv_bytes),
+            kv_bytes=self._templates.kv_bytes,
             rounds_by_depth=dict(self._rounds),
-            requests=tuple(self._requests),
         )
 
     def cancel(self, handle: Handle) -> None:
@@ -490,11 +489,9 @@ class Engine:
         result = handle.finish(reason, time.monotonic())
         self._finished[reason] += 1
         self._new_tokens += len(result.tokens)
-        self._requests.append(result.stats)
 
     def _reset_stats(self) -> None:
         self._finished = dict.fromkeys(FINISH_REASONS, 0)
         self._steps = self._new_tokens = 0
         self._rounds = dict.fromkeys(self._loops, 0)
         self._loop_s = self._prefill_s = self._host_s = 0.0
-        self._requests: collections.deque = collections.deque(maxlen=MAX_REQUESTS)

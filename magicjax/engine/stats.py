@@ -2,10 +2,7 @@
 
 import dataclasses
 
-from magicjax.engine.handle import RequestStats
 from magicjax.engine.templates import Templates
-
-MAX_REQUESTS = 10_000  # finished requests whose statistics are kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +50,6 @@ class EngineStats:
       prefix_bytes, prefix_host_bytes: of the prefixes on the device and in host memory.
       kv_bytes: of the keys and values of all slots, target and drafter.
       rounds_by_depth: rounds of the loop by the depth of the tree; depth 0 drafts nothing.
-      requests: of the newest finished requests, oldest first.
     """
 
     finished: dict[str, int]
@@ -73,4 +69,3 @@ class EngineStats:
     prefix_host_bytes: int
     kv_bytes: int
     rounds_by_depth: dict[int, int]
-    requests: tuple[RequestStats, ...] = dataclasses.field(repr=False)

@@ -76,6 +76,11 @@ class Templates:
         return self.row.prefill_settings.stats_spec.total
 
     @functools.cached_property
+    def kv_bytes(self) -> int:
+        """The bytes of the keys and values of all slots, target and drafter."""
+        return sum(self.slots.kv_bytes)
+
+    @functools.cached_property
     def row_shapes(self) -> tuple[KVCache, Any]:
         """The shapes of the target's cache and the drafter's state of one row."""
         shapes = runner.state_shapes(self.row)

@@ -53,7 +53,8 @@ class Sampling:
     top_p_used: bool = struct.field(pytree_node=False)
 
 
-def row_keys(seed: int, requests: Int[Array, "B"]) -> Array:
+@jax.jit  # each request of an engine has a key of its own
+def row_keys(seed: Int[Array, ""], requests: Int[Array, "B"]) -> Array:
     """Returns a key for each request id."""
     # Explicit, because vmapped keys of other generators do not give independent numbers.
     key = jax.random.key(seed, impl="threefry2x32")

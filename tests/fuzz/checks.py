@@ -51,7 +51,8 @@ class Found:
     def compare(self, case: int, check: Callable[..., int], *arguments) -> bool:
         """Adds the ties that a check returns, or its failure; returns whether it passed."""
         try:
-            self.ties += check(*arguments)
+            ties = check(*arguments)  # which may count others
+            self.ties += ties
             return True
         except Exception as error:  # an error of any kind is a finding
             text = " ".join(str(error).split()) or traceback.format_exc(limit=-1)

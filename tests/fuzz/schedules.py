@@ -353,10 +353,13 @@ def _alone(request: Request, submitted) -> np.ndarray:
 
 
 def _disturbed(request: Request, seed: int) -> Request:
-    """Returns the request with weights of the target that differ by rounding."""
+    """Returns the request with weights of the models that differ by rounding."""
     rng = np.random.default_rng(seed)
-    params = jax.tree.map(
-        lambda x: x * jnp.asarray(1 + 3e-7 * rng.standard_normal(x.shape), x.dtype),
-        request.target.params,
-    )
-    return dataclasses.replace(request, target=dataclasses.replace(request.target, params=params))
+
+    def disturb(x):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return x * jnp.asarray(1 + 3e-7 * rng.standard_normal(x.shape), x.dtype)
+
+    target, drafter = jax.tree.map(disturb, (request.target, request.drafter))
+    return dataclasses.replace(request, target=target, drafter=drafter)
