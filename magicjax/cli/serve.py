@@ -22,6 +22,7 @@ from sharding import parse_mesh
 API_KEY = "MAGICJAX_API_KEY"
 MAX_BODY_BYTES = 4 * 2**20
 SLOTS = 8
+GRAMMAR_STATES = 2048
 PACKAGES = {"starlette", "uvicorn", "prometheus_client", "pydantic", "pydantic_core"}
 ENGINE = (
     *("slots", "capacity", "max_new_tokens", "verifier", "prefill_chunk", "rounds_per_step"),
@@ -100,6 +101,13 @@ def _add_engine(group: Any) -> None:
         "that ask for them; default: none",
     )
     group.add_argument(
+        "--grammar-states",
+        type=int,
+        default=GRAMMAR_STATES,
+        help="states of the grammars that requests use at a time, 1 KiB each; a JSON schema has "
+        f"some hundreds; 0: response_format is refused; default: {GRAMMAR_STATES:,}",
+    )
+    group.add_argument(
         "--adaptive-depth", action="store_true", help="choose the depth of the tree while serving"
     )
     group.add_argument(
@@ -176,6 +184,7 @@ def run(arguments: argparse.Namespace) -> int:
             _note(f"warning: anyone who reaches {host} can use the model: set ${API_KEY}")
         dtype = arguments.dtype or options.default_dtype() or stored_dtype(arguments.target)
         keywords = {name: getattr(arguments, name) for name in ENGINE}
+        keywords["grammar_states"] = arguments.grammar_states or None
         _validate(arguments, functools.partial(skeleton, dtype=dtype), keywords)
         mesh = magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None
         load = functools.partial(magicjax.load, dtype=dtype, mesh=mesh)
@@ -189,7 +198,7 @@ def run(arguments: argparse.Namespace) -> int:
         worker = Worker(engine)
         _note("compiling; this takes seconds to minutes")
         worker.warm_up()
-        name = arguments.served_model_name or pathlib.PurePath(arguments.target).name
+        name = arguments.served_model_name or pathlib.Path(arguments.target).resolve().name
         served = Served(name, target, engine.limits)
         app = create_app(worker, served, api_key=api_key, max_body_bytes=arguments.max_body_bytes)
         _note(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}")
@@ -215,6 +224,10 @@ def _checked(arguments: argparse.Namespace) -> str | None:
     key = os.environ.get(API_KEY) if arguments.api_key is None else arguments.api_key
     if key is not None and not key.strip():
         raise ValueError(f"the API key is empty: unset {API_KEY} and omit --api-key for no key")
+    if key is not None and (key != key.strip() or not key.isascii()):
+        raise ValueError(
+            "the API key has spaces at its ends or letters beyond ASCII: no client can send it"
+        )
     return key
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 
 from magicjax.engine.templates import Templates
+from magicjax.grammars.arena import CLASSES
+from sharding import processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,11 +17,13 @@ class EngineLimits:
     queue_limit: int
     logprobs: int | None
     do_sample: bool
+    grammar_states: int | None
+    eos_token_id: tuple[int, ...]
 
     @classmethod
     def of(cls, templates: Templates, queue_limit: int) -> "EngineLimits":
         """Returns the limits of an engine."""
-        settings = templates.row.settings
+        settings, table = templates.row.settings, templates.row.transitions
         return cls(
             slots=templates.num_slots,
             capacity=templates.capacity,
@@ -27,6 +31,8 @@ class EngineLimits:
             queue_limit=queue_limit,
             logprobs=settings.logprobs,
             do_sample=templates.sampled,
+            grammar_states=None if table is None else len(table) // CLASSES,
+            eos_token_id=tuple(processes.fetch(templates.row.eos).tolist()),
         )
 
 

@@ -139,7 +139,8 @@ async def _error(_: Request, error: ApiError) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    return await _error(request, ApiError(error.status_code, error.detail))
+    headers = None if error.headers is None else dict(error.headers)
+    return await _error(request, ApiError(error.status_code, error.detail, headers=headers))
 
 
 async def _bug(request: Request, _: Exception) -> Response:
@@ -149,7 +150,10 @@ async def _bug(request: Request, _: Exception) -> Response:
 async def _body(request: Request, limit: int) -> bytes:
     """Returns the body of a request; raises ApiError (413, 415)."""
     # A web page of another origin cannot send this type without asking the server first.
-    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+    if (
+        request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        != "application/json"
+    ):
         raise ApiError(415, "the body must have Content-Type: application/json")
     too_large = ApiError(413, f"the body has more than {limit} bytes, the limit of the server")
     length = request.headers.get("content-length", "0")
@@ -212,14 +216,22 @@ async def _chunks(job: Job, served: Served, texts: responses.TokenText) -> Async
         envelope["usage"] = None
     made = responses.Texts(generation.chat, texts)
     if generation.chat:
-        for index in range(job.missing):
+        for index in range(job.num_choices):
             delta = {"role": "assistant", "content": ""}
             first = dict(index=index, delta=delta, logprobs=None, finish_reason=None)
             yield _event(envelope | {"choices": [first]})
     results: dict[int, Result] = {}
+    prompt_tokens, new_tokens = sum(map(len, generation.prompts)), 0
     try:
         async for event in job.events():
             index, value = event.index, event.value
+            new_tokens += 0 if isinstance(value, Result) else len(value.tokens)
+            if generation.continuous_usage:
+                envelope["usage"] = dict(
+                    prompt_tokens=prompt_tokens,
+                    completion_tokens=new_tokens,
+                    total_tokens=prompt_tokens + new_tokens,
+                )
             if isinstance(value, Result):
                 results[index] = value
                 reason = value.finish_reason

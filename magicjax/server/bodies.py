@@ -14,6 +14,7 @@ from magicjax.verification.logprobs import MAX_ALTERNATIVES
 
 MAX_N = 128
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256  # each piece of text is searched for all of them
+MAX_REGEX_CHARACTERS = 512  # longer ones can take minutes to compile
 SHOWN = 60  # characters of a wrong value in an error
 
 # Fields that do not change the text.
@@ -64,11 +65,28 @@ class _Object(pydantic.BaseModel):
 
 class StreamOptions(_Object):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: counts so far in every event
     include_obfuscation: Literal[False] | None = None
 
 
+class JsonSchema(_Object):
+    name: str
+    definition: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None  # a text always matches
+
+
 class ResponseFormat(_Object):
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema", "regex"]
+    json_schema: JsonSchema | None = None
+    regex: str | None = Field(None, max_length=MAX_REGEX_CHARACTERS)
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> "ResponseFormat":
+        given = {"json_schema": self.json_schema, "regex": self.regex}
+        if any((value is not None) != (name == self.type) for name, value in given.items()):
+            raise ValueError
+        return self
 
 
 class _Body(_Object):
@@ -97,7 +115,10 @@ class _Body(_Object):
         None, description='an object such as {"include_usage": true}'
     )
     response_format: ResponseFormat | None = Field(
-        None, description='{"type": "text"}; others are not supported'
+        None,
+        description='{"type": "text"}, {"type": "json_object"}, {"type": "json_schema", '
+        '"json_schema": {"name": ..., "schema": {...}}}, or {"type": "regex", "regex": ...} of at '
+        f"most {MAX_REGEX_CHARACTERS} characters",
     )
 
 

@@ -52,7 +52,7 @@ class Metrics:
         self._new.inc(stats.new_tokens)
         self._drafted.inc(stats.drafted)
         self._accepted.inc(stats.accepted)
-        for depth in range(1, len(stats.histogram)):
+        for depth in range(len(stats.histogram)):
             self._by_depth.labels(depth=str(depth)).inc(sum(stats.histogram[depth:]))
         self._queue.observe(stats.queue_s)
         self._total.observe(stats.total_s)

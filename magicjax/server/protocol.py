@@ -13,6 +13,8 @@ from pydantic_core import from_json
 from magicjax.decoding.chat_template import chat_tokens
 from magicjax.decoding.validation import token_ids
 from magicjax.engine.stats import EngineLimits
+from magicjax.grammars.arena import automaton_of
+from magicjax.grammars.grammar import Grammar
 from magicjax.model import Model
 from magicjax.server import bodies
 from magicjax.server.bodies import ChatBody, CompletionBody
@@ -47,6 +49,7 @@ class Generation:
       options: of `Engine.submit_samples`, for each prompt.
       stream: whether text is sent as it arrives.
       include_usage: whether a stream ends with the counts of tokens.
+      continuous_usage: whether every event of the stream has the counts so far.
       limit_field: the body's field for the limit of new tokens.
     """
 
@@ -56,6 +59,7 @@ class Generation:
     options: dict[str, Any]
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     limit_field: str
 
 
@@ -71,9 +75,12 @@ def parse_completion(data: bytes, served: Served) -> Generation:
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompt = [prompt]
     n = _checked_count(body, len(prompt), served.limits)
-    limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    options = _options(body, served, "max_tokens", limit, "logprobs", body.logprobs)
     prompts = _tokens(lambda: token_ids(served.target, prompt), "prompt")
+    limit = body.max_tokens
+    if limit is None:  # the client's choice can be refused, the default cannot
+        room = served.limits.capacity - max(map(len, prompts))
+        limit = max(1, min(COMPLETION_TOKENS, served.limits.max_new_tokens, room))
+    options = _options(body, served, "max_tokens", limit, "logprobs", body.logprobs)
     return _generation(body, prompts, n, options, "max_tokens")
 
 
@@ -116,13 +123,15 @@ def _generation(
 ) -> Generation:
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options requires stream=true", param="stream_options")
+    stream_options = body.stream_options or bodies.StreamOptions()
     return Generation(
         chat=isinstance(body, ChatBody),
         prompts=prompts,
         n=n,
         options=options,
         stream=bool(body.stream),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        include_usage=bool(stream_options.include_usage),
+        continuous_usage=bool(stream_options.continuous_usage_stats),
         limit_field=limit_field,
     )
 
@@ -189,8 +198,29 @@ def _options(
             param=limit_field,
         )
     options: dict[str, Any] = dict(max_new_tokens=limit, stop=body.stop or (), logprobs=logprobs)
-    # `body.response_format` can only be text. A grammar is an argument of `submit`, made here.
-    return options | _sampling(body, limits)
+    return options | dict(grammar=_grammar(body, served)) | _sampling(body, limits)
+
+
+def _grammar(body: CompletionBody | ChatBody, served: Served) -> Grammar | None:
+    """Returns the grammar of a request, compiled in this thread: `submit` finds the result."""
+    given, limits = body.response_format, served.limits
+    if given is None or given.type == "text":
+        return None
+    if limits.grammar_states is None:
+        raise ApiError(
+            400,
+            f"response_format.type={given.type}: the server was started with --grammar-states 0",
+            param="response_format",
+        )
+    try:
+        if given.json_schema is not None:
+            grammar = Grammar.json_schema(given.json_schema.definition)
+        else:
+            grammar = Grammar.json_object() if given.regex is None else Grammar.regex(given.regex)
+        automaton_of(served.target, grammar, limits.eos_token_id)
+    except (ValueError, TypeError, ImportError) as error:
+        raise ApiError(400, str(error), param="response_format") from error
+    return grammar
 
 
 def _sampling(body: CompletionBody | ChatBody, limits: EngineLimits) -> dict[str, Any]:

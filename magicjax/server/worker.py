@@ -23,6 +23,7 @@ from magicjax.server.protocol import Generation
 logger = logging.getLogger("magicjax.server")
 
 POLL_S = 0.05  # while draining
+STOP_S = 10.0  # for a step to end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Job:
       generation: the request.
       accepted: done when the engine has queued all choices.
       arrived: what `events` yields, or an error.
+      num_choices: prompts times samples.
       missing: choices without a result; the event loop's.
       handles: by index of the choice, the samples of the first prompt first; the thread's.
       unfinished: those without a result; the thread's.
@@ -64,13 +66,13 @@ class Job:
         self.generation = generation
         self.accepted: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.arrived: asyncio.Queue[Arrived | ApiError] = asyncio.Queue()
-        self.missing = len(generation.prompts) * generation.n
+        self.num_choices = self.missing = len(generation.prompts) * generation.n
         self.handles: list[Handle] = []
         self.unfinished: dict[int, Handle] = {}
 
     async def events(self) -> AsyncIterator[Arrived]:
         """Yields what arrives until all choices have their results; raises ApiError."""
-        missing = len(self.generation.prompts) * self.generation.n
+        missing = self.num_choices
         while missing:
             event = await self.arrived.get()
             if isinstance(event, ApiError):
@@ -169,10 +171,12 @@ class Worker:
                 self.cancel(job)
 
     async def stop(self) -> None:
-        """Ends the thread after its current step."""
+        """Ends the thread after its current step, for which it waits a bounded time."""
         self._closed = True
         self._commands.put(self._stop)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, STOP_S)
+        if self._thread.is_alive():  # the process ends without it
+            logger.warning("the engine's step has not ended after %g s", STOP_S)
 
     # What follows runs in the thread.
 
@@ -180,7 +184,7 @@ class Worker:
         try:
             while not self._stopped:
                 self._run_commands()
-                if self._running:
+                if self._running and not self._stopped:
                     self._engine.step()
                     self._publish()
         except Exception as error:

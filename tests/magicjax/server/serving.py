@@ -36,7 +36,7 @@ def target_of(directory) -> magicjax.Model:
 
 def make_engine(target: magicjax.Model, **options) -> magicjax.Engine:
     defaults = dict(slots=SLOTS, capacity=256, max_new_tokens=128, queue_limit=QUEUE)
-    defaults |= dict(do_sample=True, logprobs=3, rounds_per_step=2)
+    defaults |= dict(do_sample=True, logprobs=3, rounds_per_step=2, grammar_states=512)
     return magicjax.Engine(target, magicjax.PromptLookup(), magicjax.chain(4), **defaults | options)
 
 

@@ -1,5 +1,6 @@
 """Bodies: what is supported, what is refused by name, and that nothing malformed is a 5xx."""
 
+import dataclasses
 import json
 import pathlib
 from types import SimpleNamespace
@@ -19,7 +20,14 @@ TEXT = {"prompt": "x", "max_tokens": 1}
 PARSERS = {"completions": protocol.parse_completion, "chat/completions": protocol.parse_chat}
 VALID = {"completions": TEXT, "chat/completions": CHAT}
 LIMITS = EngineLimits(
-    slots=2, capacity=64, max_new_tokens=32, queue_limit=8, logprobs=3, do_sample=True
+    slots=2,
+    capacity=64,
+    max_new_tokens=32,
+    queue_limit=8,
+    logprobs=3,
+    do_sample=True,
+    grammar_states=64,
+    eos_token_id=(0,),
 )
 
 
@@ -56,9 +64,11 @@ def refused(path: str, limits: EngineLimits = LIMITS, **fields) -> ApiError:
 def test_fields_become_arguments_of_submit(path):
     options = parse(path, temperature=0.5, top_p=0.9, top_k=5, seed=7, stop="a", n=2).options
     expected = dict(temperature=0.5, top_p=0.9, top_k=5, seed=7, stop="a", max_new_tokens=1)
-    assert options == expected | {"logprobs": None}
+    assert options == expected | {"logprobs": None, "grammar": None}
     greedy = parse(path, temperature=0, top_p=0.9, top_k=5, seed=7).options
-    assert greedy == dict(temperature=0, stop=(), max_new_tokens=1, logprobs=None)
+    assert greedy == dict(
+        temperature=0, stop=(), max_new_tokens=1, logprobs=None, grammar=None
+    )
     assert parse(path, top_k=-1).options["top_k"] is None
     assert parse(path).options["seed"] != parse(path).options["seed"]
 
@@ -91,7 +101,11 @@ def test_limits_of_new_tokens():
         ("stream", "yes", "stream='yes': it must be true or false"),
         ("stream_options", {"include_usage": True}, "stream_options requires stream=true"),
         ("stream_options", {"x": 1}, "(at x): it must be an object such as"),
-        ("response_format", {"type": "json_object"}, 'it must be {"type": "text"}'),
+        ("response_format", {"type": "xml"}, 'it must be {"type": "text"}'),
+        ("response_format", {"type": "json_schema"}, "it must be"),
+        ("response_format", {"type": "text", "regex": "a"}, "it must be"),
+        ("response_format", {"type": "regex", "regex": "a" * 513}, "it must be"),
+        ("response_format", {"type": "regex", "regex": "("}, "regular expression"),
         ("frequency_penalty", 0.1, "frequency_penalty=0.1 is not supported: omit"),
         ("presence_penalty", -1, "presence_penalty=-1 is not supported"),
         ("logit_bias", {"5": 100}, "logit_bias={'5': 100} is not supported"),
@@ -161,9 +175,7 @@ def test_wrong_chats_are_refused_by_name(fields, text):
 
 
 def test_the_engine_limits_what_may_be_asked():
-    greedy = EngineLimits(
-        slots=2, capacity=64, max_new_tokens=32, queue_limit=8, logprobs=None, do_sample=False
-    )
+    greedy = dataclasses.replace(LIMITS, logprobs=None, do_sample=False)
     for path in PARSERS:
         assert "decodes greedily" in refused(path, greedy, temperature=0.5).message
         assert "greedy texts of one prompt are equal" in refused(path, greedy, n=2).message

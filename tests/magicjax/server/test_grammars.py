@@ -1,0 +1,67 @@
+"""`response_format`: texts that match, and are those of `magicjax.generate` with the grammar."""
+
+import json
+
+import jsonschema
+import openai
+import pytest
+
+import magicjax
+from tests.magicjax.server import serving
+from tests.magicjax.server.test_openai_client import chat, completion, text
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "yy"]}},
+    "required": ["a", "b"],
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "pair", "schema": SCHEMA, "strict": True}}
+PROMPT = "def add("
+
+
+@pytest.fixture(scope="module")
+def target(directory):
+    return serving.target_of(directory)
+
+
+@pytest.fixture(scope="module")
+def client(target):
+    with serving.running(serving.make_engine(target)) as made:
+        yield made.client()
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_texts_match_and_are_those_of_generate(target, client, seed):
+    sampling = {} if seed is None else dict(temperature=0.9, top_p=0.95, seed=seed)
+    grammar = magicjax.Grammar.json_schema(SCHEMA)
+    expected = text(target, PROMPT, seed, max_new_tokens=64, grammar=grammar)
+    options = dict(max_tokens=64, **sampling)
+    found = completion(client, PROMPT, extra_body={"response_format": FORMAT}, **options)
+    assert found.choices[0].text == expected
+    jsonschema.validate(json.loads(expected), SCHEMA)
+
+
+def test_other_formats_and_requests_in_one_batch(target, client):
+    plain = completion(client, PROMPT).choices[0].text
+    answer = chat(client, response_format=FORMAT, max_tokens=64)
+    jsonschema.validate(json.loads(answer.choices[0].message.content), SCHEMA)
+    digits = {"response_format": {"type": "regex", "regex": "[0-9]{3}"}}
+    found = completion(client, PROMPT, extra_body=digits).choices[0]
+    assert found.text.isdigit() and len(found.text) == 3 and found.finish_reason == "stop"
+    pieces = chat(client, stream=True, extra_body=digits)
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in pieces)
+    assert streamed.isdigit() and len(streamed) == 3
+    assert completion(client, PROMPT).choices[0].text == plain
+
+
+def test_an_invalid_expression_is_one_clear_error(client):
+    given = {"response_format": {"type": "regex", "regex": "["}}
+    with pytest.raises(openai.BadRequestError, match="regular expression"):
+        chat(client, extra_body=given)
+
+
+@pytest.mark.parametrize(("states", "message"), [(None, "states 0"), (1, "grammar_states=1")])
+def test_a_server_without_room_for_a_grammar_refuses_it(target, states, message):
+    engine = serving.make_engine(target, grammar_states=states)
+    with serving.running(engine) as made, pytest.raises(openai.BadRequestError, match=message):
+        chat(made.client(), response_format={"type": "json_object"})
