@@ -75,9 +75,12 @@ class TextStream:
 
     def _held(self) -> int:
         """Returns the length of the longest end of the text that begins a stop string."""
-        longest = max(map(len, self._stop), default=1) - 1
-        lengths = range(min(longest, len(self.text)), 0, -1)
-        return next((n for n in lengths if self._begins_stop(self.text[-n:])), 0)
+        return max((_overlap(self.text, stop) for stop in self._stop), default=0)
 
-    def _begins_stop(self, end: str) -> bool:
-        return any(stop.startswith(end) for stop in self._stop)
+
+def _overlap(text: str, stop: str) -> int:
+    """Returns the length of the longest end of a text that begins, but is not, a string."""
+    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while start >= 0 and not stop.startswith(text[start:]):
+        start = text.find(stop[0], start + 1)
+    return len(text) - start if start >= 0 else 0

@@ -2,6 +2,8 @@
 
 import pytest
 import tokenizers
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
@@ -50,3 +52,16 @@ def test_bytes_of_no_character_do_not_end_the_text(tokenizer):
     assert pieces(tokenizer, first) == "x\n thex"
     again = [*first, BYTE[0x0A], BYTE[0xC3], 1, 1]
     assert pieces(tokenizer, again) == "x\n thex\n the the"
+
+
+SHORT = st.text("ab", min_size=1, max_size=6)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.text("ab", max_size=12), st.lists(SHORT, max_size=3))
+def test_the_longest_end_that_begins_a_stop_string_is_held_back(text, stop):
+    assume(not any(string in text for string in stop))
+    stream = TextStream(None, stop)
+    stream.text = text
+    ends = [n for n in range(len(text)) if any(s.startswith(text[n:]) for s in stop)]
+    assert stream._held() == (len(text) - ends[0] if ends else 0)
