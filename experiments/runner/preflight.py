@@ -137,15 +137,41 @@ def too_large(cells: Iterable[grid.Cell], available: float | None = None) -> dic
             tried = grid.plain_of(cell) if cell.draft == "auto" else cell
             request = check_cell(tried, min(rows, cell.batch))
             assert request is not None
-            one = dataclasses.replace(request, prompts=request.prompts[:1])
             if cell.slots:
-                capacity = cell.context + cell.new_tokens
-                memory_check.check(one, cell.slots, capacity, 0, available)
+                plain = check_cell(grid.plain_of(cell), min(rows, cell.batch))
+                assert plain is not None
+                _check_engines(cell, request, plain, available)
             else:
-                rows_of = dataclasses.replace(one, prompts=one.prompts * cell.batch)
-                memory.check(rows_of, available)
+                every_row = dataclasses.replace(request, prompts=request.prompts[:1] * cell.batch)
+                memory.check(every_row, available)
         except memory.OutOfMemoryError as error:
             problems[cell] = str(error)
         except (ValueError, OSError):
             continue
     return problems
+
+
+def _check_engines(
+    cell: grid.Cell, request: Request, plain: Request, available: float | None
+) -> None:
+    """Raises OutOfMemoryError if the cell's engine does not fit beside that of plain decoding."""
+    row, plain_row = _engine_row(request), _engine_row(plain)
+    if available is None:
+        available = memory.free_memory(row.target, row.settings.mesh)
+    if available is None:
+        return
+    if not cell.is_plain:
+        rows = cell.slots // row.settings.groups + memory_check.MAX_PREFILLS
+        every_row = dataclasses.replace(plain_row, prompts=plain_row.prompts * rows)
+        available -= memory.count(every_row).cache
+    try:
+        memory_check.check(row, cell.slots, cell.context + cell.new_tokens, 0, available)
+    except memory.OutOfMemoryError as error:
+        beside = "" if cell.is_plain else "beside the engine of plain decoding, "
+        raise memory.OutOfMemoryError(f"{beside}{error}") from error
+
+
+def _engine_row(request: Request) -> Request:
+    """Returns the request of one row, which all groups of devices have."""
+    settings = dataclasses.replace(request.settings, replicated_rows=True)
+    return dataclasses.replace(request, prompts=request.prompts[:1], settings=settings)

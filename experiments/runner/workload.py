@@ -295,7 +295,7 @@ def merge(outputs: Sequence[Any]) -> Any:
         for name in ("tau", "acceptance_rate", "nodes_per_round")
     }
     histogram = np.sum([stats.histogram for stats in all_stats], 0)
-    at_least = _at_least(histogram)
+    by_depth, if_reached = acceptance_curves(histogram)
     reached = [_at_least(stats.histogram) for stats in all_stats]
     ranks = [
         tuple(mean([stats.acceptance_by_rank[depth] for stats in all_stats], weights))
@@ -308,8 +308,8 @@ def merge(outputs: Sequence[Any]) -> Any:
         tau_by_request=float(np.mean([stats.tau_by_request for stats in all_stats])),
         histogram=tuple(histogram.tolist()),
         histogram_by_request=joined(stats.histogram_by_request for stats in all_stats),
-        acceptance_by_depth=tuple((at_least[1:] / at_least[0]).tolist()),
-        acceptance_if_reached=tuple((at_least[1:] / np.maximum(at_least[:-1], 1)).tolist()),
+        acceptance_by_depth=by_depth,
+        acceptance_if_reached=if_reached,
         acceptance_by_rank=tuple(ranks),
         tokens_per_s=totals["emitted"] / totals["decode_s"],
     )
@@ -321,6 +321,18 @@ def merge(outputs: Sequence[Any]) -> Any:
         lengths=np.concatenate([output.lengths for output in outputs]),
         stats=stats,
     )
+
+
+def acceptance_curves(histogram: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Returns the shares of rounds that accepted at least 1, 2, … tokens: of all, and if reached.
+
+    Args:
+      histogram: number of rounds that accepted 0, 1, … tokens.
+    """
+    at_least = _at_least(histogram)
+    counts, rounds = at_least[1:], at_least[:1]
+    if_reached = counts / np.maximum(at_least[:-1], 1)
+    return tuple((counts / rounds).tolist()), tuple(if_reached.tolist())
 
 
 def _at_least(histogram: Any) -> np.ndarray:

@@ -12,11 +12,12 @@ import numpy as np
 from jaxtyping import Int
 
 import magicjax
+from experiments.prompts import Prompt
 from experiments.runner import exactness
 from experiments.runner.measure import peak_memory
 from experiments.runner.provenance import device_name
 from experiments.runner.serving.workload import (
-    Served,
+    Run,
     Workload,
     arrivals,
     percentiles,
@@ -24,7 +25,7 @@ from experiments.runner.serving.workload import (
     serve,
     zipf,
 )
-from experiments.runner.workload import Bench
+from experiments.runner.workload import Bench, acceptance_curves
 from experiments.schema.columns import complete
 from experiments.schema.grid import Cell, columns, options, plain_of
 from magicjax.decoding import program_cache
@@ -39,7 +40,7 @@ def measure(bench: Bench, cell: Cell) -> tuple[dict[str, Any], list[dict[str, An
     workload, plain = make_workload(bench, cell), plain_of(cell)
     engines = {each: _engine(bench, each) for each in dict.fromkeys((plain, cell))}
     compiled = program_cache.totals()
-    served: dict[Cell, list[Served]] = {each: [] for each in engines}
+    served: dict[Cell, list[Run]] = {each: [] for each in engines}
     for repeat in range(max(1, cell.repeats)):
         for each, engine in engines.items():
             served[each].append(serve(engine, workload))
@@ -48,10 +49,10 @@ def measure(bench: Bench, cell: Cell) -> tuple[dict[str, Any], list[dict[str, An
         raise RuntimeError(f"{cell.label}: a timed run compiled, so its time is invalid")
     runs, plain_runs = served[cell], served[plain]
     match = _match(bench, cell, workload, runs, plain_runs[0])
-    rounds = engines[cell].stats.rounds_by_depth
+    rounds = runs[0].rounds_by_depth
     row: dict[str, Any] = {"device": device_name(), "status": "ok", "error": ""}
     row |= _times(cell, runs, plain_runs) if cell.repeats else {}
-    row |= _acceptance(runs) | exactness.columns(match)
+    row |= _acceptance(cell, runs) | exactness.columns(match)
     if cell.adaptive_depth:
         row["rounds_by_depth"] = ", ".join(f"{n} at {d}" for d, n in rounds.items())
     row |= {"compile_s": compiled[1], "memory_mb": peak_memory() / 1e6}
@@ -59,11 +60,11 @@ def measure(bench: Bench, cell: Cell) -> tuple[dict[str, Any], list[dict[str, An
         "row": complete(columns(cell), row),
         "runs": [*map(_run, runs)],
         "plain_runs": [*map(_run, plain_runs)],
-        "acceptance_by_depth": [],  # an engine counts tokens and rounds only
+        **_curves(cell, runs),
         "rounds_by_depth": rounds,
         "divergences": [str(d) for d in match.divergences] if match else [],
     }
-    return metrics, _requests(workload, runs[0])
+    return metrics, _requests(bench.tasks(cell), workload, runs[0])
 
 
 def make_workload(bench: Bench, cell: Cell) -> Workload:
@@ -98,13 +99,13 @@ def _engine(bench: Bench, cell: Cell) -> magicjax.Engine:
     return engine
 
 
-def _times(cell: Cell, runs: Sequence[Served], plain_runs: Sequence[Served]) -> dict[str, float]:
+def _times(cell: Cell, runs: Sequence[Run], plain_runs: Sequence[Run]) -> dict[str, float]:
     """Returns tokens/s and goodput, medians over the runs, and percentiles over the requests."""
 
-    def rate(runs: Sequence[Served]) -> float:
+    def rate(runs: Sequence[Run]) -> float:
         return statistics.median(_tokens(run) / run.seconds for run in runs)
 
-    def goodput(runs: Sequence[Served]) -> float:
+    def goodput(runs: Sequence[Run]) -> float:
         limits = cell.ttft_limit_s, cell.tpot_limit_ms / 1e3
         return statistics.median(run.goodput(*limits) for run in runs)
 
@@ -126,11 +127,11 @@ def _times(cell: Cell, runs: Sequence[Served], plain_runs: Sequence[Served]) -> 
     }
 
 
-def _tokens(run: Served) -> int:
+def _tokens(run: Run) -> int:
     return sum(map(len, run.texts))
 
 
-def _run(run: Served) -> dict[str, Any]:
+def _run(run: Run) -> dict[str, Any]:
     return {
         "decode_s": run.seconds,
         "prefill_s": run.prefill_s,
@@ -141,18 +142,40 @@ def _run(run: Served) -> dict[str, Any]:
     }
 
 
-def _acceptance(runs: Sequence[Served]) -> dict[str, float]:
+def _acceptance(cell: Cell, runs: Sequence[Run]) -> dict[str, float | None]:
+    """Returns means over all runs."""
     stats = [one for run in runs for one in run.stats]
-    passes = sum(one.rounds for one in stats)
+    passes, accepted = sum(one.rounds for one in stats), sum(one.accepted for one in stats)
+    # With adaptive_depth the rounds of a request have different depths, which are not counted.
+    has_rate = not cell.is_plain and not cell.adaptive_depth
     return {
         "tau": sum(one.tau * one.rounds for one in stats) / passes,
         "tau_by_request": statistics.mean(one.tau for one in stats),
+        "block_efficiency": 1 + accepted / passes,
+        "acceptance_rate": accepted / passes / len(_histogram(runs)[1:]) if has_rate else None,
         "target_passes": passes / len(runs),
     }
 
 
+def _curves(cell: Cell, runs: Sequence[Run]) -> dict[str, Sequence[float]]:
+    """Returns the histogram of accepted tokens and acceptance by depth; empty without a depth."""
+    histogram = [] if cell.is_plain or cell.adaptive_depth else _histogram(runs)
+    by_depth, if_reached = acceptance_curves(histogram)
+    return {
+        "histogram": histogram,
+        "acceptance_by_depth": by_depth,
+        "acceptance_if_reached": if_reached,
+    }
+
+
+def _histogram(runs: Sequence[Run]) -> list[int]:
+    """Returns the number of rounds of all runs that accepted 0, 1, … tokens."""
+    histograms = (one.histogram for run in runs for one in run.stats if one.rounds)
+    return [sum(counts) for counts in zip(*histograms, strict=True)]
+
+
 def _match(
-    bench: Bench, cell: Cell, workload: Workload, runs: Sequence[Served], plain: Served
+    bench: Bench, cell: Cell, workload: Workload, runs: Sequence[Run], plain: Run
 ) -> exactness.Match | None:
     """Returns how the texts of all runs compare with plain decoding's.
 
@@ -177,16 +200,19 @@ def _padded(texts: Sequence[Int[np.ndarray, "T"]]) -> Int[np.ndarray, "N M"]:
     return padded
 
 
-def _requests(workload: Workload, run: Served) -> list[dict[str, Any]]:
+def _requests(tasks: Sequence[Prompt], workload: Workload, run: Run) -> list[dict[str, Any]]:
     """Returns a line for each request: lengths, acceptance, arrival, latencies, tokens."""
-    names = ("prompt_tokens", "new_tokens", "rounds", "tau")
+    names = ("prompt_tokens", "new_tokens", "rounds", "tau", "histogram")
     return [
         {
             "request": i,
+            "category": tasks[i].category if tasks else "",
+            "source": tasks[i].source if tasks else "",
+            "score": None,  # a request may end before its answer
             **{name: getattr(run.stats[i], name) for name in names},
             "arrival_s": workload.arrivals[i],
             "ttft_s": run.ttft_s[i],
-            "tpot_s": run.tpot_s[i],
+            "tpot_ms": None if (tpot_s := run.tpot_s[i]) is None else 1e3 * tpot_s,
             "e2e_s": run.total_s[i],
             "tokens": run.texts[i].tolist(),
         }

@@ -1,8 +1,9 @@
 """Requests of ragged lengths that arrive over time, and how an engine served them."""
 
+import bisect
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,10 @@ from magicjax.engine.handle import Handle, RequestStats
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The requests: token ids, limits of new tokens, seconds of arrival, arguments of `submit`."""
+    """The requests: token ids, limits of new tokens, seconds of arrival, arguments of `submit`.
+
+    The seconds increase.
+    """
 
     rows: list[np.ndarray]
     limits: list[int]
@@ -23,7 +27,7 @@ class Workload:
 
 
 @dataclasses.dataclass(frozen=True)
-class Served:
+class Run:
     """One run: its texts and seconds, and of each request the seconds from its arrival.
 
     Attributes:
@@ -34,6 +38,7 @@ class Served:
       ttft_s: time to first token.
       total_s: time to the end of the request, or of its static batch.
       stats: of each request; empty for `generate`.
+      rounds_by_depth: of the engine's loop; empty for `generate`.
     """
 
     texts: list[np.ndarray]
@@ -43,6 +48,7 @@ class Served:
     prefill_s: float
     stall_s: float | None = None
     stats: tuple[RequestStats, ...] = ()
+    rounds_by_depth: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def tpot_s(self) -> list[float | None]:
@@ -55,7 +61,10 @@ class Served:
         ]
 
     def goodput(self, ttft_s: float, tpot_s: float) -> float:
-        """Returns the requests per second that meet both limits."""
+        """Returns the requests per second that meet both limits.
+
+        A request without a time per output token meets any limit of it.
+        """
         pairs = zip(self.ttft_s, self.tpot_s, strict=True)
         met = [first <= ttft_s and (each or 0.0) <= tpot_s for first, each in pairs]
         return sum(met) / self.seconds
@@ -104,7 +113,7 @@ def zipf(rng: np.random.Generator, least: int, most: int, count: int) -> list[in
     return rng.choice(numbers, count, p=(1 / numbers) / (1 / numbers).sum()).tolist()
 
 
-def serve(engine: magicjax.Engine, workload: Workload, batch: int | None = None) -> Served:
+def serve(engine: magicjax.Engine, workload: Workload, batch: int | None = None) -> Run:
     """Returns the run of an engine; sleeps while no request has arrived.
 
     Args:
@@ -113,41 +122,45 @@ def serve(engine: magicjax.Engine, workload: Workload, batch: int | None = None)
       batch: submit as many requests at a time, when those before have finished; None: each when it
         arrives.
     """
-    before, start, count = engine.stats.prefill_s, time.monotonic(), len(workload.rows)
+    before, start, count = engine.stats, time.monotonic(), len(workload.rows)
     handles: list[Handle] = []
+    unfinished: dict[int, Handle] = {}
     newest: dict[int, float] = {}  # time of the newest piece of each request
     stall_s = 0.0
-    while len(handles) < count or not all(handle.finished for handle in handles):
+    while len(handles) < count or unfinished:
         now = time.monotonic() - start
-        idle = all(handle.finished for handle in handles)
-        arrived = sum(arrival <= now for arrival in workload.arrivals)
+        arrived = bisect.bisect_right(workload.arrivals, now)
         if batch is not None:
             following = min(count, len(handles) + batch)
-            arrived = following if idle and arrived >= following else len(handles)
+            arrived = following if not unfinished and arrived >= following else len(handles)
         for i in range(len(handles), arrived):
             sampling = workload.sampling[i] if workload.sampling else {}
             row, limit = workload.rows[i], workload.limits[i]
             handles.append(engine.submit(row, max_new_tokens=limit, **sampling))
-        if idle and len(handles) < count and arrived <= len(handles) and not engine.stats.waiting:
-            last = len(handles) if batch is None else min(count, len(handles) + batch) - 1
+            unfinished[i] = handles[i]
+        if not unfinished:
+            last = min(count, len(handles) + (batch or 1)) - 1
             time.sleep(max(0.0, workload.arrivals[last] - now))
+            continue
         engine.step()
-        for i, handle in enumerate(handles):
+        for i, handle in unfinished.items():
             if handle.arrived():
                 now = time.monotonic()
                 stall_s = max(stall_s, now - newest.get(i, now))
                 newest[i] = now
+        unfinished = {i: handle for i, handle in unfinished.items() if not handle.finished}
     results = [handle.result() for handle in handles]
     late = [  # from the arrival, which can be during a step, to `submit`
         handle.submitted.submitted_s - start - arrival
         for handle, arrival in zip(handles, workload.arrivals, strict=True)
     ]
-    return Served(
+    return Run(
         [result.tokens for result in results],
         time.monotonic() - start,
         [(result.stats.ttft_s or 0.0) + wait for result, wait in zip(results, late, strict=True)],
         [result.stats.total_s + wait for result, wait in zip(results, late, strict=True)],
-        engine.stats.prefill_s - before,
+        engine.stats.prefill_s - before.prefill_s,
         stall_s,
         tuple(result.stats for result in results),
+        {d: n - before.rounds_by_depth[d] for d, n in engine.stats.rounds_by_depth.items()},
     )

@@ -23,7 +23,7 @@ import tyro
 
 import magicjax
 from experiments import prompts
-from experiments.runner.serving.workload import Served, Workload, arrivals, ragged, serve, zipf
+from experiments.runner.serving.workload import Run, Workload, arrivals, ragged, serve, zipf
 from magicjax.benchmarks.tables import record_table
 from magicjax.drafters.spec import make_drafter
 from magicjax.files import write_atomically
@@ -92,7 +92,7 @@ def make_workload(settings: Settings, tokenizer: Any) -> Workload:
     )
 
 
-def static(settings: Settings, target, drafting: dict, workload: Workload) -> Served:
+def static(settings: Settings, target, drafting: dict, workload: Workload) -> Run:
     """Returns the run in static batches, whose waiting is computed from their seconds."""
     texts, ttft_s, total_s, prefill_s, now = [], [], [], 0.0, 0.0
     everyone = range(len(workload.rows))
@@ -111,14 +111,14 @@ def static(settings: Settings, target, drafting: dict, workload: Workload) -> Se
         texts += [row[:n] for row, n in zip(output.tokens, output.lengths, strict=True)]
         ttft_s += [start + stats.prefill_s - arrival for arrival in arrivals]
         total_s += [now - arrival for arrival in arrivals]
-    return Served(texts, now, ttft_s, total_s, prefill_s)
+    return Run(texts, now, ttft_s, total_s, prefill_s)
 
 
 def measure(settings: Settings) -> list[dict]:
     """Returns a record for each way of serving; medians over the repeats."""
     target = magicjax.load(settings.target, dtype=settings.dtype)
     workload = make_workload(settings, target.tokenizer)
-    runs: dict[tuple[str, str], list[Served]] = {}
+    runs: dict[tuple[str, str], list[Run]] = {}
     drafters = _drafters(settings)
     engines = {name: _engine(settings, target, workload, d) for name, d in drafters.items()}
     for _ in range(settings.repeats + 1):
@@ -170,7 +170,7 @@ def _engine(settings: Settings, target, workload: Workload, drafting: dict) -> m
 
 def _serve_all(
     settings: Settings, target, engine: magicjax.Engine, drafting: dict, workload: Workload
-) -> Iterator[tuple[str, Served]]:
+) -> Iterator[tuple[str, Run]]:
     """Yields the name of each way of serving, and a run."""
     for way, batch in ((ENGINE, None), (ENGINE_BATCHES, settings.slots)):
         engine.forget_prefixes()

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from experiments import launch
-from experiments.report import page
-from experiments.runner import estimates, multihost
+from experiments.report import categories, page, results_folder
+from experiments.runner import estimates, multihost, preflight
 from experiments.runner.serving import workload
 from experiments.runner.workload import Bench
 from experiments.schema import config, fields, grid, method
@@ -36,7 +36,7 @@ def test_lengths_are_ragged_between_their_bounds():
 
 
 def test_percentiles_of_a_run():
-    served = workload.Served(
+    served = workload.Run(
         [np.zeros(n) for n in (1, 3, 5)], 2.0, [0.1, 0.2, 0.3], [0.1, 1.2, 2.3], 0.5, 0.7
     )
     record = served.record()
@@ -51,6 +51,10 @@ def test_percentiles_of_a_run():
 
 
 ADAPTIVE = "methods: [{drafter: prompt-lookup, adaptive_depth: true}]"
+OWN_TREES = (
+    "methods: [{drafter: 'prompt-lookup + self:streaming:64', tree: 'chain:2 + chain:3', "
+    "adaptive_depth: true}]"
+)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +73,10 @@ ADAPTIVE = "methods: [{drafter: prompt-lookup, adaptive_depth: true}]"
         ("slots: 2\ncontext: 8\nmin_context: 9", "min_context=9 is larger than context=8"),
         ("slots: 2\nmin_new_tokens: 200", "min_new_tokens=200 is larger than new_tokens=128"),
         ("slots: 2\nprompts: chat\nmin_context: 8", "shortens texts, not prompts=chat: remove it"),
+        (
+            f"slots: 2\n{OWN_TREES}",
+            "methods.0: adaptive_depth is not supported with a tree for each",
+        ),
         ("slots: 2\nmesh: data=2", "mesh=data=2 with slots: divide only the axis model"),
         (f"slots: 2\ndo_sample: true\n{ADAPTIVE}", "set verifier: naive"),
     ],
@@ -134,6 +142,16 @@ def test_an_engine_that_does_not_fit_the_memory_is_refused(tmp_path, capsys, mon
     assert "slots 512, context 512: plain: an engine with slots=512" in error
 
 
+def test_both_engines_of_a_cell_must_fit_the_memory():
+    described = method.Method(drafter=["self:streaming:64"], tree=["chain:2"])
+    experiment = config.Experiment(slots=512, context=512, new_tokens=64, methods=[described])
+    ((plain, drafted),) = grid.groups(experiment)
+    single = next(n for n in range(10**8, 10**11, 10**8) if not preflight.too_large([plain], n))
+    ((_, reason),) = preflight.too_large([plain, drafted], single).items()
+    assert "beside the engine of plain decoding, an engine with slots=512" in reason
+    assert not preflight.too_large([plain, drafted], 3 * single)
+
+
 def test_a_grid_of_rates_is_exact_reported_and_resumed(zoo, here, capsys, monkeypatch):
     measured = []
     here(Bench(), lambda folder: measured.append(folder.name))
@@ -164,14 +182,25 @@ def test_a_grid_of_rates_is_exact_reported_and_resumed(zoo, here, capsys, monkey
         assert float(row["goodput"]) > 0 and float(row["tpot_ms_p95"]) >= 0
         rate = float(row["decode_tok_s"]) / float(row["ar_decode_tok_s"])
         assert float(row["speedup"]) == pytest.approx(rate)
+    rates = [row["acceptance_rate"] for row in rows]
+    assert [bool(rate) for rate in rates] == [False, True, False, True, False]
+    assert all(0 <= float(rate) <= 1 for rate in rates if rate)
     assert [bool(row["rounds_by_depth"]) for row in rows] == [False] * 4 + [True]
     assert {row["tau"] for row in rows if row["method"] == "plain"} == {"1.0"}
     folder = directory / "cells" / rows[1]["key"]
     requests = [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
     assert [request["arrival_s"] for request in requests] == [0, 0, 0.01, 0.01, 0.02]
     assert all(len(request["tokens"]) == request["new_tokens"] for request in requests)
+    metrics = json.loads((folder / "metrics.json").read_text())
+    accepted = sum(n * count for n, count in enumerate(metrics["histogram"]))
+    assert len(metrics["histogram"]) == 3 and sum(metrics["acceptance_by_depth"]) == pytest.approx(
+        accepted / sum(metrics["histogram"])
+    )
+    assert all(sum(request["histogram"]) == request["rounds"] for request in requests)
+    found = results_folder.read(directory).cells
+    assert len(categories.by_request(found)) == 2 * 5  # the cells of one depth
     report = (directory / "report.html").read_text()
-    for text in ("goodput", "TTFT p95", "plain goodput", 'id="ttft"'):
+    for text in ("goodput", "TTFT p95", "plain goodput", 'id="ttft"', 'id="depth"'):
         assert text in report
     assert "goodput" in capsys.readouterr().out
     assert (directory / "figures" / "goodput.png").exists()
