@@ -313,9 +313,11 @@ class Experiment(Strict):
                     "verifier is naive: set verifier: naive"
                 )
         mesh = parse_mesh(self.mesh) if self.mesh else MeshSize()
-        if max(mesh.data, mesh.stage) > 1:
+        if mesh.stage > 1:
+            raise ValueError(f"mesh={self.mesh} with slots: remove stage, or omit slots")
+        if self.slots % mesh.data:
             raise ValueError(
-                f"mesh={self.mesh} with slots: divide only the axis model, or omit slots"
+                f"slots={self.slots} is not a multiple of data={mesh.data} of the mesh: change one"
             )
         if self.min_context and self.prompts not in (*prompts.TEXTS, prompts.RANDOM):
             raise ValueError(
