@@ -66,9 +66,7 @@ def test_fields_become_arguments_of_submit(path):
     expected = dict(temperature=0.5, top_p=0.9, top_k=5, seed=7, stop="a", max_new_tokens=1)
     assert options == expected | {"logprobs": None, "grammar": None}
     greedy = parse(path, temperature=0, top_p=0.9, top_k=5, seed=7).options
-    assert greedy == dict(
-        temperature=0, stop=(), max_new_tokens=1, logprobs=None, grammar=None
-    )
+    assert greedy == dict(temperature=0, stop=(), max_new_tokens=1, logprobs=None, grammar=None)
     assert parse(path, top_k=-1).options["top_k"] is None
     assert parse(path).options["seed"] != parse(path).options["seed"]
 
