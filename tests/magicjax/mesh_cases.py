@@ -210,7 +210,7 @@ def exchanged(case: str, mesh: list[int]) -> dict:
         **options,
     )
     state = runner.state_shapes(request)
-    arguments = request.target, request.drafter, state
+    arguments = request.loop_arguments(state)
     program = program_cache.program("decode", request.settings, *arguments)
     text = program.as_text()
     keys = state.cache.k[0]

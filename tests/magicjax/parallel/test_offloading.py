@@ -198,8 +198,8 @@ def loop(target, drafter=None, tree=None):
         backend="xla",
         put=None,
     )
-    state = state_shapes(request)
-    return program_cache.program("decode", request.settings, target, request.drafter, state)
+    arguments = request.loop_arguments(state_shapes(request))
+    return program_cache.program("decode", request.settings, *arguments)
 
 
 def streamed_bytes(compiled, **draft) -> int:
