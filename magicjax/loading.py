@@ -210,7 +210,7 @@ def validate_tokenizer(tokenizer: Any, vocab_size: int, source: str | os.PathLik
         )
 
 
-def config_of(source: str | os.PathLike) -> models.Config:
+def config_of(source: str | os.PathLike) -> models.DecoderConfig:
     """Returns the config of the model that `load` returns for a source.
 
     Raises as `magicjax.sources.directory_of`, and ValueError if the config is not supported.

@@ -47,7 +47,7 @@ class Model:
     layout: Layout = dataclasses.field(default_factory=Resident, repr=False)
 
     @property
-    def config(self) -> models.Config:
+    def config(self) -> models.DecoderConfig:
         return self.module.config
 
     @property

@@ -2,7 +2,6 @@
 
 from models.build import (
     BLOCK,
-    Config,
     ShardingFn,
     abstract_params,
     block_params,
@@ -16,6 +15,8 @@ from models.build import (
     layer_module,
     split_blocks,
 )
+from models.decoder import Decoder, DecoderConfig, LearnedPositions
+from models.families import FAMILIES, family_config
 from models.huggingface import (
     Checkpoint,
     load_checkpoint,
@@ -25,21 +26,18 @@ from models.huggingface import (
     stored_dtype,
 )
 from models.layers import Attend
-from models.llama import Llama, LlamaConfig
-from models.opt import Opt, OptConfig
 from models.presets import PRESETS, preset
 from models.rope import Rope
 
 __all__ = [
     "BLOCK",
+    "FAMILIES",
     "PRESETS",
     "Attend",
     "Checkpoint",
-    "Config",
-    "Llama",
-    "LlamaConfig",
-    "Opt",
-    "OptConfig",
+    "Decoder",
+    "DecoderConfig",
+    "LearnedPositions",
     "Rope",
     "ShardingFn",
     "abstract_params",
@@ -47,6 +45,7 @@ __all__ = [
     "build",
     "cast_params",
     "count_params",
+    "family_config",
     "init_blocks",
     "init_boxed",
     "init_params",

@@ -18,7 +18,8 @@ import gguf
 import numpy as np
 from tokenizers import Tokenizer
 
-from models.build import Config, abstract_params, build
+from models.build import abstract_params, build
+from models.decoder import DecoderConfig
 from models.gguf_tokenizer import read_tokenizer, unsupported
 from models.hf_config import read_config, write_config
 from models.hf_tensors import tensors_of
@@ -71,7 +72,7 @@ class GgufModel:
       tokenizer: the tokenizer and the contents of tokenizer_config.json, or None.
     """
 
-    config: Config
+    config: DecoderConfig
     weights: Mapping[str, Weight]
     special: Mapping[str, Any]
     tokenizer: tuple[Tokenizer, dict[str, Any]] | None
@@ -160,7 +161,7 @@ def _read(reader: gguf.GGUFReader) -> GgufModel:
 
 def _config(
     architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTensor]
-) -> Config:
+) -> DecoderConfig:
     prefix = f"{architecture}."
     settings = {
         name.removeprefix(prefix): _decimal(value)
@@ -259,7 +260,7 @@ def _llama3(theta: float, divisors: np.ndarray, head_dim: int) -> dict[str, Any]
     }
 
 
-def _weights(config: Config, tensors: Mapping[str, gguf.ReaderTensor]) -> dict[str, Weight]:
+def _weights(config: DecoderConfig, tensors: Mapping[str, gguf.ReaderTensor]) -> dict[str, Weight]:
     """Returns the tensors of a config; raises ValueError with all mismatches."""
     architecture = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == config.family)
     names = gguf.get_tensor_name_map(architecture, config.num_layers)

@@ -24,9 +24,11 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from models.build import BLOCK, Config, ShardingFn, abstract_params, build
+from models.build import BLOCK, ShardingFn, abstract_params, build
+from models.decoder import DecoderConfig
+from models.families import FAMILIES
 from models.hf_config import read_config, write_config
-from models.hf_tensors import IGNORED, UNEMBEDDING, Tensor, full_name, tensors_of
+from models.hf_tensors import IGNORED, UNEMBEDDING, Tensor, tensors_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -53,7 +55,7 @@ class Checkpoint:
     pad_token_id: int | None = None
 
     @property
-    def config(self) -> Config:
+    def config(self) -> DecoderConfig:
         return self.module.config
 
 
@@ -62,7 +64,7 @@ class _Stored:
     """A tensor in a file."""
 
     file: pathlib.Path
-    name: str  # in the file, perhaps without the prefix that `full_name` adds
+    name: str  # in the file, perhaps without the family's prefix
     dtype: str
     shape: tuple[int, ...]
 
@@ -89,7 +91,7 @@ def load_checkpoint(
     """
     path = pathlib.Path(path)
     config = load_config(path)
-    stored = _match(config, _scan(path))
+    stored = _match(config, _scan(path, config))
     dtype = _common_dtype(stored) if dtype is None else np.dtype(dtype)
     if dtype not in map(np.dtype, DTYPES.values()):
         names = ", ".join(np.dtype(known).name for known in DTYPES.values())
@@ -110,10 +112,11 @@ def stored_dtype(path: str | os.PathLike) -> np.dtype:
     Raises as `load_checkpoint`.
     """
     path = pathlib.Path(path)
-    return _common_dtype(_match(load_config(path), _scan(path)))
+    config = load_config(path)
+    return _common_dtype(_match(config, _scan(path, config)))
 
 
-def load_config(path: str | os.PathLike) -> Config:
+def load_config(path: str | os.PathLike) -> DecoderConfig:
     """Returns the config in a directory of Hugging Face format; reads only config.json.
 
     Raises FileNotFoundError if it is missing, and ValueError if it is not supported.
@@ -241,16 +244,17 @@ def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
     raise FileNotFoundError(f"{path} has no weights: it must hold {SINGLE} or {INDEX}")
 
 
-def _scan(path: pathlib.Path) -> dict[str, _Stored]:
+def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, _Stored]:
     """Returns all tensors by full name; reads only the files' headers."""
-    stored = {}
+    stored, prefix = {}, FAMILIES[config.family].prefix
     for file in _weight_files(path):
         try:
             with safetensors.safe_open(file, "numpy") as handle:
                 for name in handle.keys():
                     part = handle.get_slice(name)
                     where = _Stored(file, name, part.get_dtype(), tuple(part.get_shape()))
-                    stored[full_name(name)] = where
+                    whole = name.startswith(prefix) or name == UNEMBEDDING
+                    stored[name if whole else prefix + name] = where
         except safetensors.SafetensorError as error:
             raise ValueError(
                 f"{file} is not a complete safetensors file ({error}): download it again"
@@ -259,13 +263,13 @@ def _scan(path: pathlib.Path) -> dict[str, _Stored]:
 
 
 @functools.lru_cache(maxsize=8)  # tracing a model of 80 layers is slow
-def _shapes(config: Config) -> dict[tuple[str, ...], Any]:
+def _shapes(config: DecoderConfig) -> dict[tuple[str, ...], Any]:
     """Returns boxes with shape and logical axes of every parameter, by path."""
     boxed = abstract_params(build(config))["params"]
     return flax.traverse_util.flatten_dict(boxed)
 
 
-def _match(config: Config, stored: dict[str, _Stored]) -> list[tuple[Tensor, _Stored]]:
+def _match(config: DecoderConfig, stored: dict[str, _Stored]) -> list[tuple[Tensor, _Stored]]:
     """Returns each tensor of the config with its place in the files; raises with all mismatches."""
     needed, shapes = {t.name: t for t in tensors_of(config)}, _shapes(config)
     if config.tie_embeddings:

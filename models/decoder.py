@@ -1,11 +1,12 @@
-"""The Llama family as one Flax module: LLaMA, TinyLlama, Yi, Mistral, Qwen2, Qwen2.5, Qwen3.
+"""The decoder of all families as one Flax module; families are settings of it.
 
-Members differ only in their configuration. The module is independent of caches, masks and trees:
-each block passes its rotated q, k, v to `attend`, which determines the visible positions.
+The module is independent of caches, masks and trees: each block passes its q, k, v to `attend`,
+which determines the visible positions.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from models.layers import (
     NEVER,
     Attend,
+    LayerNorm,
     Projection,
     RMSNorm,
     at_least_two_rows,
@@ -25,10 +27,26 @@ from models.layers import (
 from models.rope import Rope, rotate
 from sharding import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, VOCAB, Split
 
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": nn.silu, "relu": nn.relu}
+NORMS: dict[str, Any] = {"rms": RMSNorm, "layer": LayerNorm}
+
 
 @dataclasses.dataclass(frozen=True)
-class LlamaConfig:
-    """Shapes and switches of a Llama-like model (letters as in the architecture notes).
+class LearnedPositions:
+    """A table of position embeddings, added to those of the tokens.
+
+    Attributes:
+      offset: the table's row of position 0; earlier rows are for padding (OPT).
+    """
+
+    offset: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Shapes and settings of a decoder (letters as in the architecture notes).
+
+    `models.family_config` fills in the settings of a family.
 
     Attributes:
       vocab_size: V, the tokens of the vocabulary.
@@ -39,13 +57,20 @@ class LlamaConfig:
       num_kv_heads: K key/value heads; divides H.
       head_dim: D; need not be E / H.
       max_positions: the longest context that the model accepts.
-      rope: rotary settings.
-      norm_eps: epsilon of RMSNorm.
-      tie_embeddings: use the embedding as the output matrix.
-      qkv_bias: biases on q, k, v (Qwen2).
-      out_bias: bias on the attention's output (Llama's `attention_bias` sets both).
-      mlp_bias: biases in the MLP.
+      positions: rotary or learned positions.
+      norm: "rms" (RMSNorm) or "layer" (LayerNorm with biases).
+      norm_eps: epsilon of the norms.
+      norm_before: norms come before attention and MLP; False: after each sum (OPT-350m).
+      final_norm: a norm before the logits; requires `norm_before`.
       qk_norm: RMSNorm over each head of q and k before the rotation (Qwen3).
+      qkv_bias: biases on q, k, v.
+      out_bias: bias on the attention's output.
+      mlp_bias: biases in the MLP.
+      activation: of the MLP, one of `ACTIVATIONS`.
+      gated: the MLP is down(activation(gate(x)) * up(x)); False: down(activation(up(x))).
+      tie_embeddings: use the embedding as the output matrix.
+      embedding_size: width of the token embedding, which is projected to E after the lookup and
+        back before the logits (OPT-350m); None: E.
       family: the Hugging Face `model_type` in config.json.
       sliding_window: the attention window of the checkpoint's layers, which this module does not
         apply. It makes no difference up to that many tokens, so `max_positions` must not exceed it.
@@ -63,25 +88,41 @@ class LlamaConfig:
     num_kv_heads: int
     head_dim: int
     max_positions: int
-    rope: Rope = Rope()
+    positions: Rope | LearnedPositions = Rope()
+    norm: str = "rms"
     norm_eps: float = 1e-5
-    tie_embeddings: bool = False
+    norm_before: bool = True
+    final_norm: bool = True
+    qk_norm: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    activation: str = "silu"
+    gated: bool = True
+    tie_embeddings: bool = False
+    embedding_size: int | None = None
     family: str = "llama"
     sliding_window: int | None = None
     draft_vocab_size: int | None = None
 
     def __post_init__(self):
+        if self.embedding_size == self.hidden_size:
+            object.__setattr__(self, "embedding_size", None)
+        for name, known in (("norm", NORMS), ("activation", ACTIVATIONS)):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name}={value!r} is not supported: use {' or '.join(known)}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             )
-        if self.head_dim % 2:
+        if self.rope is not None and self.head_dim % 2:
             raise ValueError(
                 f"head_dim={self.head_dim} must be even: the rotation pairs its halves"
+            )
+        if self.final_norm and not self.norm_before:
+            raise ValueError(
+                "final_norm=True requires norm_before=True: a model with norms after each sum has "
+                "none before its logits; use final_norm=False"
             )
         if self.draft_vocab_size is not None and not 2 <= self.draft_vocab_size < self.vocab_size:
             raise ValueError(
@@ -95,13 +136,31 @@ class LlamaConfig:
             )
 
     @property
+    def rope(self) -> Rope | None:
+        """The rotary settings, or None if positions are not rotary."""
+        return self.positions if isinstance(self.positions, Rope) else None
+
+    @property
     def embedding_rows(self) -> int:
         """The number of rows of the embedding."""
         return self.draft_vocab_size or self.vocab_size
 
+    @property
+    def embedding_axis(self) -> tuple[int, str | None]:
+        """The (size, logical axis) of the token embedding's width.
+
+        A narrow embedding has no axis name: its projection to E would carry EMBED twice, and one
+        mesh axis cannot split two axes of an array.
+        """
+        if self.embedding_size is None:
+            return self.hidden_size, EMBED
+        return self.embedding_size, None
+
 
 class Attention(nn.Module):
-    config: LlamaConfig
+    """Projections and positions of q, k, v, `attend`, and the output projection."""
+
+    config: DecoderConfig
     dtype: Any
     split: Split = Split()
 
@@ -117,16 +176,17 @@ class Attention(nn.Module):
         if c.qk_norm:
             q = RMSNorm(c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, name="q_norm")(q)
             k = RMSNorm(c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, name="k_norm")(k)
-        q, k = rotate(q, positions, c.rope), rotate(k, positions, c.rope)
+        if c.rope is not None:
+            q, k = rotate(q, positions, c.rope), rotate(k, positions, c.rope)
         out, kept = attend(layer, q, k, v)
         axis_names = self.split.axes
         return Projection(heads, embed, c.out_bias, self.dtype, axis_names, name="out")(out), kept
 
 
-class SwiGLU(nn.Module):
-    """The gated MLP: down(silu(gate(x)) * up(x))."""
+class FeedForward(nn.Module):
+    """The MLP, gated or not."""
 
-    config: LlamaConfig
+    config: DecoderConfig
     dtype: Any
     split: Split = Split()
 
@@ -135,57 +195,78 @@ class SwiGLU(nn.Module):
         c = self.config
         embed = ((c.hidden_size, EMBED),)
         hidden = ((c.intermediate_size // self.split.shards, MLP),)
-        gate = Projection(embed, hidden, c.mlp_bias, self.dtype, name="gate")(x)
+        activation = ACTIVATIONS[c.activation]
         up = Projection(embed, hidden, c.mlp_bias, self.dtype, name="up")(x)
-        down = Projection(hidden, embed, c.mlp_bias, self.dtype, self.split.axes, name="down")
-        return down(nn.silu(gate) * up)
+        if c.gated:
+            gate = Projection(embed, hidden, c.mlp_bias, self.dtype, name="gate")(x)
+            x = activation(gate) * up
+        else:
+            x = activation(up)
+        return Projection(hidden, embed, c.mlp_bias, self.dtype, self.split.axes, name="down")(x)
 
 
 class Block(nn.Module):
     """One layer; a separate module, so that it can be applied to a slice of stacked weights."""
 
-    config: LlamaConfig
+    config: DecoderConfig
     dtype: Any
     split: Split = Split()
 
     @nn.compact
     def __call__(self, x, positions, attend: Attend, layer: int):
         c = self.config
-        normed = RMSNorm(c.hidden_size, c.norm_eps, self.dtype, EMBED, name="attention_norm")(x)
+        attention_norm, mlp_norm = (
+            NORMS[c.norm](c.hidden_size, c.norm_eps, self.dtype, EMBED, name=name)
+            for name in ("attention_norm", "mlp_norm")
+        )
         attention = Attention(c, self.dtype, self.split, name="attention")
-        out, kept = attention(normed, positions, attend, layer)
-        x = x + out
-        normed = RMSNorm(c.hidden_size, c.norm_eps, self.dtype, EMBED, name="mlp_norm")(x)
-        return x + SwiGLU(c, self.dtype, self.split, name="mlp")(normed), kept
+        mlp = FeedForward(c, self.dtype, self.split, name="mlp")
+        if c.norm_before:
+            out, kept = attention(attention_norm(x), positions, attend, layer)
+            x = x + out
+            return x + mlp(mlp_norm(x)), kept
+        out, kept = attention(x, positions, attend, layer)
+        x = attention_norm(x + out)
+        return mlp_norm(x + mlp(x)), kept
 
 
-class Llama(nn.Module):
-    """A Llama-like decoder, used only through `init` and `apply`.
+class Decoder(nn.Module):
+    """A decoder, used only through `init` and `apply`.
 
     Attributes:
-      config: shapes and switches.
+      config: shapes and settings.
       dtype: of parameters and activations; norms and logits use at least float32.
       split: the division over devices. With several shards the module runs inside `jax.shard_map`,
         on this device's part of the parameters, and returns its part of the logits.
     """
 
-    config: LlamaConfig
+    config: DecoderConfig
     dtype: Any = jnp.float32
     split: Split = Split()
 
     def setup(self):
         c = self.config
-        init = nn.with_logical_partitioning(nn.initializers.normal(0.02), (VOCAB, EMBED))
-        shape = (c.embedding_rows // self.split.shards, c.hidden_size)
+        width, axis = c.embedding_axis
+        normal = nn.initializers.normal(0.02)
+        init = nn.with_logical_partitioning(normal, (VOCAB, axis))
+        shape = (c.embedding_rows // self.split.shards, width)
         self.embedding = self.param("embedding", init, shape, self.dtype)
+        if isinstance(c.positions, LearnedPositions):
+            rows = nn.with_logical_partitioning(normal, (None, EMBED))
+            table = (c.max_positions + c.positions.offset, c.hidden_size)
+            self.position_embedding = self.param("position_embedding", rows, table, self.dtype)
+        if c.embedding_size is not None:
+            inner, outer = ((c.hidden_size, EMBED),), ((width, axis),)
+            self.project_in = Projection(outer, inner, False, self.dtype)
+            self.project_out = Projection(inner, outer, False, self.dtype)
         self.layers = [Block(c, self.dtype, self.split) for _ in range(c.num_layers)]
-        self.norm = RMSNorm(c.hidden_size, c.norm_eps, self.dtype, EMBED)
+        if c.final_norm:
+            self.norm = NORMS[c.norm](c.hidden_size, c.norm_eps, self.dtype, EMBED)
         if not c.tie_embeddings:
-            init = nn.with_logical_partitioning(nn.initializers.normal(0.02), (VOCAB, EMBED))
             self.unembedding = self.param("unembedding", init, shape, self.dtype)
         if c.draft_vocab_size is not None:
-            init = nn.with_logical_partitioning(nn.initializers.zeros, (None,))
-            self.vocab_map = self.param("vocab_map", init, (c.vocab_size,), jnp.int32)
+            zeros = nn.with_logical_partitioning(nn.initializers.zeros, (None,))
+            self.vocab_map = self.param("vocab_map", zeros, (c.vocab_size,), jnp.int32)
 
     def __call__(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend
@@ -200,11 +281,22 @@ class Llama(nn.Module):
         return x, tuple(kept)
 
     def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Array:
-        """Returns the first block's input, [B,T,E]; rotary positions are applied in attention."""
-        del positions
-        if self.config.draft_vocab_size is not None:
+        """Returns the first block's input, [B,T,E]: embeddings of tokens and learned positions.
+
+        Positions beyond the table read its last row. Only padding and tree nodes that are never
+        emitted have such positions, because longer contexts are refused before compilation. They
+        must be finite, as 0 attention times NaN is NaN for other tokens.
+        """
+        c = self.config
+        if c.draft_vocab_size is not None:
             tokens = self.vocab_map[tokens]
-        return embedding_lookup(self.embedding, tokens, self.split)
+        x = embedding_lookup(self.embedding, tokens, self.split)
+        if c.embedding_size is not None:
+            x = self.project_in(x)
+        if isinstance(c.positions, LearnedPositions):
+            rows = positions + c.positions.offset
+            x = x + jnp.take(self.position_embedding, rows, axis=0, mode="clip")
+        return x
 
     def block(
         self, x: Float[Array, "B T E"], positions: Int[Array, "B T"], attend: Attend, layer: int
@@ -218,15 +310,17 @@ class Llama(nn.Module):
 
         Tokens outside a draft vocabulary have the logit `NEVER`.
         """
-        weight = self.embedding if self.config.tie_embeddings else self.unembedding
-        wide = jnp.promote_types(self.dtype, jnp.float32)
+        c = self.config
+        weight = self.embedding if c.tie_embeddings else self.unembedding
+        x = self.norm(hidden) if c.final_norm else hidden
+        x = self.project_out(x) if c.embedding_size is not None else x
         product = functools.partial(
             jnp.einsum,
             "...e,ve->...v",
             precision=dot_precision(self.dtype),
-            preferred_element_type=wide,
+            preferred_element_type=jnp.promote_types(self.dtype, jnp.float32),
         )
-        logits = at_least_two_rows(lambda x: product(x, weight), self.norm(hidden), 1)
-        if self.config.draft_vocab_size is None:
+        logits = at_least_two_rows(lambda x: product(x, weight), x, 1)
+        if c.draft_vocab_size is None:
             return logits
         return logits.at[..., -1].set(NEVER)[..., self.vocab_map]
