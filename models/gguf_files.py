@@ -23,7 +23,7 @@ from models.decoder import DecoderConfig
 from models.gguf_tokenizer import read_tokenizer, unsupported
 from models.hf_config import read_config, write_config
 from models.hf_tensors import tensors_of
-from models.rope import Rope, frequencies
+from models.positions import Rope, frequencies
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # Settings of which one value is supported.
