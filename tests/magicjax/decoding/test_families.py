@@ -61,7 +61,7 @@ def draftings(kind: str) -> dict[str, dict]:
         "snapkv": dict(drafter=magicjax.SelfSpeculation("snapkv", budget=24, refresh_every=2)),
         "tova": dict(drafter=magicjax.SelfSpeculation("tova", budget=24), tree=tiny.TREES["2,2,1"]),
         "near": dict(drafter=magicjax.SmallModel(near), tree=tiny.TREES["irregular"]),
-        "near sparse": dict(drafter=magicjax.SmallModel(near, policy="streaming", budget=24)),
+        "near sparse": dict(drafter=magicjax.SmallModel(near, policy="streaming", budget=32)),
         "prompt-lookup": dict(drafter=tiny.drafter("prompt-lookup"), tree=tiny.TREES["chain4"]),
         "dynamic": dict(drafter=tiny.drafter("self"), tree=tiny.SPECIAL["dynamic"]),
     }
