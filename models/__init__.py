@@ -15,7 +15,7 @@ from models.build import (
     layer_module,
     split_blocks,
 )
-from models.decoder import Decoder, DecoderConfig, LearnedPositions
+from models.decoder import Decoder, DecoderConfig
 from models.families import FAMILIES, family_config
 from models.huggingface import (
     Checkpoint,
@@ -26,13 +26,14 @@ from models.huggingface import (
     stored_dtype,
 )
 from models.layers import Attend
+from models.positions import Alibi, LearnedPositions, Rope
 from models.presets import PRESETS, preset
-from models.rope import Rope
 
 __all__ = [
     "BLOCK",
     "FAMILIES",
     "PRESETS",
+    "Alibi",
     "Attend",
     "Checkpoint",
     "Decoder",
