@@ -13,6 +13,7 @@ from pydantic_core import from_json
 from magicjax.decoding.chat_template import chat_tokens
 from magicjax.decoding.validation import token_ids
 from magicjax.engine.stats import EngineLimits
+from magicjax.grammars import json_schema, trial
 from magicjax.grammars.arena import automaton_of
 from magicjax.grammars.grammar import Grammar
 from magicjax.model import Model
@@ -214,9 +215,14 @@ def _grammar(body: CompletionBody | ChatBody, served: Served) -> Grammar | None:
         )
     try:
         if given.json_schema is not None:
-            grammar = Grammar.json_schema(given.json_schema.definition)
+            schema = given.json_schema.definition
+            trial.check("json_schema", json_schema.prepared(schema))
+            grammar = Grammar.json_schema(schema)
+        elif given.regex is not None:
+            trial.check("regex", given.regex)
+            grammar = Grammar.regex(given.regex)
         else:
-            grammar = Grammar.json_object() if given.regex is None else Grammar.regex(given.regex)
+            grammar = Grammar.json_object()
         automaton_of(served.target, grammar, limits.eos_token_id)
     except (ValueError, TypeError, ImportError) as error:
         raise ApiError(400, str(error), param="response_format") from error
