@@ -198,6 +198,12 @@ def _options(
             f"{limit_field}={limit}: it must be at most {limits.max_new_tokens} on this server",
             param=limit_field,
         )
+    if body.ignore_eos and limits.eos_token_id:
+        raise ApiError(
+            400,
+            "ignore_eos=true: the server ends texts at EOS; one with --ignore-eos does not",
+            param="ignore_eos",
+        )
     options: dict[str, Any] = dict(max_new_tokens=limit, stop=body.stop or (), logprobs=logprobs)
     return options | dict(grammar=_grammar(body, served)) | _sampling(body, limits)
 
