@@ -66,6 +66,8 @@ def _translated(token: str) -> str:
         if token[1] != "^":
             token = re.sub(r"\\(.)", lambda x: CLASSES[x[1]] if x[1] in ("d", "w") else x[0], token)
         return f"[{token}&&{PLAIN}]"
+    if token in ("^", "$"):
+        raise _unsupported(token, "it may be at the begin or at the end only")
     if token[0] != "\\":
         return ESCAPED.get(token, token)
     name = token[1:]

@@ -96,6 +96,7 @@ REFUSED = {
     "look-around": ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
     "an open class": ({"type": "string", "pattern": "[a"}, "a class"),
     "a class in a class": ({"type": "string", "pattern": "[[a]b]"}, r"write \\\[ in a class"),
+    "an anchor inside": ({"type": "string", "pattern": "^a$|^b$"}, "at the begin or at the end"),
     "an escape": ({"type": "string", "pattern": r"\n"}, "write the character itself"),
     "a backslash at the end": ({"type": "string", "pattern": "a\\"}, "write the character itself"),
     "a syntax error": ({"type": "string", "pattern": "a)"}, "JSON schema is not.*syntax error"),
