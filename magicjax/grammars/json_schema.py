@@ -25,7 +25,7 @@ WITHOUT_EFFECT = frozenset(
     {"$schema", "$id", "$defs", "definitions", "$comment", "title", "description", "default"}
     | {"examples", "deprecated", "readOnly", "writeOnly", "discriminator"}
 )
-TYPES = {
+TYPES: dict[str, Any] = {
     "string": str,
     "integer": int,
     "number": (int, float),

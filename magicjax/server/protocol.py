@@ -213,10 +213,11 @@ def _grammar(body: CompletionBody | ChatBody, served: Served) -> Grammar | None:
     given, limits = body.response_format, served.limits
     if given is None or given.type == "text":
         return None
-    if limits.grammar_states is None:
+    if limits.grammar_states is None or not limits.eos_token_id:
+        option = "--grammar-states 0" if limits.grammar_states is None else "--ignore-eos"
         raise ApiError(
             400,
-            f"response_format.type={given.type}: the server was started with --grammar-states 0",
+            f"response_format.type={given.type}: the server was started with {option}",
             param="response_format",
         )
     try:

@@ -204,6 +204,8 @@ def test_eos_is_ignored_by_the_server_or_not_at_all():
     for path in PARSERS:
         assert parse(path, ignore_eos=False)
         assert parse(path, endless, ignore_eos=True)
+        error = refused(path, endless, response_format={"type": "json_object"})
+        assert "started with --ignore-eos" in error.message
 
 
 def test_every_field_is_documented():
