@@ -27,6 +27,15 @@ from models.huggingface import (
 )
 from models.layers import Attend
 from models.presets import PRESETS, preset
+from models.quantized import (
+    WeightFormat,
+    array_bytes,
+    dequantize,
+    dequantize_params,
+    parse_weights,
+    quantize,
+    quantize_params,
+)
 from models.rope import Rope
 
 __all__ = [
@@ -40,11 +49,15 @@ __all__ = [
     "LearnedPositions",
     "Rope",
     "ShardingFn",
+    "WeightFormat",
     "abstract_params",
+    "array_bytes",
     "block_params",
     "build",
     "cast_params",
     "count_params",
+    "dequantize",
+    "dequantize_params",
     "family_config",
     "init_blocks",
     "init_boxed",
@@ -54,7 +67,10 @@ __all__ = [
     "load_checkpoint",
     "load_config",
     "load_tokenizer",
+    "parse_weights",
     "preset",
+    "quantize",
+    "quantize_params",
     "save_checkpoint",
     "split_blocks",
     "stored_dtype",

@@ -9,20 +9,29 @@ import jax
 import jax.numpy as jnp
 
 from models.decoder import Block, Decoder, DecoderConfig
+from models.quantized import WeightFormat
 
 # sharding_of(logical axes, one name or None per axis) -> the sharding of the parameter
 ShardingFn = Callable[[tuple[str | None, ...]], jax.sharding.Sharding]
 BLOCK = "layers_"  # followed by the layer index: the name of a block's parameters
 
 
-def build(config: DecoderConfig, dtype: Any = jnp.float32) -> Decoder:
-    """Returns the module of `config`, with parameters and activations of dtype `dtype`.
+def build(
+    config: DecoderConfig, dtype: Any = jnp.float32, weights: WeightFormat | None = None
+) -> Decoder:
+    """Returns the module of `config`.
 
-    Raises TypeError for other objects than a config of this package.
+    Args:
+      config: of this package; other objects raise TypeError.
+      dtype: of parameters and activations.
+      weights: the format of the blocks' matrices, whose groups must divide their inputs
+        (ValueError); None: not quantized.
     """
     if not isinstance(config, DecoderConfig):
         raise TypeError(f"{type(config).__name__} is not a model config: it must be DecoderConfig")
-    return Decoder(config, jnp.dtype(dtype))
+    if weights is not None:
+        weights.validate(config.matrix_inputs())
+    return Decoder(config, jnp.dtype(dtype), weights=weights)
 
 
 def layer_module(module: nn.Module) -> Block:
@@ -31,7 +40,7 @@ def layer_module(module: nn.Module) -> Block:
     Its parameters are `params["params"]["layers_<i>"]`, and its arguments are
     (x [B,T,E], positions [B,T], attend, layer).
     """
-    return Block(module.config, module.dtype, module.split)
+    return Block(module.config, module.dtype, module.split, module.weights)
 
 
 def block_params(module: nn.Module) -> dict[str, Any]:
