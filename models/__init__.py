@@ -13,6 +13,7 @@ from models.build import (
     init_params,
     is_boxed,
     layer_module,
+    quantize_block,
     split_blocks,
 )
 from models.decoder import Decoder, DecoderConfig, LearnedPositions
@@ -29,12 +30,10 @@ from models.layers import Attend
 from models.presets import PRESETS, preset
 from models.quantized import (
     WeightFormat,
-    array_bytes,
     dequantize,
     dequantize_params,
     parse_weights,
     quantize,
-    quantize_params,
 )
 from models.rope import Rope
 
@@ -51,7 +50,6 @@ __all__ = [
     "ShardingFn",
     "WeightFormat",
     "abstract_params",
-    "array_bytes",
     "block_params",
     "build",
     "cast_params",
@@ -70,7 +68,7 @@ __all__ = [
     "parse_weights",
     "preset",
     "quantize",
-    "quantize_params",
+    "quantize_block",
     "save_checkpoint",
     "split_blocks",
     "stored_dtype",

@@ -150,9 +150,13 @@ def save_checkpoint(
       overwrite: replace an existing directory.
 
     Raises FileExistsError if `path` exists and `overwrite` is False, and ValueError if the
-    parameters are not the module's, or its family cannot express its config.
+    parameters are quantized or not the module's, or its family cannot express its config.
     """
     path = pathlib.Path(path)
+    if module.weights is not None:
+        raise ValueError(
+            f"a model with weights={str(module.weights)!r} cannot be saved: load it without weights"
+        )
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists: choose another path, or pass overwrite=True")
     values = _named_params(module, params)
