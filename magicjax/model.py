@@ -5,11 +5,11 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import models
 from magicjax.parallel.layouts import Layout, Resident
-from magicjax.parallel.offloading import Offload
 from models import Attend
 from sharding import Split, collectives
 
@@ -53,13 +53,16 @@ class Model:
     @property
     def dtype(self) -> Any:
         """The dtype of parameters, caches and activations."""
-        if self.params is None:  # a skeleton
-            return self.module.dtype
-        return jax.tree.leaves(self.params)[0].dtype
+        return jnp.dtype(self.module.dtype)
 
     @property
-    def offload(self) -> Offload:
-        """The value of `magicjax.load`'s argument `offload`."""
+    def weights(self) -> models.WeightFormat | None:
+        """The format of the blocks' matrices; None: not quantized."""
+        return self.module.weights
+
+    @property
+    def offload(self) -> bool:
+        """Whether the blocks' weights are in host memory."""
         return self.layout.offload
 
     def kv_bytes(self, batch: int, slots: int) -> int:

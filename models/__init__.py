@@ -13,6 +13,7 @@ from models.build import (
     init_params,
     is_boxed,
     layer_module,
+    quantize_block,
     split_blocks,
 )
 from models.decoder import Decoder, DecoderConfig
@@ -28,6 +29,13 @@ from models.huggingface import (
 from models.layers import Attend
 from models.positions import Alibi, LearnedPositions, Rope
 from models.presets import PRESETS, preset
+from models.quantized import (
+    WeightFormat,
+    dequantize,
+    dequantize_params,
+    parse_weights,
+    quantize,
+)
 
 __all__ = [
     "BLOCK",
@@ -41,11 +49,14 @@ __all__ = [
     "LearnedPositions",
     "Rope",
     "ShardingFn",
+    "WeightFormat",
     "abstract_params",
     "block_params",
     "build",
     "cast_params",
     "count_params",
+    "dequantize",
+    "dequantize_params",
     "family_config",
     "init_blocks",
     "init_boxed",
@@ -55,7 +66,10 @@ __all__ = [
     "load_checkpoint",
     "load_config",
     "load_tokenizer",
+    "parse_weights",
     "preset",
+    "quantize",
+    "quantize_block",
     "save_checkpoint",
     "split_blocks",
     "stored_dtype",

@@ -1,6 +1,7 @@
 """Builds a module and its parameters from a config."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,20 +10,29 @@ import jax
 import jax.numpy as jnp
 
 from models.decoder import Block, Decoder, DecoderConfig
+from models.quantized import WeightFormat, quantize_params
 
 # sharding_of(logical axes, one name or None per axis) -> the sharding of the parameter
 ShardingFn = Callable[[tuple[str | None, ...]], jax.sharding.Sharding]
 BLOCK = "layers_"  # followed by the layer index: the name of a block's parameters
 
 
-def build(config: DecoderConfig, dtype: Any = jnp.float32) -> Decoder:
-    """Returns the module of `config`, with parameters and activations of dtype `dtype`.
+def build(
+    config: DecoderConfig, dtype: Any = jnp.float32, weights: WeightFormat | None = None
+) -> Decoder:
+    """Returns the module of `config`.
 
-    Raises TypeError for other objects than a config of this package.
+    Args:
+      config: of this package; other objects raise TypeError.
+      dtype: of parameters and activations.
+      weights: the format of the blocks' matrices, whose groups must divide their inputs
+        (ValueError); None: not quantized.
     """
     if not isinstance(config, DecoderConfig):
         raise TypeError(f"{type(config).__name__} is not a model config: it must be DecoderConfig")
-    return Decoder(config, jnp.dtype(dtype))
+    if weights is not None:
+        weights.validate(config.matrix_inputs())
+    return Decoder(config, jnp.dtype(dtype), weights=weights)
 
 
 def layer_module(module: nn.Module) -> Block:
@@ -31,12 +41,27 @@ def layer_module(module: nn.Module) -> Block:
     Its parameters are `params["params"]["layers_<i>"]`, and its arguments are
     (x [B,T,E], positions [B,T], attend, layer).
     """
-    return Block(module.config, module.dtype, module.split)
+    return Block(module.config, module.dtype, module.split, module.weights)
 
 
 def block_params(module: nn.Module) -> dict[str, Any]:
     """Returns the shapes and dtypes of one layer's parameters, boxed as in `abstract_params`."""
     return jax.eval_shape(lambda key: _init_block(module, key), jax.random.key(0))
+
+
+def quantize_block(block: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Returns one layer's parameters with matrices quantized as the module declares, on the host.
+
+    Matrices that are quantized already remain, as all parameters of an unquantized module.
+    """
+    if module.weights is None:
+        return block
+    return quantize_params(block, nn.meta.unbox(_block_shapes(module)), module.weights)
+
+
+@functools.lru_cache(maxsize=8)
+def _block_shapes(module: nn.Module) -> dict[str, Any]:
+    return block_params(module)
 
 
 def _init_block(module: nn.Module, key: jax.Array) -> dict[str, Any]:

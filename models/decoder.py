@@ -34,6 +34,7 @@ from models.positions import (
     local_slopes,
     rotate,
 )
+from models.quantized import WeightFormat
 from sharding import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, VOCAB, Split
 
 _gelu_tanh = functools.partial(nn.gelu, approximate=True)
@@ -185,6 +186,13 @@ class DecoderConfig:
             return self.hidden_size, EMBED
         return self.embedding_size, None
 
+    def matrix_inputs(self, shards: int = 1) -> dict[str, int]:
+        """Returns the inputs of each matrix of a block on one of `shards` devices, by name."""
+        inputs = {f"attention/{name}": self.hidden_size for name in "qkv"}
+        inputs["attention/out"] = self.num_heads * self.head_dim // shards
+        inputs |= {f"mlp/{name}": self.hidden_size for name in ("gate", "up")[not self.gated :]}
+        return inputs | {"mlp/down": self.intermediate_size // shards}
+
 
 class Attention(nn.Module):
     """Projections and positions of q, k, v, `attend`, and the output projection."""
@@ -192,6 +200,7 @@ class Attention(nn.Module):
     config: DecoderConfig
     dtype: Any
     split: Split = Split()
+    weights: WeightFormat | None = None
 
     @nn.compact
     def __call__(self, x, positions, attend: Attend, layer: int):
@@ -199,9 +208,10 @@ class Attention(nn.Module):
         heads = ((c.num_heads // self.split.shards, HEADS), (c.head_dim, HEAD_DIM))
         kv_heads = ((c.num_kv_heads // self.split.kv_shards, KV_HEADS), (c.head_dim, HEAD_DIM))
         embed = ((c.hidden_size, EMBED),)
-        q = Projection(embed, heads, c.qkv_bias, self.dtype, name="q")(x)
-        k = Projection(embed, kv_heads, c.qkv_bias, self.dtype, name="k")(x)
-        v = Projection(embed, kv_heads, c.qkv_bias, self.dtype, name="v")(x)
+        projection = functools.partial(Projection, dtype=self.dtype, weights=self.weights)
+        q = projection(embed, heads, c.qkv_bias, name="q")(x)
+        k = projection(embed, kv_heads, c.qkv_bias, name="k")(x)
+        v = projection(embed, kv_heads, c.qkv_bias, name="v")(x)
         if c.qk_norm:
             q = RMSNorm(c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, name="q_norm")(q)
             k = RMSNorm(c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, name="k_norm")(k)
@@ -214,8 +224,8 @@ class Attention(nn.Module):
             q, k, v = add_biases(q, k, v, positions, slopes, c.positions)
         out, kept = attend(layer, q, k, v)
         out = out[..., : c.head_dim]
-        axis_names = self.split.axes
-        return Projection(heads, embed, c.out_bias, self.dtype, axis_names, name="out")(out), kept
+        out = projection(heads, embed, c.out_bias, axis_names=self.split.axes, name="out")(out)
+        return out, kept
 
 
 class FeedForward(nn.Module):
@@ -224,6 +234,7 @@ class FeedForward(nn.Module):
     config: DecoderConfig
     dtype: Any
     split: Split = Split()
+    weights: WeightFormat | None = None
 
     @nn.compact
     def __call__(self, x):
@@ -231,13 +242,16 @@ class FeedForward(nn.Module):
         embed = ((c.hidden_size, EMBED),)
         hidden = ((c.intermediate_size // self.split.shards, MLP),)
         activation = ACTIVATIONS[c.activation]
-        up = Projection(embed, hidden, c.mlp_bias, self.dtype, name="up")(x)
+        projection = functools.partial(
+            Projection, use_bias=c.mlp_bias, dtype=self.dtype, weights=self.weights
+        )
+        up = projection(embed, hidden, name="up")(x)
         if c.gated:
-            gate = Projection(embed, hidden, c.mlp_bias, self.dtype, name="gate")(x)
+            gate = projection(embed, hidden, name="gate")(x)
             x = activation(gate) * up
         else:
             x = activation(up)
-        return Projection(hidden, embed, c.mlp_bias, self.dtype, self.split.axes, name="down")(x)
+        return projection(hidden, embed, axis_names=self.split.axes, name="down")(x)
 
 
 class Block(nn.Module):
@@ -246,6 +260,7 @@ class Block(nn.Module):
     config: DecoderConfig
     dtype: Any
     split: Split = Split()
+    weights: WeightFormat | None = None
 
     @nn.compact
     def __call__(self, x, positions, attend: Attend, layer: int):
@@ -254,8 +269,8 @@ class Block(nn.Module):
         def norm(name):
             return NORMS[c.norm](c.hidden_size, c.norm_eps, self.dtype, EMBED, name=name)
 
-        attention = Attention(c, self.dtype, self.split, name="attention")
-        mlp = FeedForward(c, self.dtype, self.split, name="mlp")
+        attention = Attention(c, self.dtype, self.split, self.weights, name="attention")
+        mlp = FeedForward(c, self.dtype, self.split, self.weights, name="mlp")
         if not c.norm_before:
             out, kept = attention(x, positions, attend, layer)
             x = norm("attention_norm")(x + out)
@@ -277,11 +292,13 @@ class Decoder(nn.Module):
       dtype: of parameters and activations; norms and logits use at least float32.
       split: the division over devices. With several shards the module runs inside `jax.shard_map`,
         on this device's part of the parameters, and returns its part of the logits.
+      weights: the format of the blocks' matrices; None: not quantized.
     """
 
     config: DecoderConfig
     dtype: Any = jnp.float32
     split: Split = Split()
+    weights: WeightFormat | None = None
 
     def setup(self):
         c = self.config
@@ -298,7 +315,7 @@ class Decoder(nn.Module):
             inner, outer = ((c.hidden_size, EMBED),), ((width, axis),)
             self.project_in = Projection(outer, inner, False, self.dtype)
             self.project_out = Projection(inner, outer, False, self.dtype)
-        self.layers = [Block(c, self.dtype, self.split) for _ in range(c.num_layers)]
+        self.layers = [Block(c, self.dtype, self.split, self.weights) for _ in range(c.num_layers)]
         if c.final_norm:
             self.norm = NORMS[c.norm](c.hidden_size, c.norm_eps, self.dtype, EMBED)
         if not c.tie_embeddings:

@@ -29,6 +29,7 @@ from models.decoder import DecoderConfig
 from models.families import FAMILIES
 from models.hf_config import read_config, write_config
 from models.hf_tensors import IGNORED, UNEMBEDDING, Tensor, tensors_of, to_stored
+from models.quantized import WeightFormat, quantize
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -73,6 +74,7 @@ def load_checkpoint(
     path: str | os.PathLike,
     dtype: Any = None,
     *,
+    weights: WeightFormat | None = None,
     sharding_of: ShardingFn | None = None,
     mapped_blocks: bool = False,
 ) -> Checkpoint:
@@ -81,10 +83,11 @@ def load_checkpoint(
     Args:
       path: the directory.
       dtype: of parameters and activations; None: as stored.
+      weights: quantize the blocks' matrices, one by one; None: as stored.
       sharding_of: the sharding of a parameter, by its logical axes; each device and process reads
         only its part. None: the default device.
       mapped_blocks: return the blocks' parameters as memory-mapped numpy arrays, in the files'
-        dtype, without reading them.
+        dtype, without reading or quantizing them.
 
     Raises FileNotFoundError for missing files, and ValueError for pickled weights, an unsupported
     config or dtype, and missing, unexpected or wrongly shaped tensors, which it lists.
@@ -101,7 +104,7 @@ def load_checkpoint(
             "dtype=float64 needs 64-bit mode, or JAX would round to float32: call "
             'jax.config.update("jax_enable_x64", True), or pass dtype="float32"'
         )
-    module = build(config, dtype)
+    module = build(config, dtype, weights)
     params = _read_params(module, stored, sharding_of, mapped_blocks)
     return Checkpoint(module, params, **_special_tokens(path))
 
@@ -147,9 +150,13 @@ def save_checkpoint(
       overwrite: replace an existing directory.
 
     Raises FileExistsError if `path` exists and `overwrite` is False, and ValueError if the
-    parameters are not the module's, or its family cannot express its config.
+    parameters are quantized or not the module's, or its family cannot express its config.
     """
     path = pathlib.Path(path)
+    if module.weights is not None:
+        raise ValueError(
+            f"a model with weights={str(module.weights)!r} cannot be saved: load it without weights"
+        )
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists: choose another path, or pass overwrite=True")
     values = _named_params(module, params)
@@ -263,9 +270,11 @@ def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, _Stored]:
 
 
 @functools.lru_cache(maxsize=8)  # tracing a model of 80 layers is slow
-def _shapes(config: DecoderConfig) -> dict[tuple[str, ...], Any]:
+def _shapes(
+    config: DecoderConfig, weights: WeightFormat | None = None
+) -> dict[tuple[str, ...], Any]:
     """Returns boxes with shape and logical axes of every parameter, by path."""
-    boxed = abstract_params(build(config))["params"]
+    boxed = abstract_params(build(config, weights=weights))["params"]
     return flax.traverse_util.flatten_dict(boxed)
 
 
@@ -336,7 +345,7 @@ def _read_params(
     sharding_of: ShardingFn | None,
     mapped_blocks: bool,
 ) -> Any:
-    shapes, flat = _shapes(module.config), dict[tuple[str, ...], Any]()
+    shapes, flat = _shapes(module.config, module.weights), dict[tuple[str, ...], Any]()
     files: dict[pathlib.Path, dict[str, np.ndarray]] = {}
     for tensor, where in stored:
         if where.file not in files:
@@ -345,9 +354,18 @@ def _read_params(
         values = tensor.to_parameter(files[where.file][where.name], box.value.shape)
         if mapped_blocks and tensor.path[0].startswith(BLOCK):
             flat[tensor.path] = values
-        else:
-            dtype = values.dtype if values.dtype == np.int32 else module.dtype
-            flat[tensor.path] = _put(values, dtype, sharding_of and sharding_of(box.names))
+            continue
+        parts = {tensor.path: values}
+        scale = (*tensor.path[:-1], "scale")
+        if module.weights is not None and tensor.path[-1] == "weight" and scale in shapes:
+            inputs = values.ndim - (len(shapes[scale].value.shape) - 1)
+            matrix = quantize(values, module.weights, inputs)
+            parts = {tensor.path: matrix["weight"], scale: matrix["scale"]}
+        for path, values in parts.items():
+            box = shapes[path]
+            stored_as_is = values.dtype == np.int32 or len(parts) > 1
+            dtype = values.dtype if stored_as_is else module.dtype
+            flat[path] = _put(values, dtype, sharding_of and sharding_of(box.names))
     return {"params": flax.traverse_util.unflatten_dict(flat)}
 
 

@@ -10,7 +10,7 @@ import json
 import math
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -118,9 +118,9 @@ class Cell(_Settings):
         return {"do_sample": True} | {name: getattr(self, name) for name in names}
 
     @property
-    def offloaded(self) -> bool | Literal["int8"]:
-        """`offload` as an argument of `magicjax.load`."""
-        return "int8" if self.offload == "int8" else self.offload == "yes"
+    def storage(self) -> dict[str, Any]:
+        """The arguments `weights` and `offload` of `magicjax.load` for the target."""
+        return {"weights": self.target_weights or None, "offload": self.offload == "yes"}
 
     @property
     def devices(self) -> Mesh | None:
@@ -290,12 +290,12 @@ def _check_names(cell: Cell) -> None:
             )
 
 
-def make_drafter(cell: Cell, load: Callable[[str], Any] = method.named) -> tuple[Any, Any]:
+def make_drafter(cell: Cell, load: Callable[..., Any] = method.named) -> tuple[Any, Any]:
     """Returns (drafter, tree) of a cell; see `method.make_drafter`."""
     return method.make_drafter({name: getattr(cell, name) for name in PLAIN}, load)
 
 
-def options(cell: Cell, load: Callable[[str], Any]) -> dict[str, Any]:
+def options(cell: Cell, load: Callable[..., Any]) -> dict[str, Any]:
     """Returns the cell's arguments of `magicjax.generate`; `load` returns a directory's model."""
     drafter, tree = make_drafter(cell, load)
     return {

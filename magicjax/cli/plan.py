@@ -16,6 +16,7 @@ from magicjax.planner import acceptance
 from magicjax.planner.candidates import make_candidate
 from magicjax.policies import StreamingLLM
 from magicjax.trees.token_tree import TokenTree, chain
+from models import parse_weights
 from sharding import parse_mesh
 
 
@@ -53,7 +54,7 @@ def add(commands: Any) -> None:
         f"self:streaming:{BUDGET}, or the drafters of the table",
     )
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of models and caches")
-    options.add_offload(parser)
+    options.add_weights(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -66,7 +67,11 @@ def run(arguments: argparse.Namespace) -> None:
     """
     machine = machine_of(arguments)
     target = cost_model.sizes_of(
-        config_of(arguments.target), arguments.dtype, arguments.target, arguments.offload
+        config_of(arguments.target),
+        arguments.dtype,
+        arguments.target,
+        arguments.offload,
+        parse_weights(arguments.weights),
     )
     cost_model.check_dtype(machine.device, arguments.dtype, arguments.device)
     options.check_context(arguments.target, arguments.context)
@@ -158,6 +163,7 @@ def as_json(
         "dtype": arguments.dtype,
         "device": machine.device.name,
         "mesh": {"data": machine.data, "model": machine.model},
+        "weights": arguments.weights,
         "offload": arguments.offload,
         "batch": arguments.batch,
         "context": arguments.context,
@@ -205,7 +211,7 @@ def as_text(
     lines = [
         f"{arguments.target}, {arguments.dtype}, batch {arguments.batch}, context "
         f"{arguments.context}, on {machine.devices} x {machine.device.name} ({mesh})"
-        + offloading.describe_offload(arguments.offload),
+        + offloading.describe(arguments.offload, arguments.weights),
         f"plain decoding: predicted T_target {1e3 * plan.target:.2f} ms, "
         f"{arguments.batch / plan.target:,.0f} tokens/s",
         _line("fastest drafter", best),

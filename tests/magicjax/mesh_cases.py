@@ -44,7 +44,8 @@ def nobody(kv_heads, shards):
 
 
 TREE = magicjax.expansion((2, 2))
-# Name: (drafter, tree, options of generate, KV heads of the target or its family).
+INT4 = "int4"  # in place of a number of KV heads: 8 of them, and matrices in groups of 2
+# Name: (drafter, tree, options of generate, KV heads of the target, its family, or INT4).
 CASES = {
     "plain": (nobody, None, {}, 8),
     "plain sampled": (nobody, None, SAMPLED | dict(top_k=20, top_p=0.9), 4),
@@ -84,6 +85,8 @@ CASES = {
     "MPT": (self_speculation(), TREE, {}, "mpt"),
     "MPT sampled": (small(), magicjax.chain(3), SAMPLED, "mpt"),
     "StarCoder": (small(), TREE, {}, "starcoder"),
+    "int4": (self_speculation(), magicjax.chain(3), {}, INT4),
+    "int4 small sampled": (small(), TREE, SAMPLED, INT4),
 }
 
 
@@ -99,13 +102,16 @@ def draft(kv_heads: int | str, shards: int | None) -> magicjax.Model:
 
 
 def _model(kv_heads: int | str, noise: float, layers: int) -> magicjax.Model:
-    if isinstance(kv_heads, str):
+    if isinstance(kv_heads, str) and kv_heads != INT4:
         sizes = dict(hidden_size=64, num_heads=8, num_layers=layers, max_positions=512)
         return family_cases.model(kv_heads, 64, noise / 4, **sizes)
-    shape = tiny.config(**SIZES, num_kv_heads=kv_heads, num_layers=layers)
+    shape = tiny.config(
+        **SIZES, num_kv_heads=8 if kv_heads == INT4 else kv_heads, num_layers=layers
+    )
     params = tiny.loud(tiny.drawn(shape, 0), np.random.default_rng(7), noise, never=None)
     params = jax.tree.map(lambda x: jax.numpy.asarray(np.asarray(x, np.float32)), params)
-    return magicjax.Model(models.build(shape), params)
+    model = magicjax.Model(models.build(shape), params)
+    return tiny.quantized(model, "int4:2") if kv_heads == INT4 else model
 
 
 def generate(
