@@ -276,6 +276,7 @@ class Engine:
         for _ in range(2):  # the second one starts from the prefix of the first
             self.submit(np.zeros(longest, np.int32), max_new_tokens=1)
             self.run()
+        self._decode()  # these requests end at their first token
         self._prefixes.clear()
         self._reset_stats()
 
@@ -346,8 +347,8 @@ class Engine:
     def _admit(self) -> None:
         """Prefills and inserts requests that wait while slots are free.
 
-        While requests are decoded, at most `prefill_chunk` tokens are prefilled, or one piece.
-        Prompts of several pieces take turns.
+        At most `prefill_chunk` tokens are prefilled, or one piece. Prompts of several pieces take
+        turns.
         """
         tokens = 0
         while True:
@@ -356,7 +357,7 @@ class Engine:
                 return
             handle, prefilling = self._prefilling[0]
             piece = prefilling.pieces[0]
-            if self._running and tokens and tokens + piece.tokens > self._templates.prefill_chunk:
+            if tokens and tokens + piece.tokens > self._templates.prefill_chunk:
                 return
             tokens += piece.tokens
             prefilled, seconds = prefill.advance(prefilling)

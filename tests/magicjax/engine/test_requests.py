@@ -127,7 +127,7 @@ def test_requests_start_by_priority_and_waiting_raises_it(monkeypatch):
     arrivals = ((0.0, 0), (1.0, 0), (2.0, 5), (3.0, 1), (4.0, 0), (30.0, 2))
     handles = []
     for clock.now, priority in arrivals:
-        handles.append(engine.submit([1, 2, 3], max_new_tokens=1, priority=priority))
+        handles.append(engine.submit([1, 2, 3], max_new_tokens=2, priority=priority))
     order = []
     while engine._unfinished():
         engine.step()
