@@ -390,7 +390,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "original_max_position_embeddings": 4096,
                 "rms_norm_eps": 1e-5,
             },
-            fixed=_SILU,
+            fixed={
+                **_SILU,
+                "attention_bias": (False,),
+                "mlp_bias": (False,),
+                "lm_head_bias": (False,),
+                "full_attn_mod": (1,),
+                "interpolate_factor": (1,),
+            },
             rope_kinds=("default", "longrope"),
         ),
     }
