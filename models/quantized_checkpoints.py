@@ -1,0 +1,281 @@
+"""Layouts of quantized matrices in checkpoints: AWQ, GPTQ, compressed-tensors, fp8.
+
+A matrix is stored as several tensors: `<module>.qweight`, `.qzeros` and `.scales` in AWQ and GPTQ.
+Readers unpack them and make integers signed (0 to 15 become -8 to 7), so that a matrix is
+(values - zeros) * scales, with a scale and a zero point per output and group of inputs. Bits and
+groups follow from the shapes. Matrices that a checkpoint does not quantize are those that it
+stores in floating point, so lists of ignored modules are not read.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+METHODS = ("awq", "gptq", "compressed-tensors", "fp8")
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+BITS = (4, 8)
+AWQ_SLOTS = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds each column
+SCALES = ("scales", "weight_scale", "weight_scale_inv")
+PARTS = frozenset(
+    ("qweight", "qzeros", "g_idx", "weight_packed", "weight_shape", "weight_g_idx")
+    + ("weight_zero_point", "weight_min", *SCALES)
+)
+ACTIVATIONS = ("input_scale",)  # activations are not quantized
+# Settings of compressed-tensors that change the computation.
+EMPTY = ("sparsity_config", "transform_config", "kv_cache_scheme")
+
+
+class Matrix(NamedTuple):
+    """A quantized matrix, (values - zeros) * scales.
+
+    Attributes:
+      values: [I, O], int8 (-8 to 7 with 4 bits) or float8.
+      scales: [G, O], each of I / G inputs.
+      zeros: [G, O], int8, or float64 of a GGUF file's minima; or None.
+      bits: of a value, 4 or 8.
+    """
+
+    values: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray | None
+    bits: int
+
+    def dequantized(self) -> np.ndarray:
+        """Returns [I, O] in float32."""
+        inputs, outputs = self.values.shape
+        exact = np.float32 if self.zeros is None else np.promote_types(self.zeros.dtype, np.float32)
+        wide = self.values.astype(exact).reshape(len(self.scales), -1, outputs)
+        if self.zeros is not None:
+            wide -= self.zeros[:, None]
+        wide *= self.scales.astype(np.float32)[:, None]
+        return wide.reshape(inputs, outputs).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a checkpoint stores quantized matrices.
+
+    Attributes:
+      method: of `METHODS`.
+      zero_offset: what GPTQ subtracts from zero points.
+      block: outputs and inputs of a block with one scale, or None.
+    """
+
+    method: str
+    zero_offset: int = 0
+    block: tuple[int, int] | None = None
+
+
+def read_layout(settings: Mapping[str, Any] | None) -> Layout | None:
+    """Returns the layout of `quantization_config` in config.json; None without one.
+
+    Raises ValueError for a layout that is not supported.
+    """
+    if not settings:
+        return None
+    method = settings.get("quant_method")
+    if method == "awq":
+        kind = settings.get("version") or settings.get("format") or "gemm"
+        if str(kind).lower() != "gemm" or settings.get("backend") == "llm-awq":
+            raise _unsupported("awq with version", kind, ("gemm",))
+        return Layout(method)
+    if method == "gptq":
+        kind = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+        if kind not in ("gptq", "gptq_v2"):
+            raise _unsupported("gptq with checkpoint_format", kind, ("gptq", "gptq_v2"))
+        return Layout(method, zero_offset=int(kind == "gptq"))
+    if method == "fp8":
+        block = settings.get("weight_block_size")
+        return Layout(method, block=tuple(block) if block else None)
+    if method == "compressed-tensors":
+        return _compressed_tensors(settings)
+    raise _unsupported("quant_method", method, METHODS)
+
+
+def _unsupported(name: str, value: Any, supported: tuple[str, ...]) -> ValueError:
+    return ValueError(
+        f"quantization_config has {name}={value!r}, which is not supported: it must be one of "
+        f"{', '.join(supported)}; or load the unquantized checkpoint"
+    )
+
+
+def _compressed_tensors(settings: Mapping[str, Any]) -> Layout:
+    groups = settings.get("config_groups", {}).values()
+    kinds = {group.get("format") or settings.get("format") for group in groups}
+    for kind in sorted(map(str, kinds)):
+        if kind not in FORMATS:
+            raise _unsupported("format", kind, FORMATS)
+    for name in EMPTY:
+        if value := settings.get(name):
+            raise ValueError(
+                f"quantization_config has {name}={value!r}, which is not supported: "
+                "load a checkpoint without it"
+            )
+    blocks = {tuple(group["weights"].get("block_structure") or ()) for group in groups}
+    if len(blocks) > 1:
+        raise _unsupported("several values of block_structure", sorted(blocks), ("one of them",))
+    return Layout("compressed-tensors", block=next(iter(blocks), None) or None)
+
+
+def gather(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Returns (the other tensors, the parts of quantized matrices).
+
+    Args:
+      stored: anything, by the name of a tensor.
+
+    The parts are by the name of the matrix, which ends in ".weight", and the last part of their
+    name.
+    """
+    plain, matrices = dict(stored), dict[str, dict[str, Any]]()
+    for name, value in stored.items():
+        module, _, part = name.rpartition(".")
+        if part in PARTS:
+            matrices.setdefault(f"{module}.weight", {})[part] = plain.pop(name)
+        elif part in ACTIVATIONS:
+            del plain[name]
+    for name, parts in matrices.items():
+        if name in plain:
+            parts["weight"] = plain.pop(name)
+    return plain, matrices
+
+
+def read_matrix(layout: Layout, parts: Mapping[str, np.ndarray], shape: tuple[int, int]) -> Matrix:
+    """Returns a quantized matrix.
+
+    Args:
+      layout: of the checkpoint.
+      parts: the stored tensors by the last part of their names, as `gather` returns them.
+      shape: of the matrix, [outputs, inputs].
+
+    Raises ValueError for missing or wrongly shaped parts, and for groups of inputs that are not
+    contiguous.
+    """
+    outputs, inputs = shape
+    if "qweight" in parts:
+        matrix = _read_awq(parts) if layout.method == "awq" else _read_gptq(parts, layout, inputs)
+    elif "weight_packed" in parts:
+        matrix = _read_packed(parts, shape)
+    else:
+        matrix = _read_unpacked(parts, layout.block)
+    _validate(matrix, shape)
+    for name in ("g_idx", "weight_g_idx"):
+        if name in parts:
+            _validate_order(name, parts[name], inputs // len(matrix.scales))
+    return matrix
+
+
+def _validate(matrix: Matrix, shape: tuple[int, int]) -> None:
+    outputs, inputs = shape
+    groups = len(matrix.scales)
+    grouped = (groups, outputs)
+    zeros = grouped if matrix.zeros is None else matrix.zeros.shape
+    if matrix.values.shape != (inputs, outputs) or not matrix.scales.shape == zeros == grouped:
+        raise ValueError(
+            f"it has values of shape {matrix.values.shape}, scales of {matrix.scales.shape} and "
+            f"zero points of {zeros}, expected {(inputs, outputs)} and twice (groups, {outputs})"
+        )
+    if inputs % groups:
+        raise ValueError(f"its {inputs} inputs are not a multiple of its {groups} groups")
+
+
+def _validate_order(name: str, groups: np.ndarray, size: int) -> None:
+    if not np.array_equal(groups, np.arange(len(groups)) // size):
+        raise ValueError(
+            f"{name} orders its inputs by activation (act-order), which is not supported: load a "
+            "checkpoint with desc_act=false"
+        )
+
+
+def _unpack(words: np.ndarray, bits: int) -> np.ndarray:
+    """Returns the unsigned integers in the last axis of int32 words, the lowest bits first."""
+    octets = np.ascontiguousarray(words, "<i4").view(np.uint8)
+    if bits == 8:
+        return octets
+    return np.stack([octets & 15, octets >> 4], -1).reshape(*octets.shape[:-1], -1)
+
+
+def pack(unsigned: np.ndarray, bits: int) -> np.ndarray:
+    """Returns the last axis in int32 words, the inverse of `_unpack`; padded with zeros."""
+    per_word = 32 // bits
+    padding = [(0, 0)] * (unsigned.ndim - 1) + [(0, -unsigned.shape[-1] % per_word)]
+    octets = np.pad(unsigned, padding).astype(np.uint8)
+    if bits == 4:
+        octets = octets[..., ::2] | octets[..., 1::2] << 4
+    return np.ascontiguousarray(octets).view("<i4")
+
+
+def _signed(unsigned: np.ndarray, bits: int) -> np.ndarray:
+    return (unsigned ^ (1 << (bits - 1))).view(np.int8) if bits == 8 else unsigned.view(np.int8) - 8
+
+
+def _read_awq(parts: Mapping[str, np.ndarray]) -> Matrix:
+    """AutoAWQ's layout "gemm": words of 8 outputs, interleaved."""
+
+    def columns(words):
+        slots = _unpack(words, 4).reshape(len(words), -1, 8)[..., AWQ_SLOTS]
+        return _signed(slots.reshape(len(words), -1), 4)
+
+    return Matrix(columns(parts["qweight"]), parts["scales"], columns(parts["qzeros"]), 4)
+
+
+def _read_gptq(parts: Mapping[str, np.ndarray], layout: Layout, inputs: int) -> Matrix:
+    """AutoGPTQ's layout: values in words of inputs, zero points in words of outputs."""
+    words = parts["qweight"]
+    bits = _bits(len(words), inputs)
+    zeros = (_unpack(parts["qzeros"], bits) + layout.zero_offset) & (2**bits - 1)
+    values = _signed(_unpack(words.T, bits), bits)
+    return Matrix(values.T, parts["scales"], _signed(zeros, bits), bits)
+
+
+def _bits(words: int, values: int) -> int:
+    """Returns the bits of a value, of which `words` hold `values`."""
+    for bits in BITS:
+        if words == -(-values * bits // 32):
+            return bits
+    raise ValueError(
+        f"{words} words of 32 bits for {values} values are not supported: values must have "
+        f"{' or '.join(map(str, BITS))} bits"
+    )
+
+
+def _read_packed(parts: Mapping[str, np.ndarray], shape: tuple[int, int]) -> Matrix:
+    """compressed-tensors' "pack-quantized": words of inputs; zero points in words of outputs.
+
+    `weight_min` instead of zero points is a matrix of a GGUF file: values from 0, times the scale,
+    plus the minimum.
+    """
+    outputs, inputs = shape
+    words, scales, zeros = parts["weight_packed"], parts["weight_scale"].T, None
+    bits = _bits(words.shape[1], inputs)
+    values = _signed(_unpack(words, bits)[:, :inputs], bits).T
+    if "weight_zero_point" in parts:
+        zeros = _unpack(parts["weight_zero_point"].T, bits)[:, :outputs]
+        zeros = _signed(zeros, bits)
+    if "weight_min" in parts:
+        minima = parts["weight_min"].T.astype(np.float64)
+        zeros = -(2 ** (bits - 1)) - np.divide(minima, scales, where=scales != 0, out=minima)
+    return Matrix(values, scales, zeros, bits)
+
+
+def _read_unpacked(parts: Mapping[str, np.ndarray], block: tuple[int, int] | None) -> Matrix:
+    """int8 or float8 values, with a scale per matrix, output, group or block."""
+    values = parts["weight"].T
+    inputs, outputs = values.shape
+    scales = parts["weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"]
+    if block is not None and scales.ndim == 2:
+        rows, columns = block
+        if inputs % columns:
+            raise ValueError(f"its {inputs} inputs are not a multiple of {columns}, a block's")
+        scales = np.repeat(scales, rows, 0)[:outputs]
+    zeros = parts.get("weight_zero_point")
+    return Matrix(values, _per_output(scales, outputs), _per_output(zeros, outputs), 8)
+
+
+def _per_output(x: np.ndarray | None, outputs: int) -> np.ndarray | None:
+    """Returns [G, O] of a scalar, [1], [O, 1] or [O, G]."""
+    if x is None:
+        return None
+    rows = x.reshape(1, 1) if x.size == 1 else x.reshape(outputs, -1).T
+    return np.broadcast_to(rows, (len(rows), outputs))
