@@ -22,7 +22,7 @@ import models
 from magicjax.files import cache_folder, created_once
 from magicjax.suggest import did_you_mean
 
-CONVERSION = 1  # a change of the conversion's output increments it, and files are converted again
+CONVERSION = 2  # a change of the conversion's output increments it, and files are converted again
 MB = 1e6
 
 
@@ -188,7 +188,7 @@ def _write(model: Any, partial: pathlib.Path, name: str, directory: pathlib.Path
     free = shutil.disk_usage(partial).free
     if model.num_bytes > free:
         raise OSError(
-            f"{name} needs {model.num_bytes / MB:,.0f} MB in float32, and {directory.parent} has "
+            f"{name} needs {model.num_bytes / MB:,.0f} MB, and {directory.parent} has "
             f"{free / MB:,.0f} MB free: free space, or set MAGICJAX_CACHE to another folder"
         )
     _say(f"converting {name} to {directory} ({model.num_bytes / MB:,.0f} MB, once)")

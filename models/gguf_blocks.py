@@ -26,17 +26,19 @@ class Kind(NamedTuple):
       read: returns (values from 0 to 2**bits - 1 [R, C], scales [R, G], minima [R, G] or None) of
         the stored bytes [R, N].
       has_minima: whether there are minima.
+      dtype: of scales and minima.
     """
 
     bits: int
     group: int
     read: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray | None]]
     has_minima: bool = False
+    dtype: str = "F16"
 
     def shapes(self, shape: tuple[int, int]) -> dict[str, tuple[str, tuple[int, int]]]:
         """Returns dtype and shape of the parts of a matrix of shape `shape`."""
         rows, columns = shape
-        groups = "F16", (rows, columns // self.group)
+        groups = self.dtype, (rows, columns // self.group)
         parts = {"weight_packed": ("I32", (rows, columns * self.bits // 32))}
         return (
             parts | {"weight_scale": groups} | ({"weight_min": groups} if self.has_minima else {})
@@ -82,8 +84,38 @@ def _q8_0(stored):
     return (blocks[..., 2:] ^ 128).reshape(len(stored), -1), _halves(blocks, 0), None
 
 
+def _q4_k(stored):
+    """Blocks of 256: 8 groups, whose 6-bit scales and minima multiply two 16-bit numbers."""
+    blocks = _blocks(stored, 144)
+    low, high, both = (blocks[..., first : first + 4] for first in (4, 8, 12))
+    scales = np.concatenate([low & 63, (both & 15) | (low >> 6 << 4)], -1)
+    minima = np.concatenate([high & 63, (both >> 4) | (high >> 6 << 4)], -1)
+    scales, minima = (
+        (_halves(blocks, first)[..., None] * x.astype(np.float32)).reshape(len(stored), -1)
+        for first, x in ((0, scales), (2, minima))
+    )
+    return _nibbles(blocks[..., 16:].reshape(len(stored), -1, 32)), scales, -minima
+
+
+def _q6_k(stored):
+    """Blocks of 256: 16 groups, whose 8-bit scales multiply a 16-bit number; values minus 32.
+
+    Each half of a block has 64 bytes with 4 bits of two values, and 32 with 2 bits of four.
+    """
+    blocks = _blocks(stored, 210)
+    low = blocks[..., :128].reshape(len(stored), -1, 2, 64)
+    high = blocks[..., 128:192].reshape(len(stored), -1, 2, 1, 32)
+    fours = np.concatenate([low & 15, low >> 4], -1).reshape(*low.shape[:-1], 4, 32)
+    twos = high >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    scales = blocks[..., 192:208].view(np.int8) * _halves(blocks, 208)[..., None].astype(np.float32)
+    values = (fours | twos << 4) + np.uint8(128 - 32)
+    return values.reshape(len(stored), -1), scales.reshape(len(stored), -1), None
+
+
 KINDS = {
     Type.Q4_0: Kind(4, 32, _q4_0),
     Type.Q4_1: Kind(4, 32, _q4_1, has_minima=True),
     Type.Q8_0: Kind(8, 32, _q8_0),
+    Type.Q4_K: Kind(4, 32, _q4_k, has_minima=True, dtype="F32"),
+    Type.Q6_K: Kind(8, 16, _q6_k, dtype="F32"),
 }

@@ -1,8 +1,8 @@
 """Converts GGUF files of llama.cpp to directories in Hugging Face format.
 
-`read_gguf` validates a whole file without dequantizing it, and `write_directory` writes float32
-weights tensor by tensor. As in `hf_config`, every setting of the architecture is read, known to
-have no effect, or an error.
+`read_gguf` validates a whole file without reading its weights, and `write_directory` writes them
+tensor by tensor: those of `gguf_blocks.KINDS` as quantized matrices, all others as float32. As in
+`hf_config`, every setting of the architecture is read, known to have no effect, or an error.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from models.build import Config, abstract_params, build
+from models.gguf_blocks import KINDS
 from models.gguf_tokenizer import read_tokenizer, unsupported
 from models.hf_config import read_config, write_config
 from models.hf_tensors import tensors_of
@@ -52,12 +53,22 @@ class Weight(NamedTuple):
     stored: gguf.ReaderTensor
     heads: int = 0
 
-    def values(self) -> np.ndarray:
-        """Returns the contiguous values in float32."""
-        values = gguf.dequantize(self.stored.data, self.stored.tensor_type)
+    def shapes(self, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Returns dtype and shape of what a directory stores for the tensor `name`."""
+        if (kind := KINDS.get(self.stored.tensor_type)) is None:
+            return {name: ("F32", self.shape)}
+        module = name.removesuffix("weight")
+        return {module + part: entry for part, entry in kind.shapes(self.shape).items()}
+
+    def values(self) -> list[np.ndarray]:
+        """Returns the arrays of `shapes`."""
+        if (kind := KINDS.get(self.stored.tensor_type)) is None:
+            values = [gguf.dequantize(self.stored.data, self.stored.tensor_type).astype("<f4")]
+        else:
+            values = list(kind.parts(self.stored.data).values())
         if self.heads:
-            values = unpermute(values, self.heads)
-        return np.ascontiguousarray(values, np.float32)
+            values = [unpermute(part, self.heads) for part in values]
+        return [np.ascontiguousarray(part) for part in values]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +90,12 @@ class GgufModel:
     @property
     def num_bytes(self) -> int:
         """Bytes of the converted weights."""
-        return sum(4 * math.prod(weight.shape) for weight in self.weights.values())
+        entries = (w.shapes(name).values() for name, w in self.weights.items())
+        return sum(_bytes(*entry) for part in entries for entry in part)
+
+
+def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return int(dtype[1:]) // 8 * math.prod(shape)
 
 
 def unpermute(values: np.ndarray, heads: int) -> np.ndarray:
@@ -301,9 +317,11 @@ def _check_types(weights: Mapping[str, Weight]) -> None:
 
 
 def write_directory(model: GgufModel, path: str | os.PathLike) -> None:
-    """Writes a model to an existing directory in Hugging Face format, with float32 weights."""
+    """Writes a model to an existing directory in Hugging Face format."""
     path = pathlib.Path(path)
     config = {**write_config(model.config), **model.special, "torch_dtype": "float32"}
+    if any(weight.stored.tensor_type in KINDS for weight in model.weights.values()):
+        config["quantization_config"] = {"quant_method": "gguf"}
     contents: dict[str, Any] = {"config.json": config, "generation_config.json": model.special}
     if model.tokenizer is not None:
         tokenizer, contents["tokenizer_config.json"] = model.tokenizer
@@ -322,11 +340,13 @@ def _write_weights(path: pathlib.Path, weights: Mapping[str, Weight]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, weight in weights.items():
-        start, end = end, end + 4 * math.prod(weight.shape)
-        header[name] = {"dtype": "F32", "shape": weight.shape, "data_offsets": [start, end]}
+        for part, (dtype, shape) in weight.shapes(name).items():
+            start, end = end, end + _bytes(dtype, shape)
+            header[part] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for weight in weights.values():
-            file.write(weight.values().data)
+            for values in weight.values():
+                file.write(values.data)

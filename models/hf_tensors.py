@@ -66,7 +66,7 @@ def tensors_of(config: Config) -> tuple[Tensor, ...]:
 
 def full_name(name: str) -> str:
     """Returns the name with the prefix that checkpoints of a bare decoder omit."""
-    return name if name.startswith("model.") or name == UNEMBEDDING else "model." + name
+    return name if name.startswith(("model.", "lm_head.")) else "model." + name
 
 
 def _linear(name: str, path: tuple[str, ...], inputs: int, bias: bool) -> list[Tensor]:

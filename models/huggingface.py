@@ -27,12 +27,15 @@ import safetensors.numpy
 from models.build import BLOCK, Config, ShardingFn, abstract_params, build
 from models.hf_config import read_config, write_config
 from models.hf_tensors import IGNORED, UNEMBEDDING, Tensor, full_name, tensors_of
+from models.quantized_checkpoints import Layout, gather, read_layout, read_matrix
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+QUANTIZATION = "quantization_config"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64}
-STORED = DTYPES | {"I32": np.int32}  # integers keep their dtype
+QUANTIZED = {"I8": np.int8, "I64": np.int64, "F8_E4M3": ml_dtypes.float8_e4m3fn}
+STORED = DTYPES | QUANTIZED | {"I32": np.int32}  # integers keep their dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,9 @@ class _Stored:
     shape: tuple[int, ...]
 
 
+_Found = tuple[Tensor, _Stored | dict[str, _Stored]]
+
+
 def load_checkpoint(
     path: str | os.PathLike,
     dtype: Any = None,
@@ -88,8 +94,8 @@ def load_checkpoint(
     config or dtype, and missing, unexpected or wrongly shaped tensors, which it lists.
     """
     path = pathlib.Path(path)
-    config = load_config(path)
-    stored = _match(config, _scan(path))
+    config, layout = load_config(path), load_layout(path)
+    stored = _match(config, _scan(path), layout)
     dtype = _common_dtype(stored) if dtype is None else np.dtype(dtype)
     if dtype not in map(np.dtype, DTYPES.values()):
         names = ", ".join(np.dtype(known).name for known in DTYPES.values())
@@ -100,7 +106,7 @@ def load_checkpoint(
             'jax.config.update("jax_enable_x64", True), or pass dtype="float32"'
         )
     module = build(config, dtype)
-    params = _read_params(module, stored, sharding_of, mapped_blocks)
+    params = _read_params(module, stored, layout, sharding_of, mapped_blocks)
     return Checkpoint(module, params, **_special_tokens(path))
 
 
@@ -110,7 +116,7 @@ def stored_dtype(path: str | os.PathLike) -> np.dtype:
     Raises as `load_checkpoint`.
     """
     path = pathlib.Path(path)
-    return _common_dtype(_match(load_config(path), _scan(path)))
+    return _common_dtype(_match(load_config(path), _scan(path), load_layout(path)))
 
 
 def load_config(path: str | os.PathLike) -> Config:
@@ -118,7 +124,16 @@ def load_config(path: str | os.PathLike) -> Config:
 
     Raises FileNotFoundError if it is missing, and ValueError if it is not supported.
     """
-    return read_config(_read_json(pathlib.Path(path) / "config.json"))
+    raw = _read_json(pathlib.Path(path) / "config.json")
+    return read_config({key: value for key, value in raw.items() if key != QUANTIZATION})
+
+
+def load_layout(path: str | os.PathLike) -> Layout | None:
+    """Returns the layout of quantized matrices in a directory, None if it has none.
+
+    Raises as `load_config`.
+    """
+    return read_layout(_read_json(pathlib.Path(path) / "config.json").get(QUANTIZATION))
 
 
 def save_checkpoint(
@@ -265,15 +280,25 @@ def _shapes(config: Config) -> dict[tuple[str, ...], Any]:
     return flax.traverse_util.flatten_dict(boxed)
 
 
-def _match(config: Config, stored: dict[str, _Stored]) -> list[tuple[Tensor, _Stored]]:
-    """Returns each tensor of the config with its place in the files; raises with all mismatches."""
+def _match(config: Config, stored: dict[str, _Stored], layout: Layout | None) -> list[_Found]:
+    """Returns each tensor of the config with its place in the files; raises with all mismatches.
+
+    The place of a quantized matrix is that of its parts.
+    """
     needed, shapes = {t.name: t for t in tensors_of(config)}, _shapes(config)
+    stored, matrices = gather(stored)
+    if matrices and layout is None:
+        raise ValueError(
+            f"{next(iter(matrices))} is quantized, and config.json has no {QUANTIZATION}: add the "
+            "one of the checkpoint"
+        )
     if config.tie_embeddings:
         stored = _fold_tied(tensors_of(config)[0].name, stored)
-    problems = [f"missing {name}" for name in needed if name not in stored]
+    problems = [f"missing {name}" for name in needed if name not in stored and name not in matrices]
+    problems += [f"unexpected {name}" for name in matrices if name not in needed]
     for name, where in stored.items():
         if name not in needed:
-            if not IGNORED.fullmatch(name):
+            if not IGNORED.fullmatch(name) and not _is_empty_bias(name, where, matrices):
                 problems.append(f"unexpected {where.name}")
             continue
         expected = needed[name].stored_shape(shapes[needed[name].path].value.shape)
@@ -288,7 +313,14 @@ def _match(config: Config, stored: dict[str, _Stored]) -> list[tuple[Tensor, _St
             f"the weights do not match config.json ({len(problems)} problems):\n  "
             + "\n  ".join(problems)
         )
-    return [(tensor, stored[name]) for name, tensor in needed.items()]
+    found: dict[str, Any] = {**stored, **matrices}
+    return [(tensor, found[name]) for name, tensor in needed.items()]
+
+
+def _is_empty_bias(name: str, where: _Stored, matrices: dict[str, Any]) -> bool:
+    """Returns whether a bias is zero, as AutoGPTQ adds to all matrices."""
+    module, _, kind = name.rpartition(".")
+    return kind == "bias" and f"{module}.weight" in matrices and not _read(where).any()
 
 
 def _fold_tied(embedding: str, stored: dict[str, _Stored]) -> dict[str, _Stored]:
@@ -317,8 +349,9 @@ def _bits(where: _Stored) -> np.ndarray:
     return np.ascontiguousarray(_read(where)).view(np.uint8)
 
 
-def _common_dtype(stored: list[tuple[Tensor, _Stored]]) -> np.dtype:
-    names = sorted({where.dtype for _, where in stored if where.dtype in DTYPES})
+def _common_dtype(stored: list[_Found]) -> np.dtype:
+    plain = [where for _, where in stored if isinstance(where, _Stored)]
+    names = sorted({where.dtype for where in plain if where.dtype in DTYPES})
     if len(names) > 1:
         raise ValueError(
             f"the tensors have several dtypes ({', '.join(names)}): pass dtype to convert them"
@@ -328,23 +361,37 @@ def _common_dtype(stored: list[tuple[Tensor, _Stored]]) -> np.dtype:
 
 def _read_params(
     module: nn.Module,
-    stored: list[tuple[Tensor, _Stored]],
+    stored: list[_Found],
+    layout: Layout | None,
     sharding_of: ShardingFn | None,
     mapped_blocks: bool,
 ) -> Any:
     shapes, flat = _shapes(module.config), dict[tuple[str, ...], Any]()
-    files: dict[pathlib.Path, dict[str, np.ndarray]] = {}
+    mapped = functools.cache(_mapped)
     for tensor, where in stored:
-        if where.file not in files:
-            files[where.file] = _mapped(where.file)
         box = shapes[tensor.path]
-        values = tensor.to_parameter(files[where.file][where.name], box.value.shape)
+        if isinstance(where, _Stored):
+            values = mapped(where.file)[where.name]
+        else:
+            parts = {part: mapped(place.file)[place.name] for part, place in where.items()}
+            values = _dequantized(layout, tensor, parts, box.value.shape)
+        values = tensor.to_parameter(values, box.value.shape)
         if mapped_blocks and tensor.path[0].startswith(BLOCK):
             flat[tensor.path] = values
         else:
             dtype = values.dtype if values.dtype == np.int32 else module.dtype
             flat[tensor.path] = _put(values, dtype, sharding_of and sharding_of(box.names))
     return {"params": flax.traverse_util.unflatten_dict(flat)}
+
+
+def _dequantized(
+    layout: Layout | None, tensor: Tensor, parts: dict[str, np.ndarray], shape: tuple[int, ...]
+) -> np.ndarray:
+    """Returns a quantized matrix as it would be stored without quantization."""
+    try:
+        return read_matrix(layout, parts, tensor.stored_shape(shape)).dequantized().T
+    except ValueError as error:
+        raise ValueError(f"{tensor.name} cannot be read: {error}") from error
 
 
 def _mapped(file: pathlib.Path) -> dict[str, np.ndarray]:

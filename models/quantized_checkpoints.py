@@ -8,7 +8,7 @@ stores in floating point, so lists of ignored modules are not read.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,6 +89,8 @@ def read_layout(settings: Mapping[str, Any] | None) -> Layout | None:
     if method == "fp8":
         block = settings.get("weight_block_size")
         return Layout(method, block=tuple(block) if block else None)
+    if method == "gguf":  # the directory of a converted file
+        return Layout(method)
     if method == "compressed-tensors":
         return _compressed_tensors(settings)
     raise _unsupported("quant_method", method, METHODS)
@@ -129,7 +131,7 @@ def gather(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[st
     name.
     """
     plain, matrices = dict(stored), dict[str, dict[str, Any]]()
-    for name, value in stored.items():
+    for name in stored:
         module, _, part = name.rpartition(".")
         if part in PARTS:
             matrices.setdefault(f"{module}.weight", {})[part] = plain.pop(name)
@@ -152,7 +154,7 @@ def read_matrix(layout: Layout, parts: Mapping[str, np.ndarray], shape: tuple[in
     Raises ValueError for missing or wrongly shaped parts, and for groups of inputs that are not
     contiguous.
     """
-    outputs, inputs = shape
+    inputs = shape[1]
     if "qweight" in parts:
         matrix = _read_awq(parts) if layout.method == "awq" else _read_gptq(parts, layout, inputs)
     elif "weight_packed" in parts:
@@ -279,3 +281,78 @@ def _per_output(x: np.ndarray | None, outputs: int) -> np.ndarray | None:
         return None
     rows = x.reshape(1, 1) if x.size == 1 else x.reshape(outputs, -1).T
     return np.broadcast_to(rows, (len(rows), outputs))
+
+
+def written_parts(matrix: Matrix) -> dict[str, np.ndarray]:
+    """Returns what compressed-tensors stores for a matrix, by the last part of the names.
+
+    Raises ValueError for zero points that are not integers.
+    """
+    values, scales = np.ascontiguousarray(matrix.values.T), np.ascontiguousarray(matrix.scales.T)
+    if values.dtype != np.int8:
+        return {"weight": values, "weight_scale": scales}
+    packed = {
+        "weight_packed": pack(_unsigned(values, matrix.bits), matrix.bits),
+        "weight_scale": scales,
+        "weight_shape": np.array(values.shape, np.int64),
+    }
+    if matrix.zeros is not None:
+        zeros = np.rint(matrix.zeros).astype(np.int8)
+        if (zeros != matrix.zeros).any():
+            raise ValueError(
+                "its zero points are not integers (minima of a GGUF file), which compressed-tensors "
+                "does not store: dequantize the model before saving it"
+            )
+        words = pack(_unsigned(zeros, matrix.bits), matrix.bits)
+        packed["weight_zero_point"] = np.ascontiguousarray(words.T)
+    return packed
+
+
+def _unsigned(signed: np.ndarray, bits: int) -> np.ndarray:
+    return (signed + np.int8(8)).view(np.uint8) if bits == 4 else signed.view(np.uint8) ^ 128
+
+
+def written_settings(matrices: Mapping[str, Matrix], plain: Iterable[str]) -> dict[str, Any]:
+    """Returns the `quantization_config` of compressed-tensors.
+
+    Args:
+      matrices: the quantized ones, by module.
+      plain: the modules that are linear maps and not quantized.
+    """
+    modules = dict[tuple[str, tuple[tuple[str, Any], ...]], list[str]]()
+    for module, matrix in matrices.items():
+        modules.setdefault(_scheme(matrix), []).append(module)
+    groups = {
+        f"group_{i}": {
+            "format": kind,
+            "targets": ["Linear"] if len(modules) == 1 else names,
+            "weights": dict(weights),
+            "input_activations": None,
+            "output_activations": None,
+        }
+        for i, ((kind, weights), names) in enumerate(modules.items())
+    }
+    kinds = {group["format"] for group in groups.values()}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
+        "config_groups": groups,
+        "ignore": list(plain),
+    }
+
+
+def _scheme(matrix: Matrix) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """Returns the format of a matrix and the settings of its weights."""
+    group = len(matrix.values) // len(matrix.scales)
+    whole = len(matrix.scales) == 1
+    is_integer = matrix.values.dtype == np.int8
+    weights = {
+        "num_bits": matrix.bits,
+        "type": "int" if is_integer else "float",
+        "symmetric": matrix.zeros is None,
+        "strategy": "channel" if whole else "group",
+        "group_size": None if whole else group,
+        "dynamic": False,
+    }
+    return "pack-quantized" if is_integer else "float-quantized", tuple(weights.items())

@@ -6,8 +6,10 @@ import gguf
 import numpy as np
 import pytest
 
+import models
 from models import gguf_blocks
 from models import quantized_checkpoints as checkpoints
+from tests import gguf_cases
 from tests.models import quantized_layouts as layouts
 
 GOLDEN = pathlib.Path(__file__).parent / "golden_quantized"
@@ -37,21 +39,69 @@ def test_sizes_need_not_fill_a_word(name):
     np.testing.assert_array_equal(matrix.dequantized().T, expected)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def gguf_bytes(kind, draw, rows, columns):
+    """Random blocks of a GGUF type, which `gguf` can dequantize but not always quantize."""
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    if not kind.name.endswith("K"):
+        weights = draw.normal(0, 1, (rows, columns)).astype(np.float32)
+        weights[0, :32], weights[-1, -32:] = 0, 0.5  # constant groups
+        return gguf.quantize(weights, kind)
+    blocks = draw.integers(0, 256, (rows, columns // elements, size)).astype(np.uint8)
+    for first in {"Q4_K": (0, 2), "Q6_K": (208,)}[kind.name]:  # numbers of 16 bits
+        numbers = draw.normal(0, 1, (*blocks.shape[:2], 1)).astype(np.float16)
+        blocks[..., first : first + 2] = numbers.view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", gguf_blocks.KINDS, ids=lambda kind: kind.name)
 def test_blocks_of_a_gguf_file_are_its_weights(kind):
-    kind = gguf.GGMLQuantizationType[kind]
     draw = np.random.default_rng(0)
     layout = checkpoints.Layout("gguf")
     for _ in range(5):
-        rows, columns = int(draw.integers(1, 20)), 32 * int(draw.integers(1, 8))
-        weights = draw.normal(0, 1, (rows, columns)).astype(np.float32)
-        weights[0, :32], weights[-1, -32:] = 0, 0.5  # constant groups
-        stored = gguf.quantize(weights, kind)
+        rows, columns = int(draw.integers(1, 20)), 256 * int(draw.integers(1, 4))
+        stored = gguf_bytes(kind, draw, rows, columns)
         parts = gguf_blocks.KINDS[kind].parts(stored)
-        shapes = {
+        found = {
             name: (f"{x.dtype.kind}{8 * x.dtype.itemsize}".upper(), x.shape)
             for name, x in parts.items()
         }
-        assert shapes == gguf_blocks.KINDS[kind].shapes((rows, columns))
+        assert found == gguf_blocks.KINDS[kind].shapes((rows, columns))
         matrix = checkpoints.read_matrix(layout, parts, (rows, columns))
-        np.testing.assert_array_equal(matrix.dequantized().T, gguf.dequantize(stored, kind))
+        expected = gguf.dequantize(stored, kind)
+        # Equal but for Q4_K, of which gguf rounds value * scale + minimum to even in a tie.
+        np.testing.assert_allclose(
+            matrix.dequantized().T, expected, rtol=2e-7 * (kind.name == "Q4_K")
+        )
+
+
+# Models
+
+CONFIG = models.LlamaConfig(
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=64,
+)
+TOKENS = np.arange(24).reshape(2, 12) % CONFIG.vocab_size
+
+
+@pytest.mark.parametrize("name", layouts.LAYOUTS)
+def test_logits_are_those_of_the_dequantized_matrices(name, tmp_path, logits_of):
+    ignored = ("layers.1.mlp.down_proj", "lm_head")
+    pair = layouts.write_pair(tmp_path, CONFIG, gguf_cases.shapes_of(CONFIG), name, ignored)
+    found, right = (models.load_checkpoint(folder, "float32") for folder in pair)
+    both = [np.asarray(logits_of(c.module, c.params, TOKENS)) for c in (found, right)]
+    np.testing.assert_allclose(*both, atol=2e-5 * np.abs(both[1]).max(), rtol=0)
+
+
+@pytest.mark.parametrize("folder", sorted(GOLDEN.iterdir()), ids=lambda path: path.name)
+def test_logits_are_those_of_compressed_tensors(folder, logits_of):
+    expected = np.load(folder / "expected.npz")
+    checkpoint = models.load_checkpoint(folder)
+    found = np.asarray(logits_of(checkpoint.module, checkpoint.params, expected["tokens"]))
+    error = np.abs(found - expected["logits"]).max() / np.abs(expected["logits"]).max()
+    assert error < 2e-5
