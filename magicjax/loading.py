@@ -26,6 +26,7 @@ def load(
     source: str | os.PathLike,
     dtype: Any = None,
     *,
+    weights: str | models.WeightFormat | None = None,
     seed: int = 0,
     mesh: Mesh | None = None,
     shards: int | None = None,
@@ -40,6 +41,9 @@ def load(
         name of a preset (`models.PRESETS`).
       dtype: of parameters, caches and activations; None: as stored (GGUF: float32, presets:
         bfloat16).
+      weights: quantize the blocks' matrices, one by one: "int8" with a scale for each output
+        channel, "int4" or "int4:32" with one for each group of 128 or 32 inputs. None: as stored;
+        matrices of a quantized checkpoint stay quantized. "none": dequantize them.
       seed: of a preset's weights.
       mesh: of devices (`make_mesh`); each device receives only its part.
       shards: number of devices along the mesh's `model` axis that divide a small draft; None: all.
@@ -57,6 +61,7 @@ def load(
     """
     offloading.validate_offload(offload)
     _validate_dtype(dtype)
+    form = models.parse_weights(weights)
     stages = _validated_stages(stages, shards, mesh, offload)
     sharding_of = None
     if mesh is not None:
@@ -69,12 +74,15 @@ def load(
         validate_tokenizer(tokenizer, models.load_config(path).vocab_size, source)
         mapped = bool(offload) or stages > 1
         checkpoint = models.load_checkpoint(
-            path, dtype, sharding_of=sharding_of, mapped_blocks=mapped
+            path, dtype, weights=form, sharding_of=sharding_of, mapped_blocks=mapped
         )
         module, params = checkpoint.module, checkpoint.params
     else:
         dtype = PRESET_DTYPE if dtype is None else dtype
-        module, params = models.build(config_of(source), dtype), None
+        module, params = (
+            models.build(config_of(source), dtype, None if form == "none" else form),
+            None,
+        )
     layout: Layout = Resident()
     if offload:
         if params is None:
@@ -210,7 +218,7 @@ def validate_tokenizer(tokenizer: Any, vocab_size: int, source: str | os.PathLik
         )
 
 
-def config_of(source: str | os.PathLike) -> models.Config:
+def config_of(source: str | os.PathLike) -> models.DecoderConfig:
     """Returns the config of the model that `load` returns for a source.
 
     Raises as `magicjax.sources.directory_of`, and ValueError if the config is not supported.

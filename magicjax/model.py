@@ -47,15 +47,18 @@ class Model:
     layout: Layout = dataclasses.field(default_factory=Resident, repr=False)
 
     @property
-    def config(self) -> models.Config:
+    def config(self) -> models.DecoderConfig:
         return self.module.config
 
     @property
     def dtype(self) -> Any:
         """The dtype of parameters, caches and activations."""
-        if self.params is None:  # a skeleton
-            return self.module.dtype
-        return jax.tree.leaves(self.params)[0].dtype
+        return self.module.dtype
+
+    @property
+    def weights(self) -> models.WeightFormat | None:
+        """The format of the blocks' matrices; None: not quantized."""
+        return self.module.weights
 
     @property
     def offload(self) -> Offload:

@@ -37,7 +37,7 @@ ROWS, EVERYWHERE = PartitionSpec(DATA), PartitionSpec()
 GB = 1e9
 
 
-def split_of(config: models.Config, shards: int | None, mesh: AnyMesh) -> Split:
+def split_of(config: models.DecoderConfig, shards: int | None, mesh: AnyMesh) -> Split:
     """Returns the division of a model over a mesh.
 
     Args:

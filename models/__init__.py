@@ -2,7 +2,6 @@
 
 from models.build import (
     BLOCK,
-    Config,
     ShardingFn,
     abstract_params,
     block_params,
@@ -16,6 +15,8 @@ from models.build import (
     layer_module,
     split_blocks,
 )
+from models.decoder import Decoder, DecoderConfig, LearnedPositions
+from models.families import FAMILIES, family_config
 from models.huggingface import (
     Checkpoint,
     load_checkpoint,
@@ -23,30 +24,42 @@ from models.huggingface import (
     load_tokenizer,
     save_checkpoint,
     stored_dtype,
+    stored_weights,
 )
 from models.layers import Attend
-from models.llama import Llama, LlamaConfig
-from models.opt import Opt, OptConfig
 from models.presets import PRESETS, preset
+from models.quantized import (
+    WeightFormat,
+    array_bytes,
+    dequantize,
+    dequantize_params,
+    parse_weights,
+    quantize,
+    quantize_params,
+)
 from models.rope import Rope
 
 __all__ = [
     "BLOCK",
+    "FAMILIES",
     "PRESETS",
     "Attend",
     "Checkpoint",
-    "Config",
-    "Llama",
-    "LlamaConfig",
-    "Opt",
-    "OptConfig",
+    "Decoder",
+    "DecoderConfig",
+    "LearnedPositions",
     "Rope",
     "ShardingFn",
+    "WeightFormat",
     "abstract_params",
+    "array_bytes",
     "block_params",
     "build",
     "cast_params",
     "count_params",
+    "dequantize",
+    "dequantize_params",
+    "family_config",
     "init_blocks",
     "init_boxed",
     "init_params",
@@ -55,8 +68,12 @@ __all__ = [
     "load_checkpoint",
     "load_config",
     "load_tokenizer",
+    "parse_weights",
     "preset",
+    "quantize",
+    "quantize_params",
     "save_checkpoint",
     "split_blocks",
     "stored_dtype",
+    "stored_weights",
 ]

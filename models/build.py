@@ -1,4 +1,4 @@
-"""Builds a module and its parameters from a config, for all families."""
+"""Builds a module and its parameters from a config."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -8,37 +8,39 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.llama import Block, Llama, LlamaConfig
-from models.opt import Opt, OptBlock, OptConfig
+from models.decoder import Block, Decoder, DecoderConfig
+from models.quantized import WeightFormat
 
 # sharding_of(logical axes, one name or None per axis) -> the sharding of the parameter
 ShardingFn = Callable[[tuple[str | None, ...]], jax.sharding.Sharding]
-Config = LlamaConfig | OptConfig
 BLOCK = "layers_"  # followed by the layer index: the name of a block's parameters
-# config -> module of the model, module of one of its layers
-FAMILIES: dict[type, tuple[Any, Any]] = {LlamaConfig: (Llama, Block), OptConfig: (Opt, OptBlock)}
-# Both configs have vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads,
-# head_dim, max_positions, tie_embeddings and family.
 
 
-def build(config: Config, dtype: Any = jnp.float32) -> nn.Module:
-    """Returns the module of `config`, with parameters and activations of dtype `dtype`.
+def build(
+    config: DecoderConfig, dtype: Any = jnp.float32, weights: WeightFormat | None = None
+) -> Decoder:
+    """Returns the module of `config`.
 
-    Raises TypeError for other objects than a config of this package.
+    Args:
+      config: of this package; other objects raise TypeError.
+      dtype: of parameters and activations.
+      weights: the format of the blocks' matrices, whose groups must divide their inputs
+        (ValueError); None: not quantized.
     """
-    if type(config) not in FAMILIES:
-        names = " or ".join(family.__name__ for family in FAMILIES)
-        raise TypeError(f"{type(config).__name__} is not a model config: it must be {names}")
-    return FAMILIES[type(config)][0](config, jnp.dtype(dtype))
+    if not isinstance(config, DecoderConfig):
+        raise TypeError(f"{type(config).__name__} is not a model config: it must be DecoderConfig")
+    if weights is not None:
+        weights.validate(config.matrix_inputs())
+    return Decoder(config, jnp.dtype(dtype), weights=weights)
 
 
-def layer_module(module: nn.Module) -> nn.Module:
+def layer_module(module: nn.Module) -> Block:
     """Returns the module of a single layer of `module`, for scans over stacked weights.
 
     Its parameters are `params["params"]["layers_<i>"]`, and its arguments are
     (x [B,T,E], positions [B,T], attend, layer).
     """
-    return FAMILIES[type(module.config)][1](module.config, module.dtype, module.split)
+    return Block(module.config, module.dtype, module.split, module.weights)
 
 
 def block_params(module: nn.Module) -> dict[str, Any]:
@@ -134,7 +136,7 @@ def cast_params(params: Any, dtype: Any) -> Any:
     return jax.tree.map(cast, params)
 
 
-def count_params(config: Config) -> int:
+def count_params(config: DecoderConfig) -> int:
     """Returns the number of parameters of `config`; a tied output matrix counts once."""
     shapes = nn.meta.unbox(abstract_params(build(config)))
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))

@@ -18,7 +18,8 @@ import gguf
 import numpy as np
 from tokenizers import Tokenizer
 
-from models.build import Config, abstract_params, build
+from models.build import abstract_params, build
+from models.decoder import DecoderConfig
 from models.gguf_blocks import KINDS
 from models.gguf_tokenizer import read_tokenizer, unsupported
 from models.hf_config import read_config, write_config
@@ -82,7 +83,7 @@ class GgufModel:
       tokenizer: the tokenizer and the contents of tokenizer_config.json, or None.
     """
 
-    config: Config
+    config: DecoderConfig
     weights: Mapping[str, Weight]
     special: Mapping[str, Any]
     tokenizer: tuple[Tokenizer, dict[str, Any]] | None
@@ -176,7 +177,7 @@ def _read(reader: gguf.GGUFReader) -> GgufModel:
 
 def _config(
     architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTensor]
-) -> Config:
+) -> DecoderConfig:
     prefix = f"{architecture}."
     settings = {
         name.removeprefix(prefix): _decimal(value)
@@ -275,7 +276,7 @@ def _llama3(theta: float, divisors: np.ndarray, head_dim: int) -> dict[str, Any]
     }
 
 
-def _weights(config: Config, tensors: Mapping[str, gguf.ReaderTensor]) -> dict[str, Weight]:
+def _weights(config: DecoderConfig, tensors: Mapping[str, gguf.ReaderTensor]) -> dict[str, Weight]:
     """Returns the tensors of a config; raises ValueError with all mismatches."""
     architecture = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == config.family)
     names = gguf.get_tensor_name_map(architecture, config.num_layers)

@@ -7,11 +7,10 @@ result in a model that is slightly wrong.
 import dataclasses
 import difflib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from models.build import Config
-from models.llama import LlamaConfig
-from models.opt import OptConfig
+from models.decoder import DecoderConfig
+from models.families import FAMILIES, Family, family_config
 from models.rope import Rope
 
 # Keys without effect on the forward pass at inference.
@@ -31,44 +30,21 @@ HARMLESS = frozenset(
     torchscript transformers_version typical_p use_bfloat16 use_cache
     """.split()
 )
-# Keys of which only some values are supported, and those values.
+# Keys of which only some values are supported in all families, and those values.
 FIXED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "activation_function": ("relu",),
     "partial_rotary_factor": (1.0,),
     "use_mrope": (False,),
-    "layer_norm_elementwise_affine": (True,),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "pruned_heads": ({},),
 }
-# Hugging Face's defaults of keys that config.json omits.
-DEFAULTS = {
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-    },
-    "qwen2": {
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 32,
-        "sliding_window": 4096,
-    },
-    "qwen3": {
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "sliding_window": 4096,
-    },
-}
-ARCHITECTURES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "opt": "OPT",
-}
+# Fields that have no default; those that depend on others have one in `family_config`.
+REQUIRED = {
+    field.name
+    for field in dataclasses.fields(DecoderConfig)
+    if field.default is dataclasses.MISSING
+} - {"num_kv_heads", "head_dim"}
+Settings = dict[str, Any]  # fields of DecoderConfig
 # Rope's fields beyond theta and kind, by their name in `rope_scaling` and `rope_parameters`.
 ROPE_KEYS = {
     "factor": "factor",
@@ -114,9 +90,9 @@ ROPE_NEEDS = {
 class _Reader:
     """config.json, with a record of the keys that were read, to refuse the others."""
 
-    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]):
-        self.raw, self.defaults = raw, defaults
-        self.read: set[str] = set()
+    def __init__(self, raw: Mapping[str, Any], family: Family):
+        self.raw, self.defaults, self.fixed = raw, family.defaults, FIXED | dict(family.fixed)
+        self.read: set[str] = {"model_type"}
 
     def get(self, key: str, otherwise: Any = None) -> Any:
         """Returns the value; an omitted key has the family's default, and null is `otherwise`."""
@@ -136,9 +112,9 @@ class _Reader:
         for key, value in sorted(self.raw.items()):
             if value is None or key in self.read or key in HARMLESS:
                 continue
-            if key in FIXED:
-                if value not in FIXED[key]:
-                    allowed = " or ".join(repr(x) for x in FIXED[key])
+            if key in self.fixed:
+                if value not in self.fixed[key]:
+                    allowed = " or ".join(repr(x) for x in self.fixed[key])
                     problems.append(f"{key}={value!r} is not supported: it must be {allowed}")
                 continue
             near = difflib.get_close_matches(key, self.read, 1)
@@ -152,83 +128,42 @@ class _Reader:
             )
 
 
-def read_config(raw: Mapping[str, Any]) -> Config:
+def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """Returns the config of a config.json's contents.
 
     Raises ValueError for an unknown `model_type`, missing or unknown keys, unsupported values, and
     inconsistent sizes.
     """
-    family = raw.get("model_type")
-    if family not in ARCHITECTURES:
+    name: Any = raw.get("model_type")
+    if name not in FAMILIES:
         raise ValueError(
-            f"model_type={family!r} is not supported: it must be one of {', '.join(ARCHITECTURES)}"
+            f"model_type={name!r} is not supported: it must be one of {', '.join(FAMILIES)}"
         )
-    known = [ARCHITECTURES[family] + suffix for suffix in ("ForCausalLM", "Model")]
-    for name in raw.get("architectures") or ():
-        if name not in known:
+    family = FAMILIES[name]
+    known = [family.architecture + suffix for suffix in ("ForCausalLM", "Model")]
+    for architecture in raw.get("architectures") or ():
+        if architecture not in known:
             raise ValueError(
-                f"architectures names {name!r}: for model_type={family!r} it must be {known[0]}"
+                f"architectures names {architecture!r}: for model_type={name!r} it must be "
+                f"{known[0]}"
             )
-    reader = _Reader(raw, DEFAULTS.get(family, {}))
-    reader.read.add("model_type")
-    config = _read_opt(reader) if family == "opt" else _read_llama(reader, family)
+    reader = _Reader(raw, family)
+    settings: Settings = {}
+    for key, fields in family.keys.items():
+        required = any(field in REQUIRED for field in fields.split())
+        value = reader.need(key) if required else reader.get(key)
+        if value is not None:
+            settings |= dict.fromkeys(fields.split(), value)
+    for part in family.parts:
+        settings |= PARTS[part].read(reader, settings)
+    config = family_config(name, **settings)
     reader.refuse_unread()
     return config
 
 
-def _read_llama(reader: _Reader, family: str) -> LlamaConfig:
-    hidden, heads = reader.need("hidden_size"), reader.need("num_attention_heads")
-    layers = reader.need("num_hidden_layers")
-    positions = reader.need("max_position_embeddings")
-    rope = _read_rope(reader, positions)
-    if rope.kind == "yarn" and rope.original_max_positions is not None:
-        # In Qwen2.5, max_position_embeddings is the length before scaling.
-        positions = max(positions, int(rope.factor * rope.original_max_positions))
-    window = _read_window(reader, family, layers)
-    attention_bias = family in ("llama", "qwen3") and reader.get("attention_bias", False)
-    return LlamaConfig(
-        vocab_size=reader.need("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=reader.need("intermediate_size"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=reader.get("num_key_value_heads", heads),
-        head_dim=reader.get("head_dim", hidden // heads),
-        max_positions=positions if window is None else min(positions, window),
-        rope=rope,
-        norm_eps=reader.get("rms_norm_eps", 1e-6),
-        tie_embeddings=reader.get("tie_word_embeddings", False),
-        qkv_bias=family == "qwen2" or attention_bias,
-        out_bias=attention_bias,
-        mlp_bias=family == "llama" and reader.get("mlp_bias", False),
-        qk_norm=family == "qwen3",
-        family=family,
-        sliding_window=window,
-        draft_vocab_size=reader.get("draft_vocab_size"),
-    )
-
-
-def _read_window(reader: _Reader, family: str, layers: int) -> int | None:
-    """Returns the sliding window that some layer applies, or None."""
-    if family == "llama":
-        return None
-    types = reader.get("layer_types", ())
-    for kind in types:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ValueError(
-                f"layer_types names {kind!r}, which is not supported: every layer must have "
-                "'full_attention' or 'sliding_attention'"
-            )
-    if family == "mistral":
-        return reader.get("sliding_window")
-    window, first = reader.get("sliding_window"), reader.get("max_window_layers", 28)
-    slides = "sliding_attention" in types if types else first < layers
-    return window if reader.get("use_sliding_window", False) and slides else None
-
-
-def _read_rope(reader: _Reader, positions: int) -> Rope:
+def _read_rope(reader: _Reader, settings: Settings) -> Settings:
     """Returns the rotary settings of `rope_parameters` (transformers 5) or the two older keys."""
-    theta = reader.get("rope_theta", 10000.0)
+    theta, positions = reader.get("rope_theta", 10000.0), settings["max_positions"]
     original = reader.get("original_max_position_embeddings")
     parsed = {
         key: _parse_rope(key, value, theta, original, positions)
@@ -237,7 +172,11 @@ def _read_rope(reader: _Reader, positions: int) -> Rope:
     }
     if len(set(parsed.values())) > 1:
         raise ValueError(f"rope_scaling and rope_parameters disagree: {parsed}; keep one of them")
-    return next(iter(parsed.values()), Rope(theta=float(theta)))
+    rope = next(iter(parsed.values()), Rope(theta=float(theta)))
+    if rope.kind == "yarn" and rope.original_max_positions is not None:
+        # In Qwen2.5, max_position_embeddings is the length before scaling.
+        positions = max(positions, int(rope.factor * rope.original_max_positions))
+    return {"positions": rope, "max_positions": positions}
 
 
 def _parse_rope(
@@ -275,83 +214,11 @@ def _parse_rope(
     return Rope(theta=float(theta), kind=kind, **fields)
 
 
-def _read_opt(reader: _Reader) -> OptConfig:
-    before = reader.get("do_layer_norm_before", True)
-    removed = reader.get("_remove_final_layer_norm", False)
-    return OptConfig(
-        vocab_size=reader.need("vocab_size"),
-        hidden_size=reader.need("hidden_size"),
-        intermediate_size=reader.need("ffn_dim"),
-        num_layers=reader.need("num_hidden_layers"),
-        num_heads=reader.need("num_attention_heads"),
-        max_positions=reader.get("max_position_embeddings", 2048),
-        embedding_size=reader.get("word_embed_proj_dim"),
-        norm_before=before,
-        final_norm=before and not removed,
-        use_bias=reader.get("enable_bias", True),
-        tie_embeddings=reader.get("tie_word_embeddings", True),
-    )
-
-
-def write_config(config: Config) -> dict[str, Any]:
-    """Returns the contents of a config.json from which `read_config` returns `config`.
-
-    Raises ValueError if the config's family cannot express one of its settings.
-    """
-    write: Callable[[Any], dict[str, Any]] = (
-        _write_opt if isinstance(config, OptConfig) else _write_llama
-    )
-    if config.family not in ARCHITECTURES or (config.family == "opt") != (write is _write_opt):
-        raise ValueError(
-            f"family={config.family!r} does not fit {type(config).__name__}: "
-            f"it must be one of {', '.join(ARCHITECTURES)}"
-        )
-    raw = {
-        "architectures": [ARCHITECTURES[config.family] + "ForCausalLM"],
-        "model_type": config.family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "max_position_embeddings": config.max_positions,
-        "tie_word_embeddings": config.tie_embeddings,
-        **write(config),
-    }
-    if (back := read_config(raw)) != config:
-        names = [f.name for f in dataclasses.fields(config)]
-        lost = [n for n in names if getattr(config, n) != getattr(back, n)]
-        values = ", ".join(f"{n}={getattr(config, n)!r}" for n in lost)
-        raise ValueError(f"family={config.family!r} cannot express {values}: change the family")
-    return raw
-
-
-def _write_llama(c: LlamaConfig) -> dict[str, Any]:
-    raw = {
-        "intermediate_size": c.intermediate_size,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": c.norm_eps,
-        **_write_rope(c.rope),
-    }
-    if c.family in ("llama", "qwen3"):
-        raw["attention_bias"] = c.out_bias
-    if c.family == "llama":
-        raw["mlp_bias"] = c.mlp_bias
-    if c.draft_vocab_size is not None:
-        raw["draft_vocab_size"] = c.draft_vocab_size
-    if c.family == "mistral":
-        raw["sliding_window"] = c.sliding_window
-    if c.family in ("qwen2", "qwen3"):
-        # Up to `max_positions` it makes no difference which layers have the window.
-        raw["use_sliding_window"] = c.sliding_window is not None
-        raw["sliding_window"] = c.sliding_window
-        raw["max_window_layers"] = 0 if c.sliding_window is not None else c.num_layers
-    return raw
-
-
-def _write_rope(rope: Rope) -> dict[str, Any]:
+def _write_rope(config: DecoderConfig) -> dict[str, Any]:
     """Returns both spellings; versions before transformers 5 read only the last two keys."""
+    rope = config.rope
+    if rope is None:
+        return {}
     values = {name: getattr(rope, ROPE_KEYS[name]) for name in ROPE_READS[rope.kind]}
     settings = {
         "rope_type": rope.kind,
@@ -364,13 +231,105 @@ def _write_rope(rope: Rope) -> dict[str, Any]:
     }
 
 
-def _write_opt(c: OptConfig) -> dict[str, Any]:
+def _read_window(reader: _Reader, settings: Settings) -> Settings:
+    """Returns the sliding window that all layers apply, and the positions that it leaves."""
+    _layer_types(reader)
+    return _limited(settings, reader.get("sliding_window"))
+
+
+def _write_window(config: DecoderConfig) -> dict[str, Any]:
+    return {"sliding_window": config.sliding_window}
+
+
+def _read_window_of_some(reader: _Reader, settings: Settings) -> Settings:
+    """Returns the sliding window that some layer applies, if any (Qwen)."""
+    types = _layer_types(reader)
+    window, first = reader.get("sliding_window"), reader.get("max_window_layers", 28)
+    slides = "sliding_attention" in types if types else first < settings["num_layers"]
+    applies = reader.get("use_sliding_window", False) and slides
+    return _limited(settings, window if applies else None)
+
+
+def _write_window_of_some(config: DecoderConfig) -> dict[str, Any]:
+    # Up to `max_positions` it makes no difference which layers have the window.
     return {
-        "ffn_dim": c.intermediate_size,
-        "activation_function": "relu",
-        "do_layer_norm_before": c.norm_before,
-        "_remove_final_layer_norm": c.norm_before and not c.final_norm,
-        "word_embed_proj_dim": c.embedding_axis[0],
-        "enable_bias": c.use_bias,
-        "layer_norm_elementwise_affine": True,
+        "use_sliding_window": config.sliding_window is not None,
+        "sliding_window": config.sliding_window,
+        "max_window_layers": 0 if config.sliding_window is not None else config.num_layers,
     }
+
+
+def _layer_types(reader: _Reader) -> tuple[str, ...]:
+    types = tuple(reader.get("layer_types", ()))
+    for kind in types:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ValueError(
+                f"layer_types names {kind!r}, which is not supported: every layer must have "
+                "'full_attention' or 'sliding_attention'"
+            )
+    return types
+
+
+def _limited(settings: Settings, window: int | None) -> Settings:
+    positions = settings["max_positions"]
+    limit = positions if window is None else min(positions, window)
+    return {"sliding_window": window, "max_positions": limit}
+
+
+def _read_final_norm(reader: _Reader, settings: Settings) -> Settings:
+    """Returns whether a norm comes before the logits (OPT)."""
+    removed = reader.get("_remove_final_layer_norm", False)
+    return {"final_norm": settings["norm_before"] and not removed}
+
+
+def _write_final_norm(config: DecoderConfig) -> dict[str, Any]:
+    return {"_remove_final_layer_norm": config.norm_before and not config.final_norm}
+
+
+class Part(NamedTuple):
+    """Settings that several keys determine.
+
+    Attributes:
+      read: returns fields of `DecoderConfig`, from a reader and the fields read before.
+      write: returns keys of config.json.
+    """
+
+    read: Callable[[_Reader, Settings], Settings]
+    write: Callable[[DecoderConfig], dict[str, Any]]
+
+
+PARTS = {
+    "rope": Part(_read_rope, _write_rope),
+    "window": Part(_read_window, _write_window),
+    "window of some layers": Part(_read_window_of_some, _write_window_of_some),
+    "removed final norm": Part(_read_final_norm, _write_final_norm),
+}
+
+
+def write_config(config: DecoderConfig) -> dict[str, Any]:
+    """Returns the contents of a config.json from which `read_config` returns `config`.
+
+    Raises ValueError if the config's family cannot express one of its settings.
+    """
+    if config.family not in FAMILIES:
+        raise ValueError(
+            f"family={config.family!r} is not supported: it must be one of {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[config.family]
+    raw: dict[str, Any] = {
+        "architectures": [family.architecture + "ForCausalLM"],
+        "model_type": config.family,
+        **{key: values[0] for key, values in family.fixed.items()},
+    }
+    for key, fields in family.keys.items():
+        value = getattr(config, fields.split()[-1])
+        if value is not None or key in family.defaults:
+            raw[key] = value
+    for part in family.parts:
+        raw |= PARTS[part].write(config)
+    if (back := read_config(raw)) != config:
+        names = [f.name for f in dataclasses.fields(config)]
+        lost = [n for n in names if getattr(config, n) != getattr(back, n)]
+        values = ", ".join(f"{n}={getattr(config, n)!r}" for n in lost)
+        raise ValueError(f"family={config.family!r} cannot express {values}: change the family")
+    return raw

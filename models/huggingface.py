@@ -12,8 +12,8 @@ import os
 import pathlib
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import flax.linen as nn
 import flax.traverse_util
@@ -24,10 +24,22 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from models.build import BLOCK, Config, ShardingFn, abstract_params, build
+from models.build import BLOCK, ShardingFn, abstract_params, build
+from models.decoder import DecoderConfig
+from models.families import FAMILIES
 from models.hf_config import read_config, write_config
-from models.hf_tensors import IGNORED, UNEMBEDDING, Tensor, full_name, tensors_of
-from models.quantized_checkpoints import Layout, gather, read_layout, read_matrix
+from models.hf_tensors import IGNORED, UNEMBEDDING, Tensor, tensors_of
+from models.quantized import WeightFormat, quantize
+from models.quantized_checkpoints import (
+    Layout,
+    Matrix,
+    common_format,
+    gather,
+    matrix_format,
+    parameters,
+    read_layout,
+    read_matrix,
+)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -56,7 +68,7 @@ class Checkpoint:
     pad_token_id: int | None = None
 
     @property
-    def config(self) -> Config:
+    def config(self) -> DecoderConfig:
         return self.module.config
 
 
@@ -65,7 +77,7 @@ class _Stored:
     """A tensor in a file."""
 
     file: pathlib.Path
-    name: str  # in the file, perhaps without the prefix that `full_name` adds
+    name: str  # in the file, perhaps without the family's prefix
     dtype: str
     shape: tuple[int, ...]
 
@@ -77,6 +89,7 @@ def load_checkpoint(
     path: str | os.PathLike,
     dtype: Any = None,
     *,
+    weights: WeightFormat | Literal["none"] | None = None,
     sharding_of: ShardingFn | None = None,
     mapped_blocks: bool = False,
 ) -> Checkpoint:
@@ -85,17 +98,18 @@ def load_checkpoint(
     Args:
       path: the directory.
       dtype: of parameters and activations; None: as stored.
+      weights: quantize the blocks' matrices, one by one; None: as stored, quantized or not; "none":
+        dequantize those of a quantized checkpoint.
       sharding_of: the sharding of a parameter, by its logical axes; each device and process reads
         only its part. None: the default device.
       mapped_blocks: return the blocks' parameters as memory-mapped numpy arrays, in the files'
-        dtype, without reading them.
+        dtype, without reading or quantizing them; quantized matrices of a checkpoint are unpacked.
 
     Raises FileNotFoundError for missing files, and ValueError for pickled weights, an unsupported
     config or dtype, and missing, unexpected or wrongly shaped tensors, which it lists.
     """
     path = pathlib.Path(path)
-    config, layout = load_config(path), load_layout(path)
-    stored = _match(config, _scan(path), layout)
+    config, layout, stored = _open(path)
     dtype = _common_dtype(stored) if dtype is None else np.dtype(dtype)
     if dtype not in map(np.dtype, DTYPES.values()):
         names = ", ".join(np.dtype(known).name for known in DTYPES.values())
@@ -105,7 +119,7 @@ def load_checkpoint(
             "dtype=float64 needs 64-bit mode, or JAX would round to float32: call "
             'jax.config.update("jax_enable_x64", True), or pass dtype="float32"'
         )
-    module = build(config, dtype)
+    module = build(config, dtype, _format(config, layout, stored, weights))
     params = _read_params(module, stored, layout, sharding_of, mapped_blocks)
     return Checkpoint(module, params, **_special_tokens(path))
 
@@ -116,24 +130,24 @@ def stored_dtype(path: str | os.PathLike) -> np.dtype:
     Raises as `load_checkpoint`.
     """
     path = pathlib.Path(path)
-    return _common_dtype(_match(load_config(path), _scan(path), load_layout(path)))
+    return _common_dtype(_open(path)[2])
 
 
-def load_config(path: str | os.PathLike) -> Config:
+def stored_weights(path: str | os.PathLike) -> WeightFormat | None:
+    """Returns the format of the quantized matrices in a directory, None if there are none.
+
+    Raises as `load_checkpoint`.
+    """
+    return _format(*_open(pathlib.Path(path)), None)
+
+
+def load_config(path: str | os.PathLike) -> DecoderConfig:
     """Returns the config in a directory of Hugging Face format; reads only config.json.
 
     Raises FileNotFoundError if it is missing, and ValueError if it is not supported.
     """
     raw = _read_json(pathlib.Path(path) / "config.json")
     return read_config({key: value for key, value in raw.items() if key != QUANTIZATION})
-
-
-def load_layout(path: str | os.PathLike) -> Layout | None:
-    """Returns the layout of quantized matrices in a directory, None if it has none.
-
-    Raises as `load_config`.
-    """
-    return read_layout(_read_json(pathlib.Path(path) / "config.json").get(QUANTIZATION))
 
 
 def save_checkpoint(
@@ -256,16 +270,17 @@ def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
     raise FileNotFoundError(f"{path} has no weights: it must hold {SINGLE} or {INDEX}")
 
 
-def _scan(path: pathlib.Path) -> dict[str, _Stored]:
+def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, _Stored]:
     """Returns all tensors by full name; reads only the files' headers."""
-    stored = {}
+    stored, prefix = {}, FAMILIES[config.family].prefix
     for file in _weight_files(path):
         try:
             with safetensors.safe_open(file, "numpy") as handle:
                 for name in handle.keys():
                     part = handle.get_slice(name)
                     where = _Stored(file, name, part.get_dtype(), tuple(part.get_shape()))
-                    stored[full_name(name)] = where
+                    whole = name.startswith((prefix, UNEMBEDDING.removesuffix("weight")))
+                    stored[name if whole else prefix + name] = where
         except safetensors.SafetensorError as error:
             raise ValueError(
                 f"{file} is not a complete safetensors file ({error}): download it again"
@@ -274,13 +289,55 @@ def _scan(path: pathlib.Path) -> dict[str, _Stored]:
 
 
 @functools.lru_cache(maxsize=8)  # tracing a model of 80 layers is slow
-def _shapes(config: Config) -> dict[tuple[str, ...], Any]:
+def _shapes(
+    config: DecoderConfig, weights: WeightFormat | None = None
+) -> dict[tuple[str, ...], Any]:
     """Returns boxes with shape and logical axes of every parameter, by path."""
-    boxed = abstract_params(build(config))["params"]
+    boxed = abstract_params(build(config, weights=weights))["params"]
     return flax.traverse_util.flatten_dict(boxed)
 
 
-def _match(config: Config, stored: dict[str, _Stored], layout: Layout | None) -> list[_Found]:
+def _open(path: pathlib.Path) -> tuple[DecoderConfig, Layout | None, list[_Found]]:
+    """Returns config, layout and all tensors of a directory; reads only the files' headers."""
+    raw = _read_json(path / "config.json")
+    layout, config = read_layout(raw.get(QUANTIZATION)), load_config(path)
+    return config, layout, _match(config, _scan(path, config), layout)
+
+
+def _format(
+    config: DecoderConfig,
+    layout: Layout | None,
+    stored: list[_Found],
+    weights: WeightFormat | Literal["none"] | None,
+) -> WeightFormat | None:
+    """Returns the format of the blocks' matrices in a module; raises if it cannot be `weights`."""
+    shapes, found, plain = _shapes(config), [], []
+    for tensor, where in stored:
+        if tensor.path[0].startswith(BLOCK) and tensor.inputs:
+            if isinstance(where, _Stored):
+                plain.append(where.name)
+            else:
+                shape = tensor.stored_shape(shapes[tensor.path].value.shape)
+                found.append((matrix_format(layout, where, shape), shape[1]))
+    if weights == "none" or not found:
+        return None if weights == "none" else weights
+    form = common_format(found)
+    if weights is not None:
+        raise ValueError(
+            f"weights={str(weights)!r}: the checkpoint is quantized already ({form}): omit "
+            "weights, or pass weights='none' to dequantize it"
+        )
+    if plain:
+        raise ValueError(
+            f"some matrices of blocks are quantized ({form}) and others are not, such as "
+            f"{plain[0]}: pass weights='none' to dequantize all"
+        )
+    return form
+
+
+def _match(
+    config: DecoderConfig, stored: dict[str, _Stored], layout: Layout | None
+) -> list[_Found]:
     """Returns each tensor of the config with its place in the files; raises with all mismatches.
 
     The place of a quantized matrix is that of its parts.
@@ -366,30 +423,44 @@ def _read_params(
     sharding_of: ShardingFn | None,
     mapped_blocks: bool,
 ) -> Any:
-    shapes, flat = _shapes(module.config), dict[tuple[str, ...], Any]()
+    shapes, flat = _shapes(module.config, module.weights), dict[tuple[str, ...], Any]()
     mapped = functools.cache(_mapped)
     for tensor, where in stored:
-        box = shapes[tensor.path]
+        shape, form = shapes[tensor.path].value.shape, module.weights
+        in_block = tensor.path[0].startswith(BLOCK)
+        keep = form if in_block and tensor.inputs else None
         if isinstance(where, _Stored):
-            values = mapped(where.file)[where.name]
+            values = tensor.to_parameter(mapped(where.file)[where.name], shape)
+            found = {tensor.path[-1]: values}
+            if keep is not None and not mapped_blocks:
+                found = quantize(values, keep, tensor.inputs)
         else:
-            parts = {part: mapped(place.file)[place.name] for part, place in where.items()}
-            values = _dequantized(layout, tensor, parts, box.value.shape)
-        values = tensor.to_parameter(values, box.value.shape)
-        if mapped_blocks and tensor.path[0].startswith(BLOCK):
-            flat[tensor.path] = values
-        else:
-            dtype = values.dtype if values.dtype == np.int32 else module.dtype
-            flat[tensor.path] = _put(values, dtype, sharding_of and sharding_of(box.names))
+            matrix = _read_matrix(layout, tensor, where, mapped, shape)
+            if keep is None:
+                found = {tensor.path[-1]: tensor.to_parameter(matrix.dequantized().T, shape)}
+            else:
+                found = parameters(matrix, keep, shape, tensor.inputs)
+        for name, values in found.items():
+            path = (*tensor.path[:-1], name)
+            if mapped_blocks and in_block:
+                flat[path] = values
+                continue
+            dtype = values.dtype if values.dtype == np.int32 or len(found) > 1 else module.dtype
+            flat[path] = _put(values, dtype, sharding_of and sharding_of(shapes[path].names))
     return {"params": flax.traverse_util.unflatten_dict(flat)}
 
 
-def _dequantized(
-    layout: Layout | None, tensor: Tensor, parts: dict[str, np.ndarray], shape: tuple[int, ...]
-) -> np.ndarray:
-    """Returns a quantized matrix as it would be stored without quantization."""
+def _read_matrix(
+    layout: Layout | None,
+    tensor: Tensor,
+    places: dict[str, _Stored],
+    mapped: Callable[[pathlib.Path], dict[str, np.ndarray]],
+    shape: tuple[int, ...],
+) -> Matrix:
+    """Returns a quantized matrix, unpacked on the host."""
+    parts = {part: mapped(place.file)[place.name] for part, place in places.items()}
     try:
-        return read_matrix(layout, parts, tensor.stored_shape(shape)).dequantized().T
+        return read_matrix(layout, parts, tensor.stored_shape(shape))
     except ValueError as error:
         raise ValueError(f"{tensor.name} cannot be read: {error}") from error
 

@@ -13,12 +13,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from models import quantized
+from models.quantized import WeightFormat
 from sharding import Split, collectives
 
 # attend(layer, q [B,T,H,D], k [B,T,K,D], v [B,T,K,D]) -> (out [B,T,H,D], what to keep)
 Attend = Callable[[int, Array, Array, Array], tuple[Array, Any]]
 
 NEVER = -1e30  # logit of a token that is never predicted; finite, so that differences are numbers
+DEVIATIONS = 3  # of random quantized weights, that the largest value stands for
 
 
 def dot_precision(dtype: Any) -> jax.lax.Precision | None:
@@ -91,6 +94,8 @@ class Projection(nn.Module):
     Attributes:
       inputs, outputs: (size, logical axis) of each contracted axis, and of each output axis.
       axis_names: mesh axes that divide the contracted axes.
+      weights: the format of a quantized weight. Its scales, and zero points if there are any, are
+        float32 [G, *outputs]; a mesh that divides the inputs divides the G groups.
     """
 
     inputs: tuple[tuple[int, str | None], ...]
@@ -98,27 +103,59 @@ class Projection(nn.Module):
     use_bias: bool
     dtype: Any
     axis_names: tuple[str, ...] = ()
+    weights: WeightFormat | None = None
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         shape = tuple(size for size, _ in self.inputs + self.outputs)
         axes = tuple(axis for _, axis in self.inputs + self.outputs)
         n = len(self.inputs)
-        scaled = nn.initializers.variance_scaling(
-            1.0, "fan_in", "normal", in_axis=range(n), out_axis=range(n, len(shape))
-        )
-        weight = self.param("weight", nn.with_logical_partitioning(scaled, axes), shape, self.dtype)
         contracted = tuple(range(x.ndim - n, x.ndim)), tuple(range(n))
         precision = dot_precision(self.dtype)
+        if self.weights is None:
+            scaled = nn.initializers.variance_scaling(
+                1.0, "fan_in", "normal", in_axis=range(n), out_axis=range(n, len(shape))
+            )
+            init = nn.with_logical_partitioning(scaled, axes)
+            weight = self.param("weight", init, shape, self.dtype)
 
-        def product(x):
-            return jax.lax.dot_general(x, weight, (contracted, ((), ())), precision=precision)
+            def product(x):
+                return jax.lax.dot_general(x, weight, (contracted, ((), ())), precision=precision)
+        else:
+            parts = self._quantized(shape, axes)
+
+            def product(x):
+                return quantized.product(x, *parts, precision)
 
         out = collectives.psum(at_least_two_rows(product, x, n), self.axis_names)
         if self.use_bias:
             init = nn.with_logical_partitioning(nn.initializers.zeros, axes[n:])
             out = out + self.param("bias", init, shape[n:], self.dtype)
         return out
+
+    def _quantized(
+        self, shape: tuple[int, ...], axes: tuple[str | None, ...]
+    ) -> tuple[Array, Array, Array | None]:
+        """Returns weight, scale and zero point (or None), at first random as unquantized ones."""
+        form, n = self.weights, len(self.inputs)
+        assert form is not None
+        inputs = math.prod(shape[:n])
+        groups = (form.groups(inputs), *shape[n:])
+        group_axes = (None if form.group is None else axes[0], *axes[n:])
+
+        def values(key, shape, dtype):
+            deviations = jax.random.truncated_normal(key, -DEVIATIONS, DEVIATIONS, shape)
+            return jnp.rint(deviations * (form.largest / DEVIATIONS)).astype(dtype)
+
+        scaled = nn.initializers.constant(DEVIATIONS / form.largest / math.sqrt(inputs))
+        init = nn.with_logical_partitioning(values, axes)
+        weight = self.param("weight", init, shape, form.dtype)
+        init = nn.with_logical_partitioning(scaled, group_axes)
+        scale = self.param("scale", init, groups, jnp.float32)
+        if not form.zeros:
+            return weight, scale, None
+        init = nn.with_logical_partitioning(nn.initializers.zeros, group_axes)
+        return weight, scale, self.param("zero", init, groups, jnp.float32)
 
 
 def embedding_lookup(

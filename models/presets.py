@@ -8,37 +8,38 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
-from models.build import Config
-from models.llama import LlamaConfig
-from models.opt import OptConfig
+from models.decoder import DecoderConfig
+from models.families import family_config
 from models.rope import Rope
 
 
 def _llama(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: object
-) -> LlamaConfig:
-    settings: dict = {"vocab_size": 32000, "max_positions": 2048, "head_dim": hidden // heads}
-    return LlamaConfig(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any
+) -> DecoderConfig:
+    settings = {"vocab_size": 32000, "max_positions": 2048, "family": "llama", **more}
+    return family_config(
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        **{**settings, **more},
+        **settings,
     )
 
 
-def _llama_3(hidden: int, intermediate: int, layers: int, heads: int, factor: float) -> LlamaConfig:
+def _llama_3(
+    hidden: int, intermediate: int, layers: int, heads: int, factor: float
+) -> DecoderConfig:
     rope = Rope(theta=500000.0, kind="llama3", factor=factor, original_max_positions=8192)
-    return _llama(
-        hidden, intermediate, layers, heads, 8, vocab_size=128256, max_positions=131072, rope=rope
-    )
+    sizes = hidden, intermediate, layers, heads, 8
+    return _llama(*sizes, vocab_size=128256, max_positions=131072, positions=rope)
 
 
 def _qwen_2_5(
     hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, eps: float
-) -> LlamaConfig:
+) -> DecoderConfig:
     return _llama(
         hidden,
         intermediate,
@@ -47,15 +48,15 @@ def _qwen_2_5(
         kv_heads,
         vocab_size=152064,
         max_positions=131072,
-        rope=Rope(theta=1000000.0),
+        positions=Rope(theta=1000000.0),
         norm_eps=eps,
-        qkv_bias=True,
         family="qwen2",
     )
 
 
-def _opt(hidden: int, layers: int, heads: int) -> OptConfig:
-    return OptConfig(
+def _opt(hidden: int, layers: int, heads: int) -> DecoderConfig:
+    return family_config(
+        "opt",
         vocab_size=50272,
         hidden_size=hidden,
         intermediate_size=4 * hidden,
@@ -67,14 +68,14 @@ def _opt(hidden: int, layers: int, heads: int) -> OptConfig:
 
 _LLAMA_2_7B = _llama(4096, 11008, 32, 32, 32, max_positions=4096)
 
-PRESETS: Mapping[str, Config] = MappingProxyType(
+PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
     {
         "llama-68m": _llama(768, 3072, 2, 12, 12, norm_eps=1e-6),
         "tinyllama-1.1b": _llama(2048, 5632, 22, 32, 4),
         "llama-65b": _llama(8192, 22016, 80, 64, 64),
         "llama-2-7b": _LLAMA_2_7B,
         "llama-2-7b-32k": dataclasses.replace(
-            _LLAMA_2_7B, max_positions=32768, rope=Rope(kind="linear", factor=8.0)
+            _LLAMA_2_7B, max_positions=32768, positions=Rope(kind="linear", factor=8.0)
         ),
         "llama-2-13b": _llama(5120, 13824, 40, 40, 40, max_positions=4096),
         "llama-2-70b": _llama(8192, 28672, 80, 64, 8, max_positions=4096),
@@ -91,7 +92,7 @@ PRESETS: Mapping[str, Config] = MappingProxyType(
             8,
             vocab_size=32768,
             max_positions=32768,
-            rope=Rope(theta=1000000.0),
+            positions=Rope(theta=1000000.0),
             family="mistral",
         ),
         "qwen2.5-7b": _qwen_2_5(3584, 18944, 28, 28, 4, eps=1e-6),
@@ -105,7 +106,7 @@ PRESETS: Mapping[str, Config] = MappingProxyType(
 )
 
 
-def preset(name: str) -> Config:
+def preset(name: str) -> DecoderConfig:
     """Returns the config of a preset; case is ignored.
 
     Raises ValueError for an unknown name, and suggests the nearest one.

@@ -8,10 +8,13 @@ stores in floating point, so lists of ignored modules are not read.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from models.quantized import WeightFormat
 
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8")
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -60,11 +63,13 @@ class Layout:
     Attributes:
       method: of `METHODS`.
       zero_offset: what GPTQ subtracts from zero points.
+      symmetric: whether GPTQ's zero points are half the range, which is zero as a signed value.
       block: outputs and inputs of a block with one scale, or None.
     """
 
     method: str
     zero_offset: int = 0
+    symmetric: bool = False
     block: tuple[int, int] | None = None
 
 
@@ -85,7 +90,8 @@ def read_layout(settings: Mapping[str, Any] | None) -> Layout | None:
         kind = settings.get("checkpoint_format") or settings.get("format") or "gptq"
         if kind not in ("gptq", "gptq_v2"):
             raise _unsupported("gptq with checkpoint_format", kind, ("gptq", "gptq_v2"))
-        return Layout(method, zero_offset=int(kind == "gptq"))
+        symmetric = bool(settings.get("sym", True))
+        return Layout(method, zero_offset=int(kind == "gptq"), symmetric=symmetric)
     if method == "fp8":
         block = settings.get("weight_block_size")
         return Layout(method, block=tuple(block) if block else None)
@@ -143,7 +149,97 @@ def gather(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[st
     return plain, matrices
 
 
-def read_matrix(layout: Layout, parts: Mapping[str, np.ndarray], shape: tuple[int, int]) -> Matrix:
+def matrix_format(
+    layout: Layout | None, parts: Mapping[str, Any], shape: tuple[int, int]
+) -> WeightFormat:
+    """Returns the format of a quantized matrix, without reading it.
+
+    Args:
+      layout: of the checkpoint.
+      parts: the shape and dtype of each part, as `gather` returns them.
+      shape: of the matrix, [outputs, inputs].
+    """
+    assert layout is not None  # `gather` found parts
+    inputs = shape[1]
+    scale = next((parts[name].shape for name in SCALES if name in parts), ())
+    groups = scale[layout.method in ("compressed-tensors", "fp8", "gguf")] if len(scale) == 2 else 1
+    bits, is_float = 8, False
+    if "qweight" in parts:
+        zeros = not layout.symmetric
+        bits = 4 if layout.method == "awq" else _bits(parts["qweight"].shape[0], inputs)
+    else:
+        zeros = "weight_zero_point" in parts or "weight_min" in parts
+        if "weight_packed" in parts:
+            bits = _bits(parts["weight_packed"].shape[1], inputs)
+        else:
+            is_float = parts["weight"].dtype == "F8_E4M3"
+    return WeightFormat(bits, None if groups == 1 else inputs // groups, zeros, is_float)
+
+
+def common_format(found: Iterable[tuple[WeightFormat, int]]) -> WeightFormat:
+    """Returns the format that holds matrices of several formats exactly.
+
+    Args:
+      found: format and inputs of each matrix.
+
+    Raises ValueError for a mixture of integers and float8.
+    """
+    forms = {form for form, _ in found}
+    if len(kinds := {form.is_float for form in forms}) > 1:
+        raise ValueError(
+            "the checkpoint has matrices of integers and of float8: pass weights='none' to "
+            "dequantize all"
+        )
+    group = None
+    if any(form.group is not None for form in forms):
+        group = math.gcd(*(form.group or inputs for form, inputs in found))
+    zeros = any(form.zeros for form in forms)
+    return WeightFormat(max(form.bits for form in forms), group, zeros, kinds.pop())
+
+
+def parameters(
+    matrix: Matrix, form: WeightFormat, shape: tuple[int, ...], inputs: int
+) -> dict[str, np.ndarray]:
+    """Returns the parameters of a quantized projection.
+
+    Args:
+      matrix: of `form`, or of one that it holds exactly.
+      form: of the module.
+      shape: of the weight, [*I, *O].
+      inputs: the number of axes I.
+    """
+    groups = form.groups(len(matrix.values))
+    outputs = shape[inputs:]
+
+    def grouped(x):
+        return np.repeat(x.astype(np.float32), groups // len(x), 0).reshape(groups, *outputs)
+
+    values = {"weight": matrix.values.astype(form.dtype).reshape(shape)}
+    values["scale"] = grouped(matrix.scales)
+    if form.zeros:
+        zeros = np.zeros_like(matrix.scales) if matrix.zeros is None else matrix.zeros
+        values["zero"] = grouped(zeros)
+    return values
+
+
+def matrix_of(found: Mapping[str, Any], form: WeightFormat) -> Matrix:
+    """Returns the matrix of the parameters of a quantized projection.
+
+    Args:
+      found: weight, scale and perhaps zero, on the host.
+      form: of the module.
+    """
+    scale = np.asarray(found["scale"])
+    outputs = math.prod(scale.shape[1:])
+    values = np.asarray(found["weight"]).reshape(-1, outputs)
+    zeros = np.asarray(found["zero"]).reshape(-1, outputs) if form.zeros else None
+    stored = values if form.is_float else values.astype(np.int8)
+    return Matrix(stored, scale.reshape(-1, outputs), zeros, form.bits)
+
+
+def read_matrix(
+    layout: Layout | None, parts: Mapping[str, np.ndarray], shape: tuple[int, int]
+) -> Matrix:
     """Returns a quantized matrix.
 
     Args:
@@ -154,6 +250,7 @@ def read_matrix(layout: Layout, parts: Mapping[str, np.ndarray], shape: tuple[in
     Raises ValueError for missing or wrongly shaped parts, and for groups of inputs that are not
     contiguous.
     """
+    assert layout is not None  # `gather` found parts
     inputs = shape[1]
     if "qweight" in parts:
         matrix = _read_awq(parts) if layout.method == "awq" else _read_gptq(parts, layout, inputs)
@@ -227,8 +324,12 @@ def _read_gptq(parts: Mapping[str, np.ndarray], layout: Layout, inputs: int) -> 
     words = parts["qweight"]
     bits = _bits(len(words), inputs)
     zeros = (_unpack(parts["qzeros"], bits) + layout.zero_offset) & (2**bits - 1)
-    values = _signed(_unpack(words.T, bits), bits)
-    return Matrix(values.T, parts["scales"], _signed(zeros, bits), bits)
+    values, zeros = _signed(_unpack(words.T, bits), bits), _signed(zeros, bits)
+    if layout.symmetric and zeros.any():
+        raise ValueError(
+            "it has zero points, and quantization_config has sym=true: set it to false"
+        )
+    return Matrix(values.T, parts["scales"], None if layout.symmetric else zeros, bits)
 
 
 def _bits(words: int, values: int) -> int:
@@ -300,8 +401,8 @@ def written_parts(matrix: Matrix) -> dict[str, np.ndarray]:
         zeros = np.rint(matrix.zeros).astype(np.int8)
         if (zeros != matrix.zeros).any():
             raise ValueError(
-                "its zero points are not integers (minima of a GGUF file), which compressed-tensors "
-                "does not store: dequantize the model before saving it"
+                "its zero points are not integers (minima of a GGUF file), which "
+                "compressed-tensors does not store: load it with weights='none' to save it"
             )
         words = pack(_unsigned(zeros, matrix.bits), matrix.bits)
         packed["weight_zero_point"] = np.ascontiguousarray(words.T)

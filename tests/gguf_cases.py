@@ -7,7 +7,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from models import LlamaConfig
+from models import DecoderConfig
 from models.hf_config import write_config
 from models.hf_tensors import tensors_of
 
@@ -34,7 +34,7 @@ NAMES = {
 MATRICES = ("F32", "F16", "BF16", "Q8_0", "Q4_1")
 
 
-def config(family="llama", **changes) -> LlamaConfig:
+def config(family="llama", **changes) -> DecoderConfig:
     """Returns a config whose matrices have rows of 32, the block size of Q8_0 and Q4_1."""
     shapes = {
         "vocab_size": 300,
@@ -49,10 +49,10 @@ def config(family="llama", **changes) -> LlamaConfig:
         "qk_norm": family == "qwen3",
         "family": family,
     }
-    return LlamaConfig(**{**shapes, **changes})
+    return DecoderConfig(**{**shapes, **changes})
 
 
-def shapes_of(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def shapes_of(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shapes in Hugging Face format."""
     e, m, v, d = config.hidden_size, config.intermediate_size, config.vocab_size, config.head_dim
     q, k = config.num_heads * d, config.num_kv_heads * d
@@ -73,7 +73,7 @@ def permute(values: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(values.shape)
 
 
-def metadata_of(config: LlamaConfig) -> dict:
+def metadata_of(config: DecoderConfig) -> dict:
     """Returns the architecture's metadata as llama.cpp's converter writes it."""
     return {
         "general.architecture": config.family,
@@ -114,7 +114,7 @@ def write(path: pathlib.Path, metadata: dict, tensors: dict) -> pathlib.Path:
     return path
 
 
-def tensors_for(config: LlamaConfig, seed: int = 0) -> tuple[dict, dict]:
+def tensors_for(config: DecoderConfig, seed: int = 0) -> tuple[dict, dict]:
     """Returns (a GGUF file's tensors, the same dequantized in Hugging Face format).
 
     Matrices have all of `MATRICES`' types in turn.
@@ -139,7 +139,7 @@ def tensors_for(config: LlamaConfig, seed: int = 0) -> tuple[dict, dict]:
     return stored, expected
 
 
-def save_directory(path: pathlib.Path, config: LlamaConfig, tensors: dict) -> pathlib.Path:
+def save_directory(path: pathlib.Path, config: DecoderConfig, tensors: dict) -> pathlib.Path:
     """Writes a directory in Hugging Face format, independently of the conversion."""
     import json
 

@@ -345,7 +345,7 @@ def test_the_rule_of_folders_counts_modules():
 
 
 def test_the_rule_of_packages_names_the_folder_without_init():
-    paths = ["models/__init__.py", "models/llama.py"]
+    paths = ["models/__init__.py", "models/decoder.py"]
     assert without_init(paths) == []
     assert without_init([*paths, "models/vision/clip.py"]) == ["models/vision"]
 

@@ -43,6 +43,7 @@ from experiments.training import (
 from experiments.training.boost_config import Boosting
 from magicjax.files import write_atomically
 from magicjax.sources import checkpoint_directory
+from models.hf_config import write_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,19 +112,13 @@ def prepare(settings: Boosting, work: pathlib.Path) -> Material:
     return Material(target, tokenizer, text, modules, starts, vocab_map)
 
 
-def check_shape(settings: Boosting, config: models.Config) -> None:
+def check_shape(settings: Boosting, config: models.DecoderConfig) -> None:
     """Raises ConfigError if the drafts' shape or the generated text does not fit the target."""
     if settings.shape:
-        if not isinstance(config, models.LlamaConfig):
-            raise ConfigError(
-                "shape makes a Llama, but the target is not one: give small models as `start`"
-            )
-        size = settings.shape.draft_vocab_size
-        if size is not None and size >= config.vocab_size:
-            raise ConfigError(
-                f"shape.draft_vocab_size={size} is not smaller than the target's vocabulary of "
-                f"{config.vocab_size} tokens: omit it"
-            )
+        try:
+            write_config(dataclasses.replace(config, **settings.shape.model_dump()))
+        except ValueError as error:
+            raise ConfigError(f"shape does not fit the target: {error}") from error
     if generated := settings.generated:
         if generated.length >= config.max_positions:
             raise ConfigError(

@@ -20,7 +20,7 @@ import models
 from experiments.prompts import corpus
 from experiments.training import boost, boost_config, boost_report, export, trainer
 from magicjax.files import write_atomically
-from models import LlamaConfig, Rope
+from models import DecoderConfig, Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Recipe:
     """
 
     vocab_size: int
-    target: LlamaConfig
+    target: DecoderConfig
     target_schedule: trainer.Schedule
     drafts: boost_config.Boosting
 
@@ -46,14 +46,14 @@ def read_recipe(path: pathlib.Path) -> Recipe:
     shared = dict(
         vocab_size=raw["vocab_size"],
         max_positions=raw.pop("max_positions"),
-        rope=Rope(theta=raw.pop("rope_theta")),
+        positions=Rope(theta=raw.pop("rope_theta")),
         tie_embeddings=True,
     )
 
     target = raw.pop("target")
     phases = tuple(trainer.Phase(**phase) for phase in target["schedule"].pop("phases"))
     return Recipe(
-        target=LlamaConfig(**shared, **target["shape"]),
+        target=DecoderConfig(**shared, **target["shape"]),
         target_schedule=trainer.Schedule(phases=phases, **target["schedule"]),
         drafts=boost_config.read(path.parent / raw.pop("drafts")),
         **raw,

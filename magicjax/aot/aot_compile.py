@@ -217,7 +217,7 @@ def compile_ahead(program: str, request: Request) -> jax.stages.Compiled:
         arguments = request.init_arguments(*prefilled)
     if program == "decode":
         state = program_cache.result_shapes("init", settings, arguments)
-        arguments = request.target, request.drafter, state
+        arguments = request.loop_arguments(state)
     options = offloading.xla_options("gpu", arguments)
     return program_cache.jitted(program, settings, arguments).lower(*arguments).compile(options)
 

@@ -75,7 +75,7 @@ def run_loop(setup: Setup, batch: int, context: int, drafter: Any, tree: Any) ->
     """Returns the faster of two runs of the loop, after a warm-up run."""
     request, runs = synthetic_request(setup, batch, context, drafter, tree), []
     for _ in range(3):
-        arguments = request.target, request.drafter, synthetic_state(request)
+        arguments = request.loop_arguments(synthetic_state(request))
         decode = program_cache.program("decode", request.settings, *arguments)
         jax.block_until_ready(arguments)
         begin = time.perf_counter()

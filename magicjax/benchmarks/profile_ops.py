@@ -220,7 +220,7 @@ def profile_loop(setup: synthetic.Setup, batch: int, context: int, drafter: Any,
     request = synthetic.synthetic_request(setup, batch, context, drafter, tree)
 
     def arguments():
-        return request.target, request.drafter, synthetic.synthetic_state(request)
+        return request.loop_arguments(synthetic.synthetic_state(request))
 
     loop = program_cache.program("decode", request.settings, *arguments())
     jax.block_until_ready(loop(*arguments()))  # the first run loads kernels

@@ -129,7 +129,7 @@ def trace_request(
         state, _ = runner.run(request, request.settings, state, 1)
         state = prefilled.reset(state).start(request)
     state = runner.with_rounds(state, rounds)
-    arguments = request.target, request.drafter, state
+    arguments = request.loop_arguments(state)
     text = loop.as_text() or ""
     jax.block_until_ready(arguments)
     (state, wall_s), raw_trace, events = profile_ops.traced(

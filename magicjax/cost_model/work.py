@@ -84,7 +84,7 @@ class Sizes:
 
 @functools.lru_cache(maxsize=64)
 def sizes_of(
-    config: models.Config,
+    config: models.DecoderConfig,
     dtype: str = "bfloat16",
     name: str = "the model",
     offload: bool | Literal["int8"] = False,

@@ -238,7 +238,7 @@ def step(
     target: Model,
     drafter: Drafter | None,
     state: DecodeState,
-    transitions: Transitions = None,
+    transitions: Transitions,
 ) -> DecodeState:
     """Returns the state after one round, in which every active row emits 1 to A tokens."""
     with jax.named_scope("propose"):
@@ -307,7 +307,7 @@ def decode(
     target: Model,
     drafter: Drafter | None,
     state: DecodeState,
-    transitions: Transitions = None,
+    transitions: Transitions,
 ) -> DecodeState:
     """Returns the state after all rows have ended or `max_rounds` rounds have run.
 
@@ -326,7 +326,7 @@ def decode_until_row_ends(
     target: Model,
     drafter: Drafter | None,
     state: DecodeState,
-    transitions: Transitions = None,
+    transitions: Transitions,
 ) -> DecodeState:
     """Returns the state after a row has ended, as `decode` otherwise; another can take its slot.
 

@@ -206,7 +206,7 @@ def _parts(model: Model, target: Model, request: Request, kind: str) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _parameter_bytes(config: models.Config, dtype: np.dtype) -> int:
+def _parameter_bytes(config: models.DecoderConfig, dtype: np.dtype) -> int:
     leaves = jax.tree.leaves(models.abstract_params(models.build(config, dtype)))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 

@@ -12,13 +12,13 @@ import models
 from experiments.prompts import corpus
 from experiments.report import page
 from experiments.runner import launchers, measure, worker, workload
-from models import Llama, LlamaConfig, init_params
+from models import Decoder, DecoderConfig, init_params
 
 
 @pytest.fixture(scope="session")
 def tiny():
     """A random model of two layers, grouped heads, vocabulary 64."""
-    config = LlamaConfig(
+    config = DecoderConfig(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=48,
@@ -28,7 +28,7 @@ def tiny():
         head_dim=8,
         max_positions=1024,
     )
-    module = Llama(config)
+    module = Decoder(config)
     params = init_params(module, seed=3)
     return magicjax.Model(module, params)
 
@@ -162,7 +162,7 @@ def zoo(tmp_path, monkeypatch):
         tokenizer_object=corpus.train_tokenizer(modules[:5], 300), eos_token=corpus.END
     )
     for name, seed in (("target", 0), ("draft", 1)):
-        config = models.LlamaConfig(
+        config = models.DecoderConfig(
             vocab_size=300,
             hidden_size=32,
             intermediate_size=48,

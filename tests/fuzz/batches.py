@@ -140,7 +140,7 @@ def _samplers(batch: Batch) -> list[checks.Sampler]:
         temperature=np.float32(batch.sampling["temperature"]),
         top_k=np.array(get("top_k", [0] * rows)),
         top_p=np.float32(get("top_p", [1.0] * rows)),
-        keys=row_keys(batch.sampling["seed"], jax.numpy.arange(rows)),
+        keys=row_keys(np.uint32(batch.sampling["seed"]), jax.numpy.arange(rows)),
         top_k_used=True,
         top_p_used=True,
     )

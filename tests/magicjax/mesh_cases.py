@@ -97,7 +97,8 @@ def draft(kv_heads: int, shards: int | None) -> magicjax.Model:
 def _model(kv_heads: int, noise: float, layers: int) -> magicjax.Model:
     shape = tiny.config(**SIZES, num_kv_heads=kv_heads or 8, num_layers=layers)
     if kv_heads == OPT:
-        shape = models.OptConfig(
+        shape = models.family_config(
+            "opt",
             vocab_size=64,
             hidden_size=64,
             intermediate_size=48,
@@ -210,7 +211,7 @@ def exchanged(case: str, mesh: list[int]) -> dict:
         **options,
     )
     state = runner.state_shapes(request)
-    arguments = request.target, request.drafter, state
+    arguments = request.loop_arguments(state)
     program = program_cache.program("decode", request.settings, *arguments)
     text = program.as_text()
     keys = state.cache.k[0]

@@ -29,7 +29,7 @@ def exchanged(case: str, mesh: list[int], micro_batches: int, layers: int) -> di
         **options,
     )
     state = runner.state_shapes(request)
-    arguments = request.target, request.drafter, state
+    arguments = request.loop_arguments(state)
     program = program_cache.program("decode", request.settings, *arguments)
     text, keys = program.as_text(), state.cache.k[0]
     found = hlo.collectives(text, mesh[0] * mesh[1])

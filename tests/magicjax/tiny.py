@@ -37,7 +37,7 @@ DRAFTERS = ("self", "other", "same", "near", "ensemble")
 SINKS, BUDGET = 2, 12  # the ring is smaller than most prompts, and wraps while decoding
 
 
-def config(**changes) -> models.LlamaConfig:
+def config(**changes) -> models.DecoderConfig:
     shapes = dict(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -48,7 +48,7 @@ def config(**changes) -> models.LlamaConfig:
         head_dim=8,
         max_positions=512,
     )
-    return models.LlamaConfig(**shapes | changes)
+    return models.DecoderConfig(**shapes | changes)
 
 
 def loud(params, rng, noise: float, never: int | None = NEVER):

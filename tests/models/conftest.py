@@ -66,7 +66,7 @@ def golden(request):
 @pytest.fixture
 def tiny():
     """A module and its random parameters, the smallest with every kind of tensor but a q norm."""
-    config = models.LlamaConfig(
+    config = models.DecoderConfig(
         vocab_size=19,
         hidden_size=8,
         intermediate_size=12,

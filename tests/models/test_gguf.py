@@ -21,11 +21,11 @@ CONFIGS = {
     "llama": cases.config(tie_embeddings=True),
     "llama, untied, head size 32": cases.config(head_dim=32, num_heads=2),
     "llama with biases": cases.config(qkv_bias=True, out_bias=True, mlp_bias=True),
-    "llama, linear": cases.config(rope=models.Rope(kind="linear", factor=4.0)),
-    "llama 3.1": cases.config(rope=LLAMA3_ROPE, head_dim=64, num_heads=1, num_kv_heads=1),
+    "llama, linear": cases.config(positions=models.Rope(kind="linear", factor=4.0)),
+    "llama 3.1": cases.config(positions=LLAMA3_ROPE, head_dim=64, num_heads=1, num_kv_heads=1),
     "qwen2": cases.config("qwen2", norm_eps=1e-6),
     "qwen2, yarn": cases.config(
-        "qwen2", rope=models.Rope(1e6, "yarn", 4.0, original_max_positions=32)
+        "qwen2", positions=models.Rope(1e6, "yarn", 4.0, original_max_positions=32)
     ),
     "qwen3": cases.config("qwen3", head_dim=32, tie_embeddings=True),
 }
@@ -305,7 +305,7 @@ def test_damaged_files_are_refused(tmp_path):
 
 
 def test_a_config_is_written_with_short_numbers(tmp_path):
-    config = dataclasses.replace(SMALL, norm_eps=1e-5, rope=models.Rope(100000.0))
+    config = dataclasses.replace(SMALL, norm_eps=1e-5, positions=models.Rope(100000.0))
     folder = converted(write(tmp_path / "model.gguf", config), tmp_path / "out")
     raw = json.loads((folder / "config.json").read_text())
     assert raw["rms_norm_eps"] == 1e-5 and raw["rope_theta"] == 100000.0

@@ -65,7 +65,7 @@ def test_a_wrong_setting_is_caught(golden, logits_of):
         other = models.Rope(theta=10 * config.rope.theta)
         rope = other if scaling == config.rope else scaling
         wrong = [
-            (dataclasses.replace(config, rope=rope), checkpoint.params),
+            (dataclasses.replace(config, positions=rope), checkpoint.params),
             (dataclasses.replace(config, norm_eps=1e-3), checkpoint.params),
         ]
     for config, params in wrong:

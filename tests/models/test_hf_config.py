@@ -237,8 +237,8 @@ def test_null_means_the_default():
         ({"qk_norm": True}, "family='llama' cannot express qk_norm=True"),
         ({"mlp_bias": True, "family": "mistral"}, "cannot express mlp_bias=True"),
         ({"family": "qwen2"}, "cannot express qkv_bias=False"),
-        ({"family": "opt"}, "family='opt' does not fit LlamaConfig"),
-        ({"family": "gpt2"}, "family='gpt2' does not fit LlamaConfig"),
+        ({"family": "opt"}, "family='opt' cannot express .*positions=Rope.*, norm='rms'"),
+        ({"family": "gemma"}, "family='gemma' is not supported: it must be one of llama"),
     ],
 )
 def test_a_config_that_its_family_cannot_express_is_an_error(change, message):

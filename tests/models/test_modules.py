@@ -13,7 +13,7 @@ from sharding import axes
 from tests.quick import quick
 
 LOGICAL = {value for name, value in vars(axes).items() if name.isupper()}
-LLAMA = models.LlamaConfig(
+LLAMA = models.DecoderConfig(
     vocab_size=19,
     hidden_size=8,
     intermediate_size=12,
@@ -27,7 +27,8 @@ LLAMA = models.LlamaConfig(
     mlp_bias=True,
     qk_norm=True,
 )
-OPT = models.OptConfig(
+OPT = models.family_config(
+    "opt",
     vocab_size=19,
     hidden_size=8,
     intermediate_size=12,
@@ -180,13 +181,22 @@ def test_llama_sizes_that_do_not_fit_are_errors(change, message):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"num_heads": 3}, "hidden_size=8 is not a multiple of num_heads=3"),
+        ({"norm": "batch"}, "norm='batch' is not supported: use rms or layer"),
+        ({"activation": "tanh"}, "activation='tanh' is not supported: use silu or relu"),
         ({"norm_before": False}, "final_norm=True requires norm_before=True"),
     ],
 )
 def test_opt_sizes_that_do_not_fit_are_errors(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(OPT, **change)
+
+
+def test_a_family_divides_its_width_by_its_heads():
+    sizes = {"hidden_size": 8, "num_layers": 1, "num_heads": 3}
+    with pytest.raises(ValueError, match="hidden_size=8 is not a multiple of num_heads=3"):
+        models.family_config("opt", **sizes)
+    with pytest.raises(ValueError, match="family='gemma' is not supported: use one of llama"):
+        models.family_config("gemma", **sizes)
 
 
 @pytest.mark.parametrize("config", [None, {"vocab_size": 3}])

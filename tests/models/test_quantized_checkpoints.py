@@ -3,6 +3,7 @@
 import pathlib
 
 import gguf
+import jax
 import numpy as np
 import pytest
 
@@ -76,32 +77,38 @@ def test_blocks_of_a_gguf_file_are_its_weights(kind):
 
 # Models
 
-CONFIG = models.LlamaConfig(
-    vocab_size=40,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_positions=64,
+CONFIG = gguf_cases.config(
+    vocab_size=40, hidden_size=32, intermediate_size=48, head_dim=8, max_positions=64
 )
 TOKENS = np.arange(24).reshape(2, 12) % CONFIG.vocab_size
 
 
+def relative_error(found, expected):
+    return np.abs(np.asarray(found) - expected).max() / np.abs(expected).max()
+
+
+def write_pair(tmp_path, name, ignored=("lm_head",), config=CONFIG):
+    return layouts.write_pair(tmp_path, config, gguf_cases.shapes_of(config), name, ignored)
+
+
 @pytest.mark.parametrize("name", layouts.LAYOUTS)
 def test_logits_are_those_of_the_dequantized_matrices(name, tmp_path, logits_of):
-    ignored = ("layers.1.mlp.down_proj", "lm_head")
-    pair = layouts.write_pair(tmp_path, CONFIG, gguf_cases.shapes_of(CONFIG), name, ignored)
-    found, right = (models.load_checkpoint(folder, "float32") for folder in pair)
+    quantized, plain = write_pair(tmp_path, name)
+    found, right = (models.load_checkpoint(path, "float32") for path in (quantized, plain))
+    form = models.stored_weights(quantized)
+    assert form is not None and found.module.weights == form
+    assert found.params["params"]["layers_0"]["mlp"]["up"]["weight"].dtype == form.dtype
     both = [np.asarray(logits_of(c.module, c.params, TOKENS)) for c in (found, right)]
-    np.testing.assert_allclose(*both, atol=2e-5 * np.abs(both[1]).max(), rtol=0)
+    assert relative_error(*both) < 2e-5
+    dequantized = models.load_checkpoint(quantized, "float32", weights="none")
+    assert dequantized.module == right.module
+    assert jax.tree.all(jax.tree.map(np.array_equal, dequantized.params, right.params))
 
 
 @pytest.mark.parametrize("folder", sorted(GOLDEN.iterdir()), ids=lambda path: path.name)
 def test_logits_are_those_of_compressed_tensors(folder, logits_of):
     expected = np.load(folder / "expected.npz")
     checkpoint = models.load_checkpoint(folder)
-    found = np.asarray(logits_of(checkpoint.module, checkpoint.params, expected["tokens"]))
-    error = np.abs(found - expected["logits"]).max() / np.abs(expected["logits"]).max()
-    assert error < 2e-5
+    assert checkpoint.module.weights == models.stored_weights(folder)
+    found = logits_of(checkpoint.module, checkpoint.params, expected["tokens"])
+    assert relative_error(found, expected["logits"]) < 2e-5

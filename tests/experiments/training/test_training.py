@@ -11,9 +11,9 @@ import pytest
 import models
 from experiments.training import distill, trainer
 from experiments.training.trainer import Phase, Schedule
-from models import LlamaConfig
+from models import DecoderConfig
 
-CONFIG = LlamaConfig(
+CONFIG = DecoderConfig(
     vocab_size=40,
     hidden_size=16,
     intermediate_size=24,

@@ -39,7 +39,8 @@ def small(**changes):
 
 def opt(num_heads=4) -> magicjax.Model:
     """Returns a model whose positions are learned; with 16 heads these have one element each."""
-    config = models.OptConfig(
+    config = models.family_config(
+        "opt",
         vocab_size=tiny.VOCAB,
         hidden_size=16,
         intermediate_size=16,

@@ -124,11 +124,10 @@ def moves(program: str, size: int) -> collections.Counter:
 def decode_program(request, state):
     """Compiles the loop without the program cache, which may hold the unpatched one."""
 
-    def run(target, drafter, state):
-        return loop.decode(request.settings, target, drafter, state)
+    def run(*arguments):
+        return loop.decode(request.settings, *arguments)
 
-    compiling = jax.jit(run, donate_argnums=2).lower(request.target, request.drafter, state)
-    return compiling.compile()
+    return jax.jit(run, donate_argnums=2).lower(*request.loop_arguments(state)).compile()
 
 
 def moved_caches(program, sizes: dict[str, int]) -> dict[str, collections.Counter]:
@@ -145,7 +144,7 @@ def moved_caches(program, sizes: dict[str, int]) -> dict[str, collections.Counte
 def test_the_loop_copies_no_cache_and_needs_little_memory_beside_them(name):
     request = request_of(name)
     state = state_shapes(request)
-    arguments = request.target, request.drafter, state
+    arguments = request.loop_arguments(state)
     program = program_cache.program("decode", request.settings, *arguments)
     sizes = sizes_of(request, state)
     assert len(set(sizes.values())) == len(sizes)
@@ -219,7 +218,7 @@ def test_predicted_bytes_are_those_of_the_caches(name):
 @pytest.mark.parametrize("name", ["plain", "small_tree", "h2o_refreshed", "int8"])
 def test_a_programs_arguments_are_the_weights_and_the_caches(name):
     request = request_of(name)
-    arguments = request.target, request.drafter, state_shapes(request)
+    arguments = request.loop_arguments(state_shapes(request))
     program = program_cache.program("decode", request.settings, *arguments)
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[:2]))
     counted = weights + sum(request.kv_bytes)

@@ -19,7 +19,8 @@ OPTIONS = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
 def opt(noise: float = 0.0) -> magicjax.Model:
     """Returns an OPT with learned positions and biases, and noise in its weights."""
     module = models.build(
-        models.OptConfig(
+        models.family_config(
+            "opt",
             vocab_size=tiny.VOCAB,
             hidden_size=32,
             intermediate_size=40,

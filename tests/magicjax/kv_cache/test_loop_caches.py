@@ -45,7 +45,7 @@ def rounds(kind, tree, prompts, dtype, **options):
         yield request, seen
         if seen.ended.all():
             return
-        arguments = request.target, request.drafter, state
+        arguments = request.loop_arguments(state)
         state = program_cache.program("step", request.settings, *arguments)(*arguments)
 
 

@@ -25,7 +25,8 @@ from tests.magicjax import tiny
 from tests.quick import quick
 
 DEEP = tiny.config(num_layers=4)  # so that a scan has several steps
-OPT = models.OptConfig(
+OPT = models.family_config(
+    "opt",
     vocab_size=tiny.VOCAB,
     hidden_size=32,
     intermediate_size=40,
@@ -198,8 +199,8 @@ def loop(target, drafter=None, tree=None):
         backend="xla",
         put=None,
     )
-    state = state_shapes(request)
-    return program_cache.program("decode", request.settings, target, request.drafter, state)
+    arguments = request.loop_arguments(state_shapes(request))
+    return program_cache.program("decode", request.settings, *arguments)
 
 
 def streamed_bytes(compiled, **draft) -> int:

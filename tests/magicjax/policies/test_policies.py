@@ -52,9 +52,9 @@ def garbage(rng, *shape) -> np.ndarray:
     return (rng.choice([-1, 1], shape) * rng.uniform(1e3, 1e4, shape)).astype(np.float32)
 
 
-def llama(group: int, rope: models.Rope = ROPE) -> models.LlamaConfig:
+def llama(group: int, rope: models.Rope = ROPE) -> models.DecoderConfig:
     heads = KV_HEADS * group
-    return models.LlamaConfig(
+    return models.DecoderConfig(
         vocab_size=48,
         hidden_size=32,
         intermediate_size=40,
@@ -63,7 +63,7 @@ def llama(group: int, rope: models.Rope = ROPE) -> models.LlamaConfig:
         num_kv_heads=KV_HEADS,
         head_dim=SIZE,
         max_positions=4096,
-        rope=rope,
+        positions=rope,
     )
 
 
@@ -147,7 +147,8 @@ def test_a_policy_pins_what_its_reference_pins(name, setting):
 @pytest.mark.parametrize("name", [name for name in POLICIES if name.startswith("expected")])
 def test_expected_attention_of_a_model_without_rotary_positions(name):
     setting = SETTINGS[0]
-    config = models.OptConfig(
+    config = models.family_config(
+        "opt",
         vocab_size=48,
         hidden_size=KV_HEADS * SIZE,
         intermediate_size=40,

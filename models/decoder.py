@@ -1,0 +1,343 @@
+"""The decoder of all families as one Flax module; families are settings of it.
+
+The module is independent of caches, masks and trees: each block passes its q, k, v to `attend`,
+which determines the visible positions.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from models.layers import (
+    NEVER,
+    Attend,
+    LayerNorm,
+    Projection,
+    RMSNorm,
+    at_least_two_rows,
+    dot_precision,
+    embedding_lookup,
+)
+from models.quantized import WeightFormat
+from models.rope import Rope, rotate
+from sharding import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, VOCAB, Split
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": nn.silu, "relu": nn.relu}
+NORMS: dict[str, Any] = {"rms": RMSNorm, "layer": LayerNorm}
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnedPositions:
+    """A table of position embeddings, added to those of the tokens.
+
+    Attributes:
+      offset: the table's row of position 0; earlier rows are for padding (OPT).
+    """
+
+    offset: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Shapes and settings of a decoder (letters as in the architecture notes).
+
+    `models.family_config` fills in the settings of a family.
+
+    Attributes:
+      vocab_size: V, the tokens of the vocabulary.
+      hidden_size: E, the width.
+      intermediate_size: F, the width of the MLP.
+      num_layers: L, the blocks.
+      num_heads: H query heads.
+      num_kv_heads: K key/value heads; divides H.
+      head_dim: D; need not be E / H.
+      max_positions: the longest context that the model accepts.
+      positions: rotary or learned positions.
+      norm: "rms" (RMSNorm) or "layer" (LayerNorm with biases).
+      norm_eps: epsilon of the norms.
+      norm_before: norms come before attention and MLP; False: after each sum (OPT-350m).
+      final_norm: a norm before the logits; requires `norm_before`.
+      qk_norm: RMSNorm over each head of q and k before the rotation (Qwen3).
+      qkv_bias: biases on q, k, v.
+      out_bias: bias on the attention's output.
+      mlp_bias: biases in the MLP.
+      activation: of the MLP, one of `ACTIVATIONS`.
+      gated: the MLP is down(activation(gate(x)) * up(x)); False: down(activation(up(x))).
+      tie_embeddings: use the embedding as the output matrix.
+      embedding_size: width of the token embedding, which is projected to E after the lookup and
+        back before the logits (OPT-350m); None: E.
+      family: the Hugging Face `model_type` in config.json.
+      sliding_window: the attention window of the checkpoint's layers, which this module does not
+        apply. It makes no difference up to that many tokens, so `max_positions` must not exceed it.
+      draft_vocab_size: for a draft model with embeddings of its most frequent tokens only, the
+        number of embeddings. The last stands for all other tokens, and is never predicted. The
+        parameter `vocab_map`, int32 [V], has the embedding of each token. None: every token has
+        its own.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    positions: Rope | LearnedPositions = Rope()
+    norm: str = "rms"
+    norm_eps: float = 1e-5
+    norm_before: bool = True
+    final_norm: bool = True
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    activation: str = "silu"
+    gated: bool = True
+    tie_embeddings: bool = False
+    embedding_size: int | None = None
+    family: str = "llama"
+    sliding_window: int | None = None
+    draft_vocab_size: int | None = None
+
+    def __post_init__(self):
+        if self.embedding_size == self.hidden_size:
+            object.__setattr__(self, "embedding_size", None)
+        for name, known in (("norm", NORMS), ("activation", ACTIVATIONS)):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name}={value!r} is not supported: use {' or '.join(known)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if self.rope is not None and self.head_dim % 2:
+            raise ValueError(
+                f"head_dim={self.head_dim} must be even: the rotation pairs its halves"
+            )
+        if self.final_norm and not self.norm_before:
+            raise ValueError(
+                "final_norm=True requires norm_before=True: a model with norms after each sum has "
+                "none before its logits; use final_norm=False"
+            )
+        if self.draft_vocab_size is not None and not 2 <= self.draft_vocab_size < self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size} must be at least 2 and smaller than "
+                f"vocab_size={self.vocab_size}"
+            )
+        if self.sliding_window is not None and self.max_positions > self.sliding_window:
+            raise ValueError(
+                f"max_positions={self.max_positions} exceeds sliding_window={self.sliding_window}, "
+                f"which is not applied: use max_positions of at most {self.sliding_window}"
+            )
+
+    @property
+    def rope(self) -> Rope | None:
+        """The rotary settings, or None if positions are not rotary."""
+        return self.positions if isinstance(self.positions, Rope) else None
+
+    @property
+    def embedding_rows(self) -> int:
+        """The number of rows of the embedding."""
+        return self.draft_vocab_size or self.vocab_size
+
+    @property
+    def embedding_axis(self) -> tuple[int, str | None]:
+        """The (size, logical axis) of the token embedding's width.
+
+        A narrow embedding has no axis name: its projection to E would carry EMBED twice, and one
+        mesh axis cannot split two axes of an array.
+        """
+        if self.embedding_size is None:
+            return self.hidden_size, EMBED
+        return self.embedding_size, None
+
+    def matrix_inputs(self, shards: int = 1) -> dict[str, int]:
+        """Returns the inputs of each matrix of a block on one of `shards` devices, by name."""
+        inputs = {f"attention/{name}": self.hidden_size for name in "qkv"}
+        inputs["attention/out"] = self.num_heads * self.head_dim // shards
+        inputs |= {f"mlp/{name}": self.hidden_size for name in ("gate", "up")[not self.gated :]}
+        return inputs | {"mlp/down": self.intermediate_size // shards}
+
+
+class Attention(nn.Module):
+    """Projections and positions of q, k, v, `attend`, and the output projection."""
+
+    config: DecoderConfig
+    dtype: Any
+    split: Split = Split()
+    weights: WeightFormat | None = None
+
+    @nn.compact
+    def __call__(self, x, positions, attend: Attend, layer: int):
+        c = self.config
+        heads = ((c.num_heads // self.split.shards, HEADS), (c.head_dim, HEAD_DIM))
+        kv_heads = ((c.num_kv_heads // self.split.kv_shards, KV_HEADS), (c.head_dim, HEAD_DIM))
+        embed = ((c.hidden_size, EMBED),)
+        projection = functools.partial(Projection, dtype=self.dtype, weights=self.weights)
+        q = projection(embed, heads, c.qkv_bias, name="q")(x)
+        k = projection(embed, kv_heads, c.qkv_bias, name="k")(x)
+        v = projection(embed, kv_heads, c.qkv_bias, name="v")(x)
+        if c.qk_norm:
+            q = RMSNorm(c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, name="q_norm")(q)
+            k = RMSNorm(c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, name="k_norm")(k)
+        if c.rope is not None:
+            q, k = rotate(q, positions, c.rope), rotate(k, positions, c.rope)
+        out, kept = attend(layer, q, k, v)
+        out = projection(heads, embed, c.out_bias, axis_names=self.split.axes, name="out")(out)
+        return out, kept
+
+
+class FeedForward(nn.Module):
+    """The MLP, gated or not."""
+
+    config: DecoderConfig
+    dtype: Any
+    split: Split = Split()
+    weights: WeightFormat | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        c = self.config
+        embed = ((c.hidden_size, EMBED),)
+        hidden = ((c.intermediate_size // self.split.shards, MLP),)
+        activation = ACTIVATIONS[c.activation]
+        projection = functools.partial(
+            Projection, use_bias=c.mlp_bias, dtype=self.dtype, weights=self.weights
+        )
+        up = projection(embed, hidden, name="up")(x)
+        if c.gated:
+            gate = projection(embed, hidden, name="gate")(x)
+            x = activation(gate) * up
+        else:
+            x = activation(up)
+        return projection(hidden, embed, axis_names=self.split.axes, name="down")(x)
+
+
+class Block(nn.Module):
+    """One layer; a separate module, so that it can be applied to a slice of stacked weights."""
+
+    config: DecoderConfig
+    dtype: Any
+    split: Split = Split()
+    weights: WeightFormat | None = None
+
+    @nn.compact
+    def __call__(self, x, positions, attend: Attend, layer: int):
+        c = self.config
+        attention_norm, mlp_norm = (
+            NORMS[c.norm](c.hidden_size, c.norm_eps, self.dtype, EMBED, name=name)
+            for name in ("attention_norm", "mlp_norm")
+        )
+        attention = Attention(c, self.dtype, self.split, self.weights, name="attention")
+        mlp = FeedForward(c, self.dtype, self.split, self.weights, name="mlp")
+        if c.norm_before:
+            out, kept = attention(attention_norm(x), positions, attend, layer)
+            x = x + out
+            return x + mlp(mlp_norm(x)), kept
+        out, kept = attention(x, positions, attend, layer)
+        x = attention_norm(x + out)
+        return mlp_norm(x + mlp(x)), kept
+
+
+class Decoder(nn.Module):
+    """A decoder, used only through `init` and `apply`.
+
+    Attributes:
+      config: shapes and settings.
+      dtype: of parameters and activations; norms and logits use at least float32.
+      split: the division over devices. With several shards the module runs inside `jax.shard_map`,
+        on this device's part of the parameters, and returns its part of the logits.
+      weights: the format of the blocks' matrices; None: not quantized.
+    """
+
+    config: DecoderConfig
+    dtype: Any = jnp.float32
+    split: Split = Split()
+    weights: WeightFormat | None = None
+
+    def setup(self):
+        c = self.config
+        width, axis = c.embedding_axis
+        normal = nn.initializers.normal(0.02)
+        init = nn.with_logical_partitioning(normal, (VOCAB, axis))
+        shape = (c.embedding_rows // self.split.shards, width)
+        self.embedding = self.param("embedding", init, shape, self.dtype)
+        if isinstance(c.positions, LearnedPositions):
+            rows = nn.with_logical_partitioning(normal, (None, EMBED))
+            table = (c.max_positions + c.positions.offset, c.hidden_size)
+            self.position_embedding = self.param("position_embedding", rows, table, self.dtype)
+        if c.embedding_size is not None:
+            inner, outer = ((c.hidden_size, EMBED),), ((width, axis),)
+            self.project_in = Projection(outer, inner, False, self.dtype)
+            self.project_out = Projection(inner, outer, False, self.dtype)
+        self.layers = [Block(c, self.dtype, self.split, self.weights) for _ in range(c.num_layers)]
+        if c.final_norm:
+            self.norm = NORMS[c.norm](c.hidden_size, c.norm_eps, self.dtype, EMBED)
+        if not c.tie_embeddings:
+            self.unembedding = self.param("unembedding", init, shape, self.dtype)
+        if c.draft_vocab_size is not None:
+            zeros = nn.with_logical_partitioning(nn.initializers.zeros, (None,))
+            self.vocab_map = self.param("vocab_map", zeros, (c.vocab_size,), jnp.int32)
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend
+    ) -> tuple[Float[Array, "B T E"], tuple]:
+        """Returns hidden states before the final norm, and what `attend` kept of each layer."""
+        x, kept = self.embed(tokens, positions), []
+        for layer in range(self.config.num_layers):
+            x, layer_kept = self.block(x, positions, attend, layer)
+            kept.append(layer_kept)
+        if self.is_initializing():
+            self.unembed(x)  # so that `init` creates every parameter
+        return x, tuple(kept)
+
+    def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Array:
+        """Returns the first block's input, [B,T,E]: embeddings of tokens and learned positions.
+
+        Positions beyond the table read its last row. Only padding and tree nodes that are never
+        emitted have such positions, because longer contexts are refused before compilation. They
+        must be finite, as 0 attention times NaN is NaN for other tokens.
+        """
+        c = self.config
+        if c.draft_vocab_size is not None:
+            tokens = self.vocab_map[tokens]
+        x = embedding_lookup(self.embedding, tokens, self.split)
+        if c.embedding_size is not None:
+            x = self.project_in(x)
+        if isinstance(c.positions, LearnedPositions):
+            rows = positions + c.positions.offset
+            x = x + jnp.take(self.position_embedding, rows, axis=0, mode="clip")
+        return x
+
+    def block(
+        self, x: Float[Array, "B T E"], positions: Int[Array, "B T"], attend: Attend, layer: int
+    ) -> tuple[Float[Array, "B T E"], Any]:
+        """Returns the output of one layer, and what `attend` kept of it."""
+        with jax.named_scope(f"layer_{layer}"):
+            return self.layers[layer](x, positions, attend, layer)
+
+    def unembed(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
+        """Returns the logits of hidden states, at least float32.
+
+        Tokens outside a draft vocabulary have the logit `NEVER`.
+        """
+        c = self.config
+        weight = self.embedding if c.tie_embeddings else self.unembedding
+        x = self.norm(hidden) if c.final_norm else hidden
+        x = self.project_out(x) if c.embedding_size is not None else x
+        product = functools.partial(
+            jnp.einsum,
+            "...e,ve->...v",
+            precision=dot_precision(self.dtype),
+            preferred_element_type=jnp.promote_types(self.dtype, jnp.float32),
+        )
+        logits = at_least_two_rows(lambda x: product(x, weight), x, 1)
+        if c.draft_vocab_size is None:
+            return logits
+        return logits.at[..., -1].set(NEVER)[..., self.vocab_map]

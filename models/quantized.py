@@ -1,0 +1,202 @@
+"""Quantized matrices: integers with a scale for each output and group of inputs.
+
+An element is (value - zero) * scale. Quantization is symmetric: the zero is 0, the largest
+magnitude of a group becomes 7 or 127, and an element's error is at most half a scale. Zeros exist
+only in checkpoints that others have quantized.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+DTYPES = {4: jnp.int4, 8: jnp.int8}
+NONE: Literal["none"] = "none"  # dequantize a quantized checkpoint
+INT4_GROUP = 128  # of the format "int4"
+FORMATS = "'int8', 'int4', or either with a group, such as 'int4:32'; or 'none'"
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightFormat:
+    """How the matrices of a model's blocks are stored.
+
+    Attributes:
+      bits: of a value, 4 or 8.
+      group: the inputs that share a scale; None: all inputs of an output channel.
+      zeros: whether groups have zero points.
+      is_float: whether values are float8 (e4m3), which only checkpoints have.
+    """
+
+    bits: int
+    group: int | None
+    zeros: bool = False
+    is_float: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "WeightFormat":
+        """Returns the format of a text such as "int8", "int4" or "int4:32".
+
+        Without a group, "int8" has a scale for each output channel, and "int4" groups of 128.
+
+        Raises ValueError for another text.
+        """
+        match = re.fullmatch(r"int([48])(?::([1-9]\d*|channel))?", text)
+        if match is None:
+            raise ValueError(f"weights={text!r} is unknown: use {FORMATS}")
+        bits, group = int(match[1]), match[2]
+        if group is None:
+            return cls(bits, INT4_GROUP if bits == 4 else None)
+        return cls(bits, None if group == "channel" else int(group))
+
+    def __str__(self) -> str:
+        """Returns the text that `parse` accepts, with "+zeros" if there are zero points."""
+        default = INT4_GROUP if self.bits == 4 else None
+        group = "" if self.group == default else f":{self.group or 'channel'}"
+        return f"{'float' if self.is_float else 'int'}{self.bits}{group}{'+zeros' * self.zeros}"
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the values."""
+        return jnp.float8_e4m3fn if self.is_float else DTYPES[self.bits]
+
+    @property
+    def largest(self) -> int:
+        """The largest value of symmetric quantization."""
+        return 2 ** (self.bits - 1) - 1
+
+    def groups(self, inputs: int) -> int:
+        """Returns the number of groups of a matrix with `inputs` inputs."""
+        return 1 if self.group is None else inputs // self.group
+
+    def validate(self, inputs: Mapping[str, int], shards: int = 1) -> None:
+        """Raises ValueError unless groups divide the inputs of every matrix.
+
+        Args:
+          inputs: the inputs of each matrix, by name, on one of `shards` devices.
+          shards: for the message.
+        """
+        if self.group is None:
+            return
+        for name, size in inputs.items():
+            if size % self.group:
+                common = math.gcd(*inputs.values())
+                fits = [f"int{self.bits}:{g}" for g in (128, 64, 32, 16, 8) if common % g == 0]
+                where = f"{size} inputs of {name}"
+                where += f" on each of {shards} devices" if shards > 1 else ""
+                raise ValueError(
+                    f"weights={str(self)!r}: groups of {self.group} do not divide the {where}: "
+                    f"use {' or '.join(fits) or f'int{self.bits}:{common}'}"
+                )
+
+
+def parse_weights(
+    weights: "str | WeightFormat | None",
+) -> WeightFormat | Literal["none"] | None:
+    """Returns the format of the argument `weights` of `magicjax.load`.
+
+    None: as stored; "none": not quantized.
+    """
+    if weights == NONE:
+        return NONE
+    return WeightFormat.parse(weights) if isinstance(weights, str) else weights
+
+
+def quantize(weight: Any, form: WeightFormat, inputs: int) -> dict[str, np.ndarray]:
+    """Returns the parameters `weight` and `scale` of a matrix, on the host.
+
+    Args:
+      weight: [*I, *O], floating-point.
+      form: without zero points; its groups divide the inputs.
+      inputs: the number of input axes.
+    """
+    if form.zeros:
+        raise ValueError(f"weights={str(form)!r}: only checkpoints have zero points; use {FORMATS}")
+    wide = np.asarray(weight, np.float32)
+    outputs = wide.shape[inputs:]
+    groups = form.groups(math.prod(wide.shape[:inputs]))
+    wide = wide.reshape(groups, -1, *outputs)
+    largest = np.abs(wide).max(1)
+    scale = np.where(largest > 0, largest / form.largest, 1).astype(np.float32)
+    values = np.rint(wide / scale[:, None]).astype(np.int8).astype(form.dtype)
+    return {"weight": values.reshape(weight.shape), "scale": scale}
+
+
+def dequantize(
+    weight: Array, scale: Array, zero: Array | None = None, dtype: Any = jnp.float32
+) -> Array:
+    """Returns (weight - zero) * scale, computed in at least float32 and rounded to `dtype`.
+
+    Args:
+      weight: [*I, *O], integers.
+      scale, zero: [G, *O].
+      dtype: of the result.
+    """
+    groups, *outputs = scale.shape
+    wide = jnp.asarray(weight).astype(jnp.promote_types(dtype, jnp.float32))
+    wide = wide.reshape(groups, -1, *outputs)
+    wide = wide if zero is None else wide - zero[:, None]
+    return (wide * scale[:, None]).astype(dtype).reshape(weight.shape)
+
+
+def product(x: Array, weight: Array, scale: Array, zero: Array | None, precision: Any) -> Array:
+    """Returns x times the dequantized matrix, in x's dtype.
+
+    With a scale for each output channel, the integers are multiplied, which are exact in bfloat16,
+    and the sum is scaled. With groups the matrix is scaled: sums of each group would need G times
+    the memory of the result.
+
+    Args:
+      x: [*B, *I].
+      weight: [*I, *O], integers.
+      scale, zero: [G, *O].
+      precision: of the product.
+    """
+    n = weight.ndim - (scale.ndim - 1)
+    contracted = tuple(range(x.ndim - n, x.ndim)), tuple(range(n))
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    by_channel = len(scale) == 1 and zero is None
+    matrix = weight.astype(x.dtype) if by_channel else dequantize(weight, scale, zero, x.dtype)
+    out = jax.lax.dot_general(
+        x, matrix, (contracted, ((), ())), precision=precision, preferred_element_type=wide
+    )
+    return (out * scale[0] if by_channel else out).astype(x.dtype)
+
+
+def quantize_params(params: Any, shapes: Any, form: WeightFormat) -> Any:
+    """Returns parameters with quantized matrices, on the host, and others unchanged.
+
+    Args:
+      params: nested dictionaries, such as those of a block.
+      shapes: of the result, as the module of the format declares them.
+      form: of the matrices.
+    """
+    if not isinstance(params, dict):
+        return params
+    if "weight" in params and "scale" in shapes:
+        inputs = params["weight"].ndim - (len(shapes["scale"].shape) - 1)
+        return params | quantize(params["weight"], form, inputs)
+    return {name: quantize_params(value, shapes[name], form) for name, value in params.items()}
+
+
+def dequantize_params(params: Any, dtype: Any) -> Any:
+    """Returns parameters with matrices converted to `dtype`, and others unchanged."""
+    if not isinstance(params, dict):
+        return params
+    if "weight" in params and "scale" in params:
+        params = dict(params)
+        parts = params.pop("weight"), params.pop("scale"), params.pop("zero", None)
+        return params | {"weight": dequantize(*parts, dtype)}
+    return {name: dequantize_params(value, dtype) for name, value in params.items()}
+
+
+def array_bytes(array: Any) -> int:
+    """Returns the bytes of an array or a shape on a device, which packs two int4 into a byte."""
+    if array.dtype == jnp.int4:
+        return (array.size + 1) // 2
+    return array.size * array.dtype.itemsize
