@@ -176,14 +176,14 @@ def _directory(name: str, *identity: Any) -> pathlib.Path:
 
 
 def _read(path: pathlib.Path) -> Any:
-    from models import gguf_files  # imports the packages gguf and tokenizers
+    from models.gguf import files as gguf_files  # imports the packages gguf and tokenizers
 
     return gguf_files.read_gguf(path)
 
 
 def _write(model: Any, partial: pathlib.Path, name: str, directory: pathlib.Path) -> None:
     """Writes a `GgufModel` to `partial`, which becomes `directory`."""
-    from models import gguf_files
+    from models.gguf import files as gguf_files
 
     free = shutil.disk_usage(partial).free
     if model.num_bytes > free:

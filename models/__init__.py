@@ -17,12 +17,12 @@ from models.build import (
 )
 from models.decoder import Decoder, DecoderConfig, LearnedPositions
 from models.families import FAMILIES, family_config
+from models.hf_saving import save_checkpoint
 from models.huggingface import (
     Checkpoint,
     load_checkpoint,
     load_config,
     load_tokenizer,
-    save_checkpoint,
     stored_dtype,
     stored_weights,
 )

@@ -1,18 +1,15 @@
-"""Checkpoints in Hugging Face's directory format: config.json, safetensors, tokenizer files.
+"""Reads checkpoints in Hugging Face's directory format: config.json, safetensors, tokenizer files.
 
 Files are memory-mapped, and each device receives only its part of every tensor, so that reading a
-model needs little host memory. A round trip is bit-exact.
+model needs little host memory.
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
 import os
 import pathlib
-import shutil
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -22,12 +19,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import safetensors
-import safetensors.numpy
 
 from models.build import BLOCK, ShardingFn, abstract_params, build
 from models.decoder import DecoderConfig
 from models.families import FAMILIES
-from models.hf_config import read_config, write_config
+from models.hf_config import read_config
 from models.hf_tensors import IGNORED, UNEMBEDDING, Tensor, tensors_of
 from models.quantized import WeightFormat, quantize
 from models.quantized_checkpoints import (
@@ -36,6 +32,7 @@ from models.quantized_checkpoints import (
     common_format,
     gather,
     matrix_format,
+    missing_parts,
     parameters,
     read_layout,
     read_matrix,
@@ -150,50 +147,6 @@ def load_config(path: str | os.PathLike) -> DecoderConfig:
     return read_config({key: value for key, value in raw.items() if key != QUANTIZATION})
 
 
-def save_checkpoint(
-    path: str | os.PathLike,
-    module: nn.Module,
-    params: Any,
-    *,
-    eos_token_ids: Sequence[int] = (),
-    bos_token_id: int | None = None,
-    pad_token_id: int | None = None,
-    tokenizer: Any = None,
-    max_shard_bytes: int = 5_000_000_000,
-    overwrite: bool = False,
-) -> None:
-    """Writes a directory of Hugging Face format, atomically.
-
-    Args:
-      path: the directory to create.
-      module, params: as for `apply`; values keep their dtype and are unboxed.
-      eos_token_ids, bos_token_id, pad_token_id: for config.json and generation_config.json.
-      tokenizer: an object with `save_pretrained`.
-      max_shard_bytes: larger weights are split over several files with an index.
-      overwrite: replace an existing directory.
-
-    Raises FileExistsError if `path` exists and `overwrite` is False, and ValueError if the
-    parameters are not the module's, or its family cannot express its config.
-    """
-    path = pathlib.Path(path)
-    if path.exists() and not overwrite:
-        raise FileExistsError(f"{path} exists: choose another path, or pass overwrite=True")
-    values = _named_params(module, params)
-    special = {
-        "bos_token_id": bos_token_id,
-        "eos_token_id": _int_or_list(eos_token_ids),
-        "pad_token_id": pad_token_id,
-    }
-    dtype = values[0][1].dtype.name
-    raw = {**write_config(module.config), **special, "torch_dtype": dtype}
-    with _replacing(path) as partial:
-        _write_json(partial / "config.json", raw)
-        _write_json(partial / "generation_config.json", special)
-        _write_tensors(partial, values, max_shard_bytes)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
-
-
 def load_tokenizer(path: str | os.PathLike) -> Any:
     """Returns the directory's transformers tokenizer, or None if there is none.
 
@@ -230,10 +183,6 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid JSON ({error}): download it again") from error
 
 
-def _write_json(path: pathlib.Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
 def _special_tokens(path: pathlib.Path) -> dict[str, Any]:
     """Returns token ids for `Checkpoint`; generation_config.json has precedence."""
     settings = _read_json(path / "config.json")
@@ -244,11 +193,6 @@ def _special_tokens(path: pathlib.Path) -> dict[str, Any]:
     eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     others = {key: settings.get(key) for key in ("bos_token_id", "pad_token_id")}
     return {"eos_token_ids": eos, **others}
-
-
-def _int_or_list(ids: Sequence[int]) -> int | list[int] | None:
-    ids = [int(i) for i in ids]
-    return ids[0] if len(ids) == 1 else ids or None
 
 
 def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
@@ -289,7 +233,7 @@ def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, _Stored]:
 
 
 @functools.lru_cache(maxsize=8)  # tracing a model of 80 layers is slow
-def _shapes(
+def parameter_shapes(
     config: DecoderConfig, weights: WeightFormat | None = None
 ) -> dict[tuple[str, ...], Any]:
     """Returns boxes with shape and logical axes of every parameter, by path."""
@@ -311,7 +255,7 @@ def _format(
     weights: WeightFormat | Literal["none"] | None,
 ) -> WeightFormat | None:
     """Returns the format of the blocks' matrices in a module; raises if it cannot be `weights`."""
-    shapes, found, plain = _shapes(config), [], []
+    shapes, found, plain = parameter_shapes(config), [], []
     for tensor, where in stored:
         if tensor.path[0].startswith(BLOCK) and tensor.inputs:
             if isinstance(where, _Stored):
@@ -342,7 +286,7 @@ def _match(
 
     The place of a quantized matrix is that of its parts.
     """
-    needed, shapes = {t.name: t for t in tensors_of(config)}, _shapes(config)
+    needed, shapes = {t.name: t for t in tensors_of(config)}, parameter_shapes(config)
     stored, matrices = gather(stored)
     if matrices and layout is None:
         raise ValueError(
@@ -353,6 +297,8 @@ def _match(
         stored = _fold_tied(tensors_of(config)[0].name, stored)
     problems = [f"missing {name}" for name in needed if name not in stored and name not in matrices]
     problems += [f"unexpected {name}" for name in matrices if name not in needed]
+    for name, parts in matrices.items():
+        problems += [f"missing {name.removesuffix('weight')}{p}" for p in missing_parts(parts)]
     for name, where in stored.items():
         if name not in needed:
             if not IGNORED.fullmatch(name) and not _is_empty_bias(name, where, matrices):
@@ -423,7 +369,7 @@ def _read_params(
     sharding_of: ShardingFn | None,
     mapped_blocks: bool,
 ) -> Any:
-    shapes, flat = _shapes(module.config, module.weights), dict[tuple[str, ...], Any]()
+    shapes, flat = parameter_shapes(module.config, module.weights), dict[tuple[str, ...], Any]()
     mapped = functools.cache(_mapped)
     for tensor, where in stored:
         shape, form = shapes[tensor.path].value.shape, module.weights
@@ -497,61 +443,3 @@ def _put(values: np.ndarray, dtype: Any, sharding: jax.sharding.Sharding | None)
         return np.array(values[index], dtype, order="C")
 
     return jax.make_array_from_callback(values.shape, sharding, part)
-
-
-def _named_params(module: nn.Module, params: Any) -> list[tuple[Tensor, Any]]:
-    """Returns the parameters in file order; raises unless they are the module's."""
-    shapes = {path: box.value.shape for path, box in _shapes(module.config).items()}
-    flat = flax.traverse_util.flatten_dict(nn.meta.unbox(params)["params"])
-    problems = [f"missing {'/'.join(p)}" for p in shapes if p not in flat]
-    problems += [f"unexpected {'/'.join(p)}" for p in flat if p not in shapes]
-    problems += [
-        f"{'/'.join(p)} has shape {flat[p].shape}, expected {shapes[p]}"
-        for p in shapes
-        if p in flat and tuple(flat[p].shape) != tuple(shapes[p])
-    ]
-    if problems:
-        raise ValueError("the parameters are not the module's:\n  " + "\n  ".join(problems))
-    return [(tensor, flat[tensor.path]) for tensor in tensors_of(module.config)]
-
-
-def _write_tensors(
-    path: pathlib.Path, values: list[tuple[Tensor, Any]], max_shard_bytes: int
-) -> None:
-    shards: list[list[tuple[Tensor, Any]]] = [[]]
-    size = 0
-    for tensor, value in values:
-        if shards[-1] and size + value.nbytes > max_shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append((tensor, value))
-        size += value.nbytes
-    where: dict[str, str] = {}
-    for i, shard in enumerate(shards, 1):
-        name = f"model-{i:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
-        arrays = {t.name: t.to_stored(np.asarray(jax.device_get(v))) for t, v in shard}
-        # Hugging Face requires the framework's name in the metadata.
-        safetensors.numpy.save_file(arrays, path / name, metadata={"format": "pt"})
-        where |= dict.fromkeys(arrays, name)
-    if len(shards) > 1:
-        total = sum(value.nbytes for _, value in values)
-        _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-
-
-@contextlib.contextmanager
-def _replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a temporary directory, which replaces `path` if the body succeeds."""
-    mark = uuid.uuid4().hex[:8]
-    partial = path.parent / f".{path.name}.{mark}.partial"
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        if path.exists():
-            old = path.parent / f".{path.name}.{mark}.old"
-            path.rename(old)
-            partial.rename(path)
-            shutil.rmtree(old)
-        else:
-            partial.rename(path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

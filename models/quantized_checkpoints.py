@@ -149,6 +149,17 @@ def gather(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[st
     return plain, matrices
 
 
+def missing_parts(parts: Mapping[str, Any]) -> list[str]:
+    """Returns the last part of the names of tensors that a quantized matrix lacks."""
+    if "qweight" in parts:
+        needed = ["qzeros", "scales"]
+    elif "weight_packed" in parts:
+        needed = ["weight_scale"]
+    else:
+        needed = ["weight", "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"]
+    return [name for name in needed if name not in parts]
+
+
 def matrix_format(
     layout: Layout | None, parts: Mapping[str, Any], shape: tuple[int, int]
 ) -> WeightFormat:
@@ -413,47 +424,26 @@ def _unsigned(signed: np.ndarray, bits: int) -> np.ndarray:
     return (signed + np.int8(8)).view(np.uint8) if bits == 4 else signed.view(np.uint8) ^ 128
 
 
-def written_settings(matrices: Mapping[str, Matrix], plain: Iterable[str]) -> dict[str, Any]:
+def written_settings(form: WeightFormat, plain: Iterable[str]) -> dict[str, Any]:
     """Returns the `quantization_config` of compressed-tensors.
 
     Args:
-      matrices: the quantized ones, by module.
+      form: of the quantized matrices.
       plain: the modules that are linear maps and not quantized.
     """
-    modules = dict[tuple[str, tuple[tuple[str, Any], ...]], list[str]]()
-    for module, matrix in matrices.items():
-        modules.setdefault(_scheme(matrix), []).append(module)
-    groups = {
-        f"group_{i}": {
-            "format": kind,
-            "targets": ["Linear"] if len(modules) == 1 else names,
-            "weights": dict(weights),
-            "input_activations": None,
-            "output_activations": None,
-        }
-        for i, ((kind, weights), names) in enumerate(modules.items())
+    kind = "float-quantized" if form.is_float else "pack-quantized"
+    weights = {
+        "num_bits": form.bits,
+        "type": "float" if form.is_float else "int",
+        "symmetric": not form.zeros,
+        "strategy": "channel" if form.group is None else "group",
+        "group_size": form.group,
+        "dynamic": False,
     }
-    kinds = {group["format"] for group in groups.values()}
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-        "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
-        "config_groups": groups,
+        "format": kind,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": kind}},
         "ignore": list(plain),
     }
-
-
-def _scheme(matrix: Matrix) -> tuple[str, tuple[tuple[str, Any], ...]]:
-    """Returns the format of a matrix and the settings of its weights."""
-    group = len(matrix.values) // len(matrix.scales)
-    whole = len(matrix.scales) == 1
-    is_integer = matrix.values.dtype == np.int8
-    weights = {
-        "num_bits": matrix.bits,
-        "type": "int" if is_integer else "float",
-        "symmetric": matrix.zeros is None,
-        "strategy": "channel" if whole else "group",
-        "group_size": None if whole else group,
-        "dynamic": False,
-    }
-    return "pack-quantized" if is_integer else "float-quantized", tuple(weights.items())

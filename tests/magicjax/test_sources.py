@@ -14,7 +14,7 @@ from experiments.runner import preflight
 from experiments.schema import grid
 from magicjax import sources
 from magicjax.loading import config_of, load_tokenizer, skeleton
-from models import gguf_files
+from models.gguf import files as gguf_files
 from tests import gguf_cases as cases
 
 CONFIG = cases.config(num_layers=1, max_positions=64)

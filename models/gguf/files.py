@@ -1,8 +1,9 @@
 """Converts GGUF files of llama.cpp to directories in Hugging Face format.
 
 `read_gguf` validates a whole file without reading its weights, and `write_directory` writes them
-tensor by tensor: those of `gguf_blocks.KINDS` as quantized matrices, all others as float32. As in
-`hf_config`, every setting of the architecture is read, known to have no effect, or an error.
+tensor by tensor. If all matrices of the model's blocks have types of `blocks.KINDS`, they stay
+quantized; all others become float32. As in `hf_config`, every setting of the architecture is read,
+known to have no effect, or an error.
 """
 
 import dataclasses
@@ -18,10 +19,10 @@ import gguf
 import numpy as np
 from tokenizers import Tokenizer
 
-from models.build import abstract_params, build
+from models.build import BLOCK, abstract_params, build
 from models.decoder import DecoderConfig
-from models.gguf_blocks import KINDS
-from models.gguf_tokenizer import read_tokenizer, unsupported
+from models.gguf.blocks import KINDS, Kind
+from models.gguf.tokenizer import read_tokenizer, unsupported
 from models.hf_config import read_config, write_config
 from models.hf_tensors import tensors_of
 from models.rope import Rope, frequencies
@@ -48,25 +49,27 @@ class Weight(NamedTuple):
       shape: of the dequantized tensor.
       stored: as in the file.
       heads: of a matrix whose rows llama.cpp permutes; 0: of another tensor.
+      kind: of a matrix that stays quantized; None: of another tensor.
     """
 
     shape: tuple[int, ...]
     stored: gguf.ReaderTensor
     heads: int = 0
+    kind: Kind | None = None
 
     def shapes(self, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Returns dtype and shape of what a directory stores for the tensor `name`."""
-        if (kind := KINDS.get(self.stored.tensor_type)) is None:
+        if self.kind is None:
             return {name: ("F32", self.shape)}
         module = name.removesuffix("weight")
-        return {module + part: entry for part, entry in kind.shapes(self.shape).items()}
+        return {module + part: entry for part, entry in self.kind.shapes(self.shape).items()}
 
     def values(self) -> list[np.ndarray]:
         """Returns the arrays of `shapes`."""
-        if (kind := KINDS.get(self.stored.tensor_type)) is None:
+        if self.kind is None:
             values = [gguf.dequantize(self.stored.data, self.stored.tensor_type).astype("<f4")]
         else:
-            values = list(kind.parts(self.stored.data).values())
+            values = list(self.kind.parts(self.stored.data).values())
         if self.heads:
             values = [unpermute(part, self.heads) for part in values]
         return [np.ascontiguousarray(part) for part in values]
@@ -300,7 +303,13 @@ def _weights(config: DecoderConfig, tensors: Mapping[str, gguf.ReaderTensor]) ->
             f"the tensors do not match the metadata ({len(problems)} problems):\n  "
             + "\n  ".join(problems)
         )
-    return weights
+    matrices = [t.name for t in tensors_of(config) if t.inputs and t.path[0].startswith(BLOCK)]
+    if not all(weights[name].stored.tensor_type in KINDS for name in matrices):
+        return weights  # a module has one format, and some matrices have none
+    return {
+        name: weight._replace(kind=KINDS.get(weight.stored.tensor_type))
+        for name, weight in weights.items()
+    }
 
 
 def _check_types(weights: Mapping[str, Weight]) -> None:
@@ -321,7 +330,7 @@ def write_directory(model: GgufModel, path: str | os.PathLike) -> None:
     """Writes a model to an existing directory in Hugging Face format."""
     path = pathlib.Path(path)
     config = {**write_config(model.config), **model.special, "torch_dtype": "float32"}
-    if any(weight.stored.tensor_type in KINDS for weight in model.weights.values()):
+    if any(weight.kind is not None for weight in model.weights.values()):
         config["quantization_config"] = {"quant_method": "gguf"}
     contents: dict[str, Any] = {"config.json": config, "generation_config.json": model.special}
     if model.tokenizer is not None:
