@@ -15,7 +15,6 @@ from magicjax import placement
 from magicjax.model import Model
 from magicjax.parallel import offloading, pipeline_stages
 from magicjax.parallel.layouts import Layout, Offloaded, Pipelined, Resident
-from magicjax.parallel.offloading import Offload
 from magicjax.sources import directory_of
 from sharding import STAGE, factored
 
@@ -31,7 +30,7 @@ def load(
     mesh: Mesh | None = None,
     shards: int | None = None,
     stages: int | None = None,
-    offload: Offload = False,
+    offload: bool = False,
 ) -> Model:
     """Returns a model from a directory or a GGUF file, or a preset with random weights.
 
@@ -51,8 +50,7 @@ def load(
       stages: number of the mesh's stages that divide the layers. None: all, or 1 with `shards`. Use
         1 for small drafts, which every stage holds in full.
       offload: keep the blocks' weights in host memory and stream them to the device in every pass,
-        for models larger than the device. "int8" quantizes them per output channel: fewer bytes,
-        and slightly different weights.
+        for models larger than the device.
 
     Raises:
       OSError, ValueError: the source does not exist or is incomplete, its tokenizer has tokens
@@ -66,23 +64,21 @@ def load(
     sharding_of = None
     if mesh is not None:
         config = config_of(source)
-        sharding_of = placement.parameter_shardings(models.build(config), shards, mesh)
+        module = models.build(config, weights=weight_format(source, form))
+        sharding_of = placement.parameter_shardings(module, shards, mesh)
         pipeline_stages.validate_layers(config.num_layers, stages)
     checkpoint, path = None, directory_of(source)
     if path is not None:
         tokenizer = load_tokenizer(source)
         validate_tokenizer(tokenizer, models.load_config(path).vocab_size, source)
-        mapped = bool(offload) or stages > 1
+        mapped = offload or stages > 1
         checkpoint = models.load_checkpoint(
             path, dtype, weights=form, sharding_of=sharding_of, mapped_blocks=mapped
         )
         module, params = checkpoint.module, checkpoint.params
     else:
         dtype = PRESET_DTYPE if dtype is None else dtype
-        module, params = (
-            models.build(config_of(source), dtype, None if form == "none" else form),
-            None,
-        )
+        module, params = models.build(config_of(source), dtype, weight_format(source, form)), None
     layout: Layout = Resident()
     if offload:
         if params is None:
@@ -90,7 +86,7 @@ def load(
             blocks: Iterable[Any] = models.init_blocks(module, seed)
         else:
             params, blocks = models.split_blocks(params)
-        layout = Offloaded(offloading.stack(module, blocks, offload == "int8", sharding_of))
+        layout = Offloaded(offloading.stack(module, blocks, sharding_of))
     elif stages > 1:
         assert sharding_of is not None  # several stages require a mesh
         layout = Pipelined(stages)
@@ -113,7 +109,7 @@ def load(
 
 
 def _validated_stages(
-    stages: int | None, shards: int | None, mesh: Mesh | None, offload: Offload
+    stages: int | None, shards: int | None, mesh: Mesh | None, offload: bool
 ) -> int:
     """Returns the number of stages that divide the layers."""
     for name, value in (("shards", shards), ("stages", stages)):
@@ -135,14 +131,13 @@ def _validated_stages(
     return stages
 
 
-def offload(model: Model, int8: bool = False) -> Model:
+def offload(model: Model) -> Model:
     """Returns the model with its blocks' weights in host memory.
 
     For a model larger than the device, use `magicjax.load(..., offload=True)` instead.
 
     Args:
       model: as `magicjax.load` returns it, on one device.
-      int8: quantize the blocks' matrices per output channel: fewer bytes, different weights.
 
     Raises:
       ValueError: the model is offloaded already or is on several devices, or host memory is
@@ -155,7 +150,7 @@ def offload(model: Model, int8: bool = False) -> Model:
             f"the model {model.name!r} is on several devices: load it with offload for their mesh"
         )
     params, layers = models.split_blocks(model.params)
-    blocks = offloading.stack(model.module, map(jax.device_get, layers), int8)
+    blocks = offloading.stack(model.module, map(jax.device_get, layers))
     return dataclasses.replace(model, params=params, layout=Offloaded(blocks))
 
 
@@ -169,14 +164,18 @@ def _validate_dtype(dtype: Any) -> None:
 
 
 def skeleton(
-    source: str | os.PathLike, dtype: Any = "float32", *, shards: int | None = None
+    source: str | os.PathLike,
+    dtype: Any = "float32",
+    *,
+    weights: str | models.WeightFormat | None = None,
+    shards: int | None = None,
 ) -> Model:
     """Returns the model of a source without weights, tokenizer and special tokens.
 
     `magicjax.decoding.request.prepare` validates requests with it before weights are loaded, and
     `magicjax.decoding.memory.check` their memory.
     """
-    module = models.build(config_of(source), dtype)
+    module = models.build(config_of(source), dtype, weight_format(source, weights))
     return Model(module, params=None, name=str(source), shards=shards)
 
 
@@ -225,3 +224,20 @@ def config_of(source: str | os.PathLike) -> models.DecoderConfig:
     """
     directory = directory_of(source)
     return models.preset(str(source)) if directory is None else models.load_config(directory)
+
+
+def weight_format(
+    source: str | os.PathLike, weights: str | models.WeightFormat | None = None
+) -> models.WeightFormat | None:
+    """Returns the format of the matrices of the model that `load` returns.
+
+    Args:
+      source, weights: as for `load`.
+
+    Raises as `magicjax.sources.directory_of`, and ValueError if the checkpoint is quantized and
+    `weights` is another format.
+    """
+    directory, form = directory_of(source), models.parse_weights(weights)
+    if directory is not None:
+        return models.weight_format(directory, form)
+    return None if form == "none" else form

@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, Int
 
 import models
 from magicjax.parallel.layouts import Layout, Resident
-from magicjax.parallel.offloading import Offload
 from models import Attend
 from sharding import Split, collectives
 
@@ -61,8 +60,8 @@ class Model:
         return self.module.weights
 
     @property
-    def offload(self) -> Offload:
-        """The value of `magicjax.load`'s argument `offload`."""
+    def offload(self) -> bool:
+        """Whether the blocks' weights are in host memory."""
         return self.layout.offload
 
     def kv_bytes(self, batch: int, slots: int) -> int:

@@ -119,7 +119,7 @@ def _validate_target(target: Model, mesh: AnyMesh) -> None:
 
 def _validate_split(model: Model, mesh: AnyMesh, label: str, hint: str = "") -> None:
     try:
-        split_of(model.config, model.shards, mesh)
+        parameter_shardings(model.module, model.shards, mesh)
     except ValueError as error:
         raise ValueError(f"{label}: {error}{hint}") from error
 
@@ -154,6 +154,8 @@ def parameter_shardings(module: nn.Module, shards: int | None, mesh: AnyMesh) ->
     """Returns a function from a parameter's logical axes to its sharding."""
     mesh = factored(mesh)
     split = split_of(module.config, shards, mesh)
+    if module.weights is not None:
+        module.weights.validate(module.config.matrix_inputs(split.shards), split.shards)
     return lambda names: NamedSharding(mesh, split.spec(names))
 
 

@@ -13,6 +13,7 @@ from models.build import (
     init_params,
     is_boxed,
     layer_module,
+    quantize_block,
     split_blocks,
 )
 from models.decoder import Decoder, DecoderConfig, LearnedPositions
@@ -24,18 +25,16 @@ from models.huggingface import (
     load_config,
     load_tokenizer,
     stored_dtype,
-    stored_weights,
+    weight_format,
 )
 from models.layers import Attend
 from models.presets import PRESETS, preset
 from models.quantized import (
     WeightFormat,
-    array_bytes,
     dequantize,
     dequantize_params,
     parse_weights,
     quantize,
-    quantize_params,
 )
 from models.rope import Rope
 
@@ -52,7 +51,6 @@ __all__ = [
     "ShardingFn",
     "WeightFormat",
     "abstract_params",
-    "array_bytes",
     "block_params",
     "build",
     "cast_params",
@@ -71,9 +69,9 @@ __all__ = [
     "parse_weights",
     "preset",
     "quantize",
-    "quantize_params",
+    "quantize_block",
     "save_checkpoint",
     "split_blocks",
     "stored_dtype",
-    "stored_weights",
+    "weight_format",
 ]

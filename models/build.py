@@ -1,6 +1,7 @@
 """Builds a module and its parameters from a config."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from models.decoder import Block, Decoder, DecoderConfig
-from models.quantized import WeightFormat
+from models.quantized import WeightFormat, quantize_params
 
 # sharding_of(logical axes, one name or None per axis) -> the sharding of the parameter
 ShardingFn = Callable[[tuple[str | None, ...]], jax.sharding.Sharding]
@@ -46,6 +47,21 @@ def layer_module(module: nn.Module) -> Block:
 def block_params(module: nn.Module) -> dict[str, Any]:
     """Returns the shapes and dtypes of one layer's parameters, boxed as in `abstract_params`."""
     return jax.eval_shape(lambda key: _init_block(module, key), jax.random.key(0))
+
+
+def quantize_block(block: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Returns one layer's parameters with matrices quantized as the module declares, on the host.
+
+    Matrices that are quantized already remain, as all parameters of an unquantized module.
+    """
+    if module.weights is None:
+        return block
+    return quantize_params(block, nn.meta.unbox(_block_shapes(module)), module.weights)
+
+
+@functools.lru_cache(maxsize=8)
+def _block_shapes(module: nn.Module) -> dict[str, Any]:
+    return block_params(module)
 
 
 def _init_block(module: nn.Module, key: jax.Array) -> dict[str, Any]:

@@ -130,12 +130,20 @@ def stored_dtype(path: str | os.PathLike) -> np.dtype:
     return _common_dtype(_open(path)[2])
 
 
-def stored_weights(path: str | os.PathLike) -> WeightFormat | None:
-    """Returns the format of the quantized matrices in a directory, None if there are none.
+def weight_format(
+    path: str | os.PathLike, weights: WeightFormat | Literal["none"] | None = None
+) -> WeightFormat | None:
+    """Returns the format of the blocks' matrices that `load_checkpoint` returns.
 
-    Raises as `load_checkpoint`.
+    Args:
+      path, weights: as for `load_checkpoint`.
+
+    Raises as `load_checkpoint`. Reads only config.json if the checkpoint is not quantized.
     """
-    return _format(*_open(pathlib.Path(path)), None)
+    path = pathlib.Path(path)
+    if not _read_json(path / "config.json").get(QUANTIZATION):
+        return None if weights == "none" else weights
+    return _format(*_open(path), weights)
 
 
 def load_config(path: str | os.PathLike) -> DecoderConfig:

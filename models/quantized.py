@@ -169,7 +169,7 @@ def product(x: Array, weight: Array, scale: Array, zero: Array | None, precision
 
 
 def quantize_params(params: Any, shapes: Any, form: WeightFormat) -> Any:
-    """Returns parameters with quantized matrices, on the host, and others unchanged.
+    """Returns parameters with quantized matrices, on the host; those quantized already are kept.
 
     Args:
       params: nested dictionaries, such as those of a block.
@@ -178,7 +178,7 @@ def quantize_params(params: Any, shapes: Any, form: WeightFormat) -> Any:
     """
     if not isinstance(params, dict):
         return params
-    if "weight" in params and "scale" in shapes:
+    if "weight" in params and "scale" in shapes and "scale" not in params:
         inputs = params["weight"].ndim - (len(shapes["scale"].shape) - 1)
         return params | quantize(params["weight"], form, inputs)
     return {name: quantize_params(value, shapes[name], form) for name, value in params.items()}
@@ -193,10 +193,3 @@ def dequantize_params(params: Any, dtype: Any) -> Any:
         parts = params.pop("weight"), params.pop("scale"), params.pop("zero", None)
         return params | {"weight": dequantize(*parts, dtype)}
     return {name: dequantize_params(value, dtype) for name, value in params.items()}
-
-
-def array_bytes(array: Any) -> int:
-    """Returns the bytes of an array or a shape on a device, which packs two int4 into a byte."""
-    if array.dtype == jnp.int4:
-        return (array.size + 1) // 2
-    return array.size * array.dtype.itemsize

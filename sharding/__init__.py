@@ -25,7 +25,7 @@ from sharding.mesh import (
     model_axes,
     parse_mesh,
 )
-from sharding.split import Split, part_bytes, split_over
+from sharding.split import Split, array_bytes, part_bytes, split_over
 
 __all__ = [
     "BATCH",
@@ -44,6 +44,7 @@ __all__ = [
     "MeshSize",
     "Split",
     "abstract_mesh",
+    "array_bytes",
     "collectives",
     "factored",
     "logical_axes",

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -77,14 +78,16 @@ class Split:
 
 def part_bytes(tree: Any) -> int:
     """Returns the bytes per device of arrays, or of shapes with shardings."""
-    return sum(
-        int(np.prod(x.sharding.shard_shape(x.shape))) * _item_bytes(x.dtype)
-        for x in jax.tree.leaves(tree)
-    )
+    return sum(array_bytes(x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree))
 
 
-def _item_bytes(dtype: Any) -> int:
-    return 8 if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else np.dtype(dtype).itemsize
+def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """Returns the bytes of an array on a device, which packs two int4 into a byte."""
+    elements = math.prod(shape)
+    if dtype == jnp.int4:
+        return (elements + 1) // 2
+    is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return elements * (8 if is_key else np.dtype(dtype).itemsize)
 
 
 def split_over(

@@ -6,7 +6,6 @@ a constant for starting and compiling: an order of magnitude.
 
 import dataclasses
 import functools
-from typing import Literal
 
 from experiments.schema import grid
 from magicjax import cost_model
@@ -38,7 +37,7 @@ class Estimate:
 
 def of(cell: grid.Cell, on_gpu: bool) -> Estimate:
     """Returns the estimate of a cell on a GPU or a CPU."""
-    target = _sizes(cell.target, cell.dtype, cell.offloaded)
+    target = _sizes(cell.target, cell.dtype, **cell.storage)
     one, slots = Machine(GPU), cell.context + cell.new_tokens
     num_bytes = memory_bytes(target, one, cell.batch, slots, target.kv_bytes)
     for part in cell.drafts:
@@ -73,8 +72,9 @@ def _seconds(cell: grid.Cell, target: Sizes, on_gpu: bool) -> float:
 
 
 @functools.cache
-def _sizes(source: str, dtype: str, offload: bool | Literal["int8"] = False) -> Sizes:
-    return cost_model.sizes_of(skeleton(source).config, dtype, source, offload)
+def _sizes(source: str, dtype: str, weights: str | None = None, offload: bool = False) -> Sizes:
+    module = skeleton(source, dtype, weights=weights).module
+    return cost_model.sizes_of(module.config, dtype, source, offload, module.weights)
 
 
 @functools.cache

@@ -246,8 +246,6 @@ def _step_bytes(target: Any, cell: Cell) -> float:
     """Returns the bytes that all devices read in an average step of plain decoding."""
     sizes = model_sizes(target, None)
     weights = sizes.weight_bytes
-    if sizes.streamed:  # int8 has fewer bytes
-        weights += sizes.streamed_bytes - sizes.itemsize * (sizes.attention + sizes.mlp)
     entries = cell.batch * (cell.context + (cell.new_tokens - 1) / 2) * sizes.kv_bytes
     if not cell.devices:
         return weights + entries

@@ -28,9 +28,9 @@ _tokenizer = functools.cache(load_tokenizer)
 
 
 @functools.cache
-def _skeleton(source: str, dtype: str = "float32") -> Model:
+def _skeleton(source: str, dtype: str = "float32", weights: str | None = None) -> Model:
     """Returns the model of a source without weights, with its tokenizer."""
-    model, tokenizer = skeleton(source, dtype), _tokenizer(source)
+    model, tokenizer = skeleton(source, dtype, weights=weights), _tokenizer(source)
     validate_tokenizer(tokenizer, model.config.vocab_size, source)
     return dataclasses.replace(model, tokenizer=tokenizer)
 
@@ -111,10 +111,11 @@ def check_cell(cell: grid.Cell, rows: int | None = None) -> Request | None:
     load = functools.partial(_skeleton, dtype=cell.dtype)
     text = [np.zeros(cell.context, np.int32)] * (rows or cell.batch)
     options = grid.options(cell, load)
+    target = load(cell.target, weights=cell.storage["weights"])
     if cell.draft == "auto":
-        make_problem(load(cell.target), text, **options)
+        make_problem(target, text, **options)
         return None
-    return prepare(load(cell.target), text, **options)
+    return prepare(target, text, **options)
 
 
 def too_large(cells: Iterable[grid.Cell], available: float | None = None) -> dict[grid.Cell, str]:
@@ -128,7 +129,7 @@ def too_large(cells: Iterable[grid.Cell], available: float | None = None) -> dic
     """
     problems = {}
     for cell in cells:
-        if cell.offloaded:
+        if cell.offload:
             continue  # loading counts offloaded weights
         rows = parse_mesh(cell.mesh).data if cell.mesh else 1
         rows *= ROWS * (cell.micro_batches or 1)

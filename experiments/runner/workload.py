@@ -8,7 +8,7 @@ import math
 import pathlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -57,21 +57,24 @@ class Bench:
         directory: str,
         dtype: str,
         mesh: Mesh | None = None,
-        offload: bool | Literal["int8"] = False,
         stages: int | None = None,
+        weights: str | None = None,
+        offload: bool = False,
     ) -> Any:
-        """Returns the loaded model."""
-        options = {"dtype": dtype, "mesh": mesh, "offload": offload, "stages": stages}
+        """Returns the loaded model; the arguments are those of `magicjax.load`."""
+        options = {"dtype": dtype, "mesh": mesh, "stages": stages}
+        options |= {"weights": weights, "offload": offload}
         key = ("model", directory, *options.values())
         return self._once(key, lambda: magicjax.load(directory, **options))
 
-    def draft(self, directory: str, cell: Cell) -> Any:
+    def draft(self, directory: str, cell: Cell, weights: str | None = None) -> Any:
         """Returns a small model of a cell; every stage holds all of its layers."""
-        return self.model(directory, cell.dtype, cell.devices, stages=1 if cell.devices else None)
+        stages = 1 if cell.devices else None
+        return self.model(directory, cell.dtype, cell.devices, stages, weights=weights)
 
     def target_of(self, cell: Cell) -> Any:
         """Returns the cell's target."""
-        return self.model(cell.target, cell.dtype, cell.devices, cell.offloaded)
+        return self.model(cell.target, cell.dtype, cell.devices, **cell.storage)
 
     def read_by(self, directory: str, cell: Cell) -> Any:
         """Returns a model that reads a text in one pass: the cell's target, or a small model.
@@ -115,7 +118,7 @@ class Bench:
         candidates = self._candidates(cell)
         if cell.candidates == 1:
             return candidates
-        text = (cell.target, cell.dtype, cell.offload, *_prompt_settings(cell))
+        text = (cell.target, cell.dtype, cell.weights, cell.offload, *_prompt_settings(cell))
         key = ("chosen", *text, cell.new_tokens, *cell.sampling.values())
         return [candidates[i] for i in self._once(key, lambda: self._choose(cell))]
 
@@ -184,7 +187,7 @@ class Bench:
         """Returns (target, prompts, options) of the cell's call of `generate`; see `run`."""
         target = self.target_of(cell)
         text = list(self.prompts(cell) if rows is None else rows)
-        arguments = options(cell, lambda directory: self.draft(directory, cell))
+        arguments = options(cell, functools.partial(self.draft, cell=cell))
         if cell.draft == "auto":  # one choice for all runs of the cell
             arguments["drafter"] = self._once(
                 ("choice", cell), lambda: magicjax.choose_drafter(target, text, **arguments)
@@ -209,7 +212,14 @@ class Bench:
     def _greedy(self, cell: Cell, directory: str, text: np.ndarray, **view: int) -> np.ndarray:
         """Returns the best tokens of a model on a group's text, shared by the group's cells."""
         model = self.read_by(directory, cell)
-        key = (directory, cell.dtype, cell.offload, *_prompt_settings(cell), text.shape)
+        key = (
+            directory,
+            cell.dtype,
+            cell.weights,
+            cell.offload,
+            *_prompt_settings(cell),
+            text.shape,
+        )
         return self._once(
             ("greedy", *key, *view.items()),
             lambda: np.asarray(teacher.greedy_tokens(model, text, **view)),

@@ -32,6 +32,7 @@ from experiments.schema.fields import (
 )
 from experiments.schema.method import AUTO, Method
 from experiments.schema.settings import declared, setting
+from models import parse_weights
 from sharding import MeshSize, parse_mesh
 from sharding.processes import JOIN_SECONDS
 
@@ -47,6 +48,10 @@ def _mesh(text: str) -> str:
     if text:
         parse_mesh(text)
     return text
+
+
+def _weights(text: str) -> str:
+    return str(parse_weights(text)) if text else ""
 
 
 def _offload(value: Any) -> Any:
@@ -99,8 +104,11 @@ class Experiment(Strict):
     """Directory, GGUF file or preset of the target, or a name that `magicjax fetch` lists."""
     dtype: Literal["float32", "bfloat16"] = setting("float32")
     """Type of weights, activations and caches; exactness is guaranteed in float32."""
-    offload: Annotated[Literal["", "yes", "int8"], BeforeValidator(_offload)] = setting("")
-    """yes: stream the target's weights from host memory, layer by layer; int8: the same, quantized.
+    weights: Annotated[str, AfterValidator(_weights)] = setting("")
+    """Quantize the target's matrices: int8 with a scale per output, int4 or int4:32 with one per
+    group of 128 or 32 inputs. If not set: as stored."""
+    offload: Annotated[Literal["", "yes"], BeforeValidator(_offload)] = setting("")
+    """yes: stream the target's weights from host memory, layer by layer.
     If not set: the weights are on the device."""
     mesh: Annotated[str, AfterValidator(_mesh)] = setting("")
     """Devices, such as data=2,model=4: data shards rows, model shards models; stage=2 also divides

@@ -10,7 +10,7 @@ import json
 import math
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -118,9 +118,9 @@ class Cell(_Settings):
         return {"do_sample": True} | {name: getattr(self, name) for name in names}
 
     @property
-    def offloaded(self) -> bool | Literal["int8"]:
-        """`offload` as an argument of `magicjax.load`."""
-        return "int8" if self.offload == "int8" else self.offload == "yes"
+    def storage(self) -> dict[str, Any]:
+        """`weights` and `offload` as arguments of `magicjax.load`."""
+        return {"weights": self.weights or None, "offload": self.offload == "yes"}
 
     @property
     def devices(self) -> Mesh | None:

@@ -16,7 +16,7 @@ import itertools
 import json
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,9 +31,10 @@ from magicjax.cli.options import check_context
 from magicjax.files import write_atomically
 from magicjax.loading import config_of
 from magicjax.model import DTYPES
-from magicjax.parallel.offloading import describe_offload
+from magicjax.parallel.offloading import describe
 from magicjax.trees.sequoia import expected_tokens, optimal
 from magicjax.trees.token_tree import ROOT_ONLY
+from models import parse_weights
 from pallas_kernels.benchmarks.bandwidth import host_bandwidth
 from pallas_kernels.benchmarks.bench import best_backend
 
@@ -41,8 +42,6 @@ DEPTH = 8  # of the paper's trees, <1,1,w,1,1,1,1,1>
 WIDTHS = (1, 2, 3, 4, 5)
 DRAFT = "draft"
 PAPER = "the paper, offloaded, against FlexGen: 2.6 to 3.5"
-
-Offload = bool | Literal["int8"]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     add("--context", type=int, default=128, help="tokens per row")
     add("--nodes", type=int, nargs="+", default=nodes, help="of the trees, including the root")
     add("--dtype", choices=DTYPES, default=DTYPES[0], help="of the models")
-    add("--int8", action="store_true", help="quantize the offloaded weights")
+    add("--weights", help="quantize the target's matrices: int8, int4 or int4:32")
     add("--resident", action="store_true", help="also measure with all weights on the device")
     add("--repeats", type=int, default=5, help="timings of each pass; the median counts")
     add("--predict", nargs="+", default=[], metavar="DEVICE", help="predict, for these devices")
@@ -120,10 +119,11 @@ def predicted(
     draft: str,
     device: cost_model.Device,
     batch: int,
-    offload: Offload,
+    offload: bool,
 ) -> Times:
     """Returns times predicted by the cost model."""
-    target = cost_model.sizes_of(config_of(source), options.dtype, source, offload)
+    weights = parse_weights(options.weights)
+    target = cost_model.sizes_of(config_of(source), options.dtype, source, offload, weights)
     small = cost_model.Draft(cost_model.sizes_of(config_of(draft), options.dtype, draft))
     where = cost_model.Machine(device), batch, options.context
     for name in (source, draft):
@@ -192,7 +192,7 @@ def link_rows(target: magicjax.Model, times: dict[int, Times]) -> list[dict[str,
 
 
 def outcomes(
-    options: argparse.Namespace, source: str, draft: str, offload: Offload
+    options: argparse.Namespace, source: str, draft: str, offload: bool
 ) -> Iterator[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
     """Yields (where, its columns, rows of the tables) for --predict, or else for this device."""
 
@@ -208,7 +208,7 @@ def outcomes(
         times = {b: predicted(options, source, draft, device, b, offload) for b in options.batch}
         yield f"PREDICTED for one {device.name}", {"predicted for": device.name}, rows(times, [])
     if not options.predict:
-        target = magicjax.load(source, options.dtype, offload=offload)
+        target = magicjax.load(source, options.dtype, weights=options.weights, offload=offload)
         times = {b: measured(options, target, draft, b) for b in options.batch}
         link = link_rows(target, times) if offload else []
         yield f"measured on {cost_model.device_kind()}", {}, rows(times, link)
@@ -217,7 +217,6 @@ def outcomes(
 def run(options: argparse.Namespace) -> None:
     """Prints and writes the tables of all targets; raises ValueError for invalid options."""
     results: list[dict[str, Any]] = []
-    offloaded: Offload = "int8" if options.int8 else True
     for source, draft in zip(options.target, options.draft, strict=True):
         sizes = [config_of(name).vocab_size for name in (source, draft)]
         if sizes[0] != sizes[1]:
@@ -225,12 +224,13 @@ def run(options: argparse.Namespace) -> None:
                 f"{draft} has a vocabulary of {sizes[1]} and {source} of {sizes[0]}: use a draft "
                 "with the target's vocabulary"
             )
-        for offload in (offloaded, False) if options.resident else (offloaded,):
-            placement = describe_offload(offload) or ", on the device"
+        for offload in (True, False) if options.resident else (True,):
+            placement = describe(offload, options.weights) + ", on the device" * (not offload)
             title = f"{source}, {options.dtype}, context {options.context}{placement}"
             for where, about, rows in outcomes(options, source, draft, offload):
                 show(f"{title}, {where}", rows)
-                results += [{"target": source, "offload": offload} | about | row for row in rows]
+                about = {"target": source, "weights": options.weights, "offload": offload} | about
+                results += [about | row for row in rows]
                 if options.out:
                     content = {"jax": jax.__version__, "rows": results}
                     write_atomically(options.out, json.dumps(content, indent=1) + "\n")

@@ -55,6 +55,7 @@ class Workload:
       target, drafter, tree, dtype: as for `magicjax generate`; drafter "": plain decoding; tree
         "": the default.
       offload: the target's blocks are in host memory, as for `magicjax.load`.
+      weights: the format of the target's quantized matrices; None: not quantized.
       draft_shards: devices over which a draft model is sharded; None: all of `model`.
       batch: rows on all devices.
       context: tokens per row, including new ones.
@@ -79,7 +80,8 @@ class Workload:
     dtype: str = "bfloat16"
     backend: str | None = None
     draft_shards: int | None = None
-    offload: bool | str = False
+    offload: bool = False
+    weights: str | None = None
 
     @property
     def mesh_size(self) -> MeshSize:
@@ -125,16 +127,19 @@ def device_memory_bytes(device: str) -> int:
 
 
 def abstract_model(
-    source: str, dtype: str, shards: int | None = None, offload: bool | str = False
+    source: str,
+    dtype: str,
+    shards: int | None = None,
+    offload: bool = False,
+    weights: str | None = None,
 ) -> Model:
     """Returns a model whose parameters are shapes."""
-    module = models.build(skeleton(source).config, dtype)
+    module = skeleton(source, dtype, weights=weights).module
     layout: Layout = Resident()
     params = nn.meta.unbox(models.abstract_params(module))
     if offload:
         params, _ = models.split_blocks(params)
-        int8 = offloading.validate_offload(offload) == "int8"
-        layout = Offloaded(offloading.shapes(module, int8))
+        layout = Offloaded(offloading.shapes(module))
     return Model(module, params, name=source, shards=shards, layout=layout)
 
 
@@ -159,7 +164,7 @@ def abstract_request(load: Workload, mesh: AnyMesh) -> Request:
 
     rows = np.zeros((load.batch, load.context - load.max_new_tokens), np.int32)
     request = prepare(
-        model(load.target, offload=load.offload),
+        model(load.target, offload=load.offload, weights=load.weights),
         list(rows),
         drafter=drafter,
         tree=parse_tree(load.tree) if load.tree else None,

@@ -195,7 +195,7 @@ def add(commands: Any) -> None:
         f"{', '.join(map(str, BUDGETS))}",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    options.add_offload(parser)
+    options.add_weights(parser)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--context", type=int, nargs="+", default=[1024, 4096, 8192])
     parser.add_argument(
@@ -222,7 +222,12 @@ def run(arguments: argparse.Namespace) -> None:
     for name, least in minimum.items():
         if (value := np.min(getattr(arguments, name))) < least:
             raise ValueError(f"{name}={value} must be at least {least}")
-    target = load(arguments.target, dtype=arguments.dtype, offload=arguments.offload)
+    target = load(
+        arguments.target,
+        dtype=arguments.dtype,
+        weights=arguments.weights,
+        offload=arguments.offload,
+    )
     deepest = max(*arguments.nodes, arguments.gamma + 1)
     setup = Setup(target, arguments.backend, new_tokens(deepest))
     drafters = _drafters(arguments)
@@ -231,7 +236,9 @@ def run(arguments: argparse.Namespace) -> None:
         for context in arguments.context:  # reports invalid input before measuring
             tree = None if drafter is None else chain(deepest - 1)
             synthetic_request(setup, 1, context, drafter, tree)
-    sizes = cost_model.sizes_of(target.config, arguments.dtype, arguments.target, arguments.offload)
+    sizes = cost_model.sizes_of(
+        target.config, arguments.dtype, arguments.target, arguments.offload, target.weights
+    )
     drafts = {
         name: make_draft(drafter, sizes, arguments.dtype) for name, drafter in drafters.items()
     }
@@ -250,7 +257,7 @@ def run(arguments: argparse.Namespace) -> None:
         device, fitted = fit(sizes, rows, device)
         print(_constants(device, rows, fitted))
     device = dataclasses.replace(device, measured=steps_of(sizes, drafts, times))
-    names = ("target", "offload", "backend", "gamma", "repeats")
+    names = ("target", "weights", "offload", "backend", "gamma", "repeats")
     cost_model.save_profile(out, device, {name: getattr(arguments, name) for name in names})
     print(f"wrote {out}")
 

@@ -64,7 +64,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--micro-batches", type=int, help="per pass through the stages; default: the fastest"
     )
-    options.add_offload(parser)
+    options.add_weights(parser)
     parser.add_argument(
         "--draft-shards", type=int, help="number of GPUs over which a draft model is sharded"
     )
@@ -176,7 +176,8 @@ def as_text(report: dict[str, Any]) -> str:
         f"{load['target']}, {load['drafter'] or 'plain decoding'}, batch {load['batch']}, context "
         f"{load['context']}, {load['dtype']}, on {mesh.devices} x {load['device']} "
         f"({mesh}{micro_batches}), "
-        f"attention backend {load['backend']}{offloading.describe_offload(load['offload'])}"
+        f"attention backend {load['backend']}"
+        + offloading.describe(load["offload"], load["weights"])
     ]
     if "estimate" in report:
         lines.append(f"ESTIMATE {report['estimate']}")

@@ -86,7 +86,7 @@ def add(commands: Any) -> None:
         help="shard the target's heads, MLP and vocabulary (model) and its layers (stage); a "
         "single prompt requires data=1",
     )
-    options.add_offload(parser)
+    options.add_weights(parser)
     parser.add_argument(
         "--verbose", action="store_true", help="log compilations and the size of the caches"
     )
@@ -229,10 +229,11 @@ def _generate(
         prompt = chat_tokens(tokenizer, [{"role": "user", "content": arguments.chat}])
     mesh = magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None
 
-    def without_weights(source: str, shards: int | None = None) -> magicjax.Model:
-        return skeleton(source, arguments.dtype or stored_dtype(source), shards=shards)
+    def without_weights(source: str, **options) -> magicjax.Model:
+        return skeleton(source, arguments.dtype or stored_dtype(source), **options)
 
-    target = dataclasses.replace(without_weights(arguments.target), tokenizer=tokenizer)
+    target = without_weights(arguments.target, weights=arguments.weights)
+    target = dataclasses.replace(target, tokenizer=tokenizer)
     drafter, tree = speculation(arguments, without_weights)
     own = ("max_new_tokens", "stop", "logprobs", "backend")
     keywords = {name: getattr(arguments, name) for name in own}
@@ -248,7 +249,7 @@ def _generate(
         memory.check(request)
 
     load = functools.partial(magicjax.load, dtype=arguments.dtype, mesh=mesh)
-    target = load(arguments.target, offload=arguments.offload)
+    target = load(arguments.target, weights=arguments.weights, offload=arguments.offload)
     target = dataclasses.replace(target, tokenizer=tokenizer)
     load_draft = load if mesh is None else functools.partial(load, stages=1)
     drafter, _ = speculation(arguments, load_draft)

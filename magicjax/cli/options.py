@@ -11,6 +11,7 @@ import jax
 from magicjax.drafters.spec import DRAFTER_SYNTAX, parse_all, parse_trees
 from magicjax.loading import config_of
 from magicjax.trees.token_tree import Tree
+from models import parse_weights
 
 AUTO = "auto"
 INTERRUPTED = 130  # exit code, as of a shell: 128 + SIGINT
@@ -46,23 +47,28 @@ def candidate(text: str) -> str:
     return drafter(text)
 
 
-def add_offload(parser: Any) -> None:
-    """Adds `--offload` to a command."""
+def add_weights(parser: Any) -> None:
+    """Adds `--weights` and `--offload` to a command."""
+    parser.add_argument(
+        "--weights",
+        type=_weights,
+        metavar="int8",
+        help="quantize the target's matrices: int8 with a scale per output, int4 or int4:32 with "
+        "one per group of 128 or 32 inputs; none: dequantize a quantized checkpoint; default: as "
+        "stored",
+    )
     parser.add_argument(
         "--offload",
-        nargs="?",
-        const=True,
-        default=False,
-        type=_offload,
-        metavar="int8",
-        help="stream the target's weights from host memory, layer by layer; with int8, quantized",
+        action="store_true",
+        help="stream the target's weights from host memory, layer by layer",
     )
 
 
-def _offload(text: str) -> str:
-    if text != "int8":
-        raise argparse.ArgumentTypeError(f"{text!r} is unknown: use int8, or no value")
-    return text
+def _weights(text: str) -> str:
+    try:
+        return str(parse_weights(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def flag(name: str) -> str:

@@ -9,7 +9,7 @@ from magicjax import cost_model, planner
 from magicjax.cli import options
 from magicjax.drafters.sparse import BUDGET
 from magicjax.drafters.spec import make_drafter, parse
-from magicjax.loading import config_of, skeleton
+from magicjax.loading import config_of, skeleton, weight_format
 from magicjax.model import DTYPES
 from magicjax.parallel import offloading
 from magicjax.planner import acceptance
@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
         f"self:streaming:{BUDGET}, or the drafters of the table",
     )
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of models and caches")
-    options.add_offload(parser)
+    options.add_weights(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -66,7 +66,11 @@ def run(arguments: argparse.Namespace) -> None:
     """
     machine = machine_of(arguments)
     target = cost_model.sizes_of(
-        config_of(arguments.target), arguments.dtype, arguments.target, arguments.offload
+        config_of(arguments.target),
+        arguments.dtype,
+        arguments.target,
+        arguments.offload,
+        weight_format(arguments.target, arguments.weights),
     )
     cost_model.check_dtype(machine.device, arguments.dtype, arguments.device)
     options.check_context(arguments.target, arguments.context)
@@ -158,6 +162,7 @@ def as_json(
         "dtype": arguments.dtype,
         "device": machine.device.name,
         "mesh": {"data": machine.data, "model": machine.model},
+        "weights": arguments.weights,
         "offload": arguments.offload,
         "batch": arguments.batch,
         "context": arguments.context,
@@ -205,7 +210,7 @@ def as_text(
     lines = [
         f"{arguments.target}, {arguments.dtype}, batch {arguments.batch}, context "
         f"{arguments.context}, on {machine.devices} x {machine.device.name} ({mesh})"
-        + offloading.describe_offload(arguments.offload),
+        + offloading.describe(arguments.offload, arguments.weights),
         f"plain decoding: predicted T_target {1e3 * plan.target:.2f} ms, "
         f"{arguments.batch / plan.target:,.0f} tokens/s",
         _line("fastest drafter", best),

@@ -59,7 +59,7 @@ def add(commands: Any) -> None:
         metavar="data=1,model=8",
         help="shard the target's heads, MLP and vocabulary (model) and the slots (data)",
     )
-    options.add_offload(parser)
+    options.add_weights(parser)
     parser.add_argument(
         "--verbose", action="store_true", help="log compilations and the size of the caches"
     )
@@ -185,10 +185,12 @@ def run(arguments: argparse.Namespace) -> int:
         dtype = arguments.dtype or options.default_dtype() or stored_dtype(arguments.target)
         keywords = {name: getattr(arguments, name) for name in ENGINE}
         keywords["grammar_states"] = arguments.grammar_states or None
-        _validate(arguments, functools.partial(skeleton, dtype=dtype), keywords)
+        without_weights = functools.partial(skeleton, dtype=dtype)
+        target = without_weights(arguments.target, weights=arguments.weights)
+        _validate(arguments, target, without_weights, keywords)
         mesh = magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None
         load = functools.partial(magicjax.load, dtype=dtype, mesh=mesh)
-        target = load(arguments.target, offload=arguments.offload)
+        target = load(arguments.target, weights=arguments.weights, offload=arguments.offload)
         target = dataclasses.replace(target, tokenizer=tokenizer)
         load_draft = load if mesh is None else functools.partial(load, stages=1)
         drafter, tree = drafting.speculation(arguments, load_draft)
@@ -233,14 +235,15 @@ def _checked(arguments: argparse.Namespace) -> str | None:
 
 def _validate(
     arguments: argparse.Namespace,
-    without_weights: Callable[[str], magicjax.Model],
+    target: magicjax.Model,
+    without_weights: Callable[..., magicjax.Model],
     keywords: dict[str, Any],
 ) -> None:
     """Raises ValueError if the models do not fit each other, or for invalid options of requests."""
     drafter, tree = drafting.speculation(arguments, without_weights)
     own = {name: keywords[name] for name in ("verifier", "logprobs", "backend")}
     prepare(
-        without_weights(arguments.target),
+        target,
         [[0]],
         drafter=drafter,
         tree=tree,

@@ -6,14 +6,14 @@ plain decoding, n = N nodes for verification, n = 1 on its budget for a draft.
 
 import dataclasses
 import functools
-from typing import Literal
 
 import flax.linen as nn
 import jax
 
 import models
 from magicjax.cost_model.device import Machine
-from magicjax.parallel.offloading import two_layers, validate_offload
+from magicjax.parallel.offloading import two_layers
+from sharding import array_bytes
 
 LOGIT_BYTES = 4  # float32
 LOGIT_PASSES = 2  # written once, and read once to select a token
@@ -35,8 +35,8 @@ class Sizes:
       tables: elements of tables of which a pass reads few rows: positions, an untied embedding, the
         map of a draft vocabulary.
       itemsize: bytes per element of weights and caches.
-      streamed: bytes per element of offloaded blocks, which every pass copies from host memory; 0
-        if the blocks are on the device.
+      matrix_itemsize: bytes per element of the blocks' matrices; of quantized ones, with scales.
+      streamed: whether the blocks are offloaded: every pass copies them from host memory.
     """
 
     name: str
@@ -52,23 +52,30 @@ class Sizes:
     small: int
     tables: int
     itemsize: int
-    streamed: int = 0
+    matrix_itemsize: float
+    streamed: bool = False
 
     @property
     def key(self) -> str:
         """Identifies the sizes: two models with the same key have the same cost."""
-        *numbers, streamed = dataclasses.astuple(self)[1:]
-        return "-".join(map(str, numbers)) + (f"-streamed-{streamed}" if streamed else "")
+        *numbers, matrix_itemsize, streamed = dataclasses.astuple(self)[1:]
+        quantized = f"-matrices-{matrix_itemsize:.4g}" * (matrix_itemsize != self.itemsize)
+        return "-".join(map(str, numbers)) + quantized + "-streamed" * streamed
 
     @property
-    def streamed_bytes(self) -> int:
-        """Bytes that a pass copies from the host, without norms and int8 scales."""
-        return self.streamed * (self.attention + self.mlp)
+    def matrix_bytes(self) -> float:
+        """Bytes of the blocks' matrices."""
+        return self.matrix_itemsize * (self.attention + self.mlp)
 
     @property
-    def weight_bytes(self) -> int:
+    def streamed_bytes(self) -> float:
+        """Bytes that a pass copies from the host, without norms."""
+        return self.matrix_bytes * self.streamed
+
+    @property
+    def weight_bytes(self) -> float:
         """Bytes of weights that a pass reads: all but `tables`."""
-        return self.itemsize * (self.attention + self.mlp + self.unembedding + self.small)
+        return self.matrix_bytes + self.itemsize * (self.unembedding + self.small)
 
     @property
     def kv_bytes(self) -> int:
@@ -87,29 +94,33 @@ def sizes_of(
     config: models.DecoderConfig,
     dtype: str = "bfloat16",
     name: str = "the model",
-    offload: bool | Literal["int8"] = False,
+    offload: bool = False,
+    weights: models.WeightFormat | None = None,
 ) -> Sizes:
     """Returns the sizes of a model, from the shapes of its parameters.
 
     Args:
-      config, dtype, name: of the model.
+      config, dtype, name, weights: of the model.
       offload: as for `magicjax.load`.
     """
-    module = models.build(config, dtype)
+    module = models.build(config, dtype, weights)
     params = nn.meta.unbox(models.abstract_params(module))
     counted = dict.fromkeys(("attention", "mlp", "unembedding", "small", "tables"), 0)
     output = "embedding" if config.tie_embeddings else "unembedding"
-    itemsize = module.dtype.itemsize
+    matrix_bytes = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         keys = [entry.key for entry in path]
         if keys[-1] == output:
             counted["unembedding"] += leaf.size
         elif keys[-1] in ("embedding", "position_embedding", "vocab_map"):
             counted["tables"] += leaf.size
-        elif keys[-1] != "weight":
-            counted["small"] += leaf.size
-        else:
+        elif keys[-1] == "weight":
             counted["attention" if keys[-2] in ("q", "k", "v", "out") else "mlp"] += leaf.size
+            matrix_bytes += array_bytes(leaf.shape, leaf.dtype)
+        elif keys[-1] in ("scale", "zero") and len(leaf.shape) > 1:  # a norm's scale is a vector
+            matrix_bytes += array_bytes(leaf.shape, leaf.dtype)
+        else:
+            counted["small"] += leaf.size
     return Sizes(
         name=name,
         num_layers=config.num_layers,
@@ -118,8 +129,9 @@ def sizes_of(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
-        itemsize=itemsize,
-        streamed=1 if validate_offload(offload) == "int8" else itemsize * bool(offload),
+        itemsize=module.dtype.itemsize,
+        matrix_itemsize=matrix_bytes / (counted["attention"] + counted["mlp"]),
+        streamed=offload,
         **counted,
     )
 
@@ -178,11 +190,8 @@ def pass_parts(
     padded = rows * machine.device.tile * -(-nodes // machine.device.tile)
     per_slot = sizes.kv_bytes if slot_bytes is None else slot_bytes
     new_kv = tokens * sizes.kv_bytes  # written
-    block_itemsize = sizes.itemsize  # bytes moved per element
-    if 0 < sizes.streamed < sizes.itemsize:  # int8 is read and written as the dtype first
-        block_itemsize += sizes.streamed + sizes.itemsize
 
-    def linear(elements: int, itemsize: int, small: int = 0) -> Part:
+    def linear(elements: int, itemsize: float, small: int = 0) -> Part:
         moved = itemsize * elements + sizes.itemsize * small
         return Part(bytes=moved / g, flops=2 * elements * padded / g)
 
@@ -191,8 +200,8 @@ def pass_parts(
     messages = 2 * sizes.num_layers if g > 1 else 0
     fetched = {HOST: Part(fetched=sizes.streamed_bytes / g)} if sizes.streamed else {}
     return {
-        "projections": linear(sizes.attention, block_itemsize),
-        "MLP": linear(sizes.mlp, block_itemsize, sizes.small),
+        "projections": linear(sizes.attention, sizes.matrix_itemsize),
+        "MLP": linear(sizes.mlp, sizes.matrix_itemsize, sizes.small),
         "attention": Part(
             bytes=(rows * slots * per_slot + new_kv) / kv_shards(sizes, machine),
             flops=4 * padded * scores / g,
@@ -213,9 +222,8 @@ def memory_bytes(
     """Returns the bytes of weights and of a cache with `slots` slots per row, on one device."""
     weights = sizes.weight_bytes + sizes.itemsize * sizes.tables
     if sizes.streamed:  # two layers are on the device, the current and the next
-        blocks = sizes.attention + sizes.mlp
-        held = two_layers(sizes.streamed * blocks, sizes.num_layers)
-        weights += held - sizes.itemsize * blocks
+        weights -= sizes.matrix_bytes
+        weights += two_layers(round(sizes.matrix_bytes), sizes.num_layers)
     cache = machine.rows(batch) * slots * slot_bytes
     return weights / machine.model + cache / kv_shards(sizes, machine)
 

@@ -12,8 +12,8 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import flax.linen as nn
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 import models
@@ -21,7 +21,7 @@ from magicjax import placement
 from magicjax.decoding.request import CAPACITY_MULTIPLE, Request
 from magicjax.model import Model
 from magicjax.parallel import offloading
-from sharding import STAGE, AnyMesh, part_bytes
+from sharding import STAGE, AnyMesh, array_bytes, part_bytes
 
 GB = 1e9
 MANY_ROWS = 2**14  # fewer prompts are read in less than a second
@@ -190,7 +190,7 @@ def _cache_bytes(request: Request, batch: int, capacity: int) -> tuple[float, fl
 def _weight_bytes(model: Model, request: Request) -> float:
     """Returns the bytes of a model's weights on each device."""
     if model.params is None:
-        size = _parameter_bytes(model.config, model.dtype)
+        size = _parameter_bytes(model.module)
         return size / _parts(model, request.target, request, "shards")
     blocks = part_bytes(model.layout)
     return part_bytes(model.params) + offloading.two_layers(blocks, model.config.num_layers)
@@ -206,9 +206,9 @@ def _parts(model: Model, target: Model, request: Request, kind: str) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _parameter_bytes(config: models.DecoderConfig, dtype: np.dtype) -> int:
-    leaves = jax.tree.leaves(models.abstract_params(models.build(config, dtype)))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+def _parameter_bytes(module: nn.Module) -> int:
+    leaves = jax.tree.leaves(models.abstract_params(module))
+    return sum(array_bytes(leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def _remedy(request: Request, limit: float) -> list[str]:

@@ -26,7 +26,7 @@ from magicjax.model import Model
 from magicjax.parallel import pipeline_stages
 from magicjax.settings import AttentionStatsSpec, PrefillSettings, Settings
 from magicjax.verification.sampling import Sampling
-from sharding import DATA, STAGE, AnyMesh, factored, processes
+from sharding import DATA, STAGE, AnyMesh, array_bytes, factored, processes
 
 PREFILL_CHUNK = 512  # tokens of a row in a prefill step
 PREFILL_TOKENS = 8192  # of all rows of a device in a prefill step: bounds the activations
@@ -285,7 +285,7 @@ def _placed(request: Request, mesh: AnyMesh, micro_batches: int | None, put: Cal
 def _micro_batches(request: Request, mesh: AnyMesh) -> int:
     """Returns the number of micro-batches that makes a step of plain decoding fastest."""
     groups, target = mesh.shape[DATA], request.target
-    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(target.params))
+    weights = sum(array_bytes(x.shape, x.dtype) for x in jax.tree.leaves(target.params))
     caches = target.kv_bytes(len(request.prompts), request.settings.capacity) // groups
     rows = len(request.prompts) // groups
     return pipeline_stages.best_micro_batches(rows, mesh.shape[STAGE], weights, caches)

@@ -39,6 +39,7 @@ from magicjax.policies import Policy, StreamingLLM
 from magicjax.settings import AttentionStatsSpec, Settings
 from magicjax.trees.proposal import DrawMethod, Proposal
 from magicjax.trees.token_tree import Tree
+from models import parse_weights
 from sharding import BATCH, KV_HEADS, Split, logical_axes
 
 SinkPositions = Literal["text", "in_cache"]
@@ -83,6 +84,8 @@ class SmallModel(Drafter):
         move to just before the ring, so that a draft model can read texts beyond its own context;
         for policy "streaming" and rotary positions. The prompt is then prefilled through the same
         sliding window.
+      weights: the format in which a path is loaded, as for `magicjax.load`; of a loaded model it
+        must be the model's.
 
     Raises:
       ValueError: an unknown policy; a budget or kv_dtype of a full cache;
@@ -100,6 +103,9 @@ class SmallModel(Drafter):
         "text",
         "positions of the sinks of policy streaming: those in the text, or just before the newest "
         "tokens, which lets the draft model read texts longer than its context",
+    )
+    weights: str | None = option(
+        None, "quantized matrices of the draft model: int8, int4 or int4:32"
     )
 
     def __post_init__(self):
@@ -120,9 +126,15 @@ class SmallModel(Drafter):
         return sparse_settings(self)
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
-        """Raises if vocabularies or tokenizers differ, or context or tree are too large."""
+        """Raises if vocabularies, tokenizers or weights differ, or context or tree are too large."""
         if not isinstance(self.model, Model):
             raise TypeError(f"SmallModel needs what magicjax.load returns, not {self.model!r}")
+        form = parse_weights(self.weights)
+        if form is not None and (None if form == "none" else form) != self.model.weights:
+            raise ValueError(
+                f"weights={self.weights!r} differs from the draft model's, {self.model.weights}: "
+                "load it with magicjax.load(path, weights=...), or remove weights"
+            )
         vocab, target_vocab = self.model.config.vocab_size, target.config.vocab_size
         if vocab != target_vocab:
             raise ValueError(

@@ -114,6 +114,7 @@ def parse(text: str) -> Spec:
     declared = options.options_of(kind)
     positional = [option for option in declared.values() if option.positional]
     named: list[re.Match] = []
+    _join_groups(parts)
     while len(parts) > has_model(kind) and (match := re.fullmatch(r"(\w+)=(.*)", parts[-1])):
         named.insert(0, match)
         parts.pop()
@@ -139,6 +140,14 @@ def parse(text: str) -> Spec:
     for match in named:
         parsed = _with_option(parsed, options.find(match[1], known, text), match[2], text)
     return parsed
+
+
+def _join_groups(parts: list[str]) -> None:
+    """Joins the parts of a format of weights that has a group: weights=int4 and 32."""
+    for i in range(len(parts) - 1):
+        if re.fullmatch(r"weights=int\d+", parts[i]) and parts[i + 1].isdecimal():
+            parts[i : i + 2] = [":".join(parts[i : i + 2])]
+            return
 
 
 def _with_option(parts: Spec, known: Option, value: str, text: str) -> Spec:
@@ -215,12 +224,12 @@ def _policy_options(
     return options.fields_of(type(found), policy_name(found))
 
 
-def make_drafter(text: str, load: Callable[[str], Any]) -> Drafter:
+def make_drafter(text: str, load: Callable[..., Any]) -> Drafter:
     """Returns the drafter of a text, an `Ensemble` of several joined by " + ".
 
     Args:
       text: such as self:snapkv:256, small:PATH:streaming:256 or prompt-lookup:4.
-      load: returns the model of a path.
+      load: returns the model of a path; its keyword `weights` is the drafter's option.
 
     Raises:
       ValueError, FileNotFoundError: the text is not a drafter, an unknown policy or model, or
@@ -230,7 +239,7 @@ def make_drafter(text: str, load: Callable[[str], Any]) -> Drafter:
     return members[0] if len(members) == 1 else Ensemble(tuple(members))
 
 
-def from_spec(spec: Spec, load: Callable[[str], Any]) -> Drafter:
+def from_spec(spec: Spec, load: Callable[..., Any]) -> Drafter:
     """Returns the drafter of parsed text; see `make_drafter`."""
     kind: Any = get_drafter(spec.name)
     values = dict(spec.values)
@@ -238,7 +247,10 @@ def from_spec(spec: Spec, load: Callable[[str], Any]) -> Drafter:
         default = options.options_of(kind)["policy"].default
         policy: Any = get_policy(values.get("policy", default))
         values["policy"] = dataclasses.replace(policy, **spec.policy_values)
-    return kind(load(spec.path), **values) if spec.path else kind(**values)
+    if not spec.path:
+        return kind(**values)
+    weights = values.get("weights")
+    return kind(load(spec.path, weights=weights) if weights else load(spec.path), **values)
 
 
 def text_of(drafter: Drafter) -> str:
@@ -289,7 +301,7 @@ def _written(value: Any) -> str:
       ValueError: the text would not be read as this value.
     """
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    if ":" in text or _JOIN in text:
+    if (":" in text and not re.fullmatch(r"int\d+:\d+", text)) or _JOIN in text:
         raise ValueError(f"an option has the value {text!r}, which must not contain ':' or ' + '")
     return text
 
@@ -300,7 +312,7 @@ def parse_trees(text: str) -> tuple[Tree, ...]:
 
 
 def resolve(
-    drafter: Any, tree: Tree | str | None, load: Callable[[str], Any]
+    drafter: Any, tree: Tree | str | None, load: Callable[..., Any]
 ) -> tuple[Any, Tree | None]:
     """Returns (drafter, tree), made from their texts if they are texts.
 

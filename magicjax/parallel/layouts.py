@@ -7,7 +7,7 @@ call the same methods on all of them, and never distinguish them.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -28,15 +28,12 @@ class Layout:
     Attributes:
       stages: the number of pipeline stages.
       micro_batches: the number of parts into which a batch is divided for the stages.
+      offload: whether the blocks' weights are in host memory.
     """
 
     stages = 1
     micro_batches = 1
-
-    @property
-    def offload(self) -> offloading.Offload:
-        """The value of `magicjax.load`'s argument `offload`."""
-        return False
+    offload = False
 
     def run(
         self,
@@ -96,9 +93,7 @@ class Offloaded(Layout):
 
     blocks: Any
 
-    @property
-    def offload(self) -> Literal[True, "int8"]:
-        return "int8" if offloading.is_int8(self.blocks) else True
+    offload = True
 
     def run(self, module, params, tokens, positions, attend) -> PassResult:
         block, layers = models.layer_module(module), module.config.num_layers
@@ -110,8 +105,7 @@ class Offloaded(Layout):
             return jax.lax.switch(layer, branches, q, k, v)
 
         def run_layer(x, layer, weights):
-            weights = {"params": offloading.dequantize(weights, module.dtype)}
-            return block.apply(weights, x, positions, attend_any, layer)
+            return block.apply({"params": weights}, x, positions, attend_any, layer)
 
         x = module.apply(params, tokens, positions, method="embed")
         return host.stream(run_layer, x, self.blocks, layers)
@@ -120,7 +114,7 @@ class Offloaded(Layout):
         return models.split_blocks(_abstract_params(module))[0]
 
     def shard(self, module: nn.Module, sharding_of: ShardingFn, put: Callable) -> "Offloaded":
-        shapes = offloading.shapes(module, self.offload == "int8", sharding_of)
+        shapes = offloading.shapes(module, sharding_of)
         blocks = jax.tree.map(lambda x, shape: put(x, shape.sharding), self.blocks, shapes)
         return dataclasses.replace(self, blocks=blocks)
 

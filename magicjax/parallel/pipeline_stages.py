@@ -10,7 +10,7 @@ Per-layer arrays are stacked by stage. Slot i of stage s holds layer s * L/S + i
 [S, ...], and a cache's [B, K, slots, D] is [S * B, K, slots, D].
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -77,21 +77,18 @@ def validate_policy(drafter: Any, layers: int, stages: int) -> None:
         )
 
 
-def stack_layers(
-    params: Any, stages: int, stack: Callable[[Sequence[Any]], Any] | None = None
-) -> Any:
+def stack_layers(params: Any, stages: int) -> Any:
     """Returns a model's variables with the blocks' parameters stacked by stage.
 
     Args:
       params: the variables of all layers: arrays, shapes, or boxed shapes.
       stages: S.
-      stack: combines one parameter of the S layers that share a slot; None: along a new first axis.
     """
     stacked, layers = models.split_blocks(params)
     slots = len(layers) // stages
     for slot in range(slots):
         stacked["params"][f"{models.BLOCK}{slot}"] = jax.tree.map(
-            lambda *values: (stack or _stack)(values), *layers[slot::slots], is_leaf=models.is_boxed
+            lambda *values: _stack(values), *layers[slot::slots], is_leaf=models.is_boxed
         )
     return stacked
 
@@ -117,25 +114,27 @@ def load_params(params: Any, module: nn.Module, stages: int, sharding_of: Shardi
     Args:
       params: the blocks' as memory-mapped arrays (`models.load_checkpoint(mapped_blocks=True)`),
         the others on their devices.
-      module: the model's.
+      module: the model's; the blocks' matrices are quantized as it declares.
       stages: S.
       sharding_of: the sharding of a parameter, by its logical axes.
     """
+    loaded, layers = models.split_blocks(params)
+    boxes = stack_layers(models.abstract_params(module), stages)["params"]
+    slots = len(layers) // stages
 
-    def put(value, sharding):
-        if not isinstance(value, tuple):
-            return value
-
+    def put(box, *values):
         def read(index):
             local_stages = range(*index[0].indices(stages))
-            parts = [np.asarray(value[s][index[1:]], module.dtype) for s in local_stages]
+            parts = [np.asarray(values[s][index[1:]], box.value.dtype) for s in local_stages]
             return np.stack(parts)
 
-        return jax.make_array_from_callback((stages, *value[0].shape), sharding, read)
+        return jax.make_array_from_callback(box.value.shape, sharding_of(box.names), read)
 
-    shardings = _shardings(module, stages, sharding_of)
-    stacked = stack_layers(params, stages, tuple)
-    return jax.tree.map(put, stacked, shardings, is_leaf=lambda x: isinstance(x, tuple))
+    for slot in range(slots):  # one by one, as each is quantized on the host
+        blocks = [models.quantize_block(layer, module) for layer in layers[slot::slots]]
+        name = f"{models.BLOCK}{slot}"
+        loaded["params"][name] = jax.tree.map(put, boxes[name], *blocks, is_leaf=models.is_boxed)
+    return loaded
 
 
 def init_params(module: nn.Module, seed: int, stages: int, sharding_of: ShardingFn) -> Any:

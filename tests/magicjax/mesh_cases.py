@@ -45,6 +45,7 @@ def nobody(kv_heads, shards):
 
 TREE = magicjax.expansion((2, 2))
 OPT = 0  # in place of a number of KV heads: another family, all of whose 8 heads are KV heads
+INT4 = -8  # 8 KV heads, and matrices in int4 with groups of 4
 # Name: (drafter, tree, options of generate, KV heads of the target).
 CASES = {
     "plain": (nobody, None, {}, 8),
@@ -80,6 +81,8 @@ CASES = {
     ),
     "OPT": (self_speculation("snapkv"), TREE, {}, OPT),
     "OPT sampled": (small(), magicjax.chain(3), SAMPLED, OPT),
+    "int4": (self_speculation(), magicjax.chain(3), {}, INT4),
+    "int4 small sampled": (small(), TREE, SAMPLED, INT4),
 }
 
 
@@ -95,7 +98,7 @@ def draft(kv_heads: int, shards: int | None) -> magicjax.Model:
 
 
 def _model(kv_heads: int, noise: float, layers: int) -> magicjax.Model:
-    shape = tiny.config(**SIZES, num_kv_heads=kv_heads or 8, num_layers=layers)
+    shape = tiny.config(**SIZES, num_kv_heads=abs(kv_heads) or 8, num_layers=layers)
     if kv_heads == OPT:
         shape = models.family_config(
             "opt",
@@ -111,7 +114,8 @@ def _model(kv_heads: int, noise: float, layers: int) -> magicjax.Model:
         params = tiny.drawn(shape, 0)
     params = tiny.loud(params, np.random.default_rng(7), noise, never=None)
     params = jax.tree.map(lambda x: jax.numpy.asarray(np.asarray(x, np.float32)), params)
-    return magicjax.Model(models.build(shape), params)
+    model = magicjax.Model(models.build(shape), params)
+    return tiny.quantized(model, "int4:4") if kv_heads == INT4 else model
 
 
 def generate(

@@ -42,11 +42,11 @@ def exchanged(case: str, mesh: list[int], micro_batches: int, layers: int) -> di
     )
 
 
-def loaded(path: str, mesh: list[int]) -> dict:
+def loaded(path: str, mesh: list[int], weights: str | None) -> dict:
     """Returns how stages divide a checkpoint, and whether its text is the same."""
     on = make_mesh(*mesh)
-    model, whole = magicjax.load(path, mesh=on), magicjax.load(path)
-    draft = magicjax.load(path, mesh=on, stages=1)
+    load = functools.partial(magicjax.load, path, weights=weights)
+    model, whole, draft = load(mesh=on), load(), load(mesh=on, stages=1)
     prompts = mesh_cases.prompts()
     options = dict(max_new_tokens=8, eos_token_id=[], tree=magicjax.chain(2))
     found = magicjax.generate(

@@ -119,6 +119,22 @@ def drawn(shape, seed):
 
 
 @functools.cache
+def quantized(whole: magicjax.Model, weights: str) -> magicjax.Model:
+    """Returns the model with quantized matrices."""
+    module = models.build(whole.config, whole.dtype, models.WeightFormat.parse(weights))
+    rest, layers = models.split_blocks(jax.device_get(whole.params))
+    blocks = {f"layers_{i}": models.quantize_block(x, module) for i, x in enumerate(layers)}
+    params = jax.device_put({"params": rest["params"] | blocks})
+    return dataclasses.replace(whole, module=module, params=params)
+
+
+def dequantized(model: magicjax.Model) -> magicjax.Model:
+    """Returns the model whose matrices are those that a quantized model stands for."""
+    params = models.dequantize_params(model.params, model.dtype)
+    return dataclasses.replace(model, module=model.module.clone(weights=None), params=params)
+
+
+@functools.cache
 def drafter(kind: str, dtype: str = "float32"):
     """Returns a drafter by what it is to the target; `same` is the target: all is accepted."""
     if kind == "self":

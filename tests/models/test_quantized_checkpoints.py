@@ -98,7 +98,7 @@ def write_pair(tmp_path, name, ignored=("lm_head",), config=CONFIG):
 def test_logits_are_those_of_the_dequantized_matrices(name, tmp_path, logits_of):
     quantized, plain = write_pair(tmp_path, name)
     found, right = (models.load_checkpoint(path, "float32") for path in (quantized, plain))
-    form = models.stored_weights(quantized)
+    form = models.weight_format(quantized)
     assert form is not None and found.module.weights == form
     assert found.params["params"]["layers_0"]["mlp"]["up"]["weight"].dtype == form.dtype
     both = [np.asarray(logits_of(c.module, c.params, TOKENS)) for c in (found, right)]
@@ -112,7 +112,7 @@ def test_logits_are_those_of_the_dequantized_matrices(name, tmp_path, logits_of)
 def test_logits_are_those_of_compressed_tensors(folder, logits_of):
     expected = np.load(folder / "expected.npz")
     checkpoint = models.load_checkpoint(folder)
-    assert checkpoint.module.weights == models.stored_weights(folder)
+    assert checkpoint.module.weights == models.weight_format(folder)
     found = logits_of(checkpoint.module, checkpoint.params, expected["tokens"])
     assert relative_error(found, expected["logits"]) < 2e-5
 
@@ -149,22 +149,33 @@ def test_a_gguf_file_stays_quantized(kinds, form, tmp_path, monkeypatch, logits_
     assert jax.tree.all(jax.tree.map(np.array_equal, dequantized.params, right.params))
 
 
-def test_each_device_has_its_part(tmp_path):
-    """Groups are divided with the inputs of a matrix, and scales with its outputs."""
-    folder, _ = write_pair(tmp_path, "awq")
-    mesh = magicjax.make_mesh(model=2)
+def tokens_on_a_mesh(folder):
+    """The greedy tokens on two devices, each with half the groups or outputs of a matrix."""
+    mesh = magicjax.make_mesh(model=2, devices=jax.devices()[:2])
     model = magicjax.load(folder, "float32", mesh=mesh)
     block = model.params["params"]["layers_0"]
-    out, up = block["attention"]["out"], block["mlp"]["up"]
     for name in ("weight", "scale", "zero"):
-        assert out[name].addressable_shards[0].data.shape[0] == out[name].shape[0] // 2
-        assert up[name].addressable_shards[0].data.shape[-1] == up[name].shape[-1] // 2
-    whole = magicjax.load(folder, "float32")
-    texts = [
-        magicjax.generate(m, TOKENS, max_new_tokens=8, mesh=at, drafter="self:streaming:24").tokens
-        for m, at in ((model, mesh), (whole, None))
-    ]
-    np.testing.assert_array_equal(*texts)
+        for matrix, axis in ((block["attention"]["out"], 0), (block["mlp"]["up"], -1)):
+            part = matrix[name].addressable_shards[0].data
+            assert part.shape[axis] == matrix[name].shape[axis] // 2
+    return tokens(model, mesh)
+
+
+def tokens(model, mesh=None):
+    settings = {"max_new_tokens": 8, "drafter": "prompt-lookup:2", "tree": "chain:2"}
+    return np.asarray(magicjax.generate(model, TOKENS, mesh=mesh, **settings).tokens).tolist()
+
+
+def test_a_mesh_divides_groups_and_outputs(eight, tmp_path):
+    folder, _ = write_pair(tmp_path, "awq")
+    assert eight(tokens_on_a_mesh, folder=str(folder)) == tokens(magicjax.load(folder, "float32"))
+
+
+def test_offloaded_weights_stay_quantized(tmp_path):
+    folder, _ = write_pair(tmp_path, "awq")
+    resident, offloaded = (magicjax.load(folder, "float32", offload=o) for o in (False, True))
+    assert offloaded.weights == resident.weights is not None
+    assert tokens(offloaded) == tokens(resident)
 
 
 # Errors

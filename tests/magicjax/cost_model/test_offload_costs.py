@@ -13,7 +13,7 @@ from magicjax.cost_model import Device, Machine
 CONFIG = models.preset("opt-13b")
 RESIDENT = cost_model.sizes_of(CONFIG, "bfloat16", "opt-13b")
 STREAMED = cost_model.sizes_of(CONFIG, "bfloat16", "opt-13b", True)
-INT8 = cost_model.sizes_of(CONFIG, "bfloat16", "opt-13b", "int8")
+INT8 = cost_model.sizes_of(CONFIG, "bfloat16", "opt-13b", True, models.WeightFormat(8, None))
 H200 = cost_model.find_device("h200")
 BLOCKS = RESIDENT.attention + RESIDENT.mlp
 
@@ -24,7 +24,8 @@ def seconds(sizes: cost_model.Sizes, device: Device, nodes: int = 1) -> dict[str
 
 def test_a_pass_fetches_every_layer_once():
     assert RESIDENT.streamed_bytes == 0 and "host link" not in seconds(RESIDENT, H200)
-    assert STREAMED.streamed_bytes == 2 * BLOCKS and INT8.streamed_bytes == BLOCKS
+    assert STREAMED.streamed_bytes == 2 * BLOCKS
+    assert INT8.streamed_bytes == pytest.approx(BLOCKS, rel=1e-3)  # and scales
     assert len({RESIDENT.key, STREAMED.key, INT8.key}) == 3
 
 
@@ -52,10 +53,10 @@ def test_a_cpu_does_not_overlap_fetches():
     assert sum(found.values()) == pytest.approx(sum(resident.values()) + fetching)
 
 
-def test_int8_weights_are_read_and_written_once_more():
+def test_a_pass_reads_int8_weights_once():
     device = dataclasses.replace(H200, host_link=1e15)
-    more = sum(seconds(INT8, device).values()) - sum(seconds(STREAMED, device).values())
-    assert more == pytest.approx((1 + 2) * BLOCKS / device.reached_bandwidth, rel=1e-3)
+    less = sum(seconds(STREAMED, device).values()) - sum(seconds(INT8, device).values())
+    assert less == pytest.approx(BLOCKS / device.reached_bandwidth, rel=1e-2)
 
 
 def test_larger_trees_are_cheaper_with_offloading():

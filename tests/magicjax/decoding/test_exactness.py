@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+import magicjax
 from tests.magicjax import oracle, tiny
 from tests.quick import quick
 
@@ -76,6 +77,27 @@ def test_speculative_decoding_gives_the_oracles_text_wherever_rows_end(kind, tre
 @pytest.mark.parametrize(("kind", "tree", "batch"), ALL)
 def test_every_drafter_with_every_tree_and_batch_is_exact(kind, tree, batch, tally):
     check_every_end(tally, batch, kind=kind, tree=tree)
+
+
+@pytest.mark.parametrize(("target", "draft"), [("int4:8", "self"), (None, "int8")])
+def test_quantized_targets_and_drafts_are_exact(target, draft, tally):
+    whole = tiny.model()
+    model = tiny.quantized(whole, target) if target else whole
+    drafter = tiny.drafter("self")
+    if draft == "int8":
+        drafter = magicjax.SmallModel(tiny.quantized(tiny.model("near"), "int8"), weights="int8")
+    options = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER, tree=tiny.TREES["2,2,1"])
+    found = magicjax.generate(model, tiny.prompts(3), drafter=drafter, **options)
+    plain = tiny.dequantized(model)
+    wanted = [oracle.greedy(plain, prompt, tiny.NEW) for prompt in tiny.prompts(3)]
+    tally.compare(plain, tiny.prompts(3), wanted, tiny.rows_of(found))
+    assert 1 < found.stats.tau
+    if draft == "int8":
+        other = magicjax.SmallModel(tiny.model("near"), weights="int8")
+        with pytest.raises(ValueError, match="weights='int8' differs from the draft model's, None"):
+            magicjax.generate(model, tiny.prompts(3), drafter=other, **options)
+    unquantized = np.array_equal(wanted, tiny.expected(3))
+    assert unquantized == (target is None)  # the text of a quantized target is its own
 
 
 def test_the_drafters_reach_every_branch():

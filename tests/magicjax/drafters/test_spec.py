@@ -104,6 +104,22 @@ def test_a_wrong_text_is_refused(text, message):
         make(text)
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4:32"])
+def test_a_path_is_loaded_with_the_weights_of_the_text(weights):
+    loaded = []
+
+    def load(path, **options):
+        loaded.append((path, options))
+        return types.SimpleNamespace(name=path)
+
+    text = f"small:a:streaming:64:weights={weights}:draw=top"
+    drafter = spec.make_drafter(text, load)
+    assert loaded == [("a", {"weights": weights})] and drafter.weights == weights
+    written = spec.text_of(drafter)
+    assert spec.make_drafter(written, load).weights == weights
+    assert sorted(written.split(":")) == sorted(text.split(":"))
+
+
 def test_a_value_that_cannot_be_read_back_is_not_written():
     with pytest.raises(ValueError, match="'a:b', which must not contain ':'"):
         spec.text_of(Repeat(text="a:b"))

@@ -23,6 +23,7 @@ FEW = [
     ("h2o int8", (4, 2)),
     ("sinks in the cache", (1, 8)),
     ("OPT", (1, 8)),
+    ("int4", (2, 4)),
 ]
 ALL = [pair for pair in itertools.product(mesh_cases.CASES, MESHES) if pair not in FEW]
 
@@ -32,7 +33,7 @@ def shards_of(mesh) -> int | None:
     return 2 if mesh[1] > 4 else None
 
 
-@pytest.mark.parametrize(("case", "mesh"), quick(FEW, FEW[0]))
+@pytest.mark.parametrize(("case", "mesh"), quick(FEW, FEW[0], FEW[-1]))
 def test_a_mesh_gives_the_text_of_one_device(eight, record_property, case, mesh):
     shards = shards_of(mesh)
     mesh_cases.check(eight, record_property, case=case, mesh=mesh, shards=shards)

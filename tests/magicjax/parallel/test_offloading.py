@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import flax.linen as nn
@@ -18,7 +19,7 @@ from magicjax.decoding import memory, program_cache
 from magicjax.decoding.request import prepare
 from magicjax.decoding.runner import state_shapes
 from magicjax.parallel import offloading
-from magicjax.parallel.layouts import Offloaded, Resident
+from magicjax.parallel.layouts import Offloaded
 from sharding import host
 from tests.eight_devices import Eight
 from tests.magicjax import tiny
@@ -48,17 +49,13 @@ def model(shape) -> magicjax.Model:
 
 
 @functools.cache
-def offloaded(shape, int8: bool = False) -> magicjax.Model:
-    return magicjax.offload(model(shape), int8)
+def quantized(shape, weights: str) -> magicjax.Model:
+    return tiny.quantized(model(shape), weights)
 
 
-def resident(target: magicjax.Model) -> magicjax.Model:
-    """Returns a resident model with the weights that an offloaded one streams."""
-    blocks = offloading.dequantize(jax.device_get(target.layout.blocks), target.dtype)
-    params = dict(target.params["params"])
-    for layer in range(target.config.num_layers):
-        params[f"layers_{layer}"] = jax.tree.map(lambda x, i=layer: jnp.asarray(x[i]), blocks)
-    return dataclasses.replace(target, params={"params": params}, layout=Resident())
+@functools.cache
+def offloaded(shape, weights: str | None = None) -> magicjax.Model:
+    return magicjax.offload(quantized(shape, weights) if weights else model(shape))
 
 
 def text(target: magicjax.Model, **options) -> np.ndarray:
@@ -109,29 +106,16 @@ def test_a_small_draft_can_be_offloaded_too():
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("draft", ["self", "small sampled"])
-def test_speculation_on_int8_weights_gives_the_text_of_plain_decoding_on_them(draft):
-    target, sampled = offloaded(DEEP, int8=True), SAMPLED if "sampled" in draft else {}
-    drafted = text(target, **DRAFTS[draft], **({"verifier": "naive"} if sampled else {}))
-    plain = text(target, **sampled)
-    np.testing.assert_array_equal(drafted, plain)
-    np.testing.assert_array_equal(plain, text(resident(target), **sampled))
-
-
-def test_int8_error_is_at_most_half_a_scale():
-    weight = np.random.default_rng(0).standard_normal((6, 3, 4)).astype(np.float32)
-    weight[:, 1, 2] = 0  # a channel of nothing
-    weight[:, 0, 0] *= 1000  # and one that is much larger than the others
-    values, scales = offloading.quantize(weight, (1, 3, 4))
-    assert values.dtype == np.int8 and scales.shape == (1, 3, 4)
-    error = np.abs(values * scales - weight)
-    assert (error <= scales / 2 * (1 + 1e-6)).all()
-    assert (values[:, 1, 2] == 0).all()
-    tensor_scale = np.abs(weight).max() / 127  # one scale per tensor, for comparison
-    assert (
-        np.abs(np.rint(weight / tensor_scale) * tensor_scale - weight).max() > 100 * scales[0, 2, 3]
-    )
+@pytest.mark.parametrize(
+    ("weights", "draft"),
+    quick([*itertools.product(["int8", "int4:8"], ["self", "small sampled"])], ("int4:8", "self")),
+)
+def test_offloaded_quantized_weights_give_the_text_of_resident_ones(weights, draft):
+    target, options = offloaded(DEEP, weights), DRAFTS[draft]
+    assert target.weights == models.WeightFormat.parse(weights)
+    found = text(target, **options)
+    np.testing.assert_array_equal(found, text(quantized(DEEP, weights), **options))
+    assert (found != text(model(DEEP), **options)).any()
 
 
 def test_logits_of_int8_weights_are_within_the_bound():
@@ -141,7 +125,7 @@ def test_logits_of_int8_weights_are_within_the_bound():
     |J| s / 2 at most, and as errors are independent, by about the root of the sum of J^2 s^2 / 12.
     """
     shape, positions = tiny.config(num_layers=2), jnp.arange(12)[None]
-    whole, streamed = model(shape), offloaded(shape, int8=True)
+    whole, small = model(shape), quantized(shape, "int8")
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, tiny.VOCAB, (1, 12)), jnp.int32)
 
     def logits(model):
@@ -150,16 +134,15 @@ def test_logits_of_int8_weights_are_within_the_bound():
     slopes = jax.jacrev(logits)(whole).params["params"]
     most, variance = 0, 0
     for layer in range(2):
-        layer_leaves = jax.tree.leaves_with_path(slopes[f"layers_{layer}"])
-        stacked = jax.tree.leaves(
-            jax.device_get(streamed.layout.blocks), is_leaf=offloading.is_int8_weight
-        )
-        for (_, slope), leaf in zip(layer_leaves, stacked, strict=True):
-            if offloading.is_int8_weight(leaf):
-                step = np.abs(np.asarray(slope, np.float64)) * leaf.scales[layer]
+        for part, matrices in small.params["params"][f"layers_{layer}"].items():
+            for name, matrix in matrices.items():
+                if "norm" in part:
+                    continue
+                slope = np.asarray(slopes[f"layers_{layer}"][part][name]["weight"], np.float64)
+                step = np.abs(slope) * np.asarray(matrix["scale"])
                 summed = tuple(range(1, step.ndim))
                 most, variance = most + step.sum(summed) / 2, variance + (step**2).sum(summed) / 12
-    error = np.abs(np.asarray(logits(streamed)) - np.asarray(logits(whole)))
+    error = np.abs(np.asarray(logits(small)) - np.asarray(logits(whole)))
     assert (error <= most).all()
     assert (error <= 6 * np.sqrt(variance)).all()
     # The error is not smaller either: half or twice the scale would fail.
@@ -181,10 +164,10 @@ HEAVY = tiny.config(num_layers=6, hidden_size=256, intermediate_size=1024)
 LAYER_BYTES = 4 * (256 * (4 + 2 * 2 + 4) * 8 + 3 * 256 * 1024 + 2 * 256)
 
 
-def shaped(int8: bool = False) -> magicjax.Model:
+def shaped() -> magicjax.Model:
     module = models.build(HEAVY)
     rest, _ = models.split_blocks(nn.meta.unbox(models.abstract_params(module)))
-    return magicjax.Model(module, rest, layout=Offloaded(offloading.shapes(module, int8)))
+    return magicjax.Model(module, rest, layout=Offloaded(offloading.shapes(module)))
 
 
 def loop(target, drafter=None, tree=None):
@@ -252,7 +235,8 @@ def test_a_checkpoint_is_loaded_without_its_blocks(directory):
         host.HOST
     }
     assert (whole.offload, streamed.offload) == (False, True)
-    assert magicjax.load(directory, offload="int8").offload == "int8"
+    small = magicjax.load(directory, "float32", weights="int8", offload=True)
+    assert small.offload and small.layout.blocks["mlp"]["up"]["weight"].dtype == jnp.int8
 
 
 @pytest.mark.slow
@@ -269,10 +253,12 @@ def test_a_machine_without_the_memory_is_refused_before_anything_is_loaded():
     with pytest.raises(
         ValueError, match=r"offload needs 17\d.\d GB of host memory, .* 24.0 GB are"
     ):
-        offloading.validate_host_memory(module, False, available=int(24e9))
-    with pytest.raises(ValueError, match=r"offload needs \d\d.\d GB of host memory"):
-        offloading.validate_host_memory(module, True, available=int(24e9))
-    offloading.validate_host_memory(module, False, available=int(300e9))
+        offloading.validate_host_memory(module, available=int(24e9))
+    for weights in ("int8", "int4"):  # numpy does not pack int4 while it loads
+        small = module.clone(weights=models.WeightFormat.parse(weights))
+        with pytest.raises(ValueError, match=r"offload needs \d\d.\d GB of host memory"):
+            offloading.validate_host_memory(small, available=int(24e9))
+    offloading.validate_host_memory(module, available=int(300e9))
 
 
 class Lacking:
@@ -291,7 +277,7 @@ def test_a_platform_without_pinned_memory_is_refused():
 
 
 def test_invalid_offload_is_refused(directory):
-    with pytest.raises(ValueError, match="offload='int4' is unknown: use True, 'int8', or False"):
+    with pytest.raises(ValueError, match="offload='int4' is unknown: use True or False, and"):
         magicjax.load(directory, offload="int4")
     with pytest.raises(ValueError, match="the model 'deep' is offloaded already"):
         magicjax.offload(offloaded(DEEP))
@@ -327,8 +313,9 @@ def test_compiler_options_are_set_for_programs_that_stream_and_logged(caplog):
 def test_the_command_streams_and_prints_the_same(directory, run):
     ask = ("generate", "--target", directory, "--prompt", tiny.SOURCE, "--max-new-tokens", 12)
     assert run(*ask, "--offload")[:2] == run(*ask)[:2]
-    code, _, err = run(*ask, "--offload", "int4")
-    assert code == 2 and "'int4' is unknown: use int8, or no value" in err
+    assert run(*ask, "--offload", "--weights", "int8")[:2] == run(*ask, "--weights", "int8")[:2]
+    code, _, err = run(*ask, "--offload", "--weights", "int3")
+    assert code == 2 and "weights='int3' is unknown" in err
 
 
 @pytest.mark.slow
@@ -347,11 +334,9 @@ def test_a_row_of_nans_changes_nothing_in_the_others():
     np.testing.assert_array_equal(found, magicjax.generate(model(DEEP), rows, **options).tokens[1])
 
 
-@pytest.mark.parametrize("int8", quick([False, True], True))
-def test_fit_counts_the_streamed_layers_once(int8):
-    load = aot_compile.Workload(
-        "opt-125m", "", "", 4, 1024, "h100", offload="int8" if int8 else True
-    )
+@pytest.mark.parametrize("weights", quick([None, "int4"], "int4"))
+def test_fit_counts_the_streamed_layers_once(weights):
+    load = aot_compile.Workload("opt-125m", "", "", 4, 1024, "h100", offload=True, weights=weights)
     counted = memory_estimate.count(load)
     of = {"temporary bytes": counted.streamed + 10**6, "argument bytes in host memory": 7}
     names = {"prefill": of, "init": of | {"temporary bytes": 0}, "decode": of}
@@ -362,12 +347,12 @@ def test_fit_counts_the_streamed_layers_once(int8):
     assert found["largest batch"] == pytest.approx((0.95e10 - counted.weights) / per_row, rel=0.05)
 
 
-def on_mesh(data: int, model: int, int8: bool) -> list:
+def on_mesh(data: int, model: int, kv_heads: int) -> list:
     """Runs in a process of eight devices."""
     from tests.magicjax import mesh_cases
 
     mesh = magicjax.make_mesh(data, model)
-    target = magicjax.offload(mesh_cases.target(4), int8)
+    target = magicjax.offload(mesh_cases.target(kv_heads))
     drafter = magicjax.SelfSpeculation(budget=24)
     options = dict(drafter=drafter, tree=magicjax.chain(3), max_new_tokens=12, eos_token_id=[])
     found = magicjax.generate(target, mesh_cases.prompts(), mesh=mesh, **options)
@@ -379,9 +364,9 @@ def on_mesh(data: int, model: int, int8: bool) -> list:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("data", "model"), [(1, 4), (2, 2), (4, 1)])
-@pytest.mark.parametrize("int8", [False, True])
-def test_on_a_mesh_every_device_streams_its_part(data, model, int8):
+@pytest.mark.parametrize("kv_heads", [4, -8])  # -8: of int4 weights
+def test_on_a_mesh_every_device_streams_its_part(data, model, kv_heads):
     process = Eight()
-    found, expected = process(on_mesh, data=data, model=model, int8=int8)
+    found, expected = process(on_mesh, data=data, model=model, kv_heads=kv_heads)
     process.close()
     assert found == expected

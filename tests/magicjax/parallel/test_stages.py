@@ -82,8 +82,9 @@ def test_without_a_model_axis_nothing_is_exchanged_within_a_stage(eight):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_loaded_stage_by_stage(eight, checkpoint):
-    found = eight(stage_cases.loaded, path=str(checkpoint), mesh=(1, 2, 2))
+@pytest.mark.parametrize("weights", [None, "int8", "int4:8"])
+def test_a_checkpoint_is_loaded_stage_by_stage(eight, checkpoint, weights):
+    found = eight(stage_cases.loaded, path=str(checkpoint), mesh=(1, 2, 2), weights=weights)
     assert found["same"] and found["slots"] == 1
     assert found["first"] == [2, 32, 48]
     assert found["tau"] == pytest.approx(7 / 3)  # the draft is the target: 3 + 3 + 1 of 7 tokens

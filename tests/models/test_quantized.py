@@ -1,0 +1,154 @@
+"""Quantized matrices: bounds of the error, products, shapes, and what is refused."""
+
+import dataclasses
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from models import WeightFormat, quantized
+from sharding import EMBED, HEAD_DIM, HEADS, MLP
+from tests.magicjax import tiny
+from tests.quick import quick
+
+FORMATS = ("int8", "int8:8", "int4:8", "int4:channel")
+TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, tiny.VOCAB, (2, 12)), jnp.int32)
+POSITIONS = jnp.broadcast_to(jnp.arange(12), (2, 12))
+
+
+def halves(layer, q, k, v):
+    return q / 2, None
+
+
+def logits(module, params):
+    hidden, _ = module.apply(params, TOKENS, POSITIONS, halves)
+    return np.asarray(module.apply(params, hidden, method="unembed"))
+
+
+@pytest.mark.parametrize("text", [*FORMATS, "int4", "int8:128"])
+def test_a_format_is_written_as_it_is_read(text):
+    assert str(WeightFormat.parse(text)) == text
+
+
+def test_defaults_of_formats():
+    assert WeightFormat.parse("int8") == WeightFormat(8, None)
+    assert WeightFormat.parse("int4") == WeightFormat.parse("int4:128") == WeightFormat(4, 128)
+    assert str(WeightFormat(4, 32, zeros=True)) == "int4:32+zeros"
+
+
+@pytest.mark.parametrize("text", ["int3", "int4:0", "int4:", "int8:-1", "fp8", "int16"])
+def test_unknown_formats_are_refused(text):
+    with pytest.raises(ValueError, match=f"weights='{text}' is unknown: use 'int8', 'int4'"):
+        WeightFormat.parse(text)
+
+
+def test_groups_that_do_not_divide_a_matrix_are_refused():
+    config = models.family_config("llama", **SMOLLM)
+    with pytest.raises(ValueError, match="128 do not divide the 576 .*q: use int4:64 or int4:32"):
+        models.build(config, weights=WeightFormat.parse("int4"))
+    assert models.build(config, weights=WeightFormat.parse("int4:64")).weights.group == 64
+    narrow = dataclasses.replace(config, hidden_size=640)  # divides 128, and heads do not
+    with pytest.raises(ValueError, match="the 576 inputs of attention/out"):
+        models.build(narrow, weights=WeightFormat.parse("int4"))
+    with pytest.raises(ValueError, match="the 768 inputs of mlp/down on each of 2 devices"):
+        WeightFormat(4, 512).validate({"mlp/down": 768}, 2)
+
+
+SMOLLM = dict(
+    vocab_size=64,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=1,
+    num_heads=9,
+    num_kv_heads=3,
+    max_positions=64,
+)
+
+
+@pytest.mark.parametrize("text", FORMATS)
+def test_the_error_of_an_element_is_at_most_half_a_scale(text):
+    weight = np.random.default_rng(0).standard_normal((4, 8, 3, 4)).astype(np.float32)
+    weight[..., 1, 2] = 0  # a channel of zeros
+    weight[..., 0, 0] *= 1000  # and one that is much larger than the others
+    form = WeightFormat.parse(text)
+    parts = models.quantize(weight, form, 2)
+    groups = 32 // (form.group or 32)
+    assert parts["weight"].dtype == form.dtype and parts["scale"].shape == (groups, 3, 4)
+    values = parts["weight"].astype(np.int32).reshape(groups, -1, 3, 4)
+    assert np.abs(values).max() == form.largest and (values[..., 1, 2] == 0).all()
+    wide = weight.reshape(values.shape)
+    error = np.abs(np.asarray(quantized.dequantize(**parts)).reshape(values.shape) - wide)
+    assert (error <= parts["scale"][:, None] / 2 * (1 + 1e-5)).all()
+    # The scale is the smallest with that bound; one scale for all channels would be too coarse.
+    largest = np.abs(wide).max(1)
+    np.testing.assert_allclose(
+        parts["scale"] * form.largest, np.where(largest, largest, form.largest)
+    )
+    assert parts["scale"].max() > 100 * np.median(parts["scale"])
+
+
+@pytest.mark.parametrize("text", FORMATS)
+def test_logits_are_those_of_the_dequantized_model(text):
+    whole = tiny.model()
+    model = tiny.quantized(whole, text)
+    plain = models.dequantize_params(model.params, jnp.float32)
+    found = logits(model.module, model.params)
+    np.testing.assert_allclose(found, logits(whole.module, plain), rtol=2e-5, atol=2e-5)
+    assert np.abs(found - logits(whole.module, whole.params)).max() > 1e-3
+
+
+def test_zero_points_are_subtracted():
+    rng = np.random.default_rng(0)
+    form = WeightFormat(4, 8, zeros=True)
+    module = models.build(tiny.config(num_layers=1), weights=form)
+    params = models.init_params(module)
+
+    def change(path, x):
+        return jnp.asarray(rng.normal(0, 1, x.shape), x.dtype) if path[-1].key == "zero" else x
+
+    shifted = jax.tree_util.tree_map_with_path(change, params)
+    plain = models.build(module.config)
+    expected = logits(plain, models.dequantize_params(shifted, jnp.float32))
+    np.testing.assert_allclose(logits(module, shifted), expected, rtol=2e-5, atol=2e-5)
+    assert np.abs(logits(module, params) - expected).max() > 1e-3
+
+
+@pytest.mark.parametrize("text", quick(FORMATS, "int4:8"))
+def test_random_quantized_weights_have_the_deviation_of_others(text):
+    config = tiny.config(hidden_size=64, intermediate_size=96, num_layers=1)
+    module = models.build(config, weights=WeightFormat.parse(text))
+    params = models.dequantize_params(models.init_params(module), jnp.float32)
+    up = np.asarray(params["params"]["layers_0"]["mlp"]["up"]["weight"])
+    assert up.std() * math.sqrt(64) == pytest.approx(1, abs=0.1)
+
+
+def test_a_mesh_divides_groups_with_the_inputs():
+    for text, divided in (("int4:8", True), ("int8", False)):
+        block = models.block_params(models.build(tiny.config(), weights=WeightFormat.parse(text)))
+        out, down, q = block["attention"]["out"], block["mlp"]["down"], block["attention"]["q"]
+        assert out["scale"].names == (HEADS if divided else None, EMBED)
+        assert down["scale"].names == (MLP if divided else None, EMBED)
+        assert q["scale"].names == (EMBED if divided else None, HEADS, HEAD_DIM)
+        assert q["scale"].value.dtype == jnp.float32
+        assert q["weight"].value.shape == (32, 4, 8)
+
+
+def test_a_device_packs_two_int4_into_a_byte():
+    """Memory is counted so."""
+    program = jax.jit(lambda x: x[:2]).lower(jax.ShapeDtypeStruct((64, 64), jnp.int4)).compile()
+    assert program.memory_analysis().argument_size_in_bytes == 64 * 64 // 2
+
+
+@pytest.mark.parametrize("text", quick(FORMATS, "int4:8"))
+def test_a_checkpoint_is_quantized_as_its_parameters_are(tmp_path, text):
+    whole, form = tiny.model(), WeightFormat.parse(text)
+    models.save_checkpoint(tmp_path / "model", whole.module, whole.params)
+    found = models.load_checkpoint(tmp_path / "model", weights=form)
+    assert found.module.weights == form
+    jax.tree.map(np.testing.assert_array_equal, found.params, tiny.quantized(whole, text).params)
+    boxes = nn.meta.unbox(models.abstract_params(found.module))
+    jax.tree.map(lambda x, box: (x.shape, x.dtype) == (box.shape, box.dtype), found.params, boxes)
