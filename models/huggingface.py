@@ -30,6 +30,7 @@ from models.quantized_checkpoints import (
     Layout,
     Matrix,
     common_format,
+    finer,
     gather,
     matrix_format,
     missing_parts,
@@ -96,7 +97,8 @@ def load_checkpoint(
       path: the directory.
       dtype: of parameters and activations; None: as stored.
       weights: quantize the blocks' matrices, one by one; None: as stored, quantized or not; "none":
-        dequantize those of a quantized checkpoint.
+        dequantize those of a quantized checkpoint. Of a quantized checkpoint, the same bits with
+        smaller groups hold the same matrices.
       sharding_of: the sharding of a parameter, by its logical axes; each device and process reads
         only its part. None: the default device.
       mapped_blocks: return the blocks' parameters as memory-mapped numpy arrays, in the files'
@@ -274,7 +276,9 @@ def _format(
     if weights == "none" or not found:
         return None if weights == "none" else weights
     form = common_format(found)
-    if weights is not None:
+    if weights is not None and (smaller := finer(form, weights)) is not None:
+        form = smaller
+    elif weights is not None:
         raise ValueError(
             f"weights={str(weights)!r}: the checkpoint is quantized already ({form}): omit "
             "weights, or pass weights='none' to dequantize it"

@@ -90,7 +90,7 @@ def read_layout(settings: Mapping[str, Any] | None) -> Layout | None:
         kind = settings.get("checkpoint_format") or settings.get("format") or "gptq"
         if kind not in ("gptq", "gptq_v2"):
             raise _unsupported("gptq with checkpoint_format", kind, ("gptq", "gptq_v2"))
-        symmetric = bool(settings.get("sym", True))
+        symmetric = settings.get("sym") is True
         return Layout(method, zero_offset=int(kind == "gptq"), symmetric=symmetric)
     if method == "fp8":
         block = settings.get("weight_block_size")
@@ -206,6 +206,15 @@ def common_format(found: Iterable[tuple[WeightFormat, int]]) -> WeightFormat:
         group = math.gcd(*(form.group or inputs for form, inputs in found))
     zeros = any(form.zeros for form in forms)
     return WeightFormat(max(form.bits for form in forms), group, zeros, kinds.pop())
+
+
+def finer(form: WeightFormat, weights: WeightFormat) -> WeightFormat | None:
+    """Returns `form` with the groups of `weights`, None unless that holds its matrices exactly."""
+    if weights.bits != form.bits or form.is_float or weights.group is None:
+        return None
+    if form.group is not None and form.group % weights.group:
+        return None
+    return dataclasses.replace(form, group=weights.group)
 
 
 def parameters(

@@ -223,6 +223,18 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
         magicjax.load(folder, weights="int8")
 
 
+def test_groups_may_be_divided(tmp_path):
+    folder, _ = write_pair(tmp_path, "awq")
+    found = models.load_checkpoint(folder, weights=models.WeightFormat.parse("int4:4"))
+    whole = models.load_checkpoint(folder)
+    assert (str(found.module.weights), str(whole.module.weights)) == (
+        "int4:4+zeros",
+        "int4:8+zeros",
+    )
+    same = [models.dequantize_params(c.params, np.float32) for c in (found, whole)]
+    assert jax.tree.all(jax.tree.map(np.array_equal, *same))
+
+
 def test_blocks_that_are_quantized_in_part_are_refused(tmp_path):
     folder, plain = write_pair(tmp_path, "awq", ignored=("lm_head", "layers.1.mlp.down_proj"))
     with pytest.raises(ValueError, match=r"others are not, such as model.layers.1.mlp.down_proj"):
