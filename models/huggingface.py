@@ -311,6 +311,10 @@ def _match(
     problems += [f"unexpected {name}" for name in matrices if name not in needed]
     for name, parts in matrices.items():
         problems += [f"missing {name.removesuffix('weight')}{p}" for p in missing_parts(parts)]
+        for where in parts.values():
+            if where.dtype not in STORED:
+                names = ", ".join(STORED)
+                problems.append(f"{where.name} has dtype {where.dtype}, supported: {names}")
     for name, where in stored.items():
         if name not in needed:
             if not IGNORED.fullmatch(name) and not _is_empty_bias(name, where, matrices):

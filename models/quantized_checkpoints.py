@@ -121,7 +121,7 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Layout:
                 f"quantization_config has {name}={value!r}, which is not supported: "
                 "load a checkpoint without it"
             )
-    blocks = {tuple(group["weights"].get("block_structure") or ()) for group in groups}
+    blocks = {tuple((group.get("weights") or {}).get("block_structure") or ()) for group in groups}
     if len(blocks) > 1:
         raise _unsupported("several values of block_structure", sorted(blocks), ("one of them",))
     return Layout("compressed-tensors", block=next(iter(blocks), None) or None)
