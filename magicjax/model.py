@@ -5,6 +5,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import models
@@ -52,7 +53,7 @@ class Model:
     @property
     def dtype(self) -> Any:
         """The dtype of parameters, caches and activations."""
-        return self.module.dtype
+        return jnp.dtype(self.module.dtype)
 
     @property
     def weights(self) -> models.WeightFormat | None:

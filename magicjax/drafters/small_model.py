@@ -126,7 +126,7 @@ class SmallModel(Drafter):
         return sparse_settings(self)
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
-        """Raises if vocabularies, tokenizers or weights differ, or context or tree is too large."""
+        """Raises if the models do not fit, or context or tree are too large."""
         if not isinstance(self.model, Model):
             raise TypeError(f"SmallModel needs what magicjax.load returns, not {self.model!r}")
         form = parse_weights(self.weights)

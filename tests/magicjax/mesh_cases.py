@@ -45,7 +45,7 @@ def nobody(kv_heads, shards):
 
 TREE = magicjax.expansion((2, 2))
 OPT = 0  # in place of a number of KV heads: another family, all of whose 8 heads are KV heads
-INT4 = -8  # 8 KV heads, and matrices in int4 with groups of 4
+INT4 = -8  # 8 KV heads, and matrices in int4 with groups of 2
 # Name: (drafter, tree, options of generate, KV heads of the target).
 CASES = {
     "plain": (nobody, None, {}, 8),
@@ -115,7 +115,7 @@ def _model(kv_heads: int, noise: float, layers: int) -> magicjax.Model:
     params = tiny.loud(params, np.random.default_rng(7), noise, never=None)
     params = jax.tree.map(lambda x: jax.numpy.asarray(np.asarray(x, np.float32)), params)
     model = magicjax.Model(models.build(shape), params)
-    return tiny.quantized(model, "int4:4") if kv_heads == INT4 else model
+    return tiny.quantized(model, "int4:2") if kv_heads == INT4 else model
 
 
 def generate(

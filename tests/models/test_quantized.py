@@ -151,4 +151,9 @@ def test_a_checkpoint_is_quantized_as_its_parameters_are(tmp_path, text):
     assert found.module.weights == form
     jax.tree.map(np.testing.assert_array_equal, found.params, tiny.quantized(whole, text).params)
     boxes = nn.meta.unbox(models.abstract_params(found.module))
-    jax.tree.map(lambda x, box: (x.shape, x.dtype) == (box.shape, box.dtype), found.params, boxes)
+    declared = jax.tree.map(lambda x: (x.shape, x.dtype), boxes)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), found.params) == declared
+    models.save_checkpoint(tmp_path / "other", found.module, found.params)
+    again = models.load_checkpoint(tmp_path / "other")
+    assert again.module == found.module
+    jax.tree.map(np.testing.assert_array_equal, again.params, found.params)

@@ -249,6 +249,14 @@ REFUSED = {
         ["--target", "DIR", "--prompt", "a", "--drafter", "self:streaming:8"],
         "budget=8 is too small: its ring has",
     ),
+    "unknown weights": (
+        ["--target", "DIR", "--prompt", "a", "--weights", "int3"],
+        "weights='int3' is unknown: use 'int8', 'int4'",
+    ),
+    "groups that do not divide": (
+        ["--target", "DIR", "--prompt", "a", "--weights", "int4"],
+        "groups of 128 do not divide the 32 inputs of attention/q: use int4:",
+    ),
     "no such backend": (
         ["--target", "DIR", "--prompt", "a", "--backend", "triton"],
         "'xla'], or omit --backend",
