@@ -4,12 +4,13 @@ Files are memory-mapped, and each device receives only its part of every tensor,
 model needs little host memory.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -272,7 +273,8 @@ def _format(
                 plain.append(where.name)
             else:
                 shape = tensor.stored_shape(shapes[tensor.path].value.shape)
-                found.append((matrix_format(layout, where, shape), shape[1]))
+                with _named(tensor):
+                    found.append((matrix_format(layout, where, shape), shape[1]))
     if weights == "none" or not found:
         return None if weights == "none" else weights
     form = common_format(found)
@@ -421,8 +423,15 @@ def _read_matrix(
 ) -> Matrix:
     """Returns a quantized matrix, unpacked on the host."""
     parts = {part: mapped(place.file)[place.name] for part, place in places.items()}
-    try:
+    with _named(tensor):
         return read_matrix(layout, parts, tensor.stored_shape(shape))
+
+
+@contextlib.contextmanager
+def _named(tensor: Tensor) -> Iterator[None]:
+    """Adds the name of a quantized matrix to errors."""
+    try:
+        yield
     except ValueError as error:
         raise ValueError(f"{tensor.name} cannot be read: {error}") from error
 

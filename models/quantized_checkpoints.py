@@ -161,7 +161,7 @@ def missing_parts(parts: Mapping[str, Any]) -> list[str]:
 
 
 def matrix_format(
-    layout: Layout | None, parts: Mapping[str, Any], shape: tuple[int, int]
+    layout: Layout | None, parts: Mapping[str, Any], shape: tuple[int, ...]
 ) -> WeightFormat:
     """Returns the format of a quantized matrix, without reading it.
 
@@ -173,7 +173,9 @@ def matrix_format(
     assert layout is not None  # `gather` found parts
     inputs = shape[1]
     scale = next((parts[name].shape for name in SCALES if name in parts), ())
-    groups = scale[layout.method in ("compressed-tensors", "fp8", "gguf")] if len(scale) == 2 else 1
+    groups = scale[layout.method not in ("awq", "gptq")] if len(scale) == 2 else 1
+    if groups < 1 or inputs % groups:
+        raise ValueError(f"its {inputs} inputs are not a multiple of its {groups} groups")
     bits, is_float = 8, False
     if "qweight" in parts:
         zeros = not layout.symmetric
@@ -258,7 +260,7 @@ def matrix_of(found: Mapping[str, Any], form: WeightFormat) -> Matrix:
 
 
 def read_matrix(
-    layout: Layout | None, parts: Mapping[str, np.ndarray], shape: tuple[int, int]
+    layout: Layout | None, parts: Mapping[str, np.ndarray], shape: tuple[int, ...]
 ) -> Matrix:
     """Returns a quantized matrix.
 
@@ -285,7 +287,7 @@ def read_matrix(
     return matrix
 
 
-def _validate(matrix: Matrix, shape: tuple[int, int]) -> None:
+def _validate(matrix: Matrix, shape: tuple[int, ...]) -> None:
     outputs, inputs = shape
     groups = len(matrix.scales)
     grouped = (groups, outputs)
@@ -319,10 +321,9 @@ def pack(unsigned: np.ndarray, bits: int) -> np.ndarray:
     """Returns the last axis in int32 words, the inverse of `_unpack`; padded with zeros."""
     per_word = 32 // bits
     padding = [(0, 0)] * (unsigned.ndim - 1) + [(0, -unsigned.shape[-1] % per_word)]
-    octets = np.pad(unsigned, padding).astype(np.uint8)
-    if bits == 4:
-        octets = octets[..., ::2] | octets[..., 1::2] << 4
-    return np.ascontiguousarray(octets).view("<i4")
+    padded = np.pad(unsigned, padding).astype(np.uint8)
+    octets = padded if bits == 8 else padded[..., ::2] | (padded[..., 1::2] << 4)
+    return np.ascontiguousarray(octets, np.uint8).view("<i4")
 
 
 def _signed(unsigned: np.ndarray, bits: int) -> np.ndarray:
@@ -363,7 +364,7 @@ def _bits(words: int, values: int) -> int:
     )
 
 
-def _read_packed(parts: Mapping[str, np.ndarray], shape: tuple[int, int]) -> Matrix:
+def _read_packed(parts: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> Matrix:
     """compressed-tensors' "pack-quantized": words of inputs; zero points in words of outputs.
 
     `weight_min` instead of zero points is a matrix of a GGUF file: values from 0, times the scale,
@@ -393,13 +394,12 @@ def _read_unpacked(parts: Mapping[str, np.ndarray], block: tuple[int, int] | Non
             raise ValueError(f"its {inputs} inputs are not a multiple of {columns}, a block's")
         scales = np.repeat(scales, rows, 0)[:outputs]
     zeros = parts.get("weight_zero_point")
-    return Matrix(values, _per_output(scales, outputs), _per_output(zeros, outputs), 8)
+    zeros = None if zeros is None else _per_output(zeros, outputs)
+    return Matrix(values, _per_output(scales, outputs), zeros, 8)
 
 
-def _per_output(x: np.ndarray | None, outputs: int) -> np.ndarray | None:
+def _per_output(x: np.ndarray, outputs: int) -> np.ndarray:
     """Returns [G, O] of a scalar, [1], [O, 1] or [O, G]."""
-    if x is None:
-        return None
     rows = x.reshape(1, 1) if x.size == 1 else x.reshape(outputs, -1).T
     return np.broadcast_to(rows, (len(rows), outputs))
 

@@ -35,7 +35,7 @@ class Kind(NamedTuple):
     has_minima: bool = False
     dtype: str = "F16"
 
-    def shapes(self, shape: tuple[int, int]) -> dict[str, tuple[str, tuple[int, int]]]:
+    def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Returns dtype and shape of the parts of a matrix of shape `shape`."""
         rows, columns = shape
         groups = self.dtype, (rows, columns // self.group)
