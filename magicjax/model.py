@@ -69,7 +69,7 @@ class Model:
         """Returns the bytes of a cache [batch, slots] of keys and values, in the model's dtype."""
         c = self.config
         entries = batch * slots * c.num_layers * c.num_kv_heads
-        return 2 * entries * c.head_dim * self.dtype.itemsize
+        return 2 * entries * c.kv_head_dim * self.dtype.itemsize
 
     @property
     def split(self) -> Split:

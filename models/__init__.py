@@ -16,7 +16,7 @@ from models.build import (
     quantize_block,
     split_blocks,
 )
-from models.decoder import Decoder, DecoderConfig, LearnedPositions
+from models.decoder import Decoder, DecoderConfig
 from models.families import FAMILIES, family_config
 from models.hf_saving import save_checkpoint
 from models.huggingface import (
@@ -28,6 +28,7 @@ from models.huggingface import (
     weight_format,
 )
 from models.layers import Attend
+from models.positions import Alibi, LearnedPositions, Rope
 from models.presets import PRESETS, preset
 from models.quantized import (
     WeightFormat,
@@ -36,12 +37,12 @@ from models.quantized import (
     parse_weights,
     quantize,
 )
-from models.rope import Rope
 
 __all__ = [
     "BLOCK",
     "FAMILIES",
     "PRESETS",
+    "Alibi",
     "Attend",
     "Checkpoint",
     "Decoder",

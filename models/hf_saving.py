@@ -19,10 +19,10 @@ import numpy as np
 import safetensors.numpy
 
 from models.hf_config import write_config
-from models.hf_tensors import Tensor, tensors_of
+from models.hf_tensors import Tensor, tensors_of, to_stored
 from models.huggingface import INDEX, QUANTIZATION, SINGLE, parameter_shapes
 from models.quantized import WeightFormat
-from models.quantized_checkpoints import matrix_of, written_parts, written_settings
+from models.quantized_checkpoints import Matrix, matrix_of, written_parts, written_settings
 
 
 def save_checkpoint(
@@ -64,7 +64,7 @@ def save_checkpoint(
     if module.weights is not None:
         plain = [tensor for tensor, found in values if len(found) == 1]
         raw[QUANTIZATION] = written_settings(
-            module.weights, map(_module, filter(_is_linear, plain))
+            module.weights, dict.fromkeys(map(_module, filter(_is_linear, plain)))
         )
     with _replacing(path) as partial:
         _write_json(partial / "config.json", raw)
@@ -123,41 +123,63 @@ def _write_tensors(
     form: WeightFormat | None,
     max_shard_bytes: int,
 ) -> None:
-    shards: list[list[tuple[Tensor, dict[str, Any]]]] = [[]]
-    size = total = 0
+    stored: dict[str, list[tuple[Tensor, dict[str, Any]]]] = {}  # a tensor may have several
     for tensor, found in values:
-        nbytes = sum(value.nbytes for value in found.values())
+        stored.setdefault(tensor.name, []).append((tensor, found))
+    shards: list[list[str]] = [[]]
+    size = total = 0
+    for name, parts in stored.items():
+        nbytes = sum(value.nbytes for _, found in parts for value in found.values())
         if shards[-1] and size + nbytes > max_shard_bytes:
             shards.append([])
             size = 0
-        shards[-1].append((tensor, found))
+        shards[-1].append(name)
         size += nbytes
     where: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
-        name = f"model-{i:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
+        file = f"model-{i:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
         arrays: dict[str, np.ndarray] = {}
-        for tensor, found in shard:
-            arrays |= _stored(tensor, jax.device_get(found), form)
+        for name in shard:
+            tensors, found = zip(*stored[name], strict=True)
+            arrays |= _stored(tensors, jax.device_get(found), form)
         # Hugging Face requires the framework's name in the metadata.
-        safetensors.numpy.save_file(arrays, path / name, metadata={"format": "pt"})
-        where |= dict.fromkeys(arrays, name)
+        safetensors.numpy.save_file(arrays, path / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(arrays, file)
         total += sum(array.nbytes for array in arrays.values())
     if len(shards) > 1:
         _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
 
 
 def _stored(
-    tensor: Tensor, found: dict[str, Any], form: WeightFormat | None
+    tensors: Sequence[Tensor], found: Sequence[dict[str, Any]], form: WeightFormat | None
 ) -> dict[str, np.ndarray]:
-    """Returns the arrays of a tensor by name."""
-    if len(found) == 1:
-        return {tensor.name: tensor.to_stored(np.asarray(found[tensor.path[-1]]))}
+    """Returns the arrays, by name, of a tensor with the parameters of `tensors`."""
+    first = tensors[0]
+    if len(found[0]) == 1:
+        parameters = [np.asarray(x[tensor.path[-1]]) for tensor, x in zip(tensors, found)]
+        return {first.name: to_stored(tensors, parameters)}
     assert form is not None
+    matrices = [matrix_of(x, form) for x in found]
     try:
-        parts = written_parts(matrix_of(found, form))
+        parts = written_parts(_fused(first, matrices))
     except ValueError as error:
-        raise ValueError(f"{tensor.name} cannot be written: {error}") from error
-    return {f"{_module(tensor)}.{part}": array for part, array in parts.items()}
+        raise ValueError(f"{first.name} cannot be written: {error}") from error
+    return {f"{_module(first)}.{part}": array for part, array in parts.items()}
+
+
+def _fused(tensor: Tensor, matrices: Sequence[Matrix]) -> Matrix:
+    """Returns the matrix of all outputs that a tensor has."""
+    if tensor.fused is None:
+        return matrices[0]
+    groups = tensor.fused.groups
+
+    def joined(*arrays):
+        parts = [x.reshape(len(x), groups, -1) for x in arrays]
+        return np.concatenate(parts, -1).reshape(len(arrays[0]), -1)
+
+    values, scales, zeros, _ = zip(*matrices, strict=True)
+    zero = None if zeros[0] is None else joined(*zeros)
+    return Matrix(joined(*values), joined(*scales), zero, matrices[0].bits)
 
 
 @contextlib.contextmanager

@@ -272,7 +272,7 @@ def _format(
             if isinstance(where, _Stored):
                 plain.append(where.name)
             else:
-                shape = tensor.stored_shape(shapes[tensor.path].value.shape)
+                shape = _matrix_shape(tensor, shapes[tensor.path].value.shape)
                 with _named(tensor):
                     found.append((matrix_format(layout, where, shape), shape[1]))
     if weights == "none" or not found:
@@ -335,7 +335,7 @@ def _match(
             + "\n  ".join(problems)
         )
     found: dict[str, Any] = {**stored, **matrices}
-    return [(tensor, found[name]) for name, tensor in needed.items()]
+    return [(tensor, found[tensor.name]) for tensor in tensors_of(config)]
 
 
 def _is_empty_bias(name: str, where: _Stored, matrices: dict[str, Any]) -> bool:
@@ -401,7 +401,8 @@ def _read_params(
         else:
             matrix = _read_matrix(layout, tensor, where, mapped, shape)
             if keep is None:
-                found = {tensor.path[-1]: tensor.to_parameter(matrix.dequantized().T, shape)}
+                values = matrix.dequantized()
+                found = {tensor.path[-1]: (values if tensor.inputs else values.T).reshape(shape)}
             else:
                 found = parameters(matrix, keep, shape, tensor.inputs)
         for name, values in found.items():
@@ -424,7 +425,15 @@ def _read_matrix(
     """Returns a quantized matrix, unpacked on the host."""
     parts = {part: mapped(place.file)[place.name] for part, place in places.items()}
     with _named(tensor):
-        return read_matrix(layout, parts, tensor.stored_shape(shape))
+        matrix = read_matrix(layout, parts, _matrix_shape(tensor, shape))
+    fused = tensor.fused
+    return matrix if fused is None else matrix.map(lambda x: fused.part(x).reshape(len(x), -1))
+
+
+def _matrix_shape(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns [outputs, inputs] of the quantized matrix that has a parameter of shape `shape`."""
+    stored = tensor.stored_shape(shape)
+    return stored[::-1] if tensor.transposed else stored
 
 
 @contextlib.contextmanager

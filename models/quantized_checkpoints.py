@@ -9,7 +9,7 @@ stores in floating point, so lists of ignored modules are not read.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +44,11 @@ class Matrix(NamedTuple):
     scales: np.ndarray
     zeros: np.ndarray | None
     bits: int
+
+    def map(self, change: Callable[[np.ndarray], np.ndarray]) -> "Matrix":
+        """Returns the matrix with changed outputs, the second axis of all arrays."""
+        zeros = None if self.zeros is None else change(self.zeros)
+        return Matrix(change(self.values), change(self.scales), zeros, self.bits)
 
     def dequantized(self) -> np.ndarray:
         """Returns [I, O] in float32."""
