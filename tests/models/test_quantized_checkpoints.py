@@ -178,6 +178,18 @@ def test_offloaded_weights_stay_quantized(tmp_path):
     assert tokens(offloaded) == tokens(resident)
 
 
+def test_fused_matrices_of_a_checkpoint(tmp_path):
+    """Phi-3 stores q, k and v as one matrix, and gate and up as another."""
+    golden = GOLDEN.parent / "golden" / "phi3"
+    plain = models.load_checkpoint(golden, weights=models.WeightFormat(8, None))
+    models.save_checkpoint(tmp_path / "x", plain.module, plain.params)
+    stored = safetensors.numpy.load_file(tmp_path / "x" / "model.safetensors")
+    assert "model.layers.0.self_attn.qkv_proj.weight_packed" in stored
+    found = models.load_checkpoint(tmp_path / "x")
+    assert found.module == plain.module
+    assert jax.tree.all(jax.tree.map(np.array_equal, found.params, plain.params))
+
+
 # Errors
 
 
