@@ -41,7 +41,8 @@ def load(
       dtype: of parameters, caches and activations; None: as stored (GGUF: float32, presets:
         bfloat16).
       weights: quantize the blocks' matrices, one by one: "int8" with a scale for each output
-        channel, "int4" or "int4:32" with one for each group of 128 or 32 inputs. None: as stored.
+        channel, "int4" or "int4:32" with one for each group of 128 or 32 inputs. None: as stored;
+        matrices of a quantized checkpoint stay quantized. "none": dequantize them.
       seed: of a preset's weights.
       mesh: of devices (`make_mesh`); each device receives only its part.
       shards: number of devices along the mesh's `model` axis that divide a small draft; None: all.
@@ -63,9 +64,8 @@ def load(
     sharding_of = None
     if mesh is not None:
         config = config_of(source)
-        sharding_of = placement.parameter_shardings(
-            models.build(config, weights=form), shards, mesh
-        )
+        module = models.build(config, weights=weight_format(source, form))
+        sharding_of = placement.parameter_shardings(module, shards, mesh)
         pipeline_stages.validate_layers(config.num_layers, stages)
     checkpoint, path = None, directory_of(source)
     if path is not None:
@@ -78,7 +78,7 @@ def load(
         module, params = checkpoint.module, checkpoint.params
     else:
         dtype = PRESET_DTYPE if dtype is None else dtype
-        module, params = models.build(config_of(source), dtype, form), None
+        module, params = models.build(config_of(source), dtype, weight_format(source, form)), None
     layout: Layout = Resident()
     if offload:
         if params is None:
@@ -175,7 +175,7 @@ def skeleton(
     `magicjax.decoding.request.prepare` validates requests with it before weights are loaded, and
     `magicjax.decoding.memory.check` their memory.
     """
-    module = models.build(config_of(source), dtype, models.parse_weights(weights))
+    module = models.build(config_of(source), dtype, weight_format(source, weights))
     return Model(module, params=None, name=str(source), shards=shards)
 
 
@@ -224,3 +224,20 @@ def config_of(source: str | os.PathLike) -> models.DecoderConfig:
     """
     directory = directory_of(source)
     return models.preset(str(source)) if directory is None else models.load_config(directory)
+
+
+def weight_format(
+    source: str | os.PathLike, weights: str | models.WeightFormat | None = None
+) -> models.WeightFormat | None:
+    """Returns the format of the matrices of the model that `load` returns.
+
+    Args:
+      source, weights: as for `load`.
+
+    Raises as `magicjax.sources.directory_of`, and ValueError if the checkpoint is quantized and
+    `weights` is another format.
+    """
+    directory, form = directory_of(source), models.parse_weights(weights)
+    if directory is not None:
+        return models.weight_format(directory, form)
+    return None if form == "none" else form

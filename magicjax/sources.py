@@ -22,7 +22,7 @@ import models
 from magicjax.files import cache_folder, created_once
 from magicjax.suggest import did_you_mean
 
-CONVERSION = 1  # a change of the conversion's output increments it, and files are converted again
+CONVERSION = 2  # a change of the conversion's output increments it, and files are converted again
 MB = 1e6
 
 
@@ -176,19 +176,19 @@ def _directory(name: str, *identity: Any) -> pathlib.Path:
 
 
 def _read(path: pathlib.Path) -> Any:
-    from models import gguf_files  # imports the packages gguf and tokenizers
+    from models.gguf import files as gguf_files  # imports the packages gguf and tokenizers
 
     return gguf_files.read_gguf(path)
 
 
 def _write(model: Any, partial: pathlib.Path, name: str, directory: pathlib.Path) -> None:
     """Writes a `GgufModel` to `partial`, which becomes `directory`."""
-    from models import gguf_files
+    from models.gguf import files as gguf_files
 
     free = shutil.disk_usage(partial).free
     if model.num_bytes > free:
         raise OSError(
-            f"{name} needs {model.num_bytes / MB:,.0f} MB in float32, and {directory.parent} has "
+            f"{name} needs {model.num_bytes / MB:,.0f} MB, and {directory.parent} has "
             f"{free / MB:,.0f} MB free: free space, or set MAGICJAX_CACHE to another folder"
         )
     _say(f"converting {name} to {directory} ({model.num_bytes / MB:,.0f} MB, once)")

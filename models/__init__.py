@@ -18,13 +18,14 @@ from models.build import (
 )
 from models.decoder import Decoder, DecoderConfig
 from models.families import FAMILIES, family_config
+from models.hf_saving import save_checkpoint
 from models.huggingface import (
     Checkpoint,
     load_checkpoint,
     load_config,
     load_tokenizer,
-    save_checkpoint,
     stored_dtype,
+    weight_format,
 )
 from models.layers import Attend
 from models.positions import Alibi, LearnedPositions, Rope
@@ -73,4 +74,5 @@ __all__ = [
     "save_checkpoint",
     "split_blocks",
     "stored_dtype",
+    "weight_format",
 ]

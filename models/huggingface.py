@@ -1,7 +1,7 @@
-"""Checkpoints in Hugging Face's directory format: config.json, safetensors, tokenizer files.
+"""Reads checkpoints in Hugging Face's directory format: config.json, safetensors, tokenizer files.
 
 Files are memory-mapped, and each device receives only its part of every tensor, so that reading a
-model needs little host memory. A round trip is bit-exact.
+model needs little host memory.
 """
 
 import contextlib
@@ -10,10 +10,8 @@ import functools
 import json
 import os
 import pathlib
-import shutil
-import uuid
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import flax.linen as nn
 import flax.traverse_util
@@ -22,20 +20,33 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import safetensors
-import safetensors.numpy
 
 from models.build import BLOCK, ShardingFn, abstract_params, build
 from models.decoder import DecoderConfig
 from models.families import FAMILIES
-from models.hf_config import read_config, write_config
-from models.hf_tensors import IGNORED, UNEMBEDDING, Tensor, tensors_of, to_stored
+from models.hf_config import read_config
+from models.hf_tensors import IGNORED, UNEMBEDDING, Tensor, tensors_of
 from models.quantized import WeightFormat, quantize
+from models.quantized_checkpoints import (
+    Layout,
+    Matrix,
+    common_format,
+    finer,
+    gather,
+    matrix_format,
+    missing_parts,
+    parameters,
+    read_layout,
+    read_matrix,
+)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+QUANTIZATION = "quantization_config"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64}
-STORED = DTYPES | {"I32": np.int32}  # integers keep their dtype
+QUANTIZED = {"I8": np.int8, "I64": np.int64, "F8_E4M3": ml_dtypes.float8_e4m3fn}
+STORED = DTYPES | QUANTIZED | {"I32": np.int32}  # integers keep their dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +81,14 @@ class _Stored:
     shape: tuple[int, ...]
 
 
+_Found = tuple[Tensor, _Stored | dict[str, _Stored]]
+
+
 def load_checkpoint(
     path: str | os.PathLike,
     dtype: Any = None,
     *,
-    weights: WeightFormat | None = None,
+    weights: WeightFormat | Literal["none"] | None = None,
     sharding_of: ShardingFn | None = None,
     mapped_blocks: bool = False,
 ) -> Checkpoint:
@@ -83,18 +97,19 @@ def load_checkpoint(
     Args:
       path: the directory.
       dtype: of parameters and activations; None: as stored.
-      weights: quantize the blocks' matrices, one by one; None: as stored.
+      weights: quantize the blocks' matrices, one by one; None: as stored, quantized or not; "none":
+        dequantize those of a quantized checkpoint. Of a quantized checkpoint, the same bits with
+        smaller groups hold the same matrices.
       sharding_of: the sharding of a parameter, by its logical axes; each device and process reads
         only its part. None: the default device.
       mapped_blocks: return the blocks' parameters as memory-mapped numpy arrays, in the files'
-        dtype, without reading or quantizing them.
+        dtype, without reading or quantizing them; quantized matrices of a checkpoint are unpacked.
 
     Raises FileNotFoundError for missing files, and ValueError for pickled weights, an unsupported
     config or dtype, and missing, unexpected or wrongly shaped tensors, which it lists.
     """
     path = pathlib.Path(path)
-    config = load_config(path)
-    stored = _match(config, _scan(path, config))
+    config, layout, stored = _open(path)
     dtype = _common_dtype(stored) if dtype is None else np.dtype(dtype)
     if dtype not in map(np.dtype, DTYPES.values()):
         names = ", ".join(np.dtype(known).name for known in DTYPES.values())
@@ -104,8 +119,8 @@ def load_checkpoint(
             "dtype=float64 needs 64-bit mode, or JAX would round to float32: call "
             'jax.config.update("jax_enable_x64", True), or pass dtype="float32"'
         )
-    module = build(config, dtype, weights)
-    params = _read_params(module, stored, sharding_of, mapped_blocks)
+    module = build(config, dtype, _format(config, layout, stored, weights))
+    params = _read_params(module, stored, layout, sharding_of, mapped_blocks)
     return Checkpoint(module, params, **_special_tokens(path))
 
 
@@ -115,8 +130,23 @@ def stored_dtype(path: str | os.PathLike) -> np.dtype:
     Raises as `load_checkpoint`.
     """
     path = pathlib.Path(path)
-    config = load_config(path)
-    return _common_dtype(_match(config, _scan(path, config)))
+    return _common_dtype(_open(path)[2])
+
+
+def weight_format(
+    path: str | os.PathLike, weights: WeightFormat | Literal["none"] | None = None
+) -> WeightFormat | None:
+    """Returns the format of the blocks' matrices that `load_checkpoint` returns.
+
+    Args:
+      path, weights: as for `load_checkpoint`.
+
+    Raises as `load_checkpoint`. Reads only config.json if the checkpoint is not quantized.
+    """
+    path = pathlib.Path(path)
+    if not _read_json(path / "config.json").get(QUANTIZATION):
+        return None if weights == "none" else weights
+    return _format(*_open(path), weights)
 
 
 def load_config(path: str | os.PathLike) -> DecoderConfig:
@@ -124,55 +154,8 @@ def load_config(path: str | os.PathLike) -> DecoderConfig:
 
     Raises FileNotFoundError if it is missing, and ValueError if it is not supported.
     """
-    return read_config(_read_json(pathlib.Path(path) / "config.json"))
-
-
-def save_checkpoint(
-    path: str | os.PathLike,
-    module: nn.Module,
-    params: Any,
-    *,
-    eos_token_ids: Sequence[int] = (),
-    bos_token_id: int | None = None,
-    pad_token_id: int | None = None,
-    tokenizer: Any = None,
-    max_shard_bytes: int = 5_000_000_000,
-    overwrite: bool = False,
-) -> None:
-    """Writes a directory of Hugging Face format, atomically.
-
-    Args:
-      path: the directory to create.
-      module, params: as for `apply`; values keep their dtype and are unboxed.
-      eos_token_ids, bos_token_id, pad_token_id: for config.json and generation_config.json.
-      tokenizer: an object with `save_pretrained`.
-      max_shard_bytes: larger weights are split over several files with an index.
-      overwrite: replace an existing directory.
-
-    Raises FileExistsError if `path` exists and `overwrite` is False, and ValueError if the
-    parameters are quantized or not the module's, or its family cannot express its config.
-    """
-    path = pathlib.Path(path)
-    if module.weights is not None:
-        raise ValueError(
-            f"a model with weights={str(module.weights)!r} cannot be saved: load it without weights"
-        )
-    if path.exists() and not overwrite:
-        raise FileExistsError(f"{path} exists: choose another path, or pass overwrite=True")
-    values = _named_params(module, params)
-    special = {
-        "bos_token_id": bos_token_id,
-        "eos_token_id": _int_or_list(eos_token_ids),
-        "pad_token_id": pad_token_id,
-    }
-    dtype = values[0][1].dtype.name
-    raw = {**write_config(module.config), **special, "torch_dtype": dtype}
-    with _replacing(path) as partial:
-        _write_json(partial / "config.json", raw)
-        _write_json(partial / "generation_config.json", special)
-        _write_tensors(partial, values, max_shard_bytes)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
+    raw = _read_json(pathlib.Path(path) / "config.json")
+    return read_config({key: value for key, value in raw.items() if key != QUANTIZATION})
 
 
 def load_tokenizer(path: str | os.PathLike) -> Any:
@@ -211,10 +194,6 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid JSON ({error}): download it again") from error
 
 
-def _write_json(path: pathlib.Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
 def _special_tokens(path: pathlib.Path) -> dict[str, Any]:
     """Returns token ids for `Checkpoint`; generation_config.json has precedence."""
     settings = _read_json(path / "config.json")
@@ -225,11 +204,6 @@ def _special_tokens(path: pathlib.Path) -> dict[str, Any]:
     eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     others = {key: settings.get(key) for key in ("bos_token_id", "pad_token_id")}
     return {"eos_token_ids": eos, **others}
-
-
-def _int_or_list(ids: Sequence[int]) -> int | list[int] | None:
-    ids = [int(i) for i in ids]
-    return ids[0] if len(ids) == 1 else ids or None
 
 
 def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
@@ -260,7 +234,7 @@ def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, _Stored]:
                 for name in handle.keys():
                     part = handle.get_slice(name)
                     where = _Stored(file, name, part.get_dtype(), tuple(part.get_shape()))
-                    whole = name.startswith(prefix) or name == UNEMBEDDING
+                    whole = name.startswith((prefix, UNEMBEDDING.removesuffix("weight")))
                     stored[name if whole else prefix + name] = where
         except safetensors.SafetensorError as error:
             raise ValueError(
@@ -270,7 +244,7 @@ def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, _Stored]:
 
 
 @functools.lru_cache(maxsize=8)  # tracing a model of 80 layers is slow
-def _shapes(
+def parameter_shapes(
     config: DecoderConfig, weights: WeightFormat | None = None
 ) -> dict[tuple[str, ...], Any]:
     """Returns boxes with shape and logical axes of every parameter, by path."""
@@ -278,15 +252,74 @@ def _shapes(
     return flax.traverse_util.flatten_dict(boxed)
 
 
-def _match(config: DecoderConfig, stored: dict[str, _Stored]) -> list[tuple[Tensor, _Stored]]:
-    """Returns each tensor of the config with its place in the files; raises with all mismatches."""
-    needed, shapes = {t.name: t for t in tensors_of(config)}, _shapes(config)
+def _open(path: pathlib.Path) -> tuple[DecoderConfig, Layout | None, list[_Found]]:
+    """Returns config, layout and all tensors of a directory; reads only the files' headers."""
+    raw = _read_json(path / "config.json")
+    layout, config = read_layout(raw.get(QUANTIZATION)), load_config(path)
+    return config, layout, _match(config, _scan(path, config), layout)
+
+
+def _format(
+    config: DecoderConfig,
+    layout: Layout | None,
+    stored: list[_Found],
+    weights: WeightFormat | Literal["none"] | None,
+) -> WeightFormat | None:
+    """Returns the format of the blocks' matrices in a module; raises if it cannot be `weights`."""
+    shapes, found, plain = parameter_shapes(config), [], []
+    for tensor, where in stored:
+        if tensor.path[0].startswith(BLOCK) and tensor.inputs:
+            if isinstance(where, _Stored):
+                plain.append(where.name)
+            else:
+                shape = _matrix_shape(tensor, shapes[tensor.path].value.shape)
+                with _named(tensor):
+                    found.append((matrix_format(layout, where, shape), shape[1]))
+    if weights == "none" or not found:
+        return None if weights == "none" else weights
+    form = common_format(found)
+    if weights is not None and (smaller := finer(form, weights)) is not None:
+        form = smaller
+    elif weights is not None:
+        raise ValueError(
+            f"weights={str(weights)!r}: the checkpoint is quantized already ({form}): omit "
+            "weights, or pass weights='none' to dequantize it"
+        )
+    if plain:
+        raise ValueError(
+            f"some matrices of blocks are quantized ({form}) and others are not, such as "
+            f"{plain[0]}: pass weights='none' to dequantize all"
+        )
+    return form
+
+
+def _match(
+    config: DecoderConfig, stored: dict[str, _Stored], layout: Layout | None
+) -> list[_Found]:
+    """Returns each tensor of the config with its place in the files; raises with all mismatches.
+
+    The place of a quantized matrix is that of its parts.
+    """
+    needed, shapes = {t.name: t for t in tensors_of(config)}, parameter_shapes(config)
+    stored, matrices = gather(stored)
+    if matrices and layout is None:
+        raise ValueError(
+            f"{next(iter(matrices))} is quantized, and config.json has no {QUANTIZATION}: add the "
+            "one of the checkpoint"
+        )
     if config.tie_embeddings:
         stored = _fold_tied(tensors_of(config)[0].name, stored)
-    problems = [f"missing {name}" for name in needed if name not in stored]
+    problems = [f"missing {name}" for name in needed if name not in stored and name not in matrices]
+    problems += [f"unexpected {name}" for name in matrices if name not in needed]
+    for name, parts in matrices.items():
+        problems += [f"missing {name.removesuffix('weight')}{p}" for p in missing_parts(parts)]
+        for where in parts.values():
+            if where.dtype not in STORED:
+                names = ", ".join(STORED)
+                problems.append(f"{where.name} has dtype {where.dtype}, supported: {names}")
     for name, where in stored.items():
         if name not in needed:
-            if not IGNORED.fullmatch(name):
+            if not IGNORED.fullmatch(name) and not _is_empty_bias(name, where, matrices):
                 problems.append(f"unexpected {where.name}")
             continue
         expected = needed[name].stored_shape(shapes[needed[name].path].value.shape)
@@ -301,7 +334,14 @@ def _match(config: DecoderConfig, stored: dict[str, _Stored]) -> list[tuple[Tens
             f"the weights do not match config.json ({len(problems)} problems):\n  "
             + "\n  ".join(problems)
         )
-    return [(tensor, stored[tensor.name]) for tensor in tensors_of(config)]
+    found: dict[str, Any] = {**stored, **matrices}
+    return [(tensor, found[tensor.name]) for tensor in tensors_of(config)]
+
+
+def _is_empty_bias(name: str, where: _Stored, matrices: dict[str, Any]) -> bool:
+    """Returns whether a bias is zero, as AutoGPTQ adds to all matrices."""
+    module, _, kind = name.rpartition(".")
+    return kind == "bias" and f"{module}.weight" in matrices and not _read(where).any()
 
 
 def _fold_tied(embedding: str, stored: dict[str, _Stored]) -> dict[str, _Stored]:
@@ -330,8 +370,9 @@ def _bits(where: _Stored) -> np.ndarray:
     return np.ascontiguousarray(_read(where)).view(np.uint8)
 
 
-def _common_dtype(stored: list[tuple[Tensor, _Stored]]) -> np.dtype:
-    names = sorted({where.dtype for _, where in stored if where.dtype in DTYPES})
+def _common_dtype(stored: list[_Found]) -> np.dtype:
+    plain = [where for _, where in stored if isinstance(where, _Stored)]
+    names = sorted({where.dtype for where in plain if where.dtype in DTYPES})
     if len(names) > 1:
         raise ValueError(
             f"the tensors have several dtypes ({', '.join(names)}): pass dtype to convert them"
@@ -341,32 +382,67 @@ def _common_dtype(stored: list[tuple[Tensor, _Stored]]) -> np.dtype:
 
 def _read_params(
     module: nn.Module,
-    stored: list[tuple[Tensor, _Stored]],
+    stored: list[_Found],
+    layout: Layout | None,
     sharding_of: ShardingFn | None,
     mapped_blocks: bool,
 ) -> Any:
-    shapes, flat = _shapes(module.config, module.weights), dict[tuple[str, ...], Any]()
-    files: dict[pathlib.Path, dict[str, np.ndarray]] = {}
+    shapes, flat = parameter_shapes(module.config, module.weights), dict[tuple[str, ...], Any]()
+    mapped = functools.cache(_mapped)
     for tensor, where in stored:
-        if where.file not in files:
-            files[where.file] = _mapped(where.file)
-        box = shapes[tensor.path]
-        values = tensor.to_parameter(files[where.file][where.name], box.value.shape)
-        if mapped_blocks and tensor.path[0].startswith(BLOCK):
-            flat[tensor.path] = values
-            continue
-        parts = {tensor.path: values}
-        scale = (*tensor.path[:-1], "scale")
-        if module.weights is not None and tensor.path[-1] == "weight" and scale in shapes:
-            inputs = values.ndim - (len(shapes[scale].value.shape) - 1)
-            matrix = quantize(values, module.weights, inputs)
-            parts = {tensor.path: matrix["weight"], scale: matrix["scale"]}
-        for path, values in parts.items():
-            box = shapes[path]
-            stored_as_is = values.dtype == np.int32 or len(parts) > 1
-            dtype = values.dtype if stored_as_is else module.dtype
-            flat[path] = _put(values, dtype, sharding_of and sharding_of(box.names))
+        shape, form = shapes[tensor.path].value.shape, module.weights
+        in_block = tensor.path[0].startswith(BLOCK)
+        keep = form if in_block and tensor.inputs else None
+        if isinstance(where, _Stored):
+            values = tensor.to_parameter(mapped(where.file)[where.name], shape)
+            found = {tensor.path[-1]: values}
+            if keep is not None and not mapped_blocks:
+                found = quantize(values, keep, tensor.inputs)
+        else:
+            matrix = _read_matrix(layout, tensor, where, mapped, shape)
+            if keep is None:
+                values = matrix.dequantized()
+                found = {tensor.path[-1]: (values if tensor.inputs else values.T).reshape(shape)}
+            else:
+                found = parameters(matrix, keep, shape, tensor.inputs)
+        for name, values in found.items():
+            path = (*tensor.path[:-1], name)
+            if mapped_blocks and in_block:
+                flat[path] = values
+                continue
+            dtype = values.dtype if values.dtype == np.int32 or len(found) > 1 else module.dtype
+            flat[path] = _put(values, dtype, sharding_of and sharding_of(shapes[path].names))
     return {"params": flax.traverse_util.unflatten_dict(flat)}
+
+
+def _read_matrix(
+    layout: Layout | None,
+    tensor: Tensor,
+    places: dict[str, _Stored],
+    mapped: Callable[[pathlib.Path], dict[str, np.ndarray]],
+    shape: tuple[int, ...],
+) -> Matrix:
+    """Returns a quantized matrix, unpacked on the host."""
+    parts = {part: mapped(place.file)[place.name] for part, place in places.items()}
+    with _named(tensor):
+        matrix = read_matrix(layout, parts, _matrix_shape(tensor, shape))
+    fused = tensor.fused
+    return matrix if fused is None else matrix.map(lambda x: fused.part(x).reshape(len(x), -1))
+
+
+def _matrix_shape(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns [outputs, inputs] of the quantized matrix that has a parameter of shape `shape`."""
+    stored = tensor.stored_shape(shape)
+    return stored[::-1] if tensor.transposed else stored
+
+
+@contextlib.contextmanager
+def _named(tensor: Tensor) -> Iterator[None]:
+    """Adds the name of a quantized matrix to errors."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{tensor.name} cannot be read: {error}") from error
 
 
 def _mapped(file: pathlib.Path) -> dict[str, np.ndarray]:
@@ -401,68 +477,3 @@ def _put(values: np.ndarray, dtype: Any, sharding: jax.sharding.Sharding | None)
         return np.array(values[index], dtype, order="C")
 
     return jax.make_array_from_callback(values.shape, sharding, part)
-
-
-def _named_params(module: nn.Module, params: Any) -> list[tuple[Tensor, Any]]:
-    """Returns the parameters in file order; raises unless they are the module's."""
-    shapes = {path: box.value.shape for path, box in _shapes(module.config).items()}
-    flat = flax.traverse_util.flatten_dict(nn.meta.unbox(params)["params"])
-    problems = [f"missing {'/'.join(p)}" for p in shapes if p not in flat]
-    problems += [f"unexpected {'/'.join(p)}" for p in flat if p not in shapes]
-    problems += [
-        f"{'/'.join(p)} has shape {flat[p].shape}, expected {shapes[p]}"
-        for p in shapes
-        if p in flat and tuple(flat[p].shape) != tuple(shapes[p])
-    ]
-    if problems:
-        raise ValueError("the parameters are not the module's:\n  " + "\n  ".join(problems))
-    return [(tensor, flat[tensor.path]) for tensor in tensors_of(module.config)]
-
-
-def _write_tensors(
-    path: pathlib.Path, values: list[tuple[Tensor, Any]], max_shard_bytes: int
-) -> None:
-    stored: dict[str, list[tuple[Tensor, Any]]] = {}  # a tensor may have several parameters
-    for tensor, value in values:
-        stored.setdefault(tensor.name, []).append((tensor, value))
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, parts in stored.items():
-        nbytes = sum(value.nbytes for _, value in parts)
-        if shards[-1] and size + nbytes > max_shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += nbytes
-    where: dict[str, str] = {}
-    for i, shard in enumerate(shards, 1):
-        file = f"model-{i:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
-        arrays = {}
-        for name in shard:
-            tensors, parameters = zip(*stored[name], strict=True)
-            arrays[name] = to_stored(tensors, [np.asarray(jax.device_get(x)) for x in parameters])
-        # Hugging Face requires the framework's name in the metadata.
-        safetensors.numpy.save_file(arrays, path / file, metadata={"format": "pt"})
-        where |= dict.fromkeys(arrays, file)
-    if len(shards) > 1:
-        total = sum(value.nbytes for _, value in values)
-        _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-
-
-@contextlib.contextmanager
-def _replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a temporary directory, which replaces `path` if the body succeeds."""
-    mark = uuid.uuid4().hex[:8]
-    partial = path.parent / f".{path.name}.{mark}.partial"
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        if path.exists():
-            old = path.parent / f".{path.name}.{mark}.old"
-            path.rename(old)
-            partial.rename(path)
-            shutil.rmtree(old)
-        else:
-            partial.rename(path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

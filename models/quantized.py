@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,9 @@ import numpy as np
 from jaxtyping import Array
 
 DTYPES = {4: jnp.int4, 8: jnp.int8}
+NONE: Literal["none"] = "none"  # dequantize a quantized checkpoint
 INT4_GROUP = 128  # of the format "int4"
-FORMATS = "'int8', 'int4', or either with a group, such as 'int4:32'"
+FORMATS = "'int8', 'int4', or either with a group, such as 'int4:32'; or 'none'"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +30,13 @@ class WeightFormat:
       bits: of a value, 4 or 8.
       group: the inputs that share a scale; None: all inputs of an output channel.
       zeros: whether groups have zero points.
+      is_float: whether values are float8 (e4m3), which only checkpoints have.
     """
 
     bits: int
     group: int | None
     zeros: bool = False
+    is_float: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "WeightFormat":
@@ -55,12 +58,12 @@ class WeightFormat:
         """Returns the text that `parse` accepts, with "+zeros" if there are zero points."""
         default = INT4_GROUP if self.bits == 4 else None
         group = "" if self.group == default else f":{self.group or 'channel'}"
-        return f"int{self.bits}{group}{'+zeros' * self.zeros}"
+        return f"{'float' if self.is_float else 'int'}{self.bits}{group}{'+zeros' * self.zeros}"
 
     @property
     def dtype(self) -> Any:
         """The dtype of the values."""
-        return DTYPES[self.bits]
+        return jnp.float8_e4m3fn if self.is_float else DTYPES[self.bits]
 
     @property
     def largest(self) -> int:
@@ -92,8 +95,15 @@ class WeightFormat:
                 )
 
 
-def parse_weights(weights: "str | WeightFormat | None") -> WeightFormat | None:
-    """Returns the format of the argument `weights` of `magicjax.load`; None: not quantized."""
+def parse_weights(
+    weights: "str | WeightFormat | None",
+) -> WeightFormat | Literal["none"] | None:
+    """Returns the format of the argument `weights` of `magicjax.load`.
+
+    None: as stored; "none": not quantized.
+    """
+    if weights == NONE:
+        return NONE
     return WeightFormat.parse(weights) if isinstance(weights, str) else weights
 
 

@@ -32,7 +32,7 @@ from experiments.schema.fields import (
 )
 from experiments.schema.method import AUTO, Method
 from experiments.schema.settings import declared, setting
-from models import WeightFormat
+from models import parse_weights
 from sharding import MeshSize, parse_mesh
 from sharding.processes import JOIN_SECONDS
 
@@ -51,7 +51,7 @@ def _mesh(text: str) -> str:
 
 
 def _weights(text: str) -> str:
-    return str(WeightFormat.parse(text)) if text else ""
+    return str(parse_weights(text)) if text else ""
 
 
 def _offload(value: Any) -> Any:

@@ -85,7 +85,7 @@ def prepare(settings: Boosting, work: pathlib.Path) -> Material:
       FileNotFoundError: a directory is missing.
     """
     directory = checkpoint_directory(settings.target)
-    target = models.load_checkpoint(directory, jnp.dtype(settings.dtype))
+    target = models.load_checkpoint(directory, jnp.dtype(settings.dtype), weights="none")
     tokenizer = models.load_tokenizer(directory)
     if tokenizer is None or tokenizer.eos_token_id is None:
         raise ConfigError(f"{settings.target} has no tokenizer with an end token: add one")
@@ -130,7 +130,7 @@ def check_shape(settings: Boosting, config: models.DecoderConfig) -> None:
 def _start(path: str, target: models.Checkpoint, tokenizer: Any) -> models.Checkpoint:
     """Loads a small model; raises ConfigError unless it has the target's vocabulary."""
     directory = checkpoint_directory(path)
-    small = models.load_checkpoint(directory, jnp.float32)
+    small = models.load_checkpoint(directory, jnp.float32, weights="none")
     if getattr(small.config, "draft_vocab_size", None) is not None:
         raise ConfigError(
             f"{path} has a draft vocabulary, with which training cannot start: give another model, "

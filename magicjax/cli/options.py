@@ -11,7 +11,7 @@ import jax
 from magicjax.drafters.spec import DRAFTER_SYNTAX, parse_all, parse_trees
 from magicjax.loading import config_of
 from magicjax.trees.token_tree import Tree
-from models import WeightFormat
+from models import parse_weights
 
 AUTO = "auto"
 INTERRUPTED = 130  # exit code, as of a shell: 128 + SIGINT
@@ -54,7 +54,8 @@ def add_weights(parser: Any) -> None:
         type=_weights,
         metavar="int8",
         help="quantize the target's matrices: int8 with a scale per output, int4 or int4:32 with "
-        "one per group of 128 or 32 inputs; default: as stored",
+        "one per group of 128 or 32 inputs; none: dequantize a quantized checkpoint; default: as "
+        "stored",
     )
     parser.add_argument(
         "--offload",
@@ -65,7 +66,7 @@ def add_weights(parser: Any) -> None:
 
 def _weights(text: str) -> str:
     try:
-        return str(WeightFormat.parse(text))
+        return str(parse_weights(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -9,14 +9,13 @@ from magicjax import cost_model, planner
 from magicjax.cli import options
 from magicjax.drafters.sparse import BUDGET
 from magicjax.drafters.spec import make_drafter, parse
-from magicjax.loading import config_of, skeleton
+from magicjax.loading import config_of, skeleton, weight_format
 from magicjax.model import DTYPES
 from magicjax.parallel import offloading
 from magicjax.planner import acceptance
 from magicjax.planner.candidates import make_candidate
 from magicjax.policies import StreamingLLM
 from magicjax.trees.token_tree import TokenTree, chain
-from models import parse_weights
 from sharding import parse_mesh
 
 
@@ -71,7 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.dtype,
         arguments.target,
         arguments.offload,
-        parse_weights(arguments.weights),
+        weight_format(arguments.target, arguments.weights),
     )
     cost_model.check_dtype(machine.device, arguments.dtype, arguments.device)
     options.check_context(arguments.target, arguments.context)

@@ -129,7 +129,8 @@ class SmallModel(Drafter):
         """Raises if the models do not fit, or context or tree are too large."""
         if not isinstance(self.model, Model):
             raise TypeError(f"SmallModel needs what magicjax.load returns, not {self.model!r}")
-        if self.weights is not None and parse_weights(self.weights) != self.model.weights:
+        form = parse_weights(self.weights)
+        if form is not None and (None if form == "none" else form) != self.model.weights:
             raise ValueError(
                 f"weights={self.weights!r} differs from the draft model's, {self.model.weights}: "
                 "load it with magicjax.load(path, weights=...), or remove weights"

@@ -14,7 +14,7 @@ from experiments.runner import preflight
 from experiments.schema import grid
 from magicjax import sources
 from magicjax.loading import config_of, load_tokenizer, skeleton
-from models import gguf_files
+from models.gguf import files as gguf_files
 from tests import gguf_cases as cases
 
 CONFIG = cases.config(num_layers=1, max_positions=64)
@@ -123,7 +123,7 @@ def test_a_disk_that_is_too_small_is_an_error_before_weights_are_written(gguf, c
         free = 1000
 
     monkeypatch.setattr(sources.shutil, "disk_usage", lambda path: Usage)
-    with pytest.raises(OSError, match="tiny.gguf needs 0 MB in float32, .* set MAGICJAX_CACHE"):
+    with pytest.raises(OSError, match="tiny.gguf needs 0 MB, .* set MAGICJAX_CACHE"):
         sources.directory_of(gguf)
     assert visible(cache) == []
 

@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 import models
-from models.gguf_files import read_gguf, write_directory
+from models.gguf.files import read_gguf, write_directory
 from tests import gguf_cases as cases
 
 LLAMA3_ROPE = models.Rope(500000.0, "llama3", 8.0, original_max_positions=8192)

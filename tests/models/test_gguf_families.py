@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import models
-from models.gguf_files import read_gguf, write_directory
+from models.gguf.files import read_gguf, write_directory
 from tests import gguf_cases
 from tests.models.conftest import GOLDEN
 from tests.quick import quick

@@ -1,8 +1,9 @@
 """Converts GGUF files of llama.cpp to directories in Hugging Face format.
 
-`read_gguf` validates a whole file without dequantizing it, and `write_directory` writes float32
-weights tensor by tensor. As in `hf_config`, every setting of the architecture is read, known to
-have no effect, or an error.
+`read_gguf` validates a whole file without reading its weights, and `write_directory` writes them
+tensor by tensor. If all matrices of the model's blocks have types of `blocks.KINDS`, they stay
+quantized; all others become float32. As in `hf_config`, every setting of the architecture is read,
+known to have no effect, or an error.
 """
 
 import dataclasses
@@ -18,10 +19,11 @@ import gguf
 import numpy as np
 from tokenizers import Tokenizer
 
-from models.build import abstract_params, build
+from models.build import BLOCK, abstract_params, build
 from models.decoder import DecoderConfig
 from models.families import FAMILIES
-from models.gguf_tokenizer import read_tokenizer, unsupported
+from models.gguf.blocks import KINDS, Kind
+from models.gguf.tokenizer import read_tokenizer, unsupported
 from models.hf_config import read_config, write_config
 from models.hf_tensors import tensors_of
 from models.positions import Rope, frequencies
@@ -57,6 +59,7 @@ class Weight(NamedTuple):
       group: (groups, rows of q, k and v in a group) of rows that llama.cpp does not group; None: of
         another tensor.
       transposed: whether llama.cpp transposes it.
+      kind: of a matrix that stays quantized, as [outputs, inputs]; None: of another tensor.
     """
 
     shape: tuple[int, ...]
@@ -64,17 +67,29 @@ class Weight(NamedTuple):
     heads: int = 0
     group: tuple[int, tuple[int, ...]] | None = None
     transposed: bool = False
+    kind: Kind | None = None
 
-    def values(self) -> np.ndarray:
-        """Returns the contiguous values in float32."""
-        values = gguf.dequantize(self.stored.data, self.stored.tensor_type)
+    def shapes(self, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Returns dtype and shape of what a directory stores for the tensor `name`."""
+        if self.kind is None:
+            return {name: ("F32", self.shape)}
+        module = name.removesuffix("weight")
+        shape = self.shape[::-1] if self.transposed else self.shape
+        return {module + part: entry for part, entry in self.kind.shapes(shape).items()}
+
+    def values(self) -> list[np.ndarray]:
+        """Returns the arrays of `shapes`."""
+        if self.kind is None:
+            values = [gguf.dequantize(self.stored.data, self.stored.tensor_type).astype("<f4")]
+        else:
+            values = list(self.kind.parts(self.stored.data).values())
         if self.heads:
-            values = unpermute(values, self.heads)
+            values = [unpermute(part, self.heads) for part in values]
         if self.group is not None:
-            values = grouped(values, *self.group)
-        if self.transposed:
-            values = values.T
-        return np.ascontiguousarray(values, np.float32)
+            values = [grouped(part, *self.group) for part in values]
+        if self.transposed and self.kind is None:
+            values = [part.T for part in values]
+        return [np.ascontiguousarray(part) for part in values]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +111,12 @@ class GgufModel:
     @property
     def num_bytes(self) -> int:
         """Bytes of the converted weights."""
-        return sum(4 * math.prod(weight.shape) for weight in self.weights.values())
+        entries = (w.shapes(name).values() for name, w in self.weights.items())
+        return sum(_bytes(*entry) for part in entries for entry in part)
+
+
+def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return int(dtype[1:]) // 8 * math.prod(shape)
 
 
 def unpermute(values: np.ndarray, heads: int) -> np.ndarray:
@@ -337,7 +357,13 @@ def _weights(config: DecoderConfig, tensors: Mapping[str, gguf.ReaderTensor]) ->
             f"the tensors do not match the metadata ({len(problems)} problems):\n  "
             + "\n  ".join(problems)
         )
-    return weights
+    matrices = [t.name for t in tensors_of(config) if t.inputs and t.path[0].startswith(BLOCK)]
+    if not all(weights[name].stored.tensor_type in KINDS for name in matrices):
+        return weights  # a module has one format, and some matrices have none
+    return {
+        name: weight._replace(kind=KINDS.get(weight.stored.tensor_type))
+        for name, weight in weights.items()
+    }
 
 
 def _arch(family: str) -> gguf.MODEL_ARCH:
@@ -360,9 +386,11 @@ def _check_types(weights: Mapping[str, Weight]) -> None:
 
 
 def write_directory(model: GgufModel, path: str | os.PathLike) -> None:
-    """Writes a model to an existing directory in Hugging Face format, with float32 weights."""
+    """Writes a model to an existing directory in Hugging Face format."""
     path = pathlib.Path(path)
     config = {**write_config(model.config), **model.special, "torch_dtype": "float32"}
+    if any(weight.kind is not None for weight in model.weights.values()):
+        config["quantization_config"] = {"quant_method": "gguf"}
     contents: dict[str, Any] = {"config.json": config, "generation_config.json": model.special}
     if model.tokenizer is not None:
         tokenizer, contents["tokenizer_config.json"] = model.tokenizer
@@ -381,11 +409,13 @@ def _write_weights(path: pathlib.Path, weights: Mapping[str, Weight]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, weight in weights.items():
-        start, end = end, end + 4 * math.prod(weight.shape)
-        header[name] = {"dtype": "F32", "shape": weight.shape, "data_offsets": [start, end]}
+        for part, (dtype, shape) in weight.shapes(name).items():
+            start, end = end, end + _bytes(dtype, shape)
+            header[part] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for weight in weights.values():
-            file.write(weight.values().data)
+            for values in weight.values():
+                file.write(values.data)

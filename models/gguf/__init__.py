@@ -1,0 +1,1 @@
+"""GGUF files of llama.cpp: metadata, tokenizers and quantized blocks."""

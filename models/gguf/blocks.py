@@ -1,0 +1,121 @@
+"""GGUF's quantized tensors whose blocks are integers with scales, and perhaps minima.
+
+A weight is value * scale + minimum, with a scale and a minimum per row and group of columns. The
+directory of a converted file has the tensors `weight_packed`, `weight_scale` and `weight_min`, of
+which the first two are those of compressed-tensors' "pack-quantized". The block formats are those
+of ggml's `ggml-quants.c`.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import gguf
+import numpy as np
+
+from models.quantized_checkpoints import pack
+
+Type = gguf.GGMLQuantizationType
+
+
+class Kind(NamedTuple):
+    """A block format.
+
+    Attributes:
+      bits: of a value as it is packed.
+      group: values with one scale.
+      read: returns (values from 0 to 2**bits - 1 [R, C], scales [R, G], minima [R, G] or None) of
+        the stored bytes [R, N].
+      has_minima: whether there are minima.
+      dtype: of scales and minima.
+    """
+
+    bits: int
+    group: int
+    read: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray | None]]
+    has_minima: bool = False
+    dtype: str = "F16"
+
+    def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Returns dtype and shape of the parts of a matrix of shape `shape`."""
+        rows, columns = shape
+        groups = self.dtype, (rows, columns // self.group)
+        parts = {"weight_packed": ("I32", (rows, columns * self.bits // 32))}
+        return (
+            parts | {"weight_scale": groups} | ({"weight_min": groups} if self.has_minima else {})
+        )
+
+    def parts(self, stored: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the parts of a matrix, stored as bytes [R, N]."""
+        values, scales, minima = self.read(stored)
+        if minima is not None:  # constant groups, whose scale must not be zero
+            constant = (scales == 0) & (minima != 0)
+            scales = np.where(constant, minima, scales)
+            values = np.where(np.repeat(constant, self.group, 1), 0, values)
+        parts = {"weight_packed": pack(values, self.bits), "weight_scale": scales}
+        return parts if minima is None else parts | {"weight_min": minima}
+
+
+def _halves(blocks: np.ndarray, first: int) -> np.ndarray:
+    """Returns [R, G] of the 16-bit numbers that begin at byte `first` of blocks [R, G, N]."""
+    return np.ascontiguousarray(blocks[..., first : first + 2]).view("<f2")[..., 0]
+
+
+def _blocks(stored: np.ndarray, size: int) -> np.ndarray:
+    return stored.reshape(len(stored), -1, size)
+
+
+def _nibbles(octets: np.ndarray) -> np.ndarray:
+    """Returns [R, G * 32] of [R, G, 16]: first the low halves of a block, then the high ones."""
+    return np.concatenate([octets & 15, octets >> 4], -1).reshape(len(octets), -1)
+
+
+def _q4_0(stored):
+    blocks = _blocks(stored, 18)
+    return _nibbles(blocks[..., 2:]), _halves(blocks, 0), None
+
+
+def _q4_1(stored):
+    blocks = _blocks(stored, 20)
+    return _nibbles(blocks[..., 4:]), _halves(blocks, 0), _halves(blocks, 2)
+
+
+def _q8_0(stored):
+    blocks = _blocks(stored, 34)
+    return (blocks[..., 2:] ^ 128).reshape(len(stored), -1), _halves(blocks, 0), None
+
+
+def _q4_k(stored):
+    """Blocks of 256: 8 groups, whose 6-bit scales and minima multiply two 16-bit numbers."""
+    blocks = _blocks(stored, 144)
+    low, high, both = (blocks[..., first : first + 4] for first in (4, 8, 12))
+    scales = np.concatenate([low & 63, (both & 15) | (low >> 6 << 4)], -1)
+    minima = np.concatenate([high & 63, (both >> 4) | (high >> 6 << 4)], -1)
+    scales, minima = (
+        (_halves(blocks, first)[..., None] * x.astype(np.float32)).reshape(len(stored), -1)
+        for first, x in ((0, scales), (2, minima))
+    )
+    return _nibbles(blocks[..., 16:].reshape(len(stored), -1, 32)), scales, -minima
+
+
+def _q6_k(stored):
+    """Blocks of 256: 16 groups, whose 8-bit scales multiply a 16-bit number; values minus 32.
+
+    Each half of a block has 64 bytes with 4 bits of two values, and 32 with 2 bits of four.
+    """
+    blocks = _blocks(stored, 210)
+    low = blocks[..., :128].reshape(len(stored), -1, 2, 64)
+    high = blocks[..., 128:192].reshape(len(stored), -1, 2, 1, 32)
+    fours = np.concatenate([low & 15, low >> 4], -1).reshape(*low.shape[:-1], 4, 32)
+    twos = high >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    scales = blocks[..., 192:208].view(np.int8) * _halves(blocks, 208)[..., None].astype(np.float32)
+    values = (fours | twos << 4) + np.uint8(128 - 32)
+    return values.reshape(len(stored), -1), scales.reshape(len(stored), -1), None
+
+
+KINDS = {
+    Type.Q4_0: Kind(4, 32, _q4_0),
+    Type.Q4_1: Kind(4, 32, _q4_1, has_minima=True),
+    Type.Q8_0: Kind(8, 32, _q8_0),
+    Type.Q4_K: Kind(4, 32, _q4_k, has_minima=True, dtype="F32"),
+    Type.Q6_K: Kind(8, 16, _q6_k, dtype="F32"),
+}

@@ -1,0 +1,201 @@
+"""Writes checkpoints in Hugging Face's directory format. A round trip is bit-exact.
+
+Quantized matrices are written in the layout of compressed-tensors.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import flax.linen as nn
+import flax.traverse_util
+import jax
+import numpy as np
+import safetensors.numpy
+
+from models.hf_config import write_config
+from models.hf_tensors import Tensor, tensors_of, to_stored
+from models.huggingface import INDEX, QUANTIZATION, SINGLE, parameter_shapes
+from models.quantized import WeightFormat
+from models.quantized_checkpoints import Matrix, matrix_of, written_parts, written_settings
+
+
+def save_checkpoint(
+    path: str | os.PathLike,
+    module: nn.Module,
+    params: Any,
+    *,
+    eos_token_ids: Sequence[int] = (),
+    bos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+    tokenizer: Any = None,
+    max_shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+) -> None:
+    """Writes a directory of Hugging Face format, atomically.
+
+    Args:
+      path: the directory to create.
+      module, params: as for `apply`; values keep their dtype and are unboxed.
+      eos_token_ids, bos_token_id, pad_token_id: for config.json and generation_config.json.
+      tokenizer: an object with `save_pretrained`.
+      max_shard_bytes: larger weights are split over several files with an index.
+      overwrite: replace an existing directory.
+
+    Raises FileExistsError if `path` exists and `overwrite` is False, and ValueError if the
+    parameters are not the module's, its family cannot express its config, or quantized matrices
+    have zero points that are not integers (GGUF files).
+    """
+    path = pathlib.Path(path)
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path} exists: choose another path, or pass overwrite=True")
+    values = _named_params(module, params)
+    special = {
+        "bos_token_id": bos_token_id,
+        "eos_token_id": _int_or_list(eos_token_ids),
+        "pad_token_id": pad_token_id,
+    }
+    raw = {**write_config(module.config), **special, "torch_dtype": module.dtype.name}
+    if module.weights is not None:
+        plain = [tensor for tensor, found in values if len(found) == 1]
+        raw[QUANTIZATION] = written_settings(
+            module.weights, dict.fromkeys(map(_module, filter(_is_linear, plain)))
+        )
+    with _replacing(path) as partial:
+        _write_json(partial / "config.json", raw)
+        _write_json(partial / "generation_config.json", special)
+        _write_tensors(partial, values, module.weights, max_shard_bytes)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+
+
+def _module(tensor: Tensor) -> str:
+    return tensor.name.rpartition(".")[0]
+
+
+def _is_linear(tensor: Tensor) -> bool:
+    return tensor.inputs > 0 or tensor.path == ("unembedding",)
+
+
+def _write_json(path: pathlib.Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _int_or_list(ids: Sequence[int]) -> int | list[int] | None:
+    ids = [int(i) for i in ids]
+    return ids[0] if len(ids) == 1 else ids or None
+
+
+def _named_params(module: nn.Module, params: Any) -> list[tuple[Tensor, dict[str, Any]]]:
+    """Returns the parameters of each tensor, in file order; raises unless they are the module's.
+
+    A quantized matrix has several.
+    """
+    boxes = parameter_shapes(module.config, module.weights)
+    shapes = {path: box.value.shape for path, box in boxes.items()}
+    flat = flax.traverse_util.flatten_dict(nn.meta.unbox(params)["params"])
+    problems = [f"missing {'/'.join(p)}" for p in shapes if p not in flat]
+    problems += [f"unexpected {'/'.join(p)}" for p in flat if p not in shapes]
+    problems += [
+        f"{'/'.join(p)} has shape {flat[p].shape}, expected {shapes[p]}"
+        for p in shapes
+        if p in flat and tuple(flat[p].shape) != tuple(shapes[p])
+    ]
+    if problems:
+        raise ValueError("the parameters are not the module's:\n  " + "\n  ".join(problems))
+    found = []
+    for tensor in tensors_of(module.config):
+        *parents, last = tensor.path
+        names = (last, "scale", "zero") if last == "weight" else (last,)
+        paths = {name: (*parents, name) for name in names}
+        found.append((tensor, {name: flat[path] for name, path in paths.items() if path in flat}))
+    return found
+
+
+def _write_tensors(
+    path: pathlib.Path,
+    values: list[tuple[Tensor, dict[str, Any]]],
+    form: WeightFormat | None,
+    max_shard_bytes: int,
+) -> None:
+    stored: dict[str, list[tuple[Tensor, dict[str, Any]]]] = {}  # a tensor may have several
+    for tensor, found in values:
+        stored.setdefault(tensor.name, []).append((tensor, found))
+    shards: list[list[str]] = [[]]
+    size = total = 0
+    for name, parts in stored.items():
+        nbytes = sum(value.nbytes for _, found in parts for value in found.values())
+        if shards[-1] and size + nbytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += nbytes
+    where: dict[str, str] = {}
+    for i, shard in enumerate(shards, 1):
+        file = f"model-{i:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
+        arrays: dict[str, np.ndarray] = {}
+        for name in shard:
+            tensors, found = zip(*stored[name], strict=True)
+            arrays |= _stored(tensors, jax.device_get(found), form)
+        # Hugging Face requires the framework's name in the metadata.
+        safetensors.numpy.save_file(arrays, path / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(arrays, file)
+        total += sum(array.nbytes for array in arrays.values())
+    if len(shards) > 1:
+        _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+
+
+def _stored(
+    tensors: Sequence[Tensor], found: Sequence[dict[str, Any]], form: WeightFormat | None
+) -> dict[str, np.ndarray]:
+    """Returns the arrays, by name, of a tensor with the parameters of `tensors`."""
+    first = tensors[0]
+    if len(found[0]) == 1:
+        parameters = [np.asarray(x[tensor.path[-1]]) for tensor, x in zip(tensors, found)]
+        return {first.name: to_stored(tensors, parameters)}
+    assert form is not None
+    matrices = [matrix_of(x, form) for x in found]
+    try:
+        parts = written_parts(_fused(first, matrices))
+    except ValueError as error:
+        raise ValueError(f"{first.name} cannot be written: {error}") from error
+    return {f"{_module(first)}.{part}": array for part, array in parts.items()}
+
+
+def _fused(tensor: Tensor, matrices: Sequence[Matrix]) -> Matrix:
+    """Returns the matrix of all outputs that a tensor has."""
+    if tensor.fused is None:
+        return matrices[0]
+    groups = tensor.fused.groups
+
+    def joined(*arrays):
+        parts = [x.reshape(len(x), groups, -1) for x in arrays]
+        return np.concatenate(parts, -1).reshape(len(arrays[0]), -1)
+
+    values, scales, zeros, _ = zip(*matrices, strict=True)
+    zero = None if zeros[0] is None else joined(*zeros)
+    return Matrix(joined(*values), joined(*scales), zero, matrices[0].bits)
+
+
+@contextlib.contextmanager
+def _replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a temporary directory, which replaces `path` if the body succeeds."""
+    mark = uuid.uuid4().hex[:8]
+    partial = path.parent / f".{path.name}.{mark}.partial"
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if path.exists():
+            old = path.parent / f".{path.name}.{mark}.old"
+            path.rename(old)
+            partial.rename(path)
+            shutil.rmtree(old)
+        else:
+            partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,463 @@
+"""Layouts of quantized matrices in checkpoints: AWQ, GPTQ, compressed-tensors, fp8.
+
+A matrix is stored as several tensors: `<module>.qweight`, `.qzeros` and `.scales` in AWQ and GPTQ.
+Readers unpack them and make integers signed (0 to 15 become -8 to 7), so that a matrix is
+(values - zeros) * scales, with a scale and a zero point per output and group of inputs. Bits and
+groups follow from the shapes. Matrices that a checkpoint does not quantize are those that it
+stores in floating point, so lists of ignored modules are not read.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from models.quantized import WeightFormat
+
+METHODS = ("awq", "gptq", "compressed-tensors", "fp8")
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+BITS = (4, 8)
+AWQ_SLOTS = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds each column
+SCALES = ("scales", "weight_scale", "weight_scale_inv")
+PARTS = frozenset(
+    ("qweight", "qzeros", "g_idx", "weight_packed", "weight_shape", "weight_g_idx")
+    + ("weight_zero_point", "weight_min", *SCALES)
+)
+ACTIVATIONS = ("input_scale",)  # activations are not quantized
+# Settings of compressed-tensors that change the computation.
+EMPTY = ("sparsity_config", "transform_config", "kv_cache_scheme")
+
+
+class Matrix(NamedTuple):
+    """A quantized matrix, (values - zeros) * scales.
+
+    Attributes:
+      values: [I, O], int8 (-8 to 7 with 4 bits) or float8.
+      scales: [G, O], each of I / G inputs.
+      zeros: [G, O], int8, or float64 of a GGUF file's minima; or None.
+      bits: of a value, 4 or 8.
+    """
+
+    values: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray | None
+    bits: int
+
+    def map(self, change: Callable[[np.ndarray], np.ndarray]) -> "Matrix":
+        """Returns the matrix with changed outputs, the second axis of all arrays."""
+        zeros = None if self.zeros is None else change(self.zeros)
+        return Matrix(change(self.values), change(self.scales), zeros, self.bits)
+
+    def dequantized(self) -> np.ndarray:
+        """Returns [I, O] in float32."""
+        inputs, outputs = self.values.shape
+        exact = np.float32 if self.zeros is None else np.promote_types(self.zeros.dtype, np.float32)
+        wide = self.values.astype(exact).reshape(len(self.scales), -1, outputs)
+        if self.zeros is not None:
+            wide -= self.zeros[:, None]
+        wide *= self.scales.astype(np.float32)[:, None]
+        return wide.reshape(inputs, outputs).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a checkpoint stores quantized matrices.
+
+    Attributes:
+      method: of `METHODS`.
+      zero_offset: what GPTQ subtracts from zero points.
+      symmetric: whether GPTQ's zero points are half the range, which is zero as a signed value.
+      block: outputs and inputs of a block with one scale, or None.
+    """
+
+    method: str
+    zero_offset: int = 0
+    symmetric: bool = False
+    block: tuple[int, int] | None = None
+
+
+def read_layout(settings: Mapping[str, Any] | None) -> Layout | None:
+    """Returns the layout of `quantization_config` in config.json; None without one.
+
+    Raises ValueError for a layout that is not supported.
+    """
+    if not settings:
+        return None
+    method = settings.get("quant_method")
+    if method == "awq":
+        kind = settings.get("version") or settings.get("format") or "gemm"
+        if str(kind).lower() != "gemm" or settings.get("backend") == "llm-awq":
+            raise _unsupported("awq with version", kind, ("gemm",))
+        return Layout(method)
+    if method == "gptq":
+        kind = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+        if kind not in ("gptq", "gptq_v2"):
+            raise _unsupported("gptq with checkpoint_format", kind, ("gptq", "gptq_v2"))
+        symmetric = settings.get("sym") is True
+        return Layout(method, zero_offset=int(kind == "gptq"), symmetric=symmetric)
+    if method == "fp8":
+        block = settings.get("weight_block_size")
+        return Layout(method, block=tuple(block) if block else None)
+    if method == "gguf":  # the directory of a converted file
+        return Layout(method)
+    if method == "compressed-tensors":
+        return _compressed_tensors(settings)
+    raise _unsupported("quant_method", method, METHODS)
+
+
+def _unsupported(name: str, value: Any, supported: tuple[str, ...]) -> ValueError:
+    return ValueError(
+        f"quantization_config has {name}={value!r}, which is not supported: it must be one of "
+        f"{', '.join(supported)}; or load the unquantized checkpoint"
+    )
+
+
+def _compressed_tensors(settings: Mapping[str, Any]) -> Layout:
+    groups = settings.get("config_groups", {}).values()
+    kinds = {group.get("format") or settings.get("format") for group in groups}
+    for kind in sorted(map(str, kinds)):
+        if kind not in FORMATS:
+            raise _unsupported("format", kind, FORMATS)
+    for name in EMPTY:
+        if value := settings.get(name):
+            raise ValueError(
+                f"quantization_config has {name}={value!r}, which is not supported: "
+                "load a checkpoint without it"
+            )
+    blocks = {tuple((group.get("weights") or {}).get("block_structure") or ()) for group in groups}
+    if len(blocks) > 1:
+        raise _unsupported("several values of block_structure", sorted(blocks), ("one of them",))
+    return Layout("compressed-tensors", block=next(iter(blocks), None) or None)
+
+
+def gather(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Returns (the other tensors, the parts of quantized matrices).
+
+    Args:
+      stored: anything, by the name of a tensor.
+
+    The parts are by the name of the matrix, which ends in ".weight", and the last part of their
+    name.
+    """
+    plain, matrices = dict(stored), dict[str, dict[str, Any]]()
+    for name in stored:
+        module, _, part = name.rpartition(".")
+        if part in PARTS:
+            matrices.setdefault(f"{module}.weight", {})[part] = plain.pop(name)
+        elif part in ACTIVATIONS:
+            del plain[name]
+    for name, parts in matrices.items():
+        if name in plain:
+            parts["weight"] = plain.pop(name)
+    return plain, matrices
+
+
+def missing_parts(parts: Mapping[str, Any]) -> list[str]:
+    """Returns the last part of the names of tensors that a quantized matrix lacks."""
+    if "qweight" in parts:
+        needed = ["qzeros", "scales"]
+    elif "weight_packed" in parts:
+        needed = ["weight_scale"]
+    else:
+        needed = ["weight", "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"]
+    return [name for name in needed if name not in parts]
+
+
+def matrix_format(
+    layout: Layout | None, parts: Mapping[str, Any], shape: tuple[int, ...]
+) -> WeightFormat:
+    """Returns the format of a quantized matrix, without reading it.
+
+    Args:
+      layout: of the checkpoint.
+      parts: the shape and dtype of each part, as `gather` returns them.
+      shape: of the matrix, [outputs, inputs].
+    """
+    assert layout is not None  # `gather` found parts
+    inputs = shape[1]
+    scale = next((parts[name].shape for name in SCALES if name in parts), ())
+    groups = scale[layout.method not in ("awq", "gptq")] if len(scale) == 2 else 1
+    if groups < 1 or inputs % groups:
+        raise ValueError(f"its {inputs} inputs are not a multiple of its {groups} groups")
+    bits, is_float = 8, False
+    if "qweight" in parts:
+        zeros = not layout.symmetric
+        bits = 4 if layout.method == "awq" else _bits(parts["qweight"].shape[0], inputs)
+    else:
+        zeros = "weight_zero_point" in parts or "weight_min" in parts
+        if "weight_packed" in parts:
+            bits = _bits(parts["weight_packed"].shape[1], inputs)
+        else:
+            is_float = parts["weight"].dtype == "F8_E4M3"
+    return WeightFormat(bits, None if groups == 1 else inputs // groups, zeros, is_float)
+
+
+def common_format(found: Iterable[tuple[WeightFormat, int]]) -> WeightFormat:
+    """Returns the format that holds matrices of several formats exactly.
+
+    Args:
+      found: format and inputs of each matrix.
+
+    Raises ValueError for a mixture of integers and float8.
+    """
+    forms = {form for form, _ in found}
+    if len(kinds := {form.is_float for form in forms}) > 1:
+        raise ValueError(
+            "the checkpoint has matrices of integers and of float8: pass weights='none' to "
+            "dequantize all"
+        )
+    group = None
+    if any(form.group is not None for form in forms):
+        group = math.gcd(*(form.group or inputs for form, inputs in found))
+    zeros = any(form.zeros for form in forms)
+    return WeightFormat(max(form.bits for form in forms), group, zeros, kinds.pop())
+
+
+def finer(form: WeightFormat, weights: WeightFormat) -> WeightFormat | None:
+    """Returns `form` with the groups of `weights`, None unless that holds its matrices exactly."""
+    if weights.bits != form.bits or form.is_float or weights.group is None:
+        return None
+    if form.group is not None and form.group % weights.group:
+        return None
+    return dataclasses.replace(form, group=weights.group)
+
+
+def parameters(
+    matrix: Matrix, form: WeightFormat, shape: tuple[int, ...], inputs: int
+) -> dict[str, np.ndarray]:
+    """Returns the parameters of a quantized projection.
+
+    Args:
+      matrix: of `form`, or of one that it holds exactly.
+      form: of the module.
+      shape: of the weight, [*I, *O].
+      inputs: the number of axes I.
+    """
+    groups = form.groups(len(matrix.values))
+    outputs = shape[inputs:]
+
+    def grouped(x):
+        return np.repeat(x.astype(np.float32), groups // len(x), 0).reshape(groups, *outputs)
+
+    values = {"weight": matrix.values.astype(form.dtype).reshape(shape)}
+    values["scale"] = grouped(matrix.scales)
+    if form.zeros:
+        zeros = np.zeros_like(matrix.scales) if matrix.zeros is None else matrix.zeros
+        values["zero"] = grouped(zeros)
+    return values
+
+
+def matrix_of(found: Mapping[str, Any], form: WeightFormat) -> Matrix:
+    """Returns the matrix of the parameters of a quantized projection.
+
+    Args:
+      found: weight, scale and perhaps zero, on the host.
+      form: of the module.
+    """
+    scale = np.asarray(found["scale"])
+    outputs = math.prod(scale.shape[1:])
+    values = np.asarray(found["weight"]).reshape(-1, outputs)
+    zeros = np.asarray(found["zero"]).reshape(-1, outputs) if form.zeros else None
+    stored = values if form.is_float else values.astype(np.int8)
+    return Matrix(stored, scale.reshape(-1, outputs), zeros, form.bits)
+
+
+def read_matrix(
+    layout: Layout | None, parts: Mapping[str, np.ndarray], shape: tuple[int, ...]
+) -> Matrix:
+    """Returns a quantized matrix.
+
+    Args:
+      layout: of the checkpoint.
+      parts: the stored tensors by the last part of their names, as `gather` returns them.
+      shape: of the matrix, [outputs, inputs].
+
+    Raises ValueError for missing or wrongly shaped parts, and for groups of inputs that are not
+    contiguous.
+    """
+    assert layout is not None  # `gather` found parts
+    inputs = shape[1]
+    if "qweight" in parts:
+        matrix = _read_awq(parts) if layout.method == "awq" else _read_gptq(parts, layout, inputs)
+    elif "weight_packed" in parts:
+        matrix = _read_packed(parts, shape)
+    else:
+        matrix = _read_unpacked(parts, layout.block)
+    _validate(matrix, shape)
+    for name in ("g_idx", "weight_g_idx"):
+        if name in parts:
+            _validate_order(name, parts[name], inputs // len(matrix.scales))
+    return matrix
+
+
+def _validate(matrix: Matrix, shape: tuple[int, ...]) -> None:
+    outputs, inputs = shape
+    groups = len(matrix.scales)
+    grouped = (groups, outputs)
+    zeros = grouped if matrix.zeros is None else matrix.zeros.shape
+    if matrix.values.shape != (inputs, outputs) or not matrix.scales.shape == zeros == grouped:
+        raise ValueError(
+            f"it has values of shape {matrix.values.shape}, scales of {matrix.scales.shape} and "
+            f"zero points of {zeros}, expected {(inputs, outputs)} and twice (groups, {outputs})"
+        )
+    if inputs % groups:
+        raise ValueError(f"its {inputs} inputs are not a multiple of its {groups} groups")
+
+
+def _validate_order(name: str, groups: np.ndarray, size: int) -> None:
+    if not np.array_equal(groups, np.arange(len(groups)) // size):
+        raise ValueError(
+            f"{name} orders its inputs by activation (act-order), which is not supported: load a "
+            "checkpoint with desc_act=false"
+        )
+
+
+def _unpack(words: np.ndarray, bits: int) -> np.ndarray:
+    """Returns the unsigned integers in the last axis of int32 words, the lowest bits first."""
+    octets = np.ascontiguousarray(words, "<i4").view(np.uint8)
+    if bits == 8:
+        return octets
+    return np.stack([octets & 15, octets >> 4], -1).reshape(*octets.shape[:-1], -1)
+
+
+def pack(unsigned: np.ndarray, bits: int) -> np.ndarray:
+    """Returns the last axis in int32 words, the inverse of `_unpack`; padded with zeros."""
+    per_word = 32 // bits
+    padding = [(0, 0)] * (unsigned.ndim - 1) + [(0, -unsigned.shape[-1] % per_word)]
+    padded = np.pad(unsigned, padding).astype(np.uint8)
+    octets = padded if bits == 8 else padded[..., ::2] | (padded[..., 1::2] << 4)
+    return np.ascontiguousarray(octets, np.uint8).view("<i4")
+
+
+def _signed(unsigned: np.ndarray, bits: int) -> np.ndarray:
+    return (unsigned ^ (1 << (bits - 1))).view(np.int8) if bits == 8 else unsigned.view(np.int8) - 8
+
+
+def _read_awq(parts: Mapping[str, np.ndarray]) -> Matrix:
+    """AutoAWQ's layout "gemm": words of 8 outputs, interleaved."""
+
+    def columns(words):
+        slots = _unpack(words, 4).reshape(len(words), -1, 8)[..., AWQ_SLOTS]
+        return _signed(slots.reshape(len(words), -1), 4)
+
+    return Matrix(columns(parts["qweight"]), parts["scales"], columns(parts["qzeros"]), 4)
+
+
+def _read_gptq(parts: Mapping[str, np.ndarray], layout: Layout, inputs: int) -> Matrix:
+    """AutoGPTQ's layout: values in words of inputs, zero points in words of outputs."""
+    words = parts["qweight"]
+    bits = _bits(len(words), inputs)
+    zeros = (_unpack(parts["qzeros"], bits) + layout.zero_offset) & (2**bits - 1)
+    values, zeros = _signed(_unpack(words.T, bits), bits), _signed(zeros, bits)
+    if layout.symmetric and zeros.any():
+        raise ValueError(
+            "it has zero points, and quantization_config has sym=true: set it to false"
+        )
+    return Matrix(values.T, parts["scales"], None if layout.symmetric else zeros, bits)
+
+
+def _bits(words: int, values: int) -> int:
+    """Returns the bits of a value, of which `words` hold `values`."""
+    for bits in BITS:
+        if words == -(-values * bits // 32):
+            return bits
+    raise ValueError(
+        f"{words} words of 32 bits for {values} values are not supported: values must have "
+        f"{' or '.join(map(str, BITS))} bits"
+    )
+
+
+def _read_packed(parts: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> Matrix:
+    """compressed-tensors' "pack-quantized": words of inputs; zero points in words of outputs.
+
+    `weight_min` instead of zero points is a matrix of a GGUF file: values from 0, times the scale,
+    plus the minimum.
+    """
+    outputs, inputs = shape
+    words, scales, zeros = parts["weight_packed"], parts["weight_scale"].T, None
+    bits = _bits(words.shape[1], inputs)
+    values = _signed(_unpack(words, bits)[:, :inputs], bits).T
+    if "weight_zero_point" in parts:
+        zeros = _unpack(parts["weight_zero_point"].T, bits)[:, :outputs]
+        zeros = _signed(zeros, bits)
+    if "weight_min" in parts:
+        minima = parts["weight_min"].T.astype(np.float64)
+        zeros = -(2 ** (bits - 1)) - np.divide(minima, scales, where=scales != 0, out=minima)
+    return Matrix(values, scales, zeros, bits)
+
+
+def _read_unpacked(parts: Mapping[str, np.ndarray], block: tuple[int, int] | None) -> Matrix:
+    """int8 or float8 values, with a scale per matrix, output, group or block."""
+    values = parts["weight"].T
+    inputs, outputs = values.shape
+    scales = parts["weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"]
+    if block is not None and scales.ndim == 2:
+        rows, columns = block
+        if inputs % columns:
+            raise ValueError(f"its {inputs} inputs are not a multiple of {columns}, a block's")
+        scales = np.repeat(scales, rows, 0)[:outputs]
+    zeros = parts.get("weight_zero_point")
+    zeros = None if zeros is None else _per_output(zeros, outputs)
+    return Matrix(values, _per_output(scales, outputs), zeros, 8)
+
+
+def _per_output(x: np.ndarray, outputs: int) -> np.ndarray:
+    """Returns [G, O] of a scalar, [1], [O, 1] or [O, G]."""
+    rows = x.reshape(1, 1) if x.size == 1 else x.reshape(outputs, -1).T
+    return np.broadcast_to(rows, (len(rows), outputs))
+
+
+def written_parts(matrix: Matrix) -> dict[str, np.ndarray]:
+    """Returns what compressed-tensors stores for a matrix, by the last part of the names.
+
+    Raises ValueError for zero points that are not integers.
+    """
+    values, scales = np.ascontiguousarray(matrix.values.T), np.ascontiguousarray(matrix.scales.T)
+    if values.dtype != np.int8:
+        return {"weight": values, "weight_scale": scales}
+    packed = {
+        "weight_packed": pack(_unsigned(values, matrix.bits), matrix.bits),
+        "weight_scale": scales,
+        "weight_shape": np.array(values.shape, np.int64),
+    }
+    if matrix.zeros is not None:
+        zeros = np.rint(matrix.zeros).astype(np.int8)
+        if (zeros != matrix.zeros).any():
+            raise ValueError(
+                "its zero points are not integers (minima of a GGUF file), which "
+                "compressed-tensors does not store: load it with weights='none' to save it"
+            )
+        words = pack(_unsigned(zeros, matrix.bits), matrix.bits)
+        packed["weight_zero_point"] = np.ascontiguousarray(words.T)
+    return packed
+
+
+def _unsigned(signed: np.ndarray, bits: int) -> np.ndarray:
+    return (signed + np.int8(8)).view(np.uint8) if bits == 4 else signed.view(np.uint8) ^ 128
+
+
+def written_settings(form: WeightFormat, plain: Iterable[str]) -> dict[str, Any]:
+    """Returns the `quantization_config` of compressed-tensors.
+
+    Args:
+      form: of the quantized matrices.
+      plain: the modules that are linear maps and not quantized.
+    """
+    kind = "float-quantized" if form.is_float else "pack-quantized"
+    weights = {
+        "num_bits": form.bits,
+        "type": "float" if form.is_float else "int",
+        "symmetric": not form.zeros,
+        "strategy": "channel" if form.group is None else "group",
+        "group_size": form.group,
+        "dynamic": False,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": kind,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": kind}},
+        "ignore": list(plain),
+    }

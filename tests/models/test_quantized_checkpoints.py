@@ -1,0 +1,332 @@
+"""Quantized checkpoints: every layout is read as the matrices of its definition."""
+
+import json
+import pathlib
+
+import gguf
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import magicjax
+import models
+from models import quantized_checkpoints as checkpoints
+from models.gguf import blocks, files
+from tests import gguf_cases
+from tests.models import quantized_layouts as layouts
+
+GOLDEN = pathlib.Path(__file__).parent / "golden_quantized"
+
+# Readers
+
+
+@pytest.mark.parametrize("name", layouts.LAYOUTS)
+def test_a_reader_returns_the_matrix_of_the_definition(name):
+    settings, quantize = layouts.LAYOUTS[name]
+    layout = checkpoints.read_layout(settings)
+    draw = np.random.default_rng(0)
+    for _ in range(20):
+        inputs, outputs = (8 * int(n) for n in draw.integers(1, 8, 2))
+        parts, expected = quantize(draw, inputs, outputs)
+        matrix = checkpoints.read_matrix(layout, parts, (outputs, inputs))
+        np.testing.assert_array_equal(matrix.dequantized().T, expected)
+        if matrix.values.dtype == np.int8:
+            assert np.abs(matrix.values.astype(int) + 0.5).max() <= 2 ** (matrix.bits - 1)
+
+
+@pytest.mark.parametrize("name", ["packed", "packed, zeros", "packed, 8 bits"])
+def test_sizes_need_not_fill_a_word(name):
+    settings, quantize = layouts.LAYOUTS[name]
+    parts, expected = quantize(np.random.default_rng(0), 24, 13)
+    matrix = checkpoints.read_matrix(checkpoints.read_layout(settings), parts, (13, 24))
+    np.testing.assert_array_equal(matrix.dequantized().T, expected)
+
+
+def gguf_bytes(kind, draw, rows, columns):
+    """Random blocks of a GGUF type, which `gguf` can dequantize but not always quantize."""
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    if not kind.name.endswith("K"):
+        weights = draw.normal(0, 1, (rows, columns)).astype(np.float32)
+        weights[0, :32], weights[-1, -32:] = 0, 0.5  # constant groups
+        return gguf.quantize(weights, kind)
+    blocks = draw.integers(0, 256, (rows, columns // elements, size)).astype(np.uint8)
+    for first in {"Q4_K": (0, 2), "Q6_K": (208,)}[kind.name]:  # numbers of 16 bits
+        numbers = draw.normal(0, 1, (*blocks.shape[:2], 1)).astype(np.float16)
+        blocks[..., first : first + 2] = numbers.view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", blocks.KINDS, ids=lambda kind: kind.name)
+def test_blocks_of_a_gguf_file_are_its_weights(kind):
+    draw = np.random.default_rng(0)
+    layout = checkpoints.Layout("gguf")
+    for _ in range(5):
+        rows, columns = int(draw.integers(1, 20)), 256 * int(draw.integers(1, 4))
+        stored = gguf_bytes(kind, draw, rows, columns)
+        parts = blocks.KINDS[kind].parts(stored)
+        found = {
+            name: (f"{x.dtype.kind}{8 * x.dtype.itemsize}".upper(), x.shape)
+            for name, x in parts.items()
+        }
+        assert found == blocks.KINDS[kind].shapes((rows, columns))
+        matrix = checkpoints.read_matrix(layout, parts, (rows, columns))
+        expected = gguf.dequantize(stored, kind)
+        # Equal but for Q4_K, of which gguf rounds value * scale + minimum to even in a tie.
+        np.testing.assert_allclose(
+            matrix.dequantized().T, expected, rtol=2e-7 * (kind.name == "Q4_K")
+        )
+
+
+# Models
+
+CONFIG = gguf_cases.config(
+    vocab_size=40, hidden_size=32, intermediate_size=48, head_dim=8, max_positions=64
+)
+TOKENS = np.arange(24).reshape(2, 12) % CONFIG.vocab_size
+
+
+def relative_error(found, expected):
+    return np.abs(np.asarray(found) - expected).max() / np.abs(expected).max()
+
+
+def write_pair(tmp_path, name, ignored=("lm_head",), config=CONFIG):
+    return layouts.write_pair(tmp_path, config, gguf_cases.shapes_of(config), name, ignored)
+
+
+@pytest.mark.parametrize("name", layouts.LAYOUTS)
+def test_logits_are_those_of_the_dequantized_matrices(name, tmp_path, logits_of):
+    quantized, plain = write_pair(tmp_path, name)
+    found, right = (models.load_checkpoint(path, "float32") for path in (quantized, plain))
+    form = models.weight_format(quantized)
+    assert form is not None and found.module.weights == form
+    assert found.params["params"]["layers_0"]["mlp"]["up"]["weight"].dtype == form.dtype
+    both = [np.asarray(logits_of(c.module, c.params, TOKENS)) for c in (found, right)]
+    assert relative_error(*both) < 2e-5
+    dequantized = models.load_checkpoint(quantized, "float32", weights="none")
+    assert dequantized.module == right.module
+    assert jax.tree.all(jax.tree.map(np.array_equal, dequantized.params, right.params))
+
+
+@pytest.mark.parametrize("folder", sorted(GOLDEN.iterdir()), ids=lambda path: path.name)
+def test_logits_are_those_of_compressed_tensors(folder, logits_of):
+    expected = np.load(folder / "expected.npz")
+    checkpoint = models.load_checkpoint(folder)
+    assert checkpoint.module.weights == models.weight_format(folder)
+    found = logits_of(checkpoint.module, checkpoint.params, expected["tokens"])
+    assert relative_error(found, expected["logits"]) < 2e-5
+
+
+def converted(tmp_path, monkeypatch, kinds):
+    """The directory of a GGUF file, and one with its dequantized weights."""
+    monkeypatch.setattr(gguf_cases, "MATRICES", kinds)
+    config = gguf_cases.config(num_layers=1)
+    tensors, expected = gguf_cases.tensors_for(config)
+    file = gguf_cases.write(tmp_path / "model.gguf", gguf_cases.metadata_of(config), tensors)
+    folder = tmp_path / "converted"
+    folder.mkdir()
+    files.write_directory(files.read_gguf(file), folder)
+    return folder, gguf_cases.save_directory(tmp_path / "plain", config, expected)
+
+
+@pytest.mark.parametrize(
+    "kinds, form",
+    [
+        (("Q4_0",), "int4:32"),
+        (("Q4_1",), "int4:32+zeros"),
+        (("Q8_0",), "int8:32"),
+        (("Q4_1", "Q8_0"), "int8:32+zeros"),
+        (("Q8_0", "F16"), "None"),
+    ],
+)
+def test_a_gguf_file_stays_quantized(kinds, form, tmp_path, monkeypatch, logits_of):
+    folder, plain = converted(tmp_path, monkeypatch, kinds)
+    found, right = models.load_checkpoint(folder), models.load_checkpoint(plain)
+    assert str(found.module.weights) == form
+    both = [logits_of(c.module, c.params, TOKENS) for c in (found, right)]
+    assert relative_error(both[0], np.asarray(both[1])) < 2e-5
+    dequantized = models.load_checkpoint(folder, weights="none")
+    assert jax.tree.all(jax.tree.map(np.array_equal, dequantized.params, right.params))
+
+
+def tokens_on_a_mesh(folder):
+    """The greedy tokens on two devices, each with half the groups or outputs of a matrix."""
+    mesh = magicjax.make_mesh(model=2, devices=jax.devices()[:2])
+    model = magicjax.load(folder, "float32", mesh=mesh)
+    block = model.params["params"]["layers_0"]
+    for name in ("weight", "scale", "zero"):
+        for matrix, axis in ((block["attention"]["out"], 0), (block["mlp"]["up"], -1)):
+            part = matrix[name].addressable_shards[0].data
+            assert part.shape[axis] == matrix[name].shape[axis] // 2
+    return tokens(model, mesh)
+
+
+def tokens(model, mesh=None):
+    settings = {"max_new_tokens": 8, "drafter": "prompt-lookup:2", "tree": "chain:2"}
+    return np.asarray(magicjax.generate(model, TOKENS, mesh=mesh, **settings).tokens).tolist()
+
+
+def test_a_mesh_divides_groups_and_outputs(eight, tmp_path):
+    folder, _ = write_pair(tmp_path, "awq")
+    assert eight(tokens_on_a_mesh, folder=str(folder)) == tokens(magicjax.load(folder, "float32"))
+
+
+def test_offloaded_weights_stay_quantized(tmp_path):
+    folder, _ = write_pair(tmp_path, "awq")
+    resident, offloaded = (magicjax.load(folder, "float32", offload=o) for o in (False, True))
+    assert offloaded.weights == resident.weights is not None
+    assert tokens(offloaded) == tokens(resident)
+
+
+def test_fused_matrices_of_a_checkpoint(tmp_path):
+    """Phi-3 stores q, k and v as one matrix, and gate and up as another."""
+    golden = GOLDEN.parent / "golden" / "phi3"
+    plain = models.load_checkpoint(golden, weights=models.WeightFormat(8, None))
+    models.save_checkpoint(tmp_path / "x", plain.module, plain.params)
+    stored = safetensors.numpy.load_file(tmp_path / "x" / "model.safetensors")
+    assert "model.layers.0.self_attn.qkv_proj.weight_packed" in stored
+    found = models.load_checkpoint(tmp_path / "x")
+    assert found.module == plain.module
+    assert jax.tree.all(jax.tree.map(np.array_equal, found.params, plain.params))
+
+
+# Errors
+
+
+def edit(folder, change):
+    raw = json.loads((folder / "config.json").read_text())
+    change(raw)
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+REFUSED = {
+    "method": (BITSANDBYTES, "quant_method='bitsandbytes', which is not supported: it must be one"),
+    "format": (
+        layouts.group_config("nvfp4-pack-quantized", 4, type="float"),
+        "format='nvfp4-pack-quantized', which is not supported: it must be one of pack-quantized",
+    ),
+    "awq": ({**layouts.AWQ, "version": "gemv"}, "awq with version='gemv'.* must be one of gemm"),
+    "gptq": ({**layouts.GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+    "rotation": (
+        {**layouts.LAYOUTS["packed"][0], "transform_config": {"R1": {}}},
+        "transform_config={'R1': {}}, which is not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_layouts_that_are_not_supported_are_refused_by_name(name):
+    settings, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        checkpoints.read_layout(settings)
+
+
+def test_orders_of_activations_are_refused():
+    parts, _ = layouts.gptq(np.random.default_rng(0), 32, 16)
+    parts["g_idx"] = parts["g_idx"][::-1]
+    with pytest.raises(ValueError, match="g_idx orders its inputs by activation .act-order."):
+        checkpoints.read_matrix(checkpoints.Layout("gptq", 1), parts, (16, 32))
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
+    folder, _ = write_pair(tmp_path, "awq")
+    with pytest.raises(ValueError, match=r"weights='int8': .* quantized already .int4:8.zeros."):
+        magicjax.load(folder, weights="int8")
+
+
+def test_groups_may_be_divided(tmp_path):
+    folder, _ = write_pair(tmp_path, "awq")
+    found = models.load_checkpoint(folder, weights=models.WeightFormat.parse("int4:4"))
+    whole = models.load_checkpoint(folder)
+    assert (str(found.module.weights), str(whole.module.weights)) == (
+        "int4:4+zeros",
+        "int4:8+zeros",
+    )
+    same = [models.dequantize_params(c.params, np.float32) for c in (found, whole)]
+    assert jax.tree.all(jax.tree.map(np.array_equal, *same))
+
+
+def test_blocks_that_are_quantized_in_part_are_refused(tmp_path):
+    folder, plain = write_pair(tmp_path, "awq", ignored=("lm_head", "layers.1.mlp.down_proj"))
+    with pytest.raises(ValueError, match=r"others are not, such as model.layers.1.mlp.down_proj"):
+        models.load_checkpoint(folder)
+    found = models.load_checkpoint(folder, "float32", weights="none").params
+    right = models.load_checkpoint(plain).params
+    assert jax.tree.all(jax.tree.map(np.array_equal, found, right))
+
+
+def test_damaged_matrices_are_refused(tmp_path):
+    folder, _ = write_pair(tmp_path, "awq")
+    file = folder / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    module = "model.layers.0.self_attn.q_proj"
+    safetensors.numpy.save_file(
+        tensors | {f"{module}.qzeros": tensors[f"{module}.qzeros"][:2]}, file
+    )
+    with pytest.raises(
+        ValueError, match=rf"{module}.weight cannot be read: it has values of shape"
+    ):
+        models.load_checkpoint(folder)
+    del tensors[f"{module}.scales"]
+    safetensors.numpy.save_file(tensors, file)
+    with pytest.raises(ValueError, match=rf"{module}.scales"):
+        models.load_checkpoint(folder)
+
+
+def test_a_config_without_the_layout_is_an_error(tmp_path):
+    folder, _ = write_pair(tmp_path, "awq")
+    edit(folder, lambda raw: raw.pop("quantization_config"))
+    with pytest.raises(
+        ValueError, match="is quantized, and config.json has no quantization_config"
+    ):
+        models.load_checkpoint(folder)
+
+
+def test_empty_biases_of_autogptq_are_dropped(tmp_path):
+    folder, plain = write_pair(tmp_path, "gptq")
+    file = folder / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    name = "model.layers.0.self_attn.o_proj.bias"
+    safetensors.numpy.save_file(tensors | {name: np.zeros(32, np.float16)}, file)
+    assert models.load_checkpoint(folder).module.weights is not None
+    safetensors.numpy.save_file(tensors | {name: np.ones(32, np.float16)}, file)
+    with pytest.raises(ValueError, match=f"unexpected {name}"):
+        models.load_checkpoint(folder)
+
+
+# Saving
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq, 8 bits", "packed", "packed, 8 bits", "float8"])
+def test_a_round_trip_is_exact_to_the_bit(name, tmp_path):
+    first = models.load_checkpoint(write_pair(tmp_path, name)[0])
+    models.save_checkpoint(tmp_path / "x", first.module, first.params, max_shard_bytes=9000)
+    second = models.load_checkpoint(tmp_path / "x")
+    assert second.module == first.module
+    assert jax.tree.all(jax.tree.map(np.array_equal, first.params, second.params))
+
+
+def test_minima_of_a_gguf_file_cannot_be_saved(tmp_path, monkeypatch):
+    checkpoint = models.load_checkpoint(converted(tmp_path, monkeypatch, ("Q4_1",))[0])
+    with pytest.raises(ValueError, match=r"q_proj.weight cannot be written: its zero points are"):
+        models.save_checkpoint(tmp_path / "x", checkpoint.module, checkpoint.params)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("folder", sorted(GOLDEN.iterdir()), ids=lambda path: path.name)
+def test_compressed_tensors_reads_our_checkpoints(folder, tmp_path):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("compressed_tensors")
+    transformers = pytest.importorskip("transformers")
+    checkpoint = models.load_checkpoint(folder)
+    models.save_checkpoint(tmp_path / "x", checkpoint.module, checkpoint.params)
+    expected = np.load(folder / "expected.npz")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "x",
+        torch_dtype=torch.float32,
+        quantization_config=transformers.CompressedTensorsConfig(dequantize=True),
+    )
+    with torch.no_grad():
+        found = model.eval()(torch.tensor(expected["tokens"], dtype=torch.long)).logits.numpy()
+    assert relative_error(found, expected["logits"]) < 2e-5
