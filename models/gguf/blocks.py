@@ -38,11 +38,11 @@ class Kind(NamedTuple):
     def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Returns dtype and shape of the parts of a matrix of shape `shape`."""
         rows, columns = shape
-        groups = self.dtype, (rows, columns // self.group)
+        parts: dict[str, tuple[str, tuple[int, ...]]]
         parts = {"weight_packed": ("I32", (rows, columns * self.bits // 32))}
-        return (
-            parts | {"weight_scale": groups} | ({"weight_min": groups} if self.has_minima else {})
-        )
+        for name in ("weight_scale", "weight_min")[: 1 + self.has_minima]:
+            parts[name] = self.dtype, (rows, columns // self.group)
+        return parts
 
     def parts(self, stored: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the parts of a matrix, stored as bytes [R, N]."""
