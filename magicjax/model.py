@@ -5,6 +5,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import models
@@ -52,7 +53,7 @@ class Model:
     @property
     def dtype(self) -> Any:
         """The dtype of parameters, caches and activations."""
-        return self.module.dtype
+        return jnp.dtype(self.module.dtype)
 
     @property
     def weights(self) -> models.WeightFormat | None:
@@ -68,7 +69,7 @@ class Model:
         """Returns the bytes of a cache [batch, slots] of keys and values, in the model's dtype."""
         c = self.config
         entries = batch * slots * c.num_layers * c.num_kv_heads
-        return 2 * entries * c.head_dim * self.dtype.itemsize
+        return 2 * entries * c.kv_head_dim * self.dtype.itemsize
 
     @property
     def split(self) -> Split:

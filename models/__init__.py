@@ -17,7 +17,7 @@ from models.build import (
     quantize_block,
     split_blocks,
 )
-from models.decoder import Decoder, DecoderConfig, LearnedPositions
+from models.decoder import Decoder, DecoderConfig
 from models.families import FAMILIES, family_config
 from models.huggingface import (
     Checkpoint,
@@ -28,6 +28,7 @@ from models.huggingface import (
     stored_dtype,
 )
 from models.layers import Attend
+from models.positions import Alibi, LearnedPositions, Rope
 from models.presets import PRESETS, preset
 from models.quantized import (
     WeightFormat,
@@ -36,12 +37,12 @@ from models.quantized import (
     parse_weights,
     quantize,
 )
-from models.rope import Rope
 
 __all__ = [
     "BLOCK",
     "FAMILIES",
     "PRESETS",
+    "Alibi",
     "Attend",
     "Checkpoint",
     "Decoder",

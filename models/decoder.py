@@ -24,23 +24,32 @@ from models.layers import (
     dot_precision,
     embedding_lookup,
 )
+from models.positions import (
+    ALIBI_COLUMNS,
+    ALIBI_POSITIONS,
+    Alibi,
+    LearnedPositions,
+    Rope,
+    add_biases,
+    local_slopes,
+    rotate,
+)
 from models.quantized import WeightFormat
-from models.rope import Rope, rotate
 from sharding import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, VOCAB, Split
 
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": nn.silu, "relu": nn.relu}
-NORMS: dict[str, Any] = {"rms": RMSNorm, "layer": LayerNorm}
-
-
-@dataclasses.dataclass(frozen=True)
-class LearnedPositions:
-    """A table of position embeddings, added to those of the tokens.
-
-    Attributes:
-      offset: the table's row of position 0; earlier rows are for padding (OPT).
-    """
-
-    offset: int = 0
+_gelu_tanh = functools.partial(nn.gelu, approximate=True)
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {  # by Hugging Face's names
+    "silu": nn.silu,
+    "relu": nn.relu,
+    "gelu": functools.partial(nn.gelu, approximate=False),
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+}
+NORMS: dict[str, Any] = {
+    "rms": RMSNorm,
+    "layer": LayerNorm,
+    "layer_no_bias": functools.partial(LayerNorm, use_bias=False),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +67,16 @@ class DecoderConfig:
       num_kv_heads: K key/value heads; divides H.
       head_dim: D; need not be E / H.
       max_positions: the longest context that the model accepts.
-      positions: rotary or learned positions.
-      norm: "rms" (RMSNorm) or "layer" (LayerNorm with biases).
+      positions: rotary or learned positions, or ALiBi.
+      norm: "rms" (RMSNorm), "layer" (LayerNorm) or "layer_no_bias".
       norm_eps: epsilon of the norms.
       norm_before: norms come before attention and MLP; False: after each sum (OPT-350m).
       final_norm: a norm before the logits; requires `norm_before`.
+      parallel: attention and MLP read the same x, and both are added to it (Falcon).
+      shared_norm: with `parallel`, the MLP reads attention's normalized input (Falcon-7B).
       qk_norm: RMSNorm over each head of q and k before the rotation (Qwen3).
       qkv_bias: biases on q, k, v.
+      clip_qkv: q, k, v are clipped to this absolute value (MPT); None: they are not.
       out_bias: bias on the attention's output.
       mlp_bias: biases in the MLP.
       activation: of the MLP, one of `ACTIVATIONS`.
@@ -89,13 +101,16 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     max_positions: int
-    positions: Rope | LearnedPositions = Rope()
+    positions: Rope | LearnedPositions | Alibi = Rope()
     norm: str = "rms"
     norm_eps: float = 1e-5
     norm_before: bool = True
     final_norm: bool = True
+    parallel: bool = False
+    shared_norm: bool = False
     qk_norm: bool = False
     qkv_bias: bool = False
+    clip_qkv: float | None = None
     out_bias: bool = False
     mlp_bias: bool = False
     activation: str = "silu"
@@ -116,14 +131,23 @@ class DecoderConfig:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             )
-        if self.rope is not None and self.head_dim % 2:
+        if self.rope is not None and (size := self.rope.rotary_dim(self.head_dim)) % 2:
+            raise ValueError(f"head_dim={size} must be even: the rotation pairs its halves")
+        if isinstance(self.positions, Alibi) and self.max_positions > ALIBI_POSITIONS:
             raise ValueError(
-                f"head_dim={self.head_dim} must be even: the rotation pairs its halves"
+                f"max_positions={self.max_positions} is too large: ALiBi has at most "
+                f"{ALIBI_POSITIONS} positions"
             )
         if self.final_norm and not self.norm_before:
             raise ValueError(
                 "final_norm=True requires norm_before=True: a model with norms after each sum has "
                 "none before its logits; use final_norm=False"
+            )
+        if (self.shared_norm and not self.parallel) or (self.parallel and not self.norm_before):
+            raise ValueError(
+                f"norm_before={self.norm_before}, parallel={self.parallel}, "
+                f"shared_norm={self.shared_norm}: shared_norm=True requires parallel=True, which "
+                "requires norm_before=True"
             )
         if self.draft_vocab_size is not None and not 2 <= self.draft_vocab_size < self.vocab_size:
             raise ValueError(
@@ -140,6 +164,11 @@ class DecoderConfig:
     def rope(self) -> Rope | None:
         """The rotary settings, or None if positions are not rotary."""
         return self.positions if isinstance(self.positions, Rope) else None
+
+    @property
+    def kv_head_dim(self) -> int:
+        """The size of a head in the KV cache, and in attention: D, more with ALiBi."""
+        return self.head_dim + (ALIBI_COLUMNS if isinstance(self.positions, Alibi) else 0)
 
     @property
     def embedding_rows(self) -> int:
@@ -186,9 +215,15 @@ class Attention(nn.Module):
         if c.qk_norm:
             q = RMSNorm(c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, name="q_norm")(q)
             k = RMSNorm(c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, name="k_norm")(k)
-        if c.rope is not None:
-            q, k = rotate(q, positions, c.rope), rotate(k, positions, c.rope)
+        if c.clip_qkv is not None:
+            q, k, v = (jnp.clip(x, -c.clip_qkv, c.clip_qkv) for x in (q, k, v))
+        if isinstance(c.positions, Rope):
+            q, k = rotate(q, positions, c.positions), rotate(k, positions, c.positions)
+        if isinstance(c.positions, Alibi):
+            slopes = local_slopes(c.num_heads, self.split)
+            q, k, v = add_biases(q, k, v, positions, slopes, c.positions)
         out, kept = attend(layer, q, k, v)
+        out = out[..., : c.head_dim]
         out = projection(heads, embed, c.out_bias, axis_names=self.split.axes, name="out")(out)
         return out, kept
 
@@ -230,19 +265,23 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x, positions, attend: Attend, layer: int):
         c = self.config
-        attention_norm, mlp_norm = (
-            NORMS[c.norm](c.hidden_size, c.norm_eps, self.dtype, EMBED, name=name)
-            for name in ("attention_norm", "mlp_norm")
-        )
+
+        def norm(name):
+            return NORMS[c.norm](c.hidden_size, c.norm_eps, self.dtype, EMBED, name=name)
+
         attention = Attention(c, self.dtype, self.split, self.weights, name="attention")
         mlp = FeedForward(c, self.dtype, self.split, self.weights, name="mlp")
-        if c.norm_before:
-            out, kept = attention(attention_norm(x), positions, attend, layer)
-            x = x + out
-            return x + mlp(mlp_norm(x)), kept
-        out, kept = attention(x, positions, attend, layer)
-        x = attention_norm(x + out)
-        return mlp_norm(x + mlp(x)), kept
+        if not c.norm_before:
+            out, kept = attention(x, positions, attend, layer)
+            x = norm("attention_norm")(x + out)
+            return norm("mlp_norm")(x + mlp(x)), kept
+        normed = norm("attention_norm")(x)
+        out, kept = attention(normed, positions, attend, layer)
+        if c.parallel:
+            normed = normed if c.shared_norm else norm("mlp_norm")(x)
+            return x + out + mlp(normed), kept
+        x = x + out
+        return x + mlp(norm("mlp_norm")(x)), kept
 
 
 class Decoder(nn.Module):

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from models.decoder import DecoderConfig, LearnedPositions
+from models.decoder import DecoderConfig
+from models.positions import Alibi, LearnedPositions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,14 +18,20 @@ class Family:
     """A family of models, by its `model_type` in config.json.
 
     Attributes:
-      architecture: the class in Hugging Face transformers, without "ForCausalLM".
+      architecture: the class in Hugging Face transformers.
       names: the tensor or module of each parameter; those of a block are relative to "layer".
       keys: for each key of config.json whose value is taken unchanged, the fields of
         `DecoderConfig` that have it, separated by spaces.
       settings: the fields of `DecoderConfig` that all models of the family share.
       parts: the settings that need more than `keys`, by their name in `hf_config.PARTS`.
+      mlp_ratio: F / E if config.json does not have F; None: it must have it.
       defaults: Hugging Face's defaults of keys that config.json omits.
       fixed: keys of which only some values are supported, and those values.
+      ignored: keys without effect, in addition to `hf_config.HARMLESS`.
+      rope_kinds: the kinds of `Rope` that the family has.
+      grouped_qkv: a fused tensor "qkv" has the q, k, v of one KV head after those of another;
+        False: all q, all k, all v.
+      transposed: linear maps of the blocks are stored as [inputs, outputs].
     """
 
     architecture: str
@@ -32,8 +39,13 @@ class Family:
     keys: Mapping[str, str]
     settings: Mapping[str, Any] = MappingProxyType({})
     parts: tuple[str, ...] = ()
+    mlp_ratio: int | None = None
     defaults: Mapping[str, Any] = MappingProxyType({})
     fixed: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+    ignored: tuple[str, ...] = ()
+    rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    grouped_qkv: bool = False
+    transposed: bool = False
 
     @property
     def prefix(self) -> str:
@@ -53,11 +65,14 @@ def family_config(family: str, **settings: Any) -> DecoderConfig:
     """
     if family not in FAMILIES:
         raise ValueError(f"family={family!r} is not supported: use one of {', '.join(FAMILIES)}")
+    known = FAMILIES[family]
     hidden, heads = settings["hidden_size"], settings["num_heads"]
     if "head_dim" not in settings and hidden % heads:
         raise ValueError(f"hidden_size={hidden} is not a multiple of num_heads={heads}")
     sizes = {"num_kv_heads": heads, "head_dim": hidden // heads, "family": family}
-    return DecoderConfig(**{**sizes, **FAMILIES[family].settings, **settings})
+    if known.mlp_ratio is not None:
+        sizes["intermediate_size"] = known.mlp_ratio * hidden
+    return DecoderConfig(**{**sizes, **known.settings, **settings})
 
 
 _KEYS = {
@@ -105,11 +120,42 @@ _QWEN_DEFAULTS = {
     "sliding_window": 4096,
 }
 _SILU = {"hidden_act": ("silu", "swish")}
+_BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+_PLAIN = {"norm": "layer", "gated": False, "tie_embeddings": True}  # MLP without a gate
+_GPT2_KEYS = {
+    "vocab_size": "vocab_size",
+    "n_embd": "hidden_size",
+    "n_inner": "intermediate_size",
+    "n_layer": "num_layers",
+    "n_head": "num_heads",
+    "n_positions": "max_positions",
+    "activation_function": "activation",
+    "layer_norm_epsilon": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+}
+_GPT2_NAMES = {
+    "embedding": "transformer.wte",
+    "position_embedding": "transformer.wpe",
+    "layer": "transformer.h",
+    "attention_norm": "ln_1",
+    "qkv": "attn.c_attn",
+    "out": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "up": "mlp.c_fc",
+    "down": "mlp.c_proj",
+    "norm": "transformer.ln_f",
+}
+_GPT2_DEFAULTS = {
+    "n_positions": 1024,
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+}
+_GPT2_SETTINGS = {**_PLAIN, **_BIASES, "positions": LearnedPositions()}
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llama": Family(
-            "Llama",
+            "LlamaForCausalLM",
             names=_LLAMA_NAMES,
             keys={
                 **_LLAMA_KEYS,
@@ -121,7 +167,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             fixed=_SILU,
         ),
         "mistral": Family(
-            "Mistral",
+            "MistralForCausalLM",
             names=_LLAMA_NAMES,
             keys=_LLAMA_KEYS,
             parts=("rope", "window"),
@@ -134,7 +180,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             fixed=_SILU,
         ),
         "qwen2": Family(
-            "Qwen2",
+            "Qwen2ForCausalLM",
             names=_LLAMA_NAMES,
             keys=_LLAMA_KEYS,
             settings={"qkv_bias": True},
@@ -143,7 +189,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             fixed=_SILU,
         ),
         "qwen3": Family(
-            "Qwen3",
+            "Qwen3ForCausalLM",
             names=_LLAMA_NAMES,
             keys={**_LLAMA_KEYS, "attention_bias": "qkv_bias out_bias"},
             settings={"qk_norm": True},
@@ -152,7 +198,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             fixed=_SILU,
         ),
         "opt": Family(
-            "OPT",
+            "OPTForCausalLM",
             names={
                 "embedding": "model.decoder.embed_tokens",
                 "position_embedding": "model.decoder.embed_positions",
@@ -179,13 +225,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             settings={
                 # In OPT's training code the first rows of the table are for padding.
                 "positions": LearnedPositions(offset=2),
-                "norm": "layer",
                 "activation": "relu",
-                "gated": False,
-                "qkv_bias": True,
-                "out_bias": True,
-                "mlp_bias": True,
-                "tie_embeddings": True,
+                **_PLAIN,
+                **_BIASES,
             },
             parts=("removed final norm",),
             defaults={
@@ -198,6 +240,158 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "activation_function": ("relu",),
                 "layer_norm_elementwise_affine": (True,),
             },
+        ),
+        "gpt2": Family(
+            "GPT2LMHeadModel",
+            names=_GPT2_NAMES,
+            keys=_GPT2_KEYS,
+            settings=_GPT2_SETTINGS,
+            mlp_ratio=4,
+            defaults={**_GPT2_DEFAULTS, "activation_function": "gelu_new"},
+            fixed={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,)},
+            transposed=True,
+        ),
+        "gpt_bigcode": Family(
+            "GPTBigCodeForCausalLM",
+            names=_GPT2_NAMES,
+            keys=_GPT2_KEYS,
+            settings=_GPT2_SETTINGS,
+            parts=("multi-query",),
+            mlp_ratio=4,
+            defaults={**_GPT2_DEFAULTS, "activation_function": "gelu_pytorch_tanh"},
+            fixed={"scale_attn_weights": (True,)},
+            ignored=("num_key_value_heads",),  # follows from multi_query
+            grouped_qkv=True,
+        ),
+        "starcoder2": Family(
+            "Starcoder2ForCausalLM",
+            names={
+                **{part: name for part, name in _LLAMA_NAMES.items() if part != "gate"},
+                "up": "mlp.c_fc",
+                "down": "mlp.c_proj",
+            },
+            keys={
+                **_KEYS,
+                "num_key_value_heads": "num_kv_heads",
+                "head_dim": "head_dim",
+                "hidden_act": "activation",
+                "norm_epsilon": "norm_eps",
+                "use_bias": "qkv_bias out_bias mlp_bias",
+            },
+            settings={**_PLAIN, **_BIASES},
+            parts=("rope", "window"),
+            defaults={
+                "max_position_embeddings": 4096,
+                "num_key_value_heads": 2,
+                "hidden_act": "gelu_pytorch_tanh",
+                "norm_epsilon": 1e-5,
+                "use_bias": True,
+                "tie_word_embeddings": True,
+            },
+            fixed={
+                "scale_attn_weights": (True,),
+                "norm_type": ("layer_norm",),
+                "mlp_type": ("default",),
+            },
+            ignored=("activation_function", "layer_norm_epsilon"),
+        ),
+        "falcon": Family(
+            "FalconForCausalLM",
+            names={
+                "embedding": "transformer.word_embeddings",
+                "layer": "transformer.h",
+                "attention_norm": "input_layernorm",
+                "of two parallel attention_norm": "ln_attn",
+                "qkv": "self_attention.query_key_value",
+                "out": "self_attention.dense",
+                "mlp_norm": "post_attention_layernorm",
+                "of two parallel mlp_norm": "ln_mlp",
+                "up": "mlp.dense_h_to_4h",
+                "down": "mlp.dense_4h_to_h",
+                "norm": "transformer.ln_f",
+            },
+            keys={
+                **{key: field for key, field in _KEYS.items() if key != "intermediate_size"},
+                "ffn_hidden_size": "intermediate_size",
+                "activation": "activation",
+                "layer_norm_epsilon": "norm_eps",
+                "bias": "qkv_bias out_bias mlp_bias",
+            },
+            settings=_PLAIN,
+            parts=("rope or alibi", "falcon block"),
+            mlp_ratio=4,
+            defaults={
+                "max_position_embeddings": 2048,
+                "activation": "gelu",
+                "layer_norm_epsilon": 1e-5,
+                "bias": False,
+                "tie_word_embeddings": True,
+            },
+            fixed={"apply_residual_connection_post_layernorm": (False,)},
+            grouped_qkv=True,
+        ),
+        "mpt": Family(
+            "MptForCausalLM",
+            names={
+                "embedding": "transformer.wte",
+                "layer": "transformer.blocks",
+                "attention_norm": "norm_1",
+                "qkv": "attn.Wqkv",
+                "out": "attn.out_proj",
+                "mlp_norm": "norm_2",
+                "up": "ffn.up_proj",
+                "down": "ffn.down_proj",
+                "norm": "transformer.norm_f",
+            },
+            keys={
+                "vocab_size": "vocab_size",
+                "d_model": "hidden_size",
+                "n_layers": "num_layers",
+                "n_heads": "num_heads",
+                "max_seq_len": "max_positions",
+                "layer_norm_epsilon": "norm_eps",
+                "tie_word_embeddings": "tie_embeddings",
+            },
+            settings={
+                **_PLAIN,
+                "norm": "layer_no_bias",
+                "activation": "gelu",
+                "positions": Alibi(),
+            },
+            parts=("attn_config",),
+            mlp_ratio=4,
+            defaults={
+                "max_seq_len": 2048,
+                "layer_norm_epsilon": 1e-5,
+                "tie_word_embeddings": True,
+            },
+            fixed={
+                "expansion_ratio": (4,),
+                "no_bias": (True,),
+                "norm_type": ("low_precision_layernorm", "layernorm"),
+            },
+            ignored=(
+                *("embedding_fraction", "init_config", "init_device", "tokenizer_name", "verbose"),
+                "learned_pos_emb",  # ALiBi replaces them
+            ),
+        ),
+        "phi3": Family(
+            "Phi3ForCausalLM",
+            names={
+                **{part: name for part, name in _LLAMA_NAMES.items() if part not in "qkv"},
+                "qkv": "self_attn.qkv_proj",
+                "gate_up": "mlp.gate_up_proj",
+            },
+            keys=_LLAMA_KEYS,
+            parts=("rope", "window"),
+            defaults={
+                **_LLAMA_DEFAULTS,
+                "max_position_embeddings": 4096,
+                "original_max_position_embeddings": 4096,
+                "rms_norm_eps": 1e-5,
+            },
+            fixed=_SILU,
+            rope_kinds=("default", "longrope"),
         ),
     }
 )

@@ -20,12 +20,18 @@ from tokenizers import Tokenizer
 
 from models.build import abstract_params, build
 from models.decoder import DecoderConfig
+from models.families import FAMILIES
 from models.gguf_tokenizer import read_tokenizer, unsupported
 from models.hf_config import read_config, write_config
 from models.hf_tensors import tensors_of
-from models.rope import Rope, frequencies
+from models.positions import Rope, frequencies
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# The family of each architecture.
+ARCHITECTURES = {
+    **{name: name for name in ("llama", "qwen2", "qwen3", "falcon", "gpt2", "mpt", "phi3")},
+    "starcoder": "gpt_bigcode",
+    "starcoder2": "starcoder2",
+}
 # Settings of which one value is supported.
 FIXED = {
     "expert_count": 0,
@@ -34,6 +40,7 @@ FIXED = {
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
+    "attention.max_alibi_bias": 8.0,
 }
 HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout")
 ENDS = ("eos", "eot", "eom")  # end of text, turn and message
@@ -47,17 +54,26 @@ class Weight(NamedTuple):
       shape: of the dequantized tensor.
       stored: as in the file.
       heads: of a matrix whose rows llama.cpp permutes; 0: of another tensor.
+      group: (groups, rows of q, k and v in a group) of rows that llama.cpp does not group; None: of
+        another tensor.
+      transposed: whether llama.cpp transposes it.
     """
 
     shape: tuple[int, ...]
     stored: gguf.ReaderTensor
     heads: int = 0
+    group: tuple[int, tuple[int, ...]] | None = None
+    transposed: bool = False
 
     def values(self) -> np.ndarray:
         """Returns the contiguous values in float32."""
         values = gguf.dequantize(self.stored.data, self.stored.tensor_type)
         if self.heads:
             values = unpermute(values, self.heads)
+        if self.group is not None:
+            values = grouped(values, *self.group)
+        if self.transposed:
+            values = values.T
         return np.ascontiguousarray(values, np.float32)
 
 
@@ -90,6 +106,13 @@ def unpermute(values: np.ndarray, heads: int) -> np.ndarray:
     """
     pairs = values.reshape(heads, -1, 2, *values.shape[1:])
     return pairs.swapaxes(1, 2).reshape(values.shape)
+
+
+def grouped(values: np.ndarray, groups: int, sizes: tuple[int, ...]) -> np.ndarray:
+    """Returns rows q, k, v of a group after those of another (Falcon), from all q, all k, all v."""
+    parts = np.split(values, np.cumsum([groups * size for size in sizes])[:-1])
+    shaped = [x.reshape(groups, size, *x.shape[1:]) for x, size in zip(parts, sizes, strict=True)]
+    return np.concatenate(shaped, 1).reshape(values.shape)
 
 
 def read_gguf(path: str | os.PathLike) -> GgufModel:
@@ -181,30 +204,55 @@ def _config(
     for name in ("attention.value_length", "rope.dimension_count"):
         if (size := settings.pop(name, head_dim)) != head_dim:
             raise ValueError(f"{prefix}{name}={size} is not supported: it must be {head_dim}")
+    if "rope_factors_short.weight" in tensors:
+        raise ValueError(
+            "rope_factors_short.weight (LongRoPE) is not supported: load the model's Hugging Face "
+            "directory"
+        )
     settings.pop("vocab_size", None)  # the embedding has as many rows
-    raw = {
-        "model_type": architecture,
+    rms = f"{prefix}attention.layer_norm_rms_epsilon" in metadata
+    family, kv_heads = ARCHITECTURES[architecture], settings.pop("attention.head_count_kv", heads)
+    fields = {
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "hidden_size": hidden,
         "intermediate_size": need("feed_forward_length"),
-        "num_hidden_layers": need("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": settings.pop("attention.head_count_kv", heads),
+        "num_layers": need("block_count"),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "max_position_embeddings": need("context_length"),
-        "rms_norm_eps": need("attention.layer_norm_rms_epsilon"),
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "rope_parameters": _rope(settings, need, tensors.get(ROPE_FREQS), head_dim),
+        "max_positions": need("context_length"),
+        "norm_eps": need(f"attention.layer_norm_{'rms_' if rms else ''}epsilon"),
+        "tie_embeddings": "output.weight" not in tensors,
+        "out_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
     }
-    if architecture in ("llama", "qwen3"):
-        raw["attention_bias"] = "blk.0.attn_q.bias" in tensors
-    if architecture == "llama":
-        raw["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    keys = {key: names.split()[-1] for key, names in FAMILIES[family].keys.items()}
+    raw: dict[str, Any] = {"model_type": family}
+    raw |= {key: fields[name] for key, name in keys.items() if name in fields}
+    if {"rope", "rope or alibi"} & set(FAMILIES[family].parts):
+        raw["rope_parameters"] = _rope(settings, need, tensors.get(ROPE_FREQS), head_dim)
+    if "window" in FAMILIES[family].parts:
+        raw["sliding_window"] = settings.pop("attention.sliding_window", None)
+    if family == "gpt_bigcode":
+        raw["multi_query"] = kv_heads == 1
+    if family == "mpt":
+        raw["attn_config"] = {"clip_qkv": settings.pop("attention.clamp_kqv", None)}
+    if family == "falcon":
+        norms = 1 + ("blk.0.attn_norm_2.weight" in tensors)
+        new = norms == 2 or kv_heads not in (1, heads)
+        raw |= {"new_decoder_architecture": new, "multi_query": kv_heads == 1}
+        raw |= {"num_kv_heads": kv_heads, "num_ln_in_parallel_attn": norms}
     for name, value in settings.items():
         if name not in HARMLESS and (name not in FIXED or value != FIXED[name]):
             remedy = f"it must be {FIXED[name]}" if name in FIXED else "it is not known"
             raise ValueError(f"{prefix}{name}={value!r} is not supported: {remedy}")
-    return read_config(raw)
+    config = read_config(raw)
+    if (config.num_kv_heads, config.head_dim) != (kv_heads, head_dim):
+        raise ValueError(
+            f"{prefix}attention.head_count_kv={kv_heads} with heads of size {head_dim} is not "
+            f"supported: it must be {config.num_kv_heads}, of size {config.head_dim}"
+        )
+    return config
 
 
 def _decimal(value: Any) -> Any:
@@ -262,22 +310,27 @@ def _llama3(theta: float, divisors: np.ndarray, head_dim: int) -> dict[str, Any]
 
 def _weights(config: DecoderConfig, tensors: Mapping[str, gguf.ReaderTensor]) -> dict[str, Weight]:
     """Returns the tensors of a config; raises ValueError with all mismatches."""
-    architecture = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == config.family)
-    names = gguf.get_tensor_name_map(architecture, config.num_layers)
+    names = gguf.get_tensor_name_map(_arch(config.family), config.num_layers)
     shapes = flax.traverse_util.flatten_dict(abstract_params(build(config))["params"])
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
     weights, problems, used = {}, [], {ROPE_FREQS}
     for tensor in tensors_of(config):
+        if tensor.name in weights:  # of several parameters
+            continue
         name = str(names.get_name(tensor.name, (".weight", ".bias")))
         used.add(name)
         if name not in tensors:
             problems.append(f"missing {name}")
             continue
         shape = tensor.stored_shape(shapes[tensor.path].value.shape)
-        if (found := tuple(tensors[name].shape[::-1].tolist())) != shape:
-            problems.append(f"{name} has shape {found}, expected {shape}")
+        expected = shape[::-1] if tensor.transposed else shape
+        if (found := tuple(tensors[name].shape[::-1].tolist())) != expected:
+            problems.append(f"{name} has shape {found}, expected {expected}")
+        group = None
+        if tensor.fused is not None and config.family == "falcon":
+            group = tensor.fused.groups, tensor.fused.sizes
         permuted = heads.get(tensor.name.split(".")[-2], 0) if config.family == "llama" else 0
-        weights[tensor.name] = Weight(shape, tensors[name], permuted)
+        weights[tensor.name] = Weight(shape, tensors[name], permuted, group, tensor.transposed)
     problems += [f"unexpected {name}" for name in tensors if name not in used]
     if problems:
         raise ValueError(
@@ -285,6 +338,11 @@ def _weights(config: DecoderConfig, tensors: Mapping[str, gguf.ReaderTensor]) ->
             + "\n  ".join(problems)
         )
     return weights
+
+
+def _arch(family: str) -> gguf.MODEL_ARCH:
+    architecture = next(name for name, known in ARCHITECTURES.items() if known == family)
+    return next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
 
 
 def _check_types(weights: Mapping[str, Weight]) -> None:

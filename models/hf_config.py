@@ -6,28 +6,33 @@ result in a model that is slightly wrong.
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from models.decoder import DecoderConfig
-from models.families import FAMILIES, Family, family_config
-from models.rope import Rope
+from models.families import FAMILIES, family_config
+from models.positions import Alibi, Rope
 
 # Keys without effect on the forward pass at inference.
 HARMLESS = frozenset(
     """
     _attn_implementation _flash_attn_2_enabled _name_or_path activation_dropout architectures
-    attention_dropout attn_implementation auto_map bad_words_ids begin_suppress_tokens
-    bos_token_id chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample
-    dropout dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
+    attention_dropout attention_softmax_in_fp32 attn_implementation attn_pdrop auto_map
+    bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
+    decoder_start_token_id diversity_penalty do_sample dropout dtype early_stopping emb_pdrop
+    embd_pdrop embedding_dropout encoder_no_repeat_ngram_size eos_token_id
     exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
-    id2label init_std initializer_range is_decoder label2id layerdrop length_penalty max_length
-    max_sequence_length min_length no_repeat_ngram_size num_beam_groups num_beams
-    num_return_sequences output_attentions output_hidden_states output_projection output_scores
-    pad_token_id prefix pretraining_tp problem_type remove_invalid_values repetition_penalty
-    return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params
-    temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype
-    torchscript transformers_version typical_p use_bfloat16 use_cache
+    hidden_dropout id2label inference_runner init_std initializer_range is_decoder label2id
+    layerdrop length_penalty max_batch_size max_length max_sequence_length min_length n_ctx
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
+    output_hidden_states output_projection output_scores pad_key_length pad_token_id
+    pre_allocate_kv_cache prefix pretraining_tp problem_type remove_invalid_values
+    reorder_and_upcast_attn repetition_penalty resid_pdrop residual_dropout return_dict
+    return_dict_in_generate scale_attention_softmax_in_fp32 sep_token_id summary_activation
+    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens
+    task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k
+    top_p torch_dtype torchscript transformers_version typical_p use_bfloat16 use_cache
+    validate_runner_input
     """.split()
 )
 # Keys of which only some values are supported in all families, and those values.
@@ -57,6 +62,9 @@ ROPE_KEYS = {
     "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim",
     "truncate": "truncate",
+    "short_factor": "short_factor",
+    "long_factor": "long_factor",
+    "partial_rotary_factor": "partial_rotary_factor",
 }
 # The keys that each kind of scaling reads, and those that it requires.
 ROPE_READS = {
@@ -78,21 +86,47 @@ ROPE_READS = {
         "mscale_all_dim",
         "truncate",
     ),
+    "longrope": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "short_factor",
+        "long_factor",
+    ),
 }
 ROPE_NEEDS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
+    "longrope": ("short_factor", "long_factor"),
 }
+# MPT's settings of attention, of which only some values are supported.
+ATTN_CONFIG = {
+    "alibi": (True,),
+    "alibi_bias_max": (8,),
+    "attn_type": ("multihead_attention",),
+    "prefix_lm": (False,),
+    "qk_ln": (False,),
+}
+ATTN_IGNORED = ("attn_impl", "attn_uses_sequence_id", "model_type")
 
 
 class _Reader:
-    """config.json, with a record of the keys that were read, to refuse the others."""
+    """Settings of a file, with a record of the keys that were read, to refuse the others."""
 
-    def __init__(self, raw: Mapping[str, Any], family: Family):
-        self.raw, self.defaults, self.fixed = raw, family.defaults, FIXED | dict(family.fixed)
-        self.read: set[str] = {"model_type"}
+    def __init__(
+        self,
+        raw: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        fixed: Mapping[str, tuple[Any, ...]],
+        ignored: Sequence[str] = (),
+        rope_kinds: tuple[str, ...] = (),
+        name: str = "config.json",
+    ):
+        self.raw, self.defaults, self.fixed = raw, defaults, fixed
+        self.ignored, self.rope_kinds, self.name = HARMLESS.union(ignored), rope_kinds, name
+        self.read: set[str] = set()
 
     def get(self, key: str, otherwise: Any = None) -> Any:
         """Returns the value; an omitted key has the family's default, and null is `otherwise`."""
@@ -103,14 +137,14 @@ class _Reader:
     def need(self, key: str) -> Any:
         value = self.get(key)
         if value is None:
-            raise ValueError(f"config.json lacks {key!r}, which has no default: add it")
+            raise ValueError(f"{self.name} lacks {key!r}, which has no default: add it")
         return value
 
     def refuse_unread(self) -> None:
         """Raises ValueError if a key was not read and may have an effect; lists all such keys."""
         problems = []
         for key, value in sorted(self.raw.items()):
-            if value is None or key in self.read or key in HARMLESS:
+            if value is None or key in self.read or key in self.ignored:
                 continue
             if key in self.fixed:
                 if value not in self.fixed[key]:
@@ -122,7 +156,7 @@ class _Reader:
             problems.append(f"{key}={value!r} is not known{hint}")
         if problems:
             raise ValueError(
-                "config.json has settings that are not supported: "
+                f"{self.name} has settings that are not supported: "
                 + "; ".join(problems)
                 + ". Remove such a key only if the model computes the same without it"
             )
@@ -140,18 +174,20 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
             f"model_type={name!r} is not supported: it must be one of {', '.join(FAMILIES)}"
         )
     family = FAMILIES[name]
-    known = [family.architecture + suffix for suffix in ("ForCausalLM", "Model")]
+    whole = family.architecture
+    bare = whole.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Model"
     for architecture in raw.get("architectures") or ():
-        if architecture not in known:
+        if architecture.lower() not in (whole.lower(), bare.lower()):  # MPT has both cases
             raise ValueError(
-                f"architectures names {architecture!r}: for model_type={name!r} it must be "
-                f"{known[0]}"
+                f"architectures names {architecture!r}: for model_type={name!r} it must be {whole}"
             )
-    reader = _Reader(raw, family)
+    fixed = FIXED | dict(family.fixed)
+    reader = _Reader(raw, family.defaults, fixed, family.ignored, family.rope_kinds)
+    reader.read.add("model_type")
     settings: Settings = {}
     for key, fields in family.keys.items():
-        required = any(field in REQUIRED for field in fields.split())
-        value = reader.need(key) if required else reader.get(key)
+        optional = fields not in REQUIRED or (fields == "intermediate_size" and family.mlp_ratio)
+        value = reader.get(key) if optional else reader.need(key)
         if value is not None:
             settings |= dict.fromkeys(fields.split(), value)
     for part in family.parts:
@@ -163,36 +199,51 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 def _read_rope(reader: _Reader, settings: Settings) -> Settings:
     """Returns the rotary settings of `rope_parameters` (transformers 5) or the two older keys."""
-    theta, positions = reader.get("rope_theta", 10000.0), settings["max_positions"]
-    original = reader.get("original_max_position_embeddings")
+    outside = {
+        "rope_theta": reader.get("rope_theta", 10000.0),
+        "original_max_position_embeddings": reader.get("original_max_position_embeddings"),
+        "max_position_embeddings": settings["max_positions"],
+    }
+    if "longrope" in reader.rope_kinds:
+        outside["partial_rotary_factor"] = reader.get("partial_rotary_factor", 1.0)
     parsed = {
-        key: _parse_rope(key, value, theta, original, positions)
+        key: _parse_rope(key, value, outside, reader.rope_kinds)
         for key in ("rope_scaling", "rope_parameters")
         if (value := reader.get(key)) is not None
     }
     if len(set(parsed.values())) > 1:
         raise ValueError(f"rope_scaling and rope_parameters disagree: {parsed}; keep one of them")
-    rope = next(iter(parsed.values()), Rope(theta=float(theta)))
-    if rope.kind == "yarn" and rope.original_max_positions is not None:
-        # In Qwen2.5, max_position_embeddings is the length before scaling.
-        positions = max(positions, int(rope.factor * rope.original_max_positions))
+    rope = next(iter(parsed.values()), None)
+    if rope is None:
+        rope = _parse_rope("rope_parameters", {}, outside, reader.rope_kinds)
+    positions = settings["max_positions"]
+    if rope.original_max_positions is not None:
+        if rope.kind == "yarn":
+            # In Qwen2.5, max_position_embeddings is the length before scaling.
+            positions = max(positions, int(rope.factor * rope.original_max_positions))
+        if rope.kind == "longrope":
+            # Longer texts rotate all of their tokens otherwise.
+            positions = min(positions, rope.original_max_positions)
     return {"positions": rope, "max_positions": positions}
 
 
 def _parse_rope(
-    key: str, settings: Mapping[str, Any], theta: float, original: int | None, positions: int
+    key: str, settings: Mapping[str, Any], outside: Mapping[str, Any], kinds: tuple[str, ...]
 ) -> Rope:
+    """Returns the settings of one key; `outside` has those that may be next to it."""
     settings = {name: value for name, value in settings.items() if value is not None}
     kind = settings.pop("rope_type", settings.pop("type", "default"))
-    if kind not in ROPE_READS:
+    if kind in ("su", "yarn") and "longrope" in kinds:  # its names in old files of Phi-3
+        kind = "longrope"
+    if kind not in kinds:
         raise ValueError(
             f"{key} has type {kind!r}, which is not supported: it must be one of "
-            + ", ".join(ROPE_READS)
+            + ", ".join(kinds)
         )
-    theta = settings.pop("rope_theta", theta)
+    theta = float(settings.pop("rope_theta", outside["rope_theta"]))
     settings.pop("finetuned", None)  # no effect on inference
-    partial = settings.pop("partial_rotary_factor", 1.0)
-    if partial != 1.0:
+    partial = settings.pop("partial_rotary_factor", outside.get("partial_rotary_factor", 1.0))
+    if partial != 1.0 and "longrope" not in kinds:
         raise ValueError(
             f"{key} has partial_rotary_factor={partial}, which is not supported: it must be 1.0"
         )
@@ -201,21 +252,23 @@ def _parse_rope(
             f"{key} has settings that are not supported: "
             + ", ".join(f"{name}={settings[name]!r}" for name in unknown)
         )
+    positions, original = (
+        outside[name] for name in ("max_position_embeddings", "original_max_position_embeddings")
+    )
     if original is not None:
         settings["original_max_position_embeddings"] = original
     settings.setdefault("original_max_position_embeddings", positions)
-    if kind == "yarn":
-        settings.setdefault(
-            "factor", positions / settings["original_max_position_embeddings"]
-        )  # DeepSeek omits the factor
+    if kind in ("yarn", "longrope"):  # DeepSeek and Phi-3 omit the factor
+        settings.setdefault("factor", positions / settings["original_max_position_embeddings"])
     if missing := [name for name in ROPE_NEEDS[kind] if name not in settings]:
         raise ValueError(f"{key} of type {kind!r} lacks {', '.join(missing)}")
     fields = {ROPE_KEYS[name]: settings[name] for name in ROPE_READS[kind] if name in settings}
-    return Rope(theta=float(theta), kind=kind, **fields)
+    fields = {n: tuple(x) if isinstance(x, list) else x for n, x in fields.items()}
+    return Rope(theta=theta, kind=kind, partial_rotary_factor=partial, **fields)
 
 
 def _write_rope(config: DecoderConfig) -> dict[str, Any]:
-    """Returns both spellings; versions before transformers 5 read only the last two keys."""
+    """Returns both spellings; versions before transformers 5 read only those outside of a dict."""
     rope = config.rope
     if rope is None:
         return {}
@@ -224,11 +277,15 @@ def _write_rope(config: DecoderConfig) -> dict[str, Any]:
         "rope_type": rope.kind,
         **{name: value for name, value in values.items() if value is not None},
     }
-    return {
-        "rope_parameters": {"rope_theta": rope.theta, **settings},
-        "rope_theta": rope.theta,
-        "rope_scaling": None if rope.kind == "default" else settings,
-    }
+    outside: dict[str, Any] = {"rope_theta": rope.theta}
+    if rope.partial_rotary_factor != 1.0:
+        outside["partial_rotary_factor"] = rope.partial_rotary_factor
+    raw = {"rope_parameters": outside | settings, **outside}
+    raw["rope_scaling"] = None if rope.kind == "default" else settings
+    if rope.kind == "longrope" and rope.original_max_positions is not None:
+        raw["original_max_position_embeddings"] = rope.original_max_positions
+        raw["max_position_embeddings"] = round(rope.factor * rope.original_max_positions)
+    return raw
 
 
 def _read_window(reader: _Reader, settings: Settings) -> Settings:
@@ -286,6 +343,68 @@ def _write_final_norm(config: DecoderConfig) -> dict[str, Any]:
     return {"_remove_final_layer_norm": config.norm_before and not config.final_norm}
 
 
+def _read_multi_query(reader: _Reader, settings: Settings) -> Settings:
+    return {"num_kv_heads": 1} if reader.get("multi_query", True) else {}
+
+
+def _write_multi_query(config: DecoderConfig) -> dict[str, Any]:
+    return {"multi_query": config.num_kv_heads == 1}
+
+
+def _read_rope_or_alibi(reader: _Reader, settings: Settings) -> Settings:
+    rope = _read_rope(reader, settings)
+    return {"positions": Alibi(scaled=True)} if reader.get("alibi", False) else rope
+
+
+def _write_rope_or_alibi(config: DecoderConfig) -> dict[str, Any]:
+    return {"alibi": config.rope is None, **_write_rope(config)}
+
+
+def _read_falcon_block(reader: _Reader, settings: Settings) -> Settings:
+    """Returns KV heads and norms; the new architecture is that of Falcon-40B."""
+    new, heads = reader.get("new_decoder_architecture", False), settings["num_heads"]
+    multi_query, parallel = reader.get("multi_query", True), reader.get("parallel_attn", True)
+    kv_heads = reader.get("num_kv_heads", heads)
+    norms = reader.get("num_ln_in_parallel_attn", 2 if new else 1)
+    if norms not in ((1, 2) if new else (1,)) or (new and not parallel):
+        raise ValueError(
+            f"num_ln_in_parallel_attn={norms} with new_decoder_architecture={new} and "
+            f"parallel_attn={parallel} is not supported: a new architecture has parallel_attn=true "
+            "and 1 or 2 norms, an old one 1"
+        )
+    return {
+        "num_kv_heads": kv_heads if new else 1 if multi_query else heads,
+        "parallel": parallel,
+        "shared_norm": parallel and norms == 1,
+    }
+
+
+def _write_falcon_block(config: DecoderConfig) -> dict[str, Any]:
+    two_norms = config.parallel and not config.shared_norm
+    new = two_norms or config.num_kv_heads not in (1, config.num_heads)
+    raw = {
+        "new_decoder_architecture": new,
+        "multi_query": config.num_kv_heads == 1,
+        "num_kv_heads": config.num_kv_heads if new else config.num_heads,
+        "parallel_attn": config.parallel,
+    }
+    return raw | ({"num_ln_in_parallel_attn": 2 if two_norms else 1} if new else {})
+
+
+def _read_attn_config(reader: _Reader, settings: Settings) -> Settings:
+    """Returns the clipping of q, k, v; other settings have one value (MPT)."""
+    raw = reader.get("attn_config", {})
+    attention = _Reader(raw, {}, FIXED | ATTN_CONFIG, ATTN_IGNORED, name="attn_config")
+    clip = attention.get("clip_qkv")
+    attention.refuse_unread()
+    return {"clip_qkv": clip}
+
+
+def _write_attn_config(config: DecoderConfig) -> dict[str, Any]:
+    fixed = {key: values[0] for key, values in ATTN_CONFIG.items()}
+    return {"attn_config": fixed | {"clip_qkv": config.clip_qkv}}
+
+
 class Part(NamedTuple):
     """Settings that several keys determine.
 
@@ -303,6 +422,10 @@ PARTS = {
     "window": Part(_read_window, _write_window),
     "window of some layers": Part(_read_window_of_some, _write_window_of_some),
     "removed final norm": Part(_read_final_norm, _write_final_norm),
+    "multi-query": Part(_read_multi_query, _write_multi_query),
+    "rope or alibi": Part(_read_rope_or_alibi, _write_rope_or_alibi),
+    "falcon block": Part(_read_falcon_block, _write_falcon_block),
+    "attn_config": Part(_read_attn_config, _write_attn_config),
 }
 
 
@@ -317,7 +440,7 @@ def write_config(config: DecoderConfig) -> dict[str, Any]:
         )
     family = FAMILIES[config.family]
     raw: dict[str, Any] = {
-        "architectures": [family.architecture + "ForCausalLM"],
+        "architectures": [family.architecture],
         "model_type": config.family,
         **{key: values[0] for key, values in family.fixed.items()},
     }

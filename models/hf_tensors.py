@@ -1,17 +1,21 @@
 """Maps the tensors of a Hugging Face checkpoint to parameters.
 
-One declaration per tensor serves reading, writing and validation. A parameter is stored unchanged,
-flattened (norms and biases), or as the matrix [outputs, inputs] of a linear map.
+One declaration per parameter serves reading, writing and validation. A parameter is stored
+unchanged, flattened (norms and biases), or as the matrix of a linear map, alone or with others.
 """
 
 import dataclasses
+import functools
 import math
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from models.decoder import DecoderConfig, LearnedPositions
+from models.decoder import DecoderConfig
 from models.families import FAMILIES
+from models.positions import LearnedPositions
 
 # Buffers that some versions save; they follow from the config.
 IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|attn\.bias|decoder\.version)")
@@ -19,43 +23,83 @@ UNEMBEDDING = "lm_head.weight"
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
-    """A stored tensor and its parameter.
+class Fused:
+    """The outputs of one parameter in a tensor of several, such as q, k and v.
+
+    The outputs are in groups. Each group has `sizes[0]` outputs of the first parameter, then
+    `sizes[1]` of the second, and so on.
 
     Attributes:
-      name: in the checkpoint.
-      path: in the tree of parameters, below "params".
+      groups: the number of groups.
+      sizes: outputs of each parameter in a group.
+      index: of this parameter.
+    """
+
+    groups: int
+    sizes: tuple[int, ...]
+    index: int
+
+    def part(self, stored: np.ndarray) -> np.ndarray:
+        """Returns this parameter's outputs, [..., groups, size], of the last axis of `stored`."""
+        start = sum(self.sizes[: self.index])
+        grouped = stored.reshape(*stored.shape[:-1], self.groups, sum(self.sizes))
+        return grouped[..., start : start + self.sizes[self.index]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A parameter, and the stored tensor that has it.
+
+    Attributes:
+      name: of the tensor, in the checkpoint.
+      path: of the parameter, below "params".
       inputs: number of leading axes that a linear map contracts; 0: not a linear map.
       flat: whether it is stored with one axis.
+      transposed: whether a linear map is stored as [inputs, outputs] instead of [outputs, inputs].
+      fused: where the tensor has the parameter; None: it has no other one.
     """
 
     name: str
     path: tuple[str, ...]
     inputs: int = 0
     flat: bool = False
+    transposed: bool = False
+    fused: Fused | None = None
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape in the checkpoint of a parameter of shape `shape`."""
+        """Returns the tensor's shape, for a parameter of shape `shape`."""
+        outputs = math.prod(shape[self.inputs :])
+        if self.fused is not None:
+            outputs = self.fused.groups * sum(self.fused.sizes)
         if self.flat:
-            return (math.prod(shape),)
+            return (outputs,)
         if self.inputs:
-            return math.prod(shape[self.inputs :]), math.prod(shape[: self.inputs])
+            matrix = math.prod(shape[: self.inputs]), outputs
+            return matrix if self.transposed else matrix[::-1]
         return tuple(shape)
 
     def to_parameter(self, stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Returns the parameter, of shape `shape`."""
-        return (stored.T if self.inputs else stored).reshape(shape)
+        """Returns the parameter, of shape `shape`; a view unless its outputs are in groups."""
+        if self.inputs and not self.transposed:
+            stored = stored.T
+        return (stored if self.fused is None else self.fused.part(stored)).reshape(shape)
 
-    def to_stored(self, parameter: np.ndarray) -> np.ndarray:
-        """Returns the contiguous array for the checkpoint."""
-        matrix = self.stored_shape(parameter.shape)
-        if self.inputs:
-            return np.ascontiguousarray(parameter.reshape(matrix[::-1]).T)
-        return np.ascontiguousarray(parameter.reshape(matrix))
+
+def to_stored(tensors: Sequence[Tensor], parameters: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns the contiguous array of one tensor, given all parameters that it has, in order."""
+    first, stored = tensors[0], parameters[0]
+    turned = first.inputs > 0 and not first.transposed
+    shape = first.stored_shape(stored.shape)
+    shape = shape[::-1] if turned else shape
+    if first.fused is not None:
+        grouped = (*shape[:-1], first.fused.groups, -1)
+        stored = np.concatenate([x.reshape(grouped) for x in parameters], -1)
+    stored = stored.reshape(shape)
+    return np.ascontiguousarray(stored.T if turned else stored)
 
 
 def tensors_of(config: DecoderConfig) -> tuple[Tensor, ...]:
-    """Returns every tensor of a checkpoint of `config`, in file order."""
+    """Returns every parameter of `config` with its tensor, in file order."""
     c, names = config, FAMILIES[config.family].names
     bias = c.norm == "layer"
     tensors = [Tensor(f"{names['embedding']}.weight", ("embedding",))]
@@ -78,24 +122,44 @@ def tensors_of(config: DecoderConfig) -> tuple[Tensor, ...]:
 
 def _layer(c: DecoderConfig, layer: str, path: tuple[str, ...]) -> list[Tensor]:
     """Returns the tensors of a layer, whose names begin with `layer`."""
-    name = {part: f"{layer}.{name}" for part, name in FAMILIES[c.family].names.items()}
+    family = FAMILIES[c.family]
+    name = {part: f"{layer}.{name}" for part, name in family.names.items()}
+    linear = functools.partial(_linear, transposed=family.transposed)
     attention, mlp, bias = (*path, "attention"), (*path, "mlp"), c.norm == "layer"
-    tensors = _norm(name["attention_norm"], (*path, "attention_norm"), bias)
-    for part in "qkv":
-        tensors += _linear(name[part], (*attention, part), 1, c.qkv_bias)
+    own_norms = "of two parallel " if c.parallel and not c.shared_norm else ""
+    tensors = _norm(name[f"{own_norms}attention_norm"], (*path, "attention_norm"), bias)
+    if "qkv" in name:
+        groups = c.num_kv_heads if family.grouped_qkv else 1
+        heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
+        sizes = tuple(count * c.head_dim // groups for count in heads)
+        for i, part in enumerate("qkv"):
+            fused = Fused(groups, sizes, i)
+            tensors += linear(name["qkv"], (*attention, part), 1, c.qkv_bias, fused=fused)
+    else:
+        for part in "qkv":
+            tensors += linear(name[part], (*attention, part), 1, c.qkv_bias)
     if c.qk_norm:
         for part in ("q_norm", "k_norm"):
             tensors += _norm(name[part], (*attention, part))
-    tensors += _linear(name["out"], (*attention, "out"), 2, c.out_bias)
-    tensors += _norm(name["mlp_norm"], (*path, "mlp_norm"), bias)
+    tensors += linear(name["out"], (*attention, "out"), 2, c.out_bias)
+    if not c.shared_norm:
+        tensors += _norm(name[f"{own_norms}mlp_norm"], (*path, "mlp_norm"), bias)
+    if "gate_up" in name:
+        for i, part in enumerate(("gate", "up")):
+            fused = Fused(1, (c.intermediate_size,) * 2, i)
+            tensors += linear(name["gate_up"], (*mlp, part), 1, c.mlp_bias, fused=fused)
+        return tensors + linear(name["down"], (*mlp, "down"), 1, c.mlp_bias)
     for part in ("gate",) * c.gated + ("up", "down"):
-        tensors += _linear(name[part], (*mlp, part), 1, c.mlp_bias)
+        tensors += linear(name[part], (*mlp, part), 1, c.mlp_bias)
     return tensors
 
 
-def _linear(name: str, path: tuple[str, ...], inputs: int, bias: bool) -> list[Tensor]:
-    made = [Tensor(f"{name}.weight", (*path, "weight"), inputs=inputs)]
-    return made + [Tensor(f"{name}.bias", (*path, "bias"), flat=True)] * bias
+def _linear(
+    name: str, path: tuple[str, ...], inputs: int, bias: bool, **options: Any
+) -> list[Tensor]:
+    made = [Tensor(f"{name}.weight", (*path, "weight"), inputs=inputs, **options)]
+    options.pop("transposed", None)
+    return made + [Tensor(f"{name}.bias", (*path, "bias"), flat=True, **options)] * bias
 
 
 def _norm(name: str, path: tuple[str, ...], bias: bool = False) -> list[Tensor]:

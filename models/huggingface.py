@@ -28,7 +28,7 @@ from models.build import BLOCK, ShardingFn, abstract_params, build
 from models.decoder import DecoderConfig
 from models.families import FAMILIES
 from models.hf_config import read_config, write_config
-from models.hf_tensors import IGNORED, UNEMBEDDING, Tensor, tensors_of
+from models.hf_tensors import IGNORED, UNEMBEDDING, Tensor, tensors_of, to_stored
 from models.quantized import WeightFormat, quantize
 
 INDEX = "model.safetensors.index.json"
@@ -301,7 +301,7 @@ def _match(config: DecoderConfig, stored: dict[str, _Stored]) -> list[tuple[Tens
             f"the weights do not match config.json ({len(problems)} problems):\n  "
             + "\n  ".join(problems)
         )
-    return [(tensor, stored[name]) for name, tensor in needed.items()]
+    return [(tensor, stored[tensor.name]) for tensor in tensors_of(config)]
 
 
 def _fold_tied(embedding: str, stored: dict[str, _Stored]) -> dict[str, _Stored]:
@@ -422,21 +422,28 @@ def _named_params(module: nn.Module, params: Any) -> list[tuple[Tensor, Any]]:
 def _write_tensors(
     path: pathlib.Path, values: list[tuple[Tensor, Any]], max_shard_bytes: int
 ) -> None:
-    shards: list[list[tuple[Tensor, Any]]] = [[]]
-    size = 0
+    stored: dict[str, list[tuple[Tensor, Any]]] = {}  # a tensor may have several parameters
     for tensor, value in values:
-        if shards[-1] and size + value.nbytes > max_shard_bytes:
+        stored.setdefault(tensor.name, []).append((tensor, value))
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, parts in stored.items():
+        nbytes = sum(value.nbytes for _, value in parts)
+        if shards[-1] and size + nbytes > max_shard_bytes:
             shards.append([])
             size = 0
-        shards[-1].append((tensor, value))
-        size += value.nbytes
+        shards[-1].append(name)
+        size += nbytes
     where: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
-        name = f"model-{i:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
-        arrays = {t.name: t.to_stored(np.asarray(jax.device_get(v))) for t, v in shard}
+        file = f"model-{i:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
+        arrays = {}
+        for name in shard:
+            tensors, parameters = zip(*stored[name], strict=True)
+            arrays[name] = to_stored(tensors, [np.asarray(jax.device_get(x)) for x in parameters])
         # Hugging Face requires the framework's name in the metadata.
-        safetensors.numpy.save_file(arrays, path / name, metadata={"format": "pt"})
-        where |= dict.fromkeys(arrays, name)
+        safetensors.numpy.save_file(arrays, path / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(arrays, file)
     if len(shards) > 1:
         total = sum(value.nbytes for _, value in values)
         _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": where})

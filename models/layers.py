@@ -75,13 +75,14 @@ class LayerNorm(nn.Module):
     eps: float
     dtype: Any
     axis: str | None = None
+    use_bias: bool = True
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
         ones = nn.with_logical_partitioning(nn.initializers.ones, (self.axis,))
         zeros = nn.with_logical_partitioning(nn.initializers.zeros, (self.axis,))
         scale = self.param("scale", ones, (self.size,), self.dtype)
-        bias = self.param("bias", zeros, (self.size,), self.dtype)
+        bias = self.param("bias", zeros, (self.size,), self.dtype) if self.use_bias else 0
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         wide = wide - jnp.mean(wide, -1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)

@@ -12,7 +12,7 @@ from typing import Any
 
 from models.decoder import DecoderConfig
 from models.families import family_config
-from models.rope import Rope
+from models.positions import Rope
 
 
 def _llama(
@@ -66,6 +66,20 @@ def _opt(hidden: int, layers: int, heads: int) -> DecoderConfig:
     )
 
 
+def _falcon(hidden: int, layers: int, heads: int, **more: Any) -> DecoderConfig:
+    return family_config(
+        "falcon",
+        vocab_size=65024,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        max_positions=2048,
+        parallel=True,
+        activation="gelu",
+        **more,
+    )
+
+
 _LLAMA_2_7B = _llama(4096, 11008, 32, 32, 32, max_positions=4096)
 
 PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
@@ -102,6 +116,59 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
         "opt-1.3b": _opt(2048, 24, 32),
         "opt-13b": _opt(5120, 40, 40),
         "opt-30b": _opt(7168, 48, 56),
+        "gpt2": family_config(
+            "gpt2",
+            vocab_size=50257,
+            hidden_size=768,
+            num_layers=12,
+            num_heads=12,
+            max_positions=1024,
+            activation="gelu_new",
+        ),
+        "falcon-7b": _falcon(4544, 32, 71, num_kv_heads=1, shared_norm=True),
+        "falcon-40b": _falcon(8192, 60, 128, num_kv_heads=8),
+        "mpt-7b": family_config(
+            "mpt",
+            vocab_size=50432,
+            hidden_size=4096,
+            num_layers=32,
+            num_heads=32,
+            max_positions=2048,
+        ),
+        "starcoder": family_config(
+            "gpt_bigcode",
+            vocab_size=49152,
+            hidden_size=6144,
+            num_layers=40,
+            num_heads=48,
+            num_kv_heads=1,
+            max_positions=8192,
+            activation="gelu",
+        ),
+        "starcoder2-3b": family_config(
+            "starcoder2",
+            vocab_size=49152,
+            hidden_size=3072,
+            intermediate_size=12288,
+            num_layers=30,
+            num_heads=24,
+            num_kv_heads=2,
+            max_positions=4096,  # the attention window
+            sliding_window=4096,
+            positions=Rope(theta=999999.4420358813),
+            activation="gelu_pytorch_tanh",
+        ),
+        "phi-3-mini": _llama(
+            3072,
+            8192,
+            32,
+            32,
+            32,
+            vocab_size=32064,
+            max_positions=2047,  # the attention window
+            sliding_window=2047,
+            family="phi3",
+        ),
     }
 )
 

@@ -158,8 +158,8 @@ class MagicJaxLM(TemplateLM):
                 "a whole number of at least 1, and omit max_batch_size"
             )
 
-        def load(source: str) -> magicjax.Model:
-            return magicjax.load(source, dtype=dtype)
+        def load(source: str, **options) -> magicjax.Model:
+            return magicjax.load(source, dtype=dtype, **options)
 
         self.target = load(target) if isinstance(target, str) else target
         self.tokenizer = self.target.tokenizer

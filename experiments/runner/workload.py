@@ -119,7 +119,7 @@ class Bench:
         candidates = self._candidates(cell)
         if cell.candidates == 1:
             return candidates
-        text = (cell.target, cell.dtype, cell.weights, cell.offload, *_prompt_settings(cell))
+        text = (cell.target, cell.dtype, cell.target_weights, cell.offload, *_prompt_settings(cell))
         key = ("chosen", *text, cell.new_tokens, *cell.sampling.values())
         return [candidates[i] for i in self._once(key, lambda: self._choose(cell))]
 

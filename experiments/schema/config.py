@@ -104,7 +104,7 @@ class Experiment(Strict):
     """Directory, GGUF file or preset of the target, or a name that `magicjax fetch` lists."""
     dtype: Literal["float32", "bfloat16"] = setting("float32")
     """Type of weights, activations and caches; exactness is guaranteed in float32."""
-    weights: Annotated[str, AfterValidator(_weights)] = setting("")
+    target_weights: Annotated[str, AfterValidator(_weights)] = setting("")
     """Quantize the target's matrices: int8 with a scale per output, int4 or int4:32 with one per
     group of 128 or 32 inputs. If not set: as stored."""
     offload: Annotated[Literal["", "yes"], BeforeValidator(_offload)] = setting("")

@@ -119,8 +119,8 @@ class Cell(_Settings):
 
     @property
     def storage(self) -> dict[str, Any]:
-        """`weights` and `offload` as arguments of `magicjax.load`."""
-        return {"weights": self.weights or None, "offload": self.offload == "yes"}
+        """The arguments `weights` and `offload` of `magicjax.load` for the target."""
+        return {"weights": self.target_weights or None, "offload": self.offload == "yes"}
 
     @property
     def devices(self) -> Mesh | None:
@@ -290,12 +290,12 @@ def _check_names(cell: Cell) -> None:
             )
 
 
-def make_drafter(cell: Cell, load: Callable[[str], Any] = method.named) -> tuple[Any, Any]:
+def make_drafter(cell: Cell, load: Callable[..., Any] = method.named) -> tuple[Any, Any]:
     """Returns (drafter, tree) of a cell; see `method.make_drafter`."""
     return method.make_drafter({name: getattr(cell, name) for name in PLAIN}, load)
 
 
-def options(cell: Cell, load: Callable[[str], Any]) -> dict[str, Any]:
+def options(cell: Cell, load: Callable[..., Any]) -> dict[str, Any]:
     """Returns the cell's arguments of `magicjax.generate`; `load` returns a directory's model."""
     drafter, tree = make_drafter(cell, load)
     return {

@@ -164,7 +164,7 @@ def _text(drafter: str, options: dict[str, Any]) -> str:
     return spec.text_of(spec.from_spec(spec.with_options(drafter, chosen), named))
 
 
-def named(path: str) -> Any:
+def named(path: str, **options: Any) -> Any:
     """Returns a stand-in for the model of a path, which suffices for a drafter's text and trees."""
     return types.SimpleNamespace(name=path)
 

@@ -106,7 +106,7 @@ def all_nodes(options: argparse.Namespace) -> list[int]:
 
 def measured(options: argparse.Namespace, target: magicjax.Model, draft: str, batch: int) -> Times:
     """Returns times measured on this device."""
-    backend = best_backend(target.dtype, target.config.head_dim, jax.devices()[0])
+    backend = best_backend(target.dtype, target.config.kv_head_dim, jax.devices()[0])
     drafters = {DRAFT: (magicjax.SmallModel(magicjax.load(draft, options.dtype)), DEPTH)}
     shape = batch, options.context, all_nodes(options)
     times = step_times(Setup(target, backend), *shape, drafters, options.repeats)

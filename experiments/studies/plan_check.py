@@ -255,8 +255,8 @@ def main(settings: Settings) -> None:
     An invalid profile, target or drafter ends the command with one line.
     """
 
-    def load(path: str) -> magicjax.Model:
-        return magicjax.load(path, dtype="float32")
+    def load(path: str, **options) -> magicjax.Model:
+        return magicjax.load(path, dtype="float32", **options)
 
     folder, rows = pathlib.Path(settings.results), []
     try:

@@ -176,7 +176,7 @@ def abstract_request(load: Workload, mesh: AnyMesh) -> Request:
         put=shape,
     )
     for each in (request.target, *placement.models_of(drafter)):
-        choose_backend(load.attention, each.dtype, each.config.head_dim)
+        choose_backend(load.attention, each.dtype, each.config.kv_head_dim)
     settings = dataclasses.replace(request.settings, backend=load.attention)
     return dataclasses.replace(request, settings=settings)
 

@@ -136,7 +136,7 @@ def make_setup(
     """
     try:
         target = load(options.target, dtype=options.dtype)
-        best = best_backend(target.dtype, target.config.head_dim, jax.devices()[0])
+        best = best_backend(target.dtype, target.config.kv_head_dim, jax.devices()[0])
         setup = Setup(target, options.backend or best, options.new_tokens)
         longest = max(setup.new_tokens, new_tokens(nodes))
         for context in contexts:

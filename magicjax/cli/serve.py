@@ -108,6 +108,12 @@ def _add_engine(group: Any) -> None:
         f"some hundreds; 0: response_format is refused; default: {GRAMMAR_STATES:,}",
     )
     group.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        help="end no text at EOS, so that texts have the length that requests ask for; for "
+        "benchmarks, without response_format",
+    )
+    group.add_argument(
         "--adaptive-depth", action="store_true", help="choose the depth of the tree while serving"
     )
     group.add_argument(
@@ -185,6 +191,8 @@ def run(arguments: argparse.Namespace) -> int:
         dtype = arguments.dtype or options.default_dtype() or stored_dtype(arguments.target)
         keywords = {name: getattr(arguments, name) for name in ENGINE}
         keywords["grammar_states"] = arguments.grammar_states or None
+        if arguments.ignore_eos:
+            keywords["eos_token_id"] = []
         without_weights = functools.partial(skeleton, dtype=dtype)
         target = without_weights(arguments.target, weights=arguments.weights)
         _validate(arguments, target, without_weights, keywords)

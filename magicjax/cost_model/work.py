@@ -27,7 +27,8 @@ class Sizes:
 
     Attributes:
       name: for error messages.
-      num_layers, hidden_size, num_heads, num_kv_heads, head_dim, vocab_size: from its config.
+      num_layers, hidden_size, num_heads, num_kv_heads, vocab_size: from its config.
+      head_dim: of the KV cache.
       attention: elements of the q, k, v and out matrices of all layers.
       mlp: elements of the MLP matrices.
       unembedding: elements of the output matrix.
@@ -127,7 +128,7 @@ def sizes_of(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        head_dim=config.kv_head_dim,
         vocab_size=config.vocab_size,
         itemsize=module.dtype.itemsize,
         matrix_itemsize=matrix_bytes / (counted["attention"] + counted["mlp"]),

@@ -144,11 +144,11 @@ def make_options(
       ValueError, FileNotFoundError: a text that is not a drafter or a tree.
     """
 
-    def load(source: str) -> Model:
+    def load(source: str, weights: str | None = None) -> Model:
         if target.params is None:
-            return loading.skeleton(source, target.dtype)
+            return loading.skeleton(source, target.dtype, weights=weights)
         stages = None if mesh is None else 1
-        return loading.load(source, str(target.dtype), mesh=mesh, stages=stages)
+        return loading.load(source, str(target.dtype), weights=weights, mesh=mesh, stages=stages)
 
     if drafter == "auto":
         raise ValueError(

@@ -18,7 +18,7 @@ from magicjax.kv_cache.attend import AttendTo
 from magicjax.kv_cache.sparse_cache import DraftCache, append_ring
 from magicjax.model import Model
 from magicjax.settings import Settings
-from models.rope import frequencies, turn
+from models.positions import frequencies, turn
 
 SinkKeys = tuple[Float[Array, "B K P D"], ...]  # for each layer, before rotation
 

@@ -164,8 +164,9 @@ class SmallModel(Drafter):
         assert self.sparse is not None
         if getattr(config, "rope", None) is None:
             raise ValueError(
-                "sink_positions='in_cache' needs a drafter with rotary positions, and this one has "
-                f"{limit} learned ones: use sink_positions='text' and a context within them"
+                "sink_positions='in_cache' needs a drafter with rotary positions, and those of "
+                f"this one are learned or ALiBi: use sink_positions='text' and at most {limit} "
+                "tokens"
             )
         round_size = 2 * depth + 1
         needed, largest = self.sparse.budget + round_size, limit - round_size

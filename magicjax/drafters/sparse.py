@@ -96,6 +96,8 @@ class SparseSettings:
                 f"kv_dtype='int4' packs two elements into a byte and needs an even head "
                 f"dimension, not {model.config.head_dim}: use int8"
             )
+        if model.config.kv_head_dim != model.config.head_dim:
+            self._check_alibi()
         longest = model.config.max_positions
         if longest is not None and self.budget > longest:
             raise ValueError(
@@ -163,10 +165,23 @@ class SparseSettings:
         pins = self.choose_pins(model, full, stats, backend)
         return gather(full, pins, self.ring, KV_DTYPES[self.kv_dtype])
 
+    def _check_alibi(self) -> None:
+        """Raises ValueError if the cache cannot have keys with positions."""
+        if self.kv_dtype is not None:
+            raise ValueError(
+                f"kv_dtype={self.kv_dtype!r} rounds the positions that cached keys have with "
+                "ALiBi: omit kv_dtype"
+            )
+        if self.policy.reads_keys:
+            raise ValueError(
+                f"policy={self.policy!r} compares keys, which have positions with ALiBi: use a "
+                "policy that does not, such as streaming, snapkv or tova"
+            )
+
     def num_bytes(self, model: Model, batch: int) -> int:
         """Returns the bytes of keys and values of the draft cache, scales included."""
         config, bits = model.config, KV_DTYPES[self.kv_dtype]
         if bits is None:
             return model.kv_bytes(batch, self.budget)
-        entry_bytes = config.head_dim * bits // 8 + 4  # and a float32 scale
+        entry_bytes = config.kv_head_dim * bits // 8 + 4  # and a float32 scale
         return 2 * batch * config.num_layers * config.num_kv_heads * self.budget * entry_bytes

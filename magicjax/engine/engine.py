@@ -37,6 +37,7 @@ from magicjax.grammars.grammar import Grammar
 from magicjax.grammars.masking import GrammarRows
 from magicjax.model import Model
 from magicjax.trees.token_tree import Tree
+from magicjax.verification.logprobs import LogProbs
 from sharding import processes
 
 
@@ -235,9 +236,9 @@ class Engine:
         return [first, *(self.submit(first.submitted.prompt, seed=s, **options) for s in seeds)]
 
     def step(self) -> None:
-        """Starts requests that wait, prefills, and decodes some rounds.
+        """Decodes some rounds, prefills, and starts requests that wait; hands out new tokens.
 
-        The loop, each piece of a prompt and each copy of a row synchronize with the device once.
+        A request's first token follows its prefill. Each call of a program synchronizes once.
         """
         if len(self._loops) > 1 and self._depths.times is None:
             self._time_rounds()
@@ -248,9 +249,9 @@ class Engine:
                 self._end(handle, "deadline")
         self._end_rows()
         device_s = self._prefill_s + self._loop_s
-        self._admit()
         if self._running:
             self._decode()
+        self._admit()
         self._steps += 1
         device_s = self._prefill_s + self._loop_s - device_s
         compile_s = program_cache.totals()[1] - compiled_s
@@ -399,15 +400,17 @@ class Engine:
         return prefilling
 
     def _insert(self, handle: Handle, prefilling: Prefilling, prefilled: Any) -> None:
-        """Copies a prefilled row into a free slot, and keeps it as a prefix."""
+        """Copies a prefilled row into a free slot, and hands out its first token."""
         row, finish_s = prefill.finish(prefilling, prefilled)
         slot = self._free_slot()
         self._state, insert_s = runner.insert(self._templates.slots, self._state, row, slot)
         self._running[slot], self._delivered[slot] = handle, 0
-        self._ended[slot] = processes.fetch(row.ended)[0]
+        ended, first, logprobs = processes.fetch((row.ended, row.pending, row.logprobs))
+        self._ended[slot] = ended[0]
         self._depths = self._depths.joined(slot)
         self._keep_prefix(Prefix(handle.submitted.prompt, row.cache, row.drafter))
         self._prefill_s += finish_s + insert_s
+        self._deliver(slot, first, logprobs and logprobs[0])
 
     def _free_slot(self) -> int:
         """Returns a free slot of the group of devices that has the fewest requests."""
@@ -435,42 +438,41 @@ class Engine:
     def _decode(self) -> None:
         """Runs the loop, hands out new tokens and ends requests."""
         self._depths = self._depths.chosen(self._live_rows())
-        depth = self._depths.depth
-        self._state, seconds = runner.run_until_row_ends(
-            self._templates.slots, self._loops[depth], self._state
-        )
-        s = self._state
+        depth, slots = self._depths.depth, self._templates.slots
+        s, seconds = runner.run_until_row_ends(slots, self._loops[depth], self._state)
+        self._state = s
         emitted, output, ended, histogram, nodes, rounds = processes.fetch(
             (s.emitted, s.output, s.ended, s.histogram, s.nodes, s.rounds)
         )
         asked = any(handle.submitted.logprobs is not None for handle in self._running.values())
         logprobs = processes.fetch(s.logprobs) if asked else None
-        rounds = int(rounds)
-        self._rounds[depth] += rounds
-        self._depths = self._depths.counted(histogram, rounds, seconds)
+        self._rounds[depth] += int(rounds)
+        self._depths = self._depths.counted(histogram, int(rounds), seconds)
         self._loop_s += seconds
         self._ended = ended.copy()
-        now = time.monotonic()
         for slot, handle in list(self._running.items()):
-            new = slot, slice(self._delivered[slot], emitted[slot])
-            self._delivered[slot] = emitted[slot]
             handle.histogram = tuple(histogram[slot].tolist())
-            handle.drafted, handle.emitted = int(nodes[slot]), int(emitted[slot])
-            stopped = handle.deliver(output[new], None if logprobs is None else logprobs[new], now)
-            if stopped or ended[slot]:
-                text = handle.submitted.prompt, output[slot, : emitted[slot]]
-                self._keep_text(slot, np.concatenate(text)[:-1])  # the last token is pending
-                is_eos = output[slot, emitted[slot] - 1] in self._eos
-                self._end(handle, "stop" if stopped else "eos" if is_eos else "length")
+            handle.drafted = int(nodes[slot])
+            self._deliver(slot, output[slot, : emitted[slot]], logprobs and logprobs[slot])
+
+    def _deliver(self, slot: int, tokens: Int[np.ndarray, "T"], logprobs: LogProbs | None) -> None:
+        """Hands out the new ones of a row's tokens, and ends its request with the row."""
+        handle, new = self._running[slot], slice(self._delivered[slot], len(tokens))
+        self._delivered[slot] = handle.emitted = len(tokens)
+        stopped = handle.deliver(tokens[new], logprobs and logprobs[new], time.monotonic())
+        if stopped or self._ended[slot]:
+            text = np.concatenate([handle.submitted.prompt, tokens])
+            self._keep_text(slot, text[:-1])  # the last token is pending
+            is_eos = tokens[-1] in self._eos
+            self._end(handle, "stop" if stopped else "eos" if is_eos else "length")
 
     def _live_rows(self) -> dict[int, tuple[int, int]]:
         """Returns, by slot, the tokens so far and the new ones that may follow."""
         rows = {}
         for slot, handle in self._running.items():
-            emitted = max(1, int(self._delivered[slot]))  # prefill's token is delivered later
-            submitted = handle.submitted
-            rows[slot] = len(submitted.prompt) + emitted, submitted.limit - emitted
-        return {slot: row for slot, row in rows.items() if row[1]}
+            new, request = int(self._delivered[slot]), handle.submitted
+            rows[slot] = len(request.prompt) + new, request.limit - new
+        return rows
 
     def _end(self, handle: Handle, reason: str) -> None:
         """Ends a request, wherever it is."""

@@ -15,6 +15,10 @@ from magicjax.grammars.json_mode import json_automaton
 NO_BYTE = 256  # outlines-core's EOS
 END_MARKER = 0  # a byte that no text has
 MAX_STATES = 2**14  # of a byte automaton
+HINTS = {  # by a part of outlines-core's error
+    "universal start state": "; omit ^ and $, because the whole text must match",
+    "building NFA": ": it has a syntax error, look-around or a backreference",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Grammar:
 
         outlines-core translates the schema to a regular expression. Properties have the order of
         the schema, others do not occur, and at most one space separates tokens of JSON. A schema
-        in `oneOf` counts as one in `anyOf`.
+        in `oneOf` counts as one in `anyOf`. A `pattern` describes a string as a whole.
 
         Args:
           schema: as a mapping, or as JSON text.
@@ -68,17 +72,14 @@ class Grammar:
                 raise ValueError(f"the JSON schema is not valid JSON: {error}") from error
         if not isinstance(schema, Mapping):
             raise TypeError(f"schema has type {type(schema).__name__}: pass a dict, or JSON text")
-        try:
-            text = json.dumps(schema)
-        except TypeError as error:
-            raise ValueError(f"the schema cannot be written as JSON: {error}") from error
-        json_schema.check(schema)
+        text = json_schema.prepared(schema)
         try:
             pattern = _outlines().json_schema.build_regex_from_schema(text)
-        except ValueError as error:  # outlines-core raises no other
-            raise ValueError(f"the JSON schema is not supported: {_one_line(error)}") from error
-        grammar = cls("json_schema", pattern)
-        byte_automaton(grammar)
+            grammar = cls("json_schema", pattern)
+            byte_automaton(grammar)
+        except ValueError as error:
+            reason = str(error).splitlines()[0].strip()
+            raise ValueError(f"the JSON schema is not supported: {reason}") from error
         return grammar
 
     @classmethod
@@ -142,11 +143,9 @@ def _index(pattern: str) -> Any:
     try:
         return outlines.Index(pattern, single_bytes)
     except ValueError as error:
-        anchors = "; omit ^ and $, because the whole text must match"
-        hint = anchors if "universal start state" in str(error) else ""
-        raise ValueError(
-            f"the regular expression is not supported: {_one_line(error)}{hint}"
-        ) from error
+        reason = " ".join(str(error).split())
+        hint = next((hint for text, hint in HINTS.items() if text in reason), "")
+        raise ValueError(f"the regular expression is not supported: {reason}{hint}") from error
 
 
 def _outlines() -> Any:
@@ -158,7 +157,3 @@ def _outlines() -> Any:
             "grammars require outlines-core: pip install 'magicjax[grammar]'"
         ) from error
     return outlines_core
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -42,7 +42,7 @@ class KVCache:
 def empty(model: Model, batch: int, slots: int) -> KVCache:
     """Returns a cache of zeros. Dead slots must be finite."""
     layers = model.config.num_layers
-    shape = (batch, model.local_kv_heads, slots, model.config.head_dim)
+    shape = (batch, model.local_kv_heads, slots, model.config.kv_head_dim)
     k, v = (tuple(jnp.zeros(shape, model.dtype) for _ in range(layers)) for _ in "kv")
     return KVCache(k, v, jnp.zeros(batch, jnp.int32), model.split)
 

@@ -110,7 +110,7 @@ def _empty_stats(model: Model, cache: KVCache, stats_spec: AttentionStatsSpec) -
     config, batch = model.config, cache.lengths.shape[0]
     queries = total = None
     if stats_spec.window:
-        sizes = batch, stats_spec.window, model.local_heads, config.head_dim
+        sizes = batch, stats_spec.window, model.local_heads, config.kv_head_dim
         queries = (empty_window(*sizes, model.dtype),) * config.num_layers
     if stats_spec.total:
         dtype = jnp.promote_types(model.dtype, jnp.float32)

@@ -98,6 +98,7 @@ class Policy:
     # The statistics it needs; class attributes, or fields if users can set them.
     window = 0  # how many of the newest queries
     accumulates = False  # whether the attention of all queries is summed
+    reads_keys = False  # whether it computes with `evidence.keys`; with ALiBi they have positions
 
     def __post_init__(self):
         check_types(self, fields_of(type(self)).values())

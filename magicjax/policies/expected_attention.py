@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from magicjax.policies.base import Evidence, Policy, RecentQueries
-from models.rope import frequencies, turn
+from models.positions import frequencies, turn
 from sharding import collectives
 
 
@@ -37,6 +37,8 @@ class ExpectedAttention(Policy):
     future: int = 512
     epsilon: float = 0.0
     covariance: bool = True
+
+    reads_keys = True
 
     def __post_init__(self):
         super().__post_init__()

@@ -68,6 +68,8 @@ class KeyDiff(Policy):
     every refresh.
     """
 
+    reads_keys = True
+
     def score(self, evidence: Evidence) -> Float[Array, "B K S"]:
         # Weighting keys by their inverse norm avoids storing the unit keys.
         inverse = 1 / jnp.maximum(_norms(evidence.keys), 1e-12)
@@ -83,6 +85,8 @@ class KNorm(Policy):
 
     The paper leaves the first two layers uncompressed; here every layer has the same budget.
     """
+
+    reads_keys = True
 
     def score(self, evidence: Evidence) -> Float[Array, "B K S"]:
         # In the first layer, equal tokens have keys of equal norm. Fewer bits make them equal

@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import concurrent.futures
 import hmac
 import importlib.resources
 import json
@@ -31,6 +32,7 @@ CLOSED = 499  # a client that has disconnected receives nothing; the status is f
 PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 )
+GRAMMAR_THREADS = 2
 NO_TOKENS = np.zeros(0, np.int32)
 
 Parse = Callable[[bytes, Served], Generation]
@@ -85,8 +87,13 @@ def create_app(
 
         return guarded(handle)
 
+    # Compiling a grammar can take seconds; requests without one do not wait for it.
+    compiling = concurrent.futures.ThreadPoolExecutor(GRAMMAR_THREADS, "grammars")
+
     async def respond(parse: Parse, data: bytes) -> Response:
-        generation = await asyncio.to_thread(parse, data, served)
+        executor = compiling if b"response_format" in data else None
+        loop = asyncio.get_running_loop()
+        generation = await loop.run_in_executor(executor, parse, data, served)
         job = await worker.submit(generation)
         if generation.stream:
             return _JobStream(worker, job, _chunks(job, served, texts))

@@ -13,6 +13,7 @@ from pydantic_core import from_json
 from magicjax.decoding.chat_template import chat_tokens
 from magicjax.decoding.validation import token_ids
 from magicjax.engine.stats import EngineLimits
+from magicjax.grammars import json_schema, trial
 from magicjax.grammars.arena import automaton_of
 from magicjax.grammars.grammar import Grammar
 from magicjax.model import Model
@@ -197,6 +198,12 @@ def _options(
             f"{limit_field}={limit}: it must be at most {limits.max_new_tokens} on this server",
             param=limit_field,
         )
+    if body.ignore_eos and limits.eos_token_id:
+        raise ApiError(
+            400,
+            "ignore_eos=true: the server ends texts at EOS; one with --ignore-eos does not",
+            param="ignore_eos",
+        )
     options: dict[str, Any] = dict(max_new_tokens=limit, stop=body.stop or (), logprobs=logprobs)
     return options | dict(grammar=_grammar(body, served)) | _sampling(body, limits)
 
@@ -206,17 +213,23 @@ def _grammar(body: CompletionBody | ChatBody, served: Served) -> Grammar | None:
     given, limits = body.response_format, served.limits
     if given is None or given.type == "text":
         return None
-    if limits.grammar_states is None:
+    if limits.grammar_states is None or not limits.eos_token_id:
+        option = "--grammar-states 0" if limits.grammar_states is None else "--ignore-eos"
         raise ApiError(
             400,
-            f"response_format.type={given.type}: the server was started with --grammar-states 0",
+            f"response_format.type={given.type}: the server was started with {option}",
             param="response_format",
         )
     try:
         if given.json_schema is not None:
-            grammar = Grammar.json_schema(given.json_schema.definition)
+            schema = given.json_schema.definition
+            trial.check("json_schema", json_schema.prepared(schema))
+            grammar = Grammar.json_schema(schema)
+        elif given.regex is not None:
+            trial.check("regex", given.regex)
+            grammar = Grammar.regex(given.regex)
         else:
-            grammar = Grammar.json_object() if given.regex is None else Grammar.regex(given.regex)
+            grammar = Grammar.json_object()
         automaton_of(served.target, grammar, limits.eos_token_id)
     except (ValueError, TypeError, ImportError) as error:
         raise ApiError(400, str(error), param="response_format") from error

@@ -15,7 +15,7 @@ from magicjax import hlo, placement
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.request import prepare
 from sharding import DATA, collectives, make_mesh, model_axes
-from tests.magicjax import oracle, tiny
+from tests.magicjax import family_cases, oracle, tiny
 
 MESHES = ((1, 8), (2, 4), (4, 2), (8, 1))
 SIZES = dict(num_heads=8, head_dim=8, intermediate_size=48, vocab_size=64)
@@ -44,9 +44,8 @@ def nobody(kv_heads, shards):
 
 
 TREE = magicjax.expansion((2, 2))
-OPT = 0  # in place of a number of KV heads: another family, all of whose 8 heads are KV heads
-INT4 = -8  # 8 KV heads, and matrices in int4 with groups of 2
-# Name: (drafter, tree, options of generate, KV heads of the target).
+INT4 = "int4"  # in place of a number of KV heads: 8 of them, and matrices in groups of 2
+# Name: (drafter, tree, options of generate, KV heads of the target, its family, or INT4).
 CASES = {
     "plain": (nobody, None, {}, 8),
     "plain sampled": (nobody, None, SAMPLED | dict(top_k=20, top_p=0.9), 4),
@@ -79,40 +78,37 @@ CASES = {
         {},
         2,
     ),
-    "OPT": (self_speculation("snapkv"), TREE, {}, OPT),
-    "OPT sampled": (small(), magicjax.chain(3), SAMPLED, OPT),
+    "OPT": (self_speculation("snapkv"), TREE, {}, "opt"),
+    "OPT sampled": (small(), magicjax.chain(3), SAMPLED, "opt"),
+    "Falcon": (self_speculation("snapkv"), TREE, {}, "falcon-7b"),
+    "Falcon, ALiBi": (small(), TREE, {}, "falcon-rw"),
+    "MPT": (self_speculation(), TREE, {}, "mpt"),
+    "MPT sampled": (small(), magicjax.chain(3), SAMPLED, "mpt"),
+    "StarCoder": (small(), TREE, {}, "starcoder"),
     "int4": (self_speculation(), magicjax.chain(3), {}, INT4),
     "int4 small sampled": (small(), TREE, SAMPLED, INT4),
 }
 
 
 @functools.cache
-def target(kv_heads: int, layers: int = 2) -> magicjax.Model:
+def target(kv_heads: int | str, layers: int = 2) -> magicjax.Model:
     return _model(kv_heads, 0.0, layers)
 
 
 @functools.cache
-def draft(kv_heads: int, shards: int | None) -> magicjax.Model:
+def draft(kv_heads: int | str, shards: int | None) -> magicjax.Model:
     """Returns a model near the target, so that about half of what it drafts is accepted."""
     return dataclasses.replace(_model(kv_heads, 0.2, 2), shards=shards)
 
 
-def _model(kv_heads: int, noise: float, layers: int) -> magicjax.Model:
-    shape = tiny.config(**SIZES, num_kv_heads=abs(kv_heads) or 8, num_layers=layers)
-    if kv_heads == OPT:
-        shape = models.family_config(
-            "opt",
-            vocab_size=64,
-            hidden_size=64,
-            intermediate_size=48,
-            num_layers=layers,
-            num_heads=8,
-            max_positions=512,
-        )
-    params = models.init_params(models.build(shape), 0)
-    if kv_heads != OPT:
-        params = tiny.drawn(shape, 0)
-    params = tiny.loud(params, np.random.default_rng(7), noise, never=None)
+def _model(kv_heads: int | str, noise: float, layers: int) -> magicjax.Model:
+    if isinstance(kv_heads, str) and kv_heads != INT4:
+        sizes = dict(hidden_size=64, num_heads=8, num_layers=layers, max_positions=512)
+        return family_cases.model(kv_heads, 64, noise / 4, **sizes)
+    shape = tiny.config(
+        **SIZES, num_kv_heads=8 if kv_heads == INT4 else kv_heads, num_layers=layers
+    )
+    params = tiny.loud(tiny.drawn(shape, 0), np.random.default_rng(7), noise, never=None)
     params = jax.tree.map(lambda x: jax.numpy.asarray(np.asarray(x, np.float32)), params)
     model = magicjax.Model(models.build(shape), params)
     return tiny.quantized(model, "int4:2") if kv_heads == INT4 else model

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import models
+from tests.quick import quick
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
@@ -57,7 +58,12 @@ def _random_params():
     return random_params
 
 
-@pytest.fixture(params=sorted(p.name for p in GOLDEN.iterdir()))
+# Each differs from a quick case in few settings.
+SLOW = {"falcon_11b", "falcon_rw", "mpt_clip", "phi3", "starcoder2", "starcoder_heads"}
+CASES = sorted(p.name for p in GOLDEN.iterdir())
+
+
+@pytest.fixture(params=quick(CASES, *(case for case in CASES if case not in SLOW)))
 def golden(request):
     """Each directory of `golden/`."""
     return GOLDEN / request.param

@@ -1,12 +1,13 @@
 """Makes `golden/`: tiny random models of every family, and the logits Hugging Face gives for them.
 
 Needs torch and transformers, which the tests that read the result do not:
-`python tests/models/make_golden.py`. Norms and biases are random too, or a model that left them
-out would pass.
+`python tests/models/make_golden.py [CASE...]`. Norms and biases are random too, or a model that
+left them out would pass.
 """
 
 import pathlib
 import shutil
+import sys
 
 import numpy as np
 import torch
@@ -43,6 +44,54 @@ YARN = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
+GPT2 = {
+    "vocab_size": 61,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 32,
+    "n_inner": 24,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FALCON = {**SHAPE, "num_attention_heads": 4, "ffn_hidden_size": 24}
+FALCON_40B = {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}
+# Six heads are no power of two, and all slopes of Falcon's formula are exact in bfloat16, to which
+# Hugging Face rounds its biases.
+FALCON_RW = {
+    **FALCON,
+    "hidden_size": 24,
+    "num_attention_heads": 6,
+    "alibi": True,
+    "bias": True,
+    "multi_query": False,
+    "parallel_attn": False,
+}
+MPT = {
+    "vocab_size": 61,
+    "d_model": 24,
+    "n_heads": 12,
+    "n_layers": 2,
+    "max_seq_len": 32,
+    "initializer_range": 0.3,
+    "eos_token_id": 2,
+}
+STARCODER2 = {
+    **LLAMA,
+    "num_attention_heads": 4,
+    "tie_word_embeddings": True,
+}
+PHI3 = {**LLAMA, "num_attention_heads": 4}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.5, 2.5],
+    "long_factor": [2.0, 4.0, 8.0],
+}
+
 CASES = {
     "llama": ("Llama", LLAMA),
     "llama_gqa": ("Llama", {**LLAMA, "num_attention_heads": 4, "eos_token_id": [2, 3]}),
@@ -58,6 +107,29 @@ CASES = {
     "qwen3": ("Qwen3", {**LLAMA, "head_dim": 16, "num_key_value_heads": 1}),
     "opt": ("OPT", OPT),
     "opt_post_norm": ("OPT", {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 8}),
+    "gpt2": ("GPT2", GPT2),
+    "starcoder": ("GPTBigCode", GPT2),
+    "starcoder_heads": ("GPTBigCode", {**GPT2, "multi_query": False}),
+    "starcoder2": ("Starcoder2", STARCODER2),
+    "falcon_7b": ("Falcon", FALCON),
+    "falcon_40b": ("Falcon", FALCON_40B),
+    "falcon_11b": ("Falcon", {**FALCON_40B, "num_ln_in_parallel_attn": 1}),
+    "falcon_rw": ("Falcon", FALCON_RW),
+    "mpt": ("Mpt", MPT),
+    "mpt_clip": ("Mpt", {**MPT, "d_model": 16, "n_heads": 4, "attn_config": {"clip_qkv": 0.5}}),
+    "phi3": ("Phi3", PHI3),
+    "phi3_longrope": (
+        "Phi3",
+        {
+            **PHI3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "rope_parameters": LONGROPE,
+            "max_position_embeddings": 96,
+            "original_max_position_embeddings": 24,
+            "sliding_window": None,
+        },
+    ),
 }
 SHARDED = "llama_gqa"
 
@@ -67,7 +139,8 @@ def make(name: str, seed: int) -> None:
     family, settings = CASES[name]
     torch.manual_seed(seed)
     config = getattr(transformers, family + "Config")(**settings)
-    model = getattr(transformers, family + "ForCausalLM")(config).float().eval()
+    kind = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, family + kind)(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -83,5 +156,7 @@ def make(name: str, seed: int) -> None:
 
 
 if __name__ == "__main__":
+    only = sys.argv[1:] or CASES
     for seed, case in enumerate(CASES):
-        make(case, seed)
+        if case in only:
+            make(case, seed)

@@ -43,7 +43,7 @@ def test_every_tensor_matters(golden, logits_of):
         error = relative_error(
             logits_of(checkpoint.module, jax.tree.unflatten(tree, values), tokens), expected
         )
-        if checkpoint.config.family == "opt" and name.endswith("['k']['bias']"):
+        if checkpoint.config.rope is None and name.endswith("['k']['bias']"):
             # Without a rotation, a bias on keys shifts all scores of a query alike.
             assert error < TOLERANCE, name
         else:
@@ -54,20 +54,25 @@ def test_a_wrong_setting_is_caught(golden, logits_of):
     """Negative control: an ignored setting exceeds the tolerance."""
     checkpoint, tokens, expected = read(golden)
     config = checkpoint.config
-    if config.family == "opt":
+    wrong = [(dataclasses.replace(config, norm_eps=1e-2), checkpoint.params)]
+    if isinstance(config.positions, models.LearnedPositions):
         shifted = dataclasses.replace(config, max_positions=config.max_positions - 1)
         params = jax.tree.map(lambda leaf: leaf, checkpoint.params)
         table = params["params"]["position_embedding"]
-        params["params"]["position_embedding"] = table[1:]  # as if the offset were 3
-        wrong = [(shifted, params)]
+        params["params"]["position_embedding"] = table[1:]  # as if the offset were one larger
+        wrong.append((shifted, params))
+    elif isinstance(config.positions, models.Alibi):
+        other = models.Alibi(scaled=not config.positions.scaled)
+        wrong.append((dataclasses.replace(config, positions=other), checkpoint.params))
     else:
         scaling = models.Rope(theta=config.rope.theta)
         other = models.Rope(theta=10 * config.rope.theta)
         rope = other if scaling == config.rope else scaling
-        wrong = [
-            (dataclasses.replace(config, positions=rope), checkpoint.params),
-            (dataclasses.replace(config, norm_eps=1e-3), checkpoint.params),
-        ]
+        wrong.append((dataclasses.replace(config, positions=rope), checkpoint.params))
+    if config.activation.startswith("gelu"):
+        wrong.append((dataclasses.replace(config, activation="silu"), checkpoint.params))
+    if config.clip_qkv is not None:
+        wrong.append((dataclasses.replace(config, clip_qkv=None), checkpoint.params))
     for config, params in wrong:
         found = logits_of(models.build(config), params, tokens)
         assert relative_error(found, expected) > 20 * TOLERANCE
@@ -76,7 +81,7 @@ def test_a_wrong_setting_is_caught(golden, logits_of):
 def test_the_older_spelling_of_rotary_settings_means_the_same(golden):
     raw = json.loads((golden / "config.json").read_text())
     if "rope_parameters" not in raw:
-        pytest.skip("OPT has no rotary settings")
+        pytest.skip("has no rotary settings")
     settings = raw.pop("rope_parameters")
     old = {**raw, "rope_theta": settings.pop("rope_theta")}
     kind = settings.pop("rope_type")

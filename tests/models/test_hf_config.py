@@ -27,6 +27,27 @@ OPT = {
 }
 
 
+GPT2 = {"model_type": "gpt2", "vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 4}
+FALCON = {
+    "model_type": "falcon",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+MPT = {"model_type": "mpt", "vocab_size": 100, "d_model": 32, "n_heads": 4, "n_layers": 2}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+PHI3 = {
+    **LLAMA,
+    "model_type": "phi3",
+    "architectures": None,
+    "partial_rotary_factor": 0.75,
+    "max_position_embeddings": 256,
+    "original_max_position_embeddings": 64,
+    "rope_scaling": LONGROPE,
+}
+
+
 def family_config(family, **more):
     own = {"model_type": family, "architectures": None, "num_key_value_heads": 2}
     return {**LLAMA, **own, **more}
@@ -49,6 +70,16 @@ def test_every_preset_survives_config_json(name):
         OPT,
         {**OPT, "_remove_final_layer_norm": True, "enable_bias": False},
         {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 16},
+        {**GPT2, "n_inner": 48},
+        {**GPT2, "model_type": "gpt_bigcode", "activation_function": "gelu"},
+        {**GPT2, "model_type": "gpt_bigcode", "multi_query": False},
+        FALCON,
+        {**FALCON, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True},
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+        {**FALCON, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+        {**MPT, "attn_config": {"clip_qkv": 6, "alibi": True}},
+        family_config("starcoder2", use_bias=False, sliding_window=16),
+        PHI3,
     ],
 )
 def test_every_switch_survives_config_json(raw):
@@ -66,6 +97,19 @@ def test_defaults_are_those_of_the_family():
     assert read_config(family_config("mistral", num_key_value_heads=None)).num_kv_heads == 4
     assert read_config(OPT).max_positions == 2048
     assert read_config(OPT).tie_embeddings
+
+
+def test_longrope_reaches_its_original_length():
+    config = read_config(PHI3)
+    assert (config.max_positions, config.rope.factor) == (64, 4.0)
+    assert config.rope.partial_rotary_factor == 0.75
+    assert write_config(config)["max_position_embeddings"] == 256
+    old = {**PHI3, "rope_scaling": {**LONGROPE, "type": "su"}}  # the name in older files
+    assert read_config(old) == config
+
+
+def test_an_mlp_of_four_widths_may_be_omitted():
+    assert [read_config(x).intermediate_size for x in (GPT2, FALCON, MPT)] == [128] * 3
 
 
 def test_biases_are_where_the_family_has_them():
@@ -208,6 +252,16 @@ def test_an_unknown_rope_kind_is_an_error():
         ),
         ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, "lacks 'hidden_size'"),
         ({k: v for k, v in OPT.items() if k != "ffn_dim"}, "lacks 'ffn_dim'"),
+        ({**GPT2, "activation_function": "tanh"}, "activation='tanh' is not supported: use"),
+        ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "it must be False"),
+        ({**MPT, "attn_config": {"qk_ln": True}}, "attn_config has .*qk_ln=True is not supported"),
+        ({**MPT, "attn_config": {"alibi": False}}, "attn_config has .*alibi=False"),
+        ({**MPT, "attn_config": {"softmax_scale": 0.1}}, "softmax_scale=0.1 is not known"),
+        ({**MPT, "expansion_ratio": 3}, "expansion_ratio=3 is not supported: it must be 4"),
+        ({**MPT, "logit_scale": "inv_sqrt_d_model"}, "logit_scale='inv_sqrt_d_model' is not"),
+        ({**FALCON, "num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2 with new_decoder"),
+        ({**PHI3, "rope_scaling": {"type": "linear", "factor": 2.0}}, "one of default, longrope"),
+        ({**PHI3, "rope_scaling": {"type": "longrope"}}, "lacks short_factor, long_factor"),
         ({**LLAMA, "num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
     ],
 )

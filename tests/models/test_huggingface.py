@@ -230,9 +230,11 @@ def test_the_prefix_of_a_bare_decoder_may_be_missing(golden, tmp_path):
     checkpoint = models.load_checkpoint(golden)
     models.save_checkpoint(tmp_path / "x", checkpoint.module, checkpoint.params)
 
+    prefix = models.FAMILIES[checkpoint.config.family].prefix
+
     def strip(tensors):
-        for name in [name for name in tensors if name.startswith("model.")]:
-            tensors[name.removeprefix("model.")] = tensors.pop(name)
+        for name in [name for name in tensors if name.startswith(prefix)]:
+            tensors[name.removeprefix(prefix)] = tensors.pop(name)
 
     edit_tensors(tmp_path / "x", strip)
     assert_identical(models.load_checkpoint(tmp_path / "x").params, checkpoint.params)

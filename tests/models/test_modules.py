@@ -37,18 +37,35 @@ OPT = models.family_config(
     max_positions=16,
     tie_embeddings=False,
 )
+FALCON = models.family_config(
+    "falcon",
+    vocab_size=19,
+    hidden_size=8,
+    num_layers=3,
+    num_heads=2,
+    num_kv_heads=1,
+    max_positions=16,
+    parallel=True,
+    shared_norm=True,
+    positions=models.Alibi(scaled=True),
+    activation="gelu",
+)
 CONFIGS = {
     "llama": LLAMA,
     "llama tied": dataclasses.replace(LLAMA, tie_embeddings=True),
     "llama draft vocabulary": dataclasses.replace(LLAMA, draft_vocab_size=7),
     "opt": OPT,
+    "falcon": FALCON,
+    "falcon with two norms": dataclasses.replace(
+        FALCON, shared_norm=False, positions=models.Rope(partial_rotary_factor=0.5)
+    ),
     "opt post-norm": dataclasses.replace(
         OPT, embedding_size=4, norm_before=False, final_norm=False, tie_embeddings=True
     ),
 }
 
 
-@pytest.fixture(params=quick(CONFIGS, "llama draft vocabulary", "llama tied", "opt post-norm"))
+@pytest.fixture(params=quick(CONFIGS, "llama draft vocabulary", "falcon", "opt post-norm"))
 def module(request):
     return models.build(CONFIGS[request.param])
 
@@ -132,7 +149,7 @@ def test_attend_gets_the_shapes_of_the_contract(module, random_params):
 
     tokens, positions = tokens_and_positions()
     module.apply(random_params(module), tokens, positions, attend)
-    q, k = (2, 5, c.num_heads, c.head_dim), (2, 5, c.num_kv_heads, c.head_dim)
+    q, k = (2, 5, c.num_heads, c.kv_head_dim), (2, 5, c.num_kv_heads, c.kv_head_dim)
     assert seen == [(layer, q, k, k) for layer in range(3)]
 
 
@@ -171,6 +188,12 @@ def test_norms_are_those_of_the_formula():
         ({"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
         ({"head_dim": 5}, "head_dim=5 must be even"),
         ({"sliding_window": 8}, "max_positions=16 exceeds sliding_window=8"),
+        ({"positions": models.Rope(partial_rotary_factor=0.5)}, "head_dim=3 must be even"),
+        ({"shared_norm": True}, "shared_norm=True requires parallel=True"),
+        (
+            {"positions": models.Alibi(), "max_positions": 2**17},
+            "max_positions=131072 is too large: ALiBi has at most 65536",
+        ),
     ],
 )
 def test_llama_sizes_that_do_not_fit_are_errors(change, message):
@@ -181,8 +204,8 @@ def test_llama_sizes_that_do_not_fit_are_errors(change, message):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"norm": "batch"}, "norm='batch' is not supported: use rms or layer"),
-        ({"activation": "tanh"}, "activation='tanh' is not supported: use silu or relu"),
+        ({"norm": "batch"}, "norm='batch' is not supported: use rms or layer or"),
+        ({"activation": "tanh"}, "activation='tanh' is not supported: use silu or relu or gelu"),
         ({"norm_before": False}, "final_norm=True requires norm_before=True"),
     ],
 )

@@ -151,4 +151,7 @@ def test_a_checkpoint_is_quantized_as_its_parameters_are(tmp_path, text):
     assert found.module.weights == form
     jax.tree.map(np.testing.assert_array_equal, found.params, tiny.quantized(whole, text).params)
     boxes = nn.meta.unbox(models.abstract_params(found.module))
-    jax.tree.map(lambda x, box: (x.shape, x.dtype) == (box.shape, box.dtype), found.params, boxes)
+    declared = jax.tree.map(lambda x: (x.shape, x.dtype), boxes)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), found.params) == declared
+    with pytest.raises(ValueError, match="cannot be saved: load it without weights"):
+        models.save_checkpoint(tmp_path / "other", found.module, found.params)

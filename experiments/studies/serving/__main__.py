@@ -142,8 +142,8 @@ def _drafters(settings: Settings) -> dict[str, dict]:
     if settings.drafter == "none":
         return {"plain": {}}
 
-    def load(path):
-        return magicjax.load(path, dtype=settings.dtype)
+    def load(path, **options):
+        return magicjax.load(path, dtype=settings.dtype, **options)
 
     tree = magicjax.parse_tree(settings.tree)
     drafter = make_drafter(settings.drafter, load)

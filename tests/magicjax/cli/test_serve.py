@@ -139,6 +139,20 @@ def test_the_server_answers_only_with_the_key(serving):
 
 
 @pytest.mark.slow
+def test_a_server_that_ignores_eos_gives_texts_of_the_length_that_is_asked_for(directory):
+    made = Serving("--target", directory, "--dtype", "float32", "--slots", 2, "--ignore-eos")
+    try:
+        answer = made.client.completions.create(
+            model="tiny", prompt="x = ", max_tokens=400, n=2, extra_body={"ignore_eos": True}
+        )
+        assert [choice.finish_reason for choice in answer.choices] == ["length"] * 2
+        assert answer.usage.completion_tokens == 800
+    finally:
+        made.process.kill()
+        made.process.wait()
+
+
+@pytest.mark.slow
 def test_a_mesh_gives_the_texts_of_one_device(directory, serving):
     options = ("--capacity", 400, "--slots", 2, "--dtype", "float32", "--mesh", "data=2")
     flags = "--xla_force_host_platform_device_count=2"

@@ -348,8 +348,8 @@ REFUSED = {
     "sinks that move without rotation": (
         sparse(opt(), policy="streaming", budget=64, sink_positions="in_cache"),
         ValueError,
-        "sink_positions='in_cache' needs a drafter with rotary positions, and this one has "
-        "512 learned ones: use sink_positions='text'",
+        "sink_positions='in_cache' needs a drafter with rotary positions, and those of this one "
+        "are learned or ALiBi: use sink_positions='text' and at most 512 tokens",
     ),
     "a window beyond the drafter's positions": (
         sparse(

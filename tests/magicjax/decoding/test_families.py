@@ -1,6 +1,7 @@
-"""The loop is independent of family and dtype: OPT, 16 bits, a drafter of another dtype."""
+"""The loop is independent of family and dtype: every family, 16 bits, a drafter of another."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,34 +10,14 @@ import pytest
 
 import magicjax
 import models
-from tests.magicjax import tiny
+from tests.magicjax import family_cases, tiny
 from tests.quick import quick
 
-OPTIONS = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
+OPTIONS = dict(max_new_tokens=tiny.NEW, eos_token_id=[])
 
 
-@functools.cache
-def opt(noise: float = 0.0) -> magicjax.Model:
-    """Returns an OPT with learned positions and biases, and noise in its weights."""
-    module = models.build(
-        models.family_config(
-            "opt",
-            vocab_size=tiny.VOCAB,
-            hidden_size=32,
-            intermediate_size=40,
-            num_layers=2,
-            num_heads=4,
-            max_positions=64,
-        )
-    )
-    rng = np.random.default_rng(2)
-
-    def disturb(x):
-        # Biases start at 0 and embeddings are small; larger ones affect the text.
-        x = 2 * np.asarray(x) + 0.3 * rng.standard_normal(x.shape)
-        return jnp.asarray(x * (1 + noise * rng.standard_normal(x.shape)), jnp.float32)
-
-    return magicjax.Model(module, jax.tree.map(disturb, models.init_params(module, 0)))
+def family(kind: str, noise: float = 0.0) -> magicjax.Model:
+    return family_cases.model(kind, tiny.VOCAB, noise)
 
 
 @functools.cache
@@ -71,36 +52,91 @@ def rerun(target, prompts, new_tokens) -> list[np.ndarray]:
     return [row[end - new_tokens : end] for row, end in zip(tokens, ends, strict=True)]
 
 
-@pytest.mark.parametrize("drafting", quick(["plain", "self", "near"], "near"))
-def test_an_opt_with_learned_positions_equals_full_recomputation(drafting):
-    drafters = {
+def draftings(kind: str) -> dict[str, dict]:
+    """Returns options of `generate` for each kind of drafter and tree."""
+    near = family(kind, 0.05)
+    return {
         "plain": {},
-        "self": dict(drafter=tiny.drafter("self"), tree=tiny.TREES["2,2,1"]),
-        "near": dict(drafter=magicjax.SmallModel(opt(0.05)), tree=tiny.TREES["irregular"]),
+        "streaming": dict(drafter=tiny.drafter("self"), tree=tiny.TREES["2,2,1"]),
+        "snapkv": dict(drafter=magicjax.SelfSpeculation("snapkv", budget=24, refresh_every=2)),
+        "tova": dict(drafter=magicjax.SelfSpeculation("tova", budget=24), tree=tiny.TREES["2,2,1"]),
+        "near": dict(drafter=magicjax.SmallModel(near), tree=tiny.TREES["irregular"]),
+        "near sparse": dict(drafter=magicjax.SmallModel(near, policy="streaming", budget=32)),
+        "prompt-lookup": dict(drafter=tiny.drafter("prompt-lookup"), tree=tiny.TREES["chain4"]),
+        "dynamic": dict(drafter=tiny.drafter("self"), tree=tiny.SPECIAL["dynamic"]),
     }
-    output = magicjax.generate(opt(), tiny.prompts(8), **OPTIONS, **drafters[drafting])
-    expected = rerun(opt(), tiny.prompts(8), tiny.NEW)
+
+
+# Learned positions, multi-query attention with a parallel block, ALiBi, and learned positions with
+# multi-query attention.
+QUICK = [("opt", "near"), ("falcon-7b", "streaming"), ("mpt", "near"), ("starcoder", "snapkv")]
+ALL = itertools.product(family_cases.KINDS, draftings("opt"))
+
+
+@pytest.mark.parametrize(("kind", "drafting"), quick(ALL, *QUICK))
+def test_a_family_equals_full_recomputation(kind, drafting):
+    options = draftings(kind)[drafting]
+    output = magicjax.generate(family(kind), tiny.prompts(8), **OPTIONS, **options)
+    expected = rerun(family(kind), tiny.prompts(8), tiny.NEW)
     assert len({row.tobytes() for row in expected}) == 8
     for row, text in zip(tiny.rows_of(output), expected, strict=True):
         np.testing.assert_array_equal(row, text)
-    if drafting != "plain":
-        assert 0.05 < output.stats.acceptance_rate < 0.95
+    if drafting not in ("plain", "prompt-lookup"):
+        assert 0.02 < output.stats.acceptance_rate <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafting", ["streaming", "near"])
+@pytest.mark.parametrize("kind", family_cases.KINDS)
+def test_sampled_text_of_a_family_is_that_of_plain_decoding(kind, drafting):
+    sampling = OPTIONS | dict(do_sample=True, seed=3)
+    plain = magicjax.generate(family(kind), tiny.prompts(8), **sampling)
+    options = draftings(kind)[drafting] | dict(verifier="naive")
+    output = magicjax.generate(family(kind), tiny.prompts(8), **sampling, **options)
+    np.testing.assert_array_equal(output.tokens, plain.tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", family_cases.KINDS)
+def test_an_offloaded_family_has_the_text_of_the_resident_one(kind):
+    options = OPTIONS | draftings(kind)["streaming"]
+    resident = magicjax.generate(family(kind), tiny.prompts(3), **options)
+    offloaded = magicjax.generate(magicjax.offload(family(kind)), tiny.prompts(3), **options)
+    np.testing.assert_array_equal(offloaded.tokens, resident.tokens)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sink_positions": "in_cache"}, "needs a drafter with rotary positions"),
+        ({"kv_dtype": "int8"}, "kv_dtype='int8' rounds the positions that cached keys have"),
+        ({"policy": "keydiff"}, "policy=KeyDiff.* compares keys, which have positions with ALiBi"),
+        ({"policy": "knorm"}, "policy=KNorm.* compares keys"),
+        ({"policy": "expected_attention"}, "policy=ExpectedAttention.* compares keys"),
+    ],
+)
+def test_caches_that_cannot_have_positions_in_keys_are_errors(options, message):
+    config = models.family_config(**family_cases.KINDS["mpt"] | family_cases.SIZES, vocab_size=48)
+    target = magicjax.Model(models.build(config), tiny.model().params)  # its values are not read
+    drafter = magicjax.SmallModel(target, **{"policy": "streaming", "budget": 24} | options)
+    with pytest.raises(ValueError, match=message):
+        magicjax.generate(tiny.model(), [[1, 2, 3]], max_new_tokens=4, drafter=drafter)
 
 
 @pytest.mark.slow
 def test_a_text_up_to_the_last_learned_position_is_exact():
     prompts = [np.arange(40) % tiny.VOCAB, np.arange(3)]
-    expected = rerun(opt(), prompts, tiny.NEW)
+    expected = rerun(family("opt"), prompts, tiny.NEW)
     for drafting in (
         {},
-        dict(drafter=magicjax.SmallModel(opt(0.05)), tree=tiny.TREES["irregular"]),
+        dict(drafter=magicjax.SmallModel(family("opt", 0.05)), tree=tiny.TREES["irregular"]),
         dict(drafter=tiny.drafter("self"), tree=tiny.TREES["chain8"]),
     ):
-        output = magicjax.generate(opt(), prompts, **OPTIONS, **drafting)
+        output = magicjax.generate(family("opt"), prompts, **OPTIONS, **drafting)
         for row, text in zip(tiny.rows_of(output), expected, strict=True):
             np.testing.assert_array_equal(row, text)
     with pytest.raises(ValueError, match="needs 65 positions, and the target has 64"):
-        magicjax.generate(opt(), [[1] * 41], **OPTIONS)
+        magicjax.generate(family("opt"), [[1] * 41], **OPTIONS)
 
 
 @pytest.mark.slow

@@ -23,6 +23,8 @@ FEW = [
     ("h2o int8", (4, 2)),
     ("sinks in the cache", (1, 8)),
     ("OPT", (1, 8)),
+    ("Falcon", (2, 4)),
+    ("MPT", (1, 8)),
     ("int4", (2, 4)),
 ]
 ALL = [pair for pair in itertools.product(mesh_cases.CASES, MESHES) if pair not in FEW]

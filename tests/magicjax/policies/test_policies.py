@@ -15,7 +15,7 @@ import pytest
 import models
 from magicjax import policies
 from magicjax.policies.base import Evidence, Policy, RecentQueries, choose
-from models.rope import frequencies as of_model
+from models.positions import frequencies as of_model
 from tests.magicjax import policy_reference as reference
 from tests.magicjax.policy_cases import (
     KV_HEADS,

@@ -104,6 +104,12 @@ def test_limits_of_new_tokens():
         ("response_format", {"type": "text", "regex": "a"}, "it must be"),
         ("response_format", {"type": "regex", "regex": "a" * 513}, "it must be"),
         ("response_format", {"type": "regex", "regex": "("}, "regular expression"),
+        (
+            "ignore_eos",
+            True,
+            "ignore_eos=true: the server ends texts at EOS; one with --ignore-eos",
+        ),
+        ("ignore_eos", 1, "ignore_eos=1: it must be true or false"),
         ("frequency_penalty", 0.1, "frequency_penalty=0.1 is not supported: omit"),
         ("presence_penalty", -1, "presence_penalty=-1 is not supported"),
         ("logit_bias", {"5": 100}, "logit_bias={'5': 100} is not supported"),
@@ -191,6 +197,15 @@ def test_values_that_change_nothing_are_accepted(path):
             assert parse(path, **{name: value})
     everything = dict.fromkeys(bodies.WITHOUT_EFFECT, "x")
     assert parse(path, **everything, response_format={"type": "text"}, n=None, stop=None)
+
+
+def test_eos_is_ignored_by_the_server_or_not_at_all():
+    endless = dataclasses.replace(LIMITS, eos_token_id=())
+    for path in PARSERS:
+        assert parse(path, ignore_eos=False)
+        assert parse(path, endless, ignore_eos=True)
+        error = refused(path, endless, response_format={"type": "json_object"})
+        assert "started with --ignore-eos" in error.message
 
 
 def test_every_field_is_documented():

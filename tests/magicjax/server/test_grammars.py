@@ -1,12 +1,14 @@
 """`response_format`: texts that match, and are those of `magicjax.generate` with the grammar."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
 import openai
 import pytest
 
 import magicjax
+from magicjax.grammars import trial
 from tests.magicjax.server import serving
 from tests.magicjax.server.test_openai_client import chat, completion, text
 
@@ -58,6 +60,18 @@ def test_an_invalid_expression_is_one_clear_error(client):
     given = {"response_format": {"type": "regex", "regex": "["}}
     with pytest.raises(openai.BadRequestError, match="regular expression"):
         chat(client, extra_body=given)
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_delays_nobody(client, monkeypatch):
+    monkeypatch.setattr(trial, "SECONDS", 1)
+    slow = {"response_format": {"type": "regex", "regex": "[ab]*a[ab]{30}"}}
+    with ThreadPoolExecutor(2) as pool:
+        refused = [pool.submit(chat, client, extra_body=slow) for _ in range(2)]
+        assert completion(client, PROMPT).choices[0].text
+        for request in refused:
+            with pytest.raises(openai.BadRequestError, match="more than 1 s") as raised:
+                request.result()
+            assert raised.value.param == "response_format"
 
 
 @pytest.mark.parametrize(("states", "message"), [(None, "states 0"), (1, "grammar_states=1")])

@@ -1,0 +1,39 @@
+"""Tiny random models of every family."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import magicjax
+import models
+
+SIZES = dict(hidden_size=32, intermediate_size=48, num_heads=4, num_layers=2, max_positions=64)
+FALCON = dict(family="falcon", activation="gelu")
+KINDS = {
+    "opt": dict(family="opt"),
+    "gpt2": dict(family="gpt2", activation="gelu_new"),
+    "starcoder": dict(family="gpt_bigcode", num_kv_heads=1, activation="gelu"),
+    "starcoder2": dict(family="starcoder2", num_kv_heads=2, activation="gelu_pytorch_tanh"),
+    "falcon-7b": dict(**FALCON, num_kv_heads=1, parallel=True, shared_norm=True),
+    "falcon-40b": dict(**FALCON, num_kv_heads=2, parallel=True),
+    "falcon-rw": dict(**FALCON, positions=models.Alibi(scaled=True)),
+    "mpt": dict(family="mpt"),
+    "phi-4": dict(family="phi3", num_kv_heads=2, positions=models.Rope(partial_rotary_factor=0.75)),
+}
+
+
+@functools.cache
+def model(kind: str, vocab_size: int, noise: float = 0.0, **sizes: int) -> magicjax.Model:
+    """Returns a model of a kind, with noise in its weights."""
+    settings = SIZES | KINDS[kind] | sizes
+    module = models.build(models.family_config(**settings, vocab_size=vocab_size))
+    rng = np.random.default_rng(2)
+
+    def disturb(x):
+        # Biases start at 0 and embeddings are small; larger ones affect the text.
+        x = 2 * np.asarray(x) + 0.3 * rng.standard_normal(x.shape)
+        return jnp.asarray(x * (1 + noise * rng.standard_normal(x.shape)), jnp.float32)
+
+    return magicjax.Model(module, jax.tree.map(disturb, models.init_params(module, 0)))

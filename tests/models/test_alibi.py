@@ -1,0 +1,66 @@
+"""ALiBi: the slopes are Hugging Face's, and the added elements give the biased attention."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.positions import ALIBI_POSITIONS, Alibi, add_biases, slopes_of
+from tests.models.conftest import attend_causally
+
+
+def falcon_slopes(heads):
+    """The formula of Falcon: powers of two bases, with every second power of the remaining ones."""
+    power = 2 ** math.floor(math.log2(heads))
+    base = 2 ** (-(2 ** -(math.log2(power) - 3)))
+    slopes = [base ** (i + 1) for i in range(power)]
+    if power != heads:
+        base = 2 ** (-(2 ** -(math.log2(2 * power) - 3)))
+        slopes += [base**i for i in range(1, 1 + 2 * min(power, heads - power), 2)]
+    return slopes
+
+
+def mpt_slopes(heads):
+    """The formula of MPT: of the next larger power of two, those at odd places first."""
+    power = 2 ** math.ceil(math.log2(heads))
+    slopes = [2 ** -((i + 1) * 8 / power) for i in range(power)]
+    return slopes if power == heads else [*slopes[1::2], *slopes[::2]][:heads]
+
+
+@pytest.mark.parametrize("formula", [falcon_slopes, mpt_slopes])
+def test_slopes_are_those_of_both_families_for_any_number_of_heads(formula):
+    for heads in range(1, 130):
+        np.testing.assert_allclose(slopes_of(heads), formula(heads), rtol=1e-12)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_attention_to_longer_keys_is_that_with_biases(scaled):
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 7, heads, 6)), jnp.float32) for heads in (6, 2, 2))
+    # Two rows at different positions, around a multiple of 256.
+    positions = np.arange(7) + np.array([[3], [253]])
+    slopes = slopes_of(6)
+    long = add_biases(q, k, v, positions, jnp.asarray(slopes, jnp.float32), Alibi(scaled))
+    found, _ = attend_causally(0, *long)
+    assert np.all(np.asarray(found[..., 6:]) == 0)
+
+    keys, values = (np.repeat(x, 3, 2) for x in (k, v))
+    distance = positions[:, None, None, :] - positions[:, None, :, None]
+    scores = np.einsum("bthd,bshd->bhts", q, keys) / np.sqrt(6)
+    scores = scores + slopes[:, None, None] * distance / (np.sqrt(6) if scaled else 1)
+    scores = np.where(distance > 0, -np.inf, scores)
+    expected = np.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), values)
+    np.testing.assert_allclose(found[..., :6], expected, atol=3e-5)
+    without, _ = attend_causally(0, q, k, v)
+    assert np.abs(without - expected).max() > 0.1  # control: biases matter
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_every_position_is_exact_in_every_dtype(dtype):
+    positions = jnp.arange(ALIBI_POSITIONS)[None]
+    zeros = jnp.zeros((1, ALIBI_POSITIONS, 1, 1), dtype)
+    _, k, _ = add_biases(zeros, zeros, zeros, positions, jnp.ones(1), Alibi())
+    high, low = np.asarray(k[0, :, 0, 1:], np.float64).T
+    np.testing.assert_array_equal(256 * high + low, positions[0])
