@@ -44,9 +44,10 @@ class Drafter(Protocol):
 
     A drafter is a pytree. Its static fields specialize the compiled programs; its arrays are
     arguments of them. `check`, `for_target`, `shape`, `draw_methods`, `attention_stats_spec` and
-    `cache_bytes` run on the host before compilation. `prefill` runs once per request, then every round calls
-    `propose` and `commit`; these three are pure functions that are traced into the loop. In a
-    conversation, `extend` runs instead of `prefill`; in an engine, too, followed by `insert`.
+    `cache_bytes` run on the host before compilation. `prefill` runs once per request, then every
+    round calls `propose` and `commit`; these three are pure functions that are traced into the
+    loop. In a conversation, `extend` runs instead of `prefill`; in an engine, too, followed by
+    `insert`.
     On a mesh, arrays of a state are divided by rows along their first axis; other divisions are
     declared with `sharding.logical_axes`. Implementations need not repeat the types below. A
     drafter that repeats the pending token::

@@ -79,8 +79,8 @@ class SelfSpeculation(Drafter):
       blocks: that copy; `for_target` sets it.
 
     Raises:
-      ValueError: an unknown policy or format, refresh_every < 1 or for a policy that a refresh cannot change,
-        or a field that policy "full" does not use.
+      ValueError: an unknown policy or format, refresh_every < 1 or for a policy that a refresh
+        cannot change, or a field that policy "full" does not use.
       TypeError: the policy is neither a name nor a `Policy`, a number is not an integer, or an
         unknown draw or kv_dtype.
     """

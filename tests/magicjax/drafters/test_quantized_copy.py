@@ -73,7 +73,10 @@ def test_memory_counts_the_copy_with_and_without_weights():
 
 
 def test_the_cost_model_reads_and_stores_the_copy():
-    sizes, machine = model_sizes(tiny.model(), None), cost_model.Machine(cost_model.find_device("h100"))
+    sizes, machine = (
+        model_sizes(tiny.model(), None),
+        cost_model.Machine(cost_model.find_device("h100")),
+    )
     own, copy = (
         make_draft(magicjax.SelfSpeculation("full", weights=weights), sizes, None)
         for weights in (None, "int4:8")
