@@ -89,6 +89,12 @@ def split_blocks(params: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str,
     return {"params": others}, [inner[f"{BLOCK}{layer}"] for layer in range(count)]
 
 
+def blocks_of(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the variables of the blocks alone."""
+    inner = params["params"]
+    return {"params": {name: value for name, value in inner.items() if name.startswith(BLOCK)}}
+
+
 def init_boxed(module: nn.Module, key: jax.Array) -> dict[str, Any]:
     """Returns random parameters, each boxed with its logical axes."""
     tokens = jnp.zeros((1, 1), jnp.int32)

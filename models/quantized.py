@@ -70,6 +70,12 @@ class WeightFormat:
         """The largest value of symmetric quantization."""
         return 2 ** (self.bits - 1) - 1
 
+    @property
+    def itemsize(self) -> float:
+        """Bytes per element with the float32 scales of groups; those of channels are negligible."""
+        scales = 4 * (1 + self.zeros) / self.group if self.group else 0
+        return self.bits / 8 + scales
+
     def groups(self, inputs: int) -> int:
         """Returns the number of groups of a matrix with `inputs` inputs."""
         return 1 if self.group is None else inputs // self.group
@@ -107,23 +113,24 @@ def parse_weights(
     return WeightFormat.parse(weights) if isinstance(weights, str) else weights
 
 
-def quantize(weight: Any, form: WeightFormat, inputs: int) -> dict[str, np.ndarray]:
-    """Returns the parameters `weight` and `scale` of a matrix, on the host.
+def quantize(weight: Any, form: WeightFormat, inputs: int, xp: Any = np) -> dict[str, Any]:
+    """Returns the parameters `weight` and `scale` of a matrix, by default on the host.
 
     Args:
       weight: [*I, *O], floating-point.
       form: without zero points; its groups divide the inputs.
       inputs: the number of input axes.
+      xp: `jax.numpy` to compute where the weight is.
     """
     if form.zeros:
         raise ValueError(f"weights={str(form)!r}: only checkpoints have zero points; use {FORMATS}")
-    wide = np.asarray(weight, np.float32)
+    wide = xp.asarray(weight, np.float32)
     outputs = wide.shape[inputs:]
     groups = form.groups(math.prod(wide.shape[:inputs]))
     wide = wide.reshape(groups, -1, *outputs)
-    largest = np.abs(wide).max(1)
-    scale = np.where(largest > 0, largest / form.largest, 1).astype(np.float32)
-    values = np.rint(wide / scale[:, None]).astype(np.int8).astype(form.dtype)
+    largest = xp.abs(wide).max(1)
+    scale = xp.where(largest > 0, largest / form.largest, 1).astype(np.float32)
+    values = xp.rint(wide / scale[:, None]).astype(np.int8).astype(form.dtype)
     return {"weight": values.reshape(weight.shape), "scale": scale}
 
 

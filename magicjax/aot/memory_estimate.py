@@ -86,7 +86,7 @@ def count(load: Workload) -> Bytes:
         rest=part_bytes(state) - target_kv - draft_kv + prompts,
         prefill=_activations(request.target, request, tokens, 1),
         init=full_prefill
-        + max((_activations(draft, request, tokens, 1) for draft in drafts), default=0),
+        + max((_activations(small.model, request, tokens, 1) for small in small_models), default=0),
         decode=_activations(request.target, request, rows * nodes, nodes),
         per_context_token=growing / request.settings.capacity,
         positions=min(

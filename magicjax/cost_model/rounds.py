@@ -22,11 +22,13 @@ class Draft:
       sizes: of the model; None for prompt lookup, which takes no time.
       budget: slots of its cache per layer and KV head; None for the whole context.
       bits: per element of the cache, 8 or 4; None for the model's dtype.
+      copied: whether self-speculation drafts with a quantized copy of the target's blocks.
     """
 
     sizes: Sizes | None
     budget: int | None = None
     bits: int | None = None
+    copied: bool = False
 
     def slots(self, context: int) -> int:
         """Returns the number of slots that a draft step reads."""
@@ -48,12 +50,16 @@ class Draft:
           shared: whether it is the target itself, whose weights, and without a budget whose cache,
             are already there.
         """
-        if self.sizes is None or (shared and self.budget is None):
+        if self.sizes is None:
             return 0.0
         sizes = self.sizes
         if shared:
-            sizes = dataclasses.replace(sizes, attention=0, mlp=0, unembedding=0, small=0, tables=0)
-        slots = context if self.budget is None else self.budget
+            sizes = dataclasses.replace(sizes, unembedding=0, small=0, tables=0)
+            if not self.copied:
+                sizes = dataclasses.replace(sizes, attention=0, mlp=0)
+        slots = self.budget
+        if slots is None:
+            slots = 0 if shared else context
         per_slot = self.sizes.draft_kv_bytes(self.bits)
         return memory_bytes(sizes, self.machine(machine), batch, slots, per_slot)
 

@@ -16,11 +16,11 @@ import flax.linen as nn
 import jax
 from jax.sharding import Mesh
 
-import models
 from magicjax import placement
 from magicjax.decoding.request import CAPACITY_MULTIPLE, Request
 from magicjax.model import Model
 from magicjax.parallel import offloading
+from magicjax.parallel.layouts import Layout
 from sharding import STAGE, AnyMesh, array_bytes, part_bytes
 
 GB = 1e9
@@ -190,7 +190,7 @@ def _cache_bytes(request: Request, batch: int, capacity: int) -> tuple[float, fl
 def _weight_bytes(model: Model, request: Request) -> float:
     """Returns the bytes of a model's weights on each device."""
     if model.params is None:
-        size = _parameter_bytes(model.module)
+        size = _parameter_bytes(model.module, model.layout)
         return size / _parts(model, request.target, request, "shards")
     blocks = part_bytes(model.layout)
     return part_bytes(model.params) + offloading.two_layers(blocks, model.config.num_layers)
@@ -206,8 +206,8 @@ def _parts(model: Model, target: Model, request: Request, kind: str) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _parameter_bytes(module: nn.Module) -> int:
-    leaves = jax.tree.leaves(models.abstract_params(module))
+def _parameter_bytes(module: nn.Module, layout: Layout) -> int:
+    leaves = jax.tree.leaves(layout.abstract_params(module))
     return sum(array_bytes(leaf.shape, leaf.dtype) for leaf in leaves)
 
 

@@ -196,7 +196,7 @@ def validate(target: Model, prompts: str | Sequence[Any], options: RequestOption
             logprobs=validation.checked_logprobs(target, options.logprobs),
         ),
         target=target,
-        drafter=drafter,
+        drafter=drafter and drafter.for_target(target),
         prompts=rows,
         tokens=tokens,
         lengths=lengths,

@@ -43,10 +43,11 @@ class Drafter(Protocol):
     """Proposes a token tree in every round.
 
     A drafter is a pytree. Its static fields specialize the compiled programs; its arrays are
-    arguments of them. `check`, `shape`, `draw_methods`, `attention_stats_spec` and `cache_bytes`
-    run on the host before compilation. `prefill` runs once per request, then every round calls
-    `propose` and `commit`; these three are pure functions that are traced into the loop. In a
-    conversation, `extend` runs instead of `prefill`; in an engine, too, followed by `insert`.
+    arguments of them. `check`, `for_target`, `shape`, `draw_methods`, `attention_stats_spec` and
+    `cache_bytes` run on the host before compilation. `prefill` runs once per request, then every
+    round calls `propose` and `commit`; these three are pure functions that are traced into the
+    loop. In a conversation, `extend` runs instead of `prefill`; in an engine, too, followed by
+    `insert`.
     On a mesh, arrays of a state are divided by rows along their first axis; other divisions are
     declared with `sharding.logical_axes`. Implementations need not repeat the types below. A
     drafter that repeats the pending token::
@@ -85,6 +86,14 @@ class Drafter(Protocol):
         `depth` is the longest path that it may have to commit, in edges. In an ensemble it can
         exceed the depth of `tree`.
         """
+
+    def for_target(self, target: Model) -> "Drafter":
+        """Returns the drafter with arrays that it derives from the target's parameters.
+
+        It runs on the host, after `check` and before memory is counted. A target without parameters
+        has `params=None`.
+        """
+        return self
 
     def shape(self, tree: Tree) -> Shape:
         """Returns the bounds of its proposals for `tree`."""

@@ -64,6 +64,10 @@ class Ensemble(Drafter):
                 raise ValueError(f"a member's tree has only a root: give it a child\n{member_tree}")
             drafter.check(target, member_tree, depth, context)
 
+    def for_target(self, target: Model) -> "Ensemble":
+        members = tuple(drafter.for_target(target) for drafter in self.drafters)
+        return dataclasses.replace(self, drafters=members)
+
     def shape(self, tree: Tree) -> Shape:
         shapes = [drafter.shape(member_tree) for drafter, member_tree in self._members(tree)]
         return Shape(

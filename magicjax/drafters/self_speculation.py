@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from magicjax.drafters import quantized_copy
 from magicjax.drafters.base import Drafter, RoundOutcome
 from magicjax.drafters.draft_pass import DraftContext, check_width, resolve_draw_method
 from magicjax.drafters.draft_tree import draft_tree
@@ -29,6 +30,7 @@ from magicjax.policies import Policy, StreamingLLM
 from magicjax.settings import AttentionStatsSpec, Settings
 from magicjax.trees.proposal import DrawMethod, Proposal
 from magicjax.trees.token_tree import Tree
+from models import parse_weights
 from pallas_kernels import prefix_mass
 
 
@@ -71,10 +73,14 @@ class SelfSpeculation(Drafter):
       refresh_every: rounds between refreshes; None: never.
       kv_dtype: of the draft cache: "int8" or "int4", with one float32 scale for each token and
         head; None: the target's dtype. The target's cache is never quantized.
+      weights: the format of a quantized copy of the target's blocks, which drafts, as for
+        `magicjax.load`; None: the target itself drafts. The target verifies, so the copy changes
+        acceptance only (SpecInfer, arXiv 2305.09781; QuantSpec, arXiv 2502.10424).
+      blocks: that copy; `for_target` sets it.
 
     Raises:
-      ValueError: an unknown policy, refresh_every < 1 or for a policy that a refresh cannot change,
-        or a field that policy "full" does not use.
+      ValueError: an unknown policy or format, refresh_every < 1 or for a policy that a refresh
+        cannot change, or a field that policy "full" does not use.
       TypeError: the policy is neither a name nor a `Policy`, a number is not an integer, or an
         unknown draw or kv_dtype.
     """
@@ -86,8 +92,13 @@ class SelfSpeculation(Drafter):
         None, "rounds between two choices of the pinned entries; default: they are chosen once"
     )
     kv_dtype: KVDtype | None = option(None, KV_DTYPE_HELP)
+    weights: str | None = option(
+        None, "quantized copy of the target's matrices to draft with: int8, int4 or int4:32"
+    )
+    blocks: Model | None = struct.field(default=None, repr=False)
 
     def __post_init__(self):
+        parse_weights(self.weights)
         resolve_policy(self, "reads the target's own cache", "refresh_every")
         if self.refresh_every is not None:
             if self.refresh_every < 1:
@@ -119,6 +130,13 @@ class SelfSpeculation(Drafter):
         check_width(tree, target.config.vocab_size)
         if self.sparse is not None:
             self.sparse.check(target, depth + 1, f"tree depth ({depth}) + 1")
+        if self.weights is not None:
+            quantized_copy.check(target, self.weights)
+
+    def for_target(self, target: Model) -> "SelfSpeculation":
+        if self.weights is None:
+            return self
+        return dataclasses.replace(self, blocks=quantized_copy.of(target, self.weights))
 
     def draw_methods(self, tree: Tree) -> set[str]:
         return {resolve_draw_method(self.draw, tree)}
@@ -148,7 +166,7 @@ class SelfSpeculation(Drafter):
         self, target, state: SelfSpeculationState | None, root, cache, sampling, settings: Settings
     ) -> tuple[Proposal, None]:
         context = DraftContext(
-            model=target,
+            model=target if self.blocks is None else quantized_copy.join(self.blocks, target),
             target=target,
             cache=cache if state is None else state.cache,
             root=root,

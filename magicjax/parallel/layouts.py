@@ -84,6 +84,14 @@ class Resident(Layout):
 
 
 @struct.dataclass
+class BlocksOnly(Layout):
+    """The parameters of the blocks, without embeddings and final norm: part of another model."""
+
+    def abstract_params(self, module: nn.Module) -> Any:
+        return models.blocks_of(_abstract_params(module))
+
+
+@struct.dataclass
 class Offloaded(Layout):
     """The blocks' weights are in host memory; each pass streams them to the device.
 

@@ -65,7 +65,12 @@ def best_micro_batches(rows: int, stages: int, weights: int, caches: int) -> int
 
 
 def validate_policy(drafter: Any, layers: int, stages: int) -> None:
-    """Raises ValueError if a draft on the target's layers has budgets that differ by stage."""
+    """Raises ValueError if a draft on the target's layers is quantized, or its budgets differ."""
+    if stages > 1 and getattr(drafter, "weights", None):
+        raise ValueError(
+            f"weights={drafter.weights!r} of self-speculation with stage={stages} is not "
+            "supported: omit the drafter's weights, or use a mesh without stages"
+        )
     sparse = getattr(drafter, "sparse", None)
     if sparse is None or stages == 1:
         return

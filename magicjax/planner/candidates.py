@@ -1,5 +1,6 @@
 """Candidates of the planner from drafters: name, cost, and maximum depth."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from magicjax.drafters.sparse import KV_DTYPES
 from magicjax.drafters.spec import text_of
 from magicjax.model import Model
 from magicjax.planner.planning import MAX_DEPTH, Candidate
+from models import parse_weights
 
 
 def model_sizes(model: Model, dtype: Any) -> cost_model.Sizes:
@@ -47,12 +49,15 @@ def make_draft(drafter: Drafter, target: cost_model.Sizes, dtype: Any) -> cost_m
     if isinstance(drafter, PromptLookup):
         return cost_model.Draft(None)
     assert isinstance(drafter, SelfSpeculation | SmallModel)
-    sizes = target
+    sizes, copied = target, False
     if isinstance(drafter, SmallModel):
         sizes = model_sizes(drafter.model, dtype)
+    elif form := parse_weights(drafter.weights):
+        sizes, copied = dataclasses.replace(target, matrix_itemsize=form.itemsize), True
     if drafter.sparse is None:
-        return cost_model.Draft(sizes)
-    return cost_model.Draft(sizes, drafter.sparse.budget, KV_DTYPES[drafter.sparse.kv_dtype])
+        return cost_model.Draft(sizes, copied=copied)
+    bits = KV_DTYPES[drafter.sparse.kv_dtype]
+    return cost_model.Draft(sizes, drafter.sparse.budget, bits, copied)
 
 
 def max_draft_depth(drafter: Drafter) -> int:

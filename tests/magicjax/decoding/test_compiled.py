@@ -46,12 +46,13 @@ DRAFTS = {
     "int8": ("int8", magicjax.chain(4)),
     "int4_refreshed": ("int4", magicjax.chain(4)),
     "small_sparse": ("sparse", magicjax.chain(4)),
+    "self_copy": ("copy", magicjax.chain(4)),
 }
 # Of these others have every part: a tree, a small model, a growing tree, sampling.
 PARTS = (
     *("self_tree", "small_chain", "small_dynamic", "self_dynamic", "self_sampled"),
     *("ensemble", "ensemble_sampled", "self_chain", "plain_sampled", "snapkv_refreshed"),
-    *("small_sparse", "pyramidkv"),
+    *("small_sparse", "pyramidkv", "self_copy"),
 )
 MOVES = ("copy", "transpose", "convert", "concatenate", "select", "pad", "broadcast", "reverse")
 
@@ -77,6 +78,7 @@ def request_of(name: str):
         "pyramidkv": magicjax.SelfSpeculation("pyramidkv", BUDGET),
         "int8": magicjax.SelfSpeculation("streaming", BUDGET, kv_dtype="int8"),
         "int4": magicjax.SelfSpeculation("keydiff", BUDGET, refresh_every=2, kv_dtype="int4"),
+        "copy": magicjax.SelfSpeculation(budget=BUDGET, weights="int8"),
         "sparse": magicjax.SmallModel(small.model, policy="snapkv", budget=BUDGET),
     }
     drafter = drafters.get(kind)

@@ -2,6 +2,7 @@
 ragged prompts, and wherever a row ends.
 """
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -79,13 +80,15 @@ def test_every_drafter_with_every_tree_and_batch_is_exact(kind, tree, batch, tal
     check_every_end(tally, batch, kind=kind, tree=tree)
 
 
-@pytest.mark.parametrize(("target", "draft"), [("int4:8", "self"), (None, "int8")])
+@pytest.mark.parametrize(("target", "draft"), [("int4:8", "self"), (None, "int8"), (None, "copy")])
 def test_quantized_targets_and_drafts_are_exact(target, draft, tally):
     whole = tiny.model()
     model = tiny.quantized(whole, target) if target else whole
     drafter = tiny.drafter("self")
     if draft == "int8":
         drafter = magicjax.SmallModel(tiny.quantized(tiny.model("near"), "int8"), weights="int8")
+    elif draft == "copy":
+        drafter = dataclasses.replace(drafter, weights="int4:8")
     options = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER, tree=tiny.TREES["2,2,1"])
     found = magicjax.generate(model, tiny.prompts(3), drafter=drafter, **options)
     plain = tiny.dequantized(model)

@@ -161,6 +161,7 @@ ALL = SLICE | {
     ),
     "plain": (None, None, {}),
     "self, dynamic": (self_speculation(), DYNAMIC, {}),
+    "self, quantized copy": (self_speculation(weights="int4:channel"), PAIRS, {}),
     "ensemble, dynamic": (ensemble(), DYNAMIC, {}),
     "prompt-lookup, chain": (magicjax.PromptLookup(), CHAIN, {}),
     "prompt-lookup, branches": (magicjax.PromptLookup(), BRANCHES, {}),

@@ -1,0 +1,83 @@
+"""A quantized copy of the target's blocks, with which self-speculation drafts."""
+
+import dataclasses
+import functools
+import weakref
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import models
+from magicjax.model import Model
+from magicjax.parallel.layouts import BlocksOnly, Resident
+from models import WeightFormat, quantized
+
+# The copies of each target in use, so that repeated requests do not quantize it again.
+_copies: weakref.WeakKeyDictionary[Model, dict[WeightFormat, Model]] = weakref.WeakKeyDictionary()
+
+
+def check(target: Model, weights: str) -> None:
+    """Raises ValueError unless the blocks of `target` can be copied in the format `weights`."""
+    problem = None
+    if target.weights is not None:
+        problem = f"the target has weights={str(target.weights)!r} already"
+    elif target.offload:
+        problem = "the target is offloaded"
+    elif target.layout.stages > 1:
+        problem = f"the target has {target.layout.stages} stages"
+    if problem:
+        raise ValueError(
+            f"weights={weights!r} of self-speculation quantizes a target on the device, and "
+            f"{problem}: omit the drafter's weights, or use a small model"
+        )
+    form = models.parse_weights(weights)
+    assert form is not None
+    form.validate(target.config.matrix_inputs())
+
+
+def of(target: Model, weights: str) -> Model:
+    """Returns the blocks of `target` in the format `weights`, as a model without embeddings.
+
+    Norms and biases are the target's arrays. A target without parameters, or with shapes as
+    parameters, has such a copy.
+    """
+    form = models.parse_weights(weights)
+    assert form is not None
+    copies = _copies.setdefault(target, {})
+    if form not in copies:
+        module = target.module.clone(weights=form)
+        params = None if target.params is None else _quantized(target, module)
+        copies[form] = Model(
+            module, params, name=f"{target.name} {form}".strip(), layout=BlocksOnly()
+        )
+    return copies[form]
+
+
+def join(blocks: Model, target: Model) -> Model:
+    """Returns the model of quantized blocks, with the target's embeddings and final norm."""
+    params = {"params": target.params["params"] | blocks.params["params"]}
+    return dataclasses.replace(blocks, params=params, layout=Resident())
+
+
+def _quantized(target: Model, module: nn.Module) -> Any:
+    shapes = nn.meta.unbox(BlocksOnly().abstract_params(module))
+    blocks = models.blocks_of(target.params)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(blocks)):
+        return shapes
+
+    def convert(params: Any, wanted: Any) -> Any:
+        if not isinstance(params, dict):
+            return params
+        if "scale" in wanted and "weight" in params:
+            inputs = params["weight"].ndim - (len(wanted["scale"].shape) - 1)
+            return params | _quantize(params["weight"], module.weights, inputs)
+        return {name: convert(value, wanted[name]) for name, value in params.items()}
+
+    return convert(blocks, shapes)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _quantize(weight: jax.Array, form: WeightFormat, inputs: int) -> dict[str, jax.Array]:
+    return quantized.quantize(weight, form, inputs, jnp)

@@ -1,0 +1,115 @@
+"""Self-speculation drafts with a quantized copy of the target's blocks."""
+
+import dataclasses
+import gc
+
+import jax
+import numpy as np
+import pytest
+
+import magicjax
+from magicjax import cost_model, placement
+from magicjax.decoding import memory
+from magicjax.decoding.request import prepare
+from magicjax.drafters import quantized_copy
+from magicjax.drafters.spec import make_drafter, text_of
+from magicjax.parallel import pipeline_stages
+from magicjax.planner.candidates import make_draft, model_sizes
+from sharding import part_bytes
+from tests.magicjax import tiny
+
+OPTIONS = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER, tree=tiny.TREES["2,2,1"])
+
+
+def request_of(drafter, target=None, **options):
+    return prepare(target or tiny.model(), tiny.prompts(3), drafter=drafter, **OPTIONS | options)
+
+
+def close(x, y):
+    # XLA multiplies by the reciprocal of the largest integer.
+    np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=1e-6)
+
+
+def test_the_copy_is_what_loading_quantizes_and_shares_other_arrays():
+    target = tiny.model()
+    blocks = quantized_copy.of(target, "int4:8").params["params"]
+    wanted = tiny.quantized(target, "int4:8").params["params"]
+    assert set(blocks) == {"layers_0", "layers_1"}
+    for name, block in blocks.items():
+        jax.tree.map(close, block, wanted[name])
+        norm = target.params["params"][name]["mlp_norm"]["scale"]
+        assert block["mlp_norm"]["scale"] is norm
+
+
+def test_a_target_is_quantized_once_and_its_copy_is_freed_with_it():
+    target = dataclasses.replace(tiny.model())
+    drafter = magicjax.SelfSpeculation("full", weights="int8")
+    first, second = (request_of(drafter, target).drafter.blocks for _ in range(2))
+    ensemble = request_of(magicjax.Ensemble([drafter]), target).drafter
+    assert first is second is ensemble.members()[0].blocks
+    assert quantized_copy.of(dataclasses.replace(target), "int8") is not first
+    before = len(quantized_copy._copies)
+    del target
+    gc.collect()
+    assert len(quantized_copy._copies) < before
+
+
+def test_a_coarse_copy_accepts_less_and_keeps_the_text():
+    full = magicjax.SelfSpeculation("full", weights="int4:8")
+    found = magicjax.generate(tiny.model(), tiny.prompts(3), drafter=full, **OPTIONS)
+    rejected = [rate for rate in found.stats.acceptance_by_depth if rate < 1]
+    assert rejected  # the target itself would accept all of them
+    np.testing.assert_array_equal(tiny.rows_of(found), tiny.expected(3))
+
+
+def test_memory_counts_the_copy_with_and_without_weights():
+    target, drafter = tiny.model(), magicjax.SelfSpeculation("full", weights="int8")
+    (copy,) = placement.models_of(request_of(drafter).drafter)
+    skeleton = dataclasses.replace(target, params=None)
+    request = request_of(drafter, skeleton)
+    plain = request_of(magicjax.SelfSpeculation("full"), skeleton)
+    added = memory.new_bytes(request) - memory.new_bytes(plain)
+    assert added == part_bytes(copy.params)
+
+
+def test_the_cost_model_reads_and_stores_the_copy():
+    sizes, machine = (
+        model_sizes(tiny.model(), None),
+        cost_model.Machine(cost_model.find_device("h100")),
+    )
+    own, copy = (
+        make_draft(magicjax.SelfSpeculation("full", weights=weights), sizes, None)
+        for weights in (None, "int4:8")
+    )
+    elements = sizes.attention + sizes.mlp
+    assert copy.sizes.matrix_bytes == elements * (0.5 + 4 / 8)
+    assert own.memory(machine, 1, 64, True) == 0
+    assert copy.memory(machine, 1, 64, True) == copy.sizes.matrix_bytes
+
+
+def test_text_round_trips():
+    drafter = make_drafter("self:streaming:256:weights=int4:32", None)
+    assert drafter.weights == "int4:32"
+    assert text_of(drafter) == "self:streaming:256:weights=int4:32"
+
+
+@pytest.mark.parametrize(
+    ("weights", "target", "message"),
+    [
+        ("int4", tiny.model, "groups of 128 do not divide the 32 inputs"),
+        ("int8", lambda: tiny.quantized(tiny.model(), "int8"), "the target has weights='int8'"),
+        ("int8", lambda: magicjax.loading.offload(tiny.model()), "the target is offloaded"),
+    ],
+)
+def test_targets_that_cannot_be_copied_are_refused(weights, target, message):
+    drafter = magicjax.SelfSpeculation("full", weights=weights)
+    with pytest.raises(ValueError, match=message):
+        request_of(drafter, target())
+
+
+def test_unknown_formats_and_stages_are_refused():
+    with pytest.raises(ValueError, match="weights='int3' is unknown"):
+        magicjax.SelfSpeculation(weights="int3")
+    drafter = magicjax.SelfSpeculation("full", weights="int8")
+    with pytest.raises(ValueError, match="stage=2 is not supported"):
+        pipeline_stages.validate_policy(drafter, 2, 2)
