@@ -387,10 +387,10 @@ def _read_params(
     sharding_of: ShardingFn | None,
     mapped_blocks: bool,
 ) -> Any:
-    shapes, flat = parameter_shapes(module.config, module.weights), dict[tuple[str, ...], Any]()
-    mapped = functools.cache(_mapped)
+    boxes, plain = parameter_shapes(module.config, module.weights), parameter_shapes(module.config)
+    flat, mapped = dict[tuple[str, ...], Any](), functools.cache(_mapped)
     for tensor, where in stored:
-        shape, form = shapes[tensor.path].value.shape, module.weights
+        shape, form = plain[tensor.path].value.shape, module.weights
         in_block = tensor.path[0].startswith(BLOCK)
         keep = form if in_block and tensor.inputs else None
         if isinstance(where, _Stored):
@@ -411,7 +411,7 @@ def _read_params(
                 flat[path] = values
                 continue
             dtype = values.dtype if values.dtype == np.int32 or len(found) > 1 else module.dtype
-            flat[path] = _put(values, dtype, sharding_of and sharding_of(shapes[path].names))
+            flat[path] = _put(values, dtype, sharding_of and sharding_of(boxes[path].names))
     return {"params": flax.traverse_util.unflatten_dict(flat)}
 
 

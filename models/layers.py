@@ -137,7 +137,11 @@ class Projection(nn.Module):
     def _quantized(
         self, shape: tuple[int, ...], axes: tuple[str | None, ...]
     ) -> tuple[Array, Array, Array | None]:
-        """Returns weight, scale and zero point (or None), at first random as unquantized ones."""
+        """Returns weight [*O, *I], scale and zero point (or None), at first random.
+
+        Args:
+          shape, axes: of the unquantized weight, [*I, *O].
+        """
         form, n = self.weights, len(self.inputs)
         assert form is not None
         inputs = math.prod(shape[:n])
@@ -149,8 +153,8 @@ class Projection(nn.Module):
             return jnp.rint(deviations * (form.largest / DEVIATIONS)).astype(dtype)
 
         scaled = nn.initializers.constant(DEVIATIONS / form.largest / math.sqrt(inputs))
-        init = nn.with_logical_partitioning(values, axes)
-        weight = self.param("weight", init, shape, form.dtype)
+        init = nn.with_logical_partitioning(values, axes[n:] + axes[:n])
+        weight = self.param("weight", init, shape[n:] + shape[:n], form.dtype)
         init = nn.with_logical_partitioning(scaled, group_axes)
         scale = self.param("scale", init, groups, jnp.float32)
         if not form.zeros:

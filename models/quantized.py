@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from sharding import array_bytes
+
 DTYPES = {4: jnp.int4, 8: jnp.int8}
 NONE: Literal["none"] = "none"  # dequantize a quantized checkpoint
 INT4_GROUP = 128  # of the format "int4"
@@ -114,7 +116,7 @@ def parse_weights(
 
 
 def quantize(weight: Any, form: WeightFormat, inputs: int, xp: Any = np) -> dict[str, Any]:
-    """Returns the parameters `weight` and `scale` of a matrix, by default on the host.
+    """Returns the parameters `weight` [*O, *I] and `scale` [G, *O], by default on the host.
 
     Args:
       weight: [*I, *O], floating-point.
@@ -130,49 +132,80 @@ def quantize(weight: Any, form: WeightFormat, inputs: int, xp: Any = np) -> dict
     wide = wide.reshape(groups, -1, *outputs)
     largest = xp.abs(wide).max(1)
     scale = xp.where(largest > 0, largest / form.largest, 1).astype(np.float32)
-    values = xp.rint(wide / scale[:, None]).astype(np.int8).astype(form.dtype)
-    return {"weight": values.reshape(weight.shape), "scale": scale}
+    values = xp.rint(wide / scale[:, None]).astype(np.int8).reshape(weight.shape)
+    return {"weight": inputs_last(values, inputs).astype(form.dtype), "scale": scale}
+
+
+def inputs_last(weight: Any, inputs: int) -> Any:
+    """Returns a matrix [*I, *O] with `inputs` axes I as [*O, *I], the order of quantized ones.
+
+    XLA's products on GPUs read int4 along the contracted axis only, and would copy other matrices.
+    """
+    return weight.transpose(*range(inputs, weight.ndim), *range(inputs))
 
 
 def dequantize(
     weight: Array, scale: Array, zero: Array | None = None, dtype: Any = jnp.float32
 ) -> Array:
-    """Returns (weight - zero) * scale, computed in at least float32 and rounded to `dtype`.
+    """Returns (weight - zero) * scale as [*I, *O], in at least float32 and rounded to `dtype`.
 
     Args:
-      weight: [*I, *O], integers.
+      weight: [*O, *I], integers.
       scale, zero: [G, *O].
       dtype: of the result.
     """
     groups, *outputs = scale.shape
+    n = len(outputs)
     wide = jnp.asarray(weight).astype(jnp.promote_types(dtype, jnp.float32))
+    wide = wide.transpose(*range(n, weight.ndim), *range(n))  # [*I, *O]
+    shape = wide.shape
     wide = wide.reshape(groups, -1, *outputs)
     wide = wide if zero is None else wide - zero[:, None]
-    return (wide * scale[:, None]).astype(dtype).reshape(weight.shape)
+    return (wide * scale[:, None]).astype(dtype).reshape(shape)
 
 
 def product(x: Array, weight: Array, scale: Array, zero: Array | None, precision: Any) -> Array:
-    """Returns x times the dequantized matrix, in x's dtype.
+    """Returns x [*B, *I] times the dequantized matrix, in x's dtype; the matrix is not dequantized.
 
-    With a scale for each output channel, the integers are multiplied, which are exact in bfloat16,
-    and the sum is scaled. With groups the matrix is scaled: sums of each group would need G times
-    the memory of the result.
+    Integers are multiplied, which are exact in bfloat16, and the sums of each group are scaled, in
+    at least float32. All sums [G, *B, *O] are computed at once if they take no more memory than
+    the matrix, else group by group.
 
     Args:
       x: [*B, *I].
-      weight: [*I, *O], integers.
+      weight: [*O, *I], integers.
       scale, zero: [G, *O].
       precision: of the product.
     """
-    n = weight.ndim - (scale.ndim - 1)
-    contracted = tuple(range(x.ndim - n, x.ndim)), tuple(range(n))
+    groups, *outputs = scale.shape
+    rows = x.shape[: x.ndim - weight.ndim + len(outputs)]
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    by_channel = len(scale) == 1 and zero is None
-    matrix = weight.astype(x.dtype) if by_channel else dequantize(weight, scale, zero, x.dtype)
-    out = jax.lax.dot_general(
-        x, matrix, (contracted, ((), ())), precision=precision, preferred_element_type=wide
-    )
-    return (out * scale[0] if by_channel else out).astype(x.dtype)
+    x3 = x.reshape(math.prod(rows), groups, -1)  # [R, G, I / G]
+    w3 = weight.reshape(math.prod(outputs), groups, -1)  # [O, G, I / G]
+    scale = scale.reshape(groups, -1)
+    zero = None if zero is None else zero.reshape(groups, -1)
+
+    def scaled(spec, x, w, scale, zero):
+        """Returns the scaled sums of some groups; `spec` is of their products."""
+        options = dict(precision=precision, preferred_element_type=wide)
+        sums = jnp.einsum(spec, x, w.astype(x.dtype), **options)
+        if zero is not None:
+            total = jnp.moveaxis(x.astype(wide).sum(-1), 0, -1)  # [..., R]
+            sums = sums - total[..., None] * zero[..., None, :]
+        return sums * scale[..., None, :]
+
+    def add_group(g, out):
+        zeros = None if zero is None else zero[g]
+        return out + scaled("ri,oi->ro", x3[:, g], w3[:, g], scale[g], zeros)
+
+    out = jnp.zeros((len(x3), len(w3)), wide)
+    if groups == 1:
+        out = add_group(0, out)
+    elif groups * out.size * out.dtype.itemsize <= array_bytes(weight.shape, weight.dtype):
+        out = scaled("rgi,ogi->gro", x3, w3, scale, zero).sum(0)
+    else:
+        out = jax.lax.fori_loop(0, groups, add_group, out)
+    return out.astype(x.dtype).reshape(*rows, *outputs)
 
 
 def quantize_params(params: Any, shapes: Any, form: WeightFormat) -> Any:

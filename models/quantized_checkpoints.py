@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from models.quantized import WeightFormat
+from models.quantized import WeightFormat, inputs_last
 
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8")
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -232,7 +232,7 @@ def parameters(
     Args:
       matrix: of `form`, or of one that it holds exactly.
       form: of the module.
-      shape: of the weight, [*I, *O].
+      shape: of the unquantized weight, [*I, *O].
       inputs: the number of axes I.
     """
     groups = form.groups(len(matrix.values))
@@ -241,7 +241,8 @@ def parameters(
     def grouped(x):
         return np.repeat(x.astype(np.float32), groups // len(x), 0).reshape(groups, *outputs)
 
-    values = {"weight": matrix.values.astype(form.dtype).reshape(shape)}
+    weight = inputs_last(matrix.values.reshape(shape), inputs)
+    values = {"weight": weight.astype(form.dtype)}
     values["scale"] = grouped(matrix.scales)
     if form.zeros:
         zeros = np.zeros_like(matrix.scales) if matrix.zeros is None else matrix.zeros
@@ -258,7 +259,7 @@ def matrix_of(found: Mapping[str, Any], form: WeightFormat) -> Matrix:
     """
     scale = np.asarray(found["scale"])
     outputs = math.prod(scale.shape[1:])
-    values = np.asarray(found["weight"]).reshape(-1, outputs)
+    values = np.asarray(found["weight"]).reshape(outputs, -1).T
     zeros = np.asarray(found["zero"]).reshape(-1, outputs) if form.zeros else None
     stored = values if form.is_float else values.astype(np.int8)
     return Matrix(stored, scale.reshape(-1, outputs), zeros, form.bits)

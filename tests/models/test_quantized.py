@@ -78,7 +78,7 @@ def test_the_error_of_an_element_is_at_most_half_a_scale(text):
     parts = models.quantize(weight, form, 2)
     groups = 32 // (form.group or 32)
     assert parts["weight"].dtype == form.dtype and parts["scale"].shape == (groups, 3, 4)
-    values = parts["weight"].astype(np.int32).reshape(groups, -1, 3, 4)
+    values = parts["weight"].astype(np.int32).transpose(2, 3, 0, 1).reshape(groups, -1, 3, 4)
     assert np.abs(values).max() == form.largest and (values[..., 1, 2] == 0).all()
     wide = weight.reshape(values.shape)
     error = np.abs(np.asarray(quantized.dequantize(**parts)).reshape(values.shape) - wide)
@@ -89,6 +89,21 @@ def test_the_error_of_an_element_is_at_most_half_a_scale(text):
         parts["scale"] * form.largest, np.where(largest, largest, form.largest)
     )
     assert parts["scale"].max() > 100 * np.median(parts["scale"])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64], ids=lambda rows: f"{rows} rows")
+@pytest.mark.parametrize("text", FORMATS)
+def test_products_are_those_with_the_dequantized_matrix(text, rows):
+    """With few rows all groups at once, with many group by group."""
+    rng, form = np.random.default_rng(0), WeightFormat.parse(text)
+    parts = models.quantize(rng.standard_normal((4, 16, 3, 8)), form, 2)
+    x = jnp.asarray(rng.standard_normal((rows, 4, 16)), jnp.float32)
+    parts = jax.tree.map(jnp.asarray, parts)
+    for zero in (None, jnp.asarray(rng.normal(0, 3, parts["scale"].shape), jnp.float32)):
+        matrix = np.asarray(quantized.dequantize(**parts, zero=zero), np.float64)
+        found = quantized.product(x, **parts, zero=zero, precision="highest")
+        expected = np.einsum("rij,ijab->rab", x, matrix)
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-4)
 
 
 @pytest.mark.parametrize("text", FORMATS)
@@ -134,7 +149,7 @@ def test_a_mesh_divides_groups_with_the_inputs():
         assert down["scale"].names == (MLP if divided else None, EMBED)
         assert q["scale"].names == (EMBED if divided else None, HEADS, HEAD_DIM)
         assert q["scale"].value.dtype == jnp.float32
-        assert q["weight"].value.shape == (32, 4, 8)
+        assert q["weight"].value.shape == (4, 8, 32)
 
 
 def test_a_device_packs_two_int4_into_a_byte():

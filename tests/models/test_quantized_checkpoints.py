@@ -154,8 +154,12 @@ def tokens_on_a_mesh(folder):
     mesh = magicjax.make_mesh(model=2, devices=jax.devices()[:2])
     model = magicjax.load(folder, "float32", mesh=mesh)
     block = model.params["params"]["layers_0"]
-    for name in ("weight", "scale", "zero"):
-        for matrix, axis in ((block["attention"]["out"], 0), (block["mlp"]["up"], -1)):
+    out, up = block["attention"]["out"], block["mlp"]["up"]
+    for matrix, axes in (
+        (out, dict(weight=1, scale=0, zero=0)),
+        (up, dict(weight=0, scale=1, zero=1)),
+    ):
+        for name, axis in axes.items():
             part = matrix[name].addressable_shards[0].data
             assert part.shape[axis] == matrix[name].shape[axis] // 2
     return tokens(model, mesh)
