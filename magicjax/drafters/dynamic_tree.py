@@ -24,9 +24,10 @@ from magicjax.drafters.draft_pass import (
     run_backlog_and_root,
     see_backlog,
 )
+from magicjax.drafters.static_tree import draft_static_tree
 from magicjax.kv_cache.attend import AttendLevel, empty_nodes
 from magicjax.trees.proposal import Proposal, deterministic_draws
-from magicjax.trees.token_tree import NO_NODE, DynamicTree
+from magicjax.trees.token_tree import NO_NODE, DynamicTree, Tree
 from magicjax.verification.sampling import warp
 from sharding import collectives
 
@@ -177,3 +178,10 @@ def _most_probable_tree(
     tokens = jnp.concatenate([context.root[:, None], tokens], 1)
     parents = jnp.concatenate([root + NO_NODE, parent], 1)
     return Proposal(tokens, parents, draws), jnp.concatenate([root, entry], 1)
+
+
+def draft_tree(context: DraftContext, tree: Tree) -> tuple[Proposal, DraftBlock]:
+    """Returns any tree, static or dynamic, with the draft model's tokens, and the filled block."""
+    if isinstance(tree, DynamicTree):
+        return draft_dynamic_tree(context, tree)
+    return draft_static_tree(context, tree)

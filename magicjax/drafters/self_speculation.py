@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from magicjax.drafters import quantized_copy
 from magicjax.drafters.base import Drafter, RoundOutcome
 from magicjax.drafters.draft_pass import DraftContext, check_width, resolve_draw_method
-from magicjax.drafters.draft_tree import draft_tree
+from magicjax.drafters.dynamic_tree import draft_tree
 from magicjax.drafters.sparse import (
     BUDGET_HELP,
     DRAW_HELP,

@@ -17,7 +17,7 @@ from magicjax.drafters.draft_pass import (
     check_width,
     resolve_draw_method,
 )
-from magicjax.drafters.draft_tree import draft_tree
+from magicjax.drafters.dynamic_tree import draft_tree
 from magicjax.drafters.sink_rotation import SinkKeys, prefill_sliding_window, rotate_sinks
 from magicjax.drafters.sparse import (
     BUDGET_HELP,

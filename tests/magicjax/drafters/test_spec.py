@@ -88,7 +88,7 @@ def test_a_drafter_is_written_with_its_defaults_and_read_back(text, written):
         ("self:refresh_evry=4", "'refresh_evry' is not an .*; did you mean 'refresh_every'"),
         (
             "self:h2o:sinks=4",
-            "'sinks' is not an option of .* kv_dtype; of h2o: recent, window",
+            "'sinks' is not an option of .* kv_dtype, weights; of h2o: recent, window",
         ),
         ("self:streaming:4:budget=8", "sets budget twice"),
         ("self:kv_dtype=int2", "kv_dtype='int2': it must be int8 or int4"),
@@ -237,7 +237,7 @@ def test_an_object_that_is_no_drafter_is_told_what_it_lacks(tiny):
 
     with pytest.raises(TypeError, match="Half lacks the methods draw_methods, prefill, commit"):
         magicjax.generate(tiny, [[1, 2]], drafter=Half())
-    with pytest.raises(TypeError, match="Stranger lacks the methods check, shape"):
+    with pytest.raises(TypeError, match="Stranger lacks the methods check, for_target, shape"):
         magicjax.generate(tiny, [[1, 2]], drafter=Stranger())
 
 
