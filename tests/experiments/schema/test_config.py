@@ -83,7 +83,7 @@ def test_all_problems_of_a_file_are_reported(tmp_path):
         (
             "{drafter: self, policy: [h2o, tova], sinks: 4}",
             "sinks: no such key with drafter=self (keys: drafter, drafters, profile, tree, "
-            "verifier, adaptive_depth, policy, budget, draw, refresh_every, kv_dtype; of h2o: "
+            "verifier, adaptive_depth, policy, budget, draw, refresh_every, kv_dtype, weights; of h2o: "
             "recent, window)",
         ),
         (
