@@ -18,7 +18,8 @@ from jax.sharding import Mesh
 
 import models
 from magicjax import placement
-from magicjax.decoding.request import CAPACITY_MULTIPLE, Request
+from magicjax.decoding.request import Request
+from magicjax.kv_cache.full_cache import CAPACITY_MULTIPLE
 from magicjax.model import Model
 from magicjax.parallel import offloading
 from sharding import STAGE, AnyMesh, part_bytes
