@@ -48,6 +48,9 @@ def make_draft(drafter: Drafter, target: cost_model.Sizes, dtype: Any) -> cost_m
     sizes = target
     if isinstance(drafter, SmallModel):
         sizes = model_sizes(drafter.model, dtype)
+    if isinstance(drafter, SelfSpeculation) and (pages := drafter.retrieval) is not None:
+        size = pages.policy.page_size
+        return cost_model.Draft(sizes, pages.budget, page_size=size, every=pages.every)
     if drafter.sparse is None:
         return cost_model.Draft(sizes)
     return cost_model.Draft(sizes, drafter.sparse.budget, KV_DTYPES[drafter.sparse.kv_dtype])
