@@ -21,7 +21,7 @@ from sharding import array_bytes
 DTYPES = {4: jnp.int4, 8: jnp.int8}
 NONE: Literal["none"] = "none"  # dequantize a quantized checkpoint
 INT4_GROUP = 128  # of the format "int4"
-FORMATS = "'int8', 'int4', or either with a group, such as 'int4:32'; or 'none'"
+FORMATS = "'int8', 'int4', or either with a group, such as 'int4:32'"
 
 
 @dataclasses.dataclass(frozen=True)

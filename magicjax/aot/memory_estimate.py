@@ -1,6 +1,9 @@
 """Estimates the memory of a workload on each device from shapes, without compilation."""
 
 import dataclasses
+from typing import Any
+
+import jax
 
 from magicjax import placement
 from magicjax.aot.aot_compile import Workload, abstract_request, all_caches
@@ -8,6 +11,7 @@ from magicjax.decoding.request import Request
 from magicjax.decoding.runner import state_shapes
 from magicjax.drafters import SmallModel
 from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.pages import PageBounds
 from magicjax.model import Model
 from magicjax.parallel import offloading
 from pallas_kernels.xla import BLOCK
@@ -66,12 +70,14 @@ def count(load: Workload) -> Bytes:
     drafts = placement.models_of(request.drafter)
     target_kv = part_bytes((state.cache.k, state.cache.v))
     caches = all_caches(state)[1:]
-    draft_kv = sum(part_bytes((cache.k, cache.v)) for cache in caches)
-    # Full caches grow with the context, sparse ones do not.
+    bounds = part_bytes(_page_bounds(state.drafter))
+    draft_kv = bounds + sum(part_bytes((cache.k, cache.v)) for cache in caches)
+    # Full caches and bounds of their pages grow with the context, sparse ones do not.
     full = [cache for cache in caches if isinstance(cache, KVCache)]
     small_models = _small_models(request)
     full_prefill = sum(_full_prefill_bytes(small, request) for small in small_models)
-    growing = target_kv + sum(part_bytes((cache.k, cache.v)) for cache in full) + full_prefill
+    growing = target_kv + bounds + full_prefill
+    growing += sum(part_bytes((cache.k, cache.v)) for cache in full)
     prompts = part_bytes((request.tokens, request.lengths, request.limits))
     rows, nodes = local_rows(request), request.settings.shape.num_nodes
     tokens = rows * request.settings.chunk
@@ -98,6 +104,15 @@ def count(load: Workload) -> Bytes:
         ),
         micro_batches=request.target.layout.micro_batches,
     )
+
+
+def _page_bounds(state: Any) -> list[PageBounds]:
+    """Returns the bounds of pages in the state of a drafter."""
+
+    def is_bounds(x: Any) -> bool:
+        return isinstance(x, PageBounds)
+
+    return list(filter(is_bounds, jax.tree.leaves(state, is_leaf=is_bounds)))
 
 
 def local_rows(request: Request) -> int:

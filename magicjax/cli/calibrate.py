@@ -77,14 +77,17 @@ def rows_of(
     times: Mapping[tuple[int, int], StepTimes],
     gamma: int,
 ) -> list[Timed]:
-    """Returns the times to which the constants are fitted: passes and self-speculation rounds."""
+    """Returns the times to which the constants are fitted: passes and self-speculation rounds.
+
+    Drafts on pages are left out, here and in `steps_of`: they move more bytes for each slot.
+    """
     rows = []
     for (batch, context), step in times.items():
         rows += [Timed(batch, context, n, None, seconds) for n, seconds in step.passes.items()]
         rows += [
             Timed(batch, context, gamma + 1, draft.slots(context), step.rounds[name])
             for name, draft in drafts.items()
-            if draft.sizes == sizes
+            if draft.sizes == sizes and draft.page_size is None
         ]
     return rows
 
@@ -105,7 +108,7 @@ def steps_of(
     for (batch, context), step in times.items():
         for name, seconds in step.drafts.items():
             draft = drafts[name]
-            if draft.sizes is not None:
+            if draft.sizes is not None and draft.page_size is None:
                 by_size = levels.setdefault(draft.sizes.key, {})
                 by_size.setdefault((batch, draft.slots(context)), []).append(seconds)
     for key, by_size in levels.items():

@@ -14,6 +14,7 @@ from magicjax.cost_model.profile import (
     save_profile,
 )
 from magicjax.cost_model.rounds import (
+    CHOICE,
     Draft,
     RoundCost,
     draft_step,

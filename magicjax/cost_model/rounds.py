@@ -9,9 +9,20 @@ from collections.abc import Mapping
 
 from magicjax.cost_model.device import Device, Machine
 from magicjax.cost_model.measured import DRAFT, PASS
-from magicjax.cost_model.work import BLOCKS, HOST, Part, Sizes, divides, memory_bytes, pass_parts
+from magicjax.cost_model.work import (
+    BLOCKS,
+    HOST,
+    Part,
+    Sizes,
+    divides,
+    kv_shards,
+    memory_bytes,
+    pass_parts,
+)
 
 REST = "selection, commit, host"  # overhead of a round
+CHOICE = "choice of pages"  # of a draft that reads pages of the target's cache
+GATHERED = 3  # times that the bytes of a gathered page are moved: read, written, and read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,16 +34,28 @@ class Draft:
       budget: slots of its cache per layer and KV head; None for the whole context.
       bits: per element of the cache, 8 or 4; None for the model's dtype.
       copied: whether self-speculation drafts with a quantized copy of the target's blocks.
+      page_size: slots of a page, if it reads `budget` slots of the target's cache, gathered by
+        page; None for a cache of its own.
+      every: rounds between two choices of the pages.
     """
 
     sizes: Sizes | None
     budget: int | None = None
     bits: int | None = None
     copied: bool = False
+    page_size: int | None = None
+    every: int = 1
 
     def slots(self, context: int) -> int:
         """Returns the number of slots that a draft step reads."""
         return context if self.budget is None else min(self.budget, context)
+
+    @property
+    def slot_bytes(self) -> float:
+        """The bytes that a draft step moves for each slot of a row."""
+        assert self.sizes is not None, "prompt lookup runs no model"
+        moved = GATHERED if self.page_size is not None else 1
+        return moved * self.sizes.draft_kv_bytes(self.bits)
 
     def machine(self, machine: Machine) -> Machine:
         """Returns the target's devices, or as many of them as the draft's KV heads allow."""
@@ -60,6 +83,8 @@ class Draft:
         slots = self.budget
         if slots is None:
             slots = 0 if shared else context
+        if self.page_size is not None:  # two vectors for each page, as keys and values of a slot
+            slots = -(-context // self.page_size)
         per_slot = self.sizes.draft_kv_bytes(self.bits)
         return memory_bytes(sizes, self.machine(machine), batch, slots, per_slot)
 
@@ -73,7 +98,7 @@ class RoundCost:
       draft: T_draft, one level of a draft.
       verify: T_verify(N).
       depth: drafted levels per round.
-      rest: overhead of a round.
+      rest: overhead of a round, and the choice of pages.
       parts: seconds by ("draft" or "verify" or "round", part), such as ("draft", "MLP").
     """
 
@@ -146,8 +171,23 @@ def draft_step(
     if draft.sizes is None:
         return {}
     step = batch, draft.slots(context), width
-    per_slot = draft.sizes.draft_kv_bytes(draft.bits)
-    return _step(DRAFT, draft.sizes, draft.machine(machine), *step, per_slot)
+    return _step(DRAFT, draft.sizes, draft.machine(machine), *step, draft.slot_bytes)
+
+
+def choice_seconds(draft: Draft, machine: Machine, batch: int, context: int) -> float:
+    """Returns the seconds of choosing pages, for each round; 0 for other drafts.
+
+    The root's queries are multiplied with the two bounds of every page.
+    """
+    if draft.page_size is None or draft.sizes is None or context <= draft.slots(context):
+        return 0.0
+    sizes, rows = draft.sizes, machine.rows(batch)
+    pages = rows * context / draft.page_size
+    work = Part(
+        bytes=pages * sizes.kv_bytes / kv_shards(sizes, machine),
+        flops=4 * pages * sizes.num_layers * sizes.num_heads * sizes.head_dim / machine.model,
+    )
+    return seconds({CHOICE: work}, machine.device)[CHOICE] / draft.every
 
 
 def _step(
@@ -236,6 +276,8 @@ def round_cost(
     drafted = draft_step(draft, machine, batch, context, width)
     verified = _step(PASS, target, machine, batch, context, nodes)
     rest = verified.pop(REST, 0.0)
+    choice = choice_seconds(draft, machine, batch, context)
+    chosen = {("round", CHOICE): choice} if choice else {}
     parts = {("draft", name): depth * time for name, time in drafted.items()}
     parts |= {("verify", name): time for name, time in verified.items()}
     return RoundCost(
@@ -243,6 +285,6 @@ def round_cost(
         draft=sum(drafted.values()),
         verify=sum(verified.values()),
         depth=depth,
-        rest=rest,
-        parts=parts | {("round", REST): rest},
+        rest=rest + choice,
+        parts=parts | {("round", REST): rest} | chosen,
     )

@@ -17,7 +17,8 @@ import jax
 from jax.sharding import Mesh
 
 from magicjax import placement
-from magicjax.decoding.request import CAPACITY_MULTIPLE, Request
+from magicjax.decoding.request import Request
+from magicjax.kv_cache.full_cache import CAPACITY_MULTIPLE
 from magicjax.model import Model
 from magicjax.parallel import offloading
 from magicjax.parallel.layouts import Layout

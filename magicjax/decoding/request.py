@@ -21,7 +21,7 @@ from magicjax.drafters import Drafter
 from magicjax.drafters.spec import resolve
 from magicjax.grammars.arena import rows_of
 from magicjax.grammars.masking import GrammarRows
-from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.full_cache import CAPACITY_MULTIPLE, KVCache
 from magicjax.model import Model
 from magicjax.parallel import pipeline_stages
 from magicjax.settings import AttentionStatsSpec, PrefillSettings, Settings
@@ -30,7 +30,6 @@ from sharding import DATA, STAGE, AnyMesh, array_bytes, factored, processes
 
 PREFILL_CHUNK = 512  # tokens of a row in a prefill step
 PREFILL_TOKENS = 8192  # of all rows of a device in a prefill step: bounds the activations
-CAPACITY_MULTIPLE = 64  # contexts of nearly the same length share a program
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from magicjax.kv_cache.attend import AttendLevel
+from magicjax.kv_cache.attend import AttendLevel, Drafted
 from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.pages import PagedCache
 from magicjax.kv_cache.sparse_cache import DraftCache
 from magicjax.model import Model
 from magicjax.trees.token_tree import DynamicTree, Tree
@@ -37,12 +38,18 @@ class DraftBlock:
     """The keys and values that a draft model computed in one round.
 
     Attributes:
-      kv: for each layer k, v [B, R, K, D]; the last F of the R entries are the backlog's.
+      drafted: for each layer (k, v) [B, R, K, D], of whose R entries the last F are the backlog's,
+        and the pages that the draft read, or None.
       entries: int32 [B, N], the entry of each node, or `NOT_RUN`.
     """
 
-    kv: tuple[tuple[Array, Array], ...]
+    drafted: Drafted
     entries: Int[Array, "B N"]
+
+    @property
+    def kv(self) -> tuple[tuple[Array, Array], ...]:
+        """For each layer k, v [B, R, K, D]."""
+        return tuple(pair for pair, _ in self.drafted)
 
 
 @struct.dataclass
@@ -55,7 +62,7 @@ class DraftContext:
       cache: the draft model's committed prefix.
       root, root_position: int32 [B], the pending tokens and their positions in the text.
       sampling: how each row samples; None: greedy.
-      backlog: None for a cache that lacks nothing.
+      backlog: None for a cache that lacks nothing, if the root needs no pass of its own.
       draw_method: static; one of `DRAW_METHODS`, ignored in greedy decoding.
       backend: static; of the attention.
       drafter_index: static; index of the drafter in its ensemble.
@@ -63,7 +70,7 @@ class DraftContext:
 
     model: Model
     target: Model
-    cache: KVCache | DraftCache
+    cache: KVCache | DraftCache | PagedCache
     root: Int[Array, "B"]
     root_position: Int[Array, "B"]
     sampling: Sampling | None
@@ -120,7 +127,7 @@ def see_backlog(backlog: Backlog | None, mask: Bool[Array, "*B T N"]) -> Bool[Ar
     return jnp.concatenate([mask, live], -1)
 
 
-def run_backlog_and_root(context: DraftContext, kv: tuple, nodes: int) -> tuple[Array, tuple]:
+def run_backlog_and_root(context: DraftContext, kv: Drafted, nodes: int) -> tuple[Array, Drafted]:
     """Returns the root's hidden state [B, 1, E], and the block with the root and the backlog.
 
     They run in one pass of F + 1 tokens; the backlog's entries come after those of the nodes.
@@ -143,6 +150,6 @@ def run_backlog_and_root(context: DraftContext, kv: tuple, nodes: int) -> tuple[
     offsets = jnp.concatenate([steps - backlog.count[:, None], jnp.zeros((batch, 1), jnp.int32)], 1)
     positions = jnp.clip(position + offsets, 0, position)  # padding too stays a valid position
     entries = jnp.concatenate([nodes + steps, jnp.zeros(1, jnp.int32)])
-    attend = AttendLevel(context.cache, kv, entries, mask, context.backend)
+    attend = AttendLevel(context.cache, kv, entries, mask, context.backend, ends_in_root=True)
     hidden, kv = context.model(tokens, positions, attend)
     return hidden[:, -1:], kv

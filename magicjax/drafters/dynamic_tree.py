@@ -53,13 +53,13 @@ def draft_dynamic_tree(context: DraftContext, tree: DynamicTree) -> tuple[Propos
     """Returns a tree for each row, and the block of R = 1 + (D - 1) * W entries and the backlog."""
     batch, width = context.root.shape[0], tree.width
     entries = 1 + (tree.depth - 1) * width
-    candidates, kv = _run_root(context, tree, entries)
+    candidates, drafted = _run_root(context, tree, entries)
     itself = jnp.eye(entries, dtype=bool)
     # Which entries each entry sees: itself, its ancestors and so always the root.
     sees = jnp.broadcast_to(itself.at[:, 0].set(True), (batch, entries, entries))
 
     def run_depth(carry, depth):
-        candidates, sees, kv = carry
+        candidates, sees, drafted = carry
         newest = _first_candidate(tree, depth)
         score = jax.lax.dynamic_slice_in_dim(candidates.score, newest, width**2, 1)
         score, chosen = jax.lax.top_k(score, width)
@@ -69,22 +69,22 @@ def draft_dynamic_tree(context: DraftContext, tree: DynamicTree) -> tuple[Propos
         mask = jnp.take_along_axis(sees, parent[..., None], 1) | itself[entry]
         sees = sees.at[:, entry].set(mask)
         mask = see_backlog(context.backlog, mask)
-        attend = AttendLevel(context.cache, kv, entry, mask, context.backend)
+        attend = AttendLevel(context.cache, drafted, entry, mask, context.backend)
         tokens = jnp.take_along_axis(candidates.tokens, chosen, 1)
         positions = jnp.broadcast_to(context.root_position[:, None] + depth, tokens.shape)
-        hidden, kv = context.model(tokens, positions, attend)
+        hidden, drafted = context.model(tokens, positions, attend)
         rows = jnp.arange(batch)[:, None]
         candidates = dataclasses.replace(
             candidates, entry=candidates.entry.at[rows, chosen].set(entry)
         )
         first = _first_candidate(tree, depth + 1)
         candidates = _add_children(context, candidates, hidden, score, entry, first, width)
-        return (candidates, sees, kv), None
+        return (candidates, sees, drafted), None
 
-    carry = candidates, sees, kv
-    (candidates, _, kv), _ = jax.lax.scan(run_depth, carry, jnp.arange(1, tree.depth))
+    carry = candidates, sees, drafted
+    (candidates, _, drafted), _ = jax.lax.scan(run_depth, carry, jnp.arange(1, tree.depth))
     proposal, node_entries = _most_probable_tree(context, tree, candidates, entries)
-    return proposal, DraftBlock(kv, node_entries)
+    return proposal, DraftBlock(drafted, node_entries)
 
 
 def _first_candidate(tree: DynamicTree, depth):
@@ -94,14 +94,16 @@ def _first_candidate(tree: DynamicTree, depth):
 
 def _run_root(context: DraftContext, tree: DynamicTree, entries: int) -> tuple[_Candidates, tuple]:
     """Returns the candidates of depth 1, and the block with the root and the backlog."""
-    kv = empty_nodes(context.cache, entries + context.max_backlog, context.model.dtype)
+    drafted = empty_nodes(context.cache, entries + context.max_backlog, context.model.dtype)
     root = jnp.zeros(1, jnp.int32)
     if context.backlog is None:
         mask = (jnp.arange(entries) == 0)[None]
-        attend = AttendLevel(context.cache, kv, root, mask, context.backend)
-        hidden, kv = context.model(context.root[:, None], context.root_position[:, None], attend)
+        attend = AttendLevel(context.cache, drafted, root, mask, context.backend)
+        hidden, drafted = context.model(
+            context.root[:, None], context.root_position[:, None], attend
+        )
     else:
-        hidden, kv = run_backlog_and_root(context, kv, entries)
+        hidden, drafted = run_backlog_and_root(context, drafted, entries)
     shape = (context.root.shape[0], tree.depth * tree.width**2)
     empty = _Candidates(
         tokens=jnp.zeros(shape, jnp.int32),
@@ -110,7 +112,7 @@ def _run_root(context: DraftContext, tree: DynamicTree, entries: int) -> tuple[_
         entry=jnp.full(shape, NOT_RUN, jnp.int32),
     )
     score = jnp.zeros((shape[0], 1), jnp.float32)
-    return _add_children(context, empty, hidden, score, root, 0, tree.width), kv
+    return _add_children(context, empty, hidden, score, root, 0, tree.width), drafted
 
 
 def _add_children(

@@ -32,8 +32,7 @@ def check(target: Model, weights: str) -> None:
             f"weights={weights!r} of self-speculation quantizes a target on the device, and "
             f"{problem}: omit the drafter's weights, or use a small model"
         )
-    form = models.parse_weights(weights)
-    assert form is not None
+    form = WeightFormat.parse(weights)
     form.validate(target.config.matrix_inputs())
 
 
@@ -43,8 +42,7 @@ def of(target: Model, weights: str) -> Model:
     Norms and biases are the target's arrays. A target without parameters, or with shapes as
     parameters, has such a copy.
     """
-    form = models.parse_weights(weights)
-    assert form is not None
+    form = WeightFormat.parse(weights)
     copies = _copies.setdefault(target, {})
     if form not in copies:
         module = target.module.clone(weights=form)

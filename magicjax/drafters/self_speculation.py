@@ -10,7 +10,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from magicjax.drafters import quantized_copy
 from magicjax.drafters.base import Drafter, RoundOutcome
-from magicjax.drafters.draft_pass import DraftContext, check_width, resolve_draw_method
+from magicjax.drafters.draft_pass import (
+    Backlog,
+    DraftContext,
+    check_width,
+    resolve_draw_method,
+)
 from magicjax.drafters.dynamic_tree import draft_tree
 from magicjax.drafters.sparse import (
     BUDGET_HELP,
@@ -18,19 +23,22 @@ from magicjax.drafters.sparse import (
     KV_DTYPE_HELP,
     POLICY_HELP,
     KVDtype,
+    RetrievalSettings,
+    RetrievalState,
     SparseSettings,
     resolve_policy,
     sparse_settings,
 )
 from magicjax.kv_cache.attention_stats import AttentionStats, RecentQueries, update_from_path
+from magicjax.kv_cache.pages import update_bounds
 from magicjax.kv_cache.sparse_cache import DraftCache, append_ring, repin
 from magicjax.model import Model
 from magicjax.options import option
-from magicjax.policies import Policy, StreamingLLM
+from magicjax.policies import Policy, Quest, StreamingLLM
 from magicjax.settings import AttentionStatsSpec, Settings
 from magicjax.trees.proposal import DrawMethod, Proposal
 from magicjax.trees.token_tree import Tree
-from models import parse_weights
+from models import WeightFormat
 from pallas_kernels import prefix_mass
 
 
@@ -52,6 +60,9 @@ class SelfSpeculationState:
     rounds: Int[Array, "B"]
 
 
+State = SelfSpeculationState | RetrievalState | None  # None: it reads the target's cache
+
+
 @struct.dataclass
 class SelfSpeculation(Drafter):
     """The target itself, reading only `budget` entries of its own cache.
@@ -64,13 +75,16 @@ class SelfSpeculation(Drafter):
     queries during verification (the idea of PillarAttn, arXiv 2512.01278). It costs one read of the
     target's keys and one gather of the pins.
 
+    With policy "quest" there is no draft cache: in each round the root's queries choose pages of
+    the target's cache, which the draft reads in place.
+
     Attributes:
       policy: which entries are pinned, a name or a `Policy`. "full", a control, drafts on the
         target's own cache.
-      budget: C, the slots of the draft cache for each layer and KV head; None: 256.
+      budget: C, the slots that a draft step reads for each layer and KV head; None: 256.
       draw: how children are drawn under sampling (`DRAW_METHODS`); None: without replacement, or
         the most likely tokens in a dynamic tree.
-      refresh_every: rounds between refreshes; None: never.
+      refresh_every: rounds between refreshes; None: never, and with "quest" every round.
       kv_dtype: of the draft cache: "int8" or "int4", with one float32 scale for each token and
         head; None: the target's dtype. The target's cache is never quantized.
       weights: the format of a quantized copy of the target's blocks, which drafts, as for
@@ -80,7 +94,7 @@ class SelfSpeculation(Drafter):
 
     Raises:
       ValueError: an unknown policy or format, refresh_every < 1 or for a policy that a refresh
-        cannot change, or a field that policy "full" does not use.
+        cannot change, a field that policy "full" does not use, or a kv_dtype with "quest".
       TypeError: the policy is neither a name nor a `Policy`, a number is not an integer, or an
         unknown draw or kv_dtype.
     """
@@ -89,7 +103,9 @@ class SelfSpeculation(Drafter):
     budget: int | None = option(None, BUDGET_HELP, positional=True)
     draw: DrawMethod | None = option(None, DRAW_HELP)
     refresh_every: int | None = option(
-        None, "rounds between two choices of the pinned entries; default: they are chosen once"
+        None,
+        "rounds between two choices of the pinned entries; default: they are chosen once, with "
+        "policy quest in every round",
     )
     kv_dtype: KVDtype | None = option(None, KV_DTYPE_HELP)
     weights: str | None = option(
@@ -98,13 +114,19 @@ class SelfSpeculation(Drafter):
     blocks: Model | None = struct.field(default=None, repr=False)
 
     def __post_init__(self):
-        parse_weights(self.weights)
+        if self.weights is not None:
+            WeightFormat.parse(self.weights)
         resolve_policy(self, "reads the target's own cache", "refresh_every")
+        if isinstance(self.policy, Quest) and self.kv_dtype is not None:
+            raise ValueError(
+                f"kv_dtype={self.kv_dtype!r}: with policy 'quest' the draft reads the target's own "
+                "cache; use another policy, or omit kv_dtype"
+            )
         if self.refresh_every is not None:
             if self.refresh_every < 1:
                 raise ValueError(
-                    f"refresh_every={self.refresh_every}: it must be at least 1 round; omit it to "
-                    "keep the pins of the prompt"
+                    f"refresh_every={self.refresh_every}: it must be at least 1 round; omit it for "
+                    "the default"
                 )
             if isinstance(self.policy, StreamingLLM):
                 raise ValueError(
@@ -124,12 +146,22 @@ class SelfSpeculation(Drafter):
         """The settings of its sparse cache; None: it reads the target's cache."""
         return sparse_settings(self)
 
+    @property
+    def retrieval(self) -> RetrievalSettings | None:
+        """How it chooses pages of the target's cache; None: it reads all of it, or another one."""
+        if not isinstance(self.policy, Quest):
+            return None
+        assert self.budget is not None  # since `resolve_policy`
+        return RetrievalSettings(self.policy, self.budget, self.refresh_every or 1)
+
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         """Raises ValueError if paths of `depth` exceed the ring, or `tree` is too wide."""
         resolve_draw_method(self.draw, tree)
         check_width(tree, target.config.vocab_size)
         if self.sparse is not None:
             self.sparse.check(target, depth + 1, f"tree depth ({depth}) + 1")
+        if self.retrieval is not None:
+            self.retrieval.check(target)
         if self.weights is not None:
             quantized_copy.check(target, self.weights)
 
@@ -147,11 +179,13 @@ class SelfSpeculation(Drafter):
         return self.sparse.attention_stats_spec(self.refresh_every is not None)
 
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
+        if self.retrieval is not None:
+            return self.retrieval.num_bytes(target, batch, capacity)
         return 0 if self.sparse is None else self.sparse.num_bytes(target, batch)
 
-    def prefill(
-        self, target, tokens, cache, stats, settings: Settings
-    ) -> SelfSpeculationState | None:
+    def prefill(self, target, tokens, cache, stats, settings: Settings) -> State:
+        if self.retrieval is not None:
+            return self.retrieval.first_state(cache)
         if self.sparse is None:
             return None
         stats = self.sparse.select_stats(stats)
@@ -163,33 +197,47 @@ class SelfSpeculation(Drafter):
         )
 
     def propose(
-        self, target, state: SelfSpeculationState | None, root, cache, sampling, settings: Settings
-    ) -> tuple[Proposal, None]:
+        self, target, state: State, root, cache, sampling, settings: Settings
+    ) -> tuple[Proposal, tuple | None]:
+        drafted_on, backlog = cache, None
+        if isinstance(state, RetrievalState):
+            assert self.retrieval is not None
+            drafted_on = self.retrieval.view(state, cache)
+            if settings.tree.num_nodes > 1:  # an empty backlog: the root runs alone, and chooses
+                backlog = Backlog(jnp.zeros((len(root), 0), jnp.int32), jnp.zeros_like(root))
+        elif state is not None:
+            drafted_on = state.cache
         context = DraftContext(
             model=target if self.blocks is None else quantized_copy.join(self.blocks, target),
             target=target,
-            cache=cache if state is None else state.cache,
+            cache=drafted_on,
             root=root,
             root_position=cache.lengths,
             sampling=sampling,
-            backlog=None,
+            backlog=backlog,
             draw_method=resolve_draw_method(self.draw, settings.tree),
             backend=settings.backend,
             drafter_index=settings.drafter_index,
         )
-        return draft_tree(context, settings.tree)[0], None
+        proposal, block = draft_tree(context, settings.tree)
+        if not isinstance(state, RetrievalState):
+            return proposal, None
+        if backlog is None:
+            return proposal, (state.pages, state.wait)
+        assert self.retrieval is not None
+        wait = jnp.where(state.wait == 0, self.retrieval.every, state.wait) - 1
+        return proposal, (tuple(pages for _, pages in block.drafted), wait)
 
     def commit(
-        self,
-        target,
-        state: SelfSpeculationState | None,
-        draft: None,
-        proposal,
-        outcome: RoundOutcome,
-    ) -> SelfSpeculationState | None:
+        self, target, state: State, draft: tuple | None, proposal, outcome: RoundOutcome
+    ) -> State:
         if state is None:
             return None
         path, kept = outcome.path, outcome.kept
+        if isinstance(state, RetrievalState):
+            assert draft is not None
+            bounds = update_bounds(state.bounds, outcome.new, path, kept, outcome.cache)
+            return RetrievalState(bounds, *draft)
         cache = append_ring(state.cache, outcome.new, path, kept)
         if self.refresh_every is None:
             return dataclasses.replace(state, cache=cache)
@@ -235,11 +283,9 @@ class SelfSpeculation(Drafter):
         counted = jnp.where(due, full.lengths, state.counted)
         return SelfSpeculationState(repin(state.cache, full, pins), stats, counted, state.rounds)
 
-    def synthetic_state(
-        self, state: SelfSpeculationState | None, lengths: Int[Array, "B"]
-    ) -> SelfSpeculationState | None:
-        if state is None:
-            return None
+    def synthetic_state(self, state: State, lengths: Int[Array, "B"]) -> State:
+        if state is None or isinstance(state, RetrievalState):
+            return state
         cache = dataclasses.replace(state.cache, count=jnp.array(lengths))
         return dataclasses.replace(state, cache=cache, counted=jnp.array(lengths))
 

@@ -35,7 +35,7 @@ from magicjax.kv_cache.prefill import extend_cache, prefill_cache
 from magicjax.kv_cache.sparse_cache import DraftCache, append_ring
 from magicjax.model import Model
 from magicjax.options import option
-from magicjax.policies import Policy, StreamingLLM
+from magicjax.policies import Policy, Quest, StreamingLLM
 from magicjax.settings import AttentionStatsSpec, Settings
 from magicjax.trees.proposal import DrawMethod, Proposal
 from magicjax.trees.token_tree import Tree
@@ -88,7 +88,7 @@ class SmallModel(Drafter):
         must be the model's.
 
     Raises:
-      ValueError: an unknown policy; a budget or kv_dtype of a full cache;
+      ValueError: an unknown policy, or "quest"; a budget or kv_dtype of a full cache;
         sink_positions="in_cache" with another policy than streaming, or with a kv_dtype.
       TypeError: the policy is neither a name nor a `Policy`, the budget is not an integer, or an
         unknown draw, kv_dtype or sink_positions.
@@ -110,6 +110,11 @@ class SmallModel(Drafter):
 
     def __post_init__(self):
         resolve_policy(self, "keeps all of its cache")
+        if isinstance(self.policy, Quest):
+            raise ValueError(
+                "policy='quest' chooses pages of the target's cache, which only self-speculation "
+                "reads: use another policy"
+            )
         if self._moves_sinks and (not isinstance(self.policy, StreamingLLM) or self.kv_dtype):
             raise ValueError(
                 "sink_positions='in_cache' needs policy 'streaming' and no kv_dtype, not "

@@ -1,14 +1,20 @@
-"""Sparse draft caches: a policy and a budget, validated, and turned into a cache."""
+"""What a draft reads: a policy and a budget, validated, and turned into a cache."""
 
 import dataclasses
 from typing import Any, Literal
 
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Int
+
 from magicjax.kv_cache.attention_stats import AttentionStats, newest
 from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.pages import PageBounds, PagedCache, Pages, bounds_of, in_order
 from magicjax.kv_cache.sparse_cache import DraftCache, Pins, gather
 from magicjax.model import Model
-from magicjax.policies import Evidence, Full, Policy, choose, get_policy
+from magicjax.policies import Evidence, Full, Policy, Quest, choose, get_policy
 from magicjax.settings import AttentionStatsSpec
+from sharding import KV_HEADS, LAYER_BATCH, Split, logical_axes
 
 KVDtype = Literal["int8", "int4"]
 KV_DTYPES = {None: None, "int8": 8, "int4": 4}  # bits of an element
@@ -58,8 +64,8 @@ def resolve_policy(drafter: Any, full_reads: str, *unused: str) -> None:
 
 
 def sparse_settings(drafter: Any) -> "SparseSettings | None":
-    """Returns the settings of a drafter's sparse cache; None with policy 'full'."""
-    if isinstance(drafter.policy, Full):
+    """Returns the settings of a drafter's sparse cache; None with policies 'full' and 'quest'."""
+    if isinstance(drafter.policy, Full | Quest):
         return None
     return SparseSettings(drafter.policy, drafter.budget, drafter.kv_dtype)
 
@@ -98,12 +104,7 @@ class SparseSettings:
             )
         if model.config.kv_head_dim != model.config.head_dim:
             self._check_alibi()
-        longest = model.config.max_positions
-        if longest is not None and self.budget > longest:
-            raise ValueError(
-                f"budget={self.budget} is larger than the context of the model, {longest} tokens: "
-                "use a smaller budget, or policy 'full' for a draft that reads all tokens"
-            )
+        _check_context(model, self.budget)
         if self.ring < needed:
             raise ValueError(
                 f"budget={self.budget} is too small: its ring has {max(self.ring, 0)} slots "
@@ -185,3 +186,84 @@ class SparseSettings:
             return model.kv_bytes(batch, self.budget)
         entry_bytes = config.kv_head_dim * bits // 8 + 4  # and a float32 scale
         return 2 * batch * config.num_layers * config.num_kv_heads * self.budget * entry_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class RetrievalSettings:
+    """How self-speculation reads pages of the target's cache.
+
+    Attributes:
+      policy: the size of a page, and the slots of the newest tokens.
+      budget: slots that a draft step reads for each layer and KV head, rounded down to pages.
+      every: rounds of a row between two choices.
+    """
+
+    policy: Quest
+    budget: int
+    every: int
+
+    @property
+    def newest(self) -> int:
+        """The pages of the newest tokens."""
+        return self.policy.ring(self.budget) // self.policy.page_size
+
+    @property
+    def chosen(self) -> int:
+        """C, the pages that the queries choose: all but the first and the newest."""
+        return self.budget // self.policy.page_size - 1 - self.newest
+
+    def check(self, model: Model) -> None:
+        """Raises ValueError if no page can be chosen, or the budget exceeds the context."""
+        _check_context(model, self.budget)
+        if self.chosen < 1:
+            size = self.policy.page_size
+            raise ValueError(
+                f"budget={self.budget} is too small: the first page, {self.newest} of the newest "
+                f"tokens and at least 1 that is chosen, of {size} slots each, need "
+                f"{(2 + self.newest) * size}; use a larger budget, a smaller page_size, or a "
+                "smaller `recent`"
+            )
+
+    def first_state(self, full: KVCache) -> "RetrievalState":
+        """Returns the state after prefill."""
+        bounds, pages = bounds_of(full, self.policy.page_size), in_order(full, self.chosen)
+        return RetrievalState(bounds, pages, jnp.zeros_like(full.lengths))
+
+    def view(self, state: "RetrievalState", full: KVCache) -> PagedCache:
+        """Returns the target's cache as the draft of this round reads it."""
+        due = None if self.every == 1 else state.wait == 0
+        return PagedCache(full, state.bounds, state.pages, due, self.newest, self.policy.page_size)
+
+    def num_bytes(self, model: Model, batch: int, capacity: int) -> int:
+        """Returns the bytes of the bounds, two vectors for each page and KV head."""
+        return model.kv_bytes(batch, capacity // self.policy.page_size)
+
+
+@struct.dataclass
+class RetrievalState:
+    """The state of self-speculation on pages between two rounds.
+
+    Attributes:
+      bounds: of the target's committed keys.
+      pages: the pages that each row chose last.
+      wait: int32 [B], rounds of the row before it chooses again; 0: in the next one.
+    """
+
+    bounds: PageBounds
+    pages: Pages = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
+    wait: Int[Array, "B"]
+
+    @property
+    def split(self) -> Split:
+        """The model's division over devices."""
+        return self.bounds.split
+
+
+def _check_context(model: Model, budget: int) -> None:
+    """Raises ValueError if a budget exceeds the context of its model."""
+    longest = model.config.max_positions
+    if longest is not None and budget > longest:
+        raise ValueError(
+            f"budget={budget} is larger than the context of the model, {longest} tokens: "
+            "use a smaller budget, or policy 'full' for a draft that reads all tokens"
+        )

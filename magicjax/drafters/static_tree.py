@@ -65,26 +65,29 @@ def draft_static_tree(context: DraftContext, tree: TokenTree) -> tuple[Proposal,
     choose = _child_chooser(context, tree)
 
     def run_level(carry, level):
-        nodes, kv = carry
+        nodes, drafted = carry
         mask = see_backlog(context.backlog, sees[level])
         entries = jnp.where(level < n, level, size)  # padding is dropped
-        attend = AttendLevel(context.cache, kv, entries, mask, context.backend)
+        attend = AttendLevel(context.cache, drafted, entries, mask, context.backend)
         tokens = jnp.take(nodes.tokens, level, axis=1, mode="clip")
         positions = context.root_position[:, None] + node_depths[level]
-        hidden, kv = context.model(tokens, positions, attend)
-        return (choose(nodes, hidden, level), kv), None
+        hidden, drafted = context.model(tokens, positions, attend)
+        return (choose(nodes, hidden, level), drafted), None
 
-    nodes, kv = _root_only(context, tree), empty_nodes(context.cache, size, context.model.dtype)
+    nodes, drafted = (
+        _root_only(context, tree),
+        empty_nodes(context.cache, size, context.model.dtype),
+    )
     levels = jnp.asarray(tree.levels)
     if context.backlog is not None:
-        hidden, kv = run_backlog_and_root(context, kv, n)
+        hidden, drafted = run_backlog_and_root(context, drafted, n)
         nodes, levels = choose(nodes, hidden, jnp.zeros(1, jnp.int32)), levels[1:]
-    (nodes, kv), _ = jax.lax.scan(run_level, (nodes, kv), levels)
+    (nodes, drafted), _ = jax.lax.scan(run_level, (nodes, drafted), levels)
     has_run = np.isin(np.arange(n), tree.inner)
     has_run[0] |= context.backlog is not None  # even in a tree of only the root
     entries = jnp.asarray(np.where(has_run, np.arange(n), NOT_RUN).astype(np.int32))
     proposal = Proposal(nodes.tokens, tree.array, _draws(context, tree, nodes))
-    return proposal, DraftBlock(kv, jnp.broadcast_to(entries, (batch, n)))
+    return proposal, DraftBlock(drafted, jnp.broadcast_to(entries, (batch, n)))
 
 
 def _root_only(context: DraftContext, tree: TokenTree) -> _Nodes:

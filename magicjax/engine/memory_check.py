@@ -4,7 +4,8 @@ import bisect
 import dataclasses
 
 from magicjax.decoding import memory
-from magicjax.decoding.request import CAPACITY_MULTIPLE, Request
+from magicjax.decoding.request import Request
+from magicjax.kv_cache.full_cache import CAPACITY_MULTIPLE
 
 MAX_PREFILLS = 2  # at once, each in a row of its own: a short prompt overtakes a long one
 DEFAULT_PREFIXES = 4

@@ -8,8 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.pages import PagedCache
 from magicjax.kv_cache.sparse_cache import DraftCache
 from pallas_kernels import tree_attention
+
+# For each layer the keys and values of drafted nodes, and the pages of the prefix that are read.
+Drafted = tuple[tuple[tuple[Array, Array], Array | None], ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -67,41 +71,53 @@ class AttendLevel(_Rows):
 
     Attributes:
       cache: the committed prefix.
-      drafted: per layer k, v [B,N,K,D] of all nodes; the mask hides later levels.
+      drafted: per layer (k, v) [B,N,K,D] of all nodes, of which the mask hides later levels, and
+        the pages of the prefix that the round reads, None unless `cache` is a `PagedCache`.
       nodes: int32 [T], the node of each token; N and above mark padding.
       mask: bool [T, N] or [B, T, N], the nodes that each token sees, itself included.
       backend: the attention backend.
+      ends_in_root: whether the last token is the root, whose queries choose the pages.
     """
 
-    cache: KVCache | DraftCache
-    drafted: tuple[tuple[Array, Array], ...]
+    cache: KVCache | DraftCache | PagedCache
+    drafted: Drafted
     nodes: Int[Array, "T"]
     mask: Bool[Array, "*B T N"]
     backend: str | None
+    ends_in_root: bool = False
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        k_all, v_all = map(self.slice, self.drafted[layer])
+        (k_all, v_all), pages = jax.tree.map(self.slice, self.drafted[layer])
         k_all = k_all.at[:, self.nodes].set(k.astype(k_all.dtype), mode="drop")
         v_all = v_all.at[:, self.nodes].set(v.astype(v_all.dtype), mode="drop")
-        return _attention(self, layer, q, k_all, v_all), (k_all, v_all)
+        if self.ends_in_root and isinstance(self.cache, PagedCache):
+            pages = self.cache.choose(layer, q[:, -1], pages, self.slice)
+        return _attention(self, layer, q, k_all, v_all, pages), ((k_all, v_all), pages)
 
 
-def _attention(attend: AttendTo | AttendLevel, layer: int, q, k, v, **options: Any) -> Any:
+def _attention(
+    attend: AttendTo | AttendLevel, layer: int, q, k, v, pages: Array | None = None, **options: Any
+) -> Any:
     """Returns the attention of q to the layer's prefix, and to new k, v under the mask."""
     cache, mask = attend.cache, attend.mask
     mask = attend.slice(mask) if mask.ndim == 3 else mask
-    prefix = cache.k[layer], cache.v[layer], attend.slice(cache.live(layer))
-    options |= dict(first_row=attend.first_row, backend=attend.backend)
-    return tree_attention(q, *prefix, k, v, mask, **options)
+    prefix: tuple[Any, Any, Array]
+    if isinstance(cache, PagedCache):
+        assert pages is not None  # since `empty_nodes`
+        prefix = cache.gather(layer, pages, attend.slice, attend.first_row)
+    else:
+        prefix = cache.k[layer], cache.v[layer], attend.slice(cache.live(layer))
+        options["first_row"] = attend.first_row
+    return tree_attention(q, *prefix, k, v, mask, backend=attend.backend, **options)
 
 
-def empty_nodes(
-    cache: KVCache | DraftCache, nodes: int, dtype: Any
-) -> tuple[tuple[Array, Array], ...]:
-    """Returns zeros for the keys and values of `nodes` drafted tokens, per layer."""
+def empty_nodes(cache: KVCache | DraftCache | PagedCache, nodes: int, dtype: Any) -> Drafted:
+    """Returns what `AttendLevel` fills: zeros for `nodes` tokens, and the pages chosen before."""
 
     def zeros(old):
         batch, heads, _, size = old.shape
         return jnp.zeros((batch, nodes, heads, size), dtype)
 
-    return tuple((zeros(k), zeros(v)) for k, v in zip(cache.k, cache.v))
+    pages = cache.chosen if isinstance(cache, PagedCache) else (None,) * len(cache.k)
+    layers = zip(cache.k, cache.v, pages, strict=True)
+    return tuple(((zeros(k), zeros(v)), chosen) for k, v, chosen in layers)

@@ -14,6 +14,8 @@ from jaxtyping import Array, Float, Int
 from magicjax.model import Model
 from sharding import KV_HEADS, LAYER_BATCH, Split, logical_axes
 
+CAPACITY_MULTIPLE = 64  # slots; contexts of nearly the same length share a program
+
 Layers = tuple[Float[Array, "B K S D"], ...]
 
 

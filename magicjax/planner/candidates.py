@@ -12,7 +12,7 @@ from magicjax.drafters.sparse import KV_DTYPES
 from magicjax.drafters.spec import text_of
 from magicjax.model import Model
 from magicjax.planner.planning import MAX_DEPTH, Candidate
-from models import parse_weights
+from models import WeightFormat
 
 
 def model_sizes(model: Model, dtype: Any) -> cost_model.Sizes:
@@ -52,8 +52,14 @@ def make_draft(drafter: Drafter, target: cost_model.Sizes, dtype: Any) -> cost_m
     sizes, copied = target, False
     if isinstance(drafter, SmallModel):
         sizes = model_sizes(drafter.model, dtype)
-    elif form := parse_weights(drafter.weights):
-        sizes, copied = dataclasses.replace(target, matrix_itemsize=form.itemsize), True
+    elif drafter.weights is not None:
+        itemsize = WeightFormat.parse(drafter.weights).itemsize
+        sizes, copied = dataclasses.replace(target, matrix_itemsize=itemsize), True
+    if isinstance(drafter, SelfSpeculation) and (pages := drafter.retrieval) is not None:
+        size = pages.policy.page_size
+        return cost_model.Draft(
+            sizes, pages.budget, copied=copied, page_size=size, every=pages.every
+        )
     if drafter.sparse is None:
         return cost_model.Draft(sizes, copied=copied)
     bits = KV_DTYPES[drafter.sparse.kv_dtype]

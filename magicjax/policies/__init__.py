@@ -5,6 +5,7 @@ from magicjax.policies.base import Evidence, Policy, RecentQueries, choose
 from magicjax.policies.expected_attention import ExpectedAttention
 from magicjax.policies.query_free import Full, KeyDiff, KNorm, Random, StreamingLLM
 from magicjax.policies.registry import GROUP, POLICIES, get_policy
+from magicjax.policies.retrieval import Quest
 
 __all__ = [
     "GROUP",
@@ -18,6 +19,7 @@ __all__ = [
     "KeyDiff",
     "Policy",
     "PyramidKV",
+    "Quest",
     "Random",
     "RecentQueries",
     "SnapKV",

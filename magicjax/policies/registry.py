@@ -7,6 +7,7 @@ from magicjax.policies.attention_mass import H2O, TOVA, PyramidKV, SnapKV
 from magicjax.policies.base import Policy
 from magicjax.policies.expected_attention import ExpectedAttention
 from magicjax.policies.query_free import Full, KeyDiff, KNorm, Random, StreamingLLM
+from magicjax.policies.retrieval import Quest
 from magicjax.suggest import did_you_mean
 
 POLICIES: dict[str, type[Policy]] = {
@@ -18,6 +19,7 @@ POLICIES: dict[str, type[Policy]] = {
     "keydiff": KeyDiff,
     "knorm": KNorm,
     "expected_attention": ExpectedAttention,
+    "quest": Quest,
     "full": Full,
     "random": Random,
 }

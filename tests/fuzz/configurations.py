@@ -165,6 +165,8 @@ def _member(rng, kind: str, shape: int, weights: int, depth: int, draw: str | No
     if kind == "self":
         if rng.random() < 0.1:
             return magicjax.SelfSpeculation("full", draw=draw)
+        if rng.random() < 0.1:
+            return _quest(rng, draw)
         policy, budget = _policy(rng, depth + 1)
         refresh = int(rng.integers(1, 5)) if rng.random() < 0.5 else None
         if isinstance(policy, magicjax.StreamingLLM):
@@ -177,6 +179,15 @@ def _member(rng, kind: str, shape: int, weights: int, depth: int, draw: str | No
     in_cache = isinstance(policy, magicjax.StreamingLLM) and kv_dtype is None
     sinks = "in_cache" if in_cache and rng.random() < 0.5 else "text"
     return magicjax.SmallModel(draft, draw, policy, budget, kv_dtype, sinks)
+
+
+def _quest(rng, draw: str | None) -> Any:
+    """Returns self-speculation on pages, few or many of them."""
+    size, newest = int(rng.choice([1, 2, 4, 8, 16])), int(rng.integers(1, 4))
+    budget = size * (1 + newest + int(rng.integers(1, 6))) + int(rng.integers(size))
+    refresh = int(rng.integers(1, 5)) if rng.random() < 0.5 else None
+    quest = policies.Quest(page_size=size, recent=newest * size)
+    return magicjax.SelfSpeculation(quest, budget, draw, refresh)
 
 
 def _draft_model(rng, shape: int, weights: int) -> magicjax.Model:

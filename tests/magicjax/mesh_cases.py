@@ -14,6 +14,7 @@ import models
 from magicjax import hlo, placement
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.request import prepare
+from magicjax.policies import Quest
 from sharding import DATA, collectives, make_mesh, model_axes
 from tests.magicjax import family_cases, oracle, tiny
 
@@ -52,6 +53,13 @@ CASES = {
     "self": (self_speculation(), magicjax.chain(3), {}, 8),
     "self sampled": (self_speculation(), magicjax.chain(3), SAMPLED, 4),
     "snapkv": (self_speculation("snapkv", refresh_every=4), TREE, {}, 2),
+    "quest": (self_speculation(Quest(page_size=4)), TREE, {}, 2),
+    "quest sampled": (
+        self_speculation(Quest(page_size=2), refresh_every=2),
+        magicjax.chain(3),
+        SAMPLED,
+        4,
+    ),
     "h2o int8": (self_speculation("h2o", refresh_every=4, kv_dtype="int8"), TREE, {}, 4),
     "tova sampled": (self_speculation("tova", refresh_every=4), TREE, SAMPLED, 2),
     "expected attention sampled": (

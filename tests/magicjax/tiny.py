@@ -140,6 +140,8 @@ def drafter(kind: str, dtype: str = "float32"):
     if kind == "self":
         policy = magicjax.StreamingLLM(sinks=SINKS)
         return magicjax.SelfSpeculation(policy=policy, budget=BUDGET)
+    if kind == "quest":
+        return magicjax.SelfSpeculation(magicjax.policies.Quest(page_size=4), BUDGET)
     if kind == "prompt-lookup":
         return magicjax.PromptLookup()
     if kind == "ensemble":

@@ -83,8 +83,8 @@ def test_all_problems_of_a_file_are_reported(tmp_path):
         (
             "{drafter: self, policy: [h2o, tova], sinks: 4}",
             "sinks: no such key with drafter=self (keys: drafter, drafters, profile, tree, "
-            "verifier, adaptive_depth, policy, budget, draw, refresh_every, kv_dtype, weights; of h2o: "
-            "recent, window)",
+            "verifier, adaptive_depth, policy, budget, draw, refresh_every, kv_dtype, weights; "
+            "of h2o: recent, window)",
         ),
         (
             "{drafter: self, recent: 32}",

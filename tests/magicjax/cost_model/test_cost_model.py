@@ -101,6 +101,24 @@ def test_a_quantized_draft_cache_is_read_with_its_scales():
     assert LLAMA.draft_kv_bytes(4) == 2 * 32 * 8 * (64 + 4)
 
 
+def test_a_draft_on_pages_gathers_them_and_reads_the_bounds_of_all_in_every_choice():
+    device = cost_model.find_device("h100")
+    machine, where = Machine(device, model=2), (16, 32000)
+    pages = Draft(LLAMA, 512, page_size=16)
+    own, gathered = (cost_model.draft_step(d, machine, *where) for d in (Draft(LLAMA, 512), pages))
+    more = 2 * 16 * 512 * 131072 / 2 / device.reached_bandwidth  # written, and read again
+    assert math.isclose(gathered["attention"], own["attention"] + more)
+    choice = 16 * 32000 / 16 * 131072 / 2 / device.reached_bandwidth
+    for every in (1, 4):
+        cost = round_cost(LLAMA, dataclasses.replace(pages, every=every), machine, *where, 5, 4)
+        assert math.isclose(cost.parts["round", cost_model.CHOICE], choice / every)
+        assert math.isclose(cost.rest, device.round_seconds + choice / every)
+        assert math.isclose(sum(cost.parts.values()), cost.total)
+    assert pages.memory(machine, 16, 32000, shared=True) == 16 * 2000 * 131072 / 2
+    fits = round_cost(LLAMA, pages, machine, 16, 500, 5, 4)  # nothing to choose
+    assert fits.rest == device.round_seconds
+
+
 def test_prompt_lookup_takes_no_time_and_no_memory():
     machine = Machine(cost_model.find_device("h100"))
     assert round_cost(LLAMA, Draft(None), machine, 1, 1000, 5, 4).draft == 0

@@ -14,7 +14,7 @@ from magicjax.decoding import loop, program_cache
 from magicjax.decoding.request import prepare
 from magicjax.decoding.runner import state_shapes
 from magicjax.drafters import self_speculation
-from magicjax.kv_cache import full_cache, sparse_cache
+from magicjax.kv_cache import full_cache, pages, sparse_cache
 from tests.magicjax import tiny
 from tests.quick import quick
 
@@ -47,12 +47,14 @@ DRAFTS = {
     "int4_refreshed": ("int4", magicjax.chain(4)),
     "small_sparse": ("sparse", magicjax.chain(4)),
     "self_copy": ("copy", magicjax.chain(4)),
+    "quest": ("quest", magicjax.chain(4)),
+    "quest_tree": ("quest refreshed", magicjax.expansion((2, 2, 1))),
 }
 # Of these others have every part: a tree, a small model, a growing tree, sampling.
 PARTS = (
     *("self_tree", "small_chain", "small_dynamic", "self_dynamic", "self_sampled"),
     *("ensemble", "ensemble_sampled", "self_chain", "plain_sampled", "snapkv_refreshed"),
-    *("small_sparse", "pyramidkv", "self_copy"),
+    *("small_sparse", "pyramidkv", "self_copy", "quest"),
 )
 MOVES = ("copy", "transpose", "convert", "concatenate", "select", "pad", "broadcast", "reverse")
 
@@ -80,6 +82,8 @@ def request_of(name: str):
         "int4": magicjax.SelfSpeculation("keydiff", BUDGET, refresh_every=2, kv_dtype="int4"),
         "copy": magicjax.SelfSpeculation(budget=BUDGET, weights="int8"),
         "sparse": magicjax.SmallModel(small.model, policy="snapkv", budget=BUDGET),
+        "quest": magicjax.SelfSpeculation("quest", BUDGET),
+        "quest refreshed": magicjax.SelfSpeculation("quest", BUDGET, refresh_every=4),
     }
     drafter = drafters.get(kind)
     return prepare(
@@ -97,9 +101,14 @@ def is_cache(x) -> bool:
     return isinstance(x, full_cache.KVCache | sparse_cache.DraftCache)
 
 
+def is_bounds(x) -> bool:
+    return isinstance(x, pages.PageBounds)
+
+
 def num_bytes(cache) -> int:
-    """Returns the bytes of keys and values, arrays or their shapes."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((cache.k, cache.v)))
+    """Returns the bytes of keys and values, or of bounds of keys, arrays or their shapes."""
+    arrays = (cache.low, cache.high) if is_bounds(cache) else (cache.k, cache.v)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
 
 def sizes_of(request, state) -> dict[str, int]:
@@ -109,6 +118,8 @@ def sizes_of(request, state) -> dict[str, int]:
         own = jax.tree.leaves(state.drafter, is_leaf=is_cache)
         own = [jax.tree.leaves(cache.k)[0] for cache in own if is_cache(cache)]
         sizes |= {"draft" + "'" * i: keys.size for i, keys in enumerate(own)}
+        bounds = filter(is_bounds, jax.tree.leaves(state.drafter, is_leaf=is_bounds))
+        sizes |= {f"bounds {i}": each.low[0].size for i, each in enumerate(bounds)}
     return sizes
 
 
@@ -203,14 +214,21 @@ def test_prefill_holds_no_scores_of_the_whole_prompt():
     assert temporaries < scores / 100
 
 
-COUNTED = ("plain", "small_tree", "ensemble", "h2o_refreshed", "pyramidkv", "int4_refreshed")
+COUNTED = (
+    *("plain", "small_tree", "ensemble", "h2o_refreshed", "pyramidkv", "int4_refreshed"),
+    "quest",
+)
 
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_predicted_bytes_are_those_of_the_caches(name):
     request = request_of(name)
     state = state_shapes(request)
-    own = filter(is_cache, jax.tree.leaves(state.drafter, is_leaf=is_cache))
+
+    def is_counted(x) -> bool:
+        return is_cache(x) or is_bounds(x)
+
+    own = filter(is_counted, jax.tree.leaves(state.drafter, is_leaf=is_counted))
     assert request.kv_bytes == (
         num_bytes(state.cache),
         sum(num_bytes(cache) for cache in own),

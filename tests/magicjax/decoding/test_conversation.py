@@ -12,7 +12,7 @@ from magicjax.decoding import program_cache, runner
 from magicjax.decoding.conversation import CHUNK, Conversation, Reply, validate_conversation
 from magicjax.decoding.request import capacity_of
 from magicjax.engine.templates import make_templates
-from magicjax.policies import SnapKV
+from magicjax.policies import Quest, SnapKV
 from tests.magicjax import oracle, tiny
 from tests.magicjax.decoding.test_compiled import WIDE, moved_caches, shaped
 from tests.magicjax.kv_cache import test_loop_caches as caches
@@ -29,6 +29,7 @@ DRAFTERS = {
     "streaming": tiny.drafter("self"),
     "full": magicjax.SelfSpeculation("full"),
     "snapkv": magicjax.SelfSpeculation(SnapKV(window=WINDOW), 64, refresh_every=2),
+    "quest": magicjax.SelfSpeculation(Quest(page_size=8), 64),
     "small": tiny.drafter("near"),
     "ensemble": magicjax.Ensemble([tiny.drafter("near"), magicjax.PromptLookup()]),
 }

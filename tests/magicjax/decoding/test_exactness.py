@@ -18,6 +18,7 @@ CASES = [
     ("self", "chain4", 8),
     ("self", "2,2,1", 3),
     ("self", "irregular", 8),
+    ("quest", "2,2,1", 8),
     ("near", "irregular", 8),
     ("self", "chain6", 1),
     ("near", "dynamic", 8),
@@ -28,7 +29,7 @@ CASES = [
 ]
 BATCHES = (1, 3, 8)
 ALL = [
-    *itertools.product(tiny.DRAFTERS, [*tiny.TREES, "dynamic"], BATCHES),
+    *itertools.product([*tiny.DRAFTERS, "quest"], [*tiny.TREES, "dynamic"], BATCHES),
     *itertools.product(["prompt-lookup"], ["chain1", "chain4", "chain8", "branches"], BATCHES),
 ]
 ALL = [case for case in ALL if case not in CASES]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax.policies import POLICIES
+from magicjax.policies import POLICIES, Quest
 from pallas_kernels import attention, attention_mass
 from tests.magicjax import oracle, tiny
 from tests.quick import quick
@@ -22,10 +22,11 @@ TREES = {
 }
 REFRESHES, KV_DTYPES = (None, 4), (None, "int8", "int4")
 SPARSE = [name for name in POLICIES if name != "full"]
+UNQUANTIZED = ("quest",)  # reads the target's own cache
 ALL = [
     case
     for case in itertools.product(SPARSE, BUDGETS, TREES, REFRESHES, KV_DTYPES)
-    if not (case[0] == "streaming" and case[3])
+    if not (case[0] == "streaming" and case[3]) and not (case[0] in UNQUANTIZED and case[4])
 ]
 # Every pair of two settings is in at least one of these.
 SLICE = [
@@ -56,6 +57,9 @@ SLICE = [
     ("random", 32, "dynamic", 4, None),
     ("random", 128, "2,2,1", None, "int8"),
     ("random", 512, "chain3", 4, "int4"),
+    ("quest", 32, "2,2,1", 4, None),
+    ("quest", 128, "dynamic", None, None),
+    ("quest", 512, "chain3", 4, None),
 ]
 
 QUICK = [SLICE[3 * i + i % 3] for i in range(len(SLICE) // 3)]  # each policy once
@@ -91,8 +95,9 @@ def check(tally, wanted, policy, budget, tree, refresh, kv_dtype) -> None:
 
 
 def policy_of(name: str):
-    """Returns the policy, with fewer sinks for streaming so that a budget of 32 has a ring."""
-    return magicjax.StreamingLLM(sinks=4) if name == "streaming" else name
+    """Returns the policy, with few sinks and small pages so that a budget of 32 is enough."""
+    own = {"streaming": magicjax.StreamingLLM(sinks=4), "quest": Quest(page_size=8)}
+    return own.get(name, name)
 
 
 def test_the_slice_has_every_pair_of_settings():

@@ -7,9 +7,10 @@ import jax
 import numpy as np
 
 import magicjax
-from magicjax.policies import SnapKV
+from magicjax.policies import Quest, SnapKV
 from tests.magicjax import oracle, tiny
 from tests.magicjax.kv_cache import test_loop_caches as caches
+from tests.magicjax.kv_cache import test_pages
 
 NEW = 24
 CAPACITY = caches.WIDTH  # every text fits the fresh prefill that caches are compared with
@@ -23,6 +24,10 @@ DRAFTERS = {
     "h2o": (
         magicjax.SelfSpeculation(magicjax.policies.H2O(window=30, recent=7), 13, refresh_every=3),
         tiny.TREES["chain4"],
+    ),
+    "quest": (
+        magicjax.SelfSpeculation(Quest(page_size=4), 12, refresh_every=2),
+        tiny.TREES["2,2,1"],
     ),
     "int8": (magicjax.SelfSpeculation(budget=24, kv_dtype="int8"), tiny.TREES["chain4"]),
     "small": (tiny.drafter("near"), tiny.TREES["irregular"]),
@@ -109,7 +114,9 @@ def check_drafter(drafter, state, cache, texts) -> None:
     if isinstance(drafter, magicjax.PromptLookup):
         caches.check_text(state, texts)
     elif isinstance(drafter, magicjax.SelfSpeculation):
-        if state is not None and drafter.kv_dtype is None:
+        if drafter.retrieval is not None:
+            test_pages.check_bounds(state.bounds, cache)
+        elif state is not None and drafter.kv_dtype is None:
             caches.check_draft_cache(state.cache, cache)
     elif drafter.sparse is None:
         caches.check_small(state, drafter.model, texts, 1e-5)

@@ -15,6 +15,7 @@ from magicjax.decoding.runner import prefill_and_init
 from magicjax.kv_cache import prefill
 from magicjax.settings import AttentionStatsSpec
 from tests.magicjax import tiny
+from tests.magicjax.kv_cache import test_pages
 from tests.quick import quick
 
 WIDTH = 64  # of a fresh prefill: every text so far fits
@@ -131,7 +132,9 @@ def check_every_round(kind, tree, prompts, dtype, tolerance, **options) -> None:
         np.testing.assert_array_equal(state.pending, [text[-1] for text in texts])
         check_cache(state.cache, request.target, texts, state.cache.lengths, tolerance)
         accepted |= set(np.flatnonzero(state.histogram.sum(0)).tolist())
-        if kind == "self":
+        if kind == "quest":
+            test_pages.check_bounds(state.drafter.bounds, state.cache)
+        elif kind == "self":
             check_draft_cache(state.drafter.cache, state.cache)
         elif kind == "ensemble":
             for member, own in zip(request.drafter.drafters, state.drafter, strict=True):
@@ -155,7 +158,8 @@ def check_every_round(kind, tree, prompts, dtype, tolerance, **options) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tree"), [(None, None), ("self", "irregular"), ("self", "chain4")]
+    ("kind", "tree"),
+    [(None, None), ("self", "irregular"), ("self", "chain4"), ("quest", "irregular")],
 )
 def test_caches_follow_the_text_round_by_round_around_the_budget(kind, tree):
     check_every_round(kind, tree, prompts_around_the_budget(), "float32", 1e-5)

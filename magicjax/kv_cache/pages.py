@@ -1,0 +1,209 @@
+"""Pages of the target's cache that a draft reads in place, chosen by the draft's own queries.
+
+Page i is the slots i * page_size to (i + 1) * page_size - 1. A draft reads M pages for each layer,
+row and KV head: the first one, the newest ones, and those between that may hold the keys with the
+highest scores. The elementwise bounds of a page's keys bound the score of each of its keys, so that
+choosing reads two vectors of a page instead of all keys. Source: Quest (arXiv 2406.10774).
+
+With M = 4, of which one is the newest, a row of 20 tokens and pages of 4 slots reads
+    page    0   1 2 3   4
+    read    x   two     x
+A row of at most M pages reads all of them. Pages are gathered for the attention of one layer at a
+time: a temporary array of the budget's size, and no copy of the cache.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from magicjax.kv_cache.full_cache import KVCache, Layers
+from sharding import KV_HEADS, LAYER_BATCH, Split, collectives, logical_axes
+
+Pages = tuple[Int[Array, "B K C"], ...]
+Bounds = tuple[Float[Array, "B K P D"], ...]
+
+
+@struct.dataclass
+class PageBounds:
+    """The smallest and the largest element of the keys in each page of a cache.
+
+    Attributes:
+      low, high: one array [B, K, P, D] per layer, in the cache's dtype; inf and -inf in pages
+        without tokens.
+      split: static; the model's division over devices.
+    """
+
+    low: Bounds = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
+    high: Bounds = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
+    split: Split = struct.field(pytree_node=False, default=Split())
+
+
+def bounds_of(cache: KVCache, page_size: int) -> PageBounds:
+    """Returns the bounds of all pages of a cache, whose slots must be a multiple of `page_size`."""
+    batch, heads, slots, size = cache.k[0].shape
+    live = (jnp.arange(slots) < cache.lengths[:, None])[:, None, :, None]
+
+    def pages(keys, hidden):
+        keys = jnp.where(live, keys, jnp.array(hidden, keys.dtype))
+        return keys.reshape(batch, heads, slots // page_size, page_size, size)
+
+    low = tuple(pages(k, jnp.inf).min(3) for k in cache.k)
+    high = tuple(pages(k, -jnp.inf).max(3) for k in cache.k)
+    return PageBounds(low, high, cache.split)
+
+
+def update_bounds(
+    bounds: PageBounds, new: tuple, path: Int[Array, "B A"], kept: Int[Array, "B"], cache: KVCache
+) -> PageBounds:
+    """Returns the bounds with the keys of the first `kept` nodes of each path.
+
+    Args:
+      bounds: before the round.
+      new: per layer the pair k, v [B, N, K, D] of the nodes.
+      path, kept: as in `magicjax.drafters.base.RoundOutcome`.
+      cache: after the round.
+    """
+    num_pages = bounds.low[0].shape[2]
+    page_size = cache.k[0].shape[2] // num_pages
+    steps, rows = jnp.arange(path.shape[1]), jnp.arange(path.shape[0])[:, None]
+    position = (cache.lengths - kept)[:, None] + steps
+    page = jnp.where(steps < kept[:, None], position // page_size, num_pages)  # dropped
+    low, high = [], []
+    for old_low, old_high, (k, _) in zip(bounds.low, bounds.high, new, strict=True):
+        keys = jnp.take_along_axis(k, path[:, :, None, None], axis=1)  # [B, A, K, D]
+        low.append(old_low.at[rows, :, page].min(keys, mode="drop"))
+        high.append(old_high.at[rows, :, page].max(keys, mode="drop"))
+    return dataclasses.replace(bounds, low=tuple(low), high=tuple(high))
+
+
+def in_order(cache: KVCache, count: int) -> Pages:
+    """Returns pages 1, 2, … `count` for every layer, row and KV head."""
+    pages = 1 + jnp.arange(count, dtype=jnp.int32)
+    return tuple(jnp.broadcast_to(pages, (*k.shape[:2], count)) for k in cache.k)
+
+
+@struct.dataclass
+class PagedCache:
+    """The target's cache as a draft reads it: the first page, C chosen ones, the newest ones.
+
+    Attributes:
+      full: the cache.
+      bounds: of all of its tokens.
+      chosen: int32 [B, K, C] per layer, the pages that were last chosen; C may be 0 in no layer.
+      due: bool [B], the rows that choose in this round; None: all.
+      newest: static; how many pages of the newest tokens are read.
+      page_size: static.
+    """
+
+    full: KVCache
+    bounds: PageBounds
+    chosen: Pages
+    due: Bool[Array, "B"] | None
+    newest: int = struct.field(pytree_node=False)
+    page_size: int = struct.field(pytree_node=False)
+
+    @property
+    def k(self) -> Layers:
+        return self.full.k
+
+    @property
+    def v(self) -> Layers:
+        return self.full.v
+
+    def choose(
+        self, layer: int, query: Float[Array, "B H D"], old: Int[Array, "B K C"], take: Callable
+    ) -> Int[Array, "B K C"]:
+        """Returns the pages that a round reads besides the first and the newest, in order.
+
+        The score of a page is the mean over the G query heads of a KV head of an upper bound of
+        their scores of its keys. Rows that fit, and rows that are not due, keep `old`.
+
+        Args:
+          layer: of the cache.
+          query: of the root.
+          old: the pages chosen before.
+          take: returns the rows of the query, of an array of all rows.
+        """
+        count, num_pages = old.shape[2], self.bounds.low[layer].shape[2]
+        if num_pages <= 1 + count + self.newest:  # every row fits
+            return old
+
+        def choose(due: Array) -> Array:
+            low, high = (take(x[layer]) for x in (self.bounds.low, self.bounds.high))
+            score = upper_bounds(query, low, high).mean(2)
+            score = collectives.psum(score, self.full.split.replica_axes)
+            last = self._last_page(take)[:, None, None]
+            page = jnp.arange(num_pages)
+            between = (page > 0) & (page <= last - self.newest)
+            best = jax.lax.top_k(jnp.where(between, score, -jnp.inf), count)[1]
+            fits = last <= count + self.newest
+            return jnp.where(due & ~fits, jnp.sort(best).astype(jnp.int32), old)
+
+        if self.due is None:
+            return choose(jnp.array(True))
+        due = take(self.due)
+        return jax.lax.cond(due.any(), choose, lambda _: old, due[:, None, None])
+
+    def gather(
+        self, layer: int, chosen: Int[Array, "B K C"], take: Callable, first_row: Array | None
+    ) -> tuple[Float[Array, "B K S D"], Float[Array, "B K S D"], Int[Array, "B"]]:
+        """Returns keys and values [B, K, M * page_size, D] of the pages, and each row's live slots.
+
+        Only the last page can be partial, and it comes last, so the live slots are the first ones.
+
+        Args:
+          layer: of the cache.
+          chosen: as `choose` returns them.
+          take: as for `choose`.
+          first_row: index of the first of these rows; None: all rows.
+        """
+        count = chosen.shape[2]
+        last, page = self._last_page(take), jnp.arange(self.newest)
+        # The newest pages, or those after the chosen ones while all fit.
+        newest = jnp.maximum(last - self.newest, count)[:, None] + 1 + page
+        newest = jnp.broadcast_to(newest[:, None], (*chosen.shape[:2], self.newest))
+        pages = jnp.concatenate([jnp.zeros_like(chosen[..., :1]), chosen, newest], -1)
+        skipped = jnp.maximum(last - count - self.newest, 0)  # pages that are not read
+        live = take(self.full.lengths) - skipped * self.page_size
+
+        rows = jnp.arange(chosen.shape[0]) + (0 if first_row is None else first_row)
+        heads = jnp.arange(chosen.shape[1])
+
+        def read(slots):
+            parts = slots.reshape(*slots.shape[:2], -1, self.page_size, slots.shape[3])
+            index = rows[:, None, None], heads[:, None], pages
+            taken = parts.at[index].get(mode="clip")  # pages beyond the end have no live slots
+            return taken.reshape(*pages.shape[:2], -1, slots.shape[3])
+
+        return read(self.k[layer]), read(self.v[layer]), live
+
+    def _last_page(self, take: Callable) -> Int[Array, "B"]:
+        """Returns the page of each row's newest token; 0 for a row without tokens."""
+        return jnp.maximum(take(self.full.lengths) - 1, 0) // self.page_size
+
+
+def upper_bounds(
+    query: Float[Array, "B H D"], low: Float[Array, "B K P D"], high: Float[Array, "B K P D"]
+) -> Float[Array, "B K G P"]:
+    """Returns the sum over d of max(q_d * low_d, q_d * high_d), at least q times any key between.
+
+    The larger product is that with `high` where q_d > 0 and that with `low` elsewhere, so that the
+    sum is two matrix products. Undefined for pages without tokens.
+    """
+    batch, heads, _, size = low.shape
+    query = query.reshape(batch, heads, -1, size).astype(low.dtype)
+
+    def dot(q, bound):
+        return jnp.einsum(
+            "bkgd,bkpd->bkgp",
+            q,
+            bound,
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.promote_types(q.dtype, jnp.float32),
+        )
+
+    return dot(jnp.maximum(query, 0), high) + dot(jnp.minimum(query, 0), low)
