@@ -3,12 +3,14 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 CONTROL_FLOW = ("while", "conditional", "call", "async-start", "async-done")
+VIEWS = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant")
+FLOATS = ("f", "bf")
 
 # The first line of a computation; ENTRY marks the main one.
 HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{")
@@ -116,6 +118,25 @@ def copied_sizes(text: str) -> Iterator[int]:
     """Yields the number of elements of each copied array, except zeros that fill a new array."""
     for match in COPIED.finditer(text):
         yield _elements(match[1])
+
+
+def written_floats(text: str, sizes: Container[int]) -> int:
+    """Returns the number of operations that write a floating-point array of one of these sizes.
+
+    Values inside of fusions are not written to memory, and control flow moves nothing.
+    """
+    bodies, _ = computations(text)
+    lines = [line for body in bodies.values() for line in body]
+    fused = {name for line in lines for name in FUSED.findall(line)}
+    count = 0
+    for name, body in bodies.items():
+        for line in body if name not in fused else ():
+            match = OPERATION.match(line)
+            if match is None or match[2] in (*CONTROL_FLOW, *VIEWS):
+                continue
+            results = ARRAY.findall(line[: match.start(2)].partition("=")[2])
+            count += any(kind.startswith(FLOATS) and _elements(d) in sizes for kind, d in results)
+    return count
 
 
 def collectives(text: str, group: int | None = None) -> list[Collective]:

@@ -20,7 +20,7 @@ from sharding import MeshSize
 
 OUT = pathlib.Path(__file__).parents[1] / "results" / "fit"
 SELF, SMALL = "self:streaming:512", "small:llama-3.2-1b:streaming:512"
-# Target, rows, context, device, mesh, drafter, tree.
+# Target, rows, context, device, mesh, drafter, tree, and the format of quantized weights.
 WORKLOADS = (
     ("llama-3.1-8b", 128, 32768, "h100", "model=8", SELF, "chain:4"),
     ("llama-3.1-8b", 128, 32768, "h200", "model=8", SELF, "chain:4"),
@@ -34,6 +34,9 @@ WORKLOADS = (
     ("llama-2-7b-32k", 8, 8192, "a100", "model=2", "self:snapkv:512", "expansion:4,2,1"),
     ("llama-65b", 16, 2048, "h100", "stage=2,model=4", SELF, "chain:4"),
     ("llama-3.1-70b", 16, 8192, "h100", "stage=2,model=4", SELF, "chain:4"),
+    ("llama-3.1-70b", 4, 8192, "h100", "model=1", SELF, "chain:4", "int4"),
+    ("llama-65b", 4, 2048, "h100", "model=1", SELF, "chain:4", "int4"),
+    ("falcon-40b", 4, 2048, "h100", "model=1", SELF, "chain:4", "int4"),
 )
 
 
@@ -62,10 +65,11 @@ def _report(out: pathlib.Path, workload: tuple) -> dict[str, Any]:
 
 
 def _fit(workload: tuple, *options: str) -> dict[str, Any]:
-    target, batch, context, device, mesh, drafter, tree = workload
+    target, batch, context, device, mesh, drafter, tree, *weights = workload
     command = [sys.executable, "-m", "magicjax", "fit", "--target", target, "--batch", str(batch)]
     command += ["--context", str(context), "--device", device, "--mesh", mesh, "--json", *options]
     command += ["--drafter", drafter, "--tree", tree] if drafter else []
+    command += ["--weights", *weights] if weights else []
     command += ["--backend", "mosaic"] if is_hopper(device) else []
     process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if process.returncode not in (0, 3):
@@ -100,11 +104,13 @@ def _row(report: dict[str, Any]) -> tuple[str, ...]:
     excess = gb["total"] - gb["usable"]
     difference = report["estimated"] / sizes["total"] - 1
     copies = sum(sum(p["copies of a cache"].values()) for p in report["programs"].values())
-    # Older reports have no stage.
+    weights = f" in {load['weights']}" if load.get("weights") else ""
+    # Older reports have no stage and no weights.
     size = MeshSize(load["data"], load["model"], load.get("stage", 1))
     mesh = ", ".join(f"{axis}={n}" for axis, n in size._asdict().items() if n > 1)
     return (
-        f"{load['target']}, {load['drafter'] or 'plain'}, {load['batch']} x {load['context']}",
+        f"{load['target']}{weights}, {load['drafter'] or 'plain'}, "
+        f"{load['batch']} x {load['context']}",
         f"{size.devices} {load['device']}" + (f" ({mesh})" if mesh else ""),
         f"{gb['weights'] + gb['draft weights']:.2f}",
         f"{gb['target KV']:.2f}",

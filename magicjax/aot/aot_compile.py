@@ -237,6 +237,21 @@ def cache_sizes(request: Request) -> dict[str, set[int]]:
     }
 
 
+def matrix_sizes(model: Model) -> set[int]:
+    """Returns the numbers of elements of a block's quantized matrices on one device."""
+
+    def sizes(tree: Any, first_axis: int) -> set[int]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {
+            int(np.prod(x.sharding.shard_shape(x.shape)[first_axis:]))
+            for path, x in leaves
+            if path[-1].key == "weight" and x.dtype.itemsize == 1
+        }
+
+    layout = model.layout
+    return sizes(layout.blocks, 1) if isinstance(layout, Offloaded) else sizes(model.params, 0)
+
+
 def all_caches(state: DecodeState) -> list[KVCache | DraftCache]:
     """Returns the target's cache, then those of drafters."""
 
@@ -275,7 +290,10 @@ def report(
     assert mesh is not None  # `abstract_request` sets it
     if group is None and mesh.shape[STAGE] > 1:
         group = mesh.size // mesh.shape[STAGE]
-    return {
+    counted: dict[str, Any] = {}
+    if program == "decode" and request.target.weights is not None:  # arrays of prefill are as large
+        counted["dequantized matrices"] = hlo.written_floats(text, matrix_sizes(request.target))
+    return counted | {
         "seconds to compile": seconds,
         "argument bytes": memory.argument_size_in_bytes,
         "new result bytes": memory.output_size_in_bytes - memory.alias_size_in_bytes,

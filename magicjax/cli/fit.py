@@ -205,6 +205,8 @@ def _program(program: dict[str, Any], per: str) -> list[str]:
     ] or ["  no collectives"]
     copies = ", ".join(f"{name} {n}" for name, n in program["copies of a cache"].items())
     lines.append(f"  copies of a cache: {copies}")
+    if (matrices := program.get("dequantized matrices")) is not None:
+        lines.append(f"  dequantized matrices in memory: {matrices}")
     for kernel in program["kernels"]:
         lines.append("  kernel: " + ", ".join(f"{name} {n}" for name, n in kernel.items()))
     if program["shared bytes of kernels"]:

@@ -1,5 +1,7 @@
 """Reading of compiled programs: operations, copies and collectives."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from magicjax import hlo
@@ -100,3 +102,17 @@ ENTRY %main (p: f32[2,4]) -> f32[2,8] {
     assert (parameter.opcode, parameter.operands) == ("parameter", [])
     assert fusion.operands == ["p", "p"] and fusion.references == ["fused"]
     assert fusion.fused == "fused" and fusion.scope is None
+
+
+def test_converted_matrices_are_counted_outside_of_fusions():
+    def product(x, w):
+        return jax.lax.dot_general(x, w.astype(x.dtype), (((1,), (1,)), ((), ())))
+
+    x = jnp.zeros((3, 32))
+    for dtype, count in ((jnp.int8, 1), (jnp.float32, 0)):
+        text = jax.jit(product).lower(x, jnp.zeros((64, 32), dtype)).compile().as_text()
+        assert hlo.written_floats(text, {64 * 32}) == count
+    inside = "%fused (p: s8[8]) -> bf16[8] {\n  ROOT %c = bf16[8] convert(%p)\n}\n"
+    entry = "ENTRY %main (p: s8[8]) -> bf16[2] {\n  ROOT %f = bf16[2] fusion(%p), calls=%fused\n}"
+    assert hlo.written_floats(inside + entry, {8}) == 0
+    assert hlo.written_floats(inside + entry, {2}) == 1
