@@ -96,7 +96,7 @@ class Projection(nn.Module):
       inputs, outputs: (size, logical axis) of each contracted axis, and of each output axis.
       axis_names: mesh axes that divide the contracted axes.
       weights: the format of a quantized weight. Its scales, and zero points if there are any, are
-        float32 [G, *outputs]; a mesh that divides the inputs divides the G groups.
+        float32 [G, outputs...]; a mesh that divides the inputs divides the G groups.
     """
 
     inputs: tuple[tuple[int, str | None], ...]
@@ -137,10 +137,10 @@ class Projection(nn.Module):
     def _quantized(
         self, shape: tuple[int, ...], axes: tuple[str | None, ...]
     ) -> tuple[Array, Array, Array | None]:
-        """Returns weight [*O, *I], scale and zero point (or None), at first random.
+        """Returns weight [O..., I...], scale and zero point (or None), at first random.
 
         Args:
-          shape, axes: of the unquantized weight, [*I, *O].
+          shape, axes: of the unquantized weight, [I..., O...].
         """
         form, n = self.weights, len(self.inputs)
         assert form is not None

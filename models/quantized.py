@@ -116,10 +116,10 @@ def parse_weights(
 
 
 def quantize(weight: Any, form: WeightFormat, inputs: int, xp: Any = np) -> dict[str, Any]:
-    """Returns the parameters `weight` [*O, *I] and `scale` [G, *O], by default on the host.
+    """Returns the parameters `weight` [O..., I...] and `scale` [G, O...], by default on the host.
 
     Args:
-      weight: [*I, *O], floating-point.
+      weight: [I..., O...], floating-point.
       form: without zero points; its groups divide the inputs.
       inputs: the number of input axes.
       xp: `jax.numpy` to compute where the weight is.
@@ -137,7 +137,7 @@ def quantize(weight: Any, form: WeightFormat, inputs: int, xp: Any = np) -> dict
 
 
 def inputs_last(weight: Any, inputs: int) -> Any:
-    """Returns a matrix [*I, *O] with `inputs` axes I as [*O, *I], the order of quantized ones.
+    """Returns a matrix [I..., O...] with `inputs` axes I as [O..., I...], the order of quantized ones.
 
     XLA's products on GPUs read int4 along the contracted axis only, and would copy other matrices.
     """
@@ -147,17 +147,17 @@ def inputs_last(weight: Any, inputs: int) -> Any:
 def dequantize(
     weight: Array, scale: Array, zero: Array | None = None, dtype: Any = jnp.float32
 ) -> Array:
-    """Returns (weight - zero) * scale as [*I, *O], in at least float32 and rounded to `dtype`.
+    """Returns (weight - zero) * scale as [I..., O...], in at least float32 and rounded to `dtype`.
 
     Args:
-      weight: [*O, *I], integers.
-      scale, zero: [G, *O].
+      weight: [O..., I...], integers.
+      scale, zero: [G, O...].
       dtype: of the result.
     """
     groups, *outputs = scale.shape
     n = len(outputs)
     wide = jnp.asarray(weight).astype(jnp.promote_types(dtype, jnp.float32))
-    wide = wide.transpose(*range(n, weight.ndim), *range(n))  # [*I, *O]
+    wide = wide.transpose(*range(n, weight.ndim), *range(n))  # [I..., O...]
     shape = wide.shape
     wide = wide.reshape(groups, -1, *outputs)
     wide = wide if zero is None else wide - zero[:, None]
@@ -165,16 +165,16 @@ def dequantize(
 
 
 def product(x: Array, weight: Array, scale: Array, zero: Array | None, precision: Any) -> Array:
-    """Returns x [*B, *I] times the dequantized matrix, in x's dtype; the matrix is not dequantized.
+    """Returns x [B..., I...] times the dequantized matrix, in x's dtype; the matrix is not dequantized.
 
     Integers are multiplied, which are exact in bfloat16, and the sums of each group are scaled, in
-    at least float32. All sums [G, *B, *O] are computed at once if they take no more memory than
+    at least float32. All sums [G, B..., O...] are computed at once if they take no more memory than
     the matrix, else group by group.
 
     Args:
-      x: [*B, *I].
-      weight: [*O, *I], integers.
-      scale, zero: [G, *O].
+      x: [B..., I...].
+      weight: [O..., I...], integers.
+      scale, zero: [G, O...].
       precision: of the product.
     """
     groups, *outputs = scale.shape

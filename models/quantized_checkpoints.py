@@ -232,7 +232,7 @@ def parameters(
     Args:
       matrix: of `form`, or of one that it holds exactly.
       form: of the module.
-      shape: of the unquantized weight, [*I, *O].
+      shape: of the unquantized weight, [I..., O...].
       inputs: the number of axes I.
     """
     groups = form.groups(len(matrix.values))

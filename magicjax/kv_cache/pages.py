@@ -93,7 +93,7 @@ class PagedCache:
     Attributes:
       full: the cache.
       bounds: of all of its tokens.
-      chosen: int32 [B, K, C] per layer, the pages that were last chosen; C may be 0 in no layer.
+      chosen: int32 [B, K, C] per layer, the pages that were last chosen.
       due: bool [B], the rows that choose in this round; None: all.
       newest: static; how many pages of the newest tokens are read.
       page_size: static.
@@ -119,14 +119,15 @@ class PagedCache:
     ) -> Int[Array, "B K C"]:
         """Returns the pages that a round reads besides the first and the newest, in order.
 
-        The score of a page is the mean over the G query heads of a KV head of an upper bound of
-        their scores of its keys. Rows that fit, and rows that are not due, keep `old`.
+        The score of a page is the upper bound of its keys' scores, averaged over the G query heads
+        of a KV head: with the maximum instead, the head with the longest queries would choose.
+        Rows that are not due, and rows whose pages are all read, keep `old`.
 
         Args:
           layer: of the cache.
-          query: of the root.
-          old: the pages chosen before.
-          take: returns the rows of the query, of an array of all rows.
+          query: of the root, for some rows of the batch.
+          old: the pages that these rows chose before.
+          take: returns these rows of an array of all rows.
         """
         count, num_pages = old.shape[2], self.bounds.low[layer].shape[2]
         if num_pages <= 1 + count + self.newest:  # every row fits
