@@ -16,8 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from sharding import array_bytes
-
 DTYPES = {4: jnp.int4, 8: jnp.int8}
 NONE: Literal["none"] = "none"  # dequantize a quantized checkpoint
 INT4_GROUP = 128  # of the format "int4"
@@ -137,9 +135,10 @@ def quantize(weight: Any, form: WeightFormat, inputs: int, xp: Any = np) -> dict
 
 
 def inputs_last(weight: Any, inputs: int) -> Any:
-    """Returns a matrix [I..., O...] with `inputs` axes I as [O..., I...], the order of quantized ones.
+    """Returns a matrix [I..., O...] as [O..., I...], the order of quantized ones.
 
     XLA's products on GPUs read int4 along the contracted axis only, and would copy other matrices.
+    `inputs` is the number of axes I.
     """
     return weight.transpose(*range(inputs, weight.ndim), *range(inputs))
 
@@ -165,14 +164,15 @@ def dequantize(
 
 
 def product(x: Array, weight: Array, scale: Array, zero: Array | None, precision: Any) -> Array:
-    """Returns x [B..., I...] times the dequantized matrix, in x's dtype; the matrix is not dequantized.
+    """Returns x times the matrix, in x's dtype, without dequantizing it.
 
     Integers are multiplied, which are exact in bfloat16, and the sums of each group are scaled, in
-    at least float32. All sums [G, B..., O...] are computed at once if they take no more memory than
-    the matrix, else group by group.
+    at least float32. With few rows, as in decoding, the sums [G, B..., O...] of all groups are
+    computed at once. They take no more memory than the matrix in 16 bits. With more rows, as in
+    prefill, groups are computed one by one.
 
     Args:
-      x: [B..., I...].
+      x: [B..., I...]; the result is [B..., O...].
       weight: [O..., I...], integers.
       scale, zero: [G, O...].
       precision: of the product.
@@ -201,7 +201,7 @@ def product(x: Array, weight: Array, scale: Array, zero: Array | None, precision
     out = jnp.zeros((len(x3), len(w3)), wide)
     if groups == 1:
         out = add_group(0, out)
-    elif groups * out.size * out.dtype.itemsize <= array_bytes(weight.shape, weight.dtype):
+    elif 2 * len(x3) <= x3.shape[2]:
         out = scaled("rgi,ogi->gro", x3, w3, scale, zero).sum(0)
     else:
         out = jax.lax.fori_loop(0, groups, add_group, out)
