@@ -216,7 +216,7 @@ class Bench:
         key = (
             directory,
             cell.dtype,
-            cell.weights,
+            cell.target_weights,
             cell.offload,
             *_prompt_settings(cell),
             text.shape,

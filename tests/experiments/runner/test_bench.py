@@ -25,7 +25,7 @@ def tokenizer():
 def mine(tokenizer, tmp_path):
     made = workload.Bench(tmp_path)
     shape = SimpleNamespace(vocab_size=300)
-    made.model = lambda *which: SimpleNamespace(tokenizer=tokenizer, config=shape)
+    made.model = lambda *which, **options: SimpleNamespace(tokenizer=tokenizer, config=shape)
     return made
 
 
@@ -44,7 +44,7 @@ def test_cells_of_a_task_have_its_rows_and_answers(kind, tokenizer, mine):
 
 def test_cells_with_and_without_chat_template_have_their_own_prompts(mine):
     target = SimpleNamespace(tokenizer=prompt_cases.chatty())
-    mine.model = lambda *which: target
+    mine.model = lambda *which, **options: target
     made = [cells(prompts="chat", context=600, chat_template=use)[0] for use in (None, True, False)]
     rows = [mine.prompts(cell).tobytes() for cell in made]
     assert rows[0] == rows[1] != rows[2]
@@ -54,7 +54,7 @@ def test_cells_with_and_without_chat_template_have_their_own_prompts(mine):
 
 def test_tasks_are_chosen_with_their_prompts(mine, tokenizer, monkeypatch):
     target = SimpleNamespace(tokenizer=tokenizer, eos_token_ids=(7,))
-    mine.model = lambda *which: target
+    mine.model = lambda *which, **options: target
     ends = {0: 3, 1: 16, 2: 16, 3: 5}  # where the answer of each candidate ends
     made = prompts.make("chat", tokenizer, "", 4, 600)
     number = {prompt.tokens.tobytes(): i for i, prompt in enumerate(made)}
@@ -78,7 +78,7 @@ def test_tasks_are_chosen_with_their_prompts(mine, tokenizer, monkeypatch):
 
 def test_an_answer_ends_at_the_end_token(mine, tokenizer):
     target = SimpleNamespace(tokenizer=tokenizer, eos_token_ids=(0,))
-    mine.model = lambda *which: target
+    mine.model = lambda *which, **options: target
     tokens = [*tokenizer.encode("18 apples"), 0, *tokenizer.encode("19 pears")]
     assert mine.answer(cells(prompts="chat")[0], tokens) == "18 apples"
 
