@@ -1,7 +1,6 @@
 """Ahead-of-time requests for absent GPUs, and reports read from compiled programs."""
 
 import dataclasses
-import types
 
 import jax
 import pytest
@@ -24,9 +23,10 @@ def two_layers(monkeypatch):
     """Cuts every model to two layers, which trace faster."""
     whole = aot_compile.skeleton
 
-    def cut(source):
-        config = dataclasses.replace(whole(source).config, num_layers=2)
-        return types.SimpleNamespace(config=config)
+    def cut(*arguments, **options):
+        model = whole(*arguments, **options)
+        config = dataclasses.replace(model.config, num_layers=2)
+        return dataclasses.replace(model, module=model.module.clone(config=config))
 
     monkeypatch.setattr(aot_compile, "skeleton", cut)
 
