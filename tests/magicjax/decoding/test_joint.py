@@ -213,6 +213,9 @@ class Broken:
     def __getattr__(self, name):
         return getattr(self.drafter, name)
 
+    def for_target(self, target):
+        return self.replace(drafter=self.drafter.for_target(target))
+
     def propose(self, target, state, root, cache, sampling, settings):
         proposal, draft = self.drafter.propose(target, state, root, cache, sampling, settings)
         draws, tokens = proposal.draws, proposal.tokens
