@@ -37,11 +37,11 @@ class Family:
     architecture: str
     names: Mapping[str, str]
     keys: Mapping[str, str]
-    settings: Mapping[str, Any] = MappingProxyType({})
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     parts: tuple[str, ...] = ()
     mlp_ratio: int | None = None
-    defaults: Mapping[str, Any] = MappingProxyType({})
-    fixed: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     grouped_qkv: bool = False
