@@ -101,7 +101,9 @@ def _attention(
     """Returns the attention of q to the layer's prefix, and to new k, v under the mask."""
     cache, mask = attend.cache, attend.mask
     mask = attend.slice(mask) if mask.ndim == 3 else mask
+    prefix: tuple[Any, Any, Array]
     if isinstance(cache, PagedCache):
+        assert pages is not None  # since `empty_nodes`
         prefix = cache.gather(layer, pages, attend.slice, attend.first_row)
     else:
         prefix = cache.k[layer], cache.v[layer], attend.slice(cache.live(layer))
