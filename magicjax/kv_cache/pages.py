@@ -150,7 +150,11 @@ class PagedCache:
         return jax.lax.cond(due.any(), choose, lambda _: old, due[:, None, None])
 
     def gather(
-        self, layer: int, chosen: Int[Array, "B K C"], take: Callable, first_row: Array | None
+        self,
+        layer: int,
+        chosen: Int[Array, "B K C"],
+        take: Callable,
+        first_row: Int[Array, ""] | None,
     ) -> tuple[Float[Array, "B K S D"], Float[Array, "B K S D"], Int[Array, "B"]]:
         """Returns keys and values [B, K, M * page_size, D] of the pages, and each row's live slots.
 

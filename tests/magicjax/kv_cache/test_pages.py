@@ -156,14 +156,15 @@ def append_paths(rng, cache, bounds, rounds: int, nodes: int, depth: int, update
 
 def check_bounds(bounds, cache) -> None:
     """Asserts that the bounds are exactly those of the committed keys of each page."""
-    page_size = cache.k[0].shape[2] // bounds.low[0].shape[2]
-    live = (np.arange(SLOTS) < np.asarray(cache.lengths)[:, None])[:, None, :, None]
+    slots = cache.k[0].shape[2]
+    page_size = slots // bounds.low[0].shape[2]
+    live = (np.arange(slots) < np.asarray(cache.lengths)[:, None])[:, None, :, None]
     for low, high, keys in zip(bounds.low, bounds.high, cache.k, strict=True):
         keys = np.asarray(keys, np.float64)
         for page in range(low.shape[2]):
-            slots = np.s_[:, :, page * page_size : (page + 1) * page_size]
-            wanted_low = np.where(live, keys, np.inf)[slots].min(2)
-            wanted_high = np.where(live, keys, -np.inf)[slots].max(2)
+            part = np.s_[:, :, page * page_size : (page + 1) * page_size]
+            wanted_low = np.where(live, keys, np.inf)[part].min(2)
+            wanted_high = np.where(live, keys, -np.inf)[part].max(2)
             np.testing.assert_array_equal(np.float64(low[:, :, page]), wanted_low)
             np.testing.assert_array_equal(np.float64(high[:, :, page]), wanted_high)
 
