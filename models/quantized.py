@@ -8,7 +8,7 @@ only in checkpoints that others have quantized.
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -208,20 +208,23 @@ def product(x: Array, weight: Array, scale: Array, zero: Array | None, precision
     return out.astype(x.dtype).reshape(*rows, *outputs)
 
 
-def quantize_params(params: Any, shapes: Any, form: WeightFormat) -> Any:
-    """Returns parameters with quantized matrices, on the host; those quantized already are kept.
+def quantize_params(
+    params: Any, shapes: Any, form: WeightFormat, quantize: Callable[..., Any] = quantize
+) -> Any:
+    """Returns parameters with quantized matrices; those quantized already are kept.
 
     Args:
       params: nested dictionaries, such as those of a block.
       shapes: of the result, as the module of the format declares them.
       form: of the matrices.
+      quantize: of a matrix; by default on the host.
     """
     if not isinstance(params, dict):
         return params
     if "weight" in params and "scale" in shapes and "scale" not in params:
         inputs = params["weight"].ndim - (len(shapes["scale"].shape) - 1)
         return params | quantize(params["weight"], form, inputs)
-    return {name: quantize_params(value, shapes[name], form) for name, value in params.items()}
+    return {name: quantize_params(x, shapes[name], form, quantize) for name, x in params.items()}
 
 
 def dequantize_params(params: Any, dtype: Any) -> Any:

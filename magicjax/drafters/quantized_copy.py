@@ -64,16 +64,7 @@ def _quantized(target: Model, module: nn.Module) -> Any:
     blocks = models.blocks_of(target.params)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(blocks)):
         return shapes
-
-    def convert(params: Any, wanted: Any) -> Any:
-        if not isinstance(params, dict):
-            return params
-        if "scale" in wanted and "weight" in params:
-            inputs = params["weight"].ndim - (len(wanted["scale"].shape) - 1)
-            return params | _quantize(params["weight"], module.weights, inputs)
-        return {name: convert(value, wanted[name]) for name, value in params.items()}
-
-    return convert(blocks, shapes)
+    return quantized.quantize_params(blocks, shapes, module.weights, _quantize)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
