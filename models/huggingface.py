@@ -33,6 +33,7 @@ from models.quantized_checkpoints import (
     common_format,
     finer,
     gather,
+    holds,
     matrix_format,
     missing_parts,
     parameters,
@@ -98,8 +99,8 @@ def load_checkpoint(
       path: the directory.
       dtype: of parameters and activations; None: as stored.
       weights: quantize the blocks' matrices, one by one; None: as stored, quantized or not; "none":
-        dequantize those of a quantized checkpoint. Of a quantized checkpoint, the same bits with
-        smaller groups hold the same matrices.
+        dequantize those of a quantized checkpoint. Matrices of a quantized checkpoint that the
+        format does not hold exactly are dequantized and rounded again.
       sharding_of: the sharding of a parameter, by its logical axes; each device and process reads
         only its part. None: the default device.
       mapped_blocks: return the blocks' parameters as memory-mapped numpy arrays, in the files'
@@ -278,13 +279,11 @@ def _format(
     if weights == "none" or not found:
         return None if weights == "none" else weights
     form = common_format(found)
-    if weights is not None and (smaller := finer(form, weights)) is not None:
+    if weights is not None:
+        smaller = finer(form, weights)
+        if smaller is None:
+            return weights
         form = smaller
-    elif weights is not None:
-        raise ValueError(
-            f"weights={str(weights)!r}: the checkpoint is quantized already ({form}): omit "
-            "weights, or pass weights='none' to dequantize it"
-        )
     if plain:
         raise ValueError(
             f"some matrices of blocks are quantized ({form}) and others are not, such as "
@@ -393,18 +392,21 @@ def _read_params(
         shape, form = plain[tensor.path].value.shape, module.weights
         in_block = tensor.path[0].startswith(BLOCK)
         keep = form if in_block and tensor.inputs else None
+        found = None
         if isinstance(where, _Stored):
             values = tensor.to_parameter(mapped(where.file)[where.name], shape)
-            found = {tensor.path[-1]: values}
-            if keep is not None and not mapped_blocks:
-                found = quantize(values, keep, tensor.inputs)
         else:
             matrix = _read_matrix(layout, tensor, where, mapped, shape)
-            if keep is None:
-                values = matrix.dequantized()
-                found = {tensor.path[-1]: (values if tensor.inputs else values.T).reshape(shape)}
-            else:
+            if keep is not None and holds(keep, matrix):
                 found = parameters(matrix, keep, shape, tensor.inputs)
+            else:
+                values = matrix.dequantized()
+                values = (values if tensor.inputs else values.T).reshape(shape)
+        if found is None:
+            quantized = keep is not None and not mapped_blocks
+            found = (
+                quantize(values, keep, tensor.inputs) if quantized else {tensor.path[-1]: values}
+            )
         for name, values in found.items():
             path = (*tensor.path[:-1], name)
             if mapped_blocks and in_block:

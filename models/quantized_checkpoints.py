@@ -224,6 +224,14 @@ def finer(form: WeightFormat, weights: WeightFormat) -> WeightFormat | None:
     return dataclasses.replace(form, group=weights.group)
 
 
+def holds(form: WeightFormat, matrix: Matrix) -> bool:
+    """Returns whether a format holds a matrix exactly."""
+    kinds = form.is_float, form.zeros or matrix.zeros is None
+    if kinds != (not np.issubdtype(matrix.values.dtype, np.integer), True):
+        return False
+    return matrix.bits <= form.bits and form.groups(len(matrix.values)) % len(matrix.scales) == 0
+
+
 def parameters(
     matrix: Matrix, form: WeightFormat, shape: tuple[int, ...], inputs: int
 ) -> dict[str, np.ndarray]:

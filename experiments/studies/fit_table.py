@@ -34,6 +34,9 @@ WORKLOADS = (
     ("llama-2-7b-32k", 8, 8192, "a100", "model=2", "self:snapkv:512", "expansion:4,2,1"),
     ("llama-65b", 16, 2048, "h100", "stage=2,model=4", SELF, "chain:4"),
     ("llama-3.1-70b", 16, 8192, "h100", "stage=2,model=4", SELF, "chain:4"),
+    ("llama-65b", 4, 2048, "h100", "model=1", SELF, "chain:4", "int4"),
+    ("falcon-40b", 4, 2048, "h100", "model=1", SELF, "chain:4", "int4"),
+    ("llama-3.1-70b", 4, 8192, "h100", "model=1", SELF, "chain:4", "int4"),
 )
 
 

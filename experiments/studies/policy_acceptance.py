@@ -27,7 +27,7 @@ from magicjax.benchmarks.tables import record_table
 from magicjax.files import write_atomically
 
 PROG = "python -m experiments.studies.policy_acceptance"
-SHOWN = ("context", "policy", "budget", "acceptance_rate", "tau", "exact_match", "ties")
+SHOWN = ("context", "prompts", "method", "acceptance_rate", "tau", "exact_match", "ties")
 
 
 def cells_of(experiment: config.Experiment) -> list[list[grid.Cell]]:

@@ -93,6 +93,7 @@ CASES = {
     "MPT": (self_speculation(), TREE, {}, "mpt"),
     "MPT sampled": (small(), magicjax.chain(3), SAMPLED, "mpt"),
     "StarCoder": (small(), TREE, {}, "starcoder"),
+    **{f"family {kind}": (self_speculation(), TREE, {}, kind) for kind in family_cases.KINDS},
     "int4": (self_speculation(), magicjax.chain(3), {}, INT4),
     "int4 small sampled": (small(), TREE, SAMPLED, INT4),
 }

@@ -233,10 +233,16 @@ def test_orders_of_activations_are_refused():
         checkpoints.read_matrix(checkpoints.Layout("gptq", 1), parts, (16, 32))
 
 
-def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
-    folder, _ = write_pair(tmp_path, "awq")
-    with pytest.raises(ValueError, match=r"weights='int8': .* quantized already .int4:8.zeros."):
-        magicjax.load(folder, weights="int8")
+@pytest.mark.parametrize("name", ["awq", "fp8"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_another_format_rounds_the_dequantized_matrices(tmp_path, name, offload):
+    folder, plain = write_pair(tmp_path, name)
+    found = magicjax.load(folder, "float32", weights="int8:4", offload=offload)
+    right = magicjax.load(plain, "float32", weights="int8:4", offload=offload)
+    assert str(found.weights) == "int8:4"
+    tensors = (jax.tree.leaves((m.params, m.layout)) for m in (found, right))
+    for x, y in zip(*tensors, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_groups_may_be_divided(tmp_path):

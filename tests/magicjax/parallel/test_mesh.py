@@ -27,7 +27,10 @@ FEW = [
     ("MPT", (1, 8)),
     ("int4", (2, 4)),
 ]
-ALL = [pair for pair in itertools.product(mesh_cases.CASES, MESHES) if pair not in FEW]
+FAMILIES = [case for case in mesh_cases.CASES if case.startswith("family ")]
+OTHERS = [case for case in mesh_cases.CASES if case not in FAMILIES]
+ALL = [pair for pair in itertools.product(OTHERS, MESHES) if pair not in FEW]
+ALL += [(case, (2, 2)) for case in FAMILIES]
 
 
 def shards_of(mesh) -> int | None:

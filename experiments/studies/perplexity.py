@@ -1,0 +1,95 @@
+"""Perplexity of a model by the format of its weights: `python -m experiments.studies.perplexity`.
+
+Every format reads the same texts. The first format is the reference of the last column, the share
+of positions at which both have the same most likely token.
+"""
+
+import argparse
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+import magicjax
+from experiments import prompts
+from experiments.runner import teacher
+from magicjax.benchmarks.tables import record_table
+from magicjax.cli.options import check_context
+from magicjax.files import write_atomically
+from magicjax.model import DTYPES
+from sharding import part_bytes
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.studies.perplexity",
+        description="Perplexity of a model by the format of its weights.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    formats = ["none", "int8", "int4:64"]
+    add("--target", default="smollm2", help="model directory or GGUF file, or a name of fetch")
+    add("--dtype", choices=DTYPES, default=DTYPES[0], help="of activations and other weights")
+    add("--weights", nargs="+", default=formats, help="formats; none: dequantized")
+    add("--prompts", choices=(prompts.STDLIB, prompts.FILES), default=prompts.STDLIB, help="texts")
+    add("--prompt-path", default="", help="with --prompts files, a text or a folder of texts")
+    add("--requests", type=int, default=16, help="texts")
+    add("--context", type=int, default=1024, help="tokens of each text")
+    add("--out", type=pathlib.Path, help="write the table to this CSV file")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints and writes the table; returns the exit status."""
+    command = parser()
+    args = command.parse_args(argv)
+    try:
+        rows = measure(args)
+    except (OSError, ValueError) as error:
+        command.error(str(error))
+    print(record_table(rows))
+    if args.out is not None:
+        write_atomically(args.out, pd.DataFrame(rows).to_csv(index=False))
+    return 0
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns a row for each format.
+
+    Raises:
+      OSError, ValueError: as `magicjax.load`, or the model cannot read texts of this length.
+    """
+    rows: list[dict[str, Any]] = []
+    check_context(args.target, args.context)
+    best: list[np.ndarray] = []
+    for form in args.weights:
+        target = magicjax.load(args.target, args.dtype, weights=form)
+        texts = prompts.make(
+            args.prompts, target.tokenizer, args.prompt_path, args.requests, args.context
+        )
+        log_probs, predicted = zip(*(score(target, text.tokens) for text in texts), strict=True)
+        best.append(np.stack(predicted))
+        rows.append(
+            {
+                "weights": form,
+                "MB of weights": part_bytes(target.params) / 1e6,
+                "perplexity": float(np.exp(-np.mean(log_probs))),
+                "same token": float(np.mean(best[-1] == best[0])),
+            }
+        )
+    return rows
+
+
+def score(target: magicjax.Model, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the log-probabilities of a text's tokens [T - 1], and the most likely ones [T]."""
+    index = np.arange(len(text) - 1)[None]
+    log_probs, _ = teacher.log_probs(target, text[None], index, text[None, 1:])
+    return np.asarray(log_probs)[0], np.asarray(teacher.greedy_tokens(target, text[None]))[0]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
