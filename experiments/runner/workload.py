@@ -27,7 +27,7 @@ from magicjax.benchmarks import profile_phases
 from magicjax.decoding import memory, program_cache, request
 from magicjax.decoding.paired_timing import PrefilledPrompts
 from magicjax.files import locked, write_atomically
-from magicjax.loading import config_of
+from magicjax.loading import config_of, weight_format
 from magicjax.parallel import offloading
 from magicjax.policies import Full
 from sharding import processes
@@ -85,10 +85,13 @@ class Bench:
         """
         devices = cell.devices
         if devices and (devices.shape["stage"] > 1 or jax.process_count() > 1):
-            sizes = cost_model.sizes_of(config_of(directory), cell.dtype)
-            weights = sizes.weight_bytes + sizes.itemsize * sizes.tables
+            form = cell.storage["weights"] if directory == cell.target else None
+            stored = weight_format(directory, form)
+            sizes = cost_model.sizes_of(config_of(directory), cell.dtype, weights=stored)
+            needed = sizes.weight_bytes + sizes.itemsize * sizes.tables
             size = offloading.device_memory() or offloading.free_host_memory() or math.inf
-            return self.model(directory, cell.dtype) if weights < MEMORY_SHARE * size else None
+            fits = needed < MEMORY_SHARE * size
+            return self.model(directory, cell.dtype, weights=form) if fits else None
         return self.target_of(cell) if directory == cell.target else self.draft(directory, cell)
 
     def prompts(self, cell: Cell) -> np.ndarray:
@@ -198,9 +201,9 @@ class Bench:
     def agreement(self, cell: Cell) -> float | None:
         """Returns how often target and draft predict the same token on the prompts' text.
 
-        None if it is switched off, if no single model drafts, if the entries that the draft sees
-        depend on the text (full and streaming caches are fixed), or if the target is divided over
-        stages or processes and does not fit on one device.
+        None if it is switched off, if no single model drafts, if the draft's weights are quantized,
+        if the entries that it sees depend on the text (full and streaming caches are fixed), or if
+        the target is divided over stages or processes and does not fit on one device.
         """
         view = _view(cell)
         if not cell.agreement_tokens or view is None or self.read_by(cell.target, cell) is None:
@@ -354,10 +357,10 @@ def _at_least(histogram: Any) -> np.ndarray:
 def _view(cell: Cell) -> dict[str, int] | None:
     """Returns the part of a text that a cell's draft sees, as arguments of `greedy_tokens`.
 
-    None if it depends on the text, or if entries or positions are not those of the text: quantized
-    entries, sinks that move.
+    None if it depends on the text, if entries or positions are not those of the text (quantized
+    entries, sinks that move), or if the draft's weights are quantized.
     """
-    if cell.draft not in ("self", "small"):
+    if cell.draft not in ("self", "small") or cell.options.get("weights"):
         return None
     drafter, _ = make_drafter(cell)
     if drafter.kv_dtype or getattr(drafter, "sink_positions", "text") == "in_cache":

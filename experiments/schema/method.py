@@ -192,5 +192,7 @@ def short_name(drafter: str) -> str:
     """Returns the text of a drafter with the names of models instead of their paths."""
     if drafter in (AUTO, PLAIN["drafter"]):
         return "plain" if drafter == PLAIN["drafter"] else drafter
-    made = spec.make_drafter(drafter, lambda path: named(pathlib.PurePath(path).name))
+    made = spec.make_drafter(
+        drafter, lambda path, **options: named(pathlib.PurePath(path).name, **options)
+    )
     return spec.text_of(made)

@@ -111,6 +111,18 @@ def test_chosen_prompts_are_kept_until_the_text_changes(mine, tmp_path, monkeypa
     assert chosen == [8, 8]  # once for the cells of each text
 
 
+def test_a_divided_target_is_read_with_its_weights(monkeypatch):
+    bench = workload.Bench()
+    monkeypatch.setattr(bench, "model", lambda path, dtype, **options: (path, options["weights"]))
+    monkeypatch.setattr(workload.offloading, "device_memory", lambda: 10**9)
+    divided = SimpleNamespace(shape={"stage": 2})
+    monkeypatch.setattr(grid.Cell, "devices", property(lambda self: divided))
+    (cell, *_) = cells(target_weights="int4:32", context=256)
+    assert bench.read_by(cell.target, cell) == (cell.target, "int4:32")
+    other = "experiments/zoo/draft-1"
+    assert bench.read_by(other, cell) == (other, None)
+
+
 SAMPLING = {"do_sample": True, "seed": 3}
 
 

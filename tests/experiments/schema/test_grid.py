@@ -36,6 +36,18 @@ def test_a_grid_is_a_product_with_plain_decoding_first_in_each_group():
         assert len({(cell.batch, cell.context, cell.candidates) for cell in group}) == 1
 
 
+def test_the_weights_of_drafts_are_in_their_names_and_have_no_agreement():
+    drafts = {"drafter": ["self:full", "small:somewhere/draft-1"], "weights": ["", "int4:32"]}
+    (group,) = grid.groups(fields.checked(config.Experiment, {"methods": [drafts]}, "test"))
+    assert [cell.method for cell in group[1:]] == [
+        "self:full, chain:4",
+        "self:full:weights=int4:32, chain:4",
+        "small:draft-1:full, chain:4",
+        "small:draft-1:full:weights=int4:32, chain:4",
+    ]
+    assert [workload._view(cell) for cell in group[1:]] == [{}, None, {}, None]
+
+
 @pytest.mark.parametrize(
     ("settings", "candidates"),
     [
