@@ -50,8 +50,7 @@ def saved(tiny, tmp_path):
 # Round trips
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shard", [10**9, 3000])
+@pytest.mark.parametrize(("dtype", "shard"), [("float32", 3000), ("bfloat16", 10**9)])
 def test_a_round_trip_is_exact_to_the_bit(golden, tmp_path, dtype, shard):
     first = models.load_checkpoint(golden, dtype)
     models.save_checkpoint(tmp_path / "x", first.module, first.params, max_shard_bytes=shard)

@@ -8,13 +8,14 @@ import pytest
 import magicjax
 from experiments.runner import workload
 from tests.magicjax import tiny
+from tests.quick import quick
 
 SUMS = ("prefill_s", "decode_s", "compile_s", "compilations", "rounds")
 UNEQUAL = ("target_passes", "acceptance_rate")
 OF_THE_CALL = (*SUMS, "tokens_per_s", "kv_bytes_target", "kv_bytes_draft")
 
 
-@pytest.mark.parametrize("tree", ["expansion:2,1", None])
+@pytest.mark.parametrize("tree", quick(["expansion:2,1", None], None))
 def test_merged_batches_have_the_statistics_of_one(tree):
     rows = np.random.default_rng(3).integers(tiny.VOCAB, size=(4, 20)).astype(np.int32)
     drafter = magicjax.PromptLookup() if tree is None else magicjax.SelfSpeculation(budget=20)

@@ -243,7 +243,7 @@ class Broken:
     [
         pytest.param("not renormalized", "without_replacement", marks=pytest.mark.slow),
         pytest.param("repeated tokens skipped", "with_replacement", marks=pytest.mark.slow),
-        ("pruned", "with_replacement"),
+        pytest.param("pruned", "with_replacement", marks=pytest.mark.slow),
         pytest.param("top as if drawn", "top", marks=pytest.mark.slow),
     ],
 )

@@ -55,7 +55,7 @@ def output_of(name: str, logprobs: int | None, **options) -> magicjax.Output:
     return tiny.generate(3, 0, kind, tree, logprobs=logprobs, **own | options)
 
 
-@pytest.mark.parametrize("name", quick(CASES, "tree sampled"))
+@pytest.mark.parametrize("name", quick(CASES, "chain"))
 def test_log_probabilities_are_those_of_a_plain_pass(name):
     output = output_of(name, 3)
     check_rows(tiny.model(), tiny.prompts(3), output, 3)
@@ -136,7 +136,6 @@ def divided(case: str, mesh: list[int]) -> bool:
     ("case", "mesh"),
     quick(
         [("self", (1, 8)), ("several sampled", (2, 4)), ("dynamic", (2, 2, 2))],
-        ("self", (1, 8)),
     ),
 )
 def test_a_divided_vocabulary_gives_the_same(eight, case, mesh):

@@ -85,6 +85,7 @@ def test_sinks_that_do_not_move_are_detected(monkeypatch):
         test_a_draft_after_a_long_text_equals_one_without_the_middle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", quick(["chain4", "irregular"], "chain4"))
 def test_a_draft_of_short_context_is_exact_in_long_texts(tree):
     """The draft model has fewer positions than the text."""

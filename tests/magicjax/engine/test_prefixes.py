@@ -22,7 +22,7 @@ def questions(count: int, common: int = 250) -> list[np.ndarray]:
     return [np.concatenate([document, Long.prompt(10 + n)]) for n in range(count)]
 
 
-@pytest.mark.parametrize("name", quick(DRAFTERS, "snapkv", "ensemble"))
+@pytest.mark.parametrize("name", quick(DRAFTERS, "snapkv"))
 def test_questions_on_one_document_prefill_it_once(name, tally):
     engine, asked = Long.engine(name), questions(4)
     engine.warm_up()
@@ -46,6 +46,7 @@ def test_questions_on_one_document_prefill_it_once(name, tally):
     assert engine.stats.reused_tokens == 750
 
 
+@pytest.mark.slow
 def test_the_same_prompt_with_several_seeds_is_prefilled_once():
     engine, prompt = Long.engine("streaming", do_sample=True, slots=8), Long.prompt(200)
     handles = [engine.submit(prompt, max_new_tokens=NEW, seed=seed) for seed in range(8)]

@@ -117,7 +117,7 @@ def samples(case: str, mesh: list[int] | None) -> tuple[list[list[int]], list[li
     return [r.tokens.tolist() for r in results], [r.logprobs.chosen.tolist() for r in results]
 
 
-@pytest.mark.parametrize(("case", "mesh"), quick(SAMPLES, ("plain sampled", (2, 1))))
+@pytest.mark.parametrize(("case", "mesh"), quick(SAMPLES))
 def test_samples_on_a_data_mesh_are_those_of_generate_alone(case, mesh, eight):
     drafter, tree, _, kv_heads = mesh_cases.CASES[case]
     found, logprobs = eight(samples, case=case, mesh=mesh)

@@ -144,7 +144,7 @@ def p_value(case: str, calls: int, settings: dict[str, float], grammar) -> float
     return test_joint.p_value(counts, joint(tuple(settings.items())))
 
 
-@pytest.mark.parametrize("case", quick(CASES, "small, 2,2"))
+@pytest.mark.parametrize("case", quick(CASES))
 def test_texts_of_the_loop_have_the_constrained_distribution(case):
     grammar = magicjax.Grammar.regex(PATTERN)
     settings = test_joint.WARPED if list(CASES).index(case) % 2 else test_joint.PLAIN

@@ -91,6 +91,7 @@ def test_sampled_requests_have_the_text_of_their_seed_alone():
             assert spelled.regex.fullmatch(pattern, handle.result().text)
 
 
+@pytest.mark.slow
 def test_the_depth_of_drafts_may_change():
     engine = make(adaptive_depth=True)
     engine.warm_up()

@@ -22,7 +22,7 @@ def two():
     processes.close()
 
 
-@pytest.mark.parametrize(("case", "axis"), quick(ALL, ("self sampled", "model")))
+@pytest.mark.parametrize(("case", "axis"), quick(ALL))
 def test_two_processes_give_the_text_of_one(two, record_property, case, axis):
     mesh = ACROSS[axis]
     mesh_cases.check(two, record_property, case=case, mesh=mesh, shards=None)
