@@ -31,9 +31,9 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    formats = ["none", "int8", "int4:64"]
+    formats = ["none", "int8", "int4:32", "int4:64"]
     add("--target", default="smollm2", help="model directory or GGUF file, or a name of fetch")
-    add("--dtype", choices=DTYPES, default=DTYPES[0], help="of activations and other weights")
+    add("--dtype", choices=DTYPES, default="float32", help="of activations and other weights")
     add("--weights", nargs="+", default=formats, help="formats; none: dequantized")
     add("--prompts", choices=(prompts.STDLIB, prompts.FILES), default=prompts.STDLIB, help="texts")
     add("--prompt-path", default="", help="with --prompts files, a text or a folder of texts")
