@@ -18,6 +18,7 @@ from experiments.runner import teacher
 from magicjax.benchmarks.tables import record_table
 from magicjax.cli.options import check_context
 from magicjax.files import write_atomically
+from magicjax.loading import skeleton
 from magicjax.model import DTYPES
 from sharding import part_bytes
 
@@ -65,6 +66,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     check_context(args.target, args.context)
+    for form in args.weights:
+        skeleton(args.target, args.dtype, weights=form)  # raises before a model is loaded
     best: list[np.ndarray] = []
     for form in args.weights:
         target = magicjax.load(args.target, args.dtype, weights=form)
