@@ -258,21 +258,6 @@ def parameters(
     return values
 
 
-def matrix_of(found: Mapping[str, Any], form: WeightFormat) -> Matrix:
-    """Returns the matrix of the parameters of a quantized projection.
-
-    Args:
-      found: weight, scale and perhaps zero, on the host.
-      form: of the module.
-    """
-    scale = np.asarray(found["scale"])
-    outputs = math.prod(scale.shape[1:])
-    values = np.asarray(found["weight"]).reshape(outputs, -1).T
-    zeros = np.asarray(found["zero"]).reshape(-1, outputs) if form.zeros else None
-    stored = values if form.is_float else values.astype(np.int8)
-    return Matrix(stored, scale.reshape(-1, outputs), zeros, form.bits)
-
-
 def read_matrix(
     layout: Layout | None, parts: Mapping[str, np.ndarray], shape: tuple[int, ...]
 ) -> Matrix:
@@ -416,57 +401,3 @@ def _per_output(x: np.ndarray, outputs: int) -> np.ndarray:
     """Returns [G, O] of a scalar, [1], [O, 1] or [O, G]."""
     rows = x.reshape(1, 1) if x.size == 1 else x.reshape(outputs, -1).T
     return np.broadcast_to(rows, (len(rows), outputs))
-
-
-def written_parts(matrix: Matrix) -> dict[str, np.ndarray]:
-    """Returns what compressed-tensors stores for a matrix, by the last part of the names.
-
-    Raises ValueError for zero points that are not integers.
-    """
-    values, scales = np.ascontiguousarray(matrix.values.T), np.ascontiguousarray(matrix.scales.T)
-    if values.dtype != np.int8:
-        return {"weight": values, "weight_scale": scales}
-    packed = {
-        "weight_packed": pack(_unsigned(values, matrix.bits), matrix.bits),
-        "weight_scale": scales,
-        "weight_shape": np.array(values.shape, np.int64),
-    }
-    if matrix.zeros is not None:
-        zeros = np.rint(matrix.zeros).astype(np.int8)
-        if (zeros != matrix.zeros).any():
-            raise ValueError(
-                "its zero points are not integers (minima of a GGUF file), which "
-                "compressed-tensors does not store: load it with weights='none' to save it"
-            )
-        words = pack(_unsigned(zeros, matrix.bits), matrix.bits)
-        packed["weight_zero_point"] = np.ascontiguousarray(words.T)
-    return packed
-
-
-def _unsigned(signed: np.ndarray, bits: int) -> np.ndarray:
-    return (signed + np.int8(8)).view(np.uint8) if bits == 4 else signed.view(np.uint8) ^ 128
-
-
-def written_settings(form: WeightFormat, plain: Iterable[str]) -> dict[str, Any]:
-    """Returns the `quantization_config` of compressed-tensors.
-
-    Args:
-      form: of the quantized matrices.
-      plain: the modules that are linear maps and not quantized.
-    """
-    kind = "float-quantized" if form.is_float else "pack-quantized"
-    weights = {
-        "num_bits": form.bits,
-        "type": "float" if form.is_float else "int",
-        "symmetric": not form.zeros,
-        "strategy": "channel" if form.group is None else "group",
-        "group_size": form.group,
-        "dynamic": False,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-        "format": kind,
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": kind}},
-        "ignore": list(plain),
-    }

@@ -1,5 +1,6 @@
 """Quantized checkpoints: every layout is read as the matrices of its definition."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -321,6 +322,25 @@ def test_minima_of_a_gguf_file_cannot_be_saved(tmp_path, monkeypatch):
     checkpoint = models.load_checkpoint(converted(tmp_path, monkeypatch, ("Q4_1",))[0])
     with pytest.raises(ValueError, match=r"q_proj.weight cannot be written: its zero points are"):
         models.save_checkpoint(tmp_path / "x", checkpoint.module, checkpoint.params)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_output_matrix_is_written_as_not_quantized(tied, tmp_path):
+    """Transformers has the module `lm_head` even if embeddings are tied."""
+    config = dataclasses.replace(CONFIG, tie_embeddings=tied)
+    module = models.build(config, weights=models.WeightFormat(8, None))
+    models.save_checkpoint(tmp_path / "x", module, models.init_params(module))
+    raw = json.loads((tmp_path / "x" / "config.json").read_text())
+    assert raw["quantization_config"]["ignore"] == ["lm_head"]
+
+
+def test_transposed_matrices_cannot_be_saved_quantized(tmp_path):
+    golden = GOLDEN.parent / "golden" / "gpt2"
+    found = models.load_checkpoint(golden, weights=models.WeightFormat(8, None))
+    message = "quantized matrices of family='gpt2' cannot be written: .* weights='none' to save it"
+    with pytest.raises(ValueError, match=message):
+        models.save_checkpoint(tmp_path / "x", found.module, found.params)
     assert not (tmp_path / "x").exists()
 
 
