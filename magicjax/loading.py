@@ -72,9 +72,8 @@ def load(
     if path is not None:
         tokenizer = load_tokenizer(source)
         validate_tokenizer(tokenizer, models.load_config(path).vocab_size, source)
-        mapped = offload or stages > 1
         checkpoint = models.load_checkpoint(
-            path, dtype, weights=form, sharding_of=sharding_of, mapped_blocks=mapped
+            path, dtype, weights=form, sharding_of=sharding_of, lazy_blocks=offload or stages > 1
         )
         module, params = checkpoint.module, checkpoint.params
     else:
@@ -82,19 +81,19 @@ def load(
         module, params = models.build(config_of(source), dtype, weight_format(source, form)), None
     layout: Layout = Resident()
     if offload:
-        if params is None:
+        if checkpoint is None:
             params = models.init_params(module, seed, sharding_of, blocks=False)
             blocks: Iterable[Any] = models.init_blocks(module, seed)
         else:
-            params, blocks = models.split_blocks(params)
+            blocks = map(checkpoint.read_block, range(module.config.num_layers))
         layout = Offloaded(offloading.stack(module, blocks, sharding_of))
     elif stages > 1:
         assert sharding_of is not None  # several stages require a mesh
         layout = Pipelined(stages)
-        if params is None:
+        if checkpoint is None:
             params = pipeline_stages.init_params(module, seed, stages, sharding_of)
         else:
-            params = pipeline_stages.load_params(params, module, stages, sharding_of)
+            params = pipeline_stages.load_params(checkpoint, stages, sharding_of)
     elif params is None:
         params = models.init_params(module, seed, sharding_of)
     model = Model(module, params, name=str(source), shards=shards, layout=layout)
@@ -181,7 +180,7 @@ def skeleton(
 
 
 def stored_dtype(source: str | os.PathLike) -> Any:
-    """Returns the dtype that `load` gives a source if none is passed; reads files' headers only.
+    """Returns the dtype that `load` gives a source if none is passed.
 
     Raises as `magicjax.sources.directory_of` and `models.load_checkpoint`.
     """
@@ -235,13 +234,12 @@ def weight_format(
     Args:
       source, weights: as for `load`.
 
-    Raises as `magicjax.sources.directory_of`, and ValueError if the checkpoint is quantized and
-    `weights` is another format.
+    Raises as `magicjax.sources.directory_of` and `models.weight_format`.
     """
     directory, form = directory_of(source), _requested(source, weights)
     if directory is not None:
         return models.weight_format(directory, form)
-    return None if form == "none" else form
+    return models.rounded_format(form)
 
 
 def _requested(

@@ -215,11 +215,14 @@ def common_format(found: Iterable[tuple[WeightFormat, int]]) -> WeightFormat:
     return WeightFormat(max(form.bits for form in forms), group, zeros, kinds.pop())
 
 
-def finer(form: WeightFormat, weights: WeightFormat) -> WeightFormat | None:
-    """Returns `form` with the groups of `weights`, None unless that holds its matrices exactly."""
-    if weights.bits != form.bits or form.is_float or weights.group is None:
+def with_smaller_groups(form: WeightFormat, weights: WeightFormat) -> WeightFormat | None:
+    """Returns a checkpoint's format with the groups of `weights`, which divide its own.
+
+    Returns None if `weights` is another format; its zero points may be omitted.
+    """
+    if (weights.bits, weights.is_float) != (form.bits, form.is_float) or weights.zeros > form.zeros:
         return None
-    if form.group is not None and form.group % weights.group:
+    if form.group is not None and (weights.group is None or form.group % weights.group):
         return None
     return dataclasses.replace(form, group=weights.group)
 

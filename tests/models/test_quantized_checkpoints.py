@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 
 import gguf
 import jax
@@ -12,6 +13,8 @@ import safetensors.numpy
 
 import magicjax
 import models
+from magicjax.parallel import offloading
+from models import huggingface
 from models import quantized_checkpoints as checkpoints
 from models.gguf import blocks, files
 from tests import gguf_cases
@@ -166,8 +169,8 @@ def tokens_on_a_mesh(folder):
     return tokens(model, mesh)
 
 
-def tokens(model, mesh=None):
-    settings = {"max_new_tokens": 8, "drafter": "prompt-lookup:2", "tree": "chain:2"}
+def tokens(model, mesh=None, drafter="prompt-lookup:2"):
+    settings = {"max_new_tokens": 8, "drafter": drafter, "tree": "chain:2"}
     return np.asarray(magicjax.generate(model, TOKENS, mesh=mesh, **settings).tokens).tolist()
 
 
@@ -183,14 +186,49 @@ def test_offloaded_weights_stay_quantized(tmp_path):
     assert tokens(offloaded) == tokens(resident)
 
 
-def test_fused_matrices_of_a_checkpoint(tmp_path):
+def matrices_read(monkeypatch):
+    """The shapes of the matrices that are unpacked from now on."""
+    shapes = []
+
+    def read(layout, parts, shape):
+        shapes.append(shape)
+        return checkpoints.read_matrix(layout, parts, shape)
+
+    monkeypatch.setattr(huggingface, "read_matrix", read)
+    return shapes
+
+
+def test_host_memory_is_checked_before_blocks_are_read(tmp_path, monkeypatch):
+    folder, _ = write_pair(tmp_path, "awq")
+    read = matrices_read(monkeypatch)
+    monkeypatch.setattr(offloading, "free_host_memory", lambda: 1000)
+    with pytest.raises(ValueError, match="offload needs .* GB of host memory"):
+        magicjax.load(folder, "float32", offload=True)
+    assert not read
+
+
+def test_blocks_are_read_one_by_one(tmp_path, monkeypatch):
+    folder, _ = write_pair(tmp_path, "awq")
+    whole, read = models.load_checkpoint(folder), matrices_read(monkeypatch)
+    lazy = models.load_checkpoint(folder, lazy_blocks=True)
+    assert not read and not any(name.startswith("layers") for name in lazy.params["params"])
+    block = lazy.read_block(1)
+    assert len(read) == 7
+    expected = whole.params["params"]["layers_1"]
+    assert jax.tree.all(jax.tree.map(np.array_equal, block, expected))
+
+
+def test_fused_matrices_of_a_checkpoint(tmp_path, monkeypatch):
     """Phi-3 stores q, k and v as one matrix, and gate and up as another."""
     golden = GOLDEN.parent / "golden" / "phi3"
     plain = models.load_checkpoint(golden, weights=models.WeightFormat(8, None))
     models.save_checkpoint(tmp_path / "x", plain.module, plain.params)
     stored = safetensors.numpy.load_file(tmp_path / "x" / "model.safetensors")
-    assert "model.layers.0.self_attn.qkv_proj.weight_packed" in stored
+    matrices = [name for name in stored if name.endswith("weight_packed")]
+    assert "model.layers.0.self_attn.qkv_proj.weight_packed" in matrices
+    read = matrices_read(monkeypatch)
     found = models.load_checkpoint(tmp_path / "x")
+    assert len(read) == len(matrices)
     assert found.module == plain.module
     assert jax.tree.all(jax.tree.map(np.array_equal, found.params, plain.params))
 
@@ -246,25 +284,72 @@ def test_another_format_rounds_the_dequantized_matrices(tmp_path, name, offload)
         np.testing.assert_array_equal(x, y)
 
 
-def test_groups_may_be_divided(tmp_path):
+def same_weights(first, second):
+    both = [models.dequantize_params(c.params, np.float32) for c in (first, second)]
+    return jax.tree.all(jax.tree.map(np.array_equal, *both))
+
+
+@pytest.mark.parametrize(
+    "name, weights, form",
+    [
+        ("awq", "int4:8", "int4:8+zeros"),
+        ("awq", "int4:8+zeros", "int4:8+zeros"),
+        ("awq", "int4:4", "int4:4+zeros"),
+        ("packed", "int4:8", "int4:8"),
+        ("packed, 8 bits", "int8", "int8"),
+        ("fp8", "float8", "float8"),
+        ("fp8, blocks", "float8:8", "float8:8"),
+        ("fp8, blocks", "float8:4", "float8:4"),
+    ],
+)
+def test_the_format_of_a_checkpoint_and_smaller_groups_are_exact(name, weights, form, tmp_path):
+    folder, _ = write_pair(tmp_path, name)
+    found, stored = models.load_checkpoint(folder, weights=weights), models.load_checkpoint(folder)
+    assert str(found.module.weights) == form
+    assert same_weights(found, stored)
+
+
+def test_a_draft_model_with_zero_points_has_the_format_that_was_requested(tmp_path):
     folder, _ = write_pair(tmp_path, "awq")
-    found = models.load_checkpoint(folder, weights=models.WeightFormat.parse("int4:4"))
-    whole = models.load_checkpoint(folder)
-    assert (str(found.module.weights), str(whole.module.weights)) == (
-        "int4:4+zeros",
-        "int4:8+zeros",
-    )
-    same = [models.dequantize_params(c.params, np.float32) for c in (found, whole)]
-    assert jax.tree.all(jax.tree.map(np.array_equal, *same))
+    model = magicjax.load(folder, "float32", weights="int4:8")
+    assert tokens(model, drafter=magicjax.SmallModel(model, weights="int4:8")) == tokens(model)
+    with pytest.raises(ValueError, match="weights='int4:4' differs from the draft model's"):
+        tokens(model, drafter=magicjax.SmallModel(model, weights="int4:4"))
 
 
-def test_blocks_that_are_quantized_in_part_are_refused(tmp_path):
-    folder, plain = write_pair(tmp_path, "awq", ignored=("lm_head", "layers.1.mlp.down_proj"))
-    with pytest.raises(ValueError, match=r"others are not, such as model.layers.1.mlp.down_proj"):
-        models.load_checkpoint(folder)
-    found = models.load_checkpoint(folder, "float32", weights="none").params
-    right = models.load_checkpoint(plain).params
-    assert jax.tree.all(jax.tree.map(np.array_equal, found, right))
+def test_formats_of_other_checkpoints_are_refused(tmp_path):
+    folder, plain = write_pair(tmp_path, "packed")
+    for path, weights in ((folder, "float8"), (folder, "int4:8+zeros"), (plain, "float8")):
+        message = f"weights='{re.escape(weights)}': only checkpoints have float8 values and zero"
+        with pytest.raises(ValueError, match=message):
+            models.load_checkpoint(path, weights=weights)
+        with pytest.raises(ValueError, match=message):
+            magicjax.loading.weight_format(path, weights)
+
+
+PART = dict(ignored=("lm_head", "layers.1.mlp.down_proj"))
+
+
+def test_blocks_that_are_quantized_in_part_need_a_format(tmp_path):
+    folder, plain = write_pair(tmp_path, "awq", **PART)
+    for weights in (None, "int4:8"):  # nothing is rounded to zero points
+        message = r"others are not, such as model.layers.1.mlp.down_proj.weight: .* or 'int8' to"
+        with pytest.raises(ValueError, match=message):
+            models.load_checkpoint(folder, weights=weights)
+    for weights in ("none", "int8"):
+        found = models.load_checkpoint(folder, "float32", weights=weights).params
+        right = models.load_checkpoint(plain, weights=weights).params
+        assert jax.tree.all(jax.tree.map(np.array_equal, found, right))
+
+
+def test_a_format_quantizes_the_matrices_that_a_checkpoint_does_not(tmp_path):
+    folder, plain = write_pair(tmp_path, "packed", **PART)
+    found = models.load_checkpoint(folder, "float32", weights="int4:8")
+    rounded = models.load_checkpoint(plain, weights="int4:8")
+    exact = models.load_checkpoint(folder, "float32", weights="none")
+    mlp, rounded, exact = (c.params["params"]["layers_1"]["mlp"] for c in (found, rounded, exact))
+    np.testing.assert_array_equal(mlp["down"]["weight"], rounded["down"]["weight"])
+    np.testing.assert_array_equal(models.dequantize(**mlp["up"]), exact["up"]["weight"])
 
 
 def test_damaged_matrices_are_refused(tmp_path):
