@@ -27,7 +27,6 @@ from models.hf_config import read_config
 from models.hf_tensors import (
     DTYPES,
     IGNORED,
-    STORED,
     UNEMBEDDING,
     Stored,
     Tensor,
@@ -45,6 +44,7 @@ from models.quantized_checkpoints import (
     matrix_format,
     missing_parts,
     parameters,
+    part_dtypes,
     read_layout,
     read_matrix,
     with_smaller_groups,
@@ -319,9 +319,9 @@ def _match(config: DecoderConfig, stored: dict[str, Stored], layout: Layout | No
     problems += [f"unexpected {name}" for name in matrices if name not in needed]
     for name, parts in matrices.items():
         problems += [f"missing {name.removesuffix('weight')}{p}" for p in missing_parts(parts)]
-        for where in parts.values():
-            if where.dtype not in STORED:
-                names = ", ".join(STORED)
+        for part, where in parts.items():
+            if where.dtype not in (dtypes := part_dtypes(part, parts)):
+                names = ", ".join(dtypes)
                 problems.append(f"{where.name} has dtype {where.dtype}, supported: {names}")
     for name, where in stored.items():
         if name not in needed:

@@ -255,6 +255,10 @@ REFUSED = {
         {**layouts.LAYOUTS["packed"][0], "transform_config": {"R1": {}}},
         "transform_config={'R1': {}}, which is not supported",
     ),
+    "sparse": (
+        {**layouts.LAYOUTS["int8"][0], "sparsity_config": {"format": "sparse-24-bitmask"}},
+        "sparsity_config={'format': 'sparse-24-bitmask'}, which is not supported",
+    ),
 }
 
 
@@ -368,6 +372,71 @@ def test_damaged_matrices_are_refused(tmp_path):
     safetensors.numpy.save_file(tensors, file)
     with pytest.raises(ValueError, match=rf"{module}.scales"):
         models.load_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "name, part, dtype, message",
+    [
+        ("int8", "weight", np.float16, "weight has dtype F16, supported: I8, F8_E4M3"),
+        ("int8", "weight_scale", np.int8, "weight_scale has dtype I8, supported: F16, BF16, F32"),
+        ("packed", "weight_packed", np.int8, "weight_packed has dtype I8, supported: I32"),
+        ("packed, zeros", "weight_zero_point", np.int8, "weight_zero_point has dtype I8, suppor"),
+        ("awq", "qzeros", np.float32, "qzeros has dtype F32, supported: I32"),
+    ],
+)
+def test_parts_of_another_dtype_are_refused(name, part, dtype, message, tmp_path):
+    folder, _ = write_pair(tmp_path, name)
+    file, part = folder / "model.safetensors", f"model.layers.0.self_attn.q_proj.{part}"
+    tensors = safetensors.numpy.load_file(file)
+    safetensors.numpy.save_file(tensors | {part: tensors[part].astype(dtype)}, file)
+    with pytest.raises(ValueError, match=message):
+        models.load_checkpoint(folder)
+
+
+def test_scales_of_activations_are_unexpected(tmp_path):
+    folder, _ = write_pair(tmp_path, "awq")
+    file, name = folder / "model.safetensors", "model.layers.0.mlp.act.scales"
+    tensors = safetensors.numpy.load_file(file)
+    safetensors.numpy.save_file(tensors | {name: np.ones(48, np.float16)}, file)
+    with pytest.raises(ValueError, match=rf"\(1 problems\):\n  unexpected {name}$"):
+        models.load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq"])
+def test_groups_are_those_of_the_config(name, tmp_path):
+    folder, _ = write_pair(tmp_path, name)
+    for size, message in (
+        (16, "it has 4 groups for 32 inputs, and quantization_config has group_size=16"),
+        (12, "its 32 inputs are not a multiple of group_size=12: a smaller last group is not"),
+    ):
+        edit(folder, lambda raw, size=size: raw["quantization_config"].update(group_size=size))
+        with pytest.raises(ValueError, match=f"q_proj.weight cannot be read: {message}"):
+            models.load_checkpoint(folder)
+    edit(folder, lambda raw: raw["quantization_config"].update(group_size=None))
+    assert str(models.weight_format(folder)) == "int4:8+zeros"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sparsity_config": {"format": "dense", "global_sparsity": 0.1}},
+        {"config_groups": None},
+        {"kv_cache_scheme": None},
+    ],
+)
+def test_settings_without_effect_are_ignored(change):
+    settings = layouts.LAYOUTS["int8"][0] | change
+    assert checkpoints.read_layout(settings) == checkpoints.Layout("compressed-tensors")
+
+
+def test_quantization_of_activations_is_ignored(tmp_path):
+    folder, _ = write_pair(tmp_path, "int8")
+    file, module = folder / "model.safetensors", "model.layers.0.self_attn.q_proj"
+    tensors = safetensors.numpy.load_file(file)
+    added = {"input_scale": np.ones(1, np.float32), "input_zero_point": np.zeros(1, np.int8)}
+    named = {f"{module}.{name}": value for name, value in added.items()}
+    safetensors.numpy.save_file(tensors | named, file)
+    assert str(models.load_checkpoint(folder).module.weights) == "int8"
 
 
 def test_a_config_without_the_layout_is_an_error(tmp_path):
