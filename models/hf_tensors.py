@@ -169,7 +169,7 @@ def _layer(c: DecoderConfig, layer: str, path: tuple[str, ...]) -> list[Tensor]:
     name = {part: f"{layer}.{name}" for part, name in family.names.items()}
     linear = functools.partial(_linear, transposed=family.transposed)
     attention, mlp, bias = (*path, "attention"), (*path, "mlp"), c.norm == "layer"
-    own_norms = "of two parallel " if c.parallel and not c.shared_norm else ""
+    own_norms = "parallel_" if c.parallel and not c.shared_norm else ""
     tensors = _norm(name[f"{own_norms}attention_norm"], (*path, "attention_norm"), bias)
     if "qkv" in name:
         groups = c.num_kv_heads if family.grouped_qkv else 1
