@@ -41,9 +41,11 @@ def load(
       dtype: of parameters, caches and activations; None: as stored (GGUF: float32, presets:
         bfloat16).
       weights: quantize the blocks' matrices, one by one: "int8" with a scale for each output
-        channel, "int4" or "int4:32" with one for each group of 128 or 32 inputs. None: as stored;
-        matrices of a quantized checkpoint stay quantized, except those of `magicjax fetch`, which
-        are for CPUs, where quantized products are slow. "none": dequantize them.
+        channel, "int4" or "int4:32" with one for each group of 128 or 32 inputs. A quantized
+        checkpoint stays exact in its own format and in smaller groups of it, such as "float8:64".
+        None: as stored; matrices of a quantized checkpoint stay quantized, except those of
+        `magicjax fetch`, which are for CPUs, where quantized products are slow. "none": dequantize
+        them.
       seed: of a preset's weights.
       mesh: of devices (`make_mesh`); each device receives only its part.
       shards: number of devices along the mesh's `model` axis that divide a small draft; None: all.

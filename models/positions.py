@@ -8,7 +8,7 @@ change if a number is added to all scores of a query, so slope * (the key's posi
 is the product of two more elements of queries and keys. A cached key thus has its own position, and
 neither attention backends nor caches have a case for ALiBi. With head size 2 and position 600, a
 key (k0, k1) becomes (k0, k1, 2, 88), because 600 = 2 * 256 + 88 and both numbers are exact in
-bfloat16; the query has 256 * slope and slope there.
+bfloat16; the query has 256 * slope and slope there, rounded to its dtype.
 """
 
 import dataclasses

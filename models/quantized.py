@@ -197,8 +197,8 @@ def product(x: Array, weight: Array, scale: Array, zero: Array | None, precision
     """Returns x times the matrix, in x's dtype, without dequantizing it.
 
     Integers are multiplied, which are exact in bfloat16, and the sums of each group are scaled, in
-    at least float32. With few rows, as in decoding, the sums [G, B..., O...] of all groups are
-    computed at once. They take no more memory than the matrix in 16 bits. With more rows, as in
+    at least float32. If 2 * rows <= I / G, as in decoding, the sums [G, B..., O...] of all groups
+    are computed at once. They take no more memory than the matrix in 16 bits. With more rows, as in
     prefill, groups are computed one by one.
 
     Args:
