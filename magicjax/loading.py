@@ -41,9 +41,11 @@ def load(
       dtype: of parameters, caches and activations; None: as stored (GGUF: float32, presets:
         bfloat16).
       weights: quantize the blocks' matrices, one by one: "int8" with a scale for each output
-        channel, "int4" or "int4:32" with one for each group of 128 or 32 inputs. None: as stored;
-        matrices of a quantized checkpoint stay quantized, except those of `magicjax fetch`, which
-        are for CPUs, where quantized products are slow. "none": dequantize them.
+        channel, "int4" or "int4:32" with one for each group of 128 or 32 inputs. A quantized
+        checkpoint stays exact in its own format and in smaller groups of it, such as "float8:64".
+        None: as stored; matrices of a quantized checkpoint stay quantized, except those of
+        `magicjax fetch`, which are for CPUs, where quantized products are slow. "none": dequantize
+        them.
       seed: of a preset's weights.
       mesh: of devices (`make_mesh`); each device receives only its part.
       shards: number of devices along the mesh's `model` axis that divide a small draft; None: all.
@@ -72,9 +74,8 @@ def load(
     if path is not None:
         tokenizer = load_tokenizer(source)
         validate_tokenizer(tokenizer, models.load_config(path).vocab_size, source)
-        mapped = offload or stages > 1
         checkpoint = models.load_checkpoint(
-            path, dtype, weights=form, sharding_of=sharding_of, mapped_blocks=mapped
+            path, dtype, weights=form, sharding_of=sharding_of, lazy_blocks=offload or stages > 1
         )
         module, params = checkpoint.module, checkpoint.params
     else:
@@ -82,19 +83,19 @@ def load(
         module, params = models.build(config_of(source), dtype, weight_format(source, form)), None
     layout: Layout = Resident()
     if offload:
-        if params is None:
+        if checkpoint is None:
             params = models.init_params(module, seed, sharding_of, blocks=False)
             blocks: Iterable[Any] = models.init_blocks(module, seed)
         else:
-            params, blocks = models.split_blocks(params)
+            blocks = map(checkpoint.read_block, range(module.config.num_layers))
         layout = Offloaded(offloading.stack(module, blocks, sharding_of))
     elif stages > 1:
         assert sharding_of is not None  # several stages require a mesh
         layout = Pipelined(stages)
-        if params is None:
+        if checkpoint is None:
             params = pipeline_stages.init_params(module, seed, stages, sharding_of)
         else:
-            params = pipeline_stages.load_params(params, module, stages, sharding_of)
+            params = pipeline_stages.load_params(checkpoint, stages, sharding_of)
     elif params is None:
         params = models.init_params(module, seed, sharding_of)
     model = Model(module, params, name=str(source), shards=shards, layout=layout)
@@ -181,7 +182,7 @@ def skeleton(
 
 
 def stored_dtype(source: str | os.PathLike) -> Any:
-    """Returns the dtype that `load` gives a source if none is passed; reads files' headers only.
+    """Returns the dtype that `load` gives a source if none is passed.
 
     Raises as `magicjax.sources.directory_of` and `models.load_checkpoint`.
     """
@@ -235,13 +236,12 @@ def weight_format(
     Args:
       source, weights: as for `load`.
 
-    Raises as `magicjax.sources.directory_of`, and ValueError if the checkpoint is quantized and
-    `weights` is another format.
+    Raises as `magicjax.sources.directory_of` and `models.weight_format`.
     """
     directory, form = directory_of(source), _requested(source, weights)
     if directory is not None:
         return models.weight_format(directory, form)
-    return None if form == "none" else form
+    return models.rounded_format(form)
 
 
 def _requested(

@@ -37,6 +37,7 @@ from models.quantized import (
     dequantize_params,
     parse_weights,
     quantize,
+    rounded_format,
 )
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "preset",
     "quantize",
     "quantize_block",
+    "rounded_format",
     "save_checkpoint",
     "split_blocks",
     "stored_dtype",

@@ -131,8 +131,8 @@ class DecoderConfig:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             )
-        if self.rope is not None and (size := self.rope.rotary_dim(self.head_dim)) % 2:
-            raise ValueError(f"head_dim={size} must be even: the rotation pairs its halves")
+        if self.rope is not None:
+            self._validate_rotation(self.rope)
         if isinstance(self.positions, Alibi) and self.max_positions > ALIBI_POSITIONS:
             raise ValueError(
                 f"max_positions={self.max_positions} is too large: ALiBi has at most "
@@ -158,6 +158,18 @@ class DecoderConfig:
             raise ValueError(
                 f"max_positions={self.max_positions} exceeds sliding_window={self.sliding_window}, "
                 f"which is not applied: use max_positions of at most {self.sliding_window}"
+            )
+
+    def _validate_rotation(self, rope: Rope) -> None:
+        size, factor = rope.rotary_dim(self.head_dim), rope.partial_rotary_factor
+        if factor == 1 and size % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: the rotation pairs halves")
+        if size % 2 or not 2 <= size <= self.head_dim:
+            nearest = max(min(size, self.head_dim) // 2 * 2, 2)
+            raise ValueError(
+                f"partial_rotary_factor={factor} rotates {size} elements of head_dim="
+                f"{self.head_dim}: their number must be even, from 2 to {self.head_dim}; for "
+                f"{nearest}, use {nearest / self.head_dim}"
             )
 
     @property

@@ -20,8 +20,8 @@ class Family:
     Attributes:
       architecture: the class in Hugging Face transformers.
       names: the tensor or module of each parameter; those of a block are relative to "layer".
-      keys: for each key of config.json whose value is taken unchanged, the fields of
-        `DecoderConfig` that have it, separated by spaces.
+      keys: for each key of config.json whose value is taken unchanged, the field of
+        `DecoderConfig` that has it, or the fields.
       settings: the fields of `DecoderConfig` that all models of the family share.
       parts: the settings that need more than `keys`, by their name in `hf_config.PARTS`.
       mlp_ratio: F / E if config.json does not have F; None: it must have it.
@@ -36,7 +36,7 @@ class Family:
 
     architecture: str
     names: Mapping[str, str]
-    keys: Mapping[str, str]
+    keys: Mapping[str, str | tuple[str, ...]]
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     parts: tuple[str, ...] = ()
     mlp_ratio: int | None = None
@@ -46,6 +46,11 @@ class Family:
     rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     grouped_qkv: bool = False
     transposed: bool = False
+
+    def fields(self, key: str) -> tuple[str, ...]:
+        """Returns the fields of `DecoderConfig` that have the value of a key."""
+        fields = self.keys[key]
+        return (fields,) if isinstance(fields, str) else fields
 
     @property
     def prefix(self) -> str:
@@ -159,7 +164,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             names=_LLAMA_NAMES,
             keys={
                 **_LLAMA_KEYS,
-                "attention_bias": "qkv_bias out_bias",
+                "attention_bias": ("qkv_bias", "out_bias"),
                 "mlp_bias": "mlp_bias",
             },
             parts=("rope",),
@@ -184,16 +189,16 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             names=_LLAMA_NAMES,
             keys=_LLAMA_KEYS,
             settings={"qkv_bias": True},
-            parts=("rope", "window of some layers"),
+            parts=("rope", "optional_window"),
             defaults=_QWEN_DEFAULTS,
             fixed=_SILU,
         ),
         "qwen3": Family(
             "Qwen3ForCausalLM",
             names=_LLAMA_NAMES,
-            keys={**_LLAMA_KEYS, "attention_bias": "qkv_bias out_bias"},
+            keys={**_LLAMA_KEYS, "attention_bias": ("qkv_bias", "out_bias")},
             settings={"qk_norm": True},
-            parts=("rope", "window of some layers"),
+            parts=("rope", "optional_window"),
             defaults={**_QWEN_DEFAULTS, "head_dim": 128, "attention_bias": False},
             fixed=_SILU,
         ),
@@ -220,7 +225,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "ffn_dim": "intermediate_size",
                 "word_embed_proj_dim": "embedding_size",
                 "do_layer_norm_before": "norm_before",
-                "enable_bias": "qkv_bias out_bias mlp_bias",
+                "enable_bias": ("qkv_bias", "out_bias", "mlp_bias"),
             },
             settings={
                 # In OPT's training code the first rows of the table are for padding.
@@ -229,7 +234,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 **_PLAIN,
                 **_BIASES,
             },
-            parts=("removed final norm",),
+            parts=("final_norm",),
             defaults={
                 "max_position_embeddings": 2048,
                 "tie_word_embeddings": True,
@@ -256,7 +261,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             names=_GPT2_NAMES,
             keys=_GPT2_KEYS,
             settings=_GPT2_SETTINGS,
-            parts=("multi-query",),
+            parts=("multi_query",),
             mlp_ratio=4,
             defaults={**_GPT2_DEFAULTS, "activation_function": "gelu_pytorch_tanh"},
             fixed={"scale_attn_weights": (True,)},
@@ -276,7 +281,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "head_dim": "head_dim",
                 "hidden_act": "activation",
                 "norm_epsilon": "norm_eps",
-                "use_bias": "qkv_bias out_bias mlp_bias",
+                "use_bias": ("qkv_bias", "out_bias", "mlp_bias"),
             },
             settings={**_PLAIN, **_BIASES},
             parts=("rope", "window"),
@@ -301,11 +306,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "embedding": "transformer.word_embeddings",
                 "layer": "transformer.h",
                 "attention_norm": "input_layernorm",
-                "of two parallel attention_norm": "ln_attn",
+                "parallel_attention_norm": "ln_attn",
                 "qkv": "self_attention.query_key_value",
                 "out": "self_attention.dense",
                 "mlp_norm": "post_attention_layernorm",
-                "of two parallel mlp_norm": "ln_mlp",
+                "parallel_mlp_norm": "ln_mlp",
                 "up": "mlp.dense_h_to_4h",
                 "down": "mlp.dense_4h_to_h",
                 "norm": "transformer.ln_f",
@@ -315,10 +320,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "ffn_hidden_size": "intermediate_size",
                 "activation": "activation",
                 "layer_norm_epsilon": "norm_eps",
-                "bias": "qkv_bias out_bias mlp_bias",
+                "bias": ("qkv_bias", "out_bias", "mlp_bias"),
             },
             settings=_PLAIN,
-            parts=("rope or alibi", "falcon block"),
+            parts=("rope_or_alibi", "falcon_block"),
             mlp_ratio=4,
             defaults={
                 "max_position_embeddings": 2048,

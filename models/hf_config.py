@@ -6,6 +6,7 @@ result in a model that is slightly wrong.
 
 import dataclasses
 import difflib
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -112,6 +113,37 @@ ATTN_CONFIG = {
 ATTN_IGNORED = ("attn_impl", "attn_uses_sequence_id", "model_type")
 
 
+# The types of other keys than those of a field of `DecoderConfig`.
+KEY_TYPES: dict[str, type] = {
+    **dict.fromkeys(("rope_scaling", "rope_parameters", "attn_config"), dict),
+    **dict.fromkeys(("rope_theta", "partial_rotary_factor", "clip_qkv"), float),
+    **dict.fromkeys(("original_max_position_embeddings", "sliding_window"), int),
+    **dict.fromkeys(("max_window_layers", "num_kv_heads", "num_ln_in_parallel_attn"), int),
+    **dict.fromkeys(("use_sliding_window", "_remove_final_layer_norm", "multi_query"), bool),
+    **dict.fromkeys(("alibi", "new_decoder_architecture", "parallel_attn"), bool),
+    "layer_types": list,
+}
+TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+TYPE_NAMES |= {dict: "an object", list: "an array"}
+
+
+def _types(settings: type) -> dict[str, type]:
+    """Returns the type of each field in JSON; fields may also be null."""
+    hints = typing.get_type_hints(settings)  # such as int, or `int | None`, or tuple[float, ...]
+    kinds = {name: (*typing.get_args(hint), hint)[0] for name, hint in hints.items()}
+    return kinds | {n: list for n, hint in hints.items() if typing.get_origin(hint) is tuple}
+
+
+FIELD_TYPES, ROPE_TYPES = _types(DecoderConfig), _types(Rope)
+
+
+def _validate_type(name: str, value: Any, kind: type) -> None:
+    """Raises ValueError unless a value of config.json has a type."""
+    accepted = {float: (int, float), list: (list, tuple)}.get(kind, kind)
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{name}={value!r} must be {TYPE_NAMES[kind]}: correct config.json")
+
+
 class _Reader:
     """Settings of a file, with a record of the keys that were read, to refuse the others."""
 
@@ -132,6 +164,8 @@ class _Reader:
         """Returns the value; an omitted key has the family's default, and null is `otherwise`."""
         self.read.add(key)
         value = self.raw[key] if key in self.raw else self.defaults.get(key)
+        if value is not None and key in KEY_TYPES:
+            _validate_type(key, value, KEY_TYPES[key])
         return otherwise if value is None else value
 
     def need(self, key: str) -> Any:
@@ -185,11 +219,13 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
     reader = _Reader(raw, family.defaults, fixed, family.ignored, family.rope_kinds)
     reader.read.add("model_type")
     settings: Settings = {}
-    for key, fields in family.keys.items():
-        optional = fields not in REQUIRED or (fields == "intermediate_size" and family.mlp_ratio)
-        value = reader.get(key) if optional else reader.need(key)
+    for key in family.keys:
+        fields = family.fields(key)
+        needed = REQUIRED - {"intermediate_size"} if family.mlp_ratio else REQUIRED
+        value = reader.need(key) if needed.intersection(fields) else reader.get(key)
         if value is not None:
-            settings |= dict.fromkeys(fields.split(), value)
+            _validate_type(key, value, FIELD_TYPES[fields[0]])
+            settings |= dict.fromkeys(fields, value)
     for part in family.parts:
         settings |= PARTS[part].read(reader, settings)
     config = family_config(name, **settings)
@@ -240,7 +276,11 @@ def _parse_rope(
             f"{key} has type {kind!r}, which is not supported: it must be one of "
             + ", ".join(kinds)
         )
-    theta = float(settings.pop("rope_theta", outside["rope_theta"]))
+    for name, value in settings.items():
+        if field := ROPE_KEYS.get(name):
+            _validate_type(f"{name} of {key}", value, ROPE_TYPES[field])
+    theta = settings.pop("rope_theta", outside["rope_theta"])
+    _validate_type(f"rope_theta of {key}", theta, float)
     settings.pop("finetuned", None)  # no effect on inference
     partial = settings.pop("partial_rotary_factor", outside.get("partial_rotary_factor", 1.0))
     if partial != 1.0 and "longrope" not in kinds:
@@ -264,7 +304,7 @@ def _parse_rope(
         raise ValueError(f"{key} of type {kind!r} lacks {', '.join(missing)}")
     fields = {ROPE_KEYS[name]: settings[name] for name in ROPE_READS[kind] if name in settings}
     fields = {n: tuple(x) if isinstance(x, list) else x for n, x in fields.items()}
-    return Rope(theta=theta, kind=kind, partial_rotary_factor=partial, **fields)
+    return Rope(theta=float(theta), kind=kind, partial_rotary_factor=partial, **fields)
 
 
 def _write_rope(config: DecoderConfig) -> dict[str, Any]:
@@ -298,7 +338,7 @@ def _write_window(config: DecoderConfig) -> dict[str, Any]:
     return {"sliding_window": config.sliding_window}
 
 
-def _read_window_of_some(reader: _Reader, settings: Settings) -> Settings:
+def _read_optional_window(reader: _Reader, settings: Settings) -> Settings:
     """Returns the sliding window that some layer applies, if any (Qwen)."""
     types = _layer_types(reader)
     window, first = reader.get("sliding_window"), reader.get("max_window_layers", 28)
@@ -307,7 +347,7 @@ def _read_window_of_some(reader: _Reader, settings: Settings) -> Settings:
     return _limited(settings, window if applies else None)
 
 
-def _write_window_of_some(config: DecoderConfig) -> dict[str, Any]:
+def _write_optional_window(config: DecoderConfig) -> dict[str, Any]:
     # Up to `max_positions` it makes no difference which layers have the window.
     return {
         "use_sliding_window": config.sliding_window is not None,
@@ -420,11 +460,11 @@ class Part(NamedTuple):
 PARTS = {
     "rope": Part(_read_rope, _write_rope),
     "window": Part(_read_window, _write_window),
-    "window of some layers": Part(_read_window_of_some, _write_window_of_some),
-    "removed final norm": Part(_read_final_norm, _write_final_norm),
-    "multi-query": Part(_read_multi_query, _write_multi_query),
-    "rope or alibi": Part(_read_rope_or_alibi, _write_rope_or_alibi),
-    "falcon block": Part(_read_falcon_block, _write_falcon_block),
+    "optional_window": Part(_read_optional_window, _write_optional_window),
+    "final_norm": Part(_read_final_norm, _write_final_norm),
+    "multi_query": Part(_read_multi_query, _write_multi_query),
+    "rope_or_alibi": Part(_read_rope_or_alibi, _write_rope_or_alibi),
+    "falcon_block": Part(_read_falcon_block, _write_falcon_block),
     "attn_config": Part(_read_attn_config, _write_attn_config),
 }
 
@@ -444,8 +484,8 @@ def write_config(config: DecoderConfig) -> dict[str, Any]:
         "model_type": config.family,
         **{key: values[0] for key, values in family.fixed.items()},
     }
-    for key, fields in family.keys.items():
-        value = getattr(config, fields.split()[-1])
+    for key in family.keys:
+        value = getattr(config, family.fields(key)[-1])
         if value is not None or key in family.defaults:
             raw[key] = value
     for part in family.parts:

@@ -5,11 +5,12 @@ Quantized matrices are written in the layout of compressed-tensors.
 
 import contextlib
 import json
+import math
 import os
 import pathlib
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -18,11 +19,12 @@ import jax
 import numpy as np
 import safetensors.numpy
 
+from models.families import FAMILIES
 from models.hf_config import write_config
-from models.hf_tensors import Tensor, tensors_of, to_stored
+from models.hf_tensors import UNEMBEDDING, Tensor, tensors_of, to_stored
 from models.huggingface import INDEX, QUANTIZATION, SINGLE, parameter_shapes
 from models.quantized import WeightFormat
-from models.quantized_checkpoints import Matrix, matrix_of, written_parts, written_settings
+from models.quantized_checkpoints import Matrix, pack
 
 
 def save_checkpoint(
@@ -48,12 +50,18 @@ def save_checkpoint(
       overwrite: replace an existing directory.
 
     Raises FileExistsError if `path` exists and `overwrite` is False, and ValueError if the
-    parameters are not the module's, its family cannot express its config, or quantized matrices
-    have zero points that are not integers (GGUF files).
+    parameters are not the module's, its family cannot express its config, or matrices are quantized
+    and have zero points that are not integers (GGUF files) or are transposed in the family (GPT-2).
     """
     path = pathlib.Path(path)
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists: choose another path, or pass overwrite=True")
+    if module.weights is not None and FAMILIES[module.config.family].transposed:
+        raise ValueError(
+            f"quantized matrices of family={module.config.family!r} cannot be written: the family "
+            "stores them transposed, which compressed-tensors does not read; load the model with "
+            "weights='none' to save it"
+        )
     values = _named_params(module, params)
     special = {
         "bos_token_id": bos_token_id,
@@ -62,10 +70,8 @@ def save_checkpoint(
     }
     raw = {**write_config(module.config), **special, "torch_dtype": module.dtype.name}
     if module.weights is not None:
-        plain = [tensor for tensor, found in values if len(found) == 1]
-        raw[QUANTIZATION] = written_settings(
-            module.weights, dict.fromkeys(map(_module, filter(_is_linear, plain)))
-        )
+        plain = [tensor for tensor, found in values if tensor.inputs and len(found) == 1]
+        raw[QUANTIZATION] = _written_settings(module.weights, map(_module, plain))
     with _replacing(path) as partial:
         _write_json(partial / "config.json", raw)
         _write_json(partial / "generation_config.json", special)
@@ -76,10 +82,6 @@ def save_checkpoint(
 
 def _module(tensor: Tensor) -> str:
     return tensor.name.rpartition(".")[0]
-
-
-def _is_linear(tensor: Tensor) -> bool:
-    return tensor.inputs > 0 or tensor.path == ("unembedding",)
 
 
 def _write_json(path: pathlib.Path, value: Any) -> None:
@@ -159,9 +161,9 @@ def _stored(
         parameters = [np.asarray(x[tensor.path[-1]]) for tensor, x in zip(tensors, found)]
         return {first.name: to_stored(tensors, parameters)}
     assert form is not None
-    matrices = [matrix_of(x, form) for x in found]
+    matrices = [_matrix_of(x, form) for x in found]
     try:
-        parts = written_parts(_fused(first, matrices))
+        parts = _written_parts(_fused(first, matrices))
     except ValueError as error:
         raise ValueError(f"{first.name} cannot be written: {error}") from error
     return {f"{_module(first)}.{part}": array for part, array in parts.items()}
@@ -180,6 +182,76 @@ def _fused(tensor: Tensor, matrices: Sequence[Matrix]) -> Matrix:
     values, scales, zeros, _ = zip(*matrices, strict=True)
     zero = None if zeros[0] is None else joined(*zeros)
     return Matrix(joined(*values), joined(*scales), zero, matrices[0].bits)
+
+
+def _matrix_of(found: Mapping[str, Any], form: WeightFormat) -> Matrix:
+    """Returns the matrix of the parameters of a quantized projection.
+
+    Args:
+      found: weight, scale and perhaps zero, on the host.
+      form: of the module.
+    """
+    scale = np.asarray(found["scale"])
+    outputs = math.prod(scale.shape[1:])
+    values = np.asarray(found["weight"]).reshape(outputs, -1).T
+    zeros = np.asarray(found["zero"]).reshape(-1, outputs) if form.zeros else None
+    stored = values if form.is_float else values.astype(np.int8)
+    return Matrix(stored, scale.reshape(-1, outputs), zeros, form.bits)
+
+
+def _written_parts(matrix: Matrix) -> dict[str, np.ndarray]:
+    """Returns what compressed-tensors stores for a matrix, by the last part of the names.
+
+    Raises ValueError for zero points that are not integers.
+    """
+    values, scales = np.ascontiguousarray(matrix.values.T), np.ascontiguousarray(matrix.scales.T)
+    if values.dtype != np.int8:
+        return {"weight": values, "weight_scale": scales}
+    packed = {
+        "weight_packed": pack(_unsigned(values, matrix.bits), matrix.bits),
+        "weight_scale": scales,
+        "weight_shape": np.array(values.shape, np.int64),
+    }
+    if matrix.zeros is not None:
+        zeros = np.rint(matrix.zeros).astype(np.int8)
+        if (zeros != matrix.zeros).any():
+            raise ValueError(
+                "its zero points are not integers (minima of a GGUF file), which "
+                "compressed-tensors does not store: load it with weights='none' to save it"
+            )
+        words = pack(_unsigned(zeros, matrix.bits), matrix.bits)
+        packed["weight_zero_point"] = np.ascontiguousarray(words.T)
+    return packed
+
+
+def _unsigned(signed: np.ndarray, bits: int) -> np.ndarray:
+    return (signed + np.int8(8)).view(np.uint8) if bits == 4 else signed.view(np.uint8) ^ 128
+
+
+def _written_settings(form: WeightFormat, plain: Iterable[str]) -> dict[str, Any]:
+    """Returns the `quantization_config` of compressed-tensors.
+
+    Args:
+      form: of the quantized matrices.
+      plain: the modules that are linear maps and not quantized, except the output matrix, which
+        transformers has even if embeddings are tied.
+    """
+    kind = "float-quantized" if form.is_float else "pack-quantized"
+    weights = {
+        "num_bits": form.bits,
+        "type": "float" if form.is_float else "int",
+        "symmetric": not form.zeros,
+        "strategy": "channel" if form.group is None else "group",
+        "group_size": form.group,
+        "dynamic": False,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": kind,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": kind}},
+        "ignore": list(dict.fromkeys([*plain, UNEMBEDDING.removesuffix(".weight")])),
+    }
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Maps the tensors of a Hugging Face checkpoint to parameters.
+"""Maps the tensors of a Hugging Face checkpoint to parameters, and reads them from files.
 
 One declaration per parameter serves reading, writing and validation. A parameter is stored
 unchanged, flattened (norms and biases), or as the matrix of a linear map, alone or with others.
@@ -6,12 +6,16 @@ unchanged, flattened (norms and biases), or as the matrix of a linear map, alone
 
 import dataclasses
 import functools
+import json
 import math
+import pathlib
 import re
 from collections.abc import Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+import safetensors
 
 from models.decoder import DecoderConfig
 from models.families import FAMILIES
@@ -20,6 +24,45 @@ from models.positions import LearnedPositions
 # Buffers that some versions save; they follow from the config.
 IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|attn\.bias|decoder\.version)")
 UNEMBEDDING = "lm_head.weight"
+DTYPES = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64}
+QUANTIZED = {"I8": np.int8, "I64": np.int64, "F8_E4M3": ml_dtypes.float8_e4m3fn}
+STORED = DTYPES | QUANTIZED | {"I32": np.int32}  # integers keep their dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor in a safetensors file."""
+
+    file: pathlib.Path
+    name: str  # in the file, perhaps without the family's prefix
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_tensor(where: Stored) -> np.ndarray:
+    """Returns a tensor's values."""
+    with safetensors.safe_open(where.file, "numpy") as handle:
+        return handle.get_tensor(where.name)
+
+
+def mapped_tensors(file: pathlib.Path) -> dict[str, np.ndarray]:
+    """Returns a file's tensors by name as memory-mapped views, which `safetensors` does not offer.
+
+    The format: the header's length in 8 bytes, the header as JSON with each tensor's dtype, shape
+    and byte range, and the tensors.
+    """
+    with open(file, "rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+    raw = np.memmap(file, np.uint8, "r", offset=8 + size)
+    header.pop("__metadata__", None)
+    return {
+        name: raw[slice(*entry["data_offsets"])]
+        .view(STORED[entry["dtype"]])
+        .reshape(entry["shape"])
+        for name, entry in header.items()
+        if entry["dtype"] in STORED
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +169,7 @@ def _layer(c: DecoderConfig, layer: str, path: tuple[str, ...]) -> list[Tensor]:
     name = {part: f"{layer}.{name}" for part, name in family.names.items()}
     linear = functools.partial(_linear, transposed=family.transposed)
     attention, mlp, bias = (*path, "attention"), (*path, "mlp"), c.norm == "layer"
-    own_norms = "of two parallel " if c.parallel and not c.shared_norm else ""
+    own_norms = "parallel_" if c.parallel and not c.shared_norm else ""
     tensors = _norm(name[f"{own_norms}attention_norm"], (*path, "attention_norm"), bias)
     if "qkv" in name:
         groups = c.num_kv_heads if family.grouped_qkv else 1

@@ -17,7 +17,6 @@ import flax.linen as nn
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import safetensors
 
@@ -25,29 +24,36 @@ from models.build import BLOCK, ShardingFn, abstract_params, build
 from models.decoder import DecoderConfig
 from models.families import FAMILIES
 from models.hf_config import read_config
-from models.hf_tensors import IGNORED, UNEMBEDDING, Tensor, tensors_of
-from models.quantized import WeightFormat, quantize
+from models.hf_tensors import (
+    DTYPES,
+    IGNORED,
+    UNEMBEDDING,
+    Stored,
+    Tensor,
+    mapped_tensors,
+    read_tensor,
+    tensors_of,
+)
+from models.quantized import WeightFormat, parse_weights, quantize, rounded_format
 from models.quantized_checkpoints import (
     Layout,
     Matrix,
     common_format,
-    finer,
     gather,
     holds,
     matrix_format,
     missing_parts,
     parameters,
+    part_dtypes,
     read_layout,
     read_matrix,
+    with_smaller_groups,
 )
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 QUANTIZATION = "quantization_config"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-DTYPES = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64}
-QUANTIZED = {"I8": np.int8, "I64": np.int64, "F8_E4M3": ml_dtypes.float8_e4m3fn}
-STORED = DTYPES | QUANTIZED | {"I32": np.int32}  # integers keep their dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +62,15 @@ class Checkpoint:
 
     Attributes:
       module: applied as `module.apply(params, tokens, positions, attend)`.
-      params: the variables, `{"params": ...}`, unboxed.
+      params: the variables, `{"params": ...}`, unboxed; without the blocks' if they are lazy.
+      read_block: returns the parameters of a block, by its index, as host arrays.
       eos_token_ids: tokens that end a text; may be empty.
       bos_token_id, pad_token_id: None if not set.
     """
 
     module: nn.Module
     params: Any
+    read_block: Callable[[int], dict[str, Any]]
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
@@ -72,39 +80,32 @@ class Checkpoint:
         return self.module.config
 
 
-@dataclasses.dataclass(frozen=True)
-class _Stored:
-    """A tensor in a file."""
-
-    file: pathlib.Path
-    name: str  # in the file, perhaps without the family's prefix
-    dtype: str
-    shape: tuple[int, ...]
-
-
-_Found = tuple[Tensor, _Stored | dict[str, _Stored]]
+_Place = Stored | dict[str, Stored]  # of a tensor, or of the parts of a quantized matrix
+_Found = tuple[Tensor, _Place]
+_Read = Callable[[Tensor, _Place], dict[tuple[str, ...], np.ndarray]]
 
 
 def load_checkpoint(
     path: str | os.PathLike,
     dtype: Any = None,
     *,
-    weights: WeightFormat | Literal["none"] | None = None,
+    weights: str | WeightFormat | None = None,
     sharding_of: ShardingFn | None = None,
-    mapped_blocks: bool = False,
+    lazy_blocks: bool = False,
 ) -> Checkpoint:
     """Returns the model in a directory of Hugging Face format.
 
     Args:
       path: the directory.
       dtype: of parameters and activations; None: as stored.
-      weights: quantize the blocks' matrices, one by one; None: as stored, quantized or not; "none":
-        dequantize those of a quantized checkpoint. Matrices of a quantized checkpoint that the
-        format does not hold exactly are dequantized and rounded again.
+      weights: a format, or its text, to which the blocks' matrices are quantized one by one. None:
+        as stored, quantized or not; "none": dequantize those of a quantized checkpoint. A quantized
+        checkpoint of the same bits keeps its zero points, and its groups may be divided; matrices
+        that the format does not hold exactly are dequantized and rounded again.
       sharding_of: the sharding of a parameter, by its logical axes; each device and process reads
         only its part. None: the default device.
-      mapped_blocks: return the blocks' parameters as memory-mapped numpy arrays, in the files'
-        dtype, without reading or quantizing them; quantized matrices of a checkpoint are unpacked.
+      lazy_blocks: do not read the blocks. `Checkpoint.read_block` reads and quantizes one of them;
+        matrices that it does not quantize are memory-mapped, in the files' dtype.
 
     Raises FileNotFoundError for missing files, and ValueError for pickled weights, an unsupported
     config or dtype, and missing, unexpected or wrongly shaped tensors, which it lists.
@@ -120,9 +121,11 @@ def load_checkpoint(
             "dtype=float64 needs 64-bit mode, or JAX would round to float32: call "
             'jax.config.update("jax_enable_x64", True), or pass dtype="float32"'
         )
-    module = build(config, dtype, _format(config, layout, stored, weights))
-    params = _read_params(module, stored, layout, sharding_of, mapped_blocks)
-    return Checkpoint(module, params, **_special_tokens(path))
+    module = build(config, dtype, _format(config, layout, stored, parse_weights(weights)))
+    read = _parameter_reader(module, layout)
+    params = _read_params(module, stored, read, sharding_of, lazy_blocks)
+    read_block = functools.partial(_read_block, stored, read)
+    return Checkpoint(module, params, read_block, **_special_tokens(path))
 
 
 def stored_dtype(path: str | os.PathLike) -> np.dtype:
@@ -135,7 +138,7 @@ def stored_dtype(path: str | os.PathLike) -> np.dtype:
 
 
 def weight_format(
-    path: str | os.PathLike, weights: WeightFormat | Literal["none"] | None = None
+    path: str | os.PathLike, weights: str | WeightFormat | None = None
 ) -> WeightFormat | None:
     """Returns the format of the blocks' matrices that `load_checkpoint` returns.
 
@@ -144,10 +147,10 @@ def weight_format(
 
     Raises as `load_checkpoint`. Reads only config.json if the checkpoint is not quantized.
     """
-    path = pathlib.Path(path)
+    path, form = pathlib.Path(path), parse_weights(weights)
     if not _read_json(path / "config.json").get(QUANTIZATION):
-        return None if weights == "none" else weights
-    return _format(*_open(path), weights)
+        return rounded_format(form)
+    return _format(*_open(path), form)
 
 
 def load_config(path: str | os.PathLike) -> DecoderConfig:
@@ -226,7 +229,7 @@ def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
     raise FileNotFoundError(f"{path} has no weights: it must hold {SINGLE} or {INDEX}")
 
 
-def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, _Stored]:
+def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, Stored]:
     """Returns all tensors by full name; reads only the files' headers."""
     stored, prefix = {}, FAMILIES[config.family].prefix
     for file in _weight_files(path):
@@ -234,7 +237,7 @@ def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, _Stored]:
             with safetensors.safe_open(file, "numpy") as handle:
                 for name in handle.keys():
                     part = handle.get_slice(name)
-                    where = _Stored(file, name, part.get_dtype(), tuple(part.get_shape()))
+                    where = Stored(file, name, part.get_dtype(), tuple(part.get_shape()))
                     whole = name.startswith((prefix, UNEMBEDDING.removesuffix("weight")))
                     stored[name if whole else prefix + name] = where
         except safetensors.SafetensorError as error:
@@ -254,7 +257,10 @@ def parameter_shapes(
 
 
 def _open(path: pathlib.Path) -> tuple[DecoderConfig, Layout | None, list[_Found]]:
-    """Returns config, layout and all tensors of a directory; reads only the files' headers."""
+    """Returns config, layout and all tensors of a directory.
+
+    Reads the files' headers, a tied matrix that is stored twice, and biases that should be zero.
+    """
     raw = _read_json(path / "config.json")
     layout, config = read_layout(raw.get(QUANTIZATION)), load_config(path)
     return config, layout, _match(config, _scan(path, config), layout)
@@ -266,35 +272,36 @@ def _format(
     stored: list[_Found],
     weights: WeightFormat | Literal["none"] | None,
 ) -> WeightFormat | None:
-    """Returns the format of the blocks' matrices in a module; raises if it cannot be `weights`."""
+    """Returns the format of the blocks' matrices in a module; raises if it cannot be `weights`.
+
+    A module with `weights` has quantized all matrices of blocks, also those that the checkpoint has
+    not quantized.
+    """
     shapes, found, plain = parameter_shapes(config), [], []
     for tensor, where in stored:
         if tensor.path[0].startswith(BLOCK) and tensor.inputs:
-            if isinstance(where, _Stored):
+            if isinstance(where, Stored):
                 plain.append(where.name)
             else:
                 shape = _matrix_shape(tensor, shapes[tensor.path].value.shape)
                 with _named(tensor):
                     found.append((matrix_format(layout, where, shape), shape[1]))
     if weights == "none" or not found:
-        return None if weights == "none" else weights
+        return rounded_format(weights)
     form = common_format(found)
-    if weights is not None:
-        smaller = finer(form, weights)
-        if smaller is None:
-            return weights
-        form = smaller
-    if plain:
+    exact = form if weights is None else with_smaller_groups(form, weights)
+    if exact is None:
+        return rounded_format(weights)
+    if plain and (weights is None or exact.zeros or exact.is_float):
+        rounded = "" if (form.bits, form.zeros) == (8, True) else ", or 'int8' to quantize all"
         raise ValueError(
             f"some matrices of blocks are quantized ({form}) and others are not, such as "
-            f"{plain[0]}: pass weights='none' to dequantize all"
+            f"{plain[0]}: pass weights='none' to dequantize all{rounded}"
         )
-    return form
+    return exact
 
 
-def _match(
-    config: DecoderConfig, stored: dict[str, _Stored], layout: Layout | None
-) -> list[_Found]:
+def _match(config: DecoderConfig, stored: dict[str, Stored], layout: Layout | None) -> list[_Found]:
     """Returns each tensor of the config with its place in the files; raises with all mismatches.
 
     The place of a quantized matrix is that of its parts.
@@ -312,9 +319,9 @@ def _match(
     problems += [f"unexpected {name}" for name in matrices if name not in needed]
     for name, parts in matrices.items():
         problems += [f"missing {name.removesuffix('weight')}{p}" for p in missing_parts(parts)]
-        for where in parts.values():
-            if where.dtype not in STORED:
-                names = ", ".join(STORED)
+        for part, where in parts.items():
+            if where.dtype not in (dtypes := part_dtypes(part, parts)):
+                names = ", ".join(dtypes)
                 problems.append(f"{where.name} has dtype {where.dtype}, supported: {names}")
     for name, where in stored.items():
         if name not in needed:
@@ -337,13 +344,13 @@ def _match(
     return [(tensor, found[tensor.name]) for tensor in tensors_of(config)]
 
 
-def _is_empty_bias(name: str, where: _Stored, matrices: dict[str, Any]) -> bool:
+def _is_empty_bias(name: str, where: Stored, matrices: dict[str, Any]) -> bool:
     """Returns whether a bias is zero, as AutoGPTQ adds to all matrices."""
     module, _, kind = name.rpartition(".")
-    return kind == "bias" and f"{module}.weight" in matrices and not _read(where).any()
+    return kind == "bias" and f"{module}.weight" in matrices and not read_tensor(where).any()
 
 
-def _fold_tied(embedding: str, stored: dict[str, _Stored]) -> dict[str, _Stored]:
+def _fold_tied(embedding: str, stored: dict[str, Stored]) -> dict[str, Stored]:
     """Returns the tensors with only one of the two names of a tied matrix; both must be equal."""
     stored = dict(stored)
     output = stored.pop(UNEMBEDDING, None)
@@ -359,18 +366,13 @@ def _fold_tied(embedding: str, stored: dict[str, _Stored]) -> dict[str, _Stored]
     return stored
 
 
-def _read(where: _Stored) -> np.ndarray:
-    with safetensors.safe_open(where.file, "numpy") as handle:
-        return handle.get_tensor(where.name)
-
-
-def _bits(where: _Stored) -> np.ndarray:
+def _bits(where: Stored) -> np.ndarray:
     """Returns the values as bytes, in which NaN equals itself."""
-    return np.ascontiguousarray(_read(where)).view(np.uint8)
+    return np.ascontiguousarray(read_tensor(where)).view(np.uint8)
 
 
 def _common_dtype(stored: list[_Found]) -> np.dtype:
-    plain = [where for _, where in stored if isinstance(where, _Stored)]
+    plain = [where for _, where in stored if isinstance(where, Stored)]
     names = sorted({where.dtype for where in plain if where.dtype in DTYPES})
     if len(names) > 1:
         raise ValueError(
@@ -382,54 +384,65 @@ def _common_dtype(stored: list[_Found]) -> np.dtype:
 def _read_params(
     module: nn.Module,
     stored: list[_Found],
-    layout: Layout | None,
+    read: _Read,
     sharding_of: ShardingFn | None,
-    mapped_blocks: bool,
+    lazy_blocks: bool,
 ) -> Any:
-    boxes, plain = parameter_shapes(module.config, module.weights), parameter_shapes(module.config)
-    flat, mapped = dict[tuple[str, ...], Any](), functools.cache(_mapped)
+    boxes, flat = parameter_shapes(module.config, module.weights), dict[tuple[str, ...], Any]()
     for tensor, where in stored:
-        shape, form = plain[tensor.path].value.shape, module.weights
-        in_block = tensor.path[0].startswith(BLOCK)
-        keep = form if in_block and tensor.inputs else None
-        found = None
-        if isinstance(where, _Stored):
-            values = tensor.to_parameter(mapped(where.file)[where.name], shape)
-        else:
-            matrix = _read_matrix(layout, tensor, where, mapped, shape)
-            if keep is not None and holds(keep, matrix):
-                found = parameters(matrix, keep, shape, tensor.inputs)
-            else:
-                values = matrix.dequantized()
-                values = (values if tensor.inputs else values.T).reshape(shape)
-        if found is None:
-            quantized = keep is not None and not mapped_blocks
-            found = (
-                quantize(values, keep, tensor.inputs) if quantized else {tensor.path[-1]: values}
-            )
-        for name, values in found.items():
-            path = (*tensor.path[:-1], name)
-            if mapped_blocks and in_block:
-                flat[path] = values
-                continue
+        if lazy_blocks and tensor.path[0].startswith(BLOCK):
+            continue
+        found = read(tensor, where)
+        for path, values in found.items():
             dtype = values.dtype if values.dtype == np.int32 or len(found) > 1 else module.dtype
             flat[path] = _put(values, dtype, sharding_of and sharding_of(boxes[path].names))
     return {"params": flax.traverse_util.unflatten_dict(flat)}
 
 
-def _read_matrix(
-    layout: Layout | None,
-    tensor: Tensor,
-    places: dict[str, _Stored],
-    mapped: Callable[[pathlib.Path], dict[str, np.ndarray]],
-    shape: tuple[int, ...],
-) -> Matrix:
-    """Returns a quantized matrix, unpacked on the host."""
-    parts = {part: mapped(place.file)[place.name] for part, place in places.items()}
-    with _named(tensor):
-        matrix = read_matrix(layout, parts, _matrix_shape(tensor, shape))
-    fused = tensor.fused
-    return matrix if fused is None else matrix.map(lambda x: fused.part(x).reshape(len(x), -1))
+def _read_block(stored: list[_Found], read: _Read, index: int) -> dict[str, Any]:
+    flat = dict[tuple[str, ...], np.ndarray]()
+    for tensor, where in stored:
+        if tensor.path[0] == f"{BLOCK}{index}":
+            flat |= {path[1:]: values for path, values in read(tensor, where).items()}
+    return flax.traverse_util.unflatten_dict(flat)
+
+
+def _parameter_reader(module: nn.Module, layout: Layout | None) -> _Read:
+    """Returns a function that returns the parameters of a tensor on the host, by path.
+
+    A matrix of a block has several if the module is quantized.
+    """
+    shapes, mapped = parameter_shapes(module.config), functools.cache(mapped_tensors)
+    last = dict[str, Matrix]()  # a fused matrix is unpacked once for all of its parameters
+
+    def unpacked(tensor: Tensor, places: dict[str, Stored]) -> Matrix:
+        if tensor.name not in last:
+            last.clear()
+            parts = {part: mapped(place.file)[place.name] for part, place in places.items()}
+            with _named(tensor):
+                shape = _matrix_shape(tensor, shapes[tensor.path].value.shape)
+                last[tensor.name] = read_matrix(layout, parts, shape)
+        matrix, fused = last[tensor.name], tensor.fused
+        return matrix if fused is None else matrix.map(lambda x: fused.part(x).reshape(len(x), -1))
+
+    def read(tensor: Tensor, where: _Place) -> dict[tuple[str, ...], np.ndarray]:
+        shape, inputs = shapes[tensor.path].value.shape, tensor.inputs
+        form = module.weights if inputs and tensor.path[0].startswith(BLOCK) else None
+        found = None
+        if isinstance(where, Stored):
+            values = tensor.to_parameter(mapped(where.file)[where.name], shape)
+        else:
+            matrix = unpacked(tensor, where)
+            if form is not None and holds(form, matrix):
+                found = parameters(matrix, form, shape, inputs)
+            else:
+                values = matrix.dequantized()
+                values = (values if inputs else values.T).reshape(shape)
+        if found is None:
+            found = quantize(values, form, inputs) if form else {tensor.path[-1]: values}
+        return {(*tensor.path[:-1], name): values for name, values in found.items()}
+
+    return read
 
 
 def _matrix_shape(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -445,26 +458,6 @@ def _named(tensor: Tensor) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{tensor.name} cannot be read: {error}") from error
-
-
-def _mapped(file: pathlib.Path) -> dict[str, np.ndarray]:
-    """Returns a file's tensors by name as memory-mapped views, which `safetensors` does not offer.
-
-    The format: the header's length in 8 bytes, the header as JSON with each tensor's dtype, shape
-    and byte range, and the tensors.
-    """
-    with open(file, "rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(size))
-    raw = np.memmap(file, np.uint8, "r", offset=8 + size)
-    header.pop("__metadata__", None)
-    return {
-        name: raw[slice(*entry["data_offsets"])]
-        .view(STORED[entry["dtype"]])
-        .reshape(entry["shape"])
-        for name, entry in header.items()
-        if entry["dtype"] in STORED
-    }
 
 
 def _put(values: np.ndarray, dtype: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:

@@ -8,7 +8,7 @@ change if a number is added to all scores of a query, so slope * (the key's posi
 is the product of two more elements of queries and keys. A cached key thus has its own position, and
 neither attention backends nor caches have a case for ALiBi. With head size 2 and position 600, a
 key (k0, k1) becomes (k0, k1, 2, 88), because 600 = 2 * 256 + 88 and both numbers are exact in
-bfloat16; the query has 256 * slope and slope there.
+bfloat16; the query has 256 * slope and slope there, rounded to its dtype.
 """
 
 import dataclasses
@@ -174,15 +174,20 @@ def _longrope_attention_factor(rope: Rope) -> float:
     return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_positions))
 
 
-def turn(
+def rotate_pairs(
     x: Float[Array, "*B D"], cos: Float[Array, "*B R/2"], sin: Float[Array, "*B R/2"]
 ) -> Float[Array, "*B D"]:
-    """Returns x with every pair (i, i + R/2) of its first R elements rotated, without scaling."""
-    rotary = 2 * cos.shape[-1]
-    first, second = jnp.split(x[..., :rotary], 2, axis=-1)
-    parts = [first * cos - second * sin, second * cos + first * sin]
-    rest = [x[..., rotary:]] if rotary < x.shape[-1] else []
-    return jnp.concatenate(parts + rest, -1)
+    """Returns x with every pair (i, i + R/2) of its first R elements rotated.
+
+    One fused pass over x: (first, second) * cos + (second, first) * (-sin, sin).
+    """
+    size = cos.shape[-1]
+    halves = x[..., : 2 * size].reshape(*x.shape[:-1], 2, size)
+    signed = jnp.stack([-sin, sin], axis=-2)
+    rotated = halves * cos[..., None, :] + halves[..., ::-1, :] * signed
+    rotated = rotated.reshape(*rotated.shape[:-2], 2 * size)
+    rest = x[..., 2 * size :]
+    return jnp.concatenate([rotated, rest], -1) if rest.size else rotated
 
 
 def rotate(
@@ -190,16 +195,9 @@ def rotate(
 ) -> Float[Array, "B T H D"]:
     """Returns x rotated by its absolute positions, in x's dtype; angles are float32."""
     inverse, factor = frequencies(rope, x.shape[-1])
-    rotary = 2 * len(inverse)
     angles = positions[..., None].astype(jnp.float32) * inverse  # [B,T,R/2]
-    cos = (jnp.cos(angles) * factor).astype(x.dtype)[:, :, None]
-    sin = (jnp.sin(angles) * factor).astype(x.dtype)[:, :, None]
-    turned = x[..., :rotary]
-    halves = turned.reshape(*turned.shape[:-1], 2, rotary // 2)
-    # One fused pass over x: (first, second) * cos + (second, first) * (-sin, sin).
-    signed = jnp.stack([-sin, sin], axis=-2)
-    out = (halves * cos[..., None, :] + halves[..., ::-1, :] * signed).reshape(turned.shape)
-    return out if rotary == x.shape[-1] else jnp.concatenate([out, x[..., rotary:]], -1)
+    cos, sin = ((f(angles) * factor).astype(x.dtype)[:, :, None] for f in (jnp.cos, jnp.sin))
+    return rotate_pairs(x, cos, sin)
 
 
 def slopes_of(num_heads: int) -> np.ndarray:

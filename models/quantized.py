@@ -40,25 +40,34 @@ class WeightFormat:
 
     @classmethod
     def parse(cls, text: str) -> "WeightFormat":
-        """Returns the format of a text such as "int8", "int4" or "int4:32".
+        """Returns the format of a text such as "int8", "int4", "int4:32" or "float8:128".
 
-        Without a group, "int8" has a scale for each output channel, and "int4" groups of 128.
+        Without a group, "int8" and "float8" have a scale for each output channel, and "int4" groups
+        of 128. The end "+zeros" stands for zero points.
 
-        Raises ValueError for another text.
+        Raises ValueError for another value.
         """
-        match = re.fullmatch(r"int([48])(?::([1-9]\d*|channel))?", text)
+        pattern = r"(int4|int8|float8)(?::([1-9]\d*|channel))?(\+zeros)?"
+        match = re.fullmatch(pattern, text) if isinstance(text, str) else None
         if match is None:
             raise ValueError(f"weights={text!r} is unknown: use {FORMATS}")
-        bits, group = int(match[1]), match[2]
+        kind, group, zeros = match.groups()
+        bits = int(kind[-1])
         if group is None:
-            return cls(bits, INT4_GROUP if bits == 4 else None)
-        return cls(bits, None if group == "channel" else int(group))
+            size = INT4_GROUP if bits == 4 else None
+        else:
+            size = None if group == "channel" else int(group)
+        return cls(bits, size, zeros is not None, kind == "float8")
 
     def __str__(self) -> str:
-        """Returns the text that `parse` accepts, with "+zeros" if there are zero points."""
+        """Returns the text that `parse` accepts."""
         default = INT4_GROUP if self.bits == 4 else None
         group = "" if self.group == default else f":{self.group or 'channel'}"
-        return f"{'float' if self.is_float else 'int'}{self.bits}{group}{'+zeros' * self.zeros}"
+        return f"{self._kind}{group}{'+zeros' * self.zeros}"
+
+    @property
+    def _kind(self) -> str:
+        return f"{'float' if self.is_float else 'int'}{self.bits}"
 
     @property
     def dtype(self) -> Any:
@@ -80,6 +89,14 @@ class WeightFormat:
         """Returns the number of groups of a matrix with `inputs` inputs."""
         return 1 if self.group is None else inputs // self.group
 
+    def validate_rounding(self) -> None:
+        """Raises ValueError unless `quantize` can round to the format."""
+        if self.zeros or self.is_float:
+            raise ValueError(
+                f"weights={str(self)!r}: only checkpoints have float8 values and zero points, and "
+                f"other matrices cannot be quantized so: use {FORMATS}"
+            )
+
     def validate(self, inputs: Mapping[str, int], shards: int = 1) -> None:
         """Raises ValueError unless groups divide the inputs of every matrix.
 
@@ -91,13 +108,14 @@ class WeightFormat:
             return
         for name, size in inputs.items():
             if size % self.group:
-                common = math.gcd(*inputs.values())
-                fits = [f"int{self.bits}:{g}" for g in (128, 64, 32, 16, 8) if common % g == 0]
+                # float8 groups can be divided only: nothing is rounded to float8.
+                common = math.gcd(*inputs.values(), *(self.group,) * self.is_float)
+                fits = [f"{self._kind}:{g}" for g in (128, 64, 32, 16, 8) if common % g == 0]
                 where = f"{size} inputs of {name}"
                 where += f" on each of {shards} devices" if shards > 1 else ""
                 raise ValueError(
                     f"weights={str(self)!r}: groups of {self.group} do not divide the {where}: "
-                    f"use {' or '.join(fits) or f'int{self.bits}:{common}'}"
+                    f"use {' or '.join(fits) or f'{self._kind}:{common}'}"
                 )
 
 
@@ -107,10 +125,23 @@ def parse_weights(
     """Returns the format of the argument `weights` of `magicjax.load`.
 
     None: as stored; "none": not quantized.
+
+    Raises ValueError for another value than a format or its text.
     """
-    if weights == NONE:
-        return NONE
-    return WeightFormat.parse(weights) if isinstance(weights, str) else weights
+    if weights is None or isinstance(weights, WeightFormat):
+        return weights
+    return NONE if weights == NONE else WeightFormat.parse(weights)
+
+
+def rounded_format(weights: WeightFormat | Literal["none"] | None) -> WeightFormat | None:
+    """Returns the format of matrices that are rounded to the result of `parse_weights`.
+
+    Raises ValueError for a format to which nothing is rounded.
+    """
+    if weights is None or weights == NONE:
+        return None
+    weights.validate_rounding()
+    return weights
 
 
 def quantize(weight: Any, form: WeightFormat, inputs: int, xp: Any = np) -> dict[str, Any]:
@@ -118,12 +149,11 @@ def quantize(weight: Any, form: WeightFormat, inputs: int, xp: Any = np) -> dict
 
     Args:
       weight: [I..., O...], floating-point.
-      form: without zero points; its groups divide the inputs.
+      form: of integers without zero points (ValueError); its groups divide the inputs.
       inputs: the number of input axes.
       xp: `jax.numpy` to compute where the weight is.
     """
-    if form.zeros:
-        raise ValueError(f"weights={str(form)!r}: only checkpoints have zero points; use {FORMATS}")
+    form.validate_rounding()
     wide = xp.asarray(weight, np.float32)
     outputs = wide.shape[inputs:]
     groups = form.groups(math.prod(wide.shape[:inputs]))
@@ -167,8 +197,8 @@ def product(x: Array, weight: Array, scale: Array, zero: Array | None, precision
     """Returns x times the matrix, in x's dtype, without dequantizing it.
 
     Integers are multiplied, which are exact in bfloat16, and the sums of each group are scaled, in
-    at least float32. With few rows, as in decoding, the sums [G, B..., O...] of all groups are
-    computed at once. They take no more memory than the matrix in 16 bits. With more rows, as in
+    at least float32. If 2 * rows <= I / G, as in decoding, the sums [G, B..., O...] of all groups
+    are computed at once. They take no more memory than the matrix in 16 bits. With more rows, as in
     prefill, groups are computed one by one.
 
     Args:

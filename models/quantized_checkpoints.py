@@ -21,13 +21,18 @@ FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantize
 BITS = (4, 8)
 AWQ_SLOTS = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds each column
 SCALES = ("scales", "weight_scale", "weight_scale_inv")
-PARTS = frozenset(
-    ("qweight", "qzeros", "g_idx", "weight_packed", "weight_shape", "weight_g_idx")
-    + ("weight_zero_point", "weight_min", *SCALES)
-)
-ACTIVATIONS = ("input_scale",)  # activations are not quantized
+WORDS = ("qweight", "qzeros", "g_idx", "weight_packed", "weight_g_idx", "weight_zero_point")
+# The dtypes of each part of a matrix.
+PART_DTYPES = {
+    **dict.fromkeys(WORDS, ("I32",)),
+    **dict.fromkeys((*SCALES, "weight_min"), ("F16", "BF16", "F32", "F64")),
+    "weight": ("I8", "F8_E4M3"),
+    "weight_shape": ("I32", "I64"),
+}
+PARTS = frozenset(PART_DTYPES) - {"weight"}
+ACTIVATIONS = ("input_scale", "input_zero_point")  # activations are not quantized
 # Settings of compressed-tensors that change the computation.
-EMPTY = ("sparsity_config", "transform_config", "kv_cache_scheme")
+UNSUPPORTED_SETTINGS = ("sparsity_config", "transform_config", "kv_cache_scheme")
 
 
 class Matrix(NamedTuple):
@@ -70,12 +75,14 @@ class Layout:
       zero_offset: what GPTQ subtracts from zero points.
       symmetric: whether GPTQ's zero points are half the range, which is zero as a signed value.
       block: outputs and inputs of a block with one scale, or None.
+      group: the inputs that share a scale in AWQ and GPTQ, as the settings name them, or None.
     """
 
     method: str
     zero_offset: int = 0
     symmetric: bool = False
     block: tuple[int, int] | None = None
+    group: int | None = None
 
 
 def read_layout(settings: Mapping[str, Any] | None) -> Layout | None:
@@ -90,13 +97,14 @@ def read_layout(settings: Mapping[str, Any] | None) -> Layout | None:
         kind = settings.get("version") or settings.get("format") or "gemm"
         if str(kind).lower() != "gemm" or settings.get("backend") == "llm-awq":
             raise _unsupported("awq with version", kind, ("gemm",))
-        return Layout(method)
+        return Layout(method, group=_group(settings))
     if method == "gptq":
         kind = settings.get("checkpoint_format") or settings.get("format") or "gptq"
         if kind not in ("gptq", "gptq_v2"):
             raise _unsupported("gptq with checkpoint_format", kind, ("gptq", "gptq_v2"))
         symmetric = settings.get("sym") is True
-        return Layout(method, zero_offset=int(kind == "gptq"), symmetric=symmetric)
+        offset = int(kind == "gptq")
+        return Layout(method, zero_offset=offset, symmetric=symmetric, group=_group(settings))
     if method == "fp8":
         block = settings.get("weight_block_size")
         return Layout(method, block=tuple(block) if block else None)
@@ -107,6 +115,12 @@ def read_layout(settings: Mapping[str, Any] | None) -> Layout | None:
     raise _unsupported("quant_method", method, METHODS)
 
 
+def _group(settings: Mapping[str, Any]) -> int | None:
+    """Returns the group size of all matrices; None: matrices differ, or have one group (-1)."""
+    size = settings.get("group_size")
+    return size if isinstance(size, int) and size > 0 and not settings.get("dynamic") else None
+
+
 def _unsupported(name: str, value: Any, supported: tuple[str, ...]) -> ValueError:
     return ValueError(
         f"quantization_config has {name}={value!r}, which is not supported: it must be one of "
@@ -115,13 +129,15 @@ def _unsupported(name: str, value: Any, supported: tuple[str, ...]) -> ValueErro
 
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> Layout:
-    groups = settings.get("config_groups", {}).values()
+    groups = (settings.get("config_groups") or {}).values()
     kinds = {group.get("format") or settings.get("format") for group in groups}
     for kind in sorted(map(str, kinds)):
         if kind not in FORMATS:
             raise _unsupported("format", kind, FORMATS)
-    for name in EMPTY:
-        if value := settings.get(name):
+    for name in UNSUPPORTED_SETTINGS:
+        value = settings.get(name)
+        dense = name == "sparsity_config" and value and value.get("format") == "dense"
+        if value and not dense:
             raise ValueError(
                 f"quantization_config has {name}={value!r}, which is not supported: "
                 "load a checkpoint without it"
@@ -139,7 +155,7 @@ def gather(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[st
       stored: anything, by the name of a tensor.
 
     The parts are by the name of the matrix, which ends in ".weight", and the last part of their
-    name.
+    name. Scales alone, as AutoAWQ stores for some activations, are other tensors.
     """
     plain, matrices = dict(stored), dict[str, dict[str, Any]]()
     for name in stored:
@@ -148,9 +164,11 @@ def gather(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[st
             matrices.setdefault(f"{module}.weight", {})[part] = plain.pop(name)
         elif part in ACTIVATIONS:
             del plain[name]
-    for name, parts in matrices.items():
+    for name, parts in list(matrices.items()):
         if name in plain:
             parts["weight"] = plain.pop(name)
+        elif set(parts) == {"scales"}:
+            plain[f"{name.removesuffix('weight')}scales"] = matrices.pop(name)["scales"]
     return plain, matrices
 
 
@@ -163,6 +181,13 @@ def missing_parts(parts: Mapping[str, Any]) -> list[str]:
     else:
         needed = ["weight", "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"]
     return [name for name in needed if name not in parts]
+
+
+def part_dtypes(part: str, parts: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the dtypes that a part of a quantized matrix may have, given all of its parts."""
+    if part == "weight_zero_point" and "weight" in parts:
+        return ("I8",)  # not packed
+    return PART_DTYPES[part]
 
 
 def matrix_format(
@@ -179,6 +204,8 @@ def matrix_format(
     inputs = shape[1]
     scale = next((parts[name].shape for name in SCALES if name in parts), ())
     groups = scale[layout.method not in ("awq", "gptq")] if len(scale) == 2 else 1
+    if layout.group is not None:
+        _validate_group(layout.group, groups, inputs)
     if groups < 1 or inputs % groups:
         raise ValueError(f"its {inputs} inputs are not a multiple of its {groups} groups")
     bits, is_float = 8, False
@@ -192,6 +219,21 @@ def matrix_format(
         else:
             is_float = parts["weight"].dtype == "F8_E4M3"
     return WeightFormat(bits, None if groups == 1 else inputs // groups, zeros, is_float)
+
+
+def _validate_group(size: int, groups: int, inputs: int) -> None:
+    """Raises ValueError unless a matrix has the groups of the settings, of equal sizes."""
+    size = min(size, inputs)
+    if inputs % size:
+        raise ValueError(
+            f"its {inputs} inputs are not a multiple of group_size={size}: a smaller last group is "
+            "not supported; load the unquantized checkpoint"
+        )
+    if groups * size != inputs:
+        raise ValueError(
+            f"it has {groups} groups for {inputs} inputs, and quantization_config has "
+            f"group_size={size}: set group_size to that of the checkpoint"
+        )
 
 
 def common_format(found: Iterable[tuple[WeightFormat, int]]) -> WeightFormat:
@@ -215,11 +257,14 @@ def common_format(found: Iterable[tuple[WeightFormat, int]]) -> WeightFormat:
     return WeightFormat(max(form.bits for form in forms), group, zeros, kinds.pop())
 
 
-def finer(form: WeightFormat, weights: WeightFormat) -> WeightFormat | None:
-    """Returns `form` with the groups of `weights`, None unless that holds its matrices exactly."""
-    if weights.bits != form.bits or form.is_float or weights.group is None:
+def with_smaller_groups(form: WeightFormat, weights: WeightFormat) -> WeightFormat | None:
+    """Returns a checkpoint's format with the groups of `weights`, which divide its own.
+
+    Returns None if `weights` is another format; its zero points may be omitted.
+    """
+    if (weights.bits, weights.is_float) != (form.bits, form.is_float) or weights.zeros > form.zeros:
         return None
-    if form.group is not None and form.group % weights.group:
+    if form.group is not None and (weights.group is None or form.group % weights.group):
         return None
     return dataclasses.replace(form, group=weights.group)
 
@@ -256,21 +301,6 @@ def parameters(
         zeros = np.zeros_like(matrix.scales) if matrix.zeros is None else matrix.zeros
         values["zero"] = grouped(zeros)
     return values
-
-
-def matrix_of(found: Mapping[str, Any], form: WeightFormat) -> Matrix:
-    """Returns the matrix of the parameters of a quantized projection.
-
-    Args:
-      found: weight, scale and perhaps zero, on the host.
-      form: of the module.
-    """
-    scale = np.asarray(found["scale"])
-    outputs = math.prod(scale.shape[1:])
-    values = np.asarray(found["weight"]).reshape(outputs, -1).T
-    zeros = np.asarray(found["zero"]).reshape(-1, outputs) if form.zeros else None
-    stored = values if form.is_float else values.astype(np.int8)
-    return Matrix(stored, scale.reshape(-1, outputs), zeros, form.bits)
 
 
 def read_matrix(
@@ -416,57 +446,3 @@ def _per_output(x: np.ndarray, outputs: int) -> np.ndarray:
     """Returns [G, O] of a scalar, [1], [O, 1] or [O, G]."""
     rows = x.reshape(1, 1) if x.size == 1 else x.reshape(outputs, -1).T
     return np.broadcast_to(rows, (len(rows), outputs))
-
-
-def written_parts(matrix: Matrix) -> dict[str, np.ndarray]:
-    """Returns what compressed-tensors stores for a matrix, by the last part of the names.
-
-    Raises ValueError for zero points that are not integers.
-    """
-    values, scales = np.ascontiguousarray(matrix.values.T), np.ascontiguousarray(matrix.scales.T)
-    if values.dtype != np.int8:
-        return {"weight": values, "weight_scale": scales}
-    packed = {
-        "weight_packed": pack(_unsigned(values, matrix.bits), matrix.bits),
-        "weight_scale": scales,
-        "weight_shape": np.array(values.shape, np.int64),
-    }
-    if matrix.zeros is not None:
-        zeros = np.rint(matrix.zeros).astype(np.int8)
-        if (zeros != matrix.zeros).any():
-            raise ValueError(
-                "its zero points are not integers (minima of a GGUF file), which "
-                "compressed-tensors does not store: load it with weights='none' to save it"
-            )
-        words = pack(_unsigned(zeros, matrix.bits), matrix.bits)
-        packed["weight_zero_point"] = np.ascontiguousarray(words.T)
-    return packed
-
-
-def _unsigned(signed: np.ndarray, bits: int) -> np.ndarray:
-    return (signed + np.int8(8)).view(np.uint8) if bits == 4 else signed.view(np.uint8) ^ 128
-
-
-def written_settings(form: WeightFormat, plain: Iterable[str]) -> dict[str, Any]:
-    """Returns the `quantization_config` of compressed-tensors.
-
-    Args:
-      form: of the quantized matrices.
-      plain: the modules that are linear maps and not quantized.
-    """
-    kind = "float-quantized" if form.is_float else "pack-quantized"
-    weights = {
-        "num_bits": form.bits,
-        "type": "float" if form.is_float else "int",
-        "symmetric": not form.zeros,
-        "strategy": "channel" if form.group is None else "group",
-        "group_size": form.group,
-        "dynamic": False,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-        "format": kind,
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": kind}},
-        "ignore": list(plain),
-    }

@@ -14,8 +14,8 @@ from magicjax.model import Model
 from magicjax.parallel.layouts import BlocksOnly, Resident
 from models import WeightFormat, quantized
 
-# The copies of each target in use, so that repeated requests do not quantize it again.
-_copies: weakref.WeakKeyDictionary[Model, dict[WeightFormat, Model]] = weakref.WeakKeyDictionary()
+# The latest copy of each target in use, so that repeated requests do not quantize it again.
+_copies: weakref.WeakKeyDictionary[Model, Model] = weakref.WeakKeyDictionary()
 
 
 def check(target: Model, weights: str) -> None:
@@ -43,14 +43,14 @@ def of(target: Model, weights: str) -> Model:
     parameters, has such a copy.
     """
     form = WeightFormat.parse(weights)
-    copies = _copies.setdefault(target, {})
-    if form not in copies:
-        module = target.module.clone(weights=form)
-        params = None if target.params is None else _quantized(target, module)
-        copies[form] = Model(
-            module, params, name=f"{target.name} {form}".strip(), layout=BlocksOnly()
-        )
-    return copies[form]
+    if target in _copies and _copies[target].weights == form:
+        return _copies[target]
+    _copies.pop(target, None)  # frees its memory before the other copy needs it
+    module = target.module.clone(weights=form)
+    params = None if target.params is None else _quantized(target, module)
+    name = f"{target.name} {form}".strip()
+    _copies[target] = Model(module, params, name=name, layout=BlocksOnly())
+    return _copies[target]
 
 
 def join(blocks: Model, target: Model) -> Model:

@@ -115,7 +115,7 @@ class SelfSpeculation(Drafter):
 
     def __post_init__(self):
         if self.weights is not None:
-            WeightFormat.parse(self.weights)
+            WeightFormat.parse(self.weights).validate_rounding()
         resolve_policy(self, "reads the target's own cache", "refresh_every")
         if isinstance(self.policy, Quest) and self.kv_dtype is not None:
             raise ValueError(

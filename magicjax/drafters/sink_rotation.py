@@ -18,7 +18,7 @@ from magicjax.kv_cache.attend import AttendTo
 from magicjax.kv_cache.sparse_cache import DraftCache, append_ring
 from magicjax.model import Model
 from magicjax.settings import Settings
-from models.positions import frequencies, turn
+from models.positions import frequencies, rotate_pairs
 
 SinkKeys = tuple[Float[Array, "B K P D"], ...]  # for each layer, before rotation
 
@@ -106,7 +106,7 @@ def rotate_sinks(
     to_ring = ((shift[:, None] + position)[..., None] * inverse)[:, None]
 
     def rotated(keys: Any, angles) -> Any:
-        return turn(keys, jnp.cos(angles), jnp.sin(angles)).astype(keys.dtype)
+        return rotate_pairs(keys, jnp.cos(angles), jnp.sin(angles)).astype(keys.dtype)
 
     rotated_keys, unrotated_keys = [], []
     k: Any

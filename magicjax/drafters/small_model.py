@@ -134,8 +134,9 @@ class SmallModel(Drafter):
         """Raises if the models do not fit, or context or tree are too large."""
         if not isinstance(self.model, Model):
             raise TypeError(f"SmallModel needs what magicjax.load returns, not {self.model!r}")
-        form = parse_weights(self.weights)
-        if form is not None and (None if form == "none" else form) != self.model.weights:
+        form, own = parse_weights(self.weights), self.model.weights
+        without_zeros = own and dataclasses.replace(own, zeros=False)
+        if form is not None and (None if form == "none" else form) not in (own, without_zeros):
             raise ValueError(
                 f"weights={self.weights!r} differs from the draft model's, {self.model.weights}: "
                 "load it with magicjax.load(path, weights=...), or remove weights"

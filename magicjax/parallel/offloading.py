@@ -51,16 +51,17 @@ def shapes(module: nn.Module, sharding_of: ShardingFn | None = None) -> Any:
 def stack(module: nn.Module, layers: Iterable[Any], sharding_of: ShardingFn | None = None) -> Any:
     """Returns blocks' weights, stacked by layer, in host memory.
 
-    Peak memory exceeds the result by its largest array; with int4, which numpy does not pack, by
-    the result.
+    Blocks are read one by one. Peak memory is that of the result, with one byte per element of
+    int4, which numpy does not pack, and of its largest array or one block.
 
     Args:
       module: the model's; determines the dtypes.
-      layers: each block's parameters as host arrays, first to last, quantized or not.
+      layers: yields each block's parameters as host arrays, first to last, quantized or not.
       sharding_of: the sharding of a parameter, by its logical axes; None: the default device.
 
     Raises:
-      ValueError: host memory is too small, or devices cannot read it; raised before loading.
+      ValueError: host memory is too small, or devices cannot read it; raised before `layers` are
+        read.
     """
     host.validate_devices()
     validate_host_memory(module, sharding_of)

@@ -113,19 +113,19 @@ def _shardings(module: nn.Module, stages: int, sharding_of: ShardingFn) -> Any:
     return jax.tree.map(lambda box: sharding_of(box.names), boxes, is_leaf=models.is_boxed)
 
 
-def load_params(params: Any, module: nn.Module, stages: int, sharding_of: ShardingFn) -> Any:
-    """Returns a checkpoint's variables stacked by stage; each process reads only its part.
+def load_params(checkpoint: models.Checkpoint, stages: int, sharding_of: ShardingFn) -> Any:
+    """Returns a checkpoint's variables stacked by stage; each process keeps only its part.
 
     Args:
-      params: the blocks' as memory-mapped arrays (`models.load_checkpoint(mapped_blocks=True)`),
-        the others on their devices.
-      module: the model's; the blocks' matrices are quantized as it declares.
+      checkpoint: of `models.load_checkpoint(lazy_blocks=True)`. `stages` of its blocks are in host
+        memory at a time.
       stages: S.
       sharding_of: the sharding of a parameter, by its logical axes.
     """
-    loaded, layers = models.split_blocks(params)
+    module, loaded = checkpoint.module, dict(checkpoint.params["params"])
     boxes = stack_layers(models.abstract_params(module), stages)["params"]
-    slots = len(layers) // stages
+    layers = module.config.num_layers
+    slots = layers // stages
 
     def put(box, *values):
         def read(index):
@@ -135,11 +135,11 @@ def load_params(params: Any, module: nn.Module, stages: int, sharding_of: Shardi
 
         return jax.make_array_from_callback(box.value.shape, sharding_of(box.names), read)
 
-    for slot in range(slots):  # one by one, as each is quantized on the host
-        blocks = [models.quantize_block(layer, module) for layer in layers[slot::slots]]
+    for slot in range(slots):
+        blocks = [checkpoint.read_block(layer) for layer in range(slot, layers, slots)]
         name = f"{models.BLOCK}{slot}"
-        loaded["params"][name] = jax.tree.map(put, boxes[name], *blocks, is_leaf=models.is_boxed)
-    return loaded
+        loaded[name] = jax.tree.map(put, boxes[name], *blocks, is_leaf=models.is_boxed)
+    return {"params": loaded}
 
 
 def init_params(module: nn.Module, seed: int, stages: int, sharding_of: ShardingFn) -> Any:

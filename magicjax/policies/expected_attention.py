@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from magicjax.policies.base import Evidence, Policy, RecentQueries
-from models.positions import frequencies, turn
+from models.positions import frequencies, rotate_pairs
 from sharding import collectives
 
 
@@ -72,7 +72,7 @@ class ExpectedAttention(Policy):
         rope = getattr(config, "rope", None)
         if rope is not None:
             back = (1 - queries.seen)[..., None, None] * frequencies(rope, q.shape[-1])[0]
-            q = turn(q, jnp.cos(back), jnp.sin(back))
+            q = rotate_pairs(q, jnp.cos(back), jnp.sin(back))
         weight = exists / jnp.maximum(exists.sum(-1, keepdims=True), 1)
         mean = jnp.einsum("bw,bwhd->bhd", weight, q)
         deviation = q - mean[:, None]
@@ -80,10 +80,10 @@ class ExpectedAttention(Policy):
         if rope is not None:
             angles = self._angles(queries.seen.max(-1), rope, q.shape[-1])
             cos, sin = jnp.cos(angles).mean(1)[:, None], jnp.sin(angles).mean(1)[:, None]
-            mean = turn(mean, cos, sin)
+            mean = rotate_pairs(mean, cos, sin)
             # R S R^T: the rows, then the columns.
-            spread = turn(spread, cos[:, :, None], sin[:, :, None]).swapaxes(-1, -2)
-            spread = turn(spread, cos[:, :, None], sin[:, :, None])
+            spread = rotate_pairs(spread, cos[:, :, None], sin[:, :, None]).swapaxes(-1, -2)
+            spread = rotate_pairs(spread, cos[:, :, None], sin[:, :, None])
         return mean, spread
 
     def _angles(self, length: Int[Array, "B"], rope, size: int) -> Float[Array, "B T D/2"]:

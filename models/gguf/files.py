@@ -246,10 +246,10 @@ def _config(
         "out_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
     }
-    keys = {key: names.split()[-1] for key, names in FAMILIES[family].keys.items()}
+    keys = {key: FAMILIES[family].fields(key)[-1] for key in FAMILIES[family].keys}
     raw: dict[str, Any] = {"model_type": family}
     raw |= {key: fields[name] for key, name in keys.items() if name in fields}
-    if {"rope", "rope or alibi"} & set(FAMILIES[family].parts):
+    if {"rope", "rope_or_alibi"} & set(FAMILIES[family].parts):
         raw["rope_parameters"] = _rope(settings, need, tensors.get(ROPE_FREQS), head_dim)
     if "window" in FAMILIES[family].parts:
         raw["sliding_window"] = settings.pop("attention.sliding_window", None)

@@ -14,6 +14,7 @@ import safetensors.numpy
 
 from models.hf_config import write_config
 from models.hf_tensors import tensors_of
+from tests import gguf_cases
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble of a word holds
 
@@ -164,21 +165,23 @@ def is_quantized(tensor, ignored=()):
     return tensor.inputs > 0 and not any(part in tensor.name for part in ignored)
 
 
-def write_pair(path: pathlib.Path, config, shapes, layout, ignored=(), seed=0):
+CONFIG = gguf_cases.config(
+    vocab_size=40, hidden_size=32, intermediate_size=48, head_dim=8, max_positions=64
+)
+
+
+def write_pair(path: pathlib.Path, layout, ignored=("lm_head",)):
     """Writes path/quantized, and path/plain with the same weights in float32; returns both.
 
     Args:
       path: an existing folder.
-      config: of the model.
-      shapes: of its tensors in Hugging Face format.
       layout: a name of `LAYOUTS`.
       ignored: parts of names of matrices that are not quantized.
-      seed: of the weights.
     """
     settings, quantize = LAYOUTS[layout]
-    draw = np.random.default_rng(seed)
-    stored, plain = {}, {}
-    for tensor in tensors_of(config):
+    draw = np.random.default_rng(0)
+    stored, plain, shapes = {}, {}, gguf_cases.shapes_of(CONFIG)
+    for tensor in tensors_of(CONFIG):
         shape = shapes[tensor.name]
         if is_quantized(tensor, ignored):
             parts, plain[tensor.name] = quantize(draw, shape[1], shape[0])
@@ -187,7 +190,7 @@ def write_pair(path: pathlib.Path, config, shapes, layout, ignored=(), seed=0):
         else:
             value = draw.normal(0, 0.3, shape).astype(np.float16)
             stored[tensor.name], plain[tensor.name] = value, value.astype(np.float32)
-    raw = write_config(config)
+    raw = write_config(CONFIG)
     folders = path / "quantized", path / "plain"
     for folder, tensors, extra in zip(
         folders, (stored, plain), ({"quantization_config": settings}, {}), strict=True

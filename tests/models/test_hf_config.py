@@ -270,6 +270,34 @@ def test_unsupported_settings_are_errors(raw, message):
         read_config(raw)
 
 
+@pytest.mark.parametrize(
+    "raw, message",
+    [
+        ({**LLAMA, "hidden_size": "64"}, "hidden_size='64' must be an integer: correct config"),
+        ({**LLAMA, "num_hidden_layers": 2.0}, "num_hidden_layers=2.0 must be an integer"),
+        ({**LLAMA, "num_key_value_heads": True}, "num_key_value_heads=True must be an integer"),
+        ({**LLAMA, "tie_word_embeddings": "true"}, "tie_word_embeddings='true' must be true or"),
+        ({**LLAMA, "attention_bias": 1}, "attention_bias=1 must be true or false"),
+        ({**LLAMA, "rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5' must be a number"),
+        ({**LLAMA, "rope_theta": "10000"}, "rope_theta='10000' must be a number"),
+        ({**LLAMA, "rope_scaling": "yarn"}, "rope_scaling='yarn' must be an object"),
+        (
+            {**LLAMA, "rope_scaling": {"type": "linear", "factor": "2"}},
+            "factor of rope_scaling='2' must be a number",
+        ),
+        ({**PHI3, "rope_scaling": {**LONGROPE, "short_factor": 1.0}}, "1.0 must be an array"),
+        ({**PHI3, "partial_rotary_factor": 0.0}, "partial_rotary_factor=0.0 rotates 0 elements"),
+        (family_config("mistral", sliding_window="16"), "sliding_window='16' must be an integer"),
+        ({**FALCON, "alibi": "yes"}, "alibi='yes' must be true or false"),
+        ({**MPT, "attn_config": {"clip_qkv": "6"}}, "clip_qkv='6' must be a number"),
+        ({**MPT, "attn_config": "torch"}, "attn_config='torch' must be an object"),
+    ],
+)
+def test_values_of_another_type_are_errors(raw, message):
+    with pytest.raises(ValueError, match=message):
+        read_config(raw)
+
+
 def test_all_unsupported_keys_are_in_one_error():
     with pytest.raises(ValueError, match=r"hidden_act='gelu'.*logit_scale=2.*Remove such a key"):
         read_config({**LLAMA, "hidden_act": "gelu", "logit_scale": 2})

@@ -188,7 +188,15 @@ def test_norms_are_those_of_the_formula():
         ({"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
         ({"head_dim": 5}, "head_dim=5 must be even"),
         ({"sliding_window": 8}, "max_positions=16 exceeds sliding_window=8"),
-        ({"positions": models.Rope(partial_rotary_factor=0.5)}, "head_dim=3 must be even"),
+        (
+            {"positions": models.Rope(partial_rotary_factor=0.5)},
+            "partial_rotary_factor=0.5 rotates 3 elements of head_dim=6: .* for 2, use 0.333",
+        ),
+        (
+            {"positions": models.Rope(partial_rotary_factor=0.0)},
+            "rotates 0 elements of head_dim=6: their number must be even, from 2 to 6",
+        ),
+        ({"positions": models.Rope(partial_rotary_factor=2.0)}, "rotates 12 elements of head_dim"),
         ({"shared_norm": True}, "shared_norm=True requires parallel=True"),
         (
             {"positions": models.Alibi(), "max_positions": 2**17},

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import magicjax
 import models
 from models import WeightFormat, quantized
 from sharding import EMBED, HEAD_DIM, HEADS, MLP
@@ -29,7 +30,9 @@ def logits(module, params):
     return np.asarray(module.apply(params, hidden, method="unembed"))
 
 
-@pytest.mark.parametrize("text", [*FORMATS, "int4", "int8:128"])
+@pytest.mark.parametrize(
+    "text", [*FORMATS, "int4", "int8:128", "int4:32+zeros", "int8+zeros", "float8", "float8:64"]
+)
 def test_a_format_is_written_as_it_is_read(text):
     assert str(WeightFormat.parse(text)) == text
 
@@ -46,6 +49,22 @@ def test_unknown_formats_are_refused(text):
         WeightFormat.parse(text)
 
 
+@pytest.mark.parametrize("value", [8, True, False, b"int8"])
+def test_other_values_than_texts_are_refused(value):
+    with pytest.raises(ValueError, match=f"weights={value} is unknown: use 'int8', 'int4'"):
+        models.parse_weights(value)
+
+
+def test_nothing_is_rounded_to_formats_of_checkpoints():
+    for text in ("float8", "float8:64", "int4:32+zeros"):
+        with pytest.raises(ValueError, match="only checkpoints have float8 values and zero"):
+            models.quantize(np.ones((64, 8)), WeightFormat.parse(text), 1)
+        with pytest.raises(ValueError, match="only checkpoints have float8 values and zero"):
+            magicjax.loading.skeleton("opt-125m", weights=text)
+        with pytest.raises(ValueError, match="only checkpoints have float8 values and zero"):
+            magicjax.SelfSpeculation("full", weights=text)
+
+
 def test_groups_that_do_not_divide_a_matrix_are_refused():
     config = models.family_config("llama", **SMOLLM)
     with pytest.raises(ValueError, match="128 do not divide the 576 .*q: use int4:64 or int4:32"):
@@ -56,6 +75,10 @@ def test_groups_that_do_not_divide_a_matrix_are_refused():
         models.build(narrow, weights=WeightFormat.parse("int4"))
     with pytest.raises(ValueError, match="the 768 inputs of mlp/down on each of 2 devices"):
         WeightFormat(4, 512).validate({"mlp/down": 768}, 2)
+    with pytest.raises(ValueError, match="the 192 inputs of mlp/down .*: use float8:64 or float8"):
+        WeightFormat(8, 128, is_float=True).validate({"mlp/down": 192}, 2)
+    with pytest.raises(ValueError, match="the 64 inputs of mlp/down .*: use float8:16 or float8:8"):
+        WeightFormat(8, 48, is_float=True).validate({"mlp/down": 64}, 2)
 
 
 SMOLLM = dict(

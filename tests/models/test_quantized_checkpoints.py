@@ -1,5 +1,6 @@
 """Quantized checkpoints: every layout is read as the matrices of its definition."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -11,10 +12,13 @@ import safetensors.numpy
 
 import magicjax
 import models
+from magicjax.parallel import offloading
+from models import huggingface
 from models import quantized_checkpoints as checkpoints
 from models.gguf import blocks, files
 from tests import gguf_cases
 from tests.models import quantized_layouts as layouts
+from tests.models.quantized_layouts import CONFIG, write_pair
 
 GOLDEN = pathlib.Path(__file__).parent / "golden_quantized"
 
@@ -80,18 +84,11 @@ def test_blocks_of_a_gguf_file_are_its_weights(kind):
 
 # Models
 
-CONFIG = gguf_cases.config(
-    vocab_size=40, hidden_size=32, intermediate_size=48, head_dim=8, max_positions=64
-)
 TOKENS = np.arange(24).reshape(2, 12) % CONFIG.vocab_size
 
 
 def relative_error(found, expected):
     return np.abs(np.asarray(found) - expected).max() / np.abs(expected).max()
-
-
-def write_pair(tmp_path, name, ignored=("lm_head",), config=CONFIG):
-    return layouts.write_pair(tmp_path, config, gguf_cases.shapes_of(config), name, ignored)
 
 
 @pytest.mark.parametrize("name", layouts.LAYOUTS)
@@ -182,14 +179,49 @@ def test_offloaded_weights_stay_quantized(tmp_path):
     assert tokens(offloaded) == tokens(resident)
 
 
-def test_fused_matrices_of_a_checkpoint(tmp_path):
+def matrices_read(monkeypatch):
+    """The shapes of the matrices that are unpacked from now on."""
+    shapes = []
+
+    def read(layout, parts, shape):
+        shapes.append(shape)
+        return checkpoints.read_matrix(layout, parts, shape)
+
+    monkeypatch.setattr(huggingface, "read_matrix", read)
+    return shapes
+
+
+def test_host_memory_is_checked_before_blocks_are_read(tmp_path, monkeypatch):
+    folder, _ = write_pair(tmp_path, "awq")
+    read = matrices_read(monkeypatch)
+    monkeypatch.setattr(offloading, "free_host_memory", lambda: 1000)
+    with pytest.raises(ValueError, match="offload needs .* GB of host memory"):
+        magicjax.load(folder, "float32", offload=True)
+    assert not read
+
+
+def test_blocks_are_read_one_by_one(tmp_path, monkeypatch):
+    folder, _ = write_pair(tmp_path, "awq")
+    whole, read = models.load_checkpoint(folder), matrices_read(monkeypatch)
+    lazy = models.load_checkpoint(folder, lazy_blocks=True)
+    assert not read and not any(name.startswith("layers") for name in lazy.params["params"])
+    block = lazy.read_block(1)
+    assert len(read) == 7
+    expected = whole.params["params"]["layers_1"]
+    assert jax.tree.all(jax.tree.map(np.array_equal, block, expected))
+
+
+def test_fused_matrices_of_a_checkpoint(tmp_path, monkeypatch):
     """Phi-3 stores q, k and v as one matrix, and gate and up as another."""
     golden = GOLDEN.parent / "golden" / "phi3"
     plain = models.load_checkpoint(golden, weights=models.WeightFormat(8, None))
     models.save_checkpoint(tmp_path / "x", plain.module, plain.params)
     stored = safetensors.numpy.load_file(tmp_path / "x" / "model.safetensors")
-    assert "model.layers.0.self_attn.qkv_proj.weight_packed" in stored
+    matrices = [name for name in stored if name.endswith("weight_packed")]
+    assert "model.layers.0.self_attn.qkv_proj.weight_packed" in matrices
+    read = matrices_read(monkeypatch)
     found = models.load_checkpoint(tmp_path / "x")
+    assert len(read) == len(matrices)
     assert found.module == plain.module
     assert jax.tree.all(jax.tree.map(np.array_equal, found.params, plain.params))
 
@@ -216,6 +248,10 @@ REFUSED = {
         {**layouts.LAYOUTS["packed"][0], "transform_config": {"R1": {}}},
         "transform_config={'R1': {}}, which is not supported",
     ),
+    "sparse": (
+        {**layouts.LAYOUTS["int8"][0], "sparsity_config": {"format": "sparse-24-bitmask"}},
+        "sparsity_config={'format': 'sparse-24-bitmask'}, which is not supported",
+    ),
 }
 
 
@@ -231,39 +267,6 @@ def test_orders_of_activations_are_refused():
     parts["g_idx"] = parts["g_idx"][::-1]
     with pytest.raises(ValueError, match="g_idx orders its inputs by activation .act-order."):
         checkpoints.read_matrix(checkpoints.Layout("gptq", 1), parts, (16, 32))
-
-
-@pytest.mark.parametrize("name", ["awq", "fp8"])
-@pytest.mark.parametrize("offload", [False, True])
-def test_another_format_rounds_the_dequantized_matrices(tmp_path, name, offload):
-    folder, plain = write_pair(tmp_path, name)
-    found = magicjax.load(folder, "float32", weights="int8:4", offload=offload)
-    right = magicjax.load(plain, "float32", weights="int8:4", offload=offload)
-    assert str(found.weights) == "int8:4"
-    tensors = (jax.tree.leaves((m.params, m.layout)) for m in (found, right))
-    for x, y in zip(*tensors, strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
-def test_groups_may_be_divided(tmp_path):
-    folder, _ = write_pair(tmp_path, "awq")
-    found = models.load_checkpoint(folder, weights=models.WeightFormat.parse("int4:4"))
-    whole = models.load_checkpoint(folder)
-    assert (str(found.module.weights), str(whole.module.weights)) == (
-        "int4:4+zeros",
-        "int4:8+zeros",
-    )
-    same = [models.dequantize_params(c.params, np.float32) for c in (found, whole)]
-    assert jax.tree.all(jax.tree.map(np.array_equal, *same))
-
-
-def test_blocks_that_are_quantized_in_part_are_refused(tmp_path):
-    folder, plain = write_pair(tmp_path, "awq", ignored=("lm_head", "layers.1.mlp.down_proj"))
-    with pytest.raises(ValueError, match=r"others are not, such as model.layers.1.mlp.down_proj"):
-        models.load_checkpoint(folder)
-    found = models.load_checkpoint(folder, "float32", weights="none").params
-    right = models.load_checkpoint(plain).params
-    assert jax.tree.all(jax.tree.map(np.array_equal, found, right))
 
 
 def test_damaged_matrices_are_refused(tmp_path):
@@ -282,6 +285,71 @@ def test_damaged_matrices_are_refused(tmp_path):
     safetensors.numpy.save_file(tensors, file)
     with pytest.raises(ValueError, match=rf"{module}.scales"):
         models.load_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "name, part, dtype, message",
+    [
+        ("int8", "weight", np.float16, "weight has dtype F16, supported: I8, F8_E4M3"),
+        ("int8", "weight_scale", np.int8, "weight_scale has dtype I8, supported: F16, BF16, F32"),
+        ("packed", "weight_packed", np.int8, "weight_packed has dtype I8, supported: I32"),
+        ("packed, zeros", "weight_zero_point", np.int8, "weight_zero_point has dtype I8, suppor"),
+        ("awq", "qzeros", np.float32, "qzeros has dtype F32, supported: I32"),
+    ],
+)
+def test_parts_of_another_dtype_are_refused(name, part, dtype, message, tmp_path):
+    folder, _ = write_pair(tmp_path, name)
+    file, part = folder / "model.safetensors", f"model.layers.0.self_attn.q_proj.{part}"
+    tensors = safetensors.numpy.load_file(file)
+    safetensors.numpy.save_file(tensors | {part: tensors[part].astype(dtype)}, file)
+    with pytest.raises(ValueError, match=message):
+        models.load_checkpoint(folder)
+
+
+def test_scales_of_activations_are_unexpected(tmp_path):
+    folder, _ = write_pair(tmp_path, "awq")
+    file, name = folder / "model.safetensors", "model.layers.0.mlp.act.scales"
+    tensors = safetensors.numpy.load_file(file)
+    safetensors.numpy.save_file(tensors | {name: np.ones(48, np.float16)}, file)
+    with pytest.raises(ValueError, match=rf"\(1 problems\):\n  unexpected {name}$"):
+        models.load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq"])
+def test_groups_are_those_of_the_config(name, tmp_path):
+    folder, _ = write_pair(tmp_path, name)
+    for size, message in (
+        (16, "it has 4 groups for 32 inputs, and quantization_config has group_size=16"),
+        (12, "its 32 inputs are not a multiple of group_size=12: a smaller last group is not"),
+    ):
+        edit(folder, lambda raw, size=size: raw["quantization_config"].update(group_size=size))
+        with pytest.raises(ValueError, match=f"q_proj.weight cannot be read: {message}"):
+            models.load_checkpoint(folder)
+    edit(folder, lambda raw: raw["quantization_config"].update(group_size=None))
+    assert str(models.weight_format(folder)) == "int4:8+zeros"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sparsity_config": {"format": "dense", "global_sparsity": 0.1}},
+        {"config_groups": None},
+        {"kv_cache_scheme": None},
+    ],
+)
+def test_settings_without_effect_are_ignored(change):
+    settings = layouts.LAYOUTS["int8"][0] | change
+    assert checkpoints.read_layout(settings) == checkpoints.Layout("compressed-tensors")
+
+
+def test_quantization_of_activations_is_ignored(tmp_path):
+    folder, _ = write_pair(tmp_path, "int8")
+    file, module = folder / "model.safetensors", "model.layers.0.self_attn.q_proj"
+    tensors = safetensors.numpy.load_file(file)
+    added = {"input_scale": np.ones(1, np.float32), "input_zero_point": np.zeros(1, np.int8)}
+    named = {f"{module}.{name}": value for name, value in added.items()}
+    safetensors.numpy.save_file(tensors | named, file)
+    assert str(models.load_checkpoint(folder).module.weights) == "int8"
 
 
 def test_a_config_without_the_layout_is_an_error(tmp_path):
@@ -321,6 +389,25 @@ def test_minima_of_a_gguf_file_cannot_be_saved(tmp_path, monkeypatch):
     checkpoint = models.load_checkpoint(converted(tmp_path, monkeypatch, ("Q4_1",))[0])
     with pytest.raises(ValueError, match=r"q_proj.weight cannot be written: its zero points are"):
         models.save_checkpoint(tmp_path / "x", checkpoint.module, checkpoint.params)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_output_matrix_is_written_as_not_quantized(tied, tmp_path):
+    """Transformers has the module `lm_head` even if embeddings are tied."""
+    config = dataclasses.replace(CONFIG, tie_embeddings=tied)
+    module = models.build(config, weights=models.WeightFormat(8, None))
+    models.save_checkpoint(tmp_path / "x", module, models.init_params(module))
+    raw = json.loads((tmp_path / "x" / "config.json").read_text())
+    assert raw["quantization_config"]["ignore"] == ["lm_head"]
+
+
+def test_transposed_matrices_cannot_be_saved_quantized(tmp_path):
+    golden = GOLDEN.parent / "golden" / "gpt2"
+    found = models.load_checkpoint(golden, weights=models.WeightFormat(8, None))
+    message = "quantized matrices of family='gpt2' cannot be written: .* weights='none' to save it"
+    with pytest.raises(ValueError, match=message):
+        models.save_checkpoint(tmp_path / "x", found.module, found.params)
     assert not (tmp_path / "x").exists()
 
 

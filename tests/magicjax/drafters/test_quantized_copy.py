@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import weakref
 
 import jax
 import numpy as np
@@ -52,6 +53,15 @@ def test_a_target_is_quantized_once_and_its_copy_is_freed_with_it():
     del target
     gc.collect()
     assert len(quantized_copy._copies) < before
+
+
+def test_only_the_latest_format_of_a_target_is_kept():
+    target = dataclasses.replace(tiny.model())
+    first = weakref.ref(quantized_copy.of(target, "int8"))
+    second = quantized_copy.of(target, "int4:8")
+    gc.collect()
+    assert first() is None
+    assert quantized_copy.of(target, "int4:8") is second
 
 
 def test_a_coarse_copy_accepts_less_and_keeps_the_text():
