@@ -41,7 +41,7 @@ notebooks: ## run the notebooks and store their outputs (downloads 93 MB)
 	@.venv/bin/python -m experiments.notebooks $(ARGS)
 
 gpu: ## measure everything that needs an NVIDIA GPU, with a python3 that has JAX
-	@$(or $(PYTHON),python3) -m experiments.studies.measure_gpu $(ARGS)
+	@$(or $(PYTHON),python3) -m experiments.studies.gpu $(ARGS)
 
 test: ## run the quick test suite
 	@tools/setup_env.sh .venv test

@@ -9,8 +9,10 @@ import time
 
 import pytest
 
-from experiments.studies import gpu_summary, measure_gpu, offloading
-from experiments.studies.measure_gpu import SMOKE, Part, Plan, parts
+from experiments.studies import offloading
+from experiments.studies.gpu import __main__ as measure_gpu
+from experiments.studies.gpu import summary as gpu_summary
+from experiments.studies.gpu.__main__ import SMOKE, Part, Plan, parts
 from magicjax.benchmarks import bench, profile_ops
 from pallas_kernels.benchmarks import bench as attention_bench
 from pallas_kernels.benchmarks import tune, validate

@@ -1,4 +1,4 @@
-"""Summarizes the results of `measure_gpu` as Markdown tables, with targets."""
+"""Summarizes the results of `experiments.studies.gpu` as Markdown tables, with targets."""
 
 import operator
 from typing import Any, NamedTuple

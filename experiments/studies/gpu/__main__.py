@@ -1,4 +1,4 @@
-"""Measures everything that needs a GPU, in parts: `python -m experiments.studies.measure_gpu`.
+"""Measures everything that needs a GPU, in parts: `python -m experiments.studies.gpu`.
 
 Needs jax, flax and transformers but no installation; run it from the root of a checkout. Parts with
 results, including failed ones, are not run again without --again, so rerunning the command resumes
@@ -19,12 +19,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.studies import gpu_summary
+from experiments.studies.gpu import summary
 from magicjax.files import write_atomically
 from pallas_kernels.benchmarks.shapes import FULL_HEADS, FULL_NODES, FULL_SIZES
 from pallas_kernels.mosaic_gpu.tuned import slug
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 UNFINISHED = 3  # exit status of pallas_kernels.benchmarks.tune if time runs out
 OUT_OF_TIME = "ran out of time"
 TAIL = 4000  # characters of a part's output that are stored
@@ -245,14 +245,14 @@ def measure(
         print(f"--- {part.name}: python -m {' '.join(part.command)}", flush=True)
         results["parts"][part.name] = run(part, min(left, MAX_SECONDS))
         write_atomically(path, json.dumps(results, indent=1) + "\n")
-        write_atomically(folder / "summary.md", gpu_summary.summary(results))
+        write_atomically(folder / "summary.md", summary.summary(results))
     return all("failed" not in results["parts"].get(p.name, ["failed"]) for p in chosen)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 if every part has succeeded, else 1."""
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.studies.measure_gpu", description=__doc__.split("\n", 1)[0]
+        prog="python -m experiments.studies.gpu", description=__doc__.split("\n", 1)[0]
     )
     parser.add_argument("--again", action="store_true", help="also run parts with results")
     parser.add_argument("--only", nargs="+", default=[], help="prefixes of part names")

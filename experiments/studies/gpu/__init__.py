@@ -1,0 +1,1 @@
+"""Measures everything that needs a GPU: python -m experiments.studies.gpu."""
