@@ -237,10 +237,10 @@ def cache_sizes(request: Request) -> dict[str, set[int]]:
     }
 
 
-def matrix_sizes(model: Model) -> set[int]:
-    """Returns the numbers of elements of a block's quantized matrices on one device."""
+def matrix_sizes(request: Request) -> set[int]:
+    """Returns the numbers of elements of quantized matrices, of target and drafts, on a device."""
 
-    def sizes(tree: Any, first_axis: int) -> set[int]:
+    def sizes(tree: Any, first_axis: int = 0) -> set[int]:
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         return {
             int(np.prod(x.sharding.shard_shape(x.shape)[first_axis:]))
@@ -248,8 +248,11 @@ def matrix_sizes(model: Model) -> set[int]:
             if path[-1].key == "weight" and x.dtype.itemsize == 1
         }
 
-    layout = model.layout
-    return sizes(layout.blocks, 1) if isinstance(layout, Offloaded) else sizes(model.params, 0)
+    found = set[int]()
+    for model in (request.target, *placement.models_of(request.drafter)):
+        layout = model.layout  # offloaded matrices are stacked by layer
+        found |= sizes(layout.blocks, 1) if isinstance(layout, Offloaded) else sizes(model.params)
+    return found
 
 
 def all_caches(state: DecodeState) -> list[KVCache | DraftCache]:
@@ -291,8 +294,8 @@ def report(
     if group is None and mesh.shape[STAGE] > 1:
         group = mesh.size // mesh.shape[STAGE]
     counted: dict[str, Any] = {}
-    if program == "decode" and request.target.weights is not None:  # arrays of prefill are as large
-        counted["dequantized matrices"] = hlo.written_floats(text, matrix_sizes(request.target))
+    if program == "decode" and (matrices := matrix_sizes(request)):
+        counted["dequantized matrices"] = hlo.dequantized(text, matrices)
     return counted | {
         "seconds to compile": seconds,
         "argument bytes": memory.argument_size_in_bytes,

@@ -74,6 +74,23 @@ def test_the_draft_cache_can_be_quantized():
     assert keys.values.dtype == "int8" and keys.shape == (16, 8, 512, 64)
 
 
+@pytest.mark.usefixtures("two_layers")
+@pytest.mark.parametrize(
+    ("changes", "has_quantized"),
+    [
+        (dict(), False),
+        (dict(weights="int4"), True),
+        (dict(weights="int8", offload=True), True),
+        (dict(drafter="self:streaming:512:weights=int4"), True),
+        (dict(drafter="small:llama-3.2-1b:weights=int8"), True),
+    ],
+)
+def test_quantized_matrices_of_targets_and_drafts_are_sought(changes, has_quantized):
+    matrices = {2048 * 512, 2048 * 2048, 2048 * 8192}
+    found = aot_compile.matrix_sizes(abstract_request(**changes))
+    assert found == (matrices if has_quantized else set())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
