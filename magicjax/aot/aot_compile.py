@@ -21,7 +21,6 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-import models
 from magicjax import hlo, placement
 from magicjax.decoding import program_cache
 from magicjax.decoding.loop import DecodeState
@@ -33,7 +32,7 @@ from magicjax.kv_cache.sparse_cache import DraftCache
 from magicjax.loading import skeleton
 from magicjax.model import Model
 from magicjax.parallel import offloading
-from magicjax.parallel.layouts import Layout, Offloaded, Resident
+from magicjax.parallel.layouts import Offloaded
 from magicjax.trees.token_tree import parse_tree
 from pallas_kernels import choose_backend
 from sharding import STAGE, AnyMesh, MeshSize, make_mesh
@@ -134,13 +133,9 @@ def abstract_model(
     weights: str | None = None,
 ) -> Model:
     """Returns a model whose parameters are shapes."""
-    module = skeleton(source, dtype, weights=weights).module
-    layout: Layout = Resident()
-    params = nn.meta.unbox(models.abstract_params(module))
-    if offload:
-        params, _ = models.split_blocks(params)
-        layout = Offloaded(offloading.shapes(module))
-    return Model(module, params, name=source, shards=shards, layout=layout)
+    model = skeleton(source, dtype, weights=weights, shards=shards, offload=offload)
+    params = nn.meta.unbox(model.layout.abstract_params(model.module))
+    return dataclasses.replace(model, params=params)
 
 
 def abstract_request(load: Workload, mesh: AnyMesh) -> Request:

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import pytest
 
+from magicjax import loading
 from magicjax.aot import aot_compile
 from magicjax.decoding.validation import RequestOptions, checked_backend
 from sharding import abstract_mesh
@@ -21,14 +22,12 @@ def abstract_request(**changes):
 @pytest.fixture
 def two_layers(monkeypatch):
     """Cuts every model to two layers, which trace faster."""
-    whole = aot_compile.skeleton
+    whole = loading.config_of
 
-    def cut(*arguments, **options):
-        model = whole(*arguments, **options)
-        config = dataclasses.replace(model.config, num_layers=2)
-        return dataclasses.replace(model, module=model.module.clone(config=config))
+    def cut(source):
+        return dataclasses.replace(whole(source), num_layers=2)
 
-    monkeypatch.setattr(aot_compile, "skeleton", cut)
+    monkeypatch.setattr(loading, "config_of", cut)
 
 
 def test_a_request_of_a_large_model_has_only_shapes():

@@ -8,6 +8,7 @@ import pytest
 
 import magicjax
 import models
+from magicjax import loading
 from magicjax.aot import aot_compile, memory_estimate
 from magicjax.decoding import memory, program_cache
 from magicjax.decoding.request import prepare
@@ -65,6 +66,20 @@ def test_weights_count_until_they_are_loaded():
         memory.check(target, available=counted.weights + counted.cache - 1)
     with pytest.raises(memory.OutOfMemoryError, match="target's weights .* GB, loaded, its KV"):
         memory.check(request_of(tiny.model()), available=loaded.cache - 1)
+
+
+@pytest.mark.parametrize("model", [1, 4])
+def test_an_offloaded_target_counts_two_layers_before_it_is_loaded(model):
+    load = dataclasses.replace(LOAD, offload=True, model=model)
+    shapes = memory_estimate.count(load)
+    target = loading.skeleton(load.target, load.dtype, offload=True)
+    counted = memory.count(request_of(target, mesh=abstract_mesh(model=model)))
+    assert counted.weights == pytest.approx(shapes.weights + shapes.streamed, rel=1e-3)
+    request = request_of(target)
+    needed = memory.count(request).weights + memory.count(request).cache
+    memory.check(request, available=needed)
+    with pytest.raises(memory.OutOfMemoryError):
+        memory.check(request, available=needed - 1)
 
 
 @pytest.mark.parametrize("drafter", [None, magicjax.SelfSpeculation(budget=32)])
