@@ -54,7 +54,7 @@ class Workload:
       target, drafter, tree, dtype: as for `magicjax generate`; drafter "": plain decoding; tree
         "": the default.
       offload: the target's blocks are in host memory, as for `magicjax.load`.
-      weights: the format of the target's quantized matrices; None: not quantized.
+      weights: the format of the target's matrices, as for `magicjax.load`; None: as stored.
       draft_shards: devices over which a draft model is sharded; None: all of `model`.
       batch: rows on all devices.
       context: tokens per row, including new ones.

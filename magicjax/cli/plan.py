@@ -78,9 +78,9 @@ def run(arguments: argparse.Namespace) -> None:
     tree = plan.best.tree
     times = cost_model.sources(target, best.draft, *where, tree.num_nodes, tree.levels.shape[1])
     if arguments.json:
-        print(json.dumps(as_json(arguments, machine, plan, sources, times), indent=2))
+        print(json.dumps(as_json(arguments, model, machine, plan, sources, times), indent=2))
     else:
-        print(as_text(arguments, machine, plan, sources, times))
+        print(as_text(arguments, model, machine, plan, sources, times))
 
 
 def machine_of(arguments: argparse.Namespace) -> cost_model.Machine:
@@ -155,6 +155,7 @@ def tree_spec(tree: TokenTree) -> str:
 
 def as_json(
     arguments: argparse.Namespace,
+    model: Model,
     machine: cost_model.Machine,
     plan: planner.Plan,
     sources: dict[str, str],
@@ -162,14 +163,19 @@ def as_json(
 ) -> dict[str, Any]:
     """Returns the plan as JSON values, times in milliseconds.
 
-    `sources` are those of each drafter's acceptance, `times` those of the best prediction's times.
+    Args:
+      arguments: of the command.
+      model: the target.
+      machine, plan: what runs it, and what is predicted.
+      sources: of each drafter's acceptance.
+      times: the sources of the best prediction's times.
     """
     return {
         "target": arguments.target,
         "dtype": arguments.dtype,
         "device": machine.device.name,
         "mesh": {"data": machine.data, "model": machine.model},
-        "weights": arguments.weights,
+        "weights": model.weights and str(model.weights),
         "offload": arguments.offload,
         "batch": arguments.batch,
         "context": arguments.context,
@@ -206,6 +212,7 @@ def _prediction(p: planner.Prediction, sources: dict[str, str]) -> dict[str, Any
 
 def as_text(
     arguments: argparse.Namespace,
+    model: Model,
     machine: cost_model.Machine,
     plan: planner.Plan,
     sources: dict[str, str],
@@ -217,7 +224,7 @@ def as_text(
     lines = [
         f"{arguments.target}, {arguments.dtype}, batch {arguments.batch}, context "
         f"{arguments.context}, on {machine.devices} x {machine.device.name} ({mesh})"
-        + offloading.describe(arguments.offload, arguments.weights),
+        + offloading.describe(model.offload, model.weights),
         f"plain decoding: predicted T_target {1e3 * plan.target:.2f} ms, "
         f"{arguments.batch / plan.target:,.0f} tokens/s",
         _line("fastest drafter", best),
