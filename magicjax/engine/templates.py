@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Int
 
 from magicjax import placement
-from magicjax.decoding import runner
+from magicjax.decoding import memory, runner
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.request import Request, capacity_of, make_options, place, validate
 from magicjax.decoding.validation import (
@@ -138,7 +138,8 @@ def make_templates(
         sampling=any_sampling(request_options, 1),
         **_any_grammar(row, grammar_states),
     )
-    row = place(row, mesh, 1)
+    with memory.explained(row):  # the drafter may make a copy of the target
+        row = place(row, mesh, 1)
     memory_check.check(row, slots, capacity, prefix_bytes)  # before arrays of all slots are made
     divided = row.lengths.sharding
     if mesh is not None:

@@ -12,6 +12,7 @@ from magicjax import loading
 from magicjax.aot import aot_compile, memory_estimate
 from magicjax.decoding import memory, program_cache
 from magicjax.decoding.request import prepare
+from magicjax.drafters import quantized_copy
 from magicjax.parallel import offloading
 from sharding import abstract_mesh
 from tests.magicjax import tiny
@@ -115,6 +116,25 @@ def test_calls_are_refused_before_compilation(call, monkeypatch):
     with pytest.raises(memory.OutOfMemoryError, match="and 1e-06 GB are available"):
         CALLS[call]()
     assert program_cache.totals() == before
+
+
+COPY = magicjax.SelfSpeculation(budget=32, weights="int8")
+COPYING = {
+    "generate": lambda target: magicjax.generate(target, [[1, 2]], drafter=COPY),
+    "stream": lambda target: magicjax.stream(target, [[1, 2]], drafter=COPY),
+    "conversation": lambda target: magicjax.Conversation.create(target, drafter=COPY),
+    "engine": lambda target: magicjax.Engine(target, COPY, slots=2),
+}
+
+
+@pytest.mark.parametrize("call", COPYING)
+def test_no_memory_for_a_copy_of_the_target_is_explained(call, monkeypatch):
+    def quantize(*arguments):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no")
+
+    monkeypatch.setattr(quantized_copy, "_quantize", quantize)
+    with pytest.raises(memory.OutOfMemoryError, match="the drafter's weights and KV caches"):
+        COPYING[call](dataclasses.replace(tiny.model()))
 
 
 def test_a_device_that_reports_nothing_is_not_compared(monkeypatch):
