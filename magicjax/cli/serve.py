@@ -128,7 +128,7 @@ def _add_engine(group: Any) -> None:
     group.add_argument(
         "--prefill-chunk",
         type=int,
-        help="prompt tokens between two calls of the loop; default: 512",
+        help="the most prompt tokens that a step prefills; default: 512",
     )
     group.add_argument(
         "--rounds-per-step",

@@ -45,7 +45,7 @@ class Templates:
       row: of one row, which is prefilled.
       slots: of all rows, which are decoded.
       capacity: the most tokens of a row, prompt and new ones.
-      prefill_chunk: the most prompt tokens that are prefilled between two calls of the loop.
+      prefill_chunk: the most prompt tokens that a step prefills.
       rounds_per_step: the most rounds of a call of the loop.
 
     In an engine with grammars, `row.transitions` and `slots.transitions` are the loaded ones.
