@@ -21,6 +21,7 @@ LOAD = aot_compile.Workload("llama-2-7b-32k", "", "", 8, 2048, "h100", max_new_t
 WORKLOADS = {
     "plain": {},
     "sparse": {"drafter": "self:streaming:256"},
+    "pages": {"drafter": "self:quest:256"},
     "quantized": {"drafter": "self:snapkv:256:kv_dtype=int8"},
     "tensor parallel": {"drafter": "self:streaming:256", "data": 2, "model": 4},
     "small": {"drafter": "small:llama-68m:streaming:256:sink_positions=in_cache", "data": 2},
