@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from magicjax.autotune import auto
 from magicjax.autotune.auto import Auto, Choice
 from magicjax.decoding import memory, program_cache
-from magicjax.decoding.request import Request, prepare
+from magicjax.decoding.request import Request, make_options, place, validate
 from magicjax.decoding.runner import (
     Output,
     Rounds,
@@ -145,7 +145,7 @@ def _generate(target: Model, prompts: Any, drafter: Any, **options: Any) -> Outp
     memory.check_rows(target, prompts, options["mesh"])
     if isinstance(drafter, Auto | Choice) or drafter == "auto":
         return auto.generate(target, prompts, drafter, options)
-    request, compiled = prepare(target, prompts, drafter=drafter, **options), program_cache.totals()
+    request, compiled = _prepare(target, prompts, drafter, options), program_cache.totals()
     log_request(request)
     state, prefill_s = prefill_and_init(request)
     state, decode_s = run_to_end(request, state)
@@ -158,10 +158,18 @@ def _stream(target: Model, prompts: Any, drafter: Any, **options: Any) -> Rounds
     if isinstance(drafter, Auto | Choice) or drafter == "auto":
         prepared: tuple = auto.prepare_stream(target, prompts, drafter=drafter, **options)
     else:
-        prepared = prepare(target, prompts, drafter=drafter, **options), None, None
+        prepared = _prepare(target, prompts, drafter, options), None, None
         memory.check(prepared[0])
     after = program_cache.totals()
     return _rounds((after[0] - before[0], after[1] - before[1]), *prepared)
+
+
+def _prepare(target: Model, prompts: Any, drafter: Any, options: dict[str, Any]) -> Request:
+    """Returns the validated request on the devices."""
+    request_options = make_options(target, drafter, **options)
+    request = validate(target, prompts, request_options)
+    with memory.explained(request):  # the drafter may make a copy of the target
+        return place(request, request_options.mesh, request_options.micro_batches)
 
 
 def _rounds(

@@ -3,14 +3,15 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 CONTROL_FLOW = ("while", "conditional", "call", "async-start", "async-done")
 VIEWS = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant")
-FLOATS = ("f", "bf")
+FLOATS = ("bf16", "f16", "f32", "f64")
+QUANTIZED = ("s4", "u4", "s8", "u8", "f8")  # dtypes of quantized matrices, f8 of several kinds
 
 # The first line of a computation; ENTRY marks the main one.
 HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{")
@@ -43,6 +44,7 @@ class Operation(NamedTuple):
 
     Attributes:
       name: in the program.
+      results: (dtype, dimensions) of each array that it returns, such as ("bf16", "2,8").
       opcode: such as `dot` or `fusion`.
       operands: names of the operations that it reads.
       references: names in its attributes, such as those of the computations that it calls.
@@ -51,6 +53,7 @@ class Operation(NamedTuple):
     """
 
     name: str
+    results: list[tuple[str, str]]
     opcode: str
     operands: list[str]
     references: list[str]
@@ -110,8 +113,9 @@ def _operation(line: str) -> Operation | None:
         return None
     arguments, _, attributes = line[match.end() :].partition("), ")
     names = REFERENCE.findall(arguments), REFERENCE.findall(attributes)
+    results = ARRAY.findall(line[: match.start(2)].partition("=")[2])
     scope = SCOPE.search(line)
-    return Operation(match[1], match[2], *names, scope[1] if scope else None, line)
+    return Operation(match[1], results, match[2], *names, scope[1] if scope else None, line)
 
 
 def copied_sizes(text: str) -> Iterator[int]:
@@ -120,23 +124,38 @@ def copied_sizes(text: str) -> Iterator[int]:
         yield _elements(match[1])
 
 
-def written_floats(text: str, sizes: Container[int]) -> int:
-    """Returns the number of operations that write a floating-point array of one of these sizes.
+def dequantized(text: str, sizes: Container[int]) -> int:
+    """Returns the number of quantized arrays of these sizes that are written as floating point.
 
-    Values inside of fusions are not written to memory, and control flow moves nothing.
+    Each is converted by an operation of its own, or in a fusion that writes an array of such a
+    size. A fusion that converts it for a matrix product writes the product only.
     """
-    bodies, _ = computations(text)
-    lines = [line for body in bodies.values() for line in body]
-    fused = {name for line in lines for name in FUSED.findall(line)}
-    count = 0
-    for name, body in bodies.items():
-        for line in body if name not in fused else ():
-            match = OPERATION.match(line)
-            if match is None or match[2] in (*CONTROL_FLOW, *VIEWS):
-                continue
-            results = ARRAY.findall(line[: match.start(2)].partition("=")[2])
-            count += any(kind.startswith(FLOATS) and _elements(d) in sizes for kind, d in results)
-    return count
+    found = operations(text)
+    fused = {operation.fused for body in found.values() for operation in body}
+
+    def converted(body: list[Operation]) -> int:
+        results = {operation.name: operation.results for operation in body}
+        return sum(
+            operation.opcode == "convert"
+            and _has_array(operation.results, FLOATS, sizes)
+            and _has_array(results.get(operation.operands[0], []), QUANTIZED, sizes)
+            for operation in body
+        )
+
+    def writes_converted(operation: Operation) -> bool:
+        inside = found.get(operation.fused or "", [])
+        is_product = any(each.opcode == "dot" for each in inside)
+        written = _has_array(operation.results, FLOATS, sizes)
+        return written and not is_product and converted(inside) > 0
+
+    bodies = [body for name, body in found.items() if name not in fused]
+    return sum(converted(body) + sum(map(writes_converted, body)) for body in bodies)
+
+
+def _has_array(
+    arrays: Iterable[tuple[str, str]], dtypes: Container[str], sizes: Container[int]
+) -> bool:
+    return any(dtype in dtypes and _elements(dims) in sizes for dtype, dims in arrays)
 
 
 def collectives(text: str, group: int | None = None) -> list[Collective]:

@@ -171,14 +171,16 @@ def skeleton(
     *,
     weights: str | models.WeightFormat | None = None,
     shards: int | None = None,
+    offload: bool = False,
 ) -> Model:
     """Returns the model of a source without weights, tokenizer and special tokens.
 
     `magicjax.decoding.request.prepare` validates requests with it before weights are loaded, and
-    `magicjax.decoding.memory.check` their memory.
+    `magicjax.decoding.memory.check` their memory. The blocks of an offloaded model are shapes.
     """
     module = models.build(config_of(source), dtype, weight_format(source, weights))
-    return Model(module, params=None, name=str(source), shards=shards)
+    layout = Offloaded(offloading.shapes(module)) if offload else Resident()
+    return Model(module, params=None, name=str(source), shards=shards, layout=layout)
 
 
 def stored_dtype(source: str | os.PathLike) -> Any:

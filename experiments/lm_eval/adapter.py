@@ -119,6 +119,7 @@ class MagicJaxLM(TemplateLM):
       target: a directory in Hugging Face format, or a loaded model; with a tokenizer.
       drafter, tree: see `speculation`; None for plain decoding.
       dtype: dtype of the models; None for the stored one.
+      weights, offload: of a target in a directory, as for `magicjax.load`.
       backend: attention backend; None for xla.
       batch_size: texts that are decoded or scored at once.
       max_gen_toks: default number of new tokens.
@@ -138,6 +139,8 @@ class MagicJaxLM(TemplateLM):
         drafter: str | None = None,
         tree: str | None = None,
         dtype: str | None = None,
+        weights: str | None = None,
+        offload: bool = False,
         backend: str | None = None,
         batch_size: int | str = 1,
         max_gen_toks: int = 256,
@@ -161,10 +164,17 @@ class MagicJaxLM(TemplateLM):
         def load(source: str, **options) -> magicjax.Model:
             return magicjax.load(source, dtype=dtype, **options)
 
-        self.target = load(target) if isinstance(target, str) else target
+        if isinstance(target, str):
+            target = load(target, weights=weights, offload=offload)
+        elif weights is not None or offload:
+            raise ValueError(
+                f"weights={weights!r}, offload={offload!r} apply to a target in a directory, and "
+                "this one is loaded: pass them to magicjax.load"
+            )
+        self.target = target
         self.tokenizer = self.target.tokenizer
         if self.tokenizer is None:
-            raise ValueError(f"target={target} has no tokenizer: give a directory with one")
+            raise ValueError(f"target={target.name} has no tokenizer: give a directory with one")
         self.drafter, self.tree = speculation(drafter, tree, load)
         self.attention, self.batch_size, self.seed = backend, int(batch_size), int(seed)
         positions = self.target.config.max_positions

@@ -28,9 +28,9 @@ _tokenizer = functools.cache(load_tokenizer)
 
 
 @functools.cache
-def _skeleton(source: str, dtype: str = "float32", weights: str | None = None) -> Model:
+def _skeleton(source: str, dtype: str = "float32", **options: Any) -> Model:
     """Returns the model of a source without weights, with its tokenizer."""
-    model, tokenizer = skeleton(source, dtype, weights=weights), _tokenizer(source)
+    model, tokenizer = skeleton(source, dtype, **options), _tokenizer(source)
     validate_tokenizer(tokenizer, model.config.vocab_size, source)
     return dataclasses.replace(model, tokenizer=tokenizer)
 
@@ -111,7 +111,7 @@ def check_cell(cell: grid.Cell, rows: int | None = None) -> Request | None:
     load = functools.partial(_skeleton, dtype=cell.dtype)
     text = [np.zeros(cell.context, np.int32)] * (rows or cell.batch)
     options = grid.options(cell, load)
-    target = load(cell.target, weights=cell.storage["weights"])
+    target = load(cell.target, **cell.storage)
     if cell.draft == "auto":
         make_problem(target, text, **options)
         return None
@@ -129,8 +129,6 @@ def too_large(cells: Iterable[grid.Cell], available: float | None = None) -> dic
     """
     problems = {}
     for cell in cells:
-        if cell.offload:
-            continue  # loading counts offloaded weights
         rows = parse_mesh(cell.mesh).data if cell.mesh else 1
         rows *= ROWS * (cell.micro_batches or 1)
         try:

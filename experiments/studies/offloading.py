@@ -29,12 +29,11 @@ from magicjax.benchmarks.synthetic import Setup
 from magicjax.benchmarks.tables import record_table
 from magicjax.cli.options import check_context
 from magicjax.files import write_atomically
-from magicjax.loading import config_of
+from magicjax.loading import config_of, weight_format
 from magicjax.model import DTYPES
 from magicjax.parallel.offloading import describe
 from magicjax.trees.sequoia import expected_tokens, optimal
 from magicjax.trees.token_tree import ROOT_ONLY
-from models import parse_weights
 from pallas_kernels.benchmarks.bandwidth import host_bandwidth
 from pallas_kernels.benchmarks.bench import best_backend
 
@@ -122,7 +121,7 @@ def predicted(
     offload: bool,
 ) -> Times:
     """Returns times predicted by the cost model."""
-    weights = parse_weights(options.weights)
+    weights = weight_format(source, options.weights)
     target = cost_model.sizes_of(config_of(source), options.dtype, source, offload, weights)
     small = cost_model.Draft(cost_model.sizes_of(config_of(draft), options.dtype, draft))
     where = cost_model.Machine(device), batch, options.context
@@ -225,11 +224,13 @@ def run(options: argparse.Namespace) -> None:
                 "with the target's vocabulary"
             )
         for offload in (True, False) if options.resident else (True,):
-            placement = describe(offload, options.weights) + ", on the device" * (not offload)
+            weights = weight_format(source, options.weights)
+            placement = describe(offload, weights) + ", on the device" * (not offload)
             title = f"{source}, {options.dtype}, context {options.context}{placement}"
             for where, about, rows in outcomes(options, source, draft, offload):
                 show(f"{title}, {where}", rows)
-                about = {"target": source, "weights": options.weights, "offload": offload} | about
+                stored = weights and str(weights)
+                about = {"target": source, "weights": stored, "offload": offload} | about
                 results += [about | row for row in rows]
                 if options.out:
                     content = {"jax": jax.__version__, "rows": results}

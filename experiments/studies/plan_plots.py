@@ -22,7 +22,7 @@ from experiments.studies import cost_tables
 from experiments.studies.plots import ABSENT, COLOURS, add_legend, annotated_image, clean, write_png
 from magicjax import cost_model, planner
 from magicjax.cli import plan
-from magicjax.loading import config_of
+from magicjax.loading import config_of, skeleton
 from magicjax.model import DTYPES
 from magicjax.planner import acceptance
 
@@ -66,8 +66,9 @@ class Study:
     def candidates(self, context: int) -> list[planner.Candidate]:
         """Returns the drafters at a context."""
         tables = acceptance.at_context(self.measured, context)
+        target = skeleton(self.target.name, self.dtype)
         return [
-            plan.candidate(name, table, self.target, self.dtype, context)
+            plan.candidate(name, table, target, self.machine, context)
             for name, (table, _) in tables.items()
         ]
 

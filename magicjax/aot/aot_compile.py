@@ -21,7 +21,6 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-import models
 from magicjax import hlo, placement
 from magicjax.decoding import program_cache
 from magicjax.decoding.loop import DecodeState
@@ -33,7 +32,7 @@ from magicjax.kv_cache.sparse_cache import DraftCache
 from magicjax.loading import skeleton
 from magicjax.model import Model
 from magicjax.parallel import offloading
-from magicjax.parallel.layouts import Layout, Offloaded, Resident
+from magicjax.parallel.layouts import Offloaded
 from magicjax.trees.token_tree import parse_tree
 from pallas_kernels import choose_backend
 from sharding import STAGE, AnyMesh, MeshSize, make_mesh
@@ -55,7 +54,7 @@ class Workload:
       target, drafter, tree, dtype: as for `magicjax generate`; drafter "": plain decoding; tree
         "": the default.
       offload: the target's blocks are in host memory, as for `magicjax.load`.
-      weights: the format of the target's quantized matrices; None: not quantized.
+      weights: the format of the target's matrices, as for `magicjax.load`; None: as stored.
       draft_shards: devices over which a draft model is sharded; None: all of `model`.
       batch: rows on all devices.
       context: tokens per row, including new ones.
@@ -134,13 +133,9 @@ def abstract_model(
     weights: str | None = None,
 ) -> Model:
     """Returns a model whose parameters are shapes."""
-    module = skeleton(source, dtype, weights=weights).module
-    layout: Layout = Resident()
-    params = nn.meta.unbox(models.abstract_params(module))
-    if offload:
-        params, _ = models.split_blocks(params)
-        layout = Offloaded(offloading.shapes(module))
-    return Model(module, params, name=source, shards=shards, layout=layout)
+    model = skeleton(source, dtype, weights=weights, shards=shards, offload=offload)
+    params = nn.meta.unbox(model.layout.abstract_params(model.module))
+    return dataclasses.replace(model, params=params)
 
 
 def abstract_request(load: Workload, mesh: AnyMesh) -> Request:
@@ -237,10 +232,10 @@ def cache_sizes(request: Request) -> dict[str, set[int]]:
     }
 
 
-def matrix_sizes(model: Model) -> set[int]:
-    """Returns the numbers of elements of a block's quantized matrices on one device."""
+def matrix_sizes(request: Request) -> set[int]:
+    """Returns the numbers of elements of quantized matrices, of target and drafts, on a device."""
 
-    def sizes(tree: Any, first_axis: int) -> set[int]:
+    def sizes(tree: Any, first_axis: int = 0) -> set[int]:
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         return {
             int(np.prod(x.sharding.shard_shape(x.shape)[first_axis:]))
@@ -248,8 +243,11 @@ def matrix_sizes(model: Model) -> set[int]:
             if path[-1].key == "weight" and x.dtype.itemsize == 1
         }
 
-    layout = model.layout
-    return sizes(layout.blocks, 1) if isinstance(layout, Offloaded) else sizes(model.params, 0)
+    found = set[int]()
+    for model in (request.target, *placement.models_of(request.drafter)):
+        layout = model.layout  # offloaded matrices are stacked by layer
+        found |= sizes(layout.blocks, 1) if isinstance(layout, Offloaded) else sizes(model.params)
+    return found
 
 
 def all_caches(state: DecodeState) -> list[KVCache | DraftCache]:
@@ -291,8 +289,8 @@ def report(
     if group is None and mesh.shape[STAGE] > 1:
         group = mesh.size // mesh.shape[STAGE]
     counted: dict[str, Any] = {}
-    if program == "decode" and request.target.weights is not None:  # arrays of prefill are as large
-        counted["dequantized matrices"] = hlo.written_floats(text, matrix_sizes(request.target))
+    if program == "decode" and (matrices := matrix_sizes(request)):
+        counted["dequantized matrices"] = hlo.dequantized(text, matrices)
     return counted | {
         "seconds to compile": seconds,
         "argument bytes": memory.argument_size_in_bytes,

@@ -121,21 +121,21 @@ def run(arguments: argparse.Namespace) -> None:
     chat_tokens(tokenizer, greeting)  # an error if the template rejects such messages
     dtype = arguments.dtype or options.default_dtype()
 
-    def without_weights(source: str, weights: str | None = None) -> magicjax.Model:
-        return skeleton(source, dtype or stored_dtype(source), weights=weights)
+    def without_weights(source: str, **options) -> magicjax.Model:
+        return skeleton(source, dtype or stored_dtype(source), **options)
 
     drafter, tree = drafting.speculation(arguments, without_weights)
     keywords = {name: getattr(arguments, name) for name in ("backend", *drafting.SAMPLING)}
     keywords |= {"drafter": drafter, "tree": tree}
     limits = arguments.max_context, arguments.max_new_tokens
-    target = without_weights(arguments.target, arguments.weights)
+    stored = {"weights": arguments.weights, "offload": arguments.offload}
+    target = without_weights(arguments.target, **stored)
     target = dataclasses.replace(target, tokenizer=tokenizer)
     request, _ = validate_conversation(target, *limits, keywords)
-    if not arguments.offload:  # `load` counts the host memory of offloaded weights
-        memory.check(request)
+    memory.check(request)
 
     load = functools.partial(magicjax.load, dtype=dtype)
-    target = load(arguments.target, weights=arguments.weights, offload=arguments.offload)
+    target = load(arguments.target, **stored)
     target = dataclasses.replace(target, tokenizer=tokenizer)
     keywords["drafter"], _ = drafting.speculation(arguments, load)
     context, new_tokens = limits

@@ -22,6 +22,7 @@ import jax
 from magicjax.cli import options
 from magicjax.decoding.request import prefill_chunk
 from magicjax.drafters.sparse import BUDGET
+from magicjax.loading import weight_format
 from magicjax.parallel import offloading
 from sharding import MeshSize, parse_mesh
 
@@ -116,12 +117,17 @@ def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict
             name: max(0, program["temporary bytes"] - counted.streamed)
             for name, program in compiled.items()
         }
+    weights = weight_format(load.target, load.weights)
     total = counted.resident + max(temporary.values())
     usable = int(USABLE * memory)
     max_context = load.context + math.floor((usable - total) / counted.per_context_token)
     report = {
         "workload": dataclasses.asdict(load)
-        | {"backend": load.attention, "micro_batches": counted.micro_batches},
+        | {
+            "backend": load.attention,
+            "micro_batches": counted.micro_batches,
+            "weights": weights and str(weights),
+        },
         "bytes on each device": {
             "weights": counted.weights,
             "draft weights": counted.draft_weights,

@@ -232,7 +232,8 @@ def _generate(
     def without_weights(source: str, **options) -> magicjax.Model:
         return skeleton(source, arguments.dtype or stored_dtype(source), **options)
 
-    target = without_weights(arguments.target, weights=arguments.weights)
+    stored = {"weights": arguments.weights, "offload": arguments.offload}
+    target = without_weights(arguments.target, **stored)
     target = dataclasses.replace(target, tokenizer=tokenizer)
     drafter, tree = speculation(arguments, without_weights)
     own = ("max_new_tokens", "stop", "logprobs", "backend")
@@ -245,11 +246,10 @@ def _generate(
         request = dataclasses.replace(problem.request, drafter=None)
     else:
         request = prepare(target, [prompt], drafter=drafter, **keywords)
-    if not arguments.offload:  # `load` counts the host memory of offloaded weights
-        memory.check(request)
+    memory.check(request)
 
     load = functools.partial(magicjax.load, dtype=arguments.dtype, mesh=mesh)
-    target = load(arguments.target, weights=arguments.weights, offload=arguments.offload)
+    target = load(arguments.target, **stored)
     target = dataclasses.replace(target, tokenizer=tokenizer)
     load_draft = load if mesh is None else functools.partial(load, stages=1)
     drafter, _ = speculation(arguments, load_draft)

@@ -5,18 +5,18 @@ import dataclasses
 import json
 from typing import Any
 
-from magicjax import cost_model, planner
+from magicjax import cost_model, placement, planner
 from magicjax.cli import options
 from magicjax.drafters.sparse import BUDGET
 from magicjax.drafters.spec import make_drafter, parse
-from magicjax.loading import config_of, skeleton, weight_format
-from magicjax.model import DTYPES
+from magicjax.loading import skeleton
+from magicjax.model import DTYPES, Model
 from magicjax.parallel import offloading
 from magicjax.planner import acceptance
-from magicjax.planner.candidates import make_candidate
+from magicjax.planner.candidates import make_candidate, model_sizes
 from magicjax.policies import StreamingLLM
 from magicjax.trees.token_tree import TokenTree, chain
-from sharding import parse_mesh
+from sharding import abstract_mesh, parse_mesh
 
 
 def add(commands: Any) -> None:
@@ -65,25 +65,22 @@ def run(arguments: argparse.Namespace) -> None:
       ValueError, OSError: invalid input.
     """
     machine = machine_of(arguments)
-    target = cost_model.sizes_of(
-        config_of(arguments.target),
-        arguments.dtype,
-        arguments.target,
-        arguments.offload,
-        weight_format(arguments.target, arguments.weights),
+    model = skeleton(
+        arguments.target, arguments.dtype, weights=arguments.weights, offload=arguments.offload
     )
+    target = model_sizes(model, arguments.dtype)
     cost_model.check_dtype(machine.device, arguments.dtype, arguments.device)
     options.check_context(arguments.target, arguments.context)
-    candidates, sources = candidates_of(arguments, target)
+    candidates, sources = candidates_of(arguments, model, machine)
     where = machine, arguments.batch, arguments.context
     plan = planner.plan(target, candidates, *where)
     best = next(candidate for candidate in candidates if candidate.name == plan.best.drafter)
     tree = plan.best.tree
     times = cost_model.sources(target, best.draft, *where, tree.num_nodes, tree.levels.shape[1])
     if arguments.json:
-        print(json.dumps(as_json(arguments, machine, plan, sources, times), indent=2))
+        print(json.dumps(as_json(arguments, model, machine, plan, sources, times), indent=2))
     else:
-        print(as_text(arguments, machine, plan, sources, times))
+        print(as_text(arguments, model, machine, plan, sources, times))
 
 
 def machine_of(arguments: argparse.Namespace) -> cost_model.Machine:
@@ -97,7 +94,7 @@ def machine_of(arguments: argparse.Namespace) -> cost_model.Machine:
 
 
 def candidates_of(
-    arguments: argparse.Namespace, target: cost_model.Sizes
+    arguments: argparse.Namespace, target: Model, machine: cost_model.Machine
 ) -> tuple[list[planner.Candidate], dict[str, str]]:
     """Returns (candidates, the source of each one's acceptance).
 
@@ -118,25 +115,35 @@ def candidates_of(
         measured = [acceptance.from_text(source, drafter)]
     at_context = acceptance.at_context(measured, arguments.context)
     candidates = [
-        candidate(name, table, target, arguments.dtype, arguments.context)
+        candidate(name, table, target, machine, arguments.context)
         for name, (table, _) in at_context.items()
     ]
     return candidates, {name: measured_at for name, (_, measured_at) in at_context.items()}
 
 
 def candidate(
-    name: str, table: acceptance.Table, target: cost_model.Sizes, dtype: str, context: int
+    name: str, table: acceptance.Table, target: Model, machine: cost_model.Machine, context: int
 ) -> planner.Candidate:
     """Returns the candidate of a drafter, whose spec is `name`, with its acceptance.
 
+    Args:
+      target: a skeleton, as it will be loaded.
+      machine: divides the target.
+
     Raises:
-      ValueError: another vocabulary, a context that is too long, or a budget that is too small.
+      ValueError: another vocabulary, a context that is too long, a budget that is too small, a
+        target that cannot be copied, or a model that does not divide over the machine.
     """
     drafter = make_drafter(name, skeleton)
     # A small model that streams may read longer texts, with sink_positions=in_cache.
     streams = isinstance(getattr(drafter, "policy", None), StreamingLLM)
-    drafter.check(skeleton(target.name), chain(1), 1, 0 if streams else context)
-    return dataclasses.replace(make_candidate(drafter, target, dtype, table.tolist()), name=name)
+    drafter.check(target, chain(1), 1, 0 if streams else context)
+    mesh = abstract_mesh(machine.data, machine.model)
+    for model in filter(None, (target, getattr(drafter.for_target(target), "blocks", None))):
+        placement.parameter_shardings(model.module, None, mesh)
+    dtype = str(target.dtype)
+    made = make_candidate(drafter, model_sizes(target, dtype), dtype, table.tolist())
+    return dataclasses.replace(made, name=name)
 
 
 def tree_spec(tree: TokenTree) -> str:
@@ -148,6 +155,7 @@ def tree_spec(tree: TokenTree) -> str:
 
 def as_json(
     arguments: argparse.Namespace,
+    model: Model,
     machine: cost_model.Machine,
     plan: planner.Plan,
     sources: dict[str, str],
@@ -155,14 +163,19 @@ def as_json(
 ) -> dict[str, Any]:
     """Returns the plan as JSON values, times in milliseconds.
 
-    `sources` are those of each drafter's acceptance, `times` those of the best prediction's times.
+    Args:
+      arguments: of the command.
+      model: the target.
+      machine, plan: what runs it, and what is predicted.
+      sources: of each drafter's acceptance.
+      times: the sources of the best prediction's times.
     """
     return {
         "target": arguments.target,
         "dtype": arguments.dtype,
         "device": machine.device.name,
         "mesh": {"data": machine.data, "model": machine.model},
-        "weights": arguments.weights,
+        "weights": model.weights and str(model.weights),
         "offload": arguments.offload,
         "batch": arguments.batch,
         "context": arguments.context,
@@ -199,6 +212,7 @@ def _prediction(p: planner.Prediction, sources: dict[str, str]) -> dict[str, Any
 
 def as_text(
     arguments: argparse.Namespace,
+    model: Model,
     machine: cost_model.Machine,
     plan: planner.Plan,
     sources: dict[str, str],
@@ -210,7 +224,7 @@ def as_text(
     lines = [
         f"{arguments.target}, {arguments.dtype}, batch {arguments.batch}, context "
         f"{arguments.context}, on {machine.devices} x {machine.device.name} ({mesh})"
-        + offloading.describe(arguments.offload, arguments.weights),
+        + offloading.describe(model.offload, model.weights),
         f"plain decoding: predicted T_target {1e3 * plan.target:.2f} ms, "
         f"{arguments.batch / plan.target:,.0f} tokens/s",
         _line("fastest drafter", best),

@@ -128,7 +128,7 @@ def _add_engine(group: Any) -> None:
     group.add_argument(
         "--prefill-chunk",
         type=int,
-        help="prompt tokens between two calls of the loop; default: 512",
+        help="the most prompt tokens that a step prefills; default: 512",
     )
     group.add_argument(
         "--rounds-per-step",
@@ -194,11 +194,12 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.ignore_eos:
             keywords["eos_token_id"] = []
         without_weights = functools.partial(skeleton, dtype=dtype)
-        target = without_weights(arguments.target, weights=arguments.weights)
+        stored = {"weights": arguments.weights, "offload": arguments.offload}
+        target = without_weights(arguments.target, **stored)
         _validate(arguments, target, without_weights, keywords)
         mesh = magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None
         load = functools.partial(magicjax.load, dtype=dtype, mesh=mesh)
-        target = load(arguments.target, weights=arguments.weights, offload=arguments.offload)
+        target = load(arguments.target, **stored)
         target = dataclasses.replace(target, tokenizer=tokenizer)
         load_draft = load if mesh is None else functools.partial(load, stages=1)
         drafter, tree = drafting.speculation(arguments, load_draft)

@@ -47,8 +47,13 @@ class Draft:
     every: int = 1
 
     def slots(self, context: int) -> int:
-        """Returns the number of slots that a draft step reads."""
-        return context if self.budget is None else min(self.budget, context)
+        """Returns the number of slots that a draft step reads, of pages whole ones."""
+        if self.budget is None:
+            return context
+        if self.page_size is None:
+            return min(self.budget, context)
+        pages = min(self.budget // self.page_size, -(-context // self.page_size))
+        return pages * self.page_size
 
     @property
     def slot_bytes(self) -> float:
@@ -229,7 +234,8 @@ def sources(
     """Returns the sources of T_target, T_verify and T_draft; arguments as for `round_cost`.
 
     A source is "measured", "interpolated" or "extrapolated" if the profile of the device has timed
-    the model, else "roofline". Prompt lookup has no T_draft.
+    the model, else "roofline". T_draft of a draft on pages, which no profile times, is extrapolated
+    from those of other drafts. Prompt lookup has no T_draft.
     """
 
     def source(sizes: Sizes, kind: str, machine: Machine, slots: int, nodes: int) -> str:
@@ -242,7 +248,9 @@ def sources(
     }
     if draft.sizes is not None:
         local, slots = draft.machine(machine), draft.slots(context)
-        times["T_draft"] = source(draft.sizes, DRAFT, local, slots, width)
+        found = source(draft.sizes, DRAFT, local, slots, width)
+        is_timed = found == "roofline" or draft.page_size is None
+        times["T_draft"] = found if is_timed else "extrapolated"
     return times
 
 

@@ -92,7 +92,8 @@ class Conversation:
             whole text in every reply (`Drafter.check_conversation`).
         """
         request, max_context = validate_conversation(target, max_context, max_new_tokens, options)
-        request = place(request, options.get("mesh"), options.get("micro_batches"))
+        with memory.explained(request):  # the drafter may make a copy of the target
+            request = place(request, options.get("mesh"), options.get("micro_batches"))
         memory.check(request)
         state = runner.state_shapes(request)
         with memory.explained(request):

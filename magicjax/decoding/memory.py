@@ -12,7 +12,6 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import flax.linen as nn
 import jax
 from jax.sharding import Mesh
 
@@ -21,7 +20,6 @@ from magicjax.decoding.request import Request
 from magicjax.kv_cache.full_cache import CAPACITY_MULTIPLE
 from magicjax.model import Model
 from magicjax.parallel import offloading
-from magicjax.parallel.layouts import Layout
 from sharding import STAGE, AnyMesh, array_bytes, part_bytes
 
 GB = 1e9
@@ -137,10 +135,12 @@ def explained(request: Request) -> Iterator[None]:
 def count(request: Request) -> Counted:
     """Returns the bytes of a request on each device."""
     target, drafts = request.target, placement.models_of(request.drafter)
-    weights = _weight_bytes(target, request)
-    draft_weights = sum(_weight_bytes(draft, request) for draft in drafts)
+    weights, *draft_weights = (
+        _weight_bytes(model, request) + _streamed_bytes(model, request)
+        for model in (target, *drafts)
+    )
     cache, draft_cache = _cache_bytes(request, len(request.prompts), request.settings.capacity)
-    return Counted(weights, cache, draft_weights + draft_cache, target.params is not None)
+    return Counted(weights, cache, sum(draft_weights) + draft_cache, target.params is not None)
 
 
 def free_memory(target: Model, mesh: AnyMesh | None) -> float | None:
@@ -167,11 +167,9 @@ def free_memory(target: Model, mesh: AnyMesh | None) -> float | None:
 def new_bytes(request: Request, batch: int | None = None, capacity: int | None = None) -> float:
     """Returns the bytes to allocate on each device, with another batch or capacity."""
     batch, capacity = batch or len(request.prompts), capacity or request.settings.capacity
-    blocks = part_bytes(request.target.layout)  # of an offloaded target, in host memory
-    streamed = offloading.two_layers(blocks, request.target.config.num_layers)
-    drafts = placement.models_of(request.drafter)
-    absent = [model for model in (request.target, *drafts) if model.params is None]
-    weights = sum(_weight_bytes(model, request) for model in absent)
+    models = (request.target, *placement.models_of(request.drafter))
+    weights = sum(_weight_bytes(model, request) for model in models if model.params is None)
+    streamed = sum(_streamed_bytes(model, request) for model in models)
     return weights + streamed + sum(_cache_bytes(request, batch, capacity))
 
 
@@ -189,12 +187,20 @@ def _cache_bytes(request: Request, batch: int, capacity: int) -> tuple[float, fl
 
 
 def _weight_bytes(model: Model, request: Request) -> float:
-    """Returns the bytes of a model's weights on each device."""
-    if model.params is None:
-        size = _parameter_bytes(model.module, model.layout)
-        return size / _parts(model, request.target, request, "shards")
+    """Returns the bytes of a model's weights on each device, without those that are streamed."""
+    if model.params is not None:
+        return part_bytes(model.params)
+    leaves = jax.tree.leaves(model.layout.abstract_params(model.module))
+    size = sum(array_bytes(leaf.shape, leaf.dtype) for leaf in leaves)
+    return size / _parts(model, request.target, request, "shards")
+
+
+def _streamed_bytes(model: Model, request: Request) -> float:
+    """Returns the bytes of two layers of an offloaded model on each device; 0 for other models."""
     blocks = part_bytes(model.layout)
-    return part_bytes(model.params) + offloading.two_layers(blocks, model.config.num_layers)
+    if model.params is None:  # shapes of the whole blocks
+        blocks //= _parts(model, request.target, request, "shards")
+    return offloading.two_layers(blocks, model.config.num_layers)
 
 
 def _parts(model: Model, target: Model, request: Request, kind: str) -> int:
@@ -204,12 +210,6 @@ def _parts(model: Model, target: Model, request: Request, kind: str) -> int:
         return 1
     stages = mesh.shape[STAGE] if model is target else 1  # a draft model is on every stage
     return stages * getattr(placement.split_of(model.config, model.shards, mesh), kind)
-
-
-@functools.lru_cache(maxsize=64)
-def _parameter_bytes(module: nn.Module, layout: Layout) -> int:
-    leaves = jax.tree.leaves(layout.abstract_params(module))
-    return sum(array_bytes(leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def _remedy(request: Request, limit: float) -> list[str]:

@@ -177,6 +177,7 @@ def validate(target: Model, prompts: str | Sequence[Any], options: RequestOption
         placement.validate_single_device(target, drafter)
     else:
         placement.validate(mesh, target, drafter, len(rows), options.micro_batches)
+    drafter = _sized(drafter, target, mesh)
     groups = 1 if mesh is None else factored(mesh).shape[DATA]
     tokens, lengths, chunk = _padded(rows, -(-len(rows) // groups))
     capacity = capacity_of(int((lengths + limits).max()), shape.depth)
@@ -195,7 +196,7 @@ def validate(target: Model, prompts: str | Sequence[Any], options: RequestOption
             logprobs=validation.checked_logprobs(target, options.logprobs),
         ),
         target=target,
-        drafter=drafter and drafter.for_target(target),
+        drafter=drafter,
         prompts=rows,
         tokens=tokens,
         lengths=lengths,
@@ -207,6 +208,21 @@ def validate(target: Model, prompts: str | Sequence[Any], options: RequestOption
         grammar=grammar,
         transitions=transitions,
     )
+
+
+def _sized(drafter: Drafter | None, target: Model, mesh: AnyMesh | None) -> Drafter | None:
+    """Returns the drafter with the models that it derives from the target, without parameters.
+
+    Raises:
+      ValueError: such a model does not divide over the mesh.
+    """
+    if drafter is None:
+        return None
+    drafter = drafter.for_target(dataclasses.replace(target, params=None))
+    if mesh is not None:
+        for model in placement.models_of(drafter):
+            placement.parameter_shardings(model.module, model.shards, mesh)
+    return drafter
 
 
 def capacity_of(tokens: int, depth: int, chunk: int = 0) -> int:
@@ -241,12 +257,17 @@ def place(
 ) -> Request:
     """Returns a validated request with models and arrays on the devices.
 
+    A drafter then derives its arrays from the target's, which may take much memory.
+
     Args:
       request: from `validate`.
       mesh: None for the default device, where the models already are.
       micro_batches: of a mesh with stages; None chooses the fastest.
       put: (array, sharding) -> the array with that sharding.
     """
+    if request.drafter is not None:
+        drafter = request.drafter.for_target(request.target)
+        request = dataclasses.replace(request, drafter=drafter)
     if mesh is None:
         on_device = {
             name: jax.tree.map(jnp.asarray, getattr(request, name))

@@ -90,8 +90,8 @@ class Drafter(Protocol):
     def for_target(self, target: Model) -> "Drafter":
         """Returns the drafter with arrays that it derives from the target's parameters.
 
-        It runs on the host, after `check` and before memory is counted. A target without parameters
-        has `params=None`.
+        It runs on the host after `check`: first for a target without parameters (`params=None`),
+        so that the models that it derives are validated and counted, then for the target.
         """
         return self
 

@@ -225,8 +225,10 @@ class RetrievalSettings:
             )
 
     def first_state(self, full: KVCache) -> "RetrievalState":
-        """Returns the state after prefill."""
-        bounds, pages = bounds_of(full, self.policy.page_size), in_order(full, self.chosen)
+        """Returns the state after prefill; no more pages are chosen than the cache has."""
+        bounds = bounds_of(full, self.policy.page_size)
+        others = bounds.low[0].shape[2] - 1 - self.newest
+        pages = in_order(full, min(self.chosen, max(1, others)))
         return RetrievalState(bounds, pages, jnp.zeros_like(full.lengths))
 
     def view(self, state: "RetrievalState", full: KVCache) -> PagedCache:

@@ -93,9 +93,8 @@ class Engine:
           max_new_tokens: the limit of any request's new tokens; at most capacity - 1 are used.
           do_sample: whether requests may sample; a greedy engine is faster.
           verifier, eos_token_id, backend: as for `magicjax.generate`.
-          prefill_chunk: the most prompt tokens that are prefilled between two calls of the loop
-            while requests are decoded; None: 512. A policy that sums the attention of all prompt
-            tokens, such as h2o, prefills each prompt at once.
+          prefill_chunk: the most prompt tokens that a step prefills; None: 512. A policy that sums
+            the attention of all prompt tokens, such as h2o, prefills each prompt at once.
           rounds_per_step: the most rounds of a call of the loop, which also ends when a request
             does. New requests, text and cancellations wait for the end of a call.
           adaptive_depth: whether each call of the loop drafts the depth of the tree, from 0 to that
@@ -127,10 +126,9 @@ class Engine:
         check_count("host_prefix_bytes", host_prefix_bytes, least=0)
         if adaptive_depth and do_sample and verifier is None:
             verifier = "naive"
-        options: dict[str, Any] = dict(
-            drafter=drafter, tree=tree, do_sample=do_sample, verifier=verifier
-        )
-        options |= dict(eos_token_id=eos_token_id, backend=backend, mesh=mesh, logprobs=logprobs)
+        options: dict[str, Any] = dict(drafter=drafter, tree=tree, eos_token_id=eos_token_id)
+        options |= dict(do_sample=do_sample, verifier=verifier, logprobs=logprobs)
+        options |= dict(backend=backend, mesh=mesh)
         self._templates = make_templates(
             target,
             slots,
@@ -155,6 +153,7 @@ class Engine:
         self._queue: list[Handle] = []
         self._prefilling: list[tuple[Handle, Prefilling]] = []  # the next one to advance first
         self._running: dict[int, Handle] = {}  # by slot
+        self._filling = 0  # requests that may still start before the loop runs
         self._spare_rows: list[tuple[Any, Any]] = []  # buffers for prefill
         self._reset_stats()
 
@@ -238,18 +237,20 @@ class Engine:
     def step(self) -> None:
         """Decodes some rounds, prefills, and starts requests that wait; hands out new tokens.
 
-        A request's first token follows its prefill. Each call of a program synchronizes once.
+        A request's first token follows its prefill. If nothing is decoded yet, the free slots are
+        filled first, in one or several steps. Each call of a program synchronizes once.
         """
         if len(self._loops) > 1 and self._depths.times is None:
             self._time_rounds()
         begun, compiled_s = time.monotonic(), program_cache.totals()[1]
         for handle in self._unfinished():
-            deadline_s = handle.submitted.deadline_s
-            if deadline_s is not None and deadline_s <= begun:
+            if (deadline_s := handle.submitted.deadline_s) is not None and deadline_s <= begun:
                 self._end(handle, "deadline")
         self._end_rows()
         device_s = self._prefill_s + self._loop_s
-        if self._running:
+        if not self._running:
+            self._filling = len(self._ended)
+        elif not self._filling:
             self._decode()
         self._admit()
         self._steps += 1
@@ -353,7 +354,8 @@ class Engine:
         tokens = 0
         while True:
             self._start_prefills()
-            if not self._prefilling:
+            if not self._prefilling:  # no slot is free, or no request waits
+                self._filling = 0
                 return
             handle, prefilling = self._prefilling[0]
             piece = prefilling.pieces[0]
@@ -377,9 +379,8 @@ class Engine:
             and len(self._running) + len(self._prefilling) < len(self._ended)
         ):
             handle = min(self._queue, key=lambda handle: handle.submitted.due_s)
-            prompt = handle.submitted.prompt
             current = [other.submitted.prompt for other, _ in self._prefilling]
-            if self._prefixes.is_worth_waiting(prompt, current):
+            if self._prefixes.is_worth_waiting(handle.submitted.prompt, current):
                 return
             automaton = handle.submitted.grammar
             self._templates, grammar = with_grammar(self._templates, self._arena, automaton)
@@ -403,7 +404,7 @@ class Engine:
     def _insert(self, handle: Handle, prefilling: Prefilling, prefilled: Any) -> None:
         """Copies a prefilled row into a free slot, and hands out its first token."""
         row, finish_s = prefill.finish(prefilling, prefilled)
-        slot = self._free_slot()
+        slot, self._filling = self._free_slot(), max(0, self._filling - 1)
         self._state, insert_s = runner.insert(self._templates.slots, self._state, row, slot)
         self._running[slot], self._delivered[slot] = handle, 0
         ended, first, logprobs = processes.fetch((row.ended, row.pending, row.logprobs))
@@ -428,8 +429,7 @@ class Engine:
             self._prefill_s += seconds
 
     def _keep_prefix(self, prefix: Prefix) -> None:
-        unused = self._prefixes.add(prefix)
-        if unused is not None:
+        if (unused := self._prefixes.add(prefix)) is not None:
             self._keep_buffers(unused)
 
     def _keep_buffers(self, row: tuple[Any, Any]) -> None:

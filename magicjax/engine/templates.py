@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Int
 
 from magicjax import placement
-from magicjax.decoding import runner
+from magicjax.decoding import memory, runner
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.request import Request, capacity_of, make_options, place, validate
 from magicjax.decoding.validation import (
@@ -45,7 +45,7 @@ class Templates:
       row: of one row, which is prefilled.
       slots: of all rows, which are decoded.
       capacity: the most tokens of a row, prompt and new ones.
-      prefill_chunk: the most prompt tokens that are prefilled between two calls of the loop.
+      prefill_chunk: the most prompt tokens that a step prefills.
       rounds_per_step: the most rounds of a call of the loop.
 
     In an engine with grammars, `row.transitions` and `slots.transitions` are the loaded ones.
@@ -138,7 +138,8 @@ def make_templates(
         sampling=any_sampling(request_options, 1),
         **_any_grammar(row, grammar_states),
     )
-    row = place(row, mesh, 1)
+    with memory.explained(row):  # the drafter may make a copy of the target
+        row = place(row, mesh, 1)
     memory_check.check(row, slots, capacity, prefix_bytes)  # before arrays of all slots are made
     divided = row.lengths.sharding
     if mesh is not None:

@@ -126,9 +126,12 @@ def validate_offload(offload: Any) -> None:
         )
 
 
-def describe(offload: bool, weights: str | None) -> str:
-    """Returns the suffix of a table's title; empty without offloading and quantization."""
-    return f", {weights} weights" * bool(weights) + ", offloaded" * offload
+def describe(offload: bool, weights: models.WeightFormat | str | None) -> str:
+    """Returns the suffix of a table's title; empty without offloading and quantization.
+
+    `weights` is the format of the model's matrices; None: not quantized.
+    """
+    return f", {weights} weights" * (weights is not None) + ", offloaded" * offload
 
 
 def log_sizes(module: nn.Module) -> None:

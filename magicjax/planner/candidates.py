@@ -54,7 +54,8 @@ def make_draft(drafter: Drafter, target: cost_model.Sizes, dtype: Any) -> cost_m
         sizes = model_sizes(drafter.model, dtype)
     elif drafter.weights is not None:
         itemsize = WeightFormat.parse(drafter.weights).itemsize
-        sizes, copied = dataclasses.replace(target, matrix_itemsize=itemsize), True
+        sizes = dataclasses.replace(target, matrix_itemsize=itemsize, streamed=False)
+        copied = True
     if isinstance(drafter, SelfSpeculation) and (pages := drafter.retrieval) is not None:
         size = pages.policy.page_size
         return cost_model.Draft(

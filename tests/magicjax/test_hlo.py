@@ -104,15 +104,44 @@ ENTRY %main (p: f32[2,4]) -> f32[2,8] {
     assert fusion.fused == "fused" and fusion.scope is None
 
 
-def test_converted_matrices_are_counted_outside_of_fusions():
+def test_converted_matrices_are_counted():
     def product(x, w):
         return jax.lax.dot_general(x, w.astype(x.dtype), (((1,), (1,)), ((), ())))
 
     x = jnp.zeros((3, 32))
     for dtype, count in ((jnp.int8, 1), (jnp.float32, 0)):
         text = jax.jit(product).lower(x, jnp.zeros((64, 32), dtype)).compile().as_text()
-        assert hlo.written_floats(text, {64 * 32}) == count
-    inside = "%fused (p: s8[8]) -> bf16[8] {\n  ROOT %c = bf16[8] convert(%p)\n}\n"
-    entry = "ENTRY %main (p: s8[8]) -> bf16[2] {\n  ROOT %f = bf16[2] fusion(%p), calls=%fused\n}"
-    assert hlo.written_floats(inside + entry, {8}) == 0
-    assert hlo.written_floats(inside + entry, {2}) == 1
+        assert hlo.dequantized(text, {64 * 32}) == count
+
+
+# The matrix has 64 elements, as many as the cache and the queries of the attention.
+FUSIONS = {
+    "dequantizing": ("s4[8,8]", "bf16[8,8]", "bf16[8,8] convert(%p)", 1),
+    "of a slice": ("s8[4,8,8]", "f32[8,8]", "f32[8,8] convert(%slice)", 1),
+    "of float8": ("f8e4m3fn[64]", "f16[64]", "f16[64] convert(%p)", 1),
+    "a product": ("s4[8,8]", "bf16[8,8]", "bf16[8,8] convert(%p)\n  %d = bf16[8,8] dot(%c, %c)", 0),
+    "a smaller result": ("s8[8,8]", "bf16[8]", "bf16[8,8] convert(%p)", 0),
+    "a float8 copy": ("s8[8,8]", "f8e4m3fn[8,8]", "f8e4m3fn[8,8] convert(%p)", 0),
+    "a cache write": ("bf16[1,8,8]", "bf16[1,8,8]", "bf16[1,8,8] dynamic-update-slice(%p)", 0),
+    "an attention block": ("bf16[2,8,4]", "f32[2,8,4]", "f32[2,8,4] convert(%p)", 0),
+}
+
+
+@pytest.mark.parametrize("what", FUSIONS)
+def test_only_conversions_of_quantized_arrays_are_counted(what):
+    argument, result, operation, count = FUSIONS[what]
+    text = f"""HloModule jit_f
+
+%fused (p: {argument}) -> {result} {{
+  %p = {argument}{{0}} parameter(0)
+  %slice = s8[8,8]{{1,0}} dynamic-slice(%p)
+  %c = {operation}
+}}
+
+ENTRY %main (p: {argument}) -> {result} {{
+  %p = {argument}{{0}} parameter(0)
+  ROOT %fusion = {result}{{0}} fusion(%p), kind=kLoop, calls=%fused
+}}
+"""
+    assert hlo.dequantized(text, {64}) == count
+    assert hlo.dequantized(text, {32}) == 0

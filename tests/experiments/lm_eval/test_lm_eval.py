@@ -49,6 +49,23 @@ def test_greedy_texts_equal_plain_decoding_with_any_drafter(directory):
     assert result == [text.split("\n\n")[0] for text in whole]
 
 
+def test_a_target_may_be_quantized_and_offloaded(directory):
+    options = {"until": [], "max_gen_toks": 8}
+    requests = instances("generate_until", (TEXT, options))
+    scored = instances("loglikelihood", (TEXT, "def"))
+    placed = model(directory, weights="int8", offload=True)
+    assert placed.target.offload and str(placed.target.weights) == "int8"
+    resident = MagicJaxLM(magicjax.load(directory, "float32", weights="int8"), batch_size=2)
+    texts, likelihoods = (
+        [getattr(lm, name)(asked, disable_tqdm=True) for lm in (placed, resident)]
+        for name, asked in (("generate_until", requests), ("loglikelihood", scored))
+    )
+    assert texts[0] == texts[1]
+    assert likelihoods[0][0][0] == pytest.approx(likelihoods[1][0][0], rel=1e-5)
+    with pytest.raises(ValueError, match="this one is loaded: pass them to magicjax.load"):
+        MagicJaxLM(resident.target, weights="int8")
+
+
 def test_requests_with_different_options_are_answered_in_order(directory):
     lm = model(directory)
     short, long = {"until": [], "max_gen_toks": 3}, {"until": [], "max_gen_toks": 9}

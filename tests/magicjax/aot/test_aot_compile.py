@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import pytest
 
+from magicjax import loading
 from magicjax.aot import aot_compile
 from magicjax.decoding.validation import RequestOptions, checked_backend
 from sharding import abstract_mesh
@@ -21,14 +22,12 @@ def abstract_request(**changes):
 @pytest.fixture
 def two_layers(monkeypatch):
     """Cuts every model to two layers, which trace faster."""
-    whole = aot_compile.skeleton
+    whole = loading.config_of
 
-    def cut(*arguments, **options):
-        model = whole(*arguments, **options)
-        config = dataclasses.replace(model.config, num_layers=2)
-        return dataclasses.replace(model, module=model.module.clone(config=config))
+    def cut(source):
+        return dataclasses.replace(whole(source), num_layers=2)
 
-    monkeypatch.setattr(aot_compile, "skeleton", cut)
+    monkeypatch.setattr(loading, "config_of", cut)
 
 
 def test_a_request_of_a_large_model_has_only_shapes():
@@ -72,6 +71,23 @@ def test_the_draft_cache_can_be_quantized():
         abstract_request(drafter="self:streaming:512:kv_dtype=int8")
     ).drafter.cache.k[0]
     assert keys.values.dtype == "int8" and keys.shape == (16, 8, 512, 64)
+
+
+@pytest.mark.usefixtures("two_layers")
+@pytest.mark.parametrize(
+    ("changes", "has_quantized"),
+    [
+        (dict(), False),
+        (dict(weights="int4"), True),
+        (dict(weights="int8", offload=True), True),
+        (dict(drafter="self:streaming:512:weights=int4"), True),
+        (dict(drafter="small:llama-3.2-1b:weights=int8"), True),
+    ],
+)
+def test_quantized_matrices_of_targets_and_drafts_are_sought(changes, has_quantized):
+    matrices = {2048 * 512, 2048 * 2048, 2048 * 8192}
+    found = aot_compile.matrix_sizes(abstract_request(**changes))
+    assert found == (matrices if has_quantized else set())
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,10 @@ REFUSED = {
     "beyond the model": (["--max-context", "30000"], "--max-context 30000: it must be at least 2"),
     "no new tokens": (["--max-new-tokens", "0"], "--max-new-tokens 0 must be at least 1"),
     "a tree alone": (["--tree", "chain:2"], "--tree has no effect without --drafter: remove it"),
+    "a copy of offloaded weights": (
+        ["--offload", "--drafter", "self:weights=int8"],
+        "quantizes a target on the device, and the target is offloaded",
+    ),
     "a sparse small model": (
         ["--drafter", "small:MODEL:streaming:64"],
         "would prefill the whole conversation in every turn: use policy='full'",

@@ -249,6 +249,10 @@ REFUSED = {
         ["--target", "DIR", "--prompt", "a", "--drafter", "self:streaming:8"],
         "budget=8 is too small: its ring has",
     ),
+    "a copy of offloaded weights": (
+        [*("--target", "DIR", "--prompt", "a", "--offload"), *("--drafter", "self:weights=int8")],
+        "quantizes a target on the device, and the target is offloaded: omit the drafter's weights",
+    ),
     "unknown weights": (
         ["--target", "DIR", "--prompt", "a", "--weights", "int3"],
         "weights='int3' is unknown: use 'int8', 'int4'",

@@ -114,3 +114,22 @@ def test_without_the_compiler_the_report_is_an_estimate(run, monkeypatch):
     monkeypatch.setattr(fit, "_compiler", fails)
     code, out, _ = run("fit", "--target", "llama-3.2-1b", *LOAD)
     assert code == 0 and "the CUDA compiler cannot be downloaded: no network" in out
+
+
+@pytest.mark.parametrize("command", ["fit", "plan"])
+@pytest.mark.parametrize(
+    ("weights", "form"), [((), "int4:8"), (("--weights", "none"), None), (("--offload",), "int4:8")]
+)
+def test_the_format_of_a_quantized_checkpoint_is_reported(command, weights, form, run):
+    where = ("--target", "tests/models/golden_quantized/int4", "--batch", 1, "--context", 32)
+    own = ("--max-new-tokens", 8, "--analytic")
+    if command == "plan":
+        own = ("--acceptance", 0.5, "--drafter", "self:full")
+    arguments = (command, *where, "--device", "h100", *own, *weights)
+    _, out, err = run(*arguments)
+    assert not err
+    titled = f", {form} weights" if form else ""
+    assert out.splitlines()[0].endswith(titled + ", offloaded" * ("--offload" in weights))
+    assert ("weights" in out.splitlines()[0]) == (form is not None)
+    found = json.loads(run(*arguments, "--json")[1])
+    assert (found["workload"] if command == "fit" else found)["weights"] == form

@@ -12,6 +12,8 @@ from magicjax.cli import plan
 from magicjax.trees.token_tree import chain, expansion
 
 WHERE = ("--target", "llama-3.1-8b", "--batch", 64, "--context", 32000)
+LLAMA_2 = ("--target", "llama-2-7b", "--batch", 16, "--context", 4000)
+COPY = "self:streaming:512:weights=int4"
 H100 = ("--device", "h100", "--mesh", "model=8")
 
 
@@ -163,7 +165,23 @@ REFUSED = {
     ),
     "heads": (
         (*WHERE, "--device", "h100", "--mesh", "model=3", "--acceptance", 0.8),
-        "model=3 does not divide the 8 KV heads of llama-3.1-8b",
+        "model=3 does not divide the model: its 8 KV heads are not a multiple of 3",
+    ),
+    "a copy of a quantized target": (
+        (*WHERE, *H100, "--acceptance", 0.8, "--weights", "int8", "--drafter", COPY),
+        "quantizes a target on the device, and the target has --weights 'int8' already",
+    ),
+    "a copy of an offloaded target": (
+        (*WHERE, *H100, "--acceptance", 0.8, "--offload", "--drafter", COPY),
+        "and the target is offloaded: omit the drafter's weights, or use a small model",
+    ),
+    "groups of the target": (
+        (*LLAMA_2, *H100, "--acceptance", 0.8, "--weights", "int4"),
+        "do not divide the 1376 inputs of mlp/down on each of 8 devices: use int4:32",
+    ),
+    "groups of a copy": (
+        (*LLAMA_2, *H100, "--acceptance", 0.8, "--drafter", COPY),
+        "do not divide the 1376 inputs of mlp/down on each of 8 devices: use int4:32",
     ),
     "no device": (
         (*WHERE, "--device", "h100", "--mesh", "model=0", "--acceptance", 0.8),

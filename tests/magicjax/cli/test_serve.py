@@ -32,6 +32,10 @@ REFUSED = {
         ["--greedy", "--drafter", "self:streaming:16:draw=with_replacement"],
         "draw has no effect in greedy decoding, with --greedy: remove it from self:streaming:16",
     ),
+    "a copy of offloaded weights": (
+        ["--offload", "--drafter", "self:weights=int8"],
+        "quantizes a target on the device, and the target is offloaded",
+    ),
     "logprobs": (["--logprobs", 21], "--logprobs 21 must be a whole number of alternatives"),
     "mesh": (["--mesh", "model=3,x=1"], "'model=3,x=1' is not a valid mesh"),
     "devices": (["--mesh", "model=64"], "64"),

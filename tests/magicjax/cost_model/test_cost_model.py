@@ -119,6 +119,14 @@ def test_a_draft_on_pages_gathers_them_and_reads_the_bounds_of_all_in_every_choi
     assert fits.rest == device.round_seconds
 
 
+@pytest.mark.parametrize(
+    ("budget", "context", "slots"),
+    [(512, 9000, 512), (51, 9000, 48), (512, 500, 512), (64, 17, 32)],
+)
+def test_a_draft_on_pages_reads_whole_pages(budget, context, slots):
+    assert Draft(LLAMA, budget, page_size=16).slots(context) == slots
+
+
 def test_prompt_lookup_takes_no_time_and_no_memory():
     machine = Machine(cost_model.find_device("h100"))
     assert round_cost(LLAMA, Draft(None), machine, 1, 1000, 5, 4).draft == 0

@@ -88,6 +88,14 @@ def test_a_quantized_draft_is_faster_by_its_share_of_bytes():
     assert timed[1] / timed[0] == pytest.approx(constants[1] / constants[0]) and timed[1] < timed[0]
 
 
+def test_a_draft_on_pages_is_not_measured():
+    where = 4, 2048, 2, 1
+    own, pages = Draft(SIZES, 64), Draft(SIZES, 64, page_size=16)
+    assert cost_model.sources(SIZES, own, MACHINE, *where)["T_draft"] == "measured"
+    assert cost_model.sources(SIZES, pages, MACHINE, *where)["T_draft"] == "extrapolated"
+    assert cost_model.sources(SIZES, pages, Machine(HERE), *where)["T_draft"] == "roofline"
+
+
 def test_coverage_of_the_grid():
     assert PASSES.coverage(4, 512, 2) == "measured"
     assert PASSES.coverage(2, 512, 2) == PASSES.coverage(4, 600.5, 4) == "interpolated"

@@ -8,9 +8,11 @@ import pytest
 
 import magicjax
 import models
+from magicjax import loading
 from magicjax.aot import aot_compile, memory_estimate
 from magicjax.decoding import memory, program_cache
 from magicjax.decoding.request import prepare
+from magicjax.drafters import quantized_copy
 from magicjax.parallel import offloading
 from sharding import abstract_mesh
 from tests.magicjax import tiny
@@ -19,6 +21,7 @@ LOAD = aot_compile.Workload("llama-2-7b-32k", "", "", 8, 2048, "h100", max_new_t
 WORKLOADS = {
     "plain": {},
     "sparse": {"drafter": "self:streaming:256"},
+    "pages": {"drafter": "self:quest:256"},
     "quantized": {"drafter": "self:snapkv:256:kv_dtype=int8"},
     "tensor parallel": {"drafter": "self:streaming:256", "data": 2, "model": 4},
     "small": {"drafter": "small:llama-68m:streaming:256:sink_positions=in_cache", "data": 2},
@@ -67,6 +70,20 @@ def test_weights_count_until_they_are_loaded():
         memory.check(request_of(tiny.model()), available=loaded.cache - 1)
 
 
+@pytest.mark.parametrize("model", [1, 4])
+def test_an_offloaded_target_counts_two_layers_before_it_is_loaded(model):
+    load = dataclasses.replace(LOAD, offload=True, model=model)
+    shapes = memory_estimate.count(load)
+    target = loading.skeleton(load.target, load.dtype, offload=True)
+    counted = memory.count(request_of(target, mesh=abstract_mesh(model=model)))
+    assert counted.weights == pytest.approx(shapes.weights + shapes.streamed, rel=1e-3)
+    request = request_of(target)
+    needed = memory.count(request).weights + memory.count(request).cache
+    memory.check(request, available=needed)
+    with pytest.raises(memory.OutOfMemoryError):
+        memory.check(request, available=needed - 1)
+
+
 @pytest.mark.parametrize("drafter", [None, magicjax.SelfSpeculation(budget=32)])
 def test_the_remedies_fit_and_more_does_not(drafter):
     whole = memory.count(request_of(tiny.model(), drafter=drafter))
@@ -100,6 +117,25 @@ def test_calls_are_refused_before_compilation(call, monkeypatch):
     with pytest.raises(memory.OutOfMemoryError, match="and 1e-06 GB are available"):
         CALLS[call]()
     assert program_cache.totals() == before
+
+
+COPY = magicjax.SelfSpeculation(budget=32, weights="int8")
+COPYING = {
+    "generate": lambda target: magicjax.generate(target, [[1, 2]], drafter=COPY),
+    "stream": lambda target: magicjax.stream(target, [[1, 2]], drafter=COPY),
+    "conversation": lambda target: magicjax.Conversation.create(target, drafter=COPY),
+    "engine": lambda target: magicjax.Engine(target, COPY, slots=2),
+}
+
+
+@pytest.mark.parametrize("call", COPYING)
+def test_no_memory_for_a_copy_of_the_target_is_explained(call, monkeypatch):
+    def quantize(*arguments):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no")
+
+    monkeypatch.setattr(quantized_copy, "_quantize", quantize)
+    with pytest.raises(memory.OutOfMemoryError, match="the drafter's weights and KV caches"):
+        COPYING[call](dataclasses.replace(tiny.model()))
 
 
 def test_a_device_that_reports_nothing_is_not_compared(monkeypatch):

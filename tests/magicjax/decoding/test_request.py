@@ -5,10 +5,12 @@ import inspect
 
 import jax
 import numpy as np
+import pytest
 
 import magicjax
 import models
 from magicjax.decoding.request import RequestOptions, place, prepare, validate
+from sharding import abstract_mesh
 from tests.magicjax import tiny
 
 PROMPTS = [[1, 2], [3]]
@@ -34,6 +36,14 @@ def test_a_target_without_weights_is_validated_on_the_host():
     ):
         assert all(type(array) is np.ndarray for array in arrays(request))
         assert request.tokens.tolist() == [[1, 2] + [0] * 14, [3] + [0] * 15]
+
+
+def test_a_copy_is_validated_for_the_mesh_before_the_target_has_weights():
+    skeleton = dataclasses.replace(tiny.model(), params=None)
+    drafter = magicjax.SelfSpeculation("full", weights="int4:8")
+    prepare(skeleton, PROMPTS, drafter=drafter)
+    with pytest.raises(ValueError, match="groups of 8 do not divide the 20 inputs of mlp/down on"):
+        prepare(skeleton, PROMPTS, drafter=drafter, mesh=abstract_mesh(model=2))
 
 
 def test_placed_arrays_equal_the_validated_ones():

@@ -74,6 +74,13 @@ def test_a_round_without_a_draft_leaves_the_choice_to_the_next_one():
     np.testing.assert_array_equal(before[1], after.drafter.wait)
 
 
+def test_no_more_pages_are_chosen_than_the_cache_has():
+    for slots, chosen in ((64, 1), (448, 19), (512, 23), (1024, 23)):
+        cache = full_cache.empty(tiny.model(), 2, slots)
+        state = magicjax.SelfSpeculation("quest", 512).retrieval.first_state(cache)
+        assert {pages.shape[2] for pages in state.pages} == {chosen}
+
+
 def test_defaults_and_bytes():
     found = magicjax.SelfSpeculation("quest", 512).retrieval
     assert (found.newest, found.chosen, found.every) == (8, 23, 1)

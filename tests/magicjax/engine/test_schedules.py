@@ -131,6 +131,27 @@ def test_a_short_prompt_overtakes_a_long_one():
     np.testing.assert_array_equal(short.result().tokens, engines.expected(1))
 
 
+def test_free_slots_are_filled_before_the_loop_runs():
+    engine = Long.engine("plain", slots=3, rounds_per_step=1)
+    handles = [engine.submit(Long.prompt(90 + i)) for i in range(4)]
+    for step in range(4):  # each prompt takes a step
+        engine.step()
+        counts = [handle.emitted for handle in handles]
+        assert counts == ([1] * (step + 1) + [0] * 3 if step < 3 else [2] * 3 + [0])[:4]
+    engine.run()
+
+
+def test_requests_of_one_token_do_not_stop_the_loop():
+    engine = Long.engine("plain", slots=3, rounds_per_step=1)
+    first = engine.submit(Long.prompt(90))
+    for _ in range(20):
+        engine.submit(Long.prompt(91), max_new_tokens=1)
+    for _ in range(6):
+        engine.step()
+    assert first.emitted == 4 and engine.stats.waiting > 10  # after the first 3 requests
+    engine.run()
+
+
 def test_the_pieces_of_a_prompt_end_with_the_window_of_the_policy():
     templates = Long.engine("snapkv")._templates
     assert templates.window == 5

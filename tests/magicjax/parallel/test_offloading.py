@@ -68,6 +68,7 @@ DRAFTS = {
     "plain sampled": SAMPLED,
     "self": dict(drafter=magicjax.SelfSpeculation(budget=24), tree=TREE),
     "refreshed": dict(drafter=magicjax.SelfSpeculation("snapkv", budget=64, refresh_every=2)),
+    "quest": dict(drafter=tiny.drafter("quest"), tree=TREE),
     "prompt-lookup": dict(drafter=magicjax.PromptLookup()),
     "dynamic": dict(
         drafter=magicjax.SelfSpeculation(budget=24), tree=magicjax.DynamicTree(9, 4, 3)

@@ -10,7 +10,10 @@ from hypothesis import given, settings
 import models
 from magicjax import cost_model, planner
 from magicjax.cost_model import Draft, Machine, round_cost
+from magicjax.drafters import SelfSpeculation
 from magicjax.planner import Candidate, plan
+from magicjax.planner.candidates import make_draft
+from magicjax.policies import Quest
 from magicjax.trees.sequoia import expected_tokens, optimal
 from magicjax.trees.token_tree import chain
 
@@ -22,6 +25,16 @@ rates = st.floats(0.0, 1.0)
 
 def own(budget=512, *acceptance, **more) -> Candidate:
     return Candidate(f"self:streaming:{budget}", Draft(LLAMA, budget), (acceptance,), **more)
+
+
+def test_a_draft_on_pages_reads_the_targets_cache_and_a_copy_is_not_streamed():
+    streamed = dataclasses.replace(LLAMA, streamed=True)
+    quest = Quest(page_size=32)
+    drafter = SelfSpeculation(quest, 512, refresh_every=4)
+    assert make_draft(drafter, streamed, None) == Draft(streamed, 512, page_size=32, every=4)
+    assert make_draft(SelfSpeculation("quest", 512), LLAMA, None).every == 1
+    copy = make_draft(SelfSpeculation(quest, 512, weights="int8"), streamed, None)
+    assert copy.copied and not copy.sizes.streamed and copy.page_size == 32
 
 
 @given(rates, st.integers(1, 8), st.integers(0, 5))
