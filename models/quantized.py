@@ -1,8 +1,9 @@
 """Quantized matrices: integers with a scale for each output and group of inputs.
 
-An element is (value - zero) * scale. Quantization is symmetric: the zero is 0, the largest
-magnitude of a group becomes 7 or 127, and an element's error is at most half a scale. Zeros exist
-only in checkpoints that others have quantized.
+An element is (value - zero) * scale. Quantization is symmetric: the zero is 0, and the element of a
+group with the largest magnitude becomes -8 or -128, so that scales have the other sign. An error is
+at most half a scale, and at most a scale for elements that would become 8 or 128. Zeros exist only
+in checkpoints that others have quantized.
 """
 
 import dataclasses
@@ -158,9 +159,11 @@ def quantize(weight: Any, form: WeightFormat, inputs: int, xp: Any = np) -> dict
     outputs = wide.shape[inputs:]
     groups = form.groups(math.prod(wide.shape[:inputs]))
     wide = wide.reshape(groups, -1, *outputs)
-    largest = xp.abs(wide).max(1)
-    scale = xp.where(largest > 0, largest / form.largest, 1).astype(np.float32)
-    values = xp.rint(wide / scale[:, None]).astype(np.int8).reshape(weight.shape)
+    high, low, limit = wide.max(1), wide.min(1), 2 ** (form.bits - 1)
+    largest = xp.where(high > -low, high, low)
+    scale = xp.where(largest != 0, largest / -limit, 1).astype(np.float32)
+    values = xp.clip(xp.rint(wide / scale[:, None]), -limit, limit - 1)
+    values = values.astype(np.int8).reshape(weight.shape)
     return {"weight": inputs_last(values, inputs).astype(form.dtype), "scale": scale}
 
 

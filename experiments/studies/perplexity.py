@@ -9,8 +9,11 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pandas as pd
+from jaxtyping import Array, Float, Int
 
 import magicjax
 from experiments import prompts
@@ -32,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    formats = ["none", "int8", "int4:32", "int4:64"]
+    formats = ["none", "int8", "int4:64"]
     add("--target", default="smollm2", help="model directory or GGUF file, or a name of fetch")
     add("--dtype", choices=DTYPES, default="float32", help="of activations and other weights")
     add("--weights", nargs="+", default=formats, help="formats; none: dequantized")
@@ -87,11 +90,14 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def score(target: magicjax.Model, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the log-probabilities of a text's tokens [T - 1], and the most likely ones [T]."""
-    index = np.arange(len(text) - 1)[None]
-    log_probs, _ = teacher.log_probs(target, text[None], index, text[None, 1:])
-    return np.asarray(log_probs)[0], np.asarray(teacher.greedy_tokens(target, text[None]))[0]
+@jax.jit
+def score(
+    target: magicjax.Model, text: Int[Array, "T"]
+) -> tuple[Float[Array, "T-1"], Int[Array, "T"]]:
+    """Returns the log-probabilities of a text's tokens, and the most likely token after each."""
+    logits = teacher.logits(target, text[None])[0].astype(jnp.float32)
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits[:-1]), text[1:, None], 1)[:, 0]
+    return chosen, logits.argmax(-1)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ def time_step(target: str, dtype: str, batch: int, context: int, device: str) ->
         return {"skipped": f"{missing[0]} is not installed"}
     from models.hf_config import write_config
 
-    arguments = json.dumps([write_config(config_of(target)), dtype, batch, context, device])
+    config = config_of(target)
+    heads = config.num_kv_heads, config.head_dim
+    arguments = json.dumps([write_config(config), heads, dtype, batch, context, device])
     try:
         process = subprocess.run(
             [sys.executable, "-m", "magicjax.benchmarks.hf_baseline", arguments],
@@ -53,9 +55,17 @@ def time_step(target: str, dtype: str, batch: int, context: int, device: str) ->
 
 
 def run(
-    hf_config: dict[str, Any], dtype_name: str, batch: int, context: int, device_name: str
+    hf_config: dict[str, Any],
+    heads: tuple[int, int],
+    dtype_name: str,
+    batch: int,
+    context: int,
+    device_name: str,
 ) -> dict[str, Any]:
-    """Returns what `time_step` returns; runs in the process that imports torch."""
+    """Returns what `time_step` returns; runs in the process that imports torch.
+
+    `heads`: the number of KV heads and their size, which configs of families name differently.
+    """
     import torch
     import transformers
 
@@ -69,8 +79,7 @@ def run(
     model.generation_config.pad_token_id = 0
     slots = context + 1 + LONG
     cache: Any = transformers.StaticCache(config=model.config, max_cache_len=slots)
-    heads, size = config.num_key_value_heads, config.head_dim
-    cache.early_initialization(batch, heads, size, dtype, device)
+    cache.early_initialization(batch, *heads, dtype, device)
     for layer in cache.layers:
         layer.keys.normal_()
         layer.values.normal_()

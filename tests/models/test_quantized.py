@@ -93,7 +93,7 @@ SMOLLM = dict(
 
 
 @pytest.mark.parametrize("text", FORMATS)
-def test_the_error_of_an_element_is_at_most_half_a_scale(text):
+def test_the_largest_element_is_exact_and_errors_are_at_most_half_a_scale(text):
     weight = np.random.default_rng(0).standard_normal((4, 8, 3, 4)).astype(np.float32)
     weight[..., 1, 2] = 0  # a channel of zeros
     weight[..., 0, 0] *= 1000  # and one that is much larger than the others
@@ -102,16 +102,27 @@ def test_the_error_of_an_element_is_at_most_half_a_scale(text):
     groups = 32 // (form.group or 32)
     assert parts["weight"].dtype == form.dtype and parts["scale"].shape == (groups, 3, 4)
     values = parts["weight"].astype(np.int32).transpose(2, 3, 0, 1).reshape(groups, -1, 3, 4)
-    assert np.abs(values).max() == form.largest and (values[..., 1, 2] == 0).all()
     wide = weight.reshape(values.shape)
+    largest = np.abs(wide).max(1, keepdims=True)
+    lowest = np.where(largest, -(2 ** (form.bits - 1)), 0)
+    assert (values.min(1, keepdims=True) == lowest).all() and (values[..., 1, 2] == 0).all()
     error = np.abs(np.asarray(quantized.dequantize(**parts)).reshape(values.shape) - wide)
-    assert (error <= parts["scale"][:, None] / 2 * (1 + 1e-5)).all()
-    # The scale is the smallest with that bound; one scale for all channels would be too coarse.
-    largest = np.abs(wide).max(1)
-    np.testing.assert_allclose(
-        parts["scale"] * form.largest, np.where(largest, largest, form.largest)
-    )
-    assert parts["scale"].max() > 100 * np.median(parts["scale"])
+    scale = np.abs(parts["scale"])[:, None]
+    at_largest = np.take_along_axis(error, np.abs(wide).argmax(1, keepdims=True), 1)
+    assert (at_largest <= 1e-6 * largest).all()
+    clipped = values == 2 ** (form.bits - 1) - 1
+    assert (error <= scale * np.where(clipped, 1, 0.5) * (1 + 1e-5)).all()
+    # One scale for all channels would be too coarse.
+    assert scale.max() > 100 * np.median(scale)
+
+
+def test_a_matrix_of_the_format_is_exact():
+    rng, form = np.random.default_rng(0), WeightFormat.parse("int4:8")
+    values = rng.integers(-8, 8, (2, 8, 3))
+    values[:, 0] = -8
+    weight = (values * rng.uniform(0.5, 2, (2, 1, 3)).astype(np.float32)).reshape(16, 3)
+    parts = models.quantize(weight, form, 1)
+    np.testing.assert_allclose(quantized.dequantize(**parts), weight, rtol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64], ids=lambda rows: f"{rows} rows")
