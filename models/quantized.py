@@ -213,8 +213,9 @@ def product(x: Array, weight: Array, scale: Array, zero: Array | None, precision
     groups, *outputs = scale.shape
     rows = x.shape[: x.ndim - weight.ndim + len(outputs)]
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    x3 = x.reshape(math.prod(rows), groups, -1)  # [R, G, I / G]
-    w3 = weight.reshape(math.prod(outputs), groups, -1)  # [O, G, I / G]
+    size = math.prod(x.shape[len(rows) :]) // groups
+    x3 = x.reshape(math.prod(rows), groups, size)  # [R, G, I / G]
+    w3 = weight.reshape(math.prod(outputs), groups, size)  # [O, G, I / G]
     scale = scale.reshape(groups, -1)
     zero = None if zero is None else zero.reshape(groups, -1)
 
@@ -234,7 +235,7 @@ def product(x: Array, weight: Array, scale: Array, zero: Array | None, precision
     out = jnp.zeros((len(x3), len(w3)), wide)
     if groups == 1:
         out = add_group(0, out)
-    elif 2 * len(x3) <= x3.shape[2]:
+    elif 2 * len(x3) <= size:
         out = scaled("rgi,ogi->gro", x3, w3, scale, zero).sum(0)
     else:
         out = jax.lax.fori_loop(0, groups, add_group, out)

@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, default="float32", help="of activations and other weights")
     add("--weights", nargs="+", default=formats, help="formats; none: dequantized")
     add("--prompts", choices=(prompts.STDLIB, prompts.FILES), default=prompts.STDLIB, help="texts")
-    add("--prompt-path", default="", help="with --prompts files, a text or a folder of texts")
+    add("--prompt-path", help="with --prompts files, a text or a folder of texts")
     add("--requests", type=int, default=16, help="texts")
     add("--context", type=int, default=1024, help="tokens of each text")
     add("--out", type=pathlib.Path, help="write the table to this CSV file")
@@ -68,6 +68,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
       OSError, ValueError: as `magicjax.load`, or the model cannot read texts of this length.
     """
     rows: list[dict[str, Any]] = []
+    if args.requests < 1 or args.context < 2:
+        raise ValueError("--requests must be at least 1, and --context at least 2")
     check_context(args.target, args.context)
     for form in args.weights:
         skeleton(args.target, args.dtype, weights=form)  # raises before a model is loaded
@@ -75,7 +77,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     for form in args.weights:
         target = magicjax.load(args.target, args.dtype, weights=form)
         texts = prompts.make(
-            args.prompts, target.tokenizer, args.prompt_path, args.requests, args.context
+            args.prompts, target.tokenizer, args.prompt_path or "", args.requests, args.context
         )
         log_probs, predicted = zip(*(score(target, text.tokens) for text in texts), strict=True)
         best.append(np.stack(predicted))

@@ -193,10 +193,16 @@ def as_text(report: dict[str, Any]) -> str:
     free = sizes["usable"] - sizes["total"]
     verdict = "fits" if report["fits"] else "DOES NOT FIT"
     lines.append(f"{verdict}: {abs(free) / GB:.3f} GB {'free' if free >= 0 else 'missing'}")
-    lines.append(
-        f"largest batch at this context: about {report['largest batch']}; largest context at this "
-        f"batch: about {report['largest context']}"
-    )
+    if report["largest batch"]:
+        lines.append(
+            f"largest batch at this context: about {report['largest batch']}; largest context at "
+            f"this batch: about {report['largest context']}"
+        )
+    else:
+        lines.append(
+            "not even one row fits: use a shorter context, or --weights, --offload or --mesh for "
+            "less memory per device"
+        )
     for name, program in report.get("programs", {}).items():
         lines.append(f"{name}: compiled in {program['seconds to compile']:.1f} s")
         lines += _program(program, "per step" if name == "decode" else "in total")

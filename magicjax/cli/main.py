@@ -70,7 +70,10 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
         code = 0
     except (ValueError, OSError) as error:
-        main_parser.exit(2, f"magicjax: {in_option_names(str(error), vars(arguments))}\n")
+        # The weights of a drafter are in its text.
+        unset = {"weights"} if getattr(arguments, "weights", None) is None else {}
+        names = [name for name in vars(arguments) if name not in unset]
+        main_parser.exit(2, f"magicjax: {in_option_names(str(error), names)}\n")
     except KeyboardInterrupt:
         main_parser.exit(INTERRUPTED, "magicjax: interrupted\n")
     if code:

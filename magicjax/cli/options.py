@@ -123,7 +123,7 @@ def in_option_names(message: str, names: Iterable[str]) -> str:
     def bare(match: re.Match) -> str:
         return re.sub(rf"\b({name})\b", lambda one: flag(one[1]), match[0])
 
-    message = re.sub(rf"(?<![\w./-])({name})=(True\b)?", option, message)
+    message = re.sub(rf"(?<![\w./:-])({name})=(True\b)?", option, message)
     return re.sub(rf"\b(omit|reduce|remove) ({name})\b( and ({name})\b)?", bare, message)
 
 

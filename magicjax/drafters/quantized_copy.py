@@ -29,7 +29,7 @@ def check(target: Model, weights: str) -> None:
         problem = f"the target has {target.layout.stages} stages"
     if problem:
         raise ValueError(
-            f"weights={weights!r} of self-speculation quantizes a target on the device, and "
+            f"the drafter's weights {weights!r} quantize a target on the device, and "
             f"{problem}: omit the drafter's weights, or use a small model"
         )
     form = WeightFormat.parse(weights)

@@ -218,10 +218,9 @@ class RetrievalSettings:
         if self.chosen < 1:
             size = self.policy.page_size
             raise ValueError(
-                f"budget={self.budget} is too small: the first page, {self.newest} of the newest "
-                f"tokens and at least 1 that is chosen, of {size} slots each, need "
-                f"{(2 + self.newest) * size}; use a larger budget, a smaller page_size, or a "
-                "smaller `recent`"
+                f"budget={self.budget} is too small: use at least {(2 + self.newest) * size}, for "
+                f"{2 + self.newest} pages of {size} slots (the first, {self.newest} of the newest "
+                "tokens, 1 chosen), or a smaller page_size or `recent`"
             )
 
     def first_state(self, full: KVCache) -> "RetrievalState":

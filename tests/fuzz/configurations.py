@@ -163,15 +163,16 @@ def _member(rng, kind: str, shape: int, weights: int, depth: int, draw: str | No
         return magicjax.PromptLookup(longest, int(rng.integers(1, longest + 1)))
     kv_dtype = [None, None, None, "int8", "int4"][rng.integers(5)]
     if kind == "self":
+        copy = [None, None, None, None, "int8", "int4:4"][rng.integers(6)]
         if rng.random() < 0.1:
-            return magicjax.SelfSpeculation("full", draw=draw)
+            return magicjax.SelfSpeculation("full", draw=draw, weights=copy)
         if rng.random() < 0.1:
             return _quest(rng, draw)
         policy, budget = _policy(rng, depth + 1)
         refresh = int(rng.integers(1, 5)) if rng.random() < 0.5 else None
         if isinstance(policy, magicjax.StreamingLLM):
             refresh = None
-        return magicjax.SelfSpeculation(policy, budget, draw, refresh, kv_dtype)
+        return magicjax.SelfSpeculation(policy, budget, draw, refresh, kv_dtype, weights=copy)
     draft = _draft_model(rng, shape, weights)
     if rng.random() < 0.5:
         return magicjax.SmallModel(draft, draw)

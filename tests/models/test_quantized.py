@@ -125,7 +125,7 @@ def test_a_matrix_of_the_format_is_exact():
     np.testing.assert_allclose(quantized.dequantize(**parts), weight, rtol=1e-6)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 64], ids=lambda rows: f"{rows} rows")
+@pytest.mark.parametrize("rows", [0, 1, 3, 64], ids=lambda rows: f"{rows} rows")
 @pytest.mark.parametrize("text", FORMATS)
 def test_products_are_those_with_the_dequantized_matrix(text, rows):
     """With few rows all groups at once, with many group by group."""

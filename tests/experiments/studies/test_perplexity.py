@@ -35,6 +35,7 @@ def test_it_is_that_of_the_logits(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--context", "1"], "--context at least 2"),
         (["--context", "1000000"], "context=1000000 exceeds the"),
         (["--weights", "none", "int3"], "weights='int3' is unknown"),
         (["--weights", "int4:100"], "groups of 100 do not divide"),

@@ -230,7 +230,7 @@ REFUSED = {
     "a tree alone": (["--tree", "chain:2"], "--tree has no effect without --drafter: remove it"),
     "a copy of offloaded weights": (
         ["--offload", "--drafter", "self:weights=int8"],
-        "quantizes a target on the device, and the target is offloaded",
+        "quantize a target on the device, and the target is offloaded",
     ),
     "a sparse small model": (
         ["--drafter", "small:MODEL:streaming:64"],

@@ -251,7 +251,7 @@ REFUSED = {
     ),
     "a copy of offloaded weights": (
         [*("--target", "DIR", "--prompt", "a", "--offload"), *("--drafter", "self:weights=int8")],
-        "quantizes a target on the device, and the target is offloaded: omit the drafter's weights",
+        "quantize a target on the device, and the target is offloaded: omit the drafter's weights",
     ),
     "unknown weights": (
         ["--target", "DIR", "--prompt", "a", "--weights", "int3"],

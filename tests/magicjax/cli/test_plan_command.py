@@ -169,7 +169,7 @@ REFUSED = {
     ),
     "a copy of a quantized target": (
         (*WHERE, *H100, "--acceptance", 0.8, "--weights", "int8", "--drafter", COPY),
-        "quantizes a target on the device, and the target has --weights 'int8' already",
+        "quantize a target on the device, and the target has --weights 'int8' already",
     ),
     "a copy of an offloaded target": (
         (*WHERE, *H100, "--acceptance", 0.8, "--offload", "--drafter", COPY),

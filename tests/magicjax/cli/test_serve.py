@@ -34,7 +34,7 @@ REFUSED = {
     ),
     "a copy of offloaded weights": (
         ["--offload", "--drafter", "self:weights=int8"],
-        "quantizes a target on the device, and the target is offloaded",
+        "quantize a target on the device, and the target is offloaded",
     ),
     "logprobs": (["--logprobs", 21], "--logprobs 21 must be a whole number of alternatives"),
     "mesh": (["--mesh", "model=3,x=1"], "'model=3,x=1' is not a valid mesh"),

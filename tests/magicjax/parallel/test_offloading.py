@@ -116,7 +116,8 @@ def test_offloaded_quantized_weights_give_the_text_of_resident_ones(weights, dra
     assert target.weights == models.WeightFormat.parse(weights)
     found = text(target, **options)
     np.testing.assert_array_equal(found, text(quantized(DEEP, weights), **options))
-    assert (found != text(model(DEEP), **options)).any()
+    if weights != "int8":  # whose text may be that of the unquantized weights
+        assert (found != text(model(DEEP), **options)).any()
 
 
 def test_logits_of_int8_weights_are_within_the_bound():
@@ -140,7 +141,7 @@ def test_logits_of_int8_weights_are_within_the_bound():
                 if "norm" in part:
                     continue
                 slope = np.asarray(slopes[f"layers_{layer}"][part][name]["weight"], np.float64)
-                step = np.abs(slope) * np.asarray(matrix["scale"])
+                step = np.abs(slope * np.asarray(matrix["scale"]))
                 summed = tuple(range(1, step.ndim))
                 most, variance = most + step.sum(summed) / 2, variance + (step**2).sum(summed) / 12
     error = np.abs(np.asarray(logits(small)) - np.asarray(logits(whole)))
