@@ -109,7 +109,7 @@ def split_over(
     if problem:
         valid = [n for n in range(1, max(heads, 1) + 1) if not _indivisible(*sizes, n)]
         raise ValueError(
-            f"model={count} does not divide the model: {problem}; use one of "
+            f"model={count} does not divide the model: {problem}; use model="
             f"{', '.join(map(str, valid))}"
         )
     kv_shards = min(count, kv_heads)

@@ -52,7 +52,7 @@ def add_weights(parser: Any) -> None:
     parser.add_argument(
         "--weights",
         type=_weights,
-        metavar="int8",
+        metavar="FORMAT",
         help="quantize the target's matrices: int8 with a scale per output, int4 or int4:32 with "
         "one per group of 128 or 32 inputs; none: dequantize a quantized checkpoint; default: as "
         "stored",

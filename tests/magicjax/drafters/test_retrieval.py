@@ -111,8 +111,14 @@ REFUSED = {
         "budget=11 is too small: use at least 12, for 3 pages of 4 slots (the first, 1 of the "
         "newest tokens, 1 chosen",
     ),
-    "recent": (lambda: checked(drafter(16, recent=9)), "use at least 20, for 5 pages of 4 slots (the first, 3 of the newest"),
-    "larger page": (lambda: checked(drafter(48, page_size=64)), "budget=48 is too small: use at least 192"),
+    "recent": (
+        lambda: checked(drafter(16, recent=9)),
+        "use at least 20, for 5 pages of 4 slots (the first, 3 of the newest",
+    ),
+    "larger page": (
+        lambda: checked(drafter(48, page_size=64)),
+        "budget=48 is too small: use at least 192",
+    ),
     "context": (lambda: checked(drafter(600)), "budget=600 is larger than the context .* 512"),
 }
 
