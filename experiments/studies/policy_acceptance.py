@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, pd.DataFrame(rows).to_csv(index=False))
     # As the file has them: without the values that are not set.
-    table = pd.read_csv(path).astype(object)
+    table = pd.read_csv(path).convert_dtypes().astype(object)  # budgets are integers
     shown = table[table["cell"].isin(current)].where(table.notna(), None).to_dict("records")
     print(record_table([{name: row[name] for name in SHOWN} for row in shown]))
     figure = figures.by_budget(shown, labels.styles(shown), "acceptance_rate", "acceptance rate")

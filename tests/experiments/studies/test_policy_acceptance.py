@@ -40,6 +40,22 @@ def test_every_method_runs_once_beside_plain_decoding(main, tmp_path, capsys):
     assert (tmp_path / "mine" / "acceptance-single.pdf").read_bytes().startswith(b"%PDF")
 
 
+def test_budgets_are_integers_beside_methods_without_one(tmp_path, scripted, monkeypatch):
+    path = tmp_path / "mine.yaml"
+    path.write_text(CONFIG.format(tmp_path) + "- {drafter: self, policy: full, tree: chain:3}\n")
+    bench, shown = scripted(), []
+    monkeypatch.setattr(policy_acceptance, "Bench", lambda: bench)
+    by_budget = policy_acceptance.figures.by_budget
+
+    def keep(rows, *arguments):
+        shown.extend(rows)
+        return by_budget(rows, *arguments)
+
+    monkeypatch.setattr(policy_acceptance.figures, "by_budget", keep)
+    assert policy_acceptance.main([str(path), "--context", "96"]) == 0
+    assert [str(row["budget"]) for row in shown] == ["64", "64", "None"]
+
+
 def test_finished_groups_are_kept_and_not_run_again(main, capsys, monkeypatch):
     main("--context", "128")
     ran, rows = main("--grid.context", "96", "128")
