@@ -75,8 +75,8 @@ class SelfSpeculation(Drafter):
     queries during verification (the idea of PillarAttn, arXiv 2512.01278). It costs one read of the
     target's keys and one gather of the pins.
 
-    With policy "quest" there is no draft cache: in each round the root's queries choose pages of
-    the target's cache, which the draft reads in place.
+    The policy "quest" has no draft cache. The queries of each round's root select pages of the
+    target's cache, and the draft reads only these pages.
 
     Attributes:
       policy: which entries are pinned, a name or a `Policy`. "full", a control, drafts on the

@@ -1,4 +1,4 @@
-"""Pages of the target's cache that a draft reads in place, chosen by the draft's own queries.
+"""Pages of the target's cache that a draft reads, chosen by the draft's own queries.
 
 Page i is the slots i * page_size to (i + 1) * page_size - 1. A draft reads M pages for each layer,
 row and KV head: the first one, the newest ones, and those between that may hold the keys with the
