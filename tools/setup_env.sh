@@ -63,3 +63,6 @@ for name in $covered; do
     printf '%s\n' "$request" >"$env/.stamp"
     mv "$env/.stamp" "$env/.installed-$name"
 done
+
+echo "Compiling CPU kernels (takes half a minute the first time) …"
+"$env/bin/python" -m pallas_kernels.cpu || true # models run without them

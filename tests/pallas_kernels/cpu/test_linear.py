@@ -1,0 +1,136 @@
+"""Products of the native kernel: equal to float64 products, and to themselves in any company."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.cpu import build, linear
+from pallas_kernels.cpu.linear import Matrix
+
+pytestmark = pytest.mark.skipif(not build.is_available(), reason="needs the CPU kernels")
+
+FORMATS = ("float32", "bfloat16", "float16", "int8", "int8:64", "int4", "int4:32", "int4:64+zeros")
+
+
+def random_matrix(kind: str, outputs: tuple, inputs: int, rng) -> Matrix:
+    """Returns a matrix [O..., inputs]."""
+    if kind in ("float32", "bfloat16", "float16"):
+        return Matrix(jnp.asarray(rng.standard_normal((*outputs, inputs)), kind))
+    bits, group = int(kind[3]), kind[5:].removesuffix("+zeros")
+    groups = inputs // int(group) if group else 1
+    limit = 2 ** (bits - 1)
+    values = jnp.asarray(rng.integers(-limit, limit, (*outputs, inputs)), jnp.int8)
+    scale = jnp.asarray(rng.uniform(-0.02, 0.02, (groups, *outputs)), jnp.float32)
+    zero = jnp.asarray(rng.uniform(-3, 3, scale.shape), jnp.float32) if "zeros" in kind else None
+    return Matrix(values.astype(jnp.int4) if bits == 4 else values, scale, zero)
+
+
+def dequantized(matrix: Matrix) -> np.ndarray:
+    """Returns the matrix in float64."""
+    weight = np.asarray(matrix.weight.astype(jnp.float32), np.float64)
+    if matrix.scale is None:
+        return weight
+    groups = len(matrix.scale)
+    wide = weight.reshape(*weight.shape[:-1], groups, -1)
+    scale = np.moveaxis(np.asarray(matrix.scale, np.float64), 0, -1)[..., None]
+    zero = 0 if matrix.zero is None else np.moveaxis(np.asarray(matrix.zero), 0, -1)[..., None]
+    return ((wide - zero) * scale).reshape(weight.shape)
+
+
+def test_the_kernels_are_available():
+    assert build.unavailable_reason() is None
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("rows", [(1,), (2, 3), (16,), (4, 50)], ids=str)
+def test_products_equal_those_in_float64(kind, rows):
+    rng = np.random.default_rng(0)
+    for inputs in (64, 576) + (() if ":" in kind or "int4" in kind else (1, 65, 100)):
+        x = jnp.asarray(rng.standard_normal((*rows, inputs)), jnp.bfloat16)
+        matrices = [random_matrix(kind, outputs, inputs, rng) for outputs in ((3, 5), (130,), (1,))]
+        assert linear.is_supported(x, matrices, inputs)
+        results = linear.products(x, matrices, 1, jnp.float32)
+        for y, matrix in zip(results, matrices, strict=True):
+            expected = np.einsum(
+                "...i,oi->...o", np.asarray(x, float), dequantized(matrix).reshape(-1, inputs)
+            )
+            size = np.abs(expected).max()
+            assert y.shape == (*rows, *matrix.weight.shape[:-1]) and y.dtype == jnp.float32
+            np.testing.assert_allclose(y.reshape(expected.shape), expected, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_results_are_rounded_once(dtype):
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.standard_normal((5, 96)), dtype)
+    matrices = [random_matrix(dtype, (40,), 96, rng)]
+    wide, rounded = (linear.products(x, matrices, 1, d)[0] for d in (jnp.float32, jnp.dtype(dtype)))
+    np.testing.assert_array_equal(wide.astype(dtype), rounded)
+
+
+def test_several_contracted_axes():
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.standard_normal((2, 3, 4, 8)), jnp.float32)
+    (y,) = linear.products(x, [random_matrix("float32", (7, 4), 8, rng)], 2, jnp.float32)
+    assert y.shape == (2, 3, 7)
+
+
+SHAPES = 200
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_row_has_the_same_bits_in_any_number_of_rows(kind):
+    """Rows computed alone, in company and in another order are equal bit for bit."""
+    rng = np.random.default_rng(3)
+    for _ in range(SHAPES // len(FORMATS)):
+        inputs = 64 * int(rng.integers(1, 12))
+        outputs = (int(rng.integers(1, 150)),)
+        rows = int(rng.choice([2, 3, 5, 6, 7, 8, 13, 20, 64, 200]))
+        dtype = rng.choice(["float32", "bfloat16"])
+        x = jnp.asarray(rng.standard_normal((rows, inputs)), dtype)
+        matrix = random_matrix(kind, outputs, inputs, rng)
+        together = np.asarray(linear.products(x, [matrix], 1, jnp.float32)[0])
+        for row in {0, rows - 1, int(rng.integers(rows))}:
+            alone = linear.products(x[row : row + 1], [matrix], 1, jnp.float32)[0]
+            np.testing.assert_array_equal(alone[0], together[row])
+        part = linear.products(x[::-1][: rows // 2 + 1], [matrix, matrix], 1, jnp.float32)
+        np.testing.assert_array_equal(part[1], together[::-1][: rows // 2 + 1])
+
+
+def test_an_order_of_sums_that_depends_on_the_rows_is_noticed():
+    """XLA's products, the control: with other numbers of rows they have other bits."""
+    rng = np.random.default_rng(4)
+    x = jnp.asarray(rng.standard_normal((64, 1536)), jnp.float32)
+    w = jnp.asarray(rng.standard_normal((576, 1536)), jnp.float32)
+    product = jax.jit(lambda x, w: x @ w.T)
+    together = np.asarray(product(x, w))
+    assert any((np.asarray(product(x[:n], w)) != together[:n]).any() for n in (1, 2, 5, 16))
+
+
+def test_unsupported_calls_are_left_to_xla():
+    rng = np.random.default_rng(5)
+    x = jnp.zeros((1, 96), jnp.bfloat16)
+    assert linear.is_supported(x, [random_matrix("int4:32", (4,), 96, rng)], 96)
+    odd = random_matrix("int4:32", (4,), 96, rng)
+    assert not linear.is_supported(x, [odd._replace(scale=odd.scale[:1].repeat(12, 0))], 96)
+    assert not linear.is_supported(jnp.zeros((0, 96)), [], 96)
+    assert not linear.is_supported(jnp.zeros((linear.MOST_ROWS + 1, 96)), [], 96)
+    float8 = Matrix(jnp.zeros((4, 96), jnp.float8_e4m3fn), jnp.ones((1, 4)))
+    assert not linear.is_supported(x, [float8], 96)
+    assert not linear.is_supported(jnp.zeros((1, 96), jnp.int32), [], 96)
+
+
+def test_grad_and_vmap():
+    rng = np.random.default_rng(6)
+    x = jnp.asarray(rng.standard_normal((3, 32)), jnp.float32)
+    w = jnp.asarray(rng.standard_normal((8, 32)), jnp.float32)
+
+    def native(x, w):
+        return linear.products(x, [Matrix(w)], 1, jnp.float32)[0]
+
+    gradients = jax.grad(lambda x, w: (native(x, w) ** 2).sum(), (0, 1))(x, w)
+    expected = jax.grad(lambda x, w: ((x @ w.T) ** 2).sum(), (0, 1))(x, w)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), gradients, expected)
+    mapped = jax.vmap(native, (0, None))(x[:, None], w)
+    np.testing.assert_array_equal(mapped[:, 0], native(x, w))
