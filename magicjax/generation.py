@@ -84,7 +84,8 @@ def generate(
         Requires a tokenizer and an EOS token.
       logprobs: return the log-probabilities of the new tokens, and of this many of the most likely
         tokens at their positions, 0 to 20 (`magicjax.LogProbs`); None for none.
-      backend: of the attention (`pallas_kernels.BACKENDS`); None for xla.
+      backend: of attention and products: "cpu" (native kernels), "xla", or another of
+        `pallas_kernels.BACKENDS`; None: cpu on a CPU that has the kernels, else xla.
       mesh: of devices (`magicjax.make_mesh`); None for one device. Models loaded for the mesh
         (`load(..., mesh=mesh)`) are used in place, others are moved in every call.
       micro_batches: on a mesh with pipeline stages, the number of parts into which the rows of a

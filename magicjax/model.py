@@ -1,6 +1,7 @@
 """A model: a Flax module, its parameters, and their layout, as one pytree."""
 
 import dataclasses
+import weakref
 from typing import Any
 
 import flax.linen as nn
@@ -14,6 +15,9 @@ from models import Attend
 from sharding import Split, collectives
 
 DTYPES = ("bfloat16", "float16", "float32")  # accepted by commands
+
+
+_variants = weakref.WeakKeyDictionary["Model", dict[str | None, "Model"]]()  # by backend
 
 
 @jax.tree_util.register_pytree_node_class
@@ -59,6 +63,19 @@ class Model:
     def weights(self) -> models.WeightFormat | None:
         """The format of the blocks' matrices; None: not quantized."""
         return self.module.weights
+
+    def with_backend(self, backend: str | None) -> "Model":
+        """Returns the model with a backend of its products (`models.linear.products`).
+
+        Later calls return the same object, by which `quantized_copy` finds the copy of a target.
+        """
+        if backend == self.module.backend:
+            return self
+        variants = _variants.setdefault(self, {})
+        if backend not in variants:
+            module = self.module.clone(backend=backend)
+            variants[backend] = dataclasses.replace(self, module=module)
+        return variants[backend]
 
     @property
     def offload(self) -> bool:

@@ -146,6 +146,15 @@ def models_of(tree: Any) -> list[Model]:
     return [leaf for leaf in leaves if _is_model(leaf)]
 
 
+def with_backend(tree: Any, backend: str) -> Any:
+    """Returns the models in a pytree with a backend."""
+
+    def change(x):
+        return x.with_backend(backend) if _is_model(x) else x
+
+    return jax.tree.map(change, tree, is_leaf=_is_model)
+
+
 def _is_model(x: Any) -> bool:
     return isinstance(x, Model)
 

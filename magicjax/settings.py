@@ -38,7 +38,7 @@ class Settings:
       capacity: S, the slots of the target's cache.
       chunk: tokens of a prefill step.
       max_new_tokens: the longest output of any row.
-      backend: of the attention; None: xla.
+      backend: of attention and products; None: that of `choose_backend`.
       max_backlog: the most committed tokens that a draft model's cache may lack.
       drafter_index: index of the drafter in its ensemble.
       mesh: the factored device mesh; None: one device.

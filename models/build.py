@@ -41,7 +41,7 @@ def layer_module(module: nn.Module) -> Block:
     Its parameters are `params["params"]["layers_<i>"]`, and its arguments are
     (x [B,T,E], positions [B,T], attend, layer).
     """
-    return Block(module.config, module.dtype, module.split, module.weights)
+    return Block(module.config, module.dtype, module.split, module.weights, module.backend)
 
 
 def block_params(module: nn.Module) -> dict[str, Any]:

@@ -18,12 +18,10 @@ from models.layers import (
     NEVER,
     Attend,
     LayerNorm,
-    Projection,
     RMSNorm,
-    at_least_two_rows,
-    dot_precision,
     embedding_lookup,
 )
+from models.linear import Projection, products, project
 from models.positions import (
     ALIBI_COLUMNS,
     ALIBI_POSITIONS,
@@ -35,6 +33,7 @@ from models.positions import (
     rotate,
 )
 from models.quantized import WeightFormat
+from pallas_kernels.cpu.linear import Matrix
 from sharding import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, VOCAB, Split
 
 _gelu_tanh = functools.partial(nn.gelu, approximate=True)
@@ -213,6 +212,7 @@ class Attention(nn.Module):
     dtype: Any
     split: Split = Split()
     weights: WeightFormat | None = None
+    backend: str | None = None
 
     @nn.compact
     def __call__(self, x, positions, attend: Attend, layer: int):
@@ -220,10 +220,15 @@ class Attention(nn.Module):
         heads = ((c.num_heads // self.split.shards, HEADS), (c.head_dim, HEAD_DIM))
         kv_heads = ((c.num_kv_heads // self.split.kv_shards, KV_HEADS), (c.head_dim, HEAD_DIM))
         embed = ((c.hidden_size, EMBED),)
-        projection = functools.partial(Projection, dtype=self.dtype, weights=self.weights)
-        q = projection(embed, heads, c.qkv_bias, name="q")(x)
-        k = projection(embed, kv_heads, c.qkv_bias, name="k")(x)
-        v = projection(embed, kv_heads, c.qkv_bias, name="v")(x)
+        projection = functools.partial(
+            Projection, dtype=self.dtype, weights=self.weights, backend=self.backend
+        )
+        q, k, v = project(
+            x,
+            projection(embed, heads, c.qkv_bias, name="q"),
+            projection(embed, kv_heads, c.qkv_bias, name="k"),
+            projection(embed, kv_heads, c.qkv_bias, name="v"),
+        )
         if c.qk_norm:
             q = RMSNorm(c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, name="q_norm")(q)
             k = RMSNorm(c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, name="k_norm")(k)
@@ -247,6 +252,7 @@ class FeedForward(nn.Module):
     dtype: Any
     split: Split = Split()
     weights: WeightFormat | None = None
+    backend: str | None = None
 
     @nn.compact
     def __call__(self, x):
@@ -255,14 +261,15 @@ class FeedForward(nn.Module):
         hidden = ((c.intermediate_size // self.split.shards, MLP),)
         activation = ACTIVATIONS[c.activation]
         projection = functools.partial(
-            Projection, use_bias=c.mlp_bias, dtype=self.dtype, weights=self.weights
+            Projection,
+            use_bias=c.mlp_bias,
+            dtype=self.dtype,
+            weights=self.weights,
+            backend=self.backend,
         )
-        up = projection(embed, hidden, name="up")(x)
-        if c.gated:
-            gate = projection(embed, hidden, name="gate")(x)
-            x = activation(gate) * up
-        else:
-            x = activation(up)
+        matrices = [projection(embed, hidden, name=name) for name in ("gate", "up")[not c.gated :]]
+        first, *others = project(x, *matrices)
+        x = activation(first) * others[0] if c.gated else activation(first)
         return projection(hidden, embed, axis_names=self.split.axes, name="down")(x)
 
 
@@ -273,6 +280,7 @@ class Block(nn.Module):
     dtype: Any
     split: Split = Split()
     weights: WeightFormat | None = None
+    backend: str | None = None
 
     @nn.compact
     def __call__(self, x, positions, attend: Attend, layer: int):
@@ -281,8 +289,9 @@ class Block(nn.Module):
         def norm(name):
             return NORMS[c.norm](c.hidden_size, c.norm_eps, self.dtype, EMBED, name=name)
 
-        attention = Attention(c, self.dtype, self.split, self.weights, name="attention")
-        mlp = FeedForward(c, self.dtype, self.split, self.weights, name="mlp")
+        settings = c, self.dtype, self.split, self.weights, self.backend
+        attention = Attention(*settings, name="attention")
+        mlp = FeedForward(*settings, name="mlp")
         if not c.norm_before:
             out, kept = attention(x, positions, attend, layer)
             x = norm("attention_norm")(x + out)
@@ -305,12 +314,14 @@ class Decoder(nn.Module):
       split: the division over devices. With several shards the module runs inside `jax.shard_map`,
         on this device's part of the parameters, and returns its part of the logits.
       weights: the format of the blocks' matrices; None: not quantized.
+      backend: of the products; None: the native kernels on a CPU that has them.
     """
 
     config: DecoderConfig
     dtype: Any = jnp.float32
     split: Split = Split()
     weights: WeightFormat | None = None
+    backend: str | None = None
 
     def setup(self):
         c = self.config
@@ -325,9 +336,12 @@ class Decoder(nn.Module):
             self.position_embedding = self.param("position_embedding", rows, table, self.dtype)
         if c.embedding_size is not None:
             inner, outer = ((c.hidden_size, EMBED),), ((width, axis),)
-            self.project_in = Projection(outer, inner, False, self.dtype)
-            self.project_out = Projection(inner, outer, False, self.dtype)
-        self.layers = [Block(c, self.dtype, self.split, self.weights) for _ in range(c.num_layers)]
+            projection = functools.partial(
+                Projection, use_bias=False, dtype=self.dtype, backend=self.backend
+            )
+            self.project_in, self.project_out = projection(outer, inner), projection(inner, outer)
+        settings = c, self.dtype, self.split, self.weights, self.backend
+        self.layers = [Block(*settings) for _ in range(c.num_layers)]
         if c.final_norm:
             self.norm = NORMS[c.norm](c.hidden_size, c.norm_eps, self.dtype, EMBED)
         if not c.tie_embeddings:
@@ -382,13 +396,8 @@ class Decoder(nn.Module):
         weight = self.embedding if c.tie_embeddings else self.unembedding
         x = self.norm(hidden) if c.final_norm else hidden
         x = self.project_out(x) if c.embedding_size is not None else x
-        product = functools.partial(
-            jnp.einsum,
-            "...e,ve->...v",
-            precision=dot_precision(self.dtype),
-            preferred_element_type=jnp.promote_types(self.dtype, jnp.float32),
-        )
-        logits = at_least_two_rows(lambda x: product(x, weight), x, 1)
+        wide = jnp.promote_types(self.dtype, jnp.float32)
+        (logits,) = products(x, [Matrix(weight)], 1, self.backend, wide)
         if c.draft_vocab_size is None:
             return logits
         return logits.at[..., -1].set(NEVER)[..., self.vocab_map]

@@ -173,15 +173,14 @@ def _fused(tensor: Tensor, matrices: Sequence[Matrix]) -> Matrix:
     """Returns the matrix of all outputs that a tensor has."""
     if tensor.fused is None:
         return matrices[0]
-    groups = tensor.fused.groups
+    fused = tensor.fused
 
-    def joined(*arrays):
-        parts = [x.reshape(len(x), groups, -1) for x in arrays]
-        return np.concatenate(parts, -1).reshape(len(arrays[0]), -1)
+    def joined(arrays):
+        return fused.join(arrays, (-1, arrays[0].shape[1]))
 
     values, scales, zeros, _ = zip(*matrices, strict=True)
-    zero = None if zeros[0] is None else joined(*zeros)
-    return Matrix(joined(*values), joined(*scales), zero, matrices[0].bits)
+    zero = None if zeros[0] is None else joined(zeros)
+    return Matrix(joined(values), joined(scales), zero, matrices[0].bits)
 
 
 def _matrix_of(found: Mapping[str, Any], form: WeightFormat) -> Matrix:
@@ -193,10 +192,10 @@ def _matrix_of(found: Mapping[str, Any], form: WeightFormat) -> Matrix:
     """
     scale = np.asarray(found["scale"])
     outputs = math.prod(scale.shape[1:])
-    values = np.asarray(found["weight"]).reshape(outputs, -1).T
-    zeros = np.asarray(found["zero"]).reshape(-1, outputs) if form.zeros else None
+    values = np.asarray(found["weight"]).reshape(outputs, -1)
+    zeros = np.asarray(found["zero"]).reshape(-1, outputs).T if form.zeros else None
     stored = values if form.is_float else values.astype(np.int8)
-    return Matrix(stored, scale.reshape(-1, outputs), zeros, form.bits)
+    return Matrix(stored, scale.reshape(-1, outputs).T, zeros, form.bits)
 
 
 def _written_parts(matrix: Matrix) -> dict[str, np.ndarray]:
@@ -204,7 +203,7 @@ def _written_parts(matrix: Matrix) -> dict[str, np.ndarray]:
 
     Raises ValueError for zero points that are not integers.
     """
-    values, scales = np.ascontiguousarray(matrix.values.T), np.ascontiguousarray(matrix.scales.T)
+    values, scales = np.ascontiguousarray(matrix.values), np.ascontiguousarray(matrix.scales)
     if values.dtype != np.int8:
         return {"weight": values, "weight_scale": scales}
     packed = {
@@ -219,7 +218,7 @@ def _written_parts(matrix: Matrix) -> dict[str, np.ndarray]:
                 "its zero points are not integers (minima of a GGUF file), which "
                 "compressed-tensors does not store: load it with weights='none' to save it"
             )
-        words = pack(_unsigned(zeros, matrix.bits), matrix.bits)
+        words = pack(_unsigned(zeros.T, matrix.bits), matrix.bits)
         packed["weight_zero_point"] = np.ascontiguousarray(words.T)
     return packed
 

@@ -83,10 +83,16 @@ class Fused:
     index: int
 
     def part(self, stored: np.ndarray) -> np.ndarray:
-        """Returns this parameter's outputs, [..., groups, size], of the last axis of `stored`."""
+        """Returns this parameter's rows of `stored`, whose first axis has all outputs."""
         start = sum(self.sizes[: self.index])
-        grouped = stored.reshape(*stored.shape[:-1], self.groups, sum(self.sizes))
-        return grouped[..., start : start + self.sizes[self.index]]
+        grouped = stored.reshape(self.groups, sum(self.sizes), *stored.shape[1:])
+        grouped = grouped[:, start : start + self.sizes[self.index]]
+        return grouped.reshape(-1, *stored.shape[1:])
+
+    def join(self, parts: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+        """Returns the array of shape `shape` that has `parts`, those of all parameters."""
+        grouped = [x.reshape(self.groups, -1, *shape[1:]) for x in parts]
+        return np.concatenate(grouped, 1).reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +102,7 @@ class Tensor:
     Attributes:
       name: of the tensor, in the checkpoint.
       path: of the parameter, below "params".
-      inputs: number of leading axes that a linear map contracts; 0: not a linear map.
+      inputs: number of last axes, which a linear map contracts; 0: not a linear map.
       flat: whether it is stored with one axis.
       transposed: whether a linear map is stored as [inputs, outputs] instead of [outputs, inputs].
       fused: where the tensor has the parameter; None: it has no other one.
@@ -109,36 +115,37 @@ class Tensor:
     transposed: bool = False
     fused: Fused | None = None
 
-    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the tensor's shape, for a parameter of shape `shape`."""
-        outputs = math.prod(shape[self.inputs :])
+    def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the tensor's shape before a transpose, for a parameter of shape `shape`.
+
+        The shape is [outputs, inputs] for a linear map.
+        """
+        if not self.inputs and not self.flat:
+            return tuple(shape)
+        first = len(shape) - self.inputs
+        outputs = math.prod(shape[:first])
         if self.fused is not None:
             outputs = self.fused.groups * sum(self.fused.sizes)
-        if self.flat:
-            return (outputs,)
-        if self.inputs:
-            matrix = math.prod(shape[: self.inputs]), outputs
-            return matrix if self.transposed else matrix[::-1]
-        return tuple(shape)
+        return (outputs,) if self.flat else (outputs, math.prod(shape[first:]))
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the tensor's shape, for a parameter of shape `shape`."""
+        matrix = self.matrix_shape(shape)
+        return matrix[::-1] if self.transposed else matrix
 
     def to_parameter(self, stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Returns the parameter, of shape `shape`; a view unless its outputs are in groups."""
-        if self.inputs and not self.transposed:
-            stored = stored.T
+        stored = stored.T if self.transposed else stored
         return (stored if self.fused is None else self.fused.part(stored)).reshape(shape)
 
 
 def to_stored(tensors: Sequence[Tensor], parameters: Sequence[np.ndarray]) -> np.ndarray:
     """Returns the contiguous array of one tensor, given all parameters that it has, in order."""
-    first, stored = tensors[0], parameters[0]
-    turned = first.inputs > 0 and not first.transposed
-    shape = first.stored_shape(stored.shape)
-    shape = shape[::-1] if turned else shape
-    if first.fused is not None:
-        grouped = (*shape[:-1], first.fused.groups, -1)
-        stored = np.concatenate([x.reshape(grouped) for x in parameters], -1)
-    stored = stored.reshape(shape)
-    return np.ascontiguousarray(stored.T if turned else stored)
+    first = tensors[0]
+    shape = first.matrix_shape(parameters[0].shape)
+    fused = first.fused
+    stored = parameters[0].reshape(shape) if fused is None else fused.join(parameters, shape)
+    return np.ascontiguousarray(stored.T if first.transposed else stored)
 
 
 def tensors_of(config: DecoderConfig) -> tuple[Tensor, ...]:

@@ -283,7 +283,7 @@ def _format(
             if isinstance(where, Stored):
                 plain.append(where.name)
             else:
-                shape = _matrix_shape(tensor, shapes[tensor.path].value.shape)
+                shape = tensor.matrix_shape(shapes[tensor.path].value.shape)
                 with _named(tensor):
                     found.append((matrix_format(layout, where, shape), shape[1]))
     if weights == "none" or not found:
@@ -420,10 +420,10 @@ def _parameter_reader(module: nn.Module, layout: Layout | None) -> _Read:
             last.clear()
             parts = {part: mapped(place.file)[place.name] for part, place in places.items()}
             with _named(tensor):
-                shape = _matrix_shape(tensor, shapes[tensor.path].value.shape)
+                shape = tensor.matrix_shape(shapes[tensor.path].value.shape)
                 last[tensor.name] = read_matrix(layout, parts, shape)
         matrix, fused = last[tensor.name], tensor.fused
-        return matrix if fused is None else matrix.map(lambda x: fused.part(x).reshape(len(x), -1))
+        return matrix if fused is None else matrix.map(fused.part)
 
     def read(tensor: Tensor, where: _Place) -> dict[tuple[str, ...], np.ndarray]:
         shape, inputs = shapes[tensor.path].value.shape, tensor.inputs
@@ -436,19 +436,12 @@ def _parameter_reader(module: nn.Module, layout: Layout | None) -> _Read:
             if form is not None and holds(form, matrix):
                 found = parameters(matrix, form, shape, inputs)
             else:
-                values = matrix.dequantized()
-                values = (values if inputs else values.T).reshape(shape)
+                values = matrix.dequantized().reshape(shape)
         if found is None:
             found = quantize(values, form, inputs) if form else {tensor.path[-1]: values}
         return {(*tensor.path[:-1], name): values for name, values in found.items()}
 
     return read
-
-
-def _matrix_shape(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns [outputs, inputs] of the quantized matrix that has a parameter of shape `shape`."""
-    stored = tensor.stored_shape(shape)
-    return stored[::-1] if tensor.transposed else stored
 
 
 @contextlib.contextmanager

@@ -149,37 +149,28 @@ def quantize(weight: Any, form: WeightFormat, inputs: int, xp: Any = np) -> dict
     """Returns the parameters `weight` [O..., I...] and `scale` [G, O...], by default on the host.
 
     Args:
-      weight: [I..., O...], floating-point.
+      weight: [O..., I...], floating-point.
       form: of integers without zero points (ValueError); its groups divide the inputs.
-      inputs: the number of input axes.
+      inputs: the number of axes I.
       xp: `jax.numpy` to compute where the weight is.
     """
     form.validate_rounding()
     wide = xp.asarray(weight, np.float32)
-    outputs = wide.shape[inputs:]
-    groups = form.groups(math.prod(wide.shape[:inputs]))
-    wide = wide.reshape(groups, -1, *outputs)
-    high, low, limit = wide.max(1), wide.min(1), 2 ** (form.bits - 1)
+    first = wide.ndim - inputs
+    groups = form.groups(math.prod(wide.shape[first:]))
+    wide = wide.reshape(*wide.shape[:first], groups, -1)
+    high, low, limit = wide.max(-1), wide.min(-1), 2 ** (form.bits - 1)
     largest = xp.where(high > -low, high, low)
     scale = xp.where(largest != 0, largest / -limit, 1).astype(np.float32)
-    values = xp.clip(xp.rint(wide / scale[:, None]), -limit, limit - 1)
-    values = values.astype(np.int8).reshape(weight.shape)
-    return {"weight": inputs_last(values, inputs).astype(form.dtype), "scale": scale}
-
-
-def inputs_last(weight: Any, inputs: int) -> Any:
-    """Returns a matrix [I..., O...] as [O..., I...], the order of quantized ones.
-
-    XLA's products on GPUs read int4 along the contracted axis only, and would copy other matrices.
-    `inputs` is the number of axes I.
-    """
-    return weight.transpose(*range(inputs, weight.ndim), *range(inputs))
+    values = xp.clip(xp.rint(wide / scale[..., None]), -limit, limit - 1)
+    values = values.astype(np.int8).astype(form.dtype).reshape(weight.shape)
+    return {"weight": values, "scale": xp.moveaxis(scale, -1, 0)}
 
 
 def dequantize(
     weight: Array, scale: Array, zero: Array | None = None, dtype: Any = jnp.float32
 ) -> Array:
-    """Returns (weight - zero) * scale as [I..., O...], in at least float32 and rounded to `dtype`.
+    """Returns (weight - zero) * scale, in at least float32 and rounded to `dtype`.
 
     Args:
       weight: [O..., I...], integers.
@@ -187,13 +178,14 @@ def dequantize(
       dtype: of the result.
     """
     groups, *outputs = scale.shape
-    n = len(outputs)
+
+    def of_inputs(x):
+        return jnp.moveaxis(x, 0, -1)[..., None]
+
     wide = jnp.asarray(weight).astype(jnp.promote_types(dtype, jnp.float32))
-    wide = wide.transpose(*range(n, weight.ndim), *range(n))  # [I..., O...]
-    shape = wide.shape
-    wide = wide.reshape(groups, -1, *outputs)
-    wide = wide if zero is None else wide - zero[:, None]
-    return (wide * scale[:, None]).astype(dtype).reshape(shape)
+    wide = wide.reshape(*outputs, groups, -1)
+    wide = wide if zero is None else wide - of_inputs(zero)
+    return (wide * of_inputs(scale)).astype(dtype).reshape(weight.shape)
 
 
 def product(x: Array, weight: Array, scale: Array, zero: Array | None, precision: Any) -> Array:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from models.quantized import WeightFormat, inputs_last
+from models.quantized import WeightFormat
 
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8")
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -39,9 +39,9 @@ class Matrix(NamedTuple):
     """A quantized matrix, (values - zeros) * scales.
 
     Attributes:
-      values: [I, O], int8 (-8 to 7 with 4 bits) or float8.
-      scales: [G, O], each of I / G inputs.
-      zeros: [G, O], int8, or float64 of a GGUF file's minima; or None.
+      values: [O, I], int8 (-8 to 7 with 4 bits) or float8.
+      scales: [O, G], each of I / G inputs.
+      zeros: [O, G], int8, or float64 of a GGUF file's minima; or None.
       bits: of a value, 4 or 8.
     """
 
@@ -51,19 +51,18 @@ class Matrix(NamedTuple):
     bits: int
 
     def map(self, change: Callable[[np.ndarray], np.ndarray]) -> "Matrix":
-        """Returns the matrix with changed outputs, the second axis of all arrays."""
+        """Returns the matrix with changed outputs, the first axis of all arrays."""
         zeros = None if self.zeros is None else change(self.zeros)
         return Matrix(change(self.values), change(self.scales), zeros, self.bits)
 
     def dequantized(self) -> np.ndarray:
-        """Returns [I, O] in float32."""
-        inputs, outputs = self.values.shape
+        """Returns [O, I] in float32."""
         exact = np.float32 if self.zeros is None else np.promote_types(self.zeros.dtype, np.float32)
-        wide = self.values.astype(exact).reshape(len(self.scales), -1, outputs)
+        wide = self.values.astype(exact).reshape(*self.scales.shape, -1)
         if self.zeros is not None:
-            wide -= self.zeros[:, None]
-        wide *= self.scales.astype(np.float32)[:, None]
-        return wide.reshape(inputs, outputs).astype(np.float32)
+            wide -= self.zeros[..., None]
+        wide *= self.scales.astype(np.float32)[..., None]
+        return wide.reshape(self.values.shape).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,7 +273,8 @@ def holds(form: WeightFormat, matrix: Matrix) -> bool:
     kinds = form.is_float, form.zeros or matrix.zeros is None
     if kinds != (not np.issubdtype(matrix.values.dtype, np.integer), True):
         return False
-    return matrix.bits <= form.bits and form.groups(len(matrix.values)) % len(matrix.scales) == 0
+    groups = form.groups(matrix.values.shape[1])
+    return matrix.bits <= form.bits and groups % matrix.scales.shape[1] == 0
 
 
 def parameters(
@@ -285,17 +285,17 @@ def parameters(
     Args:
       matrix: of `form`, or of one that it holds exactly.
       form: of the module.
-      shape: of the unquantized weight, [I..., O...].
+      shape: of the weight, [O..., I...].
       inputs: the number of axes I.
     """
-    groups = form.groups(len(matrix.values))
-    outputs = shape[inputs:]
+    groups = form.groups(matrix.values.shape[1])
+    outputs = shape[: len(shape) - inputs]
 
     def grouped(x):
-        return np.repeat(x.astype(np.float32), groups // len(x), 0).reshape(groups, *outputs)
+        x = np.repeat(x.T.astype(np.float32), groups // x.shape[1], 0)
+        return x.reshape(groups, *outputs)
 
-    weight = inputs_last(matrix.values.reshape(shape), inputs)
-    values = {"weight": weight.astype(form.dtype)}
+    values = {"weight": matrix.values.astype(form.dtype).reshape(shape)}
     values["scale"] = grouped(matrix.scales)
     if form.zeros:
         zeros = np.zeros_like(matrix.scales) if matrix.zeros is None else matrix.zeros
@@ -327,19 +327,19 @@ def read_matrix(
     _validate(matrix, shape)
     for name in ("g_idx", "weight_g_idx"):
         if name in parts:
-            _validate_order(name, parts[name], inputs // len(matrix.scales))
+            _validate_order(name, parts[name], inputs // matrix.scales.shape[1])
     return matrix
 
 
 def _validate(matrix: Matrix, shape: tuple[int, ...]) -> None:
     outputs, inputs = shape
-    groups = len(matrix.scales)
-    grouped = (groups, outputs)
+    groups = matrix.scales.shape[-1]
+    grouped = (outputs, groups)
     zeros = grouped if matrix.zeros is None else matrix.zeros.shape
-    if matrix.values.shape != (inputs, outputs) or not matrix.scales.shape == zeros == grouped:
+    if matrix.values.shape != shape or not matrix.scales.shape == zeros == grouped:
         raise ValueError(
             f"it has values of shape {matrix.values.shape}, scales of {matrix.scales.shape} and "
-            f"zero points of {zeros}, expected {(inputs, outputs)} and twice (groups, {outputs})"
+            f"zero points of {zeros}, expected {shape} and twice ({outputs}, groups)"
         )
     if inputs % groups:
         raise ValueError(f"its {inputs} inputs are not a multiple of its {groups} groups")
@@ -379,9 +379,9 @@ def _read_awq(parts: Mapping[str, np.ndarray]) -> Matrix:
 
     def columns(words):
         slots = _unpack(words, 4).reshape(len(words), -1, 8)[..., AWQ_SLOTS]
-        return _signed(slots.reshape(len(words), -1), 4)
+        return _signed(slots.reshape(len(words), -1), 4).T
 
-    return Matrix(columns(parts["qweight"]), parts["scales"], columns(parts["qzeros"]), 4)
+    return Matrix(columns(parts["qweight"]), parts["scales"].T, columns(parts["qzeros"]), 4)
 
 
 def _read_gptq(parts: Mapping[str, np.ndarray], layout: Layout, inputs: int) -> Matrix:
@@ -389,12 +389,12 @@ def _read_gptq(parts: Mapping[str, np.ndarray], layout: Layout, inputs: int) -> 
     words = parts["qweight"]
     bits = _bits(len(words), inputs)
     zeros = (_unpack(parts["qzeros"], bits) + layout.zero_offset) & (2**bits - 1)
-    values, zeros = _signed(_unpack(words.T, bits), bits), _signed(zeros, bits)
+    values, zeros = _signed(_unpack(words.T, bits), bits), _signed(zeros.T, bits)
     if layout.symmetric and zeros.any():
         raise ValueError(
             "it has zero points, and quantization_config has sym=true: set it to false"
         )
-    return Matrix(values.T, parts["scales"], None if layout.symmetric else zeros, bits)
+    return Matrix(values, parts["scales"].T, None if layout.symmetric else zeros, bits)
 
 
 def _bits(words: int, values: int) -> int:
@@ -415,22 +415,22 @@ def _read_packed(parts: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> Mat
     plus the minimum.
     """
     outputs, inputs = shape
-    words, scales, zeros = parts["weight_packed"], parts["weight_scale"].T, None
+    words, scales, zeros = parts["weight_packed"], parts["weight_scale"], None
     bits = _bits(words.shape[1], inputs)
-    values = _signed(_unpack(words, bits)[:, :inputs], bits).T
+    values = _signed(_unpack(words, bits)[:, :inputs], bits)
     if "weight_zero_point" in parts:
         zeros = _unpack(parts["weight_zero_point"].T, bits)[:, :outputs]
-        zeros = _signed(zeros, bits)
+        zeros = _signed(zeros, bits).T
     if "weight_min" in parts:
-        minima = parts["weight_min"].T.astype(np.float64)
+        minima = parts["weight_min"].astype(np.float64)
         zeros = -(2 ** (bits - 1)) - np.divide(minima, scales, where=scales != 0, out=minima)
     return Matrix(values, scales, zeros, bits)
 
 
 def _read_unpacked(parts: Mapping[str, np.ndarray], block: tuple[int, int] | None) -> Matrix:
     """int8 or float8 values, with a scale per matrix, output, group or block."""
-    values = parts["weight"].T
-    inputs, outputs = values.shape
+    values = parts["weight"]
+    outputs, inputs = values.shape
     scales = parts["weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"]
     if block is not None and scales.ndim == 2:
         rows, columns = block
@@ -443,6 +443,5 @@ def _read_unpacked(parts: Mapping[str, np.ndarray], block: tuple[int, int] | Non
 
 
 def _per_output(x: np.ndarray, outputs: int) -> np.ndarray:
-    """Returns [G, O] of a scalar, [1], [O, 1] or [O, G]."""
-    rows = x.reshape(1, 1) if x.size == 1 else x.reshape(outputs, -1).T
-    return np.broadcast_to(rows, (len(rows), outputs))
+    """Returns [O, G] of a scalar, [1], [O, 1] or [O, G]."""
+    return np.broadcast_to(x, (outputs, 1)) if x.size == 1 else x.reshape(outputs, -1)

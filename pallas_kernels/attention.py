@@ -13,12 +13,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import reference, xla
 from pallas_kernels.argument_checks import check_dtypes, check_heads, check_shapes
+from pallas_kernels.cpu import attention as cpu_attention
+from pallas_kernels.cpu import build
 from pallas_kernels.mosaic_gpu import mosaic
 from pallas_kernels.quantized import Quantized
 
 BACKENDS: dict[str, Callable[..., tuple[Array, Array]]] = {
     "reference": reference.attend,
     "xla": xla.attend,
+    "cpu": cpu_attention.attend,
     "mosaic": mosaic.attend,
     "mosaic_interpreted": functools.partial(mosaic.attend, interpreted=True),
 }
@@ -33,8 +36,9 @@ def choose_backend(
     """Returns the name of the backend that `tree_attention` and `prefix_mass` use.
 
     Args:
-      backend: a name from BACKENDS; None: xla, which supports everything. (mosaic has yet to run
-        on a GPU, so it is never the default.)
+      backend: a name from BACKENDS; None: cpu, the native kernels, where JAX's default device (and
+        `device`) is a CPU that has them, else xla. (mosaic has yet to run on a GPU, so it is never
+        the default.)
       dtype, head_dim: of the queries; None: not checked.
       device: that runs the program; None: not checked.
 
@@ -42,7 +46,8 @@ def choose_backend(
       ValueError: the backend is unknown or does not support the call.
     """
     if backend is None:
-        return "xla"
+        on_cpu = device is None or device.device_kind == "cpu"
+        return "cpu" if on_cpu and build.is_default() else "xla"
     if backend not in BACKENDS:
         raise ValueError(
             f"backend={backend!r} is unknown: use one of {sorted(BACKENDS)}, or omit backend"
@@ -52,6 +57,9 @@ def choose_backend(
     elif backend == "mosaic_interpreted":
         reason = mosaic.unsupported_reason(dtype, head_dim)
         reason = reason or mosaic.interpreter_unsupported_reason()
+    elif backend == "cpu":
+        reason = build.unavailable_reason()
+        reason = reason and f"is not available: {reason}"
     else:
         return backend
     if reason:
@@ -82,8 +90,8 @@ def tree_attention(
       k_prefix, v_prefix: the committed cache. Slots from `lengths` on are not seen, but their
         values must be finite (a hidden slot has weight 0, and 0 * NaN is NaN). Both may be
         `Quantized`: they are dequantized when they are read, to q's dtype (`xla`) or to the
-        accumulator dtype (`reference`). `mosaic` multiplies 8-bit integers directly and applies
-        their scales to scores and weights.
+        accumulator dtype (`reference`, `cpu`). `mosaic` multiplies 8-bit integers directly and
+        applies their scales to scores and weights.
       lengths: live slots of each row, 0 to S.
       k_new, v_new: keys and values of tokens that are not in the cache.
       mask: True where a query may see a new token; [T, N] is shared by the rows.
@@ -91,7 +99,7 @@ def tree_attention(
         rows from this one on, which are read in place. The caller guarantees that they exist.
         None: the caches have B rows.
       return_lse: also return the log-sum-exp of the scaled scores.
-      backend: a name from BACKENDS; None: xla.
+      backend: a name from BACKENDS; None: `choose_backend` chooses.
 
     Returns:
       out, or (out, lse) with lse [B, T, H] in float32 (float64 for float64 inputs). A query that

@@ -17,7 +17,8 @@ from pallas_kernels.quantized import Quantized
 MASS_BACKENDS = {
     "reference": reference.mass,
     "xla": xla.mass,
-    "mosaic": xla.mass,  # there is no Mosaic kernel for the mass
+    "cpu": xla.mass,  # there are no other kernels for the mass
+    "mosaic": xla.mass,
     "mosaic_interpreted": xla.mass,
 }
 
@@ -43,7 +44,7 @@ def prefix_mass(
         nothing, whatever its lse.
       lse: log-sum-exp of each query's scaled scores over all keys that it saw, as `tree_attention`
         returns it. None: over the slots seen; computing it reads the keys once more.
-      backend: a name from BACKENDS; None: xla.
+      backend: a name from BACKENDS; None: `choose_backend` chooses.
 
     Returns:
       [B, K, S] in float32 (float64 for float64 inputs), exactly 0 at slots that no query sees.

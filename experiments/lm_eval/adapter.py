@@ -120,7 +120,7 @@ class MagicJaxLM(TemplateLM):
       drafter, tree: see `speculation`; None for plain decoding.
       dtype: dtype of the models; None for the stored one.
       weights, offload: of a target in a directory, as for `magicjax.load`.
-      backend: attention backend; None for xla.
+      backend: as for `magicjax.generate`.
       batch_size: texts that are decoded or scored at once.
       max_gen_toks: default number of new tokens.
       max_length: maximal length of prompt and new text; None for the target's positions. Longer

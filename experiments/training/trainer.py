@@ -125,9 +125,9 @@ def optimizer(schedule: Schedule) -> optax.GradientTransformation:
         def weight_dimensions(path, weight):
             if path[-1].key != "weight":
                 return None
-            inputs = weight.ndim - 1 if path[-2].key == "out" else 1
+            outputs = 1 if path[-2].key == "out" else weight.ndim - 1
             axes = tuple(range(weight.ndim))
-            return contrib.MuonDimensionNumbers(axes[:inputs], axes[inputs:])
+            return contrib.MuonDimensionNumbers(axes[outputs:], axes[:outputs])
 
         return jax.tree_util.tree_map_with_path(weight_dimensions, params)
 

@@ -62,7 +62,7 @@ class Workload:
       device: a name in `devices/`, or the path of a description.
       data, model, stage: sizes of the mesh.
       micro_batches: of a mesh with stages; None: the fastest number.
-      backend: attention backend; None: that of `magicjax.generate`.
+      backend: attention backend; None: xla.
     """
 
     target: str
@@ -89,7 +89,7 @@ class Workload:
     @property
     def attention(self) -> str:
         """The attention backend of the compiled programs."""
-        return choose_backend(self.backend)
+        return choose_backend(self.backend or "xla")
 
 
 def description(device: str) -> str:

@@ -30,7 +30,9 @@ from pallas_kernels.benchmarks.bench import write_json
 CLASSES = ("attention", "matrix products", "other")
 MAX_EVENTS = 1_000_000  # XLA drops later events of a trace in JSON
 # Names of kernels and library calls that multiply matrices.
-PRODUCT = re.compile(r"gemm|cublas|cutlass|nvjet|matmul|xmma|\bdot\b|dot_general", re.IGNORECASE)
+PRODUCT = re.compile(
+    r"gemm|cublas|cutlass|nvjet|matmul|xmma|\bdot\b|dot_general|magicjax_linear", re.IGNORECASE
+)
 ATTENTION_KERNEL = re.compile(r"mosaic", re.IGNORECASE)
 
 

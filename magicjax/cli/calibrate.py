@@ -208,7 +208,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--repeats", type=int, default=9, help="of every measurement; medians are reported"
     )
-    parser.add_argument("--backend", help="attention backend; default: xla")
+    options.add_backend(parser)
     parser.set_defaults(run=run)
 
 

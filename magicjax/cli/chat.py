@@ -94,7 +94,7 @@ def add(commands: Any) -> None:
         help="of all models; default: as stored; on a CPU bfloat16 if it has instructions for it, "
         "else float32",
     )
-    parser.add_argument("--backend", help="attention backend; default: xla")
+    options.add_backend(parser)
     options.add_weights(parser)
     parser.add_argument(
         "--verbose", action="store_true", help="log compilations and the size of the caches"

@@ -70,9 +70,7 @@ def add(commands: Any) -> None:
         "--draft-shards", type=int, help="number of GPUs over which a draft model is sharded"
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument(
-        "--backend", choices=("mosaic", "xla"), help="default: xla, as `magicjax generate`"
-    )
+    parser.add_argument("--backend", choices=("mosaic", "xla"), help="default: xla")
     parser.add_argument(
         "--analytic", action="store_true", help="estimate from shapes, without compilation"
     )

@@ -79,7 +79,7 @@ def add(commands: Any) -> None:
         "0 to 20, after the text",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of all models; default: as stored")
-    parser.add_argument("--backend", help="attention backend; default: xla")
+    options.add_backend(parser)
     parser.add_argument(
         "--mesh",
         metavar="stage=1,data=1,model=8",
@@ -315,7 +315,7 @@ def speculation(
 def report(output: Output) -> str:
     """Returns the statistics of a run as a few lines of text."""
     stats = output.stats
-    lines = [f"{output.lengths.sum()} tokens, attention backend {stats.attention_backend}"]
+    lines = [f"{output.lengths.sum()} tokens, backend {stats.attention_backend}"]
     if stats.rounds:
         lines.append(
             f"decoding {stats.emitted} tokens: {stats.decode_s:.3f} s, "

@@ -12,10 +12,11 @@ from magicjax.drafters.spec import DRAFTER_SYNTAX, parse_all, parse_trees
 from magicjax.loading import config_of
 from magicjax.trees.token_tree import Tree
 from models import parse_weights
+from pallas_kernels.cpu import build
 
 AUTO = "auto"
 INTERRUPTED = 130  # exit code, as of a shell: 128 + SIGINT
-# CPU instructions for products of bfloat16, as Linux names them on x86 and Arm. With them, bfloat16
+# CPU instructions with which XLA multiplies bfloat16, as Linux names them on x86 and Arm: bfloat16
 # against float32 takes 3.2 and 6.9 s for the prefill of 2,048 tokens, 90 and 148 ms for a round of
 # prompt lookup with chain:4, and 103 and 108 ms for a plain step (SmolLM2-135M, two shared cores of
 # an Intel Xeon with AMX, medians of interleaved runs). Without them, weights would be converted.
@@ -45,6 +46,15 @@ def candidate(text: str) -> str:
     if text == AUTO:
         raise argparse.ArgumentTypeError(f"{AUTO} is not a candidate: use {DRAFTER_SYNTAX}")
     return drafter(text)
+
+
+def add_backend(parser: argparse.ArgumentParser) -> None:
+    """Adds `--backend`."""
+    parser.add_argument(
+        "--backend",
+        help="of attention and products; default: cpu, the native kernels, on a CPU that has them, "
+        "else xla",
+    )
 
 
 def add_weights(parser: Any) -> None:
@@ -131,6 +141,8 @@ def default_dtype() -> str | None:
     """Returns the faster dtype on a CPU, and None elsewhere: as stored."""
     if jax.default_backend() != "cpu":
         return None
+    if build.is_available():  # products read half the bytes
+        return "bfloat16"
     flags = pathlib.Path("/proc/cpuinfo")
     has_bfloat16 = flags.exists() and BFLOAT16_FLAGS & set(flags.read_text().split())
     return "bfloat16" if has_bfloat16 else "float32"

@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
         help="of all models; default: as stored; on a CPU bfloat16 if it has instructions for it, "
         "else float32",
     )
-    parser.add_argument("--backend", help="attention backend; default: xla")
+    options.add_backend(parser)
     parser.add_argument(
         "--mesh",
         metavar="data=1,model=8",

@@ -177,6 +177,8 @@ def validate(target: Model, prompts: str | Sequence[Any], options: RequestOption
         placement.validate_single_device(target, drafter)
     else:
         placement.validate(mesh, target, drafter, len(rows), options.micro_batches)
+    backend = validation.checked_backend(target, options)
+    target, drafter = placement.with_backend((target, drafter), backend)
     drafter = _sized(drafter, target, mesh)
     groups = 1 if mesh is None else factored(mesh).shape[DATA]
     tokens, lengths, chunk = _padded(rows, -(-len(rows) // groups))
@@ -191,7 +193,7 @@ def validate(target: Model, prompts: str | Sequence[Any], options: RequestOption
             capacity=max(capacity, round_up(tokens.shape[1], CAPACITY_MULTIPLE)),
             chunk=chunk,
             max_new_tokens=int(limits.max()),
-            backend=validation.checked_backend(target, options),
+            backend=backend,
             mesh=None if mesh is None else factored(mesh),
             logprobs=validation.checked_logprobs(target, options.logprobs),
         ),

@@ -44,7 +44,7 @@ class Stats:
       compilations: programs compiled in this call.
       tokens_per_s: emitted / decode_s.
       kv_bytes_target, kv_bytes_draft: allocated keys and values.
-      attention_backend: the attention backend.
+      attention_backend: the backend of attention and products.
       plan_s: with `drafter="auto"` in `generate`: spent on trials and the comparison.
       depths: with `drafter="auto"`: the depth of the tree in each call of the loop; 0: plain.
     """

@@ -402,7 +402,7 @@ def checked_logprobs(target: Model, logprobs: Any) -> int | None:
 
 
 def checked_backend(target: Model, options: RequestOptions) -> str:
-    """Returns the attention backend; it supports all models of the request."""
+    """Returns the backend; it supports all models of the request."""
     for model in (target, *placement.models_of(options.drafter)):
         dtype = None if model.params is None else model.dtype  # a skeleton has no dtype
         choose_backend(options.backend, dtype, model.config.kv_head_dim, jax.devices()[0])

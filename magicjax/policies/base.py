@@ -28,7 +28,7 @@ class Evidence:
       config: static; of the model, with `rope` if its positions are rotary.
       split: static; how the model is sharded. K and H count this device's heads; sums over all
         heads, or over the query heads of a KV head, must be summed over devices.
-      backend: static; of `prefix_mass`; None: xla.
+      backend: static; of `prefix_mass`.
     """
 
     keys: Float[Array, "B K S D"]

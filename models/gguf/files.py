@@ -342,8 +342,8 @@ def _weights(config: DecoderConfig, tensors: Mapping[str, gguf.ReaderTensor]) ->
         if name not in tensors:
             problems.append(f"missing {name}")
             continue
-        shape = tensor.stored_shape(shapes[tensor.path].value.shape)
-        expected = shape[::-1] if tensor.transposed else shape
+        parameter = shapes[tensor.path].value.shape
+        shape, expected = tensor.stored_shape(parameter), tensor.matrix_shape(parameter)
         if (found := tuple(tensors[name].shape[::-1].tolist())) != expected:
             problems.append(f"{name} has shape {found}, expected {expected}")
         group = None

@@ -179,8 +179,9 @@ def write_json(path: str | pathlib.Path, content: Any) -> None:
 
 
 def best_backend(dtype: jnp.dtype, head_dim: int, device: jax.Device) -> str:
-    """Returns the fastest backend for a device: mosaic if it is supported, else xla."""
-    return "xla" if mosaic.unsupported_reason(dtype, head_dim, device) else "mosaic"
+    """Returns the fastest backend for a device: mosaic if it is supported, else the default."""
+    unsupported = mosaic.unsupported_reason(dtype, head_dim, device)
+    return choose_backend(device=device) if unsupported else "mosaic"
 
 
 def _baselines(names: str) -> list[str]:

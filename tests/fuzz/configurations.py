@@ -23,6 +23,7 @@ SHAPES: tuple[dict[str, int], ...] = (
     dict(num_layers=1, num_kv_heads=1, head_dim=16, vocab_size=32),
     dict(num_layers=1, num_kv_heads=4, hidden_size=24, vocab_size=20),
     dict(num_heads=6, hidden_size=16, vocab_size=60),
+    dict(hidden_size=64, intermediate_size=96, head_dim=16),
 )
 MAX_DEPTH = 5
 ENGINES = 3  # one configuration of so many is an engine
@@ -77,7 +78,7 @@ class Configuration:
 
     def drafting(self, weights: int) -> tuple[Any, Any]:
         """Returns the drafter and the tree, for the target of these weights."""
-        return _drafting(self.rng(DRAFTER), self.shape, weights, self.do_sample)
+        return drafting_of(self.rng(DRAFTER), self.shape, weights, self.do_sample)
 
     def __str__(self) -> str:
         drafter, tree = self.drafting(0)
@@ -136,7 +137,10 @@ def model(shape: int, weights: int, noise: float = 0.0, **changes) -> magicjax.M
     return magicjax.Model(module, params, name="tiny")
 
 
-def _drafting(rng, shape: int, weights: int, do_sample: bool) -> tuple[Any, Any]:
+def drafting_of(
+    rng, shape: int, weights: int, do_sample: bool, copies: bool = True
+) -> tuple[Any, Any]:
+    """Returns a random drafter and tree; `copies`: it may quantize the target."""
     kinds = ["self", "self", "self", "small", "small", "prompt-lookup", "ensemble", "plain"]
     kind = kinds[rng.integers(len(kinds))]
     if kind == "plain":
@@ -151,19 +155,21 @@ def _drafting(rng, shape: int, weights: int, do_sample: bool) -> tuple[Any, Any]
     dynamic = any(isinstance(tree, magicjax.DynamicTree) for tree in trees)
     draws = [None, "top"] if dynamic else [None, "top", "with_replacement"]
     draw = draws[rng.integers(len(draws))] if do_sample else None
-    made = [_member(rng, member, shape, weights, depth, draw) for member in members]
+    made = [_member(rng, member, shape, weights, depth, draw, copies) for member in members]
     if kind != "ensemble":
         return made[0], trees[0]
     return (magicjax.Ensemble(made, trees), None) if separate else (magicjax.Ensemble(made), *trees)
 
 
-def _member(rng, kind: str, shape: int, weights: int, depth: int, draw: str | None) -> Any:
+def _member(
+    rng, kind: str, shape: int, weights: int, depth: int, draw: str | None, copies: bool
+) -> Any:
     if kind == "prompt-lookup":
         longest = int(rng.integers(1, 5))
         return magicjax.PromptLookup(longest, int(rng.integers(1, longest + 1)))
     kv_dtype = [None, None, None, "int8", "int4"][rng.integers(5)]
     if kind == "self":
-        copy = [None, None, None, None, "int8", "int4:4"][rng.integers(6)]
+        copy = [None, None, None, None, "int8", "int4:4"][rng.integers(6)] if copies else None
         if rng.random() < 0.1:
             return magicjax.SelfSpeculation("full", draw=draw, weights=copy)
         if rng.random() < 0.1:

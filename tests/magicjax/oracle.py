@@ -27,7 +27,7 @@ def _rotate(x, theta):
 
 def _attention(x, weights, config, sees):
     """Attention of one text, head by head; x [T,E], sees [T,T]."""
-    q, k, v = (np.einsum("te,ehd->thd", x, weights[name]["weight"]) for name in "qkv")
+    q, k, v = (np.einsum("te,hde->thd", x, weights[name]["weight"]) for name in "qkv")
     q, k = _rotate(q, config.rope.theta), _rotate(k, config.rope.theta)
     out = np.zeros_like(q)
     for head in range(config.num_heads):
@@ -36,7 +36,7 @@ def _attention(x, weights, config, sees):
         scores[~sees] = -np.inf
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         out[:, head] = scores / scores.sum(-1, keepdims=True) @ v[:, shared]
-    return np.einsum("thd,hde->te", out, weights["out"]["weight"])
+    return np.einsum("thd,ehd->te", out, weights["out"]["weight"])
 
 
 def logits(target, text, sees=None) -> np.ndarray:
@@ -54,9 +54,9 @@ def logits(target, text, sees=None) -> np.ndarray:
         normed = _norm(x, block["attention_norm"]["scale"], config.norm_eps)
         x = x + _attention(normed, block["attention"], config, sees)
         normed = _norm(x, block["mlp_norm"]["scale"], config.norm_eps)
-        gate = normed @ block["mlp"]["gate"]["weight"]
-        up = normed @ block["mlp"]["up"]["weight"]
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ block["mlp"]["down"]["weight"]
+        gate = normed @ block["mlp"]["gate"]["weight"].T
+        up = normed @ block["mlp"]["up"]["weight"].T
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ block["mlp"]["down"]["weight"].T
     return _norm(x, params["norm"]["scale"], config.norm_eps) @ params["unembedding"].T
 
 

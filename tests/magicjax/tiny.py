@@ -107,9 +107,9 @@ def drawn(shape, seed):
         names = [key.key for key in path if hasattr(key, "key")]
         if names[-1] == "scale":
             return 1 + 0.1 * rng.standard_normal(x.shape)
-        inputs = {"weight": x.shape[0], "embedding": 1, "unembedding": x.shape[1]}[names[-1]]
+        inputs = 1 if names[-1] == "embedding" else x.shape[-1]
         if "out" in names:
-            inputs = x.shape[0] * x.shape[1]
+            inputs = x.shape[1] * x.shape[2]
         return rng.standard_normal(x.shape) / np.sqrt(inputs)
 
     import flax.linen as nn

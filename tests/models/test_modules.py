@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import models
 from models.layers import LayerNorm, RMSNorm
+from models.linear import Projection
 from sharding import axes
 from tests.quick import quick
 
@@ -248,3 +250,15 @@ def test_one_token_in_bfloat16_has_the_logits_of_a_token_in_a_batch(module, atte
     one, both = logits(jnp.array([[3]])), logits(jnp.array([[3], [5]]))
     assert one.shape == (1, 1, module.config.vocab_size)
     np.testing.assert_allclose(one, both[:1], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("several", ["inputs", "outputs"])
+def test_a_projection_does_not_copy_its_weight(several, rows):
+    one, two = ((512, None),), ((8, None), (64, None))
+    inputs, outputs = (two, one) if several == "inputs" else (one, two)
+    layer = Projection(inputs, outputs, False, jnp.float32)
+    x = jax.ShapeDtypeStruct((1, rows, *(size for size, _ in inputs)), jnp.float32)
+    params = nn.meta.unbox(jax.eval_shape(layer.init, jax.random.key(0), x))
+    memory = jax.jit(layer.apply).lower(params, x).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 512 * 512 * 4 / 8

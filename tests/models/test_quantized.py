@@ -94,21 +94,21 @@ SMOLLM = dict(
 
 @pytest.mark.parametrize("text", FORMATS)
 def test_the_largest_element_is_exact_and_errors_are_at_most_half_a_scale(text):
-    weight = np.random.default_rng(0).standard_normal((4, 8, 3, 4)).astype(np.float32)
-    weight[..., 1, 2] = 0  # a channel of zeros
-    weight[..., 0, 0] *= 1000  # and one that is much larger than the others
+    weight = np.random.default_rng(0).standard_normal((3, 4, 4, 8)).astype(np.float32)
+    weight[1, 2] = 0  # a channel of zeros
+    weight[0, 0] *= 1000  # and one that is much larger than the others
     form = WeightFormat.parse(text)
     parts = models.quantize(weight, form, 2)
     groups = 32 // (form.group or 32)
     assert parts["weight"].dtype == form.dtype and parts["scale"].shape == (groups, 3, 4)
-    values = parts["weight"].astype(np.int32).transpose(2, 3, 0, 1).reshape(groups, -1, 3, 4)
+    values = parts["weight"].astype(np.int32).reshape(3, 4, groups, -1)
     wide = weight.reshape(values.shape)
-    largest = np.abs(wide).max(1, keepdims=True)
+    largest = np.abs(wide).max(-1, keepdims=True)
     lowest = np.where(largest, -(2 ** (form.bits - 1)), 0)
-    assert (values.min(1, keepdims=True) == lowest).all() and (values[..., 1, 2] == 0).all()
+    assert (values.min(-1, keepdims=True) == lowest).all() and (values[1, 2] == 0).all()
     error = np.abs(np.asarray(quantized.dequantize(**parts)).reshape(values.shape) - wide)
-    scale = np.abs(parts["scale"])[:, None]
-    at_largest = np.take_along_axis(error, np.abs(wide).argmax(1, keepdims=True), 1)
+    scale = np.abs(parts["scale"]).transpose(1, 2, 0)[..., None]
+    at_largest = np.take_along_axis(error, np.abs(wide).argmax(-1, keepdims=True), -1)
     assert (at_largest <= 1e-6 * largest).all()
     clipped = values == 2 ** (form.bits - 1) - 1
     assert (error <= scale * np.where(clipped, 1, 0.5) * (1 + 1e-5)).all()
@@ -118,9 +118,9 @@ def test_the_largest_element_is_exact_and_errors_are_at_most_half_a_scale(text):
 
 def test_a_matrix_of_the_format_is_exact():
     rng, form = np.random.default_rng(0), WeightFormat.parse("int4:8")
-    values = rng.integers(-8, 8, (2, 8, 3))
-    values[:, 0] = -8
-    weight = (values * rng.uniform(0.5, 2, (2, 1, 3)).astype(np.float32)).reshape(16, 3)
+    values = rng.integers(-8, 8, (3, 2, 8))
+    values[..., 0] = -8
+    weight = (values * rng.uniform(0.5, 2, (3, 2, 1)).astype(np.float32)).reshape(3, 16)
     parts = models.quantize(weight, form, 1)
     np.testing.assert_allclose(quantized.dequantize(**parts), weight, rtol=1e-6)
 
@@ -130,13 +130,13 @@ def test_a_matrix_of_the_format_is_exact():
 def test_products_are_those_with_the_dequantized_matrix(text, rows):
     """With few rows all groups at once, with many group by group."""
     rng, form = np.random.default_rng(0), WeightFormat.parse(text)
-    parts = models.quantize(rng.standard_normal((4, 16, 3, 8)), form, 2)
+    parts = models.quantize(rng.standard_normal((3, 8, 4, 16)), form, 2)
     x = jnp.asarray(rng.standard_normal((rows, 4, 16)), jnp.float32)
     parts = jax.tree.map(jnp.asarray, parts)
     for zero in (None, jnp.asarray(rng.normal(0, 3, parts["scale"].shape), jnp.float32)):
         matrix = np.asarray(quantized.dequantize(**parts, zero=zero), np.float64)
         found = quantized.product(x, **parts, zero=zero, precision="highest")
-        expected = np.einsum("rij,ijab->rab", x, matrix)
+        expected = np.einsum("rij,abij->rab", x, matrix)
         np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-4)
 
 

@@ -34,7 +34,7 @@ def test_a_reader_returns_the_matrix_of_the_definition(name):
         inputs, outputs = (8 * int(n) for n in draw.integers(1, 8, 2))
         parts, expected = quantize(draw, inputs, outputs)
         matrix = checkpoints.read_matrix(layout, parts, (outputs, inputs))
-        np.testing.assert_array_equal(matrix.dequantized().T, expected)
+        np.testing.assert_array_equal(matrix.dequantized(), expected)
         if matrix.values.dtype == np.int8:
             assert np.abs(matrix.values.astype(int) + 0.5).max() <= 2 ** (matrix.bits - 1)
 
@@ -44,7 +44,7 @@ def test_sizes_need_not_fill_a_word(name):
     settings, quantize = layouts.LAYOUTS[name]
     parts, expected = quantize(np.random.default_rng(0), 24, 13)
     matrix = checkpoints.read_matrix(checkpoints.read_layout(settings), parts, (13, 24))
-    np.testing.assert_array_equal(matrix.dequantized().T, expected)
+    np.testing.assert_array_equal(matrix.dequantized(), expected)
 
 
 def gguf_bytes(kind, draw, rows, columns):
@@ -78,7 +78,7 @@ def test_blocks_of_a_gguf_file_are_its_weights(kind):
         expected = gguf.dequantize(stored, kind)
         # Equal but for Q4_K, of which gguf rounds value * scale + minimum to even in a tie.
         np.testing.assert_allclose(
-            matrix.dequantized().T, expected, rtol=2e-7 * (kind.name == "Q4_K")
+            matrix.dequantized(), expected, rtol=2e-7 * (kind.name == "Q4_K")
         )
 
 

@@ -5,12 +5,17 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels import EMPTY_LSE, tree_attention
 from pallas_kernels.benchmarks.shapes import Shape, random_inputs
+from pallas_kernels.cpu import build
 from pallas_kernels.xla import BLOCK
 
 MASKS = ("chain", "expansion", "random")
+CPU = pytest.param(
+    "cpu", marks=pytest.mark.skipif(not build.is_available(), reason="needs the CPU kernels")
+)
 
 
 def edge_lengths(shape: Shape, block: int = BLOCK) -> np.ndarray:

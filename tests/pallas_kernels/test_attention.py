@@ -18,6 +18,7 @@ from pallas_kernels import (
 from pallas_kernels.benchmarks.shapes import Shape
 from pallas_kernels.xla import BLOCK, LARGE
 from tests.pallas_kernels.attention_cases import (
+    CPU,
     MASKS,
     compiled,
     compiled_of_rows,
@@ -55,8 +56,8 @@ CASES = [
 
 SMALL = Shape(4, 5, 7, 2, 3, 8, 6)
 
-every_backend = pytest.mark.parametrize("backend", ["reference", "xla"])
-fast_backends = pytest.mark.parametrize("backend", ["xla"])
+every_backend = pytest.mark.parametrize("backend", ["reference", "xla", CPU])
+fast_backends = pytest.mark.parametrize("backend", ["xla", CPU])
 
 
 @every_backend
@@ -248,6 +249,22 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once(backend):
         for name in "kv":
             cache[name] = cache[name].at[:, :, piece].set(new[name].swapaxes(1, 2))
     assert relative_error(jnp.concatenate(outputs, axis=1), expected) < TOLERANCE["float32"]
+
+
+@fast_backends
+def test_gradients_and_vmap(backend):
+    inputs = make_inputs(SMALL, jnp.float32)
+    floating = {name: inputs.pop(name) for name in ("q", "k_prefix", "v_prefix", "k_new", "v_new")}
+
+    def loss(floating, backend):
+        return (tree_attention(**floating, **inputs, backend=backend) ** 2).sum()
+
+    found, expected = (jax.grad(loss)(floating, name) for name in (backend, "reference"))
+    for name, gradient in found.items():
+        assert relative_error(gradient, expected[name]) < TOLERANCE["float32"], name
+    twice = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), floating)
+    losses = jax.vmap(lambda x: loss(x, backend))(twice)
+    assert relative_error(losses[0], loss(floating, backend)) < TOLERANCE["float32"]
 
 
 @fast_backends

@@ -12,11 +12,11 @@ from pallas_kernels import Quantized, dequantize, quantize, tree_attention
 from pallas_kernels.benchmarks.shapes import Shape
 from pallas_kernels.quantized import LARGEST
 from pallas_kernels.xla import BLOCK
-from tests.pallas_kernels.attention_cases import compiled, make_inputs, relative_error
+from tests.pallas_kernels.attention_cases import CPU, compiled, make_inputs, relative_error
 from tests.quick import quick
 
 every_bits = pytest.mark.parametrize("bits", sorted(LARGEST))
-every_backend = pytest.mark.parametrize("backend", ["reference", "xla"])
+every_backend = pytest.mark.parametrize("backend", ["reference", "xla", CPU])
 SMALL = Shape(4, 5, 7, 2, 3, 8, 6)
 SHAPES = (
     SMALL,

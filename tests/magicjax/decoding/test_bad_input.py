@@ -276,7 +276,7 @@ REFUSED = {
     "unknown backend": (
         dict(backend="triton"),
         ValueError,
-        r"backend='triton' is unknown: use one of \['mosaic', .*'xla'\], or omit backend",
+        r"backend='triton' is unknown: use one of \['cpu', 'mosaic', .*'xla'\], or omit backend",
     ),
     "another target": (
         dict(target="gpt"),

@@ -124,7 +124,7 @@ def test_the_size_of_the_program_does_not_depend_on_the_depth():
     """Levels are scanned: a deeper chain has no more operations."""
 
     def operations(length):
-        tree, target = magicjax.chain(length), tiny.model()
+        tree, target = magicjax.chain(length), tiny.model().with_backend("xla")
         cache = jax.eval_shape(lambda: _empty(target))
         root = jnp.zeros(2, jnp.int32)
 

@@ -85,7 +85,7 @@ def test_500_sampled_texts_are_valid():
 
 
 def test_sampled_texts_are_valid():
-    check(SCHEMAS[:4], 12, 64)
+    check(SCHEMAS[:4], 12, 128)
 
 
 @pytest.mark.parametrize("option", ["--json", "--regex", "--json-schema"])

@@ -141,7 +141,8 @@ def test_logits_of_int8_weights_are_within_the_bound():
                 if "norm" in part:
                     continue
                 slope = np.asarray(slopes[f"layers_{layer}"][part][name]["weight"], np.float64)
-                step = np.abs(slope * np.asarray(matrix["scale"]))
+                # [logits, O..., I...] times [1, O...]
+                step = np.abs(slope.T * np.asarray(matrix["scale"]).T).T
                 summed = tuple(range(1, step.ndim))
                 most, variance = most + step.sum(summed) / 2, variance + (step**2).sum(summed) / 12
     error = np.abs(np.asarray(logits(small)) - np.asarray(logits(whole)))
@@ -245,7 +246,7 @@ def test_a_checkpoint_is_loaded_without_its_blocks(directory):
 def test_a_presets_blocks_are_drawn_layer_by_layer():
     target = magicjax.load("llama-68m", "float32", offload=True)
     weight = np.asarray(target.layout.blocks["mlp"]["up"]["weight"])
-    assert weight.shape == (2, 768, 3072)
+    assert weight.shape == (2, 3072, 768)
     assert weight.std() == pytest.approx(768**-0.5, rel=0.02)
     assert (weight[0] != weight[1]).any()
 

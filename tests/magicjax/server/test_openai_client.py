@@ -95,8 +95,8 @@ def test_a_chat_is_answered_in_the_template(target, client):
 
 
 def test_the_counts_of_tokens_are_those_of_the_loop(target, client):
-    output = generate(target, PROMPTS[0])
-    usage = completion(client, PROMPTS[0]).usage
+    output = generate(target, PROMPTS[0], max_new_tokens=40)
+    usage = completion(client, PROMPTS[0], max_tokens=40).usage
     assert usage.prompt_tokens == len(target.tokenizer(PROMPTS[0])["input_ids"])
     assert usage.completion_tokens == output.lengths[0]
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens

@@ -1,0 +1,167 @@
+"""Linear maps: products with matrices that are floating-point or quantized.
+
+Weights keep their logical axes (width, heads, head size) unflattened, so that one table of logical
+axes determines their sharding.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from models import quantized
+from models.quantized import WeightFormat
+from pallas_kernels.cpu import linear
+from pallas_kernels.cpu.linear import Matrix
+from sharding import collectives
+
+DEVIATIONS = 3  # of random quantized weights, that the largest value stands for
+
+
+def dot_precision(dtype: Any) -> jax.lax.Precision | None:
+    """Returns the precision of products; by default a GPU would round float32 to TF32."""
+    return jax.lax.Precision.HIGHEST if jnp.finfo(dtype).bits >= 32 else None
+
+
+def products(
+    x: Float[Array, "..."],
+    matrices: Sequence[Matrix],
+    inputs: int,
+    backend: str | None = None,
+    dtype: Any = None,
+) -> list[Float[Array, "..."]]:
+    """Returns the product of x with each matrix, accumulated at least in float32.
+
+    Args:
+      x: [B..., I...]; a result is [B..., O...].
+      matrices: weights [O..., I...], all in one format.
+      inputs: the number of axes I.
+      backend: None or "cpu": a native kernel on a CPU that has it, which reads x once for all
+        matrices; others: XLA.
+      dtype: of the results; None: x's.
+    """
+    dtype = x.dtype if dtype is None else dtype
+
+    def by_xla(x, matrices):
+        def product(matrix, x):
+            weight, scale, zero = matrix
+            if scale is None:
+                return _floating_product(x, weight, inputs, dtype)
+            return quantized.product(x, weight, scale, zero, dot_precision(x.dtype)).astype(dtype)
+
+        return [at_least_two_rows(functools.partial(product, m), x, inputs) for m in matrices]
+
+    def by_kernel(x, matrices):
+        return linear.products(x, matrices, inputs, dtype)
+
+    elements = math.prod(x.shape[x.ndim - inputs :])
+    if backend not in (None, "cpu") or not linear.is_supported(x, matrices, elements):
+        return by_xla(x, matrices)
+    return jax.lax.platform_dependent(x, matrices, cpu=by_kernel, default=by_xla)
+
+
+def _floating_product(x: Array, weight: Array, inputs: int, dtype: Any) -> Array:
+    """Returns x times the matrix; axes are flattened, because XLA would transpose the weight."""
+    rows, outputs = x.shape[: x.ndim - inputs], weight.shape[: weight.ndim - inputs]
+    size = math.prod(x.shape[len(rows) :])
+    x, weight = x.reshape(*rows, size), weight.reshape(math.prod(outputs), size)
+    options = dict(precision=dot_precision(x.dtype), preferred_element_type=dtype)
+    out = jax.lax.dot_general(x, weight, (((len(rows),), (1,)), ((), ())), **options)
+    return out.reshape(*rows, *outputs)
+
+
+def at_least_two_rows(product: Callable[[Array], Array], x: Array, axes: int) -> Array:
+    """Returns product(x), with a second row of zeros if that is faster.
+
+    On a CPU, XLA converts the whole 16-bit weight of a matrix-vector product to float32 in every
+    call. With two rows it is a matrix product, which reads 16 bits: SmolLM2-135M in bfloat16 takes
+    127 instead of 560 ms for a token on two shared cores.
+
+    Args:
+      product: of x with a weight; keeps the first axes.
+      x: [*B, *I].
+      axes: the number of contracted axes I.
+    """
+    rows = x.shape[: x.ndim - axes]
+    if not rows or math.prod(rows) > 1 or x.dtype.itemsize >= 4:
+        return product(x)
+
+    def two_rows(x):
+        return product(jnp.concatenate([x, jnp.zeros_like(x)]))[:1]
+
+    return jax.lax.platform_dependent(x, cpu=two_rows, default=product)
+
+
+class Projection(nn.Module):
+    """A linear map over the last `len(inputs)` axes, its weight shaped outputs + inputs.
+
+    Attributes:
+      inputs, outputs: (size, logical axis) of each contracted axis, and of each output axis.
+      axis_names: mesh axes that divide the contracted axes.
+      weights: the format of a quantized weight. Its scales, and zero points if there are any, are
+        float32 [G, outputs...]; a mesh that divides the inputs divides the G groups.
+      backend: of the products (`products`).
+    """
+
+    inputs: tuple[tuple[int, str | None], ...]
+    outputs: tuple[tuple[int, str | None], ...]
+    use_bias: bool
+    dtype: Any
+    axis_names: tuple[str, ...] = ()
+    weights: WeightFormat | None = None
+    backend: str | None = None
+
+    def setup(self):
+        self.matrix = self._matrix()
+        if self.use_bias:
+            self.bias = self._param("bias", nn.initializers.zeros, self.outputs, self.dtype)
+
+    def __call__(self, x: Array) -> Array:
+        return project(x, self)[0]
+
+    def finish(self, out: Array) -> Array:
+        """Returns the result, given the product with this device's part of the matrix."""
+        out = collectives.psum(out, self.axis_names)
+        return out + self.bias if self.use_bias else out
+
+    def _matrix(self) -> Matrix:
+        """Returns the parameters of the matrix, at first random."""
+        form, n, axes = self.weights, len(self.outputs), self.outputs + self.inputs
+        if form is None:
+            init = nn.initializers.variance_scaling(
+                1.0, "fan_in", "normal", in_axis=range(n, len(axes)), out_axis=range(n)
+            )
+            return Matrix(self._param("weight", init, axes, self.dtype))
+        inputs = math.prod(size for size, _ in self.inputs)
+        group_axis = None if form.group is None else self.inputs[0][1]
+        groups = ((form.groups(inputs), group_axis), *self.outputs)
+
+        def values(key, shape, dtype):
+            deviations = jax.random.truncated_normal(key, -DEVIATIONS, DEVIATIONS, shape)
+            return jnp.rint(deviations * (form.largest / DEVIATIONS)).astype(dtype)
+
+        scaled = nn.initializers.constant(DEVIATIONS / form.largest / math.sqrt(inputs))
+        weight = self._param("weight", values, axes, form.dtype)
+        scale = self._param("scale", scaled, groups, jnp.float32)
+        if not form.zeros:
+            return Matrix(weight, scale)
+        zero = self._param("zero", nn.initializers.zeros, groups, jnp.float32)
+        return Matrix(weight, scale, zero)
+
+    def _param(self, name: str, init: Any, axes: Any, dtype: Any) -> Array:
+        """Returns a parameter with `axes`, (size, logical axis) of each."""
+        shape, names = zip(*axes, strict=True)
+        return self.param(name, nn.with_logical_partitioning(init, names), shape, dtype)
+
+
+def project(x: Array, *projections: Projection) -> list[Array]:
+    """Returns the results of projections of the same x."""
+    first = projections[0]
+    matrices = [projection.matrix for projection in projections]
+    outs = products(x, matrices, len(first.inputs), first.backend)
+    return [each.finish(out) for each, out in zip(projections, outs, strict=True)]
