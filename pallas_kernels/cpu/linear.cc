@@ -221,11 +221,15 @@ INLINE void dot_tile(const Matrix& matrix, int64_t first, const typename Matrix:
       Vec row[M][P];
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++)
-        for (int i = 0; i < P; i++) row[m][i] = Matrix::row(x + m * stride + k + i * W);
+        for (int i = 0; i < P; i++) {
+          row[m][i] = Matrix::row(x + m * stride + k + i * W);
+          keep(row[m][i]);
+        }
 #pragma GCC unroll 8
       for (int n = 0; n < N; n++) {
         Vec value[P];
         read(n, value);
+        for (int i = 0; i < P; i++) keep(value[i]);
         for (int i = 0; i < P; i++)
 #pragma GCC unroll 8
           for (int m = 0; m < M; m++)
@@ -234,11 +238,15 @@ INLINE void dot_tile(const Matrix& matrix, int64_t first, const typename Matrix:
     } else {
       Vec value[N][P];
 #pragma GCC unroll 8
-      for (int n = 0; n < N; n++) read(n, value[n]);
+      for (int n = 0; n < N; n++) {
+        read(n, value[n]);
+        for (int i = 0; i < P; i++) keep(value[n][i]);
+      }
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++)
         for (int i = 0; i < P; i++) {
           Vec row = Matrix::row(x + m * stride + k + i * W);
+          keep(row);
 #pragma GCC unroll 8
           for (int n = 0; n < N; n++)
             acc[n][m] = Matrix::multiply_add(value[n][i], row, acc[n][m]);

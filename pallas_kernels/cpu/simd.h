@@ -278,7 +278,8 @@ INLINE void split_pairs(vec x, vec* even, vec* odd) {
 }
 
 // Keeps x in a register. Without it GCC repeats the load in every instruction that uses x.
-INLINE void keep(vec& x) {
+template <class V>
+INLINE void keep(V& x) {
 #if defined(__x86_64__)
   asm("" : "+v"(x));
 #elif defined(__aarch64__)
