@@ -230,8 +230,8 @@ class Attention(nn.Module):
             projection(embed, kv_heads, c.qkv_bias, name="v"),
         )
         if c.qk_norm:
-            q = RMSNorm(c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, name="q_norm")(q)
-            k = RMSNorm(c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, name="k_norm")(k)
+            settings = c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, self.backend
+            q, k = RMSNorm(*settings, name="q_norm")(q), RMSNorm(*settings, name="k_norm")(k)
         if c.clip_qkv is not None:
             q, k, v = (jnp.clip(x, -c.clip_qkv, c.clip_qkv) for x in (q, k, v))
         if isinstance(c.positions, Rope):
@@ -287,7 +287,8 @@ class Block(nn.Module):
         c = self.config
 
         def norm(name):
-            return NORMS[c.norm](c.hidden_size, c.norm_eps, self.dtype, EMBED, name=name)
+            settings = c.hidden_size, c.norm_eps, self.dtype, EMBED, self.backend
+            return NORMS[c.norm](*settings, name=name)
 
         settings = c, self.dtype, self.split, self.weights, self.backend
         attention = Attention(*settings, name="attention")
@@ -340,10 +341,11 @@ class Decoder(nn.Module):
                 Projection, use_bias=False, dtype=self.dtype, backend=self.backend
             )
             self.project_in, self.project_out = projection(outer, inner), projection(inner, outer)
-        settings = c, self.dtype, self.split, self.weights, self.backend
-        self.layers = [Block(*settings) for _ in range(c.num_layers)]
+        block = c, self.dtype, self.split, self.weights, self.backend
+        self.layers = [Block(*block) for _ in range(c.num_layers)]
         if c.final_norm:
-            self.norm = NORMS[c.norm](c.hidden_size, c.norm_eps, self.dtype, EMBED)
+            norm = c.hidden_size, c.norm_eps, self.dtype, EMBED, self.backend
+            self.norm = NORMS[c.norm](*norm)
         if not c.tie_embeddings:
             self.unembedding = self.param("unembedding", init, shape, self.dtype)
         if c.draft_vocab_size is not None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from models.linear import mean
 from sharding import Split, collectives
 
 # attend(layer, q [B,T,H,D], k [B,T,K,D], v [B,T,K,D]) -> (out [B,T,H,D], what to keep)
@@ -23,13 +24,14 @@ class RMSNorm(nn.Module):
     eps: float
     dtype: Any
     axis: str | None = None
+    backend: str | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
         init = nn.with_logical_partitioning(nn.initializers.ones, (self.axis,))
         scale = self.param("scale", init, (self.size,), self.dtype)
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
+        wide = wide * jax.lax.rsqrt(mean(wide * wide, self.backend) + self.eps)
         return wide.astype(x.dtype) * scale
 
 
@@ -40,6 +42,7 @@ class LayerNorm(nn.Module):
     eps: float
     dtype: Any
     axis: str | None = None
+    backend: str | None = None
     use_bias: bool = True
 
     @nn.compact
@@ -49,8 +52,8 @@ class LayerNorm(nn.Module):
         scale = self.param("scale", ones, (self.size,), self.dtype)
         bias = self.param("bias", zeros, (self.size,), self.dtype) if self.use_bias else 0
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        wide = wide - jnp.mean(wide, -1, keepdims=True)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
+        wide = wide - mean(wide, self.backend)
+        wide = wide * jax.lax.rsqrt(mean(wide * wide, self.backend) + self.eps)
         return (wide * scale + bias).astype(x.dtype)
 
 

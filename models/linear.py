@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from models import quantized
 from models.quantized import WeightFormat
-from pallas_kernels.cpu import linear
+from pallas_kernels.cpu import build, linear
 from pallas_kernels.cpu.linear import Matrix
 from sharding import collectives
 
@@ -63,6 +63,26 @@ def products(
     if backend not in (None, "cpu") or not linear.is_supported(x, matrices, elements):
         return by_xla(x, matrices)
     return jax.lax.platform_dependent(x, matrices, cpu=by_kernel, default=by_xla)
+
+
+def mean(x: Float[Array, "*B E"], backend: str | None = None) -> Float[Array, "*B 1"]:
+    """Returns the mean of each row; with the kernels, its bits do not depend on other rows.
+
+    Args:
+      x: rows.
+      backend: as for `products`.
+    """
+
+    def by_xla(x):
+        return jnp.mean(x, -1, keepdims=True)
+
+    def by_kernel(x):
+        return linear.row_sums(x) / x.shape[-1]
+
+    is_supported = x.size > 0 and x.dtype == jnp.float32 and build.is_default()
+    if backend not in (None, "cpu") or not is_supported:
+        return by_xla(x)
+    return jax.lax.platform_dependent(x, cpu=by_kernel, default=by_xla)
 
 
 def _floating_product(x: Array, weight: Array, inputs: int, dtype: Any) -> Array:

@@ -1,6 +1,7 @@
 """The contract between models and the decoding loop, for every family and config."""
 
 import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
@@ -10,7 +11,8 @@ import pytest
 
 import models
 from models.layers import LayerNorm, RMSNorm
-from models.linear import Projection
+from models.linear import Projection, mean
+from pallas_kernels.cpu import build
 from sharding import axes
 from tests.quick import quick
 
@@ -262,3 +264,20 @@ def test_a_projection_does_not_copy_its_weight(several, rows):
     params = nn.meta.unbox(jax.eval_shape(layer.init, jax.random.key(0), x))
     memory = jax.jit(layer.apply).lower(params, x).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 512 * 512 * 4 / 8
+
+
+def sums_of_rows(backend: str, x) -> list[np.ndarray]:
+    """Returns the means of the first rows, for several numbers of rows."""
+    program = jax.jit(functools.partial(mean, backend=backend))
+    return [np.asarray(program(x[:rows]))[:1] for rows in (1, 3, 4, 5, 8, 40)]
+
+
+@pytest.mark.skipif(not build.is_default(), reason="needs the CPU kernels")
+def test_the_mean_of_a_row_has_the_same_bits_in_any_number_of_rows():
+    """XLA sums rows that fill a vector, and the remaining rows, in different orders."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((40, 576)) ** 2, jnp.float32)
+    first, *others = sums_of_rows("cpu", x)
+    assert all((other == first).all() for other in others)
+    np.testing.assert_allclose(first, np.asarray(x, np.float64)[:1].mean(-1, keepdims=True), 1e-6)
+    zeros = jnp.zeros((0, 576), jnp.float32)
+    assert mean(zeros).shape == (0, 1)
