@@ -69,7 +69,7 @@ class Model:
 
         Later calls return the same object, by which `quantized_copy` finds the copy of a target.
         """
-        if backend == self.module.backend:
+        if backend == getattr(self.module, "backend", backend):  # a module may have no such field
             return self
         variants = _variants.setdefault(self, {})
         if backend not in variants:

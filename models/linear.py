@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from models import quantized
 from models.quantized import WeightFormat
-from pallas_kernels.cpu import build, linear
+from pallas_kernels.cpu import linear
 from pallas_kernels.cpu.linear import Matrix
 from sharding import collectives
 
@@ -79,8 +79,7 @@ def mean(x: Float[Array, "*B E"], backend: str | None = None) -> Float[Array, "*
     def by_kernel(x):
         return linear.row_sums(x) / x.shape[-1]
 
-    is_supported = x.size > 0 and x.dtype == jnp.float32 and build.is_default()
-    if backend not in (None, "cpu") or not is_supported:
+    if backend not in (None, "cpu") or not linear.can_sum(x):
         return by_xla(x)
     return jax.lax.platform_dependent(x, cpu=by_kernel, default=by_xla)
 

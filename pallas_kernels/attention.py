@@ -60,6 +60,8 @@ def choose_backend(
     elif backend == "cpu":
         reason = build.unavailable_reason()
         reason = reason and f"is not available: {reason}"
+        if device is not None and device.device_kind != "cpu":
+            reason = f"runs on CPUs and this device is {device.device_kind}"
     else:
         return backend
     if reason:

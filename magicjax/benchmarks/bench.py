@@ -99,7 +99,7 @@ def base_parser(prog: str, doc: str) -> argparse.ArgumentParser:
         "--target", default="llama-3.1-8b", help="preset, model directory or GGUF file"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and caches")
-    parser.add_argument("--backend", help="of attention; None: mosaic on Hopper, else xla")
+    parser.add_argument("--backend", help="None: mosaic on Hopper, else the default")
     parser.add_argument("--out", help="write the results to this JSON file")
     return parser
 

@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> None:
     tokenizer = text.tokenizer_of(arguments)
     greeting = [*_first_messages(arguments), {"role": "user", "content": "Hello"}]
     chat_tokens(tokenizer, greeting)  # an error if the template rejects such messages
-    dtype = arguments.dtype or options.default_dtype()
+    dtype = arguments.dtype or options.default_dtype(arguments.backend)
 
     def without_weights(source: str, **options) -> magicjax.Model:
         return skeleton(source, dtype or stored_dtype(source), **options)

@@ -188,7 +188,11 @@ def run(arguments: argparse.Namespace) -> int:
         host, port = bound.getsockname()[:2]
         if api_key is None and not ipaddress.ip_address(host).is_loopback:
             _note(f"warning: anyone who reaches {host} can use the model: set ${API_KEY}")
-        dtype = arguments.dtype or options.default_dtype() or stored_dtype(arguments.target)
+        dtype = (
+            arguments.dtype
+            or options.default_dtype(arguments.backend)
+            or stored_dtype(arguments.target)
+        )
         keywords = {name: getattr(arguments, name) for name in ENGINE}
         keywords["grammar_states"] = arguments.grammar_states or None
         if arguments.ignore_eos:

@@ -53,7 +53,7 @@ def attend(
 
 @jax.custom_jvp
 def native(
-    q, k_prefix, v_prefix, lengths, k_new, v_new, mask, first_row=0
+    q, k_prefix, v_prefix, lengths, k_new, v_new, mask, first_row=None
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Returns `attend` by the kernel, for a program that runs on a CPU."""
     k_prefix, k_scales = _values_and_scales(k_prefix)
@@ -61,7 +61,8 @@ def native(
     # Inside shard_map the results vary over the same mesh axes as q.
     results = jax.eval_shape(lambda q: (q.astype(jnp.float32), q[..., 0].astype(jnp.float32)), q)
     call = jax.ffi.ffi_call("magicjax_tree_attention", results, vmap_method="sequential")
-    lengths, first_row = lengths.astype(jnp.int32), jnp.int32(first_row)
+    first_row = jnp.int32(0 if first_row is None else first_row)
+    lengths = lengths.astype(jnp.int32)
     return call(q, k_prefix, v_prefix, k_scales, v_scales, lengths, first_row, k_new, v_new, mask)
 
 

@@ -266,7 +266,8 @@ def _run(command: list[str]) -> str:
 
 def _check(path: pathlib.Path) -> None:
     """Runs the self-check in a process, which can crash, and has its own settings of JAX."""
-    environment = os.environ | {CHECKING: "1", "JAX_PLATFORMS": "cpu"}
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("JAX_")}
+    environment |= {CHECKING: "1", "JAX_PLATFORMS": "cpu"}
     environment["MAGICJAX_CACHE"] = str(path.parent.parent)
     try:
         done = subprocess.run(

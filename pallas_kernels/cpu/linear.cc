@@ -376,6 +376,27 @@ struct Call {
     return *parts.get<ffi::AnyBuffer>(i * per_matrix() + which);
   }
   int64_t outputs_of(int64_t i) const { return part(i, 0).element_count() / inputs; }
+  // Why the arrays of matrix i cannot be multiplied, or null.
+  const char* problem(int64_t i) const {
+    auto dtype = part(i, 0).element_type();
+    bool is_integer = dtype == Type::S4 || dtype == Type::S8;
+    if (dtype != part(0, 0).element_type()) return "linear: the matrices have several dtypes";
+    if (is_integer != (per_matrix() == 3)) return "linear: integers need scales and zero points";
+    if (!with_float_type((**results.get<ffi::AnyBuffer>(i)).element_type(), [](auto) {}))
+      return "linear: a result is not floating-point";
+    if (!is_integer) return nullptr;
+    int64_t scales = part(i, 1).element_count(), zeros = part(i, 2).element_count();
+    if (part(i, 1).element_type() != Type::F32 || part(i, 2).element_type() != Type::F32)
+      return "linear: scales and zero points are not float32";
+    int64_t all = outputs_of(i), step = dtype == Type::S4 ? 2 * W : W;
+    if (all == 0) return nullptr;
+    int64_t groups = scales / all;
+    bool is_channel = dtype == Type::S8 && groups == 1 && !zeros;
+    if (groups == 0 || groups * all != scales || (zeros && zeros != scales) ||
+        (!is_channel && inputs % (groups * step)))
+      return "linear: groups are not multiples of a step";
+    return nullptr;
+  }
   Result result(int64_t i) const {
     auto out = **results.get<ffi::AnyBuffer>(i);
     return {out.untyped_data(), out.element_type(), outputs_of(i)};
@@ -434,10 +455,16 @@ void integer_products(const Call& call) {
 }
 
 // x [..., K], and for each result its matrix, or its matrix, scales [G, N] and zero points [G, N]
-// (no elements: none). The dtypes of all matrices are equal, and checked in Python.
+// (no elements: none). The matrices have one dtype, and scales are float32.
 ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs parts,
                   ffi::RemainingRets results, int64_t inputs) {
+  if (inputs <= 0 || results.size() == 0 || parts.size() % results.size())
+    return ffi::Error::InvalidArgument("linear: inconsistent arguments");
   Call call{pool, x, parts, results, inputs, (int64_t)x.element_count() / inputs};
+  if (!with_float_type(x.element_type(), [](auto) {}))
+    return ffi::Error::InvalidArgument("linear: x is not floating-point");
+  for (int i = 0; i < (int)results.size(); i++)
+    if (const char* problem = call.problem(i)) return ffi::Error::InvalidArgument(problem);
   switch (call.part(0, 0).element_type()) {
     case Type::S4: integer_products<int4x2>(call); break;
     case Type::S8: integer_products<int8_t>(call); break;

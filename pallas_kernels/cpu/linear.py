@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.cpu import build
 
 MOST_ROWS = 256  # with more rows, XLA's products are faster
+MOST_SUMMED = 1024  # rows of `row_sums`, which run on one thread
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -45,17 +46,17 @@ def is_supported(x: Float[Array, "..."], matrices: Sequence[Matrix], inputs: int
     rows = x.size // max(inputs, 1)
     return (
         0 < rows <= MOST_ROWS
-        and inputs > 0
         and x.dtype in FLOATS
-        and all(_is_supported(matrix, inputs) for matrix in matrices)
+        and len({matrix.weight.dtype for matrix in matrices}) == 1
         and build.is_default()
+        and all(_is_supported(matrix, inputs) for matrix in matrices)
     )
 
 
 def _is_supported(matrix: Matrix, inputs: int) -> bool:
     if matrix.scale is None:
         return matrix.weight.dtype in FLOATS
-    if matrix.weight.dtype not in (jnp.int4, jnp.int8):
+    if matrix.weight.dtype not in (jnp.int4, jnp.int8) or matrix.scale.dtype != jnp.float32:
         return False
     if matrix.weight.dtype == jnp.int8 and len(matrix.scale) == 1 and matrix.zero is None:
         return True
@@ -81,8 +82,14 @@ def products(
     return _call(x, parts, axes, dtype)
 
 
+def can_sum(x: Float[Array, "*B E"]) -> bool:
+    """Returns whether `row_sums` takes x."""
+    rows = x.size // max(x.shape[-1], 1)
+    return 0 < rows <= MOST_SUMMED and x.dtype == jnp.float32 and build.is_default()
+
+
 def row_sums(x: Float[Array, "*B E"]) -> Float[Array, "*B 1"]:
-    """Returns the sum of each row, as the product with a matrix of ones.
+    """Returns the sum of each row of float32, as the product with a matrix of ones.
 
     The bits of XLA's sums depend on the number of rows, those of products here do not.
     """

@@ -53,8 +53,8 @@ def _rounded(weight: np.ndarray, bits: int, groups: int) -> Matrix:
     scale = grouped.max(-1) / (2 ** (bits - 1) - 1)
     values = np.rint(weight / np.repeat(scale, weight.shape[1] // groups, 1))
     integers = jnp.asarray(values, jnp.int8).astype(jnp.int4 if bits == 4 else jnp.int8)
-    zero = jnp.linspace(-2, 2, scale.size).reshape(groups, -1) if bits == 4 else None
-    return Matrix(integers, jnp.asarray(scale.T, jnp.float32), zero)
+    zeros = jnp.linspace(-2, 2, scale.size, dtype=jnp.float32).reshape(groups, -1)
+    return Matrix(integers, jnp.asarray(scale.T, jnp.float32), zeros if bits == 4 else None)
 
 
 def _dequantized(matrix: Matrix) -> np.ndarray:

@@ -134,3 +134,17 @@ def test_grad_and_vmap():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), gradients, expected)
     mapped = jax.vmap(native, (0, None))(x[:, None], w)
     np.testing.assert_array_equal(mapped[:, 0], native(x, w))
+
+
+def test_inconsistent_matrices_are_refused():
+    rng = np.random.default_rng(7)
+    x = jnp.zeros((1, 96), jnp.bfloat16)
+    int8, int4 = (random_matrix(kind, (4,), 96, rng) for kind in ("int8", "int4:32"))
+    for matrices, message in (
+        ([int8._replace(scale=int8.scale.astype(jnp.bfloat16))], "are not float32"),
+        ([int8, int4], "several dtypes"),
+        ([int4._replace(scale=int4.scale[:1].repeat(12, 0))], "multiples of a step"),
+    ):
+        assert not linear.is_supported(x, matrices, 96)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            jax.block_until_ready(linear.products(x, matrices, 1, jnp.float32))
