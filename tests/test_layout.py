@@ -27,7 +27,7 @@ LEVELS = (
     ("magicjax.version", "magicjax.hlo", "magicjax.files", "magicjax.suggest"),
     ("magicjax.trees", "magicjax.sources", "magicjax.options", "magicjax.plugins"),
     ("magicjax.settings", "magicjax.parallel", "magicjax.verification", "magicjax.grammars"),
-    ("magicjax.model",),
+    ("magicjax.model", "magicjax.sampling_params"),
     ("magicjax.kv_cache",),
     ("magicjax.policies",),
     ("magicjax.drafters",),

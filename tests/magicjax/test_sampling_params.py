@@ -1,0 +1,60 @@
+"""`SamplingParams` accepts what it documents, and names value and limit otherwise."""
+
+import re
+
+import numpy as np
+import pytest
+
+from magicjax.grammars.grammar import Grammar
+from magicjax.sampling_params import SamplingParams
+
+
+def test_defaults_are_greedy_decoding():
+    params = SamplingParams()
+    assert params.greedy
+    assert params.max_tokens == 128
+
+
+def test_stop_strings_become_a_tuple_and_numpy_numbers_are_numbers():
+    params = SamplingParams(stop="\n", temperature=np.float32(0.5), top_k=np.int64(3))
+    assert params.stop == ("\n",)
+    assert hash(SamplingParams(stop=["a", "b"])) == hash(SamplingParams(stop=("a", "b")))
+    assert not params.greedy
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("temperature", "0.7", "temperature='0.7': it must be a number"),
+        ("temperature", True, "temperature=True: it must be a number"),
+        ("temperature", -1, "temperature=-1: it must be 0 for greedy"),
+        ("temperature", 1e39, "finite in float32"),
+        ("temperature", float("nan"), "temperature=nan"),
+        ("top_k", 2.0, "top_k=2.0: it must be a whole number"),
+        ("top_k", -1, "top_k=-1: it must be at least 0"),
+        ("top_p", 0, "top_p=0: it must be above 0 and at most 1"),
+        ("top_p", "1", "top_p='1': it must be a number"),
+        ("seed", 2**32, "seed=4294967296: it must be at most 4294967295"),
+        ("max_tokens", 0, "max_tokens=0: it must be at least 1"),
+        ("max_tokens", True, "max_tokens=True: it must be a whole number"),
+        ("stop", 3, "stop=3: it must be a string, or a list of strings"),
+        ("stop", [3], "3 is not a string"),
+        ("stop", "", "a stop string must have at least 1 character"),
+        ("grammar", "[a-z]+", "grammar has type str: pass a magicjax.Grammar"),
+        ("logprobs", 21, "logprobs=21: it must be at most 20"),
+        ("logprobs", True, "logprobs=True: it must be a whole number"),
+    ],
+)
+def test_invalid_values_are_errors(field, value, message):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        SamplingParams(**({"temperature": 1.0} | {field: value}))
+
+
+@pytest.mark.parametrize(("field", "value"), [("top_k", 5), ("top_p", 0.9), ("seed", 1)])
+def test_parameters_without_effect_in_greedy_decoding_are_errors(field, value):
+    with pytest.raises(ValueError, match="has no effect in greedy decoding"):
+        SamplingParams(**{field: value})
+
+
+def test_a_grammar_is_accepted():
+    assert SamplingParams(grammar=Grammar.json_object()).grammar is not None
