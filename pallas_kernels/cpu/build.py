@@ -102,8 +102,8 @@ def _switched_off() -> str | None:
 def _warn(reason: str) -> str:
     """Logs the reason once, and returns it."""
     logger.warning(
-        "CPU kernels are off, and models run on XLA, at about half the speed: %s "
-        "(%s=off hides this message)",
+        "CPU kernels are off, and models run on XLA's slower products: %s (%s=off hides this "
+        "message)",
         reason,
         SWITCH,
     )
@@ -139,8 +139,8 @@ def _checked_library() -> ctypes.CDLL:
 
 
 def _open(compiler: list[str], path: pathlib.Path) -> tuple[pathlib.Path, ctypes.CDLL]:
-    """Returns the path and the library, which is compiled if it is missing or damaged."""
-    for compiling in (not _is_complete(path), True):
+    """Returns the path and the library, which is compiled if it is missing or cannot be loaded."""
+    for compiling in (not path.is_file(), True):
         if compiling:
             path = _compile(compiler, path)
         try:
@@ -231,20 +231,8 @@ def _compile(compiler: list[str], path: pathlib.Path) -> pathlib.Path:
         command = [*compiler, *FLAGS, "-isystem", jax.ffi.include_dir(), "-c"]
         list(pool.map(lambda s, o: _run([*command, str(s), "-o", o]), sources, objects))
         _run([*compiler, "-shared", "-pthread", *objects, "-o", f"{partial}/{path.name}"])
-        linked = pathlib.Path(partial, path.name)
-        _write(path.with_suffix(".sha256"), _sha256(linked))
-        linked.replace(path)
+        pathlib.Path(partial, path.name).replace(path)
     return path
-
-
-def _is_complete(path: pathlib.Path) -> bool:
-    """Returns whether a library has the bytes that were compiled; loading part of one crashes."""
-    expected = path.with_suffix(".sha256")
-    return path.is_file() and expected.is_file() and _sha256(path) == expected.read_text()
-
-
-def _sha256(path: pathlib.Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _run(command: list[str]) -> str:

@@ -44,6 +44,9 @@ def _check_linear() -> str | None:
                 where = f"linear, {case}, x in {jnp.dtype(dtype)}"
                 if mismatch := _mismatch(where, y, expected, 1e-5):
                     return mismatch
+            alone = linear.products(rows[:1], matrices, 1, jnp.float32)
+            if any((one[0] != y[0]).any() for one, y in zip(alone, actual, strict=True)):
+                return f"linear, {case}, x in {jnp.dtype(dtype)}: a row has other bits alone"
     return None
 
 

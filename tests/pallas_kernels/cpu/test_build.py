@@ -115,7 +115,7 @@ def warnings(caplog):
 def test_the_library_is_compiled_once_and_checked(stand_in, warnings, caplog):
     assert build.is_available() and build.library().answer() == 42 and build.vector_width() == 8
     assert [x.getMessage() for x in caplog.records] == ["compiling CPU kernels (once, about 20 s)"]
-    assert stand_in.compilations() == 1 and stand_in.files() == [".checked", ".sha256", ".so"]
+    assert stand_in.compilations() == 1 and stand_in.files() == [".checked", ".so"]
     stand_in.check_with("exit(1)")  # it is not checked again
     stand_in.new_process()
     assert build.is_available() and build.library().answer() == 42
@@ -193,7 +193,7 @@ def test_every_dependency_changes_the_name(part, stand_in, monkeypatch):
 def test_processes_compile_at_once(stand_in):
     processes = [stand_in.start() for _ in range(2)]
     assert [process.communicate(timeout=100)[0] for process in processes] == ["None\n"] * 2
-    assert stand_in.files() == [".checked", ".sha256", ".so"]
+    assert stand_in.files() == [".checked", ".so"]
     stand_in.check_with("exit(1)")
     assert build.is_available()
 
@@ -215,15 +215,10 @@ def test_a_killed_compilation_leaves_no_library(stand_in):
     assert build.is_available()
 
 
-@pytest.mark.parametrize("damage", ["text", "half", "no digest"])
-def test_a_damaged_library_is_compiled_again(damage, stand_in):
+def test_a_file_that_is_no_library_is_compiled_again(stand_in):
     path = build._library_path(build._compiler())
     build._compile(build._compiler(), path)
-    if damage == "no digest":
-        path.with_suffix(".sha256").unlink()
-    else:  # to load half of a library would crash
-        content = path.read_bytes()
-        path.write_bytes(content[: len(content) // 2] if damage == "half" else b"no library")
+    path.write_bytes(b"no library")
     assert build.library().answer() == 42 and stand_in.compilations() == 2
 
 
@@ -252,10 +247,10 @@ def test_a_mismatch_is_remembered_until_the_check_changes(stand_in, warnings, ca
 def test_a_crash_of_the_check_is_a_reason_and_not_remembered(stand_in, warnings):
     stand_in.check_with("import os; os.abort()")
     assert "exit code -6" in build.unavailable_reason() and len(warnings()) == 1
-    assert stand_in.files() == [".sha256", ".so"]
+    assert stand_in.files() == [".so"]
     stand_in.check_with("")
     stand_in.new_process()
-    assert build.is_available() and stand_in.files() == [".checked", ".sha256", ".so"]
+    assert build.is_available() and stand_in.files() == [".checked", ".so"]
 
 
 def test_the_check_runs_on_a_cpu_with_the_same_library(stand_in, monkeypatch):
@@ -273,7 +268,7 @@ def test_the_check_runs_on_a_cpu_with_the_same_library(stand_in, monkeypatch):
 def test_the_process_that_checks_starts_no_other(stand_in, monkeypatch):
     stand_in.check_with("exit(1)")
     monkeypatch.setenv(build.CHECKING, "1")
-    assert build.is_available() and stand_in.files() == [".sha256", ".so"]
+    assert build.is_available() and stand_in.files() == [".so"]
 
 
 def test_a_folder_that_is_not_writable(stand_in, warnings, monkeypatch):

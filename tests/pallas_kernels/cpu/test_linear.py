@@ -1,5 +1,7 @@
 """Products of the native kernel: equal to float64 products, and to themselves in any company."""
 
+import concurrent.futures
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,6 +108,19 @@ def test_an_order_of_sums_that_depends_on_the_rows_is_noticed():
     product = jax.jit(lambda x, w: x @ w.T)
     together = np.asarray(product(x, w))
     assert any((np.asarray(product(x[:n], w)) != together[:n]).any() for n in (1, 2, 5, 16))
+
+
+def test_concurrent_calls_have_the_same_bits():
+    """Several threads of a process call the kernels, whose tasks share one pool of threads."""
+    rng = np.random.default_rng(8)
+    matrix = random_matrix("bfloat16", (400,), 576, rng)
+    inputs = [jnp.asarray(rng.standard_normal((n, 576)), jnp.float32) for n in (1, 5, 20, 64)]
+    product = jax.jit(lambda x: linear.products(x, [matrix], 1, jnp.float32)[0])
+    expected = [np.asarray(product(x)) for x in inputs]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda i: np.asarray(product(inputs[i % 4])), range(200)))
+    for i, result in enumerate(results):
+        np.testing.assert_array_equal(result, expected[i % 4])
 
 
 def test_unsupported_calls_are_left_to_xla():
