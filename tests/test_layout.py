@@ -260,7 +260,7 @@ def test_shell_scripts_name_tests_that_exist():
         ("magicjax/loading.py", "from magicjax.cost_model import work", 1),
         ("magicjax/unheard_of.py", "", 1),
         ("experiments/schema/a.py", "from experiments.runner import worker", 1),
-        ("experiments/launch.py", "import experiments.studies.collapse", 1),
+        ("experiments/launch.py", "import experiments.studies.perplexity", 1),
         ("magicjax/cli/a.py", "import models, sharding, pallas_kernels\nimport magicjax", 0),
         ("magicjax/drafters/a.py", "from magicjax.trees import merge\nfrom . import base", 0),
         ("magicjax/drafters/__init__.py", "from magicjax.drafters import base", 0),

@@ -43,9 +43,8 @@ class Plan:
       rates: synthetic acceptance rates.
       new_tokens: per row of a loop with synthetic acceptance.
       repeats: timed calls.
-      validate, offload: arguments of these commands.
+      validate: arguments of this command.
       tests: names of test files.
-      offloaded: (target, draft) of decoding with the target's weights in host memory.
     """
 
     target: str = "llama-3.1-8b"
@@ -62,12 +61,6 @@ class Plan:
     repeats: int = 10
     validate: str = ""
     tests: tuple = ("mosaic", "validate", "baselines", "bench")
-    offloaded: tuple = (
-        ("llama-2-7b", "llama-68m"),
-        ("opt-13b", "opt-125m"),
-        ("opt-30b", "opt-125m"),
-    )
-    offload: str = ""
 
 
 SMOKE = Plan(
@@ -85,8 +78,6 @@ SMOKE = Plan(
     repeats=2,
     validate="--backend xla --small",
     tests=("bench",),
-    offloaded=(("experiments/zoo/target", "experiments/zoo/draft-1"),),
-    offload="--batch 1 --nodes 1 4 --repeats 1",
 )
 
 
@@ -141,10 +132,6 @@ def parts(plan: Plan) -> list[Part]:
         for gamma in gammas:
             shape = f"--batch {batch} --context {context} --nodes {gamma + 1} --gamma {gamma}"
             add(f"grid-{batch}x{context}-gamma{gamma}", f"{bench} {shape} {loop}")
-    for target, draft in plan.offloaded:
-        pair = f"--target {target} --draft {draft} --dtype {plan.dtype} {plan.offload}"
-        name = pathlib.PurePath(target).name
-        add(f"offload-{name}", f"experiments.studies.offloading {pair}")
     return chosen
 
 

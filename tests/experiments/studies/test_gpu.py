@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from experiments.studies import offloading
 from experiments.studies.gpu import __main__ as measure_gpu
 from experiments.studies.gpu import summary as gpu_summary
 from experiments.studies.gpu.__main__ import SMOKE, Part, Plan, parts
@@ -97,7 +96,7 @@ def _lives(pid: int) -> bool:
 
 def test_full_and_trial_runs_have_the_same_kinds_of_parts():
     kinds = [{part.name.split("-")[0] for part in parts(plan)} for plan in (Plan(), SMOKE)]
-    expected = "tests validate attention decoding profile grid offload".split()
+    expected = "tests validate attention decoding profile grid".split()
     assert kinds[0] == kinds[1] == set(expected)
     names = [part.name for part in parts(Plan())]
     assert len(set(names)) == len(names)
@@ -108,7 +107,6 @@ COMMANDS = {
     "pallas_kernels.benchmarks.validate": validate,
     "magicjax.benchmarks.bench": bench,
     "magicjax.benchmarks.profile_ops": profile_ops,
-    "experiments.studies.offloading": offloading,
 }
 
 
@@ -126,7 +124,6 @@ def test_every_command_takes_its_arguments(plan, monkeypatch):
         (attention_bench, "_backends"),
         (validate, "choose_backend"),
         (bench, "load"),
-        (offloading.magicjax, "load"),
         (bench, "_time_hugging_face"),
     ):
         monkeypatch.setattr(module, name, reached)
