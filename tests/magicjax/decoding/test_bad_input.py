@@ -185,16 +185,6 @@ REFUSED = {
         ValueError,
         "verifier='mss' has no effect without a drafter: pass one or omit verifier",
     ),
-    "rule of other draws": (
-        dict(drafter=budget(12), do_sample=True, verifier="mss_with_replacement"),
-        ValueError,
-        "is not exact for children drawn 'without_replacement': .* use 'mss_without_replacement'",
-    ),
-    "top choices as if drawn": (
-        dict(drafter=budget(12, draw="top"), do_sample=True, verifier="mss_without_replacement"),
-        ValueError,
-        "is not exact for children drawn 'top': .* use 'one_hot'",
-    ),
     "dynamic tree of draws": (
         dict(
             drafter=budget(12, draw="with_replacement"),
