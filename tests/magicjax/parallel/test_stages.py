@@ -56,12 +56,6 @@ def test_wrong_stages_are_detected(eight, what):
     assert eight(stage_cases.differs, what=what)
 
 
-def test_the_share_of_idle_steps():
-    assert pipeline.idle_share(1, 5) == 0
-    assert pipeline.idle_share(4, 1) == 3 / 4
-    assert pipeline.idle_share(4, 12) == 3 / 15
-
-
 def test_between_stages_only_activations_travel(eight):
     rows, steps, depth, nodes, width = 8, 4 + 2 - 1, 3, 4, 32
     found = eight(stage_cases.exchanged, case="self", mesh=(1, 4, 2), micro_batches=4, layers=2)
