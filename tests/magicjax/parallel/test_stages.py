@@ -6,7 +6,6 @@ import pytest
 
 import models
 from magicjax.parallel import pipeline_stages
-from sharding import pipeline
 from tests.magicjax import mesh_cases, stage_cases
 from tests.quick import quick
 
