@@ -137,6 +137,14 @@ def stored_dtype(path: str | os.PathLike) -> np.dtype:
     return _common_dtype(_open(path)[2])
 
 
+def is_quantized(path: str | os.PathLike) -> bool:
+    """Returns whether config.json describes quantized weights.
+
+    Raises FileNotFoundError if it is missing.
+    """
+    return bool(_read_json(pathlib.Path(path) / "config.json").get(QUANTIZATION))
+
+
 def weight_format(
     path: str | os.PathLike, weights: str | WeightFormat | None = None
 ) -> WeightFormat | None:
@@ -148,7 +156,7 @@ def weight_format(
     Raises as `load_checkpoint`. Reads only config.json if the checkpoint is not quantized.
     """
     path, form = pathlib.Path(path), parse_weights(weights)
-    if not _read_json(path / "config.json").get(QUANTIZATION):
+    if not is_quantized(path):
         return rounded_format(form)
     return _format(*_open(path), form)
 

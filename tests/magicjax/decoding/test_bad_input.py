@@ -462,7 +462,7 @@ def test_invalid_arguments_are_errors_before_compilation(what, call):
             lambda: magicjax.DynamicTree(64, 2, 4),
             "width=4 draft 20 nodes; use at most 21, or more depth or width",
         ),
-        (lambda: magicjax.load("opt-125m", dtype="fp32"), "dtype='fp32' is unknown: use float32"),
+        (lambda: magicjax.load("opt-125m", dtype="fp32"), "dtype='fp32' is not supported: use float32"),
         (lambda: magicjax.SelfSpeculation(budget=0.1), "budget=0.1: it must be an integer"),
         (lambda: magicjax.load("opt-125"), "preset 'opt-125' does not exist: .* 'opt-125m'"),
     ],
