@@ -23,7 +23,7 @@ import safetensors
 from models.build import BLOCK, ShardingFn, abstract_params, build
 from models.decoder import DecoderConfig
 from models.families import FAMILIES
-from models.hf_config import read_config
+from models.hf_config import drafter_head, read_config
 from models.hf_tensors import (
     DTYPES,
     IGNORED,
@@ -315,6 +315,8 @@ def _match(config: DecoderConfig, stored: dict[str, Stored], layout: Layout | No
     The place of a quantized matrix is that of its parts.
     """
     needed, shapes = {t.name: t for t in tensors_of(config)}, parameter_shapes(config)
+    if any(where.name == "fc.weight" for where in stored.values()):  # its config is a model's
+        raise drafter_head("eagle")
     stored, matrices = gather(stored)
     if matrices and layout is None:
         raise ValueError(
