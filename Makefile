@@ -51,7 +51,7 @@ test-slow: ## run the slow tests
 	@tools/setup_env.sh .venv test
 	@.venv/bin/python -m pytest $(PARALLEL) -m slow $(ARGS)
 
-test-other-end: ## run kernel and loop tests at the other end of the supported JAX range
+test-other-end: ## run kernel and loop tests with the oldest supported JAX
 	@tools/setup_env.sh .venv test
 	@tools/test_other_end.sh $(PARALLEL) $(ARGS)
 
@@ -75,6 +75,6 @@ format: ## format the code and apply lint fixes
 	.venv/bin/python -m ruff format .
 
 clean: ## remove environments, caches and builds, but not results/
-	rm -rf .venv .venv-oldest .venv-newest .venv*.lock build dist *.egg-info
+	rm -rf .venv .venv-jax-* .venv*.lock build dist *.egg-info
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 CONTROL_FLOW = ("while", "conditional", "call", "async-start", "async-done")
-VIEWS = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant")
 FLOATS = ("bf16", "f16", "f32", "f64")
 QUANTIZED = ("s4", "u4", "s8", "u8", "f8")  # dtypes of quantized matrices, f8 of several kinds
 

@@ -15,7 +15,7 @@ from magicjax import placement
 from magicjax.model import Model
 from magicjax.parallel import offloading, pipeline_stages
 from magicjax.parallel.layouts import Layout, Offloaded, Pipelined, Resident
-from magicjax.sources import DOWNLOADS, directory_of
+from magicjax.sources import DOWNLOADS, checkpoint_directory, directory_of
 from sharding import STAGE, factored
 
 PRESET_DTYPE = "bfloat16"
@@ -32,12 +32,14 @@ def load(
     stages: int | None = None,
     offload: bool = False,
 ) -> Model:
-    """Returns a model from a directory or a GGUF file, or a preset with random weights.
+    """Returns a model from a directory, the Hugging Face Hub or a GGUF file, or a random preset.
 
     Args:
-      source: a directory in Hugging Face format (config.json, safetensors, tokenizer files), a GGUF
-        file, which is converted when it is first used, a name that `magicjax fetch` lists, or the
-        name of a preset (`models.PRESETS`).
+      source: a directory in Hugging Face format (config.json, safetensors, tokenizer files); a model
+        of the Hugging Face Hub, such as "Qwen/Qwen2.5-0.5B" or "Qwen/Qwen2.5-0.5B@main", which is
+        downloaded when it is first used; a GGUF file, which is converted when it is first used; a
+        name that `magicjax fetch` lists; or the name of a preset (`models.PRESETS`), which has
+        random weights.
       dtype: of parameters, caches and activations; None: as stored (GGUF: float32, presets:
         bfloat16).
       weights: quantize the blocks' matrices, one by one: "int8" with a scale for each output
@@ -158,11 +160,15 @@ def offload(model: Model) -> Model:
 
 def _validate_dtype(dtype: Any) -> None:
     try:
-        jnp.dtype(dtype)
+        if dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+            return
     except TypeError:
-        raise ValueError(
-            f"dtype={dtype!r} is unknown: use float32, bfloat16 or float16, or None"
-        ) from None
+        pass  # no dtype of NumPy or JAX
+    is_format = str(dtype).startswith(("int8", "int4"))
+    hint = f"; to quantize the weights, pass weights={dtype!r}" if is_format else ""
+    raise ValueError(
+        f"dtype={dtype!r} is not supported: use float32, bfloat16 or float16, or None{hint}"
+    )
 
 
 def skeleton(
@@ -197,7 +203,7 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
 
     Raises as `magicjax.sources.directory_of`.
     """
-    directory = directory_of(source)
+    directory = directory_of(source, weights=False)
     return None if directory is None else models.load_tokenizer(directory)
 
 
@@ -226,7 +232,7 @@ def config_of(source: str | os.PathLike) -> models.DecoderConfig:
 
     Raises as `magicjax.sources.directory_of`, and ValueError if the config is not supported.
     """
-    directory = directory_of(source)
+    directory = directory_of(source, weights=False)
     return models.preset(str(source)) if directory is None else models.load_config(directory)
 
 
@@ -240,10 +246,10 @@ def weight_format(
 
     Raises as `magicjax.sources.directory_of` and `models.weight_format`.
     """
-    directory, form = directory_of(source), _requested(source, weights)
-    if directory is not None:
-        return models.weight_format(directory, form)
-    return models.rounded_format(form)
+    directory, form = directory_of(source, weights=False), _requested(source, weights)
+    if directory is None or not models.is_quantized(directory):
+        return models.rounded_format(form)
+    return models.weight_format(checkpoint_directory(source), form)
 
 
 def _requested(

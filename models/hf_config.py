@@ -196,16 +196,34 @@ class _Reader:
             )
 
 
+def drafter_head(kind: str) -> ValueError:
+    """Returns the error for a drafter that reads a target's hidden states and is no model alone."""
+    return ValueError(
+        f"this is a drafter of kind {kind}, which reads the hidden states of its target and is not "
+        "supported: draft with a small model of the target's vocabulary, self or prompt-lookup"
+    )
+
+
+def _refuse_heads(raw: Mapping[str, Any]) -> None:
+    names = " ".join(map(str, (raw.get("model_type"), *(raw.get("architectures") or ())))).lower()
+    keys = {"eagle": "draft_vocab_size", "medusa": "medusa_num_heads", "mlp_speculator": "n_predict"}
+    for kind, key in keys.items():
+        if kind in names or key in raw:
+            raise drafter_head(kind)
+
+
 def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """Returns the config of a config.json's contents.
 
     Raises ValueError for an unknown `model_type`, missing or unknown keys, unsupported values, and
     inconsistent sizes.
     """
+    _refuse_heads(raw)
     name: Any = raw.get("model_type")
     if name not in FAMILIES:
         raise ValueError(
-            f"model_type={name!r} is not supported: it must be one of {', '.join(FAMILIES)}"
+            f"model_type={name!r} is not supported: it must be one of {', '.join(FAMILIES)}; "
+            "docs/extending/model_family.md describes how to add a family"
         )
     family = FAMILIES[name]
     whole = family.architecture

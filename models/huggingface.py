@@ -23,7 +23,7 @@ import safetensors
 from models.build import BLOCK, ShardingFn, abstract_params, build
 from models.decoder import DecoderConfig
 from models.families import FAMILIES
-from models.hf_config import read_config
+from models.hf_config import drafter_head, read_config
 from models.hf_tensors import (
     DTYPES,
     IGNORED,
@@ -137,6 +137,14 @@ def stored_dtype(path: str | os.PathLike) -> np.dtype:
     return _common_dtype(_open(path)[2])
 
 
+def is_quantized(path: str | os.PathLike) -> bool:
+    """Returns whether config.json describes quantized weights.
+
+    Raises FileNotFoundError if it is missing.
+    """
+    return bool(_read_json(pathlib.Path(path) / "config.json").get(QUANTIZATION))
+
+
 def weight_format(
     path: str | os.PathLike, weights: str | WeightFormat | None = None
 ) -> WeightFormat | None:
@@ -148,7 +156,7 @@ def weight_format(
     Raises as `load_checkpoint`. Reads only config.json if the checkpoint is not quantized.
     """
     path, form = pathlib.Path(path), parse_weights(weights)
-    if not _read_json(path / "config.json").get(QUANTIZATION):
+    if not is_quantized(path):
         return rounded_format(form)
     return _format(*_open(path), form)
 
@@ -307,6 +315,8 @@ def _match(config: DecoderConfig, stored: dict[str, Stored], layout: Layout | No
     The place of a quantized matrix is that of its parts.
     """
     needed, shapes = {t.name: t for t in tensors_of(config)}, parameter_shapes(config)
+    if any(where.name == "fc.weight" for where in stored.values()):  # its config is a model's
+        raise drafter_head("eagle")
     stored, matrices = gather(stored)
     if matrices and layout is None:
         raise ValueError(

@@ -210,10 +210,9 @@ def _once_or_in_blocks(
 
     On a CPU, few rows take one pass over all slots, because XLA copies a block before it multiplies
     it. For many rows, and while a large cache is at most half full, blocks up to the longest row
-    are faster. (Before JAX 0.11, XLA for a CPU converts a whole 16-bit cache to float32 to slice
-    it.) On other platforms a cache of several blocks is always read in blocks, because the float32
-    scores of all slots would be written to memory and read again. The platform is the one that the
-    program is lowered for.
+    are faster. On other platforms a cache of several blocks is always read in blocks, because the
+    float32 scores of all slots would be written to memory and read again. The platform is the one
+    that the program is lowered for.
     """
     if rows.shape[2] > FEW_ROWS:
         return in_blocks(carry)

@@ -29,11 +29,6 @@ def stage_index() -> Int[Array, ""]:
     return lax.axis_index(STAGE)
 
 
-def idle_share(stages: int, micro_batches: int) -> float:
-    """Returns the share of steps in which a stage is idle."""
-    return (stages - 1) / (micro_batches + stages - 1)
-
-
 def pipelined(
     run: Run, x: Array, micro_batches: int, axis_names: collectives.AxisNames = ()
 ) -> tuple[Array, Any]:

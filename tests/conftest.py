@@ -8,6 +8,7 @@ import shutil
 # Tests compare float32 results exactly on a CPU; JAX_PLATFORMS=cuda,cpu uses a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "8")  # XLA threads, enough for interpreted kernels
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a misspelt path looks like a model of the Hub
 
 # Most of the time is compilation. Programs compiled by other workers, subprocesses and earlier runs
 # are read from a cache, even the smallest ones.

@@ -1,14 +1,11 @@
 #!/usr/bin/env bash
-# Prints the path of a Python that can create an environment for this project, or fails.
-#
-#   tools/find_python.sh [newest|oldest] [lowest minor version]      e.g.  newest 12
+# Prints the path of the newest Python that can create an environment for this project, or fails.
 #
 # Searches PATH, then the folders of pyenv, uv and Homebrew. Every candidate is run, because pyenv
 # shims exist for inactive versions and a system Python may lack ensurepip.
 set -euo pipefail
 
-which_end=${1:-newest}
-lowest=${2:-11}
+lowest=12
 highest=14 # increase when JAX has wheels for the next version
 
 # Prints the base interpreter of "$1" if it is a released CPython 3.$2 with all that pip and venv need.
@@ -36,12 +33,7 @@ candidates() {
     compgen -G "/opt/homebrew/bin/python3.$1" || true
 }
 
-minors=$(seq "$lowest" "$highest")
-if [ "$which_end" = newest ]; then
-    minors=$(seq "$highest" -1 "$lowest")
-fi
-
-for minor in $minors; do
+for minor in $(seq "$highest" -1 "$lowest"); do
     while IFS= read -r candidate; do
         if usable "$candidate" "$minor"; then
             exit 0

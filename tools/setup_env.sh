@@ -29,7 +29,7 @@ fi
 # Python is missing, is created again. Packages are only added to any other environment.
 unfinished=$env/.unfinished
 if [ -e "$unfinished" ] || ! "$env/bin/python" -c "" 2>/dev/null; then
-    python=${PYTHON:-$(tools/find_python.sh newest)}
+    python=${PYTHON:-$(tools/find_python.sh)}
     echo "Creating $env with $("$python" --version) …"
     "$python" -m venv --clear "$env"
     touch "$unfinished"
@@ -45,8 +45,8 @@ if [ -t 1 ]; then
 fi
 "$env/bin/python" -m pip install $quiet --no-input --disable-pip-version-check -e ".[$extra]" "$@" ||
     {
-        echo "The installation failed. If $("$env/bin/python" --version) is too new for some" \
-            "package, remove $env and choose an older one: make PYTHON=/path/to/python3 …" >&2
+        echo "The installation failed. If $("$env/bin/python" --version) is too old or too new for" \
+            "some package, remove $env and choose another one: make PYTHON=/path/to/python3 …" >&2
         exit 1
     }
 

@@ -24,6 +24,7 @@ from experiments import prompts
 from experiments.schema import axes, paths
 from experiments.schema.fields import (
     ConfigError,
+    Many,
     Positive,
     Strict,
     checked,
@@ -101,7 +102,8 @@ class Experiment(Strict):
     results: str = "results"
     """Parent of the folders of results."""
     target: str = setting("experiments/zoo/target")
-    """Directory, GGUF file or preset of the target, or a name that `magicjax fetch` lists."""
+    """The target: a directory, OWNER/NAME on the Hugging Face Hub, a GGUF file, a name that `magicjax
+    fetch` lists, or a preset."""
     dtype: Literal["float32", "bfloat16"] = setting("float32")
     """Type of weights, activations and caches; exactness is guaranteed in float32."""
     target_weights: Annotated[str, AfterValidator(_weights)] = setting("")
@@ -189,8 +191,8 @@ class Experiment(Strict):
     """Trace one more run of each timed cell, to divide its time into draft, target, verification
     and commit."""
 
-    grid: Annotated[dict[str, list[Any]], tyro.conf.Suppress] = Field({})
-    """Axes: names of settings above with their values; all combinations run."""
+    grid: Annotated[dict[str, Annotated[list[Any], Many]], tyro.conf.Suppress] = Field({})
+    """Axes: names of settings above with their values, or one value; all combinations run."""
     zip: Annotated[list[dict[str, list[Any]]], tyro.conf.Suppress] = Field([])
     """Axes that vary jointly: lists of one length, combined element by element."""
     exclude: Annotated[list[dict[str, Any]], tyro.conf.Suppress] = Field([])
@@ -376,6 +378,11 @@ def read(path: pathlib.Path) -> Experiment:
         of range, or is its own base.
     """
     raw = _with_base(path, ())
+    if "methods" not in raw:
+        raise ConfigError(
+            f"{path}: methods is missing: list what to compare, such as methods: [{{drafter: "
+            "self:streaming:256}], or [] for plain decoding alone"
+        )
     raw.setdefault("name", path.stem)
     raw.setdefault("target", os.path.relpath(BUNDLED))
     return checked(Experiment, raw, str(path))

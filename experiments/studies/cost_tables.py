@@ -17,7 +17,7 @@ import numpy as np
 import models
 from magicjax import cost_model
 from magicjax.benchmarks.tables import markdown_table
-from magicjax.planner import Candidate, acceptance, inflection, required_acceptance
+from magicjax.planner import Candidate, acceptance, inflection
 from magicjax.trees.sequoia import expected_tokens
 from magicjax.trees.token_tree import chain, expansion
 
@@ -122,28 +122,6 @@ def rate_at(context: int) -> list[float]:
     measured = acceptance.read_table(ACCEPTANCE, TARGET)
     table, _ = acceptance.at_context(measured, context)[DRAFT]
     return table[0].tolist()
-
-
-def published_acceptance() -> list[acceptance.Measured]:
-    """Returns all acceptance published for Llama-3.1-8B on PG-19.
-
-    For a streaming cache of 512 it is published by context. For the other drafts it follows from
-    the tokens per step of table 6, at its one context: the mean of the rates over its batches.
-    """
-    rates: dict[tuple[str, int], list[float]] = {}
-    for row in published("magicdec_table6"):
-        drafter, policy = row["draft"].split("+")
-        name = f"self:{policy}" if drafter == "self" else f"small:{drafter}:{policy}"
-        rate = required_acceptance(row["tokens_per_step"], row["gamma"])
-        assert rate is not None  # no round emits more tokens than its tree has nodes
-        rates.setdefault((f"{name}:{row['budget']}", row["context"]), []).append(rate)
-    by_context = acceptance.read_table(ACCEPTANCE, TARGET)
-    known = {measured.drafter for measured in by_context}
-    return by_context + [
-        acceptance.Measured(name, context, ((float(np.mean(values)),),))
-        for (name, context), values in rates.items()
-        if name not in known
-    ]
 
 
 def winners(rows: Sequence[Compared]) -> list[tuple[int, set[str], str]]:

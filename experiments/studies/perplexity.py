@@ -23,6 +23,7 @@ from magicjax.cli.options import check_context
 from magicjax.files import write_atomically
 from magicjax.loading import skeleton
 from magicjax.model import DTYPES
+from magicjax.options import token_count
 from sharding import part_bytes
 
 
@@ -42,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     add("--prompts", choices=(prompts.STDLIB, prompts.FILES), default=prompts.STDLIB, help="texts")
     add("--prompt-path", help="with --prompts files, a text or a folder of texts")
     add("--requests", type=int, default=16, help="texts")
-    add("--context", type=int, default=1024, help="tokens of each text")
+    add("--context", type=token_count, default=1024, help="tokens of each text")
     add("--out", type=pathlib.Path, help="write the table to this CSV file")
     return parser
 

@@ -33,6 +33,7 @@ from magicjax.loading import skeleton
 from magicjax.model import Model
 from magicjax.parallel import offloading
 from magicjax.parallel.layouts import Offloaded
+from magicjax.suggest import did_you_mean
 from magicjax.trees.token_tree import parse_tree
 from pallas_kernels import choose_backend
 from sharding import STAGE, AnyMesh, MeshSize, make_mesh
@@ -98,13 +99,13 @@ def description(device: str) -> str:
     Raises:
       ValueError: the device is unknown.
     """
-    if device in DEVICES:
-        return DEVICES[device].read_text()
+    if device.lower() in DEVICES:
+        return DEVICES[device.lower()].read_text()
     if device.endswith(".txtpb") and pathlib.Path(device).is_file():
         return pathlib.Path(device).read_text()
     raise ValueError(
         f"device={device} is unknown: use {', '.join(sorted(DEVICES))}, or the path of a "
-        "description, NAME.txtpb"
+        f"description, NAME.txtpb{did_you_mean(device, DEVICES)}"
     )
 
 
@@ -261,21 +262,17 @@ def all_caches(state: DecodeState) -> list[KVCache | DraftCache]:
 
 
 def report(
-    program: str,
-    request: Request,
-    sizes: dict[str, set[int]],
-    folder: pathlib.Path,
-    group: int | None = None,
+    program: str, request: Request, sizes: dict[str, set[int]], folder: pathlib.Path
 ) -> dict[str, Any]:
     """Compiles a program and returns its memory, collectives, cache copies and kernels.
+
+    Collectives within a stage and between stages are counted separately.
 
     Args:
       program: of `PROGRAMS`.
       request: with sharded shapes as arrays.
       sizes: its `cache_sizes`.
       folder: to which the compiler dumps kernels; existing files are ignored.
-      group: number of devices of a host, between which collectives are counted separately; None:
-        of a stage.
     """
     before = set(folder.iterdir())
     begin = time.perf_counter()
@@ -286,8 +283,7 @@ def report(
     assert memory is not None  # every GPU compiler returns it
     copied, mesh = list(hlo.copied_sizes(text)), request.settings.mesh
     assert mesh is not None  # `abstract_request` sets it
-    if group is None and mesh.shape[STAGE] > 1:
-        group = mesh.size // mesh.shape[STAGE]
+    group = mesh.size // mesh.shape[STAGE] if mesh.shape[STAGE] > 1 else None
     counted: dict[str, Any] = {}
     if program == "decode" and (matrices := matrix_sizes(request)):
         counted["dequantized matrices"] = hlo.dequantized(text, matrices)
@@ -334,8 +330,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m magicjax.aot.aot_compile", description=__doc__)
     parser.add_argument("workload", help="a Workload's fields, as JSON")
     parser.add_argument("out", help="the JSON file to write")
-    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS)
-    parser.add_argument("--group", type=int, help="devices of a host; default: of a stage")
     options = parser.parse_args(arguments)
     load = Workload(**json.loads(options.workload))
     request = abstract_request(load, topology_mesh(load))
@@ -345,8 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
         sizes = cache_sizes(request)
         reports = {
-            name: report(name, request, sizes, pathlib.Path(folder), options.group)
-            for name in options.programs
+            name: report(name, request, sizes, pathlib.Path(folder)) for name in PROGRAMS
         }
     pathlib.Path(options.out).write_text(json.dumps(reports), encoding="utf-8")
     return 0

@@ -24,6 +24,7 @@ from magicjax import hlo
 from magicjax.benchmarks import bench, synthetic
 from magicjax.benchmarks.tables import markdown_table
 from magicjax.decoding import program_cache
+from magicjax.options import token_count
 from magicjax.trees.token_tree import chain
 from pallas_kernels.benchmarks.bench import write_json
 
@@ -235,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the profiles of the plain and of the speculative loop; returns 0."""
     parser = bench.base_parser("python -m magicjax.benchmarks.profile_ops", __doc__)
     parser.add_argument("--batch", type=int, default=16, help="rows")
-    parser.add_argument("--context", type=int, default=32768, help="tokens per row")
+    parser.add_argument("--context", type=token_count, default=32768, help="tokens per row")
     parser.add_argument("--budget", type=int, default=512, help="slots of the draft cache")
     parser.add_argument("--gamma", type=int, default=4, help="draft tokens per round")
     parser.add_argument("--rate", type=float, default=0.8, help="synthetic acceptance rate")

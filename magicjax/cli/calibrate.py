@@ -31,6 +31,7 @@ from magicjax.drafters import Drafter
 from magicjax.drafters.spec import DRAFTER_SYNTAX, make_drafter
 from magicjax.loading import load
 from magicjax.model import DTYPES
+from magicjax.options import token_count
 from magicjax.parallel import offloading
 from magicjax.planner.candidates import make_draft
 from magicjax.trees.token_tree import chain
@@ -188,9 +189,7 @@ def add(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--out", help="profile to write, a .json file; default: that of `auto`")
-    parser.add_argument(
-        "--target", default="llama-3.2-1b", help="preset, model directory or GGUF file"
-    )
+    parser.add_argument("--target", default="llama-3.2-1b", help=options.SOURCE)
     parser.add_argument(
         "--drafter",
         nargs="+",
@@ -200,7 +199,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     options.add_weights(parser)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--context", type=int, nargs="+", default=[1024, 4096, 8192])
+    parser.add_argument("--context", type=token_count, nargs="+", default=[1024, 4096, 8192])
     parser.add_argument(
         "--nodes", type=int, nargs="+", default=[2, 3, 4, 5, 6, 9], help="tree sizes of T_verify"
     )

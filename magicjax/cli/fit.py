@@ -19,10 +19,12 @@ from typing import Any
 
 import jax
 
+from magicjax import cost_model
 from magicjax.cli import options
 from magicjax.decoding.request import prefill_chunk
 from magicjax.drafters.sparse import BUDGET
 from magicjax.loading import weight_format
+from magicjax.options import token_count
 from magicjax.parallel import offloading
 from sharding import MeshSize, parse_mesh
 
@@ -42,7 +44,7 @@ def add(commands: Any) -> None:
         "(Sampling also stores the draft's distributions: nodes x vocabulary in float32 per row.)",
         allow_abbrev=False,
     )
-    parser.add_argument("--target", required=True, help="preset, model directory or GGUF file")
+    parser.add_argument("--target", required=True, help=options.SOURCE)
     parser.add_argument(
         "--drafter",
         default="",
@@ -51,11 +53,16 @@ def add(commands: Any) -> None:
     parser.add_argument("--tree", default="", help="of the drafter; default: chain:4")
     parser.add_argument("--batch", type=int, required=True, help="number of rows, over all GPUs")
     parser.add_argument(
-        "--context", type=int, required=True, help="tokens per row, including new tokens"
+        "--context",
+        type=token_count,
+        required=True,
+        help="tokens per row, including new tokens; 8k is 8192",
     )
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
     parser.add_argument(
-        "--device", required=True, help="a100, h100, h200, or the path of a device description"
+        "--device",
+        required=True,
+        help=f"{', '.join(cost_model.DEVICES)}, or the path of a device description",
     )
     parser.add_argument(
         "--mesh",
@@ -73,6 +80,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--backend", choices=("mosaic", "xla"), help="default: xla")
     parser.add_argument(
         "--analytic", action="store_true", help="estimate from shapes, without compilation"
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="also print what the compiled programs contain"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -94,11 +104,11 @@ def run(arguments: argparse.Namespace) -> int:
     counted = memory_estimate.count(load)
     compiled, reason = None, "--analytic"
     if not arguments.analytic:
-        compiled, reason = compile_apart(load)
+        compiled, reason = _compile_apart(load)
     report = summary(load, counted, compiled, aot_compile.device_memory_bytes(load.device))
     if compiled is None:
         report["estimate"] = f"from shapes, not compiled ({reason})"
-    print(json.dumps(report, indent=2) if arguments.json else as_text(report))
+    print(json.dumps(report, indent=2) if arguments.json else as_text(report, arguments.verbose))
     return 0 if report["fits"] else DOES_NOT_FIT
 
 
@@ -171,37 +181,39 @@ def max_rows(load: Any, counted: Any, temporary: dict[str, int], usable: int) ->
     return load.data * bisect.bisect_right(rows, usable, key=needed)
 
 
-def as_text(report: dict[str, Any]) -> str:
-    """Returns the report as lines of text."""
+def as_text(report: dict[str, Any], verbose: bool = False) -> str:
+    """Returns the report as lines of text, the verdict first.
+
+    Args:
+      report: of `summary`.
+      verbose: whether to append what the compiled programs contain.
+    """
     load, sizes = report["workload"], report["bytes on each device"]
     mesh = MeshSize(load["data"], load["model"], load["stage"])
     micro_batches = f", {load['micro_batches']} micro-batches" if mesh.stage > 1 else ""
+    free = sizes["usable"] - sizes["total"]
+    verdict = "fits" if report["fits"] else "DOES NOT FIT"
+    largest = (
+        f"largest batch at this context: about {report['largest batch']}; largest context at this "
+        f"batch: about {report['largest context']}"
+        if report["largest batch"]
+        else "not even one row fits: use a shorter context, or --weights, --offload or --mesh for less "
+        "memory per device"
+    )
     lines = [
+        f"{verdict}: {abs(free) / GB:.3f} GB {'free' if free >= 0 else 'missing'} on each device",
+        largest,
         f"{load['target']}, {load['drafter'] or 'plain decoding'}, batch {load['batch']}, context "
         f"{load['context']}, {load['dtype']}, on {mesh.devices} x {load['device']} "
-        f"({mesh}{micro_batches}), "
-        f"attention backend {load['backend']}"
-        + offloading.describe(load["offload"], load["weights"])
+        f"({mesh}{micro_batches}), attention backend {load['backend']}"
+        + offloading.describe(load["offload"], load["weights"]),
     ]
     if "estimate" in report:
         lines.append(f"ESTIMATE {report['estimate']}")
     lines.append("on each device:")
     shown = [name for name in sizes if sizes[name] or name == "total"]
     lines += [f"  {name:<24} {sizes[name] / GB:9.3f} GB" for name in shown]
-    free = sizes["usable"] - sizes["total"]
-    verdict = "fits" if report["fits"] else "DOES NOT FIT"
-    lines.append(f"{verdict}: {abs(free) / GB:.3f} GB {'free' if free >= 0 else 'missing'}")
-    if report["largest batch"]:
-        lines.append(
-            f"largest batch at this context: about {report['largest batch']}; largest context at "
-            f"this batch: about {report['largest context']}"
-        )
-    else:
-        lines.append(
-            "not even one row fits: use a shorter context, or --weights, --offload or --mesh for "
-            "less memory per device"
-        )
-    for name, program in report.get("programs", {}).items():
+    for name, program in report.get("programs", {}).items() if verbose else ():
         lines.append(f"{name}: compiled in {program['seconds to compile']:.1f} s")
         lines += _program(program, "per step" if name == "decode" else "in total")
     return "\n".join(lines)
@@ -225,10 +237,8 @@ def _program(program: dict[str, Any], per: str) -> list[str]:
     return lines
 
 
-def compile_apart(load: Any, *extra: str) -> tuple[dict[str, Any] | None, str]:
+def _compile_apart(load: Any) -> tuple[dict[str, Any] | None, str]:
     """Returns (the compiler's report, ""), or (None, why the compiler is not available).
-
-    `extra` are options of `python -m magicjax.aot.aot_compile`.
 
     Raises:
       ValueError: the compiler failed.
@@ -247,7 +257,7 @@ def compile_apart(load: Any, *extra: str) -> tuple[dict[str, Any] | None, str]:
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "report.json"
         code = json.dumps(dataclasses.asdict(load))
-        command = [sys.executable, "-m", "magicjax.aot.aot_compile", code, str(out), *extra]
+        command = [sys.executable, "-m", "magicjax.aot.aot_compile", code, str(out)]
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if ran.returncode:
             raise ValueError(f"compilation failed:\n{ran.stderr[-4000:]}")

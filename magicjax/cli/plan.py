@@ -11,6 +11,7 @@ from magicjax.drafters.sparse import BUDGET
 from magicjax.drafters.spec import make_drafter, parse
 from magicjax.loading import skeleton
 from magicjax.model import DTYPES, Model
+from magicjax.options import token_count
 from magicjax.parallel import offloading
 from magicjax.planner import acceptance
 from magicjax.planner.candidates import make_candidate, model_sizes
@@ -28,9 +29,9 @@ def add(commands: Any) -> None:
         "they are faster than plain decoding. Requires measured acceptance; runs no model.",
         allow_abbrev=False,
     )
-    parser.add_argument("--target", required=True, help="preset, model directory or GGUF file")
+    parser.add_argument("--target", required=True, help=options.SOURCE)
     parser.add_argument("--batch", type=int, required=True, help="number of rows")
-    parser.add_argument("--context", type=int, required=True, help="tokens per row")
+    parser.add_argument("--context", type=token_count, required=True, help="tokens per row; 8k is 8192")
     parser.add_argument(
         "--device",
         required=True,

@@ -143,28 +143,12 @@ def checked_verifier(options: RequestOptions, tree: Tree) -> str:
             f"{type(options.drafter).__name__}.draw_methods returned {drawn!r}: return a set of "
             f"{', '.join(DRAW_METHODS)}"
         )
-    _check_exact(drawn, verifier)
-    return "mss" if verifier is None else verifier
-
-
-def _check_exact(draw_methods: set[str], verifier: str | None) -> None:
-    """Raises ValueError if the verifier changes the target's distribution for these draws."""
-    if verifier == "naive":
-        return  # exact for any draft
-    if {"with_replacement", "without_replacement"} <= draw_methods:
+    if verifier != "naive" and {"with_replacement", "without_replacement"} <= drawn:
         raise ValueError(
             "the ensemble mixes draws with and without replacement, and no verification rule is "
-            "exact for both: use the same draw for all drafters"
+            "exact for both: use the same draw for all drafters, or verifier='naive'"
         )
-    if verifier in (None, "mss"):
-        return  # applies the rule that belongs to each draw
-    inexact = [draw for draw in sorted(draw_methods) if DRAW_METHODS[draw] != verifier]
-    if inexact:
-        raise ValueError(
-            f"verifier={verifier!r} is not exact for children drawn {inexact[0]!r}: the accepted "
-            f"tokens would not follow the target's distribution; use {DRAW_METHODS[inexact[0]]!r}, "
-            "or omit verifier"
-        )
+    return verifier or "mss"
 
 
 def checked_sampling(options: RequestOptions, rows: int) -> Sampling | None:

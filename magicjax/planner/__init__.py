@@ -12,5 +12,4 @@ from magicjax.planner.planning import (
     inflection,
     plan,
     predictions,
-    required_acceptance,
 )

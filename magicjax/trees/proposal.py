@@ -1,6 +1,6 @@
 """Proposals: a tree of tokens for each row, and how its nodes were drawn."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +8,10 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+# How children are drawn under sampling; top: the most likely tokens, without randomness.
 DrawMethod = Literal["with_replacement", "without_replacement", "top"]
+DRAW_METHODS = get_args(DrawMethod)
 ONE_HOT = -1  # as the distribution of a token that was not drawn at random
-
-# How children can be drawn under sampling -> the verifier that is exact for it.
-DRAW_METHODS = {
-    "with_replacement": "mss_with_replacement",
-    "without_replacement": "mss_without_replacement",
-    "top": "one_hot",  # the most likely tokens; not random
-}
 
 
 @struct.dataclass

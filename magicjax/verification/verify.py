@@ -19,16 +19,7 @@ from magicjax.verification.sampling import (
 from sharding import collectives
 from sharding.collectives import AxisNames
 
-# The last four are one rule, which adapts to how each child was drawn; all but mss require one
-# draw method.
-VERIFIERS = (
-    "greedy",
-    "naive",
-    "mss",
-    "mss_with_replacement",
-    "mss_without_replacement",
-    "one_hot",
-)
+VERIFIERS = ("greedy", "naive", "mss")
 
 
 @struct.dataclass

@@ -1,1 +1,1 @@
-"""Commands that time, tune and validate the attention kernels on a device."""
+"""Commands that time and validate the attention kernels on a device."""

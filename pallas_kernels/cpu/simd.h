@@ -265,12 +265,6 @@ INLINE vec load_first(const T* p, int n) {
   return load(buffer);
 }
 
-INLINE void store_first(float* p, vec x, int n) {
-  float buffer[W];
-  store(buffer, x);
-  std::memcpy(p, buffer, n * sizeof(float));
-}
-
 // Each 32-bit element of x holds two bf16; `even` becomes the lower ones.
 INLINE void split_pairs(vec x, vec* even, vec* odd) {
   using words = uint32_t __attribute__((vector_size(4 * W)));

@@ -1,1 +1,1 @@
-"""The Hopper attention kernel in Pallas Mosaic GPU, and its tuned configurations."""
+"""The Hopper attention kernel in Pallas Mosaic GPU."""

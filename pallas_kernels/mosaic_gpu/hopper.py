@@ -317,8 +317,7 @@ def _masks(config: Config, part: _Part, slots: int, bias, rows) -> tuple[Callabl
 
 def _to_registers(ref: Any, layout: Any, optimized: bool = True) -> Array:
     """Returns the array of a reference in a layout; `optimized` forbids bank conflicts."""
-    index = ((),) if jax.__version_info__ < (0, 11) else ()
-    return plgpu.load(ref, *index, layout=layout, optimized=optimized)
+    return plgpu.load(ref, layout=layout, optimized=optimized)
 
 
 def _attend_blocks(config: Config, part: _Part, key_group, width: int, attend, sources):

@@ -1,17 +1,9 @@
-"""Chooses how the kernel for NVIDIA Hopper divides its work.
+"""Chooses how the kernel for NVIDIA Hopper divides its work."""
 
-`choose_config` uses the fastest configuration that `python -m pallas_kernels.benchmarks.tune` timed
-on this kind of device (`tuned.py`), or a rule where no similar shape was timed.
-"""
-
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
 
 import jax
-
-from pallas_kernels.mosaic_gpu import tuned
 
 ROWS = 64  # of a wgmma tile
 WIDEST = 128  # value columns that the registers of one warpgroup can accumulate
@@ -82,109 +74,8 @@ def multiprocessors() -> int:
     return getattr(jax.devices()[0], "core_count", None) or MULTIPROCESSORS
 
 
-_forced: Config | None = None
-
-
-@contextlib.contextmanager
-def using(config: Config) -> Iterator[None]:
-    """Forces `choose_config` to return this config for programs traced in the context."""
-    global _forced
-    before, _forced = _forced, config
-    try:
-        yield
-    finally:
-        _forced = before
-
-
+@functools.cache
 def choose_config(
-    heads: int, rows: int, slots: int, head_dim: int, multiprocessors: int, quantized: bool = False
-) -> Config:
-    """Returns how to divide the work of one call: from the device's table, or by the rule.
-
-    The arguments are those of `config_by_rule`. Tables do not cover 8-bit prefixes.
-
-    Raises:
-      ValueError: the device's table is malformed.
-    """
-    if _forced is not None:
-        return _forced
-    if quantized:
-        return config_by_rule(heads, rows, slots, head_dim, multiprocessors, quantized)
-    entries = table(jax.devices()[0].device_kind)
-    config = tuned.nearest(entries, tuned.Key(heads, rows, slots, head_dim))
-    return config or config_by_rule(heads, rows, slots, head_dim, multiprocessors)
-
-
-@functools.cache
-def table(device: str) -> dict[tuned.Key, Config]:
-    """Returns the fastest timed configurations of a kind of device; {} without a table.
-
-    Raises:
-      ValueError: the table is malformed, or a configuration in it cannot run.
-    """
-    path = tuned.path_of(device)
-    configs = {}
-    for key, entry in tuned.read(path).items():
-        try:
-            config = Config(**entry["config"])
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: {key}: {error}; {tuned.REMEDY}") from error
-        if not fits(config, key.rows, key.slots, key.head_dim):
-            raise ValueError(f"{path}: {key}: {config} does not fit the device; {tuned.REMEDY}")
-        configs[key] = config
-    return configs
-
-
-def fits(config: Config, rows: int, slots: int, head_dim: int) -> bool:
-    """Returns whether the device can run a configuration without idle parts."""
-    return (
-        1 <= config.splits <= max(1, slots // config.block)
-        and config.groups(head_dim) == WARPGROUPS - 1
-        and config.row_groups <= -(-rows // ROWS)
-        and config.stages >= 2
-        and config.shared_bytes(head_dim) <= SHARED_BYTES
-    )
-
-
-def candidates(heads: int, rows: int, slots: int, head_dim: int, sms: int) -> list[Config]:
-    """Returns the configurations to time: the rule's first, then by increasing estimated cost.
-
-    Splits are 2**n and 3 * 2**n. All other fields take every value that fits.
-
-    Args:
-      heads, rows, slots, head_dim: as for `config_by_rule`.
-      sms: multiprocessors of the device.
-    """
-    powers = {m * 2**n for m in (1, 3) for n in range(sms.bit_length()) if m * 2**n <= sms}
-    rule = config_by_rule(heads, rows, slots, head_dim, sms)
-    configs = [
-        Config(splits, row_groups, key_groups, block, stages)
-        for splits in sorted(powers | {rule.splits})
-        for row_groups in range(1, WARPGROUPS)
-        for key_groups in range(1, WARPGROUPS)
-        for block in (ROWS, 2 * ROWS)
-        for stages in range(max(2, key_groups), MAX_STAGES + 1)
-        if stages % key_groups == 0
-    ]
-
-    def likely(config: Config) -> tuple:
-        return (config != rule, cost(config, heads, rows, slots, sms), -config.stages)
-
-    return sorted((c for c in configs if fits(c, rows, slots, head_dim)), key=likely)
-
-
-def cost(config: Config, heads: int, rows: int, slots: int, sms: int) -> int:
-    """Returns blocks of 64 keys on the busiest multiprocessor; starting a block counts as four.
-
-    The arguments are those of `candidates`.
-    """
-    blocks = heads * -(-rows // (ROWS * config.row_groups))
-    waves = -(-blocks * config.splits // sms)
-    return waves * (-(-slots // (config.splits * ROWS)) + 4)
-
-
-@functools.cache
-def config_by_rule(
     heads: int, rows: int, slots: int, head_dim: int, multiprocessors: int, quantized: bool = False
 ) -> Config:
     """Returns a configuration that fills the device's multiprocessors evenly.
@@ -206,10 +97,14 @@ def config_by_rule(
     ]
     config = [c for c in deepest if c.shared_bytes(head_dim, quantized) <= SHARED_BYTES][-1]
 
-    def split(splits: int) -> Config:
-        return dataclasses.replace(config, splits=splits)
+    def cost(splits: int) -> int:
+        """Blocks of 64 keys on the busiest multiprocessor; starting a block counts as four."""
+        blocks = heads * -(-rows // (ROWS * row_groups))
+        waves = -(-blocks * splits // multiprocessors)
+        return waves * (-(-slots // (splits * ROWS)) + 4)
 
     most = min(max(1, slots // (4 * config.block)), multiprocessors)
-    costs = {n: cost(split(n), heads, rows, slots, multiprocessors) for n in range(1, most + 1)}
+    costs = {splits: cost(splits) for splits in range(1, most + 1)}
     # The smallest near-optimal number, because each split writes float32 results.
-    return split(next(n for n, x in costs.items() if x <= 1.05 * min(costs.values())))
+    splits = next(n for n, x in costs.items() if x <= 1.05 * min(costs.values()))
+    return dataclasses.replace(config, splits=splits)

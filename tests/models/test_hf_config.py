@@ -327,3 +327,24 @@ def test_a_config_that_its_family_cannot_express_is_an_error(change, message):
     config = dataclasses.replace(read_config(LLAMA), **change)
     with pytest.raises(ValueError, match=message):
         write_config(config)
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind"),
+    [
+        ({"medusa_num_heads": 5, "base_model_name_or_path": "lmsys/vicuna-7b"}, "medusa"),
+        ({**LLAMA, "architectures": ["LlamaForCausalLMEagle3"]}, "eagle"),
+        ({**LLAMA, "draft_vocab_size": 32000}, "eagle"),
+        ({"model_type": "mlp_speculator", "n_predict": 3}, "mlp_speculator"),
+    ],
+)
+def test_a_drafter_that_reads_hidden_states_is_named(raw, kind):
+    with pytest.raises(ValueError, match=f"a drafter of kind {kind}, .*draft with a small model"):
+        read_config(raw)
+
+
+@pytest.mark.parametrize("family", ["gemma", "mixtral"])
+def test_an_unknown_family_is_an_error_with_all_families(family):
+    message = f"model_type='{family}' is not supported: it must be one of llama, .*describes how"
+    with pytest.raises(ValueError, match=message):
+        read_config({**LLAMA, "model_type": family})

@@ -261,6 +261,12 @@ def test_all_mismatches_are_in_one_error(saved):
     ]
 
 
+def test_the_weights_of_an_eagle_drafter_are_named(saved):
+    edit_tensors(saved, lambda tensors: tensors.update({"fc.weight": np.zeros((8, 16))}))
+    with pytest.raises(ValueError, match="a drafter of kind eagle, which reads the hidden states"):
+        models.load_checkpoint(saved)
+
+
 def test_a_tied_output_matrix_that_differs_is_an_error(saved):
     edit_json(saved / "config.json", tie_word_embeddings=True)
     with pytest.raises(ValueError, match=r"lm_head\.weight differs from model\.embed"):

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 SLOTS = LARGE * BLOCK + 64
-OLD = jax.__version_info__ < (0, 11)
 NUMBER = r"(?:f|bf|s|u)\d+"
 
 
@@ -46,8 +45,6 @@ def program_of(nodes: int, dtype: str):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("nodes", [1, 5, 64])
 def test_no_cache_is_copied(nodes, dtype):
-    if dtype == "bfloat16" and OLD:
-        pytest.skip("this XLA converts a 16-bit cache to float32 before it slices blocks of it")
     program, inputs = program_of(nodes, dtype)
     cache = inputs["k_prefix"]
     assert moves_of_a_cache(program.as_text(), cache.shape) == []
@@ -125,8 +122,6 @@ lse_or_none = pytest.mark.parametrize("has_lse", [True, False], ids=["lse given"
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("nodes", [1, 64])
 def test_the_mass_copies_no_cache(nodes, dtype, has_lse):
-    if dtype == "bfloat16" and OLD:
-        pytest.skip("this XLA converts a 16-bit cache to float32 before it slices blocks of it")
     program = mass_program("xla", nodes, dtype, has_lse)
     assert moves_of_a_cache(program.as_text(), (2, 2, SLOTS, 64)) == []
 

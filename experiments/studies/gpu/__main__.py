@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -22,10 +23,8 @@ from typing import Any
 from experiments.studies.gpu import summary
 from magicjax.files import write_atomically
 from pallas_kernels.benchmarks.shapes import FULL_HEADS, FULL_NODES, FULL_SIZES
-from pallas_kernels.mosaic_gpu.tuned import slug
 
 ROOT = pathlib.Path(__file__).parents[3]
-UNFINISHED = 3  # exit status of pallas_kernels.benchmarks.tune if time runs out
 OUT_OF_TIME = "ran out of time"
 TAIL = 4000  # characters of a part's output that are stored
 MAX_SECONDS = 480  # of a part
@@ -44,9 +43,8 @@ class Plan:
       rates: synthetic acceptance rates.
       new_tokens: per row of a loop with synthetic acceptance.
       repeats: timed calls.
-      validate, tune, offload: arguments of these commands.
+      validate: arguments of this command.
       tests: names of test files.
-      offloaded: (target, draft) of decoding with the target's weights in host memory.
     """
 
     target: str = "llama-3.1-8b"
@@ -62,14 +60,7 @@ class Plan:
     new_tokens: int = 384
     repeats: int = 10
     validate: str = ""
-    tune: str = "--seconds 400"
-    tests: tuple = ("mosaic", "tuned", "validate", "baselines", "bench")
-    offloaded: tuple = (
-        ("llama-2-7b", "llama-68m"),
-        ("opt-13b", "opt-125m"),
-        ("opt-30b", "opt-125m"),
-    )
-    offload: str = ""
+    tests: tuple = ("mosaic", "validate", "baselines", "bench")
 
 
 SMOKE = Plan(
@@ -86,10 +77,7 @@ SMOKE = Plan(
     new_tokens=48,
     repeats=2,
     validate="--backend xla --small",
-    tune="--list --shape 2,512,2,4,128,5",
-    tests=("tuned",),
-    offloaded=(("experiments/zoo/target", "experiments/zoo/draft-1"),),
-    offload="--batch 1 --nodes 1 4 --repeats 1",
+    tests=("bench",),
 )
 
 
@@ -124,8 +112,6 @@ def parts(plan: Plan) -> list[Part]:
     pytest = f"pytest -q --noconftest -p no:cacheprovider {tests}"
     add("tests", pytest, platform="cpu", writes=False)
     add("validate", f"pallas_kernels.benchmarks.validate {plan.validate}")
-    add("tune", f"pallas_kernels.benchmarks.tune {plan.tune}", writes=False)
-    add("validate-tuned", f"pallas_kernels.benchmarks.validate {plan.validate}")
     kv_heads, group, size = plan.heads
     attention = f"pallas_kernels.benchmarks.bench --kv-heads {kv_heads} --group {group}"
     attention += f" --head-dim {size} --dtype {plan.dtype} --backends {plan.backends}"
@@ -146,10 +132,6 @@ def parts(plan: Plan) -> list[Part]:
         for gamma in gammas:
             shape = f"--batch {batch} --context {context} --nodes {gamma + 1} --gamma {gamma}"
             add(f"grid-{batch}x{context}-gamma{gamma}", f"{bench} {shape} {loop}")
-    for target, draft in plan.offloaded:
-        pair = f"--target {target} --draft {draft} --dtype {plan.dtype} {plan.offload}"
-        name = pathlib.PurePath(target).name
-        add(f"offload-{name}", f"experiments.studies.offloading {pair}")
     return chosen
 
 
@@ -179,8 +161,7 @@ def run(part: Part, seconds: float) -> dict[str, Any]:
         outcome: dict[str, Any] = {"command": f"python -m {' '.join(part.command)}"}
         outcome["seconds"] = time.monotonic() - begin
         if status != 0:
-            stopped = status is None or (status == UNFINISHED and part.name == "tune")
-            outcome["failed"] = OUT_OF_TIME if stopped else f"status {status}"
+            outcome["failed"] = OUT_OF_TIME if status is None else f"status {status}"
         if out.exists():
             outcome["result"] = json.loads(out.read_text())
         if not part.writes or status != 0:
@@ -249,6 +230,11 @@ def measure(
     return all("failed" not in results["parts"].get(p.name, ["failed"]) for p in chosen)
 
 
+def _slug(device: str) -> str:
+    """Returns a device's name as a folder name: `NVIDIA H200` is `nvidia-h200`."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 if every part has succeeded, else 1."""
     parser = argparse.ArgumentParser(
@@ -265,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not chosen:
         parser.error(f"--only {options.only}: parts are {', '.join(p.name for p in every)}")
     name = device()
-    default = "results/smoke" if options.smoke else f"experiments/results/{slug(name)}"
+    default = "results/smoke" if options.smoke else f"experiments/results/{_slug(name)}"
     folder = pathlib.Path(options.out) if options.out else ROOT / default
     about = {"device": name, "python": sys.version.split()[0], "smoke": options.smoke}
     done = measure(chosen, folder, again=options.again, minutes=options.minutes, about=about)

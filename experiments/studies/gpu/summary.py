@@ -123,12 +123,6 @@ def targets(parts: dict[str, Any]) -> list[Target]:
     for name in ("speedup", "speedup per round"):
         share = loop[name] / loop["predicted speedup"] if name in loop else None
         found.append(Target(f"synthetic 0.8, gamma 4: {name} / predicted", "≥ 0.9", share))
-    for r in _rows(parts, "offload", table="link"):
-        name = f"host link, share of a plain copy, {r['target']}, B={r['batch']}"
-        found.append(Target(name, "≥ 0.8", r["share"]))
-    for r in _rows(parts, "offload", table="speedup", width=3):
-        name = f"synthetic acceptance: speedup, offloaded target, {r['target']}, B={r['batch']}"
-        found.append(Target(name, "≥ 2.6", r["speedup"]))
     return found
 
 

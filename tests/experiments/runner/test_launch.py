@@ -394,10 +394,6 @@ IMPOSSIBLE = {
         "methods: [{drafter: prompt-lookup, tree: 'expansion:1,2'}]",
         "this tree branches below the root",
     ),
-    "a verifier that is not exact": (
-        "do_sample: true\nmethods: [{drafter: self, draw: top, verifier: mss_with_replacement}]",
-        "verifier='mss_with_replacement' is not exact for children drawn 'top'",
-    ),
     "texts too long": (
         "grid: {batch: [1, 2], context: [64, 16300]}\nnew_tokens: 128",
         "context 16300: prompt 0 has 16300 tokens; with new_tokens=128 it needs 16428 "

@@ -127,12 +127,12 @@ SAMPLING = {
     "a verifier and a draw": (
         [
             *("--drafter", "self:streaming:32:draw=with_replacement", "--tree", "expansion:2,1"),
-            *("--verifier", "mss_with_replacement"),
+            *("--verifier", "mss"),
         ],
         dict(
             drafter=magicjax.SelfSpeculation("streaming", 32, "with_replacement"),
             tree=magicjax.expansion((2, 1)),
-            verifier="mss_with_replacement",
+            verifier="mss",
         ),
     ),
     "two drafters, a tree each": (

@@ -214,13 +214,6 @@ REFUSED = {
         ["--target", "DIR", "--prompt", "a", "--drafter", "self", "--verifier", "mss"],
         "--verifier 'mss' requires sampling: pass --do-sample or omit --verifier",
     ),
-    "a verifier that is not exact": (
-        [
-            *("--target", "DIR", "--prompt", "a", "--drafter", "self:streaming:64", "--do-sample"),
-            *("--verifier", "mss_with_replacement"),
-        ],
-        "--verifier 'mss_with_replacement' is not exact for children drawn 'without_replacement'",
-    ),
     "no such draw": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "self:draw=tops"],
         "draw='tops': it must be with_replacement or without_replacement or top",

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from magicjax import cost_model
 from magicjax.aot import aot_compile, memory_estimate
 from magicjax.cli import fit
 from models import count_params, preset
@@ -30,7 +31,14 @@ def test_text_lists_the_memory_of_each_device(run):
     code, out, _ = run(*ARGUMENTS, *LOAD)
     assert code == 0
     assert "ESTIMATE from shapes, not compiled (--analytic)" in out
-    assert "target KV                   68.854 GB" in out and "fits: " in out
+    assert out.startswith("fits: ") and "target KV                   68.854 GB" in out
+    assert run(*ARGUMENTS, *LOAD[:2], "--context", "32k", *LOAD[4:])[1] == out
+
+
+def test_fit_and_plan_know_the_same_devices():
+    assert aot_compile.DEVICES.keys() == cost_model.DEVICES.keys()
+    for name, device in cost_model.DEVICES.items():
+        assert f"memory_bandwidth: {device.bandwidth:.0f}" in aot_compile.description(name.upper())
 
 
 @pytest.mark.slow
@@ -91,7 +99,7 @@ def test_the_largest_batch_is_a_multiple_of_the_groups(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--device", "b300"], "--device b300 is unknown: use a100, h100, h200"),
+        (["--device", "b300"], "--device b300 is unknown: use a10, a100, h100, h200, l40"),
         (["--mesh", "model=3"], "does not divide the model"),
         (["--mesh", "pipe=3"], "'pipe=3' is not a valid mesh: use stage=2,data=2,model=2"),
         (["--batch", "0"], "--batch 0 must be at least 1"),
@@ -129,7 +137,8 @@ def test_the_format_of_a_quantized_checkpoint_is_reported(command, weights, form
     _, out, err = run(*arguments)
     assert not err
     titled = f", {form} weights" if form else ""
-    assert out.splitlines()[0].endswith(titled + ", offloaded" * ("--offload" in weights))
-    assert ("weights" in out.splitlines()[0]) == (form is not None)
+    (title,) = (line for line in out.splitlines() if line.startswith("tests/models"))
+    assert title.endswith(titled + ", offloaded" * ("--offload" in weights))
+    assert ("weights" in title) == (form is not None)
     found = json.loads(run(*arguments, "--json")[1])
     assert (found["workload"] if command == "fit" else found)["weights"] == form

@@ -6,7 +6,6 @@ import pytest
 
 import models
 from magicjax.parallel import pipeline_stages
-from sharding import pipeline
 from tests.magicjax import mesh_cases, stage_cases
 from tests.quick import quick
 
@@ -54,12 +53,6 @@ def test_all_stages_give_the_text_of_one_device(
 @pytest.mark.parametrize("what", ["rows", "last"])
 def test_wrong_stages_are_detected(eight, what):
     assert eight(stage_cases.differs, what=what)
-
-
-def test_the_share_of_idle_steps():
-    assert pipeline.idle_share(1, 5) == 0
-    assert pipeline.idle_share(4, 1) == 3 / 4
-    assert pipeline.idle_share(4, 12) == 3 / 15
 
 
 def test_between_stages_only_activations_travel(eight):
