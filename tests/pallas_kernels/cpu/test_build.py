@@ -314,5 +314,5 @@ def test_the_self_check_accepts_a_right_kernel(monkeypatch):
 )
 def test_the_self_check_finds_a_wrong_kernel(name, error, monkeypatch):
     monkeypatch.setattr(self_check.attention, "attend", _wrong(error))
-    message = self_check.check()
+    message = self_check._check_attention()
     assert message.startswith(f"tree_attention, decoding in float32, {name}"), message
