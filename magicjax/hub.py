@@ -37,11 +37,11 @@ def snapshot(source: str, weights: bool) -> pathlib.Path:
         does not have all files.
     """
     import huggingface_hub
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     name, _, revision = source.partition("@")
     files = [*SMALL, WEIGHTS] if weights else list(SMALL)
-    endpoint = huggingface_hub.constants.ENDPOINT
+    endpoint = constants.ENDPOINT
     try:
         folder = huggingface_hub.snapshot_download(
             name, revision=revision or None, allow_patterns=files

@@ -35,11 +35,11 @@ def load(
     """Returns a model from a directory, the Hugging Face Hub or a GGUF file, or a random preset.
 
     Args:
-      source: a directory in Hugging Face format (config.json, safetensors, tokenizer files); a model
-        of the Hugging Face Hub, such as "Qwen/Qwen2.5-0.5B" or "Qwen/Qwen2.5-0.5B@main", which is
-        downloaded when it is first used; a GGUF file, which is converted when it is first used; a
-        name that `magicjax fetch` lists; or the name of a preset (`models.PRESETS`), which has
-        random weights.
+      source: a directory in Hugging Face format (config.json, safetensors, tokenizer files); a
+        model of the Hugging Face Hub, such as "Qwen/Qwen2.5-0.5B" or "Qwen/Qwen2.5-0.5B@main",
+        which is downloaded when it is first used; a GGUF file, which is converted when it is first
+        used; a name that `magicjax fetch` lists; or the name of a preset (`models.PRESETS`), which
+        has random weights.
       dtype: of parameters, caches and activations; None: as stored (GGUF: float32, presets:
         bfloat16).
       weights: quantize the blocks' matrices, one by one: "int8" with a scale for each output

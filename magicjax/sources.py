@@ -113,8 +113,8 @@ def directory_of(source: str | os.PathLike, *, weights: bool = True) -> pathlib.
         )
     raise ValueError(
         f"{name!r} is not a directory, a file or a preset{did_you_mean(name, _names()) or '.'} "
-        f"Presets are {', '.join(models.PRESETS)}. Models to download are {', '.join(DOWNLOADS)}, and "
-        "OWNER/NAME of the Hugging Face Hub"
+        f"Presets are {', '.join(models.PRESETS)}. Models to download are {', '.join(DOWNLOADS)}, "
+        "and OWNER/NAME of the Hugging Face Hub"
     )
 
 

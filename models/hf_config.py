@@ -206,9 +206,8 @@ def drafter_head(kind: str) -> ValueError:
 
 def _refuse_heads(raw: Mapping[str, Any]) -> None:
     names = " ".join(map(str, (raw.get("model_type"), *(raw.get("architectures") or ())))).lower()
-    keys = {"eagle": "draft_vocab_size", "medusa": "medusa_num_heads", "mlp_speculator": "n_predict"}
-    for kind, key in keys.items():
-        if kind in names or key in raw:
+    for kind in ("eagle", "medusa", "mlp_speculator"):
+        if kind in names or f"{kind}_num_heads" in raw:  # Medusa's config has no other sign
             raise drafter_head(kind)
 
 

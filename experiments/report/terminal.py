@@ -7,7 +7,7 @@ from rich.table import Table
 from experiments.report.labels import shape, size_name, value_text, varying
 
 LEGEND = (
-    "speedup: over plain tok/s, which is plain decoding in the cell's own process, with interleaved "
+    "speedup: over plain tok/s, that of plain decoding in the cell's own process, with interleaved "
     "runs (the plain row has its own process, so its tok/s may differ);",
     "τ: tokens emitted per target pass and row; accepted: accepted tokens / (depth × rounds); "
     "exact: rows equal to plain decoding, ties included; ties: rows that differ at a tie;",

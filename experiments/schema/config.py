@@ -102,8 +102,8 @@ class Experiment(Strict):
     results: str = "results"
     """Parent of the folders of results."""
     target: str = setting("experiments/zoo/target")
-    """The target: a directory, OWNER/NAME on the Hugging Face Hub, a GGUF file, a name that `magicjax
-    fetch` lists, or a preset."""
+    """The target: a directory, OWNER/NAME on the Hugging Face Hub, a GGUF file, a name that
+    `magicjax fetch` lists, or a preset."""
     dtype: Literal["float32", "bfloat16"] = setting("float32")
     """Type of weights, activations and caches; exactness is guaranteed in float32."""
     target_weights: Annotated[str, AfterValidator(_weights)] = setting("")
@@ -378,14 +378,15 @@ def read(path: pathlib.Path) -> Experiment:
         of range, or is its own base.
     """
     raw = _with_base(path, ())
+    raw.setdefault("name", path.stem)
+    raw.setdefault("target", os.path.relpath(BUNDLED))
+    experiment = checked(Experiment, raw, str(path))
     if "methods" not in raw:
         raise ConfigError(
             f"{path}: methods is missing: list what to compare, such as methods: [{{drafter: "
             "self:streaming:256}], or [] for plain decoding alone"
         )
-    raw.setdefault("name", path.stem)
-    raw.setdefault("target", os.path.relpath(BUNDLED))
-    return checked(Experiment, raw, str(path))
+    return experiment
 
 
 def _with_base(path: pathlib.Path, above: tuple[pathlib.Path, ...]) -> dict[str, Any]:

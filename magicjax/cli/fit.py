@@ -197,8 +197,8 @@ def as_text(report: dict[str, Any], verbose: bool = False) -> str:
         f"largest batch at this context: about {report['largest batch']}; largest context at this "
         f"batch: about {report['largest context']}"
         if report["largest batch"]
-        else "not even one row fits: use a shorter context, or --weights, --offload or --mesh for less "
-        "memory per device"
+        else "not even one row fits: use a shorter context, or --weights, --offload or --mesh for "
+        "less memory per device"
     )
     lines = [
         f"{verdict}: {abs(free) / GB:.3f} GB {'free' if free >= 0 else 'missing'} on each device",

@@ -31,7 +31,9 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--target", required=True, help=options.SOURCE)
     parser.add_argument("--batch", type=int, required=True, help="number of rows")
-    parser.add_argument("--context", type=token_count, required=True, help="tokens per row; 8k is 8192")
+    parser.add_argument(
+        "--context", type=token_count, required=True, help="tokens per row; 8k is 8192"
+    )
     parser.add_argument(
         "--device",
         required=True,

@@ -74,9 +74,9 @@ def checked_tree(options: RequestOptions) -> Tree:
         return DEFAULT_TREE
     if not isinstance(tree, TokenTree | DynamicTree):
         raise TypeError(
-            f"tree has type {type(tree).__name__}: build one with magicjax.chain, "
-            "magicjax.expansion, magicjax.TokenTree.from_parents, magicjax.optimal or "
-            "magicjax.DynamicTree, or parse its text with magicjax.parse_tree"
+            f"tree={tree!r} is not a tree: pass a text such as 'chain:4' or 'expansion:2,2,1', or "
+            "build one with magicjax.chain, magicjax.expansion, magicjax.TokenTree.from_parents, "
+            "magicjax.optimal or magicjax.DynamicTree"
         )
     if tree.num_nodes < 2:
         raise ValueError("tree has only a root: add a child, or omit drafter and tree")

@@ -107,7 +107,9 @@ def at_context(measured: Iterable[Measured], context: int) -> dict[str, tuple[Ta
 
 def _at(rows: Sequence[Measured], context: int) -> tuple[Table, str]:
     if rows[0].context is None:
-        return np.array(rows[0].acceptance), "assumed with --acceptance, never measured on this device"
+        return np.array(
+            rows[0].acceptance
+        ), "assumed with --acceptance, never measured on this device"
     rows = sorted(rows, key=lambda row: row.context or 0)
     contexts = [row.context or 0 for row in rows]
     tables = _same_shape([row.acceptance for row in rows])

@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+from typing import ClassVar
 
 import pytest
 
@@ -22,8 +23,8 @@ class Stub(http.server.BaseHTTPRequestHandler):
     """Serves one model as the Hub does; `served` lists (file, first byte)."""
 
     protocol_version = "HTTP/1.1"
-    served: list[tuple[str, int]]
-    breaks: set[str]  # files of which the next answer ends in the middle
+    served: ClassVar[list[tuple[str, int]]]
+    breaks: ClassVar[set[str]]  # files of which the next answer ends in the middle
 
     def do_HEAD(self):
         self.do_GET()
@@ -96,8 +97,8 @@ def stub():
     """The class of a running server's handler, with its address as `endpoint`."""
 
     class Running(Stub):
-        served: list[tuple[str, int]] = []
-        breaks: set[str] = set()
+        served: ClassVar[list[tuple[str, int]]] = []
+        breaks: ClassVar[set[str]] = set()
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Running)
     Running.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
@@ -121,8 +122,10 @@ def run(endpoint: str, cache: pathlib.Path, script: str) -> subprocess.Completed
 def test_a_model_is_downloaded_once_and_without_files_that_are_not_read(stub, tmp_path):
     stub.breaks.add("model.safetensors")
     script = """
+from huggingface_hub import constants
 import magicjax
 from magicjax.loading import config_of
+constants.DOWNLOAD_CHUNK_SIZE = 1024  # what it writes at once
 assert config_of("owner/tiny").num_layers
 assert not list(sources.directory_of("owner/tiny", weights=False).glob("*.safetensors"))
 for _ in range(5):

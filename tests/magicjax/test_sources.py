@@ -190,7 +190,8 @@ def test_concurrent_conversions_run_once_and_all_succeed(gguf, cache, capsys):
     [
         ("./none", FileNotFoundError, "./none is not a directory or a file"),
         ("none.gguf", FileNotFoundError, "none.gguf is not a directory or a file"),
-        ("smollm", ValueError, "models to download are smollm2"),
+        ("smollm", ValueError, "did you mean 'smollm2'?"),
+        ("experiments/zoo/targt/x", FileNotFoundError, "did you mean 'target'?"),
         (__file__, ValueError, "is not a GGUF file: it begins with"),
     ],
 )

@@ -334,7 +334,6 @@ def test_a_config_that_its_family_cannot_express_is_an_error(change, message):
     [
         ({"medusa_num_heads": 5, "base_model_name_or_path": "lmsys/vicuna-7b"}, "medusa"),
         ({**LLAMA, "architectures": ["LlamaForCausalLMEagle3"]}, "eagle"),
-        ({**LLAMA, "draft_vocab_size": 32000}, "eagle"),
         ({"model_type": "mlp_speculator", "n_predict": 3}, "mlp_speculator"),
     ],
 )

@@ -432,7 +432,8 @@ def test_invalid_cells_are_reported_once_before_the_grid_starts(case, tmp_path, 
     settings, message = IMPOSSIBLE[case]
     here(before=lambda folder: pytest.fail("the grid started"))
     path = tmp_path / "mine.yaml"
-    path.write_text(f"results: {tmp_path / 'results'}\n{settings}")
+    methods = "" if "methods:" in settings else "\nmethods: []"
+    path.write_text(f"results: {tmp_path / 'results'}\n{settings}{methods}")
     assert launch.main([str(path)]) == 2
     assert capsys.readouterr().err.count(message) == 1
     assert not (tmp_path / "results").exists()
@@ -449,7 +450,7 @@ def test_invalid_cells_are_recorded_with_impossible_record(tmp_path, capsys, her
     assert [row["status"] for row in summary(tmp_path)] == ["ok", "ok", "config"]
     assert "budget=8 is too small: its ring has 4" in summary(tmp_path)[2]["error"]
     assert "budget=8 is too small: its ring has 4" in capsys.readouterr().out
-    path.write_text(f"results: {tmp_path / 'x'}\nimpossible: record\ncontext: 99999\n")
+    path.write_text(f"results: {tmp_path / 'x'}\nimpossible: record\ncontext: 99999\nmethods: []\n")
     assert launch.main([str(path)]) == 2  # all cells are invalid
 
 

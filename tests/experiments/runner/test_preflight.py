@@ -34,7 +34,9 @@ def test_a_quantized_copy_of_an_offloaded_target_is_refused(tmp_path, capsys):
 
 def test_a_huge_batch_is_refused_before_its_prompts_are_made(tmp_path, capsys, monkeypatch):
     path = tmp_path / "mine.yaml"
-    path.write_text(f"results: {tmp_path}\ncontext: 512\nnew_tokens: 64\nbatch: 1000000\n")
+    path.write_text(
+        f"results: {tmp_path}\ncontext: 512\nnew_tokens: 64\nbatch: 1000000\nmethods: []\n"
+    )
     monkeypatch.setattr(offloading, "free_host_memory", lambda: 20e6)
     monkeypatch.setattr(prompts, "make", lambda *_, **__: pytest.fail("prompts were made"))
     assert launch.main([str(path)]) == 2
@@ -46,7 +48,7 @@ def test_too_few_prompts_are_an_error_in_terms_of_the_config(tmp_path, capsys, m
         raise ValueError("4 of the 4 questions suit 8 prompts: use fewer prompts, or give more")
 
     path = tmp_path / "mine.yaml"
-    path.write_text(f"results: {tmp_path}\nprompts: chat\nbatch: 8\n")
+    path.write_text(f"results: {tmp_path}\nprompts: chat\nbatch: 8\nmethods: []\n")
     monkeypatch.setattr(prompts, "make", too_few)
     assert launch.main([str(path)]) == 2
     message = "suit 8 prompts: use a smaller batch, requests or candidates, or give more"

@@ -92,12 +92,12 @@ def test_wrong_settings_are_refused_in_one_line(tmp_path, capsys, text, message)
 
 def test_every_combination_of_a_grid_is_checked(tmp_path, capsys):
     path = tmp_path / "mine.yaml"
-    path.write_text("batch: 2\ngrid: {rate: [1, inf], slots: [1, 2]}")
+    path.write_text("batch: 2\ngrid: {rate: [1, inf], slots: [1, 2]}\nmethods: []")
     assert launch.main([str(path), "--dry-run"]) == 2
     assert "with rate=1, slots=1" in capsys.readouterr().err
-    path.write_text("slots: 2\ngrid: {rate: [1, inf]}\nexclude: [{rate: inf}]")
+    path.write_text("slots: 2\ngrid: {rate: [1, inf]}\nexclude: [{rate: inf}]\nmethods: []")
     assert {cell.rate for cell in launch.Grid(config.read(path)).cells} == {1.0}
-    path.write_text("grid: {rate: [1, 0], slots: [1, 2]}")
+    path.write_text("grid: {rate: [1, 0], slots: [1, 2]}\nmethods: []")
     assert launch.main([str(path), "--dry-run"]) == 2
     assert "rate=0: Input should be greater than 0" in capsys.readouterr().err
 
@@ -137,7 +137,7 @@ def test_an_estimate_waits_for_the_last_arrival():
 def test_an_engine_that_does_not_fit_the_memory_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(offloading, "free_host_memory", lambda: 20e6)
     path = tmp_path / "mine.yaml"
-    path.write_text(f"results: {tmp_path}\nslots: 512\ncontext: 512\nnew_tokens: 64\n")
+    path.write_text(f"results: {tmp_path}\nslots: 512\ncontext: 512\nnew_tokens: 64\nmethods: []\n")
     assert launch.main([str(path)]) == 2
     error = capsys.readouterr().err
     assert "slots 512, context 512: plain: an engine with slots=512" in error

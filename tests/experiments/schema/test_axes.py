@@ -122,7 +122,7 @@ def test_a_base_provides_missing_keys_except_the_name_and_exclude(tmp_path):
         tmp_path,
         top="base: under.yaml\nrepeats: 5",
         under="base: lowest.yaml\nname: under\nbatch: 2\nexclude: [{batch: 2}]",
-        lowest="batch: 9\ncontext: 64\nexclude: [{batch: 9}]",
+        lowest="batch: 9\ncontext: 64\nmethods: []\nexclude: [{batch: 9}]",
     )
     assert (found.name, found.batch, found.context, found.repeats) == ("top", 2, 64, 5)
     assert found.exclude == []
@@ -139,7 +139,9 @@ def test_a_missing_or_circular_base_is_refused(tmp_path):
 
 def test_the_command_line_overrides_the_axes_of_a_file(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text("grid: {batch: [1, 2], context: [64, 128]}\nzip: [{seed: [1], repeats: [2]}]")
+    path.write_text(
+        "grid: {batch: [1, 2], context: [64, 128]}\nzip: [{seed: [1], repeats: [2]}]\nmethods: []"
+    )
 
     def read_with(*arguments):
         return config.from_command_line([str(path), *arguments], "launch")
@@ -152,8 +154,11 @@ def test_the_command_line_overrides_the_axes_of_a_file(tmp_path):
     assert found.zip == [{"seed": [1]}] and found.repeats == 1
     assert read_with("--name", "context").grid == {"batch": [1, 2], "context": [64, 128]}
     flags = tmp_path / "flags.yaml"
-    flags.write_text("grid: {phases: [true, false]}")
-    assert not config.from_command_line([str(flags), "--no-phases"], "launch").grid
+    flags.write_text("grid: {phases: true, batch: [1, 2]}\nmethods: []")
+    made = config.from_command_line([str(flags)], "launch")
+    assert made.grid == {"phases": [True], "batch": [1, 2]}  # one value is a list of one
+    made = config.from_command_line([str(flags), "--no-phases"], "launch")
+    assert made.grid == {"batch": [1, 2]}
     with pytest.raises(fields.ConfigError, match=r"--grid.mesh \[: not a YAML value"):
         read_with("--grid.mesh", "[")
     with pytest.raises(fields.ConfigError, match="--batch and --grid.batch are both set"):

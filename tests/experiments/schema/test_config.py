@@ -14,10 +14,18 @@ OTHERS = {"specinfer_tables.yaml"}  # read by a command of their own
 CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if path.name not in OTHERS)
 
 
-def read(tmp_path, text):
+def read(tmp_path, text, more="\nmethods: []"):
     path = tmp_path / "mine.yaml"
-    path.write_text(text)
+    path.write_text(text if "methods:" in text else text + more)
     return config.read(path)
+
+
+def test_a_file_without_methods_is_refused(tmp_path):
+    (tmp_path / "mine.yaml").write_text("batch: 2")
+    with pytest.raises(
+        config.ConfigError, match=r"methods is missing: .*methods: \[\{drafter: self"
+    ):
+        config.read(tmp_path / "mine.yaml")
 
 
 @pytest.mark.parametrize(
@@ -360,7 +368,7 @@ def test_the_configs_of_the_project_are_valid(path):
 )
 def test_invalid_yaml_is_refused_with_the_line(tmp_path, text, message):
     with pytest.raises(fields.ConfigError, match=message):
-        read(tmp_path, text)
+        read(tmp_path, text, more="")
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
@@ -389,7 +397,7 @@ def test_a_file_after_options_is_refused(tmp_path):
 
 def test_a_file_without_a_mapping_is_refused(tmp_path):
     with pytest.raises(fields.ConfigError, match="expected `key: value` lines, found list"):
-        read(tmp_path, "- 1")
+        read(tmp_path, "- 1", more="")
 
 
 def test_a_mesh_is_written_as_on_the_command_line(tmp_path):

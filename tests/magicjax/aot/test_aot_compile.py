@@ -98,7 +98,7 @@ def test_quantized_matrices_of_targets_and_drafts_are_sought(changes, has_quanti
         (dict(draft_shards=2), "draft_shards=2 applies to draft models"),
         (dict(batch=-1), "batch=-1 must be at least 1"),
         (dict(data=3), "16 prompts do not divide over data=3"),
-        (dict(device="b300"), "device=b300 is unknown: use a100, h100, h200, or the path"),
+        (dict(device="b300"), "device=b300 is unknown: use a10, a100, h100, h200, l40, or"),
         (dict(drafter="prompt-lookup:4:kv_dtype=int8"), "'kv_dtype' is not an option of"),
         (dict(target="llama-9"), "llama-9"),
     ],

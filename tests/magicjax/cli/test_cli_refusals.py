@@ -22,10 +22,10 @@ REFUSED = {
         "not allowed with argument",
     ),
     "no such directory": (["--target", "./none", "--prompt", "a"], "./none is not a directory"),
-    "no such preset": (["--target", "opt-125", "--prompt", "a"], "the nearest is 'opt-125m'"),
+    "no such preset": (["--target", "opt-125", "--prompt", "a"], "did you mean 'opt-125m'?"),
     "nothing of that name": (
         ["--target", "nosuch", "--prompt", "a"],
-        "'nosuch' is not a directory or a file, and preset 'nosuch' does not exist: all are",
+        "'nosuch' is not a directory, a file or a preset. Presets are llama-68m, ",
     ),
     "a directory without a model": (
         ["--target", "PARENT", "--prompt", "a"],

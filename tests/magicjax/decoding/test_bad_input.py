@@ -284,10 +284,10 @@ REFUSED = {
         ValueError,
         "tree has only a root: add a child, or omit drafter and tree",
     ),
-    "branches for a tree": (
-        dict(drafter=budget(12), tree=(2, 2, 1)),
+    "a depth for a tree": (
+        dict(drafter=budget(12), tree=4),
         TypeError,
-        r"tree has type tuple: build one with magicjax.chain, magicjax.expansion, .*from_parents",
+        r"tree=4 is not a tree: pass a text such as 'chain:4' .*magicjax\.chain",
     ),
     "more children than tokens": (
         dict(drafter=budget(12), tree=magicjax.expansion((49,))),
@@ -462,9 +462,12 @@ def test_invalid_arguments_are_errors_before_compilation(what, call):
             lambda: magicjax.DynamicTree(64, 2, 4),
             "width=4 draft 20 nodes; use at most 21, or more depth or width",
         ),
-        (lambda: magicjax.load("opt-125m", dtype="fp32"), "dtype='fp32' is not supported: use float32"),
+        (
+            lambda: magicjax.load("opt-125m", dtype="fp32"),
+            "dtype='fp32' is not supported: use float32",
+        ),
         (lambda: magicjax.SelfSpeculation(budget=0.1), "budget=0.1: it must be an integer"),
-        (lambda: magicjax.load("opt-125"), "preset 'opt-125' does not exist: .* 'opt-125m'"),
+        (lambda: magicjax.load("opt-125"), r"did you mean 'opt-125m'\?"),
     ],
 )
 def test_invalid_settings_are_errors_at_construction(make, message):

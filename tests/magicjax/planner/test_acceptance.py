@@ -21,7 +21,10 @@ def test_rates_and_rates_by_rank_are_parsed():
     assert from_text("0.8", "self") == Measured("self", None, ((0.8,),))
     assert from_text("0.6,0.2", "self") == Measured("self", None, ((0.6, 0.2),))
     table, source = at_context([from_text("0.6, 0.2", "self")], 77)["self"]
-    assert table.tolist() == [[0.6, 0.2]] and source == "assumed with --acceptance, never measured on this device"
+    assert (
+        table.tolist() == [[0.6, 0.2]]
+        and source == "assumed with --acceptance, never measured on this device"
+    )
 
 
 @pytest.mark.parametrize("text", ["1.2", "-0.1", "nan", "often", "", "0.7,0.6"])
