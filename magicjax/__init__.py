@@ -33,6 +33,7 @@ from magicjax.drafters import (  # noqa: E402
     SelfSpeculation,
     SmallModel,
 )
+from magicjax.engine.config import EngineConfig  # noqa: E402
 from magicjax.engine.engine import Engine  # noqa: E402
 from magicjax.engine.handle import QueueFullError  # noqa: E402
 from magicjax.generation import generate, stream  # noqa: E402
@@ -41,6 +42,7 @@ from magicjax.loading import load, offload  # noqa: E402
 from magicjax.model import Model  # noqa: E402
 from magicjax.options import option  # noqa: E402
 from magicjax.policies import Policy, StreamingLLM  # noqa: E402
+from magicjax.sampling_params import SamplingParams  # noqa: E402
 from magicjax.trees.sequoia import expected_tokens, optimal  # noqa: E402
 from magicjax.trees.token_tree import DynamicTree, TokenTree, chain, expansion, parse_tree  # noqa: E402
 from magicjax.verification.logprobs import LogProbs  # noqa: E402
@@ -53,6 +55,7 @@ __all__ = [
     "Drafter",
     "DynamicTree",
     "Engine",
+    "EngineConfig",
     "Ensemble",
     "Grammar",
     "LogProbs",
@@ -62,6 +65,7 @@ __all__ = [
     "PromptLookup",
     "QueueFullError",
     "Reply",
+    "SamplingParams",
     "SelfSpeculation",
     "SmallModel",
     "Stats",

@@ -16,29 +16,31 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from magicjax.decoding import program_cache, runner
-from magicjax.decoding.validation import check_count
 from magicjax.drafters import Drafter
 from magicjax.engine import prefill, speculation, submission
+from magicjax.engine.config import EngineConfig
 from magicjax.engine.handle import FINISH_REASONS, Handle, QueueFullError
-from magicjax.engine.memory_check import MAX_PREFILLS
 from magicjax.engine.prefill import Prefilling
 from magicjax.engine.prefix_store import Prefix, make_store
+from magicjax.engine.request import EngineRequest
 from magicjax.engine.speculation import DepthChooser
-from magicjax.engine.stats import EngineLimits, EngineStats
+from magicjax.engine.stats import EngineStats
 from magicjax.engine.templates import (
     empty_row,
     empty_state,
     make_templates,
-    request_of,
+    row_of_request,
     with_grammar,
 )
 from magicjax.grammars.arena import CLASSES, Arena
-from magicjax.grammars.grammar import Grammar
 from magicjax.grammars.masking import GrammarRows
 from magicjax.model import Model
+from magicjax.sampling_params import SamplingParams
 from magicjax.trees.token_tree import Tree
 from magicjax.verification.logprobs import LogProbs
 from sharding import processes
+
+AGING_S = 10.0  # waiting for this long raises a request's priority by 1
 
 
 class Engine:
@@ -50,7 +52,8 @@ class Engine:
 
     ::
 
-        engine = magicjax.Engine(target, "self:streaming:256", "chain:4", slots=8)
+        config = magicjax.EngineConfig(slots=8)
+        engine = magicjax.Engine(target, "self:streaming:256", "chain:4", config)
         handles = [engine.submit(prompt) for prompt in prompts]
         engine.run()
         texts = [handle.result().text for handle in handles]
@@ -63,52 +66,17 @@ class Engine:
         target: Model,
         drafter: Drafter | str | None = None,
         tree: Tree | str | None = None,
+        config: EngineConfig = EngineConfig(),
         *,
-        slots: int = 8,
-        capacity: int | None = None,
-        max_new_tokens: int = 512,
-        do_sample: bool = False,
-        verifier: str | None = None,
-        eos_token_id: int | Sequence[int] | None = None,
-        prefill_chunk: int | None = None,
-        rounds_per_step: int = 8,
-        adaptive_depth: bool = False,
-        queue_limit: int = 1024,
-        prefix_bytes: int | None = None,
-        host_prefix_bytes: int = 0,
-        grammar_states: int | None = None,
-        logprobs: int | None = None,
-        backend: str | None = None,
         mesh: Mesh | None = None,
     ):
-        """Validates the settings and allocates the caches; compiles nothing.
+        """Validates the configuration and allocates the caches; compiles nothing.
 
         Args:
           target: a model from `magicjax.load`.
           drafter: as for `magicjax.generate`, except "auto"; None for plain decoding.
           tree: as for `magicjax.generate`.
-          slots: the most requests that are decoded at once; a multiple of the mesh's `data`.
-          capacity: the most tokens of a request, prompt and new ones; None: the target's
-            positions, and at most 4,096. Each slot holds as many, and some for a step of prefill.
-          max_new_tokens: the limit of any request's new tokens; at most capacity - 1 are used.
-          do_sample: whether requests may sample; a greedy engine is faster.
-          verifier, eos_token_id, backend: as for `magicjax.generate`.
-          prefill_chunk: the most prompt tokens that a step prefills; None: 512. A policy that sums
-            the attention of all prompt tokens, such as h2o, prefills each prompt at once.
-          rounds_per_step: the most rounds of a call of the loop, which also ends when a request
-            does. New requests, text and cancellations wait for the end of a call.
-          adaptive_depth: whether each call of the loop drafts the depth of the tree, from 0 to that
-            of `tree`, with the most expected tokens per second. Rounds of each depth are compiled
-            and timed by `warm_up`, or before the first request. Sampled requests are then verified
-            by "naive", whose text does not depend on the depth.
-          queue_limit: the most requests that wait for a slot.
-          prefix_bytes: of the store of prompts and answers on the device, on a mesh in each group
-            of devices; 0: nothing is kept; None: four slots' worth.
-          host_prefix_bytes: of those that the device has no room for, in host memory.
-          grammar_states: of all grammars in use at a time, at 256 classes of tokens and 1 KiB each;
-            a JSON schema has some hundreds. None: no grammars.
-          logprobs: the most alternatives whose log-probabilities a request may ask for, 0 to 20;
-            None: no log-probabilities.
+          config: shapes, limits and features.
           mesh: of devices: `data` divides the slots, `model` each layer, and there are no stages;
             None for one device. All processes of a mesh create the engine, and call its methods in
             the same order with the same arguments.
@@ -120,36 +88,17 @@ class Engine:
             slots that do not divide over the mesh's `data`; slots, rows for prefill and prefixes
             that do not fit the free memory.
         """
-        check_count("queue_limit", queue_limit)
-        if prefix_bytes is not None:
-            check_count("prefix_bytes", prefix_bytes, least=0)
-        check_count("host_prefix_bytes", host_prefix_bytes, least=0)
-        if adaptive_depth and do_sample and verifier is None:
-            verifier = "naive"
-        options: dict[str, Any] = dict(drafter=drafter, tree=tree, eos_token_id=eos_token_id)
-        options |= dict(do_sample=do_sample, verifier=verifier, logprobs=logprobs)
-        options |= dict(backend=backend, mesh=mesh)
-        self._templates = make_templates(
-            target,
-            slots,
-            capacity,
-            max_new_tokens,
-            prefill_chunk,
-            rounds_per_step,
-            prefix_bytes,
-            options,
-            grammar_states,
-        )
-        self._arena = Arena((grammar_states or 0) * CLASSES)
+        self._templates = make_templates(target, drafter, tree, config, mesh)
+        config = self._templates.config
+        self._arena = Arena(config.grammar_states * CLASSES)
         self._eos = set(processes.fetch(self._templates.row.eos).tolist())
-        self._queue_limit = queue_limit
-        self._prefixes = make_store(self._templates, prefix_bytes, host_prefix_bytes)
-        self._loops = speculation.loops(self._templates.slots, adaptive_depth)
-        self._depths = DepthChooser.create(self._loops, slots)
+        self._prefixes = make_store(self._templates)
+        self._loops = speculation.loops(self._templates.slots, config.adaptive_depth)
+        self._depths = DepthChooser.create(self._loops, config.slots)
         self._state = empty_state(self._templates)
-        self._ended = np.ones(slots, bool)  # as in the state, and rows that the host has ended
+        self._ended = np.ones(config.slots, bool)  # in the state, or by the host
         self._ended_by_host = False  # since the state was last changed
-        self._delivered = np.zeros(slots, np.int32)  # tokens of each row that its handle has
+        self._delivered = np.zeros(config.slots, np.int32)  # tokens that handles have
         self._queue: list[Handle] = []
         self._prefilling: list[tuple[Handle, Prefilling]] = []  # the next one to advance first
         self._running: dict[int, Handle] = {}  # by slot
@@ -160,15 +109,8 @@ class Engine:
     def submit(
         self,
         prompt: str | Sequence[int] | Int[np.ndarray, "T"],
+        params: SamplingParams = SamplingParams(max_tokens=None),
         *,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        grammar: Grammar | None = None,
-        logprobs: int | None = None,
         priority: float = 0,
         deadline_s: float | None = None,
     ) -> Handle:
@@ -176,35 +118,22 @@ class Engine:
 
         Args:
           prompt: text, or token ids.
-          max_new_tokens: None: the engine's limit, or what fits the capacity.
-          temperature, top_k, top_p, seed: as for `magicjax.generate`, in an engine with do_sample;
-            temperature=0 decodes greedily.
-          stop: strings that end the text, which is cut before them; requires a tokenizer.
-          grammar: what the text must match, in an engine with grammar_states; a new one is compiled
-            on the host in this call. The request waits until it fits beside the grammars in use.
-          logprobs: as for `magicjax.generate`; at most the engine's.
+          params: how the tokens are chosen and where the text ends; the default is greedy decoding
+            of as many tokens as fit. A temperature above 0, a grammar and log-probabilities require
+            an engine that was created for them. A new grammar is compiled on the host in this call,
+            and the request waits until it fits beside the grammars in use.
           priority: requests of larger priority start first; waiting for 10 s adds 1.
           deadline_s: seconds from now after which the request ends with the tokens so far.
 
         Raises:
-          ValueError, TypeError: invalid arguments, a prompt without room for new tokens, sampling
-            in a greedy engine, a deadline in the past, or a deadline or priority on a mesh of
-            several processes, whose clocks differ.
+          ValueError, TypeError: invalid arguments, a prompt without room for new tokens, params
+            that the engine was not created for, a deadline in the past, or a deadline or priority
+            on a mesh of several processes, whose clocks differ.
           QueueFullError: the queue is full. In all cases other requests go on.
         """
         self._check_queue(1)
-        submitted = submission.checked(
-            self._templates,
-            prompt,
-            max_new_tokens=max_new_tokens,
-            sampling=dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
-            stop=stop,
-            grammar=grammar,
-            logprobs=logprobs,
-            priority=priority,
-            deadline_s=deadline_s,
-        )
-        handle = Handle(self, submitted, self._templates.row.target.tokenizer)
+        request = submission.validated(self._templates, prompt, params, priority, deadline_s)
+        handle = Handle(self, request, self._templates.row.target.tokenizer)
         self._queue.append(handle)
         return handle
 
@@ -212,27 +141,32 @@ class Engine:
         self,
         prompt: str | Sequence[int] | Int[np.ndarray, "T"],
         n: int,
+        params: SamplingParams = SamplingParams(max_tokens=None),
         *,
-        seed: int | None = None,
-        **options: Any,
+        priority: float = 0,
+        deadline_s: float | None = None,
     ) -> list[Handle]:
         """Queues n requests of one prompt, with the seeds `seed`, `seed` + 1, ... modulo 2**32.
 
-        The prompt is prefilled once, if the engine keeps prefixes; else n times.
+        The prompt is prefilled once, if the engine stores prefixes; else n times.
 
         Args:
-          prompt, seed, options: as for `submit`.
+          prompt, priority, deadline_s: as for `submit`.
           n: the number of requests.
+          params: of the first request; the others have the following seeds.
 
         Raises:
           ValueError, TypeError: as `submit`; n below 1; several greedy requests, whose texts would
             be equal; a queue without room for all of them.
         """
-        submission.check_samples(self._templates, n, options.get("temperature"))
+        submission.check_samples(n, params)
         self._check_queue(n)
-        first = self.submit(prompt, seed=seed, **options)
-        seeds = (((seed or 0) + i) % 2**32 for i in range(1, n))
-        return [first, *(self.submit(first.submitted.prompt, seed=s, **options) for s in seeds)]
+        handles: list[Handle] = []
+        for i in range(n):
+            sample = dataclasses.replace(params, seed=(params.seed + i) % 2**32)
+            handles.append(self.submit(prompt, sample, priority=priority, deadline_s=deadline_s))
+            prompt = handles[0].request.prompt  # tokenized once
+        return handles
 
     def step(self) -> None:
         """Decodes some rounds, prefills, and starts requests that wait; hands out new tokens.
@@ -244,7 +178,7 @@ class Engine:
             self._time_rounds()
         begun, compiled_s = time.monotonic(), program_cache.totals()[1]
         for handle in self._unfinished():
-            if (deadline_s := handle.submitted.deadline_s) is not None and deadline_s <= begun:
+            if (deadline_s := handle.request.deadline_s) is not None and deadline_s <= begun:
                 self._end(handle, "deadline")
         self._end_rows()
         device_s = self._prefill_s + self._loop_s
@@ -273,9 +207,9 @@ class Engine:
         """
         if self._unfinished():
             raise RuntimeError("warm_up with unfinished requests: call it before submit, or later")
-        longest = min(self._templates.capacity - 1, self._templates.prefill_chunk + 1)
+        longest = min(self._templates.capacity - 1, self.config.prefill_chunk + 1)
         for _ in range(2):  # the second one starts from the prefix of the first
-            self.submit(np.zeros(longest, np.int32), max_new_tokens=1)
+            self.submit(np.zeros(longest, np.int32), SamplingParams(max_tokens=1))
             self.run()
         self._decode()  # these requests end at their first token
         self._prefixes.clear()
@@ -286,9 +220,9 @@ class Engine:
         self._prefixes.clear()
 
     @property
-    def limits(self) -> EngineLimits:
-        """What requests may ask for."""
-        return EngineLimits.of(self._templates, self._queue_limit)
+    def config(self) -> EngineConfig:
+        """The configuration; its capacity, limit, verifier and EOS are those that are used."""
+        return self._templates.config
 
     @property
     def stats(self) -> EngineStats:
@@ -322,10 +256,11 @@ class Engine:
     # What follows runs inside `step` and `submit`.
 
     def _check_queue(self, new: int) -> None:
-        if len(self._queue) + new > self._queue_limit:
+        limit = self.config.queue_limit
+        if len(self._queue) + new > limit:
             raise QueueFullError(
                 f"the queue has {len(self._queue)} requests, and with {new} more it exceeds "
-                f"queue_limit={self._queue_limit}: run engine.step() until some have started, or "
+                f"queue_limit={limit}: run engine.step() until some have started, or "
                 "create the engine with a larger limit"
             )
 
@@ -359,7 +294,7 @@ class Engine:
                 return
             handle, prefilling = self._prefilling[0]
             piece = prefilling.pieces[0]
-            if tokens and tokens + piece.tokens > self._templates.prefill_chunk:
+            if tokens and tokens + piece.tokens > self.config.prefill_chunk:
                 return
             tokens += piece.tokens
             prefilled, seconds = prefill.advance(prefilling)
@@ -375,14 +310,14 @@ class Engine:
         """Starts the prefill of the first requests of the queue that have slots."""
         while (
             self._queue
-            and len(self._prefilling) < MAX_PREFILLS
+            and len(self._prefilling) < self.config.prefill_rows
             and len(self._running) + len(self._prefilling) < len(self._ended)
         ):
-            handle = min(self._queue, key=lambda handle: handle.submitted.due_s)
-            current = [other.submitted.prompt for other, _ in self._prefilling]
-            if self._prefixes.is_worth_waiting(handle.submitted.prompt, current):
+            handle = min(self._queue, key=lambda handle: _due_s(handle.request))
+            current = [other.request.prompt for other, _ in self._prefilling]
+            if self._prefixes.is_worth_waiting(handle.request.prompt, current):
                 return
-            automaton = handle.submitted.grammar
+            automaton = handle.request.grammar
             self._templates, grammar = with_grammar(self._templates, self._arena, automaton)
             if automaton is not None and grammar is None:
                 return  # until the grammars of other requests leave
@@ -392,13 +327,13 @@ class Engine:
 
     def _start(self, handle: Handle, grammar: GrammarRows | None) -> Prefilling:
         """Returns the prefill of a request, from the longest prefix that is stored."""
-        submitted, templates = handle.submitted, self._templates
-        request = request_of(templates, submitted, grammar)
-        row, kept = self._prefixes.copy_longest(submitted.prompt)
+        templates, prompt = self._templates, handle.request.prompt
+        request = row_of_request(templates, handle.request, grammar)
+        row, reused = self._prefixes.copy_longest(prompt)
         spare = self._spare_rows.pop() if self._spare_rows else None  # dropped if there is a copy
         row = row or spare or empty_row(templates)
-        prefilling = prefill.start(templates, request, row, kept)
-        handle.reused_tokens = prefilling.kept
+        prefilling = prefill.start(templates, request, row, reused)
+        handle.reused_tokens = prefilling.reused
         return prefilling
 
     def _insert(self, handle: Handle, prefilling: Prefilling, prefilled: Any) -> None:
@@ -410,7 +345,7 @@ class Engine:
         ended, first, logprobs = processes.fetch((row.ended, row.pending, row.logprobs))
         self._ended[slot] = ended[0]
         self._depths = self._depths.joined(slot)
-        self._keep_prefix(Prefix(handle.submitted.prompt, row.cache, row.drafter))
+        self._store_prefix(Prefix(handle.request.prompt, row.cache, row.drafter))
         self._prefill_s += finish_s + insert_s
         self._deliver(slot, first, logprobs and logprobs[0])
 
@@ -421,19 +356,19 @@ class Engine:
         free = (slot for slot in range(slots) if slot not in self._running)
         return min(free, key=lambda slot: requests[slot * groups // slots])
 
-    def _keep_text(self, slot: int, tokens: Int[np.ndarray, "T"]) -> None:
-        """Keeps the row of a finished request as a prefix, for the next turn of a chat."""
+    def _store_text(self, slot: int, tokens: Int[np.ndarray, "T"]) -> None:
+        """Stores the row of a finished request as a prefix, for the next turn of a chat."""
         if self._prefixes.max_entries:
             row, seconds = runner.extract(self._templates.row, self._state, slot)
-            self._keep_prefix(Prefix(tokens, *row))
+            self._store_prefix(Prefix(tokens, *row))
             self._prefill_s += seconds
 
-    def _keep_prefix(self, prefix: Prefix) -> None:
+    def _store_prefix(self, prefix: Prefix) -> None:
         if (unused := self._prefixes.add(prefix)) is not None:
-            self._keep_buffers(unused)
+            self._spare_buffers(unused)
 
-    def _keep_buffers(self, row: tuple[Any, Any]) -> None:
-        if len(self._spare_rows) + len(self._prefilling) < MAX_PREFILLS:
+    def _spare_buffers(self, row: tuple[Any, Any]) -> None:
+        if len(self._spare_rows) + len(self._prefilling) < self.config.prefill_rows:
             self._spare_rows.append(row)
 
     def _decode(self) -> None:
@@ -445,7 +380,7 @@ class Engine:
         emitted, output, ended, histogram, nodes, rounds = processes.fetch(
             (s.emitted, s.output, s.ended, s.histogram, s.nodes, s.rounds)
         )
-        asked = any(handle.submitted.logprobs is not None for handle in self._running.values())
+        asked = any(handle.request.params.logprobs is not None for handle in self._running.values())
         logprobs = processes.fetch(s.logprobs) if asked else None
         self._rounds[depth] += int(rounds)
         self._depths = self._depths.counted(histogram, int(rounds), seconds)
@@ -462,8 +397,8 @@ class Engine:
         self._delivered[slot] = handle.emitted = len(tokens)
         stopped = handle.deliver(tokens[new], logprobs and logprobs[new], time.monotonic())
         if stopped or self._ended[slot]:
-            text = np.concatenate([handle.submitted.prompt, tokens])
-            self._keep_text(slot, text[:-1])  # the last token is pending
+            text = np.concatenate([handle.request.prompt, tokens])
+            self._store_text(slot, text[:-1])  # the last token is pending
             is_eos = tokens[-1] in self._eos
             self._end(handle, "stop" if stopped else "eos" if is_eos else "length")
 
@@ -471,8 +406,8 @@ class Engine:
         """Returns, by slot, the tokens so far and the new ones that may follow."""
         rows = {}
         for slot, handle in self._running.items():
-            new, request = int(self._delivered[slot]), handle.submitted
-            rows[slot] = len(request.prompt) + new, request.limit - new
+            new, request = int(self._delivered[slot]), handle.request
+            rows[slot] = len(request.prompt) + new, request.max_tokens - new
         return rows
 
     def _end(self, handle: Handle, reason: str) -> None:
@@ -484,11 +419,11 @@ class Engine:
             self._ended[slot] = True
         elif found := [pair for pair in self._prefilling if pair[0] is handle]:
             self._prefilling.remove(found[0])
-            self._keep_buffers((found[0][1].cache, found[0][1].drafter_state))
+            self._spare_buffers((found[0][1].cache, found[0][1].drafter_state))
         else:
             self._queue.remove(handle)
-        if handle.submitted.grammar is not None and handle.started_s is not None:
-            self._arena.release(handle.submitted.grammar)
+        if handle.request.grammar is not None and handle.started_s is not None:
+            self._arena.release(handle.request.grammar)
         result = handle.finish(reason, time.monotonic())
         self._finished[reason] += 1
         self._new_tokens += len(result.tokens)
@@ -498,3 +433,8 @@ class Engine:
         self._steps = self._new_tokens = 0
         self._rounds = dict.fromkeys(self._loops, 0)
         self._loop_s = self._prefill_s = self._host_s = 0.0
+
+
+def _due_s(request: EngineRequest) -> float:
+    """Returns when a request is due: of those that wait, the first one starts."""
+    return request.submitted_s - AGING_S * request.priority

@@ -40,7 +40,7 @@ def pieces(templates: Templates, length: int, cached: int) -> list[Piece]:
     With at most 512 tokens between calls of the loop, a prompt of 1,200 tokens has the pieces 0 to
     512, 512 to 1,024, and 1,024 to 1,200.
     """
-    chunk, largest = templates.row.settings.chunk, templates.prefill_chunk
+    chunk, largest = templates.row.settings.chunk, templates.config.prefill_chunk
     if templates.needs_whole_prompt:
         return [Piece(0, length, chunk)]
     found, first = [], cached
@@ -57,26 +57,26 @@ class Prefilling:
     Attributes:
       request: of one row.
       cache: the target's, of one row.
-      drafter_state: the drafter's state of an earlier text, of which the first `kept` tokens are
+      drafter_state: the drafter's state of an earlier text, of which the first `reused` tokens are
         those of the prompt.
-      kept: the tokens of the prompt that were cached before.
+      reused: the tokens of the prompt that were cached before.
       pieces: those that have not run.
     """
 
     request: Request
     cache: KVCache
     drafter_state: Any
-    kept: int
+    reused: int
     pieces: list[Piece]
 
 
 def start(
-    templates: Templates, request: Request, row: tuple[KVCache, Any], kept: int = 0
+    templates: Templates, request: Request, row: tuple[KVCache, Any], reused: int = 0
 ) -> Prefilling:
     """Returns the prefill of a request in the row's buffers, which it donates."""
     length = len(request.prompts[0])
-    kept = min(kept, length - 1)  # the last token's hidden state gives the first new token
-    return Prefilling(request, *row, kept, pieces(templates, length, kept))
+    reused = min(reused, length - 1)  # the last token's hidden state gives the first new token
+    return Prefilling(request, *row, reused, pieces(templates, length, reused))
 
 
 def advance(prefilling: Prefilling) -> tuple[Prefilled, float]:
@@ -93,5 +93,7 @@ def advance(prefilling: Prefilling) -> tuple[Prefilled, float]:
 def finish(prefilling: Prefilling, prefilled: Prefilled) -> tuple[DecodeState, float]:
     """Returns the state of the row after the last piece, and the seconds."""
     request = prefilling.request
-    (kept,) = put_row(request, prefilling.kept)
-    return runner.resume_state(request, prefilling.cache, prefilled, prefilling.drafter_state, kept)
+    (reused,) = put_row(request, prefilling.reused)
+    return runner.resume_state(
+        request, prefilling.cache, prefilled, prefilling.drafter_state, reused
+    )

@@ -1,4 +1,4 @@
-"""Texts whose keys and values are kept, so that later prompts prefill only what differs.
+"""Stored keys and values of texts, so that later prompts prefill only what differs.
 
 A new prompt starts from a copy of the entry that shares the most tokens with its beginning. The
 most recently used entries are on the device and the others in host memory. All entries on the
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from magicjax.decoding.conversation import common_prefix
 from magicjax.decoding.memory import OutOfMemoryError
 from magicjax.engine.memory_check import num_prefixes
 from magicjax.engine.templates import Templates
@@ -214,32 +213,28 @@ def to_device(prefix: Prefix, row_shapes: Any) -> Prefix:
     return Prefix(prefix.tokens, *jax.tree.map(put, prefix.row, row_shapes))
 
 
-def make_store(templates: Templates, max_bytes: int | None, max_host_bytes: int) -> PrefixStore:
-    """Returns the store of an engine.
-
-    Args:
-      templates: of the engine.
-      max_bytes: on the device; None: four slots' worth, if prompts can be reused.
-      max_host_bytes: in host memory.
+def make_store(templates: Templates) -> PrefixStore:
+    """Returns the empty store of an engine.
 
     Raises:
       ValueError: fewer bytes than a prompt has, prompts that must be prefilled whole, or host
         memory without a store on the device.
       OutOfMemoryError: more bytes than host memory has.
     """
-    entry_bytes = sum(templates.row.kv_bytes)
+    config, entry_bytes = templates.config, sum(templates.row.kv_bytes)
+    max_bytes, max_host_bytes = config.prefix_bytes, config.host_prefix_bytes
     if max_bytes and templates.needs_whole_prompt:
         raise ValueError(
             f"prefix_bytes={max_bytes}: the drafter's policy reads the attention of all prompt "
             "tokens, so each prompt is prefilled whole: omit prefix_bytes, or use another policy, "
             "such as streaming or snapkv"
         )
-    if max_bytes is not None and (max_bytes < 0 or 0 < max_bytes < entry_bytes):
+    if max_bytes is not None and 0 < max_bytes < entry_bytes:
         raise ValueError(
             f"prefix_bytes={max_bytes}: one prefix has {entry_bytes} bytes, those of a slot; use "
-            "at least as many, or 0 to keep none"
+            "at least as many, or 0 to store none"
         )
-    entries = num_prefixes(templates.row, max_bytes)
+    entries = num_prefixes(templates.row, config)
     # A shorter prefix saves no step of prefill.
     at_least = templates.row.settings.chunk
     if not max_host_bytes:
@@ -269,10 +264,17 @@ def _check_host_bytes(max_bytes: int, entries: int, shapes: Any) -> None:
     if max_bytes < longest:
         raise ValueError(
             f"host_prefix_bytes={max_bytes}: the longest prefix has {longest} bytes; use at least "
-            "as many, or 0 to keep none in host memory"
+            "as many, or 0 to store none in host memory"
         )
     free = offloading.free_host_memory()
     if free is not None and max_bytes > free:
         raise OutOfMemoryError(
             f"host_prefix_bytes={max_bytes}: {free} bytes of host memory are free: use fewer"
         )
+
+
+def common_prefix(a: Int[np.ndarray, "T"], b: Int[np.ndarray, "U"]) -> int:
+    """Returns the number of equal tokens before the first difference."""
+    length = min(len(a), len(b))
+    differing = np.flatnonzero(a[:length] != b[:length])
+    return int(differing[0]) if differing.size else length

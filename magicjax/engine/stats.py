@@ -2,39 +2,6 @@
 
 import dataclasses
 
-from magicjax.engine.templates import Templates
-from magicjax.grammars.arena import CLASSES
-from sharding import processes
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineLimits:
-    """What requests of an engine may ask for; its arguments of the same names."""
-
-    slots: int
-    capacity: int
-    max_new_tokens: int
-    queue_limit: int
-    logprobs: int | None
-    do_sample: bool
-    grammar_states: int | None
-    eos_token_id: tuple[int, ...]
-
-    @classmethod
-    def of(cls, templates: Templates, queue_limit: int) -> "EngineLimits":
-        """Returns the limits of an engine."""
-        settings, table = templates.row.settings, templates.row.transitions
-        return cls(
-            slots=templates.num_slots,
-            capacity=templates.capacity,
-            max_new_tokens=settings.max_new_tokens,
-            queue_limit=queue_limit,
-            logprobs=settings.logprobs,
-            do_sample=templates.sampled,
-            grammar_states=None if table is None else len(table) // CLASSES,
-            eos_token_id=tuple(processes.fetch(templates.row.eos).tolist()),
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:

@@ -157,6 +157,4 @@ def test_an_invalid_number_is_an_error_before_compilation(what):
     for call in (magicjax.generate, magicjax.stream):
         with pytest.raises(ValueError, match=message):
             call(tiny.model(), [[1, 2, 3]], logprobs=logprobs)
-    with pytest.raises(ValueError, match=message):
-        magicjax.Engine(tiny.model(), logprobs=logprobs)
     assert program_cache.totals() == before

@@ -124,7 +124,7 @@ COPYING = {
     "generate": lambda target: magicjax.generate(target, [[1, 2]], drafter=COPY),
     "stream": lambda target: magicjax.stream(target, [[1, 2]], drafter=COPY),
     "conversation": lambda target: magicjax.Conversation.create(target, drafter=COPY),
-    "engine": lambda target: magicjax.Engine(target, COPY, slots=2),
+    "engine": lambda target: magicjax.Engine(target, COPY, config=magicjax.EngineConfig(slots=2)),
 }
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import magicjax
+from magicjax import SamplingParams
 from magicjax.decoding import program_cache
 from magicjax.engine import prefix_store
 from tests.magicjax import oracle, tiny
@@ -13,7 +14,12 @@ from tests.magicjax.engine.test_schedules import Long
 from tests.quick import quick
 
 NEW = 8
+GREEDY = SamplingParams(max_tokens=NEW)
 DRAFTERS = ("plain", "streaming", "snapkv", "small", "sparse small", "ensemble")
+
+
+def sampled(seed: int) -> SamplingParams:
+    return SamplingParams(temperature=1.1, seed=seed, max_tokens=NEW)
 
 
 def questions(count: int, common: int = 250) -> list[np.ndarray]:
@@ -27,7 +33,7 @@ def test_questions_on_one_document_prefill_it_once(name, tally):
     engine, asked = Long.engine(name), questions(4)
     engine.warm_up()
     compiled = program_cache.totals()
-    handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in asked]
+    handles = [engine.submit(prompt, GREEDY) for prompt in asked]
     while engine._unfinished():
         engine.step()
         state, texts = engines.rows_of(engine)
@@ -48,16 +54,16 @@ def test_questions_on_one_document_prefill_it_once(name, tally):
 
 @pytest.mark.slow
 def test_the_same_prompt_with_several_seeds_is_prefilled_once():
-    engine, prompt = Long.engine("streaming", do_sample=True, slots=8), Long.prompt(200)
-    handles = [engine.submit(prompt, max_new_tokens=NEW, seed=seed) for seed in range(8)]
+    engine, prompt = Long.engine("streaming", sampling=True, slots=8), Long.prompt(200)
+    handles = [engine.submit(prompt, sampled(seed)) for seed in range(8)]
     engine.run()
     texts = [tuple(handle.result().tokens.tolist()) for handle in handles]
     assert len(set(texts)) > 4
     prefilled = [handle.result().stats.prefilled_tokens for handle in handles]
     assert prefilled == [200] + [1] * 7
     assert engine.stats.prefix_bytes == 4 * sum(engine._templates.row.kv_bytes)
-    cold = Long.engine("streaming", do_sample=True, slots=8, prefix_bytes=0)
-    again = [cold.submit(prompt, max_new_tokens=NEW, seed=seed) for seed in range(8)]
+    cold = Long.engine("streaming", sampling=True, slots=8, prefix_bytes=0)
+    again = [cold.submit(prompt, sampled(seed)) for seed in range(8)]
     cold.run()
     assert [tuple(handle.result().tokens.tolist()) for handle in again] == texts
     assert cold.stats.prefix_hits == cold.stats.prefix_lookups == cold.stats.prefix_bytes == 0
@@ -65,12 +71,11 @@ def test_the_same_prompt_with_several_seeds_is_prefilled_once():
 
 @pytest.mark.parametrize("name", quick(["plain", "snapkv", "h2o", "small"], "snapkv"))
 def test_samples_of_one_prompt_are_those_of_separate_requests(name):
-    sampling = dict(temperature=1.1, max_new_tokens=NEW)
-    engine, prompt = Long.engine(name, do_sample=True), Long.prompt(150)
-    samples = engine.submit_samples(prompt, 4, seed=3, **sampling)
-    separate = Long.engine(name, do_sample=True, prefix_bytes=0)
-    alone = [separate.submit(prompt, seed=seed, **sampling) for seed in range(3, 7)]
-    again = separate.submit_samples(prompt, 2, seed=3, **sampling)
+    engine, prompt = Long.engine(name, sampling=True), Long.prompt(150)
+    samples = engine.submit_samples(prompt, 4, sampled(3))
+    separate = Long.engine(name, sampling=True, prefix_bytes=0)
+    alone = [separate.submit(prompt, sampled(seed)) for seed in range(3, 7)]
+    again = separate.submit_samples(prompt, 2, sampled(3))
     for each in (engine, separate):
         each.run()
     texts = [handle.result().tokens.tolist() for handle in samples]
@@ -87,7 +92,7 @@ def test_a_prefix_is_not_changed_by_those_who_start_from_it(tally):
     engine = Long.engine("ensemble", prefix_bytes=None)
     asked = [*questions(3), questions(1, common=120)[0], questions(1)[0]]
     for prompt in asked:
-        found = engine.submit(prompt, max_new_tokens=NEW).result().tokens
+        found = engine.submit(prompt, GREEDY).result().tokens
         plain = oracle.greedy(tiny.model(), prompt, NEW)
         tally.compare(tiny.model(), [prompt], [plain], [found])
 
@@ -98,7 +103,7 @@ def test_the_turns_of_a_chat_prefill_only_what_is_new(name, tally):
     engine.warm_up()
     compiled, known = program_cache.totals(), 0
     for turn in range(3):
-        found = engine.submit(text, max_new_tokens=NEW).result()
+        found = engine.submit(text, GREEDY).result()
         plain = oracle.greedy(tiny.model(), text, NEW)
         tally.compare(tiny.model(), [text], [plain], [found.tokens])
         assert found.stats.reused_tokens == known
@@ -176,5 +181,5 @@ def test_a_policy_that_reads_all_attention_keeps_no_prefixes():
     engine = Long.engine("h2o")
     assert isinstance(engine._templates.row.drafter, magicjax.SelfSpeculation)
     for prompt in questions(2):
-        assert engine.submit(prompt, max_new_tokens=NEW).result().stats.reused_tokens == 0
+        assert engine.submit(prompt, GREEDY).result().stats.reused_tokens == 0
     assert engine.stats.prefix_lookups == 0

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import magicjax
+from magicjax import SamplingParams
 from magicjax.decoding import program_cache
 from magicjax.engine import prefill
 from tests.magicjax import oracle, tiny
@@ -36,12 +37,13 @@ def run_schedule(engine, eos: int, seed: int, requests: int, tally) -> None:
             limit = int(rng.integers(1, min(engines.NEW, room) + 1))
             prompt = engines.prompts()[index].tolist()
             priority = int(rng.integers(2))
-            handle = engine.submit(prompt, max_new_tokens=limit, priority=priority)
+            params = SamplingParams(max_tokens=limit)
+            handle = engine.submit(prompt, params, priority=priority)
             submitted.append((handle, index, limit))
         if rng.random() < 0.2 and submitted:
             submitted[rng.integers(len(submitted))][0].cancel()
         engine.step()
-        assert len(engine._running) <= engine._templates.num_slots
+        assert len(engine._running) <= engine.config.slots
         rows += engines.check_rows(engine)
     for handle, index, limit in submitted:
         check_result(handle, index, eos, limit, tally)
@@ -94,7 +96,7 @@ class Long:
 
     @classmethod
     def engine(cls, name: str, **options) -> magicjax.Engine:
-        options = dict(capacity=400, max_new_tokens=engines.NEW, prefill_chunk=100) | options
+        options = dict(capacity=400, max_tokens=engines.NEW, prefill_chunk=100) | options
         return engines.engine(name, **options)
 
 
@@ -103,7 +105,7 @@ def test_long_prompts_are_prefilled_in_pieces_between_calls_of_the_loop(name, ta
     engine = Long.engine(name, rounds_per_step=1)
     short = engine.submit(engines.prompts()[0])
     engine.step()
-    handle = engine.submit(Long.prompt(Long.LENGTH), max_new_tokens=Long.NEW)
+    handle = engine.submit(Long.prompt(Long.LENGTH), SamplingParams(max_tokens=Long.NEW))
     arrived_before = [len(short.arrived())]
     while handle.started_s is None or engine._prefilling:
         engine.step()
@@ -122,7 +124,7 @@ def test_a_short_prompt_overtakes_a_long_one():
     engine = Long.engine("plain", slots=4, rounds_per_step=1)
     engine.submit(engines.prompts()[0])
     engine.step()
-    long = engine.submit(Long.prompt(350), max_new_tokens=Long.NEW)
+    long = engine.submit(Long.prompt(350), SamplingParams(max_tokens=Long.NEW))
     short = engine.submit(engines.prompts()[1])
     engine.step()
     engine.step()
@@ -145,7 +147,7 @@ def test_requests_of_one_token_do_not_stop_the_loop():
     engine = Long.engine("plain", slots=3, rounds_per_step=1)
     first = engine.submit(Long.prompt(90))
     for _ in range(20):
-        engine.submit(Long.prompt(91), max_new_tokens=1)
+        engine.submit(Long.prompt(91), SamplingParams(max_tokens=1))
     for _ in range(6):
         engine.step()
     assert first.emitted == 4 and engine.stats.waiting > 10  # after the first 3 requests
@@ -192,7 +194,7 @@ def forget(monkeypatch, what: str) -> None:
 def test_an_insertion_that_forgets_a_part_is_detected(what, monkeypatch):
     forget(monkeypatch, what)
     # Settings of no other test, because programs are compiled once per settings.
-    engine = engines.engine("streaming", max_new_tokens=7 + len(what))
+    engine = engines.engine("streaming", max_tokens=7 + len(what))
     for prompt in engines.prompts()[:3]:
         engine.submit(prompt)
     with pytest.raises(AssertionError):
