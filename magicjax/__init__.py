@@ -35,7 +35,7 @@ from magicjax.drafters import (  # noqa: E402
 )
 from magicjax.engine.config import EngineConfig  # noqa: E402
 from magicjax.engine.engine import Engine  # noqa: E402
-from magicjax.engine.handle import QueueFullError  # noqa: E402
+from magicjax.engine.scheduler import QueueFullError  # noqa: E402
 from magicjax.generation import generate, stream  # noqa: E402
 from magicjax.grammars.grammar import Grammar  # noqa: E402
 from magicjax.loading import load, offload  # noqa: E402

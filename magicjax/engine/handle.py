@@ -13,11 +13,6 @@ from magicjax.decoding.text_stream import TextStream
 from magicjax.engine.request import EngineRequest
 from magicjax.verification.logprobs import LogProbs
 
-
-class QueueFullError(ValueError):
-    """As many requests as `queue_limit` wait for a slot."""
-
-
 # Why a request ended: an EOS token, its limit of new tokens, a stop string, `Handle.cancel`, or its
 # deadline.
 FINISH_REASONS = ("eos", "length", "stop", "cancelled", "deadline")
@@ -139,6 +134,11 @@ class Handle:
         return sum(self.histogram)
 
     @property
+    def tokens(self) -> Int[np.ndarray, "T"]:
+        """The new tokens so far."""
+        return np.array(self._tokens, np.int32)
+
+    @property
     def finished(self) -> bool:
         """Whether the result is available without another step."""
         return self._result is not None
@@ -148,11 +148,11 @@ class Handle:
 
         Every piece is yielded once.
         """
-        while True:
+        while not self.finished:
             yield from self.arrived()
-            if self.finished:
-                return
-            self._engine.step()
+            if not self.finished:  # the caller may have cancelled it
+                self._engine.step()
+        yield from self.arrived()
 
     def arrived(self) -> list[NewTokens]:
         """Returns what has arrived and was not returned before; runs nothing."""
@@ -193,9 +193,8 @@ class Handle:
             if rest := self._text.finish():
                 self._waiting.append(NewTokens(np.zeros(0, np.int32), rest, self._logprobs[0]))
             text = self._text.text
-        tokens = np.array(self._tokens, np.int32)
         logprobs = jax.tree.map(lambda *pieces: np.concatenate(pieces), *self._logprobs)
-        self._result = Result(tokens, text, logprobs, reason, self._stats(reason, now))
+        self._result = Result(self.tokens, text, logprobs, reason, self._stats(reason, now))
         return self._result
 
     def _stats(self, reason: str, now: float) -> RequestStats:

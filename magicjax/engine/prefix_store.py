@@ -6,7 +6,6 @@ device have the shapes of one row, so copying compiles nothing.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jaxtyping import Int
 
 from magicjax.decoding.memory import OutOfMemoryError
 from magicjax.engine.memory_check import num_prefixes
+from magicjax.engine.scheduler import common_prefix
 from magicjax.engine.templates import Templates
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.parallel import offloading
@@ -59,6 +59,7 @@ class PrefixStore:
       entry_bytes: of one entry on the device.
       max_entries: on the device; 0: nothing is stored.
       max_host_bytes: 0: nothing is stored in host memory.
+      min_shared: common tokens; prefixes that share fewer are not reused.
       lookups, hits: prompts that were looked up, and those that shared enough tokens.
       host_hits: the hits of prefixes that were in host memory.
       reused_tokens: of all hits.
@@ -68,7 +69,7 @@ class PrefixStore:
         self,
         max_bytes: int,
         entry_bytes: int,
-        at_least: int,
+        min_shared: int,
         max_host_bytes: int = 0,
         row_shapes: Any = None,
     ):
@@ -76,14 +77,14 @@ class PrefixStore:
 
         Args:
           max_bytes, entry_bytes: of all entries on the device, and of one.
-          at_least: common tokens; prefixes that share fewer are not reused, and shorter ones not
+          min_shared: common tokens; prefixes that share fewer are not reused, and shorter ones not
             stored.
           max_host_bytes: of all entries in host memory.
           row_shapes: shapes and shardings of the arrays on the device, if max_host_bytes is not 0.
         """
         self.entry_bytes, self.max_entries = entry_bytes, max_bytes // entry_bytes
         self.max_host_bytes, self._row_shapes = max_host_bytes, row_shapes
-        self._at_least = at_least
+        self.min_shared = min_shared
         self.clear()
 
     def clear(self) -> None:
@@ -117,18 +118,13 @@ class PrefixStore:
         self.reused_tokens += common
         return jax.tree.map(jnp.copy, self._use(best).row), common
 
-    def is_worth_waiting(
-        self, tokens: Int[np.ndarray, "T"], others: Sequence[Int[np.ndarray, "U"]]
-    ) -> bool:
-        """Returns whether one of the prompts, once it is stored, shares more than all entries."""
-        if not self.max_entries:
-            return False
-        stored = max(self._at_least - 1, self._longest(tokens)[1])
-        return any(common_prefix(other, tokens) > stored for other in others)
+    def match(self, tokens: Int[np.ndarray, "T"]) -> int:
+        """Returns how many first tokens a text shares with an entry; 0 if too few."""
+        return self._longest(tokens)[1]
 
     def _longest(self, tokens: Int[np.ndarray, "T"]) -> tuple[Prefix | None, int]:
         """Returns the entry that shares the most tokens, of several the most recently used."""
-        best, common = None, self._at_least - 1
+        best, common = None, self.min_shared - 1
         for entry in reversed(self._entries):
             if (count := common_prefix(entry.tokens, tokens)) > common:
                 best, common = entry, count
@@ -139,7 +135,7 @@ class PrefixStore:
 
         A prefix of another entry is not stored, and replaces those that are its own prefixes.
         """
-        if not self.max_entries or len(prefix.tokens) < self._at_least:
+        if not self.max_entries or len(prefix.tokens) < self.min_shared:
             return prefix.row
         for entry in self._entries:
             if common_prefix(entry.tokens, prefix.tokens) == len(prefix.tokens):
@@ -236,12 +232,12 @@ def make_store(templates: Templates) -> PrefixStore:
         )
     entries = num_prefixes(templates.row, config)
     # A shorter prefix saves no step of prefill.
-    at_least = templates.row.settings.chunk
+    min_shared = templates.row.settings.chunk
     if not max_host_bytes:
-        return PrefixStore(entries * entry_bytes, entry_bytes, at_least)
+        return PrefixStore(entries * entry_bytes, entry_bytes, min_shared)
     shapes = _with_shardings(templates)
     _check_host_bytes(max_host_bytes, entries, shapes)
-    return PrefixStore(entries * entry_bytes, entry_bytes, at_least, max_host_bytes, shapes)
+    return PrefixStore(entries * entry_bytes, entry_bytes, min_shared, max_host_bytes, shapes)
 
 
 def _with_shardings(templates: Templates) -> Any:
@@ -271,10 +267,3 @@ def _check_host_bytes(max_bytes: int, entries: int, shapes: Any) -> None:
         raise OutOfMemoryError(
             f"host_prefix_bytes={max_bytes}: {free} bytes of host memory are free: use fewer"
         )
-
-
-def common_prefix(a: Int[np.ndarray, "T"], b: Int[np.ndarray, "U"]) -> int:
-    """Returns the number of equal tokens before the first difference."""
-    length = min(len(a), len(b))
-    differing = np.flatnonzero(a[:length] != b[:length])
-    return int(differing[0]) if differing.size else length

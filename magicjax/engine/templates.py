@@ -24,6 +24,7 @@ from magicjax.drafters import Drafter
 from magicjax.engine import memory_check
 from magicjax.engine.config import EngineConfig
 from magicjax.engine.request import EngineRequest
+from magicjax.engine.scheduler import PrefillRule
 from magicjax.grammars.arena import CLASSES, Arena, row_of
 from magicjax.grammars.compiler import TokenAutomaton
 from magicjax.grammars.masking import GrammarRows
@@ -60,14 +61,16 @@ class Templates:
         return self.config.capacity
 
     @property
-    def window(self) -> int:
-        """The newest prompt tokens whose queries the drafter's policy reads."""
-        return self.row.prefill_settings.stats_spec.window
-
-    @property
     def needs_whole_prompt(self) -> bool:
         """Whether the drafter's policy reads the attention of all prompt tokens."""
         return self.row.prefill_settings.stats_spec.total
+
+    @property
+    def prefill_rule(self) -> PrefillRule:
+        """How prompts are divided into pieces."""
+        chunk, stats_spec = self.row.settings.chunk, self.row.prefill_settings.stats_spec
+        largest = self.config.prefill_chunk
+        return PrefillRule(chunk, largest, stats_spec.window, stats_spec.total)
 
     @functools.cached_property
     def kv_bytes(self) -> int:

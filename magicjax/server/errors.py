@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from magicjax.engine.handle import QueueFullError
+from magicjax.engine.scheduler import QueueFullError
 
 RETRY_AFTER_S = 1  # a slot is free when the shortest request ends; clients back off further
 

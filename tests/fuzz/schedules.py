@@ -176,12 +176,14 @@ def _run(session: Session, unit: int, found: Found) -> int:
         while arriving > 0:
             new = _submit(rng, session, arriving)
             asked, arriving = asked + new, arriving - len(new)
-        if not engine._unfinished() and len(asked) == count:
+        if not engine.unfinished and len(asked) == count:
             break
         _act(rng, engine, asked)
         session.clock.now += float(rng.exponential(2.0))
-        assert len(engine._running) + len(engine._prefilling) <= session.made.rows
-        if step >= rows_at and engine._running:
+        assert (
+            len(engine._scheduler.running) + len(engine._scheduler.prefilling) <= session.made.rows
+        )
+        if step >= rows_at and engine._scheduler.running:
             state, texts = engines.rows_of(engine)
             engines.check_state(state, texts, session.target, session.drafter)
             found.caches, rows_at = found.caches + len(texts), 10**9
@@ -239,7 +241,7 @@ def _prompt(rng, session: Session) -> np.ndarray:
     """Returns a new prompt, or one that begins like an earlier text or is such a text."""
     vocab, width = session.target.config.vocab_size, session.made.width
     new = random_prompt(rng, int(rng.integers(1, width + 1)), vocab)
-    waiting = [handle.request.prompt for handle in session.engine._unfinished()]
+    waiting = [handle.request.prompt for handle in session.engine.unfinished]
     earlier = [*session.texts, *waiting]
     if not earlier or rng.random() < 0.4:
         return new
@@ -278,7 +280,11 @@ def _act(rng, engine: magicjax.Engine, asked: list[Asked]) -> None:
 def _check_idle(session: Session) -> None:
     """Asserts that no request, slot or row is left over, and that nothing was compiled."""
     engine, stats = session.engine, session.engine.stats
-    assert not engine._running and not engine._prefilling and not engine._queue
+    assert (
+        not engine._scheduler.running
+        and not engine._scheduler.prefilling
+        and not engine._scheduler.waiting
+    )
     assert stats.running == stats.waiting == 0
     assert engine._ended.all(), f"slots are leaked: {engine._ended}"
     assert len(engine._spare_rows) <= engine.config.prefill_rows, (

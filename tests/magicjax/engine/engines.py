@@ -79,13 +79,13 @@ def expected(index: int) -> np.ndarray:
 
 def rows_of(engine: magicjax.Engine) -> tuple[object, list[np.ndarray]]:
     """Returns the state of the rows that are decoded, as numpy, and their texts so far."""
-    slots = sorted(engine._running)
+    slots = sorted(engine._scheduler.running)
     state = dataclasses.replace(
         engine._state, sampling=None, eos=None, rounds=None, max_rounds=None
     )
     state = jax.tree.map(lambda x: np.array(x)[slots], state)
     texts = [
-        np.concatenate([engine._running[slot].request.prompt, output[:emitted]])
+        np.concatenate([engine._scheduler.running[slot].request.prompt, output[:emitted]])
         for slot, output, emitted in zip(slots, state.output, state.emitted, strict=True)
     ]
     return state, texts

@@ -32,12 +32,12 @@ def entry(tokens) -> prefix_store.Prefix:
     return prefix_store.Prefix(np.array(tokens, np.int32), cache, {"seen": jnp.arange(3)})
 
 
-def store_of(entries: int, max_host_bytes: int, at_least: int = 3) -> prefix_store.PrefixStore:
+def store_of(entries: int, max_host_bytes: int, min_shared: int = 3) -> prefix_store.PrefixStore:
     row = entry([1]).row
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), row
     )
-    return prefix_store.PrefixStore(100 * entries, 100, at_least, max_host_bytes, shapes)
+    return prefix_store.PrefixStore(100 * entries, 100, min_shared, max_host_bytes, shapes)
 
 
 def host_bytes(*lengths: int) -> int:
@@ -83,7 +83,7 @@ def test_a_longer_text_replaces_its_prefix_in_host_memory():
 
 
 def test_both_tiers_are_bounded_whatever_is_stored():
-    store, rng = store_of(3, host_bytes(SLOTS, 5), at_least=1), np.random.default_rng(0)
+    store, rng = store_of(3, host_bytes(SLOTS, 5), min_shared=1), np.random.default_rng(0)
     newest: list[list[int]] = []
     for _ in range(200):
         tokens = rng.integers(0, 3, int(rng.integers(1, SLOTS + 1)))

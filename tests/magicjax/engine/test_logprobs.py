@@ -89,4 +89,4 @@ def test_more_than_those_of_the_engine_are_an_error_at_submit(limit, count, mess
     engine = engines.engine(logprobs=limit)
     with pytest.raises(ValueError, match=message):
         engine.submit([1, 2], SamplingParams(logprobs=count))
-    assert not engine._unfinished()
+    assert not engine.unfinished

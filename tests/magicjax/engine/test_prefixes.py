@@ -34,7 +34,7 @@ def test_questions_on_one_document_prefill_it_once(name, tally):
     engine.warm_up()
     compiled = program_cache.totals()
     handles = [engine.submit(prompt, GREEDY) for prompt in asked]
-    while engine._unfinished():
+    while engine.unfinished:
         engine.step()
         state, texts = engines.rows_of(engine)
         np.testing.assert_array_equal(state.cache.lengths, [len(text) - 1 for text in texts])
@@ -45,7 +45,7 @@ def test_questions_on_one_document_prefill_it_once(name, tally):
     for number, handle in enumerate(handles):
         stats = handle.result().stats
         assert stats.reused_tokens == (250 if number else 0)
-        window = max(1, engine._templates.window)
+        window = max(1, engine._templates.prefill_rule.window)
         whole = number == 0
         assert stats.prefilled_tokens <= (len(asked[0]) + window if whole else 13 + window)
     assert (engine.stats.prefix_lookups, engine.stats.prefix_hits) == (4, 3)
@@ -123,7 +123,7 @@ def held(store) -> list[list[int]]:
 
 
 def test_the_store_evicts_the_least_recently_used_prefix():
-    store = prefix_store.PrefixStore(max_bytes=250, entry_bytes=100, at_least=2)
+    store = prefix_store.PrefixStore(max_bytes=250, entry_bytes=100, min_shared=2)
     assert store.add(entry([1, 2, 3])) is None
     assert store.add(entry([4, 5])) is None and store.num_bytes == 200
     row, common = store.copy_longest(np.array([1, 2, 9]))
@@ -135,7 +135,7 @@ def test_the_store_evicts_the_least_recently_used_prefix():
 
 
 def test_the_store_keeps_the_longest_of_prefixes_of_each_other():
-    store = prefix_store.PrefixStore(max_bytes=300, entry_bytes=100, at_least=1)
+    store = prefix_store.PrefixStore(max_bytes=300, entry_bytes=100, min_shared=1)
     store.add(entry([1, 2]))
     store.add(entry([7]))
     longer, shorter = entry([1, 2, 3]), entry([1, 2])
@@ -144,7 +144,7 @@ def test_the_store_keeps_the_longest_of_prefixes_of_each_other():
 
 
 def test_too_few_common_tokens_are_no_hit():
-    store = prefix_store.PrefixStore(max_bytes=100, entry_bytes=100, at_least=3)
+    store = prefix_store.PrefixStore(max_bytes=100, entry_bytes=100, min_shared=3)
     store.add(entry([1, 2, 3]))
     assert store.copy_longest(np.array([1, 2, 9])) == (None, 0)
     assert (store.lookups, store.hits) == (1, 0)
@@ -153,24 +153,15 @@ def test_too_few_common_tokens_are_no_hit():
 
 
 def test_the_most_recently_used_of_equally_long_prefixes_is_copied():
-    store = prefix_store.PrefixStore(max_bytes=300, entry_bytes=100, at_least=2)
+    store = prefix_store.PrefixStore(max_bytes=300, entry_bytes=100, min_shared=2)
     for tokens in ([1, 2, 3, 4], [1, 2, 5]):
         store.add(entry(tokens))
     row, common = store.copy_longest(np.array([1, 2, 9]))
     assert common == 2 and int(row[0][0]) == len([1, 2, 5])
 
 
-def test_a_prompt_waits_for_one_that_shares_more_than_the_store():
-    store = prefix_store.PrefixStore(max_bytes=100, entry_bytes=100, at_least=2)
-    prompt, other = np.array([1, 2, 3, 4]), np.array([1, 2, 3, 9])
-    assert store.is_worth_waiting(prompt, [np.array([5]), other])
-    assert not store.is_worth_waiting(prompt, [np.array([1, 9])])
-    store.add(entry([1, 2, 3, 8]))
-    assert not store.is_worth_waiting(prompt, [other])
-
-
 def test_a_store_of_no_bytes_keeps_nothing():
-    store = prefix_store.PrefixStore(max_bytes=0, entry_bytes=100, at_least=1)
+    store = prefix_store.PrefixStore(max_bytes=0, entry_bytes=100, min_shared=1)
     first = entry([1, 2])
     assert store.add(first)[0] is first.cache
     assert store.copy_longest(np.array([1, 2])) == (None, 0) and store.lookups == 0

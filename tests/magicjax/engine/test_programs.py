@@ -67,11 +67,13 @@ def served(case: str, mesh: list[int] | None, **options) -> dict:
     handles = [running.submit(prompt, params) for prompt, params in requests()]
     late = running.submit([1, 2], deadline_s=1e-9)
     groups, rows = set(), 0
-    while running._unfinished():
+    while running.unfinished:
         running.step()
         rounds = [int(part.data) for part in running._state.rounds.addressable_shards]
         assert len(set(rounds)) == 1, f"the devices have different rounds: {rounds}"
-        groups |= {slot * templates.slots.settings.groups // SLOTS for slot in running._running}
+        groups |= {
+            slot * templates.slots.settings.groups // SLOTS for slot in running._scheduler.running
+        }
         state, texts = engines.rows_of(running)
         if len(texts) > 1 and not rows:
             engines.check_state(state, texts, templates.row.target, drafter)

@@ -12,7 +12,7 @@ import magicjax
 from magicjax import EngineConfig, SamplingParams
 from magicjax.decoding import program_cache
 from magicjax.drafters.base import Drafter
-from magicjax.engine.handle import QueueFullError
+from magicjax.engine.scheduler import QueueFullError
 from magicjax.trees.proposal import Proposal
 from tests.magicjax import tiny
 from tests.magicjax.engine import engines
@@ -104,7 +104,7 @@ def test_a_request_cancelled_in_prefill_frees_its_slot():
     engine.step()
     long = engine.submit(np.ones(300, np.int32))
     engine.step()
-    assert engine._prefilling
+    assert engine._scheduler.prefilling
     long.cancel()
     np.testing.assert_array_equal(
         engine.submit(engines.prompts()[1]).result().tokens, engines.expected(1)
@@ -127,21 +127,6 @@ def test_a_deadline_ends_requests_wherever_they_are(monkeypatch):
     assert len(running.result().tokens) and not len(waiting.result().tokens)
     assert waiting.result().stats.queue_s == 5
     np.testing.assert_array_equal(patient.result().tokens, engines.expected(2))
-
-
-def test_requests_start_by_priority_and_waiting_raises_it(monkeypatch):
-    clock = Clock(monkeypatch)
-    engine = engines.engine(slots=1)
-    arrivals = ((0.0, 0), (1.0, 0), (2.0, 5), (3.0, 1), (4.0, 0), (30.0, 2))
-    handles = []
-    for clock.now, priority in arrivals:
-        handles.append(engine.submit([1, 2, 3], SamplingParams(max_tokens=2), priority=priority))
-    order = []
-    while engine._unfinished():
-        engine.step()
-        order += [n for n, h in enumerate(handles) if h.finished and n not in order]
-    # Each level is worth 10 s: those of priority 0 from the first seconds, then the late one of 2.
-    assert order == [2, 3, 0, 1, 4, 5]
 
 
 def test_statistics_of_requests_and_of_the_engine():

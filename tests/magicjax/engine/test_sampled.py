@@ -52,7 +52,7 @@ def test_the_same_seed_gives_the_same_text_alone_and_in_company(name):
     engine = engines.engine(name, sampling=True, slots=4)
     engine.warm_up()
     compiled, rng, handles = program_cache.totals(), np.random.default_rng(0), []
-    while len(handles) < 12 or engine._unfinished():
+    while len(handles) < 12 or engine.unfinished:
         for _ in range(min(rng.poisson(1.5), 12 - len(handles))):
             handles.append(submit(engine, len(handles)))
         if rng.random() < 0.3:
@@ -80,7 +80,7 @@ def test_sampled_requests_are_errors_in_a_greedy_engine():
     engine = engines.engine()
     with pytest.raises(ValueError, match="temperature=0.5 in an engine that decodes greedily"):
         engine.submit([1, 2], SamplingParams(temperature=0.5))
-    assert not engine._unfinished()
+    assert not engine.unfinished
 
 
 SAMPLED = SamplingParams(temperature=1, max_tokens=NEW)
@@ -97,7 +97,7 @@ def test_invalid_samples_are_errors_and_none_is_queued(what):
     engine = engines.engine(sampling=True, queue_limit=3)
     with pytest.raises(ValueError, match=message):
         engine.submit_samples([1, 2], n, params)
-    assert not engine._unfinished()
+    assert not engine.unfinished
 
 
 def test_one_sample_may_be_greedy_and_types_are_checked():

@@ -56,7 +56,7 @@ def test_requests_with_and_without_grammars_get_their_texts_alone(name):
     assert sum(states_of(pattern) for pattern in PATTERNS if pattern) > largest + 2
     engine.warm_up()
     compiled, rng, handles = program_cache.totals(), np.random.default_rng(2), []
-    while len(handles) < 24 or engine._unfinished():
+    while len(handles) < 24 or engine.unfinished:
         for _ in range(min(rng.poisson(2.0), 24 - len(handles))):
             index = int(rng.integers(len(engines.prompts())))
             pattern = PATTERNS[rng.integers(len(PATTERNS))]
@@ -135,4 +135,4 @@ def test_wrong_grammars_are_errors_at_submit():
         params = magicjax.SamplingParams(grammar=magicjax.Grammar.regex("a"), max_tokens=None)
         engines.engine(grammar_states=8).submit([1, 2], params)
     assert program_cache.totals() == before
-    assert not engine._unfinished()
+    assert not engine.unfinished

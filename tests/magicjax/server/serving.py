@@ -82,7 +82,7 @@ def running(engine: magicjax.Engine, drain_s: float = 5.0, **options) -> Iterato
             yield made
         finally:
             made.end()
-            for handle in engine._unfinished():
+            for handle in engine.unfinished:
                 handle.cancel()
 
 
