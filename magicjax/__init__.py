@@ -23,7 +23,6 @@ _check_neighbours()
 
 from magicjax import policies  # noqa: E402
 from magicjax.autotune.auto import Auto, Choice, choose_drafter  # noqa: E402
-from magicjax.decoding.conversation import Conversation, Reply  # noqa: E402
 from magicjax.decoding.runner import Output  # noqa: E402
 from magicjax.decoding.stats import Stats  # noqa: E402
 from magicjax.drafters import (  # noqa: E402
@@ -51,7 +50,6 @@ from sharding import make_mesh  # noqa: E402
 __all__ = [
     "Auto",
     "Choice",
-    "Conversation",
     "Drafter",
     "DynamicTree",
     "Engine",
@@ -64,7 +62,6 @@ __all__ = [
     "Policy",
     "PromptLookup",
     "QueueFullError",
-    "Reply",
     "SamplingParams",
     "SelfSpeculation",
     "SmallModel",

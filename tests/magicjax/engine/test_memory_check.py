@@ -7,7 +7,7 @@ import pytest
 import magicjax
 from magicjax import EngineConfig
 from magicjax.decoding import memory, program_cache
-from magicjax.decoding.request import Request
+from magicjax.decoding.request import Request, capacity_of
 from magicjax.engine import engine as engine_module
 from magicjax.engine import templates
 from magicjax.engine.config import MAX_PREFILLS
@@ -85,3 +85,12 @@ def test_an_engine_is_refused_before_allocation(monkeypatch):
     ):
         magicjax.Engine(tiny.model(), config=EngineConfig(slots=2, capacity=64))
     assert program_cache.totals() == before
+
+
+@pytest.mark.parametrize(
+    ("tokens", "depth", "chunk", "slots"),
+    [(500, 4, 64, 576), (448, 4, 64, 512), (449, 4, 64, 576), (503, 4, 0, 512), (504, 4, 0, 576)]
+    + [(440, 40, 64, 576)],
+)
+def test_slots_hold_the_text_and_a_chunk_or_a_path(tokens, depth, chunk, slots):
+    assert capacity_of(tokens, depth, chunk) == slots

@@ -113,6 +113,61 @@ def test_the_turns_of_a_chat_prefill_only_what_is_new(name, tally):
     assert engine.stats.prefix_bytes == sum(engine._templates.row.kv_bytes)
 
 
+def with_token(text: np.ndarray, position: int) -> np.ndarray:
+    """Returns the text with another token there."""
+    text = text.copy()
+    text[position] = (text[position] + 1) % (tiny.VOCAB - 1)
+    return text
+
+
+CHANGES = {  # a later text as a function of a text of 100 tokens with its answer; what they share
+    "the last answer": (lambda text: np.concatenate([text[:-5], Long.prompt(9)]), 100 + NEW - 5),
+    "a token in the middle": (lambda text: with_token(text, 80), 80),
+    "a token in the first step of prefill": (lambda text: with_token(text, 10), 0),
+    "shorter": (lambda text: text[:70], 69),  # the last token's hidden state is needed
+    "the same": (lambda text: text[:100], 99),
+}
+
+
+def test_a_text_that_changed_earlier_is_prefilled_from_there(tally):
+    """Chat templates may render earlier messages differently, and a chat may start again."""
+    engine = Long.engine("ensemble", slots=1)
+    for change, shared in CHANGES.values():
+        engine.forget_prefixes()
+        first = engine.submit(Long.prompt(100), GREEDY).result().tokens
+        text = change(np.concatenate([Long.prompt(100), first]))
+        found = engine.submit(text, GREEDY).result()
+        assert found.stats.reused_tokens == shared
+        assert found.stats.prefilled_tokens == len(text) - shared
+        plain = oracle.greedy(tiny.model(), text, NEW)
+        tally.compare(tiny.model(), [text], [plain], [found.tokens])
+
+
+def test_a_cancelled_answer_can_be_continued(tally):
+    engine = Long.engine("ensemble", slots=1, rounds_per_step=1)
+    handle = engine.submit(Long.prompt(100))
+    while handle.emitted < 3:
+        engine.step()
+    handle.cancel()
+    text = np.concatenate([Long.prompt(100), handle.result().tokens, Long.prompt(4)])
+    found = engine.submit(text, GREEDY).result()
+    assert found.stats.prefilled_tokens == 5  # the last token of the answer was pending
+    plain = oracle.greedy(tiny.model(), text, NEW)
+    tally.compare(tiny.model(), [text], [plain], [found.tokens])
+
+
+def test_an_offloaded_target_gives_the_texts_of_a_resident_one(tally):
+    config = magicjax.EngineConfig(slots=1, capacity=400, eos_token_id=tiny.NEVER)
+    engine = magicjax.Engine(magicjax.offload(tiny.model()), config=config)
+    text = Long.prompt(100)
+    for turn in range(2):
+        found = engine.submit(text, GREEDY).result()
+        assert (found.stats.reused_tokens > 0) == (turn > 0)
+        plain = oracle.greedy(tiny.model(), text, NEW)
+        tally.compare(tiny.model(), [text], [plain], [found.tokens])
+        text = np.concatenate([text, found.tokens, Long.prompt(20)])
+
+
 def entry(tokens) -> prefix_store.Prefix:
     cache = jax.numpy.array([len(tokens)])
     return prefix_store.Prefix(np.array(tokens, np.int32), cache, None)

@@ -419,3 +419,19 @@ def test_replicated_rows_are_counted_on_every_device():
     check(row, config, available=rows * size)
     with pytest.raises(memory.OutOfMemoryError, match="slots=4 or capacity=.* prefix_bytes"):
         check(row, config, available=(rows - 1) * size)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA makes for a CPU")
+def test_prefill_in_a_row_copies_no_cache():
+    from tests.magicjax.decoding.test_compiled import WIDE, moved_caches, shaped
+
+    config = EngineConfig(slots=1, capacity=16_000, max_tokens=32)
+    _, row = validated(shaped(WIDE), tiny.drafter("self"), tiny.TREES["chain4"], config)
+    cache = runner.state_shapes(row).cache
+    target, *inputs = row.prefill_arguments
+    program = program_cache.program("extend", row.prefill_settings, target, cache, *inputs)
+    assert moved_caches(program, {"target": cache.k[0].size}) == {}
+    held = 2 * WIDE.num_layers * cache.k[0].size * 4
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= held
+    assert memory.temp_size_in_bytes < held / 4
