@@ -23,7 +23,6 @@ _check_neighbours()
 
 from magicjax import policies  # noqa: E402
 from magicjax.autotune.auto import Auto, Choice, choose_drafter  # noqa: E402
-from magicjax.decoding.conversation import Conversation, Reply  # noqa: E402
 from magicjax.decoding.runner import Output  # noqa: E402
 from magicjax.decoding.stats import Stats  # noqa: E402
 from magicjax.drafters import (  # noqa: E402
@@ -33,14 +32,16 @@ from magicjax.drafters import (  # noqa: E402
     SelfSpeculation,
     SmallModel,
 )
+from magicjax.engine.config import EngineConfig  # noqa: E402
 from magicjax.engine.engine import Engine  # noqa: E402
-from magicjax.engine.handle import QueueFullError  # noqa: E402
+from magicjax.engine.scheduler import QueueFullError  # noqa: E402
 from magicjax.generation import generate, stream  # noqa: E402
 from magicjax.grammars.grammar import Grammar  # noqa: E402
 from magicjax.loading import load, offload  # noqa: E402
 from magicjax.model import Model  # noqa: E402
 from magicjax.options import option  # noqa: E402
 from magicjax.policies import Policy, StreamingLLM  # noqa: E402
+from magicjax.sampling_params import SamplingParams  # noqa: E402
 from magicjax.trees.sequoia import expected_tokens, optimal  # noqa: E402
 from magicjax.trees.token_tree import DynamicTree, TokenTree, chain, expansion, parse_tree  # noqa: E402
 from magicjax.verification.logprobs import LogProbs  # noqa: E402
@@ -49,10 +50,10 @@ from sharding import make_mesh  # noqa: E402
 __all__ = [
     "Auto",
     "Choice",
-    "Conversation",
     "Drafter",
     "DynamicTree",
     "Engine",
+    "EngineConfig",
     "Ensemble",
     "Grammar",
     "LogProbs",
@@ -61,7 +62,7 @@ __all__ = [
     "Policy",
     "PromptLookup",
     "QueueFullError",
-    "Reply",
+    "SamplingParams",
     "SelfSpeculation",
     "SmallModel",
     "Stats",

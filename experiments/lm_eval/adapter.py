@@ -301,28 +301,27 @@ class MagicJaxLM(TemplateLM):
         if not indices:
             return {}
         longest = max(len(prompts[i]) + options[i].max_new_tokens for i in indices)
-        engine = magicjax.Engine(
-            self.target,
-            self.drafter,
-            self.tree,
+        config = magicjax.EngineConfig(
             slots=self.batch_size,
             capacity=min(bucket(longest), self.target.config.max_positions),
-            max_new_tokens=max(options[i].max_new_tokens for i in indices),
-            do_sample=sampled,
+            max_tokens=max(options[i].max_new_tokens for i in indices),
+            sampling=sampled,
             queue_limit=len(indices),
             backend=self.attention,
         )
+        engine = magicjax.Engine(self.target, self.drafter, self.tree, config)
         handles = {}
         for i in indices:
             sampling = dict(options[i].sampling)
             if sampling.pop("do_sample", False):
+                sampling = {"temperature": 1.0} | sampling
                 sampling["seed"] = int(np.random.SeedSequence([self.seed, i]).generate_state(1)[0])
-            handles[i] = engine.submit(
-                prompts[i],
-                max_new_tokens=options[i].max_new_tokens,
+            params = magicjax.SamplingParams(
+                max_tokens=options[i].max_new_tokens,
                 stop=[stop for stop in options[i].until if stop],
                 **sampling,
             )
+            handles[i] = engine.submit(prompts[i], params)
         return handles
 
     def _prompt(self, text: str, options: Options) -> list[int]:

@@ -17,6 +17,7 @@ from magicjax.autotune.search import make_problem
 from magicjax.decoding import memory
 from magicjax.decoding.request import PREFILL_TOKENS, Request, prepare
 from magicjax.engine import memory_check
+from magicjax.engine.config import EngineConfig
 from magicjax.loading import load_tokenizer, skeleton, validate_tokenizer
 from magicjax.model import Model
 from magicjax.sources import directory_of
@@ -159,12 +160,13 @@ def _check_engines(
         available = memory.free_memory(row.target, row.settings.mesh)
     if available is None:
         return
+    config = EngineConfig(slots=cell.slots, capacity=cell.context + cell.new_tokens, prefix_bytes=0)
     if not cell.is_plain:
-        rows = cell.slots // row.settings.groups + memory_check.MAX_PREFILLS
+        rows = cell.slots // row.settings.groups + config.prefill_rows
         every_row = dataclasses.replace(plain_row, prompts=plain_row.prompts * rows)
         available -= memory.count(every_row).cache
     try:
-        memory_check.check(row, cell.slots, cell.context + cell.new_tokens, 0, available)
+        memory_check.check(row, config, available)
     except memory.OutOfMemoryError as error:
         beside = "" if cell.is_plain else "beside the engine of plain decoding, "
         raise memory.OutOfMemoryError(f"{beside}{error}") from error

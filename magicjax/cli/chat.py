@@ -9,20 +9,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 import magicjax
 from magicjax.cli import drafting, options, text
-from magicjax.cli.options import AUTO, in_option_names
-from magicjax.decoding import memory
+from magicjax.cli.options import AUTO
 from magicjax.decoding.chat_template import chat_tokens
-from magicjax.decoding.conversation import MAX_CONTEXT, MAX_NEW_TOKENS, validate_conversation
+from magicjax.engine import memory_check, templates
+from magicjax.engine.handle import RequestStats, Result
 from magicjax.files import write_atomically
-from magicjax.loading import skeleton, stored_dtype
+from magicjax.loading import config_of, skeleton, stored_dtype
 from magicjax.model import DTYPES
 from magicjax.suggest import did_you_mean
 
 PROMPT = "> "
+MAX_CONTEXT = 8192  # default limit: a model's own one can need more memory than the device has
+MAX_TOKENS = 1024
 HELP = """\
 /stats      tokens, tokens/s, acceptance and prefill of the last answer and of all answers
 /save FILE  write the conversation to a JSON file
@@ -36,11 +36,11 @@ Messages = list[dict[str, str]]
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The statistics of an answer, its tokens, and the tokens that its prefill ran."""
+    """The statistics of an answer, and the seconds of its programs."""
 
-    stats: magicjax.Stats
-    tokens: int
-    prefilled: int
+    stats: RequestStats
+    prefill_s: float
+    decode_s: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +48,16 @@ class Session:
     """The state between two lines of input.
 
     Attributes:
-      conversation: holds the target and its tokenizer.
+      engine: of one slot; its prefix store has the text so far.
+      params: of all answers.
+      tokenizer: of the target.
       messages: of the conversation so far.
       answers: all answers, also those before a /reset.
     """
 
-    conversation: magicjax.Conversation
+    engine: magicjax.Engine
+    params: magicjax.SamplingParams
+    tokenizer: Any
     messages: Messages
     answers: tuple[Answer, ...] = ()
 
@@ -63,8 +67,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "chat",
         help="talk to a model",
-        description="Answers messages line by line. The target's KV cache is kept, so each answer "
-        "prefills only new tokens.",
+        description="Answers messages line by line. The KV cache of the conversation is stored, so "
+        "each answer prefills only new tokens.",
         epilog=f"{HELP}\n\n{drafting.drafters_help()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -83,10 +87,10 @@ def add(commands: Any) -> None:
         help=f"of the whole conversation; default: the model's positions, at most {MAX_CONTEXT:,}",
     )
     parser.add_argument(
-        "--max-new-tokens",
+        "--max-tokens",
         type=int,
-        default=MAX_NEW_TOKENS,
-        help=f"of an answer; default: {MAX_NEW_TOKENS:,}",
+        default=MAX_TOKENS,
+        help=f"of an answer; default: {MAX_TOKENS:,}",
     )
     parser.add_argument(
         "--dtype",
@@ -124,25 +128,20 @@ def run(arguments: argparse.Namespace) -> None:
     def without_weights(source: str, **options) -> magicjax.Model:
         return skeleton(source, dtype or stored_dtype(source), **options)
 
+    config, params = _engine_config(arguments), _params(arguments)
     drafter, tree = drafting.speculation(arguments, without_weights)
-    keywords = {name: getattr(arguments, name) for name in ("backend", *drafting.SAMPLING)}
-    keywords |= {"drafter": drafter, "tree": tree}
-    limits = arguments.max_context, arguments.max_new_tokens
     stored = {"weights": arguments.weights, "offload": arguments.offload}
     target = without_weights(arguments.target, **stored)
     target = dataclasses.replace(target, tokenizer=tokenizer)
-    request, _ = validate_conversation(target, *limits, keywords)
-    memory.check(request)
+    used, row = templates.validated(target, drafter, tree, config)
+    memory_check.check(row, used)
 
     load = functools.partial(magicjax.load, dtype=dtype)
     target = load(arguments.target, **stored)
     target = dataclasses.replace(target, tokenizer=tokenizer)
-    keywords["drafter"], _ = drafting.speculation(arguments, load)
-    context, new_tokens = limits
-    conversation = magicjax.Conversation.create(
-        target, max_context=context, max_new_tokens=new_tokens, **keywords
-    )
-    session = Session(conversation, _first_messages(arguments))
+    drafter, tree = drafting.speculation(arguments, load)
+    engine = magicjax.Engine(target, drafter, tree, config)
+    session = Session(engine, params, tokenizer, _first_messages(arguments))
     for line in _lines():
         if line.startswith("/"):
             next_session = _command(session, line, _first_messages(arguments))
@@ -151,6 +150,41 @@ def run(arguments: argparse.Namespace) -> None:
             session = next_session
         elif line.strip():
             session = _answer(session, line)
+
+
+def _engine_config(arguments: argparse.Namespace) -> magicjax.EngineConfig:
+    """Returns the configuration of an engine of one slot, which stores one text."""
+    positions = config_of(arguments.target).max_positions
+    limit = arguments.max_context
+    limit = min(positions, MAX_CONTEXT) if limit is None else limit
+    if not 2 <= limit <= positions:
+        raise ValueError(
+            f"max_context={limit}: it must be at least 2 tokens, and at most the {positions} "
+            "positions of the target"
+        )
+    return magicjax.EngineConfig(
+        slots=1,
+        capacity=limit,
+        max_tokens=arguments.max_tokens,
+        sampling=arguments.do_sample,
+        verifier=arguments.verifier,
+        rounds_per_step=1,  # text appears after every round
+        backend=arguments.backend,
+    )
+
+
+def _params(arguments: argparse.Namespace) -> magicjax.SamplingParams:
+    """Returns the parameters of all answers."""
+    names = ("temperature", "top_k", "top_p", "seed")
+    sampled = arguments.do_sample
+    options.check_effects(arguments, [(name, sampled, "without --do-sample") for name in names])
+    temperature = 1.0 if arguments.temperature is None else arguments.temperature
+    given = {name: getattr(arguments, name) for name in names[1:]}
+    return magicjax.SamplingParams(
+        temperature=temperature if sampled else 0.0,
+        max_tokens=None,
+        **{name: value for name, value in given.items() if value is not None},
+    )
 
 
 def _first_messages(arguments: argparse.Namespace) -> Messages:
@@ -218,68 +252,83 @@ def _save(messages: Messages, path: str) -> None:
 
 
 def _answer(session: Session, message: str) -> Session:
-    """Prints an answer and returns the session after it; a message that does not fit is dropped."""
-    conversation, tokenizer = session.conversation, session.conversation.request.target.tokenizer
+    """Prints an answer and returns the session after it.
+
+    A message that does not fit, or whose prefill is stopped, is dropped.
+    """
+    engine, before = session.engine, session.engine.stats
     messages = [*session.messages, {"role": "user", "content": message}]
+    tokens, limit = chat_tokens(session.tokenizer, messages), engine.config.capacity
+    assert limit is not None
+    if len(tokens) >= limit:
+        _note(
+            f"the conversation has {len(tokens)} tokens with this message, and --max-context "
+            f"{limit} leaves no room for an answer: shorten the message, or start a new "
+            "conversation (/reset)"
+        )
+        return session
+    if not session.answers:
+        _note("(compiling; this happens once)")
+    handle = engine.submit(tokens, session.params)
     with text.interruptible() as stop:
-        try:
-            rounds = conversation.reply(chat_tokens(tokenizer, messages))
-        except ValueError as error:
-            _note(f"{in_option_names(str(error), ['max_context'])} (/reset)")
-            return session
-        if not session.answers:
-            _note("(compiling; this happens once)")
-        reply = text.print_stream(rounds, tokenizer, stop.is_set)
-    if ending := _ending(reply, stop.is_set()):
+        while not handle.finished:
+            engine.step()
+            if stop.is_set():
+                handle.cancel()
+            print("".join(new.text or "" for new in handle.arrived()), end="", flush=True)
+    print(flush=True)
+    result, after = handle.result(), engine.stats
+    if ending := _ending(result, limit):
         _note(ending)
-    output = reply.output
-    messages.append({"role": "assistant", "content": output.texts[0]})
-    answer = Answer(output.stats, int(output.lengths[0]), reply.prefilled)
-    return Session(reply.conversation, messages, (*session.answers, answer))
+    if result.text is None or not len(result.tokens):
+        return session
+    messages.append({"role": "assistant", "content": result.text})
+    seconds = after.prefill_s - before.prefill_s, after.loop_s - before.loop_s
+    answers = (*session.answers, Answer(result.stats, *seconds))
+    return dataclasses.replace(session, messages=messages, answers=answers)
 
 
-def _ending(reply: magicjax.Reply, stopped: bool) -> str:
+def _ending(result: Result, limit: int) -> str:
     """Returns why an answer ended, if it was not the model that ended it."""
-    conversation, output = reply.conversation, reply.output
-    if output.sequences[0][-1] in np.asarray(conversation.request.eos):
-        return ""
-    if len(output.sequences[0]) >= conversation.max_context:
-        limit = conversation.max_context
-        return f"(the context of {limit} tokens is full: /reset starts a new conversation)"
-    if stopped:
+    stats = result.stats
+    if result.finish_reason == "cancelled":
         return "(stopped)"
-    return f"(ended at --max-new-tokens {output.lengths[0]})"
+    if result.finish_reason == "eos":
+        return ""
+    if stats.prompt_tokens + stats.new_tokens >= limit:
+        return f"(the context of {limit} tokens is full: /reset starts a new conversation)"
+    return f"(ended at --max-tokens {stats.new_tokens})"
 
 
 def report(session: Session) -> str:
     """Returns the statistics of the last answer and of all answers, a line each."""
     if not session.answers:
         return "no answers yet"
-    held, limit = len(session.conversation.tokens), session.conversation.max_context
+    newest, limit = session.answers[-1].stats, session.engine.config.capacity
+    cached = newest.prompt_tokens + newest.new_tokens - 1  # the last token is not
     return "\n".join(
         [
             f"last answer: {_summary(session.answers[-1:])}",
             f"in total:    {_summary(session.answers)}",
-            f"context:     {held} of {limit} tokens in the cache",
+            f"context:     {cached} of {limit} tokens in the cache",
         ]
     )
 
 
 def _summary(answers: Sequence[Answer]) -> str:
     stats = [answer.stats for answer in answers]
-    emitted, passes, accepted = (
-        sum(getattr(one, name) for one in stats)
-        for name in ("emitted", "target_passes", "accepted")
-    )
-    parts = [f"{sum(answer.tokens for answer in answers)} tokens"]
-    if passes:
-        parts.append(f"{emitted / sum(one.decode_s for one in stats):.1f} tokens/s")
-        depth = len(stats[0].histogram) - 1
+    rounds = sum(one.rounds for one in stats)
+    emitted = sum(one.tau * one.rounds for one in stats)
+    parts = [f"{sum(one.new_tokens for one in stats)} tokens"]
+    if rounds:
+        parts.append(f"{emitted / sum(answer.decode_s for answer in answers):.1f} tokens/s")
+        depth = max(len(one.histogram) for one in stats) - 1
         if depth:
-            parts.append(f"tau {emitted / passes:.2f}")
-            parts.append(f"acceptance {accepted / (depth * passes):.2f}")
+            accepted = sum(one.accepted for one in stats)
+            parts.append(f"tau {emitted / rounds:.2f}")
+            parts.append(f"acceptance {accepted / (depth * rounds):.2f}")
     prefilled, seconds = (
-        sum(answer.prefilled for answer in answers),
-        sum(one.prefill_s for one in stats),
+        sum(one.prefilled_tokens for one in stats),
+        sum(answer.prefill_s for answer in answers),
     )
     return ", ".join([*parts, f"{prefilled} tokens prefilled in {seconds:.3f} s"])

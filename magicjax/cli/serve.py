@@ -7,13 +7,12 @@ import ipaddress
 import os
 import pathlib
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import magicjax
 from magicjax.cli import drafting, options, text
 from magicjax.cli.options import AUTO
-from magicjax.decoding.request import prepare
+from magicjax.engine import memory_check, templates
 from magicjax.loading import skeleton, stored_dtype
 from magicjax.model import DTYPES
 from magicjax.verification.verify import VERIFIERS
@@ -21,13 +20,9 @@ from sharding import parse_mesh
 
 API_KEY = "MAGICJAX_API_KEY"
 MAX_BODY_BYTES = 4 * 2**20
-SLOTS = 8
 GRAMMAR_STATES = 2048
 PACKAGES = {"starlette", "uvicorn", "prometheus_client", "pydantic", "pydantic_core"}
-ENGINE = (
-    *("slots", "capacity", "max_new_tokens", "verifier", "prefill_chunk", "rounds_per_step"),
-    *("adaptive_depth", "queue_limit", "prefix_bytes", "host_prefix_bytes", "logprobs", "backend"),
-)
+DEFAULTS = magicjax.EngineConfig()
 
 
 def add(commands: Any) -> None:
@@ -71,7 +66,10 @@ def add(commands: Any) -> None:
 
 def _add_engine(group: Any) -> None:
     group.add_argument(
-        "--slots", type=int, default=SLOTS, help=f"requests decoded at once; default: {SLOTS}"
+        "--slots",
+        type=int,
+        default=DEFAULTS.slots,
+        help=f"requests decoded at once; default: {DEFAULTS.slots}",
     )
     group.add_argument(
         "--capacity",
@@ -80,7 +78,10 @@ def _add_engine(group: Any) -> None:
         help="of a request, prompt and new ones; default: the model's positions, at most 4,096",
     )
     group.add_argument(
-        "--max-new-tokens", type=int, default=512, help="limit of any request; default: 512"
+        "--max-tokens",
+        type=int,
+        default=DEFAULTS.max_tokens,
+        help=f"limit of the new tokens of any request; default: {DEFAULTS.max_tokens}",
     )
     group.add_argument(
         "--greedy",
@@ -117,10 +118,15 @@ def _add_engine(group: Any) -> None:
         "--adaptive-depth", action="store_true", help="choose the depth of the tree while serving"
     )
     group.add_argument(
-        "--queue-limit", type=int, default=1024, help="requests that wait; default: 1,024"
+        "--queue-limit",
+        type=int,
+        default=DEFAULTS.queue_limit,
+        help=f"requests that wait; default: {DEFAULTS.queue_limit:,}",
     )
     group.add_argument(
-        "--prefix-bytes", type=int, help="of shared prefixes on the device; default: four slots'"
+        "--prefix-bytes",
+        type=int,
+        help="of shared prefixes on the device; default: those of the slots, at most 4",
     )
     group.add_argument(
         "--host-prefix-bytes", type=int, default=0, help="the same in host memory; default: 0"
@@ -128,13 +134,14 @@ def _add_engine(group: Any) -> None:
     group.add_argument(
         "--prefill-chunk",
         type=int,
-        help="the most prompt tokens that a step prefills; default: 512",
+        default=DEFAULTS.prefill_chunk,
+        help=f"the most prompt tokens that a step prefills; default: {DEFAULTS.prefill_chunk}",
     )
     group.add_argument(
         "--rounds-per-step",
         type=int,
-        default=8,
-        help="the most rounds before new text is sent; default: 8",
+        default=DEFAULTS.rounds_per_step,
+        help=f"the most rounds before new text is sent; default: {DEFAULTS.rounds_per_step}",
     )
 
 
@@ -193,28 +200,25 @@ def run(arguments: argparse.Namespace) -> int:
             or options.default_dtype(arguments.backend)
             or stored_dtype(arguments.target)
         )
-        keywords = {name: getattr(arguments, name) for name in ENGINE}
-        keywords["grammar_states"] = arguments.grammar_states or None
-        if arguments.ignore_eos:
-            keywords["eos_token_id"] = []
+        config = engine_config(arguments)
         without_weights = functools.partial(skeleton, dtype=dtype)
         stored = {"weights": arguments.weights, "offload": arguments.offload}
         target = without_weights(arguments.target, **stored)
-        _validate(arguments, target, without_weights, keywords)
         mesh = magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None
+        drafter, tree = drafting.speculation(arguments, without_weights)
+        used, row = templates.validated(target, drafter, tree, config, mesh)
+        memory_check.check(row, used)
         load = functools.partial(magicjax.load, dtype=dtype, mesh=mesh)
         target = load(arguments.target, **stored)
         target = dataclasses.replace(target, tokenizer=tokenizer)
         load_draft = load if mesh is None else functools.partial(load, stages=1)
         drafter, tree = drafting.speculation(arguments, load_draft)
-        engine = magicjax.Engine(
-            target, drafter, tree, do_sample=not arguments.greedy, mesh=mesh, **keywords
-        )
+        engine = magicjax.Engine(target, drafter, tree, config, mesh=mesh)
         worker = Worker(engine)
         _note("compiling; this takes seconds to minutes")
         worker.warm_up()
         name = arguments.served_model_name or pathlib.Path(arguments.target).resolve().name
-        served = Served(name, target, engine.limits)
+        served = Served(name, target, engine.config)
         app = create_app(worker, served, api_key=api_key, max_body_bytes=arguments.max_body_bytes)
         _note(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}")
         return serve(app, worker, bound, arguments.drain_s)
@@ -246,23 +250,24 @@ def _checked(arguments: argparse.Namespace) -> str | None:
     return key
 
 
-def _validate(
-    arguments: argparse.Namespace,
-    target: magicjax.Model,
-    without_weights: Callable[..., magicjax.Model],
-    keywords: dict[str, Any],
-) -> None:
-    """Raises ValueError if the models do not fit each other, or for invalid options of requests."""
-    drafter, tree = drafting.speculation(arguments, without_weights)
-    own = {name: keywords[name] for name in ("verifier", "logprobs", "backend")}
-    prepare(
-        target,
-        [[0]],
-        drafter=drafter,
-        tree=tree,
-        do_sample=arguments.do_sample,
-        max_new_tokens=1,
-        **own,
+def engine_config(arguments: argparse.Namespace) -> magicjax.EngineConfig:
+    """Returns the configuration of the engine that the options describe."""
+    return magicjax.EngineConfig(
+        slots=arguments.slots,
+        capacity=arguments.capacity,
+        max_tokens=arguments.max_tokens,
+        sampling=not arguments.greedy,
+        verifier=arguments.verifier,
+        eos_token_id=() if arguments.ignore_eos else None,
+        prefill_chunk=arguments.prefill_chunk,
+        rounds_per_step=arguments.rounds_per_step,
+        adaptive_depth=arguments.adaptive_depth,
+        queue_limit=arguments.queue_limit,
+        prefix_bytes=arguments.prefix_bytes,
+        host_prefix_bytes=arguments.host_prefix_bytes,
+        grammar_states=arguments.grammar_states,
+        logprobs=arguments.logprobs,
+        backend=arguments.backend,
     )
 
 

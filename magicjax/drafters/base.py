@@ -128,18 +128,6 @@ class Drafter(Protocol):
           settings: of the program, such as the tree.
         """
 
-    def check_conversation(self) -> None:
-        """Raises ValueError if its state cannot be extended by a turn of a conversation.
-
-        Sums of attention over the whole text would need all of its queries.
-        """
-        if self.attention_stats_spec().total:
-            raise ValueError(
-                "the drafter's policy sums the attention of all tokens, and a turn of a "
-                "conversation runs only the new ones: use another policy, such as streaming or "
-                "snapkv"
-            )
-
     def extend(
         self,
         target: Model,

@@ -104,10 +104,6 @@ class Ensemble(Drafter):
             for drafter, member_settings in self._with_settings(settings)
         )
 
-    def check_conversation(self) -> None:
-        for drafter in self.drafters:
-            drafter.check_conversation()
-
     def extend(self, target, state, kept, tokens, cache, stats, settings) -> tuple[Any, ...]:
         members = zip(self._with_settings(settings), state, strict=True)
         return tuple(

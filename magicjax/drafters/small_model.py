@@ -199,14 +199,6 @@ class SmallModel(Drafter):
         local_cache, sinks = self._prefill(tokens, cache.lengths, settings)
         return SmallModelState(local_cache, _no_backlog(cache, settings), sinks)
 
-    def check_conversation(self) -> None:
-        """Raises ValueError for a sparse cache: its draft model prefills the whole text."""
-        if self.sparse is not None:
-            raise ValueError(
-                f"a draft model with policy {self.policy!r} would prefill the whole conversation "
-                "in every turn: use policy='full', which prefills only new tokens"
-            )
-
     def extend(
         self, target, state: SmallModelState, kept, tokens, cache, stats, settings: Settings
     ) -> SmallModelState:

@@ -1,11 +1,11 @@
 """The engine: requests join a batch of fixed shape when a slot is free, and leave when they end.
 
-An engine has one decoding state of `slots` rows. A request is prefilled in a cache of one row
-(`magicjax.engine.prefill`); the program `insert` copies that row into a free slot; the loop decodes
-all slots. A row's tokens depend on its own prompt, limits, sampling and seed only.
+An engine has one decoding state of `slots` rows. `magicjax.engine.scheduler` chooses which request
+starts. It is prefilled in a cache of one row (`magicjax.engine.prefill`); the program `insert`
+copies that row into a free slot; the loop decodes all slots. A row's tokens depend on its own
+prompt and parameters only.
 """
 
-import collections
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -16,26 +16,26 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from magicjax.decoding import program_cache, runner
-from magicjax.decoding.validation import check_count
+from magicjax.decoding.loop import Prefilled
 from magicjax.drafters import Drafter
-from magicjax.engine import prefill, speculation, submission
-from magicjax.engine.handle import FINISH_REASONS, Handle, QueueFullError
-from magicjax.engine.memory_check import MAX_PREFILLS
-from magicjax.engine.prefill import Prefilling
+from magicjax.engine import speculation, submission
+from magicjax.engine.config import EngineConfig
+from magicjax.engine.handle import Handle
+from magicjax.engine.prefill import PrefillRow
 from magicjax.engine.prefix_store import Prefix, make_store
+from magicjax.engine.scheduler import Scheduler
 from magicjax.engine.speculation import DepthChooser
-from magicjax.engine.stats import EngineLimits, EngineStats
+from magicjax.engine.stats import Counters, EngineStats
 from magicjax.engine.templates import (
     empty_row,
     empty_state,
     make_templates,
-    request_of,
+    row_of_request,
     with_grammar,
 )
 from magicjax.grammars.arena import CLASSES, Arena
-from magicjax.grammars.grammar import Grammar
-from magicjax.grammars.masking import GrammarRows
 from magicjax.model import Model
+from magicjax.sampling_params import SamplingParams
 from magicjax.trees.token_tree import Tree
 from magicjax.verification.logprobs import LogProbs
 from sharding import processes
@@ -50,7 +50,8 @@ class Engine:
 
     ::
 
-        engine = magicjax.Engine(target, "self:streaming:256", "chain:4", slots=8)
+        config = magicjax.EngineConfig(slots=8)
+        engine = magicjax.Engine(target, "self:streaming:256", "chain:4", config)
         handles = [engine.submit(prompt) for prompt in prompts]
         engine.run()
         texts = [handle.result().text for handle in handles]
@@ -63,52 +64,17 @@ class Engine:
         target: Model,
         drafter: Drafter | str | None = None,
         tree: Tree | str | None = None,
+        config: EngineConfig = EngineConfig(),
         *,
-        slots: int = 8,
-        capacity: int | None = None,
-        max_new_tokens: int = 512,
-        do_sample: bool = False,
-        verifier: str | None = None,
-        eos_token_id: int | Sequence[int] | None = None,
-        prefill_chunk: int | None = None,
-        rounds_per_step: int = 8,
-        adaptive_depth: bool = False,
-        queue_limit: int = 1024,
-        prefix_bytes: int | None = None,
-        host_prefix_bytes: int = 0,
-        grammar_states: int | None = None,
-        logprobs: int | None = None,
-        backend: str | None = None,
         mesh: Mesh | None = None,
     ):
-        """Validates the settings and allocates the caches; compiles nothing.
+        """Validates the configuration and allocates the caches; compiles nothing.
 
         Args:
           target: a model from `magicjax.load`.
           drafter: as for `magicjax.generate`, except "auto"; None for plain decoding.
           tree: as for `magicjax.generate`.
-          slots: the most requests that are decoded at once; a multiple of the mesh's `data`.
-          capacity: the most tokens of a request, prompt and new ones; None: the target's
-            positions, and at most 4,096. Each slot holds as many, and some for a step of prefill.
-          max_new_tokens: the limit of any request's new tokens; at most capacity - 1 are used.
-          do_sample: whether requests may sample; a greedy engine is faster.
-          verifier, eos_token_id, backend: as for `magicjax.generate`.
-          prefill_chunk: the most prompt tokens that a step prefills; None: 512. A policy that sums
-            the attention of all prompt tokens, such as h2o, prefills each prompt at once.
-          rounds_per_step: the most rounds of a call of the loop, which also ends when a request
-            does. New requests, text and cancellations wait for the end of a call.
-          adaptive_depth: whether each call of the loop drafts the depth of the tree, from 0 to that
-            of `tree`, with the most expected tokens per second. Rounds of each depth are compiled
-            and timed by `warm_up`, or before the first request. Sampled requests are then verified
-            by "naive", whose text does not depend on the depth.
-          queue_limit: the most requests that wait for a slot.
-          prefix_bytes: of the store of prompts and answers on the device, on a mesh in each group
-            of devices; 0: nothing is kept; None: four slots' worth.
-          host_prefix_bytes: of those that the device has no room for, in host memory.
-          grammar_states: of all grammars in use at a time, at 256 classes of tokens and 1 KiB each;
-            a JSON schema has some hundreds. None: no grammars.
-          logprobs: the most alternatives whose log-probabilities a request may ask for, 0 to 20;
-            None: no log-probabilities.
+          config: shapes, limits and features.
           mesh: of devices: `data` divides the slots, `model` each layer, and there are no stages;
             None for one device. All processes of a mesh create the engine, and call its methods in
             the same order with the same arguments.
@@ -120,55 +86,33 @@ class Engine:
             slots that do not divide over the mesh's `data`; slots, rows for prefill and prefixes
             that do not fit the free memory.
         """
-        check_count("queue_limit", queue_limit)
-        if prefix_bytes is not None:
-            check_count("prefix_bytes", prefix_bytes, least=0)
-        check_count("host_prefix_bytes", host_prefix_bytes, least=0)
-        if adaptive_depth and do_sample and verifier is None:
-            verifier = "naive"
-        options: dict[str, Any] = dict(drafter=drafter, tree=tree, eos_token_id=eos_token_id)
-        options |= dict(do_sample=do_sample, verifier=verifier, logprobs=logprobs)
-        options |= dict(backend=backend, mesh=mesh)
-        self._templates = make_templates(
-            target,
-            slots,
-            capacity,
-            max_new_tokens,
-            prefill_chunk,
-            rounds_per_step,
-            prefix_bytes,
-            options,
-            grammar_states,
+        self._templates = make_templates(target, drafter, tree, config, mesh)
+        config, slots = self._templates.config, self._templates.slots
+        self._prefixes = make_store(self._templates)
+        self._scheduler = Scheduler[Handle](
+            config.slots,
+            rule=self._templates.prefill_rule,
+            groups=slots.settings.groups,
+            queue_limit=config.queue_limit,
+            prefill_rows=config.prefill_rows,
+            min_shared=self._prefixes.min_shared if self._prefixes.max_entries else None,
         )
-        self._arena = Arena((grammar_states or 0) * CLASSES)
+        self._arena = Arena(config.grammar_states * CLASSES)
         self._eos = set(processes.fetch(self._templates.row.eos).tolist())
-        self._queue_limit = queue_limit
-        self._prefixes = make_store(self._templates, prefix_bytes, host_prefix_bytes)
-        self._loops = speculation.loops(self._templates.slots, adaptive_depth)
-        self._depths = DepthChooser.create(self._loops, slots)
+        self._loops = speculation.loops(slots, config.adaptive_depth)
+        self._depths = DepthChooser.create(self._loops, config.slots)
+        self._counters = Counters(self._loops)
         self._state = empty_state(self._templates)
-        self._ended = np.ones(slots, bool)  # as in the state, and rows that the host has ended
+        self._ended = np.ones(config.slots, bool)  # in the state, or by the host
         self._ended_by_host = False  # since the state was last changed
-        self._delivered = np.zeros(slots, np.int32)  # tokens of each row that its handle has
-        self._queue: list[Handle] = []
-        self._prefilling: list[tuple[Handle, Prefilling]] = []  # the next one to advance first
-        self._running: dict[int, Handle] = {}  # by slot
-        self._filling = 0  # requests that may still start before the loop runs
+        self._rows: dict[Handle, PrefillRow] = {}  # of the requests in prefill
         self._spare_rows: list[tuple[Any, Any]] = []  # buffers for prefill
-        self._reset_stats()
 
     def submit(
         self,
         prompt: str | Sequence[int] | Int[np.ndarray, "T"],
+        params: SamplingParams = SamplingParams(max_tokens=None),
         *,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        grammar: Grammar | None = None,
-        logprobs: int | None = None,
         priority: float = 0,
         deadline_s: float | None = None,
     ) -> Handle:
@@ -176,63 +120,55 @@ class Engine:
 
         Args:
           prompt: text, or token ids.
-          max_new_tokens: None: the engine's limit, or what fits the capacity.
-          temperature, top_k, top_p, seed: as for `magicjax.generate`, in an engine with do_sample;
-            temperature=0 decodes greedily.
-          stop: strings that end the text, which is cut before them; requires a tokenizer.
-          grammar: what the text must match, in an engine with grammar_states; a new one is compiled
-            on the host in this call. The request waits until it fits beside the grammars in use.
-          logprobs: as for `magicjax.generate`; at most the engine's.
+          params: how the tokens are chosen and where the text ends; the default is greedy decoding
+            of as many tokens as fit. A temperature above 0, a grammar and log-probabilities require
+            an engine that was created for them. A new grammar is compiled on the host in this call,
+            and the request waits until it fits beside the grammars in use.
           priority: requests of larger priority start first; waiting for 10 s adds 1.
           deadline_s: seconds from now after which the request ends with the tokens so far.
 
         Raises:
-          ValueError, TypeError: invalid arguments, a prompt without room for new tokens, sampling
-            in a greedy engine, a deadline in the past, or a deadline or priority on a mesh of
-            several processes, whose clocks differ.
+          ValueError, TypeError: invalid arguments, a prompt without room for new tokens, params
+            that the engine was not created for, a deadline in the past, or a deadline or priority
+            on a mesh of several processes, whose clocks differ.
           QueueFullError: the queue is full. In all cases other requests go on.
         """
-        self._check_queue(1)
-        submitted = submission.checked(
-            self._templates,
-            prompt,
-            max_new_tokens=max_new_tokens,
-            sampling=dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
-            stop=stop,
-            grammar=grammar,
-            logprobs=logprobs,
-            priority=priority,
-            deadline_s=deadline_s,
-        )
-        handle = Handle(self, submitted, self._templates.row.target.tokenizer)
-        self._queue.append(handle)
+        self._scheduler.check_room(1)
+        request = submission.validated(self._templates, prompt, params, priority, deadline_s)
+        handle = Handle(self, request, self._templates.row.target.tokenizer)
+        self._scheduler.add(handle)
         return handle
 
     def submit_samples(
         self,
         prompt: str | Sequence[int] | Int[np.ndarray, "T"],
         n: int,
+        params: SamplingParams = SamplingParams(max_tokens=None),
         *,
-        seed: int | None = None,
-        **options: Any,
+        priority: float = 0,
+        deadline_s: float | None = None,
     ) -> list[Handle]:
         """Queues n requests of one prompt, with the seeds `seed`, `seed` + 1, ... modulo 2**32.
 
-        The prompt is prefilled once, if the engine keeps prefixes; else n times.
+        The prompt is prefilled once, if the engine stores prefixes; else n times.
 
         Args:
-          prompt, seed, options: as for `submit`.
+          prompt, priority, deadline_s: as for `submit`.
           n: the number of requests.
+          params: of the first request; the others have the following seeds.
 
         Raises:
           ValueError, TypeError: as `submit`; n below 1; several greedy requests, whose texts would
             be equal; a queue without room for all of them.
         """
-        submission.check_samples(self._templates, n, options.get("temperature"))
-        self._check_queue(n)
-        first = self.submit(prompt, seed=seed, **options)
-        seeds = (((seed or 0) + i) % 2**32 for i in range(1, n))
-        return [first, *(self.submit(first.submitted.prompt, seed=s, **options) for s in seeds)]
+        submission.check_samples(n, params)
+        self._scheduler.check_room(n)
+        handles: list[Handle] = []
+        for i in range(n):
+            sample = dataclasses.replace(params, seed=(params.seed + i) % 2**32)
+            handles.append(self.submit(prompt, sample, priority=priority, deadline_s=deadline_s))
+            prompt = handles[0].request.prompt  # tokenized once
+        return handles
 
     def step(self) -> None:
         """Decodes some rounds, prefills, and starts requests that wait; hands out new tokens.
@@ -242,25 +178,21 @@ class Engine:
         """
         if len(self._loops) > 1 and self._depths.times is None:
             self._time_rounds()
-        begun, compiled_s = time.monotonic(), program_cache.totals()[1]
-        for handle in self._unfinished():
-            if (deadline_s := handle.submitted.deadline_s) is not None and deadline_s <= begun:
-                self._end(handle, "deadline")
-        self._end_rows()
-        device_s = self._prefill_s + self._loop_s
-        if not self._running:
-            self._filling = len(self._ended)
-        elif not self._filling:
+        counters, begun, compiled_s = self._counters, time.monotonic(), program_cache.totals()[1]
+        device_s = counters.device_s
+        for handle in self._scheduler.expired(begun):
+            self._end(handle, "deadline")
+        if self._scheduler.begin_step():
             self._decode()
-        self._admit()
-        self._steps += 1
-        device_s = self._prefill_s + self._loop_s - device_s
+        self._prefill()
+        counters.steps += 1
+        device_s = counters.device_s - device_s
         compile_s = program_cache.totals()[1] - compiled_s
-        self._host_s += time.monotonic() - begun - device_s - compile_s
+        counters.host_s += time.monotonic() - begun - device_s - compile_s
 
     def run(self) -> None:
         """Runs steps until all requests have finished."""
-        while self._unfinished():
+        while self.unfinished:
             self.step()
 
     def warm_up(self) -> None:
@@ -271,230 +203,156 @@ class Engine:
         Raises:
           RuntimeError: there are unfinished requests.
         """
-        if self._unfinished():
+        if self.unfinished:
             raise RuntimeError("warm_up with unfinished requests: call it before submit, or later")
-        longest = min(self._templates.capacity - 1, self._templates.prefill_chunk + 1)
+        longest = min(self._templates.capacity - 1, self.config.prefill_chunk + 1)
         for _ in range(2):  # the second one starts from the prefix of the first
-            self.submit(np.zeros(longest, np.int32), max_new_tokens=1)
+            self.submit(np.zeros(longest, np.int32), SamplingParams(max_tokens=1))
             self.run()
         self._decode()  # these requests end at their first token
         self._prefixes.clear()
-        self._reset_stats()
+        self._counters = Counters(self._loops)
 
     def forget_prefixes(self) -> None:
         """Empties the prefix store and its counts."""
         self._prefixes.clear()
 
     @property
-    def limits(self) -> EngineLimits:
-        """What requests may ask for."""
-        return EngineLimits.of(self._templates, self._queue_limit)
+    def config(self) -> EngineConfig:
+        """The configuration; its capacity, limit, verifier and EOS are those that are used."""
+        return self._templates.config
 
     @property
     def stats(self) -> EngineStats:
         """Counts and times so far."""
-        seconds = self._loop_s + self._prefill_s + self._host_s
-        store, waiting = self._prefixes, len(self._queue) + len(self._prefilling)
-        return EngineStats(
-            finished=dict(self._finished),
-            waiting=waiting,
-            running=len(self._running),
-            new_tokens=self._new_tokens,
-            steps=self._steps,
-            loop_s=self._loop_s,
-            prefill_s=self._prefill_s,
-            host_s=self._host_s,
-            tokens_per_s=self._new_tokens / seconds if seconds else 0.0,
-            prefix_lookups=store.lookups,
-            prefix_hits=store.hits,
-            prefix_host_hits=store.host_hits,
-            reused_tokens=store.reused_tokens,
-            prefix_bytes=store.num_bytes,
-            prefix_host_bytes=store.num_host_bytes,
-            kv_bytes=self._templates.kv_bytes,
-            rounds_by_depth=dict(self._rounds),
-        )
+        return self._counters.stats(self._scheduler, self._prefixes, self._templates.kv_bytes)
+
+    @property
+    def unfinished(self) -> list[Handle]:
+        """The requests that wait, are prefilled, or run."""
+        return self._scheduler.unfinished
 
     def cancel(self, handle: Handle) -> None:
         """Ends an unfinished request with the tokens so far; `Handle.cancel` calls it."""
         self._end(handle, "cancelled")
 
-    # What follows runs inside `step` and `submit`.
-
-    def _check_queue(self, new: int) -> None:
-        if len(self._queue) + new > self._queue_limit:
-            raise QueueFullError(
-                f"the queue has {len(self._queue)} requests, and with {new} more it exceeds "
-                f"queue_limit={self._queue_limit}: run engine.step() until some have started, or "
-                "create the engine with a larger limit"
-            )
-
-    def _unfinished(self) -> list[Handle]:
-        prefilling = [handle for handle, _ in self._prefilling]
-        return [*self._running.values(), *prefilling, *self._queue]
+    # What follows runs inside `step` and `cancel`.
 
     def _time_rounds(self) -> None:
         """Times the loop at each depth, before the first request."""
         times, self._state = speculation.time_rounds(self._templates, self._loops, self._state)
         self._depths = dataclasses.replace(self._depths, times=times)
 
-    def _end_rows(self) -> None:
-        """Ends the rows of requests that the host has ended."""
+    def _decode(self) -> None:
+        """Runs the loop, hands out new tokens and ends requests."""
         if self._ended_by_host:
             ended = processes.put(self._ended, self._state.ended.sharding)
             self._state = dataclasses.replace(self._state, ended=ended)
             self._ended_by_host = False
-
-    def _admit(self) -> None:
-        """Prefills and inserts requests that wait while slots are free.
-
-        At most `prefill_chunk` tokens are prefilled, or one piece. Prompts of several pieces take
-        turns.
-        """
-        tokens = 0
-        while True:
-            self._start_prefills()
-            if not self._prefilling:  # no slot is free, or no request waits
-                self._filling = 0
-                return
-            handle, prefilling = self._prefilling[0]
-            piece = prefilling.pieces[0]
-            if tokens and tokens + piece.tokens > self._templates.prefill_chunk:
-                return
-            tokens += piece.tokens
-            prefilled, seconds = prefill.advance(prefilling)
-            handle.prefilled_tokens += piece.end - piece.first
-            self._prefill_s += seconds
-            del self._prefilling[0]
-            if prefilling.pieces:
-                self._prefilling.append((handle, prefilling))
-            else:
-                self._insert(handle, prefilling, prefilled)
-
-    def _start_prefills(self) -> None:
-        """Starts the prefill of the first requests of the queue that have slots."""
-        while (
-            self._queue
-            and len(self._prefilling) < MAX_PREFILLS
-            and len(self._running) + len(self._prefilling) < len(self._ended)
-        ):
-            handle = min(self._queue, key=lambda handle: handle.submitted.due_s)
-            current = [other.submitted.prompt for other, _ in self._prefilling]
-            if self._prefixes.is_worth_waiting(handle.submitted.prompt, current):
-                return
-            automaton = handle.submitted.grammar
-            self._templates, grammar = with_grammar(self._templates, self._arena, automaton)
-            if automaton is not None and grammar is None:
-                return  # until the grammars of other requests leave
-            self._queue.remove(handle)
-            handle.started_s = time.monotonic()
-            self._prefilling.append((handle, self._start(handle, grammar)))
-
-    def _start(self, handle: Handle, grammar: GrammarRows | None) -> Prefilling:
-        """Returns the prefill of a request, from the longest prefix that is stored."""
-        submitted, templates = handle.submitted, self._templates
-        request = request_of(templates, submitted, grammar)
-        row, kept = self._prefixes.copy_longest(submitted.prompt)
-        spare = self._spare_rows.pop() if self._spare_rows else None  # dropped if there is a copy
-        row = row or spare or empty_row(templates)
-        prefilling = prefill.start(templates, request, row, kept)
-        handle.reused_tokens = prefilling.kept
-        return prefilling
-
-    def _insert(self, handle: Handle, prefilling: Prefilling, prefilled: Any) -> None:
-        """Copies a prefilled row into a free slot, and hands out its first token."""
-        row, finish_s = prefill.finish(prefilling, prefilled)
-        slot, self._filling = self._free_slot(), max(0, self._filling - 1)
-        self._state, insert_s = runner.insert(self._templates.slots, self._state, row, slot)
-        self._running[slot], self._delivered[slot] = handle, 0
-        ended, first, logprobs = processes.fetch((row.ended, row.pending, row.logprobs))
-        self._ended[slot] = ended[0]
-        self._depths = self._depths.joined(slot)
-        self._keep_prefix(Prefix(handle.submitted.prompt, row.cache, row.drafter))
-        self._prefill_s += finish_s + insert_s
-        self._deliver(slot, first, logprobs and logprobs[0])
-
-    def _free_slot(self) -> int:
-        """Returns a free slot of the group of devices that has the fewest requests."""
-        slots, groups = len(self._ended), self._templates.slots.settings.groups
-        requests = collections.Counter(slot * groups // slots for slot in self._running)
-        free = (slot for slot in range(slots) if slot not in self._running)
-        return min(free, key=lambda slot: requests[slot * groups // slots])
-
-    def _keep_text(self, slot: int, tokens: Int[np.ndarray, "T"]) -> None:
-        """Keeps the row of a finished request as a prefix, for the next turn of a chat."""
-        if self._prefixes.max_entries:
-            row, seconds = runner.extract(self._templates.row, self._state, slot)
-            self._keep_prefix(Prefix(tokens, *row))
-            self._prefill_s += seconds
-
-    def _keep_prefix(self, prefix: Prefix) -> None:
-        if (unused := self._prefixes.add(prefix)) is not None:
-            self._keep_buffers(unused)
-
-    def _keep_buffers(self, row: tuple[Any, Any]) -> None:
-        if len(self._spare_rows) + len(self._prefilling) < MAX_PREFILLS:
-            self._spare_rows.append(row)
-
-    def _decode(self) -> None:
-        """Runs the loop, hands out new tokens and ends requests."""
-        self._depths = self._depths.chosen(self._live_rows())
+        running = self._scheduler.running
+        self._depths = self._depths.chosen({slot: _lengths(one) for slot, one in running.items()})
         depth, slots = self._depths.depth, self._templates.slots
         s, seconds = runner.run_until_row_ends(slots, self._loops[depth], self._state)
         self._state = s
         emitted, output, ended, histogram, nodes, rounds = processes.fetch(
             (s.emitted, s.output, s.ended, s.histogram, s.nodes, s.rounds)
         )
-        asked = any(handle.submitted.logprobs is not None for handle in self._running.values())
+        asked = any(handle.request.params.logprobs is not None for handle in running.values())
         logprobs = processes.fetch(s.logprobs) if asked else None
-        self._rounds[depth] += int(rounds)
+        self._counters.rounds_by_depth[depth] += int(rounds)
+        self._counters.loop_s += seconds
         self._depths = self._depths.counted(histogram, int(rounds), seconds)
-        self._loop_s += seconds
         self._ended = ended.copy()
-        for slot, handle in list(self._running.items()):
+        for slot, handle in list(running.items()):
             handle.histogram = tuple(histogram[slot].tolist())
             handle.drafted = int(nodes[slot])
-            self._deliver(slot, output[slot, : emitted[slot]], logprobs and logprobs[slot])
+            tokens = output[slot, : emitted[slot]]
+            self._deliver(handle, tokens, logprobs and logprobs[slot], ended[slot])
 
-    def _deliver(self, slot: int, tokens: Int[np.ndarray, "T"], logprobs: LogProbs | None) -> None:
+    def _prefill(self) -> None:
+        """Prefills and inserts requests that wait while slots are free."""
+        while True:
+            self._start_requests()
+            if (work := self._scheduler.next_piece()) is None:
+                return
+            handle, piece = work
+            prefilled, seconds = self._rows[handle].advance(piece)
+            self._counters.prefill_s += seconds
+            handle.prefilled_tokens += piece.end - piece.first
+            if piece.end == len(handle.request.prompt):
+                self._insert(handle, prefilled)
+
+    def _start_requests(self) -> None:
+        """Starts the prefill of the requests that may start now."""
+        while (handle := self._scheduler.next_to_start(self._prefixes.match)) is not None:
+            automaton = handle.request.grammar
+            self._templates, grammar = with_grammar(self._templates, self._arena, automaton)
+            if automaton is not None and grammar is None:
+                return  # until the grammars of other requests leave
+            handle.started_s = time.monotonic()
+            request = row_of_request(self._templates, handle.request, grammar)
+            prompt = handle.request.prompt
+            if self._spare_rows and self._prefixes.match(prompt):
+                del self._spare_rows[-1]  # before its place is taken by a copy
+            row, common = self._prefixes.copy_longest(prompt)
+            if row is None:
+                row = self._spare_rows.pop() if self._spare_rows else empty_row(self._templates)
+            # The last token's hidden state gives the first new token.
+            handle.reused_tokens = min(common, len(prompt) - 1)
+            self._rows[handle] = PrefillRow(request, *row, handle.reused_tokens)
+            self._scheduler.start(handle, handle.reused_tokens)
+
+    def _insert(self, handle: Handle, prefilled: Prefilled) -> None:
+        """Copies a prefilled row into a free slot, and hands out its first token."""
+        row, finish_s = self._rows.pop(handle).finish(prefilled)
+        slot = self._scheduler.insert(handle)
+        self._state, insert_s = runner.insert(self._templates.slots, self._state, row, slot)
+        self._counters.prefill_s += finish_s + insert_s
+        self._depths = self._depths.joined(slot)
+        self._store(Prefix(handle.request.prompt, row.cache, row.drafter))
+        ended, first, logprobs = processes.fetch((row.ended, row.pending, row.logprobs))
+        self._ended[slot] = ended[0]
+        self._deliver(handle, first, logprobs and logprobs[0], ended[0])
+
+    def _deliver(
+        self, handle: Handle, tokens: Int[np.ndarray, "T"], logprobs: LogProbs | None, ended: bool
+    ) -> None:
         """Hands out the new ones of a row's tokens, and ends its request with the row."""
-        handle, new = self._running[slot], slice(self._delivered[slot], len(tokens))
-        self._delivered[slot] = handle.emitted = len(tokens)
+        new = slice(handle.emitted, len(tokens))
+        handle.emitted = len(tokens)
         stopped = handle.deliver(tokens[new], logprobs and logprobs[new], time.monotonic())
-        if stopped or self._ended[slot]:
-            text = np.concatenate([handle.submitted.prompt, tokens])
-            self._keep_text(slot, text[:-1])  # the last token is pending
+        if stopped or ended:
             is_eos = tokens[-1] in self._eos
             self._end(handle, "stop" if stopped else "eos" if is_eos else "length")
 
-    def _live_rows(self) -> dict[int, tuple[int, int]]:
-        """Returns, by slot, the tokens so far and the new ones that may follow."""
-        rows = {}
-        for slot, handle in self._running.items():
-            new, request = int(self._delivered[slot]), handle.submitted
-            rows[slot] = len(request.prompt) + new, request.limit - new
-        return rows
-
     def _end(self, handle: Handle, reason: str) -> None:
-        """Ends a request, wherever it is."""
-        slot = next((slot for slot, other in self._running.items() if other is handle), None)
+        """Ends a request, wherever it is; stores the text of a row, for the next turn of a chat."""
+        slot = self._scheduler.remove(handle)
         if slot is not None:
-            del self._running[slot]
             self._ended_by_host |= not self._ended[slot]
             self._ended[slot] = True
-        elif found := [pair for pair in self._prefilling if pair[0] is handle]:
-            self._prefilling.remove(found[0])
-            self._keep_buffers((found[0][1].cache, found[0][1].drafter_state))
-        else:
-            self._queue.remove(handle)
-        if handle.submitted.grammar is not None and handle.started_s is not None:
-            self._arena.release(handle.submitted.grammar)
-        result = handle.finish(reason, time.monotonic())
-        self._finished[reason] += 1
-        self._new_tokens += len(result.tokens)
+            if self._prefixes.max_entries:
+                cached, seconds = runner.extract(self._templates.row, self._state, slot)
+                text = np.concatenate([handle.request.prompt, handle.tokens])
+                self._store(Prefix(text[:-1], *cached))  # the last token is pending
+                self._counters.prefill_s += seconds
+        elif (row := self._rows.pop(handle, None)) is not None:
+            self._spare((row.cache, row.drafter_state))
+        if handle.request.grammar is not None and handle.started_s is not None:
+            self._arena.release(handle.request.grammar)
+        self._counters.count(handle.finish(reason, time.monotonic()))
 
-    def _reset_stats(self) -> None:
-        self._finished = dict.fromkeys(FINISH_REASONS, 0)
-        self._steps = self._new_tokens = 0
-        self._rounds = dict.fromkeys(self._loops, 0)
-        self._loop_s = self._prefill_s = self._host_s = 0.0
+    def _store(self, prefix: Prefix) -> None:
+        if (unused := self._prefixes.add(prefix)) is not None:
+            self._spare(unused)
+
+    def _spare(self, row: tuple[Any, Any]) -> None:
+        """Keeps buffers for later prompts, as many as can be prefilled at once."""
+        if len(self._spare_rows) + len(self._rows) < self.config.prefill_rows:
+            self._spare_rows.append(row)
+
+
+def _lengths(handle: Handle) -> tuple[int, int]:
+    """Returns the tokens of a row so far, and the new ones that may follow."""
+    new, request = handle.emitted, handle.request
+    return len(request.prompt) + new, request.max_tokens - new

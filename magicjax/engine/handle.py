@@ -10,16 +10,8 @@ import numpy as np
 from jaxtyping import Int
 
 from magicjax.decoding.text_stream import TextStream
-from magicjax.grammars.compiler import TokenAutomaton
+from magicjax.engine.request import EngineRequest
 from magicjax.verification.logprobs import LogProbs
-from magicjax.verification.sampling import Sampling
-
-AGING_S = 10.0  # waiting for this long raises a request's priority by 1
-
-
-class QueueFullError(ValueError):
-    """As many requests as `queue_limit` wait for a slot."""
-
 
 # Why a request ended: an EOS token, its limit of new tokens, a stop string, `Handle.cancel`, or its
 # deadline.
@@ -49,7 +41,7 @@ class RequestStats:
       finish_reason: one of `FINISH_REASONS`.
       prompt_tokens: tokens of the prompt.
       new_tokens: tokens of the result.
-      reused_tokens: prompt tokens whose keys and values another request had left.
+      reused_tokens: prompt tokens whose keys and values were stored by another request.
       prefilled_tokens: prompt tokens that ran, repeated ones included, without padding.
       rounds: of the loop, in which the request emitted tokens.
       tau: mean acceptance length: tokens that the loop emitted per round, without prefill's, and
@@ -102,38 +94,6 @@ class Result:
     stats: RequestStats
 
 
-@dataclasses.dataclass(frozen=True)
-class Submitted:
-    """What was submitted; all of it is validated.
-
-    Attributes:
-      prompt: int32 [T].
-      limit: of new tokens.
-      sampling: of one row; None in a greedy engine.
-      stop: strings that end the text.
-      grammar: what the text must match; None: any text.
-      logprobs: the number of alternatives; None: no log-probabilities.
-      priority: larger goes first.
-      submitted_s: when, on the engine's clock.
-      deadline_s: when it must be finished, on the same clock; None: never.
-    """
-
-    prompt: Int[np.ndarray, "T"]
-    limit: int
-    sampling: Sampling | None
-    stop: tuple[str, ...]
-    grammar: TokenAutomaton | None
-    logprobs: int | None
-    priority: float
-    submitted_s: float
-    deadline_s: float | None
-
-    @property
-    def due_s(self) -> float:
-        """When the request is due, on the same clock: of those that wait, the first one starts."""
-        return self.submitted_s - AGING_S * self.priority
-
-
 class _Engine(Protocol):
     def step(self) -> None: ...
     def cancel(self, handle: "Handle") -> None: ...
@@ -148,16 +108,17 @@ class Handle:
             print(new.text, end="")
 
     Attributes:
-      submitted: the validated request.
+      request: the prompt and its parameters.
     """
 
-    def __init__(self, engine: _Engine, submitted: Submitted, tokenizer: Any):
+    def __init__(self, engine: _Engine, request: EngineRequest, tokenizer: Any):
         """Only `Engine.submit` makes handles."""
-        self.submitted = submitted
+        self.request = request
         self._engine = engine
-        self._text = None if tokenizer is None else TextStream(tokenizer, submitted.stop)
+        self._text = None if tokenizer is None else TextStream(tokenizer, request.params.stop)
         self._tokens: list[int] = []
-        self._logprobs = [_no_logprobs(submitted.logprobs)]  # of the pieces, the first one empty
+        # Of the pieces, the first one empty.
+        self._logprobs = [_no_logprobs(request.params.logprobs)]
         self._waiting: collections.deque[NewTokens] = collections.deque()
         self._result: Result | None = None
         # Counters that the engine updates.
@@ -173,6 +134,11 @@ class Handle:
         return sum(self.histogram)
 
     @property
+    def tokens(self) -> Int[np.ndarray, "T"]:
+        """The new tokens so far."""
+        return np.array(self._tokens, np.int32)
+
+    @property
     def finished(self) -> bool:
         """Whether the result is available without another step."""
         return self._result is not None
@@ -182,11 +148,11 @@ class Handle:
 
         Every piece is yielded once.
         """
-        while True:
+        while not self.finished:
             yield from self.arrived()
-            if self.finished:
-                return
-            self._engine.step()
+            if not self.finished:  # the caller may have cancelled it
+                self._engine.step()
+        yield from self.arrived()
 
     def arrived(self) -> list[NewTokens]:
         """Returns what has arrived and was not returned before; runs nothing."""
@@ -214,7 +180,7 @@ class Handle:
         if self.first_s is None and len(tokens):
             self.first_s, self.first_tokens = now, len(tokens)
         self._tokens += tokens.tolist()
-        requested = _requested(logprobs, len(tokens), self.submitted.logprobs)
+        requested = _requested(logprobs, len(tokens), self.request.params.logprobs)
         self._logprobs.append(requested)
         if len(tokens):
             self._waiting.append(NewTokens(tokens, text, requested))
@@ -227,21 +193,20 @@ class Handle:
             if rest := self._text.finish():
                 self._waiting.append(NewTokens(np.zeros(0, np.int32), rest, self._logprobs[0]))
             text = self._text.text
-        tokens = np.array(self._tokens, np.int32)
         logprobs = jax.tree.map(lambda *pieces: np.concatenate(pieces), *self._logprobs)
-        self._result = Result(tokens, text, logprobs, reason, self._stats(reason, now))
+        self._result = Result(self.tokens, text, logprobs, reason, self._stats(reason, now))
         return self._result
 
     def _stats(self, reason: str, now: float) -> RequestStats:
-        submitted, new = self.submitted, len(self._tokens)
+        request, new = self.request, len(self._tokens)
         ttft_s = tpot_s = None
         if self.first_s is not None:
-            ttft_s = self.first_s - submitted.submitted_s
+            ttft_s = self.first_s - request.submitted_s
             if new > self.first_tokens:
                 tpot_s = (now - self.first_s) / (new - self.first_tokens)
         return RequestStats(
             finish_reason=reason,
-            prompt_tokens=len(submitted.prompt),
+            prompt_tokens=len(request.prompt),
             new_tokens=new,
             reused_tokens=self.reused_tokens,
             prefilled_tokens=self.prefilled_tokens,
@@ -249,10 +214,10 @@ class Handle:
             tau=(self.emitted - 1) / self.rounds if self.rounds else 0.0,
             histogram=self.histogram,
             drafted=self.drafted,
-            queue_s=(now if self.started_s is None else self.started_s) - submitted.submitted_s,
+            queue_s=(now if self.started_s is None else self.started_s) - request.submitted_s,
             ttft_s=ttft_s,
             tpot_s=tpot_s,
-            total_s=now - submitted.submitted_s,
+            total_s=now - request.submitted_s,
         )
 
 

@@ -1,4 +1,4 @@
-"""Texts whose keys and values are kept, so that later prompts prefill only what differs.
+"""Stored keys and values of texts, so that later prompts prefill only what differs.
 
 A new prompt starts from a copy of the entry that shares the most tokens with its beginning. The
 most recently used entries are on the device and the others in host memory. All entries on the
@@ -6,7 +6,6 @@ device have the shapes of one row, so copying compiles nothing.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from magicjax.decoding.conversation import common_prefix
 from magicjax.decoding.memory import OutOfMemoryError
 from magicjax.engine.memory_check import num_prefixes
+from magicjax.engine.scheduler import common_prefix
 from magicjax.engine.templates import Templates
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.parallel import offloading
@@ -60,6 +59,7 @@ class PrefixStore:
       entry_bytes: of one entry on the device.
       max_entries: on the device; 0: nothing is stored.
       max_host_bytes: 0: nothing is stored in host memory.
+      min_shared: common tokens; prefixes that share fewer are not reused.
       lookups, hits: prompts that were looked up, and those that shared enough tokens.
       host_hits: the hits of prefixes that were in host memory.
       reused_tokens: of all hits.
@@ -69,7 +69,7 @@ class PrefixStore:
         self,
         max_bytes: int,
         entry_bytes: int,
-        at_least: int,
+        min_shared: int,
         max_host_bytes: int = 0,
         row_shapes: Any = None,
     ):
@@ -77,14 +77,14 @@ class PrefixStore:
 
         Args:
           max_bytes, entry_bytes: of all entries on the device, and of one.
-          at_least: common tokens; prefixes that share fewer are not reused, and shorter ones not
+          min_shared: common tokens; prefixes that share fewer are not reused, and shorter ones not
             stored.
           max_host_bytes: of all entries in host memory.
           row_shapes: shapes and shardings of the arrays on the device, if max_host_bytes is not 0.
         """
         self.entry_bytes, self.max_entries = entry_bytes, max_bytes // entry_bytes
         self.max_host_bytes, self._row_shapes = max_host_bytes, row_shapes
-        self._at_least = at_least
+        self.min_shared = min_shared
         self.clear()
 
     def clear(self) -> None:
@@ -118,18 +118,13 @@ class PrefixStore:
         self.reused_tokens += common
         return jax.tree.map(jnp.copy, self._use(best).row), common
 
-    def is_worth_waiting(
-        self, tokens: Int[np.ndarray, "T"], others: Sequence[Int[np.ndarray, "U"]]
-    ) -> bool:
-        """Returns whether one of the prompts, once it is stored, shares more than all entries."""
-        if not self.max_entries:
-            return False
-        stored = max(self._at_least - 1, self._longest(tokens)[1])
-        return any(common_prefix(other, tokens) > stored for other in others)
+    def match(self, tokens: Int[np.ndarray, "T"]) -> int:
+        """Returns how many first tokens a text shares with an entry; 0 if too few."""
+        return self._longest(tokens)[1]
 
     def _longest(self, tokens: Int[np.ndarray, "T"]) -> tuple[Prefix | None, int]:
         """Returns the entry that shares the most tokens, of several the most recently used."""
-        best, common = None, self._at_least - 1
+        best, common = None, self.min_shared - 1
         for entry in reversed(self._entries):
             if (count := common_prefix(entry.tokens, tokens)) > common:
                 best, common = entry, count
@@ -140,7 +135,7 @@ class PrefixStore:
 
         A prefix of another entry is not stored, and replaces those that are its own prefixes.
         """
-        if not self.max_entries or len(prefix.tokens) < self._at_least:
+        if not self.max_entries or len(prefix.tokens) < self.min_shared:
             return prefix.row
         for entry in self._entries:
             if common_prefix(entry.tokens, prefix.tokens) == len(prefix.tokens):
@@ -214,39 +209,35 @@ def to_device(prefix: Prefix, row_shapes: Any) -> Prefix:
     return Prefix(prefix.tokens, *jax.tree.map(put, prefix.row, row_shapes))
 
 
-def make_store(templates: Templates, max_bytes: int | None, max_host_bytes: int) -> PrefixStore:
-    """Returns the store of an engine.
-
-    Args:
-      templates: of the engine.
-      max_bytes: on the device; None: four slots' worth, if prompts can be reused.
-      max_host_bytes: in host memory.
+def make_store(templates: Templates) -> PrefixStore:
+    """Returns the empty store of an engine.
 
     Raises:
       ValueError: fewer bytes than a prompt has, prompts that must be prefilled whole, or host
         memory without a store on the device.
       OutOfMemoryError: more bytes than host memory has.
     """
-    entry_bytes = sum(templates.row.kv_bytes)
+    config, entry_bytes = templates.config, sum(templates.row.kv_bytes)
+    max_bytes, max_host_bytes = config.prefix_bytes, config.host_prefix_bytes
     if max_bytes and templates.needs_whole_prompt:
         raise ValueError(
             f"prefix_bytes={max_bytes}: the drafter's policy reads the attention of all prompt "
             "tokens, so each prompt is prefilled whole: omit prefix_bytes, or use another policy, "
             "such as streaming or snapkv"
         )
-    if max_bytes is not None and (max_bytes < 0 or 0 < max_bytes < entry_bytes):
+    if max_bytes is not None and 0 < max_bytes < entry_bytes:
         raise ValueError(
             f"prefix_bytes={max_bytes}: one prefix has {entry_bytes} bytes, those of a slot; use "
-            "at least as many, or 0 to keep none"
+            "at least as many, or 0 to store none"
         )
-    entries = num_prefixes(templates.row, max_bytes)
+    entries = num_prefixes(templates.row, config)
     # A shorter prefix saves no step of prefill.
-    at_least = templates.row.settings.chunk
+    min_shared = templates.row.settings.chunk
     if not max_host_bytes:
-        return PrefixStore(entries * entry_bytes, entry_bytes, at_least)
+        return PrefixStore(entries * entry_bytes, entry_bytes, min_shared)
     shapes = _with_shardings(templates)
     _check_host_bytes(max_host_bytes, entries, shapes)
-    return PrefixStore(entries * entry_bytes, entry_bytes, at_least, max_host_bytes, shapes)
+    return PrefixStore(entries * entry_bytes, entry_bytes, min_shared, max_host_bytes, shapes)
 
 
 def _with_shardings(templates: Templates) -> Any:
@@ -269,7 +260,7 @@ def _check_host_bytes(max_bytes: int, entries: int, shapes: Any) -> None:
     if max_bytes < longest:
         raise ValueError(
             f"host_prefix_bytes={max_bytes}: the longest prefix has {longest} bytes; use at least "
-            "as many, or 0 to keep none in host memory"
+            "as many, or 0 to store none in host memory"
         )
     free = offloading.free_host_memory()
     if free is not None and max_bytes > free:

@@ -1,39 +1,11 @@
 """Statistics of an engine."""
 
 import dataclasses
+from collections.abc import Iterable
 
-from magicjax.engine.templates import Templates
-from magicjax.grammars.arena import CLASSES
-from sharding import processes
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineLimits:
-    """What requests of an engine may ask for; its arguments of the same names."""
-
-    slots: int
-    capacity: int
-    max_new_tokens: int
-    queue_limit: int
-    logprobs: int | None
-    do_sample: bool
-    grammar_states: int | None
-    eos_token_id: tuple[int, ...]
-
-    @classmethod
-    def of(cls, templates: Templates, queue_limit: int) -> "EngineLimits":
-        """Returns the limits of an engine."""
-        settings, table = templates.row.settings, templates.row.transitions
-        return cls(
-            slots=templates.num_slots,
-            capacity=templates.capacity,
-            max_new_tokens=settings.max_new_tokens,
-            queue_limit=queue_limit,
-            logprobs=settings.logprobs,
-            do_sample=templates.sampled,
-            grammar_states=None if table is None else len(table) // CLASSES,
-            eos_token_id=tuple(processes.fetch(templates.row.eos).tolist()),
-        )
+from magicjax.engine.handle import FINISH_REASONS, Result
+from magicjax.engine.prefix_store import PrefixStore
+from magicjax.engine.scheduler import Scheduler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,3 +47,47 @@ class EngineStats:
     prefix_host_bytes: int
     kv_bytes: int
     rounds_by_depth: dict[int, int]
+
+
+class Counters:
+    """What an engine counts; the fields are those of `EngineStats`."""
+
+    def __init__(self, depths: Iterable[int]):
+        """Starts at 0; `depths` are those that the loop may draft."""
+        self.finished = dict.fromkeys(FINISH_REASONS, 0)
+        self.steps = self.new_tokens = 0
+        self.loop_s = self.prefill_s = self.host_s = 0.0
+        self.rounds_by_depth = dict.fromkeys(depths, 0)
+
+    @property
+    def device_s(self) -> float:
+        """The seconds of all programs."""
+        return self.loop_s + self.prefill_s
+
+    def count(self, result: Result) -> None:
+        """Counts a finished request."""
+        self.finished[result.finish_reason] += 1
+        self.new_tokens += len(result.tokens)
+
+    def stats(self, scheduler: Scheduler, store: PrefixStore, kv_bytes: int) -> EngineStats:
+        """Returns the statistics so far."""
+        seconds = self.device_s + self.host_s
+        return EngineStats(
+            finished=dict(self.finished),
+            waiting=len(scheduler.waiting) + len(scheduler.prefilling),
+            running=len(scheduler.running),
+            new_tokens=self.new_tokens,
+            steps=self.steps,
+            loop_s=self.loop_s,
+            prefill_s=self.prefill_s,
+            host_s=self.host_s,
+            tokens_per_s=self.new_tokens / seconds if seconds else 0.0,
+            prefix_lookups=store.lookups,
+            prefix_hits=store.hits,
+            prefix_host_hits=store.host_hits,
+            reused_tokens=store.reused_tokens,
+            prefix_bytes=store.num_bytes,
+            prefix_host_bytes=store.num_host_bytes,
+            kv_bytes=kv_bytes,
+            rounds_by_depth=dict(self.rounds_by_depth),
+        )

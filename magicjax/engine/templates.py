@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int
 
 from magicjax import placement
@@ -16,25 +16,26 @@ from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.request import Request, capacity_of, make_options, place, validate
 from magicjax.decoding.validation import (
     RequestOptions,
-    check_count,
     check_detokenization,
     check_target,
     checked_sampling,
 )
+from magicjax.drafters import Drafter
 from magicjax.engine import memory_check
-from magicjax.engine.handle import Submitted
+from magicjax.engine.config import EngineConfig
+from magicjax.engine.request import EngineRequest
+from magicjax.engine.scheduler import PrefillRule
 from magicjax.grammars.arena import CLASSES, Arena, row_of
 from magicjax.grammars.compiler import TokenAutomaton
 from magicjax.grammars.masking import GrammarRows
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.model import Model
+from magicjax.sampling_params import SamplingParams
+from magicjax.trees.token_tree import Tree
 from magicjax.verification.sampling import Sampling
 from sharding import DATA, STAGE, factored, processes
 
 CHUNK = 64  # tokens of the prefill steps that end a prompt: few are padding
-PREFILL_CHUNK = 512
-MAX_SLOTS = 2**16
-MAX_CAPACITY = 4096  # default limit: a model's own one can need more memory than the device has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,38 +43,34 @@ class Templates:
     """The requests whose shapes and settings all programs of an engine share.
 
     Attributes:
+      config: of `EngineConfig.for_target`, with the ids of EOS.
       row: of one row, which is prefilled.
       slots: of all rows, which are decoded.
-      capacity: the most tokens of a row, prompt and new ones.
-      prefill_chunk: the most prompt tokens that a step prefills.
-      rounds_per_step: the most rounds of a call of the loop.
 
     In an engine with grammars, `row.transitions` and `slots.transitions` are the loaded ones.
     """
 
+    config: EngineConfig
     row: Request
     slots: Request
-    capacity: int
-    prefill_chunk: int
-    rounds_per_step: int
 
     @property
-    def num_slots(self) -> int:
-        return self.slots.tokens.shape[0]
-
-    @property
-    def sampled(self) -> bool:
-        return self.row.sampling is not None
-
-    @property
-    def window(self) -> int:
-        """The newest prompt tokens whose queries the drafter's policy reads."""
-        return self.row.prefill_settings.stats_spec.window
+    def capacity(self) -> int:
+        """The most tokens of a row, prompt and new ones."""
+        assert self.config.capacity is not None
+        return self.config.capacity
 
     @property
     def needs_whole_prompt(self) -> bool:
         """Whether the drafter's policy reads the attention of all prompt tokens."""
         return self.row.prefill_settings.stats_spec.total
+
+    @property
+    def prefill_rule(self) -> PrefillRule:
+        """How prompts are divided into pieces."""
+        chunk, stats_spec = self.row.settings.chunk, self.row.prefill_settings.stats_spec
+        largest = self.config.prefill_chunk
+        return PrefillRule(chunk, largest, stats_spec.window, stats_spec.total)
 
     @functools.cached_property
     def kv_bytes(self) -> int:
@@ -87,78 +84,91 @@ class Templates:
         return shapes.cache, shapes.drafter
 
 
+def validated(
+    target: Model,
+    drafter: Drafter | str | None,
+    tree: Tree | str | None,
+    config: EngineConfig,
+    mesh: Mesh | None = None,
+) -> tuple[EngineConfig, Request]:
+    """Returns the configuration that is used, and the request of one row on the host.
+
+    Nothing is compiled or moved to the devices.
+
+    Raises:
+      ValueError, TypeError: as `magicjax.Engine`, except for what needs the models' weights.
+    """
+    check_target(target)
+    config = config.for_target(target)
+    assert config.capacity is not None
+    groups = _groups(mesh, config.slots)
+    check_detokenization(target)
+    longest = np.zeros(config.capacity - config.max_tokens, np.int32)
+    options = make_options(
+        target,
+        drafter,
+        tree,
+        mesh,
+        max_new_tokens=config.max_tokens,
+        do_sample=config.sampling,
+        verifier=config.verifier,
+        eos_token_id=config.eos_token_id,
+        logprobs=config.logprobs,
+        backend=config.backend,
+    )
+    row = validate(target, [longest] * groups, options)
+    chunk = min(CHUNK, config.prefill_chunk)
+    capacity = capacity_of(config.capacity, row.settings.shape.depth, chunk)
+    row = dataclasses.replace(
+        row,
+        settings=dataclasses.replace(
+            row.settings, capacity=capacity, chunk=chunk, replicated_rows=True
+        ),
+        prompts=[longest],
+        tokens=np.zeros((1, capacity), np.int32),
+        lengths=row.lengths[:1],
+        limits=row.limits[:1],
+        sampling=row_sampling(config, SamplingParams()),
+        **_any_grammar(row, config.grammar_states),
+    )
+    config = dataclasses.replace(config, eos_token_id=tuple(row.eos.tolist()))
+    return config, row
+
+
 def make_templates(
     target: Model,
-    slots: int,
-    capacity: int | None,
-    max_new_tokens: int,
-    prefill_chunk: int | None,
-    rounds_per_step: int,
-    prefix_bytes: int | None,
-    options: dict[str, Any],
-    grammar_states: int | None = None,
+    drafter: Drafter | str | None,
+    tree: Tree | str | None,
+    config: EngineConfig,
+    mesh: Mesh | None = None,
 ) -> Templates:
-    """Returns the templates; `options` are those of `magicjax.generate`.
+    """Returns the templates, on the devices.
 
     Raises:
       ValueError, TypeError: as `magicjax.Engine`.
     """
-    check_target(target)
-    prefill_chunk = PREFILL_CHUNK if prefill_chunk is None else prefill_chunk
-    positions = target.config.max_positions
-    capacity = min(positions, MAX_CAPACITY) if capacity is None else capacity
-    counts = dict(slots=slots, prefill_chunk=prefill_chunk, capacity=capacity)
-    counts |= dict(max_new_tokens=max_new_tokens, rounds_per_step=rounds_per_step)
-    for name, value in counts.items():
-        check_count(name, value)
-    if slots > MAX_SLOTS:
-        raise ValueError(f"slots={slots}: it must be at most {MAX_SLOTS}")
-    if not 2 <= capacity <= positions:
-        raise ValueError(
-            f"capacity={capacity}: a slot must hold at least 2 tokens, and at most the {positions} "
-            "positions of the target"
-        )
-    mesh = options.get("mesh")
-    groups = _groups(mesh, slots)
-    check_detokenization(target)
-    max_new_tokens = min(max_new_tokens, capacity - 1)
-    longest = np.zeros(capacity - max(1, max_new_tokens), np.int32)
-    request_options = make_options(target, max_new_tokens=max_new_tokens, **options)
-    row = validate(target, [longest] * groups, request_options)
-    chunk = min(CHUNK, prefill_chunk)
-    slot_capacity = capacity_of(capacity, row.settings.shape.depth, chunk)
-    settings = dataclasses.replace(row.settings, capacity=slot_capacity, chunk=chunk)
-    row = dataclasses.replace(
-        row,
-        settings=dataclasses.replace(settings, replicated_rows=True),
-        prompts=[longest],
-        tokens=np.zeros((1, slot_capacity), np.int32),
-        lengths=row.lengths[:1],
-        limits=row.limits[:1],
-        sampling=any_sampling(request_options, 1),
-        **_any_grammar(row, grammar_states),
-    )
+    config, row = validated(target, drafter, tree, config, mesh)
     with memory.explained(row):  # the drafter may make a copy of the target
         row = place(row, mesh, 1)
-    memory_check.check(row, slots, capacity, prefix_bytes)  # before arrays of all slots are made
+    memory_check.check(row, config)  # before arrays of all slots are made
     divided = row.lengths.sharding
     if mesh is not None:
         divided = NamedSharding(factored(mesh), placement.ROWS)
 
     def repeated(x: jax.Array) -> jax.Array:
-        return processes.put(jnp.broadcast_to(x, (slots, *x.shape[1:])), divided)
+        return processes.put(jnp.broadcast_to(x, (config.slots, *x.shape[1:])), divided)
 
     all_rows = dataclasses.replace(
         row,
-        settings=settings,
-        prompts=row.prompts * slots,
+        settings=dataclasses.replace(row.settings, replicated_rows=False),
+        prompts=row.prompts * config.slots,
         tokens=repeated(row.tokens),
         lengths=repeated(row.lengths),
         limits=repeated(row.limits),
         sampling=jax.tree.map(repeated, row.sampling),
         grammar=jax.tree.map(repeated, row.grammar),
     )
-    templates = Templates(row, all_rows, capacity, prefill_chunk, rounds_per_step)
+    templates = Templates(config, row, all_rows)
     _check_insertable(templates)
     return templates
 
@@ -202,19 +212,31 @@ def _check_insertable(templates: Templates) -> None:
         )
 
 
-def any_sampling(options: RequestOptions, rows: int) -> Sampling | None:
-    """Returns the parameters of rows that may use top_k and top_p, whatever the rows use."""
-    sampling = checked_sampling(options, rows)
-    if sampling is None:
+def row_sampling(config: EngineConfig, params: SamplingParams) -> Sampling | None:
+    """Returns the sampling of one row; None in a greedy engine.
+
+    Rows may use top_k and top_p, whatever they use. A greedy row keeps the most likely token.
+    """
+    if not config.sampling:
         return None
+    options = RequestOptions(do_sample=True, top_k=1)
+    if not params.greedy:
+        options = RequestOptions(
+            do_sample=True,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            seed=params.seed,
+        )
+    sampling = checked_sampling(options, 1)
+    assert sampling is not None
     return dataclasses.replace(sampling, top_k_used=True, top_p_used=True)
 
 
-def _any_grammar(row: Request, states: int | None) -> dict[str, Any]:
+def _any_grammar(row: Request, states: int) -> dict[str, Any]:
     """Returns the fields of a row without a grammar, in an engine with `grammar_states`."""
-    if states is None:
+    if not states:
         return {}
-    check_count("grammar_states", states)
     arena = Arena(states * CLASSES)
     grammar = row_of(None, row.target.config.vocab_size, arena)
     return dict(grammar=grammar, transitions=arena.table)
@@ -241,13 +263,15 @@ def with_grammar(
     return dataclasses.replace(templates, row=row, slots=slots), grammar
 
 
-def request_of(templates: Templates, submitted: Submitted, grammar: GrammarRows | None) -> Request:
-    """Returns the one-row request of a submitted one, in the shapes of all prompts."""
-    row, prompt = templates.row, submitted.prompt
+def row_of_request(
+    templates: Templates, request: EngineRequest, grammar: GrammarRows | None
+) -> Request:
+    """Returns a request as arrays of one row, in the shapes of all prompts."""
+    row, prompt = templates.row, request.prompt
     tokens = np.zeros(row.tokens.shape, np.int32)
     tokens[0, : len(prompt)] = prompt
-    limit, sampling = _one_row(submitted.limit), submitted.sampling
-    of_row = tokens, _one_row(len(prompt)), limit, sampling, grammar
+    sampling = row_sampling(templates.config, request.params)
+    of_row = tokens, _one_row(len(prompt)), _one_row(request.max_tokens), sampling, grammar
     tokens, lengths, limits, placed, grammar = processes.put(of_row, row.lengths.sharding)
     return dataclasses.replace(
         row,
@@ -276,9 +300,9 @@ def empty_state(templates: Templates) -> DecodeState:
     shapes = dataclasses.replace(runner.state_shapes(slots), **separate)
     # Copies, because programs donate the state.
     sampling, eos = jax.tree.map(jnp.copy, (slots.sampling, slots.eos))
-    ended = processes.put(np.ones(templates.num_slots, bool), slots.lengths.sharding)
+    ended = processes.put(np.ones(templates.config.slots, bool), slots.lengths.sharding)
     state = dataclasses.replace(_zeros(shapes), sampling=sampling, ended=ended, eos=eos)
-    return runner.with_rounds(state, templates.rounds_per_step)
+    return runner.with_rounds(state, templates.config.rounds_per_step)
 
 
 def empty_row(templates: Templates) -> tuple[KVCache, Any]:

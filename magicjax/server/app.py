@@ -57,7 +57,7 @@ def create_app(
     tokenizer = served.target.tokenizer
     tokenizer("")  # sets truncation and padding once: threads only read the tokenizer from now on
     texts, created = responses.token_text(tokenizer), int(time.time())
-    metrics = Metrics(lambda: worker.snapshot, served.limits.slots)
+    metrics = Metrics(lambda: worker.snapshot, served.config.slots)
     worker.on_result = metrics.count
     page = importlib.resources.files("magicjax.server").joinpath("status.html").read_text("utf-8")
 
@@ -278,7 +278,7 @@ def _state(served: Served, now: Snapshot, before: Snapshot, seconds: float) -> d
     tokens = now.tokens - before.tokens
     return dict(
         model=served.name,
-        slots=served.limits.slots,
+        slots=served.config.slots,
         running=stats.running,
         waiting=stats.waiting,
         tokens_per_s=round(tokens / seconds, 1) if seconds else 0.0,

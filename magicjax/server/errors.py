@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from magicjax.engine.handle import QueueFullError
+from magicjax.engine.scheduler import QueueFullError
 
 RETRY_AFTER_S = 1  # a slot is free when the shortest request ends; clients back off further
 
@@ -62,7 +62,7 @@ def refused(error: Exception, limit_field: str) -> ApiError:
         )
     if not isinstance(error, ValueError | TypeError):
         return server_error(f"the request failed: {type(error).__name__}")
-    message = str(error).replace("max_new_tokens", limit_field)
+    message = str(error).replace("max_tokens", limit_field)
     named = re.match(r"(\w+)=", message)
     code = "context_length_exceeded" if "capacity=" in message else None
     return ApiError(400, message, param=named and named[1], code=code)

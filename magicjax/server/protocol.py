@@ -1,8 +1,8 @@
-"""Requests as OpenAI's clients send them, as arguments of the engine."""
+"""Requests as OpenAI's clients send them, as prompts and parameters for the engine."""
 
 import dataclasses
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jinja2
@@ -12,14 +12,15 @@ from pydantic_core import from_json
 
 from magicjax.decoding.chat_template import chat_tokens
 from magicjax.decoding.validation import token_ids
-from magicjax.engine.stats import EngineLimits
+from magicjax.engine.config import EngineConfig
 from magicjax.grammars import json_schema, trial
 from magicjax.grammars.arena import automaton_of
 from magicjax.grammars.grammar import Grammar
 from magicjax.model import Model
+from magicjax.sampling_params import SamplingParams
 from magicjax.server import bodies
 from magicjax.server.bodies import ChatBody, CompletionBody
-from magicjax.server.errors import ApiError
+from magicjax.server.errors import ApiError, refused
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
 
@@ -31,12 +32,24 @@ class Served:
     Attributes:
       name: of the model, for clients.
       target: the engine's.
-      limits: the engine's.
+      config: the engine's, of `Engine.config`.
     """
 
     name: str
     target: Model
-    limits: EngineLimits
+    config: EngineConfig
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens of a request, prompt and new ones."""
+        assert self.config.capacity is not None
+        return self.config.capacity
+
+    @property
+    def eos(self) -> Sequence[int]:
+        """The tokens that end a text."""
+        assert isinstance(self.config.eos_token_id, tuple)
+        return self.config.eos_token_id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +60,7 @@ class Generation:
       chat: whether it came to /v1/chat/completions.
       prompts: int32 [T] each.
       n: samples of each prompt.
-      options: of `Engine.submit_samples`, for each prompt.
+      params: of each prompt.
       stream: whether text is sent as it arrives.
       include_usage: whether a stream ends with the counts of tokens.
       continuous_usage: whether every event of the stream has the counts so far.
@@ -57,7 +70,7 @@ class Generation:
     chat: bool
     prompts: list[Int[np.ndarray, "T"]]
     n: int
-    options: dict[str, Any]
+    params: SamplingParams
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -75,14 +88,14 @@ def parse_completion(data: bytes, served: Served) -> Generation:
     prompt: Any = body.prompt
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompt = [prompt]
-    n = _checked_count(body, len(prompt), served.limits)
+    n = _checked_count(body, len(prompt), served.config)
     prompts = _tokens(lambda: token_ids(served.target, prompt), "prompt")
     limit = body.max_tokens
     if limit is None:  # the client's choice can be refused, the default cannot
-        room = served.limits.capacity - max(map(len, prompts))
-        limit = max(1, min(COMPLETION_TOKENS, served.limits.max_new_tokens, room))
-    options = _options(body, served, "max_tokens", limit, "logprobs", body.logprobs)
-    return _generation(body, prompts, n, options, "max_tokens")
+        room = served.capacity - max(map(len, prompts))
+        limit = max(1, min(COMPLETION_TOKENS, served.config.max_tokens, room))
+    params = _params(body, served, "max_tokens", limit, "logprobs", body.logprobs)
+    return _generation(body, prompts, n, params, "max_tokens")
 
 
 def parse_chat(data: bytes, served: Served) -> Generation:
@@ -96,7 +109,7 @@ def parse_chat(data: bytes, served: Served) -> Generation:
     tokenizer = served.target.tokenizer
     if not tokenizer.chat_template:
         raise ApiError(400, "the model has no chat template: use /v1/completions")
-    n = _checked_count(body, 1, served.limits)
+    n = _checked_count(body, 1, served.config)
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     if None not in (body.max_tokens, body.max_completion_tokens):
         raise ApiError(
@@ -106,20 +119,20 @@ def parse_chat(data: bytes, served: Served) -> Generation:
         raise ApiError(400, "top_logprobs requires logprobs=true", param="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     limit = getattr(body, field)
-    options = _options(body, served, field, limit, "top_logprobs", logprobs)
+    params = _params(body, served, field, limit, "top_logprobs", logprobs)
     messages = [{"role": message.role, "content": message.text} for message in body.messages]
 
     def prompts() -> list[Int[np.ndarray, "T"]]:
         return token_ids(served.target, [chat_tokens(tokenizer, messages)])
 
-    return _generation(body, _tokens(prompts, "messages"), n, options, field)
+    return _generation(body, _tokens(prompts, "messages"), n, params, field)
 
 
 def _generation(
     body: CompletionBody | ChatBody,
     prompts: list[Int[np.ndarray, "T"]],
     n: int,
-    options: dict[str, Any],
+    params: SamplingParams,
     limit_field: str,
 ) -> Generation:
     if body.stream_options is not None and not body.stream:
@@ -129,7 +142,7 @@ def _generation(
         chat=isinstance(body, ChatBody),
         prompts=prompts,
         n=n,
-        options=options,
+        params=params,
         stream=bool(body.stream),
         include_usage=bool(stream_options.include_usage),
         continuous_usage=bool(stream_options.continuous_usage_stats),
@@ -154,67 +167,95 @@ def _check_model(name: str | None, served: Served) -> None:
         )
 
 
-def _checked_count(body: CompletionBody | ChatBody, prompts: int, limits: EngineLimits) -> int:
+def _checked_count(body: CompletionBody | ChatBody, prompts: int, config: EngineConfig) -> int:
     """Returns the number of samples of each prompt."""
     n = body.n or 1
-    if n > 1 and not _samples(body, limits):
+    if n > 1 and not _temperature(body, config):
         raise ApiError(
             400, f"n={n} greedy texts of one prompt are equal: use n=1, or sample", param="n"
         )
-    if prompts * n > limits.queue_limit:
+    if prompts * n > config.queue_limit:
         raise ApiError(
             400,
             f"{prompts} prompts with n={n} are {prompts * n} requests, and the queue holds "
-            f"{limits.queue_limit}: send fewer at once",
+            f"{config.queue_limit}: send fewer at once",
             param="prompt",
         )
     return n
 
 
-def _samples(body: CompletionBody | ChatBody, limits: EngineLimits) -> bool:
-    return limits.do_sample and body.temperature != 0
+def _temperature(body: CompletionBody | ChatBody, config: EngineConfig) -> float:
+    """Returns the temperature of a request; without one, requests sample if the server does."""
+    if body.temperature is None:
+        return 1.0 if config.sampling else 0.0
+    return body.temperature
 
 
-def _options(
+def _params(
     body: CompletionBody | ChatBody,
     served: Served,
     limit_field: str,
     limit: int | None,
     logprobs_field: str,
     logprobs: int | None,
-) -> dict[str, Any]:
-    """Returns the arguments of `Engine.submit_samples` besides the prompt and n."""
-    limits = served.limits
-    if logprobs is not None and (limits.logprobs is None or logprobs > limits.logprobs):
-        has = "without --logprobs" if limits.logprobs is None else f"with at most {limits.logprobs}"
+) -> SamplingParams:
+    """Returns the parameters of a request, which the engine accepts."""
+    config = served.config
+    if logprobs is not None and (config.logprobs is None or logprobs > config.logprobs):
+        has = "without --logprobs" if config.logprobs is None else f"with at most {config.logprobs}"
         raise ApiError(
             400,
             f"{logprobs_field}={logprobs}: the server was started {has}",
-            param="logprobs" if limits.logprobs is None else logprobs_field,
+            param="logprobs" if config.logprobs is None else logprobs_field,
         )
-    if limit is not None and limit > limits.max_new_tokens:
+    if limit is not None and limit > config.max_tokens:
         raise ApiError(
             400,
-            f"{limit_field}={limit}: it must be at most {limits.max_new_tokens} on this server",
+            f"{limit_field}={limit}: it must be at most {config.max_tokens} on this server",
             param=limit_field,
         )
-    if body.ignore_eos and limits.eos_token_id:
+    if body.ignore_eos and config.eos_token_id:
         raise ApiError(
             400,
             "ignore_eos=true: the server ends texts at EOS; one with --ignore-eos does not",
             param="ignore_eos",
         )
-    options: dict[str, Any] = dict(max_new_tokens=limit, stop=body.stop or (), logprobs=logprobs)
-    return options | dict(grammar=_grammar(body, served)) | _sampling(body, limits)
+    temperature = _temperature(body, config)
+    if temperature and not config.sampling:
+        raise ApiError(
+            400,
+            f"temperature={temperature:g}: this server decodes greedily (--greedy): omit it, or "
+            "use 0",
+            param="temperature",
+        )
+    top_k, top_p, seed = 0, 1.0, 0  # those of the body do not change greedy decoding
+    if temperature:
+        seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
+        top_k = max(0, body.top_k or 0)  # -1 is 0
+        top_p = 1.0 if body.top_p is None else body.top_p
+    grammar = _grammar(body, served)
+    try:
+        return SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            max_tokens=limit,
+            stop=body.stop or (),
+            grammar=grammar,
+            logprobs=logprobs,
+        )
+    except (ValueError, TypeError) as error:
+        raise refused(error, limit_field) from error
 
 
 def _grammar(body: CompletionBody | ChatBody, served: Served) -> Grammar | None:
     """Returns the grammar of a request, compiled in this thread: `submit` finds the result."""
-    given, limits = body.response_format, served.limits
+    given, config = body.response_format, served.config
     if given is None or given.type == "text":
         return None
-    if limits.grammar_states is None or not limits.eos_token_id:
-        option = "--grammar-states 0" if limits.grammar_states is None else "--ignore-eos"
+    if not config.grammar_states or not config.eos_token_id:
+        option = "--ignore-eos" if config.grammar_states else "--grammar-states 0"
         raise ApiError(
             400,
             f"response_format.type={given.type}: the server was started with {option}",
@@ -230,28 +271,10 @@ def _grammar(body: CompletionBody | ChatBody, served: Served) -> Grammar | None:
             grammar = Grammar.regex(given.regex)
         else:
             grammar = Grammar.json_object()
-        automaton_of(served.target, grammar, limits.eos_token_id)
+        automaton_of(served.target, grammar, served.eos)
     except (ValueError, TypeError, ImportError) as error:
         raise ApiError(400, str(error), param="response_format") from error
     return grammar
-
-
-def _sampling(body: CompletionBody | ChatBody, limits: EngineLimits) -> dict[str, Any]:
-    """Returns the sampling arguments; none for greedy decoding, which they do not change."""
-    if not limits.do_sample and body.temperature:
-        raise ApiError(
-            400,
-            f"temperature={body.temperature:g}: this server decodes greedily (--greedy): omit it, "
-            "or use 0",
-            param="temperature",
-        )
-    if not limits.do_sample:
-        return {}
-    if body.temperature == 0:
-        return {"temperature": 0}
-    seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
-    top_k = None if body.top_k == -1 else body.top_k
-    return dict(temperature=body.temperature, top_k=top_k, top_p=body.top_p, seed=seed)
 
 
 def _tokens(make: Callable[[], list[np.ndarray]], field: str) -> list[np.ndarray]:

@@ -163,4 +163,4 @@ def model_list(served: Served, created: int) -> dict[str, Any]:
 def model_card(served: Served, created: int) -> dict[str, Any]:
     """Returns the description of the model."""
     card = dict(id=served.name, object="model", created=created, owned_by="magicjax")
-    return card | {"max_model_len": served.limits.capacity}
+    return card | {"max_model_len": served.capacity}

@@ -210,9 +210,7 @@ class Worker:
         generation = job.generation
         try:
             for prompt in generation.prompts:
-                job.handles += self._engine.submit_samples(
-                    prompt, generation.n, **generation.options
-                )
+                job.handles += self._engine.submit_samples(prompt, generation.n, generation.params)
         except Exception as error:
             for handle in job.handles:
                 handle.cancel()

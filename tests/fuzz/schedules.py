@@ -19,8 +19,9 @@ import magicjax
 from magicjax.decoding import program_cache
 from magicjax.decoding.request import Request, prepare
 from magicjax.decoding.runner import prefill_and_init, run
-from magicjax.engine.engine import MAX_PREFILLS
 from magicjax.engine.handle import Handle, NewTokens
+from magicjax.engine.request import EngineRequest
+from magicjax.engine.templates import row_sampling
 from tests.fuzz import checks
 from tests.fuzz.batches import prompt as random_prompt
 from tests.fuzz.checks import UNIT, WHOLE, Found
@@ -68,7 +69,6 @@ class Asked:
     """A request, and what has arrived of it."""
 
     handle: Handle
-    sampling: dict[str, Any]
     pieces: list[NewTokens]
 
 
@@ -121,29 +121,29 @@ def _start(made: Configuration, clock: Any) -> Session:
     target, (drafter, tree) = made.target(weights), made.drafting(weights)
     target = dataclasses.replace(target, tokenizer=tokenizer(target.config.vocab_size))
     eos = [int(token) for token in rng.integers(target.config.vocab_size, size=made.eos)]
-    options: dict[str, Any] = dict(drafter=drafter, tree=tree, eos_token_id=eos)
-    options |= dict(do_sample=made.do_sample, verifier=made.verifier)
-    engine = magicjax.Engine(
-        target,
-        **options,
+    config = magicjax.EngineConfig(
+        sampling=made.do_sample,
+        verifier=made.verifier,
+        eos_token_id=eos,
         slots=made.rows,
         capacity=int(rng.integers(made.width + 8, engines.CAPACITY + 1)),
-        max_new_tokens=made.new_tokens,
+        max_tokens=made.new_tokens,
         prefill_chunk=int(rng.choice([7, 16, 20, 33, 64])),
         rounds_per_step=int(rng.choice([1, 2, 3, 8])),
-        mesh=made.mesh,
         **_options(rng, made, drafter),
     )
+    engine = magicjax.Engine(target, drafter, tree, config, mesh=made.mesh)
     engine.warm_up()
     if len(engine._loops) > 1:  # depths that times choose would differ in each run
         engine._depths = Forced(**vars(engine._depths))
     alone = None
     if not made.exact:
         longest = np.zeros(engine._templates.capacity - 1, np.int32)
+        options: dict[str, Any] = dict(drafter=drafter, tree=tree, eos_token_id=eos)
+        options |= dict(do_sample=made.do_sample, verifier=made.verifier)
         options |= dict(max_new_tokens=made.new_tokens, top_k=3, top_p=0.9)  # as static settings
         alone = prepare(target, [longest], **options)
-        request = types.SimpleNamespace(prompt=longest[:1], limit=1, sampling=alone.sampling)
-        _alone(alone, request)  # compiles
+        _alone(alone, longest[:1], 1, alone.sampling)  # compiles
     compiled = program_cache.totals()[0]
     return Session(made, engine, target, drafter, eos, alone, clock, [], compiled)
 
@@ -176,12 +176,14 @@ def _run(session: Session, unit: int, found: Found) -> int:
         while arriving > 0:
             new = _submit(rng, session, arriving)
             asked, arriving = asked + new, arriving - len(new)
-        if not engine._unfinished() and len(asked) == count:
+        if not engine.unfinished and len(asked) == count:
             break
         _act(rng, engine, asked)
         session.clock.now += float(rng.exponential(2.0))
-        assert len(engine._running) + len(engine._prefilling) <= session.made.rows
-        if step >= rows_at and engine._running:
+        assert (
+            len(engine._scheduler.running) + len(engine._scheduler.prefilling) <= session.made.rows
+        )
+        if step >= rows_at and engine._scheduler.running:
             state, texts = engines.rows_of(engine)
             engines.check_state(state, texts, session.target, session.drafter)
             found.caches, rows_at = found.caches + len(texts), 10**9
@@ -194,7 +196,7 @@ def _run(session: Session, unit: int, found: Found) -> int:
         found.ends[result.finish_reason] += 1
         found.ends["reused"] += result.stats.reused_tokens > 0
         found.compare(UNIT * unit + row, _check, session, one)
-    whole = [np.concatenate([a.handle.submitted.prompt, a.handle.result().tokens]) for a in asked]
+    whole = [np.concatenate([a.handle.request.prompt, a.handle.result().tokens]) for a in asked]
     session.texts = [*session.texts, *whole][-8:]
     return 0
 
@@ -203,9 +205,7 @@ def _submit(rng, session: Session, most_requests: int) -> list[Asked]:
     """Submits a request, or several samples of one prompt."""
     engine, made = session.engine, session.made
     sampling: dict[str, Any] = {}
-    if made.do_sample and rng.random() < 0.15:
-        sampling = dict(temperature=0)
-    elif made.do_sample:
+    if made.do_sample and rng.random() >= 0.15:
         sampling = dict(temperature=float(rng.uniform(0.3, 1.6)), seed=int(rng.integers(2**32)))
         if rng.random() < 0.5:
             sampling["top_k"] = int(rng.integers(0, 16))
@@ -213,19 +213,22 @@ def _submit(rng, session: Session, most_requests: int) -> list[Asked]:
             sampling["top_p"] = float(rng.uniform(0.3, 1))
     prompt = _prompt(rng, session)
     most = min(made.new_tokens, engine._templates.capacity - len(prompt))
-    options: dict[str, Any] = dict(
-        max_new_tokens=None if rng.random() < 0.3 else int(rng.integers(1, most + 1)),
+    params = magicjax.SamplingParams(
+        max_tokens=None if rng.random() < 0.3 else int(rng.integers(1, most + 1)),
         stop=_stop(rng, session) if rng.random() < 0.3 else (),
+        logprobs=_logprobs(rng, engine),
+        **sampling,
+    )
+    when: dict[str, Any] = dict(
         priority=float(rng.integers(3)),
         deadline_s=float(rng.exponential(30.0)) + 0.1 if rng.random() < 0.1 else None,
-        logprobs=_logprobs(rng, engine),
     )
     samples = int(rng.integers(1, most_requests + 1)) if rng.random() < 0.2 else 1
-    if samples == 1 or not sampling.get("temperature"):
-        handles = [engine.submit(prompt, **options, **sampling)]
+    if samples == 1 or params.greedy:
+        handles = [engine.submit(prompt, params, **when)]
     else:
-        handles = engine.submit_samples(prompt, samples, **options, **sampling)
-    return [Asked(handle, sampling, []) for handle in handles]
+        handles = engine.submit_samples(prompt, samples, params, **when)
+    return [Asked(handle, []) for handle in handles]
 
 
 def _logprobs(rng, engine: magicjax.Engine) -> int | None:
@@ -238,7 +241,7 @@ def _prompt(rng, session: Session) -> np.ndarray:
     """Returns a new prompt, or one that begins like an earlier text or is such a text."""
     vocab, width = session.target.config.vocab_size, session.made.width
     new = random_prompt(rng, int(rng.integers(1, width + 1)), vocab)
-    waiting = [handle.submitted.prompt for handle in session.engine._unfinished()]
+    waiting = [handle.request.prompt for handle in session.engine.unfinished]
     earlier = [*session.texts, *waiting]
     if not earlier or rng.random() < 0.4:
         return new
@@ -277,10 +280,16 @@ def _act(rng, engine: magicjax.Engine, asked: list[Asked]) -> None:
 def _check_idle(session: Session) -> None:
     """Asserts that no request, slot or row is left over, and that nothing was compiled."""
     engine, stats = session.engine, session.engine.stats
-    assert not engine._running and not engine._prefilling and not engine._queue
+    assert (
+        not engine._scheduler.running
+        and not engine._scheduler.prefilling
+        and not engine._scheduler.waiting
+    )
     assert stats.running == stats.waiting == 0
     assert engine._ended.all(), f"slots are leaked: {engine._ended}"
-    assert len(engine._spare_rows) <= MAX_PREFILLS, f"{len(engine._spare_rows)} spare rows"
+    assert len(engine._spare_rows) <= engine.config.prefill_rows, (
+        f"{len(engine._spare_rows)} spare rows"
+    )
     store = engine._prefixes
     on_device = [entry for entry in store._entries if not entry.on_host]
     assert len(on_device) <= store.max_entries, f"{len(on_device)} prefixes on the device"
@@ -292,8 +301,8 @@ def _check_idle(session: Session) -> None:
 
 def _check(session: Session, one: Asked) -> int:
     """Asserts that a finished request has its text alone, or the right beginning of it."""
-    result, submitted, target = one.handle.result(), one.handle.submitted, session.target
-    tokens, reason, stops = result.tokens, result.finish_reason, submitted.stop
+    result, request, target = one.handle.result(), one.handle.request, session.target
+    tokens, reason, stops = result.tokens, result.finish_reason, request.params.stop
     one.pieces += one.handle.arrived()
     arrived = [new.tokens for new in one.pieces]
     np.testing.assert_array_equal(np.concatenate([[], *arrived]), tokens)
@@ -304,49 +313,50 @@ def _check(session: Session, one: Asked) -> int:
     assert (reason == "stop") == bool(ends), f"{reason}, stop strings {stops}: {text}"
     assert result.text == text[: min(ends, default=None)]
     if reason in ("eos", "length"):
-        checks.end(tokens, submitted.limit, session.eos)
+        checks.end(tokens, request.max_tokens, session.eos)
         assert (reason == "eos") == (tokens[-1] in session.eos), reason
     else:
         is_eos = np.isin(tokens, session.eos)
         assert not is_eos[: -1 if reason == "stop" else None].any(), f"{reason}: {tokens}"
-        assert len(tokens) <= submitted.limit - (reason != "stop")
-    if submitted.logprobs is not None and len(tokens):
-        test_logprobs.check(target, submitted.prompt, tokens, result.logprobs, submitted.logprobs)
-    return _check_tokens(session, one, tokens) if len(tokens) else 0
+        assert len(tokens) <= request.max_tokens - (reason != "stop")
+    if (count := request.params.logprobs) is not None and len(tokens):
+        test_logprobs.check(target, request.prompt, tokens, result.logprobs, count)
+    return _check_tokens(session, request, tokens) if len(tokens) else 0
 
 
-def _check_tokens(session: Session, one: Asked, tokens) -> int:
-    submitted, target = one.handle.submitted, session.target
-    if submitted.sampling is None or one.sampling["temperature"] == 0:
-        return checks.greedy(target, submitted.prompt, tokens)
-    (how,) = checks.samplers(submitted.sampling, [submitted.prompt])
+def _check_tokens(session: Session, request: EngineRequest, tokens) -> int:
+    target, prompt, limit = session.target, request.prompt, request.max_tokens
+    if request.params.greedy:
+        return checks.greedy(target, prompt, tokens)
+    sampling = row_sampling(session.engine.config, request.params)
+    (how,) = checks.samplers(sampling, [prompt])
     if session.alone is None:
-        return checks.sampled(target, submitted.prompt, tokens, how)
-    checks.possible(target, submitted.prompt, tokens, how)
-    whole = _alone(session.alone, submitted)
+        return checks.sampled(target, prompt, tokens, how)
+    checks.possible(target, prompt, tokens, how)
+    whole = _alone(session.alone, prompt, limit, sampling)
     wrong = np.flatnonzero(whole[: len(tokens)] != tokens)
     assert len(whole) >= len(tokens), f"{tokens} instead of {whole} alone"
     if not wrong.size:
         return 0
     same = wrong[0] + 1
     for seed in range(NEAR):  # a request that differs by rounding has either text
-        other = _alone(_disturbed(session.alone, seed), submitted)
+        other = _alone(_disturbed(session.alone, seed), prompt, limit, sampling)
         if np.array_equal(other[:same], tokens[:same]):
             return 1
     raise AssertionError(f"{tokens} instead of {whole} alone")
 
 
-def _alone(request: Request, submitted) -> np.ndarray:
+def _alone(request: Request, prompt, limit: int, sampling) -> np.ndarray:
     """Returns the text that `generate` has for the prompt alone, in fixed shapes."""
     tokens = np.zeros(request.tokens.shape, np.int32)
-    tokens[0, : len(submitted.prompt)] = submitted.prompt
+    tokens[0, : len(prompt)] = prompt
     request = dataclasses.replace(
         request,
-        prompts=[submitted.prompt],
+        prompts=[prompt],
         tokens=jnp.asarray(tokens),
-        lengths=jnp.asarray([len(submitted.prompt)], jnp.int32),
-        limits=jnp.asarray([submitted.limit], jnp.int32),
-        sampling=jax.tree.map(jnp.asarray, submitted.sampling),
+        lengths=jnp.asarray([len(prompt)], jnp.int32),
+        limits=jnp.asarray([limit], jnp.int32),
+        sampling=jax.tree.map(jnp.asarray, sampling),
     )
     state = run(request, request.settings, prefill_and_init(request)[0])[0]
     return np.asarray(state.output)[0, : int(state.emitted[0])]

@@ -84,17 +84,19 @@ def make_workload(bench: Bench, cell: Cell) -> Workload:
 def _engine(bench: Bench, cell: Cell) -> magicjax.Engine:
     """Returns an engine that has compiled its programs."""
     arguments = options(cell, lambda directory: bench.draft(directory, cell))
-    names = ("drafter", "tree", "max_new_tokens", "verifier", "eos_token_id", "mesh")
-    engine = magicjax.Engine(
-        bench.target_of(cell),
+    config = magicjax.EngineConfig(
         slots=cell.slots,
         capacity=cell.context + cell.new_tokens,
-        do_sample=cell.do_sample,
+        max_tokens=arguments["max_new_tokens"],
+        sampling=cell.do_sample,
+        verifier=arguments["verifier"],
+        eos_token_id=arguments["eos_token_id"],
         adaptive_depth=cell.adaptive_depth,
         queue_limit=cell.num_requests,
         prefix_bytes=0,  # the runs repeat the same prompts
-        **{name: arguments[name] for name in names},
     )
+    drafter, tree, mesh = (arguments[name] for name in ("drafter", "tree", "mesh"))
+    engine = magicjax.Engine(bench.target_of(cell), drafter, tree, config, mesh=mesh)
     engine.warm_up()
     return engine
 

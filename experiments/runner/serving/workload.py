@@ -15,7 +15,7 @@ from magicjax.engine.handle import Handle, RequestStats
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The requests: token ids, limits of new tokens, seconds of arrival, arguments of `submit`.
+    """The requests: token ids, limits of new tokens, seconds of arrival, other parameters.
 
     The seconds increase.
     """
@@ -135,8 +135,8 @@ def serve(engine: magicjax.Engine, workload: Workload, batch: int | None = None)
             arrived = following if not unfinished and arrived >= following else len(handles)
         for i in range(len(handles), arrived):
             sampling = workload.sampling[i] if workload.sampling else {}
-            row, limit = workload.rows[i], workload.limits[i]
-            handles.append(engine.submit(row, max_new_tokens=limit, **sampling))
+            params = magicjax.SamplingParams(max_tokens=workload.limits[i], **sampling)
+            handles.append(engine.submit(workload.rows[i], params))
             unfinished[i] = handles[i]
         if not unfinished:
             last = min(count, len(handles) + (batch or 1)) - 1
@@ -151,7 +151,7 @@ def serve(engine: magicjax.Engine, workload: Workload, batch: int | None = None)
         unfinished = {i: handle for i, handle in unfinished.items() if not handle.finished}
     results = [handle.result() for handle in handles]
     late = [  # from the arrival, which can be during a step, to `submit`
-        handle.submitted.submitted_s - start - arrival
+        handle.request.submitted_s - start - arrival
         for handle, arrival in zip(handles, workload.arrivals, strict=True)
     ]
     return Run(

@@ -153,17 +153,16 @@ def _drafters(settings: Settings) -> dict[str, dict]:
 def _engine(settings: Settings, target, workload: Workload, drafting: dict) -> magicjax.Engine:
     """Returns an engine that has compiled its programs."""
     lengths = [len(row) + n for row, n in zip(workload.rows, workload.limits, strict=True)]
-    engine = magicjax.Engine(
-        target,
+    config = magicjax.EngineConfig(
         slots=settings.slots,
         capacity=max(lengths),
-        max_new_tokens=settings.new_tokens[1],
+        max_tokens=settings.new_tokens[1],
         rounds_per_step=settings.rounds_per_step,
         prefill_chunk=settings.prefill_chunk,
         prefix_bytes=None if settings.shared_tokens else 0,
         eos_token_id=[],
-        **drafting,
     )
+    engine = magicjax.Engine(target, config=config, **drafting)
     engine.warm_up()
     return engine
 

@@ -145,13 +145,13 @@ class Terminal:
 
 def test_a_conversation_in_a_terminal(model, tmp_path):
     # An endless answer must not end before Ctrl-C arrives.
-    options = "--drafter", "prompt-lookup", "--max-new-tokens", 7000
+    options = "--drafter", "prompt-lookup", "--max-tokens", 7000
     terminal, file = Terminal("--target", model, *options), tmp_path / "c.json"
     terminal.until(r"^> $")
     notice = "(compiling; this happens once)\n"
     for turn in range(4):
         answer = f"{notice if turn == 0 else ''}fine.\n"
-        assert terminal.say(f"turn {turn}?").endswith(f"turn {turn}?\n{answer}> ")
+        assert terminal.say(f"turn {turn} of many?").endswith(f"of many?\n{answer}> ")
     terminal.say("for ever!", "lolo")
     terminal.press("\x03", r"\n\(stopped\)\n> $")
     assert terminal.say("how are you?").endswith("?\nfine.\n> ")
@@ -191,14 +191,21 @@ def test_a_conversation_from_a_pipe(talk, tmp_path):
 
 
 def test_after_a_reset_the_system_message_is_still_cached(talk):
-    _, _, err = talk(["hi?", "/reset", "and you?", "/stats", "/quit", "no?"], "--system", "be kind")
+    system = "be kind, and say little. " * 3  # at least a step of prefill
+    _, _, err = talk(["hi?", "/reset", "and you?", "/stats", "/quit", "no?"], "--system", system)
     assert re.search(r"last answer: .* 8 tokens prefilled in", err)
-    assert re.search(rf"in total: .* {len('[be kind]hi?') + 8} tokens prefilled in", err)
+    assert re.search(rf"in total: .* {len(f'[{system}]hi?') + 8} tokens prefilled in", err)
+
+
+def test_a_policy_that_reads_whole_texts_prefills_them(talk):
+    _, out, err = talk(["hi?", "and you?", "/stats"], "--drafter", "self:h2o:64")
+    assert out == "fine.\nfine.\n"
+    assert re.search(rf"last answer: .* {len('hi?fine.and you?') + 1} tokens prefilled in", err)
 
 
 def test_a_full_context_ends_answers_and_refuses_messages_in_one_line(talk):
     code, out, err = talk(
-        ["go!", "more?", "/reset", "hi?", "go!"], "--max-context", 24, "--max-new-tokens", 22
+        ["go!", "more?", "/reset", "hi?", "go!"], "--max-context", 24, "--max-tokens", 22
     )
     assert code == 0
     answer = ("lo" * 11)[:21]
@@ -212,9 +219,9 @@ def test_a_full_context_ends_answers_and_refuses_messages_in_one_line(talk):
 
 
 def test_an_answer_at_its_limit_says_so(talk):
-    _, out, err = talk(["go!"], "--max-new-tokens", 4)
+    _, out, err = talk(["go!"], "--max-tokens", 4)
     notice = "(compiling; this happens once)\n"
-    assert (out, err) == ("lolo\n", f"{notice}(ended at --max-new-tokens 4)\n")
+    assert (out, err) == ("lolo\n", f"{notice}(ended at --max-tokens 4)\n")
 
 
 def test_generate_answers_a_message_in_the_chat_template(model, run):
@@ -224,17 +231,12 @@ def test_generate_answers_a_message_in_the_chat_template(model, run):
 
 REFUSED = {
     "auto": (["--drafter", "auto"], "--drafter auto measures a single prompt: find a drafter"),
-    "sums": (["--drafter", "self:h2o:64"], "sums the attention of all tokens"),
     "beyond the model": (["--max-context", "30000"], "--max-context 30000: it must be at least 2"),
-    "no new tokens": (["--max-new-tokens", "0"], "--max-new-tokens 0 must be at least 1"),
+    "no new tokens": (["--max-tokens", "0"], "--max-tokens 0: it must be at least 1"),
     "a tree alone": (["--tree", "chain:2"], "--tree has no effect without --drafter: remove it"),
     "a copy of offloaded weights": (
         ["--offload", "--drafter", "self:weights=int8"],
         "quantize a target on the device, and the target is offloaded",
-    ),
-    "a sparse small model": (
-        ["--drafter", "small:MODEL:streaming:64"],
-        "would prefill the whole conversation in every turn: use policy='full'",
     ),
 }
 
@@ -243,7 +245,6 @@ REFUSED = {
 def test_bad_options_are_errors_before_weights_are_loaded(what, model, run, monkeypatch):
     arguments, message = REFUSED[what]
     monkeypatch.setattr(magicjax, "load", None)
-    arguments = [argument.replace("MODEL", str(model)) for argument in arguments]
     code, out, err = run("chat", "--target", model, *arguments)
     assert (code, out) == (2, "") and message in err and err.count("\n") == 1
 

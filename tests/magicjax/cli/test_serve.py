@@ -36,7 +36,7 @@ REFUSED = {
         ["--offload", "--drafter", "self:weights=int8"],
         "quantize a target on the device, and the target is offloaded",
     ),
-    "logprobs": (["--logprobs", 21], "--logprobs 21 must be a whole number of alternatives"),
+    "logprobs": (["--logprobs", 21], "--logprobs 21: it must be at most 20"),
     "mesh": (["--mesh", "model=3,x=1"], "'model=3,x=1' is not a valid mesh"),
     "devices": (["--mesh", "model=64"], "64"),
     "port": (["--port", 65536], "--port 65536: it must be between 0 and 65535"),
@@ -105,7 +105,7 @@ class Serving:
 
 @pytest.fixture
 def serving(directory):
-    options = ("--capacity", 400, "--max-new-tokens", 300, "--rounds-per-step", 1, "--slots", 2)
+    options = ("--capacity", 400, "--max-tokens", 300, "--rounds-per-step", 1, "--slots", 2)
     made = Serving("--target", directory, "--dtype", "float32", *options)
     yield made
     made.process.kill()

@@ -108,22 +108,6 @@ def test_without_them_nothing_is_computed():
     assert output_of("chain", None).logprobs is None
 
 
-def test_a_conversation_returns_them():
-    prompt = tiny.prompts(3)[1]
-    options = dict(max_context=100, max_new_tokens=8, eos_token_id=tiny.NEVER, logprobs=2)
-    conversation, text = magicjax.Conversation.create(tiny.model(), **options), prompt
-    for _ in range(2):
-        rounds = conversation.reply(text)
-        while True:
-            try:
-                next(rounds)
-            except StopIteration as end:
-                reply = end.value
-                break
-        check_rows(tiny.model(), [text], reply.output, 2)
-        conversation, text = reply.conversation, [*reply.output.sequences[0], *prompt[:5]]
-
-
 def divided(case: str, mesh: list[int]) -> bool:
     """Asserts the log-probabilities of a case on a mesh; runs in a process of eight devices."""
     output = mesh_cases.generate(case, mesh, logprobs=3)
@@ -157,6 +141,4 @@ def test_an_invalid_number_is_an_error_before_compilation(what):
     for call in (magicjax.generate, magicjax.stream):
         with pytest.raises(ValueError, match=message):
             call(tiny.model(), [[1, 2, 3]], logprobs=logprobs)
-    with pytest.raises(ValueError, match=message):
-        magicjax.Engine(tiny.model(), logprobs=logprobs)
     assert program_cache.totals() == before

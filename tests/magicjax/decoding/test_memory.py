@@ -106,7 +106,6 @@ CALLS = {
     "generate": lambda: magicjax.generate(tiny.model(), [[1, 2]]),
     "stream": lambda: magicjax.stream(tiny.model(), [[1, 2]]),
     "many": lambda: magicjax.generate(tiny.model(), np.broadcast_to(0, (10**7, 1))),
-    "conversation": lambda: magicjax.Conversation.create(tiny.model(), max_context=99),
 }
 
 
@@ -123,8 +122,7 @@ COPY = magicjax.SelfSpeculation(budget=32, weights="int8")
 COPYING = {
     "generate": lambda target: magicjax.generate(target, [[1, 2]], drafter=COPY),
     "stream": lambda target: magicjax.stream(target, [[1, 2]], drafter=COPY),
-    "conversation": lambda target: magicjax.Conversation.create(target, drafter=COPY),
-    "engine": lambda target: magicjax.Engine(target, COPY, slots=2),
+    "engine": lambda target: magicjax.Engine(target, COPY, config=magicjax.EngineConfig(slots=2)),
 }
 
 

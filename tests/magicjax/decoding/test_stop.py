@@ -130,30 +130,6 @@ def test_a_stop_string_ends_a_row_between_calls_of_different_depths(target):
     assert "stop" in check_cut(target, output, whole(target), stops)
 
 
-def test_a_conversation_goes_on_after_a_stop_string(target):
-    prompt = target.tokenizer(PROMPTS[0])["input_ids"]
-    options = dict(max_new_tokens=12, eos_token_id=[]) | DRAFTED
-    plain = magicjax.generate(target, [prompt], **options)
-    stop = next(stops_in(plain.texts, 1))[0]
-    first = drained(
-        magicjax.Conversation.create(target, max_context=100, stop=stop, **options).reply(prompt)
-    )
-    assert first.output.texts == [plain.texts[0][: plain.texts[0].index(stop)]]
-    assert first.output.finish_reasons == ["stop"]
-    text = [*first.output.sequences[0], *prompt]
-    second = drained(first.conversation.reply(text))
-    assert second.prefilled <= len(prompt) + 1
-    assert second.output.texts == magicjax.generate(target, [text], stop=stop, **options).texts
-
-
-def drained(rounds):
-    while True:
-        try:
-            next(rounds)
-        except StopIteration as end:
-            return end.value
-
-
 INVALID = {
     "an empty string": (dict(stop=["a", ""]), "stop='': a stop string must have at least 1"),
     "a token": (dict(stop=[3]), r"stop=\[3\]: 3 is not a string"),

@@ -57,9 +57,10 @@ DRAFTERS = {
 
 def engine(name: str = "streaming", **options) -> magicjax.Engine:
     drafter, tree = DRAFTERS[name]
-    defaults = dict(slots=3, capacity=CAPACITY, max_new_tokens=NEW, eos_token_id=tiny.NEVER)
+    defaults = dict(slots=3, capacity=CAPACITY, max_tokens=NEW, eos_token_id=tiny.NEVER)
     defaults |= dict(prefill_chunk=16, rounds_per_step=3)
-    return magicjax.Engine(tiny.model(), drafter, tree, **defaults | options)
+    config = magicjax.EngineConfig(**defaults | options)
+    return magicjax.Engine(tiny.model(), drafter, tree, config)
 
 
 @functools.cache
@@ -78,13 +79,13 @@ def expected(index: int) -> np.ndarray:
 
 def rows_of(engine: magicjax.Engine) -> tuple[object, list[np.ndarray]]:
     """Returns the state of the rows that are decoded, as numpy, and their texts so far."""
-    slots = sorted(engine._running)
+    slots = sorted(engine._scheduler.running)
     state = dataclasses.replace(
         engine._state, sampling=None, eos=None, rounds=None, max_rounds=None
     )
     state = jax.tree.map(lambda x: np.array(x)[slots], state)
     texts = [
-        np.concatenate([engine._running[slot].submitted.prompt, output[:emitted]])
+        np.concatenate([engine._scheduler.running[slot].request.prompt, output[:emitted]])
         for slot, output, emitted in zip(slots, state.output, state.emitted, strict=True)
     ]
     return state, texts

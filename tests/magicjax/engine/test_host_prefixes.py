@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import magicjax
 from magicjax.decoding import memory, program_cache
 from magicjax.engine import prefix_store
 from magicjax.kv_cache.full_cache import KVCache
@@ -18,6 +19,7 @@ from tests.magicjax.engine.test_schedules import Long
 from tests.quick import quick
 
 NEW, SLOTS = 8, 16
+GREEDY = magicjax.SamplingParams(max_tokens=NEW)
 DRAFTERS = ("plain", "streaming", "snapkv", "small", "sparse small", "ensemble")
 AMPLE = 10**9
 
@@ -30,12 +32,12 @@ def entry(tokens) -> prefix_store.Prefix:
     return prefix_store.Prefix(np.array(tokens, np.int32), cache, {"seen": jnp.arange(3)})
 
 
-def store_of(entries: int, max_host_bytes: int, at_least: int = 3) -> prefix_store.PrefixStore:
+def store_of(entries: int, max_host_bytes: int, min_shared: int = 3) -> prefix_store.PrefixStore:
     row = entry([1]).row
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), row
     )
-    return prefix_store.PrefixStore(100 * entries, 100, at_least, max_host_bytes, shapes)
+    return prefix_store.PrefixStore(100 * entries, 100, min_shared, max_host_bytes, shapes)
 
 
 def host_bytes(*lengths: int) -> int:
@@ -81,7 +83,7 @@ def test_a_longer_text_replaces_its_prefix_in_host_memory():
 
 
 def test_both_tiers_are_bounded_whatever_is_stored():
-    store, rng = store_of(3, host_bytes(SLOTS, 5), at_least=1), np.random.default_rng(0)
+    store, rng = store_of(3, host_bytes(SLOTS, 5), min_shared=1), np.random.default_rng(0)
     newest: list[list[int]] = []
     for _ in range(200):
         tokens = rng.integers(0, 3, int(rng.integers(1, SLOTS + 1)))
@@ -129,7 +131,7 @@ def test_a_hit_in_host_memory_gives_the_text_without_a_store(name, tally, caplog
     engine.warm_up()
     compiled = program_cache.totals()
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
-        found = [engine.submit(prompt, max_new_tokens=NEW).result() for prompt in asked]
+        found = [engine.submit(prompt, GREEDY).result() for prompt in asked]
     assert not [r for r in caplog.records if "Compiling" in r.message]
     assert program_cache.totals() == compiled
     tally.compare(tiny.model(), asked, plain, [result.tokens for result in found])
@@ -143,28 +145,25 @@ def test_a_hit_in_host_memory_gives_the_text_without_a_store(name, tally, caplog
 
 def reused(case: str, mesh: list[int] | None) -> tuple[list[list[int]], int]:
     """Returns the tokens of questions on two documents, and the hits in host memory."""
-    import magicjax
-
     drafter, tree, _, kv_heads = mesh_cases.CASES[case]
 
     def engine(**options):
-        return magicjax.Engine(
-            mesh_cases.target(kv_heads),
-            drafter(kv_heads, None),
-            tree,
+        config = magicjax.EngineConfig(
             slots=2,
             capacity=192,
-            max_new_tokens=NEW,
+            max_tokens=NEW,
             eos_token_id=63,
             prefill_chunk=32,
-            mesh=None if mesh is None else make_mesh(*mesh),
             **options,
         )
+        made = None if mesh is None else make_mesh(*mesh)
+        target = mesh_cases.target(kv_heads)
+        return magicjax.Engine(target, drafter(kv_heads, None), tree, config, mesh=made)
 
     size = sum(engine(prefix_bytes=0)._templates.row.kv_bytes)
     served = engine(prefix_bytes=size, host_prefix_bytes=AMPLE)
     asked = [np.concatenate([text[:100], text[-10 - n :]]) for n, text in enumerate(documents())]
-    tokens = [served.submit(prompt % 60, max_new_tokens=NEW).result().tokens for prompt in asked]
+    tokens = [served.submit(prompt % 60, GREEDY).result().tokens for prompt in asked]
     return [row.tolist() for row in tokens], served.stats.prefix_host_hits
 
 

@@ -36,19 +36,19 @@ def sampled_pairs(name: str, pairs: int, seeds_per_pair: int = 2) -> dict[tuple,
     the batch with them. With one seed per pair, both requests have the same random numbers.
     """
     drafter, tree = DRAFTERS[name]
-    options = dict(slots=7, capacity=24, max_new_tokens=8, prefix_bytes=0)
-    engine = magicjax.Engine(
-        alone.model(0), drafter, tree, do_sample=True, eos_token_id=alone.EOS, **options
+    config = magicjax.EngineConfig(
+        slots=7, capacity=24, max_tokens=8, sampling=True, eos_token_id=alone.EOS, prefix_bytes=0
     )
+    engine = magicjax.Engine(alone.model(0), drafter, tree, config)
     rng, handles = np.random.default_rng(0), []
     for pair in range(pairs):
         for which in range(2):
             seed = 2 * pair + which % seeds_per_pair
-            handles.append(
-                engine.submit(alone.PROMPT, max_new_tokens=NEW, seed=seed, **alone.WARPED)
-            )
+            params = magicjax.SamplingParams(max_tokens=NEW, seed=seed, **alone.WARPED)
+            handles.append(engine.submit(alone.PROMPT, params))
         if rng.random() < 0.2:
-            other = engine.submit(alone.PROMPT[: rng.integers(1, 9)], seed=10**6 + pair)
+            params = magicjax.SamplingParams(temperature=1, seed=10**6 + pair, max_tokens=None)
+            other = engine.submit(alone.PROMPT[: rng.integers(1, 9)], params)
             if rng.random() < 0.5:
                 other.cancel()
         if engine.stats.waiting > 100:  # a short queue is fast

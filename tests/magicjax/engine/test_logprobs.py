@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import magicjax
+from magicjax import SamplingParams
 from magicjax.decoding import program_cache
 from tests.magicjax import tiny
 from tests.magicjax.decoding.test_logprobs import check
@@ -18,7 +19,7 @@ CASES = [(name, sampled) for name in NAMES for sampled in (False, True)]
 
 @pytest.mark.parametrize(("name", "sampled"), quick(CASES, ("streaming", False)))
 def test_log_probabilities_are_those_of_a_plain_pass(name, sampled):
-    engine = engines.engine(name, logprobs=4, do_sample=sampled)
+    engine = engines.engine(name, logprobs=4, sampling=sampled)
     engine.warm_up()
     compiled, handles = program_cache.totals(), []
     document = np.arange(40, dtype=np.int32) % 7
@@ -26,8 +27,8 @@ def test_log_probabilities_are_those_of_a_plain_pass(name, sampled):
     for number, prompt in enumerate(asked):
         sampling = dict(temperature=0.7, seed=number) if sampled else {}
         count = (4, 0, None, 2)[number % 4]
-        options = dict(max_new_tokens=12, logprobs=count) | sampling
-        handles.append((prompt, count, engine.submit(prompt, **options)))
+        params = SamplingParams(max_tokens=12, logprobs=count, **sampling)
+        handles.append((prompt, count, engine.submit(prompt, params)))
     engine.run()
     assert program_cache.totals() == compiled
     assert engine.stats.prefix_hits
@@ -43,10 +44,11 @@ def test_log_probabilities_are_those_of_a_plain_pass(name, sampled):
 
 @pytest.mark.slow
 def test_depths_that_change_between_calls_give_the_same():
-    options = dict(do_sample=True, slots=2, rounds_per_step=1, logprobs=2)
+    options = dict(sampling=True, slots=2, rounds_per_step=1, logprobs=2)
     engine, prompt = forced("prompt lookup", **options), engines.prompts()[1]
     compiled = program_cache.totals()
-    handles = engine.submit_samples(prompt, 3, max_new_tokens=16, logprobs=2, seed=1)
+    params = SamplingParams(temperature=1, seed=1, max_tokens=16, logprobs=2)
+    handles = engine.submit_samples(prompt, 3, params)
     engine.run()
     assert program_cache.totals() == compiled and len(engine.stats.rounds_by_depth) > 1
     for handle in handles:
@@ -56,10 +58,13 @@ def test_depths_that_change_between_calls_give_the_same():
 
 def test_a_stop_string_ends_them_with_the_tokens(directory):
     target = magicjax.load(directory, dtype="float32")
-    options = dict(slots=1, capacity=128, max_new_tokens=30, eos_token_id=[], logprobs=1)
-    engine = magicjax.Engine(target, magicjax.PromptLookup(), magicjax.chain(4), **options)
-    whole = engine.submit(PROMPT, logprobs=1).result()
-    cut = engine.submit(PROMPT, logprobs=1, stop=whole.text[4:6]).result()
+    config = magicjax.EngineConfig(
+        slots=1, capacity=128, max_tokens=30, eos_token_id=[], logprobs=1
+    )
+    engine = magicjax.Engine(target, magicjax.PromptLookup(), magicjax.chain(4), config)
+    whole = engine.submit(PROMPT, SamplingParams(logprobs=1, max_tokens=None)).result()
+    params = SamplingParams(logprobs=1, stop=whole.text[4:6], max_tokens=None)
+    cut = engine.submit(PROMPT, params).result()
     assert cut.finish_reason == "stop" and len(cut.tokens) < len(whole.tokens)
     assert cut.logprobs.top.shape == (len(cut.tokens), 1)
     np.testing.assert_allclose(
@@ -68,7 +73,7 @@ def test_a_stop_string_ends_them_with_the_tokens(directory):
 
 
 def test_a_request_without_tokens_has_no_log_probabilities():
-    handle = engines.engine(logprobs=2).submit([1, 2], logprobs=2)
+    handle = engines.engine(logprobs=2).submit([1, 2], SamplingParams(logprobs=2, max_tokens=4))
     handle.cancel()
     assert handle.result().logprobs.top.shape == (0, 2)
 
@@ -78,11 +83,10 @@ def test_a_request_without_tokens_has_no_log_probabilities():
     [
         (None, 0, "logprobs=0 in an engine with logprobs=None: create .* logprobs=0, or omit it"),
         (2, 3, "logprobs=3 in an engine with logprobs=2: create .* logprobs=3, or request fewer"),
-        (2, -1, "logprobs=-1 must be a whole number of alternatives"),
     ],
 )
 def test_more_than_those_of_the_engine_are_an_error_at_submit(limit, count, message):
     engine = engines.engine(logprobs=limit)
     with pytest.raises(ValueError, match=message):
-        engine.submit([1, 2], logprobs=count)
-    assert not engine._unfinished()
+        engine.submit([1, 2], SamplingParams(logprobs=count))
+    assert not engine.unfinished

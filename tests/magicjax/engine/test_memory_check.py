@@ -5,10 +5,13 @@ import re
 import pytest
 
 import magicjax
+from magicjax import EngineConfig
 from magicjax.decoding import memory, program_cache
+from magicjax.decoding.request import Request, capacity_of
 from magicjax.engine import engine as engine_module
-from magicjax.engine.memory_check import MAX_PREFILLS, check
-from magicjax.engine.templates import make_templates
+from magicjax.engine import templates
+from magicjax.engine.config import MAX_PREFILLS
+from magicjax.engine.memory_check import check
 from magicjax.parallel import offloading
 from tests.magicjax import tiny
 from tests.magicjax.engine import engines
@@ -16,18 +19,19 @@ from tests.magicjax.engine import engines
 SLOTS, CAPACITY = 6, 300
 
 
-def templates(name: str = "small", slots: int = SLOTS, capacity: int = CAPACITY):
+def validated(name: str = "small", **options) -> tuple[EngineConfig, Request]:
     drafter, tree = engines.DRAFTERS[name]
-    options = dict(drafter=drafter, tree=tree)
-    return make_templates(tiny.model(), slots, capacity, engines.NEW, None, 8, 0, options)
+    defaults = dict(slots=SLOTS, capacity=CAPACITY, max_tokens=engines.NEW)
+    return templates.validated(tiny.model(), drafter, tree, EngineConfig(**defaults | options))
 
 
-def check_engine(made, prefix_bytes: int | None, available: float) -> None:
-    check(made.row, made.num_slots, made.capacity, prefix_bytes, available)
+def check_engine(available: float, name: str = "small", **options) -> None:
+    config, row = validated(name, **options)
+    check(row, config, available)
 
 
 def row_bytes(name: str = "small", capacity: int = CAPACITY) -> int:
-    return sum(templates(name, 1, capacity).row.kv_bytes)
+    return sum(validated(name, slots=1, capacity=capacity)[1].kv_bytes)
 
 
 @pytest.mark.parametrize("name", ["plain", "small", "streaming"])
@@ -36,9 +40,9 @@ def test_slots_prefill_and_prefixes_count(name, stored):
     size = row_bytes(name)
     prefix_bytes = None if stored is None else stored * size + 1
     rows = SLOTS + MAX_PREFILLS + (4 if stored is None else stored)
-    check_engine(templates(name), prefix_bytes, available=rows * size)
+    check_engine(rows * size, name, prefix_bytes=prefix_bytes)
     with pytest.raises(memory.OutOfMemoryError, match=f"an engine with slots={SLOTS} of capacity"):
-        check_engine(templates(name), prefix_bytes, available=rows * size - 1)
+        check_engine(rows * size - 1, name, prefix_bytes=prefix_bytes)
 
 
 @pytest.mark.parametrize("stored", [None, 3])
@@ -47,15 +51,15 @@ def test_the_remedies_fit_and_more_does_not(stored):
     available = (SLOTS + MAX_PREFILLS + 2) * size  # 2 of the prefixes, or fewer slots
     prefix_bytes = None if stored is None else stored * size
     with pytest.raises(memory.OutOfMemoryError) as refused:
-        check_engine(templates(), prefix_bytes, available)
+        check_engine(available, prefix_bytes=prefix_bytes)
     remedies = dict(re.findall(r"(slots|capacity|prefix_bytes)=(\d+)", str(refused.value)))
     slots, capacity = int(remedies["slots"]), int(remedies["capacity"])
     assert slots == SLOTS + 2 - (4 if stored is None else stored)
     assert int(remedies["prefix_bytes"]) == 2 * size
 
-    def fits(prefix_bytes=prefix_bytes, **options) -> bool:
+    def fits(**options) -> bool:
         try:
-            check_engine(templates(**options), prefix_bytes, available)
+            check_engine(available, **dict(prefix_bytes=prefix_bytes) | options)
         except memory.OutOfMemoryError:
             return False
         return True
@@ -67,9 +71,9 @@ def test_the_remedies_fit_and_more_does_not(stored):
 
 def test_what_cannot_help_is_not_named():
     with pytest.raises(memory.OutOfMemoryError, match="use slots=1 or capacity=.*, or more dev"):
-        check_engine(templates(), 0, available=(1 + MAX_PREFILLS) * row_bytes())
+        check_engine((1 + MAX_PREFILLS) * row_bytes(), prefix_bytes=0)
     with pytest.raises(memory.OutOfMemoryError, match="use a smaller model, a smaller dtype, off"):
-        check_engine(templates(), None, available=100)
+        check_engine(100)
 
 
 def test_an_engine_is_refused_before_allocation(monkeypatch):
@@ -77,7 +81,16 @@ def test_an_engine_is_refused_before_allocation(monkeypatch):
     monkeypatch.setattr(engine_module, "empty_state", lambda templates: pytest.fail("allocated"))
     before = program_cache.totals()
     with pytest.raises(
-        memory.OutOfMemoryError, match="2 rows for prefill and 4 for prefixes needs"
+        memory.OutOfMemoryError, match="2 rows for prefill and 2 for prefixes needs"
     ):
-        magicjax.Engine(tiny.model(), slots=2, capacity=64)
+        magicjax.Engine(tiny.model(), config=EngineConfig(slots=2, capacity=64))
     assert program_cache.totals() == before
+
+
+@pytest.mark.parametrize(
+    ("tokens", "depth", "chunk", "slots"),
+    [(500, 4, 64, 576), (448, 4, 64, 512), (449, 4, 64, 576), (503, 4, 0, 512), (504, 4, 0, 576)]
+    + [(440, 40, 64, 576)],
+)
+def test_slots_hold_the_text_and_a_chunk_or_a_path(tokens, depth, chunk, slots):
+    assert capacity_of(tokens, depth, chunk) == slots

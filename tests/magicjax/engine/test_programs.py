@@ -12,9 +12,9 @@ from flax import struct
 
 import magicjax
 import models
-from magicjax import hlo
+from magicjax import EngineConfig, SamplingParams, hlo
 from magicjax.decoding import program_cache, runner, slots
-from magicjax.engine.templates import make_templates
+from magicjax.engine.templates import make_templates, validated
 from sharding import abstract_mesh, make_mesh
 from tests.magicjax import mesh_cases, oracle, tiny
 from tests.magicjax.engine import engines
@@ -32,23 +32,27 @@ SERVED = [
 SAMPLES = [*((case, (2, 1)) for case in SAMPLED), ("several sampled", (2, 2))]
 
 
-def engine(case: str, mesh: Sequence[int] | None, **options) -> magicjax.Engine:
-    """Returns an engine of a case on a mesh (data, model); None: one device."""
-    drafter, tree, case_options, kv_heads = mesh_cases.CASES[case]
-    defaults = dict(slots=SLOTS, capacity=128, max_new_tokens=NEW, eos_token_id=EOS)
-    defaults |= dict(prefill_chunk=32, rounds_per_step=3)
-    defaults |= dict(do_sample=case_options.get("do_sample", False))
-    defaults |= dict(drafter=drafter(kv_heads, None), tree=tree)
-    defaults |= dict(mesh=None if mesh is None else make_mesh(*mesh))
-    return magicjax.Engine(mesh_cases.target(kv_heads), **defaults | options)
+def engine(case: str, mesh: Sequence[int] | None, own=None, **options) -> magicjax.Engine:
+    """Returns an engine of a case on a mesh (data, model), or with a drafter of its own."""
+    drafter, tree, _, kv_heads = mesh_cases.CASES[case]
+    defaults = dict(slots=SLOTS, capacity=128, max_tokens=NEW, eos_token_id=EOS)
+    defaults |= dict(prefill_chunk=32, rounds_per_step=3, sampling="sampled" in case)
+    return magicjax.Engine(
+        mesh_cases.target(kv_heads),
+        drafter(kv_heads, None) if own is None else own,
+        tree,
+        EngineConfig(**defaults | options),
+        mesh=None if mesh is None else make_mesh(*mesh),
+    )
 
 
-def requests() -> list[tuple[np.ndarray, int]]:
+def requests() -> list[tuple[np.ndarray, SamplingParams]]:
     """Returns prompts with limits; the second prompt and its answer begin later ones."""
     prompts = mesh_cases.prompts()[:6]
     longer = [np.concatenate([prompts[1], tail]) for tail in ([1, 2, 3], [4, 5])]
     limits = (20, 9, 24, 16, 24, 7, 12, 1)
-    return list(zip([*prompts, *longer], limits, strict=True))
+    params = [SamplingParams(max_tokens=limit) for limit in limits]
+    return list(zip([*prompts, *longer], params, strict=True))
 
 
 def served(case: str, mesh: list[int] | None, **options) -> dict:
@@ -60,14 +64,16 @@ def served(case: str, mesh: list[int] | None, **options) -> dict:
     templates, drafter = running._templates, running._templates.row.drafter
     running.warm_up()
     compiled = program_cache.totals()[0]
-    handles = [running.submit(prompt, max_new_tokens=limit) for prompt, limit in requests()]
+    handles = [running.submit(prompt, params) for prompt, params in requests()]
     late = running.submit([1, 2], deadline_s=1e-9)
     groups, rows = set(), 0
-    while running._unfinished():
+    while running.unfinished:
         running.step()
         rounds = [int(part.data) for part in running._state.rounds.addressable_shards]
         assert len(set(rounds)) == 1, f"the devices have different rounds: {rounds}"
-        groups |= {slot * templates.slots.settings.groups // SLOTS for slot in running._running}
+        groups |= {
+            slot * templates.slots.settings.groups // SLOTS for slot in running._scheduler.running
+        }
         state, texts = engines.rows_of(running)
         if len(texts) > 1 and not rows:
             engines.check_state(state, texts, templates.row.target, drafter)
@@ -90,7 +96,10 @@ def check_served(found: dict, case: str, tally) -> None:
     target = mesh_cases.target(mesh_cases.CASES[case][3])
     prompts = [prompt for prompt, _ in requests()]
     rows = [np.array(row, np.int32) for row in found["tokens"]]
-    plain = [oracle.cut(oracle.greedy(target, p, n), EOS, n) for p, n in requests()]
+    plain = [
+        oracle.cut(oracle.greedy(target, prompt, limit), EOS, limit)
+        for prompt, limit in ((prompt, params.max_tokens) for prompt, params in requests())
+    ]
     assert 0 < len(rows[2]) < len(plain[2]) and found["cancelled"] == "cancelled"
     plain[2] = plain[2][: len(rows[2])]
     tally.compare(target, prompts, plain, rows)
@@ -110,8 +119,8 @@ def test_slots_divided_over_groups_of_devices_give_each_request_its_text_alone(
 def samples(case: str, mesh: list[int] | None) -> tuple[list[list[int]], list[list[float]]]:
     """Returns the tokens of samples of one prompt, and their log-probabilities."""
     running = engine(case, mesh, logprobs=1)
-    options = dict(seed=3, temperature=0.8, logprobs=1)
-    handles = running.submit_samples(mesh_cases.prompts()[1], 5, **options)
+    params = SamplingParams(seed=3, temperature=0.8, logprobs=1, max_tokens=NEW)
+    handles = running.submit_samples(mesh_cases.prompts()[1], 5, params)
     running.run()
     results = [handle.result() for handle in handles]
     return [r.tokens.tolist() for r in results], [r.logprobs.chosen.tolist() for r in results]
@@ -164,7 +173,7 @@ class Own(magicjax.PromptLookup):
 
 
 def own(mesh: list[int]) -> dict:
-    return served("prompt-lookup", mesh, drafter=Own())
+    return served("prompt-lookup", mesh, own=Own())
 
 
 @pytest.mark.slow
@@ -204,7 +213,7 @@ def test_a_row_that_is_written_in_another_group_is_detected(eight):
 def texts(case: str, mesh: list[int] | None) -> list[list[int]]:
     """Returns the tokens of requests that share the slots."""
     running = engine(case, mesh)
-    handles = [running.submit(prompt, max_new_tokens=limit) for prompt, limit in requests()]
+    handles = [running.submit(prompt, params) for prompt, params in requests()]
     running.run()
     return [handle.result().tokens.tolist() for handle in handles]
 
@@ -223,11 +232,11 @@ def compiled_after_warm_up(mesh: list[int]) -> int:
     """Returns the programs that requests compile beside a draft model that is not divided."""
     kv_heads = mesh_cases.CASES["small"][3]
     drafter = magicjax.SmallModel(mesh_cases.draft(kv_heads, 1))
-    running = engine("small", mesh, drafter=drafter, capacity=64, prefill_chunk=16)
+    running = engine("small", mesh, own=drafter, capacity=64, prefill_chunk=16)
     running.warm_up()
     before = program_cache.totals()[0]
     for prompt in mesh_cases.prompts()[:2] * 2:  # the last two begin with a stored prefix
-        running.submit(prompt[:30], max_new_tokens=9)
+        running.submit(prompt[:30], SamplingParams(max_tokens=9))
     running.run()
     return program_cache.totals()[0] - before
 
@@ -240,7 +249,7 @@ def test_an_engine_on_a_mesh_compiles_nothing_after_warm_up(mesh, eight):
 
 def test_slots_that_do_not_divide_over_the_groups_are_an_error():
     with pytest.raises(ValueError, match="slots=6 do not divide over data=4 .* such as 8"):
-        magicjax.Engine(tiny.model(), slots=6, mesh=abstract_mesh(4, 1))
+        magicjax.Engine(tiny.model(), config=EngineConfig(slots=6), mesh=abstract_mesh(4, 1))
 
 
 def test_a_mesh_that_divides_layers_is_an_error():
@@ -300,8 +309,9 @@ def row_programs(name: str, data: int) -> dict:
     from tests.magicjax.decoding.test_compiled import WIDE, is_cache, moves
 
     mesh = None if data == 1 else make_mesh(data, 1)
-    options = dict(drafter=wide_drafter(name), tree=magicjax.chain(3), mesh=mesh)
-    templates = make_templates(wide_model(WIDE), SLOTS, 16_000, 32, None, 8, 0, options)
+    config = EngineConfig(slots=SLOTS, capacity=16_000, max_tokens=32, prefix_bytes=0)
+    drafter, tree = wide_drafter(name), magicjax.chain(3)
+    templates = make_templates(wide_model(WIDE), drafter, tree, config, mesh)
     state, row = (runner.state_shapes(x) for x in (templates.slots, templates.row))
     slot = jax.ShapeDtypeStruct((), np.int32, sharding=state.rounds.sharding)
     parts = templates.row.target, templates.row.drafter, state
@@ -397,14 +407,31 @@ def test_a_value_of_any_kind_is_broadcast_from_one_device(eight):
 
 def test_replicated_rows_are_counted_on_every_device():
     from magicjax.decoding import memory
-    from magicjax.engine.memory_check import MAX_PREFILLS, check
+    from magicjax.engine.memory_check import check
 
-    options = dict(drafter=None, tree=None)
-    row = make_templates(tiny.model(), 1, 300, NEW, None, 8, 0, options).row
+    config = EngineConfig(slots=8, capacity=300, max_tokens=NEW, prefix_bytes=0)
+    config, row = validated(tiny.model(), None, None, config)
     size = sum(row.kv_bytes)
     settings = dataclasses.replace(row.settings, mesh=abstract_mesh(4, 1))
     row = dataclasses.replace(row, settings=settings)
-    rows = 8 // 4 + MAX_PREFILLS + 3
-    check(row, 8, 300, 3 * size, available=rows * size)
+    config = dataclasses.replace(config, prefix_bytes=3 * size)
+    rows = 8 // 4 + config.prefill_rows + 3
+    check(row, config, available=rows * size)
     with pytest.raises(memory.OutOfMemoryError, match="slots=4 or capacity=.* prefix_bytes"):
-        check(row, 8, 300, 3 * size, available=(rows - 1) * size)
+        check(row, config, available=(rows - 1) * size)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA makes for a CPU")
+def test_prefill_in_a_row_copies_no_cache():
+    from tests.magicjax.decoding.test_compiled import WIDE, moved_caches, shaped
+
+    config = EngineConfig(slots=1, capacity=16_000, max_tokens=32)
+    _, row = validated(shaped(WIDE), tiny.drafter("self"), tiny.TREES["chain4"], config)
+    cache = runner.state_shapes(row).cache
+    target, *inputs = row.prefill_arguments
+    program = program_cache.program("extend", row.prefill_settings, target, cache, *inputs)
+    assert moved_caches(program, {"target": cache.k[0].size}) == {}
+    held = 2 * WIDE.num_layers * cache.k[0].size * 4
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= held
+    assert memory.temp_size_in_bytes < held / 4

@@ -9,10 +9,10 @@ import pytest
 from flax import struct
 
 import magicjax
+from magicjax import EngineConfig, SamplingParams
 from magicjax.decoding import program_cache
 from magicjax.drafters.base import Drafter
-from magicjax.engine import handle as handle_module
-from magicjax.engine.handle import QueueFullError
+from magicjax.engine.scheduler import QueueFullError
 from magicjax.trees.proposal import Proposal
 from tests.magicjax import tiny
 from tests.magicjax.engine import engines
@@ -42,8 +42,15 @@ def _whole(target) -> tuple[np.ndarray, str]:
 @functools.cache
 def texts_engine(target) -> magicjax.Engine:
     drafter = magicjax.PromptLookup()
-    options = dict(slots=3, capacity=128, max_new_tokens=60, eos_token_id=[], prefill_chunk=16)
-    return magicjax.Engine(target, drafter, magicjax.chain(4), rounds_per_step=3, **options)
+    config = EngineConfig(
+        slots=3,
+        capacity=128,
+        max_tokens=60,
+        eos_token_id=[],
+        prefill_chunk=16,
+        rounds_per_step=3,
+    )
+    return magicjax.Engine(target, drafter, magicjax.chain(4), config)
 
 
 def test_a_text_ends_before_its_stop_string(target):
@@ -52,7 +59,8 @@ def test_a_text_ends_before_its_stop_string(target):
     for _ in range(24):
         begin, length = int(rng.integers(len(whole) - 8)), int(rng.integers(1, 9))
         stops = [whole[begin : begin + length], "never said"]
-        handles.append((engine.submit(PROMPT, stop=stops), stops[0]))
+        params = SamplingParams(stop=stops, max_tokens=None)
+        handles.append((engine.submit(PROMPT, params), stops[0]))
     engine.run()
     for handle, stop in handles:
         result = handle.result()
@@ -96,7 +104,7 @@ def test_a_request_cancelled_in_prefill_frees_its_slot():
     engine.step()
     long = engine.submit(np.ones(300, np.int32))
     engine.step()
-    assert engine._prefilling
+    assert engine._scheduler.prefilling
     long.cancel()
     np.testing.assert_array_equal(
         engine.submit(engines.prompts()[1]).result().tokens, engines.expected(1)
@@ -119,22 +127,6 @@ def test_a_deadline_ends_requests_wherever_they_are(monkeypatch):
     assert len(running.result().tokens) and not len(waiting.result().tokens)
     assert waiting.result().stats.queue_s == 5
     np.testing.assert_array_equal(patient.result().tokens, engines.expected(2))
-
-
-def test_requests_start_by_priority_and_waiting_raises_it(monkeypatch):
-    clock = Clock(monkeypatch)
-    engine = engines.engine(slots=1)
-    arrivals = ((0.0, 0), (1.0, 0), (2.0, 5), (3.0, 1), (4.0, 0), (30.0, 2))
-    handles = []
-    for clock.now, priority in arrivals:
-        handles.append(engine.submit([1, 2, 3], max_new_tokens=2, priority=priority))
-    order = []
-    while engine._unfinished():
-        engine.step()
-        order += [n for n, h in enumerate(handles) if h.finished and n not in order]
-    assert handle_module.AGING_S == 10.0
-    # Each level is worth 10 s: those of priority 0 from the first seconds, then the late one of 2.
-    assert order == [2, 3, 0, 1, 4, 5]
 
 
 def test_statistics_of_requests_and_of_the_engine():
@@ -178,14 +170,33 @@ class Counting(Drafter):
         return {"rounds": state["rounds"] + 1}
 
 
-INVALID_ENGINES = {
+INVALID_CONFIGS = {
     "slots": (dict(slots=0), ValueError, "slots=0: it must be at least 1"),
+    "a trillion slots": (dict(slots=10**12), ValueError, "slots=10.* it must be at most 65536"),
+    "a text as slots": (dict(slots="2"), TypeError, "slots='2': it must be a whole number"),
     "rounds": (dict(rounds_per_step=0), ValueError, "rounds_per_step=0"),
     "queue": (dict(queue_limit=0), ValueError, "queue_limit=0"),
     "chunk": (dict(prefill_chunk=0), ValueError, "prefill_chunk=0"),
+    "no capacity": (dict(capacity=1), ValueError, "capacity=1: it must be at least 2"),
+    "a fraction": (dict(capacity=64.0), TypeError, "capacity=64.0: it must be a whole number"),
+    "new tokens": (dict(max_tokens=0), ValueError, "max_tokens=0: it must be at least 1"),
+    "negative bytes": (dict(prefix_bytes=-1), ValueError, "prefix_bytes=-1: it must be at least 0"),
+    "host bytes": (dict(host_prefix_bytes=-1), ValueError, "host_prefix_bytes=-1: it must be at"),
+    "grammars": (dict(grammar_states=-1), ValueError, "grammar_states=-1: it must be at least 0"),
+    "logprobs": (dict(logprobs=21), ValueError, "logprobs=21: it must be at most 20"),
+    "a number as a flag": (dict(sampling=1), TypeError, "sampling=1: it must be True or False"),
+}
+
+
+@pytest.mark.parametrize("what", INVALID_CONFIGS)
+def test_invalid_configurations_are_errors(what):
+    options, error, message = INVALID_CONFIGS[what]
+    with pytest.raises(error, match=message):
+        EngineConfig(**options)
+
+
+INVALID_ENGINES = {
     "capacity": (dict(capacity=513), ValueError, "capacity=513: .* the 512 positions"),
-    "no capacity": (dict(capacity=1), ValueError, "capacity=1: a slot must hold at least 2"),
-    "new tokens": (dict(max_new_tokens=0), ValueError, "max_new_tokens=0: it must be at least 1"),
     "bytes": (dict(prefix_bytes=5), ValueError, "prefix_bytes=5: one prefix has .* bytes"),
     "verifier": (dict(verifier="mss"), ValueError, "requires sampling"),
     "auto": (dict(drafter="auto"), ValueError, "drafter='auto' is not supported here"),
@@ -195,10 +206,6 @@ INVALID_ENGINES = {
         ValueError,
         r"the state\['rounds'\] has shapes \(\) .* define the drafter's `insert`",
     ),
-    "a text as slots": (dict(slots="2"), TypeError, "slots='2': it must be a whole number"),
-    "a fraction": (dict(capacity=64.0), TypeError, "capacity=64.0: it must be a whole number"),
-    "negative bytes": (dict(prefix_bytes=-1), ValueError, "prefix_bytes=-1: it must be at least 0"),
-    "a trillion slots": (dict(slots=10**12), ValueError, "slots=10.* it must be at most 65536"),
     "sums": (
         dict(drafter=magicjax.SelfSpeculation("h2o", 64), prefix_bytes=10**9),
         ValueError,
@@ -210,10 +217,11 @@ INVALID_ENGINES = {
 @pytest.mark.parametrize("what", INVALID_ENGINES)
 def test_invalid_settings_are_errors_before_compilation(what):
     options, error, message = INVALID_ENGINES[what]
-    defaults = dict(drafter=tiny.drafter("self"), tree=tiny.TREES["chain4"])
+    options = dict(options)
+    drafter = options.pop("drafter", tiny.drafter("self"))
     before = program_cache.totals()
     with pytest.raises(error, match=message):
-        magicjax.Engine(tiny.model(), **defaults | options)
+        magicjax.Engine(tiny.model(), drafter, tiny.TREES["chain4"], EngineConfig(**options))
     assert program_cache.totals() == before
 
 
@@ -222,17 +230,21 @@ INVALID_REQUESTS = {
     "a token": ([tiny.VOCAB], {}, "outside the target's vocabulary"),
     "a text": ("text", {}, "has no tokenizer"),
     "a long prompt": ([1] * 64, {}, "the prompt has 64 tokens, and capacity=64 leaves no room"),
-    "a long text": ([1] * 60, dict(max_new_tokens=5), "use at most 4 new tokens"),
-    "a limit": ([1], dict(max_new_tokens=25), "max_new_tokens=25: .* at most 24"),
-    "no limit": ([1], dict(max_new_tokens=0), "max_new_tokens=0: it must be at least 1"),
+    "a long text": (
+        [1] * 60,
+        dict(params=SamplingParams(max_tokens=5)),
+        "use at most 4 new tokens",
+    ),
+    "a limit": ([1], dict(params=SamplingParams(max_tokens=25)), "max_tokens=25: .* at most 24"),
     "a deadline": ([1], dict(deadline_s=0), "deadline_s=0: it must be above 0"),
-    "a stop string": ([1], dict(stop=["a", ""]), "stop='': a stop string must have at least 1"),
-    "no tokenizer": ([1], dict(stop="a"), "stop='a': the target 'target' has no tokenizer"),
+    "no tokenizer": (
+        [1],
+        dict(params=SamplingParams(stop="a")),
+        "stop='a': the target 'target' has no tokenizer",
+    ),
     "a priority": ([1], dict(priority=float("nan")), "priority=nan: it must be finite"),
     "a text as priority": ([1], dict(priority="high"), "priority='high': it must be a number"),
     "a text as deadline": ([1], dict(deadline_s="1"), "deadline_s='1': it must be a number"),
-    "a truth value": ([1], dict(max_new_tokens=True), "max_new_tokens=True: it must be a whole"),
-    "a number to stop": ([1], dict(stop=3), "stop=3: it must be a string"),
     "a number as prompt": (5, {}, r"prompt 0 has shape \(\) .* a list of token ids$"),
 }
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import magicjax
+from magicjax import SamplingParams
 from magicjax.decoding import program_cache
-from magicjax.engine import prefill
 from tests.magicjax import oracle, tiny
 from tests.magicjax.engine import engines
 from tests.quick import quick
@@ -29,19 +29,20 @@ def check_result(handle, index: int, eos: int, limit: int, tally) -> None:
 def run_schedule(engine, eos: int, seed: int, requests: int, tally) -> None:
     """Submits and cancels requests at random steps, and checks rows and results."""
     rng, submitted, rows = np.random.default_rng(seed), [], 0
-    while len(submitted) < requests or engine._unfinished():
+    while len(submitted) < requests or engine.unfinished:
         for _ in range(min(rng.poisson(1.0), requests - len(submitted))):
             index = int(rng.integers(len(engines.prompts())))
             room = engines.CAPACITY - len(engines.prompts()[index])
             limit = int(rng.integers(1, min(engines.NEW, room) + 1))
             prompt = engines.prompts()[index].tolist()
             priority = int(rng.integers(2))
-            handle = engine.submit(prompt, max_new_tokens=limit, priority=priority)
+            params = SamplingParams(max_tokens=limit)
+            handle = engine.submit(prompt, params, priority=priority)
             submitted.append((handle, index, limit))
         if rng.random() < 0.2 and submitted:
             submitted[rng.integers(len(submitted))][0].cancel()
         engine.step()
-        assert len(engine._running) <= engine._templates.num_slots
+        assert len(engine._scheduler.running) <= engine.config.slots
         rows += engines.check_rows(engine)
     for handle, index, limit in submitted:
         check_result(handle, index, eos, limit, tally)
@@ -94,7 +95,7 @@ class Long:
 
     @classmethod
     def engine(cls, name: str, **options) -> magicjax.Engine:
-        options = dict(capacity=400, max_new_tokens=engines.NEW, prefill_chunk=100) | options
+        options = dict(capacity=400, max_tokens=engines.NEW, prefill_chunk=100) | options
         return engines.engine(name, **options)
 
 
@@ -103,9 +104,9 @@ def test_long_prompts_are_prefilled_in_pieces_between_calls_of_the_loop(name, ta
     engine = Long.engine(name, rounds_per_step=1)
     short = engine.submit(engines.prompts()[0])
     engine.step()
-    handle = engine.submit(Long.prompt(Long.LENGTH), max_new_tokens=Long.NEW)
+    handle = engine.submit(Long.prompt(Long.LENGTH), SamplingParams(max_tokens=Long.NEW))
     arrived_before = [len(short.arrived())]
-    while handle.started_s is None or engine._prefilling:
+    while handle.started_s is None or engine._scheduler.prefilling:
         engine.step()
         arrived_before.append(sum(len(new.tokens) for new in short.arrived()))
     in_pieces = len(arrived_before) - 1
@@ -114,57 +115,8 @@ def test_long_prompts_are_prefilled_in_pieces_between_calls_of_the_loop(name, ta
     found = handle.result()
     plain = oracle.greedy(tiny.model(), Long.prompt(Long.LENGTH), Long.NEW)
     tally.compare(tiny.model(), [Long.prompt(Long.LENGTH)], [plain], [found.tokens])
-    window = engine._templates.window
+    window = engine._templates.prefill_rule.window
     assert Long.LENGTH <= found.stats.prefilled_tokens <= Long.LENGTH + window
-
-
-def test_a_short_prompt_overtakes_a_long_one():
-    engine = Long.engine("plain", slots=4, rounds_per_step=1)
-    engine.submit(engines.prompts()[0])
-    engine.step()
-    long = engine.submit(Long.prompt(350), max_new_tokens=Long.NEW)
-    short = engine.submit(engines.prompts()[1])
-    engine.step()
-    engine.step()
-    assert short.arrived() and not long.arrived()
-    engine.run()
-    np.testing.assert_array_equal(short.result().tokens, engines.expected(1))
-
-
-def test_free_slots_are_filled_before_the_loop_runs():
-    engine = Long.engine("plain", slots=3, rounds_per_step=1)
-    handles = [engine.submit(Long.prompt(90 + i)) for i in range(4)]
-    for step in range(4):  # each prompt takes a step
-        engine.step()
-        counts = [handle.emitted for handle in handles]
-        assert counts == ([1] * (step + 1) + [0] * 3 if step < 3 else [2] * 3 + [0])[:4]
-    engine.run()
-
-
-def test_requests_of_one_token_do_not_stop_the_loop():
-    engine = Long.engine("plain", slots=3, rounds_per_step=1)
-    first = engine.submit(Long.prompt(90))
-    for _ in range(20):
-        engine.submit(Long.prompt(91), max_new_tokens=1)
-    for _ in range(6):
-        engine.step()
-    assert first.emitted == 4 and engine.stats.waiting > 10  # after the first 3 requests
-    engine.run()
-
-
-def test_the_pieces_of_a_prompt_end_with_the_window_of_the_policy():
-    templates = Long.engine("snapkv")._templates
-    assert templates.window == 5
-    piece = prefill.Piece
-    assert prefill.pieces(templates, 40, 0) == [piece(0, 40, 64)]
-    assert prefill.pieces(templates, 100, 0) == [piece(0, 100, 64)]
-    assert prefill.pieces(templates, 202, 0) == [
-        *(piece(0, 100, 100), piece(100, 200, 100), piece(197, 202, 64))
-    ]
-    assert prefill.pieces(templates, 202, 120) == [piece(120, 202, 64)]
-    assert prefill.pieces(templates, 202, 201) == [piece(197, 202, 64)]
-    templates = Long.engine("h2o")._templates
-    assert prefill.pieces(templates, 202, 0) == [piece(0, 202, 64)]
 
 
 def forget(monkeypatch, what: str) -> None:
@@ -192,10 +144,10 @@ def forget(monkeypatch, what: str) -> None:
 def test_an_insertion_that_forgets_a_part_is_detected(what, monkeypatch):
     forget(monkeypatch, what)
     # Settings of no other test, because programs are compiled once per settings.
-    engine = engines.engine("streaming", max_new_tokens=7 + len(what))
+    engine = engines.engine("streaming", max_tokens=7 + len(what))
     for prompt in engines.prompts()[:3]:
         engine.submit(prompt)
     with pytest.raises(AssertionError):
-        while engine._unfinished():
+        while engine.unfinished:
             engine.step()
             engines.check_rows(engine)

@@ -195,7 +195,7 @@ def test_greedy_texts_and_caches_do_not_depend_on_the_depths(name, tally):
 
 @pytest.mark.parametrize("name", quick(["streaming", "prompt lookup", "small"], "prompt lookup"))
 def test_sampled_texts_do_not_depend_on_the_depths(name):
-    engine = forced(name, do_sample=True, slots=2, rounds_per_step=1)
+    engine = forced(name, sampling=True, slots=2, rounds_per_step=1)
     handles = [test_sampled.submit(engine, number) for number in range(5)]
     engine.run()
     for number, handle in enumerate(handles):
@@ -207,16 +207,15 @@ def test_sampled_texts_do_not_depend_on_the_depths(name):
 
 def test_an_engine_chooses_by_its_own_times_and_acceptance(tally):
     """The drafter of another model is never right; times are set, because those of tests vary."""
-    options = dict(slots=2, capacity=engines.CAPACITY, max_new_tokens=engines.NEW)
-    engine = magicjax.Engine(
-        tiny.model(),
-        tiny.drafter("other"),
-        tiny.TREES["chain4"],
+    config = magicjax.EngineConfig(
+        slots=2,
+        capacity=engines.CAPACITY,
+        max_tokens=engines.NEW,
         adaptive_depth=True,
         eos_token_id=tiny.NEVER,
         rounds_per_step=2,
-        **options,
     )
+    engine = magicjax.Engine(tiny.model(), tiny.drafter("other"), tiny.TREES["chain4"], config)
     handles = [engine.submit(prompt) for prompt in engines.prompts()[:4]]
     engine.step()  # without warm-up, rounds are timed here
     times = engine._depths.times
@@ -254,7 +253,7 @@ REFUSED = {
         "members have trees of their own: pass one tree",
     ),
     "a verifier": (
-        dict(do_sample=True, verifier="mss"),
+        dict(sampling=True, verifier="mss"),
         "verifier='mss' with adaptive_depth=True: .* use verifier='naive'",
     ),
     "a drafter that cannot be timed": (
@@ -266,9 +265,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_adapt_is_an_error_before_anything_is_compiled(what):
-    options, message = REFUSED[what]
+    options, message = dict(REFUSED[what][0]), REFUSED[what][1]
     compiled = program_cache.totals()
-    options = dict(drafter=magicjax.PromptLookup(), slots=2, capacity=64) | options
+    drafter = options.pop("drafter", magicjax.PromptLookup())
+    config = magicjax.EngineConfig(adaptive_depth=True, slots=2, capacity=64, **options)
     with pytest.raises(ValueError, match=message):
-        magicjax.Engine(tiny.model(), adaptive_depth=True, **options)
+        magicjax.Engine(tiny.model(), drafter, config=config)
     assert program_cache.totals() == compiled

@@ -35,9 +35,10 @@ def target_of(directory) -> magicjax.Model:
 
 
 def make_engine(target: magicjax.Model, **options) -> magicjax.Engine:
-    defaults = dict(slots=SLOTS, capacity=256, max_new_tokens=128, queue_limit=QUEUE)
-    defaults |= dict(do_sample=True, logprobs=3, rounds_per_step=2, grammar_states=512)
-    return magicjax.Engine(target, magicjax.PromptLookup(), magicjax.chain(4), **defaults | options)
+    defaults = dict(slots=SLOTS, capacity=256, max_tokens=128, queue_limit=QUEUE)
+    defaults |= dict(sampling=True, logprobs=3, rounds_per_step=2, grammar_states=512)
+    config = magicjax.EngineConfig(**defaults | options)
+    return magicjax.Engine(target, magicjax.PromptLookup(), magicjax.chain(4), config)
 
 
 @dataclasses.dataclass
@@ -69,7 +70,7 @@ def running(engine: magicjax.Engine, drain_s: float = 5.0, **options) -> Iterato
     target = engine._templates.row.target
     worker = Worker(engine)
     options = dict(api_key=None, max_body_bytes=2**20) | options
-    app = create_app(worker, Served(NAME, target, engine.limits), **options)
+    app = create_app(worker, Served(NAME, target, engine.config), **options)
     server = Server(app, worker, drain_s)
     with bind("127.0.0.1", 0) as bound:
         thread = threading.Thread(target=server.run, args=([bound],))
@@ -81,7 +82,7 @@ def running(engine: magicjax.Engine, drain_s: float = 5.0, **options) -> Iterato
             yield made
         finally:
             made.end()
-            for handle in engine._unfinished():
+            for handle in engine.unfinished:
                 handle.cancel()
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from magicjax.engine.stats import EngineLimits
+from magicjax import EngineConfig, SamplingParams
 from magicjax.server import bodies, protocol
 from magicjax.server.errors import ApiError
 from magicjax.server.protocol import Generation, Served
@@ -19,19 +19,19 @@ CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 TEXT = {"prompt": "x", "max_tokens": 1}
 PARSERS = {"completions": protocol.parse_completion, "chat/completions": protocol.parse_chat}
 VALID = {"completions": TEXT, "chat/completions": CHAT}
-LIMITS = EngineLimits(
+CONFIG = EngineConfig(
     slots=2,
     capacity=64,
-    max_new_tokens=32,
+    max_tokens=32,
     queue_limit=8,
     logprobs=3,
-    do_sample=True,
+    sampling=True,
     grammar_states=64,
     eos_token_id=(0,),
 )
 
 
-def served(limits: EngineLimits = LIMITS) -> Served:
+def served(config: EngineConfig = CONFIG) -> Served:
     """Returns a model whose tokenizer has a token per character."""
 
     class Tokenizer:
@@ -46,38 +46,38 @@ def served(limits: EngineLimits = LIMITS) -> Served:
     target = SimpleNamespace(
         tokenizer=Tokenizer(), config=SimpleNamespace(vocab_size=50), name="tiny"
     )
-    return Served("tiny", target, limits)
+    return Served("tiny", target, config)
 
 
-def parse(path: str, limits: EngineLimits = LIMITS, **fields) -> Generation:
-    return PARSERS[path](json.dumps(VALID[path] | fields).encode(), served(limits))
+def parse(path: str, config: EngineConfig = CONFIG, **fields) -> Generation:
+    return PARSERS[path](json.dumps(VALID[path] | fields).encode(), served(config))
 
 
-def refused(path: str, limits: EngineLimits = LIMITS, **fields) -> ApiError:
+def refused(path: str, config: EngineConfig = CONFIG, **fields) -> ApiError:
     with pytest.raises(ApiError) as raised:
-        parse(path, limits, **fields)
+        parse(path, config, **fields)
     assert raised.value.status in (400, 404)
     return raised.value
 
 
 @pytest.mark.parametrize("path", PARSERS)
-def test_fields_become_arguments_of_submit(path):
-    options = parse(path, temperature=0.5, top_p=0.9, top_k=5, seed=7, stop="a", n=2).options
-    expected = dict(temperature=0.5, top_p=0.9, top_k=5, seed=7, stop="a", max_new_tokens=1)
-    assert options == expected | {"logprobs": None, "grammar": None}
-    greedy = parse(path, temperature=0, top_p=0.9, top_k=5, seed=7).options
-    assert greedy == dict(temperature=0, stop=(), max_new_tokens=1, logprobs=None, grammar=None)
-    assert parse(path, top_k=-1).options["top_k"] is None
-    assert parse(path).options["seed"] != parse(path).options["seed"]
+def test_fields_become_parameters(path):
+    sampled = dict(temperature=0.5, top_p=0.9, top_k=5, seed=7, stop="a")
+    assert parse(path, n=2, **sampled).params == SamplingParams(max_tokens=1, **sampled)
+    greedy = parse(path, temperature=0, top_p=0.9, top_k=5, seed=7).params
+    assert greedy == SamplingParams(max_tokens=1)
+    default = parse(path, top_k=-1).params
+    assert (default.temperature, default.top_k, default.top_p) == (1, 0, 1)
+    assert parse(path).params.seed != parse(path).params.seed
 
 
 def test_limits_of_new_tokens():
     completion = {"prompt": "x"}
     data = json.dumps(completion).encode()
-    assert protocol.parse_completion(data, served()).options["max_new_tokens"] == 16
-    assert parse("chat/completions", max_tokens=None).options["max_new_tokens"] is None
+    assert protocol.parse_completion(data, served()).params.max_tokens == 16
+    assert parse("chat/completions", max_tokens=None).params.max_tokens is None
     made = parse("chat/completions", max_tokens=None, max_completion_tokens=3)
-    assert made.options["max_new_tokens"] == 3 and made.limit_field == "max_completion_tokens"
+    assert made.params.max_tokens == 3 and made.limit_field == "max_completion_tokens"
 
 
 @pytest.mark.parametrize("path", PARSERS)
@@ -88,6 +88,7 @@ def test_limits_of_new_tokens():
         ("n", True, "n=True"),
         ("temperature", -1, "temperature=-1: it must be a number, 0 or more"),
         ("temperature", "hot", "temperature='hot'"),
+        ("temperature", 1e-50, "temperature=1e-50: it must be 0 for greedy decoding, or at least"),
         ("top_p", 0, "top_p=0: it must be above 0 and at most 1"),
         ("top_k", 1.5, "top_k=1.5: it must be a whole number"),
         ("seed", 2**63, "seed=9223372036854775808: it must be a whole number in the range of"),
@@ -179,12 +180,12 @@ def test_wrong_chats_are_refused_by_name(fields, text):
 
 
 def test_the_engine_limits_what_may_be_asked():
-    greedy = dataclasses.replace(LIMITS, logprobs=None, do_sample=False)
+    greedy = dataclasses.replace(CONFIG, logprobs=None, sampling=False)
     for path in PARSERS:
         assert "decodes greedily" in refused(path, greedy, temperature=0.5).message
         assert "greedy texts of one prompt are equal" in refused(path, greedy, n=2).message
         assert "n=2 greedy" in refused(path, temperature=0, n=2).message
-        assert "temperature" not in parse(path, greedy, temperature=0, top_p=0.5, seed=1).options
+        assert parse(path, greedy, temperature=0, top_p=0.5, seed=1).params.greedy
     message = refused("completions", greedy, logprobs=0).message
     assert message == "logprobs=0: the server was started without --logprobs"
 
@@ -200,7 +201,7 @@ def test_values_that_change_nothing_are_accepted(path):
 
 
 def test_eos_is_ignored_by_the_server_or_not_at_all():
-    endless = dataclasses.replace(LIMITS, eos_token_id=())
+    endless = dataclasses.replace(CONFIG, eos_token_id=())
     for path in PARSERS:
         assert parse(path, ignore_eos=False)
         assert parse(path, endless, ignore_eos=True)
@@ -218,7 +219,7 @@ def test_every_field_is_documented():
 def test_tasks_of_lm_evaluation_harness_that_generate_are_accepted():
     own = dict(temperature=0, stop=["</s>", "\n\n"], seed=1234, max_tokens=32)
     assert parse("completions", prompt=["a", "b"], **own).n == 1
-    assert parse("chat/completions", **own).options["max_new_tokens"] == 32
+    assert parse("chat/completions", **own).params.max_tokens == 32
     error = refused("completions", prompt=[[1, 2]], echo=True, logprobs=1, max_tokens=1)
     assert error.param == "echo" and error.code == "unsupported_parameter"
 
@@ -277,7 +278,7 @@ def test_any_body_is_a_request_or_the_clients_error(path, data):
 
 @pytest.fixture(scope="module")
 def server(directory):
-    engine = serving.make_engine(serving.target_of(directory), max_new_tokens=16)
+    engine = serving.make_engine(serving.target_of(directory), max_tokens=16)
     with serving.running(engine) as made:
         yield made
 

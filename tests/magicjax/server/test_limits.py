@@ -119,7 +119,7 @@ def test_a_client_that_does_not_wait_frees_its_slot(server):
         until(lambda: server.worker.num_jobs == 1)
         client.close()
         until(lambda: server.worker.num_jobs == 0)
-        until(lambda: not server.engine._unfinished())
+        until(lambda: not server.engine.unfinished)
     assert server.engine.stats.finished["length"] == ended
 
 

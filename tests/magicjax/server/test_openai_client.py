@@ -196,7 +196,7 @@ def test_errors_reach_the_client_in_its_shape(client):
 
 
 def test_health_status_page_and_metrics(server, client):
-    completion(client, PROMPTS[0])
+    completion(client, PROMPTS[0], max_tokens=40)
     assert httpx.get(f"{server.url}/health").status_code == 200
     assert "EventSource" in httpx.get(server.url).text
     with httpx.stream("GET", f"{server.url}/status") as events:

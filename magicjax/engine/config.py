@@ -1,0 +1,108 @@
+"""The configuration of an engine: what is fixed when it is created."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from magicjax.model import Model
+from magicjax.sampling_params import check_whole
+from magicjax.verification.logprobs import MAX_ALTERNATIVES
+
+MAX_SLOTS = 2**16
+MAX_CAPACITY = 4096  # default limit: a model's own one can need more memory than the device has
+MAX_PREFILLS = 2  # at once, each in a row of its own: a short prompt overtakes a long one
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The shapes, limits and features of an engine, which its requests share.
+
+    ::
+
+        config = magicjax.EngineConfig(slots=8, capacity=2048, sampling=True)
+        engine = magicjax.Engine(target, "self:streaming:256", "chain:4", config)
+
+    Attributes:
+      slots: the most requests that are decoded at once; a multiple of the mesh's `data`.
+      capacity: the most tokens of a request, prompt and new ones; None for the target's positions,
+        and at most 4,096. Each slot holds as many, and some for a step of prefill.
+      max_tokens: the limit of any request's new tokens; at most capacity - 1 are used.
+      sampling: whether requests may have a temperature above 0; an engine without is faster.
+      verifier: the rule that accepts drafted tokens, as for `magicjax.generate`; None for greedy,
+        or with sampling for mss, and for naive if the depth adapts.
+      eos_token_id: ends a text, one id or several; None for those of the target, [] for none.
+      prefill_chunk: the most prompt tokens that a step prefills. A policy that sums the attention
+        of all prompt tokens, such as h2o, prefills each prompt at once.
+      rounds_per_step: the most rounds of a call of the loop, which also ends when a request does.
+        New requests, text and cancellations wait for the end of a call.
+      adaptive_depth: whether each call of the loop drafts the depth of the tree, from 0 to that of
+        the engine's tree, with the most expected tokens per second. Rounds of each depth are
+        compiled and timed by `Engine.warm_up`, or before the first request. Sampled requests are
+        then verified by naive, whose text does not depend on the depth.
+      queue_limit: the most requests that wait for a slot.
+      prefix_bytes: the most bytes of prompts and answers that are stored on the device, on a mesh
+        in each group of devices; 0 to store none; None for as many rows as slots, at most 4.
+      host_prefix_bytes: the most bytes of those that the device has no room for, in host memory.
+      grammar_states: the most states of all grammars in use at a time, at 256 classes of tokens and
+        1 KiB each; a JSON schema has some hundreds. 0 for an engine without grammars.
+      logprobs: the most alternatives whose log-probabilities a request may ask for, 0 to 20; None
+        for no log-probabilities.
+      backend: of attention and products, as for `magicjax.generate`.
+
+    Raises:
+      ValueError, TypeError: a value of another type or outside its range.
+    """
+
+    slots: int = 8
+    capacity: int | None = None
+    max_tokens: int = 512
+    sampling: bool = False
+    verifier: str | None = None
+    eos_token_id: int | Sequence[int] | None = None
+    prefill_chunk: int = 512
+    rounds_per_step: int = 8
+    adaptive_depth: bool = False
+    queue_limit: int = 1024
+    prefix_bytes: int | None = None
+    host_prefix_bytes: int = 0
+    grammar_states: int = 0
+    logprobs: int | None = None
+    backend: str | None = None
+
+    def __post_init__(self):
+        check_whole("slots", self.slots, 1, MAX_SLOTS)
+        if self.capacity is not None:
+            check_whole("capacity", self.capacity, 2)
+        for name in ("max_tokens", "prefill_chunk", "rounds_per_step", "queue_limit"):
+            check_whole(name, getattr(self, name), 1)
+        if self.prefix_bytes is not None:
+            check_whole("prefix_bytes", self.prefix_bytes, 0)
+        for name in ("host_prefix_bytes", "grammar_states"):
+            check_whole(name, getattr(self, name), 0)
+        if self.logprobs is not None:
+            check_whole("logprobs", self.logprobs, 0, MAX_ALTERNATIVES)
+        for name in ("sampling", "adaptive_depth"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name}={value!r}: it must be True or False")
+
+    def for_target(self, target: Model) -> "EngineConfig":
+        """Returns the configuration with the capacity, limit and verifier that are used.
+
+        Raises:
+          ValueError: a capacity beyond the target's positions.
+        """
+        positions = target.config.max_positions
+        capacity = min(positions, MAX_CAPACITY) if self.capacity is None else self.capacity
+        if capacity > positions:
+            raise ValueError(
+                f"capacity={capacity}: it must be at most the {positions} positions of the target"
+            )
+        verifier = self.verifier
+        if verifier is None and self.adaptive_depth and self.sampling:
+            verifier = "naive"
+        limit = min(self.max_tokens, capacity - 1)
+        return dataclasses.replace(self, capacity=capacity, max_tokens=limit, verifier=verifier)
+
+    @property
+    def prefill_rows(self) -> int:
+        """The most prompts that are prefilled at once, each in a row of its own."""
+        return min(MAX_PREFILLS, self.slots)

@@ -1,0 +1,32 @@
+"""A request of an engine: one prompt with its parameters."""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Int
+
+from magicjax.grammars.compiler import TokenAutomaton
+from magicjax.sampling_params import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EngineRequest:
+    """A validated request.
+
+    Attributes:
+      prompt: int32 [T].
+      params: as submitted.
+      max_tokens: the limit of new tokens, which fits the engine.
+      grammar: the automaton of the grammar; None for any text.
+      priority: requests of larger priority start first.
+      submitted_s: when it was submitted, on the engine's clock.
+      deadline_s: when it ends at the latest, on the same clock; None for no deadline.
+    """
+
+    prompt: Int[np.ndarray, "T"]
+    params: SamplingParams
+    max_tokens: int
+    grammar: TokenAutomaton | None
+    priority: float
+    submitted_s: float
+    deadline_s: float | None

@@ -1,0 +1,253 @@
+"""Which request starts when, and in which slot: the order of an engine, on the host.
+
+A request waits in a queue, is prefilled in pieces, runs in a slot, and leaves. The scheduler knows
+no model and runs no program: `magicjax.engine.engine` asks it for the next piece of work.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from jaxtyping import Int
+
+AGING_S = 10.0  # waiting for this long raises a request's priority by 1
+
+Tokens = Int[np.ndarray, "T"]
+
+
+class QueueFullError(ValueError):
+    """As many requests as `queue_limit` wait for a slot."""
+
+
+class Request(Protocol):
+    """What the scheduler reads of a request; see `EngineRequest`."""
+
+    @property
+    def prompt(self) -> Tokens: ...
+    @property
+    def priority(self) -> float: ...
+    @property
+    def submitted_s(self) -> float: ...
+    @property
+    def deadline_s(self) -> float | None: ...
+
+
+class HasRequest(Protocol):
+    @property
+    def request(self) -> Request: ...
+
+
+Handle = TypeVar("Handle", bound=HasRequest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a prompt that one call of a program prefills.
+
+    Attributes:
+      first, end: positions; the tokens before `first` are cached.
+      chunk: tokens of a step of the program.
+    """
+
+    first: int
+    end: int
+    chunk: int
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that run, padding included."""
+        return -(-(self.end - self.first) // self.chunk) * self.chunk
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillRule:
+    """How prompts are divided into pieces.
+
+    Attributes:
+      chunk: tokens of a step of the last piece, few of which are padding.
+      largest: the most tokens that are prefilled between two calls of the loop.
+      window: the newest tokens of a prompt whose queries the drafter's policy reads. They are all
+        in the last piece, which may compute some cached ones again.
+      whole: whether the policy reads the attention of all tokens, so that a prompt is one piece.
+    """
+
+    chunk: int
+    largest: int
+    window: int = 0
+    whole: bool = False
+
+    def pieces(self, length: int, cached: int) -> list[Piece]:
+        """Returns the pieces of a prompt whose first `cached` < `length` tokens are in the cache.
+
+        With at most 512 tokens between calls of the loop, a prompt of 1,200 tokens has the pieces
+        0 to 512, 512 to 1,024, and 1,024 to 1,200.
+        """
+        if self.whole:
+            return [Piece(0, length, self.chunk)]
+        pieces, first = [], cached
+        while length - first > self.largest:
+            pieces.append(Piece(first, first + self.largest, self.largest))
+            first += self.largest
+        return [*pieces, Piece(max(0, min(first, length - self.window)), length, self.chunk)]
+
+
+class Scheduler(Generic[Handle]):
+    """The requests of an engine and their order.
+
+    Attributes:
+      waiting: requests in the queue.
+      prefilling: requests and the pieces of their prompts that have not run; the first one is next.
+      running: requests by slot.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        *,
+        rule: PrefillRule,
+        groups: int = 1,
+        queue_limit: int = 1024,
+        prefill_rows: int = 2,
+        min_shared: int | None = None,
+    ):
+        """Starts without requests.
+
+        Args:
+          slots: the most requests that run.
+          rule: how prompts are divided into pieces.
+          groups: of devices, which divide the slots.
+          queue_limit: the most requests that wait.
+          prefill_rows: the most requests that are prefilled at once.
+          min_shared: prompts that share as many first tokens with a stored prefix start from it;
+            None: no prefixes are stored.
+        """
+        self.waiting: list[Handle] = []
+        self.prefilling: collections.deque[tuple[Handle, list[Piece]]] = collections.deque()
+        self.running: dict[int, Handle] = {}
+        self._slots, self._groups, self._queue_limit = slots, groups, queue_limit
+        self._rule, self._prefill_rows, self._min_shared = rule, prefill_rows, min_shared
+        self._filling = 0  # requests that may still start before the loop runs
+        self._prefilled = 0  # tokens in this step
+
+    @property
+    def unfinished(self) -> list[Handle]:
+        """All requests."""
+        return [*self.running.values(), *(one for one, _ in self.prefilling), *self.waiting]
+
+    def check_room(self, new: int) -> None:
+        """Raises QueueFullError if the queue has no room for `new` requests."""
+        if len(self.waiting) + new > self._queue_limit:
+            raise QueueFullError(
+                f"the queue has {len(self.waiting)} requests, and with {new} more it exceeds "
+                f"queue_limit={self._queue_limit}: run engine.step() until some have started, or "
+                "create the engine with a larger limit"
+            )
+
+    def add(self, handle: Handle) -> None:
+        """Queues a request; `check_room` comes first."""
+        self.waiting.append(handle)
+
+    def expired(self, now: float) -> list[Handle]:
+        """Returns the requests whose deadlines have passed."""
+        return [one for one in self.unfinished if _deadline_s(one.request) <= now]
+
+    def begin_step(self) -> bool:
+        """Begins a step; returns whether the loop runs before prefill.
+
+        If nothing runs yet, the free slots are filled before the loop runs, in one or more steps.
+        """
+        self._prefilled = 0
+        if not self.running:
+            self._filling = self._slots
+        return not self._filling
+
+    def next_to_start(self, stored: Callable[[Tokens], int]) -> Handle | None:
+        """Returns the request that starts next; None if none can start now.
+
+        A request waits while a prompt is prefilled that shares more with it than the stored
+        prefixes do, because that prompt will be stored.
+
+        Args:
+          stored: the number of first tokens that a prompt shares with a stored prefix.
+        """
+        busy = len(self.running) + len(self.prefilling)
+        if not self.waiting or busy == self._slots or len(self.prefilling) == self._prefill_rows:
+            return None
+        first = min(self.waiting, key=lambda one: due_s(one.request))
+        prompt = first.request.prompt
+        if self._min_shared is not None and self.prefilling:
+            shared = max(common_prefix(one.request.prompt, prompt) for one, _ in self.prefilling)
+            if shared >= self._min_shared and shared > stored(prompt):
+                return None
+        return first
+
+    def start(self, handle: Handle, cached: int) -> None:
+        """Moves a request from the queue to prefill; its first `cached` tokens need none."""
+        self.waiting.remove(handle)
+        pieces = self._rule.pieces(len(handle.request.prompt), cached)
+        self.prefilling.append((handle, pieces))
+
+    def next_piece(self) -> tuple[Handle, Piece] | None:
+        """Returns what to prefill next; None if this step has prefilled enough, or nothing is left.
+
+        A step prefills at most `largest` tokens, or one piece. Prompts of several pieces alternate.
+        """
+        if not self.prefilling:  # no slot is free, or no request waits
+            self._filling = 0
+            return None
+        handle, pieces = self.prefilling[0]
+        if self._prefilled and self._prefilled + pieces[0].tokens > self._rule.largest:
+            return None
+        piece = pieces.pop(0)
+        self._prefilled += piece.tokens
+        self.prefilling.rotate(-1)
+        return handle, piece
+
+    def insert(self, handle: Handle) -> int:
+        """Moves a request from prefill to a free slot, and returns the slot.
+
+        The slot is in the group of devices that has the fewest requests.
+        """
+        self._remove_prefilling(handle)
+        per_group = self._slots // self._groups
+        requests = collections.Counter(slot // per_group for slot in self.running)
+        free = (slot for slot in range(self._slots) if slot not in self.running)
+        slot = min(free, key=lambda slot: requests[slot // per_group])
+        self.running[slot] = handle
+        self._filling = max(0, self._filling - 1)
+        return slot
+
+    def remove(self, handle: Handle) -> int | None:
+        """Removes a request, wherever it is; returns its slot, None without one."""
+        for slot, one in self.running.items():
+            if one is handle:
+                del self.running[slot]
+                return slot
+        if not self._remove_prefilling(handle):
+            self.waiting.remove(handle)
+        return None
+
+    def _remove_prefilling(self, handle: Handle) -> bool:
+        others = [pair for pair in self.prefilling if pair[0] is not handle]
+        found = len(others) < len(self.prefilling)
+        self.prefilling = collections.deque(others)
+        return found
+
+
+def _deadline_s(request: Request) -> float:
+    return math.inf if request.deadline_s is None else request.deadline_s
+
+
+def due_s(request: Request) -> float:
+    """Returns when a request is due, on the engine's clock: the earliest one starts first."""
+    return request.submitted_s - AGING_S * request.priority
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """Returns the number of equal tokens before the first difference."""
+    length = min(len(a), len(b))
+    differing = np.flatnonzero(a[:length] != b[:length])
+    return int(differing[0]) if differing.size else length

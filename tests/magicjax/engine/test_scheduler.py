@@ -1,0 +1,206 @@
+"""The order of requests without a model: priorities, deadlines, slots, pieces, prefixes."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from magicjax.engine.scheduler import AGING_S, Piece, PrefillRule, QueueFullError, Scheduler
+
+RULE = PrefillRule(chunk=64, largest=100)
+
+
+@dataclasses.dataclass(eq=False)
+class Asked:
+    """A request, as the scheduler sees it."""
+
+    prompt: np.ndarray
+    priority: float = 0.0
+    submitted_s: float = 0.0
+    deadline_s: float | None = None
+
+    @property
+    def request(self) -> "Asked":
+        return self
+
+
+def ask(length: int = 5, **when) -> Asked:
+    return Asked(np.arange(length), **when)
+
+
+def make(slots: int = 2, waiting: list[Asked] | None = None, **options) -> Scheduler[Asked]:
+    scheduler = Scheduler[Asked](slots, rule=RULE, **options)
+    for asked in waiting or []:
+        scheduler.check_room(1)
+        scheduler.add(asked)
+    return scheduler
+
+
+def start(scheduler: Scheduler[Asked], stored: int = 0) -> list[Asked]:
+    """Starts all requests that may start now, and returns them."""
+    started = []
+    while (asked := scheduler.next_to_start(lambda prompt: stored)) is not None:
+        scheduler.start(asked, 0)
+        started.append(asked)
+    return started
+
+
+def step(scheduler: Scheduler[Asked]) -> tuple[bool, list[tuple[Asked, Piece]]]:
+    """Returns whether the loop runs in a step, and what is prefilled."""
+    decodes, work = scheduler.begin_step(), []
+    while True:
+        start(scheduler)
+        if (next_piece := scheduler.next_piece()) is None:
+            return decodes, work
+        asked, piece = next_piece
+        work.append(next_piece)
+        if piece.end == len(asked.prompt):
+            scheduler.insert(asked)
+
+
+def order(scheduler: Scheduler[Asked]) -> list[Asked]:
+    """Returns the requests in the order in which they finish, each a step after it has started."""
+    found = []
+    while scheduler.unfinished:
+        for asked in list(scheduler.running.values()):
+            scheduler.remove(asked)
+            found.append(asked)
+        step(scheduler)
+    return found
+
+
+def test_requests_start_by_priority_and_waiting_raises_it():
+    assert AGING_S == 10.0
+    arrivals = ((0.0, 0), (1.0, 0), (2.0, 5), (3.0, 1), (4.0, 0), (30.0, 2))
+    asked = [ask(submitted_s=s, priority=priority) for s, priority in arrivals]
+    # Each level is worth 10 s: those of priority 0 from the first seconds, then the late one of 2.
+    assert order(make(1, asked)) == [asked[n] for n in (2, 3, 0, 1, 4, 5)]
+
+
+def test_requests_of_equal_priority_start_in_their_order():
+    asked = [ask() for _ in range(6)]
+    assert order(make(2, asked)) == asked
+
+
+def test_deadlines_expire_wherever_a_request_is():
+    asked = [ask(deadline_s=s) for s in (5.0, 4.0, None, 6.0)]
+    scheduler = make(1, asked)
+    step(scheduler)
+    assert scheduler.running == {0: asked[0]} and scheduler.expired(3.9) == []
+    assert scheduler.expired(5.0) == asked[:2]
+    assert [scheduler.remove(one) for one in asked[:2]] == [0, None]
+    assert scheduler.unfinished == asked[2:]
+
+
+def test_a_request_can_leave_at_any_time():
+    asked = [ask(150), ask(), ask()]
+    scheduler = make(2, asked)
+    step(scheduler)  # a piece of the first one
+    assert [one for one, _ in scheduler.prefilling] == [asked[1], asked[0]]
+    assert scheduler.remove(asked[0]) is None and scheduler.remove(asked[2]) is None
+    assert scheduler.unfinished == [asked[1]]
+    step(scheduler)
+    assert scheduler.remove(asked[1]) == 0 and not scheduler.unfinished
+
+
+def test_the_queue_is_bounded():
+    scheduler = make(1, [ask(), ask()], queue_limit=2)
+    with pytest.raises(QueueFullError, match="the queue has 2 requests, .* exceeds queue_limit=2"):
+        scheduler.check_room(1)
+    step(scheduler)  # one of them starts
+    scheduler.check_room(1)
+
+
+def test_prompts_are_divided_and_end_with_the_window_of_the_policy():
+    rule = PrefillRule(chunk=64, largest=100, window=5)
+    assert rule.pieces(40, 0) == [Piece(0, 40, 64)]
+    assert rule.pieces(100, 0) == [Piece(0, 100, 64)]
+    assert rule.pieces(202, 0) == [*(Piece(0, 100, 100), Piece(100, 200, 100), Piece(197, 202, 64))]
+    assert rule.pieces(202, 120) == [Piece(120, 202, 64)]
+    assert rule.pieces(202, 201) == [Piece(197, 202, 64)]
+    assert PrefillRule(64, 100, whole=True).pieces(202, 0) == [Piece(0, 202, 64)]
+    assert Piece(197, 202, 64).tokens == 64 and Piece(0, 100, 64).tokens == 128
+
+
+def test_a_step_prefills_a_piece_between_calls_of_the_loop_and_a_short_prompt_overtakes():
+    first, long, short = asked = [ask(), ask(350), ask()]
+    scheduler = make(4, asked[:1])
+    assert step(scheduler) == (False, [(first, Piece(0, 5, 64))])
+    for one in asked[1:]:
+        scheduler.add(one)
+    work = [step(scheduler) for _ in range(5)]
+    assert all(decodes for decodes, _ in work)
+    assert [[(one, piece.first) for one, piece in pieces] for _, pieces in work] == [
+        *([(long, 0)], [(short, 0)], [(long, 100)], [(long, 200)], [(long, 300)])
+    ]
+
+
+def test_free_slots_are_filled_before_the_loop_runs():
+    asked = [ask(90) for _ in range(5)]
+    scheduler = make(3, asked)
+    work = [step(scheduler) for _ in range(5)]  # each prompt takes a step
+    assert [decodes for decodes, _ in work] == [False, False, False, True, True]
+    assert [len(pieces) for _, pieces in work] == [1, 1, 1, 0, 0]
+
+
+def test_requests_of_one_token_do_not_stop_the_loop():
+    scheduler = make(3, [ask(90) for _ in range(20)])
+    first, decoded = None, 0
+    for _ in range(9):
+        decoded += step(scheduler)[0]
+        first = first or scheduler.running[0]
+        for one in list(scheduler.running.values()):
+            if one is not first:
+                scheduler.remove(one)
+    assert decoded == 6  # after the first 3 requests
+    assert len(scheduler.waiting) == 20 - 9 - 1  # one is in prefill
+
+
+@pytest.mark.parametrize(("groups", "expected"), [(1, [0, 1, 2, 3]), (2, [0, 2, 1, 3])])
+def test_a_request_gets_a_slot_of_the_group_with_the_fewest(groups, expected):
+    asked = [ask() for _ in range(5)]
+    scheduler = make(4, asked, groups=groups)
+    for _ in range(4):
+        step(scheduler)
+    assert list(scheduler.running) == expected
+    assert scheduler.remove(asked[2]) == expected[2]
+    step(scheduler)
+    assert scheduler.running[expected[2]] is asked[4]
+
+
+def test_a_prompt_waits_for_one_that_shares_more_than_what_is_stored():
+    rng = np.random.default_rng(0)
+    document = rng.integers(9, size=200)
+    first, second = (Asked(np.concatenate([document, [n]])) for n in (1, 2))
+    other = ask(200)
+    for stored, started in ((0, 1), (199, 1), (200, 2)):
+        assert len(start(make(2, [first, second], min_shared=64), stored)) == started
+    assert len(start(make(2, [first, other], min_shared=64))) == 2
+    assert len(start(make(2, [first, second], min_shared=201))) == 2  # too few to store
+    assert len(start(make(2, [first, second]))) == 2  # nothing is stored
+    scheduler = make(2, [first, second], min_shared=64)
+    while second in scheduler.waiting:
+        step(scheduler)
+    assert scheduler.running[0] is first
+
+
+def test_no_schedule_loses_a_request_or_uses_a_slot_twice():
+    for seed in range(50):
+        rng = np.random.default_rng(seed)
+        slots = int(rng.integers(1, 6))
+        scheduler, arrived, left = make(slots, prefill_rows=min(2, slots)), [], []
+        while len(arrived) < 40 or scheduler.unfinished:
+            if len(arrived) < 40 and rng.random() < 0.7:
+                arrived.append(ask(int(rng.integers(1, 400)), priority=float(rng.integers(3))))
+                scheduler.add(arrived[-1])
+            if scheduler.unfinished and rng.random() < 0.4:
+                one = scheduler.unfinished[rng.integers(len(scheduler.unfinished))]
+                slot = scheduler.remove(one)
+                assert slot is None or 0 <= slot < slots
+                left.append(one)
+            step(scheduler)
+            unfinished = scheduler.unfinished
+            assert len({id(one) for one in [*unfinished, *left]}) == len(arrived)
+            assert len(scheduler.running) + len(scheduler.prefilling) <= slots
+            assert len(scheduler.prefilling) <= 2
+            assert not scheduler.waiting or scheduler.prefilling or scheduler.running
