@@ -22,7 +22,6 @@ def _check_neighbours() -> None:
 _check_neighbours()
 
 from magicjax import policies  # noqa: E402
-from magicjax.autotune.auto import Auto, Choice, choose_drafter  # noqa: E402
 from magicjax.decoding.runner import Output  # noqa: E402
 from magicjax.decoding.stats import Stats  # noqa: E402
 from magicjax.drafters import (  # noqa: E402
@@ -41,6 +40,7 @@ from magicjax.loading import load, offload  # noqa: E402
 from magicjax.model import Model  # noqa: E402
 from magicjax.options import option  # noqa: E402
 from magicjax.policies import Policy, StreamingLLM  # noqa: E402
+from magicjax.prediction.autotune.auto import Auto, Choice, choose_drafter  # noqa: E402
 from magicjax.sampling_params import SamplingParams  # noqa: E402
 from magicjax.trees.sequoia import expected_tokens, optimal  # noqa: E402
 from magicjax.trees.token_tree import DynamicTree, TokenTree, chain, expansion, parse_tree  # noqa: E402

@@ -6,8 +6,6 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from magicjax.autotune import auto
-from magicjax.autotune.auto import Auto, Choice
 from magicjax.decoding import memory, program_cache
 from magicjax.decoding.request import Request, make_options, place, validate
 from magicjax.decoding.runner import (
@@ -22,6 +20,8 @@ from magicjax.decoding.runner import (
 from magicjax.drafters import Drafter
 from magicjax.grammars.grammar import Grammar
 from magicjax.model import Model
+from magicjax.prediction.autotune import auto
+from magicjax.prediction.autotune.auto import Auto, Choice
 from magicjax.trees.token_tree import Tree
 
 

@@ -24,7 +24,7 @@ class SamplingParams:
         magicjax.generate(target, prompts, magicjax.SamplingParams(temperature=0.7, max_tokens=64))
 
     Attributes:
-      temperature: divides the logits; 0 for greedy decoding, the most likely token at each position.
+      temperature: divides the logits; 0 for greedy decoding, which takes the most likely tokens.
       top_k: sample from this many of the most likely tokens; 0 for all.
       top_p: of the tokens that top_k keeps, sample from the fewest most likely ones whose
         probabilities sum to top_p; 1 for all.
@@ -76,8 +76,8 @@ class SamplingParams:
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         if self.greedy:
             for field in ("top_k", "top_p", "seed"):
-                value, default = getattr(self, field), type(self).__dataclass_fields__[field].default
-                if value != default:
+                value = getattr(self, field)
+                if value != type(self).__dataclass_fields__[field].default:
                     raise ValueError(
                         f"{field}={value} has no effect in greedy decoding: pass a temperature "
                         f"above 0, or omit {field}"
@@ -108,7 +108,7 @@ def _check_real(name: str, value: Any) -> None:
 
 def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
     """Raises TypeError unless the value is a whole number, ValueError outside [least, most]."""
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: it must be a whole number")
     if value < least:
         raise ValueError(f"{name}={value}: it must be at least {least}")

@@ -8,11 +8,11 @@ import dataclasses
 import functools
 
 from experiments.schema import grid
-from magicjax import cost_model
-from magicjax.cost_model import Device, Machine, Sizes, memory_bytes
 from magicjax.drafters import SelfSpeculation, SmallModel, spec
 from magicjax.loading import skeleton
-from magicjax.planner.candidates import make_draft
+from magicjax.prediction import cost_model
+from magicjax.prediction.cost_model import Device, Machine, Sizes, memory_bytes
+from magicjax.prediction.planner.candidates import make_draft
 from pallas_kernels.benchmarks import bandwidth
 from sharding import MeshSize, parse_mesh
 

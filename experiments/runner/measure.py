@@ -26,7 +26,7 @@ from experiments.schema.columns import complete
 from experiments.schema.grid import Cell, columns, plain_of
 from magicjax import placement
 from magicjax.cli.plan import tree_spec
-from magicjax.planner.candidates import model_sizes
+from magicjax.prediction.planner.candidates import model_sizes
 from pallas_kernels.benchmarks import bandwidth
 from sharding import factored
 

@@ -13,13 +13,13 @@ import numpy as np
 from experiments import prompts
 from experiments.schema import grid
 from experiments.schema.fields import ConfigError
-from magicjax.autotune.search import make_problem
 from magicjax.decoding import memory
 from magicjax.decoding.request import PREFILL_TOKENS, Request, prepare
 from magicjax.engine import memory_check
 from magicjax.engine.config import EngineConfig
 from magicjax.loading import load_tokenizer, skeleton, validate_tokenizer
 from magicjax.model import Model
+from magicjax.prediction.autotune.search import make_problem
 from magicjax.sources import directory_of
 from sharding import parse_mesh
 

@@ -14,7 +14,7 @@ import jax
 
 from experiments import prompts
 from experiments.schema.grid import Cell, drafters_fingerprint, fingerprint
-from magicjax import cost_model
+from magicjax.prediction import cost_model
 from magicjax.version import version
 
 

@@ -22,7 +22,6 @@ from experiments.runner import teacher
 from experiments.runner.provenance import code
 from experiments.schema import store
 from experiments.schema.grid import Cell, fingerprint, make_drafter, options, plain_of
-from magicjax import cost_model
 from magicjax.benchmarks import profile_phases
 from magicjax.decoding import memory, program_cache, request
 from magicjax.decoding.paired_timing import PrefilledPrompts
@@ -30,6 +29,7 @@ from magicjax.files import locked, write_atomically
 from magicjax.loading import config_of, weight_format
 from magicjax.parallel import offloading
 from magicjax.policies import Full
+from magicjax.prediction import cost_model
 from sharding import processes
 
 MEMORY_SHARE = 0.7  # of a device's memory, for the weights of a model that reads a text

@@ -2,7 +2,7 @@
 
 The times and speedups of MagicDec's tables 6 and 1, its claim about batch and context, and the
 tokens of SpecInfer's table 2 from the success rates of its table 1. One set of constants serves all
-rows; `magicjax/cost_model/device.py` documents their sources.
+rows; `magicjax/prediction/cost_model/device.py` documents their sources.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import models
-from magicjax import cost_model
 from magicjax.benchmarks.tables import markdown_table
-from magicjax.planner import Candidate, acceptance, inflection
+from magicjax.prediction import cost_model
+from magicjax.prediction.planner import Candidate, acceptance, inflection
 from magicjax.trees.sequoia import expected_tokens
 from magicjax.trees.token_tree import chain, expansion
 

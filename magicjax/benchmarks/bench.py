@@ -35,7 +35,7 @@ from magicjax.drafters import SelfSpeculation
 from magicjax.loading import load
 from magicjax.model import DTYPES, Model
 from magicjax.options import token_count
-from magicjax.planner.candidates import model_sizes
+from magicjax.prediction.planner.candidates import model_sizes
 from magicjax.trees.sequoia import expected_tokens
 from magicjax.trees.token_tree import chain
 from pallas_kernels.benchmarks.bandwidth import copy_bandwidth, read_bandwidth

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from magicjax import hlo
 from magicjax.benchmarks import bench, synthetic
 from magicjax.benchmarks.tables import markdown_table
 from magicjax.decoding import program_cache
 from magicjax.options import token_count
+from magicjax.prediction import hlo
 from magicjax.trees.token_tree import chain
 from pallas_kernels.benchmarks.bench import write_json
 

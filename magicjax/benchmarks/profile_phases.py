@@ -19,9 +19,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from magicjax import hlo
-from magicjax.autotune import auto
-from magicjax.autotune.auto import Auto, Choice
 from magicjax.benchmarks import profile_ops
 from magicjax.benchmarks.profile_ops import Event
 from magicjax.decoding import program_cache, runner
@@ -29,6 +26,9 @@ from magicjax.decoding.paired_timing import PrefilledPrompts
 from magicjax.decoding.request import Request, prepare
 from magicjax.files import write_atomically
 from magicjax.model import Model
+from magicjax.prediction import hlo
+from magicjax.prediction.autotune import auto
+from magicjax.prediction.autotune.auto import Auto, Choice
 from sharding import processes
 
 PHASES = ("draft", "score", "verify", "commit")

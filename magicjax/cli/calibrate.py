@@ -21,19 +21,19 @@ import numpy as np
 from jaxtyping import Float
 from scipy.optimize import nnls
 
-from magicjax import cost_model
 from magicjax.benchmarks.step_times import StepTimes, new_tokens, step_times
 from magicjax.benchmarks.synthetic import Setup, synthetic_request
 from magicjax.cli import options
-from magicjax.cost_model.profile import device_kind
-from magicjax.cost_model.work import Part
 from magicjax.drafters import Drafter
 from magicjax.drafters.spec import DRAFTER_SYNTAX, make_drafter
 from magicjax.loading import load
 from magicjax.model import DTYPES
 from magicjax.options import token_count
 from magicjax.parallel import offloading
-from magicjax.planner.candidates import make_draft
+from magicjax.prediction import cost_model
+from magicjax.prediction.cost_model.profile import device_kind
+from magicjax.prediction.cost_model.work import Part
+from magicjax.prediction.planner.candidates import make_draft
 from magicjax.trees.token_tree import chain
 from pallas_kernels.benchmarks.bandwidth import host_bandwidth, read_bandwidth
 from pallas_kernels.benchmarks.timing import fastest_seconds

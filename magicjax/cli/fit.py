@@ -19,13 +19,13 @@ from typing import Any
 
 import jax
 
-from magicjax import cost_model
 from magicjax.cli import options
 from magicjax.decoding.request import prefill_chunk
 from magicjax.drafters.sparse import BUDGET
 from magicjax.loading import weight_format
 from magicjax.options import token_count
 from magicjax.parallel import offloading
+from magicjax.prediction import cost_model
 from sharding import MeshSize, parse_mesh
 
 GB = 1e9
@@ -94,7 +94,10 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
       ValueError, OSError: invalid input.
     """
-    from magicjax.aot import aot_compile, memory_estimate  # slow imports, for this command only
+    from magicjax.prediction.aot import (  # slow imports, for this command only
+        aot_compile,
+        memory_estimate,
+    )
 
     options.check_context(arguments.target, arguments.context)
     mesh = parse_mesh(arguments.mesh)
@@ -257,7 +260,7 @@ def _compile_apart(load: Any) -> tuple[dict[str, Any] | None, str]:
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "report.json"
         code = json.dumps(dataclasses.asdict(load))
-        command = [sys.executable, "-m", "magicjax.aot.aot_compile", code, str(out)]
+        command = [sys.executable, "-m", "magicjax.prediction.aot.aot_compile", code, str(out)]
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if ran.returncode:
             raise ValueError(f"compilation failed:\n{ran.stderr[-4000:]}")

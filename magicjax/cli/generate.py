@@ -15,7 +15,6 @@ from typing import Any
 import jax
 
 import magicjax
-from magicjax.autotune.search import make_problem
 from magicjax.cli import drafting, options, text
 from magicjax.cli.options import AUTO
 from magicjax.decoding import memory
@@ -27,6 +26,7 @@ from magicjax.drafters import Drafter
 from magicjax.drafters.spec import make_drafter, parse_all
 from magicjax.loading import config_of, skeleton, stored_dtype
 from magicjax.model import DTYPES
+from magicjax.prediction.autotune.search import make_problem
 from magicjax.trees.token_tree import Tree
 from magicjax.version import version
 from sharding import parse_mesh, processes

@@ -5,7 +5,7 @@ import dataclasses
 import json
 from typing import Any
 
-from magicjax import cost_model, placement, planner
+from magicjax import placement
 from magicjax.cli import options
 from magicjax.drafters.sparse import BUDGET
 from magicjax.drafters.spec import make_drafter, parse
@@ -13,9 +13,10 @@ from magicjax.loading import skeleton
 from magicjax.model import DTYPES, Model
 from magicjax.options import token_count
 from magicjax.parallel import offloading
-from magicjax.planner import acceptance
-from magicjax.planner.candidates import make_candidate, model_sizes
 from magicjax.policies import StreamingLLM
+from magicjax.prediction import cost_model, planner
+from magicjax.prediction.planner import acceptance
+from magicjax.prediction.planner.candidates import make_candidate, model_sizes
 from magicjax.trees.token_tree import TokenTree, chain
 from sharding import abstract_mesh, parse_mesh
 

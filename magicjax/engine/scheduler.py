@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 from jaxtyping import Int
@@ -38,9 +38,6 @@ class Request(Protocol):
 class HasRequest(Protocol):
     @property
     def request(self) -> Request: ...
-
-
-Handle = TypeVar("Handle", bound=HasRequest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +91,7 @@ class PrefillRule:
         return [*pieces, Piece(max(0, min(first, length - self.window)), length, self.chunk)]
 
 
-class Scheduler(Generic[Handle]):
+class Scheduler[Handle: HasRequest]:
     """The requests of an engine and their order.
 
     Attributes:

@@ -15,13 +15,13 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from magicjax.autotune.depth_controller import DepthRule
-from magicjax.autotune.trial import Table, row_rates, row_tokens, tried_and_accepted
 from magicjax.decoding import paired_timing, runner
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.request import Request
 from magicjax.drafters import Ensemble
 from magicjax.engine.templates import Templates, empty_state
+from magicjax.prediction.autotune.depth_controller import DepthRule
+from magicjax.prediction.autotune.trial import Table, row_rates, row_tokens, tried_and_accepted
 from magicjax.settings import Settings
 from magicjax.trees.token_tree import ROOT_ONLY, DynamicTree, Tree, truncated
 from sharding import processes

@@ -11,10 +11,11 @@ import numpy as np
 
 import magicjax
 import models
-from magicjax import hlo, placement
+from magicjax import placement
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.request import prepare
 from magicjax.policies import Quest
+from magicjax.prediction import hlo
 from sharding import DATA, collectives, make_mesh, model_axes
 from tests.magicjax import family_cases, oracle, tiny
 

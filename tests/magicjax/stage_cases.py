@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import magicjax
-from magicjax import hlo
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.request import prepare
+from magicjax.prediction import hlo
 from sharding import STAGE, make_mesh
 from tests.magicjax import mesh_cases, tiny
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from experiments import launch
-from magicjax import cost_model
+from magicjax.prediction import cost_model
 
 
 def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, here, capsys):

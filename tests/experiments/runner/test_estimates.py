@@ -4,7 +4,7 @@ import pytest
 
 from experiments.runner import estimates
 from experiments.schema import config, grid, method
-from magicjax.cost_model import Device
+from magicjax.prediction.cost_model import Device
 
 START = estimates.START_S
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.studies import cost_tables
-from magicjax import cost_model
+from magicjax.prediction import cost_model
 
 
 def errors(rows, column):

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import models
-from magicjax import cost_model
 from magicjax.benchmarks.step_times import StepTimes
 from magicjax.cli import calibrate
 from magicjax.cli.calibrate import Timed, predicted
+from magicjax.prediction import cost_model
 from tests.quick import quick
 
 SIZES = cost_model.sizes_of(models.preset("llama-68m"), "float32", "llama-68m")

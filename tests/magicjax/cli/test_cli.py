@@ -15,10 +15,10 @@ import pytest
 
 import magicjax
 import models
-from magicjax import cost_model
 from magicjax.cli import generate, main, text
 from magicjax.loading import skeleton
 from magicjax.parallel import offloading
+from magicjax.prediction import cost_model
 from pallas_kernels import choose_backend
 from tests.magicjax import tiny
 from tests.quick import quick

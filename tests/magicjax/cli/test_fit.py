@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from magicjax import cost_model
-from magicjax.aot import aot_compile, memory_estimate
 from magicjax.cli import fit
+from magicjax.prediction import cost_model
+from magicjax.prediction.aot import aot_compile, memory_estimate
 from models import count_params, preset
 
 ARGUMENTS = ["fit", "--target", "llama-3.1-8b", "--drafter", "self:streaming:512", "--analytic"]

@@ -7,8 +7,8 @@ import re
 import pytest
 
 import models
-from magicjax import cost_model
 from magicjax.cli import plan
+from magicjax.prediction import cost_model
 from magicjax.trees.token_tree import chain, expansion
 
 WHERE = ("--target", "llama-3.1-8b", "--batch", 64, "--context", 32000)

@@ -9,11 +9,11 @@ import pytest
 import magicjax
 import models
 from magicjax import loading
-from magicjax.aot import aot_compile, memory_estimate
 from magicjax.decoding import memory, program_cache
 from magicjax.decoding.request import prepare
 from magicjax.drafters import quantized_copy
 from magicjax.parallel import offloading
+from magicjax.prediction.aot import aot_compile, memory_estimate
 from sharding import abstract_mesh
 from tests.magicjax import tiny
 

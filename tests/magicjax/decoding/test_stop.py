@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax.autotune import auto
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.request import prepare
+from magicjax.prediction.autotune import auto
 from tests.magicjax import tiny
 
 NEW = 40

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax import cost_model, placement
+from magicjax import placement
 from magicjax.decoding import memory
 from magicjax.decoding.request import prepare
 from magicjax.drafters import quantized_copy
 from magicjax.drafters.spec import make_drafter, text_of
 from magicjax.parallel import pipeline_stages
-from magicjax.planner.candidates import make_draft, model_sizes
+from magicjax.prediction import cost_model
+from magicjax.prediction.planner.candidates import make_draft, model_sizes
 from sharding import part_bytes
 from tests.magicjax import tiny
 

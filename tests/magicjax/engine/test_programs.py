@@ -12,9 +12,10 @@ from flax import struct
 
 import magicjax
 import models
-from magicjax import EngineConfig, SamplingParams, hlo
+from magicjax import EngineConfig, SamplingParams
 from magicjax.decoding import program_cache, runner, slots
 from magicjax.engine.templates import make_templates, validated
+from magicjax.prediction import hlo
 from sharding import abstract_mesh, make_mesh
 from tests.magicjax import mesh_cases, oracle, tiny
 from tests.magicjax.engine import engines

@@ -8,10 +8,10 @@ import pytest
 from flax import struct
 
 import magicjax
-from magicjax.autotune.depth_controller import HYSTERESIS, DepthRule
 from magicjax.decoding import program_cache
 from magicjax.drafters.base import Drafter
 from magicjax.engine.speculation import MAX_CORRECTION, DepthChooser, RoundTimes
+from magicjax.prediction.autotune.depth_controller import HYSTERESIS, DepthRule
 from tests.magicjax import tiny
 from tests.magicjax.engine import engines, test_sampled, test_schedules
 from tests.quick import quick

@@ -11,11 +11,11 @@ from magicjax.decoding import program_cache, runner
 from magicjax.decoding.request import place
 from magicjax.grammars import masking
 from tests.magicjax import mesh_cases, oracle, scripted, tiny
-from tests.magicjax.autotune import test_auto
-from tests.magicjax.autotune.test_auto import predicted_times, profile, short_calls  # noqa: F401
 from tests.magicjax.decoding import test_compiled
 from tests.magicjax.drafters import test_scripted
 from tests.magicjax.grammars import spelled
+from tests.magicjax.prediction.autotune import test_auto
+from tests.magicjax.prediction.autotune.test_auto import predicted_times, profile, short_calls  # noqa: F401
 from tests.quick import quick
 
 # Tokens span the parts of a repetition, and texts of the second one can end.

@@ -13,13 +13,13 @@ import pytest
 
 import magicjax
 import models
-from magicjax.aot import aot_compile, memory_estimate
 from magicjax.cli import fit
 from magicjax.decoding import memory, program_cache
 from magicjax.decoding.request import prepare
 from magicjax.decoding.runner import state_shapes
 from magicjax.parallel import offloading
 from magicjax.parallel.layouts import Offloaded
+from magicjax.prediction.aot import aot_compile, memory_estimate
 from sharding import host
 from tests.eight_devices import Eight
 from tests.magicjax import tiny

@@ -1,0 +1,1 @@
+"""Predicted times and memory, and what they choose: plans, drafters, programs for absent GPUs."""

@@ -1,0 +1,350 @@
+"""Compiles the loop ahead of time for absent GPUs and reports on the compiled programs.
+
+`magicjax fit` runs it in a process that has the CUDA compiler. No GPU or NVIDIA library is needed.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import re
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from magicjax import placement
+from magicjax.decoding import program_cache
+from magicjax.decoding.loop import DecodeState
+from magicjax.decoding.request import Request, prepare
+from magicjax.decoding.runner import state_shapes
+from magicjax.drafters.spec import make_drafter
+from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.sparse_cache import DraftCache
+from magicjax.loading import skeleton
+from magicjax.model import Model
+from magicjax.parallel import offloading
+from magicjax.parallel.layouts import Offloaded
+from magicjax.prediction import hlo
+from magicjax.suggest import did_you_mean
+from magicjax.trees.token_tree import parse_tree
+from pallas_kernels import choose_backend
+from sharding import STAGE, AnyMesh, MeshSize, make_mesh
+
+DEVICES = {
+    path.stem: path for path in (pathlib.Path(__file__).parents[1] / "devices").glob("*.txtpb")
+}
+PROGRAMS = ("prefill", "init", "decode")
+REGISTERS = re.compile(r"Used (\d+) registers")
+SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+SHARED = re.compile(r"smem_scratch_bytes=(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A workload, in the terms of the command line.
+
+    Attributes:
+      target, drafter, tree, dtype: as for `magicjax generate`; drafter "": plain decoding; tree
+        "": the default.
+      offload: the target's blocks are in host memory, as for `magicjax.load`.
+      weights: the format of the target's matrices, as for `magicjax.load`; None: as stored.
+      draft_shards: devices over which a draft model is sharded; None: all of `model`.
+      batch: rows on all devices.
+      context: tokens per row, including new ones.
+      max_new_tokens: new tokens per row.
+      device: a name in `devices/`, or the path of a description.
+      data, model, stage: sizes of the mesh.
+      micro_batches: of a mesh with stages; None: the fastest number.
+      backend: attention backend; None: xla.
+    """
+
+    target: str
+    drafter: str
+    tree: str
+    batch: int
+    context: int
+    device: str
+    data: int = 1
+    model: int = 1
+    stage: int = 1
+    micro_batches: int | None = None
+    max_new_tokens: int = 128
+    dtype: str = "bfloat16"
+    backend: str | None = None
+    draft_shards: int | None = None
+    offload: bool = False
+    weights: str | None = None
+
+    @property
+    def mesh_size(self) -> MeshSize:
+        return MeshSize(self.data, self.model, self.stage)
+
+    @property
+    def attention(self) -> str:
+        """The attention backend of the compiled programs."""
+        return choose_backend(self.backend or "xla")
+
+
+def description(device: str) -> str:
+    """Returns XLA's description of a device: one of `DEVICES`, or a file in the same format.
+
+    Raises:
+      ValueError: the device is unknown.
+    """
+    if device.lower() in DEVICES:
+        return DEVICES[device.lower()].read_text()
+    if device.endswith(".txtpb") and pathlib.Path(device).is_file():
+        return pathlib.Path(device).read_text()
+    raise ValueError(
+        f"device={device} is unknown: use {', '.join(sorted(DEVICES))}, or the path of a "
+        f"description, NAME.txtpb{did_you_mean(device, DEVICES)}"
+    )
+
+
+def is_hopper(device: str) -> bool:
+    """Returns whether a device supports the mosaic backend."""
+    return bool(re.search(r"cuda_compute_capability\s*\{\s*major:\s*9\b", description(device)))
+
+
+def device_memory_bytes(device: str) -> int:
+    """Returns the bytes of a device's memory.
+
+    Raises:
+      ValueError: its description has no memory size.
+    """
+    match = re.search(r"device_memory_size: (\d+)", description(device))
+    if match is None:
+        raise ValueError(f"device={device} has no device_memory_size: add it to its description")
+    return int(match[1])
+
+
+def abstract_model(
+    source: str,
+    dtype: str,
+    shards: int | None = None,
+    offload: bool = False,
+    weights: str | None = None,
+) -> Model:
+    """Returns a model whose parameters are shapes."""
+    model = skeleton(source, dtype, weights=weights, shards=shards, offload=offload)
+    params = nn.meta.unbox(model.layout.abstract_params(model.module))
+    return dataclasses.replace(model, params=params)
+
+
+def abstract_request(load: Workload, mesh: AnyMesh) -> Request:
+    """Returns the request of the whole batch, with sharded shapes as arrays.
+
+    Raises:
+      ValueError: the workload is invalid, or its sizes do not divide over the mesh.
+    """
+    _check(load)
+    model = functools.partial(abstract_model, dtype=load.dtype)
+    small = functools.partial(model, shards=load.draft_shards)
+    drafter = make_drafter(load.drafter, small) if load.drafter else None
+    if load.draft_shards is not None and not placement.models_of(drafter):
+        raise ValueError(
+            f"draft_shards={load.draft_shards} applies to draft models, and "
+            f"drafter={load.drafter!r} has none: omit draft_shards"
+        )
+
+    def shape(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    rows = np.zeros((load.batch, load.context - load.max_new_tokens), np.int32)
+    request = prepare(
+        model(load.target, offload=load.offload, weights=load.weights),
+        list(rows),
+        drafter=drafter,
+        tree=parse_tree(load.tree) if load.tree else None,
+        max_new_tokens=load.max_new_tokens,
+        eos_token_id=[],
+        backend="xla",  # for this machine; set for the device below
+        mesh=mesh,
+        micro_batches=load.micro_batches,
+        put=shape,
+    )
+    for each in (request.target, *placement.models_of(drafter)):
+        choose_backend(load.attention, each.dtype, each.config.kv_head_dim)
+    settings = dataclasses.replace(request.settings, backend=load.attention)
+    return dataclasses.replace(request, settings=settings)
+
+
+def _check(load: Workload) -> None:
+    if load.batch < 1:
+        raise ValueError(f"batch={load.batch} must be at least 1")
+    if load.tree and not load.drafter:
+        raise ValueError(f"tree={load.tree} needs a drafter: add one, or omit tree")
+    if load.context <= load.max_new_tokens:
+        raise ValueError(
+            f"context={load.context} must be larger than max_new_tokens={load.max_new_tokens}"
+        )
+    hopper = is_hopper(load.device)  # raises for an unknown device
+    if load.attention == "mosaic" and not hopper:
+        raise ValueError(f"backend=mosaic needs Hopper, not {load.device}: use backend=xla")
+
+
+def topology_mesh(load: Workload) -> Mesh:
+    """Returns a mesh of the workload's GPUs, which need not be present.
+
+    Raises:
+      ValueError: the CUDA compiler is not installed.
+    """
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda",
+            topology=f"1x1x{load.mesh_size.devices}",
+            target_config=description(load.device),
+        )
+    except NotImplementedError as error:  # JAX has no plugin for the platform
+        raise ValueError("the CUDA compiler is not installed here: use `magicjax fit`") from error
+    return make_mesh(*load.mesh_size, devices=topology.devices)
+
+
+def compile_ahead(program: str, request: Request) -> jax.stages.Compiled:
+    """Compiles one of `PROGRAMS` for the devices of a request's mesh."""
+    settings: Any = request.prefill_settings
+    arguments: tuple = request.prefill_arguments
+    if program != "prefill":
+        prefilled = program_cache.result_shapes("prefill", settings, arguments)
+        settings = request.settings
+        arguments = request.init_arguments(*prefilled)
+    if program == "decode":
+        state = program_cache.result_shapes("init", settings, arguments)
+        arguments = request.loop_arguments(state)
+    options = offloading.xla_options("gpu", arguments)
+    return program_cache.jitted(program, settings, arguments).lower(*arguments).compile(options)
+
+
+def cache_sizes(request: Request) -> dict[str, set[int]]:
+    """Returns the number of elements of a layer's keys on one device, by cache."""
+    caches = all_caches(state_shapes(request))
+    names = ["target", *(f"draft {i}" for i in range(1, len(caches)))]
+    return {
+        name: {int(np.prod(x.sharding.shard_shape(x.shape))) for x in jax.tree.leaves(cache.k)}
+        for name, cache in zip(names, caches, strict=True)
+    }
+
+
+def matrix_sizes(request: Request) -> set[int]:
+    """Returns the numbers of elements of quantized matrices, of target and drafts, on a device."""
+
+    def sizes(tree: Any, first_axis: int = 0) -> set[int]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {
+            int(np.prod(x.sharding.shard_shape(x.shape)[first_axis:]))
+            for path, x in leaves
+            if path[-1].key == "weight" and x.dtype.itemsize == 1
+        }
+
+    found = set[int]()
+    for model in (request.target, *placement.models_of(request.drafter)):
+        layout = model.layout  # offloaded matrices are stacked by layer
+        found |= sizes(layout.blocks, 1) if isinstance(layout, Offloaded) else sizes(model.params)
+    return found
+
+
+def all_caches(state: DecodeState) -> list[KVCache | DraftCache]:
+    """Returns the target's cache, then those of drafters."""
+
+    def is_cache(x: Any) -> bool:
+        return isinstance(x, KVCache | DraftCache)
+
+    leaves = jax.tree.leaves(state.drafter, is_leaf=is_cache)
+    return [state.cache, *filter(is_cache, leaves)]
+
+
+def report(
+    program: str, request: Request, sizes: dict[str, set[int]], folder: pathlib.Path
+) -> dict[str, Any]:
+    """Compiles a program and returns its memory, collectives, cache copies and kernels.
+
+    Collectives within a stage and between stages are counted separately.
+
+    Args:
+      program: of `PROGRAMS`.
+      request: with sharded shapes as arrays.
+      sizes: its `cache_sizes`.
+      folder: to which the compiler dumps kernels; existing files are ignored.
+    """
+    before = set(folder.iterdir())
+    begin = time.perf_counter()
+    compiled = compile_ahead(program, request)
+    seconds = time.perf_counter() - begin
+    dumped = sorted(set(folder.iterdir()) - before)
+    memory, text = compiled.memory_analysis(), compiled.as_text() or ""
+    assert memory is not None  # every GPU compiler returns it
+    copied, mesh = list(hlo.copied_sizes(text)), request.settings.mesh
+    assert mesh is not None  # `abstract_request` sets it
+    group = mesh.size // mesh.shape[STAGE] if mesh.shape[STAGE] > 1 else None
+    counted: dict[str, Any] = {}
+    if program == "decode" and (matrices := matrix_sizes(request)):
+        counted["dequantized matrices"] = hlo.dequantized(text, matrices)
+    return counted | {
+        "seconds to compile": seconds,
+        "argument bytes": memory.argument_size_in_bytes,
+        "new result bytes": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "temporary bytes": memory.temp_size_in_bytes,
+        "argument bytes in host memory": memory.host_argument_size_in_bytes,
+        "temporary bytes in host memory": memory.host_temp_size_in_bytes,
+        "copies of a cache": {
+            name: sum(copied.count(size) for size in elements) for name, elements in sizes.items()
+        },
+        "largest exchange": hlo.largest_collective(text),
+        "collectives": [dataclasses.asdict(c) for c in hlo.collectives(text, group)],
+        "kernels": kernels(dumped),
+        "shared bytes of kernels": shared_bytes(dumped),
+    }
+
+
+def kernels(dumped: Sequence[pathlib.Path]) -> list[dict[str, int]]:
+    """Returns the registers and spilled bytes of each dumped kernel."""
+    texts = [path.read_text(errors="replace") for path in dumped if path.suffix == ".ptxas"]
+    return [
+        {
+            "registers": max((int(n) for n in REGISTERS.findall(text)), default=0),
+            "spilled bytes": sum(int(a) + int(b) for a, b in SPILLS.findall(text)),
+        }
+        for text in texts
+    ]
+
+
+def shared_bytes(dumped: Sequence[pathlib.Path]) -> list[int]:
+    """Returns the distinct sizes of shared memory of the dumped kernels.
+
+    Kernels are lowered more often than compiled, so these files do not correspond to `kernels`.
+    """
+    texts = [path.read_text() for path in dumped if path.name.endswith(".resources.txt")]
+    return sorted({int(match[1]) for match in map(SHARED.search, texts) if match})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes the reports of a workload's programs to a JSON file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m magicjax.prediction.aot.aot_compile", description=__doc__
+    )
+    parser.add_argument("workload", help="a Workload's fields, as JSON")
+    parser.add_argument("out", help="the JSON file to write")
+    options = parser.parse_args(arguments)
+    load = Workload(**json.loads(options.workload))
+    request = abstract_request(load, topology_mesh(load))
+    with tempfile.TemporaryDirectory() as folder:
+        # The compiler reads these when it lowers the first kernel.
+        os.environ |= {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTXAS": "1"}
+        os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
+        sizes = cache_sizes(request)
+        reports = {name: report(name, request, sizes, pathlib.Path(folder)) for name in PROGRAMS}
+    pathlib.Path(options.out).write_text(json.dumps(reports), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

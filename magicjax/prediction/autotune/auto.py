@@ -1,0 +1,185 @@
+"""`drafter="auto"`: searches for the fastest drafter on the user's prompts, and runs it.
+
+The module `search` chooses by trials, a plan and a timed comparison. This module runs the choice
+from the same prefill, and adapts the depth of a chain between calls of the loop.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from magicjax.decoding import program_cache, runner
+from magicjax.decoding.loop import DecodeState
+from magicjax.decoding.request import Request, prepare
+from magicjax.decoding.runner import Call, Output
+from magicjax.model import Model
+from magicjax.prediction.autotune.choice import Auto, Choice
+from magicjax.prediction.autotune.depth_controller import DepthController
+from magicjax.prediction.autotune.search import choose, make_problem
+from magicjax.trees.token_tree import ROOT_ONLY, chain
+
+Started = tuple[DecodeState, float]  # what `runner.prefill_and_init` returns
+
+
+def choose_drafter(
+    target: Model, prompts: Any, drafter: Auto | str = "auto", **options: Any
+) -> Choice:
+    """Returns the choice of `generate(..., drafter="auto")`, after trials on the prompts.
+
+    Args:
+      target, prompts, options: as for `magicjax.generate`.
+      drafter: the settings.
+
+    Raises:
+      ValueError, TypeError: bad input, also a drafter that does not support these options.
+      FileNotFoundError: the device has no profile.
+    """
+    choice, *_ = choose(make_problem(target, prompts, _settings(drafter), **options))
+    return choice
+
+
+def generate(
+    target: Model, prompts: Any, drafter: Auto | Choice | str, options: dict[str, Any]
+) -> Output:
+    """Returns the output of `magicjax.generate` with a drafter to choose, or with a choice."""
+    compiled = program_cache.totals()
+    choice, request, started, plan_s = _resolve(target, prompts, drafter, options, adaptive=True)
+    runner.log_request(request)
+    state, prefill_s = started or runner.prefill_and_init(request)
+    del started  # the loop donates the state
+    searched = choice is not drafter
+    state, calls, decode_s = run_choice(request, choice, state, searched)
+    output = runner.output_of(
+        request,
+        state,
+        compiled,
+        calls,
+        prefill_s=prefill_s,
+        plan_s=plan_s,
+        decode_s=decode_s,
+        depths=tuple(depth for depth, _ in calls),
+    )
+    return dataclasses.replace(output, choice=choice)
+
+
+def prepare_stream(
+    target: Model, prompts: Any, drafter: Auto | Choice | str, **options: Any
+) -> tuple[Request, Choice, Started | None]:
+    """Returns (the request, the choice, the state after the search's prefill and its seconds).
+
+    The tree is fixed. The state is None for a reused choice: nothing has run.
+
+    Raises:
+      ValueError: `adaptive_depth` is set; also the errors of `choose_drafter`.
+    """
+    auto = drafter.auto if isinstance(drafter, Choice) else _settings(drafter)
+    if auto.adaptive_depth:
+        raise ValueError("adaptive_depth=True: a stream has a fixed tree; omit it, or use generate")
+    choice, request, started, _ = _resolve(target, prompts, drafter, options, adaptive=False)
+    return request, choice, started
+
+
+def _settings(auto: Auto | str) -> Auto:
+    """Returns the settings; raises ValueError for a string other than "auto"."""
+    if isinstance(auto, Auto):
+        return auto
+    if auto != "auto":
+        raise ValueError(
+            f"drafter={auto!r} is not a choice of drafters: pass 'auto', or magicjax.Auto(...)"
+        )
+    return Auto()
+
+
+def _resolve(
+    target: Model,
+    prompts: Any,
+    drafter: Auto | Choice | str,
+    options: dict[str, Any],
+    adaptive: bool,
+) -> tuple[Choice, Request, Started | None, float]:
+    """Returns (the choice, its request, the state after a search, seconds of planning)."""
+    if isinstance(drafter, Choice):
+        return drafter, _reused_request(target, prompts, drafter, options, adaptive), None, 0.0
+    problem = make_problem(target, prompts, _settings(drafter), **options)
+    choice, prefilled, plan_s = choose(problem)
+    if choice.drafter is None:
+        request = dataclasses.replace(problem.request, drafter=None)
+    else:
+        request = problem.requests[choice.name]
+    if not (adaptive and _is_adaptive(choice, request.sampling is not None)):
+        settings = request.settings.with_tree(choice.tree or ROOT_ONLY)
+        request = dataclasses.replace(request, settings=settings)
+    return choice, request, (prefilled.start(request), prefilled.seconds), plan_s
+
+
+def _reused_request(
+    target: Model, prompts: Any, choice: Choice, options: dict[str, Any], adaptive: bool
+) -> Request:
+    if options.get("tree") is not None:
+        raise ValueError("a Choice has its own tree: omit tree")
+    if choice.drafter is None:  # a verifier is for drafters
+        return prepare(target, prompts, **options | {"verifier": None, "tree": None})
+    deepest = adaptive and _is_adaptive(choice, bool(options.get("do_sample")))
+    tree = choice.auto.tree if deepest else choice.tree
+    return prepare(target, prompts, **options | {"drafter": choice.drafter, "tree": tree})
+
+
+def _is_adaptive(choice: Choice, sampled: bool) -> bool:
+    adaptive = choice.auto.adaptive_depth
+    return bool(choice.round_seconds) and (not sampled if adaptive is None else adaptive)
+
+
+def run_choice(
+    request: Request, choice: Choice, state: DecodeState, searched: bool
+) -> tuple[DecodeState, list[Call], float]:
+    """Returns (the state when all rows have ended, calls, seconds) of a run from after prefill.
+
+    `searched` is whether the choice is from trials on these prompts.
+    """
+    sampled = request.sampling is not None
+    if not _is_adaptive(choice, sampled):
+        depth = request.settings.shape.depth
+        state, seconds = runner.run_to_end(request, state)
+        return state, [(depth, np.asarray(state.histogram))], seconds
+    assert choice.tree is not None
+    trial = next(trial for trial in choice.trials if trial.name == choice.name)
+    rates = [by_rank[0] for by_rank in trial.acceptance]
+    rounds, known = choice.auto.rounds_per_call, 0
+    if searched and not sampled:  # a sampled trial has another text
+        known = max(choice.auto.trial_rounds, rounds)
+    controller = DepthController.create(choice.round_seconds, rates, choice.tree.depth, known)
+    return run_adaptive(request, list(choice.round_seconds), controller, state, rounds)
+
+
+def run_adaptive(
+    request: Request, depths: Sequence[int], controller: Any, state: DecodeState, rounds: int
+) -> tuple[DecodeState, list[Call], float]:
+    """Returns (the state when all rows have ended, calls, seconds).
+
+    Args:
+      request: with a drafter.
+      depths: that the controller selects from, compiled before the first call. At depth 0 nothing
+        is drafted.
+      controller: a `DepthController`, or an object with its `depth` and `update`.
+      state: after prefill, as deep as the deepest.
+      rounds: per call.
+    """
+    settings = {d: request.settings.with_tree(chain(d) if d else ROOT_ONLY) for d in depths}
+    for one in settings.values():
+        runner.compile_loop(request, one, state)
+    calls: list[Call] = []
+    total, decode_s = np.zeros(state.histogram.shape, np.int32), 0.0
+    limits, texts = np.asarray(request.limits), runner.text_streams(request)
+    state, _, _, ended = runner.end_stopped(state, texts)
+    while not ended.all():
+        depth = controller.depth
+        state, seconds = runner.run(request, settings[depth], state, rounds)
+        state, emitted, _, ended = runner.end_stopped(state, texts)
+        new_total = np.array(state.histogram)
+        histogram, total, decode_s = new_total - total, new_total, decode_s + seconds
+        calls.append((depth, histogram))
+        left = np.where(ended, 0, limits - emitted)
+        controller = controller.update(histogram, left, seconds, int(histogram.sum(1).max()))
+    return state, calls, decode_s

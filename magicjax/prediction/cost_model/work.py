@@ -1,0 +1,253 @@
+"""The work of a pass through a model, by part: bytes, FLOPs, and communication.
+
+A pass runs n new tokens per row against a number of cache slots: n = 1 on the whole context for
+plain decoding, n = N nodes for verification, n = 1 on its budget for a draft.
+"""
+
+import dataclasses
+import functools
+
+import flax.linen as nn
+import jax
+
+import models
+from magicjax.parallel.offloading import two_layers
+from magicjax.prediction.cost_model.device import Machine
+from sharding import array_bytes
+
+LOGIT_BYTES = 4  # float32
+LOGIT_PASSES = 2  # written once, and read once to select a token
+BLOCKS = ("projections", "MLP", "attention", "collectives", "overhead")  # parts of a layer
+HOST = "host link"  # copies from host memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of a model that determine the cost of a pass.
+
+    Attributes:
+      name: for error messages.
+      num_layers, hidden_size, num_heads, num_kv_heads, vocab_size: from its config.
+      head_dim: of the KV cache.
+      attention: elements of the q, k, v and out matrices of all layers.
+      mlp: elements of the MLP matrices.
+      unembedding: elements of the output matrix.
+      small: elements of norms and biases.
+      tables: elements of tables of which a pass reads few rows: positions, an untied embedding, the
+        map of a draft vocabulary.
+      itemsize: bytes per element of weights and caches.
+      matrix_itemsize: bytes per element of the blocks' matrices; of quantized ones, with scales.
+      streamed: whether the blocks are offloaded: every pass copies them from host memory.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    attention: int
+    mlp: int
+    unembedding: int
+    small: int
+    tables: int
+    itemsize: int
+    matrix_itemsize: float
+    streamed: bool = False
+
+    @property
+    def key(self) -> str:
+        """Identifies the sizes: two models with the same key have the same cost."""
+        *numbers, matrix_itemsize, streamed = dataclasses.astuple(self)[1:]
+        quantized = f"-matrices-{matrix_itemsize:.4g}" * (matrix_itemsize != self.itemsize)
+        return "-".join(map(str, numbers)) + quantized + "-streamed" * streamed
+
+    @property
+    def matrix_bytes(self) -> float:
+        """Bytes of the blocks' matrices."""
+        return self.matrix_itemsize * (self.attention + self.mlp)
+
+    @property
+    def streamed_bytes(self) -> float:
+        """Bytes that a pass copies from the host, without norms."""
+        return self.matrix_bytes * self.streamed
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of weights that a pass reads: all but `tables`."""
+        return self.matrix_bytes + self.itemsize * (self.unembedding + self.small)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values per token."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
+
+    def draft_kv_bytes(self, bits: int | None) -> float:
+        """Returns the bytes of a draft cache slot; a quantized slot includes float32 scales."""
+        if bits is None:
+            return self.kv_bytes
+        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * bits / 8 + 4)
+
+
+@functools.lru_cache(maxsize=64)
+def sizes_of(
+    config: models.DecoderConfig,
+    dtype: str = "bfloat16",
+    name: str = "the model",
+    offload: bool = False,
+    weights: models.WeightFormat | None = None,
+) -> Sizes:
+    """Returns the sizes of a model, from the shapes of its parameters.
+
+    Args:
+      config, dtype, name, weights: of the model.
+      offload: as for `magicjax.load`.
+    """
+    module = models.build(config, dtype, weights)
+    params = nn.meta.unbox(models.abstract_params(module))
+    counted = dict.fromkeys(("attention", "mlp", "unembedding", "small", "tables"), 0)
+    output = "embedding" if config.tie_embeddings else "unembedding"
+    matrix_bytes = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        keys = [entry.key for entry in path]
+        if keys[-1] == output:
+            counted["unembedding"] += leaf.size
+        elif keys[-1] in ("embedding", "position_embedding", "vocab_map"):
+            counted["tables"] += leaf.size
+        elif keys[-1] == "weight":
+            counted["attention" if keys[-2] in ("q", "k", "v", "out") else "mlp"] += leaf.size
+            matrix_bytes += array_bytes(leaf.shape, leaf.dtype)
+        elif keys[-1] in ("scale", "zero") and len(leaf.shape) > 1:  # a norm's scale is a vector
+            matrix_bytes += array_bytes(leaf.shape, leaf.dtype)
+        else:
+            counted["small"] += leaf.size
+    return Sizes(
+        name=name,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.kv_head_dim,
+        vocab_size=config.vocab_size,
+        itemsize=module.dtype.itemsize,
+        matrix_itemsize=matrix_bytes / (counted["attention"] + counted["mlp"]),
+        streamed=offload,
+        **counted,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The work of one part of a pass, on one device.
+
+    Attributes:
+      bytes: read from and written to device memory.
+      flops: of matrix products.
+      messages: number of collectives.
+      sent: bytes sent in collectives.
+      fetched: bytes copied from host memory.
+      layers: number of layers whose kernels are launched.
+    """
+
+    bytes: float = 0.0
+    flops: float = 0.0
+    messages: int = 0
+    sent: float = 0.0
+    fetched: float = 0.0
+    layers: int = 0
+
+
+def pass_parts(
+    sizes: Sizes,
+    machine: Machine,
+    batch: int,
+    nodes: int,
+    slots: float,
+    slot_bytes: float | None = None,
+) -> dict[str, Part]:
+    """Returns the work of each part of a pass, on one device.
+
+    Args:
+      sizes: of the model.
+      machine: heads, MLP and vocabulary are divided over `machine.model` devices. A layer has two
+        ring all-reduces of the hidden states: each device sends 2 (g - 1) / g times their bytes.
+        Token selection over a divided vocabulary is one more collective, of a few bytes.
+      batch: B; the largest group counts if rows do not divide evenly.
+      nodes: n, the new tokens of a row.
+      slots: cache slots that a new token attends to, on average.
+      slot_bytes: of keys and values of a slot in all layers; None for the dtype of the model.
+
+    Raises:
+      ValueError: batch, nodes or slots that are too small, or KV heads that do not divide over
+        `machine.model`.
+    """
+    for name, value, least in (("batch", batch, 1), ("nodes", nodes, 1), ("slots", slots, 0)):
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
+    check_heads(sizes, machine)
+    g, rows = machine.model, machine.rows(batch)
+    tokens = rows * nodes
+    padded = rows * machine.device.tile * -(-nodes // machine.device.tile)
+    per_slot = sizes.kv_bytes if slot_bytes is None else slot_bytes
+    new_kv = tokens * sizes.kv_bytes  # written
+
+    def linear(elements: int, itemsize: float, small: int = 0) -> Part:
+        moved = itemsize * elements + sizes.itemsize * small
+        return Part(bytes=moved / g, flops=2 * elements * padded / g)
+
+    scores = sizes.num_layers * sizes.num_heads * sizes.head_dim * (slots + nodes)
+    hidden = tokens * sizes.hidden_size * sizes.itemsize
+    messages = 2 * sizes.num_layers if g > 1 else 0
+    fetched = {HOST: Part(fetched=sizes.streamed_bytes / g)} if sizes.streamed else {}
+    return {
+        "projections": linear(sizes.attention, sizes.matrix_itemsize),
+        "MLP": linear(sizes.mlp, sizes.matrix_itemsize, sizes.small),
+        "attention": Part(
+            bytes=(rows * slots * per_slot + new_kv) / kv_shards(sizes, machine),
+            flops=4 * padded * scores / g,
+        ),
+        "logits": linear(sizes.unembedding, sizes.itemsize),
+        "selection": Part(
+            bytes=LOGIT_PASSES * LOGIT_BYTES * tokens * sizes.vocab_size / g, messages=int(g > 1)
+        ),
+        "collectives": Part(messages=messages, sent=messages * 2 * (g - 1) / g * hidden),
+        "overhead": Part(layers=sizes.num_layers),
+        **fetched,
+    }
+
+
+def memory_bytes(
+    sizes: Sizes, machine: Machine, batch: int, slots: int, slot_bytes: float
+) -> float:
+    """Returns the bytes of weights and of a cache with `slots` slots per row, on one device."""
+    weights = sizes.weight_bytes + sizes.itemsize * sizes.tables
+    if sizes.streamed:  # two layers are on the device, the current and the next
+        weights -= sizes.matrix_bytes
+        weights += two_layers(round(sizes.matrix_bytes), sizes.num_layers)
+    cache = machine.rows(batch) * slots * slot_bytes
+    return weights / machine.model + cache / kv_shards(sizes, machine)
+
+
+def kv_shards(sizes: Sizes, machine: Machine) -> int:
+    """Returns the number of devices of a group over which KV heads are divided.
+
+    With fewer KV heads than devices, heads are replicated.
+    """
+    return min(sizes.num_kv_heads, machine.model)
+
+
+def divides(sizes: Sizes, group: int) -> bool:
+    """Returns whether the heads divide over a group's devices, with replicated KV heads or not."""
+    heads = sizes.num_kv_heads
+    return heads % group == 0 or (group % heads == 0 and sizes.num_heads % group == 0)
+
+
+def check_heads(sizes: Sizes, machine: Machine) -> None:
+    """Raises ValueError, with the valid numbers, if the heads do not divide over a group."""
+    if not divides(sizes, machine.model):
+        valid = [str(n) for n in range(1, sizes.num_heads + 1) if divides(sizes, n)]
+        raise ValueError(
+            f"model={machine.model} does not divide the {sizes.num_kv_heads} KV heads of "
+            f"{sizes.name}: use one of {', '.join(valid)}, and `data` for the other devices"
+        )

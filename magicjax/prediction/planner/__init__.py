@@ -1,0 +1,15 @@
+"""Predicts the fastest drafter, budget and tree from costs and measured acceptance."""
+
+from magicjax.prediction.planner.planning import (
+    MAX_DEPTH,
+    Candidate,
+    Plan,
+    Prediction,
+    break_even,
+    check_fits,
+    cost_of,
+    free_memory,
+    inflection,
+    plan,
+    predictions,
+)

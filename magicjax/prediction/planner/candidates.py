@@ -1,0 +1,104 @@
+"""Candidates of the planner from drafters: name, cost, and maximum depth."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from magicjax.drafters import Drafter, PromptLookup, SelfSpeculation, SmallModel
+from magicjax.drafters.sparse import KV_DTYPES
+from magicjax.drafters.spec import text_of
+from magicjax.model import Model
+from magicjax.prediction import cost_model
+from magicjax.prediction.planner.planning import MAX_DEPTH, Candidate
+from models import WeightFormat
+
+
+def model_sizes(model: Model, dtype: Any) -> cost_model.Sizes:
+    """Returns the sizes of a model; `dtype` is used for a skeleton, whose parameters have none."""
+    dtype = str(np.dtype(dtype if model.params is None else model.dtype))
+    return cost_model.sizes_of(
+        model.config, dtype, model.name or "the model", model.offload, model.weights
+    )
+
+
+def name_of(drafter: Drafter) -> str:
+    """Returns the text of the drafter.
+
+    Raises:
+      ValueError: the cost of such a drafter is not modelled.
+    """
+    if not isinstance(drafter, SelfSpeculation | SmallModel | PromptLookup):
+        raise ValueError(
+            f"the cost of {type(drafter).__name__} is not modelled: use SelfSpeculation, "
+            "SmallModel or PromptLookup"
+        )
+    return text_of(drafter)
+
+
+def make_draft(drafter: Drafter, target: cost_model.Sizes, dtype: Any) -> cost_model.Draft:
+    """Returns the drafter's model and cache for the cost model.
+
+    Args:
+      drafter: self-speculation, a small model, or prompt lookup.
+      target: sizes of the target.
+      dtype: of a small model that is a skeleton.
+    """
+    name_of(drafter)
+    if isinstance(drafter, PromptLookup):
+        return cost_model.Draft(None)
+    assert isinstance(drafter, SelfSpeculation | SmallModel)
+    sizes, copied = target, False
+    if isinstance(drafter, SmallModel):
+        sizes = model_sizes(drafter.model, dtype)
+    elif drafter.weights is not None:
+        itemsize = WeightFormat.parse(drafter.weights).itemsize
+        sizes = dataclasses.replace(target, matrix_itemsize=itemsize, streamed=False)
+        copied = True
+    if isinstance(drafter, SelfSpeculation) and (pages := drafter.retrieval) is not None:
+        size = pages.policy.page_size
+        return cost_model.Draft(
+            sizes, pages.budget, copied=copied, page_size=size, every=pages.every
+        )
+    if drafter.sparse is None:
+        return cost_model.Draft(sizes, copied=copied)
+    bits = KV_DTYPES[drafter.sparse.kv_dtype]
+    return cost_model.Draft(sizes, drafter.sparse.budget, bits, copied)
+
+
+def max_draft_depth(drafter: Drafter) -> int:
+    """Returns the maximum depth of a tree, which the ring of the draft cache limits."""
+    sparse = getattr(drafter, "sparse", None)
+    if sparse is None:
+        return MAX_DEPTH
+    # A small model also commits the backlog of the previous round, at most one path.
+    room = (sparse.ring - 1) // 2 if isinstance(drafter, SmallModel) else sparse.ring - 1
+    return min(MAX_DEPTH, room)
+
+
+def make_candidate(
+    drafter: Drafter,
+    target: cost_model.Sizes,
+    dtype: Any,
+    acceptance: Sequence[Sequence[float]],
+    **measured: Any,
+) -> Candidate:
+    """Returns the candidate of a drafter, for `planner.plan`.
+
+    Args:
+      drafter, target, dtype: as for `make_draft`.
+      acceptance: [depths, ranks], as for `magicjax.optimal`. Prompt lookup uses the first rank
+        only: its trees branch at the root alone, and only chains are planned.
+      measured: other measured fields of `Candidate`.
+    """
+    if isinstance(drafter, PromptLookup):
+        acceptance = [row[:1] for row in acceptance]
+    return Candidate(
+        name=name_of(drafter),
+        draft=make_draft(drafter, target, dtype),
+        acceptance=tuple(tuple(map(float, row)) for row in acceptance),
+        deepest=max_draft_depth(drafter),
+        shared=isinstance(drafter, SelfSpeculation),
+        **measured,
+    )

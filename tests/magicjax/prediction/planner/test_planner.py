@@ -1,0 +1,167 @@
+"""The planner against enumeration and simulation: it returns the best of all options."""
+
+import dataclasses
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import models
+from magicjax.drafters import SelfSpeculation
+from magicjax.policies import Quest
+from magicjax.prediction import cost_model, planner
+from magicjax.prediction.cost_model import Draft, Machine, round_cost
+from magicjax.prediction.planner import Candidate, plan
+from magicjax.prediction.planner.candidates import make_draft
+from magicjax.trees.sequoia import expected_tokens, optimal
+from magicjax.trees.token_tree import chain
+
+LLAMA = cost_model.sizes_of(models.preset("llama-3.1-8b"), "bfloat16", "llama-3.1-8b")
+SMALL = cost_model.sizes_of(models.preset("llama-3.2-1b"), "bfloat16", "llama-3.2-1b")
+H100 = Machine(cost_model.find_device("h100"), model=8)
+rates = st.floats(0.0, 1.0)
+
+
+def own(budget=512, *acceptance, **more) -> Candidate:
+    return Candidate(f"self:streaming:{budget}", Draft(LLAMA, budget), (acceptance,), **more)
+
+
+def test_a_draft_on_pages_reads_the_targets_cache_and_a_copy_is_not_streamed():
+    streamed = dataclasses.replace(LLAMA, streamed=True)
+    quest = Quest(page_size=32)
+    drafter = SelfSpeculation(quest, 512, refresh_every=4)
+    assert make_draft(drafter, streamed, None) == Draft(streamed, 512, page_size=32, every=4)
+    assert make_draft(SelfSpeculation("quest", 512), LLAMA, None).every == 1
+    copy = make_draft(SelfSpeculation(quest, 512, weights="int8"), streamed, None)
+    assert copy.copied and not copy.sizes.streamed and copy.page_size == 32
+
+
+@given(rates, st.integers(1, 8), st.integers(0, 5))
+@settings(deadline=None)
+def test_tokens_of_a_chain_are_those_that_a_simulation_counts(rate, gamma, seed):
+    closed = gamma + 1 if rate == 1 else (1 - rate ** (gamma + 1)) / (1 - rate)
+    assert expected_tokens(chain(gamma), [rate]) == pytest.approx(closed)
+    right = np.random.default_rng(seed).random((20_000, gamma)) < rate
+    simulated = 1 + np.cumprod(right, 1).sum(1).mean()
+    assert simulated == pytest.approx(closed, abs=0.12)
+
+
+@given(rates, st.integers(1, 200), st.integers(600, 60_000))
+@settings(deadline=None, max_examples=30)
+def test_the_best_is_the_fastest_of_all_chains(rate, batch, context):
+    machine = Machine(dataclasses.replace(H100.device, memory=1e15), model=8)
+    candidates = [own(128, 0.9 * rate), own(512, rate)]
+    found = plan(LLAMA, candidates, machine, batch, context)
+    speedups = {}
+    for c, a in zip(candidates, (0.9 * rate, rate), strict=True):
+        for depth in range(1, planner.MAX_DEPTH + 1):
+            cost = round_cost(LLAMA, c.draft, machine, batch, context, depth + 1, depth)
+            tokens = sum(a**i for i in range(depth + 1))
+            round_s = depth * cost.draft + cost.verify + machine.device.round_seconds
+            speedups[c.name, depth] = tokens * cost.target / round_s
+    assert found.best.speedup == pytest.approx(max(speedups.values()))
+    assert speedups[found.best.drafter, found.best.tree.depth] == pytest.approx(found.best.speedup)
+    other = max(s for (name, _), s in speedups.items() if name != found.best.drafter)
+    assert found.runner_up.speedup == pytest.approx(other)
+    assert found.speculate == (max(speedups.values()) > 1)
+
+
+@given(rates, rates, st.integers(1, 128))
+@settings(deadline=None, max_examples=30)
+def test_higher_acceptance_never_makes_a_plan_slower(a, b, batch):
+    low, high = (
+        plan(LLAMA, [own(512, rate)], H100, batch, 32_000).best.speedup for rate in sorted((a, b))
+    )
+    assert low <= high
+
+
+def test_speculation_is_faster_above_the_break_even_only():
+    at = plan(LLAMA, [own(512, 0.8)], H100, 32, 32_000).break_even
+    assert 0.2 < at < 0.8
+    assert plan(LLAMA, [own(512, at + 1e-6)], H100, 32, 32_000).speculate
+    assert not plan(LLAMA, [own(512, at - 1e-6)], H100, 32, 32_000).speculate
+
+
+def test_a_draft_as_slow_as_the_target_has_no_break_even():
+    found = plan(LLAMA, [own(512, 1.0)], H100, 1, 512)
+    assert found.break_even is None and not found.speculate
+
+
+def test_acceptance_by_rank_leads_to_trees_where_they_are_faster():
+    ranks = (0.5, 0.3, 0.1)
+    draft = Draft(SMALL, 512)
+    wide = plan(LLAMA, [Candidate("s", draft, (ranks,), shared=False)], H100, 16, 32_000)
+    narrow = plan(LLAMA, [Candidate("s", draft, (ranks[:1],), shared=False)], H100, 16, 32_000)
+    assert wide.best.tree.width > 1 and narrow.best.tree.width == 1
+    assert wide.best.speedup > 1.05 * narrow.best.speedup
+    tree = wide.best.tree
+    assert tree == optimal(ranks, tree.num_nodes, tree.depth)
+    # the draft runs its widest level's inner nodes, in every level
+    width = tree.levels.shape[1]
+    cost = round_cost(LLAMA, draft, H100, 16, 32_000, tree.num_nodes, tree.depth, width)
+    assert wide.best.cost == cost and width > 1
+
+
+def test_a_small_ring_limits_the_depth():
+    found = plan(LLAMA, [own(512, 1.0, deepest=2)], H100, 64, 32_000)
+    assert found.best.tree == chain(2)
+
+
+def test_the_runner_up_of_one_candidate_is_its_second_best_tree():
+    found = plan(LLAMA, [own(512, 0.8)], H100, 64, 32_000)
+    assert found.runner_up.tree != found.best.tree
+    assert found.runner_up.speedup <= found.best.speedup
+
+
+def test_tokens_per_second_and_latency_agree_with_the_speedup():
+    found = plan(LLAMA, [own(512, 0.8)], H100, 64, 32_000)
+    best = found.best
+    assert best.tokens_per_s * found.target / 64 == pytest.approx(best.speedup)
+    assert best.seconds_per_token * best.tokens_per_s == pytest.approx(64)
+
+
+def test_candidates_that_do_not_fit_are_excluded():
+    small = Machine(cost_model.find_device("h100"), model=1)
+    huge = Candidate("self:streaming:60000", Draft(LLAMA, 60_000), ((0.9,),))
+    found = plan(LLAMA, [own(512, 0.5), huge], small, 10, 32_000)
+    assert found.too_large == ("self:streaming:60000",)
+    with pytest.raises(ValueError, match="no draft fits beside the target"):
+        plan(LLAMA, [huge], small, 10, 32_000)
+    with pytest.raises(ValueError, match="at most 15 rows fit; use a smaller batch"):
+        plan(LLAMA, [own(512, 0.5)], small, 16, 32_000)
+    plan(LLAMA, [own(16, 0.5)], small, 15, 32_000)
+    a10 = Machine(cost_model.find_device("a10"), model=1)
+    with pytest.raises(ValueError, match="not one row fits; use more devices"):
+        plan(LLAMA, [own(512, 0.5)], a10, 1, 100_000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], 1, 1), "no candidate"),
+        (([own(512, 0.5)], 0, 1), "batch=0 must be at least 1"),
+        (([own(512, 0.5)], 1, 0), "context=0 must be at least 1"),
+        (([own(512, 1.5)], 1, 1), "give probabilities"),
+        (([own(512, 0.7, 0.6)], 1, 1), "sums to 1.3"),
+    ],
+)
+def test_invalid_arguments_are_errors(arguments, message):
+    candidates, batch, context = arguments
+    with pytest.raises(ValueError, match=message):
+        plan(LLAMA, candidates, H100, batch, context)
+
+
+def test_both_batches_have_the_same_speedup_at_the_inflection():
+    machine = Machine(cost_model.find_device("a100"), model=8)
+    inflection = planner.inflection(LLAMA, own(512, 1.0), machine, 3, (1, 256))
+
+    def gain(context):
+        one, many = (
+            round_cost(LLAMA, Draft(LLAMA, 512), machine, b, context, 4, 3).speedup(1.0)
+            for b in (1, 256)
+        )
+        return many - one
+
+    assert gain(round(inflection) - 2) < 0 < gain(round(inflection) + 2)
+    assert planner.inflection(LLAMA, own(512, 1.0), machine, 3, (1, 256), (128, 1000)) is None
