@@ -28,7 +28,7 @@ GOLDEN = pathlib.Path(__file__).parent / "golden_quantized"
 @pytest.mark.parametrize("name", layouts.LAYOUTS)
 def test_a_reader_returns_the_matrix_of_the_definition(name):
     settings, quantize = layouts.LAYOUTS[name]
-    layout = checkpoints.read_layout(settings)
+    layout = checkpoints.read_quantization_config(settings)
     draw = np.random.default_rng(0)
     for _ in range(20):
         inputs, outputs = (8 * int(n) for n in draw.integers(1, 8, 2))
@@ -43,7 +43,9 @@ def test_a_reader_returns_the_matrix_of_the_definition(name):
 def test_sizes_need_not_fill_a_word(name):
     settings, quantize = layouts.LAYOUTS[name]
     parts, expected = quantize(np.random.default_rng(0), 24, 13)
-    matrix = checkpoints.read_matrix(checkpoints.read_layout(settings), parts, (13, 24))
+    matrix = checkpoints.read_matrix(
+        checkpoints.read_quantization_config(settings), parts, (13, 24)
+    )
     np.testing.assert_array_equal(matrix.dequantized(), expected)
 
 
@@ -64,7 +66,7 @@ def gguf_bytes(kind, draw, rows, columns):
 @pytest.mark.parametrize("kind", blocks.KINDS, ids=lambda kind: kind.name)
 def test_blocks_of_a_gguf_file_are_its_weights(kind):
     draw = np.random.default_rng(0)
-    layout = checkpoints.Layout("gguf")
+    layout = checkpoints.QuantizationConfig("gguf")
     for _ in range(5):
         rows, columns = int(draw.integers(1, 20)), 256 * int(draw.integers(1, 4))
         stored = gguf_bytes(kind, draw, rows, columns)
@@ -259,14 +261,14 @@ REFUSED = {
 def test_layouts_that_are_not_supported_are_refused_by_name(name):
     settings, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        checkpoints.read_layout(settings)
+        checkpoints.read_quantization_config(settings)
 
 
 def test_orders_of_activations_are_refused():
     parts, _ = layouts.gptq(np.random.default_rng(0), 32, 16)
     parts["g_idx"] = parts["g_idx"][::-1]
     with pytest.raises(ValueError, match="g_idx orders its inputs by activation .act-order."):
-        checkpoints.read_matrix(checkpoints.Layout("gptq", 1), parts, (16, 32))
+        checkpoints.read_matrix(checkpoints.QuantizationConfig("gptq", 1), parts, (16, 32))
 
 
 def test_damaged_matrices_are_refused(tmp_path):
@@ -339,7 +341,9 @@ def test_groups_are_those_of_the_config(name, tmp_path):
 )
 def test_settings_without_effect_are_ignored(change):
     settings = layouts.LAYOUTS["int8"][0] | change
-    assert checkpoints.read_layout(settings) == checkpoints.Layout("compressed-tensors")
+    assert checkpoints.read_quantization_config(settings) == checkpoints.QuantizationConfig(
+        "compressed-tensors"
+    )
 
 
 def test_quantization_of_activations_is_ignored(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from experiments import prompts
 from experiments.prompts import conversation, corpus
 from experiments.prompts.prompt import encode
-from experiments.prompts.tasks import docs, layouts, longbench, ruler
+from experiments.prompts.tasks import docs, longbench, record_formats, ruler
 from tests.experiments import prompt_cases
 
 CATEGORIES = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem"} | {
@@ -222,7 +222,7 @@ def test_contexts_longer_than_the_documentation_repeat_it():
 
 
 def test_the_package_has_questions_of_every_category_with_two_answered_turns():
-    records = layouts.read("chat", "")
+    records = record_formats.read("chat", "")
     counted = collections.Counter(record.category for record in records)
     assert counted == dict.fromkeys(CATEGORIES, 3)
     assert {(len(r.turns), len(r.replies)) for r in records} == {(2, 2)}
@@ -235,7 +235,7 @@ def test_a_question_comes_after_a_quotation_and_whole_earlier_turns(context, cha
     made = prompts.make("chat", chatty, "", 16, context)
     assert {prompt.tokens.shape for prompt in made} == {(context,)}
     assert collections.Counter(p.category for p in made) == dict.fromkeys(CATEGORIES, 2)
-    records = layouts.read("chat", "")
+    records = record_formats.read("chat", "")
     known = {t: reply for r in records for t, reply in zip(r.turns, r.replies, strict=True)}
     follow_up = {r.turns[1]: r.turns[0] for r in records}
     for prompt in made:
@@ -257,7 +257,7 @@ def test_a_question_comes_after_a_quotation_and_whole_earlier_turns(context, cha
 def test_a_question_without_answers_is_asked_after_the_turns_of_chat(folder, chatty):
     made = prompts.make("dataset", chatty, str(folder / "question.jsonl"), 4, 1500)
     assert [p.category for p in made][:3] == ["writing", "qa", "rag"]
-    known = {turn for record in layouts.read("chat", "") for turn in record.turns}
+    known = {turn for record in record_formats.read("chat", "") for turn in record.turns}
     for prompt in made:
         _, _, _, *earlier, (_, question), _ = messages(chatty, prompt.tokens)
         assert re.fullmatch(r"Why is \d\?", question)  # the second turn has no earlier answer
@@ -271,7 +271,7 @@ def test_the_examples_of_a_benchmark_with_answers_are_its_own(folder, chatty):
     assert asked == {record["question"] for record in RECORDS["test.jsonl"]}
 
 
-# Published layouts
+# Published formats
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -295,7 +295,7 @@ def test_a_long_text_loses_its_middle_and_the_question_is_whole(folder, chatty):
         _, (_, text), _ = messages(chatty, prompt.tokens)
         number = int(prompt.source.split(":")[1]) - 1
         assert text.startswith(f"Book {number}\nLine 0") and "Line 199" in text
-        assert "Line 100 " not in text and text.endswith(layouts.FORMAT)
+        assert "Line 100 " not in text and text.endswith(record_formats.FORMAT)
         assert f"Which line is number {number}?\n(A) The Ath.\n(B)" in text
         assert prompt.answer == ("ABCD"[number],)
 
@@ -335,7 +335,7 @@ def test_answers_that_no_text_match_judges_have_no_score(name, folder, chatty):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"id": 1, "body": "b"}, r"a.jsonl:1: the fields id, body are of no known layout \(Spec-B"),
+        ({"id": 1, "body": "b"}, r"a.jsonl:1: the fields id, body are of no known format \(Spec-B"),
         ({"question": "q", "answer": 3}, r"a.jsonl:1: answer=3 must be a string"),
         (
             {"question_id": 1, "category": "c", "turns": "t"},
@@ -344,7 +344,7 @@ def test_answers_that_no_text_match_judges_have_no_score(name, folder, chatty):
         ({"question_id": 1, "category": "c", "turns": []}, "a.jsonl:1 has no question"),
         ({"question_id": 1, "category": "c", "turns": [""]}, "a.jsonl:1: '' must be a text"),
         (
-            {"question_id": "1", "category": "c", "turns": [f"{layouts.PLACEHOLDER} FROM"]},
+            {"question_id": "1", "category": "c", "turns": [f"{record_formats.PLACEHOLDER} FROM"]},
             "fetch the texts of SPEED-Bench with its own script",
         ),
         (
@@ -353,7 +353,7 @@ def test_answers_that_no_text_match_judges_have_no_score(name, folder, chatty):
         ),
     ],
 )
-def test_a_record_of_another_layout_is_refused(record, message, tmp_path, chatty):
+def test_a_record_of_another_format_is_refused(record, message, tmp_path, chatty):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(record))
     with pytest.raises(ValueError, match=message):
