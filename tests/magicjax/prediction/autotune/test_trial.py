@@ -53,34 +53,6 @@ def test_trials_leave_the_prompts_as_prefill_made_them():
             assert rates == pytest.approx([reached[depth + 1] / reached[depth]])
 
 
-def test_a_donated_cache_cannot_be_used_again():
-    request = request_of(tiny.drafter("near"))
-    prefilled = prefilled_of(request)
-    run_trial(request, "name", prefilled, 5)
-    with pytest.raises((RuntimeError, ValueError), match="deleted"):
-        prefilled.start(request)
-
-
-@pytest.mark.slow
-def test_a_trial_stops_when_all_rows_have_ended():
-    request = request_of(tiny.drafter("same"), max_new_tokens=8)
-    trial, *_ = run_trial(request, "name", prefilled_of(request), 50)
-    assert trial.rounds == 2  # 7 tokens, 5 per round
-    assert trial.seconds > 0
-    assert trial.tree_tokens == 7 / 2
-
-
-@pytest.mark.slow
-def test_tokens_of_a_tree_are_those_of_a_whole_run_if_all_rows_end_in_the_trial():
-    request = request_of(tiny.drafter("near"))
-    prefilled = prefilled_of(request)
-    for tree in (TREE, tiny.TREES["chain2"]):
-        trial, prefilled = run_trial(request, "name", prefilled, 50, tree)
-        rounds = tiny.generate(8, 0, "near", f"chain{tree.depth}").stats.rounds
-        assert trial.tree_tokens == pytest.approx((tiny.NEW - 1) / rounds)
-        assert len(trial.chain_tokens) == tree.depth
-
-
 @pytest.mark.slow
 def test_a_sampled_trial_draws_other_numbers_than_the_run():
     """The naive text of a run is that of plain sampling; a trial's text differs in every row."""
