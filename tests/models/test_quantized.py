@@ -62,7 +62,7 @@ def test_nothing_is_rounded_to_formats_of_checkpoints():
         with pytest.raises(ValueError, match="only checkpoints have float8 values and zero"):
             magicjax.loading.skeleton("opt-125m", weights=text)
         with pytest.raises(ValueError, match="only checkpoints have float8 values and zero"):
-            magicjax.SelfSpeculation("full", weights=text)
+            magicjax.QuantizedCopy(weights=text)
 
 
 def test_groups_that_do_not_divide_a_matrix_are_refused():

@@ -109,7 +109,7 @@ def test_synthetic_acceptance_is_exact_in_bfloat16():
 
 DRAFTERS = {
     "self": lambda: magicjax.SelfSpeculation(budget=32),
-    "full": lambda: magicjax.SelfSpeculation("full"),
+    "full": lambda: magicjax.QuantizedCopy(),
     "small": lambda: tiny.drafter("near"),
     "sparse": lambda: magicjax.SmallModel(tiny.model("near"), policy="streaming", budget=32),
     "prompt-lookup": lambda: magicjax.PromptLookup(),
