@@ -40,7 +40,7 @@ def test_a_target_without_weights_is_validated_on_the_host():
 
 def test_a_copy_is_validated_for_the_mesh_before_the_target_has_weights():
     skeleton = dataclasses.replace(tiny.model(), params=None)
-    drafter = magicjax.SelfSpeculation("full", weights="int4:8")
+    drafter = magicjax.QuantizedCopy(weights="int4:8")
     prepare(skeleton, PROMPTS, drafter=drafter)
     with pytest.raises(ValueError, match="groups of 8 do not divide the 20 inputs of mlp/down on"):
         prepare(skeleton, PROMPTS, drafter=drafter, mesh=abstract_mesh(model=2))
