@@ -217,8 +217,8 @@ def step(
         mask = jnp.asarray(token_tree.ancestor_mask(proposal.parents))
         keep_queries = drafter is not None and drafter.attention_stats_spec().rounds
         attend = AttendTo(state.cache, mask, settings.backend, keep_queries)
-        hidden, scored = target(proposal.tokens, positions, attend)
-        kv, queries = zip(*scored, strict=True)
+        hidden, aux = target(proposal.tokens, positions, attend)
+        kv, queries = zip(*aux, strict=True)
         logits = target.unembed(hidden)
         if state.grammar is not None:
             node_states = masking.node_states(
