@@ -137,10 +137,10 @@ def init_state(
         stats = prefilled.stats
         drafter_state = drafter.prefill(target, tokens, cache, stats, settings, previous)
     first, path = prefilled.first, settings.shape.depth + 1
-    rows, tokens = first.shape[0], settings.max_new_tokens + path
+    rows, slots = first.shape[0], settings.max_new_tokens + path
 
     def buffer(x):  # [B, 1, ...]
-        return jnp.zeros((rows, tokens, *x.shape[2:]), x.dtype).at[:, 0].set(x[:, 0])
+        return jnp.zeros((rows, slots, *x.shape[2:]), x.dtype).at[:, 0].set(x[:, 0])
 
     emitted = jnp.ones(rows, jnp.int32)
     return DecodeState(
