@@ -137,10 +137,10 @@ def init_state(
         stats = prefilled.stats
         drafter_state = drafter.prefill(target, tokens, cache, stats, settings, previous)
     first, path = prefilled.first, settings.shape.depth + 1
-    rows, tokens = first.shape[0], settings.max_new_tokens + path
+    rows, slots = first.shape[0], settings.max_new_tokens + path
 
     def buffer(x):  # [B, 1, ...]
-        return jnp.zeros((rows, tokens, *x.shape[2:]), x.dtype).at[:, 0].set(x[:, 0])
+        return jnp.zeros((rows, slots, *x.shape[2:]), x.dtype).at[:, 0].set(x[:, 0])
 
     emitted = jnp.ones(rows, jnp.int32)
     return DecodeState(
@@ -217,8 +217,8 @@ def step(
         mask = jnp.asarray(token_tree.ancestor_mask(proposal.parents))
         keep_queries = drafter is not None and drafter.attention_stats_spec().rounds
         attend = AttendTo(state.cache, mask, settings.backend, keep_queries)
-        hidden, scored = target(proposal.tokens, positions, attend)
-        kv, queries = zip(*scored, strict=True)
+        hidden, aux = target(proposal.tokens, positions, attend)
+        kv, queries = zip(*aux, strict=True)
         logits = target.unembed(hidden)
         if state.grammar is not None:
             node_states = masking.node_states(

@@ -25,7 +25,7 @@ from magicjax.model import Model
 from magicjax.options import option
 from magicjax.settings import Settings
 from magicjax.trees.proposal import DrawMethod, Proposal
-from magicjax.trees.token_tree import Tree
+from magicjax.trees.token_tree import ROOT_ONLY, Tree
 from sharding import KV_HEADS, LAYER_BATCH, Split, logical_axes
 
 
@@ -146,7 +146,7 @@ class PageRetrieval(TargetDrafter):
         settings: Settings,
     ) -> tuple[Proposal, tuple[Pages, Int[Array, "B"]]]:
         if settings.tree.num_nodes == 1:  # the next round chooses
-            return Proposal(root[:, None], settings.tree.array), (state.pages, state.wait)
+            return Proposal(root[:, None], ROOT_ONLY.array), (state.pages, state.wait)
         due = None if self.refresh_every == 1 else state.wait == 0
         sizes = self.newest_pages, self.page_size
         paged = PagedCache(cache, state.bounds, state.pages, due, *sizes)
@@ -177,7 +177,7 @@ class PageRetrieval(TargetDrafter):
 def _choose_pages(context: DraftContext, paged: PagedCache) -> tuple[DraftContext, Pages]:
     """Returns the context after a pass of the root, and the pages that its queries chose."""
     attend = ChoosePages(paged, context.backend)
-    hidden, layers = context.model(context.root[:, None], context.root_position[:, None], attend)
-    kv, pages = zip(*layers, strict=True)
+    hidden, aux = context.model(context.root[:, None], context.root_position[:, None], attend)
+    kv, pages = zip(*aux, strict=True)
     cache = dataclasses.replace(paged, chosen=pages)
     return dataclasses.replace(context, cache=cache, root_pass=RootPass(hidden, kv)), pages

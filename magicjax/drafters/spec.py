@@ -262,9 +262,9 @@ def from_spec(spec: Spec, load: Callable[..., Any]) -> Drafter:
     """Returns the drafter of parsed text; see `make_drafter`."""
     kind: Any = get_drafter(spec.name)
     values = dict(spec.values)
-    policy = values.get("policy")
+    policy = values.get("policy", "")
     if by_policy := BY_POLICY.get((spec.name, policy)):
-        return _of_policy(by_policy, policy, values | spec.policy_values)
+        return _of_policy(by_policy, policy, values | dict(spec.policy_values))
     if spec.policy_values:
         default = options.options_of(kind)["policy"].default
         found: Any = find_policy(policy or default)
@@ -328,15 +328,15 @@ def values_of(drafter: Drafter) -> dict[str, Any]:
             shared = options.options_of(DRAFTERS[name])
             own = {n: v for n, v in values.items() if n in shared or v != declared[n].default}
             return {"policy": policy} | own
-    policy = values.get("policy")
-    if not isinstance(policy, Policy):
+    of_drafter = values.get("policy")
+    if not isinstance(of_drafter, Policy):
         return values
     own = {
-        name: getattr(policy, name)
-        for name, known in options.fields_of(type(policy)).items()
-        if getattr(policy, name) != known.default
+        name: getattr(of_drafter, name)
+        for name, known in options.fields_of(type(of_drafter)).items()
+        if getattr(of_drafter, name) != known.default
     }
-    return values | {"policy": policy_name(policy)} | own
+    return values | {"policy": policy_name(of_drafter)} | own
 
 
 def _written(value: Any) -> str:

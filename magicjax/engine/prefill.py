@@ -38,8 +38,8 @@ class PrefillRow:
         settings = dataclasses.replace(self.request.settings, chunk=piece.chunk)
         request = dataclasses.replace(self.request, lengths=end, settings=settings)
         cache = dataclasses.replace(self.cache, lengths=first)
-        settings = request.prefill_settings
-        (self.cache, prefilled), seconds = runner.prefill(request, settings, cache)
+        found, seconds = runner.prefill(request, request.prefill_settings, cache)
+        self.cache, prefilled = found
         return prefilled, seconds
 
     def finish(self, prefilled: Prefilled) -> tuple[DecodeState, float]:

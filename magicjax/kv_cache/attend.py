@@ -110,7 +110,8 @@ class ChoosePages(_Rows):
         pages = self.cache.choose(layer, q[:, -1], previous, self.slice)
         prefix = self.cache.gather(layer, pages, self.slice, self.first_row)
         mask = jnp.ones((1, 1), bool)
-        return tree_attention(q, *prefix, k, v, mask, backend=self.backend), ((k, v), pages)
+        out: Any = tree_attention(q, *prefix, k, v, mask, backend=self.backend)
+        return out, ((k, v), pages)
 
 
 def _attention(attend: AttendTo | AttendLevel, layer: int, q, k, v, **options: Any) -> Any:

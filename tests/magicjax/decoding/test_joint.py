@@ -202,6 +202,7 @@ def test_every_drafter_verifier_and_tree_has_the_joint_distribution(what, settin
     check(what, MANY_CALLS, settings)
 
 
+@magicjax.Drafter.register
 @struct.dataclass
 class Broken:
     """A drafter that reports its draws wrongly."""
