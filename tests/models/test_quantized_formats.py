@@ -54,7 +54,7 @@ def test_the_format_of_a_checkpoint_and_smaller_groups_are_exact(name, weights, 
 def test_a_draft_model_with_zero_points_has_the_format_that_was_requested(tmp_path):
     folder, _ = write_pair(tmp_path, "awq")
     model = magicjax.load(folder, "float32", weights="int4:8")
-    generate = functools.partial(magicjax.generate, model, TOKENS, max_new_tokens=8, tree="chain:2")
+    generate = functools.partial(magicjax.generate, model, TOKENS, max_tokens=8, tree="chain:2")
     found = generate(drafter=magicjax.SmallModel(model, weights="int4:8"))
     assert found.stats.tau == pytest.approx(7 / 3)  # the draft is the target: 3 + 3 + 1 of 7 tokens
     with pytest.raises(ValueError, match="weights='int4:4' differs from the draft model's"):

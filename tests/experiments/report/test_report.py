@@ -253,7 +253,7 @@ def test_settings_that_are_not_set_are_not_named(settings, text):
 
 
 def test_labels_name_only_settings_that_are_set_and_differ():
-    pairs = {"do_sample": [False, True], "top_p": [None, 0.9]}
+    pairs = {"temperature": [0.0, 1.0], "top_p": [None, 0.9]}
     experiment = config.Experiment(zip=[pairs], prompts="chat", methods=[{"drafter": "self"}])
     cells = launch.Grid(experiment).labels
     assert [label.removeprefix(cell.label) for cell, label in cells.items()] == [

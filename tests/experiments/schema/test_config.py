@@ -170,7 +170,7 @@ def test_values_of_a_wrong_type_are_refused_in_plain_words(tmp_path, text, messa
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("temperature: 0.5\ntop_k: 3", "temperature, top_k"),
+        ("top_k: 3\nseed: 1", "top_k, seed"),
         ("top_p: 0.5", "top_p"),
         ("seed: 0", "seed"),
         ("methods: [{drafter: self}, {drafter: self, verifier: mss}]", "methods.1.verifier"),
@@ -180,8 +180,8 @@ def test_values_of_a_wrong_type_are_refused_in_plain_words(tmp_path, text, messa
 def test_settings_of_sampling_are_refused_in_greedy_decoding(tmp_path, text, names):
     with pytest.raises(fields.ConfigError) as error:
         read(tmp_path, text)
-    assert f"{names} has no effect in greedy decoding: set do_sample" in str(error.value)
-    read(tmp_path, f"do_sample: true\n{text}")
+    assert f"{names} has no effect in greedy decoding: set temperature" in str(error.value)
+    read(tmp_path, f"temperature: 1\n{text}")
 
 
 def test_prompts_are_text_or_any_of_the_tasks(tmp_path):
@@ -240,10 +240,10 @@ def test_a_policy_of_another_package_has_a_name(tmp_path, monkeypatch):
         read(tmp_path, "methods: [{drafter: self, policy: mini}]")
 
 
-@pytest.mark.parametrize("text", ["temperature: 0", "top_p: 0", "top_p: 1.1", "top_k: 0"])
+@pytest.mark.parametrize("text", ["temperature: -1", "top_p: 0", "top_p: 1.1", "top_k: 0"])
 def test_parameters_of_sampling_out_of_range_are_refused(tmp_path, text):
     with pytest.raises(fields.ConfigError, match=text.replace(": ", "=")):
-        read(tmp_path, f"do_sample: true\n{text}")
+        read(tmp_path, text if "temperature" in text else f"temperature: 1\n{text}")
 
 
 def test_paths_in_a_file_are_relative_to_it_and_those_of_commands_are_not(tmp_path, monkeypatch):

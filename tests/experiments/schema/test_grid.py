@@ -136,7 +136,7 @@ def test_a_tree_has_the_depth_and_nodes_that_its_name_says(name, gamma, nodes):
 SAMPLED = fields.checked(
     config.Experiment,
     {
-        "do_sample": True,
+        "temperature": 1.0,
         "top_p": 0.9,
         "methods": [
             {
@@ -170,13 +170,13 @@ def test_a_sampled_grid_resolves_its_settings_and_asks_the_drafters_for_their_bo
         (f"{members}, expansion:2,2 + chain:4 + chain:5", 5, 16, "top + without_replacement"),
         ("small:draft-1:full:draw=with_replacement, chain:4", 4, 5, "with_replacement"),
     ]
-    same = {"do_sample": True, "temperature": 1.0, "top_k": None, "top_p": 0.9, "seed": 0}
-    assert all(cell.sampling == same for cell in cells)
+    same = magicjax.SamplingParams(temperature=1.0, top_p=0.9, max_tokens=SAMPLED.new_tokens)
+    assert all(cell.params == same for cell in cells)
 
 
 def test_a_greedy_cell_has_no_sampling_arguments():
     cells = grid.groups(EXPERIMENT)[0]
-    assert all((c.sampling, c.draw_methods, c.verifier) == ({}, "", "") for c in cells)
+    assert all((c.params.greedy, c.draw_methods, c.verifier) == (True, "", "") for c in cells)
 
 
 def test_plain_decoding_is_a_tree_of_only_a_root():
@@ -297,10 +297,10 @@ def test_agreement_is_measured_only_if_the_view_of_the_text_is_fixed(described, 
 def test_a_mesh_reaches_the_call():
     experiment = config.Experiment(mesh="data=1,model=1")
     (plain,) = grid.groups(experiment)[0]
-    mesh = grid.options(plain, lambda directory: directory)["mesh"]
+    mesh = grid.options(plain, lambda directory: directory).mesh
     assert mesh.shape == {"stage": 1, "data": 1, "model": 1}
     (alone,) = grid.groups(config.Experiment())[0]
-    assert grid.options(alone, lambda directory: directory)["mesh"] is None
+    assert grid.options(alone, lambda directory: directory).mesh is None
     assert grid.key(plain, {}) != grid.key(alone, {})
 
 
@@ -324,6 +324,6 @@ def test_auto_tries_its_drafters_with_its_tree():
         loaded.append(path)
         return types.SimpleNamespace(name=path)
 
-    auto = grid.options(custom, load)["drafter"]
+    auto = grid.options(custom, load).drafter
     assert (loaded, auto.tree, auto.profile) == (["a/b"], magicjax.chain(4), None)
     assert [type(d).__name__ for d in auto.drafters] == ["SmallModel", "PromptLookup"]

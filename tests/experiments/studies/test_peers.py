@@ -125,7 +125,10 @@ def test_a_different_row_is_counted_and_located(main, monkeypatch):
         (["--llama-python", "python"], "need each other: give both"),
         (["--llama-python", "python", "--llama-file", "none.gguf"], "none.gguf: no such file"),
         (["experiments/configs/peers_llm.yaml", "--requests", "4"], "values of prompt_seed"),
-        (["experiments/configs/peers_llm.yaml", "--do-sample"], "do_sample is not supported"),
+        (
+            ["experiments/configs/peers_llm.yaml", "--temperature", "1"],
+            "temperature is not supported",
+        ),
         (
             ["--hf-python", "no-such-python", "experiments/configs/hf_baseline.yaml"],
             "no-such-python",

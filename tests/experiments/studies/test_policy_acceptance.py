@@ -71,6 +71,6 @@ def test_finished_groups_are_kept_and_not_run_again(main, capsys, monkeypatch):
 
 def test_sampling_is_refused(tmp_path, capsys):
     path = tmp_path / "mine.yaml"
-    path.write_text(CONFIG.format(tmp_path) + "do_sample: true\n")
+    path.write_text(CONFIG.format(tmp_path) + "temperature: 1\n")
     assert policy_acceptance.main([str(path)]) == 2
-    assert "do_sample" in capsys.readouterr().err
+    assert "temperature" in capsys.readouterr().err

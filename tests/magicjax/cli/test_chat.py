@@ -19,6 +19,7 @@ import pytest
 import magicjax
 import models
 from experiments.runner import preflight
+from magicjax import loading
 from magicjax.cli import chat
 from magicjax.decoding import program_cache
 from magicjax.parallel import offloading
@@ -244,7 +245,7 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_bad_options_are_errors_before_weights_are_loaded(what, model, run, monkeypatch):
     arguments, message = REFUSED[what]
-    monkeypatch.setattr(magicjax, "load", None)
+    monkeypatch.setattr(loading, "with_weights", None)
     code, out, err = run("chat", "--target", model, *arguments)
     assert (code, out) == (2, "") and message in err and err.count("\n") == 1
 
@@ -252,16 +253,16 @@ def test_bad_options_are_errors_before_weights_are_loaded(what, model, run, monk
 @pytest.mark.parametrize("command", [["chat"], ["generate", "--chat", "hi?"]])
 def test_a_tokenizer_without_a_template_is_an_error(command, run, monkeypatch, tmp_path):
     bare, before = saved(tmp_path / "bare", None), program_cache.totals()
-    monkeypatch.setattr(magicjax, "load", None)
+    monkeypatch.setattr(loading, "with_weights", None)
     code, out, err = run(*command, "--target", bare)
     assert code == 2 and program_cache.totals() == before
-    assert "the tokenizer has no chat template: use `magicjax generate --prompt`, or a" in err
+    assert "the tokenizer has no chat template: pass the prompt as text, or use a" in err
 
 
 def test_a_template_that_rejects_the_system_message_is_an_error(run, monkeypatch, tmp_path):
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     model = saved(tmp_path / "strict", strict + TEMPLATE)
-    monkeypatch.setattr(magicjax, "load", None)
+    monkeypatch.setattr(loading, "with_weights", None)
     code, out, err = run("chat", "--target", model, "--system", "be kind")
     assert code == 2 and "the chat template rejects messages of system, user: no system" in err
 
@@ -295,7 +296,7 @@ def test_without_answers_there_are_no_statistics(talk):
 
 def test_a_model_larger_than_the_memory_is_refused_before_it_is_loaded(model, run, monkeypatch):
     monkeypatch.setattr(offloading, "free_host_memory", lambda: 1000)
-    monkeypatch.setattr(magicjax, "load", None)
+    monkeypatch.setattr(loading, "with_weights", None)
     code, _, err = run("chat", "--target", model)
     assert code == 2 and "1e-06 GB are available (target's weights" in err
     assert err.count("\n") == 1

@@ -15,12 +15,12 @@ import pytest
 
 import magicjax
 import models
+from magicjax import loading
 from magicjax.cli import generate, main, text
-from magicjax.loading import skeleton
 from magicjax.parallel import offloading
 from magicjax.prediction import cost_model
 from pallas_kernels import choose_backend
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 from tests.quick import quick
 
 PROMPT = tiny.SOURCE
@@ -28,12 +28,12 @@ PROMPT = tiny.SOURCE
 
 def expected_text(directory, **options) -> str:
     target = magicjax.load(directory)
-    return magicjax.generate(target, [PROMPT], max_new_tokens=20, **options).texts[0]
+    return keywords.generate(target, [PROMPT], max_tokens=20, **options).texts[0]
 
 
 def test_it_prints_the_text_and_reports_acceptance(directory, run):
     code, out, err = run(
-        *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20),
+        *("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 20),
         *("--drafter", "self:streaming:32", "--tree", "chain:3", "--show-tree"),
     )
     assert code == 0
@@ -53,7 +53,7 @@ def test_a_small_model_and_a_prompt_from_a_file_give_the_same_text(directory, ru
     prompt = tmp_path / "prompt.txt"
     prompt.write_text(PROMPT, "utf-8")
     code, out, err = run(
-        *("generate", "--target", directory, "--prompt-file", prompt, "--max-new-tokens", 20),
+        *("generate", "--target", directory, "--prompt-file", prompt, "--max-tokens", 20),
         *("--drafter", f"small:{directory}", "--tree", "chain:3"),
     )
     assert (code, out) == (0, expected_text(directory) + "\n")
@@ -66,7 +66,7 @@ def test_auto_reports_its_trials_and_gives_the_same_text(directory, run, tmp_pat
     device = cost_model.Device("here", 2e10, 1e11, 1e10, None, dtype="float32", round_seconds=0.0)
     cost_model.save_profile(profile, device, {})
     code, out, err = run(
-        *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20),
+        *("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 20),
         *("--drafter", "auto", "--candidate", "prompt-lookup", "--profile", profile),
     )
     assert (code, out) == (0, expected_text(directory) + "\n")
@@ -76,9 +76,7 @@ def test_auto_reports_its_trials_and_gives_the_same_text(directory, run, tmp_pat
 
 
 def test_plain_decoding_reports_no_acceptance(directory, run):
-    code, out, err = run(
-        "generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20
-    )
+    code, out, err = run("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 20)
     assert (code, out) == (0, expected_text(directory) + "\n")
     assert "acceptance by depth" not in err
 
@@ -87,7 +85,7 @@ def test_stop_strings_end_the_printed_text(directory, run):
     whole = expected_text(directory)
     stop = whole[5:8]
     code, out, err = run(
-        *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20),
+        *("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 20),
         *("--stop", "never said", "--stop", stop),
     )
     assert (code, out) == (0, whole[: whole.index(stop)] + "\n")
@@ -96,11 +94,11 @@ def test_stop_strings_end_the_printed_text(directory, run):
 
 def test_log_probabilities_follow_the_text_as_a_table(directory, run):
     code, out, err = run(
-        *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 3),
+        *("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 3),
         *("--logprobs", 2),
     )
     target = magicjax.load(directory)
-    output = magicjax.generate(target, [PROMPT], max_new_tokens=3, logprobs=2)
+    output = keywords.generate(target, [PROMPT], max_tokens=3, logprobs=2)
     assert (code, out) == (0, output.texts[0] + "\n")
     heading, *lines = err.splitlines()[:4]
     assert heading == "log-probabilities:"
@@ -111,7 +109,7 @@ def test_log_probabilities_follow_the_text_as_a_table(directory, run):
 
 def test_without_a_round_no_tau_is_reported(directory, run):
     code, out, err = run(
-        *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 1),
+        *("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 1),
         *("--drafter", "prompt-lookup", "--tree", "chain:2"),
     )
     assert code == 0
@@ -119,7 +117,7 @@ def test_without_a_round_no_tau_is_reported(directory, run):
 
 
 SAMPLING = {
-    "plain": ([], {}),
+    "plain": (["--temperature", "1"], dict(temperature=1.0)),
     "filtered": (
         ["--temperature", "0.7", "--top-k", "9", "--top-p", "0.9", "--seed", "5"],
         dict(temperature=0.7, top_k=9, top_p=0.9, seed=5),
@@ -127,24 +125,26 @@ SAMPLING = {
     "a verifier and a draw": (
         [
             *("--drafter", "self:streaming:32:draw=with_replacement", "--tree", "expansion:2,1"),
-            *("--verifier", "mss"),
+            *("--verifier", "mss", "--temperature", "1"),
         ],
         dict(
             drafter=magicjax.SelfSpeculation("streaming", 32, "with_replacement"),
             tree=magicjax.expansion((2, 1)),
             verifier="mss",
+            temperature=1.0,
         ),
     ),
     "two drafters, a tree each": (
         [
             *("--drafter", "self:streaming:32", "--drafter", "prompt-lookup:3"),
-            *("--tree", "dynamic:4,2,2", "--tree", "chain:3"),
+            *("--tree", "dynamic:4,2,2", "--tree", "chain:3", "--temperature", "1"),
         ],
         dict(
+            temperature=1.0,
             drafter=magicjax.Ensemble(
                 (magicjax.SelfSpeculation("streaming", 32), magicjax.PromptLookup(3)),
                 (magicjax.DynamicTree(4, 2, 2), magicjax.chain(3)),
-            )
+            ),
         ),
     ),
 }
@@ -155,10 +155,10 @@ def test_options_have_the_effect_of_generates_arguments(what, directory, run):
     """The text is the same, and depends on the seed, the rule and the draws."""
     arguments, options = SAMPLING[what]
     code, out, err = run(
-        *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20),
-        *("--do-sample", *arguments),
+        *("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 20),
+        *arguments,
     )
-    assert (code, out) == (0, expected_text(directory, do_sample=True, **options) + "\n")
+    assert (code, out) == (0, expected_text(directory, **options) + "\n")
 
 
 SPARSE = {
@@ -185,7 +185,7 @@ SPARSE = {
 def test_sparse_caches_give_the_same_text(what, directory, run):
     arguments, reported = SPARSE[what]
     code, out, err = run(
-        *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20),
+        *("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 20),
         *(argument.replace("DIR", str(directory)) for argument in arguments),
     )
     assert (code, out) == (0, expected_text(directory) + "\n")
@@ -195,7 +195,7 @@ def test_sparse_caches_give_the_same_text(what, directory, run):
 def test_several_drafters_share_one_tree_or_have_one_each():
     def made(*arguments):
         needed = ("generate", "--target", "t", "--prompt", "p")
-        return generate.speculation(main.parser().parse_args([*needed, *arguments]), skeleton)
+        return generate.speculation(main.parser().parse_args([*needed, *arguments]))
 
     two = ("--drafter", "self:streaming:32", "--drafter", "prompt-lookup")
     members = (magicjax.SelfSpeculation("streaming", 32), magicjax.PromptLookup())
@@ -243,7 +243,7 @@ def test_python_runs_the_package_as_the_command():
 
 def test_verbose_logs_this_package_only(directory, run):
     code, out, err = run(
-        *("generate", "--target", directory, "--prompt", "a", "--max-new-tokens", "600"),
+        *("generate", "--target", directory, "--prompt", "a", "--max-tokens", "600"),
         "--verbose",
     )
     assert code == 2
@@ -269,9 +269,7 @@ def test_ctrl_c_ends_after_the_round_with_the_text_and_the_statistics_so_far(
 
     monkeypatch.setattr(magicjax, "stream", interrupted_stream)
     before = signal.getsignal(signal.SIGINT)
-    code, out, err = run(
-        "generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20
-    )
+    code, out, err = run("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 20)
     assert code == 130 and signal.getsignal(signal.SIGINT) is before
     assert expected_text(directory).startswith(out.rstrip("\n")) and out.strip()
     assert "4 tokens, backend" in err and "decoding 3 tokens: " in err
@@ -303,7 +301,7 @@ def test_a_reader_that_ends_early_is_no_error(run, monkeypatch, tmp_path):
 
 def test_a_model_larger_than_the_memory_is_refused_before_it_is_loaded(directory, run, monkeypatch):
     monkeypatch.setattr(offloading, "free_host_memory", lambda: 1000)
-    monkeypatch.setattr(magicjax, "load", None)
+    monkeypatch.setattr(loading, "with_weights", None)
     code, _, err = run("generate", "--target", directory, "--prompt", "a")
     assert code == 2 and "1e-06 GB are available (target's weights" in err
     assert err.count("\n") == 1

@@ -6,6 +6,7 @@ import pytest
 
 import magicjax
 import models
+from magicjax import loading
 from magicjax.cli import calibrate, fit, generate, plan
 from magicjax.cli.options import in_option_names
 from magicjax.decoding import program_cache
@@ -59,12 +60,12 @@ REFUSED = {
     "no such dtype": (["--target", "DIR", "--prompt", "a", "--dtype", "floaty"], "floaty"),
     "empty prompt": (["--target", "DIR", "--prompt", ""], "prompt 0 is empty"),
     "too long": (
-        ["--target", "DIR", "--prompt", "a", "--max-new-tokens", "600"],
-        "the target has 512: shorten the prompt or reduce --max-new-tokens",
+        ["--target", "DIR", "--prompt", "a", "--max-tokens", "600"],
+        "the target has 512: shorten the prompt or reduce --max-tokens",
     ),
     "no new token": (
-        ["--target", "DIR", "--prompt", "a", "--max-new-tokens", "0"],
-        "--max-new-tokens 0 must be at least 1",
+        ["--target", "DIR", "--prompt", "a", "--max-tokens", "0"],
+        "--max-tokens 0: it must be at least 1",
     ),
     "an empty stop string": (
         ["--target", "DIR", "--prompt", "a", "--stop", ""],
@@ -72,8 +73,7 @@ REFUSED = {
     ),
     "too many log-probabilities": (
         ["--target", "DIR", "--prompt", "a", "--logprobs", "21"],
-        "--logprobs 21 must be a whole number of alternatives between 0 (the chosen token only) "
-        "and 20",
+        "--logprobs 21: it must be at most 20",
     ),
     "a tree alone": (
         ["--target", "DIR", "--prompt", "a", "--tree", "chain:2"],
@@ -182,7 +182,8 @@ REFUSED = {
     ),
     "a draw in greedy decoding": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "self:draw=top"],
-        "draw has no effect in greedy decoding, without --do-sample: remove it from self:draw=top",
+        "draw has no effect in greedy decoding, without --temperature: remove it from "
+        "self:draw=top",
     ),
     "three trees for two drafters": (
         [
@@ -200,19 +201,17 @@ REFUSED = {
         ],
         "3 --tree for 2 --drafter: pass one, or one per drafter",
     ),
-    "a temperature in greedy decoding": (
-        ["--target", "DIR", "--prompt", "a", "--temperature", "0.5"],
-        "--temperature 0.5 has no effect in greedy decoding: pass --do-sample or omit "
-        "--temperature",
+    "top_k in greedy decoding": (
+        ["--target", "DIR", "--prompt", "a", "--top-k", "5"],
+        "--top-k 5 has no effect in greedy decoding: pass a temperature above 0, or omit --top-k",
     ),
-    "a temperature of zero": (
-        ["--target", "DIR", "--prompt", "a", "--do-sample", "--temperature", "0"],
-        "--temperature 0 must be above 0 and finite in float32; for greedy decoding, omit "
-        "--do-sample",
+    "a temperature below zero": (
+        ["--target", "DIR", "--prompt", "a", "--temperature=-1"],
+        "--temperature -1.0: it must be 0 for greedy decoding, or at least",
     ),
     "a verifier in greedy decoding": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "self", "--verifier", "mss"],
-        "--verifier 'mss' requires sampling: pass --do-sample or omit --verifier",
+        "--verifier 'mss' requires sampling: pass a temperature above 0 or omit --verifier",
     ),
     "no such draw": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "self:draw=tops"],
@@ -281,7 +280,7 @@ def test_invalid_arguments_exit_with_code_2_and_the_reason(
     arguments, message = REFUSED[what]
     paths = {"PARENT": directory.parent, "BYTES": tmp_path / "bytes.bin"}
     paths["BYTES"].write_bytes(b"ab\xff")
-    monkeypatch.setattr(magicjax, "load", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(loading, "with_weights", lambda *_: pytest.fail("weights were loaded"))
     before = program_cache.totals()
     filled = (re.sub(r"^(small:)?DIR", rf"\g<1>{directory}", a) for a in arguments)
     code, out, err = run("generate", *(paths.get(a, a) for a in filled))
@@ -295,7 +294,7 @@ def test_invalid_arguments_exit_with_code_2_and_the_reason(
 
 def test_a_slow_tokenizer_is_an_error_before_weights_are_loaded(directory, run, monkeypatch):
     monkeypatch.setattr(models, "load_tokenizer", lambda source: object())
-    monkeypatch.setattr(magicjax, "load", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(loading, "with_weights", lambda *_: pytest.fail("weights were loaded"))
     code, out, err = run("generate", "--target", directory, "--prompt", "a")
     assert (code, out) == (2, "")
     assert f"{directory} has a tokenizer without tokenizer.json: save it with" in err
@@ -334,20 +333,18 @@ def test_an_interrupt_ends_with_one_line(command, run, monkeypatch):
 
 
 def test_a_prompt_may_begin_with_dashes(directory, run):
-    code, out, err = run(
-        *("generate", "--target", directory, "--prompt=--a", "--max-new-tokens", 600)
-    )
+    code, out, err = run(*("generate", "--target", directory, "--prompt=--a", "--max-tokens", 600))
     assert "prompt 0 has " in err and "unknown option" not in err
 
 
 def test_python_arguments_become_options_and_paths_stay():
-    names = ("top_k", "do_sample", "max_new_tokens", "refresh_every", "kv_dtype")
-    text = "top_k=-1 in ./top_k=1/a: pass do_sample=True, or omit max_new_tokens"
+    names = ("top_k", "offload", "max_tokens", "refresh_every", "kv_dtype")
+    text = "top_k=-1 in ./top_k=1/a: pass offload=True, or omit max_tokens"
     assert in_option_names("refresh_every=0: kv_dtype='int8'", names) == (
         "--refresh-every 0: --kv-dtype 'int8'"
     )
     assert in_option_names(text, names) == (
-        "--top-k -1 in ./top_k=1/a: pass --do-sample, or omit --max-new-tokens"
+        "--top-k -1 in ./top_k=1/a: pass --offload, or omit --max-tokens"
     )
     text = "omit drafter and tree, or remove duplicates"
     assert in_option_names(text, iter(("drafter", "tree"))) == (

@@ -84,16 +84,15 @@ def sampled(
     """Returns how often the loop emitted each text."""
     counts: dict[tuple[int, ...], int] = {}
     for seed in range(calls):
-        output = magicjax.generate(
+        output = calls.generate(
             target or model(0),
             [PROMPT] * ROWS,
             drafter=drafter,
             tree=tree,
-            max_new_tokens=LENGTH,
-            do_sample=True,
+            max_tokens=LENGTH,
             seed=seed,
             eos_token_id=EOS,
-            **options,
+            **dict(temperature=1.0) | options,
         )
         # A text shorter than LENGTH ends with EOS, which is also the padding.
         texts, times = np.unique(output.tokens, axis=0, return_counts=True)

@@ -12,7 +12,7 @@ import magicjax
 import models
 from magicjax import placement
 from sharding import abstract_mesh, make_mesh
-from tests.magicjax import mesh_cases, tiny
+from tests.magicjax import keywords, mesh_cases, tiny
 from tests.quick import quick
 
 MESHES = mesh_cases.MESHES
@@ -202,9 +202,9 @@ def test_a_target_is_divided_over_all_of_the_axis():
 
 def test_a_mesh_of_one_device_changes_nothing():
     target, prompts = tiny.model(), tiny.prompts(3)
-    options = dict(max_new_tokens=8, eos_token_id=[])
-    plain = magicjax.generate(target, prompts, **options)
-    found = magicjax.generate(target, prompts, mesh=make_mesh(), **options)
+    options = dict(max_tokens=8, eos_token_id=[])
+    plain = keywords.generate(target, prompts, **options)
+    found = keywords.generate(target, prompts, mesh=make_mesh(), **options)
     assert np.array_equal(plain.tokens, found.tokens)
 
 

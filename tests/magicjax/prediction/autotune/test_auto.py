@@ -9,6 +9,7 @@ import pytest
 import magicjax
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.paired_timing import PrefilledPrompts, time_variants
+from magicjax.decoding.request import RequestOptions
 from magicjax.prediction import cost_model
 from magicjax.prediction.autotune import auto, search
 from magicjax.prediction.autotune.auto import Auto
@@ -16,7 +17,7 @@ from magicjax.prediction.autotune.trial import Trial
 from magicjax.prediction.planner import candidates
 from magicjax.prediction.planner.candidates import model_sizes
 from magicjax.trees.token_tree import ROOT_ONLY
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 
 SELF = "self:streaming:12:sinks=2"  # the name of the small cache below
 
@@ -81,8 +82,8 @@ def short_calls(monkeypatch):
 
 
 def generate(drafter, **options):
-    arguments = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
-    return magicjax.generate(tiny.model(), tiny.prompts(8), drafter=drafter, **arguments)
+    arguments = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
+    return keywords.generate(tiny.model(), tiny.prompts(8), drafter=drafter, **arguments)
 
 
 def drafters(*kinds):
@@ -119,8 +120,10 @@ def test_the_text_is_exact_and_the_choice_can_be_reused(profile, tally, short_ca
 @pytest.mark.usefixtures("predicted_times")
 def test_a_choice_prints_its_measurements(profile):
     settings = Auto(drafters("cheap", "prompt-lookup"), profile, tree=TREE, trial_rounds=16)
-    options = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
-    choice = magicjax.choose_drafter(tiny.model(), tiny.prompts(8), settings, **options)
+    params = magicjax.SamplingParams(max_tokens=tiny.NEW)
+    choice = magicjax.choose_drafter(
+        tiny.model(), tiny.prompts(8), params, drafter=settings, eos_token_id=tiny.NEVER
+    )
     lines = str(choice).splitlines()
     assert lines[0] == "plain decoding: 2.00 ms per step"
     rates = r"acceptance by depth \d\.\d\d( \d\.\d\d)*"
@@ -150,7 +153,7 @@ def test_if_no_drafter_is_faster_it_decodes_plainly(profile):
 @pytest.mark.slow
 def test_under_sampling_the_depth_is_adaptive_only_on_request(profile, short_calls):
     settings = Auto(drafters("cheap"), profile, tree=TREE, trial_rounds=16)
-    sampling = dict(do_sample=True, seed=1)
+    sampling = dict(temperature=1.0, seed=1)
     first, again = (generate(settings, **sampling) for _ in range(2))
     assert len(first.stats.depths) == 1
     arguments = dict(drafter=first.choice.drafter, tree=first.choice.tree)
@@ -165,7 +168,7 @@ def test_under_sampling_the_depth_is_adaptive_only_on_request(profile, short_cal
 @pytest.mark.slow
 @pytest.mark.parametrize("verifier", ["mss", "naive"])
 def test_the_verifier_is_not_used_for_plain_decoding(profile, verifier):
-    sampling = dict(do_sample=True, seed=1, verifier=verifier)
+    sampling = dict(temperature=1.0, seed=1, verifier=verifier)
     for tried in (None, drafters("expensive")):
         output = generate(Auto(tried, profile, tree=TREE, trial_rounds=16), **sampling)
         again = generate(output.choice, **sampling)
@@ -177,8 +180,8 @@ def test_the_verifier_is_not_used_for_plain_decoding(profile, verifier):
 
 def streamed(drafter):
     """Returns (the new tokens of each row, the output) of a stream."""
-    options = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
-    rounds = magicjax.stream(tiny.model(), tiny.prompts(8), drafter=drafter, **options)
+    options = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
+    rounds = keywords.stream(tiny.model(), tiny.prompts(8), drafter=drafter, **options)
     first = next(rounds)
     assert [len(row) for row in first] == [1] * 8
     texts = [[row] for row in first]
@@ -239,9 +242,9 @@ def test_a_candidate_below_its_upper_bound_has_no_trial(profile):
 
 
 def test_rows_that_end_with_prefills_token_need_no_trial(profile):
-    output = generate(Auto(drafters("cheap"), profile, tree=TREE), max_new_tokens=1)
+    output = generate(Auto(drafters("cheap"), profile, tree=TREE), max_tokens=1)
     assert output.choice.skipped == {SELF: "prefill's token ended all rows"}
-    np.testing.assert_array_equal(output.tokens, generate(None, max_new_tokens=1).tokens)
+    np.testing.assert_array_equal(output.tokens, generate(None, max_tokens=1).tokens)
 
 
 def test_memory_limits_candidates_and_the_target(profile):
@@ -256,8 +259,9 @@ def test_memory_limits_candidates_and_the_target(profile):
 
 
 def problem_of(settings):
-    arguments = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
-    return search.make_problem(tiny.model(), tiny.prompts(8), settings, **arguments)
+    params = magicjax.SamplingParams(max_tokens=tiny.NEW)
+    options = RequestOptions(drafter=settings, eos_token_id=tiny.NEVER)
+    return search.make_problem(tiny.model(), tiny.prompts(8), params, options)
 
 
 @pytest.mark.usefixtures("predicted_times")
@@ -301,8 +305,9 @@ def test_a_single_depth_is_timed_once(profile, monkeypatch):
 
 def test_a_skeleton_has_the_dtype_of_the_device(profile):
     target = dataclasses.replace(tiny.model(), params=None)
-    settings = Auto(drafters("cheap"), profile, tree=TREE)
-    problem = search.make_problem(target, tiny.prompts(8), settings, max_new_tokens=1)
+    options = RequestOptions(drafter=Auto(drafters("cheap"), profile, tree=TREE))
+    params = magicjax.SamplingParams(max_tokens=1)
+    problem = search.make_problem(target, tiny.prompts(8), params, options)
     assert problem.sizes == model_sizes(tiny.model(), None)
 
 

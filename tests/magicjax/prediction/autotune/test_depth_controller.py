@@ -7,10 +7,9 @@ import pytest
 
 import magicjax
 from magicjax.decoding import runner
-from magicjax.decoding.request import prepare
 from magicjax.prediction.autotune.auto import run_adaptive
 from magicjax.prediction.autotune.depth_controller import FIRST_PAUSE, HYSTERESIS, DepthController
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 from tests.magicjax.decoding import test_joint
 from tests.magicjax.kv_cache.test_loop_caches import fresh_prefill
 from tests.quick import quick
@@ -205,8 +204,8 @@ DEPTHS = (3, 0, 1, 0, 2)
 
 
 def request_of(kind: str, **options):
-    arguments = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
-    return prepare(
+    arguments = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
+    return keywords.prepare(
         tiny.model(),
         tiny.prompts(8),
         drafter=DRAFTERS[kind](),
@@ -269,10 +268,10 @@ def test_in_the_loop_depths_follow_the_acceptance_of_the_first_call(kind, known,
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["near", "prompt-lookup"])
 def test_naive_verification_gives_the_text_of_plain_sampling(kind):
-    sampling = dict(do_sample=True, seed=3)
+    sampling = dict(temperature=1.0, seed=3)
     _, state, _, _ = adaptive(kind, verifier="naive", **sampling)
-    arguments = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
-    plain = magicjax.generate(tiny.model(), tiny.prompts(8), **arguments, **sampling)
+    arguments = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
+    plain = keywords.generate(tiny.model(), tiny.prompts(8), **arguments, **sampling)
     tokens = np.where(np.arange(tiny.NEW) < plain.lengths[:, None], state.output[:, : tiny.NEW], 47)
     np.testing.assert_array_equal(tokens, plain.tokens)
 
@@ -315,13 +314,13 @@ def texts_of(drafter) -> dict[tuple[int, ...], int]:
     """Returns how often each text results from a loop whose depth depends on acceptance."""
     counted: dict[tuple[int, ...], int] = {}
     for seed in range(test_joint.FEW_CALLS):
-        request = prepare(
+        request = keywords.prepare(
             test_joint.model(0),
             [test_joint.PROMPT] * test_joint.ROWS,
             drafter=drafter,
             tree=test_joint.CHAIN,
-            max_new_tokens=test_joint.LENGTH,
-            do_sample=True,
+            max_tokens=test_joint.LENGTH,
+            temperature=1.0,
             seed=seed,
             eos_token_id=test_joint.EOS,
         )

@@ -7,7 +7,6 @@ import pytest
 import magicjax
 from magicjax.decoding import runner
 from magicjax.decoding.paired_timing import PrefilledPrompts
-from magicjax.decoding.request import prepare
 from magicjax.prediction.autotune.trial import (
     POOLED_ROUNDS,
     row_rates,
@@ -16,14 +15,14 @@ from magicjax.prediction.autotune.trial import (
     tried_and_accepted,
 )
 from magicjax.trees.token_tree import ROOT_ONLY
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 
 TREE = tiny.TREES["chain4"]
 
 
 def request_of(drafter, **options):
-    arguments = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
-    return prepare(tiny.model(), tiny.prompts(8), drafter=drafter, tree=TREE, **arguments)
+    arguments = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
+    return keywords.prepare(tiny.model(), tiny.prompts(8), drafter=drafter, tree=TREE, **arguments)
 
 
 def prefilled_of(request, *drafters):
@@ -69,7 +68,7 @@ def test_a_donated_cache_cannot_be_used_again():
 
 @pytest.mark.slow
 def test_a_trial_stops_when_all_rows_have_ended():
-    request = request_of(tiny.drafter("same"), max_new_tokens=8)
+    request = request_of(tiny.drafter("same"), max_tokens=8)
     trial, *_ = run_trial(request, "name", prefilled_of(request), 50)
     assert trial.rounds == 2  # 7 tokens, 5 per round
     assert trial.seconds > 0
@@ -90,7 +89,7 @@ def test_tokens_of_a_tree_are_those_of_a_whole_run_if_all_rows_end_in_the_trial(
 @pytest.mark.slow
 def test_a_sampled_trial_draws_other_numbers_than_the_run():
     """The naive text of a run is that of plain sampling; a trial's text differs in every row."""
-    request = request_of(tiny.drafter("near"), do_sample=True, seed=3, verifier="naive")
+    request = request_of(tiny.drafter("near"), temperature=1.0, seed=3, verifier="naive")
     prefilled, outputs, run = prefilled_of(request), [], runner.run
 
     def recorded(*arguments):
@@ -104,8 +103,8 @@ def test_a_sampled_trial_draws_other_numbers_than_the_run():
     state = prefilled.start(request)
     state, *_ = runner.run(request, request.settings, state)
     output = np.asarray(state.output)[:, : tiny.NEW]
-    arguments = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER, do_sample=True, seed=3)
-    plain = magicjax.generate(tiny.model(), tiny.prompts(8), **arguments)
+    arguments = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER, temperature=1.0, seed=3)
+    plain = keywords.generate(tiny.model(), tiny.prompts(8), **arguments)
     for row, (length, expected) in enumerate(zip(plain.lengths, plain.tokens, strict=True)):
         np.testing.assert_array_equal(output[row, :length], expected[:length])
         if length > 4:
