@@ -201,31 +201,16 @@ def test_shell_scripts_name_tests_that_exist():
     ("path", "text", "offences"),
     [
         ("models/a.py", "import magicjax", 1),
-        ("models/a.py", "def f():\n    from magicjax.trees.token_tree import chain", 1),
-        ("models/a/b.py", "import jax, experiments.launch as launch", 1),
         ("magicjax/cli/a.py", "import importlib\nimportlib.import_module('experiments.launch')", 1),
-        ("sharding/a.py", "from pallas_kernels import tree_attention", 1),
-        ("pallas_kernels/a.py", "try:\n    import sharding\nexcept ImportError:\n    pass", 1),
-        ("sharding/a.py", "import models\nimport magicjax", 2),
-        ("magicjax/trees/a.py", "from magicjax.decoding import loop", 1),
         ("magicjax/trees/a.py", "from magicjax import verification", 1),
-        ("magicjax/trees/a.py", "from magicjax import chain", 1),
         ("magicjax/trees/a.py", "def f():\n    from ..decoding import loop", 1),
         (
             "magicjax/kv_cache/a.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import magicjax.policies",
             1,
         ),
-        ("magicjax/loading.py", "from magicjax.prediction.cost_model import work", 1),
         ("magicjax/unheard_of.py", "", 1),
-        ("experiments/schema/a.py", "from experiments.runner import worker", 1),
-        ("experiments/launch.py", "import experiments.studies.perplexity", 1),
-        ("magicjax/cli/a.py", "import models, sharding, pallas_kernels\nimport magicjax", 0),
-        ("magicjax/drafters/a.py", "from magicjax.trees import merge\nfrom . import base", 0),
         ("magicjax/drafters/__init__.py", "from magicjax.drafters import base", 0),
-        ("experiments/studies/a.py", "import magicjax\nfrom models import Llama", 0),
-        ("experiments/runner/a.py", "from experiments import prompts", 0),
-        ("models/a.py", "from . import magicjax\nfrom .experiments import b", 0),
         ("models/a.py", "import magicjax_extras", 0),
     ],
 )
@@ -251,32 +236,10 @@ def test_the_rule_of_cycles_finds_modules_that_import_each_other(files, cycle):
     ("text", "offences"),
     [
         ("import torch", 1),
-        ("from rich.console import Console", 1),
-        ("try:\n    import tqdm\nexcept ImportError:\n    tqdm = None", 1),
-        ("class A:\n    import yaml", 1),
-        ("import matplotlib.pyplot as plt, pandas", 2),
         ("from magicjax.server.app import create_app", 1),
         ("def show():\n    import matplotlib.pyplot", 0),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch", 0),
-        ("import transformers, jax.numpy as jnp", 0),
     ],
 )
 def test_the_rule_of_the_core_catches_imports_that_run_at_once(text, offences):
     assert len(heavy_imports("magicjax/a.py", text)) == offences
-
-
-def test_the_rule_of_packages_names_the_folder_without_init():
-    paths = ["models/__init__.py", "models/decoder.py"]
-    assert without_init(paths) == []
-    assert without_init([*paths, "models/vision/clip.py"]) == ["models/vision"]
-
-
-def test_the_rule_of_scripts_finds_a_test_that_does_not_exist():
-    script = "pytest $loop/test_a.py::test_b[x] tests/test_c.py::test_d"
-    assert undefined_tests(script, {"test_b"}) == ["test_d"]
-
-
-def test_the_rules_read_real_files():
-    paths = [path for path, _ in sources([*PACKAGES, "tests"])]
-    assert "models/__init__.py" in paths and "tests/test_layout.py" in paths
-    assert {unit_of(module_name(path)) for path in paths} > {"models", "magicjax.trees"}

@@ -11,11 +11,10 @@ import numpy as np
 
 import magicjax
 import models
-from magicjax import placement
 from magicjax.decoding import program_cache, runner
 from magicjax.policies import Quest
 from magicjax.prediction import hlo
-from sharding import DATA, collectives, make_mesh, model_axes
+from sharding import collectives, make_mesh, model_axes
 from tests.magicjax import family_cases, keywords, oracle, tiny
 
 MESHES = ((1, 8), (2, 4), (4, 2), (8, 1))
@@ -347,12 +346,3 @@ def with_explicit_axes() -> bool:
     return bool(
         np.array_equal(found.tokens, keywords.generate(target(4), prompts(), **options).tokens)
     )
-
-
-def reseeded(mesh: list[int]) -> bool:
-    """Returns whether a preset's random weights are the same on a mesh and on one device."""
-    module = models.build(target(4).config)
-    sharding_of = placement.parameter_shardings(module, None, make_mesh(*mesh))
-    on_mesh, alone = models.init_params(module, 5, sharding_of), models.init_params(module, 5)
-    same = jax.tree.map(lambda a, b: bool(np.allclose(a, b, atol=1e-6)), on_mesh, alone)
-    return all(jax.tree.leaves(same)) and DATA in make_mesh(*mesh).axis_names

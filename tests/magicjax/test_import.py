@@ -4,7 +4,6 @@ import importlib.metadata
 import pathlib
 import subprocess
 import sys
-import tempfile
 
 import pytest
 
@@ -36,20 +35,6 @@ def test_a_shadowing_file_is_reported_with_the_remedy(file, name, tmp_path):
         f"ImportError: {hiding} shadows the package '{name}' of magicjax in {ROOT}" in done.stderr
     )
     assert "rename that file, or put magicjax's folder first" in done.stderr
-
-
-def test_a_package_in_a_subfolder_is_shadowing():
-    with tempfile.TemporaryDirectory(dir=ROOT) as folder:
-        hiding = pathlib.Path(folder) / "models" / "__init__.py"
-        hiding.parent.mkdir()
-        hiding.write_text("")
-        done = importing(pathlib.Path(folder), ROOT)
-    assert done.returncode != 0 and f"ImportError: {hiding} shadows" in done.stderr
-
-
-def test_the_same_file_after_magicjax_on_the_path_is_harmless(tmp_path):
-    (tmp_path / "models.py").write_text("raise RuntimeError('the wrong file')")
-    assert importing(ROOT, tmp_path).returncode == 0
 
 
 def test_a_checkout_that_is_not_installed_has_version_0(monkeypatch):

@@ -5,14 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from magicjax.grammars.grammar import Grammar
 from magicjax.sampling_params import SamplingParams
-
-
-def test_defaults_are_greedy_decoding():
-    params = SamplingParams()
-    assert params.greedy
-    assert params.max_tokens == 128
 
 
 def test_stop_strings_become_a_tuple_and_numpy_numbers_are_numbers():
@@ -54,7 +47,3 @@ def test_invalid_values_are_errors(field, value, message):
 def test_parameters_without_effect_in_greedy_decoding_are_errors(field, value):
     with pytest.raises(ValueError, match="has no effect in greedy decoding"):
         SamplingParams(**{field: value})
-
-
-def test_a_grammar_is_accepted():
-    assert SamplingParams(grammar=Grammar.json_object()).grammar is not None

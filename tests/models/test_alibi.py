@@ -1,7 +1,5 @@
 """ALiBi: the slopes are Hugging Face's, and the added elements give the biased attention."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,30 +7,6 @@ import pytest
 
 from models.positions import ALIBI_POSITIONS, Alibi, add_biases, slopes_of
 from tests.models.conftest import attend_causally
-
-
-def falcon_slopes(heads):
-    """The formula of Falcon: powers of two bases, with every second power of the remaining ones."""
-    power = 2 ** math.floor(math.log2(heads))
-    base = 2 ** (-(2 ** -(math.log2(power) - 3)))
-    slopes = [base ** (i + 1) for i in range(power)]
-    if power != heads:
-        base = 2 ** (-(2 ** -(math.log2(2 * power) - 3)))
-        slopes += [base**i for i in range(1, 1 + 2 * min(power, heads - power), 2)]
-    return slopes
-
-
-def mpt_slopes(heads):
-    """The formula of MPT: of the next larger power of two, those at odd places first."""
-    power = 2 ** math.ceil(math.log2(heads))
-    slopes = [2 ** -((i + 1) * 8 / power) for i in range(power)]
-    return slopes if power == heads else [*slopes[1::2], *slopes[::2]][:heads]
-
-
-@pytest.mark.parametrize("formula", [falcon_slopes, mpt_slopes])
-def test_slopes_are_those_of_both_families_for_any_number_of_heads(formula):
-    for heads in range(1, 130):
-        np.testing.assert_allclose(slopes_of(heads), formula(heads), rtol=1e-12)
 
 
 @pytest.mark.parametrize("scaled", [False, True])

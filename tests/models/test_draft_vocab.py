@@ -49,9 +49,3 @@ def test_a_round_trip_keeps_the_map_in_every_dtype(small, tmp_path):
         np.testing.assert_array_equal(found, params["params"]["vocab_map"])
         assert read.config == module.config
         assert read.params["params"]["embedding"].dtype == (dtype or "float32")
-
-
-@pytest.mark.parametrize("size", [1, 19])
-def test_a_size_that_does_not_fit_the_vocabulary_is_an_error(size, tiny):
-    with pytest.raises(ValueError, match=f"={size} must be at least 2 .*vocab_size=19"):
-        dataclasses.replace(tiny[0].config, draft_vocab_size=size)

@@ -99,19 +99,6 @@ def test_defaults_are_those_of_the_family():
     assert read_config(OPT).tie_embeddings
 
 
-def test_longrope_reaches_its_original_length():
-    config = read_config(PHI3)
-    assert (config.max_positions, config.rope.factor) == (64, 4.0)
-    assert config.rope.partial_rotary_factor == 0.75
-    assert write_config(config)["max_position_embeddings"] == 256
-    old = {**PHI3, "rope_scaling": {**LONGROPE, "type": "su"}}  # the name in older files
-    assert read_config(old) == config
-
-
-def test_an_mlp_of_four_widths_may_be_omitted():
-    assert [read_config(x).intermediate_size for x in (GPT2, FALCON, MPT)] == [128] * 3
-
-
 def test_biases_are_where_the_family_has_them():
     def biases(raw):
         config = read_config(raw)
@@ -131,7 +118,6 @@ def test_biases_are_where_the_family_has_them():
     "raw, window",
     [
         (family_config("mistral", sliding_window=16), 16),
-        (family_config("mistral", sliding_window=None), None),
         (family_config("mistral", max_position_embeddings=9000), 4096),  # Hugging Face's default
         (family_config("qwen2", sliding_window=16), None),
         (
@@ -142,15 +128,6 @@ def test_biases_are_where_the_family_has_them():
                 max_window_layers=3,
             ),
             16,
-        ),
-        (
-            family_config(
-                "qwen2",
-                sliding_window=16,
-                use_sliding_window=True,
-                max_window_layers=4,
-            ),
-            None,
         ),
         (
             family_config(
@@ -179,22 +156,6 @@ def test_yarn_without_an_original_length_uses_the_context():
     assert config.max_positions == 256
 
 
-def test_yarn_with_the_original_context_reaches_its_full_length():
-    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    assert read_config({**LLAMA, "rope_scaling": scaling}).max_positions == 256
-
-
-def test_yarn_without_a_factor_uses_the_ratio_of_lengths():
-    scaling = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16}
-    assert read_config({**LLAMA, "rope_scaling": scaling}).rope.factor == 4.0
-
-
-def test_the_original_length_may_be_next_to_the_rotary_settings():
-    scaling = {"rope_type": "llama3", "factor": 2, "low_freq_factor": 1, "high_freq_factor": 4}
-    raw = {**LLAMA, "original_max_position_embeddings": 32, "rope_scaling": scaling}
-    assert read_config(raw).rope.original_max_positions == 32
-
-
 @pytest.mark.parametrize(
     "key, settings, message",
     [
@@ -218,17 +179,6 @@ def test_two_spellings_that_disagree_are_an_error():
     assert read_config({**raw, "rope_theta": 5.0}).rope.theta == 5.0
 
 
-@pytest.mark.parametrize("kind", ["llama3", "yarn"])
-def test_scaling_needs_the_original_length(kind):
-    with pytest.raises(ValueError, match=f"rope kind '{kind}' needs original_max_positions"):
-        models.Rope(kind=kind)
-
-
-def test_an_unknown_rope_kind_is_an_error():
-    with pytest.raises(ValueError, match="rope kind 'su' is not supported: it must be one of"):
-        models.Rope(kind="su")
-
-
 # What cannot be honoured
 
 
@@ -236,31 +186,16 @@ def test_an_unknown_rope_kind_is_an_error():
     "raw, message",
     [
         ({**LLAMA, "model_type": "gemma"}, "model_type='gemma' is not supported: it must be one"),
-        ({}, "model_type=None is not supported"),
-        ({**LLAMA, "architectures": ["LlamaForTokens"]}, "names 'LlamaForTokens': for model_type"),
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act='gelu' is not supported: it must be 'silu'"),
-        ({**OPT, "activation_function": "gelu"}, "it must be 'relu'"),
-        ({**OPT, "layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=False"),
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
-        ({**LLAMA, "logit_scale": 0.5}, "logit_scale=0.5 is not known"),
         ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not"),
         ({**LLAMA, "rms_norm_epsilon": 1e-5}, "the nearest known key is 'rms_norm_eps'"),
-        (family_config("mistral", mlp_bias=True), "mlp_bias=True is not known"),
         (
             family_config("qwen2", layer_types=["chunked_attention"] * 4),
             "layer_types names 'chunked_attention'",
         ),
         ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, "lacks 'hidden_size'"),
-        ({k: v for k, v in OPT.items() if k != "ffn_dim"}, "lacks 'ffn_dim'"),
-        ({**GPT2, "activation_function": "tanh"}, "activation='tanh' is not supported: use"),
-        ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "it must be False"),
-        ({**MPT, "attn_config": {"qk_ln": True}}, "attn_config has .*qk_ln=True is not supported"),
         ({**MPT, "attn_config": {"alibi": False}}, "attn_config has .*alibi=False"),
-        ({**MPT, "attn_config": {"softmax_scale": 0.1}}, "softmax_scale=0.1 is not known"),
-        ({**MPT, "expansion_ratio": 3}, "expansion_ratio=3 is not supported: it must be 4"),
-        ({**MPT, "logit_scale": "inv_sqrt_d_model"}, "logit_scale='inv_sqrt_d_model' is not"),
-        ({**FALCON, "num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2 with new_decoder"),
-        ({**PHI3, "rope_scaling": {"type": "linear", "factor": 2.0}}, "one of default, longrope"),
         ({**PHI3, "rope_scaling": {"type": "longrope"}}, "lacks short_factor, long_factor"),
         ({**LLAMA, "num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
     ],
@@ -275,21 +210,10 @@ def test_unsupported_settings_are_errors(raw, message):
     [
         ({**LLAMA, "hidden_size": "64"}, "hidden_size='64' must be an integer: correct config"),
         ({**LLAMA, "num_hidden_layers": 2.0}, "num_hidden_layers=2.0 must be an integer"),
-        ({**LLAMA, "num_key_value_heads": True}, "num_key_value_heads=True must be an integer"),
         ({**LLAMA, "tie_word_embeddings": "true"}, "tie_word_embeddings='true' must be true or"),
-        ({**LLAMA, "attention_bias": 1}, "attention_bias=1 must be true or false"),
         ({**LLAMA, "rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5' must be a number"),
-        ({**LLAMA, "rope_theta": "10000"}, "rope_theta='10000' must be a number"),
         ({**LLAMA, "rope_scaling": "yarn"}, "rope_scaling='yarn' must be an object"),
-        (
-            {**LLAMA, "rope_scaling": {"type": "linear", "factor": "2"}},
-            "factor of rope_scaling='2' must be a number",
-        ),
-        ({**PHI3, "rope_scaling": {**LONGROPE, "short_factor": 1.0}}, "1.0 must be an array"),
         ({**PHI3, "partial_rotary_factor": 0.0}, "partial_rotary_factor=0.0 rotates 0 elements"),
-        (family_config("mistral", sliding_window="16"), "sliding_window='16' must be an integer"),
-        ({**FALCON, "alibi": "yes"}, "alibi='yes' must be true or false"),
-        ({**MPT, "attn_config": {"clip_qkv": "6"}}, "clip_qkv='6' must be a number"),
         ({**MPT, "attn_config": "torch"}, "attn_config='torch' must be an object"),
     ],
 )
@@ -298,29 +222,16 @@ def test_values_of_another_type_are_errors(raw, message):
         read_config(raw)
 
 
-def test_all_unsupported_keys_are_in_one_error():
-    with pytest.raises(ValueError, match=r"hidden_act='gelu'.*logit_scale=2.*Remove such a key"):
-        read_config({**LLAMA, "hidden_act": "gelu", "logit_scale": 2})
-
-
 @pytest.mark.parametrize("key", ["torch_dtype", "initializer_range", "pretraining_tp", "auto_map"])
 def test_keys_without_effect_are_ignored(key):
     assert read_config({**LLAMA, key: 1}) == read_config(LLAMA)
-
-
-def test_null_means_the_default():
-    assert read_config({**LLAMA, "logit_scale": None}) == read_config(LLAMA)
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
         ({"qkv_bias": True}, "family='llama' cannot express qkv_bias=True"),
-        ({"qk_norm": True}, "family='llama' cannot express qk_norm=True"),
-        ({"mlp_bias": True, "family": "mistral"}, "cannot express mlp_bias=True"),
-        ({"family": "qwen2"}, "cannot express qkv_bias=False"),
         ({"family": "opt"}, "family='opt' cannot express .*positions=Rope.*, norm='rms'"),
-        ({"family": "gemma"}, "family='gemma' is not supported: it must be one of llama"),
     ],
 )
 def test_a_config_that_its_family_cannot_express_is_an_error(change, message):
@@ -340,10 +251,3 @@ def test_a_config_that_its_family_cannot_express_is_an_error(change, message):
 def test_a_drafter_that_reads_hidden_states_is_named(raw, kind):
     with pytest.raises(ValueError, match=f"a drafter of kind {kind}, .*draft with a small model"):
         read_config(raw)
-
-
-@pytest.mark.parametrize("family", ["gemma", "mixtral"])
-def test_an_unknown_family_is_an_error_with_all_families(family):
-    message = f"model_type='{family}' is not supported: it must be one of llama, .*describes how"
-    with pytest.raises(ValueError, match=message):
-        read_config({**LLAMA, "model_type": family})

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import models
-from models.layers import LayerNorm, RMSNorm
 from models.linear import Projection, mean
 from pallas_kernels.cpu import build
 from sharding import axes
@@ -91,30 +90,6 @@ def test_every_parameter_names_its_logical_axes(module):
         assert len(set(named)) == len(named), f"{path}: one mesh axis cannot split two axes"
 
 
-def test_init_makes_every_parameter_that_any_method_reads(module, logits_of):
-    made = models.init_params(module)
-    assert jax.tree.structure(made) == jax.tree.structure(
-        jax.tree.map(lambda box: 0, models.abstract_params(module), is_leaf=_is_box)
-    )
-    tokens, _ = tokens_and_positions()
-    assert logits_of(module, made, tokens).shape == (2, 5, 19)
-
-
-def _is_box(x):
-    return hasattr(x, "names")
-
-
-def test_the_call_is_embed_and_then_every_block(module, attend_causally, random_params):
-    params = random_params(module)
-    tokens, positions = tokens_and_positions()
-    hidden, kept = module.apply(params, tokens, positions, attend_causally)
-    x = module.apply(params, tokens, positions, method="embed")
-    for layer in range(3):
-        x, _ = module.apply(params, x, positions, attend_causally, layer, method="block")
-    np.testing.assert_array_equal(x, hidden)
-    assert kept == (0, 1, 2)  # what `attend_causally` keeps is the layer's number
-
-
 def test_a_layer_runs_alone_on_its_slice_of_the_parameters(module, attend_causally, random_params):
     params = random_params(module)
     _, positions = tokens_and_positions()
@@ -144,48 +119,6 @@ def test_layers_scan_over_stacked_parameters(module, attend_causally, random_par
     np.testing.assert_allclose(x, hidden, rtol=0, atol=1e-6 * np.abs(hidden).max())
 
 
-def test_attend_gets_the_shapes_of_the_contract(module, random_params):
-    c, seen = module.config, []
-
-    def attend(layer, q, k, v):
-        seen.append((layer, q.shape, k.shape, v.shape))
-        return q, None
-
-    tokens, positions = tokens_and_positions()
-    module.apply(random_params(module), tokens, positions, attend)
-    q, k = (2, 5, c.num_heads, c.kv_head_dim), (2, 5, c.num_kv_heads, c.kv_head_dim)
-    assert seen == [(layer, q, k, k) for layer in range(3)]
-
-
-def test_logits_are_float32_even_of_a_bfloat16_model(module, random_params):
-    narrow = models.build(module.config, "bfloat16")
-    params = random_params(narrow)
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} - {"int32"} == {"bfloat16"}
-    hidden = jnp.ones((2, 8), jnp.bfloat16)
-    assert narrow.apply(params, hidden, method="unembed").dtype == jnp.float32
-
-
-def test_opt_positions_beyond_the_table_stay_finite(random_params):
-    """Nodes beyond the last position are never emitted, but must be finite for other nodes."""
-    module = models.build(OPT)
-    params, token = random_params(module), np.zeros((1, 1), np.int32)
-    at = [module.apply(params, token, token + i, method="embed") for i in (15, 16, 1000)]
-    np.testing.assert_array_equal(at[0], at[1])
-    np.testing.assert_array_equal(at[0], at[2])
-
-
-def test_norms_are_those_of_the_formula():
-    x = np.random.default_rng(0).normal(3.0, 2.0, (4, 8)).astype(np.float32)
-    rms = RMSNorm(8, 1e-5, jnp.float32)
-    got = rms.apply({"params": {"scale": np.full(8, 2.0, np.float32)}}, x)
-    np.testing.assert_allclose(got, 2 * x / np.sqrt((x * x).mean(-1, keepdims=True)), rtol=1e-5)
-    layer = LayerNorm(8, 1e-5, jnp.float32)
-    ones = np.ones(8, np.float32)
-    got = layer.apply({"params": {"scale": 2 * ones, "bias": 3 * ones}}, x)
-    expected = 2 * (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True) + 3
-    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -211,33 +144,6 @@ def test_norms_are_those_of_the_formula():
 def test_llama_sizes_that_do_not_fit_are_errors(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(LLAMA, **change)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"norm": "batch"}, "norm='batch' is not supported: use rms or layer or"),
-        ({"activation": "tanh"}, "activation='tanh' is not supported: use silu or relu or gelu"),
-        ({"norm_before": False}, "final_norm=True requires norm_before=True"),
-    ],
-)
-def test_opt_sizes_that_do_not_fit_are_errors(change, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(OPT, **change)
-
-
-def test_a_family_divides_its_width_by_its_heads():
-    sizes = {"hidden_size": 8, "num_layers": 1, "num_heads": 3}
-    with pytest.raises(ValueError, match="hidden_size=8 is not a multiple of num_heads=3"):
-        models.family_config("opt", **sizes)
-    with pytest.raises(ValueError, match="family='gemma' is not supported: use one of llama"):
-        models.family_config("gemma", **sizes)
-
-
-@pytest.mark.parametrize("config", [None, {"vocab_size": 3}])
-def test_only_a_config_can_be_built(config):
-    with pytest.raises(TypeError, match="is not a model config"):
-        models.build(config)
 
 
 def test_one_token_in_bfloat16_has_the_logits_of_a_token_in_a_batch(module, attend_causally):

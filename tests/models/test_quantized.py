@@ -1,7 +1,6 @@
 """Quantized matrices: bounds of the error, products, shapes, and what is refused."""
 
 import dataclasses
-import math
 
 import flax.linen as nn
 import jax
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import magicjax
 import models
 from models import WeightFormat, quantized
 from sharding import EMBED, HEAD_DIM, HEADS, MLP
@@ -30,39 +28,10 @@ def logits(module, params):
     return np.asarray(module.apply(params, hidden, method="unembed"))
 
 
-@pytest.mark.parametrize(
-    "text", [*FORMATS, "int4", "int8:128", "int4:32+zeros", "int8+zeros", "float8", "float8:64"]
-)
-def test_a_format_is_written_as_it_is_read(text):
-    assert str(WeightFormat.parse(text)) == text
-
-
-def test_defaults_of_formats():
-    assert WeightFormat.parse("int8") == WeightFormat(8, None)
-    assert WeightFormat.parse("int4") == WeightFormat.parse("int4:128") == WeightFormat(4, 128)
-    assert str(WeightFormat(4, 32, zeros=True)) == "int4:32+zeros"
-
-
-@pytest.mark.parametrize("text", ["int3", "int4:0", "int4:", "int8:-1", "fp8", "int16"])
-def test_unknown_formats_are_refused(text):
-    with pytest.raises(ValueError, match=f"weights='{text}' is unknown: use 'int8', 'int4'"):
-        WeightFormat.parse(text)
-
-
 @pytest.mark.parametrize("value", [8, True, False, b"int8"])
 def test_other_values_than_texts_are_refused(value):
     with pytest.raises(ValueError, match=f"weights={value} is unknown: use 'int8', 'int4'"):
         models.parse_weights(value)
-
-
-def test_nothing_is_rounded_to_formats_of_checkpoints():
-    for text in ("float8", "float8:64", "int4:32+zeros"):
-        with pytest.raises(ValueError, match="only checkpoints have float8 values and zero"):
-            models.quantize(np.ones((64, 8)), WeightFormat.parse(text), 1)
-        with pytest.raises(ValueError, match="only checkpoints have float8 values and zero"):
-            magicjax.loading.skeleton("opt-125m", weights=text)
-        with pytest.raises(ValueError, match="only checkpoints have float8 values and zero"):
-            magicjax.SelfSpeculation("full", weights=text)
 
 
 def test_groups_that_do_not_divide_a_matrix_are_refused():
@@ -150,31 +119,6 @@ def test_logits_are_those_of_the_dequantized_model(text):
     assert np.abs(found - logits(whole.module, whole.params)).max() > 1e-3
 
 
-def test_zero_points_are_subtracted():
-    rng = np.random.default_rng(0)
-    form = WeightFormat(4, 8, zeros=True)
-    module = models.build(tiny.config(num_layers=1), weights=form)
-    params = models.init_params(module)
-
-    def change(path, x):
-        return jnp.asarray(rng.normal(0, 1, x.shape), x.dtype) if path[-1].key == "zero" else x
-
-    shifted = jax.tree_util.tree_map_with_path(change, params)
-    plain = models.build(module.config)
-    expected = logits(plain, models.dequantize_params(shifted, jnp.float32))
-    np.testing.assert_allclose(logits(module, shifted), expected, rtol=2e-5, atol=2e-5)
-    assert np.abs(logits(module, params) - expected).max() > 1e-3
-
-
-@pytest.mark.parametrize("text", quick(FORMATS, "int4:8"))
-def test_random_quantized_weights_have_the_deviation_of_others(text):
-    config = tiny.config(hidden_size=64, intermediate_size=96, num_layers=1)
-    module = models.build(config, weights=WeightFormat.parse(text))
-    params = models.dequantize_params(models.init_params(module), jnp.float32)
-    up = np.asarray(params["params"]["layers_0"]["mlp"]["up"]["weight"])
-    assert up.std() * math.sqrt(64) == pytest.approx(1, abs=0.1)
-
-
 def test_a_mesh_divides_groups_with_the_inputs():
     for text, divided in (("int4:8", True), ("int8", False)):
         block = models.block_params(models.build(tiny.config(), weights=WeightFormat.parse(text)))
@@ -184,12 +128,6 @@ def test_a_mesh_divides_groups_with_the_inputs():
         assert q["scale"].names == (EMBED if divided else None, HEADS, HEAD_DIM)
         assert q["scale"].value.dtype == jnp.float32
         assert q["weight"].value.shape == (4, 8, 32)
-
-
-def test_a_device_packs_two_int4_into_a_byte():
-    """Memory is counted so."""
-    program = jax.jit(lambda x: x[:2]).lower(jax.ShapeDtypeStruct((64, 64), jnp.int4)).compile()
-    assert program.memory_analysis().argument_size_in_bytes == 64 * 64 // 2
 
 
 @pytest.mark.parametrize("text", quick(FORMATS, "int4:8"))

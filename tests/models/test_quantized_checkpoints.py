@@ -1,6 +1,5 @@
 """Quantized checkpoints: every layout is read as the matrices of its definition."""
 
-import dataclasses
 import json
 import pathlib
 
@@ -12,7 +11,6 @@ import safetensors.numpy
 
 import magicjax
 import models
-from magicjax.parallel import offloading
 from models import huggingface
 from models import quantized_checkpoints as checkpoints
 from models.gguf import blocks, files
@@ -29,7 +27,7 @@ GOLDEN = pathlib.Path(__file__).parent / "golden_quantized"
 @pytest.mark.parametrize("name", layouts.LAYOUTS)
 def test_a_reader_returns_the_matrix_of_the_definition(name):
     settings, quantize = layouts.LAYOUTS[name]
-    layout = checkpoints.read_layout(settings)
+    layout = checkpoints.read_quantization_config(settings)
     draw = np.random.default_rng(0)
     for _ in range(20):
         inputs, outputs = (8 * int(n) for n in draw.integers(1, 8, 2))
@@ -38,14 +36,6 @@ def test_a_reader_returns_the_matrix_of_the_definition(name):
         np.testing.assert_array_equal(matrix.dequantized(), expected)
         if matrix.values.dtype == np.int8:
             assert np.abs(matrix.values.astype(int) + 0.5).max() <= 2 ** (matrix.bits - 1)
-
-
-@pytest.mark.parametrize("name", ["packed", "packed, zeros", "packed, 8 bits"])
-def test_sizes_need_not_fill_a_word(name):
-    settings, quantize = layouts.LAYOUTS[name]
-    parts, expected = quantize(np.random.default_rng(0), 24, 13)
-    matrix = checkpoints.read_matrix(checkpoints.read_layout(settings), parts, (13, 24))
-    np.testing.assert_array_equal(matrix.dequantized(), expected)
 
 
 def gguf_bytes(kind, draw, rows, columns):
@@ -65,7 +55,7 @@ def gguf_bytes(kind, draw, rows, columns):
 @pytest.mark.parametrize("kind", blocks.KINDS, ids=lambda kind: kind.name)
 def test_blocks_of_a_gguf_file_are_its_weights(kind):
     draw = np.random.default_rng(0)
-    layout = checkpoints.Layout("gguf")
+    layout = checkpoints.QuantizationConfig("gguf")
     for _ in range(5):
         rows, columns = int(draw.integers(1, 20)), 256 * int(draw.integers(1, 4))
         stored = gguf_bytes(kind, draw, rows, columns)
@@ -192,26 +182,6 @@ def matrices_read(monkeypatch):
     return shapes
 
 
-def test_host_memory_is_checked_before_blocks_are_read(tmp_path, monkeypatch):
-    folder, _ = write_pair(tmp_path, "awq")
-    read = matrices_read(monkeypatch)
-    monkeypatch.setattr(offloading, "free_host_memory", lambda: 1000)
-    with pytest.raises(ValueError, match="offload needs .* GB of host memory"):
-        magicjax.load(folder, "float32", offload=True)
-    assert not read
-
-
-def test_blocks_are_read_one_by_one(tmp_path, monkeypatch):
-    folder, _ = write_pair(tmp_path, "awq")
-    whole, read = models.load_checkpoint(folder), matrices_read(monkeypatch)
-    lazy = models.load_checkpoint(folder, lazy_blocks=True)
-    assert not read and not any(name.startswith("layers") for name in lazy.params["params"])
-    block = lazy.read_block(1)
-    assert len(read) == 7
-    expected = whole.params["params"]["layers_1"]
-    assert jax.tree.all(jax.tree.map(np.array_equal, block, expected))
-
-
 def test_fused_matrices_of_a_checkpoint(tmp_path, monkeypatch):
     """Phi-3 stores q, k and v as one matrix, and gate and up as another."""
     golden = GOLDEN.parent / "golden" / "phi3"
@@ -260,14 +230,7 @@ REFUSED = {
 def test_layouts_that_are_not_supported_are_refused_by_name(name):
     settings, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        checkpoints.read_layout(settings)
-
-
-def test_orders_of_activations_are_refused():
-    parts, _ = layouts.gptq(np.random.default_rng(0), 32, 16)
-    parts["g_idx"] = parts["g_idx"][::-1]
-    with pytest.raises(ValueError, match="g_idx orders its inputs by activation .act-order."):
-        checkpoints.read_matrix(checkpoints.Layout("gptq", 1), parts, (16, 32))
+        checkpoints.read_quantization_config(settings)
 
 
 def test_damaged_matrices_are_refused(tmp_path):
@@ -307,15 +270,6 @@ def test_parts_of_another_dtype_are_refused(name, part, dtype, message, tmp_path
         models.load_checkpoint(folder)
 
 
-def test_scales_of_activations_are_unexpected(tmp_path):
-    folder, _ = write_pair(tmp_path, "awq")
-    file, name = folder / "model.safetensors", "model.layers.0.mlp.act.scales"
-    tensors = safetensors.numpy.load_file(file)
-    safetensors.numpy.save_file(tensors | {name: np.ones(48, np.float16)}, file)
-    with pytest.raises(ValueError, match=rf"\(1 problems\):\n  unexpected {name}$"):
-        models.load_checkpoint(folder)
-
-
 @pytest.mark.parametrize("name", ["awq", "gptq"])
 def test_groups_are_those_of_the_config(name, tmp_path):
     folder, _ = write_pair(tmp_path, name)
@@ -330,50 +284,6 @@ def test_groups_are_those_of_the_config(name, tmp_path):
     assert str(models.weight_format(folder)) == "int4:8+zeros"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"sparsity_config": {"format": "dense", "global_sparsity": 0.1}},
-        {"config_groups": None},
-        {"kv_cache_scheme": None},
-    ],
-)
-def test_settings_without_effect_are_ignored(change):
-    settings = layouts.LAYOUTS["int8"][0] | change
-    assert checkpoints.read_layout(settings) == checkpoints.Layout("compressed-tensors")
-
-
-def test_quantization_of_activations_is_ignored(tmp_path):
-    folder, _ = write_pair(tmp_path, "int8")
-    file, module = folder / "model.safetensors", "model.layers.0.self_attn.q_proj"
-    tensors = safetensors.numpy.load_file(file)
-    added = {"input_scale": np.ones(1, np.float32), "input_zero_point": np.zeros(1, np.int8)}
-    named = {f"{module}.{name}": value for name, value in added.items()}
-    safetensors.numpy.save_file(tensors | named, file)
-    assert str(models.load_checkpoint(folder).module.weights) == "int8"
-
-
-def test_a_config_without_the_layout_is_an_error(tmp_path):
-    folder, _ = write_pair(tmp_path, "awq")
-    edit(folder, lambda raw: raw.pop("quantization_config"))
-    with pytest.raises(
-        ValueError, match="is quantized, and config.json has no quantization_config"
-    ):
-        models.load_checkpoint(folder)
-
-
-def test_empty_biases_of_autogptq_are_dropped(tmp_path):
-    folder, plain = write_pair(tmp_path, "gptq")
-    file = folder / "model.safetensors"
-    tensors = safetensors.numpy.load_file(file)
-    name = "model.layers.0.self_attn.o_proj.bias"
-    safetensors.numpy.save_file(tensors | {name: np.zeros(32, np.float16)}, file)
-    assert models.load_checkpoint(folder).module.weights is not None
-    safetensors.numpy.save_file(tensors | {name: np.ones(32, np.float16)}, file)
-    with pytest.raises(ValueError, match=f"unexpected {name}"):
-        models.load_checkpoint(folder)
-
-
 # Saving
 
 
@@ -384,32 +294,6 @@ def test_a_round_trip_is_exact_to_the_bit(name, tmp_path):
     second = models.load_checkpoint(tmp_path / "x")
     assert second.module == first.module
     assert jax.tree.all(jax.tree.map(np.array_equal, first.params, second.params))
-
-
-def test_minima_of_a_gguf_file_cannot_be_saved(tmp_path, monkeypatch):
-    checkpoint = models.load_checkpoint(converted(tmp_path, monkeypatch, ("Q4_1",))[0])
-    with pytest.raises(ValueError, match=r"q_proj.weight cannot be written: its zero points are"):
-        models.save_checkpoint(tmp_path / "x", checkpoint.module, checkpoint.params)
-    assert not (tmp_path / "x").exists()
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_output_matrix_is_written_as_not_quantized(tied, tmp_path):
-    """Transformers has the module `lm_head` even if embeddings are tied."""
-    config = dataclasses.replace(CONFIG, tie_embeddings=tied)
-    module = models.build(config, weights=models.WeightFormat(8, None))
-    models.save_checkpoint(tmp_path / "x", module, models.init_params(module))
-    raw = json.loads((tmp_path / "x" / "config.json").read_text())
-    assert raw["quantization_config"]["ignore"] == ["lm_head"]
-
-
-def test_transposed_matrices_cannot_be_saved_quantized(tmp_path):
-    golden = GOLDEN.parent / "golden" / "gpt2"
-    found = models.load_checkpoint(golden, weights=models.WeightFormat(8, None))
-    message = "quantized matrices of family='gpt2' cannot be written: .* weights='none' to save it"
-    with pytest.raises(ValueError, match=message):
-        models.save_checkpoint(tmp_path / "x", found.module, found.params)
-    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("folder", sorted(GOLDEN.iterdir()), ids=lambda path: path.name)

@@ -2,7 +2,6 @@
 
 import importlib.util
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -59,36 +58,3 @@ def test_a_baseline_with_a_wrong_mask_is_reported(name):
     )
     reason = baselines.skip_reason(name, layers, mask, LIVE, jnp.full_like(expected, jnp.nan))
     assert reason.startswith("wrong: relative error nan")
-
-
-def test_a_wrong_mask_exceeds_the_tolerance_beside_a_long_prefix():
-    """With normal inputs it does not: a wrong mask looks like rounding."""
-    shape = Shape(1, 5, 5, 1, 1, 64, 32768)
-    normal = device_inputs(shape, jnp.float32)
-    for inputs, seen in ((emphasize_new_tokens(normal), True), (normal, False)):
-        lengths = jnp.full(1, shape.slots, jnp.int32)
-        masks = tree_mask(5), np.tri(5, dtype=bool)
-        a, b = (tree_attention(**inputs, lengths=lengths, mask=jnp.asarray(m)) for m in masks)
-        error = float(jnp.linalg.norm(a - b) / jnp.linalg.norm(a))
-        assert (error > 2 * baselines.TOLERANCE["bfloat16"]) == seen, error
-
-
-def test_an_error_of_another_library_is_reported(monkeypatch):
-    layers, mask, expected = call()
-
-    def fail(*arguments, **options):
-        raise RuntimeError("No supported engine\nand a long trace")
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", fail)
-    reason = baselines.skip_reason("jax.nn xla", layers, mask, LIVE, expected)
-    assert reason == "failed: RuntimeError: No supported engine"
-
-
-@pytest.mark.parametrize("name", baselines.BASELINES)
-def test_an_unavailable_baseline_is_reported(name, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda library: None)
-    layers, mask, expected = call()
-    reason = baselines.skip_reason(name, layers, mask, LIVE, expected)
-    reasons = {"torch": "torch is not installed", "tokamax": "tokamax is not installed"}
-    reasons["jax.nn"] = "needs an NVIDIA GPU with cuDNN" if "cudnn" in name else None
-    assert reason == reasons[name.split()[0]]

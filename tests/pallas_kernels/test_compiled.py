@@ -93,17 +93,6 @@ def test_a_loop_that_commits_to_the_cache_keeps_it_in_place(nodes):
     assert program.memory_analysis().temp_size_in_bytes < inputs["k_prefix"].nbytes
 
 
-@pytest.mark.parametrize("nodes", [1, 5, 64])
-def test_slots_far_beyond_the_live_ones_are_not_read(nodes):
-    """A NaN value reaches the result even with weight 0, so a finite result did not read it."""
-    program, inputs = program_of(nodes, "float32")
-    values = inputs["v_prefix"].at[:, :, BLOCK:].set(jnp.nan)
-    inputs = inputs | {"v_prefix": values, "lengths": jnp.asarray([3, BLOCK], jnp.int32)}
-    assert np.isfinite(program(inputs)[0]).all()
-    inputs["lengths"] += 1
-    assert np.isnan(program(inputs)[0]).any()
-
-
 @functools.cache
 def mass_program(backend: str, nodes: int, dtype: str, has_lse: bool):
     """Returns a compiled program of `prefix_mass` for T nodes, with an lse or without."""

@@ -14,7 +14,7 @@ import pytest
 from jax import export, lax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels import Quantized, choose_backend, dequantize, quantize, tree_attention
+from pallas_kernels import choose_backend, quantize, tree_attention
 from pallas_kernels.benchmarks.shapes import HOPPER_SHAPES, Shape
 from pallas_kernels.benchmarks.validate import LSE_TOLERANCE, TOLERANCE
 from pallas_kernels.lse_merge import MASKED
@@ -70,19 +70,6 @@ HOPPER_GRID = tuple(
 @pytest.mark.parametrize("shape", quick(HOPPER_SHAPES, *SHAPES), ids=str)
 def test_equals_the_reference(shape):
     check(inputs_of(shape))
-
-
-@interpreted
-@pytest.mark.parametrize("kind", quick(MASKS[:2], "expansion"))
-def test_a_mask_may_be_shared_by_rows(kind):
-    inputs = inputs_of(HOPPER_SHAPES[1], kind)
-    check(inputs | {"mask": inputs["mask"][0]})
-
-
-@pytest.mark.slow
-@interpreted
-def test_float16_has_a_smaller_tolerance():
-    check(inputs_of(HOPPER_SHAPES[1], dtype="float16"))
 
 
 @interpreted
@@ -159,18 +146,6 @@ def test_8_bits_equal_the_reference_on_every_shape(shape):
     check(quantized(inputs_of(shape)))
 
 
-@pytest.mark.slow
-@interpreted
-@pytest.mark.parametrize(
-    "name", ["key groups and splits", pytest.param("two tiles and splits", marks=pytest.mark.slow)]
-)
-def test_every_config_gives_the_same_result_with_8_bits(name, monkeypatch):
-    monkeypatch.setattr(mosaic, "choose_config", lambda *sizes: CONFIGS[name])
-    inputs = inputs_of(Shape(6, 17, 17, 1, 5, 64, 420))
-    lengths = jnp.asarray([0, 63, 64, 65, 400, 420], jnp.int32)
-    check(quantized(inputs) | {"lengths": lengths})
-
-
 @interpreted
 def test_swapped_scales_are_detected(monkeypatch):
     flash = hopper.flash
@@ -183,42 +158,6 @@ def test_swapped_scales_are_detected(monkeypatch):
     monkeypatch.setattr(hopper, "flash", swapped)
     with pytest.raises(AssertionError):
         check(inputs)
-
-
-@pytest.mark.slow
-@interpreted
-def test_dead_slots_of_8_bits_do_not_matter():
-    inputs = quantized(inputs_of(HOPPER_SHAPES[1]))
-    dead = (jnp.arange(inputs["k_prefix"].shape[2]) >= inputs["lengths"][:, None])[:, None]
-    poisoned = inputs | {
-        name: Quantized(
-            jnp.where(dead[..., None], jnp.int8(-128), inputs[name].values),
-            jnp.where(dead, jnp.float32(1e30), inputs[name].scales),
-            8,
-        )
-        for name in ("k_prefix", "v_prefix")
-    }
-    pairs = (compiled("mosaic_interpreted")(x) for x in (inputs, poisoned))
-    for clean, dirty in zip(*pairs, strict=True):
-        np.testing.assert_array_equal(clean, dirty)
-
-
-@interpreted
-@pytest.mark.parametrize(
-    ("index", "dtype", "bits"),
-    [
-        (1, "bfloat16", 4),
-        pytest.param(1, "float16", 8, marks=pytest.mark.slow),
-        pytest.param(4, "bfloat16", 8, marks=pytest.mark.slow),
-    ],
-)
-def test_unsupported_quantized_caches_are_dequantized_first(index, dtype, bits):
-    inputs = inputs_of(HOPPER_SHAPES[index], dtype=dtype)
-    integers = quantized(inputs, bits)
-    plain = {name: dequantize(integers[name], dtype) for name in ("k_prefix", "v_prefix")}
-    pairs = (compiled("mosaic_interpreted")(x) for x in (integers, inputs | plain))
-    for out, expected in zip(*pairs, strict=True):
-        np.testing.assert_array_equal(out, expected)
 
 
 RACING = {
@@ -353,11 +292,6 @@ def test_every_chosen_config_fits_the_device():
         assert config.splits == 1 or slots // config.splits >= config.block
 
 
-def test_prefill_is_not_split():
-    """A split writes float32 results of all rows: 134 MB at batch 16, 8 heads, 512 x 4 rows."""
-    assert hopper_config.choose_config(128, 2048, 32768, 128, 132).splits == 1
-
-
 def test_an_invalid_config_is_refused():
     with pytest.raises(ValueError, match="stages=3 must be a multiple of key_groups=2"):
         Config(stages=3, key_groups=2)
@@ -365,25 +299,11 @@ def test_an_invalid_config_is_refused():
         Config(block=96)
 
 
-@pytest.mark.parametrize(("heads", "slots"), [(8, 131072), (128, 32768), (512, 8192)])
-def test_the_work_is_spread_over_the_device(heads, slots):
-    """At full sizes at most a tenth of the multiprocessors' time is idle."""
-    splits = hopper_config.choose_config(heads, 16, slots, 128, 132).splits
-    waves = -(-heads * splits // 132)
-    assert heads * splits / (132 * waves) > 0.9
-
-
 CPU, HOPPER = (
     types.SimpleNamespace(device_kind="cpu"),
     types.SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0"),
 )
 A100 = types.SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
-
-
-@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 128), ("float16", 64)])
-def test_the_kernel_runs_on_hopper_only_on_request(dtype, head_dim):
-    assert choose_backend("mosaic", jnp.dtype(dtype), head_dim, HOPPER) == "mosaic"
-    assert choose_backend(None, jnp.dtype(dtype), head_dim, HOPPER) == "xla"
 
 
 @pytest.mark.parametrize(
@@ -415,9 +335,3 @@ def test_too_few_threads_are_an_error_instead_of_a_deadlock(monkeypatch):
     monkeypatch.setenv("NPROC", "2")
     with pytest.raises(ValueError, match="needs 8 XLA threads, and there are 2: set NPROC=8"):
         choose_backend("mosaic_interpreted")
-
-
-def test_an_unsupported_call_is_refused_before_compilation():
-    inputs = make_inputs(Shape(1, 1, 1, 1, 1, 64, 8), jnp.float32)
-    with pytest.raises(ValueError, match="backend='mosaic' supports bfloat16 and float16"):
-        tree_attention(**inputs, backend="mosaic")

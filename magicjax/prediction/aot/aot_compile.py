@@ -41,7 +41,7 @@ from pallas_kernels import choose_backend
 from sharding import STAGE, AnyMesh, MeshSize, make_mesh
 
 DEVICES = {
-    path.stem: path for path in (pathlib.Path(__file__).parents[1] / "devices").glob("*.txtpb")
+    path.stem: path for path in (pathlib.Path(__file__).with_name("devices")).glob("*.txtpb")
 }
 PROGRAMS = ("prefill", "init", "decode")
 REGISTERS = re.compile(r"Used (\d+) registers")
@@ -163,7 +163,7 @@ def abstract_request(load: Workload, mesh: AnyMesh) -> Request:
     rows = np.zeros((load.batch, load.context - load.max_new_tokens), np.int32)
     options = RequestOptions(
         drafter=drafter,
-        tree=load.tree,
+        tree=load.tree or None,
         eos_token_id=[],
         backend="xla",  # for this machine; set for the device below
         mesh=mesh,

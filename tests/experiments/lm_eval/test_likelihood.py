@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments.lm_eval import likelihood
-from experiments.lm_eval.likelihood import bucket, log_likelihoods
+from experiments.lm_eval.likelihood import log_likelihoods
 from experiments.runner import teacher
 from tests.magicjax import oracle
 from tests.magicjax import tiny as tinies
@@ -67,15 +66,6 @@ def test_texts_of_a_benchmark_share_a_few_shapes(monkeypatch):
     assert len(shapes) <= 4
 
 
-def test_chunking_does_not_change_the_scores(monkeypatch):
-    model, pair = tinies.model(), ([1, 2, 3], list(range(40)))
-    whole = log_likelihoods(model, [pair], batch=1)[0]
-    monkeypatch.setattr(teacher, "CHUNK", 24)  # of 64 positions: the last chunk is not full
-    teacher._scored.clear_cache()
-    teacher._hidden.clear_cache()
-    assert log_likelihoods(model, [pair], batch=1)[0].log == pytest.approx(whole.log, rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("pairs", "message"),
     [
@@ -86,12 +76,3 @@ def test_chunking_does_not_change_the_scores(monkeypatch):
 def test_invalid_input_is_refused(pairs, message):
     with pytest.raises(ValueError, match=message):
         log_likelihoods(tinies.model(), pairs, batch=1)
-
-
-def test_no_requests_give_no_results():
-    assert log_likelihoods(tinies.model(), [], batch=2) == []
-
-
-@pytest.mark.parametrize(("length", "padded"), [(1, 64), (64, 64), (65, 128), (1000, 1024)])
-def test_lengths_round_up_to_powers_of_two(length, padded):
-    assert bucket(length, likelihood.LEAST) == padded

@@ -12,9 +12,8 @@ from lm_eval.api.instance import Instance
 
 import magicjax
 from experiments.lm_eval import adapter
-from experiments.lm_eval.adapter import MagicJaxLM, parse_options, speculation
+from experiments.lm_eval.adapter import MagicJaxLM, parse_options
 from experiments.runner import teacher
-from magicjax.decoding import program_cache
 
 SPECULATIVE = dict(drafter="self:streaming:64", tree="chain:3")
 TEXT = "def f1(x1):\n    return x1 + 1\n\n\n"
@@ -76,15 +75,6 @@ def test_requests_with_different_options_are_answered_in_order(directory):
         for one in requests
     ]
     assert result == alone and result[3].startswith(result[1])
-
-
-def test_similar_requests_share_their_programs(directory):
-    lm, options = model(directory), {"until": ["\n", ""], "max_gen_toks": 8}
-    short, long = ("def", options), (TEXT * 3, options)
-    lm.generate_until(instances("generate_until", long), disable_tqdm=True)
-    before = program_cache.totals()
-    lm.generate_until(instances("generate_until", short, long, short), disable_tqdm=True)
-    assert program_cache.totals() == before
 
 
 def test_a_prompt_sampled_several_times_gives_several_texts(directory):
@@ -199,13 +189,6 @@ def test_unsupported_options_are_refused(options, message):
 def test_unsupported_arguments_are_refused(directory, arguments, message):
     with pytest.raises(ValueError, match=message):
         model(directory, **arguments)
-
-
-def test_drafters_and_trees_are_written_without_commas():
-    drafter, tree = speculation("prompt-lookup:3", "expansion:2/2/1", None)
-    assert drafter == magicjax.PromptLookup(3) and tree == magicjax.expansion((2, 2, 1))
-    ensemble, tree = speculation("self:streaming:64+prompt-lookup", "chain:2+chain:3", None)
-    assert ensemble.trees == (magicjax.chain(2), magicjax.chain(3)) and tree is None
 
 
 def test_the_harness_makes_the_model_from_its_own_arguments(directory):

@@ -52,31 +52,6 @@ def test_a_notebook_runs_in_a_fresh_clone_and_uses_its_code(name, clone):
     assert not [o for cell in ran.cells for o in cell.get("outputs", ()) if o.get("ename")]
 
 
-def test_all_notebooks_exist():
-    assert set(NAMES) == {
-        "quick_start",
-        "tree_step_by_step",
-        "your_own_policy",
-        "batch_context_ablation",
-        "plan_and_fit",
-    }
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_stored_notebook_has_outputs_and_no_path_of_one_machine(name):
-    (path,) = running.find([name])
-    assert running.problems(running.read(path)) == []
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_opens_in_colab_and_has_the_common_first_cell(name):
-    (path,) = running.find([name])
-    cells = running.read(path).cells
-    folder = "colab.research.google.com/github/magicjax/magicjax/blob/main/experiments/notebooks"
-    assert f"{folder}/{path.name}" in cells[0].source.splitlines()[0]
-    assert cells[1].source == first_cell()
-
-
 def first_cell() -> str:
     return running.read(running.find([NAMES[0]])[0]).cells[1].source
 
@@ -152,22 +127,6 @@ def test_a_notebook_that_fails_is_reported_and_not_changed(folder, capsys):
     assert running.read(path.with_name("good.ipynb")).cells[0].outputs  # others are stored
 
 
-def test_an_unknown_notebook_is_an_error_that_lists_the_known_ones(capsys):
-    assert command.main(["quick_stat"]) == 2
-    assert "no notebook 'quick_stat': choose from" in capsys.readouterr().err
-
-
-def test_a_file_that_is_not_a_notebook_is_refused(tmp_path):
-    path = tmp_path / "wrong.ipynb"
-    older = '{"worksheets": [], "metadata": {}, "nbformat": 3, "nbformat_minor": 0}'
-    odd = '{"cells": [{"cell_type": "x", "id": "a"}], "metadata": {}, "nbformat": 4, '
-    odd += '"nbformat_minor": 5}'
-    for text in ("{", "[]", older, odd):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=r"wrong\.ipynb is not a valid notebook"):
-            running.read(path)
-
-
 # What is stored
 
 
@@ -209,11 +168,6 @@ def test_paths_of_a_machine_and_warnings_are_problems(name, text, message):
 
 
 # Pictures
-
-
-def test_the_layout_of_a_tree_puts_parents_in_the_middle_of_their_children():
-    x, y = pictures.tree_layout([-1, 0, 0, 1])
-    assert x.tolist() == [0, 1, 1, 2] and y.tolist() == [-0.5, 0, -1, 0]
 
 
 def test_a_tree_shows_every_token_the_accepted_path_and_the_bonus_token():

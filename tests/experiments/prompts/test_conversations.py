@@ -11,7 +11,7 @@ import pytest
 from experiments import prompts
 from experiments.prompts import conversation, corpus
 from experiments.prompts.prompt import encode
-from experiments.prompts.tasks import docs, layouts, longbench, ruler
+from experiments.prompts.tasks import docs, record_formats
 from tests.experiments import prompt_cases
 
 CATEGORIES = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem"} | {
@@ -117,16 +117,6 @@ def test_messages_in_their_frame_are_the_tokens_of_the_chat_template(texts, chat
     assert tokens == expected
 
 
-def test_without_template_there_are_questions_and_answers(embedded):
-    parts = conversation.around_messages(embedded, None, 3)
-    assert [embedded.decode(part) for part in parts] == [
-        "Question:\n",
-        "\n\nAnswer:\n",
-        "\n\nQuestion:\n",
-        "\n\nAnswer:\n",
-    ]
-
-
 def test_a_template_that_drops_messages_is_refused():
     tokenizer = prompt_cases.chatty()
     tokenizer.chat_template = "{{ messages[-1].content }}"
@@ -178,17 +168,6 @@ def test_a_context_without_room_beside_the_template_is_refused(chatty, tmp_path)
             prompts.make(kind, chatty, "", 2, least - 1)
 
 
-@pytest.mark.parametrize("task", ["hotpotqa", "trec"])
-def test_longbench_uses_the_template_except_for_texts_to_continue(task, chatty, tmp_path):
-    record = {"context": BOOK, "input": "Who?", "answers": ["I"]}
-    (tmp_path / f"{task}.jsonl").write_text(json.dumps(record))
-    (prompt,) = prompts.make("longbench", chatty, str(tmp_path), 1, 200)
-    text = chatty.decode(prompt.tokens)
-    assert len(prompt.tokens) == 200 and prompt.category == task
-    assert text.startswith("<|im_start|>system" if task == "hotpotqa" else "Line 0 says")
-    assert (task in longbench.CONTINUED) == text.endswith("Answer:")
-
-
 # Documentation
 
 
@@ -205,29 +184,7 @@ def test_the_section_that_a_task_asks_for_is_whole(context, chatty):
         assert text.endswith(docs.TASKS[prompt.category].format(prompt.source))
 
 
-def test_hardly_a_line_of_the_documentation_repeats(embedded):
-    texts = map(embedded.decode, docs.sections(embedded).values())
-    lines = [line for text in texts for line in text.split("\n") if len(line) > 40]
-    assert len(lines) > 2000 and len(set(lines)) > 0.9 * len(lines)
-
-
-def test_contexts_longer_than_the_documentation_repeat_it():
-    tokenizer = prompt_cases.letters()
-    size = sum(map(len, docs.sections(tokenizer).values()))
-    (prompt,) = prompts.make("docs", tokenizer, "", 1, size + 5000)
-    assert len(prompt.tokens) == size + 5000
-
-
 # Questions after earlier turns
-
-
-def test_the_package_has_questions_of_every_category_with_two_answered_turns():
-    records = layouts.read("chat", "")
-    counted = collections.Counter(record.category for record in records)
-    assert counted == dict.fromkeys(CATEGORIES, 3)
-    assert {(len(r.turns), len(r.replies)) for r in records} == {(2, 2)}
-    texts = [text for r in records for text in (*r.turns, *r.replies)]
-    assert len(set(texts)) == len(texts)
 
 
 @pytest.mark.parametrize("context", [600, 1500, 12000])
@@ -235,7 +192,7 @@ def test_a_question_comes_after_a_quotation_and_whole_earlier_turns(context, cha
     made = prompts.make("chat", chatty, "", 16, context)
     assert {prompt.tokens.shape for prompt in made} == {(context,)}
     assert collections.Counter(p.category for p in made) == dict.fromkeys(CATEGORIES, 2)
-    records = layouts.read("chat", "")
+    records = record_formats.read("chat", "")
     known = {t: reply for r in records for t, reply in zip(r.turns, r.replies, strict=True)}
     follow_up = {r.turns[1]: r.turns[0] for r in records}
     for prompt in made:
@@ -254,24 +211,7 @@ def test_a_question_comes_after_a_quotation_and_whole_earlier_turns(context, cha
             assert len(earlier) in (2 * 2 * 23, 2 * 2 * 23 + 2)
 
 
-def test_a_question_without_answers_is_asked_after_the_turns_of_chat(folder, chatty):
-    made = prompts.make("dataset", chatty, str(folder / "question.jsonl"), 4, 1500)
-    assert [p.category for p in made][:3] == ["writing", "qa", "rag"]
-    known = {turn for record in layouts.read("chat", "") for turn in record.turns}
-    for prompt in made:
-        _, _, _, *earlier, (_, question), _ = messages(chatty, prompt.tokens)
-        assert re.fullmatch(r"Why is \d\?", question)  # the second turn has no earlier answer
-        assert len(earlier) >= 2 and {text for role, text in earlier if role == "user"} <= known
-
-
-def test_the_examples_of_a_benchmark_with_answers_are_its_own(folder, chatty):
-    (prompt,) = prompts.make("dataset", chatty, str(folder / "test.jsonl"), 1, 600)
-    _, _, _, *earlier, (_, question), _ = messages(chatty, prompt.tokens)
-    asked = {text for role, text in earlier if role == "user"} | {question}
-    assert asked == {record["question"] for record in RECORDS["test.jsonl"]}
-
-
-# Published layouts
+# Published formats
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -295,16 +235,9 @@ def test_a_long_text_loses_its_middle_and_the_question_is_whole(folder, chatty):
         _, (_, text), _ = messages(chatty, prompt.tokens)
         number = int(prompt.source.split(":")[1]) - 1
         assert text.startswith(f"Book {number}\nLine 0") and "Line 199" in text
-        assert "Line 100 " not in text and text.endswith(layouts.FORMAT)
+        assert "Line 100 " not in text and text.endswith(record_formats.FORMAT)
         assert f"Which line is number {number}?\n(A) The Ath.\n(B)" in text
         assert prompt.answer == ("ABCD"[number],)
-
-
-def test_files_of_several_layouts_are_one_set_of_all_categories(folder, chatty):
-    made = prompts.make("dataset", chatty, str(folder), 10, 900)
-    tasks = {name.split(".")[0] for name in RECORDS} - {"question", "HumanEval", "test", "data"}
-    others = {"writing", "qa", "rag", "coding", "math", "Code", "Dialogue"}
-    assert {prompt.category for prompt in made} == tasks | others
 
 
 @pytest.mark.parametrize(
@@ -326,26 +259,13 @@ def test_the_score_follows_the_benchmark(name, text, score, folder, chatty):
     assert prompts.score(first, text) == score
 
 
-@pytest.mark.parametrize("name", ["question.jsonl", "HumanEval.jsonl", "longbook_sum_eng.jsonl"])
-def test_answers_that_no_text_match_judges_have_no_score(name, folder, chatty):
-    made = prompts.make("dataset", chatty, str(folder / name), 2, 900)
-    assert {prompt.answer for prompt in made} == {()}
-
-
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"id": 1, "body": "b"}, r"a.jsonl:1: the fields id, body are of no known layout \(Spec-B"),
-        ({"question": "q", "answer": 3}, r"a.jsonl:1: answer=3 must be a string"),
+        ({"id": 1, "body": "b"}, r"a.jsonl:1: the fields id, body are of no known format \(Spec-B"),
         (
             {"question_id": 1, "category": "c", "turns": "t"},
             r"a.jsonl:1: turns='t': Spec-Bench, MT-Bench or SPEED-Bench has <class 'list'> here",
-        ),
-        ({"question_id": 1, "category": "c", "turns": []}, "a.jsonl:1 has no question"),
-        ({"question_id": 1, "category": "c", "turns": [""]}, "a.jsonl:1: '' must be a text"),
-        (
-            {"question_id": "1", "category": "c", "turns": [f"{layouts.PLACEHOLDER} FROM"]},
-            "fetch the texts of SPEED-Bench with its own script",
         ),
         (
             {"context": "c", "input": "i", "answer": ["x"], "options": ["y", "z"]},
@@ -353,25 +273,11 @@ def test_answers_that_no_text_match_judges_have_no_score(name, folder, chatty):
         ),
     ],
 )
-def test_a_record_of_another_layout_is_refused(record, message, tmp_path, chatty):
+def test_a_record_of_another_format_is_refused(record, message, tmp_path, chatty):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(record))
     with pytest.raises(ValueError, match=message):
         prompts.make("dataset", chatty, str(path), 1, 900)
-
-
-def test_a_record_without_a_field_of_the_first_is_refused(tmp_path, chatty):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"question": "q", "answer": "a"}\n{"question": "q"}\n')
-    with pytest.raises(ValueError, match=r"a.jsonl:2: no field 'answer' \(fields: question\)"):
-        prompts.make("dataset", chatty, str(path), 1, 900)
-
-
-@pytest.mark.parametrize("text", ['{"question": "q"}', '["q"]', "[1"])
-def test_a_json_file_that_is_not_a_list_of_objects_is_refused(text, tmp_path, chatty):
-    (tmp_path / "a.json").write_text(text)
-    with pytest.raises(ValueError, match=r"a.json(:1: invalid JSON| is not a JSON list of obj)"):
-        prompts.make("dataset", chatty, str(tmp_path / "a.json"), 1, 900)
 
 
 def test_too_few_questions_are_an_error_that_names_a_context(folder, chatty):
@@ -380,19 +286,3 @@ def test_too_few_questions_are_an_error_that_names_a_context(folder, chatty):
         prompts.make("dataset", chatty, path, 4, 90000)
     with pytest.raises(ValueError, match=r"4 of the 4 questions of .*: use fewer prompts, or give"):
         prompts.make("dataset", chatty, path, 5, 900)
-
-
-def test_changed_questions_are_read_again(tmp_path, chatty):
-    path = tmp_path / "test.jsonl"
-    for word in ("one", "two"):
-        path.write_text(json.dumps({"question": f"What is {word}?", "answer": "#### 1"}))
-        (prompt,) = prompts.make("dataset", chatty, str(path), 1, 300)
-        assert f"What is {word}?" in chatty.decode(prompt.tokens)
-
-
-def test_tasks_name_their_category(chatty):
-    assert {p.category for p in prompts.make("frequent_words", chatty, "", 2, 2048)} == {
-        "frequent_words"
-    }
-    assert set(docs.TASKS) == {p.category for p in prompts.make("docs", chatty, "", 4, 900)}
-    assert sorted(ruler.WITHOUT_PATH) == ["docs", "frequent_words"]

@@ -24,28 +24,6 @@ def test_no_module_is_both_trained_on_and_held_out(modules):
     assert 0.02 < len(held_out) / len(modules) < 0.12
 
 
-def test_the_split_of_a_module_is_independent_of_the_others(modules):
-    _, held_out = corpus.split(modules)
-    _, alone = corpus.split(held_out[:1])
-    assert alone == held_out[:1]
-
-
-def test_the_library_excludes_tests(modules):
-    assert not any({"test", "tests"} & set(m.path.split("/")[:-1]) for m in modules)
-
-
-def test_a_folder_without_source_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no Python source below"):
-        corpus.library(tmp_path)
-
-
-def test_the_hash_covers_paths_and_texts():
-    a = [Module("a.py", "x = 1"), Module("b.py", "")]
-    assert corpus.data_hash(a) == corpus.data_hash(list(a))
-    for changed in ([Module("a.py", "x = 2"), a[1]], [Module("c.py", "x = 1"), a[1]], a[:1]):
-        assert corpus.data_hash(changed) != corpus.data_hash(a)
-
-
 def test_tokenization_is_lossless_and_modules_are_separated(modules):
     few = [*modules[:20], Module("odd.py", "é\t'''\r\n\x00 漢")]
     tokenizer = corpus.train_tokenizer(few, 512)
@@ -54,13 +32,6 @@ def test_tokenization_is_lossless_and_modules_are_separated(modules):
     end = tokenizer.token_to_id(corpus.END)
     parts = np.split(stream, np.flatnonzero(stream == end) + 1)[:-1]
     assert [tokenizer.decode(p[:-1].tolist()) for p in parts] == [m.text for m in few]
-
-
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("?pu.yaml")), ids=lambda p: p.name)
-def test_recipes_are_valid(path):
-    recipe = make_zoo.read_recipe(path)
-    assert recipe.target_schedule.phases[-1].context >= 8192
-    assert recipe.target.num_heads == recipe.target.num_kv_heads  # G = 1
 
 
 def test_an_unknown_key_of_a_recipe_is_an_error(tmp_path):

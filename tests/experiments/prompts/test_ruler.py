@@ -8,7 +8,7 @@ import pytest
 
 from experiments import prompts
 from experiments.prompts import corpus
-from experiments.prompts.tasks import needles, ruler, word_lists
+from experiments.prompts.tasks import needles
 from tests.experiments import prompt_cases
 
 TOKENIZERS = {
@@ -81,35 +81,13 @@ TASKS = pytest.mark.parametrize("task", READERS)
 pytestmark = pytest.mark.usefixtures("short_library")
 
 
-def test_every_task_except_qa_and_docs_has_a_reader():
-    assert {*READERS, "qa", "docs"} == set(ruler.TASKS)
-
-
 @TASKS
-@pytest.mark.parametrize("context", [3200, 4096, 4097, 32768])
+@pytest.mark.parametrize("context", [3200, 8193])
 def test_a_prompt_has_exactly_the_context_and_contains_its_answer(task, context, tokenizer):
     (prompt,) = prompts.make(task, tokenizer, "", 1, context)
     assert (prompt.tokens.shape, prompt.tokens.dtype) == ((context,), np.int32)
     read = READERS[task](lines_of(tokenizer, prompt.tokens))
     assert read == set(prompt.answer) and len(read) == len(prompt.answer)
-
-
-@TASKS
-def test_every_row_contains_a_different_answer(task, tokenizer):
-    rows = prompts.make(task, tokenizer, "", 6, 3200)
-    for prompt in rows:
-        assert READERS[task](lines_of(tokenizer, prompt.tokens)) == set(prompt.answer)
-    assert len({prompt.answer for prompt in rows}) == len(rows)
-
-
-@TASKS
-def test_a_tokenizer_without_white_space_works(task):
-    tokenizer = prompt_cases.letters()
-    for prompt in prompts.make(task, tokenizer, "", 3, 4096):
-        text = tokenizer.decode(prompt.tokens, skip_special_tokens=True).replace(" ", "")
-        assert all(answer in text for answer in prompt.answer)
-        if task in needles.NEEDLES:
-            assert all(re.search(f"[A-Z]{{5}}={answer}", text) for answer in prompt.answer)
 
 
 @TASKS
@@ -145,16 +123,6 @@ def test_needles_are_at_all_depths(tokenizer):
     assert min(depths) < 0.2 and max(depths) > 0.8
 
 
-def test_needles_are_at_all_depths_of_a_text_without_line_breaks(tmp_path, embedded):
-    path = tmp_path / "a.txt"
-    path.write_text(" ".join(f"number {i}" for i in range(3000)))
-    depths = []
-    for prompt in prompts.make("needle", embedded, str(path), 20, 2048):
-        text = embedded.decode(prompt.tokens)
-        depths.append(re.search(r"^[A-Z]{5} = \d{7}$", text, re.M).start() / len(text))
-    assert len({round(depth, 1) for depth in depths}) > 5
-
-
 def test_two_chains_are_interleaved_and_one_is_asked_for(embedded):
     (prompt,) = prompts.make("variable_tracking", embedded, "", 1, 2048)
     lines = lines_of(embedded, prompt.tokens)
@@ -182,36 +150,6 @@ def test_coded_words_follow_a_zipf_distribution_after_the_noise(embedded):
     assert [counts[word] for word in prompt.answer] == pytest.approx(expected, abs=1)
 
 
-def test_the_haystack_repeats_in_a_longer_context(tmp_path, embedded):
-    path = tmp_path / "a.txt"
-    path.write_text("x = 1\ny = 2\n" * 20)
-    (prompt,) = prompts.make("needle", embedded, str(path), 1, 2048)
-    assert len(prompt.tokens) == 2048
-    assert read_needles(lines_of(embedded, prompt.tokens)) == set(prompt.answer)
-
-
-def test_words_of_a_short_haystack_occur_more_often_in_a_long_context(tmp_path, embedded):
-    path = tmp_path / "a.txt"
-    letters = "abcdefgh"
-    path.write_text(" ".join(f"word{a}{b}" for a in letters for b in letters))
-    (prompt,) = prompts.make("common_words", embedded, str(path), 1, 32768)
-    lines = lines_of(embedded, prompt.tokens)
-    counts = collections.Counter(lines[1:-3])
-    factor = counts[prompt.answer[0]] // word_lists.TIMES
-    assert factor > 1
-    assert {counts[word] for word in prompt.answer} == {word_lists.TIMES * factor}
-    others = [count for word, count in counts.items() if word not in prompt.answer]
-    assert max(others) <= word_lists.RARE_TIMES * factor
-    assert read_words(lines) == set(prompt.answer)
-
-
-def test_a_haystack_with_too_few_words_to_count_is_refused(tmp_path, embedded):
-    path = tmp_path / "a.txt"
-    path.write_text("these are only some words, too few for that task " * 20)
-    with pytest.raises(ValueError, match="the haystack has 6 words .* use a longer text"):
-        prompts.make("common_words", embedded, str(path), 1, 2048)
-
-
 def test_the_haystack_is_the_text_of_the_path(tmp_path, embedded):
     path = tmp_path / "a.txt"
     path.write_text("".join(f"Sentence {i} of my own text.\n" for i in range(500)))
@@ -222,14 +160,6 @@ def test_the_haystack_is_the_text_of_the_path(tmp_path, embedded):
     path.write_text("".join(f"Another sentence, {i}.\n" for i in range(500)))
     (prompt,) = prompts.make("needle", embedded, str(path), 1, 1024)
     assert any("Another" in line for line in lines_of(embedded, prompt.tokens))
-
-
-def test_a_haystack_that_contains_every_word_is_refused(tmp_path, embedded, monkeypatch):
-    monkeypatch.setattr(needles, "NAME", 1)
-    path = tmp_path / "a.txt"
-    path.write_text("ABCDEFGHIJKLMNOPQRSTUVWXYZ" * 10)
-    with pytest.raises(ValueError, match="contains nearly every word of 1 letters"):
-        prompts.make("needle", embedded, str(path), 1, 1024)
 
 
 def test_a_tokenizer_that_cannot_encode_the_words_is_refused():

@@ -33,11 +33,6 @@ def test_an_interval_covers_runs_and_requests(tmp_path):
     assert by_run["evidence"] == "3 runs of 1 request: few"
 
 
-def test_one_run_has_no_interval(tmp_path):
-    row = seconds(tmp_path, [([4.0], [2.0])])
-    assert row["low"] is None and row["evidence"] == "1 run of 1 request: no interval"
-
-
 def rows_of(*methods, **columns):
     """Returns rows of one group: (method, speedup, low, high)."""
     common = {"status": "ok", "draft": "self", "batch": 1, "context": 64, "exact_match": 1.0}
@@ -63,12 +58,3 @@ def test_the_best_method_is_exact_and_compared_with_its_interval():
     ]
     (nothing,) = answer.answers(rows_of(("a", None, None, None), status="crash"))
     assert nothing.best is None and not nothing.timed
-
-
-def test_different_speeds_of_the_same_plain_decoding_are_reported():
-    rows = rows_of(("a", 1.5, 1.3, 1.6)) + rows_of(("b", 1.4, 1.2, 1.5), ar_decode_tok_s=151.0)
-    (found,) = answer.answers(rows)
-    assert found.disturbed
-    assert "ran at 100 to 151 tokens/s (batch 1, context 64)" in page._summary([found])[-1]
-    (found,) = answer.answers(rows_of(("a", 1.5, 1.3, 1.6), ("b", 1.4, 1.2, 1.5)))
-    assert not found.disturbed and len(page._summary([found])) == 2

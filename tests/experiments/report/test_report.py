@@ -1,7 +1,6 @@
 """The report of a folder of results: finished cells, and failed ones."""
 
 import itertools
-import json
 import re
 import shutil
 
@@ -9,16 +8,13 @@ import numpy as np
 import pytest
 import yaml
 
-from experiments import launch
 from experiments.report import (
     answer,
     categories,
-    heat_maps,
     labels,
     page,
     ranking,
     results_folder,
-    terminal,
 )
 from experiments.schema import config, grid, store
 from experiments.schema.columns import COLUMNS, TIMES
@@ -122,17 +118,6 @@ def test_a_page_holds_all_cells_figures_and_the_experiment(tmp_path, monkeypatch
     assert "<title>mine: report</title>" in html and "<h1>mine</h1>" in html
 
 
-def test_figures_have_the_same_style_for_a_method(tmp_path):
-    cells = results_folder.read(fill(tmp_path / "mine")).cells
-    rows = answer.with_intervals(cells)
-    styles = labels.styles(rows)
-    for figure in page.make_figures(cells, rows).values():
-        chart = json.dumps(figure.draw(100.0, 1).to_dict())  # checked against Vega-Lite's schema
-        for names, colours in re.findall(r'"domain": (\[[^]]*\]), "range": (\["#[^]]*\])', chart):
-            for name, colour in zip(json.loads(names), json.loads(colours)):
-                assert name not in styles or styles[name][0] == colour
-
-
 @pytest.mark.slow
 def test_all_figures_are_written_in_the_widths_of_a_paper(tmp_path):
     folder = fill(tmp_path / "mine")
@@ -168,17 +153,6 @@ def test_the_ranking_has_its_columns_first_and_values_to_sort_by(tmp_path):
     assert names[0] == "plain" and names[-1] != "plain"  # slower at batch 1, context 64
 
 
-def test_without_times_methods_are_compared_by_tau(tmp_path):
-    folder = fill(tmp_path / "mine", batches=(4,), contexts=(64,), failed={})
-    change(folder, {}, **dict.fromkeys(TIMES))
-    change(folder, {"draft": "small"}, tau=2.5)
-    rows = answer.with_intervals(results_folder.read(folder).cells)
-    (found,) = answer.answers(rows)
-    assert found.best["draft"] == "small" and not found.timed
-    assert 1.5 <= found.best["low"] < found.best["high"] <= 3.0
-    assert found.best["evidence"] == "1 run of 4 requests: few"
-
-
 def test_a_latex_table_is_escaped(tmp_path):
     assert ranking.escaped("a_b 50% + 2") == "a\\_b 50\\% + 2"
     folder = fill(tmp_path / "mine", batches=(4,), contexts=(64,))
@@ -195,13 +169,6 @@ def test_a_latex_table_is_escaped(tmp_path):
     assert all(line.count(" & ") == 5 for line in lines if " & " in line)
     undecided = [row | {"low": 0.9} for row in rows]
     assert "textbf" not in ranking.to_latex(undecided)
-
-
-def test_latex_is_written_beside_the_figures(tmp_path, capsys, no_figures):
-    folder = fill(tmp_path / "mine", batches=(1,), contexts=(64,))
-    assert page.main(folder, latex=True) == 0
-    assert (folder / "figures" / "table.tex").read_text().startswith("% Needs booktabs")
-    assert "figures/table.tex" in capsys.readouterr().out
 
 
 def test_a_method_has_one_style_and_its_family_one_colour():
@@ -223,57 +190,6 @@ def test_a_method_has_one_style_and_its_family_one_colour():
     assert found["plain"][0] == "#000000"
 
 
-def test_cells_without_a_result_differ_from_a_speedup_of_one():
-    rows = [
-        {"method": "a", "batch": 1, "context": 64, "status": "ok", "speedup": 1.0},
-        {"method": "a", "batch": 4, "context": 64, "status": "memory", "speedup": None},
-        {"method": "a", "batch": 1, "context": 96, "status": "ok", "speedup": 2.0},
-    ]
-    chart = heat_maps.speedups(rows).draw(100, 1).to_dict()
-    cells = {(c["batch"], c["context"]): (c["log"], c["text"]) for c in chart["data"]["values"]}
-    assert cells[1, 64] == (0.0, "1.00×") and cells[1, 96] == (1.0, "2.00×")
-    assert cells[4, 64] == (None, "out of\nmemory") and cells[4, 96] == (None, "not run")
-    absent, filled = chart["spec"]["layer"][:2]
-    assert absent["mark"]["fill"] not in filled["encoding"]["color"]["scale"]["range"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"temperature": None, "top_p": None, "seed": None}, "greedy"),
-        ({"temperature": 0.8, "top_p": 0.9, "top_k": None}, "temperature 0.8, top p 0.9"),
-        (
-            {"batch": 1, "context": 2048, "dtype": "bfloat16", "offload": ""},
-            "batch 1, context 2,048, bfloat16",
-        ),
-    ],
-)
-def test_settings_that_are_not_set_are_not_named(settings, text):
-    assert labels.describe(settings) == text
-
-
-def test_labels_name_only_settings_that_are_set_and_differ():
-    pairs = {"temperature": [0.0, 1.0], "top_p": [None, 0.9]}
-    experiment = config.Experiment(zip=[pairs], prompts="chat", methods=[{"drafter": "self"}])
-    cells = launch.Grid(experiment).labels
-    assert [label.removeprefix(cell.label) for cell, label in cells.items()] == [
-        *[", greedy"] * 2,
-        *[", temperature 1.0, top p 0.9, seed 0"] * 2,
-    ]
-
-
-def test_only_settings_other_than_the_defaults_are_shown_first():
-    config = config_of({"batch": 8, "repeats": 3, "methods": [METHODS[0]]})
-    assert page.changed(config) == {
-        "batch": 8,
-        "methods": [METHODS[0] | {"drafter": ["self"], "tree": ["chain:3"]}],
-    }
-
-
-def config_of(settings):
-    return config.Experiment(**settings).model_dump(mode="json")
-
-
 def test_categories_pool_the_rounds_of_their_requests(tmp_path):
     cells = results_folder.read(fill(tmp_path / "mine", contexts=(64,), failed={})).cells
     table = categories.by_category(cells)
@@ -286,12 +202,6 @@ def test_categories_pool_the_rounds_of_their_requests(tmp_path):
     assert len(categories.by_request(cells)) == 3 * (1 + 4)
     single = [cell for cell in cells if cell.row["batch"] == 1]
     assert categories.by_category(single).empty  # one request has one category
-
-
-def test_too_many_requests_are_not_shown(tmp_path, monkeypatch):
-    cells = results_folder.read(fill(tmp_path / "mine", contexts=(64,), failed={})).cells
-    monkeypatch.setattr(categories, "MAX_ROWS", 14)
-    assert categories.by_request(cells).empty
 
 
 @pytest.fixture
@@ -334,17 +244,6 @@ def test_two_folders_are_compared_cell_by_cell(tmp_path, capsys, no_figures):
     assert "comparison" in figures_of(mine) and "same_tokens" in capsys.readouterr().out
 
 
-def test_a_share_above_the_measured_bandwidth_is_explained(tmp_path):
-    rows = results_folder.read(fill(tmp_path / "mine", batches=(1,), contexts=(64,))).rows
-    row = next(row for row in rows if row["draft"] == "none")
-    assert terminal.notes([row])[0].endswith("100% of the measured 1.0 GB/s")
-    above = terminal.notes([row | {"bandwidth_share": 1.25}])[0]
-    assert above.endswith(
-        "125% of the measured 1.0 GB/s (more than the measured bandwidth: the cache of the CPU "
-        "holds part of the data)"
-    )
-
-
 def broken(tmp_path, how):
     folder = fill(tmp_path / "mine", batches=(1,), contexts=(64,))
     if how == "nothing":
@@ -383,20 +282,6 @@ def test_the_config_is_escaped(tmp_path, no_figures):
     assert "<script>alert" not in (folder / "report.html").read_text()
 
 
-def test_columns_of_the_page_are_columns_of_the_summary():
-    assert set(page.COLUMNS) <= set(COLUMNS)
-
-
-def test_a_failed_cell_has_its_status_and_settings(tmp_path):
-    folder = fill(tmp_path / "mine")
-    (row,) = (row for row in results_folder.read(folder).rows if row["status"] != "ok")
-    assert (row["status"], row["method"], row["batch"]) == (
-        "memory",
-        "small:draft-1:full, expansion:2,1",
-        4,
-    )
-
-
 def change(folder, what, **columns):
     """Changes the columns of the cells whose settings have the values in `what`."""
     for cell in results_folder.read(folder).cells:
@@ -417,33 +302,3 @@ def test_cells_without_times_are_not_in_figures_of_speed(tmp_path):
     assert "speedup_map" in made(folder)
     change(folder, {}, **dict.fromkeys(TIMES))
     assert made(folder) == {"tau", "acceptance", "depth", "phases"}
-
-
-def test_curves_of_different_depths_are_averaged_at_each_depth(tmp_path):
-    folder = fill(tmp_path / "mine", failed={})
-    change(folder, {"batch": 4}, acceptance_by_depth=[0.5], acceptance_if_reached=[])
-    curves = page._curves(results_folder.read(folder).cells)["small:draft-1:full, expansion:2,1"]
-    assert curves == ([0.7, 0.6], [pytest.approx(0.6), 0.4])
-    assert "depth" in made(folder)
-    change(
-        folder, {}, acceptance_by_depth=[], acceptance_if_reached=[]
-    )  # auto chose plain decoding
-    assert "depth" not in made(folder)
-
-
-def test_groups_are_told_apart_by_what_varies(tmp_path):
-    folder = fill(tmp_path / "mine", failed={})
-    change(folder, {"batch": 4}, dtype="bfloat16")
-    assert "speedup_map" not in made(folder)  # batch and context are not all
-    rows = answer.with_intervals(results_folder.read(folder).cells)
-    assert labels.group_columns(rows) == ["batch", "context", "dtype"]
-    assert [*answer.answers(rows)[-1].group.values()] == [4, 96, "bfloat16"]
-
-
-def test_a_report_has_the_order_of_the_summary(tmp_path):
-    folder = fill(tmp_path / "mine", failed={})
-    cells = results_folder.read(folder).cells[::-1]
-    store.write_summary(folder, [cell.row for cell in cells[3:]], COLUMNS)
-    again = [cell.key for cell in results_folder.read(folder).cells]
-    assert again[:-3] == [cell.key for cell in cells[3:]]
-    assert {*again[-3:]} == {cell.key for cell in cells[:3]}

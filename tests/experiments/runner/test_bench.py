@@ -10,7 +10,6 @@ import models
 from experiments import prompts
 from experiments.runner import measure, workload
 from experiments.schema import config, grid, method
-from tests.experiments import prompt_cases
 from tests.magicjax import mesh_cases, tiny
 
 TARGET = pathlib.Path("experiments/zoo/target")
@@ -42,16 +41,6 @@ def test_cells_of_a_task_have_its_rows_and_answers(kind, tokenizer, mine):
         assert [task.answer for task in mine.tasks(cell)] == [p.answer for p in made]
 
 
-def test_cells_with_and_without_chat_template_have_their_own_prompts(mine):
-    target = SimpleNamespace(tokenizer=prompt_cases.chatty())
-    mine.model = lambda *which, **options: target
-    made = [cells(prompts="chat", context=600, chat_template=use)[0] for use in (None, True, False)]
-    rows = [mine.prompts(cell).tobytes() for cell in made]
-    assert rows[0] == rows[1] != rows[2]
-    assert [mine.templated(cell) for cell in made] == [True, True, False]
-    assert not mine.templated(cells(prompts="stdlib", context=600)[0])
-
-
 def test_tasks_are_chosen_with_their_prompts(mine, tokenizer, monkeypatch):
     target = SimpleNamespace(tokenizer=tokenizer, eos_token_ids=(7,))
     mine.model = lambda *which, **options: target
@@ -74,22 +63,6 @@ def test_tasks_are_chosen_with_their_prompts(mine, tokenizer, monkeypatch):
         np.testing.assert_array_equal(first, made[1].tokens[None])
         np.testing.assert_array_equal(second, made[2].tokens[None])
     assert mine.choosing_s == 2.0  # once for the group
-
-
-def test_an_answer_ends_at_the_end_token(mine, tokenizer):
-    target = SimpleNamespace(tokenizer=tokenizer, eos_token_ids=(0,))
-    mine.model = lambda *which, **options: target
-    tokens = [*tokenizer.encode("18 apples"), 0, *tokenizer.encode("19 pears")]
-    assert mine.answer(cells(prompts="chat")[0], tokens) == "18 apples"
-
-
-def test_kinds_of_prompts_are_not_shared(mine):
-    text = cells(prompts="stdlib", candidates=1, context=256)[0]
-    task = cells(prompts="needle", context=256)[0]
-    drawn = cells(prompts="random", agreement_tokens=0, context=256)[0]
-    assert not mine.tasks(text) and not mine.tasks(drawn) and len(mine.tasks(task)) == 1
-    rows = [mine.prompts(cell).tobytes() for cell in (text, task, drawn)]
-    assert len(set(rows)) == 3
 
 
 def test_chosen_prompts_are_kept_until_the_text_changes(mine, tmp_path, monkeypatch):

@@ -10,10 +10,9 @@ import time
 import psutil
 import pytest
 
-from experiments.runner import cell_process, worker
+from experiments.runner import cell_process
 from experiments.runner.cell_process import Limits
 from experiments.schema import store
-from magicjax.decoding.memory import OutOfMemoryError
 
 UNLIMITED = Limits()
 
@@ -33,27 +32,6 @@ def run(tmp_path, monkeypatch):
         return store.read_json(folder / store.FAILURE)
 
     return run
-
-
-RESULT = """
-import pathlib, sys
-pathlib.Path(sys.argv[1], "metrics.json").write_text('{"row": {}}')
-"""
-
-
-def test_the_worker_monitors_its_parent_before_jax_is_imported():
-    code = "import sys, experiments.runner.worker; raise SystemExit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_a_process_with_a_result_has_no_failure(run, tmp_path):
-    assert run(RESULT) is None
-    assert (tmp_path / "cell" / store.METRICS).exists()
-
-
-def test_a_process_without_a_result_has_a_failure_with_its_status(run):
-    error = run("raise SystemExit(7)")["error"]
-    assert error == "the process exited with status 7 without a result"
 
 
 @pytest.mark.parametrize("number", [15, 2])
@@ -120,22 +98,6 @@ def _until(condition):
             return
         time.sleep(0.1)
     pytest.fail("timeout")
-
-
-def test_out_of_memory_errors_are_recognized():
-    assert worker.failure_kind(MemoryError("no")) == "memory"
-    assert worker.failure_kind(OutOfMemoryError("no")) == "memory"
-    assert worker.failure_kind(RuntimeError("RESOURCE_EXHAUSTED: Out of memory")) == "memory"
-    assert worker.failure_kind(ValueError("budget")) == "error"
-
-
-def test_compiled_programs_are_shared_by_kind_of_machine_or_as_configured(monkeypatch):
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    folder = cell_process.compilation_cache()["JAX_COMPILATION_CACHE_DIR"]
-    monkeypatch.setattr(cell_process, "_processor", lambda: "another")
-    assert cell_process.compilation_cache()["JAX_COMPILATION_CACHE_DIR"] != folder
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")
-    assert not cell_process.compilation_cache()
 
 
 def test_a_worker_does_not_measure_a_finished_cell_again(tmp_path):

@@ -42,12 +42,3 @@ def test_timed_runs_share_a_prefill(settings, plain, drafted):
     (cells,) = grid.groups(experiment)
     seconds = [estimates.of(cell, on_gpu=False).seconds for cell in cells]
     assert seconds == pytest.approx([START + plain, START + drafted])
-
-
-def test_auto_prefills_in_every_run():
-    methods = [method.Method(drafter="auto")]
-    experiment = config.Experiment(
-        methods=methods, repeats=1, phases=False, candidates=1, new_tokens=8
-    )
-    ((_, cell),) = grid.groups(experiment)
-    assert estimates.of(cell, on_gpu=False).seconds == pytest.approx(START + 4 * (1 + 2))

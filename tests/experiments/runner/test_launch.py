@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from experiments import launch
-from experiments.runner import estimates, launchers, preflight, provenance, tracking, worker
+from experiments.runner import estimates, launchers, preflight, provenance
 from experiments.schema import config, grid, store
 from experiments.schema.columns import TIMES
 from experiments.studies.specinfer import __main__ as specinfer
@@ -115,30 +115,6 @@ def test_without_repeats_every_cell_runs_once_and_nothing_is_timed(start, script
         assert row["tau"] and not any(row[n] for n in TIMES)
 
 
-def test_a_row_has_the_settings_of_the_draft_cache(start, tmp_path):
-    methods = [
-        {"drafter": "self", "policy": "snapkv", "refresh_every": ["", 4], "kv_dtype": ["", "int8"]},
-        {"drafter": "self", "policy": "full"},
-        {
-            "drafter": "small:experiments/zoo/draft-1",
-            "policy": "streaming",
-            "sink_positions": "in_cache",
-            "sinks": 4,
-        },
-    ]
-    start(methods=methods, grid={})
-    names = ("policy", "budget", "refresh_every", "kv_dtype", "sink_positions", "policy_options")
-    assert [tuple(row[name] for name in names) for row in summary(tmp_path)] == [
-        ("", "", "", "", "", ""),
-        ("snapkv", "256", "", "", "", ""),
-        ("snapkv", "256", "4", "", "", ""),
-        ("snapkv", "256", "", "int8", "", ""),
-        ("snapkv", "256", "4", "int8", "", ""),
-        ("full", "", "", "", "", ""),
-        ("streaming", "256", "", "", "in_cache", "sinks=4"),
-    ]
-
-
 def test_finished_cells_are_not_measured_again(start, scripted, tmp_path, capsys):
     start()
     first = summary(tmp_path)
@@ -231,17 +207,6 @@ def test_a_cell_that_fails_is_recorded_and_the_grid_continues(start, scripted, t
     assert not folders(tmp_path, "failure.json")
 
 
-def test_an_error_of_many_cells_is_printed_once_per_group(start, scripted, capsys):
-    def fails(cell):
-        if cell.batch == 2:
-            raise MemoryError("no room")
-
-    start(bench=scripted(fails))
-    output = capsys.readouterr().out
-    assert output.count("no room") == 2  # during the run and at the end
-    assert "batch 2, context 8: plain: memory: MemoryError: no room" in output
-
-
 def test_a_timed_run_that_compiles_is_a_failure(start, scripted, tmp_path):
     bench = scripted()
     honest = bench.run
@@ -317,15 +282,6 @@ def test_two_launchers_do_not_write_to_one_folder(start, capsys):
     assert "is in use by another launcher" in capsys.readouterr().err
 
 
-def test_half_written_files_of_a_killed_process_are_removed(start, tmp_path):
-    folder = tmp_path / "mine" / "cells" / "0123"
-    folder.mkdir(parents=True)
-    store.write_experiment(tmp_path / "mine", {})
-    (folder / ".metrics.json.77.partial").write_text("{")
-    assert start() == 0
-    assert not list((tmp_path / "mine").rglob("*.partial"))
-
-
 def test_the_first_interrupt_lets_running_cells_finish_and_the_second_stops_them():
     stop, messages = launchers.Stop(), []
     with stop.on_signals(messages.append):
@@ -340,38 +296,6 @@ def test_the_first_interrupt_lets_running_cells_finish_and_the_second_stops_them
     ]
 
 
-def test_an_interrupted_run_reports_finished_cells_and_resumes(start, tmp_path):
-    calls = []
-
-    def interrupt(folder):
-        calls.append(folder)
-        if len(calls) == 2:
-            launchers.signal.raise_signal(launchers.signal.SIGINT)
-
-    assert start(before=interrupt) == 130
-    assert len(summary(tmp_path)) == 2
-    assert start() == 0 and len(summary(tmp_path)) == 6
-
-
-def test_a_run_that_is_stopped_in_its_first_cell_says_how_to_resume(start, capsys, monkeypatch):
-    def interrupt(folder):
-        for _ in range(2):
-            launchers.signal.raise_signal(launchers.signal.SIGINT)
-
-    monkeypatch.setattr(worker, "measure_cell", lambda *arguments: None)  # it is killed
-    assert start(before=interrupt) == 130
-    assert "6 of 6 cells are still to do: rerun the command to resume" in capsys.readouterr().out
-
-
-def test_trackers_receive_the_summary_and_no_hidden_files(start, monkeypatch):
-    uploaded = []
-    tracker = tracking.Tracker({})
-    tracker.artifacts = lambda paths: uploaded.extend(path.name for path in paths)
-    monkeypatch.setattr(tracking, "open", lambda *arguments: tracker)
-    assert start(grid={}) == 0
-    assert uploaded == ["experiment.yaml", "summary.csv"]
-
-
 def test_invalid_settings_end_with_status_2_and_a_message(tmp_path, capsys):
     path = tmp_path / "wrong.yaml"
     path.write_text("repeets: 3")
@@ -383,17 +307,8 @@ def test_invalid_settings_end_with_status_2_and_a_message(tmp_path, capsys):
 
 IMPOSSIBLE = {
     "no such target": ("target: ./none", "target: ./none is not a directory"),
-    "no model": ("target: tests", "target: tests/config.json does not exist"),
     "a preset": ("target: opt-125m", "target: 'opt-125m' is a preset, which has no tokenizer"),
     "no such draft": ("methods: [{drafter: small:./none}]", "model: ./none is not a directory"),
-    "no such member": (
-        "methods: [{drafter: small:./none + prompt-lookup}]",
-        "model: ./none is not a directory",
-    ),
-    "branches of prompt lookup": (
-        "methods: [{drafter: prompt-lookup, tree: 'expansion:1,2'}]",
-        "this tree branches below the root",
-    ),
     "texts too long": (
         "grid: {batch: [1, 2], context: [64, 16300]}\nnew_tokens: 128",
         "context 16300: prompt 0 has 16300 tokens; with new_tokens=128 it needs 16428 "
@@ -404,26 +319,10 @@ IMPOSSIBLE = {
         "methods: [{drafter: self, budget: [64, 8], sinks: 4, tree: chain:5}]",
         "self:streaming:8:sinks=4, chain:5: budget=8 is too small: its ring has 4",
     ),
-    "more of the newest tokens than slots": (
-        "methods: [{drafter: self, policy: snapkv, budget: 64, recent: 64}]",
-        "self:snapkv:64:recent=64, chain:4: budget=64 leaves no pinned slots besides a ring of 64",
-    ),
-    "a small draft's budget too small": (
-        "methods: [{drafter: small:experiments/zoo/draft-1, policy: streaming, budget: 24}]",
-        "small:draft-1:streaming:24, chain:4: budget=24 is too small: its ring has 8 slots",
-    ),
     "a context too short for the question": (
         "prompts: variable_tracking\ngrid: {batch: [1, 2], context: [64, 2048]}",
         "context=64 is too short for variable_tracking: choose at least",
     ),
-    "more prompts than the text gives": ("candidates: 1000000", "1000000 prompts"),
-    "missing prompt files": (
-        "prompts: files\nprompt_path: ./none.txt",
-        "./none.txt",
-    ),
-    "a duplicate cell": ("methods: [{drafter: self}, {drafter: self}]", "twice: remove one"),
-    "an empty grid": ("grid: {batch: []}", "the axis batch has no values, so the grid is empty"),
-    "an unknown axis": ("grid: {bacth: [1]}", "did you mean 'batch'?"),
 }
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from experiments.runner import cell_process, launchers
 from experiments.runner.cell_process import Limits
-from experiments.schema import config
 from experiments.schema.fields import ConfigError
 
 FOLDERS = [pathlib.Path(f"cell-{i}") for i in range(5)]
@@ -29,12 +28,6 @@ def ran(monkeypatch):
 
     monkeypatch.setattr(cell_process, "run", run)
     return runs
-
-
-def test_cells_run_sequentially_on_a_cpu(ran):
-    done = list(launchers.Local([], 1, None).run(FOLDERS, Limits(), launchers.Stop()))
-    assert done == FOLDERS
-    assert [(folder, None, 1) for folder in FOLDERS] == ran
 
 
 def test_each_cell_has_separate_gpus_which_are_released(ran):
@@ -83,24 +76,3 @@ def test_gpus_are_those_visible_to_cuda(monkeypatch, visible, platforms, names):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     assert launchers.gpus() == names
-
-
-def test_slurm_is_refused_without_sbatch_or_with_too_few_gpus(monkeypatch):
-    pytest.importorskip("submitit")
-    monkeypatch.setattr(launchers.shutil, "which", lambda name: None)
-    mine = config.Experiment(launcher="slurm")
-    with pytest.raises(ConfigError, match="has no `sbatch`.*--slurm.cluster local"):
-        launchers.make(mine, 1)
-    with pytest.raises(ConfigError, match="needs 8 devices, but slurm.gpus is 1: set it to 8"):
-        launchers.make(mine, 8)
-
-
-def test_the_memory_of_gpus_is_that_of_the_smallest(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert launchers.gpu_memory() is None  # no nvidia-smi
-    command = tmp_path / "nvidia-smi"
-    command.write_text("#!/bin/sh\necho 81559\necho 40960\n")
-    command.chmod(0o755)
-    assert launchers.gpu_memory() == 40960 * 2**20
-    command.write_text("#!/bin/sh\necho no devices were found\nexit 6\n")
-    assert launchers.gpu_memory() is None

@@ -174,15 +174,6 @@ def test_generate_runs_in_two_processes_and_rank_0_prints():
 
 
 @pytest.mark.slow
-def test_rows_across_processes_are_traced(launch):
-    """The trace reads counters of rows in the other process."""
-    both = launch("--mesh", "data=2,model=4", "--phases", "--grid.context", "64")
-    for process in both:
-        _, output = process.communicate(timeout=300)
-        assert process.returncode == 0, output
-
-
-@pytest.mark.slow
 def test_ranks_with_different_settings_stop_before_the_run(launch, tmp_path):
     both = launch(second_only=("--new-tokens", "16", "--seed", "1", "--do-sample"))
     for process in both:
@@ -190,14 +181,6 @@ def test_ranks_with_different_settings_stop_before_the_run(launch, tmp_path):
         assert process.returncode == 2
         assert "rank 1 has different settings: settings.new_tokens is 16 there and 8 in" in output
     assert not (tmp_path / "results").exists()
-
-
-@pytest.mark.slow
-def test_a_mesh_of_fewer_devices_is_refused_by_both(launch):
-    for process in launch("--mesh", "model=4"):
-        _, output = process.communicate(timeout=100)
-        assert process.returncode == 2
-        assert "mesh='model=4' has 4 devices, but the 2 processes have 8" in output
 
 
 @pytest.mark.parametrize(
@@ -218,7 +201,3 @@ def test_unsupported_settings_are_refused(changes, message, monkeypatch):
     settings = {"coordinator": "localhost:9", "processes": 2, "rank": 0} | changes
     with pytest.raises(ConfigError, match=message):
         multihost.detect(Experiment(**settings))
-
-
-def test_a_single_process_is_not_a_multi_process_run():
-    assert multihost.detect(Experiment()) is None

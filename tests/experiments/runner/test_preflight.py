@@ -25,13 +25,6 @@ def test_a_draft_with_another_tokenizer_is_an_error_before_the_grid_starts(tmp_p
     assert message in capsys.readouterr().err
 
 
-def test_a_quantized_copy_of_an_offloaded_target_is_refused(tmp_path, capsys):
-    path = tmp_path / "mine.yaml"
-    path.write_text("offload: yes\nmethods: [{drafter: self, weights: int8}]")
-    assert launch.main([str(path), "--dry-run"]) == 2
-    assert "the target is offloaded: omit the drafter's weights" in capsys.readouterr().err
-
-
 def test_a_huge_batch_is_refused_before_its_prompts_are_made(tmp_path, capsys, monkeypatch):
     path = tmp_path / "mine.yaml"
     path.write_text(

@@ -10,10 +10,10 @@ import pytest
 
 from experiments import launch
 from experiments.report import categories, page, results_folder
-from experiments.runner import estimates, multihost, preflight
+from experiments.runner import preflight
 from experiments.runner.serving import cell, workload
 from experiments.runner.workload import Bench
-from experiments.schema import config, fields, grid, method
+from experiments.schema import config, grid, method
 from magicjax.parallel import offloading
 
 
@@ -24,15 +24,6 @@ def test_arrivals_have_their_rate_and_bursts():
     slow, fast = (workload.arrivals("poisson", rate, 4000, 0) for rate in (1.0, 4.0))
     assert slow[0] == 0 and slow[-1] == pytest.approx(4000, rel=0.1)
     np.testing.assert_allclose(np.array(slow), 4 * np.array(fast))
-
-
-def test_lengths_are_ragged_between_their_bounds():
-    rng = np.random.default_rng(0)
-    lengths, limits = workload.ragged(rng, 8, 512, 4000), workload.zipf(rng, 4, 64, 4000)
-    assert (lengths.min(), max(limits), min(limits)) == (8, 64, 4) and lengths.max() <= 512
-    assert np.median(lengths) == pytest.approx(64, rel=0.1)  # of the logarithm
-    assert limits.count(8) == pytest.approx(4 * limits.count(32), rel=0.5)
-    assert set(workload.ragged(rng, 7, 7, 5)) == {7}
 
 
 def test_percentiles_of_a_run():
@@ -60,24 +51,16 @@ OWN_TREES = (
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("slots: 0", "slots=0: Input should be greater than or equal to 1"),
-        ("slots: 2\nrate: -1", "rate=-1: Input should be greater than 0"),
-        ("slots: 2\nrate: fast", "rate='fast': it must be a number"),
-        ("slots: 2\narrivals: uniform", "arrivals='uniform': give poisson, or burst:n for n"),
-        ("slots: 2\narrivals: burst:0", "arrivals='burst:0': give poisson, or burst:n"),
-        ("slots: 2\nttft_limit: 1", "ttft_limit: no such key; did you mean 'ttft_limit_s'?"),
         ("rate: 4\nmin_context: 8", "rate, min_context has no effect without slots: set slots, or"),
         (ADAPTIVE, "methods.0.adaptive_depth has no effect without slots: set slots"),
         ("slots: 2\nbatch: 4\nphases: no", "batch, phases has no effect with slots: remove it"),
         ("slots: 2\nmethods: [{drafter: auto}]", "drafter=auto is not supported with slots"),
         ("slots: 2\ncontext: 8\nmin_context: 9", "min_context=9 is larger than context=8"),
-        ("slots: 2\nmin_new_tokens: 200", "min_new_tokens=200 is larger than new_tokens=128"),
         ("slots: 2\nprompts: chat\nmin_context: 8", "shortens texts, not prompts=chat: remove it"),
         (
             f"slots: 2\n{OWN_TREES}",
             "methods.0: adaptive_depth is not supported with a tree for each",
         ),
-        ("slots: 2\nmesh: stage=2", "mesh=stage=2 with slots: remove stage, or omit slots"),
         ("slots: 3\nmesh: data=2", "slots=3 is not a multiple of data=2 of the mesh"),
         (f"slots: 2\ntemperature: 1\n{ADAPTIVE}", "set verifier: naive"),
     ],
@@ -88,26 +71,6 @@ def test_wrong_settings_are_refused_in_one_line(tmp_path, capsys, text, message)
     assert launch.main([str(path), "--dry-run"]) == 2
     source, line = capsys.readouterr().err.splitlines()
     assert source == f"{path}:" and message in line
-
-
-def test_every_combination_of_a_grid_is_checked(tmp_path, capsys):
-    path = tmp_path / "mine.yaml"
-    path.write_text("batch: 2\ngrid: {rate: [1, inf], slots: [1, 2]}\nmethods: []")
-    assert launch.main([str(path), "--dry-run"]) == 2
-    assert "with rate=1, slots=1" in capsys.readouterr().err
-    path.write_text("slots: 2\ngrid: {rate: [1, inf]}\nexclude: [{rate: inf}]\nmethods: []")
-    assert {cell.rate for cell in launch.Grid(config.read(path)).cells} == {1.0}
-    path.write_text("grid: {rate: [1, 0], slots: [1, 2]}\nmethods: []")
-    assert launch.main([str(path), "--dry-run"]) == 2
-    assert "rate=0: Input should be greater than 0" in capsys.readouterr().err
-
-
-def test_several_processes_are_refused():
-    experiment = config.Experiment(
-        grid={"slots": [2]}, coordinator="localhost:1", processes=2, rank=0
-    )
-    with pytest.raises(fields.ConfigError, match="slots: not supported with 2 processes"):
-        multihost.detect(experiment)
 
 
 def test_cells_share_a_plain_cell_and_only_those_with_slots_have_its_settings():
@@ -123,15 +86,6 @@ def test_cells_share_a_plain_cell_and_only_those_with_slots_have_its_settings():
     assert grid.restored(grid.resolved(everything)) == everything
     batch = grid.groups(config.Experiment())[0][0]
     assert (batch.rate, batch.arrivals, batch.tpot_limit_ms) == (None, None, None)
-
-
-def test_an_estimate_waits_for_the_last_arrival():
-    cells = [
-        grid.groups(config.Experiment(slots=2, requests=100, rate=rate, repeats=2))[0][0]
-        for rate in (0.1, math.inf)
-    ]
-    slow, fast = (estimates.of(cell, on_gpu=False).seconds for cell in cells)
-    assert slow == estimates.START_S + 2 * 1000 and fast < slow
 
 
 def test_an_engine_that_does_not_fit_the_memory_is_refused(tmp_path, capsys, monkeypatch):

@@ -80,12 +80,6 @@ def test_greedy_tokens_and_logits_agree_with_a_pass_over_each_prefix(monkeypatch
         np.testing.assert_array_equal(greedy[:, length - 1], alone.argmax(-1))
 
 
-def test_a_window_over_the_whole_text_agrees_everywhere(tiny):
-    text = np.random.default_rng(2).integers(0, 64, (1, 60)).astype(np.int32)
-    whole = teacher.greedy_tokens(tiny, text)
-    np.testing.assert_array_equal(whole, teacher.greedy_tokens(tiny, text, sinks=4, window=60))
-
-
 @pytest.mark.parametrize("length", [1, 7, 8, 21])
 def test_a_text_is_read_in_chunks_with_a_cache(monkeypatch, tiny, length):
     monkeypatch.setattr(teacher, "CHUNK", 8)

@@ -5,7 +5,7 @@ import pytest
 
 import magicjax
 from experiments.runner import workload
-from experiments.schema import columns, config, fields, grid, method, settings
+from experiments.schema import config, fields, grid, method
 from magicjax import policies
 
 EXPERIMENT = fields.checked(
@@ -46,20 +46,6 @@ def test_the_weights_of_drafts_are_in_their_names_and_have_no_agreement():
         "small:draft-1:full:weights=int4:32, chain:4",
     ]
     assert [workload._view(cell) for cell in group[1:]] == [{}, None, {}, None]
-
-
-@pytest.mark.parametrize(
-    ("settings", "candidates"),
-    [
-        ({}, 4),
-        ({"prompts": "chat"}, 1),
-        ({"prompts": "chat", "candidates": 3}, 3),
-        ({"candidates": 1}, 1),
-    ],
-)
-def test_only_texts_are_selected_by_default(settings, candidates):
-    ((cell,),) = grid.groups(config.Experiment(**settings))
-    assert cell.candidates == candidates
 
 
 @pytest.mark.parametrize(
@@ -124,15 +110,6 @@ def test_a_fingerprint_names_the_weights_not_the_folder(tmp_path):
     assert grid.fingerprint("opt-125m") == ""
 
 
-@pytest.mark.parametrize(
-    ("name", "gamma", "nodes"),
-    [("chain:1", 1, 2), ("chain:7", 7, 8), ("expansion:2,2,1", 3, 11), ("expansion:1,3", 2, 5)],
-)
-def test_a_tree_has_the_depth_and_nodes_that_its_name_says(name, gamma, nodes):
-    cell = dataclasses.replace(grid.groups(EXPERIMENT)[0][1], tree=name)
-    assert (cell.gamma, cell.nodes) == (gamma, nodes)
-
-
 SAMPLED = fields.checked(
     config.Experiment,
     {
@@ -172,16 +149,6 @@ def test_a_sampled_grid_resolves_its_settings_and_asks_the_drafters_for_their_bo
     ]
     same = magicjax.SamplingParams(temperature=1.0, top_p=0.9, max_tokens=SAMPLED.new_tokens)
     assert all(cell.params == same for cell in cells)
-
-
-def test_a_greedy_cell_has_no_sampling_arguments():
-    cells = grid.groups(EXPERIMENT)[0]
-    assert all((c.params.greedy, c.draw_methods, c.verifier) == (True, "", "") for c in cells)
-
-
-def test_plain_decoding_is_a_tree_of_only_a_root():
-    plain = grid.groups(EXPERIMENT)[0][0]
-    assert (plain.gamma, plain.nodes, plain.tree) == (0, 1, "")
 
 
 def cells_of(*methods):
@@ -254,54 +221,6 @@ def test_an_option_makes_cells_columns_names_and_arguments_of_the_drafter(tmp_pa
     assert values == [None, 2, 4, None]
     assert grid.make_drafter(two)[0] == magicjax.PromptLookup(max_ngram=2)
     assert grid.key(two) != grid.key(four)
-
-
-def test_an_option_of_a_policy_is_a_column():
-    (cell,) = cells_of({"drafter": "self", "sinks": 4})
-    row = grid.columns(cell)
-    assert (row["policy"], row["policy_options"]) == ("streaming", "sinks=4")
-
-
-def test_every_setting_is_a_field_of_cells_and_a_column():
-    known = {field.name for field in dataclasses.fields(grid.Cell)}
-    assert known == {*settings.declared(config.Experiment), *method.PLAIN}
-    assert set(method.PLAIN) == set(method.Method.model_fields) - {"options"}
-    assert set(columns.SETTINGS) <= set(columns.COLUMNS)
-    assert set(grid.columns(grid.groups(EXPERIMENT)[0][1])) == {*columns.SETTINGS, "draw"}
-
-
-def test_a_cell_is_frozen():
-    cell = grid.groups(EXPERIMENT)[0][0]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        cell.batch = 2
-
-
-@pytest.mark.parametrize(
-    ("described", "view"),
-    [
-        ({"drafter": "self", "sinks": 4}, {"sinks": 4, "window": 252}),
-        ({"drafter": "small:d", "policy": "streaming"}, {"sinks": 16, "window": 240}),
-        ({"drafter": "small:d"}, {}),
-        ({"drafter": "self", "policy": "full"}, {}),
-        ({"drafter": "self", "kv_dtype": "int8"}, None),
-        ({"drafter": "self", "policy": "snapkv"}, None),
-        ({"drafter": "small:d", "policy": "streaming", "sink_positions": "in_cache"}, None),
-        ({"drafter": "prompt-lookup"}, None),
-    ],
-)
-def test_agreement_is_measured_only_if_the_view_of_the_text_is_fixed(described, view):
-    (cell,) = cells_of(described)
-    assert workload._view(cell) == view
-
-
-def test_a_mesh_reaches_the_call():
-    experiment = config.Experiment(mesh="data=1,model=1")
-    (plain,) = grid.groups(experiment)[0]
-    mesh = grid.options(plain, lambda directory: directory).mesh
-    assert mesh.shape == {"stage": 1, "data": 1, "model": 1}
-    (alone,) = grid.groups(config.Experiment())[0]
-    assert grid.options(alone, lambda directory: directory).mesh is None
-    assert grid.key(plain, {}) != grid.key(alone, {})
 
 
 def test_auto_tries_its_drafters_with_its_tree():

@@ -49,21 +49,6 @@ def test_all_devices_share_one_set_of_constants():
         assert len({getattr(device, name) for device in cost_model.DEVICES.values()}) == 1
 
 
-def test_the_share_of_bandwidth_that_plain_decoding_reaches_follows_from_the_batch():
-    """0.50 at 16 rows, 0.62 at 32 and 0.71 to 0.79 from 64 on, on 8 H100 (MagicDec)."""
-    machine = cost_model.Machine(cost_model.find_device("h100"), model=8)
-    target = cost_tables.sizes("llama-3.1-8b")
-
-    def share(batch):
-        moved = target.weight_bytes + batch * 32_000 * target.kv_bytes
-        seconds = sum(cost_model.plain_step(target, machine, batch, 32_000).values())
-        return moved / seconds / (8 * 3350e9)
-
-    assert share(16) == pytest.approx(0.50, abs=0.03)
-    assert share(32) == pytest.approx(0.62, abs=0.03)
-    assert 0.70 < share(64) < share(128) < 0.80
-
-
 def test_a_model_without_fixed_times_fails_the_same_bounds(monkeypatch):
     """The control: bandwidth alone, however efficient, cannot give these tables."""
     for efficiency in (0.5, 0.7, 0.9):
@@ -95,43 +80,6 @@ def test_fitted_constants_lie_where_the_errors_of_table_6_are_smallest(name, mon
     assert squares(1.0) < min(squares(0.85), squares(1.15))
 
 
-def test_speedup_falls_with_batch_at_short_context_and_rises_at_long_context():
-    found, turn = cost_tables.claim()
-    by_context = dict(zip(cost_tables.CLAIM_CONTEXTS, found, strict=True))
-    assert (np.diff(by_context[1000]) < 0).all()
-    for context in (8000, 16000, 32000):
-        assert (np.diff(by_context[context]) > 0).all()
-    assert turn is not None and 1000 < turn < 8000
-
-
-def test_acceptance_of_the_claim_is_the_published_one():
-    assert cost_tables.rate_at(32000) == [0.81]
-    assert cost_tables.rate_at(8000) == [0.83]
-    assert cost_tables.rate_at(1000) == [0.84]  # not published: that of 4,000
-
-
-def test_tokens_by_width_follow_from_success_rates_as_far_as_they_do():
-    rows = cost_tables.table2()
-    assert len(rows) == 10
-    alpaca = next(r for r in rows if (r.row["dataset"], r.row["decoding"]) == ("alpaca", "greedy"))
-    chain = sum(0.68**i for i in range(9))
-    assert alpaca.predicted["width1"] == pytest.approx(chain)
-    assert round(chain, 2) == 3.03
-    # levels 1 and 2 accept, and level 3 has a second try
-    more = 0.68**2 * (0.77 - 0.68) * sum(0.68**i for i in range(6))
-    assert alpaca.predicted["width2"] == pytest.approx(chain + more)
-    for row in rows:
-        tokens = [row.predicted[f"width{k}"] for k in cost_tables.WIDTHS]
-        assert tokens == sorted(tokens)
-
-
-def test_no_rates_of_later_ranks_give_the_gain_that_was_published():
-    for row in cost_tables.table2():
-        limit = cost_tables.max_gain(cost_tables.success_rates(row.row))
-        assert row.predicted["width5"] - row.predicted["width1"] < limit
-        assert row.row["width5"] - row.row["width1"] > limit
-
-
 def test_the_report_has_every_table_and_the_limits_of_the_model():
     text = cost_tables.report()
     for words in (
@@ -145,10 +93,3 @@ def test_the_report_has_every_table_and_the_limits_of_the_model():
     ):
         assert words in text
     assert "NOT as published" not in text
-
-
-def test_an_unknown_argument_is_a_usage_error(capsys):
-    with pytest.raises(SystemExit) as error:
-        cost_tables.main(["--unknown"])
-    assert error.value.code == 2
-    assert "python -m experiments.studies.cost_tables" in capsys.readouterr().err

@@ -1,11 +1,7 @@
 """The parts of a measurement on a GPU: run once, resumed, summarized with targets."""
 
 import json
-import os
-import pathlib
 import re
-import sys
-import time
 
 import pytest
 
@@ -65,41 +61,6 @@ def test_no_part_runs_longer_than_the_time_limit(folder):
     (folder / "measurements.json").unlink()
     assert not measure([slow], folder, minutes=0)
     assert not (folder / "measurements.json").exists()
-
-
-def test_outcomes_of_parts(folder):
-    part = Part("validate", ("json.tool", "--json-lines"))
-    outcome = measure_gpu.run(part, 60)  # it does not take --out
-    assert outcome["failed"] and "result" not in outcome
-    outcome = measure_gpu.run(Part("poem", ("this",), writes=False), 60)
-    assert "failed" not in outcome and "Namespaces" in outcome["printed"]
-
-
-def test_a_stopped_part_leaves_no_process():
-    start = "import subprocess; p = subprocess.Popen(['sleep', '99']); print(p.pid, flush=True)"
-    command = [sys.executable, "-c", f"{start}; p.wait()"]
-    status, printed = measure_gpu._call(command, dict(os.environ), 3)
-    assert status is None
-    deadline = time.monotonic() + 30  # a killed process takes a moment to exit
-    while _lives(int(printed)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        state = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state.rsplit(")", 1)[1].split()[0] not in "ZX"
-
-
-def test_full_and_trial_runs_have_the_same_kinds_of_parts():
-    kinds = [{part.name.split("-")[0] for part in parts(plan)} for plan in (Plan(), SMOKE)]
-    expected = "tests validate attention decoding profile grid".split()
-    assert kinds[0] == kinds[1] == set(expected)
-    names = [part.name for part in parts(Plan())]
-    assert len(set(names)) == len(names)
 
 
 COMMANDS = {
@@ -187,13 +148,6 @@ def test_the_loop_is_compared_with_its_parts(figures, wall, per_round):
     parts = grid(**figures)
     assert met(parts, "synthetic 0.8, gamma 4: speedup / predicted") is wall
     assert met(parts, "synthetic 0.8, gamma 4: speedup per round / predicted") is per_round
-
-
-def test_a_measurement_without_a_column_has_no_target_of_it():
-    parts = grid()
-    del parts["grid-16x32768-gamma4"]["result"]["rows"][1]["speedup per round"]
-    assert met(parts, "synthetic 0.8, gamma 4: speedup / predicted") is True
-    assert met(parts, "synthetic 0.8, gamma 4: speedup per round / predicted") is None
 
 
 def profile():

@@ -1,13 +1,11 @@
-import importlib.util
 import json
-import sys
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from experiments.studies.peers import __main__ as peers
-from experiments.studies.peers.process import Peer, run_peer
+from experiments.studies.peers.process import run_peer
 
 ONE_ROW = ["HF prompt lookup, 4 tokens", "HF assisted, its settings", "HF assisted, 4 tokens"]
 CONFIG = """
@@ -69,12 +67,6 @@ def test_the_rate_of_a_peer_excludes_prefill(monkeypatch):
     np.testing.assert_array_equal(run.tokens, [[1, 2, 3]] * 2)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is installed")
-def test_a_python_without_the_libraries_is_reported():
-    with pytest.raises(RuntimeError, match="it needs torch and transformers"):
-        Peer(sys.executable, "huggingface", "torch and transformers")
-
-
 def test_runs_are_interleaved_and_speculation_of_peers_is_for_one_row(main, capsys):
     rows, bench = main("grid: {batch: [1, 2]}")
     assert [cell.draft for cell in bench.ran] == ["none", "self", "small"] * 6
@@ -85,25 +77,6 @@ def test_runs_are_interleaved_and_speculation_of_peers_is_for_one_row(main, caps
     assert found == {(1.0, 1.0), (2.0, 1.0)}
     assert {r["tok_s"] for r in rows if r["method"] == "magicjax plain"} == {16.0, 32.0}
     assert "16.00×" in capsys.readouterr().out
-
-
-def test_precisions_are_named_and_reach_the_peers(main, tmp_path):
-    (tmp_path / "model.gguf").touch()
-    llama = ["--llama-python", "python", "--llama-file", str(tmp_path / "model.gguf")]
-    rows, _ = main("dtype: bfloat16", *llama)
-    found = {r["method"]: r["dtype"] for r in rows}
-    names = ["llama-cpp-python plain", "llama-cpp-python prompt lookup, 4 tokens"]
-    assert found == dict.fromkeys(found, "bfloat16") | dict.fromkeys(names, "Q4_1")
-    hf, llama_cpp = ScriptedPeer.made
-    assert {request["dtype"] for request in hf.requests} == {"bfloat16"}
-    assert [request.get("lookup_tokens") for request in llama_cpp.requests] == [None, 4] * 3
-
-
-def test_prompts_of_several_seeds_are_pooled(main):
-    rows, bench = main("grid: {prompt_seed: [0, 1], batch: [1]}")
-    assert [cell.prompt_seed for cell in bench.ran if cell.draft == "none"] == [0, 0, 0, 1, 1]
-    assert len(rows) == len({r["method"] for r in rows}) == 8
-    assert np.shape(rows[0]["runs_tok_s"]) == (2, 2)
 
 
 def test_a_different_row_is_counted_and_located(main, monkeypatch):
@@ -121,14 +94,8 @@ def test_a_different_row_is_counted_and_located(main, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], f"{peers.PROG} --hf-python PYTHON experiments/"),
         (["--llama-python", "python"], "need each other: give both"),
-        (["--llama-python", "python", "--llama-file", "none.gguf"], "none.gguf: no such file"),
-        (["experiments/configs/peers_llm.yaml", "--requests", "4"], "values of prompt_seed"),
-        (
-            ["experiments/configs/peers_llm.yaml", "--temperature", "1"],
-            "temperature is not supported",
-        ),
+        (["experiments/configs/peers_llm.yaml", "--temperature", "1"], "temperature is not"),
         (
             ["--hf-python", "no-such-python", "experiments/configs/hf_baseline.yaml"],
             "no-such-python",

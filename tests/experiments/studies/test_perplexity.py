@@ -30,19 +30,3 @@ def test_it_is_that_of_the_logits(tmp_path, capsys):
     assert quantized["perplexity"] != plain["perplexity"]
     assert plain["same token"] == 1 > quantized["same token"] > 0.2
     assert quantized["MB of weights"] < plain["MB of weights"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--context", "1"], "--context at least 2"),
-        (["--context", "1000000"], "context=1000000 exceeds the"),
-        (["--weights", "none", "int3"], "weights='int3' is unknown"),
-        (["--weights", "int4:100"], "groups of 100 do not divide"),
-    ],
-)
-def test_bad_input_is_an_error_before_loading(capsys, monkeypatch, options, message):
-    monkeypatch.setattr(magicjax, "load", lambda *a, **k: pytest.fail("loaded"))
-    with pytest.raises(SystemExit):
-        perplexity.main(["--target", TARGET, *options])
-    assert message in capsys.readouterr().err

@@ -40,22 +40,6 @@ def test_every_method_runs_once_beside_plain_decoding(main, tmp_path, capsys):
     assert (tmp_path / "mine" / "acceptance-single.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_budgets_are_integers_beside_methods_without_one(tmp_path, scripted, monkeypatch):
-    path = tmp_path / "mine.yaml"
-    path.write_text(CONFIG.format(tmp_path) + "- {drafter: self, policy: full, tree: chain:3}\n")
-    bench, shown = scripted(), []
-    monkeypatch.setattr(policy_acceptance, "Bench", lambda: bench)
-    by_budget = policy_acceptance.figures.by_budget
-
-    def keep(rows, *arguments):
-        shown.extend(rows)
-        return by_budget(rows, *arguments)
-
-    monkeypatch.setattr(policy_acceptance.figures, "by_budget", keep)
-    assert policy_acceptance.main([str(path), "--context", "96"]) == 0
-    assert [str(row["budget"]) for row in shown] == ["64", "64", "None"]
-
-
 def test_finished_groups_are_kept_and_not_run_again(main, capsys, monkeypatch):
     main("--context", "128")
     ran, rows = main("--grid.context", "96", "128")
@@ -67,10 +51,3 @@ def test_finished_groups_are_kept_and_not_run_again(main, capsys, monkeypatch):
     assert "128" not in capsys.readouterr().out  # only the rows of this grid are printed
     monkeypatch.setattr(policy_acceptance.provenance, "code", lambda: "changed")
     assert main("--context", "96")[0]
-
-
-def test_sampling_is_refused(tmp_path, capsys):
-    path = tmp_path / "mine.yaml"
-    path.write_text(CONFIG.format(tmp_path) + "temperature: 1\n")
-    assert policy_acceptance.main([str(path)]) == 2
-    assert "temperature" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """The tables compare equal sizes, and verdicts follow from the figures."""
 
-import os
 import pathlib
 
 import jax
@@ -10,7 +9,6 @@ import pytest
 
 from experiments.schema import config
 from experiments.studies.specinfer import report, settings, success
-from experiments.studies.specinfer.statistics import Estimate, mean_and_error, ratio
 
 FILE = pathlib.Path(config.__file__).parents[1] / "configs" / "specinfer_tables.yaml"
 
@@ -19,25 +17,11 @@ def tables(**changes):
     return config.checked(settings.Tables, changes, "test")
 
 
-def test_the_file_that_comes_with_the_project_is_valid():
-    file = pathlib.Path(os.path.relpath(FILE))
-    assert settings.read(file).drafts == settings.Tables().drafts
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"widthes": [1, 2]}, "widthes: no such key; did you mean 'widths'?"),
-        ({"merging": {"singel": "x"}}, "merging.singel: no such key; did you mean 'single'?"),
-        ({"drafts": []}, "drafts"),
         ({"drafts": ["a"]}, "table 4 merges at least 2 drafts, and drafts has 1"),
-        ({"width_tree": "expansion:1,1"}, "lacks the placeholder {k}"),
         ({"widths": [3, 1]}, "widths=[3, 1] must increase"),
-        ({"probe_tree": "dynamic:8,3,3"}, "is not a static tree"),
-        (
-            {"merging": {"single": "chain:4", "member": "chain:3"}},
-            "choose a smaller tree",
-        ),
         (
             {"sizes": [{"nodes": 8, "expansion": "chain:8", "dynamic": "dynamic:8,3,3"}]},
             "chain:8 has 9 nodes",
@@ -54,37 +38,6 @@ def test_settings_with_unequal_comparisons_are_refused(changes, message):
     assert message in str(error.value)
 
 
-def test_a_directory_without_a_model_is_named_before_anything_is_loaded(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text(f"target: {tmp_path}\n")
-    with pytest.raises(config.ConfigError, match="config.json does not exist"):
-        settings.read(path)
-
-
-def test_the_trees_of_the_widths_have_spec_infers_shape():
-    assert tables().tree_of_width(4) == "expansion:1,1,4,1,1,1,1,1"
-
-
-def test_the_ratio_of_proportional_values_has_no_error():
-    values = np.array([1.0, 3.0, 7.0])
-    assert ratio(2 * values, values) == Estimate(2.0, pytest.approx(0.0, abs=1e-12))
-    noisy = ratio(np.array([1.0, 5.0, 9.0]), values)
-    assert noisy.value == pytest.approx(15 / 11) and noisy.error > 0.05
-
-
-def test_a_mean_has_the_standard_error_of_independent_values():
-    value, error = mean_and_error(np.array([1.0, 2.0, 3.0, 4.0]))
-    assert (value, error) == (2.5, pytest.approx(np.sqrt(5 / 3) / 2))
-
-
-@pytest.mark.parametrize(
-    ("estimate", "position"),
-    [((2.0, 0.1), "within"), ((2.4, 0.2), "within"), ((2.4, 0.1), "above"), ((0.5, 0.1), "below")],
-)
-def test_a_figure_lies_outside_a_range_only_beyond_its_error(estimate, position):
-    assert report.Range(1.0, 2.1).position(Estimate(*estimate)) == position
-
-
 def test_success_of_a_window_against_counting_by_hand():
     """With the target as draft, the first draw is always accepted."""
     logits = jax.random.normal(jax.random.key(0), (1, 400, 8)) * 2
@@ -95,15 +48,6 @@ def test_success_of_a_window_against_counting_by_hand():
     np.testing.assert_allclose(rates[success.TOP], p[:, :3].cumsum(-1).mean(0), rtol=1e-5)
     # one draw of q = p is the token sampled with probability sum p²
     assert float(rates[success.NAIVE][0]) == pytest.approx((p**2).sum(-1).mean(), abs=0.03)
-
-
-def test_a_uniform_draft_succeeds_by_chance():
-    p = jnp.zeros((1, 5, 8)).at[..., 2].set(50.0)  # the target's token is 2
-    q = jnp.zeros((1, 5, 8))
-    rates = success._window_rates(success.sampling_of(1.0, 0, 0), p, q, 8)
-    np.testing.assert_allclose(rates[success.GREEDY], [0, 0, 1, 1, 1, 1, 1, 1])
-    assert float(rates[success.MSS][-1]) == pytest.approx(1, abs=1e-5)  # all tokens were tried
-    np.testing.assert_allclose(rates[success.MSS], rates[success.NAIVE], atol=1e-5)
 
 
 def test_joint_success_counts_equally_many_tries_of_each_draft():
@@ -157,28 +101,3 @@ def test_the_verdict_follows_the_figures(gain, error, verdict, position, falls):
     for row in rows:
         assert (row["verdict"], row["position"]) == (verdict, position)
         assert row["fewer tokens at a larger width"] == falls
-
-
-@pytest.mark.parametrize(
-    ("gains", "verdict"),
-    [
-        ((1.1, 1.2), "follows"),
-        ((1.0, 1.2), "follows"),
-        ((1.0, 1.0), "undecided"),
-        ((0.8, 1.2), "does not follow"),
-    ],
-)
-def test_a_tree_shape_that_is_clearly_worse_at_any_size_does_not_follow(gains, verdict):
-    rows = [
-        {"decoding": "greedy", "size": size, "kind": kind, "nodes": size, "depth": 3, "tau": 2.0}
-        | {"tau_error": 0.1, "expected": None, "exact": 1.0, "gain": gain, "gain_error": 0.02}
-        for size, optimal_gain in zip((16, 32), gains, strict=True)
-        for kind, gain in (("expansion", 1.0), ("optimal", optimal_gain))
-    ]
-    (row,) = claims(report.write(tables(), {5: rows}))
-    assert row["verdict"] == verdict
-
-
-def test_the_papers_figures_are_read_as_numbers():
-    rows = report.published("specinfer_table1_success_rate", decoding="greedy")
-    assert len(rows) == 5 and all(0.6 < row["top1"] < row["top5"] < 0.9 for row in rows)

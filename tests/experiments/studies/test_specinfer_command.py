@@ -4,7 +4,6 @@ import csv
 
 import pytest
 
-from experiments.schema import config
 from experiments.studies.specinfer import __main__ as command
 from experiments.studies.specinfer import report, runs, settings
 
@@ -73,15 +72,3 @@ def test_every_table_and_its_report_are_made_in_a_dry_run(file):
     # all methods of a dry run emit equally many tokens, so no claim of the papers holds
     assert "| follows" not in text
     assert text.count("| undecided |") + text.count("| does not follow |") == 2 + 2 + 2 + 3
-
-
-def test_cells_that_cannot_run_are_reported_before_compilation(file, capsys):
-    file.write_text(file.read_text().replace("context: 32", "context: 255"))
-    assert command.main([str(file)]) == 2
-    assert "positions" in capsys.readouterr().err
-    file.write_text("drafts: []\ntables: [2]\n")
-    assert command.main([str(file)]) == 2
-    assert "drafts" in capsys.readouterr().err
-    with pytest.raises(config.ConfigError, match="no such key; did you mean 'new_tokens'"):
-        file.write_text("new_token: 3\n")
-        settings.read(file)

@@ -95,19 +95,6 @@ def test_training_lowers_the_loss_and_keeps_its_initial_parameters(tmp_path):
     assert before > 3 and after < 1
 
 
-def test_evaluation_of_a_short_text_is_refused():
-    module = models.build(CONFIG)
-    with pytest.raises(ValueError, match="10 tokens are fewer than a window of 16"):
-        trainer.evaluate(module, models.init_params(module), STREAM[:10], 16, 400)
-
-
-def test_the_learning_rate_warms_up_and_decays_to_a_tenth():
-    schedule = Schedule((Phase(8, 1, 100),), learning_rate=1.0, warmup=10, decay=0.5)
-    rate = trainer.rate(schedule, 1.0)
-    assert [float(rate(s)) for s in (0, 5, 10, 50)] == pytest.approx([0, 0.5, 1, 1])
-    assert float(rate(75)) == pytest.approx(0.55) and float(rate(100)) == pytest.approx(0.1)
-
-
 def test_the_loss_is_weighted_by_sample():
     module = models.build(CONFIG)
     params = models.init_params(module, 0)

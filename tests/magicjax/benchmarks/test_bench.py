@@ -40,17 +40,6 @@ def test_synthetic_acceptance_has_the_given_rate():
     assert 0.3 < generate(0.8).acceptance_by_depth[0] < 1
 
 
-@pytest.mark.slow
-def test_an_inner_drafter_does_not_change_acceptance():
-    assert generate(1.0, tiny.drafter("self")).acceptance_rate == 1
-
-
-def test_expected_tokens_of_a_chain():
-    assert bench.expected_tokens(magicjax.chain(4), [0.0]) == 1
-    assert bench.expected_tokens(magicjax.chain(4), [1.0]) == 5
-    assert bench.expected_tokens(magicjax.chain(2), [0.5]) == 1.75
-
-
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(bench, "read_bandwidth", lambda: 1e10)
@@ -80,31 +69,6 @@ def test_tables_are_printed_and_written(directory, tmp_path, capsys):
         assert row["speedup"] > 0 and row["round ms"] > 0
     out = capsys.readouterr().out
     assert "| floor / time | time / T_target |" in out and "| synthetic acceptance |" in out
-
-
-def test_zero_logits_give_the_same_token_for_any_prompt():
-    target = synthetic.zero_logits(tiny.model())
-    found = keywords.generate(target, tiny.prompts(3), max_tokens=8, eos_token_id=[])
-    assert (found.tokens == 0).all()
-    usual = keywords.generate(tiny.model(), tiny.prompts(3), max_tokens=8, eos_token_id=[])
-    assert (usual.tokens != 0).any()
-
-
-def test_a_model_without_a_final_norm_is_refused(monkeypatch):
-    monkeypatch.setattr(synthetic, "FINAL_NORMS", {"another"})
-    with pytest.raises(ValueError, match="has no final norm"):
-        synthetic.zero_logits(tiny.model())
-
-
-@pytest.mark.slow
-def test_synthetic_acceptance_is_exact_in_bfloat16():
-    """With the usual weights, passes of one and of several nodes round differently."""
-    setup = synthetic.Setup(
-        synthetic.zero_logits(tiny.model(dtype="bfloat16")), "xla", new_tokens=24
-    )
-    drafter = synthetic.synthetic_draft(setup, 2, 64, budget=32, rate=1.0)
-    loop = bench.run_loop(setup, 2, 64, drafter, magicjax.chain(2))
-    assert loop.rounds == 8 and loop.tau == pytest.approx(23 / 8)  # the first token is prefill's
 
 
 DRAFTERS = {
@@ -171,9 +135,3 @@ def test_invalid_arguments_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit):
         bench.main(arguments)
     assert message in capsys.readouterr().err
-
-
-def test_an_unsupported_backend_is_refused(directory, capsys):
-    with pytest.raises(SystemExit):
-        bench.main(["--target", str(directory), "--context", "64", "--backend", "mosaic"])
-    assert "backend='mosaic' supports" in capsys.readouterr().err

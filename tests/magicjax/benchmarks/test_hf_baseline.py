@@ -45,18 +45,3 @@ def test_returns_the_result_of_the_process_or_its_status(result, found, director
     ((command, options),) = calls
     assert command[:3] == [sys.executable, "-m", "magicjax.benchmarks.hf_baseline"]
     assert options["env"]["JAX_PLATFORMS"] == "cpu"  # torch needs the memory
-
-
-@pytest.mark.usefixtures("installed")
-def test_a_timeout_is_reported(directory, monkeypatch):
-    def call(command, timeout, **options):
-        raise subprocess.TimeoutExpired(command, timeout)
-
-    monkeypatch.setattr(subprocess, "run", call)
-    assert time_step(directory) == {"skipped": f"took longer than {hf_baseline.TIMEOUT} s"}
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
-def test_a_step_is_timed_if_torch_is_installed(directory):
-    found = time_step(directory)
-    assert found.get("ms", 0) > 0 or "too busy" in found["skipped"]

@@ -1,6 +1,5 @@
 """Profiles by operation class: small programs and traces, then real ones."""
 
-import gzip
 import json
 
 import jax
@@ -8,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 
 from magicjax.benchmarks import profile_ops
-from magicjax.benchmarks.profile_ops import Event
 
 PROGRAM = """HloModule jit_decode, is_scheduled=true
 
@@ -93,38 +91,6 @@ def test_gpu_kernels_are_summed_by_class_with_gaps():
     }
     assert found["outside attention and products"] == pytest.approx((15 + 25) / 120)
     assert list(found["top other"]) == ["loop_fusion", "MemcpyD2H"]
-
-
-def test_overlapping_kernels_count_once_as_busy_time():
-    events = [Event("a", "a", 0, 10), Event("b", "b", 2, 4), Event("c", "c", 12, 20)]
-    seconds = profile_ops.summarize(events, {})["seconds"]
-    assert seconds["busy"] == pytest.approx(18e-6) and seconds["idle"] == pytest.approx(2e-6)
-    assert seconds["other"] == pytest.approx(20e-6)
-
-
-def test_a_kernel_without_an_operation_is_classified_by_name():
-    names = ("mosaic_gpu_flash", "cutlass_80_gemm", "nvjet_hsh", "wrapped_add")
-    found = [profile_ops.class_of(Event("", name, 0, 1), {}) for name in names]
-    assert found == ["attention", "matrix products", "matrix products", "other"]
-
-
-def test_a_trace_of_another_program_is_refused():
-    cpu = {"traceEvents": [meta(2, "/host:CPU"), ran(2, 1, 0, 5, "dot", hlo_op="dot")]}
-    assert len(profile_ops.events_of(cpu, "jit_decode", on_cpu=True)) == 1
-    with pytest.raises(ValueError, match=r"no event of jit_other: it has \['jit_decode'\] on"):
-        profile_ops.events_of(cpu, "jit_other", on_cpu=True)
-    with pytest.raises(ValueError, match="the trace has no device, only .*CUPTI"):
-        profile_ops.events_of(cpu, "jit_decode", on_cpu=False)
-
-
-def test_a_folder_must_hold_one_trace(tmp_path):
-    with pytest.raises(ValueError, match="holds 0 files"):
-        profile_ops.read_trace(str(tmp_path))
-    folder = tmp_path / "plugins" / "profile"
-    folder.mkdir(parents=True)
-    with gzip.open(folder / "vm.trace.json.gz", "wt") as file:
-        json.dump(GPU, file)
-    assert profile_ops.read_trace(str(tmp_path)) == GPU
 
 
 def test_a_real_program_is_profiled():

@@ -9,7 +9,7 @@ import pytest
 import magicjax
 from magicjax.benchmarks import profile_phases
 from magicjax.benchmarks.profile_ops import Event
-from magicjax.benchmarks.profile_phases import PHASES, Span
+from magicjax.benchmarks.profile_phases import PHASES
 from magicjax.decoding.request import RequestOptions
 from tests.magicjax import tiny
 
@@ -61,17 +61,6 @@ def test_operations_of_a_program_have_phases():
     assert not {"while.1", "done", "copy.5"} & found.keys()
 
 
-def test_an_operand_of_one_phase_belongs_to_it():
-    program = PROGRAM.replace("copy(%get-tuple-element.1)\n  %tuple.1", "copy(%k)\n  %tuple.1")
-    found, _ = profile_phases.phases_of_operations(program)
-    assert found["made_for_the_draft"] == "draft"  # through the tuple that the loop takes
-
-
-def test_without_a_drafter_nothing_is_drafted():
-    found, _ = profile_phases.phases_of_operations(PROGRAM, drafting=False)
-    assert found["inside"] == "score" and "draft" not in found.values()
-
-
 PHASE_OF = {"draw": "draft", "dot": "score", "argmax": "verify", "loop": "draft"}
 
 
@@ -87,31 +76,6 @@ def seconds(spans):
     return {phase: x for phase, x in total.items() if x}
 
 
-def test_the_same_operation_on_several_threads_counts_once():
-    assert seconds(timeline(("dot", 0, 10), ("dot", 0, 8), ("dot", 2, 12))) == {"score": 12}
-
-
-def test_nested_operations_count_once():
-    events = ("while", 0, 30), ("loop", 1, 20), ("draw", 2, 8), ("draw", 9, 19), ("dot", 21, 29)
-    assert seconds(timeline(*events)) == {"draft": 16, "score": 8}
-
-
-def test_a_nested_operation_takes_precedence():
-    assert timeline(("dot", 0, 10), ("argmax", 4, 6)) == [
-        Span(0, 4, "score"),
-        Span(4, 6, "verify"),
-        Span(6, 10, "score"),
-    ]
-
-
-def test_a_loop_without_nested_events_counts_as_one_operation():
-    assert seconds(timeline(("loop", 0, 5), ("dot", 5, 6))) == {"draft": 5, "score": 1}
-
-
-def test_an_operation_outside_the_phases_yields_to_one_of_a_phase():
-    assert seconds(timeline(("dot", 0, 10), ("", 4, 14))) == {"score": 10, "rest": 4}
-
-
 def test_every_instant_counts_once_whatever_overlaps():
     rng = np.random.default_rng(0)
     names = np.array(["draw", "dot", "argmax", "other"])
@@ -120,11 +84,6 @@ def test_every_instant_counts_once_whatever_overlaps():
     spans = timeline(*events)
     assert sum(seconds(spans).values()) == len(covered)
     assert all(a.end <= b.begin for a, b in zip(spans, spans[1:]))
-
-
-def test_consecutive_spans_of_a_phase_are_merged():
-    spans = timeline(("draw", 0, 2), ("other", 2, 3), ("draw", 4, 6), ("dot", 6, 9))
-    assert profile_phases.merge_spans(spans) == [Span(0, 6, "draft"), Span(6, 9, "score")]
 
 
 @pytest.fixture(scope="module")
@@ -165,12 +124,6 @@ def test_the_phases_add_up_to_the_loops_wall_time(monkeypatch):
     assert plain.wall_s == pytest.approx(calls[-1][1]) and plain.rounds == 4
 
 
-def test_plain_decoding_drafts_nothing():
-    plain = traced()
-    assert plain.draft == 0 and plain.rounds == tiny.NEW - 1
-    assert min(plain.score, plain.verify, plain.commit) > 0
-
-
 def test_the_trace_has_a_track_of_phases_at_the_top(speculative, folder):
     with gzip.open(folder / "trace.perfetto.json.gz", "rt") as file:
         events = [e for e in json.load(file)["traceEvents"] if e]  # JAX ends with an empty one
@@ -182,15 +135,3 @@ def test_the_trace_has_a_track_of_phases_at_the_top(speculative, folder):
     operations = [e for e in events if "hlo_op" in e.get("args", {})]
     assert min(e["ts"] for e in operations) <= top[0]["ts"]
     assert max(e["ts"] + e["dur"] for e in operations) >= top[-1]["ts"] + top[-1]["dur"]
-
-
-def test_a_choice_is_traced_with_its_tree():
-    drafter = magicjax.PromptLookup()
-    auto = magicjax.Auto([drafter])
-    choice = magicjax.Choice(drafter, tiny.TREES["chain3"], None, (), {}, {}, {}, auto)
-    assert traced(drafter=choice, rounds=2).draft > 0
-
-
-def test_at_least_one_round_is_traced():
-    with pytest.raises(ValueError, match="rounds=0 is too small: trace at least 1"):
-        traced(rounds=0)

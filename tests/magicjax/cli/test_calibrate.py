@@ -44,13 +44,6 @@ def test_the_fit_recovers_the_constants_of_predicted_times():
     np.testing.assert_allclose(times, [row.seconds for row in rows])
 
 
-def test_times_with_tiles_cannot_be_fitted_without_them(monkeypatch):
-    monkeypatch.setattr(calibrate, "TILES", (1,))
-    rows = rows_that(TRUE)
-    _, times = calibrate.fit(SIZES, rows, MEASURED)
-    assert np.abs(times / [row.seconds for row in rows] - 1).max() > 0.05
-
-
 def test_fitted_times_are_never_negative(monkeypatch):
     """They are the best of a grid of pairs, for times that would be fitted by negative ones."""
     monkeypatch.setattr(calibrate, "TILES", (1,))
@@ -75,16 +68,6 @@ def test_fitted_times_are_never_negative(monkeypatch):
     assert (np.array(fitted) >= 0).all() and (np.array(fitted) == 0).any()
 
 
-def test_predicted_rows_agree_with_the_cost_model():
-    round_s = predicted(SIZES, Timed(2, 512, 4, 64, 1.0), TRUE)
-    cost = cost_model.round_cost(
-        SIZES, cost_model.Draft(SIZES, 64), cost_model.Machine(TRUE), 2, 512, nodes=4, depth=3
-    )
-    assert round_s == pytest.approx(cost.total)
-    plain = predicted(SIZES, Timed(2, 512, 1, None, 1.0), TRUE)
-    assert plain == pytest.approx(cost.target)
-
-
 TIMES = {
     (batch, context): StepTimes(
         passes={n: batch * context * n for n in (1, 2, 4)},
@@ -100,24 +83,6 @@ DRAFTS = {
     "small": cost_model.Draft(SMALL),
     "streaming": cost_model.Draft(SMALL, 256),
 }
-
-
-def test_measured_times_become_one_table_per_model():
-    passes, own, small = calibrate.steps_of(SIZES, DRAFTS, TIMES)
-    assert (passes.model, passes.kind, passes.nodes) == (SIZES.key, cost_model.PASS, (1, 2, 4))
-    assert dict(zip(passes.grid, passes.seconds, strict=True))[4, 512, 2] == 4 * 512 * 2
-    assert (own.model, own.slots, own.seconds) == (SIZES.key, (64,), (2.0, 8.0))
-    # With a budget, the time is the median over contexts.
-    assert (small.model, small.batches, small.slots) == (SMALL.key, (1, 4), (256, 512, 1024))
-    assert small.seconds == (768.5, 513, 1025, 770.0, 516, 1028)
-
-
-def test_a_negative_difference_of_times_is_replaced():
-    noisy = {
-        place: dataclasses.replace(times, drafts={"self": -1.0}) for place, times in TIMES.items()
-    }
-    *_, own = calibrate.steps_of(SIZES, DRAFTS, noisy)
-    assert own.seconds == (calibrate.SHORTEST,) * 2
 
 
 def test_constants_are_fitted_to_passes_and_self_speculation_rounds():
@@ -172,12 +137,6 @@ def test_calibrate_writes_a_profile_that_plan_uses(directory, tmp_path, run, off
     assert "plain decoding: predicted T_target" in said
     code, _, err = run(*plan, "--mesh", "model=2")
     assert code == 2 and "the link between devices of" in err
-
-
-def test_matrix_products_are_timed_at_their_flops(monkeypatch):
-    monkeypatch.setitem(calibrate.MATRIX_SIZE, "cpu", 64)
-    monkeypatch.setattr(calibrate, "fastest_seconds", lambda calls, repeats: {"product": 0.5})
-    assert calibrate.matrix_rate("float32") == 2 * 64**3 / 0.5
 
 
 REFUSED = {

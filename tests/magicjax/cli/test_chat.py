@@ -20,9 +20,7 @@ import magicjax
 import models
 from experiments.runner import preflight
 from magicjax import loading
-from magicjax.cli import chat
 from magicjax.decoding import program_cache
-from magicjax.parallel import offloading
 from tests.magicjax import tiny
 
 # What follows each character: a message that ends with ? is answered "fine.", and one that ends
@@ -191,19 +189,6 @@ def test_a_conversation_from_a_pipe(talk, tmp_path):
     assert "unknown command /stat; did you mean '/stats'?; /help lists the commands" in err
 
 
-def test_after_a_reset_the_system_message_is_still_cached(talk):
-    system = "be kind, and say little. " * 3  # at least a step of prefill
-    _, _, err = talk(["hi?", "/reset", "and you?", "/stats", "/quit", "no?"], "--system", system)
-    assert re.search(r"last answer: .* 8 tokens prefilled in", err)
-    assert re.search(rf"in total: .* {len(f'[{system}]hi?') + 8} tokens prefilled in", err)
-
-
-def test_a_policy_that_reads_whole_texts_prefills_them(talk):
-    _, out, err = talk(["hi?", "and you?", "/stats"], "--drafter", "self:h2o:64")
-    assert out == "fine.\nfine.\n"
-    assert re.search(rf"last answer: .* {len('hi?fine.and you?') + 1} tokens prefilled in", err)
-
-
 def test_a_full_context_ends_answers_and_refuses_messages_in_one_line(talk):
     code, out, err = talk(
         ["go!", "more?", "/reset", "hi?", "go!"], "--max-context", 24, "--max-tokens", 22
@@ -217,12 +202,6 @@ def test_a_full_context_ends_answers_and_refuses_messages_in_one_line(talk):
         "the conversation has 30 tokens with this message, and --max-context 24 leaves no room for "
         "an answer: shorten the message, or start a new conversation (/reset)",
     ]
-
-
-def test_an_answer_at_its_limit_says_so(talk):
-    _, out, err = talk(["go!"], "--max-tokens", 4)
-    notice = "(compiling; this happens once)\n"
-    assert (out, err) == ("lolo\n", f"{notice}(ended at --max-tokens 4)\n")
 
 
 def test_generate_answers_a_message_in_the_chat_template(model, run):
@@ -259,14 +238,6 @@ def test_a_tokenizer_without_a_template_is_an_error(command, run, monkeypatch, t
     assert "the tokenizer has no chat template: pass the prompt as text, or use a" in err
 
 
-def test_a_template_that_rejects_the_system_message_is_an_error(run, monkeypatch, tmp_path):
-    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    model = saved(tmp_path / "strict", strict + TEMPLATE)
-    monkeypatch.setattr(loading, "with_weights", None)
-    code, out, err = run("chat", "--target", model, "--system", "be kind")
-    assert code == 2 and "the chat template rejects messages of system, user: no system" in err
-
-
 @pytest.mark.parametrize("command", [["chat"], ["generate", "--prompt", "a"]])
 def test_a_tokenizer_with_more_tokens_than_the_model_is_an_error_before_weights_are_loaded(
     command, model, run, monkeypatch, tmp_path
@@ -287,16 +258,3 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_an_error_before_weights_
         with pytest.raises(ValueError) as error:
             check(str(tmp_path))
         assert message in str(error.value)
-
-
-def test_without_answers_there_are_no_statistics(talk):
-    assert talk(["/stats"])[2] == "no answers yet\n"
-    assert chat.HELP in talk(["/help"])[2]
-
-
-def test_a_model_larger_than_the_memory_is_refused_before_it_is_loaded(model, run, monkeypatch):
-    monkeypatch.setattr(offloading, "free_host_memory", lambda: 1000)
-    monkeypatch.setattr(loading, "with_weights", None)
-    code, _, err = run("chat", "--target", model)
-    assert code == 2 and "1e-06 GB are available (target's weights" in err
-    assert err.count("\n") == 1

@@ -2,7 +2,6 @@
 
 import builtins
 import io
-import logging
 import os
 import pathlib
 import re
@@ -15,10 +14,7 @@ import pytest
 
 import magicjax
 import models
-from magicjax import loading
 from magicjax.cli import generate, main, text
-from magicjax.parallel import offloading
-from magicjax.prediction import cost_model
 from pallas_kernels import choose_backend
 from tests.magicjax import keywords, tiny
 from tests.quick import quick
@@ -49,38 +45,6 @@ def test_it_prints_the_text_and_reports_acceptance(directory, run):
     assert re.search(r"^KV cache: target [\d.]+ MB, draft [\d.]+ MB$", err, re.M)
 
 
-def test_a_small_model_and_a_prompt_from_a_file_give_the_same_text(directory, run, tmp_path):
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_text(PROMPT, "utf-8")
-    code, out, err = run(
-        *("generate", "--target", directory, "--prompt-file", prompt, "--max-tokens", 20),
-        *("--drafter", f"small:{directory}", "--tree", "chain:3"),
-    )
-    assert (code, out) == (0, expected_text(directory) + "\n")
-    assert "1: 1.00  2: 1.00" in err  # the drafter is the target
-
-
-@pytest.mark.slow
-def test_auto_reports_its_trials_and_gives_the_same_text(directory, run, tmp_path):
-    profile = tmp_path / "here.json"
-    device = cost_model.Device("here", 2e10, 1e11, 1e10, None, dtype="float32", round_seconds=0.0)
-    cost_model.save_profile(profile, device, {})
-    code, out, err = run(
-        *("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 20),
-        *("--drafter", "auto", "--candidate", "prompt-lookup", "--profile", profile),
-    )
-    assert (code, out) == (0, expected_text(directory) + "\n")
-    assert re.search(r"^plain decoding: [\d.]+ ms per step$", err, re.M)
-    assert re.search(r"^prompt-lookup:4: [\d.]+ ms per round, acceptance by depth ", err, re.M)
-    assert re.search(r"^chosen: (plain.* is )?prompt-lookup:4, depth \d, ", err, re.M)
-
-
-def test_plain_decoding_reports_no_acceptance(directory, run):
-    code, out, err = run("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 20)
-    assert (code, out) == (0, expected_text(directory) + "\n")
-    assert "acceptance by depth" not in err
-
-
 def test_stop_strings_end_the_printed_text(directory, run):
     whole = expected_text(directory)
     stop = whole[5:8]
@@ -105,15 +69,6 @@ def test_log_probabilities_follow_the_text_as_a_table(directory, run):
     for line, token, log in zip(lines, output.tokens[0], output.logprobs[0].chosen, strict=True):
         best = f"{log:8.3f} {target.tokenizer.decode([token])!r}"
         assert line.startswith(f"{best}  {best}  ")  # greedy: the first alternative is the chosen
-
-
-def test_without_a_round_no_tau_is_reported(directory, run):
-    code, out, err = run(
-        *("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 1),
-        *("--drafter", "prompt-lookup", "--tree", "chain:2"),
-    )
-    assert code == 0
-    assert err.startswith(f"1 tokens, backend {choose_backend()}\nprefill ")
 
 
 SAMPLING = {
@@ -181,17 +136,6 @@ SPARSE = {
 }
 
 
-@pytest.mark.parametrize("what", quick(SPARSE, "self, refreshed and quantized"))
-def test_sparse_caches_give_the_same_text(what, directory, run):
-    arguments, reported = SPARSE[what]
-    code, out, err = run(
-        *("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 20),
-        *(argument.replace("DIR", str(directory)) for argument in arguments),
-    )
-    assert (code, out) == (0, expected_text(directory) + "\n")
-    assert re.search(reported, err, re.M | re.S)
-
-
 def test_several_drafters_share_one_tree_or_have_one_each():
     def made(*arguments):
         needed = ("generate", "--target", "t", "--prompt", "p")
@@ -229,27 +173,11 @@ def test_a_character_of_several_tokens_is_printed_when_it_is_complete(directory,
     assert printed == ["n", "", "\N{REPLACEMENT CHARACTER}"]
 
 
-def test_the_version_is_that_of_the_installed_package(run):
-    code, out, err = run("--version")
-    assert code == 0 and re.fullmatch(r"magicjax \d+\.\d+\.\d+\n", out)
-
-
 def test_python_runs_the_package_as_the_command():
     here = pathlib.Path(magicjax.__file__).parent.parent
     command = [sys.executable, "-m", "magicjax", "--version"]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=here, check=True)
     assert ran.stdout.startswith("magicjax ")
-
-
-def test_verbose_logs_this_package_only(directory, run):
-    code, out, err = run(
-        *("generate", "--target", directory, "--prompt", "a", "--max-tokens", "600"),
-        "--verbose",
-    )
-    assert code == 2
-    assert logging.getLogger("magicjax").level == logging.INFO
-    assert logging.getLogger().level == logging.WARNING
-    logging.getLogger("magicjax").setLevel(logging.NOTSET)
 
 
 def test_ctrl_c_ends_after_the_round_with_the_text_and_the_statistics_so_far(
@@ -297,11 +225,3 @@ def test_a_reader_that_ends_early_is_no_error(run, monkeypatch, tmp_path):
     os.write(number, b"lost")  # at the end of Python
     assert (tmp_path / "out").read_bytes() == b""
     os.close(number)
-
-
-def test_a_model_larger_than_the_memory_is_refused_before_it_is_loaded(directory, run, monkeypatch):
-    monkeypatch.setattr(offloading, "free_host_memory", lambda: 1000)
-    monkeypatch.setattr(loading, "with_weights", None)
-    code, _, err = run("generate", "--target", directory, "--prompt", "a")
-    assert code == 2 and "1e-06 GB are available (target's weights" in err
-    assert err.count("\n") == 1

@@ -2,11 +2,9 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from magicjax.cli import fit
-from magicjax.prediction import cost_model
 from magicjax.prediction.aot import aot_compile, memory_estimate
 from models import count_params, preset
 
@@ -27,20 +25,6 @@ def test_bytes_equal_those_of_the_model_and_its_caches():
     assert counted.per_context_token == counted.target_kv / slots
 
 
-def test_text_lists_the_memory_of_each_device(run):
-    code, out, _ = run(*ARGUMENTS, *LOAD)
-    assert code == 0
-    assert "ESTIMATE from shapes, not compiled (--analytic)" in out
-    assert out.startswith("fits: ") and "target KV                   68.854 GB" in out
-    assert run(*ARGUMENTS, *LOAD[:2], "--context", "32k", *LOAD[4:])[1] == out
-
-
-def test_fit_and_plan_know_the_same_devices():
-    assert aot_compile.DEVICES.keys() == cost_model.DEVICES.keys()
-    for name, device in cost_model.DEVICES.items():
-        assert f"memory_bandwidth: {device.bandwidth:.0f}" in aot_compile.description(name.upper())
-
-
 @pytest.mark.slow
 def test_the_largest_batch_and_context_are_the_last_that_fit(run):
     def ask(batch, context):
@@ -55,12 +39,6 @@ def test_the_largest_batch_and_context_are_the_last_that_fit(run):
     assert ask(most, 32768)[1]["fits"] and ask(most + 8, 32768)[0] == fit.DOES_NOT_FIT
     assert abs(ask(1, 32768)[1]["largest batch"] - most) <= 1
     assert ask(128, longest - 200)[1]["fits"] and ask(128, longest + 2000)[0] == fit.DOES_NOT_FIT
-
-
-@pytest.mark.slow
-def test_the_largest_context_is_limited_by_the_positions_of_the_target(run):
-    _, out, _ = run(*ARGUMENTS, "--batch", 1, "--context", 1024, *LOAD[4:], "--json")
-    assert json.loads(out)["largest context"] == preset("llama-3.1-8b").max_positions
 
 
 @pytest.mark.slow
@@ -83,17 +61,6 @@ def test_a_workload_that_does_not_fit_exits_with_3_and_reports_the_missing_memor
     }
     over = sizes["total"] - sizes["usable"]
     assert over > 0 and f"DOES NOT FIT: {over:.2f}"[:-1] in out
-
-
-@pytest.mark.slow
-def test_the_largest_batch_is_a_multiple_of_the_groups(run):
-    _, out, _ = run(*ARGUMENTS, *LOAD[:-1], "data=4,model=2", "--json")
-    found = json.loads(out)
-    assert found["largest batch"] % 4 == 0
-    sizes = found["bytes on each device"]
-    total = sum(sizes[name] for name in ("weights", "target KV", "draft KV", "other state"))
-    temporary = max(sizes["temporaries of prefill"], sizes["temporaries of decode"])
-    assert np.isclose(sizes["total"], total + temporary)
 
 
 @pytest.mark.parametrize(

@@ -20,30 +20,14 @@ SECONDS = 120  # until a server in a process has compiled its programs
 REFUSED = {
     "auto": (["--drafter", "auto"], "--drafter auto measures a single prompt"),
     "a tree without a drafter": (["--tree", "chain:4"], "--tree has no effect without --drafter"),
-    "a verifier of sampling": (
-        ["--greedy", "--verifier", "mss"],
-        "--verifier has no effect with --greedy: remove it",
-    ),
-    "a verifier without a drafter": (
-        ["--verifier", "mss"],
-        "--verifier 'mss' has no effect without a drafter",
-    ),
     "a draw": (
         ["--greedy", "--drafter", "self:streaming:16:draw=with_replacement"],
         "draw has no effect in greedy decoding, with --greedy: remove it from self:streaming:16",
     ),
-    "a copy of offloaded weights": (
-        ["--offload", "--drafter", "self:weights=int8"],
-        "quantize a target on the device, and the target is offloaded",
-    ),
     "logprobs": (["--logprobs", 21], "--logprobs 21: it must be at most 20"),
-    "mesh": (["--mesh", "model=3,x=1"], "'model=3,x=1' is not a valid mesh"),
     "devices": (["--mesh", "model=64"], "64"),
     "port": (["--port", 65536], "--port 65536: it must be between 0 and 65535"),
-    "drain": (["--drain-s", "nan"], "--drain-s nan: it must be 0 or more seconds"),
-    "body": (["--max-body-bytes", 0], "--max-body-bytes 0: it must be at least 1"),
     "key": (["--api-key", " "], "the API key is empty: unset MAGICJAX_API_KEY and omit --api-key"),
-    "host": (["--host", "no host"], "--host no host and --port 8000:"),
 }
 
 
@@ -61,17 +45,6 @@ def test_a_port_in_use_is_an_error_before_weights_are_loaded(directory, run, mon
         port = other.getsockname()[1]
         code, _, errors = run("serve", "--target", directory, "--port", port)
     assert code == 2 and f"--port {port}: Address already in use" in errors
-
-
-def test_a_missing_package_is_named(directory, run, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("magicjax.server")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    code, _, errors = run("serve", "--target", directory)
-    assert code == 2
-    assert errors == (
-        'magicjax: magicjax serve requires prometheus_client: pip install "magicjax[serve]"\n'
-    )
 
 
 class Serving:
@@ -134,26 +107,6 @@ def test_a_second_signal_ends_the_server_at_once(serving):
     assert serving.process.poll() is None
     serving.process.send_signal(signal.SIGTERM)
     assert serving.process.wait(SECONDS) == -signal.SIGTERM
-
-
-@pytest.mark.slow
-def test_the_server_answers_only_with_the_key(serving):
-    assert httpx.get(f"{serving.url}/v1/models").status_code == 401
-    assert [model.id for model in serving.client.models.list()] == ["tiny"]
-
-
-@pytest.mark.slow
-def test_a_server_that_ignores_eos_gives_texts_of_the_length_that_is_asked_for(directory):
-    made = Serving("--target", directory, "--dtype", "float32", "--slots", 2, "--ignore-eos")
-    try:
-        answer = made.client.completions.create(
-            model="tiny", prompt="x = ", max_tokens=400, n=2, extra_body={"ignore_eos": True}
-        )
-        assert [choice.finish_reason for choice in answer.choices] == ["length"] * 2
-        assert answer.usage.completion_tokens == 800
-    finally:
-        made.process.kill()
-        made.process.wait()
 
 
 @pytest.mark.slow

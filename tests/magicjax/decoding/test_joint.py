@@ -19,7 +19,7 @@ from flax import struct
 import magicjax
 import models
 from magicjax.policies import Quest
-from tests.magicjax import oracle, tiny
+from tests.magicjax import keywords, oracle, tiny
 from tests.quick import quick
 
 VOCAB, LENGTH, EOS = 5, 4, 0
@@ -84,7 +84,7 @@ def sampled(
     """Returns how often the loop emitted each text."""
     counts: dict[tuple[int, ...], int] = {}
     for seed in range(calls):
-        output = calls.generate(
+        output = keywords.generate(
             target or model(0),
             [PROMPT] * ROWS,
             drafter=drafter,

@@ -4,7 +4,6 @@ import itertools
 import json
 import pathlib
 import random
-import sys
 
 import numpy as np
 import pytest
@@ -49,16 +48,6 @@ def test_the_allowed_tokens_are_those_from_which_a_match_can_be_spelled(pattern)
                 break
 
 
-def test_tokens_after_which_nothing_can_be_spelled_are_not_allowed():
-    """Without a token for d, "c" begins no match."""
-    tokenizer = spelled.tokenizer(TEXTS)
-    automaton = compiled(Grammar.regex("ab|cd"), tokenizer, (0,), len(TEXTS))
-    allowed = automaton.next[0][automaton.classes] >= 0
-    assert [TEXTS[i] for i in np.flatnonzero(allowed)] == ["a", "ab"]
-    with pytest.raises(ValueError, match="no text of the tokenizer's tokens matches"):
-        compiled(Grammar.regex("d+"), tokenizer, (0,), len(TEXTS))
-
-
 def nested(depth: int, brackets: str) -> str:
     return brackets[0] * depth + brackets[1] * depth
 
@@ -89,13 +78,6 @@ def test_json_mode_accepts_what_json_does():
             assert isinstance(json.loads(bytes(wrong).decode()), dict)
     for text in ("", "1", "[]", '"a"', "{", "{}}", "{} ", '{"a":01}', '{"a":1.}', '{"a":tru}'):
         assert not accepts(automaton, text.encode()), text
-
-
-def test_json_mode_has_a_bounded_depth():
-    automaton = byte_automaton(Grammar.json_object())
-    inside = json_mode.MAX_DEPTH - 1
-    assert accepts(automaton, f'{{"a":{nested(inside, "[]")}}}'.encode())
-    assert not accepts(automaton, f'{{"a":{nested(inside + 1, "[]")}}}'.encode())
 
 
 def test_the_bytes_of_byte_level_tokens_are_those_of_the_text():
@@ -224,10 +206,6 @@ def test_a_wrong_grammar_is_an_error_of_one_line(what):
     assert "\n" not in str(caught.value)
 
 
-def test_properties_may_have_the_names_of_keywords():
-    Grammar.json_schema({"type": "object", "properties": {"minimum": {"type": "integer"}}})
-
-
 def test_a_grammar_requires_a_tokenizer_and_eos():
     grammar = Grammar.regex("a+")
     with pytest.raises(ValueError, match="has none"):
@@ -242,10 +220,3 @@ def test_a_grammar_requires_a_tokenizer_and_eos():
         rows_of(spelled.target(), "a+", (0,), 3)
     with pytest.raises(ValueError, match="2 grammars for 3 prompts"):
         rows_of(spelled.target(), [grammar, None], (0,), 3)
-
-
-def test_a_missing_package_is_an_error_that_says_how_to_install_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "outlines_core", None)
-    with pytest.raises(ImportError, match=r"pip install 'magicjax\[grammar\]'"):
-        Grammar.regex("never compiled before")
-    Grammar.json_object()

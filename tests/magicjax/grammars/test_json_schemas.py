@@ -2,10 +2,8 @@
 
 import json
 import random
-import re
 
 import jsonschema
-import outlines_core.json_schema
 import pytest
 
 from magicjax.grammars import json_schema, trial
@@ -36,13 +34,6 @@ def texts(grammar: Grammar, count: int = 40, length: int = 80) -> list[str]:
     return found
 
 
-def outlines_alone(schema: dict, monkeypatch) -> Grammar:
-    """Returns the grammar of outlines-core without the rewriting."""
-    with monkeypatch.context() as patched:
-        patched.setattr(json_schema, "prepared", json.dumps)
-        return Grammar.json_schema(schema)
-
-
 def is_valid(text: str, schema: dict) -> bool:
     try:
         jsonschema.validate(json.loads(text), schema)
@@ -65,13 +56,6 @@ def test_texts_of_formats_are_json(name):
     schema = {"type": "string", "format": name}
     for text in texts(Grammar.json_schema(schema), length=120):
         assert isinstance(json.loads(text), str)
-
-
-@pytest.mark.parametrize("pattern", ["a.b", "x|y", "[^a]"])
-def test_patterns_as_outlines_core_inserts_them_are_detected(pattern, monkeypatch):
-    schema = {"type": "string", "pattern": pattern}
-    grammar = outlines_alone(schema, monkeypatch)
-    assert not all(is_valid(text, schema) for text in texts(grammar))
 
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -115,24 +99,6 @@ def test_what_cannot_be_translated_is_refused(what):
     with pytest.raises(ValueError, match=message) as raised:
         Grammar.json_schema(schema)
     assert "\n" not in str(raised.value)
-
-
-def test_a_part_without_type_is_mistranslated_by_outlines_core():
-    schema = REFUSED["no type"][0]
-    pattern = outlines_core.json_schema.build_regex_from_schema(json.dumps(schema))
-    assert re.fullmatch(pattern, "{null}")
-
-
-@pytest.mark.parametrize("schema", [{"enum": []}, REFUSED["a quote in a name"][0]])
-def test_schemas_that_outlines_core_mistranslates_are_detected(schema, monkeypatch):
-    schema = schema | ({"required": ['a"']} if 'a"' in str(schema) else {})
-    grammar = outlines_alone(schema, monkeypatch)
-    assert not all(is_valid(text, schema) for text in texts(grammar))
-
-
-def test_values_may_repeat_their_type_and_parts_have_descriptions():
-    schema = {"enum": ["a", None], "type": ["string", "null"], "title": "A", "description": "."}
-    assert {*texts(Grammar.json_schema(schema))} == {'"a"', "null"}
 
 
 def test_a_grammar_that_takes_too_long_is_refused(monkeypatch):

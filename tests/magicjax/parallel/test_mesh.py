@@ -3,16 +3,13 @@
 import dataclasses
 import itertools
 
-import jax
-import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import magicjax
 import models
 from magicjax import placement
 from sharding import abstract_mesh, make_mesh
-from tests.magicjax import keywords, mesh_cases, tiny
+from tests.magicjax import mesh_cases, tiny
 from tests.quick import quick
 
 MESHES = mesh_cases.MESHES
@@ -49,13 +46,6 @@ def test_a_mesh_gives_the_text_of_one_device(eight, record_property, case, mesh)
 def test_every_mesh_gives_the_text_of_one_device(eight, record_property, case, mesh):
     shards = shards_of(mesh)
     mesh_cases.check(eight, record_property, case=case, mesh=mesh, shards=shards)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["small", "small sampled"])
-@pytest.mark.parametrize("shards", [1, 2])
-def test_a_draft_may_be_divided_over_fewer_devices(eight, case, shards):
-    assert eight(mesh_cases.compare, case=case, mesh=(1, 8), shards=shards)["rows"] == 8
 
 
 @pytest.mark.slow
@@ -101,10 +91,6 @@ def test_a_checkpoint_goes_to_devices_in_parts(eight, tmp_path, mesh):
     assert found["most"] == found["share"] < found["whole"]
 
 
-def test_a_preset_has_the_same_weights_on_a_mesh(eight):
-    assert eight(mesh_cases.reseeded, mesh=(2, 4))
-
-
 # Bad input; it needs no devices.
 
 
@@ -121,18 +107,6 @@ def test_heads_that_do_not_divide_are_refused_with_the_numbers_that_do():
     assert "12 query heads are not a multiple of 8" in message and "1, 2, 4" in message
 
 
-def test_kv_heads_that_do_not_divide_are_refused():
-    assert "3 KV heads" in refused(num_heads=24, num_kv_heads=3, intermediate_size=96)
-
-
-def test_an_mlp_that_does_not_divide_is_refused():
-    assert "36 MLP units" in refused(intermediate_size=36)
-
-
-def test_a_vocabulary_that_does_not_divide_is_refused():
-    assert "60 tokens" in refused(vocab_size=60)
-
-
 def test_a_vocabulary_is_divided_as_tokens_are_drawn():
     shape = tiny.config(**mesh_cases.SIZES | dict(num_kv_heads=6, num_heads=6))
     with pytest.raises(ValueError, match="model=3 .*16 shares of the vocabulary of 96.*1, 2, 4, 8"):
@@ -145,12 +119,6 @@ def test_a_draft_vocabulary_is_not_divided():
     with pytest.raises(ValueError, match="draft_vocab_size=16 .* model=2 devices: .* shards=1"):
         placement.split_of(shape, None, abstract_mesh(1, 2))
     assert placement.split_of(shape, 1, abstract_mesh(1, 2)).shards == 1
-
-
-def test_a_model_that_is_not_divided_may_have_any_vocabulary():
-    shape = tiny.config(**mesh_cases.SIZES | dict(num_kv_heads=4, vocab_size=65))
-    assert placement.split_of(shape, None, abstract_mesh(8, 1)).shards == 1
-    assert placement.split_of(shape, 1, abstract_mesh(1, 8)).shards == 1
 
 
 def test_kv_heads_are_held_in_groups_along_the_last_factors():
@@ -183,35 +151,10 @@ def test_more_devices_than_there_are_is_an_error_that_says_how_to_get_them():
         make_mesh(2, 8)
 
 
-@pytest.mark.parametrize("sizes", [(0, 1), (1, -1)])
-def test_a_mesh_has_at_least_one_device(sizes):
-    with pytest.raises(ValueError, match="at least 1"):
-        make_mesh(*sizes)
-
-
-def test_prompts_must_divide_over_the_groups():
-    with pytest.raises(ValueError, match=r"3 prompts do not divide over data=4.*such as 4"):
-        placement.validate(abstract_mesh(4, 1), mesh_cases.target(4), None, 3)
-
-
 def test_a_target_is_divided_over_all_of_the_axis():
     whole = dataclasses.replace(mesh_cases.target(4), shards=2)
     with pytest.raises(ValueError, match="the target has shards=2"):
         magicjax.generate(whole, [[1, 2]], mesh=make_mesh())
-
-
-def test_a_mesh_of_one_device_changes_nothing():
-    target, prompts = tiny.model(), tiny.prompts(3)
-    options = dict(max_tokens=8, eos_token_id=[])
-    plain = keywords.generate(target, prompts, **options)
-    found = keywords.generate(target, prompts, mesh=make_mesh(), **options)
-    assert np.array_equal(plain.tokens, found.tokens)
-
-
-def test_other_mesh_axes_are_refused():
-    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
-    with pytest.raises(ValueError, match="axes x: it must have stage, data, model or some of them"):
-        magicjax.generate(tiny.model(), [[1, 2]], mesh=mesh)
 
 
 def test_shards_without_a_mesh_are_refused(tmp_path):

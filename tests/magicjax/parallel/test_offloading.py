@@ -90,22 +90,6 @@ def test_an_offloaded_model_of_another_family_generates_the_same_text(draft):
     np.testing.assert_array_equal(text(offloaded(OPT), **options), text(model(OPT), **options))
 
 
-@pytest.mark.slow
-def test_one_layer_needs_no_scan():
-    shape = tiny.config(num_layers=1)
-    np.testing.assert_array_equal(text(offloaded(shape)), text(model(shape)))
-
-
-@pytest.mark.slow
-def test_a_small_draft_can_be_offloaded_too():
-    small = tiny.model("near")
-    options = dict(tree=TREE)
-    streamed = text(model(DEEP), drafter=magicjax.SmallModel(magicjax.offload(small)), **options)
-    np.testing.assert_array_equal(
-        streamed, text(model(DEEP), drafter=magicjax.SmallModel(small), **options)
-    )
-
-
 @pytest.mark.parametrize(
     ("weights", "draft"),
     quick(itertools.product(["int8", "int4:8"], ["self", "small sampled"])),
@@ -241,15 +225,6 @@ def test_a_checkpoint_is_loaded_without_its_blocks(directory):
     assert small.offload and small.layout.blocks["mlp"]["up"]["weight"].dtype == jnp.int8
 
 
-@pytest.mark.slow
-def test_a_presets_blocks_are_drawn_layer_by_layer():
-    target = magicjax.load("llama-68m", "float32", offload=True)
-    weight = np.asarray(target.layout.blocks["mlp"]["up"]["weight"])
-    assert weight.shape == (2, 3072, 768)
-    assert weight.std() == pytest.approx(768**-0.5, rel=0.02)
-    assert (weight[0] != weight[1]).any()
-
-
 def test_a_machine_without_the_memory_is_refused_before_anything_is_loaded():
     module = models.build(models.preset("llama-3.1-70b"), "bfloat16")
     with pytest.raises(
@@ -299,41 +274,6 @@ def test_caches_that_do_not_fit_are_refused_and_a_model_that_would_fit_is_logged
     assert "offload: the model (0.00 GB) would fit the device (0.01 GB)" in caplog.text
     monkeypatch.undo()
     text(target)
-
-
-def test_compiler_options_are_set_for_programs_that_stream_and_logged(caplog):
-    arguments = (offloaded(DEEP), jnp.zeros(3))
-    assert offloading.xla_options("gpu", arguments) == offloading.XLA_OPTIONS["gpu"]
-    assert offloading.xla_options("gpu", (model(DEEP),)) == {}
-    with caplog.at_level("INFO", "magicjax"):
-        found = program_cache.options_of("gpu", arguments)
-    assert found["xla_gpu_enable_latency_hiding_scheduler"] is True
-    assert "xla_gpu_enable_latency_hiding_scheduler" in caplog.text
-
-
-@pytest.mark.slow
-def test_the_command_streams_and_prints_the_same(directory, run):
-    ask = ("generate", "--target", directory, "--prompt", tiny.SOURCE, "--max-tokens", 12)
-    assert run(*ask, "--offload")[:2] == run(*ask)[:2]
-    assert run(*ask, "--offload", "--weights", "int8")[:2] == run(*ask, "--weights", "int8")[:2]
-    code, _, err = run(*ask, "--offload", "--weights", "int3")
-    assert code == 2 and "weights='int3' is unknown" in err
-
-
-@pytest.mark.slow
-def test_a_row_of_nans_changes_nothing_in_the_others():
-    """What orders the fetches must not be moved by it, or all rows get another layer's weights."""
-    rows = [np.asarray([9, 5, 5]), np.asarray([7, 3, 2])]
-
-    def poisoned(target):
-        table = np.array(target.params["params"]["embedding"])
-        table[9] = np.nan
-        inner = target.params["params"] | {"embedding": jnp.asarray(table)}
-        return dataclasses.replace(target, params={"params": inner})
-
-    options = dict(max_tokens=8, eos_token_id=[])
-    found = keywords.generate(poisoned(offloaded(DEEP)), rows, **options).tokens[1]
-    np.testing.assert_array_equal(found, keywords.generate(model(DEEP), rows, **options).tokens[1])
 
 
 @pytest.mark.parametrize("weights", quick([None, "int4"], "int4"))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 from types import SimpleNamespace
 
 import pytest
@@ -85,38 +84,23 @@ def test_limits_of_new_tokens():
     ("field", "value", "text"),
     [
         ("n", 0, "n=0: it must be a whole number from 1 to 128"),
-        ("n", True, "n=True"),
         ("temperature", -1, "temperature=-1: it must be a number, 0 or more"),
-        ("temperature", "hot", "temperature='hot'"),
-        ("temperature", 1e-50, "temperature=1e-50: it must be 0 for greedy decoding, or at least"),
         ("top_p", 0, "top_p=0: it must be above 0 and at most 1"),
-        ("top_k", 1.5, "top_k=1.5: it must be a whole number"),
         ("seed", 2**63, "seed=9223372036854775808: it must be a whole number in the range of"),
         ("stop", "", "stop='': it must be a string, or a list"),
-        ("stop", ["a"] * 17, "at most 16"),
-        ("stop", "a" * 257, "256 characters"),
-        ("max_tokens", 0, "max_tokens=0: it must be a whole number, 1 or more"),
         ("max_tokens", 33, "max_tokens=33: it must be at most 32 on this server"),
         ("stream", "yes", "stream='yes': it must be true or false"),
         ("stream_options", {"include_usage": True}, "stream_options requires stream=true"),
-        ("stream_options", {"x": 1}, "(at x): it must be an object such as"),
         ("response_format", {"type": "xml"}, 'it must be {"type": "text"}'),
-        ("response_format", {"type": "json_schema"}, "it must be"),
-        ("response_format", {"type": "text", "regex": "a"}, "it must be"),
-        ("response_format", {"type": "regex", "regex": "a" * 513}, "it must be"),
         ("response_format", {"type": "regex", "regex": "("}, "regular expression"),
         (
             "ignore_eos",
             True,
             "ignore_eos=true: the server ends texts at EOS; one with --ignore-eos",
         ),
-        ("ignore_eos", 1, "ignore_eos=1: it must be true or false"),
         ("frequency_penalty", 0.1, "frequency_penalty=0.1 is not supported: omit"),
-        ("presence_penalty", -1, "presence_penalty=-1 is not supported"),
         ("logit_bias", {"5": 100}, "logit_bias={'5': 100} is not supported"),
-        ("store", True, "store=True is not supported"),
         ("temprature", 1, "unknown field 'temprature'; did you mean 'temperature'?"),
-        ("guided_json", {}, "unknown field 'guided_json'; supported are model, n, temp"),
         ("model", "gpt-9", "the model 'gpt-9' is not served here: use 'tiny'"),
     ],
 )
@@ -129,18 +113,12 @@ def test_wrong_values_are_refused_by_name(path, field, value, text):
     ("field", "value", "text"),
     [
         ("prompt", None, "prompt=None: it must be a text, a list of texts"),
-        ("prompt", [], "prompts is empty"),
         ("prompt", [""], "prompt 0 is empty"),
-        ("prompt", [[1], []], "prompt 1 is empty"),
         ("prompt", ["a", 1], "prompt=['a', 1]: it must be"),
-        ("prompt", [2**31], "prompt=[2147483648]: it must be"),
         ("prompt", [50], "token 50, outside the target's vocabulary"),
         ("prompt", ["a"] * 9, "9 prompts with n=1 are 9 requests, and the queue holds 8"),
         ("logprobs", 4, "logprobs=4: the server was started with at most 3"),
-        ("logprobs", True, "logprobs=True: it must be a whole number"),
         ("best_of", 2, "best_of=2 is not supported: omit best_of"),
-        ("echo", True, "echo=True is not supported"),
-        ("suffix", "}", "suffix='}' is not supported"),
     ],
 )
 def test_wrong_completions_are_refused_by_name(field, value, text):
@@ -153,8 +131,6 @@ def test_wrong_completions_are_refused_by_name(field, value, text):
     [
         (dict(messages=[]), "messages=[]: it must be a list of messages"),
         (dict(messages=[{"role": "tool", "content": "x"}]), "(at 0.role): it must be"),
-        (dict(messages=[{"role": "user"}]), "(at 0.content)"),
-        (dict(messages=[{"role": "user", "content": None}]), "messages=["),
         (
             dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
             "parts of type text",
@@ -164,10 +140,6 @@ def test_wrong_completions_are_refused_by_name(field, value, text):
             "messages[0].name='me' is not supported: omit name",
         ),
         (dict(tools=[{"type": "function"}]), "tools=[{'type': 'function'}] is not supported"),
-        (dict(tool_choice="required"), "tool_choice='required' is not supported"),
-        (dict(modalities=["audio"]), "modalities=['audio'] is not supported"),
-        (dict(reasoning_effort="high"), "reasoning_effort='high' is not supported"),
-        (dict(logprobs=2), "logprobs=2: it must be true or false"),
         (dict(top_logprobs=2), "top_logprobs requires logprobs=true"),
         (dict(logprobs=True, top_logprobs=4), "top_logprobs=4: the server was started with at"),
         (dict(max_completion_tokens=2), "max_tokens and max_completion_tokens exclude each other"),
@@ -207,21 +179,6 @@ def test_eos_is_ignored_by_the_server_or_not_at_all():
         assert parse(path, endless, ignore_eos=True)
         error = refused(path, endless, response_format={"type": "json_object"})
         assert "started with --ignore-eos" in error.message
-
-
-def test_every_field_is_documented():
-    page = (pathlib.Path(__file__).parents[3] / "docs" / "server.md").read_text()
-    bodies_fields = {*bodies.CompletionBody.model_fields, *bodies.ChatBody.model_fields}
-    neutral = {*bodies.NEUTRAL_COMPLETION, *bodies.NEUTRAL_CHAT, *bodies.WITHOUT_EFFECT}
-    assert [name for name in bodies_fields | neutral if f"`{name}`" not in page] == []
-
-
-def test_tasks_of_lm_evaluation_harness_that_generate_are_accepted():
-    own = dict(temperature=0, stop=["</s>", "\n\n"], seed=1234, max_tokens=32)
-    assert parse("completions", prompt=["a", "b"], **own).n == 1
-    assert parse("chat/completions", **own).params.max_tokens == 32
-    error = refused("completions", prompt=[[1, 2]], echo=True, logprobs=1, max_tokens=1)
-    assert error.param == "echo" and error.code == "unsupported_parameter"
 
 
 def test_an_answer_can_be_sent_back_as_the_client_dumps_it():
@@ -295,12 +252,3 @@ def check_answer(server, path: str, data: bytes) -> None:
 @given(data=BODIES)
 def test_no_body_is_a_server_error(server, path, data):
     check_answer(server, path, data)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", PARSERS)
-@settings(max_examples=1000)
-@given(data=BODIES)
-def test_no_body_of_many_is_a_server_error(server, path, data):
-    check_answer(server, path, data)
-    assert server.worker.error is None

@@ -85,24 +85,6 @@ def test_times_and_counts_of_a_stream():
     }
 
 
-def test_counts_are_optional():
-    sample = answered(
-        chat(role="assistant", content=""), chat(content="a"), chat(content="b"), DONE
-    )
-    assert sample.status == OK and sample.ttft_s < sample.total_s
-    assert sample.tpot_s is sample.new_tokens is sample.accepted_tokens is None
-    plain = answered(
-        completion("a"), event({"choices": [], "usage": {"completion_tokens": 3}}), DONE
-    )
-    assert (plain.new_tokens, plain.accepted_tokens, plain.tpot_s) == (3, None, None)
-
-
-def test_separators_inside_a_text_and_events_in_parts():
-    text = completion("a\u2028b\x85c")
-    middle = text.index("\u2028".encode()) + 1
-    assert answered(text[:middle], text[middle:] + DONE[:7], DONE[7:]).status == OK
-
-
 @pytest.mark.parametrize(
     ("parts", "status", "error"),
     [
@@ -121,11 +103,6 @@ def test_wrong_streams_fail(parts, status, error):
     sample = answered(*parts)
     assert sample.status == status and error in sample.error
     assert sample.ttft_s is sample.tpot_s is sample.new_tokens is None
-
-
-def test_a_finish_reason_ends_a_stream():
-    end = event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-    assert answered(chat(content="a"), end).status == OK
 
 
 def test_an_error_of_the_server_is_its_message():

@@ -45,23 +45,6 @@ def test_goodput_counts_requests_within_all_limits():
     assert row(runs, tpot_s=0.02)["goodput_per_s"] == 1.5
 
 
-def test_tau_by_hand():
-    assert summary.tau([sample(new=11, accepted=5)]) == 2  # 10 tokens in 5 rounds
-    assert summary.tau([sample(new=11, accepted=5), sample(new=11, accepted=0)]) == 20 / 15
-    assert summary.tau([sample(accepted=None)]) is None
-    assert summary.tau([sample(new=1, accepted=0)]) is None
-
-
-def test_failed_requests_count_by_status():
-    samples = [failed("ReadTimeout"), sample(), failed(), failed(), failed("500")]
-    run = Run(ON, Level(concurrency=1), samples, 1.0)
-    assert row([run])["errors"] == "429: 2, 500: 1, ReadTimeout: 1"
-    assert row([run])["tokens_per_s"] == 11
-    assert [s.status for s in summary.failures([run])] == ["ReadTimeout", "500"]
-    nothing = row([Run(ON, Level(concurrency=1), [failed()], 1.0)])
-    assert nothing["tokens_per_s"] == 0 and nothing["ttft_ms_p50"] is None
-
-
 def two_servers() -> list[Run]:
     one, two = Level(concurrency=1), Level(rate=0.5)
     counted, unknown = [sample()] * 2, [sample(new=None, accepted=None), failed("<500>")]
@@ -102,15 +85,3 @@ def test_files_of_the_report(tmp_path):
         heights = [float(dot.get("cy")) for dot in plot.iter("circle")]
         assert all(0 < height < report.HEIGHT for height in heights)
         assert len(heights) in (5, 6)  # with two of the legend
-
-
-def test_a_report_without_answers_is_written(tmp_path):
-    runs = [Run(ON, Level(concurrency=1), [failed()], 1.0)]
-    report.write(tmp_path, runs, summary.summarize(runs, Targets()), {})
-    assert "429: 1" in (tmp_path / "report.html").read_text("utf-8")
-
-
-def test_ticks_reach_the_largest_value():
-    for most in (0.0, 0.003, 0.9, 1, 7, 24.1, 99, 100, 1234):
-        top = report.TICKS * report._tick(most)
-        assert most <= top * (1 + 1e-9) and (top <= 2 * most or not most)

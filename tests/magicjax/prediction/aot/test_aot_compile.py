@@ -40,13 +40,6 @@ def test_a_request_of_a_large_model_has_only_shapes():
     assert state.drafter.cache.k[0].shape == (16, 8, 512, 64)
 
 
-@pytest.mark.parametrize("device", aot_compile.DEVICES)
-def test_the_attention_is_that_of_generate_on_the_device(device):
-    load = dataclasses.replace(LOAD, device=device)
-    assert load.attention == "xla"
-    assert dataclasses.replace(load, backend="mosaic").attention == "mosaic"
-
-
 @pytest.mark.usefixtures("two_layers")
 def test_rows_and_heads_are_sharded():
     request = abstract_request(data=2, model=4)
@@ -61,14 +54,6 @@ def test_rows_and_heads_are_sharded():
 def test_a_draft_model_may_have_fewer_shards_than_the_target():
     request = abstract_request(drafter="small:llama-3.2-1b:streaming:512", model=8, draft_shards=2)
     assert aot_compile.cache_sizes(request)["draft 1"] == {16 * 4 * 512 * 64}
-
-
-@pytest.mark.usefixtures("two_layers")
-def test_the_draft_cache_can_be_quantized():
-    keys = aot_compile.state_shapes(
-        abstract_request(drafter="self:streaming:512:kv_dtype=int8")
-    ).drafter.cache.k[0]
-    assert keys.values.dtype == "int8" and keys.shape == (16, 8, 512, 64)
 
 
 @pytest.mark.usefixtures("two_layers")
@@ -109,19 +94,6 @@ def test_an_invalid_workload_is_refused(changes, message):
     assert message in str(error.value)
 
 
-def test_a_device_description_may_be_a_file(tmp_path):
-    own = tmp_path / "own.txtpb"
-    own.write_text(aot_compile.DEVICES["h200"].read_text().replace("150000000000", "160000000000"))
-    assert aot_compile.device_memory_bytes(str(own)) == 160_000_000_000 and aot_compile.is_hopper(
-        str(own)
-    )
-    own.write_text("cuda_compute_capability {\n  major: 9\n  minor: 0\n}")
-    assert aot_compile.is_hopper(str(own))
-    own.write_text("")
-    with pytest.raises(ValueError, match="has no device_memory_size"):
-        aot_compile.device_memory_bytes(str(own))
-
-
 def test_kernels_are_read_from_dumped_files(tmp_path):
     dumped = tmp_path / "a.ptxas"
     dumped.write_text(
@@ -129,11 +101,3 @@ def test_kernels_are_read_from_dumped_files(tmp_path):
         "ptxas info    : Used 232 registers, used 16 barriers, 1 bytes smem\n"
     )
     assert aot_compile.kernels([dumped]) == [{"registers": 232, "spilled bytes": 52}]
-
-
-def test_each_size_of_shared_memory_is_read_once(tmp_path):
-    paths = []
-    for name, size in {"a": 231424, "a_1": 200704, "a_2": 231424}.items():
-        paths.append(tmp_path / f"{name}.resources.txt")
-        paths[-1].write_text(f"Resources(smem_scratch_bytes={size}, ...)")
-    assert aot_compile.shared_bytes(paths) == [200704, 231424]

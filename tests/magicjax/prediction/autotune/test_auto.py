@@ -11,7 +11,7 @@ from magicjax.decoding import program_cache, runner
 from magicjax.decoding.paired_timing import PrefilledPrompts, time_variants
 from magicjax.decoding.request import RequestOptions
 from magicjax.prediction import cost_model
-from magicjax.prediction.autotune import auto, search
+from magicjax.prediction.autotune import search
 from magicjax.prediction.autotune.auto import Auto
 from magicjax.prediction.autotune.trial import Trial
 from magicjax.prediction.planner import candidates
@@ -77,8 +77,8 @@ def round_seconds(drafter, depth: int) -> float:
 @pytest.fixture
 def short_calls(monkeypatch):
     """Calls of two rounds, because the outputs are short."""
-    run = auto.run_adaptive
-    monkeypatch.setattr(auto, "run_adaptive", lambda *arguments: run(*arguments[:-1], 2))
+    run = runner.run_adaptive
+    monkeypatch.setattr(runner, "run_adaptive", lambda *arguments: run(*arguments[:-1], 2))
 
 
 def generate(drafter, **options):
@@ -118,27 +118,6 @@ def test_the_text_is_exact_and_the_choice_can_be_reused(profile, tally, short_ca
 
 
 @pytest.mark.usefixtures("predicted_times")
-def test_a_choice_prints_its_measurements(profile):
-    settings = Auto(drafters("cheap", "prompt-lookup"), profile, tree=TREE, trial_rounds=16)
-    params = magicjax.SamplingParams(max_tokens=tiny.NEW)
-    choice = magicjax.choose_drafter(
-        tiny.model(), tiny.prompts(8), params, drafter=settings, eos_token_id=tiny.NEVER
-    )
-    lines = str(choice).splitlines()
-    assert lines[0] == "plain decoding: 2.00 ms per step"
-    rates = r"acceptance by depth \d\.\d\d( \d\.\d\d)*"
-    assert re.fullmatch(rf"{SELF}: 2\.90 ms per round, {rates}", lines[2])
-    speedups = r"predicted speedup \d\.\d\d, measured \d\.\d\d"
-    chosen = rf"{SELF}, depth \d, \d nodes, {speedups}"
-    assert re.search(rf"^chosen: {chosen}$", str(choice), re.MULTILINE)
-    assert re.search(r"^runner-up: prompt-lookup:4, depth \d", str(choice), re.MULTILINE)
-    slow = dataclasses.replace(choice, drafter=None)
-    assert re.search(
-        rf"^chosen: plain decoding; the fastest drafter is {chosen}$", str(slow), re.MULTILINE
-    )
-
-
-@pytest.mark.usefixtures("predicted_times")
 def test_if_no_drafter_is_faster_it_decodes_plainly(profile):
     output = generate(Auto(drafters("expensive", "other"), profile, tree=TREE, trial_rounds=16))
     choice = output.choice
@@ -162,20 +141,6 @@ def test_under_sampling_the_depth_is_adaptive_only_on_request(profile, short_cal
     np.testing.assert_array_equal(first.tokens, again.tokens)
     adaptive = generate(dataclasses.replace(settings, adaptive_depth=True), **sampling)
     assert len(adaptive.stats.depths) > 1  # calls
-
-
-@pytest.mark.usefixtures("predicted_times")
-@pytest.mark.slow
-@pytest.mark.parametrize("verifier", ["mss", "naive"])
-def test_the_verifier_is_not_used_for_plain_decoding(profile, verifier):
-    sampling = dict(temperature=1.0, seed=1, verifier=verifier)
-    for tried in (None, drafters("expensive")):
-        output = generate(Auto(tried, profile, tree=TREE, trial_rounds=16), **sampling)
-        again = generate(output.choice, **sampling)
-        if output.choice.drafter is None:
-            plain = generate(None, **sampling | {"verifier": None})
-            np.testing.assert_array_equal(output.tokens, plain.tokens)
-            np.testing.assert_array_equal(again.tokens, plain.tokens)
 
 
 def streamed(drafter):
@@ -218,18 +183,6 @@ def test_a_stream_runs_the_choice_after_one_prefill(profile, monkeypatch):
         assert output.stats.prefill_s > 0
 
 
-@pytest.mark.usefixtures("predicted_times")
-def test_a_stream_refuses_a_tree_and_an_adaptive_depth(profile):
-    settings = Auto(drafters("cheap"), profile, tree=TREE, trial_rounds=16)
-    choice = magicjax.Choice(drafters("cheap")[0], TREE, (), (), {}, {}, {}, settings)
-    for drafter in (settings, choice):
-        with pytest.raises(ValueError, match="omit tree"):
-            magicjax.stream(tiny.model(), tiny.prompts(8), drafter=drafter, tree=TREE)
-    adaptive = dataclasses.replace(settings, adaptive_depth=True)
-    with pytest.raises(ValueError, match="a stream has a fixed tree"):
-        magicjax.stream(tiny.model(), tiny.prompts(8), drafter=adaptive)
-
-
 def test_a_candidate_below_its_upper_bound_has_no_trial(profile):
     slow = dataclasses.replace(HERE, round_seconds=1e3)
     cost_model.save_profile(profile, slow, {})
@@ -239,12 +192,6 @@ def test_a_candidate_below_its_upper_bound_has_no_trial(profile):
     assert [trial.name for trial in choice.trials] == [""]
     assert all("speedup at most 0.00" in reason for reason in choice.skipped.values())
     assert "chosen: plain decoding; no drafter was timed" in str(choice)
-
-
-def test_rows_that_end_with_prefills_token_need_no_trial(profile):
-    output = generate(Auto(drafters("cheap"), profile, tree=TREE), max_tokens=1)
-    assert output.choice.skipped == {SELF: "prefill's token ended all rows"}
-    np.testing.assert_array_equal(output.tokens, generate(None, max_tokens=1).tokens)
 
 
 def test_memory_limits_candidates_and_the_target(profile):
@@ -287,28 +234,6 @@ def test_finalists_are_timed_and_then_chains_of_the_fastest(profile, monkeypatch
     assert len({*drafted}) == len(drafted) >= 4  # no tree runs two trials
     for row, expected in zip(tiny.rows_of(output), tiny.expected(8), strict=True):
         np.testing.assert_array_equal(row, expected)
-
-
-@pytest.mark.usefixtures("predicted_times")
-def test_a_single_depth_is_timed_once(profile, monkeypatch):
-    depths, timed = [], search.time_variants
-
-    def recorded(prefilled, variants, *arguments):
-        depths.append([variant.settings.shape.depth for variant in variants])
-        return timed(prefilled, variants, *arguments)
-
-    monkeypatch.setattr(search, "time_variants", recorded)
-    settings = Auto(drafters("cheap"), profile, tree=magicjax.chain(1), trial_rounds=16)
-    assert [*generate(settings).choice.round_seconds] == [0, 1]
-    assert depths == [[0, 1]]
-
-
-def test_a_skeleton_has_the_dtype_of_the_device(profile):
-    target = dataclasses.replace(tiny.model(), params=None)
-    options = RequestOptions(drafter=Auto(drafters("cheap"), profile, tree=TREE))
-    params = magicjax.SamplingParams(max_tokens=1)
-    problem = search.make_problem(target, tiny.prompts(8), params, options)
-    assert problem.sizes == model_sizes(tiny.model(), None)
 
 
 def test_interleaved_timing_has_no_effect_on_later_runs(profile):
@@ -361,70 +286,6 @@ def planner_order(problem, candidate):
     return sorted(problem.predictions(candidate), key=lambda p: p.tree.depth)
 
 
-def test_finalists_fit_into_memory_at_once(profile):
-    def problem_and_finalists(memory):
-        cost_model.save_profile(profile, dataclasses.replace(HERE, memory=memory), {})
-        problem = problem_of(Auto(drafters("cheap", "other"), profile, tree=TREE))
-        best = [problem.predictions(problem.candidate(name))[0] for name in problem.requests]
-        return problem, [p.drafter for p in search.that_fit(problem, best)]
-
-    problem, both = problem_and_finalists(1e9)
-    assert len(both) == 2
-    need = 1e9 - problem.free_memory() + sum(problem.memory(name) for name in both)
-    assert problem_and_finalists(need + 1)[1] == both
-    assert problem_and_finalists(need - 1)[1] == both[:1]
-
-
-@pytest.mark.slow
-def test_unsupported_default_drafters_are_reported_with_the_reason(profile, monkeypatch):
-    default = lambda shortest: drafters("prompt-lookup", "cheap")  # noqa: E731
-    monkeypatch.setattr(search, "default_drafters", default)
-    branches = magicjax.TokenTree.from_parents((-1, 0, 1, 1))
-    problem = problem_of(Auto(profile=profile, tree=branches))
-    assert [*problem.requests] == [SELF]
-    assert "prompt lookup proposes chains" in problem.unsupported["prompt-lookup:4"]
-    output = generate(Auto(profile=profile, tree=branches, trial_rounds=16))
-    reason = problem.unsupported["prompt-lookup:4"]
-    assert output.choice.skipped["prompt-lookup:4"] == reason
-
-
-def test_default_drafters_have_budgets_below_the_shortest_prompt():
-    names = [
-        [candidates.name_of(drafter) for drafter in search.default_drafters(shortest)]
-        for shortest in (10, 100, 5000)
-    ]
-    streams = ["self:streaming:64", "self:streaming:256", "self:streaming:1024"]
-    snaps = ["self:snapkv:64", "self:snapkv:256", "self:snapkv:1024"]
-    assert names == [
-        ["prompt-lookup:4"],
-        ["prompt-lookup:4", streams[0], snaps[0]],
-        ["prompt-lookup:4", *streams, *snaps],
-    ]
-
-
-def test_candidates_have_the_names_and_costs_of_their_drafters():
-    sizes = model_sizes(tiny.model(), None)
-    small = magicjax.SmallModel(tiny.model("near"), policy="streaming", budget=40, kv_dtype="int8")
-    draft = candidates.make_candidate(small, sizes, None, [[0.5]]).draft
-    assert (draft.budget, draft.bits) == (40, 8)
-    assert (
-        candidates.name_of(small) == f"small:{tiny.model('near').name}:streaming:40:kv_dtype=int8"
-    )
-    assert candidates.name_of(tiny.drafter("near")).endswith(":full")
-    assert (
-        candidates.make_candidate(tiny.drafter("near"), sizes, None, [[0.5]]).draft.budget is None
-    )
-    assert (
-        candidates.make_candidate(magicjax.PromptLookup(), sizes, None, [[0.5]]).draft.sizes is None
-    )
-
-
-def resaved(profile, **changes):
-    """Returns the profile after a change of its device."""
-    cost_model.save_profile(profile, dataclasses.replace(HERE, **changes), {})
-    return profile
-
-
 REFUSED = {
     "a string": (
         lambda p: "automatic",
@@ -436,28 +297,12 @@ REFUSED = {
         dict(tree=TREE),
         "drafter='auto' chooses the tree: omit tree",
     ),
-    "equal names": (
-        lambda p: Auto([*drafters("cheap"), *drafters("cheap")], p),
-        {},
-        f"drafters={SELF}, {SELF} have equal names",
-    ),
     "no default": (
         lambda p: Auto(profile=p, tree=magicjax.TokenTree.from_parents((-1, 0, 1, 1))),
         {},
         "no default drafter supports these options; prompt-lookup:4: prompt lookup proposes chains",
     ),
-    "a budget": (
-        lambda p: Auto(drafters("cheap"), p, tree=magicjax.chain(16)),
-        {},
-        "budget=12 is too small",
-    ),
-    "a device": (lambda p: Auto(profile="h10"), {}, "device 'h10' is unknown: use one of"),
     "a dtype": (lambda p: Auto(profile="h100"), {}, "the rates of h100 are for bfloat16"),
-    "a dtype of a profile": (
-        lambda p: Auto(profile=resaved(p, dtype="bfloat16")),
-        {},
-        "/here.json are for bfloat16, and dtype=float32: use bfloat16",
-    ),
     "no file": (
         lambda p: Auto(profile="no.json"),
         {},
@@ -491,13 +336,3 @@ def test_invalid_settings_are_refused(what):
     arguments, message = WRONG[what]
     with pytest.raises(ValueError, match=re.escape(message)):
         Auto(**arguments)
-
-
-def test_without_a_profile_the_error_names_the_command(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(
-        FileNotFoundError, match="magicjax calibrate --target YOUR_TARGET --out .*profile-.*json"
-    ):
-        generate("auto")
-    cost_model.save_profile(cost_model.default_profile(), HERE, {})
-    assert cost_model.load_profile(cost_model.default_profile()) == HERE

@@ -58,13 +58,6 @@ def test_the_work_of_a_pass_equals_a_hand_count():
     assert parts["overhead"] == Part(layers=32)
 
 
-def test_one_device_sends_nothing():
-    parts = cost_model.pass_parts(LLAMA, Machine(UNIT), 2, 4, 100)
-    assert not any(part.messages or part.sent for part in parts.values())
-    alone = dataclasses.replace(UNIT, link=None)
-    assert cost_model.seconds(parts, alone) == cost_model.seconds(parts, UNIT)
-
-
 def test_a_part_takes_the_maximum_of_memory_and_compute_time_and_overheads_add():
     assert cost_model.seconds({"a": Part(bytes=3, flops=2)}, UNIT) == {"a": 3}
     assert cost_model.seconds({"a": Part(bytes=2, flops=3)}, UNIT) == {"a": 3}
@@ -95,12 +88,6 @@ def test_a_round_is_the_sum_of_drafts_verification_and_overhead():
     assert cost.speedup(3.0) == 3 * cost.target / cost.total
 
 
-def test_a_quantized_draft_cache_is_read_with_its_scales():
-    assert LLAMA.draft_kv_bytes(None) == 131072
-    assert LLAMA.draft_kv_bytes(8) == 2 * 32 * 8 * (128 + 4)
-    assert LLAMA.draft_kv_bytes(4) == 2 * 32 * 8 * (64 + 4)
-
-
 def test_a_draft_on_pages_gathers_them_and_reads_the_bounds_of_all_in_every_choice():
     device = cost_model.find_device("h100")
     machine, where = Machine(device, model=2), (16, 32000)
@@ -117,27 +104,6 @@ def test_a_draft_on_pages_gathers_them_and_reads_the_bounds_of_all_in_every_choi
     assert pages.memory(machine, 16, 32000, shared=True) == 16 * 2000 * 131072 / 2
     fits = round_cost(LLAMA, pages, machine, 16, 500, 5, 4)  # nothing to choose
     assert fits.rest == device.round_seconds
-
-
-@pytest.mark.parametrize(
-    ("budget", "context", "slots"),
-    [(512, 9000, 512), (51, 9000, 48), (512, 500, 512), (64, 17, 32)],
-)
-def test_a_draft_on_pages_reads_whole_pages(budget, context, slots):
-    assert Draft(LLAMA, budget, page_size=16).slots(context) == slots
-
-
-def test_prompt_lookup_takes_no_time_and_no_memory():
-    machine = Machine(cost_model.find_device("h100"))
-    assert round_cost(LLAMA, Draft(None), machine, 1, 1000, 5, 4).draft == 0
-    assert Draft(None).memory(machine, 1, 1000, False) == 0
-
-
-def test_a_draft_whose_heads_do_not_divide_runs_on_fewer_devices():
-    twelve = cost_model.sizes_of(models.preset("llama-68m"))  # 12 KV heads
-    assert Draft(twelve).machine(Machine(UNIT, data=2, model=8)) == Machine(UNIT, 2, 4)
-    in_groups = Machine(UNIT, model=16)  # 8 KV heads, each held by two
-    assert Draft(LLAMA, 64).machine(in_groups) == Draft(SMALL).machine(in_groups) == in_groups
 
 
 def test_kv_heads_are_replicated_over_more_devices():
@@ -198,33 +164,6 @@ def test_the_time_of_a_pass_is_monotone_in_rows_slots_and_nodes(place, more):
     assert drafted[0] <= drafted[1] <= total(batch, context, 1)
 
 
-@given(places())
-@settings(deadline=None)
-def test_self_speculation_on_the_full_cache_is_never_faster(place):
-    """Its speedup is below 1 even if every token is accepted."""
-    machine, batch, context, nodes = place
-    cost = round_cost(LLAMA, Draft(LLAMA), machine, batch, context, nodes + 1, nodes)
-    assert cost.draft == pytest.approx(cost.target)
-    assert cost.speedup(nodes + 1) < 1
-
-
-def test_flops_grow_in_steps_of_a_tile():
-    """With tiles of 4 rows, 5 nodes cost what 8 do, where FLOPs decide."""
-    slow = Machine(dataclasses.replace(UNIT, matrix_rate=1e-6, tile=4))
-    nodes = (1, 4, 5, 8, 9)
-    rounds = [round_cost(LLAMA, Draft(SMALL), slow, 1, 1, n, 1) for n in nodes]
-    times = [cost.parts["verify", "projections"] for cost in rounds]
-    assert times[0] == pytest.approx(times[1]) and times[2] == pytest.approx(times[3])
-    assert times[2] == pytest.approx(2 * times[1]) and times[4] == pytest.approx(3 * times[1])
-
-
-def test_a_profile_round_trips(tmp_path):
-    path = tmp_path / "here.json"
-    cost_model.save_profile(path, UNIT, {"rows": []})
-    assert cost_model.load_profile(path) == UNIT
-    assert [p.name for p in tmp_path.iterdir()] == ["here.json"]
-
-
 @pytest.mark.parametrize("key", ["device", "jax", "magicjax"])
 def test_a_profile_of_another_device_or_version_is_an_error_with_the_remedy(tmp_path, key):
     path = tmp_path / "here.json"
@@ -270,10 +209,3 @@ REFUSED = {
     ),
     "no level": (lambda: round_cost(LLAMA, Draft(None), Machine(UNIT), 1, 1, 1, 0), "depth=0"),
 }
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_invalid_settings_are_errors(what):
-    call, message = REFUSED[what]
-    with pytest.raises(ValueError, match=message):
-        call()

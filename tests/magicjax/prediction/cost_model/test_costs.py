@@ -1,10 +1,7 @@
 """Bytes that a step reads, counted by hand."""
 
-import dataclasses
-
 import jax
 
-from magicjax.prediction import cost_model
 from magicjax.prediction.planner.candidates import model_sizes
 from tests.magicjax import tiny
 
@@ -24,11 +21,3 @@ def test_a_step_reads_the_weights_and_the_kv_cache():
     embedding = 4 * c.vocab_size * c.hidden_size
     assert weights + embedding == sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     assert sizes.kv_bytes == 4 * 2 * c.num_layers * c.num_kv_heads * c.head_dim
-
-
-def test_a_tied_embedding_is_read_once_and_half_precision_halves_the_bytes():
-    untied = tiny.model().config
-    config = dataclasses.replace(untied, tie_embeddings=True)
-    whole, half = (cost_model.sizes_of(config, dtype) for dtype in ("float32", "bfloat16"))
-    assert whole.weight_bytes == cost_model.sizes_of(untied, "float32").weight_bytes
-    assert (whole.weight_bytes, whole.kv_bytes) == (2 * half.weight_bytes, 2 * half.kv_bytes)

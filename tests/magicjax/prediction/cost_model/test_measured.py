@@ -1,7 +1,6 @@
 """Timed steps correct the roofline: exactly at the measured points, smoothly between them."""
 
 import dataclasses
-import re
 
 import numpy as np
 import pytest
@@ -60,23 +59,6 @@ def test_outside_the_grid_the_nearest_ratio_applies():
         )
 
 
-def test_predictions_for_other_models_use_the_constants():
-    assert cost(2, 1024, 64, 3, MACHINE, SMALL) == cost(2, 1024, 64, 3, Machine(HERE), SMALL)
-
-
-def test_divided_rows_use_the_times_of_one_device():
-    divided = dataclasses.replace(MACHINE, data=4)
-    assert cost(16, 512, 64, 2, divided) == cost(4, 512, 64, 2)
-
-
-def test_a_time_below_the_noise_is_ignored():
-    lost = dataclasses.replace(LEVELS, seconds=(1e-9, 1e-9, 1e9, 1e9))
-    machine = Machine(dataclasses.replace(HERE, measured=(lost,)))
-    by_constants = cost(1, 512, 64, 2, Machine(HERE)).draft
-    assert cost(1, 512, 64, 2, machine).draft == pytest.approx(by_constants)
-    assert cost(4, 512, 64, 2, machine).draft == pytest.approx(1e9)  # long is what it took
-
-
 def test_a_quantized_draft_is_faster_by_its_share_of_bytes():
     """Steps are timed with caches in the dtype of the model only."""
     whole, eight = (Draft(SIZES, 256, bits) for bits in (None, 8))
@@ -86,20 +68,6 @@ def test_a_quantized_draft_is_faster_by_its_share_of_bytes():
     )
     assert timed[0] == pytest.approx(5e-3)
     assert timed[1] / timed[0] == pytest.approx(constants[1] / constants[0]) and timed[1] < timed[0]
-
-
-def test_a_draft_on_pages_is_not_measured():
-    where = 4, 2048, 2, 1
-    own, pages = Draft(SIZES, 64), Draft(SIZES, 64, page_size=16)
-    assert cost_model.sources(SIZES, own, MACHINE, *where)["T_draft"] == "measured"
-    assert cost_model.sources(SIZES, pages, MACHINE, *where)["T_draft"] == "extrapolated"
-    assert cost_model.sources(SIZES, pages, Machine(HERE), *where)["T_draft"] == "roofline"
-
-
-def test_coverage_of_the_grid():
-    assert PASSES.coverage(4, 512, 2) == "measured"
-    assert PASSES.coverage(2, 512, 2) == PASSES.coverage(4, 600.5, 4) == "interpolated"
-    assert PASSES.coverage(4, 512, 6) == PASSES.coverage(8, 512, 2) == "extrapolated"
 
 
 def test_a_profile_stores_measured_steps(tmp_path):
@@ -114,10 +82,3 @@ WRONG = {
     "too few": (dict(seconds=(1.0,)), "1 seconds for 4 steps"),
     "no time": (dict(seconds=(1.0, 1.0, 0.0, 1.0)), "seconds=0.0 must be positive"),
 }
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_invalid_steps_are_errors(what):
-    changes, message = WRONG[what]
-    with pytest.raises(ValueError, match=re.escape(message)):
-        dataclasses.replace(LEVELS, **changes)

@@ -83,11 +83,6 @@ def test_speculation_is_faster_above_the_break_even_only():
     assert not plan(LLAMA, [own(512, at - 1e-6)], H100, 32, 32_000).speculate
 
 
-def test_a_draft_as_slow_as_the_target_has_no_break_even():
-    found = plan(LLAMA, [own(512, 1.0)], H100, 1, 512)
-    assert found.break_even is None and not found.speculate
-
-
 def test_acceptance_by_rank_leads_to_trees_where_they_are_faster():
     ranks = (0.5, 0.3, 0.1)
     draft = Draft(SMALL, 512)
@@ -101,24 +96,6 @@ def test_acceptance_by_rank_leads_to_trees_where_they_are_faster():
     width = tree.levels.shape[1]
     cost = round_cost(LLAMA, draft, H100, 16, 32_000, tree.num_nodes, tree.depth, width)
     assert wide.best.cost == cost and width > 1
-
-
-def test_a_small_ring_limits_the_depth():
-    found = plan(LLAMA, [own(512, 1.0, deepest=2)], H100, 64, 32_000)
-    assert found.best.tree == chain(2)
-
-
-def test_the_runner_up_of_one_candidate_is_its_second_best_tree():
-    found = plan(LLAMA, [own(512, 0.8)], H100, 64, 32_000)
-    assert found.runner_up.tree != found.best.tree
-    assert found.runner_up.speedup <= found.best.speedup
-
-
-def test_tokens_per_second_and_latency_agree_with_the_speedup():
-    found = plan(LLAMA, [own(512, 0.8)], H100, 64, 32_000)
-    best = found.best
-    assert best.tokens_per_s * found.target / 64 == pytest.approx(best.speedup)
-    assert best.seconds_per_token * best.tokens_per_s == pytest.approx(64)
 
 
 def test_candidates_that_do_not_fit_are_excluded():
@@ -150,18 +127,3 @@ def test_invalid_arguments_are_errors(arguments, message):
     candidates, batch, context = arguments
     with pytest.raises(ValueError, match=message):
         plan(LLAMA, candidates, H100, batch, context)
-
-
-def test_both_batches_have_the_same_speedup_at_the_inflection():
-    machine = Machine(cost_model.find_device("a100"), model=8)
-    inflection = planner.inflection(LLAMA, own(512, 1.0), machine, 3, (1, 256))
-
-    def gain(context):
-        one, many = (
-            round_cost(LLAMA, Draft(LLAMA, 512), machine, b, context, 4, 3).speedup(1.0)
-            for b in (1, 256)
-        )
-        return many - one
-
-    assert gain(round(inflection) - 2) < 0 < gain(round(inflection) + 2)
-    assert planner.inflection(LLAMA, own(512, 1.0), machine, 3, (1, 256), (128, 1000)) is None
