@@ -70,6 +70,12 @@ def parse_options(gen_kwargs: dict[str, Any], max_tokens: int) -> magicjax.Sampl
     )
 
 
+def _limit(params: magicjax.SamplingParams) -> int:
+    """Returns the limit of new tokens, which every task has."""
+    assert params.max_tokens is not None
+    return params.max_tokens
+
+
 def speculation(
     drafter: str | None, tree: str | None, load: Any
 ) -> tuple[magicjax.Ensemble | Any | None, Tree | None]:
@@ -290,11 +296,12 @@ class MagicJaxLM(TemplateLM):
         """
         if not indices:
             return {}
-        longest = max(len(prompts[i]) + params[i].max_tokens for i in indices)
+        limits = {i: _limit(params[i]) for i in indices}
+        longest = max(len(prompts[i]) + limit for i, limit in limits.items())
         config = magicjax.EngineConfig(
             slots=self.batch_size,
             capacity=min(bucket(longest), self.target.config.max_positions),
-            max_tokens=max(params[i].max_tokens for i in indices),
+            max_tokens=max(limits.values()),
             sampling=sampled,
             queue_limit=len(indices),
             backend=self.attention,
@@ -311,7 +318,7 @@ class MagicJaxLM(TemplateLM):
 
     def _prompt(self, text: str, params: magicjax.SamplingParams) -> list[int]:
         tokens = self.tok_encode(text) or [self.prefix_token_id]
-        return self._newest(tokens, self.max_length - params.max_tokens)
+        return self._newest(tokens, self.max_length - _limit(params))
 
     def _newest(self, tokens: list[int], limit: int) -> list[int]:
         """Returns the last `limit` tokens of a context."""

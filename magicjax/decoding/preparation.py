@@ -29,6 +29,7 @@ from magicjax.trees.token_tree import Tree
 from magicjax.verification.sampling import Sampling, row_keys
 from sharding import DATA, STAGE, AnyMesh, array_bytes, factored, processes
 
+INT32_MAX = 2**31 - 1
 PREFILL_CHUNK = 512  # tokens of a row in a prefill step
 PREFILL_TOKENS = 8192  # of all rows of a device in a prefill step: bounds the activations
 
@@ -82,11 +83,7 @@ def validate(
     rows = token_ids(target, listed)
     limits = validation.checked_limits(target, rows, of_rows)
     validation.check_context(target, drafter, tree, shape.depth, rows, limits)
-    if mesh is None:
-        pipeline_stages.validate_micro_batches(options.micro_batches, len(rows), 1)
-        placement.validate_single_device(target, drafter)
-    else:
-        placement.validate(mesh, target, drafter, len(rows), options.micro_batches)
+    _check_devices(target, drafter, len(rows), options)
     backend = validation.checked_backend(target, drafter, options.backend)
     target, drafter = placement.with_backend((target, drafter), backend)
     drafter = _sized(drafter, target, mesh)
@@ -139,18 +136,29 @@ def _drafter_and_tree(target: Model, options: RequestOptions) -> tuple[Drafter |
 
 def sampling_of(params: Sequence[SamplingParams]) -> Sampling:
     """Returns the parameters and the key of each row. A greedy row keeps the most likely token."""
-    top_k = [1 if each.greedy else min(each.top_k, 2**31 - 1) for each in params]
+    temperature: Any = np.array([each.temperature or 1.0 for each in params], np.float32)
+    top_k: Any = np.array([1 if each.greedy else min(each.top_k, INT32_MAX) for each in params])
+    top_p: Any = np.array([each.top_p for each in params], np.float32)
+    seeds = np.array([each.seed for each in params], np.uint32)
     return Sampling(
-        temperature=np.array([each.temperature or 1.0 for each in params], np.float32),
-        top_k=np.array(top_k, np.int32),
-        top_p=np.array([each.top_p for each in params], np.float32),
-        keys=row_keys(
-            np.array([each.seed for each in params], np.uint32),
-            np.arange(len(params), dtype=np.int32),
-        ),
-        top_k_used=max(top_k) > 0,
+        temperature=temperature,
+        top_k=top_k.astype(np.int32),
+        top_p=top_p,
+        keys=row_keys(seeds, np.arange(len(params), dtype=np.int32)),
+        top_k_used=bool((top_k > 0).any()),
         top_p_used=any(each.top_p < 1 for each in params),
     )
+
+
+def _check_devices(
+    target: Model, drafter: Drafter | None, rows: int, options: RequestOptions
+) -> None:
+    """Raises ValueError if models or rows do not divide over the devices."""
+    if options.mesh is None:
+        pipeline_stages.validate_micro_batches(options.micro_batches, rows, 1)
+        placement.validate_single_device(target, drafter)
+    else:
+        placement.validate(options.mesh, target, drafter, rows, options.micro_batches)
 
 
 def _sized(drafter: Drafter | None, target: Model, mesh: AnyMesh | None) -> Drafter | None:

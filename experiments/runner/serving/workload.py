@@ -23,7 +23,7 @@ class Workload:
     @property
     def limits(self) -> list[int]:
         """The limit of each request's new tokens."""
-        return [params.max_tokens for params in self.params]
+        return [each.max_tokens for each in self.params if each.max_tokens is not None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,6 +101,8 @@ def test_the_result_of_a_tokenizer_is_read_without_its_padding(padding):
         encoding = transformers.BatchEncoding({"input_ids": kind(ids)} | masks)
         request = validate(tiny.model(), encoding)
         assert [row.tolist() for row in request.prompts] == [[1, 2], [4, 5, 6]]
+    one = validate(tiny.model(), [{"input_ids": [9, 1, 2], "attention_mask": [0, 1, 1]}, [3]])
+    assert [row.tolist() for row in one.prompts] == [[1, 2], [3]]
 
 
 def test_messages_are_rendered_with_the_chat_template():
