@@ -27,7 +27,7 @@ from magicjax.sampling_params import SamplingParams
 from magicjax.settings import Settings
 from magicjax.trees.token_tree import Tree
 from magicjax.verification.sampling import Sampling, row_keys
-from sharding import DATA, STAGE, AnyMesh, array_bytes, factored, processes
+from sharding import DATA, STAGE, AnyMesh, array_bytes, factored, global_arrays
 
 INT32_MAX = 2**31 - 1
 PREFILL_CHUNK = 512  # tokens of a row in a prefill step
@@ -203,7 +203,7 @@ def _padded(rows: Sequence[np.ndarray], rows_per_group: int) -> tuple[np.ndarray
 def place(
     request: Request,
     micro_batches: int | None = None,
-    put: Callable = processes.put,
+    put: Callable = global_arrays.put,
 ) -> Request:
     """Returns a validated request with models and arrays on the devices.
 

@@ -12,9 +12,9 @@ import pandas as pd
 import pytest
 
 from experiments.runner import multihost
+from experiments.runner.processes import LOST
 from experiments.schema.config import Experiment
 from experiments.schema.fields import ConfigError
-from sharding.processes import LOST
 from tests.two_processes import environment, free_port
 
 CONFIG = """
