@@ -69,7 +69,7 @@ REFUSED = {
         ValueError,
         "prompt 0 is text and the target 'target' has no tokenizer: pass token ids",
     ),
-    "no batch": (dict(prompts=[1, 2]), TypeError, r"prompt 0 has shape \(\).*ids; .* wrap it: "),
+    "no batch": (dict(prompts=[1, 2]), TypeError, r"a list of numbers: .* ids: \[\[5, 6, 7\]\]"),
     "floats": (dict(prompts=[[0.5]]), TypeError, "dtype float64: it must be text or a list"),
     "booleans": (dict(prompts=[[True, 2]]), TypeError, "prompt 0 has booleans: it must be text"),
     "nested lists": (dict(prompts=[[[1, 2], [3]]]), TypeError, "prompt 0 is a nested list"),
