@@ -46,6 +46,7 @@ def repeated(printed: str) -> int:
     return fuzzing.main(shlex.split(command))
 
 
+@pytest.mark.slow
 def test_a_verifier_that_accepts_a_node_too_many_is_found_and_repeated(
     monkeypatch, capsys, recompiled
 ):
@@ -66,6 +67,7 @@ def test_a_verifier_that_accepts_a_node_too_many_is_found_and_repeated(
     assert repeated(printed) == 0
 
 
+@pytest.mark.slow
 def test_an_engine_that_forgets_the_values_of_a_row_is_found_and_repeated(
     monkeypatch, capsys, recompiled
 ):

@@ -146,6 +146,7 @@ def test_llama_sizes_that_do_not_fit_are_errors(change, message):
         dataclasses.replace(LLAMA, **change)
 
 
+@pytest.mark.slow
 def test_one_token_in_bfloat16_has_the_logits_of_a_token_in_a_batch(module, attend_causally):
     """On a CPU a single row is multiplied as two."""
     module = models.build(module.config, "bfloat16")

@@ -157,11 +157,13 @@ def tokens(model, mesh=None):
     return np.asarray(magicjax.generate(model, TOKENS, mesh=mesh, **settings).tokens).tolist()
 
 
+@pytest.mark.slow
 def test_a_mesh_divides_groups_and_outputs(eight, tmp_path):
     folder, _ = write_pair(tmp_path, "awq")
     assert eight(tokens_on_a_mesh, folder=str(folder)) == tokens(magicjax.load(folder, "float32"))
 
 
+@pytest.mark.slow
 def test_offloaded_weights_stay_quantized(tmp_path):
     folder, _ = write_pair(tmp_path, "awq")
     resident, offloaded = (magicjax.load(folder, "float32", offload=o) for o in (False, True))

@@ -109,6 +109,7 @@ def test_a_sampled_grid_compares_with_plain_sampling_of_the_same_parameters(zoo,
     assert mss["agreement"] and not ensemble["agreement"] and not prompt_lookup["agreement"]
 
 
+@pytest.mark.slow
 def test_an_offloaded_target_is_exact(zoo, here):
     here()
     path = zoo / "offload.yaml"

@@ -13,6 +13,7 @@ from experiments.studies import perplexity
 TARGET = "experiments/zoo/target"
 
 
+@pytest.mark.slow
 def test_it_is_that_of_the_logits(tmp_path, capsys):
     path = tmp_path / "found.csv"
     sizes = ["--requests", "2", "--context", "24", "--out", str(path)]

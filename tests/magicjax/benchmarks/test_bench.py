@@ -34,6 +34,7 @@ def generate(rate: float, inner=None):
     return found.stats
 
 
+@pytest.mark.slow
 def test_synthetic_acceptance_has_the_given_rate():
     assert generate(1.0).acceptance_rate == 1
     assert generate(0.0).acceptance_rate == 0

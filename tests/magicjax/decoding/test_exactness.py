@@ -17,14 +17,12 @@ from tests.quick import quick
 CASES = [
     ("self", "chain4", 8),
     ("self", "2,2,1", 3),
-    ("self", "irregular", 8),
     ("quest", "2,2,1", 8),
     ("near", "irregular", 8),
     ("self", "chain6", 1),
     ("near", "dynamic", 8),
     ("few near", "2,2,1", 8),
     ("ensemble", "2,2,1", 8),
-    ("prompt-lookup", "chain4", 8),
     ("prompt-lookup", "branches", 3),
 ]
 BATCHES = (1, 3, 8)
@@ -33,7 +31,7 @@ ALL = [
     *itertools.product(["prompt-lookup"], ["chain1", "chain4", "chain8", "branches"], BATCHES),
 ]
 ALL = [case for case in ALL if case not in CASES]
-SEEDS = range(3)
+SEEDS = range(2)
 
 
 def check(tally, batch, seed, limits=None, eos=tiny.NEVER, **options) -> None:
@@ -55,12 +53,12 @@ def check_every_end(tally, batch, **options) -> None:
         check(tally, batch, seed, **options)
     # Limits one apart end their rows in every place of a step. One row keeps the longest, so that
     # the program is the same.
-    for shift in range(8):
+    for shift in range(0, 8, 2):
         limits = [tiny.NEW - (row + shift) % 9 for row in range(batch)]
         limits[shift % batch] = tiny.NEW
         check(tally, batch, 0, limits, **options)
     # The EOS is what one row says at that offset; the others say it earlier, later, or never.
-    for offset in range(tiny.NEW):
+    for offset in range(0, tiny.NEW, 2):
         eos = int(tiny.expected(batch, 0)[offset % batch][offset])
         check(tally, batch, 0, eos=eos, **options)
 
@@ -108,11 +106,10 @@ def test_the_drafters_reach_every_branch():
     """Partial acceptance: the tests above would be easy if all or nothing were accepted."""
     accepted = {
         kind: tiny.generate(8, 0, kind, tree).stats.acceptance_by_depth
-        for kind, tree in [("self", "chain4"), ("near", "chain3"), ("same", "2,2,1")]
+        for kind, tree in [("self", "chain4"), ("near", "irregular")]
     }
-    for kind in ("self", "near"):
-        assert all(0.05 < share < 0.95 for share in accepted[kind]), kind
-    assert accepted["same"] == (1.0, 1.0, 1.0)
+    for kind, shares in accepted.items():
+        assert all(0.05 < share < 0.95 for share in shares), kind
 
 
 @pytest.mark.parametrize("new_tokens", quick([1, 2, 7], 2))

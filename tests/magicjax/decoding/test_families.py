@@ -68,9 +68,8 @@ def draftings(kind: str) -> dict[str, dict]:
     }
 
 
-# Learned positions, multi-query attention with a parallel block, ALiBi, and learned positions with
-# multi-query attention.
-QUICK = [("opt", "near"), ("falcon-7b", "streaming"), ("mpt", "near"), ("starcoder", "snapkv")]
+# Multi-query attention with a parallel block, ALiBi, and learned positions.
+QUICK = [("falcon-7b", "streaming"), ("mpt", "near"), ("starcoder", "snapkv")]
 ALL = itertools.product(family_cases.KINDS, draftings("opt"))
 
 

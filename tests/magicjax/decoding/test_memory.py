@@ -19,18 +19,13 @@ from tests.magicjax import tiny
 
 LOAD = aot_compile.Workload("llama-2-7b-32k", "", "", 8, 2048, "h100", max_new_tokens=64)
 WORKLOADS = {
-    "plain": {},
-    "sparse": {"drafter": "self:streaming:256"},
     "pages": {"drafter": "self:quest:256"},
     "quantized": {"drafter": "self:snapkv:256:kv_dtype=int8"},
-    "tensor parallel": {"drafter": "self:streaming:256", "data": 2, "model": 4},
-    "small": {"drafter": "small:llama-68m:streaming:256:sink_positions=in_cache", "data": 2},
     "small, sharded": {
         "drafter": "small:llama-68m:streaming:256:sink_positions=in_cache",
         "model": 4,
         "draft_shards": 2,
     },
-    "replicated heads": {"target": "llama-3.1-8b", "model": 16},
     "stages": {"drafter": "self:streaming:256", "stage": 2, "model": 2},
     "offloaded": {"offload": True},
 }

@@ -18,6 +18,7 @@ from magicjax.policies import Quest
 from magicjax.trees.token_tree import ROOT_ONLY
 from tests.magicjax import tiny
 from tests.magicjax.kv_cache import test_loop_caches as loop
+from tests.quick import quick
 
 
 def drafter(budget: int = 16, every: int | None = None, **options) -> magicjax.SelfSpeculation:
@@ -30,7 +31,7 @@ def generate(own: magicjax.SelfSpeculation) -> magicjax.Output:
     return magicjax.generate(tiny.model(), tiny.prompts(8), drafter=own, tree=tree, **options)
 
 
-@pytest.mark.parametrize("every", [None, 3])
+@pytest.mark.parametrize("every", quick([None, 3], 3))
 def test_a_budget_of_the_whole_context_accepts_everything(every):
     longest = 30 + tiny.NEW
     output = generate(drafter(-(-longest // 4) * 4, every))

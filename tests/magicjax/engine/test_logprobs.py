@@ -56,6 +56,7 @@ def test_depths_that_change_between_calls_give_the_same():
         check(tiny.model(), prompt, result.tokens, result.logprobs, 2)
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_them_with_the_tokens(directory):
     target = magicjax.load(directory, dtype="float32")
     config = magicjax.EngineConfig(

@@ -45,7 +45,7 @@ def submit(engine, number: int):
     "name",
     quick(
         [name for name in engines.DRAFTERS if name not in ("full", "h2o", "int8")],
-        "snapkv",
+        "prompt lookup",
     ),
 )
 def test_the_same_seed_gives_the_same_text_alone_and_in_company(name):

@@ -159,7 +159,10 @@ def check_every_round(kind, tree, prompts, dtype, tolerance, **options) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "tree"),
-    [(None, None), ("self", "irregular"), ("self", "chain4"), ("quest", "irregular")],
+    quick(
+        [(None, None), ("self", "irregular"), ("self", "chain4"), ("quest", "irregular")],
+        *[("self", "irregular"), ("quest", "irregular")],
+    ),
 )
 def test_caches_follow_the_text_round_by_round_around_the_budget(kind, tree):
     check_every_round(kind, tree, prompts_around_the_budget(), "float32", 1e-5)
@@ -169,7 +172,7 @@ def test_caches_follow_the_text_round_by_round_around_the_budget(kind, tree):
     ("kind", "tree"),
     quick(
         [("near", "irregular"), ("near", "dynamic"), ("same", "2,2,1"), ("ensemble", "2,2,1")],
-        *[("near", "irregular"), ("near", "dynamic")],
+        ("near", "irregular"),
     ),
 )
 def test_a_small_models_own_cache_follows_the_text_round_by_round(kind, tree):

@@ -222,6 +222,7 @@ def test_naive_is_plain_sampling_for_every_drafter_and_tree(kind, tree):
     np.testing.assert_array_equal(found.tokens, generate().tokens)
 
 
+@pytest.mark.slow
 def test_the_comparison_with_plain_sampling_detects_another_seed():
     assert (generate(seed=6).tokens != generate().tokens).any(1).all()
     assert (generate("near", "2,2,1").tokens != generate().tokens).any()  # mss uses other numbers

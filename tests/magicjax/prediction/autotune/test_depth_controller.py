@@ -253,6 +253,7 @@ def test_ended_rows_have_no_tokens_left():
     assert early and not any(early)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "known", "second"),
     quick([("other", 0, 0), ("near", 0, 1), ("other", 4, 3)], ("near", 0, 1)),

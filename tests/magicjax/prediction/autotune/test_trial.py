@@ -30,6 +30,7 @@ def prefilled_of(request, *drafters):
     return PrefilledPrompts.create(request, drafters or [request.drafter])
 
 
+@pytest.mark.slow
 def test_trials_leave_the_prompts_as_prefill_made_them():
     drafters = [
         tiny.drafter("self"),
