@@ -239,10 +239,10 @@ class Attention(nn.Module):
         if isinstance(c.positions, Alibi):
             slopes = local_slopes(c.num_heads, self.split)
             q, k, v = add_biases(q, k, v, positions, slopes, c.positions)
-        out, kept = attend(layer, q, k, v)
+        out, aux = attend(layer, q, k, v)
         out = out[..., : c.head_dim]
         out = projection(heads, embed, c.out_bias, axis_names=self.split.axes, name="out")(out)
-        return out, kept
+        return out, aux
 
 
 class FeedForward(nn.Module):
@@ -294,16 +294,16 @@ class Block(nn.Module):
         attention = Attention(*settings, name="attention")
         mlp = FeedForward(*settings, name="mlp")
         if not c.norm_before:
-            out, kept = attention(x, positions, attend, layer)
+            out, aux = attention(x, positions, attend, layer)
             x = norm("attention_norm")(x + out)
-            return norm("mlp_norm")(x + mlp(x)), kept
+            return norm("mlp_norm")(x + mlp(x)), aux
         normed = norm("attention_norm")(x)
-        out, kept = attention(normed, positions, attend, layer)
+        out, aux = attention(normed, positions, attend, layer)
         if c.parallel:
             normed = normed if c.shared_norm else norm("mlp_norm")(x)
-            return x + out + mlp(normed), kept
+            return x + out + mlp(normed), aux
         x = x + out
-        return x + mlp(norm("mlp_norm")(x)), kept
+        return x + mlp(norm("mlp_norm")(x)), aux
 
 
 class Decoder(nn.Module):
@@ -355,14 +355,14 @@ class Decoder(nn.Module):
     def __call__(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend
     ) -> tuple[Float[Array, "B T E"], tuple]:
-        """Returns hidden states before the final norm, and what `attend` kept of each layer."""
-        x, kept = self.embed(tokens, positions), []
+        """Returns hidden states before the final norm, and `attend`'s aux of each layer."""
+        x, aux = self.embed(tokens, positions), []
         for layer in range(self.config.num_layers):
-            x, layer_kept = self.block(x, positions, attend, layer)
-            kept.append(layer_kept)
+            x, layer_aux = self.block(x, positions, attend, layer)
+            aux.append(layer_aux)
         if self.is_initializing():
             self.unembed(x)  # so that `init` creates every parameter
-        return x, tuple(kept)
+        return x, tuple(aux)
 
     def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Array:
         """Returns the first block's input, [B,T,E]: embeddings of tokens and learned positions.
@@ -385,7 +385,7 @@ class Decoder(nn.Module):
     def block(
         self, x: Float[Array, "B T E"], positions: Int[Array, "B T"], attend: Attend, layer: int
     ) -> tuple[Float[Array, "B T E"], Any]:
-        """Returns the output of one layer, and what `attend` kept of it."""
+        """Returns the output of one layer, and `attend`'s auxiliary output."""
         with jax.named_scope(f"layer_{layer}"):
             return self.layers[layer](x, positions, attend, layer)
 

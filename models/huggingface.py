@@ -36,8 +36,8 @@ from models.hf_tensors import (
 )
 from models.quantized import WeightFormat, parse_weights, quantize, rounded_format
 from models.quantized_checkpoints import (
-    Layout,
     Matrix,
+    QuantizationConfig,
     common_format,
     gather,
     holds,
@@ -45,8 +45,8 @@ from models.quantized_checkpoints import (
     missing_parts,
     parameters,
     part_dtypes,
-    read_layout,
     read_matrix,
+    read_quantization_config,
     with_smaller_groups,
 )
 
@@ -111,7 +111,7 @@ def load_checkpoint(
     config or dtype, and missing, unexpected or wrongly shaped tensors, which it lists.
     """
     path = pathlib.Path(path)
-    config, layout, stored = _open(path)
+    config, quantization, stored = _open(path)
     dtype = _common_dtype(stored) if dtype is None else np.dtype(dtype)
     if dtype not in map(np.dtype, DTYPES.values()):
         names = ", ".join(np.dtype(known).name for known in DTYPES.values())
@@ -121,8 +121,8 @@ def load_checkpoint(
             "dtype=float64 needs 64-bit mode, or JAX would round to float32: call "
             'jax.config.update("jax_enable_x64", True), or pass dtype="float32"'
         )
-    module = build(config, dtype, _format(config, layout, stored, parse_weights(weights)))
-    read = _parameter_reader(module, layout)
+    module = build(config, dtype, _format(config, quantization, stored, parse_weights(weights)))
+    read = _parameter_reader(module, quantization)
     params = _read_params(module, stored, read, sharding_of, lazy_blocks)
     read_block = functools.partial(_read_block, stored, read)
     return Checkpoint(module, params, read_block, **_special_tokens(path))
@@ -264,19 +264,19 @@ def parameter_shapes(
     return flax.traverse_util.flatten_dict(boxed)
 
 
-def _open(path: pathlib.Path) -> tuple[DecoderConfig, Layout | None, list[_Found]]:
-    """Returns config, layout and all tensors of a directory.
+def _open(path: pathlib.Path) -> tuple[DecoderConfig, QuantizationConfig | None, list[_Found]]:
+    """Returns config, quantization and all tensors of a directory.
 
     Reads the files' headers, a tied matrix that is stored twice, and biases that should be zero.
     """
     raw = _read_json(path / "config.json")
-    layout, config = read_layout(raw.get(QUANTIZATION)), load_config(path)
-    return config, layout, _match(config, _scan(path, config), layout)
+    quantization, config = read_quantization_config(raw.get(QUANTIZATION)), load_config(path)
+    return config, quantization, _match(config, _scan(path, config), quantization)
 
 
 def _format(
     config: DecoderConfig,
-    layout: Layout | None,
+    quantization: QuantizationConfig | None,
     stored: list[_Found],
     weights: WeightFormat | Literal["none"] | None,
 ) -> WeightFormat | None:
@@ -293,7 +293,7 @@ def _format(
             else:
                 shape = tensor.matrix_shape(shapes[tensor.path].value.shape)
                 with _named(tensor):
-                    found.append((matrix_format(layout, where, shape), shape[1]))
+                    found.append((matrix_format(quantization, where, shape), shape[1]))
     if weights == "none" or not found:
         return rounded_format(weights)
     form = common_format(found)
@@ -309,7 +309,9 @@ def _format(
     return exact
 
 
-def _match(config: DecoderConfig, stored: dict[str, Stored], layout: Layout | None) -> list[_Found]:
+def _match(
+    config: DecoderConfig, stored: dict[str, Stored], quantization: QuantizationConfig | None
+) -> list[_Found]:
     """Returns each tensor of the config with its place in the files; raises with all mismatches.
 
     The place of a quantized matrix is that of its parts.
@@ -318,7 +320,7 @@ def _match(config: DecoderConfig, stored: dict[str, Stored], layout: Layout | No
     if any(where.name == "fc.weight" for where in stored.values()):  # its config is a model's
         raise drafter_head("eagle")
     stored, matrices = gather(stored)
-    if matrices and layout is None:
+    if matrices and quantization is None:
         raise ValueError(
             f"{next(iter(matrices))} is quantized, and config.json has no {QUANTIZATION}: add the "
             "one of the checkpoint"
@@ -417,7 +419,7 @@ def _read_block(stored: list[_Found], read: _Read, index: int) -> dict[str, Any]
     return flax.traverse_util.unflatten_dict(flat)
 
 
-def _parameter_reader(module: nn.Module, layout: Layout | None) -> _Read:
+def _parameter_reader(module: nn.Module, quantization: QuantizationConfig | None) -> _Read:
     """Returns a function that returns the parameters of a tensor on the host, by path.
 
     A matrix of a block has several if the module is quantized.
@@ -431,7 +433,7 @@ def _parameter_reader(module: nn.Module, layout: Layout | None) -> _Read:
             parts = {part: mapped(place.file)[place.name] for part, place in places.items()}
             with _named(tensor):
                 shape = tensor.matrix_shape(shapes[tensor.path].value.shape)
-                last[tensor.name] = read_matrix(layout, parts, shape)
+                last[tensor.name] = read_matrix(quantization, parts, shape)
         matrix, fused = last[tensor.name], tensor.fused
         return matrix if fused is None else matrix.map(fused.part)
 

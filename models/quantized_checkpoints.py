@@ -66,7 +66,7 @@ class Matrix(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class QuantizationConfig:
     """How a checkpoint stores quantized matrices.
 
     Attributes:
@@ -84,10 +84,10 @@ class Layout:
     group: int | None = None
 
 
-def read_layout(settings: Mapping[str, Any] | None) -> Layout | None:
-    """Returns the layout of `quantization_config` in config.json; None without one.
+def read_quantization_config(settings: Mapping[str, Any] | None) -> QuantizationConfig | None:
+    """Returns the quantization of `quantization_config` in config.json; None without one.
 
-    Raises ValueError for a layout that is not supported.
+    Raises ValueError for a quantization that is not supported.
     """
     if not settings:
         return None
@@ -96,19 +96,21 @@ def read_layout(settings: Mapping[str, Any] | None) -> Layout | None:
         kind = settings.get("version") or settings.get("format") or "gemm"
         if str(kind).lower() != "gemm" or settings.get("backend") == "llm-awq":
             raise _unsupported("awq with version", kind, ("gemm",))
-        return Layout(method, group=_group(settings))
+        return QuantizationConfig(method, group=_group(settings))
     if method == "gptq":
         kind = settings.get("checkpoint_format") or settings.get("format") or "gptq"
         if kind not in ("gptq", "gptq_v2"):
             raise _unsupported("gptq with checkpoint_format", kind, ("gptq", "gptq_v2"))
         symmetric = settings.get("sym") is True
         offset = int(kind == "gptq")
-        return Layout(method, zero_offset=offset, symmetric=symmetric, group=_group(settings))
+        return QuantizationConfig(
+            method, zero_offset=offset, symmetric=symmetric, group=_group(settings)
+        )
     if method == "fp8":
         block = settings.get("weight_block_size")
-        return Layout(method, block=tuple(block) if block else None)
+        return QuantizationConfig(method, block=tuple(block) if block else None)
     if method == "gguf":  # the directory of a converted file
-        return Layout(method)
+        return QuantizationConfig(method)
     if method == "compressed-tensors":
         return _compressed_tensors(settings)
     raise _unsupported("quant_method", method, METHODS)
@@ -127,7 +129,7 @@ def _unsupported(name: str, value: Any, supported: tuple[str, ...]) -> ValueErro
     )
 
 
-def _compressed_tensors(settings: Mapping[str, Any]) -> Layout:
+def _compressed_tensors(settings: Mapping[str, Any]) -> QuantizationConfig:
     groups = (settings.get("config_groups") or {}).values()
     kinds = {group.get("format") or settings.get("format") for group in groups}
     for kind in sorted(map(str, kinds)):
@@ -144,7 +146,7 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Layout:
     blocks = {tuple((group.get("weights") or {}).get("block_structure") or ()) for group in groups}
     if len(blocks) > 1:
         raise _unsupported("several values of block_structure", sorted(blocks), ("one of them",))
-    return Layout("compressed-tensors", block=next(iter(blocks), None) or None)
+    return QuantizationConfig("compressed-tensors", block=next(iter(blocks), None) or None)
 
 
 def gather(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -190,27 +192,27 @@ def part_dtypes(part: str, parts: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def matrix_format(
-    layout: Layout | None, parts: Mapping[str, Any], shape: tuple[int, ...]
+    quantization: QuantizationConfig | None, parts: Mapping[str, Any], shape: tuple[int, ...]
 ) -> WeightFormat:
     """Returns the format of a quantized matrix, without reading it.
 
     Args:
-      layout: of the checkpoint.
+      quantization: of the checkpoint.
       parts: the shape and dtype of each part, as `gather` returns them.
       shape: of the matrix, [outputs, inputs].
     """
-    assert layout is not None  # `gather` found parts
+    assert quantization is not None  # `gather` found parts
     inputs = shape[1]
     scale = next((parts[name].shape for name in SCALES if name in parts), ())
-    groups = scale[layout.method not in ("awq", "gptq")] if len(scale) == 2 else 1
-    if layout.group is not None:
-        _validate_group(layout.group, groups, inputs)
+    groups = scale[quantization.method not in ("awq", "gptq")] if len(scale) == 2 else 1
+    if quantization.group is not None:
+        _validate_group(quantization.group, groups, inputs)
     if groups < 1 or inputs % groups:
         raise ValueError(f"its {inputs} inputs are not a multiple of its {groups} groups")
     bits, is_float = 8, False
     if "qweight" in parts:
-        zeros = not layout.symmetric
-        bits = 4 if layout.method == "awq" else _bits(parts["qweight"].shape[0], inputs)
+        zeros = not quantization.symmetric
+        bits = 4 if quantization.method == "awq" else _bits(parts["qweight"].shape[0], inputs)
     else:
         zeros = "weight_zero_point" in parts or "weight_min" in parts
         if "weight_packed" in parts:
@@ -304,26 +306,30 @@ def parameters(
 
 
 def read_matrix(
-    layout: Layout | None, parts: Mapping[str, np.ndarray], shape: tuple[int, ...]
+    quantization: QuantizationConfig | None, parts: Mapping[str, np.ndarray], shape: tuple[int, ...]
 ) -> Matrix:
     """Returns a quantized matrix.
 
     Args:
-      layout: of the checkpoint.
+      quantization: of the checkpoint.
       parts: the stored tensors by the last part of their names, as `gather` returns them.
       shape: of the matrix, [outputs, inputs].
 
     Raises ValueError for missing or wrongly shaped parts, and for groups of inputs that are not
     contiguous.
     """
-    assert layout is not None  # `gather` found parts
+    assert quantization is not None  # `gather` found parts
     inputs = shape[1]
     if "qweight" in parts:
-        matrix = _read_awq(parts) if layout.method == "awq" else _read_gptq(parts, layout, inputs)
+        matrix = (
+            _read_awq(parts)
+            if quantization.method == "awq"
+            else _read_gptq(parts, quantization, inputs)
+        )
     elif "weight_packed" in parts:
         matrix = _read_packed(parts, shape)
     else:
-        matrix = _read_unpacked(parts, layout.block)
+        matrix = _read_unpacked(parts, quantization.block)
     _validate(matrix, shape)
     for name in ("g_idx", "weight_g_idx"):
         if name in parts:
@@ -384,17 +390,19 @@ def _read_awq(parts: Mapping[str, np.ndarray]) -> Matrix:
     return Matrix(columns(parts["qweight"]), parts["scales"].T, columns(parts["qzeros"]), 4)
 
 
-def _read_gptq(parts: Mapping[str, np.ndarray], layout: Layout, inputs: int) -> Matrix:
+def _read_gptq(
+    parts: Mapping[str, np.ndarray], quantization: QuantizationConfig, inputs: int
+) -> Matrix:
     """AutoGPTQ's layout: values in words of inputs, zero points in words of outputs."""
     words = parts["qweight"]
     bits = _bits(len(words), inputs)
-    zeros = (_unpack(parts["qzeros"], bits) + layout.zero_offset) & (2**bits - 1)
+    zeros = (_unpack(parts["qzeros"], bits) + quantization.zero_offset) & (2**bits - 1)
     values, zeros = _signed(_unpack(words.T, bits), bits), _signed(zeros.T, bits)
-    if layout.symmetric and zeros.any():
+    if quantization.symmetric and zeros.any():
         raise ValueError(
             "it has zero points, and quantization_config has sym=true: set it to false"
         )
-    return Matrix(values, parts["scales"].T, None if layout.symmetric else zeros, bits)
+    return Matrix(values, parts["scales"].T, None if quantization.symmetric else zeros, bits)
 
 
 def _bits(words: int, values: int) -> int:

@@ -43,14 +43,14 @@ def stream(
     stacked: Any,
     steps: int,
 ) -> tuple[Array, tuple]:
-    """Returns the last carry, and what each step kept.
+    """Returns the last carry, and each step's outputs.
 
     All steps but the last one or two run in a `scan`, two per iteration, with a traced `step`: a
     part is copied into the buffer of the part before the previous one, without another copy. In the
     last steps `step` is an int.
 
     Args:
-      run: one step: (carry, step, its part on the device) -> (carry, what to keep), with the same
+      run: one step: (carry, step, its part on the device) -> (carry, outputs), with the same
         shapes in all steps. The new carry must depend on the whole part.
       carry: the first step's input, floating point.
       stacked: arrays [steps, ...] in host memory.
@@ -74,18 +74,18 @@ def stream(
         carry, second = run(carry, step + 1, next_part)
         return (carry, part), (first, second)
 
-    pairs, kept = (steps - 1) // 2, list[Any]()
+    pairs, outputs = (steps - 1) // 2, list[Any]()
     part = fetch(0, carry)
     if pairs:
-        (carry, part), stacked_kept = jax.lax.scan(run_two, (carry, part), 2 * jnp.arange(pairs))
+        (carry, part), of_pairs = jax.lax.scan(run_two, (carry, part), 2 * jnp.arange(pairs))
         for i in range(pairs):
-            kept += jax.tree.map(lambda x, i=i: x[i], stacked_kept)
+            outputs += jax.tree.map(lambda x, i=i: x[i], of_pairs)
     for step in range(2 * pairs, steps):
         next_part = fetch(step + 1, carry) if step + 1 < steps else None
-        carry, step_kept = run(carry, step, part)
-        kept.append(step_kept)
+        carry, of_step = run(carry, step, part)
+        outputs.append(of_step)
         part = next_part
-    return carry, tuple(kept)
+    return carry, tuple(outputs)
 
 
 def _zero_after(x: Array) -> Int[Array, ""]:

@@ -32,7 +32,7 @@ def stage_index() -> Int[Array, ""]:
 def pipelined(
     run: Run, x: Array, micro_batches: int, axis_names: collectives.AxisNames = ()
 ) -> tuple[Array, Any]:
-    """Returns this stage's output for the whole batch, and what it kept.
+    """Returns this stage's output for the whole batch, and its auxiliary outputs.
 
     Only the last stage's output is the model's (`broadcast_from_last`).
 

@@ -7,7 +7,7 @@
 | `pg19` | a part of one book | a folder of `<book id>.txt`, or a .jsonl file (field `text`) |
 | `docs` | a task about a section of Python's documentation | none |
 | `chat` | a question after earlier turns, in the eight categories of MT-Bench | none |
-| `dataset` | a question of a published benchmark (`layouts.py`) | its file, or a folder of them |
+| `dataset` | a question of a published benchmark (`tasks/`) | its file, or a folder of them |
 | `longbench` | a question about a long text | a folder of `<task>.jsonl`, or one of them |
 | `needle`, ... | a task similar to RULER's (`ruler.py`) | its haystack, as for `files` |
 | `qa` | RULER's questions about paragraphs | a .json file in SQuAD's format |

@@ -132,15 +132,15 @@ def make_figures(cells: Sequence[CellResult], rows: Rows) -> dict[str, Figure]:
 
 def _curves(cells: Sequence[CellResult]) -> dict[str, tuple[list[float], list[float]]]:
     """Returns each method's (acceptance if reached, acceptance) by depth, means over its cells."""
-    kept = collections.defaultdict(list)
+    by_method = collections.defaultdict(list)
     for cell in cells:
         # "auto" has no depths where it chooses plain decoding.
         if cell.metrics and cell.metrics["acceptance_by_depth"] and cell.row["draft"] != "none":
-            kept[cell.row["method"]].append(cell.metrics)
+            by_method[cell.row["method"]].append(cell.metrics)
     names = ("acceptance_if_reached", "acceptance_by_depth")
     return {
         method: (_mean([m[names[0]] for m in found]), _mean([m[names[1]] for m in found]))
-        for method, found in list(kept.items())[:MAX_CURVES]
+        for method, found in list(by_method.items())[:MAX_CURVES]
     }
 
 

@@ -126,12 +126,12 @@ def last_hidden_states(
     if in_float32:
         k, v = (tuple(x.astype(jnp.float32) for x in layers) for layers in (cache.k, cache.v))
         cache = dataclasses.replace(cache, k=k, v=v)
-    kept = []
+    hiddens = []
     for start in range(0, padded.shape[1], CHUNK):
         part = padded[:, start : start + CHUNK]
         hidden, cache = _read_chunk(model, cache, part, in_float32=in_float32)
-        kept.append(hidden[:, max(0, length - count - start) : length - start])
-    return jnp.concatenate(kept, axis=1)
+        hiddens.append(hidden[:, max(0, length - count - start) : length - start])
+    return jnp.concatenate(hiddens, axis=1)
 
 
 @functools.partial(jax.jit, static_argnames=("in_float32",), donate_argnames=("cache",))
@@ -142,8 +142,8 @@ def _read_chunk(model, cache, tokens, *, in_float32):
     attend = AttendTo(cache, steps <= steps[:, None], None)
     hidden, scored = model(tokens, cache.lengths[:, None] + steps, attend)
     new = tuple(pair for pair, _ in scored)
-    kept = jnp.full(1, size, jnp.int32) + full_cache.zero_after(hidden[0, -1].argmax())
-    return hidden, full_cache.append(cache, new, steps[None], kept)
+    committed = jnp.full(1, size, jnp.int32) + full_cache.zero_after(hidden[0, -1].argmax())
+    return hidden, full_cache.append(cache, new, steps[None], committed)
 
 
 def _float32(model: Any) -> Any:

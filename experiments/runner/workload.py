@@ -114,8 +114,8 @@ class Bench:
     def answer(self, cell: Cell, tokens: Sequence[int]) -> str:
         """Returns the text of a row's new tokens before its end; rows generate more tokens."""
         target = self.target_of(cell)
-        kept = itertools.takewhile(lambda token: token not in target.eos_token_ids, tokens)
-        return target.tokenizer.decode(list(kept), skip_special_tokens=True)
+        text = itertools.takewhile(lambda token: token not in target.eos_token_ids, tokens)
+        return target.tokenizer.decode(list(text), skip_special_tokens=True)
 
     def _chosen(self, cell: Cell) -> list[Prompt]:
         """Returns the prompts of a cell."""

@@ -71,8 +71,8 @@ class Method(Strict):
             return raw
         own = {name: value for name, value in raw.items() if name not in cls.model_fields}
         listed = {n: value if isinstance(value, list) else [value] for n, value in own.items()}
-        kept = {name: value for name, value in raw.items() if name in cls.model_fields}
-        return kept | {"options": raw.get("options", {}) | listed}
+        known = {name: value for name, value in raw.items() if name in cls.model_fields}
+        return known | {"options": raw.get("options", {}) | listed}
 
     @model_validator(mode="after")
     def _check(self) -> "Method":

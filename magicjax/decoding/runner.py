@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from magicjax.decoding import memory, program_cache
+from magicjax.decoding.adaptive_depth import DepthChooser
 from magicjax.decoding.loop import ALL_ROUNDS, DecodeState, Prefilled
 from magicjax.decoding.request import Request
 from magicjax.decoding.stats import Stats, acceptance
@@ -129,6 +130,45 @@ def run_to_end(request: Request, state: DecodeState) -> tuple[DecodeState, float
             return state, total
         state, seconds = run(request, request.settings, state, ROUNDS_PER_CALL)
         total += seconds
+
+
+def run_adaptive(
+    request: Request,
+    settings: Mapping[int, Settings],
+    chooser: DepthChooser,
+    state: DecodeState,
+    rounds: int,
+) -> tuple[DecodeState, list[Call], float]:
+    """Returns (the state when all rows have ended, calls, seconds); donates `state`.
+
+    Args:
+      request: with a drafter.
+      settings: of the loop by the depth of its tree. All loops are compiled before the first call.
+      chooser: of the depth of each call after the first one.
+      state: after prefill, as deep as the deepest tree.
+      rounds: per call.
+    """
+    for one in settings.values():
+        compile_loop(request, one, state)
+    calls: list[Call] = []
+    total, decode_s, depths = np.zeros(state.histogram.shape, np.int32), 0.0, set()
+    limits, texts = np.asarray(request.limits), text_streams(request)
+    state, emitted, _, ended = end_stopped(state, texts)
+    while not ended.all():
+        if calls:
+            left = limits - emitted
+            live = {int(row): (int(emitted[row]), int(left[row])) for row in np.flatnonzero(~ended)}
+            chooser = chooser.chosen(live)
+        depth = chooser.depth
+        state, seconds = run(request, settings[depth], state, rounds)
+        state, emitted, _, ended = end_stopped(state, texts)
+        histogram = np.array(state.histogram) - total
+        total, decode_s = total + histogram, decode_s + seconds
+        calls.append((depth, histogram))
+        ran = int(histogram.sum(1).max())
+        chooser = chooser.counted(total, ran, seconds if depth in depths else None)
+        depths.add(depth)
+    return state, calls, decode_s
 
 
 def text_streams(request: Request) -> list[TextStream]:

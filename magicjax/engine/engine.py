@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from magicjax.decoding import program_cache, runner
+from magicjax.decoding.adaptive_depth import DepthChooser
 from magicjax.decoding.loop import Prefilled
 from magicjax.drafters import Drafter
 from magicjax.engine import speculation, submission
@@ -24,7 +25,6 @@ from magicjax.engine.handle import Handle
 from magicjax.engine.prefill import PrefillRow
 from magicjax.engine.prefix_store import Prefix, make_store
 from magicjax.engine.scheduler import Scheduler
-from magicjax.engine.speculation import DepthChooser
 from magicjax.engine.stats import Counters, EngineStats
 from magicjax.engine.templates import (
     empty_row,

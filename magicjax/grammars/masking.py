@@ -110,7 +110,7 @@ def after_path(
     rows: GrammarRows,
     states: Int[Array, "B N"],
     path: Int[Array, "B A"],
-    kept: Int[Array, "B"],
+    committed: Int[Array, "B"],
     last: Int[Array, "B"],
 ) -> GrammarRows:
     """Returns the rows after a round.
@@ -120,10 +120,10 @@ def after_path(
       rows: before the round.
       states: of the nodes.
       path: the accepted nodes, the root first.
-      kept: the number of new tokens; the i-th was chosen at the i-th node of the path.
+      committed: the number of new tokens; the i-th was chosen at the i-th node of the path.
       last: the last new token.
     """
-    node = jnp.take_along_axis(path, jnp.maximum(kept - 1, 0)[:, None], 1)
+    node = jnp.take_along_axis(path, jnp.maximum(committed - 1, 0)[:, None], 1)
     before = jnp.take_along_axis(states, node, 1)[:, 0]
     after = advance(transitions, rows, before, last)
-    return dataclasses.replace(rows, state=jnp.where(kept > 0, after, rows.state))
+    return dataclasses.replace(rows, state=jnp.where(committed > 0, after, rows.state))

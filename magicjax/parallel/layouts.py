@@ -19,7 +19,7 @@ from magicjax.parallel import offloading, pipeline_stages
 from models import Attend, ShardingFn
 from sharding import STAGE, Split, host, pipeline
 
-PassResult = tuple[Float[Array, "B T E"], tuple]  # hidden states, what `attend` kept per layer
+PassResult = tuple[Float[Array, "B T E"], tuple]  # hidden states, aux of `attend` per layer
 
 
 class Layout:
@@ -43,7 +43,7 @@ class Layout:
         positions: Int[Array, "B T"],
         attend: Attend,
     ) -> PassResult:
-        """Returns the last layer's hidden states, and what `attend` kept of each local layer."""
+        """Returns the last layer's hidden states, and `attend`'s aux of each local layer."""
         raise NotImplementedError
 
     def abstract_params(self, module: nn.Module) -> Any:
@@ -135,7 +135,7 @@ class Pipelined(Layout):
     micro_batches: int = struct.field(pytree_node=False, default=1)
 
     def run(self, module, params, tokens, positions, attend) -> PassResult:
-        """Returns this stage's hidden states, and what `attend` kept of its layers.
+        """Returns this stage's hidden states, and `attend`'s aux of its layers.
 
         `attend` has `rows(first, count)`, which returns the same for some rows of the batch.
         """
@@ -146,12 +146,12 @@ class Pipelined(Layout):
             if first is not None:
                 row_positions = jax.lax.dynamic_slice_in_dim(positions, first, rows)
                 row_attend = attend.rows(first, rows)  # type: ignore[attr-defined]
-            kept = []
+            aux = []
             for layer in range(module.config.num_layers):
                 inputs = x, row_positions, row_attend, layer
-                x, layer_kept = module.apply(params, *inputs, method="block")
-                kept.append(layer_kept)
-            return x, tuple(kept)
+                x, layer_aux = module.apply(params, *inputs, method="block")
+                aux.append(layer_aux)
+            return x, tuple(aux)
 
         x = module.apply(params, tokens, positions, method="embed")
         axis_names = _replicated_axes(x, module.split)

@@ -180,36 +180,36 @@ def parse_completion(value: Any) -> CompletionBody:
 
 def parse_chat(value: Any) -> ChatBody:
     """Returns a valid body of /v1/chat/completions; raises ApiError (400)."""
-    if isinstance(value, dict) and isinstance(messages := value.get("messages"), list):
-        kept = [
+    if isinstance(value, dict) and isinstance(given := value.get("messages"), list):
+        messages = [
             _without_neutral(message, NEUTRAL_MESSAGE, f"messages[{i}].")
             if isinstance(message, dict)
             else message
-            for i, message in enumerate(messages)
+            for i, message in enumerate(given)
         ]
-        value = value | {"messages": kept}
+        value = value | {"messages": messages}
     return _parse(ChatBody, value, NEUTRAL_CHAT)
 
 
 def _parse(kind: Any, value: Any, neutral: dict[str, tuple[Any, ...]]) -> Any:
     if not isinstance(value, dict):
         raise ApiError(400, "the body must be a JSON object")
-    kept = _without_neutral(value, neutral, "")
-    kept = {name: field for name, field in kept.items() if name not in WITHOUT_EFFECT}
+    fields = _without_neutral(value, neutral, "")
+    fields = {name: field for name, field in fields.items() if name not in WITHOUT_EFFECT}
     try:
-        return kind.model_validate(kept)
+        return kind.model_validate(fields)
     except pydantic.ValidationError as error:
-        raise _as_api_error(error, kind, kept) from None
+        raise _as_api_error(error, kind, fields) from None
 
 
 def _without_neutral(
     fields: dict[str, Any], neutral: dict[str, tuple[Any, ...]], prefix: str
 ) -> dict[str, Any]:
     """Returns the fields that have an effect; raises ApiError for one that is not supported."""
-    kept = {}
+    others = {}
     for name, value in fields.items():
         if name not in neutral:
-            kept[name] = value
+            others[name] = value
         elif value is not None and value not in neutral[name]:
             raise ApiError(
                 400,
@@ -217,7 +217,7 @@ def _without_neutral(
                 param=prefix + name,
                 code="unsupported_parameter",
             )
-    return kept
+    return others
 
 
 def _as_api_error(error: pydantic.ValidationError, kind: Any, value: dict[str, Any]) -> ApiError:

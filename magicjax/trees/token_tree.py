@@ -262,9 +262,9 @@ def chain(length: int) -> TokenTree:
 
 def truncated(tree: TokenTree, depth: int) -> TokenTree:
     """Returns the nodes of a tree down to a depth; 0: only the root."""
-    kept = np.flatnonzero(tree.node_depths <= depth).tolist()
-    number = {node: i for i, node in enumerate(kept)} | {NO_NODE: NO_NODE}
-    return TokenTree(tuple(number[tree.parents[node]] for node in kept))
+    nodes = np.flatnonzero(tree.node_depths <= depth).tolist()
+    number = {node: i for i, node in enumerate(nodes)} | {NO_NODE: NO_NODE}
+    return TokenTree(tuple(number[tree.parents[node]] for node in nodes))
 
 
 def expansion(branches: Sequence[int]) -> TokenTree:

@@ -26,7 +26,7 @@ GOLDEN = pathlib.Path(__file__).parent / "golden_quantized"
 @pytest.mark.parametrize("name", layouts.LAYOUTS)
 def test_a_reader_returns_the_matrix_of_the_definition(name):
     settings, quantize = layouts.LAYOUTS[name]
-    layout = checkpoints.read_layout(settings)
+    layout = checkpoints.read_quantization_config(settings)
     draw = np.random.default_rng(0)
     for _ in range(20):
         inputs, outputs = (8 * int(n) for n in draw.integers(1, 8, 2))
@@ -54,7 +54,7 @@ def gguf_bytes(kind, draw, rows, columns):
 @pytest.mark.parametrize("kind", blocks.KINDS, ids=lambda kind: kind.name)
 def test_blocks_of_a_gguf_file_are_its_weights(kind):
     draw = np.random.default_rng(0)
-    layout = checkpoints.Layout("gguf")
+    layout = checkpoints.QuantizationConfig("gguf")
     for _ in range(5):
         rows, columns = int(draw.integers(1, 20)), 256 * int(draw.integers(1, 4))
         stored = gguf_bytes(kind, draw, rows, columns)
@@ -231,7 +231,7 @@ REFUSED = {
 def test_layouts_that_are_not_supported_are_refused_by_name(name):
     settings, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        checkpoints.read_layout(settings)
+        checkpoints.read_quantization_config(settings)
 
 
 def test_damaged_matrices_are_refused(tmp_path):

@@ -17,8 +17,8 @@ from jaxtyping import Int
 from experiments.prompts import sources
 from experiments.prompts.conversation import around_messages, uses_template
 from experiments.prompts.prompt import Prompt, encode, encode_cached, join, without_middle
-from experiments.prompts.tasks import docs, layouts
-from experiments.prompts.tasks.layouts import Record
+from experiments.prompts.tasks import docs, record_formats
+from experiments.prompts.tasks.record_formats import Record
 
 QUOTE = "Quote some sections of Python's documentation."
 QUOTED = 16  # tokens of the quotation, at least
@@ -43,9 +43,9 @@ def make(
       ValueError: too few questions suit the context, or a file has another layout.
     """
     uses_template(tokenizer, template)
-    records = layouts.read(kind, path)
+    records = record_formats.read(kind, path)
     examples = [r for r in records if len(r.replies) == len(r.turns)]
-    examples = examples or layouts.read(sources.CHAT, "")
+    examples = examples or record_formats.read(sources.CHAT, "")
     made: list[Prompt] = []
     bounds: list[tuple[int, float]] = []  # the contexts that suit each question
     for number, (record, turn) in enumerate(_interleaved(records, seed)):

@@ -50,8 +50,8 @@ def header_and_cells(
         "requests": [str(row["requests"]) for row in rows],
         "errors": [row["errors"] or None for row in rows],
     }
-    kept = {name: cells for name, cells in columns.items() if any(cells)}
-    return [*kept], [list(cells) for cells in zip(*kept.values(), strict=True)]
+    filled = {name: cells for name, cells in columns.items() if any(cells)}
+    return [*filled], [list(cells) for cells in zip(*filled.values(), strict=True)]
 
 
 def terminal_table(rows: Sequence[Mapping[str, Any]]) -> str:

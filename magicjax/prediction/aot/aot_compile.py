@@ -40,7 +40,7 @@ from pallas_kernels import choose_backend
 from sharding import STAGE, AnyMesh, MeshSize, make_mesh
 
 DEVICES = {
-    path.stem: path for path in (pathlib.Path(__file__).parents[1] / "devices").glob("*.txtpb")
+    path.stem: path for path in (pathlib.Path(__file__).with_name("devices")).glob("*.txtpb")
 }
 PROGRAMS = ("prefill", "init", "decode")
 REGISTERS = re.compile(r"Used (\d+) registers")

@@ -5,20 +5,21 @@ from the same prefill, and adapts the depth of a chain between calls of the loop
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from magicjax.decoding import program_cache, runner
+from magicjax.decoding.adaptive_depth import DepthChooser, RoundTimes
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.request import Request, prepare
 from magicjax.decoding.runner import Call, Output
 from magicjax.model import Model
 from magicjax.prediction.autotune.choice import Auto, Choice
-from magicjax.prediction.autotune.depth_controller import DepthController
 from magicjax.prediction.autotune.search import choose, make_problem
 from magicjax.trees.token_tree import ROOT_ONLY, chain
+
+PRIOR_ROUNDS = 16  # weight of a trial's acceptance rates
 
 Started = tuple[DecodeState, float]  # what `runner.prefill_and_init` returns
 
@@ -49,8 +50,7 @@ def generate(
     runner.log_request(request)
     state, prefill_s = started or runner.prefill_and_init(request)
     del started  # the loop donates the state
-    searched = choice is not drafter
-    state, calls, decode_s = run_choice(request, choice, state, searched)
+    state, calls, decode_s = _run_choice(request, choice, state)
     output = runner.output_of(
         request,
         state,
@@ -131,55 +131,27 @@ def _is_adaptive(choice: Choice, sampled: bool) -> bool:
     return bool(choice.round_seconds) and (not sampled if adaptive is None else adaptive)
 
 
-def run_choice(
-    request: Request, choice: Choice, state: DecodeState, searched: bool
+def _run_choice(
+    request: Request, choice: Choice, state: DecodeState
 ) -> tuple[DecodeState, list[Call], float]:
-    """Returns (the state when all rows have ended, calls, seconds) of a run from after prefill.
-
-    `searched` is whether the choice is from trials on these prompts.
-    """
-    sampled = request.sampling is not None
-    if not _is_adaptive(choice, sampled):
+    """Returns (the state when all rows have ended, calls, seconds) of a run from after prefill."""
+    if not _is_adaptive(choice, request.sampling is not None):
         depth = request.settings.shape.depth
         state, seconds = runner.run_to_end(request, state)
         return state, [(depth, np.asarray(state.histogram))], seconds
     assert choice.tree is not None
     trial = next(trial for trial in choice.trials if trial.name == choice.name)
-    rates = [by_rank[0] for by_rank in trial.acceptance]
-    rounds, known = choice.auto.rounds_per_call, 0
-    if searched and not sampled:  # a sampled trial has another text
-        known = max(choice.auto.trial_rounds, rounds)
-    controller = DepthController.create(choice.round_seconds, rates, choice.tree.depth, known)
-    return run_adaptive(request, list(choice.round_seconds), controller, state, rounds)
-
-
-def run_adaptive(
-    request: Request, depths: Sequence[int], controller: Any, state: DecodeState, rounds: int
-) -> tuple[DecodeState, list[Call], float]:
-    """Returns (the state when all rows have ended, calls, seconds).
-
-    Args:
-      request: with a drafter.
-      depths: that the controller selects from, compiled before the first call. At depth 0 nothing
-        is drafted.
-      controller: a `DepthController`, or an object with its `depth` and `update`.
-      state: after prefill, as deep as the deepest.
-      rounds: per call.
-    """
-    settings = {d: request.settings.with_tree(chain(d) if d else ROOT_ONLY) for d in depths}
-    for one in settings.values():
-        runner.compile_loop(request, one, state)
-    calls: list[Call] = []
-    total, decode_s = np.zeros(state.histogram.shape, np.int32), 0.0
-    limits, texts = np.asarray(request.limits), runner.text_streams(request)
-    state, _, _, ended = runner.end_stopped(state, texts)
-    while not ended.all():
-        depth = controller.depth
-        state, seconds = runner.run(request, settings[depth], state, rounds)
-        state, emitted, _, ended = runner.end_stopped(state, texts)
-        new_total = np.array(state.histogram)
-        histogram, total, decode_s = new_total - total, new_total, decode_s + seconds
-        calls.append((depth, histogram))
-        left = np.where(ended, 0, limits - emitted)
-        controller = controller.update(histogram, left, seconds, int(histogram.sum(1).max()))
-    return state, calls, decode_s
+    chooser = DepthChooser.create(
+        choice.round_seconds,
+        len(request.prompts),
+        first=choice.tree.depth,
+        rates=[by_rank[0] for by_rank in trial.acceptance],
+        rounds=PRIOR_ROUNDS,
+        times=RoundTimes((1,), {depth: (s,) for depth, s in choice.round_seconds.items()}),
+        until_last_row_ends=True,
+    )
+    settings = {
+        depth: request.settings.with_tree(chain(depth) if depth else ROOT_ONLY)
+        for depth in choice.round_seconds
+    }
+    return runner.run_adaptive(request, settings, chooser, state, choice.auto.rounds_per_call)

@@ -9,10 +9,9 @@ import statistics
 
 import jax
 import numpy as np
-import numpy.typing as npt
-from jaxtyping import Float
 
 from magicjax.decoding import runner
+from magicjax.decoding.adaptive_depth import row_rates, row_tokens, tried_and_accepted
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.paired_timing import PrefilledPrompts
 from magicjax.decoding.request import Request
@@ -22,9 +21,6 @@ from magicjax.verification.sampling import Sampling
 
 TRIAL_KEYS = 2**31 - 1  # folded into the keys of trials; no position is as high
 ROUNDS = 8  # of a timed call; the first call loads the program and is not counted
-POOLED_ROUNDS = 8  # rounds of the whole batch that are added to each row's counts
-
-Table = Float[np.ndarray, "B D"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,38 +114,3 @@ def _measured(name: str, tree: Tree, state: DecodeState, seconds: float) -> Tria
         chain_tokens=tuple(batch_tokens((lengths - 1) / row_tokens(rates, d)) for d in depths),
         tree_tokens=batch_tokens(rounds[ran] + left / row_tokens(rates, tree.depth)),
     )
-
-
-def tried_and_accepted(histogram: npt.ArrayLike, depth: int, deepest: int) -> tuple[Table, Table]:
-    """Returns how many rounds of each row tried, and accepted, the token at depth 1, 2, ...
-
-    Args:
-      histogram: [B, A], rounds of each row that accepted 0, 1, ... tokens.
-      depth: of the tree that ran.
-      deepest: D; deeper tokens than `depth` have counts of 0.
-    """
-    at_least = np.asarray(histogram, float)[:, ::-1].cumsum(1)[:, ::-1]
-    tried, accepted = np.zeros((2, len(at_least), deepest))
-    tried[:, :depth], accepted[:, :depth] = at_least[:, :depth], at_least[:, 1 : depth + 1]
-    return tried, accepted
-
-
-def row_rates(
-    tried: Table, accepted: Table, prior: Float[np.ndarray, "D"] | float = 0.0, weight: float = 0.0
-) -> Table:
-    """Returns each row's acceptance rate by depth, given that all tokens before are accepted.
-
-    Args:
-      tried, accepted: as from `tried_and_accepted`.
-      prior: rates that are known beforehand.
-      weight: of the prior, in rounds of the whole batch.
-    """
-    all_tried, all_accepted = weight + tried.sum(0), weight * prior + accepted.sum(0)
-    # The rate over all depths counts as one more round: few rounds reach the deepest tokens.
-    pooled = (all_accepted + all_accepted.sum() / all_tried.sum()) / (all_tried + 1)
-    return (accepted + POOLED_ROUNDS * pooled) / (tried + POOLED_ROUNDS)
-
-
-def row_tokens(rates: Table, depth: int) -> Float[np.ndarray, "B"]:
-    """Returns the expected tokens of each row's round at a depth, bonus token included."""
-    return 1 + np.cumprod(rates[:, :depth], axis=1).sum(1)

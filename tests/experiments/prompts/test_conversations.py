@@ -11,7 +11,7 @@ import pytest
 from experiments import prompts
 from experiments.prompts import conversation, corpus
 from experiments.prompts.prompt import encode
-from experiments.prompts.tasks import docs, layouts
+from experiments.prompts.tasks import docs, record_formats
 from tests.experiments import prompt_cases
 
 CATEGORIES = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem"} | {
@@ -192,7 +192,7 @@ def test_a_question_comes_after_a_quotation_and_whole_earlier_turns(context, cha
     made = prompts.make("chat", chatty, "", 16, context)
     assert {prompt.tokens.shape for prompt in made} == {(context,)}
     assert collections.Counter(p.category for p in made) == dict.fromkeys(CATEGORIES, 2)
-    records = layouts.read("chat", "")
+    records = record_formats.read("chat", "")
     known = {t: reply for r in records for t, reply in zip(r.turns, r.replies, strict=True)}
     follow_up = {r.turns[1]: r.turns[0] for r in records}
     for prompt in made:
@@ -211,7 +211,7 @@ def test_a_question_comes_after_a_quotation_and_whole_earlier_turns(context, cha
             assert len(earlier) in (2 * 2 * 23, 2 * 2 * 23 + 2)
 
 
-# Published layouts
+# Published formats
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -235,7 +235,7 @@ def test_a_long_text_loses_its_middle_and_the_question_is_whole(folder, chatty):
         _, (_, text), _ = messages(chatty, prompt.tokens)
         number = int(prompt.source.split(":")[1]) - 1
         assert text.startswith(f"Book {number}\nLine 0") and "Line 199" in text
-        assert "Line 100 " not in text and text.endswith(layouts.FORMAT)
+        assert "Line 100 " not in text and text.endswith(record_formats.FORMAT)
         assert f"Which line is number {number}?\n(A) The Ath.\n(B)" in text
         assert prompt.answer == ("ABCD"[number],)
 
@@ -262,7 +262,7 @@ def test_the_score_follows_the_benchmark(name, text, score, folder, chatty):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"id": 1, "body": "b"}, r"a.jsonl:1: the fields id, body are of no known layout \(Spec-B"),
+        ({"id": 1, "body": "b"}, r"a.jsonl:1: the fields id, body are of no known format \(Spec-B"),
         (
             {"question_id": 1, "category": "c", "turns": "t"},
             r"a.jsonl:1: turns='t': Spec-Bench, MT-Bench or SPEED-Bench has <class 'list'> here",
@@ -273,7 +273,7 @@ def test_the_score_follows_the_benchmark(name, text, score, folder, chatty):
         ),
     ],
 )
-def test_a_record_of_another_layout_is_refused(record, message, tmp_path, chatty):
+def test_a_record_of_another_format_is_refused(record, message, tmp_path, chatty):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(record))
     with pytest.raises(ValueError, match=message):

@@ -7,8 +7,8 @@ import pytest
 
 import magicjax
 from magicjax.decoding import program_cache, runner
+from magicjax.decoding.adaptive_depth import DepthChooser
 from magicjax.decoding.request import prepare
-from magicjax.prediction.autotune import auto
 from tests.magicjax import tiny
 
 NEW = 40
@@ -113,17 +113,13 @@ def test_a_cancelled_stream_says_so(target):
 
 
 def test_a_stop_string_ends_a_row_between_calls_of_different_depths(target):
-    class Controller:
-        depth = 2
-
-        def update(self, *_):
-            return self
-
     stops = next(stops_in(whole(target).texts[:1], 1))
     options = dict(max_new_tokens=NEW, eos_token_id=[], stop=stops) | DRAFTED
     request = prepare(target, PROMPTS, **options)
     state, _ = runner.prefill_and_init(request)
-    state, calls, _ = auto.run_adaptive(request, [2], Controller(), state, rounds=2)
+    settings = {2: request.settings}
+    chooser = DepthChooser.create(settings, len(PROMPTS))
+    state, calls, _ = runner.run_adaptive(request, settings, chooser, state, rounds=2)
     measured = dict(prefill_s=0.0, decode_s=1.0)
     output = runner.output_of(request, state, program_cache.totals(), calls, **measured)
     assert "stop" in check_cut(target, output, whole(target), stops)

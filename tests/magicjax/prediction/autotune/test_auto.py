@@ -10,7 +10,7 @@ import magicjax
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.paired_timing import PrefilledPrompts, time_variants
 from magicjax.prediction import cost_model
-from magicjax.prediction.autotune import auto, search
+from magicjax.prediction.autotune import search
 from magicjax.prediction.autotune.auto import Auto
 from magicjax.prediction.autotune.trial import Trial
 from magicjax.prediction.planner import candidates
@@ -76,8 +76,8 @@ def round_seconds(drafter, depth: int) -> float:
 @pytest.fixture
 def short_calls(monkeypatch):
     """Calls of two rounds, because the outputs are short."""
-    run = auto.run_adaptive
-    monkeypatch.setattr(auto, "run_adaptive", lambda *arguments: run(*arguments[:-1], 2))
+    run = runner.run_adaptive
+    monkeypatch.setattr(runner, "run_adaptive", lambda *arguments: run(*arguments[:-1], 2))
 
 
 def generate(drafter, **options):

@@ -8,13 +8,7 @@ import magicjax
 from magicjax.decoding import runner
 from magicjax.decoding.paired_timing import PrefilledPrompts
 from magicjax.decoding.request import prepare
-from magicjax.prediction.autotune.trial import (
-    POOLED_ROUNDS,
-    row_rates,
-    row_tokens,
-    run_trial,
-    tried_and_accepted,
-)
+from magicjax.prediction.autotune.trial import run_trial
 from magicjax.trees.token_tree import ROOT_ONLY
 from tests.magicjax import tiny
 
@@ -60,15 +54,27 @@ def test_trials_leave_the_prompts_as_prefill_made_them():
             assert rates == pytest.approx([reached[depth + 1] / reached[depth]])
 
 
-def test_a_row_that_always_and_one_that_never_accepts_keep_their_rates():
-    histogram = np.array([[10_000, 0, 0, 0, 0], [0, 0, 0, 0, 10_000]])
-    rates = row_rates(*tried_and_accepted(histogram, 4, 4))
-    np.testing.assert_allclose(row_tokens(rates, 4), [1, 5], rtol=0.01)
-    np.testing.assert_allclose(row_tokens(rates, 2), [1, 3], rtol=0.01)
+@pytest.mark.slow
+def test_a_sampled_trial_draws_other_numbers_than_the_run():
+    """The naive text of a run is that of plain sampling; a trial's text differs in every row."""
+    request = request_of(tiny.drafter("near"), do_sample=True, seed=3, verifier="naive")
+    prefilled, outputs, run = prefilled_of(request), [], runner.run
 
+    def recorded(*arguments):
+        results = run(*arguments)
+        outputs.append(np.array(results[0].output))
+        return results
 
-def test_a_row_with_few_rounds_gets_rates_close_to_the_batch():
-    """The pooled rate is 1/2: one row accepts nothing in 8 rounds, one all, one runs none."""
-    rates = row_rates(*tried_and_accepted([[8, 0], [0, 8], [0, 0]], 1, 1))
-    assert POOLED_ROUNDS == 8
-    np.testing.assert_allclose(rates[:, 0], [4 / 16, 12 / 16, 1 / 2])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "run", recorded)
+        _, prefilled = run_trial(request, "name", prefilled, 50)
+    state = prefilled.start(request)
+    state, *_ = runner.run(request, request.settings, state)
+    output = np.asarray(state.output)[:, : tiny.NEW]
+    arguments = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER, do_sample=True, seed=3)
+    plain = magicjax.generate(tiny.model(), tiny.prompts(8), **arguments)
+    for row, (length, expected) in enumerate(zip(plain.lengths, plain.tokens, strict=True)):
+        np.testing.assert_array_equal(output[row, :length], expected[:length])
+        if length > 4:
+            assert (outputs[-1][row, 1:length] != expected[1:length]).any()
+    np.testing.assert_array_equal(outputs[-1][:, 0], output[:, 0])  # prefill's token

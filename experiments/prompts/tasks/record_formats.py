@@ -1,6 +1,6 @@
-"""The layouts of published benchmarks: how a record of a local file becomes a conversation.
+"""The formats of published benchmarks: how a record of a local file becomes a conversation.
 
-`LAYOUTS` is the table. The fields of a file's first record select the layout.
+`FORMATS` is the table. The fields of a file's first record select the format.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Record:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class RecordFormat:
     """What a benchmark's records contain; functions take a record with `task`, its file's stem.
 
     Attributes:
@@ -90,22 +90,22 @@ def _infinitebench_answer(record: Fields) -> list[str]:
 
 
 # The fields of the last one are also fields of LongBench v2.
-LAYOUTS = (
-    Layout(
+FORMATS = (
+    RecordFormat(
         "Spec-Bench, MT-Bench or SPEED-Bench",
         {"question_id": int | str, "category": str, "turns": list},
         turns=lambda record: record["turns"],
         category=lambda record: record["category"],
         replies=lambda record: record.get("answers", []),  # only in our own file
     ),
-    Layout(
+    RecordFormat(
         "HumanEval",
         {"task_id": str, "prompt": str, "canonical_solution": str},
         turns=lambda record: [f"Complete this function.\n\n```python\n{record['prompt']}```"],
         category=lambda record: "coding",
         replies=lambda record: [f"```python\n{record['prompt']}{record['canonical_solution']}```"],
     ),
-    Layout(
+    RecordFormat(
         "LongBench v2",
         {"question": str, "answer": str, "context": str, "domain": str}
         | {f"choice_{letter}": str for letter in "ABCD"},
@@ -115,7 +115,7 @@ LAYOUTS = (
         answer=lambda record: [record["answer"]],
         final=lambda record: LETTER,
     ),
-    Layout(
+    RecordFormat(
         "InfiniteBench",
         {"context": str, "input": str, "answer": str | list | int, "options": list},
         turns=_infinitebench,
@@ -124,7 +124,7 @@ LAYOUTS = (
         answer=_infinitebench_answer,
         final=lambda record: LETTER if any(record["options"]) else "",
     ),
-    Layout(
+    RecordFormat(
         "GSM8K",
         {"question": str, "answer": str},
         turns=lambda record: [record["question"]],
@@ -140,7 +140,7 @@ def read(kind: str, path: str) -> list[Record]:
     """Returns the records of the files of a path, read again only if their content changed.
 
     Raises:
-      ValueError: a file has no known layout, or a record has another layout than the first.
+      ValueError: a file has no known format, or a record has another format than the first.
     """
     return _read(kind, path, sources.fingerprint(kind, path))
 
@@ -150,38 +150,40 @@ def _read(kind: str, path: str, fingerprint: str) -> list[Record]:
     del fingerprint
     found: list[Record] = []
     for file in sources.files(kind, path):
-        layout = None
+        record_format = None
         for number, record in sources.records(file):
-            layout = layout or _layout(file, number, record)
-            found.append(_record(layout, file, number, record))
+            record_format = record_format or _format(file, number, record)
+            found.append(_record(record_format, file, number, record))
     return found
 
 
-def _layout(file: pathlib.Path, number: int, record: Fields) -> Layout:
-    for layout in LAYOUTS:
-        if layout.fields.keys() <= record.keys():
-            return layout
-    known = "; ".join(f"{layout.name}: {', '.join(layout.fields)}" for layout in LAYOUTS)
+def _format(file: pathlib.Path, number: int, record: Fields) -> RecordFormat:
+    for record_format in FORMATS:
+        if record_format.fields.keys() <= record.keys():
+            return record_format
+    known = "; ".join(
+        f"{record_format.name}: {', '.join(record_format.fields)}" for record_format in FORMATS
+    )
     raise ValueError(
-        f"{file}:{number}: the fields {', '.join(record) or 'none'} are of no known layout "
+        f"{file}:{number}: the fields {', '.join(record) or 'none'} are of no known format "
         f"({known})"
     )
 
 
-def _record(layout: Layout, file: pathlib.Path, number: int, record: Fields) -> Record:
-    for name, kind in layout.fields.items():
+def _record(form: RecordFormat, file: pathlib.Path, number: int, record: Fields) -> Record:
+    for name, kind in form.fields.items():
         if kind is str:
             sources.field(record, name, file, number)
         elif not isinstance(record.get(name), kind):
             raise ValueError(
-                f"{file}:{number}: {name}={record.get(name)!r}: {layout.name} has {kind} here"
+                f"{file}:{number}: {name}={record.get(name)!r}: {form.name} has {kind} here"
             )
     record = record | {"task": file.stem}
     try:
-        turns, replies = layout.turns(record), layout.replies(record)
-        answer = layout.answer(record)
+        turns, replies = form.turns(record), form.replies(record)
+        answer = form.answer(record)
     except (ValueError, IndexError, TypeError) as error:
-        raise ValueError(f"{file}:{number}: not a record of {layout.name}: {error!r}") from error
+        raise ValueError(f"{file}:{number}: not a record of {form.name}: {error!r}") from error
     for text in (*turns, *replies):
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{file}:{number}: {text!r} must be a text that is not empty")
@@ -189,6 +191,6 @@ def _record(layout: Layout, file: pathlib.Path, number: int, record: Fields) -> 
         raise ValueError(
             f"{file}:{number} has no question: fetch the texts of SPEED-Bench with its own script"
         )
-    final, category = layout.final(record), layout.category(record)
-    source, context = f"{file.name}:{number}", layout.context(record)
+    final, category = form.final(record), form.category(record)
+    source, context = f"{file.name}:{number}", form.context(record)
     return Record(tuple(turns), tuple(replies), context, tuple(answer), final, category, source)

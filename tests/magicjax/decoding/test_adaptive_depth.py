@@ -1,0 +1,456 @@
+"""The choice of the depth by simulation, and exact text while the depth changes between calls."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+import magicjax
+from magicjax.decoding import runner
+from magicjax.decoding.adaptive_depth import (
+    FIRST_PAUSE,
+    HYSTERESIS,
+    MAX_CORRECTION,
+    DepthChooser,
+    RoundTimes,
+    row_rates,
+    row_tokens,
+    tried_and_accepted,
+)
+from magicjax.decoding.request import prepare
+from magicjax.trees.token_tree import ROOT_ONLY, chain
+from tests.magicjax import tiny
+from tests.magicjax.decoding import test_joint
+from tests.magicjax.kv_cache.test_loop_caches import fresh_prefill
+from tests.quick import quick
+
+DEPTHS = (0, 1, 2, 4)
+SECONDS = {0: 1.0, 1: 1.3, 2: 1.6, 4: 2.2}
+ROUNDS = 8
+
+
+def chooser(slots: int, seconds=SECONDS, long=None) -> DepthChooser:
+    """Returns the first choice for rows of 1 token (`seconds`) and of 100 tokens (`long`)."""
+    by_depth = {depth: (s, (long or seconds)[depth]) for depth, s in seconds.items()}
+    return DepthChooser.create(seconds, slots, times=RoundTimes((1, 100), by_depth))
+
+
+def simulate(
+    choice: DepthChooser, calls: int, rates, seconds=SECONDS, length=1, left=1000, speed=1.0
+) -> tuple[list[int], DepthChooser]:
+    """Returns (the depths of calls, the choice after them).
+
+    Args:
+      choice: before the first call.
+      calls: their number.
+      rates: of each live row, the probability of each token given those before it.
+      seconds: that rounds take.
+      length: of all live rows.
+      left: tokens that the rows, or each of them, may still emit; 0 if a row has ended.
+      speed: a factor on all seconds.
+    """
+    depths, histogram = [], choice.histogram.astype(float)
+    left = np.broadcast_to(left, len(rates))
+    for _ in range(calls):
+        live = {slot: (length, tokens) for slot, tokens in enumerate(left) if tokens}
+        choice = choice.chosen(live)
+        depth = choice.depth
+        for slot, rate in enumerate(rates):
+            if not left[slot]:
+                continue
+            reached = [rate**i for i in range(depth + 1)]
+            for accepted, (a, b) in enumerate(itertools.pairwise([*reached, 0.0])):
+                histogram[slot, accepted] += ROUNDS * (a - b)
+        choice = choice.counted(histogram, ROUNDS, ROUNDS * speed * seconds[depth])
+        depths.append(depth)
+    return depths, choice
+
+
+def tokens_per_second(rates, depth: int, seconds=SECONDS) -> float:
+    return sum(rate**i for rate in rates for i in range(depth + 1)) / seconds[depth]
+
+
+def best(rates, seconds=SECONDS) -> int:
+    """Returns the depth with the most tokens per second."""
+    return max(seconds, key=lambda depth: tokens_per_second(rates, depth, seconds))
+
+
+@pytest.mark.parametrize("rates", [[0.95], [0.7], [0.45], [0.1], [0.0], [0.9] * 3, [0.9, 0.1]])
+def test_the_choice_is_the_depth_of_the_most_tokens_per_second(rates):
+    depths, _ = simulate(chooser(4), 100, rates)
+    assert depths[-40:].count(best(rates)) >= 38  # others are probes
+
+
+def test_batches_of_unlike_rows_run_near_the_best_depth():
+    """Depths that have not run lately have the rates of all rows, not each row's own."""
+    rng, losses = np.random.default_rng(0), []
+    for _ in range(30):
+        rates = rng.random(4) ** 0.5
+        depth = simulate(chooser(4), 100, rates)[0][-1]
+        found = tokens_per_second(rates, depth)
+        losses.append(tokens_per_second(rates, best(rates)) / found - 1)
+    assert np.mean(losses) < 0.03 and max(losses) < 0.15
+
+
+def test_the_rates_of_the_cases_have_different_best_depths():
+    assert {best([rate]) for rate in (0.95, 0.45, 0.1)} == {4, 1, 0}
+
+
+def test_decoding_is_plain_where_no_depth_pays():
+    slow = {0: 1.0, 1: 2.1, 2: 3.2, 4: 5.3}  # not even if all tokens are accepted
+    depths, _ = simulate(chooser(2, slow), 200, [1.0, 1.0], slow)
+    assert depths.count(0) >= 190
+
+
+@pytest.mark.parametrize(("gain", "changes"), [(0.5 * HYSTERESIS, False), (2 * HYSTERESIS, True)])
+def test_the_depth_changes_only_for_a_gain_above_the_hysteresis(gain, changes):
+    rate = 0.5
+    seconds = {0: 1.0, 1: (1 + gain) * (1 + rate)}
+    first = dataclasses.replace(chooser(1, seconds), tried=np.full((2, 1), 1e3))
+    first = dataclasses.replace(first, accepted=rate * first.tried)
+    assert (0 in simulate(first, 4, [rate], seconds)[0]) == changes
+
+
+def test_speculation_resumes_when_new_requests_are_accepted():
+    _, choice = simulate(chooser(1), 300, [0.0])
+    assert choice.depth == 0 and choice.rule.pause == 64
+    depths, _ = simulate(choice.joined(0), 40, [0.95])
+    assert depths[-1] == 4
+    # The histogram of a new request begins at 0.
+    assert not choice.joined(0).histogram[0].any()
+
+
+def test_a_request_that_joins_has_the_rates_of_the_others():
+    _, choice = simulate(chooser(2), 20, [0.9, 0.2])
+    before = choice.tokens(4)
+    after = choice.joined(1).tokens(4)
+    assert before[1] < after[1] < before[0] and after[0] == pytest.approx(before[0])
+
+
+def test_the_length_of_the_longest_row_decides():
+    """With short rows a round of 5 nodes costs little more than one; with long rows, no less."""
+    long = {0: 2.0, 1: 4.5, 2: 6.5, 4: 11.0}
+    short = {0: 1.0, 1: 1.05, 2: 1.1, 4: 1.2}
+    for length, seconds, wanted in ((1, short, 4), (100, long, 0)):
+        depths, _ = simulate(chooser(1, short, long), 60, [0.9], seconds, length)
+        assert depths[-20:].count(wanted) >= 19
+    times = chooser(1, short, long).times
+    assert times.of(0, 1) == 1 and times.of(0, 1000) == 2 and 1 < times.of(0, 50) < 2
+
+
+def test_a_row_with_one_token_left_drafts_nothing():
+    _, choice = simulate(chooser(2), 20, [0.95, 0.95])
+    assert choice.depth == 4
+    assert choice.chosen({0: (50, 1)}).depth == 0
+    assert choice.chosen({0: (50, 1), 1: (50, 100)}).depth == 4
+
+
+def test_a_slower_machine_does_not_change_the_depth():
+    _, choice = simulate(chooser(1), 10, [0.95])
+    assert simulate(choice, 10, [0.95], speed=3.0)[0] == [4] * 10
+
+
+def test_changes_of_the_depth_correct_the_ratio_of_its_seconds():
+    times, true = chooser(1).times, {0: 1.0, 1: 3.0}
+    for call in range(30):
+        times = times.corrected(call % 2, 1, 5.0 * true[call % 2])
+    assert times.of(1, 1) / times.of(0, 1) == pytest.approx(3.0, rel=0.02)
+    assert times.of(4, 1) == SECONDS[4]
+    once = chooser(1).times.corrected(0, 1, 1.0).corrected(1, 1, 100.0)
+    assert once.of(1, 1) == pytest.approx(1.3 * MAX_CORRECTION**0.5)
+
+
+def test_without_times_or_rows_the_depth_stays():
+    first = DepthChooser.create(DEPTHS, 2)
+    assert first.chosen({0: (5, 1)}) is first and first.depth == 4
+    assert chooser(2).chosen({}).depth == 4
+
+
+FLAT = {0: 1.0, 1: 1.4, 2: 1.6, 4: 2.1}
+UNEQUAL = [0.95, 0.95, 0.95, 0.5]
+
+
+def batch(rows: int, rate: float, first: int, seconds=FLAT) -> DepthChooser:
+    """Returns the first choice for a batch that is done when its last row ends."""
+    times = RoundTimes((1,), {depth: (s,) for depth, s in seconds.items()})
+    return DepthChooser.create(
+        seconds, rows, first=first, rates=[rate], rounds=16, times=times, until_last_row_ends=True
+    )
+
+
+def test_in_a_batch_the_row_that_needs_the_most_rounds_decides():
+    """On average rows gain by a deeper chain; the slowest row does not."""
+    depths, _ = simulate(batch(4, 0.84, 2), 10, [0.84] * 4, FLAT)
+    assert depths[-3:] == [4] * 3
+    depths, _ = simulate(batch(4, 0.84, 2), 10, UNEQUAL, FLAT)
+    assert depths[-3:] == [2] * 3
+    # A slow row with few tokens left does not decide, and nor does one that has ended.
+    for left in ([99, 99, 99, 9], [99, 99, 99, 0]):
+        depths, _ = simulate(batch(4, 0.84, 2), 10, UNEQUAL, FLAT, left=left)
+        assert depths[-3:] == [4] * 3
+
+
+class Fixed:
+    """One depth."""
+
+    def __init__(self, depth: int):
+        self.depth = depth
+
+    def chosen(self, live):
+        return self
+
+    def counted(self, histogram, rounds, seconds):
+        return self
+
+
+def over_best_fixed(rates, rng, merged=False) -> float:
+    """Returns how much later rows of these rates end than at the best fixed depth.
+
+    With `merged`, every row counts the average acceptance.
+    """
+
+    def time(choice):
+        left, total = np.full(len(rates), 400), 0.0
+        histogram = np.zeros((len(rates), 1 + max(FLAT)))
+        while left.any():
+            choice = choice.chosen({int(row): (1, int(left[row])) for row in np.flatnonzero(left)})
+            depth, rounds, new = choice.depth, 0, np.zeros(histogram.shape)
+            while rounds < 32 and left.any():
+                correct = rng.random((len(rates), depth)) < np.array(rates)[:, None]
+                accepted = np.cumprod(correct, axis=1).sum(1)
+                new[np.arange(len(rates)), accepted] += left > 0
+                left, rounds = np.maximum(left - 1 - accepted, 0), rounds + 1
+            total += rounds * FLAT[depth]
+            histogram += np.tile(new.mean(0), (len(rates), 1)) if merged else new
+            choice = choice.counted(histogram, rounds, rounds * FLAT[depth])
+        return total
+
+    fixed = min(np.mean([time(Fixed(depth)) for _ in range(8)]) for depth in FLAT)
+    adaptive = np.mean([time(batch(len(rates), np.mean(rates), 2)) for _ in range(8)])
+    return adaptive / fixed - 1
+
+
+BATCHES = ([0.5], [0.9], [0.8] * 8, [0.95] * 7 + [0.5], [0.95] * 15 + [0.4], [0.9, 0.7, 0.5, 0.3])
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_batches_end_within_10_percent_of_the_best_fixed_depth(merged):
+    rng = np.random.default_rng(0)
+    over = [over_best_fixed(rates, rng, merged) for rates in BATCHES]
+    assert (max(over) < 0.1) != merged, over  # by the average some batch waits for its slowest row
+
+
+def test_plain_decoding_follows_a_collapse_and_a_recovery_is_detected():
+    depths, choice = simulate(batch(1, 0.9, 4, SECONDS), 4, [0.9])
+    assert depths == [4] * 4
+    depths, choice = simulate(choice, 30, [0.0])
+    assert 0 in depths[:12] and depths[-10:].count(0) >= 8
+    assert simulate(choice, 150, [0.9])[0][-1] == 4
+
+
+def test_at_depth_0_the_pauses_between_probes_grow():
+    depths, _ = simulate(batch(1, 0.0, 0, SECONDS), 100, [0.0])
+    probes = np.flatnonzero(depths)
+    np.testing.assert_array_equal(np.diff(probes)[:3], [2 * FIRST_PAUSE + 1, 9, 17])
+    assert {depths[i] for i in probes} == {1}
+
+
+@pytest.mark.parametrize(("gain", "stays"), [(-0.04, False), (0.04, False), (0.08, True)])
+def test_a_probe_continues_only_for_a_gain(gain, stays):
+    rate = 0.5
+    seconds = {0: 1.0, 1: (1 + rate) / (1 + gain)}
+    depths, _ = simulate(batch(1, 0.0, 0, seconds), 100, [rate], seconds)
+    assert (depths[-5:] == [1] * 5) == stays
+
+
+def test_a_call_that_loads_its_program_corrects_no_times():
+    choice = batch(1, 0.9, 4)
+    counted = choice.counted([[0, 0, 0, 0, 8]], 8, None)
+    assert counted.times == choice.times and counted.tried[0].sum() == 8 * 4
+    assert choice.counted([[0, 0, 0, 0, 8]], 8, 80.0).times.of(4, 1) != counted.times
+
+
+def test_depths_that_no_round_reached_have_the_overall_rate():
+    choice = batch(1, 0.8, 8, {0: 1.0, 8: 1.5})
+    choice = choice.counted(np.array([[100, 0, 0, 0, 0, 0, 0, 0, 0]]), 100, 320.0)
+    (tokens,) = choice.tokens(8)
+    assert 1 < tokens < 3 < 1 + sum(0.8**i for i in range(1, 9))
+
+
+def test_a_row_that_always_and_one_that_never_accepts_keep_their_rates():
+    histogram = np.array([[10_000, 0, 0, 0, 0], [0, 0, 0, 0, 10_000]])
+    rates = row_rates(*tried_and_accepted(histogram, 4, 4))
+    np.testing.assert_allclose(row_tokens(rates, 4), [1, 5], rtol=0.01)
+    np.testing.assert_allclose(row_tokens(rates, 2), [1, 3], rtol=0.01)
+
+
+def test_a_row_with_few_rounds_gets_rates_close_to_the_batch():
+    """The pooled rate is 1/2: one row accepts nothing in 8 rounds, one all, one runs none."""
+    rates = row_rates(*tried_and_accepted([[8, 0], [0, 8], [0, 0]], 1, 1))
+    np.testing.assert_allclose(rates[:, 0], [4 / 16, 12 / 16, 1 / 2])
+
+
+def test_depths_beyond_the_tree_have_no_counts():
+    tried, accepted = tried_and_accepted([[1, 2, 3, 0]], 2, 3)
+    assert tried.tolist() == [[6, 5, 0]] and accepted.tolist() == [[5, 3, 0]]
+
+
+class Cycle:
+    """Cycles through depths and records what is counted."""
+
+    def __init__(self, depths):
+        self._depths = itertools.cycle(depths)
+        self.depth = next(self._depths)
+        self.calls, self.lives = [], []
+
+    def chosen(self, live):
+        self.lives.append(live)
+        self.depth = next(self._depths)
+        return self
+
+    def counted(self, histogram, rounds, seconds):
+        self.calls.append((self.depth, np.array(histogram), rounds))
+        return self
+
+
+def settings_of(request, depths):
+    return {d: request.settings.with_tree(chain(d) if d else ROOT_ONLY) for d in sorted({*depths})}
+
+
+DRAFTERS = {
+    "self": lambda: tiny.drafter("self"),
+    "other": lambda: tiny.drafter("other"),
+    "near": lambda: tiny.drafter("near"),
+    "prompt-lookup": magicjax.PromptLookup,
+    "small streaming": lambda: magicjax.SmallModel(
+        tiny.model("near"), policy=magicjax.StreamingLLM(sinks=tiny.SINKS), budget=tiny.BUDGET
+    ),
+    "snapkv refreshed": lambda: magicjax.SelfSpeculation("snapkv", budget=16, refresh_every=2),
+}
+ORDER = (3, 0, 1, 0, 2)
+
+
+def request_of(kind: str, **options):
+    arguments = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
+    return prepare(
+        tiny.model(),
+        tiny.prompts(8),
+        drafter=DRAFTERS[kind](),
+        tree=tiny.TREES["chain3"],
+        **arguments,
+    )
+
+
+def adaptive(kind: str, rounds: int = 2, depths=ORDER, **options):
+    request = request_of(kind, **options)
+    state = runner.prefill_and_init(request)[0]
+    chooser = Cycle(depths)
+    loops = settings_of(request, depths)
+    state, calls, _ = runner.run_adaptive(request, loops, chooser, state, rounds)
+    return request, state, calls, chooser
+
+
+@pytest.mark.parametrize("kind", quick(DRAFTERS, "prompt-lookup"))
+def test_greedy_text_does_not_depend_on_the_depths(kind, tally):
+    _, state, calls, chooser = adaptive(kind)
+    texts = list(np.asarray(state.output)[:, : tiny.NEW])
+    tally.compare(tiny.model(), tiny.prompts(8), tiny.expected(8), texts)
+    assert [depth for depth, _ in calls][:5] == list(ORDER)[: len(calls)]
+    total = 0
+    for (depth, histogram), (chosen, counted, rounds), live in zip(
+        calls, chooser.calls, [*chooser.lives, {}], strict=True
+    ):
+        assert depth == chosen and histogram.sum(1).max() == rounds <= 2
+        assert not histogram[:, depth + 1 :].any()
+        total = total + histogram
+        np.testing.assert_array_equal(counted, total)
+        emitted = 1 + total @ (1 + np.arange(total.shape[1]))  # one by prefill
+        left = {row: tokens for row, (_, tokens) in live.items()}
+        assert left == {row: tiny.NEW - n for row, n in enumerate(emitted) if n < tiny.NEW}
+
+
+def test_ended_rows_are_not_live():
+    """EOS is a token of the first row that some other rows never emit."""
+    texts = tiny.expected(8)
+    eos = int(texts[0][4])
+    _, state, _, chooser = adaptive("prompt-lookup", eos_token_id=[eos])
+    ended = [eos in row for row in np.array(texts).tolist()]
+    assert ended[0] and not all(ended) and np.asarray(state.ended).all()
+    assert chooser.lives[4:] and not any(0 in live for live in chooser.lives[4:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["near", "prompt-lookup"])
+def test_naive_verification_gives_the_text_of_plain_sampling(kind):
+    sampling = dict(do_sample=True, seed=3)
+    _, state, _, _ = adaptive(kind, verifier="naive", **sampling)
+    arguments = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
+    plain = magicjax.generate(tiny.model(), tiny.prompts(8), **arguments, **sampling)
+    tokens = np.where(np.arange(tiny.NEW) < plain.lengths[:, None], state.output[:, : tiny.NEW], 47)
+    np.testing.assert_array_equal(tokens, plain.tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", quick(["self", "near"], "self"))
+def test_caches_equal_those_of_a_fresh_prefill(kind):
+    """The target's cache, after rounds of all depths; the last round may end a row halfway."""
+    request, state, *_ = adaptive(kind)
+    texts = [
+        np.concatenate([prompt, row])[:length]
+        for prompt, row, length in zip(
+            request.prompts, np.asarray(state.output), np.asarray(state.cache.lengths), strict=True
+        )
+    ]
+    tokens = np.zeros((8, 64), np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = text
+    lengths = np.array([len(text) for text in texts], np.int32)
+    fresh = fresh_prefill(request.settings.capacity)(request.target, tokens, lengths)
+    for cached, expected in zip(state.cache.k + state.cache.v, fresh.k + fresh.v, strict=True):
+        for row, length in enumerate(lengths):
+            np.testing.assert_allclose(
+                np.asarray(cached)[row, :, :length],
+                np.asarray(expected)[row, :, :length],
+                atol=1e-5,
+            )
+
+
+class ByCount(Cycle):
+    """The next depth depends on the acceptance so far."""
+
+    def chosen(self, live):
+        counted = self.calls[-1][1].sum(0)
+        self.depth = int((counted * np.arange(len(counted))).sum()) % 4
+        return self
+
+
+def texts_of(drafter) -> dict[tuple[int, ...], int]:
+    """Returns how often each text results from a loop whose depth depends on acceptance."""
+    counted: dict[tuple[int, ...], int] = {}
+    for seed in range(test_joint.FEW_CALLS):
+        request = prepare(
+            test_joint.model(0),
+            [test_joint.PROMPT] * test_joint.ROWS,
+            drafter=drafter,
+            tree=test_joint.CHAIN,
+            max_new_tokens=test_joint.LENGTH,
+            do_sample=True,
+            seed=seed,
+            eos_token_id=test_joint.EOS,
+        )
+        state = runner.prefill_and_init(request)[0]
+        loops = settings_of(request, range(4))
+        state, *_ = runner.run_adaptive(request, loops, ByCount((2,)), state, 1)
+        lengths = np.asarray(state.emitted)
+        for row, length in zip(np.asarray(state.output).tolist(), lengths, strict=True):
+            counted[tuple(row[:length])] = counted.get(tuple(row[:length]), 0) + 1
+    return counted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["small", "self"])
+def test_sampled_text_has_the_targets_joint_distribution(kind):
+    drafter = test_joint.small(1) if kind == "small" else test_joint.self_speculation()
+    expected = test_joint.joint(tuple(test_joint.PLAIN.items()))
+    assert test_joint.p_value(texts_of(drafter), expected) > 1e-3
