@@ -59,18 +59,3 @@ def test_one_file_gives_a_drafter_in_python_commands_and_grids(
     assert two["method"] == f"{one_file}:2, chain:3"
     assert ensemble["method"] == f"{one_file}:2 + prompt-lookup:4, chain:2 + chain:3"
     assert {row["exact_match"] for row in (two, four, ensemble)} == {"1.0"}
-
-
-def test_a_wrong_import_path_and_option_are_refused(one_file, zoo, capsys):
-    path = zoo / "own.yaml"
-    for method, message in {
-        "{drafter: repeat_last.Repeat}": "repeat_last has no 'Repeat'",
-        "{drafter: nowhere.Repeat}": "No module named 'nowhere'; put the folder of nowhere.py on",
-        "{drafter: repeat_last.TokenTree}": "is not a class of drafters: it must be a subclass",
-        f"{{drafter: {one_file}, perod: 2}}": "perod: no such key with drafter=repeat_last.",
-        f"{{drafter: {one_file}, period: 0}}": "period=0 must be at least 1",
-        f"{{drafter: {one_file}, period: x}}": "period='x': it must be an integer",
-    }.items():
-        path.write_text(f"target: {zoo / 'target'}\nmethods: [{method}]")
-        assert launch.main([str(path)]) == 2
-        assert message in capsys.readouterr().err, method

@@ -238,15 +238,6 @@ def test_runs_that_differ_are_a_failure(start, scripted, tmp_path):
     assert "two runs on the same prompts differ" in summary(tmp_path)[1]["error"]
 
 
-def test_limit_and_fraction_run_a_part_of_the_grid(start, scripted, tmp_path):
-    some = scripted()
-    assert start("--limit", "2", bench=some) == 0
-    assert [(r["batch"], r["draft"]) for r in summary(tmp_path)] == [("1", "none"), ("1", "self")]
-    start("--fraction", "0.34", bench=scripted())
-    assert len(summary(tmp_path)) == 3  # every third cell, one of which is finished
-    assert start(bench=scripted()) == 0 and len(summary(tmp_path)) == 6
-
-
 def test_a_dry_run_lists_the_cells_and_writes_nothing(start, tmp_path, capsys):
     assert start("--dry-run") == 0
     output = capsys.readouterr().out
@@ -267,19 +258,6 @@ def test_one_folder_belongs_to_one_experiment_and_one_version(start, tmp_path, c
     path.unlink()
     assert start() == 2
     assert "no experiment.yaml" in capsys.readouterr().err
-
-
-def test_two_launchers_do_not_write_to_one_folder(start, capsys):
-    status = []
-
-    def again(folder):
-        if not status:
-            status.append(None)
-            status[0] = start()
-
-    assert start(before=again) == 0
-    assert status == [2]
-    assert "is in use by another launcher" in capsys.readouterr().err
 
 
 def test_the_first_interrupt_lets_running_cells_finish_and_the_second_stops_them():

@@ -53,15 +53,6 @@ def test_chunked_attention_equals_one_dense_softmax(length, monkeypatch):
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
-def test_a_batch_depends_on_seed_and_step_alone():
-    whole = list(trainer.batches(STREAM, SCHEDULE, 0))
-    assert [b.shape for b in whole] == [(2, 9)] * 4 + [(1, 17)] * 3
-    for resumed, expected in zip(trainer.batches(STREAM, SCHEDULE, 3), whole[3:], strict=True):
-        np.testing.assert_array_equal(resumed, expected)
-    other = next(trainer.batches(STREAM, dataclasses.replace(SCHEDULE, seed=1), 0))
-    assert not np.array_equal(other, whole[0])
-
-
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_weights(tmp_path, monkeypatch):
     module = models.build(CONFIG)

@@ -122,19 +122,6 @@ def test_another_tree_is_counted_as_compiled_but_not_the_targets_prefill():
     assert output.stats.compilations == 2 and output.stats.compile_s > 0
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not program_cache.memory_maps(), reason="requires /proc")
-def test_evicted_programs_free_their_memory_maps(monkeypatch):
-    """XLA crashes if a process holds too many memory maps."""
-    program_cache.clear()
-    generate(tiny.prompts(8), "self", "chain4")
-    maps = program_cache.memory_maps()
-    monkeypatch.setattr(program_cache, "MAX_MEMORY_MAPS", maps)
-    generate(tiny.prompts(8), "self", "chain4", max_new_tokens=tiny.NEW - 2)
-    assert program_cache.memory_maps() <= maps
-    assert [name for name, *_ in program_cache._compiled][-1] == "decode"  # the newest is kept
-
-
 def test_the_output_has_prompts_new_tokens_and_padding():
     eos, prompts = int(tiny.expected(8)[0][4]), tiny.prompts(8)
     output = generate(prompts, "self", "chain4", eos_token_id=eos, pad_token_id=9)

@@ -66,16 +66,6 @@ def test_the_same_seed_gives_the_same_text_alone_and_in_company(name):
         np.testing.assert_array_equal(handle.result().tokens, text)
 
 
-@pytest.mark.slow
-def test_other_seeds_give_other_texts():
-    engine = engines.engine("streaming", sampling=True, slots=4)
-    params = [SamplingParams(temperature=1.3, seed=seed, max_tokens=NEW) for seed in range(4)]
-    handles = [engine.submit(prompts()[0], one) for one in params]
-    engine.run()
-    texts = [handle.result().tokens.tolist() for handle in handles]
-    assert len(set(map(tuple, texts))) == 4
-
-
 def test_sampled_requests_are_errors_in_a_greedy_engine():
     engine = engines.engine()
     with pytest.raises(ValueError, match="temperature=0.5 in an engine that decodes greedily"):

@@ -84,13 +84,6 @@ def test_an_offloaded_model_generates_the_text_of_the_resident_one(draft):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("draft", ["plain", "self"])
-def test_an_offloaded_model_of_another_family_generates_the_same_text(draft):
-    options = dict(eos_token_id=[]) | DRAFTS[draft]
-    np.testing.assert_array_equal(text(offloaded(OPT), **options), text(model(OPT), **options))
-
-
 @pytest.mark.parametrize(
     ("weights", "draft"),
     quick(itertools.product(["int8", "int4:8"], ["self", "small sampled"])),
@@ -206,21 +199,6 @@ def test_a_machine_without_the_memory_is_refused_before_anything_is_loaded():
         with pytest.raises(ValueError, match=r"offload needs \d\d.\d GB of host memory"):
             offloading.validate_host_memory(small, available=int(24e9))
     offloading.validate_host_memory(module, available=int(300e9))
-
-
-class Lacking:
-    """A device without pinned memory."""
-
-    def addressable_memories(self):
-        return []
-
-    def __str__(self):
-        return "tpu:0"
-
-
-def test_a_platform_without_pinned_memory_is_refused():
-    with pytest.raises(ValueError, match="pinned_host, and tpu:0 has none: load the model without"):
-        host.validate_devices([Lacking()])
 
 
 def test_invalid_offload_is_refused(directory):

@@ -48,14 +48,6 @@ def test_requests_need_the_key(engine):
         assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-def test_other_types_methods_and_paths_are_refused(server):
-    typed = server.post("completions", content=json.dumps(LONG), headers={"Content-Type": "a/b"})
-    assert typed.status_code == 415 and "application/json" in message(typed)
-    assert httpx.get(f"{server.url}/v1/completions").status_code == 405
-    response = server.post("embeddings", json={})
-    assert response.status_code == 404 and message(response) == "Not Found"
-
-
 def test_a_full_queue_is_429(server):
     with ThreadPoolExecutor(8) as pool, paused(server.worker):
         waiting = [

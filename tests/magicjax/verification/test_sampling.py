@@ -59,11 +59,6 @@ def test_each_row_is_warped_by_its_parameters():
                 np.testing.assert_allclose(found[row, node], wanted, atol=1e-6)
 
 
-def test_tokens_that_tie_with_the_last_one_kept_are_kept():
-    p = warp(per_row([(1.0, 2, 1.0)]), jnp.array([[3.0, 1.0, 1.0, 0.0]]))
-    assert (np.asarray(p[0]) > 0).tolist() == [True, True, True, False]
-
-
 def test_filters_that_keep_all_change_nothing_and_unused_ones_cost_nothing():
     logits = jnp.linspace(0, -60, 50)[None]
     for filtered in (False, True):
@@ -137,15 +132,6 @@ def test_draws_have_their_distribution_with_any_default_generator():
             seen = wanted > 0
             assert counts[~seen].sum() == 0
             assert scipy.stats.chisquare(counts[seen], wanted[seen]).pvalue > 0.001
-
-
-@pytest.mark.slow
-def test_drafters_of_an_ensemble_draw_independently():
-    """Two drafters with the same model would draw the same tokens if they shared numbers."""
-    drafter = magicjax.Ensemble([magicjax.SmallModel(tiny.model("near"))] * 2)
-    options = dict(drafter=drafter, tree=magicjax.chain(1), do_sample=True, temperature=2.0)
-    output = magicjax.generate(tiny.model(), tiny.prompts(8), **options, max_new_tokens=tiny.NEW)
-    assert 2.3 < output.stats.nodes_per_round <= 3
 
 
 def test_every_use_has_an_independent_number():
@@ -252,12 +238,3 @@ def test_a_row_does_not_depend_on_other_rows_or_their_parameters(kind, tree):
     prompts = [p if row % 2 else p[::-1] for row, p in enumerate(tiny.prompts(8))]
     other = magicjax.generate(tiny.model(), prompts, **options_of(kind, tree, **others))
     np.testing.assert_array_equal(whole.tokens[1::2], other.tokens[1::2])
-
-
-@pytest.mark.slow
-def test_stream_samples_the_same_tokens():
-    options = options_of("near", "2,2,1")
-    rounds = magicjax.stream(tiny.model(), tiny.prompts(8), **options)
-    streamed = [np.concatenate(row) for row in zip(*rounds)]
-    for row, of_row in zip(streamed, tiny.rows_of(generate("near", "2,2,1")), strict=True):
-        np.testing.assert_array_equal(row, of_row)
