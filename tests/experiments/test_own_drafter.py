@@ -49,13 +49,10 @@ def test_one_file_gives_a_drafter_in_python_commands_and_grids(
         f"target: {zoo / 'target'}\nresults: {zoo / 'results'}\n"
         "new_tokens: 12\nrepeats: 0\ncandidates: 1\nagreement_tokens: 0\ncontext: 48\n"
         "methods:\n"
-        f"  - {{drafter: {one_file}, period: [2, 4], tree: chain:3}}\n"
         f"  - {{drafter: '{one_file}:2 + prompt-lookup', tree: 'chain:2 + chain:3'}}\n"
     )
     assert launch.main([str(path)]) == 0
     with (zoo / "results" / "own" / "summary.csv").open() as file:
-        _, two, four, ensemble = csv.DictReader(file)
-    assert [row["period"] for row in (two, four, ensemble)] == ["2", "4", ""]
-    assert two["method"] == f"{one_file}:2, chain:3"
+        _, ensemble = csv.DictReader(file)
     assert ensemble["method"] == f"{one_file}:2 + prompt-lookup:4, chain:2 + chain:3"
-    assert {row["exact_match"] for row in (two, four, ensemble)} == {"1.0"}
+    assert ensemble["exact_match"] == "1.0"

@@ -334,6 +334,7 @@ def test_invalid_cells_are_recorded_with_impossible_record(tmp_path, capsys, her
 SHIPPED = pathlib.Path(config.__file__).parents[1] / "configs"
 
 
+QUICK = ("demo", "demo_llm", "specinfer_tables")
 SPAWNED = ("magicdec_tables", "two_nodes")  # need many devices, which only a new process configures
 
 
@@ -349,7 +350,7 @@ def downloaded(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in SPAWNED))
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem not in QUICK))
         for path in sorted(SHIPPED.glob("*.yaml"))
     ],
 )

@@ -30,6 +30,7 @@ def main(tmp_path, scripted, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_finished_groups_are_kept_and_not_run_again(main, capsys, monkeypatch):
     main("--context", "128")
     ran, rows = main("--grid.context", "96", "128")

@@ -245,6 +245,7 @@ def written(folder, chat_target):
     return generated_text.write(str(chat_target), "float32", GENERATED, folder / "generated")
 
 
+@pytest.mark.slow
 def test_generated_text_is_whole_conversations_from_their_beginning(chat_target, written):
     start = magicjax.load(chat_target).tokenizer("<s>user: ")["input_ids"]
     rows = np.concatenate([written.held_out, written.train]).reshape(48, len(start) + 40)
@@ -253,6 +254,7 @@ def test_generated_text_is_whole_conversations_from_their_beginning(chat_target,
     assert written.held_out.size == rows.size // generated_text.HELD_OUT_EVERY
 
 
+@pytest.mark.slow
 def test_a_draft_with_a_vocabulary_is_trained_on_generated_text(
     folder, chat_target, written, tmp_path
 ):

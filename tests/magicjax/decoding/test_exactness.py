@@ -79,7 +79,10 @@ def test_every_drafter_with_every_tree_and_batch_is_exact(kind, tree, batch, tal
     check_every_end(tally, batch, kind=kind, tree=tree)
 
 
-@pytest.mark.parametrize(("target", "draft"), [("int4:8", "self"), (None, "int8"), (None, "copy")])
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    quick([("int4:8", "self"), (None, "int8"), (None, "copy")], ("int4:8", "self"), (None, "copy")),
+)
 def test_quantized_targets_and_drafts_are_exact(target, draft, tally):
     whole = tiny.model()
     model = tiny.quantized(whole, target) if target else whole

@@ -68,8 +68,8 @@ def draftings(kind: str) -> dict[str, dict]:
     }
 
 
-# Multi-query attention with a parallel block, ALiBi, and learned positions.
-QUICK = [("falcon-7b", "streaming"), ("mpt", "near"), ("starcoder", "snapkv")]
+# Multi-query attention with a parallel block, and ALiBi.
+QUICK = [("falcon-7b", "streaming"), ("mpt", "near")]
 ALL = itertools.product(family_cases.KINDS, draftings("opt"))
 
 

@@ -19,14 +19,12 @@ from tests.magicjax import tiny
 LOAD = aot_compile.Workload("llama-2-7b-32k", "", "", 8, 2048, "h100", max_new_tokens=64)
 WORKLOADS = {
     "pages": {"drafter": "self:quest:256"},
-    "quantized": {"drafter": "self:snapkv:256:kv_dtype=int8"},
     "small, sharded": {
         "drafter": "small:llama-68m:streaming:256:sink_positions=in_cache",
         "model": 4,
         "draft_shards": 2,
     },
     "stages": {"drafter": "self:streaming:256", "stage": 2, "model": 2},
-    "offloaded": {"offload": True},
 }
 
 

@@ -62,10 +62,7 @@ SLICE = [
     ("quest", 512, "chain3", 4, None),
 ]
 
-QUICK = [
-    ("h2o", 32, "dynamic", 4, "int8"),
-    ("quest", 32, "2,2,1", 4, None),
-]
+QUICK = [("h2o", 32, "dynamic", 4, "int8")]
 
 
 def prompts() -> list[np.ndarray]:

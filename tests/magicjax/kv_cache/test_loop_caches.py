@@ -179,15 +179,9 @@ def test_a_small_models_own_cache_follows_the_text_round_by_round(kind, tree):
     check_every_round(kind, tree, tiny.prompts(8), "float32", 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "tree", "draw"),
-    [
-        ("near", "2,2,1", "with_replacement"),
-        pytest.param("ensemble", "own trees", "without_replacement", marks=pytest.mark.slow),
-        pytest.param("near", "2,2,1", "without_replacement", marks=pytest.mark.slow),
-        pytest.param("ensemble", "own trees", "with_replacement", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "tree"), [("near", "2,2,1"), ("ensemble", "own trees")])
+@pytest.mark.parametrize("draw", ["with_replacement", "without_replacement"])
 def test_caches_follow_sampled_texts_of_drawn_and_folded_trees(kind, tree, draw, monkeypatch):
     """Few tokens can be drawn, so siblings repeat, draws run out and drafters agree."""
     small = magicjax.SmallModel(tiny.model("near"), draw)

@@ -32,9 +32,9 @@ def client(target):
         yield made.client()
 
 
-@pytest.mark.parametrize("seed", [None, 3])
-def test_texts_match_and_are_those_of_generate(target, client, seed):
-    sampling = {} if seed is None else dict(temperature=0.9, top_p=0.95, seed=seed)
+def test_texts_match_and_are_those_of_generate(target, client):
+    seed = 3
+    sampling = dict(temperature=0.9, top_p=0.95, seed=seed)
     grammar = magicjax.Grammar.json_schema(SCHEMA)
     expected = text(target, PROMPT, seed, max_new_tokens=64, grammar=grammar)
     options = dict(max_tokens=64, **sampling)
