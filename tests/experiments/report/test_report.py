@@ -4,13 +4,10 @@ import itertools
 import re
 import shutil
 
-import numpy as np
 import pytest
-import yaml
 
 from experiments.report import (
     answer,
-    categories,
     page,
     ranking,
     results_folder,
@@ -170,20 +167,6 @@ def test_a_latex_table_is_escaped(tmp_path):
     assert "textbf" not in ranking.to_latex(undecided)
 
 
-def test_categories_pool_the_rounds_of_their_requests(tmp_path):
-    cells = results_folder.read(fill(tmp_path / "mine", contexts=(64,), failed={})).cells
-    table = categories.by_category(cells)
-    assert list(table["batch"]) == [4] * 6 and list(table["rows"]) == [2] * 6
-    math = table[table["category"] == "math"].iloc[0]  # requests 0 and 2
-    assert math["tau"] == (2 * 3.0 + 10 * 2.0) / 12
-    assert math["accepted"] == (2 * 6 + 3 * 2) / (3 * 12) and np.isnan(math["score"])
-    assert math["accepted 0, 1, …"] == "33% 0% 50% 17%"
-    assert set(table[table["category"] == "writing"]["score"]) == {0.5}
-    assert len(categories.by_request(cells)) == 3 * (1 + 4)
-    single = [cell for cell in cells if cell.row["batch"] == 1]
-    assert categories.by_category(single).empty  # one request has one category
-
-
 @pytest.fixture
 def no_figures(monkeypatch):
     """A report without figures, which take most of the time."""
@@ -232,16 +215,6 @@ def broken(tmp_path, how):
 def test_a_folder_that_cannot_be_read_is_refused(tmp_path, capsys, how, message):
     assert page.main(broken(tmp_path, how)) == 2
     assert message in capsys.readouterr().err
-
-
-def test_the_config_is_escaped(tmp_path, no_figures):
-    folder = fill(tmp_path / "mine", batches=(1,), contexts=(64,))
-    path = folder / "experiment.yaml"
-    known = yaml.safe_load(path.read_text())
-    known["config"]["target"] = "<script>alert"
-    path.write_text(yaml.safe_dump(known))
-    page.write(folder)
-    assert "<script>alert" not in (folder / "report.html").read_text()
 
 
 def change(folder, what, **columns):

@@ -14,7 +14,6 @@ import yaml
 from experiments import launch
 from experiments.runner import estimates, launchers, preflight, provenance
 from experiments.schema import config, grid, store
-from experiments.schema.columns import TIMES
 from experiments.studies.specinfer import __main__ as specinfer
 from magicjax.sources import DOWNLOADS
 
@@ -104,15 +103,6 @@ def test_a_run_writes_a_summary_and_a_folder_for_each_cell(start, tmp_path, caps
     )
     metrics = json.loads((folder / "metrics.json").read_text())
     assert len(metrics["runs"]) == 3 and metrics["acceptance_if_reached"] == [0.8, 0.5]
-
-
-def test_without_repeats_every_cell_runs_once_and_nothing_is_timed(start, scripted, tmp_path):
-    bench = scripted()
-    assert start(bench=bench, repeats=0) == 0
-    assert [cell.draft for cell in bench.ran] == ["none", "none", "self", "none", "small"] * 2
-    for row in summary(tmp_path):
-        assert (row["status"], row["exact_match"]) == ("ok", "1.0")
-        assert row["tau"] and not any(row[n] for n in TIMES)
 
 
 def test_finished_cells_are_not_measured_again(start, scripted, tmp_path, capsys):
@@ -236,14 +226,6 @@ def test_runs_that_differ_are_a_failure(start, scripted, tmp_path):
     bench.run = run
     assert start(bench=bench, grid={}) == 1
     assert "two runs on the same prompts differ" in summary(tmp_path)[1]["error"]
-
-
-def test_a_dry_run_lists_the_cells_and_writes_nothing(start, tmp_path, capsys):
-    assert start("--dry-run") == 0
-    output = capsys.readouterr().out
-    assert output.count("to do") == 6
-    assert "6 cells to run, about 6 min if run one at a time on this CPU" in output
-    assert not (tmp_path / "mine").exists()
 
 
 def test_one_folder_belongs_to_one_experiment_and_one_version(start, tmp_path, capsys):

@@ -26,22 +26,6 @@ def test_bytes_equal_those_of_the_model_and_its_caches():
 
 
 @pytest.mark.slow
-def test_the_largest_batch_and_context_are_the_last_that_fit(run):
-    def ask(batch, context):
-        code, out, _ = run(
-            *ARGUMENTS, "--device", "h200", "--mesh", "model=8", "--json",
-            "--batch", batch, "--context", context,
-        )  # fmt: skip
-        return code, json.loads(out)
-
-    _, found = ask(128, 32768)
-    most, longest = found["largest batch"], found["largest context"]
-    assert ask(most, 32768)[1]["fits"] and ask(most + 8, 32768)[0] == fit.DOES_NOT_FIT
-    assert abs(ask(1, 32768)[1]["largest batch"] - most) <= 1
-    assert ask(128, longest - 200)[1]["fits"] and ask(128, longest + 2000)[0] == fit.DOES_NOT_FIT
-
-
-@pytest.mark.slow
 def test_prefill_of_a_small_draft_needs_a_full_cache():
     load = aot_compile.Workload(
         "llama-3.1-8b", "small:llama-3.2-1b:streaming:512", "", 128, 32768, "h200", 2, 4

@@ -239,24 +239,6 @@ def test_an_engine_in_two_processes_gives_the_texts_of_one(case, mesh, two):
     assert two(texts, case=case, mesh=mesh) == texts(case, None)
 
 
-def refused_in_two_processes(mesh: list[int]) -> list[str]:
-    running, messages = engine("plain", mesh), []
-    for options in (dict(deadline_s=5.0), dict(priority=1)):
-        with pytest.raises(ValueError) as error:
-            running.submit([1], **options)
-        messages.append(str(error.value))
-    return messages
-
-
-@pytest.mark.slow
-def test_requests_that_depend_on_the_clock_are_errors_in_two_processes(two):
-    messages = two(refused_in_two_processes, mesh=[2, 4])
-    assert messages == [
-        f"{what} on a mesh of 2 processes, whose clocks differ: omit {what.split('=')[0]}"
-        for what in ("deadline_s=5.0", "priority=1")
-    ]
-
-
 def wide_drafter(name: str):
     """Returns a drafter whose caches are distinguishable by their sizes."""
     from tests.magicjax.decoding.test_compiled import SMALL
