@@ -14,11 +14,13 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from magicjax.decoding import loop
-from magicjax.decoding.request import Request, prepare
+from magicjax.decoding.preparation import prepare
+from magicjax.decoding.request import Request, RequestOptions
 from magicjax.decoding.runner import state_shapes
 from magicjax.drafters import Drafter, SelfSpeculation
 from magicjax.drafters.base import RoundOutcome
 from magicjax.model import Model
+from magicjax.sampling_params import SamplingParams
 from magicjax.settings import AttentionStatsSpec
 from magicjax.trees.proposal import Proposal
 from magicjax.trees.token_tree import Tree
@@ -54,8 +56,10 @@ class Synthetic(Drafter):
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
         return 0 if self.inner is None else self.inner.cache_bytes(target, batch, capacity)
 
-    def prefill(self, *arguments) -> Any:
-        return None if self.inner is None else self.inner.prefill(*arguments)
+    def prefill(self, target, tokens, cache, stats, settings, previous=None) -> Any:
+        if self.inner is None:
+            return None
+        return self.inner.prefill(target, tokens, cache, stats, settings, previous)
 
     def propose(self, target, state, root, cache, sampling, settings) -> tuple[Proposal, Any]:
         draft, dropped = None, root[:, None]
@@ -112,11 +116,8 @@ def synthetic_request(setup: Setup, batch: int, context: int, drafter: Any, tree
     return prepare(
         setup.target,
         list(rows),
-        drafter=drafter,
-        tree=tree,
-        max_new_tokens=setup.new_tokens,
-        eos_token_id=[],
-        backend=setup.backend,
+        SamplingParams(max_tokens=setup.new_tokens),
+        RequestOptions(drafter=drafter, tree=tree, eos_token_id=[], backend=setup.backend),
     )
 
 

@@ -16,6 +16,7 @@ from magicjax.decoding.loop import ALL_ROUNDS, DecodeState, Prefilled
 from magicjax.decoding.request import Request
 from magicjax.decoding.stats import Stats, acceptance
 from magicjax.decoding.text_stream import TextStream
+from magicjax.drafters.base import Previous
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.settings import PrefillSettings, Settings
 from magicjax.verification.logprobs import LogProbs
@@ -36,12 +37,13 @@ class Output:
       sequences: per row, prompt and new tokens, int32.
       texts: per row, the new text without special tokens, before the stop string; None without a
         tokenizer.
-      tokens: int32 [B, max_new_tokens], the new tokens, padded with the pad token; after a stop
-        string, up to the one that completed it.
+      tokens: int32 [B, M], the new tokens of each row, padded with the pad token to the largest
+        limit; after a stop string, up to the one that completed it.
       lengths: int32 [B], the number of new tokens of each row.
       finish_reasons: per row, why it ended: "eos", "length", "stop", or "cancelled" in a stream
         that was ended by `send(True)`.
-      logprobs: per row, of its new tokens; None if they were not requested.
+      logprobs: per row, of its new tokens, None for a row that did not request them; None if no
+        row did.
       stats: acceptance, counts, times and bytes.
       choice: with `drafter="auto"`, the selected `magicjax.Choice`, which can be reused.
     """
@@ -51,7 +53,7 @@ class Output:
     tokens: Int[np.ndarray, "B M"]
     lengths: Int[np.ndarray, "B"]
     finish_reasons: list[str]
-    logprobs: list[LogProbs] | None
+    logprobs: list[LogProbs | None] | None
     stats: Stats
     choice: Any = None
 
@@ -68,36 +70,32 @@ def prefill_and_init(request: Request) -> tuple[DecodeState, float]:
     return state, prefill_s + init_s
 
 
-def prefill(request: Request, settings: PrefillSettings) -> tuple[tuple[KVCache, Prefilled], float]:
-    """Returns the results of prefill, and its seconds."""
-    return _run(request, "prefill", settings, request.prefill_arguments)
-
-
-def init_state(request: Request, cache: KVCache, prefilled: Prefilled) -> tuple[DecodeState, float]:
-    """Returns the initial state, and the seconds of init; donates `cache`."""
-    arguments = request.init_arguments(cache, prefilled)
-    return _run(request, "init", request.settings, arguments)
-
-
-def extend(request: Request, cache: KVCache) -> tuple[tuple[KVCache, Prefilled], float]:
-    """Returns the results of extend, and its seconds; donates `cache`."""
-    target, *inputs = request.prefill_arguments
-    return _run(request, "extend", request.prefill_settings, (target, cache, *inputs))
-
-
-def resume_state(
-    request: Request, cache: KVCache, prefilled: Prefilled, previous: Any, kept: Int[Any, "B"]
-) -> tuple[DecodeState, float]:
-    """Returns the initial state, and the seconds; donates `cache` and `previous`.
+def prefill(
+    request: Request, settings: PrefillSettings, cache: KVCache | None = None
+) -> tuple[tuple[KVCache, Prefilled], float]:
+    """Returns the results of prefill, and its seconds; donates `cache`.
 
     Args:
-      request: of the whole text.
-      cache, prefilled: the results of `extend`.
-      previous, kept: as for `Drafter.extend`.
+      request: of the prompts.
+      settings: the request's, or those of other attention statistics.
+      cache: of the first tokens of each row; None: an empty one is made.
     """
-    target, drafter, cache, *inputs = request.init_arguments(cache, prefilled)
-    arguments = target, drafter, cache, previous, kept, *inputs
-    return _run(request, "resume", request.settings, arguments)
+    arguments = (*request.prefill_arguments, cache)
+    return _run(request, "prefill", settings, arguments)
+
+
+def init_state(
+    request: Request, cache: KVCache, prefilled: Prefilled, previous: Previous | None = None
+) -> tuple[DecodeState, float]:
+    """Returns the initial state, and the seconds of init; donates `cache` and `previous`.
+
+    Args:
+      request: of the prompts.
+      cache, prefilled: the results of `prefill`.
+      previous: the drafter's state after an earlier text; None: there is none.
+    """
+    arguments = (*request.init_arguments(cache, prefilled), previous)
+    return _run(request, "init", request.settings, arguments)
 
 
 def run(
@@ -121,9 +119,9 @@ def run_to_end(request: Request, state: DecodeState) -> tuple[DecodeState, float
     The loop compares tokens, not strings. With stop strings it therefore runs a few rounds at a
     time, and the host searches the text.
     """
-    if not request.stop:
-        return run(request, request.settings, state)
     texts, total = text_streams(request), 0.0
+    if not texts:
+        return run(request, request.settings, state)
     while True:
         state, _, _, ended = end_stopped(state, texts)
         if ended.all():
@@ -173,9 +171,9 @@ def run_adaptive(
 
 def text_streams(request: Request) -> list[TextStream]:
     """Returns the empty texts of the rows, in which stop strings are searched for; [] without."""
-    if not request.stop:
+    if not any(params.stop for params in request.params):
         return []
-    return [TextStream(request.target.tokenizer, request.stop) for _ in request.prompts]
+    return [TextStream(request.target.tokenizer, params.stop) for params in request.params]
 
 
 def end_stopped(
@@ -322,7 +320,10 @@ def output_of(
         texts = [tokenizer.decode(row, skip_special_tokens=True) for row in new]
     lengths = np.array([len(row) for row in new], np.int32)
     if logprobs is not None:
-        logprobs = [logprobs[row, :n] for row, n in enumerate(lengths)]
+        logprobs = [
+            None if params.logprobs is None else logprobs[row, :n].most_likely(params.logprobs)
+            for row, (params, n) in enumerate(zip(request.params, lengths, strict=True))
+        ]
     output = output[:, : request.settings.max_new_tokens]
     inside = np.arange(output.shape[1]) < lengths[:, None]
     stopped = [text.stopped for text in streams] or [False] * len(new)

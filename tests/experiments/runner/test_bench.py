@@ -84,7 +84,7 @@ def test_chosen_prompts_are_kept_until_the_text_changes(mine, tmp_path, monkeypa
     assert chosen == [8, 8]  # once for the cells of each text
 
 
-SAMPLING = {"do_sample": True, "seed": 3}
+SAMPLING = {"temperature": 1.0, "seed": 3}
 
 
 # The caches of all cells have the same size, or (46 tokens) differ.
@@ -130,7 +130,7 @@ def test_batches_of_a_sampled_cell_draw_different_numbers(monkeypatch):
             new_tokens=16,
             requests=3,
             repeats=1,
-            do_sample=True,
+            temperature=1.0,
             agreement_tokens=0,
             phases=False,
             prompts="random",

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 import pytest
 
-import magicjax
 import models
+from magicjax import loading
 from magicjax.decoding import program_cache
 from tests.magicjax import tiny
 
@@ -221,7 +221,7 @@ REFUSED = {
 @pytest.mark.parametrize("command", [["chat"], ["generate", "--chat", "hi?"]])
 def test_a_tokenizer_without_a_template_is_an_error(command, run, monkeypatch, tmp_path):
     bare, before = saved(tmp_path / "bare", None), program_cache.totals()
-    monkeypatch.setattr(magicjax, "load", None)
+    monkeypatch.setattr(loading, "with_weights", None)
     code, out, err = run(*command, "--target", bare)
     assert code == 2 and program_cache.totals() == before
-    assert "the tokenizer has no chat template: use `magicjax generate --prompt`, or a" in err
+    assert "the tokenizer has no chat template: pass the prompt as text, or use a" in err

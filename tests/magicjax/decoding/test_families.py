@@ -10,10 +10,10 @@ import pytest
 
 import magicjax
 import models
-from tests.magicjax import family_cases, tiny
+from tests.magicjax import family_cases, keywords, tiny
 from tests.quick import quick
 
-OPTIONS = dict(max_new_tokens=tiny.NEW, eos_token_id=[])
+OPTIONS = dict(max_tokens=tiny.NEW, eos_token_id=[])
 
 
 def family(kind: str, noise: float = 0.0) -> magicjax.Model:
@@ -76,7 +76,7 @@ ALL = itertools.product(family_cases.KINDS, draftings("opt"))
 @pytest.mark.parametrize(("kind", "drafting"), quick(ALL, *QUICK))
 def test_a_family_equals_full_recomputation(kind, drafting):
     options = draftings(kind)[drafting]
-    output = magicjax.generate(family(kind), tiny.prompts(8), **OPTIONS, **options)
+    output = keywords.generate(family(kind), tiny.prompts(8), **OPTIONS, **options)
     expected = rerun(family(kind), tiny.prompts(8), tiny.NEW)
     assert len({row.tobytes() for row in expected}) == 8
     for row, text in zip(tiny.rows_of(output), expected, strict=True):
@@ -100,7 +100,7 @@ def test_caches_that_cannot_have_positions_in_keys_are_errors(options, message):
     target = magicjax.Model(models.build(config), tiny.model().params)  # its values are not read
     drafter = magicjax.SmallModel(target, **{"policy": "streaming", "budget": 24} | options)
     with pytest.raises(ValueError, match=message):
-        magicjax.generate(tiny.model(), [[1, 2, 3]], max_new_tokens=4, drafter=drafter)
+        keywords.generate(tiny.model(), [[1, 2, 3]], max_tokens=4, drafter=drafter)
 
 
 @pytest.mark.slow
@@ -112,11 +112,11 @@ def test_a_text_up_to_the_last_learned_position_is_exact():
         dict(drafter=magicjax.SmallModel(family("opt", 0.05)), tree=tiny.TREES["irregular"]),
         dict(drafter=tiny.drafter("self"), tree=tiny.TREES["chain8"]),
     ):
-        output = magicjax.generate(family("opt"), prompts, **OPTIONS, **drafting)
+        output = keywords.generate(family("opt"), prompts, **OPTIONS, **drafting)
         for row, text in zip(tiny.rows_of(output), expected, strict=True):
             np.testing.assert_array_equal(row, text)
     with pytest.raises(ValueError, match="needs 65 positions, and the target has 64"):
-        magicjax.generate(family("opt"), [[1] * 41], **OPTIONS)
+        keywords.generate(family("opt"), [[1] * 41], **OPTIONS)
 
 
 def test_a_target_in_16_bits_has_16_bit_caches_and_ends_its_rows():

@@ -18,8 +18,7 @@ from flax import struct
 
 import magicjax
 import models
-from magicjax.policies import Quest
-from tests.magicjax import oracle, tiny
+from tests.magicjax import keywords, oracle, tiny
 from tests.quick import quick
 
 VOCAB, LENGTH, EOS = 5, 4, 0
@@ -84,16 +83,15 @@ def sampled(
     """Returns how often the loop emitted each text."""
     counts: dict[tuple[int, ...], int] = {}
     for seed in range(calls):
-        output = magicjax.generate(
+        output = keywords.generate(
             target or model(0),
             [PROMPT] * ROWS,
             drafter=drafter,
             tree=tree,
-            max_new_tokens=LENGTH,
-            do_sample=True,
+            max_tokens=LENGTH,
             seed=seed,
             eos_token_id=EOS,
-            **options,
+            **dict(temperature=1.0) | options,
         )
         # A text shorter than LENGTH ends with EOS, which is also the padding.
         texts, times = np.unique(output.tokens, axis=0, return_counts=True)
@@ -148,7 +146,7 @@ ALL = SLICE | {
     ),
     "small, dynamic": (small(1), DYNAMIC, {}),
     "self snapkv refreshed, 2,2": (refreshed("snapkv"), PAIRS, {}),
-    "self quest, 2,2": (magicjax.SelfSpeculation(Quest(page_size=1), 4), PAIRS, {}),
+    "self quest, 2,2": (magicjax.PageRetrieval(4, page_size=1), PAIRS, {}),
     "small top, 1,1,3": (small(1, draw="top"), DEEP, {}),
     "self with replacement, irregular": (
         self_speculation(draw="with_replacement"),
@@ -203,6 +201,7 @@ def test_every_drafter_verifier_and_tree_has_the_joint_distribution(what, settin
     check(what, MANY_CALLS, settings)
 
 
+@magicjax.Drafter.register
 @struct.dataclass
 class Broken:
     """A drafter that reports its draws wrongly."""

@@ -8,7 +8,7 @@ import pytest
 from flax import struct
 
 import magicjax
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 from tests.quick import quick
 
 
@@ -35,9 +35,9 @@ class Wrong(magicjax.PromptLookup):
     ),
 )
 def test_wrong_tokens_do_not_change_the_text(added, to_root):
-    prompts, options = tiny.prompts(3), dict(max_new_tokens=12, eos_token_id=[], logprobs=0)
-    plain = magicjax.generate(tiny.model(), prompts, **options)
-    output = magicjax.generate(
+    prompts, options = tiny.prompts(3), dict(max_tokens=12, eos_token_id=[], logprobs=0)
+    plain = keywords.generate(tiny.model(), prompts, **options)
+    output = keywords.generate(
         tiny.model(),
         prompts,
         drafter=Wrong(added=added, to_root=to_root),

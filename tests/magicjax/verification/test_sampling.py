@@ -10,7 +10,6 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-import magicjax
 from magicjax.verification import sampling
 from magicjax.verification.sampling import (
     Purpose,
@@ -21,7 +20,7 @@ from magicjax.verification.sampling import (
     uniforms,
     warp,
 )
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 from tests.magicjax.decoding.test_joint import warped
 from tests.quick import quick
 
@@ -172,15 +171,15 @@ def test_theorem_4_3_mss_accepts_at_least_as_often_as_naive_sampling():
 
 def options_of(kind=None, tree=None, **options):
     """Returns options of `generate` that use every filter, so that all tests share programs."""
-    options = dict(do_sample=True, temperature=1.2, top_k=30, top_p=0.95, seed=5) | options
-    options = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
+    options = dict(temperature=1.2, top_k=30, top_p=0.95, seed=5) | options
+    options = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
     if kind is not None:
         options |= dict(drafter=tiny.drafter(kind), tree=(tiny.TREES | tiny.SPECIAL)[tree])
     return options
 
 
 def generate(kind=None, tree=None, **options):
-    return magicjax.generate(tiny.model(), tiny.prompts(8), **options_of(kind, tree, **options))
+    return keywords.generate(tiny.model(), tiny.prompts(8), **options_of(kind, tree, **options))
 
 
 CASES = [
@@ -233,8 +232,8 @@ def test_a_row_does_not_depend_on_other_rows_or_their_parameters(kind, tree):
         temperature=np.where(kept, temperatures, 1.0),
         top_k=np.where(kept, 9, 3),
         top_p=np.where(kept, 0.95, 0.5),
-        max_new_tokens=[tiny.NEW if row % 2 else 1 for row in range(8)],
+        max_tokens=[tiny.NEW if row % 2 else 1 for row in range(8)],
     )
     prompts = [p if row % 2 else p[::-1] for row, p in enumerate(tiny.prompts(8))]
-    other = magicjax.generate(tiny.model(), prompts, **options_of(kind, tree, **others))
+    other = keywords.generate(tiny.model(), prompts, **options_of(kind, tree, **others))
     np.testing.assert_array_equal(whole.tokens[1::2], other.tokens[1::2])

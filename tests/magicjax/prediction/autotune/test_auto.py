@@ -9,13 +9,14 @@ import pytest
 import magicjax
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.paired_timing import PrefilledPrompts, time_variants
+from magicjax.decoding.request import RequestOptions
 from magicjax.prediction import cost_model
 from magicjax.prediction.autotune import search
 from magicjax.prediction.autotune.auto import Auto
 from magicjax.prediction.planner import candidates
 from magicjax.prediction.planner.candidates import model_sizes
 from magicjax.trees.token_tree import ROOT_ONLY
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 
 SELF = "self:streaming:12:sinks=2"  # the name of the small cache below
 
@@ -80,8 +81,8 @@ def short_calls(monkeypatch):
 
 
 def generate(drafter, **options):
-    arguments = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
-    return magicjax.generate(tiny.model(), tiny.prompts(8), drafter=drafter, **arguments)
+    arguments = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
+    return keywords.generate(tiny.model(), tiny.prompts(8), drafter=drafter, **arguments)
 
 
 def drafters(*kinds):
@@ -128,8 +129,8 @@ def test_if_no_drafter_is_faster_it_decodes_plainly(profile):
 
 def streamed(drafter):
     """Returns (the new tokens of each row, the output) of a stream."""
-    options = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
-    rounds = magicjax.stream(tiny.model(), tiny.prompts(8), drafter=drafter, **options)
+    options = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
+    rounds = keywords.stream(tiny.model(), tiny.prompts(8), drafter=drafter, **options)
     first = next(rounds)
     assert [len(row) for row in first] == [1] * 8
     texts = [[row] for row in first]
@@ -189,8 +190,9 @@ def test_memory_limits_candidates_and_the_target(profile):
 
 
 def problem_of(settings):
-    arguments = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
-    return search.make_problem(tiny.model(), tiny.prompts(8), settings, **arguments)
+    params = magicjax.SamplingParams(max_tokens=tiny.NEW)
+    options = RequestOptions(drafter=settings, eos_token_id=tiny.NEVER)
+    return search.make_problem(tiny.model(), tiny.prompts(8), params, options)
 
 
 @pytest.mark.usefixtures("predicted_times")
