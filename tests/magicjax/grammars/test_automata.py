@@ -7,7 +7,6 @@ import random
 
 import numpy as np
 import pytest
-import tokenizers
 import transformers
 
 import magicjax
@@ -92,16 +91,6 @@ def test_the_bytes_of_byte_level_tokens_are_those_of_the_text():
     assert b"".join(texts[token] for token in ids) == text.encode()
     assert tokenizer.eos_token_id not in texts
     assert {bytes([b]) for b in range(256)} <= {*texts.values()}
-
-
-def test_a_tokenizer_without_bytes_is_refused():
-    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0, "[UNK]": 1}))
-    backend.decoder = tokenizers.decoders.WordPiece()
-    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
-    with pytest.raises(ValueError, match="one of the decoders ByteLevel"):
-        vocabulary_of(wrapped)
-    with pytest.raises(ValueError, match="fast tokenizer"):
-        vocabulary_of(object())
 
 
 def automaton(states: int, classes: int) -> TokenAutomaton:

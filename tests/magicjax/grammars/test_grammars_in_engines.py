@@ -77,18 +77,6 @@ def test_requests_with_and_without_grammars_get_their_texts_alone(name):
     assert all(found.users == 0 for found in engine._arena._ranges.values())
 
 
-@pytest.mark.slow
-def test_the_depth_of_drafts_may_change():
-    engine = make(adaptive_depth=True)
-    engine.warm_up()
-    compiled = program_cache.totals()
-    handles = [submit(engine, index, PATTERNS[index % 3]) for index in range(6)]
-    engine.run()
-    assert program_cache.totals() == compiled
-    for index, handle in enumerate(handles):
-        np.testing.assert_array_equal(handle.result().tokens, expected(index, PATTERNS[index % 3]))
-
-
 def on_a_mesh(mesh: list[int]) -> list[list[int]]:
     engine = make(slots=4, mesh=magicjax.make_mesh(*mesh))
     engine.warm_up()
