@@ -229,7 +229,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize("lost", quick([0, 2], 2))
 def test_a_killed_process_is_named_by_all_others(lost):
     address = f"127.0.0.1:{free_port()}"
     ranks = [
