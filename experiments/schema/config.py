@@ -21,7 +21,7 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from experiments import prompts
-from experiments.runner.processes import JOIN_SECONDS
+from experiments.processes import JOIN_SECONDS
 from experiments.schema import axes, paths
 from experiments.schema.fields import (
     ConfigError,

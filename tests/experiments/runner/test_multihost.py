@@ -11,8 +11,8 @@ import time
 import pandas as pd
 import pytest
 
+from experiments.processes import LOST
 from experiments.runner import multihost
-from experiments.runner.processes import LOST
 from experiments.schema.config import Experiment
 from experiments.schema.fields import ConfigError
 from tests.two_processes import environment, free_port
