@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from experiments.runner import measure, processes, provenance, worker
+from experiments import processes
+from experiments.runner import measure, provenance, worker
 from experiments.runner.cell_process import Limits
 from experiments.runner.launchers import Stop
 from experiments.runner.workload import Bench

@@ -33,7 +33,8 @@ def measure_cell(folder: pathlib.Path, bench: Any = None, profile: bool = False)
 
     Without a bench it makes one. `profile` is whether to write a trace.
     """
-    from experiments.runner import measure, processes, provenance
+    from experiments import processes
+    from experiments.runner import measure, provenance
     from experiments.runner.serving import cell as serving
     from experiments.schema import grid, store
 
