@@ -95,10 +95,8 @@ class Grid:
 
 
 def _label(cell: grid.Cell, axes: Sequence[str]) -> str:
-    """Returns a cell's name with its values on some axes; greedy has no sampling settings."""
-    settings = {axis: getattr(cell, axis) for axis in axes if axis != "do_sample"}
-    if "do_sample" in axes and not cell.do_sample:
-        settings["temperature"] = None  # which is named greedy
+    """Returns a cell's name with its values on some axes."""
+    settings = {axis: getattr(cell, axis) for axis in axes}
     return ", ".join(filter(None, [cell.label, labels.describe(settings)]))
 
 

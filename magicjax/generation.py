@@ -1,13 +1,14 @@
 """The public calls: `generate` texts at once, or `stream` them round by round."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Never
 
 from jax.sharding import Mesh
 
 from magicjax.decoding import memory, program_cache
-from magicjax.decoding.request import Request, make_options, place, validate
+from magicjax.decoding.preparation import prepare
+from magicjax.decoding.request import Request, RequestOptions
 from magicjax.decoding.runner import (
     Output,
     Rounds,
@@ -18,44 +19,54 @@ from magicjax.decoding.runner import (
     stream_rounds,
 )
 from magicjax.drafters import Drafter
-from magicjax.grammars.grammar import Grammar
 from magicjax.model import Model
 from magicjax.prediction.autotune import auto
 from magicjax.prediction.autotune.auto import Auto, Choice
+from magicjax.sampling_params import SamplingParams
+from magicjax.suggest import did_you_mean
 from magicjax.trees.token_tree import Tree
+
+# Arguments of transformers' `generate`, by the field of SamplingParams.
+RENAMED = {"do_sample": "temperature", "max_new_tokens": "max_tokens", "stop_strings": "stop"}
 
 
 def generate(
     target: Model,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
+    prompts: Any,
+    params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
     *,
     drafter: Drafter | Auto | Choice | str | None = None,
     tree: Tree | str | None = None,
-    max_new_tokens: int | Sequence[int] = 128,
-    do_sample: bool = False,
-    temperature: float | Sequence[float] | None = None,
-    top_k: int | Sequence[int] | None = None,
-    top_p: float | Sequence[float] | None = None,
-    seed: int | None = None,
     verifier: str | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
-    stop: str | Sequence[str] = (),
-    grammar: Grammar | Sequence[Grammar | None] | None = None,
-    logprobs: int | None = None,
     backend: str | None = None,
     mesh: Mesh | None = None,
     micro_batches: int | None = None,
+    **unknown: Never,
 ) -> Output:
     """Returns the target's continuation of every prompt, and statistics.
 
+    ::
+
+        target = magicjax.load("Qwen/Qwen2.5-0.5B")
+        params = magicjax.SamplingParams(temperature=0.7, max_tokens=64)
+        output = magicjax.generate(target, ["def add(a, b):"], params, drafter="prompt-lookup")
+        print(output.texts[0], output.stats.tau)
+
     A drafter changes the time only: greedy tokens are those of plain decoding, and sampled tokens
-    have the same joint distribution. The text of a row depends on its prompt, its sampling
-    parameters, the seed and its index in `prompts`, not on the other rows.
+    have the same joint distribution. The text of a row depends on its prompt, its parameters and
+    its index in `prompts`, not on the other rows; but if some rows sample, greedy rows run as
+    sampled ones with top_k=1, and equal logits can then be resolved differently.
 
     Args:
       target: a model from `load`.
-      prompts: texts, or token ids; rows may differ in length.
+      prompts: a list of texts, of lists of token ids, or of conversations, whose messages
+        `{"role": ..., "content": ...}` the target's chat template renders; one conversation; or
+        what the tokenizer returned for a list of texts. Rows may differ in length.
+      params: how the tokens of the texts are chosen and where they end; of all rows, or one per
+        row. `max_tokens=None` means as many as the target has positions for. With stop strings
+        the loop runs 8 rounds at a time.
       drafter: proposes tokens; None for plain decoding, one token per pass. An object, or its text,
         as in commands: "self:streaming:256", "small:PATH", which loads the model in every call,
         "prompt-lookup:4", several joined by " + " as an ensemble. "auto" runs trials of several
@@ -63,27 +74,12 @@ def generate(
         (see `magicjax.Auto`); the output's `choice` can be passed as a drafter later.
       tree: shape of the proposal in each round, or its text, such as "chain:4" or
         "expansion:2,2,1"; None for chain(4).
-      max_new_tokens: the limit of every row, or one per row.
-      do_sample: sample from the target's distribution instead of decoding greedily.
-      temperature: divides the logits; None for 1. This and the next two require do_sample, apply to
-        target and drafts alike, and take one number or one per row.
-      top_k: sample from this many of the most likely tokens; None or 0 for all.
-      top_p: of the tokens that top_k keeps, sample from the fewest most likely ones whose
-        probabilities sum to top_p; None or 1 for all.
-      seed: of the random numbers; the same seed gives the same texts. None for 0.
-      verifier: the rule that accepts drafted tokens. None for greedy, or with do_sample for the
-        rule that is exact for the drafter's draws (mss). naive, the baseline of SpecInfer, samples
-        from the target and accepts drafted tokens that agree: its tokens are those of plain
+      verifier: the rule that accepts drafted tokens. None for greedy, or above a temperature of 0
+        for the rule that is exact for the drafter's draws (mss). naive, the baseline of SpecInfer,
+        samples from the target and accepts drafted tokens that agree: its tokens are those of plain
         sampling.
       eos_token_id: ends a row, one id or several; None for those of the target, [] for none.
       pad_token_id: fills `tokens` after the end of a row; None for the target's, else EOS.
-      stop: strings that end a row; its text is cut before the first one. They may span tokens.
-        The loop then runs 8 rounds at a time. Requires a tokenizer.
-      grammar: what the text must match, a `magicjax.Grammar`, or one or None per row. Tokens that
-        it does not allow have probability 0; a text ends with EOS where the grammar allows its end.
-        Requires a tokenizer and an EOS token.
-      logprobs: return the log-probabilities of the new tokens, and of this many of the most likely
-        tokens at their positions, 0 to 20 (`magicjax.LogProbs`); None for none.
       backend: of attention and products: "cpu" (native kernels), "xla", or another of
         `pallas_kernels.BACKENDS`; None: cpu on a CPU that has the kernels, else xla.
       mesh: of devices (`magicjax.make_mesh`); None for one device. Models loaded for the mesh
@@ -91,40 +87,61 @@ def generate(
       micro_batches: on a mesh with pipeline stages, the number of parts into which the rows of a
         group of devices are split, so that stages work concurrently; it must divide the rows. None
         for the number that minimizes the time of a pass.
+      unknown: other arguments, which are errors that name the nearest one.
 
     Raises:
       ValueError, TypeError: invalid arguments. All checks run before compilation: an empty or too
-        long prompt, tokens outside the vocabulary, a tree without a drafter, a temperature of 0 or
-        below, a top_p outside (0, 1], a verifier that is not exact for the drafter, a drafter that
-        does not match the target, a budget too small for the tree, an unknown backend, a mesh that
-        does not divide the models or the rows, an empty stop string, a grammar for a target without
-        tokenizer or EOS, more than 20 logprobs, KV caches larger than the free memory. The last is
-        a `magicjax.decoding.memory.OutOfMemoryError`, as is running out of memory later.
+        long prompt, tokens outside the vocabulary, a tree without a drafter, a verifier that is not
+        exact for the drafter, a drafter that does not match the target, a budget too small for the
+        tree, an unknown backend, a mesh that does not divide the models or the rows, a stop string
+        or a grammar for a target without tokenizer, KV caches larger than the free memory. The last
+        is a `magicjax.decoding.memory.OutOfMemoryError`, as is running out of memory later.
     """
-    return _generate(**locals())
+    _check_unknown(unknown)
+    options = RequestOptions(
+        drafter=drafter,
+        tree=tree,
+        verifier=verifier,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        backend=backend,
+        mesh=mesh,
+        micro_batches=micro_batches,
+    )
+    return run(target, prompts, params, options)
+
+
+def run(
+    target: Model,
+    prompts: Any,
+    params: SamplingParams | Sequence[SamplingParams],
+    options: RequestOptions,
+) -> Output:
+    """Returns the output of `generate`; the options are its keyword arguments."""
+    if auto.is_choice(options.drafter):
+        return auto.generate(target, prompts, params, options)
+    compiled = program_cache.totals()
+    request = prepare(target, prompts, params, options)
+    log_request(request)
+    state, prefill_s = prefill_and_init(request)
+    state, decode_s = run_to_end(request, state)
+    return output_of(request, state, compiled, prefill_s=prefill_s, decode_s=decode_s)
 
 
 def stream(
     target: Model,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
+    prompts: Any,
+    params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
     *,
     drafter: Drafter | Auto | Choice | str | None = None,
     tree: Tree | str | None = None,
-    max_new_tokens: int | Sequence[int] = 128,
-    do_sample: bool = False,
-    temperature: float | Sequence[float] | None = None,
-    top_k: int | Sequence[int] | None = None,
-    top_p: float | Sequence[float] | None = None,
-    seed: int | None = None,
     verifier: str | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
-    stop: str | Sequence[str] = (),
-    grammar: Grammar | Sequence[Grammar | None] | None = None,
-    logprobs: int | None = None,
     backend: str | None = None,
     mesh: Mesh | None = None,
     micro_batches: int | None = None,
+    **unknown: Never,
 ) -> Rounds:
     """Yields the new tokens of each row after prefill and after every round.
 
@@ -139,38 +156,50 @@ def stream(
     Raises:
       ValueError, TypeError: invalid arguments, at the call rather than at the first round.
     """
-    return _stream(**locals())
+    _check_unknown(unknown)
+    options = RequestOptions(
+        drafter=drafter,
+        tree=tree,
+        verifier=verifier,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        backend=backend,
+        mesh=mesh,
+        micro_batches=micro_batches,
+    )
+    return run_stream(target, prompts, params, options)
 
 
-def _generate(target: Model, prompts: Any, drafter: Any, **options: Any) -> Output:
-    memory.check_rows(target, prompts, options["mesh"])
-    if isinstance(drafter, Auto | Choice) or drafter == "auto":
-        return auto.generate(target, prompts, drafter, options)
-    request, compiled = _prepare(target, prompts, drafter, options), program_cache.totals()
-    log_request(request)
-    state, prefill_s = prefill_and_init(request)
-    state, decode_s = run_to_end(request, state)
-    return output_of(request, state, compiled, prefill_s=prefill_s, decode_s=decode_s)
-
-
-def _stream(target: Model, prompts: Any, drafter: Any, **options: Any) -> Rounds:
+def run_stream(
+    target: Model,
+    prompts: Any,
+    params: SamplingParams | Sequence[SamplingParams],
+    options: RequestOptions,
+) -> Rounds:
+    """Returns the rounds of `stream`; the options are its keyword arguments."""
     before = program_cache.totals()
-    memory.check_rows(target, prompts, options["mesh"])
-    if isinstance(drafter, Auto | Choice) or drafter == "auto":
-        prepared: tuple = auto.prepare_stream(target, prompts, drafter=drafter, **options)
+    if auto.is_choice(options.drafter):
+        prepared: tuple = auto.prepare_stream(target, prompts, params, options)
     else:
-        prepared = _prepare(target, prompts, drafter, options), None, None
-        memory.check(prepared[0])
+        request = prepare(target, prompts, params, options)
+        memory.check(request)
+        prepared = request, None, None
     after = program_cache.totals()
     return _rounds((after[0] - before[0], after[1] - before[1]), *prepared)
 
 
-def _prepare(target: Model, prompts: Any, drafter: Any, options: dict[str, Any]) -> Request:
-    """Returns the validated request on the devices."""
-    request_options = make_options(target, drafter, **options)
-    request = validate(target, prompts, request_options)
-    with memory.explained(request):  # the drafter may make a copy of the target
-        return place(request, request_options.mesh, request_options.micro_batches)
+def _check_unknown(unknown: Mapping[str, Any]) -> None:
+    """Raises TypeError that names the remedy for an argument that does not exist."""
+    for name, value in unknown.items():
+        field = RENAMED.get(name, name)
+        if field in SamplingParams.__dataclass_fields__:
+            remedy = f"pass magicjax.SamplingParams({field}=...) as params"
+        elif name == "attention_mask":
+            remedy = "pass what the tokenizer returned, with its mask, as prompts"
+        else:
+            known = (*RequestOptions.__dataclass_fields__, *SamplingParams.__dataclass_fields__)
+            remedy = f"see help(magicjax.generate){did_you_mean(name, known)}"
+        raise TypeError(f"{name}={value!r} is not an argument: {remedy}")
 
 
 def _rounds(

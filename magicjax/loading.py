@@ -1,6 +1,7 @@
 """`load` reads a model of a source or initializes a preset; `offload` moves it to the host."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from magicjax.model import Model
 from magicjax.parallel import offloading, pipeline_stages
 from magicjax.parallel.layouts import Layout, Offloaded, Pipelined, Resident
 from magicjax.sources import DOWNLOADS, checkpoint_directory, directory_of
-from sharding import STAGE, factored
+from sharding import STAGE, AnyMesh, factored
 
 PRESET_DTYPE = "bfloat16"
 
@@ -100,13 +101,12 @@ def load(
             params = pipeline_stages.load_params(checkpoint, stages, sharding_of)
     elif params is None:
         params = models.init_params(module, seed, sharding_of)
-    model = Model(module, params, name=str(source), shards=shards, layout=layout)
+    model = Model(module, params, name=_name(source, path), shards=shards, layout=layout)
     if checkpoint is None:
         return model
     return dataclasses.replace(
         model,
         tokenizer=tokenizer,
-        name=pathlib.Path(source).name,
         eos_token_ids=checkpoint.eos_token_ids,
         pad_token_id=checkpoint.pad_token_id,
     )
@@ -179,14 +179,50 @@ def skeleton(
     shards: int | None = None,
     offload: bool = False,
 ) -> Model:
-    """Returns the model of a source without weights, tokenizer and special tokens.
+    """Returns the model of a source without weights and tokenizer.
 
-    `magicjax.decoding.request.prepare` validates requests with it before weights are loaded, and
-    `magicjax.decoding.memory.check` their memory. The blocks of an offloaded model are shapes.
+    Requests are validated with it (`magicjax.decoding.preparation.validate`), and then
+    `with_weights` loads it. The blocks of an offloaded model are shapes.
     """
     module = models.build(config_of(source), dtype, weight_format(source, weights))
     layout = Offloaded(offloading.shapes(module)) if offload else Resident()
-    return Model(module, params=None, name=str(source), shards=shards, layout=layout)
+    directory = directory_of(source, weights=False)
+    ids = {} if directory is None else models.special_tokens(directory)
+    return Model(
+        module,
+        params=None,
+        name=_name(source, directory),
+        eos_token_ids=ids.get("eos_token_ids", ()),
+        pad_token_id=ids.get("pad_token_id"),
+        shards=shards,
+        layout=layout,
+        load=functools.partial(
+            load, source, dtype, weights=weights, shards=shards, offload=offload
+        ),
+    )
+
+
+def with_weights(tree: Any, mesh: AnyMesh | None = None, stages: int | None = None) -> Any:
+    """Returns a model, or a drafter, with the weights of the models that were not loaded.
+
+    Args:
+      tree: a pytree of models.
+      mesh, stages: as for `load`.
+    """
+
+    def loaded(model: Any) -> Any:
+        if not isinstance(model, Model) or model.load is None or model.params is not None:
+            return model
+        found = model.load(mesh=mesh, stages=stages)
+        backend = getattr(model.module, "backend", None)
+        return dataclasses.replace(found.with_backend(backend), tokenizer=model.tokenizer)
+
+    return jax.tree.map(loaded, tree, is_leaf=lambda x: isinstance(x, Model))
+
+
+def _name(source: str | os.PathLike, directory: pathlib.Path | None) -> str:
+    """Returns the name of a model in tables."""
+    return str(source) if directory is None else pathlib.Path(source).name
 
 
 def stored_dtype(source: str | os.PathLike) -> Any:

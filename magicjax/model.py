@@ -2,6 +2,7 @@
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -39,6 +40,7 @@ class Model:
       shards: static; number of devices along the mesh's `model` axis that divide it; None: all. A
         small draft may have fewer shards, and is then replicated.
       layout: where the layers are: on the device, streamed from host memory, or on pipeline stages.
+      load: of a model without parameters: (mesh, stages) -> the model with them.
     """
 
     module: nn.Module
@@ -49,6 +51,7 @@ class Model:
     pad_token_id: int | None = None
     shards: int | None = None
     layout: Layout = dataclasses.field(default_factory=Resident, repr=False)
+    load: "Callable[..., Model] | None" = dataclasses.field(default=None, repr=False)
 
     @property
     def config(self) -> models.DecoderConfig:

@@ -26,6 +26,7 @@ from models.huggingface import (
     load_checkpoint,
     load_config,
     load_tokenizer,
+    special_tokens,
     stored_dtype,
     weight_format,
 )
@@ -78,6 +79,7 @@ __all__ = [
     "quantize_block",
     "rounded_format",
     "save_checkpoint",
+    "special_tokens",
     "split_blocks",
     "stored_dtype",
     "weight_format",

@@ -125,7 +125,7 @@ def load_checkpoint(
     read = _parameter_reader(module, quantization)
     params = _read_params(module, stored, read, sharding_of, lazy_blocks)
     read_block = functools.partial(_read_block, stored, read)
-    return Checkpoint(module, params, read_block, **_special_tokens(path))
+    return Checkpoint(module, params, read_block, **special_tokens(path))
 
 
 def stored_dtype(path: str | os.PathLike) -> np.dtype:
@@ -206,8 +206,11 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid JSON ({error}): download it again") from error
 
 
-def _special_tokens(path: pathlib.Path) -> dict[str, Any]:
-    """Returns token ids for `Checkpoint`; generation_config.json has precedence."""
+def special_tokens(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the ids `eos_token_ids`, `bos_token_id` and `pad_token_id` as in `Checkpoint`.
+
+    generation_config.json has precedence over config.json.
+    """
     settings = _read_json(path / "config.json")
     if (path / "generation_config.json").is_file():
         generation = _read_json(path / "generation_config.json")

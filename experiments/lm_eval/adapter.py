@@ -40,36 +40,21 @@ SAMPLING = ("temperature", "top_k", "top_p")
 NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1, "use_cache": True}
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Generation options of a task.
-
-    Attributes:
-      until: stop strings.
-      max_new_tokens: new tokens per row.
-      sampling: sampling arguments of `magicjax.generate`; empty for greedy decoding.
-    """
-
-    until: tuple[str, ...]
-    max_new_tokens: int
-    sampling: dict[str, Any]
-
-
-def parse_options(gen_kwargs: dict[str, Any], max_new_tokens: int) -> Options:
+def parse_options(gen_kwargs: dict[str, Any], max_tokens: int) -> magicjax.SamplingParams:
     """Returns a task's generation options, interpreted like the harness's models do.
 
     Args:
       gen_kwargs: the harness's options. Without `do_sample`, a temperature above 0 means sampling.
         In greedy decoding `temperature`, `top_k` and `top_p` have no effect.
-      max_new_tokens: the default.
+      max_tokens: the default of new tokens per row.
 
     Raises:
       ValueError: an option is not supported.
     """
     set_options = {name: value for name, value in gen_kwargs.items() if value is not None}
-    remaining: dict[str, Any] = dict(normalize_gen_kwargs(set_options, max_new_tokens))
+    remaining: dict[str, Any] = dict(normalize_gen_kwargs(set_options, max_tokens))
     until, limit = remaining.pop("until"), remaining.pop("max_gen_toks")
-    sampled = remaining.pop("do_sample") and remaining.get("temperature") != 0
+    sampled = remaining.pop("do_sample")
     sampling = {name: remaining.pop(name) for name in SAMPLING if name in remaining}
     for name, value in remaining.items():
         if name not in NEUTRAL or value != NEUTRAL[name]:
@@ -77,7 +62,18 @@ def parse_options(gen_kwargs: dict[str, Any], max_new_tokens: int) -> Options:
             raise ValueError(
                 f"gen_kwargs {name}={value!r} is not supported: omit it (supported: {known})"
             )
-    return Options(tuple(until), limit, sampling | {"do_sample": True} if sampled else {})
+    sampling = {"temperature": 1.0} | sampling
+    if not sampled or sampling["temperature"] == 0:
+        sampling = {}
+    return magicjax.SamplingParams(
+        max_tokens=limit, stop=[stop for stop in until if stop], **sampling
+    )
+
+
+def _limit(params: magicjax.SamplingParams) -> int:
+    """Returns the limit of new tokens, which every task has."""
+    assert params.max_tokens is not None
+    return params.max_tokens
 
 
 def speculation(
@@ -269,13 +265,13 @@ class MagicJaxLM(TemplateLM):
 
         Greedy requests share an engine, and so do sampled ones; `batch_size` is its slots.
         """
-        options = [parse_options(request.args[1], self.max_gen_toks) for request in requests]
-        prompts = [self._prompt(r.args[0], one) for r, one in zip(requests, options, strict=True)]
+        params = [parse_options(request.args[1], self.max_gen_toks) for request in requests]
+        prompts = [self._prompt(r.args[0], one) for r, one in zip(requests, params, strict=True)]
         results: dict[int, Result] = {}
         with tqdm(total=len(requests), disable=disable_tqdm) as progress:
             for sampled in (False, True):
-                indices = [i for i, one in enumerate(options) if bool(one.sampling) == sampled]
-                handles = self._submitted(indices, prompts, options, sampled)
+                indices = [i for i, one in enumerate(params) if one.greedy != sampled]
+                handles = self._submitted(indices, prompts, params, sampled)
                 for i, handle in handles.items():
                     results[i] = handle.result()
                     self.cache_hook.add_partial("generate_until", requests[i].args, results[i].text)
@@ -290,7 +286,7 @@ class MagicJaxLM(TemplateLM):
         self,
         indices: list[int],
         prompts: list[list[int]],
-        options: list[Options],
+        params: list[magicjax.SamplingParams],
         sampled: bool,
     ) -> dict[int, Handle]:
         """Returns the requests of some indices in a new engine.
@@ -300,11 +296,12 @@ class MagicJaxLM(TemplateLM):
         """
         if not indices:
             return {}
-        longest = max(len(prompts[i]) + options[i].max_new_tokens for i in indices)
+        limits = {i: _limit(params[i]) for i in indices}
+        longest = max(len(prompts[i]) + limit for i, limit in limits.items())
         config = magicjax.EngineConfig(
             slots=self.batch_size,
             capacity=min(bucket(longest), self.target.config.max_positions),
-            max_tokens=max(options[i].max_new_tokens for i in indices),
+            max_tokens=max(limits.values()),
             sampling=sampled,
             queue_limit=len(indices),
             backend=self.attention,
@@ -312,21 +309,16 @@ class MagicJaxLM(TemplateLM):
         engine = magicjax.Engine(self.target, self.drafter, self.tree, config)
         handles = {}
         for i in indices:
-            sampling = dict(options[i].sampling)
-            if sampling.pop("do_sample", False):
-                sampling = {"temperature": 1.0} | sampling
-                sampling["seed"] = int(np.random.SeedSequence([self.seed, i]).generate_state(1)[0])
-            params = magicjax.SamplingParams(
-                max_tokens=options[i].max_new_tokens,
-                stop=[stop for stop in options[i].until if stop],
-                **sampling,
-            )
-            handles[i] = engine.submit(prompts[i], params)
+            own = params[i]
+            if sampled:
+                seed = int(np.random.SeedSequence([self.seed, i]).generate_state(1)[0])
+                own = dataclasses.replace(own, seed=seed)
+            handles[i] = engine.submit(prompts[i], own)
         return handles
 
-    def _prompt(self, text: str, options: Options) -> list[int]:
+    def _prompt(self, text: str, params: magicjax.SamplingParams) -> list[int]:
         tokens = self.tok_encode(text) or [self.prefix_token_id]
-        return self._newest(tokens, self.max_length - options.max_new_tokens)
+        return self._newest(tokens, self.max_length - _limit(params))
 
     def _newest(self, tokens: list[int], limit: int) -> list[int]:
         """Returns the last `limit` tokens of a context."""

@@ -35,7 +35,7 @@ def varying(rows: Rows) -> list[str]:
     """Returns the columns in which a grid's combinations differ, apart from batch and context."""
     values = {name: {row.get(name) for row in rows} for name in OTHERS}
     for name in SAMPLED:
-        values[name] -= {None}  # in greedy cells, which have no temperature either
+        values[name] -= {None}  # in greedy cells
     names = [name for name, found in values.items() if len(found) > 1]
     # By default, the kind of prompts determines the number of candidates.
     pairs = {(row.get("prompts"), row.get("candidates")) for row in rows}
@@ -57,8 +57,8 @@ def grouped(rows: Rows) -> list[list[Row]]:
 
 
 def value_text(name: str, value: Any) -> str:
-    """Returns a setting's value as text, "–" if it is not set; without a temperature: greedy."""
-    if name == "temperature" and value is None:
+    """Returns a setting's value as text, "–" if it is not set; greedy for no temperature."""
+    if name == "temperature" and not value:
         return "greedy"
     if value in (None, "", ()):
         return "–"
@@ -77,7 +77,7 @@ def heading(name: str) -> str:
 def describe(settings: Mapping[str, Any]) -> str:
     """Returns settings as text, without those that are not set.
 
-    {"dtype": "float32", "temperature": None, "top_p": None, "prompts": "chat"} gives
+    {"dtype": "float32", "temperature": 0, "top_p": None, "prompts": "chat"} gives
     "float32, greedy, chat".
     """
     texts = {name: value_text(name, value) for name, value in settings.items()}

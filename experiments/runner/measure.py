@@ -89,7 +89,7 @@ def measure(
 
 def _with_own_seed(cell: Cell, number: int) -> Cell:
     """Returns the cell of a batch: batches of a sampled cell draw different random numbers."""
-    return dataclasses.replace(cell, seed=cell.seed + number) if cell.do_sample else cell
+    return dataclasses.replace(cell, seed=cell.seed + number) if cell.temperature else cell
 
 
 def _run(merged: Any, batches: Sequence[Any]) -> dict[str, Any]:
@@ -268,12 +268,12 @@ def _match(
     if _equal_rows(runs) < 1 and _equal_rows(plain_runs) == 1:
         raise RuntimeError(f"{cell.label}: two runs on the same prompts differ")
     plain, found = np.asarray(plain_runs[0].tokens), np.asarray(runs[0].tokens)
-    if cell.do_sample and cell.draft != "none" and cell.verifier != "naive":
+    if cell.temperature and cell.draft != "none" and cell.verifier != "naive":
         return None
     if np.array_equal(plain, found):
         return exactness.Match(len(plain), ())
     # Without a model no divergence is a tie.
-    target = None if cell.do_sample else bench.read_by(cell.target, cell)
+    target = None if cell.temperature else bench.read_by(cell.target, cell)
     return exactness.compare(target, bench.prompts(cell), plain, found)
 
 

@@ -14,7 +14,8 @@ from experiments import prompts
 from experiments.schema import grid
 from experiments.schema.fields import ConfigError
 from magicjax.decoding import memory
-from magicjax.decoding.request import PREFILL_TOKENS, Request, prepare
+from magicjax.decoding.preparation import PREFILL_TOKENS, validate
+from magicjax.decoding.request import Request
 from magicjax.engine import memory_check
 from magicjax.engine.config import EngineConfig
 from magicjax.loading import load_tokenizer, skeleton, validate_tokenizer
@@ -66,7 +67,7 @@ def _problem(where: str, check: Callable, *arguments: Any) -> str:
     try:
         check(*arguments)
     except (ValueError, OSError) as error:
-        return f"{where}: {error}".replace("max_new_tokens", "new_tokens")  # as in the file
+        return f"{where}: {error}".replace("max_tokens", "new_tokens")  # as in the file
     return ""
 
 
@@ -114,9 +115,9 @@ def check_cell(cell: grid.Cell, rows: int | None = None) -> Request | None:
     options = grid.options(cell, load)
     target = load(cell.target, **cell.storage)
     if cell.draft == "auto":
-        make_problem(target, text, **options)
+        make_problem(target, text, cell.params, options)
         return None
-    return prepare(target, text, **options)
+    return validate(target, text, cell.params, options)
 
 
 def too_large(cells: Iterable[grid.Cell], available: float | None = None) -> dict[grid.Cell, str]:

@@ -20,15 +20,19 @@ from experiments import prompts
 from experiments.prompts import RANDOM, TEXTS, Prompt, metrics
 from experiments.runner import teacher
 from experiments.runner.provenance import code
-from experiments.schema import store
-from experiments.schema.grid import Cell, fingerprint, make_drafter, options, plain_of
+from experiments.schema import grid, store
+from experiments.schema.grid import Cell, fingerprint, make_drafter, plain_of
+from magicjax import generation
 from magicjax.benchmarks import profile_phases
-from magicjax.decoding import memory, program_cache, request
+from magicjax.decoding import memory, program_cache
 from magicjax.decoding.paired_timing import PrefilledPrompts
+from magicjax.decoding.preparation import prepare
+from magicjax.decoding.request import Request, RequestOptions
 from magicjax.files import locked, write_atomically
 from magicjax.loading import config_of, weight_format
 from magicjax.parallel import offloading
 from magicjax.prediction import cost_model
+from magicjax.prediction.autotune import search
 from sharding import processes
 
 MEMORY_SHARE = 0.7  # of a device's memory, for the weights of a model that reads a text
@@ -122,7 +126,7 @@ class Bench:
         if cell.candidates == 1:
             return candidates
         text = (cell.target, cell.dtype, cell.target_weights, cell.offload, *_prompt_settings(cell))
-        key = ("chosen", *text, cell.new_tokens, *cell.sampling.values())
+        key = ("chosen", *text, cell.params)
         return [candidates[i] for i in self._once(key, lambda: self._choose(cell))]
 
     def _choose(self, cell: Cell) -> list[int]:
@@ -177,8 +181,7 @@ class Bench:
 
     def run(self, cell: Cell, rows: np.ndarray | None = None) -> Any:
         """Returns the output of the cell's call of `generate`, on its group's prompts or `rows`."""
-        target, text, arguments = self.call(cell, rows)
-        return magicjax.generate(target, text, **arguments)
+        return generation.run(*self.call(cell, rows))
 
     def runs(self, cells: Sequence[Cell], rows: np.ndarray) -> "Runs":
         """Returns the runs of cells of the same target, on one batch of their prompts."""
@@ -186,16 +189,18 @@ class Bench:
 
     def call(
         self, cell: Cell, rows: np.ndarray | None = None
-    ) -> tuple[Any, list[np.ndarray], dict[str, Any]]:
-        """Returns (target, prompts, options) of the cell's call of `generate`; see `run`."""
+    ) -> tuple[Any, list[np.ndarray], magicjax.SamplingParams, RequestOptions]:
+        """Returns (target, prompts, parameters, options) of a call of `generate`; see `run`."""
         target = self.target_of(cell)
         text = list(self.prompts(cell) if rows is None else rows)
-        arguments = options(cell, functools.partial(self.draft, cell=cell))
+        options = grid.options(cell, functools.partial(self.draft, cell=cell))
         if cell.draft == "auto":  # one choice for all runs of the cell
-            arguments["drafter"] = self._once(
-                ("choice", cell), lambda: magicjax.choose_drafter(target, text, **arguments)
-            )
-        return target, text, arguments
+
+            def choose() -> Any:
+                return search.choose(search.make_problem(target, text, cell.params, options))[0]
+
+            options = dataclasses.replace(options, drafter=self._once(("choice", cell), choose))
+        return target, text, cell.params, options
 
     def agreement(self, cell: Cell) -> float | None:
         """Returns how often target and draft predict the same token on the prompts' text.
@@ -250,7 +255,7 @@ class Runs:
             self._prefilled = PrefilledPrompts.create(requests[-1], drafters)
         self.compile_s = program_cache.totals()[1] - before
 
-    def _of_equal_capacity(self, cells: Sequence[Cell]) -> dict[Cell, request.Request]:
+    def _of_equal_capacity(self, cells: Sequence[Cell]) -> dict[Cell, Request]:
         """Returns the cells' requests; {} if each run has its own prefill.
 
         Raises:
@@ -260,8 +265,7 @@ class Runs:
             return {}
         requests = {}
         for cell in cells:
-            target, text, arguments = self.bench.call(cell, self.rows)
-            requests[cell] = request.prepare(target, text, **arguments)
+            requests[cell] = prepare(*self.bench.call(cell, self.rows))
             memory.check(requests[cell])
         capacities = {each.settings.capacity for each in requests.values()}
         return requests if len(capacities) == 1 else {}
@@ -276,8 +280,7 @@ class Runs:
     def trace(self, cell: Cell, folder: pathlib.Path | None) -> profile_phases.Phases:
         """Returns the phases of one more run, the last one; see `profile_phases.trace`."""
         if self._prefilled is None:
-            target, text, arguments = self.bench.call(cell, self.rows)
-            return profile_phases.trace(target, text, folder, **arguments)
+            return profile_phases.trace(*self.bench.call(cell, self.rows), folder=folder)
         return profile_phases.trace_request(self._requests[cell], self._prefilled, folder)
 
 

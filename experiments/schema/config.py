@@ -152,17 +152,15 @@ class Experiment(Strict):
     """Methods to compare; plain decoding is always measured as well."""
     new_tokens: Annotated[int, Field(ge=8)] = setting(128)
     """Tokens generated for each row, at least 8: repetition is measured on 8-grams."""
-    do_sample: bool = setting(False, column="")
-    """Sample tokens from the target's distribution. If not set: greedy decoding."""
-    temperature: Amount | None = setting(None, default=1.0, needs="do_sample")
-    """With do_sample, divides the logits. If not set: 1."""
-    top_k: Positive | None = setting(None, needs="do_sample")
-    """With do_sample, sample from the k most likely tokens. If not set: all."""
-    top_p: Fraction | None = setting(None, default=1.0, needs="do_sample")
-    """With do_sample, sample from the most likely tokens whose probabilities reach p. If not set:
-    1."""
-    seed: int | None = setting(None, default=0, needs="do_sample")
-    """With do_sample, the random seed. If not set: 0."""
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = setting(0.0)
+    """Divides the logits; 0: greedy decoding."""
+    top_k: Positive | None = setting(None, needs="temperature")
+    """With a temperature, sample from the k most likely tokens. If not set: all."""
+    top_p: Fraction | None = setting(None, default=1.0, needs="temperature")
+    """With a temperature, sample from the most likely tokens whose probabilities reach p. If not
+    set: 1."""
+    seed: int | None = setting(None, default=0, needs="temperature")
+    """With a temperature, the random seed. If not set: 0."""
     repeats: Annotated[int, Field(ge=0)] = setting(3, column="repeat")
     """Timed runs of each cell; the median is reported. 0: one run without timing, for quantities
     that do not depend on the machine, such as acceptance."""
@@ -290,7 +288,10 @@ class Experiment(Strict):
     def _check_needed(self) -> "Experiment":
         """Refuses settings of sampling in greedy decoding, and of serving without an engine."""
         settings = declared(type(self)).items()
-        for needed, where in {"do_sample": "in greedy decoding", "slots": "without slots"}.items():
+        for needed, where in {
+            "temperature": "in greedy decoding",
+            "slots": "without slots",
+        }.items():
             stray = [
                 n for n, known in settings if known.needs == needed and getattr(self, n) is not None
             ]
@@ -317,9 +318,9 @@ class Experiment(Strict):
                     f"methods.{i}: adaptive_depth is not supported with a tree for each drafter: "
                     "give one tree for all, or remove adaptive_depth"
                 )
-            if self.do_sample and any(method.adaptive_depth) and method.verifier != ["naive"]:
+            if self.temperature and any(method.adaptive_depth) and method.verifier != ["naive"]:
                 raise ValueError(
-                    f"methods.{i}: adaptive_depth with do_sample changes the text unless the "
+                    f"methods.{i}: adaptive_depth with a temperature changes the text unless the "
                     "verifier is naive: set verifier: naive"
                 )
         mesh = parse_mesh(self.mesh) if self.mesh else MeshSize()

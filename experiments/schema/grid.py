@@ -24,6 +24,7 @@ from experiments.schema.fields import ConfigError
 from experiments.schema.method import AUTO, OPTIONS, PLAIN
 from experiments.schema.paths import PATHS
 from experiments.schema.settings import columns_of, declared
+from magicjax.decoding.request import RequestOptions
 from magicjax.drafters import spec
 from magicjax.sources import directory_of
 from magicjax.trees.token_tree import ROOT_ONLY, Shape
@@ -104,18 +105,23 @@ class Cell(_Settings):
     @property
     def draw_methods(self) -> str:
         """How children are drawn, "" in greedy decoding."""
-        if self.is_plain or self.drafter == AUTO or not self.do_sample:
+        if self.is_plain or self.drafter == AUTO or not self.temperature:
             return ""
         drafter, tree = make_drafter(self)
         return " + ".join(sorted(drafter.draw_methods(tree)))
 
     @property
-    def sampling(self) -> dict[str, Any]:
-        """The sampling arguments of `generate`, empty in greedy decoding."""
-        if not self.do_sample:
-            return {}
-        names = [n for n, known in declared(Experiment).items() if known.needs == "do_sample"]
-        return {"do_sample": True} | {name: getattr(self, name) for name in names}
+    def params(self) -> magicjax.SamplingParams:
+        """The parameters of the texts."""
+        if not self.temperature:
+            return magicjax.SamplingParams(max_tokens=self.new_tokens)
+        return magicjax.SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k or 0,
+            top_p=self.top_p,
+            seed=self.seed,
+            max_tokens=self.new_tokens,
+        )
 
     @property
     def storage(self) -> dict[str, Any]:
@@ -251,7 +257,7 @@ def columns(cell: Cell) -> dict[str, Any]:
 
 
 def _group(experiment: Experiment) -> list[Cell]:
-    sampled = experiment.do_sample
+    sampled = experiment.temperature > 0
     settings = {
         name: known.resolve(
             getattr(experiment, name), not known.needs or bool(getattr(experiment, known.needs))
@@ -295,19 +301,17 @@ def make_drafter(cell: Cell, load: Callable[..., Any] = method.named) -> tuple[A
     return method.make_drafter({name: getattr(cell, name) for name in PLAIN}, load)
 
 
-def options(cell: Cell, load: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the cell's arguments of `magicjax.generate`; `load` returns a directory's model."""
+def options(cell: Cell, load: Callable[..., Any]) -> RequestOptions:
+    """Returns the options of the cell's call of `generate`; `load` returns a directory's model."""
     drafter, tree = make_drafter(cell, load)
-    return {
-        "drafter": drafter,
-        "tree": tree,
-        "max_new_tokens": cell.new_tokens,
-        "verifier": cell.verifier or None,
-        "eos_token_id": [],  # all rows generate max_new_tokens
-        "mesh": cell.devices,
-        "micro_batches": cell.micro_batches,
-        **cell.sampling,
-    }
+    return RequestOptions(
+        drafter=drafter,
+        tree=tree,
+        verifier=cell.verifier or None,
+        eos_token_id=[],  # all rows generate new_tokens
+        mesh=cell.devices,
+        micro_batches=cell.micro_batches,
+    )
 
 
 def key(cell: Cell, provenance: dict[str, str] | None = None) -> str:

@@ -107,7 +107,7 @@ class Method(Strict):
     def needing(self, setting: str) -> list[str]:
         """Returns the keys that have no effect without a setting of the experiment."""
         found: dict[str, dict[str, Any]] = {
-            "do_sample": {"verifier": self.verifier, "draw": "draw" in self.options},
+            "temperature": {"verifier": self.verifier, "draw": "draw" in self.options},
             "slots": {"adaptive_depth": any(self.adaptive_depth)},
         }
         return [name for name, is_set in found[setting].items() if is_set]

@@ -37,9 +37,9 @@ def cells_of(experiment: config.Experiment) -> list[list[grid.Cell]]:
       ConfigError: wrong settings, or sampling, which has no texts to compare.
     """
     groups = grid.groups(experiment)
-    if any(cell.do_sample or cell.draft == "auto" for group in groups for cell in group):
+    if any(cell.temperature or cell.draft == "auto" for group in groups for cell in group):
         raise ConfigError(
-            "do_sample and drafter=auto are not supported here: use experiments.launch"
+            "temperature and drafter=auto are not supported here: use experiments.launch"
         )
     return [[dataclasses.replace(cell, repeats=1) for cell in group] for group in groups]
 

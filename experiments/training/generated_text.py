@@ -69,10 +69,9 @@ def write(source: str, dtype: str, settings: Generated, work: pathlib.Path) -> c
             output = magicjax.generate(
                 target,
                 [start] * settings.batch,
-                max_new_tokens=settings.length,
-                do_sample=True,
-                temperature=settings.temperature,
-                seed=number,
+                magicjax.SamplingParams(
+                    temperature=settings.temperature, seed=number, max_tokens=settings.length
+                ),
                 eos_token_id=[],
             )
             buffer = io.BytesIO()

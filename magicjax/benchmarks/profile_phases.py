@@ -23,12 +23,13 @@ from magicjax.benchmarks import profile_ops
 from magicjax.benchmarks.profile_ops import Event
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.paired_timing import PrefilledPrompts
-from magicjax.decoding.request import Request, prepare
+from magicjax.decoding.preparation import prepare
+from magicjax.decoding.request import Request, RequestOptions
 from magicjax.files import write_atomically
 from magicjax.model import Model
 from magicjax.prediction import hlo
 from magicjax.prediction.autotune import auto
-from magicjax.prediction.autotune.auto import Auto, Choice
+from magicjax.sampling_params import SamplingParams
 from sharding import processes
 
 PHASES = ("draft", "score", "verify", "commit")
@@ -81,17 +82,18 @@ class Span(NamedTuple):
 
 def trace(
     target: Model,
-    prompts: Sequence[Any],
-    folder: str | os.PathLike | None = None,
+    prompts: Any,
+    params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+    options: RequestOptions = RequestOptions(),
     *,
+    folder: str | os.PathLike | None = None,
     rounds: int = ROUNDS,
-    **options: Any,
 ) -> Phases:
     """Runs the compiled loop under the profiler and returns its time by phase.
 
     Args:
-      target, prompts, options: as for `magicjax.generate`. With "auto", the chosen drafter runs
-        with the planned tree.
+      target, prompts, params: as for `magicjax.generate`.
+      options: its keyword arguments. With "auto", the chosen drafter runs with the planned tree.
       folder: `trace.perfetto.json.gz` is written here, for ui.perfetto.dev; None: not written.
       rounds: the most rounds to trace, starting after the prompts.
 
@@ -101,7 +103,10 @@ def trace(
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds} is too small: trace at least 1 round")
-    request = _request(target, prompts, options)
+    if auto.is_choice(options.drafter):
+        request = auto.prepare_stream(target, prompts, params, options)[0]
+    else:
+        request = prepare(target, prompts, params, options)
     drafters = [] if request.drafter is None else [request.drafter]
     return trace_request(request, PrefilledPrompts.create(request, drafters), folder, rounds)
 
@@ -141,12 +146,6 @@ def trace_request(
         content = json.dumps(with_track(raw_trace, merge_spans(spans))).encode()
         write_atomically(pathlib.Path(folder) / FILE, gzip.compress(content))
     return _summary(spans, wall_s, int(processes.fetch(state.histogram).sum(1).max()))
-
-
-def _request(target: Model, prompts: Sequence[Any], options: dict[str, Any]) -> Request:
-    if isinstance(options.get("drafter"), Auto | Choice | str):
-        return auto.prepare_stream(target, prompts, **options)[0]
-    return prepare(target, prompts, **options)
 
 
 def _summary(spans: Sequence[Span], wall_s: float, rounds: int) -> Phases:

@@ -14,11 +14,13 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from magicjax.decoding import loop
-from magicjax.decoding.request import Request, prepare
+from magicjax.decoding.preparation import prepare
+from magicjax.decoding.request import Request, RequestOptions
 from magicjax.decoding.runner import state_shapes
 from magicjax.drafters import Drafter, SelfSpeculation
 from magicjax.drafters.base import RoundOutcome
 from magicjax.model import Model
+from magicjax.sampling_params import SamplingParams
 from magicjax.settings import AttentionStatsSpec
 from magicjax.trees.proposal import Proposal
 from magicjax.trees.token_tree import Tree
@@ -114,11 +116,8 @@ def synthetic_request(setup: Setup, batch: int, context: int, drafter: Any, tree
     return prepare(
         setup.target,
         list(rows),
-        drafter=drafter,
-        tree=tree,
-        max_new_tokens=setup.new_tokens,
-        eos_token_id=[],
-        backend=setup.backend,
+        SamplingParams(max_tokens=setup.new_tokens),
+        RequestOptions(drafter=drafter, tree=tree, eos_token_id=[], backend=setup.backend),
     )
 
 

@@ -12,11 +12,10 @@ from typing import Any
 import magicjax
 from magicjax.cli import drafting, options, text
 from magicjax.cli.options import AUTO
-from magicjax.decoding.chat_template import chat_tokens
-from magicjax.engine import memory_check, templates
+from magicjax.decoding.prompts import chat_tokens
 from magicjax.engine.handle import RequestStats, Result
 from magicjax.files import write_atomically
-from magicjax.loading import config_of, skeleton, stored_dtype
+from magicjax.loading import config_of
 from magicjax.model import DTYPES
 from magicjax.suggest import did_you_mean
 
@@ -119,28 +118,22 @@ def run(arguments: argparse.Namespace) -> None:
             f"--drafter {AUTO} measures a single prompt: find a drafter with `magicjax generate "
             f"--drafter {AUTO}`, and pass it"
         )
-    drafting.check(arguments, arguments.drafter, "without --drafter")
+    drafting.check(
+        arguments,
+        arguments.drafter,
+        arguments.temperature != 0,
+        "without --drafter",
+        "without --temperature",
+    )
+    params = drafting.sampling_params(arguments, max_tokens=None)
     tokenizer = text.tokenizer_of(arguments)
     greeting = [*_first_messages(arguments), {"role": "user", "content": "Hello"}]
     chat_tokens(tokenizer, greeting)  # an error if the template rejects such messages
-    dtype = arguments.dtype or options.default_dtype(arguments.backend)
-
-    def without_weights(source: str, **options) -> magicjax.Model:
-        return skeleton(source, dtype or stored_dtype(source), **options)
-
-    config, params = _engine_config(arguments), _params(arguments)
-    drafter, tree = drafting.speculation(arguments, without_weights)
-    stored = {"weights": arguments.weights, "offload": arguments.offload}
-    target = without_weights(arguments.target, **stored)
-    target = dataclasses.replace(target, tokenizer=tokenizer)
-    used, row = templates.validated(target, drafter, tree, config)
-    memory_check.check(row, used)
-
-    load = functools.partial(magicjax.load, dtype=dtype)
-    target = load(arguments.target, **stored)
-    target = dataclasses.replace(target, tokenizer=tokenizer)
+    dtype = options.default_dtype(arguments.backend)
+    load = functools.partial(text.unloaded, dtype=arguments.dtype or dtype)
     drafter, tree = drafting.speculation(arguments, load)
-    engine = magicjax.Engine(target, drafter, tree, config)
+    target = text.unloaded_target(arguments, tokenizer, dtype)
+    engine = magicjax.Engine(target, drafter, tree, _engine_config(arguments))
     session = Session(engine, params, tokenizer, _first_messages(arguments))
     for line in _lines():
         if line.startswith("/"):
@@ -166,24 +159,10 @@ def _engine_config(arguments: argparse.Namespace) -> magicjax.EngineConfig:
         slots=1,
         capacity=limit,
         max_tokens=arguments.max_tokens,
-        sampling=arguments.do_sample,
+        sampling=arguments.temperature != 0,
         verifier=arguments.verifier,
         rounds_per_step=1,  # text appears after every round
         backend=arguments.backend,
-    )
-
-
-def _params(arguments: argparse.Namespace) -> magicjax.SamplingParams:
-    """Returns the parameters of all answers."""
-    names = ("temperature", "top_k", "top_p", "seed")
-    sampled = arguments.do_sample
-    options.check_effects(arguments, [(name, sampled, "without --do-sample") for name in names])
-    temperature = 1.0 if arguments.temperature is None else arguments.temperature
-    given = {name: getattr(arguments, name) for name in names[1:]}
-    return magicjax.SamplingParams(
-        temperature=temperature if sampled else 0.0,
-        max_tokens=None,
-        **{name: value for name, value in given.items() if value is not None},
     )
 
 

@@ -21,8 +21,6 @@ from magicjax.plugins import installed
 from magicjax.trees.token_tree import Tree
 from magicjax.verification.verify import VERIFIERS
 
-SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "seed", "verifier")
-
 
 def add_speculation(parser: Any, more: str = "") -> Any:
     """Adds the options of drafters and trees; returns their group.
@@ -65,36 +63,61 @@ def drafters_help() -> str:
 def add_sampling(parser: Any) -> None:
     """Adds the options of sampling."""
     group = parser.add_argument_group("sampling")
-    group.add_argument("--do-sample", action="store_true", help="sample; default: greedy decoding")
-    group.add_argument("--temperature", type=float, help="default: 1")
-    group.add_argument("--top-k", type=int, help="number of tokens to sample from; 0 for all")
-    group.add_argument("--top-p", type=float, help="probability mass to sample from; 1 for all")
-    group.add_argument("--seed", type=int, help="default: 0")
+    group.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy decoding")
+    group.add_argument(
+        "--top-k", type=int, default=0, help="number of tokens to sample from; default: 0, all"
+    )
+    group.add_argument(
+        "--top-p", type=float, default=1.0, help="probability mass to sample from; default: 1, all"
+    )
+    group.add_argument("--seed", type=int, default=0, help="default: 0")
     group.add_argument(
         "--verifier",
         choices=VERIFIERS,
-        help="rule that accepts drafted tokens; default: greedy, or mss with --do-sample",
+        help="rule that accepts drafted tokens; default: greedy, or mss with a temperature",
+    )
+
+
+def sampling_params(
+    arguments: argparse.Namespace,
+    max_tokens: int | None,
+    stop: Sequence[str] = (),
+    grammar: magicjax.Grammar | None = None,
+    logprobs: int | None = None,
+) -> magicjax.SamplingParams:
+    """Returns the parameters of a text, with those of `add_sampling`."""
+    return magicjax.SamplingParams(
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        max_tokens=max_tokens,
+        stop=stop,
+        grammar=grammar,
+        logprobs=logprobs,
     )
 
 
 def check(
     arguments: argparse.Namespace,
     drafters: Sequence[str],
+    sampled: bool,
     without: str,
-    greedy: str = "without --do-sample",
+    greedy: str,
 ) -> None:
     """Raises ValueError for options without effect, and for a wrong number of trees.
 
     Args:
       arguments: the parsed options.
       drafters: the texts of the drafters.
+      sampled: whether tokens are sampled.
       without: a phrase for when there are none, such as "without --drafter".
       greedy: a phrase for when nothing is sampled.
     """
     effects: list[tuple[str, object, str]] = [("tree", drafters, without)]
     options.check_effects(arguments, effects)
     drawn = [text for text in drafters if any("draw" in part.values for part in parse_all(text))]
-    if drawn and not arguments.do_sample:
+    if drawn and not sampled:
         raise ValueError(
             f"draw has no effect in greedy decoding, {greedy}: remove it from {drawn[0]}"
         )

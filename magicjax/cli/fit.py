@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from magicjax.cli import options
-from magicjax.decoding.request import prefill_chunk
+from magicjax.decoding.preparation import prefill_chunk
 from magicjax.drafters.sparse import BUDGET
 from magicjax.loading import weight_format
 from magicjax.options import token_count

@@ -2,13 +2,12 @@
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import os
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,16 +16,12 @@ import jax
 import magicjax
 from magicjax.cli import drafting, options, text
 from magicjax.cli.options import AUTO
-from magicjax.decoding import memory
-from magicjax.decoding.chat_template import chat_tokens
-from magicjax.decoding.request import prepare
 from magicjax.decoding.runner import Output
 from magicjax.decoding.validation import DEFAULT_TREE
 from magicjax.drafters import Drafter
 from magicjax.drafters.spec import make_drafter, parse_all
-from magicjax.loading import config_of, skeleton, stored_dtype
+from magicjax.loading import config_of
 from magicjax.model import DTYPES
-from magicjax.prediction.autotune.search import make_problem
 from magicjax.trees.token_tree import Tree
 from magicjax.version import version
 from sharding import parse_mesh, processes
@@ -53,7 +48,7 @@ def add(commands: Any) -> None:
     source.add_argument("--prompt", help="text to continue")
     source.add_argument("--prompt-file", type=pathlib.Path, help="file with the text to continue")
     source.add_argument("--chat", metavar="MESSAGE", help="message to answer, in a chat template")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
+    parser.add_argument("--max-tokens", type=int, default=128, help="new tokens; default: 128")
     parser.add_argument(
         "--stop",
         action="append",
@@ -169,7 +164,7 @@ def run(arguments: argparse.Namespace) -> int:
     local = ("run", "rank", "coordinator", "join_seconds", "prompt", "prompt_file")
     shared = {name: str(value) for name, value in vars(arguments).items() if name not in local}
     shared |= {
-        "prompt": _text(arguments),
+        "prompt": str(_prompt(arguments)),
         "version": version(),
         "config": str(config_of(arguments.target)),
     }
@@ -216,48 +211,37 @@ def _check(arguments: argparse.Namespace) -> None:
         ("draft_shards", any(paths), "without --drafter small:PATH"),
     ]
     options.check_effects(arguments, effects)
-    drafting.check(arguments, drafters, without_drafter)
+    sampled = arguments.temperature != 0
+    drafting.check(arguments, drafters, sampled, without_drafter, "without --temperature")
 
 
 def _generate(
     arguments: argparse.Namespace, interruptible: AbstractContextManager[threading.Event]
 ) -> int:
-    """Validates everything with models without weights, then loads the weights and generates."""
+    """Prints the text while it is generated. Options are validated before weights are loaded."""
     tokenizer = text.tokenizer_of(arguments)
-    prompt: Any = _text(arguments)  # or token ids
-    if arguments.chat is not None:
-        prompt = chat_tokens(tokenizer, [{"role": "user", "content": arguments.chat}])
-    mesh = magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None
-
-    def without_weights(source: str, **options) -> magicjax.Model:
-        return skeleton(source, arguments.dtype or stored_dtype(source), **options)
-
-    stored = {"weights": arguments.weights, "offload": arguments.offload}
-    target = without_weights(arguments.target, **stored)
-    target = dataclasses.replace(target, tokenizer=tokenizer)
-    drafter, tree = speculation(arguments, without_weights)
-    own = ("max_new_tokens", "stop", "logprobs", "backend")
-    keywords = {name: getattr(arguments, name) for name in own}
-    keywords |= {name: getattr(arguments, name) for name in drafting.SAMPLING}
-    keywords |= {"tree": tree, "mesh": mesh}
-    grammar = _grammar(arguments)  # its tokens need those of the loaded target, such as EOS
-    if isinstance(drafter, magicjax.Auto):
-        problem = make_problem(target, [prompt], drafter, **keywords)
-        request = dataclasses.replace(problem.request, drafter=None)
-    else:
-        request = prepare(target, [prompt], drafter=drafter, **keywords)
-    memory.check(request)
-
-    load = functools.partial(magicjax.load, dtype=arguments.dtype, mesh=mesh)
-    target = load(arguments.target, **stored)
-    target = dataclasses.replace(target, tokenizer=tokenizer)
-    load_draft = load if mesh is None else functools.partial(load, stages=1)
-    drafter, _ = speculation(arguments, load_draft)
-    rounds = magicjax.stream(target, [prompt], drafter=drafter, grammar=grammar, **keywords)
+    drafter, tree = speculation(arguments)
+    params = drafting.sampling_params(
+        arguments,
+        max_tokens=arguments.max_tokens,
+        stop=arguments.stop,
+        grammar=_grammar(arguments),
+        logprobs=arguments.logprobs,
+    )
+    rounds = magicjax.stream(
+        text.unloaded_target(arguments, tokenizer),
+        [_prompt(arguments)],
+        params,
+        drafter=drafter,
+        tree=tree,
+        verifier=arguments.verifier,
+        backend=arguments.backend,
+        mesh=magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None,
+    )
     if arguments.show_tree:
         print(*arguments.tree or [DEFAULT_TREE], sep="\n")
     with interruptible as interrupted:
-        output = text.print_stream(rounds, tokenizer, interrupted.is_set, arguments.stop)
+        output = text.print_stream(rounds, tokenizer, interrupted.is_set, params.stop)
     if output.logprobs is not None:
         tokens = output.tokens[0, : output.lengths[0]]
         print(text.log_prob_lines(tokenizer, tokens, output.logprobs[0]), file=sys.stderr)
@@ -279,11 +263,13 @@ def _grammar(arguments: argparse.Namespace) -> magicjax.Grammar | None:
     return magicjax.Grammar.json_object() if arguments.json else None
 
 
-def _text(arguments: argparse.Namespace) -> str:
-    """Returns the text to continue, or the message to answer."""
+def _prompt(arguments: argparse.Namespace) -> Any:
+    """Returns the text to continue, or the conversation to answer."""
     if arguments.prompt_file is not None:
         return _read("--prompt-file", arguments.prompt_file)
-    return arguments.prompt if arguments.chat is None else arguments.chat
+    if arguments.chat is not None:
+        return [{"role": "user", "content": arguments.chat}]
+    return arguments.prompt
 
 
 def _read(option: str, path: pathlib.Path) -> str:
@@ -302,13 +288,13 @@ def _read(option: str, path: pathlib.Path) -> str:
 
 
 def speculation(
-    arguments: argparse.Namespace, load: Callable[..., magicjax.Model]
+    arguments: argparse.Namespace,
 ) -> tuple[Drafter | magicjax.Auto | None, Tree | None]:
-    """Returns (drafter, tree) for `magicjax.generate`, with draft models that `load` returns."""
-    small = functools.partial(load, shards=arguments.draft_shards)
+    """Returns (drafter, tree) for `magicjax.stream`, with draft models without weights."""
+    load = functools.partial(text.unloaded, dtype=arguments.dtype, shards=arguments.draft_shards)
     if AUTO not in arguments.drafter:
-        return drafting.speculation(arguments, small)
-    candidates = [make_drafter(text, small) for text in arguments.candidate]
+        return drafting.speculation(arguments, load)
+    candidates = [make_drafter(candidate, load) for candidate in arguments.candidate]
     return magicjax.Auto(candidates or None, arguments.profile), None
 
 

@@ -123,8 +123,8 @@ def check_context(source: str, context: int, timed_tokens: int = 0) -> None:
 def in_option_names(message: str, names: Iterable[str]) -> str:
     """Returns an error text with Python arguments replaced by options.
 
-    "top_k=-1 has no effect: pass do_sample=True or omit top_k" becomes "--top-k -1 has no effect:
-    pass --do-sample or omit --top-k". Names that are part of a path stay.
+    "stages=2 has no effect: pass offload=True or omit stages" becomes "--stages 2 has no effect:
+    pass --offload or omit --stages". Names that are part of a path stay.
     """
     name = "|".join(map(re.escape, names))
 

@@ -1,7 +1,6 @@
 """`magicjax serve`: an HTTP server with OpenAI's API."""
 
 import argparse
-import dataclasses
 import functools
 import ipaddress
 import os
@@ -12,8 +11,6 @@ from typing import Any
 import magicjax
 from magicjax.cli import drafting, options, text
 from magicjax.cli.options import AUTO
-from magicjax.engine import memory_check, templates
-from magicjax.loading import skeleton, stored_dtype
 from magicjax.model import DTYPES
 from magicjax.verification.verify import VERIFIERS
 from sharding import parse_mesh
@@ -195,25 +192,12 @@ def run(arguments: argparse.Namespace) -> int:
         host, port = bound.getsockname()[:2]
         if api_key is None and not ipaddress.ip_address(host).is_loopback:
             _note(f"warning: anyone who reaches {host} can use the model: set ${API_KEY}")
-        dtype = (
-            arguments.dtype
-            or options.default_dtype(arguments.backend)
-            or stored_dtype(arguments.target)
-        )
-        config = engine_config(arguments)
-        without_weights = functools.partial(skeleton, dtype=dtype)
-        stored = {"weights": arguments.weights, "offload": arguments.offload}
-        target = without_weights(arguments.target, **stored)
+        dtype = options.default_dtype(arguments.backend)
         mesh = magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None
-        drafter, tree = drafting.speculation(arguments, without_weights)
-        used, row = templates.validated(target, drafter, tree, config, mesh)
-        memory_check.check(row, used)
-        load = functools.partial(magicjax.load, dtype=dtype, mesh=mesh)
-        target = load(arguments.target, **stored)
-        target = dataclasses.replace(target, tokenizer=tokenizer)
-        load_draft = load if mesh is None else functools.partial(load, stages=1)
-        drafter, tree = drafting.speculation(arguments, load_draft)
-        engine = magicjax.Engine(target, drafter, tree, config, mesh=mesh)
+        target = text.unloaded_target(arguments, tokenizer, dtype)
+        load = functools.partial(text.unloaded, dtype=arguments.dtype or dtype)
+        drafter, tree = drafting.speculation(arguments, load)
+        engine = magicjax.Engine(target, drafter, tree, engine_config(arguments), mesh=mesh)
         worker = Worker(engine)
         _note("compiling; this takes seconds to minutes")
         worker.warm_up()
@@ -231,8 +215,8 @@ def _checked(arguments: argparse.Namespace) -> str | None:
             f"--drafter {AUTO} measures a single prompt: find a drafter with `magicjax generate "
             f"--drafter {AUTO}`, and pass it"
         )
-    arguments.do_sample = not arguments.greedy
-    drafting.check(arguments, arguments.drafter, "without --drafter", "with --greedy")
+    sampled = not arguments.greedy
+    drafting.check(arguments, arguments.drafter, sampled, "without --drafter", "with --greedy")
     options.check_effects(arguments, [("verifier", not arguments.greedy, "with --greedy")])
     if not 0 <= arguments.port < 2**16:
         raise ValueError(f"port={arguments.port}: it must be between 0 and {2**16 - 1}")

@@ -1,7 +1,8 @@
-"""Text of commands: tokenizers, chat templates, and printing while tokens are generated."""
+"""Models, tokenizers and printed text, which `generate`, `chat` and `serve` share."""
 
 import argparse
 import contextlib
+import dataclasses
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -11,7 +12,8 @@ import numpy as np
 from jaxtyping import Int
 
 from magicjax.decoding.text_stream import TextStream
-from magicjax.loading import config_of, load_tokenizer, validate_tokenizer
+from magicjax.loading import config_of, load_tokenizer, skeleton, stored_dtype, validate_tokenizer
+from magicjax.model import Model
 from magicjax.verification.logprobs import LogProbs
 
 
@@ -29,6 +31,22 @@ def tokenizer_of(arguments: argparse.Namespace) -> Any:
         )
     validate_tokenizer(tokenizer, config.vocab_size, source)
     return tokenizer
+
+
+def unloaded_target(arguments: argparse.Namespace, tokenizer: Any, dtype: Any = None) -> Model:
+    """Returns the target without weights; `dtype` is the default of --dtype, None for as stored."""
+    target = unloaded(
+        arguments.target,
+        arguments.dtype or dtype,
+        weights=arguments.weights,
+        offload=arguments.offload,
+    )
+    return dataclasses.replace(target, tokenizer=tokenizer)
+
+
+def unloaded(source: str, dtype: Any = None, **options: Any) -> Model:
+    """Returns a model without weights; `dtype` is None for as stored, as in `magicjax.load`."""
+    return skeleton(source, dtype or stored_dtype(source), **options)
 
 
 @contextlib.contextmanager

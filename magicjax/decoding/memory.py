@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -99,20 +98,19 @@ def check_workload(
         )
 
 
-def check_rows(target: Model, prompts: Any, mesh: AnyMesh | None) -> None:
+def check_rows(target: Model, rows: int, mesh: AnyMesh | None) -> None:
     """Raises OutOfMemoryError if the caches of many rows do not fit, however short the rows are.
 
-    Reading a million prompts takes seconds, and `check` needs their lengths. Other errors are left
-    to `validate`.
+    Reading a million prompts takes seconds, and `check` needs their lengths.
     """
-    if not isinstance(target, Model) or isinstance(prompts, str) or len(prompts) < MANY_ROWS:
+    if rows < MANY_ROWS:
         return
     devices = 1 if mesh is None else mesh.size
     per_row = target.kv_bytes(1, CAPACITY_MULTIPLE) / devices
     limit = free_memory(target, mesh)
-    if limit is not None and len(prompts) * per_row > limit:
+    if limit is not None and rows * per_row > limit:
         raise OutOfMemoryError(
-            f"a batch of {len(prompts)} rows needs at least {_gb(len(prompts) * per_row)} of "
+            f"a batch of {rows} rows needs at least {_gb(rows * per_row)} of "
             f"memory for its KV cache, and {_gb(limit)} are available: use fewer than "
             f"{int(limit / per_row) + 1} rows (batch)"
         )

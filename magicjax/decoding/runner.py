@@ -37,12 +37,13 @@ class Output:
       sequences: per row, prompt and new tokens, int32.
       texts: per row, the new text without special tokens, before the stop string; None without a
         tokenizer.
-      tokens: int32 [B, max_new_tokens], the new tokens, padded with the pad token; after a stop
-        string, up to the one that completed it.
+      tokens: int32 [B, M], the new tokens of each row, padded with the pad token to the largest
+        limit; after a stop string, up to the one that completed it.
       lengths: int32 [B], the number of new tokens of each row.
       finish_reasons: per row, why it ended: "eos", "length", "stop", or "cancelled" in a stream
         that was ended by `send(True)`.
-      logprobs: per row, of its new tokens; None if they were not requested.
+      logprobs: per row, of its new tokens, None for a row that did not request them; None if no
+        row did.
       stats: acceptance, counts, times and bytes.
       choice: with `drafter="auto"`, the selected `magicjax.Choice`, which can be reused.
     """
@@ -52,7 +53,7 @@ class Output:
     tokens: Int[np.ndarray, "B M"]
     lengths: Int[np.ndarray, "B"]
     finish_reasons: list[str]
-    logprobs: list[LogProbs] | None
+    logprobs: list[LogProbs | None] | None
     stats: Stats
     choice: Any = None
 
@@ -118,9 +119,9 @@ def run_to_end(request: Request, state: DecodeState) -> tuple[DecodeState, float
     The loop compares tokens, not strings. With stop strings it therefore runs a few rounds at a
     time, and the host searches the text.
     """
-    if not request.stop:
-        return run(request, request.settings, state)
     texts, total = text_streams(request), 0.0
+    if not texts:
+        return run(request, request.settings, state)
     while True:
         state, _, _, ended = end_stopped(state, texts)
         if ended.all():
@@ -170,9 +171,9 @@ def run_adaptive(
 
 def text_streams(request: Request) -> list[TextStream]:
     """Returns the empty texts of the rows, in which stop strings are searched for; [] without."""
-    if not request.stop:
+    if not any(params.stop for params in request.params):
         return []
-    return [TextStream(request.target.tokenizer, request.stop) for _ in request.prompts]
+    return [TextStream(request.target.tokenizer, params.stop) for params in request.params]
 
 
 def end_stopped(
@@ -319,7 +320,10 @@ def output_of(
         texts = [tokenizer.decode(row, skip_special_tokens=True) for row in new]
     lengths = np.array([len(row) for row in new], np.int32)
     if logprobs is not None:
-        logprobs = [logprobs[row, :n] for row, n in enumerate(lengths)]
+        logprobs = [
+            None if params.logprobs is None else logprobs[row, :n].most_likely(params.logprobs)
+            for row, (params, n) in enumerate(zip(request.params, lengths, strict=True))
+        ]
     output = output[:, : request.settings.max_new_tokens]
     inside = np.arange(output.shape[1]) < lengths[:, None]
     stopped = [text.stopped for text in streams] or [False] * len(new)

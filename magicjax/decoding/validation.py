@@ -3,7 +3,6 @@
 All checks run on the host, before anything is compiled; a drafter adds its own (`Drafter.check`).
 """
 
-import dataclasses
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +12,8 @@ import numpy as np
 
 from magicjax import placement
 from magicjax.drafters import DRAW_METHODS, Drafter, Ensemble
-from magicjax.grammars.grammar import Grammar
 from magicjax.model import Model
+from magicjax.sampling_params import SamplingParams
 from magicjax.trees.token_tree import (
     MAX_NODES,
     ROOT_ONLY,
@@ -24,41 +23,42 @@ from magicjax.trees.token_tree import (
     Tree,
     chain,
 )
-from magicjax.verification.logprobs import MAX_ALTERNATIVES
-from magicjax.verification.sampling import Sampling, row_keys
 from magicjax.verification.verify import VERIFIERS
 from pallas_kernels import choose_backend
-from sharding import AnyMesh
 
 DEFAULT_TREE = chain(4)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RequestOptions:
-    """The keyword arguments of `magicjax.generate`, which documents them; no texts."""
-
-    drafter: Drafter | None = None
-    tree: Tree | None = None
-    max_new_tokens: int | Sequence[int] = 128
-    do_sample: bool = False
-    temperature: float | Sequence[float] | None = None
-    top_k: int | Sequence[int] | None = None
-    top_p: float | Sequence[float] | None = None
-    seed: int | None = None
-    verifier: str | None = None
-    eos_token_id: int | Sequence[int] | None = None
-    pad_token_id: int | None = None
-    stop: str | Sequence[str] = ()
-    grammar: Grammar | Sequence[Grammar | None] | None = None
-    logprobs: int | None = None
-    backend: str | None = None
-    mesh: AnyMesh | None = None
-    micro_batches: int | None = None
+def params_of_rows(
+    params: SamplingParams | Sequence[SamplingParams], rows: int
+) -> tuple[SamplingParams, ...]:
+    """Returns the parameters of each row."""
+    if isinstance(params, SamplingParams):
+        return (params,) * rows
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        raise TypeError(
+            f"params has type {type(params).__name__}: pass magicjax.SamplingParams(...), or a "
+            "list of one per prompt"
+        )
+    for each in params:
+        check_params(each)
+    if len(params) != rows:
+        raise ValueError(
+            f"{len(params)} SamplingParams for {rows} prompts: pass one, or one per prompt"
+        )
+    return tuple(params)
 
 
-def checked_tree(options: RequestOptions) -> Tree:
+def check_params(params: Any) -> None:
+    """Raises TypeError unless these are the parameters of a text."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(
+            f"params has type {type(params).__name__}: pass magicjax.SamplingParams(...)"
+        )
+
+
+def checked_tree(drafter: Drafter | None, tree: Tree | None) -> Tree:
     """Returns the tree to draft in every round; only a root without a drafter."""
-    drafter, tree = options.drafter, options.tree
     if drafter is None:
         if tree is not None:
             raise ValueError("tree has no effect without a drafter: pass drafter=... or omit tree")
@@ -109,32 +109,34 @@ def checked_shape(drafter: Drafter | None, tree: Tree) -> Shape:
     return shape
 
 
-def checked_verifier(options: RequestOptions, tree: Tree) -> str:
+def checked_verifier(
+    verifier: str | None, drafter: Drafter | None, tree: Tree, params: Sequence[SamplingParams]
+) -> str:
     """Returns the verifier; it is exact for the way the drafter draws children."""
-    verifier = options.verifier
     if verifier is not None and verifier not in VERIFIERS:
         raise ValueError(f"verifier={verifier!r} is unknown: use one of {', '.join(VERIFIERS)}")
-    if not options.do_sample:
+    if all(each.greedy for each in params):
         if verifier not in (None, "greedy"):
             raise ValueError(
-                f"verifier={verifier!r} requires sampling: pass do_sample=True or omit verifier"
+                f"verifier={verifier!r} requires sampling: pass a temperature above 0 or omit "
+                "verifier"
             )
         return "greedy"
     if verifier == "greedy":
         raise ValueError(
-            "verifier='greedy' with do_sample=True accepts only the most likely token, which does "
-            "not follow the target's distribution: omit verifier, or use mss or naive"
+            "verifier='greedy' with a temperature above 0 accepts only the most likely token, "
+            "which does not follow the target's distribution: omit verifier, or use mss or naive"
         )
-    if options.drafter is None:
+    if drafter is None:
         if verifier not in (None, "naive"):
             raise ValueError(
                 f"verifier={verifier!r} has no effect without a drafter: pass one or omit verifier"
             )
         return "naive"
-    drawn = options.drafter.draw_methods(tree)
+    drawn = drafter.draw_methods(tree)
     if not isinstance(drawn, set | frozenset) or not drawn <= {*DRAW_METHODS}:
         raise ValueError(
-            f"{type(options.drafter).__name__}.draw_methods returned {drawn!r}: return a set of "
+            f"{type(drafter).__name__}.draw_methods returned {drawn!r}: return a set of "
             f"{', '.join(DRAW_METHODS)}"
         )
     if verifier != "naive" and {"with_replacement", "without_replacement"} <= drawn:
@@ -145,101 +147,6 @@ def checked_verifier(options: RequestOptions, tree: Tree) -> str:
     return verifier or "mss"
 
 
-def checked_sampling(options: RequestOptions, rows: int) -> Sampling | None:
-    """Returns the parameters and the key of each row; None for greedy decoding."""
-    if not options.do_sample:
-        for name in ("temperature", "top_k", "top_p", "seed"):
-            if (value := getattr(options, name)) is not None:
-                raise ValueError(
-                    f"{name}={value!r} has no effect in greedy decoding: pass do_sample=True or "
-                    f"omit {name}"
-                )
-        return None
-    temperature, top_k, top_p = (
-        _per_row(name, getattr(options, name), default, rows)
-        for name, default in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0))
-    )
-    tiny = float(np.finfo(np.float32).tiny)
-    _check_rows(
-        "temperature",
-        temperature,
-        (np.float32(temperature) >= tiny) & np.isfinite(np.float32(temperature)),
-        "must be above 0 and finite in float32; for greedy decoding, omit do_sample",
-    )
-    whole = (top_k >= 0) & (top_k == np.round(top_k))
-    _check_rows("top_k", top_k, whole, "must be a whole number, 0 (all tokens) or more")
-    positive = (np.float32(top_p) >= tiny) & (top_p <= 1)
-    _check_rows("top_p", top_p, positive, "must be above 0 and at most 1")
-    arrays: dict[str, Any] = {
-        "temperature": temperature.astype(np.float32),
-        "top_k": np.minimum(top_k, 2**31 - 1).astype(np.int32),
-        "top_p": top_p.astype(np.float32),
-    }
-    return Sampling(
-        **arrays,
-        keys=row_keys(np.uint32(_checked_seed(options.seed)), np.arange(rows, dtype=np.int32)),
-        top_k_used=bool((top_k > 0).any()),
-        top_p_used=bool((top_p < 1).any()),
-    )
-
-
-def _checked_seed(seed: Any) -> int:
-    if seed is None:
-        return 0
-    if not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed!r} must be a whole number between 0 and {2**32 - 1}")
-    return int(seed)
-
-
-def _per_row(name: str, value: Any, default: float, rows: int) -> np.ndarray:
-    values = np.asarray(default if value is None else value, np.float64)
-    if values.ndim > 1 or (values.ndim == 1 and len(values) != rows):
-        raise ValueError(
-            f"{name} has shape {values.shape} for {rows} prompts: pass one number, or one per row"
-        )
-    return np.broadcast_to(values, rows)
-
-
-def _check_rows(name: str, values: np.ndarray, valid: np.ndarray, requirement: str) -> None:
-    if not valid.all():
-        raise ValueError(f"{name}={values[~valid][0]:g} {requirement}")
-
-
-def token_ids(target: Model, prompts: str | Sequence[Any]) -> list[np.ndarray]:
-    """Returns the token ids of each prompt; all lie in the target's vocabulary."""
-    if isinstance(prompts, str):
-        raise TypeError("prompts is a single text: pass a list, [text], for a batch of one row")
-    if len(prompts) == 0:
-        raise ValueError("prompts is empty: pass at least one prompt")
-    rows = []
-    for i, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            if target.tokenizer is None:
-                raise ValueError(
-                    f"prompt {i} is text and the target {target.name!r} has no tokenizer: "
-                    "pass token ids"
-                )
-            prompt = target.tokenizer(prompt)["input_ids"]
-        ids = np.asarray(prompt)
-        if ids.size == 0:
-            raise ValueError(f"prompt {i} is empty: it needs at least 1 token")
-        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-            many = ids.ndim == 0 and len(prompts) > 1
-            wrap = "; for a batch of one row, wrap it: [[5, 6, 7]]" if many else ""
-            raise ValueError(
-                f"prompt {i} has shape {ids.shape} and dtype {ids.dtype}: "
-                f"it must be text or a list of token ids{wrap}"
-            )
-        outside = ids[(ids < 0) | (ids >= target.config.vocab_size)]
-        if outside.size:
-            raise ValueError(
-                f"prompt {i} has token {outside[0]}, outside the target's vocabulary: "
-                f"ids must lie between 0 and {target.config.vocab_size - 1}"
-            )
-        rows.append(ids.astype(np.int32))
-    return rows
-
-
 def check_target(target: Any) -> None:
     """Raises TypeError unless the target is a model."""
     if not isinstance(target, Model):
@@ -248,27 +155,20 @@ def check_target(target: Any) -> None:
         )
 
 
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Raises TypeError unless the value is a whole number, ValueError if it is below `least`."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: it must be a whole number")
-    if value < least:
-        raise ValueError(f"{name}={value}: it must be at least {least}")
-
-
-def checked_limits(options: RequestOptions, rows: int) -> np.ndarray:
+def checked_limits(
+    target: Model, rows: Sequence[np.ndarray], params: Sequence[SamplingParams]
+) -> np.ndarray:
     """Returns the limit of each row's new tokens; int64, because it may exceed the context."""
-    limits = np.asarray(options.max_new_tokens)
-    if not np.issubdtype(limits.dtype, np.integer):
-        raise TypeError(f"max_new_tokens={options.max_new_tokens!r} must be an int, or one per row")
-    if limits.ndim > 1 or (limits.ndim == 1 and len(limits) != rows):
-        raise ValueError(
-            f"max_new_tokens has shape {limits.shape} for {rows} prompts: pass one int, or one per "
-            "row"
-        )
-    if limits.min() < 1:
-        raise ValueError(f"max_new_tokens={limits.min()} must be at least 1")
-    return np.broadcast_to(limits, rows).astype(np.int64)
+    positions = target.config.max_positions
+    limits = np.zeros(len(rows), np.int64)
+    for i, (row, each) in enumerate(zip(rows, params, strict=True)):
+        limits[i] = positions - len(row) if each.max_tokens is None else each.max_tokens
+        if limits[i] < 1:
+            raise ValueError(
+                f"prompt {i} has {len(row)} tokens, and the {positions} positions of the target "
+                f"leave no room for new ones: shorten the prompt to at most {positions - 1} tokens"
+            )
+    return limits
 
 
 def check_context(
@@ -289,20 +189,20 @@ def check_context(
         room = target.config.max_positions - int(limits[longest])
         fits = f" (to at most {room} tokens)" if room > 0 else ""
         raise ValueError(
-            f"prompt {longest} has {len(rows[longest])} tokens; with max_new_tokens="
+            f"prompt {longest} has {len(rows[longest])} tokens; with max_tokens="
             f"{limits[longest]} it needs {needed[longest]} positions, and the target has "
-            f"{target.config.max_positions}: shorten the prompt{fits} or reduce max_new_tokens"
+            f"{target.config.max_positions}: shorten the prompt{fits} or reduce max_tokens"
         )
     if drafter is not None:
         drafter.check(target, tree, depth, needed[longest])
 
 
-def checked_eos(target: Model, options: RequestOptions) -> tuple[int, ...]:
+def checked_eos(target: Model, eos_token_id: Any) -> tuple[int, ...]:
     """Returns the ids that end a row."""
-    eos: Any = options.eos_token_id
-    if eos is None:
+    if eos_token_id is None:
         return target.eos_token_ids
-    ids = tuple(_token_id("eos_token_id", i) for i in ((eos,) if np.ndim(eos) == 0 else eos))
+    several = (eos_token_id,) if np.ndim(eos_token_id) == 0 else eos_token_id
+    ids = tuple(_token_id("eos_token_id", i) for i in several)
     for i in ids:
         if not 0 <= i < target.config.vocab_size:
             raise ValueError(
@@ -312,10 +212,10 @@ def checked_eos(target: Model, options: RequestOptions) -> tuple[int, ...]:
     return ids
 
 
-def checked_pad(target: Model, options: RequestOptions, eos: tuple[int, ...]) -> int:
+def checked_pad(target: Model, pad_token_id: Any, eos: tuple[int, ...]) -> int:
     """Returns the id that pads rows that ended."""
-    if options.pad_token_id is not None:
-        pad_token_id = _token_id("pad_token_id", options.pad_token_id)
+    if pad_token_id is not None:
+        pad_token_id = _token_id("pad_token_id", pad_token_id)
         if not 0 <= pad_token_id < target.config.vocab_size:
             raise ValueError(
                 f"pad_token_id={pad_token_id} must lie between 0 and {target.config.vocab_size - 1}"
@@ -335,24 +235,17 @@ def _token_id(name: str, value: Any) -> int:
         raise TypeError(f"{name}={value!r} is not a token id: pass {remedy}") from None
 
 
-def checked_stop(target: Model, stop: Any) -> tuple[str, ...]:
-    """Returns the strings that end a text."""
-    if not isinstance(stop, str | Sequence):
-        raise TypeError(f"stop={stop!r}: it must be a string, or a list of strings")
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
-    for string in strings:
-        if not isinstance(string, str):
-            raise TypeError(f"stop={stop!r}: {string!r} is not a string")
-        if not string:
-            raise ValueError(f"stop={string!r}: a stop string must have at least 1 character")
-    if strings and target.tokenizer is None:
+def check_stop(target: Model, params: Sequence[SamplingParams]) -> None:
+    """Raises ValueError if texts end at strings that cannot be searched for in them."""
+    stop = next((string for each in params for string in each.stop), None)
+    if stop is None:
+        return
+    if target.tokenizer is None:
         raise ValueError(
-            f"stop={strings[0]!r}: the target {target.name!r} has no tokenizer, and stop strings "
+            f"stop={stop!r}: the target {target.name!r} has no tokenizer, and stop strings "
             "are searched for in the text; use eos_token_id"
         )
-    if strings:
-        check_detokenization(target)
-    return strings
+    check_detokenization(target)
 
 
 def check_detokenization(target: Model) -> None:
@@ -365,23 +258,20 @@ def check_detokenization(target: Model) -> None:
         )
 
 
-def checked_logprobs(target: Model, logprobs: Any) -> int | None:
-    """Returns for how many of the most likely tokens log-probabilities are returned; None: off."""
-    if logprobs is None:
-        return None
-    limit = min(MAX_ALTERNATIVES, target.config.vocab_size)
-    is_int = isinstance(logprobs, int | np.integer) and not isinstance(logprobs, bool)
-    if not is_int or not 0 <= logprobs <= limit:
+def checked_logprobs(target: Model, params: Sequence[SamplingParams]) -> int | None:
+    """Returns the most alternatives that a row asks for; None if no row has log-probabilities."""
+    count = max((each.logprobs for each in params if each.logprobs is not None), default=None)
+    if count is not None and count > target.config.vocab_size:
         raise ValueError(
-            f"logprobs={logprobs!r} must be a whole number of alternatives between 0 (the chosen "
-            f"token only) and {limit}; for no log-probabilities, omit it"
+            f"logprobs={count}: the vocabulary has {target.config.vocab_size} tokens: use at most "
+            "as many"
         )
-    return int(logprobs)
+    return count
 
 
-def checked_backend(target: Model, options: RequestOptions) -> str:
+def checked_backend(target: Model, drafter: Drafter | None, backend: str | None) -> str:
     """Returns the backend; it supports all models of the request."""
-    for model in (target, *placement.models_of(options.drafter)):
+    for model in (target, *placement.models_of(drafter)):
         dtype = None if model.params is None else model.dtype  # a skeleton has no dtype
-        choose_backend(options.backend, dtype, model.config.kv_head_dim, jax.devices()[0])
-    return choose_backend(options.backend)
+        choose_backend(backend, dtype, model.config.kv_head_dim, jax.devices()[0])
+    return choose_backend(backend)

@@ -8,7 +8,6 @@ prompt and parameters only.
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -110,7 +109,7 @@ class Engine:
 
     def submit(
         self,
-        prompt: str | Sequence[int] | Int[np.ndarray, "T"],
+        prompt: Any,
         params: SamplingParams = SamplingParams(max_tokens=None),
         *,
         priority: float = 0,
@@ -119,7 +118,8 @@ class Engine:
         """Queues a request; runs nothing.
 
         Args:
-          prompt: text, or token ids.
+          prompt: text, token ids, what the tokenizer returned for one text, or messages of a chat,
+            which the chat template renders.
           params: how the tokens are chosen and where the text ends; the default is greedy decoding
             of as many tokens as fit. A temperature above 0, a grammar and log-probabilities require
             an engine that was created for them. A new grammar is compiled on the host in this call,
@@ -141,7 +141,7 @@ class Engine:
 
     def submit_samples(
         self,
-        prompt: str | Sequence[int] | Int[np.ndarray, "T"],
+        prompt: Any,
         n: int,
         params: SamplingParams = SamplingParams(max_tokens=None),
         *,

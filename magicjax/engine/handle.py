@@ -233,7 +233,4 @@ def _requested(logprobs: LogProbs | None, tokens: int, alternatives: int | None)
     """Returns the log-probabilities of the first tokens with fewer alternatives."""
     if logprobs is None or alternatives is None:
         return None
-    top, top_tokens = logprobs.top, logprobs.top_tokens
-    return LogProbs(
-        logprobs.chosen[:tokens], top[:tokens, :alternatives], top_tokens[:tokens, :alternatives]
-    )
+    return logprobs[:tokens].most_likely(alternatives)

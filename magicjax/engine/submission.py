@@ -8,7 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from magicjax.decoding.validation import checked_stop, token_ids
+from magicjax.decoding.prompts import token_ids
+from magicjax.decoding.validation import check_params, check_stop
 from magicjax.engine.request import EngineRequest
 from magicjax.engine.templates import Templates
 from magicjax.grammars.arena import CLASSES, automaton_of
@@ -29,7 +30,7 @@ def validated(
     Raises:
       ValueError, TypeError: as `Engine.submit`.
     """
-    _check_type(params)
+    check_params(params)
     (tokens,) = token_ids(templates.row.target, [prompt])
     for name, value in (("deadline_s", deadline_s), ("priority", priority)):
         if not isinstance(value, numbers.Real | None):
@@ -47,7 +48,7 @@ def validated(
                     f"differ: omit {name}"
                 )
     _check_features(templates, params)
-    checked_stop(templates.row.target, params.stop)
+    check_stop(templates.row.target, [params])
     now = time.monotonic()
     return EngineRequest(
         prompt=tokens,
@@ -62,19 +63,12 @@ def validated(
 
 def check_samples(n: int, params: SamplingParams) -> None:
     """Raises TypeError or ValueError unless `n` requests of one prompt can differ."""
-    _check_type(params)
+    check_params(params)
     check_whole("n", n, 1)
     if n > 1 and params.greedy:
         raise ValueError(
             f"n={n} greedy requests of one prompt have equal texts: use n=1, or a temperature "
             "above 0"
-        )
-
-
-def _check_type(params: Any) -> None:
-    if not isinstance(params, SamplingParams):
-        raise TypeError(
-            f"params has type {type(params).__name__}: pass magicjax.SamplingParams(...)"
         )
 
 

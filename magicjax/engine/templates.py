@@ -13,13 +13,9 @@ from jaxtyping import Int
 from magicjax import placement
 from magicjax.decoding import memory, runner
 from magicjax.decoding.loop import DecodeState
-from magicjax.decoding.request import Request, capacity_of, make_options, place, validate
-from magicjax.decoding.validation import (
-    RequestOptions,
-    check_detokenization,
-    check_target,
-    checked_sampling,
-)
+from magicjax.decoding.preparation import capacity_of, place, sampling_of, validate
+from magicjax.decoding.request import Request, RequestOptions
+from magicjax.decoding.validation import check_detokenization, check_target
 from magicjax.drafters import Drafter
 from magicjax.engine import memory_check
 from magicjax.engine.config import EngineConfig
@@ -104,19 +100,18 @@ def validated(
     groups = _groups(mesh, config.slots)
     check_detokenization(target)
     longest = np.zeros(config.capacity - config.max_tokens, np.int32)
-    options = make_options(
-        target,
-        drafter,
-        tree,
-        mesh,
-        max_new_tokens=config.max_tokens,
-        do_sample=config.sampling,
+    params = SamplingParams(
+        temperature=float(config.sampling), max_tokens=config.max_tokens, logprobs=config.logprobs
+    )
+    options = RequestOptions(
+        drafter=drafter,
+        tree=tree,
         verifier=config.verifier,
         eos_token_id=config.eos_token_id,
-        logprobs=config.logprobs,
         backend=config.backend,
+        mesh=mesh,
     )
-    row = validate(target, [longest] * groups, options)
+    row = validate(target, [longest] * groups, params, options)
     chunk = min(CHUNK, config.prefill_chunk)
     capacity = capacity_of(config.capacity, row.settings.shape.depth, chunk)
     row = dataclasses.replace(
@@ -125,6 +120,7 @@ def validated(
             row.settings, capacity=capacity, chunk=chunk, replicated_rows=True
         ),
         prompts=[longest],
+        params=row.params[:1],
         tokens=np.zeros((1, capacity), np.int32),
         lengths=row.lengths[:1],
         limits=row.limits[:1],
@@ -148,8 +144,10 @@ def make_templates(
       ValueError, TypeError: as `magicjax.Engine`.
     """
     config, row = validated(target, drafter, tree, config, mesh)
+    if target.params is None:
+        memory_check.check(row, config)  # before weights are loaded
     with memory.explained(row):  # the drafter may make a copy of the target
-        row = place(row, mesh, 1)
+        row = place(row, 1)
     memory_check.check(row, config)  # before arrays of all slots are made
     divided = row.lengths.sharding
     if mesh is not None:
@@ -162,6 +160,7 @@ def make_templates(
         row,
         settings=dataclasses.replace(row.settings, replicated_rows=False),
         prompts=row.prompts * config.slots,
+        params=row.params * config.slots,
         tokens=repeated(row.tokens),
         lengths=repeated(row.lengths),
         limits=repeated(row.limits),
@@ -215,22 +214,11 @@ def _check_insertable(templates: Templates) -> None:
 def row_sampling(config: EngineConfig, params: SamplingParams) -> Sampling | None:
     """Returns the sampling of one row; None in a greedy engine.
 
-    Rows may use top_k and top_p, whatever they use. A greedy row keeps the most likely token.
+    Rows may use top_k and top_p, whatever they use.
     """
     if not config.sampling:
         return None
-    options = RequestOptions(do_sample=True, top_k=1)
-    if not params.greedy:
-        options = RequestOptions(
-            do_sample=True,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            seed=params.seed,
-        )
-    sampling = checked_sampling(options, 1)
-    assert sampling is not None
-    return dataclasses.replace(sampling, top_k_used=True, top_p_used=True)
+    return dataclasses.replace(sampling_of([params]), top_k_used=True, top_p_used=True)
 
 
 def _any_grammar(row: Request, states: int) -> dict[str, Any]:
@@ -276,6 +264,7 @@ def row_of_request(
     return dataclasses.replace(
         row,
         prompts=[prompt],
+        params=(request.params,),
         tokens=tokens,
         lengths=lengths,
         limits=limits,

@@ -81,7 +81,7 @@ def _entries(automaton: TokenAutomaton, start: int) -> Int[np.ndarray, "M"]:
     return np.where(following < 0, NOT_ALLOWED, states).ravel()
 
 
-def automaton_of(target: Any, grammar: Any, eos: Sequence[int]) -> TokenAutomaton:
+def automaton_of(target: Any, grammar: Grammar, eos: Sequence[int]) -> TokenAutomaton:
     """Returns the automaton of a grammar over a model's tokens.
 
     Args:
@@ -90,13 +90,8 @@ def automaton_of(target: Any, grammar: Any, eos: Sequence[int]) -> TokenAutomato
       eos: the tokens that end a text.
 
     Raises:
-      TypeError, ValueError: no grammar, a model without a tokenizer or EOS, or as `compiled`.
+      ValueError: a model without a tokenizer or EOS, or as `compiled`.
     """
-    if not isinstance(grammar, Grammar):
-        raise TypeError(
-            f"grammar has type {type(grammar).__name__}: build one with magicjax.Grammar.regex, "
-            "Grammar.json_schema or Grammar.json_object"
-        )
     if target.tokenizer is None:
         raise ValueError(
             f"a grammar requires a tokenizer, and the target {target.name!r} has none: load one "
@@ -112,25 +107,20 @@ def automaton_of(target: Any, grammar: Any, eos: Sequence[int]) -> TokenAutomato
 
 
 def rows_of(
-    target: Any, grammar: Any, eos: Sequence[int], rows: int
+    target: Any, grammars: Sequence[Grammar | None], eos: Sequence[int]
 ) -> tuple[GrammarRows | None, Int[np.ndarray, "M"] | None]:
     """Returns the grammars of the rows and their table, as numpy arrays; (None, None) without.
 
     Args:
       target, eos: as for `automaton_of`.
-      grammar: of all rows, one of each row in a list, or None.
-      rows: B.
+      grammars: of each row; None for any text.
 
     Raises:
-      TypeError, ValueError: another number of grammars, or as `automaton_of`.
+      ValueError: as `automaton_of`.
     """
-    if grammar is None:
+    if all(grammar is None for grammar in grammars):
         return None, None
-    several = isinstance(grammar, Sequence) and not isinstance(grammar, str)
-    each = list(grammar) if several else [grammar] * rows
-    if len(each) != rows:
-        raise ValueError(f"{len(each)} grammars for {rows} prompts: pass one, or one per prompt")
-    automata = [None if one is None else automaton_of(target, one, eos) for one in each]
+    automata = [None if one is None else automaton_of(target, one, eos) for one in grammars]
     entries = 1 + sum(one.next.size for one in {*automata} if one is not None)
     arena = Arena(max(LEAST_ENTRIES, 1 << (entries - 1).bit_length()))
     found = [row_of(one, target.config.vocab_size, arena) for one in automata]

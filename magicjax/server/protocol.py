@@ -10,8 +10,7 @@ import numpy as np
 from jaxtyping import Int
 from pydantic_core import from_json
 
-from magicjax.decoding.chat_template import chat_tokens
-from magicjax.decoding.validation import token_ids
+from magicjax.decoding.prompts import token_ids
 from magicjax.engine.config import EngineConfig
 from magicjax.grammars import json_schema, trial
 from magicjax.grammars.arena import automaton_of
@@ -106,8 +105,7 @@ def parse_chat(data: bytes, served: Served) -> Generation:
     """
     body = bodies.parse_chat(_json(data))
     _check_model(body.model, served)
-    tokenizer = served.target.tokenizer
-    if not tokenizer.chat_template:
+    if not served.target.tokenizer.chat_template:
         raise ApiError(400, "the model has no chat template: use /v1/completions")
     n = _checked_count(body, 1, served.config)
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -123,7 +121,7 @@ def parse_chat(data: bytes, served: Served) -> Generation:
     messages = [{"role": message.role, "content": message.text} for message in body.messages]
 
     def prompts() -> list[Int[np.ndarray, "T"]]:
-        return token_ids(served.target, [chat_tokens(tokenizer, messages)])
+        return token_ids(served.target, [messages])
 
     return _generation(body, _tokens(prompts, "messages"), n, params, field)
 

@@ -34,6 +34,10 @@ class LogProbs:
         """Returns the log-probabilities of some of the tokens; the index is of `chosen`."""
         return jax.tree.map(lambda x: x[index], self)
 
+    def most_likely(self, count: int) -> "LogProbs":
+        """Returns the log-probabilities with fewer of the most likely tokens."""
+        return LogProbs(self.chosen, self.top[..., :count], self.top_tokens[..., :count])
+
 
 def log_probs(
     logits: Float[Array, "*B T V"],

@@ -54,11 +54,14 @@ class Sampling:
 
 
 @jax.jit  # each request of an engine has a key of its own
-def row_keys(seed: Int[Array, ""], requests: Int[Array, "B"]) -> Array:
-    """Returns a key for each request id."""
-    # Explicit, because vmapped keys of other generators do not give independent numbers.
-    key = jax.random.key(seed, impl="threefry2x32")
-    return jax.vmap(lambda i: jax.random.fold_in(key, i))(requests)
+def row_keys(seeds: Int[Array, "*B"], requests: Int[Array, "B"]) -> Array:
+    """Returns a key for each request id, from one seed or one for each."""
+
+    def key(seed, request):
+        # Explicit, because vmapped keys of other generators do not give independent numbers.
+        return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), request)
+
+    return jax.vmap(key)(jnp.broadcast_to(seeds, requests.shape), requests)
 
 
 def warp(

@@ -10,6 +10,7 @@ import pytest
 import magicjax
 from experiments import launch
 from magicjax.cli import main
+from tests.magicjax import keywords
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "extending" / "drafter.md"
 
@@ -28,19 +29,19 @@ def test_one_file_gives_a_drafter_in_python_commands_and_grids(
     one_file, zoo, here, monkeypatch, capsys
 ):
     target = magicjax.load(zoo / "target", dtype="float32")
-    arguments = {"max_new_tokens": 12, "eos_token_id": []}
-    plain = magicjax.generate(target, ["def f1(x):"], **arguments)
-    drafted = magicjax.generate(
+    arguments = {"max_tokens": 12, "eos_token_id": []}
+    plain = keywords.generate(target, ["def f1(x):"], **arguments)
+    drafted = keywords.generate(
         target, ["def f1(x):"], drafter=f"{one_file}:2", tree="chain:3", **arguments
     )
     assert drafted.texts == plain.texts and drafted.stats.drafted > 0
 
     command = ["magicjax", "generate", "--target", str(zoo / "target"), "--dtype", "float32"]
-    command += ["--prompt", "def f1(x):", "--max-new-tokens", "12"]
+    command += ["--prompt", "def f1(x):", "--max-tokens", "12"]
     monkeypatch.setattr(sys, "argv", [*command, "--drafter", f"{one_file}:period=2"])
     main.main()
     out, err = capsys.readouterr()
-    assert out.startswith(magicjax.generate(target, ["def f1(x):"], max_new_tokens=12).texts[0])
+    assert out.startswith(keywords.generate(target, ["def f1(x):"], max_tokens=12).texts[0])
     assert "tau" in err
 
     here()

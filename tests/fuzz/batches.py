@@ -10,14 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-import magicjax
-from magicjax.decoding.request import prepare
 from magicjax.decoding.runner import prefill_and_init, run
 from magicjax.verification.sampling import Sampling, row_keys
 from tests.fuzz import checks
 from tests.fuzz.checks import UNIT, WHOLE, Found
 from tests.fuzz.configurations import BATCHES, FLAGS, Configuration
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 from tests.magicjax.engine import engines
 
 ROWS = 128  # of a configuration, in at most MAX_UNITS calls
@@ -75,7 +73,6 @@ def _run(made: Configuration, unit: int, found: Found) -> int:
         drafter=drafter,
         tree=tree,
         eos_token_id=eos,
-        do_sample=made.do_sample,
         verifier=made.verifier,
         mesh=made.mesh,
     )
@@ -85,10 +82,10 @@ def _run(made: Configuration, unit: int, found: Found) -> int:
         found.rows, found.tokens = found.rows + 1, found.tokens + len(text)
         if not found.compare(UNIT * unit + row, _end, text, limit, eos):
             rows[row] = text[:0]  # nothing else of it is compared
-    how = _samplers(batch) if made.do_sample else [None] * made.rows
+    how = _samplers(batch) if made.sampled else [None] * made.rows
     for row, text in enumerate(rows):
         arguments = target, batch.prompts[row], text
-        if not made.do_sample:
+        if not made.sampled:
             found.compare(UNIT * unit + row, checks.greedy, *arguments)
         else:
             check = checks.sampled if made.exact else checks.possible
@@ -109,7 +106,7 @@ def _batch(rng, made: Configuration, vocab: int) -> Batch:
     prompts[-1] = prompt(rng, made.width, vocab)
     limits = [int(n) for n in rng.integers(1, made.new_tokens + 1, made.rows)]
     limits[-1] = made.new_tokens
-    return Batch(prompts, limits, _sampling(rng, made) if made.do_sample else {})
+    return Batch(prompts, limits, _sampling(rng, made) if made.sampled else {})
 
 
 def prompt(rng, length: int, vocab: int) -> np.ndarray:
@@ -148,8 +145,8 @@ def _samplers(batch: Batch) -> list[checks.Sampler]:
 
 
 def _rows(target, batch: Batch, options: dict[str, Any]) -> list[np.ndarray]:
-    output = magicjax.generate(
-        target, batch.prompts, max_new_tokens=batch.limits, **options, **batch.sampling
+    output = keywords.generate(
+        target, batch.prompts, max_tokens=batch.limits, **options, **batch.sampling
     )
     return tiny.rows_of(output)
 
@@ -167,7 +164,9 @@ def _same(row, again) -> int:
 def _check_caches(target, batch: Batch, options: dict[str, Any]) -> None:
     """Asserts that the caches at the end are those of a fresh prefill of the texts."""
     sampling = batch.sampling
-    request = prepare(target, batch.prompts, max_new_tokens=batch.limits, **options, **sampling)
+    request = keywords.prepare(
+        target, batch.prompts, max_tokens=batch.limits, **options, **sampling
+    )
     state = run(request, request.settings, prefill_and_init(request)[0])[0]
     state = dataclasses.replace(state, sampling=None, eos=None, rounds=None, max_rounds=None)
     state = jax.tree.map(np.array, state)

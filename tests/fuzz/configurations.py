@@ -38,7 +38,7 @@ class Configuration:
       seed, number: of the configuration.
       is_engine: whether it serves schedules of requests; else it generates batches.
       shape: of the target, an index into `SHAPES`.
-      do_sample: whether rows sample.
+      sampled: whether rows sample.
       verifier: as for `magicjax.generate`.
       eos: how many tokens end a row.
       rows: of a batch, or slots of an engine.
@@ -51,7 +51,7 @@ class Configuration:
     number: int
     is_engine: bool
     shape: int
-    do_sample: bool
+    sampled: bool
     verifier: str | None
     eos: int
     rows: int
@@ -66,7 +66,7 @@ class Configuration:
     @property
     def exact(self) -> bool:
         """Whether the text is that of plain decoding, so that the oracle determines it."""
-        return not self.do_sample or self.verifier == "naive" or self.drafting(0)[0] is None
+        return not self.sampled or self.verifier == "naive" or self.drafting(0)[0] is None
 
     @property
     def mesh(self) -> Any:
@@ -77,7 +77,7 @@ class Configuration:
 
     def drafting(self, weights: int) -> tuple[Any, Any]:
         """Returns the drafter and the tree, for the target of these weights."""
-        return drafting_of(self.rng(DRAFTER), self.shape, weights, self.do_sample)
+        return drafting_of(self.rng(DRAFTER), self.shape, weights, self.sampled)
 
     def __str__(self) -> str:
         drafter, tree = self.drafting(0)
@@ -85,7 +85,7 @@ class Configuration:
         parts = [f"engine of {self.rows} slots" if self.is_engine else f"batch of {self.rows}"]
         parts += [f"shape {self.shape}", "plain" if drafter is None else text_of(drafter)]
         parts += [] if drafter is None else [_short(trees)]
-        if self.do_sample:
+        if self.sampled:
             parts += [self.verifier or ("sampled" if drafter is None else "mss")]
         if self.mesh_size is not None:
             parts += ["data=2" if self.mesh_size == (2, 1) else "model=2"]
@@ -96,13 +96,13 @@ def configuration(seed: int, number: int) -> Configuration:
     """Returns the configuration of a number."""
     rng = np.random.default_rng([seed, number])
     is_engine = number % ENGINES == ENGINES - 1
-    do_sample = bool(rng.random() < 0.45)
+    sampled = bool(rng.random() < 0.45)
     made = Configuration(
         seed=seed,
         number=number,
         is_engine=is_engine,
         shape=int(rng.integers(len(SHAPES))),
-        do_sample=do_sample,
+        sampled=sampled,
         verifier=None,
         eos=int(rng.integers(1, 3)),
         rows=int(rng.integers(1, 6)) if is_engine else int(rng.choice([3, 7, 16, 32])),
@@ -115,7 +115,7 @@ def configuration(seed: int, number: int) -> Configuration:
         if is_engine and rng.random() < 0.5:
             made = dataclasses.replace(made, mesh_size=(2, 1), rows=2 * int(rng.integers(1, 4)))
     drafter, _ = made.drafting(0)
-    if not do_sample or drafter is None:
+    if not sampled or drafter is None:
         return made
     return dataclasses.replace(made, verifier="naive" if rng.random() < 0.6 else None)
 
@@ -135,7 +135,7 @@ def model(shape: int, weights: int, noise: float = 0.0, **changes) -> magicjax.M
 
 
 def drafting_of(
-    rng, shape: int, weights: int, do_sample: bool, copies: bool = True
+    rng, shape: int, weights: int, sampled: bool, copies: bool = True
 ) -> tuple[Any, Any]:
     """Returns a random drafter and tree; `copies`: it may quantize the target."""
     kinds = ["self", "self", "self", "small", "small", "prompt-lookup", "ensemble", "plain"]
@@ -151,7 +151,7 @@ def drafting_of(
     depth = max(tree.shape.depth for tree in trees)
     dynamic = any(isinstance(tree, magicjax.DynamicTree) for tree in trees)
     draws = [None, "top"] if dynamic else [None, "top", "with_replacement"]
-    draw = draws[rng.integers(len(draws))] if do_sample else None
+    draw = draws[rng.integers(len(draws))] if sampled else None
     made = [_member(rng, member, shape, weights, depth, draw, copies) for member in members]
     if kind != "ensemble":
         return made[0], trees[0]

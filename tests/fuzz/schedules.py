@@ -17,7 +17,7 @@ import numpy as np
 
 import magicjax
 from magicjax.decoding import program_cache
-from magicjax.decoding.request import Request, prepare
+from magicjax.decoding.request import Request
 from magicjax.decoding.runner import prefill_and_init, run
 from magicjax.engine.handle import Handle, NewTokens
 from magicjax.engine.request import EngineRequest
@@ -26,6 +26,7 @@ from tests.fuzz import checks
 from tests.fuzz.batches import prompt as random_prompt
 from tests.fuzz.checks import UNIT, WHOLE, Found
 from tests.fuzz.configurations import FLAGS, SCHEDULES, Configuration
+from tests.magicjax import keywords
 from tests.magicjax.decoding import test_logprobs
 from tests.magicjax.engine import engines
 from tests.magicjax.engine.test_speculation import Forced
@@ -122,7 +123,7 @@ def _start(made: Configuration, clock: Any) -> Session:
     target = dataclasses.replace(target, tokenizer=tokenizer(target.config.vocab_size))
     eos = [int(token) for token in rng.integers(target.config.vocab_size, size=made.eos)]
     config = magicjax.EngineConfig(
-        sampling=made.do_sample,
+        sampling=made.sampled,
         verifier=made.verifier,
         eos_token_id=eos,
         slots=made.rows,
@@ -140,9 +141,9 @@ def _start(made: Configuration, clock: Any) -> Session:
     if not made.exact:
         longest = np.zeros(engine._templates.capacity - 1, np.int32)
         options: dict[str, Any] = dict(drafter=drafter, tree=tree, eos_token_id=eos)
-        options |= dict(do_sample=made.do_sample, verifier=made.verifier)
-        options |= dict(max_new_tokens=made.new_tokens, top_k=3, top_p=0.9)  # as static settings
-        alone = prepare(target, [longest], **options)
+        options |= dict(temperature=1.0, verifier=made.verifier, max_tokens=made.new_tokens)
+        options |= dict(top_k=3, top_p=0.9)  # as static settings
+        alone = keywords.prepare(target, [longest], **options)
         _alone(alone, longest[:1], 1, alone.sampling)  # compiles
     compiled = program_cache.totals()[0]
     return Session(made, engine, target, drafter, eos, alone, clock, [], compiled)
@@ -205,7 +206,7 @@ def _submit(rng, session: Session, most_requests: int) -> list[Asked]:
     """Submits a request, or several samples of one prompt."""
     engine, made = session.engine, session.made
     sampling: dict[str, Any] = {}
-    if made.do_sample and rng.random() >= 0.15:
+    if made.sampled and rng.random() >= 0.15:
         sampling = dict(temperature=float(rng.uniform(0.3, 1.6)), seed=int(rng.integers(2**32)))
         if rng.random() < 0.5:
             sampling["top_k"] = int(rng.integers(0, 16))

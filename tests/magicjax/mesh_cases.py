@@ -12,14 +12,13 @@ import numpy as np
 import magicjax
 import models
 from magicjax.decoding import program_cache, runner
-from magicjax.decoding.request import prepare
 from magicjax.prediction import hlo
 from sharding import collectives, make_mesh, model_axes
-from tests.magicjax import family_cases, oracle, tiny
+from tests.magicjax import family_cases, keywords, oracle, tiny
 
 MESHES = ((1, 8), (2, 4), (4, 2), (8, 1))
 SIZES = dict(num_heads=8, head_dim=8, intermediate_size=48, vocab_size=64)
-SAMPLED = dict(do_sample=True, seed=3, temperature=0.8)
+SAMPLED = dict(seed=3, temperature=0.8)
 
 
 def self_speculation(policy="streaming", **options):
@@ -131,12 +130,12 @@ def generate(
 ):
     """Returns the output of a case on a mesh (data, model, stage); None: one device."""
     drafter, tree, options, kv_heads = CASES[case]
-    return magicjax.generate(
+    return keywords.generate(
         target(kv_heads, layers),
         prompts(),
         drafter=drafter(kv_heads, None if mesh is None else shards),
         tree=tree,
-        max_new_tokens=[20, 9, 24, 16, 24, 24, 3, 24],
+        max_tokens=[20, 9, 24, 16, 24, 24, 3, 24],
         eos_token_id=63,
         mesh=None if mesh is None else make_mesh(*mesh),
         **options | more,
@@ -158,7 +157,7 @@ def compare(case: str, mesh: list[int], shards: int | None, layers: int = 2, **m
     on_one_device, on_eight = on_one(case, layers), generate(case, mesh, shards, layers, **more)
     tally = oracle.Tally()
     expected, found = tiny.rows_of(on_one_device), tiny.rows_of(on_eight)
-    sampled = CASES[case][2].get("do_sample", False)
+    sampled = CASES[case][2].get("temperature", 0) > 0
     model = target(CASES[case][3], layers)
     tally.compare(model, prompts(), expected, found, ties_allowed=not sampled)
     if not tally.ties:
@@ -185,14 +184,14 @@ def check(process, record_property, **arguments):
 def compare_streamed(case: str, mesh: list[int]) -> bool:
     """Returns whether streaming generates the same text."""
     drafter, tree, options, kv_heads = CASES[case]
-    options = options | dict(mesh=make_mesh(*mesh), max_new_tokens=12, eos_token_id=[])
-    stream = magicjax.stream(
+    options = options | dict(mesh=make_mesh(*mesh), max_tokens=12, eos_token_id=[])
+    stream = keywords.stream(
         target(kv_heads), prompts(), drafter=drafter(kv_heads, None), tree=tree, **options
     )
     rounds = list(stream)
     rows = [np.concatenate(parts) for parts in zip(*rounds, strict=True)]
     del options["mesh"]
-    whole = magicjax.generate(
+    whole = keywords.generate(
         target(kv_heads), prompts(), drafter=drafter(kv_heads, None), tree=tree, **options
     )
     return all(map(np.array_equal, rows, tiny.rows_of(whole)))
@@ -212,12 +211,12 @@ def differs_without_sums() -> bool:
 def exchanged(case: str, mesh: list[int]) -> dict:
     """Returns what a step exchanges and copies, and the size of a device's caches."""
     drafter, tree, options, kv_heads = CASES[case]
-    request = prepare(
+    request = keywords.prepare(
         target(kv_heads),
         prompts(),
         drafter=drafter(kv_heads, None),
         tree=tree,
-        max_new_tokens=24,
+        max_tokens=24,
         eos_token_id=[],
         mesh=make_mesh(*mesh),
         **options,
@@ -336,7 +335,7 @@ def refusals(path: str) -> list[str]:
         (alone, dict(mesh=(1, 8))),
     ):
         try:
-            magicjax.generate(model, [[1, 2]], max_new_tokens=2, **options)
+            keywords.generate(model, [[1, 2]], max_tokens=2, **options)
         except (TypeError, ValueError) as error:
             said.append(str(error))
     return said
@@ -345,8 +344,8 @@ def refusals(path: str) -> list[str]:
 def with_explicit_axes() -> bool:
     """Returns whether a mesh as JAX makes it, with explicit axes, gives the text of one device."""
     mesh = jax.make_mesh((8,), ("data",))
-    options = dict(max_new_tokens=6, eos_token_id=[])
-    found = magicjax.generate(target(4), prompts(), mesh=mesh, **options)
+    options = dict(max_tokens=6, eos_token_id=[])
+    found = keywords.generate(target(4), prompts(), mesh=mesh, **options)
     return bool(
-        np.array_equal(found.tokens, magicjax.generate(target(4), prompts(), **options).tokens)
+        np.array_equal(found.tokens, keywords.generate(target(4), prompts(), **options).tokens)
     )

@@ -8,21 +8,20 @@ import numpy as np
 
 import magicjax
 from magicjax.decoding import program_cache, runner
-from magicjax.decoding.request import prepare
 from magicjax.prediction import hlo
 from sharding import STAGE, make_mesh
-from tests.magicjax import mesh_cases, tiny
+from tests.magicjax import keywords, mesh_cases, tiny
 
 
 def exchanged(case: str, mesh: list[int], micro_batches: int, layers: int) -> dict:
     """Returns what a step sends between and within stages, and what it copies."""
     drafter, tree, options, kv_heads = mesh_cases.CASES[case]
-    request = prepare(
+    request = keywords.prepare(
         mesh_cases.target(kv_heads, layers),
         mesh_cases.prompts(),
         drafter=drafter(kv_heads, None),
         tree=tree,
-        max_new_tokens=24,
+        max_tokens=24,
         eos_token_id=[],
         mesh=make_mesh(*mesh),
         micro_batches=micro_batches,
@@ -48,11 +47,11 @@ def loaded(path: str, mesh: list[int], weights: str | None) -> dict:
     load = functools.partial(magicjax.load, path, weights=weights)
     model, whole, draft = load(mesh=on), load(), load(mesh=on, stages=1)
     prompts = mesh_cases.prompts()
-    options = dict(max_new_tokens=8, eos_token_id=[], tree=magicjax.chain(2))
-    found = magicjax.generate(
+    options = dict(max_tokens=8, eos_token_id=[], tree=magicjax.chain(2))
+    found = keywords.generate(
         model, prompts, drafter=magicjax.SmallModel(draft), mesh=on, **options
     )
-    alone = magicjax.generate(whole, prompts, drafter=magicjax.SmallModel(whole), **options)
+    alone = keywords.generate(whole, prompts, drafter=magicjax.SmallModel(whole), **options)
     layers = [name for name in model.params["params"] if name.startswith("layers_")]
     return dict(
         same=all(map(np.array_equal, tiny.rows_of(found), tiny.rows_of(alone))),
@@ -82,7 +81,7 @@ def refusals(path: str) -> list[str]:
         (magicjax.offload(alone), dict(mesh=two)),
     ):
         try:
-            magicjax.generate(target, prompts, max_new_tokens=2, **options)
+            keywords.generate(target, prompts, max_tokens=2, **options)
         except (TypeError, ValueError) as error:
             errors.append(str(error))
     for options in (dict(mesh=two, offload=True), dict(stages=1), dict(mesh=two, stages=3)):

@@ -4,7 +4,7 @@ import pytest
 
 from magicjax.suggest import did_you_mean
 
-OPTIONS = ("--target", "--tree", "--top-k", "--top-p", "--seed", "--drafter", "--max-new-tokens")
+OPTIONS = ("--target", "--tree", "--top-k", "--top-p", "--seed", "--drafter", "--max-tokens")
 KEYS = ("batch", "context", "new_tokens", "budget", "methods", "prompts", "repeats", "verifier")
 POLICIES = ("streaming", "snapkv", "h2o", "keydiff", "full")
 
@@ -13,7 +13,7 @@ POLICIES = ("streaming", "snapkv", "h2o", "keydiff", "full")
     ("name", "known", "nearest"),
     [
         ("--taget", OPTIONS, "--target"),
-        ("--max_new_tokens", OPTIONS, "--max-new-tokens"),
+        ("--max_new_tokens", OPTIONS, "--max-tokens"),
         ("--Tree", OPTIONS, "--tree"),
         ("bacth", KEYS, "batch"),
         ("new_token", KEYS, "new_tokens"),

@@ -13,7 +13,7 @@ import numpy as np
 
 import magicjax
 import models
-from tests.magicjax import oracle
+from tests.magicjax import keywords, oracle
 
 VOCAB = 48
 NEVER = VOCAB - 1  # its logits are 0 everywhere, so it is never the best
@@ -172,7 +172,7 @@ def rows_of(output: magicjax.Output) -> list[np.ndarray]:
 def generate(batch: int = 8, seed: int = 0, kind: str | None = None, tree=None, **options):
     """Returns the target's output for `prompts(batch, seed)`; defaults share programs."""
     dtype = options.pop("dtype", "float32")
-    options = dict(max_new_tokens=NEW, eos_token_id=NEVER) | options
+    options = dict(max_tokens=NEW, eos_token_id=NEVER) | options
     if kind is not None:
         options |= dict(drafter=drafter(kind, dtype), tree=(TREES | SPECIAL)[tree])
-    return magicjax.generate(model("target", dtype), prompts(batch, seed), **options)
+    return keywords.generate(model("target", dtype), prompts(batch, seed), **options)

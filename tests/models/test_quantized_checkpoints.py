@@ -15,6 +15,7 @@ from models import huggingface
 from models import quantized_checkpoints as checkpoints
 from models.gguf import blocks, files
 from tests import gguf_cases
+from tests.magicjax import keywords
 from tests.models import quantized_layouts as layouts
 from tests.models.quantized_layouts import CONFIG, write_pair
 
@@ -153,8 +154,8 @@ def tokens_on_a_mesh(folder):
 
 
 def tokens(model, mesh=None):
-    settings = {"max_new_tokens": 8, "drafter": "prompt-lookup:2", "tree": "chain:2"}
-    return np.asarray(magicjax.generate(model, TOKENS, mesh=mesh, **settings).tokens).tolist()
+    settings = {"max_tokens": 8, "drafter": "prompt-lookup:2", "tree": "chain:2"}
+    return np.asarray(keywords.generate(model, TOKENS, mesh=mesh, **settings).tokens).tolist()
 
 
 def test_a_mesh_divides_groups_and_outputs(eight, tmp_path):

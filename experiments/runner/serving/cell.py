@@ -4,6 +4,7 @@ Both engines get the same requests at the same times, one run after the other. `
 compiles, and is not timed. Every request generates as many tokens as it is allowed.
 """
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -71,32 +72,32 @@ def make_workload(bench: Bench, cell: Cell) -> Workload:
     """Returns the requests of a cell, the same for all methods and rates."""
     count, rng = cell.num_requests, np.random.default_rng(cell.prompt_seed)
     lengths = ragged(rng, cell.min_context or cell.context, cell.context, count)
-    sampling = dict(cell.sampling)
-    seed = sampling.pop("seed", 0) if sampling.pop("do_sample", False) else None
+    limits = zipf(rng, cell.min_new_tokens or cell.new_tokens, cell.new_tokens, count)
+    params = [dataclasses.replace(cell.params, max_tokens=limit) for limit in limits]
+    if cell.temperature:  # each request has a seed of its own
+        params = [dataclasses.replace(one, seed=cell.seed + i) for i, one in enumerate(params)]
     return Workload(
         [row[-n:] for row, n in zip(bench.prompts(cell), lengths, strict=True)],
-        zipf(rng, cell.min_new_tokens or cell.new_tokens, cell.new_tokens, count),
+        params,
         arrivals(cell.arrivals, cell.rate, count, cell.prompt_seed),
-        None if seed is None else [sampling | {"seed": seed + i} for i in range(count)],
     )
 
 
 def _engine(bench: Bench, cell: Cell) -> magicjax.Engine:
     """Returns an engine that has compiled its programs."""
-    arguments = options(cell, lambda directory: bench.draft(directory, cell))
+    used = options(cell, lambda directory: bench.draft(directory, cell))
     config = magicjax.EngineConfig(
         slots=cell.slots,
         capacity=cell.context + cell.new_tokens,
-        max_tokens=arguments["max_new_tokens"],
-        sampling=cell.do_sample,
-        verifier=arguments["verifier"],
-        eos_token_id=arguments["eos_token_id"],
+        max_tokens=cell.new_tokens,
+        sampling=cell.temperature > 0,
+        verifier=used.verifier,
+        eos_token_id=used.eos_token_id,
         adaptive_depth=cell.adaptive_depth,
         queue_limit=cell.num_requests,
         prefix_bytes=0,  # the runs repeat the same prompts
     )
-    drafter, tree, mesh = (arguments[name] for name in ("drafter", "tree", "mesh"))
-    engine = magicjax.Engine(bench.target_of(cell), drafter, tree, config, mesh=mesh)
+    engine = magicjax.Engine(bench.target_of(cell), used.drafter, used.tree, config, mesh=used.mesh)
     engine.warm_up()
     return engine
 
@@ -184,13 +185,13 @@ def _match(
     None if only the distribution is the same, as under sampling unless verified by "naive". A
     request counts once, by its first text that differs.
     """
-    if cell.do_sample and not cell.is_plain and cell.verifier != "naive":
+    if cell.temperature and not cell.is_plain and cell.verifier != "naive":
         return None
     found = [
         next((text for text in texts if not np.array_equal(text, expected)), expected)
         for expected, *texts in zip(plain.texts, *(run.texts for run in runs), strict=True)
     ]
-    target = None if cell.do_sample else bench.target_of(cell)
+    target = None if cell.temperature else bench.target_of(cell)
     return exactness.compare(target, workload.rows, _padded(plain.texts), _padded(found))
 
 

@@ -4,7 +4,6 @@ import bisect
 import dataclasses
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -15,15 +14,16 @@ from magicjax.engine.handle import Handle, RequestStats
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The requests: token ids, limits of new tokens, seconds of arrival, other parameters.
-
-    The seconds increase.
-    """
+    """The requests: token ids, parameters, and seconds of arrival, which increase."""
 
     rows: list[np.ndarray]
-    limits: list[int]
+    params: list[magicjax.SamplingParams]
     arrivals: list[float]
-    sampling: list[dict[str, Any]] | None = None
+
+    @property
+    def limits(self) -> list[int]:
+        """The limit of each request's new tokens."""
+        return [each.max_tokens for each in self.params if each.max_tokens is not None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +134,7 @@ def serve(engine: magicjax.Engine, workload: Workload, batch: int | None = None)
             following = min(count, len(handles) + batch)
             arrived = following if not unfinished and arrived >= following else len(handles)
         for i in range(len(handles), arrived):
-            sampling = workload.sampling[i] if workload.sampling else {}
-            params = magicjax.SamplingParams(max_tokens=workload.limits[i], **sampling)
-            handles.append(engine.submit(workload.rows[i], params))
+            handles.append(engine.submit(workload.rows[i], workload.params[i]))
             unfinished[i] = handles[i]
         if not unfinished:
             last = min(count, len(handles) + (batch or 1)) - 1

@@ -206,7 +206,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, config.
                 "requests is not supported here, where a cell is one batch: remove it, and list "
                 "several values of prompt_seed"
             )
-        for name in ("do_sample", "mesh", "offload"):
+        for name in ("temperature", "mesh", "offload"):
             if getattr(cell, name):
                 raise ConfigError(f"{name} is not supported here, where peers lack it: remove it")
         if len({each.model for each in group if each.draft == "small"}) > 1:

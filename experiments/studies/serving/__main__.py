@@ -87,7 +87,10 @@ def make_workload(settings: Settings, tokenizer: Any) -> Workload:
         shared = document.tokens
     return Workload(
         [np.concatenate([shared, p.tokens[-n:]]) for p, n in zip(made, lengths, strict=True)],
-        zipf(rng, *settings.new_tokens, count),
+        [
+            magicjax.SamplingParams(max_tokens=limit)
+            for limit in zipf(rng, *settings.new_tokens, count)
+        ],
         arrivals("poisson", settings.rate, count, settings.seed),
     )
 
@@ -100,7 +103,7 @@ def static(settings: Settings, target, drafting: dict, workload: Workload) -> Ru
         output = magicjax.generate(
             target,
             [workload.rows[i] for i in rows],
-            max_new_tokens=[workload.limits[i] for i in rows],
+            [workload.params[i] for i in rows],
             eos_token_id=[],
             **drafting,
         )

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.dry_run:
             work = count_runs(tables)
             for cell, count in work.items():
-                print(f"{cell.method}{' sampled' if cell.do_sample else ''}: {count} runs")
+                print(f"{cell.method}{' sampled' if cell.temperature else ''}: {count} runs")
             print(f"{len(work)} cells, {sum(work.values())} requests to run")
             return 0
         made = make(tables, Bench())

@@ -131,11 +131,11 @@ class Runner:
     def _measure(self, cell: Cell) -> dict[str, Any]:
         rows, outputs = self.requests.prompts, []
         for i in range(len(rows) * runs_of(self.tables, cell)):
-            seeded = dataclasses.replace(cell, seed=cell.seed + i) if cell.do_sample else cell
+            seeded = dataclasses.replace(cell, seed=cell.seed + i) if cell.temperature else cell
             outputs.append(self.bench.run(seeded, rows[i % len(rows), None]))
             self.bar.update()
         exact, ties = None, 0
-        if not cell.do_sample:
+        if not cell.temperature:
             target = self.bench.model(cell.target, cell.dtype, cell.devices)
             tokens = np.concatenate([out.tokens for out in outputs])
             match = exactness.compare(target, rows, self.requests.plain, tokens)
@@ -187,7 +187,7 @@ class DryRun:
 
 def runs_of(tables: Tables, cell: Cell) -> int:
     """Returns the runs per request; greedy text is deterministic and needs one."""
-    return tables.seeds if cell.do_sample else 1
+    return tables.seeds if cell.temperature else 1
 
 
 def probe_cell(tables: Tables, sampled: bool) -> Cell:

@@ -24,7 +24,8 @@ from jax.sharding import Mesh
 from magicjax import placement
 from magicjax.decoding import program_cache
 from magicjax.decoding.loop import DecodeState
-from magicjax.decoding.request import Request, prepare
+from magicjax.decoding.preparation import place, validate
+from magicjax.decoding.request import Request, RequestOptions
 from magicjax.decoding.runner import state_shapes
 from magicjax.drafters.spec import make_drafter
 from magicjax.kv_cache.full_cache import KVCache
@@ -34,8 +35,8 @@ from magicjax.model import Model
 from magicjax.parallel import offloading
 from magicjax.parallel.layouts import Offloaded
 from magicjax.prediction import hlo
+from magicjax.sampling_params import SamplingParams
 from magicjax.suggest import did_you_mean
-from magicjax.trees.token_tree import parse_tree
 from pallas_kernels import choose_backend
 from sharding import STAGE, AnyMesh, MeshSize, make_mesh
 
@@ -160,18 +161,17 @@ def abstract_request(load: Workload, mesh: AnyMesh) -> Request:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     rows = np.zeros((load.batch, load.context - load.max_new_tokens), np.int32)
-    request = prepare(
-        model(load.target, offload=load.offload, weights=load.weights),
-        list(rows),
+    options = RequestOptions(
         drafter=drafter,
-        tree=parse_tree(load.tree) if load.tree else None,
-        max_new_tokens=load.max_new_tokens,
+        tree=load.tree or None,
         eos_token_id=[],
         backend="xla",  # for this machine; set for the device below
         mesh=mesh,
-        micro_batches=load.micro_batches,
-        put=shape,
     )
+    target = model(load.target, offload=load.offload, weights=load.weights)
+    params = SamplingParams(max_tokens=load.max_new_tokens)
+    request = validate(target, list(rows), params, options)
+    request = place(request, load.micro_batches, put=shape)
     for each in (request.target, *placement.models_of(drafter)):
         choose_backend(load.attention, each.dtype, each.config.kv_head_dim)
     settings = dataclasses.replace(request.settings, backend=load.attention)

@@ -5,18 +5,25 @@ from the same prefill, and adapts the depth of a chain between calls of the loop
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
-from magicjax.decoding import program_cache, runner
+from magicjax.decoding import memory, program_cache, runner
 from magicjax.decoding.adaptive_depth import DepthChooser, RoundTimes
 from magicjax.decoding.loop import DecodeState
-from magicjax.decoding.request import Request, prepare
+from magicjax.decoding.preparation import prepare
+from magicjax.decoding.prompts import prompts_of
+from magicjax.decoding.request import Request, RequestOptions
 from magicjax.decoding.runner import Call, Output
+from magicjax.decoding.validation import params_of_rows
+from magicjax.loading import with_weights
 from magicjax.model import Model
-from magicjax.prediction.autotune.choice import Auto, Choice
+from magicjax.prediction.autotune.choice import Auto, Choice, settings_of
 from magicjax.prediction.autotune.search import choose, make_problem
+from magicjax.sampling_params import SamplingParams
 from magicjax.trees.token_tree import ROOT_ONLY, chain
 
 PRIOR_ROUNDS = 16  # weight of a trial's acceptance rates
@@ -25,28 +32,51 @@ Started = tuple[DecodeState, float]  # what `runner.prefill_and_init` returns
 
 
 def choose_drafter(
-    target: Model, prompts: Any, drafter: Auto | str = "auto", **options: Any
+    target: Model,
+    prompts: Any,
+    params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+    *,
+    drafter: Auto | str = "auto",
+    verifier: str | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    backend: str | None = None,
+    mesh: Mesh | None = None,
 ) -> Choice:
     """Returns the choice of `generate(..., drafter="auto")`, after trials on the prompts.
 
     Args:
-      target, prompts, options: as for `magicjax.generate`.
+      target, prompts, params, verifier, eos_token_id, backend, mesh: as for `magicjax.generate`.
       drafter: the settings.
 
     Raises:
       ValueError, TypeError: bad input, also a drafter that does not support these options.
       FileNotFoundError: the device has no profile.
     """
-    choice, *_ = choose(make_problem(target, prompts, _settings(drafter), **options))
+    options = RequestOptions(
+        drafter=drafter,
+        verifier=verifier,
+        eos_token_id=eos_token_id,
+        backend=backend,
+        mesh=mesh,
+    )
+    choice, *_ = choose(make_problem(target, prompts, params, options))
     return choice
 
 
+def is_choice(drafter: Any) -> bool:
+    """Returns whether an argument `drafter` leaves the choice to this module, or is its choice."""
+    return isinstance(drafter, Auto | Choice) or (isinstance(drafter, str) and drafter == "auto")
+
+
 def generate(
-    target: Model, prompts: Any, drafter: Auto | Choice | str, options: dict[str, Any]
+    target: Model,
+    prompts: Any,
+    params: SamplingParams | Sequence[SamplingParams],
+    options: RequestOptions,
 ) -> Output:
     """Returns the output of `magicjax.generate` with a drafter to choose, or with a choice."""
     compiled = program_cache.totals()
-    choice, request, started, plan_s = _resolve(target, prompts, drafter, options, adaptive=True)
+    choice, request, started, plan_s = _resolve(target, prompts, params, options, adaptive=True)
     runner.log_request(request)
     state, prefill_s = started or runner.prefill_and_init(request)
     del started  # the loop donates the state
@@ -65,7 +95,10 @@ def generate(
 
 
 def prepare_stream(
-    target: Model, prompts: Any, drafter: Auto | Choice | str, **options: Any
+    target: Model,
+    prompts: Any,
+    params: SamplingParams | Sequence[SamplingParams],
+    options: RequestOptions,
 ) -> tuple[Request, Choice, Started | None]:
     """Returns (the request, the choice, the state after the search's prefill and its seconds).
 
@@ -74,35 +107,30 @@ def prepare_stream(
     Raises:
       ValueError: `adaptive_depth` is set; also the errors of `choose_drafter`.
     """
-    auto = drafter.auto if isinstance(drafter, Choice) else _settings(drafter)
+    drafter = options.drafter
+    auto = drafter.auto if isinstance(drafter, Choice) else settings_of(drafter)
     if auto.adaptive_depth:
         raise ValueError("adaptive_depth=True: a stream has a fixed tree; omit it, or use generate")
-    choice, request, started, _ = _resolve(target, prompts, drafter, options, adaptive=False)
+    choice, request, started, _ = _resolve(target, prompts, params, options, adaptive=False)
     return request, choice, started
-
-
-def _settings(auto: Auto | str) -> Auto:
-    """Returns the settings; raises ValueError for a string other than "auto"."""
-    if isinstance(auto, Auto):
-        return auto
-    if auto != "auto":
-        raise ValueError(
-            f"drafter={auto!r} is not a choice of drafters: pass 'auto', or magicjax.Auto(...)"
-        )
-    return Auto()
 
 
 def _resolve(
     target: Model,
     prompts: Any,
-    drafter: Auto | Choice | str,
-    options: dict[str, Any],
+    params: SamplingParams | Sequence[SamplingParams],
+    options: RequestOptions,
     adaptive: bool,
 ) -> tuple[Choice, Request, Started | None, float]:
     """Returns (the choice, its request, the state after a search, seconds of planning)."""
-    if isinstance(drafter, Choice):
-        return drafter, _reused_request(target, prompts, drafter, options, adaptive), None, 0.0
-    problem = make_problem(target, prompts, _settings(drafter), **options)
+    if isinstance(options.drafter, Choice):
+        request = _reused_request(target, prompts, params, options, adaptive)
+        return options.drafter, request, None, 0.0
+    problem = make_problem(target, prompts, params, options)
+    if target.params is None:  # now that the arguments are known to be valid
+        memory.check(dataclasses.replace(problem.request, drafter=None))
+        target = with_weights(target, options.mesh)
+        problem = make_problem(target, prompts, params, options)
     choice, prefilled, plan_s = choose(problem)
     if choice.drafter is None:
         request = dataclasses.replace(problem.request, drafter=None)
@@ -115,15 +143,24 @@ def _resolve(
 
 
 def _reused_request(
-    target: Model, prompts: Any, choice: Choice, options: dict[str, Any], adaptive: bool
+    target: Model,
+    prompts: Any,
+    params: SamplingParams | Sequence[SamplingParams],
+    options: RequestOptions,
+    adaptive: bool,
 ) -> Request:
-    if options.get("tree") is not None:
+    choice = options.drafter
+    if options.tree is not None:
         raise ValueError("a Choice has its own tree: omit tree")
     if choice.drafter is None:  # a verifier is for drafters
-        return prepare(target, prompts, **options | {"verifier": None, "tree": None})
-    deepest = adaptive and _is_adaptive(choice, bool(options.get("do_sample")))
+        return prepare(
+            target, prompts, params, dataclasses.replace(options, drafter=None, verifier=None)
+        )
+    of_rows = params_of_rows(params, len(prompts_of(prompts)))
+    deepest = adaptive and _is_adaptive(choice, any(not each.greedy for each in of_rows))
     tree = choice.auto.tree if deepest else choice.tree
-    return prepare(target, prompts, **options | {"drafter": choice.drafter, "tree": tree})
+    options = dataclasses.replace(options, drafter=choice.drafter, tree=tree)
+    return prepare(target, prompts, params, options)
 
 
 def _is_adaptive(choice: Choice, sampled: bool) -> bool:

@@ -128,3 +128,14 @@ def _trial_line(trial: Trial) -> str:
         return f"plain decoding: {1e3 * trial.seconds:.2f} ms per step"
     rates = " ".join(f"{sum(row):.2f}" for row in trial.acceptance)
     return f"{trial.name}: {1e3 * trial.seconds:.2f} ms per round, acceptance by depth {rates}"
+
+
+def settings_of(auto: Auto | str) -> Auto:
+    """Returns the settings; raises ValueError for a string other than "auto"."""
+    if isinstance(auto, Auto):
+        return auto
+    if auto != "auto":
+        raise ValueError(
+            f"drafter={auto!r} is not a choice of drafters: pass 'auto', or magicjax.Auto(...)"
+        )
+    return Auto()

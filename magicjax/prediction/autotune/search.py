@@ -7,20 +7,22 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from magicjax.decoding import program_cache
 from magicjax.decoding.paired_timing import PrefilledPrompts, Variant, median_ratio, time_variants
-from magicjax.decoding.request import Request, prepare
+from magicjax.decoding.preparation import prepare, validate
+from magicjax.decoding.request import Request, RequestOptions
 from magicjax.drafters import Drafter, PromptLookup, SelfSpeculation
 from magicjax.model import Model
 from magicjax.prediction import cost_model, planner
-from magicjax.prediction.autotune.choice import Auto, Choice
+from magicjax.prediction.autotune.choice import Auto, Choice, settings_of
 from magicjax.prediction.autotune.trial import Trial, run_trial
 from magicjax.prediction.planner.candidates import make_candidate, model_sizes, name_of
+from magicjax.sampling_params import SamplingParams
 from magicjax.trees.token_tree import ROOT_ONLY, TokenTree, chain
 from sharding import DATA, STAGE, factored
 
@@ -92,16 +94,20 @@ class SearchProblem:
         return planner.check_fits(self.sizes, *self.allocation)
 
 
-def make_problem(target: Model, prompts: Any, drafter: Auto, **options: Any) -> SearchProblem:
+def make_problem(
+    target: Model,
+    prompts: Any,
+    params: SamplingParams | Sequence[SamplingParams],
+    options: RequestOptions,
+) -> SearchProblem:
     """Returns the validated problem; nothing runs, and the target may be a skeleton.
 
     Raises:
       ValueError, TypeError, FileNotFoundError: as for `magicjax.choose_drafter`.
     """
-    if options.get("tree") is not None:
+    if options.tree is not None:
         raise ValueError("drafter='auto' chooses the tree: omit tree")
-    options.pop("tree", None)
-    auto, mesh = drafter, options.get("mesh")
+    auto, mesh = settings_of(options.drafter), options.mesh
     shape = {DATA: 1, STAGE: 1} if mesh is None else factored(mesh).shape
     if shape[STAGE] > 1:
         raise ValueError(
@@ -110,9 +116,16 @@ def make_problem(target: Model, prompts: Any, drafter: Auto, **options: Any) -> 
         )
     profile = auto.profile or cost_model.default_profile()
     device = cost_model.device_of(profile)
-    # The verifier is for drafters.
-    plain = prepare(target, prompts, **options | {"verifier": None})
-    requests, unsupported = _requests(plain, prompts, auto, options)
+    make = validate if target.params is None else prepare
+    without_drafter = dataclasses.replace(options, drafter=None, verifier=None)
+    plain = make(target, prompts, params, without_drafter)
+
+    def request_of(drafter: Drafter) -> Request:
+        # `plain.target` is already on the mesh.
+        with_drafter = dataclasses.replace(options, drafter=drafter, tree=auto.tree)
+        return make(plain.target, plain.prompts, params, with_drafter)
+
+    requests, unsupported = _requests(plain, auto, request_of)
     request, devices = next(iter(requests.values())), 1 if mesh is None else mesh.size
     machine = cost_model.Machine(device, shape[DATA], devices // shape[DATA])
     context = np.asarray(request.lengths) + np.asarray(request.limits) / 2
@@ -131,23 +144,18 @@ def make_problem(target: Model, prompts: Any, drafter: Auto, **options: Any) -> 
 
 
 def _requests(
-    plain: Request, prompts: Any, auto: Auto, options: dict[str, Any]
+    plain: Request, auto: Auto, request_of: Callable[[Drafter], Request]
 ) -> tuple[dict[str, Request], dict[str, str]]:
     """Returns (the request of each candidate, the reason for each default without one), by name."""
-
-    def request(drafter: Drafter) -> Request:
-        # `plain.target` is already on the mesh.
-        return prepare(plain.target, prompts, drafter=drafter, tree=auto.tree, **options)
-
     if auto.drafters is not None:
         names = [name_of(drafter) for drafter in auto.drafters]
         if len({*names}) < len(names):
             raise ValueError(f"drafters={', '.join(names)} have equal names: remove duplicates")
-        return dict(zip(names, map(request, auto.drafters), strict=True)), {}
+        return dict(zip(names, map(request_of, auto.drafters), strict=True)), {}
     requests, unsupported = {}, {}
     for drafter in default_drafters(int(np.asarray(plain.lengths).min())):
         try:
-            requests[name_of(drafter)] = request(drafter)
+            requests[name_of(drafter)] = request_of(drafter)
         except ValueError as error:
             unsupported[name_of(drafter)] = str(error)
     if not requests:

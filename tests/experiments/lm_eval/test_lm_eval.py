@@ -44,7 +44,7 @@ def test_greedy_texts_equal_plain_decoding_with_any_drafter(directory):
     prompts = [
         target.tokenizer(text)["input_ids"] or [target.tokenizer.eos_token_id] for text in contexts
     ]
-    whole = magicjax.generate(target, prompts, max_new_tokens=24).texts
+    whole = magicjax.generate(target, prompts, magicjax.SamplingParams(max_tokens=24)).texts
     assert result == [text.split("\n\n")[0] for text in whole]
 
 
@@ -134,7 +134,10 @@ def test_a_long_context_is_truncated_with_a_warning(directory, caplog):
     ids = lm.tok_encode(TEXT * 6)
     options = {"until": [], "max_gen_toks": 8}
     result = lm.generate_until(instances("generate_until", (TEXT * 6, options)), disable_tqdm=True)
-    assert result == magicjax.generate(lm.target, [ids[-24:]], max_new_tokens=8).texts
+    assert (
+        result
+        == magicjax.generate(lm.target, [ids[-24:]], magicjax.SamplingParams(max_tokens=8)).texts
+    )
     assert "truncated the first" in caplog.text
     with pytest.raises(ValueError, match="max_length=32 is too small"):
         lm.generate_until(
@@ -145,18 +148,17 @@ def test_a_long_context_is_truncated_with_a_warning(directory, caplog):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"until": "\n"}, (("\n",), 99, {})),
-        ({"until": ["a", "b"], "max_gen_toks": 5}, (("a", "b"), 5, {})),
-        ({"max_new_tokens": 7, "num_beams": 1, "top_k": None}, ((), 7, {})),
-        ({"do_sample": False, "temperature": 0.7, "top_p": 0.9}, ((), 99, {})),
-        ({"do_sample": True, "temperature": 0.0}, ((), 99, {})),
-        ({"temperature": 0.7}, ((), 99, {"do_sample": True, "temperature": 0.7})),
-        ({"do_sample": True, "top_k": 4}, ((), 99, {"do_sample": True, "top_k": 4})),
+        ({"until": "\n"}, dict(stop="\n")),
+        ({"until": ["a", "b"], "max_gen_toks": 5}, dict(stop=["a", "b"], max_tokens=5)),
+        ({"max_new_tokens": 7, "num_beams": 1, "top_k": None}, dict(max_tokens=7)),
+        ({"do_sample": False, "temperature": 0.7, "top_p": 0.9}, {}),
+        ({"do_sample": True, "temperature": 0.0}, {}),
+        ({"temperature": 0.7}, dict(temperature=0.7)),
+        ({"do_sample": True, "top_k": 4}, dict(temperature=1.0, top_k=4)),
     ],
 )
-def test_task_options_are_converted_to_generate_arguments(options, expected):
-    result = parse_options(options, 99)
-    assert (result.until, result.max_new_tokens, result.sampling) == expected
+def test_task_options_are_converted_to_parameters(options, expected):
+    assert parse_options(options, 99) == magicjax.SamplingParams(**{"max_tokens": 99} | expected)
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_a_divided_target_is_read_with_its_weights(monkeypatch):
     assert bench.read_by(other, cell) == (other, None)
 
 
-SAMPLING = {"do_sample": True, "seed": 3}
+SAMPLING = {"temperature": 1.0, "seed": 3}
 
 
 # The caches of all cells have the same size, or (46 tokens) differ.
@@ -142,7 +142,7 @@ def test_batches_of_a_sampled_cell_draw_different_numbers(monkeypatch):
             new_tokens=16,
             requests=3,
             repeats=1,
-            do_sample=True,
+            temperature=1.0,
             agreement_tokens=0,
             phases=False,
             prompts="random",

@@ -35,7 +35,7 @@ def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, here, capsys):
     assert (streaming["verifier"], streaming["draw"], streaming["temperature"]) == (
         "greedy",
         "",
-        "",
+        "0.0",
     )
     folder = zoo / "results" / "grid"
     records = [json.loads(path.read_text()) for path in folder.glob("cells/*/metrics.json")]
@@ -85,7 +85,7 @@ def test_a_sampled_grid_compares_with_plain_sampling_of_the_same_parameters(zoo,
     path.write_text(
         f"target: {zoo / 'target'}\n"
         f"results: {zoo / 'results'}\n"
-        "do_sample: true\ntemperature: 0.7\ntop_p: 0.9\nseed: 5\n"
+        "temperature: 0.7\ntop_p: 0.9\nseed: 5\n"
         "new_tokens: 12\nrepeats: 1\ncandidates: 2\nagreement_tokens: 96\n"
         "batch: 2\ncontext: 48\n"
         "methods:\n"

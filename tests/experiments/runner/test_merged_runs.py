@@ -7,7 +7,7 @@ import pytest
 
 import magicjax
 from experiments.runner import workload
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 from tests.quick import quick
 
 SUMS = ("prefill_s", "decode_s", "compile_s", "compilations", "rounds")
@@ -22,7 +22,7 @@ def test_merged_batches_have_the_statistics_of_one(tree):
     options = {"drafter": drafter, "tree": magicjax.parse_tree(tree or "chain:2")}
 
     def run(rows):
-        return magicjax.generate(tiny.model(), list(rows), max_new_tokens=12, **options)
+        return keywords.generate(tiny.model(), list(rows), max_tokens=12, **options)
 
     whole, parts = run(rows), [run(rows[:2]), run(rows[2:])]
     passes, rates = ([getattr(part.stats, name) for part in parts] for name in UNEQUAL)

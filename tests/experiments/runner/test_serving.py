@@ -62,7 +62,7 @@ OWN_TREES = (
             "methods.0: adaptive_depth is not supported with a tree for each",
         ),
         ("slots: 3\nmesh: data=2", "slots=3 is not a multiple of data=2 of the mesh"),
-        (f"slots: 2\ndo_sample: true\n{ADAPTIVE}", "set verifier: naive"),
+        (f"slots: 2\ntemperature: 1\n{ADAPTIVE}", "set verifier: naive"),
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(tmp_path, capsys, text, message):
@@ -193,7 +193,7 @@ def test_sampled_requests_have_the_texts_of_plain_sampling_with_naive(zoo, here)
     path.write_text(
         f"target: {zoo / 'target'}\nresults: {zoo / 'results'}\n"
         "slots: 2\nrequests: 3\nrepeats: 0\ncontext: 48\nnew_tokens: 12\n"
-        "do_sample: true\ntemperature: 0.7\n"
+        "temperature: 0.7\n"
         "methods: [{drafter: prompt-lookup, tree: chain:2, verifier: [naive, mss]}]\n"
     )
     assert launch.main([str(path)]) == 0

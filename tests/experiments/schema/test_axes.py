@@ -58,10 +58,10 @@ def test_wrong_axes_are_refused(settings, message):
         cells(**settings)
 
 
-def test_a_setting_of_sampling_needs_do_sample_in_every_combination():
-    with pytest.raises(fields.ConfigError, match=r"with do_sample=False:\n  seed has no effect"):
-        cells(grid={"do_sample": [False, True]}, seed=1)
-    assert [c.seed for c in cells(do_sample=True, grid={"seed": [1, 2]})] == [1, 2]
+def test_a_setting_of_sampling_needs_a_temperature_in_every_combination():
+    with pytest.raises(fields.ConfigError, match=r"with temperature=0:\n  seed has no effect"):
+        cells(grid={"temperature": [0, 1]}, seed=1)
+    assert [c.seed for c in cells(temperature=1, grid={"seed": [1, 2]})] == [1, 2]
 
 
 def test_a_cell_is_restored_from_its_resolved_settings():

@@ -110,15 +110,15 @@ def test_values_of_a_wrong_type_are_refused_in_plain_words(tmp_path, text, messa
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("temperature: 0.5\ntop_k: 3", "temperature, top_k"),
+        ("top_k: 3\nseed: 1", "top_k, seed"),
         ("methods: [{drafter: self, draw: top}]", "methods.0.draw"),
     ],
 )
 def test_settings_of_sampling_are_refused_in_greedy_decoding(tmp_path, text, names):
     with pytest.raises(fields.ConfigError) as error:
         read(tmp_path, text)
-    assert f"{names} has no effect in greedy decoding: set do_sample" in str(error.value)
-    read(tmp_path, f"do_sample: true\n{text}")
+    assert f"{names} has no effect in greedy decoding: set temperature" in str(error.value)
+    read(tmp_path, f"temperature: 1\n{text}")
 
 
 def test_requests_are_whole_batches_and_unknown_to_auto(tmp_path):

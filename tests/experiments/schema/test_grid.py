@@ -113,7 +113,7 @@ def test_a_fingerprint_names_the_weights_not_the_folder(tmp_path):
 SAMPLED = fields.checked(
     config.Experiment,
     {
-        "do_sample": True,
+        "temperature": 1.0,
         "top_p": 0.9,
         "methods": [
             {
@@ -147,8 +147,8 @@ def test_a_sampled_grid_resolves_its_settings_and_asks_the_drafters_for_their_bo
         (f"{members}, expansion:2,2 + chain:4 + chain:5", 5, 16, "top + without_replacement"),
         ("small:draft-1:full:draw=with_replacement, chain:4", 4, 5, "with_replacement"),
     ]
-    same = {"do_sample": True, "temperature": 1.0, "top_k": None, "top_p": 0.9, "seed": 0}
-    assert all(cell.sampling == same for cell in cells)
+    same = magicjax.SamplingParams(temperature=1.0, top_p=0.9, max_tokens=SAMPLED.new_tokens)
+    assert all(cell.params == same for cell in cells)
 
 
 def cells_of(*methods):
@@ -243,6 +243,6 @@ def test_auto_tries_its_drafters_with_its_tree():
         loaded.append(path)
         return types.SimpleNamespace(name=path)
 
-    auto = grid.options(custom, load)["drafter"]
+    auto = grid.options(custom, load).drafter
     assert (loaded, auto.tree, auto.profile) == (["a/b"], magicjax.chain(4), None)
     assert [type(d).__name__ for d in auto.drafters] == ["SmallModel", "PromptLookup"]

@@ -95,7 +95,7 @@ def test_a_different_row_is_counted_and_located(main, monkeypatch):
     ("options", "message"),
     [
         (["--llama-python", "python"], "need each other: give both"),
-        (["experiments/configs/peers_llm.yaml", "--do-sample"], "do_sample is not supported"),
+        (["experiments/configs/peers_llm.yaml", "--temperature", "1"], "temperature is not"),
         (
             ["--hf-python", "no-such-python", "experiments/configs/hf_baseline.yaml"],
             "no-such-python",

@@ -10,7 +10,7 @@ import pytest
 import magicjax
 from magicjax.benchmarks import bench, synthetic
 from pallas_kernels import choose_backend
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 
 
 def generate(rate: float, inner=None):
@@ -22,12 +22,12 @@ def generate(rate: float, inner=None):
     for row, prompt, new in zip(text, prompts, tiny.rows_of(plain), strict=True):
         row[: len(prompt) + len(new)] = np.concatenate([prompt, new])
     drafter = synthetic.Synthetic(inner, jnp.asarray(text), jnp.float32(rate))
-    found = magicjax.generate(
+    found = keywords.generate(
         tiny.model(),
         prompts,
         drafter=drafter,
         tree=magicjax.chain(3),
-        max_new_tokens=tiny.NEW,
+        max_tokens=tiny.NEW,
         eos_token_id=tiny.NEVER,
     )
     np.testing.assert_array_equal(found.tokens, plain.tokens)

@@ -6,9 +6,11 @@ import json
 import numpy as np
 import pytest
 
+import magicjax
 from magicjax.benchmarks import profile_phases
 from magicjax.benchmarks.profile_ops import Event
 from magicjax.benchmarks.profile_phases import PHASES
+from magicjax.decoding.request import RequestOptions
 from tests.magicjax import tiny
 
 PROGRAM = """HloModule jit_decode, is_scheduled=true
@@ -95,9 +97,12 @@ def speculative(folder):
     return traced(folder, **options)
 
 
-def traced(folder=None, **options):
-    options |= dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
-    return profile_phases.trace(tiny.model(), tiny.prompts(3), folder, **options)
+def traced(folder=None, rounds=profile_phases.ROUNDS, **options):
+    params = magicjax.SamplingParams(max_tokens=tiny.NEW)
+    options = RequestOptions(eos_token_id=tiny.NEVER, **options)
+    return profile_phases.trace(
+        tiny.model(), tiny.prompts(3), params, options, folder=folder, rounds=rounds
+    )
 
 
 def test_a_speculative_loop_has_time_in_every_phase(speculative):

@@ -19,6 +19,7 @@ import pytest
 import magicjax
 import models
 from experiments.runner import preflight
+from magicjax import loading
 from magicjax.decoding import program_cache
 from tests.magicjax import tiny
 
@@ -223,7 +224,7 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_bad_options_are_errors_before_weights_are_loaded(what, model, run, monkeypatch):
     arguments, message = REFUSED[what]
-    monkeypatch.setattr(magicjax, "load", None)
+    monkeypatch.setattr(loading, "with_weights", None)
     code, out, err = run("chat", "--target", model, *arguments)
     assert (code, out) == (2, "") and message in err and err.count("\n") == 1
 
@@ -231,10 +232,10 @@ def test_bad_options_are_errors_before_weights_are_loaded(what, model, run, monk
 @pytest.mark.parametrize("command", [["chat"], ["generate", "--chat", "hi?"]])
 def test_a_tokenizer_without_a_template_is_an_error(command, run, monkeypatch, tmp_path):
     bare, before = saved(tmp_path / "bare", None), program_cache.totals()
-    monkeypatch.setattr(magicjax, "load", None)
+    monkeypatch.setattr(loading, "with_weights", None)
     code, out, err = run(*command, "--target", bare)
     assert code == 2 and program_cache.totals() == before
-    assert "the tokenizer has no chat template: use `magicjax generate --prompt`, or a" in err
+    assert "the tokenizer has no chat template: pass the prompt as text, or use a" in err
 
 
 @pytest.mark.parametrize("command", [["chat"], ["generate", "--prompt", "a"]])

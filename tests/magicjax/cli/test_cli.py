@@ -15,9 +15,8 @@ import pytest
 import magicjax
 import models
 from magicjax.cli import generate, main, text
-from magicjax.loading import skeleton
 from pallas_kernels import choose_backend
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 from tests.quick import quick
 
 PROMPT = tiny.SOURCE
@@ -25,12 +24,12 @@ PROMPT = tiny.SOURCE
 
 def expected_text(directory, **options) -> str:
     target = magicjax.load(directory)
-    return magicjax.generate(target, [PROMPT], max_new_tokens=20, **options).texts[0]
+    return keywords.generate(target, [PROMPT], max_tokens=20, **options).texts[0]
 
 
 def test_it_prints_the_text_and_reports_acceptance(directory, run):
     code, out, err = run(
-        *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20),
+        *("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 20),
         *("--drafter", "self:streaming:32", "--tree", "chain:3", "--show-tree"),
     )
     assert code == 0
@@ -50,7 +49,7 @@ def test_stop_strings_end_the_printed_text(directory, run):
     whole = expected_text(directory)
     stop = whole[5:8]
     code, out, err = run(
-        *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20),
+        *("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 20),
         *("--stop", "never said", "--stop", stop),
     )
     assert (code, out) == (0, whole[: whole.index(stop)] + "\n")
@@ -59,11 +58,11 @@ def test_stop_strings_end_the_printed_text(directory, run):
 
 def test_log_probabilities_follow_the_text_as_a_table(directory, run):
     code, out, err = run(
-        *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 3),
+        *("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 3),
         *("--logprobs", 2),
     )
     target = magicjax.load(directory)
-    output = magicjax.generate(target, [PROMPT], max_new_tokens=3, logprobs=2)
+    output = keywords.generate(target, [PROMPT], max_tokens=3, logprobs=2)
     assert (code, out) == (0, output.texts[0] + "\n")
     heading, *lines = err.splitlines()[:4]
     assert heading == "log-probabilities:"
@@ -73,7 +72,7 @@ def test_log_probabilities_follow_the_text_as_a_table(directory, run):
 
 
 SAMPLING = {
-    "plain": ([], {}),
+    "plain": (["--temperature", "1"], dict(temperature=1.0)),
     "filtered": (
         ["--temperature", "0.7", "--top-k", "9", "--top-p", "0.9", "--seed", "5"],
         dict(temperature=0.7, top_k=9, top_p=0.9, seed=5),
@@ -81,24 +80,26 @@ SAMPLING = {
     "a verifier and a draw": (
         [
             *("--drafter", "self:streaming:32:draw=with_replacement", "--tree", "expansion:2,1"),
-            *("--verifier", "mss"),
+            *("--verifier", "mss", "--temperature", "1"),
         ],
         dict(
             drafter=magicjax.SelfSpeculation("streaming", 32, "with_replacement"),
             tree=magicjax.expansion((2, 1)),
             verifier="mss",
+            temperature=1.0,
         ),
     ),
     "two drafters, a tree each": (
         [
             *("--drafter", "self:streaming:32", "--drafter", "prompt-lookup:3"),
-            *("--tree", "dynamic:4,2,2", "--tree", "chain:3"),
+            *("--tree", "dynamic:4,2,2", "--tree", "chain:3", "--temperature", "1"),
         ],
         dict(
+            temperature=1.0,
             drafter=magicjax.Ensemble(
                 (magicjax.SelfSpeculation("streaming", 32), magicjax.PromptLookup(3)),
                 (magicjax.DynamicTree(4, 2, 2), magicjax.chain(3)),
-            )
+            ),
         ),
     ),
 }
@@ -109,10 +110,10 @@ def test_options_have_the_effect_of_generates_arguments(what, directory, run):
     """The text is the same, and depends on the seed, the rule and the draws."""
     arguments, options = SAMPLING[what]
     code, out, err = run(
-        *("generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20),
-        *("--do-sample", *arguments),
+        *("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 20),
+        *arguments,
     )
-    assert (code, out) == (0, expected_text(directory, do_sample=True, **options) + "\n")
+    assert (code, out) == (0, expected_text(directory, **options) + "\n")
 
 
 SPARSE = {
@@ -138,7 +139,7 @@ SPARSE = {
 def test_several_drafters_share_one_tree_or_have_one_each():
     def made(*arguments):
         needed = ("generate", "--target", "t", "--prompt", "p")
-        return generate.speculation(main.parser().parse_args([*needed, *arguments]), skeleton)
+        return generate.speculation(main.parser().parse_args([*needed, *arguments]))
 
     two = ("--drafter", "self:streaming:32", "--drafter", "prompt-lookup")
     members = (magicjax.SelfSpeculation("streaming", 32), magicjax.PromptLookup())
@@ -196,9 +197,7 @@ def test_ctrl_c_ends_after_the_round_with_the_text_and_the_statistics_so_far(
 
     monkeypatch.setattr(magicjax, "stream", interrupted_stream)
     before = signal.getsignal(signal.SIGINT)
-    code, out, err = run(
-        "generate", "--target", directory, "--prompt", PROMPT, "--max-new-tokens", 20
-    )
+    code, out, err = run("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 20)
     assert code == 130 and signal.getsignal(signal.SIGINT) is before
     assert expected_text(directory).startswith(out.rstrip("\n")) and out.strip()
     assert "4 tokens, backend" in err and "decoding 3 tokens: " in err

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-import magicjax
 import models
+from magicjax import loading
 from magicjax.cli import calibrate, fit, generate, plan
 from magicjax.cli.options import in_option_names
 from magicjax.decoding import program_cache
@@ -31,8 +31,8 @@ REFUSED = {
     ),
     "a stray word": (["--target", "DIR", "--prompt", "a", "word"], "unknown option word"),
     "too long": (
-        ["--target", "DIR", "--prompt", "a", "--max-new-tokens", "600"],
-        "the target has 512: shorten the prompt or reduce --max-new-tokens",
+        ["--target", "DIR", "--prompt", "a", "--max-tokens", "600"],
+        "the target has 512: shorten the prompt or reduce --max-tokens",
     ),
     "a tree alone": (
         ["--target", "DIR", "--prompt", "a", "--tree", "chain:2"],
@@ -63,7 +63,8 @@ REFUSED = {
     ),
     "a draw in greedy decoding": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "self:draw=top"],
-        "draw has no effect in greedy decoding, without --do-sample: remove it from self:draw=top",
+        "draw has no effect in greedy decoding, without --temperature: remove it from "
+        "self:draw=top",
     ),
     "three trees for two drafters": (
         [
@@ -81,10 +82,9 @@ REFUSED = {
         ],
         "3 --tree for 2 --drafter: pass one, or one per drafter",
     ),
-    "a temperature of zero": (
-        ["--target", "DIR", "--prompt", "a", "--do-sample", "--temperature", "0"],
-        "--temperature 0 must be above 0 and finite in float32; for greedy decoding, omit "
-        "--do-sample",
+    "top_k in greedy decoding": (
+        ["--target", "DIR", "--prompt", "a", "--top-k", "5"],
+        "--top-k 5 has no effect in greedy decoding: pass a temperature above 0, or omit --top-k",
     ),
     "no such drafter": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "big:DIR"],
@@ -121,7 +121,7 @@ def test_invalid_arguments_exit_with_code_2_and_the_reason(
     arguments, message = REFUSED[what]
     paths = {"PARENT": directory.parent, "BYTES": tmp_path / "bytes.bin"}
     paths["BYTES"].write_bytes(b"ab\xff")
-    monkeypatch.setattr(magicjax, "load", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(loading, "with_weights", lambda *_: pytest.fail("weights were loaded"))
     before = program_cache.totals()
     filled = (re.sub(r"^(small:)?DIR", rf"\g<1>{directory}", a) for a in arguments)
     code, out, err = run("generate", *(paths.get(a, a) for a in filled))
@@ -135,7 +135,7 @@ def test_invalid_arguments_exit_with_code_2_and_the_reason(
 
 def test_a_slow_tokenizer_is_an_error_before_weights_are_loaded(directory, run, monkeypatch):
     monkeypatch.setattr(models, "load_tokenizer", lambda source: object())
-    monkeypatch.setattr(magicjax, "load", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(loading, "with_weights", lambda *_: pytest.fail("weights were loaded"))
     code, out, err = run("generate", "--target", directory, "--prompt", "a")
     assert (code, out) == (2, "")
     assert f"{directory} has a tokenizer without tokenizer.json: save it with" in err
@@ -158,20 +158,18 @@ def test_an_interrupt_ends_with_one_line(command, run, monkeypatch):
 
 
 def test_a_prompt_may_begin_with_dashes(directory, run):
-    code, out, err = run(
-        *("generate", "--target", directory, "--prompt=--a", "--max-new-tokens", 600)
-    )
+    code, out, err = run(*("generate", "--target", directory, "--prompt=--a", "--max-tokens", 600))
     assert "prompt 0 has " in err and "unknown option" not in err
 
 
 def test_python_arguments_become_options_and_paths_stay():
-    names = ("top_k", "do_sample", "max_new_tokens", "refresh_every", "kv_dtype")
-    text = "top_k=-1 in ./top_k=1/a: pass do_sample=True, or omit max_new_tokens"
+    names = ("top_k", "offload", "max_tokens", "refresh_every", "kv_dtype")
+    text = "top_k=-1 in ./top_k=1/a: pass offload=True, or omit max_tokens"
     assert in_option_names("refresh_every=0: kv_dtype='int8'", names) == (
         "--refresh-every 0: --kv-dtype 'int8'"
     )
     assert in_option_names(text, names) == (
-        "--top-k -1 in ./top_k=1/a: pass --do-sample, or omit --max-new-tokens"
+        "--top-k -1 in ./top_k=1/a: pass --offload, or omit --max-tokens"
     )
     text = "omit drafter and tree, or remove duplicates"
     assert in_option_names(text, iter(("drafter", "tree"))) == (

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-import magicjax
+from magicjax import loading
 from magicjax.cli.serve import API_KEY
 
 SECONDS = 120  # until a server in a process has compiled its programs
@@ -33,14 +33,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_invalid_options_exit_with_code_2_and_the_reason(name, directory, run, monkeypatch):
-    monkeypatch.setattr(magicjax, "load", None)
+    monkeypatch.setattr(loading, "with_weights", None)
     arguments, message = REFUSED[name]
     code, _, errors = run("serve", "--target", directory, *arguments)
     assert code == 2 and message in errors and errors.count("\n") == 1
 
 
 def test_a_port_in_use_is_an_error_before_weights_are_loaded(directory, run, monkeypatch):
-    monkeypatch.setattr(magicjax, "load", None)
+    monkeypatch.setattr(loading, "with_weights", None)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         code, _, errors = run("serve", "--target", directory, "--port", port)

@@ -18,9 +18,8 @@ from magicjax.decoding.adaptive_depth import (
     row_tokens,
     tried_and_accepted,
 )
-from magicjax.decoding.request import prepare
 from magicjax.trees.token_tree import ROOT_ONLY, chain
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 from tests.magicjax.decoding import test_joint
 from tests.magicjax.kv_cache.test_loop_caches import fresh_prefill
 from tests.quick import quick
@@ -332,8 +331,8 @@ ORDER = (3, 0, 1, 0, 2)
 
 
 def request_of(kind: str, **options):
-    arguments = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
-    return prepare(
+    arguments = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
+    return keywords.prepare(
         tiny.model(),
         tiny.prompts(8),
         drafter=DRAFTERS[kind](),
@@ -383,10 +382,10 @@ def test_ended_rows_are_not_live():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["near", "prompt-lookup"])
 def test_naive_verification_gives_the_text_of_plain_sampling(kind):
-    sampling = dict(do_sample=True, seed=3)
+    sampling = dict(temperature=1.0, seed=3)
     _, state, _, _ = adaptive(kind, verifier="naive", **sampling)
-    arguments = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
-    plain = magicjax.generate(tiny.model(), tiny.prompts(8), **arguments, **sampling)
+    arguments = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
+    plain = keywords.generate(tiny.model(), tiny.prompts(8), **arguments, **sampling)
     tokens = np.where(np.arange(tiny.NEW) < plain.lengths[:, None], state.output[:, : tiny.NEW], 47)
     np.testing.assert_array_equal(tokens, plain.tokens)
 
@@ -429,13 +428,13 @@ def texts_of(drafter) -> dict[tuple[int, ...], int]:
     """Returns how often each text results from a loop whose depth depends on acceptance."""
     counted: dict[tuple[int, ...], int] = {}
     for seed in range(test_joint.FEW_CALLS):
-        request = prepare(
+        request = keywords.prepare(
             test_joint.model(0),
             [test_joint.PROMPT] * test_joint.ROWS,
             drafter=drafter,
             tree=test_joint.CHAIN,
-            max_new_tokens=test_joint.LENGTH,
-            do_sample=True,
+            max_tokens=test_joint.LENGTH,
+            temperature=1.0,
             seed=seed,
             eos_token_id=test_joint.EOS,
         )

@@ -8,7 +8,7 @@ import magicjax
 import models
 from pallas_kernels.cpu import build
 from pallas_kernels.mosaic_gpu import mosaic
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 
 
 def wide(dtype: str) -> magicjax.Model:
@@ -19,8 +19,8 @@ def wide(dtype: str) -> magicjax.Model:
 
 def generate(target, backend, **options):
     prompts = [np.arange(1, 21, dtype=np.int32), np.arange(5, 10, dtype=np.int32)]
-    options = dict(max_new_tokens=5, eos_token_id=tiny.NEVER) | options
-    return magicjax.generate(target, prompts, backend=backend, **options)
+    options = dict(max_tokens=5, eos_token_id=tiny.NEVER) | options
+    return keywords.generate(target, prompts, backend=backend, **options)
 
 
 @pytest.mark.slow

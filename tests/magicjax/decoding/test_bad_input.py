@@ -69,8 +69,48 @@ REFUSED = {
         ValueError,
         "prompt 0 is text and the target 'target' has no tokenizer: pass token ids",
     ),
-    "no batch": (dict(prompts=[1, 2]), ValueError, r"prompt 0 has shape \(\).*ids; .* wrap it: "),
-    "floats": (dict(prompts=[[0.5]]), ValueError, "dtype float64: it must be text or a list"),
+    "no batch": (dict(prompts=[1, 2]), TypeError, r"prompt 0 has shape \(\).*ids; .* wrap it: "),
+    "floats": (dict(prompts=[[0.5]]), TypeError, "dtype float64: it must be text or a list"),
+    "booleans": (dict(prompts=[[True, 2]]), TypeError, "prompt 0 has booleans: it must be text"),
+    "nested lists": (dict(prompts=[[[1, 2], [3]]]), TypeError, "prompt 0 is a nested list"),
+    "bytes": (dict(prompts=b"def"), TypeError, "single text: pass a list"),
+    "a generator": (dict(prompts=iter([[1]])), TypeError, "prompts has type list_iterator: pass a"),
+    "a dict": (dict(prompts={"text": [[1]]}), TypeError, "a prompt is a dict of text: pass texts"),
+    "one encoded text": (
+        dict(prompts={"input_ids": [1, 2], "attention_mask": [1, 1]}),
+        TypeError,
+        r"the token ids of a single text: tokenize a list, tokenizer\(\[text\]\)",
+    ),
+    "several encoded texts as one prompt": (
+        dict(prompts=[{"input_ids": [[1], [2]]}]),
+        ValueError,
+        "prompt 0 has the token ids of 2 texts: pass them as the prompts, not as one of them",
+    ),
+    "a mask with holes": (
+        dict(prompts={"input_ids": [[1, 2, 3]], "attention_mask": [[1, 0, 1]]}),
+        ValueError,
+        r"attention_mask=\[1, 0, 1\]: it must be 1 for the tokens of a text and 0 for the padding",
+    ),
+    "a mask of another shape": (
+        dict(prompts={"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1]]}),
+        ValueError,
+        "attention_mask has another shape than input_ids",
+    ),
+    "padding only": (
+        dict(prompts={"input_ids": [[1, 2]], "attention_mask": [[0, 0]]}),
+        ValueError,
+        "prompt 0 is empty",
+    ),
+    "messages without a template": (
+        dict(prompts=[{"role": "user", "content": "hello"}]),
+        ValueError,
+        "the tokenizer has no chat template: pass the prompt as text",
+    ),
+    "a message without content": (
+        dict(prompts=[[{"role": "user"}]]),
+        TypeError,
+        "message {'role': 'user'} of a conversation: it must be a dict of a role and a content",
+    ),
     "token too large": (
         dict(prompts=[[1], [0, tiny.VOCAB]]),
         ValueError,
@@ -78,29 +118,23 @@ REFUSED = {
     ),
     "negative token": (dict(prompts=[[-1]]), ValueError, "prompt 0 has token -1, outside"),
     "prompt too long": (
-        dict(prompts=[[1], [0] * 489], max_new_tokens=24),
+        dict(prompts=[[1], [0] * 489], params=magicjax.SamplingParams(max_tokens=24)),
         ValueError,
-        "prompt 1 has 489 tokens; with max_new_tokens=24 it needs 513 positions, and the target "
-        r"has 512: shorten the prompt \(to at most 488 tokens\) or reduce max_new_tokens",
+        "prompt 1 has 489 tokens; with max_tokens=24 it needs 513 positions, and the target "
+        r"has 512: shorten the prompt \(to at most 488 tokens\) or reduce max_tokens",
     ),
     "output too long": (
-        dict(max_new_tokens=511),
+        dict(params=magicjax.SamplingParams(max_tokens=511)),
         ValueError,
-        "with max_new_tokens=511 .* needs 51",
+        "with max_tokens=511 .* needs 51",
     ),
     # lengths and ends
-    "no new token": (dict(max_new_tokens=0), ValueError, "max_new_tokens=0 must be at least 1"),
-    "one row without": (
-        dict(prompts=[[1], [2]], max_new_tokens=[3, 0]),
+    "no room for new tokens": (
+        dict(prompts=[[1], [0] * LIMIT], params=magicjax.SamplingParams(max_tokens=None)),
         ValueError,
-        "max_new_tokens=0 must be at least 1",
+        "prompt 1 has 512 tokens, and the 512 positions of the target leave no room for new ones: "
+        "shorten the prompt to at most 511 tokens",
     ),
-    "limits of other rows": (
-        dict(max_new_tokens=[3, 4]),
-        ValueError,
-        r"max_new_tokens has shape \(2,\) for 1 prompts: pass one int, or one per row",
-    ),
-    "half a token": (dict(max_new_tokens=2.5), TypeError, "max_new_tokens=2.5 must be an int"),
     "eos outside": (
         dict(eos_token_id=[3, 48]),
         ValueError,
@@ -110,78 +144,61 @@ REFUSED = {
     "pad text": (dict(pad_token_id=1.5), TypeError, "pad_token_id=1.5 is not a token id: pass an"),
     "pad outside": (dict(pad_token_id=-1), ValueError, "pad_token_id=-1 must lie between 0 and 47"),
     # options
-    "unknown option": (dict(temprature=0.7), TypeError, "temprature"),
-    # sampling
-    "temperature without sampling": (
+    "unknown option": (dict(dratfer="self"), TypeError, "did you mean 'drafter'"),
+    # parameters, of which tests/magicjax/test_sampling_params.py has the values
+    "a dict of parameters": (
+        dict(params={"temperature": 0.7}),
+        TypeError,
+        r"params has type dict: pass magicjax.SamplingParams\(...\), or a list of one per prompt",
+    ),
+    "a list with something else": (
+        dict(params=[0.7]),
+        TypeError,
+        r"params has type float: pass magicjax.SamplingParams\(...\)",
+    ),
+    "parameters of other rows": (
+        dict(params=[magicjax.SamplingParams()] * 2),
+        ValueError,
+        "2 SamplingParams for 1 prompts: pass one, or one per prompt",
+    ),
+    "a parameter as an argument": (
         dict(temperature=0.7),
-        ValueError,
-        "temperature=0.7 has no effect in greedy decoding: pass do_sample=True or omit temperature",
+        TypeError,
+        r"temperature=0.7 is not an argument: pass magicjax.SamplingParams\(temperature=...\)",
     ),
-    "temperature of zero": (
-        dict(do_sample=True, temperature=0),
-        ValueError,
-        "temperature=0 must be above 0 and finite in float32; for greedy decoding, omit do_sample",
+    "an argument of transformers": (
+        dict(max_new_tokens=7),
+        TypeError,
+        r"max_new_tokens=7 is not an argument: pass magicjax.SamplingParams\(max_tokens=...\)",
     ),
-    "negative temperature": (
-        dict(do_sample=True, temperature=[-1.0]),
-        ValueError,
-        "temperature=-1 must be above 0",
+    "a mask of padding": (
+        dict(prompts=np.array([[0, 1]]), attention_mask=[[0, 1]]),
+        TypeError,
+        "attention_mask=.* is not an argument: pass what the tokenizer returned, with its mask",
     ),
-    "temperatures of other rows": (
-        dict(do_sample=True, temperature=[1.0, 2.0]),
+    "more alternatives than tokens": (
+        dict(target=short_model(vocab_size=8), params=magicjax.SamplingParams(logprobs=9)),
         ValueError,
-        r"temperature has shape \(2,\) for 1 prompts: pass one number, or one per row",
-    ),
-    "top_p of zero": (
-        dict(do_sample=True, top_p=0.0),
-        ValueError,
-        "top_p=0 must be above 0 and at most 1",
-    ),
-    "top_p above one": (dict(do_sample=True, top_p=1.5), ValueError, "top_p=1.5 must be"),
-    "negative top_k": (
-        dict(do_sample=True, top_k=-1),
-        ValueError,
-        r"top_k=-1 must be a whole number, 0 \(all tokens\) or more",
-    ),
-    "top_p of nothing": (
-        dict(do_sample=True, top_p=1e-46),
-        ValueError,
-        "top_p=1e-46 must be above 0",
-    ),
-    "a temperature that float32 cannot represent": (
-        dict(do_sample=True, temperature=1e-40),
-        ValueError,
-        "temperature=1e-40 must be above 0 and finite in float32",
-    ),
-    "a seed beyond 32 bits": (
-        dict(do_sample=True, seed=2**32),
-        ValueError,
-        "seed=4294967296 must be a whole number between 0 and 4294967295",
-    ),
-    "half a seed": (dict(do_sample=True, seed=1.5), ValueError, "seed=1.5 must be a whole number"),
-    "half a top_k": (
-        dict(do_sample=True, top_k=2.5),
-        ValueError,
-        "top_k=2.5 must be a whole number",
+        "logprobs=9: the vocabulary has 8 tokens",
     ),
     # verifiers
     "unknown verifier": (
-        dict(do_sample=True, drafter=budget(12), verifier="mms"),
+        dict(params=magicjax.SamplingParams(temperature=1), drafter=budget(12), verifier="mms"),
         ValueError,
         "verifier='mms' is unknown: use one of greedy, naive, mss",
     ),
     "sampling verifier without sampling": (
         dict(drafter=budget(12), verifier="mss"),
         ValueError,
-        "verifier='mss' requires sampling: pass do_sample=True or omit verifier",
+        "verifier='mss' requires sampling: pass a temperature above 0 or omit verifier",
     ),
     "greedy verifier with sampling": (
-        dict(drafter=budget(12), do_sample=True, verifier="greedy"),
+        dict(drafter=budget(12), params=magicjax.SamplingParams(temperature=1), verifier="greedy"),
         ValueError,
         "accepts only the most likely token, which does not follow the target's distribution",
     ),
     "verifier without drafter": (
-        dict(do_sample=True, verifier="mss"),
+        dict(params=magicjax.SamplingParams(temperature=1), verifier="mss"),
         ValueError,
         "verifier='mss' has no effect without a drafter: pass one or omit verifier",
     ),
@@ -189,7 +206,7 @@ REFUSED = {
         dict(
             drafter=budget(12, draw="with_replacement"),
             tree=magicjax.DynamicTree(4, 2, 2),
-            do_sample=True,
+            params=magicjax.SamplingParams(temperature=1),
         ),
         ValueError,
         "children drawn with_replacement in a dynamic tree would be pruned .* use draw='top'",
@@ -199,7 +216,7 @@ REFUSED = {
             drafter=magicjax.Ensemble(
                 [budget(12, draw="with_replacement")], [magicjax.DynamicTree(4, 2, 2)]
             ),
-            do_sample=True,
+            params=magicjax.SamplingParams(temperature=1),
         ),
         ValueError,
         "children drawn with_replacement in a dynamic tree would be pruned",
@@ -219,7 +236,7 @@ REFUSED = {
             drafter=magicjax.Ensemble(
                 [budget(12, draw="with_replacement"), budget(12, draw="without_replacement")]
             ),
-            do_sample=True,
+            params=magicjax.SamplingParams(temperature=1),
         ),
         ValueError,
         "mixes draws with and without replacement, .* use the same draw for all drafters",
@@ -254,9 +271,9 @@ REFUSED = {
         "prompt lookup of 65 chains: at most 64 are supported",
     ),
     "more tokens than an int32 counts": (
-        dict(max_new_tokens=2**32 + 5),
+        dict(params=magicjax.SamplingParams(max_tokens=2**32 + 5)),
         ValueError,
-        "prompt 0 has 3 tokens; with max_new_tokens=4294967301 it needs 4294967304 positions",
+        "prompt 0 has 3 tokens; with max_tokens=4294967301 it needs 4294967304 positions",
     ),
     "prompt lookup of a bush": (
         dict(drafter=magicjax.PromptLookup(), tree=magicjax.expansion((2, 2))),
@@ -361,7 +378,7 @@ REFUSED = {
         "the drafter's vocabulary has 50 tokens and the target's 48: they must be the same",
     ),
     "short drafter": (
-        dict(max_new_tokens=30) | small(max_positions=32),
+        dict(params=magicjax.SamplingParams(max_tokens=30)) | small(max_positions=32),
         ValueError,
         "prompt and new tokens need 33 positions and the drafter has 32: use a drafter with",
     ),
@@ -380,7 +397,7 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_invalid_arguments_are_errors_before_compilation(what, call):
     options, error, message = REFUSED[what]
-    options = dict(target=tiny.model(), prompts=[[1, 2, 3]], max_new_tokens=4) | options
+    options = dict(target=tiny.model(), prompts=[[1, 2, 3]]) | options
     before = program_cache.totals()
     with pytest.raises(error, match=message):
         call(options.pop("target"), options.pop("prompts"), **options)
@@ -481,8 +498,10 @@ def test_a_missing_directory_is_an_error(path):
 
 def test_the_largest_valid_request_is_accepted():
     """The limits in the messages are the true ones."""
-    options = dict(max_new_tokens=LIMIT - 3, eos_token_id=[])
-    output = magicjax.generate(tiny.model(), [np.array([1, 2, 3])], **options)
-    assert output.lengths.tolist() == [LIMIT - 3]
+    for max_tokens in (LIMIT - 3, None):
+        params = magicjax.SamplingParams(max_tokens=max_tokens)
+        output = magicjax.generate(tiny.model(), [np.array([1, 2, 3])], params, eos_token_id=[])
+        assert output.lengths.tolist() == [LIMIT - 3]
+    params = magicjax.SamplingParams(max_tokens=LIMIT - 3)
     with pytest.raises(ValueError, match="needs 513 positions"):
-        magicjax.generate(tiny.model(), [np.array([1, 2, 3, 4])], **options)
+        magicjax.generate(tiny.model(), [np.array([1, 2, 3, 4])], params)

@@ -5,9 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-import magicjax
 from magicjax.decoding import program_cache
-from tests.magicjax import oracle, tiny
+from tests.magicjax import keywords, oracle, tiny
 
 COUNTED = (
     "tau",
@@ -33,8 +32,8 @@ def rows_alike_in_width() -> list[np.ndarray]:
 
 def generate(prompts, kind, tree, **options):
     drafted = dict(drafter=tiny.drafter(kind), tree=tiny.TREES[tree]) if kind else {}
-    defaults = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
-    return magicjax.generate(tiny.model(), prompts, **defaults | drafted | options)
+    defaults = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
+    return keywords.generate(tiny.model(), prompts, **defaults | drafted | options)
 
 
 def collect(rounds):
@@ -65,7 +64,7 @@ def test_a_row_that_ends_early_does_not_change_the_others(kind, tree):
     for early in range(8):
         limits = [tiny.NEW] * 8
         limits[early] = 1 + early
-        cut = tiny.rows_of(generate(prompts, kind, tree, max_new_tokens=limits))
+        cut = tiny.rows_of(generate(prompts, kind, tree, max_tokens=limits))
         for row, limit, all_of_it in zip(cut, limits, whole, strict=True):
             np.testing.assert_array_equal(row, all_of_it[:limit])
 
@@ -84,9 +83,9 @@ def test_rows_in_another_order_give_the_same_texts_in_that_order():
 def test_streaming_gives_the_tokens_and_statistics_of_the_compiled_loop(kind, tree):
     drafted = dict(drafter=tiny.drafter(kind), tree=tiny.TREES[tree]) if kind else {}
     eos = int(tiny.expected(8)[2][7])
-    options = dict(max_new_tokens=tiny.NEW, eos_token_id=eos) | drafted
-    output = magicjax.generate(tiny.model(), tiny.prompts(8), **options)
-    rounds_seen, streamed = collect(magicjax.stream(tiny.model(), tiny.prompts(8), **options))
+    options = dict(max_tokens=tiny.NEW, eos_token_id=eos) | drafted
+    output = keywords.generate(tiny.model(), tiny.prompts(8), **options)
+    rounds_seen, streamed = collect(keywords.stream(tiny.model(), tiny.prompts(8), **options))
     np.testing.assert_array_equal(streamed.tokens, output.tokens)
     np.testing.assert_array_equal(streamed.lengths, output.lengths)
     for field in COUNTED:
@@ -103,16 +102,16 @@ def test_a_second_call_of_the_same_shapes_compiles_nothing():
     again = generate(tiny.prompts(8, seed=2), "self", "chain4", eos_token_id=3)
     assert (again.stats.compilations, again.stats.compile_s) == (0, 0.0)
     limits = list(range(tiny.NEW - 7, tiny.NEW + 1))
-    assert generate(tiny.prompts(8), "self", "chain4", max_new_tokens=limits).stats.compile_s == 0
+    assert generate(tiny.prompts(8), "self", "chain4", max_tokens=limits).stats.compile_s == 0
     # Weights are no part of a program.
     other = tiny.model("near")
     before = program_cache.totals()
-    magicjax.generate(
+    keywords.generate(
         other,
         tiny.prompts(8),
         drafter=tiny.drafter("self"),
         tree=tiny.TREES["chain4"],
-        max_new_tokens=tiny.NEW,
+        max_tokens=tiny.NEW,
         eos_token_id=tiny.NEVER,
     )
     assert program_cache.totals() == before
@@ -120,7 +119,7 @@ def test_a_second_call_of_the_same_shapes_compiles_nothing():
 
 def test_another_tree_is_counted_as_compiled_but_not_the_targets_prefill():
     generate(tiny.prompts(8), "self", "chain4")
-    output = generate(tiny.prompts(8), "self", "chain4", max_new_tokens=tiny.NEW - 1)
+    output = generate(tiny.prompts(8), "self", "chain4", max_tokens=tiny.NEW - 1)
     assert output.stats.compilations == 2 and output.stats.compile_s > 0
 
 
@@ -131,7 +130,7 @@ def test_evicted_programs_free_their_memory_maps(monkeypatch):
     generate(tiny.prompts(8), "self", "chain4")
     maps = program_cache.memory_maps()
     monkeypatch.setattr(program_cache, "MAX_MEMORY_MAPS", maps)
-    generate(tiny.prompts(8), "self", "chain4", max_new_tokens=tiny.NEW - 2)
+    generate(tiny.prompts(8), "self", "chain4", max_tokens=tiny.NEW - 2)
     assert program_cache.memory_maps() <= maps
     assert [name for name, *_ in program_cache._compiled][-1] == "decode"  # the newest is kept
 
@@ -152,7 +151,7 @@ def test_the_output_has_prompts_new_tokens_and_padding():
 def test_eos_and_padding_default_to_those_of_the_target():
     eos = int(tiny.expected(8)[0][4])
     target = dataclasses.replace(tiny.model(), eos_token_ids=(eos,), pad_token_id=7)
-    output = magicjax.generate(target, tiny.prompts(8), max_new_tokens=tiny.NEW)
+    output = keywords.generate(target, tiny.prompts(8), max_tokens=tiny.NEW)
     texts = [oracle.cut(row, eos) for row in tiny.expected(8)]
     for row, expected in zip(output.tokens, texts, strict=True):
         np.testing.assert_array_equal(row[: len(expected)], expected)

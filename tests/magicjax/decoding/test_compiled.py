@@ -11,11 +11,10 @@ import pytest
 import magicjax
 import models
 from magicjax.decoding import loop, program_cache
-from magicjax.decoding.request import prepare
 from magicjax.decoding.runner import state_shapes
 from magicjax.drafters import self_speculation
 from magicjax.kv_cache import full_cache, pages, sparse_cache
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 from tests.quick import quick
 
 pytestmark = pytest.mark.skipif(
@@ -86,13 +85,13 @@ def request_of(name: str):
         "quest refreshed": magicjax.PageRetrieval(BUDGET, refresh_every=4),
     }
     drafter = drafters.get(kind)
-    return prepare(
+    return keywords.prepare(
         shaped(WIDE),
         [np.zeros(PROMPT, np.int32), np.zeros(10, np.int32)],
         drafter=drafter,
         tree=tree,
-        max_new_tokens=32,
-        **(dict(do_sample=True, top_k=5, top_p=0.9) if name.endswith("sampled") else {}),
+        max_tokens=32,
+        **(dict(temperature=1.0, top_k=5, top_p=0.9) if name.endswith("sampled") else {}),
         eos_token_id=tiny.NEVER,
     )
 

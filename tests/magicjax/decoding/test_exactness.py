@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import magicjax
-from tests.magicjax import oracle, tiny
+from tests.magicjax import keywords, oracle, tiny
 from tests.quick import quick
 
 # Every kind of tree, every drafter, every batch size. All pairs of drafter and tree for every batch
@@ -43,7 +43,7 @@ def check(tally, batch, seed, limits=None, eos=tiny.NEVER, **options) -> None:
         for row, limit in zip(tiny.expected(batch, seed), limits or [tiny.NEW] * batch)
     ]
     if limits is not None:
-        options["max_new_tokens"] = limits
+        options["max_tokens"] = limits
     output = tiny.generate(batch, seed, eos_token_id=eos, **options)
     tally.compare(tiny.model(), tiny.prompts(batch, seed), wanted, tiny.rows_of(output))
     return output
@@ -90,8 +90,8 @@ def test_quantized_targets_and_drafts_are_exact(target, draft, tally):
         drafter = magicjax.SmallModel(tiny.quantized(tiny.model("near"), "int8"), weights="int8")
     elif draft == "copy":
         drafter = dataclasses.replace(drafter, weights="int4:8")
-    options = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER, tree=tiny.TREES["2,2,1"])
-    found = magicjax.generate(model, tiny.prompts(3), drafter=drafter, **options)
+    options = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER, tree=tiny.TREES["2,2,1"])
+    found = keywords.generate(model, tiny.prompts(3), drafter=drafter, **options)
     plain = tiny.dequantized(model)
     wanted = [oracle.greedy(plain, prompt, tiny.NEW) for prompt in tiny.prompts(3)]
     tally.compare(plain, tiny.prompts(3), wanted, tiny.rows_of(found))
@@ -99,7 +99,7 @@ def test_quantized_targets_and_drafts_are_exact(target, draft, tally):
     if draft == "int8":
         other = magicjax.SmallModel(tiny.model("near"), weights="int8")
         with pytest.raises(ValueError, match="weights='int8' differs from the draft model's, None"):
-            magicjax.generate(model, tiny.prompts(3), drafter=other, **options)
+            keywords.generate(model, tiny.prompts(3), drafter=other, **options)
     unquantized = np.array_equal(wanted, tiny.expected(3))
     assert unquantized == (target is None)  # the text of a quantized target is its own
 
@@ -117,7 +117,7 @@ def test_the_drafters_reach_every_branch():
 
 @pytest.mark.parametrize("new_tokens", quick([1, 2, 7], 2))
 def test_outputs_shorter_than_a_round_are_exact(new_tokens, tally):
-    found = tiny.generate(8, 0, "self", "chain4", max_new_tokens=new_tokens)
+    found = tiny.generate(8, 0, "self", "chain4", max_tokens=new_tokens)
     assert found.tokens.shape == (8, new_tokens)
     wanted = [row[:new_tokens] for row in tiny.expected(8)]
     tally.compare(tiny.model(), tiny.prompts(8), wanted, tiny.rows_of(found))
@@ -127,7 +127,7 @@ def test_outputs_shorter_than_a_round_are_exact(new_tokens, tally):
 @pytest.mark.parametrize("new_tokens", range(3, 20))
 @pytest.mark.parametrize("tree", ["chain4", "irregular"])
 def test_every_length_of_an_output_is_exact(new_tokens, tree, tally):
-    found = tiny.generate(8, 0, "near", tree, max_new_tokens=new_tokens)
+    found = tiny.generate(8, 0, "near", tree, max_tokens=new_tokens)
     wanted = [row[:new_tokens] for row in tiny.expected(8)]
     tally.compare(tiny.model(), tiny.prompts(8), wanted, tiny.rows_of(found))
 

@@ -10,10 +10,10 @@ import pytest
 
 import magicjax
 import models
-from tests.magicjax import family_cases, tiny
+from tests.magicjax import family_cases, keywords, tiny
 from tests.quick import quick
 
-OPTIONS = dict(max_new_tokens=tiny.NEW, eos_token_id=[])
+OPTIONS = dict(max_tokens=tiny.NEW, eos_token_id=[])
 
 
 def family(kind: str, noise: float = 0.0) -> magicjax.Model:
@@ -77,7 +77,7 @@ ALL = itertools.product(family_cases.KINDS, draftings("opt"))
 @pytest.mark.parametrize(("kind", "drafting"), quick(ALL, *QUICK))
 def test_a_family_equals_full_recomputation(kind, drafting):
     options = draftings(kind)[drafting]
-    output = magicjax.generate(family(kind), tiny.prompts(8), **OPTIONS, **options)
+    output = keywords.generate(family(kind), tiny.prompts(8), **OPTIONS, **options)
     expected = rerun(family(kind), tiny.prompts(8), tiny.NEW)
     assert len({row.tobytes() for row in expected}) == 8
     for row, text in zip(tiny.rows_of(output), expected, strict=True):
@@ -91,10 +91,10 @@ def test_a_family_equals_full_recomputation(kind, drafting):
 @pytest.mark.parametrize("kind", family_cases.KINDS)
 def test_sampled_text_of_a_family_is_that_of_plain_decoding(kind, drafting):
     # Seed 3 has a tie within float32's rounding with falcon-rw; in float64 the texts are equal.
-    sampling = OPTIONS | dict(do_sample=True, seed=4)
-    plain = magicjax.generate(family(kind), tiny.prompts(8), **sampling)
+    sampling = OPTIONS | dict(temperature=1.0, seed=4)
+    plain = keywords.generate(family(kind), tiny.prompts(8), **sampling)
     options = draftings(kind)[drafting] | dict(verifier="naive")
-    output = magicjax.generate(family(kind), tiny.prompts(8), **sampling, **options)
+    output = keywords.generate(family(kind), tiny.prompts(8), **sampling, **options)
     np.testing.assert_array_equal(output.tokens, plain.tokens)
 
 
@@ -102,8 +102,8 @@ def test_sampled_text_of_a_family_is_that_of_plain_decoding(kind, drafting):
 @pytest.mark.parametrize("kind", family_cases.KINDS)
 def test_an_offloaded_family_has_the_text_of_the_resident_one(kind):
     options = OPTIONS | draftings(kind)["streaming"]
-    resident = magicjax.generate(family(kind), tiny.prompts(3), **options)
-    offloaded = magicjax.generate(magicjax.offload(family(kind)), tiny.prompts(3), **options)
+    resident = keywords.generate(family(kind), tiny.prompts(3), **options)
+    offloaded = keywords.generate(magicjax.offload(family(kind)), tiny.prompts(3), **options)
     np.testing.assert_array_equal(offloaded.tokens, resident.tokens)
 
 
@@ -122,7 +122,7 @@ def test_caches_that_cannot_have_positions_in_keys_are_errors(options, message):
     target = magicjax.Model(models.build(config), tiny.model().params)  # its values are not read
     drafter = magicjax.SmallModel(target, **{"policy": "streaming", "budget": 24} | options)
     with pytest.raises(ValueError, match=message):
-        magicjax.generate(tiny.model(), [[1, 2, 3]], max_new_tokens=4, drafter=drafter)
+        keywords.generate(tiny.model(), [[1, 2, 3]], max_tokens=4, drafter=drafter)
 
 
 @pytest.mark.slow
@@ -134,18 +134,18 @@ def test_a_text_up_to_the_last_learned_position_is_exact():
         dict(drafter=magicjax.SmallModel(family("opt", 0.05)), tree=tiny.TREES["irregular"]),
         dict(drafter=tiny.drafter("self"), tree=tiny.TREES["chain8"]),
     ):
-        output = magicjax.generate(family("opt"), prompts, **OPTIONS, **drafting)
+        output = keywords.generate(family("opt"), prompts, **OPTIONS, **drafting)
         for row, text in zip(tiny.rows_of(output), expected, strict=True):
             np.testing.assert_array_equal(row, text)
     with pytest.raises(ValueError, match="needs 65 positions, and the target has 64"):
-        magicjax.generate(family("opt"), [[1] * 41], **OPTIONS)
+        keywords.generate(family("opt"), [[1] * 41], **OPTIONS)
 
 
 @pytest.mark.slow
 def test_a_drafter_in_16_bits_keeps_a_float32_text_exact():
     drafter = tiny.drafter("near", "bfloat16")
     tree = tiny.TREES["chain3"]
-    output = magicjax.generate(tiny.model(), tiny.prompts(8), drafter=drafter, tree=tree, **OPTIONS)
+    output = keywords.generate(tiny.model(), tiny.prompts(8), drafter=drafter, tree=tree, **OPTIONS)
     for row, expected in zip(tiny.rows_of(output), tiny.expected(8), strict=True):
         np.testing.assert_array_equal(row, expected)
     assert output.stats.acceptance_rate > 0.05

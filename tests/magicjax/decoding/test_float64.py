@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.magicjax import oracle, tiny
+from tests.magicjax import keywords, oracle, tiny
 
 CASES = [("self", "2,2,1", 8)]
 ALL = [
@@ -28,7 +28,7 @@ def check_without_ties(kind, tree, batch) -> None:
         wanted = [oracle.cut(row, eos) for row in plain]
         tally.compare(target, prompts, wanted, tiny.rows_of(found), ties_allowed=False)
     limits = [tiny.NEW - row for row in range(batch)]
-    found = tiny.generate(batch, seed, kind, tree, dtype="float64", max_new_tokens=limits)
+    found = tiny.generate(batch, seed, kind, tree, dtype="float64", max_tokens=limits)
     wanted = [row[:limit] for row, limit in zip(plain, limits, strict=True)]
     tally.compare(target, prompts, wanted, tiny.rows_of(found), ties_allowed=False)
     assert tally.ties == 0
@@ -59,12 +59,12 @@ def test_a_draft_that_sees_the_whole_text_is_always_accepted():
     """Self-speculation with a budget for the whole text drafts as the target does."""
     import magicjax
 
-    output = magicjax.generate(
+    output = keywords.generate(
         tiny.model("target", "float64"),
         tiny.prompts(8),
         drafter=magicjax.SelfSpeculation(magicjax.StreamingLLM(sinks=2), budget=64),
         tree=magicjax.chain(4),
-        max_new_tokens=tiny.NEW,
+        max_tokens=tiny.NEW,
         eos_token_id=tiny.NEVER,
     )
     assert output.stats.acceptance_rate == 1.0

@@ -18,7 +18,7 @@ from flax import struct
 
 import magicjax
 import models
-from tests.magicjax import oracle, tiny
+from tests.magicjax import keywords, oracle, tiny
 from tests.quick import quick
 
 VOCAB, LENGTH, EOS = 5, 4, 0
@@ -83,16 +83,15 @@ def sampled(
     """Returns how often the loop emitted each text."""
     counts: dict[tuple[int, ...], int] = {}
     for seed in range(calls):
-        output = magicjax.generate(
+        output = keywords.generate(
             target or model(0),
             [PROMPT] * ROWS,
             drafter=drafter,
             tree=tree,
-            max_new_tokens=LENGTH,
-            do_sample=True,
+            max_tokens=LENGTH,
             seed=seed,
             eos_token_id=EOS,
-            **options,
+            **dict(temperature=1.0) | options,
         )
         # A text shorter than LENGTH ends with EOS, which is also the padding.
         texts, times = np.unique(output.tokens, axis=0, return_counts=True)

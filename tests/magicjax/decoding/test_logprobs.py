@@ -6,13 +6,12 @@ import pytest
 
 import magicjax
 from magicjax.decoding import loop, program_cache
-from magicjax.decoding.request import prepare
 from magicjax.decoding.runner import state_shapes
-from tests.magicjax import mesh_cases, oracle, tiny
+from tests.magicjax import keywords, mesh_cases, oracle, tiny
 from tests.quick import quick
 
 ATOL = 1e-4  # of natural logarithms in float32
-SAMPLED = dict(do_sample=True, temperature=0.6, top_k=12, top_p=0.9)
+SAMPLED = dict(temperature=0.6, top_k=12, top_p=0.9)
 # Name: (drafter, tree, options of generate).
 CASES = {
     "plain": (None, None, {}),
@@ -66,7 +65,7 @@ def test_log_probabilities_are_those_of_a_plain_pass(name):
 
 def test_rows_that_end_have_as_many_log_probabilities_as_tokens():
     eos = int(tiny.expected(3)[0][6])
-    options = dict(eos_token_id=eos, max_new_tokens=[tiny.NEW, 5, 1])
+    options = dict(eos_token_id=eos, max_tokens=[tiny.NEW, 5, 1])
     output = output_of("chain", 0, **options)
     assert set(output.lengths) > {1}
     assert [len(one.chosen) for one in output.logprobs] == output.lengths.tolist()
@@ -76,8 +75,8 @@ def test_rows_that_end_have_as_many_log_probabilities_as_tokens():
 def test_a_stream_returns_those_of_generate():
     kind, tree, own = CASES["chain"]
     drafted = dict(drafter=tiny.drafter(kind), tree=tiny.TREES[tree])
-    options = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER, logprobs=3) | drafted | own
-    rounds = magicjax.stream(tiny.model(), tiny.prompts(3), **options)
+    options = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER, logprobs=3) | drafted | own
+    rounds = keywords.stream(tiny.model(), tiny.prompts(3), **options)
     while True:
         try:
             next(rounds)
@@ -103,7 +102,7 @@ def test_logits_of_the_emitted_node_itself_fail(monkeypatch):
 def test_without_them_nothing_is_computed():
     kind, tree, _ = CASES["chain"]
     options = dict(drafter=tiny.drafter(kind), tree=tiny.TREES[tree])
-    request = prepare(tiny.model(), tiny.prompts(3), **options)
+    request = keywords.prepare(tiny.model(), tiny.prompts(3), **options)
     assert state_shapes(request).logprobs is None
     assert output_of("chain", None).logprobs is None
 
@@ -124,21 +123,3 @@ def divided(case: str, mesh: list[int]) -> bool:
 )
 def test_a_divided_vocabulary_gives_the_same(eight, case, mesh):
     assert eight(divided, case=case, mesh=list(mesh))
-
-
-INVALID = {
-    "negative": (-1, "logprobs=-1 must be a whole number of alternatives between 0 .* and 20"),
-    "too many": (21, "logprobs=21 must be .* and 20; for no log-probabilities, omit it"),
-    "a flag": (True, "logprobs=True must be a whole number"),
-    "half": (0.5, "logprobs=0.5 must be a whole number"),
-}
-
-
-@pytest.mark.parametrize("what", INVALID)
-def test_an_invalid_number_is_an_error_before_compilation(what):
-    logprobs, message = INVALID[what]
-    before = program_cache.totals()
-    for call in (magicjax.generate, magicjax.stream):
-        with pytest.raises(ValueError, match=message):
-            call(tiny.model(), [[1, 2, 3]], logprobs=logprobs)
-    assert program_cache.totals() == before

@@ -10,12 +10,11 @@ import magicjax
 import models
 from magicjax import loading
 from magicjax.decoding import memory, program_cache
-from magicjax.decoding.request import prepare
 from magicjax.drafters import quantized_blocks
 from magicjax.parallel import offloading
 from magicjax.prediction.aot import aot_compile, memory_estimate
 from sharding import abstract_mesh
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 
 LOAD = aot_compile.Workload("llama-2-7b-32k", "", "", 8, 2048, "h100", max_new_tokens=64)
 WORKLOADS = {
@@ -49,7 +48,7 @@ def test_the_bytes_are_those_of_the_state_on_each_device(case):
 
 
 def request_of(target, rows=4, tokens=200, **options):
-    return prepare(target, [[1] * tokens] * rows, max_new_tokens=20, **options)
+    return keywords.prepare(target, [[1] * tokens] * rows, max_tokens=20, **options)
 
 
 def skeleton(dtype="float32"):

@@ -6,15 +6,20 @@ import inspect
 import jax
 import numpy as np
 import pytest
+import transformers
 
 import magicjax
 import models
-from magicjax.decoding.request import RequestOptions, place, prepare, validate
+from magicjax import loading
+from magicjax.decoding.preparation import place, prepare, validate
+from magicjax.decoding.request import RequestOptions
+from magicjax.verification.sampling import row_keys
 from sharding import abstract_mesh
 from tests.magicjax import tiny
+from tests.magicjax.grammars import spelled
 
 PROMPTS = [[1, 2], [3]]
-OPTIONS = dict(max_new_tokens=[3, 4], do_sample=True, top_p=0.9)
+PARAMS = [magicjax.SamplingParams(temperature=1, top_p=0.9, max_tokens=n) for n in (3, 4)]
 
 
 def arrays(request):
@@ -24,30 +29,106 @@ def arrays(request):
 def test_generate_and_stream_take_the_options_that_are_validated():
     fields = {field.name: field.default for field in dataclasses.fields(RequestOptions)}
     for call in (magicjax.generate, magicjax.stream):
-        _, _, *keywords = inspect.signature(call).parameters.values()
+        _, _, _, *keywords, _ = inspect.signature(call).parameters.values()
         assert {keyword.name: keyword.default for keyword in keywords} == fields
 
 
 def test_a_target_without_weights_is_validated_on_the_host():
     skeleton = magicjax.Model(models.build(tiny.config()), None)
-    for request in (
-        validate(skeleton, PROMPTS, RequestOptions(**OPTIONS)),
-        prepare(skeleton, PROMPTS, **OPTIONS),
-    ):
-        assert all(type(array) is np.ndarray for array in arrays(request))
-        assert request.tokens.tolist() == [[1, 2] + [0] * 14, [3] + [0] * 15]
+    request = validate(skeleton, PROMPTS, PARAMS)
+    assert all(type(array) is np.ndarray for array in arrays(request))
+    assert request.tokens.tolist() == [[1, 2] + [0] * 14, [3] + [0] * 15]
+    assert request.limits.tolist() == [3, 4]
+
+
+def test_weights_are_loaded_after_validation():
+    skeleton = loading.skeleton("opt-125m", "float32")
+    loaded = []
+    lazy = dataclasses.replace(
+        skeleton, load=lambda **options: loaded.append(options) or tiny.model()
+    )
+    with pytest.raises(ValueError, match="shorten the prompt"):
+        prepare(lazy, [[0] * 4096])
+    assert not loaded
+    assert prepare(lazy, PROMPTS).target.params is tiny.model().params
+    assert loaded == [dict(mesh=None, stages=None)]
 
 
 def test_a_copy_is_validated_for_the_mesh_before_the_target_has_weights():
     skeleton = dataclasses.replace(tiny.model(), params=None)
-    drafter = magicjax.QuantizedCopy(weights="int4:8")
-    prepare(skeleton, PROMPTS, drafter=drafter)
+    options = RequestOptions(drafter=magicjax.QuantizedCopy(weights="int4:8"))
+    validate(skeleton, PROMPTS, options=options)
+    options = dataclasses.replace(options, mesh=abstract_mesh(model=2))
     with pytest.raises(ValueError, match="groups of 8 do not divide the 20 inputs of mlp/down on"):
-        prepare(skeleton, PROMPTS, drafter=drafter, mesh=abstract_mesh(model=2))
+        validate(skeleton, PROMPTS, options=options)
+
+
+def test_each_row_has_its_parameters():
+    """Greedy rows keep the most likely token, and the keys depend on a row's seed and index."""
+    params = [
+        magicjax.SamplingParams(),
+        magicjax.SamplingParams(temperature=0.5, top_k=7, seed=3),
+        magicjax.SamplingParams(temperature=0.5, seed=3, logprobs=2, stop="a"),
+    ]
+    sampling = validate(spelled.target(), PROMPTS + [[4]], params).sampling
+    assert sampling.temperature.tolist() == [1.0, 0.5, 0.5]
+    assert sampling.top_k.tolist() == [1, 7, 0]
+    for row, seed in enumerate((0, 3, 3)):
+        (key,) = row_keys(seed, np.array([row]))
+        assert (jax.random.key_data(sampling.keys[row]) == jax.random.key_data(key)).all()
+    assert validate(tiny.model(), PROMPTS, [params[0]] * 2).sampling is None
+
+
+def test_a_row_gets_the_log_probabilities_that_it_requested():
+    params = [magicjax.SamplingParams(max_tokens=3, logprobs=n) for n in (None, 0, 2)]
+    output = magicjax.generate(tiny.model(), tiny.prompts(3), params)
+    none, chosen, two = output.logprobs
+    assert none is None and chosen.top.shape == (3, 0) and two.top.shape == (3, 2)
+
+
+ENCODED = {
+    "left": ([[9, 1, 2], [4, 5, 6]], [[0, 1, 1], [1, 1, 1]]),
+    "right": ([[1, 2, 9], [4, 5, 6]], [[1, 1, 0], [1, 1, 1]]),
+    "none": ([[1, 2], [4, 5, 6]], None),
+}
+
+
+@pytest.mark.parametrize("padding", ENCODED)
+def test_the_result_of_a_tokenizer_is_read_without_its_padding(padding):
+    ids, mask = ENCODED[padding]
+    for kind in (list,) if mask is None else (list, np.array):
+        masks = {} if mask is None else {"attention_mask": kind(mask)}
+        encoding = transformers.BatchEncoding({"input_ids": kind(ids)} | masks)
+        request = validate(tiny.model(), encoding)
+        assert [row.tolist() for row in request.prompts] == [[1, 2], [4, 5, 6]]
+    one = validate(tiny.model(), [{"input_ids": [9, 1, 2], "attention_mask": [0, 1, 1]}, [3]])
+    assert [row.tolist() for row in one.prompts] == [[1, 2], [3]]
+
+
+def test_messages_are_rendered_with_the_chat_template():
+    target = dataclasses.replace(tiny.model(), tokenizer=ChatTokenizer())
+    messages = [{"role": "user", "content": [7]}]
+    for prompts, rows in ((messages, 1), ([messages], 1), ([messages, [5]], 2)):
+        request = validate(target, prompts)
+        assert [row.tolist() for row in request.prompts] == [[1, 7, 2], [5]][:rows]
+
+
+class ChatTokenizer:
+    """A tokenizer that renders messages of token ids."""
+
+    chat_template = "..."
+
+    def apply_chat_template(self, messages, add_generation_prompt, return_dict):
+        assert add_generation_prompt and return_dict
+        contents = [token for message in messages for token in message["content"]]
+        return {"input_ids": [1, *contents, 2]}
+
+    def get_vocab(self):
+        return {}
 
 
 def test_placed_arrays_equal_the_validated_ones():
-    request = validate(tiny.model(), PROMPTS, RequestOptions(**OPTIONS))
+    request = validate(tiny.model(), PROMPTS, PARAMS)
     placed = place(request)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(placed.sampling))
     for array, on_device in zip(arrays(request), arrays(placed), strict=True):

@@ -8,14 +8,13 @@ import pytest
 import magicjax
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.adaptive_depth import DepthChooser
-from magicjax.decoding.request import prepare
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 
 NEW = 40
 PROMPTS = ["def add(first, second):", "    return first", "é"]
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # part of a character
 DRAFTED = dict(drafter=magicjax.PromptLookup(), tree=magicjax.chain(4))
-SAMPLED = dict(do_sample=True, seed=4, temperature=0.9)
+SAMPLED = dict(seed=4, temperature=0.9)
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +29,14 @@ def whole(target, sampled: bool = False) -> magicjax.Output:
 
 
 def generate(target, **options) -> magicjax.Output:
-    options = dict(max_new_tokens=NEW, eos_token_id=[]) | DRAFTED | options
-    return magicjax.generate(target, PROMPTS, **options)
+    options = dict(max_tokens=NEW, eos_token_id=[]) | DRAFTED | options
+    return keywords.generate(target, PROMPTS, **options)
 
 
 def stream(target, **options) -> magicjax.Output:
     """Returns the output of a stream; asserts that the tokens of its rounds are the output's."""
-    options = dict(max_new_tokens=NEW, eos_token_id=[]) | DRAFTED | options
-    rounds, parts = magicjax.stream(target, PROMPTS, **options), []
+    options = dict(max_tokens=NEW, eos_token_id=[]) | DRAFTED | options
+    rounds, parts = keywords.stream(target, PROMPTS, **options), []
     while True:
         try:
             parts.append(next(rounds))
@@ -106,7 +105,7 @@ def test_without_a_stop_string_rows_end_with_eos_or_at_their_limit(target):
 
 
 def test_a_cancelled_stream_says_so(target):
-    rounds = magicjax.stream(target, PROMPTS, max_new_tokens=[1, NEW, NEW], eos_token_id=[])
+    rounds = keywords.stream(target, PROMPTS, max_tokens=[1, NEW, NEW], eos_token_id=[])
     next(rounds)
     with pytest.raises(StopIteration) as end:
         rounds.send(True)
@@ -115,8 +114,8 @@ def test_a_cancelled_stream_says_so(target):
 
 def test_a_stop_string_ends_a_row_between_calls_of_different_depths(target):
     stops = next(stops_in(whole(target).texts[:1], 1))
-    options = dict(max_new_tokens=NEW, eos_token_id=[], stop=stops) | DRAFTED
-    request = prepare(target, PROMPTS, **options)
+    options = dict(max_tokens=NEW, eos_token_id=[], stop=stops) | DRAFTED
+    request = keywords.prepare(target, PROMPTS, **options)
     state, _ = runner.prefill_and_init(request)
     settings = {2: request.settings}
     chooser = DepthChooser.create(settings, len(PROMPTS))
@@ -126,18 +125,10 @@ def test_a_stop_string_ends_a_row_between_calls_of_different_depths(target):
     assert "stop" in check_cut(target, output, whole(target), stops)
 
 
-INVALID = {
-    "an empty string": (dict(stop=["a", ""]), "stop='': a stop string must have at least 1"),
-    "a token": (dict(stop=[3]), r"stop=\[3\]: 3 is not a string"),
-    "no tokenizer": (dict(stop="a"), "stop='a': the target 'target' has no tokenizer, .* use eos_"),
-}
-
-
-@pytest.mark.parametrize("what", INVALID)
-def test_invalid_stop_strings_are_errors_before_compilation(what):
-    options, message = INVALID[what]
+def test_stop_strings_without_a_tokenizer_are_errors_before_compilation():
     before = program_cache.totals()
+    params = magicjax.SamplingParams(stop="a")
     for call in (magicjax.generate, magicjax.stream):
-        with pytest.raises((ValueError, TypeError), match=message):
-            call(tiny.model(), [[1, 2, 3]], **options)
+        with pytest.raises(ValueError, match="stop='a': .* has no tokenizer, .* use eos_token_id"):
+            call(tiny.model(), [[1, 2, 3]], params)
     assert program_cache.totals() == before

@@ -10,13 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-import magicjax
 import models
 from magicjax.model import Model
 from pallas_kernels.cpu import build
 from tests.eight_devices import limit_memory_maps
 from tests.fuzz import configurations
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 from tests.quick import quick
 
 pytestmark = pytest.mark.skipif(not build.is_default(), reason="needs the CPU kernels")
@@ -48,9 +47,9 @@ def outputs(form: str, number: int, **options):
     rows = int(rng.choice([1, 3, 5]))
     prompts = [rng.integers(0, 48, n).astype(np.int32) for n in rng.integers(1, 32, rows)]
     prompts[0] = np.resize(prompts[0], 32)  # one padded width
-    options = dict(max_new_tokens=24, eos_token_id=[]) | options
-    plain = magicjax.generate(target, prompts, **options)
-    return plain, magicjax.generate(target, prompts, drafter=drafter, tree=tree, **options)
+    options = dict(max_tokens=24, eos_token_id=[]) | options
+    plain = keywords.generate(target, prompts, **options)
+    return plain, keywords.generate(target, prompts, drafter=drafter, tree=tree, **options)
 
 
 @pytest.mark.parametrize(

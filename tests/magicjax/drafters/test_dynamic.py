@@ -10,7 +10,7 @@ import pytest
 
 import magicjax
 from magicjax.verification import sampling
-from tests.magicjax import oracle, tiny
+from tests.magicjax import keywords, oracle, tiny
 from tests.magicjax.kv_cache.test_loop_caches import rounds
 from tests.magicjax.trees.test_merge import sequences
 from tests.quick import quick
@@ -100,12 +100,12 @@ def test_large_trees_of_64_nodes_are_exact():
     trees = (magicjax.DynamicTree(64, 5, 5), magicjax.expansion((4, 3, 2, 1)))
     for drafter, tree in zip(("near", "self"), trees, strict=True):
         assert tree.num_nodes >= 64
-        output = magicjax.generate(
+        output = keywords.generate(
             tiny.model(),
             tiny.prompts(3),
             drafter=tiny.drafter(drafter),
             tree=tree,
-            max_new_tokens=tiny.NEW,
+            max_tokens=tiny.NEW,
             eos_token_id=tiny.NEVER,
         )
         tally = oracle.Tally()

@@ -10,12 +10,11 @@ import pytest
 
 import magicjax
 from magicjax.decoding import loop as decoding_loop
-from magicjax.decoding.request import prepare
 from magicjax.decoding.runner import prefill_and_init
 from magicjax.drafters.spec import make_drafter, text_of
 from magicjax.kv_cache import full_cache
 from magicjax.trees.token_tree import ROOT_ONLY
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 from tests.magicjax.kv_cache import test_loop_caches as loop
 
 
@@ -24,9 +23,9 @@ def drafter(budget: int = 16, every: int = 1, **options) -> magicjax.PageRetriev
 
 
 def generate(own: magicjax.PageRetrieval) -> magicjax.Output:
-    options = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
+    options = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
     tree = tiny.TREES["chain4"]
-    return magicjax.generate(tiny.model(), tiny.prompts(8), drafter=own, tree=tree, **options)
+    return keywords.generate(tiny.model(), tiny.prompts(8), drafter=own, tree=tree, **options)
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -54,12 +53,12 @@ def test_pages_change_only_in_every_third_round_of_a_row(monkeypatch):
 def test_a_round_without_a_draft_leaves_the_choice_to_the_next_one():
     """An engine may draft nothing for some rounds (`Settings.with_tree`)."""
     own = drafter(every=2)
-    request = prepare(
+    request = keywords.prepare(
         tiny.model(),
         loop.prompts_around_the_budget(),
         drafter=own,
         tree=tiny.TREES["chain4"],
-        max_new_tokens=tiny.NEW,
+        max_tokens=tiny.NEW,
         eos_token_id=tiny.NEVER,
     )
     state = prefill_and_init(request)[0]

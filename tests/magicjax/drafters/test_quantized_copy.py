@@ -11,20 +11,21 @@ import pytest
 import magicjax
 from magicjax import placement
 from magicjax.decoding import memory
-from magicjax.decoding.request import prepare
 from magicjax.drafters import quantized_blocks
 from magicjax.drafters.spec import make_drafter, text_of
 from magicjax.parallel import pipeline_stages
 from magicjax.prediction import cost_model
 from magicjax.prediction.planner.candidates import make_draft, model_sizes
 from sharding import part_bytes
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 
-OPTIONS = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER, tree=tiny.TREES["2,2,1"])
+OPTIONS = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER, tree=tiny.TREES["2,2,1"])
 
 
 def request_of(drafter, target=None, **options):
-    return prepare(target or tiny.model(), tiny.prompts(3), drafter=drafter, **OPTIONS | options)
+    return keywords.prepare(
+        target or tiny.model(), tiny.prompts(3), drafter=drafter, **OPTIONS | options
+    )
 
 
 def close(x, y):
@@ -67,7 +68,7 @@ def test_only_the_latest_format_of_a_target_is_kept():
 
 def test_a_coarse_copy_accepts_less_and_keeps_the_text():
     full = magicjax.QuantizedCopy(weights="int4:8")
-    found = magicjax.generate(tiny.model(), tiny.prompts(3), drafter=full, **OPTIONS)
+    found = keywords.generate(tiny.model(), tiny.prompts(3), drafter=full, **OPTIONS)
     rejected = [rate for rate in found.stats.acceptance_by_depth if rate < 1]
     assert rejected  # the target itself would accept all of them
     np.testing.assert_array_equal(tiny.rows_of(found), tiny.expected(3))

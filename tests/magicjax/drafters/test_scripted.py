@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import magicjax
-from tests.magicjax import scripted, tiny
+from tests.magicjax import keywords, scripted, tiny
 
 LIMITS = [tiny.NEW - row for row in range(8)]
 # Depth 4 and width 3, the bounds of the trees of rows and rounds.
@@ -43,12 +43,12 @@ def script_for(kind: str, seed: int):
 
 
 def run(tree, script) -> magicjax.Output:
-    return magicjax.generate(
+    return keywords.generate(
         tiny.model(),
         tiny.prompts(8),
         drafter=script.drafter,
         tree=tree,
-        max_new_tokens=LIMITS,
+        max_tokens=LIMITS,
         eos_token_id=tiny.NEVER,
     )
 

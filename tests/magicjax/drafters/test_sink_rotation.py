@@ -9,12 +9,11 @@ import pytest
 
 import magicjax
 import models
-from magicjax.decoding.request import prepare
 from magicjax.decoding.runner import prefill_and_init
 from magicjax.drafters import sink_rotation
 from magicjax.drafters.draft_pass import DraftContext
 from magicjax.drafters.static_tree import draft_static_tree
-from tests.magicjax import oracle, tiny
+from tests.magicjax import keywords, oracle, tiny
 from tests.quick import quick
 
 SINKS, RING, SHORT = 3, 9, 40
@@ -96,14 +95,14 @@ def test_a_draft_of_short_context_is_exact_in_long_texts(tree):
         short, policy=magicjax.StreamingLLM(SINKS), budget=SINKS + 16, sink_positions="in_cache"
     )
     prompts = [np.resize(p, 90 + n) for n, p in enumerate(tiny.prompts(3))]
-    options = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
-    output = magicjax.generate(
+    options = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
+    output = keywords.generate(
         tiny.model(), prompts, drafter=drafter, tree=tiny.TREES[tree], **options
     )
     wanted = [oracle.greedy(tiny.model(), prompt, tiny.NEW) for prompt in prompts]
     oracle.Tally().compare(tiny.model(), prompts, wanted, tiny.rows_of(output))
     with pytest.raises(ValueError, match="sink_positions='in_cache'"):
-        magicjax.generate(tiny.model(), prompts, drafter=magicjax.SmallModel(short), **options)
+        keywords.generate(tiny.model(), prompts, drafter=magicjax.SmallModel(short), **options)
     assert output.stats.kv_bytes_draft == 3 * (2 * (SINKS + 16) + SINKS) * 4 * 8 * 4
 
 
@@ -123,8 +122,8 @@ def test_a_draft_cache_does_not_depend_on_other_rows():
     prompt, longer = np.resize(tiny.prompts(1)[0], 128), np.resize(tiny.prompts(1)[0], 300)
     caches = []
     for prompts in ([prompt], [prompt, longer]):
-        request = prepare(
-            tiny.model(), prompts, drafter=drafter, max_new_tokens=4, eos_token_id=tiny.NEVER
+        request = keywords.prepare(
+            tiny.model(), prompts, drafter=drafter, max_tokens=4, eos_token_id=tiny.NEVER
         )
         caches.append(prefill_and_init(request)[0].drafter.cache)
     alone, beside = caches
@@ -139,8 +138,8 @@ def test_sinks_move_in_64_bit_mode_too():
     drafter = magicjax.SmallModel(
         model, policy=magicjax.StreamingLLM(SINKS), budget=19, sink_positions="in_cache"
     )
-    options = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
+    options = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
     target, prompts = tiny.model("target", "float64"), tiny.prompts(3)
-    found = magicjax.generate(target, prompts, drafter=drafter, **options)
+    found = keywords.generate(target, prompts, drafter=drafter, **options)
     for row, wanted in zip(tiny.rows_of(found), tiny.expected(3), strict=True):
         np.testing.assert_array_equal(row, wanted)

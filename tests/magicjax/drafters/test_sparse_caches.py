@@ -8,7 +8,7 @@ import pytest
 import magicjax
 from magicjax.policies import POLICIES
 from pallas_kernels import attention, attention_mass
-from tests.magicjax import oracle, tiny
+from tests.magicjax import keywords, oracle, tiny
 from tests.quick import quick
 
 # Longer than the largest budget, about a budget, and short.
@@ -80,8 +80,8 @@ def wide() -> magicjax.Model:
 
 
 def run(drafter=None, tree=None, **options):
-    options = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
-    return magicjax.generate(wide(), prompts(), drafter=drafter, tree=tree, **options)
+    options = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
+    return keywords.generate(wide(), prompts(), drafter=drafter, tree=tree, **options)
 
 
 @pytest.fixture(scope="module")

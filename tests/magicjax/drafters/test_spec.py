@@ -13,6 +13,7 @@ import magicjax
 from magicjax import policies
 from magicjax.drafters import Drafter, Proposal, spec
 from magicjax.options import Option, parse
+from tests.magicjax import keywords
 from tests.magicjax import tiny as tiny_models
 
 
@@ -215,11 +216,11 @@ def test_a_drafter_of_another_package_has_a_name_and_options():
 @pytest.mark.usefixtures("installed")
 def test_generate_takes_texts(tiny):
     prompts = [np.arange(5, 25).tolist()]
-    arguments = {"max_new_tokens": 6, "eos_token_id": []}
-    plain = magicjax.generate(tiny, prompts, **arguments)
-    repeated = magicjax.generate(tiny, prompts, drafter="repeat:2", tree="chain:2", **arguments)
+    arguments = {"max_tokens": 6, "eos_token_id": []}
+    plain = keywords.generate(tiny, prompts, **arguments)
+    repeated = keywords.generate(tiny, prompts, drafter="repeat:2", tree="chain:2", **arguments)
     np.testing.assert_array_equal(repeated.tokens, plain.tokens)
-    both = magicjax.generate(
+    both = keywords.generate(
         tiny,
         prompts,
         drafter="repeat:2 + self:streaming:24:sinks=4",
@@ -270,7 +271,9 @@ def test_a_wrong_proposal_is_named(tiny, proposed, sampled, message):
             return proposed(Repeat.propose(self, target, state, root, cache, None, settings)[0])
 
     with pytest.raises(TypeError, match=message):
-        magicjax.generate(tiny, [[1, 2]], drafter=Wrong(2), tree="chain:2", do_sample=sampled)
+        keywords.generate(
+            tiny, [[1, 2]], drafter=Wrong(2), tree="chain:2", temperature=float(sampled)
+        )
 
 
 @pytest.mark.parametrize(
@@ -308,7 +311,7 @@ def test_unknown_draw_methods_are_refused(tiny, drawn):
             return drawn
 
     with pytest.raises(ValueError, match="draw_methods returned .*: return a set of with_repl"):
-        magicjax.generate(tiny, [[1, 2]], drafter=Wrong(), tree="chain:1", do_sample=True)
+        keywords.generate(tiny, [[1, 2]], drafter=Wrong(), tree="chain:1", temperature=1.0)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from flax import struct
 
 import magicjax
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 
 
 @struct.dataclass
@@ -27,9 +27,9 @@ class Wrong(magicjax.PromptLookup):
 @pytest.mark.parametrize("added", [-(10**6), -1, 1, tiny.VOCAB, 10**6])
 @pytest.mark.parametrize("to_root", [False, True])
 def test_wrong_tokens_do_not_change_the_text(added, to_root):
-    prompts, options = tiny.prompts(3), dict(max_new_tokens=12, eos_token_id=[], logprobs=0)
-    plain = magicjax.generate(tiny.model(), prompts, **options)
-    output = magicjax.generate(
+    prompts, options = tiny.prompts(3), dict(max_tokens=12, eos_token_id=[], logprobs=0)
+    plain = keywords.generate(tiny.model(), prompts, **options)
+    output = keywords.generate(
         tiny.model(),
         prompts,
         drafter=Wrong(added=added, to_root=to_root),

@@ -7,7 +7,8 @@ import pytest
 import magicjax
 from magicjax import EngineConfig
 from magicjax.decoding import memory, program_cache
-from magicjax.decoding.request import Request, capacity_of
+from magicjax.decoding.preparation import capacity_of
+from magicjax.decoding.request import Request
 from magicjax.engine import engine as engine_module
 from magicjax.engine import templates
 from magicjax.engine.config import MAX_PREFILLS

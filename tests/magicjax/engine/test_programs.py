@@ -17,7 +17,7 @@ from magicjax.decoding import program_cache, runner, slots
 from magicjax.engine.templates import make_templates, validated
 from magicjax.prediction import hlo
 from sharding import abstract_mesh, make_mesh
-from tests.magicjax import mesh_cases, oracle, tiny
+from tests.magicjax import keywords, mesh_cases, oracle, tiny
 from tests.magicjax.engine import engines
 from tests.quick import quick
 from tests.two_processes import Two
@@ -132,14 +132,13 @@ def test_samples_on_a_data_mesh_are_those_of_generate_alone(case, mesh, eight):
     drafter, tree, _, kv_heads = mesh_cases.CASES[case]
     found, logprobs = eight(samples, case=case, mesh=mesh)
     for seed in range(5):
-        alone = magicjax.generate(
+        alone = keywords.generate(
             mesh_cases.target(kv_heads),
             [mesh_cases.prompts()[1]],
             drafter=drafter(kv_heads, None),
             tree=tree,
-            max_new_tokens=NEW,
+            max_tokens=NEW,
             eos_token_id=EOS,
-            do_sample=True,
             seed=3 + seed,
             temperature=0.8,
             top_k=0,

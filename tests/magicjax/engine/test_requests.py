@@ -14,7 +14,7 @@ from magicjax.decoding import program_cache
 from magicjax.drafters.base import Drafter
 from magicjax.engine.scheduler import QueueFullError
 from magicjax.trees.proposal import Proposal
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 from tests.magicjax.engine import engines
 
 PROMPT = "def add(first, second):"
@@ -35,7 +35,7 @@ def target(directory):
 
 @functools.cache
 def _whole(target) -> tuple[np.ndarray, str]:
-    output = magicjax.generate(target, [PROMPT], max_new_tokens=60, eos_token_id=[])
+    output = keywords.generate(target, [PROMPT], max_tokens=60, eos_token_id=[])
     return output.tokens[0], output.texts[0]
 
 

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-import magicjax
 from magicjax import SamplingParams
 from magicjax.decoding import program_cache
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 from tests.magicjax.engine import engines
 from tests.quick import quick
 
@@ -25,12 +24,12 @@ def prompts() -> list[np.ndarray]:
 def alone(name: str, prompt, seed: int, sampling: dict) -> np.ndarray:
     drafter, tree = engines.DRAFTERS[name]
     if sampling["temperature"]:
-        sampling = dict(do_sample=True, seed=seed, **sampling)
+        sampling = dict(seed=seed, **sampling)
     else:
         drafter = tree = None
         sampling = {}
-    options = dict(max_new_tokens=NEW, eos_token_id=tiny.NEVER, drafter=drafter, tree=tree)
-    output = magicjax.generate(tiny.model(), [prompt], **options, **sampling)
+    options = dict(max_tokens=NEW, eos_token_id=tiny.NEVER, drafter=drafter, tree=tree)
+    output = keywords.generate(tiny.model(), [prompt], **options, **sampling)
     return tiny.rows_of(output)[0]
 
 

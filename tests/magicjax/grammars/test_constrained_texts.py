@@ -8,9 +8,9 @@ import pytest
 
 import magicjax
 from magicjax.decoding import program_cache, runner
-from magicjax.decoding.request import place
+from magicjax.decoding.preparation import place
 from magicjax.grammars import masking
-from tests.magicjax import mesh_cases, oracle, scripted, tiny
+from tests.magicjax import keywords, mesh_cases, oracle, scripted, tiny
 from tests.magicjax.decoding import test_compiled
 from tests.magicjax.drafters import test_scripted
 from tests.magicjax.grammars import spelled
@@ -34,8 +34,8 @@ def expected(pattern: str | None, limit: int = LIMIT) -> tuple[np.ndarray, ...]:
 
 def generate(drafter=None, tree=None, pattern=PATTERN, **options) -> magicjax.Output:
     grammar = magicjax.Grammar.regex(pattern) if isinstance(pattern, str) else pattern
-    options = dict(max_new_tokens=LIMIT) | options
-    return magicjax.generate(
+    options = dict(max_tokens=LIMIT) | options
+    return keywords.generate(
         spelled.target(), tiny.prompts(8), drafter=drafter, tree=tree, grammar=grammar, **options
     )
 
@@ -96,12 +96,12 @@ def test_scripted_trees_of_rows_and_rounds(kind):
 def test_a_stream_and_log_probabilities():
     options = dict(logprobs=2)
     whole = generate(tiny.drafter("near"), tiny.TREES["2,2,1"], **options)
-    rounds = magicjax.stream(
+    rounds = keywords.stream(
         spelled.target(),
         tiny.prompts(8),
         drafter=tiny.drafter("near"),
         tree=tiny.TREES["2,2,1"],
-        max_new_tokens=LIMIT,
+        max_tokens=LIMIT,
         grammar=magicjax.Grammar.regex(PATTERN),
         **options,
     )
@@ -137,10 +137,10 @@ def on_a_mesh(mesh: list[int], drafter: bool, **options) -> list[list[int]]:
         options |= dict(
             drafter=magicjax.SelfSpeculation(budget=24), tree=magicjax.expansion((2, 2))
         )
-    output = magicjax.generate(
+    output = keywords.generate(
         target,
         mesh_cases.prompts(),
-        max_new_tokens=12,
+        max_tokens=12,
         grammar=grammar,
         mesh=magicjax.make_mesh(*mesh) if mesh else None,
         **options,
@@ -152,7 +152,7 @@ def on_a_mesh(mesh: list[int], drafter: bool, **options) -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_mesh_gives_the_texts_of_one_device(eight, sampled):
-    options = dict(do_sample=True, seed=1, verifier="naive") if sampled else {}
+    options = dict(temperature=1.0, seed=1, verifier="naive") if sampled else {}
     wanted = on_a_mesh([], drafter=False, **(dict(options, verifier=None) if sampled else {}))
     assert eight(on_a_mesh, mesh=[2, 4], drafter=True, **options) == wanted
 

@@ -10,7 +10,7 @@ import pytest
 
 import magicjax
 import models
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 
 ZOO = pathlib.Path(magicjax.__file__).parent.parent / "experiments/zoo/target"
 
@@ -61,13 +61,13 @@ def random_model() -> magicjax.Model:
 def check(schemas, rows: int, tokens: int) -> None:
     target = random_model()
     grammars = [magicjax.Grammar.json_schema(schema) for schema in schemas]
-    output = magicjax.generate(
+    output = keywords.generate(
         target,
         [[row % 2000 + 1] for row in range(rows)],
         drafter=magicjax.SelfSpeculation(budget=24),
         tree=magicjax.expansion((2, 1)),
-        max_new_tokens=tokens,
-        do_sample=True,
+        max_tokens=tokens,
+        temperature=1.0,
         grammar=[grammars[row % len(schemas)] for row in range(rows)],
     )
     finished = 0
@@ -93,7 +93,7 @@ def test_the_command_prints_a_text_of_the_grammar(run, directory, tmp_path, opti
     path = tmp_path / "schema.json"
     path.write_text(json.dumps({"enum": ["yes", "no"]}))
     value = {"--json": [], "--regex": ["[a-c]{3}-[0-9]"], "--json-schema": [path]}[option]
-    common = ("generate", "--target", directory, "--prompt", "def", "--max-new-tokens", 12)
+    common = ("generate", "--target", directory, "--prompt", "def", "--max-tokens", 12)
     code, out, errors = run(*common, option, *value)
     assert code == 0, errors
     if option == "--json":

@@ -10,11 +10,10 @@ import pytest
 
 import magicjax
 from magicjax.decoding import program_cache
-from magicjax.decoding.request import prepare
 from magicjax.decoding.runner import prefill_and_init
 from magicjax.kv_cache import prefill
 from magicjax.settings import AttentionStatsSpec
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 from tests.magicjax.kv_cache import test_pages
 from tests.quick import quick
 
@@ -30,12 +29,12 @@ def prompts_around_the_budget():
 
 def rounds(kind, tree, prompts, dtype, **options):
     """Yields the request and the state as numpy, after prefill and after each round."""
-    request = prepare(
+    request = keywords.prepare(
         tiny.model("target", dtype),
         prompts,
         drafter=tiny.drafter(kind, dtype) if kind else None,
         tree=(tiny.TREES | tiny.SPECIAL)[tree] if kind else None,
-        max_new_tokens=tiny.NEW,
+        max_tokens=tiny.NEW,
         eos_token_id=tiny.NEVER,
         **options,
     )
@@ -196,7 +195,7 @@ def test_caches_follow_sampled_texts_of_drawn_and_folded_trees(kind, tree, draw,
         drafter = magicjax.Ensemble(members, trees)
         monkeypatch.setitem(tiny.SPECIAL, tree, None)
     monkeypatch.setattr(tiny, "drafter", lambda *_: drafter)
-    options = dict(do_sample=True, seed=3, top_k=2)
+    options = dict(temperature=1.0, seed=3, top_k=2)
     check_every_round(kind, tree, tiny.prompts(8), "float32", 1e-5, **options)
 
 

@@ -15,14 +15,13 @@ import magicjax
 import models
 from magicjax.cli import fit
 from magicjax.decoding import memory, program_cache
-from magicjax.decoding.request import prepare
 from magicjax.decoding.runner import state_shapes
 from magicjax.parallel import offloading
 from magicjax.parallel.layouts import Offloaded
 from magicjax.prediction.aot import aot_compile, memory_estimate
 from sharding import host
 from tests.eight_devices import Eight
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 from tests.quick import quick
 
 DEEP = tiny.config(num_layers=4)  # so that a scan has several steps
@@ -36,7 +35,7 @@ OPT = models.family_config(
     max_positions=512,
 )
 TREE = magicjax.expansion((2, 2, 1))
-SAMPLED = dict(do_sample=True, seed=3, temperature=0.8)
+SAMPLED = dict(seed=3, temperature=0.8)
 
 
 @functools.cache
@@ -59,8 +58,8 @@ def offloaded(shape, weights: str | None = None) -> magicjax.Model:
 
 
 def text(target: magicjax.Model, **options) -> np.ndarray:
-    options = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
-    return magicjax.generate(target, tiny.prompts(3), **options).tokens
+    options = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
+    return keywords.generate(target, tiny.prompts(3), **options).tokens
 
 
 DRAFTS = {
@@ -159,12 +158,12 @@ def shaped() -> magicjax.Model:
 
 def loop(target, drafter=None, tree=None):
     """Returns the compiled loop."""
-    request = prepare(
+    request = keywords.prepare(
         target,
         [np.zeros(20, np.int32)],
         drafter=drafter,
         tree=tree,
-        max_new_tokens=tiny.NEW,
+        max_tokens=tiny.NEW,
         eos_token_id=[],
         backend="xla",
         put=None,
@@ -297,11 +296,11 @@ def on_mesh(data: int, model: int, kv_heads: int) -> list:
     mesh = magicjax.make_mesh(data, model)
     target = magicjax.offload(mesh_cases.target(kv_heads))
     drafter = magicjax.SelfSpeculation(budget=24)
-    options = dict(drafter=drafter, tree=magicjax.chain(3), max_new_tokens=12, eos_token_id=[])
-    found = magicjax.generate(target, mesh_cases.prompts(), mesh=mesh, **options)
+    options = dict(drafter=drafter, tree=magicjax.chain(3), max_tokens=12, eos_token_id=[])
+    found = keywords.generate(target, mesh_cases.prompts(), mesh=mesh, **options)
     return [
         found.tokens.tolist(),
-        magicjax.generate(target, mesh_cases.prompts(), **options).tokens.tolist(),
+        keywords.generate(target, mesh_cases.prompts(), **options).tokens.tolist(),
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 import magicjax
 from magicjax import policies
 from magicjax.drafters import spec
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 
 
 @pytest.mark.parametrize("policy", [None, 3])
@@ -50,7 +50,7 @@ class Scored(magicjax.Policy):
 def test_scores_of_a_wrong_shape_or_dtype_are_rejected(shape, message):
     drafter = magicjax.SelfSpeculation(Scored(shape=shape), 16)
     with pytest.raises(ValueError, match=message):
-        magicjax.generate(tiny.model(), [[1, 2, 3]], drafter=drafter, max_new_tokens=4)
+        keywords.generate(tiny.model(), [[1, 2, 3]], drafter=drafter, max_tokens=4)
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def client(target):
 def test_texts_match_and_are_those_of_generate(target, client, seed):
     sampling = {} if seed is None else dict(temperature=0.9, top_p=0.95, seed=seed)
     grammar = magicjax.Grammar.json_schema(SCHEMA)
-    expected = text(target, PROMPT, seed, max_new_tokens=64, grammar=grammar)
+    expected = text(target, PROMPT, seed, max_tokens=64, grammar=grammar)
     options = dict(max_tokens=64, **sampling)
     found = completion(client, PROMPT, extra_body={"response_format": FORMAT}, **options)
     assert found.choices[0].text == expected

@@ -6,7 +6,8 @@ import openai
 import pytest
 
 import magicjax
-from magicjax.decoding.chat_template import chat_tokens
+from magicjax.decoding.prompts import chat_tokens
+from tests.magicjax import keywords
 from tests.magicjax.server import serving
 from tests.magicjax.server.serving import NAME, NEW
 
@@ -32,10 +33,10 @@ def client(server):
 
 
 def generate(target, prompt, seed=None, **options) -> magicjax.Output:
-    sampling = {} if seed is None else SAMPLED | dict(do_sample=True, seed=seed)
+    sampling = {} if seed is None else SAMPLED | dict(seed=seed)
     drafting = dict(drafter=magicjax.PromptLookup(), tree=magicjax.chain(4))
-    options = dict(max_new_tokens=NEW) | sampling | drafting | options
-    return magicjax.generate(target, [prompt], **options)
+    options = dict(max_tokens=NEW) | sampling | drafting | options
+    return keywords.generate(target, [prompt], **options)
 
 
 def text(target, prompt, seed=None, **options) -> str:
@@ -88,7 +89,7 @@ def test_a_chat_is_answered_in_the_template(target, client):
 
 
 def test_the_counts_of_tokens_are_those_of_the_loop(target, client):
-    output = generate(target, PROMPTS[0], max_new_tokens=40)
+    output = generate(target, PROMPTS[0], max_tokens=40)
     usage = completion(client, PROMPTS[0], max_tokens=40).usage
     assert usage.prompt_tokens == len(target.tokenizer(PROMPTS[0])["input_ids"])
     assert usage.completion_tokens == output.lengths[0]

@@ -21,7 +21,7 @@ from magicjax.verification.sampling import (
     uniforms,
     warp,
 )
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 from tests.magicjax.decoding.test_joint import warped
 from tests.quick import quick
 
@@ -143,8 +143,8 @@ def test_draws_have_their_distribution_with_any_default_generator():
 def test_drafters_of_an_ensemble_draw_independently():
     """Two drafters with the same model would draw the same tokens if they shared numbers."""
     drafter = magicjax.Ensemble([magicjax.SmallModel(tiny.model("near"))] * 2)
-    options = dict(drafter=drafter, tree=magicjax.chain(1), do_sample=True, temperature=2.0)
-    output = magicjax.generate(tiny.model(), tiny.prompts(8), **options, max_new_tokens=tiny.NEW)
+    options = dict(drafter=drafter, tree=magicjax.chain(1), temperature=2.0)
+    output = keywords.generate(tiny.model(), tiny.prompts(8), **options, max_tokens=tiny.NEW)
     assert 2.3 < output.stats.nodes_per_round <= 3
 
 
@@ -186,15 +186,15 @@ def test_theorem_4_3_mss_accepts_at_least_as_often_as_naive_sampling():
 
 def options_of(kind=None, tree=None, **options):
     """Returns options of `generate` that use every filter, so that all tests share programs."""
-    options = dict(do_sample=True, temperature=1.2, top_k=30, top_p=0.95, seed=5) | options
-    options = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
+    options = dict(temperature=1.2, top_k=30, top_p=0.95, seed=5) | options
+    options = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
     if kind is not None:
         options |= dict(drafter=tiny.drafter(kind), tree=(tiny.TREES | tiny.SPECIAL)[tree])
     return options
 
 
 def generate(kind=None, tree=None, **options):
-    return magicjax.generate(tiny.model(), tiny.prompts(8), **options_of(kind, tree, **options))
+    return keywords.generate(tiny.model(), tiny.prompts(8), **options_of(kind, tree, **options))
 
 
 CASES = [
@@ -246,17 +246,17 @@ def test_a_row_does_not_depend_on_other_rows_or_their_parameters(kind, tree):
         temperature=np.where(kept, temperatures, 1.0),
         top_k=np.where(kept, 9, 3),
         top_p=np.where(kept, 0.95, 0.5),
-        max_new_tokens=[tiny.NEW if row % 2 else 1 for row in range(8)],
+        max_tokens=[tiny.NEW if row % 2 else 1 for row in range(8)],
     )
     prompts = [p if row % 2 else p[::-1] for row, p in enumerate(tiny.prompts(8))]
-    other = magicjax.generate(tiny.model(), prompts, **options_of(kind, tree, **others))
+    other = keywords.generate(tiny.model(), prompts, **options_of(kind, tree, **others))
     np.testing.assert_array_equal(whole.tokens[1::2], other.tokens[1::2])
 
 
 @pytest.mark.slow
 def test_stream_samples_the_same_tokens():
     options = options_of("near", "2,2,1")
-    rounds = magicjax.stream(tiny.model(), tiny.prompts(8), **options)
+    rounds = keywords.stream(tiny.model(), tiny.prompts(8), **options)
     streamed = [np.concatenate(row) for row in zip(*rounds)]
     for row, of_row in zip(streamed, tiny.rows_of(generate("near", "2,2,1")), strict=True):
         np.testing.assert_array_equal(row, of_row)

@@ -9,6 +9,7 @@ import pytest
 import magicjax
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.paired_timing import PrefilledPrompts, time_variants
+from magicjax.decoding.request import RequestOptions
 from magicjax.prediction import cost_model
 from magicjax.prediction.autotune import search
 from magicjax.prediction.autotune.auto import Auto
@@ -16,7 +17,7 @@ from magicjax.prediction.autotune.trial import Trial
 from magicjax.prediction.planner import candidates
 from magicjax.prediction.planner.candidates import model_sizes
 from magicjax.trees.token_tree import ROOT_ONLY
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 
 SELF = "self:streaming:12:sinks=2"  # the name of the small cache below
 
@@ -81,8 +82,8 @@ def short_calls(monkeypatch):
 
 
 def generate(drafter, **options):
-    arguments = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
-    return magicjax.generate(tiny.model(), tiny.prompts(8), drafter=drafter, **arguments)
+    arguments = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
+    return keywords.generate(tiny.model(), tiny.prompts(8), drafter=drafter, **arguments)
 
 
 def drafters(*kinds):
@@ -131,7 +132,7 @@ def test_if_no_drafter_is_faster_it_decodes_plainly(profile):
 @pytest.mark.slow
 def test_under_sampling_the_depth_is_adaptive_only_on_request(profile, short_calls):
     settings = Auto(drafters("cheap"), profile, tree=TREE, trial_rounds=16)
-    sampling = dict(do_sample=True, seed=1)
+    sampling = dict(temperature=1.0, seed=1)
     first, again = (generate(settings, **sampling) for _ in range(2))
     assert len(first.stats.depths) == 1
     arguments = dict(drafter=first.choice.drafter, tree=first.choice.tree)
@@ -144,8 +145,8 @@ def test_under_sampling_the_depth_is_adaptive_only_on_request(profile, short_cal
 
 def streamed(drafter):
     """Returns (the new tokens of each row, the output) of a stream."""
-    options = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
-    rounds = magicjax.stream(tiny.model(), tiny.prompts(8), drafter=drafter, **options)
+    options = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
+    rounds = keywords.stream(tiny.model(), tiny.prompts(8), drafter=drafter, **options)
     first = next(rounds)
     assert [len(row) for row in first] == [1] * 8
     texts = [[row] for row in first]
@@ -205,8 +206,9 @@ def test_memory_limits_candidates_and_the_target(profile):
 
 
 def problem_of(settings):
-    arguments = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
-    return search.make_problem(tiny.model(), tiny.prompts(8), settings, **arguments)
+    params = magicjax.SamplingParams(max_tokens=tiny.NEW)
+    options = RequestOptions(drafter=settings, eos_token_id=tiny.NEVER)
+    return search.make_problem(tiny.model(), tiny.prompts(8), params, options)
 
 
 @pytest.mark.usefixtures("predicted_times")

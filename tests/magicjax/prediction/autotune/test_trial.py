@@ -7,17 +7,16 @@ import pytest
 import magicjax
 from magicjax.decoding import runner
 from magicjax.decoding.paired_timing import PrefilledPrompts
-from magicjax.decoding.request import prepare
 from magicjax.prediction.autotune.trial import run_trial
 from magicjax.trees.token_tree import ROOT_ONLY
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 
 TREE = tiny.TREES["chain4"]
 
 
 def request_of(drafter, **options):
-    arguments = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
-    return prepare(tiny.model(), tiny.prompts(8), drafter=drafter, tree=TREE, **arguments)
+    arguments = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER) | options
+    return keywords.prepare(tiny.model(), tiny.prompts(8), drafter=drafter, tree=TREE, **arguments)
 
 
 def prefilled_of(request, *drafters):
@@ -56,7 +55,7 @@ def test_trials_leave_the_prompts_as_prefill_made_them():
 @pytest.mark.slow
 def test_a_sampled_trial_draws_other_numbers_than_the_run():
     """The naive text of a run is that of plain sampling; a trial's text differs in every row."""
-    request = request_of(tiny.drafter("near"), do_sample=True, seed=3, verifier="naive")
+    request = request_of(tiny.drafter("near"), temperature=1.0, seed=3, verifier="naive")
     prefilled, outputs, run = prefilled_of(request), [], runner.run
 
     def recorded(*arguments):
@@ -70,8 +69,8 @@ def test_a_sampled_trial_draws_other_numbers_than_the_run():
     state = prefilled.start(request)
     state, *_ = runner.run(request, request.settings, state)
     output = np.asarray(state.output)[:, : tiny.NEW]
-    arguments = dict(max_new_tokens=tiny.NEW, eos_token_id=tiny.NEVER, do_sample=True, seed=3)
-    plain = magicjax.generate(tiny.model(), tiny.prompts(8), **arguments)
+    arguments = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER, temperature=1.0, seed=3)
+    plain = keywords.generate(tiny.model(), tiny.prompts(8), **arguments)
     for row, (length, expected) in enumerate(zip(plain.lengths, plain.tokens, strict=True)):
         np.testing.assert_array_equal(output[row, :length], expected[:length])
         if length > 4:

@@ -1,0 +1,277 @@
+"""The preparation of a request: from the arguments of `magicjax.generate` to arrays on the devices.
+
+`validate` checks the arguments on the host; `place` moves the arrays to the devices.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from magicjax import loading, placement
+from magicjax.decoding import memory, validation
+from magicjax.decoding.prompts import prompts_of, token_ids
+from magicjax.decoding.request import Request, RequestOptions
+from magicjax.drafters import Drafter
+from magicjax.drafters.spec import resolve
+from magicjax.grammars.arena import rows_of
+from magicjax.kv_cache.full_cache import CAPACITY_MULTIPLE
+from magicjax.model import Model
+from magicjax.parallel import pipeline_stages
+from magicjax.sampling_params import SamplingParams
+from magicjax.settings import Settings
+from magicjax.trees.token_tree import Tree
+from magicjax.verification.sampling import Sampling, row_keys
+from sharding import DATA, STAGE, AnyMesh, array_bytes, factored, processes
+
+INT32_MAX = 2**31 - 1
+PREFILL_CHUNK = 512  # tokens of a row in a prefill step
+PREFILL_TOKENS = 8192  # of all rows of a device in a prefill step: bounds the activations
+
+
+def prepare(
+    target: Model,
+    prompts: Any,
+    params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+    options: RequestOptions = RequestOptions(),
+) -> Request:
+    """Returns the validated request, placed on the devices.
+
+    Args:
+      target: a model; the weights of a skeleton (`loading.skeleton`) are loaded after validation.
+      prompts, params: as for `magicjax.generate`.
+      options: its keyword arguments.
+
+    Raises:
+      ValueError, TypeError: invalid arguments; see `magicjax.generate`.
+    """
+    request = validate(target, prompts, params, options)
+    if request.target.params is None:
+        memory.check(request)
+    with memory.explained(request):  # the drafter may make a copy of the target
+        return place(request, options.micro_batches)
+
+
+def validate(
+    target: Model,
+    prompts: Any,
+    params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+    options: RequestOptions = RequestOptions(),
+) -> Request:
+    """Returns the request with numpy arrays (and JAX keys under sampling); no program is compiled.
+
+    The target may have no parameters (`loading.skeleton`). Draft models that a text names have
+    none.
+
+    Raises:
+      ValueError, TypeError: invalid arguments; see `magicjax.generate`.
+    """
+    validation.check_target(target)
+    mesh = options.mesh
+    drafter, tree = _drafter_and_tree(target, options)
+    tree = validation.checked_tree(drafter, tree)
+    shape = validation.checked_shape(drafter, tree)
+    listed = prompts_of(prompts)
+    of_rows = validation.params_of_rows(params, len(listed))
+    verifier = validation.checked_verifier(options.verifier, drafter, tree, of_rows)
+    memory.check_rows(target, len(listed), mesh)
+    rows = token_ids(target, listed)
+    limits = validation.checked_limits(target, rows, of_rows)
+    validation.check_context(target, drafter, tree, shape.depth, rows, limits)
+    _check_devices(target, drafter, len(rows), options)
+    backend = validation.checked_backend(target, drafter, options.backend)
+    target, drafter = placement.with_backend((target, drafter), backend)
+    drafter = _sized(drafter, target, mesh)
+    groups = 1 if mesh is None else factored(mesh).shape[DATA]
+    tokens, lengths, chunk = _padded(rows, -(-len(rows) // groups))
+    capacity = capacity_of(int((lengths + limits).max()), shape.depth)
+    eos = validation.checked_eos(target, options.eos_token_id)
+    grammar, transitions = rows_of(target, [each.grammar for each in of_rows], eos)
+    validation.check_stop(target, of_rows)
+    return Request(
+        settings=Settings(
+            tree=tree,
+            shape=shape,
+            verifier=verifier,
+            capacity=max(capacity, round_up(tokens.shape[1], CAPACITY_MULTIPLE)),
+            chunk=chunk,
+            max_new_tokens=int(limits.max()),
+            backend=backend,
+            mesh=None if mesh is None else factored(mesh),
+            logprobs=validation.checked_logprobs(target, of_rows),
+        ),
+        target=target,
+        drafter=drafter,
+        prompts=rows,
+        params=of_rows,
+        tokens=tokens,
+        lengths=lengths,
+        limits=limits.astype(np.int32),
+        eos=np.array(eos, np.int32),
+        sampling=None if verifier == "greedy" else sampling_of(of_rows),
+        pad_token_id=validation.checked_pad(target, options.pad_token_id, eos),
+        grammar=grammar,
+        transitions=transitions,
+    )
+
+
+def _drafter_and_tree(target: Model, options: RequestOptions) -> tuple[Drafter | None, Tree | None]:
+    """Returns (drafter, tree), made from their texts if they are texts.
+
+    Raises:
+      ValueError, FileNotFoundError: a text that is not a drafter or a tree.
+    """
+    if options.drafter == "auto":
+        raise ValueError(
+            "drafter='auto' is not supported here: choose one, magicjax.choose_drafter"
+        )
+    load = functools.partial(loading.skeleton, dtype=target.dtype)
+    return resolve(options.drafter, options.tree, load)
+
+
+def sampling_of(params: Sequence[SamplingParams]) -> Sampling:
+    """Returns the parameters and the key of each row. A greedy row keeps the most likely token."""
+    temperature: Any = np.array([each.temperature or 1.0 for each in params], np.float32)
+    top_k: Any = np.array([1 if each.greedy else min(each.top_k, INT32_MAX) for each in params])
+    top_p: Any = np.array([each.top_p for each in params], np.float32)
+    seeds = np.array([each.seed for each in params], np.uint32)
+    return Sampling(
+        temperature=temperature,
+        top_k=top_k.astype(np.int32),
+        top_p=top_p,
+        keys=row_keys(seeds, np.arange(len(params), dtype=np.int32)),
+        top_k_used=bool((top_k > 0).any()),
+        top_p_used=any(each.top_p < 1 for each in params),
+    )
+
+
+def _check_devices(
+    target: Model, drafter: Drafter | None, rows: int, options: RequestOptions
+) -> None:
+    """Raises ValueError if models or rows do not divide over the devices."""
+    if options.mesh is None:
+        pipeline_stages.validate_micro_batches(options.micro_batches, rows, 1)
+        placement.validate_single_device(target, drafter)
+    else:
+        placement.validate(options.mesh, target, drafter, rows, options.micro_batches)
+
+
+def _sized(drafter: Drafter | None, target: Model, mesh: AnyMesh | None) -> Drafter | None:
+    """Returns the drafter with the models that it derives from the target, without parameters.
+
+    Raises:
+      ValueError: such a model does not divide over the mesh.
+    """
+    if drafter is None:
+        return None
+    drafter = drafter.for_target(dataclasses.replace(target, params=None))
+    if mesh is not None:
+        for model in placement.models_of(drafter):
+            placement.parameter_shardings(model.module, model.shards, mesh)
+    return drafter
+
+
+def capacity_of(tokens: int, depth: int, chunk: int = 0) -> int:
+    """Returns the slots of a row, a multiple of `CAPACITY_MULTIPLE`, for a text of `tokens`.
+
+    After the text, a round writes a whole path, and a draft model its backlog before it, or prefill
+    writes a whole chunk: a text of 500 tokens, depth 4 and chunks of 64 tokens take 576 slots.
+
+    Args:
+      tokens: of the longest text, new tokens included.
+      depth: of the longest path, in edges.
+      chunk: tokens of a prefill step that can begin at any token; 0: prefill begins at the first.
+    """
+    return round_up(tokens + max(chunk, 2 * depth + 1), CAPACITY_MULTIPLE)
+
+
+def _padded(rows: Sequence[np.ndarray], rows_per_group: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Returns (int32 [B, T] right-padded to a multiple of the chunk, lengths, chunk)."""
+    lengths = np.array([len(row) for row in rows], np.int32)
+    chunk = min(prefill_chunk(rows_per_group), round_up(int(lengths.max()), 16))
+    tokens = np.zeros((len(rows), round_up(int(lengths.max()), chunk)), np.int32)
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = ids
+    return tokens, lengths, chunk
+
+
+def place(
+    request: Request,
+    micro_batches: int | None = None,
+    put: Callable = processes.put,
+) -> Request:
+    """Returns a validated request with models and arrays on the devices.
+
+    Weights that were not loaded are loaded. A drafter then derives its arrays from the target's,
+    which may take much memory.
+
+    Args:
+      request: from `validate`; without a mesh, its models already are on their device.
+      micro_batches: of a mesh with stages; None chooses the fastest.
+      put: (array, sharding) -> the array with that sharding.
+    """
+    mesh = request.settings.mesh
+    target, drafter = loading.with_weights(request.target, mesh), request.drafter
+    if drafter is not None:
+        drafter = drafter.for_target(target)
+        drafter = loading.with_weights(drafter, mesh, stages=None if mesh is None else 1)
+    request = dataclasses.replace(request, target=target, drafter=drafter)
+    if mesh is None:
+        on_device = {
+            name: jax.tree.map(jnp.asarray, getattr(request, name))
+            for name in ("tokens", "lengths", "limits", "eos", "sampling", "grammar", "transitions")
+        }
+        return dataclasses.replace(request, **on_device)
+    return _placed(request, mesh, micro_batches, put)
+
+
+def _placed(request: Request, mesh: AnyMesh, micro_batches: int | None, put: Callable) -> Request:
+    """Returns the request with all its arrays on the mesh."""
+    if micro_batches is None:
+        micro_batches = _micro_batches(request, mesh)
+    replicated = NamedSharding(mesh, placement.EVERYWHERE)
+    divided = NamedSharding(mesh, placement.ROWS)
+    rows = replicated if request.settings.replicated_rows else divided
+
+    def per_row(x):
+        return jax.tree.map(lambda leaf: put(leaf, rows), x)
+
+    return dataclasses.replace(
+        request,
+        target=placement.shard_target(request.target, mesh, micro_batches, put),
+        drafter=placement.shard_drafter(request.drafter, mesh, put),
+        tokens=per_row(request.tokens),
+        lengths=per_row(request.lengths),
+        limits=per_row(request.limits),
+        sampling=per_row(request.sampling),
+        grammar=per_row(request.grammar),
+        eos=put(request.eos, replicated),
+        transitions=jax.tree.map(lambda x: put(x, replicated), request.transitions),
+    )
+
+
+def _micro_batches(request: Request, mesh: AnyMesh) -> int:
+    """Returns the number of micro-batches that makes a step of plain decoding fastest."""
+    groups, target = mesh.shape[DATA], request.target
+    weights = sum(array_bytes(x.shape, x.dtype) for x in jax.tree.leaves(target.params))
+    caches = target.kv_bytes(len(request.prompts), request.settings.capacity) // groups
+    rows = len(request.prompts) // groups
+    return pipeline_stages.best_micro_batches(rows, mesh.shape[STAGE], weights, caches)
+
+
+def prefill_chunk(rows: int) -> int:
+    """Returns the tokens of a row in a prefill step, a power of two, for `rows` per device."""
+    chunk = PREFILL_CHUNK
+    while chunk > 16 and chunk * rows > PREFILL_TOKENS:
+        chunk //= 2
+    return chunk
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Returns the smallest multiple that is at least n."""
+    return -(-n // multiple) * multiple

@@ -1,0 +1,174 @@
+"""Prompts as token ids: texts, ids, the result of a tokenizer, or messages of a chat."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from magicjax.model import Model
+
+
+def prompts_of(prompts: Any) -> list[Any]:
+    """Returns the prompts of `magicjax.generate` as a list of one for each row.
+
+    Raises:
+      ValueError, TypeError: no prompt, or what is not a list of prompts.
+    """
+    if isinstance(prompts, str | bytes):
+        raise TypeError("prompts is a single text: pass a list, [text], for a batch of one row")
+    if isinstance(prompts, Mapping):
+        if _is_flat(prompts.get("input_ids", ())):
+            raise TypeError(
+                "prompts has the token ids of a single text: tokenize a list, tokenizer([text]), "
+                "for a batch of one row"
+            )
+        return _encoded(prompts)
+    if not isinstance(prompts, Sequence) and not hasattr(prompts, "__array__"):
+        raise TypeError(
+            f"prompts has type {type(prompts).__name__}: pass a list of texts or of token ids"
+        )
+    if len(prompts) == 0:
+        raise ValueError("prompts is empty: pass at least one prompt")
+    return [prompts] if _is_conversation(prompts) else list(prompts)
+
+
+def token_ids(target: Model, prompts: Sequence[Any]) -> list[Int[np.ndarray, "T"]]:
+    """Returns the token ids of each prompt; all lie in the target's vocabulary.
+
+    Args:
+      target: its tokenizer reads texts, and its chat template messages.
+      prompts: each a text, token ids, what a tokenizer returned for one text, or a list of messages
+        `{"role": ..., "content": ...}`, which is continued with the answer.
+
+    Raises:
+      ValueError, TypeError: an empty prompt, one that is none of these, or one that the target does
+        not support.
+    """
+    return [_checked(target, i, _ids(target, i, prompt)) for i, prompt in enumerate(prompts)]
+
+
+def _ids(target: Model, i: int, prompt: Any) -> Any:
+    """Returns the ids of a prompt, of which only the source has been checked."""
+    if isinstance(prompt, str):
+        if target.tokenizer is None:
+            raise ValueError(
+                f"prompt {i} is text and the target {target.name!r} has no tokenizer: pass token "
+                "ids"
+            )
+        return target.tokenizer(prompt)["input_ids"]
+    if _is_conversation(prompt):
+        return chat_tokens(target.tokenizer, prompt)
+    if isinstance(prompt, Mapping):
+        rows = _encoded(prompt)
+        if len(rows) != 1:
+            raise ValueError(
+                f"prompt {i} has the token ids of {len(rows)} texts: pass them as the prompts, not "
+                "as one of them"
+            )
+        return rows[0]
+    return prompt
+
+
+def _checked(target: Model, i: int, prompt: Any) -> Int[np.ndarray, "T"]:
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:  # lists of different lengths
+        raise TypeError(f"prompt {i} is a nested list: pass text or a list of token ids") from None
+    if ids.ndim == 1 and ids.size == 0:
+        raise ValueError(f"prompt {i} is empty: it needs at least 1 token")
+    if isinstance(prompt, Sequence) and any(isinstance(each, bool) for each in prompt):
+        raise TypeError(f"prompt {i} has booleans: it must be text or a list of token ids")
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        wrap = "; for a batch of one row, wrap it: [[5, 6, 7]]" if ids.ndim == 0 else ""
+        raise TypeError(
+            f"prompt {i} has shape {ids.shape} and dtype {ids.dtype}: "
+            f"it must be text or a list of token ids{wrap}"
+        )
+    outside = ids[(ids < 0) | (ids >= target.config.vocab_size)]
+    if outside.size:
+        raise ValueError(
+            f"prompt {i} has token {outside[0]}, outside the target's vocabulary: "
+            f"ids must lie between 0 and {target.config.vocab_size - 1}"
+        )
+    return ids.astype(np.int32)
+
+
+def _encoded(encoding: Mapping[str, Any]) -> list[Any]:
+    """Returns the token ids of each text in the result of a tokenizer, without padding.
+
+    Raises:
+      ValueError, TypeError: another dict, or a mask that does not say where the padding is.
+    """
+    if "input_ids" not in encoding:
+        raise TypeError(
+            f"a prompt is a dict of {', '.join(map(str, encoding)) or 'nothing'}: pass texts, "
+            "token ids, what tokenizer(texts) returns, or messages of a role and a content"
+        )
+    rows = _rows(encoding["input_ids"])
+    if "attention_mask" not in encoding:
+        return rows
+    masks = _rows(encoding["attention_mask"])
+    if [len(row) for row in rows] != [len(mask) for mask in masks]:
+        raise ValueError("attention_mask has another shape than input_ids: pass it as tokenized")
+    return [_without_padding(row, mask) for row, mask in zip(rows, masks, strict=True)]
+
+
+def _rows(ids: Any) -> list[np.ndarray]:
+    """Returns the rows of [B, T], or of lists of different lengths; one row of [T]."""
+    return [np.asarray(ids)] if _is_flat(ids) else [np.asarray(row) for row in ids]
+
+
+def _is_flat(ids: Any) -> bool:
+    return len(ids) > 0 and np.ndim(ids[0]) == 0
+
+
+def _without_padding(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Returns the ids whose mask is 1: [7, 7, 5, 6] with the mask [0, 0, 1, 1] is [5, 6]."""
+    (used,) = np.nonzero(mask)
+    if not np.isin(mask, (0, 1)).all() or (len(used) and used[-1] - used[0] >= len(used)):
+        raise ValueError(
+            f"attention_mask={mask.tolist()}: it must be 1 for the tokens of a text and 0 for the "
+            "padding before or after them"
+        )
+    return ids[used]
+
+
+def _is_conversation(prompt: Any) -> bool:
+    """Returns whether a prompt is a list of messages."""
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str | bytes)
+        and len(prompt) > 0
+        and isinstance(prompt[0], Mapping)
+        and "role" in prompt[0]
+    )
+
+
+def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Returns the token ids of messages in the tokenizer's chat template, up to the answer.
+
+    Raises:
+      ValueError, TypeError: a message without a role and a content, a tokenizer without a chat
+        template, or a template that rejects the messages.
+    """
+    import jinja2  # the language of templates
+
+    for message in messages:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= {*message}:
+            raise TypeError(
+                f"message {message!r} of a conversation: it must be a dict of a role and a content"
+            )
+    if tokenizer is None or not tokenizer.chat_template:
+        raise ValueError(
+            "the tokenizer has no chat template: pass the prompt as text, or use a tokenizer with "
+            "chat_template"
+        )
+    try:
+        rendered = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=True
+        )
+    except jinja2.TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise ValueError(f"the chat template rejects messages of {roles}: {error}") from error
+    return rendered["input_ids"]

@@ -1,0 +1,45 @@
+"""Calls of `magicjax` with parameters and options as keywords of one dict, which tests vary.
+
+A list of `max_tokens`, `temperature`, `top_k`, `top_p` or `grammar` has one value for each row.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import magicjax
+from magicjax.decoding import preparation
+from magicjax.decoding.request import Request, RequestOptions
+
+FIELDS = tuple(magicjax.SamplingParams.__dataclass_fields__)
+
+
+def split(
+    rows: int, **settings: Any
+) -> tuple[magicjax.SamplingParams | list[magicjax.SamplingParams], dict[str, Any]]:
+    """Returns (parameters, keyword arguments) for `rows` prompts."""
+    given = {name: settings.pop(name) for name in FIELDS if name in settings}
+    lists = {
+        name: value
+        for name, value in given.items()
+        if name != "stop" and isinstance(value, Sequence) and not isinstance(value, str)
+    }
+    if not lists:
+        return magicjax.SamplingParams(**given), settings
+    each = [{name: values[row] for name, values in lists.items()} for row in range(rows)]
+    return [magicjax.SamplingParams(**given | own) for own in each], settings
+
+
+def generate(target: magicjax.Model, prompts: Any, **settings: Any) -> magicjax.Output:
+    params, options = split(len(prompts), **settings)
+    return magicjax.generate(target, prompts, params, **options)
+
+
+def stream(target: magicjax.Model, prompts: Any, **settings: Any) -> Any:
+    params, options = split(len(prompts), **settings)
+    return magicjax.stream(target, prompts, params, **options)
+
+
+def prepare(target: magicjax.Model, prompts: Any, **settings: Any) -> Request:
+    params, options = split(len(prompts), **settings)
+    make = preparation.validate if target.params is None else preparation.prepare
+    return make(target, prompts, params, RequestOptions(**options))
