@@ -6,9 +6,8 @@ import pytest
 from flax import struct
 
 import magicjax
-from magicjax.decoding.request import prepare
 from magicjax.decoding.runner import prefill_and_init, run_to_end
-from tests.magicjax import tiny
+from tests.magicjax import keywords, tiny
 
 
 @struct.dataclass
@@ -53,12 +52,12 @@ class Remembering(magicjax.SmallModel):
 def test_a_member_finds_its_nodes_in_the_merged_tree(renumbers):
     member = Remembering(tiny.model("near"), renumbers=renumbers)
     drafter = magicjax.Ensemble((magicjax.SmallModel(tiny.model("other")), member))
-    request = prepare(
+    request = keywords.prepare(
         tiny.model(),
         tiny.prompts(3),
         drafter=drafter,
         tree=tiny.TREES["2,2,1"],
-        max_new_tokens=tiny.NEW,
+        max_tokens=tiny.NEW,
         eos_token_id=tiny.NEVER,
     )
     state, _ = run_to_end(request, prefill_and_init(request)[0])
