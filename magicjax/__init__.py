@@ -27,7 +27,9 @@ from magicjax.decoding.stats import Stats  # noqa: E402
 from magicjax.drafters import (  # noqa: E402
     Drafter,
     Ensemble,
+    PageRetrieval,
     PromptLookup,
+    QuantizedCopy,
     SelfSpeculation,
     SmallModel,
 )
@@ -59,8 +61,10 @@ __all__ = [
     "LogProbs",
     "Model",
     "Output",
+    "PageRetrieval",
     "Policy",
     "PromptLookup",
+    "QuantizedCopy",
     "QueueFullError",
     "SamplingParams",
     "SelfSpeculation",

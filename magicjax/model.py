@@ -70,7 +70,7 @@ class Model:
     def with_backend(self, backend: str | None) -> "Model":
         """Returns the model with a backend of its products (`models.linear.products`).
 
-        Later calls return the same object, by which `quantized_copy` finds the copy of a target.
+        Later calls return the same object, by which `quantized_blocks` finds the copy of a target.
         """
         if backend == getattr(self.module, "backend", backend):  # a module may have no such field
             return self

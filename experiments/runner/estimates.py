@@ -8,11 +8,11 @@ import dataclasses
 import functools
 
 from experiments.schema import grid
-from magicjax.drafters import SelfSpeculation, SmallModel, spec
+from magicjax.drafters import SmallModel, spec
 from magicjax.loading import skeleton
 from magicjax.prediction import cost_model
 from magicjax.prediction.cost_model import Device, Machine, Sizes, memory_bytes
-from magicjax.prediction.planner.candidates import make_draft
+from magicjax.prediction.planner.candidates import TARGET_DRAFTERS, make_draft
 from pallas_kernels.benchmarks import bandwidth
 from sharding import MeshSize, parse_mesh
 
@@ -42,7 +42,7 @@ def of(cell: grid.Cell, on_gpu: bool) -> Estimate:
     num_bytes = memory_bytes(target, one, cell.batch, slots, target.kv_bytes)
     for part in cell.drafts:
         drafter = spec.from_spec(part, skeleton)
-        if isinstance(drafter, SelfSpeculation | SmallModel):
+        if isinstance(drafter, TARGET_DRAFTERS | SmallModel):
             draft, shared = make_draft(drafter, target, cell.dtype), part.name == "self"
             num_bytes += draft.memory(one, cell.batch, slots, shared=shared)
     return Estimate(num_bytes / 1e9, _seconds(cell, target, on_gpu))

@@ -31,7 +31,6 @@ from magicjax.decoding.request import Request, RequestOptions
 from magicjax.files import locked, write_atomically
 from magicjax.loading import config_of, weight_format
 from magicjax.parallel import offloading
-from magicjax.policies import Full
 from magicjax.prediction import cost_model
 from magicjax.prediction.autotune import search
 from sharding import processes
@@ -366,12 +365,17 @@ def _view(cell: Cell) -> dict[str, int] | None:
     if cell.draft not in ("self", "small") or cell.options.get("weights"):
         return None
     drafter, _ = make_drafter(cell)
-    if drafter.kv_dtype or getattr(drafter, "sink_positions", "text") == "in_cache":
+    if isinstance(drafter, magicjax.PageRetrieval):
         return None
-    if isinstance(drafter.policy, magicjax.StreamingLLM):
-        sinks = drafter.policy.sinks
-        return {"sinks": sinks, "window": drafter.budget - sinks}
-    return {} if isinstance(drafter.policy, Full) else None
+    sparse = getattr(drafter, "sparse", None)
+    if sparse is None:
+        return {}
+    if sparse.kv_dtype or getattr(drafter, "sink_positions", "text") == "in_cache":
+        return None
+    if isinstance(sparse.policy, magicjax.StreamingLLM):
+        sinks = sparse.policy.sinks
+        return {"sinks": sinks, "window": sparse.budget - sinks}
+    return None
 
 
 def _prompt_settings(cell: Cell) -> tuple:

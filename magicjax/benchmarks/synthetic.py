@@ -56,8 +56,10 @@ class Synthetic(Drafter):
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
         return 0 if self.inner is None else self.inner.cache_bytes(target, batch, capacity)
 
-    def prefill(self, *arguments) -> Any:
-        return None if self.inner is None else self.inner.prefill(*arguments)
+    def prefill(self, target, tokens, cache, stats, settings, previous=None) -> Any:
+        if self.inner is None:
+            return None
+        return self.inner.prefill(target, tokens, cache, stats, settings, previous)
 
     def propose(self, target, state, root, cache, sampling, settings) -> tuple[Proposal, Any]:
         draft, dropped = None, root[:, None]

@@ -8,6 +8,7 @@ import magicjax
 from magicjax.cli import options
 from magicjax.drafters import Drafter
 from magicjax.drafters.spec import (
+    BY_POLICY,
     DRAFTER_SYNTAX,
     DRAFTERS,
     GROUP,
@@ -51,7 +52,8 @@ def add_speculation(parser: Any, more: str = "") -> Any:
 def drafters_help() -> str:
     """Returns the drafters and their options, for the end of a command's help."""
     lines = ["drafters, written NAME:VALUE:OPTION=VALUE, and their options:"]
-    for name, kind in DRAFTERS.items():
+    by_policy = {":".join(words): kind for words, kind in BY_POLICY.items()}
+    for name, kind in (DRAFTERS | by_policy).items():
         path = ":PATH" if has_model(kind) else ""
         lines += [name + path, as_help(options_of(kind).values())]
     others = ", ".join(installed(GROUP)) or "none"

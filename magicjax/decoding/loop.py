@@ -1,10 +1,10 @@
 """The decoding loop. One round, `step`, proposes, scores, verifies and commits.
 
-`prefill` runs the target over the prompts, and `init_state` builds the initial state; `extend` and
-`resume_state` do so for a conversation whose beginning the caches hold. The state is
-immutable and holds everything that a round reads or writes. `decode` runs rounds in one compiled
-`while_loop` until all rows have ended or `max_rounds` have run; `step` runs one, for streaming.
-In an engine, `magicjax.decoding.slots` replaces rows of the state.
+`prefill` runs the target over the prompts, or over what follows the tokens of a given cache, and
+`init_state` builds the initial state. The state is immutable and holds everything that a round
+reads or writes. `decode` runs rounds in one compiled `while_loop` until all rows have ended or
+`max_rounds` have run; `step` runs one, for streaming. In an engine, `magicjax.decoding.slots`
+replaces rows of the state.
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from magicjax.drafters.base import Drafter, RoundOutcome, commit_checked
+from magicjax.drafters.base import Drafter, Previous, RoundOutcome, commit_checked
 from magicjax.grammars import masking
 from magicjax.grammars.masking import GrammarRows, Transitions
 from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.attend import AttendTo
 from magicjax.kv_cache.attention_stats import AttentionStats
 from magicjax.kv_cache.full_cache import KVCache
-from magicjax.kv_cache.prefill import extend_cache, prefill_cache
+from magicjax.kv_cache.prefill import prefill_cache
 from magicjax.model import Model
 from magicjax.settings import PrefillSettings, Settings
 from magicjax.trees import token_tree
@@ -104,26 +104,14 @@ def prefill(
     sampling: Sampling | None,
     grammar: GrammarRows | None,
     transitions: Transitions,
+    cache: KVCache | None = None,
 ) -> tuple[KVCache, Prefilled]:
-    """Returns the target's cache of the prompts, and the other results of prefill."""
-    cache, last, stats = prefill_cache(target, tokens, lengths, settings, settings.stats_spec)
-    chosen_by = lengths, sampling, grammar, transitions
-    return cache, _prefilled(settings, target, last, *chosen_by, stats)
+    """Returns the target's cache of the prompts, and the other results of prefill.
 
-
-def extend(
-    settings: PrefillSettings,
-    target: Model,
-    cache: KVCache,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
-    sampling: Sampling | None,
-    grammar: GrammarRows | None,
-    transitions: Transitions,
-) -> tuple[KVCache, Prefilled]:
-    """Returns what `prefill` does, given a cache of the first tokens of each row."""
+    Given a cache of the first tokens of each row, only the other tokens are computed.
+    """
     spec = settings.stats_spec
-    cache, last, stats = extend_cache(target, cache, tokens, lengths, settings, spec)
+    cache, last, stats = prefill_cache(target, tokens, lengths, settings, spec, cache)
     chosen_by = lengths, sampling, grammar, transitions
     return cache, _prefilled(settings, target, last, *chosen_by, stats)
 
@@ -138,50 +126,21 @@ def init_state(
     limits: Int[Array, "B"],
     eos: Int[Array, "E"],
     sampling: Sampling | None,
+    previous: Previous | None = None,
 ) -> DecodeState:
-    """Returns the state after prefill; each row's first token is emitted and pending."""
+    """Returns the state after prefill; each row's first token is emitted and pending.
+
+    If `prefill` was given a cache, `previous` is the drafter's state of the same text.
+    """
     drafter_state = None
     if drafter is not None:
-        drafter_state = drafter.prefill(target, tokens, cache, prefilled.stats, settings)
-    return _first_state(settings, cache, drafter_state, prefilled, limits, eos, sampling)
-
-
-def resume_state(
-    settings: Settings,
-    target: Model,
-    drafter: Drafter | None,
-    cache: KVCache,
-    previous: Any,
-    kept: Int[Array, "B"],
-    prefilled: Prefilled,
-    tokens: Int[Array, "B T"],
-    limits: Int[Array, "B"],
-    eos: Int[Array, "E"],
-    sampling: Sampling | None,
-) -> DecodeState:
-    """Returns the state after `extend`; `previous` and `kept` are those of `Drafter.extend`."""
-    drafter_state = None
-    if drafter is not None:
-        drafter_state = drafter.extend(
-            target, previous, kept, tokens, cache, prefilled.stats, settings
-        )
-    return _first_state(settings, cache, drafter_state, prefilled, limits, eos, sampling)
-
-
-def _first_state(
-    settings: Settings,
-    cache: KVCache,
-    drafter_state: Any,
-    prefilled: Prefilled,
-    limits: Int[Array, "B"],
-    eos: Int[Array, "E"],
-    sampling: Sampling | None,
-) -> DecodeState:
+        stats = prefilled.stats
+        drafter_state = drafter.prefill(target, tokens, cache, stats, settings, previous)
     first, path = prefilled.first, settings.shape.depth + 1
-    rows, tokens = first.shape[0], settings.max_new_tokens + path
+    rows, slots = first.shape[0], settings.max_new_tokens + path
 
     def buffer(x):  # [B, 1, ...]
-        return jnp.zeros((rows, tokens, *x.shape[2:]), x.dtype).at[:, 0].set(x[:, 0])
+        return jnp.zeros((rows, slots, *x.shape[2:]), x.dtype).at[:, 0].set(x[:, 0])
 
     emitted = jnp.ones(rows, jnp.int32)
     return DecodeState(
@@ -258,8 +217,8 @@ def step(
         mask = jnp.asarray(token_tree.ancestor_mask(proposal.parents))
         keep_queries = drafter is not None and drafter.attention_stats_spec().rounds
         attend = AttendTo(state.cache, mask, settings.backend, keep_queries)
-        hidden, scored = target(proposal.tokens, positions, attend)
-        new, queries = zip(*scored, strict=True)
+        hidden, aux = target(proposal.tokens, positions, attend)
+        kv, queries = zip(*aux, strict=True)
         logits = target.unembed(hidden)
         if state.grammar is not None:
             node_states = masking.node_states(
@@ -280,23 +239,23 @@ def step(
         )
         result = target.layout.broadcast_decision(result)
         tokens = _emitted_tokens(proposal.tokens, result)
-        kept, ended = _truncate(tokens, result, state)
+        committed, ended = _truncate(tokens, result, state)
         logprobs = None
         if settings.logprobs is not None:
             chosen_from = _along_path(logits, result)
             logprobs = log_probs(chosen_from, tokens, settings.logprobs, target.split.axes)
     with jax.named_scope("commit"):
-        kept = kept + full_cache.zero_after(result.bonus)
-        cache = full_cache.append(state.cache, new, result.path, kept)
-        outcome = RoundOutcome(result.path, kept, new, queries, cache, settings.backend)
+        committed = committed + full_cache.zero_after(result.bonus)
+        cache = full_cache.append(state.cache, kv, result.path, committed)
+        outcome = RoundOutcome(result.path, committed, kv, queries, cache, settings.backend)
         if drafter is not None:
             drafter_state = commit_checked(drafter, target, state.drafter, draft, proposal, outcome)
             state = dataclasses.replace(state, drafter=drafter_state)
         state = _count(state, proposal, result)
-        state = _emit(dataclasses.replace(state, cache=cache), tokens, logprobs, kept, ended)
+        state = _emit(dataclasses.replace(state, cache=cache), tokens, logprobs, committed, ended)
         if state.grammar is not None:
             grammar = masking.after_path(
-                transitions, state.grammar, node_states, result.path, kept, state.pending
+                transitions, state.grammar, node_states, result.path, committed, state.pending
             )
             state = dataclasses.replace(state, grammar=grammar)
         return state
@@ -442,10 +401,10 @@ def _truncate(
     is_eos = _is_eos(tokens, state.eos) & (index <= result.accepted[:, None])
     first_eos = is_eos.argmax(-1).astype(jnp.int32)  # int64 in 64-bit mode
     up_to_eos = jnp.where(is_eos.any(-1), first_eos, result.accepted) + 1
-    kept = jnp.minimum(up_to_eos, state.limits - state.emitted)
-    kept = jnp.where(state.ended, 0, kept)
-    reached_eos = (is_eos & (index < kept[:, None])).any(-1)
-    return kept, state.ended | reached_eos | (state.emitted + kept >= state.limits)
+    committed = jnp.minimum(up_to_eos, state.limits - state.emitted)
+    committed = jnp.where(state.ended, 0, committed)
+    reached_eos = (is_eos & (index < committed[:, None])).any(-1)
+    return committed, state.ended | reached_eos | (state.emitted + committed >= state.limits)
 
 
 def _count(state: DecodeState, proposal: Proposal, result: verify.VerifyResult) -> DecodeState:
@@ -470,11 +429,11 @@ def _emit(
     state: DecodeState,
     tokens: Int[Array, "B A"],
     logprobs: LogProbs | None,
-    kept: Int[Array, "B"],
+    committed: Int[Array, "B"],
     ended: Bool[Array, "B"],
 ) -> DecodeState:
-    """Returns the state with the first `kept` tokens of each row emitted, the last one pending."""
-    last = jnp.take_along_axis(tokens, jnp.maximum(kept - 1, 0)[:, None], 1)[:, 0]
+    """Returns the state with `committed` tokens of each row emitted, the last one pending."""
+    last = jnp.take_along_axis(tokens, jnp.maximum(committed - 1, 0)[:, None], 1)[:, 0]
     write = jax.vmap(lambda row, new, i: jax.lax.dynamic_update_slice_in_dim(row, new, i, 0))
     output, logprobs = jax.tree.map(
         lambda old, new: write(old, new, state.emitted),
@@ -483,9 +442,9 @@ def _emit(
     )
     return dataclasses.replace(
         state,
-        pending=jnp.where(kept > 0, last, state.pending),
+        pending=jnp.where(committed > 0, last, state.pending),
         output=output,
-        emitted=state.emitted + kept,
+        emitted=state.emitted + committed,
         ended=ended,
         logprobs=logprobs,
     )

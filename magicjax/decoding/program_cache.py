@@ -19,10 +19,8 @@ logger = logging.getLogger("magicjax")
 
 AnySettings = Settings | PrefillSettings
 _PROGRAMS: dict[str, tuple[Callable, dict]] = {
-    "prefill": (loop.prefill, {}),
-    "init": (loop.init_state, {"donate_argnums": 2}),
-    "extend": (loop.extend, {"donate_argnums": 1}),
-    "resume": (loop.resume_state, {"donate_argnums": (2, 3)}),
+    "prefill": (loop.prefill, {"donate_argnums": 6}),
+    "init": (loop.init_state, {"donate_argnums": (2, 8)}),
     "decode": (loop.decode, {"donate_argnums": 2}),
     "step": (loop.step, {"donate_argnums": 2}),
     "decode_until_row_ends": (loop.decode_until_row_ends, {"donate_argnums": 2}),
@@ -43,10 +41,10 @@ def program(name: str, settings: AnySettings, *arguments: Any) -> jax.stages.Com
     """Returns the compiled program.
 
     Args:
-      name: "prefill", "init", "extend", "resume", "decode", "decode_until_row_ends", "step",
-        "insert" or "extract" (`magicjax.decoding.loop` and `slots`). init and extend donate their
-        cache, resume also the drafter's previous state, decode, step and insert the state of all
-        rows: none may be used afterwards.
+      name: "prefill", "init", "decode", "decode_until_row_ends", "step", "insert" or "extract"
+        (`magicjax.decoding.loop` and `slots`). prefill and init donate their cache, init also the
+        drafter's previous state, decode, step and insert the state of all rows: none may be used
+        afterwards.
       settings: static.
       arguments: arrays or their shapes.
     """

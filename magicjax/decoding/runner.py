@@ -16,6 +16,7 @@ from magicjax.decoding.loop import ALL_ROUNDS, DecodeState, Prefilled
 from magicjax.decoding.request import Request
 from magicjax.decoding.stats import Stats, acceptance
 from magicjax.decoding.text_stream import TextStream
+from magicjax.drafters.base import Previous
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.settings import PrefillSettings, Settings
 from magicjax.verification.logprobs import LogProbs
@@ -69,36 +70,32 @@ def prefill_and_init(request: Request) -> tuple[DecodeState, float]:
     return state, prefill_s + init_s
 
 
-def prefill(request: Request, settings: PrefillSettings) -> tuple[tuple[KVCache, Prefilled], float]:
-    """Returns the results of prefill, and its seconds."""
-    return _run(request, "prefill", settings, request.prefill_arguments)
-
-
-def init_state(request: Request, cache: KVCache, prefilled: Prefilled) -> tuple[DecodeState, float]:
-    """Returns the initial state, and the seconds of init; donates `cache`."""
-    arguments = request.init_arguments(cache, prefilled)
-    return _run(request, "init", request.settings, arguments)
-
-
-def extend(request: Request, cache: KVCache) -> tuple[tuple[KVCache, Prefilled], float]:
-    """Returns the results of extend, and its seconds; donates `cache`."""
-    target, *inputs = request.prefill_arguments
-    return _run(request, "extend", request.prefill_settings, (target, cache, *inputs))
-
-
-def resume_state(
-    request: Request, cache: KVCache, prefilled: Prefilled, previous: Any, kept: Int[Any, "B"]
-) -> tuple[DecodeState, float]:
-    """Returns the initial state, and the seconds; donates `cache` and `previous`.
+def prefill(
+    request: Request, settings: PrefillSettings, cache: KVCache | None = None
+) -> tuple[tuple[KVCache, Prefilled], float]:
+    """Returns the results of prefill, and its seconds; donates `cache`.
 
     Args:
-      request: of the whole text.
-      cache, prefilled: the results of `extend`.
-      previous, kept: as for `Drafter.extend`.
+      request: of the prompts.
+      settings: the request's, or those of other attention statistics.
+      cache: of the first tokens of each row; None: an empty one is made.
     """
-    target, drafter, cache, *inputs = request.init_arguments(cache, prefilled)
-    arguments = target, drafter, cache, previous, kept, *inputs
-    return _run(request, "resume", request.settings, arguments)
+    arguments = (*request.prefill_arguments, cache)
+    return _run(request, "prefill", settings, arguments)
+
+
+def init_state(
+    request: Request, cache: KVCache, prefilled: Prefilled, previous: Previous | None = None
+) -> tuple[DecodeState, float]:
+    """Returns the initial state, and the seconds of init; donates `cache` and `previous`.
+
+    Args:
+      request: of the prompts.
+      cache, prefilled: the results of `prefill`.
+      previous: the drafter's state after an earlier text; None: there is none.
+    """
+    arguments = (*request.init_arguments(cache, prefilled), previous)
+    return _run(request, "init", request.settings, arguments)
 
 
 def run(

@@ -61,7 +61,7 @@ def extract(
     state: DecodeState,
     slot: Int[Array, ""],
 ) -> tuple[KVCache, Any]:
-    """Returns row `slot` of the target's cache and of the drafter's state, for `extend`.
+    """Returns row `slot` of the target's cache and of the drafter's state, to continue its text.
 
     The group of devices that has the slot sends the row to the others.
     """

@@ -12,7 +12,6 @@ import numpy as np
 
 from magicjax import placement
 from magicjax.drafters import DRAW_METHODS, Drafter, Ensemble
-from magicjax.drafters.base import REQUIRED, missing_methods
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
 from magicjax.trees.token_tree import (
@@ -89,16 +88,11 @@ def _check_is_drafter(drafter: Any) -> None:
             f"drafter is the class {drafter.__name__}: pass an instance, {drafter.__name__}()"
         )
     name = type(drafter).__name__
-    if not hasattr(drafter, "propose"):
+    if not isinstance(drafter, Drafter):
         raise TypeError(
             f"drafter has type {name}: pass a text such as 'self:streaming:256', an object such as "
             "magicjax.SmallModel(model), or one of your own class derived from magicjax.Drafter; "
             "several as magicjax.Ensemble"
-        )
-    if lacking := missing_methods(drafter):
-        raise TypeError(
-            f"drafter {name} lacks the methods {', '.join(lacking)}: derive it from "
-            f"magicjax.Drafter, which has defaults for all but {', '.join(REQUIRED)}"
         )
     if jax.tree_util.all_leaves([drafter]):
         raise TypeError(f"drafter {name} is not a pytree: decorate it with @flax.struct.dataclass")

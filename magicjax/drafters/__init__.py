@@ -1,8 +1,10 @@
 """Drafters: self-speculation, small models, prompt lookup, and ensembles of them."""
 
-from magicjax.drafters.base import Drafter, RoundOutcome
+from magicjax.drafters.base import Drafter, Previous, RoundOutcome
 from magicjax.drafters.ensemble import Ensemble
+from magicjax.drafters.page_retrieval import PageRetrieval
 from magicjax.drafters.prompt_lookup import PromptLookup
+from magicjax.drafters.quantized_copy import QuantizedCopy
 from magicjax.drafters.self_speculation import SelfSpeculation
 from magicjax.drafters.small_model import SmallModel
 from magicjax.trees.proposal import DRAW_METHODS, ONE_HOT, Draws, Proposal
@@ -13,8 +15,11 @@ __all__ = [
     "Drafter",
     "Draws",
     "Ensemble",
+    "PageRetrieval",
+    "Previous",
     "PromptLookup",
     "Proposal",
+    "QuantizedCopy",
     "RoundOutcome",
     "SelfSpeculation",
     "SmallModel",

@@ -1,6 +1,7 @@
 """The contract between a drafter and the decoding loop."""
 
-from typing import Any, Protocol
+import abc
+from typing import Any
 
 import jax
 from flax import struct
@@ -17,14 +18,29 @@ from magicjax.verification.sampling import Sampling
 
 
 @struct.dataclass
+class Previous:
+    """A drafter's state after an earlier text of the same row, such as a turn of a conversation.
+
+    Attributes:
+      state: the drafter's own; without an earlier text, zeros.
+      reused: int32 [B], the number of tokens that the earlier text and the new one begin with; 0
+        without an earlier text.
+    """
+
+    state: Any
+    reused: Int[Array, "B"]
+
+
+@struct.dataclass
 class RoundOutcome:
     """The outcome of one verified proposal of N nodes.
 
     Attributes:
       path: int32 [B, A], the accepted nodes of each row, the root first; A is the tree depth + 1.
         The last accepted node repeats to the end.
-      kept: int32 [B], how many nodes of the path were committed, 0..A; 0 in rows that had ended.
-      new: for each layer the target's k, v [B, N, K, D] of all nodes.
+      committed: int32 [B], how many nodes of the path were committed, 0..A; 0 in rows that had
+        ended.
+      kv: for each layer the target's keys and values [B, N, K, D] of all nodes.
       queries: for each layer the target's queries [B, N, H, D] and the log-sum-exp of their scores
         [B, N, H] if `attention_stats_spec().rounds`, else None.
       cache: the target's cache after the commit.
@@ -32,22 +48,22 @@ class RoundOutcome:
     """
 
     path: Int[Array, "B A"]
-    kept: Int[Array, "B"]
-    new: tuple[tuple[Array, Array], ...]
+    committed: Int[Array, "B"]
+    kv: tuple[tuple[Array, Array], ...]
     queries: tuple[Any, ...]
     cache: KVCache
     backend: str | None = struct.field(pytree_node=False)
 
 
-class Drafter(Protocol):
+class Drafter(abc.ABC):
     """Proposes a token tree in every round.
 
     A drafter is a pytree. Its static fields specialize the compiled programs; its arrays are
-    arguments of them. `check`, `for_target`, `shape`, `draw_methods`, `attention_stats_spec` and
-    `cache_bytes` run on the host before compilation. `prefill` runs once per request, then every
-    round calls `propose` and `commit`; these three are pure functions that are traced into the
-    loop. In a conversation, `extend` runs instead of `prefill`; in an engine, too, followed by
-    `insert`.
+    arguments of them. Five methods are required. `check` and `draw_methods` run on the host before
+    compilation. `prefill` runs once per request, then every round calls `propose` and `commit`;
+    these three are pure functions that are traced into the programs. The other methods are hooks
+    with defaults.
+
     On a mesh, arrays of a state are divided by rows along their first axis; other divisions are
     declared with `sharding.logical_axes`. Implementations need not repeat the types below. A
     drafter that repeats the pending token::
@@ -56,7 +72,7 @@ class Drafter(Protocol):
         class Repeat(Drafter):
             def check(self, target, tree, depth, context): pass
             def draw_methods(self, tree): return {"top"}  # nothing is drawn at random
-            def prefill(self, target, tokens, cache, stats, settings): return ()
+            def prefill(self, target, tokens, cache, stats, settings, previous=None): return ()
             def propose(self, target, state, root, cache, sampling, settings):
                 parents = settings.tree.array  # [N]
                 tokens = jnp.repeat(root[:, None], len(parents), axis=1)  # [B, N]
@@ -68,18 +84,11 @@ class Drafter(Protocol):
             def commit(self, target, state, draft, proposal, outcome): return state
     """
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        """Makes objects of a subclass check the types of their options, before `__post_init__`."""
-        super().__init_subclass__(**keywords)
-        own = getattr(cls, "__post_init__", None)
+    def __post_init__(self) -> None:
+        """Raises TypeError if an option has a value of another type."""
+        check_types(self, options_of(type(self)).values())
 
-        def check_first(self: Any) -> None:
-            check_types(self, options_of(type(self)).values())
-            if own is not None:
-                own(self)
-
-        cls.__post_init__ = check_first  # type: ignore[attr-defined]
-
+    @abc.abstractmethod
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         """Raises ValueError if it cannot draft `tree` for `target` in texts of `context` tokens.
 
@@ -87,29 +96,11 @@ class Drafter(Protocol):
         exceed the depth of `tree`.
         """
 
-    def for_target(self, target: Model) -> "Drafter":
-        """Returns the drafter with arrays that it derives from the target's parameters.
-
-        It runs on the host after `check`: first for a target without parameters (`params=None`),
-        so that the models that it derives are validated and counted, then for the target.
-        """
-        return self
-
-    def shape(self, tree: Tree) -> Shape:
-        """Returns the bounds of its proposals for `tree`."""
-        return tree.shape
-
+    @abc.abstractmethod
     def draw_methods(self, tree: Tree) -> set[str]:
         """Returns the `DRAW_METHODS` by which it chooses children under sampling."""
 
-    def attention_stats_spec(self) -> AttentionStatsSpec:
-        """Returns the attention statistics of the target that it needs."""
-        return AttentionStatsSpec()
-
-    def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
-        """Returns the bytes of its own keys and values; a full cache has `capacity` slots."""
-        return 0
-
+    @abc.abstractmethod
     def prefill(
         self,
         target: Model,
@@ -117,6 +108,7 @@ class Drafter(Protocol):
         cache: KVCache,
         stats: AttentionStats,
         settings: Settings,
+        previous: Previous | None = None,
     ) -> Any:
         """Returns its state after the prompts.
 
@@ -126,28 +118,11 @@ class Drafter(Protocol):
           cache: the target's keys and values of the prompts.
           stats: covers `attention_stats_spec()`; in an ensemble it can hold more.
           settings: of the program, such as the tree.
+          previous: in an engine, its state after an earlier text, which it may reuse; T is then at
+            least `cache.lengths` plus a chunk. None: there is no earlier text.
         """
 
-    def extend(
-        self,
-        target: Model,
-        state: Any,
-        kept: Int[Array, "B"],
-        tokens: Int[Array, "B T"],
-        cache: KVCache,
-        stats: AttentionStats,
-        settings: Settings,
-    ) -> Any:
-        """Returns its state after another turn of a conversation; by default that of `prefill`.
-
-        Args:
-          state: its own, after the previous turn; before the first turn, zeros.
-          kept: int32 [B], the number of tokens that are those of the previous turn.
-          target, tokens, cache, stats, settings: as for `prefill`, of the whole text. The window
-            of `stats` is complete, and T is at least `cache.lengths` plus a chunk.
-        """
-        return self.prefill(target, tokens, cache, stats, settings)
-
+    @abc.abstractmethod
     def propose(
         self,
         target: Model,
@@ -168,10 +143,11 @@ class Drafter(Protocol):
           settings: of the program.
         """
 
+    @abc.abstractmethod
     def commit(
         self, target: Model, state: Any, draft: Any, proposal: Proposal, outcome: RoundOutcome
     ) -> Any:
-        """Returns its state after the first `outcome.kept` nodes of each path are committed.
+        """Returns its state after the committed nodes of each path.
 
         Args:
           target: the target model.
@@ -180,6 +156,39 @@ class Drafter(Protocol):
           proposal: all drafters' nodes in an ensemble; `outcome.path` indexes them.
           outcome: the accepted nodes.
         """
+
+    def renumber(self, draft: Any, node_of: Int[Array, "B N"], num_nodes: int) -> Any:
+        """Returns what `propose` returned for `commit`, by the nodes of an ensemble's merged tree.
+
+        By default the draft is returned as it is, which is right if it has no entries by node.
+
+        Args:
+          draft: by its own N nodes.
+          node_of: the merged node of each of its nodes; below 0 for padding. Several of its nodes
+            can be one merged node.
+          num_nodes: of the merged tree.
+        """
+        return draft
+
+    def for_target(self, target: Model) -> "Drafter":
+        """Returns the drafter with arrays that it derives from the target's parameters.
+
+        It runs on the host after `check`: first for a target without parameters (`params=None`),
+        so that the models that it derives are validated and counted, then for the target.
+        """
+        return self
+
+    def shape(self, tree: Tree) -> Shape:
+        """Returns the bounds of its proposals for `tree`."""
+        return tree.shape
+
+    def attention_stats_spec(self) -> AttentionStatsSpec:
+        """Returns the attention statistics of the target that it needs."""
+        return AttentionStatsSpec()
+
+    def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
+        """Returns the bytes of its own keys and values; a full cache has `capacity` slots."""
+        return 0
 
     def insert(self, state: Any, row: Any, slot: Int[Array, ""]) -> Any:
         """Returns the state with one row replaced by that of a request which joins the batch.
@@ -194,7 +203,7 @@ class Drafter(Protocol):
         return insert_row(state, row, slot)
 
     def extract(self, state: Any, slot: Int[Array, ""]) -> Any:
-        """Returns its state of one row, as `insert` takes it and `extend` continues it."""
+        """Returns its state of one row, as `insert` takes it and `prefill` continues it."""
         return extract_row(state, slot)
 
     def members(self) -> tuple["Drafter", ...]:
@@ -207,6 +216,9 @@ class Drafter(Protocol):
         No array may appear twice in the result: programs donate it. It is for timing only.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define synthetic_state")
+
+
+REQUIRED = tuple(sorted(Drafter.__abstractmethods__))
 
 
 def commit_checked(
@@ -271,19 +283,3 @@ def insert_row(rows: Any, row: Any, slot: Int[Array, ""]) -> Any:
 def extract_row(rows: Any, slot: Int[Array, ""]) -> Any:
     """Returns row `slot` of a pytree of arrays [B, ...] as arrays [1, ...]."""
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), rows)
-
-
-REQUIRED = ("check", "draw_methods", "prefill", "propose", "commit")  # others have defaults
-
-
-def missing_methods(drafter: Any) -> list[str]:
-    """Returns the methods of the contract that a drafter, or a class of drafters, lacks."""
-    names = [name for name, value in vars(Drafter).items() if callable(value) and name[0] != "_"]
-    found = {name: getattr(drafter, name, None) for name in names}
-    lacking = [name for name, method in found.items() if method is None]
-    inherited = (name for name in REQUIRED if _function(found[name]) is vars(Drafter)[name])
-    return [*lacking, *inherited]
-
-
-def _function(method: Any) -> Any:
-    return getattr(method, "__func__", method)

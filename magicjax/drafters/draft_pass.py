@@ -1,15 +1,18 @@
-"""Forward passes of a draft model: their context, the block they fill, and the backlog.
+"""Forward passes of a draft model: their context, the entries they fill, and the backlog.
 
-A pass writes the keys and values of the nodes it runs to a small block beside the committed cache,
-so that drafting commits nothing and rolls nothing back. With a backlog of up to F tokens, the
-block of a tree of N nodes has N + F entries: node n is entry n, backlog token f is entry N + f.
+A pass writes the keys and values of the nodes it runs to entries beside the committed cache, so
+that drafting commits nothing and rolls nothing back. With a backlog of up to F tokens, a tree of N
+nodes has N + F entries: node n is entry n, backlog token f is entry N + f.
 """
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from magicjax.kv_cache.attend import AttendLevel, Drafted
+from magicjax.kv_cache.attend import KV, AttendLevel
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.kv_cache.pages import PagedCache
 from magicjax.kv_cache.sparse_cache import DraftCache
@@ -34,22 +37,40 @@ class Backlog:
 
 
 @struct.dataclass
-class DraftBlock:
+class DraftedKV:
     """The keys and values that a draft model computed in one round.
 
     Attributes:
-      drafted: for each layer (k, v) [B, R, K, D], of whose R entries the last F are the backlog's,
-        and the pages that the draft read, or None.
+      kv: for each layer k, v [B, R, K, D], of whose R entries the last F are the backlog's.
       entries: int32 [B, N], the entry of each node, or `NOT_RUN`.
     """
 
-    drafted: Drafted
+    kv: KV
     entries: Int[Array, "B N"]
 
-    @property
-    def kv(self) -> tuple[tuple[Array, Array], ...]:
-        """For each layer k, v [B, R, K, D]."""
-        return tuple(pair for pair, _ in self.drafted)
+    def renumber(self, node_of: Int[Array, "B N"], num_nodes: int) -> "DraftedKV":
+        """Returns the same with the entries of merged nodes; see `Drafter.renumber`.
+
+        The entry of a merged node is that of any of its nodes that ran.
+        """
+        rows = jnp.arange(node_of.shape[0])[:, None]
+        entries = jnp.full((node_of.shape[0], num_nodes), NOT_RUN, jnp.int32)
+        node = jnp.where(node_of < 0, num_nodes, node_of)  # padding is dropped
+        entries = entries.at[rows, node].max(self.entries, mode="drop")
+        return dataclasses.replace(self, entries=entries)
+
+
+@struct.dataclass
+class RootPass:
+    """The results of a pass of the root alone.
+
+    Attributes:
+      hidden: [B, 1, E], the hidden state.
+      kv: for each layer k, v [B, 1, K, D].
+    """
+
+    hidden: Float[Array, "B 1 E"]
+    kv: KV
 
 
 @struct.dataclass
@@ -62,10 +83,11 @@ class DraftContext:
       cache: the draft model's committed prefix.
       root, root_position: int32 [B], the pending tokens and their positions in the text.
       sampling: how each row samples; None: greedy.
-      backlog: None for a cache that lacks nothing, if the root needs no pass of its own.
+      backlog: None for a cache that lacks nothing.
       draw_method: static; one of `DRAW_METHODS`, ignored in greedy decoding.
       backend: static; of the attention.
       drafter_index: static; index of the drafter in its ensemble.
+      root_pass: of a root that has run already; None: it has not. Not with a backlog.
     """
 
     model: Model
@@ -78,6 +100,7 @@ class DraftContext:
     draw_method: str = struct.field(pytree_node=False)
     backend: str | None = struct.field(pytree_node=False)
     drafter_index: int = struct.field(pytree_node=False)
+    root_pass: RootPass | None = None
 
     @property
     def draws(self) -> bool:
@@ -86,7 +109,7 @@ class DraftContext:
 
     @property
     def max_backlog(self) -> int:
-        """F, the entries of the backlog in the block."""
+        """F, the entries of the backlog."""
         return 0 if self.backlog is None else self.backlog.tokens.shape[1]
 
 
@@ -127,10 +150,10 @@ def see_backlog(backlog: Backlog | None, mask: Bool[Array, "*B T N"]) -> Bool[Ar
     return jnp.concatenate([mask, live], -1)
 
 
-def run_backlog_and_root(context: DraftContext, kv: Drafted, nodes: int) -> tuple[Array, Drafted]:
-    """Returns the root's hidden state [B, 1, E], and the block with the root and the backlog.
+def run_root(context: DraftContext, kv: KV, nodes: int) -> tuple[Array, KV]:
+    """Returns the root's hidden state [B, 1, E], and the entries with those of the root.
 
-    They run in one pass of F + 1 tokens; the backlog's entries come after those of the nodes.
+    The backlog runs in the same pass of F + 1 tokens; its entries come after those of the nodes.
 
     With F = 2, a root at position 10 and N = 3 nodes, a row with one token b0 in its backlog runs
         token  position  entry  sees nodes  sees backlog
@@ -139,8 +162,14 @@ def run_backlog_and_root(context: DraftContext, kv: Drafted, nodes: int) -> tupl
         root   10        0      1 . .       1 .
     The padding token is undefined, and no other token sees it.
     """
+    if context.root_pass is not None:
+        kv = jax.tree.map(lambda x, root: x.at[:, :1].set(root), kv, context.root_pass.kv)
+        return context.root_pass.hidden, kv
     backlog, position = context.backlog, context.root_position[:, None]
-    assert backlog is not None
+    if backlog is None:
+        mask = (jnp.arange(nodes) == 0)[None]
+        attend = AttendLevel(context.cache, kv, jnp.zeros(1, jnp.int32), mask, context.backend)
+        return context.model(context.root[:, None], position, attend)
     batch, size = backlog.tokens.shape
     steps = jnp.arange(size)
     chain = jnp.concatenate([jnp.zeros((size, nodes), bool), steps <= steps[:, None]], 1)
@@ -150,6 +179,6 @@ def run_backlog_and_root(context: DraftContext, kv: Drafted, nodes: int) -> tupl
     offsets = jnp.concatenate([steps - backlog.count[:, None], jnp.zeros((batch, 1), jnp.int32)], 1)
     positions = jnp.clip(position + offsets, 0, position)  # padding too stays a valid position
     entries = jnp.concatenate([nodes + steps, jnp.zeros(1, jnp.int32)])
-    attend = AttendLevel(context.cache, kv, entries, mask, context.backend, ends_in_root=True)
+    attend = AttendLevel(context.cache, kv, entries, mask, context.backend)
     hidden, kv = context.model(tokens, positions, attend)
     return hidden[:, -1:], kv

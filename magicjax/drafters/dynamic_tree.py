@@ -19,9 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from magicjax.drafters.draft_pass import (
     NOT_RUN,
-    DraftBlock,
     DraftContext,
-    run_backlog_and_root,
+    DraftedKV,
+    run_root,
     see_backlog,
 )
 from magicjax.drafters.static_tree import draft_static_tree
@@ -39,8 +39,8 @@ class _Candidates:
     Attributes:
       tokens: int32 [B, M].
       score: [B, M], the log-probability of the path; -inf for an empty candidate.
-      parent: int32 [B, M], the block's entry of the parent.
-      entry: int32 [B, M], its own entry in the block, or `NOT_RUN`.
+      parent: int32 [B, M], the entry of the parent.
+      entry: int32 [B, M], its own entry, or `NOT_RUN`.
     """
 
     tokens: Int[Array, "B M"]
@@ -49,8 +49,8 @@ class _Candidates:
     entry: Int[Array, "B M"]
 
 
-def draft_dynamic_tree(context: DraftContext, tree: DynamicTree) -> tuple[Proposal, DraftBlock]:
-    """Returns a tree for each row, and the block of R = 1 + (D - 1) * W entries and the backlog."""
+def draft_dynamic_tree(context: DraftContext, tree: DynamicTree) -> tuple[Proposal, DraftedKV]:
+    """Returns a tree for each row, and the R = 1 + (D - 1) * W entries and those of the backlog."""
     batch, width = context.root.shape[0], tree.width
     entries = 1 + (tree.depth - 1) * width
     candidates, drafted = _run_root(context, tree, entries)
@@ -84,7 +84,7 @@ def draft_dynamic_tree(context: DraftContext, tree: DynamicTree) -> tuple[Propos
     carry = candidates, sees, drafted
     (candidates, _, drafted), _ = jax.lax.scan(run_depth, carry, jnp.arange(1, tree.depth))
     proposal, node_entries = _most_probable_tree(context, tree, candidates, entries)
-    return proposal, DraftBlock(drafted, node_entries)
+    return proposal, DraftedKV(drafted, node_entries)
 
 
 def _first_candidate(tree: DynamicTree, depth):
@@ -93,17 +93,9 @@ def _first_candidate(tree: DynamicTree, depth):
 
 
 def _run_root(context: DraftContext, tree: DynamicTree, entries: int) -> tuple[_Candidates, tuple]:
-    """Returns the candidates of depth 1, and the block with the root and the backlog."""
+    """Returns the candidates of depth 1, and the entries with the root and the backlog."""
     drafted = empty_nodes(context.cache, entries + context.max_backlog, context.model.dtype)
-    root = jnp.zeros(1, jnp.int32)
-    if context.backlog is None:
-        mask = (jnp.arange(entries) == 0)[None]
-        attend = AttendLevel(context.cache, drafted, root, mask, context.backend)
-        hidden, drafted = context.model(
-            context.root[:, None], context.root_position[:, None], attend
-        )
-    else:
-        hidden, drafted = run_backlog_and_root(context, drafted, entries)
+    hidden, drafted = run_root(context, drafted, entries)
     shape = (context.root.shape[0], tree.depth * tree.width**2)
     empty = _Candidates(
         tokens=jnp.zeros(shape, jnp.int32),
@@ -112,6 +104,7 @@ def _run_root(context: DraftContext, tree: DynamicTree, entries: int) -> tuple[_
         entry=jnp.full(shape, NOT_RUN, jnp.int32),
     )
     score = jnp.zeros((shape[0], 1), jnp.float32)
+    root = jnp.zeros(1, jnp.int32)
     return _add_children(context, empty, hidden, score, root, 0, tree.width), drafted
 
 
@@ -182,8 +175,8 @@ def _most_probable_tree(
     return Proposal(tokens, parents, draws), jnp.concatenate([root, entry], 1)
 
 
-def draft_tree(context: DraftContext, tree: Tree) -> tuple[Proposal, DraftBlock]:
-    """Returns any tree, static or dynamic, with the draft model's tokens, and the filled block."""
+def draft_tree(context: DraftContext, tree: Tree) -> tuple[Proposal, DraftedKV]:
+    """Returns a static or dynamic tree with the draft model's tokens, and their keys and values."""
     if isinstance(tree, DynamicTree):
         return draft_dynamic_tree(context, tree)
     return draft_static_tree(context, tree)

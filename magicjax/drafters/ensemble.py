@@ -5,12 +5,10 @@ import functools
 import operator
 from typing import Any
 
-import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from magicjax.drafters.base import Drafter, commit_checked
-from magicjax.drafters.draft_pass import NOT_RUN, DraftBlock
+from magicjax.drafters.base import Drafter, Previous, commit_checked
 from magicjax.model import Model
 from magicjax.settings import AttentionStatsSpec, Settings
 from magicjax.trees.merge import merge
@@ -39,6 +37,7 @@ class Ensemble(Drafter):
     trees: tuple[Tree, ...] | None = struct.field(pytree_node=False, default=None)
 
     def __post_init__(self):
+        super().__post_init__()
         object.__setattr__(self, "drafters", tuple(self.drafters))
         if self.trees is not None:
             object.__setattr__(self, "trees", tuple(self.trees))
@@ -98,17 +97,16 @@ class Ensemble(Drafter):
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
         return sum(drafter.cache_bytes(target, batch, capacity) for drafter in self.drafters)
 
-    def prefill(self, target, tokens, cache, stats, settings) -> tuple[Any, ...]:
+    def prefill(
+        self, target, tokens, cache, stats, settings, previous: Previous | None = None
+    ) -> tuple[Any, ...]:
+        members = self._with_settings(settings)
+        before: list[Previous | None] = [None] * len(members)
+        if previous is not None:
+            before = [Previous(state, previous.reused) for state in previous.state]
         return tuple(
-            drafter.prefill(target, tokens, cache, stats, member_settings)
-            for drafter, member_settings in self._with_settings(settings)
-        )
-
-    def extend(self, target, state, kept, tokens, cache, stats, settings) -> tuple[Any, ...]:
-        members = zip(self._with_settings(settings), state, strict=True)
-        return tuple(
-            drafter.extend(target, member_state, kept, tokens, cache, stats, member_settings)
-            for (drafter, member_settings), member_state in members
+            drafter.prefill(target, tokens, cache, stats, member_settings, member_previous)
+            for (drafter, member_settings), member_previous in zip(members, before, strict=True)
         )
 
     def propose(self, target, state, root, cache, sampling, settings) -> tuple[Proposal, tuple]:
@@ -122,7 +120,10 @@ class Ensemble(Drafter):
         )
         merged, node_of = merge(proposals, self.shape(settings.tree).depth)
         nodes = merged.tokens.shape[1]
-        return merged, tuple(_renumber(*pair, nodes) for pair in zip(drafts, node_of, strict=True))
+        drafted = zip(self.drafters, drafts, node_of, strict=True)
+        return merged, tuple(
+            drafter.renumber(draft, own_nodes, nodes) for drafter, draft, own_nodes in drafted
+        )
 
     def commit(self, target, state, draft, proposal, outcome) -> tuple[Any, ...]:
         return tuple(
@@ -144,17 +145,3 @@ class Ensemble(Drafter):
     def synthetic_state(self, state: tuple[Any, ...], lengths: Int[Array, "B"]) -> tuple[Any, ...]:
         members = zip(self.drafters, state, strict=True)
         return tuple(drafter.synthetic_state(own, lengths) for drafter, own in members)
-
-
-def _renumber(draft: Any, node_of: Int[Array, "B N"], nodes: int) -> Any:
-    """Returns a member's draft with its entries by merged node.
-
-    Several nodes of a member can become one merged node; its entry is that of any that ran.
-    """
-    if not isinstance(draft, DraftBlock):
-        return draft
-    rows = jnp.arange(node_of.shape[0])[:, None]
-    entries = jnp.full((node_of.shape[0], nodes), NOT_RUN, jnp.int32)
-    merged_node = jnp.where(node_of < 0, nodes, node_of)  # padding is dropped
-    entries = entries.at[rows, merged_node].max(draft.entries, mode="drop")
-    return dataclasses.replace(draft, entries=entries)

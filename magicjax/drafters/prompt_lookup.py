@@ -56,6 +56,7 @@ class PromptLookup(Drafter):
     min_ngram: int = option(1, "fewest of the newest tokens to look for")
 
     def __post_init__(self):
+        super().__post_init__()
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ValueError(
                 f"min_ngram={self.min_ngram} and max_ngram={self.max_ngram}: "
@@ -80,7 +81,9 @@ class PromptLookup(Drafter):
     def draw_methods(self, tree: Tree) -> set[str]:
         return {"top"}
 
-    def prefill(self, target, tokens, cache, stats, settings: Settings) -> PromptLookupState:
+    def prefill(
+        self, target, tokens, cache, stats, settings: Settings, previous=None
+    ) -> PromptLookupState:
         text = jnp.pad(tokens, ((0, 0), (0, settings.capacity - tokens.shape[1])))
         return PromptLookupState(text, cache.lengths)
 
@@ -142,7 +145,7 @@ class PromptLookup(Drafter):
         tokens = jnp.take_along_axis(proposal.tokens, outcome.path, 1)
         write = jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (start,)))
         text = write(state.text, tokens, state.count)
-        return PromptLookupState(text, state.count + outcome.kept)
+        return PromptLookupState(text, state.count + outcome.committed)
 
     def synthetic_state(
         self, state: PromptLookupState, lengths: Int[Array, "B"]

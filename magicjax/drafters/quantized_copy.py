@@ -1,72 +1,53 @@
-"""A quantized copy of the target's blocks, with which self-speculation drafts."""
+"""Self-speculation on the target's own cache, with quantized weights (QuantSpec)."""
 
-import dataclasses
-import functools
-import weakref
-from typing import Any
+from flax import struct
 
-import flax.linen as nn
-import jax
-import jax.numpy as jnp
-
-import models
+from magicjax.drafters.base import RoundOutcome
+from magicjax.drafters.dynamic_tree import draft_tree
+from magicjax.drafters.sparse import DRAW_HELP
+from magicjax.drafters.target_draft import WEIGHTS_HELP, TargetDrafter
 from magicjax.model import Model
-from magicjax.parallel.layouts import BlocksOnly, Resident
-from models import WeightFormat, quantized
-
-# The latest copy of each target in use, so that repeated requests do not quantize it again.
-_copies: weakref.WeakKeyDictionary[Model, Model] = weakref.WeakKeyDictionary()
+from magicjax.options import option
+from magicjax.trees.proposal import DrawMethod, Proposal
 
 
-def check(target: Model, weights: str) -> None:
-    """Raises ValueError unless the blocks of `target` can be copied in the format `weights`."""
-    problem = None
-    if target.weights is not None:
-        problem = f"the target has weights={str(target.weights)!r} already"
-    elif target.offload:
-        problem = "the target is offloaded"
-    elif target.layout.stages > 1:
-        problem = f"the target has {target.layout.stages} stages"
-    if problem:
-        raise ValueError(
-            f"the drafter's weights {weights!r} quantize a target on the device, and "
-            f"{problem}: omit the drafter's weights, or use a small model"
-        )
-    form = WeightFormat.parse(weights)
-    form.validate(target.config.matrix_inputs())
+@struct.dataclass
+class QuantizedCopy(TargetDrafter):
+    """A quantized copy of the target, reading all of the target's cache.
 
+    Source: the drafts of quantized weights of QuantSpec (arXiv 2502.10424), whose cache is
+    quantized too.
 
-def of(target: Model, weights: str) -> Model:
-    """Returns the blocks of `target` in the format `weights`, as a model without embeddings.
+    Attributes:
+      weights: the format of the copy, as for `magicjax.load`; None, a control: the target itself
+        drafts, and only rounding rejects.
+      draw: how children are drawn under sampling (`DRAW_METHODS`); None: without replacement, or
+        the most likely tokens in a dynamic tree.
+      blocks: the copy of the target's blocks; `for_target` sets it.
 
-    Norms and biases are the target's arrays. A target without parameters, or with shapes as
-    parameters, has such a copy.
+    Raises:
+      ValueError: an unknown format.
+      TypeError: an unknown draw.
     """
-    form = WeightFormat.parse(weights)
-    if target in _copies and _copies[target].weights == form:
-        return _copies[target]
-    _copies.pop(target, None)  # frees its memory before the other copy needs it
-    module = target.module.clone(weights=form)
-    params = None if target.params is None else _quantized(target, module)
-    name = f"{target.name} {form}".strip()
-    _copies[target] = Model(module, params, name=name, layout=BlocksOnly())
-    return _copies[target]
 
+    weights: str | None = option(None, WEIGHTS_HELP)
+    draw: DrawMethod | None = option(None, DRAW_HELP)
+    blocks: Model | None = struct.field(default=None, repr=False)
 
-def join(blocks: Model, target: Model) -> Model:
-    """Returns the model of quantized blocks, with the target's embeddings and final norm."""
-    params = {"params": target.params["params"] | blocks.params["params"]}
-    return dataclasses.replace(blocks, params=params, layout=Resident())
+    def prefill(self, target, tokens, cache, stats, settings, previous=None) -> tuple[()]:
+        return ()
 
+    def propose(
+        self, target, state: tuple[()], root, cache, sampling, settings
+    ) -> tuple[Proposal, None]:
+        context = self.draft_context(target, root, cache.lengths, cache, sampling, settings)
+        proposal, _ = draft_tree(context, settings.tree)
+        return proposal, None
 
-def _quantized(target: Model, module: nn.Module) -> Any:
-    shapes = nn.meta.unbox(BlocksOnly().abstract_params(module))
-    blocks = models.blocks_of(target.params)
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(blocks)):
-        return shapes
-    return quantized.quantize_params(blocks, shapes, module.weights, _quantize)
+    def commit(
+        self, target, state: tuple[()], draft: None, proposal, outcome: RoundOutcome
+    ) -> tuple[()]:
+        return ()
 
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _quantize(weight: jax.Array, form: WeightFormat, inputs: int) -> dict[str, jax.Array]:
-    return quantized.quantize(weight, form, inputs, jnp)
+    def synthetic_state(self, state: tuple[()], lengths) -> tuple[()]:
+        return ()

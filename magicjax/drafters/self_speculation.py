@@ -8,37 +8,28 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from magicjax.drafters import quantized_copy
-from magicjax.drafters.base import Drafter, RoundOutcome
-from magicjax.drafters.draft_pass import (
-    Backlog,
-    DraftContext,
-    check_width,
-    resolve_draw_method,
-)
+from magicjax.drafters.base import RoundOutcome
 from magicjax.drafters.dynamic_tree import draft_tree
 from magicjax.drafters.sparse import (
+    BUDGET,
     BUDGET_HELP,
     DRAW_HELP,
     KV_DTYPE_HELP,
     POLICY_HELP,
     KVDtype,
-    RetrievalSettings,
-    RetrievalState,
     SparseSettings,
-    resolve_policy,
-    sparse_settings,
+    check_refresh,
+    find_policy,
 )
+from magicjax.drafters.target_draft import WEIGHTS_HELP, TargetDrafter
 from magicjax.kv_cache.attention_stats import AttentionStats, RecentQueries, update_from_path
-from magicjax.kv_cache.pages import update_bounds
 from magicjax.kv_cache.sparse_cache import DraftCache, append_ring, repin
 from magicjax.model import Model
 from magicjax.options import option
-from magicjax.policies import Policy, Quest, StreamingLLM
+from magicjax.policies import Policy, StreamingLLM
 from magicjax.settings import AttentionStatsSpec, Settings
 from magicjax.trees.proposal import DrawMethod, Proposal
 from magicjax.trees.token_tree import Tree
-from models import WeightFormat
 from pallas_kernels import prefix_mass
 
 
@@ -60,11 +51,8 @@ class SelfSpeculationState:
     rounds: Int[Array, "B"]
 
 
-State = SelfSpeculationState | RetrievalState | None  # None: it reads the target's cache
-
-
 @struct.dataclass
-class SelfSpeculation(Drafter):
+class SelfSpeculation(TargetDrafter):
     """The target itself, reading only `budget` entries of its own cache.
 
     The entries are gathered from the target's prefill. Each commit adds the keys and values that
@@ -75,119 +63,76 @@ class SelfSpeculation(Drafter):
     queries during verification (the idea of PillarAttn, arXiv 2512.01278). It costs one read of the
     target's keys and one gather of the pins.
 
-    The policy "quest" has no draft cache. The queries of each round's root select pages of the
-    target's cache, and the draft reads only these pages.
-
     Attributes:
-      policy: which entries are pinned, a name or a `Policy`. "full", a control, drafts on the
-        target's own cache.
-      budget: C, the slots that a draft step reads for each layer and KV head; None: 256.
+      policy: which entries are pinned, a name or a `Policy`.
+      budget: C, the slots that a draft step reads for each layer and KV head.
       draw: how children are drawn under sampling (`DRAW_METHODS`); None: without replacement, or
         the most likely tokens in a dynamic tree.
-      refresh_every: rounds between refreshes; None: never, and with "quest" every round.
+      refresh_every: rounds of a row between refreshes; None: never.
       kv_dtype: of the draft cache: "int8" or "int4", with one float32 scale for each token and
         head; None: the target's dtype. The target's cache is never quantized.
       weights: the format of a quantized copy of the target's blocks, which drafts, as for
-        `magicjax.load`; None: the target itself drafts. The target verifies, so the copy changes
-        acceptance only (SpecInfer, arXiv 2305.09781; QuantSpec, arXiv 2502.10424).
+        `QuantizedCopy`; None: the target itself drafts.
       blocks: that copy; `for_target` sets it.
 
     Raises:
-      ValueError: an unknown policy or format, refresh_every < 1 or for a policy that a refresh
-        cannot change, a field that policy "full" does not use, or a kv_dtype with "quest".
+      ValueError: an unknown policy or format, a budget below 1, or refresh_every < 1 or for a
+        policy that a refresh cannot change.
       TypeError: the policy is neither a name nor a `Policy`, a number is not an integer, or an
         unknown draw or kv_dtype.
     """
 
     policy: Policy | str = option("streaming", POLICY_HELP, positional=True)
-    budget: int | None = option(None, BUDGET_HELP, positional=True)
+    budget: int = option(BUDGET, BUDGET_HELP, positional=True)
     draw: DrawMethod | None = option(None, DRAW_HELP)
     refresh_every: int | None = option(
-        None,
-        "rounds between two choices of the pinned entries; default: they are chosen once, with "
-        "policy quest in every round",
+        None, "rounds between two choices of the pinned entries; default: they are chosen once"
     )
     kv_dtype: KVDtype | None = option(None, KV_DTYPE_HELP)
-    weights: str | None = option(
-        None, "quantized copy of the target's matrices to draft with: int8, int4 or int4:32"
-    )
+    weights: str | None = option(None, WEIGHTS_HELP)
     blocks: Model | None = struct.field(default=None, repr=False)
 
     def __post_init__(self):
-        if self.weights is not None:
-            WeightFormat.parse(self.weights).validate_rounding()
-        resolve_policy(self, "reads the target's own cache", "refresh_every")
-        if isinstance(self.policy, Quest) and self.kv_dtype is not None:
+        super().__post_init__()
+        object.__setattr__(self, "policy", find_policy(self.policy))
+        self._check_refresh()
+
+    def _check_refresh(self) -> None:
+        policy, every = self.sparse.policy, self.refresh_every
+        if every is None:
+            return
+        check_refresh(every)
+        if isinstance(policy, StreamingLLM):
             raise ValueError(
-                f"kv_dtype={self.kv_dtype!r}: with policy 'quest' the draft reads the target's own "
-                "cache; use another policy, or omit kv_dtype"
+                f"refresh_every={every}: a streaming cache always pins the first tokens; omit "
+                "refresh_every, or use another policy"
             )
-        if self.refresh_every is not None:
-            if self.refresh_every < 1:
-                raise ValueError(
-                    f"refresh_every={self.refresh_every}: it must be at least 1 round; omit it for "
-                    "the default"
-                )
-            if isinstance(self.policy, StreamingLLM):
-                raise ValueError(
-                    f"refresh_every={self.refresh_every}: a streaming cache always pins the first "
-                    "tokens; omit refresh_every, or use another policy"
-                )
-            assert isinstance(self.policy, Policy)  # since `resolve_policy`
-            if self.policy.accumulates and not self.policy.window:
-                raise ValueError(
-                    f"refresh_every={self.refresh_every}: {type(self.policy).__name__} accumulates "
-                    "attention but has window=0, so a refresh has no new queries; set its window, "
-                    "or omit refresh_every"
-                )
+        if policy.accumulates and not policy.window:
+            raise ValueError(
+                f"refresh_every={every}: {type(policy).__name__} accumulates attention but has "
+                "window=0, so a refresh has no new queries; set its window, or omit refresh_every"
+            )
 
     @property
-    def sparse(self) -> SparseSettings | None:
-        """The settings of its sparse cache; None: it reads the target's cache."""
-        return sparse_settings(self)
-
-    @property
-    def retrieval(self) -> RetrievalSettings | None:
-        """How it chooses pages of the target's cache; None: it reads all of it, or another one."""
-        if not isinstance(self.policy, Quest):
-            return None
-        assert self.budget is not None  # since `resolve_policy`
-        return RetrievalSettings(self.policy, self.budget, self.refresh_every or 1)
+    def sparse(self) -> SparseSettings:
+        """The settings of its sparse cache."""
+        assert isinstance(self.policy, Policy)  # since `__post_init__`
+        return SparseSettings(self.policy, self.budget, self.kv_dtype)
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         """Raises ValueError if paths of `depth` exceed the ring, or `tree` is too wide."""
-        resolve_draw_method(self.draw, tree)
-        check_width(tree, target.config.vocab_size)
-        if self.sparse is not None:
-            self.sparse.check(target, depth + 1, f"tree depth ({depth}) + 1")
-        if self.retrieval is not None:
-            self.retrieval.check(target)
-        if self.weights is not None:
-            quantized_copy.check(target, self.weights)
-
-    def for_target(self, target: Model) -> "SelfSpeculation":
-        if self.weights is None:
-            return self
-        return dataclasses.replace(self, blocks=quantized_copy.of(target, self.weights))
-
-    def draw_methods(self, tree: Tree) -> set[str]:
-        return {resolve_draw_method(self.draw, tree)}
+        super().check(target, tree, depth, context)
+        self.sparse.check(target, depth + 1, f"tree depth ({depth}) + 1")
 
     def attention_stats_spec(self) -> AttentionStatsSpec:
-        if self.sparse is None:
-            return AttentionStatsSpec()
         return self.sparse.attention_stats_spec(self.refresh_every is not None)
 
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
-        if self.retrieval is not None:
-            return self.retrieval.num_bytes(target, batch, capacity)
-        return 0 if self.sparse is None else self.sparse.num_bytes(target, batch)
+        return self.sparse.num_bytes(target, batch)
 
-    def prefill(self, target, tokens, cache, stats, settings: Settings) -> State:
-        if self.retrieval is not None:
-            return self.retrieval.first_state(cache)
-        if self.sparse is None:
-            return None
+    def prefill(
+        self, target, tokens, cache, stats, settings: Settings, previous=None
+    ) -> SelfSpeculationState:
         stats = self.sparse.select_stats(stats)
         draft_cache = self.sparse.make_cache(target, cache, stats, settings.backend)
         if self.refresh_every is None:
@@ -197,59 +142,28 @@ class SelfSpeculation(Drafter):
         )
 
     def propose(
-        self, target, state: State, root, cache, sampling, settings: Settings
-    ) -> tuple[Proposal, tuple | None]:
-        drafted_on, backlog = cache, None
-        if isinstance(state, RetrievalState):
-            assert self.retrieval is not None
-            drafted_on = self.retrieval.view(state, cache)
-            if settings.tree.num_nodes > 1:  # an empty backlog: the root runs alone, and chooses
-                backlog = Backlog(jnp.zeros((len(root), 0), jnp.int32), jnp.zeros_like(root))
-        elif state is not None:
-            drafted_on = state.cache
-        context = DraftContext(
-            model=target if self.blocks is None else quantized_copy.join(self.blocks, target),
-            target=target,
-            cache=drafted_on,
-            root=root,
-            root_position=cache.lengths,
-            sampling=sampling,
-            backlog=backlog,
-            draw_method=resolve_draw_method(self.draw, settings.tree),
-            backend=settings.backend,
-            drafter_index=settings.drafter_index,
-        )
-        proposal, block = draft_tree(context, settings.tree)
-        if not isinstance(state, RetrievalState):
-            return proposal, None
-        if backlog is None:
-            return proposal, (state.pages, state.wait)
-        assert self.retrieval is not None
-        wait = jnp.where(state.wait == 0, self.retrieval.every, state.wait) - 1
-        return proposal, (tuple(pages for _, pages in block.drafted), wait)
+        self, target, state: SelfSpeculationState, root, cache, sampling, settings: Settings
+    ) -> tuple[Proposal, None]:
+        context = self.draft_context(target, root, cache.lengths, state.cache, sampling, settings)
+        proposal, _ = draft_tree(context, settings.tree)
+        return proposal, None
 
     def commit(
-        self, target, state: State, draft: tuple | None, proposal, outcome: RoundOutcome
-    ) -> State:
-        if state is None:
-            return None
-        path, kept = outcome.path, outcome.kept
-        if isinstance(state, RetrievalState):
-            assert draft is not None
-            bounds = update_bounds(state.bounds, outcome.new, path, kept, outcome.cache)
-            return RetrievalState(bounds, *draft)
-        cache = append_ring(state.cache, outcome.new, path, kept)
+        self, target, state: SelfSpeculationState, draft: None, proposal, outcome: RoundOutcome
+    ) -> SelfSpeculationState:
+        path, committed = outcome.path, outcome.committed
+        cache = append_ring(state.cache, outcome.kv, path, committed)
         if self.refresh_every is None:
             return dataclasses.replace(state, cache=cache)
         stats = state.stats
         if stats.queries is not None:
             queries = tuple(
-                update_from_path(old, new, path, kept, state.cache.count)
-                for old, new in zip(stats.queries, outcome.queries, strict=True)
+                update_from_path(window, queries, path, committed, state.cache.count)
+                for window, queries in zip(stats.queries, outcome.queries, strict=True)
             )
             stats = dataclasses.replace(stats, queries=queries)
         state = SelfSpeculationState(cache, stats, state.counted, state.rounds + 1)
-        due = (state.rounds % self.refresh_every == 0) & (kept > 0)
+        due = (state.rounds % self.refresh_every == 0) & (committed > 0)
         refresh = functools.partial(self._refresh, target, outcome, due)
         return jax.lax.cond(due.any(), refresh, lambda state: state, state)
 
@@ -264,8 +178,7 @@ class SelfSpeculation(Drafter):
 
         The other rows keep their pins. Their entries are read again, which changes no value.
         """
-        stats, sparse, full, backend = state.stats, self.sparse, outcome.cache, outcome.backend
-        assert sparse is not None
+        stats, full, backend = state.stats, outcome.cache, outcome.backend
         if stats.total is not None:
             assert stats.queries is not None
             first = jnp.where(due, state.counted, jnp.iinfo(jnp.int32).max)
@@ -275,7 +188,7 @@ class SelfSpeculation(Drafter):
                 for old, q, k in layers
             )
             stats = dataclasses.replace(stats, total=total)
-        chosen = sparse.choose_pins(target, full, stats, backend)
+        chosen = self.sparse.choose_pins(target, full, stats, backend)
         pins = tuple(
             jnp.where(due[:, None, None], new, old)
             for new, old in zip(chosen, state.cache.pinned, strict=True)
@@ -283,9 +196,9 @@ class SelfSpeculation(Drafter):
         counted = jnp.where(due, full.lengths, state.counted)
         return SelfSpeculationState(repin(state.cache, full, pins), stats, counted, state.rounds)
 
-    def synthetic_state(self, state: State, lengths: Int[Array, "B"]) -> State:
-        if state is None or isinstance(state, RetrievalState):
-            return state
+    def synthetic_state(
+        self, state: SelfSpeculationState, lengths: Int[Array, "B"]
+    ) -> SelfSpeculationState:
         cache = dataclasses.replace(state.cache, count=jnp.array(lengths))
         return dataclasses.replace(state, cache=cache, counted=jnp.array(lengths))
 

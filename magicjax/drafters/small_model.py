@@ -1,41 +1,40 @@
 """A draft model with its own cache (SpecInfer's SSM, MagicDec's stand-alone draft)."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from magicjax.drafters.base import Drafter, RoundOutcome
+from magicjax.drafters.base import Drafter, Previous, RoundOutcome
 from magicjax.drafters.draft_pass import (
     NOT_RUN,
     Backlog,
-    DraftBlock,
     DraftContext,
+    DraftedKV,
     check_width,
     resolve_draw_method,
 )
 from magicjax.drafters.dynamic_tree import draft_tree
 from magicjax.drafters.sink_rotation import SinkKeys, prefill_sliding_window, rotate_sinks
 from magicjax.drafters.sparse import (
+    BUDGET,
     BUDGET_HELP,
     DRAW_HELP,
     KV_DTYPE_HELP,
     POLICY_HELP,
     KVDtype,
     SparseSettings,
-    resolve_policy,
-    sparse_settings,
+    find_policy,
 )
 from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.full_cache import KVCache
-from magicjax.kv_cache.prefill import extend_cache, prefill_cache
+from magicjax.kv_cache.prefill import prefill_cache
 from magicjax.kv_cache.sparse_cache import DraftCache, append_ring
 from magicjax.model import Model
 from magicjax.options import option
-from magicjax.policies import Policy, Quest, StreamingLLM
+from magicjax.policies import Policy, StreamingLLM
 from magicjax.settings import AttentionStatsSpec, Settings
 from magicjax.trees.proposal import DrawMethod, Proposal
 from magicjax.trees.token_tree import Tree
@@ -43,6 +42,7 @@ from models import parse_weights
 from sharding import BATCH, KV_HEADS, Split, logical_axes
 
 SinkPositions = Literal["text", "in_cache"]
+FULL = "full"  # instead of a policy
 
 
 @struct.dataclass
@@ -77,7 +77,8 @@ class SmallModel(Drafter):
       model: as `magicjax.load` returns it.
       draw: how children are drawn under sampling (`DRAW_METHODS`); None: without replacement, or
         the most likely tokens in a dynamic tree.
-      policy: which entries of its cache are pinned, a name or a `Policy`; "full" keeps all.
+      policy: which entries of its cache are pinned, a name or a `Policy`; "full": its cache has all
+        entries.
       budget: C, the slots for each layer and KV head of a sparse cache; None: 256.
       kv_dtype: of a sparse cache, as for `SelfSpeculation`.
       sink_positions: "text": pinned entries keep their positions in the text. "in_cache": they
@@ -88,7 +89,7 @@ class SmallModel(Drafter):
         must be the model's.
 
     Raises:
-      ValueError: an unknown policy, or "quest"; a budget or kv_dtype of a full cache;
+      ValueError: an unknown policy, a budget below 1, a budget or kv_dtype of a full cache;
         sink_positions="in_cache" with another policy than streaming, or with a kv_dtype.
       TypeError: the policy is neither a name nor a `Policy`, the budget is not an integer, or an
         unknown draw, kv_dtype or sink_positions.
@@ -96,8 +97,8 @@ class SmallModel(Drafter):
 
     model: Model
     draw: DrawMethod | None = option(None, DRAW_HELP)
-    policy: Policy | str = option("full", POLICY_HELP, positional=True)
-    budget: int | None = option(None, BUDGET_HELP, positional=True)
+    policy: Policy | str = option(FULL, POLICY_HELP, positional=True)
+    budget: int | None = option(None, f"{BUDGET_HELP}; default: {BUDGET}", positional=True)
     kv_dtype: KVDtype | None = option(None, KV_DTYPE_HELP)
     sink_positions: SinkPositions = option(
         "text",
@@ -109,17 +110,27 @@ class SmallModel(Drafter):
     )
 
     def __post_init__(self):
-        resolve_policy(self, "keeps all of its cache")
-        if isinstance(self.policy, Quest):
-            raise ValueError(
-                "policy='quest' chooses pages of the target's cache, which only self-speculation "
-                "reads: use another policy"
-            )
+        super().__post_init__()
+        if self.policy == FULL:
+            self._check_full()
+        else:
+            object.__setattr__(self, "policy", find_policy(self.policy))
+            if self.budget is None:
+                object.__setattr__(self, "budget", BUDGET)
+            assert self.sparse is not None  # and valid
         if self._moves_sinks and (not isinstance(self.policy, StreamingLLM) or self.kv_dtype):
             raise ValueError(
                 "sink_positions='in_cache' needs policy 'streaming' and no kv_dtype, not "
                 f"policy={self.policy!r}, kv_dtype={self.kv_dtype!r}"
             )
+
+    def _check_full(self) -> None:
+        for name in ("budget", "kv_dtype"):
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(
+                    f"{name}={value!r}: with policy 'full' the draft keeps all of its cache; use "
+                    f"another policy, or omit {name}"
+                )
 
     @property
     def _moves_sinks(self) -> bool:
@@ -128,7 +139,10 @@ class SmallModel(Drafter):
     @property
     def sparse(self) -> SparseSettings | None:
         """The settings of its sparse cache; None: its cache is full."""
-        return sparse_settings(self)
+        if not isinstance(self.policy, Policy):
+            return None
+        assert self.budget is not None  # since `__post_init__`
+        return SparseSettings(self.policy, self.budget, self.kv_dtype)
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         """Raises if the models do not fit, or context or tree are too large."""
@@ -195,42 +209,41 @@ class SmallModel(Drafter):
         sinks = self.sparse.num_pinned if self._moves_sinks else 0
         return self.sparse.num_bytes(self.model, batch) + self.model.kv_bytes(batch, sinks) // 2
 
-    def prefill(self, target, tokens, cache, stats, settings: Settings) -> SmallModelState:
-        local_cache, sinks = self._prefill(tokens, cache.lengths, settings)
-        return SmallModelState(local_cache, _no_backlog(cache, settings), sinks)
-
-    def extend(
-        self, target, state: SmallModelState, kept, tokens, cache, stats, settings: Settings
+    def prefill(
+        self, target, tokens, cache, stats, settings: Settings, previous: Previous | None = None
     ) -> SmallModelState:
-        own, lengths = state.cache, cache.lengths
-        if isinstance(own, KVCache):
-            own = dataclasses.replace(own, lengths=jnp.minimum(own.lengths, kept))
-            own, *_ = extend_cache(self.model, own, tokens, lengths, settings, AttentionStatsSpec())
-            return SmallModelState(own, _no_backlog(cache, settings), None)
-        # A sparse cache has dropped entries that the policy may choose for the longer text.
-        sparse_cache, sinks = self._prefill(tokens, lengths, settings, _extend_from_nothing)
-        return SmallModelState(sparse_cache, _no_backlog(cache, settings), sinks)
+        own, sinks = self._prefill(tokens, cache.lengths, settings, previous)
+        rows = cache.lengths.shape[0]
+        empty = jnp.zeros((rows, settings.max_backlog), jnp.int32)
+        return SmallModelState(own, Backlog(empty, jnp.zeros(rows, jnp.int32)), sinks)
 
     def _prefill(
         self,
         tokens: Int[Array, "B T"],
         lengths: Int[Array, "B"],
         settings: Settings,
-        prefill: Callable = prefill_cache,
+        previous: Previous | None,
     ) -> tuple[KVCache | DraftCache, SinkKeys | None]:
-        sparse = self.sparse
+        model, sparse, begun = self.model, self.sparse, None
         if sparse is not None and self._moves_sinks:
             size = sparse.num_pinned, sparse.ring
-            return prefill_sliding_window(self.model, tokens, lengths, settings, *size)
+            return prefill_sliding_window(model, tokens, lengths, settings, *size)
+        if previous is not None:
+            begun = full_cache.empty(model, tokens.shape[0], settings.capacity)
+            # A sparse cache has dropped entries that the policy may choose for the longer text.
+            if sparse is None:
+                own = previous.state.cache
+                reused = jnp.minimum(own.lengths, previous.reused)
+                begun = dataclasses.replace(own, lengths=reused)
         spec = AttentionStatsSpec() if sparse is None else sparse.attention_stats_spec()
-        full, _, stats = prefill(self.model, tokens, lengths, settings, spec)
+        full, _, stats = prefill_cache(model, tokens, lengths, settings, spec, begun)
         if sparse is None:
             return full, None
-        return sparse.make_cache(self.model, full, stats, settings.backend), None
+        return sparse.make_cache(model, full, stats, settings.backend), None
 
     def propose(
         self, target, state: SmallModelState, root, cache, sampling, settings: Settings
-    ) -> tuple[Proposal, DraftBlock]:
+    ) -> tuple[Proposal, DraftedKV]:
         context = DraftContext(
             model=self.model,
             target=target,
@@ -246,34 +259,34 @@ class SmallModel(Drafter):
         return draft_tree(context, settings.tree)
 
     def commit(
-        self, target, state: SmallModelState, draft: DraftBlock, proposal, outcome: RoundOutcome
+        self, target, state: SmallModelState, draft: DraftedKV, proposal, outcome: RoundOutcome
     ) -> SmallModelState:
-        """Returns the state with the backlog and the kept nodes that ran in the cache.
+        """Returns the state with the backlog and the committed nodes that ran in the cache.
 
         A node runs only if its parent has run, so the nodes that ran are a prefix of the path. The
-        kept nodes after that prefix are the new backlog. A row with N = 4 nodes, F = 2, one token
-        in its backlog (entry N = 4), and a path that ends in the leaf 3, which did not run:
-            path                0   2   3         kept = 3
+        committed nodes after that prefix are the next backlog. A row with N = 4 nodes, F = 2, one
+        token in its backlog (entry N = 4), and a path that ends in the leaf 3, which did not run:
+            path                0   2   3         committed = 3
             its entries         0   2   NOT_RUN   ran = 2
             entries to commit   4   0   2         count = 1 + ran = 3
-            new backlog         token of node 3   count = kept - ran = 1
-        A row that had ended (kept = 0) commits nothing and keeps its backlog.
+            new backlog         token of node 3   count = committed - ran = 1
+        A row that had ended (committed = 0) commits nothing and keeps its backlog.
         """
-        path, kept, old = outcome.path, outcome.kept, state.backlog
+        path, committed, old = outcome.path, outcome.committed, state.backlog
         path_entries = jnp.take_along_axis(draft.entries, path, 1)
-        has_run = (path_entries != NOT_RUN) & (jnp.arange(path.shape[1]) < kept[:, None])
+        has_run = (path_entries != NOT_RUN) & (jnp.arange(path.shape[1]) < committed[:, None])
         ran = has_run.sum(-1, dtype=jnp.int32)
 
         entries = _backlog_then_path(draft, old, path_entries)
-        count = jnp.where(kept > 0, old.count + ran, 0)
+        count = jnp.where(committed > 0, old.count + ran, 0)
 
         size = old.tokens.shape[1]
         not_run = jnp.minimum(ran[:, None] + jnp.arange(size), path.shape[1] - 1)
         nodes = jnp.take_along_axis(path, not_run, 1)
         tokens = jnp.take_along_axis(proposal.tokens, nodes, 1)
         backlog = Backlog(
-            jnp.where(kept[:, None] > 0, tokens, old.tokens),
-            jnp.where(kept > 0, kept - ran, old.count),
+            jnp.where(committed[:, None] > 0, tokens, old.tokens),
+            jnp.where(committed > 0, committed - ran, old.count),
         )
 
         cache, sinks = state.cache, state.sinks
@@ -285,6 +298,9 @@ class SmallModel(Drafter):
             cache, sinks = rotate_sinks(self.model, cache, sinks, count_before)
         return SmallModelState(cache, backlog, sinks)
 
+    def renumber(self, draft: DraftedKV, node_of: Int[Array, "B N"], num_nodes: int) -> DraftedKV:
+        return draft.renumber(node_of, num_nodes)
+
     def synthetic_state(self, state: SmallModelState, lengths: Int[Array, "B"]) -> SmallModelState:
         cache, count = state.cache, jnp.array(lengths)
         if isinstance(cache, KVCache):
@@ -295,21 +311,8 @@ class SmallModel(Drafter):
         return dataclasses.replace(state, cache=cache, backlog=backlog)
 
 
-def _extend_from_nothing(model: Model, tokens: Int[Array, "B T"], *arguments: Any) -> tuple:
-    """Returns what `prefill_cache` does, in as many chunks as the longest text needs."""
-    settings = arguments[1]
-    cache = full_cache.empty(model, tokens.shape[0], settings.capacity)
-    return extend_cache(model, cache, tokens, *arguments)
-
-
-def _no_backlog(cache: KVCache, settings: Settings) -> Backlog:
-    rows = cache.lengths.shape[0]
-    empty = jnp.zeros((rows, settings.max_backlog), jnp.int32)
-    return Backlog(empty, jnp.zeros(rows, jnp.int32))
-
-
 def _backlog_then_path(
-    draft: DraftBlock, backlog: Backlog, path_entries: Int[Array, "B A"]
+    draft: DraftedKV, backlog: Backlog, path_entries: Int[Array, "B A"]
 ) -> Int[Array, "B F+A"]:
     """Returns the entries of each row's backlog, then those of its path; undefined after that.
 

@@ -3,25 +3,30 @@
     NAME[:PATH][:VALUE ...][:OPTION=VALUE ...]
 
 PATH is the model of a drafter that has one. Values without a name are those of the positional
-options, in order. An option may also be one of the policy's: self:streaming:256:sinks=4. Drafters
-and policies of other files are import paths: self:my_file.MyPolicy:256. Several drafters joined by
-" + " are an ensemble.
+options, in order. An option may also be one of the policy's: self:streaming:256:sinks=4. With
+"quest" and "full" in place of its policy, self is another drafter: self:quest:512 is
+`PageRetrieval`, self:full:weights=int8 is `QuantizedCopy`. Drafters and policies of other files are
+import paths: self:my_file.MyPolicy:256. Several drafters joined by " + " are an ensemble.
 """
 
 import dataclasses
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from inspect import isabstract
 from typing import Any
 
 from magicjax import options, plugins
-from magicjax.drafters.base import REQUIRED, Drafter, missing_methods
+from magicjax.drafters.base import REQUIRED, Drafter
 from magicjax.drafters.ensemble import Ensemble
+from magicjax.drafters.page_retrieval import PageRetrieval
 from magicjax.drafters.prompt_lookup import PromptLookup
+from magicjax.drafters.quantized_copy import QuantizedCopy
 from magicjax.drafters.self_speculation import SelfSpeculation
-from magicjax.drafters.small_model import SmallModel
+from magicjax.drafters.small_model import FULL, SmallModel
+from magicjax.drafters.sparse import find_policy
 from magicjax.options import Option
-from magicjax.policies import Policy, get_policy
+from magicjax.policies import Policy
 from magicjax.policies.registry import policy_name
 from magicjax.suggest import did_you_mean
 from magicjax.trees.token_tree import Tree, parse_tree
@@ -31,11 +36,17 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "small": SmallModel,
     "prompt-lookup": PromptLookup,
 }
+# Drafters of a name and what is written in place of its policy.
+BY_POLICY: dict[tuple[str, str], type[Drafter]] = {
+    ("self", "quest"): PageRetrieval,
+    ("self", FULL): QuantizedCopy,
+}
 GROUP = "magicjax.drafters"  # of entry points
 DRAFTER_SYNTAX = (
-    "self:streaming:256 (policy and budget), small:PATH (a model directory, GGUF file or preset), "
-    "small:PATH:streaming:256, prompt-lookup:4 (how many of the newest tokens to look for), the "
-    "name of an installed drafter, or an import path, my_file.MyDrafter; options as "
+    "self:streaming:256 (policy and budget), self:quest:512 (pages of the target's cache), "
+    "self:full:weights=int8 (a quantized copy), small:PATH (a model directory, GGUF file or "
+    "preset), small:PATH:streaming:256, prompt-lookup:4 (how many of the newest tokens to look "
+    "for), the name of an installed drafter, or an import path, my_file.MyDrafter; options as "
     "self:snapkv:256:refresh_every=8"
 )
 _JOIN = " + "
@@ -57,7 +68,7 @@ def get_drafter(name: str) -> type[Drafter]:
             f"{name!r} is not a drafter{did_you_mean(name, known)} (drafters: {', '.join(known)}, "
             "or the import path of a class, such as my_file.MyDrafter)"
         )
-    if not isinstance(loaded, type) or missing_methods(loaded):
+    if not (isinstance(loaded, type) and issubclass(loaded, Drafter)) or isabstract(loaded):
         raise ValueError(
             f"{name!r} is not a class of drafters: it must be a subclass of magicjax.Drafter with "
             f"the methods {', '.join(REQUIRED)}"
@@ -67,6 +78,9 @@ def get_drafter(name: str) -> type[Drafter]:
 
 def drafter_name(kind: type[Drafter]) -> str:
     """Returns the name of a class of drafters; its import path if it is not registered."""
+    for name_and_policy, each in BY_POLICY.items():
+        if each is kind:
+            return ":".join(name_and_policy)
     return plugins.name_of(kind, DRAFTERS, GROUP)
 
 
@@ -75,10 +89,10 @@ class Spec:
     """The parts of a drafter's text.
 
     Attributes:
-      name: of the drafter.
+      name: of the drafter; the same for all policies.
       path: of its model, "" if it has none.
-      values: options of the drafter that the text sets.
-      policy_values: options of its policy that the text sets.
+      values: options of the name that the text sets.
+      policy_values: options of its policy, or of the drafter of `BY_POLICY`, that the text sets.
     """
 
     name: str
@@ -135,7 +149,7 @@ def parse(text: str) -> Spec:
         each.name: _parsed(each, part, text) for each, part in zip(positional, parts, strict=False)
     }
     policy = next((match[2] for match in named if match[1] == "policy"), values.get("policy"))
-    known = declared | _policy_options(declared, policy, path and text)
+    known = declared | _policy_options(name, policy, path and text)
     parsed = Spec(name, path, values, {})
     for match in named:
         parsed = _with_option(parsed, options.find(match[1], known, text), match[2], text)
@@ -173,7 +187,7 @@ def known_options(text: str, policy: str | None = None) -> dict[str, Option]:
     """
     parts = parse(text)
     declared = options.options_of(get_drafter(parts.name))
-    return declared | _policy_options(declared, policy or parts.values.get("policy"), "")
+    return declared | _policy_options(parts.name, policy or parts.values.get("policy"), "")
 
 
 def with_options(text: str, values: Mapping[str, Any]) -> Spec:
@@ -210,14 +224,19 @@ def _parsed(known: Option, value: str, text: str) -> Any:
         raise ValueError(f"drafter {text!r}: {error}") from error
 
 
-def _policy_options(
-    declared: Mapping[str, Option], policy: str | None, of_path: str
-) -> dict[str, Option]:
-    """Returns the options of a policy, None for the default; {} for a drafter without one."""
+def _policy_options(name: str, policy: str | None, of_path: str) -> dict[str, Option]:
+    """Returns the options of a drafter's policy, None for the default; {} without a policy."""
+    declared = options.options_of(get_drafter(name))
     if "policy" not in declared or Policy not in typing.get_args(declared["policy"].annotation):
         return {}
+    policy = policy or declared["policy"].default
+    if kind := BY_POLICY.get((name, policy)):
+        own = options.options_of(kind)
+        return {n: own[n]._replace(owner=policy) for n in own if n not in declared}
+    if policy == FULL:
+        return {}
     try:
-        found = get_policy(policy or declared["policy"].default)
+        found = find_policy(policy)
     except ValueError as error:
         hint = f" (a directory of that name needs {of_path}:full)" if of_path else ""
         raise ValueError(f"{error}{hint}") from error
@@ -243,14 +262,32 @@ def from_spec(spec: Spec, load: Callable[..., Any]) -> Drafter:
     """Returns the drafter of parsed text; see `make_drafter`."""
     kind: Any = get_drafter(spec.name)
     values = dict(spec.values)
+    policy = values.get("policy", "")
+    if by_policy := BY_POLICY.get((spec.name, policy)):
+        return _of_policy(by_policy, policy, values | dict(spec.policy_values))
     if spec.policy_values:
         default = options.options_of(kind)["policy"].default
-        policy: Any = get_policy(values.get("policy", default))
-        values["policy"] = dataclasses.replace(policy, **spec.policy_values)
+        found: Any = find_policy(policy or default)
+        values["policy"] = dataclasses.replace(found, **spec.policy_values)
     if not spec.path:
         return kind(**values)
     weights = values.get("weights")
     return kind(load(spec.path, weights=weights) if weights else load(spec.path), **values)
+
+
+def _of_policy(kind: Any, policy: str, values: dict[str, Any]) -> Drafter:
+    """Returns the drafter of `BY_POLICY`.
+
+    Raises:
+      ValueError: an option that only drafters with a sparse cache have.
+    """
+    del values["policy"]
+    for name in values.keys() - options.options_of(kind):
+        raise ValueError(
+            f"{name}={values[name]!r}: with policy {policy!r} the draft reads the target's own "
+            f"cache; use another policy, or omit {name}"
+        )
+    return kind(**values)
 
 
 def text_of(drafter: Drafter) -> str:
@@ -265,6 +302,8 @@ def text_of(drafter: Drafter) -> str:
     if has_model(kind):
         parts.append(drafter.model.name)  # type: ignore[attr-defined]
     declared, values = options.options_of(kind), values_of(drafter)
+    if "policy" not in declared:
+        values.pop("policy", None)  # a part of the name
     for each in declared.values():
         if each.positional:
             if values[each.name] is None:
@@ -280,18 +319,24 @@ def text_of(drafter: Drafter) -> str:
 def values_of(drafter: Drafter) -> dict[str, Any]:
     """Returns the options of a drafter with their values, and the policy's that are not defaults.
 
-    The policy is its name. An ensemble has none.
+    The policy is its name, or what stands in its place. An ensemble has no options.
     """
-    values = {name: getattr(drafter, name) for name in options.options_of(type(drafter))}
-    policy = values.get("policy")
-    if not isinstance(policy, Policy):
+    declared = options.options_of(type(drafter))
+    values = {name: getattr(drafter, name) for name in declared}
+    for (name, policy), kind in BY_POLICY.items():
+        if kind is type(drafter):
+            shared = options.options_of(DRAFTERS[name])
+            own = {n: v for n, v in values.items() if n in shared or v != declared[n].default}
+            return {"policy": policy} | own
+    of_drafter = values.get("policy")
+    if not isinstance(of_drafter, Policy):
         return values
     own = {
-        name: getattr(policy, name)
-        for name, known in options.fields_of(type(policy)).items()
-        if getattr(policy, name) != known.default
+        name: getattr(of_drafter, name)
+        for name, known in options.fields_of(type(of_drafter)).items()
+        if getattr(of_drafter, name) != known.default
     }
-    return values | {"policy": policy_name(policy)} | own
+    return values | {"policy": policy_name(of_drafter)} | own
 
 
 def _written(value: Any) -> str:

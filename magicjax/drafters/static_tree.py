@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from magicjax.drafters.draft_pass import (
     NOT_RUN,
-    DraftBlock,
     DraftContext,
-    run_backlog_and_root,
+    DraftedKV,
+    run_root,
     see_backlog,
 )
 from magicjax.kv_cache.attend import AttendLevel, empty_nodes
@@ -52,8 +52,8 @@ class _Nodes:
     q: Float[Array, "B Q V"] | None
 
 
-def draft_static_tree(context: DraftContext, tree: TokenTree) -> tuple[Proposal, DraftBlock]:
-    """Returns the tree with the draft model's tokens, and the block it filled.
+def draft_static_tree(context: DraftContext, tree: TokenTree) -> tuple[Proposal, DraftedKV]:
+    """Returns the tree with the draft model's tokens, and their keys and values.
 
     A node's children get its most likely next tokens, or tokens drawn from its distribution.
     """
@@ -63,6 +63,7 @@ def draft_static_tree(context: DraftContext, tree: TokenTree) -> tuple[Proposal,
     sees = jnp.concatenate([jnp.asarray(tree.mask), jnp.zeros((1, n), bool)])
     node_depths = jnp.concatenate([jnp.asarray(tree.node_depths), jnp.zeros(1, jnp.int32)])
     choose = _child_chooser(context, tree)
+    root_first = context.backlog is not None or context.root_pass is not None
 
     def run_level(carry, level):
         nodes, drafted = carry
@@ -79,15 +80,15 @@ def draft_static_tree(context: DraftContext, tree: TokenTree) -> tuple[Proposal,
         empty_nodes(context.cache, size, context.model.dtype),
     )
     levels = jnp.asarray(tree.levels)
-    if context.backlog is not None:
-        hidden, drafted = run_backlog_and_root(context, drafted, n)
+    if root_first:
+        hidden, drafted = run_root(context, drafted, n)
         nodes, levels = choose(nodes, hidden, jnp.zeros(1, jnp.int32)), levels[1:]
     (nodes, drafted), _ = jax.lax.scan(run_level, (nodes, drafted), levels)
     has_run = np.isin(np.arange(n), tree.inner)
-    has_run[0] |= context.backlog is not None  # even in a tree of only the root
+    has_run[0] |= root_first  # even in a tree of only the root
     entries = jnp.asarray(np.where(has_run, np.arange(n), NOT_RUN).astype(np.int32))
     proposal = Proposal(nodes.tokens, tree.array, _draws(context, tree, nodes))
-    return proposal, DraftBlock(drafted, jnp.broadcast_to(entries, (batch, n)))
+    return proposal, DraftedKV(drafted, jnp.broadcast_to(entries, (batch, n)))
 
 
 def _root_only(context: DraftContext, tree: TokenTree) -> _Nodes:

@@ -9,6 +9,7 @@ from typing import Any
 from magicjax.decoding import runner
 from magicjax.decoding.loop import DecodeState, Prefilled
 from magicjax.decoding.request import Request
+from magicjax.drafters.base import Previous
 from magicjax.engine.scheduler import Piece
 from magicjax.engine.templates import put_row
 from magicjax.kv_cache.full_cache import KVCache
@@ -37,11 +38,12 @@ class PrefillRow:
         settings = dataclasses.replace(self.request.settings, chunk=piece.chunk)
         request = dataclasses.replace(self.request, lengths=end, settings=settings)
         cache = dataclasses.replace(self.cache, lengths=first)
-        (self.cache, prefilled), seconds = runner.extend(request, cache)
+        found, seconds = runner.prefill(request, request.prefill_settings, cache)
+        self.cache, prefilled = found
         return prefilled, seconds
 
     def finish(self, prefilled: Prefilled) -> tuple[DecodeState, float]:
         """Returns the state of the row after the last piece, and the seconds."""
         (reused,) = put_row(self.request, self.reused)
-        state = self.cache, prefilled, self.drafter_state, reused
-        return runner.resume_state(self.request, *state)
+        previous = Previous(self.drafter_state, reused)
+        return runner.init_state(self.request, self.cache, prefilled, previous)

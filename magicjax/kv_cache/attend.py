@@ -12,8 +12,7 @@ from magicjax.kv_cache.pages import PagedCache
 from magicjax.kv_cache.sparse_cache import DraftCache
 from pallas_kernels import tree_attention
 
-# For each layer the keys and values of drafted nodes, and the pages of the prefix that are read.
-Drafted = tuple[tuple[tuple[Array, Array], Array | None], ...]
+KV = tuple[tuple[Array, Array], ...]  # for each layer, keys and values [B, N, K, D] of nodes
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -43,7 +42,8 @@ class _Rows:
 class AttendTo(_Rows):
     """An `attend` for tokens that see their row's prefix, and each other under a mask.
 
-    It keeps ((k, v), None) for each layer, the new keys and values [B,T,K,D], and commits nothing.
+    It keeps ((k, v), None) for each layer, the tokens' keys and values [B,T,K,D], and commits
+    nothing.
 
     Attributes:
       cache: the committed prefix.
@@ -71,39 +71,56 @@ class AttendLevel(_Rows):
 
     Attributes:
       cache: the committed prefix.
-      drafted: per layer (k, v) [B,N,K,D] of all nodes, of which the mask hides later levels, and
-        the pages of the prefix that the round reads, None unless `cache` is a `PagedCache`.
+      drafted: per layer (k, v) [B,N,K,D] of all nodes, of which the mask hides later levels.
       nodes: int32 [T], the node of each token; N and above mark padding.
       mask: bool [T, N] or [B, T, N], the nodes that each token sees, itself included.
       backend: the attention backend.
-      ends_in_root: whether the last token is the root, whose queries choose the pages.
     """
 
     cache: KVCache | DraftCache | PagedCache
-    drafted: Drafted
+    drafted: KV
     nodes: Int[Array, "T"]
     mask: Bool[Array, "*B T N"]
     backend: str | None
-    ends_in_root: bool = False
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        (k_all, v_all), pages = jax.tree.map(self.slice, self.drafted[layer])
+        k_all, v_all = jax.tree.map(self.slice, self.drafted[layer])
         k_all = k_all.at[:, self.nodes].set(k.astype(k_all.dtype), mode="drop")
         v_all = v_all.at[:, self.nodes].set(v.astype(v_all.dtype), mode="drop")
-        if self.ends_in_root and isinstance(self.cache, PagedCache):
-            pages = self.cache.choose(layer, q[:, -1], pages, self.slice)
-        return _attention(self, layer, q, k_all, v_all, pages), ((k_all, v_all), pages)
+        return _attention(self, layer, q, k_all, v_all), (k_all, v_all)
 
 
-def _attention(
-    attend: AttendTo | AttendLevel, layer: int, q, k, v, pages: Array | None = None, **options: Any
-) -> Any:
-    """Returns the attention of q to the layer's prefix, and to new k, v under the mask."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChoosePages(_Rows):
+    """An `attend` for the root alone, whose queries choose the pages that it and its draft read.
+
+    It keeps ((k, v), pages) for each layer: the root's keys and values [B, 1, K, D], and the pages
+    [B, K, C].
+
+    Attributes:
+      cache: the committed prefix, with the pages of the previous round.
+      backend: the attention backend.
+    """
+
+    cache: PagedCache
+    backend: str | None
+
+    def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        previous = self.slice(self.cache.chosen[layer])
+        pages = self.cache.choose(layer, q[:, -1], previous, self.slice)
+        prefix = self.cache.gather(layer, pages, self.slice, self.first_row)
+        mask = jnp.ones((1, 1), bool)
+        out: Any = tree_attention(q, *prefix, k, v, mask, backend=self.backend)
+        return out, ((k, v), pages)
+
+
+def _attention(attend: AttendTo | AttendLevel, layer: int, q, k, v, **options: Any) -> Any:
+    """Returns the attention of q to the layer's prefix, and to k, v under the mask."""
     cache, mask = attend.cache, attend.mask
     mask = attend.slice(mask) if mask.ndim == 3 else mask
     prefix: tuple[Any, Any, Array]
     if isinstance(cache, PagedCache):
-        assert pages is not None  # since `empty_nodes`
+        pages = attend.slice(cache.chosen[layer])
         prefix = cache.gather(layer, pages, attend.slice, attend.first_row)
     else:
         prefix = cache.k[layer], cache.v[layer], attend.slice(cache.live(layer))
@@ -111,13 +128,11 @@ def _attention(
     return tree_attention(q, *prefix, k, v, mask, backend=attend.backend, **options)
 
 
-def empty_nodes(cache: KVCache | DraftCache | PagedCache, nodes: int, dtype: Any) -> Drafted:
-    """Returns what `AttendLevel` fills: zeros for `nodes` tokens, and the pages chosen before."""
+def empty_nodes(cache: KVCache | DraftCache | PagedCache, nodes: int, dtype: Any) -> KV:
+    """Returns what `AttendLevel` fills: zeros for `nodes` tokens."""
 
     def zeros(old):
         batch, heads, _, size = old.shape
         return jnp.zeros((batch, nodes, heads, size), dtype)
 
-    pages = cache.chosen if isinstance(cache, PagedCache) else (None,) * len(cache.k)
-    layers = zip(cache.k, cache.v, pages, strict=True)
-    return tuple(((zeros(k), zeros(v)), chosen) for k, v, chosen in layers)
+    return tuple((zeros(k), zeros(v)) for k, v in zip(cache.k, cache.v, strict=True))

@@ -53,22 +53,22 @@ def empty_window(batch: int, window: int, heads: int, size: int, dtype) -> Recen
 
 
 def update_from_chunk(
-    old: RecentQueries,
-    new: tuple[Array, Array],
+    window: RecentQueries,
+    queries: tuple[Array, Array],
     start: Int[Array, ""],
     lengths: Int[Array, "B"],
 ) -> RecentQueries:
     """Returns the window updated with a chunk's queries that are among the prompt's last W.
 
     Args:
-      old: the window so far.
-      new: queries [B, T, H, D] of the chunk's tokens, and the log-sum-exp of their scores.
+      window: so far.
+      queries: [B, T, H, D], of the chunk's tokens, and the log-sum-exp of their scores.
       start: position of the chunk's first token.
       lengths: of the prompts.
     """
-    window = old.seen.shape[1]
-    position = lengths[:, None] - window + jnp.arange(window)
-    q, lse = new
+    size = window.seen.shape[1]
+    position = lengths[:, None] - size + jnp.arange(size)
+    q, lse = queries
     index = position - start
     in_chunk = (position >= 0) & (index >= 0) & (index < q.shape[1])
     index = jnp.clip(index, 0, q.shape[1] - 1)
@@ -78,36 +78,37 @@ def update_from_chunk(
         return jnp.where(_expand(in_chunk, x), taken, previous)
 
     return RecentQueries(
-        select(q, old.q),
-        select(lse, old.lse),
-        jnp.where(in_chunk, position + 1, old.seen).astype(jnp.int32),
+        select(q, window.q),
+        select(lse, window.lse),
+        jnp.where(in_chunk, position + 1, window.seen).astype(jnp.int32),
     )
 
 
 def update_from_path(
-    old: RecentQueries,
-    new: tuple[Array, Array],
+    window: RecentQueries,
+    queries: tuple[Array, Array],
     path: Int[Array, "B A"],
-    kept: Int[Array, "B"],
     count: Int[Array, "B"],
+    start: Int[Array, "B"],
 ) -> RecentQueries:
-    """Returns the window advanced by the first `kept` nodes of each path.
+    """Returns the window advanced by the first `count` nodes of each path.
 
     Args:
-      old: the window before the round.
-      new: queries [B, N, H, D] of the tree's nodes, and the log-sum-exp of their scores.
-      path, kept: as in `magicjax.drafters.base.RoundOutcome`.
-      count: int32 [B], tokens committed before the round.
+      window: before the round.
+      queries: [B, N, H, D], of the tree's nodes, and the log-sum-exp of their scores.
+      path: the committed nodes first.
+      count: int32 [B], the number of committed nodes.
+      start: int32 [B], the position of the root.
     """
-    seen = (count[:, None] + 1 + jnp.arange(path.shape[1])).astype(jnp.int32)
-    window = kept[:, None] + jnp.arange(old.seen.shape[1])
+    seen = (start[:, None] + 1 + jnp.arange(path.shape[1])).astype(jnp.int32)
+    newest = count[:, None] + jnp.arange(window.seen.shape[1])
 
     def advance(previous, x):
         both = jnp.concatenate([previous, x], 1)
-        return jnp.take_along_axis(both, _expand(window, x), 1)
+        return jnp.take_along_axis(both, _expand(newest, x), 1)
 
-    q, lse = (jnp.take_along_axis(x, _expand(path, x), 1) for x in new)
-    return RecentQueries(advance(old.q, q), advance(old.lse, lse), advance(old.seen, seen))
+    q, lse = (jnp.take_along_axis(x, _expand(path, x), 1) for x in queries)
+    return RecentQueries(advance(window.q, q), advance(window.lse, lse), advance(window.seen, seen))
 
 
 def newest(queries: RecentQueries, count: int) -> RecentQueries:

@@ -58,9 +58,9 @@ def zero_after(witness: Int[Array, ""]) -> Int[Array, ""]:
     return jnp.minimum(witness, 0)
 
 
-def take_path(new: Float[Array, "B N K D"], path: Int[Array, "B A"]) -> Float[Array, "B K A D"]:
+def take_path(nodes: Float[Array, "B N K D"], path: Int[Array, "B A"]) -> Float[Array, "B K A D"]:
     """Returns the entries of the nodes on each row's path, in the cache's axis order."""
-    return jnp.take_along_axis(new, path[:, :, None, None], axis=1).swapaxes(1, 2)
+    return jnp.take_along_axis(nodes, path[:, :, None, None], axis=1).swapaxes(1, 2)
 
 
 @jax.vmap
@@ -68,20 +68,20 @@ def _write(slots: Float[Array, "K S D"], entries: Float[Array, "K A D"], start: 
     return jax.lax.dynamic_update_slice_in_dim(slots, entries, start, axis=1)
 
 
-def append(cache: KVCache, new: tuple, path: Int[Array, "B A"], kept: Int[Array, "B"]) -> KVCache:
-    """Returns the cache with the first `kept` nodes of each row's path after its live entries.
+def append(cache: KVCache, kv: tuple, path: Int[Array, "B A"], count: Int[Array, "B"]) -> KVCache:
+    """Returns the cache with the first `count` nodes of each row's path after its live entries.
 
-    All A entries of the path are written, so that shapes are static; those from `kept` on land in
+    All A entries of the path are written, so that shapes are static; those from `count` on land in
     dead slots. Requires S >= lengths + A: JAX would shift an update beyond the end onto live
     entries.
 
     Args:
       cache: the committed entries.
-      new: per layer the pair k, v [B, N, K, D] of the nodes.
+      kv: per layer the pair k, v [B, N, K, D] of the nodes.
       path: node ids.
-      kept: int32 [B], 0..A; must depend on all reads of `cache` in this round (`zero_after`).
+      count: int32 [B], 0..A; must depend on all reads of `cache` in this round (`zero_after`).
     """
-    start = cache.lengths + zero_after(kept)
-    k = tuple(_write(old, take_path(n, path), start) for old, (n, _) in zip(cache.k, new))
-    v = tuple(_write(old, take_path(n, path), start) for old, (_, n) in zip(cache.v, new))
-    return dataclasses.replace(cache, k=k, v=v, lengths=cache.lengths + kept)
+    start = cache.lengths + zero_after(count)
+    k = tuple(_write(slots, take_path(x, path), start) for slots, (x, _) in zip(cache.k, kv))
+    v = tuple(_write(slots, take_path(x, path), start) for slots, (_, x) in zip(cache.v, kv))
+    return dataclasses.replace(cache, k=k, v=v, lengths=cache.lengths + count)

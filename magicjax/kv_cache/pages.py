@@ -57,23 +57,24 @@ def bounds_of(cache: KVCache, page_size: int) -> PageBounds:
 
 
 def update_bounds(
-    bounds: PageBounds, new: tuple, path: Int[Array, "B A"], kept: Int[Array, "B"], cache: KVCache
+    bounds: PageBounds, kv: tuple, path: Int[Array, "B A"], count: Int[Array, "B"], cache: KVCache
 ) -> PageBounds:
-    """Returns the bounds with the keys of the first `kept` nodes of each path.
+    """Returns the bounds with the keys of the first `count` nodes of each path.
 
     Args:
       bounds: before the round.
-      new: per layer the pair k, v [B, N, K, D] of the nodes.
-      path, kept: as in `magicjax.drafters.base.RoundOutcome`.
+      kv: per layer the pair k, v [B, N, K, D] of the nodes.
+      path: the committed nodes first.
+      count: int32 [B], the number of committed nodes.
       cache: after the round.
     """
     num_pages = bounds.low[0].shape[2]
     page_size = cache.k[0].shape[2] // num_pages
     steps, rows = jnp.arange(path.shape[1]), jnp.arange(path.shape[0])[:, None]
-    position = (cache.lengths - kept)[:, None] + steps
-    page = jnp.where(steps < kept[:, None], position // page_size, num_pages)  # dropped
+    position = (cache.lengths - count)[:, None] + steps
+    page = jnp.where(steps < count[:, None], position // page_size, num_pages)  # dropped
     low, high = [], []
-    for old_low, old_high, (k, _) in zip(bounds.low, bounds.high, new, strict=True):
+    for old_low, old_high, (k, _) in zip(bounds.low, bounds.high, kv, strict=True):
         keys = jnp.take_along_axis(k, path[:, :, None, None], axis=1)  # [B, A, K, D]
         low.append(old_low.at[rows, :, page].min(keys, mode="drop"))
         high.append(old_high.at[rows, :, page].max(keys, mode="drop"))
@@ -93,7 +94,7 @@ class PagedCache:
     Attributes:
       full: the cache.
       bounds: of all of its tokens.
-      chosen: int32 [B, K, C] per layer, the pages that were last chosen.
+      chosen: int32 [B, K, C] per layer, the pages between, as last chosen.
       due: bool [B], the rows that choose in this round; None: all.
       newest: static; how many pages of the newest tokens are read.
       page_size: static.

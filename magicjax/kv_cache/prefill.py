@@ -6,6 +6,7 @@ entries are beyond the row's length, where later commits overwrite them.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,59 +27,33 @@ def prefill_cache(
     lengths: Int[Array, "B"],
     settings: Settings | PrefillSettings,
     stats_spec: AttentionStatsSpec,
+    cache: KVCache | None = None,
 ) -> tuple[KVCache, Float[Array, "B E"], AttentionStats]:
     """Returns the prompts' cache, each row's last hidden state, and attention statistics.
 
+    Given a cache, the number of chunks depends on the lengths, so one program serves all of them.
+    Statistics are those of the chunks that run: complete for a window that begins after the cached
+    tokens.
+
     Args:
       model: the model that fills the cache.
-      tokens: right-padded; T is a multiple of the chunk and at most the capacity.
+      tokens: right-padded. T is a multiple of the chunk and at most the capacity; given a cache,
+        T and the capacity are at least `lengths` plus a chunk, because the last chunk may begin at
+        any position and is written whole.
       lengths: of the prompts, at least 1.
       settings: `chunk`, `capacity` and `backend` are read.
       stats_spec: the statistics to keep.
+      cache: holds the first `cache.lengths` tokens of each row, fewer than `lengths`. Rows longer
+        than the shortest one are computed again from its end. None: an empty cache is made.
     """
-    cache = full_cache.empty(model, tokens.shape[0], settings.capacity)
-    chunks = tokens.shape[1] // settings.chunk
-    return _run_chunks(model, cache, tokens, lengths, settings, stats_spec, 0, chunks)
-
-
-def extend_cache(
-    model: Model,
-    cache: KVCache,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
-    settings: Settings | PrefillSettings,
-    stats_spec: AttentionStatsSpec,
-) -> tuple[KVCache, Float[Array, "B E"], AttentionStats]:
-    """Returns what `prefill_cache` does, given a cache that holds the first tokens of each row.
-
-    The number of chunks depends on the lengths, so one program serves all of them. Statistics are
-    those of the chunks that run: complete for a window that begins after the cached tokens.
-
-    Args:
-      model, settings, stats_spec: as for `prefill_cache`.
-      cache: its `lengths` tokens are those of `tokens`; fewer than `lengths`, so that a chunk runs.
-        Rows longer than the shortest one are computed again from its end.
-      tokens: right-padded; T and the capacity are at least `lengths` plus a chunk, because the last
-        chunk may begin at any position and is written whole.
-      lengths: of the rows.
-    """
-    first = cache.lengths.min()
-    chunks = -(-(lengths.max() - first) // settings.chunk)
-    return _run_chunks(model, cache, tokens, lengths, settings, stats_spec, first, chunks)
-
-
-def _run_chunks(
-    model: Model,
-    cache: KVCache,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
-    settings: Settings | PrefillSettings,
-    stats_spec: AttentionStatsSpec,
-    first: Int[Array, ""] | int,
-    chunks: Int[Array, ""] | int,
-) -> tuple[KVCache, Float[Array, "B E"], AttentionStats]:
-    """Runs the model over the chunks from position `first` on."""
     config, chunk, batch = model.config, settings.chunk, tokens.shape[0]
+    first: Any = 0
+    chunks: Any = tokens.shape[1] // chunk
+    if cache is None:
+        cache = full_cache.empty(model, batch, settings.capacity)
+    else:
+        first = cache.lengths.min()
+        chunks = -(-(lengths.max() - first) // chunk)
     keep_queries = stats_spec.window > 0 or stats_spec.total
     triangle = jnp.tril(jnp.ones((chunk, chunk), bool))
 
@@ -89,11 +64,11 @@ def _run_chunks(
         positions = jnp.minimum(start + jnp.arange(chunk), config.max_positions - 1)
         cache = cache.replace(lengths=jnp.minimum(start, lengths))
         attend = AttendTo(cache, triangle, settings.backend, keep_queries)
-        hidden, kept = model(part, jnp.broadcast_to(positions, part.shape), attend)
-        new, queries = zip(*kept, strict=True)
+        hidden, aux = model(part, jnp.broadcast_to(positions, part.shape), attend)
+        keys_values, queries = zip(*aux, strict=True)
         slot = start + full_cache.zero_after(hidden[:1, 0].argmax(-1)[0])
-        k = tuple(_write(old, n, slot) for old, (n, _) in zip(cache.k, new))
-        v = tuple(_write(old, n, slot) for old, (_, n) in zip(cache.v, new))
+        k = tuple(_write(slots, x, slot) for slots, (x, _) in zip(cache.k, keys_values))
+        v = tuple(_write(slots, x, slot) for slots, (_, x) in zip(cache.v, keys_values))
         index = jnp.clip(lengths - 1 - start, 0, chunk - 1)
         ends_here = (lengths > start) & (lengths <= start + chunk)
         chunk_last = jnp.take_along_axis(hidden, index[:, None, None], 1)[:, 0]
@@ -142,5 +117,5 @@ def _update(
     return dataclasses.replace(stats, queries=windows, total=total)
 
 
-def _write(slots: Float[Array, "B K S D"], new: Float[Array, "B T K D"], start) -> Array:
-    return jax.lax.dynamic_update_slice(slots, new.swapaxes(1, 2), (0, 0, start, 0))
+def _write(slots: Float[Array, "B K S D"], entries: Float[Array, "B T K D"], start) -> Array:
+    return jax.lax.dynamic_update_slice(slots, entries.swapaxes(1, 2), (0, 0, start, 0))

@@ -125,18 +125,18 @@ def _take(entries: Array, index: Int[Array, "B K C"], bits: int | None) -> Array
 
 
 def append_ring(
-    cache: DraftCache, new: tuple, path: Int[Array, "B A"], kept: Int[Array, "B"]
+    cache: DraftCache, kv: tuple, path: Int[Array, "B A"], count: Int[Array, "B"]
 ) -> DraftCache:
-    """Returns the draft cache with the first `kept` nodes of each path in their slots.
+    """Returns the draft cache with the first `count` nodes of each path in their slots.
 
     Nothing else is written, because the slot of a rejected node still holds a live entry. A must
     not exceed R, or a round would overwrite its own entries.
 
     Args:
       cache: before the round.
-      new: per layer the pair k, v [B, N, K, D] of the nodes.
+      kv: per layer the pair k, v [B, N, K, D] of the nodes.
       path: node ids.
-      kept: int32 [B], the number of nodes to keep, 0..A.
+      count: int32 [B], the number of nodes to append, 0..A.
     """
     steps = jnp.arange(path.shape[1])
     rows = jnp.arange(path.shape[0])[:, None]
@@ -145,7 +145,7 @@ def append_ring(
     def write(layer, old, nodes):
         num_pinned, capacity = cache.pinned[layer].shape[-1], cache.capacity(layer)
         slots = slot_of(position, num_pinned, capacity)
-        slots = jnp.where(steps < kept[:, None], slots, capacity)  # out of bounds: dropped
+        slots = jnp.where(steps < count[:, None], slots, capacity)  # out of bounds: dropped
         entries: Any = jnp.take_along_axis(nodes, path[:, :, None, None], axis=1)  # [B,A,K,D]
         if cache.bits is not None:
             entries = quantize(entries, cache.bits)
@@ -155,7 +155,7 @@ def append_ring(
             entries,
         )
 
-    pairs = enumerate(zip(cache.k, cache.v, new, strict=True))
+    pairs = enumerate(zip(cache.k, cache.v, kv, strict=True))
     written = [(write(i, k, a), write(i, v, b)) for i, (k, v, (a, b)) in pairs]
     k, v = zip(*written, strict=True)
-    return dataclasses.replace(cache, k=k, v=v, count=cache.count + kept)
+    return dataclasses.replace(cache, k=k, v=v, count=cache.count + count)

@@ -3,9 +3,8 @@
 from magicjax.policies.attention_mass import H2O, TOVA, PyramidKV, SnapKV
 from magicjax.policies.base import Evidence, Policy, RecentQueries, choose
 from magicjax.policies.expected_attention import ExpectedAttention
-from magicjax.policies.query_free import Full, KeyDiff, KNorm, Random, StreamingLLM
+from magicjax.policies.query_free import KeyDiff, KNorm, Random, StreamingLLM
 from magicjax.policies.registry import GROUP, POLICIES, get_policy
-from magicjax.policies.retrieval import Quest
 
 __all__ = [
     "GROUP",
@@ -14,12 +13,10 @@ __all__ = [
     "TOVA",
     "Evidence",
     "ExpectedAttention",
-    "Full",
     "KNorm",
     "KeyDiff",
     "Policy",
     "PyramidKV",
-    "Quest",
     "Random",
     "RecentQueries",
     "SnapKV",

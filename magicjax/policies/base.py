@@ -80,7 +80,9 @@ class Evidence:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Chooses the pinned entries of a sparse draft cache; its other slots are a ring.
+    """Scores the committed entries, of which a sparse draft cache pins the highest.
+
+    The other slots of the cache are a ring of the newest tokens.
 
     A custom policy is a frozen dataclass with a `score` method, whose result is validated when the
     first program is traced.

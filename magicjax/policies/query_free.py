@@ -44,22 +44,6 @@ class StreamingLLM(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class Full(Policy):
-    """A control without a budget: the draft sees every token.
-
-    Self-speculation then reads the target's own cache, and a small model keeps its whole cache.
-
-    Raises:
-      ValueError: `recent` is given.
-    """
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.recent is not None:
-            raise ValueError(f"recent={self.recent}: a full cache has no ring; omit recent")
-
-
-@dataclasses.dataclass(frozen=True)
 class KeyDiff(Policy):
     """Pins the keys with the lowest cosine similarity to the mean direction.
 

@@ -6,8 +6,7 @@ from magicjax import plugins
 from magicjax.policies.attention_mass import H2O, TOVA, PyramidKV, SnapKV
 from magicjax.policies.base import Policy
 from magicjax.policies.expected_attention import ExpectedAttention
-from magicjax.policies.query_free import Full, KeyDiff, KNorm, Random, StreamingLLM
-from magicjax.policies.retrieval import Quest
+from magicjax.policies.query_free import KeyDiff, KNorm, Random, StreamingLLM
 from magicjax.suggest import did_you_mean
 
 POLICIES: dict[str, type[Policy]] = {
@@ -19,8 +18,6 @@ POLICIES: dict[str, type[Policy]] = {
     "keydiff": KeyDiff,
     "knorm": KNorm,
     "expected_attention": ExpectedAttention,
-    "quest": Quest,
-    "full": Full,
     "random": Random,
 }
 GROUP = "magicjax.policies"  # of entry points

@@ -54,19 +54,48 @@ def create_app(
       api_key: which requests to /v1/ must have; None: none.
       max_body_bytes: of a request.
     """
-    tokenizer = served.target.tokenizer
-    tokenizer("")  # sets truncation and padding once: threads only read the tokenizer from now on
-    texts, created = responses.token_text(tokenizer), int(time.time())
-    metrics = Metrics(lambda: worker.snapshot, served.config.slots)
-    worker.on_result = metrics.count
-    page = importlib.resources.files("magicjax.server").joinpath("status.html").read_text("utf-8")
+    routes = _Routes(worker, served, api_key, max_body_bytes)
+    completions = routes.generating(protocol.parse_completion)
+    chat = routes.generating(protocol.parse_chat)
+    handlers: dict[Any, Any] = {ApiError: _error, HTTPException: _http_error, Exception: _bug}
+    return Starlette(
+        routes=[
+            Route("/v1/completions", routes.guarded(completions), methods=["POST"]),
+            Route("/v1/chat/completions", routes.guarded(chat), methods=["POST"]),
+            Route("/v1/models", routes.guarded(routes.models)),
+            Route("/v1/models/{name:path}", routes.guarded(routes.model)),
+            Route("/health", routes.health),
+            Route("/metrics", routes.metrics),
+            Route("/status", routes.status),
+            Route("/", routes.index),
+        ],
+        exception_handlers=handlers,
+    )
 
-    def guarded(handler: Handler) -> Handler:
+
+class _Routes:
+    """Handlers of requests."""
+
+    def __init__(self, worker: Worker, served: Served, api_key: str | None, max_body_bytes: int):
+        tokenizer = served.target.tokenizer
+        tokenizer("")  # sets truncation and padding once: from now on threads only read it
+        self._worker, self._served = worker, served
+        self._api_key, self._max_body_bytes = api_key, max_body_bytes
+        self._texts, self._created = responses.token_text(tokenizer), int(time.time())
+        self._metrics = Metrics(lambda: worker.snapshot, served.config.slots)
+        worker.on_result = self._metrics.count
+        page = importlib.resources.files("magicjax.server").joinpath("status.html")
+        self._page = page.read_text("utf-8")
+        # Compiling a grammar can take seconds; requests without one do not wait for it.
+        self._compiling = concurrent.futures.ThreadPoolExecutor(GRAMMAR_THREADS, "grammars")
+
+    def guarded(self, handler: Handler) -> Handler:
         """Returns the handler for requests with the key."""
 
         async def check(request: Request) -> Response:
             given = request.headers.get("authorization", "").encode()
-            if api_key is not None and not hmac.compare_digest(given, f"Bearer {api_key}".encode()):
+            expected = f"Bearer {self._api_key}".encode()
+            if self._api_key is not None and not hmac.compare_digest(given, expected):
                 raise ApiError(
                     401,
                     "the API key is missing or wrong: send Authorization: Bearer KEY",
@@ -77,68 +106,55 @@ def create_app(
 
         return check
 
-    def generating(parse: Parse) -> Handler:
+    def generating(self, parse: Parse) -> Handler:
+        """Returns the handler that answers the bodies which `parse` reads."""
+
         async def handle(request: Request) -> Response:
             try:
-                data = await _body(request, max_body_bytes)
+                data = await _body(request, self._max_body_bytes)
             except ClientDisconnect:
                 return Response(status_code=CLOSED)
-            return await _unless_disconnected(request, respond(parse, data))
+            return await _unless_disconnected(request, self._respond(parse, data))
 
-        return guarded(handle)
+        return handle
 
-    # Compiling a grammar can take seconds; requests without one do not wait for it.
-    compiling = concurrent.futures.ThreadPoolExecutor(GRAMMAR_THREADS, "grammars")
-
-    async def respond(parse: Parse, data: bytes) -> Response:
-        executor = compiling if b"response_format" in data else None
+    async def _respond(self, parse: Parse, data: bytes) -> Response:
+        served = self._served
+        executor = self._compiling if b"response_format" in data else None
         loop = asyncio.get_running_loop()
         generation = await loop.run_in_executor(executor, parse, data, served)
-        job = await worker.submit(generation)
+        job = await self._worker.submit(generation)
         if generation.stream:
-            return _JobStream(worker, job, _chunks(job, served, texts))
+            return _JobStream(self._worker, job, _chunks(job, served, self._texts))
         try:
             results = await job.results()
         finally:
-            worker.cancel(job)  # if the client has disconnected
+            self._worker.cancel(job)  # if the client has disconnected
         return JSONResponse(
-            await asyncio.to_thread(responses.answer, generation, served, texts, results)
+            await asyncio.to_thread(responses.answer, generation, served, self._texts, results)
         )
 
-    async def models(request: Request) -> Response:
-        return JSONResponse(responses.model_list(served, created))
+    async def models(self, request: Request) -> Response:
+        return JSONResponse(responses.model_list(self._served, self._created))
 
-    async def model(request: Request) -> Response:
-        if (name := request.path_params["name"]) != served.name:
+    async def model(self, request: Request) -> Response:
+        if (name := request.path_params["name"]) != self._served.name:
             raise ApiError(404, f"the model {name!r} is not served here", code="model_not_found")
-        return JSONResponse(responses.model_card(served, created))
+        return JSONResponse(responses.model_card(self._served, self._created))
 
-    async def health(request: Request) -> Response:
-        ready = worker.error is None and not worker.draining
+    async def health(self, request: Request) -> Response:
+        ready = self._worker.error is None and not self._worker.draining
         return Response(status_code=200 if ready else 503)
 
-    async def metrics_text(request: Request) -> Response:
-        text = prometheus_client.generate_latest(metrics.registry)
+    async def metrics(self, request: Request) -> Response:
+        text = prometheus_client.generate_latest(self._metrics.registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
-    async def index(request: Request) -> Response:
-        return HTMLResponse(page, headers={"Content-Security-Policy": PAGE_POLICY})
+    async def index(self, request: Request) -> Response:
+        return HTMLResponse(self._page, headers={"Content-Security-Policy": PAGE_POLICY})
 
-    async def status(request: Request) -> Response:
-        return _EventStream(_states(worker, served))
-
-    routes = [
-        Route("/v1/completions", generating(protocol.parse_completion), methods=["POST"]),
-        Route("/v1/chat/completions", generating(protocol.parse_chat), methods=["POST"]),
-        Route("/v1/models", guarded(models)),
-        Route("/v1/models/{name:path}", guarded(model)),
-        Route("/health", health),
-        Route("/metrics", metrics_text),
-        Route("/status", status),
-        Route("/", index),
-    ]
-    handlers: dict[Any, Any] = {ApiError: _error, HTTPException: _http_error, Exception: _bug}
-    return Starlette(routes=routes, exception_handlers=handlers)
+    async def status(self, request: Request) -> Response:
+        return _EventStream(_states(self._worker, self._served))
 
 
 async def _error(_: Request, error: ApiError) -> Response:

@@ -246,22 +246,9 @@ def _config(
         "out_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
     }
-    keys = {key: FAMILIES[family].fields(key)[-1] for key in FAMILIES[family].keys}
-    raw: dict[str, Any] = {"model_type": family}
-    raw |= {key: fields[name] for key, name in keys.items() if name in fields}
+    raw = {"model_type": family} | _of_family(family, fields, settings, tensors)
     if {"rope", "rope_or_alibi"} & set(FAMILIES[family].parts):
         raw["rope_parameters"] = _rope(settings, need, tensors.get(ROPE_FREQS), head_dim)
-    if "window" in FAMILIES[family].parts:
-        raw["sliding_window"] = settings.pop("attention.sliding_window", None)
-    if family == "gpt_bigcode":
-        raw["multi_query"] = kv_heads == 1
-    if family == "mpt":
-        raw["attn_config"] = {"clip_qkv": settings.pop("attention.clamp_kqv", None)}
-    if family == "falcon":
-        norms = 1 + ("blk.0.attn_norm_2.weight" in tensors)
-        new = norms == 2 or kv_heads not in (1, heads)
-        raw |= {"new_decoder_architecture": new, "multi_query": kv_heads == 1}
-        raw |= {"num_kv_heads": kv_heads, "num_ln_in_parallel_attn": norms}
     for name, value in settings.items():
         if name not in HARMLESS and (name not in FIXED or value != FIXED[name]):
             remedy = f"it must be {FIXED[name]}" if name in FIXED else "it is not known"
@@ -273,6 +260,30 @@ def _config(
             f"supported: it must be {config.num_kv_heads}, of size {config.head_dim}"
         )
     return config
+
+
+def _of_family(
+    family: str,
+    fields: Mapping[str, Any],
+    settings: dict[str, Any],
+    tensors: Mapping[str, gguf.ReaderTensor],
+) -> dict[str, Any]:
+    """Returns the keys of a family's config.json, except the rotary ones; takes from `settings`."""
+    keys = {key: FAMILIES[family].fields(key)[-1] for key in FAMILIES[family].keys}
+    raw = {key: fields[name] for key, name in keys.items() if name in fields}
+    heads, kv_heads = fields["num_heads"], fields["num_kv_heads"]
+    if "window" in FAMILIES[family].parts:
+        raw["sliding_window"] = settings.pop("attention.sliding_window", None)
+    if family == "gpt_bigcode":
+        raw["multi_query"] = kv_heads == 1
+    if family == "mpt":
+        raw["attn_config"] = {"clip_qkv": settings.pop("attention.clamp_kqv", None)}
+    if family == "falcon":
+        norms = 1 + ("blk.0.attn_norm_2.weight" in tensors)
+        new = norms == 2 or kv_heads not in (1, heads)
+        raw |= {"new_decoder_architecture": new, "multi_query": kv_heads == 1}
+        raw |= {"num_kv_heads": kv_heads, "num_ln_in_parallel_attn": norms}
+    return raw
 
 
 def _decimal(value: Any) -> Any:

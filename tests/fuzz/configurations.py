@@ -168,9 +168,9 @@ def _member(
     if kind == "self":
         copy = [None, None, None, None, "int8", "int4:4"][rng.integers(6)] if copies else None
         if rng.random() < 0.1:
-            return magicjax.SelfSpeculation("full", draw=draw, weights=copy)
+            return magicjax.QuantizedCopy(draw=draw, weights=copy)
         if rng.random() < 0.1:
-            return _quest(rng, draw)
+            return _page_retrieval(rng, draw)
         policy, budget = _policy(rng, depth + 1)
         refresh = int(rng.integers(1, 5)) if rng.random() < 0.5 else None
         if isinstance(policy, magicjax.StreamingLLM):
@@ -185,13 +185,12 @@ def _member(
     return magicjax.SmallModel(draft, draw, policy, budget, kv_dtype, sinks)
 
 
-def _quest(rng, draw: str | None) -> Any:
-    """Returns self-speculation on pages, few or many of them."""
+def _page_retrieval(rng, draw: str | None) -> magicjax.PageRetrieval:
+    """Returns the drafter on few or many pages."""
     size, newest = int(rng.choice([1, 2, 4, 8, 16])), int(rng.integers(1, 4))
     budget = size * (1 + newest + int(rng.integers(1, 6))) + int(rng.integers(size))
-    refresh = int(rng.integers(1, 5)) if rng.random() < 0.5 else None
-    quest = policies.Quest(page_size=size, recent=newest * size)
-    return magicjax.SelfSpeculation(quest, budget, draw, refresh)
+    refresh = int(rng.integers(1, 5)) if rng.random() < 0.5 else 1
+    return magicjax.PageRetrieval(budget, draw, refresh, recent=newest * size, page_size=size)
 
 
 def _draft_model(rng, shape: int, weights: int) -> magicjax.Model:

@@ -12,7 +12,6 @@ import numpy as np
 import magicjax
 import models
 from magicjax.decoding import program_cache, runner
-from magicjax.policies import Quest
 from magicjax.prediction import hlo
 from sharding import collectives, make_mesh, model_axes
 from tests.magicjax import family_cases, keywords, oracle, tiny
@@ -24,6 +23,10 @@ SAMPLED = dict(seed=3, temperature=0.8)
 
 def self_speculation(policy="streaming", **options):
     return lambda kv_heads, shards: magicjax.SelfSpeculation(policy, budget=24, **options)
+
+
+def page_retrieval(**options):
+    return lambda kv_heads, shards: magicjax.PageRetrieval(24, **options)
 
 
 def small(**options):
@@ -52,9 +55,9 @@ CASES = {
     "self": (self_speculation(), magicjax.chain(3), {}, 8),
     "self sampled": (self_speculation(), magicjax.chain(3), SAMPLED, 4),
     "snapkv": (self_speculation("snapkv", refresh_every=4), TREE, {}, 2),
-    "quest": (self_speculation(Quest(page_size=4)), TREE, {}, 2),
+    "quest": (page_retrieval(page_size=4), TREE, {}, 2),
     "quest sampled": (
-        self_speculation(Quest(page_size=2), refresh_every=2),
+        page_retrieval(page_size=2, refresh_every=2),
         magicjax.chain(3),
         SAMPLED,
         4,

@@ -43,7 +43,7 @@ class Scripted(Drafter):
     def cache_bytes(self, target, batch, capacity):
         return 0
 
-    def prefill(self, target, tokens, cache, seen, settings):
+    def prefill(self, target, tokens, cache, seen, settings, previous=None):
         rows = tokens.shape[0]
         return jnp.ones(rows, jnp.int32), jnp.zeros((), jnp.int32)  # emitted, round
 
@@ -62,7 +62,7 @@ class Scripted(Drafter):
 
     def commit(self, target, state, draft, proposal, outcome):
         emitted, now = state
-        return emitted + outcome.kept, now + 1
+        return emitted + outcome.committed, now + 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -141,7 +141,7 @@ def drafter(kind: str, dtype: str = "float32"):
         policy = magicjax.StreamingLLM(sinks=SINKS)
         return magicjax.SelfSpeculation(policy=policy, budget=BUDGET)
     if kind == "quest":
-        return magicjax.SelfSpeculation(magicjax.policies.Quest(page_size=4), BUDGET)
+        return magicjax.PageRetrieval(BUDGET, page_size=4)
     if kind == "prompt-lookup":
         return magicjax.PromptLookup()
     if kind == "ensemble":

@@ -6,13 +6,22 @@ from typing import Any
 
 import numpy as np
 
-from magicjax.drafters import Drafter, PromptLookup, SelfSpeculation, SmallModel
+from magicjax.drafters import (
+    Drafter,
+    PageRetrieval,
+    PromptLookup,
+    QuantizedCopy,
+    SelfSpeculation,
+    SmallModel,
+)
 from magicjax.drafters.sparse import KV_DTYPES
 from magicjax.drafters.spec import text_of
 from magicjax.model import Model
 from magicjax.prediction import cost_model
 from magicjax.prediction.planner.planning import MAX_DEPTH, Candidate
 from models import WeightFormat
+
+TARGET_DRAFTERS = SelfSpeculation | PageRetrieval | QuantizedCopy  # on the target's weights
 
 
 def model_sizes(model: Model, dtype: Any) -> cost_model.Sizes:
@@ -29,10 +38,10 @@ def name_of(drafter: Drafter) -> str:
     Raises:
       ValueError: the cost of such a drafter is not modelled.
     """
-    if not isinstance(drafter, SelfSpeculation | SmallModel | PromptLookup):
+    if not isinstance(drafter, TARGET_DRAFTERS | SmallModel | PromptLookup):
         raise ValueError(
             f"the cost of {type(drafter).__name__} is not modelled: use SelfSpeculation, "
-            "SmallModel or PromptLookup"
+            "PageRetrieval, QuantizedCopy, SmallModel or PromptLookup"
         )
     return text_of(drafter)
 
@@ -41,14 +50,14 @@ def make_draft(drafter: Drafter, target: cost_model.Sizes, dtype: Any) -> cost_m
     """Returns the drafter's model and cache for the cost model.
 
     Args:
-      drafter: self-speculation, a small model, or prompt lookup.
+      drafter: one that runs the target, a small model, or prompt lookup.
       target: sizes of the target.
       dtype: of a small model that is a skeleton.
     """
     name_of(drafter)
     if isinstance(drafter, PromptLookup):
         return cost_model.Draft(None)
-    assert isinstance(drafter, SelfSpeculation | SmallModel)
+    assert isinstance(drafter, TARGET_DRAFTERS | SmallModel)
     sizes, copied = target, False
     if isinstance(drafter, SmallModel):
         sizes = model_sizes(drafter.model, dtype)
@@ -56,15 +65,13 @@ def make_draft(drafter: Drafter, target: cost_model.Sizes, dtype: Any) -> cost_m
         itemsize = WeightFormat.parse(drafter.weights).itemsize
         sizes = dataclasses.replace(target, matrix_itemsize=itemsize, streamed=False)
         copied = True
-    if isinstance(drafter, SelfSpeculation) and (pages := drafter.retrieval) is not None:
-        size = pages.policy.page_size
-        return cost_model.Draft(
-            sizes, pages.budget, copied=copied, page_size=size, every=pages.every
-        )
-    if drafter.sparse is None:
+    if isinstance(drafter, PageRetrieval):
+        size, every = drafter.page_size, drafter.refresh_every
+        return cost_model.Draft(sizes, drafter.budget, copied=copied, page_size=size, every=every)
+    sparse = getattr(drafter, "sparse", None)
+    if sparse is None:
         return cost_model.Draft(sizes, copied=copied)
-    bits = KV_DTYPES[drafter.sparse.kv_dtype]
-    return cost_model.Draft(sizes, drafter.sparse.budget, bits, copied)
+    return cost_model.Draft(sizes, sparse.budget, KV_DTYPES[sparse.kv_dtype], copied)
 
 
 def max_draft_depth(drafter: Drafter) -> int:
@@ -99,6 +106,6 @@ def make_candidate(
         draft=make_draft(drafter, target, dtype),
         acceptance=tuple(tuple(map(float, row)) for row in acceptance),
         deepest=max_draft_depth(drafter),
-        shared=isinstance(drafter, SelfSpeculation),
+        shared=isinstance(drafter, TARGET_DRAFTERS),
         **measured,
     )

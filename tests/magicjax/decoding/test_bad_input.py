@@ -426,14 +426,11 @@ def test_invalid_arguments_are_errors_before_compilation(what, call):
             "refresh_every=4: a streaming cache always pins the first tokens; omit refresh_every",
         ),
         (
-            lambda: magicjax.SelfSpeculation("full", 64),
-            "budget=64: with policy 'full' the draft reads the target's own cache; use another",
+            lambda: magicjax.SelfSpeculation("full"),
+            "policy='full' pins no entries: use magicjax.QuantizedCopy .in texts self:full.",
         ),
-        (lambda: magicjax.SelfSpeculation("full", 0), "budget=0: with policy 'full'"),
-        (
-            lambda: magicjax.SelfSpeculation("full", kv_dtype="int8"),
-            "kv_dtype='int8': with policy 'full' .* omit kv_dtype",
-        ),
+        (lambda: magicjax.SmallModel(None, policy="quest"), "use magicjax.PageRetrieval"),
+        (lambda: magicjax.QuantizedCopy(64), "weights=64: it must be a text"),
         (
             lambda: magicjax.SmallModel(None, budget=64),
             "budget=64: with policy 'full' the draft keeps all of its cache; use another policy",
@@ -462,7 +459,6 @@ def test_invalid_arguments_are_errors_before_compilation(what, call):
             lambda: magicjax.StreamingLLM(recent=8),
             "recent=8: the ring of a streaming cache is the budget",
         ),
-        (lambda: policies.Full(recent=8), "recent=8: a full cache has no ring"),
         (lambda: magicjax.Ensemble([]), "an ensemble of 0 drafters: give 1 to 64"),
         (
             lambda: magicjax.Ensemble([magicjax.Ensemble([magicjax.PromptLookup()])]),

@@ -81,8 +81,8 @@ def request_of(name: str):
         "int4": magicjax.SelfSpeculation("keydiff", BUDGET, refresh_every=2, kv_dtype="int4"),
         "copy": magicjax.SelfSpeculation(budget=BUDGET, weights="int8"),
         "sparse": magicjax.SmallModel(small.model, policy="snapkv", budget=BUDGET),
-        "quest": magicjax.SelfSpeculation("quest", BUDGET),
-        "quest refreshed": magicjax.SelfSpeculation("quest", BUDGET, refresh_every=4),
+        "quest": magicjax.PageRetrieval(BUDGET),
+        "quest refreshed": magicjax.PageRetrieval(BUDGET, refresh_every=4),
     }
     drafter = drafters.get(kind)
     return keywords.prepare(

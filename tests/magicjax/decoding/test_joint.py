@@ -18,7 +18,6 @@ from flax import struct
 
 import magicjax
 import models
-from magicjax.policies import Quest
 from tests.magicjax import keywords, oracle, tiny
 from tests.quick import quick
 
@@ -147,7 +146,7 @@ ALL = SLICE | {
     ),
     "small, dynamic": (small(1), DYNAMIC, {}),
     "self snapkv refreshed, 2,2": (refreshed("snapkv"), PAIRS, {}),
-    "self quest, 2,2": (magicjax.SelfSpeculation(Quest(page_size=1), 4), PAIRS, {}),
+    "self quest, 2,2": (magicjax.PageRetrieval(4, page_size=1), PAIRS, {}),
     "small top, 1,1,3": (small(1, draw="top"), DEEP, {}),
     "self with replacement, irregular": (
         self_speculation(draw="with_replacement"),
@@ -202,6 +201,7 @@ def test_every_drafter_verifier_and_tree_has_the_joint_distribution(what, settin
     check(what, MANY_CALLS, settings)
 
 
+@magicjax.Drafter.register
 @struct.dataclass
 class Broken:
     """A drafter that reports its draws wrongly."""

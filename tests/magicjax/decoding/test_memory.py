@@ -10,7 +10,7 @@ import magicjax
 import models
 from magicjax import loading
 from magicjax.decoding import memory, program_cache
-from magicjax.drafters import quantized_copy
+from magicjax.drafters import quantized_blocks
 from magicjax.parallel import offloading
 from magicjax.prediction.aot import aot_compile, memory_estimate
 from sharding import abstract_mesh
@@ -130,7 +130,7 @@ def test_no_memory_for_a_copy_of_the_target_is_explained(call, monkeypatch):
     def quantize(*arguments):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no")
 
-    monkeypatch.setattr(quantized_copy, "_quantize", quantize)
+    monkeypatch.setattr(quantized_blocks, "_quantize", quantize)
     with pytest.raises(memory.OutOfMemoryError, match="the drafter's weights and KV caches"):
         COPYING[call](dataclasses.replace(tiny.model()))
 

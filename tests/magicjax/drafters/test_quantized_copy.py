@@ -11,7 +11,7 @@ import pytest
 import magicjax
 from magicjax import placement
 from magicjax.decoding import memory
-from magicjax.drafters import quantized_copy
+from magicjax.drafters import quantized_blocks
 from magicjax.drafters.spec import make_drafter, text_of
 from magicjax.parallel import pipeline_stages
 from magicjax.prediction import cost_model
@@ -35,7 +35,7 @@ def close(x, y):
 
 def test_the_copy_is_what_loading_quantizes_and_shares_other_arrays():
     target = tiny.model()
-    blocks = quantized_copy.of(target, "int4:8").params["params"]
+    blocks = quantized_blocks.of(target, "int4:8").params["params"]
     wanted = tiny.quantized(target, "int4:8").params["params"]
     assert set(blocks) == {"layers_0", "layers_1"}
     for name, block in blocks.items():
@@ -46,28 +46,28 @@ def test_the_copy_is_what_loading_quantizes_and_shares_other_arrays():
 
 def test_a_target_is_quantized_once_and_its_copy_is_freed_with_it():
     target = dataclasses.replace(tiny.model())
-    drafter = magicjax.SelfSpeculation("full", weights="int8")
+    drafter = magicjax.QuantizedCopy(weights="int8")
     first, second = (request_of(drafter, target).drafter.blocks for _ in range(2))
     ensemble = request_of(magicjax.Ensemble([drafter]), target).drafter
     assert first is second is ensemble.members()[0].blocks
-    assert quantized_copy.of(dataclasses.replace(target), "int8") is not first
-    before = len(quantized_copy._copies)
+    assert quantized_blocks.of(dataclasses.replace(target), "int8") is not first
+    before = len(quantized_blocks._copies)
     del target
     gc.collect()
-    assert len(quantized_copy._copies) < before
+    assert len(quantized_blocks._copies) < before
 
 
 def test_only_the_latest_format_of_a_target_is_kept():
     target = dataclasses.replace(tiny.model())
-    first = weakref.ref(quantized_copy.of(target, "int8"))
-    second = quantized_copy.of(target, "int4:8")
+    first = weakref.ref(quantized_blocks.of(target, "int8"))
+    second = quantized_blocks.of(target, "int4:8")
     gc.collect()
     assert first() is None
-    assert quantized_copy.of(target, "int4:8") is second
+    assert quantized_blocks.of(target, "int4:8") is second
 
 
 def test_a_coarse_copy_accepts_less_and_keeps_the_text():
-    full = magicjax.SelfSpeculation("full", weights="int4:8")
+    full = magicjax.QuantizedCopy(weights="int4:8")
     found = keywords.generate(tiny.model(), tiny.prompts(3), drafter=full, **OPTIONS)
     rejected = [rate for rate in found.stats.acceptance_by_depth if rate < 1]
     assert rejected  # the target itself would accept all of them
@@ -75,11 +75,11 @@ def test_a_coarse_copy_accepts_less_and_keeps_the_text():
 
 
 def test_memory_counts_the_copy_with_and_without_weights():
-    target, drafter = tiny.model(), magicjax.SelfSpeculation("full", weights="int8")
+    target, drafter = tiny.model(), magicjax.QuantizedCopy(weights="int8")
     (copy,) = placement.models_of(request_of(drafter).drafter)
     skeleton = dataclasses.replace(target, params=None)
     request = request_of(drafter, skeleton)
-    plain = request_of(magicjax.SelfSpeculation("full"), skeleton)
+    plain = request_of(magicjax.QuantizedCopy(), skeleton)
     added = memory.new_bytes(request) - memory.new_bytes(plain)
     assert added == part_bytes(copy.params)
 
@@ -90,7 +90,7 @@ def test_the_cost_model_reads_and_stores_the_copy():
         cost_model.Machine(cost_model.find_device("h100")),
     )
     own, copy = (
-        make_draft(magicjax.SelfSpeculation("full", weights=weights), sizes, None)
+        make_draft(magicjax.QuantizedCopy(weights=weights), sizes, None)
         for weights in (None, "int4:8")
     )
     elements = sizes.attention + sizes.mlp
@@ -114,7 +114,7 @@ def test_text_round_trips():
     ],
 )
 def test_targets_that_cannot_be_copied_are_refused(weights, target, message):
-    drafter = magicjax.SelfSpeculation("full", weights=weights)
+    drafter = magicjax.QuantizedCopy(weights=weights)
     with pytest.raises(ValueError, match=message):
         request_of(drafter, target())
 
@@ -122,6 +122,6 @@ def test_targets_that_cannot_be_copied_are_refused(weights, target, message):
 def test_unknown_formats_and_stages_are_refused():
     with pytest.raises(ValueError, match="weights='int3' is unknown"):
         magicjax.SelfSpeculation(weights="int3")
-    drafter = magicjax.SelfSpeculation("full", weights="int8")
+    drafter = magicjax.QuantizedCopy(weights="int8")
     with pytest.raises(ValueError, match="stage=2 is not supported"):
         pipeline_stages.validate_policy(drafter, 2, 2)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax.policies import POLICIES, Quest
+from magicjax.policies import POLICIES
 from pallas_kernels import attention, attention_mass
 from tests.magicjax import keywords, oracle, tiny
 from tests.quick import quick
@@ -21,12 +21,11 @@ TREES = {
     "dynamic": magicjax.DynamicTree(9, 4, 3),
 }
 REFRESHES, KV_DTYPES = (None, 4), (None, "int8", "int4")
-SPARSE = [name for name in POLICIES if name != "full"]
-UNQUANTIZED = ("quest",)  # reads the target's own cache
+QUEST = "quest"  # page retrieval, which reads the target's own cache
 ALL = [
     case
-    for case in itertools.product(SPARSE, BUDGETS, TREES, REFRESHES, KV_DTYPES)
-    if not (case[0] == "streaming" and case[3]) and not (case[0] in UNQUANTIZED and case[4])
+    for case in itertools.product([*POLICIES, QUEST], BUDGETS, TREES, REFRESHES, KV_DTYPES)
+    if not (case[0] == "streaming" and case[3]) and not (case[0] == QUEST and case[4])
 ]
 # Every pair of two settings is in at least one of these.
 SLICE = [
@@ -91,18 +90,19 @@ def wanted() -> list[np.ndarray]:
 
 
 def check(tally, wanted, policy, budget, tree, refresh, kv_dtype) -> None:
-    drafter = magicjax.SelfSpeculation(
-        policy_of(policy), budget, refresh_every=refresh, kv_dtype=kv_dtype
-    )
+    drafter = magicjax.PageRetrieval(budget, refresh_every=refresh or 1, page_size=8)
+    if policy != QUEST:
+        drafter = magicjax.SelfSpeculation(
+            policy_of(policy), budget, refresh_every=refresh, kv_dtype=kv_dtype
+        )
     output = run(drafter, TREES[tree])
     tally.compare(wide(), prompts(), wanted, tiny.rows_of(output))
     print(f"{policy} {budget}, {tree}, refresh {refresh}, {kv_dtype}: tau {output.stats.tau:.2f}")
 
 
 def policy_of(name: str):
-    """Returns the policy, with few sinks and small pages so that a budget of 32 is enough."""
-    own = {"streaming": magicjax.StreamingLLM(sinks=4), "quest": Quest(page_size=8)}
-    return own.get(name, name)
+    """Returns the policy, with few sinks so that a budget of 32 is enough."""
+    return magicjax.StreamingLLM(sinks=4) if name == "streaming" else name
 
 
 def test_the_slice_has_every_pair_of_settings():
@@ -163,6 +163,6 @@ def test_a_budget_that_covers_the_text_accepts_everything(policy):
 
 
 def test_a_full_cache_accepts_everything_and_allocates_nothing():
-    output = run(magicjax.SelfSpeculation("full"), TREES["chain3"])
+    output = run(magicjax.QuantizedCopy(), TREES["chain3"])
     assert output.stats.acceptance_rate == 1
     assert output.stats.kv_bytes_draft == 0

@@ -31,7 +31,11 @@ def make(text):
         ("self", magicjax.SelfSpeculation()),
         ("self:streaming:64", magicjax.SelfSpeculation(budget=64)),
         ("self:budget=64", magicjax.SelfSpeculation(budget=64)),
-        ("self:full", magicjax.SelfSpeculation("full")),
+        ("self:full", magicjax.QuantizedCopy()),
+        ("self:policy=full:weights=int8", magicjax.QuantizedCopy("int8")),
+        ("self:quest", magicjax.PageRetrieval()),
+        ("self:quest:512:page_size=32", magicjax.PageRetrieval(512, page_size=32)),
+        ("self:budget=64:policy=quest", magicjax.PageRetrieval(64)),
         ("self:draw=top", magicjax.SelfSpeculation(draw="top")),
         (
             "self:h2o:9:refresh_every=4:kv_dtype=int8",
@@ -66,6 +70,8 @@ def test_a_text_is_a_drafter(text, drafter):
     [
         ("self", "self:streaming:256"),
         ("self:full", "self:full"),
+        ("self:full:weights=int4:32", "self:full:weights=int4:32"),
+        ("self:quest", "self:quest:256"),
         ("self:snapkv:kv_dtype=int8:draw=top", "self:snapkv:256:draw=top:kv_dtype=int8"),
         ("self:streaming:sinks=4", "self:streaming:256:sinks=4"),
         ("self:snapkv:scaled=false", "self:snapkv:256:scaled=false"),
@@ -92,6 +98,9 @@ def test_a_drafter_is_written_with_its_defaults_and_read_back(text, written):
             "'sinks' is not an option of .* kv_dtype, weights; of h2o: recent, window",
         ),
         ("self:streaming:4:budget=8", "sets budget twice"),
+        ("self:full:sinks=4", "'sinks' is not an option of self:full"),
+        ("self:quest:sinks=4", "of quest: recent, page_size"),
+        ("small:a:quest:64", "'quest' pins no entries: use magicjax.PageRetrieval"),
         ("self:kv_dtype=int2", "kv_dtype='int2': it must be int8 or int4"),
         ("small", "needs a model: write small:PATH"),
         ("self:kv_dtype=int8:snapkv", "write values without a name before kv_dtype=int8"),
@@ -149,6 +158,7 @@ class Repeat(Drafter):
     text: str = magicjax.option("", "not used")
 
     def __post_init__(self):
+        super().__post_init__()
         if self.times < 1:
             raise ValueError(f"times={self.times} must be at least 1")
 
@@ -159,7 +169,7 @@ class Repeat(Drafter):
     def draw_methods(self, tree):
         return {"top"}
 
-    def prefill(self, target, tokens, cache, stats, settings):
+    def prefill(self, target, tokens, cache, stats, settings, previous=None):
         return ()
 
     def propose(self, target, state, root, cache, sampling, settings):
@@ -236,9 +246,11 @@ def test_an_object_that_is_no_drafter_is_told_what_it_lacks(tiny):
         def propose(self):
             pass
 
-    with pytest.raises(TypeError, match="Half lacks the methods draw_methods, prefill, commit"):
-        magicjax.generate(tiny, [[1, 2]], drafter=Half())
-    with pytest.raises(TypeError, match="Stranger lacks the methods check, for_target, shape"):
+    with pytest.raises(TypeError, match="Half without an .*'commit', 'draw_methods', 'prefill'"):
+        Half()
+    with pytest.raises(
+        TypeError, match="drafter has type Stranger: pass a text .* magicjax.Drafter"
+    ):
         magicjax.generate(tiny, [[1, 2]], drafter=Stranger())
 
 
@@ -279,7 +291,7 @@ def test_a_wrong_proposal_is_named(tiny, proposed, sampled, message):
 def test_a_state_that_changes_is_named(tiny, change, message, members):
     @struct.dataclass
     class Growing(Repeat):
-        def prefill(self, target, tokens, cache, stats, settings):
+        def prefill(self, target, tokens, cache, stats, settings, previous=None):
             return {"text": tokens[:, :4]}
 
         def commit(self, target, state, draft, proposal, outcome):
@@ -321,9 +333,8 @@ def test_a_file_that_cannot_be_imported_is_explained(tmp_path, monkeypatch, text
 
 
 def test_a_drafter_that_is_no_pytree_is_refused(tiny):
-    plain = type("Plain", (), {n: f for n, f in vars(Drafter).items() if n[0] != "_"})
-    for name in ("check", "draw_methods", "prefill", "propose", "commit"):
-        setattr(plain, name, vars(Repeat)[name])
+    required = ("check", "draw_methods", "prefill", "propose", "commit")
+    plain = type("Plain", (Drafter,), {name: vars(Repeat)[name] for name in required})
     assert jax.tree_util.all_leaves([plain()])
     with pytest.raises(TypeError, match="Plain is not a pytree: decorate it with @flax.struct"):
         magicjax.generate(tiny, [[1, 2]], drafter=plain())

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 import magicjax
-from magicjax.policies import Quest, SnapKV
+from magicjax.policies import SnapKV
 from tests.magicjax import oracle, tiny
 from tests.magicjax.kv_cache import test_loop_caches as caches
 from tests.magicjax.kv_cache import test_pages
@@ -19,14 +19,14 @@ SNAPKV = SnapKV(window=5, kernel=3, recent=7)
 DRAFTERS = {
     "plain": (None, None),
     "streaming": (tiny.drafter("self"), tiny.TREES["chain4"]),
-    "full": (magicjax.SelfSpeculation("full"), tiny.TREES["2,2,1"]),
+    "full": (magicjax.QuantizedCopy(), tiny.TREES["2,2,1"]),
     "snapkv": (magicjax.SelfSpeculation(SNAPKV, 13, refresh_every=2), tiny.TREES["2,2,1"]),
     "h2o": (
         magicjax.SelfSpeculation(magicjax.policies.H2O(window=30, recent=7), 13, refresh_every=3),
         tiny.TREES["chain4"],
     ),
     "quest": (
-        magicjax.SelfSpeculation(Quest(page_size=4), 12, refresh_every=2),
+        magicjax.PageRetrieval(12, refresh_every=2, page_size=4),
         tiny.TREES["2,2,1"],
     ),
     "int8": (magicjax.SelfSpeculation(budget=24, kv_dtype="int8"), tiny.TREES["chain4"]),
@@ -114,10 +114,12 @@ def check_drafter(drafter, state, cache, texts) -> None:
     """Asserts that a drafter's state is that of the texts, as far as it is determined."""
     if isinstance(drafter, magicjax.PromptLookup):
         caches.check_text(state, texts)
+    elif isinstance(drafter, magicjax.PageRetrieval):
+        test_pages.check_bounds(state.bounds, cache)
+    elif isinstance(drafter, magicjax.QuantizedCopy):
+        assert not jax.tree.leaves(state)
     elif isinstance(drafter, magicjax.SelfSpeculation):
-        if drafter.retrieval is not None:
-            test_pages.check_bounds(state.bounds, cache)
-        elif state is not None and drafter.kv_dtype is None:
+        if drafter.kv_dtype is None:
             caches.check_draft_cache(state.cache, cache)
     elif drafter.sparse is None:
         caches.check_small(state, drafter.model, texts, 1e-5)

@@ -428,8 +428,8 @@ def test_prefill_in_a_row_copies_no_cache():
     config = EngineConfig(slots=1, capacity=16_000, max_tokens=32)
     _, row = validated(shaped(WIDE), tiny.drafter("self"), tiny.TREES["chain4"], config)
     cache = runner.state_shapes(row).cache
-    target, *inputs = row.prefill_arguments
-    program = program_cache.program("extend", row.prefill_settings, target, cache, *inputs)
+    arguments = (*row.prefill_arguments, cache)
+    program = program_cache.program("prefill", row.prefill_settings, *arguments)
     assert moved_caches(program, {"target": cache.k[0].size}) == {}
     held = 2 * WIDE.num_layers * cache.k[0].size * 4
     memory = program.memory_analysis()

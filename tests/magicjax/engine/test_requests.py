@@ -159,7 +159,7 @@ class Counting(Drafter):
     def draw_methods(self, tree):
         return {"top"}
 
-    def prefill(self, target, tokens, cache, stats, settings):
+    def prefill(self, target, tokens, cache, stats, settings, previous=None):
         return {"rounds": jnp.zeros((), jnp.int32)}
 
     def propose(self, target, state, root, cache, sampling, settings):

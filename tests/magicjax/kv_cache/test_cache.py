@@ -126,7 +126,7 @@ def test_gathering_keeps_any_positions_that_a_policy_pins(data):
 
 @st.composite
 def rounds(draw):
-    """Draws up to eight rounds: per row a path of nodes, and the number that is kept."""
+    """Draws up to eight rounds: per row a path of nodes, and the number that is committed."""
     path = st.lists(st.integers(0, NODES - 1), min_size=PATH, max_size=PATH, unique=True)
     one = st.tuples(
         st.lists(path, min_size=ROWS, max_size=ROWS),
@@ -147,20 +147,20 @@ def positions_of(counts, paths) -> np.ndarray:
 def test_every_commit_leaves_the_pins_and_the_newest_in_the_ring(ring, lengths, played):
     P, C = ring
     draft, counts = gather(P, C, positions_cache(lengths)), np.array(lengths)
-    for paths, kept in played:
+    for paths, committed in played:
         new = nodes_at(positions_of(counts, paths))
-        draft = append_ring(draft, new, jnp.asarray(paths), jnp.asarray(kept))
-        counts = counts + kept
+        draft = append_ring(draft, new, jnp.asarray(paths), jnp.asarray(committed))
+        counts = counts + committed
         check_draft(draft, counts.tolist(), P, C)
 
 
 @given(lengths=st.lists(st.integers(1, 8), min_size=ROWS, max_size=ROWS), played=rounds())
-def test_the_targets_cache_holds_the_kept_nodes_in_order(lengths, played):
+def test_the_targets_cache_holds_the_committed_nodes_in_order(lengths, played):
     cache, counts = positions_cache(lengths), np.array(lengths)
-    for paths, kept in played:
+    for paths, committed in played:
         new = nodes_at(positions_of(counts, paths))
-        cache = append(cache, new, jnp.asarray(paths), jnp.asarray(kept))
-        counts = counts + kept
+        cache = append(cache, new, jnp.asarray(paths), jnp.asarray(committed))
+        counts = counts + committed
         assert cache.lengths.tolist() == counts.tolist()
     for row, head, layer in np.ndindex(ROWS, HEADS, 2):
         live = np.arange(counts[row])

@@ -69,14 +69,18 @@ def paged(cache, page_size, chosen, newest, due=None) -> pages.PagedCache:
 @jax.jit
 def read(view, q, first_row=None):
     """Returns the attention of one token with queries [B, 1, H, D], hiding its own key."""
+    zeros, start = jnp.zeros((len(q), 1, HEADS, SIZE)), 0 if first_row is None else first_row
+
+    def of_rows(attend):
+        return attend if first_row is None else attend.rows(first_row, len(q))
+
+    _, (_, chosen) = of_rows(attend.ChoosePages(view, None))(0, q, zeros, zeros)
+    pages = jax.lax.dynamic_update_slice_in_dim(view.chosen[0], chosen, start, 0)
+    view = view.replace(chosen=(pages,))
     drafted = attend.empty_nodes(view, 1, jnp.float32)
     node, mask = jnp.zeros(1, jnp.int32), jnp.zeros((1, 1), bool)
-    level = attend.AttendLevel(view, drafted, node, mask, None, ends_in_root=True)
-    new = jnp.zeros((len(q), 1, HEADS, SIZE))
-    if first_row is not None:
-        level = level.rows(first_row, len(q))
-    out, (_, chosen) = level(0, q, new, new)
-    return out, chosen
+    level = of_rows(attend.AttendLevel(view, drafted, node, mask, None))
+    return level(0, q, zeros, zeros)[0], chosen
 
 
 def check(view, q, rows, found) -> int:
@@ -139,9 +143,9 @@ def append_paths(rng, cache, bounds, rounds: int, nodes: int, depth: int, update
     batch, layers, dtype = len(cache.lengths), len(cache.k), cache.k[0].dtype
 
     @jax.jit
-    def commit(cache, bounds, new, path, kept):
-        after = full_cache.append(cache, new, path, kept)
-        return after, update(bounds, new, path, kept, after)
+    def commit(cache, bounds, kv, path, count):
+        after = full_cache.append(cache, kv, path, count)
+        return after, update(bounds, kv, path, count, after)
 
     for _ in range(rounds):
         shape = (2, layers, batch, nodes, HEADS, SIZE)
@@ -149,8 +153,8 @@ def append_paths(rng, cache, bounds, rounds: int, nodes: int, depth: int, update
         new = jax.tree.map(lambda x: x.astype(dtype), new)
         path = jnp.asarray(rng.integers(0, nodes, (batch, depth + 1)), jnp.int32)
         room = SLOTS - depth - 1 - np.asarray(cache.lengths)
-        kept = np.minimum(rng.integers(0, depth + 2, batch), np.maximum(room, 0))
-        cache, bounds = commit(cache, bounds, new, path, jnp.asarray(kept, jnp.int32))
+        count = np.minimum(rng.integers(0, depth + 2, batch), np.maximum(room, 0))
+        cache, bounds = commit(cache, bounds, new, path, jnp.asarray(count, jnp.int32))
         yield cache, bounds
 
 
@@ -185,15 +189,17 @@ def test_bounds_after_any_accepted_paths_are_those_of_a_prefill(dtype, page_size
 
 @pytest.mark.parametrize("wrong", ["never updated", "rejected nodes", "overwritten"])
 def test_wrong_updates_of_bounds_are_detected(wrong):
-    def update(bounds, new, path, kept, cache):
+    def update(bounds, new, path, count, cache):
         if wrong == "never updated":
             return bounds
         if wrong == "rejected nodes":
-            moved = dataclasses.replace(cache, lengths=cache.lengths - kept + path.shape[1])
-            return pages.update_bounds(bounds, new, path, jnp.full_like(kept, path.shape[1]), moved)
+            moved = dataclasses.replace(cache, lengths=cache.lengths - count + path.shape[1])
+            return pages.update_bounds(
+                bounds, new, path, jnp.full_like(count, path.shape[1]), moved
+            )
         fresh = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), bounds.low)
         emptied = bounds.replace(low=fresh)
-        return pages.update_bounds(emptied, new, path, kept, cache)
+        return pages.update_bounds(emptied, new, path, count, cache)
 
     rng = np.random.default_rng(0)
     cache = cache_of(rng, [1, 4, 7, 30])

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 import models
-from magicjax.drafters import SelfSpeculation
-from magicjax.policies import Quest
+from magicjax.drafters import PageRetrieval
 from magicjax.prediction import cost_model, planner
 from magicjax.prediction.cost_model import Draft, Machine, round_cost
 from magicjax.prediction.planner import Candidate, plan
@@ -29,11 +28,10 @@ def own(budget=512, *acceptance, **more) -> Candidate:
 
 def test_a_draft_on_pages_reads_the_targets_cache_and_a_copy_is_not_streamed():
     streamed = dataclasses.replace(LLAMA, streamed=True)
-    quest = Quest(page_size=32)
-    drafter = SelfSpeculation(quest, 512, refresh_every=4)
+    drafter = PageRetrieval(512, refresh_every=4, page_size=32)
     assert make_draft(drafter, streamed, None) == Draft(streamed, 512, page_size=32, every=4)
-    assert make_draft(SelfSpeculation("quest", 512), LLAMA, None).every == 1
-    copy = make_draft(SelfSpeculation(quest, 512, weights="int8"), streamed, None)
+    assert make_draft(PageRetrieval(512), LLAMA, None).every == 1
+    copy = make_draft(dataclasses.replace(drafter, weights="int8"), streamed, None)
     assert copy.copied and not copy.sizes.streamed and copy.page_size == 32
 
 

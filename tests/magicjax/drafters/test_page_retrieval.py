@@ -13,23 +13,22 @@ from magicjax.decoding import loop as decoding_loop
 from magicjax.decoding.runner import prefill_and_init
 from magicjax.drafters.spec import make_drafter, text_of
 from magicjax.kv_cache import full_cache
-from magicjax.policies import Quest
 from magicjax.trees.token_tree import ROOT_ONLY
 from tests.magicjax import keywords, tiny
 from tests.magicjax.kv_cache import test_loop_caches as loop
 
 
-def drafter(budget: int = 16, every: int | None = None, **options) -> magicjax.SelfSpeculation:
-    return magicjax.SelfSpeculation(Quest(**dict(page_size=4) | options), budget, None, every)
+def drafter(budget: int = 16, every: int = 1, **options) -> magicjax.PageRetrieval:
+    return magicjax.PageRetrieval(budget, None, every, **dict(page_size=4) | options)
 
 
-def generate(own: magicjax.SelfSpeculation) -> magicjax.Output:
+def generate(own: magicjax.PageRetrieval) -> magicjax.Output:
     options = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
     tree = tiny.TREES["chain4"]
     return keywords.generate(tiny.model(), tiny.prompts(8), drafter=own, tree=tree, **options)
 
 
-@pytest.mark.parametrize("every", [None, 3])
+@pytest.mark.parametrize("every", [1, 3])
 def test_a_budget_of_the_whole_context_accepts_everything(every):
     longest = 30 + tiny.NEW
     output = generate(drafter(-(-longest // 4) * 4, every))
@@ -76,19 +75,17 @@ def test_a_round_without_a_draft_leaves_the_choice_to_the_next_one():
 def test_no_more_pages_are_chosen_than_the_cache_has():
     for slots, chosen in ((64, 1), (448, 19), (512, 23), (1024, 23)):
         cache = full_cache.empty(tiny.model(), 2, slots)
-        state = magicjax.SelfSpeculation("quest", 512).retrieval.first_state(cache)
+        state = magicjax.PageRetrieval(512).prefill(None, None, cache, None, None)
         assert {pages.shape[2] for pages in state.pages} == {chosen}
 
 
 def test_defaults_and_bytes():
-    found = magicjax.SelfSpeculation("quest", 512).retrieval
-    assert (found.newest, found.chosen, found.every) == (8, 23, 1)
-    assert drafter(51, page_size=16, recent=20).retrieval.newest == 2
+    found = magicjax.PageRetrieval(512)
+    assert (found.newest_pages, found.chosen_pages, found.refresh_every) == (8, 23, 1)
+    assert drafter(51, page_size=16, recent=20).newest_pages == 2
     model = tiny.model()
     # Two of 16 vectors of the keys, which are half of the cache.
-    assert magicjax.SelfSpeculation("quest").cache_bytes(model, 3, 640) == (
-        model.kv_bytes(3, 640) // 16
-    )
+    assert magicjax.PageRetrieval().cache_bytes(model, 3, 640) == (model.kv_bytes(3, 640) // 16)
     state = drafter().prefill(model, None, full_cache.empty(model, 1, 64), None, None)
     assert drafter().synthetic_state(state, jnp.array([3])) is state
 
@@ -96,15 +93,10 @@ def test_defaults_and_bytes():
 REFUSED = {
     "page_size": (lambda: drafter(page_size=24), "page_size=24: it must divide 64"),
     "no page_size": (lambda: drafter(page_size=0), "page_size=0: it must divide 64"),
-    "kv_dtype": (lambda: magicjax.SelfSpeculation("quest", kv_dtype="int8"), "own cache"),
+    "kv_dtype": (lambda: make_drafter("self:quest:kv_dtype=int8", None), "own cache"),
+    "recent below 1": (lambda: drafter(recent=0), "recent=0: use at least 1"),
+    "weights": (lambda: drafter(weights="int3"), "int3"),
     "every": (lambda: drafter(every=0), "refresh_every=0: it must be at least 1"),
-    "small": (lambda: magicjax.SmallModel(tiny.model(), policy="quest"), "only self-speculation"),
-    "sinks": (
-        lambda: magicjax.SmallModel(
-            tiny.model(), policy="quest", budget=64, sink_positions="in_cache"
-        ),
-        "only self-speculation",
-    ),
     "budget": (
         lambda: checked(drafter(11)),
         "budget=11 is too small: use at least 12, for 3 pages of 4 slots (the first, 1 of the "
@@ -122,7 +114,7 @@ REFUSED = {
 }
 
 
-def checked(own: magicjax.SelfSpeculation) -> None:
+def checked(own: magicjax.PageRetrieval) -> None:
     own.check(tiny.model(), tiny.TREES["chain4"], 4, 100)
 
 
@@ -137,5 +129,5 @@ def test_wrong_settings_are_refused_before_anything_is_compiled(what):
 
 def test_the_text_of_a_drafter_has_the_page_size():
     made = make_drafter("self:quest:512:page_size=32:refresh_every=4", None)
-    assert made == magicjax.SelfSpeculation(Quest(page_size=32), 512, refresh_every=4)
+    assert made == magicjax.PageRetrieval(512, refresh_every=4, page_size=32)
     assert text_of(made) == "self:quest:512:refresh_every=4:page_size=32"

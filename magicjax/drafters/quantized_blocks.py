@@ -1,0 +1,72 @@
+"""A quantized copy of the target's blocks, with which self-speculation drafts."""
+
+import dataclasses
+import functools
+import weakref
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import models
+from magicjax.model import Model
+from magicjax.parallel.layouts import BlocksOnly, Resident
+from models import WeightFormat, quantized
+
+# The latest copy of each target in use, so that repeated requests do not quantize it again.
+_copies: weakref.WeakKeyDictionary[Model, Model] = weakref.WeakKeyDictionary()
+
+
+def check(target: Model, weights: str) -> None:
+    """Raises ValueError unless the blocks of `target` can be copied in the format `weights`."""
+    problem = None
+    if target.weights is not None:
+        problem = f"the target has weights={str(target.weights)!r} already"
+    elif target.offload:
+        problem = "the target is offloaded"
+    elif target.layout.stages > 1:
+        problem = f"the target has {target.layout.stages} stages"
+    if problem:
+        raise ValueError(
+            f"the drafter's weights {weights!r} quantize a target on the device, and "
+            f"{problem}: omit the drafter's weights, or use a small model"
+        )
+    form = WeightFormat.parse(weights)
+    form.validate(target.config.matrix_inputs())
+
+
+def of(target: Model, weights: str) -> Model:
+    """Returns the blocks of `target` in the format `weights`, as a model without embeddings.
+
+    Norms and biases are the target's arrays. A target without parameters, or with shapes as
+    parameters, has such a copy.
+    """
+    form = WeightFormat.parse(weights)
+    if target in _copies and _copies[target].weights == form:
+        return _copies[target]
+    _copies.pop(target, None)  # frees its memory before the other copy needs it
+    module = target.module.clone(weights=form)
+    params = None if target.params is None else _quantized(target, module)
+    name = f"{target.name} {form}".strip()
+    _copies[target] = Model(module, params, name=name, layout=BlocksOnly())
+    return _copies[target]
+
+
+def join(blocks: Model, target: Model) -> Model:
+    """Returns the model of quantized blocks, with the target's embeddings and final norm."""
+    params = {"params": target.params["params"] | blocks.params["params"]}
+    return dataclasses.replace(blocks, params=params, layout=Resident())
+
+
+def _quantized(target: Model, module: nn.Module) -> Any:
+    shapes = nn.meta.unbox(BlocksOnly().abstract_params(module))
+    blocks = models.blocks_of(target.params)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(blocks)):
+        return shapes
+    return quantized.quantize_params(blocks, shapes, module.weights, _quantize)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _quantize(weight: jax.Array, form: WeightFormat, inputs: int) -> dict[str, jax.Array]:
+    return quantized.quantize(weight, form, inputs, jnp)

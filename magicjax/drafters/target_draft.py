@@ -1,0 +1,82 @@
+"""What drafters have in common that run the target itself: self-speculation on any cache."""
+
+import dataclasses
+from typing import Self
+
+from jaxtyping import Array, Int
+
+from magicjax.drafters import quantized_blocks
+from magicjax.drafters.base import Drafter
+from magicjax.drafters.draft_pass import DraftContext, check_width, resolve_draw_method
+from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.pages import PagedCache
+from magicjax.kv_cache.sparse_cache import DraftCache
+from magicjax.model import Model
+from magicjax.settings import Settings
+from magicjax.trees.proposal import DrawMethod
+from magicjax.trees.token_tree import Tree
+from magicjax.verification.sampling import Sampling
+from models import WeightFormat
+
+WEIGHTS_HELP = "quantized copy of the target's matrices to draft with: int8, int4 or int4:32"
+
+
+class TargetDrafter(Drafter):
+    """A drafter that runs the target, or a quantized copy of the target's blocks.
+
+    Attributes, which subclasses declare as fields:
+      draw: how children are drawn under sampling (`DRAW_METHODS`); None: without replacement, or
+        the most likely tokens in a dynamic tree.
+      weights: the format of a quantized copy of the target's blocks, which drafts, as for
+        `magicjax.load`; None: the target itself drafts. The target verifies, so the copy changes
+        acceptance only (SpecInfer, arXiv 2305.09781; QuantSpec, arXiv 2502.10424).
+      blocks: that copy; `for_target` sets it.
+    """
+
+    draw: DrawMethod | None
+    weights: str | None
+    blocks: Model | None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.weights is not None:
+            WeightFormat.parse(self.weights).validate_rounding()
+
+    def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
+        """Raises ValueError if `tree` is too wide, or the target cannot be copied."""
+        resolve_draw_method(self.draw, tree)
+        check_width(tree, target.config.vocab_size)
+        if self.weights is not None:
+            quantized_blocks.check(target, self.weights)
+
+    def draw_methods(self, tree: Tree) -> set[str]:
+        return {resolve_draw_method(self.draw, tree)}
+
+    def for_target(self, target: Model) -> Self:
+        if self.weights is None:
+            return self
+        blocks = quantized_blocks.of(target, self.weights)
+        return dataclasses.replace(self, blocks=blocks)  # type: ignore[type-var]
+
+    def draft_context(
+        self,
+        target: Model,
+        root: Int[Array, "B"],
+        root_position: Int[Array, "B"],
+        cache: KVCache | DraftCache | PagedCache,
+        sampling: Sampling | None,
+        settings: Settings,
+    ) -> DraftContext:
+        """Returns the context of a draft that reads `cache`; otherwise as for `propose`."""
+        return DraftContext(
+            model=target if self.blocks is None else quantized_blocks.join(self.blocks, target),
+            target=target,
+            cache=cache,
+            root=root,
+            root_position=root_position,
+            sampling=sampling,
+            backlog=None,
+            draw_method=resolve_draw_method(self.draw, settings.tree),
+            backend=settings.backend,
+            drafter_index=settings.drafter_index,
+        )
