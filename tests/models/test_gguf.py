@@ -125,6 +125,28 @@ def test_byte_level_tokens_are_those_of_the_published_definition(pre, tmp_path):
     assert found.eos_token == "<e>" and "<think>" not in found.all_special_tokens
 
 
+def test_special_tokens_and_settings_of_a_tokenizer_are_kept(tmp_path):
+    template = "{% for m in messages %}<s>{{ m['content'] }}<e>{% endfor %}"
+    tokenizer = cases.byte_level_metadata(
+        "smollm", eot_token_id=297, padding_token_id=299, add_bos_token=True, add_eos_token=True
+    )
+    tokenizer["tokenizer.chat_template"] = template
+    file = write(tmp_path / "model.gguf", cases.config(), tokenizer)
+    folder = converted(file, tmp_path / "out")
+    checkpoint, found = models.load_checkpoint(folder), models.load_tokenizer(folder)
+    assert checkpoint.eos_token_ids == (298, 297)  # the end of a turn is one
+    assert (checkpoint.bos_token_id, checkpoint.pad_token_id) == (0, 299)
+    ids = found("a")["input_ids"]
+    assert (ids[0], ids[-1]) == (0, 298)
+    chat = [{"role": "user", "content": "a"}]
+    assert found.apply_chat_template(chat, tokenize=False) == "<s>a<e>"
+
+
+def test_a_file_without_a_tokenizer_makes_a_directory_without_one(tmp_path):
+    folder = converted(write(tmp_path / "model.gguf", cases.config()), tmp_path / "out")
+    assert models.load_tokenizer(folder) is None
+
+
 def sentencepiece_ids(text, metadata):
     """SentencePiece's BPE: merges the leftmost of the adjacent pairs with the highest score."""
     index = {token: i for i, token in enumerate(tokens(metadata))}

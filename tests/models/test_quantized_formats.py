@@ -50,6 +50,20 @@ def test_the_format_of_a_checkpoint_and_smaller_groups_are_exact(name, weights, 
     assert same_weights(found, stored)
 
 
+def test_a_draft_model_with_zero_points_has_the_format_that_was_requested(tmp_path):
+    folder, _ = write_pair(tmp_path, "awq")
+    model = magicjax.load(folder, "float32", weights="int4:8")
+    params = magicjax.SamplingParams(max_tokens=8)
+
+    def generate(drafter):
+        return magicjax.generate(model, TOKENS, params, drafter=drafter, tree="chain:2")
+
+    found = generate(magicjax.SmallModel(model, weights="int4:8"))
+    assert found.stats.tau == pytest.approx(7 / 3)  # the draft is the target: 3 + 3 + 1 of 7 tokens
+    with pytest.raises(ValueError, match="weights='int4:4' differs from the draft model's"):
+        generate(magicjax.SmallModel(model, weights="int4:4"))
+
+
 def test_formats_of_other_checkpoints_are_refused(tmp_path):
     folder, plain = write_pair(tmp_path, "packed")
     for path, weights in ((folder, "float8"), (folder, "int4:8+zeros"), (plain, "float8")):
@@ -61,6 +75,18 @@ def test_formats_of_other_checkpoints_are_refused(tmp_path):
 
 
 PART = dict(ignored=("lm_head", "layers.1.mlp.down_proj"))
+
+
+def test_blocks_that_are_quantized_in_part_need_a_format(tmp_path):
+    folder, plain = write_pair(tmp_path, "awq", **PART)
+    for weights in (None, "int4:8"):  # nothing is rounded to zero points
+        message = r"others are not, such as model.layers.1.mlp.down_proj.weight: .* or 'int8' to"
+        with pytest.raises(ValueError, match=message):
+            models.load_checkpoint(folder, weights=weights)
+    for weights in ("none", "int8"):
+        found = models.load_checkpoint(folder, "float32", weights=weights).params
+        right = models.load_checkpoint(plain, weights=weights).params
+        assert jax.tree.all(jax.tree.map(np.array_equal, found, right))
 
 
 def test_a_format_quantizes_the_matrices_that_a_checkpoint_does_not(tmp_path):
