@@ -183,6 +183,8 @@ def without(metadata, name):
 
 SMALL = cases.config(num_layers=1)
 BYTES = cases.byte_level_metadata("smollm")
+YARN = {"llama__rope__scaling__type": "yarn"}
+ONES = {"tensors": {"rope_freqs.weight": np.full(8, 2, np.float32)}}
 REFUSED = {
     "architecture": (
         {"general__architecture": "gemma2"},
@@ -193,6 +195,18 @@ REFUSED = {
         {"llama__rope__scaling__type": "longrope"},
         "rope.scaling.type='longrope' is not supported: it must be one of none, linear, yarn",
     ),
+    "unknown setting": ({"llama__logit_scale": 2.0}, "llama.logit_scale=2.0 is not supported"),
+    "part of a head": ({"llama__rope__dimension_count": 8}, "8 is not supported: it must be 16"),
+    "rope of several kinds": (YARN | ONES, "type='yarn' with rope_freqs.weight is not supported"),
+    "other frequencies": (ONES, "rope_freqs.weight has other divisors than Llama 3.1"),
+    "incomplete rope": (YARN, "llama.rope.scaling.factor is missing"),
+    "no setting": ({"llama__block_count": None}, "llama.block_count is missing"),
+    "no embedding": ({"drop": ["token_embd.weight"]}, "token_embd.weight is missing"),
+    "unexpected tensor": (
+        {"tensors": {"x.weight": np.ones((2, 64), np.float32)}},
+        "unexpected x.w",
+    ),
+    "no such token": ({"tokenizer": BYTES | {"tokenizer.ggml.eos_token_id": 999}}, "=999 exceeds"),
     "parts": ({"split__count": 3}, "one of 3 parts: merge them with llama-gguf-split --merge"),
     "missing tensor": ({"drop": ["blk.0.attn_k.weight"]}, "missing blk.0.attn_k.weight"),
     "wrong shape": (

@@ -360,20 +360,6 @@ def test_parts_without_effect_are_ignored(case, tmp_path):
     assert str(models.load_checkpoint(changed(tmp_path, name, change)).module.weights) == form
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"sparsity_config": {"format": "dense", "global_sparsity": 0.1}},
-        {"config_groups": None},
-        {"kv_cache_scheme": None},
-    ],
-)
-def test_settings_without_effect_are_ignored(change):
-    settings = layouts.LAYOUTS["int8"][0] | change
-    found = checkpoints.read_quantization_config(settings)
-    assert found == checkpoints.QuantizationConfig("compressed-tensors")
-
-
 # Saving
 
 

@@ -8,9 +8,7 @@ import pytest
 
 import magicjax
 import models
-from tests.models.quantized_layouts import CONFIG, write_pair
-
-TOKENS = np.arange(24).reshape(2, 12) % CONFIG.vocab_size
+from tests.models.quantized_layouts import write_pair
 
 
 @pytest.mark.parametrize("name", ["awq", "fp8"])
@@ -48,20 +46,6 @@ def test_the_format_of_a_checkpoint_and_smaller_groups_are_exact(name, weights, 
     found, stored = models.load_checkpoint(folder, weights=weights), models.load_checkpoint(folder)
     assert str(found.module.weights) == form
     assert same_weights(found, stored)
-
-
-def test_a_draft_model_with_zero_points_has_the_format_that_was_requested(tmp_path):
-    folder, _ = write_pair(tmp_path, "awq")
-    model = magicjax.load(folder, "float32", weights="int4:8")
-    params = magicjax.SamplingParams(max_tokens=8)
-
-    def generate(drafter):
-        return magicjax.generate(model, TOKENS, params, drafter=drafter, tree="chain:2")
-
-    found = generate(magicjax.SmallModel(model, weights="int4:8"))
-    assert found.stats.tau == pytest.approx(7 / 3)  # the draft is the target: 3 + 3 + 1 of 7 tokens
-    with pytest.raises(ValueError, match="weights='int4:4' differs from the draft model's"):
-        generate(magicjax.SmallModel(model, weights="int4:4"))
 
 
 def test_formats_of_other_checkpoints_are_refused(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels import Quantized, choose_backend, dequantize, quantize, tree_attention
+from pallas_kernels import choose_backend, dequantize, quantize, tree_attention
 from pallas_kernels.benchmarks.shapes import HOPPER_SHAPES, Shape
 from pallas_kernels.benchmarks.validate import LSE_TOLERANCE, TOLERANCE
 from pallas_kernels.mosaic_gpu import hopper, hopper_config, mosaic
@@ -152,16 +152,6 @@ def test_8_bits_equal_the_reference_on_every_shape(shape):
     check(quantized(inputs_of(shape)))
 
 
-@pytest.mark.slow
-@interpreted
-@pytest.mark.parametrize("name", ["key groups and splits", "two tiles and splits"])
-def test_every_config_gives_the_same_result_with_8_bits(name, monkeypatch):
-    monkeypatch.setattr(mosaic, "choose_config", lambda *sizes: CONFIGS[name])
-    inputs = inputs_of(Shape(6, 17, 17, 1, 5, 64, 420))
-    lengths = jnp.asarray([0, 63, 64, 65, 400, 420], jnp.int32)
-    check(quantized(inputs) | {"lengths": lengths})
-
-
 @interpreted
 def test_swapped_scales_are_detected(monkeypatch):
     flash = hopper.flash
@@ -174,24 +164,6 @@ def test_swapped_scales_are_detected(monkeypatch):
     monkeypatch.setattr(hopper, "flash", swapped)
     with pytest.raises(AssertionError):
         check(inputs)
-
-
-@pytest.mark.slow
-@interpreted
-def test_dead_slots_of_8_bits_do_not_matter():
-    inputs = quantized(inputs_of(HOPPER_SHAPES[1]))
-    dead = (jnp.arange(inputs["k_prefix"].shape[2]) >= inputs["lengths"][:, None])[:, None]
-    poisoned = inputs | {
-        name: Quantized(
-            jnp.where(dead[..., None], jnp.int8(-128), inputs[name].values),
-            jnp.where(dead, jnp.float32(1e30), inputs[name].scales),
-            8,
-        )
-        for name in ("k_prefix", "v_prefix")
-    }
-    pairs = (compiled("mosaic_interpreted")(x) for x in (inputs, poisoned))
-    for clean, dirty in zip(*pairs, strict=True):
-        np.testing.assert_array_equal(clean, dirty)
 
 
 @interpreted
