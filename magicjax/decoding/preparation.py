@@ -100,7 +100,7 @@ def validate(
             verifier=verifier,
             capacity=max(capacity, round_up(tokens.shape[1], CAPACITY_MULTIPLE)),
             chunk=chunk,
-            max_new_tokens=int(limits.max()),
+            max_tokens=int(limits.max()),
             backend=backend,
             mesh=None if mesh is None else factored(mesh),
             logprobs=validation.checked_logprobs(target, of_rows),
