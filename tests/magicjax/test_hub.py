@@ -5,6 +5,7 @@ import http.server
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 import threading
@@ -80,7 +81,8 @@ class Stub(http.server.BaseHTTPRequestHandler):
             self.breaks.discard(file)
             self.wfile.write(data[first : len(data) // 2])
             self.wfile.flush()
-            self.connection.close()
+            self.connection.shutdown(socket.SHUT_RDWR)  # closing it waits for its readers
+            self.close_connection = True
             return
         self.wfile.write(data[first:])
 

@@ -1,13 +1,10 @@
 """A package that shadows one of magicjax's is reported, not used."""
 
-import importlib.metadata
 import pathlib
 import subprocess
 import sys
 
 import pytest
-
-from magicjax.version import version
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -35,12 +32,3 @@ def test_a_shadowing_file_is_reported_with_the_remedy(file, name, tmp_path):
         f"ImportError: {hiding} shadows the package '{name}' of magicjax in {ROOT}" in done.stderr
     )
     assert "rename that file, or put magicjax's folder first" in done.stderr
-
-
-def test_a_checkout_that_is_not_installed_has_version_0(monkeypatch):
-    def absent(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    assert version() == importlib.metadata.version("magicjax")
-    monkeypatch.setattr(importlib.metadata, "version", absent)
-    assert version() == "0"

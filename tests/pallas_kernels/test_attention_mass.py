@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import EMPTY_LSE, prefix_mass, xla
+from pallas_kernels import EMPTY_LSE, prefix_mass
 from pallas_kernels.benchmarks.shapes import Shape, random_inputs
-from pallas_kernels.xla import BLOCK, FEW_ROWS, LARGE
+from pallas_kernels.xla import BLOCK, LARGE
 from tests.pallas_kernels.attention_cases import relative_error
 from tests.quick import quick
 
@@ -160,26 +160,6 @@ def test_runs_inside_shard_map(backend):
             )
         )
         assert relative_error(mapped(inputs), compiled(backend)(inputs)) < 1e-6
-
-
-@pytest.mark.parametrize("has_lse", [True, False], ids=["lse given", "lse computed"])
-@pytest.mark.parametrize("nodes", [5, FEW_ROWS + 1])
-def test_the_work_ends_with_the_last_slot_seen(nodes, has_lse, monkeypatch):
-    """Blocks up to the longest row are read once, or twice to compute the lse."""
-    cuts = []
-    cut = xla._slice_block
-
-    def counted(cache, start):
-        jax.debug.callback(lambda start: cuts.append(int(start)), start)
-        return cut(cache, start)
-
-    monkeypatch.setattr(xla, "_slice_block", counted)
-    inputs = make_inputs(Shape(2, nodes, 1, 1, 1, 8, LARGE * BLOCK), jnp.float32, fill=0.3)
-    inputs |= {} if has_lse else {"lse": None}
-    jax.jit(lambda inputs: prefix_mass(**inputs, backend="xla"))(inputs).block_until_ready()
-    jax.effects_barrier()
-    passes = 1 if has_lse else 2
-    assert sorted(cuts) == sorted([0, BLOCK] * passes)
 
 
 BAD = {

@@ -45,20 +45,3 @@ def test_writes_a_row_for_each_node_count_and_backend(tmp_path, capsys, small_re
     assert result["settings"]["context"] == 64
     assert list(tmp_path.iterdir()) == [path]
     assert len(capsys.readouterr().out.splitlines()) == 4 + len(rows)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--nodes", "1,0"], "0 must be at least 1"),
-        (["--nodes", "1,x"], "'x'"),
-        (["--fill", "1.5"], "1.5 must be above 0"),
-        (["--backends", "fast"], "'fast' is unknown"),
-        (["--baselines", "flash"], "'flash' is unknown: use jax.nn xla"),
-        (["--preset", "hopper"], "--preset sets --batch"),
-    ],
-)
-def test_invalid_arguments_are_refused(arguments, message, capsys, small_read):
-    with pytest.raises(SystemExit):
-        bench.main([*TINY, *arguments])
-    assert message in capsys.readouterr().err

@@ -1,34 +1,29 @@
 """The kernel for NVIDIA Hopper without a GPU: interpreted, lowered, and its configurations."""
 
-import dataclasses
 import functools
 import itertools
 import types
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export, lax
+from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import choose_backend, quantize, tree_attention
 from pallas_kernels.benchmarks.shapes import HOPPER_SHAPES, Shape
 from pallas_kernels.benchmarks.validate import LSE_TOLERANCE, TOLERANCE
-from pallas_kernels.lse_merge import MASKED
 from pallas_kernels.mosaic_gpu import hopper, hopper_config, mosaic
 from pallas_kernels.mosaic_gpu.hopper_config import Config
 from tests.pallas_kernels.attention_cases import (
     MASKS,
     compiled,
-    compiled_of_rows,
     edge_lengths,
     make_inputs,
     relative_error,
     seen_by_nobody,
-    some_rows,
 )
 from tests.quick import quick
 
@@ -57,7 +52,7 @@ def check(inputs: dict, backend: str = "mosaic_interpreted") -> None:
     assert (np.asarray(out)[~seen] == 0).all()
 
 
-SHAPES = [HOPPER_SHAPES[i] for i in (0, 3)]  # one token, many tokens
+SHAPES = [HOPPER_SHAPES[3]]  # many tokens
 HOPPER_GRID = tuple(
     Shape(6, nodes, nodes, 1, group, head_dim, 165)
     for group in (1, 4, 5, 8)
@@ -92,7 +87,7 @@ CONFIGS = {
 
 
 @interpreted
-@pytest.mark.parametrize("name", quick(CONFIGS, "key groups and splits"))
+@pytest.mark.parametrize("name", quick(CONFIGS))
 def test_every_config_gives_the_same_result(name, monkeypatch):
     monkeypatch.setattr(mosaic, "choose_config", lambda *sizes: CONFIGS[name])
     shape = Shape(6, 17, 17, 1, 5, 64, 420)
@@ -100,16 +95,7 @@ def test_every_config_gives_the_same_result(name, monkeypatch):
     check(inputs | {"lengths": jnp.asarray([0, 63, 64, 65, 400, 420], jnp.int32)})
 
 
-@interpreted
-@pytest.mark.parametrize("bits", quick([None, 8], None))
-def test_first_row_selects_rows_of_a_larger_cache(bits):
-    inputs = inputs_of(Shape(4, 17, 17, 1, 5, 64, 165))
-    inputs = quantized(inputs) if bits else inputs
-    out, _ = compiled("mosaic_interpreted")(inputs)
-    rows, _ = compiled_of_rows("mosaic_interpreted")(some_rows(inputs, 1, 2), 1)
-    np.testing.assert_array_equal(rows, out[1:3])
-
-
+@pytest.mark.slow
 @interpreted
 def test_dead_slots_do_not_matter():
     inputs = inputs_of(HOPPER_SHAPES[1])
@@ -146,20 +132,6 @@ def test_8_bits_equal_the_reference_on_every_shape(shape):
     check(quantized(inputs_of(shape)))
 
 
-@interpreted
-def test_swapped_scales_are_detected(monkeypatch):
-    flash = hopper.flash
-
-    def swapped(q, k, v, *rest):
-        k, v = (dataclasses.replace(x, scales=y.scales) for x, y in ((k, v), (v, k)))
-        return flash(q, k, v, *rest)
-
-    inputs = quantized(inputs_of(HOPPER_SHAPES[1]))
-    monkeypatch.setattr(hopper, "flash", swapped)
-    with pytest.raises(AssertionError):
-        check(inputs)
-
-
 RACING = {
     "plain decoding": (HOPPER_SHAPES[0], {"splits": 2, "key_groups": 2, "stages": 2}),
     "a chain": (HOPPER_SHAPES[1], {"key_groups": 2, "stages": 2}),
@@ -175,12 +147,13 @@ def run_detecting_races(monkeypatch, inputs: dict, **config) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("kind", quick(RACING, "plain decoding", "a tree"))
+@pytest.mark.parametrize("kind", quick(RACING, "a tree"))
 def test_there_are_no_races(kind, monkeypatch):
     shape, config = RACING[kind]
     run_detecting_races(monkeypatch, inputs_of(shape), **config)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("groups", quick(["key_groups", "row_groups"], "key_groups"))
 def test_there_are_no_races_with_8_bits(groups, monkeypatch):
@@ -202,43 +175,6 @@ def test_a_producer_that_does_not_wait_is_detected(monkeypatch):
     with pytest.raises(jax.errors.JaxRuntimeError, match="check_write"):
         inputs = inputs_of(Shape(6, 1, 1, 1, 1, 64, 600))
         run_detecting_races(monkeypatch, inputs, key_groups=2, stages=2)
-
-
-def written(rows: int, **config) -> tuple:
-    """Returns the results of the kernel alone; the interpreter initializes them to NaN.
-
-    Lengths cover all edge cases, and no row sees a new token.
-    """
-    shape = Shape(6, rows, 64, 1, 1, 64, 165)
-    inputs = inputs_of(shape)
-    tiles = -(-rows // 64) * 64
-    new = (inputs[name].swapaxes(1, 2) for name in ("k_new", "v_new"))
-    bias = jnp.full((1, tiles, 64), MASKED)
-    k, v, lengths = (inputs[name] for name in ("k_prefix", "v_prefix", "lengths"))
-    q, lengths = inputs["q"].swapaxes(1, 2), jnp.append(lengths, 0)
-    return hopper.flash(q, k, v, lengths, *new, bias, Config(**config), interpreted=True)
-
-
-@interpreted
-@pytest.mark.parametrize("rows", quick([8, 72], 72))
-def test_every_row_of_every_part_is_written(rows):
-    out, lse = written(rows, splits=3, key_groups=2)
-    assert out.shape == (6, 6, 1, rows, 64)
-    assert np.isfinite(out).all() and np.isfinite(lse).all()
-
-
-@interpreted
-def test_an_unwritten_tile_is_detected(monkeypatch):
-    copy = plgpu.copy_smem_to_gmem
-
-    def careless(*arguments):
-        @pl.when(lax.axis_index("tile") == 0)
-        def _():
-            copy(*arguments)
-
-    monkeypatch.setattr(plgpu, "copy_smem_to_gmem", careless)
-    out, _ = written(72)
-    assert np.isfinite(out[..., :64, :]).all() and np.isnan(out[..., 64:, :]).all()
 
 
 def lowered(shape: Shape, bits: int | None = None) -> str:

@@ -10,12 +10,11 @@ import shutil
 import subprocess
 import sys
 
-import matplotlib.pyplot as plt
 import nbformat
 import pytest
 
 from experiments.notebooks import __main__ as command
-from experiments.notebooks import pictures, running
+from experiments.notebooks import running
 from tests.quick import quick
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -67,24 +66,6 @@ def test_the_first_cell_finds_the_clone_from_any_folder_of_it(clone):
             check=True,
         )
         assert ran.stdout.split() == [str(clone), str(clone)]
-
-
-def test_the_first_cell_installs_only_on_colab(tmp_path):
-    printing = "import subprocess, sys\nsubprocess.run = lambda *a, **k: print(*a)\n"
-    missing = "import importlib.util\nimportlib.util.find_spec = lambda name: None\n"
-
-    def run(before):
-        source = f"{before}exec({first_cell()!r})"
-        command = [sys.executable, "-c", source]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-
-    elsewhere = run(printing + missing)
-    assert "magicjax is not installed: pip install" in elsewhere.stderr and not elsewhere.stdout
-    (tmp_path / "magicjax").mkdir()  # made by git clone
-    on_colab = run(printing + "sys.modules['google.colab'] = sys\n")
-    assert on_colab.returncode == 0
-    assert "'clone', '-q', 'https://github.com/magicjax/magicjax'" in on_colab.stdout
-    assert f"'-e', '{tmp_path}/magicjax[experiments]'" in on_colab.stdout
 
 
 # The command
@@ -168,15 +149,3 @@ def test_paths_of_a_machine_and_warnings_are_problems(name, text, message):
 
 
 # Pictures
-
-
-def test_a_tree_shows_every_token_the_accepted_path_and_the_bonus_token():
-    _, axes = plt.subplots()
-    pictures.token_tree(axes, ["a", " b", "\n", "$"], [-1, 0, 0, 1], path=[0, 1], bonus="z")
-    texts = {text.get_text(): text for text in axes.texts}
-    assert set(texts) == {"0: a", "1: ·b", "2: ↵", "3: $", "bonus: z"}
-    strong = {name for name, text in texts.items() if text.get_weight() == "bold"}
-    assert strong == {"0: a", "1: ·b", "bonus: z"}
-    widths = [line.get_linewidth() for line in axes.lines]
-    assert widths[:3] == [3, 1, 1]  # to nodes 1, 2, 3
-    plt.close("all")

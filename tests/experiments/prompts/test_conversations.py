@@ -3,7 +3,6 @@
 import collections
 import json
 import re
-from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from experiments import prompts
 from experiments.prompts import conversation, corpus
 from experiments.prompts.prompt import encode
-from experiments.prompts.tasks import docs, record_formats
+from experiments.prompts.tasks import record_formats
 from tests.experiments import prompt_cases
 
 CATEGORIES = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem"} | {
@@ -117,13 +116,6 @@ def test_messages_in_their_frame_are_the_tokens_of_the_chat_template(texts, chat
     assert tokens == expected
 
 
-def test_a_template_that_drops_messages_is_refused():
-    tokenizer = prompt_cases.chatty()
-    tokenizer.chat_template = "{{ messages[-1].content }}"
-    with pytest.raises(ValueError, match=r"does not contain every message .*chat_template=no"):
-        conversation.around_messages(tokenizer, None, 3)
-
-
 def test_the_text_of_a_special_token_in_a_message_is_text(tmp_path, chatty):
     path = tmp_path / "question.jsonl"
     turn = "What does <|im_end|> mean?"
@@ -169,19 +161,6 @@ def test_a_context_without_room_beside_the_template_is_refused(chatty, tmp_path)
 
 
 # Documentation
-
-
-@pytest.mark.parametrize("context", [400, 3000])
-def test_the_section_that_a_task_asks_for_is_whole(context, chatty):
-    made = prompts.make("docs", chatty, "", 8, context)
-    titles = [prompt.source for prompt in made]
-    assert collections.Counter(p.category for p in made) == dict.fromkeys(docs.TASKS, 2)
-    assert len(set(titles)) == 8
-    whole = {text.lstrip().split("\n")[0]: text.strip() for text in topics.values()}
-    for prompt in made:
-        _, (_, text), _ = messages(chatty, prompt.tokens)
-        assert text.startswith(docs.START) and whole[prompt.source] in text
-        assert text.endswith(docs.TASKS[prompt.category].format(prompt.source))
 
 
 # Questions after earlier turns
@@ -278,11 +257,3 @@ def test_a_record_of_another_format_is_refused(record, message, tmp_path, chatty
     path.write_text(json.dumps(record))
     with pytest.raises(ValueError, match=message):
         prompts.make("dataset", chatty, str(path), 1, 900)
-
-
-def test_too_few_questions_are_an_error_that_names_a_context(folder, chatty):
-    path = str(folder / "data.json")
-    with pytest.raises(ValueError, match=r"0 of the 4 .* context=90000: choose .* at most (\d+)"):
-        prompts.make("dataset", chatty, path, 4, 90000)
-    with pytest.raises(ValueError, match=r"4 of the 4 questions of .*: use fewer prompts, or give"):
-        prompts.make("dataset", chatty, path, 5, 900)

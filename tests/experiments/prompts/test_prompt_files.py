@@ -83,15 +83,6 @@ def test_a_folder_is_the_text_of_all_its_visible_files_by_path(tmp_path, tokeniz
     assert prompt.tokens.tolist() == [*leading, *expected[: len(expected) - 1]]
 
 
-def test_a_file_that_has_changed_is_read_again(tmp_path, tokenizer):
-    path = tmp_path / "a.txt"
-    rows = []
-    for letter in "ab":
-        path.write_text(letter * 100)
-        rows.append(prompts.make("files", tokenizer, str(path), 1, 50)[0].tokens)
-    assert (rows[0] != rows[1]).any()
-
-
 # PG-19
 
 
@@ -238,14 +229,6 @@ def test_a_path_that_is_missing_or_does_not_exist_is_refused(kind, tmp_path):
         prompts.check(kind, "")
     with pytest.raises(ValueError, match=f"nothing does not exist: {kind} reads a file"):
         prompts.check(kind, str(tmp_path / "nothing"))
-
-
-def test_a_file_or_folder_of_the_wrong_kind_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(ValueError, match=r"a.txt is not a .jsonl file, which longbench needs"):
-        prompts.check("longbench", str(tmp_path / "a.txt"))
-    with pytest.raises(ValueError, match=r"is a folder: qa reads a file"):
-        prompts.check("qa", str(tmp_path))
 
 
 @pytest.mark.parametrize(

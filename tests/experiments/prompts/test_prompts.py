@@ -13,15 +13,6 @@ from tests.experiments import prompt_cases
 MADE = [kind for kind in prompts.KINDS if kind != prompts.RANDOM]
 
 
-class Letters:
-    """A tokenizer with a token for each letter, and the end token 0."""
-
-    eos_token_id = 0
-
-    def encode(self, text, add_special_tokens=True, **options):
-        return [ord(letter) for letter in text]
-
-
 TOKENIZERS = {
     "embedded": prompt_cases.embedded,
     "letters": prompt_cases.letters,
@@ -148,15 +139,6 @@ def test_the_text_of_a_special_token_is_encoded_as_text(tmp_path, tokenizer):
     assert not np.isin(prompt.tokens[len(leading) :], tokenizer.all_special_ids).any()
 
 
-def test_prompts_come_from_held_out_modules_only(monkeypatch):
-    modules = [corpus.Module(f"{i}.py", chr(200 + i)) for i in range(200)]
-    monkeypatch.setattr(corpus, "library", lambda: modules)
-    trained_on, held_out = corpus.split(modules)
-    stream = set(prompts.stdlib_stream(Letters()).tolist()) - {0}
-    assert stream == {ord(m.text) for m in held_out}
-    assert not stream & {ord(m.text) for m in trained_on}
-
-
 def test_the_least_repetitive_candidates_are_chosen():
     candidates = np.arange(6, dtype=np.int32)[:, None]
     loops = np.array([9, 0, 5, 40, 1, 30])  # how much the continuation of each repeats
@@ -201,21 +183,3 @@ def test_a_short_text_is_an_error_that_names_the_longest_context():
     with pytest.raises(ValueError, match="a context of at most 998, or"):
         prompts.cut(stream, 4, 999, leading=[7, 8])
     prompts.cut(stream, 4, 998, leading=[7, 8])
-
-
-def test_random_prompts_use_the_whole_vocabulary_and_are_deterministic():
-    made, again, other = (prompts.random(50, 3, 400, seed) for seed in (0, 0, 1))
-    for prompt, same, another in zip(made, again, other):
-        assert (prompt.tokens.shape, prompt.tokens.dtype) == ((400,), np.dtype(np.int32))
-        assert set(prompt.tokens.tolist()) == set(range(50))
-        np.testing.assert_array_equal(prompt.tokens, same.tokens)
-        assert (prompt.tokens != another.tokens).any()
-    assert len({prompt.tokens.tobytes() for prompt in made}) == 3
-    np.testing.assert_array_equal(prompts.random(50, 1, 400, 0)[0].tokens, made[0].tokens)
-
-
-def test_the_score_is_the_share_of_answers_in_the_text():
-    prompt = prompts.Prompt(np.zeros(1, np.int32), ("Alpha", "beta", "gamma", "delta"))
-    assert prompts.score(prompt, "ALPHA, then Beta") == 0.5
-    assert prompts.score(prompt, "") == 0.0
-    assert prompts.score(prompt, "alpha beta gamma delta") == 1.0

@@ -4,14 +4,10 @@ import itertools
 import re
 import shutil
 
-import numpy as np
 import pytest
-import yaml
 
 from experiments.report import (
     answer,
-    categories,
-    labels,
     page,
     ranking,
     results_folder,
@@ -171,61 +167,10 @@ def test_a_latex_table_is_escaped(tmp_path):
     assert "textbf" not in ranking.to_latex(undecided)
 
 
-def test_a_method_has_one_style_and_its_family_one_colour():
-    budgets = [
-        {"method": f"self:snapkv:{b}, chain:3", "draft": "self", "policy": "snapkv", "budget": b}
-        for b in (64, 256)
-    ]
-    others = [
-        {"method": f"m{i}", "draft": "small", "draft_model": i, "budget": None} for i in range(9)
-    ]
-    found = labels.styles([*budgets, *others])
-    assert labels.families(budgets) == dict.fromkeys(
-        (row["method"] for row in budgets), "self:snapkv:B, chain:3"
-    )
-    first, second = (found[row["method"]] for row in budgets)
-    assert first[0] == second[0] == found["self:snapkv:B, chain:3"][0] and first != second
-    methods = [found[row["method"]] for row in (*budgets, *others)]
-    assert len(set(methods)) == len(methods)
-    assert found["plain"][0] == "#000000"
-
-
-def test_categories_pool_the_rounds_of_their_requests(tmp_path):
-    cells = results_folder.read(fill(tmp_path / "mine", contexts=(64,), failed={})).cells
-    table = categories.by_category(cells)
-    assert list(table["batch"]) == [4] * 6 and list(table["rows"]) == [2] * 6
-    math = table[table["category"] == "math"].iloc[0]  # requests 0 and 2
-    assert math["tau"] == (2 * 3.0 + 10 * 2.0) / 12
-    assert math["accepted"] == (2 * 6 + 3 * 2) / (3 * 12) and np.isnan(math["score"])
-    assert math["accepted 0, 1, …"] == "33% 0% 50% 17%"
-    assert set(table[table["category"] == "writing"]["score"]) == {0.5}
-    assert len(categories.by_request(cells)) == 3 * (1 + 4)
-    single = [cell for cell in cells if cell.row["batch"] == 1]
-    assert categories.by_category(single).empty  # one request has one category
-
-
 @pytest.fixture
 def no_figures(monkeypatch):
     """A report without figures, which take most of the time."""
     monkeypatch.setattr(page, "make_figures", lambda cells, rows: {})
-
-
-def test_figures_of_an_earlier_report_are_removed(tmp_path, no_figures):
-    folder = fill(tmp_path / "mine")
-    (folder / "figures").mkdir()
-    (folder / "figures" / "throughput.png").touch()
-    one = [cell.key for cell in results_folder.read(folder).cells if cell.row["batch"] == 1][:3]
-    assert page.write(folder, one) == ["report.html"]
-    assert not figures_of(folder)
-
-
-def test_folders_of_two_machines_are_merged_by_copying_their_cells(tmp_path):
-    first = fill(tmp_path / "first", batches=(1,))
-    second = fill(tmp_path / "second", batches=(4,))
-    for path in (second / "cells").iterdir():
-        shutil.copytree(path, first / "cells" / path.name)
-    found = results_folder.read(first)
-    assert len(found.cells) == 16 and {row["batch"] for row in found.rows} == {1, 4}
 
 
 def test_two_folders_are_compared_cell_by_cell(tmp_path, capsys, no_figures):
@@ -272,16 +217,6 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path, capsys, how, message)
     assert message in capsys.readouterr().err
 
 
-def test_the_config_is_escaped(tmp_path, no_figures):
-    folder = fill(tmp_path / "mine", batches=(1,), contexts=(64,))
-    path = folder / "experiment.yaml"
-    known = yaml.safe_load(path.read_text())
-    known["config"]["target"] = "<script>alert"
-    path.write_text(yaml.safe_dump(known))
-    page.write(folder)
-    assert "<script>alert" not in (folder / "report.html").read_text()
-
-
 def change(folder, what, **columns):
     """Changes the columns of the cells whose settings have the values in `what`."""
     for cell in results_folder.read(folder).cells:
@@ -289,16 +224,3 @@ def change(folder, what, **columns):
             metrics = cell.metrics | {"row": cell.metrics["row"] | columns}
             metrics |= {name: columns[name] for name in cell.metrics if name in columns}
             store.write_json(cell.folder / store.METRICS, metrics)
-
-
-def made(folder):
-    cells = results_folder.read(folder).cells
-    return {*page.make_figures(cells, answer.with_intervals(cells))}
-
-
-def test_cells_without_times_are_not_in_figures_of_speed(tmp_path):
-    folder = fill(tmp_path / "mine", failed={})
-    change(folder, {"batch": 1}, **dict.fromkeys(TIMES))
-    assert "speedup_map" in made(folder)
-    change(folder, {}, **dict.fromkeys(TIMES))
-    assert made(folder) == {"tau", "acceptance", "depth", "phases"}

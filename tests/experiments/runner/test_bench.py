@@ -10,7 +10,7 @@ import models
 from experiments import prompts
 from experiments.runner import measure, workload
 from experiments.schema import config, grid, method
-from tests.magicjax import mesh_cases, tiny
+from tests.magicjax import tiny
 
 TARGET = pathlib.Path("experiments/zoo/target")
 
@@ -84,18 +84,6 @@ def test_chosen_prompts_are_kept_until_the_text_changes(mine, tmp_path, monkeypa
     assert chosen == [8, 8]  # once for the cells of each text
 
 
-def test_a_divided_target_is_read_with_its_weights(monkeypatch):
-    bench = workload.Bench()
-    monkeypatch.setattr(bench, "model", lambda path, dtype, **options: (path, options["weights"]))
-    monkeypatch.setattr(workload.offloading, "device_memory", lambda: 10**9)
-    divided = SimpleNamespace(shape={"stage": 2})
-    monkeypatch.setattr(grid.Cell, "devices", property(lambda self: divided))
-    (cell, *_) = cells(target_weights="int4:32", context=256)
-    assert bench.read_by(cell.target, cell) == (cell.target, "int4:32")
-    other = "experiments/zoo/draft-1"
-    assert bench.read_by(other, cell) == (other, None)
-
-
 SAMPLING = {"temperature": 1.0, "seed": 3}
 
 
@@ -155,27 +143,3 @@ def test_batches_of_a_sampled_cell_draw_different_numbers(monkeypatch):
         assert len(run["decode_s_by_batch"]) == 3
         assert sum(run["decode_s_by_batch"]) == pytest.approx(run["decode_s"])
     assert metrics["row"]["exact_match"] == 1
-
-
-@pytest.mark.slow
-def test_interleaved_runs_on_a_mesh_compile_once(eight):
-    assert eight(interleave_on_a_mesh) == [[True, 0]] * 4
-
-
-def interleave_on_a_mesh():
-    """Returns, for each timed run, whether its tokens equal the first run's, and compilations."""
-    bench = workload.Bench()
-    target = mesh_cases.target(4)
-    bench.model = lambda *arguments, **options: target
-    rows = np.random.default_rng(0).integers(tiny.VOCAB, size=(4, 40)).astype(np.int32)
-    bench.prompts = lambda cell: rows
-    methods = [method.Method(drafter="self:snapkv:32", tree="chain:2")]
-    experiment = config.Experiment(
-        methods=methods, batch=4, context=40, new_tokens=8, mesh="data=2,model=2"
-    )
-    group = grid.groups(experiment)[0]
-    runs = bench.runs(group, rows)
-    outputs = [runs.run(cell) for _ in range(3) for cell in group]
-    first = outputs[:2] * 2
-    equal = [np.array_equal(a.tokens, b.tokens) for a, b in zip(first, outputs[2:], strict=True)]
-    return [[same, output.stats.compilations] for same, output in zip(equal, outputs[2:])]

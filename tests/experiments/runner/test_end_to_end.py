@@ -107,21 +107,3 @@ def test_a_sampled_grid_compares_with_plain_sampling_of_the_same_parameters(zoo,
     assert float(mss["nodes_per_round"]) == 5
     assert float(mss["tau_by_request"]) >= 1
     assert mss["agreement"] and not ensemble["agreement"] and not prompt_lookup["agreement"]
-
-
-def test_an_offloaded_target_is_exact(zoo, here):
-    here()
-    path = zoo / "offload.yaml"
-    path.write_text(
-        f"target: {zoo / 'target'}\n"
-        f"results: {zoo / 'results'}\n"
-        "new_tokens: 12\nagreement_tokens: 96\nbatch: 1\ncontext: 48\nrepeats: 0\n"
-        "offload: yes\n"
-        "methods: [{drafter: self, policy: streaming, budget: 24, sinks: 4, tree: chain:2}]\n"
-    )
-    assert launch.main([str(path)]) == 0
-    with (zoo / "results" / "offload" / "summary.csv").open() as lines:
-        rows = list(csv.DictReader(lines))
-    assert [row["offload"] for row in rows] == ["yes", "yes"]
-    assert all(float(row["exact_match"]) == 1 for row in rows)
-    assert float(rows[1]["agreement"]) > 0

@@ -15,6 +15,7 @@ UNEQUAL = ("target_passes", "acceptance_rate")
 OF_THE_CALL = (*SUMS, "tokens_per_s", "kv_bytes_target", "kv_bytes_draft")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", quick(["expansion:2,1", None], None))
 def test_merged_batches_have_the_statistics_of_one(tree):
     rows = np.random.default_rng(3).integers(tiny.VOCAB, size=(4, 20)).astype(np.int32)

@@ -11,10 +11,10 @@ import time
 import pandas as pd
 import pytest
 
+from experiments.processes import LOST
 from experiments.runner import multihost
 from experiments.schema.config import Experiment
 from experiments.schema.fields import ConfigError
-from sharding.processes import LOST
 from tests.two_processes import environment, free_port
 
 CONFIG = """
@@ -171,16 +171,6 @@ def test_generate_runs_in_two_processes_and_rank_0_prints():
     assert [process.returncode for process in both] == [0, 0]
     assert first[0].endswith(alone) and "tokens/s" in first[1]
     assert alone.strip() not in second[0] and "tokens/s" not in second[1]
-
-
-@pytest.mark.slow
-def test_ranks_with_different_settings_stop_before_the_run(launch, tmp_path):
-    both = launch(second_only=("--new-tokens", "16", "--seed", "1", "--do-sample"))
-    for process in both:
-        _, output = process.communicate(timeout=100)
-        assert process.returncode == 2
-        assert "rank 1 has different settings: settings.new_tokens is 16 there and 8 in" in output
-    assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.parametrize(

@@ -36,18 +36,6 @@ def test_a_huge_batch_is_refused_before_its_prompts_are_made(tmp_path, capsys, m
     assert "a batch of 1000000 rows of 576 tokens needs" in capsys.readouterr().err
 
 
-def test_too_few_prompts_are_an_error_in_terms_of_the_config(tmp_path, capsys, monkeypatch):
-    def too_few(*_, **__):
-        raise ValueError("4 of the 4 questions suit 8 prompts: use fewer prompts, or give more")
-
-    path = tmp_path / "mine.yaml"
-    path.write_text(f"results: {tmp_path}\nprompts: chat\nbatch: 8\nmethods: []\n")
-    monkeypatch.setattr(prompts, "make", too_few)
-    assert launch.main([str(path)]) == 2
-    message = "suit 8 prompts: use a smaller batch, requests or candidates, or give more"
-    assert message in capsys.readouterr().err
-
-
 def test_cells_larger_than_the_memory_are_refused_or_recorded(
     tmp_path, capsys, here, scripted, monkeypatch
 ):

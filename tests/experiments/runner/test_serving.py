@@ -11,7 +11,7 @@ import pytest
 from experiments import launch
 from experiments.report import categories, page, results_folder
 from experiments.runner import preflight
-from experiments.runner.serving import cell, workload
+from experiments.runner.serving import workload
 from experiments.runner.workload import Bench
 from experiments.schema import config, grid, method
 from magicjax.parallel import offloading
@@ -159,31 +159,6 @@ def test_a_grid_of_rates_is_exact_reported_and_resumed(zoo, here, capsys, monkey
         assert text in report
     assert "goodput" in capsys.readouterr().out
     assert (directory / "figures" / "goodput.png").exists()
-
-
-@pytest.mark.slow
-def test_slots_are_divided_over_groups_of_devices(eight):
-    exact, lines, single, divided = eight(serve_divided_slots)
-    assert exact == 1.0 and lines == 5
-    assert divided == pytest.approx(single / 2, rel=0.1)
-
-
-def serve_divided_slots():
-    """Returns (the share of exact rows, lines, bytes of a device with one group and with two)."""
-    described = method.Method(drafter=["prompt-lookup"], tree=["chain:2"])
-    experiment = config.Experiment(
-        **dict(slots=4, mesh="data=2", requests=5, repeats=0, methods=[described]),
-        **dict(context=48, new_tokens=12),
-    )
-    metrics, requests = cell.measure(Bench(), grid.groups(experiment)[0][1])
-    fitting = []
-    for mesh in ("", "data=2"):
-        large = config.Experiment(slots=4096, context=512, new_tokens=64, mesh=mesh)
-        plain = grid.groups(large)[0][:1]
-        fitting.append(
-            next(n for n in range(10**7, 10**11, 10**7) if not preflight.too_large(plain, n))
-        )
-    return [metrics["row"]["exact_match"], len(requests), *fitting]
 
 
 @pytest.mark.slow

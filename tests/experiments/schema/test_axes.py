@@ -71,14 +71,6 @@ def test_a_cell_is_restored_from_its_resolved_settings():
     assert grid.plain_of(cell) == plain
 
 
-def test_methods_with_one_name_are_refused():
-    methods = [{"drafter": "small:a/d"}, {"drafter": "small:b/d"}]
-    with pytest.raises(
-        fields.ConfigError, match="two methods have the name 'small:d:full, chain:4'"
-    ):
-        cells(methods=methods)
-
-
 def read(tmp_path, **files):
     for name, text in files.items():
         (tmp_path / f"{name}.yaml").write_text(text)
@@ -94,15 +86,6 @@ def test_a_base_provides_missing_keys_except_the_name_and_exclude(tmp_path):
     )
     assert (found.name, found.batch, found.context, found.repeats) == ("top", 2, 64, 5)
     assert found.exclude == []
-
-
-def test_a_missing_or_circular_base_is_refused(tmp_path):
-    with pytest.raises(fields.ConfigError, match="top.yaml is its own base, through other.yaml"):
-        read(tmp_path, top="base: other.yaml", other="base: top.yaml")
-    with pytest.raises(fields.ConfigError, match="none.yaml: no such file"):
-        read(tmp_path, top="base: none.yaml")
-    with pytest.raises(fields.ConfigError, match=r"base=\['a.yaml'\] must be the path of one file"):
-        read(tmp_path, top="base: [a.yaml]")
 
 
 def test_the_command_line_overrides_the_axes_of_a_file(tmp_path):

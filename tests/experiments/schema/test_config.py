@@ -121,14 +121,6 @@ def test_settings_of_sampling_are_refused_in_greedy_decoding(tmp_path, text, nam
     read(tmp_path, f"temperature: 1\n{text}")
 
 
-def test_requests_are_whole_batches_and_unknown_to_auto(tmp_path):
-    assert read(tmp_path, "requests: 6\nbatch: 3").requests == 6
-    with pytest.raises(fields.ConfigError, match="requests=6 is not a multiple of batch=4"):
-        read(tmp_path, "requests: 6\nbatch: 4")
-    with pytest.raises(fields.ConfigError, match="not supported with drafter=auto"):
-        read(tmp_path, "requests: 6\nmethods: [{drafter: auto}]")
-
-
 @pytest.mark.parametrize("kind", ["stdlib", "random"])
 def test_a_chat_template_for_text_that_asks_nothing_is_refused(kind, tmp_path):
     other = "" if kind == "stdlib" else "\nagreement_tokens: 0"
@@ -188,35 +180,6 @@ def test_the_command_line_overrides_the_file_which_overrides_the_defaults(tmp_pa
     assert experiment.candidates == config.Experiment().candidates
     assert experiment.methods[0].tree == ["chain:3", "chain:4"]
     assert experiment.name == "mine"
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        (["--methods.0.profile", "x"], "profile has no effect without drafter=auto: remove it"),
-        (["--repeats", "-1"], "repeats=-1: Input should be greater than or equal to 0"),
-        (["--prompts", "stdlb"], "prompts='stdlb': 'stdlb' is not a kind of prompts; did you mean"),
-        (["--methods.0.drafter", "self:streming"], "policy='streming' is unknown"),
-        (["--slurm.gpus", "-1"], "gpus=-1: Input should be greater than or equal to 0"),
-    ],
-)
-def test_overrides_are_checked_like_the_file(tmp_path, capsys, override, message):
-    path = tmp_path / "mine.yaml"
-    path.write_text("methods: [{drafter: self}]")
-    with pytest.raises(fields.ConfigError) as error:
-        config.from_command_line([str(path), *override], "launch")
-    assert str(error.value).startswith(f"command line:\n  {message}")
-    assert "pydantic" not in str(error.value) and "input_value" not in str(error.value)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_an_unknown_option_ends_with_a_suggestion(tmp_path, capsys):
-    path = tmp_path / "mine.yaml"
-    path.write_text("methods: [{drafter: self}]")
-    with pytest.raises(SystemExit) as end:
-        config.from_command_line([str(path), "--repeets", "3"], "launch")
-    assert end.value.code == 2
-    assert "--repeats" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

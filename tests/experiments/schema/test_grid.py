@@ -92,15 +92,6 @@ def test_a_key_has_the_names_of_models_and_files_not_their_folders():
     assert grid.key(cell("a/")) != grid.key(cell("a/", "other"))
 
 
-def test_two_models_of_one_name_in_a_grid_are_refused():
-    raw = {"grid": {"target": ["a/model", "b/model"]}}
-    with pytest.raises(fields.ConfigError, match="a/model and b/model have the same name"):
-        grid.groups(fields.checked(config.Experiment, raw, "test"))
-    raw = {"methods": [{"drafter": "small:a/model"}, {"drafter": "small:b/model"}]}
-    with pytest.raises(fields.ConfigError, match="two methods have the name"):
-        grid.groups(fields.checked(config.Experiment, raw, "test"))
-
-
 def test_a_fingerprint_names_the_weights_not_the_folder(tmp_path):
     for folder, weights in (("a", b"1"), ("b", b"1"), ("c", b"2")):
         (tmp_path / folder).mkdir()

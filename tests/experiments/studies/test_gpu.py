@@ -136,20 +136,6 @@ def grid(**figures):
     return {"grid-16x32768-gamma4": {"command": "c", "seconds": 1.0, "result": {"rows": rows}}}
 
 
-@pytest.mark.parametrize(
-    ("figures", "wall", "per_round"),
-    [
-        ({}, True, True),
-        ({"speedup": 1.79}, False, True),
-        ({"speedup per round": 1.7}, True, False),
-    ],
-)
-def test_the_loop_is_compared_with_its_parts(figures, wall, per_round):
-    parts = grid(**figures)
-    assert met(parts, "synthetic 0.8, gamma 4: speedup / predicted") is wall
-    assert met(parts, "synthetic 0.8, gamma 4: speedup per round / predicted") is per_round
-
-
 def profile():
     seconds = {"wall": 2.0, "attention": 1.0, "matrix products": 0.5, "other": 0.25, "idle": 0.25}
     row = {"loop": "plain", "rounds": 23, "seconds": seconds | {"longest gap": 0.01}}

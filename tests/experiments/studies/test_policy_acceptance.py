@@ -30,16 +30,7 @@ def main(tmp_path, scripted, monkeypatch):
     return run
 
 
-def test_every_method_runs_once_beside_plain_decoding(main, tmp_path, capsys):
-    ran, rows = main("--context", "96")
-    assert [cell.options.get("policy") for cell in ran] == [None, "streaming", "snapkv"]
-    assert rows.policy.tolist() == ["streaming", "snapkv"]
-    assert (rows.tau == 2).all() and (rows.acceptance_rate == 0.5).all()
-    assert (rows.exact_match == 1).all()
-    assert "snapkv" in capsys.readouterr().out
-    assert (tmp_path / "mine" / "acceptance-single.pdf").read_bytes().startswith(b"%PDF")
-
-
+@pytest.mark.slow
 def test_finished_groups_are_kept_and_not_run_again(main, capsys, monkeypatch):
     main("--context", "128")
     ran, rows = main("--grid.context", "96", "128")

@@ -168,14 +168,6 @@ def test_each_draft_is_tuned_on_what_earlier_drafts_miss(folder, tmp_path, monke
         np.testing.assert_array_equal(stream[:, :2], np.stack([tokens, labels], 1))
 
 
-def test_the_kept_share_applies_to_matched_samples_only():
-    matched = np.arange(4000) % 2 == 0
-    weights = boost.sample_weights(matched, 0.25, 2)
-    assert weights[~matched].all()
-    assert weights[matched].mean() == pytest.approx(0.25, abs=0.03)
-    np.testing.assert_array_equal(weights, boost.sample_weights(matched, 0.25, 2))
-
-
 def test_samples_of_weight_zero_have_no_gradient():
     module = models.build(models.DecoderConfig(vocab_size=40, max_positions=64, **SHAPE))
     params = models.init_params(module, 0)
@@ -193,18 +185,6 @@ def test_samples_of_weight_zero_have_no_gradient():
     others = gradient(weights, np.where(weights, 30, labels))
     assert any((a != b).any() for a, b in zip(others, expected))
     assert not any(g.any() for g in gradient(np.zeros(9, int), labels))
-
-
-@pytest.mark.slow
-def test_a_later_run_can_add_a_draft(folder, whole, tmp_path, monkeypatch):
-    shutil.copytree(whole[0] / "work", tmp_path / "work")
-    steps = []
-    drawn = trainer.batches
-    monkeypatch.setattr(trainer, "batches", lambda *a: steps.append(a[2]) or drawn(*a))
-    boost.run(settings(folder, drafts=3), tmp_path / "work", tmp_path / "out", "command")
-    assert steps == [6, 6, 6, 0]  # text and two drafts are read back, the third is tuned
-    assert drafts_in(tmp_path / "out") == drafts_in(whole[0])
-    assert (tmp_path / "out" / "draft-3" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
@@ -265,6 +245,7 @@ def written(folder, chat_target):
     return generated_text.write(str(chat_target), "float32", GENERATED, folder / "generated")
 
 
+@pytest.mark.slow
 def test_generated_text_is_whole_conversations_from_their_beginning(chat_target, written):
     start = magicjax.load(chat_target).tokenizer("<s>user: ")["input_ids"]
     rows = np.concatenate([written.held_out, written.train]).reshape(48, len(start) + 40)
@@ -273,11 +254,7 @@ def test_generated_text_is_whole_conversations_from_their_beginning(chat_target,
     assert written.held_out.size == rows.size // generated_text.HELD_OUT_EVERY
 
 
-def test_a_draft_vocabulary_has_the_most_frequent_tokens():
-    vocab_map = draft_vocab.make_map(np.array([5, 2, 2, 7, 5, 2, 9]), 10, 3)
-    assert vocab_map.tolist() == [2, 2, 0, 2, 2, 1, 2, 2, 2, 2]
-
-
+@pytest.mark.slow
 def test_a_draft_with_a_vocabulary_is_trained_on_generated_text(
     folder, chat_target, written, tmp_path
 ):

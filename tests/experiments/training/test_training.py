@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import models
@@ -53,15 +52,6 @@ def test_chunked_attention_equals_one_dense_softmax(length, monkeypatch):
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
-def test_a_batch_depends_on_seed_and_step_alone():
-    whole = list(trainer.batches(STREAM, SCHEDULE, 0))
-    assert [b.shape for b in whole] == [(2, 9)] * 4 + [(1, 17)] * 3
-    for resumed, expected in zip(trainer.batches(STREAM, SCHEDULE, 3), whole[3:], strict=True):
-        np.testing.assert_array_equal(resumed, expected)
-    other = next(trainer.batches(STREAM, dataclasses.replace(SCHEDULE, seed=1), 0))
-    assert not np.array_equal(other, whole[0])
-
-
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_weights(tmp_path, monkeypatch):
     module = models.build(CONFIG)
@@ -93,19 +83,6 @@ def test_training_lowers_the_loss_and_keeps_its_initial_parameters(tmp_path):
     trained = trainer.train(module, text, schedule, tmp_path, initial=initial)
     before, after = (trainer.evaluate(module, p, text, 16, 400) for p in (initial, trained))
     assert before > 3 and after < 1
-
-
-def test_the_loss_is_weighted_by_sample():
-    module = models.build(CONFIG)
-    params = models.init_params(module, 0)
-    tokens = jnp.asarray(STREAM[:9])[None]
-    labels = jnp.asarray(STREAM[100:109])[None]
-    weights = jnp.array([[1, 4, 1, 1, 4, 1, 1, 1, 9]])
-    logits = trainer.logits_of(module, params, tokens[:, :-1])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels[:, :-1])
-    expected = (np.asarray(losses[0]) * np.array([1, 4, 1, 1, 4, 1, 1, 1])).sum() / 14
-    loss = distill.label_loss(module, params, jnp.stack([tokens, labels, weights], -1))
-    assert float(loss) == pytest.approx(expected, rel=1e-5)
 
 
 def test_choices_are_the_greedy_tokens_and_are_cached(tmp_path, monkeypatch):

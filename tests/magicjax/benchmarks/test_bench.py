@@ -34,12 +34,6 @@ def generate(rate: float, inner=None):
     return found.stats
 
 
-def test_synthetic_acceptance_has_the_given_rate():
-    assert generate(1.0).acceptance_rate == 1
-    assert generate(0.0).acceptance_rate == 0
-    assert 0.3 < generate(0.8).acceptance_by_depth[0] < 1
-
-
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(bench, "read_bandwidth", lambda: 1e10)
@@ -101,24 +95,6 @@ def test_no_array_appears_twice_in_a_state(kind):
         for path, leaf in counts.items():
             if path.endswith((".count", ".lengths", ".added")):
                 assert (leaf == (0 if ".backlog" in path else 64)).all(), path
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick")
-def test_hugging_face_is_timed_or_skipped_with_a_reason(directory, tmp_path, monkeypatch):
-    out, calls = tmp_path / "bench.json", []
-
-    def time_step(*arguments):
-        calls.append(arguments)
-        return {"ms": 1e6} if len(calls) == 1 else {"skipped": "torch is not installed"}
-
-    monkeypatch.setattr(bench.hf_baseline, "time_step", time_step)
-    model = ["--target", str(directory), "--dtype", "float32", "--repeats", "1", "--out", str(out)]
-    shape = [*SHAPE, "--batch", "1", "2"]  # batch 2 shares programs with another test
-    assert bench.main([*model, *shape, "--gamma", "1", "--rate", "--hugging-face"]) == 0
-    assert calls == [(str(directory), "float32", batch, 64, "cpu") for batch in (1, 2)]
-    rows = [r for r in json.loads(out.read_text())["rows"] if r["part"] == "hugging face"]
-    assert rows[0]["time / T_target"] > 1 and rows[1]["skipped"] == "torch is not installed"
 
 
 @pytest.mark.usefixtures("quick")

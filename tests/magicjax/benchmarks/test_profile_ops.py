@@ -1,7 +1,5 @@
 """Profiles by operation class: small programs and traces, then real ones."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -101,16 +99,3 @@ def test_a_real_program_is_profiled():
     assert found["seconds"]["matrix products"] > 0
     assert found["seconds"]["attention"] == 0
     assert 0 <= found["seconds"]["idle"] < found["seconds"]["wall"]
-
-
-@pytest.mark.slow
-def test_the_command_prints_and_writes_both_loops(directory, tmp_path, capsys):
-    out = tmp_path / "profile.json"
-    shape = ["--batch", "2", "--context", "64", "--budget", "32", "--gamma", "2"]
-    model = ["--target", str(directory), "--dtype", "float32", "--out", str(out)]
-    assert profile_ops.main([*model, *shape, "--new-tokens", "12", "--rate", "1.0"]) == 0
-    plain, speculative = json.loads(out.read_text())["rows"]
-    assert (plain["loop"], plain["rounds"]) == ("plain", 11)
-    assert (speculative["loop"], speculative["rounds"]) == ("speculative", 4)
-    assert plain["seconds"]["attention"] > 0 and plain["seconds"]["matrix products"] > 0
-    assert "outside attention and products" in capsys.readouterr().out

@@ -125,18 +125,6 @@ def test_refused_requests_are_no_failure(server, bench, tmp_path):
     assert float(row["goodput_per_s"]) == float(row["requests_per_s"]) > 0
 
 
-def test_a_failed_request_is_exit_code_1(bench, monkeypatch):
-    async def measure(*_, runs, servers=None, **__):
-        server, level = load.Server("on", "http://on", "a"), load.Level(concurrency=1)
-        samples = [Sample("500", "the engine has failed", 0.0, 0.1), Sample(OK, "", 0.0, 0.1, 0.1)]
-        runs.append(Run(server, level, samples, 1.0))
-
-    monkeypatch.setattr(load, "measure", measure)
-    code, _, errors, rows = bench()
-    assert code == 1 and rows[0]["errors"] == "500: 1"
-    assert "1 of 2 requests failed; the first: 500: the engine has failed" in errors
-
-
 def test_an_interrupt_writes_what_there_is(bench, monkeypatch):
     async def measure(*_, runs, **__):
         server, level = load.Server("on", "http://on", "a"), load.Level(concurrency=1)

@@ -142,25 +142,6 @@ def test_calibrate_writes_a_profile_that_plan_uses(directory, tmp_path, run, off
 REFUSED = {
     "no profile": (["--out", "here.txt"], "--out here.txt must be a .json file"),
     "one node": (["--out", "a.json", "--nodes", "1"], "--nodes 1 must be at least 2"),
-    "no repeat": (["--out", "a.json", "--repeats", "0"], "--repeats 0 must be at least 1"),
-    "a drafter": (
-        ["--out", "a.json", "--target", "DIR", "--drafter", "slef"],
-        "'slef' is not a drafter",
-    ),
-    "a budget": (
-        [
-            "--out",
-            "a.json",
-            "--target",
-            "DIR",
-            "--context",
-            "100",
-            "--drafter",
-            "self:streaming:20",
-        ],
-        "is too small: its ring has",
-    ),
-    "no model": (["--out", "a.json", "--target", "lama"], "is not a directory"),
     "too long": (
         ["--out", "a.json", "--target", "DIR", "--context", "100", "9000"],
         "--context 9000 exceeds the 512 positions of DIR, of which a timed loop needs 145: use "

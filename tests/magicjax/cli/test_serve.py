@@ -107,21 +107,3 @@ def test_a_second_signal_ends_the_server_at_once(serving):
     assert serving.process.poll() is None
     serving.process.send_signal(signal.SIGTERM)
     assert serving.process.wait(SECONDS) == -signal.SIGTERM
-
-
-@pytest.mark.slow
-def test_a_mesh_gives_the_texts_of_one_device(directory, serving):
-    options = ("--capacity", 400, "--slots", 2, "--dtype", "float32", "--mesh", "data=2")
-    flags = "--xla_force_host_platform_device_count=2"
-    meshed = Serving("--target", directory, *options, XLA_FLAGS=flags)
-    try:
-        texts = [
-            made.client.completions.create(
-                model="tiny", prompt=["def add(", "x = "], temperature=0, max_tokens=20
-            )
-            for made in (meshed, serving)
-        ]
-        assert [c.text for c in texts[0].choices] == [c.text for c in texts[1].choices]
-    finally:
-        meshed.process.kill()
-        meshed.process.wait()

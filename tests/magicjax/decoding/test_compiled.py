@@ -53,7 +53,7 @@ DRAFTS = {
 PARTS = (
     *("self_tree", "small_chain", "small_dynamic", "self_dynamic", "self_sampled"),
     *("ensemble", "ensemble_sampled", "self_chain", "plain_sampled", "snapkv_refreshed"),
-    *("small_sparse", "pyramidkv", "self_copy", "quest"),
+    *("small_sparse", "pyramidkv", "self_copy", "quest", "plain", "int4_refreshed"),
 )
 MOVES = ("copy", "transpose", "convert", "concatenate", "select", "pad", "broadcast", "reverse")
 

@@ -17,14 +17,12 @@ from tests.quick import quick
 CASES = [
     ("self", "chain4", 8),
     ("self", "2,2,1", 3),
-    ("self", "irregular", 8),
     ("quest", "2,2,1", 8),
     ("near", "irregular", 8),
     ("self", "chain6", 1),
     ("near", "dynamic", 8),
     ("few near", "2,2,1", 8),
     ("ensemble", "2,2,1", 8),
-    ("prompt-lookup", "chain4", 8),
     ("prompt-lookup", "branches", 3),
 ]
 BATCHES = (1, 3, 8)
@@ -33,7 +31,7 @@ ALL = [
     *itertools.product(["prompt-lookup"], ["chain1", "chain4", "chain8", "branches"], BATCHES),
 ]
 ALL = [case for case in ALL if case not in CASES]
-SEEDS = range(3)
+SEEDS = range(2)
 
 
 def check(tally, batch, seed, limits=None, eos=tiny.NEVER, **options) -> None:
@@ -55,12 +53,12 @@ def check_every_end(tally, batch, **options) -> None:
         check(tally, batch, seed, **options)
     # Limits one apart end their rows in every place of a step. One row keeps the longest, so that
     # the program is the same.
-    for shift in range(8):
+    for shift in range(0, 8, 2):
         limits = [tiny.NEW - (row + shift) % 9 for row in range(batch)]
         limits[shift % batch] = tiny.NEW
         check(tally, batch, 0, limits, **options)
     # The EOS is what one row says at that offset; the others say it earlier, later, or never.
-    for offset in range(tiny.NEW):
+    for offset in range(0, tiny.NEW, 2):
         eos = int(tiny.expected(batch, 0)[offset % batch][offset])
         check(tally, batch, 0, eos=eos, **options)
 
@@ -81,7 +79,10 @@ def test_every_drafter_with_every_tree_and_batch_is_exact(kind, tree, batch, tal
     check_every_end(tally, batch, kind=kind, tree=tree)
 
 
-@pytest.mark.parametrize(("target", "draft"), [("int4:8", "self"), (None, "int8"), (None, "copy")])
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    quick([("int4:8", "self"), (None, "int8"), (None, "copy")], ("int4:8", "self"), (None, "copy")),
+)
 def test_quantized_targets_and_drafts_are_exact(target, draft, tally):
     whole = tiny.model()
     model = tiny.quantized(whole, target) if target else whole
@@ -108,26 +109,16 @@ def test_the_drafters_reach_every_branch():
     """Partial acceptance: the tests above would be easy if all or nothing were accepted."""
     accepted = {
         kind: tiny.generate(8, 0, kind, tree).stats.acceptance_by_depth
-        for kind, tree in [("self", "chain4"), ("near", "chain3"), ("same", "2,2,1")]
+        for kind, tree in [("self", "chain4"), ("near", "irregular")]
     }
-    for kind in ("self", "near"):
-        assert all(0.05 < share < 0.95 for share in accepted[kind]), kind
-    assert accepted["same"] == (1.0, 1.0, 1.0)
+    for kind, shares in accepted.items():
+        assert all(0.05 < share < 0.95 for share in shares), kind
 
 
 @pytest.mark.parametrize("new_tokens", quick([1, 2, 7], 2))
 def test_outputs_shorter_than_a_round_are_exact(new_tokens, tally):
     found = tiny.generate(8, 0, "self", "chain4", max_tokens=new_tokens)
     assert found.tokens.shape == (8, new_tokens)
-    wanted = [row[:new_tokens] for row in tiny.expected(8)]
-    tally.compare(tiny.model(), tiny.prompts(8), wanted, tiny.rows_of(found))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("new_tokens", range(3, 20))
-@pytest.mark.parametrize("tree", ["chain4", "irregular"])
-def test_every_length_of_an_output_is_exact(new_tokens, tree, tally):
-    found = tiny.generate(8, 0, "near", tree, max_tokens=new_tokens)
     wanted = [row[:new_tokens] for row in tiny.expected(8)]
     tally.compare(tiny.model(), tiny.prompts(8), wanted, tiny.rows_of(found))
 
@@ -139,11 +130,6 @@ def test_any_of_several_eos_ends_a_row(tally):
     wanted = [oracle.cut(row, eos) for row in texts]
     tally.compare(tiny.model(), tiny.prompts(8), wanted, tiny.rows_of(found))
     assert len({len(row) for row in wanted}) > 2  # rows ended separately
-
-
-def test_without_an_eos_every_row_reaches_its_limit():
-    output = tiny.generate(8, 0, "self", "chain4", eos_token_id=[])
-    assert output.lengths.tolist() == [tiny.NEW] * 8
 
 
 # Negative controls of the comparison itself.
@@ -173,10 +159,3 @@ def test_the_comparison_counts_a_tie_but_not_where_none_is_allowed():
     assert (tally.rows, tally.ties) == (1, 1)
     with pytest.raises(AssertionError, match="margin 0.0e"):
         tally.compare(tied, [prompt], *rows, ties_allowed=False)
-
-
-def test_the_texts_are_varied_enough_to_tell_a_mistake():
-    texts = [row for seed in SEEDS for row in tiny.expected(8, seed)]
-    assert np.mean([len(set(row.tolist())) for row in texts]) > tiny.NEW / 3
-    assert len({row.tobytes() for row in texts}) == len(texts)
-    assert all(tiny.NEVER not in row for row in texts)

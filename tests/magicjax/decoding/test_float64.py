@@ -70,10 +70,3 @@ def test_a_draft_that_sees_the_whole_text_is_always_accepted():
     assert output.stats.acceptance_rate == 1.0
     # 23 tokens after the one of prefill, five in each round.
     assert output.stats.target_passes == 8 * -(-(tiny.NEW - 1) // 5)
-
-
-@pytest.mark.slow
-def test_a_small_model_that_is_the_target_is_always_accepted():
-    output = tiny.generate(3, 0, "same", "chain8", dtype="float64")
-    assert output.stats.acceptance_rate == 1.0
-    assert output.stats.target_passes == 3 * -(-(tiny.NEW - 1) // 9)

@@ -6,7 +6,6 @@ import pytest
 
 import magicjax
 from magicjax.decoding import loop, program_cache
-from magicjax.decoding.runner import state_shapes
 from tests.magicjax import keywords, mesh_cases, oracle, tiny
 from tests.quick import quick
 
@@ -97,14 +96,6 @@ def test_logits_of_the_emitted_node_itself_fail(monkeypatch):
     assert output.stats.accepted
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         check_rows(tiny.model(), tiny.prompts(3), output, 3)
-
-
-def test_without_them_nothing_is_computed():
-    kind, tree, _ = CASES["chain"]
-    options = dict(drafter=tiny.drafter(kind), tree=tiny.TREES[tree])
-    request = keywords.prepare(tiny.model(), tiny.prompts(3), **options)
-    assert state_shapes(request).logprobs is None
-    assert output_of("chain", None).logprobs is None
 
 
 def divided(case: str, mesh: list[int]) -> bool:

@@ -1,7 +1,6 @@
 """Statistics from counts, by hand."""
 
 import numpy as np
-import pytest
 
 from magicjax.decoding.stats import acceptance
 
@@ -29,21 +28,3 @@ def test_statistics_follow_from_the_histogram_and_the_lengths():
         "drafted": 15,
         "accepted": 5,
     }
-
-
-def test_rows_that_end_with_prefills_token_give_zeros_and_no_error():
-    found = acceptance(
-        np.array([1, 1]), np.zeros((2, 3), int), np.zeros((2, 3, 2), int), np.zeros(2, int)
-    )
-    assert found["tau"] == found["acceptance_rate"] == 0.0
-    assert found["acceptance_by_depth"] == (0.0, 0.0)
-    assert found["target_passes"] == found["emitted"] == 0
-
-
-def test_plain_decoding_has_a_tau_of_one_and_no_depths():
-    found = acceptance(
-        np.array([5, 3]), np.array([[4], [2]]), np.zeros((0, 1), int), np.zeros(2, int)
-    )
-    assert found["tau"] == pytest.approx(1.0)
-    assert found["acceptance_by_depth"] == ()
-    assert found["drafted"] == found["accepted"] == 0

@@ -79,6 +79,7 @@ def test_each_row_proposes_the_most_probable_paths(tree, temperature):
     assert len(shapes) > 4 or tree.width == 1 or tree.depth == 1  # rows have different trees
 
 
+@pytest.mark.slow
 def test_tokens_removed_by_top_k_are_padding_and_never_proposed():
     request, state = next(rounds("near", "dynamic", tiny.prompts(8), "float32"))
     ones = jnp.ones(8)

@@ -16,6 +16,7 @@ from magicjax.kv_cache import full_cache
 from magicjax.trees.token_tree import ROOT_ONLY
 from tests.magicjax import keywords, tiny
 from tests.magicjax.kv_cache import test_loop_caches as loop
+from tests.quick import quick
 
 
 def drafter(budget: int = 16, every: int = 1, **options) -> magicjax.PageRetrieval:
@@ -28,7 +29,7 @@ def generate(own: magicjax.PageRetrieval) -> magicjax.Output:
     return keywords.generate(tiny.model(), tiny.prompts(8), drafter=own, tree=tree, **options)
 
 
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("every", quick([1, 3], 3))
 def test_a_budget_of_the_whole_context_accepts_everything(every):
     longest = 30 + tiny.NEW
     output = generate(drafter(-(-longest // 4) * 4, every))

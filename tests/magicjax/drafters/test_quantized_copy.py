@@ -66,6 +66,7 @@ def test_only_the_latest_format_of_a_target_is_kept():
     assert quantized_blocks.of(target, "int4:8") is second
 
 
+@pytest.mark.slow
 def test_a_coarse_copy_accepts_less_and_keeps_the_text():
     full = magicjax.QuantizedCopy(weights="int4:8")
     found = keywords.generate(tiny.model(), tiny.prompts(3), drafter=full, **OPTIONS)

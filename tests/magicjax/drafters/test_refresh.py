@@ -94,6 +94,7 @@ def test_refreshed_pins_are_those_of_a_fresh_prefill(name, tree, monkeypatch):
     assert compared > 50 and changed > 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_queries_missing_from_the_window_are_detected(monkeypatch):
     """A window shorter than two rounds emit gives other heavy hitters than a prefill."""

@@ -5,6 +5,7 @@ import pytest
 
 import magicjax
 from tests.magicjax import keywords, scripted, tiny
+from tests.quick import quick
 
 LIMITS = [tiny.NEW - row for row in range(8)]
 # Depth 4 and width 3, the bounds of the trees of rows and rounds.
@@ -53,7 +54,7 @@ def run(tree, script) -> magicjax.Output:
     )
 
 
-@pytest.mark.parametrize("kind", ["chain", "tree", "own"])
+@pytest.mark.parametrize("kind", quick(["chain", "tree", "own"], "own"))
 def test_rounds_accept_exactly_the_scripted_tokens_in_every_row(kind):
     seen = set()
     for seed in range(3):

@@ -61,12 +61,7 @@ SLICE = [
     ("quest", 512, "chain3", 4, None),
 ]
 
-QUICK = [
-    ("streaming", 32, "chain3", None, None),
-    ("snapkv", 128, "dynamic", None, "int4"),
-    ("h2o", 32, "dynamic", 4, "int8"),
-    ("quest", 32, "2,2,1", 4, None),
-]
+QUICK = [("h2o", 32, "dynamic", 4, "int8")]
 
 
 def prompts() -> list[np.ndarray]:
@@ -132,7 +127,7 @@ def test_every_combination_of_settings_is_exact(tally, wanted, case):
 
 @pytest.mark.parametrize(
     ("policy", "tree"),
-    quick([("streaming", "chain3"), ("snapkv", "2,2,1"), ("h2o", "dynamic")], ("h2o", "dynamic")),
+    quick([("streaming", "chain3"), ("snapkv", "2,2,1"), ("h2o", "dynamic")]),
 )
 def test_small_models_on_sparse_caches_are_exact(tally, wanted, policy, tree):
     drafter = magicjax.SmallModel(tiny.model("long near"), policy=policy_of(policy), budget=40)

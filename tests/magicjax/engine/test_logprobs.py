@@ -56,6 +56,7 @@ def test_depths_that_change_between_calls_give_the_same():
         check(tiny.model(), prompt, result.tokens, result.logprobs, 2)
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_them_with_the_tokens(directory):
     target = magicjax.load(directory, dtype="float32")
     config = magicjax.EngineConfig(
@@ -70,12 +71,6 @@ def test_a_stop_string_ends_them_with_the_tokens(directory):
     np.testing.assert_allclose(
         cut.logprobs.chosen, whole.logprobs.chosen[: len(cut.tokens)], atol=1e-5
     )
-
-
-def test_a_request_without_tokens_has_no_log_probabilities():
-    handle = engines.engine(logprobs=2).submit([1, 2], SamplingParams(logprobs=2, max_tokens=4))
-    handle.cancel()
-    assert handle.result().logprobs.top.shape == (0, 2)
 
 
 @pytest.mark.parametrize(

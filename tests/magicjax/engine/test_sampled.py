@@ -44,15 +44,15 @@ def submit(engine, number: int):
     "name",
     quick(
         [name for name in engines.DRAFTERS if name not in ("full", "h2o", "int8")],
-        "snapkv",
+        "prompt lookup",
     ),
 )
 def test_the_same_seed_gives_the_same_text_alone_and_in_company(name):
     engine = engines.engine(name, sampling=True, slots=4)
     engine.warm_up()
     compiled, rng, handles = program_cache.totals(), np.random.default_rng(0), []
-    while len(handles) < 12 or engine.unfinished:
-        for _ in range(min(rng.poisson(1.5), 12 - len(handles))):
+    while len(handles) < 8 or engine.unfinished:
+        for _ in range(min(rng.poisson(1.5), 8 - len(handles))):
             handles.append(submit(engine, len(handles)))
         if rng.random() < 0.3:
             submit(engine, 100 + len(handles)).cancel()
@@ -63,16 +63,6 @@ def test_the_same_seed_gives_the_same_text_alone_and_in_company(name):
         sampling = SAMPLINGS[number % len(SAMPLINGS)]
         text = alone(name, prompts()[number % len(prompts())], number, sampling)
         np.testing.assert_array_equal(handle.result().tokens, text)
-
-
-@pytest.mark.slow
-def test_other_seeds_give_other_texts():
-    engine = engines.engine("streaming", sampling=True, slots=4)
-    params = [SamplingParams(temperature=1.3, seed=seed, max_tokens=NEW) for seed in range(4)]
-    handles = [engine.submit(prompts()[0], one) for one in params]
-    engine.run()
-    texts = [handle.result().tokens.tolist() for handle in handles]
-    assert len(set(map(tuple, texts))) == 4
 
 
 def test_sampled_requests_are_errors_in_a_greedy_engine():

@@ -10,7 +10,7 @@ from tests.magicjax import oracle, tiny
 from tests.magicjax.engine import engines
 from tests.quick import quick
 
-QUICK = ("plain", "snapkv", "ensemble", "dynamic")
+QUICK = ("snapkv", "ensemble")
 
 
 def check_result(handle, index: int, eos: int, limit: int, tally) -> None:

@@ -55,6 +55,7 @@ def test_greedy_texts_and_caches_do_not_depend_on_the_depths(name, tally):
     assert all(rounds.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(["streaming", "prompt lookup", "small"], "prompt lookup"))
 def test_sampled_texts_do_not_depend_on_the_depths(name):
     engine = forced(name, sampling=True, slots=2, rounds_per_step=1)
@@ -77,14 +78,14 @@ def test_an_engine_chooses_by_its_own_times_and_acceptance(tally):
         eos_token_id=tiny.NEVER,
         rounds_per_step=2,
     )
-    engine = magicjax.Engine(tiny.model(), tiny.drafter("other"), tiny.TREES["chain4"], config)
+    engine = magicjax.Engine(tiny.model(), tiny.drafter("other"), tiny.TREES["chain1"], config)
     handles = [engine.submit(prompt) for prompt in engines.prompts()[:4]]
     engine.step()  # without warm-up, rounds are timed here
     times = engine._depths.times
     assert times.lengths == (1, 3 * engines.CAPACITY // 4)
-    assert set(times.seconds) == set(DEPTHS)
+    assert set(times.seconds) == {0, 1}
     assert all(0 < s < 60 for seconds in times.seconds.values() for s in seconds)
-    costs = {0: (1.0,), 1: (9.0,), 2: (9.0,), 4: (9.0,)}
+    costs = {0: (1.0,), 1: (9.0,)}
     engine._depths = dataclasses.replace(engine._depths, times=RoundTimes((1,), costs))
     engine.run()
     rows = [handle.result().tokens for handle in handles]

@@ -14,7 +14,6 @@ from tests.magicjax import keywords, mesh_cases, oracle, scripted, tiny
 from tests.magicjax.decoding import test_compiled
 from tests.magicjax.drafters import test_scripted
 from tests.magicjax.grammars import spelled
-from tests.magicjax.prediction.autotune import test_auto
 from tests.magicjax.prediction.autotune.test_auto import predicted_times, profile, short_calls  # noqa: F401
 from tests.quick import quick
 
@@ -51,7 +50,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", quick(CASES, "plain", "near", "dynamic"))
+@pytest.mark.parametrize("case", quick(CASES, "dynamic"))
 def test_the_text_is_that_of_masked_plain_decoding(case, tally):
     kind, tree = CASES[case]
     drafter = None if kind is None else tiny.drafter(kind)
@@ -75,7 +74,7 @@ def test_rows_have_grammars_of_their_own_and_end_where_only_eos_is_allowed():
     assert {output.finish_reasons[row] for row in (2, 3, 6)} == {"eos"}
 
 
-@pytest.mark.parametrize("kind", ["tree", "own"])
+@pytest.mark.parametrize("kind", ["own"])
 def test_scripted_trees_of_rows_and_rounds(kind):
     """Nodes that continue the text and nodes that the grammar forbids, on any branch."""
     rng = np.random.default_rng(3)
@@ -168,15 +167,3 @@ def test_the_loop_copies_neither_caches_nor_the_table():
     sizes = test_compiled.sizes_of(request, state) | {"table": table.size}
     assert test_compiled.moved_caches(program, sizes) == {}
     assert program.memory_analysis().temp_size_in_bytes < table.nbytes
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("predicted_times", "short_calls")
-def test_a_drafter_may_be_chosen_by_trials(request):
-    drafters, device = (
-        test_auto.drafters("cheap", "prompt-lookup"),
-        request.getfixturevalue("profile"),
-    )
-    settings = magicjax.Auto(drafters, device, tree=test_auto.TREE, trial_rounds=16)
-    for wanted, row in zip(expected(PATTERN), tiny.rows_of(generate(settings)), strict=True):
-        np.testing.assert_array_equal(row, wanted)

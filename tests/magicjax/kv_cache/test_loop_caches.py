@@ -158,7 +158,10 @@ def check_every_round(kind, tree, prompts, dtype, tolerance, **options) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "tree"),
-    [(None, None), ("self", "irregular"), ("self", "chain4"), ("quest", "irregular")],
+    quick(
+        [(None, None), ("self", "irregular"), ("self", "chain4"), ("quest", "irregular")],
+        *[("self", "irregular"), ("quest", "irregular")],
+    ),
 )
 def test_caches_follow_the_text_round_by_round_around_the_budget(kind, tree):
     check_every_round(kind, tree, prompts_around_the_budget(), "float32", 1e-5)
@@ -168,22 +171,16 @@ def test_caches_follow_the_text_round_by_round_around_the_budget(kind, tree):
     ("kind", "tree"),
     quick(
         [("near", "irregular"), ("near", "dynamic"), ("same", "2,2,1"), ("ensemble", "2,2,1")],
-        *[("near", "irregular"), ("near", "dynamic")],
+        ("near", "irregular"),
     ),
 )
 def test_a_small_models_own_cache_follows_the_text_round_by_round(kind, tree):
     check_every_round(kind, tree, tiny.prompts(8), "float32", 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "tree", "draw"),
-    [
-        ("near", "2,2,1", "with_replacement"),
-        pytest.param("ensemble", "own trees", "without_replacement", marks=pytest.mark.slow),
-        pytest.param("near", "2,2,1", "without_replacement", marks=pytest.mark.slow),
-        pytest.param("ensemble", "own trees", "with_replacement", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "tree"), [("near", "2,2,1"), ("ensemble", "own trees")])
+@pytest.mark.parametrize("draw", ["with_replacement", "without_replacement"])
 def test_caches_follow_sampled_texts_of_drawn_and_folded_trees(kind, tree, draw, monkeypatch):
     """Few tokens can be drawn, so siblings repeat, draws run out and drafters agree."""
     small = magicjax.SmallModel(tiny.model("near"), draw)

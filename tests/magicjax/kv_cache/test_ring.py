@@ -43,6 +43,7 @@ def test_prompts_shorter_than_of_and_just_over_the_budget_are_exact(tree):
     oracle.Tally().compare(tiny.model(), prompts, expected, tiny.rows_of(output))
 
 
+@pytest.mark.slow
 def test_the_smallest_budget_that_is_allowed_is_exact():
     """Sinks, the tree's depth and one more: a round may fill the whole ring."""
     tree = tiny.TREES["irregular"]

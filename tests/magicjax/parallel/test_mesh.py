@@ -53,6 +53,7 @@ def test_a_stream_gives_the_same_text(eight):
     assert eight(mesh_cases.compare_streamed, case="snapkv", mesh=(2, 4))
 
 
+@pytest.mark.slow
 def test_without_all_reduces_the_text_differs(eight):
     assert eight(mesh_cases.differs_without_sums)
 

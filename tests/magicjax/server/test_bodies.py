@@ -70,15 +70,6 @@ def test_fields_become_parameters(path):
     assert parse(path).params.seed != parse(path).params.seed
 
 
-def test_limits_of_new_tokens():
-    completion = {"prompt": "x"}
-    data = json.dumps(completion).encode()
-    assert protocol.parse_completion(data, served()).params.max_tokens == 16
-    assert parse("chat/completions", max_tokens=None).params.max_tokens is None
-    made = parse("chat/completions", max_tokens=None, max_completion_tokens=3)
-    assert made.params.max_tokens == 3 and made.limit_field == "max_completion_tokens"
-
-
 @pytest.mark.parametrize("path", PARSERS)
 @pytest.mark.parametrize(
     ("field", "value", "text"),
@@ -179,12 +170,6 @@ def test_eos_is_ignored_by_the_server_or_not_at_all():
         assert parse(path, endless, ignore_eos=True)
         error = refused(path, endless, response_format={"type": "json_object"})
         assert "started with --ignore-eos" in error.message
-
-
-def test_an_answer_can_be_sent_back_as_the_client_dumps_it():
-    answer = {"role": "assistant", "content": "hi", "refusal": None, "annotations": []}
-    answer |= {"audio": None, "function_call": None, "tool_calls": None}
-    assert parse("chat/completions", messages=[*CHAT["messages"], answer, *CHAT["messages"]])
 
 
 @pytest.mark.parametrize(

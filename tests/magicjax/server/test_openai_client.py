@@ -103,19 +103,6 @@ def test_the_counts_of_tokens_are_those_of_the_loop(target, client):
     assert several.prompt_tokens == usage.prompt_tokens  # of n samples it counts once
 
 
-def test_streamed_completions_add_up(target, client):
-    chunks = [*completion(client, PROMPTS, stream=True, stream_options={"include_usage": True})]
-    *pieces, last = chunks
-    assert all(chunk.id == last.id and chunk.object == "text_completion" for chunk in chunks)
-    assert all(chunk.usage is None for chunk in pieces) and last.choices == []
-    assert last.usage == completion(client, PROMPTS).usage or last.usage.prompt_tokens
-    for index, prompt in enumerate(PROMPTS):
-        own = [c for chunk in pieces for c in chunk.choices if c.index == index]
-        assert "".join(choice.text for choice in own) == text(target, prompt)
-        assert [choice.finish_reason for choice in own[:-1]] == [None] * (len(own) - 1)
-        assert own[-1].finish_reason == "length"
-
-
 def test_streamed_chats_add_up(client):
     whole = chat(client, n=2, seed=6, **SAMPLED)
     chunks = [*chat(client, n=2, seed=6, stream=True, **SAMPLED)]
@@ -153,21 +140,6 @@ def test_log_probabilities_are_those_of_generate(target, client):
     chunks = [c.choices[0] for c in completion(client, PROMPTS[0], logprobs=2, stream=True)]
     assert [t for c in chunks if c.logprobs for t in c.logprobs.tokens] == found.tokens
     assert [o for c in chunks if c.logprobs for o in c.logprobs.text_offset] == found.text_offset
-
-
-def test_log_probabilities_of_a_chat(target, client):
-    prompt = np.array(chat_tokens(target.tokenizer, MESSAGES))
-    expected = generate(target, prompt, logprobs=2).logprobs[0]
-    content = chat(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content
-    np.testing.assert_allclose([c.logprob for c in content], expected.chosen, atol=1e-4)
-    for one, tops in zip(content, expected.top_tokens, strict=True):
-        texts = [target.tokenizer.decode([token]) for token in tops]
-        assert [top.token for top in one.top_logprobs] == texts
-        readable = "\N{REPLACEMENT CHARACTER}" not in one.token
-        assert one.bytes == (list(one.token.encode()) if readable else None)
-    alone = chat(client, logprobs=True).choices[0].logprobs.content
-    assert [one.token for one in alone] == [one.token for one in content]
-    assert not any(one.top_logprobs for one in alone)
 
 
 def test_errors_reach_the_client_in_its_shape(client):

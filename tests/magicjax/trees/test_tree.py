@@ -93,13 +93,6 @@ def test_levels_list_every_node_with_children_once_at_its_depth(parents):
         assert all(tree.node_depths[n] == depth for n in level)
 
 
-@pytest.mark.parametrize("length", range(1, 9))
-def test_a_chain_has_one_child_per_node(length):
-    tree = magicjax.chain(length)
-    assert tree.parents == tuple(range(-1, length))
-    assert (tree.num_nodes, tree.depth, tree.width) == (length + 1, length, 1)
-
-
 def test_an_expansion_gives_each_node_of_a_level_its_children():
     tree = magicjax.expansion((2, 2, 1))
     assert tree.parents == (-1, 0, 0, 1, 1, 2, 2, 3, 4, 5, 6)
@@ -118,11 +111,6 @@ def test_a_truncated_tree_has_the_nodes_down_to_a_depth():
     assert found == magicjax.TokenTree((-1, 0, 1, 0, 3))
 
 
-def test_equal_trees_have_equal_hashes():
-    made = magicjax.TokenTree.from_parents(np.array([-1, 0, 1]))
-    assert made == magicjax.chain(2) and hash(made) == hash(magicjax.chain(2))
-
-
 @pytest.mark.parametrize(
     ("text", "tree"),
     [
@@ -133,14 +121,6 @@ def test_equal_trees_have_equal_hashes():
 )
 def test_parse_tree_reads_every_kind(text, tree):
     assert magicjax.parse_tree(text) == tree
-
-
-@pytest.mark.parametrize(
-    "text", ["", "chain", "chain:", "chain:2,2", "bush:2", "chain:two", "chain:1.5", "chain:2 "]
-)
-def test_a_text_that_is_not_a_tree_is_rejected_with_examples(text):
-    with pytest.raises(ValueError, match="is not a tree: use chain:4, expansion:2,2,1, parents"):
-        magicjax.parse_tree(text)
 
 
 def test_a_tree_prints_as_a_diagram():
@@ -163,14 +143,9 @@ def test_a_tree_prints_as_a_diagram():
     [
         (lambda: magicjax.chain(0), r"chain\(0\): the length must be at least 1"),
         (lambda: magicjax.chain(256), "257 nodes: at most 256"),
-        (lambda: magicjax.expansion(()), r"expansion\(\): give at least one depth"),
-        (lambda: magicjax.expansion((2, 0)), r"expansion\(2, 0\): give at least one depth"),
         (lambda: magicjax.expansion((16, 16)), r"expansion\(16, 16\) has more than 256 nodes"),
-        (lambda: magicjax.TokenTree(()), r"parents=\(\) has no root"),
         (lambda: magicjax.TokenTree((0, 0)), r"parents=\(0, 0\) has no root"),
         (lambda: magicjax.TokenTree((-1, 2, 0)), "node 1 has parent 2: .* between 0 and 0"),
-        (lambda: magicjax.TokenTree((-1, 0, 2)), "node 2 has parent 2: .* between 0 and 1"),
-        (lambda: magicjax.TokenTree((-1, 0, -1)), "node 2 has parent -1"),
     ],
 )
 def test_an_invalid_tree_is_rejected_with_the_remedy(make, message):

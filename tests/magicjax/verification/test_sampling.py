@@ -10,7 +10,6 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-import magicjax
 from magicjax.verification import sampling
 from magicjax.verification.sampling import (
     Purpose,
@@ -57,11 +56,6 @@ def test_each_row_is_warped_by_its_parameters():
             for node in range(3):
                 wanted = warped(logits[row, node].astype(np.float64), *parameters)
                 np.testing.assert_allclose(found[row, node], wanted, atol=1e-6)
-
-
-def test_tokens_that_tie_with_the_last_one_kept_are_kept():
-    p = warp(per_row([(1.0, 2, 1.0)]), jnp.array([[3.0, 1.0, 1.0, 0.0]]))
-    assert (np.asarray(p[0]) > 0).tolist() == [True, True, True, False]
 
 
 def test_filters_that_keep_all_change_nothing_and_unused_ones_cost_nothing():
@@ -139,15 +133,6 @@ def test_draws_have_their_distribution_with_any_default_generator():
             assert scipy.stats.chisquare(counts[seen], wanted[seen]).pvalue > 0.001
 
 
-@pytest.mark.slow
-def test_drafters_of_an_ensemble_draw_independently():
-    """Two drafters with the same model would draw the same tokens if they shared numbers."""
-    drafter = magicjax.Ensemble([magicjax.SmallModel(tiny.model("near"))] * 2)
-    options = dict(drafter=drafter, tree=magicjax.chain(1), temperature=2.0)
-    output = keywords.generate(tiny.model(), tiny.prompts(8), **options, max_tokens=tiny.NEW)
-    assert 2.3 < output.stats.nodes_per_round <= 3
-
-
 def test_every_use_has_an_independent_number():
     """No seed, row, position, purpose, drafter or draw shares a number with another."""
     found = []
@@ -222,6 +207,7 @@ def test_naive_is_plain_sampling_for_every_drafter_and_tree(kind, tree):
     np.testing.assert_array_equal(found.tokens, generate().tokens)
 
 
+@pytest.mark.slow
 def test_the_comparison_with_plain_sampling_detects_another_seed():
     assert (generate(seed=6).tokens != generate().tokens).any(1).all()
     assert (generate("near", "2,2,1").tokens != generate().tokens).any()  # mss uses other numbers
@@ -251,12 +237,3 @@ def test_a_row_does_not_depend_on_other_rows_or_their_parameters(kind, tree):
     prompts = [p if row % 2 else p[::-1] for row, p in enumerate(tiny.prompts(8))]
     other = keywords.generate(tiny.model(), prompts, **options_of(kind, tree, **others))
     np.testing.assert_array_equal(whole.tokens[1::2], other.tokens[1::2])
-
-
-@pytest.mark.slow
-def test_stream_samples_the_same_tokens():
-    options = options_of("near", "2,2,1")
-    rounds = keywords.stream(tiny.model(), tiny.prompts(8), **options)
-    streamed = [np.concatenate(row) for row in zip(*rounds)]
-    for row, of_row in zip(streamed, tiny.rows_of(generate("near", "2,2,1")), strict=True):
-        np.testing.assert_array_equal(row, of_row)

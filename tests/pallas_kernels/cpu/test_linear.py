@@ -41,7 +41,7 @@ def dequantized(matrix: Matrix) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("rows", [(1,), (2, 3), (16,), (4, 50)], ids=str)
+@pytest.mark.parametrize("rows", [(1,), (4, 50)], ids=str)
 def test_products_equal_those_in_float64(kind, rows):
     rng = np.random.default_rng(0)
     for inputs in (64, 576) + (() if ":" in kind or "int4" in kind else (1, 65, 100)):
@@ -67,7 +67,7 @@ def test_results_are_rounded_once(dtype):
     np.testing.assert_array_equal(wide.astype(dtype), rounded)
 
 
-SHAPES = 200
+SHAPES = 100
 
 
 @pytest.mark.parametrize("kind", FORMATS)

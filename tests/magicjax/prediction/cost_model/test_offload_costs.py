@@ -44,13 +44,6 @@ def test_a_fast_link_costs_the_fetch_of_the_first_layer():
     assert sum(found.values()) == pytest.approx(sum(resident.values()) + fetching / 40)
 
 
-def test_memory_holds_two_layers_instead_of_all():
-    machine = Machine(H200)
-    whole = cost_model.memory_bytes(RESIDENT, machine, 1, 128, RESIDENT.kv_bytes)
-    streamed = cost_model.memory_bytes(STREAMED, machine, 1, 128, STREAMED.kv_bytes)
-    assert whole - streamed == pytest.approx(2 * BLOCKS * (1 - 2 / 40))
-
-
 def test_the_plan_includes_offloading(run):
     where = ("--target", "opt-13b", "--batch", 1, "--context", 1024, "--device", "h200")
     command = ("plan", *where, "--acceptance", 0.7, "--drafter", "prompt-lookup")
