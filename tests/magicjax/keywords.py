@@ -9,7 +9,7 @@ from typing import Any
 import magicjax
 from magicjax.decoding import preparation
 from magicjax.decoding.request import Request, RequestOptions
-from sharding import processes
+from sharding import global_arrays
 
 FIELDS = tuple(magicjax.SamplingParams.__dataclass_fields__)
 
@@ -42,7 +42,7 @@ def stream(target: magicjax.Model, prompts: Any, **settings: Any) -> Any:
 
 
 def prepare(
-    target: magicjax.Model, prompts: Any, put: Callable = processes.put, **settings: Any
+    target: magicjax.Model, prompts: Any, put: Callable = global_arrays.put, **settings: Any
 ) -> Request:
     """Returns the placed request; of a target without weights, the validated one."""
     params, keywords = split(len(prompts), **settings)
