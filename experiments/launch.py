@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status.
 
     0; 1 if a cell failed or is not exact; 2 for invalid settings; 130 if the user stopped the run.
-    In a multi-process run 4 if another process was lost (`sharding.processes`).
+    In a multi-process run 4 if another process was lost (`experiments.processes`).
     """
     console = Console()
     if not console.is_terminal:

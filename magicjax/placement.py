@@ -29,7 +29,7 @@ from sharding import (
     AnyMesh,
     Split,
     factored,
-    processes,
+    global_arrays,
     split_over,
 )
 
@@ -168,7 +168,7 @@ def parameter_shardings(module: nn.Module, shards: int | None, mesh: AnyMesh) ->
     return lambda names: NamedSharding(mesh, split.spec(names))
 
 
-def shard_model(model: Model, mesh: AnyMesh, put: Callable = processes.put) -> Model:
+def shard_model(model: Model, mesh: AnyMesh, put: Callable = global_arrays.put) -> Model:
     """Returns the model with its parameters sharded over the mesh, in its layout."""
     module, layout = model.module, model.layout
     sharding_of = parameter_shardings(module, model.shards, mesh)
@@ -183,7 +183,7 @@ def shard_model(model: Model, mesh: AnyMesh, put: Callable = processes.put) -> M
 
 
 def shard_target(
-    target: Model, mesh: AnyMesh, micro_batches: int, put: Callable = processes.put
+    target: Model, mesh: AnyMesh, micro_batches: int, put: Callable = global_arrays.put
 ) -> Model:
     """Returns the target as `shard_model` does, its layers divided over the mesh's stages."""
     stages = factored(mesh).shape[STAGE]
@@ -196,7 +196,7 @@ def shard_target(
     return shard_model(target, mesh, put)
 
 
-def shard_drafter(drafter: Any, mesh: AnyMesh, put: Callable = processes.put) -> Any:
+def shard_drafter(drafter: Any, mesh: AnyMesh, put: Callable = global_arrays.put) -> Any:
     """Returns the drafter with its models sharded over the mesh, and other arrays replicated."""
     replicated = NamedSharding(factored(mesh), EVERYWHERE)
 

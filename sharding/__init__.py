@@ -1,6 +1,6 @@
-"""Device meshes: axis names, shardings, collectives, pipelines, and processes that share a mesh."""
+"""Device meshes: axis names, shardings, collectives, pipelines, and arrays of several processes."""
 
-from sharding import collectives, pipeline, processes
+from sharding import collectives, global_arrays, pipeline
 from sharding.axes import (
     BATCH,
     EMBED,
@@ -47,12 +47,12 @@ __all__ = [
     "array_bytes",
     "collectives",
     "factored",
+    "global_arrays",
     "logical_axes",
     "make_mesh",
     "model_axes",
     "parse_mesh",
     "part_bytes",
     "pipeline",
-    "processes",
     "split_over",
 ]

@@ -40,7 +40,7 @@ LEVELS = (
     ("magicjax.cli",),
     ("magicjax.__main__",),
     ("experiments",),
-    ("experiments.prompts",),
+    ("experiments.prompts", "experiments.processes"),
     ("experiments.schema",),
     ("experiments.runner",),
     ("experiments.report",),

@@ -70,11 +70,10 @@ class Two:
 def main() -> None:
     coordinator, rank = sys.argv[1], int(sys.argv[2])
     answers = redirect_stdout()
-    from sharding import processes
+    import jax
 
-    processes.join(processes.Processes(coordinator, COUNT, rank), {})
-    with processes.leaving():
-        serve(COUNT * DEVICES, answers)
+    jax.distributed.initialize(coordinator, COUNT, rank)
+    serve(COUNT * DEVICES, answers)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
+from experiments import processes
 from experiments.runner import measure, provenance, worker
 from experiments.runner.cell_process import Limits
 from experiments.runner.launchers import Stop
@@ -26,7 +27,7 @@ from experiments.schema import axes, grid, store
 from experiments.schema.config import Experiment
 from experiments.schema.fields import ConfigError
 from experiments.schema.method import AUTO
-from sharding import parse_mesh, processes
+from sharding import global_arrays, parse_mesh
 
 SETTINGS = ("coordinator", "processes", "rank", "join_seconds")
 # These need a separate process per cell, or trace one process without the others.
@@ -117,7 +118,7 @@ class InProcess:
             if stop.no_more or self.failed:
                 return
             message = {"cell": store.read_cell(folder), "prompts": str(prompts)}
-            processes.broadcast_from_rank0(message)
+            global_arrays.broadcast_from_rank0(message)
             self.failed = not worker.measure_cell(folder, bench, limits.profile)
             yield folder
 
@@ -139,7 +140,7 @@ def lead(launcher: InProcess, launch: Callable[[], int]) -> int:
     if launcher.failed:
         processes.abandon(status)
     else:
-        processes.broadcast_from_rank0({"cell": None, "status": status})
+        global_arrays.broadcast_from_rank0({"cell": None, "status": status})
     return status
 
 
@@ -148,7 +149,7 @@ def follow() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
     bench: Bench | None = None
     while True:
-        message = processes.broadcast_from_rank0(None)
+        message = global_arrays.broadcast_from_rank0(None)
         if message["cell"] is None:
             return message["status"]
         bench = bench or Bench(pathlib.Path(message["prompts"]))

@@ -33,10 +33,10 @@ def measure_cell(folder: pathlib.Path, bench: Any = None, profile: bool = False)
 
     Without a bench it makes one. `profile` is whether to write a trace.
     """
+    from experiments import processes
     from experiments.runner import measure, provenance
     from experiments.runner.serving import cell as serving
     from experiments.schema import grid, store
-    from sharding import processes
 
     cell = grid.restored(store.read_cell(folder))
     started = time.time()

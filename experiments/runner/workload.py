@@ -33,7 +33,7 @@ from magicjax.loading import config_of, weight_format
 from magicjax.parallel import offloading
 from magicjax.prediction import cost_model
 from magicjax.prediction.autotune import search
-from sharding import processes
+from sharding import global_arrays
 
 MEMORY_SHARE = 0.7  # of a device's memory, for the weights of a model that reads a text
 
@@ -145,9 +145,9 @@ class Bench:
         lock = locked(self.chosen / f"{name}.lock") if first else contextlib.nullcontext()
         with lock:  # one of several concurrent cells chooses
             indices = json.loads(path.read_text()) if first and path.exists() else None
-            indices = processes.broadcast_from_rank0(indices)
+            indices = global_arrays.broadcast_from_rank0(indices)
             if indices is None:
-                indices = processes.broadcast_from_rank0(self._least_repetitive(cell))
+                indices = global_arrays.broadcast_from_rank0(self._least_repetitive(cell))
                 if first:
                     write_atomically(path, json.dumps(indices) + "\n")
         return indices

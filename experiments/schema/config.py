@@ -21,6 +21,7 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from experiments import prompts
+from experiments.processes import JOIN_SECONDS
 from experiments.schema import axes, paths
 from experiments.schema.fields import (
     ConfigError,
@@ -35,7 +36,6 @@ from experiments.schema.method import AUTO, Method
 from experiments.schema.settings import declared, setting
 from models import parse_weights
 from sharding import MeshSize, parse_mesh
-from sharding.processes import JOIN_SECONDS
 
 BUNDLED = pathlib.Path(__file__).parents[1] / "zoo" / "target"
 Fraction = Annotated[float, Field(gt=0, le=1)]

@@ -337,6 +337,7 @@ def fingerprint(source: str) -> str:
 def drafters_fingerprint(cell: Cell) -> str:
     """Returns a hash of the files that define a cell's drafters and policies."""
     drafters = [spec.from_spec(part, method.named) for part in cell.drafts]
-    defined = [*drafters, *(getattr(drafter, "policy", None) for drafter in drafters)]
-    files = {inspect.getfile(type(each)) for each in defined if each is not None}
+    policies = [getattr(drafter, "policy", None) for drafter in drafters]
+    defined = [*drafters, *(each for each in policies if isinstance(each, magicjax.Policy))]
+    files = {inspect.getfile(type(each)) for each in defined}
     return hash_files(map(pathlib.Path, sorted(files))) if files else ""

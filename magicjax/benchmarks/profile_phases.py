@@ -30,7 +30,7 @@ from magicjax.model import Model
 from magicjax.prediction import hlo
 from magicjax.prediction.autotune import auto
 from magicjax.sampling_params import SamplingParams
-from sharding import processes
+from sharding import global_arrays
 
 PHASES = ("draft", "score", "verify", "commit")
 SCOPES = dict(zip(("propose", "score", "verify", "commit"), PHASES, strict=True))
@@ -145,7 +145,7 @@ def trace_request(
     if folder is not None:
         content = json.dumps(with_track(raw_trace, merge_spans(spans))).encode()
         write_atomically(pathlib.Path(folder) / FILE, gzip.compress(content))
-    return _summary(spans, wall_s, int(processes.fetch(state.histogram).sum(1).max()))
+    return _summary(spans, wall_s, int(global_arrays.fetch(state.histogram).sum(1).max()))
 
 
 def _summary(spans: Sequence[Span], wall_s: float, rounds: int) -> Phases:

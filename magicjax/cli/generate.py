@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import functools
+import hashlib
 import os
 import pathlib
 import sys
@@ -12,6 +13,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 import magicjax
 from magicjax.cli import drafting, options, text
@@ -24,7 +27,7 @@ from magicjax.loading import config_of
 from magicjax.model import DTYPES
 from magicjax.trees.token_tree import Tree
 from magicjax.version import version
-from sharding import parse_mesh, processes
+from sharding import parse_mesh
 
 
 def add(commands: Any) -> None:
@@ -120,26 +123,17 @@ def _add_speculation(parser: Any) -> None:
 
 def _add_processes(group: Any) -> None:
     group.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="address of rank 0; start every process with the same options; default: from srun, "
-        "or from mpirun on a single host",
+        "--distributed",
+        action="store_true",
+        help="run in all processes that srun, mpirun or a Kubernetes Job started with these "
+        "options, on a mesh of all their devices; rank 0 prints",
     )
     group.add_argument(
-        "--processes", type=int, metavar="N", help="their number; default: from srun or mpirun"
+        "--coordinator", metavar="HOST:PORT", help="address of rank 0, if the cluster sets none"
     )
+    group.add_argument("--processes", type=int, metavar="N", help="their number, likewise")
     group.add_argument(
-        "--rank",
-        type=int,
-        metavar="I",
-        help="rank of this process, 0 to N - 1; rank 0 prints; default: from srun, mpirun or "
-        "Kubernetes",
-    )
-    group.add_argument(
-        "--join-seconds",
-        type=float,
-        metavar="S",
-        help=f"timeout for all processes to connect; default: {processes.JOIN_SECONDS}",
+        "--rank", type=int, metavar="I", help="of this process, 0 to N - 1, likewise"
     )
 
 
@@ -152,32 +146,43 @@ def run(arguments: argparse.Namespace) -> int:
       ValueError, OSError: invalid input.
     """
     _check(arguments)
-    who = processes.detect(arguments.coordinator, arguments.processes, arguments.rank)
-    options.check_effects(arguments, [("join_seconds", who, "in a single process")])
-    if who is None:
+    if not arguments.distributed:
         return _generate(arguments, text.interruptible())
+    _join(arguments)
+    with _silent() if jax.process_index() > 0 else contextlib.nullcontext():
+        return _generate(arguments, contextlib.nullcontext(threading.Event()))
+
+
+def _join(arguments: argparse.Namespace) -> None:
+    """Starts JAX's distributed runtime, and checks that all processes run the same.
+
+    Raises:
+      ValueError: times that differ choose the drafter, the mesh has other devices than all, or the
+        processes have different options.
+    """
     if AUTO in arguments.drafter:
         raise ValueError(
-            f"--drafter {AUTO} depends on measured times, which differ between the {who.count} "
-            "processes: select a drafter"
+            f"--drafter {AUTO} depends on measured times, which differ between processes: select a "
+            "drafter"
         )
-    local = ("run", "rank", "coordinator", "join_seconds", "prompt", "prompt_file")
-    shared = {name: str(value) for name, value in vars(arguments).items() if name not in local}
-    shared |= {
-        "prompt": str(_prompt(arguments)),
-        "version": version(),
-        "config": str(config_of(arguments.target)),
-    }
-    processes.join(who, shared, arguments.join_seconds or processes.JOIN_SECONDS)
-    with processes.leaving():
-        devices = parse_mesh(arguments.mesh).devices if arguments.mesh else 1
-        if devices != jax.device_count():
-            raise ValueError(
-                f"mesh={arguments.mesh} has {devices} devices, and the {who.count} processes have "
-                f"{jax.device_count()}: use a mesh of all devices"
-            )
-        with _silent() if who.rank > 0 else contextlib.nullcontext():
-            return _generate(arguments, contextlib.nullcontext(threading.Event()))
+    jax.distributed.initialize(arguments.coordinator, arguments.processes, arguments.rank)
+    devices = parse_mesh(arguments.mesh).devices if arguments.mesh else 1
+    if devices != jax.device_count():
+        raise ValueError(
+            f"mesh={arguments.mesh} has {devices} devices, and the {jax.process_count()} processes "
+            f"have {jax.device_count()}: use a mesh of all devices"
+        )
+    local = ("run", "rank", "coordinator", "prompt", "prompt_file")
+    shared = [(name, value) for name, value in vars(arguments).items() if name not in local]
+    run = repr((*shared, _prompt(arguments), version(), config_of(arguments.target)))
+    digest = np.frombuffer(hashlib.sha256(run.encode()).digest(), np.uint8)
+    try:
+        multihost_utils.assert_equal(digest)
+    except AssertionError as error:
+        raise ValueError(
+            "the processes have different options, files or versions: start all of them with the "
+            "same command"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -210,6 +215,8 @@ def _check(arguments: argparse.Namespace) -> None:
         ("draft_shards", arguments.mesh, "without --mesh"),
         ("draft_shards", any(paths), "without --drafter small:PATH"),
     ]
+    ranks = ("coordinator", "processes", "rank")
+    effects += [(name, arguments.distributed, "without --distributed") for name in ranks]
     options.check_effects(arguments, effects)
     sampled = arguments.temperature != 0
     drafting.check(arguments, drafters, sampled, without_drafter, "without --temperature")

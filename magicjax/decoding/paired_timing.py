@@ -21,7 +21,7 @@ from magicjax.decoding.runner import Output
 from magicjax.drafters import Drafter
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.settings import Settings
-from sharding import processes
+from sharding import global_arrays
 
 ROUNDS = 16  # most rounds of a timed call
 CALL_SECONDS = 0.1  # a call of longer rounds runs as many as take this long, at least 2
@@ -54,7 +54,7 @@ class PrefilledPrompts:
             stats_spec |= dataclasses.replace(drafter.attention_stats_spec(), rounds=False)
         settings = dataclasses.replace(settings, stats_spec=stats_spec)
         results, seconds = runner.prefill(request, settings)
-        return cls(*results, processes.fetch(request.lengths), seconds)
+        return cls(*results, global_arrays.fetch(request.lengths), seconds)
 
     def generate(self, request: Request) -> tuple[Output, "PrefilledPrompts"]:
         """Returns (the request's output, the prompts for the next run).
@@ -82,7 +82,7 @@ class PrefilledPrompts:
     def reset(self, state: DecodeState) -> "PrefilledPrompts":
         """Returns the prompts with the cache of a run's last state, cut back to the prompts."""
         # A copy: the array may share memory with NumPy's, and the next run donates it.
-        lengths = processes.put(self.lengths.copy(), state.cache.lengths.sharding)
+        lengths = global_arrays.put(self.lengths.copy(), state.cache.lengths.sharding)
         return dataclasses.replace(self, cache=dataclasses.replace(state.cache, lengths=lengths))
 
 

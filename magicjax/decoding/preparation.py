@@ -27,7 +27,7 @@ from magicjax.sampling_params import SamplingParams
 from magicjax.settings import Settings
 from magicjax.trees.token_tree import Tree
 from magicjax.verification.sampling import Sampling, row_keys
-from sharding import DATA, STAGE, AnyMesh, array_bytes, factored, processes
+from sharding import DATA, STAGE, AnyMesh, array_bytes, factored, global_arrays
 
 INT32_MAX = 2**31 - 1
 PREFILL_CHUNK = 512  # tokens of a row in a prefill step
@@ -76,11 +76,11 @@ def validate(
     drafter, tree = _drafter_and_tree(target, options)
     tree = validation.checked_tree(drafter, tree)
     shape = validation.checked_shape(drafter, tree)
-    listed = prompts_of(prompts)
-    of_rows = validation.params_of_rows(params, len(listed))
+    prompts = prompts_of(prompts)
+    memory.check_rows(target, len(prompts), mesh)
+    rows = token_ids(target, prompts)
+    of_rows = validation.params_of_rows(params, len(rows))
     verifier = validation.checked_verifier(options.verifier, drafter, tree, of_rows)
-    memory.check_rows(target, len(listed), mesh)
-    rows = token_ids(target, listed)
     limits = validation.checked_limits(target, rows, of_rows)
     validation.check_context(target, drafter, tree, shape.depth, rows, limits)
     _check_devices(target, drafter, len(rows), options)
@@ -100,7 +100,7 @@ def validate(
             verifier=verifier,
             capacity=max(capacity, round_up(tokens.shape[1], CAPACITY_MULTIPLE)),
             chunk=chunk,
-            max_new_tokens=int(limits.max()),
+            max_tokens=int(limits.max()),
             backend=backend,
             mesh=None if mesh is None else factored(mesh),
             logprobs=validation.checked_logprobs(target, of_rows),
@@ -203,7 +203,7 @@ def _padded(rows: Sequence[np.ndarray], rows_per_group: int) -> tuple[np.ndarray
 def place(
     request: Request,
     micro_batches: int | None = None,
-    put: Callable = processes.put,
+    put: Callable = global_arrays.put,
 ) -> Request:
     """Returns a validated request with models and arrays on the devices.
 

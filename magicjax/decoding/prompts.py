@@ -1,5 +1,6 @@
 """Prompts as token ids: texts, ids, the result of a tokenizer, or messages of a chat."""
 
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,8 @@ from jaxtyping import Int
 from magicjax.model import Model
 
 
-def prompts_of(prompts: Any) -> list[Any]:
-    """Returns the prompts of `magicjax.generate` as a list of one for each row.
+def prompts_of(prompts: Any) -> Sequence[Any]:
+    """Returns the prompts of `magicjax.generate` as a sequence of one for each row.
 
     Raises:
       ValueError, TypeError: no prompt, or what is not a list of prompts.
@@ -30,7 +31,11 @@ def prompts_of(prompts: Any) -> list[Any]:
         )
     if len(prompts) == 0:
         raise ValueError("prompts is empty: pass at least one prompt")
-    return [prompts] if _is_conversation(prompts) else list(prompts)
+    if _is_flat(prompts):
+        raise TypeError(
+            "prompts is a list of numbers: for a batch of one row, wrap its token ids: [[5, 6, 7]]"
+        )
+    return [prompts] if _is_conversation(prompts) else prompts
 
 
 def token_ids(target: Model, prompts: Sequence[Any]) -> list[Int[np.ndarray, "T"]]:
@@ -80,10 +85,9 @@ def _checked(target: Model, i: int, prompt: Any) -> Int[np.ndarray, "T"]:
     if isinstance(prompt, Sequence) and any(isinstance(each, bool) for each in prompt):
         raise TypeError(f"prompt {i} has booleans: it must be text or a list of token ids")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        wrap = "; for a batch of one row, wrap it: [[5, 6, 7]]" if ids.ndim == 0 else ""
         raise TypeError(
-            f"prompt {i} has shape {ids.shape} and dtype {ids.dtype}: "
-            f"it must be text or a list of token ids{wrap}"
+            f"prompt {i} has shape {ids.shape} and dtype {ids.dtype}: it must be text or a list of "
+            "token ids"
         )
     outside = ids[(ids < 0) | (ids >= target.config.vocab_size)]
     if outside.size:
@@ -120,7 +124,10 @@ def _rows(ids: Any) -> list[np.ndarray]:
 
 
 def _is_flat(ids: Any) -> bool:
-    return len(ids) > 0 and np.ndim(ids[0]) == 0
+    """Returns whether these are the token ids of one text, and not of several."""
+    if len(ids) == 0:
+        return False
+    return isinstance(ids[0], numbers.Number) or getattr(ids[0], "ndim", None) == 0
 
 
 def _without_padding(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:

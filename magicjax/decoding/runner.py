@@ -20,7 +20,7 @@ from magicjax.drafters.base import Previous
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.settings import PrefillSettings, Settings
 from magicjax.verification.logprobs import LogProbs
-from sharding import processes
+from sharding import global_arrays
 
 logger = logging.getLogger("magicjax")
 
@@ -187,7 +187,7 @@ def end_stopped(
       state: between two calls of the loop.
       texts: of `text_streams`; the new tokens are pushed.
     """
-    lengths, output, ended = processes.fetch((state.emitted, state.output, state.ended))
+    lengths, output, ended = global_arrays.fetch((state.emitted, state.output, state.ended))
     if not texts:
         return state, lengths, output, ended
     for text, row, length in zip(texts, output, lengths, strict=True):
@@ -195,7 +195,7 @@ def end_stopped(
             text.push(row[len(text.tokens) : length].tolist())
     stopped = ended | np.array([text.stopped for text in texts])
     if (stopped != ended).any():
-        state = dataclasses.replace(state, ended=processes.put(stopped, state.ended.sharding))
+        state = dataclasses.replace(state, ended=global_arrays.put(stopped, state.ended.sharding))
     return state, np.array([len(text.tokens) for text in texts], np.int32), output, stopped
 
 
@@ -214,7 +214,7 @@ def insert(
     request: Request, state: DecodeState, row: DecodeState, slot: int
 ) -> tuple[DecodeState, float]:
     """Returns the state with a row replaced, and the seconds; donates `state`, but not `row`."""
-    index = processes.put(np.int32(slot), state.rounds.sharding)
+    index = global_arrays.put(np.int32(slot), state.rounds.sharding)
     return _run(
         request, "insert", request.settings, (request.target, request.drafter, state, row, index)
     )
@@ -222,7 +222,7 @@ def insert(
 
 def extract(request: Request, state: DecodeState, slot: int) -> tuple[tuple[KVCache, Any], float]:
     """Returns the target's cache and the drafter's state of one row, and the seconds."""
-    index = processes.put(np.int32(slot), state.rounds.sharding)
+    index = global_arrays.put(np.int32(slot), state.rounds.sharding)
     return _run(
         request, "extract", request.settings, (request.target, request.drafter, state, index)
     )
@@ -262,7 +262,7 @@ def compile_loop(
 
 def with_rounds(state: DecodeState, rounds: int) -> DecodeState:
     """Returns the state with `max_rounds` set."""
-    most = processes.put(np.int32(rounds), state.max_rounds.sharding)
+    most = global_arrays.put(np.int32(rounds), state.max_rounds.sharding)
     return dataclasses.replace(state, max_rounds=most)
 
 
@@ -304,7 +304,7 @@ def output_of(
       measured: the measured fields of `Stats`.
     """
     counters = state.histogram, state.ranks, state.nodes
-    output, emitted, ended, logprobs, (histogram, ranks, nodes) = processes.fetch(
+    output, emitted, ended, logprobs, (histogram, ranks, nodes) = global_arrays.fetch(
         (state.output, state.emitted, state.ended, state.logprobs, counters)
     )
     new = [row[:n] for row, n in zip(output, emitted, strict=True)]
@@ -324,10 +324,10 @@ def output_of(
             None if params.logprobs is None else logprobs[row, :n].most_likely(params.logprobs)
             for row, (params, n) in enumerate(zip(request.params, lengths, strict=True))
         ]
-    output = output[:, : request.settings.max_new_tokens]
+    output = output[:, : request.settings.max_tokens]
     inside = np.arange(output.shape[1]) < lengths[:, None]
     stopped = [text.stopped for text in streams] or [False] * len(new)
-    eos = set(processes.fetch(request.eos).tolist())
+    eos = set(global_arrays.fetch(request.eos).tolist())
     target_bytes, draft_bytes = request.kv_bytes
     counted = acceptance(emitted, histogram, ranks, nodes, calls)
     decode_s = measured["decode_s"]

@@ -113,7 +113,7 @@ class PageRetrieval(TargetDrafter):
         return self.budget // self.page_size - 1 - self.newest_pages
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
-        """Raises ValueError if no page can be chosen, the budget exceeds the context, …"""
+        """Raises ValueError if no page can be chosen, or the target cannot draft `tree`."""
         super().check(target, tree, depth, context)
         check_context(target, self.budget)
         if self.chosen_pages < 1:

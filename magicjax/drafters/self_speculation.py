@@ -18,6 +18,7 @@ from magicjax.drafters.sparse import (
     POLICY_HELP,
     KVDtype,
     SparseSettings,
+    check_budget,
     check_refresh,
     find_policy,
 )
@@ -95,6 +96,7 @@ class SelfSpeculation(TargetDrafter):
     def __post_init__(self):
         super().__post_init__()
         object.__setattr__(self, "policy", find_policy(self.policy))
+        check_budget(self.budget)
         self._check_refresh()
 
     def _check_refresh(self) -> None:

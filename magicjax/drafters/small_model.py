@@ -26,6 +26,7 @@ from magicjax.drafters.sparse import (
     POLICY_HELP,
     KVDtype,
     SparseSettings,
+    check_budget,
     find_policy,
 )
 from magicjax.kv_cache import full_cache
@@ -115,9 +116,9 @@ class SmallModel(Drafter):
             self._check_full()
         else:
             object.__setattr__(self, "policy", find_policy(self.policy))
-            if self.budget is None:
-                object.__setattr__(self, "budget", BUDGET)
-            assert self.sparse is not None  # and valid
+            budget = BUDGET if self.budget is None else self.budget
+            check_budget(budget)
+            object.__setattr__(self, "budget", budget)
         if self._moves_sinks and (not isinstance(self.policy, StreamingLLM) or self.kv_dtype):
             raise ValueError(
                 "sink_positions='in_cache' needs policy 'streaming' and no kv_dtype, not "

@@ -41,6 +41,15 @@ def find_policy(policy: Policy | str) -> Policy:
     return get_policy(policy)
 
 
+def check_budget(budget: int) -> None:
+    """Raises ValueError unless a draft can read so many slots."""
+    if budget < 1:
+        raise ValueError(
+            f"budget={budget}: a draft cache needs at least 1 slot for each layer and KV head; "
+            f"omit budget for the default of {BUDGET}"
+        )
+
+
 def check_refresh(every: int) -> None:
     """Raises ValueError unless a draft can choose its entries again after so many rounds."""
     if every < 1:
@@ -63,13 +72,6 @@ class SparseSettings:
     policy: Policy
     budget: int
     kv_dtype: str | None
-
-    def __post_init__(self):
-        if self.budget < 1:
-            raise ValueError(
-                f"budget={self.budget}: a draft cache needs at least 1 slot for each layer and "
-                f"KV head; omit budget for the default of {BUDGET}"
-            )
 
     @property
     def ring(self) -> int:

@@ -37,7 +37,7 @@ from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
 from magicjax.trees.token_tree import Tree
 from magicjax.verification.logprobs import LogProbs
-from sharding import processes
+from sharding import global_arrays
 
 
 class Engine:
@@ -97,7 +97,7 @@ class Engine:
             min_shared=self._prefixes.min_shared if self._prefixes.max_entries else None,
         )
         self._arena = Arena(config.grammar_states * CLASSES)
-        self._eos = set(processes.fetch(self._templates.row.eos).tolist())
+        self._eos = set(global_arrays.fetch(self._templates.row.eos).tolist())
         self._loops = speculation.loops(slots, config.adaptive_depth)
         self._depths = DepthChooser.create(self._loops, config.slots)
         self._counters = Counters(self._loops)
@@ -246,7 +246,7 @@ class Engine:
     def _decode(self) -> None:
         """Runs the loop, hands out new tokens and ends requests."""
         if self._ended_by_host:
-            ended = processes.put(self._ended, self._state.ended.sharding)
+            ended = global_arrays.put(self._ended, self._state.ended.sharding)
             self._state = dataclasses.replace(self._state, ended=ended)
             self._ended_by_host = False
         running = self._scheduler.running
@@ -254,11 +254,11 @@ class Engine:
         depth, slots = self._depths.depth, self._templates.slots
         s, seconds = runner.run_until_row_ends(slots, self._loops[depth], self._state)
         self._state = s
-        emitted, output, ended, histogram, nodes, rounds = processes.fetch(
+        emitted, output, ended, histogram, nodes, rounds = global_arrays.fetch(
             (s.emitted, s.output, s.ended, s.histogram, s.nodes, s.rounds)
         )
         asked = any(handle.request.params.logprobs is not None for handle in running.values())
-        logprobs = processes.fetch(s.logprobs) if asked else None
+        logprobs = global_arrays.fetch(s.logprobs) if asked else None
         self._counters.rounds_by_depth[depth] += int(rounds)
         self._counters.loop_s += seconds
         self._depths = self._depths.counted(histogram, int(rounds), seconds)
@@ -310,7 +310,7 @@ class Engine:
         self._counters.prefill_s += finish_s + insert_s
         self._depths = self._depths.joined(slot)
         self._store(Prefix(handle.request.prompt, row.cache, row.drafter))
-        ended, first, logprobs = processes.fetch((row.ended, row.pending, row.logprobs))
+        ended, first, logprobs = global_arrays.fetch((row.ended, row.pending, row.logprobs))
         self._ended[slot] = ended[0]
         self._deliver(handle, first, logprobs and logprobs[0], ended[0])
 

@@ -19,7 +19,7 @@ from magicjax.engine.scheduler import common_prefix
 from magicjax.engine.templates import Templates
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.parallel import offloading
-from sharding import processes
+from sharding import global_arrays
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -186,7 +186,7 @@ def to_host(prefix: Prefix) -> Prefix:
         k, v = (tuple(layer[:, :, :length] for layer in layers) for layers in (x.k, x.v))
         return dataclasses.replace(x, k=k, v=v)
 
-    fetched = processes.fetch(prefix.row)
+    fetched = global_arrays.fetch(prefix.row)
     cut_row = jax.tree.map(cut, fetched, is_leaf=lambda x: isinstance(x, KVCache))
     # Copies: what is fetched from a CPU device are views of buffers that programs will overwrite.
     cache, drafter_state = jax.tree.map(np.array, cut_row)
@@ -204,7 +204,7 @@ def to_device(prefix: Prefix, row_shapes: Any) -> Prefix:
     def put(x, shape):
         whole = np.zeros(shape.shape, shape.dtype)
         whole[tuple(map(slice, x.shape))] = x
-        return processes.put(whole, shape.sharding)
+        return global_arrays.put(whole, shape.sharding)
 
     return Prefix(prefix.tokens, *jax.tree.map(put, prefix.row, row_shapes))
 

@@ -20,7 +20,7 @@ from magicjax.drafters import Ensemble
 from magicjax.engine.templates import Templates, empty_state
 from magicjax.settings import Settings
 from magicjax.trees.token_tree import ROOT_ONLY, DynamicTree, Tree, truncated
-from sharding import processes
+from sharding import global_arrays
 
 REPEATS = 3  # of each timing, after one that loads the program
 
@@ -121,7 +121,7 @@ def _live(templates: Templates, state: DecodeState, length: int) -> DecodeState:
     assert request.drafter is not None
 
     def rows(value: Any, like: jax.Array) -> jax.Array:
-        return processes.put(np.full(like.shape, value, like.dtype), like.sharding)
+        return global_arrays.put(np.full(like.shape, value, like.dtype), like.sharding)
 
     lengths = rows(length, state.cache.lengths)
     # They end before they fill their slots.

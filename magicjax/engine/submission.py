@@ -15,7 +15,7 @@ from magicjax.engine.templates import Templates
 from magicjax.grammars.arena import CLASSES, automaton_of
 from magicjax.grammars.compiler import TokenAutomaton
 from magicjax.sampling_params import SamplingParams, check_whole
-from sharding import processes
+from sharding import global_arrays
 
 
 def validated(
@@ -121,7 +121,7 @@ def _automaton(templates: Templates, params: SamplingParams) -> TokenAutomaton |
         raise ValueError(
             "grammar in an engine without grammars: create the engine with grammar_states=4096"
         )
-    automaton = automaton_of(row.target, params.grammar, processes.fetch(row.eos).tolist())
+    automaton = automaton_of(row.target, params.grammar, global_arrays.fetch(row.eos).tolist())
     states, classes = automaton.next.shape
     needed = -(-(automaton.next.size + 1) // CLASSES)
     if needed > limit:

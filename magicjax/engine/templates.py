@@ -29,7 +29,7 @@ from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
 from magicjax.trees.token_tree import Tree
 from magicjax.verification.sampling import Sampling
-from sharding import DATA, STAGE, factored, processes
+from sharding import DATA, STAGE, factored, global_arrays
 
 CHUNK = 64  # tokens of the prefill steps that end a prompt: few are padding
 
@@ -154,7 +154,7 @@ def make_templates(
         divided = NamedSharding(factored(mesh), placement.ROWS)
 
     def repeated(x: jax.Array) -> jax.Array:
-        return processes.put(jnp.broadcast_to(x, (config.slots, *x.shape[1:])), divided)
+        return global_arrays.put(jnp.broadcast_to(x, (config.slots, *x.shape[1:])), divided)
 
     all_rows = dataclasses.replace(
         row,
@@ -244,7 +244,7 @@ def with_grammar(
     grammar = row_of(automaton, templates.row.target.config.vocab_size, arena)
     if arena.table is before:
         return templates, grammar
-    placed = processes.put(arena.table, transitions.sharding)
+    placed = global_arrays.put(arena.table, transitions.sharding)
     row, slots = (
         dataclasses.replace(x, transitions=placed) for x in (templates.row, templates.slots)
     )
@@ -260,7 +260,7 @@ def row_of_request(
     tokens[0, : len(prompt)] = prompt
     sampling = row_sampling(templates.config, request.params)
     of_row = tokens, _one_row(len(prompt)), _one_row(request.max_tokens), sampling, grammar
-    tokens, lengths, limits, placed, grammar = processes.put(of_row, row.lengths.sharding)
+    tokens, lengths, limits, placed, grammar = global_arrays.put(of_row, row.lengths.sharding)
     return dataclasses.replace(
         row,
         prompts=[prompt],
@@ -275,7 +275,7 @@ def row_of_request(
 
 def put_row(request: Request, *values: int) -> list[jax.Array]:
     """Returns int32 [1] arrays with the sharding of a request's row, in one transfer."""
-    return processes.put([_one_row(value) for value in values], request.lengths.sharding)
+    return global_arrays.put([_one_row(value) for value in values], request.lengths.sharding)
 
 
 def _one_row(value: int) -> Int[np.ndarray, "1"]:
@@ -289,7 +289,7 @@ def empty_state(templates: Templates) -> DecodeState:
     shapes = dataclasses.replace(runner.state_shapes(slots), **separate)
     # Copies, because programs donate the state.
     sampling, eos = jax.tree.map(jnp.copy, (slots.sampling, slots.eos))
-    ended = processes.put(np.ones(templates.config.slots, bool), slots.lengths.sharding)
+    ended = global_arrays.put(np.ones(templates.config.slots, bool), slots.lengths.sharding)
     state = dataclasses.replace(_zeros(shapes), sampling=sampling, ended=ended, eos=eos)
     return runner.with_rounds(state, templates.config.rounds_per_step)
 

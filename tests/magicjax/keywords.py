@@ -18,6 +18,7 @@ def split(
 ) -> tuple[magicjax.SamplingParams | list[magicjax.SamplingParams], dict[str, Any]]:
     """Returns (parameters, keyword arguments) for `rows` prompts."""
     given = {name: settings.pop(name) for name in FIELDS if name in settings}
+    given = {name: getattr(value, "tolist", lambda v=value: v)() for name, value in given.items()}
     lists = {
         name: value
         for name, value in given.items()

@@ -11,10 +11,10 @@ import time
 import pandas as pd
 import pytest
 
+from experiments.processes import LOST
 from experiments.runner import multihost
 from experiments.schema.config import Experiment
 from experiments.schema.fields import ConfigError
-from sharding.processes import LOST
 from tests.two_processes import environment, free_port
 
 CONFIG = """

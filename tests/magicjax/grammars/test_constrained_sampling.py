@@ -39,7 +39,7 @@ def tables(vocab: int):
     """Returns one row of the grammar and the table, for the first tokens."""
     config = dataclasses.replace(target(vocab).config, vocab_size=vocab)
     model = dataclasses.replace(target(vocab), module=target(vocab).module.clone(config=config))
-    return rows_of(model, magicjax.Grammar.regex(PATTERN), (0,), 1)
+    return rows_of(model, [magicjax.Grammar.regex(PATTERN)], (0,))
 
 
 @dataclasses.dataclass(frozen=True)

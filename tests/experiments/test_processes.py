@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from sharding import processes
-from sharding.processes import Processes
+from experiments import processes
+from experiments.processes import Processes
 from tests.quick import quick
 from tests.two_processes import free_port
 
@@ -175,14 +175,14 @@ def _connect(address):
 FAILS = """
 import sys, time
 import numpy as np
-from sharding import processes
+from experiments import processes
 address, rank, fails, how = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
 processes.join(processes.Processes(address, 2, rank), {}, 60)
 with processes.leaving():
     if str(rank) in fails:
         kind = {"refusal": ValueError, "error": RuntimeError, "stop": KeyboardInterrupt}[how]
         raise kind("own error")
-    print(processes.broadcast_from_rank0(1))  # the other process does not call it
+    print(global_arrays.broadcast_from_rank0(1))  # the other process does not call it
 """
 
 
@@ -220,7 +220,7 @@ def test_an_error_ends_all_processes_and_each_reports_its_own(fails, how, status
 
 ALONE = """
 import sys, time
-from sharding import processes
+from experiments import processes
 from tests.quick import quick
 address, rank = sys.argv[1], int(sys.argv[2])
 processes.join(processes.Processes(address, 3, rank), {}, 60)
