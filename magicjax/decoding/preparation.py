@@ -155,10 +155,10 @@ def _check_devices(
 ) -> None:
     """Raises ValueError if models or rows do not divide over the devices."""
     if options.mesh is None:
-        pipeline_stages.validate_micro_batches(options.micro_batches, rows, 1)
-        placement.validate_single_device(target, drafter)
+        pipeline_stages.check_micro_batches(options.micro_batches, rows, 1)
+        placement.check_single_device(target, drafter)
     else:
-        placement.validate(options.mesh, target, drafter, rows, options.micro_batches)
+        placement.check(options.mesh, target, drafter, rows, options.micro_batches)
 
 
 def _sized(drafter: Drafter | None, target: Model, mesh: AnyMesh | None) -> Drafter | None:
