@@ -1,6 +1,7 @@
 """The public calls: `generate` texts at once, or `stream` them round by round."""
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Never
 
@@ -199,7 +200,7 @@ def _check_unknown(unknown: Mapping[str, Any]) -> None:
         else:
             known = (*RequestOptions.__dataclass_fields__, *SamplingParams.__dataclass_fields__)
             remedy = f"see help(magicjax.generate){did_you_mean(name, known)}"
-        raise TypeError(f"{name}={value!r} is not an argument: {remedy}")
+        raise TypeError(f"{name}={reprlib.repr(value)} is not an argument: {remedy}")
 
 
 def _rounds(

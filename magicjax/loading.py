@@ -63,20 +63,20 @@ def load(
         outside the model's vocabulary, the dtype is unknown, the mesh does not divide the model, or
         host memory is too small.
     """
-    offloading.validate_offload(offload)
-    _validate_dtype(dtype)
+    offloading.check_offload(offload)
+    _check_dtype(dtype)
     form = _requested(source, weights)
-    stages = _validated_stages(stages, shards, mesh, offload)
+    stages = _checked_stages(stages, shards, mesh, offload)
     sharding_of = None
     if mesh is not None:
         config = config_of(source)
         module = models.build(config, weights=weight_format(source, form))
         sharding_of = placement.parameter_shardings(module, shards, mesh)
-        pipeline_stages.validate_layers(config.num_layers, stages)
+        pipeline_stages.check_layers(config.num_layers, stages)
     checkpoint, path = None, directory_of(source)
     if path is not None:
         tokenizer = load_tokenizer(source)
-        validate_tokenizer(tokenizer, models.load_config(path).vocab_size, source)
+        check_tokenizer(tokenizer, models.load_config(path).vocab_size, source)
         checkpoint = models.load_checkpoint(
             path, dtype, weights=form, sharding_of=sharding_of, lazy_blocks=offload or stages > 1
         )
@@ -112,7 +112,7 @@ def load(
     )
 
 
-def _validated_stages(
+def _checked_stages(
     stages: int | None, shards: int | None, mesh: Mesh | None, offload: bool
 ) -> int:
     """Returns the number of stages that divide the layers."""
@@ -158,7 +158,7 @@ def offload(model: Model) -> Model:
     return dataclasses.replace(model, params=params, layout=Offloaded(blocks))
 
 
-def _validate_dtype(dtype: Any) -> None:
+def _check_dtype(dtype: Any) -> None:
     try:
         if dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
             return
@@ -243,7 +243,7 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
     return None if directory is None else models.load_tokenizer(directory)
 
 
-def validate_tokenizer(tokenizer: Any, vocab_size: int, source: str | os.PathLike) -> None:
+def check_tokenizer(tokenizer: Any, vocab_size: int, source: str | os.PathLike) -> None:
     """Raises ValueError if a tokenizer has tokens that a model cannot embed.
 
     A tokenizer may have fewer tokens than the model: many embeddings are padded.

@@ -67,7 +67,7 @@ def split_of(config: models.DecoderConfig, shards: int | None, mesh: AnyMesh) ->
     return split
 
 
-def validate(
+def check(
     mesh: AnyMesh, target: Model, drafter: Any, batch: int, micro_batches: int | None = None
 ) -> None:
     """Raises ValueError unless target, drafts and rows divide over the mesh."""
@@ -78,31 +78,31 @@ def validate(
             f"{batch} prompts do not divide over data={groups} groups of devices: pass a multiple "
             f"of {groups}, such as {-(-batch // groups) * groups}"
         )
-    _validate_target(target, mesh)
+    _check_target(target, mesh)
     for model in models_of(drafter):
         label = f"the drafter {model.name or ''}".strip()
-        _validate_split(model, mesh, label, "; a draft may have fewer shards, down to 1")
+        _check_split(model, mesh, label, "; a draft may have fewer shards, down to 1")
         if model.layout.stages > 1:
             raise ValueError(
                 f"{label} has {model.layout.stages} stages, and only a target may have several: "
                 "load it with stages=1"
             )
-    pipeline_stages.validate_micro_batches(micro_batches, batch // groups, stages)
+    pipeline_stages.check_micro_batches(micro_batches, batch // groups, stages)
     for member in getattr(drafter, "drafters", (drafter,)):
         if not models_of(member):  # all layers of a small model are on every stage
-            pipeline_stages.validate_policy(member, target.config.num_layers, stages)
+            pipeline_stages.check_policy(member, target.config.num_layers, stages)
 
 
-def _validate_target(target: Model, mesh: AnyMesh) -> None:
+def _check_target(target: Model, mesh: AnyMesh) -> None:
     stages = mesh.shape[STAGE]
     if target.shards is not None:
         raise ValueError(
             f"the target has shards={target.shards}: a target is always divided over all of "
             "`model`; use shards for small models"
         )
-    _validate_split(target, mesh, "the target")
+    _check_split(target, mesh, "the target")
     try:
-        pipeline_stages.validate_layers(target.config.num_layers, stages)
+        pipeline_stages.check_layers(target.config.num_layers, stages)
     except ValueError as error:
         raise ValueError(f"the target: {error}") from error
     if target.layout.stages not in (1, stages):
@@ -117,14 +117,14 @@ def _validate_target(target: Model, mesh: AnyMesh) -> None:
         )
 
 
-def _validate_split(model: Model, mesh: AnyMesh, label: str, hint: str = "") -> None:
+def _check_split(model: Model, mesh: AnyMesh, label: str, hint: str = "") -> None:
     try:
         parameter_shardings(model.module, model.shards, mesh)
     except ValueError as error:
         raise ValueError(f"{label}: {error}{hint}") from error
 
 
-def validate_single_device(target: Model, drafter: Any) -> None:
+def check_single_device(target: Model, drafter: Any) -> None:
     """Raises ValueError if a model is on several devices; for requests without a mesh."""
     for model in (target, *models_of(drafter)):
         counts = [
@@ -164,7 +164,7 @@ def parameter_shardings(module: nn.Module, shards: int | None, mesh: AnyMesh) ->
     mesh = factored(mesh)
     split = split_of(module.config, shards, mesh)
     if module.weights is not None:
-        module.weights.validate(module.config.matrix_inputs(split.shards), split.shards)
+        module.weights.check(module.config.matrix_inputs(split.shards), split.shards)
     return lambda names: NamedSharding(mesh, split.spec(names))
 
 

@@ -37,7 +37,7 @@ class Settings:
       verifier: one of `verify.VERIFIERS`.
       capacity: S, the slots of the target's cache.
       chunk: tokens of a prefill step.
-      max_new_tokens: the longest output of any row.
+      max_tokens: the longest output of any row.
       backend: of attention and products; None: that of `choose_backend`.
       max_backlog: the most committed tokens that a draft model's cache may lack.
       drafter_index: index of the drafter in its ensemble.
@@ -52,7 +52,7 @@ class Settings:
     verifier: str
     capacity: int
     chunk: int
-    max_new_tokens: int
+    max_tokens: int
     backend: str | None = None
     max_backlog: int = 1
     drafter_index: int = 0

@@ -31,7 +31,7 @@ def build(
     if not isinstance(config, DecoderConfig):
         raise TypeError(f"{type(config).__name__} is not a model config: it must be DecoderConfig")
     if weights is not None:
-        weights.validate(config.matrix_inputs())
+        weights.check(config.matrix_inputs())
     return Decoder(config, jnp.dtype(dtype), weights=weights)
 
 

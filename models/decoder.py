@@ -131,7 +131,7 @@ class DecoderConfig:
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             )
         if self.rope is not None:
-            self._validate_rotation(self.rope)
+            self._check_rotation(self.rope)
         if isinstance(self.positions, Alibi) and self.max_positions > ALIBI_POSITIONS:
             raise ValueError(
                 f"max_positions={self.max_positions} is too large: ALiBi has at most "
@@ -159,7 +159,7 @@ class DecoderConfig:
                 f"which is not applied: use max_positions of at most {self.sliding_window}"
             )
 
-    def _validate_rotation(self, rope: Rope) -> None:
+    def _check_rotation(self, rope: Rope) -> None:
         size, factor = rope.rotary_dim(self.head_dim), rope.partial_rotary_factor
         if factor == 1 and size % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: the rotation pairs halves")

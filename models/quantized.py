@@ -90,7 +90,7 @@ class WeightFormat:
         """Returns the number of groups of a matrix with `inputs` inputs."""
         return 1 if self.group is None else inputs // self.group
 
-    def validate_rounding(self) -> None:
+    def check_rounding(self) -> None:
         """Raises ValueError unless `quantize` can round to the format."""
         if self.zeros or self.is_float:
             raise ValueError(
@@ -98,7 +98,7 @@ class WeightFormat:
                 f"other matrices cannot be quantized so: use {FORMATS}"
             )
 
-    def validate(self, inputs: Mapping[str, int], shards: int = 1) -> None:
+    def check(self, inputs: Mapping[str, int], shards: int = 1) -> None:
         """Raises ValueError unless groups divide the inputs of every matrix.
 
         Args:
@@ -141,7 +141,7 @@ def rounded_format(weights: WeightFormat | Literal["none"] | None) -> WeightForm
     """
     if weights is None or weights == NONE:
         return None
-    weights.validate_rounding()
+    weights.check_rounding()
     return weights
 
 
@@ -154,7 +154,7 @@ def quantize(weight: Any, form: WeightFormat, inputs: int, xp: Any = np) -> dict
       inputs: the number of axes I.
       xp: `jax.numpy` to compute where the weight is.
     """
-    form.validate_rounding()
+    form.check_rounding()
     wide = xp.asarray(weight, np.float32)
     first = wide.ndim - inputs
     groups = form.groups(math.prod(wide.shape[first:]))

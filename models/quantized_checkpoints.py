@@ -206,7 +206,7 @@ def matrix_format(
     scale = next((parts[name].shape for name in SCALES if name in parts), ())
     groups = scale[quantization.method not in ("awq", "gptq")] if len(scale) == 2 else 1
     if quantization.group is not None:
-        _validate_group(quantization.group, groups, inputs)
+        _check_group(quantization.group, groups, inputs)
     if groups < 1 or inputs % groups:
         raise ValueError(f"its {inputs} inputs are not a multiple of its {groups} groups")
     bits, is_float = 8, False
@@ -222,7 +222,7 @@ def matrix_format(
     return WeightFormat(bits, None if groups == 1 else inputs // groups, zeros, is_float)
 
 
-def _validate_group(size: int, groups: int, inputs: int) -> None:
+def _check_group(size: int, groups: int, inputs: int) -> None:
     """Raises ValueError unless a matrix has the groups of the settings, of equal sizes."""
     size = min(size, inputs)
     if inputs % size:
@@ -330,14 +330,14 @@ def read_matrix(
         matrix = _read_packed(parts, shape)
     else:
         matrix = _read_unpacked(parts, quantization.block)
-    _validate(matrix, shape)
+    _check(matrix, shape)
     for name in ("g_idx", "weight_g_idx"):
         if name in parts:
-            _validate_order(name, parts[name], inputs // matrix.scales.shape[1])
+            _check_order(name, parts[name], inputs // matrix.scales.shape[1])
     return matrix
 
 
-def _validate(matrix: Matrix, shape: tuple[int, ...]) -> None:
+def _check(matrix: Matrix, shape: tuple[int, ...]) -> None:
     outputs, inputs = shape
     groups = matrix.scales.shape[-1]
     grouped = (outputs, groups)
@@ -351,7 +351,7 @@ def _validate(matrix: Matrix, shape: tuple[int, ...]) -> None:
         raise ValueError(f"its {inputs} inputs are not a multiple of its {groups} groups")
 
 
-def _validate_order(name: str, groups: np.ndarray, size: int) -> None:
+def _check_order(name: str, groups: np.ndarray, size: int) -> None:
     if not np.array_equal(groups, np.arange(len(groups)) // size):
         raise ValueError(
             f"{name} orders its inputs by activation (act-order), which is not supported: load a "

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 HOST = "pinned_host"
 
 
-def validate_devices(devices: Sequence[Any] | None = None) -> None:
+def check_devices(devices: Sequence[Any] | None = None) -> None:
     """Raises ValueError unless the devices can read pinned host memory; None: the default one."""
     for device in jax.local_devices()[:1] if devices is None else devices:
         kinds = [memory.kind for memory in device.addressable_memories()]

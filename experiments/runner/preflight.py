@@ -18,7 +18,7 @@ from magicjax.decoding.preparation import PREFILL_TOKENS, validate
 from magicjax.decoding.request import Request
 from magicjax.engine import memory_check
 from magicjax.engine.config import EngineConfig
-from magicjax.loading import load_tokenizer, skeleton, validate_tokenizer
+from magicjax.loading import check_tokenizer, load_tokenizer, skeleton
 from magicjax.model import Model
 from magicjax.prediction.autotune.search import make_problem
 from magicjax.sources import directory_of
@@ -33,7 +33,7 @@ _tokenizer = functools.cache(load_tokenizer)
 def _skeleton(source: str, dtype: str = "float32", **options: Any) -> Model:
     """Returns the model of a source without weights, with its tokenizer."""
     model, tokenizer = skeleton(source, dtype, **options), _tokenizer(source)
-    validate_tokenizer(tokenizer, model.config.vocab_size, source)
+    check_tokenizer(tokenizer, model.config.vocab_size, source)
     return dataclasses.replace(model, tokenizer=tokenizer)
 
 

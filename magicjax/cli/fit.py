@@ -58,7 +58,7 @@ def add(commands: Any) -> None:
         required=True,
         help="tokens per row, including new tokens; 8k is 8192",
     )
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
+    parser.add_argument("--max-tokens", type=int, default=128, help="default: 128")
     parser.add_argument(
         "--device",
         required=True,
@@ -171,7 +171,7 @@ def max_rows(load: Any, counted: Any, temporary: dict[str, int], usable: int) ->
     """
     requested = load.batch // load.data
     per_row = (counted.target_kv + counted.draft_kv + counted.rest) / requested
-    longest = load.context - load.max_new_tokens
+    longest = load.context - load.max_tokens
     weights = counted.weights + counted.draft_weights + counted.streamed
 
     def needed(rows: int) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from magicjax.decoding.text_stream import TextStream
-from magicjax.loading import config_of, load_tokenizer, skeleton, stored_dtype, validate_tokenizer
+from magicjax.loading import check_tokenizer, config_of, load_tokenizer, skeleton, stored_dtype
 from magicjax.model import Model
 from magicjax.verification.logprobs import LogProbs
 
@@ -29,7 +29,7 @@ def tokenizer_of(arguments: argparse.Namespace) -> Any:
             f"{source} has a tokenizer without tokenizer.json: save it with transformers' "
             "save_pretrained as a fast tokenizer"
         )
-    validate_tokenizer(tokenizer, config.vocab_size, source)
+    check_tokenizer(tokenizer, config.vocab_size, source)
     return tokenizer
 
 

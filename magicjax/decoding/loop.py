@@ -61,9 +61,9 @@ class DecodeState:
       cache: the target's; holds the prompt and the emitted tokens except the pending one.
       drafter: the drafter's own state.
       pending: int32 [B], the newest emitted token; its keys and values are in no cache yet.
-      output: int32 [B, max_new_tokens + A], emitted tokens; undefined from `emitted` on.
+      output: int32 [B, max_tokens + A], emitted tokens; undefined from `emitted` on.
       emitted: int32 [B], number of emitted tokens.
-      limits: int32 [B], each row's max_new_tokens.
+      limits: int32 [B], each row's max_tokens.
       ended: bool [B].
       eos: int32 [E], tokens that end a row; E may be 0.
       sampling: each row's sampling parameters; None: greedy.
@@ -74,7 +74,7 @@ class DecodeState:
       rounds: int32 [], number of rounds since the newest call of `decode` began; on a mesh the
         largest number of any group.
       max_rounds: int32 [], the most rounds of a call of `decode`.
-      logprobs: [B, max_new_tokens + A], of the tokens in `output`; None if they are not computed.
+      logprobs: [B, max_tokens + A], of the tokens in `output`; None if they are not computed.
       grammar: of the rows, after the pending tokens; None without grammars.
     """
 
@@ -137,7 +137,7 @@ def init_state(
         stats = prefilled.stats
         drafter_state = drafter.prefill(target, tokens, cache, stats, settings, previous)
     first, path = prefilled.first, settings.shape.depth + 1
-    rows, slots = first.shape[0], settings.max_new_tokens + path
+    rows, slots = first.shape[0], settings.max_tokens + path
 
     def buffer(x):  # [B, 1, ...]
         return jnp.zeros((rows, slots, *x.shape[2:]), x.dtype).at[:, 0].set(x[:, 0])

@@ -231,7 +231,7 @@ def _remedy(request: Request, limit: float) -> list[str]:
 
 def _tokens(request: Request) -> int:
     """Returns the tokens of the longest row, new ones included."""
-    return max(map(len, request.prompts)) + request.settings.max_new_tokens
+    return max(map(len, request.prompts)) + request.settings.max_tokens
 
 
 def _workload(request: Request) -> str:

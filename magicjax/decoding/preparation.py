@@ -78,9 +78,9 @@ def validate(
     shape = validation.checked_shape(drafter, tree)
     prompts = prompts_of(prompts)
     memory.check_rows(target, len(prompts), mesh)
-    of_rows = validation.params_of_rows(params, len(prompts))
-    verifier = validation.checked_verifier(options.verifier, drafter, tree, of_rows)
     rows = token_ids(target, prompts)
+    of_rows = validation.params_of_rows(params, len(rows))
+    verifier = validation.checked_verifier(options.verifier, drafter, tree, of_rows)
     limits = validation.checked_limits(target, rows, of_rows)
     validation.check_context(target, drafter, tree, shape.depth, rows, limits)
     _check_devices(target, drafter, len(rows), options)
@@ -100,7 +100,7 @@ def validate(
             verifier=verifier,
             capacity=max(capacity, round_up(tokens.shape[1], CAPACITY_MULTIPLE)),
             chunk=chunk,
-            max_new_tokens=int(limits.max()),
+            max_tokens=int(limits.max()),
             backend=backend,
             mesh=None if mesh is None else factored(mesh),
             logprobs=validation.checked_logprobs(target, of_rows),
@@ -155,10 +155,10 @@ def _check_devices(
 ) -> None:
     """Raises ValueError if models or rows do not divide over the devices."""
     if options.mesh is None:
-        pipeline_stages.validate_micro_batches(options.micro_batches, rows, 1)
-        placement.validate_single_device(target, drafter)
+        pipeline_stages.check_micro_batches(options.micro_batches, rows, 1)
+        placement.check_single_device(target, drafter)
     else:
-        placement.validate(options.mesh, target, drafter, rows, options.micro_batches)
+        placement.check(options.mesh, target, drafter, rows, options.micro_batches)
 
 
 def _sized(drafter: Drafter | None, target: Model, mesh: AnyMesh | None) -> Drafter | None:

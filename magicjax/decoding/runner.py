@@ -324,7 +324,7 @@ def output_of(
             None if params.logprobs is None else logprobs[row, :n].most_likely(params.logprobs)
             for row, (params, n) in enumerate(zip(request.params, lengths, strict=True))
         ]
-    output = output[:, : request.settings.max_new_tokens]
+    output = output[:, : request.settings.max_tokens]
     inside = np.arange(output.shape[1]) < lengths[:, None]
     stopped = [text.stopped for text in streams] or [False] * len(new)
     eos = set(global_arrays.fetch(request.eos).tolist())

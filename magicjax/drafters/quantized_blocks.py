@@ -33,7 +33,7 @@ def check(target: Model, weights: str) -> None:
             f"{problem}: omit the drafter's weights, or use a small model"
         )
     form = WeightFormat.parse(weights)
-    form.validate(target.config.matrix_inputs())
+    form.check(target.config.matrix_inputs())
 
 
 def of(target: Model, weights: str) -> Model:

@@ -40,7 +40,7 @@ class TargetDrafter(Drafter):
     def __post_init__(self):
         super().__post_init__()
         if self.weights is not None:
-            WeightFormat.parse(self.weights).validate_rounding()
+            WeightFormat.parse(self.weights).check_rounding()
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         """Raises ValueError if `tree` is too wide, or the target cannot be copied."""

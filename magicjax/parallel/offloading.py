@@ -63,8 +63,8 @@ def stack(module: nn.Module, layers: Iterable[Any], sharding_of: ShardingFn | No
       ValueError: host memory is too small, or devices cannot read it; raised before `layers` are
         read.
     """
-    host.validate_devices()
-    validate_host_memory(module, sharding_of)
+    host.check_devices()
+    check_host_memory(module, sharding_of)
     log_sizes(module)
     stacked = shapes(module, sharding_of)
     shape_leaves, treedef = jax.tree.flatten(stacked)
@@ -78,7 +78,7 @@ def stack(module: nn.Module, layers: Iterable[Any], sharding_of: ShardingFn | No
     return jax.tree.unflatten(treedef, buffers)
 
 
-def validate_host_memory(
+def check_host_memory(
     module: nn.Module, sharding_of: ShardingFn | None = None, available: int | None = None
 ) -> None:
     """Raises ValueError if the blocks' weights do not fit host memory.
@@ -117,7 +117,7 @@ def free_host_memory() -> int | None:
     return min(free, default=None)
 
 
-def validate_offload(offload: Any) -> None:
+def check_offload(offload: Any) -> None:
     """Raises ValueError unless `offload` is True or False."""
     if not isinstance(offload, bool):
         raise ValueError(

@@ -23,7 +23,7 @@ from models import ShardingFn
 from sharding import STAGES
 
 
-def validate_layers(layers: int, stages: int) -> None:
+def check_layers(layers: int, stages: int) -> None:
     """Raises ValueError unless the layers divide over the stages."""
     if layers % stages:
         divisors = [n for n in range(1, layers + 1) if layers % n == 0]
@@ -32,7 +32,7 @@ def validate_layers(layers: int, stages: int) -> None:
         raise ValueError(f"stage={stages} does not divide its {layers} layers: use {nearest}")
 
 
-def validate_micro_batches(micro_batches: int | None, rows: int, stages: int) -> None:
+def check_micro_batches(micro_batches: int | None, rows: int, stages: int) -> None:
     """Raises ValueError unless `micro_batches` divides the rows of a device group."""
     if micro_batches is None:
         return
@@ -64,7 +64,7 @@ def best_micro_batches(rows: int, stages: int, weights: int, caches: int) -> int
     return min(counts, key=lambda n: (n + stages - 1) * (weights + caches / n))
 
 
-def validate_policy(drafter: Any, layers: int, stages: int) -> None:
+def check_policy(drafter: Any, layers: int, stages: int) -> None:
     """Raises ValueError if a draft on the target's layers is quantized, or its budgets differ."""
     if stages > 1 and getattr(drafter, "weights", None):
         raise ValueError(

@@ -25,6 +25,7 @@ def one_file(tmp_path, monkeypatch):
     sys.modules.pop("repeat_last", None)
 
 
+@pytest.mark.slow
 def test_one_file_gives_a_drafter_in_python_commands_and_grids(
     one_file, zoo, here, monkeypatch, capsys
 ):

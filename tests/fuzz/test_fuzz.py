@@ -34,6 +34,7 @@ def test_a_batch_passes():
     assert found.rows == 2 * made.rows and found.caches == made.rows and found.tokens > found.rows
 
 
+@pytest.mark.slow
 def test_schedules_pass():
     found = schedules.run_units(configuration(SEED, ENGINE), [0, 1])
     assert found.failures == []

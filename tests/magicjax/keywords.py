@@ -3,12 +3,13 @@
 A list of `max_tokens`, `temperature`, `top_k`, `top_p` or `grammar` has one value for each row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import magicjax
 from magicjax.decoding import preparation
 from magicjax.decoding.request import Request, RequestOptions
+from sharding import global_arrays
 
 FIELDS = tuple(magicjax.SamplingParams.__dataclass_fields__)
 
@@ -40,7 +41,13 @@ def stream(target: magicjax.Model, prompts: Any, **settings: Any) -> Any:
     return magicjax.stream(target, prompts, params, **options)
 
 
-def prepare(target: magicjax.Model, prompts: Any, **settings: Any) -> Request:
-    params, options = split(len(prompts), **settings)
-    make = preparation.validate if target.params is None else preparation.prepare
-    return make(target, prompts, params, RequestOptions(**options))
+def prepare(
+    target: magicjax.Model, prompts: Any, put: Callable = global_arrays.put, **settings: Any
+) -> Request:
+    """Returns the placed request; of a target without weights, the validated one."""
+    params, keywords = split(len(prompts), **settings)
+    options = RequestOptions(**keywords)
+    request = preparation.validate(target, prompts, params, options)
+    if target.params is None:
+        return request
+    return preparation.place(request, options.micro_batches, put)

@@ -111,7 +111,8 @@ def main(gguf: str, python: str) -> int:
         expected = dict(np.load(folder / "theirs.npz"))
     logits = np.asarray(logits_of(model.module, model.params, np.array([ids[:CONTEXT]])))[0]
     error = np.abs(logits - expected["logits"]).max() / np.abs(expected["logits"]).max()
-    out = magicjax.generate(model, prompts, max_new_tokens=NEW_TOKENS, eos_token_id=[])
+    params = magicjax.SamplingParams(max_tokens=NEW_TOKENS)
+    out = magicjax.generate(model, prompts, params, eos_token_id=[])
     equal_rows = int((np.asarray(out.tokens) == expected["greedy"]).all(1).sum())
     equal_ids = np.array_equal(ids, expected["ids"])
     print(f"{len(text.encode()):,} bytes: {len(ids):,} token ids equal: {equal_ids}")

@@ -57,11 +57,11 @@ def test_groups_that_do_not_divide_a_matrix_are_refused():
     with pytest.raises(ValueError, match="the 576 inputs of attention/out"):
         models.build(narrow, weights=WeightFormat.parse("int4"))
     with pytest.raises(ValueError, match="the 768 inputs of mlp/down on each of 2 devices"):
-        WeightFormat(4, 512).validate({"mlp/down": 768}, 2)
+        WeightFormat(4, 512).check({"mlp/down": 768}, 2)
     with pytest.raises(ValueError, match="the 192 inputs of mlp/down .*: use float8:64 or float8"):
-        WeightFormat(8, 128, is_float=True).validate({"mlp/down": 192}, 2)
+        WeightFormat(8, 128, is_float=True).check({"mlp/down": 192}, 2)
     with pytest.raises(ValueError, match="the 64 inputs of mlp/down .*: use float8:16 or float8:8"):
-        WeightFormat(8, 48, is_float=True).validate({"mlp/down": 64}, 2)
+        WeightFormat(8, 48, is_float=True).check({"mlp/down": 64}, 2)
 
 
 SMOLLM = dict(

@@ -61,7 +61,7 @@ class Workload:
       draft_shards: devices over which a draft model is sharded; None: all of `model`.
       batch: rows on all devices.
       context: tokens per row, including new ones.
-      max_new_tokens: new tokens per row.
+      max_tokens: new tokens per row.
       device: a name in `devices/`, or the path of a description.
       data, model, stage: sizes of the mesh.
       micro_batches: of a mesh with stages; None: the fastest number.
@@ -78,7 +78,7 @@ class Workload:
     model: int = 1
     stage: int = 1
     micro_batches: int | None = None
-    max_new_tokens: int = 128
+    max_tokens: int = 128
     dtype: str = "bfloat16"
     backend: str | None = None
     draft_shards: int | None = None
@@ -160,7 +160,7 @@ def abstract_request(load: Workload, mesh: AnyMesh) -> Request:
     def shape(x, sharding):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    rows = np.zeros((load.batch, load.context - load.max_new_tokens), np.int32)
+    rows = np.zeros((load.batch, load.context - load.max_tokens), np.int32)
     options = RequestOptions(
         drafter=drafter,
         tree=load.tree or None,
@@ -169,7 +169,7 @@ def abstract_request(load: Workload, mesh: AnyMesh) -> Request:
         mesh=mesh,
     )
     target = model(load.target, offload=load.offload, weights=load.weights)
-    params = SamplingParams(max_tokens=load.max_new_tokens)
+    params = SamplingParams(max_tokens=load.max_tokens)
     request = validate(target, list(rows), params, options)
     request = place(request, load.micro_batches, put=shape)
     for each in (request.target, *placement.models_of(drafter)):
@@ -183,10 +183,8 @@ def _check(load: Workload) -> None:
         raise ValueError(f"batch={load.batch} must be at least 1")
     if load.tree and not load.drafter:
         raise ValueError(f"tree={load.tree} needs a drafter: add one, or omit tree")
-    if load.context <= load.max_new_tokens:
-        raise ValueError(
-            f"context={load.context} must be larger than max_new_tokens={load.max_new_tokens}"
-        )
+    if load.context <= load.max_tokens:
+        raise ValueError(f"context={load.context} must be larger than max_tokens={load.max_tokens}")
     hopper = is_hopper(load.device)  # raises for an unknown device
     if load.attention == "mosaic" and not hopper:
         raise ValueError(f"backend=mosaic needs Hopper, not {load.device}: use backend=xla")

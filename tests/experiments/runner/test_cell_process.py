@@ -100,6 +100,7 @@ def _until(condition):
     pytest.fail("timeout")
 
 
+@pytest.mark.slow
 def test_a_worker_does_not_measure_a_finished_cell_again(tmp_path):
     folder = tmp_path / "cell"
     store.write_cell(folder, {})

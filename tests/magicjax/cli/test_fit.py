@@ -72,7 +72,7 @@ def test_without_the_compiler_the_report_is_an_estimate(run, monkeypatch):
 )
 def test_the_format_of_a_quantized_checkpoint_is_reported(command, weights, form, run):
     where = ("--target", "tests/models/golden_quantized/int4", "--batch", 1, "--context", 32)
-    own = ("--max-new-tokens", 8, "--analytic")
+    own = ("--max-tokens", 8, "--analytic")
     if command == "plan":
         own = ("--acceptance", 0.5, "--drafter", "self:full")
     arguments = (command, *where, "--device", "h100", *own, *weights)

@@ -16,7 +16,7 @@ from magicjax.prediction.aot import aot_compile, memory_estimate
 from sharding import abstract_mesh
 from tests.magicjax import keywords, tiny
 
-LOAD = aot_compile.Workload("llama-2-7b-32k", "", "", 8, 2048, "h100", max_new_tokens=64)
+LOAD = aot_compile.Workload("llama-2-7b-32k", "", "", 8, 2048, "h100", max_tokens=64)
 WORKLOADS = {
     "pages": {"drafter": "self:quest:256"},
     "small, sharded": {

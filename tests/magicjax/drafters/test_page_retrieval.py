@@ -29,7 +29,7 @@ def generate(own: magicjax.PageRetrieval) -> magicjax.Output:
     return keywords.generate(tiny.model(), tiny.prompts(8), drafter=own, tree=tree, **options)
 
 
-@pytest.mark.parametrize("every", quick([1, 3], 3))
+@pytest.mark.parametrize("every", quick([1, 3]))
 def test_a_budget_of_the_whole_context_accepts_everything(every):
     longest = 30 + tiny.NEW
     output = generate(drafter(-(-longest // 4) * 4, every))

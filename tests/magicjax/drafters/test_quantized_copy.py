@@ -125,4 +125,4 @@ def test_unknown_formats_and_stages_are_refused():
         magicjax.SelfSpeculation(weights="int3")
     drafter = magicjax.QuantizedCopy(weights="int8")
     with pytest.raises(ValueError, match="stage=2 is not supported"):
-        pipeline_stages.validate_policy(drafter, 2, 2)
+        pipeline_stages.check_policy(drafter, 2, 2)

@@ -63,5 +63,6 @@ def test_pairs_of_requests_have_the_product_of_their_distributions(name):
     assert alone.p_value(sampled_pairs(name, 1500), wanted_pairs()) > 1e-3
 
 
+@pytest.mark.slow
 def test_pairs_with_the_same_random_numbers_are_found():
     assert alone.p_value(sampled_pairs("plain", 300, seeds_per_pair=1), wanted_pairs()) < 1e-9

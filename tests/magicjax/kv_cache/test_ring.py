@@ -11,6 +11,7 @@ from tests.quick import quick
 LONG = 100
 
 
+@pytest.mark.slow
 def test_the_text_stays_exact_while_the_ring_wraps_around_many_times():
     drafter = magicjax.SelfSpeculation(magicjax.StreamingLLM(sinks=1), budget=8)
     output = keywords.generate(

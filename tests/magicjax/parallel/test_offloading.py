@@ -179,12 +179,12 @@ def test_a_machine_without_the_memory_is_refused_before_anything_is_loaded():
     with pytest.raises(
         ValueError, match=r"offload needs 17\d.\d GB of host memory, .* 24.0 GB are"
     ):
-        offloading.validate_host_memory(module, available=int(24e9))
+        offloading.check_host_memory(module, available=int(24e9))
     for weights in ("int8", "int4"):  # numpy does not pack int4 while it loads
         small = module.clone(weights=models.WeightFormat.parse(weights))
         with pytest.raises(ValueError, match=r"offload needs \d\d.\d GB of host memory"):
-            offloading.validate_host_memory(small, available=int(24e9))
-    offloading.validate_host_memory(module, available=int(300e9))
+            offloading.check_host_memory(small, available=int(24e9))
+    offloading.check_host_memory(module, available=int(300e9))
 
 
 class Lacking:

@@ -114,7 +114,7 @@ def test_refusals(eight, checkpoint):
 )
 def test_layers_that_do_not_divide(layers, count, nearest):
     with pytest.raises(ValueError, match=f"stage={count} .* {layers} layers: use {nearest}$"):
-        pipeline_stages.validate_layers(layers, count)
+        pipeline_stages.check_layers(layers, count)
 
 
 def test_few_micro_batches_where_weights_dominate_and_many_where_caches_do():

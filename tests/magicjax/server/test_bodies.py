@@ -214,7 +214,7 @@ BODIES = st.binary() | st.builds(
 
 
 @pytest.mark.parametrize("path", PARSERS)
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(data=BODIES)
 def test_any_body_is_a_request_or_the_clients_error(path, data):
     try:
@@ -239,7 +239,7 @@ def check_answer(server, path: str, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("path", PARSERS)
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(data=BODIES)
 def test_no_body_is_a_server_error(server, path, data):
     check_answer(server, path, data)

@@ -77,7 +77,7 @@ def test_quantized_matrices_of_targets_and_drafts_are_sought(changes, has_quanti
     ("changes", "message"),
     [
         (dict(device="a100", backend="mosaic"), "backend=mosaic needs Hopper, not a100"),
-        (dict(context=64), "context=64 must be larger than max_new_tokens=128"),
+        (dict(context=64), "context=64 must be larger than max_tokens=128"),
         (dict(model=64), "does not divide the model: its 32 query heads are not a multiple of 64"),
         (dict(drafter="", tree="chain:4"), "tree=chain:4 needs a drafter"),
         (dict(draft_shards=2), "draft_shards=2 applies to draft models"),
