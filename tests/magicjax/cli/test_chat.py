@@ -226,6 +226,20 @@ def test_bad_options_are_errors_before_weights_are_loaded(what, model, run, monk
     assert (code, out) == (2, "") and message in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", [["chat"], ["generate", "--prompt", "a"]])
+def test_a_tokenizer_with_more_tokens_than_the_model_is_an_error(
+    command, model, run, monkeypatch, tmp_path
+):
+    tokenizer = models.load_tokenizer(model)
+    last = len(tokenizer) - 1
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr(models, "load_checkpoint", None)
+    code, out, err = run(*command, "--target", model, "--tokenizer", tmp_path)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert f"has token {last + 1} ('<new>'), and the model's vocabulary ends at {last}: use" in err
+
+
 @pytest.mark.parametrize("command", [["chat"], ["generate", "--chat", "hi?"]])
 def test_a_tokenizer_without_a_template_is_an_error(command, run, monkeypatch, tmp_path):
     bare, before = saved(tmp_path / "bare", None), program_cache.totals()

@@ -381,6 +381,7 @@ def test_other_invalid_arguments_are_errors(options, message):
         (lambda: magicjax.SelfSpeculation(budget=-1), "budget=-1: a draft cache needs at least 1"),
         (lambda: magicjax.SelfSpeculation(refresh_every=4), "always pins the first tokens; omit r"),
         (lambda: sparse(policy="streaming", sink_positions="x"), "it must be text or in_cache"),
+        (lambda: policies.SnapKV(kernel=2), "kernel=2: it must be odd, 1 or more"),
         (lambda: policies.SnapKV(recent=0), "recent=0: the ring needs at least 1 slot"),
         (lambda: magicjax.StreamingLLM(recent=8), "recent=8: the ring of a streaming cache is the"),
         (lambda: magicjax.Ensemble([ENSEMBLE]), "an ensemble within an ensemble: list all"),
