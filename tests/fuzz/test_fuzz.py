@@ -14,6 +14,7 @@ from tests.fuzz import batches, checks, fuzzing, schedules
 from tests.fuzz.checks import UNIT, Found
 from tests.fuzz.configurations import configuration
 from tests.magicjax import oracle
+from tests.magicjax.engine.test_schedules import forget
 
 SEED, BATCH, ENGINE = 0, 1, 2  # configurations that compile quickly
 
@@ -65,6 +66,18 @@ def test_a_verifier_that_accepts_a_node_too_many_is_found_and_repeated(
         assert capsys.readouterr().out.count("FAILED") == 1
     program_cache.clear()
     assert repeated(printed) == 0
+
+
+@pytest.mark.slow
+def test_an_engine_that_forgets_the_values_of_a_row_is_found_and_repeated(
+    monkeypatch, capsys, recompiled
+):
+    monkeypatch.setattr(schedules, "units", lambda made: 2)
+    with monkeypatch.context() as broken:
+        forget(broken, "values")
+        assert fuzzing.main(["--configuration", str(ENGINE), "--seed", str(SEED)]) == 1
+        printed = capsys.readouterr().out
+        assert repeated(printed) == 1
 
 
 def test_the_checks_of_a_text_pass_the_right_one_and_catch_a_changed_token():

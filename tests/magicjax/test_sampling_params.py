@@ -20,6 +20,10 @@ def test_stop_strings_become_a_tuple_and_numpy_numbers_are_numbers():
     [
         ("temperature", "0.7", "temperature='0.7': it must be a number"),
         ("temperature", -1, "temperature=-1: it must be 0 for greedy"),
+        ("temperature", True, "temperature=True: it must be a number"),
+        ("temperature", 1e39, "finite in float32"),
+        ("temperature", float("nan"), "temperature=nan"),
+        ("stop", [3], "3 is not a string"),
         ("top_k", 2.0, "top_k=2.0: it must be a whole number"),
         ("top_k", -1, "top_k=-1: it must be at least 0"),
         ("top_p", 0, "top_p=0: it must be above 0 and at most 1"),

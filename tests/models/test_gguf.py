@@ -125,6 +125,28 @@ def test_byte_level_tokens_are_those_of_the_published_definition(pre, tmp_path):
     assert found.eos_token == "<e>" and "<think>" not in found.all_special_tokens
 
 
+def test_special_tokens_and_settings_of_a_tokenizer_are_kept(tmp_path):
+    template = "{% for m in messages %}<s>{{ m['content'] }}<e>{% endfor %}"
+    tokenizer = cases.byte_level_metadata(
+        "smollm", eot_token_id=297, padding_token_id=299, add_bos_token=True, add_eos_token=True
+    )
+    tokenizer["tokenizer.chat_template"] = template
+    file = write(tmp_path / "model.gguf", cases.config(), tokenizer)
+    folder = converted(file, tmp_path / "out")
+    checkpoint, found = models.load_checkpoint(folder), models.load_tokenizer(folder)
+    assert checkpoint.eos_token_ids == (298, 297)  # the end of a turn is one
+    assert (checkpoint.bos_token_id, checkpoint.pad_token_id) == (0, 299)
+    ids = found("a")["input_ids"]
+    assert (ids[0], ids[-1]) == (0, 298)
+    chat = [{"role": "user", "content": "a"}]
+    assert found.apply_chat_template(chat, tokenize=False) == "<s>a<e>"
+
+
+def test_a_file_without_a_tokenizer_makes_a_directory_without_one(tmp_path):
+    folder = converted(write(tmp_path / "model.gguf", cases.config()), tmp_path / "out")
+    assert models.load_tokenizer(folder) is None
+
+
 def sentencepiece_ids(text, metadata):
     """SentencePiece's BPE: merges the leftmost of the adjacent pairs with the highest score."""
     index = {token: i for i, token in enumerate(tokens(metadata))}
@@ -161,6 +183,8 @@ def without(metadata, name):
 
 SMALL = cases.config(num_layers=1)
 BYTES = cases.byte_level_metadata("smollm")
+YARN = {"llama__rope__scaling__type": "yarn"}
+ONES = {"tensors": {"rope_freqs.weight": np.full(8, 2, np.float32)}}
 REFUSED = {
     "architecture": (
         {"general__architecture": "gemma2"},
@@ -171,6 +195,18 @@ REFUSED = {
         {"llama__rope__scaling__type": "longrope"},
         "rope.scaling.type='longrope' is not supported: it must be one of none, linear, yarn",
     ),
+    "unknown setting": ({"llama__logit_scale": 2.0}, "llama.logit_scale=2.0 is not supported"),
+    "part of a head": ({"llama__rope__dimension_count": 8}, "8 is not supported: it must be 16"),
+    "rope of several kinds": (YARN | ONES, "type='yarn' with rope_freqs.weight is not supported"),
+    "other frequencies": (ONES, "rope_freqs.weight has other divisors than Llama 3.1"),
+    "incomplete rope": (YARN, "llama.rope.scaling.factor is missing"),
+    "no setting": ({"llama__block_count": None}, "llama.block_count is missing"),
+    "no embedding": ({"drop": ["token_embd.weight"]}, "token_embd.weight is missing"),
+    "unexpected tensor": (
+        {"tensors": {"x.weight": np.ones((2, 64), np.float32)}},
+        "unexpected x.w",
+    ),
+    "no such token": ({"tokenizer": BYTES | {"tokenizer.ggml.eos_token_id": 999}}, "=999 exceeds"),
     "parts": ({"split__count": 3}, "one of 3 parts: merge them with llama-gguf-split --merge"),
     "missing tensor": ({"drop": ["blk.0.attn_k.weight"]}, "missing blk.0.attn_k.weight"),
     "wrong shape": (

@@ -118,3 +118,16 @@ def test_a_file_of_a_golden_model_gives_the_golden_model(case, tmp_path):
     found, expected = models.load_checkpoint(tmp_path), models.load_checkpoint(GOLDEN / case)
     assert found.config == expected.config
     assert jax.tree.all(jax.tree.map(np.array_equal, found.params, expected.params))
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("mpt", {"attention.max_alibi_bias": 0.0}, "max_alibi_bias=0.0 is not supported"),
+        ("mpt", {"attention.head_count_kv": 2}, "head_count_kv=2 with heads of size 2"),
+        ("gpt2", {"rope.scaling.factor": 2.0}, "gpt2.rope.scaling.factor=2.0 is not supported"),
+    ],
+)
+def test_settings_of_a_family_that_are_not_supported_are_errors(case, changes, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        read_gguf(write(tmp_path / "model.gguf", case, **changes))

@@ -97,6 +97,8 @@ def test_defaults_are_those_of_the_family():
     assert read_config(family_config("mistral", num_key_value_heads=None)).num_kv_heads == 4
     assert read_config(OPT).max_positions == 2048
     assert read_config(OPT).tie_embeddings
+    assert [read_config(x).intermediate_size for x in (GPT2, FALCON, MPT)] == [128] * 3
+    assert read_config({**LLAMA, "logit_scale": None}) == read_config(LLAMA)
 
 
 def test_biases_are_where_the_family_has_them():
@@ -156,6 +158,36 @@ def test_yarn_without_an_original_length_uses_the_context():
     assert config.max_positions == 256
 
 
+def test_lengths_of_scaled_rotary_embeddings():
+    """A model of YaRN reaches its scaled length; one of LongRoPE its original length."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert read_config({**LLAMA, "rope_scaling": yarn}).max_positions == 256
+    ratio = {**yarn, "factor": None, "original_max_position_embeddings": 16}
+    assert read_config({**LLAMA, "rope_scaling": ratio}).rope.factor == 4.0
+    llama3 = {"rope_type": "llama3", "factor": 2, "low_freq_factor": 1, "high_freq_factor": 4}
+    raw = {**LLAMA, "original_max_position_embeddings": 32, "rope_scaling": llama3}
+    assert read_config(raw).rope.original_max_positions == 32
+    config = read_config(PHI3)
+    assert (config.max_positions, config.rope.factor) == (64, 4.0)
+    assert config.rope.partial_rotary_factor == 0.75
+    assert write_config(config)["max_position_embeddings"] == 256
+    old = {**PHI3, "rope_scaling": {**LONGROPE, "type": "su"}}  # the name in older files
+    assert read_config(old) == config
+
+
+@pytest.mark.parametrize(
+    "kind, message",
+    [
+        ("llama3", "rope kind 'llama3' needs original_max_positions"),
+        ("yarn", "rope kind 'yarn' needs original_max_positions"),
+        ("su", "rope kind 'su' is not supported: it must be one of"),
+    ],
+)
+def test_a_rope_without_its_settings_is_an_error(kind, message):
+    with pytest.raises(ValueError, match=message):
+        models.Rope(kind=kind)
+
+
 @pytest.mark.parametrize(
     "key, settings, message",
     [
@@ -187,6 +219,10 @@ def test_two_spellings_that_disagree_are_an_error():
     [
         ({**LLAMA, "model_type": "gemma"}, "model_type='gemma' is not supported: it must be one"),
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act='gelu' is not supported: it must be 'silu'"),
+        (
+            {**LLAMA, "hidden_act": "gelu", "logit_scale": 2},
+            r"hidden_act='gelu'.*logit_scale=2.*Remove such a key",
+        ),
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
         ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not"),
         ({**LLAMA, "rms_norm_epsilon": 1e-5}, "the nearest known key is 'rms_norm_eps'"),

@@ -4,7 +4,9 @@ import dataclasses
 import json
 import os
 
+import flax.linen as nn
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -69,6 +71,32 @@ def test_written_tensors_equal_those_that_were_read(golden, tmp_path):
     assert_identical(ours, theirs)
 
 
+def test_special_values_and_boxed_parameters_survive(tiny, tmp_path):
+    module, params = tiny
+    odd = np.array([np.nan, -0.0, np.inf, 1e-45] + [1.0] * 4, np.float32)
+    params["params"]["norm"]["scale"] = odd
+    boxed = jax.tree.map(lambda leaf: nn.LogicallyPartitioned(leaf, (None,) * leaf.ndim), params)
+    models.save_checkpoint(tmp_path / "x", module, boxed)
+    assert_identical(models.load_checkpoint(tmp_path / "x").params, params)
+
+
+def test_a_model_is_independent_of_its_file(saved, tiny):
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    loaded = [models.load_checkpoint(saved, sharding_of=p) for p in (None, lambda axes: one)]
+    file = saved / "model.safetensors"
+    with open(file, "r+b") as stream:
+        stream.write(b"\0" * file.stat().st_size)
+    for checkpoint in loaded:
+        assert_identical(checkpoint.params, tiny[1])
+
+
+def test_bfloat16_converts_parameters_and_activations(saved, tiny):
+    checkpoint = models.load_checkpoint(saved, "bfloat16")
+    assert checkpoint.module.dtype == ml_dtypes.bfloat16
+    expected = jax.tree.map(lambda x: np.asarray(x).astype(ml_dtypes.bfloat16), tiny[1])
+    assert_identical(checkpoint.params, expected)
+
+
 def test_float64_is_read_exactly_in_64_bit_mode(saved, tiny, float64):
     checkpoint = models.load_checkpoint(saved, "float64")
     expected = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), tiny[1])
@@ -96,6 +124,21 @@ def test_generation_config_goes_before_config(saved):
     edit_json(saved / "generation_config.json", eos_token_id=[4, 6], bos_token_id=None)
     found = models.load_checkpoint(saved)
     assert (found.eos_token_ids, found.bos_token_id, found.pad_token_id) == ((4, 6), 1, None)
+
+
+def test_token_ids_come_back_and_are_optional(tiny, tmp_path):
+    path = tmp_path / "x"
+    special = {"eos_token_ids": (3, 5), "bos_token_id": 1, "pad_token_id": 0}
+    models.save_checkpoint(path, *tiny, **special)
+    found = models.load_checkpoint(path)
+    assert {name: getattr(found, name) for name in special} == special
+    models.save_checkpoint(path, *tiny, eos_token_ids=[7], overwrite=True)
+    assert json.loads((path / "config.json").read_text())["eos_token_id"] == 7
+    assert models.load_checkpoint(path).eos_token_ids == (7,)
+    models.save_checkpoint(path, *tiny, overwrite=True)
+    (path / "generation_config.json").unlink()
+    found = models.load_checkpoint(path)
+    assert (found.eos_token_ids, found.bos_token_id, found.pad_token_id) == ((), None, None)
 
 
 def test_tokenizers_are_read_where_there_is_one(saved, tiny, tmp_path):
@@ -148,7 +191,73 @@ def test_a_tied_matrix_may_be_stored_under_its_other_name(family, tmp_path, requ
     assert_identical(models.load_checkpoint(tmp_path / "x").params, checkpoint.params)
 
 
+@pytest.mark.parametrize("family", ["llama_tied", "opt_post_norm"])
+def test_buffers_equal_output_matrices_and_missing_prefixes_are_harmless(family, tmp_path, request):
+    golden = request.path.parent / "golden" / family
+    checkpoint = models.load_checkpoint(golden)
+    models.save_checkpoint(tmp_path / "x", checkpoint.module, checkpoint.params)
+    prefix = models.FAMILIES[checkpoint.config.family].prefix
+
+    def change(tensors):
+        for name in [name for name in tensors if name.startswith(prefix)]:
+            tensors[name.removeprefix(prefix)] = tensors.pop(name)
+        tensors["layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+        tensors["lm_head.weight"] = np.asarray(checkpoint.params["params"]["embedding"]).copy()
+
+    edit_tensors(tmp_path / "x", change)
+    assert_identical(models.load_checkpoint(tmp_path / "x").params, checkpoint.params)
+
+
 # Errors on reading
+
+DAMAGED = {
+    "a drafter": (
+        lambda path: edit_tensors(path, lambda x: x.update({"fc.weight": np.zeros((8, 16))})),
+        "a drafter of kind eagle, which reads the hidden states",
+    ),
+    "another tied matrix": (
+        lambda path: edit_json(path / "config.json", tie_word_embeddings=True),
+        r"lm_head\.weight differs from model\.embed",
+    ),
+    "no output matrix": (
+        lambda path: edit_tensors(path, lambda x: x.pop("lm_head.weight")),
+        r"missing lm_head\.weight",
+    ),
+    "no weights": (
+        lambda path: (path / "model.safetensors").unlink(),
+        r"has no weights: it must hold model\.safetensors",
+    ),
+    "no config": (lambda path: (path / "config.json").unlink(), r"config\.json does not exist"),
+    "a truncated config": (
+        lambda path: (path / "config.json").write_text('{"model_type"'),
+        r"config\.json is not valid JSON .*: download it again",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_directory_is_an_error_that_names_the_damage(case, saved):
+    damage, message = DAMAGED[case]
+    damage(saved)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        models.load_checkpoint(saved)
+
+
+def test_dtypes_that_cannot_be_read_are_errors(saved):
+    for dtype, message in (
+        ("float64", "dtype=float64 needs 64-bit mode"),
+        ("int8", "dtype=int8 is not supported: it must be one of float16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            models.load_checkpoint(saved, dtype)
+
+    def narrow(tensors):
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float16)
+
+    edit_tensors(saved, narrow)
+    with pytest.raises(ValueError, match=r"several dtypes \(F16, F32\).*pass dtype"):
+        models.load_checkpoint(saved)
+    assert models.load_checkpoint(saved, "float32").module.dtype == np.float32
 
 
 def test_all_mismatches_are_in_one_error(saved):

@@ -99,6 +99,23 @@ def test_a_layer_runs_alone_on_its_slice_of_the_parameters(module, attend_causal
     np.testing.assert_array_equal(alone, whole)
 
 
+def test_logits_are_float32_even_of_a_bfloat16_model(module, random_params):
+    narrow = models.build(module.config, "bfloat16")
+    params = random_params(narrow)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} - {"int32"} == {"bfloat16"}
+    hidden = jnp.ones((2, 8), jnp.bfloat16)
+    assert narrow.apply(params, hidden, method="unembed").dtype == jnp.float32
+
+
+def test_opt_positions_beyond_the_table_stay_finite(random_params):
+    """Nodes beyond the last position are never emitted, but must be finite for other nodes."""
+    module = models.build(OPT)
+    params, token = random_params(module), np.zeros((1, 1), np.int32)
+    at = [module.apply(params, token, token + i, method="embed") for i in (15, 16, 1000)]
+    np.testing.assert_array_equal(at[0], at[1])
+    np.testing.assert_array_equal(at[0], at[2])
+
+
 def test_layers_scan_over_stacked_parameters(module, attend_causally, random_params):
     """Offloading streams layers through a scan, with a traced layer index."""
     params = random_params(module)
@@ -133,6 +150,29 @@ def test_layers_scan_over_stacked_parameters(module, attend_causally, random_par
 def test_llama_sizes_that_do_not_fit_are_errors(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(LLAMA, **change)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"norm": "batch"}, "norm='batch' is not supported: use rms or layer or"),
+        ({"activation": "tanh"}, "activation='tanh' is not supported: use silu or relu or gelu"),
+        ({"norm_before": False}, "final_norm=True requires norm_before=True"),
+        ({"draft_vocab_size": 1}, "=1 must be at least 2 .*vocab_size=19"),
+        ({"draft_vocab_size": 19}, "=19 must be at least 2 .*vocab_size=19"),
+    ],
+)
+def test_opt_settings_that_do_not_fit_are_errors(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(OPT, **change)
+
+
+def test_a_family_divides_its_width_by_its_heads():
+    sizes = {"hidden_size": 8, "num_layers": 1, "num_heads": 3}
+    with pytest.raises(ValueError, match="hidden_size=8 is not a multiple of num_heads=3"):
+        models.family_config("opt", **sizes)
+    with pytest.raises(ValueError, match="family='gemma' is not supported: use one of llama"):
+        models.family_config("gemma", **sizes)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import magicjax
 import models
 from models import WeightFormat, quantized
 from sharding import EMBED, HEAD_DIM, HEADS, MLP
@@ -28,10 +29,23 @@ def logits(module, params):
     return np.asarray(module.apply(params, hidden, method="unembed"))
 
 
-@pytest.mark.parametrize("value", [8, True, False, b"int8"])
-def test_other_values_than_texts_are_refused(value):
-    with pytest.raises(ValueError, match=f"weights={value} is unknown: use 'int8', 'int4'"):
+UNKNOWN = [8, True, False, b"int8", "int3", "int4:0", "int4:", "int8:-1", "fp8", "int16"]
+
+
+@pytest.mark.parametrize("value", UNKNOWN)
+def test_unknown_formats_are_refused(value):
+    with pytest.raises(ValueError, match=f"weights={value!r} is unknown: use 'int8', 'int4'"):
         models.parse_weights(value)
+
+
+@pytest.mark.parametrize("text", ["float8", "float8:64", "int4:32+zeros"])
+def test_nothing_is_rounded_to_formats_of_checkpoints(text):
+    form = WeightFormat.parse(text)
+    assert str(form) == text
+    with pytest.raises(ValueError, match="only checkpoints have float8 values and zero"):
+        models.quantize(np.ones((64, 8)), form, 1)
+    with pytest.raises(ValueError, match="only checkpoints have float8 values and zero"):
+        magicjax.loading.weight_format("opt-125m", text)
 
 
 def test_groups_that_do_not_divide_a_matrix_are_refused():

@@ -1,5 +1,6 @@
 """Quantized checkpoints: every layout is read as the matrices of its definition."""
 
+import json
 import pathlib
 
 import gguf
@@ -10,6 +11,7 @@ import safetensors.numpy
 
 import magicjax
 import models
+from magicjax.parallel import offloading
 from models import huggingface
 from models import quantized_checkpoints as checkpoints
 from models.gguf import blocks, files
@@ -35,6 +37,16 @@ def test_a_reader_returns_the_matrix_of_the_definition(name):
         np.testing.assert_array_equal(matrix.dequantized(), expected)
         if matrix.values.dtype == np.int8:
             assert np.abs(matrix.values.astype(int) + 0.5).max() <= 2 ** (matrix.bits - 1)
+
+
+@pytest.mark.parametrize("name", ["packed", "packed, zeros", "packed, 8 bits"])
+def test_sizes_need_not_fill_a_word(name):
+    settings, quantize = layouts.LAYOUTS[name]
+    parts, expected = quantize(np.random.default_rng(0), 24, 13)
+    matrix = checkpoints.read_matrix(
+        checkpoints.read_quantization_config(settings), parts, (13, 24)
+    )
+    np.testing.assert_array_equal(matrix.dequantized(), expected)
 
 
 def gguf_bytes(kind, draw, rows, columns):
@@ -163,6 +175,14 @@ def test_a_mesh_divides_groups_and_outputs(eight, tmp_path):
     assert eight(tokens_on_a_mesh, folder=str(folder)) == tokens(magicjax.load(folder, "float32"))
 
 
+@pytest.mark.slow
+def test_offloaded_weights_stay_quantized(tmp_path):
+    folder, _ = write_pair(tmp_path, "awq")
+    resident, offloaded = (magicjax.load(folder, "float32", offload=o) for o in (False, True))
+    assert offloaded.weights == resident.weights is not None
+    assert tokens(offloaded) == tokens(resident)
+
+
 def matrices_read(monkeypatch):
     """The shapes of the matrices that are unpacked from now on."""
     shapes = []
@@ -173,6 +193,26 @@ def matrices_read(monkeypatch):
 
     monkeypatch.setattr(huggingface, "read_matrix", read)
     return shapes
+
+
+def test_host_memory_is_checked_before_blocks_are_read(tmp_path, monkeypatch):
+    folder, _ = write_pair(tmp_path, "awq")
+    read = matrices_read(monkeypatch)
+    monkeypatch.setattr(offloading, "free_host_memory", lambda: 1000)
+    with pytest.raises(ValueError, match="offload needs .* GB of host memory"):
+        magicjax.load(folder, "float32", offload=True)
+    assert not read
+
+
+def test_blocks_are_read_one_by_one(tmp_path, monkeypatch):
+    folder, _ = write_pair(tmp_path, "awq")
+    whole, read = models.load_checkpoint(folder), matrices_read(monkeypatch)
+    lazy = models.load_checkpoint(folder, lazy_blocks=True)
+    assert not read and not any(name.startswith("layers") for name in lazy.params["params"])
+    block = lazy.read_block(1)
+    assert len(read) == 7
+    expected = whole.params["params"]["layers_1"]
+    assert jax.tree.all(jax.tree.map(np.array_equal, block, expected))
 
 
 def test_fused_matrices_of_a_checkpoint(tmp_path, monkeypatch):
@@ -239,6 +279,87 @@ def test_parts_of_another_dtype_are_refused(name, part, dtype, message, tmp_path
         models.load_checkpoint(folder)
 
 
+QUERY, OUT = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"
+
+
+def group_size(size):
+    return lambda raw, tensors: raw["quantization_config"].update(group_size=size)
+
+
+def tensor(name, value):
+    return lambda raw, tensors: tensors.update({name: value})
+
+
+def changed(tmp_path, name, change):
+    """Returns a quantized directory after a change of its config and tensors."""
+    folder, _ = write_pair(tmp_path, name)
+    config, file = folder / "config.json", folder / "model.safetensors"
+    raw, tensors = json.loads(config.read_text()), safetensors.numpy.load_file(file)
+    change(raw, tensors)
+    config.write_text(json.dumps(raw))
+    safetensors.numpy.save_file(tensors, file)
+    return folder
+
+
+DAMAGED = [
+    (
+        "awq",
+        lambda raw, tensors: tensors.update({f"{QUERY}.qzeros": tensors[f"{QUERY}.qzeros"][:2]}),
+        f"{QUERY}.weight cannot be read: it has values of shape",
+    ),
+    ("awq", lambda raw, tensors: tensors.pop(f"{QUERY}.scales"), f"{QUERY}.scales"),
+    (
+        "awq",
+        tensor("model.layers.0.mlp.act.scales", np.ones(48, np.float16)),
+        r"\(1 problems\):\n  unexpected model.layers.0.mlp.act.scales$",
+    ),
+    (
+        "awq",
+        group_size(16),
+        "q_proj.weight cannot be read: it has 4 groups for 32 inputs, .* group_size=16",
+    ),
+    (
+        "gptq",
+        group_size(12),
+        "q_proj.weight cannot be read: its 32 inputs are not a multiple of group_size=12",
+    ),
+    (
+        "awq",
+        lambda raw, tensors: raw.pop("quantization_config"),
+        "is quantized, and config.json has no quantization_config",
+    ),
+    (
+        "gptq",
+        lambda raw, tensors: tensors.update(
+            {f"{QUERY}.g_idx": tensors[f"{QUERY}.g_idx"][::-1].copy()}
+        ),
+        "g_idx orders its inputs by activation .act-order.",
+    ),
+    ("gptq", tensor(f"{OUT}.bias", np.ones(32, np.float16)), f"unexpected {OUT}.bias"),
+]
+
+
+@pytest.mark.parametrize("case", DAMAGED, ids=lambda case: case[2][:30])
+def test_damaged_checkpoints_are_refused(case, tmp_path):
+    name, change, message = case
+    with pytest.raises(ValueError, match=message):
+        models.load_checkpoint(changed(tmp_path, name, change))
+
+
+HARMLESS = [
+    ("awq", group_size(None), "int4:8+zeros"),
+    ("gptq", tensor(f"{OUT}.bias", np.zeros(32, np.float16)), "int4:8+zeros"),  # by AutoGPTQ
+    ("int8", tensor(f"{QUERY}.input_scale", np.ones(1, np.float32)), "int8"),
+    ("int8", tensor(f"{QUERY}.input_zero_point", np.zeros(1, np.int8)), "int8"),
+]
+
+
+@pytest.mark.parametrize("case", HARMLESS, ids=str)
+def test_parts_without_effect_are_ignored(case, tmp_path):
+    name, change, form = case
+    assert str(models.load_checkpoint(changed(tmp_path, name, change)).module.weights) == form
+
+
 # Saving
 
 
@@ -267,3 +388,16 @@ def test_compressed_tensors_reads_our_checkpoints(folder, tmp_path):
     with torch.no_grad():
         found = model.eval()(torch.tensor(expected["tokens"], dtype=torch.long)).logits.numpy()
     assert relative_error(found, expected["logits"]) < 2e-5
+
+
+def test_matrices_that_cannot_be_saved_quantized_are_refused(tmp_path, monkeypatch):
+    minima = models.load_checkpoint(converted(tmp_path, monkeypatch, ("Q4_1",))[0])
+    golden = GOLDEN.parent / "golden" / "gpt2"
+    transposed = models.load_checkpoint(golden, weights=models.WeightFormat(8, None))
+    for found, message in (
+        (minima, "q_proj.weight cannot be written: its zero points are"),
+        (transposed, "matrices of family='gpt2' cannot be written: .* weights='none' to save it"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            models.save_checkpoint(tmp_path / "x", found.module, found.params)
+        assert not (tmp_path / "x").exists()

@@ -8,9 +8,7 @@ import pytest
 
 import magicjax
 import models
-from tests.models.quantized_layouts import CONFIG, write_pair
-
-TOKENS = np.arange(24).reshape(2, 12) % CONFIG.vocab_size
+from tests.models.quantized_layouts import write_pair
 
 
 @pytest.mark.parametrize("name", ["awq", "fp8"])
@@ -61,6 +59,18 @@ def test_formats_of_other_checkpoints_are_refused(tmp_path):
 
 
 PART = dict(ignored=("lm_head", "layers.1.mlp.down_proj"))
+
+
+def test_blocks_that_are_quantized_in_part_need_a_format(tmp_path):
+    folder, plain = write_pair(tmp_path, "awq", **PART)
+    for weights in (None, "int4:8"):  # nothing is rounded to zero points
+        message = r"others are not, such as model.layers.1.mlp.down_proj.weight: .* or 'int8' to"
+        with pytest.raises(ValueError, match=message):
+            models.load_checkpoint(folder, weights=weights)
+    for weights in ("none", "int8"):
+        found = models.load_checkpoint(folder, "float32", weights=weights).params
+        right = models.load_checkpoint(plain, weights=weights).params
+        assert jax.tree.all(jax.tree.map(np.array_equal, found, right))
 
 
 def test_a_format_quantizes_the_matrices_that_a_checkpoint_does_not(tmp_path):

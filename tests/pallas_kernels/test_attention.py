@@ -137,6 +137,16 @@ def test_a_query_that_sees_no_key_gets_zeros(backend):
     assert (np.asarray(lse)[~nothing] > -100).all()
 
 
+@every_backend
+def test_scores_of_any_size_give_finite_results(backend):
+    inputs = make_inputs(SMALL, jnp.float32)
+    inputs["q"] = inputs["q"] * 1e6
+    out, lse = compiled(backend)(inputs)
+    expected, _ = oracle(**inputs)
+    assert np.isfinite(out).all() and np.isfinite(lse).all()
+    assert relative_error(out, expected) < 1e-5
+
+
 LONG = Shape(4, 2, 4, 2, 3, 8, BLOCK + 100)
 ROWS = [(SMALL, None), (SMALL, 8), (LONG, None), (LONG, 8)]
 
@@ -155,6 +165,32 @@ def test_first_row_selects_rows_of_a_larger_cache(backend, shape, bits):
             assert relative_error(part, whole) < TOLERANCE["float32"], (first, count)
         wrong, _ = compiled_of_rows(backend)(some_rows(inputs, first, count), (first + 1) % 3)
         assert relative_error(wrong, out[first : first + count]) > 100 * TOLERANCE["float32"]
+
+
+def test_a_cache_of_fewer_rows_than_queries_is_refused():
+    inputs = make_inputs(SMALL, jnp.float32)
+    inputs["k_prefix"] = inputs["k_prefix"][:2]
+    with pytest.raises(ValueError, match=r"k_prefix has shape \(2, "):
+        tree_attention(**inputs, first_row=0)
+
+
+@every_backend
+def test_a_shared_mask_is_the_same_as_one_for_each_row(backend):
+    inputs = make_inputs(SMALL, jnp.float32, "expansion")
+    shared = inputs | {"mask": inputs["mask"][0]}
+    for a, b in zip(compiled(backend)(inputs), compiled(backend)(shared), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@every_backend
+def test_an_empty_cache_may_have_no_slots(backend):
+    inputs = make_inputs(SMALL, jnp.float32)
+    inputs["lengths"] = jnp.zeros_like(inputs["lengths"])
+    expected, _ = compiled(backend)(inputs)
+    out, _ = compiled(backend)(
+        inputs | {name: inputs[name][:, :, :0] for name in ("k_prefix", "v_prefix")}
+    )
+    assert relative_error(out, expected) < TOLERANCE["float32"]
 
 
 @fast_backends

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import EMPTY_LSE, prefix_mass
+from pallas_kernels import EMPTY_LSE, prefix_mass, quantize
 from pallas_kernels.benchmarks.shapes import Shape, random_inputs
-from pallas_kernels.xla import BLOCK, LARGE
+from pallas_kernels.xla import BLOCK, FEW_ROWS, LARGE
 from tests.pallas_kernels.attention_cases import relative_error
 from tests.quick import quick
 
@@ -141,6 +141,23 @@ def test_unseen_slots_do_not_matter_and_get_zero(backend, shape, has_lse):
     assert dead.any() and (np.asarray(mass)[dead] == 0).all()
 
 
+@every_backend
+@pytest.mark.parametrize("nodes", [1, FEW_ROWS + 1])
+def test_queries_that_see_no_slot_give_zeros(backend, nodes):
+    inputs = make_inputs(Shape(2, nodes, 1, 1, 1, 8, 6), jnp.float32)
+    inputs["seen"] = jnp.zeros_like(inputs["seen"])
+    for lse in (jnp.full_like(inputs["lse"], EMPTY_LSE), None):
+        mass = compiled(backend)(inputs | {"lse": lse})
+        np.testing.assert_array_equal(mass, np.zeros((2, 1, 6), np.float32))
+
+
+@every_backend
+def test_a_cache_may_have_no_slots(backend):
+    inputs = make_inputs(SMALL, jnp.float32)
+    inputs["k_prefix"] = inputs["k_prefix"][:, :, :0]
+    assert compiled(backend)(inputs).shape == (4, 2, 0)
+
+
 @fast_backends
 def test_runs_inside_shard_map(backend):
     mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -194,3 +211,11 @@ def test_a_wrong_dtype_is_refused_before_compilation(name, dtype, message):
     inputs = make_inputs(SMALL, jnp.float32)
     with pytest.raises(ValueError, match=message):
         prefix_mass(**(inputs | {name: inputs[name].astype(dtype)}))
+
+
+def test_quantized_keys_and_unknown_backends_are_refused():
+    inputs = make_inputs(SMALL, jnp.float32)
+    with pytest.raises(ValueError, match=r"k_prefix is Quantized.*dequantize\(k_prefix"):
+        prefix_mass(**(inputs | {"k_prefix": quantize(inputs["k_prefix"], 8)}))
+    with pytest.raises(ValueError, match=r"'cuda'.*reference.*xla"):
+        prefix_mass(**inputs, backend="cuda")

@@ -1,5 +1,6 @@
 """The kernel for NVIDIA Hopper without a GPU: interpreted, lowered, and its configurations."""
 
+import dataclasses
 import functools
 import itertools
 import types
@@ -12,7 +13,7 @@ import pytest
 from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels import choose_backend, quantize, tree_attention
+from pallas_kernels import choose_backend, dequantize, quantize, tree_attention
 from pallas_kernels.benchmarks.shapes import HOPPER_SHAPES, Shape
 from pallas_kernels.benchmarks.validate import LSE_TOLERANCE, TOLERANCE
 from pallas_kernels.mosaic_gpu import hopper, hopper_config, mosaic
@@ -20,10 +21,12 @@ from pallas_kernels.mosaic_gpu.hopper_config import Config
 from tests.pallas_kernels.attention_cases import (
     MASKS,
     compiled,
+    compiled_of_rows,
     edge_lengths,
     make_inputs,
     relative_error,
     seen_by_nobody,
+    some_rows,
 )
 from tests.quick import quick
 
@@ -68,6 +71,13 @@ def test_equals_the_reference(shape):
 
 
 @interpreted
+@pytest.mark.parametrize("kind", quick(MASKS[:2], "expansion"))
+def test_a_mask_may_be_shared_by_rows(kind):
+    inputs = inputs_of(HOPPER_SHAPES[1], kind)
+    check(inputs | {"mask": inputs["mask"][0]})
+
+
+@interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("shape", HOPPER_GRID, ids=str)
@@ -93,6 +103,16 @@ def test_every_config_gives_the_same_result(name, monkeypatch):
     shape = Shape(6, 17, 17, 1, 5, 64, 420)
     inputs = inputs_of(shape)
     check(inputs | {"lengths": jnp.asarray([0, 63, 64, 65, 400, 420], jnp.int32)})
+
+
+@interpreted
+@pytest.mark.parametrize("bits", quick([None, 8], None))
+def test_first_row_selects_rows_of_a_larger_cache(bits):
+    inputs = inputs_of(Shape(4, 17, 17, 1, 5, 64, 165))
+    inputs = quantized(inputs) if bits else inputs
+    out, _ = compiled("mosaic_interpreted")(inputs)
+    rows, _ = compiled_of_rows("mosaic_interpreted")(some_rows(inputs, 1, 2), 1)
+    np.testing.assert_array_equal(rows, out[1:3])
 
 
 @pytest.mark.slow
@@ -130,6 +150,38 @@ def test_8_bits_equal_the_reference_on_the_same_integers(shape):
 @pytest.mark.parametrize("shape", HOPPER_GRID, ids=str)
 def test_8_bits_equal_the_reference_on_every_shape(shape):
     check(quantized(inputs_of(shape)))
+
+
+@interpreted
+def test_swapped_scales_are_detected(monkeypatch):
+    flash = hopper.flash
+
+    def swapped(q, k, v, *rest):
+        k, v = (dataclasses.replace(x, scales=y.scales) for x, y in ((k, v), (v, k)))
+        return flash(q, k, v, *rest)
+
+    inputs = quantized(inputs_of(HOPPER_SHAPES[1]))
+    monkeypatch.setattr(hopper, "flash", swapped)
+    with pytest.raises(AssertionError):
+        check(inputs)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("index", "dtype", "bits"),
+    [
+        (1, "bfloat16", 4),
+        pytest.param(1, "float16", 8, marks=pytest.mark.slow),
+        pytest.param(4, "bfloat16", 8, marks=pytest.mark.slow),
+    ],
+)
+def test_unsupported_quantized_caches_are_dequantized_first(index, dtype, bits):
+    inputs = inputs_of(HOPPER_SHAPES[index], dtype=dtype)
+    integers = quantized(inputs, bits)
+    plain = {name: dequantize(integers[name], dtype) for name in ("k_prefix", "v_prefix")}
+    pairs = (compiled("mosaic_interpreted")(x) for x in (integers, inputs | plain))
+    for out, expected in zip(*pairs, strict=True):
+        np.testing.assert_array_equal(out, expected)
 
 
 RACING = {

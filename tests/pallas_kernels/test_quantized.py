@@ -55,6 +55,17 @@ def test_no_element_is_off_by_more_than_half_a_step(bits, dtype):
 
 
 @every_bits
+def test_a_vector_of_zeros_stays_zeros(bits):
+    x = jnp.zeros((2, 3, 4)).at[0, 0].set(1e-30)
+    quantized = compiled_quantize(bits)(x)
+    assert (np.asarray(quantized.scales).reshape(-1)[1:] == 0).all()
+    for dtype in (jnp.float32, jnp.bfloat16):
+        restored = np.asarray(restore(quantized, dtype), np.float32)
+        np.testing.assert_allclose(restored, x, rtol=0.01)
+        assert (restored.reshape(6, 4)[1:] == 0).all()
+
+
+@every_bits
 def test_a_token_is_written_to_both_leaves(bits):
     cache, entries = random_array((2, 3, 10, 8)), random_array((2, 3, 2, 8), seed=1)
 
@@ -105,6 +116,15 @@ def test_attention_equals_that_to_the_dequantized_arrays(backend, bits, shape):
     expected_out, expected_lse = compiled("reference")(plain)
     assert relative_error(out, expected_out) < 1e-5
     np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", quick(SHAPES[1:], SHAPES[-1]), ids=str)
+def test_attention_in_bf16_differs_by_rounding_alone(shape):
+    quantized, _ = quantized_inputs(make_inputs(shape, jnp.bfloat16), 4)
+    out, _ = compiled("xla")(quantized)
+    expected, _ = compiled("reference")(quantized)
+    assert out.dtype == jnp.bfloat16
+    assert relative_error(out, expected) < 1e-2
 
 
 @every_backend

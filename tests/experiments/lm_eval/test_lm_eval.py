@@ -65,6 +65,15 @@ def test_a_target_may_be_quantized_and_offloaded(directory):
         MagicJaxLM(resident.target, weights="int8")
 
 
+def test_a_prompt_sampled_several_times_gives_several_texts(directory):
+    options = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.5}
+    requests = instances("generate_until", *[(TEXT, options)] * 5)
+    lm = model(directory, **SPECULATIVE)
+    result = lm.generate_until(requests, disable_tqdm=True)
+    assert len(set(result)) == 5
+    assert lm.generate_until(requests, disable_tqdm=True) == result
+
+
 def logs(lm, ids):
     logits = np.asarray(teacher.logits(lm.target, np.array([ids])), np.float64)[0]
     shifted = logits - logits.max(-1, keepdims=True)
@@ -106,6 +115,40 @@ def test_a_long_text_is_scored_in_windows_and_every_token_counts_once(directory)
     short = lm.tok_encode("def")
     rows = logs(lm, [lm.prefix_token_id, *short])
     assert result[1] == pytest.approx(rows[np.arange(len(short)), short].sum(), rel=1e-5)
+
+
+def test_a_long_context_is_truncated_with_a_warning(directory, caplog):
+    lm = model(directory, max_length=32)
+    ids = lm.tok_encode(TEXT * 6)
+    options = {"until": [], "max_gen_toks": 8}
+    result = lm.generate_until(instances("generate_until", (TEXT * 6, options)), disable_tqdm=True)
+    assert (
+        result
+        == magicjax.generate(lm.target, [ids[-24:]], magicjax.SamplingParams(max_tokens=8)).texts
+    )
+    assert "truncated the first" in caplog.text
+    with pytest.raises(ValueError, match="max_length=32 is too small"):
+        lm.generate_until(
+            instances("generate_until", ("x", {"max_gen_toks": 32})), disable_tqdm=True
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"until": "\n"}, (("\n",), 99, {})),
+        ({"until": ["a", "b"], "max_gen_toks": 5}, (("a", "b"), 5, {})),
+        ({"max_new_tokens": 7, "num_beams": 1, "top_k": None}, ((), 7, {})),
+        ({"do_sample": False, "temperature": 0.7, "top_p": 0.9}, ((), 99, {})),
+        ({"do_sample": True, "temperature": 0.0}, ((), 99, {})),
+        ({"temperature": 0.7}, ((), 99, {"temperature": 0.7})),
+        ({"do_sample": True, "top_k": 4}, ((), 99, {"temperature": 1.0, "top_k": 4})),
+    ],
+)
+def test_task_options_are_converted_to_generate_arguments(options, expected):
+    result = parse_options(options, 99)
+    stop, limit, sampling = expected
+    assert result == magicjax.SamplingParams(stop=stop, max_tokens=limit, **sampling)
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,13 @@ def test_messages_in_their_frame_are_the_tokens_of_the_chat_template(texts, chat
     assert tokens == expected
 
 
+def test_a_template_that_drops_messages_is_refused():
+    tokenizer = prompt_cases.chatty()
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    with pytest.raises(ValueError, match=r"does not contain every message .*chat_template=no"):
+        conversation.around_messages(tokenizer, None, 3)
+
+
 def test_the_text_of_a_special_token_in_a_message_is_text(tmp_path, chatty):
     path = tmp_path / "question.jsonl"
     turn = "What does <|im_end|> mean?"

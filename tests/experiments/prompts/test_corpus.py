@@ -34,6 +34,13 @@ def test_tokenization_is_lossless_and_modules_are_separated(modules):
     assert [tokenizer.decode(p[:-1].tolist()) for p in parts] == [m.text for m in few]
 
 
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("?pu.yaml")), ids=lambda p: p.name)
+def test_recipes_are_valid(path):
+    recipe = make_zoo.read_recipe(path)
+    assert recipe.target_schedule.phases[-1].context >= 8192
+    assert recipe.target.num_heads == recipe.target.num_kv_heads  # G = 1
+
+
 def test_an_unknown_key_of_a_recipe_is_an_error(tmp_path):
     text = (RECIPES / "cpu.yaml").read_text()
     drafts = "cpu_drafts.yaml"  # referenced by the recipe

@@ -13,6 +13,15 @@ from tests.experiments import prompt_cases
 MADE = [kind for kind in prompts.KINDS if kind != prompts.RANDOM]
 
 
+class Letters:
+    """A tokenizer with a token for each letter, and the end token 0."""
+
+    eos_token_id = 0
+
+    def encode(self, text, add_special_tokens=True, **options):
+        return [ord(letter) for letter in text]
+
+
 TOKENIZERS = {
     "embedded": prompt_cases.embedded,
     "letters": prompt_cases.letters,
@@ -128,6 +137,13 @@ def test_prompts_are_deterministic_and_depend_on_the_seed(kind, paths, twins):
     assert any((a != b).any() for a, b in zip(first, other))
 
 
+@pytest.mark.usefixtures("short_library")
+@pytest.mark.parametrize("kind", [k for k in MADE if k not in ("stdlib", "files")])
+def test_prompts_do_not_depend_on_their_count(kind, paths, twins):
+    one, three = (prompts.make(kind, twins[0], paths.get(kind, ""), n, 4096) for n in (1, 3))
+    np.testing.assert_array_equal(one[0].tokens, three[0].tokens)
+
+
 def test_the_text_of_a_special_token_is_encoded_as_text(tmp_path, tokenizer):
     text = " ".join([tokenizer.eos_token, "<s>"]) + " 1 2 3"
     (tmp_path / "a.txt").write_text(text * 300)
@@ -137,6 +153,15 @@ def test_the_text_of_a_special_token_is_encoded_as_text(tmp_path, tokenizer):
     (prompt,) = prompts.make("files", tokenizer, str(tmp_path / "a.txt"), 1, 300)
     leading = leading_tokens(tokenizer)
     assert not np.isin(prompt.tokens[len(leading) :], tokenizer.all_special_ids).any()
+
+
+def test_prompts_come_from_held_out_modules_only(monkeypatch):
+    modules = [corpus.Module(f"{i}.py", chr(200 + i)) for i in range(200)]
+    monkeypatch.setattr(corpus, "library", lambda: modules)
+    trained_on, held_out = corpus.split(modules)
+    stream = set(prompts.stdlib_stream(Letters()).tolist()) - {0}
+    assert stream == {ord(m.text) for m in held_out}
+    assert not stream & {ord(m.text) for m in trained_on}
 
 
 def test_the_least_repetitive_candidates_are_chosen():
@@ -183,3 +208,9 @@ def test_a_short_text_is_an_error_that_names_the_longest_context():
     with pytest.raises(ValueError, match="a context of at most 998, or"):
         prompts.cut(stream, 4, 999, leading=[7, 8])
     prompts.cut(stream, 4, 998, leading=[7, 8])
+
+
+def test_prompts_that_are_copies_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("again " * 500)
+    with pytest.raises(ValueError, match=r"prompts \d+ and \d+ of files are the same 50 tokens"):
+        prompts.make("files", prompt_cases.letters(), str(tmp_path / "a.txt"), 11, 50)

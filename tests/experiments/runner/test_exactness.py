@@ -73,6 +73,29 @@ def test_a_row_that_diverges_elsewhere_is_wrong(logits, values):
     assert "WRONG" in str(match.divergences[0])
 
 
+def test_a_real_model_is_read_at_the_position_of_the_divergence(tiny):
+    text = np.random.default_rng(0).integers(0, 64, (1, 12)).astype(np.int32)
+    best = np.asarray(teacher.greedy_tokens(tiny, text))[0, 7]
+    expected, found = text[:, 8:].copy(), text[:, 8:].copy()
+    expected[0, 0], found[0, 0] = best, (best + 1) % 64
+    (divergence,) = exactness.compare(tiny, text[:, :8], expected, found).divergences
+    logits = np.asarray(teacher.logits(tiny, text))[0, 7]
+    gap = (logits[best] - logits[found[0, 0]]) / np.abs(logits).max()
+    assert divergence.margin == pytest.approx(gap, rel=1e-4)
+    assert not divergence.is_tie
+
+
+def test_sampled_texts_are_equal_or_wrong_and_never_tied():
+    found = PLAIN.copy()
+    found[2, 1] = 11
+    match = exactness.compare(None, PROMPTS, PLAIN, found)
+    assert (match.exact, match.ties) == (pytest.approx(2 / 3), 0)
+    assert "row 2, new token 1: 11 instead of 8" in str(match.divergences[0])
+    assert exactness.compare(None, PROMPTS, PLAIN, PLAIN).exact == 1.0
+    with pytest.raises(ValueError, match="cannot compare"):
+        exactness.compare(None, PROMPTS, PLAIN, PLAIN[:, :2])
+
+
 @pytest.fixture(scope="module")
 def rounded():
     """(a random model in bfloat16, the same weights in float32)."""
@@ -83,6 +106,15 @@ def rounded():
     return dataclasses.replace(model, module=module, params=low), dataclasses.replace(
         model, params=high
     )
+
+
+def test_the_logits_of_a_16_bit_model_in_float32_are_those_of_its_weights(rounded):
+    low, high = rounded
+    text = np.random.default_rng(1).integers(0, 47, (1, 12)).astype(np.int32)
+    hidden = teacher.last_hidden_states(low, text, text.shape[1], in_float32=True)
+    found = teacher.unembed(low, hidden, in_float32=True)
+    np.testing.assert_allclose(found, teacher.logits(high, text), rtol=1e-5, atol=1e-5)
+    assert np.abs(found - teacher.logits(low, text)).max() > 1e-3
 
 
 def test_a_16_bit_model_has_a_tie_where_rounding_can_exchange_two_tokens(rounded):

@@ -242,6 +242,28 @@ def test_one_folder_belongs_to_one_experiment_and_one_version(start, tmp_path, c
     assert "no experiment.yaml" in capsys.readouterr().err
 
 
+def test_two_launchers_do_not_write_to_one_folder(start, capsys):
+    status = []
+
+    def again(folder):
+        if not status:
+            status.append(None)
+            status[0] = start()
+
+    assert start(before=again) == 0
+    assert status == [2]
+    assert "is in use by another launcher" in capsys.readouterr().err
+
+
+def test_half_written_files_of_a_killed_process_are_removed(start, tmp_path):
+    folder = tmp_path / "mine" / "cells" / "0123"
+    folder.mkdir(parents=True)
+    store.write_experiment(tmp_path / "mine", {})
+    (folder / ".metrics.json.77.partial").write_text("{")
+    assert start() == 0
+    assert not list((tmp_path / "mine").rglob("*.partial"))
+
+
 def test_the_first_interrupt_lets_running_cells_finish_and_the_second_stops_them():
     stop, messages = launchers.Stop(), []
     with stop.on_signals(messages.append):
@@ -254,6 +276,19 @@ def test_the_first_interrupt_lets_running_cells_finish_and_the_second_stops_them
         "no further cells start; interrupt again to stop the running cells",
         "stopping the running cells; finished cells are kept",
     ]
+
+
+def test_an_interrupted_run_reports_finished_cells_and_resumes(start, tmp_path):
+    calls = []
+
+    def interrupt(folder):
+        calls.append(folder)
+        if len(calls) == 2:
+            launchers.signal.raise_signal(launchers.signal.SIGINT)
+
+    assert start(before=interrupt) == 130
+    assert len(summary(tmp_path)) == 2
+    assert start() == 0 and len(summary(tmp_path)) == 6
 
 
 def test_invalid_settings_end_with_status_2_and_a_message(tmp_path, capsys):

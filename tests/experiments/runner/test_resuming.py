@@ -132,6 +132,24 @@ def test_a_crashed_cell_is_recorded_and_the_exit_status_is_1(zoo):
 
 
 @pytest.mark.slow
+def test_a_cell_beyond_the_memory_limit_is_recorded_and_the_others_are_measured(zoo):
+    """The limit is between the memory of a small cell and that of a large one."""
+    sizes = [{"batch": [1, 8], "context": [256, 8192]}]
+    settings = {"target": "experiments/zoo/target", "prompts": "random", "prompt_path": ""}
+    settings |= {"zip": sizes, "methods": [], "repeats": 0, "new_tokens": 32}
+    assert launch(write(zoo, "free", **settings)).returncode == 0
+    with (zoo / "results" / "free" / "summary.csv").open() as file:
+        small, large = (float(row["memory_mb"]) / 1e3 for row in csv.DictReader(file))
+    assert large > 1.5 * small
+    limit = (small + large) / 2
+    assert launch(write(zoo, "tight", **settings, memory_limit_gb=limit)).returncode == 1
+    with (zoo / "results" / "tight" / "summary.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["status"] for row in rows] == ["ok", "memory"]
+    assert "out of memory: the process used" in rows[1]["error"]
+
+
+@pytest.mark.slow
 def test_slurm_and_ray_launchers_give_the_local_summary(zoo):
     pytest.importorskip("submitit")
     summaries = {}

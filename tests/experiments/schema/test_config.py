@@ -131,6 +131,78 @@ def test_a_chat_template_for_text_that_asks_nothing_is_refused(kind, tmp_path):
     assert read(tmp_path, "prompts: chat\nchat_template: no").chat_template is False
 
 
+SERVED = "slots: 2\n"
+REFUSED = [
+    ("prompts: haystack", "prompts='haystack'"),
+    ("prompts: random\ncandidates: 4", "candidates has no effect with prompts=random"),
+    (
+        "prompts: random\nmethods: [{drafter: self}]",
+        "agreement_tokens has no effect with prompts=random",
+    ),
+    ("requests: 6\nbatch: 4", "requests=6 is not a multiple of batch=4"),
+    ("requests: 6\nmethods: [{drafter: auto}]", "requests is not supported with drafter=auto"),
+    ("temperature: -1", "temperature=-1"),
+    ("temperature: 1\ntop_p: 1.1", "top_p=1.1"),
+    ("mesh: pipe=2", "'pipe=2' is not a valid mesh: use stage=2,data=2,model=2"),
+    (SERVED + "batch: 4", "batch has no effect with slots: remove it"),
+    (SERVED + "methods: [{drafter: auto}]", "drafter=auto is not supported with slots"),
+    (
+        SERVED + "methods: [{drafter: self + prompt-lookup, tree: 'chain:1 + chain:2', "
+        "adaptive_depth: yes}]",
+        "adaptive_depth is not supported with a tree for each drafter",
+    ),
+    (
+        SERVED + "temperature: 1\nmethods: [{drafter: self, adaptive_depth: yes}]",
+        "methods.0: adaptive_depth with a temperature changes the text unless",
+    ),
+    (SERVED + "mesh: stage=2", "mesh=stage=2 with slots: remove stage, or omit slots"),
+    ("slots: 3\nmesh: data=2", "slots=3 is not a multiple of data=2 of the mesh"),
+    (SERVED + "prompts: chat\nmin_context: 5", "min_context shortens texts, not prompts=chat"),
+    (SERVED + "min_new_tokens: 9999", "min_new_tokens=9999 is larger than new_tokens="),
+    ("ray_address: here", "ray_address has no effect with launcher=local: remove it"),
+    ("launcher: slurm\njobs: 2", "remove it, or set slurm.at_once"),
+    (
+        "launcher: slurm\nslurm: {cluster: local, cpus: 2}",
+        "slurm.cpus has no effect with slurm.cluster=local: remove it",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED)
+def test_settings_that_do_not_fit_together_are_refused(tmp_path, text, message):
+    with pytest.raises(fields.ConfigError) as error:
+        read(tmp_path, text)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (["--methods.0.profile", "x"], "profile has no effect without drafter=auto: remove it"),
+        (["--repeats", "-1"], "repeats=-1: Input should be greater than or equal to 0"),
+        (["--prompts", "stdlb"], "prompts='stdlb': 'stdlb' is not a kind of prompts; did you mean"),
+    ],
+)
+def test_overrides_are_checked_like_the_file(tmp_path, capsys, override, message):
+    path = tmp_path / "mine.yaml"
+    path.write_text("methods: [{drafter: self}]")
+    with pytest.raises(fields.ConfigError) as error:
+        config.from_command_line([str(path), *override], "launch")
+    assert str(error.value).startswith(f"command line:\n  {message}")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_command_without_its_file_first_is_refused(tmp_path):
+    with pytest.raises(fields.ConfigError, match="no experiment file: run launch"):
+        config.from_command_line([], "launch")
+    path = tmp_path / "mine.yaml"
+    path.write_text("repeats: 5")
+    with pytest.raises(fields.ConfigError, match=f"must come first: launch {path} --repeats 1$"):
+        config.from_command_line(["--repeats", "1", str(path)], "launch")
+    with pytest.raises(fields.ConfigError, match="expected `key: value` lines, found list"):
+        read(tmp_path, "- 1", more="")
+
+
 @dataclasses.dataclass(frozen=True)
 class Mine(policies.KNorm):
     pass

@@ -53,6 +53,16 @@ def test_the_weights_of_drafts_are_in_their_names_and_have_no_agreement():
     [
         ({"methods": [{"drafter": "self", "tree": ["chain:3", "chain:3"]}]}, "twice: remove one"),
         ({"methods": [{"drafter": "self"}, {"drafter": "self", "sinks": 16}]}, "twice: remove one"),
+        ({"grid": {"batch": [1, 1]}}, "the axis batch lists a value twice"),
+        ({"methods": [{"drafter": "self"}], "exclude": [{"batch": 9}]}, "exclude: no cell has"),
+        (
+            {"grid": {"target": ["a/model", "b/model"]}, "methods": []},
+            "a/model and b/model have the same name",
+        ),
+        (
+            {"methods": [{"drafter": "small:a/model"}, {"drafter": "small:b/model"}]},
+            "two methods have the name",
+        ),
     ],
 )
 def test_the_same_cell_twice_is_refused(change, message):

@@ -1,5 +1,6 @@
 """The tables compare equal sizes, and verdicts follow from the figures."""
 
+import os
 import pathlib
 
 import jax
@@ -15,6 +16,11 @@ FILE = pathlib.Path(config.__file__).parents[1] / "configs" / "specinfer_tables.
 
 def tables(**changes):
     return config.checked(settings.Tables, changes, "test")
+
+
+def test_the_file_that_comes_with_the_project_is_valid():
+    file = pathlib.Path(os.path.relpath(FILE))
+    assert settings.read(file).drafts == settings.Tables().drafts
 
 
 @pytest.mark.parametrize(
@@ -36,6 +42,13 @@ def test_settings_with_unequal_comparisons_are_refused(changes, message):
     with pytest.raises(config.ConfigError) as error:
         tables(**changes)
     assert message in str(error.value)
+
+
+def test_a_directory_without_a_model_is_named_before_anything_is_loaded(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"target: {tmp_path}\n")
+    with pytest.raises(config.ConfigError, match="config.json does not exist"):
+        settings.read(path)
 
 
 def test_success_of_a_window_against_counting_by_hand():

@@ -254,6 +254,11 @@ def test_generated_text_is_whole_conversations_from_their_beginning(chat_target,
     assert written.held_out.size == rows.size // generated_text.HELD_OUT_EVERY
 
 
+def test_generated_text_needs_a_chat_template(folder, tmp_path):
+    with pytest.raises(config.ConfigError, match="needs a target with a chat template"):
+        generated_text.write(str(folder / "target"), "float32", GENERATED, tmp_path)
+
+
 @pytest.mark.slow
 def test_a_draft_with_a_vocabulary_is_trained_on_generated_text(
     folder, chat_target, written, tmp_path
@@ -281,3 +286,13 @@ def test_a_draft_with_a_vocabulary_is_trained_on_generated_text(
             settings(folder, start=str(tmp_path / "out" / "draft-1"), shape=None, text=None),
             tmp_path,
         )
+
+
+def test_a_work_folder_of_other_settings_is_refused(folder, whole):
+    with pytest.raises(config.ConfigError, match="holds stages of other settings"):
+        boost.run(settings(folder, labelled_tokens=320), whole[0] / "work", whole[0], "command")
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*_drafts.yaml")), ids=lambda p: p.name)
+def test_recipes_of_drafts_are_valid(path):
+    assert boost_config.read(path).drafts in (1, 2)

@@ -218,6 +218,14 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_options_are_errors_before_weights_are_loaded(what, model, run, monkeypatch):
+    arguments, message = REFUSED[what]
+    monkeypatch.setattr(loading, "with_weights", None)
+    code, out, err = run("chat", "--target", model, *arguments)
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("command", [["chat"], ["generate", "--chat", "hi?"]])
 def test_a_tokenizer_without_a_template_is_an_error(command, run, monkeypatch, tmp_path):
     bare, before = saved(tmp_path / "bare", None), program_cache.totals()
@@ -225,3 +233,11 @@ def test_a_tokenizer_without_a_template_is_an_error(command, run, monkeypatch, t
     code, out, err = run(*command, "--target", bare)
     assert code == 2 and program_cache.totals() == before
     assert "the tokenizer has no chat template: pass the prompt as text, or use a" in err
+
+
+def test_a_template_that_rejects_the_system_message_is_an_error(run, monkeypatch, tmp_path):
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    model = saved(tmp_path / "strict", strict + TEMPLATE)
+    monkeypatch.setattr(loading, "with_weights", None)
+    code, out, err = run("chat", "--target", model, "--system", "be kind")
+    assert code == 2 and "the chat template rejects messages of system, user: no system" in err

@@ -14,7 +14,9 @@ import pytest
 
 import magicjax
 import models
+from magicjax import loading
 from magicjax.cli import main, text
+from magicjax.parallel import offloading
 from pallas_kernels import choose_backend
 from tests.magicjax import keywords, tiny
 from tests.quick import quick
@@ -173,3 +175,11 @@ def test_a_reader_that_ends_early_is_no_error(run, monkeypatch, tmp_path):
     os.write(number, b"lost")  # at the end of Python
     assert (tmp_path / "out").read_bytes() == b""
     os.close(number)
+
+
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_loaded(directory, run, monkeypatch):
+    monkeypatch.setattr(offloading, "free_host_memory", lambda: 1000)
+    monkeypatch.setattr(loading, "with_weights", None)
+    code, _, err = run("generate", "--target", directory, "--prompt", "a")
+    assert code == 2 and "1e-06 GB are available (target's weights" in err
+    assert err.count("\n") == 1

@@ -107,3 +107,9 @@ def test_a_second_signal_ends_the_server_at_once(serving):
     assert serving.process.poll() is None
     serving.process.send_signal(signal.SIGTERM)
     assert serving.process.wait(SECONDS) == -signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_the_server_answers_only_with_the_key(serving):
+    assert httpx.get(f"{serving.url}/v1/models").status_code == 401
+    assert [model.id for model in serving.client.models.list()] == ["tiny"]

@@ -7,6 +7,7 @@ import pytest
 import magicjax
 import models
 from pallas_kernels.cpu import build
+from pallas_kernels.mosaic_gpu import mosaic
 from tests.magicjax import keywords, tiny
 
 
@@ -20,6 +21,23 @@ def generate(target, backend, **options):
     prompts = [np.arange(1, 21, dtype=np.int32), np.arange(5, 10, dtype=np.int32)]
     options = dict(max_tokens=5, eos_token_id=tiny.NEVER) | options
     return keywords.generate(target, prompts, backend=backend, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    mosaic.interpreter_unsupported_reason() is not None,
+    reason=str(mosaic.interpreter_unsupported_reason()),
+)
+def test_the_interpreted_kernel_gives_the_same_text_as_xla():
+    target = wide("bfloat16")
+    drafter = magicjax.SelfSpeculation("snapkv", 16, refresh_every=2)
+    outputs = {
+        backend: generate(target, backend, drafter=drafter, tree=magicjax.expansion((2, 1)))
+        for backend in ("xla", "mosaic_interpreted")
+    }
+    xla, mosaic = outputs.values()
+    np.testing.assert_array_equal(mosaic.tokens, xla.tokens)
+    assert [o.stats.attention_backend for o in outputs.values()] == list(outputs)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="tests machines without a GPU")

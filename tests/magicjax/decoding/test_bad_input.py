@@ -321,6 +321,39 @@ def test_invalid_arguments_are_errors_before_compilation(what, call):
     assert program_cache.totals() == before
 
 
+ENSEMBLE, ROOT = magicjax.Ensemble([budget(12)], [magicjax.chain(2)]), magicjax.TokenTree((-1,))
+HALF_BYTE = sparse(opt(num_heads=16), policy="h2o", budget=64, kv_dtype="int4")
+ALSO_REFUSED = [
+    (dict(prompts=[[-1]]), "prompt 0 has token -1, outside"),
+    (dict(eos_token_id="</s>"), "eos_token_id='</s>' .* pass target.token"),
+    (dict(pad_token_id=1.5), "pad_token_id=1.5 is not a token id: pass an"),
+    (dict(target="gpt"), "target has type str: pass the model that"),
+    (dict(drafter=magicjax.Ensemble([budget(12)], [ROOT])), "member's tree has only a root"),
+    (dict(drafter=ENSEMBLE, tree=magicjax.chain(3)), "already has a tree for each drafter"),
+    (dict(drafter=magicjax.Ensemble([budget(200)] * 5), tree=magicjax.chain(60)), "301 nodes in"),
+    (
+        dict(drafter=magicjax.Ensemble([budget(12), *small(vocab_size=50).values()])),
+        "has 50 tokens",
+    ),
+    (
+        dict(drafter=magicjax.PromptLookup(), tree=magicjax.expansion((65,))),
+        "65 chains: at most 64",
+    ),
+    (dict(drafter=budget(12), tree=ROOT), "tree has only a root: add a child, or omit drafter and"),
+    (dict(drafter=budget(12), tree=magicjax.expansion((49,))), "49 children .* use at most 48"),
+    (dict(drafter=budget(LIMIT + 1)), rf"budget={LIMIT + 1} is larger than the context of the mod"),
+    (sparse(policy="h2o", budget=16) | dict(tree=magicjax.chain(4)), r"8 slots .* 2 x tree depth"),
+    (HALF_BYTE, "even head dimension, not 1: use int8"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), ALSO_REFUSED)
+def test_other_invalid_arguments_are_errors(options, message):
+    options = dict(target=tiny.model(), prompts=[[1, 2, 3]]) | options
+    with pytest.raises((TypeError, ValueError), match=message):
+        magicjax.generate(options.pop("target"), options.pop("prompts"), **options)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -345,6 +378,16 @@ def test_invalid_arguments_are_errors_before_compilation(what, call):
         (lambda: magicjax.SelfSpeculation(draw="beam"), "draw='beam': it must be with_replacement"),
         (lambda: magicjax.SelfSpeculation(budget=True), "budget=True: it must be an integer"),
         (lambda: policies.SnapKV(scaled=1), "scaled=1: it must be true or false"),
+        (lambda: magicjax.SelfSpeculation(budget=-1), "budget=-1: a draft cache needs at least 1"),
+        (lambda: magicjax.SelfSpeculation(refresh_every=4), "always pins the first tokens; omit r"),
+        (lambda: sparse(policy="streaming", sink_positions="x"), "it must be text or in_cache"),
+        (lambda: policies.SnapKV(recent=0), "recent=0: the ring needs at least 1 slot"),
+        (lambda: magicjax.StreamingLLM(recent=8), "recent=8: the ring of a streaming cache is the"),
+        (lambda: magicjax.Ensemble([ENSEMBLE]), "an ensemble within an ensemble: list all"),
+        (lambda: magicjax.Ensemble([budget(12)], [ROOT] * 2), "2 trees for 1 drafters: give one"),
+        (lambda: magicjax.DynamicTree(1, 2, 2), "nodes=1: it must be at least 2"),
+        (lambda: magicjax.DynamicTree(300, 9, 9), "nodes=300: at most 256 are supported"),
+        (lambda: magicjax.load("opt-125"), r"did you mean 'opt-125m'\?"),
         (lambda: magicjax.Ensemble([]), "an ensemble of 0 drafters: give 1 to 64"),
         (lambda: magicjax.PromptLookup(min_ngram=0), "min_ngram=0 and max_ngram=4: .* at least 1"),
         (

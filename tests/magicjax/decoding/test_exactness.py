@@ -123,6 +123,15 @@ def test_outputs_shorter_than_a_round_are_exact(new_tokens, tally):
     tally.compare(tiny.model(), tiny.prompts(8), wanted, tiny.rows_of(found))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("new_tokens", range(3, 20))
+@pytest.mark.parametrize("tree", ["chain4", "irregular"])
+def test_every_length_of_an_output_is_exact(new_tokens, tree, tally):
+    found = tiny.generate(8, 0, "near", tree, max_tokens=new_tokens)
+    wanted = [row[:new_tokens] for row in tiny.expected(8)]
+    tally.compare(tiny.model(), tiny.prompts(8), wanted, tiny.rows_of(found))
+
+
 def test_any_of_several_eos_ends_a_row(tally):
     texts = tiny.expected(8)
     eos = [int(texts[0][3]), int(texts[1][6])]
@@ -159,3 +168,10 @@ def test_the_comparison_counts_a_tie_but_not_where_none_is_allowed():
     assert (tally.rows, tally.ties) == (1, 1)
     with pytest.raises(AssertionError, match="margin 0.0e"):
         tally.compare(tied, [prompt], *rows, ties_allowed=False)
+
+
+def test_the_texts_are_varied_enough_to_tell_a_mistake():
+    texts = [row for seed in SEEDS for row in tiny.expected(8, seed)]
+    assert np.mean([len(set(row.tolist())) for row in texts]) > tiny.NEW / 3
+    assert len({row.tobytes() for row in texts}) == len(texts)
+    assert all(tiny.NEVER not in row for row in texts)

@@ -85,6 +85,15 @@ def test_a_family_equals_full_recomputation(kind, drafting):
         assert 0.02 < output.stats.acceptance_rate <= 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", family_cases.KINDS)
+def test_an_offloaded_family_has_the_text_of_the_resident_one(kind):
+    options = OPTIONS | draftings(kind)["streaming"]
+    resident = keywords.generate(family(kind), tiny.prompts(3), **options)
+    offloaded = keywords.generate(magicjax.offload(family(kind)), tiny.prompts(3), **options)
+    np.testing.assert_array_equal(offloaded.tokens, resident.tokens)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -117,6 +126,17 @@ def test_a_text_up_to_the_last_learned_position_is_exact():
             np.testing.assert_array_equal(row, text)
     with pytest.raises(ValueError, match="needs 65 positions, and the target has 64"):
         keywords.generate(family("opt"), [[1] * 41], **OPTIONS)
+
+
+@pytest.mark.slow
+def test_a_drafter_in_16_bits_keeps_a_float32_text_exact():
+    drafter = tiny.drafter("near", "bfloat16")
+    tree = tiny.TREES["chain3"]
+    output = keywords.generate(tiny.model(), tiny.prompts(8), drafter=drafter, tree=tree, **OPTIONS)
+    for row, expected in zip(tiny.rows_of(output), tiny.expected(8), strict=True):
+        np.testing.assert_array_equal(row, expected)
+    assert output.stats.acceptance_rate > 0.05
+    assert output.stats.kv_bytes_draft * 2 == output.stats.kv_bytes_target
 
 
 def test_a_target_in_16_bits_has_16_bit_caches_and_ends_its_rows():

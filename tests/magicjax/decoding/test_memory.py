@@ -10,6 +10,7 @@ import magicjax
 import models
 from magicjax import loading
 from magicjax.decoding import memory, program_cache
+from magicjax.drafters import quantized_blocks
 from magicjax.parallel import offloading
 from magicjax.prediction.aot import aot_compile, memory_estimate
 from sharding import abstract_mesh
@@ -112,6 +113,28 @@ def test_calls_are_refused_before_compilation(call, monkeypatch):
 COPY = magicjax.SelfSpeculation(budget=32, weights="int8")
 
 
+COPYING = {
+    "generate": lambda target: magicjax.generate(target, [[1, 2]], drafter=COPY),
+    "stream": lambda target: magicjax.stream(target, [[1, 2]], drafter=COPY),
+    "engine": lambda target: magicjax.Engine(target, COPY, config=magicjax.EngineConfig(slots=2)),
+}
+
+
+@pytest.mark.parametrize("call", COPYING)
+def test_no_memory_for_a_copy_of_the_target_is_explained(call, monkeypatch):
+    def quantize(*arguments):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no")
+
+    monkeypatch.setattr(quantized_blocks, "_quantize", quantize)
+    with pytest.raises(memory.OutOfMemoryError, match="the drafter's weights and KV caches"):
+        COPYING[call](dataclasses.replace(tiny.model()))
+
+
+def test_a_device_that_reports_nothing_is_not_compared(monkeypatch):
+    monkeypatch.setattr(offloading, "free_host_memory", lambda: None)
+    memory.check(request_of(tiny.model()))
+
+
 class Device:
     """A GPU with 1,000 bytes, 400 of them in use."""
 
@@ -139,3 +162,12 @@ def test_running_out_of_memory_names_the_counted_sizes(error, monkeypatch):
     ) as refused:
         magicjax.generate(tiny.model(), [[1, 2]])
     assert refused.value.__cause__ is error
+
+
+def test_other_errors_stay(monkeypatch):
+    def program(*arguments):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no")
+
+    monkeypatch.setattr(program_cache, "program", program)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        magicjax.generate(tiny.model(), [[1, 2]])

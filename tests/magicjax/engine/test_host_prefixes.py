@@ -73,6 +73,15 @@ def test_prefixes_go_from_the_device_to_host_memory_and_leave_by_their_last_use(
     assert tiers(store) == ([], []) and store.num_host_bytes == store.host_hits == 0
 
 
+def test_a_longer_text_replaces_its_prefix_in_host_memory():
+    store = store_of(1, host_bytes(9))
+    store.add(entry([1, 1, 1]))
+    store.add(entry([2, 2, 2]))
+    assert tiers(store) == ([1], [2])
+    unused = store.add(entry([1, 1, 1, 4]))
+    assert tiers(store) == ([2], [1]) and int(unused[0].lengths[0]) == 3
+
+
 def test_both_tiers_are_bounded_whatever_is_stored():
     store, rng = store_of(3, host_bytes(SLOTS, 5), min_shared=1), np.random.default_rng(0)
     newest: list[list[int]] = []
@@ -89,6 +98,19 @@ def test_both_tiers_are_bounded_whatever_is_stored():
         assert store.num_bytes <= 300 and store.num_host_bytes <= store.max_host_bytes
         tiers(store)
     assert store.host_hits > 5 and len(newest) > 3
+
+
+def test_arrays_in_host_memory_share_none_with_the_device():
+    prefix = entry([4, 5, 6])
+    stored = prefix_store.to_host(prefix)
+    overwrite = jax.jit(lambda row: jax.tree.map(lambda x: x * 0 + 7, row), donate_argnums=0)
+    overwrite(prefix.row)
+    shapes = store_of(1, AMPLE)._row_shapes
+    for _ in range(2):
+        row = prefix_store.to_device(stored, shapes).row
+        assert np.array(row[0].k[0])[0, 0, :4, 0].tolist() == [4, 5, 6, 0]
+        assert np.array(row[1]["seen"]).tolist() == [0, 1, 2]
+        overwrite(row)
 
 
 def row_bytes(name: str) -> int:

@@ -73,6 +73,12 @@ def test_a_stop_string_ends_them_with_the_tokens(directory):
     )
 
 
+def test_a_request_without_tokens_has_no_log_probabilities():
+    handle = engines.engine(logprobs=2).submit([1, 2], SamplingParams(logprobs=2, max_tokens=4))
+    handle.cancel()
+    assert handle.result().logprobs.top.shape == (0, 2)
+
+
 @pytest.mark.parametrize(
     ("limit", "count", "message"),
     [

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+import magicjax
 from magicjax import SamplingParams
 from magicjax.decoding import program_cache
 from magicjax.engine import prefix_store
@@ -138,6 +139,19 @@ def test_a_cancelled_answer_can_be_continued(tally):
     tally.compare(tiny.model(), [text], [plain], [found.tokens])
 
 
+@pytest.mark.slow
+def test_an_offloaded_target_gives_the_texts_of_a_resident_one(tally):
+    config = magicjax.EngineConfig(slots=1, capacity=400, eos_token_id=tiny.NEVER)
+    engine = magicjax.Engine(magicjax.offload(tiny.model()), config=config)
+    text = Long.prompt(100)
+    for turn in range(2):
+        found = engine.submit(text, GREEDY).result()
+        assert (found.stats.reused_tokens > 0) == (turn > 0)
+        plain = oracle.greedy(tiny.model(), text, NEW)
+        tally.compare(tiny.model(), [text], [plain], [found.tokens])
+        text = np.concatenate([text, found.tokens, Long.prompt(20)])
+
+
 def entry(tokens) -> prefix_store.Prefix:
     cache = jax.numpy.array([len(tokens)])
     return prefix_store.Prefix(np.array(tokens, np.int32), cache, None)
@@ -175,3 +189,18 @@ def test_too_few_common_tokens_are_no_hit():
     assert (store.lookups, store.hits) == (1, 0)
     short = entry([4, 5])  # no prompt shares enough with it
     assert store.add(short)[0] is short.cache and held(store) == [[1, 2, 3]]
+
+
+def test_the_most_recently_used_of_equally_long_prefixes_is_copied():
+    store = prefix_store.PrefixStore(max_bytes=300, entry_bytes=100, min_shared=2)
+    for tokens in ([1, 2, 3, 4], [1, 2, 5]):
+        store.add(entry(tokens))
+    row, common = store.copy_longest(np.array([1, 2, 9]))
+    assert common == 2 and int(row[0][0]) == len([1, 2, 5])
+
+
+def test_a_store_of_no_bytes_keeps_nothing():
+    store = prefix_store.PrefixStore(max_bytes=0, entry_bytes=100, min_shared=1)
+    first = entry([1, 2])
+    assert store.add(first)[0] is first.cache
+    assert store.copy_longest(np.array([1, 2])) == (None, 0) and store.lookups == 0

@@ -200,6 +200,16 @@ def texts(case: str, mesh: list[int] | None) -> list[list[int]]:
     return [handle.result().tokens.tolist() for handle in handles]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["plain", "snapkv", "several"])
+def test_an_engine_divides_models_over_the_axis_model(case, eight):
+    found, expected = eight(texts, case=case, mesh=[1, 2]), texts(case, None)
+    target = mesh_cases.target(mesh_cases.CASES[case][3])
+    rows = [np.array(row, np.int32) for row in found]
+    wanted = [np.array(row, np.int32) for row in expected]
+    oracle.Tally().compare(target, [prompt for prompt, _ in requests()], wanted, rows)
+
+
 def compiled_after_warm_up(mesh: list[int]) -> int:
     """Returns the programs that requests compile beside a draft model that is not divided."""
     kv_heads = mesh_cases.CASES["small"][3]
@@ -224,6 +234,11 @@ def test_slots_that_do_not_divide_over_the_groups_are_an_error():
         magicjax.Engine(tiny.model(), config=EngineConfig(slots=6), mesh=abstract_mesh(4, 1))
 
 
+def test_a_mesh_that_divides_layers_is_an_error():
+    with pytest.raises(ValueError, match="the mesh has stage=2, and an engine cannot divide"):
+        magicjax.Engine(tiny.model(), mesh=abstract_mesh(1, 1, 2))
+
+
 @pytest.fixture(scope="module")
 def two():
     processes = Two()
@@ -236,6 +251,24 @@ def two():
 @pytest.mark.parametrize("mesh", [[1, 8], [2, 4], [4, 2]])
 def test_an_engine_in_two_processes_gives_the_texts_of_one(case, mesh, two):
     assert two(texts, case=case, mesh=mesh) == texts(case, None)
+
+
+def refused_in_two_processes(mesh: list[int]) -> list[str]:
+    running, messages = engine("plain", mesh), []
+    for options in (dict(deadline_s=5.0), dict(priority=1)):
+        with pytest.raises(ValueError) as error:
+            running.submit([1], **options)
+        messages.append(str(error.value))
+    return messages
+
+
+@pytest.mark.slow
+def test_requests_that_depend_on_the_clock_are_errors_in_two_processes(two):
+    messages = two(refused_in_two_processes, mesh=[2, 4])
+    assert messages == [
+        f"{what} on a mesh of 2 processes, whose clocks differ: omit {what.split('=')[0]}"
+        for what in ("deadline_s=5.0", "priority=1")
+    ]
 
 
 def wide_drafter(name: str):

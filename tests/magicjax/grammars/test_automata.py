@@ -4,9 +4,11 @@ import itertools
 import json
 import pathlib
 import random
+import sys
 
 import numpy as np
 import pytest
+import tokenizers
 import transformers
 
 import magicjax
@@ -47,6 +49,16 @@ def test_the_allowed_tokens_are_those_from_which_a_match_can_be_spelled(pattern)
                 break
 
 
+def test_tokens_after_which_nothing_can_be_spelled_are_not_allowed():
+    """Without a token for d, "c" begins no match."""
+    tokenizer = spelled.tokenizer(TEXTS)
+    automaton = compiled(Grammar.regex("ab|cd"), tokenizer, (0,), len(TEXTS))
+    allowed = automaton.next[0][automaton.classes] >= 0
+    assert [TEXTS[i] for i in np.flatnonzero(allowed)] == ["a", "ab"]
+    with pytest.raises(ValueError, match="no text of the tokenizer's tokens matches"):
+        compiled(Grammar.regex("d+"), tokenizer, (0,), len(TEXTS))
+
+
 def nested(depth: int, brackets: str) -> str:
     return brackets[0] * depth + brackets[1] * depth
 
@@ -79,6 +91,13 @@ def test_json_mode_accepts_what_json_does():
         assert not accepts(automaton, text.encode()), text
 
 
+def test_json_mode_has_a_bounded_depth():
+    automaton = byte_automaton(Grammar.json_object())
+    inside = json_mode.MAX_DEPTH - 1
+    assert accepts(automaton, f'{{"a":{nested(inside, "[]")}}}'.encode())
+    assert not accepts(automaton, f'{{"a":{nested(inside + 1, "[]")}}}'.encode())
+
+
 def test_the_bytes_of_byte_level_tokens_are_those_of_the_text():
     tokenizer = transformers.AutoTokenizer.from_pretrained(ZOO)
     vocabulary = vocabulary_of(tokenizer)
@@ -91,6 +110,32 @@ def test_the_bytes_of_byte_level_tokens_are_those_of_the_text():
     assert b"".join(texts[token] for token in ids) == text.encode()
     assert tokenizer.eos_token_id not in texts
     assert {bytes([b]) for b in range(256)} <= {*texts.values()}
+
+
+def test_the_bytes_of_tokens_with_byte_fallback():
+    model = tokenizers.models.BPE(
+        {"<s>": 0, "<0x0A>": 1, "<0xC3>": 2, "▁the": 3, "é": 4, "kept": 5}, [], byte_fallback=True
+    )
+    backend = tokenizers.Tokenizer(model)
+    backend.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback()]
+    )
+    backend.add_tokens([tokenizers.AddedToken("kept", special=False)])
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<s>")
+    found = vocabulary_of(wrapped)
+    assert found.ids.tolist() == [1, 2, 3, 4, 5]
+    texts = [bytes(t[:n]) for t, n in zip(found.texts, found.lengths, strict=True)]
+    assert texts == [b"\n", b"\xc3", b" the", "é".encode(), b"kept"]
+
+
+def test_a_tokenizer_without_bytes_is_refused():
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0, "[UNK]": 1}))
+    backend.decoder = tokenizers.decoders.WordPiece()
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+    with pytest.raises(ValueError, match="one of the decoders ByteLevel"):
+        vocabulary_of(wrapped)
+    with pytest.raises(ValueError, match="fast tokenizer"):
+        vocabulary_of(object())
 
 
 def automaton(states: int, classes: int) -> TokenAutomaton:
@@ -165,6 +210,10 @@ def test_a_wrong_grammar_is_an_error_of_one_line(what):
     assert "\n" not in str(caught.value)
 
 
+def test_properties_may_have_the_names_of_keywords():
+    Grammar.json_schema({"type": "object", "properties": {"minimum": {"type": "integer"}}})
+
+
 def test_a_grammar_requires_a_tokenizer_and_eos():
     grammar = Grammar.regex("a+")
     with pytest.raises(ValueError, match="has none"):
@@ -173,3 +222,10 @@ def test_a_grammar_requires_a_tokenizer_and_eos():
         automaton_of(spelled.target(), grammar, ())
     with pytest.raises(ValueError, match="no EOS token"):
         automaton_of(spelled.target(), grammar, (tiny.VOCAB,))
+
+
+def test_a_missing_package_is_an_error_that_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "outlines_core", None)
+    with pytest.raises(ImportError, match=r"pip install 'magicjax\[grammar\]'"):
+        Grammar.regex("never compiled before")
+    Grammar.json_object()

@@ -77,6 +77,22 @@ def test_requests_with_and_without_grammars_get_their_texts_alone(name):
     assert all(found.users == 0 for found in engine._arena._ranges.values())
 
 
+@pytest.mark.slow
+def test_sampled_requests_have_the_text_of_their_seed_alone():
+    engine = make(sampling=True, slots=2)
+    handles = [
+        (submit(engine, index, pattern, seed=index, temperature=1.2), index, pattern)
+        for index, pattern in enumerate(PATTERNS)
+    ]
+    engine.run()
+    for handle, index, pattern in handles:
+        alone = make(sampling=True, slots=1)
+        other = submit(alone, index, pattern, seed=index, temperature=1.2)
+        np.testing.assert_array_equal(handle.result().tokens, other.result().tokens)
+        if pattern and handle.result().finish_reason == "eos":
+            assert spelled.regex.fullmatch(pattern, handle.result().text)
+
+
 def on_a_mesh(mesh: list[int]) -> list[list[int]]:
     engine = make(slots=4, mesh=magicjax.make_mesh(*mesh))
     engine.warm_up()

@@ -34,6 +34,13 @@ def texts(grammar: Grammar, count: int = 40, length: int = 80) -> list[str]:
     return found
 
 
+def outlines_alone(schema: dict, monkeypatch) -> Grammar:
+    """Returns the grammar of outlines-core without the rewriting."""
+    with monkeypatch.context() as patched:
+        patched.setattr(json_schema, "prepared", json.dumps)
+        return Grammar.json_schema(schema)
+
+
 def is_valid(text: str, schema: dict) -> bool:
     try:
         jsonschema.validate(json.loads(text), schema)
@@ -58,11 +65,30 @@ def test_texts_of_formats_are_json(name):
         assert isinstance(json.loads(text), str)
 
 
+@pytest.mark.parametrize("pattern", ["a.b", "x|y", "[^a]"])
+def test_patterns_as_outlines_core_inserts_them_are_detected(pattern, monkeypatch):
+    schema = {"type": "string", "pattern": pattern}
+    grammar = outlines_alone(schema, monkeypatch)
+    assert not all(is_valid(text, schema) for text in texts(grammar))
+
+
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
 REFUSED = {
     "no type": ({"type": "object", "properties": {"a": {}}}, "a part without 'type'"),
 
     "an empty enum": ({"enum": []}, "an empty 'enum'"),
+    "no alternatives": ({"anyOf": []}, "an empty 'anyOf'"),
+    "no types": ({"type": []}, "an empty 'type'"),
+    "values of another type": ({"enum": [1, "a"], "type": "integer"}, "'enum' with 'type'"),
+    "a constant and a length": ({"const": "a", "maxLength": 1}, "'const' with 'maxLength'"),
+    "an open class": ({"type": "string", "pattern": "[a"}, "a class"),
+    "a class in a class": ({"type": "string", "pattern": "[[a]b]"}, r"write \\\[ in a class"),
+    "a backslash at the end": ({"type": "string", "pattern": "a\\"}, "write the character itself"),
+    "a syntax error": ({"type": "string", "pattern": "a)"}, "JSON schema is not.*syntax error"),
+    "bounds that exclude each other": (
+        {"type": "array", "items": OBJECT, "minItems": 3, "maxItems": 2},
+        "syntax error",
+    ),
 
 
     "a quote in a name": ({"type": "object", "properties": {'a"': {"type": "null"}}}, "a quote"),
@@ -96,6 +122,13 @@ def test_what_cannot_be_translated_is_refused(what):
     with pytest.raises(ValueError, match=message) as raised:
         Grammar.json_schema(schema)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("schema", [{"enum": []}, REFUSED["a quote in a name"][0]])
+def test_schemas_that_outlines_core_mistranslates_are_detected(schema, monkeypatch):
+    schema = schema | ({"required": ['a"']} if 'a"' in str(schema) else {})
+    grammar = outlines_alone(schema, monkeypatch)
+    assert not all(is_valid(text, schema) for text in texts(grammar))
 
 
 def test_a_grammar_that_takes_too_long_is_refused(monkeypatch):

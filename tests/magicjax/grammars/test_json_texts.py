@@ -102,3 +102,15 @@ def test_the_command_prints_a_text_of_the_grammar(run, directory, tmp_path, opti
         assert out.strip().removeprefix("def")[3] == "-"
     else:
         assert out.strip().removeprefix("def") in ('"yes"', '"no"')
+
+
+def test_wrong_options_are_errors(run, directory, tmp_path):
+    common = ("generate", "--target", directory, "--prompt", "def")
+    for arguments, message in (
+        (("--regex", "("), "the regular expression is not supported"),
+        (("--json-schema", tmp_path / "none"), "--json-schema"),
+        (("--json", "--regex", "a"), "not allowed with"),
+    ):
+        code, _, errors = run(*common, *arguments)
+        assert code != 0
+        assert message in errors

@@ -3,13 +3,16 @@
 import dataclasses
 import itertools
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import magicjax
 import models
 from magicjax import placement
 from sharding import abstract_mesh, make_mesh
-from tests.magicjax import mesh_cases, tiny
+from tests.magicjax import keywords, mesh_cases, tiny
 from tests.quick import quick
 
 MESHES = mesh_cases.MESHES
@@ -46,6 +49,13 @@ def test_a_mesh_gives_the_text_of_one_device(eight, record_property, case, mesh)
 def test_every_mesh_gives_the_text_of_one_device(eight, record_property, case, mesh):
     shards = shards_of(mesh)
     mesh_cases.check(eight, record_property, case=case, mesh=mesh, shards=shards)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["small", "small sampled"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_draft_may_be_divided_over_fewer_devices(eight, case, shards):
+    assert eight(mesh_cases.compare, case=case, mesh=(1, 8), shards=shards)["rows"] == 8
 
 
 @pytest.mark.slow
@@ -93,6 +103,24 @@ def test_a_checkpoint_goes_to_devices_in_parts(eight, tmp_path, mesh):
 
 
 # Bad input; it needs no devices.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(num_heads=24, num_kv_heads=3, intermediate_size=96), "3 KV heads"),
+        (dict(intermediate_size=36), "36 MLP units"),
+        (dict(vocab_size=60), "60 tokens"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(changes, message):
+    assert message in refused(**changes)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (1, -1)])
+def test_a_mesh_has_at_least_one_device(sizes):
+    with pytest.raises(ValueError, match="at least 1"):
+        make_mesh(*sizes)
 
 
 def refused(**changes):
@@ -152,10 +180,29 @@ def test_more_devices_than_there_are_is_an_error_that_says_how_to_get_them():
         make_mesh(2, 8)
 
 
+def test_prompts_must_divide_over_the_groups():
+    with pytest.raises(ValueError, match=r"3 prompts do not divide over data=4.*such as 4"):
+        placement.validate(abstract_mesh(4, 1), mesh_cases.target(4), None, 3)
+
+
 def test_a_target_is_divided_over_all_of_the_axis():
     whole = dataclasses.replace(mesh_cases.target(4), shards=2)
     with pytest.raises(ValueError, match="the target has shards=2"):
         magicjax.generate(whole, [[1, 2]], mesh=make_mesh())
+
+
+@pytest.mark.slow
+def test_a_mesh_of_one_device_changes_nothing():
+    target, prompts = tiny.model(), tiny.prompts(3)
+    plain = keywords.generate(target, prompts, max_tokens=8, eos_token_id=[])
+    found = keywords.generate(target, prompts, max_tokens=8, eos_token_id=[], mesh=make_mesh())
+    assert np.array_equal(plain.tokens, found.tokens)
+
+
+def test_other_mesh_axes_are_refused():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    with pytest.raises(ValueError, match="axes x: it must have stage, data, model or some of them"):
+        magicjax.generate(tiny.model(), [[1, 2]], mesh=mesh)
 
 
 def test_shards_without_a_mesh_are_refused(tmp_path):

@@ -25,15 +25,6 @@ from tests.magicjax import keywords, tiny
 from tests.quick import quick
 
 DEEP = tiny.config(num_layers=4)  # so that a scan has several steps
-OPT = models.family_config(
-    "opt",
-    vocab_size=tiny.VOCAB,
-    hidden_size=32,
-    intermediate_size=40,
-    num_layers=3,
-    num_heads=4,
-    max_positions=512,
-)
 TREE = magicjax.expansion((2, 2, 1))
 SAMPLED = dict(seed=3, temperature=0.8)
 
@@ -83,6 +74,12 @@ def test_an_offloaded_model_generates_the_text_of_the_resident_one(draft):
     )
 
 
+@pytest.mark.slow
+def test_one_layer_needs_no_scan():
+    shape = tiny.config(num_layers=1)
+    np.testing.assert_array_equal(text(offloaded(shape)), text(model(shape)))
+
+
 @pytest.mark.parametrize(
     ("weights", "draft"),
     quick(itertools.product(["int8", "int4:8"], ["self", "small sampled"])),
@@ -94,16 +91,6 @@ def test_offloaded_quantized_weights_give_the_text_of_resident_ones(weights, dra
     np.testing.assert_array_equal(found, text(quantized(DEEP, weights), **options))
     if weights != "int8":  # whose text may be that of the unquantized weights
         assert (found != text(model(DEEP), **options)).any()
-
-
-def causal(layer, q, k, v):
-    """Attention of a text to itself, without a cache."""
-    group = q.shape[2] // k.shape[2]
-    k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
-    seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1)
-    return jnp.einsum("bhts,bshd->bthd", weights, v), None
 
 
 # What is on the device, read from compiled programs. Layers outweigh everything else.
@@ -200,6 +187,21 @@ def test_a_machine_without_the_memory_is_refused_before_anything_is_loaded():
     offloading.check_host_memory(module, available=int(300e9))
 
 
+class Lacking:
+    """A device without pinned memory."""
+
+    def addressable_memories(self):
+        return []
+
+    def __str__(self):
+        return "tpu:0"
+
+
+def test_a_platform_without_pinned_memory_is_refused():
+    with pytest.raises(ValueError, match="pinned_host, and tpu:0 has none: load the model without"):
+        host.validate_devices([Lacking()])
+
+
 def test_invalid_offload_is_refused(directory):
     with pytest.raises(ValueError, match="offload='int4' is unknown: use True or False, and"):
         magicjax.load(directory, offload="int4")
@@ -221,6 +223,22 @@ def test_caches_that_do_not_fit_are_refused_and_a_model_that_would_fit_is_logged
     assert "offload: the model (0.00 GB) would fit the device (0.01 GB)" in caplog.text
     monkeypatch.undo()
     text(target)
+
+
+@pytest.mark.slow
+def test_a_row_of_nans_changes_nothing_in_the_others():
+    """What orders the fetches must not be moved by it, or all rows get another layer's weights."""
+    rows = [np.asarray([9, 5, 5]), np.asarray([7, 3, 2])]
+
+    def poisoned(target):
+        table = np.array(target.params["params"]["embedding"])
+        table[9] = np.nan
+        inner = target.params["params"] | {"embedding": jnp.asarray(table)}
+        return dataclasses.replace(target, params={"params": inner})
+
+    options = dict(max_tokens=8, eos_token_id=[])
+    found = keywords.generate(poisoned(offloaded(DEEP)), rows, **options).tokens[1]
+    np.testing.assert_array_equal(found, keywords.generate(model(DEEP), rows, **options).tokens[1])
 
 
 @pytest.mark.parametrize("weights", quick([None, "int4"], "int4"))

@@ -33,6 +33,11 @@ def test_two_processes_give_the_text_of_one(two, record_property, case, axis):
 
 
 @pytest.mark.slow
+def test_text_comes_round_by_round(two):
+    assert two(mesh_cases.compare_streamed, case="self", mesh=ACROSS["stage"])
+
+
+@pytest.mark.slow
 def test_each_process_loads_its_own_part(two, tmp_path):
     path, model = tmp_path / "target", mesh_cases.target(4)
     models.save_checkpoint(path, model.module, model.params)

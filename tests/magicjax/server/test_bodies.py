@@ -172,6 +172,12 @@ def test_eos_is_ignored_by_the_server_or_not_at_all():
         assert "started with --ignore-eos" in error.message
 
 
+def test_an_answer_can_be_sent_back_as_the_client_dumps_it():
+    answer = {"role": "assistant", "content": "hi", "refusal": None, "annotations": []}
+    answer |= {"audio": None, "function_call": None, "tool_calls": None}
+    assert parse("chat/completions", messages=[*CHAT["messages"], answer, *CHAT["messages"]])
+
+
 @pytest.mark.parametrize(
     "data",
     [b"", b"{", b"[]", b"null", b"\xff", b'"\\ud800"', b"[" * 10_000, b'{"n": NaN, "prompt": "x"}']
@@ -237,3 +243,12 @@ def check_answer(server, path: str, data: bytes) -> None:
 @given(data=BODIES)
 def test_no_body_is_a_server_error(server, path, data):
     check_answer(server, path, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PARSERS)
+@settings(max_examples=1000)
+@given(data=BODIES)
+def test_no_body_of_many_is_a_server_error(server, path, data):
+    check_answer(server, path, data)
+    assert server.worker.error is None

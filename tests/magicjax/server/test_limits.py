@@ -48,6 +48,28 @@ def test_requests_need_the_key(engine):
         assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+def test_large_bodies_are_refused(server):
+    def parts():
+        for _ in range(10 * MAX_BYTES // 1000):
+            yield b" " * 1000
+
+    headers = {"Content-Type": "application/json"}
+    fits = server.post("completions", content=b" " * MAX_BYTES, headers=headers)
+    assert fits.status_code == 400 and "not valid JSON" in message(fits)
+    response = server.post("completions", content=b" " * (MAX_BYTES + 1), headers=headers)
+    assert response.status_code == 413 and str(MAX_BYTES) in message(response)
+    response = server.post("completions", content=parts(), headers=headers)
+    assert response.status_code == 413
+
+
+def test_other_types_methods_and_paths_are_refused(server):
+    typed = server.post("completions", content=json.dumps(LONG), headers={"Content-Type": "a/b"})
+    assert typed.status_code == 415 and "application/json" in message(typed)
+    assert httpx.get(f"{server.url}/v1/completions").status_code == 405
+    response = server.post("embeddings", json={})
+    assert response.status_code == 404 and message(response) == "Not Found"
+
+
 def test_a_full_queue_is_429(server):
     with ThreadPoolExecutor(8) as pool, paused(server.worker):
         waiting = [
@@ -117,6 +139,19 @@ def test_draining_ends_with_the_running_requests(engine):
         server.thread.join(serving.SECONDS)
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.url}/health")
+
+
+def test_draining_cancels_what_takes_too_long(engine):
+    with running(engine, drain_s=0.1) as server, slow(engine, 0.2), ThreadPoolExecutor(1) as pool:
+        stream = server.client().completions.create(model=NAME, stream=True, **LONG)
+        next(stream)
+        whole = pool.submit(server.post, "completions", json=LONG)
+        until(lambda: server.worker.num_jobs == 2)
+        server.server.draining = True
+        with pytest.raises(openai.APIError, match="shutting down"):
+            for _ in stream:
+                pass
+        assert whole.result().status_code == 503
 
 
 def test_a_failed_step_is_500_for_all_and_ends_the_server(engine):

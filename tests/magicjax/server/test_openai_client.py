@@ -76,6 +76,11 @@ def test_sampled_texts_are_those_of_generate_with_the_seed(target, client):
     assert again.choices[0].text == expected[0]
 
 
+def test_requests_without_a_seed_differ(client):
+    texts = {completion(client, PROMPTS[0], temperature=None).choices[0].text for _ in range(3)}
+    assert len(texts) > 1
+
+
 def test_a_chat_is_answered_in_the_template(target, client):
     prompt = np.array(chat_tokens(target.tokenizer, MESSAGES))
     assert target.tokenizer.decode(prompt) == "[system]short[user]def add([assistant]"
@@ -101,6 +106,19 @@ def test_the_counts_of_tokens_are_those_of_the_loop(target, client):
     assert drafted == output.stats.drafted > 0
     several = completion(client, PROMPTS[0], n=2, seed=1, **SAMPLED).usage
     assert several.prompt_tokens == usage.prompt_tokens  # of n samples it counts once
+
+
+def test_streamed_completions_add_up(target, client):
+    chunks = [*completion(client, PROMPTS, stream=True, stream_options={"include_usage": True})]
+    *pieces, last = chunks
+    assert all(chunk.id == last.id and chunk.object == "text_completion" for chunk in chunks)
+    assert all(chunk.usage is None for chunk in pieces) and last.choices == []
+    assert last.usage == completion(client, PROMPTS).usage or last.usage.prompt_tokens
+    for index, prompt in enumerate(PROMPTS):
+        own = [c for chunk in pieces for c in chunk.choices if c.index == index]
+        assert "".join(choice.text for choice in own) == text(target, prompt)
+        assert [choice.finish_reason for choice in own[:-1]] == [None] * (len(own) - 1)
+        assert own[-1].finish_reason == "length"
 
 
 def test_streamed_chats_add_up(client):
@@ -140,6 +158,28 @@ def test_log_probabilities_are_those_of_generate(target, client):
     chunks = [c.choices[0] for c in completion(client, PROMPTS[0], logprobs=2, stream=True)]
     assert [t for c in chunks if c.logprobs for t in c.logprobs.tokens] == found.tokens
     assert [o for c in chunks if c.logprobs for o in c.logprobs.text_offset] == found.text_offset
+
+
+def test_log_probabilities_of_a_chat(target, client):
+    prompt = np.array(chat_tokens(target.tokenizer, MESSAGES))
+    expected = generate(target, prompt, logprobs=2).logprobs[0]
+    content = chat(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    np.testing.assert_allclose([c.logprob for c in content], expected.chosen, atol=1e-4)
+    for one, tops in zip(content, expected.top_tokens, strict=True):
+        texts = [target.tokenizer.decode([token]) for token in tops]
+        assert [top.token for top in one.top_logprobs] == texts
+        readable = "\N{REPLACEMENT CHARACTER}" not in one.token
+        assert one.bytes == (list(one.token.encode()) if readable else None)
+    alone = chat(client, logprobs=True).choices[0].logprobs.content
+    assert [one.token for one in alone] == [one.token for one in content]
+    assert not any(one.top_logprobs for one in alone)
+
+
+def test_the_model_is_listed(client):
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError, match="the model 'gpt-9' is not served here"):
+        completion(client, PROMPTS[0], model="gpt-9")
 
 
 def test_errors_reach_the_client_in_its_shape(client):

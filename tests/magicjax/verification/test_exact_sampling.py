@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import magicjax
+from tests.magicjax import enumeration
 from tests.magicjax.enumeration import Draft, World, distance, emitted, propose
 from tests.quick import quick
 
@@ -199,3 +200,17 @@ def test_a_wrong_rule_is_detected(rule):
     print(f"{rule}: total variation {found:.3f}")
     assert found > WRONG
     assert total_variation(world, drafts) < EXACT  # the right rule is exact
+
+
+@pytest.mark.parametrize("factor", [0.0, np.nan, np.inf])
+def test_a_rule_without_a_distribution_has_a_distance(factor, monkeypatch):
+    right = enumeration._next_attempt
+
+    def wrong(*arguments):
+        one = right(*arguments)
+        rejected = one.if_rejected.replace(p=one.if_rejected.p * factor)
+        return one.replace(accept_prob=one.accept_prob * factor, if_rejected=rejected)
+
+    monkeypatch.setattr(enumeration, "_next_attempt", wrong)
+    found = total_variation(World(4, seed=2, spread=1.0), drafts_of([STAR], "with_replacement"))
+    assert WRONG < found <= 1

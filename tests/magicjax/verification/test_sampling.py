@@ -10,6 +10,7 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
+import magicjax
 from magicjax.verification import sampling
 from magicjax.verification.sampling import (
     Purpose,
@@ -56,6 +57,11 @@ def test_each_row_is_warped_by_its_parameters():
             for node in range(3):
                 wanted = warped(logits[row, node].astype(np.float64), *parameters)
                 np.testing.assert_allclose(found[row, node], wanted, atol=1e-6)
+
+
+def test_tokens_that_tie_with_the_last_one_kept_are_kept():
+    p = warp(per_row([(1.0, 2, 1.0)]), jnp.array([[3.0, 1.0, 1.0, 0.0]]))
+    assert (np.asarray(p[0]) > 0).tolist() == [True, True, True, False]
 
 
 def test_filters_that_keep_all_change_nothing_and_unused_ones_cost_nothing():
@@ -131,6 +137,15 @@ def test_draws_have_their_distribution_with_any_default_generator():
             seen = wanted > 0
             assert counts[~seen].sum() == 0
             assert scipy.stats.chisquare(counts[seen], wanted[seen]).pvalue > 0.001
+
+
+@pytest.mark.slow
+def test_drafters_of_an_ensemble_draw_independently():
+    """Two drafters with the same model would draw the same tokens if they shared numbers."""
+    drafter = magicjax.Ensemble([magicjax.SmallModel(tiny.model("near"))] * 2)
+    options = dict(drafter=drafter, tree=magicjax.chain(1), temperature=2.0)
+    output = keywords.generate(tiny.model(), tiny.prompts(8), **options, max_tokens=tiny.NEW)
+    assert 2.3 < output.stats.nodes_per_round <= 3
 
 
 def test_every_use_has_an_independent_number():

@@ -3,6 +3,7 @@
 A small source stands for the kernels.
 """
 
+import concurrent.futures
 import functools
 import logging
 import os
@@ -132,6 +133,11 @@ def test_no_compiler(stand_in, warnings, monkeypatch, capsys):
     assert build.main() == 0 and reason in capsys.readouterr().out
 
 
+def test_a_compiler_in_the_environment_that_does_not_exist(stand_in, monkeypatch):
+    monkeypatch.setenv("CXX", "/no/such/compiler -m64")
+    assert "CXX=/no/such/compiler -m64 is not found" in build.unavailable_reason()
+
+
 def test_switched_off(stand_in, warnings, monkeypatch, capsys):
     monkeypatch.setenv(build.SWITCH, "off")
     assert build.unavailable_reason() == "MAGICJAX_CPU_KERNELS=off" and build.library() is None
@@ -139,6 +145,12 @@ def test_switched_off(stand_in, warnings, monkeypatch, capsys):
     assert stand_in.compilations() == 0 and not warnings()
     monkeypatch.setenv(build.SWITCH, "")  # as if it were not set
     assert build.is_available()
+
+
+def test_an_invalid_switch_is_an_error(stand_in, monkeypatch):
+    monkeypatch.setenv(build.SWITCH, "yes")
+    with pytest.raises(ValueError, match="MAGICJAX_CPU_KERNELS='yes' .* use 'on' or 'off'"):
+        build.is_available()
 
 
 def test_without_a_cpu_platform_nothing_is_compiled(stand_in, warnings):
@@ -186,6 +198,12 @@ def test_processes_compile_at_once(stand_in):
     assert build.is_available()
 
 
+def test_threads_compile_once(stand_in):
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda _: build.is_available(), range(8)))
+    assert stand_in.compilations() == 1
+
+
 def test_a_killed_compilation_leaves_no_library(stand_in):
     kill = 'case "$*" in *-shared*) eval "last=\\${$#}"; echo part >"$last"; kill -9 $PPID;; esac'
     stand_in.use_compiler(f'{COMPILER} "$@"\n{kill}')
@@ -195,6 +213,13 @@ def test_a_killed_compilation_leaves_no_library(stand_in):
     assert not list(stand_in.cache.glob("*.so"))
     stand_in.use_compiler(f'exec {COMPILER} "$@"')
     assert build.is_available()
+
+
+def test_a_file_that_is_no_library_is_compiled_again(stand_in):
+    path = build._library_path(build._compiler())
+    build._compile(build._compiler(), path)
+    path.write_bytes(b"no library")
+    assert build.library().answer() == 42 and stand_in.compilations() == 2
 
 
 def test_a_mismatch_is_remembered_until_the_check_changes(stand_in, warnings, capsys):
@@ -231,6 +256,18 @@ def test_the_check_runs_on_a_cpu_with_the_same_library(stand_in, monkeypatch):
     assert build.is_available()
 
 
+def test_the_process_that_checks_starts_no_other(stand_in, monkeypatch):
+    stand_in.check_with("exit(1)")
+    monkeypatch.setenv(build.CHECKING, "1")
+    assert build.is_available() and stand_in.files() == [".so"]
+
+
+def test_a_folder_that_is_not_writable(stand_in, warnings, monkeypatch):
+    monkeypatch.setenv("MAGICJAX_CACHE", "/dev/null/cache")
+    assert build.library().answer() == 42
+    assert len(warnings()) == 1 and "set MAGICJAX_CACHE to a writable folder" in warnings()[0]
+
+
 def test_the_first_call_can_be_in_a_trace(stand_in, float64, monkeypatch):
     (stand_in.sources / "answer.cc").write_text(HANDLER)
     monkeypatch.setattr(build, "TARGETS", {"test_build_twice": "Twice"})
@@ -251,6 +288,11 @@ def _wrong(error):
         return error(out, lse)
 
     return attend
+
+
+def test_the_self_check_accepts_a_right_kernel(monkeypatch):
+    monkeypatch.setattr(self_check.attention, "attend", xla.attend)
+    assert self_check._check_attention() is None
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,10 @@ def dequantized(matrix: Matrix) -> np.ndarray:
     return ((wide - zero) * scale).reshape(weight.shape)
 
 
+def test_the_kernels_are_available():
+    assert build.unavailable_reason() is None
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("rows", [(1,), (4, 50)], ids=str)
 def test_products_equal_those_in_float64(kind, rows):

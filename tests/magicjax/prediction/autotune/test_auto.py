@@ -13,6 +13,7 @@ from magicjax.decoding.request import RequestOptions
 from magicjax.prediction import cost_model
 from magicjax.prediction.autotune import search
 from magicjax.prediction.autotune.auto import Auto
+from magicjax.prediction.autotune.trial import Trial
 from magicjax.prediction.planner import candidates
 from magicjax.prediction.planner.candidates import model_sizes
 from magicjax.trees.token_tree import ROOT_ONLY
@@ -127,6 +128,21 @@ def test_if_no_drafter_is_faster_it_decodes_plainly(profile):
     np.testing.assert_array_equal(output.tokens, generate(None).tokens)
 
 
+@pytest.mark.usefixtures("predicted_times")
+@pytest.mark.slow
+def test_under_sampling_the_depth_is_adaptive_only_on_request(profile, short_calls):
+    settings = Auto(drafters("cheap"), profile, tree=TREE, trial_rounds=16)
+    sampling = dict(temperature=1.0, seed=1)
+    first, again = (generate(settings, **sampling) for _ in range(2))
+    assert len(first.stats.depths) == 1
+    arguments = dict(drafter=first.choice.drafter, tree=first.choice.tree)
+    fixed = generate(**arguments, **sampling)
+    np.testing.assert_array_equal(first.tokens, fixed.tokens)
+    np.testing.assert_array_equal(first.tokens, again.tokens)
+    adaptive = generate(dataclasses.replace(settings, adaptive_depth=True), **sampling)
+    assert len(adaptive.stats.depths) > 1  # calls
+
+
 def streamed(drafter):
     """Returns (the new tokens of each row, the output) of a stream."""
     options = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
@@ -167,6 +183,18 @@ def test_a_stream_runs_the_choice_after_one_prefill(profile, monkeypatch):
         assert output.stats.prefill_s > 0
 
 
+@pytest.mark.usefixtures("predicted_times")
+def test_a_stream_refuses_a_tree_and_an_adaptive_depth(profile):
+    settings = Auto(drafters("cheap"), profile, tree=TREE, trial_rounds=16)
+    choice = magicjax.Choice(drafters("cheap")[0], TREE, (), (), {}, {}, {}, settings)
+    for drafter in (settings, choice):
+        with pytest.raises(ValueError, match="omit tree"):
+            magicjax.stream(tiny.model(), tiny.prompts(8), drafter=drafter, tree=TREE)
+    adaptive = dataclasses.replace(settings, adaptive_depth=True)
+    with pytest.raises(ValueError, match="a stream has a fixed tree"):
+        magicjax.stream(tiny.model(), tiny.prompts(8), drafter=adaptive)
+
+
 def test_a_candidate_below_its_upper_bound_has_no_trial(profile):
     slow = dataclasses.replace(HERE, round_seconds=1e3)
     cost_model.save_profile(profile, slow, {})
@@ -176,6 +204,12 @@ def test_a_candidate_below_its_upper_bound_has_no_trial(profile):
     assert [trial.name for trial in choice.trials] == [""]
     assert all("speedup at most 0.00" in reason for reason in choice.skipped.values())
     assert "chosen: plain decoding; no drafter was timed" in str(choice)
+
+
+def test_rows_that_end_with_prefills_token_need_no_trial(profile):
+    output = generate(Auto(drafters("cheap"), profile, tree=TREE), max_tokens=1)
+    assert output.choice.skipped == {SELF: "prefill's token ended all rows"}
+    np.testing.assert_array_equal(output.tokens, generate(None, max_tokens=1).tokens)
 
 
 def test_memory_limits_candidates_and_the_target(profile):
@@ -239,6 +273,37 @@ def test_interleaved_timing_has_no_effect_on_later_runs(profile):
         prefilled = prefilled.reset(state)
 
 
+def test_a_busy_moment_of_the_machine_has_little_effect_on_a_trial(profile):
+    """The machine is three times slower before or after some trial, or throughout.
+
+    If the plain steps before and after a trial differ, its error is at most the square root.
+    """
+    problem = problem_of(Auto(drafters("cheap", "other"), profile, tree=TREE))
+
+    def speedups(*busy, seconds=5e-3):
+        """Busy are plain steps, the first trial, plain steps, the second trial, plain steps."""
+        state = search.DrafterSearch(problem, None, plain_seconds=busy[0] * 2e-3)
+        for name, slow, after in zip(problem.requests, busy[1::2], busy[2::2], strict=True):
+            trial = Trial(name, slow * seconds, 1.0, ((0.9,),), (1.9,), 1.9)
+            state = search.add_trial(state, trial, Trial("", after * 2e-3, 1.0))
+        one, two = ([p.speedup for p in planner_order(problem, each)] for each in state.candidates)
+        return np.array(one), np.array(two)
+
+    first, second = speedups(1, 1, 1, 1, 1)
+    np.testing.assert_allclose(speedups(3, 3, 3, 3, 3), (first, second))
+    np.testing.assert_allclose(speedups(3, 3, 3, 1, 1)[0], first)
+    np.testing.assert_allclose(speedups(1, 1, 3, 3, 3)[1], second)
+    for busy in ((3, 3, 1, 1, 1), (3, 1, 1, 1, 1), (1, 1, 3, 3, 3), (1, 3, 3, 3, 3)):
+        off = np.abs(np.log(speedups(*busy)[0] / first))
+        assert (off < np.log(3) / 2 + 1e-6).all()
+    slower = speedups(1, 3, 1, 3, 1)  # a drafter that is slow by itself
+    assert (slower[0] < 0.7 * first).all() and (slower[1] < 0.7 * second).all()
+
+
+def planner_order(problem, candidate):
+    return sorted(problem.predictions(candidate), key=lambda p: p.tree.depth)
+
+
 REFUSED = {
     "a string": (
         lambda p: "automatic",
@@ -289,3 +354,13 @@ def test_invalid_settings_are_refused(what):
     arguments, message = WRONG[what]
     with pytest.raises(ValueError, match=re.escape(message)):
         Auto(**arguments)
+
+
+def test_without_a_profile_the_error_names_the_command(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(
+        FileNotFoundError, match="magicjax calibrate --target YOUR_TARGET --out .*profile-.*json"
+    ):
+        generate("auto")
+    cost_model.save_profile(cost_model.default_profile(), HERE, {})
+    assert cost_model.load_profile(cost_model.default_profile()) == HERE

@@ -209,3 +209,10 @@ REFUSED = {
     ),
     "no level": (lambda: round_cost(LLAMA, Draft(None), Machine(UNIT), 1, 1, 1, 0), "depth=0"),
 }
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_invalid_settings_are_errors(what):
+    call, message = REFUSED[what]
+    with pytest.raises(ValueError, match=message):
+        call()

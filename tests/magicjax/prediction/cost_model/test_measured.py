@@ -1,6 +1,7 @@
 """Timed steps correct the roofline: exactly at the measured points, smoothly between them."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -82,3 +83,10 @@ WRONG = {
     "too few": (dict(seconds=(1.0,)), "1 seconds for 4 steps"),
     "no time": (dict(seconds=(1.0, 1.0, 0.0, 1.0)), "seconds=0.0 must be positive"),
 }
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_invalid_steps_are_errors(what):
+    changes, message = WRONG[what]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dataclasses.replace(LEVELS, **changes)

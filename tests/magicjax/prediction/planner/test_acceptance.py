@@ -27,6 +27,12 @@ def test_rates_and_rates_by_rank_are_parsed():
     )
 
 
+@pytest.mark.parametrize("text", ["1.2", "-0.1", "nan", "often", "", "0.7,0.6"])
+def test_invalid_probabilities_are_errors_with_the_valid_forms(text):
+    with pytest.raises(ValueError, match="acceptance.*magicjax generate"):
+        from_text(text, "self")
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".json"])
 def test_csv_and_json_tables_are_equivalent(suffix, tmp_path):
     rows = [
@@ -85,6 +91,13 @@ REFUSED = {
     "no context": ([GOOD | {"context": "long"}], "row 1: .*'long'"),
     "context 0": ([GOOD | {"context": 0}], "context=0 must be at least 1"),
 }
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_invalid_tables_are_errors(what, tmp_path):
+    rows, message = REFUSED[what]
+    with pytest.raises(ValueError, match=message):
+        read_table(write(tmp_path / "table.csv", rows), "ours")
 
 
 def test_invalid_files_are_errors(tmp_path):
