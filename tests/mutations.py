@@ -65,17 +65,17 @@ MUTATIONS = {
     ),
     "rejected nodes are written to the ring": (
         "magicjax/kv_cache/sparse_cache.py",
-        "slots = jnp.where(steps < kept[:, None], slots, capacity)",
-        "slots = jnp.where(steps < kept[:, None] + 1, slots, capacity)",
+        "slots = jnp.where(steps < count[:, None], slots, capacity)",
+        "slots = jnp.where(steps < count[:, None] + 1, slots, capacity)",
     ),
     "the path is written in node order": (
         "magicjax/kv_cache/full_cache.py",
-        "return jnp.take_along_axis(new, path[:, :, None, None], axis=1).swapaxes(1, 2)",
-        "return new[:, : path.shape[1]].swapaxes(1, 2)",
+        "return jnp.take_along_axis(nodes, path[:, :, None, None], axis=1).swapaxes(1, 2)",
+        "return nodes[:, : path.shape[1]].swapaxes(1, 2)",
     ),
     "a commit copies the cache": (
         "magicjax/kv_cache/full_cache.py",
-        "start = cache.lengths + zero_after(kept)",
+        "start = cache.lengths + zero_after(count)",
         "start = 0 + cache.lengths",
     ),
     "a row keeps tokens after its end": (

@@ -1,6 +1,5 @@
 """However the process of a cell ends, the cell has a result or a failure."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -98,14 +97,3 @@ def _until(condition):
             return
         time.sleep(0.1)
     pytest.fail("timeout")
-
-
-@pytest.mark.slow
-def test_a_worker_does_not_measure_a_finished_cell_again(tmp_path):
-    folder = tmp_path / "cell"
-    store.write_cell(folder, {})
-    store.write_json(folder / store.METRICS, {"row": {}})
-    command = [sys.executable, "-m", "experiments.runner.worker", str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-        assert process.wait() == 0
-    assert json.loads((folder / store.METRICS).read_text()) == {"row": {}}

@@ -1,9 +1,7 @@
 """Trackers log the results, are checked before the run, and never end it."""
 
-import importlib.machinery
 import logging
-import sys
-import types
+import struct
 
 import numpy as np
 import pytest
@@ -14,74 +12,6 @@ ROWS = [
     {"method": "plain", "batch": 1, "context": 64, "tau": 1.0, "status": "ok", "error": ""},
     {"method": "self", "batch": 1, "context": 64, "tau": np.float32(2.5), "speedup": None},
 ]
-
-
-def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch, tmp_path):
-    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs the package wandb.*magicjax\[tracking\]"):
-        tracking.open(["wandb"], "demo", tmp_path, {})
-
-
-class FakeRun:
-    def __init__(self, options):
-        self.options = options
-        self.logged, self.kept, self.summary, self.exit_code = [], [], {}, None
-
-    def log(self, row, step=None):
-        self.logged.append((step, row))
-
-    def log_artifact(self, artifact):
-        self.kept.append(artifact)
-
-    def finish(self, exit_code):
-        self.exit_code = exit_code
-
-
-class FakeArtifact:
-    def __init__(self, name, type):
-        self.name, self.type, self.files = name, type, []
-
-    def add_file(self, path):
-        self.files.append(path)
-
-
-@pytest.fixture
-def wandb(monkeypatch):
-    """A module with the used functions of wandb, and its runs."""
-    module = types.ModuleType("wandb")
-    module.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
-    module.runs = []
-
-    def init(**options):
-        module.runs.append(FakeRun(options))
-        return module.runs[-1]
-
-    module.init = init
-    module.Artifact = FakeArtifact
-    module.Table = lambda **options: options
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    return module
-
-
-def test_wandb_logs_settings_cells_files_and_the_status(wandb, tmp_path):
-    (tmp_path / "summary.csv").write_text("batch\n1\n")
-    (tmp_path / "report.html").touch()
-    tracker = tracking.open(["wandb", "wandb"], "a demo", tmp_path, {"batch": [1, 2]})
-    for step, row in enumerate(ROWS):
-        tracker.cell(row, step)
-    tracker.artifacts([tmp_path / "summary.csv", tmp_path / "report.html"])
-    tracker.close("ok")
-    (run,) = wandb.runs
-    assert run.options["config"] == {"batch": [1, 2]}
-    assert (run.options["name"], run.options["project"]) == ("a demo", "magicjax")
-    assert run.logged[0] == (0, {key: x for key, x in ROWS[0].items() if key != "error"})
-    assert run.logged[1] == (1, {key: x for key, x in ROWS[1].items() if x is not None})
-    table = run.logged[2][1]["cells"]
-    assert table["columns"] == ["method", "batch", "context", "tau", "status"]
-    assert table["data"][1] == ["self", 1, 64, 2.5, None]
-    assert run.kept[0].name == "a-demo-results" and len(run.kept[0].files) == 2
-    assert run.exit_code == 0 and run.summary == {"status": "ok"}
 
 
 class Recorder:
@@ -116,3 +46,53 @@ def test_a_tracker_that_fails_is_switched_off_and_the_others_continue(caplog):
     assert good.logged == [0, 1, 2, ["plot.png"], "ok"]
     (message,) = [record.getMessage() for record in caplog.records]
     assert "wandb failed and is switched off" in message and "OSError: disk full" in message
+
+
+def events(path):
+    """Yields the events of a file: 8 bytes of length, 4 of checksum, the event, 4 of checksum."""
+    from tensorboardX.proto import event_pb2
+
+    content, at = path.read_bytes(), 0
+    while at < len(content):
+        (length,) = struct.unpack_from("<Q", content, at)
+        event = event_pb2.Event()
+        event.ParseFromString(content[at + 12 : at + 12 + length])
+        yield event
+        at += 16 + length
+
+
+def values(folder):
+    """Returns {tag: (step, value)} of the event files in a folder."""
+    logged = [e for path in sorted(folder.glob("events.*")) for e in events(path)]
+    return {v.tag: (e.step, v) for e in logged for v in e.summary.value}
+
+
+def test_tensorboard_has_a_run_for_each_cell_with_settings_and_results(tmp_path):
+    pytest.importorskip("tensorboardX")
+    import matplotlib.pyplot as plt
+
+    plt.imsave(tmp_path / "plot.png", np.zeros((4, 5, 3)))
+    (tmp_path / "summary.csv").write_text("batch,context\n1,64\n")
+    tracker = tracking.open(["tensorboard"], "demo", tmp_path, {"batch": [1]})
+    for step, row in enumerate(ROWS):
+        tracker.cell(row, step)
+    tracker.artifacts([tmp_path / "plot.png", tmp_path / "summary.csv"])
+    tracker.close("ok")
+
+    folder = tmp_path / "tensorboard"
+    second = values(folder / "0001")
+    step, tau = second["tau"]
+    assert step == 1 and tau.simple_value == 2.5
+    (started,) = [v for tag, (_, v) in second.items() if tag.endswith("session_start_info")]
+    settings = started.metadata.plugin_data.content
+    assert b"method" in settings and b"self" in settings and b"context" in settings
+    assert "batch" not in second and "speedup" not in second
+    whole = values(folder)
+    (picture,) = [v for tag, (_, v) in whole.items() if tag.startswith("plot.png")]
+    assert (picture.image.height, picture.image.width) == (4, 5)
+    texts = {
+        tag.split("/")[0]: v.tensor.string_val[0]
+        for tag, (_, v) in whole.items()
+        if v.tensor.string_val
+    }
+    assert b"1,64" in texts["summary.csv"] and texts["status"] == b"ok"

@@ -182,7 +182,7 @@ def test_more_devices_than_there_are_is_an_error_that_says_how_to_get_them():
 
 def test_prompts_must_divide_over_the_groups():
     with pytest.raises(ValueError, match=r"3 prompts do not divide over data=4.*such as 4"):
-        placement.validate(abstract_mesh(4, 1), mesh_cases.target(4), None, 3)
+        placement.check(abstract_mesh(4, 1), mesh_cases.target(4), None, 3)
 
 
 def test_a_target_is_divided_over_all_of_the_axis():

@@ -199,7 +199,7 @@ class Lacking:
 
 def test_a_platform_without_pinned_memory_is_refused():
     with pytest.raises(ValueError, match="pinned_host, and tpu:0 has none: load the model without"):
-        host.validate_devices([Lacking()])
+        host.check_devices([Lacking()])
 
 
 def test_invalid_offload_is_refused(directory):

@@ -1,1 +1,0 @@
-"""Measures the engine: python -m experiments.studies.serving."""
