@@ -340,7 +340,7 @@ ALSO_REFUSED = [
         "65 chains: at most 64",
     ),
     (dict(drafter=budget(12), tree=ROOT), "tree has only a root: add a child, or omit drafter and"),
-    (dict(drafter=budget(12), tree=magicjax.expansion((49,))), "49 children .* use at most 48"),
+    (dict(drafter=budget(12), tree=magicjax.expansion((49,))), "49 children .* node at most 48"),
     (dict(drafter=budget(LIMIT + 1)), rf"budget={LIMIT + 1} is larger than the context of the mod"),
     (sparse(policy="h2o", budget=16) | dict(tree=magicjax.chain(4)), r"8 slots .* 2 x tree depth"),
     (HALF_BYTE, "even head dimension, not 1: use int8"),
