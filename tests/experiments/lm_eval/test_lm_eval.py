@@ -65,15 +65,6 @@ def test_a_target_may_be_quantized_and_offloaded(directory):
         MagicJaxLM(resident.target, weights="int8")
 
 
-def test_a_prompt_sampled_several_times_gives_several_texts(directory):
-    options = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.5}
-    requests = instances("generate_until", *[(TEXT, options)] * 5)
-    lm = model(directory, **SPECULATIVE)
-    result = lm.generate_until(requests, disable_tqdm=True)
-    assert len(set(result)) == 5
-    assert lm.generate_until(requests, disable_tqdm=True) == result
-
-
 def logs(lm, ids):
     logits = np.asarray(teacher.logits(lm.target, np.array([ids])), np.float64)[0]
     shifted = logits - logits.max(-1, keepdims=True)

@@ -173,16 +173,6 @@ def test_generate_runs_in_two_processes_and_rank_0_prints():
     assert alone.strip() not in second[0] and "tokens/s" not in second[1]
 
 
-@pytest.mark.slow
-def test_ranks_with_different_settings_stop_before_the_run(launch, tmp_path):
-    both = launch(second_only=("--new-tokens", "16", "--seed", "1", "--temperature", "1"))
-    for process in both:
-        _, output = process.communicate(timeout=100)
-        assert process.returncode == 2
-        assert "rank 1 has different settings: settings.new_tokens is 16 there and 8 in" in output
-    assert not (tmp_path / "results").exists()
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -10,22 +10,6 @@ ARGUMENTS = ["fit", "--target", "llama-3.1-8b", "--drafter", "self:streaming:512
 LOAD = ["--batch", "128", "--context", "32768", "--device", "h200", "--mesh", "model=8"]
 
 
-@pytest.mark.slow
-def test_the_largest_batch_and_context_are_the_last_that_fit(run):
-    def ask(batch, context):
-        code, out, _ = run(
-            *ARGUMENTS, "--device", "h200", "--mesh", "model=8", "--json",
-            "--batch", batch, "--context", context,
-        )  # fmt: skip
-        return code, json.loads(out)
-
-    _, found = ask(128, 32768)
-    most, longest = found["largest batch"], found["largest context"]
-    assert ask(most, 32768)[1]["fits"] and ask(most + 8, 32768)[0] == fit.DOES_NOT_FIT
-    assert abs(ask(1, 32768)[1]["largest batch"] - most) <= 1
-    assert ask(128, longest - 200)[1]["fits"] and ask(128, longest + 2000)[0] == fit.DOES_NOT_FIT
-
-
 def test_a_workload_that_does_not_fit_exits_with_3_and_reports_the_missing_memory(run):
     code, out, _ = run(*ARGUMENTS, *LOAD[:4], "--device", "h100", "--mesh", "model=4")
     assert code == fit.DOES_NOT_FIT == 3

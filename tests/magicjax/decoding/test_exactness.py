@@ -123,15 +123,6 @@ def test_outputs_shorter_than_a_round_are_exact(new_tokens, tally):
     tally.compare(tiny.model(), tiny.prompts(8), wanted, tiny.rows_of(found))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("new_tokens", range(3, 20))
-@pytest.mark.parametrize("tree", ["chain4", "irregular"])
-def test_every_length_of_an_output_is_exact(new_tokens, tree, tally):
-    found = tiny.generate(8, 0, "near", tree, max_tokens=new_tokens)
-    wanted = [row[:new_tokens] for row in tiny.expected(8)]
-    tally.compare(tiny.model(), tiny.prompts(8), wanted, tiny.rows_of(found))
-
-
 def test_any_of_several_eos_ends_a_row(tally):
     texts = tiny.expected(8)
     eos = [int(texts[0][3]), int(texts[1][6])]

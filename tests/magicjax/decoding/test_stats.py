@@ -28,12 +28,3 @@ def test_statistics_follow_from_the_histogram_and_the_lengths():
         "drafted": 15,
         "accepted": 5,
     }
-
-
-def test_rows_that_end_with_prefills_token_give_zeros_and_no_error():
-    found = acceptance(
-        np.array([1, 1]), np.zeros((2, 3), int), np.zeros((2, 3, 2), int), np.zeros(2, int)
-    )
-    assert found["tau"] == found["acceptance_rate"] == 0.0
-    assert found["acceptance_by_depth"] == (0.0, 0.0)
-    assert found["target_passes"] == found["emitted"] == 0

@@ -200,16 +200,6 @@ def texts(case: str, mesh: list[int] | None) -> list[list[int]]:
     return [handle.result().tokens.tolist() for handle in handles]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["plain", "snapkv", "several"])
-def test_an_engine_divides_models_over_the_axis_model(case, eight):
-    found, expected = eight(texts, case=case, mesh=[1, 2]), texts(case, None)
-    target = mesh_cases.target(mesh_cases.CASES[case][3])
-    rows = [np.array(row, np.int32) for row in found]
-    wanted = [np.array(row, np.int32) for row in expected]
-    oracle.Tally().compare(target, [prompt for prompt, _ in requests()], wanted, rows)
-
-
 def compiled_after_warm_up(mesh: list[int]) -> int:
     """Returns the programs that requests compile beside a draft model that is not divided."""
     kv_heads = mesh_cases.CASES["small"][3]

@@ -14,8 +14,6 @@ from tests.magicjax import tiny
 from tests.magicjax.engine import engines, test_sampled, test_schedules
 from tests.quick import quick
 
-DEPTHS = (0, 1, 2, 4)
-
 
 @dataclasses.dataclass(frozen=True)
 class Forced(DepthChooser):

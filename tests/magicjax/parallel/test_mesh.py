@@ -12,7 +12,7 @@ import magicjax
 import models
 from magicjax import placement
 from sharding import abstract_mesh, make_mesh
-from tests.magicjax import keywords, mesh_cases, tiny
+from tests.magicjax import mesh_cases, tiny
 from tests.quick import quick
 
 MESHES = mesh_cases.MESHES
@@ -189,14 +189,6 @@ def test_a_target_is_divided_over_all_of_the_axis():
     whole = dataclasses.replace(mesh_cases.target(4), shards=2)
     with pytest.raises(ValueError, match="the target has shards=2"):
         magicjax.generate(whole, [[1, 2]], mesh=make_mesh())
-
-
-@pytest.mark.slow
-def test_a_mesh_of_one_device_changes_nothing():
-    target, prompts = tiny.model(), tiny.prompts(3)
-    plain = keywords.generate(target, prompts, max_tokens=8, eos_token_id=[])
-    found = keywords.generate(target, prompts, max_tokens=8, eos_token_id=[], mesh=make_mesh())
-    assert np.array_equal(plain.tokens, found.tokens)
 
 
 def test_other_mesh_axes_are_refused():

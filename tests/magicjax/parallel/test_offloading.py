@@ -187,21 +187,6 @@ def test_a_machine_without_the_memory_is_refused_before_anything_is_loaded():
     offloading.check_host_memory(module, available=int(300e9))
 
 
-class Lacking:
-    """A device without pinned memory."""
-
-    def addressable_memories(self):
-        return []
-
-    def __str__(self):
-        return "tpu:0"
-
-
-def test_a_platform_without_pinned_memory_is_refused():
-    with pytest.raises(ValueError, match="pinned_host, and tpu:0 has none: load the model without"):
-        host.check_devices([Lacking()])
-
-
 def test_invalid_offload_is_refused(directory):
     with pytest.raises(ValueError, match="offload='int4' is unknown: use True or False, and"):
         magicjax.load(directory, offload="int4")

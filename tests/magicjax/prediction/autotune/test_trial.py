@@ -1,14 +1,11 @@
 """Trials count exactly, estimate tokens per round of the slowest row, and reset the prompts."""
 
-import jax
 import numpy as np
 import pytest
 
-import magicjax
 from magicjax.decoding import runner
 from magicjax.decoding.paired_timing import PrefilledPrompts
 from magicjax.prediction.autotune.trial import run_trial
-from magicjax.trees.token_tree import ROOT_ONLY
 from tests.magicjax import keywords, tiny
 
 TREE = tiny.TREES["chain4"]
@@ -21,35 +18,6 @@ def request_of(drafter, **options):
 
 def prefilled_of(request, *drafters):
     return PrefilledPrompts.create(request, drafters or [request.drafter])
-
-
-def test_trials_leave_the_prompts_as_prefill_made_them():
-    drafters = [
-        tiny.drafter("self"),
-        magicjax.SelfSpeculation("snapkv", budget=16),
-        tiny.drafter("near"),
-    ]
-    requests = [request_of(drafter) for drafter in drafters]
-    prefilled = prefilled_of(requests[0], *drafters)
-    before, trials = jax.tree.map(np.array, prefilled.cache), []
-    for request in requests:
-        trial, prefilled = run_trial(request, "name", prefilled, 5)
-        trials.append(trial)
-    _, prefilled = run_trial(requests[0], "", prefilled, 5, ROOT_ONLY)
-    for layer in range(2):
-        for row, length in enumerate(before.lengths):
-            kept = np.asarray(prefilled.cache.k[layer])[row, :, :length]
-            np.testing.assert_array_equal(kept, before.k[layer][row, :, :length])
-    np.testing.assert_array_equal(prefilled.cache.lengths, before.lengths)
-    # Each trial counts what the same rounds after their own prefill count.
-    for request, trial in zip(requests, trials, strict=True):
-        state, *_ = runner.prefill_and_init(request)
-        state, *_ = runner.run(request, request.settings, state, 5)
-        counted = np.asarray(state.histogram).sum(0)
-        reached = counted[::-1].cumsum()[::-1]
-        assert trial.rounds == np.asarray(state.histogram).sum(1).mean()
-        for depth, rates in enumerate(trial.acceptance):
-            assert rates == pytest.approx([reached[depth + 1] / reached[depth]])
 
 
 @pytest.mark.slow
