@@ -134,6 +134,25 @@ def test_a_missing_rank_is_named_in_all_others(meet):
         assert text.startswith(f"rank 1, 3 of 4 did not connect to {address} within 1 s")
 
 
+def test_a_duplicate_rank_is_named(meet):
+    _, output = meet([0, 1, 1], 3)
+    assert len(output) == 3
+    for text in output:
+        assert text.startswith("two processes have rank 1")
+
+
+def test_another_number_of_processes_is_refused(monkeypatch):
+    monkeypatch.setattr(processes, "_peers", {})
+    address = f"127.0.0.1:{free_port()}"
+    leader = Rank(Processes(address, 2, 0), {}, 2.0)
+    other = Rank(Processes(address, 4, 3), {}, 2.0)
+    leader.join(), other.join()
+    assert leader.result == other.result
+    assert leader.result.startswith(
+        f"rank 3 connected to {address}, where rank 0 expects 2 processes"
+    )
+
+
 def test_different_settings_are_named(meet):
     runs = [{"batch": 4, "grid": {"context": [1, 2]}}, {"batch": 8, "grid": {"context": [1, 3]}}]
     _, output = meet([0, 1], 2, runs)
@@ -170,6 +189,24 @@ def _connect(address):
         except OSError:
             assert time.monotonic() < until
             time.sleep(0.02)
+
+
+def test_another_program_at_the_port_is_not_mistaken_for_rank_0(monkeypatch):
+    monkeypatch.setattr(processes, "_peers", {})
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        who = Processes(f"127.0.0.1:{stranger.getsockname()[1]}", 2, 1)
+        other = Rank(who, {}, 5.0)
+        with contextlib.closing(stranger.accept()[0]) as connection:
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            other.join()
+    assert "does not answer like rank 0" in other.result
+
+
+def test_two_coordinators_cannot_share_a_port():
+    with socket.create_server(("", 0)) as taken:
+        who = Processes(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0)
+        with pytest.raises(ValueError, match="rank 0 cannot listen at this port"):
+            processes.join(who, {}, 1)
 
 
 FAILS = """

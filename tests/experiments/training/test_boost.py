@@ -288,6 +288,7 @@ def test_a_draft_with_a_vocabulary_is_trained_on_generated_text(
         )
 
 
+@pytest.mark.slow
 def test_a_work_folder_of_other_settings_is_refused(folder, whole):
     with pytest.raises(config.ConfigError, match="holds stages of other settings"):
         boost.run(settings(folder, labelled_tokens=320), whole[0] / "work", whole[0], "command")

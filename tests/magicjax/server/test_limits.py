@@ -123,6 +123,12 @@ def test_a_client_that_does_not_wait_frees_its_slot(server):
     assert server.engine.stats.finished["length"] == ended
 
 
+def test_a_reader_that_is_slow_stops_nobody(server):
+    stream = server.client().completions.create(model=NAME, stream=True, **LONG)
+    texts = [server.post("completions", json=LONG).json()["choices"][0]["text"] for _ in range(2)]
+    assert [*{*texts}] == ["".join(chunk.choices[0].text for chunk in stream)]
+
+
 def test_draining_ends_with_the_running_requests(engine):
     with running(engine, drain_s=serving.SECONDS) as server, slow(engine):
         body = LONG | {"max_tokens": 32}

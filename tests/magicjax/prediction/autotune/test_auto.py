@@ -206,6 +206,7 @@ def test_a_candidate_below_its_upper_bound_has_no_trial(profile):
     assert "chosen: plain decoding; no drafter was timed" in str(choice)
 
 
+@pytest.mark.slow
 def test_rows_that_end_with_prefills_token_need_no_trial(profile):
     output = generate(Auto(drafters("cheap"), profile, tree=TREE), max_tokens=1)
     assert output.choice.skipped == {SELF: "prefill's token ended all rows"}
