@@ -354,7 +354,7 @@ HARMLESS = [
 ]
 
 
-@pytest.mark.parametrize("case", HARMLESS, ids=str)
+@pytest.mark.parametrize("case", HARMLESS, ids=["no group", "empty bias", "scale", "zero"])
 def test_parts_without_effect_are_ignored(case, tmp_path):
     name, change, form = case
     assert str(models.load_checkpoint(changed(tmp_path, name, change)).module.weights) == form
