@@ -83,6 +83,27 @@ def test_a_folder_is_the_text_of_all_its_visible_files_by_path(tmp_path, tokeniz
     assert prompt.tokens.tolist() == [*leading, *expected[: len(expected) - 1]]
 
 
+REFUSED = [
+    ("stdlib", "a.txt", b"x", "stdlib takes no path: remove"),
+    ("files", ".a", b"x", "contains no visible file, which files needs"),
+    ("pg19", "a.csv", b"x", "contains no .txt or .jsonl file, which pg19 needs"),
+    ("longbench", "a.csv", b"x", "contains no .jsonl file, which longbench needs"),
+    ("longbench", "trec.jsonl", b'{"input": "Who?"}', r"trec.jsonl:1: no field 'context'"),
+    ("files", "a.txt", b"", "is empty: files needs text"),
+    ("files", "a.bin", b"\x80\x81", "a.bin is not UTF-8 text: convert it, or remove it"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "content", "message"), REFUSED)
+def test_folders_without_usable_files_are_refused(kind, name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        prompts.check(kind, str(tmp_path))
+    if name == "a.csv":
+        with pytest.raises(ValueError, match=f"a.csv is not a .* file, which {kind} needs"):
+            prompts.check(kind, str(tmp_path / name))
+
+
 # PG-19
 
 
