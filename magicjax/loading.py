@@ -179,7 +179,7 @@ def skeleton(
     shards: int | None = None,
     offload: bool = False,
 ) -> Model:
-    """Returns the model of a source without weights and tokenizer.
+    """Returns the model of a source without weights.
 
     Requests are validated with it (`magicjax.decoding.preparation.validate`), and then
     `with_weights` loads it. The blocks of an offloaded model are shapes.
@@ -191,6 +191,7 @@ def skeleton(
     return Model(
         module,
         params=None,
+        tokenizer=load_tokenizer(source),
         name=_name(source, directory),
         eos_token_ids=ids.get("eos_token_ids", ()),
         pad_token_id=ids.get("pad_token_id"),
@@ -230,7 +231,7 @@ def stored_dtype(source: str | os.PathLike) -> Any:
 
     Raises as `magicjax.sources.directory_of` and `models.load_checkpoint`.
     """
-    directory = directory_of(source)
+    directory = directory_of(source, weights=False)
     return PRESET_DTYPE if directory is None else models.stored_dtype(directory)
 
 

@@ -131,7 +131,7 @@ class Model:
     def __call__(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend
     ) -> tuple[Float[Array, "B T E"], tuple]:
-        """Returns hidden states, and what `attend` kept of each layer.
+        """Returns hidden states, and `attend`'s aux of each layer.
 
         With pipeline stages, both are those of this stage's layers.
         """

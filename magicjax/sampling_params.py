@@ -51,7 +51,7 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self):
-        _check_real("temperature", self.temperature)
+        check_real("temperature", self.temperature)
         if self.temperature != 0 and not (
             TINY <= self.temperature and math.isfinite(np.float32(self.temperature))
         ):
@@ -60,7 +60,7 @@ class SamplingParams:
                 f"{TINY:.1e} and finite in float32"
             )
         check_whole("top_k", self.top_k, 0)
-        _check_real("top_p", self.top_p)
+        check_real("top_p", self.top_p)
         if not TINY <= self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: it must be above 0 and at most 1")
         check_whole("seed", self.seed, 0, MAX_SEED)
@@ -101,7 +101,8 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
     return strings
 
 
-def _check_real(name: str, value: Any) -> None:
+def check_real(name: str, value: Any) -> None:
+    """Raises TypeError unless the value is a number, and not a boolean."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool | np.bool_):
         raise TypeError(f"{name}={value!r}: it must be a number")
 

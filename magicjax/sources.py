@@ -101,7 +101,7 @@ def directory_of(source: str | os.PathLike, *, weights: bool = True) -> pathlib.
         return fetch(name)
     if name.lower() in models.PRESETS:
         return None
-    if hub.is_id(name):
+    if hub.is_id(name) and path.suffix != ".gguf":
         try:
             return hub.snapshot(name, weights)
         except FileNotFoundError as error:

@@ -131,9 +131,15 @@ def load_checkpoint(
 def stored_dtype(path: str | os.PathLike) -> np.dtype:
     """Returns the dtype of the weights in a directory of Hugging Face format.
 
+    Of a directory whose weights are not there yet, it is that of config.json.
+
     Raises as `load_checkpoint`.
     """
     path = pathlib.Path(path)
+    if not any(path.glob("*.safetensors")):
+        raw = _read_json(path / "config.json")
+        if name := raw.get("dtype") or raw.get("torch_dtype"):
+            return jnp.dtype(name)
     return _common_dtype(_open(path)[2])
 
 
@@ -201,9 +207,12 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: a checkpoint directory must hold it")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}): download it again") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} has no settings, but a {type(raw).__name__}: download it again")
+    return raw
 
 
 def special_tokens(path: pathlib.Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import yaml
 from experiments.schema.fields import ConfigError
 from magicjax.files import write_atomically
 
-FORMAT = 7  # of a folder of results
+FORMAT = 8  # of a folder of results
 METRICS, FAILURE = "metrics.json", "failure.json"
 
 

@@ -17,6 +17,7 @@ from magicjax.engine.handle import RequestStats, Result
 from magicjax.files import write_atomically
 from magicjax.loading import config_of
 from magicjax.model import DTYPES
+from magicjax.options import token_count
 from magicjax.suggest import did_you_mean
 
 PROMPT = "> "
@@ -81,7 +82,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--system", metavar="TEXT", help="first message, of the role system")
     parser.add_argument(
         "--max-context",
-        type=int,
+        type=token_count,
         metavar="TOKENS",
         help=f"of the whole conversation; default: the model's positions, at most {MAX_CONTEXT:,}",
     )

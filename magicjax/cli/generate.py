@@ -125,15 +125,17 @@ def _add_processes(group: Any) -> None:
     group.add_argument(
         "--distributed",
         action="store_true",
-        help="run in all processes that srun, mpirun or a Kubernetes Job started with these "
-        "options, on a mesh of all their devices; rank 0 prints",
+        help="run in all processes that were started with these options, on a mesh of all their "
+        "devices; rank 0 prints",
     )
     group.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="address of rank 0, if the cluster sets none"
+        "--coordinator", metavar="HOST:PORT", help="address of rank 0; default: from srun"
     )
-    group.add_argument("--processes", type=int, metavar="N", help="their number, likewise")
     group.add_argument(
-        "--rank", type=int, metavar="I", help="of this process, 0 to N - 1, likewise"
+        "--processes", type=int, metavar="N", help="their number; default: from srun"
+    )
+    group.add_argument(
+        "--rank", type=int, metavar="I", help="of this process, 0 to N - 1; default: from srun"
     )
 
 
@@ -165,16 +167,24 @@ def _join(arguments: argparse.Namespace) -> None:
             f"--drafter {AUTO} depends on measured times, which differ between processes: select a "
             "drafter"
         )
-    jax.distributed.initialize(arguments.coordinator, arguments.processes, arguments.rank)
+    prompt, config = _prompt(arguments), config_of(arguments.target)
+    try:
+        jax.distributed.initialize(arguments.coordinator, arguments.processes, arguments.rank)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"JAX cannot join the processes ({error}): pass --coordinator, --processes and --rank, "
+            "which only srun provides"
+        ) from error
     devices = parse_mesh(arguments.mesh).devices if arguments.mesh else 1
     if devices != jax.device_count():
+        given = f"--mesh {arguments.mesh}" if arguments.mesh else "no --mesh"
         raise ValueError(
-            f"mesh={arguments.mesh} has {devices} devices, and the {jax.process_count()} processes "
-            f"have {jax.device_count()}: use a mesh of all devices"
+            f"{given}: {devices} devices, and the {jax.process_count()} processes have "
+            f"{jax.device_count()}: use a mesh of all devices"
         )
     local = ("run", "rank", "coordinator", "prompt", "prompt_file")
     shared = [(name, value) for name, value in vars(arguments).items() if name not in local]
-    run = repr((*shared, _prompt(arguments), version(), config_of(arguments.target)))
+    run = repr((*shared, prompt, version(), config))
     digest = np.frombuffer(hashlib.sha256(run.encode()).digest(), np.uint8)
     try:
         multihost_utils.assert_equal(digest)

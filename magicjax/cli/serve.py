@@ -12,6 +12,7 @@ import magicjax
 from magicjax.cli import drafting, options, text
 from magicjax.cli.options import AUTO
 from magicjax.model import DTYPES
+from magicjax.options import token_count
 from magicjax.verification.verify import VERIFIERS
 from sharding import parse_mesh
 
@@ -70,7 +71,7 @@ def _add_engine(group: Any) -> None:
     )
     group.add_argument(
         "--capacity",
-        type=int,
+        type=token_count,
         metavar="TOKENS",
         help="of a request, prompt and new ones; default: the model's positions, at most 4,096",
     )

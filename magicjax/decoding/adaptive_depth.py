@@ -207,7 +207,8 @@ class DepthChooser:
           rounds: of the call.
           seconds: of the call; None: it loaded its program, and does not count.
         """
-        new = dataclasses.replace(self, histogram=np.array(histogram))
+        histogram = np.array(histogram)[:, : self.depths[-1] + 1]  # the state may be deeper
+        new = dataclasses.replace(self, histogram=histogram)
         if self.times is None or not rounds:
             return new
         if seconds is not None:
@@ -238,17 +239,12 @@ def tried_and_accepted(histogram: npt.ArrayLike, depth: int, deepest: int) -> tu
     return tried, accepted
 
 
-def row_rates(
-    tried: Table, accepted: Table, prior: Float[np.ndarray, "D"] | float = 0.0, weight: float = 0.0
-) -> Table:
+def row_rates(tried: Table, accepted: Table) -> Table:
     """Returns each row's acceptance rate by depth, given that all tokens before are accepted.
 
-    Args:
-      tried, accepted: as from `tried_and_accepted`.
-      prior: rates that are known beforehand.
-      weight: of the prior, in rounds of the whole batch.
+    The arguments are those from `tried_and_accepted`.
     """
-    all_tried, all_accepted = weight + tried.sum(0), weight * prior + accepted.sum(0)
+    all_tried, all_accepted = tried.sum(0), accepted.sum(0)
     # The rate over all depths counts as one more round: few rounds reach the deepest tokens.
     pooled = (all_accepted + all_accepted.sum() / all_tried.sum()) / (all_tried + 1)
     return (accepted + POOLED_ROUNDS * pooled) / (tried + POOLED_ROUNDS)

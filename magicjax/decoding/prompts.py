@@ -25,7 +25,7 @@ def prompts_of(prompts: Any) -> Sequence[Any]:
                 "for a batch of one row"
             )
         return _encoded(prompts)
-    if not isinstance(prompts, Sequence) and not hasattr(prompts, "__array__"):
+    if not isinstance(prompts, Sequence) and not getattr(prompts, "ndim", 0):
         raise TypeError(
             f"prompts has type {type(prompts).__name__}: pass a list of texts or of token ids"
         )
@@ -50,7 +50,9 @@ def token_ids(target: Model, prompts: Sequence[Any]) -> list[Int[np.ndarray, "T"
       ValueError, TypeError: an empty prompt, one that is none of these, or one that the target does
         not support.
     """
-    return [_checked(target, i, _ids(target, i, prompt)) for i, prompt in enumerate(prompts)]
+    rows = [_checked(target, i, _ids(target, i, prompt)) for i, prompt in enumerate(prompts)]
+    _check_padding(target, rows)
+    return rows
 
 
 def _ids(target: Model, i: int, prompt: Any) -> Any:
@@ -98,6 +100,19 @@ def _checked(target: Model, i: int, prompt: Any) -> Int[np.ndarray, "T"]:
     return ids.astype(np.int32)
 
 
+def _check_padding(target: Model, rows: Sequence[Int[np.ndarray, "T"]]) -> None:
+    """Raises ValueError if some rows of one length are padded: prompts need no padding."""
+    pad = target.pad_token_id
+    if pad is None or pad in target.eos_token_ids or len({len(row) for row in rows}) != 1:
+        return
+    padded = [pad in (row[0], row[-1]) for row in rows]
+    if any(padded) and not all(padded):
+        raise ValueError(
+            f"prompt {padded.index(True)} begins or ends with the pad token {pad}: pass what the "
+            "tokenizer returned, with its attention_mask, or the ids without padding"
+        )
+
+
 def _encoded(encoding: Mapping[str, Any]) -> list[Any]:
     """Returns the token ids of each text in the result of a tokenizer, without padding.
 
@@ -109,8 +124,11 @@ def _encoded(encoding: Mapping[str, Any]) -> list[Any]:
             f"a prompt is a dict of {', '.join(map(str, encoding)) or 'nothing'}: pass texts, "
             "token ids, what tokenizer(texts) returns, or messages of a role and a content"
         )
-    rows = _rows(encoding["input_ids"])
-    if "attention_mask" not in encoding:
+    ids = encoding["input_ids"]
+    if not isinstance(ids, Sequence) and not getattr(ids, "ndim", 0):
+        raise TypeError(f"input_ids={ids!r}: it must be token ids, as the tokenizer returned them")
+    rows = _rows(ids)
+    if encoding.get("attention_mask") is None:
         return rows
     masks = _rows(encoding["attention_mask"])
     if [len(row) for row in rows] != [len(mask) for mask in masks]:
@@ -175,7 +193,7 @@ def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
         rendered = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, return_dict=True
         )
-    except jinja2.TemplateError as error:
-        roles = ", ".join(message["role"] for message in messages)
+    except (jinja2.TemplateError, TypeError) as error:  # TypeError: a content that is no text
+        roles = ", ".join(str(message["role"]) for message in messages)
         raise ValueError(f"the chat template rejects messages of {roles}: {error}") from error
     return rendered["input_ids"]

@@ -151,11 +151,13 @@ def run_adaptive(
     calls: list[Call] = []
     total, decode_s, depths = np.zeros(state.histogram.shape, np.int32), 0.0, set()
     limits, texts = np.asarray(request.limits), text_streams(request)
+    prompt_lengths = np.array([len(prompt) for prompt in request.prompts])
     state, emitted, _, ended = end_stopped(state, texts)
     while not ended.all():
         if calls:
             left = limits - emitted
-            live = {int(row): (int(emitted[row]), int(left[row])) for row in np.flatnonzero(~ended)}
+            lengths = prompt_lengths + emitted
+            live = {int(row): (int(lengths[row]), int(left[row])) for row in np.flatnonzero(~ended)}
             chooser = chooser.chosen(live)
         depth = chooser.depth
         state, seconds = run(request, settings[depth], state, rounds)

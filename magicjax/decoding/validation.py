@@ -272,6 +272,5 @@ def checked_logprobs(target: Model, params: Sequence[SamplingParams]) -> int | N
 def checked_backend(target: Model, drafter: Drafter | None, backend: str | None) -> str:
     """Returns the backend; it supports all models of the request."""
     for model in (target, *placement.models_of(drafter)):
-        dtype = None if model.params is None else model.dtype  # a skeleton has no dtype
-        choose_backend(backend, dtype, model.config.kv_head_dim, jax.devices()[0])
+        choose_backend(backend, model.dtype, model.config.kv_head_dim, jax.devices()[0])
     return choose_backend(backend)

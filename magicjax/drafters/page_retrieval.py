@@ -9,8 +9,14 @@ from jaxtyping import Array, Int
 from magicjax.drafters.base import RoundOutcome
 from magicjax.drafters.draft_pass import DraftContext, RootPass
 from magicjax.drafters.dynamic_tree import draft_tree
-from magicjax.drafters.sparse import BUDGET, DRAW_HELP, check_context, check_refresh
-from magicjax.drafters.target_draft import WEIGHTS_HELP, TargetDrafter
+from magicjax.drafters.sparse import (
+    BUDGET,
+    DRAW_HELP,
+    check_budget,
+    check_context,
+    check_refresh,
+)
+from magicjax.drafters.target_drafter import WEIGHTS_HELP, TargetDrafter
 from magicjax.kv_cache.attend import ChoosePages
 from magicjax.kv_cache.full_cache import CAPACITY_MULTIPLE, KVCache
 from magicjax.kv_cache.pages import (
@@ -92,6 +98,7 @@ class PageRetrieval(TargetDrafter):
 
     def __post_init__(self):
         super().__post_init__()
+        check_budget(self.budget)
         check_refresh(self.refresh_every)
         if self.recent is not None and self.recent < 1:
             raise ValueError(f"recent={self.recent}: use at least 1 slot of the newest tokens")

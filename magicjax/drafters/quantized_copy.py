@@ -5,7 +5,7 @@ from flax import struct
 from magicjax.drafters.base import RoundOutcome
 from magicjax.drafters.dynamic_tree import draft_tree
 from magicjax.drafters.sparse import DRAW_HELP
-from magicjax.drafters.target_draft import WEIGHTS_HELP, TargetDrafter
+from magicjax.drafters.target_drafter import WEIGHTS_HELP, TargetDrafter
 from magicjax.model import Model
 from magicjax.options import option
 from magicjax.trees.proposal import DrawMethod, Proposal

@@ -22,7 +22,7 @@ from magicjax.drafters.sparse import (
     check_refresh,
     find_policy,
 )
-from magicjax.drafters.target_draft import WEIGHTS_HELP, TargetDrafter
+from magicjax.drafters.target_drafter import WEIGHTS_HELP, TargetDrafter
 from magicjax.kv_cache.attention_stats import AttentionStats, RecentQueries, update_from_path
 from magicjax.kv_cache.sparse_cache import DraftCache, append_ring, repin
 from magicjax.model import Model

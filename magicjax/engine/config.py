@@ -3,6 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
+import jax
+
+from magicjax.drafters import Drafter, Ensemble
 from magicjax.model import Model
 from magicjax.sampling_params import check_whole
 from magicjax.verification.logprobs import MAX_ALTERNATIVES
@@ -49,7 +52,8 @@ class EngineConfig:
       backend: of attention and products, as for `magicjax.generate`.
 
     Raises:
-      ValueError, TypeError: a value of another type or outside its range.
+      ValueError, TypeError: a value of another type or outside its range. `Engine` validates the
+        verifier, EOS and the backend.
     """
 
     slots: int = 8
@@ -101,6 +105,32 @@ class EngineConfig:
             verifier = "naive"
         limit = min(self.max_tokens, capacity - 1)
         return dataclasses.replace(self, capacity=capacity, max_tokens=limit, verifier=verifier)
+
+    def check_drafter(self, drafter: Drafter | None, verifier: str) -> None:
+        """Raises ValueError if `adaptive_depth` does not support the drafter or the verifier."""
+        if not self.adaptive_depth:
+            return
+        if drafter is None:
+            raise ValueError(
+                "adaptive_depth=True has no effect without a drafter: pass drafter=... or omit "
+                "adaptive_depth"
+            )
+        if isinstance(drafter, Ensemble) and drafter.trees is not None:
+            raise ValueError(
+                "adaptive_depth=True with an ensemble whose members have trees of their own: pass "
+                "one tree for all members, or omit adaptive_depth"
+            )
+        if verifier not in ("greedy", "naive"):
+            raise ValueError(
+                f"verifier={verifier!r} with adaptive_depth=True: the text of a seed would depend "
+                "on the depths, and so on other requests; use verifier='naive', or omit "
+                "adaptive_depth"
+            )
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"adaptive_depth=True in {jax.process_count()} processes, whose times differ: omit "
+                "adaptive_depth"
+            )
 
     @property
     def prefill_rows(self) -> int:

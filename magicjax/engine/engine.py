@@ -85,6 +85,10 @@ class Engine:
             slots that do not divide over the mesh's `data`; slots, rows for prefill and prefixes
             that do not fit the free memory.
         """
+        if not isinstance(config, EngineConfig):
+            raise TypeError(
+                f"config has type {type(config).__name__}: pass magicjax.EngineConfig(...)"
+            )
         self._templates = make_templates(target, drafter, tree, config, mesh)
         config, slots = self._templates.config, self._templates.slots
         self._prefixes = make_store(self._templates)

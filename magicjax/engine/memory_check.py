@@ -20,6 +20,28 @@ def num_prefixes(row: Request, config: EngineConfig) -> int:
     return min(MAX_DEFAULT_PREFIXES, config.slots)
 
 
+def check_prefixes(row: Request, config: EngineConfig) -> None:
+    """Raises ValueError for bytes of prefixes that can store none."""
+    max_bytes, entry_bytes = config.prefix_bytes, sum(row.kv_bytes)
+    if max_bytes and row.prefill_settings.stats_spec.total:
+        raise ValueError(
+            f"prefix_bytes={max_bytes}: the drafter's policy reads the attention of all prompt "
+            "tokens, so each prompt is prefilled whole: omit prefix_bytes, or use another policy, "
+            "such as streaming or snapkv"
+        )
+    if max_bytes is not None and 0 < max_bytes < entry_bytes:
+        raise ValueError(
+            f"prefix_bytes={max_bytes}: one prefix has {entry_bytes} bytes, those of a slot; use "
+            "at least as many, or 0 to store none"
+        )
+    if config.host_prefix_bytes and not num_prefixes(row, config):
+        raise ValueError(
+            f"host_prefix_bytes={config.host_prefix_bytes} has no effect without prefixes on the "
+            "device: omit it, or give prefix_bytes, with a policy that does not read the whole "
+            "prompt"
+        )
+
+
 def check(row: Request, config: EngineConfig, available: float | None = None) -> None:
     """Raises OutOfMemoryError if weights, slots, prefill and prefixes do not fit the free memory.
 

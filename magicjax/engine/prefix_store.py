@@ -213,31 +213,20 @@ def make_store(templates: Templates) -> PrefixStore:
     """Returns the empty store of an engine.
 
     Raises:
-      ValueError: fewer bytes than a prompt has, prompts that must be prefilled whole, or host
-        memory without a store on the device.
+      ValueError: fewer bytes of host memory than the longest prefix has.
       OutOfMemoryError: more bytes than host memory has.
     """
     config, entry_bytes = templates.config, sum(templates.row.kv_bytes)
-    max_bytes, max_host_bytes = config.prefix_bytes, config.host_prefix_bytes
-    if max_bytes and templates.needs_whole_prompt:
-        raise ValueError(
-            f"prefix_bytes={max_bytes}: the drafter's policy reads the attention of all prompt "
-            "tokens, so each prompt is prefilled whole: omit prefix_bytes, or use another policy, "
-            "such as streaming or snapkv"
-        )
-    if max_bytes is not None and 0 < max_bytes < entry_bytes:
-        raise ValueError(
-            f"prefix_bytes={max_bytes}: one prefix has {entry_bytes} bytes, those of a slot; use "
-            "at least as many, or 0 to store none"
-        )
     entries = num_prefixes(templates.row, config)
     # A shorter prefix saves no step of prefill.
     min_shared = templates.row.settings.chunk
-    if not max_host_bytes:
+    if not config.host_prefix_bytes:
         return PrefixStore(entries * entry_bytes, entry_bytes, min_shared)
     shapes = _with_shardings(templates)
-    _check_host_bytes(max_host_bytes, entries, shapes)
-    return PrefixStore(entries * entry_bytes, entry_bytes, min_shared, max_host_bytes, shapes)
+    _check_host_bytes(config.host_prefix_bytes, shapes)
+    return PrefixStore(
+        entries * entry_bytes, entry_bytes, min_shared, config.host_prefix_bytes, shapes
+    )
 
 
 def _with_shardings(templates: Templates) -> Any:
@@ -249,13 +238,8 @@ def _with_shardings(templates: Templates) -> Any:
     )
 
 
-def _check_host_bytes(max_bytes: int, entries: int, shapes: Any) -> None:
+def _check_host_bytes(max_bytes: int, shapes: Any) -> None:
     """Raises ValueError or OutOfMemoryError; see `make_store`."""
-    if not entries:
-        raise ValueError(
-            f"host_prefix_bytes={max_bytes} has no effect without prefixes on the device: omit it, "
-            "or give prefix_bytes, with a policy that does not read the whole prompt"
-        )
     longest = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
     if max_bytes < longest:
         raise ValueError(

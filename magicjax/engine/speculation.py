@@ -16,7 +16,6 @@ from magicjax.decoding import paired_timing, runner
 from magicjax.decoding.adaptive_depth import RoundTimes
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.request import Request
-from magicjax.drafters import Ensemble
 from magicjax.engine.templates import Templates, empty_state
 from magicjax.settings import Settings
 from magicjax.trees.token_tree import ROOT_ONLY, DynamicTree, Tree, truncated
@@ -34,14 +33,12 @@ def loops(request: Request, adaptive_depth: bool) -> dict[int, Settings]:
         dynamic tree only 0, because a shallower one would grow elsewhere.
 
     Raises:
-      ValueError: adaptive_depth without a drafter, for an ensemble whose members have trees of
-        their own, for a verifier whose text depends on the depth, for a drafter that cannot be
-        timed, or in several processes.
+      ValueError: adaptive_depth for a drafter that cannot be timed.
     """
     settings = request.settings
     if not adaptive_depth:
         return {settings.shape.depth: settings}
-    _check_adaptive(request)
+    _check_timed(request)
     tree, deepest = settings.tree, settings.shape.depth
     trees: dict[int, Tree] = {0: ROOT_ONLY, deepest: tree}
     if not isinstance(tree, DynamicTree):
@@ -56,28 +53,10 @@ def _with_tree(request: Request, tree: Tree) -> Settings:
     return dataclasses.replace(request.settings.with_tree(tree), shape=shape)
 
 
-def _check_adaptive(request: Request) -> None:
-    drafter, verifier = request.drafter, request.settings.verifier
-    if drafter is None:
-        raise ValueError(
-            "adaptive_depth=True has no effect without a drafter: pass drafter=... or omit "
-            "adaptive_depth"
-        )
-    if isinstance(drafter, Ensemble) and drafter.trees is not None:
-        raise ValueError(
-            "adaptive_depth=True with an ensemble whose members have trees of their own: pass one "
-            "tree for all members, or omit adaptive_depth"
-        )
-    if verifier not in ("greedy", "naive"):
-        raise ValueError(
-            f"verifier={verifier!r} with adaptive_depth=True: the text of a seed would depend on "
-            "the depths, and so on other requests; use verifier='naive', or omit adaptive_depth"
-        )
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"adaptive_depth=True in {jax.process_count()} processes, whose times differ: omit "
-            "adaptive_depth"
-        )
+def _check_timed(request: Request) -> None:
+    """Raises ValueError if the rounds of a drafter cannot be timed before the first request."""
+    drafter = request.drafter
+    assert drafter is not None  # `EngineConfig.check_drafter`
     state = runner.state_shapes(request)
     try:
         jax.eval_shape(drafter.synthetic_state, state.drafter, state.cache.lengths)

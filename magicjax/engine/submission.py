@@ -1,7 +1,6 @@
 """Validation of a submitted request, on the host, before anything runs."""
 
 import math
-import numbers
 import time
 from typing import Any
 
@@ -14,7 +13,7 @@ from magicjax.engine.request import EngineRequest
 from magicjax.engine.templates import Templates
 from magicjax.grammars.arena import CLASSES, automaton_of
 from magicjax.grammars.compiler import TokenAutomaton
-from magicjax.sampling_params import SamplingParams, check_whole
+from magicjax.sampling_params import SamplingParams, check_real, check_whole
 from sharding import global_arrays
 
 
@@ -33,8 +32,8 @@ def validated(
     check_params(params)
     (tokens,) = token_ids(templates.row.target, [prompt])
     for name, value in (("deadline_s", deadline_s), ("priority", priority)):
-        if not isinstance(value, numbers.Real | None):
-            raise TypeError(f"{name}={value!r}: it must be a number")
+        if value is not None or name == "priority":
+            check_real(name, value)
     if deadline_s is not None and not deadline_s > 0:
         raise ValueError(f"deadline_s={deadline_s}: it must be above 0 seconds from now")
     if not math.isfinite(priority):

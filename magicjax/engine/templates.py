@@ -127,8 +127,10 @@ def validated(
         sampling=row_sampling(config, SamplingParams()),
         **_any_grammar(row, config.grammar_states),
     )
-    config = dataclasses.replace(config, eos_token_id=tuple(row.eos.tolist()))
-    return config, row
+    config.check_drafter(row.drafter, row.settings.verifier)
+    memory_check.check_prefixes(row, config)
+    eos, verifier = tuple(row.eos.tolist()), row.settings.verifier
+    return dataclasses.replace(config, eos_token_id=eos, verifier=verifier), row
 
 
 def make_templates(

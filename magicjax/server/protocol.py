@@ -5,7 +5,6 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jinja2
 import numpy as np
 from jaxtyping import Int
 from pydantic_core import from_json
@@ -276,8 +275,8 @@ def _grammar(body: CompletionBody | ChatBody, served: Served) -> Grammar | None:
 
 
 def _tokens(make: Callable[[], list[np.ndarray]], field: str) -> list[np.ndarray]:
-    """Returns token ids; text that has none, or that the template rejects, is an ApiError."""
+    """Returns token ids; text that has none is an ApiError."""
     try:
         return make()
-    except (ValueError, TypeError, jinja2.TemplateError) as error:
+    except (ValueError, TypeError) as error:
         raise ApiError(400, str(error), param=field) from error

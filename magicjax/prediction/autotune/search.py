@@ -137,8 +137,8 @@ def make_problem(
         workload=(machine, len(context), int(context.mean())),
         allocation=(machine, len(context), request.settings.capacity),
     )
-    if target.params is not None:  # a skeleton has no dtype
-        cost_model.check_dtype(device, str(target.dtype), profile)
+    cost_model.check_dtype(device, str(target.dtype), profile)
+    if target.params is not None:
         problem.free_memory()
     return problem
 

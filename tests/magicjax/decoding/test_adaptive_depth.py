@@ -270,6 +270,11 @@ def test_a_call_that_loads_its_program_corrects_no_times():
     assert choice.counted([[0, 0, 0, 0, 8]], 8, 80.0).times.of(4, 1) != counted.times
 
 
+def test_the_state_may_be_deeper_than_the_depths():
+    choice = batch(1, 0.9, 4).counted(np.full((1, 8), 1), 8, 16.8)
+    assert choice.counted(np.full((1, 8), 2), 8, 16.8).tried.shape == (2, 4)
+
+
 def test_depths_that_no_round_reached_have_the_overall_rate():
     choice = batch(1, 0.8, 8, {0: 1.0, 8: 1.5})
     choice = choice.counted(np.array([[100, 0, 0, 0, 0, 0, 0, 0, 0]]), 100, 320.0)

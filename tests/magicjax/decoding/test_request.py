@@ -105,6 +105,16 @@ def test_the_result_of_a_tokenizer_is_read_without_its_padding(padding):
     assert [row.tolist() for row in one.prompts] == [[1, 2], [3]]
 
 
+def test_padding_without_its_mask_is_an_error():
+    target = dataclasses.replace(tiny.model(), pad_token_id=9, eos_token_ids=())
+    for ids in ([[9, 1, 2], [4, 5, 6]], [[1, 2, 9], [4, 5, 6]]):
+        with pytest.raises(ValueError, match="prompt 0 begins or ends with the pad token 9: pass"):
+            validate(target, ids)
+    assert len(validate(target, [[9, 1, 2], [4, 5]]).prompts) == 2  # not padded
+    ends = dataclasses.replace(target, eos_token_ids=(9,))  # many models pad with EOS
+    assert len(validate(ends, [[9, 1], [1, 2]]).prompts) == 2
+
+
 def test_messages_are_rendered_with_the_chat_template():
     target = dataclasses.replace(tiny.model(), tokenizer=ChatTokenizer())
     messages = [{"role": "user", "content": [7]}]

@@ -39,7 +39,7 @@ def row_bytes(name: str = "small", capacity: int = CAPACITY) -> int:
 @pytest.mark.parametrize("stored", [None, 0, 3])
 def test_slots_prefill_and_prefixes_count(name, stored):
     size = row_bytes(name)
-    prefix_bytes = None if stored is None else stored * size + 1
+    prefix_bytes = None if stored is None else stored * size + (stored > 0)
     rows = SLOTS + MAX_PREFILLS + (4 if stored is None else stored)
     check_engine(rows * size, name, prefix_bytes=prefix_bytes)
     with pytest.raises(memory.OutOfMemoryError, match=f"an engine with slots={SLOTS} of capacity"):
