@@ -151,6 +151,7 @@ print(model.name, sorted(p.name for p in sources.directory_of("owner/tiny@v2").i
     assert stub.served == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -163,6 +164,7 @@ def test_what_the_hub_does_not_have_is_an_error(stub, tmp_path, source, message)
     assert message in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_without_a_network_the_message_is_how_to_fetch_the_model(tmp_path):
     done = run("http://127.0.0.1:9", tmp_path, "sources.directory_of('experiments/zo')")
     error = done.stderr.splitlines()[-1]

@@ -48,6 +48,7 @@ def test_every_tensor_matters(golden, logits_of):
             assert error > 20 * TOLERANCE, name
 
 
+@pytest.mark.slow
 def test_a_wrong_setting_is_caught(golden, logits_of):
     """Negative control: an ignored setting exceeds the tolerance."""
     checkpoint, tokens, expected = read(golden)

@@ -107,6 +107,7 @@ def test_logits_are_those_of_the_dequantized_matrices(name, tmp_path, logits_of)
     assert jax.tree.all(jax.tree.map(np.array_equal, dequantized.params, right.params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", sorted(GOLDEN.iterdir()), ids=lambda path: path.name)
 def test_logits_are_those_of_compressed_tensors(folder, logits_of):
     expected = np.load(folder / "expected.npz")
@@ -128,6 +129,7 @@ def converted(tmp_path, monkeypatch, kinds):
     return folder, gguf_cases.save_directory(tmp_path / "plain", config, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kinds, form",
     [

@@ -87,6 +87,7 @@ def folder(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.slow
 def test_a_run_is_stored_with_its_outputs_and_checked_without_writing(folder, capsys):
     path = folder(good="print('seen')") / "good.ipynb"
     before = path.read_bytes()

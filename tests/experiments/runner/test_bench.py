@@ -88,6 +88,7 @@ SAMPLING = {"temperature": 1.0, "seed": 3}
 
 
 # The caches of all cells have the same size, or (46 tokens) differ.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "context, sampling", [(62, {}), pytest.param(46, SAMPLING, marks=pytest.mark.slow)]
 )
@@ -119,6 +120,7 @@ def test_interleaved_runs_equal_separate_calls(context, sampling, monkeypatch):
     assert runs.trace(group[1], None).rounds == rounds
 
 
+@pytest.mark.slow
 def test_batches_of_a_sampled_cell_draw_different_numbers(monkeypatch):
     bench = workload.Bench()
     monkeypatch.setattr(bench, "model", lambda *arguments, **options: tiny.model())

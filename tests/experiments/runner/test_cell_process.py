@@ -66,6 +66,7 @@ def test_a_cell_that_the_user_stopped_has_neither_result_nor_failure(run, tmp_pa
     assert {path.name for path in (tmp_path / "cell").iterdir()} == {"config.yaml", "worker.log"}
 
 
+@pytest.mark.slow
 def test_a_worker_exits_with_its_parent(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -107,6 +107,7 @@ def test_both_engines_of_a_cell_must_fit_the_memory():
     assert not preflight.too_large([plain, drafted], 3 * single)
 
 
+@pytest.mark.slow
 def test_a_grid_of_rates_is_exact_reported_and_resumed(zoo, here, capsys, monkeypatch):
     measured = []
     here(Bench(), lambda folder: measured.append(folder.name))

@@ -68,6 +68,7 @@ def test_a_window_off_by_one_differs():
         assert np.abs(out - wrong).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_greedy_tokens_and_logits_agree_with_a_pass_over_each_prefix(monkeypatch, tiny):
     monkeypatch.setattr(teacher, "CHUNK", 8)
     text = np.random.default_rng(1).integers(0, 64, (2, 21)).astype(np.int32)

@@ -75,6 +75,7 @@ def test_a_killed_run_resumes_to_the_same_weights(tmp_path, monkeypatch):
     assert not same(trainer.train(module, STREAM, other, tmp_path / "other"), expected)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_keeps_its_initial_parameters(tmp_path):
     module = models.build(CONFIG)
     text = np.tile(np.arange(20, dtype=np.int32), 40)  # fully predictable

@@ -43,6 +43,7 @@ def quick(monkeypatch):
 SHAPE = ["--batch", "2", "--context", "64", "--nodes", "2", "--budget", "32", "--new-tokens", "24"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_tables_are_printed_and_written(directory, tmp_path, capsys):
     out = tmp_path / "bench.json"

@@ -95,6 +95,7 @@ def bench(server, run, tmp_path, monkeypatch):
     return call
 
 
+@pytest.mark.slow
 def test_two_servers_are_compared(server, bench, tmp_path):
     urls = ("--url", f"on={server.url}", "--url", f"off={server.url}/v1")
     code, output, errors, rows = bench(*urls, "--concurrency", "1,3", "--requests", 6)

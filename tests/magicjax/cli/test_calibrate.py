@@ -101,6 +101,7 @@ def rates(monkeypatch):
     monkeypatch.setattr(calibrate, "matrix_rate", lambda dtype: 1e11)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rates")
 @pytest.mark.parametrize("offload", quick([False, True], False))
 def test_calibrate_writes_a_profile_that_plan_uses(directory, tmp_path, run, offload):

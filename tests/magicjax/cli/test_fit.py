@@ -50,6 +50,7 @@ def test_without_the_compiler_the_report_is_an_estimate(run, monkeypatch):
     assert code == 0 and "the CUDA compiler cannot be downloaded: no network" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["fit", "plan"])
 @pytest.mark.parametrize(
     ("weights", "form"), [((), "int4:8"), (("--weights", "none"), None), (("--offload",), "int4:8")]

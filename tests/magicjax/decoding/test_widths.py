@@ -63,6 +63,7 @@ def test_speculative_text_equals_plain_text_bit_for_bit(form, number):
     limit_memory_maps()
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_equal_too():
     """The control: XLA's differ in their last bits, so equal ones say that the kernels ran."""
     for backend, equal in (("cpu", True), ("xla", False)):

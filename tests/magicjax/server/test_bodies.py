@@ -238,6 +238,7 @@ def check_answer(server, path: str, data: bytes) -> None:
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PARSERS)
 @settings(max_examples=5)
 @given(data=BODIES)

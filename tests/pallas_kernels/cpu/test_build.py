@@ -268,6 +268,7 @@ def test_a_folder_that_is_not_writable(stand_in, warnings, monkeypatch):
     assert len(warnings()) == 1 and "set MAGICJAX_CACHE to a writable folder" in warnings()[0]
 
 
+@pytest.mark.slow
 def test_the_first_call_can_be_in_a_trace(stand_in, float64, monkeypatch):
     (stand_in.sources / "answer.cc").write_text(HANDLER)
     monkeypatch.setattr(build, "TARGETS", {"test_build_twice": "Twice"})

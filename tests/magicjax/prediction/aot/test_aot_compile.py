@@ -28,6 +28,7 @@ def two_layers(monkeypatch):
     monkeypatch.setattr(loading, "config_of", cut)
 
 
+@pytest.mark.slow
 def test_a_request_of_a_large_model_has_only_shapes():
     request = abstract_request(backend="mosaic")
     assert request.settings.backend == "mosaic"
