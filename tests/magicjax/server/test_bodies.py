@@ -42,8 +42,9 @@ def served(config: EngineConfig = CONFIG) -> Served:
         def apply_chat_template(self, messages, **_):
             return self("".join(message["content"] for message in messages))
 
+    config_of_target = SimpleNamespace(vocab_size=50)
     target = SimpleNamespace(
-        tokenizer=Tokenizer(), config=SimpleNamespace(vocab_size=50), name="tiny"
+        tokenizer=Tokenizer(), config=config_of_target, name="tiny", pad_token_id=None
     )
     return Served("tiny", target, config)
 
