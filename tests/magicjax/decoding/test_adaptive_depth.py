@@ -225,8 +225,8 @@ def over_best_fixed(rates, rng, merged=False) -> float:
             choice = choice.counted(histogram, rounds, rounds * FLAT[depth])
         return total
 
-    fixed = min(np.mean([time(Fixed(depth)) for _ in range(4)]) for depth in FLAT)
-    adaptive = np.mean([time(batch(len(rates), np.mean(rates), 2)) for _ in range(4)])
+    fixed = min(np.mean([time(Fixed(depth)) for _ in range(8)]) for depth in FLAT)
+    adaptive = np.mean([time(batch(len(rates), np.mean(rates), 2)) for _ in range(8)])
     return adaptive / fixed - 1
 
 
