@@ -381,7 +381,7 @@ def read(path: pathlib.Path) -> Experiment:
     raw = _with_base(path, ())
     raw.setdefault("name", path.stem)
     raw.setdefault("target", os.path.relpath(BUNDLED))
-    experiment = checked(Experiment, raw, str(path))
+    experiment = checked(Experiment, raw, str(path))  # errors of settings come first
     if "methods" not in raw:
         raise ConfigError(
             f"{path}: methods is missing: list what to compare, such as methods: [{{drafter: "

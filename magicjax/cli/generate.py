@@ -172,8 +172,8 @@ def _join(arguments: argparse.Namespace) -> None:
         jax.distributed.initialize(arguments.coordinator, arguments.processes, arguments.rank)
     except (ValueError, RuntimeError) as error:
         raise ValueError(
-            f"JAX cannot join the processes ({error}): pass --coordinator, --processes and --rank, "
-            "which only srun provides"
+            f"JAX cannot join the processes ({error}): outside srun, pass --coordinator, "
+            "--processes and --rank"
         ) from error
     devices = parse_mesh(arguments.mesh).devices if arguments.mesh else 1
     if devices != jax.device_count():

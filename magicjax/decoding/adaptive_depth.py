@@ -159,7 +159,7 @@ class DepthChooser:
 
     @property
     def depth(self) -> int:
-        """Of the next call."""
+        """The depth of the next call."""
         return self.rule.depth
 
     def joined(self, slot: int) -> "DepthChooser":

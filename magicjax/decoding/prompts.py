@@ -193,7 +193,7 @@ def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
         rendered = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, return_dict=True
         )
-    except (jinja2.TemplateError, TypeError) as error:  # TypeError: a content that is no text
+    except (jinja2.TemplateError, TypeError) as error:  # a content that is not a string
         roles = ", ".join(str(message["role"]) for message in messages)
         raise ValueError(f"the chat template rejects messages of {roles}: {error}") from error
     return rendered["input_ids"]

@@ -92,7 +92,7 @@ def init_state(
     Args:
       request: of the prompts.
       cache, prefilled: the results of `prefill`.
-      previous: the drafter's state after an earlier text; None: there is none.
+      previous: the drafter's state after an earlier text; None without one.
     """
     arguments = (*request.init_arguments(cache, prefilled), previous)
     return _run(request, "init", request.settings, arguments)
@@ -149,7 +149,7 @@ def run_adaptive(
     for one in settings.values():
         compile_loop(request, one, state)
     calls: list[Call] = []
-    total, decode_s, depths = np.zeros(state.histogram.shape, np.int32), 0.0, set()
+    total, decode_s = np.zeros(state.histogram.shape, np.int32), 0.0
     limits, texts = np.asarray(request.limits), text_streams(request)
     prompt_lengths = np.array([len(prompt) for prompt in request.prompts])
     state, emitted, _, ended = end_stopped(state, texts)
@@ -160,14 +160,14 @@ def run_adaptive(
             live = {int(row): (int(lengths[row]), int(left[row])) for row in np.flatnonzero(~ended)}
             chooser = chooser.chosen(live)
         depth = chooser.depth
+        loaded = any(depth == earlier for earlier, _ in calls)
         state, seconds = run(request, settings[depth], state, rounds)
         state, emitted, _, ended = end_stopped(state, texts)
         histogram = np.array(state.histogram) - total
         total, decode_s = total + histogram, decode_s + seconds
         calls.append((depth, histogram))
         ran = int(histogram.sum(1).max())
-        chooser = chooser.counted(total, ran, seconds if depth in depths else None)
-        depths.add(depth)
+        chooser = chooser.counted(total, ran, seconds if loaded else None)
     return state, calls, decode_s
 
 

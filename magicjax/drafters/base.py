@@ -119,7 +119,7 @@ class Drafter(abc.ABC):
           stats: covers `attention_stats_spec()`; in an ensemble it can hold more.
           settings: of the program, such as the tree.
           previous: in an engine, its state after an earlier text, which it may reuse; T is then at
-            least `cache.lengths` plus a chunk. None: there is no earlier text.
+            least `cache.lengths` plus a chunk. None without an earlier text.
         """
 
     @abc.abstractmethod

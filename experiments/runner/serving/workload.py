@@ -20,11 +20,6 @@ class Workload:
     params: list[magicjax.SamplingParams]
     arrivals: list[float]
 
-    @property
-    def limits(self) -> list[int]:
-        """The limit of each request's new tokens."""
-        return [each.max_tokens for each in self.params if each.max_tokens is not None]
-
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -34,11 +29,10 @@ class Run:
       texts: new tokens of each request.
       seconds: from the first arrival to the last end.
       prefill_s: of all requests.
-      stall_s: the longest time between two pieces of any request; None for `generate`.
       ttft_s: time to first token.
-      total_s: time to the end of the request, or of its static batch.
-      stats: of each request; empty for `generate`.
-      rounds_by_depth: of the engine's loop; empty for `generate`.
+      total_s: time to the end of the request.
+      stats: of each request.
+      rounds_by_depth: of the engine's loop.
     """
 
     texts: list[np.ndarray]
@@ -46,19 +40,13 @@ class Run:
     ttft_s: list[float]
     total_s: list[float]
     prefill_s: float
-    stall_s: float | None = None
-    stats: tuple[RequestStats, ...] = ()
-    rounds_by_depth: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    stats: tuple[RequestStats, ...]
+    rounds_by_depth: Mapping[int, int]
 
     @property
     def tpot_s(self) -> list[float | None]:
         """Time per output token after the first ones that arrived; None if no others did."""
-        if self.stats:
-            return [one.tpot_s for one in self.stats]
-        return [
-            (total - first) / (len(text) - 1) if len(text) > 1 else None
-            for text, first, total in zip(self.texts, self.ttft_s, self.total_s, strict=True)
-        ]
+        return [one.tpot_s for one in self.stats]
 
     def goodput(self, ttft_s: float, tpot_s: float) -> float:
         """Returns the requests per second that meet both limits.
@@ -68,15 +56,6 @@ class Run:
         pairs = zip(self.ttft_s, self.tpot_s, strict=True)
         met = [first <= ttft_s and (each or 0.0) <= tpot_s for first, each in pairs]
         return sum(met) / self.seconds
-
-    def record(self) -> dict[str, float]:
-        """Returns medians and 95th percentiles over the requests."""
-        tokens = sum(map(len, self.texts))
-        found = {"tokens/s": tokens / self.seconds, "seconds": self.seconds}
-        found |= {"prefill s": self.prefill_s}
-        for name, values in (("TTFT", self.ttft_s), ("total", self.total_s), ("TPOT", self.tpot_s)):
-            found |= {f"{name} p{p} s": value for p, value in percentiles(values).items()}
-        return found if self.stall_s is None else found | {"longest stall s": self.stall_s}
 
 
 def percentiles(values: Iterable[float | None]) -> dict[int, float]:
@@ -113,39 +92,26 @@ def zipf(rng: np.random.Generator, least: int, most: int, count: int) -> list[in
     return rng.choice(numbers, count, p=(1 / numbers) / (1 / numbers).sum()).tolist()
 
 
-def serve(engine: magicjax.Engine, workload: Workload, batch: int | None = None) -> Run:
+def serve(engine: magicjax.Engine, workload: Workload) -> Run:
     """Returns the run of an engine; sleeps while no request has arrived.
 
     Args:
       engine: idle.
-      workload: the requests.
-      batch: submit as many requests at a time, when those before have finished; None: each when it
-        arrives.
+      workload: the requests, each of which is submitted when it arrives.
     """
     before, start, count = engine.stats, time.monotonic(), len(workload.rows)
     handles: list[Handle] = []
     unfinished: dict[int, Handle] = {}
-    newest: dict[int, float] = {}  # time of the newest piece of each request
-    stall_s = 0.0
     while len(handles) < count or unfinished:
         now = time.monotonic() - start
         arrived = bisect.bisect_right(workload.arrivals, now)
-        if batch is not None:
-            following = min(count, len(handles) + batch)
-            arrived = following if not unfinished and arrived >= following else len(handles)
         for i in range(len(handles), arrived):
             handles.append(engine.submit(workload.rows[i], workload.params[i]))
             unfinished[i] = handles[i]
         if not unfinished:
-            last = min(count, len(handles) + (batch or 1)) - 1
-            time.sleep(max(0.0, workload.arrivals[last] - now))
+            time.sleep(max(0.0, workload.arrivals[len(handles)] - now))
             continue
         engine.step()
-        for i, handle in unfinished.items():
-            if handle.arrived():
-                now = time.monotonic()
-                stall_s = max(stall_s, now - newest.get(i, now))
-                newest[i] = now
         unfinished = {i: handle for i, handle in unfinished.items() if not handle.finished}
     results = [handle.result() for handle in handles]
     late = [  # from the arrival, which can be during a step, to `submit`
@@ -158,7 +124,6 @@ def serve(engine: magicjax.Engine, workload: Workload, batch: int | None = None)
         [(result.stats.ttft_s or 0.0) + wait for result, wait in zip(results, late, strict=True)],
         [result.stats.total_s + wait for result, wait in zip(results, late, strict=True)],
         engine.stats.prefill_s - before.prefill_s,
-        stall_s,
         tuple(result.stats for result in results),
         {d: n - before.rounds_by_depth[d] for d, n in engine.stats.rounds_by_depth.items()},
     )

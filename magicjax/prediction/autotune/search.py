@@ -91,7 +91,7 @@ class SearchProblem:
 
     def free_memory(self) -> float:
         """Returns the bytes that the target leaves free; raises ValueError if it does not fit."""
-        return planner.check_fits(self.sizes, *self.allocation)
+        return planner.checked_free_memory(self.sizes, *self.allocation)
 
 
 def make_problem(

@@ -6,7 +6,7 @@ from magicjax.prediction.planner.planning import (
     Plan,
     Prediction,
     break_even,
-    check_fits,
+    checked_free_memory,
     cost_of,
     free_memory,
     inflection,

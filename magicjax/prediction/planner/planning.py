@@ -133,7 +133,7 @@ def plan(
     for name, value in (("batch", batch), ("context", context)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    free = check_fits(target, machine, batch, context)
+    free = checked_free_memory(target, machine, batch, context)
     fitting = [c for c in candidates if c.draft.memory(machine, batch, context, c.shared) <= free]
     too_large = tuple(c.name for c in candidates if c not in fitting)
     if not fitting:
@@ -228,7 +228,7 @@ def free_memory(target: Sizes, machine: Machine, batch: int, context: int) -> fl
     return machine.device.memory - memory_bytes(target, machine, batch, context, target.kv_bytes)
 
 
-def check_fits(target: Sizes, machine: Machine, batch: int, context: int) -> float:
+def checked_free_memory(target: Sizes, machine: Machine, batch: int, context: int) -> float:
     """Returns the bytes free on each device beside the target.
 
     Raises:

@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,19 +27,14 @@ def test_arrivals_have_their_rate_and_bursts():
     np.testing.assert_allclose(np.array(slow), 4 * np.array(fast))
 
 
-def test_percentiles_of_a_run():
-    served = workload.Run(
-        [np.zeros(n) for n in (1, 3, 5)], 2.0, [0.1, 0.2, 0.3], [0.1, 1.2, 2.3], 0.5, 0.7
-    )
-    record = served.record()
-    assert record["tokens/s"] == 4.5 and record["longest stall s"] == 0.7
-    assert record["TTFT p50 s"] == pytest.approx(0.2)
-    assert record["total p50 s"] == pytest.approx(1.2)
-    assert record["TPOT p50 s"] == pytest.approx(0.5)
-    assert served.tpot_s[0] is None  # its only token is the first
+def test_goodput_counts_requests_that_meet_both_limits():
+    stats = tuple(SimpleNamespace(tpot_s=tpot_s) for tpot_s in (None, 0.5, 0.5))
+    texts = [np.zeros(n) for n in (1, 3, 5)]
+    served = workload.Run(texts, 2.0, [0.1, 0.2, 0.3], [0.1, 1.2, 2.3], 0.5, stats, {})
     assert served.goodput(0.2, 1.0) == 1.0  # two requests in 2 s
     assert served.goodput(0.3, 0.6) == 1.5
-    assert served.goodput(0.25, 0.4) == 0.5
+    assert served.goodput(0.25, 0.4) == 0.5  # one that has no time per output token
+    assert workload.percentiles([0.1, None, 0.3])[50] == pytest.approx(0.2)
 
 
 ADAPTIVE = "methods: [{drafter: prompt-lookup, adaptive_depth: true}]"
