@@ -26,6 +26,7 @@ from magicjax.decoding.runner import Output  # noqa: E402
 from magicjax.decoding.stats import Stats  # noqa: E402
 from magicjax.drafters import (  # noqa: E402
     Drafter,
+    Eagle,
     Ensemble,
     PageRetrieval,
     PromptLookup,
@@ -54,6 +55,7 @@ __all__ = [
     "Choice",
     "Drafter",
     "DynamicTree",
+    "Eagle",
     "Engine",
     "EngineConfig",
     "Ensemble",

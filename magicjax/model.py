@@ -2,7 +2,7 @@
 
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 import models
 from magicjax.parallel.layouts import Layout, Resident
-from models import Attend
+from models import Attend, PassResult
 from sharding import Split, collectives
 
 DTYPES = ("bfloat16", "float16", "float32")  # accepted by commands
@@ -129,13 +129,29 @@ class Model:
         return cls(module=module, params=params, shards=shards, layout=layout)
 
     def __call__(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend
-    ) -> tuple[Float[Array, "B T E"], tuple]:
-        """Returns hidden states, and `attend`'s aux of each layer.
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        attend: Attend,
+        layer_inputs: Sequence[int] = (),
+    ) -> PassResult:
+        """Returns hidden states, `attend`'s aux of each layer, and the inputs of `layer_inputs`.
 
-        With pipeline stages, both are those of this stage's layers.
+        With pipeline stages, the first two are those of this stage's layers; the inputs are on
+        every stage.
+
+        Args:
+          tokens, positions: of the pass.
+          attend: the attention to the prefix.
+          layer_inputs: the layers whose inputs [B,T,E] are returned, by layer; the number of layers
+            stands for the last layer's output.
         """
-        return self.layout.run(self.module, self.params, tokens, positions, attend)
+        arguments = tokens, positions, attend, tuple(layer_inputs)
+        return self.layout.run(self.module, self.params, *arguments)
+
+    def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Array:
+        """Returns the input of the first layer, [B,T,E]."""
+        return self.module.apply(self.params, tokens, positions, method="embed")
 
     def unembed(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
         """Returns the logits of hidden states; with several shards, this device's part of them.

@@ -42,13 +42,16 @@ def split_of(config: models.DecoderConfig, shards: int | None, mesh: AnyMesh) ->
 
     Args:
       config: the model's.
-      shards: number of parts; None: the size of the mesh's `model` axis.
+      shards: number of parts; None: the size of the mesh's `model` axis. An EAGLE head is never
+        divided.
       mesh: factored.
 
     Raises:
       ValueError: heads, MLP or vocabulary do not divide, or the axis does not have such parts.
     """
     c = config
+    if isinstance(c, models.EagleConfig):
+        shards = 1
     sizes = c.num_heads, c.num_kv_heads, c.intermediate_size, c.vocab_size
     split = split_over(mesh, *sizes, shards)
     draft_vocab_size = getattr(c, "draft_vocab_size", None)

@@ -7,23 +7,29 @@ from sharding import DATA, AnyMesh
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionStatsSpec:
-    """Which attention statistics of the target a drafter needs.
+class StatsSpec:
+    """Which attention statistics and hidden states of the target a drafter needs.
 
     Attributes:
       window: W, how many of each row's newest queries are kept.
       total: sum the attention of all queries to each entry.
-      rounds: collect statistics in every round, not only during prefill.
+      rounds: collect attention statistics in every round, not only during prefill.
+      layer_inputs: the layers whose inputs are kept, in prefill and in every round; the number of
+        layers stands for the last layer's output.
     """
 
     window: int = 0
     total: bool = False
     rounds: bool = False
+    layer_inputs: tuple[int, ...] = ()
 
-    def __or__(self, other: "AttentionStatsSpec") -> "AttentionStatsSpec":
+    def __or__(self, other: "StatsSpec") -> "StatsSpec":
         """Returns the smallest spec that covers both."""
-        return AttentionStatsSpec(
-            max(self.window, other.window), self.total or other.total, self.rounds or other.rounds
+        return StatsSpec(
+            max(self.window, other.window),
+            self.total or other.total,
+            self.rounds or other.rounds,
+            tuple(sorted({*self.layer_inputs, *other.layer_inputs})),
         )
 
 
@@ -89,13 +95,13 @@ class PrefillSettings:
 
     Attributes:
       capacity, chunk, backend, mesh, replicated_rows, logprobs: as in `Settings`.
-      stats_spec: the attention statistics to collect.
+      stats_spec: the statistics and hidden states to collect.
     """
 
     capacity: int
     chunk: int
     backend: str | None
-    stats_spec: AttentionStatsSpec
+    stats_spec: StatsSpec
     mesh: AnyMesh | None = None
     replicated_rows: bool = False
     logprobs: int | None = None

@@ -18,6 +18,7 @@ from models.build import (
     split_blocks,
 )
 from models.decoder import Decoder, DecoderConfig
+from models.eagle import EagleConfig, EagleHead
 from models.families import FAMILIES, family_config
 from models.hf_saving import save_checkpoint
 from models.huggingface import (
@@ -30,7 +31,7 @@ from models.huggingface import (
     stored_dtype,
     weight_format,
 )
-from models.layers import Attend
+from models.layers import Attend, PassResult
 from models.positions import Alibi, LearnedPositions, Rope
 from models.presets import PRESETS, preset
 from models.quantized import (
@@ -51,7 +52,10 @@ __all__ = [
     "Checkpoint",
     "Decoder",
     "DecoderConfig",
+    "EagleConfig",
+    "EagleHead",
     "LearnedPositions",
+    "PassResult",
     "Rope",
     "ShardingFn",
     "WeightFormat",

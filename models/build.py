@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from models.decoder import Block, Decoder, DecoderConfig
+from models.eagle import EagleConfig, EagleHead
 from models.quantized import WeightFormat, quantize_params
 
 # sharding_of(logical axes, one name or None per axis) -> the sharding of the parameter
@@ -19,7 +20,7 @@ BLOCK = "layers_"  # followed by the layer index: the name of a block's paramete
 
 def build(
     config: DecoderConfig, dtype: Any = jnp.float32, weights: WeightFormat | None = None
-) -> Decoder:
+) -> Decoder | EagleHead:
     """Returns the module of `config`.
 
     Args:
@@ -30,6 +31,10 @@ def build(
     """
     if not isinstance(config, DecoderConfig):
         raise TypeError(f"{type(config).__name__} is not a model config: it must be DecoderConfig")
+    if isinstance(config, EagleConfig):
+        if weights is not None:
+            raise ValueError(f"weights={weights} of an EAGLE head are not supported: omit weights")
+        return EagleHead(config, jnp.dtype(dtype))
     if weights is not None:
         weights.check(config.matrix_inputs())
     return Decoder(config, jnp.dtype(dtype), weights=weights)

@@ -6,7 +6,7 @@ which determines the visible positions.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -18,6 +18,7 @@ from models.layers import (
     NEVER,
     Attend,
     LayerNorm,
+    PassResult,
     RMSNorm,
     embedding_lookup,
 )
@@ -353,16 +354,29 @@ class Decoder(nn.Module):
             self.vocab_map = self.param("vocab_map", zeros, (c.vocab_size,), jnp.int32)
 
     def __call__(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend
-    ) -> tuple[Float[Array, "B T E"], tuple]:
-        """Returns hidden states before the final norm, and `attend`'s aux of each layer."""
-        x, aux = self.embed(tokens, positions), []
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        attend: Attend,
+        layer_inputs: Sequence[int] = (),
+    ) -> PassResult:
+        """Returns hidden states before the final norm, `attend`'s aux of each layer, and inputs.
+
+        Args:
+          tokens, positions: of the pass.
+          attend: the attention to the prefix.
+          layer_inputs: the layers whose inputs [B,T,E] are returned, by layer; the number of layers
+            stands for the last layer's output.
+        """
+        x, aux, inputs = self.embed(tokens, positions), [], {}
         for layer in range(self.config.num_layers):
+            inputs[layer] = x
             x, layer_aux = self.block(x, positions, attend, layer)
             aux.append(layer_aux)
+        inputs[self.config.num_layers] = x
         if self.is_initializing():
             self.unembed(x)  # so that `init` creates every parameter
-        return x, tuple(aux)
+        return x, tuple(aux), {layer: inputs[layer] for layer in layer_inputs}
 
     def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Array:
         """Returns the first block's input, [B,T,E]: embeddings of tokens and learned positions.

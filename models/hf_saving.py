@@ -19,9 +19,12 @@ import jax
 import numpy as np
 import safetensors.numpy
 
+from models import eagle_checkpoints
+from models.eagle import EagleConfig
+from models.eagle_checkpoints import tensors_of, to_stored
 from models.families import FAMILIES
 from models.hf_config import write_config
-from models.hf_tensors import UNEMBEDDING, Tensor, tensors_of, to_stored
+from models.hf_tensors import UNEMBEDDING, Tensor
 from models.huggingface import INDEX, QUANTIZATION, SINGLE, parameter_shapes
 from models.quantized import WeightFormat
 from models.quantized_checkpoints import Matrix, pack
@@ -68,7 +71,12 @@ def save_checkpoint(
         "eos_token_id": _int_or_list(eos_token_ids),
         "pad_token_id": pad_token_id,
     }
-    raw = {**write_config(module.config), **special, "torch_dtype": module.dtype.name}
+    config = module.config
+    if isinstance(config, EagleConfig):
+        raw = eagle_checkpoints.write_config(config, write_config(config.layer))
+    else:
+        raw = write_config(config)
+    raw = {**raw, **special, "torch_dtype": module.dtype.name}
     if module.weights is not None:
         plain = [tensor for tensor, found in values if tensor.inputs and len(found) == 1]
         raw[QUANTIZATION] = _written_settings(module.weights, map(_module, plain))

@@ -20,8 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
+from models import eagle_checkpoints
 from models.build import BLOCK, ShardingFn, abstract_params, build
 from models.decoder import DecoderConfig
+from models.eagle import EagleConfig
+from models.eagle_checkpoints import tensors_of
 from models.families import FAMILIES
 from models.hf_config import drafter_head, read_config
 from models.hf_tensors import (
@@ -32,7 +35,6 @@ from models.hf_tensors import (
     Tensor,
     mapped_tensors,
     read_tensor,
-    tensors_of,
 )
 from models.quantized import WeightFormat, parse_weights, quantize, rounded_format
 from models.quantized_checkpoints import (
@@ -172,8 +174,14 @@ def load_config(path: str | os.PathLike) -> DecoderConfig:
 
     Raises FileNotFoundError if it is missing, and ValueError if it is not supported.
     """
-    raw = _read_json(pathlib.Path(path) / "config.json")
-    return read_config({key: value for key, value in raw.items() if key != QUANTIZATION})
+    path = pathlib.Path(path)
+    raw = _read_json(path / "config.json")
+    raw = {key: value for key, value in raw.items() if key != QUANTIZATION}
+    if eagle_checkpoints.may_be_head(raw):
+        names = {eagle_checkpoints.canonical(name) for name in _tensors_in(path)}
+        if eagle_checkpoints.is_head(raw, names):
+            return eagle_checkpoints.read_config(raw, names, read_config)
+    return read_config(raw)
 
 
 def load_tokenizer(path: str | os.PathLike) -> Any:
@@ -249,22 +257,33 @@ def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
     raise FileNotFoundError(f"{path} has no weights: it must hold {SINGLE} or {INDEX}")
 
 
-def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, Stored]:
-    """Returns all tensors by full name; reads only the files' headers."""
-    stored, prefix = {}, FAMILIES[config.family].prefix
-    for file in _weight_files(path):
+def _tensors_in(path: pathlib.Path) -> dict[str, Stored]:
+    """Returns all tensors by their names in the files, {} without files; reads only headers."""
+    stored = {}
+    files = _weight_files(path) if any(path.glob("*.safetensors*")) else []
+    for file in files:
         try:
             with safetensors.safe_open(file, "numpy") as handle:
                 for name in handle.keys():
                     part = handle.get_slice(name)
-                    where = Stored(file, name, part.get_dtype(), tuple(part.get_shape()))
-                    whole = name.startswith((prefix, UNEMBEDDING.removesuffix("weight")))
-                    stored[name if whole else prefix + name] = where
+                    stored[name] = Stored(file, name, part.get_dtype(), tuple(part.get_shape()))
         except safetensors.SafetensorError as error:
             raise ValueError(
                 f"{file} is not a complete safetensors file ({error}): download it again"
             ) from error
     return stored
+
+
+def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, Stored]:
+    """Returns all tensors by full name; reads only the files' headers."""
+    _weight_files(path)  # raises if there are none
+    stored = _tensors_in(path)
+    if isinstance(config, EagleConfig):
+        named = {eagle_checkpoints.canonical(name): where for name, where in stored.items()}
+        return {name: x for name, x in named.items() if name not in eagle_checkpoints.UNUSED}
+    prefix = FAMILIES[config.family].prefix
+    known = prefix, UNEMBEDDING.removesuffix("weight")
+    return {n if n.startswith(known) else prefix + n: where for n, where in stored.items()}
 
 
 @functools.lru_cache(maxsize=8)  # tracing a model of 80 layers is slow
@@ -329,7 +348,10 @@ def _match(
     The place of a quantized matrix is that of its parts.
     """
     needed, shapes = {t.name: t for t in tensors_of(config)}, parameter_shapes(config)
-    if any(where.name == "fc.weight" for where in stored.values()):  # its config is a model's
+    is_head = not isinstance(config, EagleConfig) and any(
+        where.name == eagle_checkpoints.FC for where in stored.values()
+    )
+    if is_head:  # its config is a model's
         raise drafter_head("eagle")
     stored, matrices = gather(stored)
     if matrices and quantization is None:
@@ -355,7 +377,9 @@ def _match(
         expected = needed[name].stored_shape(shapes[needed[name].path].value.shape)
         if where.shape != expected:
             problems.append(f"{where.name} has shape {where.shape}, expected {expected}")
-        allowed = ["I32"] if shapes[needed[name].path].value.dtype == np.int32 else list(DTYPES)
+        allowed = (
+            ["I32", "I64"] if shapes[needed[name].path].value.dtype == np.int32 else list(DTYPES)
+        )
         if where.dtype not in allowed:
             names = ", ".join(allowed)
             problems.append(f"{where.name} has dtype {where.dtype}, supported: {names}")

@@ -14,6 +14,9 @@ from sharding import Split, collectives
 # attend(layer, q [B,T,H,D], k [B,T,K,D], v [B,T,K,D]) -> (out [B,T,H,D], what to keep)
 Attend = Callable[[int, Array, Array, Array], tuple[Array, Any]]
 
+# Of a pass: hidden states [B,T,E], `attend`'s aux of each layer, and inputs of layers, by layer
+PassResult = tuple[Float[Array, "B T E"], tuple, dict[int, Float[Array, "B T E"]]]
+
 NEVER = -1e30  # logit of a token that is never predicted; finite, so that differences are numbers
 
 

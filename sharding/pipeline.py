@@ -34,7 +34,7 @@ def pipelined(
 ) -> tuple[Array, Any]:
     """Returns this stage's output for the whole batch, and its auxiliary outputs.
 
-    Only the last stage's output is the model's (`broadcast_from_last`).
+    Only the last stage's output is the model's (`broadcast_from`).
 
     Args:
       run: this stage's layers; may use collectives within its stage.
@@ -116,8 +116,8 @@ def broadcast_from_first(tree: Any) -> Any:
     return jax.tree.unflatten(treedef, received)
 
 
-def broadcast_from_last(x: Array, axis_names: collectives.AxisNames = ()) -> Array:
-    """Returns the last stage's x on every stage; `axis_names` as in `pipelined`."""
-    last, part = lax.psum(1, STAGE) - 1, collectives.local_slice(x, (), axis_names)
-    part = jnp.where(stage_index() == last, part, jnp.zeros_like(part))
+def broadcast_from(stage: int, x: Array, axis_names: collectives.AxisNames = ()) -> Array:
+    """Returns the x of a stage on every stage; `axis_names` as in `pipelined`."""
+    part = collectives.local_slice(x, (), axis_names)
+    part = jnp.where(stage_index() == stage, part, jnp.zeros_like(part))
     return collectives.all_gather(lax.psum(part, STAGE), axis_names)

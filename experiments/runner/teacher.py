@@ -140,7 +140,7 @@ def _read_chunk(model, cache, tokens, *, in_float32):
     model, size = _float32(model) if in_float32 else model, tokens.shape[1]
     steps = jnp.arange(size)
     attend = AttendTo(cache, steps <= steps[:, None], None)
-    hidden, scored = model(tokens, cache.lengths[:, None] + steps, attend)
+    hidden, scored, _ = model(tokens, cache.lengths[:, None] + steps, attend)
     new = tuple(pair for pair, _ in scored)
     committed = jnp.full(1, size, jnp.int32) + full_cache.zero_after(hidden[0, -1].argmax())
     return hidden, full_cache.append(cache, new, steps[None], committed)

@@ -87,7 +87,7 @@ def causal_attend(layer: int, q: Float[Array, "B T H D"], k: Float[Array, "B T K
 def logits_of(model: nn.Module, params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
     """Returns the model's logits at every position of `tokens`."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = model.apply(params, tokens, positions, causal_attend)
+    hidden, _, _ = model.apply(params, tokens, positions, causal_attend)
     return model.apply(params, hidden, method="unembed")
 
 

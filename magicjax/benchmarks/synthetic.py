@@ -21,7 +21,7 @@ from magicjax.drafters import Drafter, SelfSpeculation
 from magicjax.drafters.base import RoundOutcome
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
-from magicjax.settings import AttentionStatsSpec
+from magicjax.settings import StatsSpec
 from magicjax.trees.proposal import Proposal
 from magicjax.trees.token_tree import Tree
 
@@ -50,8 +50,8 @@ class Synthetic(Drafter):
     def draw_methods(self, tree: Tree) -> set[str]:
         return {"top"}
 
-    def attention_stats_spec(self) -> AttentionStatsSpec:
-        return AttentionStatsSpec() if self.inner is None else self.inner.attention_stats_spec()
+    def stats_spec(self) -> StatsSpec:
+        return StatsSpec() if self.inner is None else self.inner.stats_spec()
 
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
         return 0 if self.inner is None else self.inner.cache_bytes(target, batch, capacity)

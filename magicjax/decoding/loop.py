@@ -21,11 +21,11 @@ from magicjax.grammars import masking
 from magicjax.grammars.masking import GrammarRows, Transitions
 from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.attend import AttendTo
-from magicjax.kv_cache.attention_stats import AttentionStats
 from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.model_stats import ModelStats
 from magicjax.kv_cache.prefill import prefill_cache
 from magicjax.model import Model
-from magicjax.settings import PrefillSettings, Settings
+from magicjax.settings import PrefillSettings, Settings, StatsSpec
 from magicjax.trees import token_tree
 from magicjax.trees.proposal import Proposal
 from magicjax.verification import verify
@@ -48,7 +48,7 @@ class Prefilled:
     """
 
     first: Int[Array, "B"]
-    stats: AttentionStats
+    stats: ModelStats
     logprobs: LogProbs | None
     grammar: GrammarRows | None
 
@@ -171,7 +171,7 @@ def _prefilled(
     sampling: Sampling | None,
     grammar: GrammarRows | None,
     transitions: Transitions,
-    stats: AttentionStats,
+    stats: ModelStats,
 ) -> Prefilled:
     """Returns the first tokens, chosen from the hidden states of the prompts' last tokens."""
     logits, axis_names = target.unembed(hidden), target.split.axes
@@ -215,9 +215,9 @@ def step(
     with jax.named_scope("score"):
         positions = state.cache.lengths[:, None] + token_tree.depths(proposal.parents)
         mask = jnp.asarray(token_tree.ancestor_mask(proposal.parents))
-        keep_queries = drafter is not None and drafter.attention_stats_spec().rounds
-        attend = AttendTo(state.cache, mask, settings.backend, keep_queries)
-        hidden, aux = target(proposal.tokens, positions, attend)
+        spec = StatsSpec() if drafter is None else drafter.stats_spec()
+        attend = AttendTo(state.cache, mask, settings.backend, spec.rounds)
+        hidden, aux, inputs = target(proposal.tokens, positions, attend, spec.layer_inputs)
         kv, queries = zip(*aux, strict=True)
         logits = target.unembed(hidden)
         if state.grammar is not None:
@@ -247,7 +247,7 @@ def step(
     with jax.named_scope("commit"):
         committed = committed + full_cache.zero_after(result.bonus)
         cache = full_cache.append(state.cache, kv, result.path, committed)
-        outcome = RoundOutcome(result.path, committed, kv, queries, cache, settings.backend)
+        outcome = RoundOutcome(result.path, committed, kv, queries, inputs, cache, settings.backend)
         if drafter is not None:
             drafter_state = commit_checked(drafter, target, state.drafter, draft, proposal, outcome)
             state = dataclasses.replace(state, drafter=drafter_state)

@@ -51,7 +51,7 @@ class PrefilledPrompts:
         settings = request.prefill_settings
         stats_spec = settings.stats_spec
         for drafter in drafters:
-            stats_spec |= dataclasses.replace(drafter.attention_stats_spec(), rounds=False)
+            stats_spec |= dataclasses.replace(drafter.stats_spec(), rounds=False)
         settings = dataclasses.replace(settings, stats_spec=stats_spec)
         results, seconds = runner.prefill(request, settings)
         return cls(*results, global_arrays.fetch(request.lengths), seconds)

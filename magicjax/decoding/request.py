@@ -16,7 +16,7 @@ from magicjax.grammars.masking import GrammarRows
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
-from magicjax.settings import AttentionStatsSpec, PrefillSettings, Settings
+from magicjax.settings import PrefillSettings, Settings, StatsSpec
 from magicjax.trees.token_tree import Tree
 from magicjax.verification.sampling import Sampling
 from sharding import AnyMesh
@@ -79,9 +79,7 @@ class Request:
     @property
     def prefill_settings(self) -> PrefillSettings:
         """Static settings of the program `prefill`."""
-        stats_spec = (
-            AttentionStatsSpec() if self.drafter is None else self.drafter.attention_stats_spec()
-        )
+        stats_spec = StatsSpec() if self.drafter is None else self.drafter.stats_spec()
         return PrefillSettings(
             capacity=self.settings.capacity,
             chunk=self.settings.chunk,

@@ -1,6 +1,7 @@
 """Drafters: self-speculation, small models, prompt lookup, and ensembles of them."""
 
 from magicjax.drafters.base import Drafter, Previous, RoundOutcome
+from magicjax.drafters.eagle import Eagle
 from magicjax.drafters.ensemble import Ensemble
 from magicjax.drafters.page_retrieval import PageRetrieval
 from magicjax.drafters.prompt_lookup import PromptLookup
@@ -14,6 +15,7 @@ __all__ = [
     "ONE_HOT",
     "Drafter",
     "Draws",
+    "Eagle",
     "Ensemble",
     "PageRetrieval",
     "Previous",

@@ -5,13 +5,13 @@ from typing import Any
 
 import jax
 from flax import struct
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from magicjax.kv_cache.attention_stats import AttentionStats
 from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.model_stats import ModelStats
 from magicjax.model import Model
 from magicjax.options import check_types, options_of
-from magicjax.settings import AttentionStatsSpec, Settings
+from magicjax.settings import Settings, StatsSpec
 from magicjax.trees.proposal import Proposal
 from magicjax.trees.token_tree import Shape, Tree
 from magicjax.verification.sampling import Sampling
@@ -42,7 +42,8 @@ class RoundOutcome:
         ended.
       kv: for each layer the target's keys and values [B, N, K, D] of all nodes.
       queries: for each layer the target's queries [B, N, H, D] and the log-sum-exp of their scores
-        [B, N, H] if `attention_stats_spec().rounds`, else None.
+        [B, N, H] if `stats_spec().rounds`, else None.
+      layer_inputs: [B, N, E], of all nodes, for each layer of `stats_spec().layer_inputs`.
       cache: the target's cache after the commit.
       backend: static; of the attention.
     """
@@ -51,6 +52,7 @@ class RoundOutcome:
     committed: Int[Array, "B"]
     kv: tuple[tuple[Array, Array], ...]
     queries: tuple[Any, ...]
+    layer_inputs: dict[int, Float[Array, "B N E"]]
     cache: KVCache
     backend: str | None = struct.field(pytree_node=False)
 
@@ -106,7 +108,7 @@ class Drafter(abc.ABC):
         target: Model,
         tokens: Int[Array, "B T"],
         cache: KVCache,
-        stats: AttentionStats,
+        stats: ModelStats,
         settings: Settings,
         previous: Previous | None = None,
     ) -> Any:
@@ -116,7 +118,7 @@ class Drafter(abc.ABC):
           target: the target model.
           tokens: the prompts, right-padded; `cache.lengths` [B] has their lengths.
           cache: the target's keys and values of the prompts.
-          stats: covers `attention_stats_spec()`; in an ensemble it can hold more.
+          stats: covers `stats_spec()`; in an ensemble it can hold more.
           settings: of the program, such as the tree.
           previous: in an engine, its state after an earlier text, which it may reuse; T is then at
             least `cache.lengths` plus a chunk. None without an earlier text.
@@ -182,9 +184,9 @@ class Drafter(abc.ABC):
         """Returns the bounds of its proposals for `tree`."""
         return tree.shape
 
-    def attention_stats_spec(self) -> AttentionStatsSpec:
-        """Returns the attention statistics of the target that it needs."""
-        return AttentionStatsSpec()
+    def stats_spec(self) -> StatsSpec:
+        """Returns the attention statistics and hidden states of the target that it needs."""
+        return StatsSpec()
 
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
         """Returns the bytes of its own keys and values; a full cache has `capacity` slots."""

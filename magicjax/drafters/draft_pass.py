@@ -19,6 +19,7 @@ from magicjax.kv_cache.sparse_cache import DraftCache
 from magicjax.model import Model
 from magicjax.trees.token_tree import DynamicTree, Tree
 from magicjax.verification.sampling import Sampling
+from models import Attend
 
 NOT_RUN = -1
 
@@ -88,6 +89,8 @@ class DraftContext:
       backend: static; of the attention.
       drafter_index: static; index of the drafter in its ensemble.
       root_pass: of a root that has run already; None: it has not. Not with a backlog.
+      feature: [B, 1, E], of the target at the token before the root, for a model that is a learned
+        head (`models.eagle`); None: the model reads tokens only.
     """
 
     model: Model
@@ -101,6 +104,7 @@ class DraftContext:
     backend: str | None = struct.field(pytree_node=False)
     drafter_index: int = struct.field(pytree_node=False)
     root_pass: RootPass | None = None
+    feature: Float[Array, "B 1 E"] | None = None
 
     @property
     def draws(self) -> bool:
@@ -111,6 +115,34 @@ class DraftContext:
     def max_backlog(self) -> int:
         """F, the entries of the backlog."""
         return 0 if self.backlog is None else self.backlog.tokens.shape[1]
+
+    def run(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        attend: Attend,
+        features: Float[Array, "B T E"] | None,
+    ) -> tuple[Float[Array, "B T E"], KV]:
+        """Returns the hidden states of a pass, and the entries that `attend` fills.
+
+        Args:
+          tokens, positions: of the pass.
+          attend: the attention to the prefix and the entries.
+          features: of a learned head, the hidden state of each token's parent; None: of others.
+        """
+        if features is None:
+            return self.model(tokens, positions, attend)[:2]
+        x = embed_for(self.model, self.target, tokens, positions)
+        arguments = x, features, positions, attend
+        return self.model.module.apply(self.model.params, *arguments, method="decode")
+
+
+def embed_for(
+    head: Model, target: Model, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
+) -> Float[Array, "B T E"]:
+    """Returns the embeddings that a learned head reads: its own if it has any, or the target's."""
+    owner = head if head.config.own_embedding else target  # type: ignore[attr-defined]
+    return owner.embed(tokens, positions).astype(head.dtype)
 
 
 def check_width(tree: Tree, vocab: int) -> None:
@@ -169,7 +201,7 @@ def run_root(context: DraftContext, kv: KV, nodes: int) -> tuple[Array, KV]:
     if backlog is None:
         mask = (jnp.arange(nodes) == 0)[None]
         attend = AttendLevel(context.cache, kv, jnp.zeros(1, jnp.int32), mask, context.backend)
-        return context.model(context.root[:, None], position, attend)
+        return context.run(context.root[:, None], position, attend, context.feature)
     batch, size = backlog.tokens.shape
     steps = jnp.arange(size)
     chain = jnp.concatenate([jnp.zeros((size, nodes), bool), steps <= steps[:, None]], 1)
@@ -180,5 +212,5 @@ def run_root(context: DraftContext, kv: KV, nodes: int) -> tuple[Array, KV]:
     positions = jnp.clip(position + offsets, 0, position)  # padding too stays a valid position
     entries = jnp.concatenate([nodes + steps, jnp.zeros(1, jnp.int32)])
     attend = AttendLevel(context.cache, kv, entries, mask, context.backend)
-    hidden, kv = context.model(tokens, positions, attend)
+    hidden, kv = context.run(tokens, positions, attend, None)
     return hidden[:, -1:], kv

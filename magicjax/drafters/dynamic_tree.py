@@ -53,13 +53,13 @@ def draft_dynamic_tree(context: DraftContext, tree: DynamicTree) -> tuple[Propos
     """Returns a tree for each row, and the R = 1 + (D - 1) * W entries and those of the backlog."""
     batch, width = context.root.shape[0], tree.width
     entries = 1 + (tree.depth - 1) * width
-    candidates, drafted = _run_root(context, tree, entries)
+    candidates, drafted, outputs = _run_root(context, tree, entries)
     itself = jnp.eye(entries, dtype=bool)
     # Which entries each entry sees: itself, its ancestors and so always the root.
     sees = jnp.broadcast_to(itself.at[:, 0].set(True), (batch, entries, entries))
 
     def run_depth(carry, depth):
-        candidates, sees, drafted = carry
+        candidates, sees, drafted, outputs = carry
         newest = _first_candidate(tree, depth)
         score = jax.lax.dynamic_slice_in_dim(candidates.score, newest, width**2, 1)
         score, chosen = jax.lax.top_k(score, width)
@@ -72,17 +72,20 @@ def draft_dynamic_tree(context: DraftContext, tree: DynamicTree) -> tuple[Propos
         attend = AttendLevel(context.cache, drafted, entry, mask, context.backend)
         tokens = jnp.take_along_axis(candidates.tokens, chosen, 1)
         positions = jnp.broadcast_to(context.root_position[:, None] + depth, tokens.shape)
-        hidden, drafted = context.model(tokens, positions, attend)
         rows = jnp.arange(batch)[:, None]
+        features = None if outputs is None else outputs[rows, parent]
+        hidden, drafted = context.run(tokens, positions, attend, features)
+        if outputs is not None:
+            outputs = outputs.at[:, entry].set(hidden)
         candidates = dataclasses.replace(
             candidates, entry=candidates.entry.at[rows, chosen].set(entry)
         )
         first = _first_candidate(tree, depth + 1)
         candidates = _add_children(context, candidates, hidden, score, entry, first, width)
-        return (candidates, sees, drafted), None
+        return (candidates, sees, drafted, outputs), None
 
-    carry = candidates, sees, drafted
-    (candidates, _, drafted), _ = jax.lax.scan(run_depth, carry, jnp.arange(1, tree.depth))
+    carry = candidates, sees, drafted, outputs
+    (candidates, _, drafted, _), _ = jax.lax.scan(run_depth, carry, jnp.arange(1, tree.depth))
     proposal, node_entries = _most_probable_tree(context, tree, candidates, entries)
     return proposal, DraftedKV(drafted, node_entries)
 
@@ -92,8 +95,14 @@ def _first_candidate(tree: DynamicTree, depth):
     return (depth - 1) * tree.width**2
 
 
-def _run_root(context: DraftContext, tree: DynamicTree, entries: int) -> tuple[_Candidates, tuple]:
-    """Returns the candidates of depth 1, and the entries with the root and the backlog."""
+def _run_root(
+    context: DraftContext, tree: DynamicTree, entries: int
+) -> tuple[_Candidates, tuple, Float[Array, "B R E"] | None]:
+    """Returns the candidates of depth 1, the entries with the root and the backlog, and outputs.
+
+    Outputs are the hidden states of all entries, of which children's passes read their parent's;
+    None for a model that is not a learned head.
+    """
     drafted = empty_nodes(context.cache, entries + context.max_backlog, context.model.dtype)
     hidden, drafted = run_root(context, drafted, entries)
     shape = (context.root.shape[0], tree.depth * tree.width**2)
@@ -105,7 +114,11 @@ def _run_root(context: DraftContext, tree: DynamicTree, entries: int) -> tuple[_
     )
     score = jnp.zeros((shape[0], 1), jnp.float32)
     root = jnp.zeros(1, jnp.int32)
-    return _add_children(context, empty, hidden, score, root, 0, tree.width), drafted
+    outputs = None
+    if context.feature is not None:
+        outputs = jnp.zeros((shape[0], entries, hidden.shape[-1]), hidden.dtype)
+        outputs = outputs.at[:, :1].set(hidden)
+    return _add_children(context, empty, hidden, score, root, 0, tree.width), drafted, outputs
 
 
 def _add_children(

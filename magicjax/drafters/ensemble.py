@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from magicjax.drafters.base import Drafter, Previous, commit_checked
 from magicjax.model import Model
-from magicjax.settings import AttentionStatsSpec, Settings
+from magicjax.settings import Settings, StatsSpec
 from magicjax.trees.merge import merge
 from magicjax.trees.proposal import Proposal
 from magicjax.trees.token_tree import DynamicTree, Shape, TokenTree, Tree
@@ -90,8 +90,8 @@ class Ensemble(Drafter):
             for index, (drafter, tree) in enumerate(self._members(settings.tree))
         ]
 
-    def attention_stats_spec(self) -> AttentionStatsSpec:
-        specs = (drafter.attention_stats_spec() for drafter in self.drafters)
+    def stats_spec(self) -> StatsSpec:
+        specs = (drafter.stats_spec() for drafter in self.drafters)
         return functools.reduce(operator.or_, specs)
 
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:

@@ -184,7 +184,7 @@ class PageRetrieval(TargetDrafter):
 def _choose_pages(context: DraftContext, paged: PagedCache) -> tuple[DraftContext, Pages]:
     """Returns the context after a pass of the root, and the pages that its queries chose."""
     attend = ChoosePages(paged, context.backend)
-    hidden, aux = context.model(context.root[:, None], context.root_position[:, None], attend)
+    hidden, aux, _ = context.model(context.root[:, None], context.root_position[:, None], attend)
     kv, pages = zip(*aux, strict=True)
     cache = dataclasses.replace(paged, chosen=pages)
     return dataclasses.replace(context, cache=cache, root_pass=RootPass(hidden, kv)), pages

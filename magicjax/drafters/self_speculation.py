@@ -23,12 +23,12 @@ from magicjax.drafters.sparse import (
     find_policy,
 )
 from magicjax.drafters.target_drafter import WEIGHTS_HELP, TargetDrafter
-from magicjax.kv_cache.attention_stats import AttentionStats, RecentQueries, update_from_path
+from magicjax.kv_cache.model_stats import ModelStats, RecentQueries, update_from_path
 from magicjax.kv_cache.sparse_cache import DraftCache, append_ring, repin
 from magicjax.model import Model
 from magicjax.options import option
 from magicjax.policies import Policy, StreamingLLM
-from magicjax.settings import AttentionStatsSpec, Settings
+from magicjax.settings import Settings, StatsSpec
 from magicjax.trees.proposal import DrawMethod, Proposal
 from magicjax.trees.token_tree import Tree
 from pallas_kernels import prefix_mass
@@ -47,7 +47,7 @@ class SelfSpeculationState:
     """
 
     cache: DraftCache
-    stats: AttentionStats
+    stats: ModelStats
     counted: Int[Array, "B"]
     rounds: Int[Array, "B"]
 
@@ -126,8 +126,8 @@ class SelfSpeculation(TargetDrafter):
         super().check(target, tree, depth, context)
         self.sparse.check(target, depth + 1, f"tree depth ({depth}) + 1")
 
-    def attention_stats_spec(self) -> AttentionStatsSpec:
-        return self.sparse.attention_stats_spec(self.refresh_every is not None)
+    def stats_spec(self) -> StatsSpec:
+        return self.sparse.stats_spec(self.refresh_every is not None)
 
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
         return self.sparse.num_bytes(target, batch)
@@ -138,7 +138,7 @@ class SelfSpeculation(TargetDrafter):
         stats = self.sparse.select_stats(stats)
         draft_cache = self.sparse.make_cache(target, cache, stats, settings.backend)
         if self.refresh_every is None:
-            stats = AttentionStats(None, None)
+            stats = ModelStats(None, None)
         return SelfSpeculationState(
             draft_cache, stats, cache.lengths, jnp.zeros_like(cache.lengths)
         )

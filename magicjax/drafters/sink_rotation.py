@@ -75,7 +75,7 @@ def prefill_sliding_window(
         start = i * chunk
         part = jax.lax.dynamic_slice(tokens, (0, start), (batch, chunk))
         positions = jnp.broadcast_to(start + jnp.arange(chunk), part.shape)
-        hidden, aux = model(part, positions, AttendTo(cache, triangle, settings.backend))
+        hidden, aux, _ = model(part, positions, AttendTo(cache, triangle, settings.backend))
         kv = tuple(pair for pair, _ in aux)
         witness = hidden[0, 0].argmax(-1).astype(jnp.int32)  # an int64 in 64-bit mode
         count = jnp.clip(lengths - start, 0, chunk) + full_cache.zero_after(witness)

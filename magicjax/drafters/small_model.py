@@ -36,7 +36,7 @@ from magicjax.kv_cache.sparse_cache import DraftCache, append_ring
 from magicjax.model import Model
 from magicjax.options import option
 from magicjax.policies import Policy, StreamingLLM
-from magicjax.settings import AttentionStatsSpec, Settings
+from magicjax.settings import Settings, StatsSpec
 from magicjax.trees.proposal import DrawMethod, Proposal
 from magicjax.trees.token_tree import Tree
 from models import parse_weights
@@ -236,7 +236,7 @@ class SmallModel(Drafter):
                 own = previous.state.cache
                 reused = jnp.minimum(own.lengths, previous.reused)
                 begun = dataclasses.replace(own, lengths=reused)
-        spec = AttentionStatsSpec() if sparse is None else sparse.attention_stats_spec()
+        spec = StatsSpec() if sparse is None else sparse.stats_spec()
         full, _, stats = prefill_cache(model, tokens, lengths, settings, spec, begun)
         if sparse is None:
             return full, None

@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Literal
 
-from magicjax.kv_cache.attention_stats import AttentionStats, newest
 from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.model_stats import ModelStats, newest
 from magicjax.kv_cache.sparse_cache import DraftCache, Pins, gather
 from magicjax.model import Model
 from magicjax.policies import Evidence, Policy, choose, get_policy
-from magicjax.settings import AttentionStatsSpec
+from magicjax.settings import StatsSpec
 
 KVDtype = Literal["int8", "int4"]
 KV_DTYPES = {None: None, "int8": 8, "int4": 4}  # bits of an element
@@ -112,21 +112,21 @@ class SparseSettings:
                 f"it must return {layers} numbers, none below 0, with the sum {total}"
             )
 
-    def attention_stats_spec(self, refreshes: bool = False) -> AttentionStatsSpec:
+    def stats_spec(self, refreshes: bool = False) -> StatsSpec:
         """Returns the attention statistics that the policy needs."""
         window, total = self.policy.window, self.policy.accumulates
-        return AttentionStatsSpec(window, total, rounds=refreshes and window > 0)
+        return StatsSpec(window, total, rounds=refreshes and window > 0)
 
-    def select_stats(self, stats: AttentionStats) -> AttentionStats:
+    def select_stats(self, stats: ModelStats) -> ModelStats:
         """Returns the statistics that the policy needs; an ensemble can have collected more."""
         queries, window = stats.queries, self.policy.window
         if queries is not None:
             queries = tuple(newest(layer, window) for layer in queries) if window else None
         total = stats.total if self.policy.accumulates else None
-        return dataclasses.replace(stats, queries=queries, total=total)
+        return dataclasses.replace(stats, queries=queries, total=total, layer_inputs={})
 
     def choose_pins(
-        self, model: Model, full: KVCache, stats: AttentionStats, backend: str | None
+        self, model: Model, full: KVCache, stats: ModelStats, backend: str | None
     ) -> Pins:
         """Returns the positions that the policy pins in each layer, given selected statistics."""
         candidates = (full.lengths - self.ring).clip(0)
@@ -148,7 +148,7 @@ class SparseSettings:
         return tuple(pins)
 
     def make_cache(
-        self, model: Model, full: KVCache, stats: AttentionStats, backend: str | None
+        self, model: Model, full: KVCache, stats: ModelStats, backend: str | None
     ) -> DraftCache:
         """Returns the draft cache of the tokens in `full`."""
         pins = self.choose_pins(model, full, stats, backend)

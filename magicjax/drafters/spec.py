@@ -18,6 +18,7 @@ from typing import Any
 
 from magicjax import options, plugins
 from magicjax.drafters.base import REQUIRED, Drafter
+from magicjax.drafters.eagle import Eagle
 from magicjax.drafters.ensemble import Ensemble
 from magicjax.drafters.page_retrieval import PageRetrieval
 from magicjax.drafters.prompt_lookup import PromptLookup
@@ -34,6 +35,7 @@ from magicjax.trees.token_tree import Tree, parse_tree
 DRAFTERS: dict[str, type[Drafter]] = {
     "self": SelfSpeculation,
     "small": SmallModel,
+    "eagle": Eagle,
     "prompt-lookup": PromptLookup,
 }
 # Drafters of a name and what is written in place of its policy.

@@ -63,27 +63,34 @@ def draft_static_tree(context: DraftContext, tree: TokenTree) -> tuple[Proposal,
     sees = jnp.concatenate([jnp.asarray(tree.mask), jnp.zeros((1, n), bool)])
     node_depths = jnp.concatenate([jnp.asarray(tree.node_depths), jnp.zeros(1, jnp.int32)])
     choose = _child_chooser(context, tree)
-    root_first = context.backlog is not None or context.root_pass is not None
+    parent_of = jnp.asarray(np.maximum([*tree.parents, NO_NODE], 0))
+    is_head = context.feature is not None
+    root_first = is_head or context.backlog is not None or context.root_pass is not None
 
     def run_level(carry, level):
-        nodes, drafted = carry
+        nodes, drafted, outputs = carry
         mask = see_backlog(context.backlog, sees[level])
         entries = jnp.where(level < n, level, size)  # padding is dropped
         attend = AttendLevel(context.cache, drafted, entries, mask, context.backend)
         tokens = jnp.take(nodes.tokens, level, axis=1, mode="clip")
         positions = context.root_position[:, None] + node_depths[level]
-        hidden, drafted = context.model(tokens, positions, attend)
-        return (choose(nodes, hidden, level), drafted), None
+        features = outputs[:, parent_of[level]] if is_head else None
+        hidden, drafted = context.run(tokens, positions, attend, features)
+        if is_head:
+            outputs = outputs.at[:, level].set(hidden, mode="drop")
+        return (choose(nodes, hidden, level), drafted, outputs), None
 
     nodes, drafted = (
         _root_only(context, tree),
         empty_nodes(context.cache, size, context.model.dtype),
     )
-    levels = jnp.asarray(tree.levels)
+    levels, outputs = jnp.asarray(tree.levels), None  # [B, N, E], of the nodes of a learned head
     if root_first:
         hidden, drafted = run_root(context, drafted, n)
+        if is_head:
+            outputs = jnp.zeros((batch, n, hidden.shape[-1]), hidden.dtype).at[:, :1].set(hidden)
         nodes, levels = choose(nodes, hidden, jnp.zeros(1, jnp.int32)), levels[1:]
-    (nodes, drafted), _ = jax.lax.scan(run_level, (nodes, drafted), levels)
+    (nodes, drafted, _), _ = jax.lax.scan(run_level, (nodes, drafted, outputs), levels)
     has_run = np.isin(np.arange(n), tree.inner)
     has_run[0] |= root_first  # even in a tree of only the root
     entries = jnp.asarray(np.where(has_run, np.arange(n), NOT_RUN).astype(np.int32))

@@ -14,10 +14,10 @@ from jaxtyping import Array, Float, Int
 
 from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.attend import AttendTo
-from magicjax.kv_cache.attention_stats import AttentionStats, empty_window, update_from_chunk
 from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.model_stats import ModelStats, empty_window, update_from_chunk
 from magicjax.model import Model
-from magicjax.settings import AttentionStatsSpec, PrefillSettings, Settings
+from magicjax.settings import PrefillSettings, Settings, StatsSpec
 from pallas_kernels import prefix_mass
 
 
@@ -26,9 +26,9 @@ def prefill_cache(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     settings: Settings | PrefillSettings,
-    stats_spec: AttentionStatsSpec,
+    stats_spec: StatsSpec,
     cache: KVCache | None = None,
-) -> tuple[KVCache, Float[Array, "B E"], AttentionStats]:
+) -> tuple[KVCache, Float[Array, "B E"], ModelStats]:
     """Returns the prompts' cache, each row's last hidden state, and attention statistics.
 
     Given a cache, the number of chunks depends on the lengths, so one program serves all of them.
@@ -52,7 +52,8 @@ def prefill_cache(
     if cache is None:
         cache = full_cache.empty(model, batch, settings.capacity)
     else:
-        first = cache.lengths.min()
+        # A drafter that reads layers' inputs combines each token's with the token after it.
+        first = jnp.maximum(cache.lengths.min() - bool(stats_spec.layer_inputs), 0)
         chunks = -(-(lengths.max() - first) // chunk)
     keep_queries = stats_spec.window > 0 or stats_spec.total
     triangle = jnp.tril(jnp.ones((chunk, chunk), bool))
@@ -64,7 +65,8 @@ def prefill_cache(
         positions = jnp.minimum(start + jnp.arange(chunk), config.max_positions - 1)
         cache = cache.replace(lengths=jnp.minimum(start, lengths))
         attend = AttendTo(cache, triangle, settings.backend, keep_queries)
-        hidden, aux = model(part, jnp.broadcast_to(positions, part.shape), attend)
+        positions = jnp.broadcast_to(positions, part.shape)
+        hidden, aux, inputs = model(part, positions, attend, stats_spec.layer_inputs)
         keys_values, queries = zip(*aux, strict=True)
         slot = start + full_cache.zero_after(hidden[:1, 0].argmax(-1)[0])
         k = tuple(_write(slots, x, slot) for slots, (x, _) in zip(cache.k, keys_values))
@@ -73,15 +75,20 @@ def prefill_cache(
         ends_here = (lengths > start) & (lengths <= start + chunk)
         chunk_last = jnp.take_along_axis(hidden, index[:, None, None], 1)[:, 0]
         stats = _update(model, stats, queries, k, start, lengths, settings.backend)
+        kept = {
+            layer: jax.lax.dynamic_update_slice_in_dim(stats.layer_inputs[layer], x, start, 1)
+            for layer, x in inputs.items()
+        }
+        stats = dataclasses.replace(stats, layer_inputs=kept)
         return cache.replace(k=k, v=v), jnp.where(ends_here[:, None], chunk_last, last), stats
 
     last = jnp.zeros((batch, config.hidden_size), model.dtype)
-    carry = cache, last, _empty_stats(model, cache, stats_spec)
+    carry = cache, last, _empty_stats(model, cache, stats_spec, tokens.shape[1])
     cache, last, stats = jax.lax.fori_loop(0, chunks, run_chunk, carry)
     return dataclasses.replace(cache, lengths=lengths), last, stats
 
 
-def _empty_stats(model: Model, cache: KVCache, stats_spec: AttentionStatsSpec) -> AttentionStats:
+def _empty_stats(model: Model, cache: KVCache, stats_spec: StatsSpec, length: int) -> ModelStats:
     config, batch = model.config, cache.lengths.shape[0]
     queries = total = None
     if stats_spec.window:
@@ -90,18 +97,22 @@ def _empty_stats(model: Model, cache: KVCache, stats_spec: AttentionStatsSpec) -
     if stats_spec.total:
         dtype = jnp.promote_types(model.dtype, jnp.float32)
         total = tuple(jnp.zeros(k.shape[:3], dtype) for k in cache.k)
-    return AttentionStats(queries, total, model.split)
+    inputs = {
+        layer: jnp.zeros((batch, length, config.hidden_size), model.dtype)
+        for layer in stats_spec.layer_inputs
+    }
+    return ModelStats(queries, total, inputs, model.split)
 
 
 def _update(
     model: Model,
-    stats: AttentionStats,
+    stats: ModelStats,
     queries: tuple,
     keys: tuple,
     start,
     lengths: Int[Array, "B"],
     backend: str | None,
-) -> AttentionStats:
+) -> ModelStats:
     """Returns the statistics with those of a chunk, whose keys are already in the cache."""
     windows, total = stats.queries, stats.total
     if windows is not None:

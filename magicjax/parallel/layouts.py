@@ -16,10 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 import models
 from magicjax.parallel import offloading, pipeline_stages
-from models import Attend, ShardingFn
+from models import Attend, PassResult, ShardingFn
 from sharding import STAGE, Split, host, pipeline
-
-PassResult = tuple[Float[Array, "B T E"], tuple]  # hidden states, aux of `attend` per layer
 
 
 class Layout:
@@ -42,8 +40,9 @@ class Layout:
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         attend: Attend,
+        layer_inputs: tuple[int, ...],
     ) -> PassResult:
-        """Returns the last layer's hidden states, and `attend`'s aux of each local layer."""
+        """Returns what `Model.__call__` does."""
         raise NotImplementedError
 
     def abstract_params(self, module: nn.Module) -> Any:
@@ -79,8 +78,10 @@ class Layout:
 class Resident(Layout):
     """All parameters are on the device."""
 
-    def run(self, module, params, tokens, positions, attend) -> PassResult:
-        return module.apply(params, tokens, positions, attend)
+    def run(self, module, params, tokens, positions, attend, layer_inputs) -> PassResult:
+        if not layer_inputs:  # which another decoder than the package's may not have
+            return *module.apply(params, tokens, positions, attend)[:2], {}
+        return module.apply(params, tokens, positions, attend, layer_inputs)
 
 
 @struct.dataclass
@@ -103,7 +104,7 @@ class Offloaded(Layout):
 
     offload = True
 
-    def run(self, module, params, tokens, positions, attend) -> PassResult:
+    def run(self, module, params, tokens, positions, attend, layer_inputs) -> PassResult:
         block, layers = models.layer_module(module), module.config.num_layers
 
         def attend_any(layer, q, k, v):
@@ -113,10 +114,14 @@ class Offloaded(Layout):
             return jax.lax.switch(layer, branches, q, k, v)
 
         def run_layer(x, layer, weights):
-            return block.apply({"params": weights}, x, positions, attend_any, layer)
+            out, aux = block.apply({"params": weights}, x, positions, attend_any, layer)
+            return out, (aux, x if layer_inputs else None)
 
         x = module.apply(params, tokens, positions, method="embed")
-        return host.stream(run_layer, x, self.blocks, layers)
+        x, outputs = host.stream(run_layer, x, self.blocks, layers)
+        aux, inputs = zip(*outputs, strict=True)
+        inputs = (*inputs, x)
+        return x, aux, {layer: inputs[layer] for layer in layer_inputs}
 
     def abstract_params(self, module: nn.Module) -> Any:
         return models.split_blocks(_abstract_params(module))[0]
@@ -134,8 +139,8 @@ class Pipelined(Layout):
     stages: int = struct.field(pytree_node=False)
     micro_batches: int = struct.field(pytree_node=False, default=1)
 
-    def run(self, module, params, tokens, positions, attend) -> PassResult:
-        """Returns this stage's hidden states, and `attend`'s aux of its layers.
+    def run(self, module, params, tokens, positions, attend, layer_inputs) -> PassResult:
+        """Returns this stage's hidden states, `attend`'s aux of its layers, and layers' inputs.
 
         `attend` has `rows(first, count)`, which returns the same for some rows of the batch.
         """
@@ -146,16 +151,24 @@ class Pipelined(Layout):
             if first is not None:
                 row_positions = jax.lax.dynamic_slice_in_dim(positions, first, rows)
                 row_attend = attend.rows(first, rows)  # type: ignore[attr-defined]
-            aux = []
-            for layer in range(module.config.num_layers):
-                inputs = x, row_positions, row_attend, layer
-                x, layer_aux = module.apply(params, *inputs, method="block")
+            aux, inputs = [], [x]
+            for layer in range(layers):
+                arguments = x, row_positions, row_attend, layer
+                x, layer_aux = module.apply(params, *arguments, method="block")
                 aux.append(layer_aux)
-            return x, tuple(aux)
+                inputs.append(x)
+            return x, (tuple(aux), [inputs[layer - owner * layers] for layer, owner in owners])
 
+        layers = module.config.num_layers
+        owners = [(layer, min(layer // layers, self.stages - 1)) for layer in layer_inputs]
         x = module.apply(params, tokens, positions, method="embed")
         axis_names = _replicated_axes(x, module.split)
-        return pipeline.pipelined(run_stage, x, self.micro_batches, axis_names)
+        x, (aux, parts) = pipeline.pipelined(run_stage, x, self.micro_batches, axis_names)
+        inputs = {
+            layer: pipeline.broadcast_from(owner, part, axis_names)
+            for (layer, owner), part in zip(owners, parts, strict=True)
+        }
+        return x, aux, inputs
 
     def abstract_params(self, module: nn.Module) -> Any:
         return pipeline_stages.stack_layers(_abstract_params(module), self.stages)
@@ -173,7 +186,7 @@ class Pipelined(Layout):
         return pipeline.stage_index() * num_layers
 
     def last_hidden(self, hidden: Float[Array, "*B E"], split: Split) -> Float[Array, "*B E"]:
-        return pipeline.broadcast_from_last(hidden, _replicated_axes(hidden, split))
+        return pipeline.broadcast_from(self.stages - 1, hidden, _replicated_axes(hidden, split))
 
     def broadcast_decision(self, tree: Any) -> Any:
         return pipeline.broadcast_from_first(tree)

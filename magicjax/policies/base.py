@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from magicjax.kv_cache.attention_stats import RecentQueries
+from magicjax.kv_cache.model_stats import RecentQueries
 from magicjax.options import check_types, fields_of
 from pallas_kernels import prefix_mass
 from sharding import Split, collectives

@@ -154,7 +154,7 @@ def _options(rng, made: Configuration, drafter: Any) -> dict[str, Any]:
     prefix_bytes = [None, None, None, 0][rng.integers(4)]
     logprobs, host, adaptive = rng.random(3) < (0.3, 0.4, 0.3)
     found = dict(prefix_bytes=prefix_bytes, logprobs=LOGPROBS if logprobs else None)
-    whole = drafter is not None and drafter.attention_stats_spec().total
+    whole = drafter is not None and drafter.stats_spec().total
     if host and prefix_bytes is None and not whole:
         found["host_prefix_bytes"] = HOST_BYTES
     has_trees = isinstance(drafter, magicjax.Ensemble) and drafter.trees is not None

@@ -8,7 +8,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from magicjax.drafters import Drafter, Proposal
-from magicjax.settings import AttentionStatsSpec
+from magicjax.settings import StatsSpec
 from tests.magicjax import tiny
 
 
@@ -37,8 +37,8 @@ class Scripted(Drafter):
     def draw_methods(self, tree):
         return {"top"}
 
-    def attention_stats_spec(self):
-        return AttentionStatsSpec()
+    def stats_spec(self):
+        return StatsSpec()
 
     def cache_bytes(self, target, batch, capacity):
         return 0

@@ -29,7 +29,7 @@ def attend_causally(layer, q, k, v):
 def logits_of(module, params, tokens):
     """Logits [B,T,V] of whole texts, each starting at position 0."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = module.apply(params, tokens, positions, attend_causally)
+    hidden, _, _ = module.apply(params, tokens, positions, attend_causally)
     return module.apply(params, hidden, method="unembed")
 
 

@@ -120,7 +120,7 @@ def test_layers_scan_over_stacked_parameters(module, attend_causally, random_par
     """Offloading streams layers through a scan, with a traced layer index."""
     params = random_params(module)
     tokens, positions = tokens_and_positions()
-    hidden, _ = module.apply(params, tokens, positions, attend_causally)
+    hidden, _, _ = module.apply(params, tokens, positions, attend_causally)
     layers = [params["params"][f"layers_{i}"] for i in range(3)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
@@ -182,7 +182,7 @@ def test_one_token_in_bfloat16_has_the_logits_of_a_token_in_a_batch(module, atte
     params = models.init_params(module, 0)
 
     def logits(tokens):
-        hidden, _ = module.apply(params, tokens, jnp.zeros_like(tokens), attend_causally)
+        hidden, _, _ = module.apply(params, tokens, jnp.zeros_like(tokens), attend_causally)
         return module.apply(params, hidden, method="unembed")
 
     one, both = logits(jnp.array([[3]])), logits(jnp.array([[3], [5]]))

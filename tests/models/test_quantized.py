@@ -25,7 +25,7 @@ def halves(layer, q, k, v):
 
 
 def logits(module, params):
-    hidden, _ = module.apply(params, TOKENS, POSITIONS, halves)
+    hidden, _, _ = module.apply(params, TOKENS, POSITIONS, halves)
     return np.asarray(module.apply(params, hidden, method="unembed"))
 
 

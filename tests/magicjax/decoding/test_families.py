@@ -34,7 +34,7 @@ def forward_of(module):
     @jax.jit
     def run(params, tokens):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        hidden, _ = module.apply(params, tokens, positions, attend)
+        hidden, _, _ = module.apply(params, tokens, positions, attend)
         return module.apply(params, hidden, method="unembed").argmax(-1)
 
     return run

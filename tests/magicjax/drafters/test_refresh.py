@@ -34,7 +34,7 @@ def picking(sparse, capacity: int):
     @jax.jit
     def pick(model, tokens, lengths):
         cache, _, seen = prefill.prefill_cache(
-            model, tokens, lengths, settings, sparse.attention_stats_spec()
+            model, tokens, lengths, settings, sparse.stats_spec()
         )
         return sparse.choose_pins(model, cache, seen, None)
 

@@ -12,7 +12,7 @@ import magicjax
 from magicjax.decoding import program_cache
 from magicjax.decoding.runner import prefill_and_init
 from magicjax.kv_cache import prefill
-from magicjax.settings import AttentionStatsSpec
+from magicjax.settings import StatsSpec
 from tests.magicjax import keywords, tiny
 from tests.magicjax.kv_cache import test_pages
 from tests.quick import quick
@@ -55,7 +55,7 @@ def fresh_prefill(capacity: int):
 
     @jax.jit
     def run(model, tokens, lengths):
-        return prefill.prefill_cache(model, tokens, lengths, settings, AttentionStatsSpec())[0]
+        return prefill.prefill_cache(model, tokens, lengths, settings, StatsSpec())[0]
 
     return run
 
@@ -232,9 +232,7 @@ def test_a_prompt_of_several_chunks_fills_the_cache_like_one_chunk():
     for chunk in (16, WIDTH):
         settings = types.SimpleNamespace(chunk=chunk, capacity=WIDTH, backend=None)
         run = jax.jit(
-            functools.partial(
-                prefill.prefill_cache, settings=settings, stats_spec=AttentionStatsSpec()
-            )
+            functools.partial(prefill.prefill_cache, settings=settings, stats_spec=StatsSpec())
         )
         cache, hidden, _ = run(model, jnp.asarray(tokens), jnp.asarray(lengths))
         np.testing.assert_array_equal(cache.lengths, lengths)

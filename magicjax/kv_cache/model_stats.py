@@ -1,11 +1,11 @@
-"""Attention statistics for policies: the newest queries, and the attention of each entry."""
+"""What drafters read of a model's pass: recent queries, attention of entries, layers' inputs."""
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from sharding import HEADS, KV_HEADS, LAYER_BATCH, Split, logical_axes
+from sharding import BATCH, HEADS, KV_HEADS, LAYER_BATCH, Split, logical_axes
 
 
 @struct.dataclass
@@ -26,19 +26,24 @@ class RecentQueries:
 
 
 @struct.dataclass
-class AttentionStats:
-    """Statistics of a model's attention.
+class ModelStats:
+    """Statistics of a model's attention over a text, and inputs of its layers.
 
     Attributes:
       queries: per layer; None without a window.
       total: float32 [B, K, S] per layer, the attention that each slot received, summed over the G
         heads of a KV head; or None.
+      layer_inputs: [B, T, E] of each token, by layer; undefined before the tokens of the passes
+        that ran, except for the token just before them.
       split: static; the model's division over devices.
     """
 
     queries: tuple[RecentQueries, ...] | None
     total: tuple[Float[Array, "B K S"], ...] | None = struct.field(
         metadata=logical_axes(LAYER_BATCH, KV_HEADS)
+    )
+    layer_inputs: dict[int, Float[Array, "B T E"]] = struct.field(
+        default_factory=dict, metadata=logical_axes(BATCH)
     )
     split: Split = struct.field(pytree_node=False, default=Split())
 

@@ -1,0 +1,184 @@
+"""Reads and writes the configs and tensors of EAGLE-3 heads.
+
+The layouts of SafeAILab and SpecForge have one config of a Llama layer and tensors below
+`midlayer`; that of speculators has the layer's config below `transformer_layer_config` and tensors
+below `layers.0`. `d2t` is the target's token of each draft token, less the draft token.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from models import hf_tensors
+from models.decoder import DecoderConfig
+from models.eagle import FEATURES, EagleConfig
+from models.hf_tensors import UNEMBEDDING, Tensor
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+LAYER, SPECULATORS_LAYER = "midlayer.", "layers.0."
+EMBEDDING, FC = "embed_tokens.weight", "fc.weight"
+UNUSED = ("t2d",)  # which follows from d2t
+
+_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_KEYS = {
+    "draft_vocab_size",
+    "target_hidden_size",
+    "eagle_config",
+    "transformer_layer_config",
+    "architectures",
+    _LAYER_IDS,
+    *_NORMS,
+}
+
+
+def may_be_head(raw: Mapping[str, Any]) -> bool:
+    """Returns whether `is_head` can hold, given the names of the tensors."""
+    return "draft_vocab_size" in raw or is_head(raw)
+
+
+def is_head(raw: Mapping[str, Any], names: Collection[str] = ()) -> bool:
+    """Returns whether a config.json, or the tensors beside it, are those of an EAGLE-3 head."""
+    architectures = " ".join(map(str, raw.get("architectures") or ())).lower()
+    by_name = "eagle3" in architectures or raw.get("speculators_model_type") == "eagle3"
+    return by_name or ("draft_vocab_size" in raw and FC in names)
+
+
+def read_config(
+    raw: Mapping[str, Any], names: Collection[str], read_layer: Callable[..., DecoderConfig]
+) -> EagleConfig:
+    """Returns the config of a head.
+
+    Args:
+      raw: the contents of config.json.
+      names: of the tensors, in SpecForge's layout; () if the weights are not there.
+      read_layer: returns the config of a Llama config.json's contents.
+
+    Raises:
+      ValueError: several layers, missing keys, or unsupported values.
+    """
+    layer = dict(raw.get("transformer_layer_config") or raw)
+    extra = dict(raw.get("eagle_config") or {})
+    llama = {key: value for key, value in layer.items() if key not in _KEYS}
+    if layer is not raw:
+        llama = {key: value for key, value in llama.items() if not key.startswith("speculators")}
+    llama |= {"model_type": "llama", "tie_word_embeddings": False}
+    config = read_layer(llama)
+    settings = {name: bool(raw.get(name, extra.get(name, False))) for name in _NORMS}
+    ids = raw.get(_LAYER_IDS, extra.get(_LAYER_IDS))
+    vocab = raw.get("draft_vocab_size") or config.vocab_size
+    fields: dict[str, Any] = {
+        f.name: getattr(config, f.name) for f in dataclasses.fields(DecoderConfig)
+    }
+    fields["draft_vocab_size"] = None if vocab == config.vocab_size else vocab
+    return EagleConfig(
+        **fields,
+        target_hidden_size=raw.get("target_hidden_size") or config.hidden_size,
+        layer_inputs=None if ids is None else tuple(ids),
+        own_embedding=EMBEDDING in names,
+        own_unembedding=UNEMBEDDING in names if names else True,
+        **settings,
+    )
+
+
+def write_config(config: EagleConfig, layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the contents of config.json in SpecForge's layout, given those of the layer's."""
+    written = {key: value for key, value in layer.items() if key != "draft_vocab_size"}
+    return {
+        **written,
+        "architectures": [ARCHITECTURE],
+        "draft_vocab_size": config.embedding_rows,
+        "target_hidden_size": config.target_hidden_size,
+        "eagle_config": {} if config.layer_inputs is None else {_LAYER_IDS: config.layer_inputs},
+        **{name: getattr(config, name) for name in _NORMS},
+    }
+
+
+def canonical(name: str) -> str:
+    """Returns a tensor's name in SpecForge's layout."""
+    name = name.removeprefix("model.")
+    if name.startswith(SPECULATORS_LAYER):
+        return LAYER + name.removeprefix(SPECULATORS_LAYER)
+    return {"embed_tokens": EMBEDDING, "verifier_norm.weight": "norm.weight"}.get(name, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftTokens(Tensor):
+    """`d2t`, of which the parameter is the draft token of each of the target's tokens.
+
+    Attributes:
+      size: the number of draft tokens, which stands for tokens that have none.
+    """
+
+    size: int = 0
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (self.size,)
+
+    def to_parameter(self, stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        tokens = np.arange(self.size) + np.asarray(stored)
+        if tokens.min() < 0 or tokens.max() >= shape[0] or len(np.unique(tokens)) < self.size:
+            raise ValueError(
+                f"{self.name} has tokens outside 0 to {shape[0] - 1} or twice: it must be the "
+                "target's token less the draft token, not the target's token"
+            )
+        draft = np.full(shape, self.size, np.int32)
+        draft[tokens] = np.arange(self.size)
+        return draft
+
+
+def to_stored(tensors: Sequence[Tensor], parameters: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns the contiguous array of one tensor, given all parameters that it has, in order."""
+    first = tensors[0]
+    if not isinstance(first, DraftTokens):
+        return hf_tensors.to_stored(tensors, parameters)
+    (known,) = np.nonzero(parameters[0] < first.size)
+    tokens = np.empty(first.size, np.int64)
+    tokens[parameters[0][known]] = known
+    return tokens - np.arange(first.size)
+
+
+def tensors_of(config: DecoderConfig) -> tuple[Tensor, ...]:
+    """Returns every parameter of a model or a head with its tensor, in file order.
+
+    The names of a head's are those of SpecForge's layout.
+    """
+    if not isinstance(config, EagleConfig):
+        return hf_tensors.tensors_of(config)
+    layer = ("layers_0",)
+    tensors = []
+    if config.own_embedding:
+        tensors.append(Tensor(EMBEDDING, ("embedding",)))
+    if config.norm_before_fc:
+        tensors.append(_norm("input_norm", ("joined_norm",)))
+    if config.fc_norm:
+        tensors += [_norm(f"fc_norm.{i}", (f"hidden_norms_{i}",)) for i in range(FEATURES)]
+    tensors.append(Tensor(FC, ("fc", "weight"), inputs=1))
+    names = {
+        "hidden_norm": "feature_norm",
+        "input_layernorm": "embedding_norm",
+        "post_attention_layernorm": "mlp_norm",
+    }
+    tensors += [_norm(LAYER + name, (*layer, own)) for name, own in names.items()]
+    for part in "qkv":
+        tensors += _linear(f"self_attn.{part}_proj", (*layer, part), 1, config.qkv_bias)
+    tensors += _linear("self_attn.o_proj", (*layer, "out"), 2, config.out_bias)
+    for part in ("gate",) * config.gated + ("up", "down"):
+        tensors += _linear(f"mlp.{part}_proj", (*layer, "mlp", part), 1, config.mlp_bias)
+    tensors.append(_norm("norm", ("norm",)))
+    if config.own_unembedding:
+        tensors.append(Tensor(UNEMBEDDING, ("unembedding",)))
+    if config.draft_vocab_size is not None:
+        tensors.append(DraftTokens("d2t", ("vocab_map",), size=config.draft_vocab_size))
+    return tuple(tensors)
+
+
+def _norm(name: str, path: tuple[str, ...]) -> Tensor:
+    return Tensor(f"{name}.weight", (*path, "scale"), flat=True)
+
+
+def _linear(name: str, path: tuple[str, ...], inputs: int, bias: bool) -> list[Tensor]:
+    made = [Tensor(f"{LAYER}{name}.weight", (*path, "weight"), inputs=inputs)]
+    return made + [Tensor(f"{LAYER}{name}.bias", (*path, "bias"), flat=True)] * bias
