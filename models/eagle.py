@@ -40,6 +40,8 @@ class EagleConfig(DecoderConfig):
       norm_before_fc: RMSNorm over the joined hidden states before they are fused.
       fc_norm: RMSNorm of each hidden state before they are fused.
       norm_output: the output that is the next token's feature is normalized (EAGLE-3.1).
+      acceptance: at what share of a text's positions the head and the target chose the same token
+        after training; None: not stored.
       own_embedding: the head has an embedding; False: it reads the target's.
       own_unembedding: the head has an output matrix; False: it uses rows of the target's.
     """
@@ -50,6 +52,7 @@ class EagleConfig(DecoderConfig):
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    acceptance: float | None = None
     own_embedding: bool = False
     own_unembedding: bool = True
 
@@ -111,7 +114,7 @@ class EagleLayer(nn.Module):
         hidden = (normed if self.config.norm_before_residual else feature) + self.out(out)
         return hidden + self.mlp(self.mlp_norm(hidden)), aux
 
-    def keys_values(self, x, feature, positions):
+    def keys_values(self, x, feature, positions) -> tuple[Array, Array]:
         rope: Any = self.config.rope
         joined = jnp.concatenate([self.embedding_norm(x), self.feature_norm(feature)], -1)
         k, v = project(joined, self.k, self.v)

@@ -23,6 +23,7 @@ UNUSED = ("t2d",)  # which follows from d2t
 
 _NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_ACCEPTANCE = "first_token_acceptance"  # of this package's trainer
 _KEYS = {
     "draft_vocab_size",
     "target_hidden_size",
@@ -66,7 +67,7 @@ def read_config(
         llama = {key: value for key, value in llama.items() if not key.startswith("speculators")}
     llama |= {"model_type": "llama", "tie_word_embeddings": False}
     config = read_layer(llama)
-    settings = {name: bool(raw.get(name, extra.get(name, False))) for name in _NORMS}
+    settings: Any = {name: bool(raw.get(name, extra.get(name, False))) for name in _NORMS}
     ids = raw.get(_LAYER_IDS, extra.get(_LAYER_IDS))
     vocab = raw.get("draft_vocab_size") or config.vocab_size
     fields: dict[str, Any] = {
@@ -77,6 +78,7 @@ def read_config(
         **fields,
         target_hidden_size=raw.get("target_hidden_size") or config.hidden_size,
         layer_inputs=None if ids is None else tuple(ids),
+        acceptance=extra.get(_ACCEPTANCE),
         own_embedding=EMBEDDING in names,
         own_unembedding=UNEMBEDDING in names if names else True,
         **settings,
@@ -86,12 +88,13 @@ def read_config(
 def write_config(config: EagleConfig, layer: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the contents of config.json in SpecForge's layout, given those of the layer's."""
     written = {key: value for key, value in layer.items() if key != "draft_vocab_size"}
+    extra = {_LAYER_IDS: config.layer_inputs, _ACCEPTANCE: config.acceptance}
     return {
         **written,
         "architectures": [ARCHITECTURE],
         "draft_vocab_size": config.embedding_rows,
         "target_hidden_size": config.target_hidden_size,
-        "eagle_config": {} if config.layer_inputs is None else {_LAYER_IDS: config.layer_inputs},
+        "eagle_config": {key: value for key, value in extra.items() if value is not None},
         **{name: getattr(config, name) for name in _NORMS},
     }
 

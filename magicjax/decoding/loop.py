@@ -105,13 +105,15 @@ def prefill(
     grammar: GrammarRows | None,
     transitions: Transitions,
     cache: KVCache | None = None,
+    layer_inputs: dict[int, Array] | None = None,
 ) -> tuple[KVCache, Prefilled]:
     """Returns the target's cache of the prompts, and the other results of prefill.
 
-    Given a cache of the first tokens of each row, only the other tokens are computed.
+    Given a cache of the first tokens of each row, only the other tokens are computed. Inputs of
+    layers can be those of earlier calls, to which these tokens are added.
     """
-    spec = settings.stats_spec
-    cache, last, stats = prefill_cache(target, tokens, lengths, settings, spec, cache)
+    begun = settings.stats_spec, cache, layer_inputs
+    cache, last, stats = prefill_cache(target, tokens, lengths, settings, *begun)
     chosen_by = lengths, sampling, grammar, transitions
     return cache, _prefilled(settings, target, last, *chosen_by, stats)
 

@@ -218,8 +218,8 @@ def place(
     mesh = request.settings.mesh
     target, drafter = loading.with_weights(request.target, mesh), request.drafter
     if drafter is not None:
-        drafter = drafter.for_target(target)
         drafter = loading.with_weights(drafter, mesh, stages=None if mesh is None else 1)
+        drafter = drafter.for_target(target)
     request = dataclasses.replace(request, target=target, drafter=drafter)
     if mesh is None:
         on_device = {

@@ -71,16 +71,20 @@ def prefill_and_init(request: Request) -> tuple[DecodeState, float]:
 
 
 def prefill(
-    request: Request, settings: PrefillSettings, cache: KVCache | None = None
+    request: Request,
+    settings: PrefillSettings,
+    cache: KVCache | None = None,
+    layer_inputs: dict[int, Any] | None = None,
 ) -> tuple[tuple[KVCache, Prefilled], float]:
-    """Returns the results of prefill, and its seconds; donates `cache`.
+    """Returns the results of prefill, and its seconds; donates `cache` and `layer_inputs`.
 
     Args:
       request: of the prompts.
       settings: the request's, or those of other attention statistics.
       cache: of the first tokens of each row; None: an empty one is made.
+      layer_inputs: of earlier calls for the same prompts, as in `ModelStats`; None: of none.
     """
-    arguments = (*request.prefill_arguments, cache)
+    arguments = (*request.prefill_arguments, cache, layer_inputs)
     return _run(request, "prefill", settings, arguments)
 
 

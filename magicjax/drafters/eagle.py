@@ -9,6 +9,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 import models
+from magicjax.drafters import eagle_check
 from magicjax.drafters.base import Drafter, Previous, RoundOutcome
 from magicjax.drafters.draft_pass import (
     DraftContext,
@@ -61,6 +62,8 @@ class Eagle(Drafter):
       sinks: how many of the first entries are read.
       draw: how children are drawn under sampling (`DRAW_METHODS`); None: without replacement, or
         the most likely tokens in a dynamic tree.
+      verify: whether the head's first token is compared with the target's on a short text when both
+        are loaded (`magicjax.drafters.eagle_check`).
 
     Raises:
       ValueError: a budget without entries besides the sinks, or negative sinks.
@@ -74,6 +77,9 @@ class Eagle(Drafter):
     )
     sinks: int = option(4, "first tokens that a budget always includes")
     draw: DrawMethod | None = option(None, DRAW_HELP)
+    verify: bool = option(
+        True, "compare the head with the target on a short text when it is loaded"
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -135,9 +141,10 @@ class Eagle(Drafter):
             rows = _output_rows(config, params["params"], target)
             params = {"params": params["params"] | {"unembedding": rows.astype(model.dtype)}}
         module = model.module.clone(config=resolved)
-        return dataclasses.replace(
-            self, model=dataclasses.replace(model, module=module, params=params)
-        )
+        model = dataclasses.replace(model, module=module, params=params)
+        if self.verify:
+            eagle_check.check_once(self.model, model, target)
+        return dataclasses.replace(self, model=model)
 
     def stats_spec(self) -> StatsSpec:
         return StatsSpec(layer_inputs=tuple(sorted(self._layers)))
@@ -228,7 +235,7 @@ class Eagle(Drafter):
         rope: Any = self.config.rope
         inverse, _ = frequencies(rope, self.config.head_dim)
         angles = (shift[:, None] * inverse)[:, None, None]
-        k = seen.k[0]
+        k: Any = seen.k[0]
         sinks = rotate_pairs(k[:, :, : self.sinks], jnp.cos(angles), jnp.sin(angles))
         return dataclasses.replace(seen, k=(k.at[:, :, : self.sinks].set(sinks.astype(k.dtype)),))
 

@@ -26,6 +26,7 @@ from magicjax.engine.prefix_store import Prefix, make_store
 from magicjax.engine.scheduler import Scheduler
 from magicjax.engine.stats import Counters, EngineStats
 from magicjax.engine.templates import (
+    empty_layer_inputs,
     empty_row,
     empty_state,
     make_templates,
@@ -303,7 +304,8 @@ class Engine:
                 row = self._spare_rows.pop() if self._spare_rows else empty_row(self._templates)
             # The last token's hidden state gives the first new token.
             handle.reused_tokens = min(common, len(prompt) - 1)
-            self._rows[handle] = PrefillRow(request, *row, handle.reused_tokens)
+            inputs = empty_layer_inputs(self._templates)
+            self._rows[handle] = PrefillRow(request, *row, handle.reused_tokens, inputs)
             self._scheduler.start(handle, handle.reused_tokens)
 
     def _insert(self, handle: Handle, prefilled: Prefilled) -> None:

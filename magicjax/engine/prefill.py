@@ -25,12 +25,14 @@ class PrefillRow:
       drafter_state: the drafter's state of an earlier text, of which the first `reused` tokens are
         those of the prompt.
       reused: the tokens of the prompt that were cached before.
+      layer_inputs: of the target's pass over the pieces so far, which the programs donate.
     """
 
     request: Request
     cache: KVCache
     drafter_state: Any
     reused: int
+    layer_inputs: dict[int, Any]
 
     def advance(self, piece: Piece) -> tuple[Prefilled, float]:
         """Prefills a piece; returns the results of the program and its seconds."""
@@ -38,8 +40,9 @@ class PrefillRow:
         settings = dataclasses.replace(self.request.settings, chunk=piece.chunk)
         request = dataclasses.replace(self.request, lengths=end, settings=settings)
         cache = dataclasses.replace(self.cache, lengths=first)
-        found, seconds = runner.prefill(request, request.prefill_settings, cache)
-        self.cache, prefilled = found
+        arguments = request.prefill_settings, cache, self.layer_inputs
+        (self.cache, prefilled), seconds = runner.prefill(request, *arguments)
+        self.layer_inputs = prefilled.stats.layer_inputs
         return prefilled, seconds
 
     def finish(self, prefilled: Prefilled) -> tuple[DecodeState, float]:

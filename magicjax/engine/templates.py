@@ -301,5 +301,15 @@ def empty_row(templates: Templates) -> tuple[KVCache, Any]:
     return _zeros(templates.row_shapes)
 
 
+def empty_layer_inputs(templates: Templates) -> dict[int, jax.Array]:
+    """Returns the inputs of the layers that the drafter reads, zeros, of one row."""
+    row = templates.row
+    shape = *row.tokens.shape, row.target.config.hidden_size
+    return {
+        layer: jnp.zeros(shape, row.target.dtype, device=row.lengths.sharding)
+        for layer in row.prefill_settings.stats_spec.layer_inputs
+    }
+
+
 def _zeros(shapes: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)

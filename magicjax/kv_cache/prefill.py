@@ -28,6 +28,7 @@ def prefill_cache(
     settings: Settings | PrefillSettings,
     stats_spec: StatsSpec,
     cache: KVCache | None = None,
+    layer_inputs: dict[int, Array] | None = None,
 ) -> tuple[KVCache, Float[Array, "B E"], ModelStats]:
     """Returns the prompts' cache, each row's last hidden state, and attention statistics.
 
@@ -45,6 +46,7 @@ def prefill_cache(
       stats_spec: the statistics to keep.
       cache: holds the first `cache.lengths` tokens of each row, fewer than `lengths`. Rows longer
         than the shortest one are computed again from its end. None: an empty cache is made.
+      layer_inputs: of the passes so far, as in `ModelStats`; None: of none.
     """
     config, chunk, batch = model.config, settings.chunk, tokens.shape[0]
     first: Any = 0
@@ -83,7 +85,10 @@ def prefill_cache(
         return cache.replace(k=k, v=v), jnp.where(ends_here[:, None], chunk_last, last), stats
 
     last = jnp.zeros((batch, config.hidden_size), model.dtype)
-    carry = cache, last, _empty_stats(model, cache, stats_spec, tokens.shape[1])
+    stats = _empty_stats(model, cache, stats_spec, tokens.shape[1])
+    if layer_inputs is not None:
+        stats = dataclasses.replace(stats, layer_inputs=layer_inputs)
+    carry = cache, last, stats
     cache, last, stats = jax.lax.fori_loop(0, chunks, run_chunk, carry)
     return dataclasses.replace(cache, lengths=lengths), last, stats
 

@@ -138,13 +138,25 @@ def drafting_of(
     rng, shape: int, weights: int, sampled: bool, copies: bool = True
 ) -> tuple[Any, Any]:
     """Returns a random drafter and tree; `copies`: it may quantize the target."""
-    kinds = ["self", "self", "self", "small", "small", "prompt-lookup", "ensemble", "plain"]
+    kinds = [
+        "self",
+        "self",
+        "self",
+        "small",
+        "small",
+        "eagle",
+        "prompt-lookup",
+        "ensemble",
+        "plain",
+    ]
     kind = kinds[rng.integers(len(kinds))]
     if kind == "plain":
         return None, None
     members = [kind]
     if kind == "ensemble":
-        members = list(rng.choice(["self", "small", "prompt-lookup"], int(rng.integers(2, 4))))
+        members = list(
+            rng.choice(["self", "small", "eagle", "prompt-lookup"], int(rng.integers(2, 4)))
+        )
     separate = kind == "ensemble" and rng.random() < 0.5
     of_members = members if separate else [" ".join(members)]
     trees = [_tree(rng, "prompt-lookup" in of_member) for of_member in of_members]
@@ -164,6 +176,10 @@ def _member(
     if kind == "prompt-lookup":
         longest = int(rng.integers(1, 5))
         return magicjax.PromptLookup(longest, int(rng.integers(1, longest + 1)))
+    if kind == "eagle":
+        sinks, ring = int(rng.integers(5)), int(rng.integers(1, 20))
+        budget = sinks + ring if rng.random() < 0.5 else None
+        return magicjax.Eagle(tiny.head(model(shape, weights)), budget, sinks, draw)
     kv_dtype = [None, None, None, "int8", "int4"][rng.integers(5)]
     if kind == "self":
         copy = [None, None, None, None, "int8", "int4:4"][rng.integers(6)] if copies else None

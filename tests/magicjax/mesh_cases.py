@@ -42,6 +42,10 @@ def prompt_lookup(kv_heads, shards):
     return magicjax.PromptLookup()
 
 
+def eagle(**options):
+    return lambda kv_heads, shards: magicjax.Eagle(tiny.head(target(kv_heads)), **options)
+
+
 def nobody(kv_heads, shards):
     return None
 
@@ -81,6 +85,8 @@ CASES = {
     "several": (several, magicjax.chain(3), {}, 4),
     "several sampled": (several, magicjax.chain(3), SAMPLED, 2),
     "prompt-lookup": (prompt_lookup, magicjax.chain(4), {}, 4),
+    "eagle": (eagle(budget=16), TREE, {}, 4),
+    "eagle sampled": (eagle(), TREE, SAMPLED, 8),
     "random sampled": (self_speculation("random"), magicjax.chain(3), SAMPLED, 8),
     "sinks in the cache": (
         small(policy="streaming", budget=32, sink_positions="in_cache"),

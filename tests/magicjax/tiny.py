@@ -99,6 +99,35 @@ def few(whole: magicjax.Model, size: int) -> magicjax.Model:
     return magicjax.Model(models.build(shape, whole.dtype), params, name="few near")
 
 
+def head(target: magicjax.Model, seed: int = 3, **changes) -> magicjax.Model:
+    """Returns a random EAGLE head of a target, which can propose five sixths of the tokens."""
+    c = target.config
+    rows = c.vocab_size - max(1, c.vocab_size // 6)
+    shape = models.EagleConfig(
+        **dict(
+            vocab_size=c.vocab_size,
+            draft_vocab_size=rows,
+            hidden_size=c.hidden_size,
+            target_hidden_size=c.hidden_size,
+            intermediate_size=40,
+            num_layers=1,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=8,
+            max_positions=c.max_positions,
+            layer_inputs=(0, c.num_layers // 2, c.num_layers),
+        )
+        | changes
+    )
+    params = drawn(shape, seed)
+    if shape.draft_vocab_size is not None:
+        vocab_map = np.full(c.vocab_size, rows, np.int32)
+        vocab_map[np.random.default_rng(seed).permutation(c.vocab_size)[:rows]] = np.arange(rows)
+        params["params"]["vocab_map"] = vocab_map
+    params = models.cast_params(jax.tree.map(jax.numpy.asarray, params), target.dtype)
+    return magicjax.Model(models.build(shape, target.dtype), params, name="head")
+
+
 def drawn(shape, seed):
     """Returns random parameters, drawn by numpy: the same in 64-bit mode, nothing to compile."""
     rng = np.random.default_rng(seed)
@@ -144,6 +173,12 @@ def drafter(kind: str, dtype: str = "float32"):
         return magicjax.PageRetrieval(BUDGET, page_size=4)
     if kind == "prompt-lookup":
         return magicjax.PromptLookup()
+    if kind == "eagle":
+        return magicjax.Eagle(head(model("target", dtype)))
+    if kind == "eagle ring":
+        return magicjax.Eagle(head(model("target", dtype)), BUDGET, sinks=SINKS)
+    if kind == "same and eagle":
+        return magicjax.Ensemble([drafter("same", dtype), drafter("eagle", dtype)])
     if kind == "ensemble":
         return magicjax.Ensemble([drafter("other", dtype), drafter("near", dtype)])
     return magicjax.SmallModel(model("target" if kind == "same" else kind, dtype))

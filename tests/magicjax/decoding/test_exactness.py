@@ -24,10 +24,14 @@ CASES = [
     ("few near", "2,2,1", 8),
     ("ensemble", "2,2,1", 8),
     ("prompt-lookup", "branches", 3),
+    ("eagle", "2,2,1", 8),
+    ("eagle ring", "dynamic", 3),
 ]
 BATCHES = (1, 3, 8)
 ALL = [
-    *itertools.product([*tiny.DRAFTERS, "quest"], [*tiny.TREES, "dynamic"], BATCHES),
+    *itertools.product(
+        [*tiny.DRAFTERS, "quest", "eagle", "eagle ring"], [*tiny.TREES, "dynamic"], BATCHES
+    ),
     *itertools.product(["prompt-lookup"], ["chain1", "chain4", "chain8", "branches"], BATCHES),
 ]
 ALL = [case for case in ALL if case not in CASES]

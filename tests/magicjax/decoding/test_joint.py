@@ -18,6 +18,7 @@ from flax import struct
 
 import magicjax
 import models
+from magicjax.trees.proposal import deterministic_draws
 from tests.magicjax import keywords, oracle, tiny
 from tests.quick import quick
 
@@ -46,6 +47,10 @@ def model(seed: int) -> magicjax.Model:
 
 def small(seed: int, **options) -> magicjax.SmallModel:
     return magicjax.SmallModel(model(seed), **options)
+
+
+def eagle(budget: int | None = None, **options) -> magicjax.Eagle:
+    return magicjax.Eagle(tiny.head(model(0)), budget, sinks=1, **options)
 
 
 def self_speculation(**options) -> magicjax.SelfSpeculation:
@@ -144,6 +149,11 @@ ALL = SLICE | {
         PAIRS,
         {},
     ),
+    "eagle, 2,2": (eagle(), PAIRS, {}),
+    "eagle, dynamic": (eagle(), DYNAMIC, {}),
+    "eagle on a ring, irregular": (eagle(4), IRREGULAR, {}),
+    "eagle with replacement, 1,1,3": (eagle(draw="with_replacement"), DEEP, {}),
+    "eagle and small": (magicjax.Ensemble([eagle(), small(1)]), PAIRS, {}),
     "small, dynamic": (small(1), DYNAMIC, {}),
     "self snapkv refreshed, 2,2": (refreshed("snapkv"), PAIRS, {}),
     "self quest, 2,2": (magicjax.PageRetrieval(4, page_size=1), PAIRS, {}),
@@ -234,12 +244,15 @@ class Broken:
         elif self.how == "top as if drawn":
             q = jnp.full((len(tokens), 1, VOCAB), 1 / VOCAB)
             draws = draws.replace(q=q, q_index=jnp.zeros_like(draws.q_index))
+        elif self.how == "drawn as if top":
+            draws = deterministic_draws(draws.parent, VOCAB)
         return proposal.replace(draws=draws), draft
 
 
 @pytest.mark.parametrize(
     ("how", "draw"),
     [
+        ("drawn as if top", "without_replacement"),
         ("not renormalized", "without_replacement"),
         pytest.param("repeated tokens skipped", "with_replacement", marks=pytest.mark.slow),
         pytest.param("pruned", "with_replacement", marks=pytest.mark.slow),
@@ -247,7 +260,8 @@ class Broken:
     ],
 )
 def test_a_rule_broken_inside_the_loop_is_detected(how, draw):
-    drafter, tree = Broken(small(1, draw=draw), how), magicjax.expansion((5,))
+    drafter = Broken(eagle() if how == "drawn as if top" else small(1, draw=draw), how)
+    tree = magicjax.expansion((1 if how == "drawn as if top" else 5,))
     p = p_value(sampled(drafter, tree, FEW_CALLS, **PLAIN), joint(tuple(PLAIN.items())))
     print(f"{how}: p = {p:.1e}")
     assert p < 1e-6

@@ -52,6 +52,7 @@ DRAFTERS = {
         tiny.TREES["chain2"],
     ),
     "dynamic": (tiny.drafter("near"), tiny.SPECIAL["dynamic"]),
+    "eagle": (tiny.drafter("same and eagle"), tiny.TREES["2,2,1"]),
 }
 
 
@@ -107,10 +108,10 @@ def check_state(state, texts, target, drafter) -> None:
     if drafter is not None:
         own = state.drafter if isinstance(drafter, magicjax.Ensemble) else (state.drafter,)
         for member, member_state in zip(drafter.members(), own, strict=True):
-            check_drafter(member, member_state, state.cache, texts)
+            check_drafter(member, member_state, state.cache, texts, target)
 
 
-def check_drafter(drafter, state, cache, texts) -> None:
+def check_drafter(drafter, state, cache, texts, target) -> None:
     """Asserts that a drafter's state is that of the texts, as far as it is determined."""
     if isinstance(drafter, magicjax.PromptLookup):
         caches.check_text(state, texts)
@@ -121,6 +122,8 @@ def check_drafter(drafter, state, cache, texts) -> None:
     elif isinstance(drafter, magicjax.SelfSpeculation):
         if drafter.kv_dtype is None:
             caches.check_draft_cache(state.cache, cache)
+    elif isinstance(drafter, magicjax.Eagle):
+        caches.check_head(state, drafter, target, texts, 1e-5)
     elif drafter.sparse is None:
         caches.check_small(state, drafter.model, texts, 1e-5)
     else:

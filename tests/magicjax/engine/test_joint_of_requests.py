@@ -18,6 +18,7 @@ DRAFTERS = {
     "prompt-lookup": (magicjax.PromptLookup(), alone.CHAIN),
     "ensemble, chains": (alone.ensemble(), alone.CHAIN),
     "dynamic": (alone.small(1), alone.DYNAMIC),
+    "eagle, 2,2": (alone.eagle(), alone.PAIRS),
 }
 
 

@@ -119,6 +119,38 @@ def check_small(state, model, texts, tolerance) -> int:
     return int(backlog.count.max())
 
 
+def check_head(state, drafter, target, texts, tolerance) -> None:
+    """Asserts that a learned head's state is that of a prefill of the texts."""
+    capacity, lengths = state.cache.k[0].shape[2], [len(text) - 1 for text in texts]
+    np.testing.assert_array_equal(state.cache.lengths, np.array(lengths) - 1)
+    rows = -(-len(texts) // 8) * 8
+    tokens, padded = np.zeros((rows, WIDTH), np.int32), np.ones(rows, np.int32)
+    padded[: len(texts)] = lengths
+    for row, text in zip(tokens, texts, strict=False):
+        row[: len(text)] = text
+    fresh = fresh_head(capacity)(target, drafter.for_target(target), tokens, padded)
+    found = *state.cache.k, *state.cache.v, state.feature
+    live = (np.arange(capacity) < np.array(lengths)[:, None] - 1)[:, None, :, None]
+    for mine, whole in zip(found, (*fresh.cache.k, *fresh.cache.v, fresh.feature), strict=True):
+        whole = np.asarray(whole)[: len(texts)]
+        where = live if whole.ndim == 4 else True
+        error = np.abs(np.where(where, mine - whole, 0)).max()
+        assert error <= tolerance * np.abs(whole).max()
+
+
+@functools.cache
+def fresh_head(capacity: int):
+    settings = types.SimpleNamespace(chunk=WIDTH // 2, capacity=capacity, backend=None)
+
+    @jax.jit
+    def run(target, drafter, tokens, lengths):
+        spec = drafter.stats_spec()
+        cache, _, stats = prefill.prefill_cache(target, tokens, lengths, settings, spec)
+        return drafter.prefill(target, tokens, cache, stats, settings)
+
+    return run
+
+
 def check_every_round(kind, tree, prompts, dtype, tolerance, **options) -> None:
     accepted, longest = set(), 0
     for request, state in rounds(kind, tree, prompts, dtype, **options):
@@ -135,12 +167,14 @@ def check_every_round(kind, tree, prompts, dtype, tolerance, **options) -> None:
             test_pages.check_bounds(state.drafter.bounds, state.cache)
         elif kind == "self":
             check_draft_cache(state.drafter.cache, state.cache)
-        elif kind == "ensemble":
+        elif kind in ("ensemble", "same and eagle"):
             for member, own in zip(request.drafter.drafters, state.drafter, strict=True):
                 if isinstance(member, magicjax.SmallModel):
                     longest = max(longest, check_small(own, member.model, texts, tolerance))
                 elif isinstance(member, magicjax.SelfSpeculation):
                     check_draft_cache(own.cache, state.cache)
+                elif isinstance(member, magicjax.Eagle):
+                    check_head(own, member, request.target, texts, tolerance)
                 else:
                     check_text(own, texts)
         elif kind is not None:
@@ -150,7 +184,7 @@ def check_every_round(kind, tree, prompts, dtype, tolerance, **options) -> None:
     # An accepted leaf was never run; in an ensemble, nothing of the others' branches was.
     assert longest == {"near": 1}.get(kind, longest)
     assert longest > 1 or kind != "ensemble"
-    if kind == "same":
+    if kind in ("same", "same and eagle"):
         assert accepted == {tiny.TREES[tree].depth}  # whole paths, every time
     elif kind is not None:
         assert len(accepted) > 2  # paths of several lengths were committed
@@ -170,8 +204,11 @@ def test_caches_follow_the_text_round_by_round_around_the_budget(kind, tree):
 @pytest.mark.parametrize(
     ("kind", "tree"),
     quick(
-        [("near", "irregular"), ("near", "dynamic"), ("same", "2,2,1"), ("ensemble", "2,2,1")],
-        ("near", "irregular"),
+        [
+            *[("near", "irregular"), ("near", "dynamic"), ("same", "2,2,1")],
+            *[("ensemble", "2,2,1"), ("same and eagle", "2,2,1")],
+        ],
+        *[("near", "irregular"), ("same and eagle", "2,2,1")],
     ),
 )
 def test_a_small_models_own_cache_follows_the_text_round_by_round(kind, tree):

@@ -26,6 +26,7 @@ FEW = [
     ("Falcon", (2, 4)),
     ("MPT", (1, 8)),
     ("int4", (2, 4)),
+    ("eagle sampled", (2, 4)),
 ]
 FAMILIES = [case for case in mesh_cases.CASES if case.startswith("family ")]
 OTHERS = [case for case in mesh_cases.CASES if case not in FAMILIES]

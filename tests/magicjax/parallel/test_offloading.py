@@ -64,6 +64,7 @@ DRAFTS = {
         drafter=magicjax.SelfSpeculation(budget=24), tree=magicjax.DynamicTree(9, 4, 3)
     ),
     "small sampled": dict(drafter=magicjax.SmallModel(tiny.model("near")), tree=TREE) | SAMPLED,
+    "eagle sampled": dict(drafter=tiny.drafter("eagle"), tree=TREE) | SAMPLED,
 }
 
 

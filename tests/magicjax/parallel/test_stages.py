@@ -10,7 +10,11 @@ from tests.magicjax import mesh_cases, stage_cases
 from tests.quick import quick
 
 # (data, model, stage), micro-batches, layers of the target.
-FEW = [("self sampled", (1, 2, 4), 4, 4), ("snapkv", (2, 2, 2), None, 2)]
+FEW = [
+    ("self sampled", (1, 2, 4), 4, 4),
+    ("snapkv", (2, 2, 2), None, 2),
+    ("eagle sampled", (1, 2, 4), 2, 4),
+]
 SHAPES = (
     ((1, 1, 2), 1, 2),
     ((1, 4, 2), 8, 2),

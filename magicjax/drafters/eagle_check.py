@@ -1,0 +1,145 @@
+"""Finds heads that are wired wrongly to their target: they draft, but almost nothing is accepted.
+
+On a short text the head's first token is compared with the target's. A head that agrees far less
+than it did in training, or at all, is an error. It names a change of the wiring that agrees better.
+"""
+
+import dataclasses
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import models
+from magicjax.drafters.draft_pass import embed_for
+from magicjax.kv_cache import full_cache
+from magicjax.kv_cache.attend import AttendTo
+from magicjax.kv_cache.prefill import prefill_cache
+from magicjax.model import Model
+from magicjax.parallel.layouts import Resident
+from magicjax.settings import StatsSpec
+
+TEXT = """\
+The house stood at the end of a narrow street. In the morning, the old man opened the window and \
+looked at the river, which was still covered with fog. "It will be a good day," he said to his wife.
+
+def mean(values):
+    \"\"\"Returns the mean of a list of numbers.\"\"\"
+    total = 0
+    for value in values:
+        total += value
+    return total / len(values)
+
+Question: What is the capital of France?
+Answer: The capital of France is Paris. It is one of the largest cities in Europe.
+"""
+TOKENS = 128
+CHANCE = 0.05  # below, a head without a stored acceptance is taken for one that is wired wrongly
+PART = 0.5  # of the stored acceptance
+
+_checked = weakref.WeakKeyDictionary[Model, weakref.WeakSet]()  # heads, with their targets
+
+
+def check_once(head: Model, resolved: Model, target: Model) -> None:
+    """Raises ValueError if a head agrees with its target far less than it should.
+
+    Models without parameters, without a tokenizer, on a mesh or in host memory are not checked.
+
+    Args:
+      head: as it was loaded, by which it is remembered that it was checked.
+      resolved: as `Eagle.for_target` returns it.
+      target: of the head.
+    """
+    if target.params is None or resolved.params is None or target.tokenizer is None:
+        return
+    leaves = [x for x in jax.tree.leaves((resolved, target)) if isinstance(x, jax.Array)]
+    on_one_device = all(len(x.sharding.device_set) == 1 for x in leaves)
+    if not isinstance(target.layout, Resident) or not on_one_device:
+        return
+    if target not in (targets := _checked.setdefault(head, weakref.WeakSet())):
+        check(resolved, target)
+        targets.add(target)
+
+
+def check(head: Model, target: Model) -> None:
+    """Raises ValueError if a head agrees with its target far less than it should."""
+    tokens = jnp.asarray(target.tokenizer(TEXT)["input_ids"][:TOKENS], jnp.int32)[None]
+    config: Any = head.config
+    limit = CHANCE if config.acceptance is None else PART * config.acceptance
+    found = float(agreement(head, target, tokens))
+    if found >= limit:
+        return
+    expected = "" if config.acceptance is None else f", and {config.acceptance:.0%} in training"
+    changes = {name: float(agreement(each, target, tokens)) for name, each in _changed(head)}
+    best = max(changes, key=changes.__getitem__)
+    cause = "it was trained for another target, or its weights are damaged"
+    if changes[best] >= max(2 * found, CHANCE):
+        cause = f"with {best} it agrees on {changes[best]:.0%}: correct its config.json"
+    raise ValueError(
+        f"the EAGLE head {head.name!r} and the target choose the same token at {found:.1%} of a "
+        f"text's positions{expected}: {cause}; verify=False uses it as it is"
+    )
+
+
+@jax.jit
+def agreement(head: Model, target: Model, tokens: jax.Array) -> jax.Array:
+    """Returns the share of positions at which a head and its target choose the same token.
+
+    Args:
+      head: with all its layers and parameters.
+      target: of the head.
+      tokens: int32 [1, T], a text.
+    """
+    config: Any = head.config
+    length, layers, last = tokens.shape[1], config.layer_inputs, target.config.num_layers
+    settings: Any = types.SimpleNamespace(chunk=length, capacity=length, backend=None)
+    spec = StatsSpec(layer_inputs=tuple(sorted({*layers, last})))
+    _, _, stats = prefill_cache(target, tokens, jnp.array([length]), settings, spec)
+    chosen = target.unembed(stats.layer_inputs[last]).argmax(-1)
+    inputs = [stats.layer_inputs[layer][:, :-1] for layer in layers]
+    feature = head.module.apply(head.params, inputs, method="fuse")
+    positions = jnp.arange(1, length)[None]
+    x = embed_for(head, target, tokens[:, 1:], positions)
+    mask = jnp.tril(jnp.ones((length - 1, length - 1), bool))
+
+    def attend(layer, q, k, v):
+        return AttendTo(full_cache.empty(head, 1, 64), mask, None)(layer, q, k, v)
+
+    arguments = x, feature, positions, attend
+    hidden, _ = head.module.apply(head.params, *arguments, method="decode")
+    return (head.unembed(hidden).argmax(-1) == chosen[:, 1:]).mean()
+
+
+def _changed(head: Model) -> Iterator[tuple[str, Model]]:
+    """Yields descriptions of other wirings, and the head with each of them."""
+    config: Any = head.config
+
+    def changed(**fields: Any) -> Model:
+        module = head.module.clone(config=dataclasses.replace(config, **fields))
+        return dataclasses.replace(head, module=module)
+
+    for shift in (-1, 1):
+        layers = tuple(max(layer + shift, 0) for layer in config.layer_inputs)
+        names = ", ".join(map(str, layers))
+        yield f"the inputs of layers {names}", changed(layer_inputs=layers)
+    for name in ("norm_before_residual", "norm_output"):
+        value = not getattr(config, name)
+        yield f"{name}={value}", changed(**{name: value})
+    if config.draft_vocab_size is not None:
+        yield "d2t as the target's tokens", _with_absolute_tokens(head)
+
+
+def _with_absolute_tokens(head: Model) -> Model:
+    """Returns the head as if the stored `d2t` had the target's tokens, not differences."""
+    config: models.EagleConfig = head.config  # type: ignore[assignment]
+    size, inner = config.draft_vocab_size, head.params["params"]
+    assert size is not None
+    rows = jnp.arange(size, dtype=jnp.int32)
+    tokens = jnp.zeros(size, jnp.int32)
+    tokens = tokens.at[inner["vocab_map"]].set(jnp.arange(config.vocab_size), mode="drop") - rows
+    draft = jnp.full(config.vocab_size, size, jnp.int32).at[tokens].set(rows, mode="drop")
+    params = {"params": inner | {"vocab_map": draft}}
+    return dataclasses.replace(head, params=params)
