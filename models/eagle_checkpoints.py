@@ -68,7 +68,6 @@ def read_config(
     llama |= {"model_type": "llama", "tie_word_embeddings": False}
     config = read_layer(llama)
     settings: Any = {name: bool(raw.get(name, extra.get(name, False))) for name in _NORMS}
-    ids = raw.get(_LAYER_IDS, extra.get(_LAYER_IDS))
     vocab = raw.get("draft_vocab_size") or config.vocab_size
     fields: dict[str, Any] = {
         f.name: getattr(config, f.name) for f in dataclasses.fields(DecoderConfig)
@@ -77,12 +76,23 @@ def read_config(
     return EagleConfig(
         **fields,
         target_hidden_size=raw.get("target_hidden_size") or config.hidden_size,
-        layer_inputs=None if ids is None else tuple(ids),
+        layer_inputs=_layer_inputs(raw.get(_LAYER_IDS) or extra.get(_LAYER_IDS)),
         acceptance=extra.get(_ACCEPTANCE),
         own_embedding=EMBEDDING in names,
         own_unembedding=UNEMBEDDING in names if names else True,
         **settings,
     )
+
+
+def _layer_inputs(ids: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Returns the layers whose inputs a head reads, given the stored ids; None: the default.
+
+    Ids that begin with 1 name layers whose outputs are read, as SpecForge writes them; others name
+    layers whose inputs are read, as in vLLM and speculators. SGLang has the same rule.
+    """
+    if not ids:
+        return None
+    return tuple(i + 1 if ids[0] == 1 else i for i in ids)
 
 
 def write_config(config: EagleConfig, layer: Mapping[str, Any]) -> dict[str, Any]:

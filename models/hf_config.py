@@ -200,7 +200,8 @@ def drafter_head(kind: str) -> ValueError:
     """Returns the error for a drafter that reads a target's hidden states and is no model alone."""
     return ValueError(
         f"this is a drafter of kind {kind}, which reads the hidden states of its target and is not "
-        "supported: draft with a small model of the target's vocabulary, self or prompt-lookup"
+        "supported: draft with a small model of the target's vocabulary, an EAGLE-3 head, self or "
+        "prompt-lookup"
     )
 
 

@@ -352,7 +352,7 @@ def _match(
         where.name == eagle_checkpoints.FC for where in stored.values()
     )
     if is_head:  # its config is a model's
-        raise drafter_head("eagle")
+        raise drafter_head("EAGLE-1 or EAGLE-2")
     stored, matrices = gather(stored)
     if matrices and quantization is None:
         raise ValueError(
