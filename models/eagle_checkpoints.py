@@ -19,7 +19,9 @@ from models.hf_tensors import UNEMBEDDING, Tensor
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 LAYER, SPECULATORS_LAYER = "midlayer.", "layers.0."
 EMBEDDING, FC = "embed_tokens.weight", "fc.weight"
-UNUSED = ("t2d",)  # which follows from d2t
+D2T, T2D = "d2t", "t2d"
+# Of the target, which speculators reads in training.
+OF_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")
 
 _NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -114,7 +116,12 @@ def canonical(name: str) -> str:
     name = name.removeprefix("model.")
     if name.startswith(SPECULATORS_LAYER):
         return LAYER + name.removeprefix(SPECULATORS_LAYER)
-    return {"embed_tokens": EMBEDDING, "verifier_norm.weight": "norm.weight"}.get(name, name)
+    return {"embed_tokens": EMBEDDING}.get(name, name)
+
+
+def unused(config: EagleConfig) -> tuple[str, ...]:
+    """Returns the names of tensors that a head does not need; `t2d` follows from `d2t`."""
+    return (T2D, *OF_TARGET) + (D2T,) * (config.draft_vocab_size is None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,15 +149,19 @@ class DraftTokens(Tensor):
         return draft
 
 
-def to_stored(tensors: Sequence[Tensor], parameters: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns the contiguous array of one tensor, given all parameters that it has, in order."""
+def to_stored(tensors: Sequence[Tensor], parameters: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the contiguous arrays of a tensor by name, given all its parameters in order.
+
+    `t2d` comes with `d2t`: whether the head can propose each of the target's tokens.
+    """
     first = tensors[0]
     if not isinstance(first, DraftTokens):
-        return hf_tensors.to_stored(tensors, parameters)
-    (known,) = np.nonzero(parameters[0] < first.size)
+        return {first.name: hf_tensors.to_stored(tensors, parameters)}
+    can_propose = parameters[0] < first.size
+    (known,) = np.nonzero(can_propose)
     tokens = np.empty(first.size, np.int64)
     tokens[parameters[0][known]] = known
-    return tokens - np.arange(first.size)
+    return {D2T: tokens - np.arange(first.size), T2D: can_propose}
 
 
 def tensors_of(config: DecoderConfig) -> tuple[Tensor, ...]:
@@ -184,7 +195,7 @@ def tensors_of(config: DecoderConfig) -> tuple[Tensor, ...]:
     if config.own_unembedding:
         tensors.append(Tensor(UNEMBEDDING, ("unembedding",)))
     if config.draft_vocab_size is not None:
-        tensors.append(DraftTokens("d2t", ("vocab_map",), size=config.draft_vocab_size))
+        tensors.append(DraftTokens(D2T, ("vocab_map",), size=config.draft_vocab_size))
     return tuple(tensors)
 
 

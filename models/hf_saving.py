@@ -167,7 +167,7 @@ def _stored(
     first = tensors[0]
     if len(found[0]) == 1:
         parameters = [np.asarray(x[tensor.path[-1]]) for tensor, x in zip(tensors, found)]
-        return {first.name: to_stored(tensors, parameters)}
+        return to_stored(tensors, parameters)
     assert form is not None
     matrices = [_matrix_of(x, form) for x in found]
     try:

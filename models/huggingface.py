@@ -280,7 +280,8 @@ def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, Stored]:
     stored = _tensors_in(path)
     if isinstance(config, EagleConfig):
         named = {eagle_checkpoints.canonical(name): where for name, where in stored.items()}
-        return {name: x for name, x in named.items() if name not in eagle_checkpoints.UNUSED}
+        unused = eagle_checkpoints.unused(config)
+        return {name: x for name, x in named.items() if name not in unused}
     prefix = FAMILIES[config.family].prefix
     known = prefix, UNEMBEDDING.removesuffix("weight")
     return {n if n.startswith(known) else prefix + n: where for n, where in stored.items()}
