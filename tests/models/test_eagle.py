@@ -1,0 +1,250 @@
+"""EAGLE-3 heads draft what the reference in `make_golden_eagle.py` drafts, in every layout."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import magicjax
+import models
+from magicjax.drafters.draft_pass import embed_for
+from magicjax.kv_cache import full_cache
+from magicjax.kv_cache.model_stats import ModelStats
+from magicjax.settings import Settings
+from tests.quick import quick
+
+GOLDEN = pathlib.Path(__file__).parent / "golden_eagle"
+CASES = sorted(path.name for path in GOLDEN.iterdir())
+TOLERANCE = 2e-5  # of the largest logit; the reference computes in float64
+TARGET_LAYERS = 8
+WEIGHTS = "model.safetensors"
+# Of a head without an embedding; SpecForge writes these names for the case `specforge`.
+SPECFORGE_TENSORS = {
+    "d2t": (20,),
+    "fc.weight": (32, 96),
+    "lm_head.weight": (20, 32),
+    "midlayer.hidden_norm.weight": (32,),
+    "midlayer.input_layernorm.weight": (32,),
+    "midlayer.mlp.down_proj.weight": (32, 40),
+    "midlayer.mlp.gate_proj.weight": (40, 32),
+    "midlayer.mlp.up_proj.weight": (40, 32),
+    "midlayer.post_attention_layernorm.weight": (32,),
+    "midlayer.self_attn.k_proj.weight": (16, 64),
+    "midlayer.self_attn.o_proj.weight": (32, 32),
+    "midlayer.self_attn.q_proj.weight": (32, 64),
+    "midlayer.self_attn.v_proj.weight": (16, 64),
+    "norm.weight": (32,),
+    "t2d": (48,),
+}
+
+
+@functools.cache
+def expected(case: str) -> dict[str, np.ndarray]:
+    with np.load(GOLDEN / case / "expected.npz") as stored:
+        return dict(stored)
+
+
+@functools.cache
+def target_of(case: str) -> magicjax.Model:
+    """Returns a target that has the case's embedding and output matrix, and no layers' weights."""
+    matrices = expected(case)
+    vocab, width = matrices["target_embedding"].shape
+    config = models.DecoderConfig(
+        vocab_size=vocab,
+        hidden_size=width,
+        num_layers=TARGET_LAYERS,
+        **dict(intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=8, max_positions=64),
+    )
+    names = {"embedding": "target_embedding", "unembedding": "target_output"}
+    params = {name: jnp.asarray(matrices[stored]) for name, stored in names.items()}
+    return magicjax.Model(models.build(config), {"params": params})
+
+
+@functools.cache
+def drafter_of(case: str) -> magicjax.Eagle:
+    """Returns the drafter of a case's head, for its target."""
+    head = magicjax.load(GOLDEN / case, "float32")
+    return magicjax.Eagle(head, verify=False).for_target(target_of(case))
+
+
+def logits_of(case: str, attend, steps: int, config=None, params=None) -> np.ndarray:
+    """Returns the logits [steps, V] along the expected chain, by passes over the whole text.
+
+    `config` and `params` replace the head's.
+    """
+    model, values = drafter_of(case).model, expected(case)
+    module = model.module if config is None else model.module.clone(config=config)
+    model = dataclasses.replace(model, module=module, params=params or model.params)
+    apply = functools.partial(module.apply, model.params)
+    features = apply(list(values["hidden"][:, None]), method="fuse")
+    text, logits = values["tokens"][1:], []
+    for token in values["chain"][:steps]:
+        positions = np.arange(len(text))[None]
+        x = embed_for(model, target_of(case), text[None], positions)
+        out, _ = apply(x, features, positions, attend, method="decode")
+        logits.append(apply(out[:, -1], method="unembed")[0])
+        text, features = np.append(text, token), jnp.concatenate([features, out[:, -1:]], 1)
+    return np.stack(logits)
+
+
+def relative_error(found: np.ndarray, case: str) -> float:
+    """Returns the error of logits over the largest; inf if another token can be proposed."""
+    known = expected(case)["logits"][: len(found)]
+    can = np.isfinite(known)
+    if (found[~can] > models.layers.NEVER).any():
+        return np.inf
+    return np.abs(found[can] - known[can]).max() / np.abs(known[can]).max()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_of_five_steps_are_those_of_the_reference(case, attend_causally, record_property):
+    found = logits_of(case, attend_causally, 5)
+    record_property("relative_error", float(relative_error(found, case)))
+    assert relative_error(found, case) < TOLERANCE
+    assert found.argmax(-1).tolist() == expected(case)["chain"].tolist()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_chains_and_trees_are_those_of_the_reference(case):
+    """The drafter's own prefill and cache; the hidden states are by the layers that it asks for."""
+    drafter, target, values = drafter_of(case), target_of(case), expected(case)
+    layers = (3, 4, 6) if case == "speculators" else (2, TARGET_LAYERS // 2, TARGET_LAYERS - 3)
+    assert drafter.stats_spec().layer_inputs == layers
+    stats = ModelStats(None, None, dict(zip(layers, values["hidden"][:, None], strict=True)))
+    *text, root = values["tokens"]
+    cache = full_cache.empty(target, 1, 32).replace(lengths=jnp.array([len(text)]))
+
+    def propose(tree):
+        settings = Settings(tree, drafter.shape(tree), "greedy", 32, 16, 16)
+        state = drafter.prefill(target, jnp.array([text]), cache, stats, settings)
+        roots = jnp.array([root])
+        proposal, _ = drafter.propose(target, state, roots, cache, None, settings)
+        parents = np.atleast_2d(proposal.parents)  # of a static tree, no row's
+        return proposal.tokens[0, 1:].tolist(), parents[0, 1:].tolist()
+
+    assert propose(magicjax.chain(5)) == (values["chain"].tolist(), [0, 1, 2, 3, 4])
+    tree = propose(magicjax.DynamicTree(nodes=13, depth=4, width=4))
+    assert tree == (values["tree_tokens"].tolist(), values["tree_parents"].tolist())
+
+
+@pytest.mark.parametrize("case", quick(CASES, "eagle31", "speculators"))
+def test_every_tensor_matters(case, attend_causally):
+    """Negative control: a missing or exchanged tensor changes the logits."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(drafter_of(case).model.params)
+    for i, (path, leaf) in enumerate(leaves):
+        values = [value for _, value in leaves]
+        values[i] = np.roll(leaf, 1, -1)
+        wrong = logits_of(case, attend_causally, 1, params=jax.tree.unflatten(tree, values))
+        assert relative_error(wrong, case) > 20 * TOLERANCE, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize(
+    ("case", "setting", "value"),
+    [
+        ("specforge", "norm_before_residual", True),
+        ("specforge", "norm_output", True),
+        ("speculators", "norm_before_residual", False),
+        ("eagle31", "norm_output", False),
+        ("grouped_rope_llama3", "positions", models.Rope(theta=500.0)),
+    ],
+)
+def test_a_wrong_setting_is_caught(case, setting, value, attend_causally):
+    config = dataclasses.replace(drafter_of(case).config, **{setting: value})
+    wrong = logits_of(case, attend_causally, 2, config)
+    assert relative_error(wrong, case) > 20 * TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_saved_head_loads_back_equal(case, tmp_path):
+    loaded = models.load_checkpoint(GOLDEN / case)
+    models.save_checkpoint(tmp_path / "head", loaded.module, loaded.params)
+    again = models.load_checkpoint(tmp_path / "head")
+    assert again.config == loaded.config
+    jax.tree.map(np.testing.assert_array_equal, again.params, loaded.params)
+    saved = safetensors.numpy.load_file(tmp_path / "head" / WEIGHTS)
+    original = safetensors.numpy.load_file(GOLDEN / case / WEIGHTS)
+    assert set(saved) == {name.replace("layers.0.", "midlayer.") for name in original}
+    if case == "specforge":
+        assert {name: x.shape for name, x in saved.items()} == SPECFORGE_TENSORS
+        for name in ("d2t", "t2d"):
+            np.testing.assert_array_equal(saved[name], original[name], strict=True)
+
+
+def test_what_a_head_does_not_need_is_ignored(tmp_path):
+    """The target's tensors of speculators, and maps of a whole vocabulary."""
+    shutil.copytree(GOLDEN / "full_vocabulary", tmp_path / "head")
+    original = models.load_checkpoint(tmp_path / "head")
+    tensors = safetensors.numpy.load_file(tmp_path / "head" / WEIGHTS)
+    lm_head = tensors["lm_head.weight"]
+    more = {"d2t": np.zeros(48, np.int64), "t2d": np.ones(48, bool)}
+    more |= {"verifier_norm.weight": lm_head[0], "verifier_lm_head.weight": lm_head}
+    safetensors.numpy.save_file(tensors | more, tmp_path / "head" / WEIGHTS)
+    found = models.load_checkpoint(tmp_path / "head")
+    jax.tree.map(np.testing.assert_array_equal, found.params, original.params)
+
+
+def without(name):
+    return lambda config, tensors: tensors.pop(name)
+
+
+def store_ids(config, tensors):
+    tensors["d2t"] += np.arange(len(tensors["d2t"]))
+
+
+def make_eagle_1(config, tensors):
+    del (
+        config["draft_vocab_size"],
+        config["eagle_config"],
+        tensors["d2t"],
+        tensors["t2d"],
+        tensors["lm_head.weight"],
+    )
+    config["architectures"] = ["LlamaForCausalLM"]
+    tensors["fc.weight"] = tensors["fc.weight"][:, :64].copy()
+    for name in [name for name in tensors if name.startswith("midlayer.")]:
+        tensors[name.replace("midlayer.", "layers.0.")] = tensors.pop(name)
+
+
+def setting(**settings):
+    return lambda config, tensors: config.update(settings)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (store_ids, "d2t has tokens outside 0 to 47.*less the draft token, not the target's token"),
+        (without("midlayer.mlp.up_proj.weight"), "missing midlayer.mlp.up_proj.weight"),
+        (setting(num_hidden_layers=2), "num_layers=2 of an EAGLE head: it must be 1"),
+        (make_eagle_1, "kind EAGLE-1 or EAGLE-2, .* not supported"),
+        (
+            setting(layer_types=["sliding_attention"]),
+            "not supported: layer_types=.'sliding_attention'.",
+        ),
+        (
+            setting(norm_before_fc=True, fc_norm=True),
+            "norm_before_fc and fc_norm .* exclude each other",
+        ),
+    ],
+)
+def test_a_wrong_file_is_one_clear_error(change, message, tmp_path):
+    config = json.loads((GOLDEN / "specforge" / "config.json").read_text())
+    tensors = safetensors.numpy.load_file(GOLDEN / "specforge" / WEIGHTS)
+    change(config, tensors)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    safetensors.numpy.save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(ValueError, match=message):
+        magicjax.load(tmp_path, "float32")
+
+
+def test_weights_in_pickle_format_are_refused(tmp_path):
+    shutil.copy(GOLDEN / "specforge" / "config.json", tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match="only weights in pickle format .pytorch_model.bin."):
+        magicjax.load(tmp_path, "float32")
