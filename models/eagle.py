@@ -170,6 +170,7 @@ class EagleHead(nn.Module):
         feature = self.fuse([inputs] * FEATURES)
         x = self.embed(tokens, positions) if c.own_embedding else jnp.zeros_like(feature)
         hidden, aux = self.decode(x, feature, positions, attend)
+        self.norm(hidden)
         if c.own_unembedding:
             self.unembed(hidden)
         return hidden, aux, {}
