@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -91,12 +92,20 @@ def logits_of(model: nn.Module, params, tokens: Int[Array, "B T"]) -> Float[Arra
     return model.apply(params, hidden, method="unembed")
 
 
-def batches(stream: np.ndarray, schedule: Schedule, first: int) -> Iterator[np.ndarray]:
-    """Yields windows [batch, context + 1, ...] from step `first` on."""
+def batches(
+    stream: np.ndarray, schedule: Schedule, first: int, row: int | None = None
+) -> Iterator[np.ndarray]:
+    """Yields windows [batch, context + 1, ...] from step `first` on.
+
+    With `row`, the stream has rows of so many tokens, and windows do not cross them.
+    """
     phases = [phase for phase in schedule.phases for _ in range(phase.steps)]
+    size = len(stream) if row is None else row
     for step, phase in enumerate(phases[first:], first):
         random = np.random.default_rng((schedule.seed, step))
-        starts = random.integers(0, len(stream) - phase.context, phase.batch)
+        starts = random.integers(0, max(1, size - phase.context), phase.batch)
+        if row is not None:
+            starts += row * random.integers(0, len(stream) // row, phase.batch)
         yield np.stack([stream[s : s + phase.context + 1] for s in starts])
 
 
@@ -149,12 +158,13 @@ def text_loss(model: nn.Module, params, windows: Int[Array, "B T1"]) -> Float[Ar
 
 @functools.lru_cache(maxsize=4)
 def _step(model: nn.Module, schedule: Schedule, loss: Callable):
-    """Returns the optimizer and the compiled step (state, windows) -> state."""
+    """Returns the optimizer and the compiled step (state, windows, *frozen) -> state."""
     tx = optimizer(schedule)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, windows):
-        value, grads = jax.value_and_grad(functools.partial(loss, model))(state["params"], windows)
+    def step(state, windows, *frozen):
+        gradient = jax.value_and_grad(functools.partial(loss, model))
+        value, grads = gradient(state["params"], windows, *frozen)
         updates, moments = tx.update(grads, state["optimizer"], state["params"])
         smooth = jnp.where(state["loss"] == 0, value, 0.98 * state["loss"] + 0.02 * value)
         params = optax.apply_updates(state["params"], updates)
@@ -171,6 +181,8 @@ def train(
     *,
     loss: Callable = text_loss,
     initial=None,
+    frozen: Any = None,
+    row: int | None = None,
     label: str = "train",
 ):
     """Returns the trained parameters; resumes from the newest checkpoint in `directory`.
@@ -180,8 +192,10 @@ def train(
       stream: int32 [n], the training tokens, or [n, columns] if the loss needs more per token.
       schedule: phases and learning rate.
       directory: folder of the checkpoints, which must not hold those of another schedule.
-      loss: (model, params, windows [B, T+1, ...]) -> scalar.
+      loss: (model, params, windows [B, T+1, ...]) -> scalar; `frozen`, if given, comes last.
       initial: initial parameters; None for random ones.
+      frozen: arrays that the loss reads and that are not trained.
+      row: as for `batches`.
       label: label of the progress bar.
     """
     # Runs that differ only in seed and checkpoint interval share one compiled step.
@@ -199,8 +213,9 @@ def train(
             abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
             state = manager.restore(first, args=ocp.args.StandardRestore(abstract))
         bar = tqdm(total=schedule.steps, initial=first, desc=label, unit="step", mininterval=5)
-        for done, windows in enumerate(batches(stream, schedule, first), first + 1):
-            state = step(state, windows)
+        others = () if frozen is None else (frozen,)
+        for done, windows in enumerate(batches(stream, schedule, first, row), first + 1):
+            state = step(state, windows, *others)
             if done % 10 == 0:
                 bar.set_postfix(context=windows.shape[1] - 1, nats=f"{float(state['loss']):.3f}")
             bar.update()

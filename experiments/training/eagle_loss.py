@@ -1,0 +1,179 @@
+"""The loss of an EAGLE head: as in drafting, it reads its own outputs for several steps.
+
+Step 0 reads the target's hidden states at every position of a window; step s reads the outputs of
+step s - 1, and the tokens one further. A query of a later step sees the keys of step 0 up to its
+position, and of its own chain one key per step. Source: training-time test, EAGLE-3 (arXiv
+2503.01840). The overlap of two distributions, sum(min(p, q)), is the probability that a drawn token
+is accepted; one minus it is the loss of arXiv 2602.23881.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt16
+
+import models
+from experiments.training import recording
+from experiments.training.trainer import QUERY_CHUNK
+
+Kind = Literal["cross_entropy", "overlap"]
+SMALLEST_WINDOW = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadLoss:
+    """The loss of a head on recorded windows, and its results on held-out ones.
+
+    Attributes:
+      teacher: gives the target's logits of the draft vocabulary, by `unembed`.
+      embedder: gives the target's embeddings, by `embed`.
+      steps: how many tokens are drafted from each position.
+      decay: the weight of step s is decay**s.
+      kind: cross-entropy against the target's distribution, or one minus the overlap.
+      windows: whether each row sees at most a random number of the newest tokens, so that the head
+        also drafts on a ring.
+    """
+
+    teacher: nn.Module
+    embedder: nn.Module
+    steps: int
+    decay: float
+    kind: Kind = "cross_entropy"
+    windows: bool = True
+
+    def __call__(
+        self, head: nn.Module, params: Any, windows: UInt16[Array, "B T C"], frozen: Any
+    ) -> Float[Array, ""]:
+        """Returns the weighted mean loss of the steps.
+
+        Args:
+          head: the module.
+          params: what is trained.
+          windows: of `recording.write`.
+          frozen: see `frozen_of`.
+        """
+        weights = [self.decay**step for step in range(self.steps)]
+        total: Any = 0.0
+        for weight, (logits, wanted, known) in zip(
+            weights, self._steps(head, params, windows, frozen), strict=True
+        ):
+            p = jax.nn.softmax(wanted)
+            if self.kind == "overlap":
+                loss = 1 - jnp.minimum(p, jax.nn.softmax(logits)).sum(-1)
+            else:
+                loss = -(p * jax.nn.log_softmax(logits)).sum(-1)
+            total += weight * (loss * known).sum() / jnp.maximum(known.sum(), 1)
+        return total / sum(weights)
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def measured(
+        self, head: nn.Module, params: Any, windows: UInt16[Array, "B T C"], frozen: Any
+    ) -> dict[str, Float[Array, "S"]]:
+        """Returns, for each step, how often both choose the same token, and the mean overlap.
+
+        A token outside the draft vocabulary counts as a difference.
+        """
+        same, overlap = [], []
+        whole = dataclasses.replace(self, windows=False)
+        for logits, wanted, known in whole._steps(head, params, windows, frozen):
+            p, q = jax.nn.softmax(wanted), jax.nn.softmax(logits)
+            same.append(((logits.argmax(-1) == wanted.argmax(-1)) & known).mean())
+            overlap.append((jnp.minimum(p, q).sum(-1) * known).mean())
+        return {"same token": jnp.stack(same), "overlap": jnp.stack(overlap)}
+
+    def _steps(self, head, params, windows, frozen):
+        """Yields (logits [B,N,R], the target's, whether the text's next token is a draft token)."""
+        layers = len(head.config.layer_inputs) + 1
+        tokens, hidden = recording.unpacked(windows, layers)
+        count = tokens.shape[1] - self.steps
+        fixed = {name: frozen[name] for name in ("unembedding", "vocab_map")}
+        inner = {"params": params["params"] | fixed}
+        apply = functools.partial(head.apply, inner)
+        feature = apply([hidden[:, :, i] for i in range(layers - 1)], method="fuse")[:, :count]
+        logits = self.teacher.apply(frozen["teacher"], hidden[:, :, -1], method="unembed")
+        is_known = frozen["vocab_map"][tokens] < head.config.embedding_rows
+        steps, attend = jnp.arange(count), _Attend(self._visible(tokens))
+        for step in range(self.steps):
+            first = 1 + step
+            positions = jnp.broadcast_to(steps + first, (len(tokens), count))
+            read = tokens[:, first : first + count]
+            x = self.embedder.apply(frozen["embedder"], read, positions, method="embed")
+            feature, _ = apply(x.astype(feature.dtype), feature, positions, attend, method="decode")
+            following = is_known[:, first + 1 : first + 1 + count]
+            own = apply(feature, method="draft_logits")
+            width = following.shape[1]  # the text ends one token before the last step
+            yield own[:, :width], logits[:, first : first + width], following
+
+    def _visible(self, tokens):
+        """Returns how many of the newest positions the queries of each row see, int32 [B]."""
+        if not self.windows:
+            return jnp.full(len(tokens), tokens.shape[1])
+        # A row's number follows from its tokens, so that a resumed run draws the same.
+        keys = jax.vmap(jax.random.key)(tokens.sum(-1))
+        share = jax.vmap(jax.random.uniform)(keys)
+        smallest = min(SMALLEST_WINDOW, tokens.shape[1])
+        exponent = share * jnp.log2(2 * tokens.shape[1] / smallest)
+        return (smallest * 2**exponent).astype(jnp.int32)  # half of them see everything or nearly
+
+
+class _Attend:
+    """The attention of all steps: the keys of step 0 under a causal mask, and one of each later."""
+
+    def __init__(self, visible):
+        self.visible, self.keys, self.values = visible, [], []
+
+    def __call__(self, layer, q, k, v):
+        group = q.shape[2] // k.shape[2]
+        self.keys.append(jnp.repeat(k, group, 2))
+        self.values.append(jnp.repeat(v, group, 2))
+        outs = []
+        for start in range(0, q.shape[1], QUERY_CHUNK):
+            end = min(start + QUERY_CHUNK, q.shape[1])
+            whole = self.keys[0][:, :end], self.values[0][:, :end]
+            own = [(k[:, start:end], v[:, start:end]) for k, v in zip(self.keys, self.values)][1:]
+            outs.append(_chunk(q[:, start:end], *whole, own, self.visible, start))
+        return jnp.concatenate(outs, 1), None
+
+
+@functools.partial(jax.checkpoint, static_argnums=5)
+def _chunk(q, k, v, own, visible, start):
+    scores = jnp.einsum("bthd,bshd->bhts", q, k)
+    distance = start + jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
+    mask = (distance >= 0) & (distance < visible[:, None, None])
+    scores = jnp.where(mask[:, None], scores, models.layers.NEVER)
+    chain = [jnp.einsum("bthd,bthd->bht", q, k)[..., None] for k, _ in own]
+    p = jax.nn.softmax(jnp.concatenate([scores, *chain], -1) * q.shape[-1] ** -0.5)
+    out = jnp.einsum("bhts,bshd->bthd", p[..., : k.shape[1]], v)
+    for step, (_, own_v) in enumerate(own):
+        out += p[..., k.shape[1] + step].swapaxes(1, 2)[..., None] * own_v
+    return out
+
+
+def frozen_of(head_vocab_map: Array, target: models.Checkpoint, tokens: Array) -> dict[str, Any]:
+    """Returns what the loss reads of the target: output rows of the draft tokens, and embeddings.
+
+    Args:
+      head_vocab_map: int32 [V], the draft token of each token.
+      target: with its parameters.
+      tokens: int32 [R], the token of each draft token.
+    """
+    inner = {k: v for k, v in target.params["params"].items() if not k.startswith(models.BLOCK)}
+    rows = inner["embedding" if target.config.tie_embeddings else "unembedding"][tokens]
+    rows = rows.astype(jnp.float32)
+    rest = models.cast_params({k: v for k, v in inner.items() if k != "embedding"}, jnp.float32)
+    return {
+        "vocab_map": head_vocab_map,
+        "unembedding": rows,
+        "teacher": {"params": rest | {"unembedding": rows, "embedding": rows}},  # the latter unread
+        "embedder": {"params": inner},
+    }
+
+
+def modules_of(target: models.Checkpoint, size: int) -> tuple[nn.Module, nn.Module]:
+    """Returns the modules `teacher` and `embedder` of `HeadLoss`, for `size` draft tokens."""
+    config = dataclasses.replace(target.config, vocab_size=size, tie_embeddings=False)
+    return models.build(config), target.module
