@@ -17,11 +17,13 @@ from magicjax.model import Model
 from magicjax.parallel import offloading, pipeline_stages
 from magicjax.parallel.layouts import Layout, Offloaded, Pipelined, Resident
 from magicjax.sources import DOWNLOADS, checkpoint_directory, directory_of
+from magicjax.suggest import explain_unknown
 from sharding import STAGE, AnyMesh, factored
 
 PRESET_DTYPE = "bfloat16"
 
 
+@explain_unknown
 def load(
     source: str | os.PathLike,
     dtype: Any = None,

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import jax
 
+from magicjax.checks import check_whole
 from magicjax.drafters import Drafter, Ensemble
 from magicjax.model import Model
-from magicjax.sampling_params import check_whole
+from magicjax.suggest import explain_unknown
 from magicjax.verification.logprobs import MAX_ALTERNATIVES
 
 MAX_SLOTS = 2**16
@@ -15,6 +16,7 @@ MAX_CAPACITY = 4096  # default limit: a model's own one can need more memory tha
 MAX_PREFILLS = 2  # at once, each in a row of its own: a short prompt overtakes a long one
 
 
+@explain_unknown
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The shapes, limits and features of an engine, which its requests share.

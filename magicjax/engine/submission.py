@@ -7,13 +7,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from magicjax.checks import check_real, check_whole
 from magicjax.decoding.prompts import token_ids
 from magicjax.decoding.validation import check_params, check_stop
 from magicjax.engine.request import EngineRequest
 from magicjax.engine.templates import Templates
 from magicjax.grammars.arena import CLASSES, automaton_of
 from magicjax.grammars.compiler import TokenAutomaton
-from magicjax.sampling_params import SamplingParams, check_real, check_whole
+from magicjax.sampling_params import SamplingParams
 from sharding import global_arrays
 
 
