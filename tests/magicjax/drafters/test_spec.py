@@ -108,6 +108,11 @@ def test_a_drafter_is_written_with_its_defaults_and_read_back(text, written):
         ("small:llama:7b", "a directory of that name needs small:llama:7b:full"),
         ("self:snapkv:scaled=maybe", "scaled='maybe': it must be true or false"),
         ("self + slef", "'slef' is not a drafter"),
+        ("ngram:4", "'ngram' is not a drafter: write prompt-lookup:4"),
+        ("eagle3:PATH", "'eagle3' is not a drafter: heads .* .docs/drafters_and_trees.md"),
+        ("medusa", "'medusa' is not a drafter: heads that read the target's hidden states"),
+        ("self,prompt-lookup", "are joined by ' . ', as in 'self:streaming:256 . prompt-lookup:4'"),
+        ("self:snapkv:64+prompt-lookup:4", "the members of an ensemble are joined by ' . '"),
     ],
 )
 def test_a_wrong_text_is_refused(text, message):
