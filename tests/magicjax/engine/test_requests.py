@@ -235,7 +235,7 @@ INVALID_REQUESTS = {
     "a deadline": ([1], dict(deadline_s=0), "deadline_s=0: it must be above 0"),
     "no tokenizer": (
         [1],
-        dict(params=SamplingParams(stop="a")),
+        dict(params=SamplingParams(stop="a", max_tokens=4)),
         "stop='a': the target 'target' has no tokenizer",
     ),
     "a priority": ([1], dict(priority=float("nan")), "priority=nan: it must be finite"),
