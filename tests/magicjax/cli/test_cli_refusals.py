@@ -34,6 +34,14 @@ REFUSED = {
         ["--target", "DIR", "--prompt", "a", "--max-tokens", "600"],
         "the target has 512: shorten the prompt or reduce --max-tokens",
     ),
+    "too long in thousands": (
+        ["--target", "DIR", "--prompt", "a", "--max-tokens", "4k"],
+        "with --max-tokens 4096 it needs",
+    ),
+    "a separator": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "self,prompt-lookup"],
+        "the members of an ensemble are joined by ' + ', as in 'self:streaming:256 + prompt-",
+    ),
     "a tree alone": (
         ["--target", "DIR", "--prompt", "a", "--tree", "chain:2"],
         "--tree has no effect without --drafter: remove it",
