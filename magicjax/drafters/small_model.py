@@ -333,7 +333,8 @@ def _check_tokenizers(drafter: Model, target: Model) -> None:
     if differing:
         example = differing[0]
         raise ValueError(
-            f"the drafter's tokenizer differs from the target's in {len(differing)} tokens, such "
-            f"as {example!r} (id {ids.get(example)} and {target_ids.get(example)}): they must be "
-            "the same; use a drafter of the target's family"
+            f"the tokenizer of the drafter {drafter.name!r} differs from that of the target "
+            f"{target.name!r} in {len(differing)} tokens, such as {example!r} (id "
+            f"{ids.get(example)} and {target_ids.get(example)}): they must be the same; use a "
+            "drafter of the target's family"
         )

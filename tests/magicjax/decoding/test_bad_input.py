@@ -338,7 +338,7 @@ REFUSED = {
             drafter=magicjax.SmallModel(with_tokenizer("a", "c", "b")),
         ),
         ValueError,
-        r"tokenizer differs from the target's in 2 tokens, such as 'b' \(id 2 and 1\)",
+        r"differs from that of the target 'target' in 2 tokens, such as 'b' \(id 2 and 1\)",
     ),
 }
 
