@@ -49,7 +49,7 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
     max_tokens: int | None = 128
-    stop: str | Sequence[str] | None = ()
+    stop: str | Sequence[str] = ()
     grammar: Grammar | None = None
     logprobs: int | None = None
 
