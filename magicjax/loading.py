@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import logging
 import os
 import pathlib
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -16,12 +18,17 @@ from magicjax import placement
 from magicjax.model import Model
 from magicjax.parallel import offloading, pipeline_stages
 from magicjax.parallel.layouts import Layout, Offloaded, Pipelined, Resident
+from magicjax.parallel.offloading import GB
 from magicjax.sources import DOWNLOADS, checkpoint_directory, directory_of
-from sharding import STAGE, AnyMesh, factored
+from magicjax.suggest import explain_unknown
+from sharding import STAGE, AnyMesh, array_bytes, factored
+
+logger = logging.getLogger("magicjax")
 
 PRESET_DTYPE = "bfloat16"
 
 
+@explain_unknown
 def load(
     source: str | os.PathLike,
     dtype: Any = None,
@@ -40,7 +47,7 @@ def load(
         model of the Hugging Face Hub, such as "Qwen/Qwen2.5-0.5B" or "Qwen/Qwen2.5-0.5B@main",
         which is downloaded when it is first used; a GGUF file, which is converted when it is first
         used; a name that `magicjax fetch` lists; or the name of a preset (`models.PRESETS`), which
-        has random weights.
+        has random weights, as a logged warning says.
       dtype: of parameters, caches and activations; None: as stored (GGUF: float32, presets:
         bfloat16).
       weights: quantize the blocks' matrices, one by one: "int8" with a scale for each output
@@ -84,6 +91,7 @@ def load(
     else:
         dtype = PRESET_DTYPE if dtype is None else dtype
         module, params = models.build(config_of(source), dtype, weight_format(source, form)), None
+        _check_random(module, source)
     layout: Layout = Resident()
     if offload:
         if checkpoint is None:
@@ -110,6 +118,26 @@ def load(
         eos_token_ids=checkpoint.eos_token_ids,
         pad_token_id=checkpoint.pad_token_id,
     )
+
+
+def _check_random(module: nn.Module, source: str | os.PathLike) -> None:
+    """Logs that a preset's weights are random; raises ValueError if host memory is too small."""
+    logger.warning(
+        "%s is a preset with random weights: pass a directory, or OWNER/NAME of the Hugging Face "
+        "Hub, for trained ones",
+        source,
+    )
+    if jax.local_devices()[0].platform != "cpu":
+        return
+    leaves = jax.tree.leaves(models.abstract_params(module))
+    needed = sum(array_bytes(x.shape, x.dtype) for x in leaves)
+    available = offloading.free_host_memory()
+    if available is not None and needed > available:
+        raise ValueError(
+            f"the weights of {source} need {needed / GB:.1f} GB of memory, and "
+            f"{available / GB:.1f} GB are available: use a smaller preset, dtype='bfloat16', or "
+            "weights='int8' or 'int4'"
+        )
 
 
 def _checked_stages(

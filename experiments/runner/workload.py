@@ -197,7 +197,8 @@ class Bench:
         if cell.draft == "auto":  # one choice for all runs of the cell
 
             def choose() -> Any:
-                return search.choose(search.make_problem(target, text, cell.params, options))[0]
+                problem = search.make_problem(target, text, cell.params, options)
+                return search.choose(search.placed(problem))[0]
 
             options = dataclasses.replace(options, drafter=self._once(("choice", cell), choose))
         return target, text, cell.params, options
