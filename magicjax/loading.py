@@ -5,7 +5,6 @@ import functools
 import logging
 import os
 import pathlib
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -80,43 +79,27 @@ def load(
         module = models.build(config, weights=weight_format(source, form))
         sharding_of = placement.parameter_shardings(module, shards, mesh)
         pipeline_stages.check_layers(config.num_layers, stages)
-    checkpoint, path = None, directory_of(source)
-    if path is not None:
-        tokenizer = load_tokenizer(source)
-        check_tokenizer(tokenizer, models.load_config(path).vocab_size, source)
-        checkpoint = models.load_checkpoint(
-            path, dtype, weights=form, sharding_of=sharding_of, lazy_blocks=offload or stages > 1
-        )
-        module, params = checkpoint.module, checkpoint.params
-    else:
+    if (path := directory_of(source)) is None:
         dtype = PRESET_DTYPE if dtype is None else dtype
-        module, params = models.build(config_of(source), dtype, weight_format(source, form)), None
+        module = models.build(config_of(source), dtype, weight_format(source, form))
         _check_random(module, source)
-    layout: Layout = Resident()
-    if offload:
-        if checkpoint is None:
-            params = models.init_params(module, seed, sharding_of, blocks=False)
-            blocks: Iterable[Any] = models.init_blocks(module, seed)
-        else:
-            blocks = map(checkpoint.read_block, range(module.config.num_layers))
-        layout = Offloaded(offloading.stack(module, blocks, sharding_of))
-    elif stages > 1:
-        assert sharding_of is not None  # several stages require a mesh
-        layout = Pipelined(stages)
-        if checkpoint is None:
-            params = pipeline_stages.init_params(module, seed, stages, sharding_of)
-        else:
-            params = pipeline_stages.load_params(checkpoint, stages, sharding_of)
-    elif params is None:
-        params = models.init_params(module, seed, sharding_of)
-    model = Model(module, params, name=_name(source, path), shards=shards, layout=layout)
-    if checkpoint is None:
-        return model
-    return dataclasses.replace(
-        model,
+        params, layout = _initialized(module, seed, stages, offload, sharding_of)
+        return Model(module, params, name=_name(source, path), shards=shards, layout=layout)
+    tokenizer = load_tokenizer(source)
+    check_tokenizer(tokenizer, models.load_config(path).vocab_size, source)
+    checkpoint = models.load_checkpoint(
+        path, dtype, weights=form, sharding_of=sharding_of, lazy_blocks=offload or stages > 1
+    )
+    params, layout = _laid_out(checkpoint, stages, offload, sharding_of)
+    return Model(
+        checkpoint.module,
+        params,
         tokenizer=tokenizer,
+        name=_name(source, path),
         eos_token_ids=checkpoint.eos_token_ids,
         pad_token_id=checkpoint.pad_token_id,
+        shards=shards,
+        layout=layout,
     )
 
 
@@ -138,6 +121,34 @@ def _check_random(module: nn.Module, source: str | os.PathLike) -> None:
             f"{available / GB:.1f} GB are available: use a smaller preset, dtype='bfloat16', or "
             "weights='int8' or 'int4'"
         )
+
+
+def _initialized(
+    module: nn.Module, seed: int, stages: int, offload: bool, sharding_of: Any
+) -> tuple[Any, Layout]:
+    """Returns the random parameters of a preset, and the layout with its blocks."""
+    if offload:
+        params = models.init_params(module, seed, sharding_of, blocks=False)
+        blocks = offloading.stack(module, models.init_blocks(module, seed), sharding_of)
+        return params, Offloaded(blocks)
+    if stages > 1:
+        params = pipeline_stages.init_params(module, seed, stages, sharding_of)
+        return params, Pipelined(stages)
+    return models.init_params(module, seed, sharding_of), Resident()
+
+
+def _laid_out(
+    checkpoint: models.Checkpoint, stages: int, offload: bool, sharding_of: Any
+) -> tuple[Any, Layout]:
+    """Returns the parameters of a checkpoint, and the layout with its blocks."""
+    module = checkpoint.module
+    if offload:
+        blocks = map(checkpoint.read_block, range(module.config.num_layers))
+        return checkpoint.params, Offloaded(offloading.stack(module, blocks, sharding_of))
+    if stages > 1:
+        params = pipeline_stages.load_params(checkpoint, stages, sharding_of)
+        return params, Pipelined(stages)
+    return checkpoint.params, Resident()
 
 
 def _checked_stages(
