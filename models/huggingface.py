@@ -177,11 +177,14 @@ def load_config(path: str | os.PathLike) -> DecoderConfig:
     path = pathlib.Path(path)
     raw = _read_json(path / "config.json")
     raw = {key: value for key, value in raw.items() if key != QUANTIZATION}
-    if eagle_checkpoints.may_be_head(raw):
-        names = {eagle_checkpoints.canonical(name) for name in _tensors_in(path)}
-        if eagle_checkpoints.is_head(raw, names):
-            return eagle_checkpoints.read_config(raw, names, read_config)
-    return read_config(raw)
+    try:
+        if eagle_checkpoints.may_be_head(raw):
+            names = {eagle_checkpoints.canonical(name) for name in _tensors_in(path)}
+            if eagle_checkpoints.is_head(raw, names):
+                return eagle_checkpoints.read_config(raw, names, read_config)
+        return read_config(raw)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def load_tokenizer(path: str | os.PathLike) -> Any:
@@ -303,7 +306,11 @@ def _open(path: pathlib.Path) -> tuple[DecoderConfig, QuantizationConfig | None,
     """
     raw = _read_json(path / "config.json")
     quantization, config = read_quantization_config(raw.get(QUANTIZATION)), load_config(path)
-    return config, quantization, _match(config, _scan(path, config), quantization)
+    stored = _scan(path, config)
+    is_head = any(where.name == eagle_checkpoints.FC for where in stored.values())
+    if is_head and not isinstance(config, EagleConfig):  # whose config is a model's
+        raise ValueError(f"{path}: {drafter_head('EAGLE-1 or EAGLE-2')}")
+    return config, quantization, _match(config, stored, quantization)
 
 
 def _format(
@@ -349,11 +356,6 @@ def _match(
     The place of a quantized matrix is that of its parts.
     """
     needed, shapes = {t.name: t for t in tensors_of(config)}, parameter_shapes(config)
-    is_head = not isinstance(config, EagleConfig) and any(
-        where.name == eagle_checkpoints.FC for where in stored.values()
-    )
-    if is_head:  # its config is a model's
-        raise drafter_head("EAGLE-1 or EAGLE-2")
     stored, matrices = gather(stored)
     if matrices and quantization is None:
         raise ValueError(

@@ -205,7 +205,11 @@ def save(
     recipe: Recipe,
 ) -> None:
     """Writes the head in SpecForge's layout, rounded to bfloat16, with a card."""
-    config = dataclasses.replace(config, acceptance=round(found["same token"][0], 4))
+    config = dataclasses.replace(
+        config,
+        layer_inputs=recipe.head.layer_inputs,  # trainers number the default layers differently
+        acceptance=round(found["same token"][0], 4),
+    )
     inner = export.rounded(params)["params"] | {"vocab_map": vocab_map}
     module = models.build(config, jnp.bfloat16)
     models.save_checkpoint(path, module, {"params": inner}, overwrite=True)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+import models
 from magicjax import placement
 from magicjax.drafters import DRAW_METHODS, Drafter, Ensemble
 from magicjax.model import Model
@@ -148,10 +149,15 @@ def checked_verifier(
 
 
 def check_target(target: Any) -> None:
-    """Raises TypeError unless the target is a model."""
+    """Raises TypeError unless the target is a model, ValueError if it is a drafter's head."""
     if not isinstance(target, Model):
         raise TypeError(
             f"target has type {type(target).__name__}: pass the model that magicjax.load returns"
+        )
+    if isinstance(target.config, models.EagleConfig):
+        raise ValueError(
+            f"the target {target.name!r} is an EAGLE-3 head, which drafts for another model: pass "
+            "it as drafter=magicjax.Eagle(head), or eagle:PATH in a command"
         )
 
 
@@ -228,6 +234,8 @@ def checked_pad(target: Model, pad_token_id: Any, eos: tuple[int, ...]) -> int:
 
 def _token_id(name: str, value: Any) -> int:
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return operator.index(value)
     except TypeError:
         text = isinstance(value, str)

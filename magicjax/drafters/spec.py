@@ -47,11 +47,22 @@ GROUP = "magicjax.drafters"  # of entry points
 DRAFTER_SYNTAX = (
     "self:streaming:256 (policy and budget), self:quest:512 (pages of the target's cache), "
     "self:full:weights=int8 (a quantized copy), small:PATH (a model directory, GGUF file or "
-    "preset), small:PATH:streaming:256, prompt-lookup:4 (how many of the newest tokens to look "
-    "for), the name of an installed drafter, or an import path, my_file.MyDrafter; options as "
-    "self:snapkv:256:refresh_every=8"
+    "preset), small:PATH:streaming:256, eagle:PATH (an EAGLE-3 head), prompt-lookup:4 (how many of "
+    "the newest tokens to look for), the name of an installed drafter, or an import path, "
+    "my_file.MyDrafter; options as self:snapkv:256:refresh_every=8"
 )
 _JOIN = " + "
+_HEADS = (
+    "of the heads that read the target's hidden states only EAGLE-3 is supported, eagle:PATH "
+    "(docs/drafters_and_trees.md)"
+)
+# Drafters of vLLM, and what is written here.
+FOREIGN = {
+    "ngram": "write prompt-lookup:4, how many of the newest tokens to look for",
+    "draft_model": "write small:PATH",
+    "eagle3": "write eagle:PATH",
+    **dict.fromkeys(("medusa", "mtp", "mlp_speculator"), _HEADS),
+}
 
 
 def get_drafter(name: str) -> type[Drafter]:
@@ -64,6 +75,8 @@ def get_drafter(name: str) -> type[Drafter]:
       ValueError: an unknown name, or one of something else than a class of drafters.
     """
     loaded = plugins.find(name, DRAFTERS, GROUP)
+    if loaded is None and name in FOREIGN:
+        raise ValueError(f"{name!r} is not a drafter: {FOREIGN[name]}")
     if loaded is None:
         known = sorted({*DRAFTERS, *plugins.installed(GROUP)})
         raise ValueError(
@@ -206,7 +219,17 @@ def with_options(text: str, values: Mapping[str, Any]) -> Spec:
 
 def parse_all(text: str) -> list[Spec]:
     """Returns the parts of each member of an ensemble's text, or of a single drafter's."""
-    return [parse(part) for part in split(text)]
+    parts = split(text)
+    try:
+        return [parse(part) for part in parts]
+    except ValueError:
+        joined = re.compile(rf"[,+&]\s*({'|'.join(DRAFTERS)})(:|$)")
+        if not any(joined.search(part) for part in parts):
+            raise
+    raise ValueError(
+        f"drafter {text!r}: the members of an ensemble are joined by ' + ', as in "
+        "'self:streaming:256 + prompt-lookup:4'"
+    )
 
 
 def _fit(positional: Sequence[Option], parts: Sequence[str]) -> bool:
