@@ -1,0 +1,202 @@
+"""The trainer of heads records text as it was read, drafts in training, and survives kills."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+
+import magicjax
+import models
+from experiments.prompts import corpus
+from experiments.schema.fields import ConfigError
+from experiments.training import eagle, eagle_loss, recording, trainer
+from tests.experiments.training import test_boost
+from tests.magicjax import oracle
+
+GENERATED = dict(tokens=700, batch=16, length=20)
+SCHEDULE = dict(
+    phases=[{"context": 12, "batch": 2, "steps": 5}],
+    learning_rate=0.02,
+    warmup=2,
+    checkpoint_every=2,
+)
+HEAD = dict(draft_vocab_size=40, layer_inputs=(0, 1, 1))
+LAYERS = 0, 1, 1, 1
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A random target whose tokenizer has a chat template."""
+    root = tmp_path_factory.mktemp("eagle")
+    (root / "corpus").mkdir()
+    for i in range(6):
+        (root / "corpus" / f"m{i}.py").write_text(test_boost.TEXT.replace("x", f"x{i}"))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=corpus.train_tokenizer(corpus.library(root / "corpus")[:5], 290),
+        eos_token=corpus.END,
+        pad_token=corpus.END,
+    )
+    test_boost.write_model(root / "target", tokenizer, 290, 0)
+    path = root / "target" / "tokenizer_config.json"
+    written = json.loads(path.read_text()) | {"chat_template": test_boost.TEMPLATE}
+    path.write_text(json.dumps(written))
+    return root / "target"
+
+
+def recipe(target, **changes) -> eagle.Recipe:
+    raw = dict(target=str(target), dtype="float32", generated=GENERATED, head=HEAD, steps=3)
+    return eagle.Recipe(**raw | dict(cross_entropy=SCHEDULE, overlap=SCHEDULE) | changes)
+
+
+@pytest.fixture(scope="module")
+def rows(target, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    settings = recipe(target).generated
+    return recording.write(str(target), "float32", (0, 1), settings, folder)
+
+
+def test_hidden_states_are_those_of_a_pass_over_the_text(target, rows):
+    model = magicjax.load(target, dtype="float32")
+    tokens = recording.tokens_of(rows)
+    assert len(np.unique(tokens, axis=0)) == len(rows) == 48
+    start = model.tokenizer("<s>user: ")["input_ids"]
+    assert (tokens[:, : len(start)] == start).all() and tokens.shape[1] == len(start) + 19
+    found, hidden = recording.unpacked(jnp.asarray(rows[:3]), 2)
+    np.testing.assert_array_equal(found, tokens[:3])
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), found.shape)
+    _, _, inputs = model.module.apply(model.params, found, positions, trainer.causal_attend, (0, 1))
+    for i, expected in inputs.items():
+        rounded = expected.astype(jnp.bfloat16).astype(jnp.float32)
+        np.testing.assert_allclose(hidden[:, :, i], rounded, rtol=0.01, atol=1e-3)
+    # The text is what the target chose: its own log-probabilities are far above chance.
+    logits = oracle.logits(model, tokens[0].tolist())
+    assert np.isfinite(logits).all()
+
+
+def parts_of_loss(target):
+    """Returns the loss, the head's module and parameters, and what is frozen."""
+    checkpoint = models.load_checkpoint(target, "float32")
+    config = eagle.head_config(eagle.HeadShape(**HEAD), checkpoint.config)
+    tokens = np.sort(np.random.default_rng(0).permutation(290)[:40])
+    vocab_map = np.full(290, 40, np.int32)
+    vocab_map[tokens] = np.arange(40)
+    frozen = eagle_loss.frozen_of(jnp.asarray(vocab_map), checkpoint, jnp.asarray(tokens))
+    loss = eagle_loss.HeadLoss(*eagle_loss.modules_of(checkpoint, 40), 3, 0.8, windows=False)
+    head = models.build(eagle.dataclasses.replace(config, own_unembedding=True))
+    return loss, head, eagle._without_frozen(models.init_params(head, 1)), frozen
+
+
+def test_steps_of_the_loss_are_drafts_from_every_position(target, rows):
+    """Each logit equals that of a draft of one position, with explicit lists of keys and values."""
+    loss, head, params, frozen = parts_of_loss(target)
+    windows = np.concatenate(
+        [rows[:2, :14, :2], *[rows[:2, :14, 2:18]], *[rows[:2, :14, 18:]] * 3], -1
+    )
+    steps = list(loss._steps(head, params, jnp.asarray(windows), frozen))
+    inner = {"params": params["params"] | {k: frozen[k] for k in ("unembedding", "vocab_map")}}
+    tokens, hidden = recording.unpacked(jnp.asarray(windows[:1]), 4)
+    features = head.apply(inner, [hidden[:, :, i] for i in range(3)], method="fuse")
+
+    def embed(position):
+        read = tokens[:, position : position + 1]
+        return loss.embedder.apply(frozen["embedder"], read, read, method="embed")
+
+    def drafted(position):
+        """Yields the logits of the drafts that begin after a position."""
+        keys, values = [], []
+        for slot in range(position):
+            at = jnp.array([[slot + 1]])
+            arguments = embed(slot + 1), features[:, slot : slot + 1], at
+            k, v = head.apply(inner, *arguments, method="keys_values")
+            keys.append(k)
+            values.append(v)
+
+        def attend(layer, q, k, v):
+            keys.append(k)
+            values.append(v)
+            whole = [
+                jnp.repeat(jnp.concatenate(x, 1), q.shape[2] // k.shape[2], 2)
+                for x in (keys, values)
+            ]
+            p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, whole[0]) * q.shape[-1] ** -0.5)
+            return jnp.einsum("bhts,bshd->bthd", p, whole[1]), None
+
+        feature = features[:, position : position + 1]
+        for step in range(3):
+            at = jnp.array([[position + 1 + step]])
+            feature, _ = head.apply(
+                inner, embed(position + 1 + step), feature, at, attend, method="decode"
+            )
+            yield head.apply(inner, feature, method="draft_logits")[0, 0]
+
+    for position in (0, 4, 9):
+        for (logits, _, _), expected in zip(steps, drafted(position), strict=True):
+            np.testing.assert_allclose(logits[0, position], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_see_few_tokens_have_other_losses(target, rows):
+    loss, head, params, frozen = parts_of_loss(target)
+    whole = eagle_loss._Attend(jnp.array([99, 99]))
+    few = eagle_loss._Attend(jnp.array([99, 3]))
+    q = jax.random.normal(jax.random.key(0), (2, 9, 2, 8))
+    (one, _), (two, _) = whole(0, q, q, q), few(0, q, q, q)
+    np.testing.assert_allclose(one[0], two[0], rtol=1e-5)
+    np.testing.assert_allclose(one[1, :3], two[1, :3], rtol=1e-5)
+    assert np.abs(one[1, 3:] - two[1, 3:]).max() > 0.01
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_twice_writes_the_same_head(target, tmp_path, monkeypatch):
+    eagle.train(recipe(target), tmp_path / "whole", tmp_path / "head")
+    batch, drawn, seen = recording._batch, trainer.batches, []
+
+    def killed_in_the_second_batch(*arguments):
+        if arguments[-1] == 1:
+            raise KeyboardInterrupt
+        return batch(*arguments)
+
+    def killed_at_the_fourth_step(*arguments):
+        for count, windows in enumerate(drawn(*arguments)):
+            if count == 3:
+                raise KeyboardInterrupt
+            yield windows
+
+    for module, name, killed in (
+        (recording, "_batch", killed_in_the_second_batch),
+        (trainer, "batches", killed_at_the_fourth_step),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(module, name, killed)
+            eagle.train(recipe(target), tmp_path / "killed", tmp_path / "again")
+    monkeypatch.setattr(recording, "_batch", lambda *a: seen.append(a[-1]) or batch(*a))
+    found = eagle.train(recipe(target), tmp_path / "killed", tmp_path / "again")
+    assert seen == []  # the text was complete
+    one, two = (tmp_path / name / "model.safetensors" for name in ("head", "again"))
+    assert one.read_bytes() == two.read_bytes()
+    assert len(found["same token"]) == 3
+    head = magicjax.load(tmp_path / "head", dtype="float32")
+    assert head.config.draft_vocab_size == 40 and not head.config.own_unembedding
+    model = magicjax.load(target, dtype="float32")
+    drafter = magicjax.Eagle(head, verify=False)
+    params = magicjax.SamplingParams(max_tokens=12)
+    out = magicjax.generate(
+        model, ["def f"], params, drafter=drafter, tree="expansion:2,2,1", eos_token_id=[]
+    )
+    plain = magicjax.generate(model, ["def f"], params, eos_token_id=[])
+    assert out.texts == plain.texts
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(head=HEAD | dict(num_heads=3, num_kv_heads=2)), "not a multiple of num_kv_heads=2"),
+        (dict(head=HEAD | dict(draft_vocab_size=400)), "draft_vocab_size=400 must be at least 2"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(target, tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        eagle.train(recipe(target, **changes), tmp_path / "work", tmp_path / "out")
+    assert not (tmp_path / "work").exists()
