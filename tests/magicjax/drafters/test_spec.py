@@ -111,7 +111,6 @@ def test_a_drafter_is_written_with_its_defaults_and_read_back(text, written):
         ("ngram:4", "'ngram' is not a drafter: write prompt-lookup:4"),
         ("eagle3:PATH", "'eagle3' is not a drafter: write eagle:PATH"),
         ("medusa:PATH", "'medusa' is not a drafter: of the heads .* .docs/drafters_and_trees.md"),
-        ("medusa", "'medusa' is not a drafter: heads that read the target's hidden states"),
         ("self,prompt-lookup", "are joined by ' . ', as in 'self:streaming:256 . prompt-lookup:4'"),
         ("self:snapkv:64+prompt-lookup:4", "the members of an ensemble are joined by ' . '"),
     ],
