@@ -101,7 +101,7 @@ def test_a_cancelled_request_keeps_its_tokens_and_frees_its_slot():
 
 
 def test_a_request_cancelled_in_prefill_frees_its_slot():
-    engine = Long.engine("ensemble", rounds_per_step=1)
+    engine = Long.engine("plain", rounds_per_step=1)
     engine.submit(engines.prompts()[0])
     engine.step()
     long = engine.submit(np.ones(300, np.int32))
@@ -141,6 +141,7 @@ def test_statistics_of_requests_and_of_the_engine():
     engine.run()
     stats = engine.stats
     assert stats.new_tokens == 4 * engines.NEW and stats.finished["length"] == 4
+    assert list(stats.rounds_by_depth) == [4]  # the depth of its tree only
     assert stats.loop_s > 0 and stats.prefill_s > 0 and stats.host_s > 0
     seconds = stats.loop_s + stats.prefill_s + stats.host_s
     assert stats.tokens_per_s == pytest.approx(stats.new_tokens / seconds)

@@ -153,6 +153,7 @@ def test_texts_of_the_loop_have_the_constrained_distribution(case):
     assert p > 0.001
 
 
+@pytest.mark.slow
 def test_a_mask_of_the_root_only_in_the_loop_is_detected(monkeypatch):
     whole = masking.mask
 
