@@ -19,7 +19,6 @@ from flax import struct
 import magicjax
 import models
 from tests.magicjax import keywords, oracle, tiny
-from tests.quick import quick
 
 VOCAB, LENGTH, EOS = 5, 4, 0
 PROMPT = [1, 4, 2, 3, 3, 1, 2, 4, 1]
@@ -128,7 +127,7 @@ def refreshed(policy: str, **options) -> magicjax.SelfSpeculation:
     return magicjax.SelfSpeculation(policy, budget=8, refresh_every=1, **options)
 
 
-SLICE = {
+ALL = {
     "small, 2,2": (small(1), PAIRS, {}),
     "ensemble and prompt-lookup": (
         magicjax.Ensemble(
@@ -137,8 +136,6 @@ SLICE = {
         None,
         {},
     ),
-}
-ALL = SLICE | {
     "small with a draft vocabulary, 2,2": (
         magicjax.SmallModel(tiny.few(model(1), 4)),
         PAIRS,
@@ -189,9 +186,8 @@ def check(what: str, calls: int, settings: dict[str, float]) -> None:
     assert p > 0.001
 
 
-@pytest.mark.parametrize("what", quick(SLICE, "small, 2,2"))
-def test_sampled_texts_have_the_targets_joint_distribution(what):
-    check(what, FEW_CALLS, WARPED if list(SLICE).index(what) % 2 else PLAIN)
+def test_sampled_texts_have_the_targets_joint_distribution():
+    check("small, 2,2", FEW_CALLS, PLAIN)
 
 
 @pytest.mark.slow
