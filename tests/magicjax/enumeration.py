@@ -21,8 +21,7 @@ from magicjax.verification import sampling as sampling_
 from magicjax.verification import verify
 from magicjax.verification.sampling import Sampling
 
-CHUNK = 1024  # rows of a compiled step
-SIZES = (64, CHUNK)  # rows are padded to one of these, or a power of two, to limit compilation
+CHUNK = 1024  # rows of a compiled step; fewer are padded, to limit compilation
 NOTHING = -1  # the token of a node without a draw
 
 
@@ -265,9 +264,9 @@ def _padded_attempt(world, walk, logits, tokens, draws):
 
 
 def _padded(x) -> np.ndarray:
-    """Returns the rows, and the first of them again up to one of a few sizes."""
+    """Returns the rows, and the first of them again up to a power of two, at least CHUNK."""
     x, rows = np.asarray(x), len(x)
-    size = next((size for size in SIZES if rows <= size), 1 << (rows - 1).bit_length())
+    size = max(CHUNK, 1 << (rows - 1).bit_length())
     return np.concatenate([x, np.repeat(x[:1], size - rows, 0)])
 
 
