@@ -149,11 +149,7 @@ def propose(world: World, drafts: list[Draft]) -> tuple[np.ndarray, Proposal]:
     if len(proposals) == 1:
         return weights, proposals[0]
     padded = [
-        dataclasses.replace(
-            one,
-            tokens=_padded(one.tokens),
-            draws=jax.tree.map(_padded, one.draws),
-        )
+        dataclasses.replace(one, tokens=_padded(one.tokens), draws=jax.tree.map(_padded, one.draws))
         for one in proposals
     ]
     merged = _merge(padded, max(draft.tree.depth for draft in drafts))[0]

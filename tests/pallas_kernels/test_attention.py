@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import (
-    BACKENDS,
-    EMPTY_LSE,
-    choose_backend,
-    merge,
-    quantize,
-    tree_attention,
-)
+from pallas_kernels import BACKENDS, EMPTY_LSE, choose_backend, merge, quantize, tree_attention
 from pallas_kernels.benchmarks.shapes import Shape
 from pallas_kernels.xla import BLOCK, LARGE
 from tests.pallas_kernels.attention_cases import (
@@ -51,10 +44,7 @@ SHAPES = (
     Shape(6, 1, 1, 1, 1, 64, 2 * BLOCK + 300),
     Shape(6, 5, 5, 1, 1, 64, LARGE * BLOCK + 7),  # few rows, a branch on the fill of the cache
 )
-CASES = [
-    *((shape, "float32") for shape in SHAPES),
-    *((shape, "bfloat16") for shape in SHAPES[::2]),
-]
+CASES = [*((shape, "float32") for shape in SHAPES), *((shape, "bfloat16") for shape in SHAPES[::2])]
 # One of each code path: few rows, more new tokens than queries, one slot, many rows, blocks.
 QUICK = [(SHAPES[i], "float32") for i in (2, 3, 4, 7, 8, 10)] + [(SHAPES[8], "bfloat16")]
 quick_cases = pytest.mark.parametrize(("shape", "dtype"), quick(CASES, *QUICK), ids=str)

@@ -136,20 +136,12 @@ ALL = {
         None,
         {},
     ),
-    "small with a draft vocabulary, 2,2": (
-        magicjax.SmallModel(tiny.few(model(1), 4)),
-        PAIRS,
-        {},
-    ),
+    "small with a draft vocabulary, 2,2": (magicjax.SmallModel(tiny.few(model(1), 4)), PAIRS, {}),
     "small, dynamic": (small(1), DYNAMIC, {}),
     "self snapkv refreshed, 2,2": (refreshed("snapkv"), PAIRS, {}),
     "self quest, 2,2": (magicjax.PageRetrieval(4, page_size=1), PAIRS, {}),
     "small top, 1,1,3": (small(1, draw="top"), DEEP, {}),
-    "self with replacement, irregular": (
-        self_speculation(draw="with_replacement"),
-        IRREGULAR,
-        {},
-    ),
+    "self with replacement, irregular": (self_speculation(draw="with_replacement"), IRREGULAR, {}),
     "self h2o refreshed int8, irregular": (refreshed("h2o", kv_dtype="int8"), IRREGULAR, {}),
     "small keydiff int4, 1,1,3": (
         small(1, policy=magicjax.policies.KeyDiff(), budget=14, kv_dtype="int4"),

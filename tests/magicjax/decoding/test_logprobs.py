@@ -107,10 +107,7 @@ def divided(case: str, mesh: list[int]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("case", "mesh"),
-    quick(
-        [("self", (1, 8)), ("several sampled", (2, 4)), ("dynamic", (2, 2, 2))],
-    ),
+    ("case", "mesh"), quick([("self", (1, 8)), ("several sampled", (2, 4)), ("dynamic", (2, 2, 2))])
 )
 def test_a_divided_vocabulary_gives_the_same(eight, case, mesh):
     assert eight(divided, case=case, mesh=list(mesh))

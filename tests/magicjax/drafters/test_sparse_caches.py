@@ -77,8 +77,7 @@ def test_every_combination_of_settings_is_exact(
 
 
 @pytest.mark.parametrize(
-    ("policy", "tree"),
-    quick([("streaming", "chain3"), ("snapkv", "2,2,1"), ("h2o", "dynamic")]),
+    ("policy", "tree"), quick([("streaming", "chain3"), ("snapkv", "2,2,1"), ("h2o", "dynamic")])
 )
 def test_small_models_on_sparse_caches_are_exact(tally, wanted, policy, tree):
     drafter = magicjax.SmallModel(tiny.model("long near"), policy=policy_of(policy), budget=40)

@@ -149,12 +149,7 @@ def reused(case: str, mesh: list[int] | None) -> tuple[list[list[int]], int]:
 
     def engine(**options):
         config = magicjax.EngineConfig(
-            slots=2,
-            capacity=192,
-            max_tokens=NEW,
-            eos_token_id=63,
-            prefill_chunk=32,
-            **options,
+            slots=2, capacity=192, max_tokens=NEW, eos_token_id=63, prefill_chunk=32, **options
         )
         made = None if mesh is None else make_mesh(*mesh)
         target = mesh_cases.target(kv_heads)

@@ -43,12 +43,7 @@ def _whole(target) -> tuple[np.ndarray, str]:
 def texts_engine(target) -> magicjax.Engine:
     drafter = magicjax.PromptLookup()
     config = EngineConfig(
-        slots=3,
-        capacity=128,
-        max_tokens=60,
-        eos_token_id=[],
-        prefill_chunk=16,
-        rounds_per_step=3,
+        slots=3, capacity=128, max_tokens=60, eos_token_id=[], prefill_chunk=16, rounds_per_step=3
     )
     return magicjax.Engine(target, drafter, magicjax.chain(4), config)
 

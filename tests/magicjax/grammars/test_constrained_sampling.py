@@ -125,11 +125,7 @@ CASES = {
     "plain": (None, None, {}),
     "small, naive": (test_joint.small(1), test_joint.PAIRS, dict(verifier="naive")),
     "small, dynamic": (test_joint.small(1), test_joint.DYNAMIC, {}),
-    "with replacement": (
-        test_joint.small(1, draw="with_replacement"),
-        test_joint.IRREGULAR,
-        {},
-    ),
+    "with replacement": (test_joint.small(1, draw="with_replacement"), test_joint.IRREGULAR, {}),
     "top": (test_joint.small(1, draw="top"), test_joint.DEEP, {}),
     "prompt lookup": (magicjax.PromptLookup(), test_joint.BRANCHES, {}),
     "self": (test_joint.self_speculation(), test_joint.IRREGULAR, {}),

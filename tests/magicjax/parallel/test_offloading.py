@@ -81,8 +81,7 @@ def test_one_layer_needs_no_scan():
 
 
 @pytest.mark.parametrize(
-    ("weights", "draft"),
-    quick(itertools.product(["int8", "int4:8"], ["self", "small sampled"])),
+    ("weights", "draft"), quick(itertools.product(["int8", "int4:8"], ["self", "small sampled"]))
 )
 def test_offloaded_quantized_weights_give_the_text_of_resident_ones(weights, draft):
     target, options = offloaded(DEEP, weights), DRAFTS[draft]
