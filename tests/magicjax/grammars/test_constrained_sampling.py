@@ -6,7 +6,6 @@ loop are counted. The wrong rule masks the logits of the root only.
 
 import dataclasses
 import functools
-import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -73,17 +72,10 @@ class Constrained(World):
         return np.concatenate([found[:, :1], logits[:, 1:]], 1) if self.only_root else found
 
 
-ROUNDS = [
-    case
-    for case in itertools.product(TREES, test_exact_sampling.DRAW_METHODS, ("plain", "warped"))
-    if case not in test_exact_sampling.LONG
-]
-
-
 @pytest.mark.parametrize(
     ("tree", "drawing", "setting"),
     quick(
-        ROUNDS,
+        test_exact_sampling.QUICK,
         ("2,2", "without_replacement", "plain"),
         ("irregular", "top", "warped"),
         ("chain", "without_replacement", "warped"),
