@@ -1,9 +1,8 @@
 """The public calls: `generate` texts at once, or `stream` them round by round."""
 
 import dataclasses
-import reprlib
-from collections.abc import Mapping, Sequence
-from typing import Any, Never
+from collections.abc import Sequence
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -24,13 +23,11 @@ from magicjax.model import Model
 from magicjax.prediction.autotune import auto
 from magicjax.prediction.autotune.auto import Auto, Choice
 from magicjax.sampling_params import SamplingParams
-from magicjax.suggest import did_you_mean
+from magicjax.suggest import explain_unknown
 from magicjax.trees.token_tree import Tree
 
-# Arguments of transformers' `generate`, by the field of SamplingParams.
-RENAMED = {"do_sample": "temperature", "max_new_tokens": "max_tokens", "stop_strings": "stop"}
 
-
+@explain_unknown
 def generate(
     target: Model,
     prompts: Any,
@@ -44,7 +41,6 @@ def generate(
     backend: str | None = None,
     mesh: Mesh | None = None,
     micro_batches: int | None = None,
-    **unknown: Never,
 ) -> Output:
     """Returns the target's continuation of every prompt, and statistics.
 
@@ -88,7 +84,6 @@ def generate(
       micro_batches: on a mesh with pipeline stages, the number of parts into which the rows of a
         group of devices are split, so that stages work concurrently; it must divide the rows. None
         for the number that minimizes the time of a pass.
-      unknown: other arguments, which are errors that name the nearest one.
 
     Raises:
       ValueError, TypeError: invalid arguments. All checks run before compilation: an empty or too
@@ -98,7 +93,6 @@ def generate(
         or a grammar for a target without tokenizer, KV caches larger than the free memory. The last
         is a `magicjax.decoding.memory.OutOfMemoryError`, as is running out of memory later.
     """
-    _check_unknown(unknown)
     options = RequestOptions(
         drafter=drafter,
         tree=tree,
@@ -129,6 +123,7 @@ def run(
     return output_of(request, state, compiled, prefill_s=prefill_s, decode_s=decode_s)
 
 
+@explain_unknown
 def stream(
     target: Model,
     prompts: Any,
@@ -142,7 +137,6 @@ def stream(
     backend: str | None = None,
     mesh: Mesh | None = None,
     micro_batches: int | None = None,
-    **unknown: Never,
 ) -> Rounds:
     """Yields the new tokens of each row after prefill and after every round.
 
@@ -157,7 +151,6 @@ def stream(
     Raises:
       ValueError, TypeError: invalid arguments, at the call rather than at the first round.
     """
-    _check_unknown(unknown)
     options = RequestOptions(
         drafter=drafter,
         tree=tree,
@@ -187,20 +180,6 @@ def run_stream(
         prepared = request, None, None
     after = program_cache.totals()
     return _rounds((after[0] - before[0], after[1] - before[1]), *prepared)
-
-
-def _check_unknown(unknown: Mapping[str, Any]) -> None:
-    """Raises TypeError that names the remedy for an argument that does not exist."""
-    for name, value in unknown.items():
-        field = RENAMED.get(name, name)
-        if field in SamplingParams.__dataclass_fields__:
-            remedy = f"pass magicjax.SamplingParams({field}=...) as params"
-        elif name == "attention_mask":
-            remedy = "pass what the tokenizer returned, with its mask, as prompts"
-        else:
-            known = (*RequestOptions.__dataclass_fields__, *SamplingParams.__dataclass_fields__)
-            remedy = f"see help(magicjax.generate){did_you_mean(name, known)}"
-        raise TypeError(f"{name}={reprlib.repr(value)} is not an argument: {remedy}")
 
 
 def _rounds(

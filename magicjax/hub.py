@@ -36,15 +36,30 @@ def snapshot(source: str, weights: bool) -> pathlib.Path:
       OSError: there is no such model, it is not public, or the Hub cannot be reached and the cache
         does not have all files.
     """
+    name, _, revision = source.partition("@")
+    directory = _download(name, revision, [*SMALL, WEIGHTS] if weights else [*SMALL])
+    if not (directory / "config.json").is_file():
+        raise ValueError(
+            f"{name} has no config.json: pass a model in transformers' format, or download a GGUF "
+            "file and pass its path"
+        )
+    if weights and not any(directory.glob(WEIGHTS)):
+        raise ValueError(
+            f"{name} has no {WEIGHTS}: pass a revision with safetensors, such as "
+            f"{name}@refs/pr/1, or convert its weights with save_pretrained of transformers"
+        )
+    return directory
+
+
+def _download(name: str, revision: str, patterns: list[str]) -> pathlib.Path:
+    """Returns the directory with the files of a revision, "" for the default one."""
     import huggingface_hub
     from huggingface_hub import constants, errors
 
-    name, _, revision = source.partition("@")
-    files = [*SMALL, WEIGHTS] if weights else list(SMALL)
-    endpoint = constants.ENDPOINT
+    source, endpoint = name + f"@{revision}" * bool(revision), constants.ENDPOINT
     try:
         folder = huggingface_hub.snapshot_download(
-            name, revision=revision or None, allow_patterns=files
+            name, revision=revision or None, allow_patterns=patterns
         )
     except errors.GatedRepoError as error:
         raise PermissionError(
@@ -74,15 +89,4 @@ def snapshot(source: str, weights: bool) -> pathlib.Path:
         raise OSError(
             f"the download of {source} failed ({reason}): repeat the command to resume"
         ) from error
-    directory = pathlib.Path(folder)
-    if not (directory / "config.json").is_file():
-        raise ValueError(
-            f"{name} has no config.json: pass a model in transformers' format, or download a GGUF "
-            "file and pass its path"
-        )
-    if weights and not any(directory.glob(WEIGHTS)):
-        raise ValueError(
-            f"{name} has no {WEIGHTS}: pass a revision with safetensors, such as "
-            f"{name}@refs/pr/1, or convert its weights with save_pretrained of transformers"
-        )
-    return directory
+    return pathlib.Path(folder)

@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
+import logging
 import os
 import pathlib
-from collections.abc import Iterable
 from typing import Any, Literal
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -16,12 +17,17 @@ from magicjax import placement
 from magicjax.model import Model
 from magicjax.parallel import offloading, pipeline_stages
 from magicjax.parallel.layouts import Layout, Offloaded, Pipelined, Resident
+from magicjax.parallel.offloading import GB
 from magicjax.sources import DOWNLOADS, checkpoint_directory, directory_of
-from sharding import STAGE, AnyMesh, factored
+from magicjax.suggest import explain_unknown
+from sharding import STAGE, AnyMesh, array_bytes, factored
+
+logger = logging.getLogger("magicjax")
 
 PRESET_DTYPE = "bfloat16"
 
 
+@explain_unknown
 def load(
     source: str | os.PathLike,
     dtype: Any = None,
@@ -40,7 +46,7 @@ def load(
         model of the Hugging Face Hub, such as "Qwen/Qwen2.5-0.5B" or "Qwen/Qwen2.5-0.5B@main",
         which is downloaded when it is first used; a GGUF file, which is converted when it is first
         used; a name that `magicjax fetch` lists; or the name of a preset (`models.PRESETS`), which
-        has random weights.
+        has random weights, as a logged warning says.
       dtype: of parameters, caches and activations; None: as stored (GGUF: float32, presets:
         bfloat16).
       weights: quantize the blocks' matrices, one by one: "int8" with a scale for each output
@@ -73,43 +79,76 @@ def load(
         module = models.build(config, weights=weight_format(source, form))
         sharding_of = placement.parameter_shardings(module, shards, mesh)
         pipeline_stages.check_layers(config.num_layers, stages)
-    checkpoint, path = None, directory_of(source)
-    if path is not None:
-        tokenizer = load_tokenizer(source)
-        check_tokenizer(tokenizer, models.load_config(path).vocab_size, source)
-        checkpoint = models.load_checkpoint(
-            path, dtype, weights=form, sharding_of=sharding_of, lazy_blocks=offload or stages > 1
-        )
-        module, params = checkpoint.module, checkpoint.params
-    else:
+    if (path := directory_of(source)) is None:
         dtype = PRESET_DTYPE if dtype is None else dtype
-        module, params = models.build(config_of(source), dtype, weight_format(source, form)), None
-    layout: Layout = Resident()
-    if offload:
-        if checkpoint is None:
-            params = models.init_params(module, seed, sharding_of, blocks=False)
-            blocks: Iterable[Any] = models.init_blocks(module, seed)
-        else:
-            blocks = map(checkpoint.read_block, range(module.config.num_layers))
-        layout = Offloaded(offloading.stack(module, blocks, sharding_of))
-    elif stages > 1:
-        assert sharding_of is not None  # several stages require a mesh
-        layout = Pipelined(stages)
-        if checkpoint is None:
-            params = pipeline_stages.init_params(module, seed, stages, sharding_of)
-        else:
-            params = pipeline_stages.load_params(checkpoint, stages, sharding_of)
-    elif params is None:
-        params = models.init_params(module, seed, sharding_of)
-    model = Model(module, params, name=_name(source, path), shards=shards, layout=layout)
-    if checkpoint is None:
-        return model
-    return dataclasses.replace(
-        model,
+        module = models.build(config_of(source), dtype, weight_format(source, form))
+        _check_random(module, source)
+        params, layout = _initialized(module, seed, stages, offload, sharding_of)
+        return Model(module, params, name=_name(source, path), shards=shards, layout=layout)
+    tokenizer = load_tokenizer(source)
+    check_tokenizer(tokenizer, models.load_config(path).vocab_size, source)
+    checkpoint = models.load_checkpoint(
+        path, dtype, weights=form, sharding_of=sharding_of, lazy_blocks=offload or stages > 1
+    )
+    params, layout = _laid_out(checkpoint, stages, offload, sharding_of)
+    return Model(
+        checkpoint.module,
+        params,
         tokenizer=tokenizer,
+        name=_name(source, path),
         eos_token_ids=checkpoint.eos_token_ids,
         pad_token_id=checkpoint.pad_token_id,
+        shards=shards,
+        layout=layout,
     )
+
+
+def _check_random(module: nn.Module, source: str | os.PathLike) -> None:
+    """Logs that a preset's weights are random; raises ValueError if host memory is too small."""
+    logger.warning(
+        "%s is a preset with random weights: pass a directory, or OWNER/NAME of the Hugging Face "
+        "Hub, for trained ones",
+        source,
+    )
+    if jax.local_devices()[0].platform != "cpu":
+        return
+    leaves = jax.tree.leaves(models.abstract_params(module))
+    needed = sum(array_bytes(x.shape, x.dtype) for x in leaves)
+    available = offloading.free_host_memory()
+    if available is not None and needed > available:
+        raise ValueError(
+            f"the weights of {source} need {needed / GB:.1f} GB of memory, and "
+            f"{available / GB:.1f} GB are available: use a smaller preset, dtype='bfloat16', or "
+            "weights='int8' or 'int4'"
+        )
+
+
+def _initialized(
+    module: nn.Module, seed: int, stages: int, offload: bool, sharding_of: Any
+) -> tuple[Any, Layout]:
+    """Returns the random parameters of a preset, and the layout with its blocks."""
+    if offload:
+        params = models.init_params(module, seed, sharding_of, blocks=False)
+        blocks = offloading.stack(module, models.init_blocks(module, seed), sharding_of)
+        return params, Offloaded(blocks)
+    if stages > 1:
+        params = pipeline_stages.init_params(module, seed, stages, sharding_of)
+        return params, Pipelined(stages)
+    return models.init_params(module, seed, sharding_of), Resident()
+
+
+def _laid_out(
+    checkpoint: models.Checkpoint, stages: int, offload: bool, sharding_of: Any
+) -> tuple[Any, Layout]:
+    """Returns the parameters of a checkpoint, and the layout with its blocks."""
+    module = checkpoint.module
+    if offload:
+        blocks = map(checkpoint.read_block, range(module.config.num_layers))
+        return checkpoint.params, Offloaded(offloading.stack(module, blocks, sharding_of))
+    if stages > 1:
+        params = pipeline_stages.load_params(checkpoint, stages, sharding_of)
+        return params, Pipelined(stages)
+    return checkpoint.params, Resident()
 
 
 def _checked_stages(

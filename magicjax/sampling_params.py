@@ -2,19 +2,21 @@
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from magicjax.checks import check_real, check_whole
 from magicjax.grammars.grammar import Grammar
+from magicjax.suggest import explain_unknown
 from magicjax.verification.logprobs import MAX_ALTERNATIVES
 
 MAX_SEED = 2**32 - 1
 TINY = float(np.finfo(np.float32).tiny)  # smaller numbers are 0 on some devices
 
 
+@explain_unknown
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the tokens of a text are chosen, and where it ends.
@@ -30,7 +32,8 @@ class SamplingParams:
         probabilities sum to top_p; 1 for all.
       seed: of the random numbers, 0 to 2**32 - 1; the same seed gives the same text.
       max_tokens: the most new tokens; None for as many as fit.
-      stop: strings that end the text, which is cut before the first one. They may span tokens.
+      stop: strings that end the text, which is cut before the first one. They may span
+        tokens. None for none.
       grammar: what the text must match. Tokens that it does not allow have probability 0, and the
         text ends with EOS where the grammar allows its end.
       logprobs: return the log-probabilities of the new tokens, and of this many of the most likely
@@ -51,7 +54,7 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self):
-        check_real("temperature", self.temperature)
+        check_real("temperature", self.temperature, "0 for greedy decoding")
         if self.temperature != 0 and not (
             TINY <= self.temperature and math.isfinite(np.float32(self.temperature))
         ):
@@ -59,13 +62,15 @@ class SamplingParams:
                 f"temperature={self.temperature}: it must be 0 for greedy decoding, or at least "
                 f"{TINY:.1e} and finite in float32"
             )
-        check_whole("top_k", self.top_k, 0)
-        check_real("top_p", self.top_p)
+        check_whole("top_k", self.top_k, 0, hint="0 for all tokens")
+        check_real("top_p", self.top_p, "1 for all tokens")
         if not TINY <= self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: it must be above 0 and at most 1")
-        check_whole("seed", self.seed, 0, MAX_SEED)
+            raise ValueError(
+                f"top_p={self.top_p}: it must be above 0 and at most 1, for all tokens"
+            )
+        check_whole("seed", self.seed, 0, MAX_SEED, "the default is 0")
         if self.max_tokens is not None:
-            check_whole("max_tokens", self.max_tokens, 1)
+            check_whole("max_tokens", self.max_tokens, 1, hint="None for as many as fit")
         if self.logprobs is not None:
             check_whole("logprobs", self.logprobs, 0, MAX_ALTERNATIVES)
         if not isinstance(self.grammar, Grammar | None):
@@ -90,6 +95,8 @@ class SamplingParams:
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
+    if stop is None:
+        return ()
     if not isinstance(stop, str | Sequence):
         raise TypeError(f"stop={stop!r}: it must be a string, or a list of strings")
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -99,19 +106,3 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
         if not string:
             raise ValueError(f"stop={string!r}: a stop string must have at least 1 character")
     return strings
-
-
-def check_real(name: str, value: Any) -> None:
-    """Raises TypeError unless the value is a number, and not a boolean."""
-    if not isinstance(value, numbers.Real) or isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name}={value!r}: it must be a number")
-
-
-def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
-    """Raises TypeError unless the value is a whole number, ValueError outside [least, most]."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: it must be a whole number")
-    if value < least:
-        raise ValueError(f"{name}={value}: it must be at least {least}")
-    if most is not None and value > most:
-        raise ValueError(f"{name}={value}: it must be at most {most}")

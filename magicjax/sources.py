@@ -88,10 +88,16 @@ def directory_of(source: str | os.PathLike, *, weights: bool = True) -> pathlib.
         and its tokenizer.
 
     Raises:
+      TypeError: the source is no text or path.
       FileNotFoundError: the source looks like a path that does not exist.
       ValueError: the source is none of these, or the GGUF file is not supported.
       OSError: the model cannot be downloaded, or the disk is too small.
     """
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(
+            f"source={source!r}: pass the path of a directory or a GGUF file, OWNER/NAME of the "
+            "Hugging Face Hub, or the name of a preset"
+        )
     path, name = pathlib.Path(source), str(source)
     if path.is_dir():
         return path

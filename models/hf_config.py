@@ -196,9 +196,9 @@ class _Reader:
             )
 
 
-def drafter_head(kind: str) -> ValueError:
+def drafter_head(kind: str) -> str:
     """Returns the error for a drafter that reads a target's hidden states and is no model alone."""
-    return ValueError(
+    return (
         f"this is a drafter of kind {kind}, which reads the hidden states of its target and is not "
         "supported: draft with a small model of the target's vocabulary, self or prompt-lookup"
     )
@@ -208,7 +208,7 @@ def _refuse_heads(raw: Mapping[str, Any]) -> None:
     names = " ".join(map(str, (raw.get("model_type"), *(raw.get("architectures") or ())))).lower()
     for kind in ("eagle", "medusa", "mlp_speculator"):
         if kind in names or f"{kind}_num_heads" in raw:  # Medusa's config has no other sign
-            raise drafter_head(kind)
+            raise ValueError(drafter_head(kind))
 
 
 def read_config(raw: Mapping[str, Any]) -> DecoderConfig:

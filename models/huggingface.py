@@ -173,7 +173,10 @@ def load_config(path: str | os.PathLike) -> DecoderConfig:
     Raises FileNotFoundError if it is missing, and ValueError if it is not supported.
     """
     raw = _read_json(pathlib.Path(path) / "config.json")
-    return read_config({key: value for key, value in raw.items() if key != QUANTIZATION})
+    try:
+        return read_config({key: value for key, value in raw.items() if key != QUANTIZATION})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def load_tokenizer(path: str | os.PathLike) -> Any:
@@ -283,7 +286,10 @@ def _open(path: pathlib.Path) -> tuple[DecoderConfig, QuantizationConfig | None,
     """
     raw = _read_json(path / "config.json")
     quantization, config = read_quantization_config(raw.get(QUANTIZATION)), load_config(path)
-    return config, quantization, _match(config, _scan(path, config), quantization)
+    stored = _scan(path, config)
+    if any(where.name == "fc.weight" for where in stored.values()):  # its config is a model's
+        raise ValueError(f"{path}: {drafter_head('eagle')}")
+    return config, quantization, _match(config, stored, quantization)
 
 
 def _format(
@@ -329,8 +335,6 @@ def _match(
     The place of a quantized matrix is that of its parts.
     """
     needed, shapes = {t.name: t for t in tensors_of(config)}, parameter_shapes(config)
-    if any(where.name == "fc.weight" for where in stored.values()):  # its config is a model's
-        raise drafter_head("eagle")
     stored, matrices = gather(stored)
     if matrices and quantization is None:
         raise ValueError(

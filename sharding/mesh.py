@@ -57,9 +57,13 @@ def make_mesh(
       devices: the devices; None: the first ones.
 
     Raises:
+      TypeError: what is no whole number.
       ValueError: a number below 1, or more devices than are available.
     """
     size = MeshSize(data, model, stage)
+    for axis, count in size._asdict().items():
+        if type(count) is not int:
+            raise TypeError(f"{axis}={count!r}: it must be a whole number of devices")
     if min(size) < 1:
         raise ValueError(f"mesh {size}: every number must be at least 1")
     available = list(jax.devices() if devices is None else devices)

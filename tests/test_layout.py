@@ -23,7 +23,7 @@ DIVIDED = ("magicjax", "experiments")  # their sub-packages and top modules are 
 LEVELS = (
     ("pallas_kernels", "sharding"),
     ("models",),
-    ("magicjax.version", "magicjax.files", "magicjax.suggest", "magicjax.hub"),
+    ("magicjax.version", "magicjax.checks", "magicjax.files", "magicjax.hub", "magicjax.suggest"),
     ("magicjax.trees", "magicjax.sources", "magicjax.options", "magicjax.plugins"),
     ("magicjax.settings", "magicjax.parallel", "magicjax.verification", "magicjax.grammars"),
     ("magicjax.model", "magicjax.sampling_params"),

@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 import magicjax
 from experiments.lm_eval.likelihood import bucket, log_likelihoods
-from magicjax.drafters.spec import make_drafter
+from magicjax.drafters import Drafter
+from magicjax.drafters.spec import resolve
 from magicjax.engine.handle import Handle, Result
 from magicjax.trees.token_tree import Tree
 
@@ -78,7 +79,7 @@ def _limit(params: magicjax.SamplingParams) -> int:
 
 def speculation(
     drafter: str | None, tree: str | None, load: Any
-) -> tuple[magicjax.Ensemble | Any | None, Tree | None]:
+) -> tuple[Drafter | None, Tree | None]:
     """Returns the `drafter` and `tree` arguments of `magicjax.generate`.
 
     Args:
@@ -90,22 +91,15 @@ def speculation(
     Raises:
       ValueError: a specification is invalid, or the numbers of trees and drafters differ.
     """
-    trees = (
-        [magicjax.parse_tree(text.replace("/", ",")) for text in tree.split("+")] if tree else []
-    )
     if drafter is None:
-        if trees:
+        if tree:
             raise ValueError(f"tree={tree} needs a drafter: give one, or omit the tree")
         return None, None
     if drafter == "auto":
         raise ValueError(
             "drafter=auto depends on timings, which are not measured here: name a drafter"
         )
-    members = tuple(make_drafter(text, load) for text in drafter.split("+"))
-    if len(trees) > 1:
-        return magicjax.Ensemble(members, tuple(trees)), None
-    single = members[0] if len(members) == 1 else magicjax.Ensemble(members)
-    return single, trees[0] if trees else None
+    return resolve(" + ".join(drafter.split("+")), tree and tree.replace("/", ","), load)
 
 
 class MagicJaxLM(TemplateLM):

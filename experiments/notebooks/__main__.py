@@ -1,7 +1,7 @@
 """Runs the notebooks and stores them with their outputs: python -m experiments.notebooks [NAME ...]
 
 Runs all notebooks if no name is given, each in its own kernel, and stores them in place, without
-output that differs between runs. --check runs them without writing, and checks the stored outputs.
+output that differs between runs.
 """
 
 import argparse
@@ -22,24 +22,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0; 1 if a notebook fails or has problems; 2 for unknown names."""
     parser = argparse.ArgumentParser(prog=PROG, description=(__doc__ or "").split("\n\n", 1)[1])
     parser.add_argument("names", nargs="*", metavar="NAME", help="notebooks (default: all)")
-    parser.add_argument("--check", action="store_true", help="run without writing")
-    options = parser.parse_args(arguments)
     try:
-        paths = running.find(options.names)
+        paths = running.find(parser.parse_args(arguments).names)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     failed = 0
     for path in paths:
         before = time.perf_counter()
-        problems = running.problems(running.read(path)) if options.check else []
         try:
             notebook = running.cleaned(running.execute(path))
         except (CellExecutionError, CellTimeoutError) as error:
-            problems.append(str(error))
+            problems = [str(error)]
         else:
-            problems += [] if options.check else running.problems(notebook)
-            if not options.check and not problems:
+            problems = running.problems(notebook)
+            if not problems:
                 write_atomically(path, nbformat.writes(notebook) + "\n")
         seconds = time.perf_counter() - before
         print(f"{path.stem}: {seconds:.0f} s", *problems, sep="\n  ", flush=True)

@@ -38,29 +38,14 @@ def find(names: Sequence[str] = (), folder: pathlib.Path = FOLDER) -> list[pathl
     return [known[name] for name in stems]
 
 
-def read(path: pathlib.Path) -> NotebookNode:
-    """Returns a stored notebook.
-
-    Raises:
-      ValueError: the file is not a notebook of version 4.
-    """
-    try:
-        notebook = nbformat.read(path, nbformat.NO_CONVERT)
-        nbformat.validate(notebook, version=4)
-    except (ValueError, AttributeError, nbformat.ValidationError) as error:
-        raise ValueError(f"{path} is not a valid notebook: {error}") from error
-    return notebook
-
-
 def execute(path: pathlib.Path) -> NotebookNode:
     """Runs a notebook and returns it with its outputs; the file does not change.
 
     Raises:
       nbclient.exceptions.CellExecutionError: a cell raised an exception.
       nbclient.exceptions.CellTimeoutError: a cell took more than `TIMEOUT` seconds.
-      ValueError: the file is not a notebook.
     """
-    notebook = read(path)
+    notebook = nbformat.read(path, nbformat.NO_CONVERT)
     client = NotebookClient(
         notebook,
         timeout=TIMEOUT,
@@ -102,17 +87,12 @@ def _stored(output: NotebookNode) -> NotebookNode:
 
 
 def problems(notebook: NotebookNode) -> list[str]:
-    """Returns the problems of a stored notebook, a line each, without running it.
+    """Returns the problems of a cleaned notebook, a line each.
 
-    A stored notebook is cleaned, has outputs and no warnings, and contains no path of the machine
-    that it ran on: neither of the clone nor of the user's home.
+    It has no warnings, and contains no path of the machine that it ran on: neither of the clone nor
+    of the user's home.
     """
     lines = []
-    if nbformat.writes(cleaned(notebook)) != nbformat.writes(notebook):
-        lines.append("it has metadata or execution counts that differ between runs")
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    if not any(cell.outputs for cell in code):
-        lines.append("it has no outputs")
     for number, cell in enumerate(notebook.cells):
         for output in cell.get("outputs", ()):
             if output.get("name") == "stderr":

@@ -1,21 +1,6 @@
 """Prompts of an exact length, deterministic for given settings.
 
-| kind | a prompt is | path |
-|---|---|---|
-| `stdlib` | text of Python's library that no bundled model was trained on | none |
-| `files` | your text | a text file, a .jsonl file (field `text`), or a folder of them |
-| `pg19` | a part of one book | a folder of `<book id>.txt`, or a .jsonl file (field `text`) |
-| `docs` | a task about a section of Python's documentation | none |
-| `chat` | a question after earlier turns, in the eight categories of MT-Bench | none |
-| `dataset` | a question of a published benchmark (`tasks/`) | its file, or a folder of them |
-| `longbench` | a question about a long text | a folder of `<task>.jsonl`, or one of them |
-| `needle`, ... | a task similar to RULER's (`ruler.py`) | its haystack, as for `files` |
-| `qa` | RULER's questions about paragraphs | a .json file in SQuAD's format |
-| `random` | uniformly drawn tokens, for models without weights | none |
-
-Nothing is downloaded; docs/experiments.md has the commands that fetch the files. LongBench's
-prompt templates are used if its `dataset2prompt.json` (from github.com/THUDM/LongBench) is in the
-folder of the tasks, a plain template otherwise.
+The kinds are those of the table in docs/experiments.md, which has the commands that fetch files.
 
 Prompts of text begin with the special tokens that the target's tokenizer puts before a text. All
 others are conversations by the tokenizer's chat template, if it has one (`conversation.py`). The
@@ -111,7 +96,7 @@ def make(
     Args:
       kind: one of `KINDS` except `random`.
       tokenizer: the target's.
-      path: see the table above; "" where none is needed.
+      path: of the files that the kind reads; "" where none are needed.
       count, context: number and length of the prompts.
       seed: at least 0; selects positions in texts, questions, and all random parts of tasks.
       chat_template: whether tasks are conversations by the tokenizer's chat template; None: if it

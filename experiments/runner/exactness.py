@@ -15,7 +15,7 @@ import math
 from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
 from experiments.runner import teacher
 
@@ -84,80 +84,53 @@ def columns(match: Match | None) -> dict[str, Any]:
     }
 
 
-class Reference:
-    """Plain decoding's tokens, with which those of other methods are compared.
-
-    The target reads a row when a method first diverges there, and only once.
-
-    Attributes:
-      target: as for `magicjax.generate`; None: there are no ties, as between tokens sampled with
-        the same random numbers.
-      prompts: int32 [B, T].
-      expected: int32 [B, M], plain decoding's.
-    """
-
-    def __init__(
-        self,
-        target: Any,
-        prompts: Int[np.ndarray, "B T"],
-        expected: Int[np.ndarray, "B M"],
-    ):
-        self.target, self.prompts, self.expected = target, prompts, expected
-        self._hidden: dict[int, list[tuple[bool, Array]]] = {}
-
-    def compare(self, found: Int[np.ndarray, "B M"]) -> Match:
-        """Returns how `found` compares with the expected tokens.
-
-        Raises:
-          ValueError: the shapes differ.
-        """
-        if self.expected.shape != found.shape:
-            raise ValueError(
-                f"cannot compare {found.shape} new tokens with {self.expected.shape} of plain "
-                "decoding"
-            )
-        divergences = []
-        for row in np.flatnonzero((self.expected != found).any(1)).tolist():
-            position = int((self.expected[row] != found[row]).argmax())
-            tokens = int(self.expected[row, position]), int(found[row, position])
-            margin, bound = math.inf, TIE
-            if self.target is not None:
-                logits, rounding = self._logits(row, position)
-                largest = np.abs(logits).max()
-                margin = float((logits.max() - logits[list(tokens)].min()) / largest)
-                bound = max(TIE, float(2 * rounding / largest))
-            divergences.append(Divergence(row, position, *tokens, margin, bound))
-        return Match(len(found), tuple(divergences))
-
-    def _logits(self, row: int, position: int) -> tuple[Float[np.ndarray, "V"], float]:
-        """Returns the logits of a new token, and the largest rounding error of one of them.
-
-        The error is that of a 16-bit model; for others it is 0.
-        """
-        if row not in self._hidden:
-            text = np.concatenate([self.prompts[row], self.expected[row, :-1]])[None]
-            kinds = (False,) if self.target.dtype.itemsize >= 4 else (False, True)
-            # A new token follows from the state of the token before it.
-            count = self.expected.shape[1]
-            self._hidden[row] = [
-                (wide, teacher.last_hidden_states(self.target, text, count, in_float32=wide))
-                for wide in kinds
-            ]
-        logits = [
-            np.asarray(
-                teacher.unembed(self.target, hidden[:, position : position + 1], in_float32=wide),
-                np.float64,
-            )[0, 0]
-            for wide, hidden in self._hidden[row]
-        ]
-        return logits[-1], float(np.abs(logits[-1] - logits[0]).max())
-
-
 def compare(
     target: Any,
     prompts: Int[np.ndarray, "B T"],
     expected: Int[np.ndarray, "B M"],
     found: Int[np.ndarray, "B M"],
 ) -> Match:
-    """Returns how `found` compares with plain decoding's `expected`; see `Reference`."""
-    return Reference(target, prompts, expected).compare(found)
+    """Returns how `found` compares with plain decoding's `expected`.
+
+    Args:
+      target: as for `magicjax.generate`, which reads the rows that diverge; None: there are no
+        ties, as between tokens sampled with the same random numbers.
+      prompts: of the rows.
+      expected, found: new tokens.
+
+    Raises:
+      ValueError: the shapes differ.
+    """
+    if expected.shape != found.shape:
+        raise ValueError(
+            f"cannot compare {found.shape} new tokens with {expected.shape} of plain decoding"
+        )
+    divergences = []
+    for row in np.flatnonzero((expected != found).any(1)).tolist():
+        position = int((expected[row] != found[row]).argmax())
+        tokens = int(expected[row, position]), int(found[row, position])
+        margin, bound = math.inf, TIE
+        if target is not None:
+            logits, rounding = _logits(target, prompts[row], expected[row], position)
+            largest = np.abs(logits).max()
+            margin = float((logits.max() - logits[list(tokens)].min()) / largest)
+            bound = max(TIE, float(2 * rounding / largest))
+        divergences.append(Divergence(row, position, *tokens, margin, bound))
+    return Match(len(found), tuple(divergences))
+
+
+def _logits(
+    target: Any, prompt: Int[np.ndarray, "T"], new: Int[np.ndarray, "M"], position: int
+) -> tuple[Float[np.ndarray, "V"], float]:
+    """Returns the logits of a new token, and the largest rounding error of one of them.
+
+    The error is that of a 16-bit model; for others it is 0.
+    """
+    text = np.concatenate([prompt, new[:-1]])[None]
+    logits = []
+    for wide in (False,) if target.dtype.itemsize >= 4 else (False, True):
+        # A new token follows from the state of the token before it.
+        hidden = teacher.last_hidden_states(target, text, len(new), in_float32=wide)
+        state = hidden[:, position : position + 1]
+        logits.append(np.asarray(teacher.unembed(target, state, in_float32=wide), np.float64)[0, 0])
+    return logits[-1], float(np.abs(logits[-1] - logits[0]).max())

@@ -12,8 +12,7 @@ import logging
 import numbers
 import os
 import pathlib
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from experiments.schema import columns
@@ -23,8 +22,6 @@ logger = logging.getLogger("magicjax.experiments")
 
 # Columns that TensorBoard lists as settings, not results.
 SETTINGS = (*columns.SETTINGS, "device")
-TEXTS = (".csv", ".yaml")
-LONGEST_TEXT = 200_000  # bytes of the longest file that is logged to TensorBoard as text
 
 
 @dataclasses.dataclass
@@ -37,10 +34,6 @@ class Tracker:
         """Logs the columns of a finished cell, without None and ""; `step` must not decrease."""
         values = {key: value for key, value in row.items() if value is not None and value != ""}
         self._log("cell", values, step)
-
-    def artifacts(self, paths: Iterable[str | os.PathLike]) -> None:
-        """Logs result files: wandb stores them, TensorBoard shows images and short texts."""
-        self._log("artifacts", [pathlib.Path(path) for path in paths])
 
     def close(self, status: str) -> None:
         """Ends the services' runs; `status` other than "ok" marks them as failed."""
@@ -104,15 +97,13 @@ def open(
 
 
 class Wandb:
-    """A run of Weights & Biases: a step per cell, and a table of all cells at the end."""
+    """A run of Weights & Biases, with a step per cell."""
 
     package, remedy = "wandb", "run `wandb login`, or set WANDB_MODE=offline"
 
     def __init__(self, name: str, directory: pathlib.Path, config: dict[str, Any]):
-        self._wandb, self._name = importlib.import_module("wandb"), name
         directory.mkdir(parents=True, exist_ok=True)
-        self._rows: list[dict[str, Any]] = []
-        self._run = self._wandb.init(
+        self._run = importlib.import_module("wandb").init(
             project=os.environ.get("WANDB_PROJECT") or "magicjax",
             name=name,
             dir=str(directory),
@@ -120,23 +111,9 @@ class Wandb:
         )
 
     def cell(self, row: dict[str, Any], step: int) -> None:
-        self._rows.append(row)
         self._run.log(row, step=step)
 
-    def artifacts(self, paths: Sequence[pathlib.Path]) -> None:
-        # Artifact names allow letters, digits, dashes, dots and underscores.
-        name = re.sub(r"[^\w.-]", "-", self._name, flags=re.ASCII)
-        artifact = self._wandb.Artifact(f"{name}-results", type="results")
-        for path in paths:
-            artifact.add_file(str(path))
-        self._run.log_artifact(artifact)
-
     def close(self, status: str) -> None:
-        columns = list(dict.fromkeys(key for row in self._rows for key in row))
-        data = [[row.get(column) for column in columns] for row in self._rows]
-        if data:
-            table = self._wandb.Table(columns=columns, data=data, allow_mixed_types=True)
-            self._run.log({"cells": table})
         self._run.summary["status"] = status
         self._run.finish(exit_code=0 if status == "ok" else 1)
 
@@ -150,7 +127,9 @@ class TensorBoard:
         module = importlib.import_module("tensorboardX")
         self._writer = module.SummaryWriter(str(directory / "tensorboard"))
         self._writer.add_text("experiment", name)
-        self._writer.add_text("config", _as_code(json.dumps(config, indent=1, default=str)))
+        self._writer.add_text(
+            "config", f"```json\n{json.dumps(config, indent=1, default=str)}\n```"
+        )
 
     def cell(self, row: dict[str, Any], step: int) -> None:
         # The event format does not accept NumPy scalars.
@@ -160,25 +139,9 @@ class TensorBoard:
         self._writer.add_hparams(settings, results, name=f"{step:04d}", global_step=step)
         self._writer.flush()
 
-    def artifacts(self, paths: Sequence[pathlib.Path]) -> None:
-        from matplotlib import image
-
-        for path in paths:
-            if path.suffix == ".png":
-                picture = image.imread(path)[..., :3]
-                self._writer.add_image(path.name, picture, dataformats="HWC")
-            elif path.suffix in TEXTS and path.stat().st_size <= LONGEST_TEXT:
-                self._writer.add_text(path.name, _as_code(path.read_text("utf-8")))
-        self._writer.flush()
-
     def close(self, status: str) -> None:
         self._writer.add_text("status", status)
         self._writer.close()
-
-
-def _as_code(text: str) -> str:
-    """Returns the text as an indented Markdown code block."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def _is_number(value: Any) -> bool:

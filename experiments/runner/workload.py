@@ -8,7 +8,7 @@ import json
 import math
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from magicjax.decoding import memory, program_cache
 from magicjax.decoding.paired_timing import PrefilledPrompts
 from magicjax.decoding.preparation import prepare
 from magicjax.decoding.request import Request, RequestOptions
+from magicjax.decoding.stats import acceptance
 from magicjax.files import locked, write_atomically
 from magicjax.loading import config_of, weight_format
 from magicjax.parallel import offloading
@@ -197,7 +198,8 @@ class Bench:
         if cell.draft == "auto":  # one choice for all runs of the cell
 
             def choose() -> Any:
-                return search.choose(search.make_problem(target, text, cell.params, options))[0]
+                problem = search.make_problem(target, text, cell.params, options)
+                return search.choose(search.placed(problem))[0]
 
             options = dataclasses.replace(options, drafter=self._once(("choice", cell), choose))
         return target, text, cell.params, options
@@ -293,66 +295,35 @@ def merge(outputs: Sequence[Any]) -> Any:
     first, all_stats = outputs[0], [output.stats for output in outputs]
     if len(outputs) == 1:
         return first
-
-    def mean(rates: Iterable[Any], weights: Sequence[int]) -> Any:
-        """Returns the mean of numbers or lists; without rounds 0."""
-        weighted = [np.asarray(rate) * count for rate, count in zip(rates, weights, strict=True)]
-        return (np.sum(weighted, 0) / max(sum(weights), 1)).tolist()
-
-    def joined(lists: Iterable[Any]) -> tuple:
-        return tuple(itertools.chain.from_iterable(lists))
-
-    counts = ("target_passes", "rounds", "emitted", "drafted", "accepted", "compilations")
-    summed = (*counts, "prefill_s", "decode_s", "compile_s")
-    totals = {name: sum(getattr(stats, name) for stats in all_stats) for name in summed}
-    passes = [stats.target_passes for stats in all_stats]
-    averages = {
-        name: mean([getattr(stats, name) for stats in all_stats], passes)
-        for name in ("tau", "acceptance_rate", "nodes_per_round")
-    }
-    histogram = np.sum([stats.histogram for stats in all_stats], 0)
-    by_depth, if_reached = acceptance_curves(histogram)
-    reached = [_at_least(stats.histogram) for stats in all_stats]
-    ranks = [
-        tuple(mean([stats.acceptance_by_rank[depth] for stats in all_stats], weights))
-        for depth, weights in enumerate(np.transpose(reached)[:-1].tolist())
+    # Of the rounds that reached each depth, those that continued with each try.
+    continued = [
+        np.array(stats.acceptance_by_rank, ndmin=2) * at_least(stats.histogram)[:-1, None]
+        for stats in all_stats
     ]
-    stats = dataclasses.replace(
-        first.stats,
-        **totals,
-        **averages,
-        tau_by_request=float(np.mean([stats.tau_by_request for stats in all_stats])),
-        histogram=tuple(histogram.tolist()),
-        histogram_by_request=joined(stats.histogram_by_request for stats in all_stats),
-        acceptance_by_depth=by_depth,
-        acceptance_if_reached=if_reached,
-        acceptance_by_rank=tuple(ranks),
-        tokens_per_s=totals["emitted"] / totals["decode_s"],
+    joined = {
+        name: [*itertools.chain.from_iterable(getattr(output, name) for output in outputs)]
+        for name in ("sequences", "tokens", "lengths", *(["texts"] if first.texts else []))
+    }
+    arrays = {name: np.array(joined[name]) for name in ("tokens", "lengths")}
+    summed = ("rounds", "compilations", "prefill_s", "decode_s", "compile_s")
+    totals = {name: sum(getattr(stats, name) for stats in all_stats) for name in summed}
+    counted = acceptance(
+        arrays["lengths"],
+        np.concatenate([stats.histogram_by_request for stats in all_stats]),
+        np.pad(np.sum(continued, 0), ((0, 1), (0, 0)))[None],
+        np.array([sum(stats.drafted for stats in all_stats)]),
     )
-    return dataclasses.replace(
-        first,
-        sequences=[*joined(output.sequences for output in outputs)],
-        texts=first.texts and [*joined(output.texts for output in outputs)],
-        tokens=np.concatenate([output.tokens for output in outputs]),
-        lengths=np.concatenate([output.lengths for output in outputs]),
-        stats=stats,
-    )
+    rate = counted["emitted"] / totals["decode_s"]
+    stats = dataclasses.replace(first.stats, **counted | totals, tokens_per_s=rate)
+    return dataclasses.replace(first, **joined | arrays, stats=stats)
 
 
-def acceptance_curves(histogram: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns the shares of rounds that accepted at least 1, 2, … tokens: of all, and if reached.
+def at_least(histogram: Any) -> np.ndarray:
+    """Returns the number of rounds that accepted at least 0, 1, … tokens.
 
     Args:
       histogram: number of rounds that accepted 0, 1, … tokens.
     """
-    at_least = _at_least(histogram)
-    counts, rounds = at_least[1:], at_least[:1]
-    if_reached = counts / np.maximum(at_least[:-1], 1)
-    return tuple((counts / rounds).tolist()), tuple(if_reached.tolist())
-
-
-def _at_least(histogram: Any) -> np.ndarray:
-    """Returns the number of rounds that accepted at least 0, 1, … tokens."""
     return np.asarray(histogram)[::-1].cumsum()[::-1]
 
 

@@ -314,17 +314,16 @@ def options(cell: Cell, load: Callable[..., Any]) -> RequestOptions:
     )
 
 
-def key(cell: Cell, provenance: dict[str, str] | None = None) -> str:
+def key(cell: Cell) -> str:
     """Returns 16 hexadecimal digits that identify the cell's result.
 
     Of a path only the name counts, so that the key is the same on every machine and from every
-    working directory. With a provenance (device, versions and weights), results that differ in it
-    have different keys.
+    working directory.
     """
     names = {path: pathlib.PurePath(getattr(cell, path)).name for path in PATHS}
     drafters = [method.short_name(text) for text in (cell.drafter, *cell.drafters)]
     settings = resolved(cell) | names | {"drafter": drafters[0], "drafters": drafters[1:]}
-    return store.digest(json.dumps([settings, provenance], sort_keys=True))
+    return store.digest(json.dumps(settings, sort_keys=True))
 
 
 def fingerprint(source: str) -> str:

@@ -2,7 +2,6 @@
 
 import itertools
 import pathlib
-import types
 from typing import Annotated, Any, ClassVar
 
 import tyro
@@ -164,9 +163,9 @@ def _text(drafter: str, options: dict[str, Any]) -> str:
     return spec.text_of(spec.from_spec(spec.with_options(drafter, chosen), named))
 
 
-def named(path: str, **options: Any) -> Any:
+def named(path: str, **options: Any) -> magicjax.Model:
     """Returns a stand-in for the model of a path, which suffices for a drafter's text and trees."""
-    return types.SimpleNamespace(name=path)
+    return magicjax.Model(module=None, params=None, name=path)  # type: ignore[arg-type]
 
 
 def make_drafter(cell: dict[str, Any], load: Any) -> tuple[Any, Any]:

@@ -160,16 +160,6 @@ def remove_partials(directory: pathlib.Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def write_record(directory: pathlib.Path, key: str, record: dict[str, Any]) -> None:
-    """Writes `cells/<key>.json`, for commands without a folder per cell."""
-    write_json(directory / "cells" / f"{key}.json", record)
-
-
-def read_record(directory: pathlib.Path, key: str) -> dict[str, Any] | None:
-    """Returns a record of `write_record`, None if it does not exist."""
-    return read_json(directory / "cells" / f"{key}.json")
-
-
 def write_summary(
     directory: pathlib.Path, rows: list[dict[str, Any]], columns: Sequence[str]
 ) -> pathlib.Path:

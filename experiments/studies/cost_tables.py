@@ -1,25 +1,25 @@
 """Compares the cost model with published tables: `python -m experiments.studies.cost_tables`.
 
-The times and speedups of MagicDec's tables 6 and 1, its claim about batch and context, and the
-tokens of SpecInfer's table 2 from the success rates of its table 1. One set of constants serves all
-rows; `magicjax/prediction/cost_model/device.py` documents their sources.
+The times and speedups of MagicDec's tables 6 and 1; the notebook plan_and_fit shows its claim about
+batch and context. One set of constants serves all rows;
+`magicjax/prediction/cost_model/device.py` documents their sources.
 """
 
 import argparse
-import csv
 import functools
 import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 import models
 from magicjax.benchmarks.tables import markdown_table
 from magicjax.prediction import cost_model
 from magicjax.prediction.planner import Candidate, acceptance, inflection
 from magicjax.trees.sequoia import expected_tokens
-from magicjax.trees.token_tree import chain, expansion
+from magicjax.trees.token_tree import chain
 
 REFERENCE = pathlib.Path(__file__).parents[1] / "reference"
 TARGET = "llama-3.1-8b"
@@ -32,15 +32,6 @@ CLAIM_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CLAIM_CONTEXTS = (1000, 2000, 4000, 8000, 16000, 32000)
 CLAIM_GAMMA = 3
 CLAIM_BUDGET = 512
-WIDTHS = range(1, 6)
-
-LIMITS = """\
-The prediction has one success rate per rank, the same at every depth and round. It overestimates
-chains (width 1), most of all under sampling: rounds begin after a rejected or bonus token, which
-seems harder for the draft than the average position of table 1. It underestimates width: in the
-rows marked "beyond", the published gain from width 1 to 5 exceeds the gain if every miss at level 3
-were caught, so no rates of the later ranks explain it. To plan trees, measure acceptance by depth
-and rank during decoding (`stats.acceptance_by_rank`)."""
 
 
 class Compared(NamedTuple):
@@ -60,18 +51,9 @@ class Compared(NamedTuple):
         return {column: value / self.row[column] - 1 for column, value in self.predicted.items()}
 
 
-def published(name: str, **where: str) -> list[dict[str, Any]]:
-    """Returns the rows of a reference table with these values, numbers converted."""
-    with (REFERENCE / f"{name}.csv").open(encoding="utf-8") as file:
-        rows = [{k: _number(v) for k, v in row.items()} for row in csv.DictReader(file)]
-    return [row for row in rows if all(row[k] == v for k, v in where.items())]
-
-
-def _number(text: str) -> Any:
-    try:
-        return float(text) if "." in text else int(text)
-    except ValueError:
-        return text
+def published(name: str) -> list[dict[str, Any]]:
+    """Returns the rows of a reference table."""
+    return pd.read_csv(REFERENCE / f"{name}.csv").to_dict("records")
 
 
 @functools.cache
@@ -104,16 +86,6 @@ def table1() -> list[Compared]:
     for row in published("magicdec_table1"):
         tokens = expected_tokens(chain(row["gamma"]), rate_at(row["context"]))
         rows.append(Compared(row, {"speedup": _round_cost(row, "self").speedup(tokens)}))
-    return rows
-
-
-def table2() -> list[Compared]:
-    """Returns SpecInfer's table 2 from its table 1: ⟨1,1,k,1,1,1,1,1⟩ for widths k."""
-    trees = {f"width{k}": expansion((1, 1, k, 1, 1, 1, 1, 1)) for k in WIDTHS}
-    rows = []
-    for row in published("specinfer_table2_tokens_per_step"):
-        ranks = by_rank(success_rates(row))
-        rows.append(Compared(row, {k: expected_tokens(tree, ranks) for k, tree in trees.items()}))
     return rows
 
 
@@ -152,27 +124,6 @@ def claim() -> tuple[np.ndarray, float | None]:
     return speedups, inflection(target, candidate, machine, CLAIM_GAMMA, ends)
 
 
-def success_rates(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns the row of SpecInfer's table 1 with the data set and decoding of a row."""
-    where = {key: row[key] for key in ("dataset", "decoding")}
-    (rates,) = published("specinfer_table1_success_rate", **where)
-    return rates
-
-
-def by_rank(row: dict[str, Any]) -> np.ndarray:
-    """Returns how often the target's token is each of the draft's five most likely tokens."""
-    return np.diff([0.0, *(row[f"top{k}"] for k in WIDTHS)])
-
-
-def max_gain(row: dict[str, Any]) -> float:
-    """Returns the gain in tokens if a wider third level caught every miss there.
-
-    Levels 1 and 2 accept, level 3 misses; a caught miss emits itself and what levels 4 to 8 accept.
-    """
-    rate = row["top1"]
-    return rate**2 * (1 - rate) * sum(rate**i for i in range(6))
-
-
 def summary(rows: Sequence[Compared], column: str) -> str:
     """Returns the mean and the largest error of a column in words."""
     errors = np.abs([row.errors[column] for row in rows])
@@ -181,7 +132,7 @@ def summary(rows: Sequence[Compared], column: str) -> str:
 
 def report() -> str:
     """Returns all tables as Markdown; a cell is predicted / published (relative error)."""
-    return "\n\n".join([*_table6(), *_table1(), *_claim(), *_table2()])
+    return "\n\n".join([*_table6(), *_table1()])
 
 
 def _cells(compared: Compared) -> list[str]:
@@ -222,44 +173,6 @@ def _table1() -> list[str]:
         markdown_table(("model", "devices", "context", "batch", "γ", "speedup"), body),
         f"{summary(rows, 'speedup')}. Acceptance is that of Llama-3.1-8B at the same context, for "
         "Llama-2-7B too, because none is published for it.",
-    ]
-
-
-def _claim() -> list[str]:
-    speedups, turn = claim()
-    body = [
-        (f"{context:,}", f"{rate_at(context)[0]:.2f}", *(f"{value:.2f}" for value in row))
-        for context, row in zip(CLAIM_CONTEXTS, speedups, strict=True)
-    ]
-    header = ("context", "acceptance", *(f"batch {batch}" for batch in CLAIM_BATCHES))
-    return [
-        f"## MagicDec's claim: predicted speedup of {TARGET} on 8 A100, γ {CLAIM_GAMMA}, budget "
-        f"{CLAIM_BUDGET}",
-        markdown_table(header, body),
-        "Acceptance below 4,000 is that published for 4,000.",
-        "No inflection."
-        if turn is None
-        else f"From context {turn:,.0f} on, {CLAIM_BATCHES[-1]} rows gain more than one row.",
-    ]
-
-
-def _table2() -> list[str]:
-    rows = table2()
-    columns = [f"width{k}" for k in WIDTHS]
-    body = []
-    for r in rows:
-        gain, limit = r.row["width5"] - r.row["width1"], max_gain(success_rates(r.row))
-        mark = f"{gain:.2f} / {limit:.2f}" + (" beyond" if gain > limit else "")
-        body.append((r.row["dataset"], r.row["decoding"], *_cells(r), mark))
-    for decoding in ("greedy", "stochastic"):
-        same = [r for r in rows if r.row["decoding"] == decoding]
-        means = [f"{np.mean([r.errors[column] for r in same]):+.1%}" for column in columns]
-        body.append(("mean error", decoding, *means, None))
-    header = ("data set", "decoding", *columns, "published gain / limit")
-    return [
-        "## SpecInfer, table 2 from table 1: ⟨1,1,k,1,1,1,1,1⟩ (predicted / published)",
-        markdown_table(header, body),
-        LIMITS,
     ]
 
 

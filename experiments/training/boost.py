@@ -16,7 +16,6 @@ work folder, and the current one continues from its newest checkpoint.
 
 import argparse
 import dataclasses
-import json
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -41,7 +40,6 @@ from experiments.training import (
     trainer,
 )
 from experiments.training.boost_config import Boosting
-from magicjax.files import write_atomically
 from magicjax.sources import checkpoint_directory
 from models.hf_config import write_config
 
@@ -216,28 +214,6 @@ def sample_weights(
     return weights
 
 
-def learn(
-    name: str,
-    number: int,
-    settings: Boosting,
-    module: nn.Module,
-    start: Any,
-    samples: tuple[np.ndarray, np.ndarray, np.ndarray],
-    work: pathlib.Path,
-):
-    """Returns the parameters of one draft tuned on (tokens, labels, weights), each [M]."""
-    schedule = dataclasses.replace(settings.labels, seed=settings.labels.seed + number - 1)
-    return trainer.train(
-        module,
-        np.stack(samples, 1),
-        schedule,
-        work / name,
-        loss=distill.label_loss,
-        initial=start,
-        label=name,
-    )
-
-
 def tune(
     settings: Boosting,
     modules: list[nn.Module],
@@ -254,7 +230,15 @@ def tune(
     for number, (module, start) in enumerate(zip(modules, starts), 1):
         weights = sample_weights(matched, settings.kept_share, number)
         name = f"draft-{number}"
-        params = learn(name, number, settings, module, start, (tokens, labels, weights), work)
+        params = trainer.train(
+            module,
+            np.stack((tokens, labels, weights), 1),
+            dataclasses.replace(settings.labels, seed=settings.labels.seed + number - 1),
+            work / name,
+            loss=distill.label_loss,
+            initial=start,
+            label=name,
+        )
         tuned.append(params)
         shares.append(float(weights.mean()))
         if number < len(modules):
@@ -280,13 +264,7 @@ def begin(settings: Boosting, material: Material, work: pathlib.Path) -> list[An
     return [params] * settings.drafts
 
 
-def run(
-    settings: Boosting,
-    work: pathlib.Path,
-    out: pathlib.Path,
-    command: str,
-    compare: pathlib.Path | None = None,
-) -> dict[str, Any]:
+def run(settings: Boosting, work: pathlib.Path, out: pathlib.Path, command: str) -> dict[str, Any]:
     """Tunes drafts and writes them to `out`/draft-1, -2, ...; returns figures on held-out text.
 
     Args:
@@ -294,7 +272,6 @@ def run(
       work: folder of checkpoints and labels, from which a killed run resumes.
       out: folder of the drafts.
       command: the command line named in the model cards.
-      compare: JSON file for the figures. If set, drafts 2, 3, ... are also tuned on all samples.
 
     Raises:
       ConfigError, FileNotFoundError: see `prepare`, `claim` and `sample_weights`.
@@ -309,16 +286,10 @@ def run(
     )
     tokens, labels = material.embedding_ids(tokens[: len(labels)]), material.embedding_ids(labels)
     tuned, shares = tune(settings, modules, starts, tokens, labels, work)
-    samples = tokens, labels, np.ones_like(labels)
-    plain = [
-        learn(f"plain-{n}", n, settings, modules[n - 1], starts[n - 1], samples, work)
-        for n in (range(2, settings.drafts + 1) if compare else ())
-    ]
     figures = boost_report.measure(
         (material.target.module, material.target.params),
         [material.with_target_vocab(m, p) for m, p in zip(modules, starts)],
         [material.with_target_vocab(m, export.as_stored(p)) for m, p in zip(modules, tuned)],
-        [material.with_target_vocab(m, export.as_stored(p)) for m, p in zip(modules[1:], plain)],
         material.text.held_out,
     )
     for draft, share in zip(figures["drafts"], shares):
@@ -328,8 +299,6 @@ def run(
         note = boost_report.note(figures, number)
         path, tokenizer, text = out / f"draft-{number}", material.tokenizer, material.text
         export.export(path, module, params, tokenizer, text, command=command, note=note)
-    if compare is not None:
-        write_atomically(compare, json.dumps(figures, indent=1) + "\n")
     return figures
 
 
@@ -343,17 +312,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("config", type=pathlib.Path, help="experiments/recipes/*_drafts.yaml")
     parser.add_argument("--work", type=pathlib.Path, required=True, help="folder of checkpoints")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of the drafts")
-    parser.add_argument(
-        "--compare",
-        type=pathlib.Path,
-        metavar="FILE.json",
-        help="also tune drafts 2, 3, ... without boosting, and write the comparison to this file",
-    )
     options = parser.parse_args(arguments)
     command = f"{parser.prog} {options.config} --work {options.work} --out {options.out}"
     try:
         settings = boost_config.read(options.config)
-        figures = run(settings, options.work, options.out, command, options.compare)
+        figures = run(settings, options.work, options.out, command)
     except (ConfigError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 2

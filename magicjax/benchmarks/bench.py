@@ -11,8 +11,6 @@ acceptance rate, and says nothing about the acceptance of any real draft.
 
 import argparse
 import dataclasses
-import functools
-import glob
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,7 +18,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from magicjax.benchmarks import hf_baseline
 from magicjax.benchmarks.step_times import StepTimes, new_tokens, step_times
 from magicjax.benchmarks.synthetic import (
     Setup,
@@ -119,11 +116,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--new-tokens", type=int, default=96, help="new tokens per row of a loop")
     parser.add_argument("--repeats", type=int, default=10, help="timed calls; the median counts")
-    parser.add_argument(
-        "--hugging-face",
-        action="store_true",
-        help="also time Hugging Face's generate with a static cache",
-    )
     return parser
 
 
@@ -160,7 +152,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not all(0 <= rate <= 1 for rate in options.rate):
         parser.error(f"--rate {options.rate}: each must lie between 0 and 1")
     shapes = [(batch, context) for batch in options.batch for context in options.context]
-    baselines = _time_hugging_face(options, shapes) if options.hugging_face else {}
     deepest = max(*options.nodes, *(gamma + 1 for gamma in options.gamma))
     setup = make_setup(parser, options, options.context, deepest)
     device, read, copy = jax.devices()[0], read_bandwidth(), copy_bandwidth()
@@ -183,19 +174,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     for shape in shapes:
         times = part_times(setup, shape, options)
-        record(shape, _parts(setup.target, *shape, times, max(read, copy), baselines.get(shape)))
+        record(shape, _parts(setup.target, *shape, times, max(read, copy)))
         if options.rate:
             record(shape, _loops(setup, *shape, options.rate, times))
     return 0
-
-
-def _time_hugging_face(options: argparse.Namespace, shapes: list[tuple[int, int]]) -> dict:
-    """Returns the results of Hugging Face's process, which runs before JAX allocates memory."""
-    platforms = jax.config.jax_platforms or ""  # does not initialize a backend
-    has_gpu = bool(glob.glob("/dev/nvidia[0-9]*"))
-    device = "cuda" if has_gpu and platforms != "cpu" else "cpu"
-    timed = functools.partial(hf_baseline.time_step, options.target, options.dtype)
-    return {shape: timed(*shape, device) for shape in shapes}
 
 
 def _parts(
@@ -204,7 +186,6 @@ def _parts(
     context: int,
     times: StepTimes,
     bandwidth: float,
-    baseline: dict | None,
 ) -> Iterator[dict[str, Any]]:
     """Yields the table of parts at one batch and context."""
     sizes, plain = model_sizes(target, None), times.passes[1]
@@ -217,11 +198,6 @@ def _parts(
         return found | {"time / T_target": seconds / plain}
 
     yield row("target", plain, context)
-    if baseline is not None and "ms" in baseline:
-        versions = {name: baseline[name] for name in ("torch", "transformers") if name in baseline}
-        yield row("hugging face", 1e-3 * baseline["ms"]) | versions
-    elif baseline is not None:
-        yield {"part": "hugging face"} | baseline
     for n, seconds in sorted(times.passes.items())[1:]:
         yield row(f"verify {n}", seconds)
     for (budget, gamma), seconds in sorted(times.drafts.items()):

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from magicjax.cli.options import INTERRUPTED
 from magicjax.cli.serve import API_KEY
+from magicjax.options import token_count
 
 if TYPE_CHECKING:
     from magicjax.benchmarks.http_load.client import Request
@@ -108,7 +109,9 @@ def _add_requests(group: Any) -> None:
         choices=("chat", "completions"),
         help="send all lines to this API; default: messages to chat, prompts to completions",
     )
-    group.add_argument("--max-tokens", type=int, default=128, help="of an answer; default: 128")
+    group.add_argument(
+        "--max-tokens", type=token_count, default=128, help="of an answer; default: 128"
+    )
     group.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
     group.add_argument(
         "--seed", type=int, default=0, help="of arrivals, and of the first request; default: 0"

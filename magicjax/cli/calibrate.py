@@ -64,12 +64,12 @@ class Timed:
     seconds: float
 
 
-def matrix_rate(dtype: str, *, rounds: int = 5) -> float:
+def matrix_rate(dtype: str) -> float:
     """Returns the FLOP/s of a product of two large matrices on this device."""
     size = MATRIX_SIZE.get(jax.default_backend(), MATRIX_SIZE_ELSEWHERE)
     a, b = (jnp.full((size, size), value, dtype) for value in (0.5, 0.25))
     product = functools.partial(jax.jit(jnp.matmul), a, b)
-    return 2 * size**3 / fastest_seconds({"product": product}, repeats=rounds)["product"]
+    return 2 * size**3 / fastest_seconds({"product": product}, repeats=5)["product"]
 
 
 def rows_of(

@@ -88,7 +88,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--max-tokens",
-        type=int,
+        type=token_count,
         default=MAX_TOKENS,
         help=f"of an answer; default: {MAX_TOKENS:,}",
     )
@@ -128,13 +128,14 @@ def run(arguments: argparse.Namespace) -> None:
     )
     params = drafting.sampling_params(arguments, max_tokens=None)
     tokenizer = text.tokenizer_of(arguments)
-    greeting = [*_first_messages(arguments), {"role": "user", "content": "Hello"}]
-    chat_tokens(tokenizer, greeting)  # an error if the template rejects such messages
+    shortest = [*_first_messages(arguments), {"role": "user", "content": "a"}]
+    # An error if the template rejects such messages.
+    config = _engine_config(arguments, len(chat_tokens(tokenizer, shortest)) + 1)
     dtype = options.default_dtype(arguments.backend)
     load = functools.partial(text.unloaded, dtype=arguments.dtype or dtype)
     drafter, tree = drafting.speculation(arguments, load)
     target = text.unloaded_target(arguments, tokenizer, dtype)
-    engine = magicjax.Engine(target, drafter, tree, _engine_config(arguments))
+    engine = magicjax.Engine(target, drafter, tree, config)
     session = Session(engine, params, tokenizer, _first_messages(arguments))
     for line in _lines():
         if line.startswith("/"):
@@ -146,15 +147,23 @@ def run(arguments: argparse.Namespace) -> None:
             session = _answer(session, line)
 
 
-def _engine_config(arguments: argparse.Namespace) -> magicjax.EngineConfig:
-    """Returns the configuration of an engine of one slot, which stores one text."""
+def _engine_config(arguments: argparse.Namespace, least: int) -> magicjax.EngineConfig:
+    """Returns the configuration of an engine of one slot, which stores one text.
+
+    Args:
+      arguments: of the command.
+      least: the fewest tokens of a conversation with an answer.
+
+    Raises:
+      ValueError: --max-context is smaller, or exceeds the target's positions.
+    """
     positions = config_of(arguments.target).max_positions
     limit = arguments.max_context
     limit = min(positions, MAX_CONTEXT) if limit is None else limit
-    if not 2 <= limit <= positions:
+    if not least <= limit <= positions:
         raise ValueError(
-            f"max_context={limit}: it must be at least 2 tokens, and at most the {positions} "
-            "positions of the target"
+            f"max_context={limit}: it must be at least {least} tokens, for a message in the chat "
+            f"template and an answer, and at most the {positions} positions of the target"
         )
     return magicjax.EngineConfig(
         slots=1,

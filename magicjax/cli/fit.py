@@ -58,7 +58,7 @@ def add(commands: Any) -> None:
         required=True,
         help="tokens per row, including new tokens; 8k is 8192",
     )
-    parser.add_argument("--max-tokens", type=int, default=128, help="default: 128")
+    parser.add_argument("--max-tokens", type=token_count, default=128, help="default: 128")
     parser.add_argument(
         "--device",
         required=True,

@@ -25,6 +25,7 @@ from magicjax.drafters import Drafter
 from magicjax.drafters.spec import make_drafter, parse_all
 from magicjax.loading import config_of
 from magicjax.model import DTYPES
+from magicjax.options import token_count
 from magicjax.trees.token_tree import Tree
 from magicjax.version import version
 from sharding import parse_mesh
@@ -51,7 +52,9 @@ def add(commands: Any) -> None:
     source.add_argument("--prompt", help="text to continue")
     source.add_argument("--prompt-file", type=pathlib.Path, help="file with the text to continue")
     source.add_argument("--chat", metavar="MESSAGE", help="message to answer, in a chat template")
-    parser.add_argument("--max-tokens", type=int, default=128, help="new tokens; default: 128")
+    parser.add_argument(
+        "--max-tokens", type=token_count, default=128, help="new tokens; default: 128"
+    )
     parser.add_argument(
         "--stop",
         action="append",

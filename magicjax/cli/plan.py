@@ -231,7 +231,7 @@ def as_text(
         + offloading.describe(model.offload, model.weights),
         f"plain decoding: predicted T_target {1e3 * plan.target:.2f} ms, "
         f"{arguments.batch / plan.target:,.0f} tokens/s",
-        _line("fastest drafter", best),
+        _line("fastest drafter" if plan.speculate else "plain is fastest; best drafter", best),
     ]
     if plan.runner_up:
         lines.append(_line("runner-up", plan.runner_up))

@@ -77,7 +77,7 @@ def _add_engine(group: Any) -> None:
     )
     group.add_argument(
         "--max-tokens",
-        type=int,
+        type=token_count,
         default=DEFAULTS.max_tokens,
         help=f"limit of the new tokens of any request; default: {DEFAULTS.max_tokens}",
     )

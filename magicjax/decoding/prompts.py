@@ -22,7 +22,7 @@ def prompts_of(prompts: Any) -> Sequence[Any]:
         if _is_flat(prompts.get("input_ids", ())):
             raise TypeError(
                 "prompts has the token ids of a single text: tokenize a list, tokenizer([text]), "
-                "for a batch of one row"
+                "or pass a list, [encoding], for a batch of one row"
             )
         return _encoded(prompts)
     if not isinstance(prompts, Sequence) and not getattr(prompts, "ndim", 0):
@@ -63,7 +63,7 @@ def _ids(target: Model, i: int, prompt: Any) -> Any:
                 f"prompt {i} is text and the target {target.name!r} has no tokenizer: pass token "
                 "ids"
             )
-        return target.tokenizer(prompt)["input_ids"]
+        return target.tokenizer(str(prompt))["input_ids"]  # NumPy's strings are str
     if _is_conversation(prompt):
         return chat_tokens(target.tokenizer, prompt)
     if isinstance(prompt, Mapping):
@@ -86,6 +86,10 @@ def _checked(target: Model, i: int, prompt: Any) -> Int[np.ndarray, "T"]:
         raise ValueError(f"prompt {i} is empty: it needs at least 1 token")
     if isinstance(prompt, Sequence) and any(isinstance(each, bool) for each in prompt):
         raise TypeError(f"prompt {i} has booleans: it must be text or a list of token ids")
+    if ids.ndim == 1 and isinstance(ids[0], str):
+        raise TypeError(
+            f"prompt {i} is a list of texts: pass each text as one prompt, not as a list"
+        )
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise TypeError(
             f"prompt {i} has shape {ids.shape} and dtype {ids.dtype}: it must be text or a list of "
@@ -119,6 +123,10 @@ def _encoded(encoding: Mapping[str, Any]) -> list[Any]:
     Raises:
       ValueError, TypeError: another dict, or a mask that does not say where the padding is.
     """
+    if "role" in encoding:
+        raise TypeError("a prompt is a single message: pass a list of messages, [message]")
+    if "messages" in encoding:
+        raise TypeError("a prompt is a dict of messages: pass the list of its messages alone")
     if "input_ids" not in encoding:
         raise TypeError(
             f"a prompt is a dict of {', '.join(map(str, encoding)) or 'nothing'}: pass texts, "
@@ -144,6 +152,8 @@ def _rows(ids: Any) -> list[np.ndarray]:
 def _is_flat(ids: Any) -> bool:
     """Returns whether these are the token ids of one text, and not of several."""
     if len(ids) == 0:
+        return False
+    if isinstance(ids[0], str):  # NumPy's strings have no dimensions either
         return False
     return isinstance(ids[0], numbers.Number) or getattr(ids[0], "ndim", None) == 0
 

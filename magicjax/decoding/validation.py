@@ -228,6 +228,8 @@ def checked_pad(target: Model, pad_token_id: Any, eos: tuple[int, ...]) -> int:
 
 def _token_id(name: str, value: Any) -> int:
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return operator.index(value)
     except TypeError:
         text = isinstance(value, str)

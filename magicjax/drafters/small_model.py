@@ -92,8 +92,8 @@ class SmallModel(Drafter):
     Raises:
       ValueError: an unknown policy, a budget below 1, a budget or kv_dtype of a full cache;
         sink_positions="in_cache" with another policy than streaming, or with a kv_dtype.
-      TypeError: the policy is neither a name nor a `Policy`, the budget is not an integer, or an
-        unknown draw, kv_dtype or sink_positions.
+      TypeError: the model is not one, the policy is neither a name nor a `Policy`, the budget is
+        not an integer, or an unknown draw, kv_dtype or sink_positions.
     """
 
     model: Model
@@ -112,6 +112,8 @@ class SmallModel(Drafter):
 
     def __post_init__(self):
         super().__post_init__()
+        if not isinstance(self.model, Model):
+            raise TypeError(f"model={self.model!r}: pass the model that magicjax.load returns")
         if self.policy == FULL:
             self._check_full()
         else:
@@ -147,8 +149,6 @@ class SmallModel(Drafter):
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         """Raises if the models do not fit, or context or tree are too large."""
-        if not isinstance(self.model, Model):
-            raise TypeError(f"SmallModel needs what magicjax.load returns, not {self.model!r}")
         form, own = parse_weights(self.weights), self.model.weights
         without_zeros = own and dataclasses.replace(own, zeros=False)
         if form is not None and (None if form == "none" else form) not in (own, without_zeros):
@@ -333,7 +333,8 @@ def _check_tokenizers(drafter: Model, target: Model) -> None:
     if differing:
         example = differing[0]
         raise ValueError(
-            f"the drafter's tokenizer differs from the target's in {len(differing)} tokens, such "
-            f"as {example!r} (id {ids.get(example)} and {target_ids.get(example)}): they must be "
-            "the same; use a drafter of the target's family"
+            f"the tokenizer of the drafter {drafter.name!r} differs from that of the target "
+            f"{target.name!r} in {len(differing)} tokens, such as {example!r} (id "
+            f"{ids.get(example)} and {target_ids.get(example)}): they must be the same; use a "
+            "drafter of the target's family"
         )

@@ -50,6 +50,16 @@ DRAFTER_SYNTAX = (
     "self:snapkv:256:refresh_every=8"
 )
 _JOIN = " + "
+_HEADS = (
+    "heads that read the target's hidden states are not supported "
+    "(docs/drafters_and_trees.md); draft with small:PATH, self or prompt-lookup"
+)
+# Drafters of vLLM, and what is written here.
+FOREIGN = {
+    "ngram": "write prompt-lookup:4, how many of the newest tokens to look for",
+    "draft_model": "write small:PATH",
+    **dict.fromkeys(("eagle", "eagle3", "medusa", "mtp", "mlp_speculator"), _HEADS),
+}
 
 
 def get_drafter(name: str) -> type[Drafter]:
@@ -62,6 +72,8 @@ def get_drafter(name: str) -> type[Drafter]:
       ValueError: an unknown name, or one of something else than a class of drafters.
     """
     loaded = plugins.find(name, DRAFTERS, GROUP)
+    if loaded is None and name in FOREIGN:
+        raise ValueError(f"{name!r} is not a drafter: {FOREIGN[name]}")
     if loaded is None:
         known = sorted({*DRAFTERS, *plugins.installed(GROUP)})
         raise ValueError(
@@ -204,7 +216,17 @@ def with_options(text: str, values: Mapping[str, Any]) -> Spec:
 
 def parse_all(text: str) -> list[Spec]:
     """Returns the parts of each member of an ensemble's text, or of a single drafter's."""
-    return [parse(part) for part in split(text)]
+    parts = split(text)
+    try:
+        return [parse(part) for part in parts]
+    except ValueError:
+        joined = re.compile(rf"[,+&]\s*({'|'.join(DRAFTERS)})(:|$)")
+        if not any(joined.search(part) for part in parts):
+            raise
+    raise ValueError(
+        f"drafter {text!r}: the members of an ensemble are joined by ' + ', as in "
+        "'self:streaming:256 + prompt-lookup:4'"
+    )
 
 
 def _fit(positional: Sequence[Option], parts: Sequence[str]) -> bool:

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 
 import jax
 
+from magicjax.checks import check_whole
 from magicjax.drafters import Drafter, Ensemble
 from magicjax.model import Model
-from magicjax.sampling_params import check_whole
+from magicjax.sampling_params import SamplingParams
+from magicjax.suggest import explain_unknown
 from magicjax.verification.logprobs import MAX_ALTERNATIVES
 
 MAX_SLOTS = 2**16
@@ -15,6 +17,7 @@ MAX_CAPACITY = 4096  # default limit: a model's own one can need more memory tha
 MAX_PREFILLS = 2  # at once, each in a row of its own: a short prompt overtakes a long one
 
 
+@explain_unknown
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The shapes, limits and features of an engine, which its requests share.
@@ -105,6 +108,27 @@ class EngineConfig:
             verifier = "naive"
         limit = min(self.max_tokens, capacity - 1)
         return dataclasses.replace(self, capacity=capacity, max_tokens=limit, verifier=verifier)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raises ValueError for what the engine was not created for."""
+        if not params.greedy and not self.sampling:
+            raise ValueError(
+                f"temperature={params.temperature:g}: the engine decodes greedily; use "
+                "temperature=0, or create the engine with sampling=True"
+            )
+        count, limit = params.logprobs, self.logprobs
+        if count is not None and (limit is None or count > limit):
+            returns = "no log-probabilities" if limit is None else f"at most {limit}"
+            raise ValueError(
+                f"logprobs={count}: the engine returns {returns}; "
+                f"{'omit it' if limit is None else 'request fewer'}, or create the engine with "
+                f"logprobs={count}"
+            )
+        if params.max_tokens is not None and params.max_tokens > self.max_tokens:
+            raise ValueError(
+                f"max_tokens={params.max_tokens}: it must be at most {self.max_tokens}, the limit "
+                "of the engine, or None for as many as fit"
+            )
 
     def check_drafter(self, drafter: Drafter | None, verifier: str) -> None:
         """Raises ValueError if `adaptive_depth` does not support the drafter or the verifier."""

@@ -35,11 +35,13 @@ from magicjax.engine.templates import (
 from magicjax.grammars.arena import CLASSES, Arena
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
+from magicjax.suggest import explain_unknown
 from magicjax.trees.token_tree import Tree
 from magicjax.verification.logprobs import LogProbs
 from sharding import global_arrays
 
 
+@explain_unknown
 class Engine:
     """Decodes requests that come and go, in a batch of fixed shape (continuous batching).
 
@@ -111,6 +113,7 @@ class Engine:
         self._rows: dict[Handle, PrefillRow] = {}  # of the requests in prefill
         self._spare_rows: list[tuple[Any, Any]] = []  # buffers for prefill
 
+    @explain_unknown
     def submit(
         self,
         prompt: Any,
@@ -143,6 +146,7 @@ class Engine:
         self._scheduler.add(handle)
         return handle
 
+    @explain_unknown
     def submit_samples(
         self,
         prompt: Any,
@@ -237,8 +241,11 @@ class Engine:
         return self._scheduler.unfinished
 
     def cancel(self, handle: Handle) -> None:
-        """Ends an unfinished request with the tokens so far; `Handle.cancel` calls it."""
-        self._end(handle, "cancelled")
+        """Ends a request with the tokens so far; does nothing if it is finished."""
+        if not isinstance(handle, Handle):
+            raise TypeError(f"handle={handle!r}: pass the handle that submit returned")
+        if not handle.finished:
+            self._end(handle, "cancelled")
 
     # What follows runs inside `step` and `cancel`.
 

@@ -168,8 +168,7 @@ class Handle:
 
     def cancel(self) -> None:
         """Ends the request with the tokens so far; does nothing if it is finished."""
-        if not self.finished:
-            self._engine.cancel(self)
+        self._engine.cancel(self)
 
     def deliver(self, tokens: Int[np.ndarray, "T"], logprobs: LogProbs | None, now: float) -> bool:
         """Adds new tokens; returns whether a stop string has ended the text. For the engine."""

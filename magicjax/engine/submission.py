@@ -7,13 +7,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from magicjax.checks import check_real, check_whole
 from magicjax.decoding.prompts import token_ids
 from magicjax.decoding.validation import check_params, check_stop
 from magicjax.engine.request import EngineRequest
 from magicjax.engine.templates import Templates
 from magicjax.grammars.arena import CLASSES, automaton_of
 from magicjax.grammars.compiler import TokenAutomaton
-from magicjax.sampling_params import SamplingParams, check_real, check_whole
+from magicjax.sampling_params import SamplingParams
 from sharding import global_arrays
 
 
@@ -46,7 +47,7 @@ def validated(
                     f"{name}={value} on a mesh of {jax.process_count()} processes, whose clocks "
                     f"differ: omit {name}"
                 )
-    _check_features(templates, params)
+    templates.config.check_params(params)
     check_stop(templates.row.target, [params])
     now = time.monotonic()
     return EngineRequest(
@@ -71,42 +72,21 @@ def check_samples(n: int, params: SamplingParams) -> None:
         )
 
 
-def _check_features(templates: Templates, params: SamplingParams) -> None:
-    """Raises ValueError for what the engine was not created for."""
-    config = templates.config
-    if not params.greedy and not config.sampling:
-        raise ValueError(
-            f"temperature={params.temperature} in an engine that decodes greedily: create the "
-            "engine with sampling=True, or use temperature=0"
-        )
-    count, limit = params.logprobs, config.logprobs
-    if count is not None and (limit is None or count > limit):
-        raise ValueError(
-            f"logprobs={count} in an engine with logprobs={limit}: create the engine with "
-            f"logprobs={count}, or {'omit it' if limit is None else 'request fewer'}"
-        )
-
-
 def _limit(templates: Templates, length: int, limit: int | None) -> int:
     """Returns the limit of new tokens of a prompt of `length` tokens."""
-    capacity, largest = templates.capacity, templates.config.max_tokens
+    capacity = templates.capacity
     if length >= capacity:
         raise ValueError(
             f"the prompt has {length} tokens, and capacity={capacity} leaves no room for new "
             "ones: shorten the prompt, or create the engine with a larger capacity"
         )
     if limit is None:
-        return min(largest, capacity - length)
-    if limit > largest:
-        raise ValueError(
-            f"max_tokens={limit}: it must be at most {largest}, the limit of the engine, or None "
-            "for as many as fit"
-        )
+        return min(templates.config.max_tokens, capacity - length)
     if length + limit > capacity:
         raise ValueError(
             f"the prompt has {length} tokens, and with max_tokens={limit} it exceeds "
-            f"capacity={capacity}: use at most {capacity - length} new tokens, shorten the "
-            "prompt, or create the engine with a larger capacity"
+            f"capacity={capacity}: use at most {capacity - length} new tokens, or None for as many "
+            "as fit, shorten the prompt, or create the engine with a larger capacity"
         )
     return limit
 

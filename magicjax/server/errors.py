@@ -1,6 +1,7 @@
 """Errors in the shape of OpenAI's API."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from magicjax.engine.scheduler import QueueFullError
@@ -45,12 +46,12 @@ def server_error(message: str, status: int = 500) -> ApiError:
     return ApiError(status, message, type="server_error")
 
 
-def refused(error: Exception, limit_field: str) -> ApiError:
+def refused(error: Exception, fields: Mapping[str, str]) -> ApiError:
     """Returns the answer to an error of `Engine.submit`.
 
     Args:
       error: a full queue is 429, other ValueErrors and TypeErrors are 400, the rest is 500.
-      limit_field: the body's field for the limit of new tokens.
+      fields: the body's fields for parameters of other names.
     """
     if isinstance(error, QueueFullError):
         return ApiError(
@@ -62,7 +63,9 @@ def refused(error: Exception, limit_field: str) -> ApiError:
         )
     if not isinstance(error, ValueError | TypeError):
         return server_error(f"the request failed: {type(error).__name__}")
-    message = str(error).replace("max_tokens", limit_field)
+    message = str(error)
+    for parameter, field in fields.items():
+        message = re.sub(rf"\b{parameter}=", f"{field}=", message, count=1)
     named = re.match(r"(\w+)=", message)
     code = "context_length_exceeded" if "capacity=" in message else None
     return ApiError(400, message, param=named and named[1], code=code)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,7 +62,7 @@ class Generation:
       stream: whether text is sent as it arrives.
       include_usage: whether a stream ends with the counts of tokens.
       continuous_usage: whether every event of the stream has the counts so far.
-      limit_field: the body's field for the limit of new tokens.
+      fields: the body's fields for parameters of other names.
     """
 
     chat: bool
@@ -72,7 +72,7 @@ class Generation:
     stream: bool
     include_usage: bool
     continuous_usage: bool
-    limit_field: str
+    fields: Mapping[str, str]
 
 
 def parse_completion(data: bytes, served: Served) -> Generation:
@@ -92,8 +92,8 @@ def parse_completion(data: bytes, served: Served) -> Generation:
     if limit is None:  # the client's choice can be refused, the default cannot
         room = served.capacity - max(map(len, prompts))
         limit = max(1, min(COMPLETION_TOKENS, served.config.max_tokens, room))
-    params = _params(body, served, "max_tokens", limit, "logprobs", body.logprobs)
-    return _generation(body, prompts, n, params, "max_tokens")
+    params = _params(body, served, {}, limit, body.logprobs)
+    return _generation(body, prompts, n, params, {})
 
 
 def parse_chat(data: bytes, served: Served) -> Generation:
@@ -116,13 +116,14 @@ def parse_chat(data: bytes, served: Served) -> Generation:
         raise ApiError(400, "top_logprobs requires logprobs=true", param="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     limit = getattr(body, field)
-    params = _params(body, served, field, limit, "top_logprobs", logprobs)
+    fields = {"max_tokens": field, "logprobs": "top_logprobs"}
+    params = _params(body, served, fields, limit, logprobs)
     messages = [{"role": message.role, "content": message.text} for message in body.messages]
 
     def prompts() -> list[Int[np.ndarray, "T"]]:
         return token_ids(served.target, [messages])
 
-    return _generation(body, _tokens(prompts, "messages"), n, params, field)
+    return _generation(body, _tokens(prompts, "messages"), n, params, fields)
 
 
 def _generation(
@@ -130,7 +131,7 @@ def _generation(
     prompts: list[Int[np.ndarray, "T"]],
     n: int,
     params: SamplingParams,
-    limit_field: str,
+    fields: Mapping[str, str],
 ) -> Generation:
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options requires stream=true", param="stream_options")
@@ -143,7 +144,7 @@ def _generation(
         stream=bool(body.stream),
         include_usage=bool(stream_options.include_usage),
         continuous_usage=bool(stream_options.continuous_usage_stats),
-        limit_field=limit_field,
+        fields=fields,
     )
 
 
@@ -191,26 +192,12 @@ def _temperature(body: CompletionBody | ChatBody, config: EngineConfig) -> float
 def _params(
     body: CompletionBody | ChatBody,
     served: Served,
-    limit_field: str,
+    fields: Mapping[str, str],
     limit: int | None,
-    logprobs_field: str,
     logprobs: int | None,
 ) -> SamplingParams:
     """Returns the parameters of a request, which the engine accepts."""
     config = served.config
-    if logprobs is not None and (config.logprobs is None or logprobs > config.logprobs):
-        has = "without --logprobs" if config.logprobs is None else f"with at most {config.logprobs}"
-        raise ApiError(
-            400,
-            f"{logprobs_field}={logprobs}: the server was started {has}",
-            param="logprobs" if config.logprobs is None else logprobs_field,
-        )
-    if limit is not None and limit > config.max_tokens:
-        raise ApiError(
-            400,
-            f"{limit_field}={limit}: it must be at most {config.max_tokens} on this server",
-            param=limit_field,
-        )
     if body.ignore_eos and config.eos_token_id:
         raise ApiError(
             400,
@@ -218,13 +205,6 @@ def _params(
             param="ignore_eos",
         )
     temperature = _temperature(body, config)
-    if temperature and not config.sampling:
-        raise ApiError(
-            400,
-            f"temperature={temperature:g}: this server decodes greedily (--greedy): omit it, or "
-            "use 0",
-            param="temperature",
-        )
     top_k, top_p, seed = 0, 1.0, 0  # those of the body do not change greedy decoding
     if temperature:
         seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
@@ -232,7 +212,7 @@ def _params(
         top_p = 1.0 if body.top_p is None else body.top_p
     grammar = _grammar(body, served)
     try:
-        return SamplingParams(
+        params = SamplingParams(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
@@ -242,8 +222,10 @@ def _params(
             grammar=grammar,
             logprobs=logprobs,
         )
+        config.check_params(params)
     except (ValueError, TypeError) as error:
-        raise refused(error, limit_field) from error
+        raise refused(error, fields) from error
+    return params
 
 
 def _grammar(body: CompletionBody | ChatBody, served: Served) -> Grammar | None:

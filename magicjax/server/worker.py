@@ -216,7 +216,7 @@ class Worker:
                 handle.cancel()
             if not isinstance(error, ValueError | TypeError):
                 logger.exception("a request failed")
-            job.accepted.set_exception(refused(error, generation.limit_field))
+            job.accepted.set_exception(refused(error, generation.fields))
             return
         job.unfinished = dict(enumerate(job.handles))
         self._running.append(job)

@@ -8,7 +8,6 @@ after its parent. The functions here take parents of one tree, `[N]`, or of one 
 import dataclasses
 import functools
 import math
-import operator
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from magicjax.checks import check_whole
 from magicjax.suggest import did_you_mean
 
 MAX_NODES = 256
@@ -215,9 +215,8 @@ class DynamicTree:
 
     def __post_init__(self):
         for name, least in (("nodes", 2), ("depth", 1), ("width", 1)):
-            object.__setattr__(self, name, operator.index(getattr(self, name)))
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)}: it must be at least {least}")
+            check_whole(name, getattr(self, name), least)
+            object.__setattr__(self, name, int(getattr(self, name)))
         if self.nodes > MAX_NODES:
             raise ValueError(f"nodes={self.nodes}: at most {MAX_NODES} are supported")
         if self.nodes - 1 > self.candidates:
@@ -253,10 +252,9 @@ def chain(length: int) -> TokenTree:
     """Returns a chain of `length` drafted tokens: length + 1 nodes.
 
     Raises:
-      ValueError: length < 1.
+      ValueError, TypeError: the length is not a whole number, or below 1.
     """
-    if length < 1:
-        raise ValueError(f"chain({length}): the length must be at least 1")
+    check_whole("length", length, 1, hint="chain(4) has 4 drafted tokens")
     return TokenTree(tuple(range(NO_NODE, length)))
 
 
@@ -273,11 +271,13 @@ def expansion(branches: Sequence[int]) -> TokenTree:
     expansion((1, 1, 3)) is a chain of two that ends in three leaves. Source: SpecInfer, section 3.
 
     Raises:
-      ValueError: no depth, or one without children.
+      ValueError, TypeError: no depth, one without children, or what is no whole number.
     """
     branches = tuple(branches)
-    if not branches or min(branches) < 1:
-        raise ValueError(f"expansion{branches}: give at least one depth, each with 1 child or more")
+    for count in branches:
+        check_whole("branches", count, 1, hint="expansion((2, 2, 1)) has 3 depths")
+    if not branches:
+        raise ValueError(f"expansion{branches}: give at least one depth")
     parents, level = [NO_NODE], [0]
     for count in branches:
         if len(parents) + len(level) * count > MAX_NODES:

@@ -211,8 +211,8 @@ def test_two_coordinators_cannot_share_a_port():
 
 FAILS = """
 import sys, time
-import numpy as np
 from experiments import processes
+from sharding import global_arrays
 address, rank, fails, how = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
 processes.join(processes.Processes(address, 2, rank), {}, 60)
 with processes.leaving():

@@ -33,6 +33,22 @@ def test_stop_strings_become_a_tuple_and_numpy_numbers_are_numbers():
         ("stop", "", "a stop string must have at least 1 character"),
         ("grammar", "[a-z]+", "grammar has type str: pass a magicjax.Grammar"),
         ("logprobs", 21, "logprobs=21: it must be at most 20"),
+        (
+            "max_new_tokens",
+            9,
+            "max_new_tokens=9 is not an argument of magicjax.SamplingParams: use ",
+        ),
+        (
+            "stop_token_ids",
+            [2],
+            "or magicjax.generate(eos_token_id=...) or magicjax.stream(eos_tok",
+        ),
+        (
+            "n",
+            2,
+            "repeat the prompt with other seeds, or call engine.submit_samples(prompt, n, par",
+        ),
+        ("temprature", 1, "did you mean 'temperature'?"),
     ],
 )
 def test_invalid_values_are_errors(field, value, message):

@@ -213,7 +213,7 @@ def test_buffers_equal_output_matrices_and_missing_prefixes_are_harmless(family,
 DAMAGED = {
     "a drafter": (
         lambda path: edit_tensors(path, lambda x: x.update({"fc.weight": np.zeros((8, 16))})),
-        "a drafter of kind eagle, which reads the hidden states",
+        "/model: this is a drafter of kind eagle, which reads the hidden states",
     ),
     "another tied matrix": (
         lambda path: edit_json(path / "config.json", tie_word_embeddings=True),

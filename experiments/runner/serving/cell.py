@@ -26,7 +26,7 @@ from experiments.runner.serving.workload import (
     serve,
     zipf,
 )
-from experiments.runner.workload import Bench, acceptance_curves
+from experiments.runner.workload import Bench, at_least
 from experiments.schema.columns import complete
 from experiments.schema.grid import Cell, columns, options, plain_of
 from magicjax.decoding import program_cache
@@ -163,11 +163,11 @@ def _acceptance(cell: Cell, runs: Sequence[Run]) -> dict[str, float | None]:
 def _curves(cell: Cell, runs: Sequence[Run]) -> dict[str, Sequence[float]]:
     """Returns the histogram of accepted tokens and acceptance by depth; empty without a depth."""
     histogram = [] if cell.is_plain or cell.adaptive_depth else _histogram(runs)
-    by_depth, if_reached = acceptance_curves(histogram)
+    counts = at_least(histogram)
     return {
         "histogram": histogram,
-        "acceptance_by_depth": by_depth,
-        "acceptance_if_reached": if_reached,
+        "acceptance_by_depth": (counts[1:] / counts[:1]).tolist(),
+        "acceptance_if_reached": (counts[1:] / np.maximum(counts[:-1], 1)).tolist(),
     }
 
 

@@ -2,7 +2,7 @@
 
 Needs jax, flax and transformers but no installation; run it from the root of a checkout. Parts with
 results, including failed ones, are not run again without --again, so rerunning the command resumes
-an interrupted run. Writes `measurements.json`, and `summary.md` with targets and figures.
+an interrupted run. Writes `measurements.json`, and `summary.md` with tables.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def parts(plan: Plan) -> list[Part]:
     bench = f"magicjax.benchmarks.bench {model} --repeats {plan.repeats}"
     for i, (batch, context) in enumerate(plan.decoding):
         shape, name = f"--batch {batch} --context {context}", f"{batch}x{context}"
-        timed = "--nodes 5 17 --gamma 4 --rate --hugging-face"
+        timed = "--nodes 5 17 --gamma 4 --rate"
         add(f"decoding-{name}", f"{bench} {shape} {timed}")
         if i == 0:
             add(f"profile-{name}", f"magicjax.benchmarks.profile_ops {model} {shape}")

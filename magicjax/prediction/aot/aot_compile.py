@@ -296,7 +296,6 @@ def report(
         "copies of a cache": {
             name: sum(copied.count(size) for size in elements) for name, elements in sizes.items()
         },
-        "largest exchange": hlo.largest_collective(text),
         "collectives": [dataclasses.asdict(c) for c in hlo.collectives(text, group)],
         "kernels": kernels(dumped),
         "shared bytes of kernels": shared_bytes(dumped),

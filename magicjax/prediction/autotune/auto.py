@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from magicjax.decoding import memory, program_cache, runner
+from magicjax.decoding import program_cache, runner
 from magicjax.decoding.adaptive_depth import DepthChooser, RoundTimes
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.preparation import prepare
@@ -19,10 +19,9 @@ from magicjax.decoding.prompts import prompts_of
 from magicjax.decoding.request import Request, RequestOptions
 from magicjax.decoding.runner import Call, Output
 from magicjax.decoding.validation import params_of_rows
-from magicjax.loading import with_weights
 from magicjax.model import Model
 from magicjax.prediction.autotune.choice import Auto, Choice, settings_of
-from magicjax.prediction.autotune.search import choose, make_problem
+from magicjax.prediction.autotune.search import choose, make_problem, placed
 from magicjax.sampling_params import SamplingParams
 from magicjax.trees.token_tree import ROOT_ONLY, chain
 
@@ -59,7 +58,7 @@ def choose_drafter(
         backend=backend,
         mesh=mesh,
     )
-    choice, *_ = choose(make_problem(target, prompts, params, options))
+    choice, *_ = choose(placed(make_problem(target, prompts, params, options)))
     return choice
 
 
@@ -126,11 +125,7 @@ def _resolve(
     if isinstance(options.drafter, Choice):
         request = _reused_request(target, prompts, params, options, adaptive)
         return options.drafter, request, None, 0.0
-    problem = make_problem(target, prompts, params, options)
-    if target.params is None:  # now that the arguments are known to be valid
-        memory.check(dataclasses.replace(problem.request, drafter=None))
-        target = with_weights(target, options.mesh)
-        problem = make_problem(target, prompts, params, options)
+    problem = placed(make_problem(target, prompts, params, options))
     choice, prefilled, plan_s = choose(problem)
     if choice.drafter is None:
         request = dataclasses.replace(problem.request, drafter=None)

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from magicjax.decoding import program_cache
+from magicjax.decoding import memory, program_cache
 from magicjax.decoding.paired_timing import PrefilledPrompts, Variant, median_ratio, time_variants
-from magicjax.decoding.preparation import prepare, validate
+from magicjax.decoding.preparation import place, validate
 from magicjax.decoding.request import Request, RequestOptions
 from magicjax.drafters import Drafter, PromptLookup, SelfSpeculation
 from magicjax.model import Model
@@ -100,7 +100,7 @@ def make_problem(
     params: SamplingParams | Sequence[SamplingParams],
     options: RequestOptions,
 ) -> SearchProblem:
-    """Returns the validated problem; nothing runs, and the target may be a skeleton.
+    """Returns the validated problem; nothing runs, and no weights are loaded.
 
     Raises:
       ValueError, TypeError, FileNotFoundError: as for `magicjax.choose_drafter`.
@@ -116,20 +116,19 @@ def make_problem(
         )
     profile = auto.profile or cost_model.default_profile()
     device = cost_model.device_of(profile)
-    make = validate if target.params is None else prepare
     without_drafter = dataclasses.replace(options, drafter=None, verifier=None)
-    plain = make(target, prompts, params, without_drafter)
+    plain = validate(target, prompts, params, without_drafter)
 
     def request_of(drafter: Drafter) -> Request:
-        # `plain.target` is already on the mesh.
         with_drafter = dataclasses.replace(options, drafter=drafter, tree=auto.tree)
-        return make(plain.target, plain.prompts, params, with_drafter)
+        return validate(plain.target, plain.prompts, params, with_drafter)
 
     requests, unsupported = _requests(plain, auto, request_of)
     request, devices = next(iter(requests.values())), 1 if mesh is None else mesh.size
     machine = cost_model.Machine(device, shape[DATA], devices // shape[DATA])
     context = np.asarray(request.lengths) + np.asarray(request.limits) / 2
-    problem = SearchProblem(
+    cost_model.check_dtype(device, str(target.dtype), profile)
+    return SearchProblem(
         auto,
         requests,
         unsupported,
@@ -137,9 +136,25 @@ def make_problem(
         workload=(machine, len(context), int(context.mean())),
         allocation=(machine, len(context), request.settings.capacity),
     )
-    cost_model.check_dtype(device, str(target.dtype), profile)
-    if target.params is not None:
-        problem.free_memory()
+
+
+def placed(problem: SearchProblem) -> SearchProblem:
+    """Returns the problem with its models and arrays on the devices.
+
+    Raises:
+      ValueError: the target and the caches do not fit the memory.
+    """
+    request = problem.request
+    if request.target.params is None:
+        memory.check(dataclasses.replace(request, drafter=None))
+    requests, target = {}, request.target
+    for name, each in problem.requests.items():
+        each = dataclasses.replace(each, target=target)
+        with memory.explained(each):  # the drafter may make a copy of the target
+            requests[name] = place(each)
+        target = requests[name].target  # loaded once
+    problem = dataclasses.replace(problem, requests=requests)
+    problem.free_memory()
     return problem
 
 

@@ -14,7 +14,6 @@ import yaml
 from experiments import launch
 from experiments.runner import estimates, launchers, preflight, provenance
 from experiments.schema import config, grid, store
-from experiments.studies.specinfer import __main__ as specinfer
 from magicjax.sources import DOWNLOADS
 
 SETTINGS = {
@@ -351,7 +350,7 @@ def test_invalid_cells_are_recorded_with_impossible_record(tmp_path, capsys, her
 SHIPPED = pathlib.Path(config.__file__).parents[1] / "configs"
 
 
-QUICK = ("demo", "specinfer_tables")
+QUICK = ("demo", "specinfer_verifiers")
 SPAWNED = ("magicdec_tables", "two_nodes")  # need many devices, which only a new process configures
 
 
@@ -372,16 +371,13 @@ def downloaded(tmp_path, monkeypatch):
     ],
 )
 def test_the_shipped_files_can_be_run(path, capsys, tmp_path, downloaded):
-    arguments = ["--dry-run"]
-    if path.stem != "specinfer_tables":
-        arguments += ["--results", str(tmp_path)]  # not the results of this checkout
+    arguments = ["--dry-run", "--results", str(tmp_path)]  # not the results of this checkout
     if path.stem in SPAWNED:
         command = [sys.executable, "-m", "experiments.launch", str(path), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         output = done.stdout
     else:
-        module = specinfer if path.stem == "specinfer_tables" else launch
-        assert module.main([str(path), *arguments]) == 0
+        assert launch.main([str(path), *arguments]) == 0
         output = capsys.readouterr().out
     assert "to run" in output

@@ -152,9 +152,10 @@ def test_a_cell_that_fails_ends_the_run_and_the_next_run_resumes_after_it(
 @pytest.mark.slow
 def test_generate_runs_in_two_processes_and_rank_0_prints():
     command = [sys.executable, "-m", "magicjax", "generate", "--target", "experiments/zoo/target"]
-    command += ["--prompt", "def main(", "--max-tokens", "12", "--drafter", "self:streaming:64"]
+    command += ["--dtype", "float32", "--prompt", "def main(", "--max-tokens", "12"]
+    command += ["--drafter", "self:streaming:64"]
     alone = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    options = ("--mesh", "stage=2,model=4", "--processes", "2")
+    options = ("--distributed", "--mesh", "stage=2,model=4", "--processes", "2")
     options += ("--coordinator", f"127.0.0.1:{free_port()}")
     both = [
         subprocess.Popen(

@@ -21,7 +21,7 @@ def test_a_draft_with_another_tokenizer_is_an_error_before_the_grid_starts(tmp_p
     path = tmp_path / "mine.yaml"
     path.write_text(f"methods: [{{drafter: small:{draft}}}]")
     assert launch.main([str(path), "--dry-run"]) == 2
-    message = "the drafter's tokenizer differs from the target's in 2 tokens"
+    message = "differs from that of the target 'target' in 2 tokens"
     assert message in capsys.readouterr().err
 
 

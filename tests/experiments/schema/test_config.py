@@ -7,8 +7,7 @@ from experiments.schema import config, fields
 from magicjax import policies
 
 FOLDER = pathlib.Path(config.__file__).parents[1] / "configs"
-OTHERS = {"specinfer_tables.yaml"}  # read by a command of their own
-CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if path.name not in OTHERS)
+CONFIGS = sorted(FOLDER.glob("*.yaml"))
 
 
 def read(tmp_path, text, more="\nmethods: []"):

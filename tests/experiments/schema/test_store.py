@@ -24,20 +24,16 @@ def test_the_summary_opens_with_the_agreed_columns(tmp_path):
     assert (row["target"], row["tau"], row["agreement"], row["speedup"]) == ("a, b", "2.5", "", "")
 
 
-def test_a_record_has_null_for_nan(tmp_path):
-    record = {"row": {"status": "ok", "tau": 2.5, "agreement": float("nan")}}
-    store.write_record(tmp_path, "good", record)
-    assert store.read_record(tmp_path, "good")["row"] == {
-        "status": "ok",
-        "tau": 2.5,
-        "agreement": None,
-    }
-    assert store.read_record(tmp_path, "never") is None
+def test_a_file_has_null_for_nan(tmp_path):
+    path = tmp_path / "metrics.json"
+    assert store.read_json(path) is None
+    store.write_json(path, {"row": {"tau": 2.5, "agreement": float("nan")}})
+    assert store.read_json(path) == {"row": {"tau": 2.5, "agreement": None}}
 
 
 @pytest.mark.parametrize("moment", ["write_bytes", "replace"])
 def test_an_interrupted_write_leaves_the_old_file_only(tmp_path, monkeypatch, moment):
-    store.write_record(tmp_path, "cell", {"row": {"status": "ok"}, "n": 1})
+    store.write_json(tmp_path / "cell.json", {"n": 1})
     real = pathlib.Path.write_bytes
 
     def interrupted(self, *arguments):
@@ -47,6 +43,6 @@ def test_an_interrupted_write_leaves_the_old_file_only(tmp_path, monkeypatch, mo
 
     monkeypatch.setattr(pathlib.Path, moment, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        store.write_record(tmp_path, "cell", {"row": {"status": "ok"}, "n": 2})
-    assert [p.name for p in (tmp_path / "cells").iterdir()] == ["cell.json"]
-    assert json.loads((tmp_path / "cells" / "cell.json").read_text())["n"] == 1
+        store.write_json(tmp_path / "cell.json", {"n": 2})
+    assert [p.name for p in tmp_path.iterdir()] == ["cell.json"]
+    assert json.loads((tmp_path / "cell.json").read_text())["n"] == 1

@@ -80,16 +80,12 @@ def test_fitted_constants_lie_where_the_errors_of_table_6_are_smallest(name, mon
     assert squares(1.0) < min(squares(0.85), squares(1.15))
 
 
-def test_the_report_has_every_table_and_the_limits_of_the_model():
+def test_the_report_has_every_table():
     text = cost_tables.report()
     for words in (
         "MagicDec, table 6",
         "MagicDec, table 1",
         "batch 128: fastest self+snapkv; predicted self+snapkv, as published",
-        f"From context {cost_tables.claim()[1]:,.0f} on, 256 rows gain more than one row.",
-        "SpecInfer, table 2",
-        " beyond ",
-        "The prediction has one success rate per rank",
     ):
         assert words in text
     assert "NOT as published" not in text

@@ -98,7 +98,7 @@ def whole(folder):
         patch.setattr(distill, "CONTEXT", WINDOW)
         patch.setattr(export, "CONTEXTS", (WINDOW,))
         out = folder / "whole"
-        figures = boost.run(settings(folder), out / "work", out, "command", out / "boost.json")
+        figures = boost.run(settings(folder), out / "work", out, "command")
     return out, figures
 
 
@@ -220,7 +220,7 @@ def test_mismatches_are_refused_before_anything_is_compiled(
 ):
     monkeypatch.chdir(folder)
     configuration = settings(folder, **changes)
-    for stage in ("begin", "tune", "learn"):
+    for stage in ("begin", "tune"):
         monkeypatch.setattr(boost, stage, None)
     with pytest.raises(config.ConfigError, match=message):
         boost.run(configuration, tmp_path / "work", tmp_path / "out", "command")

@@ -208,7 +208,12 @@ def test_generate_answers_a_message_in_the_chat_template(model, run):
 
 REFUSED = {
     "auto": (["--drafter", "auto"], "--drafter auto measures a single prompt: find a drafter"),
-    "beyond the model": (["--max-context", "30000"], "--max-context 30000: it must be at least 2"),
+    "beyond the model": (["--max-context", "30000"], "and at most the 20000 positions of"),
+    "no room": (
+        ["--max-context", "4", "--system", "be brief"],
+        "--max-context 4: it must be at le",
+    ),
+    "no count": (["--max-tokens", "4x"], "'4x' is not a number of tokens: use 8192 or 8k"),
     "no new tokens": (["--max-tokens", "0"], "--max-tokens 0: it must be at least 1"),
     "a tree alone": (["--tree", "chain:2"], "--tree has no effect without --drafter: remove it"),
     "a copy of offloaded weights": (

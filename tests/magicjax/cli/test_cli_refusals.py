@@ -1,6 +1,8 @@
 """Errors of the command line: in terms of options, before weights are loaded."""
 
+import json
 import re
+import shutil
 
 import pytest
 
@@ -33,6 +35,14 @@ REFUSED = {
     "too long": (
         ["--target", "DIR", "--prompt", "a", "--max-tokens", "600"],
         "the target has 512: shorten the prompt or reduce --max-tokens",
+    ),
+    "too long in thousands": (
+        ["--target", "DIR", "--prompt", "a", "--max-tokens", "4k"],
+        "with --max-tokens 4096 it needs",
+    ),
+    "a separator": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "self,prompt-lookup"],
+        "the members of an ensemble are joined by ' + ', as in 'self:streaming:256 + prompt-",
     ),
     "a tree alone": (
         ["--target", "DIR", "--prompt", "a", "--tree", "chain:2"],
@@ -94,6 +104,11 @@ REFUSED = {
         ["--target", "DIR", "--prompt", "a", "--drafter", "small:./none"],
         "./none is not a directory",
     ),
+    "a small model of another tokenizer": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "small:OTHER"],
+        "the tokenizer of the drafter 'other' differs from that of the target 'tiny' in 2 tokens, "
+        "such as 'a' (id ",
+    ),
     "a budget too small": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "self:streaming:8"],
         "budget=8 is too small: its ring has",
@@ -113,6 +128,17 @@ REFUSED = {
 }
 
 
+def _with_another_tokenizer(directory, path):
+    """Returns a copy of a model's directory whose tokenizer has the ids of two tokens swapped."""
+    shutil.copytree(directory, path)
+    file = path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    ids = content["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    file.write_text(json.dumps(content))
+    return path
+
+
 @pytest.mark.parametrize("what", REFUSED)
 def test_invalid_arguments_exit_with_code_2_and_the_reason(
     what, directory, run, tmp_path, monkeypatch
@@ -124,6 +150,8 @@ def test_invalid_arguments_exit_with_code_2_and_the_reason(
     monkeypatch.setattr(loading, "with_weights", lambda *_: pytest.fail("weights were loaded"))
     before = program_cache.totals()
     filled = (re.sub(r"^(small:)?DIR", rf"\g<1>{directory}", a) for a in arguments)
+    other = _with_another_tokenizer(directory, tmp_path / "other")
+    filled = (re.sub("^small:OTHER", f"small:{other}", a) for a in filled)
     code, out, err = run("generate", *(paths.get(a, a) for a in filled))
     assert (code, out) == (2, "")
     assert message in " ".join(err.split())

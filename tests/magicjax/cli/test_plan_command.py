@@ -66,7 +66,9 @@ def test_plain_decoding_is_recommended_where_it_is_faster(run):
     code, out, _ = run("plan", *where, *H100, "--acceptance", 0.84)
     assert code == 0
     assert re.search(
-        r"^fastest drafter: self:streaming:256, chain:1: predicted speedup 0\.", out, re.M
+        r"^plain is fastest; best drafter: self:streaming:256, chain:1: predicted speedup 0\.",
+        out,
+        re.M,
     )
     assert out.endswith("recommendation: plain decoding\n")
     found = planned(run, *where, *H100, "--acceptance", 0.84)

@@ -101,6 +101,26 @@ REFUSED = {
         ValueError,
         "prompt 0 is empty",
     ),
+    "a list of texts as one prompt": (
+        dict(prompts=[["a"]]),
+        TypeError,
+        "prompt 0 is a list of texts: pass each text as one prompt",
+    ),
+    "an array of texts": (
+        dict(prompts=np.array(["a", "b"])),
+        ValueError,
+        "prompt 0 is text and the target 'target' has no tokenizer",
+    ),
+    "one message": (
+        dict(prompts={"role": "user", "content": "hello"}),
+        TypeError,
+        r"a prompt is a single message: pass a list of messages, \[message\]",
+    ),
+    "a body of messages": (
+        dict(prompts={"messages": []}),
+        TypeError,
+        "a prompt is a dict of messages: pass the list of its messages alone",
+    ),
     "messages without a template": (
         dict(prompts=[{"role": "user", "content": "hello"}]),
         ValueError,
@@ -139,6 +159,7 @@ REFUSED = {
         ValueError,
         r"eos_token_id=48 must lie between 0 and 47; to disable early stopping, pass \[\]",
     ),
+    "a boolean as eos": (dict(eos_token_id=True), TypeError, "eos_token_id=True is not a token id"),
     "pad outside": (dict(pad_token_id=-1), ValueError, "pad_token_id=-1 must lie between 0 and 47"),
     # options
     "unknown option": (dict(dratfer="self"), TypeError, "did you mean 'drafter'"),
@@ -161,17 +182,29 @@ REFUSED = {
     "a parameter as an argument": (
         dict(temperature=0.7),
         TypeError,
-        r"temperature=0.7 is not an argument: pass magicjax.SamplingParams\(temperature=...\)",
+        r"temperature=0.7 is not an argument of .*: use magicjax.SamplingParams\(temperature=",
     ),
     "an argument of transformers": (
         dict(max_new_tokens=7),
         TypeError,
-        r"max_new_tokens=7 is not an argument: pass magicjax.SamplingParams\(max_tokens=...\)",
+        r"max_new_tokens=7 is not an argument of .*: use magicjax.SamplingParams\(max_tokens=...\)",
+    ),
+    "greedy decoding of transformers": (dict(do_sample=False), TypeError, "temperature=0, the def"),
+    "beam search": (dict(num_beams=4), TypeError, "beam search is not supported: decode greedily"),
+    "a draft model of transformers": (
+        dict(assistant_model="PATH"),
+        TypeError,
+        r"pass drafter=magicjax.SmallModel\(magicjax.load\(PATH\)\) to magicjax.generate",
+    ),
+    "devices of vLLM": (
+        dict(tensor_parallel_size=2),
+        TypeError,
+        r"pass mesh=magicjax.make_mesh\(model=...\)",
     ),
     "a mask of padding": (
         dict(prompts=np.array([[0, 1]]), attention_mask=[[0, 1]]),
         TypeError,
-        "attention_mask=.* is not an argument: pass what the tokenizer returned, with its mask",
+        "attention_mask=.* is not an argument of .*: pass what the tokenizer returned, with",
     ),
     "more alternatives than tokens": (
         dict(target=short_model(vocab_size=8), params=magicjax.SamplingParams(logprobs=9)),
@@ -305,7 +338,7 @@ REFUSED = {
             drafter=magicjax.SmallModel(with_tokenizer("a", "c", "b")),
         ),
         ValueError,
-        r"tokenizer differs from the target's in 2 tokens, such as 'b' \(id 2 and 1\)",
+        r"differs from that of the target 'target' in 2 tokens, such as 'b' \(id 2 and 1\)",
     ),
 }
 
@@ -367,13 +400,20 @@ def test_other_invalid_arguments_are_errors(options, message):
             "refresh_every=0: it must be at least 1 round; omit it",
         ),
         (
-            lambda: magicjax.SmallModel(None, budget=64),
+            lambda: magicjax.SmallModel(tiny.model(), budget=64),
             "budget=64: with policy 'full' the draft keeps all of its cache; use another policy",
         ),
         (
-            lambda: magicjax.SmallModel(None, policy="snapkv", sink_positions="in_cache"),
+            lambda: magicjax.SmallModel(tiny.model(), policy="snapkv", sink_positions="in_cache"),
             "sink_positions='in_cache' needs policy 'streaming' .* not policy=SnapKV",
         ),
+        (
+            lambda: magicjax.SmallModel(None),
+            "model=None: pass the model that magicjax.load",
+        ),
+        (lambda: magicjax.SmallModel("path"), "model='path': pass the model that magicjax.load"),
+        (lambda: magicjax.make_mesh(model="4"), "model='4': it must be a whole number of devices"),
+        (lambda: magicjax.load(None), "source=None: pass the path of a directory or a"),
         (lambda: magicjax.SelfSpeculation(kv_dtype="int2"), "kv_dtype='int2': .* int8 or int4"),
         (lambda: magicjax.SelfSpeculation(draw="beam"), "draw='beam': it must be with_replacement"),
         (lambda: magicjax.SelfSpeculation(budget=True), "budget=True: it must be an integer"),

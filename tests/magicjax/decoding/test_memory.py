@@ -172,3 +172,12 @@ def test_other_errors_stay(monkeypatch):
     monkeypatch.setattr(program_cache, "program", program)
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         magicjax.generate(tiny.model(), [[1, 2]])
+
+
+def test_a_preset_is_announced_as_random_and_refused_before_its_weights_are_made(
+    monkeypatch, caplog
+):
+    monkeypatch.setattr(offloading, "free_host_memory", lambda: 10**8)
+    with pytest.raises(ValueError, match=r"weights of opt-125m need 0.3 GB .* 0.1 GB are availab"):
+        magicjax.load("opt-125m")
+    assert "opt-125m is a preset with random weights: pass a directory" in caplog.text

@@ -29,7 +29,7 @@ def arrays(request):
 def test_generate_and_stream_take_the_options_that_are_validated():
     fields = {field.name: field.default for field in dataclasses.fields(RequestOptions)}
     for call in (magicjax.generate, magicjax.stream):
-        _, _, _, *keywords, _ = inspect.signature(call).parameters.values()
+        _, _, _, *keywords = inspect.signature(call).parameters.values()
         assert {keyword.name: keyword.default for keyword in keywords} == fields
 
 

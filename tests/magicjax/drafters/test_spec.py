@@ -1,7 +1,7 @@
 """Drafters as text: what is parsed, written, refused, and found in installed packages."""
 
+import functools
 import importlib.metadata
-import types
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,13 @@ from tests.magicjax import keywords
 from tests.magicjax import tiny as tiny_models
 
 
+@functools.cache
 def named(path):
-    return types.SimpleNamespace(name=path)
+    return magicjax.Model(None, None, name=path)
 
 
 def make(text):
-    return spec.make_drafter(text, lambda path: path)
+    return spec.make_drafter(text, named)
 
 
 @pytest.mark.parametrize(
@@ -48,13 +49,13 @@ def make(text):
         ),
         ("prompt-lookup", magicjax.PromptLookup()),
         ("prompt-lookup:7:min_ngram=2", magicjax.PromptLookup(7, 2)),
-        ("small:opt-125m", magicjax.SmallModel("opt-125m")),
-        ("small:./a/b:snapkv", magicjax.SmallModel("./a/b", policy="snapkv")),
-        ("small:./a/b:snapkv:64", magicjax.SmallModel("./a/b", policy="snapkv", budget=64)),
-        ("small:./a:b/c", magicjax.SmallModel("./a:b/c")),  # no policy has a slash
-        ("small:./a/b:c:full", magicjax.SmallModel("./a/b:c")),
-        ("small:a:snapkv:64:h2o:32", magicjax.SmallModel("a:snapkv:64", None, "h2o", 32)),
-        ("small:lr=3", magicjax.SmallModel("lr=3")),
+        ("small:opt-125m", magicjax.SmallModel(named("opt-125m"))),
+        ("small:./a/b:snapkv", magicjax.SmallModel(named("./a/b"), policy="snapkv")),
+        ("small:./a/b:snapkv:64", magicjax.SmallModel(named("./a/b"), policy="snapkv", budget=64)),
+        ("small:./a:b/c", magicjax.SmallModel(named("./a:b/c"))),  # no policy has a slash
+        ("small:./a/b:c:full", magicjax.SmallModel(named("./a/b:c"))),
+        ("small:a:snapkv:64:h2o:32", magicjax.SmallModel(named("a:snapkv:64"), None, "h2o", 32)),
+        ("small:lr=3", magicjax.SmallModel(named("lr=3"))),
         (
             "self:tova:64 + prompt-lookup:3",
             magicjax.Ensemble((magicjax.SelfSpeculation("tova", 64), magicjax.PromptLookup(3))),
@@ -81,9 +82,9 @@ def test_a_text_is_a_drafter(text, drafter):
     ],
 )
 def test_a_drafter_is_written_with_its_defaults_and_read_back(text, written):
-    drafter = spec.make_drafter(text, named)
+    drafter = make(text)
     assert spec.text_of(drafter) == written
-    assert spec.make_drafter(written, named) == drafter
+    assert make(written) == drafter
 
 
 @pytest.mark.parametrize(
@@ -107,6 +108,11 @@ def test_a_drafter_is_written_with_its_defaults_and_read_back(text, written):
         ("small:llama:7b", "a directory of that name needs small:llama:7b:full"),
         ("self:snapkv:scaled=maybe", "scaled='maybe': it must be true or false"),
         ("self + slef", "'slef' is not a drafter"),
+        ("ngram:4", "'ngram' is not a drafter: write prompt-lookup:4"),
+        ("eagle3:PATH", "'eagle3' is not a drafter: heads .* .docs/drafters_and_trees.md"),
+        ("medusa", "'medusa' is not a drafter: heads that read the target's hidden states"),
+        ("self,prompt-lookup", "are joined by ' . ', as in 'self:streaming:256 . prompt-lookup:4'"),
+        ("self:snapkv:64+prompt-lookup:4", "the members of an ensemble are joined by ' . '"),
     ],
 )
 def test_a_wrong_text_is_refused(text, message):
@@ -120,7 +126,7 @@ def test_a_path_is_loaded_with_the_weights_of_the_text(weights):
 
     def load(path, **options):
         loaded.append((path, options))
-        return types.SimpleNamespace(name=path)
+        return named(path)
 
     text = f"small:a:streaming:64:weights={weights}:draw=top"
     drafter = spec.make_drafter(text, load)

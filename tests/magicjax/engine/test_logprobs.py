@@ -82,8 +82,12 @@ def test_a_request_without_tokens_has_no_log_probabilities():
 @pytest.mark.parametrize(
     ("limit", "count", "message"),
     [
-        (None, 0, "logprobs=0 in an engine with logprobs=None: create .* logprobs=0, or omit it"),
-        (2, 3, "logprobs=3 in an engine with logprobs=2: create .* logprobs=3, or request fewer"),
+        (
+            None,
+            0,
+            "logprobs=0: the engine returns no log-probabilities; omit it, or create",
+        ),
+        (2, 3, "logprobs=3: the engine returns at most 2; request fewer, or create .* logprobs=3"),
     ],
 )
 def test_more_than_those_of_the_engine_are_an_error_at_submit(limit, count, message):

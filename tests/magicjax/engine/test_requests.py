@@ -175,6 +175,7 @@ INVALID_CONFIGS = {
     "no capacity": (dict(capacity=1), ValueError, "capacity=1: it must be at least 2"),
     "grammars": (dict(grammar_states=-1), ValueError, "grammar_states=-1: it must be at least 0"),
     "logprobs": (dict(logprobs=21), ValueError, "logprobs=21: it must be at most 20"),
+    "vLLM's capacity": (dict(max_model_len=64), TypeError, r"EngineConfig: use capacity=\.\.\.$"),
     "a number as a flag": (dict(sampling=1), TypeError, "sampling=1: it must be True or False"),
 }
 
@@ -230,12 +231,13 @@ INVALID_REQUESTS = {
     "a deadline": ([1], dict(deadline_s=0), "deadline_s=0: it must be above 0"),
     "no tokenizer": (
         [1],
-        dict(params=SamplingParams(stop="a")),
+        dict(params=SamplingParams(stop="a", max_tokens=4)),
         "stop='a': the target 'target' has no tokenizer",
     ),
     "a priority": ([1], dict(priority=float("nan")), "priority=nan: it must be finite"),
     "a text as priority": ([1], dict(priority="high"), "priority='high': it must be a number"),
     "a text as deadline": ([1], dict(deadline_s="1"), "deadline_s='1': it must be a number"),
+    "a list of texts": (["a"], {}, "prompt 0 is a list of texts: pass each text as one prompt"),
     "a number as prompt": (5, {}, r"prompt 0 has shape \(\) .* a list of token ids$"),
 }
 
@@ -247,6 +249,8 @@ def test_an_invalid_request_is_an_error_at_submit_and_disturbs_no_other():
     for prompt, options, message in INVALID_REQUESTS.values():
         with pytest.raises((ValueError, TypeError), match=message):
             engine.submit(prompt, **options)
+    with pytest.raises(TypeError, match="handle=None: pass the handle that submit returned"):
+        engine.cancel(None)
     np.testing.assert_array_equal(other.result().tokens, engines.expected(0))
 
 

@@ -66,7 +66,7 @@ def test_the_same_seed_gives_the_same_text_alone_and_in_company(name):
 
 def test_sampled_requests_are_errors_in_a_greedy_engine():
     engine = engines.engine()
-    with pytest.raises(ValueError, match="temperature=0.5 in an engine that decodes greedily"):
+    with pytest.raises(ValueError, match="temperature=0.5: the engine decodes greedily; use tem"):
         engine.submit([1, 2], SamplingParams(temperature=0.5))
     assert not engine.unfinished
 

@@ -227,7 +227,7 @@ def test_memory_limits_candidates_and_the_target(profile):
 def problem_of(settings):
     params = magicjax.SamplingParams(max_tokens=tiny.NEW)
     options = RequestOptions(drafter=settings, eos_token_id=tiny.NEVER)
-    return search.make_problem(tiny.model(), tiny.prompts(8), params, options)
+    return search.placed(search.make_problem(tiny.model(), tiny.prompts(8), params, options))
 
 
 @pytest.mark.usefixtures("predicted_times")
