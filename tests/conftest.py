@@ -32,10 +32,7 @@ jax.config.update("jax_enable_x64", False)
 
 # An example may compile, so time limits for one example are meaningless.
 hypothesis.settings.register_profile(
-    "local",
-    deadline=None,
-    max_examples=25,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    "local", deadline=None, max_examples=25, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.register_profile(
     "ci", parent=hypothesis.settings.get_profile("local"), derandomize=True, print_blob=True

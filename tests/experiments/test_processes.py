@@ -231,10 +231,7 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("fails", "how", "statuses"),
-    quick(ENDS, ENDS[1]),
-)
+@pytest.mark.parametrize(("fails", "how", "statuses"), quick(ENDS, ENDS[1]))
 def test_an_error_ends_all_processes_and_each_reports_its_own(fails, how, statuses):
     address = f"127.0.0.1:{free_port()}"
     both = [

@@ -70,11 +70,7 @@ def _run(made: Configuration, unit: int, found: Found) -> int:
     target, (drafter, tree) = made.target(weights), made.drafting(weights)
     eos = [int(token) for token in rng.integers(target.config.vocab_size, size=made.eos)]
     options = dict(
-        drafter=drafter,
-        tree=tree,
-        eos_token_id=eos,
-        verifier=made.verifier,
-        mesh=made.mesh,
+        drafter=drafter, tree=tree, eos_token_id=eos, verifier=made.verifier, mesh=made.mesh
     )
     batch = _batch(rng, made, target.config.vocab_size)
     rows = _rows(target, batch, options)

@@ -27,6 +27,7 @@ def recompiled():
     program_cache.clear()
 
 
+@pytest.mark.slow
 def test_a_batch_passes():
     made = configuration(SEED, BATCH)
     found = batches.run_units(made, [0, 1])

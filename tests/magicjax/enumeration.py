@@ -12,7 +12,6 @@ import functools
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from magicjax.trees.merge import merge
@@ -22,7 +21,7 @@ from magicjax.verification import sampling as sampling_
 from magicjax.verification import verify
 from magicjax.verification.sampling import Sampling
 
-CHUNK = 1024  # rows of a compiled step
+CHUNK = 1024  # rows of a compiled step; fewer are padded, to limit compilation
 NOTHING = -1  # the token of a node without a draw
 
 
@@ -45,10 +44,10 @@ class World:
     def sampling(self, rows: int) -> Sampling:
         temperature, top_k, top_p = self.warped
         return Sampling(
-            jnp.full(rows, temperature),
-            jnp.full(rows, top_k, jnp.int32),
-            jnp.full(rows, top_p),
-            sampling_.row_keys(0, jnp.arange(rows)),
+            np.full(rows, temperature, np.float32),
+            np.full(rows, top_k, np.int32),
+            np.full(rows, top_p, np.float32),
+            _keys(rows),
             top_k_used=top_k > 0,
             top_p_used=top_p < 1,
         )
@@ -65,7 +64,7 @@ class World:
     @functools.cache  # noqa: B019
     def probs(self, who: int, text: tuple[int, ...]) -> np.ndarray:
         """Returns the distribution after a text, with warping."""
-        logits = jnp.asarray(self.logits(who, text))[None]
+        logits = self.logits(who, text)[None]
         return np.asarray(_warp(self.sampling(1), logits)[0], np.float64)
 
     def masked(self, logits: np.ndarray, proposal: Proposal) -> np.ndarray:
@@ -85,6 +84,13 @@ class World:
 
 
 _warp = jax.jit(sampling_.warp)
+_merge = jax.jit(merge, static_argnums=1)
+_remove_token = jax.jit(sampling_.remove_token)
+
+
+@functools.cache
+def _keys(rows: int):
+    return jax.jit(sampling_.row_keys)(0, np.arange(rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +121,7 @@ def drawn_trees(world: World, draft: Draft) -> list[tuple[float, tuple[int, ...]
                 continue
             if draft.drawing == "without_replacement":
                 for sibling in (t for t in siblings if t != NOTHING):
-                    q = np.asarray(sampling_.remove_token(jnp.asarray(q), jnp.asarray(sibling)))
+                    q = np.asarray(_remove_token(q, np.int32(sibling)))
             longer += [(mass * p, (*tokens, t)) for t, p in enumerate(q) if mass * p > 0]
             if q.sum() == 0:  # nothing was left to draw
                 longer.append((mass, (*tokens, NOTHING)))
@@ -142,7 +148,12 @@ def propose(world: World, drafts: list[Draft]) -> tuple[np.ndarray, Proposal]:
     ]
     if len(proposals) == 1:
         return weights, proposals[0]
-    return weights, merge(proposals, max(draft.tree.depth for draft in drafts))[0]
+    padded = [
+        dataclasses.replace(one, tokens=_padded(one.tokens), draws=jax.tree.map(_padded, one.draws))
+        for one in proposals
+    ]
+    merged = _merge(padded, max(draft.tree.depth for draft in drafts))[0]
+    return weights, jax.tree.map(lambda x: np.asarray(x)[: len(weights)], merged)
 
 
 def _proposal(world: World, draft: Draft, tokens: np.ndarray) -> Proposal:
@@ -156,15 +167,15 @@ def _proposal(world: World, draft: Draft, tokens: np.ndarray) -> Proposal:
     inner = range(len(tree.inner))
     q = np.array([[_q(world, draft, row, tree.inner[i]) for i in inner] for row in tokens.tolist()])
     draws = Draws(
-        parent=jnp.asarray(np.where(alive, parents, -1), jnp.int32),
-        node=jnp.broadcast_to(jnp.arange(1, tree.num_nodes, dtype=jnp.int32), tokens.shape),
-        q_index=jnp.broadcast_to(jnp.asarray(q_index, jnp.int32), tokens.shape),
-        q=jnp.asarray(q, jnp.float32),
+        parent=np.where(alive, parents, -1).astype(np.int32),
+        node=np.broadcast_to(np.arange(1, tree.num_nodes, dtype=np.int32), tokens.shape),
+        q_index=np.broadcast_to(q_index.astype(np.int32), tokens.shape),
+        q=q.astype(np.float32),
         replacement=draft.drawing == "with_replacement",
     )
     root = np.zeros((rows, 1), np.int32)
     joined = np.concatenate([root, np.maximum(tokens, 0)], 1).astype(np.int32)
-    return Proposal(jnp.asarray(joined), tree.array, draws)
+    return Proposal(joined, np.asarray(tree.array), draws)
 
 
 def _q(world: World, draft: Draft, tokens, node: int) -> np.ndarray:
@@ -213,7 +224,9 @@ def emitted(world: World, weights, proposal: Proposal, depth: int, noise: str = 
 
 def _follow(world, weights, logits, tokens, draws, depth, noise, found) -> None:
     """Adds what the rows emit to `found`, following both outcomes of each attempt."""
-    walk = jax.device_get(_begin(logits, depth, world.sampling(len(weights))))
+    rows, padded = len(weights), _padded(logits)
+    walk = jax.device_get(_begin(padded, depth, world.sampling(len(padded))))
+    walk = jax.tree.map(lambda x: x[:rows], walk)
     state = (weights, np.zeros_like(weights), logits, tokens, draws, walk)
     while len(state[0]):
         weights, used, logits, tokens, draws, walk = state
@@ -239,13 +252,18 @@ def _follow(world, weights, logits, tokens, draws, depth, noise, found) -> None:
 
 
 def _padded_attempt(world, walk, logits, tokens, draws):
-    """Returns the next attempt of each row, in batches of powers of two to limit compilation."""
+    """Returns the next attempt of each row."""
     rows = len(tokens)
-    size = max(64, 1 << (rows - 1).bit_length())
-    pad = lambda x: np.concatenate([x, np.repeat(x[:1], size - rows, 0)])  # noqa: E731
-    walk, logits, tokens, draws = jax.tree.map(pad, (walk, logits, tokens, draws))
-    one = _next_attempt(walk, logits, tokens, draws, world.sampling(size))
-    return jax.tree.map(lambda x: x[:rows], one)
+    walk, logits, tokens, draws = jax.tree.map(_padded, (walk, logits, tokens, draws))
+    one = _next_attempt(walk, logits, tokens, draws, world.sampling(len(tokens)))
+    return jax.tree.map(lambda x: np.asarray(x)[:rows], one)
+
+
+def _padded(x) -> np.ndarray:
+    """Returns the rows, and the first of them again up to a power of two, at least CHUNK."""
+    x, rows = np.asarray(x), len(x)
+    size = max(CHUNK, 1 << (rows - 1).bit_length())
+    return np.concatenate([x, np.repeat(x[:1], size - rows, 0)])
 
 
 def _emit(found, weight, walk, tokens, row) -> None:

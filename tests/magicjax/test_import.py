@@ -19,8 +19,7 @@ def importing(*path) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    ("file", "name"),
-    [("models.py", "models"), ("sharding/__init__.py", "sharding")],
+    ("file", "name"), [("models.py", "models"), ("sharding/__init__.py", "sharding")]
 )
 def test_a_shadowing_file_is_reported_with_the_remedy(file, name, tmp_path):
     hiding = tmp_path / file

@@ -21,12 +21,7 @@ def test_a_misspelling_names_the_nearest(name, known, nearest):
 
 
 @pytest.mark.parametrize(
-    ("name", "known"),
-    [
-        ("--timeout", OPTIONS),
-        ("tova", POLICIES),
-        ("gptj", ("opt", "qwen")),
-    ],
+    ("name", "known"), [("--timeout", OPTIONS), ("tova", POLICIES), ("gptj", ("opt", "qwen"))]
 )
 def test_an_unrelated_name_has_no_hint(name, known):
     assert did_you_mean(name, known) == ""

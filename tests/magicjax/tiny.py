@@ -29,10 +29,7 @@ TREES = {
     "irregular": magicjax.TokenTree.from_parents((-1, 0, 0, 1, 0, 1, 3, 5, 7, 6)),
 }
 # Trees that not every drafter can be asked for, or that are no shape of their own.
-SPECIAL = {
-    "dynamic": magicjax.DynamicTree(9, 4, 3),
-    "branches": magicjax.expansion((3, 1, 1, 1)),
-}
+SPECIAL = {"dynamic": magicjax.DynamicTree(9, 4, 3), "branches": magicjax.expansion((3, 1, 1, 1))}
 DRAFTERS = ("self", "other", "same", "near", "ensemble")
 SINKS, BUDGET = 2, 12  # the ring is smaller than most prompts, and wraps while decoding
 

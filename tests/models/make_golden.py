@@ -78,11 +78,7 @@ MPT = {
     "initializer_range": 0.3,
     "eos_token_id": 2,
 }
-STARCODER2 = {
-    **LLAMA,
-    "num_attention_heads": 4,
-    "tie_word_embeddings": True,
-}
+STARCODER2 = {**LLAMA, "num_attention_heads": 4, "tie_word_embeddings": True}
 PHI3 = {**LLAMA, "num_attention_heads": 4}
 LONGROPE = {
     "rope_type": "longrope",

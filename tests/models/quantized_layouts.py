@@ -136,10 +136,7 @@ CHANNEL = {"type": "int", "strategy": "channel"}
 LAYOUTS = {
     "awq": (AWQ, awq),
     "gptq": ({**GPTQ, "checkpoint_format": "gptq"}, gptq),
-    "gptq_v2": (
-        {**GPTQ, "checkpoint_format": "gptq_v2"},
-        lambda *shape: gptq(*shape, offset=0),
-    ),
+    "gptq_v2": ({**GPTQ, "checkpoint_format": "gptq_v2"}, lambda *shape: gptq(*shape, offset=0)),
     "gptq, 8 bits": ({**GPTQ, "bits": 8}, lambda *shape: gptq(*shape, bits=8)),
     "packed": (group_config("pack-quantized", 4, **GROUP), packed),
     "packed, zeros": (

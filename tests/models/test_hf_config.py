@@ -123,12 +123,7 @@ def test_biases_are_where_the_family_has_them():
         (family_config("mistral", max_position_embeddings=9000), 4096),  # Hugging Face's default
         (family_config("qwen2", sliding_window=16), None),
         (
-            family_config(
-                "qwen2",
-                sliding_window=16,
-                use_sliding_window=True,
-                max_window_layers=3,
-            ),
+            family_config("qwen2", sliding_window=16, use_sliding_window=True, max_window_layers=3),
             16,
         ),
         (

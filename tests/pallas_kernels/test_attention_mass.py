@@ -90,7 +90,7 @@ def oracle(q, k_prefix, seen, lse=None, *, head_of=None, scale=None, extra=0) ->
 
 
 @every_backend
-@pytest.mark.parametrize("group", [1, 4, 5, 8])
+@pytest.mark.parametrize("group", [1, 5])
 @pytest.mark.parametrize("has_lse", [True, False], ids=["lse given", "lse computed"])
 def test_equals_loops_over_queries_and_slots(backend, group, has_lse, float64):
     inputs = make_inputs(Shape(3, 4, 1, 2, group, 8, 6), jnp.float64)
@@ -113,7 +113,7 @@ def test_a_wrong_rule_is_detected(wrong):
 
 
 @fast_backends
-@pytest.mark.parametrize(("shape", "dtype"), quick(CASES, *CASES[1:6], CASES[-2]), ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), quick(CASES, *CASES[1:6:2], CASES[-2]), ids=str)
 def test_equals_the_reference(backend, shape, dtype):
     for fill in (1.0, 0.3):
         inputs = make_inputs(shape, jnp.dtype(dtype), fill)
@@ -126,7 +126,7 @@ def test_equals_the_reference(backend, shape, dtype):
 
 @every_backend
 @pytest.mark.parametrize("has_lse", [True, False], ids=["lse given", "lse computed"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", quick(SHAPES, *SHAPES[1:6:2]), ids=str)
 def test_unseen_slots_do_not_matter_and_get_zero(backend, shape, has_lse):
     inputs = make_inputs(shape, jnp.float32, fill=0.7)
     inputs |= {} if has_lse else {"lse": None}

@@ -71,7 +71,7 @@ def test_equals_the_reference(shape):
 
 
 @interpreted
-@pytest.mark.parametrize("kind", quick(MASKS[:2], "expansion"))
+@pytest.mark.parametrize("kind", quick(MASKS[:2]))
 def test_a_mask_may_be_shared_by_rows(kind):
     inputs = inputs_of(HOPPER_SHAPES[1], kind)
     check(inputs | {"mask": inputs["mask"][0]})
@@ -106,7 +106,7 @@ def test_every_config_gives_the_same_result(name, monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("bits", quick([None, 8], None))
+@pytest.mark.parametrize("bits", quick([None, 8]))
 def test_first_row_selects_rows_of_a_larger_cache(bits):
     inputs = inputs_of(Shape(4, 17, 17, 1, 5, 64, 165))
     inputs = quantized(inputs) if bits else inputs
@@ -152,6 +152,7 @@ def test_8_bits_equal_the_reference_on_every_shape(shape):
     check(quantized(inputs_of(shape)))
 
 
+@pytest.mark.slow
 @interpreted
 def test_swapped_scales_are_detected(monkeypatch):
     flash = hopper.flash
@@ -166,14 +167,10 @@ def test_swapped_scales_are_detected(monkeypatch):
         check(inputs)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(
-    ("index", "dtype", "bits"),
-    [
-        (1, "bfloat16", 4),
-        pytest.param(1, "float16", 8, marks=pytest.mark.slow),
-        pytest.param(4, "bfloat16", 8, marks=pytest.mark.slow),
-    ],
+    ("index", "dtype", "bits"), [(1, "bfloat16", 4), (1, "float16", 8), (4, "bfloat16", 8)]
 )
 def test_unsupported_quantized_caches_are_dequantized_first(index, dtype, bits):
     inputs = inputs_of(HOPPER_SHAPES[index], dtype=dtype)
@@ -214,6 +211,7 @@ def test_there_are_no_races_with_8_bits(groups, monkeypatch):
     run_detecting_races(monkeypatch, inputs, stages=2, **{groups: 2})
 
 
+@pytest.mark.slow
 @interpreted
 def test_a_producer_that_does_not_wait_is_detected(monkeypatch):
     load_blocks = hopper._load_blocks

@@ -95,22 +95,16 @@ def paths(tmp_path_factory):
 
 @pytest.mark.usefixtures("short_library")
 @pytest.mark.parametrize("kind", MADE)
-@pytest.mark.parametrize("context", [4097])
-def test_prompts_of_every_kind_have_exactly_the_context_and_differ(kind, context, tokenizer, paths):
-    made = prompts.make(kind, tokenizer, paths.get(kind, ""), 4, context)
-    assert len(made) == 4
-    assert {(p.tokens.shape, p.tokens.dtype) for p in made} == {((context,), np.dtype(np.int32))}
-    assert len({p.tokens.tobytes() for p in made}) == 4
-
-
-@pytest.mark.usefixtures("short_library")
-@pytest.mark.parametrize("kind", MADE)
-def test_prompts_begin_with_leading_tokens_and_contain_no_other_special_tokens(
+def test_prompts_have_exactly_the_context_differ_and_begin_with_leading_tokens(
     kind, tokenizer, paths
 ):
+    made = prompts.make(kind, tokenizer, paths.get(kind, ""), 4, 4097)
+    assert len(made) == 4
+    assert {(p.tokens.shape, p.tokens.dtype) for p in made} == {((4097,), np.dtype(np.int32))}
+    assert len({p.tokens.tobytes() for p in made}) == 4
     leading = leading_tokens(tokenizer)
     ends = {tokenizer.bos_token_id, tokenizer.eos_token_id}
-    for prompt in prompts.make(kind, tokenizer, paths.get(kind, ""), 3, 4096):
+    for prompt in made:  # no other special tokens
         assert prompt.tokens[: len(leading)].tolist() == leading
         others = prompt.tokens[len(leading) :]
         if kind in (prompts.STDLIB, "files"):  # only between texts

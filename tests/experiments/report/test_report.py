@@ -6,12 +6,7 @@ import shutil
 
 import pytest
 
-from experiments.report import (
-    answer,
-    page,
-    ranking,
-    results_folder,
-)
+from experiments.report import answer, page, ranking, results_folder
 from experiments.schema import config, grid, store
 from experiments.schema.columns import COLUMNS, TIMES
 
@@ -43,12 +38,7 @@ def fill(directory, batches=(1, 4), contexts=(64, 96), faster=1.0, failed=FAILED
         )
         speed = 1.0 if cell.draft == "none" else speed
         row = dict.fromkeys(COLUMNS) | grid.columns(cell)
-        row |= dict.fromkeys(TIMES, 1.0) | {
-            "status": "ok",
-            "error": "",
-            "tau": 2.0,
-            "ties": 0,
-        }
+        row |= dict.fromkeys(TIMES, 1.0) | {"status": "ok", "error": "", "tau": 2.0, "ties": 0}
         row |= {"speedup": speed}
         row |= {"decode_tok_s": 100 * speed, "exact_match": 1.0, "acceptance_rate": 0.5}
         row |= {f"{name}_s": 0.1 for name in ("draft", "score", "verify", "commit", "rest", "host")}

@@ -50,6 +50,7 @@ def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, here, capsys):
     assert "τ: tokens emitted per target pass and row" in out
 
 
+@pytest.mark.slow
 def test_auto_reports_its_choice(zoo, here):
     here()
     profile = zoo / "here.json"

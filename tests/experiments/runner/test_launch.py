@@ -350,7 +350,7 @@ def test_invalid_cells_are_recorded_with_impossible_record(tmp_path, capsys, her
 SHIPPED = pathlib.Path(config.__file__).parents[1] / "configs"
 
 
-QUICK = ("demo", "demo_llm", "specinfer_verifiers")
+QUICK = ("demo", "specinfer_verifiers")
 SPAWNED = ("magicdec_tables", "two_nodes")  # need many devices, which only a new process configures
 
 

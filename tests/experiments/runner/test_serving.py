@@ -38,10 +38,6 @@ def test_goodput_counts_requests_that_meet_both_limits():
 
 
 ADAPTIVE = "methods: [{drafter: prompt-lookup, adaptive_depth: true}]"
-OWN_TREES = (
-    "methods: [{drafter: 'prompt-lookup + self:streaming:64', tree: 'chain:2 + chain:3', "
-    "adaptive_depth: true}]"
-)
 
 
 @pytest.mark.parametrize(
@@ -49,16 +45,7 @@ OWN_TREES = (
     [
         ("rate: 4\nmin_context: 8", "rate, min_context has no effect without slots: set slots, or"),
         (ADAPTIVE, "methods.0.adaptive_depth has no effect without slots: set slots"),
-        ("slots: 2\nbatch: 4\nphases: no", "batch, phases has no effect with slots: remove it"),
-        ("slots: 2\nmethods: [{drafter: auto}]", "drafter=auto is not supported with slots"),
         ("slots: 2\ncontext: 8\nmin_context: 9", "min_context=9 is larger than context=8"),
-        ("slots: 2\nprompts: chat\nmin_context: 8", "shortens texts, not prompts=chat: remove it"),
-        (
-            f"slots: 2\n{OWN_TREES}",
-            "methods.0: adaptive_depth is not supported with a tree for each",
-        ),
-        ("slots: 3\nmesh: data=2", "slots=3 is not a multiple of data=2 of the mesh"),
-        (f"slots: 2\ntemperature: 1\n{ADAPTIVE}", "set verifier: naive"),
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(tmp_path, capsys, text, message):

@@ -67,10 +67,7 @@ def test_all_problems_of_a_file_are_reported(tmp_path):
             "drafters has no effect without drafter=auto",
         ),
         ("{drafter: auto, policy: snapkv}", "policy has no effect with drafter=auto"),
-        (
-            "{drafter: self, tree: [4]}",
-            "methods.0.tree.0=4: it must be text, as in tree: chain:4",
-        ),
+        ("{drafter: self, tree: [4]}", "methods.0.tree.0=4: it must be text, as in tree: chain:4"),
         (
             "self",
             "methods.0='self': it must be `key: value` lines, as in methods: [{drafter: self:str",

@@ -158,12 +158,7 @@ def cells_of(*methods):
 
 def test_policies_budgets_refreshes_and_dtypes_make_a_cell_of_each_combination():
     cells = cells_of(
-        {
-            "drafter": "self",
-            "policy": ["h2o", "snapkv"],
-            "budget": 64,
-            "refresh_every": [None, 4],
-        },
+        {"drafter": "self", "policy": ["h2o", "snapkv"], "budget": 64, "refresh_every": [None, 4]},
         {"drafter": "self", "policy": ["knorm", "tova"], "kv_dtype": ["", "int8"], "recent": 9},
         {"drafter": "self", "policy": "full", "tree": "chain:3"},
         {"drafter": "small:zoo/draft-1", "policy": ["streaming", "knorm", "full"]},

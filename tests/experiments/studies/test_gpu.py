@@ -107,12 +107,7 @@ def attention():
 
 def grid(**figures):
     at = {"batch": 16, "context": 32768}
-    loop = {
-        "part": "loop 512",
-        "gamma": 4,
-        "synthetic acceptance": 0.8,
-        "tau": 3.3,
-    }
+    loop = {"part": "loop 512", "gamma": 4, "synthetic acceptance": 0.8, "tau": 3.3}
     loop |= {"speedup": 1.8, "speedup per round": 1.95, "predicted speedup": 2.0, "round ms": 30.0}
     rows = [at | {"part": "plain loop"}, at | loop | figures]
     return {"grid-16x32768-gamma4": {"command": "c", "seconds": 1.0, "result": {"rows": rows}}}

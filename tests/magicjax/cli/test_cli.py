@@ -99,8 +99,7 @@ def test_options_have_the_effect_of_generates_arguments(what, directory, run):
     """The text is the same, and depends on the seed, the rule and the draws."""
     arguments, options = SAMPLING[what]
     code, out, err = run(
-        *("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 20),
-        *arguments,
+        *("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 20), *arguments
     )
     assert (code, out) == (0, expected_text(directory, **options) + "\n")
 

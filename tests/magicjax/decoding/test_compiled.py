@@ -149,10 +149,7 @@ def moved_caches(program, sizes: dict[str, int]) -> dict[str, collections.Counte
     return {whose: counted for whose, counted in found.items() if counted}
 
 
-@pytest.mark.parametrize(
-    "name",
-    quick(DRAFTS, *(name for name in DRAFTS if name not in PARTS)),
-)
+@pytest.mark.parametrize("name", quick(DRAFTS, *(name for name in DRAFTS if name not in PARTS)))
 def test_the_loop_copies_no_cache_and_needs_little_memory_beside_them(name):
     request = request_of(name)
     state = state_shapes(request)
@@ -228,10 +225,7 @@ def test_predicted_bytes_are_those_of_the_caches(name):
         return is_cache(x) or is_bounds(x)
 
     own = filter(is_counted, jax.tree.leaves(state.drafter, is_leaf=is_counted))
-    assert request.kv_bytes == (
-        num_bytes(state.cache),
-        sum(num_bytes(cache) for cache in own),
-    )
+    assert request.kv_bytes == (num_bytes(state.cache), sum(num_bytes(cache) for cache in own))
 
 
 @pytest.mark.parametrize("name", ["plain", "small_tree", "h2o_refreshed", "int8"])

@@ -85,7 +85,7 @@ def test_every_drafter_with_every_tree_and_batch_is_exact(kind, tree, batch, tal
 
 @pytest.mark.parametrize(
     ("target", "draft"),
-    quick([("int4:8", "self"), (None, "int8"), (None, "copy")], ("int4:8", "self"), (None, "copy")),
+    quick([("int4:8", "self"), (None, "int8"), (None, "copy")], ("int4:8", "self")),
 )
 def test_quantized_targets_and_drafts_are_exact(target, draft, tally):
     whole = tiny.model()

@@ -16,13 +16,13 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 def check_without_ties(kind, tree, batch) -> None:
     tally, target = oracle.Tally(), tiny.model("target", "float64")
-    for seed in range(4):
+    for seed in range(2):
         plain = tiny.rows_of(tiny.generate(batch, seed, dtype="float64"))
         found = tiny.rows_of(tiny.generate(batch, seed, kind, tree, dtype="float64"))
         prompts = tiny.prompts(batch, seed)
         tally.compare(target, prompts, plain, found, ties_allowed=False)
         tally.compare(target, prompts, tiny.expected(batch, seed), plain, ties_allowed=False)
-    for offset in range(tiny.NEW):
+    for offset in range(0, tiny.NEW, 3):
         eos = int(plain[offset % batch][offset])
         found = tiny.generate(batch, seed, kind, tree, dtype="float64", eos_token_id=eos)
         wanted = [oracle.cut(row, eos) for row in plain]

@@ -20,7 +20,6 @@ import magicjax
 import models
 from magicjax.trees.proposal import deterministic_draws
 from tests.magicjax import keywords, oracle, tiny
-from tests.quick import quick
 
 VOCAB, LENGTH, EOS = 5, 4, 0
 PROMPT = [1, 4, 2, 3, 3, 1, 2, 4, 1]
@@ -133,7 +132,7 @@ def refreshed(policy: str, **options) -> magicjax.SelfSpeculation:
     return magicjax.SelfSpeculation(policy, budget=8, refresh_every=1, **options)
 
 
-SLICE = {
+ALL = {
     "small, 2,2": (small(1), PAIRS, {}),
     "ensemble and prompt-lookup": (
         magicjax.Ensemble(
@@ -142,13 +141,7 @@ SLICE = {
         None,
         {},
     ),
-}
-ALL = SLICE | {
-    "small with a draft vocabulary, 2,2": (
-        magicjax.SmallModel(tiny.few(model(1), 4)),
-        PAIRS,
-        {},
-    ),
+    "small with a draft vocabulary, 2,2": (magicjax.SmallModel(tiny.few(model(1), 4)), PAIRS, {}),
     "eagle, 2,2": (eagle(), PAIRS, {}),
     "eagle, dynamic": (eagle(), DYNAMIC, {}),
     "eagle on a ring, irregular": (eagle(4), IRREGULAR, {}),
@@ -158,11 +151,7 @@ ALL = SLICE | {
     "self snapkv refreshed, 2,2": (refreshed("snapkv"), PAIRS, {}),
     "self quest, 2,2": (magicjax.PageRetrieval(4, page_size=1), PAIRS, {}),
     "small top, 1,1,3": (small(1, draw="top"), DEEP, {}),
-    "self with replacement, irregular": (
-        self_speculation(draw="with_replacement"),
-        IRREGULAR,
-        {},
-    ),
+    "self with replacement, irregular": (self_speculation(draw="with_replacement"), IRREGULAR, {}),
     "self h2o refreshed int8, irregular": (refreshed("h2o", kv_dtype="int8"), IRREGULAR, {}),
     "small keydiff int4, 1,1,3": (
         small(1, policy=magicjax.policies.KeyDiff(), budget=14, kv_dtype="int4"),
@@ -199,9 +188,8 @@ def check(what: str, calls: int, settings: dict[str, float]) -> None:
     assert p > 0.001
 
 
-@pytest.mark.parametrize("what", quick(SLICE, "small, 2,2"))
-def test_sampled_texts_have_the_targets_joint_distribution(what):
-    check(what, FEW_CALLS, WARPED if list(SLICE).index(what) % 2 else PLAIN)
+def test_sampled_texts_have_the_targets_joint_distribution():
+    check("small, 2,2", FEW_CALLS, PLAIN)
 
 
 @pytest.mark.slow

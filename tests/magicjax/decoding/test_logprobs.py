@@ -65,10 +65,10 @@ def test_log_probabilities_are_those_of_a_plain_pass(name):
 def test_rows_that_end_have_as_many_log_probabilities_as_tokens():
     eos = int(tiny.expected(3)[0][6])
     options = dict(eos_token_id=eos, max_tokens=[tiny.NEW, 5, 1])
-    output = output_of("chain", 0, **options)
+    output = output_of("chain", 3, **options)
     assert set(output.lengths) > {1}
     assert [len(one.chosen) for one in output.logprobs] == output.lengths.tolist()
-    check_rows(tiny.model(), tiny.prompts(3), output, 0)
+    check_rows(tiny.model(), tiny.prompts(3), output, 3)
 
 
 def test_a_stream_returns_those_of_generate():
@@ -107,10 +107,7 @@ def divided(case: str, mesh: list[int]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("case", "mesh"),
-    quick(
-        [("self", (1, 8)), ("several sampled", (2, 4)), ("dynamic", (2, 2, 2))],
-    ),
+    ("case", "mesh"), quick([("self", (1, 8)), ("several sampled", (2, 4)), ("dynamic", (2, 2, 2))])
 )
 def test_a_divided_vocabulary_gives_the_same(eight, case, mesh):
     assert eight(divided, case=case, mesh=list(mesh))

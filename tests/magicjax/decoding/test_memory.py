@@ -15,6 +15,7 @@ from magicjax.parallel import offloading
 from magicjax.prediction.aot import aot_compile, memory_estimate
 from sharding import abstract_mesh
 from tests.magicjax import keywords, tiny
+from tests.quick import quick
 
 LOAD = aot_compile.Workload("llama-2-7b-32k", "", "", 8, 2048, "h100", max_tokens=64)
 WORKLOADS = {
@@ -28,7 +29,7 @@ WORKLOADS = {
 }
 
 
-@pytest.mark.parametrize("case", WORKLOADS)
+@pytest.mark.parametrize("case", quick(WORKLOADS, "small, sharded"))
 def test_the_bytes_are_those_of_the_state_on_each_device(case):
     load = dataclasses.replace(LOAD, **WORKLOADS[case])
     shapes, counted = memory_estimate.count(load), None

@@ -52,8 +52,7 @@ def grown(tree, model, text, temperature=1.0) -> dict[tuple[int, ...], float]:
 
 @pytest.mark.parametrize("temperature", quick([None, 0.7], 0.7))
 @pytest.mark.parametrize(
-    "tree",
-    quick([TREE, magicjax.DynamicTree(4, 5, 1), magicjax.DynamicTree(5, 1, 6)], TREE),
+    "tree", quick([TREE, magicjax.DynamicTree(4, 5, 1), magicjax.DynamicTree(5, 1, 6)], TREE)
 )
 def test_each_row_proposes_the_most_probable_paths(tree, temperature):
     shapes = set()

@@ -3,6 +3,7 @@
 import dataclasses
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,21 +25,22 @@ def draft() -> magicjax.Model:
     return tiny.model("other")
 
 
-def drafted(cache, length: int) -> np.ndarray:
+@jax.jit
+def drafted(cache, length: int):
     """Returns the most likely tokens of a tree after the text."""
     context = DraftContext(
         model=draft(),
         target=draft(),
         cache=cache,
         root=jnp.array([7]),
-        root_position=jnp.array([length]),
+        root_position=jnp.asarray(length)[None],
         sampling=None,
         backlog=None,
         draw_method="top",
         backend=None,
         drafter_index=0,
     )
-    return np.asarray(draft_static_tree(context, magicjax.expansion((4, 2)))[0].tokens)
+    return draft_static_tree(context, magicjax.expansion((4, 2)))[0].tokens
 
 
 def prefilled(text):

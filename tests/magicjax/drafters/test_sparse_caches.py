@@ -27,41 +27,7 @@ ALL = [
     for case in itertools.product([*POLICIES, QUEST], BUDGETS, TREES, REFRESHES, KV_DTYPES)
     if not (case[0] == "streaming" and case[3]) and not (case[0] == QUEST and case[4])
 ]
-# Every pair of two settings is in at least one of these.
-SLICE = [
-    ("streaming", 32, "chain3", None, None),
-    ("streaming", 128, "2,2,1", None, "int8"),
-    ("streaming", 512, "dynamic", None, "int4"),
-    ("snapkv", 32, "2,2,1", 4, None),
-    ("snapkv", 128, "dynamic", None, "int4"),
-    ("snapkv", 512, "chain3", 4, "int8"),
-    ("h2o", 32, "dynamic", 4, "int8"),
-    ("h2o", 128, "chain3", 4, None),
-    ("h2o", 512, "2,2,1", None, "int4"),
-    ("tova", 32, "chain3", 4, "int4"),
-    ("tova", 128, "dynamic", None, None),
-    ("tova", 512, "2,2,1", 4, "int8"),
-    ("pyramidkv", 32, "2,2,1", None, "int8"),
-    ("pyramidkv", 128, "chain3", 4, "int4"),
-    ("pyramidkv", 512, "dynamic", 4, None),
-    ("keydiff", 32, "dynamic", None, "int4"),
-    ("keydiff", 128, "2,2,1", 4, "int8"),
-    ("keydiff", 512, "chain3", 4, None),
-    ("knorm", 32, "chain3", None, "int8"),
-    ("knorm", 128, "2,2,1", 4, "int4"),
-    ("knorm", 512, "dynamic", 4, None),
-    ("expected_attention", 32, "2,2,1", 4, "int4"),
-    ("expected_attention", 128, "chain3", None, "int8"),
-    ("expected_attention", 512, "dynamic", 4, None),
-    ("random", 32, "dynamic", 4, None),
-    ("random", 128, "2,2,1", None, "int8"),
-    ("random", 512, "chain3", 4, "int4"),
-    ("quest", 32, "2,2,1", 4, None),
-    ("quest", 128, "dynamic", None, None),
-    ("quest", 512, "chain3", 4, None),
-]
-
-QUICK = [("h2o", 32, "dynamic", 4, "int8")]
+QUICK = ("h2o", 32, "dynamic", 4, "int8")
 
 
 def prompts() -> list[np.ndarray]:
@@ -81,10 +47,25 @@ def run(drafter=None, tree=None, **options):
 
 @pytest.fixture(scope="module")
 def wanted() -> list[np.ndarray]:
-    return [oracle.greedy(wide(), prompt, tiny.NEW) for prompt in prompts()]
+    """Returns the texts of plain decoding, which one pass of the oracle over each confirms."""
+    rows = tiny.rows_of(run())
+    for prompt, row in zip(prompts(), rows, strict=True):
+        best = oracle.logits(wide(), [*prompt, *row])[len(prompt) - 1 : -1].argmax(-1)
+        np.testing.assert_array_equal(row, best)
+    return rows
 
 
-def check(tally, wanted, policy, budget, tree, refresh, kv_dtype) -> None:
+def policy_of(name: str):
+    """Returns the policy, with few sinks so that a budget of 32 is enough."""
+    return magicjax.StreamingLLM(sinks=4) if name == "streaming" else name
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "tree", "refresh", "kv_dtype"), quick(ALL, QUICK), ids=str
+)
+def test_every_combination_of_settings_is_exact(
+    tally, wanted, policy, budget, tree, refresh, kv_dtype
+):
     drafter = magicjax.PageRetrieval(budget, refresh_every=refresh or 1, page_size=8)
     if policy != QUEST:
         drafter = magicjax.SelfSpeculation(
@@ -95,39 +76,8 @@ def check(tally, wanted, policy, budget, tree, refresh, kv_dtype) -> None:
     print(f"{policy} {budget}, {tree}, refresh {refresh}, {kv_dtype}: tau {output.stats.tau:.2f}")
 
 
-def policy_of(name: str):
-    """Returns the policy, with few sinks so that a budget of 32 is enough."""
-    return magicjax.StreamingLLM(sinks=4) if name == "streaming" else name
-
-
-def test_the_slice_has_every_pair_of_settings():
-    assert set(SLICE) <= set(ALL)
-    for one, other in itertools.combinations(range(5), 2):
-        pairs = {(case[one], case[other]) for case in ALL}
-        missing = pairs - {(case[one], case[other]) for case in SLICE}
-        assert not missing, missing
-
-
-@pytest.mark.parametrize("case", QUICK, ids=str)
-def test_every_policy_is_exact(tally, wanted, case):
-    check(tally, wanted, *case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in SLICE if case not in QUICK], ids=str)
-def test_every_pair_of_settings_is_exact(tally, wanted, case):
-    check(tally, wanted, *case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in ALL if case not in SLICE], ids=str)
-def test_every_combination_of_settings_is_exact(tally, wanted, case):
-    check(tally, wanted, *case)
-
-
 @pytest.mark.parametrize(
-    ("policy", "tree"),
-    quick([("streaming", "chain3"), ("snapkv", "2,2,1"), ("h2o", "dynamic")]),
+    ("policy", "tree"), quick([("streaming", "chain3"), ("snapkv", "2,2,1"), ("h2o", "dynamic")])
 )
 def test_small_models_on_sparse_caches_are_exact(tally, wanted, policy, tree):
     drafter = magicjax.SmallModel(tiny.model("long near"), policy=policy_of(policy), budget=40)

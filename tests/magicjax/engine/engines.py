@@ -25,10 +25,7 @@ DRAFTERS = {
         magicjax.SelfSpeculation(magicjax.policies.H2O(window=30, recent=7), 13, refresh_every=3),
         tiny.TREES["chain4"],
     ),
-    "quest": (
-        magicjax.PageRetrieval(12, refresh_every=2, page_size=4),
-        tiny.TREES["2,2,1"],
-    ),
+    "quest": (magicjax.PageRetrieval(12, refresh_every=2, page_size=4), tiny.TREES["2,2,1"]),
     "int8": (magicjax.SelfSpeculation(budget=24, kv_dtype="int8"), tiny.TREES["chain4"]),
     "small": (tiny.drafter("near"), tiny.TREES["irregular"]),
     "sparse small": (

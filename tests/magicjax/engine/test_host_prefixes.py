@@ -123,7 +123,7 @@ def documents() -> list[np.ndarray]:
     return [np.concatenate([texts[n % 2], Long.prompt(10 + n)]) for n in range(5)]
 
 
-@pytest.mark.parametrize("name", quick(DRAFTERS, "snapkv"))
+@pytest.mark.parametrize("name", quick(DRAFTERS, "streaming"))
 def test_a_hit_in_host_memory_gives_the_text_without_a_store(name, tally, caplog):
     size, asked = row_bytes(name), documents()
     plain = [oracle.greedy(tiny.model(), prompt, NEW) for prompt in asked]
@@ -149,12 +149,7 @@ def reused(case: str, mesh: list[int] | None) -> tuple[list[list[int]], int]:
 
     def engine(**options):
         config = magicjax.EngineConfig(
-            slots=2,
-            capacity=192,
-            max_tokens=NEW,
-            eos_token_id=63,
-            prefill_chunk=32,
-            **options,
+            slots=2, capacity=192, max_tokens=NEW, eos_token_id=63, prefill_chunk=32, **options
         )
         made = None if mesh is None else make_mesh(*mesh)
         target = mesh_cases.target(kv_heads)

@@ -169,10 +169,7 @@ def with_a_wrong_rule(mesh: list[int]) -> list[bool]:
     expected = served("plain", None)["tokens"]
     wrong_rules = {
         "all groups write": lambda *x: (in_group(*x)[0], True),
-        "the first group writes": lambda *x: (
-            in_group(*x)[0],
-            jax.lax.axis_index("data") == 0,
-        ),
+        "the first group writes": lambda *x: (in_group(*x)[0], jax.lax.axis_index("data") == 0),
     }
     for rule in [in_group, *wrong_rules.values()]:
         program_cache.clear()
@@ -309,8 +306,7 @@ def row_programs(name: str, data: int) -> dict:
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA makes for a CPU")
 @pytest.mark.parametrize(
-    ("name", "data"),
-    quick([*itertools.product(["ensemble", "int8"], [1, 2])], ("ensemble", 2)),
+    ("name", "data"), quick([*itertools.product(["ensemble", "int8"], [1, 2])], ("ensemble", 2))
 )
 def test_inserting_and_extracting_a_row_copy_no_cache(name, data, eight):
     found = row_programs(name, 1) if data == 1 else eight(row_programs, name=name, data=data)

@@ -43,12 +43,7 @@ def _whole(target) -> tuple[np.ndarray, str]:
 def texts_engine(target) -> magicjax.Engine:
     drafter = magicjax.PromptLookup()
     config = EngineConfig(
-        slots=3,
-        capacity=128,
-        max_tokens=60,
-        eos_token_id=[],
-        prefill_chunk=16,
-        rounds_per_step=3,
+        slots=3, capacity=128, max_tokens=60, eos_token_id=[], prefill_chunk=16, rounds_per_step=3
     )
     return magicjax.Engine(target, drafter, magicjax.chain(4), config)
 
@@ -101,7 +96,7 @@ def test_a_cancelled_request_keeps_its_tokens_and_frees_its_slot():
 
 
 def test_a_request_cancelled_in_prefill_frees_its_slot():
-    engine = Long.engine("ensemble", rounds_per_step=1)
+    engine = Long.engine("plain", rounds_per_step=1)
     engine.submit(engines.prompts()[0])
     engine.step()
     long = engine.submit(np.ones(300, np.int32))
@@ -141,6 +136,7 @@ def test_statistics_of_requests_and_of_the_engine():
     engine.run()
     stats = engine.stats
     assert stats.new_tokens == 4 * engines.NEW and stats.finished["length"] == 4
+    assert list(stats.rounds_by_depth) == [4]  # the depth of its tree only
     assert stats.loop_s > 0 and stats.prefill_s > 0 and stats.host_s > 0
     seconds = stats.loop_s + stats.prefill_s + stats.host_s
     assert stats.tokens_per_s == pytest.approx(stats.new_tokens / seconds)

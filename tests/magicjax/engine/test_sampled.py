@@ -43,8 +43,7 @@ def submit(engine, number: int):
 @pytest.mark.parametrize(
     "name",
     quick(
-        [name for name in engines.DRAFTERS if name not in ("full", "h2o", "int8")],
-        "prompt lookup",
+        [name for name in engines.DRAFTERS if name not in ("full", "h2o", "int8")], "prompt lookup"
     ),
 )
 def test_the_same_seed_gives_the_same_text_alone_and_in_company(name):

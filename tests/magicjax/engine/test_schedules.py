@@ -10,8 +10,6 @@ from tests.magicjax import oracle, tiny
 from tests.magicjax.engine import engines
 from tests.quick import quick
 
-QUICK = ("snapkv", "ensemble")
-
 
 def check_result(handle, index: int, eos: int, limit: int, tally) -> None:
     """Asserts that a finished request has its text alone, or a beginning of it if cancelled."""
@@ -52,7 +50,7 @@ def run_schedule(engine, eos: int, seed: int, requests: int, tally) -> None:
     assert stats.finished["cancelled"] and stats.finished["eos"] and stats.finished["length"]
 
 
-@pytest.mark.parametrize("name", quick(engines.DRAFTERS, *QUICK))
+@pytest.mark.parametrize("name", quick(engines.DRAFTERS, "ensemble"))
 def test_random_schedules_give_each_request_its_text_alone_and_compile_nothing(name, tally):
     eos = int(engines.expected(4)[6])
     engine = engines.engine(name, eos_token_id=eos, rounds_per_step=1)
@@ -140,7 +138,7 @@ def forget(monkeypatch, what: str) -> None:
     monkeypatch.setattr(slots, "insert_row", insert_row)
 
 
-@pytest.mark.parametrize("what", ["the drafter's state", "lengths", "values"])
+@pytest.mark.parametrize("what", quick(["the drafter's state", "lengths", "values"], "values"))
 def test_an_insertion_that_forgets_a_part_is_detected(what, monkeypatch):
     forget(monkeypatch, what)
     # Settings of no other test, because programs are compiled once per settings.

@@ -6,7 +6,6 @@ loop are counted. The wrong rule masks the logits of the root only.
 
 import dataclasses
 import functools
-import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -73,17 +72,10 @@ class Constrained(World):
         return np.concatenate([found[:, :1], logits[:, 1:]], 1) if self.only_root else found
 
 
-ROUNDS = [
-    case
-    for case in itertools.product(TREES, test_exact_sampling.DRAW_METHODS, ("plain", "warped"))
-    if case not in test_exact_sampling.LONG
-]
-
-
 @pytest.mark.parametrize(
     ("tree", "drawing", "setting"),
     quick(
-        ROUNDS,
+        test_exact_sampling.QUICK,
         ("2,2", "without_replacement", "plain"),
         ("irregular", "top", "warped"),
         ("chain", "without_replacement", "warped"),
@@ -125,11 +117,7 @@ CASES = {
     "plain": (None, None, {}),
     "small, naive": (test_joint.small(1), test_joint.PAIRS, dict(verifier="naive")),
     "small, dynamic": (test_joint.small(1), test_joint.DYNAMIC, {}),
-    "with replacement": (
-        test_joint.small(1, draw="with_replacement"),
-        test_joint.IRREGULAR,
-        {},
-    ),
+    "with replacement": (test_joint.small(1, draw="with_replacement"), test_joint.IRREGULAR, {}),
     "top": (test_joint.small(1, draw="top"), test_joint.DEEP, {}),
     "prompt lookup": (magicjax.PromptLookup(), test_joint.BRANCHES, {}),
     "self": (test_joint.self_speculation(), test_joint.IRREGULAR, {}),
@@ -153,6 +141,7 @@ def test_texts_of_the_loop_have_the_constrained_distribution(case):
     assert p > 0.001
 
 
+@pytest.mark.slow
 def test_a_mask_of_the_root_only_in_the_loop_is_detected(monkeypatch):
     whole = masking.mask
 

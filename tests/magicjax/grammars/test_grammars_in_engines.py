@@ -111,16 +111,16 @@ def test_an_engine_on_a_mesh_gives_the_texts_of_one_device(eight):
 
 
 def test_wrong_grammars_are_errors_at_submit():
-    engine = make()
+    engine = make("plain")
     before = program_cache.totals()
     with pytest.raises(ValueError, match="create the engine with grammar_states"):
-        submit(make(grammar_states=0), 0, PATTERN)
+        submit(make("plain", grammar_states=0), 0, PATTERN)
     with pytest.raises(ValueError, match=r"take \d+ of the engine's grammar_states=1: .* least"):
-        submit(make(grammar_states=1), 0, "([a-e]x|[f-z]y){30}")
+        submit(make("plain", grammar_states=1), 0, "([a-e]x|[f-z]y){30}")
     with pytest.raises(ValueError, match="has no EOS token"):
-        submit(make(eos_token_id=[]), 0, PATTERN)
+        submit(make("plain", eos_token_id=[]), 0, PATTERN)
     with pytest.raises(ValueError, match="has none"):
         params = magicjax.SamplingParams(grammar=magicjax.Grammar.regex("a"), max_tokens=None)
-        engines.engine(grammar_states=8).submit([1, 2], params)
+        engines.engine("plain", grammar_states=8).submit([1, 2], params)
     assert program_cache.totals() == before
     assert not engine.unfinished

@@ -11,6 +11,7 @@ import pytest
 import magicjax
 import models
 from tests.magicjax import keywords, tiny
+from tests.quick import quick
 
 ZOO = pathlib.Path(magicjax.__file__).parent.parent / "experiments/zoo/target"
 
@@ -88,7 +89,7 @@ def test_sampled_texts_are_valid():
     check(SCHEMAS[:4], 12, 128)
 
 
-@pytest.mark.parametrize("option", ["--json", "--regex", "--json-schema"])
+@pytest.mark.parametrize("option", quick(["--json", "--regex", "--json-schema"], "--json-schema"))
 def test_the_command_prints_a_text_of_the_grammar(run, directory, tmp_path, option):
     path = tmp_path / "schema.json"
     path.write_text(json.dumps({"enum": ["yes", "no"]}))

@@ -163,11 +163,7 @@ def test_models_of_another_mesh_are_refused(eight, tmp_path):
     model = mesh_cases.target(4)
     models.save_checkpoint(tmp_path / "x", model.module, model.params)
     said = eight(mesh_cases.refusals, path=str(tmp_path / "x"))
-    assert ["is on 8 devices: pass the mesh" in message for message in said] == [
-        True,
-        True,
-        False,
-    ]
+    assert ["is on 8 devices: pass the mesh" in message for message in said] == [True, True, False]
     assert "make one with magicjax.make_mesh" in said[2]
 
 

@@ -6,6 +6,7 @@ reads them pins other entries.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from tests.magicjax.policy_cases import (
     prompts,
     wanted,
 )
+from tests.quick import quick
 
 LAYERS = 4
 ROPE = models.Rope(theta=THETA)
@@ -133,11 +135,11 @@ def compare(name, setting, config, rows, inverse) -> int:
 
 @pytest.mark.parametrize(
     ("name", "setting"),
-    [
-        pytest.param(name, setting, id=f"{name}-G{setting.group}")
-        for index, name in enumerate(POLICIES)
-        for setting in (SETTINGS[index % 2 :: 2] if "-" in name else SETTINGS)
-    ],
+    quick(
+        itertools.product(POLICIES, SETTINGS),
+        *((name, s) for i, name in enumerate(POLICIES) for s in SETTINGS[i % 2 :: 2]),
+    ),
+    ids=lambda x: x if isinstance(x, str) else f"G{x.group}",
 )
 def test_a_policy_pins_what_its_reference_pins(name, setting):
     rows = prompts(setting)

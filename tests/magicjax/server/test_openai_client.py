@@ -161,13 +161,14 @@ def test_log_probabilities_are_those_of_generate(target, client):
 
 
 def test_log_probabilities_of_a_chat(target, client):
-    prompt = np.array(chat_tokens(target.tokenizer, MESSAGES))
-    expected = generate(target, prompt, logprobs=2).logprobs[0]
+    prompt = [int(token) for token in chat_tokens(target.tokenizer, MESSAGES)]
+    expected = completion(client, prompt, logprobs=2).choices[0].logprobs
     content = chat(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content
-    np.testing.assert_allclose([c.logprob for c in content], expected.chosen, atol=1e-4)
-    for one, tops in zip(content, expected.top_tokens, strict=True):
-        texts = [target.tokenizer.decode([token]) for token in tops]
-        assert [top.token for top in one.top_logprobs] == texts
+    assert [c.token for c in content] == expected.tokens
+    np.testing.assert_allclose([c.logprob for c in content], expected.token_logprobs, atol=1e-4)
+    for one, tops in zip(content, expected.top_logprobs, strict=True):
+        assert len(one.top_logprobs) == 2
+        assert {top.token for top in one.top_logprobs} <= tops.keys()
         readable = "\N{REPLACEMENT CHARACTER}" not in one.token
         assert one.bytes == (list(one.token.encode()) if readable else None)
     alone = chat(client, logprobs=True).choices[0].logprobs.content

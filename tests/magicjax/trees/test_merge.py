@@ -1,7 +1,6 @@
 """Merged trees contain every root-to-node sequence once, and every draw."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,10 +17,10 @@ def draws_of(parents, first: int) -> Draws:
     rows, count = parents.shape
     q = first + np.arange(count, dtype=np.float32)[:, None] + np.zeros((count, VOCAB), np.float32)
     return Draws(
-        parent=jnp.asarray(parents[:, 1:]),
-        node=jnp.broadcast_to(jnp.arange(1, count, dtype=jnp.int32), (rows, count - 1)),
-        q_index=jnp.asarray(np.where(np.arange(count - 1) % 3 == 2, ONE_HOT, parents[:, 1:])),
-        q=jnp.broadcast_to(jnp.asarray(q), (rows, count, VOCAB)),
+        parent=parents[:, 1:],
+        node=np.broadcast_to(np.arange(1, count, dtype=np.int32), (rows, count - 1)),
+        q_index=np.where(np.arange(count - 1) % 3 == 2, np.int32(ONE_HOT), parents[:, 1:]),
+        q=np.broadcast_to(q, (rows, count, VOCAB)),
     )
 
 
@@ -29,7 +28,7 @@ def proposal_of(rows, seed: int, first: int) -> Proposal:
     parents = np.array(rows, np.int32)
     tokens = np.random.default_rng(seed).integers(0, VOCAB, parents.shape).astype(np.int32)
     tokens[:, 0] = 9
-    return Proposal(jnp.asarray(tokens), jnp.asarray(parents), draws_of(parents, first))
+    return Proposal(tokens, parents, draws_of(parents, first))
 
 
 def sequence(tokens, parents, node: int) -> tuple[int, ...]:

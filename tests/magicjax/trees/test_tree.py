@@ -125,16 +125,7 @@ def test_parse_tree_reads_every_kind(text, tree):
 
 def test_a_tree_prints_as_a_diagram():
     assert str(magicjax.TokenTree.from_parents((-1, 0, 0, 1, 0, 1, 3))) == "\n".join(
-        [
-            "7 nodes, depth 3",
-            "0",
-            "├─1",
-            "│ ├─3",
-            "│ │ └─6",
-            "│ └─5",
-            "├─2",
-            "└─4",
-        ]
+        ["7 nodes, depth 3", "0", "├─1", "│ ├─3", "│ │ └─6", "│ └─5", "├─2", "└─4"]
     )
 
 

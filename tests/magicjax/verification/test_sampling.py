@@ -198,10 +198,8 @@ def generate(kind=None, tree=None, **options):
 
 
 CASES = [
-    ("self", "chain4"),
-    ("near", "2,2,1"),
+    *itertools.product(tiny.DRAFTERS, tiny.TREES),
     ("near", "dynamic"),
-    ("ensemble", "2,2,1"),
     ("prompt-lookup", "branches"),
 ]
 
@@ -210,16 +208,8 @@ CASES = [
 def test_naive_gives_the_tokens_of_plain_sampling(kind, tree):
     plain, found = generate(), generate(kind, tree, verifier="naive")
     np.testing.assert_array_equal(found.tokens, plain.tokens)
-    # It accepts drafted tokens.
-    assert found.stats.target_passes < plain.stats.target_passes or kind == "prompt-lookup"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", tiny.DRAFTERS)
-@pytest.mark.parametrize("tree", tiny.TREES)
-def test_naive_is_plain_sampling_for_every_drafter_and_tree(kind, tree):
-    found = generate(kind, tree, verifier="naive")
-    np.testing.assert_array_equal(found.tokens, generate().tokens)
+    if kind == "near":  # it accepts drafted tokens
+        assert found.stats.target_passes < plain.stats.target_passes
 
 
 @pytest.mark.slow
@@ -230,11 +220,7 @@ def test_the_comparison_with_plain_sampling_detects_another_seed():
 
 @pytest.mark.parametrize(
     ("kind", "tree"),
-    [
-        (None, None),
-        ("near", "2,2,1"),
-        pytest.param("ensemble", "2,2,1", marks=pytest.mark.slow),
-    ],
+    [(None, None), ("near", "2,2,1"), pytest.param("ensemble", "2,2,1", marks=pytest.mark.slow)],
 )
 def test_a_row_does_not_depend_on_other_rows_or_their_parameters(kind, tree):
     temperatures = np.linspace(0.5, 2, 8)

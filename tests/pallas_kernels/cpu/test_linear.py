@@ -71,7 +71,7 @@ def test_results_are_rounded_once(dtype):
     np.testing.assert_array_equal(wide.astype(dtype), rounded)
 
 
-SHAPES = 100
+SHAPES = 32
 
 
 @pytest.mark.parametrize("kind", FORMATS)

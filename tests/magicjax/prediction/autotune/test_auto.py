@@ -306,11 +306,7 @@ def planner_order(problem, candidate):
 
 
 REFUSED = {
-    "a string": (
-        lambda p: "automatic",
-        {},
-        "'automatic' is not a drafter (drafters: ",
-    ),
+    "a string": (lambda p: "automatic", {}, "'automatic' is not a drafter (drafters: "),
     "a tree": (
         lambda p: Auto(profile=p),
         dict(tree=TREE),
