@@ -19,18 +19,17 @@ CASES = [
     ("self", "2,2,1", 3),
     ("quest", "2,2,1", 8),
     ("near", "irregular", 8),
-    ("self", "chain6", 1),
     ("near", "dynamic", 8),
-    ("few near", "2,2,1", 8),
     ("ensemble", "2,2,1", 8),
     ("prompt-lookup", "branches", 3),
     ("eagle", "2,2,1", 8),
-    ("eagle ring", "dynamic", 3),
 ]
 BATCHES = (1, 3, 8)
 ALL = [
     *itertools.product(
-        [*tiny.DRAFTERS, "quest", "eagle", "eagle ring"], [*tiny.TREES, "dynamic"], BATCHES
+        [*tiny.DRAFTERS, "quest", "few near", "eagle", "eagle ring"],
+        [*tiny.TREES, "dynamic"],
+        BATCHES,
     ),
     *itertools.product(["prompt-lookup"], ["chain1", "chain4", "chain8", "branches"], BATCHES),
 ]

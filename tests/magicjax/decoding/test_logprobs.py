@@ -71,6 +71,7 @@ def test_rows_that_end_have_as_many_log_probabilities_as_tokens():
     check_rows(tiny.model(), tiny.prompts(3), output, 3)
 
 
+@pytest.mark.slow
 def test_a_stream_returns_those_of_generate():
     kind, tree, own = CASES["chain"]
     drafted = dict(drafter=tiny.drafter(kind), tree=tiny.TREES[tree])

@@ -71,6 +71,7 @@ def test_samples_of_one_prompt_are_those_of_separate_requests(name):
     assert all(not handle.result().stats.reused_tokens for handle in (*alone, *again))
 
 
+@pytest.mark.slow
 def test_a_prefix_is_not_changed_by_those_who_start_from_it(tally):
     engine = Long.engine("ensemble", prefix_bytes=None)
     asked = [*questions(3), questions(1, common=120)[0], questions(1)[0]]

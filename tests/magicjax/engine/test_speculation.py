@@ -38,7 +38,8 @@ def forced(name: str, **options) -> magicjax.Engine:
 SPECULATING = [name for name in engines.DRAFTERS if name != "plain"]
 
 
-@pytest.mark.parametrize("name", quick(SPECULATING, "snapkv"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPECULATING)
 def test_greedy_texts_and_caches_do_not_depend_on_the_depths(name, tally):
     eos = int(engines.expected(4)[6])
     engine = forced(name, eos_token_id=eos, rounds_per_step=1)

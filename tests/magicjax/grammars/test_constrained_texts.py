@@ -92,6 +92,7 @@ def test_scripted_trees_of_rows_and_rounds(kind):
     assert output.stats.target_passes == sum(map(len, flat))
 
 
+@pytest.mark.slow
 def test_a_stream_and_log_probabilities():
     options = dict(logprobs=2)
     whole = generate(tiny.drafter("near"), tiny.TREES["2,2,1"], **options)

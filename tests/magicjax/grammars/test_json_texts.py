@@ -85,6 +85,7 @@ def test_500_sampled_texts_are_valid():
     check(SCHEMAS, 500, 160)
 
 
+@pytest.mark.slow
 def test_sampled_texts_are_valid():
     check(SCHEMAS[:4], 12, 128)
 

@@ -32,6 +32,7 @@ def client(target):
         yield made.client()
 
 
+@pytest.mark.slow
 def test_texts_match_and_are_those_of_generate(target, client):
     seed = 3
     sampling = dict(temperature=0.9, top_p=0.95, seed=seed)
