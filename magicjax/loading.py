@@ -72,6 +72,8 @@ def load(
     offloading.check_offload(offload)
     _check_dtype(dtype)
     form = _requested(source, weights)
+    if mesh is not None and isinstance(config_of(source), models.EagleConfig):
+        stages = 1  # every device has the whole head
     stages = _checked_stages(stages, shards, mesh, offload)
     sharding_of = None
     if mesh is not None:

@@ -67,11 +67,6 @@ class EagleConfig(DecoderConfig):
                 f"layer_inputs={self.layer_inputs} of an EAGLE-3 head: it must name {FEATURES} "
                 "layers"
             )
-        if self.layer_inputs is not None and self.layer_inputs[0] == 1:
-            raise ValueError(
-                f"layer_inputs={self.layer_inputs} of an EAGLE-3 head: the first must not be 1, "
-                "because stored ids that begin with 1 name layers whose outputs are read"
-            )
         if self.norm_before_fc and self.fc_norm:
             raise ValueError(
                 "norm_before_fc and fc_norm of an EAGLE-3 head exclude each other: use one of them"

@@ -64,9 +64,11 @@ def read_config(
     """
     layer = dict(raw.get("transformer_layer_config") or raw)
     extra = dict(raw.get("eagle_config") or {})
-    llama = {key: value for key, value in layer.items() if key not in _KEYS}
-    if layer is not raw:
-        llama = {key: value for key, value in llama.items() if not key.startswith("speculators")}
+    llama = {
+        key: value
+        for key, value in layer.items()
+        if key not in _KEYS and not key.startswith("speculators")
+    }
     llama |= {"model_type": "llama", "tie_word_embeddings": False}
     config = read_layer(llama)
     settings: Any = {name: bool(raw.get(name, extra.get(name, False))) for name in _NORMS}
@@ -98,7 +100,19 @@ def _layer_inputs(ids: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def write_config(config: EagleConfig, layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the contents of config.json in SpecForge's layout, given those of the layer's."""
+    """Returns the contents of config.json in SpecForge's layout, given those of the layer's.
+
+    Raises:
+      ValueError: layers whose ids would be read as others.
+    """
+    if (
+        config.layer_inputs is not None
+        and _layer_inputs(config.layer_inputs) != config.layer_inputs
+    ):
+        raise ValueError(
+            f"layer_inputs={config.layer_inputs} cannot be written: ids that begin with 1 are read "
+            "as layers whose outputs are read; begin with another layer"
+        )
     written = {key: value for key, value in layer.items() if key != "draft_vocab_size"}
     extra = {_LAYER_IDS: config.layer_inputs, _ACCEPTANCE: config.acceptance}
     return {

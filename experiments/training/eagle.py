@@ -32,6 +32,7 @@ from experiments.training.generated_text import HELD_OUT_EVERY, Generated
 from experiments.training.trainer import Schedule
 from magicjax.benchmarks.tables import markdown_table
 from magicjax.sources import checkpoint_directory
+from models.hf_config import write_config
 
 MEASURED_ROWS = 64
 
@@ -159,13 +160,27 @@ def head_config(shape: HeadShape, target: models.DecoderConfig) -> models.EagleC
         family="llama",
         tie_embeddings=False,
         qk_norm=False,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        clip_qkv=None,
+        gated=True,
+        activation="silu",
+        sliding_window=None,
         target_hidden_size=target.hidden_size,
         own_unembedding=False,
     )
     try:
         config = models.EagleConfig(**fields | layer | given)
         layers = config.layers_of(target.num_layers)
-        return dataclasses.replace(config, layer_inputs=layers)
+        config = dataclasses.replace(config, layer_inputs=layers)
+        if min(layers) < 0 or max(layers) > target.num_layers:
+            raise ValueError(
+                f"it reads inputs of the layers {layers}, and the target has {target.num_layers}: "
+                "set layer_inputs"
+            )
+        write_config(config.layer)
+        return config
     except ValueError as error:
         raise ConfigError(f"the head does not fit the target: {error}") from error
 

@@ -4,7 +4,8 @@ Step 0 reads the target's hidden states at every position of a window; step s re
 step s - 1, and the tokens one further. A query of a later step sees the keys of step 0 up to its
 position, and of its own chain one key per step. Source: training-time test, EAGLE-3 (arXiv
 2503.01840). The overlap of two distributions, sum(min(p, q)), is the probability that a drawn token
-is accepted; one minus it is the loss of arXiv 2602.23881.
+is accepted; one minus it is the loss of arXiv 2602.23881. In training, the target's distribution is
+that of the draft vocabulary, at positions whose next token is in it.
 """
 
 import dataclasses
@@ -75,14 +76,19 @@ class HeadLoss:
     ) -> dict[str, Float[Array, "S"]]:
         """Returns, for each step, how often both choose the same token, and the mean overlap.
 
-        A token outside the draft vocabulary counts as a difference.
+        Both are of the target's whole vocabulary.
         """
         same, overlap = [], []
+        hidden = recording.unpacked(windows, len(head.config.layer_inputs) + 1)[1][:, :, -1]
+        logits = self.embedder.apply(frozen["embedder"], hidden, method="unembed")
+        best, total = frozen["vocab_map"][logits.argmax(-1)], jax.nn.logsumexp(logits, -1)
         whole = dataclasses.replace(self, windows=False)
-        for logits, wanted, known in whole._steps(head, params, windows, frozen):
-            p, q = jax.nn.softmax(wanted), jax.nn.softmax(logits)
-            same.append(((logits.argmax(-1) == wanted.argmax(-1)) & known).mean())
-            overlap.append((jnp.minimum(p, q).sum(-1) * known).mean())
+        steps = enumerate(whole._steps(head, params, windows, frozen), 1)
+        for first, (own, of_target, _) in steps:
+            at = slice(first, first + own.shape[1])
+            p, q = jnp.exp(of_target - total[:, at, None]), jax.nn.softmax(own)
+            same.append((own.argmax(-1) == best[:, at]).mean())
+            overlap.append(jnp.minimum(p, q).sum(-1).mean())
         return {"same token": jnp.stack(same), "overlap": jnp.stack(overlap)}
 
     def _steps(self, head, params, windows, frozen):
@@ -117,7 +123,9 @@ class HeadLoss:
         share = jax.vmap(jax.random.uniform)(keys)
         smallest = min(SMALLEST_WINDOW, tokens.shape[1])
         exponent = share * jnp.log2(2 * tokens.shape[1] / smallest)
-        return (smallest * 2**exponent).astype(jnp.int32)  # half of them see everything or nearly
+        return (smallest * 2**exponent).astype(
+            jnp.int32
+        )  # from `smallest` to twice the row, by logarithm
 
 
 class _Attend:

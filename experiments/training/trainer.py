@@ -217,7 +217,7 @@ def train(
         for done, windows in enumerate(batches(stream, schedule, first, row), first + 1):
             state = step(state, windows, *others)
             if done % 10 == 0:
-                bar.set_postfix(context=windows.shape[1] - 1, nats=f"{float(state['loss']):.3f}")
+                bar.set_postfix(context=windows.shape[1] - 1, loss=f"{float(state['loss']):.3f}")
             bar.update()
             if done % schedule.checkpoint_every == 0 or done == schedule.steps:
                 manager.save(done, args=ocp.args.StandardSave(state))

@@ -145,11 +145,11 @@ def embed_for(
     return owner.embed(tokens, positions).astype(head.dtype)
 
 
-def check_width(tree: Tree, vocab: int) -> None:
+def check_width(tree: Tree, vocab: int, of: str = "vocabulary") -> None:
     """Raises ValueError if a node has more children than there are tokens."""
     if tree.width > vocab:
         raise ValueError(
-            f"a node has {tree.width} children and the vocabulary {vocab} tokens: "
+            f"a node has {tree.width} children and the {of} {vocab} tokens: "
             f"give each node at most {vocab}"
         )
 

@@ -1,6 +1,7 @@
 """EAGLE-3: a head of one layer drafts from the target's hidden states."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -62,8 +63,8 @@ class Eagle(Drafter):
       sinks: how many of the first entries are read.
       draw: how children are drawn under sampling (`DRAW_METHODS`); None: without replacement, or
         the most likely tokens in a dynamic tree.
-      verify: whether the head's first token is compared with the target's on a short text when both
-        are loaded (`magicjax.drafters.eagle_check`).
+      check_agreement: whether the first request compares the tokens that head and target choose on
+        a short text (`magicjax.drafters.eagle_check`).
 
     Raises:
       ValueError: a budget without entries besides the sinks, or negative sinks.
@@ -77,8 +78,8 @@ class Eagle(Drafter):
     )
     sinks: int = option(4, "first tokens that a budget always includes")
     draw: DrawMethod | None = option(None, DRAW_HELP)
-    verify: bool = option(
-        True, "compare the head with the target on a short text when it is loaded"
+    check_agreement: bool = option(
+        True, "compare the tokens that head and target choose on a short text, at first use"
     )
 
     def __post_init__(self):
@@ -126,7 +127,7 @@ class Eagle(Drafter):
                 f"target has {c.num_layers}: use the head that was trained for this target"
             )
         resolve_draw_method(self.draw, tree)
-        check_width(tree, config.embedding_rows)
+        check_width(tree, config.embedding_rows, "draft vocabulary")
 
     def draw_methods(self, tree: Tree) -> set[str]:
         return {resolve_draw_method(self.draw, tree)}
@@ -137,13 +138,20 @@ class Eagle(Drafter):
         layers = config.layers_of(target.config.num_layers)
         resolved = dataclasses.replace(config, layer_inputs=layers, own_unembedding=True)
         params = model.params
-        if not config.own_unembedding and params is not None and target.params is not None:
-            rows = _output_rows(config, params["params"], target)
-            params = {"params": params["params"] | {"unembedding": rows.astype(model.dtype)}}
+        if params is not None and target.params is not None:
+            inner = params["params"]
+            if "unembedding" not in inner:
+                rows = functools.partial(_output_rows, config, dtype=model.dtype)
+                vocab_map, of_target = inner.get("vocab_map"), target.params["params"]
+                if isinstance(vocab_map, jax.ShapeDtypeStruct):
+                    found = jax.eval_shape(rows, vocab_map, of_target)
+                else:  # on the host, because the target can be on other devices
+                    found = rows(jax.device_get(vocab_map), of_target)
+                params = {"params": inner | {"unembedding": found}}
         module = model.module.clone(config=resolved)
         model = dataclasses.replace(model, module=module, params=params)
-        if self.verify:
-            eagle_check.check_once(self.model, model, target)
+        if self.check_agreement:
+            eagle_check.check_once(model, target)
         return dataclasses.replace(self, model=model)
 
     def stats_spec(self) -> StatsSpec:
@@ -274,12 +282,19 @@ def _at(x: Float[Array, "B T E"], index: Int[Array, "B"]) -> Float[Array, "B E"]
     return jnp.take_along_axis(x, index[:, None, None], 1)[:, 0]
 
 
-def _output_rows(config: models.EagleConfig, own: dict[str, Any], target: Model) -> Array:
-    """Returns the target's output matrix, or its rows of the draft tokens in their order."""
-    tied = target.config.tie_embeddings
-    matrix = target.params["params"]["embedding" if tied else "unembedding"]
+def _output_rows(
+    config: models.EagleConfig, vocab_map: Any, of_target: dict[str, Any], dtype: Any
+) -> Array:
+    """Returns the target's output matrix, or its rows of the draft tokens in their order.
+
+    Args:
+      config: of the head.
+      vocab_map: of the head; None without a draft vocabulary.
+      of_target: the target's parameters.
+      dtype: of the result.
+    """
+    matrix = of_target.get("unembedding", of_target["embedding"])
     if config.draft_vocab_size is None:
-        return matrix
-    rows = jnp.zeros(config.draft_vocab_size, jnp.int32)
-    tokens = jnp.arange(config.vocab_size, dtype=jnp.int32)
-    return matrix[rows.at[own["vocab_map"]].set(tokens, mode="drop")]
+        return matrix.astype(dtype)
+    tokens = jnp.argsort(vocab_map)[: config.draft_vocab_size]
+    return jnp.take(matrix, tokens, axis=0).astype(dtype)

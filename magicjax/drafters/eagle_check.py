@@ -40,28 +40,32 @@ TOKENS = 128
 CHANCE = 0.05  # below, a head without a stored acceptance is taken for one that is wired wrongly
 PART = 0.5  # of the stored acceptance
 
-_checked = weakref.WeakKeyDictionary[Model, weakref.WeakSet]()  # heads, with their targets
+_checked = weakref.WeakKeyDictionary[Model, list[weakref.ref]]()  # targets, with heads' weights
 
 
-def check_once(head: Model, resolved: Model, target: Model) -> None:
+def check_once(head: Model, target: Model) -> None:
     """Raises ValueError if a head agrees with its target far less than it should.
 
-    Models without parameters, without a tokenizer, on a mesh or in host memory are not checked.
+    Models without parameters, without a tokenizer, on a mesh or in host memory are not checked, and
+    each pair of a head and a target only once.
 
     Args:
-      head: as it was loaded, by which it is remembered that it was checked.
-      resolved: as `Eagle.for_target` returns it.
+      head: as `Eagle.for_target` returns it.
       target: of the head.
     """
-    if target.params is None or resolved.params is None or target.tokenizer is None:
+    if head.params is None or target.params is None or target.tokenizer is None:
         return
-    leaves = [x for x in jax.tree.leaves((resolved, target)) if isinstance(x, jax.Array)]
-    on_one_device = all(len(x.sharding.device_set) == 1 for x in leaves)
+    leaves = jax.tree.leaves((head.params, target.params))
+    on_one_device = all(
+        isinstance(x, jax.Array) and len(x.sharding.device_set) == 1 for x in leaves
+    )
     if not isinstance(target.layout, Resident) or not on_one_device:
         return
-    if target not in (targets := _checked.setdefault(head, weakref.WeakSet())):
-        check(resolved, target)
-        targets.add(target)
+    weight = head.params["params"]["fc"]["weight"]  # the model is another object in every request
+    checked = _checked.setdefault(target, [])
+    if all(other() is not weight for other in checked):
+        check(head, target)
+        checked.append(weakref.ref(weight))
 
 
 def check(head: Model, target: Model) -> None:
@@ -73,14 +77,16 @@ def check(head: Model, target: Model) -> None:
     if found >= limit:
         return
     expected = "" if config.acceptance is None else f", and {config.acceptance:.0%} in training"
-    changes = {name: float(agreement(each, target, tokens)) for name, each in _changed(head)}
-    best = max(changes, key=changes.__getitem__)
     cause = "it was trained for another target, or its weights are damaged"
-    if changes[best] >= max(2 * found, CHANCE):
-        cause = f"with {best} it agrees on {changes[best]:.0%}: correct its config.json"
+    changes = [
+        (float(agreement(each, target, tokens)), how) for how, each in _changed(head, target)
+    ]
+    best, how = max(changes)
+    if best >= max(2 * found, CHANCE):
+        cause = f"with {how} they would at {best:.0%}: correct the head's files"
     raise ValueError(
         f"the EAGLE head {head.name!r} and the target choose the same token at {found:.1%} of a "
-        f"text's positions{expected}: {cause}; verify=False uses it as it is"
+        f"text's positions{expected}: {cause}; check_agreement=False uses it as it is"
     )
 
 
@@ -113,7 +119,7 @@ def agreement(head: Model, target: Model, tokens: jax.Array) -> jax.Array:
     return (head.unembed(hidden).argmax(-1) == chosen[:, 1:]).mean()
 
 
-def _changed(head: Model) -> Iterator[tuple[str, Model]]:
+def _changed(head: Model, target: Model) -> Iterator[tuple[str, Model]]:
     """Yields descriptions of other wirings, and the head with each of them."""
     config: Any = head.config
 
@@ -122,9 +128,9 @@ def _changed(head: Model) -> Iterator[tuple[str, Model]]:
         return dataclasses.replace(head, module=module)
 
     for shift in (-1, 1):
-        layers = tuple(max(layer + shift, 0) for layer in config.layer_inputs)
-        names = ", ".join(map(str, layers))
-        yield f"the inputs of layers {names}", changed(layer_inputs=layers)
+        layers = tuple(layer + shift for layer in config.layer_inputs)
+        if min(layers) >= 0 and max(layers) <= target.config.num_layers:
+            yield f"inputs of the layers {layers}", changed(layer_inputs=layers)
     for name in ("norm_before_residual", "norm_output"):
         value = not getattr(config, name)
         yield f"{name}={value}", changed(**{name: value})

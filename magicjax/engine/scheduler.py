@@ -69,12 +69,15 @@ class PrefillRule:
       window: the newest tokens of a prompt whose queries the drafter's policy reads. They are all
         in the last piece, which may compute some cached ones again.
       whole: whether the policy reads the attention of all tokens, so that a prompt is one piece.
+      overlap: how many of the cached tokens are computed again, because the drafter combines what
+        it reads of a token with the token after it.
     """
 
     chunk: int
     largest: int
     window: int = 0
     whole: bool = False
+    overlap: int = 0
 
     def pieces(self, length: int, cached: int) -> list[Piece]:
         """Returns the pieces of a prompt whose first `cached` < `length` tokens are in the cache.
@@ -84,7 +87,7 @@ class PrefillRule:
         """
         if self.whole:
             return [Piece(0, length, self.chunk)]
-        pieces, first = [], cached
+        pieces, first = [], max(0, cached - self.overlap)
         while length - first > self.largest:
             pieces.append(Piece(first, first + self.largest, self.largest))
             first += self.largest

@@ -66,7 +66,8 @@ class Templates:
         """How prompts are divided into pieces."""
         chunk, stats_spec = self.row.settings.chunk, self.row.prefill_settings.stats_spec
         largest = self.config.prefill_chunk
-        return PrefillRule(chunk, largest, stats_spec.window, stats_spec.total)
+        overlap = int(bool(stats_spec.layer_inputs))
+        return PrefillRule(chunk, largest, stats_spec.window, stats_spec.total, overlap)
 
     @functools.cached_property
     def kv_bytes(self) -> int:

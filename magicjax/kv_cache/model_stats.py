@@ -33,8 +33,8 @@ class ModelStats:
       queries: per layer; None without a window.
       total: float32 [B, K, S] per layer, the attention that each slot received, summed over the G
         heads of a KV head; or None.
-      layer_inputs: [B, T, E] of each token, by layer; undefined before the tokens of the passes
-        that ran, except for the token just before them.
+      layer_inputs: [B, T, E] of each token, by layer; undefined except for the tokens of the passes
+        that ran.
       split: static; the model's division over devices.
     """
 

@@ -54,8 +54,7 @@ def prefill_cache(
     if cache is None:
         cache = full_cache.empty(model, batch, settings.capacity)
     else:
-        # A drafter that reads layers' inputs combines each token's with the token after it.
-        first = jnp.maximum(cache.lengths.min() - bool(stats_spec.layer_inputs), 0)
+        first = cache.lengths.min()
         chunks = -(-(lengths.max() - first) // chunk)
     keep_queries = stats_spec.window > 0 or stats_spec.total
     triangle = jnp.tril(jnp.ones((chunk, chunk), bool))

@@ -71,7 +71,7 @@ def target_of(case: str) -> magicjax.Model:
 def drafter_of(case: str) -> magicjax.Eagle:
     """Returns the drafter of a case's head, for its target."""
     head = magicjax.load(GOLDEN / case, "float32")
-    return magicjax.Eagle(head, verify=False).for_target(target_of(case))
+    return magicjax.Eagle(head, check_agreement=False).for_target(target_of(case))
 
 
 def logits_of(case: str, attend, steps: int, config=None, params=None) -> np.ndarray:

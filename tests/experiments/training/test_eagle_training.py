@@ -180,7 +180,7 @@ def test_a_run_that_is_killed_twice_writes_the_same_head(target, tmp_path, monke
     head = magicjax.load(tmp_path / "head", dtype="float32")
     assert head.config.draft_vocab_size == 40 and not head.config.own_unembedding
     model = magicjax.load(target, dtype="float32")
-    drafter = magicjax.Eagle(head, verify=False)
+    drafter = magicjax.Eagle(head, check_agreement=False)
     params = magicjax.SamplingParams(max_tokens=12)
     out = magicjax.generate(
         model, ["def f"], params, drafter=drafter, tree="expansion:2,2,1", eos_token_id=[]

@@ -119,6 +119,8 @@ def test_prompts_are_divided_and_end_with_the_window_of_the_policy():
     assert rule.pieces(202, 120) == [Piece(120, 202, 64)]
     assert rule.pieces(202, 201) == [Piece(197, 202, 64)]
     assert PrefillRule(64, 100, whole=True).pieces(202, 0) == [Piece(0, 202, 64)]
+    again = PrefillRule(64, 100, overlap=1)  # once, so that later pieces are whole steps
+    assert again.pieces(302, 150) == [Piece(149, 249, 100), Piece(249, 302, 64)]
     assert Piece(197, 202, 64).tokens == 64 and Piece(0, 100, 64).tokens == 128
 
 

@@ -1,0 +1,108 @@
+"""A head that is wired wrongly to its target is found, with the cause, once for a pair of them."""
+
+import dataclasses
+import functools
+import re
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import magicjax
+from magicjax.drafters import eagle_check
+from magicjax.kv_cache.prefill import prefill_cache
+from tests.magicjax import oracle, tiny
+
+TEXT = np.random.default_rng(5).integers(0, tiny.VOCAB - 1, 24).tolist()
+
+
+class Tokenizer:
+    """Every text is the same tokens."""
+
+    def __call__(self, text):
+        return {"input_ids": TEXT}
+
+    def decode(self, tokens, **options):
+        return ""
+
+
+@functools.cache
+def target() -> magicjax.Model:
+    return dataclasses.replace(tiny.model(), tokenizer=Tokenizer())
+
+
+def resolved(head, model) -> magicjax.Model:
+    drafter = magicjax.Eagle(head, check_agreement=False)
+    unloaded = dataclasses.replace(model, params=None)
+    return drafter.for_target(unloaded).for_target(model).model  # as a request does
+
+
+@functools.cache
+def first_draft():
+    """Returns a function of (target, drafter, tokens [1, 32], lengths [1]) to the drafted token."""
+    settings = types.SimpleNamespace(
+        chunk=32, capacity=64, backend=None, tree=magicjax.chain(1), drafter_index=0
+    )
+
+    @jax.jit
+    def draft(target, drafter, tokens, lengths):
+        spec = drafter.stats_spec()
+        cache, _, stats = prefill_cache(target, tokens, lengths - 1, settings, spec)
+        state = drafter.prefill(target, tokens, cache, stats, settings)
+        root = tokens[:, lengths[0] - 1]
+        proposal, _ = drafter.propose(target, state, root, cache, None, settings)
+        return proposal.tokens[0, 1]
+
+    return draft
+
+
+def test_agreement_counts_the_first_drafts_that_the_target_would_choose():
+    model = target()
+    drafter = magicjax.Eagle(resolved(tiny.head(model), model), check_agreement=False)
+    found = eagle_check.agreement(drafter.model, model, np.array([TEXT], np.int32))
+    tokens = np.zeros((1, 32), np.int32)
+    tokens[0, : len(TEXT)] = TEXT
+    lengths = range(2, len(TEXT) + 1)
+    drafts = [int(first_draft()(model, drafter, tokens, np.array([n]))) for n in lengths]
+    best = oracle.logits(model, TEXT).argmax(-1)[1:]
+    assert float(found) == pytest.approx((np.array(drafts) == best).mean())
+
+
+CAUSES = {
+    "inputs of the layers (1, 2, 3)": lambda c: c.layer_inputs == (1, 2, 3),
+    "norm_before_residual=True": lambda c: c.norm_before_residual,
+    "norm_output=True": lambda c: c.norm_output,
+}
+
+
+@pytest.mark.parametrize("cause", [*CAUSES, None])
+def test_the_error_names_the_wiring_that_agrees(cause, monkeypatch):
+    deep = target().module.clone(config=tiny.config(num_layers=3))
+    model = dataclasses.replace(target(), module=deep)
+    head = tiny.head(model, layer_inputs=(0, 1, 2), acceptance=0.7)
+
+    def agreement(head, target, tokens):
+        return 0.6 if cause and CAUSES[cause](head.config) else 0.02
+
+    monkeypatch.setattr(eagle_check, "agreement", agreement)
+    expected = re.escape(f"with {cause} they" if cause else "was trained for another target")
+    message = "at 2.0% of a text's positions, and 70% in training.*" + expected
+    with pytest.raises(ValueError, match=message):
+        eagle_check.check(resolved(head, model), model)
+
+
+def test_a_pair_is_checked_once_and_only_with_weights(monkeypatch):
+    model, calls = target(), []
+    monkeypatch.setattr(eagle_check, "check", lambda head, target: calls.append(head))
+    drafter = magicjax.Eagle(tiny.head(model, own_unembedding=False))
+    params = magicjax.SamplingParams(max_tokens=2)
+    for _ in range(2):
+        options = dict(drafter=drafter, tree="chain:2", eos_token_id=[])
+        out = magicjax.generate(model, [TEXT[:5]], params, **options)
+    assert len(calls) == 1
+    plain = magicjax.generate(model, [TEXT[:5]], params, eos_token_id=[])
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (drafter, model))
+    own = shapes[0].for_target(dataclasses.replace(shapes[1], tokenizer=model.tokenizer))
+    assert own.model.params["params"]["unembedding"].shape == (40, 32) and len(calls) == 1
