@@ -88,7 +88,7 @@ def directory_of(source: str | os.PathLike, *, weights: bool = True) -> pathlib.
         and its tokenizer.
 
     Raises:
-      TypeError: the source is no text or path.
+      TypeError: the source is neither text nor a path.
       FileNotFoundError: the source looks like a path that does not exist.
       ValueError: the source is none of these, or the GGUF file is not supported.
       OSError: the model cannot be downloaded, or the disk is too small.

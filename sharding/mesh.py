@@ -57,7 +57,7 @@ def make_mesh(
       devices: the devices; None: the first ones.
 
     Raises:
-      TypeError: what is no whole number.
+      TypeError: a size is not an integer.
       ValueError: a number below 1, or more devices than are available.
     """
     size = MeshSize(data, model, stage)

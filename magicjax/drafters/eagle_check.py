@@ -1,7 +1,8 @@
 """Finds heads that are wired wrongly to their target: they draft, but almost nothing is accepted.
 
-On a short text the head's first token is compared with the target's. A head that agrees far less
-than it did in training, or at all, is an error. It names a change of the wiring that agrees better.
+On a short text, the tokens that the head and the target choose after every position are compared. A
+head that agrees far less than it did in training, or at chance, is an error. It names a change of
+the wiring that agrees better.
 """
 
 import dataclasses

@@ -57,11 +57,6 @@ class Templates:
         return self.config.capacity
 
     @property
-    def needs_whole_prompt(self) -> bool:
-        """Whether the drafter's policy reads the attention of all prompt tokens."""
-        return self.row.prefill_settings.stats_spec.total
-
-    @property
     def prefill_rule(self) -> PrefillRule:
         """How prompts are divided into pieces."""
         chunk, stats_spec = self.row.settings.chunk, self.row.prefill_settings.stats_spec

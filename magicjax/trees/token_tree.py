@@ -271,7 +271,7 @@ def expansion(branches: Sequence[int]) -> TokenTree:
     expansion((1, 1, 3)) is a chain of two that ends in three leaves. Source: SpecInfer, section 3.
 
     Raises:
-      ValueError, TypeError: no depth, one without children, or what is no whole number.
+      ValueError, TypeError: no depths, or numbers of children that are not positive integers.
     """
     branches = tuple(branches)
     for count in branches:
