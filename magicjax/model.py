@@ -160,3 +160,26 @@ class Model:
         """
         hidden = self.layout.last_hidden(hidden, self.split)
         return self.module.apply(self.params, hidden, method="unembed")
+
+    @property
+    def has_draft_vocab(self) -> bool:
+        """Whether only some of the tokens have logits of their own."""
+        return getattr(self.config, "draft_vocab_size", None) is not None
+
+    def draft_logits(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B R"]:
+        """Returns the logits of the draft vocabulary, or those of `unembed` without one.
+
+        A row's token is that of `draft_tokens`. Choosing among R rows is faster than among V.
+        """
+        if not self.has_draft_vocab:
+            return self.unembed(hidden)
+        return self.module.apply(self.params, hidden, method="draft_logits")
+
+    def draft_tokens(self, rows: Int[Array, "*B"]) -> Int[Array, "*B"]:
+        """Returns the tokens of rows of the draft vocabulary; without one, the rows."""
+        if not self.has_draft_vocab:
+            return rows
+        row_of = self.params["params"]["vocab_map"]
+        tokens = jnp.zeros(self.config.embedding_rows, jnp.int32)
+        tokens = tokens.at[row_of].set(jnp.arange(row_of.size, dtype=jnp.int32), mode="drop")
+        return tokens[rows]

@@ -408,12 +408,18 @@ class Decoder(nn.Module):
 
         Tokens outside a draft vocabulary have the logit `NEVER`.
         """
+        logits = self.draft_logits(hidden)
+        return logits if self.config.draft_vocab_size is None else logits[..., self.vocab_map]
+
+    def draft_logits(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B R"]:
+        """Returns the logits of the draft vocabulary, if there is one, in the order of its rows.
+
+        The last row of a draft vocabulary stands for all other tokens: its logit is `NEVER`.
+        """
         c = self.config
         weight = self.embedding if c.tie_embeddings else self.unembedding
         x = self.norm(hidden) if c.final_norm else hidden
         x = self.project_out(x) if c.embedding_size is not None else x
         wide = jnp.promote_types(self.dtype, jnp.float32)
         (logits,) = products(x, [Matrix(weight)], 1, self.backend, wide)
-        if c.draft_vocab_size is None:
-            return logits
-        return logits.at[..., -1].set(NEVER)[..., self.vocab_map]
+        return logits if c.draft_vocab_size is None else logits.at[..., -1].set(NEVER)

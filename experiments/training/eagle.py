@@ -52,6 +52,11 @@ class HeadShape(Strict):
     norm_before_residual: bool = Field(False, description="As in speculators.")
     fc_norm: bool = Field(False, description="As in EAGLE-3.1.")
     norm_output: bool = Field(False, description="As in EAGLE-3.1.")
+    own_unembedding: bool = Field(
+        False,
+        description="Whether the files have the target's output rows, which SpecForge and "
+        "speculators read from the head.",
+    )
 
 
 class Recipe(BaseModel):
@@ -112,9 +117,11 @@ def train(recipe: Recipe, work: pathlib.Path, out: pathlib.Path) -> dict[str, li
             "larger generated.tokens"
         )
     training, measured = rows[:-held_out], rows[-held_out:]
-    tokens, vocab_map = draft_tokens(training, config)
+    beginning = rows.shape[1] - (recipe.generated.length - 1)
+    tokens, vocab_map = draft_tokens(training[:, beginning:], config)
     frozen = frozen_of(jnp.asarray(vocab_map), target, jnp.asarray(tokens))
-    loss = HeadLoss(*modules_of(target, len(tokens)), recipe.steps, recipe.decay)
+    modules = modules_of(target, len(tokens))
+    loss = HeadLoss(*modules, recipe.steps, recipe.decay, beginning=beginning)
     # The rows of the target are an argument of the loss, so that the head trains none of its own.
     module = models.build(dataclasses.replace(config, own_unembedding=True))
     params = _without_frozen(models.init_params(module, recipe.cross_entropy.seed))
@@ -137,7 +144,7 @@ def train(recipe: Recipe, work: pathlib.Path, out: pathlib.Path) -> dict[str, li
                 label=kind.replace("_", " "),
             )
     found = measure(loss, module, params, measured, frozen)
-    save(out, config, params, vocab_map, found, recipe)
+    save(out, config, params, frozen, found, recipe)
     return found
 
 
@@ -168,7 +175,6 @@ def head_config(shape: HeadShape, target: models.DecoderConfig) -> models.EagleC
         activation="silu",
         sliding_window=None,
         target_hidden_size=target.hidden_size,
-        own_unembedding=False,
     )
     try:
         config = models.EagleConfig(**fields | layer | given)
@@ -215,7 +221,7 @@ def save(
     path: pathlib.Path,
     config: models.EagleConfig,
     params: Any,
-    vocab_map: np.ndarray,
+    frozen: Any,
     found: dict[str, list[float]],
     recipe: Recipe,
 ) -> None:
@@ -225,7 +231,8 @@ def save(
         layer_inputs=recipe.head.layer_inputs,  # trainers number the default layers differently
         acceptance=round(found["same token"][0], 4),
     )
-    inner = export.rounded(params)["params"] | {"vocab_map": vocab_map}
+    names = ["vocab_map"] + ["unembedding"] * config.own_unembedding
+    inner = export.rounded(params["params"] | {name: frozen[name] for name in names})
     module = models.build(config, jnp.bfloat16)
     models.save_checkpoint(path, module, {"params": inner}, overwrite=True)
     size = sum(x.size for x in jax.tree.leaves(params))

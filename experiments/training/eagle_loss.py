@@ -37,6 +37,7 @@ class HeadLoss:
       kind: cross-entropy against the target's distribution, or one minus the overlap.
       windows: whether each row sees at most a random number of the newest tokens, so that the head
         also drafts on a ring.
+      beginning: the first tokens of a row that every row has; results leave them out.
     """
 
     teacher: nn.Module
@@ -45,6 +46,7 @@ class HeadLoss:
     decay: float
     kind: Kind = "cross_entropy"
     windows: bool = True
+    beginning: int = 0
 
     def __call__(
         self, head: nn.Module, params: Any, windows: UInt16[Array, "B T C"], frozen: Any
@@ -87,8 +89,9 @@ class HeadLoss:
         for first, (own, of_target, _) in steps:
             at = slice(first, first + own.shape[1])
             p, q = jnp.exp(of_target - total[:, at, None]), jax.nn.softmax(own)
-            same.append((own.argmax(-1) == best[:, at]).mean())
-            overlap.append(jnp.minimum(p, q).sum(-1).mean())
+            is_text = slice(self.beginning, None)
+            same.append((own.argmax(-1) == best[:, at])[:, is_text].mean())
+            overlap.append(jnp.minimum(p, q).sum(-1)[:, is_text].mean())
         return {"same token": jnp.stack(same), "overlap": jnp.stack(overlap)}
 
     def _steps(self, head, params, windows, frozen):

@@ -135,14 +135,15 @@ def _add_children(
     The nodes have just run: `hidden`, `score` and `parents` are their hidden states, path
     log-probabilities and entries.
     """
-    logits, axis_names = context.model.unembed(hidden), context.model.split.axes
+    logits, axis_names = context.model.draft_logits(hidden), context.model.split.axes
     if context.sampling is None:
         logp = collectives.log_softmax(logits.astype(jnp.float32), axis_names)
     else:
         # Rounding must not make a child more probable than its parent.
         p = warp(context.sampling, logits, axis_names)
         logp = jnp.minimum(jnp.log(p), 0).astype(jnp.float32)
-    best, tokens = collectives.top_k(logp, width, axis_names)
+    best, rows = collectives.top_k(logp, width, axis_names)
+    tokens = context.model.draft_tokens(rows)
 
     def put(old, new):
         new = new.reshape(len(new), -1).astype(old.dtype)

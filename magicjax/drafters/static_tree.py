@@ -119,14 +119,14 @@ def _child_chooser(context: DraftContext, tree: TokenTree) -> Callable[..., _Nod
     q_index = jnp.asarray(index)
 
     def choose(nodes: _Nodes, hidden: Float[Array, "B T E"], level: Int[Array, "T"]) -> _Nodes:
-        logits, axis_names = context.model.unembed(hidden), context.model.split.axes
+        model, axis_names = context.model, context.model.split.axes
         children = children_of[level]
         if nodes.q is None:
-            best = top_tokens(logits, width, axis_names)
-            tokens = nodes.tokens.at[:, children].set(best, mode="drop")
+            best = top_tokens(model.draft_logits(hidden), width, axis_names)
+            tokens = nodes.tokens.at[:, children].set(model.draft_tokens(best), mode="drop")
             return _Nodes(tokens, nodes.live, nodes.q)
         assert context.sampling is not None
-        q = warp(context.sampling, logits, axis_names)
+        q = warp(context.sampling, model.unembed(hidden), axis_names)
         tokens, live = draw(
             context.sampling,
             q,

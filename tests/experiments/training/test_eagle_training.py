@@ -137,6 +137,16 @@ def test_steps_of_the_loss_are_drafts_from_every_position(target, rows):
             np.testing.assert_allclose(logits[0, position], expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_head_is_written_with_the_output_rows_of_the_target_if_asked(target, tmp_path):
+    _, head, params, frozen = parts_of_loss(target)
+    found = {"same token": [0.5] * 3}
+    eagle.save(tmp_path, head.config, params, frozen, found, recipe(target))
+    read = magicjax.load(tmp_path, dtype="float32")
+    assert read.config.own_unembedding and read.config.acceptance == 0.5
+    rounded = frozen["unembedding"].astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_array_equal(read.params["params"]["unembedding"], rounded)
+
+
 def test_rows_that_see_few_tokens_have_other_losses(target, rows):
     loss, head, params, frozen = parts_of_loss(target)
     whole = eagle_loss._Attend(jnp.array([99, 99]))

@@ -120,6 +120,18 @@ def test_the_best_tokens_come_best_first():
     assert top_tokens(logits, 3, ()).tolist() == [[[1, 2, 0], [0, 3, 2]]]
 
 
+@pytest.mark.parametrize("kind", ["without", "small", "head"])
+def test_the_best_rows_of_a_draft_vocabulary_are_the_best_tokens(kind):
+    target = tiny.model()
+    few, head = tiny.few(target, 20), tiny.head(target)
+    model = {"without": target, "small": few, "head": head}[kind]
+    hidden = jax.random.normal(jax.random.key(1), (2, 3, model.config.hidden_size))
+    rows = top_tokens(model.draft_logits(hidden), 4, ())
+    expected = top_tokens(model.unembed(hidden), 4, ())
+    np.testing.assert_array_equal(model.draft_tokens(rows), expected)
+    assert (rows != expected).any() == (kind == "head")
+
+
 def test_the_size_of_the_program_does_not_depend_on_the_depth():
     """Levels are scanned: a deeper chain has no more operations."""
 
