@@ -183,3 +183,10 @@ class Model:
         tokens = jnp.zeros(self.config.embedding_rows, jnp.int32)
         tokens = tokens.at[row_of].set(jnp.arange(row_of.size, dtype=jnp.int32), mode="drop")
         return tokens[rows]
+
+    def over_tokens(self, probs: Float[Array, "*B R"]) -> Float[Array, "*B V"]:
+        """Returns probabilities of all tokens, given those of the rows of `draft_logits`."""
+        if not self.has_draft_vocab:
+            return probs
+        row_of = self.params["params"]["vocab_map"]
+        return jnp.take(probs, row_of, axis=-1, mode="fill", fill_value=0)

@@ -126,8 +126,8 @@ def _child_chooser(context: DraftContext, tree: TokenTree) -> Callable[..., _Nod
             tokens = nodes.tokens.at[:, children].set(model.draft_tokens(best), mode="drop")
             return _Nodes(tokens, nodes.live, nodes.q)
         assert context.sampling is not None
-        q = warp(context.sampling, model.unembed(hidden), axis_names)
-        tokens, live = draw(
+        q = warp(context.sampling, model.draft_logits(hidden), axis_names)
+        rows, live = draw(
             context.sampling,
             q,
             width,
@@ -137,9 +137,9 @@ def _child_chooser(context: DraftContext, tree: TokenTree) -> Callable[..., _Nod
             context.drafter_index,
             axis_names,
         )
-        q = collectives.local_slice(q, axis_names, context.target.split.axes)
+        q = collectives.local_slice(model.over_tokens(q), axis_names, context.target.split.axes)
         return _Nodes(
-            nodes.tokens.at[:, children].set(tokens, mode="drop"),
+            nodes.tokens.at[:, children].set(model.draft_tokens(rows), mode="drop"),
             nodes.live.at[:, children].set(live, mode="drop"),
             nodes.q.at[:, q_index[level]].set(q, mode="drop"),
         )
