@@ -33,7 +33,7 @@ def build(
         raise TypeError(f"{type(config).__name__} is not a model config: it must be DecoderConfig")
     if isinstance(config, EagleConfig):
         if weights is not None:
-            raise ValueError(f"weights={weights} of an EAGLE head are not supported: omit weights")
+            raise ValueError(f"weights={weights} is not supported for an EAGLE head: omit weights")
         return EagleHead(config, jnp.dtype(dtype))
     if weights is not None:
         weights.check(config.matrix_inputs())

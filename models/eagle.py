@@ -67,6 +67,8 @@ class EagleConfig(DecoderConfig):
                 f"layer_inputs={self.layer_inputs} of an EAGLE-3 head: it must name {FEATURES} "
                 "layers"
             )
+        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
+            raise ValueError(f"acceptance={self.acceptance} of an EAGLE head: it must be 0 to 1")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError(
                 "norm_before_fc and fc_norm of an EAGLE-3 head exclude each other: use one of them"

@@ -14,6 +14,7 @@ import numpy as np
 from models import hf_tensors
 from models.decoder import DecoderConfig
 from models.eagle import FEATURES, EagleConfig
+from models.hf_config import check_type
 from models.hf_tensors import UNEMBEDDING, Tensor
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -26,14 +27,14 @@ OF_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")
 _NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _ACCEPTANCE = "first_token_acceptance"  # of this package's trainer
-_KEYS = {
-    "draft_vocab_size",
-    "target_hidden_size",
-    "eagle_config",
-    "transformer_layer_config",
-    "architectures",
-    _LAYER_IDS,
-    *_NORMS,
+_TYPES: dict[str, type] = {
+    "draft_vocab_size": int,
+    "target_hidden_size": int,
+    "eagle_config": dict,
+    "transformer_layer_config": dict,
+    _LAYER_IDS: list,
+    _ACCEPTANCE: float,
+    **dict.fromkeys(_NORMS, bool),
 }
 
 
@@ -60,32 +61,45 @@ def read_config(
       read_layer: returns the config of a Llama config.json's contents.
 
     Raises:
-      ValueError: several layers, missing keys, or unsupported values.
+      ValueError: several layers, missing keys, values of another type, or unsupported ones.
     """
-    layer = dict(raw.get("transformer_layer_config") or raw)
-    extra = dict(raw.get("eagle_config") or {})
+    own = {key: raw[key] for key in _TYPES if raw.get(key) is not None}
+    _check_types(own)
+    extra = own.get("eagle_config", {})
+    _check_types(extra)
+    own = extra | own
+    layer = own.get("transformer_layer_config", raw)
     llama = {
         key: value
         for key, value in layer.items()
-        if key not in _KEYS and not key.startswith("speculators")
+        if key not in (*_TYPES, "architectures") and not key.startswith("speculators")
     }
     llama |= {"model_type": "llama", "tie_word_embeddings": False}
     config = read_layer(llama)
-    settings: Any = {name: bool(raw.get(name, extra.get(name, False))) for name in _NORMS}
-    vocab = raw.get("draft_vocab_size") or config.vocab_size
+    settings: Any = {name: own.get(name, False) for name in _NORMS}
+    vocab = own.get("draft_vocab_size", config.vocab_size)
     fields: dict[str, Any] = {
         f.name: getattr(config, f.name) for f in dataclasses.fields(DecoderConfig)
     }
     fields["draft_vocab_size"] = None if vocab == config.vocab_size else vocab
     return EagleConfig(
         **fields,
-        target_hidden_size=raw.get("target_hidden_size") or config.hidden_size,
-        layer_inputs=_layer_inputs(raw.get(_LAYER_IDS) or extra.get(_LAYER_IDS)),
-        acceptance=extra.get(_ACCEPTANCE),
+        target_hidden_size=own.get("target_hidden_size", config.hidden_size),
+        layer_inputs=_layer_inputs(own.get(_LAYER_IDS)),
+        acceptance=own.get(_ACCEPTANCE),
         own_embedding=EMBEDDING in names,
         own_unembedding=UNEMBEDDING in names if names else True,
         **settings,
     )
+
+
+def _check_types(values: Mapping[str, Any]) -> None:
+    """Raises ValueError if a value is not of its key's type."""
+    for key, value in values.items():
+        if key in _TYPES and value is not None:
+            check_type(key, value, _TYPES[key])
+    for i in values.get(_LAYER_IDS) or ():
+        check_type(f"a layer of {_LAYER_IDS}", i, int)
 
 
 def _layer_inputs(ids: Sequence[int] | None) -> tuple[int, ...] | None:

@@ -137,7 +137,7 @@ def _types(settings: type) -> dict[str, type]:
 FIELD_TYPES, ROPE_TYPES = _types(DecoderConfig), _types(Rope)
 
 
-def _check_type(name: str, value: Any, kind: type) -> None:
+def check_type(name: str, value: Any, kind: type) -> None:
     """Raises ValueError unless a value of config.json has a type."""
     accepted = {float: (int, float), list: (list, tuple)}.get(kind, kind)
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
@@ -165,7 +165,7 @@ class _Reader:
         self.read.add(key)
         value = self.raw[key] if key in self.raw else self.defaults.get(key)
         if value is not None and key in KEY_TYPES:
-            _check_type(key, value, KEY_TYPES[key])
+            check_type(key, value, KEY_TYPES[key])
         return otherwise if value is None else value
 
     def need(self, key: str) -> Any:
@@ -242,7 +242,7 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
         needed = REQUIRED - {"intermediate_size"} if family.mlp_ratio else REQUIRED
         value = reader.need(key) if needed.intersection(fields) else reader.get(key)
         if value is not None:
-            _check_type(key, value, FIELD_TYPES[fields[0]])
+            check_type(key, value, FIELD_TYPES[fields[0]])
             settings |= dict.fromkeys(fields, value)
     for part in family.parts:
         settings |= PARTS[part].read(reader, settings)
@@ -296,9 +296,9 @@ def _parse_rope(
         )
     for name, value in settings.items():
         if field := ROPE_KEYS.get(name):
-            _check_type(f"{name} of {key}", value, ROPE_TYPES[field])
+            check_type(f"{name} of {key}", value, ROPE_TYPES[field])
     theta = settings.pop("rope_theta", outside["rope_theta"])
-    _check_type(f"rope_theta of {key}", theta, float)
+    check_type(f"rope_theta of {key}", theta, float)
     settings.pop("finetuned", None)  # no effect on inference
     partial = settings.pop("partial_rotary_factor", outside.get("partial_rotary_factor", 1.0))
     if partial != 1.0 and "longrope" not in kinds:

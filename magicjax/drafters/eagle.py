@@ -103,8 +103,10 @@ class Eagle(Drafter):
         if not isinstance(self.model, Model) or not isinstance(
             self.model.config, models.EagleConfig
         ):
+            given = self.model
+            name = repr(given.name) if isinstance(given, Model) else type(given).__name__
             raise TypeError(
-                f"Eagle needs the EAGLE-3 head that magicjax.load returns, not {self.model!r}; "
+                f"Eagle needs the EAGLE-3 head that magicjax.load returns, not {name}; "
                 "a model that drafts alone is SmallModel"
             )
         config, c = self.config, target.config

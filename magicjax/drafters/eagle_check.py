@@ -38,7 +38,7 @@ Question: What is the capital of France?
 Answer: The capital of France is Paris. It is one of the largest cities in Europe.
 """
 TOKENS = 128
-CHANCE = 0.05  # below, a head without a stored acceptance is taken for one that is wired wrongly
+CHANCE = 0.05  # below, a head is taken for one that is wired wrongly
 PART = 0.5  # of the stored acceptance
 
 _checked = weakref.WeakKeyDictionary[Model, list[weakref.ref]]()  # targets, with heads' weights
@@ -73,7 +73,7 @@ def check(head: Model, target: Model) -> None:
     """Raises ValueError if a head agrees with its target far less than it should."""
     tokens = jnp.asarray(target.tokenizer(TEXT)["input_ids"][:TOKENS], jnp.int32)[None]
     config: Any = head.config
-    limit = CHANCE if config.acceptance is None else PART * config.acceptance
+    limit = max(CHANCE, PART * (config.acceptance or 0))
     found = float(agreement(head, target, tokens))
     if found >= limit:
         return
@@ -132,9 +132,8 @@ def _changed(head: Model, target: Model) -> Iterator[tuple[str, Model]]:
         layers = tuple(layer + shift for layer in config.layer_inputs)
         if min(layers) >= 0 and max(layers) <= target.config.num_layers:
             yield f"inputs of the layers {layers}", changed(layer_inputs=layers)
-    for name in ("norm_before_residual", "norm_output"):
-        value = not getattr(config, name)
-        yield f"{name}={value}", changed(**{name: value})
+    value = not config.norm_before_residual
+    yield f"norm_before_residual={value}", changed(norm_before_residual=value)
     if config.draft_vocab_size is not None:
         yield "d2t as the target's tokens", _with_absolute_tokens(head)
 

@@ -231,6 +231,17 @@ def setting(**settings):
             setting(norm_before_fc=True, fc_norm=True),
             "norm_before_fc and fc_norm .* exclude each other",
         ),
+        (setting(norm_output="false"), "norm_output='false' must be true or false"),
+        (setting(draft_vocab_size="40"), "draft_vocab_size='40' must be an integer"),
+        (setting(eagle_config=[1]), "eagle_config=.1. must be an object"),
+        (
+            setting(eagle_aux_hidden_state_layer_ids=[2, None, 3]),
+            "a layer of eagle_aux_hidden_state_layer_ids=None must be an integer",
+        ),
+        (
+            setting(eagle_config={"first_token_acceptance": 41.9}),
+            "acceptance=41.9 of an EAGLE head: it must be 0 to 1",
+        ),
     ],
 )
 def test_a_wrong_file_is_one_clear_error(change, message, tmp_path):

@@ -72,7 +72,6 @@ def test_agreement_counts_the_first_drafts_that_the_target_would_choose():
 CAUSES = {
     "inputs of the layers (1, 2, 3)": lambda c: c.layer_inputs == (1, 2, 3),
     "norm_before_residual=True": lambda c: c.norm_before_residual,
-    "norm_output=True": lambda c: c.norm_output,
 }
 
 
