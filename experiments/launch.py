@@ -217,15 +217,19 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
+def _console() -> Console:
+    """Returns a console that prints eagle:eagle:512 as it is, not as an emoji."""
+    console = Console(emoji=False)
+    return console if console.is_terminal else Console(width=140, emoji=False)  # for log files
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status.
 
     0; 1 if a cell failed or is not exact; 2 for invalid settings; 130 if the user stopped the run.
     In a multi-process run 4 if another process was lost (`experiments.processes`).
     """
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)  # for log files
+    console = _console()
     try:
         experiment = config.from_command_line(
             sys.argv[1:] if arguments is None else arguments, PROG

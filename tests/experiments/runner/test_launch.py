@@ -381,3 +381,8 @@ def test_the_shipped_files_can_be_run(path, capsys, tmp_path, downloaded):
         assert launch.main([str(path), *arguments]) == 0
         output = capsys.readouterr().out
     assert "to run" in output
+
+
+def test_a_drafter_is_not_printed_as_an_emoji(capsys):
+    launch._console().print("eagle:eagle:512", markup=False)
+    assert "eagle:eagle:512" in capsys.readouterr().out
