@@ -249,9 +249,10 @@ An EAGLE-3 head of {size / 1e6:.2f} M parameters for {recipe.target}, trained on
 it wrote ({recipe.generated.tokens:,} tokens, temperature {recipe.generated.temperature}). It
 proposes the {config.embedding_rows:,} most frequent tokens, with the target's output matrix.
 
-On held-out conversations: at what share of positions both choose the same token, and the mean overlap
-of their distributions, by depth of the draft. The head reads the text itself, so a depth counts
-whether or not the earlier tokens of a draft would have been right. Acceptance in use differs:
+On held-out conversations: at what share of positions both choose the same token, and the mean
+overlap of their distributions, by depth of the draft. The head reads the text itself, so a depth
+counts whether or not the earlier tokens of a draft would have been right. Acceptance in use
+differs:
 
 {table}
 
