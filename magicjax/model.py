@@ -158,8 +158,11 @@ class Model:
 
         With pipeline stages, they are the last stage's, on every stage.
         """
+        return self._logits(hidden, "unembed")
+
+    def _logits(self, hidden: Array, method: str) -> Array:
         hidden = self.layout.last_hidden(hidden, self.split)
-        return self.module.apply(self.params, hidden, method="unembed")
+        return self.module.apply(self.params, hidden, method=method)
 
     @property
     def has_draft_vocab(self) -> bool:
@@ -171,18 +174,13 @@ class Model:
 
         A row's token is that of `draft_tokens`. Choosing among R rows is faster than among V.
         """
-        if not self.has_draft_vocab:
-            return self.unembed(hidden)
-        return self.module.apply(self.params, hidden, method="draft_logits")
+        return self._logits(hidden, "draft_logits" if self.has_draft_vocab else "unembed")
 
     def draft_tokens(self, rows: Int[Array, "*B"]) -> Int[Array, "*B"]:
         """Returns the tokens of rows of the draft vocabulary; without one, the rows."""
         if not self.has_draft_vocab:
             return rows
-        row_of = self.params["params"]["vocab_map"]
-        tokens = jnp.zeros(self.config.embedding_rows, jnp.int32)
-        tokens = tokens.at[row_of].set(jnp.arange(row_of.size, dtype=jnp.int32), mode="drop")
-        return tokens[rows]
+        return tokens_of_rows(self.params["params"]["vocab_map"], self.config.embedding_rows)[rows]
 
     def over_tokens(self, probs: Float[Array, "*B R"]) -> Float[Array, "*B V"]:
         """Returns probabilities of all tokens, given those of the rows of `draft_logits`."""
@@ -190,3 +188,12 @@ class Model:
             return probs
         row_of = self.params["params"]["vocab_map"]
         return jnp.take(probs, row_of, axis=-1, mode="fill", fill_value=0)
+
+
+def tokens_of_rows(vocab_map: Int[Array, "V"], size: int) -> Int[Array, "R"]:
+    """Returns the token of each of the `size` rows of a draft vocabulary, given each token's row.
+
+    The token of a row that several tokens share is any of them.
+    """
+    tokens = jnp.arange(vocab_map.shape[0], dtype=jnp.int32)
+    return jnp.zeros(size, jnp.int32).at[vocab_map].set(tokens, mode="drop")

@@ -63,11 +63,8 @@ def read_config(
     Raises:
       ValueError: several layers, missing keys, values of another type, or unsupported ones.
     """
-    own = {key: raw[key] for key in _TYPES if raw.get(key) is not None}
-    _check_types(own)
-    extra = own.get("eagle_config", {})
-    _check_types(extra)
-    own = extra | own
+    own = _own_settings(raw)
+    own = _own_settings(own.get("eagle_config", {})) | own
     layer = own.get("transformer_layer_config", raw)
     llama = {
         key: value
@@ -93,13 +90,18 @@ def read_config(
     )
 
 
-def _check_types(values: Mapping[str, Any]) -> None:
-    """Raises ValueError if a value is not of its key's type."""
-    for key, value in values.items():
-        if key in _TYPES and value is not None:
-            check_type(key, value, _TYPES[key])
-    for i in values.get(_LAYER_IDS) or ():
+def _own_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a head that are not null.
+
+    Raises:
+      ValueError: a value is not of its key's type.
+    """
+    own = {key: raw[key] for key in _TYPES if raw.get(key) is not None}
+    for key, value in own.items():
+        check_type(key, value, _TYPES[key])
+    for i in own.get(_LAYER_IDS, ()):
         check_type(f"a layer of {_LAYER_IDS}", i, int)
+    return own
 
 
 def _layer_inputs(ids: Sequence[int] | None) -> tuple[int, ...] | None:

@@ -23,7 +23,7 @@ from magicjax.drafters.sparse import DRAW_HELP
 from magicjax.kv_cache import full_cache, sparse_cache
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.kv_cache.sparse_cache import DraftCache
-from magicjax.model import Model
+from magicjax.model import Model, tokens_of_rows
 from magicjax.options import option
 from magicjax.settings import Settings, StatsSpec
 from magicjax.trees.proposal import DrawMethod, Proposal
@@ -298,5 +298,5 @@ def _output_rows(
     matrix = of_target.get("unembedding", of_target["embedding"])
     if config.draft_vocab_size is None:
         return matrix.astype(dtype)
-    tokens = jnp.argsort(vocab_map)[: config.draft_vocab_size]
+    tokens = tokens_of_rows(vocab_map, config.draft_vocab_size)
     return jnp.take(matrix, tokens, axis=0).astype(dtype)

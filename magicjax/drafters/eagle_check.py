@@ -19,7 +19,7 @@ from magicjax.drafters.draft_pass import embed_for
 from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.attend import AttendTo
 from magicjax.kv_cache.prefill import prefill_cache
-from magicjax.model import Model
+from magicjax.model import Model, tokens_of_rows
 from magicjax.parallel.layouts import Resident
 from magicjax.settings import StatsSpec
 
@@ -144,8 +144,7 @@ def _with_absolute_tokens(head: Model) -> Model:
     size, inner = config.draft_vocab_size, head.params["params"]
     assert size is not None
     rows = jnp.arange(size, dtype=jnp.int32)
-    tokens = jnp.zeros(size, jnp.int32)
-    tokens = tokens.at[inner["vocab_map"]].set(jnp.arange(config.vocab_size), mode="drop") - rows
+    tokens = tokens_of_rows(inner["vocab_map"], size) - rows
     draft = jnp.full(config.vocab_size, size, jnp.int32).at[tokens].set(rows, mode="drop")
     params = {"params": inner | {"vocab_map": draft}}
     return dataclasses.replace(head, params=params)

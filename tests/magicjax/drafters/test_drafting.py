@@ -3,6 +3,7 @@
 A wrong draft still gives an exact text, so only these tests detect it.
 """
 
+import dataclasses
 import functools
 import types
 
@@ -14,6 +15,7 @@ import pytest
 import magicjax
 from magicjax.drafters.draft_pass import DraftContext
 from magicjax.drafters.static_tree import draft_static_tree, top_tokens
+from magicjax.parallel.layouts import Resident
 from tests.magicjax import oracle, tiny
 from tests.magicjax.kv_cache.test_loop_caches import (
     positions_held,
@@ -120,11 +122,19 @@ def test_the_best_tokens_come_best_first():
     assert top_tokens(logits, 3, ()).tolist() == [[[1, 2, 0], [0, 3, 2]]]
 
 
+class OtherStage(Resident):
+    """A layout whose last hidden states are others than those of this stage."""
+
+    def last_hidden(self, hidden, split):
+        return hidden[..., ::-1]
+
+
 @pytest.mark.parametrize("kind", ["without", "small", "head"])
 def test_the_best_rows_of_a_draft_vocabulary_are_the_best_tokens(kind):
     target = tiny.model()
     few, head = tiny.few(target, 20), tiny.head(target)
     model = {"without": target, "small": few, "head": head}[kind]
+    model = dataclasses.replace(model, layout=OtherStage())
     hidden = jax.random.normal(jax.random.key(1), (2, 3, model.config.hidden_size))
     rows = top_tokens(model.draft_logits(hidden), 4, ())
     expected = top_tokens(model.unembed(hidden), 4, ())
