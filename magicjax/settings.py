@@ -51,6 +51,7 @@ class Settings:
       replicated_rows: whether all groups of devices have the same rows; else `data` divides them.
       logprobs: for how many of the most likely tokens the log-probabilities are returned, besides
         those of the emitted tokens; None: no log-probabilities are computed.
+      member_trees: of an ensemble's members in this program; None: those of the ensemble.
     """
 
     tree: Tree
@@ -65,6 +66,7 @@ class Settings:
     mesh: AnyMesh | None = None
     replicated_rows: bool = False
     logprobs: int | None = None
+    member_trees: tuple[Tree, ...] | None = None
 
     @property
     def groups(self) -> int:
@@ -81,10 +83,17 @@ class Settings:
 
         With a tree of only a root nothing is drafted, and the drafter only commits tokens.
         """
+        return dataclasses.replace(self, tree=tree)._with_shape(tree.shape)
+
+    def with_member_trees(self, trees: tuple[Tree, ...], shape: Shape) -> "Settings":
+        """Returns the same for the trees of an ensemble's members; `shape` is the ensemble's."""
+        return dataclasses.replace(self, member_trees=trees)._with_shape(shape)
+
+    def _with_shape(self, shape: Shape) -> "Settings":
         verifier = self.verifier
-        if tree.num_nodes == 1 and verifier != "greedy":
+        if shape.num_nodes == 1 and verifier != "greedy":
             verifier = "naive"  # the other rules need draws
-        return dataclasses.replace(self, tree=tree, shape=tree.shape, verifier=verifier)
+        return dataclasses.replace(self, shape=shape, verifier=verifier)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,8 +47,8 @@ def by_request(cells: Sequence[CellResult]) -> pd.DataFrame:
 
 def _drafted(cells: Sequence[CellResult]) -> Iterable[tuple[CellResult, Lines]]:
     for cell in cells:
-        # The rounds of adaptive_depth have different depths.
-        if cell.metrics and cell.row["draft"] != "none" and not cell.row.get("adaptive_depth"):
+        # With adaptive, rounds have different trees.
+        if cell.metrics and cell.row["draft"] != "none" and not cell.row.get("adaptive"):
             yield cell, cell.requests()
 
 

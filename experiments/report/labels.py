@@ -20,7 +20,7 @@ SAMPLED = ("top_k", "top_p", "seed")  # beside the temperature
 # How much is measured, not what: named only if nothing else tells two groups apart.
 EFFORT = ("requests", "repeat", "candidates", "agreement_tokens", "phases")
 _FAMILY = ["draft", "draft_model", *(n for n in OPTIONS if n != "budget")]
-_FAMILY += ["tree", "verifier", "adaptive_depth"]
+_FAMILY += ["tree", "verifier", "adaptive"]
 
 Row = dict[str, Any]
 Rows = Sequence[Row]

@@ -53,7 +53,7 @@ MORE = (
     _number("ms/token p95", "tpot_ms_p95", "{:.1f}"),
     *(_number(f"TTFT p{p} (s)", f"ttft_s_p{p}", "{:.2f}") for p in (50, 95)),
     *(_number(f"E2E p{p} (s)", f"e2e_s_p{p}", "{:.2f}") for p in (50, 95)),
-    Heading("rounds at depth", "rounds_by_depth", lambda row: row["rounds_by_depth"]),
+    Heading("rounds", "rounds_by_arm", lambda row: row["rounds_by_arm"]),
     _number("score", "score", "{:.2f}"),
 )
 

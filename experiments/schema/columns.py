@@ -61,7 +61,7 @@ SERVING = {
     "tpot_ms_p95": Column("{:.2f}", "the 95th percentile of the times per output token"),
     "e2e_s_p50": Column("{:.3f}", "end-to-end latency: from the arrival to the end, in s, median"),
     "e2e_s_p95": Column("{:.3f}", "the 95th percentile of these times"),
-    "rounds_by_depth": Column("{}", "rounds of the loop at each depth that adaptive_depth chose"),
+    "rounds_by_arm": Column("{}", "rounds of the loop by drafter and depth, with adaptive"),
 }
 # How many drafted tokens the target accepts, and how the text compares with plain decoding's.
 DECODING = {
@@ -120,7 +120,7 @@ SETTINGS = (
     *("method", "draft", "draft_model"),
     *columns_of(Experiment).values(),
     *OPTIONS,
-    *("drafters", "profile", "tree", "verifier", "adaptive_depth", "gamma", "nodes"),
+    *("drafters", "profile", "tree", "verifier", "adaptive", "gamma", "nodes"),
 )
 # The first columns, in an order that scripts rely on.
 _FIRST = (

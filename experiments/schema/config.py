@@ -313,14 +313,9 @@ class Experiment(Strict):
         if any(AUTO in method.drafter for method in self.methods):
             raise ValueError("drafter=auto is not supported with slots: name a drafter")
         for i, method in enumerate(self.methods):
-            if any(method.adaptive_depth) and any(" + " in tree for tree in method.tree or ()):
+            if self.temperature and any(method.adaptive) and method.verifier != ["naive"]:
                 raise ValueError(
-                    f"methods.{i}: adaptive_depth is not supported with a tree for each drafter: "
-                    "give one tree for all, or remove adaptive_depth"
-                )
-            if self.temperature and any(method.adaptive_depth) and method.verifier != ["naive"]:
-                raise ValueError(
-                    f"methods.{i}: adaptive_depth with a temperature changes the text unless the "
+                    f"methods.{i}: adaptive with a temperature changes texts unless the "
                     "verifier is naive: set verifier: naive"
                 )
         mesh = parse_mesh(self.mesh) if self.mesh else MeshSize()

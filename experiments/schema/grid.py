@@ -137,7 +137,7 @@ class Cell(_Settings):
     def method(self) -> str:
         """The method's name in tables and figures, the same greedily and sampled by default."""
         verifier = "" if self.verifier == method.VERIFIER else self.verifier
-        adaptive = "adaptive" * self.adaptive_depth
+        adaptive = "adaptive" * self.adaptive
         parts = method.short_name(self.drafter), self.tree, verifier, adaptive
         return ", ".join(filter(None, parts))
 
@@ -249,7 +249,7 @@ def columns(cell: Cell) -> dict[str, Any]:
             "tree": cell.tree,
             "draw": cell.draw_methods,
             "verifier": cell.verifier or ("" if cell.is_plain else "greedy"),
-            "adaptive_depth": cell.adaptive_depth,
+            "adaptive": cell.adaptive,
             "gamma": cell.gamma,
             "nodes": cell.nodes,
         }

@@ -27,7 +27,7 @@ OPTIONS = tuple(
 # The fields of a cell that a method gives, with their values in plain decoding.
 PLAIN: dict[str, Any] = {
     **{"drafter": "none", "drafters": (), "profile": "", "tree": "", "verifier": ""},
-    "adaptive_depth": False,
+    "adaptive": False,
 }
 
 
@@ -56,7 +56,7 @@ class Method(Strict):
         description=f"Verification under sampling: {', '.join(SAMPLING_VERIFIERS)}. If not set: "
         f"{VERIFIER}, which follows the draw.",
     )
-    adaptive_depth: Annotated[list[bool], Many] = Field([False])
+    adaptive: Annotated[list[bool], Many] = Field([False])
     """With slots, draft the depth of the tree with the most expected tokens per second, from 0 to
     that of the tree."""
     options: Annotated[dict[str, list[Any]], tyro.conf.Suppress] = Field({})
@@ -107,7 +107,7 @@ class Method(Strict):
         """Returns the keys that have no effect without a setting of the experiment."""
         found: dict[str, dict[str, Any]] = {
             "temperature": {"verifier": self.verifier, "draw": "draw" in self.options},
-            "slots": {"adaptive_depth": any(self.adaptive_depth)},
+            "slots": {"adaptive": any(self.adaptive)},
         }
         return [name for name, is_set in found[setting].items() if is_set]
 
@@ -126,11 +126,11 @@ class Method(Strict):
                 "drafter": _text(drafter, dict(zip(options, values))),
                 "tree": tree,
                 "verifier": verifier,
-                "adaptive_depth": adaptive,
+                "adaptive": adaptive,
             }
             | fixed
             for drafter, *values, tree, verifier, adaptive in itertools.product(
-                self.drafter, *options.values(), trees, verifiers, self.adaptive_depth
+                self.drafter, *options.values(), trees, verifiers, self.adaptive
             )
         ]
 

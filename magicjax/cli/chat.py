@@ -11,7 +11,6 @@ from typing import Any
 
 import magicjax
 from magicjax.cli import drafting, options, text
-from magicjax.cli.options import AUTO
 from magicjax.decoding.prompts import chat_tokens
 from magicjax.engine.handle import RequestStats, Result
 from magicjax.files import write_atomically
@@ -24,7 +23,7 @@ PROMPT = "> "
 MAX_CONTEXT = 8192  # default limit: a model's own one can need more memory than the device has
 MAX_TOKENS = 1024
 HELP = """\
-/stats      tokens, tokens/s, acceptance and prefill of the last answer and of all answers
+/stats      tokens, tokens/s, tau and prefill of the last answer and of all answers
 /save FILE  write the conversation to a JSON file
 /reset      start a new conversation
 /help       list the commands
@@ -103,7 +102,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--verbose", action="store_true", help="log compilations and the size of the caches"
     )
-    drafting.add_speculation(parser)
+    drafting.add_adaptive_speculation(parser)
     drafting.add_sampling(parser)
     parser.set_defaults(run=run)
 
@@ -114,26 +113,18 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
       ValueError, OSError: invalid options; all checks run before weights are loaded.
     """
-    if AUTO in arguments.drafter:
-        raise ValueError(
-            f"--drafter {AUTO} measures a single prompt: find a drafter with `magicjax generate "
-            f"--drafter {AUTO}`, and pass it"
-        )
-    drafting.check(
-        arguments,
-        arguments.drafter,
-        arguments.temperature != 0,
-        "without --drafter",
-        "without --temperature",
-    )
+    sampled = arguments.temperature != 0
+    drafters = drafting.engine_drafters(arguments, sampled, "without --temperature")
     params = drafting.sampling_params(arguments, max_tokens=None)
     tokenizer = text.tokenizer_of(arguments)
     shortest = [*_first_messages(arguments), {"role": "user", "content": "a"}]
     # An error if the template rejects such messages.
-    config = _engine_config(arguments, len(chat_tokens(tokenizer, shortest)) + 1)
+    least = len(chat_tokens(tokenizer, shortest)) + 1
+    adaptive = bool(drafters) and not arguments.no_adaptive
+    config = _engine_config(arguments, least, adaptive)
     dtype = options.default_dtype(arguments.backend)
     load = functools.partial(text.unloaded, dtype=arguments.dtype or dtype)
-    drafter, tree = drafting.speculation(arguments, load)
+    drafter, tree = drafting.speculation(drafters, arguments.tree, load)
     target = text.unloaded_target(arguments, tokenizer, dtype)
     engine = magicjax.Engine(target, drafter, tree, config)
     session = Session(engine, params, tokenizer, _first_messages(arguments))
@@ -147,12 +138,15 @@ def run(arguments: argparse.Namespace) -> None:
             session = _answer(session, line)
 
 
-def _engine_config(arguments: argparse.Namespace, least: int) -> magicjax.EngineConfig:
+def _engine_config(
+    arguments: argparse.Namespace, least: int, adaptive: bool
+) -> magicjax.EngineConfig:
     """Returns the configuration of an engine of one slot, which stores one text.
 
     Args:
       arguments: of the command.
       least: the fewest tokens of a conversation with an answer.
+      adaptive: whether the engine chooses what drafts.
 
     Raises:
       ValueError: --max-context is smaller, or exceeds the target's positions.
@@ -171,6 +165,7 @@ def _engine_config(arguments: argparse.Namespace, least: int) -> magicjax.Engine
         max_tokens=arguments.max_tokens,
         sampling=arguments.temperature != 0,
         verifier=arguments.verifier,
+        adaptive=adaptive,
         rounds_per_step=1,  # text appears after every round
         backend=arguments.backend,
     )
@@ -311,11 +306,8 @@ def _summary(answers: Sequence[Answer]) -> str:
     parts = [f"{sum(one.new_tokens for one in stats)} tokens"]
     if rounds:
         parts.append(f"{emitted / sum(answer.decode_s for answer in answers):.1f} tokens/s")
-        depth = max(len(one.histogram) for one in stats) - 1
-        if depth:
-            accepted = sum(one.accepted for one in stats)
+        if max(len(one.histogram) for one in stats) > 1:
             parts.append(f"tau {emitted / rounds:.2f}")
-            parts.append(f"acceptance {accepted / (depth * rounds):.2f}")
     prefilled, seconds = (
         sum(one.prefilled_tokens for one in stats),
         sum(answer.prefill_s for answer in answers),

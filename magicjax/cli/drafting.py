@@ -21,22 +21,28 @@ from magicjax.plugins import installed
 from magicjax.trees.token_tree import Tree
 from magicjax.verification.verify import VERIFIERS
 
+SERVED = "prompt-lookup:4"  # the default drafter of an engine
 
-def add_speculation(parser: Any, more: str = "") -> Any:
+
+def add_speculation(
+    parser: Any,
+    more: str = "default: plain decoding",
+    read: Callable[[str], str] = options.drafter,
+) -> Any:
     """Adds the options of drafters and trees; returns their group.
 
     Args:
       parser: of a command.
       more: what the help of --drafter says besides.
+      read: returns the text of a --drafter option, for `argparse`.
     """
     group = parser.add_argument_group("speculation")
     group.add_argument(
         "--drafter",
         action="append",
-        type=options.drafter,
+        type=read,
         default=[],
-        help=f"{DRAFTER_SYNTAX}; repeat the option for an ensemble, whose trees are merged; "
-        f"{more}default: plain decoding",
+        help=f"{DRAFTER_SYNTAX}; repeat the option for an ensemble, whose trees are merged; {more}",
     )
     group.add_argument(
         "--tree",
@@ -47,6 +53,56 @@ def add_speculation(parser: Any, more: str = "") -> Any:
         "depth, width); one for all drafters, or one per drafter",
     )
     return group
+
+
+def add_adaptive_speculation(parser: Any) -> None:
+    """Adds the options of drafters and trees of a command that runs an engine."""
+    default = f"{options.NONE}: plain decoding; default: {SERVED}"
+    group = add_speculation(parser, default, options.engine_drafter)
+    group.add_argument(
+        "--no-adaptive",
+        action="store_true",
+        help="always draft the whole tree; default: plain decoding, or the drafter and depth with "
+        "the most expected tokens per second, chosen while decoding",
+    )
+    group.add_argument(
+        "--verifier",
+        choices=VERIFIERS,
+        help="rule that accepts drafted tokens; default: greedy without sampling, else naive, or "
+        "mss with --no-adaptive",
+    )
+
+
+def engine_drafters(arguments: argparse.Namespace, sampled: bool, greedy: str) -> list[str]:
+    """Returns the texts of the drafters of an engine; [] for plain decoding.
+
+    Args:
+      arguments: of a command with the options of `add_adaptive_speculation`.
+      sampled: whether tokens are sampled.
+      greedy: a phrase for when nothing is sampled.
+
+    Raises:
+      ValueError: options that cannot be combined, or have no effect.
+    """
+    drafters = list(arguments.drafter) or [SERVED]
+    if options.AUTO in drafters:
+        raise ValueError(
+            f"--drafter {options.AUTO} measures a single prompt: find a drafter with `magicjax "
+            f"generate --drafter {options.AUTO}`, and pass it"
+        )
+    if options.NONE in drafters:
+        if len(drafters) > 1:
+            raise ValueError(f"--drafter {options.NONE} with another drafter: remove one of them")
+        drafters = []
+    check(arguments, drafters, sampled, f"with --drafter {options.NONE}", greedy)
+    effects = [("no_adaptive", drafters, f"with --drafter {options.NONE}")]
+    options.check_effects(arguments, effects)
+    if drafters and not arguments.no_adaptive and arguments.verifier == "mss":
+        raise ValueError(
+            "--verifier mss gives a seed a text that depends on what drafts: add --no-adaptive, or "
+            "omit --verifier"
+        )
+    return drafters
 
 
 def drafters_help() -> str:
@@ -61,7 +117,7 @@ def drafters_help() -> str:
 
 
 def add_sampling(parser: Any) -> None:
-    """Adds the options of sampling."""
+    """Adds the options of sampling, except for the verifier."""
     group = parser.add_argument_group("sampling")
     group.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy decoding")
     group.add_argument(
@@ -71,11 +127,6 @@ def add_sampling(parser: Any) -> None:
         "--top-p", type=float, default=1.0, help="probability mass to sample from; default: 1, all"
     )
     group.add_argument("--seed", type=int, default=0, help="default: 0")
-    group.add_argument(
-        "--verifier",
-        choices=VERIFIERS,
-        help="rule that accepts drafted tokens; default: greedy, or mss with a temperature",
-    )
 
 
 def sampling_params(
@@ -129,12 +180,12 @@ def check(
 
 
 def speculation(
-    arguments: argparse.Namespace, load: Callable[[str], magicjax.Model]
+    drafters: Sequence[str], trees: Sequence[Tree], load: Callable[[str], magicjax.Model]
 ) -> tuple[Drafter | None, Tree | None]:
     """Returns (drafter, tree) for `magicjax.generate`, with draft models that `load` returns."""
-    if not arguments.drafter:
+    if not drafters:
         return None, None
-    drafter = make_drafter(" + ".join(arguments.drafter), load)
-    if len(arguments.tree) > 1:
-        return magicjax.Ensemble(drafter.members(), tuple(arguments.tree)), None
-    return drafter, next(iter(arguments.tree), None)
+    drafter = make_drafter(" + ".join(drafters), load)
+    if len(trees) > 1:
+        return magicjax.Ensemble(drafter.members(), tuple(trees)), None
+    return drafter, next(iter(trees), None)

@@ -27,6 +27,7 @@ from magicjax.loading import config_of
 from magicjax.model import DTYPES
 from magicjax.options import token_count
 from magicjax.trees.token_tree import Tree
+from magicjax.verification.verify import VERIFIERS
 from magicjax.version import version
 from sharding import parse_mesh
 
@@ -99,7 +100,13 @@ def add(commands: Any) -> None:
 
 def _add_speculation(parser: Any) -> None:
     group = drafting.add_speculation(
-        parser, f"{AUTO} runs trials on the prompt and uses the fastest drafter; "
+        parser,
+        f"{AUTO} runs trials on the prompt and uses the fastest drafter; default: plain decoding",
+    )
+    group.add_argument(
+        "--verifier",
+        choices=VERIFIERS,
+        help="rule that accepts drafted tokens; default: greedy, or mss with a temperature",
     )
     group.add_argument(
         "--candidate",
@@ -313,7 +320,7 @@ def speculation(
     """Returns (drafter, tree) for `magicjax.stream`, with draft models without weights."""
     load = functools.partial(text.unloaded, dtype=arguments.dtype, shards=arguments.draft_shards)
     if AUTO not in arguments.drafter:
-        return drafting.speculation(arguments, load)
+        return drafting.speculation(arguments.drafter, arguments.tree, load)
     candidates = [make_drafter(candidate, load) for candidate in arguments.candidate]
     return magicjax.Auto(candidates or None, arguments.profile), None
 

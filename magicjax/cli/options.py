@@ -15,6 +15,7 @@ from models import parse_weights
 from pallas_kernels.cpu import build
 
 AUTO = "auto"
+NONE = "none"
 SOURCE = "directory, OWNER/NAME on the Hugging Face Hub, GGUF file or preset"
 INTERRUPTED = 130  # exit code, as of a shell: 128 + SIGINT
 # CPU instructions with which XLA multiplies bfloat16, as Linux names them on x86 and Arm: bfloat16
@@ -40,6 +41,11 @@ def drafter(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
+
+
+def engine_drafter(text: str) -> str:
+    """Returns the text of an engine's --drafter option, which can also be "none"."""
+    return text if text == NONE else drafter(text)
 
 
 def candidate(text: str) -> str:

@@ -10,10 +10,8 @@ from typing import Any
 
 import magicjax
 from magicjax.cli import drafting, options, text
-from magicjax.cli.options import AUTO
 from magicjax.model import DTYPES
 from magicjax.options import token_count
-from magicjax.verification.verify import VERIFIERS
 from sharding import parse_mesh
 
 API_KEY = "MAGICJAX_API_KEY"
@@ -56,7 +54,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--verbose", action="store_true", help="log compilations and the size of the caches"
     )
-    drafting.add_speculation(parser)
+    drafting.add_adaptive_speculation(parser)
     _add_engine(parser.add_argument_group("engine"))
     _add_server(parser.add_argument_group("server"))
     parser.set_defaults(run=run)
@@ -88,11 +86,6 @@ def _add_engine(group: Any) -> None:
         "temperature 1 unless they give another; 0 is greedy",
     )
     group.add_argument(
-        "--verifier",
-        choices=[name for name in VERIFIERS if name != "greedy"],
-        help="rule that accepts drafted tokens; default: mss, or naive with --adaptive-depth",
-    )
-    group.add_argument(
         "--logprobs",
         type=int,
         metavar="K",
@@ -111,9 +104,6 @@ def _add_engine(group: Any) -> None:
         action="store_true",
         help="end no text at EOS, so that texts have the length that requests ask for; for "
         "benchmarks, without response_format",
-    )
-    group.add_argument(
-        "--adaptive-depth", action="store_true", help="choose the depth of the tree while serving"
     )
     group.add_argument(
         "--queue-limit",
@@ -187,7 +177,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f'magicjax serve requires {error.name}: pip install "magicjax[serve]"'
         ) from error
-    api_key = _checked(arguments)
+    drafters, api_key = _drafters(arguments), _checked(arguments)
     tokenizer = text.tokenizer_of(arguments)
     with bind(arguments.host, arguments.port) as bound:
         host, port = bound.getsockname()[:2]
@@ -197,8 +187,9 @@ def run(arguments: argparse.Namespace) -> int:
         mesh = magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None
         target = text.unloaded_target(arguments, tokenizer, dtype)
         load = functools.partial(text.unloaded, dtype=arguments.dtype or dtype)
-        drafter, tree = drafting.speculation(arguments, load)
-        engine = magicjax.Engine(target, drafter, tree, engine_config(arguments), mesh=mesh)
+        drafter, tree = drafting.speculation(drafters, arguments.tree, load)
+        config = engine_config(arguments, adaptive=bool(drafters) and not arguments.no_adaptive)
+        engine = magicjax.Engine(target, drafter, tree, config, mesh=mesh)
         worker = Worker(engine)
         _note("compiling; this takes seconds to minutes")
         worker.warm_up()
@@ -209,16 +200,16 @@ def run(arguments: argparse.Namespace) -> int:
         return serve(app, worker, bound, arguments.drain_s)
 
 
+def _drafters(arguments: argparse.Namespace) -> list[str]:
+    """Returns the texts of the drafters; raises ValueError for invalid options of speculation."""
+    options.check_effects(arguments, [("verifier", not arguments.greedy, "with --greedy")])
+    if arguments.verifier == "greedy":
+        raise ValueError("--verifier greedy does not sample: use --greedy")
+    return drafting.engine_drafters(arguments, not arguments.greedy, "with --greedy")
+
+
 def _checked(arguments: argparse.Namespace) -> str | None:
     """Returns the API key; raises ValueError for invalid options."""
-    if AUTO in arguments.drafter:
-        raise ValueError(
-            f"--drafter {AUTO} measures a single prompt: find a drafter with `magicjax generate "
-            f"--drafter {AUTO}`, and pass it"
-        )
-    sampled = not arguments.greedy
-    drafting.check(arguments, arguments.drafter, sampled, "without --drafter", "with --greedy")
-    options.check_effects(arguments, [("verifier", not arguments.greedy, "with --greedy")])
     if not 0 <= arguments.port < 2**16:
         raise ValueError(f"port={arguments.port}: it must be between 0 and {2**16 - 1}")
     if arguments.max_body_bytes < 1:
@@ -235,7 +226,7 @@ def _checked(arguments: argparse.Namespace) -> str | None:
     return key
 
 
-def engine_config(arguments: argparse.Namespace) -> magicjax.EngineConfig:
+def engine_config(arguments: argparse.Namespace, adaptive: bool) -> magicjax.EngineConfig:
     """Returns the configuration of the engine that the options describe."""
     return magicjax.EngineConfig(
         slots=arguments.slots,
@@ -246,7 +237,7 @@ def engine_config(arguments: argparse.Namespace) -> magicjax.EngineConfig:
         eos_token_id=() if arguments.ignore_eos else None,
         prefill_chunk=arguments.prefill_chunk,
         rounds_per_step=arguments.rounds_per_step,
-        adaptive_depth=arguments.adaptive_depth,
+        adaptive=adaptive,
         queue_limit=arguments.queue_limit,
         prefix_bytes=arguments.prefix_bytes,
         host_prefix_bytes=arguments.host_prefix_bytes,

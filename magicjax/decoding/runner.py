@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from magicjax.decoding import memory, program_cache
-from magicjax.decoding.adaptive_depth import DepthChooser
+from magicjax.decoding.controller import PROBE_ROUNDS, Arm, Controller
 from magicjax.decoding.loop import ALL_ROUNDS, DecodeState, Prefilled
 from magicjax.decoding.request import Request
 from magicjax.decoding.stats import Stats, acceptance
@@ -136,8 +136,8 @@ def run_to_end(request: Request, state: DecodeState) -> tuple[DecodeState, float
 
 def run_adaptive(
     request: Request,
-    settings: Mapping[int, Settings],
-    chooser: DepthChooser,
+    settings: Mapping[Arm, Settings],
+    controller: Controller,
     state: DecodeState,
     rounds: int,
 ) -> tuple[DecodeState, list[Call], float]:
@@ -145,14 +145,15 @@ def run_adaptive(
 
     Args:
       request: with a drafter.
-      settings: of the loop by the depth of its tree. All loops are compiled before the first call.
-      chooser: of the depth of each call after the first one.
+      settings: of the loop by arm. All loops are compiled before the first call.
+      controller: chooses the arm of each call after the first one.
       state: after prefill, as deep as the deepest tree.
-      rounds: per call.
+      rounds: per call that is no probe.
     """
     for one in settings.values():
         compile_loop(request, one, state)
     calls: list[Call] = []
+    ran: set[Arm] = set()
     total, decode_s = np.zeros(state.histogram.shape, np.int32), 0.0
     limits, texts = np.asarray(request.limits), text_streams(request)
     prompt_lengths = np.array([len(prompt) for prompt in request.prompts])
@@ -162,16 +163,17 @@ def run_adaptive(
             left = limits - emitted
             lengths = prompt_lengths + emitted
             live = {int(row): (int(lengths[row]), int(left[row])) for row in np.flatnonzero(~ended)}
-            chooser = chooser.chosen(live)
-        depth = chooser.depth
-        loaded = any(depth == earlier for earlier, _ in calls)
-        state, seconds = run(request, settings[depth], state, rounds)
+            controller = controller.chosen(live)
+        arm, most = controller.arm, PROBE_ROUNDS if controller.is_probe else rounds
+        loaded = arm in ran
+        ran.add(arm)
+        state, seconds = run(request, settings[arm], state, most)
         state, emitted, _, ended = end_stopped(state, texts)
         histogram = np.array(state.histogram) - total
         total, decode_s = total + histogram, decode_s + seconds
-        calls.append((depth, histogram))
-        ran = int(histogram.sum(1).max())
-        chooser = chooser.counted(total, ran, seconds if loaded else None)
+        calls.append((arm.depth, histogram))
+        ran_rounds = int(histogram.sum(1).max())
+        controller = controller.counted(total, ran_rounds, seconds if loaded else None)
     return state, calls, decode_s
 
 

@@ -208,6 +208,14 @@ class Drafter(abc.ABC):
         """Returns its state of one row, as `insert` takes it and `prefill` continues it."""
         return extract_row(state, slot)
 
+    def simulated(self, state: Any) -> Int[Array, "B A"] | None:
+        """Returns how many simulated rounds of each row accepted 0, 1, … A - 1 tokens.
+
+        A drafter whose drafts cost little can simulate its rounds while another drafter, or none,
+        drafts, so that its acceptance is known. None: it does not.
+        """
+        return None
+
     def members(self) -> tuple["Drafter", ...]:
         """Returns the drafters of an ensemble, or the drafter itself."""
         return (self,)

@@ -27,7 +27,7 @@ from magicjax.model import Model, tokens_of_rows
 from magicjax.options import option
 from magicjax.settings import Settings, StatsSpec
 from magicjax.trees.proposal import DrawMethod, Proposal
-from magicjax.trees.token_tree import Tree
+from magicjax.trees.token_tree import ROOT_ONLY, Tree
 from models.positions import frequencies, rotate_pairs
 
 
@@ -219,6 +219,8 @@ class Eagle(Drafter):
     def propose(
         self, target, state: EagleState, root, cache, sampling, settings: Settings
     ) -> tuple[Proposal, None]:
+        if settings.tree.num_nodes == 1:  # `commit` runs no pass of the head
+            return Proposal(root[:, None], ROOT_ONLY.array), None
         context = DraftContext(
             model=self.model,
             target=target,

@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
@@ -52,13 +54,20 @@ class Ensemble(Drafter):
         if self.trees is not None and len(self.trees) != count:
             raise ValueError(f"{len(self.trees)} trees for {count} drafters: give one for each")
 
-    def _members(self, tree: Tree) -> list[tuple[Drafter, Tree]]:
-        """Returns each drafter and its tree."""
-        trees = (tree,) * len(self.drafters) if self.trees is None else self.trees
+    def with_trees(
+        self, tree: Tree, others: tuple[Tree, ...] | None = None
+    ) -> list[tuple[Drafter, Tree]]:
+        """Returns each drafter and its tree.
+
+        Args:
+          tree: of the members without trees of their own.
+          others: of all members instead; None: their own.
+        """
+        trees = others or self.trees or (tree,) * len(self.drafters)
         return list(zip(self.drafters, trees, strict=True))
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
-        for drafter, member_tree in self._members(tree):
+        for drafter, member_tree in self.with_trees(tree):
             if member_tree.num_nodes < 2:
                 raise ValueError(f"a member's tree has only a root: give it a child\n{member_tree}")
             drafter.check(target, member_tree, depth, context)
@@ -68,7 +77,11 @@ class Ensemble(Drafter):
         return dataclasses.replace(self, drafters=members)
 
     def shape(self, tree: Tree) -> Shape:
-        shapes = [drafter.shape(member_tree) for drafter, member_tree in self._members(tree)]
+        return self.shape_of(self.with_trees(tree))
+
+    def shape_of(self, members: Sequence[tuple[Drafter, Tree]]) -> Shape:
+        """Returns the bounds of the union of the members' proposals for their trees."""
+        shapes = [drafter.shape(tree) for drafter, tree in members]
         return Shape(
             1 + sum(shape.num_nodes - 1 for shape in shapes),
             max(shape.depth for shape in shapes),
@@ -76,18 +89,19 @@ class Ensemble(Drafter):
         )
 
     def draw_methods(self, tree: Tree) -> set[str]:
-        members = self._members(tree)
+        members = self.with_trees(tree)
         return set().union(*(drafter.draw_methods(member_tree) for drafter, member_tree in members))
 
     def _with_settings(self, settings: Settings) -> list[tuple[Drafter, Settings]]:
         """Returns each drafter and its settings."""
-        depth = self.shape(settings.tree).depth
+        members = self.with_trees(settings.tree, settings.member_trees)
+        depth = self.shape_of(members).depth
         return [
             (
                 drafter,
                 dataclasses.replace(settings, tree=tree, max_backlog=depth, drafter_index=index),
             )
-            for index, (drafter, tree) in enumerate(self._members(settings.tree))
+            for index, (drafter, tree) in enumerate(members)
         ]
 
     def stats_spec(self) -> StatsSpec:
@@ -118,11 +132,15 @@ class Ensemble(Drafter):
             ),
             strict=True,
         )
-        merged, node_of = merge(proposals, self.shape(settings.tree).depth)
-        nodes = merged.tokens.shape[1]
-        drafted = zip(self.drafters, drafts, node_of, strict=True)
+        drafting = [i for i, one in enumerate(proposals) if one.tokens.shape[1] > 1]
+        if not drafting:
+            return proposals[0], drafts
+        merged, node_of = merge([proposals[i] for i in drafting], settings.shape.depth)
+        nodes, numbers = merged.tokens.shape[1], dict(zip(drafting, node_of, strict=True))
+        root_only = jnp.zeros((len(root), 1), jnp.int32)
         return merged, tuple(
-            drafter.renumber(draft, own_nodes, nodes) for drafter, draft, own_nodes in drafted
+            drafter.renumber(draft, numbers.get(i, root_only), nodes)
+            for i, (drafter, draft) in enumerate(zip(self.drafters, drafts, strict=True))
         )
 
     def commit(self, target, state, draft, proposal, outcome) -> tuple[Any, ...]:

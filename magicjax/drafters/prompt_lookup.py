@@ -1,6 +1,7 @@
 """Prompt lookup: drafts the continuation of an n-gram match in the row's own text."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,13 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from magicjax.drafters.base import Drafter, RoundOutcome
+from magicjax.drafters.simulated_rounds import SimulatedRounds
 from magicjax.model import Model
 from magicjax.options import option
 from magicjax.settings import Settings
 from magicjax.trees.merge import merge
 from magicjax.trees.proposal import Proposal, deterministic_draws
-from magicjax.trees.token_tree import NO_NODE, TokenTree, Tree
+from magicjax.trees.token_tree import NO_NODE, TokenTree, Tree, chain
 
 MAX_CHAINS = 64  # the shortest text buffer has as many slots
 
@@ -26,10 +28,12 @@ class PromptLookupState:
     Attributes:
       text: int32 [B, S], prompt and emitted tokens without the pending one; undefined from `count`.
       count: int32 [B].
+      simulated: rounds of a chain, as deep as the tree, while it does not draft.
     """
 
     text: Int[Array, "B S"]
     count: Int[Array, "B"]
+    simulated: SimulatedRounds
 
 
 @struct.dataclass
@@ -85,16 +89,20 @@ class PromptLookup(Drafter):
         self, target, tokens, cache, stats, settings: Settings, previous=None
     ) -> PromptLookupState:
         text = jnp.pad(tokens, ((0, 0), (0, settings.capacity - tokens.shape[1])))
-        return PromptLookupState(text, cache.lengths)
+        simulated = SimulatedRounds.create(tokens.shape[0], settings.tree.depth)
+        return PromptLookupState(text, cache.lengths, simulated)
 
     def propose(
         self, target, state: PromptLookupState, root, cache, sampling, settings: Settings
-    ) -> tuple[Proposal, None]:
+    ) -> tuple[Proposal, SimulatedRounds]:
         tree = settings.tree
         assert isinstance(tree, TokenTree)  # `check` rejects dynamic trees
-        if tree.num_nodes == 1:
-            return Proposal(root[:, None], tree.array), None
         text = state.text.at[jnp.arange(root.shape[0]), state.count].set(root)
+        if tree.num_nodes == 1:
+            simulated = state.simulated.continued(
+                text, state.count, functools.partial(self._chain, text, state)
+            )
+            return Proposal(root[:, None], tree.array), simulated
         drafted, found = self.continuations(text, state.count, tree)
         tokens = jnp.concatenate([root[:, None], drafted], 1)
         parents = jnp.where(found, jnp.asarray(tree.array[1:]), NO_NODE)
@@ -105,7 +113,13 @@ class PromptLookup(Drafter):
         proposal = Proposal(tokens, parents, draws)
         if tree.parents.count(0) > 1:  # equal continuations become one branch
             proposal, _ = merge([proposal], tree.depth)
-        return proposal, None
+        return proposal, state.simulated.closed()
+
+    def _chain(self, text: Int[Array, "B S"], state: PromptLookupState) -> Int[Array, "B D"]:
+        """Returns the tokens of a chain as deep as those of the simulated rounds; -1: none."""
+        depth = state.simulated.drafted.shape[1]
+        drafted, found = self.continuations(text, state.count, chain(depth))
+        return jnp.where(found, drafted, -1)
 
     def continuations(
         self, text: Int[Array, "B S"], newest: Int[Array, "B"], tree: TokenTree
@@ -140,12 +154,20 @@ class PromptLookup(Drafter):
         return start, best >= 0
 
     def commit(
-        self, target, state: PromptLookupState, draft: None, proposal, outcome: RoundOutcome
+        self,
+        target,
+        state: PromptLookupState,
+        draft: SimulatedRounds,
+        proposal,
+        outcome: RoundOutcome,
     ) -> PromptLookupState:
         tokens = jnp.take_along_axis(proposal.tokens, outcome.path, 1)
         write = jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (start,)))
         text = write(state.text, tokens, state.count)
-        return PromptLookupState(text, state.count + outcome.committed)
+        return PromptLookupState(text, state.count + outcome.committed, draft)
+
+    def simulated(self, state: PromptLookupState) -> Int[Array, "B A"]:
+        return state.simulated.histogram
 
     def synthetic_state(
         self, state: PromptLookupState, lengths: Int[Array, "B"]

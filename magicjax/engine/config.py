@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from magicjax.checks import check_whole
-from magicjax.drafters import Drafter, Ensemble
+from magicjax.drafters import Drafter
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
 from magicjax.suggest import explain_unknown
@@ -34,16 +34,16 @@ class EngineConfig:
       max_tokens: the limit of any request's new tokens; at most capacity - 1 are used.
       sampling: whether requests may have a temperature above 0; an engine without is faster.
       verifier: the rule that accepts drafted tokens, as for `magicjax.generate`; None for greedy,
-        or with sampling for mss, and for naive if the depth adapts.
+        or with sampling for mss, and for naive if adaptive.
       eos_token_id: ends a text, one id or several; None for those of the target, [] for none.
       prefill_chunk: the most prompt tokens that a step prefills. A policy that sums the attention
         of all prompt tokens, such as h2o, prefills each prompt at once.
       rounds_per_step: the most rounds of a call of the loop, which also ends when a request does.
         New requests, text and cancellations wait for the end of a call.
-      adaptive_depth: whether each call of the loop drafts the depth of the tree, from 0 to that of
-        the engine's tree, with the most expected tokens per second. Rounds of each depth are
+      adaptive: whether each call of the loop runs what has the most expected tokens per second:
+        plain decoding, or a drafter with a depth up to that of its tree. Rounds of each are
         compiled and timed by `Engine.warm_up`, or before the first request. Sampled requests are
-        then verified by naive, whose text does not depend on the depth.
+        then verified by naive, whose text does not depend on what drafts.
       queue_limit: the most requests that wait for a slot.
       prefix_bytes: the most bytes of prompts and answers that are stored on the device, on a mesh
         in each group of devices; 0 to store none; None for as many rows as slots, at most 4.
@@ -67,7 +67,7 @@ class EngineConfig:
     eos_token_id: int | Sequence[int] | None = None
     prefill_chunk: int = 512
     rounds_per_step: int = 8
-    adaptive_depth: bool = False
+    adaptive: bool = False
     queue_limit: int = 1024
     prefix_bytes: int | None = None
     host_prefix_bytes: int = 0
@@ -87,7 +87,7 @@ class EngineConfig:
             check_whole(name, getattr(self, name), 0)
         if self.logprobs is not None:
             check_whole("logprobs", self.logprobs, 0, MAX_ALTERNATIVES)
-        for name in ("sampling", "adaptive_depth"):
+        for name in ("sampling", "adaptive"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r}: it must be True or False")
 
@@ -104,7 +104,7 @@ class EngineConfig:
                 f"capacity={capacity}: it must be at most the {positions} positions of the target"
             )
         verifier = self.verifier
-        if verifier is None and self.adaptive_depth and self.sampling:
+        if verifier is None and self.adaptive and self.sampling:
             verifier = "naive"
         limit = min(self.max_tokens, capacity - 1)
         return dataclasses.replace(self, capacity=capacity, max_tokens=limit, verifier=verifier)
@@ -131,29 +131,23 @@ class EngineConfig:
             )
 
     def check_drafter(self, drafter: Drafter | None, verifier: str) -> None:
-        """Raises ValueError if `adaptive_depth` does not support the drafter or the verifier."""
-        if not self.adaptive_depth:
+        """Raises ValueError if `adaptive` does not support the drafter or the verifier."""
+        if not self.adaptive:
             return
         if drafter is None:
             raise ValueError(
-                "adaptive_depth=True has no effect without a drafter: pass drafter=... or omit "
-                "adaptive_depth"
-            )
-        if isinstance(drafter, Ensemble) and drafter.trees is not None:
-            raise ValueError(
-                "adaptive_depth=True with an ensemble whose members have trees of their own: pass "
-                "one tree for all members, or omit adaptive_depth"
+                "adaptive=True has no effect without a drafter: pass drafter=..., or use "
+                "adaptive=False"
             )
         if verifier not in ("greedy", "naive"):
             raise ValueError(
-                f"verifier={verifier!r} with adaptive_depth=True: the text of a seed would depend "
-                "on the depths, and so on other requests; use verifier='naive', or omit "
-                "adaptive_depth"
+                f"verifier={verifier!r} with adaptive=True: the text of a seed would depend on "
+                "what drafts, and so on other requests; use verifier='naive', or adaptive=False"
             )
         if jax.process_count() > 1:
             raise ValueError(
-                f"adaptive_depth=True in {jax.process_count()} processes, whose times differ: omit "
-                "adaptive_depth"
+                f"adaptive=True in {jax.process_count()} processes, whose times differ: use "
+                "adaptive=False"
             )
 
     @property

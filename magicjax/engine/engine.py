@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from magicjax.decoding import program_cache, runner
-from magicjax.decoding.adaptive_depth import DepthChooser
+from magicjax.decoding.controller import PROBE_ROUNDS, Controller
 from magicjax.decoding.loop import Prefilled
 from magicjax.drafters import Drafter
 from magicjax.engine import speculation, submission
@@ -84,7 +84,7 @@ class Engine:
         Raises:
           ValueError, TypeError: invalid arguments, as for `magicjax.generate`; a drafter whose
             state cannot be inserted row by row; a store of prefixes for a policy that reads all
-            prompt tokens; adaptive_depth without a drafter, or with another verifier than naive;
+            prompt tokens; adaptive without a drafter, or with another verifier than naive;
             slots that do not divide over the mesh's `data`; slots, rows for prefill and prefixes
             that do not fit the free memory.
         """
@@ -105,8 +105,8 @@ class Engine:
         )
         self._arena = Arena(config.grammar_states * CLASSES)
         self._eos = set(global_arrays.fetch(self._templates.row.eos).tolist())
-        self._loops = speculation.loops(slots, config.adaptive_depth)
-        self._depths = DepthChooser.create(self._loops, config.slots)
+        self._loops = speculation.loops(slots, config.adaptive)
+        self._controller = Controller.create(self._loops, config.slots)
         self._counters = Counters(self._loops)
         self._state = empty_state(self._templates)
         self._ended = np.ones(config.slots, bool)  # in the state, or by the host
@@ -185,7 +185,7 @@ class Engine:
         A request's first token follows its prefill. If nothing is decoded yet, the free slots are
         filled first, in one or several steps. Each call of a program synchronizes once.
         """
-        if len(self._loops) > 1 and self._depths.times is None:
+        if len(self._loops) > 1 and self._controller.times is None:
             self._time_rounds()
         counters, begun, compiled_s = self._counters, time.monotonic(), program_cache.totals()[1]
         device_s = counters.device_s
@@ -207,7 +207,7 @@ class Engine:
     def warm_up(self) -> None:
         """Compiles all programs, by running short requests; then forgets their statistics.
 
-        With `adaptive_depth`, rounds are timed too.
+        With `adaptive`, rounds are timed too.
 
         Raises:
           RuntimeError: there are unfinished requests.
@@ -234,7 +234,8 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Counts and times so far."""
-        return self._counters.stats(self._scheduler, self._prefixes, self._templates.kv_bytes)
+        kv_bytes, probes = self._templates.kv_bytes, self._controller.probes
+        return self._counters.stats(self._scheduler, self._prefixes, kv_bytes, probes)
 
     @property
     def unfinished(self) -> list[Handle]:
@@ -251,9 +252,9 @@ class Engine:
     # What follows runs inside `step` and `cancel`.
 
     def _time_rounds(self) -> None:
-        """Times the loop at each depth, before the first request."""
+        """Times the loop of each arm, before the first request."""
         times, self._state = speculation.time_rounds(self._templates, self._loops, self._state)
-        self._depths = dataclasses.replace(self._depths, times=times)
+        self._controller = dataclasses.replace(self._controller, times=times)
 
     def _decode(self) -> None:
         """Runs the loop, hands out new tokens and ends requests."""
@@ -261,19 +262,27 @@ class Engine:
             ended = global_arrays.put(self._ended, self._state.ended.sharding)
             self._state = dataclasses.replace(self._state, ended=ended)
             self._ended_by_host = False
-        running = self._scheduler.running
-        self._depths = self._depths.chosen({slot: _lengths(one) for slot, one in running.items()})
-        depth, slots = self._depths.depth, self._templates.slots
-        s, seconds = runner.run_until_row_ends(slots, self._loops[depth], self._state)
-        self._state = s
-        emitted, output, ended, histogram, nodes, rounds = global_arrays.fetch(
-            (s.emitted, s.output, s.ended, s.histogram, s.nodes, s.rounds)
+        running, slots = self._scheduler.running, self._templates.slots
+        live = {slot: _lengths(one) for slot, one in running.items()}
+        self._controller = controller = self._controller.chosen(live)
+        state = self._state
+        if controller.is_probe:
+            state = runner.with_rounds(state, min(PROBE_ROUNDS, self.config.rounds_per_step))
+        s, seconds = runner.run_until_row_ends(slots, self._loops[controller.arm], state)
+        simulated = {}
+        if len(self._loops) > 1 and slots.drafter is not None:
+            simulated = speculation.simulated(slots.drafter, s.drafter)
+        emitted, output, ended, histogram, nodes, rounds, simulated = global_arrays.fetch(
+            (s.emitted, s.output, s.ended, s.histogram, s.nodes, s.rounds, simulated)
         )
+        if controller.is_probe:
+            s = runner.with_rounds(s, self.config.rounds_per_step)
+        self._state = s
         asked = any(handle.request.params.logprobs is not None for handle in running.values())
         logprobs = global_arrays.fetch(s.logprobs) if asked else None
-        self._counters.rounds_by_depth[depth] += int(rounds)
+        self._counters.rounds_by_arm[controller.arm] += int(rounds)
         self._counters.loop_s += seconds
-        self._depths = self._depths.counted(histogram, int(rounds), seconds)
+        self._controller = controller.counted(histogram, int(rounds), seconds, simulated)
         self._ended = ended.copy()
         for slot, handle in list(running.items()):
             handle.histogram = tuple(histogram[slot].tolist())
@@ -321,7 +330,7 @@ class Engine:
         slot = self._scheduler.insert(handle)
         self._state, insert_s = runner.insert(self._templates.slots, self._state, row, slot)
         self._counters.prefill_s += finish_s + insert_s
-        self._depths = self._depths.joined(slot)
+        self._controller = self._controller.joined(slot)
         self._store(Prefix(handle.request.prompt, row.cache, row.drafter))
         ended, first, logprobs = global_arrays.fetch((row.ended, row.pending, row.logprobs))
         self._ended[slot] = ended[0]

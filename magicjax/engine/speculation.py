@@ -1,11 +1,12 @@
-"""The loops of an engine with an adaptive depth, and the seconds of their rounds.
+"""The arms of an engine: their loops, the seconds of their rounds, and simulated rounds.
 
-`time_rounds` measures these seconds at two lengths of the rows before the first request, and
-`decoding.adaptive_depth` chooses the depth of each call.
+`time_rounds` measures the seconds at two lengths of the rows before the first request, and
+`decoding.controller` chooses the arm of each call.
 """
 
 import dataclasses
 import statistics
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,9 +14,11 @@ import jax
 import numpy as np
 
 from magicjax.decoding import paired_timing, runner
-from magicjax.decoding.adaptive_depth import RoundTimes
+from magicjax.decoding.controller import PLAIN, Arm, RoundTimes
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.request import Request
+from magicjax.drafters import Drafter, Ensemble
+from magicjax.drafters.spec import drafter_name
 from magicjax.engine.templates import Templates, empty_state
 from magicjax.settings import Settings
 from magicjax.trees.token_tree import ROOT_ONLY, DynamicTree, Tree, truncated
@@ -24,33 +27,83 @@ from sharding import global_arrays
 REPEATS = 3  # of each timing, after one that loads the program
 
 
-def loops(request: Request, adaptive_depth: bool) -> dict[int, Settings]:
-    """Returns the settings of the loop by the depth of its tree.
+def loops(request: Request, adaptive: bool) -> dict[Arm, Settings]:
+    """Returns the settings of the loop by arm.
 
     Args:
       request: of all rows.
-      adaptive_depth: False: only its own tree. True: also 0, 1, 2, 4, ... up to its depth; of a
-        dynamic tree only 0, because a shallower one would grow elsewhere.
+      adaptive: False: only its own tree. True: also plain decoding, and each drafter alone with
+        trees of depth 1, 2, 4, ... up to that of its own; of a dynamic tree only its own, because a
+        shallower one would grow elsewhere.
 
     Raises:
-      ValueError: adaptive_depth for a drafter that cannot be timed.
+      ValueError: adaptive for a drafter that cannot be timed.
     """
-    settings = request.settings
-    if not adaptive_depth:
-        return {settings.shape.depth: settings}
+    settings, drafter = request.settings, request.drafter
+    if drafter is None:
+        return {PLAIN: settings}
+    names = names_of(drafter)
+    whole = Arm(" + ".join(names), settings.shape.depth)
+    if not adaptive:
+        return {whole: settings}
     _check_timed(request)
-    tree, deepest = settings.tree, settings.shape.depth
-    trees: dict[int, Tree] = {0: ROOT_ONLY, deepest: tree}
-    if not isinstance(tree, DynamicTree):
-        powers = (2**n for n in range(deepest.bit_length()))
-        trees |= {depth: truncated(tree, depth) for depth in powers}
-    return {depth: _with_tree(request, trees[depth]) for depth in sorted(trees)}
+    if not isinstance(drafter, Ensemble):
+        trees = {Arm(names[0], tree.depth): tree for tree in _depths(settings.tree)}
+        trees[PLAIN] = ROOT_ONLY
+        return {arm: _with_tree(request, trees[arm]) for arm in sorted(trees)}
+    own = [tree for _, tree in drafter.with_trees(settings.tree)]
+    arms: dict[Arm, list[Tree]] = {PLAIN: [ROOT_ONLY] * len(own)}
+    for i, name in enumerate(names):
+        for tree in _depths(own[i]):
+            arms[Arm(name, tree.depth)] = [tree if j == i else ROOT_ONLY for j in range(len(own))]
+    arms[whole] = own
+    return {
+        arm: settings.with_member_trees(
+            tuple(trees), drafter.shape_of(list(zip(drafter.drafters, trees, strict=True)))
+        )
+        for arm, trees in arms.items()
+    }
+
+
+def names_of(drafter: Drafter) -> list[str]:
+    """Returns a name of each member of an ensemble, or of a drafter, such as prompt-lookup."""
+    names, seen = [], Counter[str]()
+    for member in _members(drafter):
+        name = drafter_name(type(member))
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return names
+
+
+def _members(drafter: Drafter) -> tuple[Drafter, ...]:
+    return drafter.drafters if isinstance(drafter, Ensemble) else (drafter,)
+
+
+def _depths(tree: Any) -> list[Tree]:
+    """Returns the trees of a drafter's arms."""
+    if isinstance(tree, DynamicTree):
+        return [tree]
+    powers = (2**n for n in range(tree.depth.bit_length()))
+    return [truncated(tree, depth) for depth in sorted({*powers, tree.depth})]
 
 
 def _with_tree(request: Request, tree: Tree) -> Settings:
     assert request.drafter is not None
     shape = request.drafter.shape(tree)
     return dataclasses.replace(request.settings.with_tree(tree), shape=shape)
+
+
+def simulated(drafter: Drafter, state: Any) -> dict[str, jax.Array]:
+    """Returns the histograms of the simulated rounds, by the names of the drafters that have any.
+
+    Args:
+      drafter: of the engine.
+      state: its own.
+    """
+    states = state if isinstance(drafter, Ensemble) else (state,)
+    members = zip(names_of(drafter), _members(drafter), states, strict=True)
+    found = {name: member.simulated(own) for name, member, own in members}
+    return {name: histogram for name, histogram in found.items() if histogram is not None}
 
 
 def _check_timed(request: Request) -> None:
@@ -62,19 +115,19 @@ def _check_timed(request: Request) -> None:
         jax.eval_shape(drafter.synthetic_state, state.drafter, state.cache.lengths)
     except NotImplementedError as error:
         raise ValueError(
-            f"adaptive_depth=True times rounds before the first request, and {error}: define it, "
-            "or omit adaptive_depth"
+            f"adaptive=True times rounds before the first request, and {error}: define it, or use "
+            "adaptive=False"
         ) from error
 
 
 def time_rounds(
-    templates: Templates, settings: Mapping[int, Settings], state: DecodeState
+    templates: Templates, settings: Mapping[Arm, Settings], state: DecodeState
 ) -> tuple[RoundTimes, DecodeState]:
-    """Returns (the seconds of rounds at each depth, an empty state); compiles all loops.
+    """Returns (the seconds of rounds of each arm, an empty state); compiles all loops.
 
     Args:
       templates: of the engine.
-      settings: of the loop, by depth.
+      settings: of the loop, by arm.
       state: without live rows; donated.
     """
     request = templates.slots
@@ -90,8 +143,8 @@ def time_rounds(
         seconds.append([statistics.median(each) for each in times])
         del state, drafters  # before others are allocated
         state = empty_state(templates)
-    by_depth = dict(zip(settings, zip(*seconds, strict=True), strict=True))
-    return RoundTimes(tuple(lengths), by_depth), state
+    by_arm = dict(zip(settings, zip(*seconds, strict=True), strict=True))
+    return RoundTimes(tuple(lengths), by_arm), state
 
 
 def _live(templates: Templates, state: DecodeState, length: int) -> DecodeState:

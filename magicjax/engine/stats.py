@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
+from magicjax.decoding.controller import Arm, Probes
 from magicjax.engine.handle import FINISH_REASONS, Result
 from magicjax.engine.prefix_store import PrefixStore
 from magicjax.engine.scheduler import Scheduler
@@ -27,7 +28,9 @@ class EngineStats:
       reused_tokens: prompt tokens that were not prefilled.
       prefix_bytes, prefix_host_bytes: of the prefixes on the device and in host memory.
       kv_bytes: of the keys and values of all slots, target and drafter.
-      rounds_by_depth: rounds of the loop by the depth of the tree; depth 0 drafts nothing.
+      rounds_by_arm: rounds of the loop by what drafted, and the depth of its tree.
+      probe_rounds: of the loop, that measured the acceptance of an idle drafter.
+      probe_lost_s: seconds of these rounds, beyond those that their tokens would have taken.
     """
 
     finished: dict[str, int]
@@ -46,18 +49,20 @@ class EngineStats:
     prefix_bytes: int
     prefix_host_bytes: int
     kv_bytes: int
-    rounds_by_depth: dict[int, int]
+    rounds_by_arm: dict[Arm, int]
+    probe_rounds: int
+    probe_lost_s: float
 
 
 class Counters:
     """What an engine counts; the fields are those of `EngineStats`."""
 
-    def __init__(self, depths: Iterable[int]):
-        """Starts at 0; `depths` are those that the loop may draft."""
+    def __init__(self, arms: Iterable[Arm]):
+        """Starts at 0; `arms` are those of the loop."""
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
         self.steps = self.new_tokens = 0
         self.loop_s = self.prefill_s = self.host_s = 0.0
-        self.rounds_by_depth = dict.fromkeys(depths, 0)
+        self.rounds_by_arm = dict.fromkeys(arms, 0)
 
     @property
     def device_s(self) -> float:
@@ -69,7 +74,9 @@ class Counters:
         self.finished[result.finish_reason] += 1
         self.new_tokens += len(result.tokens)
 
-    def stats(self, scheduler: Scheduler, store: PrefixStore, kv_bytes: int) -> EngineStats:
+    def stats(
+        self, scheduler: Scheduler, store: PrefixStore, kv_bytes: int, probes: Probes
+    ) -> EngineStats:
         """Returns the statistics so far."""
         seconds = self.device_s + self.host_s
         return EngineStats(
@@ -89,5 +96,7 @@ class Counters:
             prefix_bytes=store.num_bytes,
             prefix_host_bytes=store.num_host_bytes,
             kv_bytes=kv_bytes,
-            rounds_by_depth=dict(self.rounds_by_depth),
+            rounds_by_arm=dict(self.rounds_by_arm),
+            probe_rounds=probes.probed,
+            probe_lost_s=probes.lost_s,
         )

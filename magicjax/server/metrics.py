@@ -80,6 +80,7 @@ class _OfEngine(Collector):
             "requests_waiting": ("Requests in the queue or in prefill", stats.waiting),
             "prefix_bytes": ("Bytes of prefixes on the device", stats.prefix_bytes),
             "prefix_host_bytes": ("Bytes of prefixes in host memory", stats.prefix_host_bytes),
+            "probe_lost_seconds": ("Seconds that probes lost", stats.probe_lost_s),
             "kv_bytes": ("Bytes of keys and values of all slots", stats.kv_bytes),
         }
         for name, (text, value) in gauges.items():
@@ -93,6 +94,7 @@ class _OfEngine(Collector):
             "reused_tokens": ("Prompt tokens that were not prefilled", stats.reused_tokens),
             "loop_seconds": ("Seconds of the compiled loop", stats.loop_s),
             "prefill_seconds": ("Seconds of prefill", stats.prefill_s),
+            "probe_rounds": ("Rounds of the batch that probed a drafter", stats.probe_rounds),
             "host_seconds": ("Seconds of scheduling and detokenization", stats.host_s),
         }
         for name, (text, value) in counters.items():
@@ -103,11 +105,11 @@ class _OfEngine(Collector):
         for reason, count in stats.finished.items():
             finished.add_metric([reason], count)
         yield finished
-        by_depth = CounterMetricFamily(
+        by_arm = CounterMetricFamily(
             "magicjax_batch_rounds",
-            "Rounds of the batch by the depth of the tree",
-            labels=["depth"],
+            "Rounds of the batch by drafter and by the depth of the tree",
+            labels=["drafter", "depth"],
         )
-        for depth, count in stats.rounds_by_depth.items():
-            by_depth.add_metric([str(depth)], count)
-        yield by_depth
+        for arm, count in stats.rounds_by_arm.items():
+            by_arm.add_metric([arm.drafter, str(arm.depth)], count)
+        yield by_arm

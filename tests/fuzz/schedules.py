@@ -135,8 +135,8 @@ def _start(made: Configuration, clock: Any) -> Session:
     )
     engine = magicjax.Engine(target, drafter, tree, config, mesh=made.mesh)
     engine.warm_up()
-    if len(engine._loops) > 1:  # depths that times choose would differ in each run
-        engine._depths = Forced(**vars(engine._depths))
+    if len(engine._loops) > 1:  # arms that times choose would differ in each run
+        engine._controller = Forced(**vars(engine._controller))
     alone = None
     if not made.exact:
         longest = np.zeros(engine._templates.capacity - 1, np.int32)
@@ -157,10 +157,7 @@ def _options(rng, made: Configuration, drafter: Any) -> dict[str, Any]:
     whole = drafter is not None and drafter.stats_spec().total
     if host and prefix_bytes is None and not whole:
         found["host_prefix_bytes"] = HOST_BYTES
-    has_trees = isinstance(drafter, magicjax.Ensemble) and drafter.trees is not None
-    found["adaptive_depth"] = bool(
-        adaptive and made.exact and drafter is not None and not has_trees
-    )
+    found["adaptive"] = bool(adaptive and made.exact and drafter is not None)
     return found
 
 

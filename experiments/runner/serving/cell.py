@@ -50,19 +50,19 @@ def measure(bench: Bench, cell: Cell) -> tuple[dict[str, Any], list[dict[str, An
         raise RuntimeError(f"{cell.label}: a timed run compiled, so its time is invalid")
     runs, plain_runs = served[cell], served[plain]
     match = _match(bench, cell, workload, runs, plain_runs[0])
-    rounds = runs[0].rounds_by_depth
+    rounds = runs[0].rounds_by_arm
     row: dict[str, Any] = {"device": device_name(), "status": "ok", "error": ""}
     row |= _times(cell, runs, plain_runs) if cell.repeats else {}
     row |= _acceptance(cell, runs) | exactness.columns(match)
-    if cell.adaptive_depth:
-        row["rounds_by_depth"] = ", ".join(f"{n} at {d}" for d, n in rounds.items())
+    if cell.adaptive:
+        row["rounds_by_arm"] = ", ".join(f"{n} {arm}" for arm, n in rounds.items())
     row |= {"compile_s": compiled[1], "memory_mb": peak_memory() / 1e6}
     metrics = {
         "row": complete(columns(cell), row),
         "runs": [*map(_run, runs)],
         "plain_runs": [*map(_run, plain_runs)],
         **_curves(cell, runs),
-        "rounds_by_depth": rounds,
+        "rounds_by_arm": {str(arm): n for arm, n in rounds.items()},
         "divergences": [str(d) for d in match.divergences] if match else [],
     }
     return metrics, _requests(bench.tasks(cell), workload, runs[0])
@@ -93,7 +93,7 @@ def _engine(bench: Bench, cell: Cell) -> magicjax.Engine:
         sampling=cell.temperature > 0,
         verifier=used.verifier,
         eos_token_id=used.eos_token_id,
-        adaptive_depth=cell.adaptive_depth,
+        adaptive=cell.adaptive,
         queue_limit=cell.num_requests,
         prefix_bytes=0,  # the runs repeat the same prompts
     )
@@ -149,8 +149,8 @@ def _acceptance(cell: Cell, runs: Sequence[Run]) -> dict[str, float | None]:
     """Returns means over all runs."""
     stats = [one for run in runs for one in run.stats]
     passes, accepted = sum(one.rounds for one in stats), sum(one.accepted for one in stats)
-    # With adaptive_depth the rounds of a request have different depths, which are not counted.
-    has_rate = not cell.is_plain and not cell.adaptive_depth
+    # With adaptive the rounds of a request have different trees, which are not counted.
+    has_rate = not cell.is_plain and not cell.adaptive
     return {
         "tau": sum(one.tau * one.rounds for one in stats) / passes,
         "tau_by_request": statistics.mean(one.tau for one in stats),
@@ -162,7 +162,7 @@ def _acceptance(cell: Cell, runs: Sequence[Run]) -> dict[str, float | None]:
 
 def _curves(cell: Cell, runs: Sequence[Run]) -> dict[str, Sequence[float]]:
     """Returns the histogram of accepted tokens and acceptance by depth; empty without a depth."""
-    histogram = [] if cell.is_plain or cell.adaptive_depth else _histogram(runs)
+    histogram = [] if cell.is_plain or cell.adaptive else _histogram(runs)
     counts = at_least(histogram)
     return {
         "histogram": histogram,

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 import magicjax
+from magicjax.decoding.controller import Arm
 from magicjax.engine.handle import Handle, RequestStats
 
 
@@ -32,7 +33,7 @@ class Run:
       ttft_s: time to first token.
       total_s: time to the end of the request.
       stats: of each request.
-      rounds_by_depth: of the engine's loop.
+      rounds_by_arm: of the engine's loop.
     """
 
     texts: list[np.ndarray]
@@ -41,7 +42,7 @@ class Run:
     total_s: list[float]
     prefill_s: float
     stats: tuple[RequestStats, ...]
-    rounds_by_depth: Mapping[int, int]
+    rounds_by_arm: Mapping[Arm, int]
 
     @property
     def tpot_s(self) -> list[float | None]:
@@ -125,5 +126,5 @@ def serve(engine: magicjax.Engine, workload: Workload) -> Run:
         [result.stats.total_s + wait for result, wait in zip(results, late, strict=True)],
         engine.stats.prefill_s - before.prefill_s,
         tuple(result.stats for result in results),
-        {d: n - before.rounds_by_depth[d] for d, n in engine.stats.rounds_by_depth.items()},
+        {a: n - before.rounds_by_arm[a] for a, n in engine.stats.rounds_by_arm.items()},
     )

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from magicjax.decoding import program_cache, runner
-from magicjax.decoding.adaptive_depth import DepthChooser, RoundTimes
+from magicjax.decoding.controller import PLAIN, Arm, Controller, RoundTimes
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.preparation import prepare
 from magicjax.decoding.prompts import prompts_of
@@ -173,17 +173,18 @@ def _run_choice(
         return state, [(depth, np.asarray(state.histogram))], seconds
     assert choice.tree is not None
     trial = next(trial for trial in choice.trials if trial.name == choice.name)
-    chooser = DepthChooser.create(
-        choice.round_seconds,
+    arms = {depth: Arm(choice.name, depth) if depth else PLAIN for depth in choice.round_seconds}
+    controller = Controller.create(
+        arms.values(),
         len(request.prompts),
-        first=choice.tree.depth,
+        first=arms[choice.tree.depth],
         rates=[by_rank[0] for by_rank in trial.acceptance],
         rounds=PRIOR_ROUNDS,
-        times=RoundTimes((1,), {depth: (s,) for depth, s in choice.round_seconds.items()}),
+        times=RoundTimes((1,), {arms[d]: (s,) for d, s in choice.round_seconds.items()}),
         until_last_row_ends=True,
     )
     settings = {
-        depth: request.settings.with_tree(chain(depth) if depth else ROOT_ONLY)
-        for depth in choice.round_seconds
+        arm: request.settings.with_tree(chain(depth) if depth else ROOT_ONLY)
+        for depth, arm in arms.items()
     }
-    return runner.run_adaptive(request, settings, chooser, state, choice.auto.rounds_per_call)
+    return runner.run_adaptive(request, settings, controller, state, choice.auto.rounds_per_call)

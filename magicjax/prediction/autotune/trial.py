@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from magicjax.decoding import runner
-from magicjax.decoding.adaptive_depth import row_rates, row_tokens, tried_and_accepted
+from magicjax.decoding.controller import row_rates, row_tokens, tried_and_accepted
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.paired_timing import PrefilledPrompts
 from magicjax.decoding.request import Request

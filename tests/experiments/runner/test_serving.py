@@ -37,14 +37,14 @@ def test_goodput_counts_requests_that_meet_both_limits():
     assert workload.percentiles([0.1, None, 0.3])[50] == pytest.approx(0.2)
 
 
-ADAPTIVE = "methods: [{drafter: prompt-lookup, adaptive_depth: true}]"
+ADAPTIVE = "methods: [{drafter: prompt-lookup, adaptive: true}]"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("rate: 4\nmin_context: 8", "rate, min_context has no effect without slots: set slots, or"),
-        (ADAPTIVE, "methods.0.adaptive_depth has no effect without slots: set slots"),
+        (ADAPTIVE, "methods.0.adaptive has no effect without slots: set slots"),
         ("slots: 2\ncontext: 8\nmin_context: 9", "min_context=9 is larger than context=8"),
     ],
 )
@@ -57,10 +57,10 @@ def test_wrong_settings_are_refused_in_one_line(tmp_path, capsys, text, message)
 
 
 def test_cells_share_a_plain_cell_and_only_those_with_slots_have_its_settings():
-    described = method.Method(drafter=["prompt-lookup"], adaptive_depth=[False, True])
+    described = method.Method(drafter=["prompt-lookup"], adaptive=[False, True])
     experiment = config.Experiment(slots=2, rate=8.0, methods=[described])
     ((plain, fixed, adaptive),) = grid.groups(experiment)
-    assert [cell.adaptive_depth for cell in (plain, fixed, adaptive)] == [False, False, True]
+    assert [cell.adaptive for cell in (plain, fixed, adaptive)] == [False, False, True]
     assert adaptive.method == f"{fixed.method}, adaptive" and grid.plain_of(adaptive) == plain
     assert (plain.batch, plain.rate, plain.arrivals, plain.ttft_limit_s) == (2, 8.0, "poisson", 1.0)
     assert grid.restored(grid.resolved(plain)) == plain
@@ -101,8 +101,8 @@ def test_a_grid_of_rates_is_exact_reported_and_resumed(zoo, here, capsys, monkey
         "slots: 2\nrequests: 5\nrepeats: 2\n"
         "context: 48\nmin_context: 8\nnew_tokens: 12\nmin_new_tokens: 2\n"
         "grid: {rate: [200, inf]}\narrivals: burst:2\n"
-        "exclude: [{rate: 200, adaptive_depth: true}]\n"
-        "methods: [{drafter: prompt-lookup, tree: chain:2, adaptive_depth: [false, true]}]\n"
+        "exclude: [{rate: 200, adaptive: true}]\n"
+        "methods: [{drafter: prompt-lookup, tree: chain:2, adaptive: [false, true]}]\n"
     )
     with monkeypatch.context() as patch:
         patch.setattr(page, "write", lambda *_: [])
@@ -124,7 +124,7 @@ def test_a_grid_of_rates_is_exact_reported_and_resumed(zoo, here, capsys, monkey
     rates = [row["acceptance_rate"] for row in rows]
     assert [bool(rate) for rate in rates] == [False, True, False, True, False]
     assert all(0 <= float(rate) <= 1 for rate in rates if rate)
-    assert [bool(row["rounds_by_depth"]) for row in rows] == [False] * 4 + [True]
+    assert [bool(row["rounds_by_arm"]) for row in rows] == [False] * 4 + [True]
     assert {row["tau"] for row in rows if row["method"] == "plain"} == {"1.0"}
     folder = directory / "cells" / rows[1]["key"]
     requests = [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]

@@ -54,7 +54,7 @@ def test_all_problems_of_a_file_are_reported(tmp_path):
         (
             "{drafter: prompt-lookup, policy: snapkv}",
             "policy: no such key with drafter=prompt-lookup (keys: drafter, drafters, profile, "
-            "tree, verifier, adaptive_depth, max_ngram, min_ngram)",
+            "tree, verifier, adaptive, max_ngram, min_ngram)",
         ),
         ("{drafter: small:x + small:y, budget: 64}", "budget could belong to any member of"),
         ("{drafter: self, tree: 'chain:1 + chain:2'}", "has 2 trees for 1 drafters"),
@@ -146,13 +146,8 @@ REFUSED = [
     (SERVED + "batch: 4", "batch has no effect with slots: remove it"),
     (SERVED + "methods: [{drafter: auto}]", "drafter=auto is not supported with slots"),
     (
-        SERVED + "methods: [{drafter: self + prompt-lookup, tree: 'chain:1 + chain:2', "
-        "adaptive_depth: yes}]",
-        "adaptive_depth is not supported with a tree for each drafter",
-    ),
-    (
-        SERVED + "temperature: 1\nmethods: [{drafter: self, adaptive_depth: yes}]",
-        "methods.0: adaptive_depth with a temperature changes the text unless",
+        SERVED + "temperature: 1\nmethods: [{drafter: self, adaptive: yes}]",
+        "methods.0: adaptive with a temperature changes texts unless",
     ),
     (SERVED + "mesh: stage=2", "mesh=stage=2 with slots: remove stage, or omit slots"),
     ("slots: 3\nmesh: data=2", "slots=3 is not a multiple of data=2 of the mesh"),

@@ -215,7 +215,10 @@ REFUSED = {
     ),
     "no count": (["--max-tokens", "4x"], "'4x' is not a number of tokens: use 8192 or 8k"),
     "no new tokens": (["--max-tokens", "0"], "--max-tokens 0: it must be at least 1"),
-    "a tree alone": (["--tree", "chain:2"], "--tree has no effect without --drafter: remove it"),
+    "a tree alone": (
+        ["--tree", "chain:2", "--drafter", "none"],
+        "--tree has no effect with --drafter none: remove it",
+    ),
     "a copy of offloaded weights": (
         ["--offload", "--drafter", "self:weights=int8"],
         "quantize a target on the device, and the target is offloaded",

@@ -19,7 +19,23 @@ from magicjax.cli.serve import API_KEY
 SECONDS = 120  # until a server in a process has compiled its programs
 REFUSED = {
     "auto": (["--drafter", "auto"], "--drafter auto measures a single prompt"),
-    "a tree without a drafter": (["--tree", "chain:4"], "--tree has no effect without --drafter"),
+    "a tree without a drafter": (
+        ["--tree", "chain:4", "--drafter", "none"],
+        "--tree has no effect with --drafter none",
+    ),
+    "none and a drafter": (
+        ["--drafter", "none", "--drafter", "prompt-lookup"],
+        "--drafter none with another drafter: remove one of them",
+    ),
+    "adaptive without a drafter": (
+        ["--no-adaptive", "--drafter", "none"],
+        "--no-adaptive has no effect with --drafter none: remove it",
+    ),
+    "adaptive mss": (
+        ["--verifier", "mss"],
+        "--verifier mss gives a seed a text that depends on what drafts: add --no-adaptive",
+    ),
+    "greedy": (["--verifier", "greedy"], "--verifier greedy does not sample: use --greedy"),
     "a draw": (
         ["--greedy", "--drafter", "self:streaming:16:draw=with_replacement"],
         "draw has no effect in greedy decoding, with --greedy: remove it from self:streaming:16",

@@ -7,7 +7,7 @@ import pytest
 
 import magicjax
 from magicjax.decoding import program_cache, runner
-from magicjax.decoding.adaptive_depth import DepthChooser
+from magicjax.decoding.controller import Arm, Controller
 from tests.magicjax import keywords, tiny
 
 NEW = 40
@@ -116,9 +116,9 @@ def test_a_stop_string_ends_a_row_between_calls_of_different_depths(target):
     options = dict(max_tokens=NEW, eos_token_id=[], stop=stops) | DRAFTED
     request = keywords.prepare(target, PROMPTS, **options)
     state, _ = runner.prefill_and_init(request)
-    settings = {2: request.settings}
-    chooser = DepthChooser.create(settings, len(PROMPTS))
-    state, calls, _ = runner.run_adaptive(request, settings, chooser, state, rounds=2)
+    settings = {Arm("self", 2): request.settings}
+    controller = Controller.create(settings, len(PROMPTS))
+    state, calls, _ = runner.run_adaptive(request, settings, controller, state, rounds=2)
     measured = dict(prefill_s=0.0, decode_s=1.0)
     output = runner.output_of(request, state, program_cache.totals(), calls, **measured)
     assert "stop" in check_cut(target, output, whole(target), stops)

@@ -1,4 +1,4 @@
-"""Texts of an engine with an adaptive depth, which do not depend on the depths."""
+"""Texts of an adaptive engine, which do not depend on what drafts."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from flax import struct
 
 import magicjax
 from magicjax.decoding import program_cache
-from magicjax.decoding.adaptive_depth import DepthChooser, DepthRule, RoundTimes
+from magicjax.decoding.controller import PLAIN, Controller, RoundTimes
 from magicjax.drafters.base import Drafter
 from tests.magicjax import tiny
 from tests.magicjax.engine import engines, test_sampled, test_schedules
@@ -16,22 +16,22 @@ from tests.quick import quick
 
 
 @dataclasses.dataclass(frozen=True)
-class Forced(DepthChooser):
-    """Runs all depths, whatever they cost."""
+class Forced(Controller):
+    """Runs all arms, whatever they cost."""
 
     call: int = 0
 
     def chosen(self, live):
-        order = (*self.depths[::-1], *self.depths)
-        rule = DepthRule(order[self.call % len(order)])
-        return dataclasses.replace(self, call=self.call + 1, rule=rule)
+        order = (*self.arms[::-1], *self.arms)
+        arm = order[self.call % len(order)]
+        return dataclasses.replace(self, call=self.call + 1, arm=arm, best=arm)
 
 
 def forced(name: str, **options) -> magicjax.Engine:
-    """Returns an engine that has compiled all depths and runs them in a fixed order."""
-    engine = engines.engine(name, adaptive_depth=True, **options)
+    """Returns an engine that has compiled all arms and runs them in a fixed order."""
+    engine = engines.engine(name, adaptive=True, **options)
     engine.warm_up()
-    engine._depths = Forced(**vars(engine._depths))
+    engine._controller = Forced(**vars(engine._controller))
     return engine
 
 
@@ -40,23 +40,26 @@ SPECULATING = [name for name in engines.DRAFTERS if name != "plain"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SPECULATING)
-def test_greedy_texts_and_caches_do_not_depend_on_the_depths(name, tally):
+def test_greedy_texts_and_caches_do_not_depend_on_the_arms(name, tally):
     eos = int(engines.expected(4)[6])
     engine = forced(name, eos_token_id=eos, rounds_per_step=1)
     compiled = program_cache.totals()
     test_schedules.run_schedule(engine, eos, seed=0, requests=12, tally=tally)
     assert program_cache.totals() == compiled
-    tree = engines.DRAFTERS[name][1]
+    drafter, tree = engines.DRAFTERS[name]
     deepest = tree.shape.depth
-    rounds = engine.stats.rounds_by_depth
+    rounds = engine.stats.rounds_by_arm
     dynamic = isinstance(tree, magicjax.DynamicTree)
-    assert set(rounds) == ({0, deepest} if dynamic else {0, 1, 2, deepest})
+    depths = {arm.depth for arm in rounds}
+    assert depths == ({0, deepest} if dynamic else {0, 1, 2, deepest})
+    members = len(drafter.members())
+    assert len(rounds) == 1 + (len(depths) - 1) * members + (members > 1)
     assert all(rounds.values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", quick(["streaming", "prompt lookup", "small"], "prompt lookup"))
-def test_sampled_texts_do_not_depend_on_the_depths(name):
+def test_sampled_texts_do_not_depend_on_the_arms(name):
     engine = forced(name, sampling=True, slots=2, rounds_per_step=1)
     handles = [test_sampled.submit(engine, number) for number in range(5)]
     engine.run()
@@ -64,7 +67,7 @@ def test_sampled_texts_do_not_depend_on_the_depths(name):
         sampling = test_sampled.SAMPLINGS[number % 3]
         text = test_sampled.alone("plain", test_sampled.prompts()[number], number, sampling)
         np.testing.assert_array_equal(handle.result().tokens, text)
-    assert all(engine.stats.rounds_by_depth.values())
+    assert all(engine.stats.rounds_by_arm.values())
 
 
 def test_an_engine_chooses_by_its_own_times_and_acceptance(tally):
@@ -73,24 +76,25 @@ def test_an_engine_chooses_by_its_own_times_and_acceptance(tally):
         slots=2,
         capacity=engines.CAPACITY,
         max_tokens=engines.NEW,
-        adaptive_depth=True,
+        adaptive=True,
         eos_token_id=tiny.NEVER,
         rounds_per_step=2,
     )
     engine = magicjax.Engine(tiny.model(), tiny.drafter("other"), tiny.TREES["chain1"], config)
     handles = [engine.submit(prompt) for prompt in engines.prompts()[:4]]
     engine.step()  # without warm-up, rounds are timed here
-    times = engine._depths.times
+    times = engine._controller.times
     assert times.lengths == (1, 3 * engines.CAPACITY // 4)
-    assert set(times.seconds) == {0, 1}
+    assert [arm.depth for arm in times.seconds] == [0, 1]
     assert all(0 < s < 60 for seconds in times.seconds.values() for s in seconds)
-    costs = {0: (1.0,), 1: (9.0,)}
-    engine._depths = dataclasses.replace(engine._depths, times=RoundTimes((1,), costs))
+    costs = {arm: (9.0 if arm.depth else 1.0,) for arm in times.seconds}
+    controller = dataclasses.replace(engine._controller, times=RoundTimes((1,), costs))
+    engine._controller = controller
     engine.run()
     rows = [handle.result().tokens for handle in handles]
     tally.compare(tiny.model(), engines.prompts()[:4], map(engines.expected, range(4)), rows)
     stats = engine.stats
-    assert stats.rounds_by_depth[0] > 0.7 * sum(stats.rounds_by_depth.values())
+    assert stats.rounds_by_arm[PLAIN] > 0.7 * sum(stats.rounds_by_arm.values())
 
 
 @struct.dataclass
@@ -101,18 +105,14 @@ class Untimed(magicjax.PromptLookup):
 
 
 REFUSED = {
-    "no drafter": (dict(drafter=None), "adaptive_depth=True has no effect without a drafter"),
-    "trees of members": (
-        dict(drafter=magicjax.Ensemble([magicjax.PromptLookup()], [magicjax.chain(2)])),
-        "members have trees of their own: pass one tree",
-    ),
+    "no drafter": (dict(drafter=None), "adaptive=True has no effect without a drafter"),
     "a verifier": (
         dict(sampling=True, verifier="mss"),
-        "verifier='mss' with adaptive_depth=True: .* use verifier='naive'",
+        "verifier='mss' with adaptive=True: .* use verifier='naive'",
     ),
     "a drafter that cannot be timed": (
         dict(drafter=Untimed()),
-        "Untimed does not define synthetic_state: define it, or omit adaptive_depth",
+        "Untimed does not define synthetic_state: define it, or use adaptive=False",
     ),
 }
 
@@ -122,7 +122,7 @@ def test_what_cannot_adapt_is_an_error_before_anything_is_compiled(what):
     options, message = dict(REFUSED[what][0]), REFUSED[what][1]
     compiled = program_cache.totals()
     drafter = options.pop("drafter", magicjax.PromptLookup())
-    config = magicjax.EngineConfig(adaptive_depth=True, slots=2, capacity=64, **options)
+    config = magicjax.EngineConfig(adaptive=True, slots=2, capacity=64, **options)
     with pytest.raises(ValueError, match=message):
         magicjax.Engine(tiny.model(), drafter, config=config)
     assert program_cache.totals() == compiled

@@ -1,4 +1,4 @@
-"""The choice of the depth by simulation, and exact text while the depth changes between calls."""
+"""The choice of the arm by simulation, and exact text while the arm changes between calls."""
 
 import dataclasses
 import itertools
@@ -8,11 +8,17 @@ import pytest
 
 import magicjax
 from magicjax.decoding import runner
-from magicjax.decoding.adaptive_depth import (
-    FIRST_PAUSE,
+from magicjax.decoding.controller import (
     HYSTERESIS,
+    IDLE_ROUNDS,
     MAX_CORRECTION,
-    DepthChooser,
+    PLAIN,
+    POOLED_ROUNDS,
+    PROBE_ROUNDS,
+    PROBE_SHARE,
+    Acceptance,
+    Arm,
+    Controller,
     RoundTimes,
     row_rates,
     row_tokens,
@@ -29,15 +35,20 @@ SECONDS = {0: 1.0, 1: 1.3, 2: 1.6, 4: 2.2}
 ROUNDS = 8
 
 
-def chooser(slots: int, seconds=SECONDS, long=None) -> DepthChooser:
+def at(depth: int, drafter: str = "one") -> Arm:
+    """Returns the arm of a depth."""
+    return Arm(drafter, depth) if depth else PLAIN
+
+
+def chooser(slots: int, seconds=SECONDS, long=None) -> Controller:
     """Returns the first choice for rows of 1 token (`seconds`) and of 100 tokens (`long`)."""
-    by_depth = {depth: (s, (long or seconds)[depth]) for depth, s in seconds.items()}
-    return DepthChooser.create(seconds, slots, times=RoundTimes((1, 100), by_depth))
+    by_arm = {at(depth): (s, (long or seconds)[depth]) for depth, s in seconds.items()}
+    return Controller.create(by_arm, slots, times=RoundTimes((1, 100), by_arm))
 
 
 def simulate(
-    choice: DepthChooser, calls: int, rates, seconds=SECONDS, length=1, left=1000, speed=1.0
-) -> tuple[list[int], DepthChooser]:
+    choice: Controller, calls: int, rates, seconds=SECONDS, length=1, left=1000, speed=1.0
+) -> tuple[list[int], Controller]:
     """Returns (the depths of calls, the choice after them).
 
     Args:
@@ -54,14 +65,14 @@ def simulate(
     for _ in range(calls):
         live = {slot: (length, tokens) for slot, tokens in enumerate(left) if tokens}
         choice = choice.chosen(live)
-        depth = choice.depth
+        depth, rounds = choice.arm.depth, PROBE_ROUNDS if choice.is_probe else ROUNDS
         for slot, rate in enumerate(rates):
             if not left[slot]:
                 continue
             reached = [rate**i for i in range(depth + 1)]
             for accepted, (a, b) in enumerate(itertools.pairwise([*reached, 0.0])):
-                histogram[slot, accepted] += ROUNDS * (a - b)
-        choice = choice.counted(histogram, ROUNDS, ROUNDS * speed * seconds[depth])
+                histogram[slot, accepted] += rounds * (a - b)
+        choice = choice.counted(histogram, rounds, rounds * speed * seconds[depth])
         depths.append(depth)
     return depths, choice
 
@@ -78,7 +89,7 @@ def best(rates, seconds=SECONDS) -> int:
 @pytest.mark.parametrize("rates", [[0.95], [0.7], [0.45], [0.1], [0.0], [0.9] * 3, [0.9, 0.1]])
 def test_the_choice_is_the_depth_of_the_most_tokens_per_second(rates):
     depths, _ = simulate(chooser(4), 100, rates)
-    assert depths[-40:].count(best(rates)) >= 38  # others are probes
+    assert depths[-40:].count(best(rates)) >= 36  # others are probes, a quarter as long
 
 
 def test_batches_of_unlike_rows_run_near_the_best_depth():
@@ -106,15 +117,16 @@ def test_decoding_is_plain_where_no_depth_pays():
 def test_the_depth_changes_only_for_a_gain_above_the_hysteresis(gain, changes):
     rate = 0.5
     seconds = {0: 1.0, 1: (1 + gain) * (1 + rate)}
-    first = dataclasses.replace(chooser(1, seconds), tried=np.full((2, 1), 1e3))
-    first = dataclasses.replace(first, accepted=rate * first.tried)
+    tried = np.full((2, 1), 1e3)
+    known = {"one": Acceptance(tried, rate * tried)}
+    first = dataclasses.replace(chooser(1, seconds), acceptance=known)
     assert (0 in simulate(first, 4, [rate], seconds)[0]) == changes
 
 
 def test_speculation_resumes_when_new_requests_are_accepted():
     _, choice = simulate(chooser(1), 300, [0.0])
-    assert choice.depth == 0 and choice.rule.pause == 64
-    depths, _ = simulate(choice.joined(0), 40, [0.95])
+    assert choice.best == PLAIN
+    depths, _ = simulate(choice.joined(0), 200, [0.95])
     assert depths[-1] == 4
     # The histogram of a new request begins at 0.
     assert not choice.joined(0).histogram[0].any()
@@ -122,8 +134,8 @@ def test_speculation_resumes_when_new_requests_are_accepted():
 
 def test_a_request_that_joins_has_the_rates_of_the_others():
     _, choice = simulate(chooser(2), 20, [0.9, 0.2])
-    before = choice.tokens(4)
-    after = choice.joined(1).tokens(4)
+    before = choice.tokens(at(4))
+    after = choice.joined(1).tokens(at(4))
     assert before[1] < after[1] < before[0] and after[0] == pytest.approx(before[0])
 
 
@@ -135,14 +147,15 @@ def test_the_length_of_the_longest_row_decides():
         depths, _ = simulate(chooser(1, short, long), 60, [0.9], seconds, length)
         assert depths[-20:].count(wanted) >= 19
     times = chooser(1, short, long).times
-    assert times.of(0, 1) == 1 and times.of(0, 1000) == 2 and 1 < times.of(0, 50) < 2
+    assert times.of(PLAIN, 1) == 1 and times.of(PLAIN, 1000) == 2
+    assert 1 < times.of(PLAIN, 50) < 2
 
 
 def test_a_row_with_one_token_left_drafts_nothing():
     _, choice = simulate(chooser(2), 20, [0.95, 0.95])
-    assert choice.depth == 4
-    assert choice.chosen({0: (50, 1)}).depth == 0
-    assert choice.chosen({0: (50, 1), 1: (50, 100)}).depth == 4
+    assert choice.arm.depth == 4
+    assert choice.chosen({0: (50, 1)}).arm == PLAIN
+    assert choice.chosen({0: (50, 1), 1: (50, 100)}).arm.depth == 4
 
 
 def test_a_slower_machine_does_not_change_the_depth():
@@ -153,29 +166,28 @@ def test_a_slower_machine_does_not_change_the_depth():
 def test_changes_of_the_depth_correct_the_ratio_of_its_seconds():
     times, true = chooser(1).times, {0: 1.0, 1: 3.0}
     for call in range(30):
-        times = times.corrected(call % 2, 1, 5.0 * true[call % 2])
-    assert times.of(1, 1) / times.of(0, 1) == pytest.approx(3.0, rel=0.02)
-    assert times.of(4, 1) == SECONDS[4]
-    once = chooser(1).times.corrected(0, 1, 1.0).corrected(1, 1, 100.0)
-    assert once.of(1, 1) == pytest.approx(1.3 * MAX_CORRECTION**0.5)
+        times = times.corrected(at(call % 2), 1, 5.0 * true[call % 2])
+    assert times.of(at(1), 1) / times.of(PLAIN, 1) == pytest.approx(3.0, rel=0.02)
+    assert times.of(at(4), 1) == SECONDS[4]
+    once = chooser(1).times.corrected(PLAIN, 1, 1.0).corrected(at(1), 1, 100.0)
+    assert once.of(at(1), 1) == pytest.approx(1.3 * MAX_CORRECTION**0.5)
 
 
 def test_without_times_or_rows_the_depth_stays():
-    first = DepthChooser.create(DEPTHS, 2)
-    assert first.chosen({0: (5, 1)}) is first and first.depth == 4
-    assert chooser(2).chosen({}).depth == 4
+    first = Controller.create(map(at, DEPTHS), 2)
+    assert first.chosen({0: (5, 1)}) is first and first.arm.depth == 4
+    assert chooser(2).chosen({}).arm.depth == 4
 
 
 FLAT = {0: 1.0, 1: 1.4, 2: 1.6, 4: 2.1}
 UNEQUAL = [0.95, 0.95, 0.95, 0.5]
 
 
-def batch(rows: int, rate: float, first: int, seconds=FLAT) -> DepthChooser:
+def batch(rows: int, rate: float, first: int, seconds=FLAT) -> Controller:
     """Returns the first choice for a batch that is done when its last row ends."""
-    times = RoundTimes((1,), {depth: (s,) for depth, s in seconds.items()})
-    return DepthChooser.create(
-        seconds, rows, first=first, rates=[rate], rounds=16, times=times, until_last_row_ends=True
-    )
+    times = RoundTimes((1,), {at(depth): (s,) for depth, s in seconds.items()})
+    options = dict(first=at(first), rates=[rate], rounds=16, times=times)
+    return Controller.create(times.seconds, rows, until_last_row_ends=True, **options)
 
 
 def test_in_a_batch_the_row_that_needs_the_most_rounds_decides():
@@ -193,8 +205,10 @@ def test_in_a_batch_the_row_that_needs_the_most_rounds_decides():
 class Fixed:
     """One depth."""
 
+    is_probe = False
+
     def __init__(self, depth: int):
-        self.depth = depth
+        self.arm = at(depth)
 
     def chosen(self, live):
         return self
@@ -214,8 +228,8 @@ def over_best_fixed(rates, rng, merged=False) -> float:
         histogram = np.zeros((len(rates), 1 + max(FLAT)))
         while left.any():
             choice = choice.chosen({int(row): (1, int(left[row])) for row in np.flatnonzero(left)})
-            depth, rounds, new = choice.depth, 0, np.zeros(histogram.shape)
-            while rounds < 32 and left.any():
+            depth, rounds, new = choice.arm.depth, 0, np.zeros(histogram.shape)
+            while rounds < (PROBE_ROUNDS if choice.is_probe else 32) and left.any():
                 correct = rng.random((len(rates), depth)) < np.array(rates)[:, None]
                 accepted = np.cumprod(correct, axis=1).sum(1)
                 new[np.arange(len(rates)), accepted] += left > 0
@@ -248,37 +262,45 @@ def test_plain_decoding_follows_a_collapse_and_a_recovery_is_detected():
     assert simulate(choice, 150, [0.9])[0][-1] == 4
 
 
-def test_at_depth_0_the_pauses_between_probes_grow():
-    depths, _ = simulate(batch(1, 0.0, 0, SECONDS), 100, [0.0])
-    probes = np.flatnonzero(depths)
-    np.testing.assert_array_equal(np.diff(probes)[:3], [2 * FIRST_PAUSE + 1, 9, 17])
-    assert {depths[i] for i in probes} == {1}
+def test_probes_are_a_small_share_of_the_rounds_and_cost_what_is_reported():
+    depths, choice = simulate(batch(1, 0.0, 0, SECONDS), 1000, [0.0])
+    probes = choice.probes
+    assert {*depths} == {0, 1} and probes.probed == PROBE_ROUNDS * sum(depths) > 0
+    assert 0.015 < probes.probed / probes.rounds < PROBE_SHARE + 0.001
+    assert probes.lost_s == pytest.approx(probes.probed * (SECONDS[1] - SECONDS[0]), rel=0.05)
+
+
+def test_what_cannot_gain_is_not_probed():
+    slow = {0: 1.0, 1: 2.1, 2: 3.2, 4: 5.3}  # not even if all tokens are accepted
+    depths, choice = simulate(batch(1, 0.0, 0, slow), 300, [0.0], slow)
+    assert not any(depths) and not choice.probes.probed
 
 
 @pytest.mark.parametrize(("gain", "stays"), [(-0.04, False), (0.04, False), (0.08, True)])
 def test_a_probe_continues_only_for_a_gain(gain, stays):
     rate = 0.5
     seconds = {0: 1.0, 1: (1 + rate) / (1 + gain)}
-    depths, _ = simulate(batch(1, 0.0, 0, seconds), 100, [rate], seconds)
+    depths, _ = simulate(batch(1, 0.0, 0, seconds), 1000, [rate], seconds)
     assert (depths[-5:] == [1] * 5) == stays
 
 
 def test_a_call_that_loads_its_program_corrects_no_times():
     choice = batch(1, 0.9, 4)
     counted = choice.counted([[0, 0, 0, 0, 8]], 8, None)
-    assert counted.times == choice.times and counted.tried[0].sum() == 8 * 4
-    assert choice.counted([[0, 0, 0, 0, 8]], 8, 80.0).times.of(4, 1) != counted.times
+    assert counted.times == choice.times and counted.acceptance["one"].tried[0].sum() == 8 * 4
+    assert choice.counted([[0, 0, 0, 0, 8]], 8, 80.0).times != counted.times
 
 
 def test_the_state_may_be_deeper_than_the_depths():
     choice = batch(1, 0.9, 4).counted(np.full((1, 8), 1), 8, 16.8)
-    assert choice.counted(np.full((1, 8), 2), 8, 16.8).tried.shape == (2, 4)
+    counted = choice.counted(np.full((1, 8), 2), 8, 16.8)
+    assert counted.acceptance["one"].tried.shape == (2, 4)
 
 
 def test_depths_that_no_round_reached_have_the_overall_rate():
     choice = batch(1, 0.8, 8, {0: 1.0, 8: 1.5})
     choice = choice.counted(np.array([[100, 0, 0, 0, 0, 0, 0, 0, 0]]), 100, 320.0)
-    (tokens,) = choice.tokens(8)
+    (tokens,) = choice.tokens(at(8))
     assert 1 < tokens < 3 < 1 + sum(0.8**i for i in range(1, 9))
 
 
@@ -292,7 +314,8 @@ def test_a_row_that_always_and_one_that_never_accepts_keep_their_rates():
 def test_a_row_with_few_rounds_gets_rates_close_to_the_batch():
     """The pooled rate is 1/2: one row accepts nothing in 8 rounds, one all, one runs none."""
     rates = row_rates(*tried_and_accepted([[8, 0], [0, 8], [0, 0]], 1, 1))
-    np.testing.assert_allclose(rates[:, 0], [4 / 16, 12 / 16, 1 / 2])
+    few, many = POOLED_ROUNDS / 2, 8 + POOLED_ROUNDS
+    np.testing.assert_allclose(rates[:, 0], [few / many, (8 + few) / many, 1 / 2])
 
 
 def test_depths_beyond_the_tree_have_no_counts():
@@ -300,26 +323,117 @@ def test_depths_beyond_the_tree_have_no_counts():
     assert tried.tolist() == [[6, 5, 0]] and accepted.tolist() == [[5, 3, 0]]
 
 
+COSTS = {PLAIN: 1.0, at(1): 1.3, at(4): 2.2, at(1, "two"): 1.1, at(4, "two"): 1.4}
+
+
+def two(rows: int) -> Controller:
+    """Returns the first choice between plain decoding and two drafters."""
+    times = RoundTimes((1,), {arm: (s,) for arm, s in COSTS.items()})
+    return Controller.create(COSTS, rows, times=times)
+
+
+def simulate_two(choice: Controller, calls: int, rates, simulates=()) -> tuple[list, Controller]:
+    """Returns (the arms of calls, the choice after them), of one row.
+
+    Args:
+      choice: before the first call.
+      calls: their number.
+      rates: by drafter, the probability of each token given those before it.
+      simulates: the drafters whose rounds are simulated while they do not draft.
+    """
+    arms, histogram = [], choice.histogram.astype(float)
+    simulated = {name: histogram.copy() for name in simulates}
+
+    def add(to, rounds, rate, depth):
+        reached = [rate**i for i in range(depth + 1)]
+        for accepted, (a, b) in enumerate(itertools.pairwise([*reached, 0.0])):
+            to[0, accepted] += rounds * (a - b)
+
+    for _ in range(calls):
+        choice = choice.chosen({0: (1, 1000)})
+        arm, rounds = choice.arm, PROBE_ROUNDS if choice.is_probe else ROUNDS
+        add(histogram, rounds, rates.get(arm.drafter, 0), arm.depth)
+        for name in simulates:
+            if name != arm.drafter:
+                add(
+                    simulated[name],
+                    rounds * (1 - rates[name] + 1e-9) / (1 - rates[name] ** 5 + 1e-9),
+                    rates[name],
+                    4,
+                )
+        seconds = rounds * COSTS[arm]
+        choice = choice.counted(histogram, rounds, seconds, simulated)
+        arms.append(arm)
+    return arms, choice
+
+
+def best_of_two(rates) -> Arm:
+    """Returns the arm of the most tokens per second."""
+
+    def speed(arm):
+        return sum(rates.get(arm.drafter, 0) ** i for i in range(arm.depth + 1)) / COSTS[arm]
+
+    return max(COSTS, key=speed)
+
+
+RATES = (dict(one=0.9, two=0.1), dict(one=0.9, two=0.8), dict(one=0, two=0), dict(one=0, two=0.4))
+
+
+@pytest.mark.parametrize("rates", RATES)
+def test_the_drafter_of_the_most_tokens_per_second_is_found(rates):
+    arms, choice = simulate_two(two(1), 150, rates)
+    assert choice.best == best_of_two(rates) and arms[-30:].count(choice.best) >= 25
+    assert choice.probes.probed <= 4 + PROBE_SHARE * choice.probes.rounds
+
+
+def test_the_cases_have_different_best_arms():
+    assert len({best_of_two(rates) for rates in RATES}) == len(RATES)
+
+
+def test_the_other_drafter_is_probed_and_takes_over():
+    """The second one begins without acceptance, and later has more than the first one."""
+    _, choice = simulate_two(two(1), 50, dict(one=0.9, two=0.0))
+    assert choice.best == at(4, "one")
+    rates = dict(one=0.9, two=0.85)
+    arms, _ = simulate_two(choice, 250, rates)
+    assert arms[-1] == best_of_two(rates) == at(4, "two")
+    first = next(i for i, arm in enumerate(arms) if arm.drafter == "two")
+    assert arms[first].depth == 1  # the probe is of the smallest tree
+    assert first * ROUNDS + choice.acceptance["two"].idle >= IDLE_ROUNDS
+
+
+@pytest.mark.parametrize("simulates", [(), ("two",)])
+def test_simulated_rounds_find_a_change_within_50_rounds(simulates):
+    dead = dict(one=0.0, two=0.0)
+    _, choice = simulate_two(two(1), 200, dead, simulates)
+    assert choice.best == PLAIN
+    arms, _ = simulate_two(choice, 50 // ROUNDS, dead | dict(two=0.9), simulates)
+    assert (at(4, "two") in arms) == bool(simulates)
+
+
 class Cycle:
     """Cycles through depths and records what is counted."""
 
+    is_probe = False
+
     def __init__(self, depths):
-        self._depths = itertools.cycle(depths)
-        self.depth = next(self._depths)
+        self._arms = map(at, itertools.cycle(depths))
+        self.arm = next(self._arms)
         self.calls, self.lives = [], []
 
     def chosen(self, live):
         self.lives.append(live)
-        self.depth = next(self._depths)
+        self.arm = next(self._arms)
         return self
 
     def counted(self, histogram, rounds, seconds):
-        self.calls.append((self.depth, np.array(histogram), rounds))
+        self.calls.append((self.arm.depth, np.array(histogram), rounds))
         return self
 
 
 def settings_of(request, depths):
-    return {d: request.settings.with_tree(chain(d) if d else ROOT_ONLY) for d in sorted({*depths})}
+    trees = {at(depth): chain(depth) if depth else ROOT_ONLY for depth in depths}
+    return {arm: request.settings.with_tree(tree) for arm, tree in trees.items()}
 
 
 DRAFTERS = {

@@ -1,0 +1,389 @@
+"""When to speculate and with what: the arm of each call of the loop, from acceptance and times.
+
+An arm is plain decoding, or a drafter with a depth of its tree. An engine, whose rows are requests,
+takes the arm of the most expected tokens per second. A batch that is done when its last row ends
+takes the arm at which that row ends soonest. Both compare arms by the expected tokens of a round of
+each row and by its seconds. The arm changes only for a gain above `HYSTERESIS`.
+
+A drafter that does not draft has no new acceptance, unless it simulates its rounds
+(`Drafter.simulated`). The others are probed: a call of `PROBE_ROUNDS` rounds runs the smallest tree
+of the drafter that has been idle for longest. Probes are at most `PROBE_SHARE` of all rounds, and a
+drafter that could not gain if all its tokens were accepted is not probed.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Float, Int
+
+HYSTERESIS = 0.05  # the least relative gain for a change of the arm
+HALF_LIFE = 16  # rounds after which counted acceptance has half its weight
+IDLE_HALF_LIFE = 64  # the same for a drafter that does not draft
+FIRST_RATE, FIRST_ROUNDS = 0.7, 8  # acceptance before any is counted, and its weight in rounds
+POOLED_ROUNDS = 4  # rounds of the whole batch that are added to each row's counts
+MAX_CORRECTION = 1.25  # of an arm's seconds by one call: one call can be slow for other reasons
+PROBE_SHARE = 0.02  # of all rounds
+PROBE_ROUNDS = 2  # of a probe
+FREE_PROBE_ROUNDS = 4  # before any are earned
+IDLE_ROUNDS = 32  # without new acceptance, before a drafter is probed
+
+Table = Float[np.ndarray, "B D"]
+Histogram = Int[np.ndarray, "B A"]
+
+
+class Arm(NamedTuple):
+    """What a call of the loop drafts.
+
+    Attributes:
+      drafter: its name; several names for an ensemble; "" for plain decoding.
+      depth: of its tree; 0 for plain decoding.
+    """
+
+    drafter: str
+    depth: int
+
+    def __str__(self) -> str:
+        return f"{self.drafter} {self.depth}" if self.depth else "plain"
+
+
+PLAIN = Arm("", 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundTimes:
+    """Seconds of a round by arm and by the length of the rows.
+
+    Attributes:
+      lengths: increasing, tokens in the target's cache of each row.
+      seconds: by arm, at each length.
+      speed: measured divided by expected seconds of the newest call, which the machine's other
+        work changes; the same for all arms.
+      newest: arm of the newest call; None: there was none.
+    """
+
+    lengths: tuple[int, ...]
+    seconds: Mapping[Arm, tuple[float, ...]]
+    speed: float = 1.0
+    newest: Arm | None = None
+
+    def of(self, arm: Arm, length: int) -> float:
+        """Returns the expected seconds of an arm, interpolated between the lengths."""
+        return float(np.interp(length, self.lengths, self.seconds[arm]))
+
+    def corrected(self, arm: Arm, length: int, seconds: float) -> "RoundTimes":
+        """Returns the times after a call in which a round took so many seconds.
+
+        While the arm stays the same, a change is the machine's. A jump at a change of the arm is an
+        error of that arm's seconds, half of which is corrected.
+        """
+        ratio = seconds / self.of(arm, length)
+        if self.newest in (None, arm):
+            return dataclasses.replace(self, speed=ratio, newest=arm)
+        jump = np.clip(ratio / self.speed, 1 / MAX_CORRECTION, MAX_CORRECTION)
+        corrected = tuple(float(s * jump**0.5) for s in self.seconds[arm])
+        return dataclasses.replace(self, seconds={**self.seconds, arm: corrected}, newest=arm)
+
+
+@dataclasses.dataclass(frozen=True)
+class Acceptance:
+    """Counted acceptance of one drafter.
+
+    Attributes:
+      tried, accepted: [B + 1, D], decayed counts of each row, and of what was known before: earlier
+        requests, or trials.
+      simulated: int [B, A], simulated rounds of each row that accepted 0, 1, ... tokens; None for a
+        drafter that simulates none.
+      idle: rounds since the newest count.
+    """
+
+    tried: Table
+    accepted: Table
+    simulated: Histogram | None = None
+    idle: int = 0
+
+    @classmethod
+    def known(cls, rows: int, deepest: int, rates: Sequence[float], rounds: float) -> "Acceptance":
+        """Returns the acceptance before any is counted; see `Controller.create`."""
+        known = [*rates, *[rates[-1] if rates else 0.0] * deepest][:deepest]
+        tried = np.zeros((rows + 1, deepest))
+        tried[-1] = rounds
+        return cls(tried, np.array(known) * tried)
+
+    def joined(self, slot: int) -> "Acceptance":
+        """Returns the acceptance after a request has joined; the one before becomes history."""
+        tried, accepted = self.tried.copy(), self.accepted.copy()
+        for table in (tried, accepted):
+            table[-1] += table[slot]
+            table[slot] = 0
+        simulated = None if self.simulated is None else self.simulated.copy()
+        if simulated is not None:
+            simulated[slot] = 0
+        return dataclasses.replace(self, tried=tried, accepted=accepted, simulated=simulated)
+
+    def counted(self, since: Histogram, depth: int, rounds: int) -> "Acceptance":
+        """Returns the acceptance after new rounds.
+
+        Args:
+          since: int [B, A], new rounds of each row that accepted 0, 1, ... tokens.
+          depth: of the tree that ran.
+          rounds: of the call.
+        """
+        new = self._decayed(rounds, HALF_LIFE)
+        tried, accepted = tried_and_accepted(since, depth, self.tried.shape[1])
+        new.tried[:-1] += tried
+        new.accepted[:-1] += accepted
+        return dataclasses.replace(new, idle=0)
+
+    def passed(self, rounds: int) -> "Acceptance":
+        """Returns the acceptance after rounds in which the drafter did not draft.
+
+        What was known decays down to the weight of `FIRST_ROUNDS` rounds.
+        """
+        outweighs = self.tried[:, 0].sum() > FIRST_ROUNDS
+        new = self._decayed(rounds, IDLE_HALF_LIFE) if outweighs else self
+        return dataclasses.replace(new, idle=self.idle + rounds)
+
+    def _decayed(self, rounds: int, half_life: float) -> "Acceptance":
+        decay = 0.5 ** (rounds / half_life)
+        return dataclasses.replace(self, tried=decay * self.tried, accepted=decay * self.accepted)
+
+    def tokens(self, depth: int) -> Float[np.ndarray, "B"]:
+        """Returns the expected tokens of a round of each row at a depth."""
+        return row_tokens(row_rates(self.tried, self.accepted), depth)[:-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Probes:
+    """The rounds that probes may run, and what they cost.
+
+    Attributes:
+      rounds: of all calls.
+      probed: of probes.
+      lost_s: seconds of probes beyond those in which the arm before would have emitted as many
+        tokens.
+    """
+
+    rounds: int = 0
+    probed: int = 0
+    lost_s: float = 0.0
+
+    @property
+    def allowed(self) -> bool:
+        """Whether the next call may be a probe."""
+        earned = FREE_PROBE_ROUNDS + PROBE_SHARE * self.rounds
+        return self.probed + PROBE_ROUNDS <= earned
+
+
+@dataclasses.dataclass(frozen=True)
+class Controller:
+    """The choice of the arm; each method returns the next one.
+
+    Attributes:
+      arms: to choose from.
+      arm: of the next call.
+      best: the same, except before a probe: the arm to return to.
+      histogram: int [B, A], rounds of each row that accepted 0, 1, ... tokens, after the newest
+        call.
+      acceptance: by drafter.
+      times: of rounds; None: they have not been measured, and the arm does not change.
+      length: tokens of the longest live row.
+      until_last_row_ends: whether to minimise the time until the last row ends, rather than to
+        maximise tokens per second.
+      probes: their count and cost.
+    """
+
+    arms: tuple[Arm, ...]
+    arm: Arm
+    best: Arm
+    histogram: Histogram
+    acceptance: Mapping[str, Acceptance]
+    times: RoundTimes | None = None
+    length: int = 0
+    until_last_row_ends: bool = False
+    probes: Probes = Probes()
+
+    @classmethod
+    def create(
+        cls,
+        arms: Iterable[Arm],
+        rows: int,
+        *,
+        first: Arm | None = None,
+        rates: Sequence[float] = (FIRST_RATE,),
+        rounds: float = FIRST_ROUNDS,
+        times: RoundTimes | None = None,
+        until_last_row_ends: bool = False,
+    ) -> "Controller":
+        """Returns the choice before any acceptance is counted.
+
+        Args:
+          arms: to choose from.
+          rows: B, of the batch.
+          first: of the first call; None: the deepest.
+          rates: acceptance rates by depth, given that all tokens before are accepted; the last one
+            also stands for deeper tokens. Empty: 0.
+          rounds: the weight of these rates.
+          times, until_last_row_ends: see the class.
+        """
+        arms = tuple(arms)
+        first = first or max(arms, key=lambda arm: arm.depth)
+        deepest: dict[str, int] = {}
+        for arm in arms:
+            if arm.depth:
+                deepest[arm.drafter] = max(arm.depth, deepest.get(arm.drafter, 0))
+        return cls(
+            arms,
+            first,
+            first,
+            np.zeros((rows, 1 + max(arm.depth for arm in arms)), np.int32),
+            {name: Acceptance.known(rows, d, rates, rounds) for name, d in deepest.items()},
+            times,
+            until_last_row_ends=until_last_row_ends,
+        )
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether the next call is a probe, of at most `PROBE_ROUNDS` rounds."""
+        return self.arm != self.best
+
+    def joined(self, slot: int) -> "Controller":
+        """Returns the choice after a request has joined; the one before it becomes history."""
+        histogram = self.histogram.copy()
+        histogram[slot] = 0
+        acceptance = {name: one.joined(slot) for name, one in self.acceptance.items()}
+        return dataclasses.replace(self, histogram=histogram, acceptance=acceptance)
+
+    def chosen(self, live: Mapping[int, tuple[int, int]]) -> "Controller":
+        """Returns the choice for the next call.
+
+        Args:
+          live: by the index of each live row, its tokens so far and the new ones it may still emit.
+        """
+        if self.times is None or not live:
+            return self
+        new = dataclasses.replace(self, length=max(length for length, _ in live.values()))
+        left = np.array([left for _, left in live.values()])
+        costs = {arm: new._cost(arm, new.tokens(arm)[list(live)], left) for arm in self.arms}
+        best = min(costs, key=lambda arm: costs[arm])
+        if costs[self.best] <= (1 + HYSTERESIS) * costs[best]:
+            best = self.best
+        probe = new._probe(best, costs[best], left) if self.probes.allowed else None
+        return dataclasses.replace(new, arm=probe or best, best=best)
+
+    def _cost(self, arm: Arm, tokens: Float[np.ndarray, "B"], left: Int[np.ndarray, "B"]) -> float:
+        """Returns the seconds per token of an arm, or those until the last row ends."""
+        assert self.times is not None
+        seconds = self.times.of(arm, self.length)
+        if self.until_last_row_ends:
+            return float(seconds * (left / tokens).max())
+        return float(seconds / np.minimum(tokens, left).sum())
+
+    def _probe(self, best: Arm, cost: float, left: Int[np.ndarray, "B"]) -> Arm | None:
+        """Returns the arm of a probe; None if no drafter is idle and could gain."""
+        idle = [
+            name
+            for name, one in self.acceptance.items()
+            if name != best.drafter and one.idle >= IDLE_ROUNDS
+        ]
+        for name in sorted(idle, key=lambda name: -self.acceptance[name].idle):
+            own = [arm for arm in self.arms if arm.drafter == name]
+            if any(self._cost(arm, 1.0 + arm.depth + 0 * left, left) < cost for arm in own):
+                return min(own, key=lambda arm: arm.depth)
+        return None
+
+    def tokens(self, arm: Arm) -> Float[np.ndarray, "B"]:
+        """Returns the expected tokens of a round of each row."""
+        if not arm.depth:
+            return np.ones(len(self.histogram))
+        return self.acceptance[arm.drafter].tokens(arm.depth)
+
+    def counted(
+        self,
+        histogram: Histogram,
+        rounds: int,
+        seconds: float | None,
+        simulated: Mapping[str, Histogram] | None = None,
+    ) -> "Controller":
+        """Returns the choice after a call.
+
+        Args:
+          histogram: the state's, of all rounds since each row joined.
+          rounds: of the call.
+          seconds: of the call; None: it loaded its program, and does not count.
+          simulated: by drafter, the same of its simulated rounds.
+        """
+        histogram = np.array(histogram)[:, : self.histogram.shape[1]]  # the state may be deeper
+        if self.times is None or not rounds:
+            return dataclasses.replace(self, histogram=histogram)
+        since, times, probes = histogram - self.histogram, self.times, self.probes
+        if seconds is not None:
+            times = times.corrected(self.arm, self.length, seconds / rounds)
+        probes = dataclasses.replace(probes, rounds=probes.rounds + rounds)
+        if self.is_probe:
+            lost_s = 0.0 if seconds is None else seconds - self._seconds_at_best(since)
+            probes = dataclasses.replace(
+                probes, probed=probes.probed + rounds, lost_s=probes.lost_s + lost_s
+            )
+        acceptance = {
+            name: self._counted_for(name, since, rounds, (simulated or {}).get(name))
+            for name in self.acceptance
+        }
+        return dataclasses.replace(
+            self, histogram=histogram, acceptance=acceptance, times=times, probes=probes
+        )
+
+    def _counted_for(
+        self, name: str, since: Histogram, rounds: int, simulated: Histogram | None
+    ) -> Acceptance:
+        """Returns the acceptance of a drafter after a call; arguments as in `counted`."""
+        one = self.acceptance[name]
+        if simulated is not None:
+            simulated = np.array(simulated)
+            before = 0 if one.simulated is None else one.simulated
+            if name != self.arm.drafter and (simulated != before).any():
+                one = one.counted(simulated - before, simulated.shape[1] - 1, rounds)
+            one = dataclasses.replace(one, simulated=simulated, idle=0)
+        if name == self.arm.drafter:
+            return one.counted(since, self.arm.depth, rounds)
+        return one if simulated is not None else one.passed(rounds)
+
+    def _seconds_at_best(self, since: Histogram) -> float:
+        """Returns the expected seconds of the arm before a probe for the tokens of the probe."""
+        assert self.times is not None
+        emitted = (since @ (1 + np.arange(since.shape[1]))).sum()
+        per_round = self.tokens(self.best)[since.any(1)].sum()
+        seconds = self.times.speed * self.times.of(self.best, self.length)
+        return float(seconds * emitted / per_round)
+
+
+def tried_and_accepted(histogram: npt.ArrayLike, depth: int, deepest: int) -> tuple[Table, Table]:
+    """Returns how many rounds of each row tried, and accepted, the token at depth 1, 2, ...
+
+    Args:
+      histogram: [B, A], rounds of each row that accepted 0, 1, ... tokens.
+      depth: of the tree that ran.
+      deepest: D; deeper tokens than `depth` have counts of 0.
+    """
+    at_least = np.asarray(histogram, float)[:, ::-1].cumsum(1)[:, ::-1]
+    tried, accepted = np.zeros((2, len(at_least), deepest))
+    tried[:, :depth], accepted[:, :depth] = at_least[:, :depth], at_least[:, 1 : depth + 1]
+    return tried, accepted
+
+
+def row_rates(tried: Table, accepted: Table) -> Table:
+    """Returns each row's acceptance rate by depth, given that all tokens before are accepted.
+
+    The arguments are those from `tried_and_accepted`.
+    """
+    all_tried, all_accepted = tried.sum(0), accepted.sum(0)
+    # The rate over all depths counts as one more round: few rounds reach the deepest tokens.
+    pooled = (all_accepted + all_accepted.sum() / all_tried.sum()) / (all_tried + 1)
+    return (accepted + POOLED_ROUNDS * pooled) / (tried + POOLED_ROUNDS)
+
+
+def row_tokens(rates: Table, depth: int) -> Float[np.ndarray, "B"]:
+    """Returns the expected tokens of each row's round at a depth, bonus token included."""
+    return 1 + np.cumprod(rates[:, :depth], axis=1).sum(1)
