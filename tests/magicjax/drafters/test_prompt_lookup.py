@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax.drafters.prompt_lookup import PromptLookupState
+from magicjax.drafters.text_lookup import TextState
 from tests.magicjax.trees.test_merge import sequences
 
 CAPACITY = 64
@@ -48,7 +48,7 @@ def test_proposals_are_those_of_a_slow_search(branches, most, least):
     for vocab in (2, 4, 30):
         text = rng.integers(0, vocab, (len(lengths), CAPACITY)).astype(np.int32)
         root = rng.integers(0, vocab, len(lengths)).astype(np.int32)
-        state = PromptLookupState(jnp.asarray(text), jnp.asarray(lengths, jnp.int32))
+        state = TextState(jnp.asarray(text), jnp.asarray(lengths, jnp.int32))
         found = proposing(drafter, tree)(state, jnp.asarray(root))
         for row, length in enumerate(lengths):
             whole = [*text[row, :length].tolist(), int(root[row])]
@@ -64,7 +64,7 @@ def test_the_period_of_a_repeated_text_is_continued():
     """The latest match is continued, even if the period is shorter than the tree is deep."""
     drafter, tree = magicjax.PromptLookup(), magicjax.chain(5)
     text = jnp.asarray(np.resize([7, 8, 9], CAPACITY)[None], jnp.int32)
-    state = PromptLookupState(text, jnp.array([30], jnp.int32))
+    state = TextState(text, jnp.array([30], jnp.int32))
     found = proposing(drafter, tree)(state, jnp.array([7], jnp.int32))
     assert found.tokens[0].tolist() == [7, 8, 9, 7, 8, 9]
 
@@ -72,6 +72,6 @@ def test_the_period_of_a_repeated_text_is_continued():
 def test_tokens_after_the_end_of_a_row_never_match():
     text = np.full((1, CAPACITY), 3, np.int32)
     text[0, :4] = [0, 1, 2, 5]
-    state = PromptLookupState(jnp.asarray(text), jnp.array([4], jnp.int32))
+    state = TextState(jnp.asarray(text), jnp.array([4], jnp.int32))
     found = proposing(magicjax.PromptLookup(), magicjax.chain(2))(state, jnp.array([3], jnp.int32))
     assert found.parents[0].tolist() == [-1, -1, -1]
