@@ -33,6 +33,7 @@ from magicjax.drafters import (  # noqa: E402
     QuantizedCopy,
     SelfSpeculation,
     SmallModel,
+    SuffixLookup,
 )
 from magicjax.engine.config import EngineConfig  # noqa: E402
 from magicjax.engine.engine import Engine  # noqa: E402
@@ -73,6 +74,7 @@ __all__ = [
     "SmallModel",
     "Stats",
     "StreamingLLM",
+    "SuffixLookup",
     "TokenTree",
     "chain",
     "choose_drafter",

@@ -73,7 +73,7 @@ def validate(
     """
     validation.check_target(target)
     mesh = options.mesh
-    drafter, tree = _drafter_and_tree(target, options)
+    drafter, tree = drafter_and_tree(target, options.drafter, options.tree)
     tree = validation.checked_tree(drafter, tree)
     shape = validation.checked_shape(drafter, tree)
     prompts = prompts_of(prompts)
@@ -120,18 +120,20 @@ def validate(
     )
 
 
-def _drafter_and_tree(target: Model, options: RequestOptions) -> tuple[Drafter | None, Tree | None]:
+def drafter_and_tree(
+    target: Model, drafter: Any, tree: Tree | str | None
+) -> tuple[Drafter | None, Tree | None]:
     """Returns (drafter, tree), made from their texts if they are texts.
 
     Raises:
       ValueError, FileNotFoundError: a text that is not a drafter or a tree.
     """
-    if options.drafter == "auto":
+    if drafter == "auto":
         raise ValueError(
             "drafter='auto' is not supported here: choose one, magicjax.choose_drafter"
         )
     load = functools.partial(loading.skeleton, dtype=target.dtype)
-    return resolve(options.drafter, options.tree, load)
+    return resolve(drafter, tree, load)
 
 
 def sampling_of(params: Sequence[SamplingParams]) -> Sampling:

@@ -1,4 +1,4 @@
-"""Drafters: self-speculation, small models, prompt lookup, and ensembles of them."""
+"""Drafters: self-speculation, models, lookups in texts, and ensembles of them."""
 
 from magicjax.drafters.base import Drafter, Previous, RoundOutcome
 from magicjax.drafters.eagle import Eagle
@@ -8,6 +8,7 @@ from magicjax.drafters.prompt_lookup import PromptLookup
 from magicjax.drafters.quantized_copy import QuantizedCopy
 from magicjax.drafters.self_speculation import SelfSpeculation
 from magicjax.drafters.small_model import SmallModel
+from magicjax.drafters.suffix_lookup import SuffixLookup
 from magicjax.trees.proposal import DRAW_METHODS, ONE_HOT, Draws, Proposal
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "RoundOutcome",
     "SelfSpeculation",
     "SmallModel",
+    "SuffixLookup",
 ]

@@ -216,6 +216,23 @@ class Drafter(abc.ABC):
         """
         return None
 
+    @property
+    def remembers(self) -> bool:
+        """Whether `remember` changes what it proposes."""
+        return False
+
+    def remember(self, text: Any, prompt: int = 0) -> "Drafter":
+        """Returns the drafter after a text of an engine has finished, with arrays of equal shapes.
+
+        It runs on the host, between two calls of the loop; on a mesh, in all processes in the same
+        order. Texts of a seed then depend on earlier requests unless `naive` verifies them.
+
+        Args:
+          text: int32 [T], a prompt and its answer.
+          prompt: how many of the tokens are the prompt's.
+        """
+        return self
+
     def members(self) -> tuple["Drafter", ...]:
         """Returns the drafters of an ensemble, or the drafter itself."""
         return (self,)

@@ -157,6 +157,14 @@ class Ensemble(Drafter):
         members = zip(self.drafters, state, strict=True)
         return tuple(drafter.extract(own, slot) for drafter, own in members)
 
+    @property
+    def remembers(self) -> bool:
+        return any(drafter.remembers for drafter in self.drafters)
+
+    def remember(self, text: Any, prompt: int = 0) -> "Ensemble":
+        members = tuple(drafter.remember(text, prompt) for drafter in self.drafters)
+        return dataclasses.replace(self, drafters=members)
+
     def members(self) -> tuple[Drafter, ...]:
         return self.drafters
 

@@ -1,43 +1,25 @@
 """Prompt lookup: drafts the continuation of an n-gram match in the row's own text."""
 
-import dataclasses
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from magicjax.drafters.base import Drafter, RoundOutcome
 from magicjax.drafters.simulated_rounds import SimulatedRounds
+from magicjax.drafters.text_lookup import TextLookup, TextState, match_lengths, newest_tokens
 from magicjax.model import Model
 from magicjax.options import option
 from magicjax.settings import Settings
 from magicjax.trees.merge import merge
-from magicjax.trees.proposal import Proposal, deterministic_draws
-from magicjax.trees.token_tree import NO_NODE, TokenTree, Tree, chain
+from magicjax.trees.proposal import Proposal
+from magicjax.trees.token_tree import NO_NODE, TokenTree, Tree
 
 MAX_CHAINS = 64  # the shortest text buffer has as many slots
 
 
 @struct.dataclass
-class PromptLookupState:
-    """The committed text between two rounds.
-
-    Attributes:
-      text: int32 [B, S], prompt and emitted tokens without the pending one; undefined from `count`.
-      count: int32 [B].
-      simulated: rounds of a chain, as deep as the tree, while it does not draft.
-    """
-
-    text: Int[Array, "B S"]
-    count: Int[Array, "B"]
-    simulated: SimulatedRounds
-
-
-@struct.dataclass
-class PromptLookup(Drafter):
+class PromptLookup(TextLookup):
     """Drafts what followed earlier occurrences of the newest tokens.
 
     Matches of more tokens come first, then later ones; a tree of several chains below the root
@@ -82,97 +64,38 @@ class PromptLookup(Drafter):
                 "supported"
             )
 
-    def draw_methods(self, tree: Tree) -> set[str]:
-        return {"top"}
-
-    def prefill(
-        self, target, tokens, cache, stats, settings: Settings, previous=None
-    ) -> PromptLookupState:
-        text = jnp.pad(tokens, ((0, 0), (0, settings.capacity - tokens.shape[1])))
-        simulated = SimulatedRounds.create(tokens.shape[0], settings.tree.depth)
-        return PromptLookupState(text, cache.lengths, simulated)
-
     def propose(
-        self, target, state: PromptLookupState, root, cache, sampling, settings: Settings
+        self, target, state: TextState, root, cache, sampling, settings: Settings
     ) -> tuple[Proposal, SimulatedRounds]:
+        proposal, simulated = super().propose(target, state, root, cache, sampling, settings)
         tree = settings.tree
         assert isinstance(tree, TokenTree)  # `check` rejects dynamic trees
-        text = state.text.at[jnp.arange(root.shape[0]), state.count].set(root)
-        if tree.num_nodes == 1:
-            simulated = state.simulated.continued(
-                text, state.count, functools.partial(self._chain, text, state)
-            )
-            return Proposal(root[:, None], tree.array), simulated
-        drafted, found = self.continuations(text, state.count, tree)
-        tokens = jnp.concatenate([root[:, None], drafted], 1)
-        parents = jnp.where(found, jnp.asarray(tree.array[1:]), NO_NODE)
-        draws = None
-        if sampling is not None:
-            draws = deterministic_draws(parents, target.local_vocab)
-        parents = jnp.concatenate([jnp.full_like(root, NO_NODE)[:, None], parents], 1)
-        proposal = Proposal(tokens, parents, draws)
         if tree.parents.count(0) > 1:  # equal continuations become one branch
             proposal, _ = merge([proposal], tree.depth)
-        return proposal, state.simulated.closed()
-
-    def _chain(self, text: Int[Array, "B S"], state: PromptLookupState) -> Int[Array, "B D"]:
-        """Returns the tokens of a chain as deep as those of the simulated rounds; -1: none."""
-        depth = state.simulated.drafted.shape[1]
-        drafted, found = self.continuations(text, state.count, chain(depth))
-        return jnp.where(found, drafted, -1)
+        return proposal, simulated
 
     def continuations(
-        self, text: Int[Array, "B S"], newest: Int[Array, "B"], tree: TokenTree
-    ) -> tuple[Int[Array, "B D"], Bool[Array, "B D"]]:
-        """Returns the tokens of a tree's D = N - 1 drafted nodes, and which of them exist.
-
-        Args:
-          text: of each row; undefined after its newest token.
-          newest: the index of that token, which is the root.
-          tree: chains below the root.
-        """
+        self, text: Int[Array, "B S"], newest: Int[Array, "B"], tree: Tree
+    ) -> tuple[Int[Array, "B N-1"], Int[Array, "B N-1"]]:
+        assert isinstance(tree, TokenTree)
         start, found = self._matches(text, newest, tree.parents.count(0))
         branch, depth = _branches(tree), tree.node_depths[1:]
         start = start[:, branch]
         period = newest[:, None] + 1 - start
         index = start + (depth - 1) % jnp.maximum(period, 1)
-        return jnp.take_along_axis(text, index, 1), found[:, branch]
+        parents = jnp.where(found[:, branch], jnp.asarray(tree.array[1:]), NO_NODE)
+        return jnp.take_along_axis(text, index, 1), parents
 
     def _matches(
         self, text: Int[Array, "B S"], newest: Int[Array, "B"], count: int
     ) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
         """Returns the indices just after the `count` best matches, and which of them exist."""
-        rows, slots = jnp.arange(text.shape[0]), jnp.arange(text.shape[1])
-        length = jnp.zeros(text.shape, jnp.int32)  # of the match that ends before each slot
-        matches = (slots >= 1) & (slots <= newest[:, None])
-        for back in range(1, self.max_ngram + 1):
-            token = text[rows, jnp.maximum(newest + 1 - back, 0)]
-            matches &= (jnp.roll(text, back, 1) == token[:, None]) & (slots >= back)
-            length += matches
-        score = jnp.where(length >= self.min_ngram, length * text.shape[1] + slots, -1)
+        slots = jnp.arange(text.shape[1])
+        length = match_lengths(text, newest_tokens(text, newest, self.max_ngram))
+        exists = (slots <= newest[:, None]) & (length >= self.min_ngram)
+        score = jnp.where(exists, length * text.shape[1] + slots, -1)
         best, start = jax.lax.top_k(score.astype(jnp.int32), count)
         return start, best >= 0
-
-    def commit(
-        self,
-        target,
-        state: PromptLookupState,
-        draft: SimulatedRounds,
-        proposal,
-        outcome: RoundOutcome,
-    ) -> PromptLookupState:
-        tokens = jnp.take_along_axis(proposal.tokens, outcome.path, 1)
-        write = jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (start,)))
-        text = write(state.text, tokens, state.count)
-        return PromptLookupState(text, state.count + outcome.committed, draft)
-
-    def simulated(self, state: PromptLookupState) -> Int[Array, "B A"]:
-        return state.simulated.histogram
-
-    def synthetic_state(
-        self, state: PromptLookupState, lengths: Int[Array, "B"]
-    ) -> PromptLookupState:
-        return dataclasses.replace(state, count=jnp.array(lengths))
 
 
 def _branches(tree: TokenTree) -> np.ndarray:

@@ -26,6 +26,7 @@ from magicjax.drafters.quantized_copy import QuantizedCopy
 from magicjax.drafters.self_speculation import SelfSpeculation
 from magicjax.drafters.small_model import FULL, SmallModel
 from magicjax.drafters.sparse import find_policy
+from magicjax.drafters.suffix_lookup import SuffixLookup
 from magicjax.options import Option
 from magicjax.policies import Policy
 from magicjax.policies.registry import policy_name
@@ -37,6 +38,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "small": SmallModel,
     "eagle": Eagle,
     "prompt-lookup": PromptLookup,
+    "suffix": SuffixLookup,
 }
 # Drafters of a name and what is written in place of its policy.
 BY_POLICY: dict[tuple[str, str], type[Drafter]] = {
@@ -48,8 +50,9 @@ DRAFTER_SYNTAX = (
     "self:streaming:256 (policy and budget), self:quest:512 (pages of the target's cache), "
     "self:full:weights=int8 (a quantized copy), small:PATH (a model directory, GGUF file or "
     "preset), small:PATH:streaming:256, eagle:PATH (an EAGLE-3 head), prompt-lookup:4 (how many of "
-    "the newest tokens to look for), the name of an installed drafter, or an import path, "
-    "my_file.MyDrafter; options as self:snapkv:256:refresh_every=8"
+    "the newest tokens to look for), suffix:8 (the same, also in other texts), the name of an "
+    "installed drafter, or an import path, my_file.MyDrafter; options as "
+    "self:snapkv:256:refresh_every=8"
 )
 _JOIN = " + "
 _HEADS = (

@@ -34,7 +34,7 @@ class EngineConfig:
       max_tokens: the limit of any request's new tokens; at most capacity - 1 are used.
       sampling: whether requests may have a temperature above 0; an engine without is faster.
       verifier: the rule that accepts drafted tokens, as for `magicjax.generate`; None for greedy,
-        or with sampling for mss, and for naive if adaptive.
+        or with sampling for mss, and for naive if adaptive, or if the drafter remembers texts.
       eos_token_id: ends a text, one id or several; None for those of the target, [] for none.
       prefill_chunk: the most prompt tokens that a step prefills. A policy that sums the attention
         of all prompt tokens, such as h2o, prefills each prompt at once.
@@ -91,7 +91,7 @@ class EngineConfig:
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r}: it must be True or False")
 
-    def for_target(self, target: Model) -> "EngineConfig":
+    def for_target(self, target: Model, drafter: Drafter | None) -> "EngineConfig":
         """Returns the configuration with the capacity, limit and verifier that are used.
 
         Raises:
@@ -103,8 +103,8 @@ class EngineConfig:
             raise ValueError(
                 f"capacity={capacity}: it must be at most the {positions} positions of the target"
             )
-        verifier = self.verifier
-        if verifier is None and self.adaptive and self.sampling:
+        verifier, remembers = self.verifier, getattr(drafter, "remembers", False)
+        if verifier is None and self.sampling and (self.adaptive or remembers):
             verifier = "naive"
         limit = min(self.max_tokens, capacity - 1)
         return dataclasses.replace(self, capacity=capacity, max_tokens=limit, verifier=verifier)
@@ -131,7 +131,13 @@ class EngineConfig:
             )
 
     def check_drafter(self, drafter: Drafter | None, verifier: str) -> None:
-        """Raises ValueError if `adaptive` does not support the drafter or the verifier."""
+        """Raises ValueError for a verifier or a drafter that the engine does not support."""
+        if drafter is not None and drafter.remembers and verifier not in ("greedy", "naive"):
+            raise ValueError(
+                f"verifier={verifier!r} with a drafter that remembers texts: the text of a seed "
+                "would depend on other requests; use verifier='naive', or a drafter that remembers "
+                "none, such as suffix:store_tokens=0"
+            )
         if not self.adaptive:
             return
         if drafter is None:

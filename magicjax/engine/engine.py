@@ -31,6 +31,7 @@ from magicjax.engine.templates import (
     empty_state,
     make_templates,
     row_of_request,
+    with_drafter,
     with_grammar,
 )
 from magicjax.grammars.arena import CLASSES, Arena
@@ -84,7 +85,8 @@ class Engine:
         Raises:
           ValueError, TypeError: invalid arguments, as for `magicjax.generate`; a drafter whose
             state cannot be inserted row by row; a store of prefixes for a policy that reads all
-            prompt tokens; adaptive without a drafter, or with another verifier than naive;
+            prompt tokens; adaptive without a drafter; another verifier than naive if adaptive, or
+            with a drafter that remembers texts;
             slots that do not divide over the mesh's `data`; slots, rows for prefill and prefixes
             that do not fit the free memory.
         """
@@ -93,6 +95,7 @@ class Engine:
                 f"config has type {type(config).__name__}: pass magicjax.EngineConfig(...)"
             )
         self._templates = make_templates(target, drafter, tree, config, mesh)
+        self._first_drafter = self._templates.row.drafter  # remembers no requests
         config, slots = self._templates.config, self._templates.slots
         self._prefixes = make_store(self._templates)
         self._scheduler = Scheduler[Handle](
@@ -219,12 +222,17 @@ class Engine:
             self.submit(np.zeros(longest, np.int32), SamplingParams(max_tokens=1))
             self.run()
         self._decode()  # these requests end at their first token
-        self._prefixes.clear()
+        self.forget_prefixes()
+        self.forget_texts()
         self._counters = Counters(self._loops)
 
     def forget_prefixes(self) -> None:
         """Empties the prefix store and its counts."""
         self._prefixes.clear()
+
+    def forget_texts(self) -> None:
+        """Forgets the texts of finished requests that the drafter remembers."""
+        self._templates = with_drafter(self._templates, self._first_drafter)
 
     @property
     def config(self) -> EngineConfig:
@@ -348,20 +356,27 @@ class Engine:
             self._end(handle, "stop" if stopped else "eos" if is_eos else "length")
 
     def _end(self, handle: Handle, reason: str) -> None:
-        """Ends a request, wherever it is; stores the text of a row, for the next turn of a chat."""
-        slot = self._scheduler.remove(handle)
+        """Ends a request, wherever it is; stores the text of a row, for the next turn of a chat.
+
+        The drafter remembers texts that were not cut short.
+        """
+        slot, prompt = self._scheduler.remove(handle), handle.request.prompt
+        text = np.concatenate([prompt, handle.tokens])
         if slot is not None:
             self._ended_by_host |= not self._ended[slot]
             self._ended[slot] = True
             if self._prefixes.max_entries:
                 cached, seconds = runner.extract(self._templates.row, self._state, slot)
-                text = np.concatenate([handle.request.prompt, handle.tokens])
                 self._store(Prefix(text[:-1], *cached))  # the last token is pending
                 self._counters.prefill_s += seconds
         elif (row := self._rows.pop(handle, None)) is not None:
             self._spare((row.cache, row.drafter_state))
         if handle.request.grammar is not None and handle.started_s is not None:
             self._arena.release(handle.request.grammar)
+        drafter = self._templates.row.drafter
+        if drafter is not None and drafter.remembers and reason in ("eos", "length", "stop"):
+            remembering = drafter.remember(text, len(prompt))
+            self._templates = with_drafter(self._templates, remembering)
         self._counters.count(handle.finish(reason, time.monotonic()))
 
     def _store(self, prefix: Prefix) -> None:

@@ -13,7 +13,13 @@ from jaxtyping import Int
 from magicjax import placement
 from magicjax.decoding import memory, runner
 from magicjax.decoding.loop import DecodeState
-from magicjax.decoding.preparation import capacity_of, place, sampling_of, validate
+from magicjax.decoding.preparation import (
+    capacity_of,
+    drafter_and_tree,
+    place,
+    sampling_of,
+    validate,
+)
 from magicjax.decoding.request import Request, RequestOptions
 from magicjax.decoding.validation import check_detokenization, check_target
 from magicjax.drafters import Drafter
@@ -42,6 +48,7 @@ class Templates:
       config: of `EngineConfig.for_target`, with the ids of EOS.
       row: of one row, which is prefilled.
       slots: of all rows, which are decoded.
+      row_shapes: of the target's cache and the drafter's state of one row.
 
     In an engine with grammars, `row.transitions` and `slots.transitions` are the loaded ones.
     """
@@ -49,6 +56,7 @@ class Templates:
     config: EngineConfig
     row: Request
     slots: Request
+    row_shapes: tuple[KVCache, Any]
 
     @property
     def capacity(self) -> int:
@@ -69,12 +77,6 @@ class Templates:
         """The bytes of the keys and values of all slots, target and drafter."""
         return sum(self.slots.kv_bytes)
 
-    @functools.cached_property
-    def row_shapes(self) -> tuple[KVCache, Any]:
-        """The shapes of the target's cache and the drafter's state of one row."""
-        shapes = runner.state_shapes(self.row)
-        return shapes.cache, shapes.drafter
-
 
 def validated(
     target: Model,
@@ -91,7 +93,8 @@ def validated(
       ValueError, TypeError: as `magicjax.Engine`, except for what needs the models' weights.
     """
     check_target(target)
-    config = config.for_target(target)
+    drafter, tree = drafter_and_tree(target, drafter, tree)
+    config = config.for_target(target, drafter)
     assert config.capacity is not None
     groups = _groups(mesh, config.slots)
     check_detokenization(target)
@@ -165,7 +168,8 @@ def make_templates(
         sampling=jax.tree.map(repeated, row.sampling),
         grammar=jax.tree.map(repeated, row.grammar),
     )
-    templates = Templates(config, row, all_rows)
+    shapes = runner.state_shapes(row)
+    templates = Templates(config, row, all_rows, (shapes.cache, shapes.drafter))
     _check_insertable(templates)
     return templates
 
@@ -197,9 +201,9 @@ def _check_insertable(templates: Templates) -> None:
     drafter = templates.row.drafter
     if drafter is None:
         return
-    state, row = (runner.state_shapes(x).drafter for x in (templates.slots, templates.row))
     state, row = (
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x) for x in (state, row)
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        for x in (runner.state_shapes(templates.slots).drafter, templates.row_shapes[1])
     )
     inserted = jax.eval_shape(drafter.insert, state, row, jax.ShapeDtypeStruct((), jnp.int32))
     if jax.tree.map(lambda x: x.shape, inserted) != jax.tree.map(lambda x: x.shape, state):
@@ -243,10 +247,18 @@ def with_grammar(
     if arena.table is before:
         return templates, grammar
     placed = global_arrays.put(arena.table, transitions.sharding)
-    row, slots = (
-        dataclasses.replace(x, transitions=placed) for x in (templates.row, templates.slots)
-    )
-    return dataclasses.replace(templates, row=row, slots=slots), grammar
+    return _with_fields(templates, transitions=placed), grammar
+
+
+def with_drafter(templates: Templates, drafter: Drafter | None) -> Templates:
+    """Returns the templates with another drafter, of equal static fields and shapes."""
+    return _with_fields(templates, drafter=drafter)
+
+
+def _with_fields(templates: Templates, **fields: Any) -> Templates:
+    """Returns the templates with fields of both requests replaced."""
+    row, slots = (dataclasses.replace(x, **fields) for x in (templates.row, templates.slots))
+    return dataclasses.replace(templates, row=row, slots=slots)
 
 
 def row_of_request(

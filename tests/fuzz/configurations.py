@@ -117,7 +117,8 @@ def configuration(seed: int, number: int) -> Configuration:
     drafter, _ = made.drafting(0)
     if not sampled or drafter is None:
         return made
-    return dataclasses.replace(made, verifier="naive" if rng.random() < 0.6 else None)
+    naive = rng.random() < 0.6 or (is_engine and drafter.remembers)
+    return dataclasses.replace(made, verifier="naive" if naive else None)
 
 
 @functools.cache
@@ -146,6 +147,7 @@ def drafting_of(
         "small",
         "eagle",
         "prompt-lookup",
+        "suffix",
         "ensemble",
         "plain",
     ]
@@ -155,11 +157,13 @@ def drafting_of(
     members = [kind]
     if kind == "ensemble":
         members = list(
-            rng.choice(["self", "small", "eagle", "prompt-lookup"], int(rng.integers(2, 4)))
+            rng.choice(
+                ["self", "small", "eagle", "prompt-lookup", "suffix"], int(rng.integers(2, 4))
+            )
         )
     separate = kind == "ensemble" and rng.random() < 0.5
     of_members = members if separate else [" ".join(members)]
-    trees = [_tree(rng, "prompt-lookup" in of_member) for of_member in of_members]
+    trees = [_tree(rng, of_member) for of_member in of_members]
     depth = max(tree.shape.depth for tree in trees)
     dynamic = any(isinstance(tree, magicjax.DynamicTree) for tree in trees)
     draws = [None, "top"] if dynamic else [None, "top", "with_replacement"]
@@ -176,6 +180,8 @@ def _member(
     if kind == "prompt-lookup":
         longest = int(rng.integers(1, 5))
         return magicjax.PromptLookup(longest, int(rng.integers(1, longest + 1)))
+    if kind == "suffix":
+        return _suffix_lookup(rng, shape)
     if kind == "eagle":
         sinks, ring = int(rng.integers(5)), int(rng.integers(1, 20))
         budget = sinks + ring if rng.random() < 0.5 else None
@@ -199,6 +205,20 @@ def _member(
     in_cache = isinstance(policy, magicjax.StreamingLLM) and kv_dtype is None
     sinks = "in_cache" if in_cache and rng.random() < 0.5 else "text"
     return magicjax.SmallModel(draft, draw, policy, budget, kv_dtype, sinks)
+
+
+def _suffix_lookup(rng, shape: int) -> magicjax.SuffixLookup:
+    """Returns the drafter with random texts in its store."""
+    made = magicjax.SuffixLookup(
+        int(rng.integers(1, 9)),
+        store_tokens=int(rng.choice([0, 40, 300])),
+        max_factor=float(rng.uniform(MAX_DEPTH, 9)),  # any depth suits any match
+        min_score=float(rng.uniform(0, 0.3)),
+    )
+    vocab = _module(shape, ()).config.vocab_size
+    for length in rng.integers(1, 60, 4):
+        made = made.remember(rng.integers(0, vocab, length))
+    return made
 
 
 def _page_retrieval(rng, draw: str | None) -> magicjax.PageRetrieval:
@@ -246,12 +266,15 @@ def _policy(rng, ring: int) -> tuple[Any, int]:
     return made[rng.integers(len(made))], ring + pinned
 
 
-def _tree(rng, chains: bool) -> Any:
-    """Returns a tree; `chains`: one that branches only below the root."""
+def _tree(rng, members: str) -> Any:
+    """Returns a tree that all of the members can draft."""
     depth = int(rng.integers(1, MAX_DEPTH + 1))
-    kind = rng.integers(2 if chains else 5)
-    if kind == 0:
+    chains, suffix = "prompt-lookup" in members, "suffix" in members
+    kind = rng.integers(2 if chains or suffix else 5)
+    if kind == 0 or (chains and suffix):
         return magicjax.chain(depth)
+    if suffix:
+        return magicjax.DynamicTree(1 + depth + int(rng.integers(4)), depth, 4)
     if chains:
         return magicjax.expansion((int(rng.integers(2, 4)), *[1] * (depth // 2)))
     if kind == 1:

@@ -166,6 +166,7 @@ def _run(session: Session, unit: int, found: Found) -> int:
     rng, engine = session.made.rng(SCHEDULES, unit + 1), session.engine
     if rng.random() < 0.5:
         engine.forget_prefixes()
+        engine.forget_texts()
     rate, count = float(rng.uniform(0.3, 3)), int(rng.integers(5, MOST + 1))
     asked: list[Asked] = []
     rows_at = int(rng.integers(1, 12))  # the step after which the rows' caches are checked

@@ -42,6 +42,11 @@ def prompt_lookup(kv_heads, shards):
     return magicjax.PromptLookup()
 
 
+def suffix(kv_heads, shards):
+    made = magicjax.SuffixLookup(store_tokens=64)
+    return made.remember(oracle.greedy(target(kv_heads), prompts()[4], 24))
+
+
 def eagle(**options):
     return lambda kv_heads, shards: magicjax.Eagle(tiny.head(target(kv_heads)), **options)
 
@@ -80,6 +85,8 @@ CASES = {
     "several": (several, magicjax.chain(3), {}, 4),
     "several sampled": (several, magicjax.chain(3), SAMPLED, 2),
     "prompt-lookup": (prompt_lookup, magicjax.chain(4), {}, 4),
+    "suffix": (suffix, magicjax.DynamicTree(8, 3, 2), {}, 8),
+    "suffix sampled": (suffix, magicjax.chain(3), SAMPLED, 8),
     "eagle": (eagle(budget=16), TREE, {}, 4),
     "eagle sampled": (eagle(), TREE, SAMPLED, 8),
     "random sampled": (self_speculation("random"), magicjax.chain(3), SAMPLED, 8),

@@ -170,6 +170,13 @@ def drafter(kind: str, dtype: str = "float32"):
         return magicjax.PageRetrieval(BUDGET, page_size=4)
     if kind == "prompt-lookup":
         return magicjax.PromptLookup()
+    if kind == "suffix":
+        made = magicjax.SuffixLookup(store_tokens=256)
+        for row in expected(8):
+            mistaken = row.copy()
+            mistaken[::5] = (mistaken[::5] + 1) % NEVER
+            made = made.remember(mistaken)
+        return made
     if kind == "eagle":
         return magicjax.Eagle(head(model("target", dtype)))
     if kind == "eagle ring":

@@ -44,6 +44,7 @@ def measure(bench: Bench, cell: Cell) -> tuple[dict[str, Any], list[dict[str, An
     served: dict[Cell, list[Run]] = {each: [] for each in engines}
     for repeat in range(max(1, cell.repeats)):
         for each, engine in engines.items():
+            engine.forget_texts()  # those of the run before are the same
             served[each].append(serve(engine, workload))
             print(f"{each.label}: run {repeat + 1}", flush=True)
     if program_cache.totals() != compiled:

@@ -277,6 +277,21 @@ REFUSED = {
         ValueError,
         "prompt lookup proposes chains, and this tree branches below the root",
     ),
+    "suffix lookup of a bush": (
+        dict(drafter=magicjax.SuffixLookup(), tree=magicjax.expansion((2, 2))),
+        ValueError,
+        "suffix lookup proposes chains and dynamic trees, and this is another tree: use chain:2,",
+    ),
+    "a tree deeper than any match allows": (
+        dict(drafter=magicjax.SuffixLookup(2), tree=magicjax.chain(5)),
+        ValueError,
+        "depth of 5 exceeds max_factor=2.0 × max_match=2 = 4: use a tree of at most this depth",
+    ),
+    "a store of another vocabulary": (
+        dict(drafter=magicjax.SuffixLookup(store_tokens=8).remember([tiny.VOCAB])),
+        ValueError,
+        "the store has token 48, outside the target's vocabulary: .* ids are 0 to 47",
+    ),
     "unknown backend": (
         dict(backend="triton"),
         ValueError,
@@ -357,6 +372,18 @@ def test_invalid_arguments_are_errors_before_compilation(what, call):
 ENSEMBLE, ROOT = magicjax.Ensemble([budget(12)], [magicjax.chain(2)]), magicjax.TokenTree((-1,))
 HALF_BYTE = sparse(opt(num_heads=16), policy="h2o", budget=64, kv_dtype="int4")
 ALSO_REFUSED = [
+    (
+        dict(drafter=magicjax.SuffixLookup(), tree=magicjax.DynamicTree(40, 2, 8)),
+        "has 40 nodes, and suffix lookup drafts at most 16 of each depth: use at most 33 nodes",
+    ),
+    (
+        dict(drafter=magicjax.SuffixLookup(documents="a.txt")),
+        "documents='a.txt': the target 'target' has no tokenizer; give token ids to",
+    ),
+    (
+        dict(drafter=magicjax.SuffixLookup(documents="a.txt"), target=with_tokenizer("a")),
+        "documents='a.txt' cannot be read: .* give a text file in UTF-8",
+    ),
     (dict(prompts=[[-1]]), "prompt 0 has token -1, outside"),
     (dict(eos_token_id="</s>"), "eos_token_id='</s>' .* pass target.token"),
     (dict(pad_token_id=1.5), "pad_token_id=1.5 is not a token id: pass an"),
@@ -431,6 +458,15 @@ def test_other_invalid_arguments_are_errors(options, message):
         (lambda: magicjax.load("opt-125"), r"did you mean 'opt-125m'\?"),
         (lambda: magicjax.Ensemble([]), "an ensemble of 0 drafters: give 1 to 64"),
         (lambda: magicjax.PromptLookup(min_ngram=0), "min_ngram=0 and max_ngram=4: .* at least 1"),
+        (lambda: magicjax.SuffixLookup(15), "max_match=15: it must be at most 14"),
+        (lambda: magicjax.SuffixLookup(store_tokens=-1), "store_tokens=-1: it must be at least 0"),
+        (lambda: magicjax.SuffixLookup(max_factor=0), "max_factor=0: it must be above 0, and fin"),
+        (lambda: magicjax.SuffixLookup(min_score=2), "min_score=2: it must be between 0 and 1"),
+        (
+            lambda: magicjax.SuffixLookup(documents="a.txt", store_tokens=0),
+            "documents='a.txt' with store_tokens=0: omit one of them",
+        ),
+        (lambda: magicjax.SuffixLookup().remember("a text"), "pass the token ids of one text, su"),
         (
             lambda: magicjax.DynamicTree(64, 2, 4),
             "width=4 draft 20 nodes; use at most 21, or more depth or width",

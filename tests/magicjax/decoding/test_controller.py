@@ -441,6 +441,7 @@ DRAFTERS = {
     "other": lambda: tiny.drafter("other"),
     "near": lambda: tiny.drafter("near"),
     "prompt-lookup": magicjax.PromptLookup,
+    "suffix": lambda: tiny.drafter("suffix"),
     "small streaming": lambda: magicjax.SmallModel(
         tiny.model("near"), policy=magicjax.StreamingLLM(sinks=tiny.SINKS), budget=tiny.BUDGET
     ),

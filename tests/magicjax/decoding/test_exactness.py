@@ -23,6 +23,7 @@ CASES = [
     ("ensemble", "2,2,1", 8),
     ("prompt-lookup", "branches", 3),
     ("eagle", "2,2,1", 8),
+    ("suffix", "dynamic", 8),
 ]
 BATCHES = (1, 3, 8)
 ALL = [
@@ -32,6 +33,7 @@ ALL = [
         BATCHES,
     ),
     *itertools.product(["prompt-lookup"], ["chain1", "chain4", "chain8", "branches"], BATCHES),
+    *itertools.product(["suffix"], ["chain1", "chain4", "chain8", "dynamic"], BATCHES),
 ]
 ALL = [case for case in ALL if case not in CASES]
 SEEDS = range(2)

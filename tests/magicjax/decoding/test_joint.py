@@ -131,6 +131,12 @@ def refreshed(policy: str, **options) -> magicjax.SelfSpeculation:
     return magicjax.SelfSpeculation(policy, budget=8, refresh_every=1, **options)
 
 
+def suffix() -> magicjax.SuffixLookup:
+    """Returns suffix lookup with texts in its store that the target often continues."""
+    made = magicjax.SuffixLookup(store_tokens=32, min_score=0.05)
+    return made.remember([*PROMPT, 2, 3, 1]).remember([4, 1, 3, 2, EOS])
+
+
 ALL = {
     "small, 2,2": (small(1), PAIRS, {}),
     "ensemble and prompt-lookup": (
@@ -164,6 +170,9 @@ ALL = {
     "prompt-lookup, chain": (magicjax.PromptLookup(), CHAIN, {}),
     "prompt-lookup, branches": (magicjax.PromptLookup(), BRANCHES, {}),
     "prompt-lookup, naive": (magicjax.PromptLookup(), BRANCHES, dict(verifier="naive")),
+    "suffix, chain": (suffix(), CHAIN, {}),
+    "suffix, dynamic": (suffix(), DYNAMIC, {}),
+    "suffix, naive": (suffix(), DYNAMIC, dict(verifier="naive")),
 }
 ALL |= {
     f"{who}, {draw}, {name}, {verifier}": (make(draw=draw), tree, dict(verifier=verifier))
@@ -228,7 +237,7 @@ class Broken:
             own = draws.q[jnp.arange(len(tokens))[:, None], draws.q_index, token]
             worst = own == own.min(1, keepdims=True)
             draws = draws.replace(parent=jnp.where(worst, -1, draws.parent))
-        elif self.how == "top as if drawn":
+        elif self.how in ("top as if drawn", "suffix as if drawn"):
             q = jnp.full((len(tokens), 1, VOCAB), 1 / VOCAB)
             draws = draws.replace(q=q, q_index=jnp.zeros_like(draws.q_index))
         elif self.how == "q of other tokens":  # as by a wrong map of a draft vocabulary
@@ -244,13 +253,15 @@ class Broken:
         pytest.param("repeated tokens skipped", "with_replacement", marks=pytest.mark.slow),
         pytest.param("pruned", "with_replacement", marks=pytest.mark.slow),
         pytest.param("top as if drawn", "top", marks=pytest.mark.slow),
+        pytest.param("suffix as if drawn", "top", marks=pytest.mark.slow),
     ],
 )
 def test_a_rule_broken_inside_the_loop_is_detected(how, draw):
-    drafter, children = Broken(small(1, draw=draw), how), 5
+    drafter, tree = Broken(small(1, draw=draw), how), magicjax.expansion((5,))
     if how == "q of other tokens":
-        drafter, children = Broken(eagle(draw=draw), how), 4  # which the head can propose
-    tree = magicjax.expansion((children,))
+        drafter, tree = Broken(eagle(draw=draw), how), magicjax.expansion((4,))  # all of the head's
+    elif how == "suffix as if drawn":
+        drafter, tree = Broken(suffix(), how), CHAIN
     p = p_value(sampled(drafter, tree, FEW_CALLS, **PLAIN), joint(tuple(PLAIN.items())))
     print(f"{how}: p = {p:.1e}")
     assert p < 1e-6

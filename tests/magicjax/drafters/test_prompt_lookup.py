@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax.drafters.prompt_lookup import PromptLookupState
 from magicjax.drafters.simulated_rounds import SimulatedRounds
+from magicjax.drafters.text_lookup import TextState
 from magicjax.trees.token_tree import ROOT_ONLY
 from tests.magicjax.trees.test_merge import sequences
 
 CAPACITY = 64
 
 
-def state_of(text, lengths, depth: int = 0) -> PromptLookupState:
+def state_of(text, lengths, depth: int = 0) -> TextState:
     """Returns the state after a text; rounds of chains of `depth` are simulated."""
     simulated = SimulatedRounds.create(len(text), depth)
-    return PromptLookupState(jnp.asarray(text), jnp.asarray(lengths, jnp.int32), simulated)
+    return TextState(jnp.asarray(text), jnp.asarray(lengths, jnp.int32), simulated)
 
 
 @functools.cache

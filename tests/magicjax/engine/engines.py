@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 import magicjax
+from magicjax.drafters.text_lookup import TextLookup
 from magicjax.policies import SnapKV
 from tests.magicjax import oracle, tiny
 from tests.magicjax.kv_cache import test_loop_caches as caches
@@ -44,6 +45,7 @@ DRAFTERS = {
         tiny.TREES["chain4"],
     ),
     "prompt lookup": (magicjax.PromptLookup(), tiny.TREES["chain4"]),
+    "suffix": (magicjax.SuffixLookup(store_tokens=512), tiny.SPECIAL["dynamic"]),
     "ensemble": (
         magicjax.Ensemble([tiny.drafter("near"), tiny.drafter("self"), magicjax.PromptLookup()]),
         tiny.TREES["chain2"],
@@ -110,7 +112,7 @@ def check_state(state, texts, target, drafter) -> None:
 
 def check_drafter(drafter, state, cache, texts, target) -> None:
     """Asserts that a drafter's state is that of the texts, as far as it is determined."""
-    if isinstance(drafter, magicjax.PromptLookup):
+    if isinstance(drafter, TextLookup):
         caches.check_text(state, texts)
     elif isinstance(drafter, magicjax.PageRetrieval):
         test_pages.check_bounds(state.bounds, cache)

@@ -16,6 +16,7 @@ DRAFTERS = {
     "small, 2,2": (alone.small(1), alone.PAIRS),
     "streaming": (alone.self_speculation(), alone.CHAIN),
     "prompt-lookup": (magicjax.PromptLookup(), alone.CHAIN),
+    "suffix": (magicjax.SuffixLookup(store_tokens=64), alone.CHAIN),
     "ensemble, chains": (alone.ensemble(), alone.CHAIN),
     "dynamic": (alone.small(1), alone.DYNAMIC),
     "eagle, 2,2": (alone.eagle(), alone.PAIRS),

@@ -23,7 +23,10 @@ from tests.quick import quick
 from tests.two_processes import Two
 
 NEW, EOS, SLOTS = 24, 63, 4
-GREEDY = ("plain", "self", "snapkv", "h2o int8", "small", "prompt-lookup", "several", "dynamic")
+GREEDY = (
+    *("plain", "self", "snapkv", "h2o int8", "small"),
+    *("prompt-lookup", "suffix", "several", "dynamic"),
+)
 SAMPLED = ("plain sampled", "self sampled", "small sampled", "several sampled")
 # (data, model) of each case; others on a few.
 SERVED = [
@@ -234,7 +237,7 @@ def two():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["plain", "several"])
+@pytest.mark.parametrize("case", ["plain", "several", "suffix"])
 @pytest.mark.parametrize("mesh", [[1, 8], [2, 4], [4, 2]])
 def test_an_engine_in_two_processes_gives_the_texts_of_one(case, mesh, two):
     assert two(texts, case=case, mesh=mesh) == texts(case, None)

@@ -23,6 +23,8 @@ def prompts() -> list[np.ndarray]:
 
 def alone(name: str, prompt, seed: int, sampling: dict) -> np.ndarray:
     drafter, tree = engines.DRAFTERS[name]
+    if drafter is not None and drafter.remembers:  # verified by naive: the text of plain sampling
+        drafter = tree = None
     if sampling["temperature"]:
         sampling = dict(seed=seed, **sampling)
     else:

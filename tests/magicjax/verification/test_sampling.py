@@ -201,6 +201,7 @@ CASES = [
     *itertools.product(tiny.DRAFTERS, tiny.TREES),
     ("near", "dynamic"),
     ("prompt-lookup", "branches"),
+    ("suffix", "dynamic"),
 ]
 
 
