@@ -74,7 +74,7 @@ class PageRetrieval(TargetDrafter):
         the most likely tokens in a dynamic tree.
       refresh_every: rounds of a row between two choices.
       weights: the format of a quantized copy of the target's blocks, which drafts, as for
-        `QuantizedCopy`; None: the target itself drafts.
+        `FullCacheSpeculation`; None: the target itself drafts.
       recent: slots of the newest tokens, rounded up to pages; None: a quarter of the budget.
       page_size: slots of a page, a power of two up to 64.
       blocks: the copy of the target's blocks; `for_target` sets it.

@@ -73,7 +73,7 @@ class SelfSpeculation(TargetDrafter):
       kv_dtype: of the draft cache: "int8" or "int4", with one float32 scale for each token and
         head; None: the target's dtype. The target's cache is never quantized.
       weights: the format of a quantized copy of the target's blocks, which drafts, as for
-        `QuantizedCopy`; None: the target itself drafts.
+        `FullCacheSpeculation`; None: the target itself drafts.
       blocks: that copy; `for_target` sets it.
 
     Raises:

@@ -184,7 +184,7 @@ def _member(
     if kind == "self":
         copy = [None, None, None, None, "int8", "int4:4"][rng.integers(6)] if copies else None
         if rng.random() < 0.1:
-            return magicjax.QuantizedCopy(draw=draw, weights=copy)
+            return magicjax.FullCacheSpeculation(draw=draw, weights=copy)
         if rng.random() < 0.1:
             return _page_retrieval(rng, draw)
         policy, budget = _policy(rng, depth + 1)

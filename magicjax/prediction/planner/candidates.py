@@ -8,9 +8,9 @@ import numpy as np
 
 from magicjax.drafters import (
     Drafter,
+    FullCacheSpeculation,
     PageRetrieval,
     PromptLookup,
-    QuantizedCopy,
     SelfSpeculation,
     SmallModel,
 )
@@ -21,7 +21,8 @@ from magicjax.prediction import cost_model
 from magicjax.prediction.planner.planning import MAX_DEPTH, Candidate
 from models import WeightFormat
 
-TARGET_DRAFTERS = SelfSpeculation | PageRetrieval | QuantizedCopy  # on the target's weights
+# On the target's weights.
+TARGET_DRAFTERS = SelfSpeculation | PageRetrieval | FullCacheSpeculation
 
 
 def model_sizes(model: Model, dtype: Any) -> cost_model.Sizes:
@@ -41,7 +42,7 @@ def name_of(drafter: Drafter) -> str:
     if not isinstance(drafter, TARGET_DRAFTERS | SmallModel | PromptLookup):
         raise ValueError(
             f"the cost of {type(drafter).__name__} is not modelled: use SelfSpeculation, "
-            "PageRetrieval, QuantizedCopy, SmallModel or PromptLookup"
+            "PageRetrieval, FullCacheSpeculation, SmallModel or PromptLookup"
         )
     return text_of(drafter)
 

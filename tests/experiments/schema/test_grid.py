@@ -196,7 +196,7 @@ def test_a_cell_makes_the_drafter_of_its_settings():
     assert made(drafter="self", budget=64, sinks=4, refresh_every="", kv_dtype="") == (
         magicjax.SelfSpeculation(magicjax.StreamingLLM(sinks=4), 64)
     )
-    assert made(drafter="self", policy="full") == magicjax.QuantizedCopy()
+    assert made(drafter="self", policy="full") == magicjax.FullCacheSpeculation()
     assert made(drafter="small:d") == magicjax.SmallModel(draft)
     policy = policies.TOVA(recent=8)
     assert made(drafter="small:d", policy="tova", recent=8, kv_dtype="int4") == (

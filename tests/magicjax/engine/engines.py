@@ -19,7 +19,7 @@ SNAPKV = SnapKV(window=5, kernel=3, recent=7)
 DRAFTERS = {
     "plain": (None, None),
     "streaming": (tiny.drafter("self"), tiny.TREES["chain4"]),
-    "full": (magicjax.QuantizedCopy(), tiny.TREES["2,2,1"]),
+    "full": (magicjax.FullCacheSpeculation(), tiny.TREES["2,2,1"]),
     "snapkv": (magicjax.SelfSpeculation(SNAPKV, 13, refresh_every=2), tiny.TREES["2,2,1"]),
     "h2o": (
         magicjax.SelfSpeculation(magicjax.policies.H2O(window=30, recent=7), 13, refresh_every=3),
@@ -114,7 +114,7 @@ def check_drafter(drafter, state, cache, texts, target) -> None:
         caches.check_text(state, texts)
     elif isinstance(drafter, magicjax.PageRetrieval):
         test_pages.check_bounds(state.bounds, cache)
-    elif isinstance(drafter, magicjax.QuantizedCopy):
+    elif isinstance(drafter, magicjax.FullCacheSpeculation):
         assert not jax.tree.leaves(state)
     elif isinstance(drafter, magicjax.SelfSpeculation):
         if drafter.kv_dtype is None:

@@ -1,4 +1,4 @@
-"""Self-speculation on the target's own cache, with quantized weights (QuantSpec)."""
+"""Self-speculation on the target's own full cache, with a cheaper copy of the target."""
 
 from flax import struct
 
@@ -12,8 +12,8 @@ from magicjax.trees.proposal import DrawMethod, Proposal
 
 
 @struct.dataclass
-class QuantizedCopy(TargetDrafter):
-    """A quantized copy of the target, reading all of the target's cache.
+class FullCacheSpeculation(TargetDrafter):
+    """The target with quantized weights, reading all of the target's cache.
 
     Source: the drafts of quantized weights of QuantSpec (arXiv 2502.10424), whose cache is
     quantized too.
