@@ -46,10 +46,11 @@ BY_POLICY: dict[tuple[str, str], type[Drafter]] = {
 GROUP = "magicjax.drafters"  # of entry points
 DRAFTER_SYNTAX = (
     "self:streaming:256 (policy and budget), self:quest:512 (pages of the target's cache), "
-    "self:full:weights=int8 (a quantized copy), small:PATH (a model directory, GGUF file or "
-    "preset), small:PATH:streaming:256, eagle:PATH (an EAGLE-3 head), prompt-lookup:4 (how many of "
-    "the newest tokens to look for), the name of an installed drafter, or an import path, "
-    "my_file.MyDrafter; options as self:snapkv:256:refresh_every=8"
+    "self:full:weights=int8 (a quantized copy), self:full:layers=0-9,20-29 (some of its layers), "
+    "small:PATH (a model directory, GGUF file or preset), small:PATH:streaming:256, eagle:PATH (an "
+    "EAGLE-3 head), prompt-lookup:4 (how many of the newest tokens to look for), the name of an "
+    "installed drafter, or an import path, my_file.MyDrafter; options as "
+    "self:snapkv:256:refresh_every=8"
 )
 _JOIN = " + "
 _HEADS = (

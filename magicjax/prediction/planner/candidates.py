@@ -13,6 +13,7 @@ from magicjax.drafters import (
     PromptLookup,
     SelfSpeculation,
     SmallModel,
+    layer_skipping,
 )
 from magicjax.drafters.sparse import KV_DTYPES
 from magicjax.drafters.spec import text_of
@@ -54,6 +55,9 @@ def make_draft(drafter: Drafter, target: cost_model.Sizes, dtype: Any) -> cost_m
       drafter: one that runs the target, a small model, or prompt lookup.
       target: sizes of the target.
       dtype: of a small model that is a skeleton.
+
+    Raises:
+      ValueError: the cost of such a drafter is not modelled, or the target lacks its layers.
     """
     name_of(drafter)
     if isinstance(drafter, PromptLookup):
@@ -62,10 +66,14 @@ def make_draft(drafter: Drafter, target: cost_model.Sizes, dtype: Any) -> cost_m
     sizes, copied = target, False
     if isinstance(drafter, SmallModel):
         sizes = model_sizes(drafter.model, dtype)
-    elif drafter.weights is not None:
-        itemsize = WeightFormat.parse(drafter.weights).itemsize
-        sizes = dataclasses.replace(target, matrix_itemsize=itemsize, streamed=False)
-        copied = True
+    else:
+        if drafter.layers is not None:
+            layer_skipping.check(drafter.layers, target.num_layers, target.streamed)
+            sizes = target.with_layers(len(layer_skipping.parse(drafter.layers)))
+        if drafter.weights is not None:
+            itemsize = WeightFormat.parse(drafter.weights).itemsize
+            sizes = dataclasses.replace(sizes, matrix_itemsize=itemsize, streamed=False)
+            copied = True
     if isinstance(drafter, PageRetrieval):
         size, every = drafter.page_size, drafter.refresh_every
         return cost_model.Draft(sizes, drafter.budget, copied=copied, page_size=size, every=every)

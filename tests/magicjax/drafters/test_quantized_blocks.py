@@ -57,13 +57,16 @@ def test_a_target_is_quantized_once_and_its_copy_is_freed_with_it():
     assert len(quantized_blocks._copies) < before
 
 
-def test_only_the_latest_format_of_a_target_is_kept():
+def test_only_the_latest_copy_of_a_target_is_kept():
     target = dataclasses.replace(tiny.model())
     first = weakref.ref(quantized_blocks.of(target, "int8"))
     second = quantized_blocks.of(target, "int4:8")
     gc.collect()
     assert first() is None
     assert quantized_blocks.of(target, "int4:8") is second
+    part = quantized_blocks.of(target, "int4:8", (1,))
+    assert quantized_blocks.of(target, "int4:8", (1,)) is part
+    assert quantized_blocks.of(target, "int4:8", (0,)) is not part
 
 
 @pytest.mark.slow

@@ -26,6 +26,10 @@ DRAFTERS = {
         tiny.TREES["chain4"],
     ),
     "quest": (magicjax.PageRetrieval(12, refresh_every=2, page_size=4), tiny.TREES["2,2,1"]),
+    "layers": (
+        magicjax.SelfSpeculation(SNAPKV, 13, refresh_every=2, layers="1"),
+        tiny.TREES["2,2,1"],
+    ),
     "int8": (magicjax.SelfSpeculation(budget=24, kv_dtype="int8"), tiny.TREES["chain4"]),
     "small": (tiny.drafter("near"), tiny.TREES["irregular"]),
     "sparse small": (
@@ -113,12 +117,12 @@ def check_drafter(drafter, state, cache, texts, target) -> None:
     if isinstance(drafter, magicjax.PromptLookup):
         caches.check_text(state, texts)
     elif isinstance(drafter, magicjax.PageRetrieval):
-        test_pages.check_bounds(state.bounds, cache)
+        test_pages.check_bounds(state.bounds, caches.of_layers(cache, drafter.layers))
     elif isinstance(drafter, magicjax.FullCacheSpeculation):
         assert not jax.tree.leaves(state)
     elif isinstance(drafter, magicjax.SelfSpeculation):
         if drafter.kv_dtype is None:
-            caches.check_draft_cache(state.cache, cache)
+            caches.check_draft_cache(state.cache, caches.of_layers(cache, drafter.layers))
     elif isinstance(drafter, magicjax.Eagle):
         caches.check_head(state, drafter, target, texts, 1e-5)
     elif drafter.sparse is None:
