@@ -63,6 +63,11 @@ MUTATIONS = {
         "pinned + (position - pinned) % ring)",
         "pinned + (position - pinned + 1) % ring)",
     ),
+    "a draft of some layers reads the entries of others": (
+        "magicjax/drafters/layer_skipping.py",
+        "return tuple(values[layer] for layer in layers)",
+        "return tuple(values[layer - 1] for layer in layers)",
+    ),
     "rejected nodes are written to the ring": (
         "magicjax/kv_cache/sparse_cache.py",
         "slots = jnp.where(steps < count[:, None], slots, capacity)",

@@ -207,9 +207,10 @@ class Bench:
     def agreement(self, cell: Cell) -> float | None:
         """Returns how often target and draft predict the same token on the prompts' text.
 
-        None if it is switched off, if no single model drafts, if the draft's weights are quantized,
-        if the entries that it sees depend on the text (full and streaming caches are fixed), or if
-        the target is divided over stages or processes and does not fit on one device.
+        None if it is switched off, if no single model drafts, if the draft's weights are quantized
+        or it skips layers, if the entries that it sees depend on the text (full and streaming
+        caches are fixed), or if the target is divided over stages or processes and does not fit on
+        one device.
         """
         view = _view(cell)
         if not cell.agreement_tokens or view is None or self.read_by(cell.target, cell) is None:
@@ -331,9 +332,10 @@ def _view(cell: Cell) -> dict[str, int] | None:
     """Returns the part of a text that a cell's draft sees, as arguments of `greedy_tokens`.
 
     None if it depends on the text, if entries or positions are not those of the text (quantized
-    entries, sinks that move), or if the draft's weights are quantized.
+    entries, sinks that move), if the draft's weights are quantized, or if it skips layers.
     """
-    if cell.draft not in ("self", "small") or cell.options.get("weights"):
+    cheaper = any(cell.options.get(name) for name in ("weights", "layers"))
+    if cell.draft not in ("self", "small") or cheaper:
         return None
     drafter, _ = make_drafter(cell)
     if isinstance(drafter, magicjax.PageRetrieval):

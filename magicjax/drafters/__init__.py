@@ -3,9 +3,9 @@
 from magicjax.drafters.base import Drafter, Previous, RoundOutcome
 from magicjax.drafters.eagle import Eagle
 from magicjax.drafters.ensemble import Ensemble
+from magicjax.drafters.full_cache_speculation import FullCacheSpeculation
 from magicjax.drafters.page_retrieval import PageRetrieval
 from magicjax.drafters.prompt_lookup import PromptLookup
-from magicjax.drafters.quantized_copy import QuantizedCopy
 from magicjax.drafters.self_speculation import SelfSpeculation
 from magicjax.drafters.small_model import SmallModel
 from magicjax.drafters.suffix_lookup import SuffixLookup
@@ -18,11 +18,11 @@ __all__ = [
     "Draws",
     "Eagle",
     "Ensemble",
+    "FullCacheSpeculation",
     "PageRetrieval",
     "Previous",
     "PromptLookup",
     "Proposal",
-    "QuantizedCopy",
     "RoundOutcome",
     "SelfSpeculation",
     "SmallModel",

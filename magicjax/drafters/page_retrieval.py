@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
+from magicjax.drafters import layer_skipping
 from magicjax.drafters.base import RoundOutcome
 from magicjax.drafters.draft_pass import DraftContext, RootPass
 from magicjax.drafters.dynamic_tree import draft_tree
@@ -16,7 +17,7 @@ from magicjax.drafters.sparse import (
     check_context,
     check_refresh,
 )
-from magicjax.drafters.target_drafter import WEIGHTS_HELP, TargetDrafter
+from magicjax.drafters.target_drafter import LAYERS_HELP, WEIGHTS_HELP, TargetDrafter
 from magicjax.kv_cache.attend import ChoosePages
 from magicjax.kv_cache.full_cache import CAPACITY_MULTIPLE, KVCache
 from magicjax.kv_cache.pages import (
@@ -74,13 +75,16 @@ class PageRetrieval(TargetDrafter):
         the most likely tokens in a dynamic tree.
       refresh_every: rounds of a row between two choices.
       weights: the format of a quantized copy of the target's blocks, which drafts, as for
-        `QuantizedCopy`; None: the target itself drafts.
+        `FullCacheSpeculation`; None: the target itself drafts.
+      layers: the layers of the target that draft, from 0, such as "0-9,20-29"; None: all. A copy
+        has these layers only.
       recent: slots of the newest tokens, rounded up to pages; None: a quarter of the budget.
       page_size: slots of a page, a power of two up to 64.
       blocks: the copy of the target's blocks; `for_target` sets it.
 
     Raises:
-      ValueError: another page_size, an unknown format, or another number below 1.
+      ValueError: another page_size, an unknown format, text that is no list of layers, or another
+        number below 1.
       TypeError: a number is not an integer, or an unknown draw.
     """
 
@@ -90,6 +94,7 @@ class PageRetrieval(TargetDrafter):
     draw: DrawMethod | None = option(None, DRAW_HELP)
     refresh_every: int = option(1, "rounds between two choices of pages")
     weights: str | None = option(None, WEIGHTS_HELP)
+    layers: str | None = option(None, LAYERS_HELP)
     recent: int | None = option(
         None, "slots of the newest tokens; default: a quarter of the budget"
     )
@@ -133,11 +138,12 @@ class PageRetrieval(TargetDrafter):
 
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
         """Returns the bytes of the bounds, two vectors for each page and KV head."""
-        return target.kv_bytes(batch, capacity // self.page_size)
+        return self.part_of(target).kv_bytes(batch, capacity // self.page_size)
 
     def prefill(
         self, target, tokens, cache: KVCache, stats, settings, previous=None
     ) -> PageRetrievalState:
+        cache = layer_skipping.of_cache(cache, self.layer_indices)
         bounds = bounds_of(cache, self.page_size)
         others = bounds.low[0].shape[2] - 1 - self.newest_pages  # pages that the cache has
         pages = in_order(cache, min(self.chosen_pages, max(1, others)))
@@ -155,6 +161,7 @@ class PageRetrieval(TargetDrafter):
         if settings.tree.num_nodes == 1:  # the next round chooses
             return Proposal(root[:, None], ROOT_ONLY.array), (state.pages, state.wait)
         due = None if self.refresh_every == 1 else state.wait == 0
+        cache = layer_skipping.of_cache(cache, self.layer_indices)
         sizes = self.newest_pages, self.page_size
         paged = PagedCache(cache, state.bounds, state.pages, due, *sizes)
         context = self.draft_context(target, root, cache.lengths, paged, sampling, settings)
@@ -171,6 +178,7 @@ class PageRetrieval(TargetDrafter):
         proposal,
         outcome: RoundOutcome,
     ) -> PageRetrievalState:
+        outcome = layer_skipping.of_outcome(outcome, self.layer_indices)
         path, committed = outcome.path, outcome.committed
         bounds = update_bounds(state.bounds, outcome.kv, path, committed, outcome.cache)
         return PageRetrievalState(bounds, *draft)

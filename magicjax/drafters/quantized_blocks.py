@@ -10,12 +10,15 @@ import jax
 import jax.numpy as jnp
 
 import models
+from magicjax.drafters import layer_skipping
+from magicjax.drafters.layer_skipping import Layers
 from magicjax.model import Model
 from magicjax.parallel.layouts import BlocksOnly, Resident
 from models import WeightFormat, quantized
 
-# The latest copy of each target in use, so that repeated requests do not quantize it again.
-_copies: weakref.WeakKeyDictionary[Model, Model] = weakref.WeakKeyDictionary()
+# The latest copy of each target in use, with its format and layers, so that repeated requests do
+# not quantize it again.
+_copies = weakref.WeakKeyDictionary[Model, tuple[WeightFormat, Layers, Model]]()
 
 
 def check(target: Model, weights: str) -> None:
@@ -36,26 +39,34 @@ def check(target: Model, weights: str) -> None:
     form.check(target.config.matrix_inputs())
 
 
-def of(target: Model, weights: str) -> Model:
-    """Returns the blocks of `target` in the format `weights`, as a model without embeddings.
+def of(target: Model, weights: str, layers: Layers = None) -> Model:
+    """Returns blocks of `target` in the format `weights`, as a model without embeddings.
 
     Norms and biases are the target's arrays. A target without parameters, or with shapes as
     parameters, has such a copy.
+
+    Args:
+      target: the model whose blocks are quantized.
+      weights: the format.
+      layers: of the blocks that are copied, as in `layer_skipping`.
     """
     form = WeightFormat.parse(weights)
-    if target in _copies and _copies[target].weights == form:
-        return _copies[target]
+    if target in _copies and _copies[target][:2] == (form, layers):
+        return _copies[target][2]
     _copies.pop(target, None)  # frees its memory before the other copy needs it
-    module = target.module.clone(weights=form)
-    params = None if target.params is None else _quantized(target, module)
+    part = layer_skipping.of_model(target, layers)
+    module = part.module.clone(weights=form)
+    params = None if part.params is None else _quantized(part, module)
     name = f"{target.name} {form}".strip()
-    _copies[target] = Model(module, params, name=name, layout=BlocksOnly())
-    return _copies[target]
+    copy = Model(module, params, name=name, layout=BlocksOnly())
+    _copies[target] = form, layers, copy
+    return copy
 
 
 def join(blocks: Model, target: Model) -> Model:
     """Returns the model of quantized blocks, with the target's embeddings and final norm."""
-    params = {"params": target.params["params"] | blocks.params["params"]}
+    others = models.split_blocks(target.params)[0]["params"]
+    params = {"params": others | blocks.params["params"]}
     return dataclasses.replace(blocks, params=params, layout=Resident())
 
 

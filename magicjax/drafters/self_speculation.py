@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from magicjax.drafters import layer_skipping
 from magicjax.drafters.base import RoundOutcome
 from magicjax.drafters.dynamic_tree import draft_tree
 from magicjax.drafters.sparse import (
@@ -22,7 +23,7 @@ from magicjax.drafters.sparse import (
     check_refresh,
     find_policy,
 )
-from magicjax.drafters.target_drafter import WEIGHTS_HELP, TargetDrafter
+from magicjax.drafters.target_drafter import LAYERS_HELP, WEIGHTS_HELP, TargetDrafter
 from magicjax.kv_cache.model_stats import ModelStats, RecentQueries, update_from_path
 from magicjax.kv_cache.sparse_cache import DraftCache, append_ring, repin
 from magicjax.model import Model
@@ -73,12 +74,14 @@ class SelfSpeculation(TargetDrafter):
       kv_dtype: of the draft cache: "int8" or "int4", with one float32 scale for each token and
         head; None: the target's dtype. The target's cache is never quantized.
       weights: the format of a quantized copy of the target's blocks, which drafts, as for
-        `QuantizedCopy`; None: the target itself drafts.
+        `FullCacheSpeculation`; None: the target itself drafts.
+      layers: the layers of the target that draft, from 0, such as "0-9,20-29"; None: all. A copy
+        and the draft cache have these layers only.
       blocks: that copy; `for_target` sets it.
 
     Raises:
-      ValueError: an unknown policy or format, a budget below 1, or refresh_every < 1 or for a
-        policy that a refresh cannot change.
+      ValueError: an unknown policy or format, text that is no list of layers, a budget below 1, or
+        refresh_every < 1 or for a policy that a refresh cannot change.
       TypeError: the policy is neither a name nor a `Policy`, a number is not an integer, or an
         unknown draw or kv_dtype.
     """
@@ -91,6 +94,7 @@ class SelfSpeculation(TargetDrafter):
     )
     kv_dtype: KVDtype | None = option(None, KV_DTYPE_HELP)
     weights: str | None = option(None, WEIGHTS_HELP)
+    layers: str | None = option(None, LAYERS_HELP)
     blocks: Model | None = struct.field(default=None, repr=False)
 
     def __post_init__(self):
@@ -124,19 +128,20 @@ class SelfSpeculation(TargetDrafter):
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         """Raises ValueError if paths of `depth` exceed the ring, or `tree` is too wide."""
         super().check(target, tree, depth, context)
-        self.sparse.check(target, depth + 1, f"tree depth ({depth}) + 1")
+        self.sparse.check(self.part_of(target), depth + 1, f"tree depth ({depth}) + 1")
 
     def stats_spec(self) -> StatsSpec:
         return self.sparse.stats_spec(self.refresh_every is not None)
 
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
-        return self.sparse.num_bytes(target, batch)
+        return self.sparse.num_bytes(self.part_of(target), batch)
 
     def prefill(
         self, target, tokens, cache, stats, settings: Settings, previous=None
     ) -> SelfSpeculationState:
-        stats = self.sparse.select_stats(stats)
-        draft_cache = self.sparse.make_cache(target, cache, stats, settings.backend)
+        cache = layer_skipping.of_cache(cache, self.layer_indices)
+        stats = self.sparse.select_stats(layer_skipping.of_stats(stats, self.layer_indices))
+        draft_cache = self.sparse.make_cache(self.part_of(target), cache, stats, settings.backend)
         if self.refresh_every is None:
             stats = ModelStats(None, None)
         return SelfSpeculationState(
@@ -153,6 +158,7 @@ class SelfSpeculation(TargetDrafter):
     def commit(
         self, target, state: SelfSpeculationState, draft: None, proposal, outcome: RoundOutcome
     ) -> SelfSpeculationState:
+        outcome = layer_skipping.of_outcome(outcome, self.layer_indices)
         path, committed = outcome.path, outcome.committed
         cache = append_ring(state.cache, outcome.kv, path, committed)
         if self.refresh_every is None:
@@ -178,7 +184,8 @@ class SelfSpeculation(TargetDrafter):
     ) -> SelfSpeculationState:
         """Returns the state with pins chosen by the attention up to now, in the rows that are due.
 
-        The other rows keep their pins. Their entries are read again, which changes no value.
+        `outcome` has the layers of the draft. The other rows keep their pins. Their entries are
+        read again, which changes no value.
         """
         stats, full, backend = state.stats, outcome.cache, outcome.backend
         if stats.total is not None:
@@ -190,7 +197,7 @@ class SelfSpeculation(TargetDrafter):
                 for old, q, k in layers
             )
             stats = dataclasses.replace(stats, total=total)
-        chosen = self.sparse.choose_pins(target, full, stats, backend)
+        chosen = self.sparse.choose_pins(self.part_of(target), full, stats, backend)
         pins = tuple(
             jnp.where(due[:, None, None], new, old)
             for new, old in zip(chosen, state.cache.pinned, strict=True)

@@ -14,7 +14,7 @@ KVDtype = Literal["int8", "int4"]
 KV_DTYPES = {None: None, "int8": 8, "int4": 4}  # bits of an element
 BUDGET = 256  # the default
 
-OTHER_DRAFTERS = {"full": "magicjax.QuantizedCopy", "quest": "magicjax.PageRetrieval"}
+OTHER_DRAFTERS = {"full": "magicjax.FullCacheSpeculation", "quest": "magicjax.PageRetrieval"}
 
 # Help of the options that drafters with a cache share.
 POLICY_HELP = "which entries of the cache are pinned"

@@ -5,8 +5,8 @@
 PATH is the model of a drafter that has one. Values without a name are those of the positional
 options, in order. An option may also be one of the policy's: self:streaming:256:sinks=4. With
 "quest" and "full" in place of its policy, self is another drafter: self:quest:512 is
-`PageRetrieval`, self:full:weights=int8 is `QuantizedCopy`. Drafters and policies of other files are
-import paths: self:my_file.MyPolicy:256. Several drafters joined by " + " are an ensemble.
+`PageRetrieval`, self:full:weights=int8 is `FullCacheSpeculation`. Drafters and policies of other
+files are import paths: self:my_file.MyPolicy:256. Several drafters joined by " + " are an ensemble.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ from magicjax import options, plugins
 from magicjax.drafters.base import REQUIRED, Drafter
 from magicjax.drafters.eagle import Eagle
 from magicjax.drafters.ensemble import Ensemble
+from magicjax.drafters.full_cache_speculation import FullCacheSpeculation
 from magicjax.drafters.page_retrieval import PageRetrieval
 from magicjax.drafters.prompt_lookup import PromptLookup
-from magicjax.drafters.quantized_copy import QuantizedCopy
 from magicjax.drafters.self_speculation import SelfSpeculation
 from magicjax.drafters.small_model import FULL, SmallModel
 from magicjax.drafters.sparse import find_policy
@@ -43,14 +43,15 @@ DRAFTERS: dict[str, type[Drafter]] = {
 # Drafters of a name and what is written in place of its policy.
 BY_POLICY: dict[tuple[str, str], type[Drafter]] = {
     ("self", "quest"): PageRetrieval,
-    ("self", FULL): QuantizedCopy,
+    ("self", FULL): FullCacheSpeculation,
 }
 GROUP = "magicjax.drafters"  # of entry points
 DRAFTER_SYNTAX = (
     "self:streaming:256 (policy and budget), self:quest:512 (pages of the target's cache), "
-    "self:full:weights=int8 (a quantized copy), small:PATH (a model directory, GGUF file or "
-    "preset), small:PATH:streaming:256, eagle:PATH (an EAGLE-3 head), prompt-lookup:4 (how many of "
-    "the newest tokens to look for), suffix:8 (the same, also in other texts), the name of an "
+    "self:full:weights=int8 (a quantized copy), self:full:layers=0-9,20-29 (some of its layers), "
+    "small:PATH (a model directory, GGUF file or preset), small:PATH:streaming:256, eagle:PATH (an "
+    "EAGLE-3 head), prompt-lookup:4 (how many of the newest tokens to look for), suffix:8 (the "
+    "same, also in other texts), the name of an "
     "installed drafter, or an import path, my_file.MyDrafter; options as "
     "self:snapkv:256:refresh_every=8"
 )

@@ -5,9 +5,10 @@ from typing import Self
 
 from jaxtyping import Array, Int
 
-from magicjax.drafters import quantized_blocks
+from magicjax.drafters import layer_skipping, quantized_blocks
 from magicjax.drafters.base import Drafter
 from magicjax.drafters.draft_pass import DraftContext, check_width, resolve_draw_method
+from magicjax.drafters.layer_skipping import Layers
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.kv_cache.pages import PagedCache
 from magicjax.kv_cache.sparse_cache import DraftCache
@@ -19,10 +20,11 @@ from magicjax.verification.sampling import Sampling
 from models import WeightFormat
 
 WEIGHTS_HELP = "quantized copy of the target's matrices to draft with: int8, int4 or int4:32"
+LAYERS_HELP = "layers of the target to draft with, such as 0-9,20-29; default: all"
 
 
 class TargetDrafter(Drafter):
-    """A drafter that runs the target, or a quantized copy of the target's blocks.
+    """A drafter that runs the target, with some of its layers or a quantized copy of them.
 
     Attributes, which subclasses declare as fields:
       draw: how children are drawn under sampling (`DRAW_METHODS`); None: without replacement, or
@@ -30,22 +32,39 @@ class TargetDrafter(Drafter):
       weights: the format of a quantized copy of the target's blocks, which drafts, as for
         `magicjax.load`; None: the target itself drafts. The target verifies, so the copy changes
         acceptance only (SpecInfer, arXiv 2305.09781; QuantSpec, arXiv 2502.10424).
+      layers: the layers of the target that draft, from 0, such as "0-9,20-29"; None: all. A copy
+        has these layers only.
       blocks: that copy; `for_target` sets it.
     """
 
     draw: DrawMethod | None
     weights: str | None
+    layers: str | None
     blocks: Model | None
 
     def __post_init__(self):
         super().__post_init__()
         if self.weights is not None:
             WeightFormat.parse(self.weights).check_rounding()
+        if self.layers is not None:
+            layer_skipping.parse(self.layers)
+
+    @property
+    def layer_indices(self) -> Layers:
+        """The layers as in `layer_skipping`."""
+        return None if self.layers is None else layer_skipping.parse(self.layers)
+
+    def part_of(self, target: Model) -> Model:
+        """Returns the model of the target's layers that draft, in the target's own format."""
+        return layer_skipping.of_model(target, self.layer_indices)
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
-        """Raises ValueError if `tree` is too wide, or the target cannot be copied."""
+        """Raises ValueError if `tree` is too wide, or `target` does not support the options."""
         resolve_draw_method(self.draw, tree)
         check_width(tree, target.config.vocab_size)
+        if self.layers is not None:
+            stages = target.layout.stages
+            layer_skipping.check(self.layers, target.config.num_layers, target.offload, stages)
         if self.weights is not None:
             quantized_blocks.check(target, self.weights)
 
@@ -55,7 +74,7 @@ class TargetDrafter(Drafter):
     def for_target(self, target: Model) -> Self:
         if self.weights is None:
             return self
-        blocks = quantized_blocks.of(target, self.weights)
+        blocks = quantized_blocks.of(target, self.weights, self.layer_indices)
         return dataclasses.replace(self, blocks=blocks)  # type: ignore[type-var]
 
     def draft_context(
@@ -67,9 +86,16 @@ class TargetDrafter(Drafter):
         sampling: Sampling | None,
         settings: Settings,
     ) -> DraftContext:
-        """Returns the context of a draft that reads `cache`; otherwise as for `propose`."""
+        """Returns the context of a draft that reads `cache`; otherwise as for `propose`.
+
+        `cache` has the layers of the draft only.
+        """
+        if self.blocks is None:
+            model = self.part_of(target)
+        else:
+            model = quantized_blocks.join(self.blocks, target)
         return DraftContext(
-            model=target if self.blocks is None else quantized_blocks.join(self.blocks, target),
+            model=model,
             target=target,
             cache=cache,
             root=root,

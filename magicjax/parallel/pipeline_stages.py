@@ -65,12 +65,16 @@ def best_micro_batches(rows: int, stages: int, weights: int, caches: int) -> int
 
 
 def check_policy(drafter: Any, layers: int, stages: int) -> None:
-    """Raises ValueError if a draft on the target's layers is quantized, or its budgets differ."""
-    if stages > 1 and getattr(drafter, "weights", None):
-        raise ValueError(
-            f"weights={drafter.weights!r} of self-speculation with stage={stages} is not "
-            "supported: omit the drafter's weights, or use a mesh without stages"
-        )
+    """Raises ValueError if a draft on the target's layers does not support stages.
+
+    Its copy would be quantized, it would skip layers, or its budgets differ.
+    """
+    for name in ("weights", "layers") if stages > 1 else ():
+        if value := getattr(drafter, name, None):
+            raise ValueError(
+                f"{name}={value!r} of self-speculation with stage={stages} is not supported: omit "
+                f"the drafter's {name}, or use a mesh without stages"
+            )
     sparse = getattr(drafter, "sparse", None)
     if sparse is None or stages == 1:
         return

@@ -189,15 +189,19 @@ def _member(
     kv_dtype = [None, None, None, "int8", "int4"][rng.integers(5)]
     if kind == "self":
         copy = [None, None, None, None, "int8", "int4:4"][rng.integers(6)] if copies else None
+        layers = [None, None, "0", "1"][rng.integers(4)]
+        if SHAPES[shape].get("num_layers") == 1:
+            layers = None
         if rng.random() < 0.1:
-            return magicjax.QuantizedCopy(draw=draw, weights=copy)
+            return magicjax.FullCacheSpeculation(draw=draw, weights=copy, layers=layers)
         if rng.random() < 0.1:
-            return _page_retrieval(rng, draw)
+            return dataclasses.replace(_page_retrieval(rng, draw), layers=layers)
         policy, budget = _policy(rng, depth + 1)
         refresh = int(rng.integers(1, 5)) if rng.random() < 0.5 else None
         if isinstance(policy, magicjax.StreamingLLM):
             refresh = None
-        return magicjax.SelfSpeculation(policy, budget, draw, refresh, kv_dtype, weights=copy)
+        own = policy, budget, draw, refresh, kv_dtype
+        return magicjax.SelfSpeculation(*own, weights=copy, layers=layers)
     draft = _draft_model(rng, shape, weights)
     if rng.random() < 0.5:
         return magicjax.SmallModel(draft, draw)

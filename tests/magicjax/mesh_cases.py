@@ -66,6 +66,13 @@ CASES = {
     "snapkv": (self_speculation("snapkv", refresh_every=4), TREE, {}, 2),
     "quest": (page_retrieval(page_size=4), TREE, {}, 2),
     "quest sampled": (page_retrieval(page_size=2, refresh_every=2), magicjax.chain(3), SAMPLED, 4),
+    "layers": (self_speculation("snapkv", refresh_every=4, layers="1"), TREE, {}, 2),
+    "layers int4 sampled": (
+        self_speculation("streaming", weights="int4:2", layers="0"),
+        magicjax.chain(3),
+        SAMPLED,
+        4,
+    ),
     "h2o int8": (self_speculation("h2o", refresh_every=4, kv_dtype="int8"), TREE, {}, 4),
     "tova sampled": (self_speculation("tova", refresh_every=4), TREE, SAMPLED, 2),
     "expected attention sampled": (

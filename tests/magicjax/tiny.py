@@ -166,6 +166,8 @@ def drafter(kind: str, dtype: str = "float32"):
     if kind == "self":
         policy = magicjax.StreamingLLM(sinks=SINKS)
         return magicjax.SelfSpeculation(policy=policy, budget=BUDGET)
+    if kind == "layers":
+        return dataclasses.replace(drafter("self"), layers="1")
     if kind == "quest":
         return magicjax.PageRetrieval(BUDGET, page_size=4)
     if kind == "prompt-lookup":

@@ -63,6 +63,12 @@ class Sizes:
         quantized = f"-matrices-{matrix_itemsize:.4g}" * (matrix_itemsize != self.itemsize)
         return "-".join(map(str, numbers)) + quantized + "-streamed" * streamed
 
+    def with_layers(self, count: int) -> "Sizes":
+        """Returns the sizes of a model of `count` of the layers."""
+        of_all = {"attention": self.attention, "mlp": self.mlp, "small": self.small}
+        part = {name: elements * count // self.num_layers for name, elements in of_all.items()}
+        return dataclasses.replace(self, num_layers=count, **part)
+
     @property
     def matrix_bytes(self) -> float:
         """Bytes of the blocks' matrices."""

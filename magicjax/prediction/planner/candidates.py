@@ -8,11 +8,12 @@ import numpy as np
 
 from magicjax.drafters import (
     Drafter,
+    FullCacheSpeculation,
     PageRetrieval,
     PromptLookup,
-    QuantizedCopy,
     SelfSpeculation,
     SmallModel,
+    layer_skipping,
 )
 from magicjax.drafters.sparse import KV_DTYPES
 from magicjax.drafters.spec import text_of
@@ -21,7 +22,8 @@ from magicjax.prediction import cost_model
 from magicjax.prediction.planner.planning import MAX_DEPTH, Candidate
 from models import WeightFormat
 
-TARGET_DRAFTERS = SelfSpeculation | PageRetrieval | QuantizedCopy  # on the target's weights
+# On the target's weights.
+TARGET_DRAFTERS = SelfSpeculation | PageRetrieval | FullCacheSpeculation
 
 
 def model_sizes(model: Model, dtype: Any) -> cost_model.Sizes:
@@ -41,7 +43,7 @@ def name_of(drafter: Drafter) -> str:
     if not isinstance(drafter, TARGET_DRAFTERS | SmallModel | PromptLookup):
         raise ValueError(
             f"the cost of {type(drafter).__name__} is not modelled: use SelfSpeculation, "
-            "PageRetrieval, QuantizedCopy, SmallModel or PromptLookup"
+            "PageRetrieval, FullCacheSpeculation, SmallModel or PromptLookup"
         )
     return text_of(drafter)
 
@@ -53,6 +55,9 @@ def make_draft(drafter: Drafter, target: cost_model.Sizes, dtype: Any) -> cost_m
       drafter: one that runs the target, a small model, or prompt lookup.
       target: sizes of the target.
       dtype: of a small model that is a skeleton.
+
+    Raises:
+      ValueError: the cost of such a drafter is not modelled, or the target lacks its layers.
     """
     name_of(drafter)
     if isinstance(drafter, PromptLookup):
@@ -61,10 +66,14 @@ def make_draft(drafter: Drafter, target: cost_model.Sizes, dtype: Any) -> cost_m
     sizes, copied = target, False
     if isinstance(drafter, SmallModel):
         sizes = model_sizes(drafter.model, dtype)
-    elif drafter.weights is not None:
-        itemsize = WeightFormat.parse(drafter.weights).itemsize
-        sizes = dataclasses.replace(target, matrix_itemsize=itemsize, streamed=False)
-        copied = True
+    else:
+        if drafter.layers is not None:
+            layer_skipping.check(drafter.layers, target.num_layers, target.streamed)
+            sizes = target.with_layers(len(layer_skipping.parse(drafter.layers)))
+        if drafter.weights is not None:
+            itemsize = WeightFormat.parse(drafter.weights).itemsize
+            sizes = dataclasses.replace(sizes, matrix_itemsize=itemsize, streamed=False)
+            copied = True
     if isinstance(drafter, PageRetrieval):
         size, every = drafter.page_size, drafter.refresh_every
         return cost_model.Draft(sizes, drafter.budget, copied=copied, page_size=size, every=every)

@@ -160,7 +160,7 @@ def test_policies_budgets_refreshes_and_dtypes_make_a_cell_of_each_combination()
     cells = cells_of(
         {"drafter": "self", "policy": ["h2o", "snapkv"], "budget": 64, "refresh_every": [None, 4]},
         {"drafter": "self", "policy": ["knorm", "tova"], "kv_dtype": ["", "int8"], "recent": 9},
-        {"drafter": "self", "policy": "full", "tree": "chain:3"},
+        {"drafter": "self", "policy": "full", "layers": ["", "0-3,9"], "tree": "chain:3"},
         {"drafter": "small:zoo/draft-1", "policy": ["streaming", "knorm", "full"]},
         {"drafter": "small:draft-1:streaming", "sink_positions": "in_cache"},
         {"drafter": "self:snapkv:refresh_every=4", "kv_dtype": "int4"},
@@ -175,6 +175,7 @@ def test_policies_budgets_refreshes_and_dtypes_make_a_cell_of_each_combination()
         "self:tova:256:recent=9, chain:4",
         "self:tova:256:kv_dtype=int8:recent=9, chain:4",
         "self:full, chain:3",
+        "self:full:layers=0-3,9, chain:3",
         "small:draft-1:streaming:256, chain:4",
         "small:draft-1:knorm:256, chain:4",
         "small:draft-1:full, chain:4",
@@ -196,7 +197,7 @@ def test_a_cell_makes_the_drafter_of_its_settings():
     assert made(drafter="self", budget=64, sinks=4, refresh_every="", kv_dtype="") == (
         magicjax.SelfSpeculation(magicjax.StreamingLLM(sinks=4), 64)
     )
-    assert made(drafter="self", policy="full") == magicjax.QuantizedCopy()
+    assert made(drafter="self", policy="full") == magicjax.FullCacheSpeculation()
     assert made(drafter="small:d") == magicjax.SmallModel(draft)
     policy = policies.TOVA(recent=8)
     assert made(drafter="small:d", policy="tova", recent=8, kv_dtype="int4") == (

@@ -68,7 +68,7 @@ def test_tables_are_printed_and_written(directory, tmp_path, capsys):
 
 DRAFTERS = {
     "self": lambda: magicjax.SelfSpeculation(budget=32),
-    "full": lambda: magicjax.QuantizedCopy(),
+    "full": lambda: magicjax.FullCacheSpeculation(),
     "small": lambda: tiny.drafter("near"),
     "sparse": lambda: magicjax.SmallModel(tiny.model("near"), policy="streaming", budget=32),
     "prompt-lookup": lambda: magicjax.PromptLookup(),

@@ -46,6 +46,7 @@ DRAFTS = {
     "int4_refreshed": ("int4", magicjax.chain(4)),
     "small_sparse": ("sparse", magicjax.chain(4)),
     "self_copy": ("copy", magicjax.chain(4)),
+    "self_layers": ("layers", magicjax.chain(4)),
     "quest": ("quest", magicjax.chain(4)),
     "quest_tree": ("quest refreshed", magicjax.expansion((2, 2, 1))),
 }
@@ -80,6 +81,7 @@ def request_of(name: str):
         "int8": magicjax.SelfSpeculation("streaming", BUDGET, kv_dtype="int8"),
         "int4": magicjax.SelfSpeculation("keydiff", BUDGET, refresh_every=2, kv_dtype="int4"),
         "copy": magicjax.SelfSpeculation(budget=BUDGET, weights="int8"),
+        "layers": magicjax.SelfSpeculation("snapkv", BUDGET, refresh_every=4, layers="1"),
         "sparse": magicjax.SmallModel(small.model, policy="snapkv", budget=BUDGET),
         "quest": magicjax.PageRetrieval(BUDGET),
         "quest refreshed": magicjax.PageRetrieval(BUDGET, refresh_every=4),

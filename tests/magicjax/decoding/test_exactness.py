@@ -18,6 +18,7 @@ CASES = [
     ("self", "chain4", 8),
     ("self", "2,2,1", 3),
     ("quest", "2,2,1", 8),
+    ("layers", "2,2,1", 8),
     ("near", "irregular", 8),
     ("near", "dynamic", 8),
     ("ensemble", "2,2,1", 8),
@@ -28,7 +29,7 @@ CASES = [
 BATCHES = (1, 3, 8)
 ALL = [
     *itertools.product(
-        [*tiny.DRAFTERS, "quest", "few near", "eagle", "eagle ring"],
+        [*tiny.DRAFTERS, "quest", "layers", "few near", "eagle", "eagle ring"],
         [*tiny.TREES, "dynamic"],
         BATCHES,
     ),

@@ -28,11 +28,11 @@ PLAIN = dict(temperature=1.0)
 
 
 @functools.cache
-def model(seed: int) -> magicjax.Model:
+def model(seed: int, layers: int = 1) -> magicjax.Model:
     """Returns a random model whose logits depend on all earlier tokens."""
     shape = tiny.config(
         vocab_size=VOCAB,
-        num_layers=1,
+        num_layers=layers,
         hidden_size=16,
         num_heads=2,
         num_kv_heads=1,
@@ -56,13 +56,13 @@ def self_speculation(**options) -> magicjax.SelfSpeculation:
 
 
 @functools.cache
-def joint(options: tuple[tuple[str, float], ...]) -> dict[tuple[int, ...], float]:
+def joint(options: tuple[tuple[str, float], ...], layers: int = 1) -> dict[tuple[int, ...], float]:
     """Returns the probability of every text, computed by the oracle and a plain warping."""
     finished, open_ = {}, {(): 1.0}
     for _ in range(LENGTH):
         longer = {}
         for text, mass in open_.items():
-            logits = oracle.logits(model(0), [*PROMPT, *text])[-1]
+            logits = oracle.logits(model(0, layers), [*PROMPT, *text])[-1]
             for token, p in enumerate(warped(logits, **dict(options))):
                 (finished if token == EOS else longer)[(*text, token)] = mass * p
         open_ = longer
@@ -117,6 +117,7 @@ def p_value(counts: dict, wanted: dict) -> float:
     return float(scipy.stats.chisquare(observed, expected * total / expected.sum()).pvalue)
 
 
+LAYERS = "self, one of two layers"
 CHAIN, PAIRS, DEEP = magicjax.chain(3), magicjax.expansion((2, 2)), magicjax.expansion((1, 1, 3))
 IRREGULAR = magicjax.TokenTree.from_parents((-1, 0, 0, 1, 0, 1, 3))
 DYNAMIC, BRANCHES = magicjax.DynamicTree(6, 3, 2), magicjax.expansion((2, 1))
@@ -166,6 +167,7 @@ ALL = {
     "plain": (None, None, {}),
     "self, dynamic": (self_speculation(), DYNAMIC, {}),
     "self, quantized copy": (self_speculation(weights="int4:channel"), PAIRS, {}),
+    LAYERS: (self_speculation(layers="1"), PAIRS, {}),
     "ensemble, dynamic": (ensemble(), DYNAMIC, {}),
     "prompt-lookup, chain": (magicjax.PromptLookup(), CHAIN, {}),
     "prompt-lookup, branches": (magicjax.PromptLookup(), BRANCHES, {}),
@@ -189,9 +191,9 @@ ALL |= {
 
 def check(what: str, calls: int, settings: dict[str, float]) -> None:
     drafter, tree, options = ALL[what]
-    p = p_value(
-        sampled(drafter, tree, calls, **settings, **options), joint(tuple(settings.items()))
-    )
+    layers = 2 if what == LAYERS else 1
+    counts = sampled(drafter, tree, calls, model(0, layers), **settings, **options)
+    p = p_value(counts, joint(tuple(settings.items()), layers))
     print(f"{what}, {settings}: p = {p:.3f}")
     assert p > 0.001
 

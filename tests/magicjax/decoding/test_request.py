@@ -56,7 +56,7 @@ def test_weights_are_loaded_after_validation():
 
 def test_a_copy_is_validated_for_the_mesh_before_the_target_has_weights():
     skeleton = dataclasses.replace(tiny.model(), params=None)
-    options = RequestOptions(drafter=magicjax.QuantizedCopy(weights="int4:8"))
+    options = RequestOptions(drafter=magicjax.FullCacheSpeculation(weights="int4:8"))
     validate(skeleton, PROMPTS, options=options)
     options = dataclasses.replace(options, mesh=abstract_mesh(model=2))
     with pytest.raises(ValueError, match="groups of 8 do not divide the 20 inputs of mlp/down on"):

@@ -106,6 +106,6 @@ def test_a_budget_that_covers_the_text_accepts_everything(policy):
 
 
 def test_a_full_cache_accepts_everything_and_allocates_nothing():
-    output = run(magicjax.QuantizedCopy(), TREES["chain3"])
+    output = run(magicjax.FullCacheSpeculation(), TREES["chain3"])
     assert output.stats.acceptance_rate == 1
     assert output.stats.kv_bytes_draft == 0

@@ -20,13 +20,17 @@ SNAPKV = SnapKV(window=5, kernel=3, recent=7)
 DRAFTERS = {
     "plain": (None, None),
     "streaming": (tiny.drafter("self"), tiny.TREES["chain4"]),
-    "full": (magicjax.QuantizedCopy(), tiny.TREES["2,2,1"]),
+    "full": (magicjax.FullCacheSpeculation(), tiny.TREES["2,2,1"]),
     "snapkv": (magicjax.SelfSpeculation(SNAPKV, 13, refresh_every=2), tiny.TREES["2,2,1"]),
     "h2o": (
         magicjax.SelfSpeculation(magicjax.policies.H2O(window=30, recent=7), 13, refresh_every=3),
         tiny.TREES["chain4"],
     ),
     "quest": (magicjax.PageRetrieval(12, refresh_every=2, page_size=4), tiny.TREES["2,2,1"]),
+    "layers": (
+        magicjax.SelfSpeculation(SNAPKV, 13, refresh_every=2, layers="1"),
+        tiny.TREES["2,2,1"],
+    ),
     "int8": (magicjax.SelfSpeculation(budget=24, kv_dtype="int8"), tiny.TREES["chain4"]),
     "small": (tiny.drafter("near"), tiny.TREES["irregular"]),
     "sparse small": (
@@ -115,12 +119,12 @@ def check_drafter(drafter, state, cache, texts, target) -> None:
     if isinstance(drafter, TextLookup):
         caches.check_text(state, texts)
     elif isinstance(drafter, magicjax.PageRetrieval):
-        test_pages.check_bounds(state.bounds, cache)
-    elif isinstance(drafter, magicjax.QuantizedCopy):
+        test_pages.check_bounds(state.bounds, caches.of_layers(cache, drafter.layers))
+    elif isinstance(drafter, magicjax.FullCacheSpeculation):
         assert not jax.tree.leaves(state)
     elif isinstance(drafter, magicjax.SelfSpeculation):
         if drafter.kv_dtype is None:
-            caches.check_draft_cache(state.cache, cache)
+            caches.check_draft_cache(state.cache, caches.of_layers(cache, drafter.layers))
     elif isinstance(drafter, magicjax.Eagle):
         caches.check_head(state, drafter, target, texts, 1e-5)
     elif drafter.sparse is None:

@@ -102,6 +102,15 @@ def check_draft_cache(draft, cache) -> None:
                 )
 
 
+def of_layers(cache, layers: str | None):
+    """Returns the cache of the layers "0,2" alone; None: of all."""
+    if layers is None:
+        return cache
+    chosen = [int(layer) for layer in layers.split(",")]
+    k, v = (tuple(x[layer] for layer in chosen) for x in (cache.k, cache.v))
+    return cache.replace(k=k, v=v)
+
+
 def check_text(state, texts) -> None:
     """Asserts that prompt lookup's text is the committed one."""
     for text, found, count in zip(texts, state.text, state.count, strict=True):
@@ -165,8 +174,8 @@ def check_every_round(kind, tree, prompts, dtype, tolerance, **options) -> None:
         accepted |= set(np.flatnonzero(state.histogram.sum(0)).tolist())
         if kind == "quest":
             test_pages.check_bounds(state.drafter.bounds, state.cache)
-        elif kind == "self":
-            check_draft_cache(state.drafter.cache, state.cache)
+        elif kind in ("self", "layers"):
+            check_draft_cache(state.drafter.cache, of_layers(state.cache, request.drafter.layers))
         elif kind in ("ensemble", "same and eagle"):
             for member, own in zip(request.drafter.drafters, state.drafter, strict=True):
                 if isinstance(member, magicjax.SmallModel):
@@ -193,8 +202,11 @@ def check_every_round(kind, tree, prompts, dtype, tolerance, **options) -> None:
 @pytest.mark.parametrize(
     ("kind", "tree"),
     quick(
-        [(None, None), ("self", "irregular"), ("self", "chain4"), ("quest", "irregular")],
-        *[("self", "irregular"), ("quest", "irregular")],
+        [
+            *[(None, None), ("self", "irregular"), ("self", "chain4"), ("quest", "irregular")],
+            ("layers", "2,2,1"),
+        ],
+        *[("self", "irregular"), ("quest", "irregular"), ("layers", "2,2,1")],
     ),
 )
 def test_caches_follow_the_text_round_by_round_around_the_budget(kind, tree):

@@ -1,37 +1,42 @@
-"""Self-speculation on the target's own cache, with quantized weights (QuantSpec)."""
+"""Self-speculation on the target's own full cache, with a cheaper copy of the target."""
 
 from flax import struct
 
+from magicjax.drafters import layer_skipping
 from magicjax.drafters.base import RoundOutcome
 from magicjax.drafters.dynamic_tree import draft_tree
 from magicjax.drafters.sparse import DRAW_HELP
-from magicjax.drafters.target_drafter import WEIGHTS_HELP, TargetDrafter
+from magicjax.drafters.target_drafter import LAYERS_HELP, WEIGHTS_HELP, TargetDrafter
 from magicjax.model import Model
 from magicjax.options import option
 from magicjax.trees.proposal import DrawMethod, Proposal
 
 
 @struct.dataclass
-class QuantizedCopy(TargetDrafter):
-    """A quantized copy of the target, reading all of the target's cache.
+class FullCacheSpeculation(TargetDrafter):
+    """The target with quantized weights, fewer layers, or both, reading all of its cache.
 
-    Source: the drafts of quantized weights of QuantSpec (arXiv 2502.10424), whose cache is
-    quantized too.
+    Without either it is a control: the target itself drafts, and only rounding rejects. Sources:
+    the drafts of quantized weights of QuantSpec (arXiv 2502.10424), whose cache is quantized too,
+    and the skipped layers of Draft & Verify (arXiv 2309.08168).
 
     Attributes:
-      weights: the format of the copy, as for `magicjax.load`; None, a control: the target itself
-        drafts, and only rounding rejects.
+      weights: the format of a quantized copy of the target's blocks, which drafts, as for
+        `magicjax.load`; None: the target's own blocks draft.
       draw: how children are drawn under sampling (`DRAW_METHODS`); None: without replacement, or
         the most likely tokens in a dynamic tree.
-      blocks: the copy of the target's blocks; `for_target` sets it.
+      layers: the layers of the target that draft, from 0, such as "0-9,20-29"; None: all. A copy
+        has these layers only.
+      blocks: that copy; `for_target` sets it.
 
     Raises:
-      ValueError: an unknown format.
+      ValueError: an unknown format, or text that is no list of layers.
       TypeError: an unknown draw.
     """
 
     weights: str | None = option(None, WEIGHTS_HELP)
     draw: DrawMethod | None = option(None, DRAW_HELP)
+    layers: str | None = option(None, LAYERS_HELP)
     blocks: Model | None = struct.field(default=None, repr=False)
 
     def prefill(self, target, tokens, cache, stats, settings, previous=None) -> tuple[()]:
@@ -40,6 +45,7 @@ class QuantizedCopy(TargetDrafter):
     def propose(
         self, target, state: tuple[()], root, cache, sampling, settings
     ) -> tuple[Proposal, None]:
+        cache = layer_skipping.of_cache(cache, self.layer_indices)
         context = self.draft_context(target, root, cache.lengths, cache, sampling, settings)
         proposal, _ = draft_tree(context, settings.tree)
         return proposal, None

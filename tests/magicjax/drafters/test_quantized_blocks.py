@@ -46,7 +46,7 @@ def test_the_copy_is_what_loading_quantizes_and_shares_other_arrays():
 
 def test_a_target_is_quantized_once_and_its_copy_is_freed_with_it():
     target = dataclasses.replace(tiny.model())
-    drafter = magicjax.QuantizedCopy(weights="int8")
+    drafter = magicjax.FullCacheSpeculation(weights="int8")
     first, second = (request_of(drafter, target).drafter.blocks for _ in range(2))
     ensemble = request_of(magicjax.Ensemble([drafter]), target).drafter
     assert first is second is ensemble.members()[0].blocks
@@ -57,18 +57,21 @@ def test_a_target_is_quantized_once_and_its_copy_is_freed_with_it():
     assert len(quantized_blocks._copies) < before
 
 
-def test_only_the_latest_format_of_a_target_is_kept():
+def test_only_the_latest_copy_of_a_target_is_kept():
     target = dataclasses.replace(tiny.model())
     first = weakref.ref(quantized_blocks.of(target, "int8"))
     second = quantized_blocks.of(target, "int4:8")
     gc.collect()
     assert first() is None
     assert quantized_blocks.of(target, "int4:8") is second
+    part = quantized_blocks.of(target, "int4:8", (1,))
+    assert quantized_blocks.of(target, "int4:8", (1,)) is part
+    assert quantized_blocks.of(target, "int4:8", (0,)) is not part
 
 
 @pytest.mark.slow
 def test_a_coarse_copy_accepts_less_and_keeps_the_text():
-    full = magicjax.QuantizedCopy(weights="int4:8")
+    full = magicjax.FullCacheSpeculation(weights="int4:8")
     found = keywords.generate(tiny.model(), tiny.prompts(3), drafter=full, **OPTIONS)
     rejected = [rate for rate in found.stats.acceptance_by_depth if rate < 1]
     assert rejected  # the target itself would accept all of them
@@ -76,11 +79,11 @@ def test_a_coarse_copy_accepts_less_and_keeps_the_text():
 
 
 def test_memory_counts_the_copy_with_and_without_weights():
-    target, drafter = tiny.model(), magicjax.QuantizedCopy(weights="int8")
+    target, drafter = tiny.model(), magicjax.FullCacheSpeculation(weights="int8")
     (copy,) = placement.models_of(request_of(drafter).drafter)
     skeleton = dataclasses.replace(target, params=None)
     request = request_of(drafter, skeleton)
-    plain = request_of(magicjax.QuantizedCopy(), skeleton)
+    plain = request_of(magicjax.FullCacheSpeculation(), skeleton)
     added = memory.new_bytes(request) - memory.new_bytes(plain)
     assert added == part_bytes(copy.params)
 
@@ -91,7 +94,7 @@ def test_the_cost_model_reads_and_stores_the_copy():
         cost_model.Machine(cost_model.find_device("h100")),
     )
     own, copy = (
-        make_draft(magicjax.QuantizedCopy(weights=weights), sizes, None)
+        make_draft(magicjax.FullCacheSpeculation(weights=weights), sizes, None)
         for weights in (None, "int4:8")
     )
     elements = sizes.attention + sizes.mlp
@@ -115,7 +118,7 @@ def test_text_round_trips():
     ],
 )
 def test_targets_that_cannot_be_copied_are_refused(weights, target, message):
-    drafter = magicjax.QuantizedCopy(weights=weights)
+    drafter = magicjax.FullCacheSpeculation(weights=weights)
     with pytest.raises(ValueError, match=message):
         request_of(drafter, target())
 
@@ -123,6 +126,6 @@ def test_targets_that_cannot_be_copied_are_refused(weights, target, message):
 def test_unknown_formats_and_stages_are_refused():
     with pytest.raises(ValueError, match="weights='int3' is unknown"):
         magicjax.SelfSpeculation(weights="int3")
-    drafter = magicjax.QuantizedCopy(weights="int8")
+    drafter = magicjax.FullCacheSpeculation(weights="int8")
     with pytest.raises(ValueError, match="stage=2 is not supported"):
         pipeline_stages.check_policy(drafter, 2, 2)
