@@ -65,9 +65,13 @@ class Sizes:
 
     def with_layers(self, count: int) -> "Sizes":
         """Returns the sizes of a model of `count` of the layers."""
-        of_all = {"attention": self.attention, "mlp": self.mlp, "small": self.small}
-        part = {name: elements * count // self.num_layers for name, elements in of_all.items()}
-        return dataclasses.replace(self, num_layers=count, **part)
+        return dataclasses.replace(
+            self,
+            num_layers=count,
+            attention=self.attention * count // self.num_layers,
+            mlp=self.mlp * count // self.num_layers,
+            small=self.small * count // self.num_layers,
+        )
 
     @property
     def matrix_bytes(self) -> float:
