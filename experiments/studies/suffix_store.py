@@ -104,7 +104,7 @@ def measure(target: magicjax.Model, conversations: Sequence[Any], new_tokens: in
     config = magicjax.EngineConfig(
         slots=1, capacity=CONTEXT, max_tokens=new_tokens, rounds_per_step=1
     )
-    engines = [magicjax.Engine(target, *method, config) for method in METHODS]
+    engines = [magicjax.Engine(target, drafter, tree, config) for drafter, tree in METHODS]
     for engine in engines:
         engine.warm_up()
     served: list[list[dict[str, Any]]] = [[] for _ in engines]

@@ -12,7 +12,7 @@ from magicjax.drafters.base import Drafter, RoundOutcome
 from magicjax.drafters.text_store import NO_TOKEN
 from magicjax.settings import Settings
 from magicjax.trees.proposal import Proposal, deterministic_draws
-from magicjax.trees.token_tree import NO_NODE, Tree
+from magicjax.trees.token_tree import NO_NODE, ROOT_ONLY, Tree
 
 ABSENT = -2  # before the first token of a row; equals nothing in a text or a store
 
@@ -58,7 +58,7 @@ class TextLookup(Drafter):
         self, target, state: TextState, root, cache, sampling, settings: Settings
     ) -> tuple[Proposal, None]:
         if settings.tree.num_nodes == 1:
-            return Proposal(root[:, None], settings.tree.array), None
+            return Proposal(root[:, None], ROOT_ONLY.array), None
         text = state.text.at[jnp.arange(root.shape[0]), state.count].set(root)
         tokens, parents = self.continuations(text, state.count, settings.tree)
         draws = None

@@ -40,5 +40,5 @@ def with_text(store: Int[np.ndarray, "M"], text: Any) -> Int[np.ndarray, "M"]:
         )
     if outside := tokens[(tokens < 0) | (tokens > np.iinfo(np.int32).max)].tolist():
         raise ValueError(f"a text with token {outside[0]}: token ids are 0 to 2**31 - 1")
-    joined = np.concatenate([store, tokens.astype(np.int32), np.int32([NO_TOKEN])])
+    joined = np.concatenate([store, tokens, [NO_TOKEN]]).astype(np.int32)
     return joined[len(joined) - len(store) :]
