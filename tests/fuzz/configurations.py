@@ -216,8 +216,8 @@ def _suffix_lookup(rng, shape: int) -> magicjax.SuffixLookup:
     made = magicjax.SuffixLookup(
         int(rng.integers(1, 9)),
         store_tokens=int(rng.choice([0, 40, 300])),
-        max_factor=float(rng.uniform(MAX_DEPTH, 9)),  # any depth suits any match
-        min_score=float(rng.uniform(0, 0.3)),
+        max_factor=round(rng.uniform(MAX_DEPTH, 9), 2),  # any depth suits any match
+        min_score=round(rng.uniform(0, 0.3), 2),
     )
     vocab = _module(shape, ()).config.vocab_size
     for length in rng.integers(1, 60, 4):
