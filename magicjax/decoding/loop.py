@@ -210,10 +210,10 @@ def step(
                 target, state.drafter, state.pending, state.cache, state.sampling, settings
             )
             proposal, draft = _checked(proposed, type(drafter).__name__, state)
-            proposal = _in_vocabulary(proposal, state.pending, target.config.vocab_size)
+            proposal = proposal.in_vocabulary(state.pending, target.config.vocab_size)
         decision = target.layout.broadcast_decision((proposal.tokens, proposal.parents))
         proposal = dataclasses.replace(proposal, tokens=decision[0], parents=decision[1])
-        proposal = _without_draws(proposal, state.ended)
+        proposal = proposal.without_draws(state.ended)
     with jax.named_scope("score"):
         positions = state.cache.lengths[:, None] + token_tree.depths(proposal.parents)
         mask = jnp.asarray(token_tree.ancestor_mask(proposal.parents))
@@ -240,11 +240,11 @@ def step(
             target.split.axes,
         )
         result = target.layout.broadcast_decision(result)
-        tokens = _emitted_tokens(proposal.tokens, result)
+        tokens = result.emitted(proposal.tokens)
         committed, ended = _truncate(tokens, result, state)
         logprobs = None
         if settings.logprobs is not None:
-            chosen_from = _along_path(logits, result)
+            chosen_from = result.along_path(logits)
             logprobs = log_probs(chosen_from, tokens, settings.logprobs, target.split.axes)
     with jax.named_scope("commit"):
         committed = committed + full_cache.zero_after(result.bonus)
@@ -350,45 +350,8 @@ def _checked(proposed: Any, drafter: str, state: DecodeState) -> tuple[Proposal,
     return proposed
 
 
-def _in_vocabulary(proposal: Proposal, root: Int[Array, "B"], vocab_size: int) -> Proposal:
-    """Returns the proposal with the pending token as root, and with tokens of the vocabulary or -1.
-
-    Otherwise a wrong drafter would change the text: both are read before anything is verified.
-    """
-    tokens = jnp.clip(proposal.tokens, -1, vocab_size - 1).at[:, 0].set(root)
-    return dataclasses.replace(proposal, tokens=tokens)
-
-
-def _without_draws(proposal: Proposal, ended: Bool[Array, "B"]) -> Proposal:
-    """Returns the proposal without the draws of rows that have ended."""
-    if proposal.draws is None:
-        return proposal
-    parent = jnp.where(ended[:, None], token_tree.NO_NODE, proposal.draws.parent)
-    return dataclasses.replace(proposal, draws=dataclasses.replace(proposal.draws, parent=parent))
-
-
 def _is_eos(tokens: Int[Array, "*B"], eos: Int[Array, "E"]) -> Bool[Array, "*B"]:
     return (tokens[..., None] == eos).any(-1)
-
-
-def _emitted_tokens(tokens: Int[Array, "B N"], result: verify.VerifyResult) -> Int[Array, "B A"]:
-    """Returns the tokens of a round: the accepted ones, then the bonus token, repeated to the end.
-
-    The path 0 2 5 with bonus 9 and A = 4 gives [token of 2, token of 5, 9, 9].
-    """
-    drafted = jnp.take_along_axis(tokens, result.path[:, 1:], 1)
-    drafted = jnp.concatenate([drafted, result.bonus[:, None]], 1)
-    index = jnp.arange(drafted.shape[1])
-    return jnp.where(index < result.accepted[:, None], drafted, result.bonus[:, None])
-
-
-def _along_path(logits: Float[Array, "B N V"], result: verify.VerifyResult) -> Array:
-    """Returns the logits [B, A, V] from which the tokens of a round were chosen.
-
-    The path 0 2 5 with A = 4 gives the logits of the nodes 0, 2, 5, 5. Those of node 2 are of the
-    token after it, which node 5 has.
-    """
-    return jnp.take_along_axis(logits, result.path[:, :, None], 1)
 
 
 def _truncate(

@@ -4,12 +4,12 @@ from flax import struct
 
 from magicjax.drafters import layer_skipping
 from magicjax.drafters.base import RoundOutcome
-from magicjax.drafters.dynamic_tree import draft_tree
 from magicjax.drafters.sparse import DRAW_HELP
 from magicjax.drafters.target_drafter import LAYERS_HELP, WEIGHTS_HELP, TargetDrafter
+from magicjax.kv_cache.full_cache import KVCache
 from magicjax.model import Model
 from magicjax.options import option
-from magicjax.trees.proposal import DrawMethod, Proposal
+from magicjax.trees.proposal import DrawMethod
 
 
 @struct.dataclass
@@ -42,13 +42,8 @@ class FullCacheSpeculation(TargetDrafter):
     def prefill(self, target, tokens, cache, stats, settings, previous=None) -> tuple[()]:
         return ()
 
-    def propose(
-        self, target, state: tuple[()], root, cache, sampling, settings
-    ) -> tuple[Proposal, None]:
-        cache = layer_skipping.of_cache(cache, self.layer_indices)
-        context = self.draft_context(target, root, cache.lengths, cache, sampling, settings)
-        proposal, _ = draft_tree(context, settings.tree)
-        return proposal, None
+    def draft_cache(self, state: tuple[()], cache: KVCache) -> KVCache:
+        return layer_skipping.of_cache(cache, self.layer_indices)
 
     def commit(
         self, target, state: tuple[()], draft: None, proposal, outcome: RoundOutcome

@@ -9,7 +9,6 @@ from jaxtyping import Array, Int
 from magicjax.drafters import layer_skipping
 from magicjax.drafters.base import RoundOutcome
 from magicjax.drafters.draft_pass import DraftContext, RootPass
-from magicjax.drafters.dynamic_tree import draft_tree
 from magicjax.drafters.sparse import (
     BUDGET,
     DRAW_HELP,
@@ -31,8 +30,8 @@ from magicjax.kv_cache.pages import (
 from magicjax.model import Model
 from magicjax.options import option
 from magicjax.settings import Settings
-from magicjax.trees.proposal import DrawMethod, Proposal
-from magicjax.trees.token_tree import ROOT_ONLY, Tree
+from magicjax.trees.proposal import DrawMethod
+from magicjax.trees.token_tree import Tree
 from sharding import KV_HEADS, LAYER_BATCH, Split, logical_axes
 
 
@@ -149,26 +148,20 @@ class PageRetrieval(TargetDrafter):
         pages = in_order(cache, min(self.chosen_pages, max(1, others)))
         return PageRetrievalState(bounds, pages, jnp.zeros_like(cache.lengths))
 
-    def propose(
-        self,
-        target,
-        state: PageRetrievalState,
-        root,
-        cache: KVCache,
-        sampling,
-        settings: Settings,
-    ) -> tuple[Proposal, tuple[Pages, Int[Array, "B"]]]:
-        if settings.tree.num_nodes == 1:  # the next round chooses
-            return Proposal(root[:, None], ROOT_ONLY.array), (state.pages, state.wait)
+    def draft_cache(self, state: PageRetrievalState, cache: KVCache) -> PagedCache:
         due = None if self.refresh_every == 1 else state.wait == 0
         cache = layer_skipping.of_cache(cache, self.layer_indices)
-        sizes = self.newest_pages, self.page_size
-        paged = PagedCache(cache, state.bounds, state.pages, due, *sizes)
-        context = self.draft_context(target, root, cache.lengths, paged, sampling, settings)
-        context, pages = _choose_pages(context, paged)
-        proposal, _ = draft_tree(context, settings.tree)
+        return PagedCache(cache, state.bounds, state.pages, due, self.newest_pages, self.page_size)
+
+    def draft_context(
+        self, target, state: PageRetrievalState, root, cache, sampling, settings: Settings
+    ) -> tuple[DraftContext, tuple[Pages, Int[Array, "B"]]]:
+        context, _ = super().draft_context(target, state, root, cache, sampling, settings)
+        if settings.tree.num_nodes == 1:  # the next round chooses
+            return context, (state.pages, state.wait)
+        context, pages = _choose_pages(context)
         wait = jnp.where(state.wait == 0, self.refresh_every, state.wait) - 1
-        return proposal, (pages, wait)
+        return context, (pages, wait)
 
     def commit(
         self,
@@ -189,8 +182,10 @@ class PageRetrieval(TargetDrafter):
         return state
 
 
-def _choose_pages(context: DraftContext, paged: PagedCache) -> tuple[DraftContext, Pages]:
+def _choose_pages(context: DraftContext) -> tuple[DraftContext, Pages]:
     """Returns the context after a pass of the root, and the pages that its queries chose."""
+    paged = context.cache
+    assert isinstance(paged, PagedCache)
     attend = ChoosePages(paged, context.backend)
     hidden, aux, _ = context.model(context.root[:, None], context.root_position[:, None], attend)
     kv, pages = zip(*aux, strict=True)

@@ -10,7 +10,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from magicjax.drafters import layer_skipping
 from magicjax.drafters.base import RoundOutcome
-from magicjax.drafters.dynamic_tree import draft_tree
 from magicjax.drafters.sparse import (
     BUDGET,
     BUDGET_HELP,
@@ -30,7 +29,7 @@ from magicjax.model import Model
 from magicjax.options import option
 from magicjax.policies import Policy, StreamingLLM
 from magicjax.settings import Settings, StatsSpec
-from magicjax.trees.proposal import DrawMethod, Proposal
+from magicjax.trees.proposal import DrawMethod
 from magicjax.trees.token_tree import Tree
 from pallas_kernels import prefix_mass
 
@@ -148,12 +147,8 @@ class SelfSpeculation(TargetDrafter):
             draft_cache, stats, cache.lengths, jnp.zeros_like(cache.lengths)
         )
 
-    def propose(
-        self, target, state: SelfSpeculationState, root, cache, sampling, settings: Settings
-    ) -> tuple[Proposal, None]:
-        context = self.draft_context(target, root, cache.lengths, state.cache, sampling, settings)
-        proposal, _ = draft_tree(context, settings.tree)
-        return proposal, None
+    def draft_cache(self, state: SelfSpeculationState, cache) -> DraftCache:
+        return state.cache
 
     def commit(
         self, target, state: SelfSpeculationState, draft: None, proposal, outcome: RoundOutcome

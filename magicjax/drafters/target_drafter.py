@@ -1,20 +1,22 @@
 """What drafters have in common that run the target itself: self-speculation on any cache."""
 
+import abc
 import dataclasses
-from typing import Self
+from typing import Any, Self
 
 from jaxtyping import Array, Int
 
 from magicjax.drafters import layer_skipping, quantized_blocks
 from magicjax.drafters.base import Drafter
 from magicjax.drafters.draft_pass import DraftContext, check_width, resolve_draw_method
+from magicjax.drafters.dynamic_tree import draft_tree
 from magicjax.drafters.layer_skipping import Layers
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.kv_cache.pages import PagedCache
 from magicjax.kv_cache.sparse_cache import DraftCache
 from magicjax.model import Model
 from magicjax.settings import Settings
-from magicjax.trees.proposal import DrawMethod
+from magicjax.trees.proposal import DrawMethod, Proposal
 from magicjax.trees.token_tree import Tree
 from magicjax.verification.sampling import Sampling
 from models import WeightFormat
@@ -77,32 +79,45 @@ class TargetDrafter(Drafter):
         blocks = quantized_blocks.of(target, self.weights, self.layer_indices)
         return dataclasses.replace(self, blocks=blocks)  # type: ignore[type-var]
 
+    @abc.abstractmethod
+    def draft_cache(self, state: Any, cache: KVCache) -> KVCache | DraftCache | PagedCache:
+        """Returns the cache that a draft reads, given its own state and the target's cache."""
+
     def draft_context(
         self,
         target: Model,
+        state: Any,
         root: Int[Array, "B"],
-        root_position: Int[Array, "B"],
-        cache: KVCache | DraftCache | PagedCache,
+        cache: KVCache,
         sampling: Sampling | None,
         settings: Settings,
-    ) -> DraftContext:
-        """Returns the context of a draft that reads `cache`; otherwise as for `propose`.
-
-        `cache` has the layers of the draft only.
-        """
-        if self.blocks is None:
-            model = self.part_of(target)
-        else:
+    ) -> tuple[DraftContext, Any]:
+        """Returns the context of a draft, and what `commit` needs of it; as for `propose`."""
+        model = self.part_of(target)
+        if self.blocks is not None:
             model = quantized_blocks.join(self.blocks, target)
-        return DraftContext(
+        context = DraftContext(
             model=model,
             target=target,
-            cache=cache,
+            cache=self.draft_cache(state, cache),
             root=root,
-            root_position=root_position,
+            root_position=cache.lengths,
             sampling=sampling,
             backlog=None,
             draw_method=resolve_draw_method(self.draw, settings.tree),
             backend=settings.backend,
             drafter_index=settings.drafter_index,
         )
+        return context, None
+
+    def propose(
+        self,
+        target,
+        state: Any,
+        root,
+        cache: KVCache,
+        sampling: Sampling | None,
+        settings: Settings,
+    ) -> tuple[Proposal, Any]:
+        context, draft = self.draft_context(target, state, root, cache, sampling, settings)
+        return draft_tree(context, settings.tree)[0], draft

@@ -1,12 +1,15 @@
 """Proposals: a tree of tokens for each row, and how its nodes were drawn."""
 
+import dataclasses
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from magicjax.trees.token_tree import NO_NODE
 
 # How children are drawn under sampling; top: the most likely tokens, without randomness.
 DrawMethod = Literal["with_replacement", "without_replacement", "top"]
@@ -63,3 +66,18 @@ class Proposal:
     tokens: Int[Array, "B N"]
     parents: jax.Array | np.ndarray
     draws: Draws | None = None
+
+    def in_vocabulary(self, root: Int[Array, "B"], vocab_size: int) -> "Proposal":
+        """Returns the proposal with the pending token as root, and other tokens in range or -1.
+
+        Otherwise a wrong drafter would change the text: both are read before anything is verified.
+        """
+        tokens = jnp.clip(self.tokens, -1, vocab_size - 1).at[:, 0].set(root)
+        return dataclasses.replace(self, tokens=tokens)
+
+    def without_draws(self, rows: Bool[Array, "B"]) -> "Proposal":
+        """Returns the proposal without the draws of some rows."""
+        if self.draws is None:
+            return self
+        parent = jnp.where(rows[:, None], NO_NODE, self.draws.parent)
+        return dataclasses.replace(self, draws=dataclasses.replace(self.draws, parent=parent))

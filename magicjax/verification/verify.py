@@ -39,6 +39,24 @@ class VerifyResult:
     bonus: Int[Array, "B"]
     ranks: Int[Array, "B D"]
 
+    def emitted(self, tokens: Int[Array, "B N"]) -> Int[Array, "B A"]:
+        """Returns the tokens of a round: the accepted ones, then the bonus token to the end.
+
+        The path 0 2 5 with bonus 9 and A = 4 gives [token of 2, token of 5, 9, 9].
+        """
+        drafted = jnp.take_along_axis(tokens, self.path[:, 1:], 1)
+        drafted = jnp.concatenate([drafted, self.bonus[:, None]], 1)
+        index = jnp.arange(drafted.shape[1])
+        return jnp.where(index < self.accepted[:, None], drafted, self.bonus[:, None])
+
+    def along_path(self, logits: Float[Array, "B N V"]) -> Float[Array, "B A V"]:
+        """Returns the logits from which the tokens of a round were chosen.
+
+        The path 0 2 5 with A = 4 gives the logits of the nodes 0, 2, 5, 5. Those of node 2 are of
+        the token after it, which node 5 has.
+        """
+        return jnp.take_along_axis(logits, self.path[:, :, None], 1)
+
 
 def verify_tree(
     verifier: str,

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax.decoding import loop, program_cache
+from magicjax.decoding import program_cache
+from magicjax.verification import verify
 from tests.magicjax import keywords, mesh_cases, oracle, tiny
 from tests.quick import quick
 
@@ -87,12 +88,12 @@ def test_a_stream_returns_those_of_generate():
 def test_logits_of_the_emitted_node_itself_fail(monkeypatch):
     """Control: a token is scored by the node before it."""
 
-    def shifted(logits, result):
+    def shifted(result, logits):
         path = jnp.concatenate([result.path[:, 1:], result.path[:, -1:]], 1)
         return jnp.take_along_axis(logits, path[:, :, None], 1)
 
     monkeypatch.setattr(program_cache, "_compiled", {})
-    monkeypatch.setattr(loop, "_along_path", shifted)
+    monkeypatch.setattr(verify.VerifyResult, "along_path", shifted)
     output = output_of("chain", 3)
     assert output.stats.accepted
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
