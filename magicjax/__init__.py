@@ -25,6 +25,7 @@ from magicjax import policies  # noqa: E402
 from magicjax.decoding.runner import Output  # noqa: E402
 from magicjax.decoding.stats import Stats  # noqa: E402
 from magicjax.drafters import (  # noqa: E402
+    Cascade,
     Drafter,
     Eagle,
     Ensemble,
@@ -53,6 +54,7 @@ from sharding import make_mesh  # noqa: E402
 
 __all__ = [
     "Auto",
+    "Cascade",
     "Choice",
     "Drafter",
     "DynamicTree",

@@ -91,7 +91,7 @@ def check(
                 "load it with stages=1"
             )
     pipeline_stages.check_micro_batches(micro_batches, batch // groups, stages)
-    for member in getattr(drafter, "drafters", (drafter,)):
+    for member in () if drafter is None else drafter.members():
         if not models_of(member):  # all layers of a small model are on every stage
             pipeline_stages.check_policy(member, target.config.num_layers, stages)
 

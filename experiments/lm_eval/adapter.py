@@ -83,7 +83,8 @@ def speculation(
     """Returns the `drafter` and `tree` arguments of `magicjax.generate`.
 
     Args:
-      drafter: a specification such as self:streaming:256; several joined by + make an ensemble.
+      drafter: a specification such as self:streaming:256; several joined by + make an ensemble, and
+        two joined by -> a cascade.
       tree: a specification with / instead of commas, which separate the harness's arguments, such
         as expansion:2/2/1. One for all drafters, or one per drafter joined by +.
       load: loads the model in a directory.

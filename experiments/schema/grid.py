@@ -49,21 +49,23 @@ class Cell(_Settings):
 
     @property
     def drafts(self) -> list[spec.Spec]:
-        """The drafters, several of an ensemble or of those that "auto" tries."""
+        """The drafters, several of an ensemble, a cascade or of those that "auto" tries."""
         texts = {PLAIN["drafter"]: (), AUTO: self.drafters}.get(self.drafter, (self.drafter,))
         return [part for text in texts for part in spec.parse_all(text)]
 
     @property
     def draft(self) -> str:
-        """The kind of the drafter: its name, "none", "auto" or "ensemble"."""
+        """The kind of the drafter: its name, "none", "auto", "ensemble" or "cascade"."""
         if self.is_plain or self.drafter == AUTO:
             return self.drafter
-        return self.drafts[0].name if len(self.drafts) == 1 else "ensemble"
+        if len(self.drafts) == 1:
+            return self.drafts[0].name
+        return "cascade" if spec.is_cascade(self.drafter) else "ensemble"
 
     @property
     def options(self) -> dict[str, Any]:
         """The options of its only drafter, by name; the policy's are one text."""
-        if self.draft in (PLAIN["drafter"], AUTO, "ensemble"):
+        if self.draft in (PLAIN["drafter"], AUTO, "ensemble", "cascade"):
             return {}
         (part,) = self.drafts
         values = spec.values_of(spec.make_drafter(self.drafter, method.named))

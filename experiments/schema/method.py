@@ -38,9 +38,9 @@ class Method(Strict):
     drafter: Annotated[list[str], Many] = Field(["self"], examples=["self:streaming:256"])
     """The drafter, as in commands: self:streaming:256 (the target on a sparse cache), small:PATH (a
     small model), prompt-lookup:4, or the name of an installed drafter; several joined by " + " are
-    an ensemble, whose trees are merged. auto: the fastest after a short trial, plain decoding if
-    none is faster. Options such as policy and budget are written in this text, or as keys of the
-    method, which may have lists of values."""
+    an ensemble, whose trees are merged; "prompt-lookup:4 -> self:streaming:256" is a cascade. auto:
+    the fastest after a short trial, plain decoding if none is faster. Options such as policy and
+    budget are written in this text, or as keys of the method, which may have lists of values."""
     drafters: list[str] = Field([])
     """With drafter=auto, the drafters to try. If not set: several caches of the target, and prompt
     lookup."""
@@ -49,8 +49,10 @@ class Method(Strict):
     file that calibrate writes."""
     tree: Annotated[list[str], Many] = Field([], examples=["chain:4"])
     """What a round proposes: chain:n, expansion:k1,...,km, parents:-1,... or
-    dynamic:nodes,depth,width; for an ensemble one tree, or one for each member joined by " + ".
-    With drafter=auto, the tree of the trials. If not set: chain:4, with drafter=auto chain:8."""
+    dynamic:nodes,depth,width; for an ensemble one tree, or one for each member joined by " + "; for
+    a cascade that of its first drafter, or "chain:4 -> chain:8", of which the target verifies the
+    second. With drafter=auto, the tree of the trials. If not set: chain:4, with drafter=auto
+    chain:8."""
     verifier: Annotated[list[str], Many] = Field(
         [],
         description=f"Verification under sampling: {', '.join(SAMPLING_VERIFIERS)}. If not set: "

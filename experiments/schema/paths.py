@@ -54,12 +54,12 @@ def _drafter(text: str, folder: pathlib.Path) -> str:
     """Returns a drafter's text with other paths of its models; wrong ones are unchanged."""
     if text == AUTO:
         return text
+
+    def change(member: str) -> str:
+        path = spec.parse(member).path
+        return member.replace(f":{path}", f":{_path(path, folder)}", 1) if path else member
+
     try:
-        paths = [spec.parse(member).path for member in spec.split(text)]
+        return spec.with_each(text, change)
     except ValueError:  # the experiment's validation reports it
         return text
-    members = [
-        member.replace(f":{path}", f":{_path(path, folder)}", 1) if path else member
-        for member, path in zip(spec.split(text), paths, strict=True)
-    ]
-    return " + ".join(members)

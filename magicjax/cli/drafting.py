@@ -13,8 +13,8 @@ from magicjax.drafters.spec import (
     DRAFTERS,
     GROUP,
     has_model,
-    make_drafter,
     parse_all,
+    resolve,
 )
 from magicjax.options import as_help, options_of
 from magicjax.plugins import installed
@@ -46,11 +46,12 @@ def add_speculation(
     )
     group.add_argument(
         "--tree",
-        action="extend",
+        action="append",
         type=options.trees,
         default=[],
         help="chain:4 (default), expansion:2,2,1, parents:-1,0,0,1 or dynamic:16,6,4 (nodes, "
-        "depth, width); one for all drafters, or one per drafter",
+        "depth, width); one for all drafters, or one per drafter; for a cascade that of its first "
+        "drafter, or 'chain:4 -> chain:8', of which the target verifies the second",
     )
     return group
 
@@ -156,7 +157,7 @@ def check(
     without: str,
     greedy: str,
 ) -> None:
-    """Raises ValueError for options without effect, and for a wrong number of trees.
+    """Raises ValueError for options without effect.
 
     Args:
       arguments: the parsed options.
@@ -172,20 +173,17 @@ def check(
         raise ValueError(
             f"draw has no effect in greedy decoding, {greedy}: remove it from {drawn[0]}"
         )
-    count = sum(len(parse_all(text)) for text in drafters)
-    if len(arguments.tree) not in (0, 1, max(1, count)):
-        raise ValueError(
-            f"{len(arguments.tree)} --tree for {count} --drafter: pass one, or one per drafter"
-        )
 
 
 def speculation(
-    drafters: Sequence[str], trees: Sequence[Tree], load: Callable[[str], magicjax.Model]
+    drafters: Sequence[str], trees: Sequence[str], load: Callable[[str], magicjax.Model]
 ) -> tuple[Drafter | None, Tree | None]:
-    """Returns (drafter, tree) for `magicjax.generate`, with draft models that `load` returns."""
+    """Returns (drafter, tree) for `magicjax.generate`, given their texts.
+
+    Args:
+      drafters, trees: of the options.
+      load: returns the model of a path.
+    """
     if not drafters:
         return None, None
-    drafter = make_drafter(" + ".join(drafters), load)
-    if len(trees) > 1:
-        return magicjax.Ensemble(drafter.members(), tuple(trees)), None
-    return drafter, next(iter(trees), None)
+    return resolve(" + ".join(drafters), " + ".join(trees) or None, load)

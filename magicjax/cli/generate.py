@@ -22,7 +22,7 @@ from magicjax.cli.options import AUTO
 from magicjax.decoding.runner import Output
 from magicjax.decoding.validation import DEFAULT_TREE
 from magicjax.drafters import Drafter
-from magicjax.drafters.spec import make_drafter, parse_all
+from magicjax.drafters.spec import make_drafter, parse_all, parse_trees
 from magicjax.loading import config_of
 from magicjax.model import DTYPES
 from magicjax.options import token_count
@@ -216,7 +216,7 @@ def _silent() -> Iterator[None]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raises ValueError for options without effect, and for a wrong number of drafters or trees."""
+    """Raises ValueError for options without effect, and for drafters beside `auto`."""
     auto = AUTO in arguments.drafter
     if auto and len(arguments.drafter) > 1:
         raise ValueError(
@@ -266,7 +266,8 @@ def _generate(
         mesh=magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None,
     )
     if arguments.show_tree:
-        print(*arguments.tree or [DEFAULT_TREE], sep="\n")
+        trees = [tree for text in arguments.tree for tree in parse_trees(text)]
+        print(*trees or [DEFAULT_TREE], sep="\n")
     with interruptible as interrupted:
         output = text.print_stream(rounds, tokenizer, interrupted.is_set, params.stop)
     if output.logprobs is not None:

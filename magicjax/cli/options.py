@@ -10,7 +10,6 @@ import jax
 
 from magicjax.drafters.spec import DRAFTER_SYNTAX, parse_all, parse_trees
 from magicjax.loading import config_of
-from magicjax.trees.token_tree import Tree
 from models import parse_weights
 from pallas_kernels.cpu import build
 
@@ -25,12 +24,13 @@ INTERRUPTED = 130  # exit code, as of a shell: 128 + SIGINT
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
-def trees(text: str) -> tuple[Tree, ...]:
-    """Returns the trees of a --tree option, for `argparse`; several are joined by " + "."""
+def trees(text: str) -> str:
+    """Returns the text of a --tree option, for `argparse`; its trees are valid."""
     try:
-        return parse_trees(text)
+        parse_trees(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def drafter(text: str) -> str:

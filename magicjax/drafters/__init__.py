@@ -1,6 +1,7 @@
-"""Drafters: self-speculation, models, lookups in texts, and ensembles of them."""
+"""Drafters: self-speculation, models, lookups in texts, ensembles and cascades of them."""
 
 from magicjax.drafters.base import Drafter, Previous, RoundOutcome
+from magicjax.drafters.cascade import Cascade
 from magicjax.drafters.eagle import Eagle
 from magicjax.drafters.ensemble import Ensemble
 from magicjax.drafters.full_cache_speculation import FullCacheSpeculation
@@ -14,6 +15,7 @@ from magicjax.trees.proposal import DRAW_METHODS, ONE_HOT, Draws, Proposal
 __all__ = [
     "DRAW_METHODS",
     "ONE_HOT",
+    "Cascade",
     "Drafter",
     "Draws",
     "Eagle",

@@ -160,17 +160,32 @@ class Drafter(abc.ABC):
         """
 
     def renumber(self, draft: Any, node_of: Int[Array, "B N"], num_nodes: int) -> Any:
-        """Returns what `propose` returned for `commit`, by the nodes of an ensemble's merged tree.
+        """Returns what `propose` returned for `commit`, by the nodes of another tree.
 
-        By default the draft is returned as it is, which is right if it has no entries by node.
+        The other tree is the merged one of an ensemble, or the chain of a cascade. By default the
+        draft is returned as it is, which is right if it has no entries by node.
 
         Args:
           draft: by its own N nodes.
-          node_of: the merged node of each of its nodes; below 0 for padding. Several of its nodes
-            can be one merged node.
-          num_nodes: of the merged tree.
+          node_of: the other tree's node of each of its nodes; below 0 for padding, and for nodes
+            that the other tree lacks. Several of its nodes can be one node.
+          num_nodes: of the other tree.
         """
         return draft
+
+    def rewind(self, before: Any, after: Any) -> Any:
+        """Returns the state `before`, in the arrays of `after` where they differ in dead entries.
+
+        A cascade commits drafted tokens to its first drafter within a round, and drops them at the
+        end. Reading arrays of `before` then would make XLA copy them in every round. A drafter with
+        this method may read no more of the target's cache in `propose` than its lengths, and no
+        queries in `commit`.
+
+        Args:
+          before: its state at the beginning of a round.
+          after: its state after further commits, which may differ by row.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define rewind")
 
     def for_target(self, target: Model) -> "Drafter":
         """Returns the drafter with arrays that it derives from the target's parameters.
@@ -234,7 +249,7 @@ class Drafter(abc.ABC):
         return self
 
     def members(self) -> tuple["Drafter", ...]:
-        """Returns the drafters of an ensemble, or the drafter itself."""
+        """Returns the drafters of an ensemble or a cascade, or the drafter itself."""
         return (self,)
 
     def synthetic_state(self, state: Any, lengths: Int[Array, "B"]) -> Any:

@@ -277,6 +277,10 @@ class Eagle(Drafter):
         cache = full_cache.append(state.cache, (kv,), in_order, committed)
         return EagleState(cache, _at(features, committed))
 
+    def rewind(self, before: EagleState, after: EagleState) -> EagleState:
+        cache = dataclasses.replace(before.cache, k=after.cache.k, v=after.cache.v)
+        return dataclasses.replace(before, cache=cache)
+
     def synthetic_state(self, state: EagleState, lengths: Int[Array, "B"]) -> EagleState:
         cache = dataclasses.replace(state.cache, lengths=jnp.array(lengths) - 1)
         return dataclasses.replace(state, cache=cache)

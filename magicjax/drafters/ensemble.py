@@ -11,11 +11,12 @@ from flax import struct
 from jaxtyping import Array, Int
 
 from magicjax.drafters.base import Drafter, Previous, commit_checked
+from magicjax.drafters.cascade import Cascade
 from magicjax.model import Model
 from magicjax.settings import Settings, StatsSpec
 from magicjax.trees.merge import merge
 from magicjax.trees.proposal import Proposal
-from magicjax.trees.token_tree import DynamicTree, Shape, TokenTree, Tree
+from magicjax.trees.token_tree import Shape, Tree, check_tree
 from magicjax.verification.sampling import MAX_DRAFTERS
 
 
@@ -31,7 +32,8 @@ class Ensemble(Drafter):
       trees: each member's tree; None: all members draft the tree passed to `generate`.
 
     Raises:
-      ValueError: no or too many members, a nested ensemble, or not one tree for each member.
+      ValueError: no or too many members, a nested ensemble, a cascade, or not one tree for each
+        member.
       TypeError: a tree that is not a `TokenTree` or `DynamicTree`.
     """
 
@@ -48,9 +50,13 @@ class Ensemble(Drafter):
             raise ValueError(f"an ensemble of {count} drafters: give 1 to {MAX_DRAFTERS}")
         if any(isinstance(drafter, Ensemble) for drafter in self.drafters):
             raise ValueError("an ensemble within an ensemble: list all drafters in one")
+        if any(isinstance(drafter, Cascade) for drafter in self.drafters):
+            raise ValueError(
+                "a cascade within an ensemble is not supported: use the other drafters in an "
+                "ensemble that is the cascade's first drafter"
+            )
         for tree in self.trees or ():
-            if not isinstance(tree, TokenTree | DynamicTree):
-                raise TypeError(f"{tree!r} is not a tree: use magicjax.parse_tree for a text")
+            check_tree(tree)
         if self.trees is not None and len(self.trees) != count:
             raise ValueError(f"{len(self.trees)} trees for {count} drafters: give one for each")
 
@@ -95,11 +101,11 @@ class Ensemble(Drafter):
     def _with_settings(self, settings: Settings) -> list[tuple[Drafter, Settings]]:
         """Returns each drafter and its settings."""
         members = self.with_trees(settings.tree, settings.member_trees)
-        depth = self.shape_of(members).depth
+        backlog = max(self.shape_of(members).depth, settings.max_backlog)
         return [
             (
                 drafter,
-                dataclasses.replace(settings, tree=tree, max_backlog=depth, drafter_index=index),
+                dataclasses.replace(settings, tree=tree, max_backlog=backlog, drafter_index=index),
             )
             for index, (drafter, tree) in enumerate(members)
         ]
@@ -148,6 +154,14 @@ class Ensemble(Drafter):
             commit_checked(drafter, target, member_state, member_draft, proposal, outcome)
             for drafter, member_state, member_draft in zip(self.drafters, state, draft, strict=True)
         )
+
+    def renumber(self, draft, node_of, num_nodes) -> tuple[Any, ...]:
+        members = zip(self.drafters, draft, strict=True)
+        return tuple(drafter.renumber(own, node_of, num_nodes) for drafter, own in members)
+
+    def rewind(self, before, after) -> tuple[Any, ...]:
+        members = zip(self.drafters, before, after, strict=True)
+        return tuple(drafter.rewind(old, new) for drafter, old, new in members)
 
     def insert(self, state, row, slot) -> tuple[Any, ...]:
         members = zip(self.drafters, state, row, strict=True)

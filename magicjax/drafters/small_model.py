@@ -307,6 +307,12 @@ class SmallModel(Drafter):
     def renumber(self, draft: DraftedKV, node_of: Int[Array, "B N"], num_nodes: int) -> DraftedKV:
         return draft.renumber(node_of, num_nodes)
 
+    def rewind(self, before: SmallModelState, after: SmallModelState) -> SmallModelState:
+        old, new = before.cache, after.cache
+        if not isinstance(old, KVCache) or not isinstance(new, KVCache):
+            return before  # commits overwrite live entries of a ring, so it is copied
+        return dataclasses.replace(before, cache=dataclasses.replace(old, k=new.k, v=new.v))
+
     def synthetic_state(self, state: SmallModelState, lengths: Int[Array, "B"]) -> SmallModelState:
         cache, count = state.cache, jnp.array(lengths)
         if isinstance(cache, KVCache):

@@ -7,6 +7,7 @@ options, in order. An option may also be one of the policy's: self:streaming:256
 "quest" and "full" in place of its policy, self is another drafter: self:quest:512 is
 `PageRetrieval`, self:full:weights=int8 is `FullCacheSpeculation`. Drafters and policies of other
 files are import paths: self:my_file.MyPolicy:256. Several drafters joined by " + " are an ensemble.
+A drafter or an ensemble, " -> " and a drafter that runs the target are a cascade.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from typing import Any
 
 from magicjax import options, plugins
 from magicjax.drafters.base import REQUIRED, Drafter
+from magicjax.drafters.cascade import Cascade
 from magicjax.drafters.eagle import Eagle
 from magicjax.drafters.ensemble import Ensemble
 from magicjax.drafters.full_cache_speculation import FullCacheSpeculation
@@ -53,9 +55,10 @@ DRAFTER_SYNTAX = (
     "EAGLE-3 head), prompt-lookup:4 (how many of the newest tokens to look for), suffix:8 (the "
     "same, also in other texts), the name of an "
     "installed drafter, or an import path, my_file.MyDrafter; options as "
-    "self:snapkv:256:refresh_every=8"
+    "self:snapkv:256:refresh_every=8; a cascade as 'prompt-lookup:4 -> self:streaming:256'"
 )
-_JOIN = " + "
+_JOIN, _CASCADE = " + ", " -> "
+_SEPARATORS = re.compile(r" \+ | -> ")
 _HEADS = (
     "of the heads that read the target's hidden states only EAGLE-3 is supported, eagle:PATH "
     "(docs/drafters_and_trees.md)"
@@ -126,8 +129,20 @@ def has_model(kind: type[Drafter]) -> bool:
 
 
 def split(text: str) -> list[str]:
-    """Returns the texts of an ensemble's members, or the text of a single drafter."""
-    return [part.strip() for part in text.split(_JOIN)]
+    """Returns the texts of the drafters of an ensemble or a cascade, or of a single drafter."""
+    return [part.strip() for part in _SEPARATORS.split(text)]
+
+
+def is_cascade(text: str) -> bool:
+    """Returns whether the text is that of a cascade."""
+    return _CASCADE in text
+
+
+def with_each(text: str, change: Callable[[str], str]) -> str:
+    """Returns the text with the text of each drafter changed."""
+    separators = [*_SEPARATORS.findall(text), ""]
+    changed = map(change, split(text))
+    return "".join(part for pair in zip(changed, separators, strict=True) for part in pair)
 
 
 def parse(text: str) -> Spec:
@@ -222,17 +237,17 @@ def with_options(text: str, values: Mapping[str, Any]) -> Spec:
 
 
 def parse_all(text: str) -> list[Spec]:
-    """Returns the parts of each member of an ensemble's text, or of a single drafter's."""
+    """Returns the parts of each drafter's text in that of an ensemble, a cascade or a drafter."""
     parts = split(text)
     try:
         return [parse(part) for part in parts]
     except ValueError:
-        joined = re.compile(rf"[,+&]\s*({'|'.join(DRAFTERS)})(:|$)")
+        joined = re.compile(rf"([,+&]|->)\s*({'|'.join(DRAFTERS)})(:|$)")
         if not any(joined.search(part) for part in parts):
             raise
     raise ValueError(
         f"drafter {text!r}: the members of an ensemble are joined by ' + ', as in "
-        "'self:streaming:256 + prompt-lookup:4'"
+        "'self:streaming:256 + prompt-lookup:4', and those of a cascade by ' -> '"
     )
 
 
@@ -273,16 +288,21 @@ def _policy_options(name: str, policy: str | None, of_path: str) -> dict[str, Op
 
 
 def make_drafter(text: str, load: Callable[..., Any]) -> Drafter:
-    """Returns the drafter of a text, an `Ensemble` of several joined by " + ".
+    """Returns the drafter of a text, an `Ensemble` of several joined by " + ", or a `Cascade`.
 
     Args:
-      text: such as self:snapkv:256, small:PATH:streaming:256 or prompt-lookup:4.
+      text: such as self:snapkv:256, small:PATH:streaming:256, prompt-lookup:4, or
+        "prompt-lookup:4 -> self:streaming:256".
       load: returns the model of a path; its keyword `weights` is the drafter's option.
 
     Raises:
       ValueError, FileNotFoundError: the text is not a drafter, an unknown policy or model, or
         options that cannot be combined.
     """
+    first, arrow, middle = text.rpartition(_CASCADE)
+    if arrow:
+        runs_target: Any = make_drafter(middle, load)  # `Cascade` checks it
+        return Cascade(make_drafter(first, load), runs_target)
     members = [from_spec(part, load) for part in parse_all(text)]
     return members[0] if len(members) == 1 else Ensemble(tuple(members))
 
@@ -326,6 +346,8 @@ def text_of(drafter: Drafter) -> str:
     """
     if isinstance(drafter, Ensemble):
         return _JOIN.join(map(text_of, drafter.drafters))
+    if isinstance(drafter, Cascade):
+        return _CASCADE.join(map(text_of, (drafter.first, drafter.middle)))
     kind: Any = type(drafter)
     parts = [drafter_name(kind)]
     if has_model(kind):
@@ -348,7 +370,7 @@ def text_of(drafter: Drafter) -> str:
 def values_of(drafter: Drafter) -> dict[str, Any]:
     """Returns the options of a drafter with their values, and the policy's that are not defaults.
 
-    The policy is its name, or what stands in its place. An ensemble has no options.
+    The policy is its name, or what stands in its place. Ensembles and cascades have no options.
     """
     declared = options.options_of(type(drafter))
     values = {name: getattr(drafter, name) for name in declared}
@@ -375,14 +397,19 @@ def _written(value: Any) -> str:
       ValueError: the text would not be read as this value.
     """
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    if (":" in text and not re.fullmatch(r"int\d+:\d+", text)) or _JOIN in text:
-        raise ValueError(f"an option has the value {text!r}, which must not contain ':' or ' + '")
+    if (":" in text and not re.fullmatch(r"int\d+:\d+", text)) or _SEPARATORS.search(text):
+        raise ValueError(
+            f"an option has the value {text!r}, which must not contain ':', ' + ' or ' -> '"
+        )
     return text
 
 
 def parse_trees(text: str) -> tuple[Tree, ...]:
-    """Returns the trees of "chain:3", or of "expansion:2,1 + chain:3", one for each member."""
-    return tuple(parse_tree(part.strip()) for part in text.split("+"))
+    """Returns the trees of "chain:3", "expansion:2,1 + chain:3" or "chain:4 -> chain:8".
+
+    They are those of all drafters, of each member of an ensemble, or of a cascade.
+    """
+    return tuple(parse_tree(part.strip()) for part in re.split(r"\+|->", text))
 
 
 def resolve(
@@ -391,8 +418,8 @@ def resolve(
     """Returns (drafter, tree), made from their texts if they are texts.
 
     Raises:
-      ValueError, FileNotFoundError: as `make_drafter`; several trees for another number of
-        drafters.
+      ValueError, FileNotFoundError: as `make_drafter`; trees that are not one for all drafters, one
+        for each member of an ensemble, or two of a cascade.
     """
     if isinstance(drafter, str):
         drafter = make_drafter(drafter, load)
@@ -401,6 +428,8 @@ def resolve(
     trees = parse_trees(tree)
     if len(trees) == 1:
         return drafter, trees[0]
+    if isinstance(drafter, Cascade) or "->" in tree:
+        return _with_first_tree(drafter, tree)
     members = drafter.members() if hasattr(drafter, "members") else ()
     if len(trees) != len(members):
         raise ValueError(
@@ -408,3 +437,14 @@ def resolve(
             "or one for each"
         )
     return Ensemble(members, trees), None
+
+
+def _with_first_tree(drafter: Any, tree: str) -> tuple[Cascade, Tree]:
+    """Returns the cascade with the first of two trees, and the other, which the target verifies."""
+    if not isinstance(drafter, Cascade) or tree.count("->") != 1 or "+" in tree:
+        raise ValueError(
+            f"tree={tree!r} does not fit the drafter: use one tree, or for a cascade those of its "
+            "first drafter and of the target, as in 'chain:4 -> chain:8'"
+        )
+    first, own = parse_trees(tree)
+    return dataclasses.replace(drafter, first_tree=first), own

@@ -89,6 +89,9 @@ class TextLookup(Drafter):
         text = write(state.text, tokens, state.count)
         return TextState(text, state.count + outcome.committed, draft)
 
+    def rewind(self, before: TextState, after: TextState) -> TextState:
+        return dataclasses.replace(before, text=after.text)
+
     def simulated(self, state: TextState) -> Int[Array, "B A"]:
         return state.simulated.histogram
 

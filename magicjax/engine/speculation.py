@@ -17,7 +17,7 @@ from magicjax.decoding import paired_timing, runner
 from magicjax.decoding.controller import PLAIN, Arm, RoundTimes
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.request import Request
-from magicjax.drafters import Drafter, Ensemble
+from magicjax.drafters import Cascade, Drafter, Ensemble
 from magicjax.drafters.spec import drafter_name
 from magicjax.engine.templates import Templates, empty_state
 from magicjax.settings import Settings
@@ -48,20 +48,20 @@ def loops(request: Request, adaptive: bool) -> dict[Arm, Settings]:
         return {whole: settings}
     _check_timed(request)
     if not isinstance(drafter, Ensemble):
-        trees = {Arm(names[0], tree.depth): tree for tree in _depths(settings.tree)}
-        trees[PLAIN] = ROOT_ONLY
-        return {arm: _with_tree(request, trees[arm]) for arm in sorted(trees)}
+        found = [_with_tree(request, tree) for tree in _depths(settings.tree)]
+        arms = {Arm(names[0], each.shape.depth): each for each in found}
+        return {PLAIN: _with_tree(request, ROOT_ONLY)} | arms
     own = [tree for _, tree in drafter.with_trees(settings.tree)]
-    arms: dict[Arm, list[Tree]] = {PLAIN: [ROOT_ONLY] * len(own)}
+    trees: dict[Arm, list[Tree]] = {PLAIN: [ROOT_ONLY] * len(own)}
     for i, name in enumerate(names):
         for tree in _depths(own[i]):
-            arms[Arm(name, tree.depth)] = [tree if j == i else ROOT_ONLY for j in range(len(own))]
-    arms[whole] = own
+            trees[Arm(name, tree.depth)] = [tree if j == i else ROOT_ONLY for j in range(len(own))]
+    trees[whole] = own
     return {
         arm: settings.with_member_trees(
-            tuple(trees), drafter.shape_of(list(zip(drafter.drafters, trees, strict=True)))
+            tuple(each), drafter.shape_of(list(zip(drafter.drafters, each, strict=True)))
         )
-        for arm, trees in arms.items()
+        for arm, each in trees.items()
     }
 
 
@@ -69,7 +69,7 @@ def names_of(drafter: Drafter) -> list[str]:
     """Returns a name of each member of an ensemble, or of a drafter, such as prompt-lookup."""
     names, seen = [], Counter[str]()
     for member in _members(drafter):
-        name = drafter_name(type(member))
+        name = "cascade" if isinstance(member, Cascade) else drafter_name(type(member))
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
     return names

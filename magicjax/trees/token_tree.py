@@ -248,6 +248,12 @@ ROOT_ONLY = TokenTree((NO_NODE,))  # plain decoding
 KINDS = ("chain", "expansion", "parents", "dynamic")  # of `parse_tree`
 
 
+def check_tree(tree: Tree) -> None:
+    """Raises TypeError unless the tree is one."""
+    if not isinstance(tree, TokenTree | DynamicTree):
+        raise TypeError(f"{tree!r} is not a tree: use magicjax.parse_tree for a text")
+
+
 def chain(length: int) -> TokenTree:
     """Returns a chain of `length` drafted tokens: length + 1 nodes.
 

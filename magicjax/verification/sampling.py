@@ -155,6 +155,19 @@ def uniforms(
     return jax.vmap(one)(keys, position, code)
 
 
+def keys_within_round(keys: Array, position: Int[Array, "B"]) -> Array:
+    """Returns a key for each row, of the numbers for drafts that are verified within a round.
+
+    They share no key with those of the round, whose positions and purposes are the same.
+
+    Args:
+      keys: [B], of the rows.
+      position: of the round's root.
+    """
+    fold_in = jax.vmap(jax.random.fold_in)
+    return fold_in(fold_in(keys, position), jnp.full_like(position, -1))  # no code of `uniforms`
+
+
 def shares(vocab: int) -> int:
     """Returns how many equal shares `sample` divides a vocabulary into: a power of two up to 16.
 

@@ -82,6 +82,8 @@ class Configuration:
     def __str__(self) -> str:
         drafter, tree = self.drafting(0)
         trees = tree if isinstance(drafter, magicjax.Ensemble) is False else drafter.trees or tree
+        if isinstance(drafter, magicjax.Cascade) and drafter.first_tree:
+            trees = drafter.first_tree, tree
         parts = [f"engine of {self.rows} slots" if self.is_engine else f"batch of {self.rows}"]
         parts += [f"shape {self.shape}", "plain" if drafter is None else text_of(drafter)]
         parts += [] if drafter is None else [_short(trees)]
@@ -169,9 +171,24 @@ def drafting_of(
     draws = [None, "top"] if dynamic else [None, "top", "with_replacement"]
     draw = draws[rng.integers(len(draws))] if sampled else None
     made = [_member(rng, member, shape, weights, depth, draw, copies) for member in members]
+    if kind not in ("ensemble", "self") and rng.random() < 0.3:
+        return _cascade(rng, kind, trees[0], shape, weights, draw, copies)
     if kind != "ensemble":
         return made[0], trees[0]
     return (magicjax.Ensemble(made, trees), None) if separate else (magicjax.Ensemble(made), *trees)
+
+
+def _cascade(
+    rng, kind: str, tree: Any, shape: int, weights: int, draw: str | None, copies: bool
+) -> tuple[magicjax.Cascade, Any]:
+    """Returns a cascade whose first drafter drafts `tree`, and the tree for `generate`."""
+    once = rng.random() < 0.4
+    depth = tree.shape.depth + (1 if once else int(rng.integers(4)))
+    first = _member(rng, kind, shape, weights, depth, draw, copies)
+    middle = _member(rng, "self", shape, weights, depth, None, copies)
+    if once:
+        return magicjax.Cascade(first, middle), tree
+    return magicjax.Cascade(first, middle, tree), magicjax.chain(depth)
 
 
 def _member(

@@ -51,6 +51,14 @@ def eagle(**options):
     return lambda kv_heads, shards: magicjax.Eagle(tiny.head(target(kv_heads)), **options)
 
 
+def cascade(first_tree=None, **options):
+    def make(kv_heads, shards):
+        first = magicjax.SmallModel(draft(kv_heads, shards), **options)
+        return magicjax.Cascade(first, magicjax.SelfSpeculation(budget=24), first_tree)
+
+    return make
+
+
 def nobody(kv_heads, shards):
     return None
 
@@ -96,6 +104,9 @@ CASES = {
     "suffix sampled": (suffix, magicjax.chain(3), SAMPLED, 8),
     "eagle": (eagle(budget=16), TREE, {}, 4),
     "eagle sampled": (eagle(), TREE, SAMPLED, 8),
+    "cascade": (cascade(magicjax.chain(2)), magicjax.chain(4), {}, 4),
+    "cascade sampled": (cascade(TREE), magicjax.chain(4), SAMPLED, 8),
+    "cascade of one tree sampled": (cascade(draw="top"), TREE, SAMPLED, 2),
     "random sampled": (self_speculation("random"), magicjax.chain(3), SAMPLED, 8),
     "sinks in the cache": (
         small(policy="streaming", budget=32, sink_positions="in_cache"),

@@ -187,6 +187,13 @@ def drafter(kind: str, dtype: str = "float32"):
         return magicjax.Ensemble([drafter("same", dtype), drafter("eagle", dtype)])
     if kind == "ensemble":
         return magicjax.Ensemble([drafter("other", dtype), drafter("near", dtype)])
+    if kind == "cascade":
+        return magicjax.Cascade(drafter("near", dtype), drafter("self"), TREES["chain2"])
+    if kind == "cascade of one tree":
+        return magicjax.Cascade(drafter("near", dtype), magicjax.FullCacheSpeculation("int4:8"))
+    if kind == "cascade of several":
+        several = magicjax.Ensemble([drafter("eagle", dtype), magicjax.PromptLookup()])
+        return magicjax.Cascade(several, drafter("quest"), TREES["chain2"])
     return magicjax.SmallModel(model("target" if kind == "same" else kind, dtype))
 
 

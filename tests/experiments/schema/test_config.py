@@ -58,6 +58,7 @@ def test_all_problems_of_a_file_are_reported(tmp_path):
         ),
         ("{drafter: small:x + small:y, budget: 64}", "budget could belong to any member of"),
         ("{drafter: self, tree: 'chain:1 + chain:2'}", "has 2 trees for 1 drafters"),
+        ("{drafter: self, tree: 'chain:1 -> chain:2'}", "does not fit the drafter: use one tree"),
         (
             "{drafter: self, verifier: greedy}",
             "verifier='greedy' does not verify sampled tokens (verifiers: naive, mss",

@@ -222,6 +222,15 @@ def test_an_option_makes_cells_columns_names_and_arguments_of_the_drafter(tmp_pa
     assert grid.key(two) != grid.key(four)
 
 
+def test_a_cascade_is_a_kind_of_drafter_with_two_trees():
+    text, trees = "prompt-lookup:4 -> self:streaming:64", ["chain:2", "chain:2 -> chain:4"]
+    once, often = cells_of({"drafter": text, "tree": trees})
+    assert {cell.draft for cell in (once, often)} == {"cascade"}
+    assert (once.shape, often.shape) == (magicjax.chain(3).shape, magicjax.chain(4).shape)
+    assert grid.make_drafter(often)[0].first_tree == magicjax.chain(2)
+    assert once.options == {} and once.models == ()
+
+
 def test_auto_tries_its_drafters_with_its_tree():
     methods = [
         {"drafter": "auto"},

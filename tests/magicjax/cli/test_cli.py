@@ -78,6 +78,21 @@ SAMPLING = {
         ["--temperature", "0.7", "--top-k", "9", "--top-p", "0.9", "--seed", "5"],
         dict(temperature=0.7, top_k=9, top_p=0.9, seed=5),
     ),
+    "a cascade": (
+        [
+            *("--drafter", "prompt-lookup:3 -> self:streaming:32"),
+            *("--tree", "chain:2 -> chain:4", "--temperature", "1"),
+        ],
+        dict(
+            temperature=1.0,
+            drafter=magicjax.Cascade(
+                magicjax.PromptLookup(3),
+                magicjax.SelfSpeculation("streaming", 32),
+                magicjax.chain(2),
+            ),
+            tree=magicjax.chain(4),
+        ),
+    ),
     "two drafters, a tree each": (
         [
             *("--drafter", "self:streaming:32", "--drafter", "prompt-lookup:3"),

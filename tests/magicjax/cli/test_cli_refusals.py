@@ -90,7 +90,7 @@ REFUSED = {
             ),
             *("--tree", "chain:2") * 3,
         ],
-        "3 --tree for 2 --drafter: pass one, or one per drafter",
+        "--tree 'chain:2 + chain:2 + chain:2' has 3 trees for 2 drafters: give one for all, or one",
     ),
     "top_k in greedy decoding": (
         ["--target", "DIR", "--prompt", "a", "--top-k", "5"],

@@ -49,12 +49,17 @@ DRAFTS = {
     "self_layers": ("layers", magicjax.chain(4)),
     "quest": ("quest", magicjax.chain(4)),
     "quest_tree": ("quest refreshed", magicjax.expansion((2, 2, 1))),
+    "cascade": ("cascade", magicjax.chain(4)),
+    "cascade_sampled": ("cascade", magicjax.chain(4)),
+    "cascade_pages": ("cascade of pages", magicjax.chain(4)),
+    "cascade_full": ("cascade of one tree", magicjax.expansion((2, 2, 1))),
 }
 # Of these others have every part: a tree, a small model, a growing tree, sampling.
 PARTS = (
     *("self_tree", "small_chain", "small_dynamic", "self_dynamic", "self_sampled"),
     *("ensemble", "ensemble_sampled", "self_chain", "plain_sampled", "snapkv_refreshed"),
     *("small_sparse", "pyramidkv", "self_copy", "quest", "plain", "int4_refreshed"),
+    *("cascade_sampled", "cascade_pages", "cascade_full"),
 )
 MOVES = ("copy", "transpose", "convert", "concatenate", "select", "pad", "broadcast", "reverse")
 
@@ -85,6 +90,13 @@ def request_of(name: str):
         "sparse": magicjax.SmallModel(small.model, policy="snapkv", budget=BUDGET),
         "quest": magicjax.PageRetrieval(BUDGET),
         "quest refreshed": magicjax.PageRetrieval(BUDGET, refresh_every=4),
+        "cascade": magicjax.Cascade(small, own, magicjax.chain(2)),
+        "cascade of pages": magicjax.Cascade(
+            magicjax.Ensemble([small, prompt_lookup]),
+            magicjax.PageRetrieval(BUDGET),
+            magicjax.chain(2),
+        ),
+        "cascade of one tree": magicjax.Cascade(small, magicjax.FullCacheSpeculation()),
     }
     drafter = drafters.get(kind)
     return keywords.prepare(
@@ -196,6 +208,13 @@ def test_a_ring_that_shifts_its_entries_is_detected_as_a_move(monkeypatch):
     assert "draft" in moved_caches(decode_program(request, state), sizes_of(request, state))
 
 
+def test_a_first_drafter_that_rewinds_to_its_old_arrays_copies_its_cache(monkeypatch):
+    monkeypatch.setattr(magicjax.SmallModel, "rewind", lambda self, before, after: before)
+    request = request_of("cascade")
+    state = state_shapes(request)
+    assert "draft" in moved_caches(decode_program(request, state), sizes_of(request, state))
+
+
 def truncate_without_the_result(tokens, result, state):
     """Keeps one token of each row, independently of verification."""
     kept = (~state.ended).astype(state.emitted.dtype)
@@ -214,7 +233,7 @@ def test_prefill_holds_no_scores_of_the_whole_prompt():
 
 COUNTED = (
     *("plain", "small_tree", "ensemble", "h2o_refreshed", "pyramidkv", "int4_refreshed"),
-    "quest",
+    *("quest", "cascade"),
 )
 
 

@@ -25,6 +25,7 @@ CASES = [
     ("prompt-lookup", "branches", 3),
     ("eagle", "2,2,1", 8),
     ("suffix", "dynamic", 8),
+    ("cascade", "chain4", 8),
 ]
 BATCHES = (1, 3, 8)
 ALL = [
@@ -35,6 +36,10 @@ ALL = [
     ),
     *itertools.product(["prompt-lookup"], ["chain1", "chain4", "chain8", "branches"], BATCHES),
     *itertools.product(["suffix"], ["chain1", "chain4", "chain8", "dynamic"], BATCHES),
+    *itertools.product(["cascade", "cascade of several"], ["chain2", "chain4", "chain8"], BATCHES),
+    *itertools.product(
+        ["cascade of one tree"], ["chain1", "2,2,1", "irregular", "dynamic"], BATCHES
+    ),
 ]
 ALL = [case for case in ALL if case not in CASES]
 SEEDS = range(2)

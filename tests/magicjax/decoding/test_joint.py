@@ -7,6 +7,7 @@ outside the loop.
 """
 
 import functools
+import types
 from typing import Any
 
 import jax
@@ -18,7 +19,11 @@ from flax import struct
 
 import magicjax
 import models
+from magicjax.decoding import program_cache
+from magicjax.drafters import cascade
+from magicjax.verification import verify
 from tests.magicjax import keywords, oracle, tiny
+from tests.quick import quick
 
 VOCAB, LENGTH, EOS = 5, 4, 0
 PROMPT = [1, 4, 2, 3, 3, 1, 2, 4, 1]
@@ -138,7 +143,32 @@ def suffix() -> magicjax.SuffixLookup:
     return made.remember([*PROMPT, 2, 3, 1]).remember([4, 1, 3, 2, EOS])
 
 
+def cascades() -> dict[str, tuple[magicjax.Cascade, Any, dict]]:
+    """Returns cascades of each kind of first and middle drafter, with their trees."""
+    copy, lookup = magicjax.FullCacheSpeculation("int4:channel"), magicjax.PromptLookup()
+    pages, streaming = magicjax.PageRetrieval(4, page_size=1), self_speculation()
+    replaced = ensemble(draw="with_replacement")
+    made = {
+        "small to streaming, 2,2 to a chain": (small(1), streaming, PAIRS, CHAIN),
+        "small to streaming, 2,2": (small(1), streaming, None, PAIRS),
+        "prompt-lookup to a copy, branches to a chain": (lookup, copy, BRANCHES, CHAIN),
+        "prompt-lookup to streaming, chain": (lookup, streaming, None, magicjax.chain(2)),
+        "ensemble to a copy, 2,2 to a chain": (replaced, copy, PAIRS, CHAIN),
+        "ensemble to streaming, chain": (ensemble(), streaming, None, magicjax.chain(2)),
+        "eagle to pages, dynamic to a chain": (eagle(), pages, DYNAMIC, CHAIN),
+        "eagle to streaming, irregular to a chain": (eagle(), streaming, IRREGULAR, CHAIN),
+    }
+    found = {
+        f"cascade, {name}": (magicjax.Cascade(first, middle, tree), of_target, {})
+        for name, (first, middle, tree, of_target) in made.items()
+    }
+    drafter = magicjax.Cascade(small(1), streaming, PAIRS)
+    return found | {"cascade, naive": (drafter, CHAIN, dict(verifier="naive"))}
+
+
+CASCADE = "cascade, small to streaming, 2,2 to a chain"
 ALL = {
+    **cascades(),
     "small, 2,2": (small(1), PAIRS, {}),
     "ensemble and prompt-lookup": (
         magicjax.Ensemble(
@@ -198,8 +228,9 @@ def check(what: str, calls: int, settings: dict[str, float]) -> None:
     assert p > 0.001
 
 
-def test_sampled_texts_have_the_targets_joint_distribution():
-    check("small, 2,2", FEW_CALLS, PLAIN)
+@pytest.mark.parametrize("what", ["small, 2,2", CASCADE])
+def test_sampled_texts_have_the_targets_joint_distribution(what):
+    check(what, FEW_CALLS, PLAIN)
 
 
 @pytest.mark.slow
@@ -265,5 +296,39 @@ def test_a_rule_broken_inside_the_loop_is_detected(how, draw):
     elif how == "suffix as if drawn":
         drafter, tree = Broken(suffix(), how), CHAIN
     p = p_value(sampled(drafter, tree, FEW_CALLS, **PLAIN), joint(tuple(PLAIN.items())))
+    print(f"{how}: p = {p:.1e}")
+    assert p < 1e-6
+
+
+@struct.dataclass
+class ToldFirst(magicjax.Cascade):
+    """Reports the distributions of the first drafter instead of the middle model's."""
+
+    def _extend(self, setup, chain):
+        q = self._draft(setup, chain)[0].draws.q
+        longer, draft = super()._extend(setup, chain)
+        return longer.replace(q=longer.q.at[:, : q.shape[1]].set(q)), draft
+
+
+def greedily(verifier, logits, proposal, depth, *_):
+    """Verifies greedily: the tokens are not drawn from the middle model's distributions."""
+    return verify.greedy(logits, proposal.tokens, proposal.parents, depth)
+
+
+BROKEN = ["q of the first drafter", "the target's random numbers", "greedy verification"]
+
+
+@pytest.mark.parametrize("how", quick(BROKEN, "q of the first drafter"))
+def test_a_rule_broken_within_a_cascades_round_is_detected(how, monkeypatch):
+    monkeypatch.setattr(program_cache, "_compiled", {})
+    drafter = magicjax.Cascade(small(1), self_speculation())
+    if how == "q of the first drafter":
+        drafter = ToldFirst(small(1), self_speculation())
+    elif how == "the target's random numbers":
+        monkeypatch.setattr(cascade, "keys_within_round", lambda keys, position: keys)
+    else:
+        monkeypatch.setattr(cascade, "verify", types.SimpleNamespace(verify_tree=greedily))
+    counts = sampled(drafter, magicjax.chain(2), FEW_CALLS, **PLAIN)
+    p = p_value(counts, joint(tuple(PLAIN.items())))
     print(f"{how}: p = {p:.1e}")
     assert p < 1e-6

@@ -67,6 +67,10 @@ def make(text):
             "self:tova:64 + prompt-lookup:3",
             magicjax.Ensemble((magicjax.SelfSpeculation("tova", 64), magicjax.PromptLookup(3))),
         ),
+        (
+            "prompt-lookup:3 -> self:tova:64",
+            magicjax.Cascade(magicjax.PromptLookup(3), magicjax.SelfSpeculation("tova", 64)),
+        ),
     ],
 )
 def test_a_text_is_a_drafter(text, drafter):
@@ -88,6 +92,7 @@ def test_a_text_is_a_drafter(text, drafter):
         ("suffix:documents=a/b.txt:max_factor=3", "suffix:8:documents=a/b.txt:max_factor=3.0"),
         ("small:a/b:draw=top", "small:a/b:full:draw=top"),
         ("small:a:snapkv:8 + prompt-lookup:2", "small:a:snapkv:8 + prompt-lookup:2"),
+        ("small:a + prompt-lookup -> self:full", "small:a:full + prompt-lookup:4 -> self:full"),
     ],
 )
 def test_a_drafter_is_written_with_its_defaults_and_read_back(text, written):
@@ -124,6 +129,11 @@ def test_a_drafter_is_written_with_its_defaults_and_read_back(text, written):
         ("medusa:PATH", "'medusa' is not a drafter: of the heads .* .docs/drafters_and_trees.md"),
         ("self,prompt-lookup", "are joined by ' . ', as in 'self:streaming:256 . prompt-lookup:4'"),
         ("self:snapkv:64+prompt-lookup:4", "the members of an ensemble are joined by ' . '"),
+        ("prompt-lookup:4->self:snapkv:64", "and those of a cascade by ' -> '"),
+        ("prompt-lookup -> slef", "'slef' is not a drafter"),
+        ("self -> prompt-lookup", "first=SelfSpeculation: it cannot draft within a round"),
+        ("prompt-lookup -> small:a", "middle=SmallModel: it does not run the target"),
+        ("prompt-lookup -> self -> self", "first=Cascade: it cannot draft within a round"),
     ],
 )
 def test_a_wrong_text_is_refused(text, message):

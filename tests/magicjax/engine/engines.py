@@ -56,6 +56,7 @@ DRAFTERS = {
     ),
     "dynamic": (tiny.drafter("near"), tiny.SPECIAL["dynamic"]),
     "eagle": (tiny.drafter("same and eagle"), tiny.TREES["2,2,1"]),
+    "cascade": (tiny.drafter("cascade"), tiny.TREES["chain4"]),
 }
 
 
@@ -109,8 +110,7 @@ def check_state(state, texts, target, drafter) -> None:
     np.testing.assert_array_equal(state.pending, [text[-1] for text in texts])
     caches.check_cache(state.cache, target, texts, state.cache.lengths, 1e-5)
     if drafter is not None:
-        own = state.drafter if isinstance(drafter, magicjax.Ensemble) else (state.drafter,)
-        for member, member_state in zip(drafter.members(), own, strict=True):
+        for member, member_state in caches.states_of(drafter, state.drafter):
             check_drafter(member, member_state, state.cache, texts, target)
 
 

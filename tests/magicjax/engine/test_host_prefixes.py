@@ -20,7 +20,7 @@ from tests.quick import quick
 
 NEW, SLOTS = 8, 16
 GREEDY = magicjax.SamplingParams(max_tokens=NEW)
-DRAFTERS = ("plain", "streaming", "snapkv", "small", "sparse small", "ensemble", "eagle")
+DRAFTERS = ("plain", "streaming", "snapkv", "small", "sparse small", "ensemble", "eagle", "cascade")
 AMPLE = 10**9
 
 

@@ -20,6 +20,7 @@ DRAFTERS = {
     "ensemble, chains": (alone.ensemble(), alone.CHAIN),
     "dynamic": (alone.small(1), alone.DYNAMIC),
     "eagle, 2,2": (alone.eagle(), alone.PAIRS),
+    "cascade": alone.ALL[alone.CASCADE][:2],
 }
 
 

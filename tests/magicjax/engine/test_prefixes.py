@@ -15,7 +15,7 @@ from tests.quick import quick
 
 NEW = 8
 GREEDY = SamplingParams(max_tokens=NEW)
-DRAFTERS = ("plain", "streaming", "snapkv", "small", "sparse small", "ensemble", "eagle")
+DRAFTERS = ("plain", "streaming", "snapkv", "small", "sparse small", "ensemble", "eagle", "cascade")
 
 
 def sampled(seed: int) -> SamplingParams:

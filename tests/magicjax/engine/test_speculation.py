@@ -10,7 +10,8 @@ import magicjax
 from magicjax.decoding import program_cache
 from magicjax.decoding.controller import PLAIN, Controller, RoundTimes
 from magicjax.drafters.base import Drafter
-from tests.magicjax import tiny
+from magicjax.engine import speculation
+from tests.magicjax import keywords, tiny
 from tests.magicjax.engine import engines, test_sampled, test_schedules
 from tests.quick import quick
 
@@ -95,6 +96,17 @@ def test_an_engine_chooses_by_its_own_times_and_acceptance(tally):
     tally.compare(tiny.model(), engines.prompts()[:4], map(engines.expected, range(4)), rows)
     stats = engine.stats
     assert stats.rounds_by_arm[PLAIN] > 0.7 * sum(stats.rounds_by_arm.values())
+
+
+def test_the_depths_of_a_cascade_are_those_of_its_chains():
+    """A tree of depth 4 for both drafters makes a chain of 5."""
+    drafter = magicjax.Cascade(magicjax.PromptLookup(), tiny.drafter("self"))
+    options = dict(drafter=drafter, tree=tiny.TREES["chain4"], max_tokens=tiny.NEW)
+    request = keywords.prepare(tiny.model(), tiny.prompts(1), **options)
+    found = speculation.loops(request, adaptive_depth=True)
+    assert list(found) == [0, 2, 3, 5]
+    assert [each.shape.depth for each in found.values()] == [*found]
+    assert [each.tree.depth for each in found.values()] == [0, 1, 2, 4]
 
 
 @struct.dataclass

@@ -27,6 +27,7 @@ FEW = [
     ("MPT", (1, 8)),
     ("int4", (2, 4)),
     ("eagle sampled", (2, 4)),
+    ("cascade sampled", (4, 2)),
 ]
 FAMILIES = [case for case in mesh_cases.CASES if case.startswith("family ")]
 OTHERS = [case for case in mesh_cases.CASES if case not in FAMILIES]

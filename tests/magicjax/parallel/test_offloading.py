@@ -65,6 +65,7 @@ DRAFTS = {
     ),
     "small sampled": dict(drafter=magicjax.SmallModel(tiny.model("near")), tree=TREE) | SAMPLED,
     "eagle sampled": dict(drafter=tiny.drafter("eagle"), tree=TREE) | SAMPLED,
+    "cascade": dict(drafter=tiny.drafter("cascade"), tree=tiny.TREES["chain4"]),
 }
 
 

@@ -163,6 +163,19 @@ def test_every_use_has_an_independent_number():
     assert abs(numbers.mean() - 0.5) < 0.02
 
 
+def test_numbers_within_a_round_are_others_than_those_of_rounds():
+    keys, position = sampling.row_keys(0, jnp.arange(3)), jnp.arange(8)
+    of_rounds = [keys, *(sampling.keys_within_round(keys, jnp.full(3, p)) for p in position)]
+    uses = itertools.product(of_rounds, Purpose, (0, 63))
+    numbers = np.array(
+        [
+            uniforms(own, jnp.broadcast_to(position, (3, 8)), purpose, 1, drafter)
+            for own, purpose, drafter in uses
+        ]
+    )
+    assert numbers.size == 2_592 and len(np.unique(numbers)) > 2_585
+
+
 def test_theorem_4_3_mss_accepts_at_least_as_often_as_naive_sampling():
     """SpecInfer, theorem 4.3, with one and two draws, for 1,000 random pairs of distributions."""
     rng = np.random.default_rng(0)
