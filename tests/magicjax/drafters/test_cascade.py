@@ -222,7 +222,7 @@ REFUSED = {
     "cascade": (lambda: of(of()), "first=Cascade: .* does not define `rewind`"),
     "member": (lambda: of(magicjax.Ensemble([LOOKUP, Plain()])), "first=Plain: it cannot draft"),
     "text": (lambda: of("prompt-lookup"), "first=str: it cannot draft within a round"),
-    "middle": (lambda: of(middle=LOOKUP), "middle=PromptLookup: .* use SelfSpeculation, Quant"),
+    "middle": (lambda: of(middle=LOOKUP), "middle=PromptLookup: .* use SelfSpeculation, FullCache"),
     "draw": (
         lambda: of(middle=magicjax.FullCacheSpeculation(draw="top")),
         "draw='top' of the middle drafter has no effect, .*: omit draw",

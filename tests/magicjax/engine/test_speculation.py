@@ -103,9 +103,9 @@ def test_the_depths_of_a_cascade_are_those_of_its_chains():
     drafter = magicjax.Cascade(magicjax.PromptLookup(), tiny.drafter("self"))
     options = dict(drafter=drafter, tree=tiny.TREES["chain4"], max_tokens=tiny.NEW)
     request = keywords.prepare(tiny.model(), tiny.prompts(1), **options)
-    found = speculation.loops(request, adaptive_depth=True)
-    assert list(found) == [0, 2, 3, 5]
-    assert [each.shape.depth for each in found.values()] == [*found]
+    found = speculation.loops(request, adaptive=True)
+    depths = [arm.depth for arm in found]
+    assert depths == [each.shape.depth for each in found.values()] == [0, 2, 3, 5]
     assert [each.tree.depth for each in found.values()] == [0, 1, 2, 4]
 
 
