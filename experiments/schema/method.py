@@ -59,8 +59,8 @@ class Method(Strict):
         f"{VERIFIER}, which follows the draw.",
     )
     adaptive: Annotated[list[bool], Many] = Field([False])
-    """With slots, draft the depth of the tree with the most expected tokens per second, from 0 to
-    that of the tree."""
+    """With slots, choose while decoding what has the highest expected throughput: plain decoding,
+    or a drafter with a depth of up to that of its tree."""
     options: Annotated[dict[str, list[Any]], tyro.conf.Suppress] = Field({})
     """Options of the drafter: the keys of the method that are none of the above."""
 

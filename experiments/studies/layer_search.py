@@ -124,7 +124,7 @@ def ranked(
       seconds: of a round, by ascending number of layers; between them they are interpolated.
       tree: that is drafted.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     for layers, value in found.items():
         tokens = magicjax.expected_tokens(tree, [value])
         ms = 1e3 * float(np.interp(len(layers), [*seconds], [*seconds.values()]))
@@ -143,7 +143,7 @@ def search(options: argparse.Namespace) -> None:
     """
     target, tree = magicjax.load(options.target, options.dtype), magicjax.chain(options.depth)
     num_layers = target.config.num_layers
-    smallest = options.smallest or max(1, num_layers // 3)
+    smallest = max(1, num_layers // 3) if options.smallest is None else options.smallest
     if not 0 < smallest < num_layers:
         raise ValueError(f"smallest={smallest} must be from 1 to {num_layers - 1}")
     parse(f"{options.drafter}:layers=0")  # before the search

@@ -13,6 +13,7 @@ from magicjax.drafters.spec import (
     DRAFTERS,
     GROUP,
     has_model,
+    is_cascade,
     parse_all,
     resolve,
 )
@@ -70,7 +71,7 @@ def add_adaptive_speculation(parser: Any) -> None:
         "--verifier",
         choices=VERIFIERS,
         help="rule that accepts drafted tokens; default: greedy without sampling, else naive, or "
-        "mss with --no-adaptive",
+        "mss with --no-adaptive and a drafter that remembers no texts",
     )
 
 
@@ -98,7 +99,7 @@ def engine_drafters(arguments: argparse.Namespace, sampled: bool, greedy: str) -
     check(arguments, drafters, sampled, f"with --drafter {options.NONE}", greedy)
     effects = [("no_adaptive", drafters, f"with --drafter {options.NONE}")]
     options.check_effects(arguments, effects)
-    if drafters and not arguments.no_adaptive and arguments.verifier == "mss":
+    if sampled and drafters and not arguments.no_adaptive and arguments.verifier == "mss":
         raise ValueError(
             "--verifier mss gives a seed a text that depends on what drafts: add --no-adaptive, or "
             "omit --verifier"
@@ -186,4 +187,9 @@ def speculation(
     """
     if not drafters:
         return None, None
+    if len(drafters) > 1 and any(map(is_cascade, drafters)):
+        raise ValueError(
+            f"--drafter {next(filter(is_cascade, drafters))!r} is a cascade, which cannot be a "
+            "member of an ensemble: remove the other --drafter"
+        )
     return resolve(" + ".join(drafters), " + ".join(trees) or None, load)

@@ -343,12 +343,12 @@ class Controller:
         if simulated is not None:
             simulated = np.array(simulated)
             before = 0 if one.simulated is None else one.simulated
+            one = dataclasses.replace(one, simulated=simulated)
             if name != self.arm.drafter and (simulated != before).any():
-                one = one.counted(simulated - before, simulated.shape[1] - 1, rounds)
-            one = dataclasses.replace(one, simulated=simulated, idle=0)
+                return one.counted(simulated - before, simulated.shape[1] - 1, rounds)
         if name == self.arm.drafter:
             return one.counted(since, self.arm.depth, rounds)
-        return one if simulated is not None else one.passed(rounds)
+        return one.passed(rounds)
 
     def _seconds_at_best(self, since: Histogram) -> float:
         """Returns the expected seconds of the arm before a probe for the tokens of the probe."""

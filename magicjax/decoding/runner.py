@@ -145,13 +145,15 @@ def run_adaptive(
 
     Args:
       request: with a drafter.
-      settings: of the loop by arm. All loops are compiled before the first call.
+      settings: of the loop by arm, of one drafter. All loops are compiled before the first call.
       controller: chooses the arm of each call after the first one.
       state: after prefill, as deep as the deepest tree.
       rounds: per call that is no probe.
     """
     for one in settings.values():
         compile_loop(request, one, state)
+    drafter, name = request.drafter, max(settings, key=lambda arm: arm.depth).drafter
+    assert drafter is not None
     calls: list[Call] = []
     ran: set[Arm] = set()
     total, decode_s = np.zeros(state.histogram.shape, np.int32), 0.0
@@ -173,7 +175,9 @@ def run_adaptive(
         total, decode_s = total + histogram, decode_s + seconds
         calls.append((arm.depth, histogram))
         ran_rounds = int(histogram.sum(1).max())
-        controller = controller.counted(total, ran_rounds, seconds if loaded else None)
+        simulated = drafter.simulated(state.drafter)
+        by_name = {} if simulated is None else {name: np.array(simulated)}
+        controller = controller.counted(total, ran_rounds, seconds if loaded else None, by_name)
     return state, calls, decode_s
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from magicjax.drafters.base import Drafter, Previous, RoundOutcome, commit_checked
 from magicjax.drafters.draft_pass import Backlog, DraftContext, see_backlog
+from magicjax.drafters.eagle import Eagle
 from magicjax.drafters.target_drafter import TargetDrafter
 from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.attend import KV, AttendLevel, empty_nodes
@@ -157,8 +158,8 @@ class Cascade(Drafter):
     has its distribution, also in chains of several lengths.
 
     Attributes:
-      first: proposes to the middle model: `PromptLookup`, `SmallModel`, `Eagle`, or an `Ensemble`
-        of them.
+      first: proposes to the middle model: `PromptLookup`, `SuffixLookup`, `SmallModel`, `Eagle`, or
+        an `Ensemble` of them.
       middle: `SelfSpeculation`, `FullCacheSpeculation` or `PageRetrieval`, without a `draw`.
       first_tree: the tree that `first` drafts, as often as the chain passed to `generate` needs.
         None: `first` drafts the tree passed to `generate` once, and the chain has a token more
@@ -181,7 +182,8 @@ class Cascade(Drafter):
             if getattr(type(each), "rewind", Drafter.rewind) is Drafter.rewind:
                 raise ValueError(
                     f"first={type(each).__name__}: it cannot draft within a round, because it does "
-                    "not define `rewind`; use PromptLookup, SmallModel, Eagle, or an Ensemble"
+                    "not define `rewind`; use PromptLookup, SuffixLookup, SmallModel, Eagle, or an "
+                    "Ensemble"
                 )
         if not isinstance(middle, TargetDrafter):
             raise ValueError(
@@ -229,6 +231,13 @@ class Cascade(Drafter):
                 f"a chain of {own.depth}: use at least chain:{first_tree.depth} for the target, or "
                 "a shallower first tree"
             )
+        reads_inputs = [each for each in self.first.members() if isinstance(each, Eagle)]
+        if reads_inputs and self.middle.layers is not None:
+            raise ValueError(
+                f"the first drafter is an EAGLE head, which reads inputs of all layers, and "
+                f"the middle one has layers={self.middle.layers!r} only: omit layers, or use "
+                "another first drafter"
+            )
         self.first.check(target, first_tree, depth, context)
         self.middle.check(target, own, depth, context)
 
@@ -248,6 +257,13 @@ class Cascade(Drafter):
 
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
         return sum(each.cache_bytes(target, batch, capacity) for each in (self.first, self.middle))
+
+    @property
+    def remembers(self) -> bool:
+        return self.first.remembers
+
+    def remember(self, text: Any, prompt: int = 0) -> "Cascade":
+        return dataclasses.replace(self, first=self.first.remember(text, prompt))
 
     def members(self) -> tuple[Drafter, ...]:
         return *self.first.members(), self.middle

@@ -143,12 +143,18 @@ class SuffixLookup(TextLookup):
         """Returns the drafter with a store that has the documents, and no documents to add.
 
         Raises:
-          ValueError: the documents cannot be read, or the target has no tokenizer.
+          ValueError: the documents cannot be read or exceed the store, or the target has no
+            tokenizer.
         """
         drafter = self._with_store()
         if self.documents is None:
             return drafter
         tokens = _tokens_of(self.documents, target)
+        if len(tokens) >= self.store_tokens:
+            raise ValueError(
+                f"documents={self.documents!r} has {len(tokens)} tokens, and the store keeps "
+                f"{self.store_tokens - 1} of one text: use store_tokens={len(tokens) + 1} or more"
+            )
         return dataclasses.replace(drafter.remember(tokens), documents=None)
 
     def _with_store(self) -> "SuffixLookup":

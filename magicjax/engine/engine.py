@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from magicjax.decoding import program_cache, runner
-from magicjax.decoding.controller import PROBE_ROUNDS, Controller
+from magicjax.decoding.controller import PROBE_ROUNDS, Controller, Probes
 from magicjax.decoding.loop import Prefilled
 from magicjax.drafters import Drafter
 from magicjax.engine import speculation, submission
@@ -225,6 +225,7 @@ class Engine:
         self.forget_prefixes()
         self.forget_texts()
         self._counters = Counters(self._loops)
+        self._controller = dataclasses.replace(self._controller, probes=Probes())
 
     def forget_prefixes(self) -> None:
         """Empties the prefix store and its counts."""

@@ -33,8 +33,8 @@ def loops(request: Request, adaptive: bool) -> dict[Arm, Settings]:
     Args:
       request: of all rows.
       adaptive: False: only its own tree. True: also plain decoding, and each drafter alone with
-        trees of depth 1, 2, 4, ... up to that of its own; of a dynamic tree only its own, because a
-        shallower one would grow elsewhere.
+        trees of depth 1, 2, 4, ... up to that of its own; only its own if that is a dynamic tree,
+        because a shallower one would grow elsewhere, or a cascade's with a tree for each drafter.
 
     Raises:
       ValueError: adaptive for a drafter that cannot be timed.
@@ -48,14 +48,17 @@ def loops(request: Request, adaptive: bool) -> dict[Arm, Settings]:
         return {whole: settings}
     _check_timed(request)
     if not isinstance(drafter, Ensemble):
-        found = [_with_tree(request, tree) for tree in _depths(settings.tree)]
+        own_only = isinstance(drafter, Cascade) and drafter.first_tree is not None
+        trees_of_arms = [settings.tree] if own_only else _depths(settings.tree)
+        found = [_with_tree(request, tree) for tree in trees_of_arms]
         arms = {Arm(names[0], each.shape.depth): each for each in found}
         return {PLAIN: _with_tree(request, ROOT_ONLY)} | arms
     own = [tree for _, tree in drafter.with_trees(settings.tree)]
     trees: dict[Arm, list[Tree]] = {PLAIN: [ROOT_ONLY] * len(own)}
     for i, name in enumerate(names):
         for tree in _depths(own[i]):
-            trees[Arm(name, tree.depth)] = [tree if j == i else ROOT_ONLY for j in range(len(own))]
+            arm = Arm(name, drafter.drafters[i].shape(tree).depth)
+            trees[arm] = [tree if j == i else ROOT_ONLY for j in range(len(own))]
     trees[whole] = own
     return {
         arm: settings.with_member_trees(

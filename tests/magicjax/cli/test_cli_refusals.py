@@ -53,6 +53,13 @@ REFUSED = {
         "argument --drafter: 'draw' is not an option of prompt-lookup:draw=top (options: "
         "max_ngram, min_ngram)",
     ),
+    "a cascade beside another": (
+        [
+            *("--target", "DIR", "--prompt", "a", "--drafter", "prompt-lookup -> self"),
+            *("--drafter", "prompt-lookup"),
+        ],
+        "--drafter 'prompt-lookup -> self' is a cascade, which cannot be a member of an ensemble",
+    ),
     "auto beside another": (
         [
             *("--target", "DIR", "--prompt", "a", "--drafter", "auto"),

@@ -426,7 +426,8 @@ class Cycle:
         self.arm = next(self._arms)
         return self
 
-    def counted(self, histogram, rounds, seconds):
+    def counted(self, histogram, rounds, seconds, simulated):
+        self.simulated = simulated
         self.calls.append((self.arm.depth, np.array(histogram), rounds))
         return self
 

@@ -210,8 +210,13 @@ def test_documents_are_tokenized_once(directory, tmp_path):
     target = magicjax.load(directory, dtype="float32")
     path = tmp_path / "documents.txt"
     path.write_text(tiny.SOURCE, "utf-8")
-    drafter = magicjax.SuffixLookup(store_tokens=64, documents=str(path))
     ids = target.tokenizer(tiny.SOURCE)["input_ids"]
+    drafter = magicjax.SuffixLookup(store_tokens=len(ids) + 1, documents=str(path))
     for given in (drafter, drafter.for_target(target)):
         request = keywords.prepare(target, [[1]], drafter=given, max_tokens=1)
-        assert stored(request.drafter)[-2:] == [ids[-63:], []]
+        assert stored(request.drafter) == [ids, []]
+    drafter = dataclasses.replace(drafter, store_tokens=len(ids))
+    with pytest.raises(
+        ValueError, match=f"has {len(ids)} tokens, .*: use store_tokens={len(ids) + 1}"
+    ):
+        drafter.for_target(target)

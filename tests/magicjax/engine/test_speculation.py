@@ -10,6 +10,7 @@ import magicjax
 from magicjax.decoding import program_cache
 from magicjax.decoding.controller import PLAIN, Controller, RoundTimes
 from magicjax.drafters.base import Drafter
+from magicjax.drafters.text_lookup import TextLookup
 from magicjax.engine import speculation
 from tests.magicjax import keywords, tiny
 from tests.magicjax.engine import engines, test_sampled, test_schedules
@@ -18,14 +19,15 @@ from tests.quick import quick
 
 @dataclasses.dataclass(frozen=True)
 class Forced(Controller):
-    """Runs all arms, whatever they cost."""
+    """Runs all arms, whatever they cost: first as the best one, then as probes beside plain."""
 
     call: int = 0
 
     def chosen(self, live):
         order = (*self.arms[::-1], *self.arms)
-        arm = order[self.call % len(order)]
-        return dataclasses.replace(self, call=self.call + 1, arm=arm, best=arm)
+        n = self.call % len(order)
+        best = order[n] if n < len(self.arms) else PLAIN
+        return dataclasses.replace(self, call=self.call + 1, arm=order[n], best=best)
 
 
 def forced(name: str, **options) -> magicjax.Engine:
@@ -56,6 +58,9 @@ def test_greedy_texts_and_caches_do_not_depend_on_the_arms(name, tally):
     members = len(drafter.members())
     assert len(rounds) == 1 + (len(depths) - 1) * members + (members > 1)
     assert all(rounds.values())
+    assert 0 < engine.stats.probe_rounds < sum(rounds.values()) - rounds[PLAIN]
+    simulated = [one for one in engine._controller.acceptance.values() if one.simulated is not None]
+    assert len(simulated) == sum(isinstance(each, TextLookup) for each in drafter.members())
 
 
 @pytest.mark.slow
@@ -68,7 +73,7 @@ def test_sampled_texts_do_not_depend_on_the_arms(name):
         sampling = test_sampled.SAMPLINGS[number % 3]
         text = test_sampled.alone("plain", test_sampled.prompts()[number], number, sampling)
         np.testing.assert_array_equal(handle.result().tokens, text)
-    assert all(engine.stats.rounds_by_arm.values())
+    assert all(engine.stats.rounds_by_arm.values()) and engine.stats.probe_rounds
 
 
 def test_an_engine_chooses_by_its_own_times_and_acceptance(tally):
