@@ -47,7 +47,7 @@ def by_request(cells: Sequence[CellResult]) -> pd.DataFrame:
 
 def _drafted(cells: Sequence[CellResult]) -> Iterable[tuple[CellResult, Lines]]:
     for cell in cells:
-        # With adaptive, rounds have different trees.
+        # Rounds of an adaptive run have different trees.
         if cell.metrics and cell.row["draft"] != "none" and not cell.row.get("adaptive"):
             yield cell, cell.requests()
 

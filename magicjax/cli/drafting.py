@@ -52,7 +52,7 @@ def add_speculation(
         default=[],
         help="chain:4 (default), expansion:2,2,1, parents:-1,0,0,1 or dynamic:16,6,4 (nodes, "
         "depth, width); one for all drafters, or one per drafter; for a cascade that of its first "
-        "drafter, or 'chain:4 -> chain:8', of which the target verifies the second",
+        "drafter, or 'chain:4 -> chain:8': its tree, and the chain that the target verifies",
     )
     return group
 
