@@ -1,13 +1,17 @@
 """JSON schemas for outlines-core, which translates them to regular expressions.
 
-outlines-core ignores some keywords, inserts patterns into the regular expression as they are, and
-does not escape names. What it would ignore or mistranslate is an error here, or is rewritten.
+outlines-core ignores some keywords, inserts patterns into the regular expression as they are, does
+not escape names, and omits what a chain of more than three references leads to. What it would
+ignore or mistranslate is an error here, or is rewritten.
 """
 
+import copy
+import itertools
 import json
 import re
+import urllib.parse
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from magicjax.grammars import string_pattern
 
@@ -25,6 +29,8 @@ WITHOUT_EFFECT = frozenset(
     {"$schema", "$id", "$defs", "definitions", "$comment", "title", "description", "default"}
     | {"examples", "deprecated", "readOnly", "writeOnly", "discriminator"}
 )
+MAX_PARTS = 4096  # of a schema whose references are replaced
+MAX_CHAIN = 64  # of references, each within what the one before refers to
 TYPES: dict[str, Any] = {
     "string": str,
     "integer": int,
@@ -53,17 +59,63 @@ def prepared(schema: Mapping[str, Any]) -> str:
         written as JSON.
     """
     try:
-        copy = json.loads(json.dumps(schema))
+        whole = json.loads(json.dumps(schema))
     except TypeError as error:
         raise ValueError(f"the schema cannot be written as JSON: {error}") from error
-    for part in _parts(copy):
+    replaced = _without_references(copy.deepcopy(whole), whole, itertools.count(1))
+    for part in _parts(replaced):
         _check(part)
         if (format_ := part.get("format")) in FORMATS:
             part["pattern"] = FORMATS[format_]
             del part["format"]
         if isinstance(pattern := part.get("pattern"), str):
             part["pattern"] = f"^{string_pattern.as_json(pattern)}$"
-    return json.dumps(copy)
+    return json.dumps(replaced)
+
+
+def _without_references(
+    part: Any, whole: dict[str, Any], parts: Iterator[int], chain: tuple[str, ...] = ()
+) -> Any:
+    """Returns a part of a schema, changed in place, with each reference replaced by what it names.
+
+    Args:
+      part: of the schema; anything but a mapping has no references.
+      whole: the schema, in which references are looked up.
+      parts: counts them.
+      chain: the references that led to the part.
+    """
+    if not isinstance(part, dict):
+        return part
+    if next(parts) > MAX_PARTS:
+        _refuse(f"more than {MAX_PARTS} parts after its references are replaced", "it is too large")
+    if "$ref" in part:
+        _check_siblings(part)
+        reference = part["$ref"]
+        if reference in chain:
+            _refuse(f"the recursive reference {reference!r}", "its texts have no greatest depth")
+        if len(chain) == MAX_CHAIN:
+            _refuse(f"a chain of more than {MAX_CHAIN} references", "it is too large")
+        named = copy.deepcopy(_named(reference, whole))
+        return _without_references(named, whole, parts, (*chain, reference))
+    for container, key in [*_inside(part)]:
+        container[key] = _without_references(container[key], whole, parts, chain)
+    for keyword in ("$defs", "definitions"):
+        part.pop(keyword, None)
+    return part
+
+
+def _named(reference: Any, whole: dict[str, Any]) -> Any:
+    """Returns the part of a schema that a reference such as #/$defs/name names."""
+    if not isinstance(reference, str) or re.match("#(/|$)", reference) is None:
+        _refuse(f"the reference {reference!r}", "only those like '#/$defs/name' are known")
+    part: Any = whole
+    for escaped in reference.split("/")[1:]:
+        name = urllib.parse.unquote(escaped).replace("~1", "/").replace("~0", "~")
+        try:
+            part = part[int(name) if isinstance(part, list) else name]
+        except (LookupError, TypeError, ValueError):
+            _refuse(f"the reference {reference!r}", "the schema has no such part")
+    return part
 
 
 def _check(part: Mapping[str, Any]) -> None:
@@ -87,6 +139,9 @@ def _check(part: Mapping[str, Any]) -> None:
     if "pattern" in part and "format" in part:
         _refuse("'pattern' with 'format'", "only one would be enforced")
     _check_siblings(part)
+    for name in _names([part.get("enum"), part.get("const")]):
+        if re.fullmatch(r"[\w -]*", name) is None:
+            _refuse(f"the name {name!r} in 'enum' or 'const'", "it would be read as an expression")
     properties = part.get("properties")
     names = properties if isinstance(properties, Mapping) else {}
     unknown = sorted({*part.get("required", ())} - {*names})
@@ -122,7 +177,16 @@ def _has_type(value: Any, name: str) -> bool:
     return isinstance(value, TYPES.get(name, ()))
 
 
-def _refuse(what: str, why: str) -> None:
+def _names(value: Any) -> Iterator[str]:
+    """Yields the names of all objects inside a JSON value."""
+    if isinstance(value, dict):
+        yield from value
+        value = [*value.values()]
+    for inside in value if isinstance(value, list) else ():
+        yield from _names(inside)
+
+
+def _refuse(what: str, why: str) -> NoReturn:
     raise ValueError(
         f"the JSON schema has {what}, which is not supported, because {why}: remove it, and check "
         "the text afterwards"
@@ -134,13 +198,15 @@ def _parts(schema: Any) -> Iterator[dict[str, Any]]:
     if not isinstance(schema, dict):
         return
     yield schema
-    for keyword in ("properties", "$defs", "definitions"):
-        parts = schema.get(keyword)
-        for part in parts.values() if isinstance(parts, dict) else ():
-            yield from _parts(part)
-    for keyword in ("items", "additionalProperties"):
-        yield from _parts(schema.get(keyword))
+    for container, key in _inside(schema):
+        yield from _parts(container[key])
+
+
+def _inside(part: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yields (a container, the key in it) of each schema directly inside a schema."""
+    if isinstance(properties := part.get("properties"), dict):
+        yield from ((properties, name) for name in properties)
+    yield from ((part, keyword) for keyword in ("items", "additionalProperties") if keyword in part)
     for keyword in ("prefixItems", "anyOf", "oneOf", "allOf"):
-        parts = schema.get(keyword)
-        for part in parts if isinstance(parts, list) else ():
-            yield from _parts(part)
+        parts = part.get(keyword)
+        yield from ((parts, i) for i in range(len(parts) if isinstance(parts, list) else 0))

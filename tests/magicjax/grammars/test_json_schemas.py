@@ -99,6 +99,45 @@ REFUSED = {
     ),
 
 
+    "an expression in a value": ({"enum": [1, [{"a.b": 1}]]}, "the name 'a.b' in 'enum' or 'const'"),
+    "recursion": (
+        {"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}},
+        "the recursive reference '#'",
+    ),
+    "mutual recursion": (
+        {
+            "$defs": {
+                "a": {"type": "array", "items": {"$ref": "#/$defs/b"}},
+                "b": {"type": "array", "items": {"$ref": "#/$defs/a"}},
+            },
+            "$ref": "#/$defs/a",
+        },
+        "the recursive reference '#/[$]defs/a'",
+    ),
+    "another document": ({"$ref": "https://example.com/a"}, "only those like '#/[$]defs/name'"),
+    "nothing": ({"$defs": {"a": OBJECT}, "$ref": "#/$defs/b"}, "the schema has no such part"),
+    "nothing in a list": ({"anyOf": [{"$ref": "#/anyOf/7"}]}, "the schema has no such part"),
+    "references that double": (
+        {
+            "$defs": {"0": {"type": "null"}}
+            | {
+                str(i): {"type": "array", "prefixItems": 2 * [{"$ref": f"#/$defs/{i - 1}"}]}
+                for i in range(1, 20)
+            },
+            "$ref": "#/$defs/19",
+        },
+        "more than 4096 parts after its references are replaced",
+    ),
+    "a long chain": (
+        {
+            "$defs": {"0": {"type": "null"}}
+            | {str(i): {"$ref": f"#/$defs/{i - 1}"} for i in range(1, 99)},
+            "$ref": "#/$defs/98",
+        },
+        "a chain of more than 64 references",
+    ),
+
+
     "a pattern and a format": (
         {"type": "string", "pattern": "a", "format": "date"},
         "'pattern' with 'format'",
@@ -124,6 +163,43 @@ def test_what_cannot_be_translated_is_refused(what):
     assert "\n" not in str(raised.value)
 
 
+def nested(depth: int) -> dict:
+    """Returns a schema of objects within objects, as data classes within each other have it."""
+    parts: dict = {
+        "0": {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
+    }
+    for i in range(1, depth):
+        field = {"$ref": f"#/$defs/{i - 1}"}
+        parts[str(i)] = {"type": "object", "properties": {"a": field}, "required": ["a"]}
+    return {"$defs": parts, "$ref": f"#/$defs/{depth - 1}"}
+
+
+@pytest.mark.parametrize("depth", [1, 4, 5, 10])
+def test_references_lead_to_whole_parts(depth, monkeypatch):
+    schema, grammar = nested(depth), Grammar.json_schema(nested(depth))
+    for text in texts(grammar, length=30 * depth):
+        assert is_valid(text, schema), text
+    if depth > 4:
+        assert not any(
+            is_valid(text, schema) for text in texts(outlines_alone(schema, monkeypatch))
+        )
+
+
+def test_references_name_any_part():
+    schema = {
+        "type": "object",
+        "properties": {
+            "$ref": {"enum": [{"ref": "#/x"}, "$ref"]},
+            "a/~b c": {"type": "boolean"},
+            "list": {"type": "array", "prefixItems": [{"$ref": "#/properties/a~1~0b%20c"}]},
+            "item": {"$ref": "#/properties/list/prefixItems/0", "title": "an item"},
+        },
+        "required": ["$ref", "item", "list"],
+    }
+    for text in texts(Grammar.json_schema(schema), length=200):
+        assert is_valid(text, schema), text
+
+
 @pytest.mark.parametrize("schema", [{"enum": []}, REFUSED["a quote in a name"][0]])
 def test_schemas_that_outlines_core_mistranslates_are_detected(schema, monkeypatch):
     schema = schema | ({"required": ['a"']} if 'a"' in str(schema) else {})
@@ -137,7 +213,8 @@ def test_a_grammar_that_takes_too_long_is_refused(monkeypatch):
     trial.check("regex", "(")  # compiling it says what is wrong
     with pytest.raises(ValueError, match="more than 1 s or 1024 MiB"):
         trial.check("regex", "[ab]*a[ab]{30}")
-    properties = {str(i): {"$ref": "#/$defs/a"} for i in range(300)}
-    schema = {"$defs": {"a": {"type": "object", "properties": properties}}, "$ref": "#/$defs/a"}
+    pair = {"type": "array", "prefixItems": [{"type": "string"}] * 9}
+    properties = {str(i): pair for i in range(400)}
+    schema = {"type": "object", "properties": properties}
     with pytest.raises(ValueError, match="fewer references"):
         trial.check("json_schema", json_schema.prepared(schema))
