@@ -99,7 +99,7 @@ REFUSED = {
     ),
 
 
-    "an expression in a value": ({"enum": [1, [{"a.b": 1}]]}, "the name 'a.b' in 'enum' or 'const'"),
+    "an expression in a value": ({"enum": [1, [{"a.b": 1}]]}, "the name 'a.b' in 'enum' or 'co"),
     "recursion": (
         {"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}},
         "the recursive reference '#'",
