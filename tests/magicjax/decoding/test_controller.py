@@ -24,6 +24,7 @@ from magicjax.decoding.controller import (
     row_tokens,
     tried_and_accepted,
 )
+from magicjax.drafters.text_lookup import TextLookup
 from magicjax.trees.token_tree import ROOT_ONLY, chain
 from tests.magicjax import keywords, tiny
 from tests.magicjax.decoding import test_joint
@@ -473,7 +474,9 @@ def adaptive(kind: str, rounds: int = 2, depths=ORDER, **options):
 
 @pytest.mark.parametrize("kind", quick(DRAFTERS, "prompt-lookup"))
 def test_greedy_text_does_not_depend_on_the_depths(kind, tally):
-    _, state, calls, chooser = adaptive(kind)
+    request, state, calls, chooser = adaptive(kind)
+    simulates = isinstance(request.drafter, TextLookup)
+    assert [int(counted.sum()) > 0 for counted in chooser.simulated.values()] == [True] * simulates
     texts = list(np.asarray(state.output)[:, : tiny.NEW])
     tally.compare(tiny.model(), tiny.prompts(8), tiny.expected(8), texts)
     assert [depth for depth, _ in calls][:5] == list(ORDER)[: len(calls)]
