@@ -40,6 +40,13 @@ def dequantized(matrix: Matrix) -> np.ndarray:
     return ((wide - zero) * scale).reshape(weight.shape)
 
 
+def magnitudes(matrix: Matrix) -> np.ndarray:
+    """Returns the largest terms of each element that a product may add: |value| and |zero|."""
+    zero = None if matrix.zero is None else -np.abs(np.asarray(matrix.zero))
+    weight = np.abs(np.asarray(matrix.weight.astype(jnp.float32)))
+    return np.abs(dequantized(matrix._replace(weight=jnp.asarray(weight), zero=zero)))
+
+
 def test_the_kernels_are_available():
     assert build.unavailable_reason() is None
 
@@ -57,9 +64,10 @@ def test_products_equal_those_in_float64(kind, rows):
             expected = np.einsum(
                 "...i,oi->...o", np.asarray(x, float), dequantized(matrix).reshape(-1, inputs)
             )
-            size = np.abs(expected).max()
             assert y.shape == (*rows, *matrix.weight.shape[:-1]) and y.dtype == jnp.float32
-            np.testing.assert_allclose(y.reshape(expected.shape), expected, atol=1e-5 * size)
+            # Errors of a sum are relative to the terms, which may cancel.
+            terms = np.abs(np.asarray(x, float)) @ magnitudes(matrix).reshape(-1, inputs).T
+            assert (np.abs(y.reshape(expected.shape) - expected) <= 1e-6 * terms).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
